@@ -159,7 +159,7 @@ def write_programs(folder):
     """Write a page for each program: its help, by sections."""
     folders = ROOT / "experiments", ROOT / "experiments/studies"
     paths = [p for at in folders for p in sorted(at.glob("*.py"))]
-    paths = [p for p in paths if re.search(r"^def cli\(", p.read_text(), re.M)]
+    paths = [p for p in paths if "\ncli = " in p.read_text()]
     modules = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in paths]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for module, text in zip(modules, pool.map(_help, modules), strict=True):

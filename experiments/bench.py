@@ -30,11 +30,10 @@ from rich.console import Console
 import cocodc_jax as cc
 from cocodc_jax.run import flags
 
-from . import commands
-from .benchmarks import contenders, growth, tables
+from . import program
+from .benchmarks import contenders
 from .benchmarks.cases import GPT, Case, make_case
-from .benchmarks.torch_loop import torch_diloco
-from .benchmarks.turns import take_turns
+from .benchmarks.turns import speeds, take_turns
 
 METHODS = {
     "diloco": {},
@@ -43,6 +42,14 @@ METHODS = {
 }
 TRANSFORMS = {"transform": "diloco", "transform cocodc": "cocodc"}
 CONTENDERS = (*METHODS, *TRANSFORMS, "scan alone", "plain loops", "drjax", "torch")
+# Regions and fragments are of the preset smoke, fragments with 32 layers; layers of the
+# GPT.
+GROWTHS = {
+    "regions": (1, 4, 16, 64),
+    "fragments": (1, 4, 8, 16, 32),
+    "layers": (1, 2, 4, 8),
+}
+LEAST_INTERVAL = 40  # Of fragments: each of 32 has a step of its own to leave at.
 
 
 def main() -> None:
@@ -59,7 +66,9 @@ def main() -> None:
                 "fragments and their delays"
             )
         asked = [name for name in flags.value("growth").split(",") if name]
-        growth.check(asked)
+        for name in asked:
+            if name not in GROWTHS:
+                raise ValueError(f"growth={name!r} is unknown; use {list(GROWTHS)}")
         if not asked and not _cases():
             raise ValueError("cases= is empty; name some, or add --growth")
         if flags.value("devices") and not _cases():
@@ -76,7 +85,7 @@ def main() -> None:
         for num_devices in layouts:
             compare(case, num_devices, rounds, console, wanted)
     for name in asked:
-        growth.show(name, interval, rounds, console)
+        show_growth(name, interval, rounds, console)
 
 
 def _layouts(regions: int) -> list[int]:
@@ -141,7 +150,7 @@ def compare(
     if importlib.util.find_spec("drjax"):
         makers["drjax"] = contenders.drjax_diloco(case, num_devices)
     if case.gpt and importlib.util.find_spec("torch"):
-        makers["torch"] = torch_diloco(case)
+        makers["torch"] = contenders.torch_diloco(case)
     elif case.gpt and not wanted:
         console.print(
             "PyTorch is not installed, so its row is missing.", highlight=False
@@ -151,51 +160,89 @@ def compare(
     timings = take_turns(makers, rounds)
     where = "one device" if num_devices == 1 else f"{num_devices} devices"
     title = f"{case.name}: {case.regions} regions on {where}, H {case.interval}"
-    console.print(tables.speeds(title, case.tokens, timings))
+    console.print(speeds(title, case.tokens, timings))
     console.print(
         f"Rounds: {rounds}, medians of them. A ratio of 2 is twice as fast.",
         highlight=False,
     )
 
 
+def show_growth(name: str, interval: int, rounds: int, console: Console) -> None:
+    """Time a method at every size, and print the seconds of a turn and of the start.
+
+    The method is cocodc; for layers it is diloco, so that only the layers grow.
+    """
+    sizes = GROWTHS[name]
+    timings = take_turns({str(n): _maker(name, n, interval) for n in sizes}, rounds)
+    heads = (name, "seconds of a turn", f"over {sizes[0]} {name}", "start s")
+    first = timings[str(sizes[0])].median_s
+    rows = [
+        (size, f"{t.median_s:.3f}", f"{t.median_s / first:.2f}", f"{t.compile_s:.1f}")
+        for size, t in timings.items()
+    ]
+    looks = program.SIMPLE | {"title_justify": "left"}
+    title = _what_grows(name, interval)
+    console.print(program.table(heads, rows, title=title, **looks))
+    console.print(
+        f"Rounds: {rounds}, medians of them. A ratio of 2 takes twice as long.",
+        highlight=False,
+    )
+
+
+def _what_grows(name: str, interval: int) -> str:
+    over = f"4 regions on {_devices()} devices" if _devices() > 1 else "4 regions"
+    longer = f"H {max(interval, LEAST_INTERVAL)}"
+    return {
+        "regions": f"cocodc of smoke: all regions on one device, H {interval}",
+        "fragments": f"cocodc of smoke with 32 layers: {over}, {longer}",
+        "layers": f"diloco of gpt: {over}, H {interval}",
+    }[name]
+
+
+def _devices() -> int:
+    """Return the number of devices that four regions share."""
+    there = len(jax.devices())
+    return max(n for n in (1, 2, 4) if n <= there)
+
+
+def _maker(name: str, size: int, interval: int):
+    if name == "regions":  # All on one device: what is to grow is linear.
+        case = make_case("smoke", size, interval)
+        return contenders.region_program(case, "cocodc", 1, num_fragments=4)
+    if name == "fragments":
+        case = make_case("smoke", 4, max(interval, LEAST_INTERVAL), num_layers=32)
+        return contenders.region_program(case, "cocodc", _devices(), num_fragments=size)
+    case = make_case("gpt", 4, interval, num_layers=size)
+    return contenders.region_program(case, "diloco", _devices())
+
+
 def define() -> None:
     """Define the program's flags."""
-    flags.define_one(
-        str,
-        "cases",
-        "gpt,smoke,tiny",
-        "Models: gpt or presets, comma-separated; empty for --growth alone.",
-    )
-    flags.define_one(int, "regions", 4, "Regions that train, M.")
-    flags.define_one(
-        int, "interval", 12, "H, steps of a turn: a multiple of 4, at least 8."
-    )
-    flags.define_one(
-        list,
-        "devices",
-        [],
-        "Layouts: devices of the regions. Default: 1, and M if there are so many.",
-    )
-    flags.define_one(
-        list,
-        "contenders",
-        [],
-        f"Which of {', '.join(CONTENDERS)} to time. Default: all that are installed.",
-    )
-    flags.define_one(int, "repeats", 5, "Rounds: timed turns of each contender.")
-    flags.define_one(
-        str,
-        "growth",
-        "",
-        f"Show how a turn grows with {', '.join(growth.GROWTHS)}; comma-separated.",
+    program.define(
+        (
+            *("cases", "gpt,smoke,tiny"),
+            "Models: gpt or presets, comma-separated; empty for --growth alone.",
+        ),
+        ("regions", 4, "Regions that train, M."),
+        ("interval", 12, "H, steps of a turn: a multiple of 4, at least 8."),
+        (
+            *("devices", []),
+            "Layouts: devices of the regions. Default: 1, and M if there are so many.",
+        ),
+        (
+            *("contenders", []),
+            f"Which of {', '.join(CONTENDERS)} to time. Default: all that are "
+            "installed.",
+        ),
+        ("repeats", 5, "Rounds: timed turns of each contender."),
+        (
+            *("growth", ""),
+            f"Show how a turn grows with {', '.join(GROWTHS)}; comma-separated.",
+        ),
     )
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

@@ -25,202 +25,98 @@ fault for a while, and the regions must name it within five syncs
 """
 
 import json
+import math
 import os
 import pathlib
-import random
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from cocodc_jax.files import write_whole
-from cocodc_jax.netlab import children
+from cocodc_jax.netlab import children, independent
 from cocodc_jax.run import flags
 from cocodc_jax.run.build import check_elastic
 from cocodc_jax.run.config import TrainConfig, dumps
-from cocodc_jax.run.help import options, render
 from cocodc_jax.run.resume import make_folder
-from cocodc_jax.run.taking_part import JOINS_FILE, SYNCS_FILE
 
-from . import commands
+from . import commands, program
 from .faults import scenarios
-from .faults.killed import is_good, judge, lines
-from .faults.options import check_kills, check_own, define_flags
-from .faults.unbroken import unbroken_loss
+from .faults.kills import Chaos, RefusedError, is_good, judge, lines, unbroken_loss
 from .train import read_flags
 
 # No kills after this share of the steps: the last region to return needs time.
 _LAST_KILL = 0.85
-_POLL_S, _SAY_S = 0.1, 30.0
-# Lives of a region in a row that end by themselves before the region takes part.
-_VAIN_LIVES = 5
-KILLS_FILE, PARTS_FILE, ENDS_FILE = "kills.jsonl", "parts.jsonl", "ends.jsonl"
+PARTS_FILE = "parts.jsonl"
 
 
-class RefusedError(Exception):
-    """A region cannot run: it refuses its flags, or ends again and again."""
+# Flags that have a meaning only with or only without --scenario.
+_OF_KILLS = (
+    "kills",
+    "gap_s",
+    "restart_s",
+    "tolerance",
+    "unbroken",
+    "only_members",
+)
+_OF_SCENARIOS = ("at_s", "fault_s")
+OWN_FLAGS = (
+    ("regions", 4, "regions that train"),
+    ("kills", 8, "how many times to kill a region"),
+    ("seed", 0, "seed of the choice of regions and moments"),
+    ("gap_s", 8.0, "seconds between two kills, on average"),
+    ("restart_s", 1.0, "seconds after which a killed region is restarted"),
+    ("tolerance", 0.1, "largest difference from the unbroken run's loss, in nats"),
+    (
+        *("scenario", (None, *scenarios.SCENARIOS)),
+        "a fault of the network in place of kills",
+    ),
+    (
+        *("at_s", 20.0),
+        "with --scenario: seconds from the first merge that all regions have to the "
+        "fault",
+    ),
+    ("fault_s", 60.0, "with --scenario: seconds that the fault lasts"),
+    ("workdir", str, "folder of the run"),
+    ("unbroken", True, "also train a run without kills"),
+    ("only_members", True, "wait with a kill until all regions take part"),
+)
 
 
-class Chaos:
-    """The regions of a run, which it kills and restarts."""
-
-    def __init__(self, workdir: pathlib.Path, regions: Sequence[children.Region]):
-        """Take the regions of the run in `workdir`, which are not started yet."""
-        self._workdir, self.regions = workdir, list(regions)
-        self.kills = lines(workdir / KILLS_FILE)
-        self.ends = lines(workdir / ENDS_FILE)
-        self.is_stopped = False
-        self._vain = [0] * len(self.regions)
-
-    def stop(self, code: int) -> None:
-        """Ask all regions to write checkpoints and leave; for signal handlers."""
-        del code
-        number = signal.SIGKILL if self.is_stopped else signal.SIGTERM
-        self.is_stopped = True
-        for region in self.regions:
-            region.send(number)
-
-    def is_in(self, region: int) -> bool:
-        """Return whether the present life of a region takes part."""
-        return self.regions[region].is_running and self._took_part(region)
-
-    def _took_part(self, region: int) -> bool:
-        joins = lines(self._workdir / f"region_{region}" / JOINS_FILE)
-        return any(join["time"] > self.born_s[region] for join in joins)
-
-    def step(self) -> int:
-        """Return the latest step at which any region has merged."""
-        syncs = (
-            lines(self._workdir / f"region_{r}" / SYNCS_FILE)
-            for r in range(len(self.regions))
-        )
-        return max((each[-1]["apply_step"] for each in syncs if each), default=0)
-
-    def run(
-        self,
-        num: int,
-        last_step: int,
-        seed: int,
-        gap_s: float,
-        restart_s: float,
-        only_members: bool = True,
-    ) -> None:
-        """Kill and restart regions, then wait until all have ended.
-
-        Raises:
-          RefusedError: with the region's last output; the others are killed.
-        """
-        # If the run was stopped, draw other numbers than for the kills before.
-        rng = random.Random(f"{seed} {len(self.kills)}")
-        self.born_s, said_s = {}, time.time()
-        for region in range(len(self.regions)):
-            self._start(region)
-        start_at: dict[int, float] = {}
-        next_kill = None
-        while not self._is_over():
-            now = time.time()
-            if now - said_s > _SAY_S:
-                said_s = now
-                print(
-                    f"{len(self.kills)} kills, step {self.step()}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            if self.is_stopped:
-                time.sleep(_POLL_S)
-                continue
-            for region in [r for r, at in start_at.items() if at <= now]:
-                del start_at[region]
-                self._start(region)
-            for region, each in enumerate(self.regions):
-                if each.code == flags.USAGE_ERROR:
-                    self._kill_all()
-                    raise RefusedError(f"region {region} ended with {each.end()}")
-                if each.code not in (None, 0) and region not in start_at:
-                    self._ended_by_itself(region)
-                    start_at[region] = now + restart_s
-            inside = [r for r in range(len(self.regions)) if self.is_in(r)]
-            are_in = len(inside) == len(self.regions)
-            if next_kill is None and are_in:
-                next_kill = now + rng.uniform(0.2, 1.8) * gap_s
-            is_due = next_kill is not None and now >= next_kill
-            if is_due and len(self.kills) < num and (are_in or not only_members):
-                alive = [r for r, each in enumerate(self.regions) if each.is_running]
-                victim = rng.choice(alive) if alive else None
-                if victim is not None and set(inside) - {victim}:
-                    if self.step() > last_step:
-                        num = len(self.kills)
-                        continue
-                    self._kill(victim, victim in inside)
-                    start_at[victim] = time.time() + restart_s
-                    next_kill = None
-                    if not only_members:
-                        next_kill = now + rng.uniform(0.2, 1.8) * gap_s
-            time.sleep(_POLL_S)
-
-    def _is_over(self) -> bool:
-        if self.is_stopped:
-            return not any(each.is_running for each in self.regions)
-        return all(each.code == 0 for each in self.regions)
-
-    def _start(self, region: int) -> None:
-        self.born_s[region] = time.time()
-        self.regions[region].start()
-        if self.is_stopped:  # Told to while it was started.
-            self.regions[region].send(signal.SIGTERM)
-
-    def _ended_by_itself(self, region: int) -> None:
-        took_part, told = self._took_part(region), self.regions[region].end()
-        self.ends.append({"region": region, "took_part": took_part, "ended": told})
-        self._write(ENDS_FILE, self.ends[-1])
-        print(f"region {region} ended by itself with {told}", file=sys.stderr)
-        self._vain[region] = 0 if took_part else self._vain[region] + 1
-        if self._vain[region] == _VAIN_LIVES:
-            self._kill_all()
-            raise RefusedError(
-                f"region {region} ended {_VAIN_LIVES} times before it took part, at "
-                f"last with {told}"
+def check_own(own: Any) -> None:
+    """Refuse numbers out of range, and flags that would have no effect."""
+    for name in ("gap_s", "restart_s", "tolerance", "at_s", "fault_s"):
+        if not 0 <= own[name].value < math.inf:
+            raise ValueError(
+                f"--{name}={own[name].value} must be 0 or more, and finite"
+            )
+    others = _OF_KILLS if own.scenario else _OF_SCENARIOS
+    for name in others:
+        if own[name].present:
+            why = "with" if own.scenario else "without"
+            raise ValueError(
+                f"--{name}={str(own[name].value).lower()} has no meaning {why} "
+                "--scenario; leave it out"
             )
 
-    def _write(self, name: str, entry: dict[str, Any]) -> str:
-        line = json.dumps(entry)
-        with (self._workdir / name).open("a") as file:
-            file.write(line + "\n")
-        return line
 
-    def _kill_all(self) -> None:
-        for region in self.regions:
-            region.send(signal.SIGKILL)
-            region.wait()
-
-    def _kill(self, region: int, was_in: bool) -> None:
-        folder = self._workdir / f"region_{region}"
-        told = lines(folder / JOINS_FILE)[-1:] + lines(folder / SYNCS_FILE)[-1:]
-        epoch = max((each["epoch"] for each in told), default=0)
-        self.regions[region].send(signal.SIGKILL)
-        self.regions[region].wait()
-        self.kills.append(
-            {
-                "region": region,
-                "was_in": was_in,
-                "coordinated": was_in and epoch % len(self.regions) == region,
-                "after_step": self.step(),
-                "time": time.time(),
-            }
+def check_kills(kills: int, regions: int) -> None:
+    """Refuse kills that would leave no region with the run in memory."""
+    if kills < 0:
+        raise ValueError(f"--kills={kills} must be 0 or more")
+    if kills and regions < 2:
+        raise ValueError(
+            f"regions={regions} leaves no region when one is killed; use 2 or more, or "
+            "--kills=0"
         )
-        line = self._write(KILLS_FILE, self.kills[-1])
-        print(f"killed region {region} {line}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; return 0 if the run passes all checks."""
-    own = define_flags()
+    own = program.own_flags(*OWN_FLAGS)
     flags.define()
     with flags.usage_errors():
-        train_flags = [*own(argv)[1:]]
-        if own.help:
-            print(render(commands.shown(__doc__), {"Flags": options(own)}))
+        if (train_flags := program.parse(own, argv, __doc__)) is None:
             return 0
         if not own.workdir:
             raise ValueError("workdir=None is missing; name a folder")
@@ -256,18 +152,18 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
     if own.unbroken:  # It goes on, or is there already.
         with flags.usage_errors():
             loss = unbroken_loss(train_flags, workdir / "unbroken")
-    told = children.region_commands(
+    told = independent.commands(
         [*commands.python_m("train"), *train_flags, "--outer_digests"],
         workdir,
         own.regions,
         flags.value("via") or "",
     )
-    logs = children.region_logs(workdir, own.regions)
+    logs = independent.logs(workdir, own.regions)
     # Each life compiles the same programs.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(workdir / "compiled"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     chaos = Chaos(
-        workdir, [children.Region(*each) for each in zip(told, logs, strict=True)]
+        workdir, [independent.Region(*each) for each in zip(told, logs, strict=True)]
     )
     began_s, steps = time.time(), config.run.steps
     last_step = int(_LAST_KILL * steps)
@@ -309,10 +205,7 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
     return 0 if result["kept"] else 1
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    commands.end_with(main)
-
+cli = program.with_own_flags(main)
 
 if __name__ == "__main__":
     cli()

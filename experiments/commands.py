@@ -4,16 +4,13 @@ In a checkout `python -m experiments.train` runs a program. A wheel has the same
 `cocodc_jax.experiments.train`, and one command that runs all programs: `cocodc train`.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
 
 from cocodc_jax._extras import MissingExtraError, extra
 from cocodc_jax.run.messages import as_a_command
@@ -49,16 +46,6 @@ def command_line(program: str, words: Sequence[str]) -> str:
     return " ".join([shown(f"python -m experiments.{program}"), *words])
 
 
-def end_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Run a program, and exit with the code that it returns."""
-    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    full = ("--help=all", "--helpfull")  # These programs have few flags.
-    words = ["--help" if word in full else word for word in sys.argv[:end]]
-    with as_a_command():
-        code = main(words + sys.argv[end:])
-    sys.exit(code)
-
-
 def programs() -> dict[str, pathlib.Path]:
     """Return the file of each program by its command, studies last."""
     here = pathlib.Path(__file__).parent
@@ -66,7 +53,7 @@ def programs() -> dict[str, pathlib.Path]:
         _command(path.stem): path
         for folder in (here, here / "studies")
         for path in sorted(folder.glob("*.py"))
-        if "\ndef cli(" in path.read_text(encoding="utf-8")
+        if "\ncli = " in path.read_text(encoding="utf-8")
     }
 
 

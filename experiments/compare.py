@@ -20,7 +20,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 from rich.console import Console
-from rich.table import Table
 
 from cocodc_jax.data import load
 from cocodc_jax.files import write_whole
@@ -35,9 +34,13 @@ from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.session import RUN_ERRORS, Session
 from cocodc_jax.train.finite import NonFiniteLossError
 
-from . import commands
+from . import commands, program
 
 WITHOUT = ("method", "seed")
+_PRINTED = (
+    "eval_loss", "eval_loss_outer", "bytes_sent_per_region", "outer_bytes",
+    "region_drift",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -58,12 +61,10 @@ def main() -> None:
         flags.check_optimizers(configs.values())
         # Check all runs before the first trains: a wrong flag costs no hour.
         sessions: list[Session] = []
-        tracking = flags.tracking()
         for folder, config in configs.items():
-            sessions.append(
-                prepare(config, folder, open_text, sessions, tracking=tracking)
-            )
-    names = [name for _ in range(_num_seeds()) for name in methods]
+            given = config, folder, open_text, sessions
+            sessions.append(prepare(*given, tracking=flags.tracking()))
+    names = [*methods] * _num_seeds()
     runs: list[Run] = []
     diverged: dict[str, str] = {}
     for session, name in zip(sessions, names, strict=True):
@@ -190,23 +191,16 @@ def _write_report(
 
 
 def _print_table(comparison: dict, target: str | None, console: Console) -> None:
-    table = Table("method", box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for head in ("loss", "outer", "sent/region", "kept", "drift", "to target"):
-        table.add_column(head, justify="right")
+    heads = ("method", "loss", "outer", "sent/region", "kept", "drift", "to target")
+    rows = []
     for name, row in comparison["methods"].items():
-        steps = row["steps_to_target"]
-        table.add_row(
-            name,
-            f"{row['eval_loss']['mean']:.4f}",
-            f"{row['eval_loss_outer']['mean']:.4f}",
-            format_bytes(row["bytes_sent_per_region"]["mean"]),
-            format_bytes(row["outer_bytes"]["mean"]),
-            f"{row['region_drift']['mean']:.1e}",
-            "-" if steps is None else f"{steps:.0f} steps",
-        )
-    for name in comparison["diverged"]:
-        table.add_row(name, "diverged")
-    console.print(table)
+        loss, outer, sent, kept, drift = (row[key]["mean"] for key in _PRINTED)
+        sizes, steps = map(format_bytes, (sent, kept)), row["steps_to_target"]
+        to_target = "-" if steps is None else f"{steps:.0f} steps"
+        losses = (f"{loss:.4f}", f"{outer:.4f}")
+        rows.append((name, *losses, *sizes, f"{drift:.1e}", to_target))
+    rows += [(name, "diverged") for name in comparison["diverged"]]
+    console.print(program.table(heads, rows))
     whose = target or "the worst"
     console.print(
         "Loss: of the regions' mean, on held-out text. Outer: of the outer model. "
@@ -223,27 +217,21 @@ def define() -> None:
     """Define the program's flags."""
     flags.define(WITHOUT, "Folder of the runs and the report; they resume there.")
     flags.define_tracking()
-    flags.define_one(
-        str,
-        "methods",
-        "data_parallel,diloco,streaming_diloco,cocodc",
-        "Methods to compare, comma-separated; all: every method that --regions allows. "
-        "diloco+muon: with another inner optimizer.",
+    program.define(
+        (
+            *("methods", "data_parallel,diloco,streaming_diloco,cocodc"),
+            "Methods to compare, comma-separated; all: every method that --regions "
+            "allows. diloco+muon: with another inner optimizer.",
+        ),
+        (
+            *("target_method", str),
+            "Method whose final loss is the target. Default: the worst.",
+        ),
+        ("seeds", 1, "Seeds of each method: 0, 1, ..."),
     )
-    flags.define_one(
-        str,
-        "target_method",
-        None,
-        "Method whose final loss is the target. Default: the worst.",
-    )
-    flags.define_one(int, "seeds", 1, "Seeds of each method: 0, 1, ...")
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from absl import flags as absl_flags
+from absl.flags import FlagValues
 from rich.console import Console
 
 from cocodc_jax import methods
@@ -35,14 +35,11 @@ from cocodc_jax.netlab import region
 from cocodc_jax.report.plots import save_png
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import LEAVES, TrainConfig, dumps
-from cocodc_jax.run.help import options, render
-from cocodc_jax.run.messages import one_line
 from cocodc_jax.run.resume import make_folder
 
-from . import commands
-from .networks import cases, lab_run, plot, predict, report
-from .networks.lab_run import LabRunError, Measured
-from .networks.measure import Pace
+from . import commands, program
+from .networks import cases, lab_run, report
+from .networks.lab_run import LabRunError, Measured, Pace
 
 APART, EVERY_STEP = "apart", "data_parallel"
 WIDTH = 132  # of the table, also where the output is no terminal
@@ -51,54 +48,35 @@ FIXED = {"warmup_steps": 0, "eval_every": 0, "checkpoint_every": 0}
 WITHOUT = ("method", "steps", *FIXED)
 
 
-def define_flags() -> absl_flags.FlagValues:
+def define_flags() -> FlagValues:
     """Return this program's own flags, apart from those of training."""
-    values = absl_flags.FlagValues()
-
-    def text(name: str, default: str | None, note: str) -> None:
-        absl_flags.DEFINE_list(name, default, note, flag_values=values)
-
-    absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
-    absl_flags.DEFINE_string("workdir", None, "folder for results", flag_values=values)
-    text(
-        "networks",
-        "100,1000,20,unequal",
-        f"Mbit/s of each pair of regions at {cases.LATENCY_MS} ms one way; or unequal "
-        "(three regions near, one far); or a YAML file of links (network/world.py)",
+    return program.own_flags(
+        ("workdir", str, "folder for results"),
+        (
+            *("networks", ["100", "1000", "20", "unequal"]),
+            f"Mbit/s of each pair of regions at {cases.LATENCY_MS} ms one way; or "
+            "unequal (three regions near, one far); or a YAML file of links "
+            "(network/world.py)",
+        ),
+        ("methods", [*lab_run.USUAL], "methods that processes can run"),
+        ("intervals", 4, "sync intervals to measure, after the first two"),
+        ("limit_s", 1800.0, "seconds after which a run is aborted"),
+        intervals=1,
+        limit_s=1,
     )
-    text("methods", ",".join(predict.USUAL), "methods that processes can run")
-    absl_flags.DEFINE_integer(
-        "intervals",
-        4,
-        "sync intervals to measure, after the first two",
-        lower_bound=1,
-        flag_values=values,
-    )
-    absl_flags.DEFINE_float(
-        "limit_s",
-        1800.0,
-        "seconds after which a run is aborted",
-        lower_bound=1,
-        flag_values=values,
-    )
-    return values
 
 
 class Comparison:
     """A checked comparison; `rows` runs it."""
 
-    def __init__(self, values: absl_flags.FlagValues, train: Sequence[str]):
-        """Check all flags; run nothing.
-
-        Raises:
-          ValueError: with the flag, its value and a value that works.
-        """
+    def __init__(self, values: FlagValues, train: Sequence[str]):
+        """Check all flags; run nothing."""
         if not values.workdir:
             raise ValueError("workdir=None is missing; name a folder for the results")
         self._workdir = pathlib.Path(values.workdir)
         self._methods = _distinct("methods", values.methods)
         for name in self._methods:
-            predict.check(methods.get(name))
+            lab_run.check(methods.get(name))
         _distinct("networks", values.networks)
         self._base = train_config(train, self._methods)
         self._given = [n for n in LEAVES if n not in WITHOUT and flags.given(n)]
@@ -130,23 +108,15 @@ class Comparison:
             lab_run.held(command, folder, each[0].links)
 
     def apart(self) -> Measured:
-        """Return the run without a network, also in the lab.
-
-        Raises:
-          LabRunError: if it did not finish.
-        """
+        """Return the run without a network, also in the lab."""
         return self._measured(self._wide, APART)[0]
 
     def host_bytes_per_s(self, alone: Measured) -> float:
-        """Return the bytes of messages that hosts prepare in a second.
-
-        Raises:
-          LabRunError: if the run that measures it did not finish.
-        """
+        """Return the bytes of messages that hosts prepare in a second."""
         run, stretch = self._measured(self._wide, EVERY_STEP)
         given = self._wide, EVERY_STEP, run, stretch, alone
         expected, _ = self._predicted(*given, math.inf)
-        return predict.host_bytes_per_s(run, expected)
+        return lab_run.host_bytes_per_s(run, expected)
 
     def rows(
         self, alone: Measured, host_bytes_per_s: float
@@ -173,7 +143,7 @@ class Comparison:
         alone: Measured,
         host_bytes_per_s: float,
     ) -> tuple[Pace, float]:
-        return predict.predict(
+        return lab_run.predict(
             network,
             self._config(network, method).method.build(),
             stretch,
@@ -224,11 +194,7 @@ class Comparison:
 
 
 def train_config(train: Sequence[str], methods: Sequence[str]) -> TrainConfig:
-    """Return the configuration that all runs share.
-
-    Raises:
-      ValueError: for an invalid value, or a flag that this program sets.
-    """
+    """Return the configuration that all runs share."""
     flags.define(WITHOUT)
     flags.parse(["experiments.train", *train])
     for name in ("workdir", *flags.PROCESSES):
@@ -267,7 +233,7 @@ def run(comparison: Comparison, workdir: pathlib.Path, command: str) -> int:
         write_whole(workdir / "networks.json", dumps(result))
     write_whole(workdir / "networks.md", report.markdown(rows, alone, command))
     if any("error" not in entry for entry in rows):
-        save_png(plot.slowdowns(rows), str(workdir / "networks.png"))
+        save_png(report.slowdowns(rows), str(workdir / "networks.png"))
     console.print(report.table(rows))
     console.print(report.note(alone), highlight=False)
     return int(any("error" in entry for entry in rows))
@@ -277,9 +243,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
     values = define_flags()
     try:
-        train = values(argv)[1:]
-        if values.help:
-            print(render(commands.shown(__doc__), {"Flags": options(values)}))
+        if (train := program.parse(values, argv, __doc__)) is None:
             return 0
         comparison = Comparison(values, train)
         if lacks := region.missing():
@@ -288,19 +252,14 @@ def main(argv: Sequence[str]) -> int:
         make_folder(workdir)
         command = commands.command_line("compare_networks", argv[1:])
         return run(comparison, workdir, command)
-    except (ValueError, absl_flags.Error) as error:
-        known = {*values, *flags.FLAGS}
-        print(f"error: {one_line(error, known)}", file=sys.stderr)
-        return 2
+    except program.REFUSED as error:
+        return program.refuse(error, {*values, *flags.FLAGS})
     except lab_run.StoppedError:
         print("stopped; the same command resumes", file=sys.stderr)
         return 130
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    commands.end_with(main)
-
+cli = program.with_own_flags(main)
 
 if __name__ == "__main__":
     cli()

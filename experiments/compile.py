@@ -34,7 +34,7 @@ from cocodc_jax.run.build import check_model
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.resume import make_folder
 
-from . import commands
+from . import program
 
 with extra("train"):
     from rich.console import Console
@@ -61,11 +61,7 @@ def main() -> None:
 
 
 def read_flags() -> tuple[Job, pathlib.Path]:
-    """Return the configuration to compile, and the folder of the result.
-
-    Raises:
-      ValueError: with the flag, its value and a value that works.
-    """
+    """Return the configuration to compile, and the folder of the result."""
     if not flags.given("target"):
         raise ValueError(f"target=None is no machine; use one of {', '.join(CHIPS)}")
     programs = flags.value("programs")
@@ -90,12 +86,7 @@ def read_flags() -> tuple[Job, pathlib.Path]:
 
 
 def compile_run(job: Job, console: Console) -> dict[str, Any]:
-    """Compile and print; return the content of compile.json.
-
-    Raises:
-      CompileError: if the process that compiles died.
-      UnknownProgramError: if no program has a requested name.
-    """
+    """Compile and print; return the content of compile.json."""
     with telling(console) as say:
         about, programs = job.run(
             lambda name, number, total: say(
@@ -173,30 +164,20 @@ def _advice(summary: dict[str, Any]) -> str:
 def define() -> None:
     """Define the flags."""
     flags.define(workdir="Folder of the results.")
-    flags.define_one(
-        str, "target", None, "Machine: v5e:4x4, a slice, or h100:4, hosts of 8 GPUs."
-    )
-    flags.define_one(int, "slices", 1, "Slices of that shape, joined by their hosts.")
-    flags.define_one(
-        bool, "propose", True, "Whether to search for flags with which the run fits."
-    )
-    flags.define_one(
-        str,
-        "programs",
-        "",
-        "Regular expression of the names of the programs to compile, as in "
-        "'start fragment 0'; all by default.",
-    )
-    flags.define_one(
-        bool, "keep_hlo", False, "Whether to write the scheduled programs to hlo/."
+    program.define(
+        ("target", str, "Machine: v5e:4x4, a slice, or h100:4, hosts of 8 GPUs."),
+        ("slices", 1, "Slices of that shape, joined by their hosts."),
+        ("propose", True, "Whether to search for flags with which the run fits."),
+        (
+            *("programs", ""),
+            "Regular expression of the names of the programs to compile, as in "
+            "'start fragment 0'; all by default.",
+        ),
+        ("keep_hlo", False, "Whether to write the scheduled programs to hlo/."),
     )
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

@@ -15,7 +15,7 @@ from cocodc_jax.run import flags
 from cocodc_jax.run.config import dumps
 from cocodc_jax.run.hugging_face import PARAMS, export
 
-from . import commands
+from . import program
 
 
 def main() -> None:
@@ -40,26 +40,20 @@ def main() -> None:
 
 def define() -> None:
     """Define the program's flags."""
-    flags.define_one(str, "workdir", None, "Folder of the run.")
-    flags.define_one(str, "out", None, "Folder to write; missing or empty.")
-    flags.define_one(int, "step", None, "Step of the checkpoint. Default: the newest.")
-    flags.define_one(
-        str,
-        "params",
-        "outer",
-        f"Which parameters, {' or '.join(PARAMS)}: of the outer model, or the mean of "
-        "the regions'.",
-    )
-    flags.define_one(
-        bool, "adapter", False, "Whether to write the adapters alone, for peft."
+    program.define(
+        ("workdir", str, "Folder of the run."),
+        ("out", str, "Folder to write; missing or empty."),
+        ("step", int, "Step of the checkpoint. Default: the newest."),
+        (
+            *("params", "outer"),
+            f"Which parameters, {' or '.join(PARAMS)}: of the outer model, or the mean "
+            "of the regions'.",
+        ),
+        ("adapter", False, "Whether to write the adapters alone, for peft."),
     )
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

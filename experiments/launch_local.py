@@ -25,39 +25,21 @@ from cocodc_jax.netlab import children
 from cocodc_jax.run import flags, processes
 from cocodc_jax.run.bucket import folder_here
 from cocodc_jax.run.build import check_elastic
-from cocodc_jax.run.help import options, render
 from cocodc_jax.run.resume import make_folder
 
-from . import commands, planned, train
+from . import commands, planned, program, train
 
-
-def define_flags() -> absl_flags.FlagValues:
-    """Return this program's flags, apart from those of the training."""
-    values = absl_flags.FlagValues()
-    for name, text in (
-        ("regions", "regions that train; default: as the flags after -- say"),
-        (
-            "processes",
-            "processes that share the regions, or several to a region; "
-            "default: one per region",
-        ),
-    ):
-        absl_flags.DEFINE_integer(name, None, text, flag_values=values, lower_bound=1)
-    absl_flags.DEFINE_float(
-        "grace_s",
-        60.0,
-        "seconds between asking the processes to end and killing them",
-        flag_values=values,
-        lower_bound=0,
-    )
-    for name, text in (
-        ("elastic", "every region a run of its own, which may die and come back"),
-        ("restart", "with --elastic: start regions again that died"),
-    ):
-        absl_flags.DEFINE_bool(name, False, text, flag_values=values)
-    absl_flags.DEFINE_alias("jobs", "elastic", flag_values=values)
-    absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
-    return values
+OWN_FLAGS = (
+    ("regions", int, "regions that train; default: as the flags after -- say"),
+    (
+        *("processes", int),
+        "processes that share the regions, or several to a region; default: one per "
+        "region",
+    ),
+    ("grace_s", 60.0, "seconds between asking the processes to end and killing them"),
+    ("elastic", False, "every region a run of its own, which may die and come back"),
+    ("restart", False, "with --elastic: start regions again that died"),
+)
 
 
 def launch(
@@ -123,12 +105,11 @@ def launch_elastic(
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
-    own = define_flags()
+    own = program.own_flags(*OWN_FLAGS, regions=1, processes=1, grace_s=0)
+    absl_flags.DEFINE_alias("jobs", "elastic", flag_values=own)
     train.define()
     with flags.usage_errors():
-        train_flags = own(argv)[1:]
-        if own.help:
-            print(render(commands.shown(__doc__), {"Flags": options(own)}))
+        if (train_flags := program.parse(own, argv, __doc__)) is None:
             return 0
         if own.regions:
             flags.parse([argv[0], *train_flags])
@@ -168,10 +149,7 @@ def main(argv: Sequence[str]) -> int:
     return launch(train_flags, workdir, count, own.grace_s)
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    commands.end_with(main)
-
+cli = program.with_own_flags(main)
 
 if __name__ == "__main__":
     cli()

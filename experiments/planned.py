@@ -9,9 +9,6 @@ than the model has blocks are skipped. The same flags give the same plan, so the
 command resumes a run.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import math
 import sys
 from collections.abc import Iterable
@@ -22,8 +19,9 @@ from cocodc_jax.network.links import Link, Topology, uniform
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig
 
-from .simulation.files import named
-from .sweeps import advice, measured
+from . import program
+from .program import named
+from .sweeps import advice
 
 AUTO, NONE = "auto", "none"
 # Always; of other arguments those that what is recommended does not leave alone.
@@ -31,66 +29,49 @@ _CHOSEN = ("method", *advice.TOLD, "inner_lr")
 _GBPS, _LATENCY_MS = 1.0, 50.0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Flag:
-    kind: type
-    default: object
-    text: str
-
-
-_FLAGS = {
-    "plan_frontier": _Flag(
-        str,
-        None,
-        "cells.json of a sweep, or of several, with measured losses.",
-    ),
-    "plan_step_s": _Flag(float, None, "Seconds of an inner step."),
-    "plan_links": _Flag(str, None, "YAML file with regions and links."),
-    "plan_gbps": _Flag(
-        float, _GBPS, "Gbit/s of each ordered pair of regions, without plan_links."
-    ),
-    "plan_latency_ms": _Flag(
-        float, _LATENCY_MS, "Milliseconds one way, without plan_links."
-    ),
+_FLAGS: dict[str, program.Row] = {
+    row[0]: row
+    for row in (
+        (
+            *("plan_frontier", str),
+            "With plan=auto: cells.json of a sweep, or of several, with measured "
+            "losses.",
+        ),
+        ("plan_step_s", float, "With plan=auto: Seconds of an inner step."),
+        ("plan_links", str, "With plan=auto: YAML file with regions and links."),
+        (
+            *("plan_gbps", _GBPS),
+            "With plan=auto: Gbit/s of each ordered pair of regions, without "
+            "plan_links.",
+        ),
+        (
+            *("plan_latency_ms", _LATENCY_MS),
+            "With plan=auto: Milliseconds one way, without plan_links.",
+        ),
+    )
 }
 
 
 def define() -> None:
     """Define `--plan` and the flags that it needs."""
     text = "'auto': choose method, precision and interval by measured losses."
-    flags.define_one(str, "plan", NONE, text)
-    for name, flag in _FLAGS.items():
-        flags.define_one(flag.kind, name, flag.default, f"With plan=auto: {flag.text}")
+    program.define(("plan", NONE, text), *_FLAGS.values())
 
 
 def planned(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with the plan's choices, and print why.
-
-    Raises:
-      ValueError: with the flag, its value and a value that works.
-    """
+    """Return the configuration with the plan's choices, and print why."""
     best = _best(config)
-    if best is not None and max(flags.processes().process_id, _region()) <= 0:
+    region = flags.value("region_id") or 0
+    if best is not None and max(flags.processes().process_id, region) <= 0:
         told = " ".join(f"--{k}={v}" for k, v in best.choice.flags.items())
         print(f"plan: {best.explain()}\nplan: {told}", file=sys.stderr)
-        if warning := measured.warning(_request(config)):
+        num_params = models.num_params(config.model)
+        tokens = config.run.steps * config.tokens_per_step
+        request = {"parameters": num_params, "regions": config.run.regions}
+        request |= {"tokens a parameter": tokens / num_params}
+        if warning := advice.warning(request):
             print(f"plan: {warning}", file=sys.stderr)
     return config if best is None else config.replace(**best.choice.flags)
-
-
-def _request(config: TrainConfig) -> dict[str, float]:
-    """Return the numbers of a run that losses were measured at some of."""
-    num_params = models.num_params(config.model)
-    tokens = config.run.steps * config.tokens_per_step
-    return {
-        "parameters": num_params,
-        "regions": config.run.regions,
-        "tokens a parameter": tokens / num_params,
-    }
-
-
-def _region() -> int:
-    return flags.value("region_id") or 0
 
 
 def unsaid(config: TrainConfig) -> TrainConfig:
@@ -149,7 +130,8 @@ def _refuse(chosen: Iterable[str]) -> None:
 def _check(given: list[str]) -> None:
     for name in ("plan_frontier", "plan_step_s"):
         if name not in given:
-            raise ValueError(f"plan=auto needs --{name}: {_FLAGS[name].text}")
+            what = _FLAGS[name][2].removeprefix("With plan=auto: ")
+            raise ValueError(f"plan=auto needs --{name}: {what}")
     if not 0 < flags.value("plan_step_s") < math.inf:
         raise ValueError(
             f"plan_step_s={flags.value('plan_step_s')} must be positive, in seconds"

@@ -19,22 +19,18 @@ measured seconds. Exit code 2 and one line on standard error for bad flags.
 """
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
 import pathlib
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from absl import flags
-from rich import box
+from absl.flags import FlagValues
 from rich.console import Console
-from rich.table import Table
 
 from cocodc_jax.files import write_whole
 from cocodc_jax.netlab import plan
@@ -47,40 +43,39 @@ from cocodc_jax.netlab.probe import (
 )
 from cocodc_jax.network import gloo, world
 from cocodc_jax.network.links import Link, LinkState, uniform
-from cocodc_jax.run.help import options, render
-from cocodc_jax.run.messages import check_numbers, one_line, while_writable
-from cocodc_jax.run.processes import COUNT, Processes, failing_alone, gather
+from cocodc_jax.run import cross_process_check as agreement
+from cocodc_jax.run.messages import check_numbers, while_writable
+from cocodc_jax.run.processes import COUNT, Processes, failing_alone
 from cocodc_jax.run.resume import make_folder
 
-from . import commands
+from . import program
 
 FILE = "probe.json"
 _LEAST_MTU_BYTES = 68  # of IPv4
 
 
-def define_flags() -> flags.FlagValues:
+def define_flags() -> FlagValues:
     """Return this program's flags, apart from those of other programs."""
-    values = flags.FlagValues()
-    number = functools.partial(flags.DEFINE_float, flag_values=values, lower_bound=0)
-    count = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
-    text = functools.partial(flags.DEFINE_string, flag_values=values)
-    flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
-    text("sizes_mb", "16,4,1,0.1", "vectors of a process in 10^6 bytes, in this order")
-    text("collectives", ",".join(COLLECTIVES), "comma-separated")
-    count("repeats", 5, "timed exchanges of each size, after one that is not counted")
-    number("pause_s", 1.0, "seconds of pause before each exchange")
-    number(
-        "bandwidth_mbit", None, "Mbit/s of each link; with --links the most of a region"
+    return program.own_flags(
+        ("sizes_mb", "16,4,1,0.1", "vectors of a process in 10^6 bytes, in this order"),
+        ("collectives", ",".join(COLLECTIVES), "comma-separated"),
+        ("repeats", 5, "timed exchanges of each size, after one that is not counted"),
+        ("pause_s", 1.0, "seconds of pause before each exchange"),
+        (
+            *("bandwidth_mbit", float),
+            "Mbit/s of each link; with --links the most of a region",
+        ),
+        ("latency_ms", 50.0, "milliseconds one way; needs --bandwidth_mbit"),
+        ("links", str, "YAML file with regions and links (network/world.py)"),
+        ("mtu", int, "bytes of a packet; default: the lab's choice for such links"),
+        ("workdir", str, f"folder for {FILE}"),
+        **dict.fromkeys(("pause_s", "bandwidth_mbit", "latency_ms"), 0.0),
+        repeats=1,
+        mtu=_LEAST_MTU_BYTES,
     )
-    number("latency_ms", 50.0, "milliseconds one way; needs --bandwidth_mbit")
-    text("links", None, "YAML file with regions and links (network/world.py)")
-    text_of_mtu = "bytes of a packet; default: the lab's choice for such links"
-    count("mtu", None, text_of_mtu, lower_bound=_LEAST_MTU_BYTES)
-    text("workdir", None, f"folder for {FILE}")
-    return values
 
 
-def read_sizes(values: flags.FlagValues) -> list[int]:
+def read_sizes(values: FlagValues) -> list[int]:
     """Return the sizes to measure, in float32 values."""
     try:
         sizes = [round(float(word) * 1e6 / 4) for word in values.sizes_mb.split(",")]
@@ -93,7 +88,7 @@ def read_sizes(values: flags.FlagValues) -> list[int]:
     return sizes
 
 
-def read_collectives(values: flags.FlagValues) -> list[str]:
+def read_collectives(values: FlagValues) -> list[str]:
     """Return the names of the collectives to measure."""
     names = values.collectives.split(",")
     for name in names:
@@ -104,7 +99,7 @@ def read_collectives(values: flags.FlagValues) -> list[str]:
     return names
 
 
-def read_links(values: flags.FlagValues, num: int) -> LinkState | None:
+def read_links(values: FlagValues, num: int) -> LinkState | None:
     """Return the links between `num` processes, None if no flag describes them.
 
     Bandwidths of flags include headers, as in the lab. Process k is the k-th region.
@@ -114,10 +109,7 @@ def read_links(values: flags.FlagValues, num: int) -> LinkState | None:
     _check_told(values)
     gbps = (values.bandwidth_mbit or 0) / 1000
     if values.links:
-        try:
-            topology = world.load_topology(values.links)
-        except OSError as error:
-            raise ValueError(f"links={values.links}: {error.strerror}") from error
+        topology = program.named("links", values.links, world.load_topology)
         if topology.num_regions != num:
             raise ValueError(
                 f"links={values.links} has {topology.num_regions} regions, but there "
@@ -139,7 +131,7 @@ def read_links(values: flags.FlagValues, num: int) -> LinkState | None:
     return LinkState(rate * share, state.delay_s, line * share)
 
 
-def _check_told(values: flags.FlagValues) -> None:
+def _check_told(values: FlagValues) -> None:
     """Refuse flags of links that would have no effect."""
     if values["latency_ms"].present and (values.links or not values.bandwidth_mbit):
         raise ValueError(
@@ -160,7 +152,7 @@ def probe(
     """Measure one collective and size; every process gets the same row."""
     num_bytes = 4 * num_values
     send = make_exchange(name, outer_devices(), num_values)
-    seconds = gather(measure(send, repeats, pause_s))
+    seconds = agreement.gather(measure(send, repeats, pause_s))
     row = {
         "collective": name,
         "num_bytes": num_bytes,
@@ -172,27 +164,24 @@ def probe(
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     """Print a table of the rows of `probe`."""
-    table = Table("collective", box=box.SIMPLE, pad_edge=False)
-    for head in ("MB", "measured s", "predicted s", "ratio", "at once s"):
-        table.add_column(head, justify="right")
+    heads = ("collective", "MB", "measured s", "predicted s", "ratio", "at once s")
+    lines = []
     for row in rows:
-        cells = [f"{row['num_bytes'] / 1e6:g}", f"{row['measured_s']:.3f}"]
+        measured_s = row["measured_s"]
+        cells = [row["collective"], f"{row['num_bytes'] / 1e6:g}", f"{measured_s:.3f}"]
         if "predicted_s" in row:
-            ratio = row["measured_s"] / row["predicted_s"]
-            cells += [f"{row['predicted_s']:.3f}", f"{ratio:.2f}"]
+            predicted_s = row["predicted_s"]
+            cells += [f"{predicted_s:.3f}", f"{measured_s / predicted_s:.2f}"]
             cells.append(f"{row['at_once_s']:.3f}")
-        table.add_row(row["collective"], *cells)
-    console.print(table)
+        lines.append(cells)
+    console.print(program.table(heads, lines, **program.SIMPLE))
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
     values = define_flags()
     try:
-        if rest := values(argv)[1:]:
-            raise ValueError(f"unexpected argument {rest[0]!r}; flags begin with --")
-        if values.help:
-            print(render(commands.shown(__doc__), {"Flags": options(values)}))
+        if program.parse(values, argv, __doc__, has_words=False) is None:
             return 0
         processes = Processes.from_environment()
         if processes.num_processes < 2:
@@ -206,9 +195,8 @@ def main(argv: Sequence[str]) -> int:
         if values.workdir and processes.process_id < 1:
             make_folder(pathlib.Path(values.workdir))
         processes.start(processes.num_processes)
-    except (ValueError, flags.Error) as error:
-        print(f"error: {one_line(error, values)}", file=sys.stderr)
-        return 2
+    except program.REFUSED as error:
+        return program.refuse(error, values)
     with failing_alone(), while_writable():
         rows = [
             probe(name, num_values, values.repeats, values.pause_s, links)
@@ -217,22 +205,13 @@ def main(argv: Sequence[str]) -> int:
         if jax.process_index() == 0:
             show(rows, Console())
             if values.workdir:
-                _write(pathlib.Path(values.workdir), values, rows)
+                given = {n: values[n].value for n in values if n != "help"}
+                text = json.dumps({"flags": given, "rows": rows}, indent=1)
+                write_whole(pathlib.Path(values.workdir) / FILE, text + "\n")
     return 0
 
 
-def _write(
-    workdir: pathlib.Path, values: flags.FlagValues, rows: list[dict[str, Any]]
-) -> None:
-    told = {name: values[name].value for name in values if name != "help"}
-    text = json.dumps({"flags": told, "rows": rows}, indent=1)
-    write_whole(workdir / FILE, text + "\n")
-
-
-def cli() -> None:
-    """Run the program as a command."""
-    commands.end_with(main)
-
+cli = program.with_own_flags(main)
 
 if __name__ == "__main__":
     cli()

@@ -26,8 +26,8 @@ not a model, so they are not those of training (cocodc_jax/run/flags.py).
 
 import dataclasses
 import functools
+import json
 import pathlib
-import sys
 from collections.abc import Sequence
 
 import rich
@@ -35,25 +35,28 @@ import rich.console
 from absl import flags
 from rich.table import Table
 
+from cocodc_jax.files import write_whole
 from cocodc_jax.methods import Method
 from cocodc_jax.network import (
     exchanges,
+    placement,
     plan,
     published,
+    swarm,
     trace,
+    watch,
 )
-from cocodc_jax.network.faults import Finding, watch_links
+from cocodc_jax.network.faults import Finding
 from cocodc_jax.network.links import Topology
 from cocodc_jax.network.simulator import simulate_method
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.report.runs import steps_to_loss
-from cocodc_jax.run.help import render, sections_of
-from cocodc_jax.run.messages import one_line
 
-from . import commands
-from .simulation import described, options, stages
-from .simulation.files import named, read_curve, write_json
-from .sweeps import advice, measured
+from . import program
+from .program import named
+from .simulation import described, options
+from .simulation.described import read_curve
+from .sweeps import advice
 
 ADVICE_LINES = 5
 
@@ -89,7 +92,7 @@ def run_simulation(values: flags.FlagValues) -> None:
         seconds = None if needed is None else timeline.seconds_until(needed)
         summary |= {"target_loss": values.target_loss, "sim_s_to_target": seconds}
     _print_summary(summary)
-    named_s = watch_links(topology, timeline)
+    named_s = watch.watch_links(topology, timeline)
     for time_s, finding in named_s:
         print(f"- Faulty at {time_s:.4g} s: {finding.explain(topology.regions)}.")
     if folder:
@@ -125,6 +128,10 @@ def _folder(values: flags.FlagValues) -> pathlib.Path | None:
     return named("workdir", values.workdir, make) if values.workdir else None
 
 
+def _write_json(path: pathlib.Path, value: dict) -> None:
+    write_whole(path, json.dumps(value, indent=1))
+
+
 def _write(
     folder: pathlib.Path,
     values: flags.FlagValues,
@@ -140,7 +147,7 @@ def _write(
         "syncs": [dataclasses.asdict(sync) for sync in timeline.syncs],
         "faulty": [{"time_s": at} | dataclasses.asdict(x) for at, x in faulty],
     }
-    write_json(folder / "simulation.json", result)
+    _write_json(folder / "simulation.json", result)
     trace.write_trace(timeline, folder / "timeline.json")
     title = f"{values.method}, simulated; utilization {timeline.utilization():.1%}"
     trace.plot_timeline(timeline, folder / "timeline.png", title)
@@ -157,10 +164,10 @@ def run_plan(values: flags.FlagValues) -> None:
     failures = described.failures(values, topology.regions)
     job = _job(values, max(times))
     if values.stages > 1:
-        placed = stages.place(values, topology, job)
-        stages.report_placement(topology, placed, folder)
+        placed = _place(values, topology, job)
+        _report_placement(topology, placed, folder)
         if values.swarm_s is not None:
-            stages.report_swarm(values, topology, placed.stages, job, times, failures)
+            _report_swarm(values, topology, placed.stages, job, times, failures)
         # A site averages its stage with the sites that run the same stage.
         sites = placed.stages[placed.slowest_stage]
         topology, times = topology.subset(sites), tuple(times[i] for i in sites)
@@ -171,14 +178,81 @@ def run_plan(values: flags.FlagValues) -> None:
     chosen = plan.make_plan(topology, job)
     print(chosen.explain())
     request = {"parameters": values.params, "regions": topology.num_regions}
-    if warning := measured.warning(request):
+    if warning := advice.warning(request):
         print(f"- {warning[0].upper()}{warning[1:]}.")
     names = ("num_fragments", "sync_interval", "syncs_per_interval", "delay_steps")
     print(*(f"--{name}={getattr(chosen, name)}" for name in (*names, "collective")))
     if folder:
-        write_json(folder / "plan.json", dataclasses.asdict(chosen))
+        _write_json(folder / "plan.json", dataclasses.asdict(chosen))
     if choices is not None:
         _report_advice(values, choices, topology, times, folder)
+
+
+def _place(
+    values: flags.FlagValues, topology: Topology, job: plan.Job
+) -> placement.Placement:
+    """Place stages on sites, for the interval of averages that the job has."""
+    if values.activation_mb is None:
+        raise ValueError(f"stages={values.stages} needs --activation_mb too")
+    pipeline = placement.Pipeline(
+        values.stages,
+        values.activation_mb * 1e6,
+        job.model_bytes / values.stages,
+        job.sync_interval,
+    )
+    return placement.place(topology.at(), pipeline)
+
+
+def _report_placement(
+    topology: Topology, placed: placement.Placement, folder: pathlib.Path | None
+) -> None:
+    """Print which site runs which stage; write placement.json to `folder`."""
+    sites = [[topology.regions[i] for i in stage] for stage in placed.stages]
+    for stage, names in enumerate(sites):
+        print(f"- Stage {stage} on {', '.join(names)}.")
+    how = "the best placement" if placed.is_exact else "the best that a search found"
+    print(
+        f"- That is {how}: {placed.pipeline_s:.3g} s of activations a step, "
+        f"{placed.sync_s:.3g} s of averaging spread over the steps of an interval."
+    )
+    if folder:
+        _write_json(
+            folder / "placement.json", dataclasses.asdict(placed) | {"sites": sites}
+        )
+
+
+def _report_swarm(
+    values: flags.FlagValues,
+    topology: Topology,
+    stages: placement.Stages,
+    job: plan.Job,
+    times: Sequence[float],
+    failures: Sequence[swarm.Failure],
+) -> None:
+    """Simulate the pipeline: in fixed chains, routed by throughput, and rebalanced."""
+    names = topology.regions
+    batch_s = [time / len(stages) for time in times]
+    rates = [1 / seconds for seconds in batch_s]
+    sizes = (values.activation_mb * 1e6, job.model_bytes / len(stages))
+    simulated = functools.partial(
+        swarm.simulate_swarm,
+        swarm.Swarm(stages, tuple(batch_s), *sizes),
+        topology.at(),
+        values.swarm_s,
+        failures=failures,
+    )
+    runs = {"in fixed chains": simulated(wiring="fixed"), "wired anew": simulated()}
+    if values.rebalance_s is not None:
+        runs["and rebalanced"] = simulated(rebalance_s=values.rebalance_s)
+    for how, run in runs.items():
+        moved = f", {len(run.moves)} moves" if run.moves else ""
+        per_s = run.batches_per_s(0, values.swarm_s)
+        print(f"- Batches a second {how}: {per_s:.4g}{moved}.")
+    for title, sites in (("", stages), ("rebalanced: ", None)):
+        sites = sites or placement.rebalanced(stages, rates)
+        pace = min(sum(rates[i] for i in group) for group in sites)
+        texts = "; ".join(", ".join(names[i] for i in group) for group in sites)
+        print(f"- Without links and failures at most {pace:.4g}, {title}{texts}.")
 
 
 def _report_advice(
@@ -195,7 +269,7 @@ def _report_advice(
         print(f"{place}. {each.explain()}.")
     print(*(f"--{name}={value}" for name, value in found[0].choice.flags.items()))
     if folder:
-        write_json(folder / "advice.json", {"choices": [x.to_json() for x in found]})
+        _write_json(folder / "advice.json", {"choices": [x.to_json() for x in found]})
 
 
 def _job(values: flags.FlagValues, step_time_s: float) -> plan.Job:
@@ -247,13 +321,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
     values = options.define_flags()
     try:
-        extra = values(argv)[1:]
-        if extra:
-            raise ValueError(f"unexpected argument {extra[0]!r}; flags begin with --")
-        if values.help:
-            print(
-                render(commands.shown(__doc__), sections_of(options.SECTIONS, values))
-            )
+        given = values, argv, __doc__, options.SECTIONS
+        if program.parse(*given, has_words=False) is None:
             return 0
         options.check(values)
         if values.table:
@@ -262,16 +331,12 @@ def main(argv: Sequence[str]) -> int:
             run_plan(values)
         else:
             run_simulation(values)
-    except (ValueError, flags.Error) as error:
-        print(f"error: {one_line(error, values)}", file=sys.stderr)
-        return 2
+    except program.REFUSED as error:
+        return program.refuse(error, values)
     return 0
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    commands.end_with(main)
-
+cli = program.with_own_flags(main)
 
 if __name__ == "__main__":
     cli()

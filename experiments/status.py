@@ -17,38 +17,43 @@ import statistics
 import sys
 import time
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-
-from absl import flags
 
 from cocodc_jax.files import read_lines, read_table
 from cocodc_jax.report.records import METRICS_FILE, TIMING_FILE, Record, read_records
 from cocodc_jax.report.units import format_bytes, format_count, format_duration
 from cocodc_jax.run.bucket import folder_here
 from cocodc_jax.run.fault_watch import FAULTS_FILE
-from cocodc_jax.run.help import render
 from cocodc_jax.run.lock import owner_of
-from cocodc_jax.run.messages import one_line
 from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE
 from cocodc_jax.run.session import SUMMARY_FILE
 from cocodc_jax.run.taking_part import SYNCS_FILE
 from cocodc_jax.train.checkpoint import steps_in
 
-from . import commands
+from . import program
 
 _RECENT = 50  # Lines of timing.jsonl that the time left is estimated from.
 _ANSWER_S = 10.0
 
 Row = dict[str, str]
+# How columns are written that are no text.
+SHOW: Mapping[str, Callable[[Any], str]] = {
+    "left": format_duration,
+    "loss": "{:.3f}".format,
+    "eval": "{:.4f}".format,
+    "tokens/s": format_count,
+    "MFU": "{:.1%}".format,
+    "stall": "{:.1f} s".format,
+    "sent": format_bytes,
+    "goodput": "{:.1%}".format,
+    **dict.fromkeys(("syncs", "missed", "faults"), "{:.0f}".format),
+    "members": lambda found: found if isinstance(found, str) else f"{found:.0f}",
+}
 
 
 def of_folder(folder: pathlib.Path, now: float) -> tuple[list[Row], list[str]]:
-    """Return the rows of a folder, and lines about faults.
-
-    Raises:
-      ValueError: naming the folder, if it holds no run, or a file is damaged.
-    """
+    """Return the rows of a folder, and lines about faults."""
     runs = [folder]
     if not (folder / CONFIG_FILE).exists():
         paths = (folder.glob(f"{depth}/{CONFIG_FILE}") for depth in ("*", "*/*"))
@@ -91,45 +96,59 @@ def _row(
     now: float,
 ) -> Row:
     """Return the columns of one process with its own folder."""
-    records, timing = (_records(own / name) for name in (METRICS_FILE, TIMING_FILE))
+    records, timing = (
+        read_records(path) if (path := own / name).exists() else []
+        for name in (METRICS_FILE, TIMING_FILE)
+    )
     last = {record["kind"]: record for record in records}
-    train, evaluated = last.get("train", {}), last.get("eval", {})
+    sent = [r["bytes_sent_per_region"] for r in records if r["kind"] != "sync"]
     syncs = read_lines(own / SYNCS_FILE, dict)
     now_row = timing[-1] if timing else {}
     step = max((each["step"] for each in (*records[-1:], *timing[-1:])), default=0)
-    state = _state(own, config["steps"], bool(records or timing))
-    left = _seconds_left(timing, config["steps"] - step) if state == "running" else None
+    state = "stopped" if records or timing else "not begun"
+    if owner_of(own):
+        state = "running"
+    elif (summary := own / SUMMARY_FILE).exists():
+        if read_table(summary).get("steps") == config["steps"]:
+            state = "finished"
     region = re.fullmatch(r"region_(\d+)", run.name)
     mean = [each["regions"] for each in syncs if each.get("regions") is not None]
     missed = sum(int(region[1]) not in regions for regions in mean) if region else None
-    saved = steps_in(run / CHECKPOINTS)
+    saved, checkpoint = steps_in(run / CHECKPOINTS), ""
+    if saved:
+        path = run / CHECKPOINTS / str(saved[-1])
+        checkpoint = f"{saved[-1]}, {_ago(path.stat().st_mtime, now)}"
+    paths = (own / METRICS_FILE, own / TIMING_FILE)
+    newest = max((p.stat().st_mtime for p in paths if p.exists()), default=None)
+    left = _seconds_left(timing, config["steps"] - step) if state == "running" else None
+    return _shown(
+        {
+            "method": config["method"],
+            "state": state,
+            "step": f"{step} of {config['steps']}",
+            "left": left,
+            "loss": last.get("train", {}).get("loss"),
+            "eval": last.get("eval", {}).get("eval_loss"),
+            "tokens/s": now_row.get("tokens_per_second"),
+            "MFU": now_row.get("mfu"),
+            "stall": sum(x["stall_s"] for x in timing) if timing else None,
+            "sent": sent[-1] if sent else None,
+            "syncs": sum(r["kind"] == "sync" for r in records) or None,
+            "missed": missed if mean else None,
+            "members": f"{len(mean[-1])} of {config['regions']}" if mean else "",
+            "faults": num_faults if syncs or num_faults else None,
+            "checkpoint": checkpoint,
+            "updated": _ago(newest, now),
+        }
+    )
+
+
+def _shown(values: Mapping[str, Any]) -> Row:
+    """Return values as the text of their columns; None is empty."""
     return {
-        "method": config["method"],
-        "state": state,
-        "step": f"{step} of {config['steps']}",
-        "left": _show(left, format_duration),
-        "loss": _show(train.get("loss"), "{:.3f}".format),
-        "eval": _show(evaluated.get("eval_loss"), "{:.4f}".format),
-        "tokens/s": _show(now_row.get("tokens_per_second"), format_count),
-        "MFU": _show(now_row.get("mfu"), "{:.1%}".format),
-        "stall": _show(_sum(timing, "stall_s"), "{:.1f} s".format),
-        "sent": _show(_bytes_sent(records), format_bytes),
-        "syncs": _show(sum(r["kind"] == "sync" for r in records) or None, str),
-        "missed": _show(missed if mean else None, str),
-        "members": f"{len(mean[-1])} of {config['regions']}" if mean else "",
-        "faults": str(num_faults) if syncs or num_faults else "",
-        "checkpoint": _checkpoint(run / CHECKPOINTS, saved, now),
-        "updated": _ago(_newest(own, (METRICS_FILE, TIMING_FILE)), now),
+        name: "" if value is None else SHOW.get(name, str)(value)
+        for name, value in values.items()
     }
-
-
-def _state(own: pathlib.Path, steps: int, has_begun: bool) -> str:
-    if owner_of(own):
-        return "running"
-    summary = own / SUMMARY_FILE
-    if summary.exists() and read_table(summary).get("steps") == steps:
-        return "finished"
-    return "stopped" if has_begun else "not begun"
 
 
 def _seconds_left(timing: Sequence[Record], steps: int) -> float | None:
@@ -155,38 +174,8 @@ def _faults(own: pathlib.Path) -> list[str]:
     return list(named.values())
 
 
-def _records(path: pathlib.Path) -> list[Record]:
-    return read_records(path) if path.exists() else []
-
-
-def _bytes_sent(records: Iterable[Record]) -> int | None:
-    sent = [r["bytes_sent_per_region"] for r in records if r["kind"] != "sync"]
-    return sent[-1] if sent else None
-
-
-def _sum(records: Sequence[Record], name: str) -> float | None:
-    return sum(record[name] for record in records) if records else None
-
-
-def _newest(own: pathlib.Path, names: Iterable[str]) -> float | None:
-    paths = [own / name for name in names]
-    return max((p.stat().st_mtime for p in paths if p.exists()), default=None)
-
-
-def _checkpoint(folder: pathlib.Path, saved: Sequence[int], now: float) -> str:
-    if not saved:
-        return ""
-    path = folder / str(saved[-1])
-    return f"{saved[-1]}, {_ago(path.stat().st_mtime, now)}"
-
-
 def of_address(address: str, now: float) -> tuple[list[Row], list[str]]:
-    """Return the row of a process that answers at HOST:PORT, and lines about faults.
-
-    Raises:
-      OSError: if nothing answers.
-      ValueError: if what answers is no run.
-    """
+    """Return the row of a process that answers at HOST:PORT, and lines about faults."""
     url = f"http://{address}/metrics"
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
@@ -198,33 +187,33 @@ def of_address(address: str, now: float) -> tuple[list[Row], list[str]]:
     if "cocodc_step" not in found:
         raise ValueError(f"what answers at {url} is no run of cocodc_jax")
 
-    def get(name: str, show: Any, label: str = "") -> str:
-        return _show(found.get(f"cocodc_{name}", {}).get(label), show)
+    def get(name: str, label: str = "") -> float | None:
+        return found.get(f"cocodc_{name}", {}).get(label)
 
-    saved = get("checkpoint_step", "{:.0f}".format)
-    when = found.get("cocodc_checkpoint_timestamp_seconds", {}).get("")
+    step, steps, saved = (
+        "" if (value := get(name)) is None else f"{value:.0f}"
+        for name in ("step", "planned_steps", "checkpoint_step")
+    )
+    when, faults = get("checkpoint_timestamp_seconds"), found.get("cocodc_fault", {})
     row = {
         "run": address,
         "state": "running",
-        "step": f"{get('step', '{:.0f}'.format)} of "
-        f"{get('planned_steps', '{:.0f}'.format)}",
-        "loss": get("loss", "{:.3f}".format),
-        "eval": get("eval_loss", "{:.4f}".format),
-        "tokens/s": get("tokens_per_second", format_count),
-        "MFU": get("mfu_ratio", "{:.1%}".format),
-        "stall": get("stall_seconds_total", "{:.1f} s".format),
-        "sent": get("sent_bytes_total", format_bytes),
-        "syncs": get("syncs_total", "{:.0f}".format, "applied"),
-        "missed": get("syncs_total", "{:.0f}".format, "missed"),
-        "members": get("members", "{:.0f}".format),
-        "goodput": get("goodput_ratio", "{:.1%}".format),
-        "faults": str(len(found.get("cocodc_fault", {}))),
+        "step": f"{step} of {steps}",
+        "loss": get("loss"),
+        "eval": get("eval_loss"),
+        "tokens/s": get("tokens_per_second"),
+        "MFU": get("mfu_ratio"),
+        "stall": get("stall_seconds_total"),
+        "sent": get("sent_bytes_total"),
+        "syncs": get("syncs_total", "applied"),
+        "missed": get("syncs_total", "missed"),
+        "members": get("members"),
+        "goodput": get("goodput_ratio"),
+        "faults": len(faults),
         "checkpoint": f"{saved}, {_ago(when, now)}" if when else saved,
-        "updated": _ago(
-            found.get("cocodc_progress_timestamp_seconds", {}).get(""), now
-        ),
+        "updated": _ago(get("progress_timestamp_seconds"), now),
     }
-    return [row], [f"{address}: {x}" for x in found.get("cocodc_fault", {})]
+    return [_shown(row)], [f"{address}: {label}" for label in faults]
 
 
 def _samples(text: str) -> dict[str, dict[str, float]]:
@@ -237,10 +226,6 @@ def _samples(text: str) -> dict[str, dict[str, float]]:
             own = [x for name, x in labels.items() if name not in ("region", "process")]
             found.setdefault(sample[1], {})[" ".join(own)] = float(sample[3])
     return found
-
-
-def _show(value: Any, show: Any) -> str:
-    return "" if value is None else show(value)
 
 
 def _ago(when: float | None, now: float) -> str:
@@ -269,13 +254,11 @@ def _aligned(lines: Sequence[Sequence[str]]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
-    values = flags.FlagValues()
-    flags.DEFINE_bool("help", False, "Print this and exit.", flag_values=values)
+    values = program.own_flags()
     now, rows, lines = time.time(), [], []
     try:
-        targets = values(argv)[1:]
-        if values.help:
-            print(render(commands.shown(__doc__), {}))
+        targets = program.parse(values, argv, __doc__, {})
+        if targets is None:
             return 0
         if not targets:
             raise ValueError("name the folder of a run, or HOST:PORT of its metrics")
@@ -286,9 +269,8 @@ def main(argv: Sequence[str]) -> int:
                 found = of_folder(folder_here(target), now)
             rows += found[0]
             lines += found[1]
-    except (ValueError, flags.Error) as error:
-        print(f"error: {one_line(error, values)}", file=sys.stderr)
-        return 2
+    except program.REFUSED as error:
+        return program.refuse(error, values)
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -299,10 +281,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    commands.end_with(main)
-
+cli = program.with_own_flags(main)
 
 if __name__ == "__main__":
     cli()

@@ -40,7 +40,7 @@ from cocodc_jax.run.config import dumps
 from cocodc_jax.run.resume import check_folder, unwritable
 from cocodc_jax.run.session import RUN_ERRORS
 
-from . import commands
+from . import commands, program
 from .sweeps import (
     batched,
     cells,
@@ -49,9 +49,9 @@ from .sweeps import (
     reference,
     report,
     results,
-    roles,
     rows,
     runs,
+    schedule,
 )
 from .sweeps.schedule import Plan, Progress
 from .trials import StoppedError
@@ -65,7 +65,11 @@ def main() -> None:
     """Read the flags, train the missing rows, write the report."""
     console = Console()
     with flags.usage_errors():
-        workdir, plan = _workdir(), _plan()
+        if not flags.value("workdir") and not flags.value("list"):
+            raise ValueError("workdir=None is missing; name a folder for the rows")
+        workdir = pathlib.Path(flags.value("workdir") or ".")
+        check_folder(workdir)
+        plan = _plan()
         if plan is None and not flags.value("report"):
             raise ValueError("grid=None is missing; name a grid file")
         _check_report(plan, workdir)
@@ -77,15 +81,10 @@ def main() -> None:
             _make(workdir)
         _train(plan, workdir, console)
     with flags.usage_errors():
-        _report(workdir, console, plan.grid if plan else _kept_grid(workdir))
-
-
-def _workdir() -> pathlib.Path:
-    if not flags.value("workdir") and not flags.value("list"):
-        raise ValueError("workdir=None is missing; name a folder for the rows")
-    workdir = pathlib.Path(flags.value("workdir") or ".")
-    check_folder(workdir)
-    return workdir
+        of_grid, kept = plan and plan.grid, workdir / GRID_FILE
+        if of_grid is None and kept.exists():
+            of_grid = grid.read(kept)
+        _report(workdir, console, of_grid)
 
 
 def _make(workdir: pathlib.Path) -> None:
@@ -108,7 +107,7 @@ def _check_report(plan: Plan | None, workdir: pathlib.Path) -> None:
         networks.networks(flags.value("networks"))
     written = []
     if plan and flags.value("workdir"):
-        written = roles.assign(rows.read(workdir), plan.grid)
+        written = schedule.assign(rows.read(workdir), plan.grid)
     words, column = flags.value("reference"), flags.value("reference_column")
     if not flags.value("reference_from"):
         reference.check(words, column, plan, written)
@@ -162,12 +161,6 @@ def _only(found: grid.Grid) -> grid.Grid:
             "shows them, such as method=diloco"
         )
     return dataclasses.replace(found, settings=tuple(fitting))
-
-
-def _kept_grid(workdir: pathlib.Path) -> grid.Grid | None:
-    """Return the grid that was last trained in this folder; None without one."""
-    path = workdir / GRID_FILE
-    return grid.read(path) if path.exists() else None
 
 
 def _shard() -> tuple[int, int]:
@@ -252,15 +245,11 @@ def _train_batches(
 
 
 def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) -> None:
-    """Write the report of the finished rows.
-
-    Raises:
-      ValueError: if there are none, or the reference is none of them.
-    """
+    """Write the report of the finished rows."""
     halving, chosen = workdir / HALVING_FILE, None
     if halving.exists() and (of_grid is None or of_grid.halving):
         chosen = read_table(halving)["chosen"]
-    written = roles.assign(rows.read(workdir), of_grid)
+    written = schedule.assign(rows.read(workdir), of_grid)
     if words := flags.value("only"):
         written = [row for row in written if reference.has_flags(row["config"], words)]
     found = cells.cells(written, chosen)
@@ -343,63 +332,45 @@ def _came_to(record: rows.Row) -> str:
 
 def define() -> None:
     """Define the program's flags."""
-    flags.define_one(str, "grid", None, "Grid file, see experiments/grids.")
-    flags.define_one(str, "workdir", None, "Folder for the rows and the report.")
-    flags.define_one(str, "shard", "1/1", "Which share of the rows, as i/n.")
-    flags.define_one(
-        str,
-        "only",
-        "",
-        "Train and report the rows alone that have these flags, as "
-        "method=diloco,steps=480.",
+    program.define(
+        ("grid", str, "Grid file, see experiments/grids."),
+        ("workdir", str, "Folder for the rows and the report."),
+        ("shard", "1/1", "Which share of the rows, as i/n."),
+        (
+            *("only", ""),
+            "Train and report the rows alone that have these flags, as "
+            "method=diloco,steps=480.",
+        ),
+        ("list", False, "Print the settings of the grid and exit."),
+        ("report", False, "Train nothing; report on the finished rows."),
+        (
+            *("reference", str),
+            "Cell to compare others with, as method=diloco,sync_interval=40. "
+            "Default: the worst published one.",
+        ),
+        ("reference_column", "published", "Column of the reference, or tuned."),
+        (
+            *("reference_from", ""),
+            "cells.json of another sweep, of the same model and data, that has the "
+            "reference, as in experiments/results. Default: these rows.",
+        ),
+        (
+            *("networks", ""),
+            "With the report, simulated seconds to the reference's loss, on networks "
+            "of Mbit/s x milliseconds one way, as 20x50,1000x10; or all.",
+        ),
+        ("step_seconds", 0.25, "Seconds of an inner step on these networks."),
+        (
+            *("batch_trials", 0),
+            "Train up to so many rows at once, as inputs of one program, where they "
+            "differ in seed, learning rates, momentum, weight decay, strength or "
+            "mixing alone; 0 trains one row after another.",
+        ),
+        ("keep_runs", False, "Keep the folders of finished runs."),
     )
-    flags.define_one(bool, "list", False, "Print the settings of the grid and exit.")
-    flags.define_one(
-        bool, "report", False, "Train nothing; report on the finished rows."
-    )
-    flags.define_one(
-        str,
-        "reference",
-        None,
-        "Cell to compare others with, as method=diloco,sync_interval=40. "
-        "Default: the worst published one.",
-    )
-    flags.define_one(
-        str, "reference_column", "published", "Column of the reference, or tuned."
-    )
-    flags.define_one(
-        str,
-        "reference_from",
-        "",
-        "cells.json of another sweep, of the same model and data, that has the "
-        "reference, as in experiments/results. Default: these rows.",
-    )
-    flags.define_one(
-        str,
-        "networks",
-        "",
-        "With the report, simulated seconds to the reference's loss, on networks of "
-        "Mbit/s x milliseconds one way, as 20x50,1000x10; or all.",
-    )
-    flags.define_one(
-        float, "step_seconds", 0.25, "Seconds of an inner step on these networks."
-    )
-    flags.define_one(
-        int,
-        "batch_trials",
-        0,
-        "Train up to so many rows at once, as inputs of one program, where they differ "
-        "in seed, learning rates, momentum, weight decay, strength or mixing alone; 0 "
-        "trains one row after another.",
-    )
-    flags.define_one(bool, "keep_runs", False, "Keep the folders of finished runs.")
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

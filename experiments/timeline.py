@@ -10,36 +10,27 @@ compiled. Names processes whose steps became slow, by robust z-scores
 """
 
 import pathlib
-import sys
 from collections.abc import Sequence
-
-from absl import flags
 
 from cocodc_jax.network.faults import watch_steps
 from cocodc_jax.run import timeline
-from cocodc_jax.run.help import options, render
-from cocodc_jax.run.messages import one_line
 
-from . import commands
+from . import program
+
+PRINTED = (
+    "steps", "stall_s", "exposed_share", "mean_sync_s", "mean_delay_steps",
+    "utilization",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
-    values = flags.FlagValues()
-    flags.DEFINE_string("workdir", None, "Folder of the run.", flag_values=values)
-    flags.DEFINE_integer(
-        "since_step",
-        None,
-        "First step. Default: after two intervals and a delay, if there are any.",
-        flag_values=values,
+    text = "First step. Default: after two intervals and a delay, if there are any."
+    values = program.own_flags(
+        ("workdir", str, "Folder of the run."), ("since_step", int, text)
     )
-    flags.DEFINE_bool("help", False, "Print this and exit.", flag_values=values)
     try:
-        rest = values(argv)[1:]
-        if rest:
-            raise ValueError(f"unexpected argument {rest[0]!r}; flags begin with --")
-        if values.help:
-            print(render(commands.shown(__doc__), {"Flags": options(values)}))
+        if program.parse(values, argv, __doc__, has_words=False) is None:
             return 0
         if values.workdir is None:
             raise ValueError("workdir=None is missing; name the folder of a run")
@@ -49,19 +40,11 @@ def main(argv: Sequence[str]) -> int:
             since = timeline.first_warm_step(workdir)
         since = timeline.first_marked_step(workdir, since)
         found = timeline.read(workdir, since)
-    except (ValueError, flags.Error) as error:
-        print(f"error: {one_line(error, values)}", file=sys.stderr)
-        return 2
+    except program.REFUSED as error:
+        return program.refuse(error, values)
     summary = found.summary()
     timeline.write(workdir, found, f"{workdir.name}, measured from step {since}")
-    for name in (
-        "steps",
-        "stall_s",
-        "exposed_share",
-        "mean_sync_s",
-        "mean_delay_steps",
-        "utilization",
-    ):
+    for name in PRINTED:
         print(f"{name:18} {summary[name]:.4g}")
     print(f"{'seconds':18} {summary['sim_s']:.4g}")
     print(f"{'seconds a step':18} {max(found.step_time_s):.4g}")
@@ -74,10 +57,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    commands.end_with(main)
-
+cli = program.with_own_flags(main)
 
 if __name__ == "__main__":
     cli()

@@ -21,7 +21,7 @@ from cocodc_jax.run.processes import failing_alone
 from cocodc_jax.run.resume import ResumeError
 from cocodc_jax.run.session import RUN_ERRORS
 
-from . import commands, planned
+from . import planned, program
 
 
 def main() -> None:
@@ -58,11 +58,7 @@ def main() -> None:
 def read_flags(
     plan: Callable[[TrainConfig], TrainConfig] | None = None,
 ) -> tuple[TrainConfig, str]:
-    """Return the run's configuration and folder.
-
-    Raises:
-      ValueError: with the flag, its value and a value that works.
-    """
+    """Return the run's configuration and folder."""
     config = flags.config()
     if plan is not None:
         config = plan(config)
@@ -78,11 +74,7 @@ def define() -> None:
     flags.define_monitoring()
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(failing_alone()(main), commands.shown(__doc__))
-
+cli = program.with_run_flags(failing_alone()(main), __doc__, define)
 
 if __name__ == "__main__":
     cli()

@@ -13,8 +13,6 @@ donated, and the host reads nothing between scans.
 Shapes: E trials, R regions, S streams of data, T steps of a scan.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,51 +62,32 @@ class Inner(OptimizerConfig):
 
 
 class State(NamedTuple):
-    """Trials at one step.
+    """Trials at one step."""
 
-    Attributes:
-      params: of the regions, leaves `[E, R, ...]`.
-      sync: a `SynchronizedState`; what is equal in all trials has no trial axis.
-      ratios: sum of correction ratios over merges, mean over regions, float32 `[E]`.
-      merges: fragments merged, int32 `[E]`.
-    """
-
-    params: PyTree
-    sync: Any
+    params: PyTree  # Of the regions, leaves `[E, R, ...]`.
+    sync: Any  # A `SynchronizedState`; what is equal in all trials has no trial axis.
+    # Sum of correction ratios over merges, mean over regions, float32 `[E]`.
     ratios: Any
-    merges: Any
+    merges: Any  # Fragments merged, int32 `[E]`.
 
 
 class Evaluation(NamedTuple):
-    """Losses on held-out batches, float32 `[E]` each.
+    """Losses on held-out batches, float32 `[E]` each."""
 
-    Attributes:
-      loss: of the regions' mean.
-      loss_outer: of the outer parameters.
-      drift: see `region_drift`.
-    """
-
-    loss: Any
-    loss_outer: Any
-    drift: Any
+    loss: Any  # Of the regions' mean.
+    loss_outer: Any  # Of the outer parameters.
+    drift: Any  # See `region_drift`.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trials:
-    """Compiled parts of trials of one method.
+    """Compiled parts of trials of one method."""
 
-    Attributes:
-      loss_fn: of one region, `(params, batch, key) -> (loss, aux)`.
-      make: of a trial's numbers; structure must not depend on their values.
-      example: numbers of one trial, for shapes and checks.
-      num_regions: M.
-      in_turn: whether trials are computed one after another; None is on CPUs.
-    """
-
-    loss_fn: Callable
-    make: Make
-    example: Mapping[str, float]
-    num_regions: int
+    loss_fn: Callable  # Of one region, `(params, batch, key) -> (loss, aux)`.
+    make: Make  # Of a trial's numbers; structure must not depend on their values.
+    example: Mapping[str, float]  # Numbers of one trial, for shapes and checks.
+    num_regions: int  # M.
+    # Whether trials are computed one after another; None is on CPUs.
     in_turn: bool | None = None
 
     @functools.cached_property
@@ -274,30 +253,20 @@ class StoppedError(Exception):
 
 
 class Outcome(NamedTuple):
-    """What trials did.
+    """What trials did."""
 
-    Attributes:
-      losses: of each step and region, float32 `[E, T, R]`.
-      steps: at which they were evaluated.
-      evaluations: of each of these.
-      counts: messages that one region of each trial had sent at each of these, int64
-        `[E, N]`: by fragment and moment, or all of an exchange at every step.
-      message_bytes: of each message, int64 `[N]`.
-      ratios: sum of correction ratios over merges, float32 `[E]`.
-      merges: fragments merged, int32 `[E]`.
-      params: of the regions after the last step, leaves `[E, R, ...]`, on the device.
-      num_fragments: K; 0 if parameters are never exchanged.
-    """
-
-    losses: np.ndarray
-    steps: list[int]
-    evaluations: list[Evaluation]
+    losses: np.ndarray  # Of each step and region, float32 `[E, T, R]`.
+    steps: list[int]  # At which they were evaluated.
+    evaluations: list[Evaluation]  # Of each of these.
+    # Messages that one region of each trial had sent at each of these, int64 `[E, N]`:
+    # by fragment and moment, or all of an exchange at every step.
     counts: list[np.ndarray]
-    message_bytes: np.ndarray
-    ratios: np.ndarray
-    merges: np.ndarray
+    message_bytes: np.ndarray  # Of each message, int64 `[N]`.
+    ratios: np.ndarray  # Sum of correction ratios over merges, float32 `[E]`.
+    merges: np.ndarray  # Fragments merged, int32 `[E]`.
+    # Of the regions after the last step, leaves `[E, R, ...]`, on the device.
     params: PyTree
-    num_fragments: int
+    num_fragments: int  # K; 0 if parameters are never exchanged.
 
     @property
     def bytes_sent(self) -> list[np.ndarray]:
@@ -324,11 +293,7 @@ def train(
     eval_first: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Train trials to their last step.
-
-    Raises:
-      StoppedError: if it was asked to stop.
-    """
+    """Train trials to their last step."""
     given = {name: jnp.asarray(x, float) for name, x in numbers.items()}
     which = jnp.asarray(stream, jnp.int32)
     eval_batches = jax.tree.map(jnp.asarray, eval_batches)

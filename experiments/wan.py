@@ -20,115 +20,104 @@ the kernel, but many kernels lack it, so the lab does not use it.
 
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
 import sys
 import tempfile
 from collections.abc import Sequence
 
-from absl import flags
+from absl.flags import FlagValues
 
-from cocodc_jax.netlab import launch, region
+from cocodc_jax.netlab import kernel, launch, schedule
 from cocodc_jax.netlab.plan import Plan, make_plan
 from cocodc_jax.network import world
-from cocodc_jax.network.links import Link, Topology, uniform
-from cocodc_jax.run.help import render, sections_of
-from cocodc_jax.run.messages import check_numbers, one_line
+from cocodc_jax.network.links import Topology
+from cocodc_jax.run.messages import check_numbers
 
-from . import commands
+from . import commands, program
 
 _DEFAULT_MBIT, _DEFAULT_LATENCY_MS = 100.0, 50.0
 _LONGEST_GRACE_S = 86_400.0
 _LINK_FLAGS = ("regions", "latency_ms", "jitter_ms", "loss")
 
 
-def define_flags() -> flags.FlagValues:
+SECTIONS = {
+    "The links": (
+        ("regions", 2, "regions"),
+        (
+            *("bandwidth_mbit", float),
+            "Mbit/s of each ordered pair, and the most that a region sends or "
+            f"receives; default {_DEFAULT_MBIT:g}. With --links the file sets the "
+            "pairs, and this limits regions; default: no limit",
+        ),
+        ("latency_ms", _DEFAULT_LATENCY_MS, "milliseconds one way"),
+        ("jitter_ms", 0.0, "milliseconds either way; packets keep their order"),
+        ("loss", 0.0, "share of packets lost, in [0, 1)"),
+        (
+            *("world", str),
+            f"cloud regions, comma-separated, of {', '.join(world.world_regions())}",
+        ),
+        ("links", str, "YAML file with regions, links, changes (network/world.py)"),
+        ("schedule", str, "YAML list of changes of the links (netlab/schedule.py)"),
+    ),
+    "The lab": (
+        ("logdir", str, "folder for logs and counters; default: a new one in /tmp"),
+        (
+            *("mtu", int),
+            "bytes of a packet; default: what the slowest link carries in 1 ms, 1500 "
+            "to 65000, and 1500 on lossy links",
+        ),
+        (
+            *("buffer_ms", float),
+            "longest wait in a queue before packets are dropped; default: no limit, so "
+            "that only --loss loses packets",
+        ),
+        (
+            *("congestion_control", "reno"),
+            "TCP's algorithm, one of /proc/sys/net/ipv4/tcp_allowed_congestion_control;"
+            " every kernel has reno",
+        ),
+        (
+            *("slow_start_after_idle", False),
+            "whether TCP restarts with a small window after a pause (the kernel's "
+            "default; hosts on long links turn it off)",
+        ),
+        ("seed", 0, "seed of loss and jitter"),
+        ("grace_s", 5.0, "seconds between asking a command to end and killing it"),
+    ),
+}
+_NOT_NEGATIVE = (
+    "bandwidth_mbit", "latency_ms", "jitter_ms", "loss", "buffer_ms", "grace_s",
+)  # fmt: skip
+
+
+def define_flags() -> FlagValues:
     """Return this program's flags, apart from those of other programs."""
-    values = flags.FlagValues()
-    for define in SECTIONS.values():
-        define(values)
-    return values
-
-
-def _define_links(values: flags.FlagValues) -> None:
-    number = functools.partial(flags.DEFINE_float, flag_values=values, lower_bound=0)
-    count = functools.partial(flags.DEFINE_integer, flag_values=values)
-    text = functools.partial(flags.DEFINE_string, flag_values=values)
-    count("regions", 2, "regions", lower_bound=1, upper_bound=region.MAX_REGIONS)
-    number(
-        "bandwidth_mbit",
-        None,
-        "Mbit/s of each ordered pair, and the most that a region sends or receives; "
-        f"default {_DEFAULT_MBIT:g}. With --links the file sets the pairs, and this "
-        "limits regions; default: no limit",
+    return program.own_flags(
+        *itertools.chain(*SECTIONS.values()),
+        **dict.fromkeys(_NOT_NEGATIVE, 0.0),
+        regions=(1, kernel.MAX_REGIONS),
+        mtu=(576, 65000),
     )
-    number("latency_ms", _DEFAULT_LATENCY_MS, "milliseconds one way")
-    number("jitter_ms", 0.0, "milliseconds either way; packets keep their order")
-    number("loss", 0.0, "share of packets lost, in [0, 1)")
-    known = ", ".join(world.world_regions())
-    text("world", None, f"cloud regions, comma-separated, of {known}")
-    text("links", None, "YAML file with regions, links, changes (network/world.py)")
-    text("schedule", None, "YAML list of changes of the links (network/world.py)")
 
 
-def _define_lab(values: flags.FlagValues) -> None:
-    number = functools.partial(flags.DEFINE_float, flag_values=values, lower_bound=0)
-    count = functools.partial(flags.DEFINE_integer, flag_values=values)
-    text = functools.partial(flags.DEFINE_string, flag_values=values)
-    flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
-    text("logdir", None, "folder for logs and counters; default: a new one in /tmp")
-    count(
-        "mtu",
-        None,
-        "bytes of a packet; default: what the slowest link carries in 1 ms, 1500 to "
-        "65000, and 1500 on lossy links",
-        lower_bound=576,
-        upper_bound=65000,
-    )
-    number(
-        "buffer_ms",
-        None,
-        "longest wait in a queue before packets are dropped; default: no limit, so "
-        "that only --loss loses packets",
-    )
-    text(
-        "congestion_control",
-        "reno",
-        "TCP's algorithm, one of /proc/sys/net/ipv4/tcp_allowed_congestion_control; "
-        "every kernel has reno",
-    )
-    flags.DEFINE_bool(
-        "slow_start_after_idle",
-        False,
-        "whether TCP restarts with a small window after a pause (the kernel's default; "
-        "hosts on long links turn it off)",
-        flag_values=values,
-    )
-    count("seed", 0, "seed of loss and jitter")
-    number("grace_s", 5.0, "seconds between asking a command to end and killing it")
-
-
-SECTIONS = {"The links": _define_links, "The lab": _define_lab}
-
-
-def build_topology(values: flags.FlagValues) -> Topology:
+def build_topology(values: FlagValues) -> Topology:
     """Return the network the flags describe."""
     topology = _links(values)
-    if topology.num_regions > region.MAX_REGIONS:
+    if topology.num_regions > kernel.MAX_REGIONS:
         raise ValueError(
             f"--links={values.links} has {topology.num_regions} regions; at most "
-            f"{region.MAX_REGIONS} are possible"
+            f"{kernel.MAX_REGIONS} are possible"
         )
     if not values.schedule:
         return topology
-    try:
-        changes = world.load_changes(values.schedule, topology.regions)
-    except OSError as error:
-        raise ValueError(f"--schedule={values.schedule}: {error.strerror}") from error
+    read = functools.partial(schedule.load_changes, regions=topology.regions)
+    changes = program.named("schedule", values.schedule, read)
     return dataclasses.replace(topology, changes=topology.changes + changes)
 
 
-def _links(values: flags.FlagValues) -> Topology:
+def _links(values: FlagValues) -> Topology:
     for source in ("links", "world"):
         others = (*_LINK_FLAGS, *({"links", "world"} - {source}))
         given = [name for name in others if values[name].present]
@@ -137,19 +126,7 @@ def _links(values: flags.FlagValues) -> Topology:
                 f"--{given[0]}={values[given[0]].value} does not combine with "
                 f"--{source}, which sets it; leave one out"
             )
-    if values.links:
-        try:
-            return world.load_topology(values.links)
-        except OSError as error:
-            raise ValueError(f"--links={values.links}: {error.strerror}") from error
-    gbps = (values.bandwidth_mbit or _DEFAULT_MBIT) / 1000
-    if values.world:
-        try:
-            return world.world(tuple(values.world.split(",")), gbps)
-        except ValueError as error:
-            raise ValueError(f"--world={values.world}: {error}") from error
-    numbers = values.latency_ms / 1000, values.jitter_ms / 1000, values.loss
-    return uniform(values.regions, Link(gbps, *numbers))
+    return program.topology(values, (values.bandwidth_mbit or _DEFAULT_MBIT) / 1000)
 
 
 def check_command(command: Sequence[str]) -> None:
@@ -157,14 +134,14 @@ def check_command(command: Sequence[str]) -> None:
     if not command:
         raise ValueError("no command given; write it after --")
     if command[0].startswith("-"):
-        program = commands.shown("python -m experiments.train")
+        train = commands.shown("python -m experiments.train")
         raise ValueError(
             f"the command begins with {command[0]!r}, which is a flag; write the "
-            f"program before it, as in -- {program} {command[0]}"
+            f"program before it, as in -- {train} {command[0]}"
         )
 
 
-def build_plan(values: flags.FlagValues, command: Sequence[str]) -> Plan:
+def build_plan(values: FlagValues, command: Sequence[str]) -> Plan:
     """Return the lab's plan."""
     if values.bandwidth_mbit == 0:
         raise ValueError("bandwidth_mbit=0 must be positive")
@@ -173,7 +150,7 @@ def build_plan(values: flags.FlagValues, command: Sequence[str]) -> Plan:
             f"grace_s={values.grace_s} must be below {_LONGEST_GRACE_S:g}, a day"
         )
     check_numbers(values)
-    known = region.congestion_controls()
+    known = kernel.congestion_controls()
     if values.congestion_control not in known:
         raise ValueError(
             f"congestion_control={values.congestion_control} is not allowed here; use "
@@ -201,17 +178,14 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
     values = define_flags()
     try:
-        command = values(argv)[1:]
-        if values.help:
-            print(render(commands.shown(__doc__), sections_of(SECTIONS, values)))
+        if (command := program.parse(values, argv, __doc__, SECTIONS)) is None:
             return 0
         check_command(command)
-        if lacks := region.missing():
+        if lacks := kernel.missing():
             raise PermissionError(f"the network lab lacks {'; and '.join(lacks)}")
         plan = build_plan(values, command)
-    except (ValueError, PermissionError, flags.Error) as error:
-        print(f"error: {one_line(error, values)}", file=sys.stderr)
-        return 2
+    except (*program.REFUSED, PermissionError) as error:
+        return program.refuse(error, values)
     print(
         f"wan: {len(plan.regions)} regions, packets of {plan.mtu_bytes} bytes; logs in "
         f"{plan.logdir}",
@@ -226,10 +200,7 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    commands.end_with(main)
-
+cli = program.with_own_flags(main)
 
 if __name__ == "__main__":
     cli()

@@ -1,46 +1,147 @@
-"""A case: one model with its data, optimizer and interval, for every contender."""
+"""Cases: a model with its data, optimizer and interval, for every contender.
 
-from __future__ import annotations
+One is a small GPT in plain JAX, which any framework can train unchanged. GPT-2 (Radford
+et al., 2019): learned positions, LayerNorm before attention and feed-forward, GELU, a
+head tied to the embedding; no biases in the matrices.
+"""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from cocodc_jax import models
 from cocodc_jax.run.presets import PRESETS
 
-from .gpt import Gpt
-
 PyTree = Any
+Params = dict[str, Any]
+Tensor = Any
 
 GPT = "gpt"
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """The training that every contender does.
+class Gpt:
+    """The shape of the model; 0.84 million parameters by default."""
 
-    Attributes:
-      name: name of the case.
-      loss_fn: `(params, batch, key) -> (loss, aux)` of one region.
-      optimizer: the inner optimizer.
-      params: one region's initial parameters.
-      batches: batches of one turn, int32 `[T, R, B, L + 1]`; a turn is one interval,
-        H = T.
-      gpt: the GPT's shape, for contenders with an implementation of their own; None for
-        presets.
-    """
+    vocab_size: int = 256  # V.
+    length: int = 128  # L, tokens of a sequence.
+    width: int = 128  # D.
+    num_layers: int = 4
+    num_heads: int = 4  # Attention heads, each of `width // num_heads` features.
+
+    def init(self, key: jax.Array) -> Params:
+        """Initialize the parameters, normal with standard deviation 0.02."""
+        keys = iter(jax.random.split(key, 2 + 4 * self.num_layers))
+
+        def normal(*shape: int) -> jax.Array:
+            return 0.02 * jax.random.normal(next(keys), shape)
+
+        def norm() -> dict[str, jax.Array]:
+            return {"scale": jnp.ones(self.width), "bias": jnp.zeros(self.width)}
+
+        width = self.width
+        blocks = {
+            str(layer): {
+                "attention_norm": norm(),
+                "attention": normal(width, 3 * width),
+                "output": normal(width, width),
+                "mlp_norm": norm(),
+                "up": normal(width, 4 * width),
+                "down": normal(4 * width, width),
+            }
+            for layer in range(self.num_layers)
+        }
+        return {
+            "embedding": normal(self.vocab_size, width),
+            "positions": normal(self.length, width),
+            "blocks": blocks,
+            "norm": norm(),
+        }
+
+    def loss_fn(self) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
+        """Return `loss_fn(params, tokens, key) -> (loss, {})`; tokens are `[B, L + 1]`.
+
+        The loss is the mean in nats per token; the key is not used.
+        """
+
+        def loss_fn(params: Params, tokens: jax.Array, key: jax.Array):
+            del key
+            x_BLD = params["embedding"][tokens[:, :-1]] + params["positions"][None]
+            for layer in range(self.num_layers):
+                block = params["blocks"][str(layer)]
+                x_BLD = x_BLD + self._attention(block, x_BLD)
+                hidden = _norm(x_BLD, block["mlp_norm"]) @ block["up"]
+                x_BLD = x_BLD + jax.nn.gelu(hidden) @ block["down"]
+            logits = _norm(x_BLD, params["norm"]) @ params["embedding"].T
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                logits, tokens[:, 1:]
+            )
+            return losses.mean(), {}
+
+        return loss_fn
+
+    def _attention(self, block: Params, x_BLD: jax.Array) -> jax.Array:
+        joined = _norm(x_BLD, block["attention_norm"]) @ block["attention"]
+        heads = (*x_BLD.shape[:2], self.num_heads, -1)
+        query, key, value = (
+            part.reshape(heads) for part in jnp.split(joined, 3, axis=-1)
+        )
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        return mixed.reshape(x_BLD.shape) @ block["output"]
+
+
+def _norm(x: jax.Array, params: Params) -> jax.Array:
+    mean = x.mean(axis=-1, keepdims=True)
+    variance = x.var(axis=-1, keepdims=True)
+    scale, bias = params["scale"][None, None], params["bias"][None, None]
+    return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * scale + bias
+
+
+def torch_loss(gpt: Gpt, params: Params, tokens: Tensor) -> Tensor:
+    """Return the loss of `Gpt.loss_fn` by PyTorch, of tokens int64 `[B, L + 1]`."""
+    from torch.nn import functional  # pyright: ignore[reportMissingImports]
+
+    def norm(x_BLD: Tensor, part: Params) -> Tensor:
+        return functional.layer_norm(
+            x_BLD, x_BLD.shape[-1:], part["scale"], part["bias"]
+        )
+
+    x_BLD = params["embedding"][tokens[:, :-1]] + params["positions"]
+    for layer in range(gpt.num_layers):
+        block = params["blocks"][str(layer)]
+        joined = norm(x_BLD, block["attention_norm"]) @ block["attention"]
+        heads = joined.view(*x_BLD.shape[:2], 3, gpt.num_heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True
+        )
+        mixed_BLD = mixed.transpose(1, 2).reshape(x_BLD.shape)
+        x_BLD = x_BLD + mixed_BLD @ block["output"]
+        hidden = norm(x_BLD, block["mlp_norm"]) @ block["up"]
+        hidden = functional.gelu(hidden, approximate="tanh")
+        x_BLD = x_BLD + hidden @ block["down"]
+    logits = norm(x_BLD, params["norm"]) @ params["embedding"].T
+    return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """The training that every contender does."""
 
     name: str
-    loss_fn: Callable
+    loss_fn: Callable  # `(params, batch, key) -> (loss, aux)` of one region.
     optimizer: optax.GradientTransformation
-    params: PyTree
+    params: PyTree  # One region's initial parameters.
+    # Batches of one turn, int32 `[T, R, B, L + 1]`; a turn is one interval, H = T.
     batches: np.ndarray
+    # The GPT's shape, for contenders with an implementation of their own; None for
+    # presets.
     gpt: Gpt | None = None
 
     @property
@@ -63,11 +164,7 @@ class Case:
 def make_case(
     name: str, regions: int, interval: int, num_layers: int | None = None
 ) -> Case:
-    """Build the case of a name.
-
-    Raises:
-      ValueError: for an unknown name.
-    """
+    """Build the case of a name."""
     if name == GPT:
         gpt = Gpt() if num_layers is None else Gpt(num_layers=num_layers)
         sizes = (interval, regions, 8, gpt.length + 1)

@@ -4,8 +4,6 @@ All train the same model on the same batches with the same inner optimizer. Thos
 average do so once a turn, with Nesterov momentum, as DiLoCo (arXiv 2311.08105).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import cocodc_jax as cc
 
-from .cases import OUTER_LR, OUTER_MOMENTUM, Case
+from .cases import OUTER_LR, OUTER_MOMENTUM, Case, torch_loss
 from .turns import Turn
 
 PyTree = Any
@@ -206,6 +204,56 @@ def drjax_diloco(case: Case, num_devices: int) -> Callable[[], Turn]:
         def turn() -> PyTree:
             *held[:], _ = run(*held, jax.device_put(batches, of_clients))
             return jax.block_until_ready(held[0])
+
+        return turn
+
+    return make
+
+
+def torch_diloco(case: Case, inner_lr: float = 1e-3) -> Callable[[], Turn]:
+    """Return a turn of a plain DiLoCo loop of PyTorch, for the case `gpt`.
+
+    The simplest form: eager mode, regions one after the other with all threads. It
+    starts from the same parameters as the others, and ends at the same ones up to
+    rounding.
+    """
+    gpt = case.gpt
+    assert gpt is not None
+
+    def make() -> Turn:
+        import torch  # pyright: ignore[reportMissingImports]
+
+        def tensors() -> PyTree:
+            return jax.tree.map(
+                lambda x: torch.tensor(np.asarray(x), requires_grad=True), case.params
+            )
+
+        outer, regions = tensors(), [tensors() for _ in range(case.regions)]
+        outer_optimizer = torch.optim.SGD(
+            jax.tree.leaves(outer), OUTER_LR, OUTER_MOMENTUM, nesterov=True
+        )
+        optimizers = [
+            torch.optim.AdamW(jax.tree.leaves(region), inner_lr, weight_decay=1e-4)
+            for region in regions
+        ]
+        batches = torch.from_numpy(case.batches.astype(np.int64))
+
+        def turn() -> PyTree:
+            for m, (region, optimizer) in enumerate(
+                zip(regions, optimizers, strict=True)
+            ):
+                for step in range(case.interval):
+                    optimizer.zero_grad()
+                    torch_loss(gpt, region, batches[step, m]).backward()
+                    optimizer.step()
+            with torch.no_grad():
+                ends = zip(*map(jax.tree.leaves, regions), strict=True)
+                for old, new in zip(jax.tree.leaves(outer), ends, strict=True):
+                    old.grad = old - torch.stack(new).mean(0)
+                outer_optimizer.step()
+                for region in regions:
+                    jax.tree.map(lambda x, new: x.copy_(new), region, outer)
+            return jax.tree.map(lambda x: x.detach().numpy(), outer)
 
         return turn
 

@@ -1,4 +1,4 @@
-"""Times contenders in turn, so that their times can be compared.
+"""Times contenders in turn, so that their times can be compared, and shows them.
 
 Machines are noisy: their speed changes with the other work on them. So the contenders
 run one after the other, round by round, in one process, and each turn is compared with
@@ -12,18 +12,20 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from rich.table import Table
+
+from .. import program
+
+# The references of the ratios, if they were timed.
+AGAINST = ("drjax", "scan alone", "plain loops", "torch")
 # Trains for a turn, waits for it, and returns all trained parameters.
 Turn = Callable[[], Any]
 
 
 class Timing(NamedTuple):
-    """The seconds of a contender's turns.
+    """The seconds of a contender's turns."""
 
-    Attributes:
-      start_s: seconds to build it and for its first turn: tracing, compiling, a turn.
-      seconds: seconds of each timed turn.
-    """
-
+    # Seconds to build it and for its first turn: tracing, compiling, a turn.
     start_s: float
     seconds: list[float]
 
@@ -60,3 +62,25 @@ def take_turns(makers: Mapping[str, Callable[[], Turn]], rounds: int) -> dict:
             turn()
             seconds[name].append(time.perf_counter() - began)
     return {name: Timing(starts[name], taken) for name, taken in seconds.items()}
+
+
+def speeds(title: str, tokens: int, timings: Mapping[str, Timing]) -> Table:
+    """Make a row for each contender: ratios, tokens a second, seconds of the start."""
+    against = [name for name in AGAINST if name in timings]
+    ends = ("k tokens/s", "lowest, highest", "start s")
+    heads = ("contender", *(f"over {name}" for name in against), *ends)
+    rows = []
+    for name, timing in timings.items():
+        ratios = [statistics.median(timing.ratios(timings[x])) for x in against]
+        low, high = (tokens / end(timing.seconds) / 1000 for end in (max, min))
+        rows.append(
+            (
+                name,
+                *(f"{ratio:.2f}" for ratio in ratios),
+                f"{tokens / timing.median_s / 1000:.2f}",
+                f"{low:.2f}, {high:.2f}",
+                f"{timing.compile_s:.1f}",
+            )
+        )
+    looks = program.SIMPLE | {"title_justify": "left"}
+    return program.table(heads, rows, title=title, **looks)

@@ -39,7 +39,7 @@ from cocodc_jax.run.taking_part import SYNCS_FILE
 from cocodc_jax.sync.schedules.slotted import Slotted
 
 from .. import commands
-from .killed import lines
+from .kills import lines
 
 RESULT_FILE = "scenario.json"
 SCENARIOS = ("link", "loss", "cut", "partition", "straggler")
@@ -53,11 +53,7 @@ _POLL_S = 0.1
 
 
 def check_regions(scenario: str, num_regions: int) -> None:
-    """Refuse fewer regions than a scenario needs.
-
-    Raises:
-      ValueError: with the flag, its value and a value that works.
-    """
+    """Refuse fewer regions than a scenario needs."""
     least = 3 if scenario in ("link", "loss") else 2
     if num_regions < least:
         raise ValueError(
@@ -67,11 +63,7 @@ def check_regions(scenario: str, num_regions: int) -> None:
 
 
 def check_folder(workdir: pathlib.Path) -> None:
-    """Refuse the folder of a finished scenario: its regions have nothing to train.
-
-    Raises:
-      ValueError: with the folder.
-    """
+    """Refuse the folder of a finished scenario: its regions have nothing to train."""
     if (workdir / RESULT_FILE).exists():
         raise ValueError(
             f"workdir={str(workdir)!r} has the result of a scenario; name another "
@@ -119,11 +111,7 @@ def disturbed(scenario: str, usual: Conditions, at_s: float, fault_s: float) -> 
 def run(
     own: Any, config: TrainConfig, train: Sequence[str], workdir: pathlib.Path
 ) -> dict[str, Any]:
-    """Train in the lab with the fault; return the findings.
-
-    Raises:
-      ValueError: if this machine cannot run the lab, or syncs cannot be counted.
-    """
+    """Train in the lab with the fault; return the findings."""
     scenario, num_regions = own.scenario, own.regions
     sync = config.method.build().sync
     if sync is None or not isinstance(sync.schedule, Slotted):

@@ -1,7 +1,5 @@
 """Networks by name, and the steps of a method that are measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pathlib
@@ -23,27 +21,16 @@ EXCHANGE_STEPS, ALONE_STEPS = 20, 100
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A network of the lab.
+    """A network of the lab."""
 
-    Attributes:
-      name: name in folders and tables.
-      flags: flags of `experiments.wan`.
-      topology: the same network without packet headers, for the simulator.
-      links: content of the file of links; None without one.
-    """
-
-    name: str
-    flags: tuple[str, ...]
-    topology: Topology
-    links: str | None = None
+    name: str  # Name in folders and tables.
+    flags: tuple[str, ...]  # Flags of `experiments.wan`.
+    topology: Topology  # The same network without packet headers, for the simulator.
+    links: str | None = None  # Content of the file of links; None without one.
 
 
 def network(text: str, num_regions: int) -> Network:
-    """Return the network that a word names.
-
-    Raises:
-      ValueError: with the word and what would be right.
-    """
+    """Return the network that a word names."""
     is_number = text.replace(".", "", 1).isdigit()
     is_known = is_number or text in (WIDE, "unequal")
     name = text if is_known else pathlib.Path(text).stem
@@ -78,15 +65,10 @@ def network(text: str, num_regions: int) -> Network:
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-    """The steps of a run that are measured.
+    """The steps of a run that are measured."""
 
-    Attributes:
-      first_step: the first; by then every program is compiled.
-      last_step: the last step, also of the run.
-    """
-
-    first_step: int
-    last_step: int
+    first_step: int  # The first; by then every program is compiled.
+    last_step: int  # The last step, also of the run.
 
 
 def stretch(method: Method, log_every: int, num_intervals: int) -> Stretch:

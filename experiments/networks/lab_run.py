@@ -1,28 +1,40 @@
-"""One method over one network: a run in the lab, and its measurements."""
+"""One method over one network: a run in the lab, and the simulator's prediction."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import shutil
+import statistics
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.netlab import children
+from cocodc_jax.network import exchanges
+from cocodc_jax.network.simulator import simulate_method
 from cocodc_jax.network.timeline import Timeline
+from cocodc_jax.network.workload import Workload
 from cocodc_jax.run import timeline
 from cocodc_jax.run.config import dumps
+from cocodc_jax.sync.method import Method
 
 from .. import commands
 from .cases import Network, Stretch
-from .measure import Pace, pace, region_step_s
 
 RESULT, LOG = "result.json", "log.txt"
 _GRACE_S = 20.0  # the lab's own, to end its regions in order, is shorter
+# Collectives of the lab's processes; compressed messages are gathered.
+REDUCE = {"direct": "direct", "ring": "gloo"}
+GATHER = {"direct": "direct_gather", "ring": "gloo_gather"}
+# Syncs are sent one after the other, as in training.
+SHARING = "fifo"
+# The methods compared by default.
+USUAL = ("data_parallel", "diloco", "streaming_diloco", "cocodc")
 
 
 class LabRunError(RuntimeError):
@@ -34,23 +46,55 @@ class StoppedError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """Measurements of a run in the lab.
+class Pace:
+    """The speed of the regions."""
 
-    Attributes:
-      pace: of the measured steps.
-      region_step_s: seconds per measured step of each region.
-      fragment_bytes: bytes of one region's message for each fragment; of its one
-        message for a method that exchanges at every step; empty if nothing was sent.
-      sent_bytes: bytes that one region sent in the full run, as the program counts.
-      relayed_bytes: most bytes that a region sent over the network, with headers and
-        the coordinator's traffic.
+    step_s: float  # Seconds per step of the slowest region, with waits.
+    # Seconds of waiting for syncs in 100 steps, mean over regions; None without syncs,
+    # as for methods that exchange at every step.
+    stall_s: float | None
+    # Mean seconds of a sync from its start to its arrival; None without syncs.
+    sync_s: float | None
+
+
+def region_step_s(timeline: Timeline, first_step: int = 0) -> tuple[float, ...]:
+    """Return seconds per step of each region after `first_step`, with waits."""
+    last = timeline.num_steps
+    took = timeline.times_s(last) - timeline.times_s(first_step)
+    return tuple((took / (last - first_step)).tolist())
+
+
+def pace(timeline: Timeline, first_step: int = 0) -> Pace:
+    """Return the pace after `first_step`.
+
+    Syncs count that start after it and before the last step. In full intervals, these
+    are as many as are waited for.
     """
+    last = timeline.num_steps
+    syncs = [s for s in timeline.syncs if first_step <= s.start_step < last]
+    stall = sum(s.mean_stall_s for s in syncs) / (last - first_step) * 100
+    return Pace(
+        step_s=max(region_step_s(timeline, first_step)),
+        stall_s=stall if syncs else None,
+        sync_s=statistics.fmean(s.arrival_s - s.start_s for s in syncs)
+        if syncs
+        else None,
+    )
 
-    pace: Pace
-    region_step_s: tuple[float, ...]
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Measurements of a run in the lab."""
+
+    pace: Pace  # Of the measured steps.
+    region_step_s: tuple[float, ...]  # Seconds per measured step of each region.
+    # Bytes of one region's message for each fragment; of its one message for a method
+    # that exchanges at every step; empty if nothing was sent.
     fragment_bytes: tuple[float, ...]
+    # Bytes that one region sent in the full run, as the program counts.
     sent_bytes: int
+    # Most bytes that a region sent over the network, with headers and the coordinator's
+    # traffic.
     relayed_bytes: int
 
     @classmethod
@@ -79,15 +123,8 @@ def measured(
     limit_s: float,
     links: str | None = None,
 ) -> Measured:
-    """Return the measurements of the run in `folder`; run it if it is not done.
-
-    Raises:
-      ValueError: if the folder has the result of another command or other links.
-      LabRunError: if the run failed, with its last line of output.
-      StoppedError: after SIGINT or SIGTERM, when the run has ended.
-    """
-    before = held(command, folder, links)
-    if before is not None:
+    """Return the measurements of the run in `folder`; run it if it is not done."""
+    if before := held(command, folder, links):
         return Measured.from_json(before["measured"])
     shutil.rmtree(folder, ignore_errors=True)  # What a run that failed has left.
     folder.mkdir(parents=True)
@@ -102,30 +139,21 @@ def measured(
 def held(
     command: Sequence[str], folder: pathlib.Path, links: str | None = None
 ) -> dict[str, Any] | None:
-    """Return the result in a folder; None without one.
-
-    Raises:
-      ValueError: if it is the result of another command or other links.
-    """
+    """Return the result in a folder; None without one."""
     if not (folder / RESULT).exists():
         return None
     value = read_table(folder / RESULT)
-    _check_same(command, value["command"], folder)
+    if differs := sorted({*command} ^ {*value["command"]}):
+        raise ValueError(
+            f"workdir: {folder} holds the result of another command (they differ in "
+            f"{' '.join(differs)}); name another folder or delete it"
+        )
     if value.get("links", links) != links:
         raise ValueError(
             f"workdir: {folder} holds a result over links that their file has no more; "
             "name another folder or delete it"
         )
     return value
-
-
-def _check_same(command: Sequence[str], before: Sequence[str], folder: pathlib.Path):
-    if list(command) != list(before):
-        odd = sorted(set(command) ^ set(before))
-        raise ValueError(
-            f"workdir: {folder} holds the result of another command (they differ in "
-            f"{' '.join(odd)}); name another folder or delete it"
-        )
 
 
 def _run(command: Sequence[str], log: pathlib.Path, limit_s: float) -> None:
@@ -162,11 +190,7 @@ def last_line(log: pathlib.Path) -> str:
 
 
 def read(folder: pathlib.Path, stretch: Stretch) -> Measured:
-    """Read a finished run's files.
-
-    Raises:
-      LabRunError: if they lack some of the measured steps.
-    """
+    """Read a finished run's files."""
     run = folder / "run"
     try:
         found = timeline.read(run, stretch.first_step)
@@ -188,3 +212,44 @@ def read(folder: pathlib.Path, stretch: Stretch) -> Measured:
 def _fragment_bytes(whole: Timeline) -> tuple[float, ...]:
     sizes = {sync.fragments[0]: sync.bytes_sent[0] for sync in whole.syncs}
     return tuple(sizes[fragment] for fragment in sorted(sizes))
+
+
+def check(method: Method) -> None:
+    """Refuse a method that several processes cannot run."""
+    why = method.sync.only_in_program if method.sync else None
+    if method.num_regions is not None:
+        why = "it is for a single region"
+    if why:
+        raise ValueError(
+            f"methods={method.name} cannot be run by several processes: {why}"
+        )
+
+
+def host_bytes_per_s(run: Measured, expected: Pace) -> float:
+    """Return the bytes of messages that hosts prepare in a second."""
+    (num_bytes,) = run.fragment_bytes
+    besides_s = run.pace.step_s - expected.step_s
+    return num_bytes / besides_s if besides_s > 0 else math.inf
+
+
+def predict(
+    network: Network,
+    method: Method,
+    stretch: Stretch,
+    run: Measured,
+    step_s: tuple[float, ...],
+    all_reduce: str,
+    host_bytes_per_s: float = math.inf,
+) -> tuple[Pace, float]:
+    """Return the predicted pace, and the bytes of the full run."""
+    reduce_or_gather = GATHER if exchanges.is_gathered(method) else REDUCE
+    found = simulate_method(
+        network.topology,
+        Workload(run.fragment_bytes, step_s, host_bytes_per_s=host_bytes_per_s),
+        method,
+        stretch.last_step,
+        reduce_or_gather[all_reduce],
+        order=range(network.topology.num_regions),  # gloo takes them as they come
+        sharing=SHARING,
+    )
+    return pace(found, stretch.first_step), max(found.bytes_sent)

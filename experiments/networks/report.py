@@ -1,34 +1,23 @@
-"""Rows of the comparison, one per network and method: JSON, a table, Markdown."""
-
-from __future__ import annotations
+"""Rows of the comparison, one per network and method: JSON, tables, a plot."""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from rich.table import Table
 
+from cocodc_jax.report.plots import COLORS, WIDTH_IN
 from cocodc_jax.report.units import format_bytes
 
-from .lab_run import Measured
-from .measure import Pace
+from .lab_run import Measured, Pace
 
 HEADS = (
-    "network",
-    "method",
-    "s/step",
-    "slowdown",
-    "simulated",
-    "sim/lab",
-    "stall",
-    "simulated",
-    "sim/lab",
-    "sync",
-    "sim/lab",
-    "sent",
-    "relayed",
-    "sim/lab",
-)
+    "network", "method", "s/step", "slowdown", "simulated", "sim/lab", "stall",
+    "simulated", "sim/lab", "sync", "sim/lab", "sent", "relayed", "sim/lab",
+)  # fmt: skip
+_LOWEST = 0.9  # Of the plot's axis; 1 is as fast as without a network.
 _LEAST_STALL = 0.01  # of the time
 _NOTE = (
     "Slowdown: seconds per step over those of the same steps without a network, "
@@ -139,6 +128,11 @@ def note(alone: Measured) -> str:
 
 def markdown(rows: Sequence[dict[str, Any]], alone: Measured, command: str) -> str:
     """Return the table, the failures and the command as Markdown text."""
+    failed = [
+        f"Failed: {entry['network']}, {entry['method']}: {entry['error']}\n"
+        for entry in rows
+        if "error" in entry
+    ]
     lines = [
         note(alone),
         "",
@@ -146,11 +140,51 @@ def markdown(rows: Sequence[dict[str, Any]], alone: Measured, command: str) -> s
         f"|{'---|' * 2}{'---:|' * (len(HEADS) - 2)}",
         *(f"| {' | '.join(cells(entry))} |" for entry in rows),
         "",
-        *(_told(entry) + "\n" for entry in rows if "error" in entry),
+        *failed,
         f"    {command}",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _told(entry: dict[str, Any]) -> str:
-    return f"Failed: {entry['network']}, {entry['method']}: {entry['error']}"
+def slowdowns(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Plot the ratio of seconds per step with and without a network, on a log axis."""
+    rows = [entry for entry in rows if "error" not in entry]
+    networks = list(dict.fromkeys(entry["network"] for entry in rows))
+    methods = list(dict.fromkeys(entry["method"] for entry in rows))
+    color = {name: COLORS[i % len(COLORS)] for i, name in enumerate(methods)}
+    figure = Figure(figsize=(WIDTH_IN, 4.2), layout="constrained")
+    axes, width = figure.subplots(), 0.4 / max(1, len(methods))
+    hatched: dict[str, Any] = {"color": "white", "hatch": "////"}
+    for entry in rows:
+        name = entry["method"]
+        left = networks.index(entry["network"]) - 0.4 + 2 * methods.index(name) * width
+        looks = {"measured": {"color": color[name]}, "simulated": hatched}
+        for place, (which, look) in enumerate(looks.items()):
+            height, at = entry[which]["slowdown"], left + place * width
+            look = {"edgecolor": color[name], "linewidth": 0.8} | look
+            axes.bar(at, height - _LOWEST, width, _LOWEST, align="edge", **look)
+            axes.annotate(
+                f"{height:.2f}" if height < 9.95 else f"{height:.0f}",
+                (at + width / 2, height),
+                **{"xytext": (0, 2), "textcoords": "offset points", "ha": "center"},
+                fontsize=7,
+                rotation=90,
+            )
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=_LOWEST)
+    axes.axhline(1, color="#999999", linewidth=0.6)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel("seconds per step / without network (log)")
+    axes.set_xticks(range(len(networks)), [_label(name) for name in networks])
+    axes.spines[["top", "right"]].set_visible(False)
+    for name in methods:
+        axes.bar(0, 0, color=color[name], label=name)
+    axes.bar(0, 0, edgecolor="#333333", label="simulated", **hatched)
+    figure.legend(loc="outside upper center", ncols=5, frameon=False)
+    return figure
+
+
+def _label(network: str) -> str:
+    return f"{network} Mbit/s" if network.replace(".", "", 1).isdigit() else network

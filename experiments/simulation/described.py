@@ -1,8 +1,12 @@
-"""What the flags of `experiments.simulate` describe: a network, a method, a job."""
+"""What the flags of `experiments.simulate` describe: a network, a method, a job.
 
-from __future__ import annotations
+And loss curves, which they name.
+"""
 
+import itertools
+import json
 import math
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +14,13 @@ from absl import flags
 
 from cocodc_jax import methods
 from cocodc_jax.methods import Method
-from cocodc_jax.network import exchanges, goodput, world
-from cocodc_jax.network.links import Link, Topology, uniform
+from cocodc_jax.network import exchanges, goodput
+from cocodc_jax.network.links import Topology
 from cocodc_jax.network.swarm import Failure
 from cocodc_jax.network.workload import Workload
+from cocodc_jax.report.records import read_records
 
-from .files import named
+from .. import program
 from .options import ARGUMENTS, COUNTS_OR_AUTO, check_finite
 
 AUTO = "auto"
@@ -29,29 +34,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 def build_topology(values: flags.FlagValues) -> Topology:
     """Return the network the flags describe."""
-    if values.links:
-        return named("links", values.links, world.load_topology)
-    if values.world:
-        try:
-            return world.world(tuple(values.world.split(",")), values.bandwidth_gbps)
-        except ValueError as error:
-            raise ValueError(f"--world={values.world}: {error}") from error
     check_finite(values, "latency_ms", "jitter_ms")
-    link = Link(
-        values.bandwidth_gbps,
-        values.latency_ms / 1000,
-        values.jitter_ms / 1000,
-        values.loss,
-    )
-    return uniform(values.regions, link)
+    return program.topology(values, values.bandwidth_gbps)
 
 
 def build_method(values: flags.FlagValues) -> Method:
-    """Return the method the flags describe.
-
-    Raises:
-      ValueError: for an argument that the method does not take or refuses.
-    """
+    """Return the method the flags describe."""
     name = values.method
     taken = methods.defaults(name)
     given = dict(DEFAULTS.get(name, {}))
@@ -169,3 +157,25 @@ def step_times(values: flags.FlagValues, num_regions: int) -> tuple[float, ...]:
             "regions"
         )
     return times * num_regions if len(times) == 1 else times
+
+
+def read_curve(
+    path: str | pathlib.Path, key: str = "eval_loss"
+) -> list[tuple[float, float]]:
+    """Read (step, loss) pairs from JSON lines or from a JSON list of pairs."""
+    text = pathlib.Path(path).read_bytes()
+    try:
+        if text.lstrip().startswith(b"["):
+            pairs = json.loads(text)
+        else:
+            rows = read_records(path)
+            pairs = [(row["step"], row[key]) for row in rows if key in row]
+        curve = [(float(step), float(loss)) for step, loss in pairs]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a loss curve: {error!r}") from error
+    if not curve:
+        raise ValueError(f"{path} has no line with both 'step' and {key!r}")
+    steps = [step for step, _ in curve]
+    if any(later <= step for step, later in itertools.pairwise(steps)):
+        raise ValueError(f"{path}: loss curve steps must increase, got {steps}")
+    return curve

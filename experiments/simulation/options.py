@@ -4,9 +4,7 @@ Arguments of methods have the names that training uses. Only those exist that de
 when a method sends, and how much.
 """
 
-from __future__ import annotations
-
-import functools
+import itertools
 import math
 
 from absl import flags
@@ -15,6 +13,8 @@ from cocodc_jax.methods import METHODS
 from cocodc_jax.network import world
 from cocodc_jax.network.collectives import COLLECTIVES
 from cocodc_jax.network.flights import SHARINGS
+
+from .. import program
 
 # Help of the methods' arguments.
 COUNTS = {
@@ -66,123 +66,98 @@ NEED = {
 }  # fmt: skip
 
 
+SECTIONS = {
+    "What to do": (
+        ("plan", False, "choose K, H, N and tau for the network and say why"),
+        ("table", False, "compare with published numbers"),
+        (
+            *("frontier", str),
+            "cells.json of a sweep, or of several with commas: --plan recommends a "
+            "method, precision and H from it",
+        ),
+        ("workdir", str, "folder for results"),
+    ),
+    "The network": (
+        ("regions", 4, "regions"),
+        ("bandwidth_gbps", 1.0, "Gbit/s of each ordered pair of regions"),
+        ("latency_ms", 50.0, "milliseconds one way"),
+        ("jitter_ms", 0.0, "milliseconds in either direction"),
+        ("loss", 0.0, "share of packets lost, in [0, 1)"),
+        (
+            *("world", str),
+            f"cloud regions, comma-separated, of {', '.join(world.world_regions())}",
+        ),
+        ("links", str, "YAML file with regions, links, changes"),
+        (
+            *("collective", (None, *sorted(COLLECTIVES))),
+            "how messages cross regions; default ring, or gather for encoded ones",
+        ),
+        ("sharing", ("fair", *SHARINGS), "how concurrent syncs share the links"),
+    ),
+    "The method: its arguments, where it has them": (
+        ("method", ("streaming_diloco", *sorted(METHODS)), "to simulate"),
+        *((name, int, note) for name, note in (COUNTS | STEPS).items()),
+        *((name, str, note) for name, note in (COUNTS_OR_AUTO | TEXTS).items()),
+        (
+            *("network_share", float),
+            "gamma, the share of the network for --plan (default 0.4) and N 'auto'",
+        ),
+        (
+            *("effective_rank", float),
+            "of the means, for methods whose rank follows it; default: above --rank",
+        ),
+    ),
+    "The model, its hosts and how they train": (
+        ("params", 1e9, "parameters of the model"),
+        (
+            *("bits_per_param", 32.0),
+            "bits of each parameter, before a method's encoding",
+        ),
+        ("step_time_s", "0.1", "seconds of a step: one number or one per region"),
+        (
+            *("host_mb_per_s", math.inf),
+            "10^6 bytes of messages that a host prepares per second",
+        ),
+        ("num_layers", 1, "above 1, each layer is sent once it is ready"),
+        ("steps", int, "inner steps to simulate; default 3 H"),
+        ("loss_curve", str, "metrics.jsonl, or a JSON list of [step, loss]"),
+        ("loss_key", "eval_loss", "entry of metrics.jsonl to read"),
+        ("target_loss", float, "report the seconds until this loss"),
+        (
+            *("hours_between_failures", float),
+            "mean hours between failures of a region, for goodput",
+        ),
+        ("repair_s", 600.0, "seconds until a failed region resumes"),
+        ("checkpoint_s", 1800.0, "seconds between checkpoints"),
+        ("least_regions", 1, "fewest regions with which the run continues"),
+        ("max_fragments", 32, "K that --plan may choose"),
+        ("stages", 1, "pipeline stages that --plan places on sites"),
+        (
+            *("activation_mb", float),
+            "10^6 bytes that a stage passes on in a step (--stages)",
+        ),
+        ("swarm_s", float, "simulated seconds of the pipeline (network/swarm.py)"),
+        ("rebalance_s", float, "seconds between moves of sites between stages (SWARM)"),
+        ("failures", "", "outages of sites in seconds, as us-east@600-1200,asia@900"),
+    ),
+}
+_AT_LEAST_1 = (
+    "regions", *COUNTS, "num_layers", "steps", "least_regions", "max_fragments",
+    "stages",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "latency_ms", "jitter_ms", "loss", *STEPS, "repair_s", "checkpoint_s",
+)  # fmt: skip
+
+
 def define_flags() -> flags.FlagValues:
     """Return this program's flags, apart from those of other programs."""
-    values = flags.FlagValues()
-    for define in SECTIONS.values():
-        define(values)
-    return values
-
-
-def _define_program(values: flags.FlagValues) -> None:
-    boolean = functools.partial(flags.DEFINE_bool, flag_values=values)
-    boolean("help", False, "print this and exit")
-    boolean("plan", False, "choose K, H, N and tau for the network and say why")
-    boolean("table", False, "compare with published numbers")
-    note = (
-        "cells.json of a sweep, or of several with commas: --plan recommends a method, "
-        "precision and H from it"
-    )
-    flags.DEFINE_string("frontier", None, note, flag_values=values)
-    flags.DEFINE_string("workdir", None, "folder for results", flag_values=values)
-
-
-def _define_network(values: flags.FlagValues) -> None:
-    number = functools.partial(flags.DEFINE_float, flag_values=values)
-    choice = functools.partial(flags.DEFINE_enum, flag_values=values)
-    text = functools.partial(flags.DEFINE_string, flag_values=values)
-    flags.DEFINE_integer("regions", 4, "regions", lower_bound=1, flag_values=values)
-    number("bandwidth_gbps", 1.0, "Gbit/s of each ordered pair of regions")
-    number("latency_ms", 50.0, "milliseconds one way", lower_bound=0)
-    number("jitter_ms", 0.0, "milliseconds in either direction", lower_bound=0)
-    number("loss", 0.0, "share of packets lost, in [0, 1)", lower_bound=0)
-    known = ", ".join(world.world_regions())
-    text("world", None, f"cloud regions, comma-separated, of {known}")
-    text("links", None, "YAML file with regions, links, changes")
-    choice(
-        "collective",
-        None,
-        sorted(COLLECTIVES),
-        "how messages cross regions; default ring, or gather for encoded ones",
-    )
-    choice("sharing", "fair", SHARINGS, "how concurrent syncs share the links")
-
-
-def _define_method(values: flags.FlagValues) -> None:
-    count = functools.partial(flags.DEFINE_integer, flag_values=values)
-    text = functools.partial(flags.DEFINE_string, flag_values=values)
-    flags.DEFINE_enum(
-        "method", "streaming_diloco", sorted(METHODS), "to simulate", flag_values=values
-    )
-    for name, note in COUNTS.items():
-        count(name, None, note, lower_bound=1)
-    for name, note in STEPS.items():
-        count(name, None, note, lower_bound=0)
-    for name, note in (COUNTS_OR_AUTO | TEXTS).items():
-        text(name, None, note)
-    note = "gamma, the share of the network for --plan (default 0.4) and N 'auto'"
-    flags.DEFINE_float("network_share", None, note, flag_values=values)
-    note = "of the means, for methods whose rank follows it; default: above --rank"
-    flags.DEFINE_float("effective_rank", None, note, flag_values=values)
-
-
-def _define_job(values: flags.FlagValues) -> None:
-    number = functools.partial(flags.DEFINE_float, flag_values=values)
-    count = functools.partial(flags.DEFINE_integer, flag_values=values)
-    text = functools.partial(flags.DEFINE_string, flag_values=values)
-    number("params", 1e9, "parameters of the model")
-    number("bits_per_param", 32.0, "bits of each parameter, before a method's encoding")
-    text("step_time_s", "0.1", "seconds of a step: one number or one per region")
-    number(
-        "host_mb_per_s",
-        math.inf,
-        "10^6 bytes of messages that a host prepares per second",
-    )
-    count(
-        "num_layers", 1, "above 1, each layer is sent once it is ready", lower_bound=1
-    )
-    count("steps", None, "inner steps to simulate; default 3 H", lower_bound=1)
-    text("loss_curve", None, "metrics.jsonl, or a JSON list of [step, loss]")
-    text("loss_key", "eval_loss", "entry of metrics.jsonl to read")
-    number("target_loss", None, "report the seconds until this loss")
-    number(
-        "hours_between_failures",
-        None,
-        "mean hours between failures of a region, for goodput",
-    )
-    number("repair_s", 600.0, "seconds until a failed region resumes", lower_bound=0)
-    number("checkpoint_s", 1800.0, "seconds between checkpoints", lower_bound=0)
-    count(
-        "least_regions", 1, "fewest regions with which the run continues", lower_bound=1
-    )
-    count("max_fragments", 32, "K that --plan may choose", lower_bound=1)
-    count("stages", 1, "pipeline stages that --plan places on sites", lower_bound=1)
-    number(
-        "activation_mb", None, "10^6 bytes that a stage passes on in a step (--stages)"
-    )
-    number("swarm_s", None, "simulated seconds of the pipeline (network/swarm.py)")
-    number("rebalance_s", None, "seconds between moves of sites between stages (SWARM)")
-    text(
-        "failures",
-        "",
-        "outages of sites in seconds, as us-east@600-1200,asia@900",
-    )
-
-
-SECTIONS = {
-    "What to do": _define_program,
-    "The network": _define_network,
-    "The method: its arguments, where it has them": _define_method,
-    "The model, its hosts and how they train": _define_job,
-}
+    bounds = dict.fromkeys(_AT_LEAST_1, 1) | dict.fromkeys(_NOT_NEGATIVE, 0)
+    return program.own_flags(*itertools.chain(*SECTIONS.values()), **bounds)
 
 
 def check(values: flags.FlagValues) -> None:
-    """Refuse flags that would have no effect, and numbers out of range.
-
-    Raises:
-      ValueError: with the flag and its value.
-    """
+    """Refuse flags that would have no effect, and numbers out of range."""
     others = [name for name in values if name not in ("table", "help")]
     for mode, names in ({"table": others} | UNREAD).items():
         for name in names:
@@ -206,11 +181,7 @@ def check(values: flags.FlagValues) -> None:
 
 
 def check_finite(values: flags.FlagValues, *names: str) -> None:
-    """Refuse NaN and infinite numbers.
-
-    Raises:
-      ValueError: with the flag and its value.
-    """
+    """Refuse NaN and infinite numbers."""
     for name in names:
         value = getattr(values, name)
         if not math.isfinite(value):

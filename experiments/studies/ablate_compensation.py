@@ -9,8 +9,6 @@ file for each rule and delay as it is done, ablate_compensation.json with all of
 and PNG plots. The same command goes on where an interrupted one stopped.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -27,7 +25,6 @@ from typing import Any
 import jax
 from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from cocodc_jax.files import write_whole
 from cocodc_jax.netlab import children
@@ -37,14 +34,14 @@ from cocodc_jax.run.config import dumps
 from cocodc_jax.run.leaves import attribute_notes
 from cocodc_jax.run.resume import make_folder
 
-from .. import commands
-from .ablation import plots, results, rules
-from .ablation.jobs import REFERENCES, run_job
-from .ablation.settings import Settings
+from .. import commands, program
+from .ablation import results, rules
+from .ablation.jobs import REFERENCES, Settings, run_job
 
 # The published saving in steps against Streaming DiLoCo, the aim of the ablation.
 AIM = 0.21
 
+HEADS = ("rule", "inner", "lr", "str.", "loss", "/streaming", "/DiLoCo", "corr.")
 # Columns that the table needs, also where the output is no terminal.
 WIDTH = 90
 
@@ -73,7 +70,7 @@ def main() -> None:
         "jobs": done,
     }
     write_whole(workdir / "ablate_compensation.json", dumps(summary))
-    plots.write(summary, workdir)
+    results.write_plots(summary, workdir)
     _print(summary, console)
 
 
@@ -187,14 +184,9 @@ def _print(summary: dict[str, Any], console: Console) -> None:
         title = (
             f"tau/H = {delay / settings['sync_interval']:g}" if delay else "references"
         )
-        table = Table(title=title, box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column("rule", no_wrap=True)
-        for head in ("inner", "lr", "str.", "loss", "/streaming", "/DiLoCo", "corr."):
-            table.add_column(head, justify="right")
-        for row in summary["rows"]:
-            if row["delay_steps"] == delay:
-                table.add_row(*_cells(row))
-        console.print(table)
+        rows = [_cells(x) for x in summary["rows"] if x["delay_steps"] == delay]
+        looks: dict[str, Any] = {"box": box.SIMPLE, "padding": (0, 1, 0, 0)}
+        console.print(program.table(HEADS, rows, title=title, **looks))
     console.print(
         f"{len(settings['test_seeds'])} test seeds, mean and 95 % interval (Student), "
         "paired by seed. /X: steps to the loss that tuned X ends with, over the steps "
@@ -205,24 +197,18 @@ def _print(summary: dict[str, Any], console: Console) -> None:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
+    edge, ratio = row["at_edge"], row["correction_ratio"]
     return [
         row["rule"],
-        _tuned(row, "inner_lr"),
-        _tuned(row, "outer_lr"),
-        _tuned(row, "strength"),
+        *(
+            "-" if row[name] is None else f"{row[name]:.3g}" + "*" * (name in edge)
+            for name in ("inner_lr", "outer_lr", "strength")
+        ),
         _with_interval(row["final_loss"], 3),
         _ratio(row["vs_streaming"]),
         _ratio(row["vs_diloco"]),
-        "-"
-        if row["correction_ratio"] is None
-        else f"{row['correction_ratio']['mean']:.2g}",
+        "-" if ratio is None else f"{ratio['mean']:.2g}",
     ]
-
-
-def _tuned(row: dict[str, Any], name: str) -> str:
-    if row[name] is None:
-        return "-"
-    return f"{row[name]:.3g}" + "*" * (name in row["at_edge"])
 
 
 def _with_interval(value: dict[str, float] | None, digits: int) -> str:
@@ -240,17 +226,15 @@ def _ratio(against: dict[str, Any] | None) -> str:
 
 def define() -> None:
     """Define the program's flags."""
-    flags.define_one(
-        str,
-        "workdir",
-        "runs/ablate_compensation",
-        "Folder of the results; an interrupted ablation goes on there.",
+    program.define(
+        (
+            *("workdir", "runs/ablate_compensation"),
+            "Folder of the results; an interrupted ablation goes on there.",
+        ),
+        ("rules", list, "Rules to compare. Default: all of them."),
+        ("delays", ["4", "10", "20", "1"], "Delays tau, in inner steps."),
+        ("workers", 2, "Processes that train at the same time."),
     )
-    flags.define_one(list, "rules", None, "Rules to compare. Default: all of them.")
-    flags.define_one(
-        list, "delays", ["4", "10", "20", "1"], "Delays tau, in inner steps."
-    )
-    flags.define_one(int, "workers", 2, "Processes that train at the same time.")
     notes = attribute_notes(Settings)
     for field in dataclasses.fields(Settings):
         kind = type(field.default) if type(field.default) in (int, str) else list
@@ -258,11 +242,7 @@ def define() -> None:
         flags.define_one(kind, field.name, None, text)
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

@@ -20,8 +20,6 @@ Source: DC-ASGD (arXiv 1609.08326, equations 10 and 14). The constant form was r
 the authors' code. The adaptive form's defaults are from memory, unchecked.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -33,9 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from cocodc_jax.run import flags
 from cocodc_jax.run.leaves import attribute_notes
@@ -43,8 +39,8 @@ from cocodc_jax.transforms import dc_asgd
 from cocodc_jax.transforms.compensation import delay_compensation
 from cocodc_jax.transforms.numerics import check_rate, safe_norm
 
-from .. import commands
-from .ablation.results import interval
+from .. import program
+from ..sweeps.cells import Interval
 
 FEATURES, HIDDEN, CLASSES, POOL = 16, 32, 8, 4096
 
@@ -72,11 +68,7 @@ class Setup:
     seeds: int = 5
 
     def __post_init__(self):
-        """Check the numbers.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Check the numbers."""
         for name in ("updates", "workers", "batch", "seeds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -110,32 +102,19 @@ def arrivals(num_workers: int, num_updates: int) -> np.ndarray:
 
 
 class Server(NamedTuple):
-    """The server's state.
+    """The server's state."""
 
-    Attributes:
-      params: w.
-      read: w as each worker last read it, leaves `[W, ...]`.
-      states: the state of each rule.
-    """
-
-    params: Any
-    read: Any
+    params: Any  # w
+    read: Any  # w as each worker last read it, leaves `[W, ...]`.
     states: Any
 
 
 class Problem(NamedTuple):
-    """Labels of a random network, with a tenth of them drawn at random.
-
-    Attributes:
-      params: the first parameters.
-      x: float32 `[POOL, FEATURES]`.
-      y: int32 `[POOL]`.
-      key: PRNG key of the batches.
-    """
+    """Labels of a random network, with a tenth of them drawn at random."""
 
     params: Any
-    x: jax.Array
-    y: jax.Array
+    x: jax.Array  # float32 `[POOL, FEATURES]`.
+    y: jax.Array  # int32 `[POOL]`.
     key: jax.Array
 
 
@@ -222,94 +201,59 @@ def _distance(guess, fresh):
     return safe_norm(difference) / safe_norm(fresh)
 
 
-def measure(setup: Setup) -> dict[str, dict[str, Any]]:
-    """Run every rule with every seed."""
+def measure(setup: Setup) -> dict[str, tuple[list[float], list[float]]]:
+    """Return each rule's last losses and relative errors, by seed."""
     each_seed = jax.vmap(functools.partial(simulate, setup), in_axes=(None, 0))
     each_rule = jax.jit(jax.vmap(each_seed, in_axes=(0, None)))
     losses, errors = each_rule(jnp.arange(len(names(setup))), jnp.arange(setup.seeds))
     stale = names(setup).index("stale")
     return {
-        name: {
-            "loss": _over_seeds(losses[index].tolist()),
-            "error": _over_seeds(errors[name][stale].tolist()),
-            "seed_losses": losses[index].tolist(),
-            "seed_errors": errors[name][stale].tolist(),
-        }
+        name: (losses[index].tolist(), errors[name][stale].tolist())
         for index, name in enumerate(names(setup))
     }
 
 
-def _over_seeds(values: list[float]) -> dict[str, float] | None:
-    return interval(values) if all(map(math.isfinite, values)) else None
-
-
 def main() -> None:
     """Read the flags, run all rules, print the table."""
+    fields = dataclasses.fields(Setup)
     with flags.usage_errors():
-        setup = Setup(
-            **{
-                field.name: flags.value(field.name)
-                for field in dataclasses.fields(Setup)
-            }
-        )
+        setup = Setup(**{field.name: flags.value(field.name) for field in fields})
     begin_s = time.perf_counter()
     measured = measure(setup)
-    _print(setup, measured, time.perf_counter() - begin_s)
-
-
-def _print(setup: Setup, measured: dict[str, Any], seconds: float) -> None:
-    table = Table("gradient", box=box.SIMPLE, pad_edge=False)
-    for head in ("final loss", "of the gap closed", "error to fresh"):
-        table.add_column(head, justify="right")
-    for name, row in measured.items():
-        closed = gap_closed(*(measured[n]["loss"] for n in ("stale", name, "fresh")))
-        table.add_row(
-            name,
-            _text(row["loss"], setup.seeds),
-            "-" if closed is None else f"{100 * closed:.0f} %",
-            _text(row["error"], setup.seeds),
-        )
+    seconds = time.perf_counter() - begin_s
+    stale, fresh = (statistics.fmean(measured[name][0]) for name in ("stale", "fresh"))
+    rows = []
+    for name, (losses, errors) in measured.items():
+        # Not finite if one diverged, or without a gap, as with a single worker.
+        gap, own = stale - fresh, stale - statistics.fmean(losses)
+        closed = f"{100 * own / gap:.0f} %" if gap and math.isfinite(own / gap) else "-"
+        rows.append((name, _over_seeds(losses), closed, _over_seeds(errors)))
+    heads = ("gradient", "final loss", "of the gap closed", "error to fresh")
     console = Console()
-    console.print(table)
-    delay = statistics.fmean(_delays(setup))
+    console.print(program.table(heads, rows, **program.SIMPLE))
     seeds = f"{setup.seeds} seeds, mean and 95 % interval"
     console.print(
         f"{seeds if setup.seeds > 1 else 'One seed'}; {setup.workers} workers, "
-        f"{setup.updates} updates, {delay:.1f} updates between reading and applying on "
-        f"average. {seconds:.0f} s.",
+        f"{setup.updates} updates, {mean_delay(setup):.1f} updates between reading and "
+        f"applying on average. {seconds:.0f} s.",
         highlight=False,
     )
 
 
-def gap_closed(
-    stale: dict[str, float] | None,
-    own: dict[str, float] | None,
-    fresh: dict[str, float] | None,
-) -> float | None:
-    """Return the share of the gap from stale to fresh that a rule's mean loss closes.
-
-    None if one of them diverged, or if there is no gap, as with a single worker.
-    """
-    if not (stale and own and fresh) or stale["mean"] == fresh["mean"]:
-        return None
-    return (stale["mean"] - own["mean"]) / (stale["mean"] - fresh["mean"])
-
-
-def _text(value: dict[str, float] | None, seeds: int) -> str:
-    if not value:
+def _over_seeds(values: list[float]) -> str:
+    if not all(map(math.isfinite, values)):
         return "diverged"
-    half = f" +-{value['half']:.4f}" if seeds > 1 else ""  # One seed has no interval.
-    return f"{value['mean']:.4f}{half}"
+    return f"{Interval.of(values):.4f}".replace("± ", "+-")
 
 
-def _delays(setup: Setup) -> list[int]:
-    """Return the updates by others while each gradient was computed."""
+def mean_delay(setup: Setup) -> float:
+    """Return the mean updates by others while a gradient was computed."""
     last: dict[int, int] = {}
     delays = []
     for step, worker in enumerate(arrivals(setup.workers, setup.updates).tolist()):
         delays.append(step - last.get(worker, 0))
         last[worker] = step + 1
-    return delays
+    return statistics.fmean(delays)
 
 
 def define() -> None:
@@ -320,11 +264,7 @@ def define() -> None:
         flags.define_one(type(default), field.name, default, notes[field.name])
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

@@ -17,7 +17,6 @@ from collections.abc import Callable
 import jax
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 import cocodc_jax as cc
 from cocodc_jax.run import flags
@@ -27,7 +26,7 @@ from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.layers import named_leaves
 
-from .. import commands
+from .. import program
 
 WITHOUT = ("method", "steps")
 _LARGEST = compression.chunked_top_k(k=128)
@@ -50,13 +49,11 @@ def main() -> None:
         folder = flags.value("workdir") or tempfile.mkdtemp(prefix="compressors_")
         session = prepare(config, pathlib.Path(folder))
     kinds = random_numbers() | pseudo_gradients(session, interval, rounds)
-    table = Table("numbers", box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for text in compressors:
-        table.add_column(text, justify="right")
-    for kind, tensors in kinds.items():
-        errors = [relative_error(c, tensors) for c in compressors.values()]
-        table.add_row(kind, *(f"{error:.3f}" for error in errors))
-    console.print(table)
+    rows = [
+        (kind, *(f"{relative_error(c, tensors):.3f}" for c in compressors.values()))
+        for kind, tensors in kinds.items()
+    ]
+    console.print(program.table(("numbers", *compressors), rows))
     console.print(
         f"Relative errors of {rounds} x {config.run.regions} pseudo-gradients of "
         f"{interval} steps, preset {config.preset}, seed {config.run.seed}.",
@@ -154,17 +151,17 @@ def _squares(x: np.ndarray) -> float:
 def define() -> None:
     """Define the program's flags."""
     flags.define(WITHOUT, "Folder for config.json; the table is printed only.")
-    flags.define_one(str, "compressors", "int2,stat2", "Compressors, comma-separated.")
-    flags.define_one(int, "interval", 40, "Steps of a pseudo-gradient.")
-    text = "Pseudo-gradients of each region: it trains interval x rounds steps."
-    flags.define_one(int, "rounds", 3, text)
+    program.define(
+        ("compressors", "int2,stat2", "Compressors, comma-separated."),
+        ("interval", 40, "Steps of a pseudo-gradient."),
+        (
+            *("rounds", 3),
+            "Pseudo-gradients of each region: it trains interval x rounds steps.",
+        ),
+    )
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

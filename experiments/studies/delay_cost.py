@@ -9,8 +9,6 @@ DIR/delay_cost.json and delay_cost.png, and prints a table for every delay: mean
 the second half of the syncs, with intervals over the seeds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import sys
@@ -19,9 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from matplotlib.figure import Figure
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.report.page import describe_machine
@@ -31,10 +27,10 @@ from cocodc_jax.run.config import dumps
 from cocodc_jax.run.resume import make_folder
 from cocodc_jax.transforms.numerics import check_rate
 
-from .. import commands
+from .. import commands, program
 from ..sweeps.cells import Interval
 from .ablation import recovery, rules
-from .ablation.settings import Settings
+from .ablation.jobs import Settings
 
 RULES = (
     "mix_0", "mix_0.25", "mix_0.5", "mix_0.75", "replay", "paper", "isotropic",
@@ -49,7 +45,11 @@ def main() -> None:
     console = Console(width=max(80, Console().width))
     with flags.usage_errors():
         settings = _settings()
-        delays, names = _delays(settings.sync_interval), _rules(settings.sync_interval)
+        delays = flags.numbers("delays", flags.value("delays"), int)
+        rules.check_delays(delays, settings.sync_interval)
+        delays = tuple(dict.fromkeys(delays))
+        names: list[str] = flags.value("rules") or [*RULES]
+        rules.check_names(names, settings.sync_interval)
         command = commands.command_line("studies.delay_cost", sys.argv[1:])
         path, rows = _results(pathlib.Path(flags.value("workdir")), command)
     for delay in delays:
@@ -79,11 +79,7 @@ def main() -> None:
 def _results(
     workdir: pathlib.Path, command: str
 ) -> tuple[pathlib.Path, list[dict[str, Any]]]:
-    """Return the file of the results, and the rows that the same command wrote before.
-
-    Raises:
-      ValueError: if it is another command's.
-    """
+    """Return the file of results, and the rows that the same command wrote before."""
     make_folder(workdir)
     path = workdir / "delay_cost.json"
     if not path.exists():
@@ -117,18 +113,6 @@ def _settings() -> Settings:
         warmup_steps=min(Settings.warmup_steps, values["steps"] - 1),
         **values,
     )
-
-
-def _delays(interval: int) -> tuple[int, ...]:
-    found = flags.numbers("delays", flags.value("delays"), int)
-    rules.check_delays(found, interval)
-    return tuple(dict.fromkeys(found))
-
-
-def _rules(interval: int) -> list[str]:
-    names: list[str] = flags.value("rules") or [*RULES]
-    rules.check_names(names, interval)
-    return names
 
 
 def _rows(delay: int, found: recovery.Recovery) -> list[dict[str, Any]]:
@@ -174,15 +158,17 @@ def _print(rows: list[dict[str, Any]], settings: Settings, console: Console) -> 
         f"tau/H = {first['delay_steps'] / settings.sync_interval:g}: doing nothing is "
         f"{cost} |D| away; {along} of what replay leaves lies along D"
     )
-    table = Table(title=title, box=box.SIMPLE, pad_edge=False)
-    table.add_column("rule", no_wrap=True)
-    for head in ("strength", "recovered", "loss less that without delay"):
-        table.add_column(head, justify="right")
-    for row in rows:
-        strength = "-" if row["strength"] is None else f"{row['strength']:.3g}"
-        recovered, loss = _text(row["recovered"], 3), _text(row["loss"], 4)
-        table.add_row(row["rule"], strength, recovered, loss)
-    console.print(table)
+    heads = ("rule", "strength", "recovered", "loss less that without delay")
+    lines = [
+        (
+            row["rule"],
+            "-" if row["strength"] is None else f"{row['strength']:.3g}",
+            _text(row["recovered"], 3),
+            _text(row["loss"], 4),
+        )
+        for row in rows
+    ]
+    console.print(program.table(heads, lines, title=title, **program.SIMPLE))
 
 
 def _text(value: dict[str, Any] | None, digits: int) -> str:
@@ -221,25 +207,22 @@ def _figure(rows: list[dict[str, Any]], settings: Settings) -> Figure:
 
 def define() -> None:
     """Define the program's flags."""
-    folder = "Folder of the results."
-    flags.define_one(str, "workdir", "runs/delay_cost", folder)
-    flags.define_one(
-        list, "rules", None, f"Rules to judge. Default: {', '.join(RULES)}."
+    program.define(
+        ("workdir", "runs/delay_cost", "Folder of the results."),
+        ("rules", list, f"Rules to judge. Default: {', '.join(RULES)}."),
+        ("delays", ["2", "10", "20"], "Delays tau, in inner steps."),
+        ("seeds", 5, "Runs, each with a seed of its own."),
+        ("steps", 400, "Inner steps of a run."),
+        ("sync_interval", 20, "H, steps between syncs."),
+        (
+            *("batch_per_region", 4),
+            "Sequences of a region's step: the more, the less noise hides the delay.",
+        ),
+        ("outer_lr", 0.7, "Of the outer Nesterov optimizer."),
     )
-    flags.define_one(list, "delays", ["2", "10", "20"], "Delays tau, in inner steps.")
-    flags.define_one(int, "seeds", 5, "Runs, each with a seed of its own.")
-    flags.define_one(int, "steps", 400, "Inner steps of a run.")
-    flags.define_one(int, "sync_interval", 20, "H, steps between syncs.")
-    text = "Sequences of a region's step: the more, the less noise hides the delay."
-    flags.define_one(int, "batch_per_region", 4, text)
-    flags.define_one(float, "outer_lr", 0.7, "Of the outer Nesterov optimizer.")
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

@@ -1,7 +1,5 @@
 """Evaluates ways to merge separately trained regions on the same held-out text."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -30,26 +28,15 @@ NUM_FEATURES, ROUTER_LR, ROUTER_DECAY, ROUTER_STEPS = 2048, 0.05, 0.1, 200
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """How a router weighs experts.
+    """How a router weighs experts."""
 
-    Attributes:
-      top_k: experts that a sparse router keeps.
-      prefix_tokens: P, predicted tokens that a router reads.
-      temperature: temperature of the posterior.
-      batches: training batches of each region for the linear router.
-    """
-
-    top_k: int
-    prefix_tokens: int
+    top_k: int  # Experts that a sparse router keeps.
+    prefix_tokens: int  # P, predicted tokens that a router reads.
     temperature: float
-    batches: int
+    batches: int  # Training batches of each region for the linear router.
 
     def check(self, config: TrainConfig) -> None:
-        """Check the numbers for a run.
-
-        Raises:
-          ValueError: with the flag, its value and a value that works.
-        """
+        """Check the numbers for a run."""
         regions, length = config.run.regions, config.data.sequence_length
         if regions < 2:
             raise ValueError(
@@ -72,25 +59,15 @@ class Routing:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The result of one way to merge.
+    """The result of one way to merge."""
 
-    Attributes:
-      loss: nats per token over full sequences.
-      loss_after_prefix: the same without the tokens that a router reads.
-      passes_per_token: forward passes of one expert's size.
-    """
-
-    loss: float
-    loss_after_prefix: float
-    passes_per_token: float
+    loss: float  # Nats per token over full sequences.
+    loss_after_prefix: float  # The same without the tokens that a router reads.
+    passes_per_token: float  # Forward passes of one expert's size.
 
 
 def merge(session: Session, routing: Routing) -> dict[str, Row]:
-    """Evaluate every way to merge the experts of a finished run.
-
-    Raises:
-      ResumeError: if the run's checkpoint is of other data.
-    """
+    """Evaluate every way to merge the experts of a finished run."""
     with _finished(session) as (state, stream):
         params = state.region.params
         # The run's next training batches, which the experts have not seen yet.
@@ -109,20 +86,19 @@ def merge(session: Session, routing: Routing) -> dict[str, Row]:
         "posterior": experts.posterior(prefixes, routing.temperature),
         "linear router": experts.weigh(router, _features(tokens, prefix)),
     }
+    passes = float(len(scores.experts))
     return {
-        **_alone(scores.experts, prefix),
+        **{f"expert {r}": _row(x, prefix, 1.0) for r, x in enumerate(scores.experts)},
+        "mean of experts": _row(scores.experts, prefix, 1.0),
         "parameter average": _average(session, routing, state),
-        **_even(scores, prefix),
+        "even mixture": _row(experts.mixture(scores.experts), prefix, passes),
+        "mean of logits": _row(scores.mean_logits, prefix, passes),
         **_routed(scores.experts, weights, routing),
     }
 
 
 def reference(session: Session, routing: Routing) -> Row:
-    """Evaluate the mean of the regions of a finished run of any method.
-
-    Raises:
-      ResumeError: if the run's checkpoint is of other data.
-    """
+    """Evaluate the mean of the regions of a finished run of any method."""
     with _finished(session) as (state, _):
         return _average(session, routing, state)
 
@@ -157,19 +133,6 @@ def _average(session: Session, routing: Routing, state: TrainState) -> Row:
 
     evaluate = make_evaluate(after_prefix, session.mesh, _eval_tokens(session))
     return Row(float(session.evaluate(params)), float(evaluate(params)), 1.0)
-
-
-def _alone(log_probs: np.ndarray, prefix: int) -> dict[str, Row]:
-    rows = {f"expert {r}": _row(own, prefix, 1.0) for r, own in enumerate(log_probs)}
-    return {**rows, "mean of experts": _row(log_probs, prefix, 1.0)}
-
-
-def _even(scores: experts.Scores, prefix: int) -> dict[str, Row]:
-    passes = float(len(scores.experts))
-    return {
-        "even mixture": _row(experts.mixture(scores.experts), prefix, passes),
-        "mean of logits": _row(scores.mean_logits, prefix, passes),
-    }
 
 
 def _routed(

@@ -16,7 +16,6 @@ import pathlib
 import sys
 
 from rich.console import Console
-from rich.table import Table
 
 from cocodc_jax.data import load
 from cocodc_jax.files import write_whole
@@ -25,9 +24,9 @@ from cocodc_jax.report import plots
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.preparing import prepare
-from cocodc_jax.run.session import RUN_ERRORS, Session
+from cocodc_jax.run.session import RUN_ERRORS
 
-from .. import commands
+from .. import program
 from .ensembles import Routing, Row, merge, reference
 
 METHOD = "apart"
@@ -39,7 +38,12 @@ def main() -> None:
     console = Console()
     open_text = functools.lru_cache(load)
     with flags.usage_errors():
-        _check_processes()
+        count = flags.processes().num_processes
+        if count != 1:
+            raise ValueError(
+                f"num_processes={count} cannot merge: train with experiments.train "
+                "--method=apart, then merge that workdir in one process"
+            )
         references = _references()
         config = flags.config(WITHOUT, [METHOD, *references]).replace(
             method=METHOD, partition=flags.value("partition")
@@ -57,22 +61,18 @@ def main() -> None:
             )
     try:
         for session in sessions:
-            _train(session, console)
+            steps = session.train(console)["steps"]
+            if steps < session.config.run.steps:
+                method = session.config.method.method
+                print(f"stopped: {method} at step {steps}; the same command resumes "
+                      "there")  # fmt: skip
+                sys.exit(0)
         rows = merge(sessions[0], routing)
         rows |= {s.config.method.method: reference(s, routing) for s in sessions[1:]}
     except RUN_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     _write(rows, config, routing, workdir, console)
-
-
-def _check_processes() -> None:
-    count = flags.processes().num_processes
-    if count != 1:
-        raise ValueError(
-            f"num_processes={count} cannot merge: train with experiments.train "
-            "--method=apart, then merge that workdir in one process"
-        )
 
 
 def _references() -> list[str]:
@@ -100,14 +100,6 @@ def _routing(config: TrainConfig) -> Routing:
     return routing
 
 
-def _train(session: Session, console: Console) -> None:
-    summary = session.train(console)
-    if summary["steps"] < session.config.run.steps:
-        print(f"stopped: {summary['method']} at step {summary['steps']}; the same "
-              "command resumes there")  # fmt: skip
-        sys.exit(0)
-
-
 def _write(
     rows: dict[str, Row],
     config: TrainConfig,
@@ -128,18 +120,18 @@ def _write(
     faint = [name for name in rows if "expert" in name]
     figure = plots.losses({name: row.loss for name, row in rows.items()}, faint)
     plots.save_png(figure, str(workdir / "merge.png"))
-    table = Table("model", box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for head in ("loss", "perplexity", "loss after prefix", "passes/token"):
-        table.add_column(head, justify="right")
-    for name, row in rows.items():
-        table.add_row(
+    heads = ("model", "loss", "perplexity", "loss after prefix", "passes/token")
+    lines = [
+        (
             name,
             f"{row.loss:.4f}",
             f"{math.exp(row.loss):.3f}",
             f"{row.loss_after_prefix:.4f}",
             f"{row.passes_per_token:.2f}",
         )
-    console.print(table)
+        for name, row in rows.items()
+    ]
+    console.print(program.table(heads, lines))
     console.print(
         f"Held-out text; routers choose from {routing.prefix_tokens} tokens. "
         f"Files: {workdir}",
@@ -151,28 +143,20 @@ def define() -> None:
     """Define the program's flags."""
     flags.define(WITHOUT, "Folder of the runs and the results; they resume there.")
     flags.define_tracking()
-    for kind, name, default, text in (
-        (str, "partition", "source", "How regions share the corpus: source or iid."),
-        (int, "top_k", 2, "Experts that a sparse router keeps."),
+    program.define(
+        ("partition", "source", "How regions share the corpus: source or iid."),
+        ("top_k", 2, "Experts that a sparse router keeps."),
+        ("prefix_tokens", int, "Tokens that a router reads. Default: a quarter."),
+        ("temperature", 1.0, "Temperature of the posterior; 1 is Bayes' rule."),
         (
-            *(int, "prefix_tokens", None),
-            "Tokens that a router reads. Default: a quarter.",
-        ),
-        (float, "temperature", 1.0, "Temperature of the posterior; 1 is Bayes' rule."),
-        (
-            *(int, "router_batches", 64),
+            *("router_batches", 64),
             "Training batches of each region for the linear router.",
         ),
-        (str, "references", "", "Methods to compare with, comma-separated."),
-    ):
-        flags.define_one(kind, name, default, text)
+        ("references", "", "Methods to compare with, comma-separated."),
+    )
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

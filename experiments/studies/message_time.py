@@ -15,31 +15,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from absl import flags as absl_flags
-
 from cocodc_jax.elastic.failure_detector import Timing
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.place import BUCKET_BEAT_S, Place, is_bucket
 from cocodc_jax.netlab.children import free_addresses
 from cocodc_jax.run import flags
-from cocodc_jax.run.help import options, render
 
-from .. import commands
-
-
-def define_flags() -> absl_flags.FlagValues:
-    """Return this program's flags."""
-    values = absl_flags.FlagValues()
-    absl_flags.DEFINE_string("via", None, "folder or bucket", flag_values=values)
-    absl_flags.DEFINE_list(
-        "kib", ["1", "1024", "16384"], "sizes of a message, KiB", flag_values=values
-    )
-    for name, default, text in (("regions", 2, "M"), ("syncs", 20, "of each size")):
-        absl_flags.DEFINE_integer(
-            name, default, text, lower_bound=1, flag_values=values
-        )
-    absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
-    return values
+from .. import program
 
 
 def sync_seconds(links: Sequence[Link], row: bytes, step: int) -> float:
@@ -56,11 +38,16 @@ def sync_seconds(links: Sequence[Link], row: bytes, step: int) -> float:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program."""
-    own = define_flags()
+    own = program.own_flags(
+        ("via", str, "folder or bucket"),
+        ("kib", ["1", "1024", "16384"], "sizes of a message, KiB"),
+        ("regions", 2, "M"),
+        ("syncs", 20, "of each size"),
+        regions=1,
+        syncs=1,
+    )
     with flags.usage_errors():
-        own(argv)
-        if own.help:
-            print(render(commands.shown(__doc__), {"Flags": options(own)}))
+        if program.parse(own, argv, __doc__) is None:
             return 0
         sizes = [1024 * int(size) for size in own.kib]
         via = own.via or tempfile.mkdtemp()
@@ -100,10 +87,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    commands.end_with(main)
-
+cli = program.with_own_flags(main)
 
 if __name__ == "__main__":
     cli()

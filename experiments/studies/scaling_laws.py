@@ -10,11 +10,13 @@ the law's loss at --predict parameters, marked as an extrapolation if it is one.
 scaling.json and scaling.png to DIR.
 """
 
+import dataclasses
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -23,42 +25,120 @@ from cocodc_jax.report import plots
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import dumps
 
-from .. import commands
+from .. import program
+from ..sweeps.cells import CONFIDENCE, Interval
 from ..sweeps.results import column_of, read_cells
-from .scaling import FACTORS, Law, Observation, fit, held_out
+
+PARAMETERS, REGIONS, INTERVAL = "N", "M", "H"
+FACTORS = (PARAMETERS, REGIONS, INTERVAL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """The loss of one setting, nats per token, with its values of `FACTORS`."""
+
+    factors: Mapping[str, float]
+    loss: float
+
 
 Observations = dict[str, list[Observation]]
 
 
-def main() -> None:
-    """Read the cells, fit, print, write."""
-    console = Console()
-    with flags.usage_errors():
-        folder, at = _flags()
-        found = _observed(folder)
-        laws, refused = fits(found)
-        if not laws:
-            whys = [f"{name}: {why}" for name, why in refused.items()]
-            raise ValueError(
-                f"workdir={str(folder)!r} has no method to fit: "
-                + ("; ".join(whys) or "every row diverged or is unfinished")
-            )
-    for name, law in laws.items():
-        for line in told(name, law, found[name], at):
-            console.print(line, highlight=False, soft_wrap=True)
-    for name, why in refused.items():
-        console.print(f"{name}: not fitted, {why}", highlight=False, soft_wrap=True)
-    write_whole(folder / "scaling.json", dumps(to_json(laws, found, at)))
-    plots.save_png(figure(laws, found), str(folder / "scaling.png"))
-    console.print(f"Written: {folder / 'scaling.json'}, scaling.png", soft_wrap=True)
+@dataclasses.dataclass(frozen=True)
+class Law:
+    """L = A N^alpha M^beta H^gamma, with the factors that vary.
+
+    The form is that of arXiv 2503.09799 (section on scaling laws: L = A N^alpha M^beta,
+    fitted in logarithms), with one more factor H^gamma. The fit is ordinary least
+    squares of log L. Intervals are Student's at 95 % for that linear model. They
+    include the scatter of the points about the law, but not an error in its form, which
+    `held_out` tests.
+    """
+
+    names: tuple[str, ...]
+    coefficients: np.ndarray  # log A, then the exponents in the order of `names`.
+    covariance: np.ndarray
+    residual: float  # Standard deviation of log L about the law.
+    quantile: float  # Student's, for the remaining degrees of freedom.
+    sizes: tuple[float, float]  # Least and most parameters of the fit.
+
+    def exponent(self, name: str) -> Interval | None:
+        """Return the exponent of a factor; None if the law does not have it."""
+        if name not in self.names:
+            return None
+        index = 1 + self.names.index(name)
+        half = self.quantile * math.sqrt(self.covariance[index, index])
+        return Interval(float(self.coefficients[index]), half)
+
+    @property
+    def scale(self) -> float:
+        """A, the loss where all factors are 1."""
+        return math.exp(self.coefficients[0])
+
+    def predict(self, factors: Mapping[str, float]) -> tuple[float, float, float]:
+        """Return the loss of a new setting with these factors, and its interval."""
+        row = _row(factors, self.names)
+        middle = float(row @ self.coefficients)
+        variance = self.residual**2 + float(row @ self.covariance @ row)
+        half = self.quantile * math.sqrt(variance)
+        return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
+
+
+def fit(observations: Sequence[Observation]) -> Law:
+    """Fit the law."""
+    names = tuple(
+        name for name in FACTORS if len({o.factors[name] for o in observations}) > 1
+    )
+    if PARAMETERS not in names:
+        raise ValueError(
+            "a scaling law needs models of several sizes; all have the same"
+        )
+    least = len(names) + 3
+    if len(observations) < least:
+        raise ValueError(
+            f"{len(observations)} settings are too few for a law over "
+            f"{', '.join(names)}: it takes {least}"
+        )
+    design = np.stack([_row(o.factors, names) for o in observations])
+    if np.linalg.matrix_rank(design) < design.shape[1]:
+        raise ValueError(
+            f"{', '.join(names)} vary together in these settings, so their exponents "
+            "are not determined"
+        )
+    logs = np.log([o.loss for o in observations])
+    coefficients, *_ = np.linalg.lstsq(design, logs, rcond=None)
+    freedom = len(logs) - design.shape[1]
+    residual = float(np.sqrt(np.sum((logs - design @ coefficients) ** 2) / freedom))
+    from scipy import stats  # Takes a second to import.
+
+    sizes = [o.factors[PARAMETERS] for o in observations]
+    return Law(
+        names,
+        coefficients,
+        residual**2 * np.linalg.inv(design.T @ design),
+        residual,
+        float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)),
+        (min(sizes), max(sizes)),
+    )
+
+
+def held_out(observations: Sequence[Observation]) -> list[tuple[float, float]]:
+    """Return (predicted, observed) at the largest size, by the law of smaller ones."""
+    largest = max(o.factors[PARAMETERS] for o in observations)
+    law = fit([o for o in observations if o.factors[PARAMETERS] < largest])
+    return [
+        (law.predict(o.factors)[0], o.loss)
+        for o in observations
+        if o.factors[PARAMETERS] == largest
+    ]
+
+
+def _row(factors: Mapping[str, float], names: Sequence[str]) -> np.ndarray:
+    return np.array([1.0, *(math.log(factors[name]) for name in names)])
 
 
 def observations(cells: Sequence[Mapping[str, Any]]) -> Observations:
-    """Return the observations of each method.
-
-    Raises:
-      KeyError: if an entry is missing.
-    """
+    """Return the observations of each method."""
     found: Observations = {}
     for cell in cells:
         column = column_of(cell)
@@ -121,28 +201,17 @@ def figure(laws: Mapping[str, Law], found: Observations) -> Figure:
     made = Figure(figsize=(plots.WIDTH_IN, 3.4), layout="constrained")
     panels = made.subplots(1, len(laws), sharey=True, squeeze=False)[0]
     for axes, (name, law) in zip(panels, laws.items(), strict=True):
-        others = sorted({(s.factors["M"], s.factors["H"]) for s in found[name]})
-        for index, (regions, interval) in enumerate(others):
+        seen: dict[tuple[float, float], list[Observation]] = {}
+        for each in found[name]:
+            seen.setdefault((each.factors["M"], each.factors["H"]), []).append(each)
+        for index, (others, points) in enumerate(sorted(seen.items())):
             color = plots.COLORS[index % len(plots.COLORS)]
-            seen = [
-                s
-                for s in found[name]
-                if (s.factors["M"], s.factors["H"]) == (regions, interval)
-            ]
-            axes.scatter(
-                [s.factors["N"] for s in seen],
-                [s.loss for s in seen],
-                color=color,
-                s=14,
-            )
-            at = [{"N": n, "M": regions, "H": interval} for n in law.sizes]
-            axes.plot(
-                law.sizes,
-                [law.predict(a)[0] for a in at],
-                color=color,
-                linewidth=1,
-                label=f"M {regions:g}, H {interval:g}",
-            )
+            sizes = [s.factors["N"] for s in points]
+            axes.scatter(sizes, [s.loss for s in points], color=color, s=14)
+            factors = dict(zip(("M", "H"), others, strict=True))
+            line = [law.predict({"N": size} | factors)[0] for size in law.sizes]
+            label = f"M {others[0]:g}, H {others[1]:g}"
+            axes.plot(law.sizes, line, color=color, linewidth=1, label=label)
         axes.set(xscale="log", yscale="log", xlabel="parameters", title=name)
         # Ticks at the sizes that were run: a narrow panel has no room for more.
         axes.set_xticks(sorted({s.factors["N"] for s in found[name]}))
@@ -201,42 +270,53 @@ def _at(seen: Sequence[Observation], parameters: float) -> dict[str, float]:
     return longest | {"N": parameters}
 
 
-def _flags() -> tuple[pathlib.Path, float]:
-    if not flags.value("workdir"):
-        raise ValueError("workdir=None is missing; name the folder of a sweep")
-    at = flags.value("predict")
-    if not 1 <= at < math.inf:
-        raise ValueError(f"predict={at} must be a number of parameters, such as 1e9")
-    return pathlib.Path(flags.value("workdir")), at
-
-
-def _observed(folder: pathlib.Path) -> Observations:
-    path = folder / "cells.json"
-    if not path.exists():
-        raise ValueError(
-            f"workdir={str(folder)!r} has no cells.json; experiments.sweep --report "
-            "writes it"
-        )
-    return read_cells(path, observations)
+def main() -> None:
+    """Read the cells, fit, print, write."""
+    console = Console()
+    with flags.usage_errors():
+        if not flags.value("workdir"):
+            raise ValueError("workdir=None is missing; name the folder of a sweep")
+        folder, at = pathlib.Path(flags.value("workdir")), flags.value("predict")
+        if not 1 <= at < math.inf:
+            raise ValueError(
+                f"predict={at} must be a number of parameters, such as 1e9"
+            )
+        if not (folder / "cells.json").exists():
+            raise ValueError(
+                f"workdir={str(folder)!r} has no cells.json; experiments.sweep "
+                "--report writes it"
+            )
+        found = read_cells(folder / "cells.json", observations)
+        laws, refused = fits(found)
+        if not laws:
+            whys = [f"{name}: {why}" for name, why in refused.items()]
+            raise ValueError(
+                f"workdir={str(folder)!r} has no method to fit: "
+                + ("; ".join(whys) or "every row diverged or is unfinished")
+            )
+    lines = [
+        line for name, law in laws.items() for line in told(name, law, found[name], at)
+    ]
+    lines += [f"{name}: not fitted, {why}" for name, why in refused.items()]
+    write_whole(folder / "scaling.json", dumps(to_json(laws, found, at)))
+    plots.save_png(figure(laws, found), str(folder / "scaling.png"))
+    lines.append(f"Written: {folder / 'scaling.json'}, scaling.png")
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 def define() -> None:
     """Define the program's flags."""
-    flags.define_one(str, "workdir", None, "Folder of a sweep, with its cells.json.")
-    flags.define_one(
-        float,
-        "predict",
-        1e9,
-        "Parameters to extrapolate to, with the most regions "
-        "and the longest interval that were run.",
+    program.define(
+        ("workdir", str, "Folder of a sweep, with its cells.json."),
+        (
+            *("predict", 1e9),
+            "Parameters to extrapolate to, with the most regions and the longest "
+            "interval that were run.",
+        ),
     )
 
 
-def cli() -> None:
-    """Run the program as a command."""
-    define()
-    flags.run_main(main, commands.shown(__doc__))
-
+cli = program.with_run_flags(main, __doc__, define)
 
 if __name__ == "__main__":
     cli()

@@ -15,8 +15,6 @@ A run that is known to be shorter would also bring its learning rate to an end e
 and end with less loss than its curve has at that step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pathlib
@@ -41,29 +39,32 @@ TOLD = (
     "transmission_score", "mixing_alpha", "compensation_strength", "outer_lr",
     "outer_momentum",
 )  # fmt: skip
+# The sizes on which the recommended recipe was measured: one or two bits with error
+# feedback and a fragment at every step or two. The least and the most of each, on
+# i.i.d. text. A range holds over the sweeps in `experiments/results`, which a test
+# reads; not every combination was run. Outside of it the order of methods is a guess,
+# and a loss is another model's.
+MEASURED: Mapping[str, tuple[float, float]] = {
+    "parameters": (49_952, 6_496_512),
+    "regions": (4, 4),
+    "tokens a parameter": (0.315, 19.67),
+}
+# Rounding of a division, not another size.
+_SLACK = 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A setting whose losses were measured.
+    """A setting whose losses were measured."""
 
-    Attributes:
-      label: the cell, in short.
-      config: of one of its runs.
-      curve: (step, loss in nats per token), means over the seeds, steps increasing.
-      seeds: how many.
-      parameters: of the model that was run.
-      fragment_bytes: a region's message for each fragment, as counted.
-      bytes_per_step: a region sends, the mean over the run.
-    """
-
-    label: str
-    config: TrainConfig
+    label: str  # The cell, in short.
+    config: TrainConfig  # Of one of its runs.
+    # (step, loss in nats per token), means over the seeds, steps increasing.
     curve: Sequence[tuple[int, float]]
-    seeds: int
-    parameters: int
-    fragment_bytes: Sequence[float]
-    bytes_per_step: float
+    seeds: int  # How many.
+    parameters: int  # Of the model that was run.
+    fragment_bytes: Sequence[float]  # A region's message for each fragment, as counted.
+    bytes_per_step: float  # A region sends, the mean over the run.
 
     @property
     def steps(self) -> int:
@@ -92,21 +93,13 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """A choice on a network.
-
-    Attributes:
-      choice: what.
-      loss: expected, nats per token.
-      steps: done in the time.
-      stall_share: of the time, that regions wait for messages.
-      bytes_per_step: a region sends, for the model that is planned.
-    """
+    """A choice on a network."""
 
     choice: Choice
-    loss: float
-    steps: float
-    stall_share: float
-    bytes_per_step: float
+    loss: float  # Expected, nats per token.
+    steps: float  # Done in the time.
+    stall_share: float  # Of the time, that regions wait for messages.
+    bytes_per_step: float  # A region sends, for the model that is planned.
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; the loss is None before the first evaluation."""
@@ -141,13 +134,7 @@ class Advice:
 
 
 def read(paths: str | pathlib.Path) -> list[Choice]:
-    """Return what sweeps measured: of each cell the tuned column, or the only one.
-
-    Raises:
-      ValueError: naming the file, if it is none of those, or has nothing whole in it;
-        if runs are not of as many parameters, steps and tokens.
-      OSError: if one cannot be read.
-    """
+    """Return what sweeps measured: of each cell the tuned column, or the only one."""
     found = [choice for path in str(paths).split(",") for choice in _read(path)]
     sizes = {choice.size for choice in found}
     if len(sizes) > 1:
@@ -192,11 +179,7 @@ def advise(
     step_time_s: Sequence[float],
     collective: str | None = None,
 ) -> list[Advice]:
-    """Return what may be expected of each choice, the least loss first.
-
-    Raises:
-      ValueError: as `simulator.simulate_method`.
-    """
+    """Return what may be expected of each choice, the least loss first."""
     regions = topology.num_regions
     times = tuple(step_time_s) * (regions if len(step_time_s) == 1 else 1)
     found = []
@@ -233,3 +216,30 @@ def _steps_done(timeline: Timeline, most: int, seconds: float) -> float:
     """Return the steps, at most `most`, that all regions have done in `seconds`."""
     steps = range(most + 1)
     return float(np.interp(seconds, [timeline.seconds_until(x) for x in steps], steps))
+
+
+def outside(request: Mapping[str, float]) -> list[str]:
+    """Return what of a request was not measured, each in a few words.
+
+    >>> outside({"parameters": 1e9, "regions": 4})
+    ['parameters 1,000,000,000 (measured: 49,952 to 6,496,512)']
+    """
+    found = []
+    for name, value in request.items():
+        least, most = MEASURED[name]
+        if not least * (1 - _SLACK) <= value <= most * (1 + _SLACK):
+            measured = _size(least) + (f" to {_size(most)}" if most > least else "")
+            found.append(f"{name} {_size(value)} (measured: {measured})")
+    return found
+
+
+def warning(request: Mapping[str, float]) -> str | None:
+    """Return a sentence on what is outside; None if nothing is."""
+    found = outside(request)
+    if not found:
+        return None
+    return f"extrapolated, not measured: {', '.join(found)}; see docs/results/recipe.md"
+
+
+def _size(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or math.isinf(value) else f"{value:.3g}"

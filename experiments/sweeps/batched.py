@@ -6,15 +6,13 @@ those of the same rows trained alone; losses agree up to float32 rounding, and f
 messages that are rounded at random up to their draws, which do not depend on the seed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +28,7 @@ from cocodc_jax.run.hugging_face import model_of
 
 from .. import trials
 from .grid import Setting
-from .keys import completed
+from .rows import completed
 from .runs import Row, diverged, trained
 
 # Numbers that are inputs of a program, by section of the configuration.
@@ -52,6 +50,7 @@ _ALONE = (
 )  # fmt: skip
 
 
+@functools.cache
 def why_alone(config: TrainConfig) -> str | None:
     """Return why a run cannot be a trial beside others; None if it can."""
     run, defaults = config.run, type(config.run)()
@@ -125,7 +124,7 @@ def batches(rows: Sequence[Row], most: int) -> tuple[list[Batch], dict[str, str]
     alone: dict[str, str] = {}
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        if why := _why(row.setting):
+        if why := why_alone(row.setting.config):
             alone[row.row_id] = why
         else:
             groups.setdefault(group_key(row.config), []).append(row)
@@ -135,11 +134,6 @@ def batches(rows: Sequence[Row], most: int) -> tuple[list[Batch], dict[str, str]
         for i in range(0, len(group), size):
             found.append(Batch(tuple(group[i : i + size]), size))
     return found, alone
-
-
-@functools.cache
-def _why(setting: Setting) -> str | None:
-    return why_alone(setting.config)
 
 
 class BatchTrainer:
@@ -153,18 +147,16 @@ class BatchTrainer:
     def train(
         self, batch: Batch, should_stop: Callable[[], bool] = lambda: False
     ) -> list[dict[str, Any]]:
-        """Train a batch to its end.
-
-        Raises:
-          StoppedError: if it was asked to stop.
-          ValueError: if the data do not go with the configuration.
-        """
+        """Train a batch to its end."""
         began_s = time.perf_counter()
         padded = [*batch.rows, *[batch.rows[-1]] * (batch.size - len(batch.rows))]
         configs = [row.config for row in padded]
         first = configs[0]
         seeds = list(dict.fromkeys(config.run.seed for config in configs))
-        texts = [self._open_text(c.data, c.run.regions) for c in _of(seeds, configs)]
+        of_seed = {config.run.seed: config for config in configs}
+        texts = [
+            self._open_text(of_seed[seed].data, first.run.regions) for seed in seeds
+        ]
         model = model_of(first, texts[0].tokenizer)
         program = self._program(first, model)
         numbers = [numbers_of(config) for config in configs]
@@ -207,12 +199,6 @@ class BatchTrainer:
                 )
             }
         return self._programs[key]
-
-
-def _of(seeds: Sequence[int], configs: Sequence[TrainConfig]) -> Iterator[TrainConfig]:
-    """Yield a configuration of each seed."""
-    by_seed = {config.run.seed: config for config in configs}
-    return (by_seed[seed] for seed in seeds)
 
 
 def _kernels(

@@ -60,18 +60,12 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One setting of a cell, over its seeds.
+    """One setting of a cell, over its seeds."""
 
-    Attributes:
-      rows: of the seeds, none of which diverged.
-      diverged: seeds that did.
-      values: of what is tuned.
-      chosen_here: whether these very seeds chose it, so that its loss is too good.
-    """
-
-    rows: tuple[Row, ...]
-    diverged: tuple[int, ...]
-    values: Mapping[str, Any]
+    rows: tuple[Row, ...]  # Of the seeds, none of which diverged.
+    diverged: tuple[int, ...]  # Seeds that did.
+    values: Mapping[str, Any]  # Of what is tuned.
+    # Whether these very seeds chose it, so that its loss is too good.
     chosen_here: bool = False
 
     @property
@@ -95,22 +89,16 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One line of the table.
+    """One line of the table."""
 
-    Attributes:
-      flags: of `SHOWN`, and those that tell it from other cells of its method.
-      columns: by name; one that is missing was not run.
-      tried: settings that were tuned over: by halving, or without it all that were
-        trained; 0 where there was nothing to choose.
-      tuning_steps: that this took, over the seeds.
-      config: of one of its runs.
-    """
-
+    # Of `SHOWN`, and those that tell it from other cells of its method.
     flags: Mapping[str, Any]
-    columns: Mapping[str, Column]
+    columns: Mapping[str, Column]  # By name; one that is missing was not run.
+    # Settings that were tuned over: by halving, or without it all that were trained; 0
+    # where there was nothing to choose.
     tried: int
-    tuning_steps: int
-    config: Mapping[str, Any]
+    tuning_steps: int  # That this took, over the seeds.
+    config: Mapping[str, Any]  # Of one of its runs.
 
     @property
     def label(self) -> str:

@@ -23,7 +23,7 @@ from cocodc_jax.run.method_config import ARGUMENTS
 from cocodc_jax.run.presets import PRESETS, with_warmup
 
 from .halving import Halving, check_seeds
-from .keys import setting_key
+from .rows import setting_key
 
 KEYS = ("base", "groups", "halving", "published", "seeds", "tuned")
 Flags = dict[str, Any]
@@ -31,17 +31,12 @@ Flags = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One configuration of the grid, which several seeds train.
+    """One configuration of the grid, which several seeds train."""
 
-    Attributes:
-      name: group and flags, for people.
-      config: resolved; its seed means nothing.
-      published: whether everything that is tuned is as the method, the preset and the
-        base flags have it.
-    """
-
-    name: str
-    config: TrainConfig
+    name: str  # Group and flags, for people.
+    config: TrainConfig  # Resolved; its seed means nothing.
+    # Whether everything that is tuned is as the method, the preset and the base flags
+    # have it.
     published: bool
 
     @functools.cached_property
@@ -50,11 +45,7 @@ class Setting:
         return setting_key(self.config.to_json())
 
     def at(self, steps: int) -> Setting:
-        """Return the setting with another number of steps.
-
-        Raises:
-          ValueError: naming the row and what does not go with so many steps.
-        """
+        """Return the setting with another number of steps."""
         try:
             config = self.config.replace(steps=steps)
         except ValueError as error:
@@ -64,28 +55,18 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """What a grid file says, checked.
+    """What a grid file says, checked."""
 
-    Attributes:
-      settings: distinct, in the order of the file; the published ones are among them.
-      seeds: of the final figures.
-      tuned: flags that the best values are looked for.
-      halving: how they are looked for; None trains every setting with every seed.
-    """
-
+    # Distinct, in the order of the file; the published ones are among them.
     settings: tuple[Setting, ...]
-    seeds: tuple[int, ...]
-    tuned: tuple[str, ...]
+    seeds: tuple[int, ...]  # Of the final figures.
+    tuned: tuple[str, ...]  # Flags that the best values are looked for.
+    # How they are looked for; None trains every setting with every seed.
     halving: Halving | None
 
 
 def read(path: str | os.PathLike[str]) -> Grid:
-    """Read a grid file and check every row of it.
-
-    Raises:
-      ValueError: naming the group, the row, the flag and what would be right.
-      OSError: if the file cannot be read.
-    """
+    """Read a grid file and check every row of it."""
     try:
         table = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -138,11 +119,7 @@ def from_table(table: Mapping[str, Any]) -> Grid:
 
 
 def _names(key: str, names: Any) -> tuple[str, ...]:
-    """Return names of flags.
-
-    Raises:
-      ValueError: naming the key they are under.
-    """
+    """Return names of flags."""
     if not isinstance(names, list | tuple):
         raise ValueError(
             f'{key}={names!r} must be a list of names of flags, such as ["outer_lr"]'
@@ -214,11 +191,7 @@ def _choices(group: str, name: str, values: Any) -> list[Flags]:
 
 
 def _config(start: TrainConfig, flags: Flags) -> TrainConfig:
-    """Return the resolved configuration of a row.
-
-    Raises:
-      ValueError: for a flag that it does not know, or its method does not take.
-    """
+    """Return the resolved configuration of a row."""
     leaves = {name: _checked(name, value) for name, value in flags.items()}
     if "preset" in leaves:
         raise ValueError(

@@ -20,31 +20,20 @@ _LAST_SEED = 2**32 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Halving:
-    """How the best of the settings are found.
+    """How the best of the settings are found."""
 
-    Attributes:
-      rungs: inner steps of the runs of each rung, increasing.
-      tuning_seeds: of the rungs.
-      final_seeds: of what wins, others than those.
-      keep: share of the settings under one key that goes on to the next rung.
-      by: flags that settings must have in common to compete; none is all that are not
-        tuned, so that each cell of the table has a winner.
-      winners: settings of each key that get the final seeds.
-    """
-
-    rungs: tuple[int, ...]
-    tuning_seeds: tuple[int, ...]
-    final_seeds: tuple[int, ...]
+    rungs: tuple[int, ...]  # Inner steps of the runs of each rung, increasing.
+    tuning_seeds: tuple[int, ...]  # Of the rungs.
+    final_seeds: tuple[int, ...]  # Of what wins, others than those.
+    # Share of the settings under one key that goes on to the next rung.
     keep: float = 0.5
+    # Flags that settings must have in common to compete; none is all that are not
+    # tuned, so that each cell of the table has a winner.
     by: tuple[str, ...] = ()
-    winners: int = 1
+    winners: int = 1  # Settings of each key that get the final seeds.
 
     def __post_init__(self):
-        """Check the numbers.
-
-        Raises:
-          ValueError: naming the field, its value and what would be right.
-        """
+        """Check the numbers."""
         rungs = _listed(self.rungs)
         if not _are_whole(rungs) or rungs != sorted(set(rungs)) or rungs[0] < 1:
             raise ValueError(
@@ -68,11 +57,7 @@ class Halving:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Halving:
-        """Return what a table of a grid file says.
-
-        Raises:
-          ValueError: naming what is missing, unknown or wrong.
-        """
+        """Return what a table of a grid file says."""
         fields = {field.name: field for field in dataclasses.fields(cls)}
         needed = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
         if odd := sorted((table.keys() - fields.keys()) | (needed - table.keys())):
@@ -111,11 +96,7 @@ class Halving:
 
 
 def check_seeds(name: str, seeds: Any) -> tuple[int, ...]:
-    """Return seeds that are whole numbers, each once.
-
-    Raises:
-      ValueError: naming what they are of.
-    """
+    """Return seeds that are whole numbers, each once."""
     seeds = _listed(seeds)
     ok = _are_whole(seeds) and len(set(seeds)) == len(seeds)
     if not ok or not 0 <= min(seeds) <= max(seeds) <= _LAST_SEED:

@@ -6,8 +6,6 @@ between all regions, and inner steps of a length that is given. What hosts take 
 encode and copy is left out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -34,15 +32,10 @@ INTERVALS, LEAST_STEPS = 8, 40
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Equal links between all regions, with a line as fast as a link.
-
-    Attributes:
-      mbit: Mbit/s of a link.
-      latency_ms: one way.
-    """
+    """Equal links between all regions, with a line as fast as a link."""
 
     mbit: float
-    latency_ms: float
+    latency_ms: float  # One way.
 
     def __str__(self) -> str:
         """Return the name in tables."""
@@ -56,29 +49,17 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """When a column of a cell has the loss, on one network.
-
-    Attributes:
-      network: which.
-      cell: whose.
-      column: "published" or "tuned".
-      seconds: to the loss, simulated.
-      stall_share: of the time, that regions wait.
-    """
+    """When a column of a cell has the loss, on one network."""
 
     network: Network
     cell: Cell
-    column: str
-    seconds: float
-    stall_share: float
+    column: str  # "published" or "tuned".
+    seconds: float  # To the loss, simulated.
+    stall_share: float  # Of the time, that regions wait.
 
 
 def networks(text: str) -> list[Network]:
-    """Return the networks that a flag names.
-
-    Raises:
-      ValueError: naming the word and what would be right.
-    """
+    """Return the networks that a flag names."""
     if text == "all":
         return [Network(mbit, ms) for mbit in MBIT for ms in LATENCY_MS]
     found = []

@@ -1,14 +1,12 @@
 """The cell that the others of a sweep are held against."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from . import results
 from .cells import COLUMNS, PUBLISHED, TUNED, Cell, mean_loss
-from .keys import completed
 from .rows import Row as Written
+from .rows import completed
 from .schedule import FINAL, Plan, cell_of, differing, leaves, rows_of
 
 # Where these differ, losses are of other models or texts; the rest is what is compared.
@@ -18,11 +16,7 @@ SAME = ("model", "data")
 def find(
     found: Sequence[Cell], words: str | None, whose: str = "of these rows"
 ) -> Cell:
-    """Return the cell that others are held against.
-
-    Raises:
-      ValueError: if no cell has these flags, or more than one.
-    """
+    """Return the cell that others are held against."""
     if words is None:
         held = [
             c for c in found if PUBLISHED in c.columns and c.columns[PUBLISHED].loss
@@ -43,11 +37,7 @@ def find(
 def read(
     path: str, words: str | None, column: str, runs: Iterable[Mapping[str, Any]]
 ) -> Cell:
-    """Return the cell of a results file that runs are held against.
-
-    Raises:
-      ValueError: naming the flag, its value and what would be right.
-    """
+    """Return the cell of a results file that runs are held against."""
     try:
         found = results.load(path)
     except (OSError, ValueError) as error:
@@ -90,11 +80,7 @@ def _apart(
 def check(
     words: str | None, column: str, plan: Plan | None, written: Sequence[Written]
 ) -> None:
-    """Refuse a reference that there will be no row of.
-
-    Raises:
-      ValueError: naming the flag, its value and what would be right.
-    """
+    """Refuse a reference that there will be no row of."""
     if column not in COLUMNS:
         raise ValueError(
             f"reference_column={column!r} is unknown; use one of {list(COLUMNS)}"

@@ -1,7 +1,5 @@
 """The report of a sweep: report.md and frontier.png (cells.json is in results.py)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,26 +25,16 @@ OF_A_COLUMN = ("loss", "less the reference", "steps to its loss")
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Cells, held against one of them.
-
-    Attributes:
-      cells: all of them.
-      reference: the cell, and which column of it.
-      reference_column: "published" or "tuned".
-      reference_from: the file that the reference is of; none is one of the cells.
-    """
+    """Cells, held against one of them."""
 
     cells: Sequence[Cell]
-    reference: Cell
-    reference_column: str = PUBLISHED
+    reference: Cell  # The cell, and which column of it.
+    reference_column: str = PUBLISHED  # "published" or "tuned".
+    # The file that the reference is of; none is one of the cells.
     reference_from: str = ""
 
     def __post_init__(self):
-        """Check that the reference was run.
-
-        Raises:
-          ValueError: naming the column.
-        """
+        """Check that the reference was run."""
         if self.reference_column not in self.reference.columns:
             raise ValueError(
                 f"reference_column={self.reference_column!r} was not run for "

@@ -1,7 +1,5 @@
 """Cells as cells.json keeps them: what plans, fits and other sweeps are made from."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +10,8 @@ import numpy as np
 from cocodc_jax.files import read_table
 
 from .cells import PUBLISHED, TUNED, Cell, Column, Interval, difference, steps_to
-from .keys import completed
 from .report import Report
+from .rows import completed
 
 T = TypeVar("T")
 
@@ -87,12 +85,7 @@ def _curves(column: Column) -> dict[str, list[list[float]]]:
 def read_cells(
     path: str | pathlib.Path, make: Callable[[Sequence[Mapping[str, Any]]], T]
 ) -> T:
-    """Return what `make` makes of the cells in a cells.json.
-
-    Raises:
-      ValueError: naming the file, if it is none, or `make` misses something in it.
-      OSError: if it cannot be read.
-    """
+    """Return what `make` makes of the cells in a cells.json."""
     try:
         return make(read_table(path)["cells"])
     except (KeyError, TypeError, IndexError) as error:
@@ -115,10 +108,6 @@ def load(path: str | pathlib.Path) -> list[Cell]:
 
     Their rows have seeds and last losses, which is what differences and steps to a loss
     need of a reference, and no curves.
-
-    Raises:
-      ValueError: naming the file, if it is none.
-      OSError: if it cannot be read.
     """
     return read_cells(path, lambda found: [c for cell in found for c in _cells(cell)])
 

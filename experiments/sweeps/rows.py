@@ -1,29 +1,34 @@
-"""The file of rows: one JSON object a line, appended whole or not at all."""
+"""The file of rows: one JSON object a line, appended whole or not at all.
 
-from __future__ import annotations
+What a run of a sweep is known by are the settings in which it differs from defaults. A
+setting at its default is left out of a key, so that a field which a configuration is
+given later, with the default that does what was done before, leaves all keys as they
+are. What is written of a run is known by the whole configuration that is written with
+it, never by a key: a field whose default has changed since makes another run of it.
+"""
 
+import dataclasses
 import fcntl
+import hashlib
 import json
 import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import cocodc_jax as cc
 from cocodc_jax.files import read_lines, writing
-
-from .keys import completed, run_key, setting_key
+from cocodc_jax.run import config as run_config
 
 FILE = "rows.jsonl"
 Row = dict[str, Any]
+Config = Mapping[str, Any]  # As `TrainConfig.to_json` has it.
 
 
 def append(folder: pathlib.Path, row: Mapping[str, Any]) -> None:
     """Append a row; several processes may do so at once.
 
     What a killed process left of a line is dropped first.
-
-    Raises:
-      UnwritableError: if it cannot be written.
     """
     line, path = json.dumps(row).encode() + b"\n", folder / FILE
     with writing(path), path.open("a+b") as file:
@@ -42,9 +47,6 @@ def read(folder: pathlib.Path) -> list[Row]:
     is still being written, or was cut off by a kill, is left out. Keys are those of the
     configuration that is written in the row, with today's defaults for the fields that
     it did not have yet.
-
-    Raises:
-      ValueError: naming the file and the line that is damaged.
     """
     found: dict[str, Row] = {}
     for path in sorted(folder.glob("rows*.jsonl")):
@@ -58,3 +60,48 @@ def _known(row: Row) -> Row:
     config = completed(row["config"])
     keys = {"row": run_key(config), "setting": setting_key(config)}
     return {**row, **keys, "config": config}
+
+
+def run_key(config: Config) -> str:
+    """Return a short name of a resolved configuration, the same on every machine."""
+    others, missing = {}, object()
+    for section in run_config.SECTIONS:
+        values, usual = config[section], _defaults(section, config[section])
+        others[section] = {
+            n: v for n, v in values.items() if v != usual.get(n, missing)
+        }
+    text = json.dumps({**config, **others}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def setting_key(config: Config) -> str:
+    """Return what the runs of a setting have in common, whatever their seeds."""
+    same = dict(config)
+    for section in ("run", "data"):
+        same[section] = {n: v for n, v in config[section].items() if n != "seed"}
+    return run_key(same)
+
+
+def completed(config: Config) -> dict[str, Any]:
+    """Return a written configuration with the fields that were not there yet.
+
+    What this version does not know stays as it is: such a run is no run of today's.
+    Arguments that a method was not given are there too, as None: they may have another
+    default one day.
+    """
+    return dict(config) | {
+        section: _defaults(section, config[section]) | dict(config[section])
+        for section in run_config.SECTIONS
+    }
+
+
+def _defaults(section: str, values: Config) -> dict[str, Any]:
+    """Return the defaults of a section, as JSON has them."""
+    if section == "method":
+        method = values["method"]
+        return cc.methods.defaults(method) if method in cc.methods.METHODS else {}
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(run_config.SECTIONS[section])
+        if field.default is not dataclasses.MISSING
+    }

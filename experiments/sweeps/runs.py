@@ -5,8 +5,6 @@ rows whose programs are equal in part (the inner steps of two outer learning rat
 share what XLA compiled, by the cache that every command has.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc
@@ -36,7 +34,7 @@ from cocodc_jax.train.finite import NonFiniteLossError
 
 from ..trials import StoppedError
 from .grid import Setting
-from .keys import completed, run_key
+from .rows import completed, run_key
 
 RUNS = "runs"
 # Settings whose compiled programs stay, 180 MB each (tiny). When they are dropped, the
@@ -46,19 +44,12 @@ _KEPT_PROGRAMS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One run of the sweep.
-
-    Attributes:
-      setting: what is trained.
-      seed: with which seed.
-      stage: "rung 1", ..., or "final".
-      tuned: flags that the grid tunes.
-    """
+    """One run of the sweep."""
 
     setting: Setting
     seed: int
-    stage: str
-    tuned: tuple[str, ...]
+    stage: str  # "rung 1", ..., or "final".
+    tuned: tuple[str, ...]  # Flags that the grid tunes.
 
     @functools.cached_property
     def config(self) -> TrainConfig:
@@ -88,11 +79,7 @@ class Row:
 
 
 def check(settings: Sequence[Setting]) -> None:
-    """Build the program of every setting, and none twice; compiles nothing.
-
-    Raises:
-      ValueError: naming the row, the flag, its value and what would be right.
-    """
+    """Build the program of every setting, and none twice; compiles nothing."""
     # JAX makes its CPU devices once: as many as the row that needs most.
     for setting in sorted(settings, key=_num_devices, reverse=True)[:1]:
         _of_setting(setting, use_devices, setting.config.run, 1)
@@ -136,12 +123,7 @@ class Trainer:
         self._num_programs = 0
 
     def train(self, row: Row) -> dict[str, Any]:
-        """Train a row to its end, from its newest checkpoint if it has one.
-
-        Raises:
-          StoppedError: if it was asked to end before.
-          ValueError: if the data do not go with the configuration.
-        """
+        """Train a row to its end, from its newest checkpoint if it has one."""
         folder = self._folder / row.row_id
         before = self._before
         earlier = (
@@ -151,14 +133,19 @@ class Trainer:
         if before is None or before.program is not session.program:
             self._num_programs += 1
             if self._num_programs % _KEPT_PROGRAMS == 0:
-                _release()
+                jax.clear_caches()
+                gc.collect()
         try:
             summary = session.train(self._console)
             if summary["steps"] < row.config.run.steps:
                 raise StoppedError(f"{row.setting.name} at step {summary['steps']}")
             run = load_run(folder)
+            curve = [
+                [e["step"], e["eval_loss"], e["bytes_sent_per_region"]]
+                for e in run.of_kind("eval")
+            ]
             sizes = _fragment_bytes(session, run)
-            return trained(row, session.model, run.summary, _curve(run), sizes)
+            return trained(row, session.model, run.summary, curve, sizes)
         except NonFiniteLossError as error:
             return diverged(row, session.model, str(error))
 
@@ -166,12 +153,6 @@ class Trainer:
         """Delete the files of a row that is written down, unless they are to stay."""
         if not self._keep:
             shutil.rmtree(self._folder / row.row_id, ignore_errors=True)
-
-
-def _release() -> None:
-    """Drop all compiled programs, which would stay else."""
-    jax.clear_caches()
-    gc.collect()
 
 
 def _same_evaluation(a: TrainConfig, b: TrainConfig) -> bool:
@@ -233,13 +214,6 @@ def _head(row: Row, model: models.TransformerConfig) -> dict[str, Any]:
         "version": cc.__version__,
         "platform": jax.devices()[0].platform,
     }
-
-
-def _curve(run: Run) -> list[list[float]]:
-    return [
-        [e["step"], e["eval_loss"], e["bytes_sent_per_region"]]
-        for e in run.of_kind("eval")
-    ]
 
 
 def _fragment_bytes(session: Session, run: Run) -> list[float]:

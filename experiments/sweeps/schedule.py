@@ -1,7 +1,5 @@
 """Which rows of a grid are trained, in which order, by which shard."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time
@@ -63,22 +61,35 @@ def rows_of(
     return [Row(s, seed, stage, grid.tuned) for s in at for seed in seeds]
 
 
+def assign(written: Sequence[Written], grid: Grid | None) -> list[Written]:
+    """Return rows with the roles that the grid asked for now has for them.
+
+    A folder outlives its grid: rows are added, halving is given up, a flag is tuned
+    that was not. A run is the same run then, but what it was trained as no longer says
+    which column of which cell it belongs to.
+    """
+    if grid is None:
+        return list(written)
+    rows: list[Row] = []
+    if halving := grid.halving:
+        for number, steps in enumerate(halving.rungs):
+            stage = rung_name(number), steps
+            rows += rows_of(grid, grid.settings, halving.tuning_seeds, *stage)
+    rows += rows_of(grid, grid.settings, grid.seeds, FINAL)
+    roles = {row.row_id: row.role for row in rows}
+    return [{**row, **roles.get(row["row"], {})} for row in written]
+
+
 @dataclasses.dataclass
 class Plan:
-    """The rows of a grid, stage by stage.
-
-    Attributes:
-      grid: whose.
-      shard: of this process, from 1.
-      num_shards: that share the rows.
-      history: what the rungs that are over came to.
-      chosen: keys of the settings that won, once the last rung is over.
-    """
+    """The rows of a grid, stage by stage."""
 
     grid: Grid
-    shard: int = 1
-    num_shards: int = 1
+    shard: int = 1  # Of this process, from 1.
+    num_shards: int = 1  # That share the rows.
+    # What the rungs that are over came to.
     history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    # Keys of the settings that won, once the last rung is over.
     chosen: set[str] = dataclasses.field(default_factory=set)
 
     def __post_init__(self):

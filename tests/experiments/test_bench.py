@@ -12,15 +12,8 @@ from rich.console import Console
 
 from cocodc_jax.run import flags
 from experiments import bench
-from experiments.benchmarks import (
-    cases,
-    contenders,
-    growth,
-    tables,
-    torch_loop,
-    turns,
-)
-from experiments.benchmarks.gpt import Gpt
+from experiments.benchmarks import cases, contenders, turns
+from experiments.benchmarks.cases import Gpt
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +72,7 @@ def test_the_loop_of_pytorch_trains_what_diloco_here_trains():
     params = gpt.init(jax.random.key(0))
     adamw = optax.adamw(1e-3)
     case = cases.Case("gpt", gpt.loss_fn(), adamw, params, batches, gpt)
-    theirs = trained(torch_loop.torch_diloco(case))
+    theirs = trained(contenders.torch_diloco(case))
     ours = trained(contenders.region_program(case, "diloco", 1))
     # Adam divides by a gradient's size, so that rounding of small ones shows.
     jax.tree.map(
@@ -95,7 +88,7 @@ def test_a_loop_of_pytorch_is_shown_where_it_is_installed(monkeypatch, case, is_
     monkeypatch.setattr(
         bench.importlib.util, "find_spec", lambda name: is_there and name == "torch"
     )
-    monkeypatch.setattr(bench, "torch_diloco", contenders.plain_loops)
+    monkeypatch.setattr(contenders, "torch_diloco", contenders.plain_loops)
     console = Console(width=150)
     with console.capture() as shown:
         bench.compare(gpt, 1, 1, console)
@@ -131,7 +124,7 @@ def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
     assert found["ours"].ratios(found["drjax"]) == [1, 2, 3]
     console = Console(width=120)
     with console.capture() as shown:
-        console.print(tables.speeds("case", 40_000, found))
+        console.print(turns.speeds("case", 40_000, found))
     rows = [line.split() for line in shown.get().splitlines()]
     (ours,) = (row for row in rows if row[:1] == ["ours"])
     assert ours == ["ours", "2.00", "20.00", "10.00,", "40.00", "3.0"]
@@ -159,10 +152,7 @@ def test_torch_by_itself_has_one_case(call, monkeypatch):
         (["--regions=0"], "regions=0 must be at least 1"),
         (["--interval=4"], "interval=4 must be a multiple of 4 and at least 8"),
         (["--devices=3"], "devices=3 does not divide regions=4 evenly"),
-        (
-            ["--regions=16", "--devices=1,16"],
-            "devices=16 is more than there are; use at most 9",
-        ),
+        (["--regions=16", "--devices=1,16"], "devices=16 is more than there are; use"),
         (["--devices=a"], "devices=a must be numbers separated by commas"),
         (["--cases="], "cases= is empty"),
         (
@@ -204,11 +194,11 @@ def test_layouts_are_those_that_there_are_devices_for(
 
 
 def test_growth_says_what_grows(monkeypatch):
-    monkeypatch.setattr(growth, "_maker", lambda *_: lambda: lambda: None)
+    monkeypatch.setattr(bench, "_maker", lambda *_: lambda: lambda: None)
     console = Console(width=150)
     with console.capture() as shown:
-        for name in growth.GROWTHS:
-            growth.show(name, 8, 3, console)
+        for name in bench.GROWTHS:
+            bench.show_growth(name, 8, 3, console)
     assert "cocodc of smoke: all regions on one device, H 8" in shown.get()
     assert "with 32 layers: 4 regions on 4 devices, H 40" in shown.get()
     assert "diloco of gpt: 4 regions on 4 devices, H 8" in shown.get()
@@ -220,9 +210,9 @@ def test_every_contender_of_a_case_is_shown(call, monkeypatch, case):
     monkeypatch.setattr(bench, "make_case", lambda *_: case)
     monkeypatch.setattr(bench, "METHODS", {"diloco": {}})
     monkeypatch.setattr(bench, "TRANSFORMS", {"transform": "diloco"})
-    monkeypatch.setattr(growth, "GROWTHS", {"regions": (1, 2)})
+    monkeypatch.setattr(bench, "GROWTHS", {"regions": (1, 2)})
     region_program = functools.partial(contenders.region_program, case, "diloco", 1)
-    monkeypatch.setattr(growth, "_maker", lambda *_: region_program())
+    monkeypatch.setattr(bench, "_maker", lambda *_: region_program())
     code, out, err = call(
         bench, "--cases=linear", "--regions=2", "--repeats=1", "--growth=regions"
     )

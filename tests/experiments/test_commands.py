@@ -53,13 +53,22 @@ def test_a_command_line_that_is_shown_is_one_that_can_be_pasted(path):
     assert not [line for line in text.splitlines() if len(line) > 88]
 
 
-@pytest.mark.parametrize("word", ["--help", "--help=all"])
-def test_a_command_runs_the_program(word, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["cocodc", "simulate", word])
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        ("simulate --help", 0, "The network\n  --regions=4"),
+        ("simulate --help=all", 0, "The network\n  --regions=4"),
+        ("wan --help", 0, "The links\n  --regions=2"),
+        ("probe-network --help", 0, "Flags\n  --sizes_mb=16,4,1,0.1"),
+        ("simulate --regions=x", 2, "error: flag --regions=x"),
+    ],
+)
+def test_a_command_runs_the_program(words, code, text, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["cocodc", *words.split()])
     with pytest.raises(SystemExit) as ended:
         commands.main()
-    assert ended.value.code == 0
-    assert "The network\n  --regions=4" in capsys.readouterr().out
+    assert ended.value.code == code
+    assert text in "".join(capsys.readouterr())
 
 
 def test_a_missing_extra_is_one_line(monkeypatch):
@@ -158,3 +167,9 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_work(
         f"error: --workdir={str(folder)!r} cannot be written to (Not a directory); "
         "make room, change its permissions, or name another folder\n"
     )
+
+
+def test_the_lab_starts_without_jax():
+    code = "import sys, experiments.wan; print('jax' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT)
+    assert ran.stdout.decode() == "False\n"

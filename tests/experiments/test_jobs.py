@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from cocodc_jax.netlab import children
-from experiments import chaos
+from cocodc_jax.netlab import independent
+from experiments.faults import kills
 
 pytestmark = pytest.mark.slow
 
@@ -28,10 +28,10 @@ class Run:
         train = [sys.executable, "-m", "experiments.train", *flags]
         self.workdir, self.num = workdir, num
         self.regions = [
-            children.Region(*each, num_processes)
+            independent.Region(*each, num_processes)
             for each in zip(
-                children.region_commands(train, workdir, num, via),
-                children.region_logs(workdir, num),
+                independent.commands(train, workdir, num, via),
+                independent.logs(workdir, num),
                 strict=True,
             )
         ]
@@ -39,7 +39,7 @@ class Run:
             region.start()
 
     def lines(self, region, name):
-        return chaos.lines(self.workdir / f"region_{region}" / name)
+        return kills.lines(self.workdir / f"region_{region}" / name)
 
     def step(self, region):
         syncs = self.lines(region, "syncs.jsonl")
@@ -52,7 +52,7 @@ class Run:
             time.sleep(0.1)
 
     def tail(self):
-        paths = children.region_logs(self.workdir, self.num)
+        paths = independent.logs(self.workdir, self.num)
         return "\n".join(p.read_text()[-1000:] for p in paths if p.exists())
 
     def finish(self, steps=STEPS):
@@ -63,7 +63,7 @@ class Run:
             for r in range(self.num)
         ]
         assert len({loss["eval_loss_outer"] for loss in losses}) == 1
-        return chaos.judge(self.workdir, self.num, steps, [], seconds=0)
+        return kills.judge(self.workdir, self.num, steps, [], seconds=0)
 
     def kill(self):
         for region in self.regions:
@@ -161,7 +161,7 @@ def started(tmp_path, corpus):
 
 def test_regions_of_two_processes_have_the_numbers_of_one_with_two_devices(started):
     def digests(folder):
-        return [sync["digest"] for sync in chaos.lines(folder / "syncs.jsonl")]
+        return [sync["digest"] for sync in kills.lines(folder / "syncs.jsonl")]
 
     one, two = started("one", 1, 40), started("two", 2, 40)
     one.finish(40)

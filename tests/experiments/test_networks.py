@@ -15,10 +15,9 @@ from cocodc_jax.network.collectives import collective_cost
 from cocodc_jax.network.timeline import SyncRecord, Timeline
 from cocodc_jax.run import timeline
 from experiments import compare_networks
-from experiments.networks import cases, lab_run, measure, plot, predict, report
+from experiments.networks import cases, lab_run, report
 from experiments.networks.cases import Stretch
-from experiments.networks.lab_run import LabRunError, Measured
-from experiments.networks.measure import Pace
+from experiments.networks.lab_run import LabRunError, Measured, Pace
 
 LACKS = region.missing()
 needs_lab = pytest.mark.skipif(bool(LACKS), reason=f"no lab: {'; '.join(LACKS)}")
@@ -91,14 +90,14 @@ TIMELINE = Timeline(
 
 
 def test_pace_by_hand():
-    assert measure.pace(TIMELINE) == Pace(step_s=1.45, stall_s=40.0, sync_s=4.0)
+    assert lab_run.pace(TIMELINE) == Pace(step_s=1.45, stall_s=40.0, sync_s=4.0)
     # From step 4 on: 7 s for 6 steps; one sync. The last one starts at the end.
-    late = measure.pace(TIMELINE, 4)
+    late = lab_run.pace(TIMELINE, 4)
     assert late.step_s == pytest.approx(7 / 6)
     assert late.stall_s == pytest.approx(100 / 6)
     assert late.sync_s == 3.0
     quiet = dataclasses.replace(TIMELINE, syncs=())
-    assert measure.pace(quiet) == Pace(1.45, None, None)
+    assert lab_run.pace(quiet) == Pace(1.45, None, None)
 
 
 def made_up(folder, marks, syncs, sent, steps):
@@ -145,7 +144,7 @@ def test_simulated_blocking_sync_by_hand():
     method = methods.get("diloco", sync_interval=10)
     run = Measured(Pace(1.0, None, None), (0.25,) * 4, (10e6,), 0, 0)
     network, step_s = cases.network("100", 4), (0.25,) * 4
-    found, sent = predict.predict(
+    found, sent = lab_run.predict(
         network, method, Stretch(10, 50), run, step_s, "direct"
     )
     links = network.topology.at()
@@ -155,7 +154,7 @@ def test_simulated_blocking_sync_by_hand():
     assert found.stall_s == pytest.approx(10 * sync_s)
     assert found.step_s == pytest.approx(0.25 + sync_s / 10)
     assert sent == 5 * 1.5 * 10e6
-    ring, _ = predict.predict(network, method, Stretch(10, 50), run, step_s, "ring")
+    ring, _ = lab_run.predict(network, method, Stretch(10, 50), run, step_s, "ring")
     alone = collective_cost(links, "gloo", 10e6)
     assert ring.sync_s == pytest.approx(alone.seconds)
 
@@ -165,7 +164,7 @@ def test_simulated_delay_hides_a_sync_that_is_shorter():
         "streaming_diloco", sync_interval=40, num_fragments=4, delay_steps=5
     )
     run = Measured(Pace(1.0, None, None), (), (1e6,) * 4, 0, 0)
-    found, _ = predict.predict(
+    found, _ = lab_run.predict(
         cases.network("100", 4), method, Stretch(45, 205), run, (0.25,) * 4, "direct"
     )
     assert found.step_s == pytest.approx(0.25)
@@ -177,12 +176,12 @@ def test_simulated_delay_hides_a_sync_that_is_shorter():
 
 def test_hosts_take_what_steps_took_longer_than_expected():
     run = Measured(Pace(0.3, None, None), (0.3,) * 2, (1e6,), 0, 0)
-    assert predict.host_bytes_per_s(run, Pace(0.25, 0.1, 0.2)) == pytest.approx(20e6)
-    assert predict.host_bytes_per_s(run, Pace(0.31, 0.1, 0.2)) == math.inf
+    assert lab_run.host_bytes_per_s(run, Pace(0.25, 0.1, 0.2)) == pytest.approx(20e6)
+    assert lab_run.host_bytes_per_s(run, Pace(0.31, 0.1, 0.2)) == math.inf
     method = methods.get("diloco", sync_interval=10)
     given = cases.network("100", 2), method, Stretch(10, 50), run, (0.25,) * 2
-    without, _ = predict.predict(*given, "direct")
-    found, _ = predict.predict(*given, "direct", host_bytes_per_s=20e6)
+    without, _ = lab_run.predict(*given, "direct")
+    found, _ = lab_run.predict(*given, "direct", host_bytes_per_s=20e6)
     assert found.sync_s == pytest.approx(without.sync_s + 0.05)
     assert found.step_s == pytest.approx(without.step_s + 0.05 / 10)
 
@@ -194,12 +193,12 @@ ALONE = Measured(Pace(0.25, None, None), (0.25,) * 2, (), 0, 500_000)
 def test_the_simulator_has_the_slots_that_a_method_has():
     network, run = cases.network("1000", 2), Measured(ALONE.pace, (), (1e5,) * 4, 0, 0)
     given = network, methods.get("cocodc", sync_interval=40), Stretch(40, 80), run
-    with_slots, sent = predict.predict(*given, (0.25,) * 2, "direct")
+    with_slots, sent = lab_run.predict(*given, (0.25,) * 2, "direct")
     assert sent == 16 * 1e5  # 2 K an interval, of which the last has just left.
     assert with_slots.step_s == pytest.approx(0.25)
     measured = methods.get("cocodc", sync_interval=40, delay_steps="auto",
                            syncs_per_interval="auto")  # fmt: skip
-    found, _ = predict.predict(network, measured, *given[2:], (0.25,) * 2, "direct")
+    found, _ = lab_run.predict(network, measured, *given[2:], (0.25,) * 2, "direct")
     assert found.sync_s == pytest.approx(with_slots.sync_s)
 
 
@@ -207,7 +206,7 @@ def test_compressed_messages_are_gathered():
     given = Stretch(10, 50), Measured(ALONE.pace, (), (1e6,), 0, 0), (0.25,) * 4
     network = cases.network("100", 4)
     method = methods.get("diloco", sync_interval=10, compress="int8")
-    found, _ = predict.predict(network, method, *given, "direct")
+    found, _ = lab_run.predict(network, method, *given, "direct")
     links = network.topology.at()
     sync_s = collective_cost(links, "direct_gather", 1e6).seconds
     assert found.sync_s == pytest.approx(sync_s)
@@ -249,7 +248,7 @@ def test_the_tables_say_the_same():
 
 
 def test_bars_are_as_high_as_the_slowdowns_and_failures_have_none():
-    (axes,) = plot.slowdowns(rows()).axes
+    (axes,) = report.slowdowns(rows()).axes
     tops = [bar.get_y() + bar.get_height() for bar in axes.patches if bar.get_width()]
     assert [top for top in tops if top] == pytest.approx([2.0, 1.6, 10.0, 8.0])
     assert [text.get_text() for text in axes.get_xticklabels()] == ["100 Mbit/s"]

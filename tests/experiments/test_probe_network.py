@@ -145,8 +145,3 @@ def test_it_takes_two(monkeypatch, capsys):
     monkeypatch.delenv("COCODC_NUM_PROCESSES", raising=False)
     assert probe_network.main(["probe"]) == 2
     assert "COCODC_NUM_PROCESSES in the environment must be" in capsys.readouterr().err
-
-
-def test_help(capsys):
-    assert probe_network.main(["probe", "--help"]) == 0
-    assert "--pause_s" in capsys.readouterr().out

@@ -1,12 +1,11 @@
 import json
 import math
 import re
-import subprocess
-import sys
 
 import pytest
 
 from experiments import simulate
+from experiments.simulation.described import read_curve
 
 # 2 GB, two regions, 1 GB/s: a sync of all takes 2 s and two delays of 0.25 s, one of
 # half of it (FRAGMENTS) 1 s and the delays.
@@ -314,20 +313,6 @@ def test_workdir_that_is_a_file(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"error: --workdir={path}: ")
 
 
-def test_program_exits_with_the_code():
-    program = [sys.executable, "-m", "experiments.simulate", "--regions=x"]
-    done = subprocess.run(program, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: flag --regions=x")
-
-
-def test_help_lists_the_flags(capsys):
-    assert run("--help") == 0
-    out = capsys.readouterr().out
-    assert "--bandwidth_gbps" in out
-    assert "python -m experiments.simulate" in out
-
-
 def test_goodput_and_a_link_that_becomes_slow(tmp_path, capsys):
     """A failure every 100 s, 25 s to repair; the link from b to a at a tenth."""
     links = tmp_path / "links.yaml"
@@ -368,3 +353,39 @@ changes:
         assert run("--hours_between_failures=1", flag) == 2
         name = flag.partition("=")[0]
         assert capsys.readouterr().err == f"error: {name}={message}\n"
+
+
+def test_curves_are_read(tmp_path):
+    lines = tmp_path / "metrics.jsonl"
+    lines.write_text('{"step": 1, "eval_loss": 3.0}\n{"step": 2, "loss": 9}\n')
+    assert read_curve(lines) == [(1.0, 3.0)]
+    assert read_curve(lines, "loss") == [(2.0, 9.0)]
+    pairs = tmp_path / "curve.json"
+    pairs.write_text("[[1, 3], [2, 2.5]]")
+    assert read_curve(pairs) == [(1.0, 3.0), (2.0, 2.5)]
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "eval_loss": 3.0}\n{"step": 2, "eval_lo')
+    assert read_curve(path) == [(1.0, 3.0)]
+
+
+def test_bad_curves_name_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl has no line with both 'step'"):
+        read_curve(path)
+    path.write_text("[1, 2]")
+    with pytest.raises(
+        ValueError, match="metrics.jsonl is not a loss curve: TypeError"
+    ):
+        read_curve(path)
+    path.write_text('{"step": 1, "eval_lo\n{"step": 2}\n')
+    with pytest.raises(
+        ValueError, match="not a loss curve: .*metrics.jsonl, line 1 is n"
+    ):
+        read_curve(path)
+    path.write_text("[[1, 2.0], [1, 1.0]]")
+    with pytest.raises(ValueError, match="loss curve steps must increase"):
+        read_curve(path)

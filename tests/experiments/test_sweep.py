@@ -14,7 +14,7 @@ from scipy import stats
 from cocodc_jax.files import UnwritableError
 from cocodc_jax.report.comparison import Point, pareto
 from experiments import sweep
-from experiments.sweeps import cells, grid, keys, reference, report, roles, rows
+from experiments.sweeps import cells, grid, reference, report, rows, schedule
 from experiments.sweeps.halving import Halving, best
 from experiments.sweeps.runs import Row
 from experiments.sweeps.schedule import Plan, Progress
@@ -134,11 +134,7 @@ def test_grids_that_are_refused(old, new, message):
         ("[8, 16]", "8", "rungs=8 must be increasing whole numbers of steps"),
         ("[0, 1]", "[4294967296]", "final_seeds=[4294967296] must be a list of whole"),
         ("[7, 8]", "[-1]", "tuning_seeds=[-1] must be a list of whole numbers from 0"),
-        (
-            "[7, 8]",
-            '["a"]',
-            "tuning_seeds=['a'] must be a list of whole numbers from 0",
-        ),
+        ("[7, 8]", '["a"]', "tuning_seeds=['a'] must be a list of whole numbers from"),
         ("[8, 16]", "[4, 16]", "warmup_steps=5 must be less than steps=4"),
     ],
 )
@@ -176,7 +172,7 @@ def written(row, loss):
         "tuned": list(row.tuned), "method": method, "seed": row.seed, "steps": steps,
         "loss": loss, "bytes": sent * steps, "bytes_per_step": sent, "tokens": 1,
         "parameters": 1, "fragment_bytes": [sent] * fragments, "curve": curve,
-        "config": keys.completed(config.to_json()),
+        "config": rows.completed(config.to_json()),
     }  # fmt: skip
 
 
@@ -444,7 +440,7 @@ def test_rows_of_other_steps_and_seeds_are_told_apart(tmp_path):
 
 def told(folder, text):
     """Return the report's table as a grid sees the rows of a folder."""
-    found = cells.cells(roles.assign(rows.read(folder), table(text)))
+    found = cells.cells(schedule.assign(rows.read(folder), table(text)))
     return report.Report(found, reference.find(found, None)).lines()
 
 
@@ -464,7 +460,7 @@ def test_a_row_of_a_rung_may_be_a_final_one(tmp_path):
     halving = "[halving]\nrungs = [8, 32]\ntuning_seeds = [7]\nfinal_seeds = [0, 1]"
     run_through(Plan(table(GRID + halving)), tmp_path)
     plain = GRID.replace("tuned =", "seeds = [7]\ntuned =")
-    found = cells.cells(roles.assign(rows.read(tmp_path), table(plain)))
+    found = cells.cells(schedule.assign(rows.read(tmp_path), table(plain)))
     assert 7 in [row["seed"] for row in found[0].columns["tuned"].rows]
 
 
@@ -509,10 +505,7 @@ def test_points_that_nothing_beats():
             "error: --only='method=cocodc' is no setting of the grid; give flags of",
         ),
         (["--grid={grid}", "--networks=fast"], "error: --networks='fast' names 'fast'"),
-        (
-            ["--grid={grid}", "--step_seconds=nan"],
-            "error: --step_seconds=nan must be",
-        ),
+        (["--grid={grid}", "--step_seconds=nan"], "error: --step_seconds=nan must be"),
     ],
 )
 def test_wrong_flags(words, message, call, tmp_path):

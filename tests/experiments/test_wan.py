@@ -475,10 +475,7 @@ def test_a_region_by_itself_has_packets_of_any_length(tmp_path):
         (["--jitter_ms=inf", "--", "x"], "--jitter_ms=inf must be finite"),
         (["--buffer_ms=nan", "--", "x"], "--buffer_ms=nan must be finite"),
         (["--latency=1", "--", "x"], "Unknown command line flag 'latency'. Did you"),
-        (
-            ["--congestion_control=mine", "--", "x"],
-            "--congestion_control=mine is not allowed here; use ",
-        ),
+        (["--congestion_control=mine", "--", "x"], "--congestion_control=mine is not"),
         ([], "no command given; write it after --"),
         (
             ["--", "--preset=tiny"],
@@ -488,14 +485,8 @@ def test_a_region_by_itself_has_packets_of_any_length(tmp_path):
         (["--links=/no/such", "--", "x"], "--links=/no/such: No such file"),
         (["--schedule=/no/such", "--", "x"], "--schedule=/no/such: No such file"),
         (["--world=mars,us-east", "--", "x"], "--world=mars,us-east: region 'mars'"),
-        (
-            ["--world=us-east", "--regions=2", "--", "x"],
-            "--regions=2 does not combine with --world",
-        ),
-        (
-            ["--links=a", "--world=b", "--", "x"],
-            "--world=b does not combine with --links",
-        ),
+        (["--world=us-east", "--regions=2", "--", "x"], "--regions=2 does not combine"),
+        (["--links=a", "--world=b", "--", "x"], "--world=b does not combine with --li"),
     ],
 )
 def test_bad_flags_are_one_line(arguments, message, monkeypatch, capsys):
@@ -504,10 +495,3 @@ def test_bad_flags_are_one_line(arguments, message, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}")
     assert error.count("\n") == 1
-
-
-def test_help_lists_the_flags(capsys):
-    assert wan.main(["wan", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert "--bandwidth_mbit" in out
-    assert "python -m experiments.wan" in out

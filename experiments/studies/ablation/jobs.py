@@ -1,10 +1,4 @@
-"""One job of the ablation: tune a rule at one delay, then train the test seeds.
-
-Everything that two jobs could differ in, but for the rule and the delay, is in
-`Settings`; every rule gets the same model, data, tokens, schedule and bytes.
-"""
-
-from __future__ import annotations
+"""One job of the ablation: tune a rule at one delay, then train the test seeds."""
 
 import contextlib
 import dataclasses
@@ -20,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from cocodc_jax import methods, models
-from cocodc_jax.data import load
+from cocodc_jax.data import DataConfig, load
+from cocodc_jax.run.optimizer_config import OptimizerConfig
 from cocodc_jax.sync.merge import Merge
 from cocodc_jax.sync.messages import AsIs, Compressed
 from cocodc_jax.sync.method import Method, Sync
@@ -29,14 +24,127 @@ from cocodc_jax.sync.outer import nesterov
 from cocodc_jax.sync.schedules import Schedule, staggered
 from cocodc_jax.transforms.compressor import identity
 from cocodc_jax.transforms.error_feedback import error_feedback
+from cocodc_jax.transforms.numerics import check_rate
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
 from ... import trials
 from . import rules
-from .settings import Settings
 
 DILOCO, DATA_PARALLEL = "diloco", "data_parallel"
 REFERENCES = (DILOCO, DATA_PARALLEL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Sizes and grids of the ablation, the same for every rule.
+
+    Everything that two jobs could differ in, but for the rule and the delay, is here;
+    every rule gets the same model, data, tokens, schedule and bytes.
+
+    Attributes:
+      model: preset of `cocodc_jax.models`.
+      steps: inner steps of each run.
+      regions: M.
+      sync_interval: H.
+      num_fragments: K.
+      batch_per_region: sequences per region and step.
+      sequence_length: tokens per sequence.
+      warmup_steps: of the inner learning rate, constant afterwards.
+      eval_every: steps between evaluations.
+      eval_sequences: validation sequences, the same ones at all times.
+      test_seeds: reported.
+      tuning_seeds: for the choice of outer learning rate and strength.
+      inner_lrs: peak inner learning rates, each tried with all of the following.
+      outer_lrs: tried for a rule without strength.
+      outer_lrs_with_strength: tried with each strength of a rule that has one.
+      trials: runs that are trained side by side.
+    """
+
+    model: str = "smoke"
+    steps: int = 400
+    regions: int = 4
+    sync_interval: int = 20
+    num_fragments: int = 4
+    batch_per_region: int = 4
+    sequence_length: int = 32
+    warmup_steps: int = 40
+    eval_every: int = 20
+    eval_sequences: int = 128
+    test_seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
+    tuning_seeds: tuple[int, ...] = (100,)
+    inner_lrs: tuple[float, ...] = (rules.INNER_LR,)
+    outer_lrs: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.4)
+    outer_lrs_with_strength: tuple[float, ...] = (0.4, 0.7, 1.1)
+    trials: int = 6
+
+    def __post_init__(self):
+        """Check what nothing else does."""
+        for name in ("steps", "trials", "regions", "eval_every", "eval_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        seeds = ("test_seeds", "tuning_seeds")
+        for name in (*seeds, "inner_lrs", "outer_lrs", "outer_lrs_with_strength"):
+            values = getattr(self, name)
+            if not values:
+                raise ValueError(f"{name}=() is empty; name at least one")
+            if name not in seeds:
+                for rate in values:
+                    check_rate(name, rate)
+            elif len({*values}) < len(values):
+                raise ValueError(f"{name}={values} names one twice")
+        shared = set(self.test_seeds) & set(self.tuning_seeds)
+        if shared:
+            raise ValueError(
+                f"tuning_seeds={self.tuning_seeds} holds test seeds {sorted(shared)}; "
+                "what was tuned on cannot be reported on"
+            )
+        if self.steps % self.eval_every:
+            raise ValueError(
+                f"eval_every={self.eval_every} must divide steps={self.steps}, so that "
+                "the end is evaluated"
+            )
+        if not 0 <= self.warmup_steps < self.steps:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} must be at least 0 and less than "
+                f"steps={self.steps}"
+            )
+        staggered(self.sync_interval, self.num_fragments)
+        if self.model not in models.PRESETS:
+            raise ValueError(
+                f"model={self.model!r} is unknown; use one of {list(models.PRESETS)}"
+            )
+        if self.num_fragments > self.transformer.num_layers:
+            raise ValueError(
+                f"num_fragments={self.num_fragments} must be at most the "
+                f"{self.transformer.num_layers} blocks of model={self.model}"
+            )
+        self.data(0)  # Which checks its own.
+
+    @property
+    def transformer(self) -> models.TransformerConfig:
+        """The model."""
+        return models.get(self.model)
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """Inner AdamW; a constant rate, so that a step means the same at all times.
+
+        Trials with another of `inner_lrs` scale its updates (`simulate`).
+        """
+        return OptimizerConfig(
+            inner_lr=rules.INNER_LR,
+            warmup_steps=self.warmup_steps,
+            beta2=0.99,
+            final_lr_fraction=1.0,
+        )
+
+    def data(self, seed: int) -> DataConfig:
+        """Return the text of one seed."""
+        return DataConfig(
+            sequence_length=self.sequence_length,
+            batch_per_region=self.batch_per_region,
+            seed=seed,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,29 +158,30 @@ class Trial:
 
 
 def run_job(settings: Settings, name: str, delay_steps: int) -> dict[str, Any]:
-    """Tunes and tests one rule at one delay."""
-    begin_s = time.perf_counter()
+    """Tune and test one rule at one delay."""
+    begin_s, tuning = time.perf_counter(), []
     tried = [
         Trial(seed, *each)
         for each in grid(settings, name, delay_steps)
         for seed in settings.tuning_seeds
     ]
-    tuning = train(settings, name, delay_steps, tried) if len(tried) > 1 else {}
-    best = choose(tried, tuning["losses"][:, -1]) if tuning else tried[0]
+    best = tried[0]
+    if len(tried) > 1:
+        losses = train(settings, name, delay_steps, tried)["losses"][:, -1]
+        best = choose(tried, losses)
+        tuning = [
+            dataclasses.asdict(trial) | {"loss": _finite(loss)}
+            for trial, loss in zip(tried, losses, strict=True)
+        ]
     tested = [dataclasses.replace(best, seed=seed) for seed in settings.test_seeds]
     test = train(settings, name, delay_steps, tested)
+    chosen = dataclasses.asdict(best)
+    del chosen["seed"]
     return {
         "rule": name,
         "delay_steps": delay_steps,
-        "inner_lr": best.inner_lr,
-        "outer_lr": best.outer_lr,
-        "strength": best.strength,
-        "tuning": [
-            dataclasses.asdict(trial) | {"loss": _finite(loss)}
-            for trial, loss in zip(tried, tuning["losses"][:, -1], strict=True)
-        ]
-        if tuning
-        else [],
+        **chosen,
+        "tuning": tuning,
         "steps": test["steps"],
         "losses": {
             str(trial.seed): [_finite(x) for x in row]
@@ -87,25 +196,15 @@ def run_job(settings: Settings, name: str, delay_steps: int) -> dict[str, Any]:
 def grid(
     settings: Settings, name: str, delay_steps: int
 ) -> list[tuple[float, float, float | None]]:
-    """Inner learning rate, outer learning rate and strength to try together."""
-    return [
-        (inner_lr, *others)
-        for inner_lr in settings.inner_lrs
-        for others in _outer_grid(settings, name, delay_steps)
-    ]
-
-
-def _outer_grid(
-    settings: Settings, name: str, delay_steps: int
-) -> list[tuple[float, float | None]]:
-    if name == DATA_PARALLEL:
-        return [(1.0, None)]
-    strengths = ()
+    """Return inner learning rates, outer ones and strengths to try together."""
+    strengths, outer = (), settings.outer_lrs
     if name not in REFERENCES:
         strengths = rules.table(settings.sync_interval)[name].strengths_at(delay_steps)
-    if not strengths:
-        return [(lr, None) for lr in settings.outer_lrs]
-    return list(itertools.product(settings.outer_lrs_with_strength, strengths))
+    if strengths:
+        outer = settings.outer_lrs_with_strength
+    elif name == DATA_PARALLEL:
+        outer = (1.0,)
+    return list(itertools.product(settings.inner_lrs, outer, strengths or (None,)))
 
 
 def choose(runs: Sequence[Trial], losses: Sequence[float]) -> Trial:
@@ -122,12 +221,9 @@ def choose(runs: Sequence[Trial], losses: Sequence[float]) -> Trial:
 def train(
     settings: Settings, name: str, delay_steps: int, runs: Sequence[Trial]
 ) -> dict[str, Any]:
-    """Trains any number of runs, `settings.trials` at a time."""
-    program, size, outcomes = (
-        make_trials(settings, name, delay_steps),
-        settings.trials,
-        [],
-    )
+    """Train any number of runs, `settings.trials` at a time."""
+    program, size = make_trials(settings, name, delay_steps), settings.trials
+    outcomes = []
     # One shape for all, so that nothing is compiled again.
     padded = [*runs, *[runs[-1]] * (-len(runs) % size)]
     for first in range(0, len(padded), size):

@@ -23,8 +23,6 @@ Both ways are methods: DiLoCo, and one fragment tau steps late with each rule's 
 They share the steps up to the last before the mean arrives, where their states branch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -38,7 +36,7 @@ from cocodc_jax.sync.schedules import staggered
 
 from ...trials import State, Trials
 from . import jobs, rules
-from .settings import Settings
+from .jobs import Settings
 
 PyTree = Any
 Key = tuple[str, float | None]
@@ -46,21 +44,15 @@ KEEP, REPLAY = "keep", "replay"
 
 
 class Recovery(NamedTuple):
-    """What was measured at every sync.
+    """What was measured at every sync."""
 
-    Attributes:
-      steps: of the syncs, `[S]`.
-      cost: `[S, E]`.
-      along: `[S, E]`.
-      recovered: by rule and strength (None without one), each `[S, E]`.
-      loss: by rule and strength, of the mean of the regions' parameters once merged,
-        less the loss of theta^*'s mean, nats per token, each `[S, E]`; `KEEP` too.
-    """
-
-    steps: list[int]
-    cost: np.ndarray
-    along: np.ndarray
+    steps: list[int]  # Of the syncs, `[S]`.
+    cost: np.ndarray  # `[S, E]`.
+    along: np.ndarray  # `[S, E]`.
+    # By rule and strength (None without one), each `[S, E]`.
     recovered: dict[Key, np.ndarray]
+    # By rule and strength, of the mean of the regions' parameters once merged, less the
+    # loss of theta^*'s mean, nats per token, each `[S, E]`; `KEEP` too.
     loss: dict[Key, np.ndarray]
 
 

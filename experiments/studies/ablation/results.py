@@ -1,45 +1,38 @@
-"""From curves to conclusions: steps to a perplexity, intervals, what beat what.
+"""From curves to conclusions: steps to a perplexity, what beat what, and plots.
 
-The interval of a mean over n seeds is Student's, mean +- t(0.975, n - 1) s / sqrt(n).
 Comparisons are paired: a rule and its reference share the seed, so also the first
 parameters and every batch, and what is averaged is the ratio within a seed.
 """
 
-from __future__ import annotations
-
 import itertools
-import math
-import statistics
-from collections.abc import Sequence
+import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cocodc_jax.report.plots import COLORS, save_png
 from cocodc_jax.report.runs import steps_to_loss
 
-from .jobs import DILOCO
+from ...sweeps.cells import Interval
+from .jobs import DATA_PARALLEL, DILOCO
 
 STREAMING = "mix_0.5"
+# What a curve is drawn for, besides the two best rules.
+_ALWAYS = (DATA_PARALLEL, DILOCO, STREAMING, "replay")
 _HEAD, _TUNED = ("rule", "delay_steps"), ("inner_lr", "outer_lr", "strength")
-
-# Student's t at 0.975 for 1 to 30 degrees of freedom.
-_STUDENT = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201,
-    2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074,
-    2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
 
 
 def interval(values: Sequence[float]) -> dict[str, float]:
-    """Mean and half width of its 95 % confidence interval; 0 for one value.
+    """Return the mean and half of its 95 % interval; 0 for one value.
 
     >>> interval([2.0, 2.0])
     {'mean': 2.0, 'half': 0.0}
     """
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return {"mean": mean, "half": 0.0}
-    student = _STUDENT[min(len(values) - 1, len(_STUDENT)) - 1]
-    half = student * statistics.stdev(values) / math.sqrt(len(values))
-    return {"mean": mean, "half": half}
+    found = Interval.of(values)
+    return {"mean": found.mean, "half": found.half or 0.0}
 
 
 def steps_to(
@@ -113,3 +106,107 @@ def at_edge(job: dict[str, Any]) -> list[str]:
         if len(tried) > 1 and job[name] in (min(tried), max(tried)):
             found.append(name)
     return found
+
+
+def write_plots(summary: dict[str, Any], folder: pathlib.Path) -> None:
+    """Write `ablate_steps.png`, `ablate_loss.png` and `ablate_curves.png`."""
+    jobs = {(job["rule"], job["delay_steps"]): job for job in summary["jobs"]}
+
+    def steps(axes: Axes, rows: list[dict[str, Any]]) -> None:
+        _rank(axes, rows, "ratio", 1.0)
+        axes.set_xlabel("steps / steps of Streaming DiLoCo")
+
+    def loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
+        _rank(axes, rows, "loss_difference", 0.0)
+        axes.set_xlabel("final loss - Streaming DiLoCo's (nats)")
+
+    def curves(axes: Axes, rows: list[dict[str, Any]]) -> None:
+        _draw_curves(axes, rows, jobs)
+
+    for draw, height in ((steps, 4.6), (loss, 4.6), (curves, 3.6)):
+        figure = _panels(summary, height, draw)
+        save_png(figure, str(folder / f"ablate_{draw.__name__}.png"))
+
+
+def _panels(
+    summary: dict[str, Any],
+    height: float,
+    draw: Callable[[Axes, list[dict[str, Any]]], None],
+) -> Figure:
+    """Draw the rows of each delay into a panel of its own."""
+    interval, rows = summary["settings"]["sync_interval"], summary["rows"]
+    delays = sorted({row["delay_steps"] for row in rows} - {0})
+    num = -(-len(delays) // 2)
+    figure = Figure(figsize=(11.0, height * num), layout="constrained")
+    panels = figure.subplots(num, min(2, len(delays)), squeeze=False)
+    for axes, delay in zip(panels.flat, delays, strict=False):
+        draw(axes, [row for row in rows if row["delay_steps"] == delay])
+        axes.set_title(f"tau/H = {delay / interval:g}", fontsize="medium")
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in panels.flat[len(delays) :]:
+        axes.remove()
+    return figure
+
+
+def _rank(axes: Axes, rows: list[dict[str, Any]], measure: str, even: float) -> None:
+    """Draw a line for each rule, with its interval; least on top."""
+    known = [
+        row
+        for row in rows
+        if row["vs_streaming"] and row["vs_streaming"]["loss_difference"]
+    ]
+    known.sort(key=lambda row: -row["vs_streaming"]["loss_difference"]["mean"])
+    for place, row in enumerate(known):
+        against = row["vs_streaming"]
+        is_whole = measure != "ratio" or against["reached"] == against["seeds"]
+        axes.errorbar(
+            against[measure]["mean"],
+            place,
+            xerr=against[measure]["half"],
+            fmt="o",
+            markersize=5,
+            capsize=2,
+            color=COLORS[3] if row["rule"] == STREAMING else COLORS[2],
+            markerfacecolor=None if is_whole else "white",
+        )
+    axes.axvline(even, color="#999999", linewidth=0.8)
+    _cut_off_outliers(
+        axes, [row["vs_streaming"][measure]["mean"] for row in known], even
+    )
+    axes.set_yticks(range(len(known)), [row["rule"] for row in known], fontsize="small")
+    axes.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
+
+
+def _cut_off_outliers(axes: Axes, values: list[float], even: float) -> None:
+    """Leave what is very far off outside, its value in words, so that others show."""
+    usual = 8 * float(np.median(np.abs(np.array(values) - even)))
+    far = [place for place, value in enumerate(values) if value - even > usual > 0]
+    if not far:
+        return
+    axes.set_xlim(right=even + usual)
+    for place in far:
+        axes.annotate(
+            f"{values[place]:+.2f}, off the scale",
+            xy=(even + usual, place),
+            horizontalalignment="right",
+            verticalalignment="center",
+            fontsize="small",
+        )
+
+
+def _draw_curves(axes: Axes, rows: list[dict[str, Any]], jobs: dict) -> None:
+    """Draw the loss against steps, mean over test seeds, second half of each run."""
+    known = [row for row in rows if row["final_loss"]]
+    known.sort(key=lambda row: row["final_loss"]["mean"])
+    best = [row["rule"] for row in known if row["rule"] not in _ALWAYS][:2]
+    for index, name in enumerate((*_ALWAYS, *best)):
+        job = jobs.get((name, rows[0]["delay_steps"])) or jobs.get((name, 0))
+        if job is not None:
+            steps, losses = np.array(job["steps"]), np.array([*job["losses"].values()])
+            late, mean = steps >= steps[-1] / 2, losses.astype(float).mean(0)
+            color = COLORS[index % len(COLORS)]
+            axes.plot(steps[late], mean[late], color=color, linewidth=1.6, label=name)
+    axes.set_xlabel("inner steps")
+    axes.set_ylabel("evaluation loss (nats per token)")
+    axes.legend(frameon=False, fontsize="small")
+    axes.grid(visible=True, color="#dddddd", linewidth=0.6)

@@ -5,8 +5,6 @@ mean of a mix, or the radius of a trust region. Where a correction's size grows 
 delay, so that a sensible strength falls as 1 / tau, the table says so.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,24 +20,16 @@ INNER_LR = 3e-3
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One merge rule of the ablation.
+    """One merge rule of the ablation."""
 
-    Attributes:
-      name: as on the command line and in the results.
-      make: `make(strength, delay_steps) -> Merge`; strength may be traced, and is
-        None for a rule without one.
-      strengths: what is tried; empty for a rule without one.
-      falls_with_delay: strengths are divided by the delay.
-      least_delay: delay in steps below which the rule has no meaning.
-      note: what the rule is, in a few words.
-    """
-
-    name: str
+    name: str  # As on the command line and in the results.
+    # `make(strength, delay_steps) -> Merge`; strength may be traced, and is None for a
+    # rule without one.
     make: Callable[[Any, int], merge.Merge]
-    strengths: tuple[float, ...] = ()
-    falls_with_delay: bool = False
-    least_delay: int = 0
-    note: str = ""
+    strengths: tuple[float, ...] = ()  # What is tried; empty for a rule without one.
+    falls_with_delay: bool = False  # Strengths are divided by the delay.
+    least_delay: int = 0  # Delay in steps below which the rule has no meaning.
+    note: str = ""  # What the rule is, in a few words.
 
     def strengths_at(self, delay_steps: int) -> tuple[float, ...]:
         """Return the strengths to try at this delay."""
@@ -48,60 +38,34 @@ class Rule:
 
 
 def _mix(alpha: float) -> Rule:
-    return Rule(
-        f"mix_{alpha:g}",
-        lambda strength, delay_steps: merge.mix(alpha),
-        note=f"alpha mix, {alpha:g} on local" + " (Streaming DiLoCo)" * (alpha == 0.5),
-    )
+    note = f"alpha mix, {alpha:g} on local" + " (Streaming DiLoCo)" * (alpha == 0.5)
+    return Rule(f"mix_{alpha:g}", lambda *_: merge.mix(alpha), note=note)
 
 
-def _feedback() -> Rule:
-    """Alpha mix, tuned, whose loss of progress the next message makes good."""
-
-    def make(strength, delay_steps):
-        del delay_steps
-        return merge.remembering(merge.mix(strength), strength)
-
-    return Rule(
-        "mix_feedback",
-        make,
-        (0.0, 0.25, 0.5, 0.75),
-        note="alpha mix; what it takes of the progress goes into the next message",
-    )
-
-
-def _taylor(name: str, kind: curvature.Curvature, note: str, **fields: Any) -> Rule:
-    """Delay compensation with `kind`; the strength is lambda."""
-
-    def make(strength, delay_steps):
-        del delay_steps
-        transform = delay_compensation(kind, strength)
-        return merge.compensate(transform, kind.needs)
-
-    return Rule(name, make, note=note, **fields)
-
-
-def _fixed(name: str, kind: curvature.Curvature, strength: float, note: str) -> Rule:
-    """Delay compensation with a strength that is not tuned."""
-    transform = delay_compensation(kind, strength)
-    return Rule(name, lambda *_: merge.compensate(transform, kind.needs), note=note)
-
-
-def _trust(
+def _taylor(
     name: str,
     kind: curvature.Curvature,
-    lambda_: float,
-    max_ratios: tuple[float, ...],
     note: str,
+    strengths: tuple[float, ...] = (),
+    lambda_: float | None = None,
+    **fields: Any,
 ) -> Rule:
-    """Delay compensation whose strength is the radius of its trust region."""
+    """Delay compensation with `kind`.
+
+    The strength is lambda; where `lambda_` is given, it is the radius of a trust
+    region.
+    """
 
     def make(strength, delay_steps):
         del delay_steps
-        transform = delay_compensation(kind, lambda_, max_ratio=strength)
+        if lambda_ is None:
+            transform = delay_compensation(kind, strength)
+        else:
+            radius = strength if strengths else None
+            transform = delay_compensation(kind, lambda_, max_ratio=radius)
         return merge.compensate(transform, kind.needs)
 
-    return Rule(name, make, max_ratios, note=note)
+    return Rule(name, make, strengths, note=note, **fields)
 
 
 def _capped(strength, delay_steps):
@@ -116,102 +80,92 @@ def _all(sync_interval: int) -> list[Rule]:
     # delay of 4 and more, so the grid falls with the delay. Fewer values than others:
     # these products cost the most.
     exact: dict[str, Any] = {"strengths": (0.4, 1.2), "falls_with_delay": True}
+    isotropic, falling = curvature.isotropic(), {"falls_with_delay": True}
     return [
         *map(_mix, (0.0, 0.25, 0.5, 0.75)),
-        _feedback(),
-        _fixed("replay", curvature.none(), 0.0, "no curvature: keep all progress"),
-        _fixed(
-            "paper",
-            curvature.outer_product(sync_interval),
-            0.5,
+        Rule(
+            "mix_feedback",
+            lambda alpha, _: merge.remembering(merge.mix(alpha), alpha),
+            (0.0, 0.25, 0.5, 0.75),
+            note="alpha mix; what it takes of the progress goes into the next message",
+        ),
+        _taylor(
+            *("replay", curvature.none(), "no curvature: keep all progress"),
+            lambda_=0.0,
+        ),
+        _taylor(
+            *("paper", curvature.outer_product(sync_interval)),
             "outer product, parameter units, 1/H, lambda 0.5: as published",
+            lambda_=0.5,
         ),
         _taylor(
-            "isotropic",
-            curvature.isotropic(),
-            "c / tau times identity",
-            strengths=(0.15, 0.3, 0.5, 0.75),
+            *("isotropic", isotropic, "c / tau times identity"),
+            (0.15, 0.3, 0.5, 0.75),
         ),
         _taylor(
-            "outer_product",
-            curvature.outer_product(units="gradient"),
+            *("outer_product", curvature.outer_product(units="gradient")),
             "g * g * D in gradient units",
-            strengths=(30.0, 300.0, 1000.0, 3000.0),
-            falls_with_delay=True,
+            (30.0, 300.0, 1000.0, 3000.0),
+            **falling,
         ),
         _taylor(
-            "normalized_outer_product",
-            curvature.normalized_outer_product(),
+            *("normalized_outer_product", curvature.normalized_outer_product()),
             "g * g * D scaled to lambda_0 of g",
-            strengths=(0.1, 0.2, 0.5, 1.0),
+            (0.1, 0.2, 0.5, 1.0),
         ),
         Rule(
-            "normalized_capped",
-            _capped,
-            (0.2, 0.5, 1.0, 2.0),
+            *("normalized_capped", _capped, (0.2, 0.5, 1.0, 2.0)),
             note="the same with a cap on the weight",
         ),
         _taylor(
-            "adam_second_moment",
-            curvature.adam_second_moment(),
+            *("adam_second_moment", curvature.adam_second_moment()),
             "lr * sqrt(nu) * D",
-            strengths=(1e3, 2e3, 4e3, 8e3),
-            falls_with_delay=True,
+            (1e3, 2e3, 4e3, 8e3),
+            **falling,
         ),
         Rule(
             "curvature_mix",
-            lambda strength, delay_steps: merge.curvature_mix(strength),
+            lambda strength, _: merge.curvature_mix(strength),
             (0.15, 0.3, 0.5, 0.75),
             note="weight per parameter by sqrt(nu), its mean tuned",
         ),
-        _trust(
-            "trust_isotropic",
-            curvature.isotropic(),
-            0.75,
+        _taylor(
+            *("trust_isotropic", isotropic, "isotropic 0.75, clipped"),
             (0.1, 0.3, 1.0, 3.0),
-            "isotropic 0.75, clipped",
+            lambda_=0.75,
         ),
         _taylor(
-            "secant",
-            secant(curvature.isotropic(), max_weight=1.0),
+            *("secant", secant(isotropic, max_weight=1.0)),
             "isotropic, c measured from the overlap's two halves",
-            strengths=(0.25, 0.5, 1.0, 2.0),
+            (0.25, 0.5, 1.0, 2.0),
             least_delay=2,
         ),
         _taylor(
-            "hessian_vector",
-            curvature.hessian_vector("adam"),
+            *("hessian_vector", curvature.hessian_vector("adam")),
             "exact product through Adam's scale",
             **exact,
         ),
         _taylor(
-            "gauss_newton",
-            curvature.gauss_newton("adam"),
+            *("gauss_newton", curvature.gauss_newton("adam")),
             "exact Gauss-Newton product through Adam's scale",
             **exact,
         ),
         _taylor(
-            "hutchinson",
-            curvature.hutchinson(units="adam"),
+            *("hutchinson", curvature.hutchinson(units="adam")),
             "one-sample diagonal through Adam's scale",
             **exact,
         ),
-        _trust(
-            "trust_hessian",
-            curvature.hessian_vector("adam"),
-            1.0,
-            (0.3, 1.0),
+        _taylor(
+            *("trust_hessian", curvature.hessian_vector("adam")),
             "exact product, lambda 1, clipped",
+            (0.3, 1.0),
+            lambda_=1.0,
         ),
     ]
 
 
 def check_names(names: Sequence[str], sync_interval: int) -> None:
-    """Refuse a rule that is unknown, or named twice.
-
-    Raises:
-      ValueError: naming it, and those that there are.
-    """
+    """Refuse a rule that is unknown, or named twice."""
     known = table(sync_interval)
     for name in names:
         if name not in known:
@@ -221,11 +175,7 @@ def check_names(names: Sequence[str], sync_interval: int) -> None:
 
 
 def check_delays(delays: Sequence[int], sync_interval: int) -> None:
-    """Refuse a delay that does not fit between two syncs, and none at all.
-
-    Raises:
-      ValueError: naming it, and what would be right.
-    """
+    """Refuse a delay that does not fit between two syncs, and none at all."""
     if not delays:
         raise ValueError("delays=() is empty; name at least one")
     for delay in delays:

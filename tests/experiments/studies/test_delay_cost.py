@@ -10,7 +10,7 @@ import pytest
 from cocodc_jax.sync.needs import UserInputs
 from experiments.studies import delay_cost
 from experiments.studies.ablation import jobs, recovery
-from experiments.studies.ablation.settings import Settings
+from experiments.studies.ablation.jobs import Settings
 
 REGIONS, SEEDS, STEPS, H = 4, 2, 14, 4
 LR, OUTER_LR, MU = 0.1, 0.5, 0.9

@@ -59,6 +59,7 @@ def test_every_way_to_merge_is_reported(merged):
     assert (passes["expert 0"], passes["even mixture"]) == (1, 4)
     for name in rows:
         assert name in out
+    assert (workdir / "merge.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_mean_of_parameters_is_what_the_run_evaluated(merged):
@@ -81,10 +82,6 @@ def test_routers_are_even_within_the_prefix(merged):
     for name in ("posterior", "posterior, top 1", "linear router"):
         assert within(rows[name]) == pytest.approx(within(rows["even mixture"]))
         assert rows[name]["loss"] != rows["even mixture"]["loss"]
-
-
-def test_the_plot_is_written(merged):
-    assert (merged[0] / "merge.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_same_command_again_trains_nothing(merged, call):

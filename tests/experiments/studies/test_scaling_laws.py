@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments.studies import scaling, scaling_laws
+from experiments.studies import scaling_laws
 
 SIZES, REGIONS, INTERVALS = (1e4, 3e4, 1e5, 2e5), (1, 2, 4), (10, 40)
 
@@ -14,7 +14,7 @@ SIZES, REGIONS, INTERVALS = (1e4, 3e4, 1e5, 2e5), (1, 2, 4), (10, 40)
 def grid(noise=0.0, sizes=SIZES, regions=REGIONS, intervals=INTERVALS, seed=0):
     rng = np.random.default_rng(seed)
     return [
-        scaling.Observation(
+        scaling_laws.Observation(
             {"N": n, "M": m, "H": h},
             19.2 * n**-0.1 * m**0.012 * h**0.02 * math.exp(noise * rng.normal()),
         )
@@ -25,7 +25,7 @@ def grid(noise=0.0, sizes=SIZES, regions=REGIONS, intervals=INTERVALS, seed=0):
 
 
 def test_exponents_of_a_law_without_noise_are_found():
-    law = scaling.fit(grid())
+    law = scaling_laws.fit(grid())
     assert law.names == ("N", "M", "H")
     np.testing.assert_allclose(law.scale, 19.2, rtol=1e-9)
     found = [law.exponent(name).mean for name in law.names]
@@ -41,7 +41,7 @@ def test_intervals_hold_what_they_should():
     """Of 200 noisy data sets 95 % have the exponent inside, and a new loss."""
     true, inside, foretold = -0.1, 0, 0
     for seed in range(200):
-        law = scaling.fit(grid(0.02, seed=seed))
+        law = scaling_laws.fit(grid(0.02, seed=seed))
         alpha = law.exponent("N")
         inside += abs(alpha.mean - true) <= alpha.half
         new = grid(0.02, (4e5,), (4,), (40,), seed=1000 + seed)[0]
@@ -52,28 +52,28 @@ def test_intervals_hold_what_they_should():
 
 
 def test_the_largest_size_is_foretold_by_the_smaller_ones():
-    pairs = scaling.held_out(grid())
+    pairs = scaling_laws.held_out(grid())
     assert len(pairs) == len(REGIONS) * len(INTERVALS)
     np.testing.assert_allclose(*np.array(pairs).T, rtol=1e-9)
 
 
 def test_what_does_not_vary_has_no_exponent():
-    law = scaling.fit(grid(regions=(4,), intervals=(1,)))
+    law = scaling_laws.fit(grid(regions=(4,), intervals=(1,)))
     assert law.names == ("N",)
     assert law.exponent("M") is None
 
 
 def test_what_cannot_be_fitted_is_refused():
     with pytest.raises(ValueError, match="several sizes"):
-        scaling.fit(grid(sizes=(1e4,)))
+        scaling_laws.fit(grid(sizes=(1e4,)))
     with pytest.raises(ValueError, match="3 settings are too few for a law over N: it"):
-        scaling.fit(grid(sizes=SIZES[:3], regions=(1,), intervals=(1,)))
+        scaling_laws.fit(grid(sizes=SIZES[:3], regions=(1,), intervals=(1,)))
     together = [
-        scaling.Observation({"N": n, "M": m, "H": 10}, 2.0 / m)
+        scaling_laws.Observation({"N": n, "M": m, "H": 10}, 2.0 / m)
         for n, m in ((1e4, 1), (2e4, 2), (4e4, 4), (8e4, 8), (16e4, 16))
     ]
     with pytest.raises(ValueError, match="vary together"):
-        scaling.fit(together)
+        scaling_laws.fit(together)
 
 
 def cell(method, observed, diverged=False):
@@ -117,7 +117,7 @@ def test_the_program_writes_what_it_prints(call, tmp_path):
 )
 def test_only_what_is_outside_is_an_extrapolation(at, says):
     seen = grid(0.01)
-    assert says in scaling_laws.told("diloco", scaling.fit(seen), seen, at)[2]
+    assert says in scaling_laws.told("diloco", scaling_laws.fit(seen), seen, at)[2]
 
 
 def test_bad_flags_are_named(call, tmp_path):

@@ -1,0 +1,316 @@
+"""Kills regions while they train, and checks the records of the run.
+
+The reference is the same training in one process without kills.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cocodc_jax.files import read_table
+from cocodc_jax.netlab import children, independent
+from cocodc_jax.network import goodput
+from cocodc_jax.run import flags
+from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
+from cocodc_jax.run.taking_part import JOINS_FILE, SYNCS_FILE
+
+from .. import commands
+
+_POLL_S, _SAY_S = 0.1, 30.0
+# Lives of a region in a row that end by themselves before the region takes part.
+_VAIN_LIVES = 5
+KILLS_FILE, ENDS_FILE = "kills.jsonl", "ends.jsonl"
+
+
+def lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Read the complete lines of a file of JSON lines; none if there is no file.
+
+    A line that a kill cut short is skipped, with the text that was appended to it.
+    """
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+class RefusedError(Exception):
+    """A region cannot run: it refuses its flags, or ends again and again."""
+
+
+class Chaos:
+    """The regions of a run, which it kills and restarts."""
+
+    def __init__(self, workdir: pathlib.Path, regions: Sequence[independent.Region]):
+        """Take the regions of the run in `workdir`, which are not started yet."""
+        self._workdir, self.regions = workdir, list(regions)
+        self.kills = lines(workdir / KILLS_FILE)
+        self.ends = lines(workdir / ENDS_FILE)
+        self.is_stopped = False
+        self._vain = [0] * len(self.regions)
+
+    def stop(self, code: int) -> None:
+        """Ask all regions to write checkpoints and leave; for signal handlers."""
+        del code
+        number = signal.SIGKILL if self.is_stopped else signal.SIGTERM
+        self.is_stopped = True
+        for region in self.regions:
+            region.send(number)
+
+    def is_in(self, region: int) -> bool:
+        """Return whether the present life of a region takes part."""
+        return self.regions[region].is_running and self._took_part(region)
+
+    def _took_part(self, region: int) -> bool:
+        joins = lines(self._workdir / f"region_{region}" / JOINS_FILE)
+        return any(join["time"] > self.born_s[region] for join in joins)
+
+    def step(self) -> int:
+        """Return the latest step at which any region has merged."""
+        syncs = (
+            lines(self._workdir / f"region_{r}" / SYNCS_FILE)
+            for r in range(len(self.regions))
+        )
+        return max((each[-1]["apply_step"] for each in syncs if each), default=0)
+
+    def run(
+        self,
+        num: int,
+        last_step: int,
+        seed: int,
+        gap_s: float,
+        restart_s: float,
+        only_members: bool = True,
+    ) -> None:
+        """Kill and restart regions, then wait until all have ended."""
+        # If the run was stopped, draw other numbers than for the kills before.
+        rng = random.Random(f"{seed} {len(self.kills)}")
+        self.born_s, said_s = {}, time.time()
+        for region in range(len(self.regions)):
+            self._start(region)
+        start_at: dict[int, float] = {}
+        next_kill = None
+        while not self._is_over():
+            now = time.time()
+            if now - said_s > _SAY_S:
+                said_s = now
+                print(
+                    f"{len(self.kills)} kills, step {self.step()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            if self.is_stopped:
+                time.sleep(_POLL_S)
+                continue
+            for region in [r for r, at in start_at.items() if at <= now]:
+                del start_at[region]
+                self._start(region)
+            for region, each in enumerate(self.regions):
+                if each.code == flags.USAGE_ERROR:
+                    self._kill_all()
+                    raise RefusedError(f"region {region} ended with {each.end()}")
+                if each.code not in (None, 0) and region not in start_at:
+                    self._ended_by_itself(region)
+                    start_at[region] = now + restart_s
+            inside = [r for r in range(len(self.regions)) if self.is_in(r)]
+            are_in = len(inside) == len(self.regions)
+            if next_kill is None and are_in:
+                next_kill = now + rng.uniform(0.2, 1.8) * gap_s
+            is_due = next_kill is not None and now >= next_kill
+            if is_due and len(self.kills) < num and (are_in or not only_members):
+                alive = [r for r, each in enumerate(self.regions) if each.is_running]
+                victim = rng.choice(alive) if alive else None
+                if victim is not None and set(inside) - {victim}:
+                    if self.step() > last_step:
+                        num = len(self.kills)
+                        continue
+                    self._kill(victim, victim in inside)
+                    start_at[victim] = time.time() + restart_s
+                    next_kill = None
+                    if not only_members:
+                        next_kill = now + rng.uniform(0.2, 1.8) * gap_s
+            time.sleep(_POLL_S)
+
+    def _is_over(self) -> bool:
+        if self.is_stopped:
+            return not any(each.is_running for each in self.regions)
+        return all(each.code == 0 for each in self.regions)
+
+    def _start(self, region: int) -> None:
+        self.born_s[region] = time.time()
+        self.regions[region].start()
+        if self.is_stopped:  # Told to while it was started.
+            self.regions[region].send(signal.SIGTERM)
+
+    def _ended_by_itself(self, region: int) -> None:
+        took_part, told = self._took_part(region), self.regions[region].end()
+        self.ends.append({"region": region, "took_part": took_part, "ended": told})
+        self._write(ENDS_FILE, self.ends[-1])
+        print(f"region {region} ended by itself with {told}", file=sys.stderr)
+        self._vain[region] = 0 if took_part else self._vain[region] + 1
+        if self._vain[region] == _VAIN_LIVES:
+            self._kill_all()
+            raise RefusedError(
+                f"region {region} ended {_VAIN_LIVES} times before it took part, at "
+                f"last with {told}"
+            )
+
+    def _write(self, name: str, entry: dict[str, Any]) -> str:
+        line = json.dumps(entry)
+        with (self._workdir / name).open("a") as file:
+            file.write(line + "\n")
+        return line
+
+    def _kill_all(self) -> None:
+        for region in self.regions:
+            region.send(signal.SIGKILL)
+            region.wait()
+
+    def _kill(self, region: int, was_in: bool) -> None:
+        folder = self._workdir / f"region_{region}"
+        told = lines(folder / JOINS_FILE)[-1:] + lines(folder / SYNCS_FILE)[-1:]
+        epoch = max((each["epoch"] for each in told), default=0)
+        self.regions[region].send(signal.SIGKILL)
+        self.regions[region].wait()
+        self.kills.append(
+            {
+                "region": region,
+                "was_in": was_in,
+                "coordinated": was_in and epoch % len(self.regions) == region,
+                "after_step": self.step(),
+                "time": time.time(),
+            }
+        )
+        line = self._write(KILLS_FILE, self.kills[-1])
+        print(f"killed region {region} {line}", file=sys.stderr, flush=True)
+
+
+def judge(
+    workdir: pathlib.Path,
+    num_regions: int,
+    steps: int,
+    kills: Sequence[dict[str, Any]],
+    seconds: float,
+) -> dict[str, Any]:
+    """Return the results of a run from its records."""
+    done, gaps, digests, losses, joins = 0, 0, {}, [], []
+    unexplained: list[str] = []
+    for region in range(num_regions):
+        folder = workdir / f"region_{region}"
+        records = lines(folder / "metrics.jsonl")
+        trained = [r["step"] for r in records if r["kind"] == "train"]
+        own_joins = lines(folder / JOINS_FILE)
+        begun = {join["step"] for join in own_joins}
+        joins += [{"region": region, **join} for join in own_joins]
+        done += len(set(trained))
+        for before, after in zip([0, *trained], trained, strict=False):
+            if after != before + 1:
+                gaps += 1
+                if after - 1 not in begun or after <= before:
+                    unexplained.append(f"region {region}: step {before} to {after}")
+        for sync in lines(folder / SYNCS_FILE):
+            key = sync["fragment"], sync["start_step"]
+            found = digests.setdefault(key, {})
+            found.setdefault(sync["digest"], []).append(region)
+        if (folder / "summary.json").exists():
+            losses.append(read_table(folder / "summary.json")["eval_loss_outer"])
+    differ = {str(key): found for key, found in digests.items() if len(found) > 1}
+    back = [j for j in joins if j["from_peer"]]
+    return {
+        "kills": len(kills),
+        "kills_of_coordinator": sum(k["coordinated"] for k in kills),
+        "kills_of_regions_not_in": sum(not k["was_in"] for k in kills),
+        "returns": len(back),
+        "seconds_from_kill_to_return": _until_back(kills, back),
+        "seconds_let_in": sorted(round(j["seconds"]["let_in"], 2) for j in back),
+        "regions_at_the_end": len(losses),
+        "gaps_in_steps": gaps,
+        "gaps_unexplained": unexplained,
+        "merges_compared": sum(len(sum(f.values(), [])) > 1 for f in digests.values()),
+        "merges_that_differ": differ,
+        "eval_loss_outer": losses,
+        "goodput": done / (num_regions * steps),
+        "goodput_simulated": _simulated(kills, back, num_regions * seconds),
+    }
+
+
+def _simulated(
+    kills: Sequence[dict], back: Sequence[dict], all_s: float
+) -> float | None:
+    """Return the predicted goodput for failures as frequent and long as these.
+
+    A region that is killed again before it returns is down once, from its first kill.
+    `all_s` is the sum of the seconds of all regions.
+    """
+    began: dict[tuple[int, float], float] = {}
+    for region, at, back_at in _returns(kills, back):
+        began[region, back_at] = min(at, began.get((region, back_at), math.inf))
+    down_s = sum(back_at - at for (_, back_at), at in began.items())
+    if not began or down_s >= all_s:
+        return None
+    failures = goodput.Failures((all_s - down_s) / len(began), down_s / len(began))
+    return goodput.alone(failures, sync_s=0)
+
+
+def _until_back(kills: Sequence[dict], back: Sequence[dict]) -> list[float]:
+    """Return the seconds from each kill to that region's next return."""
+    return sorted(round(then - at, 1) for _, at, then in _returns(kills, back))
+
+
+def _returns(
+    kills: Sequence[dict], back: Sequence[dict]
+) -> Iterator[tuple[int, float, float]]:
+    """Yield region, time and time of the next return of each kill that has one."""
+    for kill in kills:
+        region, at = kill["region"], kill["time"]
+        later = [j["time"] for j in back if j["region"] == region and j["time"] > at]
+        if later:
+            yield region, at, min(later)
+
+
+def is_good(result: dict[str, Any], num_regions: int, tolerance: float) -> bool:
+    """Return whether a run had all requested kills and passes all checks."""
+    is_near = True
+    if result.get("unbroken_loss") is not None:
+        is_near = all(
+            abs(loss - result["unbroken_loss"]) <= tolerance
+            for loss in result["eval_loss_outer"]
+        )
+    return (
+        result["kills"] >= result["kills_asked"]
+        and not result["gaps_unexplained"]
+        and not result["merges_that_differ"]
+        and result["regions_at_the_end"] == num_regions
+        and is_near
+    )
+
+
+def unbroken_flags(train_flags: Sequence[str]) -> list[str]:
+    """Return the flags of the same training in one process, without paced steps."""
+    # The last value of a flag counts; elastic flags have no meaning in one process.
+    fields = dataclasses.fields(ElasticFlags)
+    unset = [f"--{field.name}={getattr(NOT_ELASTIC, field.name)}" for field in fields]
+    return [*train_flags, *unset, "--exchange=outer", "--step_seconds=0"]
+
+
+def unbroken_loss(train_flags: Sequence[str], workdir: pathlib.Path) -> float:
+    """Train in one process with all regions; return the outer parameters' loss."""
+    command = [*commands.python_m("train"), *unbroken_flags(train_flags)]
+    log = workdir / "output.log"
+    workdir.mkdir(parents=True, exist_ok=True)
+    print(f"the unbroken run trains first; {log}", file=sys.stderr, flush=True)
+    code = children.run([*command, f"--workdir={workdir}"], log=log)
+    if code or not (workdir / "summary.json").exists():
+        lines = children.said(log.read_text(errors="replace"))
+        last = lines[-1].removeprefix("error: ") if lines else "it printed nothing"
+        raise ValueError(f"the unbroken run ended with {code}: {last}")
+    return read_table(workdir / "summary.json")["eval_loss_outer"]

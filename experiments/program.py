@@ -1,0 +1,163 @@
+"""What programs share: flags of their own, their help, and how they end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from absl import flags as absl_flags
+from rich import box
+
+from cocodc_jax.network import world
+from cocodc_jax.network.links import Link, Topology, uniform
+from cocodc_jax.run.help import options, render
+from cocodc_jax.run.messages import as_a_command, one_line
+
+from .commands import shown
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SIMPLE: dict[str, Any] = {"box": box.SIMPLE, "padding": (0, 1)}
+Value = TypeVar("Value")
+REFUSED = (ValueError, absl_flags.Error)
+# Name, default and help of a flag. In place of a default, a type means none, and a
+# tuple is the default with the possible words.
+Row = tuple[str, Any, str]
+_DEFINE = {
+    int: absl_flags.DEFINE_integer,
+    float: absl_flags.DEFINE_float,
+    bool: absl_flags.DEFINE_bool,
+    str: absl_flags.DEFINE_string,
+    list: absl_flags.DEFINE_list,
+}
+
+
+def own_flags(
+    *table: Row, **bounds: float | tuple[float, float]
+) -> absl_flags.FlagValues:
+    """Return a program's own flags, apart from those of runs.
+
+    The least value of a number is given by name, or the least and the most.
+    """
+    values = absl_flags.FlagValues()
+    absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
+    for name, default, text in table:
+        ends = bounds.get(name, ())
+        ends = ends if isinstance(ends, tuple) else (ends,)
+        given = dict(zip(("lower_bound", "upper_bound"), ends, strict=False))
+        if isinstance(default, tuple):
+            first, *words = default
+            absl_flags.DEFINE_enum(name, first, words, text, flag_values=values)
+        elif isinstance(default, type):
+            _DEFINE[default](name, None, text, flag_values=values, **given)
+        else:
+            _DEFINE[type(default)](name, default, text, flag_values=values, **given)
+    return values
+
+
+def define(*table: Row) -> None:
+    """Define flags of a program next to those of runs."""
+    from cocodc_jax.run import flags  # JAX, which `wan` starts without.
+
+    for name, default, text in table:
+        if isinstance(default, type):
+            flags.define_one(default, name, None, text)
+        else:
+            flags.define_one(type(default), name, default, text)
+
+
+def parse(
+    values: absl_flags.FlagValues,
+    argv: Sequence[str],
+    doc: str | None,
+    sections: Mapping[str, Sequence[Row]] | None = None,
+    has_words: bool = True,
+) -> list[str] | None:
+    """Return the words after a program's own flags; None once help is printed.
+
+    Help has one section, or those given by title.
+    """
+    words = values(argv)[1:]
+    if words and not has_words:
+        raise ValueError(f"unexpected argument {words[0]!r}; flags begin with --")
+    if not values.help:
+        return words
+    found = {"Flags": options(values)}
+    if sections is not None:
+        found = {t: options(values, [row[0] for row in s]) for t, s in sections.items()}
+    print(render(shown(doc), found))
+    return None
+
+
+def refuse(error: Exception, known: Any) -> int:
+    """Print an error as one line, and return the exit code of wrong flags."""
+    print(f"error: {one_line(error, known)}", file=sys.stderr)
+    return 2
+
+
+def named(flag: str, path: str, read: Callable[[str], Value]) -> Value:
+    """Return read(path); file system errors name the flag."""
+    try:
+        return read(path)
+    except OSError as error:
+        raise ValueError(f"--{flag}={path}: {error.strerror}") from error
+
+
+def topology(values: Any, gbps: float) -> Topology:
+    """Return the network of --links or --world, or equal links between --regions."""
+    if values.links:
+        return named("links", values.links, world.load_topology)
+    if values.world:
+        try:
+            return world.world(tuple(values.world.split(",")), gbps)
+        except ValueError as error:
+            raise ValueError(f"--world={values.world}: {error}") from error
+    numbers = values.latency_ms / 1000, values.jitter_ms / 1000, values.loss
+    return uniform(values.regions, Link(gbps, *numbers))
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], **looks: Any) -> Table:
+    """Return a table, whose first column has names and the others numbers.
+
+    It is without lines, unless `looks` are those of a `rich` table, such as `SIMPLE`.
+    """
+    from rich.table import Table
+
+    made = Table(**{"box": None, "padding": (0, 2, 0, 0), "pad_edge": False} | looks)
+    for number, head in enumerate(heads):
+        made.add_column(head, justify="right" if number else "left", no_wrap=not number)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def with_run_flags(
+    main: Callable[[], None],
+    doc: str | None,
+    define: Callable[[], None] = lambda: None,
+) -> Callable[[], None]:
+    """Return the command of a program whose flags are in `flags.FLAGS`."""
+
+    def cli() -> None:
+        from cocodc_jax.run import flags
+
+        define()
+        flags.run_main(main, shown(doc))
+
+    return cli
+
+
+def with_own_flags(main: Callable[[Sequence[str]], int]) -> Callable[[], NoReturn]:
+    """Return the command of a program that parses its words and returns a code."""
+
+    def cli() -> NoReturn:
+        end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+        full = ("--help=all", "--helpfull")  # These programs have few flags.
+        words = ["--help" if word in full else word for word in sys.argv[:end]]
+        with as_a_command():
+            code = main(words + sys.argv[end:])
+        sys.exit(code)
+
+    return cli
