@@ -26,8 +26,7 @@ from cocodc_jax.elastic.messages import (
 )
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.protocol import Member
-from cocodc_jax.elastic.straggler_detector import Silence
-from cocodc_jax.elastic.times import Measured
+from cocodc_jax.elastic.times import Measured, Silence
 
 # Regions to leave out, and pairs `(sender, receiver)` whose messages to forward.
 Faulty = tuple[frozenset[int], frozenset[tuple[int, int]]]

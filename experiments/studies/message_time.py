@@ -17,9 +17,8 @@ from collections.abc import Sequence
 
 from absl import flags as absl_flags
 
-from cocodc_jax.elastic.failure_detector import Timing
 from cocodc_jax.elastic.link import Link
-from cocodc_jax.elastic.place import BUCKET_BEAT_S, Place, is_bucket
+from cocodc_jax.elastic.place import BUCKET_BEAT_S, Place, Timing, is_bucket
 from cocodc_jax.netlab.independent import free_addresses
 from cocodc_jax.run import flags
 from cocodc_jax.run.help import options, render

@@ -13,11 +13,10 @@ import random
 import numpy as np
 import pytest
 
-from cocodc_jax.elastic.failure_detector import Timing
 from cocodc_jax.elastic.messages import Choice, Decision, Row
+from cocodc_jax.elastic.place import Timing
 from cocodc_jax.elastic.protocol import Member
-from cocodc_jax.elastic.straggler_detector import Silence, Silences
-from cocodc_jax.elastic.times import Measured
+from cocodc_jax.elastic.times import Measured, Silence, Silences
 from cocodc_jax.run.fault_watch import FAULTS_FILE, FaultWatch
 
 NUM, TICK_S, SYNC_STEPS = 4, 0.5, 10

@@ -6,10 +6,9 @@ import time
 import pytest
 
 from cocodc_jax.elastic import inside
-from cocodc_jax.elastic.failure_detector import Timing
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import Snapshot
-from cocodc_jax.elastic.place import Place
+from cocodc_jax.elastic.place import Place, Timing
 from cocodc_jax.netlab.independent import free_addresses
 
 TIMING = Timing(beat_s=0.05, dead_after_s=30, grace_s=60, start_s=60)

@@ -10,10 +10,9 @@ import pytest
 import zmq
 
 from cocodc_jax.elastic import door, objects, place, wire
-from cocodc_jax.elastic.failure_detector import Timing
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import Decision, Row, Snapshot
-from cocodc_jax.elastic.place import Place, read_key
+from cocodc_jax.elastic.place import Place, Timing, read_key
 from cocodc_jax.netlab.independent import free_addresses
 
 KEY = b"k" * 32

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cocodc_jax.elastic.failure_detector import Timing
 from cocodc_jax.elastic.messages import Choice, Install, Propose, Row
+from cocodc_jax.elastic.place import Timing
 from cocodc_jax.elastic.protocol import Member
 
 TIMING = Timing(beat_s=1, dead_after_s=5, grace_s=30, start_s=20)
