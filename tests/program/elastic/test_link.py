@@ -9,7 +9,7 @@ import time
 import pytest
 import zmq
 
-from cocodc_jax.elastic import door, objects, place, wire
+from cocodc_jax.elastic import objects, place, sockets, wire
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import Decision, Row, Snapshot
 from cocodc_jax.elastic.place import Place, Timing, read_key
@@ -130,8 +130,8 @@ def test_a_stranger_is_not_heard(kind):
 
 
 def test_a_flood_of_strangers_is_bounded_and_members_stay(monkeypatch, capfd):
-    monkeypatch.setattr(door, "_MAX_WAITING", 100)
-    monkeypatch.setattr(door, "HANDSHAKE_MS", 2000)
+    monkeypatch.setattr(sockets, "_MAX_WAITING", 100)
+    monkeypatch.setattr(sockets, "HANDSHAKE_MS", 2000)
     one, two = with_ports(2)
     host, _, port = one.addresses[0].rpartition(":")
     held = []
@@ -149,8 +149,8 @@ def test_a_flood_of_strangers_is_bounded_and_members_stay(monkeypatch, capfd):
                     ]
                     for future in futures:
                         assert set(future.result(30).rows) == {0, 1}
-            assert len(first._channel._door._waiting) <= 2 * door._MAX_WAITING
-            end = time.monotonic() + 4 * door.HANDSHAKE_MS / 1000
+            assert len(first._channel._door._waiting) <= 2 * sockets._MAX_WAITING
+            end = time.monotonic() + 4 * sockets.HANDSHAKE_MS / 1000
             for each in held:  # What was let wait is given up in seconds.
                 each.settimeout(max(end - time.monotonic(), 0.01))
                 with contextlib.suppress(ConnectionResetError):
