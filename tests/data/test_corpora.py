@@ -12,7 +12,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from cocodc_jax.data import DataConfig
-from cocodc_jax.data.corpora import builders, files, prepare
+from cocodc_jax.data.corpora import files, prepare
 from cocodc_jax.data.corpora.corpus import open_corpus
 
 
@@ -39,7 +39,7 @@ def test_source_is_the_first_sub_folder(text_folder, data_dir):
     corpus = _open(text_folder, data_dir)
     for index in range(len(corpus.train)):
         source, num_bytes = corpus.train.source_and_bytes(index)
-        text = corpus.train.text(index)
+        text = corpus.train.texts(index)[0]
         assert source == f"source{int(text.split()[0][1:]):02d}"
         assert num_bytes == len(text.encode())
 
@@ -194,7 +194,7 @@ def test_the_later_of_two_preparations_gives_way(text_folder, tmp_path, monkeypa
 
 
 def test_a_preparation_cut_short_leaves_nothing(text_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(builders.TextFiles, "_generate_examples", _fail)
+    monkeypatch.setattr(prepare.TextFiles, "_generate_examples", _fail)
     with pytest.raises(RuntimeError, match="cut short"):
         _open(text_folder, tmp_path)
     assert not list(tmp_path.rglob("*.array_record*"))
@@ -294,7 +294,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(text_folder, tmp_path):
 
 
 def test_builder_without_config_says_so(tmp_path):
-    builder = builders.TextFiles(data_dir=tmp_path)
+    builder = prepare.TextFiles(data_dir=tmp_path)
     with pytest.raises(ValueError, match="built from a CorpusConfig"):
         builder._split_generators(None)
 

@@ -5,12 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cocodc_jax.data.packing import (
-    TokenizedDocuments,
-    count_tokens,
-    pack_sequences,
-)
-from cocodc_jax.data.partition import deal_sources, region_documents
+from cocodc_jax.data.streams import TokenizedDocuments, pack_sequences
+from cocodc_jax.data.text_data import deal_sources, region_documents
 from cocodc_jax.data.tokenizers import ByteTokenizer
 
 
@@ -68,7 +64,7 @@ def test_large_vocabulary_is_not_cut_to_sixteen_bits():
 
 
 def test_documents_are_tokenised_once_while_there_is_room(monkeypatch):
-    monkeypatch.setattr("cocodc_jax.data.packing._CACHED_TOKENS", 7)
+    monkeypatch.setattr("cocodc_jax.data.streams._CACHED_TOKENS", 7)
     texts = _Texts(["abc", "de", "fgh"])
     tokens = TokenizedDocuments(texts, ByteTokenizer())
     for _ in range(3):
@@ -76,12 +72,12 @@ def test_documents_are_tokenised_once_while_there_is_room(monkeypatch):
     assert texts.num_reads == 1 + 1 + 3
 
 
-def test_counting_stops_when_there_are_enough():
+def test_reading_stops_when_there_are_enough():
     texts = _Texts(["abc", "de", "fgh"])
     tokens = TokenizedDocuments(texts, ByteTokenizer())
-    assert count_tokens(tokens, [0, 1, 2], at_least=5) == 7
+    assert [len(x) for x in tokens.first([0, 1, 2], 5)] == [4, 3]
     assert texts.num_reads == 2
-    assert count_tokens(tokens, [0, 1, 2], at_least=100) == 11
+    assert [len(x) for x in tokens.first([0, 1, 2], 100)] == [4, 3, 4]
 
 
 @given(

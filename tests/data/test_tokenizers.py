@@ -212,8 +212,3 @@ def test_tokenizer_without_end_of_text_is_refused(tmp_path):
     path.write_text(text.replace("<|endoftext|>", "<|other|>"))
     with pytest.raises(ValueError, match="no end-of-text token; it needs one of"):
         _load(f"hf:{path}", tmp_path)
-
-
-def test_unknown_name(tmp_path):
-    with pytest.raises(ValueError, match="tokenizer='words' is unknown"):
-        _load("words", tmp_path)

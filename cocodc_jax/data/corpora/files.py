@@ -14,7 +14,7 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 
-from cocodc_jax.data.writable import expanded
+from cocodc_jax.data.config import expanded
 
 TEXT_DOCUMENT_CHARS = 1 << 16
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
