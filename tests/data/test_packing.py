@@ -41,17 +41,12 @@ def test_packing_equals_the_oracle(documents, length):
     assert packed.tolist() == expected
 
 
-def test_documents_end_in_end_of_text():
-    tokens = TokenizedDocuments(_Texts(["ab", "c"]), ByteTokenizer())
+def test_documents_end_in_end_of_text_and_a_chunk_is_one_array():
+    tokens = TokenizedDocuments(_Texts(["ab", ["ab", "", "c"], []]), ByteTokenizer())
     assert tokens[0].tolist() == [97, 98, 256]
-    assert tokens[1].tolist() == [99, 256]
-    assert tokens[0].dtype == np.uint16
-
-
-def test_documents_of_a_chunk_are_one_array():
-    tokens = TokenizedDocuments(_Texts([["ab", "", "c"], []]), ByteTokenizer())
-    assert tokens[0].tolist() == [97, 98, 256, 256, 99, 256]
-    assert (tokens[1].shape, tokens[1].dtype) == ((0,), np.uint16)
+    assert tokens[1].tolist() == [97, 98, 256, 256, 99, 256]
+    assert [tokens[i].dtype for i in range(3)] == [np.uint16] * 3
+    assert tokens[2].shape == (0,)
 
 
 def test_large_vocabulary_is_not_cut_to_sixteen_bits():

@@ -11,11 +11,7 @@ import tokenizers as hf
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cocodc_jax.data.tokenizers import (
-    ByteTokenizer,
-    load_tokenizer,
-    train_bpe,
-)
+from cocodc_jax.data.tokenizers import ByteTokenizer, load_tokenizer, train_bpe
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}  # größer, 数\n" for i in range(200)]
 
@@ -38,15 +34,10 @@ def test_bytes_round_trip(text):
     assert tokenizer.decode(np.append(ids, tokenizer.eos_id)) == text
 
 
-def test_bytes_vocabulary_splits_over_sixteen_devices():
+def test_bytes_vocabulary_and_a_cut_character():
     tokenizer = ByteTokenizer()
-    assert tokenizer.eos_id == 256
-    assert tokenizer.vocab_size == 272
-    assert tokenizer.vocab_size % 16 == 0
-
-
-def test_bytes_decodes_a_cut_character():
-    assert ByteTokenizer().decode(np.array([0xC3, 97])) == "\ufffda"
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (256, 272)
+    assert tokenizer.decode(np.array([0xC3, 97])) == "\ufffda"
 
 
 @given(text=st.text(max_size=50))
@@ -167,10 +158,8 @@ def test_files_of_bytes_and_bpe_encode_alike(tmp_path, bpe, text):
         again = _load(f"hf:{tmp_path / kind}", tmp_path)
         assert again.encode(text).tolist() == tokenizer.encode(text).tolist()
         assert again.decode(tokenizer.encode(text)) == text
-        assert (again.eos_id, again.num_tokens) == (
-            tokenizer.eos_id,
-            tokenizer.num_tokens,
-        )
+        assert again.eos_id == tokenizer.eos_id
+        assert again.num_tokens == tokenizer.num_tokens
 
 
 def test_sentencepiece_file(tmp_path):

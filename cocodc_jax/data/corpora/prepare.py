@@ -98,10 +98,7 @@ class TextCorpus(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     @property
     def _config(self) -> CorpusConfig:
-        if not isinstance(self.builder_config, CorpusConfig):
-            raise ValueError(
-                f"{self.name} is built from a CorpusConfig; pass one as config="
-            )
+        assert isinstance(self.builder_config, CorpusConfig)
         return self.builder_config
 
 
