@@ -21,7 +21,7 @@ from cocodc_jax.elastic.messages import (
     View,
     Want,
 )
-from cocodc_jax.elastic.place import Timing
+from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.records import Book, Hearing
 
 # Beats after which a failed proposal is made again.
@@ -44,20 +44,11 @@ class Agreement:
       outbox: messages to send, `(region, message)`.
     """
 
-    def __init__(
-        self,
-        region: int,
-        num_regions: int,
-        boot: int,
-        step: int,
-        timing: Timing,
-        now: float,
-        min_regions: int = 1,
-    ):
+    def __init__(self, place: Place, boot: int, step: int, now: float):
         """Start outside of any view; the arguments are those of `Member`."""
-        self.region, self._num, self.boot = region, num_regions, boot
-        self._step, self._timing, self._min = step, timing, min_regions
-        self._born = now
+        self.region, self._num, self.boot = place.region, place.num_regions, boot
+        self._timing, self._min = place.timing, place.min_regions
+        self._step, self._born = step, now
         self.view, self.is_over, self.oldest_step = View(), "", 0
         self.shunned: frozenset[int] = frozenset()
         self.detours: frozenset[tuple[int, int]] = frozenset()
@@ -67,7 +58,7 @@ class Agreement:
         self._proposal: View | None = None
         self._promises: dict[int, Promise] = {}
         self._highest = 0
-        self._hearing = Hearing(region, timing.dead_after_s)
+        self._hearing = Hearing(self.region, self._timing.dead_after_s)
         self._admitted: dict[int, tuple[Seat, int]] = {}
         self._book = Book()
         self._asked: dict[SyncId, int] = {}  # Begun anew in each view.

@@ -119,9 +119,7 @@ class Link:
         """
         self.place, self._run, self._step = place, run, step
         self.boot = time.time_ns() if boot is None else boot
-        who = place.region, place.num_regions, self.boot, step
-        now = time.monotonic()
-        self._member = Member(*who, place.timing, now, place.min_regions)
+        self._member = Member(place, self.boot, step, time.monotonic())
         self._member.is_announced = is_announced
         self._lock = threading.Condition()  # Told of every turn of the thread.
         self._futures: dict[SyncId, Future] = {}

@@ -65,7 +65,7 @@ from cocodc_jax.elastic.messages import (
     View,
     Want,
 )
-from cocodc_jax.elastic.place import Timing
+from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.times import Silence, Silences, Times
 
 # A region reads its messages at least twice a beat, unless its process is held up.
@@ -82,32 +82,22 @@ class Member(Agreement):
       times: measured times of messages.
     """
 
-    def __init__(
-        self,
-        region: int,
-        num_regions: int,
-        boot: int,
-        step: int,
-        timing: Timing,
-        now: float,
-        min_regions: int = 1,
-    ):
+    def __init__(self, place: Place, boot: int, step: int, now: float):
         """Start outside of any view.
 
         Args:
-          region: index of this region.
-          num_regions: M, the number of possible regions.
+          place: the region's place; of it the index, the number of regions and the
+            timeouts count.
           boot: life of the region, see `Seat`.
           step: step of its own checkpoint, 0 for none.
-          timing: timeouts.
           now: seconds of a monotonic clock.
-          min_regions: the fewest regions of a view.
         """
-        super().__init__(region, num_regions, boot, step, timing, now, min_regions)
+        super().__init__(place, boot, step, now)
         self._beat_at, self._looked_at = -float("inf"), now
         self.is_announced, self._has_left = True, False
-        self._silences = Silences(timing.beat_s)
-        self.times = Times(region, num_regions, _TELL_BEATS * timing.beat_s)
+        beat_s = place.timing.beat_s
+        self._silences = Silences(beat_s)
+        self.times = Times(self.region, self._num, _TELL_BEATS * beat_s)
 
     def hears_others(self) -> bool:
         """Return whether others take part already."""

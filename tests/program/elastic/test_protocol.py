@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax.elastic.messages import Choice, Install, Propose, Row
-from cocodc_jax.elastic.place import Timing
+from cocodc_jax.elastic.place import Place, Timing
 from cocodc_jax.elastic.protocol import Member
 
 TIMING = Timing(beat_s=1, dead_after_s=5, grace_s=30, start_s=20)
@@ -25,7 +25,8 @@ class World:
 
     def __init__(self, num, seed=0, min_regions=1, timing=TIMING):
         self.random, self.num, self.now = random.Random(seed), num, 0.0
-        self.min_regions, self.boots, self.timing = min_regions, 0, timing
+        self.place = Place(0, (), b"k" * 32, timing, min_regions, via="/", regions=num)
+        self.boots = 0
         self.members, self.logs, self.steps, self.waits = {}, {}, {}, {}
         self.network, self.copies = [], {}
         for region in range(num):
@@ -33,9 +34,8 @@ class World:
 
     def boot(self, region):
         self.boots += 1
-        self.members[region] = Member(
-            region, self.num, self.boots, 0, self.timing, self.now, self.min_regions
-        )
+        place = dataclasses.replace(self.place, region=region)
+        self.members[region] = Member(place, self.boots, 0, self.now)
         self.logs[region], self.steps[region] = {}, None
         self.waits[region] = set()
 
