@@ -197,11 +197,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Read a module from the text that `as_text` gives.
-
-    Raises:
-      ValueError: if it has no entry computation.
-    """
+    """Read a module from the text that `as_text` gives."""
     computations: dict[str, Computation] = {}
     entry = name = ""
     instructions: list[Instruction] = []

@@ -106,11 +106,7 @@ class Target:
         return cls(chip, dims, slices)
 
     def check_installed(self) -> None:
-        """Refuse a machine whose compiler is not installed.
-
-        Raises:
-          ValueError: with the command that installs it.
-        """
+        """Refuse a machine whose compiler is not installed."""
         platform = self.chip.platform
         if not any(importlib.util.find_spec(name) for name in _MODULES[platform]):
             raise ValueError(

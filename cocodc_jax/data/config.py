@@ -148,11 +148,7 @@ def _check_window(window_bytes: int, sequence_length: int) -> None:
 
 
 def cache_dir(data_dir: str = "") -> pathlib.Path:
-    """Return the folder that prepared corpora and trained tokenizers are kept in.
-
-    Raises:
-      ValueError: if it is below a home that is not known.
-    """
+    """Return the folder that prepared corpora and trained tokenizers are kept in."""
     asked = f"data_dir={data_dir!r}"
     if data_dir:
         return expanded(data_dir, asked)
@@ -163,8 +159,7 @@ def cache_dir(data_dir: str = "") -> pathlib.Path:
 def expanded(name: str, asked: str) -> pathlib.Path:
     """Return the absolute path of a name that may begin with ~ or ~USER.
 
-    Raises:
-      ValueError: if no home is known, as in containers whose user has no entry.
+    No home may be known, as in containers whose user has no entry.
     """
     try:
         return pathlib.Path(name).expanduser().absolute()
@@ -176,11 +171,7 @@ def expanded(name: str, asked: str) -> pathlib.Path:
 
 
 def make_writable(folder: pathlib.Path) -> None:
-    """Make a folder of prepared data unless it is there, to be written to.
-
-    Raises:
-      ValueError: naming the folder, why it cannot be, and what chooses it.
-    """
+    """Make a folder of prepared data unless it is there, to be written to."""
     try:
         ensure_folder(folder)
     except UnwritableError as error:

@@ -164,11 +164,7 @@ def load(
 def region_documents(
     corpus: Corpus, partition: Partition, num_regions: int
 ) -> list[Sequence[int]]:
-    """Deal the training documents to regions.
-
-    Raises:
-      ValueError: if documents have no source, or there are fewer sources than regions.
-    """
+    """Deal the training documents to regions."""
     if partition == "iid":
         return [range(r, len(corpus.train), num_regions) for r in range(num_regions)]
     if not corpus.has_sources:
@@ -192,9 +188,6 @@ def deal_sources(sizes: Mapping[str, int], num_regions: int) -> list[list[str]]:
 
     >>> deal_sources({"a": 5, "b": 3, "c": 3, "d": 1}, num_regions=2)
     [['a', 'd'], ['b', 'c']]
-
-    Raises:
-      ValueError: if there are fewer sources than regions.
     """
     if len(sizes) < num_regions:
         raise ValueError(

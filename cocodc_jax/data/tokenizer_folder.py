@@ -42,11 +42,7 @@ class TokenizerFolder:
 
     @classmethod
     def read(cls, path: pathlib.Path) -> TokenizerFolder:
-        """Read the files that are there.
-
-        Raises:
-          ValueError: if there is no `tokenizer.json`.
-        """
+        """Read the files that are there."""
         if not (path / JSON).is_file():
             pieces = sorted(path.glob("*.model"))
             instead = f"; use sentencepiece:{pieces[0]}" if pieces else ""
@@ -61,12 +57,7 @@ class TokenizerFolder:
         return _content(self._said(CONFIG).get("eos_token"))
 
     def check(self, tokenizer: Any) -> None:
-        """Check that the files agree with one another.
-
-        Raises:
-          ValueError: naming a special token that is not in the vocabulary, or has
-            another id, or a model with fewer rows than there are tokens.
-        """
+        """Check that the files agree with one another."""
         said = self._said(CONFIG)
         for name in _CHECKED:
             token = _content(said.get(name))
@@ -106,11 +97,7 @@ def encode_plainly(tokenizer: Any) -> None:
 
 
 def find_eos_token(tokenizer: Any) -> str:
-    """Return the token that ends a text, by its name.
-
-    Raises:
-      ValueError: if a `tokenizers.Tokenizer` has none of the usual ones.
-    """
+    """Return the token that ends a text, by its name."""
     for token in _EOS_CANDIDATES:
         if tokenizer.token_to_id(token) is not None:
             return token

@@ -91,11 +91,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer`, from a `tokenizer.json` or trained by `train_bpe`."""
 
     def __init__(self, tokenizer: Any, folder: TokenizerFolder | None = None):
-        """Find the end-of-text token.
-
-        Raises:
-          ValueError: if there is no end-of-text token, or the folder's files disagree.
-        """
+        """Find the end-of-text token."""
         if folder is not None:
             folder.check(tokenizer)
         said = folder and folder.eos_token
@@ -163,11 +159,7 @@ class SentencePieceTokenizer(Tokenizer):
 def load_tokenizer(
     name: str, texts: Iterable[str], corpus_fingerprint: str, folder: pathlib.Path
 ) -> Tokenizer:
-    """Make the tokenizer that a configuration calls `name`; `folder` keeps trained BPE.
-
-    Raises:
-      ValueError: if its file cannot be read.
-    """
+    """Make the tokenizer called `name`; `folder` keeps trained BPE."""
     kind, _, path = name.partition(":")
     if kind == "bytes":
         return ByteTokenizer()

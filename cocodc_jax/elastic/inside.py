@@ -56,11 +56,7 @@ class Ears:
         self._lock = threading.Lock()
 
     def wait_for(self, num: int, timeout_s: float) -> None:
-        """Wait until `num` other processes listen.
-
-        Raises:
-          TimeoutError: after `timeout_s`.
-        """
+        """Wait until `num` other processes listen, for `timeout_s` at most."""
         self._socket.rcvtimeo = round(timeout_s * 1000)
         while len(self._others) < num:
             try:
@@ -242,13 +238,7 @@ class Listener(SharedLink):
         self._context.term()
 
     def _same(self, call: Callable[[Link], Answer]) -> Answer:
-        """Return the answer that process 0 got to the same call.
-
-        Raises:
-          LeftBehindError, TimeoutError: if the link of process 0 raised it.
-          ConnectionError: if process 0 has ended.
-          RuntimeError: if process 0 has made another call.
-        """
+        """Return, or raise, what process 0 got from the same call."""
         del call
         self._calls += 1
         told, frames = self._answers.get()

@@ -180,15 +180,11 @@ class Link:
             self._channel.wake()
 
     def send(self, sync: SyncId, row: bytes, step_s: float = 0.0) -> Future:
-        """Send this region's message; the future's result is the decision.
+        """Send this region's message of a sync; the future's result is the decision.
 
-        If the others continue without this region, the result is an empty decision of
-        epoch 0, and the next `at` raises.
-
-        Args:
-          sync: the fragment's id and the start step.
-          row: the message.
-          step_s: seconds of an inner step in this region, 0 if not measured.
+        If the others continue without this region, that is an empty decision of epoch
+        0, and the next `at` raises. `step_s` are the seconds of an inner step in this
+        region, 0 if not measured.
         """
         with self._lock:
             self._member.times.step_s = step_s
@@ -204,11 +200,8 @@ class Link:
     def at(self, oldest_step: int) -> dict[int, int]:
         """Report this region's progress; return the regions that wait for a copy.
 
-        This region has applied all syncs that started before `oldest_step`. The lives
-        of the waiting regions come by region.
-
-        Raises:
-          LeftBehindError: if the others continue without this region.
+        This region has applied all syncs that started before `oldest_step`. Returns
+        lives by region. Raises `LeftBehindError` if the others continue without it.
         """
         with self._lock:
             self._check()
@@ -232,15 +225,10 @@ class Link:
             self._channel.wake()
 
     def join(self, timeout_s: float) -> Snapshot | None:
-        """Wait until this region takes part.
+        """Wait until this region takes part; return the copy that it starts from.
 
-        Returns:
-          The copy that it starts from; None where the run begins, or continues from
-          this region's own checkpoint.
-
-        Raises:
-          TimeoutError: if no region admits it in time.
-          LeftBehindError: if others begin without it meanwhile.
+        None where the run begins, or continues from this region's own checkpoint.
+        Raises `LeftBehindError` if others begin without it meanwhile.
         """
         with self._lock:
             if not self._member.is_announced:

@@ -248,9 +248,6 @@ def unseal(
     """Return how long the frames of an object are, and where they start.
 
     `first` are its first `_FIRST_BYTES`, or all; a frame has `limit` bytes at most.
-
-    Raises:
-      RefusedError: if it is not signed with the key, or a frame is too long.
     """
     table_at = 2 * _MAC_BYTES + _COUNT.size
     count = _COUNT.unpack_from(first, 2 * _MAC_BYTES)[0] if first[table_at - 1 :] else 0
@@ -268,11 +265,7 @@ def unseal(
 
 
 def opened(name: str, data: bytes, lengths: Sequence[int], start: int) -> list[bytes]:
-    """Return the frames of an object that `unseal` has accepted.
-
-    Raises:
-      RefusedError: if they are not what was signed.
-    """
+    """Return the frames of an object that `unseal` has accepted."""
     end = start + sum(lengths)
     body = memoryview(data)[start:end]
     signed = data[_MAC_BYTES : 2 * _MAC_BYTES]

@@ -63,11 +63,7 @@ class Place:
     regions: int = 0
 
     def __post_init__(self):
-        """Validate the settings.
-
-        Raises:
-          ValueError: with the argument, its value and what would be right.
-        """
+        """Validate the settings."""
         for address in self.addresses:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal():

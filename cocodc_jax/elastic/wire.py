@@ -58,11 +58,7 @@ def pack(letter: Letter) -> list[bytes]:
 
 
 def unpack(frames: Sequence[bytes], num_regions: int) -> Letter:
-    """Read the frames that `pack` wrote; regions are below `num_regions`.
-
-    Raises:
-      WireError: if the frames are not a message of this protocol.
-    """
+    """Read the frames that `pack` wrote, or raise `WireError`."""
     try:
         if not frames or len(frames[0]) > MAX_HEADER_BYTES:
             raise ValueError("the header is missing or too long")

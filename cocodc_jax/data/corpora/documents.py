@@ -94,10 +94,6 @@ def open_tfds_set(name: str, data_dir: str, validation_fraction: float) -> Corpu
     Train documents are those of split `train`. Validation documents are those of
     `validation`, `valid`, `dev` or `test`, whichever there is first, or else the first
     ones of `train`, which are not trained on then.
-
-    Raises:
-      ValueError: if the set is not there, has no train split, cannot be read at random
-        or has no text feature.
     """
     builder = _find_prepared(name, data_dir)
     splits = _split_names(name, builder.info.splits, validation_fraction)

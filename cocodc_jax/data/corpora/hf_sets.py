@@ -108,9 +108,6 @@ def open_hf_set(folder: str, config: DataConfig) -> Corpus:
     says so. Validation documents are those of files that say `validation`, `valid`,
     `val` or `dev`, else `test`, or else a share of the documents by a hash of their
     text, which are not trained on then.
-
-    Raises:
-      RecordError: naming the file, if there is none or one cannot be read.
     """
     found = _find(expanded(folder, f"dataset='hf:{folder}'"))
     paths = [_unpacked(f.path, cache_dir(config.data_dir)) for f in found]

@@ -146,13 +146,7 @@ def prepare_corpus(
     data_dir: pathlib.Path,
     undecodable: str,
 ) -> tfds.core.DatasetBuilder:
-    """Return a builder whose data are on disk, preparing them if they are not.
-
-    Raises:
-      ValueError: if the files do not hold two different documents, one of them is
-        refused, the folder cannot be written to, or some of what was prepared in it
-        has gone.
-    """
+    """Return a builder whose data are on disk, preparing them if they are not."""
     # Without those files nothing depends on the choice.
     choice = () if undecodable == "skip" else (undecodable,)
     fingerprint = files_fingerprint(

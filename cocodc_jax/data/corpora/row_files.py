@@ -45,8 +45,7 @@ class RowFile(abc.ABC):
     def texts(self, chunk: int) -> list[str]:
         """Return the texts of a chunk, without rows that have none.
 
-        Raises:
-          RecordError: naming file and row.
+        A `RecordError` names file and row.
         """
 
 
@@ -61,11 +60,7 @@ class JsonLines(RowFile):
         undecodable: str,
         shown: pathlib.Path,
     ):
-        """Look at the first line.
-
-        Raises:
-          RecordError: if the first line is no object with that field.
-        """
+        """Look at the first line: it must be an object with that field."""
         self.path, self._field, self._shown = path, field, shown
         self._chunk_bytes, self._undecodable = chunk_bytes, undecodable
         self.num_bytes = path.stat().st_size
@@ -165,11 +160,7 @@ class Parquet(_Columns):
     """A Parquet file."""
 
     def __init__(self, path: pathlib.Path, field: str, chunk_bytes: int):
-        """Read the file's footer.
-
-        Raises:
-          RecordError: if it has no text column of that name, or cannot be read.
-        """
+        """Read the file's footer."""
         self.path, self._field = path, field
         parquet = _pyarrow("parquet", path)
         with _reading(path), parquet.ParquetFile(path) as file:
@@ -193,11 +184,7 @@ class Arrow(_Columns):
     """An Arrow stream, as `datasets` saves it, or an Arrow file."""
 
     def __init__(self, path: pathlib.Path, field: str, chunk_bytes: int):
-        """Map the file into memory.
-
-        Raises:
-          RecordError: if it has no text column of that name, or cannot be read.
-        """
+        """Map the file into memory."""
         self.path = path
         arrow, ipc = _pyarrow("", path), _pyarrow("ipc", path)
         with _reading(path):
