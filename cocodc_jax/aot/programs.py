@@ -128,7 +128,7 @@ def _walk(program: RegionProgram, log_every: int) -> tuple[int, float, Any]:
     done, longest, starts, end = 0, 1, 0, 3 * schedule.sync_interval
 
     def observe(name: str) -> list:
-        """Answer a schedule that chooses by what it sees: all fragments are alike."""
+        """Answer a schedule that chooses by what it sees: all fragments are equal."""
         return [] if name == "applied" else [1.0] * len(program.fragments)
 
     while (step := schedule.next_step(state)) <= end:

@@ -7,20 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from cocodc_jax.elastic.messages import (
-    Choice,
-    Decision,
-    Install,
-    Life,
-    Message,
-    Promise,
-    Propose,
-    Row,
-    Seat,
-    SyncId,
-    View,
-    Want,
-)
+from cocodc_jax.elastic import messages as m
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.records import Book, Hearing
 
@@ -49,20 +36,20 @@ class Agreement:
         self.region, self._num, self.boot = place.region, place.num_regions, boot
         self._timing, self._min = place.timing, place.min_regions
         self._step, self._born = step, now
-        self.view, self.is_over, self.oldest_step = View(), "", 0
+        self.view, self.is_over, self.oldest_step = m.View(), "", 0
         self.shunned: frozenset[int] = frozenset()
         self.detours: frozenset[tuple[int, int]] = frozenset()
         self._entered_at = now
         self._promised, self._promised_at = 0, now
         self._vows: set[int] = set()
-        self._proposal: View | None = None
-        self._promises: dict[int, Promise] = {}
+        self._proposal: m.View | None = None
+        self._promises: dict[int, m.Promise] = {}
         self._highest = 0
         self._hearing = Hearing(self.region, self._timing.dead_after_s)
-        self._admitted: dict[int, tuple[Seat, int]] = {}
+        self._admitted: dict[int, tuple[m.Seat, int]] = {}
         self._book = Book()
-        self._asked: dict[SyncId, int] = {}  # Begun anew in each view.
-        self.outbox: list[tuple[int, Message]] = []
+        self._asked: dict[m.SyncId, int] = {}  # Begun anew in each view.
+        self.outbox: list[tuple[int, m.Message]] = []
 
     @property
     def is_in(self) -> bool:
@@ -75,7 +62,7 @@ class Agreement:
         return self.view.epoch % self._num
 
     @property
-    def delivered(self) -> list[Decision]:
+    def delivered(self) -> list[m.Decision]:
         """Decisions that this region waits for; the reader clears the list."""
         return self._book.delivered
 
@@ -93,13 +80,13 @@ class Agreement:
             return boot == self.boot
         return self._hearing.is_alive(region, boot, now)
 
-    def _tell(self, region: int, message: Message) -> None:
+    def _tell(self, region: int, message: m.Message) -> None:
         if region != self.region:
             self.outbox.append((region, message))
 
     # Views.
 
-    def _next_seats(self, now: float) -> dict[int, Seat] | None:
+    def _next_seats(self, now: float) -> dict[int, m.Seat] | None:
         """Return the seats to propose now, None if it is not this region's turn."""
         pause_s = _PROPOSE_BEATS * self._timing.beat_s
         if self._promised > self.view.epoch and now - self._promised_at <= pause_s:
@@ -134,7 +121,7 @@ class Agreement:
             return self.coordinator
         return min(well)
 
-    def _first_seats(self, now: float) -> dict[int, Seat] | None:
+    def _first_seats(self, now: float) -> dict[int, m.Seat] | None:
         """Return the seats of the run's first view, None if another proposes them."""
         alive = self._hearing.alive(now)
         if any(heard.step is None for heard in alive.values()):
@@ -147,23 +134,23 @@ class Agreement:
         if max(steps, key=lambda r: (steps[r], -r)) != self.region:
             return None
         if self._step:  # The others start from a copy of this one.
-            return {self.region: Seat(self.boot, self._step)}
+            return {self.region: m.Seat(self.boot, self._step)}
         boots = {r: heard.boot for r, heard in alive.items()} | {self.region: self.boot}
-        return {r: Seat(boots[r], 0) for r in sorted(steps)}
+        return {r: m.Seat(boots[r], 0) for r in sorted(steps)}
 
-    def _propose(self, seats: dict[int, Seat], now: float) -> None:
+    def _propose(self, seats: dict[int, m.Seat], now: float) -> None:
         highest = max(self._highest, self._promised, self.view.epoch)
         epoch = (highest // self._num + 1) * self._num + self.region
-        self._proposal = View(epoch, seats)
+        self._proposal = m.View(epoch, seats)
         self._promises = {}
         self._promised, self._promised_at = epoch, now
         self._book.choices.clear()
         for region in seats:
             known = tuple(self._book.decided)
-            self._tell(region, Propose(self._proposal, self.view.epoch, known))
-        self._count_promise(self.region, Promise(epoch, (), ()), now)
+            self._tell(region, m.Propose(self._proposal, self.view.epoch, known))
+        self._count_promise(self.region, m.Promise(epoch, (), ()), now)
 
-    def _descends(self, sender: Life, base_epoch: int) -> bool:
+    def _descends(self, sender: m.Life, base_epoch: int) -> bool:
         """Return whether a region knows what this region's view has decided.
 
         It does if this region is in no view yet, if both are in one view, or if one has
@@ -175,16 +162,18 @@ class Agreement:
             return self.view.has(sender)
         return base_epoch in self._vows
 
-    def _promise(self, sender: int, view: View, known: Iterable[SyncId], now: float):
+    def _promise(
+        self, sender: int, view: m.View, known: Iterable[m.SyncId], now: float
+    ):
         if not view.has((self.region, self.boot)) or view.epoch <= self._promised:
             return
         self._promised, self._promised_at, self._proposal = view.epoch, now, None
         self._vows.add(view.epoch)
         self._book.choices.clear()
         lacks = self._book.beyond(known)
-        self._tell(sender, Promise(view.epoch, tuple(self._book.decided), lacks))
+        self._tell(sender, m.Promise(view.epoch, tuple(self._book.decided), lacks))
 
-    def _count_promise(self, sender: int, promise: Promise, now: float) -> None:
+    def _count_promise(self, sender: int, promise: m.Promise, now: float) -> None:
         view = self._proposal
         if view is None or promise.epoch != view.epoch:
             return
@@ -195,10 +184,10 @@ class Agreement:
             for decision in each.decisions:
                 self._book.learn(decision)
         for region, each in self._promises.items():
-            self._tell(region, Install(view, self._book.beyond(each.known)))
+            self._tell(region, m.Install(view, self._book.beyond(each.known)))
         self._enter(view, (), now)
 
-    def _enter(self, view: View, decisions: Iterable[Decision], now: float) -> None:
+    def _enter(self, view: m.View, decisions: Iterable[m.Decision], now: float) -> None:
         is_led_by_another = view.epoch % self._num != self.coordinator
         self.view, self._proposal, self._entered_at = view, None, now
         self._promised = view.epoch
@@ -221,7 +210,7 @@ class Agreement:
 
     # Means.
 
-    def offer(self, sync: SyncId, row: bytes, now: float) -> None:
+    def offer(self, sync: m.SyncId, row: bytes, now: float) -> None:
         """Send this region's message of a sync, and wait for the decision."""
         self._book.wait_for(sync, row, now)
         if sync in self._book.own and self.is_in:
@@ -229,12 +218,12 @@ class Agreement:
             for region in self.view.seats:
                 self._send_row(region, sync, now)
 
-    def expect(self, sync: SyncId, now: float) -> None:
+    def expect(self, sync: m.SyncId, now: float) -> None:
         """Wait for the decision of a sync that started before this region joined."""
         self._book.wait_for(sync, None, now)
 
-    def _send_row(self, region: int, sync: SyncId, now: float) -> None:
-        self._tell(region, Row(self.view.epoch, sync, self._book.own[sync], now))
+    def _send_row(self, region: int, sync: m.SyncId, now: float) -> None:
+        self._tell(region, m.Row(self.view.epoch, sync, self._book.own[sync], now))
 
     def _ask(self, now: float) -> None:
         """Ask again for missing decisions: the messages may have been lost."""
@@ -246,16 +235,16 @@ class Agreement:
             beats *= max(asked - _ASK_DOUBLINGS, 0) + 1
             if now - since > beats * self._timing.beat_s and not self._leads:
                 self._asked[sync] = asked + 1
-                self._tell(self.coordinator, Want(self.view.epoch, sync))
+                self._tell(self.coordinator, m.Want(self.view.epoch, sync))
 
-    def _answer(self, sender: Life, sync: SyncId, now: float) -> None:
+    def _answer(self, sender: m.Life, sync: m.SyncId, now: float) -> None:
         if not self._leads:
             if sync in self._book.own:
                 self._send_row(sender[0], sync, now)
         elif sync in self._book.decided:
             self._tell(sender[0], self._book.decided[sync])
         elif sender not in self._book.rows.get(sync, {}):
-            self._tell(sender[0], Want(self.view.epoch, sync))
+            self._tell(sender[0], m.Want(self.view.epoch, sync))
 
     def _decide(self, now: float) -> None:
         """Decide the syncs of which all messages, or enough for long, are here."""
@@ -279,7 +268,7 @@ class Agreement:
             if not missing or (is_late and alive):
                 self._choose(sync, rows)
 
-    def _choose(self, sync: SyncId, rows: dict[Life, bytes]) -> None:
+    def _choose(self, sync: m.SyncId, rows: dict[m.Life, bytes]) -> None:
         """Decide a sync with the messages that have arrived, and announce it."""
         members = self._members_of(rows)
         for region, seat in self.view.seats.items():
@@ -291,11 +280,11 @@ class Agreement:
                 or not self.view.has(life)
                 or (life[0], region) in self.detours
             }
-            self._tell(region, Choice(self.view.epoch, sync, members, lacks))
+            self._tell(region, m.Choice(self.view.epoch, sync, members, lacks))
         found = {life[0]: rows[life] for life in members}
-        self._book.learn(Decision(self.view.epoch, sync, found))
+        self._book.learn(m.Decision(self.view.epoch, sync, found))
 
-    def _members_of(self, rows: Iterable[Life]) -> tuple[Life, ...]:
+    def _members_of(self, rows: Iterable[m.Life]) -> tuple[m.Life, ...]:
         """Return one life of each region that has sent, the one with a seat if there.
 
         Shunned regions are left out unless no other region has sent a message.

@@ -48,23 +48,8 @@ from __future__ import annotations
 
 import sys
 
+from cocodc_jax.elastic import messages as m
 from cocodc_jax.elastic.agreement import Agreement
-from cocodc_jax.elastic.messages import (
-    Beat,
-    Choice,
-    Decision,
-    Install,
-    Join,
-    Leave,
-    Message,
-    Promise,
-    Propose,
-    Report,
-    Row,
-    Seat,
-    View,
-    Want,
-)
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.times import Silence, Silences, Times
 
@@ -127,7 +112,7 @@ class Member(Agreement):
         It starts from a copy of this region at `since_step`, in which all syncs that
         started before `oldest_step` are applied.
         """
-        self._admitted[region] = Seat(boot, since_step), oldest_step
+        self._admitted[region] = m.Seat(boot, since_step), oldest_step
 
     def silent(self, now: float) -> dict[int, Silence]:
         """Return which regions of the view are silent, but not yet counted as dead."""
@@ -157,7 +142,7 @@ class Member(Agreement):
     def leave(self) -> None:
         """Take part no more, and announce it so that no region waits."""
         if not self.is_over:
-            self._tell_all(Leave())
+            self._tell_all(m.Leave())
             self.is_over, self._has_left = "it has left", True
 
     def tick(self, now: float) -> None:
@@ -165,7 +150,7 @@ class Member(Agreement):
         self._looked_at = now
         if self._has_left and now - self._beat_at >= self._timing.beat_s:
             self._beat_at = now
-            self._tell_all(Leave())  # The last one may have been lost.
+            self._tell_all(m.Leave())  # The last one may have been lost.
         if self.is_over or not self.is_announced or self._is_far_behind():
             return
         if now - self._beat_at >= self._timing.beat_s:
@@ -181,7 +166,7 @@ class Member(Agreement):
                 self._tell(region, report)
         self._trim()
 
-    def receive(self, sender: int, boot: int, message: Message, now: float) -> None:
+    def receive(self, sender: int, boot: int, message: m.Message, now: float) -> None:
         """Process another region's message, of any kind but `Snapshot`.
 
         Messages of an earlier life, `boot`, of the sender are ignored.
@@ -193,9 +178,9 @@ class Member(Agreement):
         life = sender, boot
         self._silences.heard(life, now)
         match message:
-            case Join() if self.view.has(life) and self._holds:
+            case m.Join() if self.view.has(life) and self._holds:
                 self._repeat_view(sender)
-            case Beat(view, promised, clock_s=clock_s):
+            case m.Beat(view, promised, clock_s=clock_s):
                 self._highest = max(self._highest, promised, view.epoch)
                 is_ahead = (
                     self.region not in view.seats and view.epoch > self.view.epoch
@@ -203,34 +188,34 @@ class Member(Agreement):
                 self._hearing.note(sender, is_elsewhere=self.is_in and is_ahead)
                 self.times.sign(life, clock_s, now)
                 self._compare(sender, view)
-            case Row(epoch, sync, row, clock_s):
+            case m.Row(epoch, sync, row, clock_s):
                 self.times.came(life, sync, clock_s, self._there(now))
                 if epoch in (self.view.epoch, self._promised):
                     self._book.collect(life, sync, row)
-            case Want(epoch, sync) if epoch == self.view.epoch:
+            case m.Want(epoch, sync) if epoch == self.view.epoch:
                 self._answer(life, sync, now)
-            case Decision(epoch) if epoch == self.view.epoch == self._promised:
+            case m.Decision(epoch) if epoch == self.view.epoch == self._promised:
                 self._book.learn(message)
-            case Choice(epoch) if epoch == self.view.epoch == self._promised:
+            case m.Choice(epoch) if epoch == self.view.epoch == self._promised:
                 self._book.choose(message)
-            case Report():
+            case m.Report():
                 self.times.told(sender, message, now)
-            case Propose(view, base_epoch, known):
+            case m.Propose(view, base_epoch, known):
                 if self._descends(life, base_epoch):
                     self._promise(sender, view, known, now)
-            case Promise(epoch):
+            case m.Promise(epoch):
                 self._count_promise(sender, message, now)
-            case Install(view, decisions):
+            case m.Install(view, decisions):
                 if view.epoch == self._promised and view.epoch > self.view.epoch:
                     self._enter(view, decisions, now)
 
-    def _tell_all(self, message: Message) -> None:
+    def _tell_all(self, message: m.Message) -> None:
         for region in range(self._num):
             self._tell(region, message)
 
     def _repeat_view(self, region: int) -> None:
         """Announce the view again: the message that it holds was lost."""
-        self._tell(region, Install(self.view, self._book.beyond(())))
+        self._tell(region, m.Install(self.view, self._book.beyond(())))
 
     # Heartbeats, and views that continued without this region.
 
@@ -252,18 +237,20 @@ class Member(Agreement):
     def _beat(self, now: float) -> None:
         hears = self._hearing.of_late(now)
         if not self.is_in:
-            self._tell_all(Join(self._step, hears))
+            self._tell_all(m.Join(self._step, hears))
             return
-        self._tell_all(Beat(self.view, self._promised, self.oldest_step, hears, now))
+        self._tell_all(m.Beat(self.view, self._promised, self.oldest_step, hears, now))
         self._ask(now)
 
-    def _compare(self, sender: int, theirs: View) -> None:
+    def _compare(self, sender: int, theirs: m.View) -> None:
         """Check whether the others continued without this region."""
         if not self.is_in:
             return
         mine = self.view.seats
         if self.region not in theirs.seats:
-            rest = View(seats={r: x for r, x in mine.items() if r not in theirs.seats})
+            rest = m.View(
+                seats={r: x for r, x in mine.items() if r not in theirs.seats}
+            )
             is_apart = len(rest.seats) == len(mine)
             if not is_apart and theirs.epoch < self.view.epoch:
                 return  # The sender does not know of this region's view yet.

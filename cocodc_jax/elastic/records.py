@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
-from cocodc_jax.elastic.messages import (
-    Beat,
-    Choice,
-    Decision,
-    Join,
-    Leave,
-    Life,
-    Message,
-    SyncId,
-)
+from cocodc_jax.elastic import messages as m
 
 
 class Heard(NamedTuple):
@@ -50,7 +41,7 @@ class Hearing:
         self.last: dict[int, Heard] = {}
 
     def hear(
-        self, sender: int, boot: int, message: Message, now: float, are_we_told: bool
+        self, sender: int, boot: int, message: m.Message, now: float, are_we_told: bool
     ) -> bool:
         """Record a message; return whether to process it.
 
@@ -64,12 +55,14 @@ class Hearing:
             return False
         heard = heard._replace(when=now)
         match message:
-            case Join(step, hears):
+            case m.Join(step, hears):
                 heard = heard._replace(step=step, oldest_step=0)
-            case Beat(oldest_step=oldest, hears=hears):
+            case m.Beat(oldest_step=oldest, hears=hears):
                 heard = heard._replace(step=None, oldest_step=oldest)
             case _:
-                self.last[sender] = heard._replace(has_left=isinstance(message, Leave))
+                self.last[sender] = heard._replace(
+                    has_left=isinstance(message, m.Leave)
+                )
                 return True
         hears_us, since = self._region in hears, None
         if are_we_told and not hears_us:  # Else this region has sent nothing yet.
@@ -130,16 +123,16 @@ class Book:
     def __init__(self):
         """Start without messages."""
         self.floor = self.reached = 0
-        self.own: dict[SyncId, bytes] = {}
-        self.waiting: dict[SyncId, float] = {}
-        self.rows: dict[SyncId, dict[Life, bytes]] = {}
-        self.quorum_s: dict[SyncId, float] = {}
-        self.choices: dict[SyncId, Choice] = {}
-        self.decided: dict[SyncId, Decision] = {}
-        self.delivered: list[Decision] = []
-        self.news: list[Decision] = []
+        self.own: dict[m.SyncId, bytes] = {}
+        self.waiting: dict[m.SyncId, float] = {}
+        self.rows: dict[m.SyncId, dict[m.Life, bytes]] = {}
+        self.quorum_s: dict[m.SyncId, float] = {}
+        self.choices: dict[m.SyncId, m.Choice] = {}
+        self.decided: dict[m.SyncId, m.Decision] = {}
+        self.delivered: list[m.Decision] = []
+        self.news: list[m.Decision] = []
 
-    def wait_for(self, sync: SyncId, row: bytes | None, now: float) -> None:
+    def wait_for(self, sync: m.SyncId, row: bytes | None, now: float) -> None:
         """Wait for a decision, with this region's message or without one."""
         if row is not None:
             self.own[sync] = row
@@ -147,13 +140,13 @@ class Book:
         self.waiting[sync] = now
         self._settle(sync)
 
-    def collect(self, sender: Life, sync: SyncId, row: bytes) -> None:
+    def collect(self, sender: m.Life, sync: m.SyncId, row: bytes) -> None:
         """Store a region's message."""
         if sync not in self.decided and sync[1] >= self.floor:
             self.rows.setdefault(sync, {})[sender] = row
             self._complete(sync)
 
-    def choose(self, choice: Choice) -> None:
+    def choose(self, choice: m.Choice) -> None:
         """Store the coordinator's choice; it counts once all its messages are here."""
         sync = choice.sync
         if sync in self.decided or sync[1] < self.floor:
@@ -165,13 +158,13 @@ class Book:
                 self.rows.setdefault(sync, {})[region, boots[region]] = row
         self._complete(sync)
 
-    def _complete(self, sync: SyncId) -> None:
+    def _complete(self, sync: m.SyncId) -> None:
         choice, rows = self.choices.get(sync), self.rows.get(sync, {})
         if choice is not None and all(life in rows for life in choice.members):
             found = {life[0]: rows[life] for life in choice.members}
-            self.learn(Decision(choice.epoch, sync, found))
+            self.learn(m.Decision(choice.epoch, sync, found))
 
-    def learn(self, decision: Decision) -> None:
+    def learn(self, decision: m.Decision) -> None:
         """Store a decision; the first one of a sync holds."""
         sync = decision.sync
         if sync[1] >= self.floor:
@@ -179,7 +172,7 @@ class Book:
                 self.news.append(decision)
             self._settle(sync)
 
-    def _settle(self, sync: SyncId) -> None:
+    def _settle(self, sync: m.SyncId) -> None:
         """Deliver a sync's decision, if there is one and this region waits for it."""
         if sync not in self.decided:
             return
@@ -189,7 +182,7 @@ class Book:
         if self.waiting.pop(sync, None) is not None:
             self.delivered.append(self.decided[sync])
 
-    def forget_rows_but(self, senders: Collection[Life]) -> None:
+    def forget_rows_but(self, senders: Collection[m.Life]) -> None:
         """Keep the messages of `senders` only; another region coordinates now."""
         self.quorum_s = {}
         for sync, rows in self.rows.items():
@@ -202,7 +195,7 @@ class Book:
             for sync in [s for s in table if s[1] < floor]:
                 del table[sync]
 
-    def undecided(self) -> list[SyncId]:
+    def undecided(self) -> list[m.SyncId]:
         """List the syncs that this region waits for or has messages of."""
         has_rows = {sync for sync, rows in self.rows.items() if rows}
         return sorted(self.waiting.keys() | has_rows)
@@ -212,7 +205,7 @@ class Book:
         reached = max(self.reached, since_step)
         return sum(start > reached for _, start in self.decided)
 
-    def beyond(self, known: Iterable[SyncId]) -> tuple[Decision, ...]:
+    def beyond(self, known: Iterable[m.SyncId]) -> tuple[m.Decision, ...]:
         """List the decisions of all syncs but `known`."""
         known = set(known)
         return tuple(d for sync, d in self.decided.items() if sync not in known)
