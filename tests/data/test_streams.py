@@ -253,12 +253,6 @@ def test_too_small_a_corpus_states_both_counts(tmp_path):
         ({}, 2, None, r"num_batches=10000 of 4 need 40000 .* the corpus has \d+;"),
         ({}, 2, [2], r"regions=\(2,\) are not all below num_reg"),
         ({"batch_per_region": 1}, 100, None, "region 4. of 100 has 0 training tokens"),
-        (
-            {"partition": "source"},
-            13,
-            None,
-            "num_regions=13 regions, and the corpus has",
-        ),
     ],
 )
 def test_more_than_there_is(config, changes, num_regions, regions, message):

@@ -73,14 +73,6 @@ def test_bpe_is_trained_once(tmp_path):
     assert other.fingerprint != first.fingerprint
 
 
-def test_huggingface_file(tmp_path, bpe):
-    path = tmp_path / "tokenizer.json"
-    path.write_text(bpe._tokenizer.to_str())
-    loaded = _load(f"hf:{path}", tmp_path)
-    assert loaded.fingerprint == bpe.fingerprint
-    assert loaded.encode(TEXTS[3]).tolist() == bpe.encode(TEXTS[3]).tolist()
-
-
 def test_what_a_file_was_last_called_with_does_not_hold(tmp_path, bpe):
     tokenizer = hf.Tokenizer.from_str(bpe._tokenizer.to_str())
     tokenizer.enable_truncation(8)
