@@ -54,11 +54,11 @@ class TokenizerFolder:
     @property
     def eos_token(self) -> str | None:
         """The token that ends a text, None if the files do not say."""
-        return _content(self._said(CONFIG).get("eos_token"))
+        return _content(self._config.get("eos_token"))
 
     def check(self, tokenizer: Any) -> None:
         """Check that the files agree with one another."""
-        said = self._said(CONFIG)
+        said = self._config
         for name in _CHECKED:
             token = _content(said.get(name))
             if token is not None and tokenizer.token_to_id(token) is None:
@@ -80,8 +80,9 @@ class TokenizerFolder:
                 "model's config.json beside it"
             )
 
-    def _said(self, name: str) -> dict[str, Any]:
-        return json.loads(self.files.get(name, b"{}"))
+    @property
+    def _config(self) -> dict[str, Any]:
+        return json.loads(self.files.get(CONFIG, b"{}"))
 
 
 def encode_plainly(tokenizer: Any) -> None:

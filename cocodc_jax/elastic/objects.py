@@ -147,8 +147,10 @@ class Objects:
         concurrent.futures.wait(self._writes, _FAREWELL_S)
         time.sleep(max(_STAY_S, _STAY_POLLS * self._poll_s))
         self._thread.join(_FAREWELL_S)
-        names = [name for _, name in self._written]
-        gone = [self._small.submit(self._remove, name) for name in names]
+        gone = []
+        while self._written:  # Late writes may still add to it.
+            name = self._written.popleft()[1]
+            gone.append(self._small.submit(self._remove, name))
         concurrent.futures.wait(gone, _FAREWELL_S)
         for lane in (self._small, self._large):
             lane.shutdown(wait=False, cancel_futures=True)
