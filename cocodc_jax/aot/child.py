@@ -235,10 +235,6 @@ def needed_bytes(message: str) -> int | None:
     """Read from a compiler's refusal how much memory a program needs.
 
     None if it is no such refusal; 0 if it gives no number.
-
-    >>> needed_bytes("RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory "
-    ...              "required for HLO temporaries (36.57G) exceeds (15.75G).") >> 20
-    37447
     """
     if "RESOURCE_EXHAUSTED" not in message:
         return None

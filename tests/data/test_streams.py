@@ -102,14 +102,6 @@ def test_a_region_reads_the_same_on_any_process(config):
     np.testing.assert_array_equal(swapped, every[:, [2, 0]])
 
 
-def test_threads_do_not_change_the_order(config):
-    many = dataclasses.replace(config, loader_threads=4)
-    np.testing.assert_array_equal(
-        _take(load(config, 2).train_stream(), 60),
-        _take(load(many, 2).train_stream(), 60),
-    )
-
-
 def test_the_seed_and_the_epoch_change_the_order(config):
     first = _take(load(config, 2).train_stream(), 60)
     other = _take(load(dataclasses.replace(config, seed=1), 2).train_stream(), 60)

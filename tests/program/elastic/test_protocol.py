@@ -376,14 +376,6 @@ def test_who_leaves_at_once_takes_its_decision_along():
     assert len(parted(AT_ONCE, 3, stays=False)) > 1
 
 
-def test_what_was_decided_is_forgotten_when_all_have_applied_it():
-    world = World(3)
-    world.settle(40)
-    assert world.steps[0] > 30
-    for member in world.members.values():
-        assert len(member._book.decided) < 8
-
-
 @pytest.mark.parametrize("straggler", [0, 2])
 def test_what_is_kept_for_a_straggler_has_an_end(straggler):
     """Whether it coordinates or not; and it comes back to where the others are."""
