@@ -76,7 +76,7 @@ class Ears:
         message = [json.dumps(head).encode(), *frames]
         with self._lock:
             for name in self._others:
-                self._socket.send_multipart([name, *message])
+                self._socket.send_multipart([name, *message], copy=False)
 
     def close(self) -> None:
         """Close, after a few seconds at most for unsent messages."""
