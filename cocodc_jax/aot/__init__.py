@@ -6,9 +6,10 @@ operations, collectives, and which of these overlap the inner steps
 (`experiments.compile`).
 
 - `targets`: the machines, what a chip of each can do, and what must be installed.
-- `hlo`: scheduled HLO as values; `collectives`, `groups`, `costs`: what follows.
-- `roofline`: the least time of a step; `programs`: the programs that a run compiles.
-- `child`: the process that compiles, in its own environment; `job` starts it.
+- `hlo`: scheduled HLO as values; `collectives`, `costs`: what follows.
+- `programs`: the programs that a run compiles; `written`: operations before compiling.
+- `child`: the process that compiles, in its own environment, and the least time of a
+  step by a roofline; `job` starts it, and `report` sums up.
 """
 
 from cocodc_jax._lazy import attach, modules_of

@@ -15,12 +15,12 @@ asynchronous collective spans lies between its start and its end in the schedule
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import numpy as np
 
 from cocodc_jax.aot.costs import flops
-from cocodc_jax.aot.groups import replica_groups
 from cocodc_jax.aot.hlo import (
     Array,
     Computation,
@@ -76,10 +76,9 @@ def collectives(module: Module, mesh_shape: dict[str, int]) -> list[Collective]:
     meanwhile; all steps carry its channel's number, and count once. 1 is no such
     number: JAX gives it to all that a `shard_map` names.
 
-    Args:
-      module: scheduled.
-      mesh_shape: sizes of the mesh's axes, in the order of its devices. Where the hosts
-        carry collectives, the module is one slice's, and numbers its devices alone.
+    `mesh_shape` has the sizes of the mesh's axes, in the order of its devices. Where
+    the hosts carry collectives, the module is one slice's, and numbers its devices
+    alone.
     """
     busy = _busy_loops(module)
     found: dict[tuple, Collective] = {}
@@ -93,8 +92,7 @@ def collectives(module: Module, mesh_shape: dict[str, int]) -> list[Collective]:
             number = channel[1] if channel else "1"
             key = (one.kind, each.name if number == "1" else number)
             one = dataclasses.replace(one, times=times)
-            first = found.get(key)
-            parts = (one, first) if first else (one,)
+            parts = (one, found.get(key, one))
             found[key] = dataclasses.replace(
                 max(parts, key=lambda part: part.num_bytes),
                 times=max(part.times for part in parts),
@@ -118,7 +116,7 @@ def _read(
     if kind not in KINDS:
         return None
     groups = replica_groups(each.attributes)
-    size = _group_size(groups, mesh_shape)
+    size = math.prod(mesh_shape.values()) if groups is None else len(groups[0])
     result = each.shape
     # A start's result is a tuple of operands, results and contexts; but for this one.
     if each.opcode.endswith("-start") and each.opcode != "all-reduce-start":
@@ -130,13 +128,22 @@ def _read(
     # A TPU's reduce-scatter is an all-reduce and a slice, fused.
     if kind == "all-reduce" and inside.name.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"
+    wrappers = [
+        (other, computation)
+        for computation in module
+        for other in computation.instructions
+        if other.opcode == "async-start"
+        and inside.name in other.called.get("calls", ())
+    ]
+    starts = [(each, inside), *wrappers]
+    is_async = each.opcode.endswith("-start") or "async" in inside.name
     return Collective(
         kind=kind,
         axes=_axes(groups, mesh_shape),
         num_bytes=_received(kind, num_bytes, size),
         times=1,
-        is_async=_is_async(each, inside, module),
-        spans=_spans(each, inside, busy) or _caller_spans(inside, module, busy),
+        is_async=is_async or bool(wrappers),
+        spans=any(_spans(start, there, busy) for start, there in starts),
         array=max(all_arrays, key=lambda array: array.num_bytes),
         name=each.name,
     )
@@ -170,39 +177,16 @@ def _read_send(
         and f'_xla_host_transfer_rendezvous="{rendezvous}"' in other.attributes
     ]
     # What is gathered arrives whole; of a sum each device has its own share only.
-    num_bytes = max(
-        (other.arrays[0].num_bytes for other in halves), default=array.num_bytes
-    )
+    received = [other.arrays[0].num_bytes for other in halves]
     return Collective(
         kind=kind,
         axes=(BETWEEN_SLICES,),
-        num_bytes=float(num_bytes),
+        num_bytes=float(max(received, default=array.num_bytes)),
         times=1,
         is_async=True,
         spans=all(_spans(half, inside, busy) for half in halves or (each,)),
         array=array,
         name=each.name,
-    )
-
-
-def _is_async(each: Instruction, inside: Computation, module: Module) -> bool:
-    if each.opcode.endswith("-start") or "async" in inside.name:
-        return True
-    return any(
-        other.opcode == "async-start" and inside.name in other.called.get("calls", ())
-        for computation in module
-        for other in computation.instructions
-    )
-
-
-def _caller_spans(inside: Computation, module: Module, busy: frozenset[str]) -> bool:
-    """Whether the `async-start` that wraps a computation spans a loop."""
-    return any(
-        other.opcode == "async-start"
-        and inside.name in other.called.get("calls", ())
-        and _spans(other, computation, busy)
-        for computation in module
-        for other in computation.instructions
     )
 
 
@@ -232,10 +216,6 @@ def _busy_loops(module: Module) -> frozenset[str]:
     )
 
 
-def _group_size(groups: np.ndarray | None, mesh_shape: dict[str, int]) -> int:
-    return int(np.prod(list(mesh_shape.values()))) if groups is None else len(groups[0])
-
-
 def _axes(groups: np.ndarray | None, mesh_shape: dict[str, int]) -> tuple[str, ...]:
     """Name the axes along which the members of a group differ."""
     if groups is None:
@@ -246,3 +226,50 @@ def _axes(groups: np.ndarray | None, mesh_shape: dict[str, int]) -> tuple[str, .
         for name, place in zip(mesh_shape, places, strict=True)
         if (place != place[:, :1]).any()
     )
+
+
+def replica_groups(attributes: str) -> np.ndarray | None:
+    """Read which devices take part together, int `[groups, size]`.
+
+    None if all devices do, or nothing is said.
+
+    >>> replica_groups("replica_groups={{0,1},{2,3}}").tolist()
+    [[0, 1], [2, 3]]
+    >>> replica_groups("replica_groups=[2,2]<=[2,2]T(1,0)").tolist()
+    [[0, 2], [1, 3]]
+    >>> text = "replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}"
+    >>> replica_groups(text).tolist()
+    [[0, 1], [2, 3]]
+    """
+    named = re.search(
+        r"replica_groups=mesh\[([^]]*)\]"
+        r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}:]*)\}",
+        attributes,
+    )
+    if named:
+        sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        shape = list(sizes.values())
+        ids = np.arange(math.prod(shape)).reshape(_numbers(named[2] or "") or shape)
+        ids = ids.transpose(_numbers(named[3])) if named[3] else ids
+        together = re.findall(r"'(\w+)'", named[4])
+        last = [list(sizes).index(name) for name in together]
+        ids = np.moveaxis(ids.reshape(shape), last, range(-len(last), 0))
+        return ids.reshape(-1, math.prod(sizes[name] for name in together))
+    iota = re.search(
+        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
+    )
+    if iota:
+        shape, source, order = (_numbers(part or "") for part in iota.groups())
+        ids = np.arange(math.prod(source)).reshape(source)
+        return (ids.transpose(order) if order else ids).reshape(shape)
+    found = re.search(
+        r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}\s]*\})\}", attributes
+    )
+    if not found:
+        return None
+    groups = [_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", found[1])]
+    return np.array(groups) if groups else None
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number.strip()]

@@ -3,39 +3,53 @@
 XLA's own cost analysis counts a loop's body once, and these programs are loops in
 loops: of steps, of layers, of chunks of the loss. Here every instruction counts as
 often as it runs. Only matrix products count as operations, as in a model's own count.
+
+Kernels are calls that a compiler cannot count. With P pairs of positions and heads of d
+features every product of attention takes `2 P d`. Forward there are two, of scores and
+of values. Backward, cuDNN takes five; splash attention seven in two kernels, three for
+queries and four for keys and values, as each computes the scores and their derivative
+again. Products of groups of rows, each by its own expert's matrix, take one product a
+row.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from cocodc_jax.aot.hlo import Computation, Instruction, Module, arrays
-from cocodc_jax.aot.kernels import kernel_flops
+from cocodc_jax.models import splash
 
 # What moves nothing by itself: names for parts, or what its own callees are counted by.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call "
     "after-all partition-id replica-id opt-barrier optimization-barrier".split()
 )
+_SPLASH = {"fwd": 2, "dq": 3, "dkv": 4}
+_FLOATS = ("bf16", "f32", "bfloat16", "float32")
+
+# Dtype and shape of an operand.
+Operand = tuple[str, tuple[int, ...]]
 
 
 def flops(module: Module) -> float:
     """Return the floating-point operations of all matrix products, 2 a product.
 
-    Args:
-      module: TPUs' products are convolutions, GPUs' dots or calls of cuBLAS; what
-        other calls compute is seen of attention alone (`kernels.py`).
+    TPUs' products are convolutions, GPUs' dots or calls of cuBLAS; of what other calls
+    compute only attention and products of groups are seen.
     """
+    return _summed(_flops_of, module)
+
+
+def _summed(cost: Callable[[Instruction, Computation], float], module: Module) -> float:
+    """Sum what every instruction costs, as often as it runs."""
     total = 0.0
-    for computation in module:
-        times = module.executions[computation.name]
-        if times:
-            total += times * sum(
-                _flops_of(each, computation) for each in computation.instructions
-            )
+    for inside in module:
+        if times := module.executions[inside.name]:
+            total += times * sum(cost(each, inside) for each in inside.instructions)
     return total
 
 
@@ -45,13 +59,24 @@ def _flops_of(each: Instruction, inside: Computation) -> float:
         return _dot_flops(each, inside, contracted[1] if contracted else "")
     if each.opcode == "convolution":
         return _convolution_flops(each, inside)
-    if each.opcode == "custom-call" and "__cublas" in each.attributes:
+    if each.opcode != "custom-call":
+        return 0.0
+    if "__cublas" in each.attributes:
         contracted = re.search(
             r'"lhs_contracting_dimensions":\[([^\]]*)\]', each.attributes
         )
         numbers = contracted[1].replace('"', "") if contracted else ""
         return _dot_flops(each, inside, numbers)
-    return kernel_flops(each, inside) if each.opcode == "custom-call" else 0.0
+    operands = [
+        (array.dtype, array.dims)
+        for name in each.operands
+        for array in inside.by_name[name].arrays[:1]
+    ]
+    if "__cudnn$fmha" in each.attributes:
+        return cudnn_flops("Backward" in each.attributes, operands[0][1])
+    if re.match(r"%?(ragged-dot|tgmm)", each.name):
+        return _grouped_flops(operands)
+    return splash_flops(each.name + each.attributes, operands)
 
 
 def _dot_flops(each: Instruction, inside: Computation, contracted: str) -> float:
@@ -61,63 +86,81 @@ def _dot_flops(each: Instruction, inside: Computation, contracted: str) -> float
 
 
 def _convolution_flops(each: Instruction, inside: Computation) -> float:
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", each.attributes)
-    assert labels, each.attributes
-    left, right = (_dims(inside, name) for name in each.operands[:2])
-    out = each.arrays[0].dims
-    window = dict(re.findall(r"(\w+)=([\w-]+)", _window(each.attributes)))
-    num_spatial = sum(label.isdigit() for label in labels[1])
-
-    def numbers(name: str, default: str) -> list[str]:
-        text = window.get(name)
-        return text.split("x") if text else [default] * num_spatial
-
-    products = 1.0
-    for i in range(num_spatial):
-        low = numbers("pad", "0_0")[i].split("_")[0]
-        products *= _num_valid(
-            size=left[labels[1].index(str(i))],
-            kernel=int(numbers("size", "1")[i]),
-            out=out[labels[3].index(str(i))],
-            stride=int(numbers("stride", "1")[i]),
-            low=int(low),
-            size_dilation=int(numbers("lhs_dilate", "1")[i]),
-            kernel_dilation=int(numbers("rhs_dilate", "1")[i]),
-        )
-    outputs = out[labels[3].index("b")] * out[labels[3].index("f")]
-    return 2.0 * outputs * right[labels[2].index("i")] * products
-
-
-def _num_valid(
-    size: int,
-    kernel: int,
-    out: int,
-    stride: int,
-    low: int,
-    size_dilation: int,
-    kernel_dilation: int,
-) -> int:
     """Count pairs of output and kernel places that meet an element, not a padding.
 
     A batch of products is written as a convolution over places of which each output
     meets one: only these are computed.
     """
-    place = (
-        np.arange(out)[:, None] * stride
-        + np.arange(kernel)[None] * kernel_dilation
-        - low
-    )
-    within = (place >= 0) & (place <= (size - 1) * size_dilation)
-    return int((within & (place % size_dilation == 0)).sum())
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", each.attributes)
+    assert labels, each.attributes
+    left, right = (_dims(inside, name) for name in each.operands[:2])
+    out = each.arrays[0].dims
+    window = re.search(r"window=\{([^}]*)\}", each.attributes)
+    said = dict(re.findall(r"(\w+)=([\w-]+)", window[1] if window else ""))
+    num_spatial = sum(label.isdigit() for label in labels[1])
 
+    def numbers(name: str, default: str = "1") -> list[int]:
+        texts = said[name].split("x") if name in said else [default] * num_spatial
+        return [int(text.split("_")[0]) for text in texts]
 
-def _window(attributes: str) -> str:
-    found = re.search(r"window=\{([^}]*)\}", attributes)
-    return found[1] if found else ""
+    size, stride, low = numbers("size"), numbers("stride"), numbers("pad", "0_0")
+    left_dilation, right_dilation = numbers("lhs_dilate"), numbers("rhs_dilate")
+    products = 1.0
+    for i in range(num_spatial):
+        outputs = np.arange(out[labels[3].index(str(i))])[:, None] * stride[i]
+        place = outputs + np.arange(size[i])[None] * right_dilation[i] - low[i]
+        last = (left[labels[1].index(str(i))] - 1) * left_dilation[i]
+        meets = (place >= 0) & (place <= last) & (place % left_dilation[i] == 0)
+        products *= int(meets.sum())
+    outputs = out[labels[3].index("b")] * out[labels[3].index("f")]
+    return 2.0 * outputs * right[labels[2].index("i")] * products
 
 
 def _dims(inside: Computation, name: str) -> tuple[int, ...]:
     return inside.by_name[name].arrays[0].dims
+
+
+def _grouped_flops(operands: Sequence[Operand]) -> float:
+    """Return the operations of a product of groups of rows.
+
+    The last two operands are rows `[m, k]`, and matrices `[E, k, n]` or, for the
+    gradient of these, rows `[m, n]`. A kernel without any only finds where groups
+    begin.
+
+    >>> _grouped_flops([("bf16", (8, 2)), ("bf16", (4, 2, 3))])
+    96.0
+    >>> _grouped_flops([("s32", (5,)), ("bf16", (8, 2)), ("bf16", (8, 3))])
+    96.0
+    """
+    found = [dims for dtype, dims in operands if dtype in _FLOATS]
+    if len(found) < 2:
+        return 0.0
+    (rows, inside), (*of_experts, one, other) = found[-2:]
+    return 2.0 * rows * (one if of_experts else inside) * other
+
+
+def splash_flops(name: str, operands: Sequence[Operand]) -> float:
+    """Return the operations of a kernel of splash attention; 0 if it is none.
+
+    `name` holds the kernel's own.
+    """
+    kernel = re.search(r"splash_m[hq]a_(fwd|dq|dkv)", name)
+    if kernel is None:
+        return 0.0
+    # Queries [..., L, d] come first of all that has heads, then keys; the rest says
+    # which blocks.
+    (*batch, num_own, width), (*_, length, _) = [
+        dims for dtype, dims in operands if len(dims) >= 3 and dtype in _FLOATS
+    ][:2]
+    pairs = math.prod(batch) * num_own * length * splash.share(length, num_own)
+    return 2.0 * _SPLASH[kernel[1]] * pairs * width
+
+
+def cudnn_flops(is_backward: bool, query: tuple[int, ...]) -> float:
+    """Return the operations of cuDNN's attention; `query` is the shape [B, L, H, d]."""
+    batch, length, heads, width = query
+    pairs = batch * heads * length * (length + 1) / 2  # A half, and the diagonal.
+    return 2.0 * (5 if is_backward else 2) * pairs * width
 
 
 def hbm_bytes(module: Module) -> float:
@@ -127,14 +170,11 @@ def hbm_bytes(module: Module) -> float:
     main memory. A slice of an array reads the slice, and an update in place writes the
     update, also where a fusion does it.
     """
-    total = 0.0
-    for computation in module:
-        times = module.executions[computation.name]
-        if times and computation.name not in module.fused:
-            total += times * sum(
-                _moved(each, computation, module) for each in computation.instructions
-            )
-    return total
+
+    def moved(each: Instruction, inside: Computation) -> float:
+        return 0 if inside.name in module.fused else _moved(each, inside, module)
+
+    return _summed(moved, module)
 
 
 def _moved(each: Instruction, inside: Computation, module: Module) -> float:
@@ -153,8 +193,7 @@ def _moved(each: Instruction, inside: Computation, module: Module) -> float:
 
 
 def _moved_by_fusion(each: Instruction, inside: Computation, module: Module) -> float:
-    (name,) = each.called["calls"]
-    fused = module.computations[name]
+    fused = module.computations[each.called["calls"][0]]
     total = 0.0
     for number, line in _parameters(fused).items():
         operand = inside.by_name[each.operands[number]]
@@ -205,10 +244,11 @@ def _written(each: Instruction, fused: Computation) -> float:
         line = fused.by_name[name]
         while line.opcode == "bitcast":
             line = fused.by_name[line.operands[0]]
-        if array.is_in_hbm:
-            is_update = line.opcode == "dynamic-update-slice"
-            update = fused.by_name[line.operands[1]].num_bytes if is_update else None
-            total += array.num_bytes if update is None else update
+        if line.opcode == "dynamic-update-slice":
+            array_bytes = fused.by_name[line.operands[1]].num_bytes
+        else:
+            array_bytes = array.num_bytes
+        total += array_bytes if array.is_in_hbm else 0
     return total
 
 

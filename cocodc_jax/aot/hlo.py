@@ -26,7 +26,7 @@ _CALLED = re.compile(
 # Of a call the computation that it runs, of others what is done to single elements.
 _APPLIED = re.compile(r"\bto_apply=%?([\w.<>-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CLOSES = {"(": ")", "{": "}", "[": "]"}
+_OPENS, _CLOSES = "({[", ")}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,32 +181,23 @@ class Module:
     def fused(self) -> frozenset[str]:
         """Computations inside fusions: what they hold between never is an array."""
         found: set[str] = set()
-
-        def visit(name: str) -> None:
-            if name not in found:
-                found.add(name)
-                for each in self.computations[name].instructions:
-                    for callees in each.called.values():
-                        for callee in callees:
-                            visit(callee)
-
-        for computation in self:
-            for each in computation.instructions:
-                if each.opcode == "fusion":
-                    for callee in each.called.get("calls", ()):
-                        visit(callee)
+        new = {
+            name
+            for computation in self
+            for each in computation.instructions
+            if each.opcode == "fusion"
+            for name in each.called.get("calls", ())
+        }
+        while new:
+            found |= new
+            inside = [x for n in new for x in self.computations[n].instructions]
+            called = {n for x in inside for names in x.called.values() for n in names}
+            new = called - found
         return frozenset(found)
 
 
 def parse(text: str) -> Module:
-    """Read a module.
-
-    Args:
-      text: as `as_text` gives it.
-
-    Raises:
-      ValueError: if it has no entry computation.
-    """
+    """Read a module from the text that `as_text` gives."""
     computations: dict[str, Computation] = {}
     entry = name = ""
     instructions: list[Instruction] = []
@@ -237,14 +228,17 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
     return Instruction(name, shape, opcode, operands, rest[end + 1 :], is_root)
 
 
-def _closing(text: str) -> int:
-    """Return the position after the bracket that closes the first one."""
+def _depths(text: str) -> Iterator[tuple[int, str, int]]:
+    """Go through the characters: where each stands, and the brackets open after it."""
     depth = 0
     for i, char in enumerate(text):
-        depth += (char in _CLOSES) - (char in _CLOSES.values())
-        if depth == 0:
-            return i + 1
-    return len(text)
+        depth += (char in _OPENS) - (char in _CLOSES)
+        yield i, char, depth
+
+
+def _closing(text: str) -> int:
+    """Return the position after the bracket that closes the first one."""
+    return next((i + 1 for i, _, depth in _depths(text) if depth == 0), len(text))
 
 
 def split(text: str) -> list[str]:
@@ -253,13 +247,9 @@ def split(text: str) -> list[str]:
     >>> split("f32[2,3]{1,0} %a, (b, c)")
     ['f32[2,3]{1,0} %a', '(b, c)']
     """
-    parts, depth, begin = [], 0, 0
-    for i, char in enumerate(text):
-        depth += (char in _CLOSES) - (char in _CLOSES.values())
-        if char == "," and depth == 0:
-            parts.append(text[begin:i].strip())
-            begin = i + 1
-    return [*parts, text[begin:].strip()]
+    commas = [i for i, char, depth in _depths(text) if char == "," and depth == 0]
+    begins, ends = [0, *(i + 1 for i in commas)], [*commas, len(text)]
+    return [text[i:j].strip() for i, j in zip(begins, ends, strict=True)]
 
 
 def elements(shape: str) -> list[str]:

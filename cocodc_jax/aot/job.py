@@ -47,12 +47,9 @@ class Job:
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Compile, in a process with the target's environment.
 
-        Args:
-          begins: called with each program as it begins: its name, its number from 1,
-            and how many there are.
-
-        Returns:
-          What holds for all programs, and a record of each, as `child` writes them.
+        `begins` is called with each program as it begins: its name, its number from 1,
+        and how many there are. Returns what holds for all programs, and a record of
+        each, as `child` writes them.
 
         Raises:
           CompileError: with the last lines that the process wrote.
@@ -61,17 +58,14 @@ class Job:
         with tempfile.TemporaryDirectory() as folder:
             job, records = (pathlib.Path(folder) / name for name in ("job", "records"))
             records.touch()
-            job.write_text(
-                json.dumps(
-                    dict(
-                        config=self.config.to_json(),
-                        target=str(self.target),
-                        slices=self.target.slices,
-                        programs=self.programs,
-                        hlo_dir=self.hlo_dir and str(self.hlo_dir),
-                    )
-                )
+            told = dict(
+                config=self.config.to_json(),
+                target=str(self.target),
+                slices=self.target.slices,
+                programs=self.programs,
+                hlo_dir=self.hlo_dir and str(self.hlo_dir),
             )
+            job.write_text(json.dumps(told))
             log = pathlib.Path(folder) / "log"
             command = (sys.executable, "-m", "cocodc_jax.aot.child", job, records)
             found: list[dict[str, Any]] = []
@@ -109,9 +103,8 @@ def _why(code: int, found: list[dict[str, Any]], log: str) -> str:
     started = [line["begins"] for line in found if "begins" in line]
     name = started[-1][0] if started else "what comes first"
     tail = "\n".join(log.strip().splitlines()[-12:])
+    is_killed = code > 128
     how = (
-        f"was killed by signal {code - 128}"
-        if code > 128
-        else f"ended with code {code}"
+        f"was killed by signal {code - 128}" if is_killed else f"ended with code {code}"
     )
     return f"the process that compiles {how} at {name!r}; its last lines:\n{tail}"

@@ -56,17 +56,10 @@ class Built:
 
 
 def place(config: TrainConfig, target: Target, keep_data_axis: bool) -> TrainConfig:
-    """Divide a machine over a run's regions.
+    """Divide a machine over a run's regions; returns the configuration of that.
 
-    Args:
-      config: of the run.
-      target: the machine.
-      keep_data_axis: whether the configuration's own is meant; otherwise it is as long
-        as there are chips.
-
-    Returns:
-      The configuration with its data axis. Messages cross in the program, as where
-      regions share a fabric.
+    The data axis is as long as there are chips, unless `keep_data_axis`. Messages cross
+    in the program, as where regions share a fabric.
 
     Raises:
       ValueError: naming the flag, its value and what would be right.
@@ -92,27 +85,21 @@ def place(config: TrainConfig, target: Target, keep_data_axis: bool) -> TrainCon
         )
     if not keep_data_axis:
         config = config.replace(data_axis=own // inside)
-    if config.run.exchange == "auto":
-        config = config.replace(exchange="program")
-    return config
+    is_auto = config.run.exchange == "auto"
+    return config.replace(exchange="program") if is_auto else config
 
 
 def build(config: TrainConfig, target: Target) -> Built:
-    """Make the programs of a run and list them; compiles nothing.
+    """Make the programs of a run that `place` has divided; compiles nothing.
 
     The vocabulary is the preset's own, as no corpus is opened.
-
-    Args:
-      config: as `place` gives it.
-      target: whose compiler is installed.
     """
     run, model = config.run, config.model
     check_model(config, model)
     devices = target.devices()
     if len(devices) > target.num_chips:  # Each chip shows as several.
-        config = config.replace(
-            data_axis=run.data_axis * (len(devices) // target.num_chips)
-        )
+        shown = len(devices) // target.num_chips
+        config = config.replace(data_axis=run.data_axis * shown)
         run = config.run
     mesh = mesh_of(run, devices)
     program = build_program(config, model, mesh)
@@ -137,24 +124,22 @@ def _walk(program: RegionProgram, log_every: int) -> tuple[int, float, Any]:
     if sync is None:
         return min(log_every, MAX_SCAN_STEPS), 0.0, None
     schedule = sync.schedule
-    state, done, longest, starts = schedule.init(), 0, 1, 0
-    fullest = state
-    end = 3 * schedule.sync_interval
+    state = fullest = schedule.init()
+    done, longest, starts, end = 0, 1, 0, 3 * schedule.sync_interval
+
+    def observe(name: str) -> list:
+        """Answer a schedule that chooses by what it sees: all fragments are equal."""
+        return [] if name == "applied" else [1.0] * len(program.fragments)
+
     while (step := schedule.next_step(state)) <= end:
         longest = max(longest, min(step - done, MAX_SCAN_STEPS))
         done = step
-        for after, event in events_at(schedule, state, step, _observe(program)):
+        for after, event in events_at(schedule, state, step, observe):
             state = after
             starts += event is not None and event.kind == START
         if len(state.in_flight) > len(fullest.in_flight):
             fullest = state
     return longest, starts / end, fullest
-
-
-def _observe(program: RegionProgram) -> Any:
-    """Answer a schedule that chooses by what it sees: all fragments are alike."""
-    num_fragments = len(program.fragments)
-    return lambda name: [] if name == "applied" else [1.0] * num_fragments
 
 
 def model_flops(config: TrainConfig, num_devices: int) -> float:
@@ -169,22 +154,17 @@ def recomputed_flops(built: Built, config: TrainConfig) -> float:
     """Count what one step computes again in its backward pass, of each device.
 
     The products of the inner steps as they are written, less those that are written
-    where every activation is kept.
-
-    Args:
-      built: the run.
-      config: what it was built from.
+    where every activation is kept. `config` is what `built` was built from.
     """
     if config.model.remat == "none":
         return 0.0
     kept = build(config.replace(remat="none"), built.target)
-    each = [_written_flops(one) for one in (built, kept)]
-    return (each[0] - each[1]) / built.scan_steps / built.mesh.size
 
+    def count(built: Built) -> float:
+        steps = next(each for each in built.listed if each.name == INNER_STEPS)
+        return written.flops(steps.program.trace(*steps.arguments).jaxpr)
 
-def _written_flops(built: Built) -> float:
-    steps = next(each for each in built.listed if each.name == INNER_STEPS)
-    return written.flops(steps.program.trace(*steps.arguments).jaxpr)
+    return (count(built) - count(kept)) / built.scan_steps / built.mesh.size
 
 
 def least_bytes_inside(built: Built, config: TrainConfig) -> float:
@@ -199,27 +179,19 @@ def least_bytes_inside(built: Built, config: TrainConfig) -> float:
     size = built.mesh.shape[DATA] * built.mesh.shape[SEQUENCE]
     itemsize = jnp.dtype(config.model.compute_dtype).itemsize
     total = 0.0
-    params = built.state.region.params
-    for leaf in jax.tree.leaves(params):
-        whole = _undivided_bytes(leaf, built.mesh) // leaf.dtype.itemsize
-        is_divided = DATA in jax.tree.leaves(tuple(leaf.sharding.spec))
-        each = 2 * itemsize + leaf.dtype.itemsize
-        total += whole * (each if is_divided else 2 * leaf.dtype.itemsize)
+    for leaf in jax.tree.leaves(built.state.region.params):
+        named = jax.tree.leaves(tuple(leaf.sharding.spec))
+        over = [built.mesh.shape[axis] for axis in (DATA, SEQUENCE) if axis in named]
+        # Of a device, if no axis of tokens divided the weight.
+        whole_bytes = device_bytes([leaf], built.mesh) * math.prod(over)
+        own = leaf.dtype.itemsize
+        each = 2 * itemsize + own if DATA in named else 2 * own
+        total += whole_bytes // own * each
     return total * (size - 1) / size
 
 
-def _undivided_bytes(leaf: Any, mesh: Mesh) -> int:
-    """Return a device's bytes of an array if no axis of tokens divided it."""
-    named = jax.tree.leaves(tuple(leaf.sharding.spec))
-    over = [mesh.shape[axis] for axis in (DATA, SEQUENCE) if axis in named]
-    return device_bytes([leaf], mesh) * math.prod(over)
-
-
 def device_bytes(tree: PyTree, mesh: Mesh) -> int:
-    """Return the bytes that a device of the mesh holds of abstract arrays.
-
-    Not those in its host's memory.
-    """
+    """Return a device's bytes of abstract arrays, without those in host memory."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -231,22 +203,23 @@ def device_bytes(tree: PyTree, mesh: Mesh) -> int:
 
 def held_bytes(built: Built, listed: LoweredProgram) -> int:
     """Return what a device holds of the run's state besides a program's arguments."""
+
+    def key(leaf: Any) -> tuple:
+        return leaf.shape, str(leaf.dtype), leaf.sharding
+
+    if listed.name == FIRST_STATE:
+        return 0
     state = built.state
-    others = jax.tree.leaves((state.region, state.sync.arrays if state.sync else ()))
     taken = collections.Counter(
-        _key(x) for x in jax.tree.leaves(listed.arguments) if hasattr(x, "sharding")
+        key(x) for x in jax.tree.leaves(listed.arguments) if hasattr(x, "sharding")
     )
     held = []
-    for leaf in others:
-        if taken[_key(leaf)] > 0:
-            taken[_key(leaf)] -= 1
+    for leaf in jax.tree.leaves((state.region, state.sync and state.sync.arrays)):
+        if taken[key(leaf)] > 0:
+            taken[key(leaf)] -= 1
         else:
             held.append(leaf)
-    return 0 if listed.name == FIRST_STATE else device_bytes(held, built.mesh)
-
-
-def _key(leaf: Any) -> tuple:
-    return leaf.shape, str(leaf.dtype), leaf.sharding
+    return device_bytes(held, built.mesh)
 
 
 def device_of(target: Target, mesh: Mesh) -> Chip:

@@ -14,14 +14,12 @@ from cocodc_jax.run.config import TrainConfig
 Record = dict[str, Any]
 # Tokens; with fewer, summing the head's gradient moves more than products compute.
 _SMALL_CHUNK = 512
+_HEADS = ("arguments", "temporaries", "peak", "GFLOP", "of asked", "inside", "between")
+_HEADS += ("spans", "least", "limit", "compiled")
 
 
 def summarise(about: Record, programs: list[Record]) -> Record:
-    """Sum up a run's programs.
-
-    Args:
-      about: what `child` wrote of all of them.
-      programs: their records.
+    """Sum up a run's programs, from what `child` wrote of all and of each.
 
     Returns:
       `fits`, `overlapped` (every message between regions crosses while the inner steps
@@ -33,12 +31,8 @@ def summarise(about: Record, programs: list[Record]) -> Record:
       to the least bytes. Below 1 are ratios of operations where a kernel leaves out
       pairs of positions that the mask hides: the model's own count has them.
     """
-    between = [
-        row
-        for record in programs
-        for row in record.get("collectives", ())
-        if record["sent_bytes"] and row["where"] == "between"
-    ]
+    sending = [record for record in programs if record["sent_bytes"]]
+    between = [row for record in sending for row in _rows(record, "between")]
     summary: Record = dict(
         fits=all(record["fits"] for record in programs),
         overlapped=bool(between) and all(row["spans"] for row in between),
@@ -67,18 +61,20 @@ def summarise(about: Record, programs: list[Record]) -> Record:
     )
 
 
+def _rows(record: Record, where: str) -> list[Record]:
+    """Return a program's collectives inside regions, or between them."""
+    return [row for row in record.get("collectives", ()) if row["where"] == where]
+
+
 def _mean_sync_s(about: Record, programs: list[Record], step_s: float) -> float:
     """Return the seconds of one fragment's programs, on average, without steps."""
-    of_syncs = [
-        max(
-            record["estimate"]["seconds"] - (record.get("calls_steps") or 0) * step_s,
-            0.0,
-        )
-        for record in programs
-        if "fragment" in record["name"] or "outer step" in record["name"]
-        if "estimate" in record
-    ]
-    return sum(of_syncs) / about["num_fragments"]
+    total = 0.0
+    for record in programs:
+        is_sync = "fragment" in record["name"] or "outer step" in record["name"]
+        if is_sync and "estimate" in record:
+            of_steps = (record.get("calls_steps") or 0) * step_s
+            total += max(record["estimate"]["seconds"] - of_steps, 0.0)
+    return total / about["num_fragments"]
 
 
 def excess_ratio(about: Record, record: Record) -> float | None:
@@ -96,39 +92,20 @@ def excess_ratio(about: Record, record: Record) -> float | None:
 
 def inside_bytes(record: Record) -> float:
     """Return the bytes that a device receives inside its region in one call."""
-    return sum(
-        row["num_bytes"]
-        for row in record.get("collectives", ())
-        if row["where"] == "inside"
-    )
+    return sum(row["num_bytes"] for row in _rows(record, "inside"))
 
 
 def table(about: Record, programs: list[Record]) -> Table:
     """Lay the programs out, one a row; numbers are of one device."""
     found = Table(box=box.SIMPLE, pad_edge=False)
     found.add_column("program", no_wrap=True)
-    for head in (
-        "arguments",
-        "temporaries",
-        "peak",
-        "GFLOP",
-        "of asked",
-        "inside",
-        "between",
-        "spans",
-        "least",
-        "limit",
-        "compiled",
-    ):
+    for head in _HEADS:
         found.add_column(head, justify="right", no_wrap=True)
     for record in programs:
         if "refused" in record:
-            needs = f"[red]{size(record['temp_bytes'])}"
-            blank = ("",) * 8
-            found.add_row(record["name"], "", needs, "", *blank)
+            found.add_row(record["name"], "", f"[red]{size(record['temp_bytes'])}")
             continue
-        rows = [r for r in record["collectives"] if r["where"] == "between"]
-        between = sum(row["num_bytes"] for row in rows)
+        rows = _rows(record, "between")
         estimate, ratio = record["estimate"], excess_ratio(about, record)
         found.add_row(
             record["name"],
@@ -138,7 +115,7 @@ def table(about: Record, programs: list[Record]) -> Table:
             f"{record['flops'] / 1e9:,.1f}",
             "" if ratio is None else f"{ratio:.2f}",
             size(inside_bytes(record)),
-            size(between),
+            size(sum(row["num_bytes"] for row in rows)),
             ("yes" if all(row["spans"] for row in rows) else "no") if rows else "",
             f"{estimate['seconds'] * 1e3:,.2f} ms",
             estimate["limit"],
@@ -161,15 +138,16 @@ def lines(
             yield f"{record['name']}: {record['refused']}"
         for option, value in record.get("options", {}).items():
             yield f"{record['name']}: the run compiles it with {option}={value}"
-        if record["name"] == INNER_STEPS and (held := record.get("host_bytes")):
+        is_steps = record["name"] == INNER_STEPS
+        if is_steps and (held := record.get("host_bytes")):
             yield (
-                f"{record['name']}: {size(held)} of the optimizer's state are in host "
+                f"{INNER_STEPS}: {size(held)} of the optimizer's state are in host "
                 f"memory; a step loads and stores them, {size(2 * held)} in all, which "
                 "the least time leaves out"
             )
-        if record["name"] == INNER_STEPS and (kept := record.get("host_temp_bytes")):
+        if is_steps and (kept := record.get("host_temp_bytes")):
             yield (
-                f"{record['name']}: {size(kept)} of temporaries are in host memory: "
+                f"{INNER_STEPS}: {size(kept)} of temporaries are in host memory: "
                 f"what remat={config.model.remat} keeps; a step stores and loads them, "
                 "which the least time leaves out"
             )
@@ -181,9 +159,7 @@ def lines(
                 f"{row['executions']} times, {size(row['num_bytes'])}, the largest "
                 f"{row['largest']}{', spans the inner steps' if row['spans'] else ''}"
             )
-        if record["sent_bytes"] and any(
-            row["where"] == "between" for row in record.get("collectives", ())
-        ):
+        if record["sent_bytes"] and _rows(record, "between"):
             own = record["sent_bytes"] / config.run.devices_per_region
             yield (
                 f"{record['name']}: the run counts {size(record['sent_bytes'])} sent "
@@ -219,37 +195,34 @@ def size(num_bytes: float) -> str:
 
 
 def remedies(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """Propose flags that need less memory, those that change no number first.
+    """Propose flags that need less memory, and the configuration with them.
 
-    Each comes with those before it, but for parts of a batch and for the model axis,
-    which stand for themselves.
-
-    Yields:
-      The flags, and the configuration with them.
+    Those that change no number come first, each with those before it, but for parts of
+    a batch and for the model axis, which stand for themselves.
     """
     run, data = config.run, config.data
     changes: dict[str, Any] = {}
+
+    def changed(**more: Any) -> tuple[str, TrainConfig]:
+        every = changes | more
+        text = " ".join(f"--{name}={value}" for name, value in every.items())
+        return text, config.replace(**every)
+
     if config.model.remat != "full":
         changes["remat"] = "full"
-        yield _changed(config, changes)
+        yield changed()
     if config.model.loss_chunk_tokens > _SMALL_CHUNK:
         changes["loss_chunk_tokens"] = _SMALL_CHUNK
-        yield _changed(config, changes)
+        yield changed()
     own, parts = data.batch_per_region // run.data_axis, run.accumulate_steps
     while not run.is_pipelined and own % (2 * parts) == 0:
         parts *= 2
-        yield _changed(config, changes | dict(accumulate_steps=parts))
+        yield changed(accumulate_steps=parts)
     for axis in (2, 4, 8):
         is_longer = axis > run.model_axis and run.data_axis % axis == 0
         if is_longer and config.model.num_kv_heads % (axis * run.model_axis) == 0:
-            axes = dict(data_axis=run.data_axis // axis, model_axis=axis)
-            yield _changed(config, changes | axes)
+            yield changed(data_axis=run.data_axis // axis, model_axis=axis)
     batch = data.batch_per_region
     while batch % (2 * run.data_axis) == 0:
         batch //= 2
-        yield _changed(config, changes | dict(batch_per_region=batch))
-
-
-def _changed(config: TrainConfig, changes: dict[str, Any]) -> tuple[str, TrainConfig]:
-    text = " ".join(f"--{name}={value}" for name, value in changes.items())
-    return text, config.replace(**changes)
+        yield changed(batch_per_region=batch)

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.interpreters import partial_eval
 
-from cocodc_jax.aot.kernels import cudnn_flops, splash_flops
+from cocodc_jax.aot.costs import cudnn_flops, splash_flops
 
 # Whose body is an attention kernel's, and counted by its name.
 _KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper")
@@ -35,9 +35,6 @@ def flops(jaxpr: Any) -> float:
     >>> x = jnp.zeros((2, 3))
     >>> flops(jax.make_jaxpr(lambda x: x @ x.T)(x))
     24.0
-
-    Args:
-      jaxpr: open or closed.
     """
     whole = _open(jaxpr)
     return _sum(partial_eval.dce_jaxpr(whole, [True] * len(whole.outvars))[0])
@@ -61,7 +58,13 @@ def _flops_of(each: Any) -> float:
     inside = [_sum(jaxpr) for jaxpr in _bodies(params)]
     if name == "cond":
         return max(inside)
-    return sum(inside) * _times(name, params)
+    times = 1
+    if name == "scan":
+        times = params["length"]
+    if name == "shard_map":
+        mesh, axes = params["mesh"], params["newly_manual_axes"]
+        times = math.prod(mesh.shape[axis] for axis in axes)
+    return sum(inside) * times
 
 
 def _ragged_flops(each: Any) -> float:
@@ -72,15 +75,6 @@ def _ragged_flops(each: Any) -> float:
     others = {*contracted, *batch, *numbers.rhs_group_dimensions}
     free = [size for axis, size in enumerate(right) if axis not in others]
     return 2.0 * math.prod(left) * math.prod(free)
-
-
-def _times(name: str, params: dict[str, Any]) -> int:
-    if name == "scan":
-        return params["length"]
-    if name == "shard_map":
-        mesh, axes = params["mesh"], params["newly_manual_axes"]
-        return math.prod(mesh.shape[axis] for axis in axes)
-    return 1
 
 
 def _kernel_flops(each: Any) -> float:

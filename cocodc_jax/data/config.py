@@ -5,11 +5,13 @@ import os
 import pathlib
 from typing import Literal
 
-from cocodc_jax.data.tokenizers import check_tokenizer_name
-from cocodc_jax.data.writable import expanded
+from cocodc_jax.files import UnwritableError, ensure_folder
 from cocodc_jax.kinds import Kind, free, of_kind
 
 MAX_LOADER_THREADS = 64
+# Of `bpe:`: at least the bytes and end of text. The library takes memory for all it is
+# asked for, or ends the process.
+_LEAST_TOKENS, _MOST_TOKENS = 257, 1 << 24
 UNDECODABLE = ("refuse", "replace", "skip")
 
 Partition = Literal["iid", "source"]
@@ -66,7 +68,7 @@ class DataConfig:
                 f"text_field={self.text_field!r} is of sets with fields, dataset="
                 f"'hf:/folder', and dataset={self.dataset!r}; leave it out"
             )
-        check_tokenizer_name(self.tokenizer)
+        _check_tokenizer(self.tokenizer)
         for name in ("sequence_length", "batch_per_region", "loader_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(
@@ -103,19 +105,6 @@ class DataConfig:
         _check_window(self.shuffle_window_bytes, self.sequence_length)
 
 
-def cache_dir(data_dir: str = "") -> pathlib.Path:
-    """Return the folder that prepared corpora and trained tokenizers are kept in.
-
-    Raises:
-      ValueError: if it is below a home that is not known.
-    """
-    asked = f"data_dir={data_dir!r}"
-    if data_dir:
-        return expanded(data_dir, asked)
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return expanded(base, asked) / "cocodc_jax"
-
-
 def _check_dataset(dataset: str) -> None:
     kind, _, rest = dataset.partition(":")
     if kind == "text" and rest and not all(rest.split(",")):
@@ -131,6 +120,22 @@ def _check_dataset(dataset: str) -> None:
     )
 
 
+def _check_tokenizer(name: str) -> None:
+    kind, _, rest = name.partition(":")
+    if kind == "bpe":
+        if not rest.isdecimal() or not _LEAST_TOKENS <= int(rest) <= _MOST_TOKENS:
+            raise ValueError(
+                f"tokenizer={name!r} needs a vocabulary of at least {_LEAST_TOKENS} "
+                f"tokens (the bytes and end of text) and at most {_MOST_TOKENS}, such "
+                "as 'bpe:4096'"
+            )
+    elif name != "bytes" and not (kind in ("hf", "sentencepiece") and rest):
+        raise ValueError(
+            f"tokenizer={name!r} is unknown; use 'bytes', 'bpe:VOCAB', "
+            "'hf:/folder', 'hf:/path/tokenizer.json' or 'sentencepiece:/path.model'"
+        )
+
+
 def _check_window(window_bytes: int, sequence_length: int) -> None:
     # A token of a large vocabulary is about 4 bytes of text, so this keeps at least
     # some 16 sequences per window: fewer lose much text at window ends.
@@ -140,3 +145,37 @@ def _check_window(window_bytes: int, sequence_length: int) -> None:
             f"shuffle_window_bytes={window_bytes} is too small for sequence_length="
             f"{sequence_length}; use at least {smallest}"
         )
+
+
+def cache_dir(data_dir: str = "") -> pathlib.Path:
+    """Return the folder that prepared corpora and trained tokenizers are kept in."""
+    asked = f"data_dir={data_dir!r}"
+    if data_dir:
+        return expanded(data_dir, asked)
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return expanded(base, asked) / "cocodc_jax"
+
+
+def expanded(name: str, asked: str) -> pathlib.Path:
+    """Return the absolute path of a name that may begin with ~ or ~USER.
+
+    No home may be known, as in containers whose user has no entry.
+    """
+    try:
+        return pathlib.Path(name).expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{asked}: {name} is below a home that is not known; name the folder "
+            "without ~"
+        ) from error
+
+
+def make_writable(folder: pathlib.Path) -> None:
+    """Make a folder of prepared data unless it is there, to be written to."""
+    try:
+        ensure_folder(folder)
+    except UnwritableError as error:
+        raise ValueError(
+            f"data_dir={str(folder)!r} cannot be written to ({error.strerror}); name "
+            "another folder by data_dir, or by XDG_CACHE_HOME where data_dir is empty"
+        ) from error

@@ -14,23 +14,99 @@ A Grain element is a whole window, thousands of sequences, so Grain's cost per
 element is not paid per sequence: a training step only slices arrays.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from cocodc_jax._extras import later
 from cocodc_jax.data.config import DataConfig
 from cocodc_jax.data.corpora.row_files import RecordError
-from cocodc_jax.data.packing import TokenizedDocuments, pack_sequences
+from cocodc_jax.data.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     import grain
+
+    from cocodc_jax.data.corpora.documents import Documents
 else:
     grain = later("grain", "data")
 
+_CACHED_TOKENS = 1 << 26
 # Windows one after another without a sequence, at least; cheap where a region has few.
 _LEAST_EMPTY = 1000
+
+
+class TokenizedDocuments:
+    """Documents as arrays of ids, each ending in the end-of-text token.
+
+    Documents that are only read together, as a chunk, come as one array.
+
+    Up to 2**26 tokens are kept in memory (128 MB, or 256 MB if the vocabulary is above
+    65,536), so a corpus like the default one is tokenised once per process, not once
+    per epoch, region and method. Of a corpus larger than that, the rest is tokenised
+    whenever it is read.
+
+    Attributes:
+      dtype: uint16 where every id fits, else int32.
+    """
+
+    def __init__(self, documents: Documents, tokenizer: Tokenizer):
+        self._documents = documents
+        self._tokenizer = tokenizer
+        self.dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
+        self._cache: dict[int, np.ndarray] = {}
+        self._num_cached_tokens = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        index = int(index)
+        tokens = self._cache.get(index)
+        if tokens is None:
+            parts = [np.empty(0, self.dtype)]
+            for text in self._documents.texts(index):
+                ids = self._tokenizer.encode(text)
+                parts.append(np.append(ids, self._tokenizer.eos_id).astype(self.dtype))
+            tokens = np.concatenate(parts)
+            self._keep(index, tokens)
+        return tokens
+
+    def _keep(self, index: int, tokens: np.ndarray) -> None:
+        with self._lock:  # two regions' worker threads may read the same document
+            room = _CACHED_TOKENS - self._num_cached_tokens
+            if index not in self._cache and len(tokens) <= room:
+                self._cache[index] = tokens
+                self._num_cached_tokens += len(tokens)
+
+    def first(self, indices: Iterable[int], num_tokens: int) -> list[np.ndarray]:
+        """Return documents until they have so many tokens, or all."""
+        found, count = [], 0
+        for index in indices:
+            if count >= num_tokens:
+                break
+            found.append(self[index])
+            count += len(found[-1])
+        return found
+
+
+def pack_sequences(documents: Sequence[np.ndarray], length: int) -> np.ndarray:
+    """Join documents end to end and cut the result into sequences.
+
+    A sequence may hold the end of one document and the start of the next. What is left
+    at the end, fewer than `length` tokens, is dropped.
+
+    >>> pack_sequences([np.array([1, 2, 9]), np.array([3, 4, 5, 9])], length=3)
+    array([[1, 2, 9],
+           [3, 4, 5]])
+    """
+    tokens = np.concatenate(documents)
+    num_sequences = len(tokens) // length
+    return tokens[: num_sequences * length].reshape(num_sequences, length)
 
 
 class TrainStream:
@@ -45,7 +121,7 @@ class TrainStream:
         self._iterators = iterators
         self._fingerprint = fingerprint
 
-    def __iter__(self) -> "TrainStream":
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> np.ndarray:
@@ -102,7 +178,7 @@ def region_batches(
     config: DataConfig,
     window_documents: float,
     seed_words: tuple[int, ...],
-) -> "grain.IterDataset":
+) -> grain.IterDataset:
     """Build one region's endless pipeline."""
     # Grain adds the epoch to a seed; hashing keeps neighbouring seeds and regions
     # from running into one another's epochs.

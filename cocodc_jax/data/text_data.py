@@ -1,16 +1,32 @@
-"""Text for every region of a run: one call from a configuration to token streams."""
+"""Text for every region of a run: one call from a configuration to token streams.
 
+Each region reads its own training documents for a whole run. `partition=iid` deals
+documents in turn. They are stored in the order of a hash, so every region gets a random
+sample of equal size (in documents). `source` deals whole sources, the largest first and
+each to the region that has the fewest bytes so far, which is the
+longest-processing-time rule for balancing loads (Graham, 1969).
+"""
+
+from __future__ import annotations
+
+import collections
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cocodc_jax.data.config import DataConfig, cache_dir
-from cocodc_jax.data.corpora.documents import Corpus, Documents
-from cocodc_jax.data.packing import TokenizedDocuments, count_tokens, pack_sequences
-from cocodc_jax.data.partition import region_documents
-from cocodc_jax.data.streams import TrainStream, region_batches
+from cocodc_jax.data.config import DataConfig, Partition, cache_dir
+from cocodc_jax.data.streams import (
+    TokenizedDocuments,
+    TrainStream,
+    pack_sequences,
+    region_batches,
+)
 from cocodc_jax.data.tokenizers import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:  # A command that is refused does not import TFDS.
+    from cocodc_jax.data.corpora.documents import Corpus, Documents
 
 _EVAL_POOL_TOKENS = 1 << 20
 _EVAL_SEED = 0
@@ -84,7 +100,12 @@ class TextData:
         """
         batch, length = self.config.batch_per_region, self.config.sequence_length + 1
         needed = num_batches * batch
-        sequences = self._validation_sequences(needed, length)
+        # Many more sequences than needed where there are, so that those chosen come
+        # from many documents.
+        num_tokens = max(_EVAL_POOL_TOKENS, needed * length)
+        every = range(len(self._validation))
+        pool = self._validation.first(every, num_tokens)
+        sequences = pack_sequences(pool, length)
         if len(sequences) < needed:
             raise ValueError(
                 f"num_batches={num_batches} of {batch} need {needed} validation "
@@ -93,18 +114,6 @@ class TextData:
             )
         chosen = np.random.default_rng(_EVAL_SEED).permutation(sequences)[:needed]
         return chosen.reshape(num_batches, batch, length).astype(np.int32)
-
-    def _validation_sequences(self, needed: int, length: int) -> np.ndarray:
-        # Many more sequences than needed where there are, so that those chosen come
-        # from many documents.
-        num_tokens = max(_EVAL_POOL_TOKENS, needed * length)
-        documents, count = [], 0
-        for index in range(len(self._validation)):
-            if count >= num_tokens:
-                break
-            documents.append(self._validation[index])
-            count += len(documents[-1])
-        return pack_sequences(documents, length)
 
     def _region_batches(self, region: int):
         mean_bytes = self.num_train_bytes / self.num_train_documents
@@ -120,7 +129,7 @@ class TextData:
         batch, length = self.config.batch_per_region, self.config.sequence_length + 1
         needed = batch * length
         for region, indices in enumerate(self._documents):
-            available = count_tokens(self._train, indices, at_least=needed)
+            available = sum(map(len, self._train.first(indices, needed)))
             if available < needed:
                 raise ValueError(
                     f"dataset={self.config.dataset!r} is too small: region {region} of "
@@ -139,7 +148,6 @@ def load(
       ValueError: if corpus or tokenizer cannot be read, `regions` names one that is
         not there, or a region's documents do not fill one batch.
     """
-    # Here, so that a command which is refused does not import TFDS.
     from cocodc_jax.data.corpora.corpus import open_corpus
 
     corpus = open_corpus(config)
@@ -151,6 +159,49 @@ def load(
     )
     local = range(num_regions) if regions is None else regions
     return TextData(config, corpus, tokenizer, num_regions, local)
+
+
+def region_documents(
+    corpus: Corpus, partition: Partition, num_regions: int
+) -> list[Sequence[int]]:
+    """Deal the training documents to regions."""
+    if partition == "iid":
+        return [range(r, len(corpus.train), num_regions) for r in range(num_regions)]
+    if not corpus.has_sources:
+        raise ValueError(
+            "partition='source' needs documents with a feature 'source', which this "
+            "TFDS set lacks; use partition='iid'"
+        )
+    members, sizes = collections.defaultdict(list), collections.Counter()
+    for index in range(len(corpus.train)):
+        source, num_bytes = corpus.train.source_and_bytes(index)
+        members[source].append(index)
+        sizes[source] += num_bytes
+    return [
+        sorted(index for source in sources for index in members[source])
+        for sources in deal_sources(sizes, num_regions)
+    ]
+
+
+def deal_sources(sizes: Mapping[str, int], num_regions: int) -> list[list[str]]:
+    """Deal sources to regions, balanced by size.
+
+    >>> deal_sources({"a": 5, "b": 3, "c": 3, "d": 1}, num_regions=2)
+    [['a', 'd'], ['b', 'c']]
+    """
+    if len(sizes) < num_regions:
+        raise ValueError(
+            f"partition='source' needs a source for each of num_regions={num_regions} "
+            f"regions, and the corpus has {len(sizes)}: {', '.join(sorted(sizes))}"
+        )
+    dealt: list[list[str]] = [[] for _ in range(num_regions)]
+    loads = [0] * num_regions
+    for source in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        # A region without a source comes first even where sizes are zero.
+        region = min(range(num_regions), key=lambda r: (loads[r], len(dealt[r]), r))
+        dealt[region].append(source)
+        loads[region] += sizes[source]
+    return dealt
 
 
 def _first_texts(documents: Documents, num_chars: int) -> Iterator[str]:

@@ -42,11 +42,7 @@ class TokenizerFolder:
 
     @classmethod
     def read(cls, path: pathlib.Path) -> TokenizerFolder:
-        """Read the files that are there.
-
-        Raises:
-          ValueError: if there is no `tokenizer.json`.
-        """
+        """Read the files that are there."""
         if not (path / JSON).is_file():
             pieces = sorted(path.glob("*.model"))
             instead = f"; use sentencepiece:{pieces[0]}" if pieces else ""
@@ -58,16 +54,11 @@ class TokenizerFolder:
     @property
     def eos_token(self) -> str | None:
         """The token that ends a text, None if the files do not say."""
-        return _content(self._said(CONFIG).get("eos_token"))
+        return _content(self._config.get("eos_token"))
 
     def check(self, tokenizer: Any) -> None:
-        """Check that the files agree with one another.
-
-        Raises:
-          ValueError: naming a special token that is not in the vocabulary, or has
-            another id, or a model with fewer rows than there are tokens.
-        """
-        said = self._said(CONFIG)
+        """Check that the files agree with one another."""
+        said = self._config
         for name in _CHECKED:
             token = _content(said.get(name))
             if token is not None and tokenizer.token_to_id(token) is None:
@@ -89,8 +80,9 @@ class TokenizerFolder:
                 "model's config.json beside it"
             )
 
-    def _said(self, name: str) -> dict[str, Any]:
-        return json.loads(self.files.get(name, b"{}"))
+    @property
+    def _config(self) -> dict[str, Any]:
+        return json.loads(self.files.get(CONFIG, b"{}"))
 
 
 def encode_plainly(tokenizer: Any) -> None:
@@ -106,11 +98,7 @@ def encode_plainly(tokenizer: Any) -> None:
 
 
 def find_eos_token(tokenizer: Any) -> str:
-    """Return the token that ends a text, by its name.
-
-    Raises:
-      ValueError: if a `tokenizers.Tokenizer` has none of the usual ones.
-    """
+    """Return the token that ends a text, by its name."""
     for token in _EOS_CANDIDATES:
         if tokenizer.token_to_id(token) is not None:
             return token

@@ -8,64 +8,58 @@ used, which cost a model of width 128 under 4,000 parameters (384, a multiple of
 are never produced.
 """
 
+import abc
 import hashlib
 import json
 import os
 import pathlib
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from cocodc_jax._extras import extra
 from cocodc_jax.data import tokenizer_folder
+from cocodc_jax.data.config import expanded, make_writable
 from cocodc_jax.data.tokenizer_folder import EOS_TOKEN, TokenizerFolder
-from cocodc_jax.data.writable import expanded, make_writable
 from cocodc_jax.files import write_whole
 
 _VOCAB_MULTIPLE = 16
 _NUM_BYTES = 256
-# The library takes memory for all it is asked for, or ends the process.
-_MOST_TOKENS = 1 << 24
 
 
-class Tokenizer(Protocol):
-    """What the data pipeline needs of a tokenizer."""
+class Tokenizer(abc.ABC):
+    """What the data pipeline needs of a tokenizer.
+
+    Attributes:
+      num_tokens: one more than the largest id.
+      eos_id: id of the token that ends a document.
+      fingerprint: short text that two tokenizers share only if they encode equally.
+    """
+
+    num_tokens: int
+    eos_id: int
+    fingerprint: str
 
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding; every id is below it."""
-        ...
+        return round_up(self.num_tokens)
 
-    @property
-    def num_tokens(self) -> int:
-        """One more than the largest id, before rounding."""
-        ...
-
-    @property
-    def eos_id(self) -> int:
-        """Id of the token that ends a document."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Short text that two tokenizers share only if they encode equally."""
-        ...
-
+    @abc.abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """Encode text as int32 ids `[num_tokens]`, without an end-of-text token."""
-        ...
 
+    @abc.abstractmethod
     def decode(self, ids: np.ndarray) -> str:
         """Decode ids, leaving out the end-of-text token."""
-        ...
 
+    @abc.abstractmethod
     def files(self) -> dict[str, bytes]:
         """Return the files that transformers' `AutoTokenizer` reads, by name."""
-        ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0 ... 255, end of text as 256.
 
     >>> tokenizer = ByteTokenizer()
@@ -75,7 +69,6 @@ class ByteTokenizer:
     'né'
     """
 
-    vocab_size = 272
     num_tokens = _NUM_BYTES + 1
     eos_id = _NUM_BYTES
     fingerprint = "bytes"
@@ -94,15 +87,11 @@ class ByteTokenizer:
         return tokenizer_folder.files_of(tokenizer_folder.bytes_json(), EOS_TOKEN)
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer`, from a `tokenizer.json` or trained by `train_bpe`."""
 
     def __init__(self, tokenizer: Any, folder: TokenizerFolder | None = None):
-        """Find the end-of-text token.
-
-        Raises:
-          ValueError: if there is no end-of-text token, or the folder's files disagree.
-        """
+        """Find the end-of-text token."""
         if folder is not None:
             folder.check(tokenizer)
         said = folder and folder.eos_token
@@ -111,7 +100,6 @@ class HuggingFaceTokenizer:
         self._tokenizer, self._folder = tokenizer, folder
         self.eos_id = int(tokenizer.token_to_id(self._eos_token))
         self.num_tokens = tokenizer_folder.num_tokens(tokenizer)
-        self.vocab_size = round_up(self.num_tokens)
         self.fingerprint = "hf-" + _digest((tokenizer.to_str() + (said or "")).encode())
 
     def encode(self, text: str) -> np.ndarray:
@@ -131,7 +119,7 @@ class HuggingFaceTokenizer:
         return tokenizer_folder.files_of(self._tokenizer.to_str(), self._eos_token)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model with an end-of-sentence piece."""
 
     def __init__(self, model: bytes):
@@ -145,7 +133,6 @@ class SentencePieceTokenizer:
         self._model = model
         self.eos_id = int(self._processor.eos_id())
         self.num_tokens = self._processor.GetPieceSize()
-        self.vocab_size = round_up(self.num_tokens)
         self.fingerprint = "sentencepiece-" + _digest(model)
 
     def encode(self, text: str) -> np.ndarray:
@@ -169,43 +156,23 @@ class SentencePieceTokenizer:
         }
 
 
-def check_tokenizer_name(name: str) -> None:
-    """Check the form of a tokenizer's name, reading no file.
-
-    Raises:
-      ValueError: if no tokenizer is named so.
-    """
-    kind, _, rest = name.partition(":")
-    if kind == "bpe":
-        _bpe_vocab_size(name)
-    elif name != "bytes" and not (kind in ("hf", "sentencepiece") and rest):
-        raise ValueError(
-            f"tokenizer={name!r} is unknown; use 'bytes', 'bpe:VOCAB', "
-            "'hf:/folder', 'hf:/path/tokenizer.json' or 'sentencepiece:/path.model'"
-        )
-
-
 def load_tokenizer(
     name: str, texts: Iterable[str], corpus_fingerprint: str, folder: pathlib.Path
 ) -> Tokenizer:
-    """Make the tokenizer called `name`.
-
-    Raises:
-      ValueError: if the name is unknown or its file cannot be read.
-    """
-    check_tokenizer_name(name)
+    """Make the tokenizer called `name`; `folder` keeps trained BPE."""
     kind, _, path = name.partition(":")
     if kind == "bytes":
         return ByteTokenizer()
     if kind == "bpe":
-        path = _cached_bpe(_bpe_vocab_size(name), texts, corpus_fingerprint, folder)
-    make = SentencePieceTokenizer if kind == "sentencepiece" else _load_huggingface
+        path = _cached_bpe(int(path), texts, corpus_fingerprint, folder)
     place = expanded(path, f"tokenizer={name!r}")
     try:
+        if kind == "sentencepiece":
+            return SentencePieceTokenizer(place.read_bytes())
         if kind == "hf" and place.is_dir():
             files = TokenizerFolder.read(place)
             return _load_huggingface(files.files[tokenizer_folder.JSON], files)
-        return make(place.read_bytes())
+        return _load_huggingface(place.read_bytes())
     # The two libraries raise bare Exception and RuntimeError for a malformed file.
     except Exception as error:
         why = f"{error}; remove {path} to train again" if kind == "bpe" else error
@@ -249,17 +216,6 @@ def _load_huggingface(
         import tokenizers as hf
 
     return HuggingFaceTokenizer(hf.Tokenizer.from_buffer(content), folder)
-
-
-def _bpe_vocab_size(name: str) -> int:
-    size = name.removeprefix("bpe:")
-    if not size.isdecimal() or not _NUM_BYTES < int(size) <= _MOST_TOKENS:
-        raise ValueError(
-            f"tokenizer={name!r} needs a vocabulary of at least {_NUM_BYTES + 1} "
-            f"tokens (the bytes and end of text) and at most {_MOST_TOKENS}, such as "
-            "'bpe:4096'"
-        )
-    return int(size)
 
 
 def round_up(num_tokens: int) -> int:

@@ -14,30 +14,26 @@ delays no step.
 
 from __future__ import annotations
 
+import abc
 import json
 import queue
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Self
 
 from cocodc_jax._extras import extra
-from cocodc_jax.elastic.door import Door
 from cocodc_jax.elastic.link import LeftBehindError, Link
-from cocodc_jax.elastic.messages import (
-    Decision,
-    Seat,
-    Snapshot,
-    SyncId,
-    View,
-)
+from cocodc_jax.elastic.messages import Decision, Seat, Snapshot, SyncId, View
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.elastic.sockets import key_pair
+from cocodc_jax.elastic.sockets import Door, secured
 
 _ERRORS = {x.__name__: x for x in (LeftBehindError, TimeoutError)}
-_FAREWELL_MS = 5000
 _HELLO = b"hello"
+
+# A value that JSON can hold, and data.
+Answer = tuple[Any, Sequence[bytes]]
 
 
 class Ears:
@@ -48,12 +44,8 @@ class Ears:
         with extra("elastic"):
             import zmq
         self._zmq, self._context = zmq, zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.curve_server = True
-        public, secret = key_pair(place.key)
-        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
-        self._socket.linger = _FAREWELL_MS
-        self._socket.sndhwm = 0  # Nothing is dropped.
+        self._socket = secured(self._context, zmq.ROUTER, place.key, listens=True)
+        self._socket.sndhwm = 0  # Nothing is dropped, and nobody waits.
         self._door = Door(self._socket, self._context)
         port = self._socket.bind_to_random_port("tcp://*")
         host = socket.gethostname()
@@ -61,13 +53,10 @@ class Ears:
             host = place.addresses[place.region].rpartition(":")[0]
         self.address = f"tcp://{host}:{port}"
         self._others: list[bytes] = []
+        self._lock = threading.Lock()
 
     def wait_for(self, num: int, timeout_s: float) -> None:
-        """Wait until `num` other processes listen.
-
-        Raises:
-          TimeoutError: after `timeout_s`.
-        """
+        """Wait until `num` other processes listen, for `timeout_s` at most."""
         self._socket.rcvtimeo = round(timeout_s * 1000)
         while len(self._others) < num:
             try:
@@ -82,93 +71,101 @@ class Ears:
             if word == _HELLO:
                 self._others.append(name)
 
-    def tell(self, frames: Sequence[bytes]) -> None:
-        """Send to all of them; call from one thread only."""
-        for name in self._others:
-            self._socket.send_multipart([name, *frames])
+    def tell(self, head: Mapping[str, Any], frames: Sequence[bytes] = ()) -> None:
+        """Send to all of them; any thread may call this."""
+        message = [json.dumps(head).encode(), *frames]
+        with self._lock:
+            for name in self._others:
+                self._socket.send_multipart([name, *message], copy=False)
 
     def close(self) -> None:
         """Close, after a few seconds at most for unsent messages."""
+        with self._lock:
+            self._others = []
         self._socket.close()
         self._door.close()
         self._context.term()
 
 
-class Speaker:
+class SharedLink(abc.ABC):
+    """A region's `Link` as each of its processes has it.
+
+    Attributes:
+      place: the region's place.
+      view: the regions that take part, as of the last call.
+    """
+
+    place: Place
+    view: View
+
+    def __enter__(self) -> Self:
+        return self
+
+    @abc.abstractmethod
+    def _same(self, call: Callable[[Link], Answer]) -> Answer:
+        """Return what a call of the link returns, or raise what it raises.
+
+        In process 0 the link is called; the others get its answer.
+        """
+
+    def hears_others(self, seconds: float) -> bool:
+        """See `Link.hears_others`."""
+        return self._same(lambda link: (link.hears_others(seconds), ()))[0]
+
+    def wait_for_step(self, step: int, timeout_s: float) -> bool:
+        """See `Link.wait_for_step`."""
+        return self._same(lambda link: (link.wait_for_step(step, timeout_s), ()))[0]
+
+    def join(self, timeout_s: float) -> Snapshot | None:
+        """See `Link.join`."""
+
+        def call(link: Link) -> Answer:
+            copy = link.join(timeout_s)
+            return ([copy.step, copy.header], copy.arrays) if copy else (None, ())
+
+        value, frames = self._same(call)
+        return Snapshot(value[0], value[1], tuple(frames)) if value else None
+
+    def at(self, oldest_step: int) -> dict[int, int]:
+        """See `Link.at`."""
+        return dict(self._same(lambda link: ([*link.at(oldest_step).items()], ()))[0])
+
+    def finish(self, timeout_s: float) -> None:
+        """See `Link.finish`."""
+        self._same(lambda link: (link.finish(timeout_s), ()))
+
+
+class Speaker(SharedLink):
     """A `Link` that forwards its answers to the other processes of the region."""
 
     def __init__(self, link: Link, ears: Ears):
         """Wrap `link`; all processes of the region must be connected to `ears`."""
         self._link, self._ears, self._calls = link, ears, 0
-        self.view = link.view
-        self._out: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> Speaker:
-        """Return itself: the link is open already."""
-        return self
+        self.place, self.view = link.place, link.view
 
     def __exit__(self, *exception: Any) -> None:
-        """Leave, and end the waits of the other processes."""
         self._link.close()
-        self._out.put([_header({"ended": str(exception[1] or "")})])
-        self._out.put(None)
-        self._thread.join()
+        self._ears.tell({"ended": str(exception[1] or "")})
         self._ears.close()
 
-    @property
-    def place(self) -> Place:
-        """The region's place."""
-        return self._link.place
-
-    def _serve(self) -> None:
-        while (frames := self._out.get()) is not None:
-            self._ears.tell(frames)
-
-    def _answer(self, call: Callable[[], Any], write: Callable = lambda x: (x, ())):
-        """Call, and forward the result or the error to the other processes."""
+    def _same(self, call: Callable[[Link], Answer]) -> Answer:
         self._calls += 1
-        value, frames, error = None, (), None
+        (value, frames), error = (None, ()), None
         try:
-            found = call()
-            value, frames = write(found)
-            return found
+            value, frames = call(self._link)
+            return value, frames
         except tuple(_ERRORS.values()) as raised:
             error = [type(raised).__name__, str(raised)]
             raise
         finally:
             self.view = self._link.view
             seats = [[r, *seat] for r, seat in self.view.seats.items()]
-            told = {"call": self._calls, "value": value, "error": error}
-            told["view"] = [self.view.epoch, seats]
-            self._out.put([_header(told), *frames])
-
-    def hears_others(self, seconds: float) -> bool:
-        """See `Link.hears_others`."""
-        return self._answer(lambda: self._link.hears_others(seconds))
-
-    def wait_for_step(self, step: int, timeout_s: float) -> bool:
-        """See `Link.wait_for_step`."""
-        return self._answer(lambda: self._link.wait_for_step(step, timeout_s))
+            head = {"call": self._calls, "value": value, "error": error}
+            self._ears.tell(head | {"view": [self.view.epoch, seats]}, frames)
 
     def leave(self) -> None:
         """See `Link.leave`."""
         self._link.leave()
-
-    def join(self, timeout_s: float) -> Snapshot | None:
-        """See `Link.join`."""
-        return self._answer(lambda: self._link.join(timeout_s), _of_copy)
-
-    def at(self, oldest_step: int) -> dict[int, int]:
-        """See `Link.at`."""
-        return self._answer(
-            lambda: self._link.at(oldest_step), lambda found: (list(found.items()), ())
-        )
-
-    def finish(self, timeout_s: float) -> None:
-        """See `Link.finish`."""
-        self._answer(lambda: self._link.finish(timeout_s))
 
     def let_in(self, region: int, boot: int, copy: Snapshot, oldest_step: int) -> None:
         """See `Link.let_in`."""
@@ -187,18 +184,15 @@ class Speaker:
 
         def tell(done: Future) -> None:
             decision: Decision = done.result()
-            told = {
-                "sync": decision.sync,
-                "epoch": decision.epoch,
-                "regions": list(decision.rows),
-            }
-            self._out.put([_header(told), *decision.rows.values()])
+            rows = decision.rows
+            head = {"sync": decision.sync, "epoch": decision.epoch}
+            self._ears.tell(head | {"regions": list(rows)}, list(rows.values()))
 
         future.add_done_callback(tell)
         return future
 
 
-class Listener:
+class Listener(SharedLink):
     """The `Link` of a region's other processes; it receives process 0's answers."""
 
     def __init__(self, place: Place, address: str, process: int):
@@ -211,10 +205,7 @@ class Listener:
         self._answers: queue.SimpleQueue = queue.SimpleQueue()
         self._ended = False
         self._zmq, self._context = zmq, zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        public, secret = key_pair(place.key)
-        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
-        self._socket.curve_serverkey = public
+        self._socket = secured(self._context, zmq.DEALER, place.key, listens=False)
         self._socket.identity = f"process {process}".encode()
         self._socket.rcvhwm = 0
         self._socket.rcvtimeo = 100
@@ -224,12 +215,7 @@ class Listener:
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Listener:
-        """Return itself: it listens already."""
-        return self
-
     def __exit__(self, *exception: Any) -> None:
-        """Stop listening."""
         self._ended = True
         self._thread.join()
 
@@ -243,7 +229,7 @@ class Listener:
             if "sync" in told:
                 sync = (told["sync"][0], told["sync"][1])
                 rows = dict(zip(told["regions"], frames, strict=True))
-                future = self._future(sync)
+                future = self.expect(sync)
                 if not future.done():
                     future.set_result(Decision(told["epoch"], sync, rows))
             else:
@@ -251,19 +237,9 @@ class Listener:
         self._socket.close()
         self._context.term()
 
-    def _future(self, sync: SyncId) -> Future:
-        """Return the future of a decision, for the caller and the receiving thread."""
-        with self._lock:
-            return self._futures.setdefault(sync, Future())
-
-    def _answer(self) -> tuple[Any, Sequence[bytes]]:
-        """Return the answer that process 0 got to the same call.
-
-        Raises:
-          LeftBehindError, TimeoutError: if the link of process 0 raised it.
-          ConnectionError: if process 0 has ended.
-          RuntimeError: if process 0 has made another call.
-        """
+    def _same(self, call: Callable[[Link], Answer]) -> Answer:
+        """Return, or raise, what process 0 got from the same call."""
+        del call
         self._calls += 1
         told, frames = self._answers.get()
         if "ended" in told:
@@ -283,57 +259,27 @@ class Listener:
             raise _ERRORS[name](text)
         return told["value"], frames
 
-    def hears_others(self, seconds: float) -> bool:
-        """See `Link.hears_others`."""
-        del seconds
-        return self._answer()[0]
-
-    def wait_for_step(self, step: int, timeout_s: float) -> bool:
-        """See `Link.wait_for_step`."""
-        del step, timeout_s
-        return self._answer()[0]
-
-    def leave(self) -> None:
-        """Do nothing: process 0 leaves for the region."""
-
-    def join(self, timeout_s: float) -> Snapshot | None:
-        """See `Link.join`."""
-        del timeout_s
-        value, frames = self._answer()
-        return None if value is None else Snapshot(value[0], value[1], tuple(frames))
-
     def at(self, oldest_step: int) -> dict[int, int]:
         """See `Link.at`."""
         with self._lock:
-            past = [s for s in self._futures if s[1] < oldest_step]
-            for sync in past:
+            for sync in [s for s in self._futures if s[1] < oldest_step]:
                 del self._futures[sync]
-        return {region: boot for region, boot in self._answer()[0]}
+        return super().at(oldest_step)
 
-    def finish(self, timeout_s: float) -> None:
-        """See `Link.finish`."""
-        del timeout_s
-        self._answer()
+    def leave(self) -> None:
+        """Do nothing: process 0 leaves for the region."""
 
     def let_in(self, region: int, boot: int, copy: Snapshot, oldest_step: int) -> None:
         """Do nothing: process 0 sends the copy."""
 
     def send(self, sync: SyncId, row: bytes, step_s: float = 0.0) -> Future:
         """Return the future of the decision; process 0 sends the region's message."""
-        del row, step_s
-        return self._future(sync)
+        return self.expect(sync)
 
     def expect(self, sync: SyncId) -> Future:
-        """See `Link.expect`."""
-        return self._future(sync)
-
-
-def _header(told: Mapping[str, Any]) -> bytes:
-    return json.dumps(told).encode()
-
-
-def _of_copy(copy: Snapshot | None) -> tuple[Any, Sequence[bytes]]:
-    return (None, ()) if copy is None else ([copy.step, copy.header], copy.arrays)
+        """Return the future of a decision, for the caller and the receiving thread."""
+        with self._lock:
+            return self._futures.setdefault(sync, Future())
 
 
 def of_process(

@@ -1,13 +1,10 @@
 """One region's connection to the others: a thread between protocol and channel.
 
-A `Channel` carries the messages, by sockets or through a store. A region that needs a
-message which was lost asks for it again. Other threads compute the steps, so nothing
-here delays them.
+Other threads compute the steps, so nothing here delays them.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +12,6 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from cocodc_jax.elastic import wire
-from cocodc_jax.elastic.channel import open_channel
 from cocodc_jax.elastic.messages import (
     Decision,
     Join,
@@ -26,11 +22,50 @@ from cocodc_jax.elastic.messages import (
 )
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.protocol import Member
-from cocodc_jax.elastic.straggler_detector import Silence
-from cocodc_jax.elastic.times import Measured
+from cocodc_jax.elastic.times import Measured, Silence
 
 # Regions to leave out, and pairs `(sender, receiver)` whose messages to forward.
 Faulty = tuple[frozenset[int], frozenset[tuple[int, int]]]
+
+
+class Channel(Protocol):
+    """What carries frames between regions: sockets, or objects of a store.
+
+    What is sent may be lost, come twice or in another order: the protocol asks again.
+    One thread alone may use a channel, but for `wake`.
+    """
+
+    def receive(self, seconds: float) -> list[list[bytes]]:
+        """Return new messages; waits for one, for `wake`, or so many seconds."""
+        ...
+
+    def send(self, regions: Sequence[int], frames: list[bytes]) -> None:
+        """Send one message to some regions, without waiting for them."""
+        ...
+
+    def wake(self) -> None:
+        """Have `receive` return now; any thread may call this."""
+        ...
+
+    def close(self) -> None:
+        """Send what is still to be sent, for a few seconds."""
+        ...
+
+
+def open_channel(place: Place, boot: int, max_frame_bytes: int) -> Channel:
+    """Return the channel of a region; rows and arrays have `max_frame_bytes` at most.
+
+    Raises:
+      ImportError: if a package is missing.
+      OSError: if the address cannot be listened at.
+    """
+    if place.via:
+        from cocodc_jax.elastic.objects import Objects
+
+        return Objects(place, boot, max_frame_bytes)
+    from cocodc_jax.elastic.sockets import Sockets
+
+    return Sockets(place, max_frame_bytes)
 
 
 class Watch(Protocol):
@@ -84,21 +119,11 @@ class Link:
         """
         self.place, self._run, self._step = place, run, step
         self.boot = time.time_ns() if boot is None else boot
-        self._member = Member(
-            place.region,
-            place.num_regions,
-            self.boot,
-            step,
-            place.timing,
-            time.monotonic(),
-            place.min_regions,
-        )
+        self._member = Member(place, self.boot, step, time.monotonic())
         self._member.is_announced = is_announced
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # Told of every turn of the thread.
         self._futures: dict[SyncId, Future] = {}
         self._snapshots: dict[int, Snapshot] = {}
-        self._changed = threading.Condition(self._lock)
-        self._letters: queue.SimpleQueue = queue.SimpleQueue()
         self._ended, self._answered_s, self._watch = False, 0.0, watch
         self.strangers = 0
         self._channel = open_channel(place, self.boot, max_frame_bytes)
@@ -106,11 +131,9 @@ class Link:
         self._thread.start()
 
     def __enter__(self) -> Link:
-        """Return itself: it listens already."""
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Leave, after pending messages are sent."""
         self.close()
 
     @property
@@ -126,13 +149,8 @@ class Link:
 
     def hears_others(self, seconds: float) -> bool:
         """Return whether others take part already, after at most `seconds`."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            with self._lock:
-                if self._member.hears_others():
-                    return True
-            time.sleep(self.place.timing.beat_s / 4)
-        return False
+        with self._lock:
+            return self._lock.wait_for(self._member.hears_others, seconds)
 
     def close(self) -> None:
         """Leave, after pending messages are sent."""
@@ -146,13 +164,10 @@ class Link:
 
     def wait_for_step(self, step: int, timeout_s: float) -> bool:
         """Return whether the others reach a step, after at most `timeout_s`."""
-        end = time.monotonic() + timeout_s
-        while (now := time.monotonic()) < end:
-            with self._lock:
-                if self._member.have_come_to(step, now):
-                    return True
-            time.sleep(self.place.timing.beat_s / 4)
-        return False
+        with self._lock:
+            return self._lock.wait_for(
+                lambda: self._member.have_come_to(step, time.monotonic()), timeout_s
+            )
 
     def leave(self) -> None:
         """Announce that this region leaves, so that no other region waits for it.
@@ -165,44 +180,28 @@ class Link:
             self._channel.wake()
 
     def send(self, sync: SyncId, row: bytes, step_s: float = 0.0) -> Future:
-        """Send this region's message; the future's result is the decision.
+        """Send this region's message of a sync; the future's result is the decision.
 
-        If the others continue without this region, the result is an empty decision of
-        epoch 0, and the next `at` raises.
-
-        Args:
-          sync: the fragment's id and the start step.
-          row: the message.
-          step_s: seconds of an inner step in this region, 0 if not measured.
+        If the others continue without this region, that is an empty decision of epoch
+        0, and the next `at` raises. `step_s` are the seconds of an inner step in this
+        region, 0 if not measured.
         """
         with self._lock:
             self._member.times.step_s = step_s
-            future = self._future(sync)
             self._member.offer(sync, row, time.monotonic())
-            self._hand_out()
-            self._channel.wake()
-        return future
+            return self._future(sync)
 
     def expect(self, sync: SyncId) -> Future:
         """Return the future of a sync's decision without sending a message."""
         with self._lock:
-            future = self._future(sync)
             self._member.expect(sync, time.monotonic())
-            self._hand_out()
-            self._channel.wake()
-        return future
+            return self._future(sync)
 
     def at(self, oldest_step: int) -> dict[int, int]:
         """Report this region's progress; return the regions that wait for a copy.
 
-        Args:
-          oldest_step: this region has applied all syncs that started before this step.
-
-        Returns:
-          The lives of the waiting regions, by region.
-
-        Raises:
-          LeftBehindError: if the others continue without this region.
+        This region has applied all syncs that started before `oldest_step`. Returns
+        lives by region. Raises `LeftBehindError` if the others continue without it.
         """
         with self._lock:
             self._check()
@@ -211,59 +210,54 @@ class Link:
 
     def finish(self, timeout_s: float) -> None:
         """Wait at the end of a run until the others need no decision of this region."""
-        end = time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             self._member.finish(time.monotonic())
             self._channel.wake()
-            while self._member.is_needed(now := time.monotonic()) and now < end:
-                self._changed.wait(min(end - now, self.place.timing.beat_s))
+            self._lock.wait_for(
+                lambda: not self._member.is_needed(time.monotonic()), timeout_s
+            )
 
     def let_in(self, region: int, boot: int, copy: Snapshot, oldest_step: int) -> None:
         """Send a region a copy to start from, and propose a view with it."""
         with self._lock:
-            self._letters.put((region, copy))
+            self._member.outbox.append((region, copy))
             self._member.admit(region, boot, copy.step, oldest_step)
             self._channel.wake()
 
     def join(self, timeout_s: float) -> Snapshot | None:
-        """Wait until this region takes part.
+        """Wait until this region takes part; return the copy that it starts from.
 
-        Returns:
-          The copy that it starts from; None where the run begins, or continues from
-          this region's own checkpoint.
-
-        Raises:
-          TimeoutError: if no region admits it in time.
-          LeftBehindError: if others begin without it meanwhile.
+        None where the run begins, or continues from this region's own checkpoint.
+        Raises `LeftBehindError` if others begin without it meanwhile.
         """
-        end = time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             if not self._member.is_announced:
                 self._member.announce(time.monotonic())
                 self._channel.wake()
-            while True:
-                self._check()
-                member = self._member
-                seat = member.view.seats.get(self.region)
-                if seat is not None:
-                    # Copies of one step are equal, whichever region sent them.
-                    if seat.since_step in self._snapshots:
-                        return self._snapshots[seat.since_step]
-                    begins = member.coordinator == self.region
-                    if seat.since_step == 0 or (
-                        begins and seat.since_step == self._step
-                    ):
-                        return None
-                left = end - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError(
-                        f"no region admitted region {self.region} within "
-                        f"{timeout_s:.0f} s"
-                    )
-                self._changed.wait(min(left, 1.0))
+            if not self._lock.wait_for(self._can_begin, timeout_s):
+                raise TimeoutError(
+                    f"no region admitted region {self.region} within {timeout_s:.0f} s"
+                )
+            seat = self._member.view.seats[self.region]
+            # Copies of one step are equal, whichever region sent them.
+            return self._snapshots.get(seat.since_step)
+
+    def _can_begin(self) -> bool:
+        """Return whether this region has a seat, and what it starts from."""
+        self._check()
+        seat = self._member.view.seats.get(self.region)
+        if seat is None:
+            return False
+        is_first = self._member.coordinator == self.region
+        own = {0, self._step} if is_first else {0}
+        return seat.since_step in own | self._snapshots.keys()
 
     def _future(self, sync: SyncId) -> Future:
-        return self._futures.setdefault(sync, Future())
+        """Return the future of a decision; it may be there already."""
+        future = self._futures.setdefault(sync, Future())
+        self._hand_out()
+        self._channel.wake()
+        return future
 
     def _check(self) -> None:
         if self._member.is_over:
@@ -279,7 +273,7 @@ class Link:
             for sync, future in self._futures.items():
                 future.set_result(Decision(0, sync, {}))
             self._futures.clear()
-        self._changed.notify_all()
+        self._lock.notify_all()
 
     def _serve(self) -> None:
         """Own the channel until the end; an error ends all waits."""
@@ -301,36 +295,23 @@ class Link:
                     self._take(frames, now)
                 self._member.tick(now)
                 self._hand_out()
-                out = list(self._member.outbox)
-                self._member.outbox.clear()
+                out, self._member.outbox = self._member.outbox, []
                 ended = self._ended
                 present = tuple(self._member.view.seats)
                 measured = self._member.times.finished(present, now)
                 silences = self._member.silent(now)
-            while not self._letters.empty():
-                out.append(self._letters.get())
             for regions, message in _shared(out):
                 letter = wire.Letter(self._run, self.region, self.boot, message)
                 self._channel.send(regions, wire.pack(letter))
             if ended:
                 self._channel.close()
                 return
-            self._look_at(measured, present, silences)
-
-    def _look_at(
-        self,
-        measured: Sequence[Measured],
-        present: tuple[int, ...],
-        silences: Mapping[int, Silence],
-    ) -> None:
-        """Pass message times and silences to the watch, and use its answer."""
-        if self._watch is None:
-            return
-        self._watch.silent(silences)
-        for each in measured:
-            shunned, detours = self._watch(each, present)
-            with self._lock:
-                self._member.shunned, self._member.detours = shunned, detours
+            if self._watch is not None:
+                self._watch.silent(silences)
+                for each in measured:
+                    faulty = self._watch(each, present)
+                    with self._lock:
+                        self._member.shunned, self._member.detours = faulty
 
     def _take(self, frames: Sequence[bytes], now: float) -> None:
         try:
@@ -342,18 +323,17 @@ class Link:
             self.strangers += 1
             if isinstance(letter.message, Join):
                 self._meet_another_run(letter.sender, now)
-            return
-        if isinstance(letter.message, Snapshot):
+        elif isinstance(letter.message, Snapshot):
             self._snapshots = {letter.message.step: letter.message}
-            return
-        self._member.receive(letter.sender, letter.boot, letter.message, now)
+        else:
+            self._member.receive(letter.sender, letter.boot, letter.message, now)
 
     def _meet_another_run(self, sender: int, now: float) -> None:
         """Refuse to take part, and let the other run notice this one too."""
         member = self._member
         if now - self._answered_s >= self.place.timing.beat_s:
             self._answered_s = now
-            self._letters.put((sender, Join(0, ())))
+            member.outbox.append((sender, Join(0, ())))
         if not member.is_over and not member.is_in:
             member.is_over = (
                 f"region {sender} is of another run (method, model, data or code "

@@ -39,6 +39,11 @@ class View:
     epoch: int = 0
     seats: Mapping[int, Seat] = dataclasses.field(default_factory=dict)
 
+    def has(self, life: Life) -> bool:
+        """Return whether a region has a seat in this life."""
+        seat = self.seats.get(life[0])
+        return seat is not None and seat.boot == life[1]
+
     @property
     def rank(self) -> tuple[int, int]:
         """Orders views: of two that learn of each other, the higher rank continues."""

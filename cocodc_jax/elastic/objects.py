@@ -75,8 +75,7 @@ def reach(via: str) -> None:
                 store.ls(root, detail=False)
         except Exception as error:  # Clients of stores raise what they like.
             if isinstance(error, ImportError) and client:
-                name = _CLIENTS[client]
-                raise ModuleNotFoundError(str(error), name=name) from error
+                raise ModuleNotFoundError(str(error), name=_CLIENTS[client]) from error
             raise ValueError(f"via={via!r} cannot be reached: {error}") from error
 
 
@@ -99,7 +98,8 @@ class Objects:
         self._key = hashlib.sha256(b"cocodc_jax objects" + place.key).digest()
         self._keep_s = _KEPT * place.timing.dead_after_s
         self._limit = max(wire.MAX_HEADER_BYTES, max_frame_bytes)
-        self._number, self._written = 0, collections.deque[tuple[float, str]]()
+        self._numbers = itertools.count()
+        self._written: collections.deque[tuple[float, str]] = collections.deque()
         self._inbox: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
         self._said_s: dict[str, float] = {}
         # Signs of life do not wait behind what takes long to write or read.
@@ -135,8 +135,8 @@ class Objects:
         if len(self._writes) >= _QUEUE:
             return
         mask = sum(1 << region for region in regions)
-        name = f"{self._region:03}-{self._boot:020}-{self._number:010}-{mask:x}"
-        self._number += 1
+        number = next(self._numbers)
+        name = f"{self._region:03}-{self._boot:020}-{number:010}-{mask:x}"
         is_large = sum(map(len, frames)) > _FIRST_BYTES
         lane = self._large if is_large else self._small
         self._writes.add(lane.submit(self._write, name, frames))
@@ -148,15 +148,12 @@ class Objects:
         time.sleep(max(_STAY_S, _STAY_POLLS * self._poll_s))
         self._thread.join(_FAREWELL_S)
         gone = []
-        while self._written:
+        while self._written:  # Late writes may still add to it.
             name = self._written.popleft()[1]
             gone.append(self._small.submit(self._remove, name))
         concurrent.futures.wait(gone, _FAREWELL_S)
         for lane in (self._small, self._large):
             lane.shutdown(wait=False, cancel_futures=True)
-
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
 
     def _list(self) -> list[str]:
         try:
@@ -167,16 +164,16 @@ class Objects:
 
     def _remove(self, name: str) -> None:
         with contextlib.suppress(Exception):  # It is gone, or will not go.
-            self._store.rm_file(self._path(name))
+            self._store.rm_file(f"{self._root}/{name}")
 
     def _write(self, name: str, frames: list[bytes]) -> None:
         data = seal(self._key, name, frames)
         with self._reporting(f"writing to {self._root}"):
             if self._puts:
-                self._store.pipe_file(self._path(name), data)
+                self._store.pipe_file(f"{self._root}/{name}", data)
             else:
-                self._store.pipe_file(self._path(f".{name}"), data)
-                self._store.mv(self._path(f".{name}"), self._path(name))
+                self._store.pipe_file(f"{self._root}/.{name}", data)
+                self._store.mv(f"{self._root}/.{name}", f"{self._root}/{name}")
             self._written.append((time.monotonic(), name))
 
     def _poll(self) -> None:
@@ -184,31 +181,22 @@ class Objects:
             self._look()
 
     def _look(self) -> None:
+        """Read what is new; at first take all for read, but remove what is old."""
         with self._reporting(f"listing {self._root}"):
             names = self._list()
-            if not self._has_looked:
-                self._has_looked = True
-                self._pass_over(names)
+            is_first, self._has_looked = not self._has_looked, True
             self._seen.intersection_update(names)
             for name in names:
-                if name not in self._seen:
-                    self._seen.add(name)
-                    if self._is_for_this(name):
-                        self._small.submit(self._take, name)
-
-    def _pass_over(self, names: Sequence[str]) -> None:
-        """Take what is there for read, and remove what earlier lives left."""
-        self._seen.update(names)
-        for name in names:
-            match = _NAME.fullmatch(name)
-            if match and int(match[1]) == self._region and int(match[2]) != self._boot:
-                self._small.submit(self._remove, name)
-
-    def _is_for_this(self, name: str) -> bool:
-        match = _NAME.fullmatch(name)
-        if not match or name.startswith(".") or int(match[1]) == self._region:
-            return False
-        return bool(int(match[3], 16) >> self._region & 1)
+                match = _NAME.fullmatch(name)
+                if name in self._seen or not match:
+                    continue
+                self._seen.add(name)
+                is_own = int(match[1]) == self._region
+                is_for_this = int(match[3], 16) >> self._region & 1
+                if is_first and is_own and int(match[2]) != self._boot:
+                    self._small.submit(self._remove, name)
+                elif is_for_this and not (is_first or is_own or name.startswith(".")):
+                    self._small.submit(self._take, name)
 
     def _take(self, name: str) -> None:
         with self._reading():
@@ -228,7 +216,7 @@ class Objects:
             self._inbox.put(opened(name, data, lengths, start))
 
     def _read(self, name: str, start: int, end: int) -> bytes:
-        return self._store.cat_file(self._path(name), start=start, end=end)
+        return self._store.cat_file(f"{self._root}/{name}", start=start, end=end)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
@@ -261,14 +249,7 @@ def unseal(
 ) -> tuple[tuple[int, ...], int]:
     """Return how long the frames of an object are, and where they start.
 
-    Args:
-      key: of the run.
-      name: of the object.
-      first: its first `_FIRST_BYTES`, or all.
-      limit: bytes of a frame at most.
-
-    Raises:
-      RefusedError: if it is not signed with the key, or a frame is too long.
+    `first` are its first `_FIRST_BYTES`, or all; a frame has `limit` bytes at most.
     """
     table_at = 2 * _MAC_BYTES + _COUNT.size
     count = _COUNT.unpack_from(first, 2 * _MAC_BYTES)[0] if first[table_at - 1 :] else 0
@@ -286,11 +267,7 @@ def unseal(
 
 
 def opened(name: str, data: bytes, lengths: Sequence[int], start: int) -> list[bytes]:
-    """Return the frames of an object that `unseal` has accepted.
-
-    Raises:
-      RefusedError: if they are not what was signed.
-    """
+    """Return the frames of an object that `unseal` has accepted."""
     end = start + sum(lengths)
     body = memoryview(data)[start:end]
     signed = data[_MAC_BYTES : 2 * _MAC_BYTES]

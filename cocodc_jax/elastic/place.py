@@ -5,11 +5,33 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from cocodc_jax.elastic.failure_detector import Timing
-
 MIN_KEY_BYTES = 32
 BUCKET_BEAT_S = 2.0
 LATE = {"late_mean": ("wait", "merge"), "late_message": ("keep", "drop")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """How long regions wait for one another.
+
+    Attributes:
+      beat_s: seconds between two heartbeats.
+      dead_after_s: seconds of silence after which a region counts as dead.
+      grace_s: seconds from the message that completes the quorum of a sync to the
+        decision without the others.
+      start_s: seconds that a region waits for others before it begins alone.
+      quorum: messages that a sync always waits for, or all of them where fewer regions
+        take part.
+      max_behind: syncs decided without a region after which it restarts, at the step
+        of the others.
+    """
+
+    beat_s: float = 0.5
+    dead_after_s: float = 10.0
+    grace_s: float = 120.0
+    start_s: float = 60.0
+    quorum: int = 1
+    max_behind: int = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +63,7 @@ class Place:
     regions: int = 0
 
     def __post_init__(self):
-        """Validate the settings.
-
-        Raises:
-          ValueError: with the argument, its value and what would be right.
-        """
+        """Validate the settings."""
         for address in self.addresses:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal():

@@ -48,26 +48,10 @@ from __future__ import annotations
 
 import sys
 
-from cocodc_jax.elastic.commit import Deciding
-from cocodc_jax.elastic.failure_detector import Timing
-from cocodc_jax.elastic.messages import (
-    Beat,
-    Choice,
-    Decision,
-    Install,
-    Join,
-    Leave,
-    Message,
-    Promise,
-    Propose,
-    Report,
-    Row,
-    Seat,
-    View,
-    Want,
-)
-from cocodc_jax.elastic.straggler_detector import Silence, Silences
-from cocodc_jax.elastic.times import Times
+from cocodc_jax.elastic import messages as m
+from cocodc_jax.elastic.agreement import Agreement
+from cocodc_jax.elastic.place import Place
+from cocodc_jax.elastic.times import Silence, Silences, Times
 
 # A region reads its messages at least twice a beat, unless its process is held up.
 _HELD_UP_BEATS = 2
@@ -75,7 +59,7 @@ _HELD_UP_BEATS = 2
 _TELL_BEATS, _TELL_SYNCS = 4, 0.5
 
 
-class Member(Deciding):
+class Member(Agreement):
     """What one region knows, and what it sends next.
 
     Attributes:
@@ -83,32 +67,22 @@ class Member(Deciding):
       times: measured times of messages.
     """
 
-    def __init__(
-        self,
-        region: int,
-        num_regions: int,
-        boot: int,
-        step: int,
-        timing: Timing,
-        now: float,
-        min_regions: int = 1,
-    ):
+    def __init__(self, place: Place, boot: int, step: int, now: float):
         """Start outside of any view.
 
         Args:
-          region: index of this region.
-          num_regions: M, the number of possible regions.
+          place: the region's place; of it the index, the number of regions and the
+            timeouts count.
           boot: life of the region, see `Seat`.
           step: step of its own checkpoint, 0 for none.
-          timing: timeouts.
           now: seconds of a monotonic clock.
-          min_regions: the fewest regions of a view.
         """
-        super().__init__(region, num_regions, boot, step, timing, now, min_regions)
+        super().__init__(place, boot, step, now)
         self._beat_at, self._looked_at = -float("inf"), now
         self.is_announced, self._has_left = True, False
-        self._silences = Silences(timing.beat_s)
-        self.times = Times(region, num_regions, _TELL_BEATS * timing.beat_s)
+        beat_s = place.timing.beat_s
+        self._silences = Silences(beat_s)
+        self.times = Times(self.region, self._num, _TELL_BEATS * beat_s)
 
     def hears_others(self) -> bool:
         """Return whether others take part already."""
@@ -121,7 +95,7 @@ class Member(Deciding):
 
     def joiners(self, now: float) -> dict[int, int]:
         """Return the lives of the regions that wait for this one to admit them."""
-        if not self.is_in or self.coordinator != self.region:
+        if not (self.is_in and self._leads):
             return {}
         return {
             r: heard.boot
@@ -129,7 +103,7 @@ class Member(Deciding):
             if heard.step is not None
             and heard.hears_us
             and r not in self._admitted
-            and not self._has_seat(r, heard.boot)
+            and not self.view.has((r, heard.boot))
         }
 
     def admit(self, region: int, boot: int, since_step: int, oldest_step: int) -> None:
@@ -138,7 +112,7 @@ class Member(Deciding):
         It starts from a copy of this region at `since_step`, in which all syncs that
         started before `oldest_step` are applied.
         """
-        self._admitted[region] = Seat(boot, since_step), oldest_step
+        self._admitted[region] = m.Seat(boot, since_step), oldest_step
 
     def silent(self, now: float) -> dict[int, Silence]:
         """Return which regions of the view are silent, but not yet counted as dead."""
@@ -160,22 +134,15 @@ class Member(Deciding):
         """Return whether others may still ask for decisions that this region knows."""
         if not self.is_in:
             return False
-        last = self._hearing.last
-        oldest = min(
-            (
-                last[r].oldest_step
-                for r, seat in self.view.seats.items()
-                if r != self.region and self._is_alive(r, seat.boot, now)
-            ),
-            default=sys.maxsize,
-        )
+        alive = self._hearing.alive(now).items()
+        oldest = [x.oldest_step for r, x in alive if self.view.has((r, x.boot))]
         newest = max((start for _, start in self._book.decided), default=-1)
-        return bool(self._book.waiting) or oldest <= newest
+        return bool(self._book.waiting) or min(oldest, default=sys.maxsize) <= newest
 
     def leave(self) -> None:
         """Take part no more, and announce it so that no region waits."""
         if not self.is_over:
-            self._tell_all(Leave())
+            self._tell_all(m.Leave())
             self.is_over, self._has_left = "it has left", True
 
     def tick(self, now: float) -> None:
@@ -183,10 +150,8 @@ class Member(Deciding):
         self._looked_at = now
         if self._has_left and now - self._beat_at >= self._timing.beat_s:
             self._beat_at = now
-            self._tell_all(Leave())  # The last one may have been lost.
-        if self.is_over or not self.is_announced:
-            return
-        if self._is_far_behind():
+            self._tell_all(m.Leave())  # The last one may have been lost.
+        if self.is_over or not self.is_announced or self._is_far_behind():
             return
         if now - self._beat_at >= self._timing.beat_s:
             self._beat_at = now
@@ -201,52 +166,56 @@ class Member(Deciding):
                 self._tell(region, report)
         self._trim()
 
-    def receive(self, sender: int, boot: int, message: Message, now: float) -> None:
-        """Process another region's message; those of an earlier life are ignored.
+    def receive(self, sender: int, boot: int, message: m.Message, now: float) -> None:
+        """Process another region's message, of any kind but `Snapshot`.
 
-        Args:
-          sender: index of the region.
-          boot: its life.
-          message: of any kind but `Snapshot`.
-          now: seconds.
+        Messages of an earlier life, `boot`, of the sender are ignored.
         """
         if self.is_over or sender == self.region:
             return
         if not self._hearing.hear(sender, boot, message, now, self.is_announced):
             return
-        self._silences.heard((sender, boot), now)
-        if isinstance(message, Beat):
-            view, mine = message.view, self.view
-            self._highest = max(self._highest, message.promised, view.epoch)
-            is_ahead = self.region not in view.seats and view.epoch > mine.epoch
-            self._hearing.note(sender, is_elsewhere=self.is_in and is_ahead)
-            self.times.sign((sender, boot), message.clock_s, now)
+        life = sender, boot
+        self._silences.heard(life, now)
         match message:
-            case Join() if self._has_seat(sender, boot) and self._holds:
-                # The message that admitted it was lost.
-                self._tell(sender, Install(self.view, self._book.beyond(())))
-            case Beat(view):
+            case m.Join() if self.view.has(life) and self._holds:
+                self._repeat_view(sender)
+            case m.Beat(view, promised, clock_s=clock_s):
+                self._highest = max(self._highest, promised, view.epoch)
+                is_ahead = (
+                    self.region not in view.seats and view.epoch > self.view.epoch
+                )
+                self._hearing.note(sender, is_elsewhere=self.is_in and is_ahead)
+                self.times.sign(life, clock_s, now)
                 self._compare(sender, view)
-            case Row(epoch, sync, row, clock_s):
-                self.times.came((sender, boot), sync, clock_s, self._there(now))
+            case m.Row(epoch, sync, row, clock_s):
+                self.times.came(life, sync, clock_s, self._there(now))
                 if epoch in (self.view.epoch, self._promised):
-                    self._book.collect((sender, boot), sync, row)
-            case Want(epoch, sync) if epoch == self.view.epoch:
-                self._answer(sender, boot, sync, now)
-            case Decision(epoch) if epoch == self.view.epoch == self._promised:
+                    self._book.collect(life, sync, row)
+            case m.Want(epoch, sync) if epoch == self.view.epoch:
+                self._answer(life, sync, now)
+            case m.Decision(epoch) if epoch == self.view.epoch == self._promised:
                 self._book.learn(message)
-            case Choice(epoch) if epoch == self.view.epoch == self._promised:
+            case m.Choice(epoch) if epoch == self.view.epoch == self._promised:
                 self._book.choose(message)
-            case Report():
+            case m.Report():
                 self.times.told(sender, message, now)
-            case Propose(view, base_epoch, known):
-                if self._descends(sender, boot, base_epoch):
+            case m.Propose(view, base_epoch, known):
+                if self._descends(life, base_epoch):
                     self._promise(sender, view, known, now)
-            case Promise(epoch):
+            case m.Promise(epoch):
                 self._count_promise(sender, message, now)
-            case Install(view, decisions):
+            case m.Install(view, decisions):
                 if view.epoch == self._promised and view.epoch > self.view.epoch:
                     self._enter(view, decisions, now)
+
+    def _tell_all(self, message: m.Message) -> None:
+        for region in range(self._num):
+            self._tell(region, message)
+
+    def _repeat_view(self, region: int) -> None:
+        """Announce the view again: the message that it holds was lost."""
+        self._tell(region, m.Install(self.view, self._book.beyond(())))
 
     # Heartbeats, and views that continued without this region.
 
@@ -268,18 +237,20 @@ class Member(Deciding):
     def _beat(self, now: float) -> None:
         hears = self._hearing.of_late(now)
         if not self.is_in:
-            self._tell_all(Join(self._step, hears))
+            self._tell_all(m.Join(self._step, hears))
             return
-        self._tell_all(Beat(self.view, self._promised, self.oldest_step, hears, now))
+        self._tell_all(m.Beat(self.view, self._promised, self.oldest_step, hears, now))
         self._ask(now)
 
-    def _compare(self, sender: int, theirs: View) -> None:
+    def _compare(self, sender: int, theirs: m.View) -> None:
         """Check whether the others continued without this region."""
         if not self.is_in:
             return
         mine = self.view.seats
         if self.region not in theirs.seats:
-            rest = View(seats={r: x for r, x in mine.items() if r not in theirs.seats})
+            rest = m.View(
+                seats={r: x for r, x in mine.items() if r not in theirs.seats}
+            )
             is_apart = len(rest.seats) == len(mine)
             if not is_apart and theirs.epoch < self.view.epoch:
                 return  # The sender does not know of this region's view yet.
@@ -289,10 +260,8 @@ class Member(Deciding):
                     if is_apart
                     else f"region {sender} and others went on without this one"
                 )
-        elif (
-            theirs.epoch < self.view.epoch and sender in self.view.seats and self._holds
-        ):  # The message that the view holds was lost.
-            self._tell(sender, Install(self.view, self._book.beyond(())))
+        elif theirs.epoch < self.view.epoch and sender in mine and self._holds:
+            self._repeat_view(sender)
 
     # Times of messages.
 

@@ -1,23 +1,25 @@
 """The sockets of one region: ZeroMQ with CURVE, both sides by the shared key.
 
 A peer without the key is refused in the handshake, before any of its bytes is read as a
-message. `door` limits how many peers may wait for the handshake. A frame larger than
-any valid one closes the connection before memory is allocated. Messages to a region
-that is gone are dropped.
+message. A frame larger than any valid one closes the connection before memory is
+allocated. Messages to a region that is gone are dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import resource
 import socket
+import struct
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cocodc_jax._extras import extra
 from cocodc_jax.elastic import wire
-from cocodc_jax.elastic.door import Door
 from cocodc_jax.elastic.place import Place
 
 _QUEUE = 256  # The most messages that wait for one region.
@@ -27,16 +29,33 @@ _CURVE_BYTES = 64  # More than encryption adds to a frame (33), which ZeroMQ cou
 # side ends. If sending fails for so long, the connection is opened again.
 _GIVE_UP_S = 1.5
 _PING_MS, _PONG_MS = 2000, 10000
+HANDSHAKE_MS = 5000
+_MAX_WAITING = 512
+_SHARE = 4  # One in so many descriptors; the program itself uses the others.
+_SAY_S = 60.0
 
 
 def key_pair(key: bytes) -> tuple[bytes, bytes]:
     """Return the public and the secret CURVE key, derived from the shared `key`."""
-    with extra("elastic"):
-        import zmq
-        import zmq.utils.z85
+    import zmq
+    import zmq.utils.z85
+
     digest = hashlib.sha256(b"cocodc_jax regions" + key).digest()
     secret = zmq.utils.z85.encode(digest)
     return zmq.curve_public(secret), secret
+
+
+def secured(context: Any, kind: int, key: bytes, listens: bool) -> Any:
+    """Return a socket to peers that have the shared `key` too."""
+    found = context.socket(kind)
+    public, secret = key_pair(key)
+    if listens:
+        found.curve_server = True
+    else:
+        found.curve_serverkey = public
+    found.curve_publickey, found.curve_secretkey = public, secret
+    found.linger = _FAREWELL_MS
+    return found
 
 
 class Sockets:
@@ -50,22 +69,21 @@ class Sockets:
         with extra("elastic"):
             import zmq
             import zmq.utils.z85
-        self._zmq = zmq
+        self._zmq, self._place = zmq, place
+        self._known = zmq.utils.z85.decode(key_pair(place.key)[0])
         self._wake, self._waked = socket.socketpair()
-        self._public, self._secret = key_pair(place.key)
-        self._raw = zmq.utils.z85.decode(self._public)
+        self._waked.setblocking(False)
         self._context = zmq.Context()
         self._context.max_sockets = 1023
         # ZeroMQ asks here whether to accept a peer, before it passes anything on.
         self._asked = self._context.socket(zmq.REP)
         self._asked.bind("inproc://zeromq.zap.01")
-        self._in = self._context.socket(zmq.PULL)
-        self._in.curve_server = True
+        self._in = self._secured(zmq.PULL, listens=True)
         self._in.zap_domain = b"regions"
         largest = max(max_frame_bytes, wire.MAX_HEADER_BYTES)
         self._in.setsockopt(zmq.MAXMSGSIZE, largest + _CURVE_BYTES)
-        self._secure(self._in)
         self._door = Door(self._in, self._context)
+        self._out: dict[int, Any] = {}
         port = place.addresses[place.region].rpartition(":")[2]
         try:
             self._in.bind(f"tcp://*:{port}")
@@ -75,34 +93,27 @@ class Sockets:
                 f"region_addresses: region {place.region} cannot listen on port {port}"
                 f" ({error.strerror}); name a free port"
             ) from error
-        self._out = {
-            region: self._connect(address)
-            for region, address in enumerate(place.addresses)
-            if region != place.region
-        }
+        for region in range(place.num_regions):
+            if region != place.region:
+                self._out[region] = self._connected(region)
         self._refused_s: dict[int, float] = {}
-        self._addresses = place.addresses
         self._poller = zmq.Poller()
-        self._poller.register(self._in, zmq.POLLIN)
-        self._poller.register(self._asked, zmq.POLLIN)
-        self._poller.register(self._waked, zmq.POLLIN)
-        self._waked.setblocking(False)
+        for readable in (self._in, self._asked, self._waked):
+            self._poller.register(readable, zmq.POLLIN)
 
-    def _secure(self, where: Any) -> None:
-        where.curve_publickey, where.curve_secretkey = self._public, self._secret
-        where.linger = _FAREWELL_MS
-        where.sndhwm = where.rcvhwm = _QUEUE
+    def _secured(self, kind: int, listens: bool) -> Any:
+        found = secured(self._context, kind, self._place.key, listens)
+        found.sndhwm = found.rcvhwm = _QUEUE
+        return found
 
-    def _connect(self, address: str) -> Any:
-        out = self._context.socket(self._zmq.PUSH)
-        self._secure(out)
-        out.curve_serverkey = self._public
+    def _connected(self, region: int) -> Any:
+        out = self._secured(self._zmq.PUSH, listens=False)
         out.immediate = True  # No queue for a peer that is not connected.
         out.setsockopt(self._zmq.RECONNECT_IVL, 100)
         out.setsockopt(self._zmq.RECONNECT_IVL_MAX, 1000)
         out.setsockopt(self._zmq.HEARTBEAT_IVL, _PING_MS)
         out.setsockopt(self._zmq.HEARTBEAT_TIMEOUT, _PONG_MS)
-        out.connect(f"tcp://{address}")
+        out.connect(f"tcp://{self._place.addresses[region]}")
         return out
 
     def receive(self, seconds: float) -> list[list[bytes]]:
@@ -111,23 +122,21 @@ class Sockets:
         with contextlib.suppress(BlockingIOError):
             while self._waked.recv(4096):
                 pass
+        found = []
         with contextlib.suppress(self._zmq.Again):
             while True:
                 self._answer(self._asked.recv_multipart(self._zmq.NOBLOCK))
-        found = []
-        while len(found) < _QUEUE:
-            try:
+        with contextlib.suppress(self._zmq.Again):
+            while len(found) < _QUEUE:
                 frames = self._in.recv_multipart(self._zmq.NOBLOCK, copy=False)
-            except self._zmq.Again:
-                break
-            self._door.saw_message(frames[0])
-            found.append([frame.bytes for frame in frames])
+                self._door.saw_message(frames[0])
+                found.append([frame.bytes for frame in frames])
         return found
 
     def _answer(self, asked: list[bytes]) -> None:
         """Accept a peer that has the run's key pair (ZeroMQ's RFC 27)."""
         version, request, *_ = asked
-        is_known = asked[5] == b"CURVE" and asked[6] == self._raw
+        is_known = asked[5] == b"CURVE" and asked[6] == self._known
         status = (b"200", b"OK") if is_known else (b"400", b"another key")
         self._asked.send_multipart([version, request, *status, b"", b""])
 
@@ -139,22 +148,19 @@ class Sockets:
     def send(self, regions: Sequence[int], frames: list[bytes]) -> None:
         """See `Channel.send`; it is dropped where nobody is."""
         for region in regions:
-            self._send(region, frames)
-
-    def _send(self, region: int, frames: list[bytes]) -> None:
-        try:
-            self._out[region].send_multipart(frames, self._zmq.NOBLOCK, copy=False)
-            self._refused_s.pop(region, None)
-        except self._zmq.Again:
-            now = time.monotonic()
-            if now - self._refused_s.setdefault(region, now) > _GIVE_UP_S:
-                del self._refused_s[region]
-                self._out[region].close(linger=0)
-                self._out[region] = self._connect(self._addresses[region])
+            try:
+                self._out[region].send_multipart(frames, self._zmq.NOBLOCK, copy=False)
+                self._refused_s.pop(region, None)
+            except self._zmq.Again:
+                now = time.monotonic()
+                if now - self._refused_s.setdefault(region, now) > _GIVE_UP_S:
+                    del self._refused_s[region]
+                    self._out[region].close(linger=0)
+                    self._out[region] = self._connected(region)
 
     def close(self) -> None:
         """See `Channel.close`."""
-        for out in getattr(self, "_out", {}).values():
+        for out in self._out.values():
             out.close()
         self._in.close(linger=0)
         self._door.close()
@@ -162,3 +168,101 @@ class Sockets:
         self._wake.close()
         self._waked.close()
         self._context.term()
+
+
+class Door:
+    """Limits the number of connections that have not shown the key yet.
+
+    Each connection takes a file descriptor before its handshake. An attacker who opens
+    connections faster than ZeroMQ drops them could take all descriptors, and the region
+    could open no file. So only a share of the descriptors may wait for a handshake.
+    Beyond it, the oldest waiting connection is closed. A handshake takes a few round
+    trips, so members finish theirs during a flood too. A peer that has sent a message
+    has shown the key, and its connection is never closed here.
+    """
+
+    def __init__(self, listener: Any, context: Any):
+        """Watch `listener`, a ZeroMQ socket of `context` that is not bound yet."""
+        import zmq
+
+        limit = min(_MAX_WAITING, most_descriptors() // _SHARE)
+        self._zmq, self._limit, self._closed = zmq, limit, 0
+        self._said_s = -_SAY_S
+        # The peer of each descriptor, oldest first.
+        self._waiting: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        listener.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        # ZeroMQ waits for the reader of its events, so it cannot accept far ahead.
+        self._events = context.socket(zmq.PAIR)
+        self._events.rcvhwm = 1
+        name = f"inproc://door-{id(self)}"
+        listener.monitor(name, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._events.connect(name)
+        self._events.rcvtimeo = 100
+        self._ended = False
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def saw_message(self, frame: Any) -> None:
+        """Note that the sender of this frame has the key."""
+        with self._lock:
+            self._waiting.pop(frame.get(self._zmq.SRCFD), None)
+
+    def close(self) -> None:
+        """Stop; the listening socket must be closed already."""
+        self._ended = True
+        self._thread.join()
+        self._events.close(linger=0)
+
+    def _serve(self) -> None:
+        while not self._ended:
+            try:
+                event = self._events.recv_multipart()[0]
+            except self._zmq.Again:
+                continue
+            kind, descriptor = struct.unpack("=hi", event)
+            with self._lock:
+                self._waiting.pop(descriptor, None)
+                if kind == self._zmq.EVENT_ACCEPTED:
+                    with contextlib.suppress(OSError), _borrowed(descriptor) as new:
+                        self._waiting[descriptor] = new.getpeername()
+                # Unread events may say that some of the connections are closed.
+                too_many = self._limit if not self._events.poll(0) else 2 * self._limit
+                if len(self._waiting) > too_many:
+                    self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        while len(self._waiting) > self._limit:
+            descriptor = next(iter(self._waiting))
+            peer = self._waiting.pop(descriptor)
+            self._closed += 1
+            with contextlib.suppress(OSError), _borrowed(descriptor) as oldest:
+                if oldest.getpeername() == peer:
+                    oldest.shutdown(socket.SHUT_RDWR)  # ZeroMQ closes it then.
+        if time.monotonic() - self._said_s > _SAY_S:
+            self._said_s = time.monotonic()
+            print(
+                f"more than {self._limit} open connections have not shown the key; "
+                f"{self._closed} closed so far",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """Yield the socket of a descriptor that ZeroMQ owns."""
+    found = socket.socket(fileno=descriptor)
+    try:
+        yield found
+    finally:
+        found.detach()
+
+
+def most_descriptors() -> int:
+    """Raise the limit of this process's open files as far as allowed; return it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft if soft > 0 else sys.maxsize

@@ -1,4 +1,4 @@
-"""Measures how long messages take between pairs of regions.
+"""Times that one region observes: how long messages take, and who is silent.
 
 Clocks of regions differ. Let c be the sender's clock when a message leaves and t the
 receiver's when it arrives. t - c contains the difference of the clocks. So the time of
@@ -9,13 +9,25 @@ few bytes, over the last minutes:
 
 This is the time beyond that of the fastest small message. Each region reports the times
 of the messages that it received, so all know the matrix of pairs.
+
+A region that is unusually silent is reported long before it counts as dead. Let g be
+the longest time between two messages of a region in the last minutes, and s the median
+time between two syncs. The region is silent if nothing arrives from it for
+
+    max(4 beat_s, 3 g, 2.5 s)
+
+So a silence is reported within five syncs, unless such gaps are usual for the region. A
+silence does not count towards g, and nothing is reported if this process itself was
+held up. The factors are ours.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
-from collections.abc import Collection
+import statistics
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from cocodc_jax.elastic.messages import Life, Report, SyncId
@@ -23,6 +35,25 @@ from cocodc_jax.elastic.messages import Life, Report, SyncId
 # The history spans two of these; clocks drift apart by parts in ten thousand.
 _BUCKET_S = 300.0
 _REMEMBERED = 64  # Syncs.
+_BEATS, _GAPS, _SYNCS = 4, 3.0, 2.5
+_LEAST_HEARD, _LEAST_SYNCS = 20, 3  # Messages and syncs before the first report.
+
+
+class _Recent:
+    """The least or the greatest number of the last minutes."""
+
+    def __init__(self, pick: Callable[[float, float], float], none: float):
+        self._pick, self._none = pick, none
+        self._since, self._before, self._now = -math.inf, none, none
+
+    def take(self, value: float, now: float) -> None:
+        if now - self._since > _BUCKET_S:
+            self._since, self._before, self._now = now, self._now, self._none
+        self._now = self._pick(self._now, value)
+
+    @property
+    def value(self) -> float:
+        return self._pick(self._before, self._now)
 
 
 class Measured(NamedTuple):
@@ -41,22 +72,6 @@ class Measured(NamedTuple):
     step_s: list[float]
 
 
-class _Least:
-    """The least of recent numbers."""
-
-    def __init__(self):
-        self._since, self._before, self._now = -math.inf, math.inf, math.inf
-
-    def take(self, value: float, now: float) -> None:
-        if now - self._since > _BUCKET_S:
-            self._since, self._before, self._now = now, self._now, math.inf
-        self._now = min(self._now, value)
-
-    @property
-    def value(self) -> float:
-        return min(self._before, self._now)
-
-
 class Times:
     """One region's measurements, and the reports of the others.
 
@@ -69,7 +84,7 @@ class Times:
     def __init__(self, region: int, num_regions: int, wait_s: float):
         """Start without measurements; `num_regions` is M."""
         self._region, self._num, self.wait_s = region, num_regions, wait_s
-        self._least: dict[Life, _Least] = {}
+        self._least: dict[Life, _Recent] = {}
         self._came: dict[SyncId, dict[int, float]] = {}
         self._decided: dict[SyncId, tuple[float, frozenset[int]]] = {}
         self._told: dict[SyncId, dict[int, Report]] = {}
@@ -79,7 +94,8 @@ class Times:
 
     def sign(self, sender: Life, clock_s: float, now: float) -> None:
         """Record a heartbeat."""
-        self._least.setdefault(sender, _Least()).take(now - clock_s, now)
+        least = self._least.setdefault(sender, _Recent(min, math.inf))
+        least.take(now - clock_s, now)
 
     def came(self, sender: Life, sync: SyncId, clock_s: float, now: float) -> None:
         """Record the arrival of a message; only the first one counts."""
@@ -111,10 +127,9 @@ class Times:
 
     def told(self, sender: int, report: Report, now: float) -> None:
         """Record a region's report."""
-        if report.sync in self._done:
-            return
-        self._told.setdefault(report.sync, {})[sender] = report
-        self._told_s.setdefault(report.sync, now)
+        if report.sync not in self._done:
+            self._told.setdefault(report.sync, {})[sender] = report
+            self._told_s.setdefault(report.sync, now)
 
     def finished(self, regions: Collection[int], now: float) -> list[Measured]:
         """Return the syncs that all `regions` have reported, or that are old."""
@@ -131,15 +146,85 @@ class Times:
         self, sync: SyncId, told: dict[int, Report], regions: Collection[int]
     ) -> Measured:
         seconds = [[math.nan] * self._num for _ in range(self._num)]
+        step_s = [math.nan] * self._num
         sent = {r for report in told.values() for r, _ in report.seconds}
         for receiver, report in told.items():
+            step_s[receiver] = report.step_s or math.nan
             came = dict(report.seconds)
             for sender in sent - {receiver}:
                 seconds[sender][receiver] = came.get(sender, math.inf)
         for silent in set(regions) - told.keys() - sent:
             for region in told:
                 seconds[silent][region] = seconds[region][silent] = math.inf
-        step_s = [math.nan] * self._num
-        for region, report in told.items():
-            step_s[region] = report.step_s or math.nan
         return Measured(sync, seconds, step_s)
+
+
+class Silence(NamedTuple):
+    """How long a region is silent.
+
+    Attributes:
+      seconds: since its last message.
+      usual: the longest time between two of its messages before.
+    """
+
+    seconds: float
+    usual: float
+
+
+@dataclasses.dataclass
+class _Heard:
+    """The time of a region's last message, and the gaps between those before."""
+
+    last: float
+    count: int = 0
+    gaps: _Recent = dataclasses.field(default_factory=lambda: _Recent(max, 0.0))
+
+
+class Silences:
+    """Times of the other regions' messages, as one region receives them."""
+
+    def __init__(self, beat_s: float):
+        """Start without messages; `beat_s` is the time between two heartbeats."""
+        self._beat_s = beat_s
+        self._heard: dict[Life, _Heard] = {}
+        self._between: collections.deque[float] = collections.deque(maxlen=9)
+        self._decided_at: float | None = None
+        self._looked_at: float | None = None
+
+    def heard(self, sender: Life, now: float) -> None:
+        """Record a message of a region."""
+        heard = self._heard.setdefault(sender, _Heard(now))
+        gap, heard.last = now - heard.last, now
+        if heard.count < _LEAST_HEARD or gap <= self._limit(heard):
+            heard.count += 1
+            heard.gaps.take(gap, now)
+
+    def decided(self, now: float) -> None:
+        """Record that a mean is decided."""
+        if self._decided_at is not None:
+            self._between.append(now - self._decided_at)
+        self._decided_at = now
+
+    @property
+    def sync_s(self) -> float:
+        """The median time between two syncs, 0 before it is known."""
+        return statistics.median(self._between) if self._between else 0.0
+
+    def overdue(self, lives: Collection[Life], now: float) -> dict[int, Silence]:
+        """Return which of `lives` are silent; call it at least twice a heartbeat."""
+        self._heard = {life: x for life, x in self._heard.items() if life in lives}
+        before, self._looked_at = self._looked_at, now
+        if before is None or now - before > 2 * self._beat_s:
+            for heard in self._heard.values():  # This process did not read messages.
+                heard.last = now
+        if len(self._between) < _LEAST_SYNCS:
+            return {}
+        return {
+            life[0]: Silence(now - x.last, x.gaps.value)
+            for life, x in self._heard.items()
+            if x.count >= _LEAST_HEARD and now - x.last > self._limit(x)
+        }
+
+    def _limit(self, heard: _Heard) -> float:
+        usual_s = max(_GAPS * heard.gaps.value, _SYNCS * self.sync_s)
+        return max(_BEATS * self._beat_s, usual_s)

@@ -9,30 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cocodc_jax.elastic import messages as m
 
 MAX_HEADER_BYTES = 1 << 20
 
-_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        m.Join,
-        m.Beat,
-        m.Row,
-        m.Want,
-        m.Decision,
-        m.Choice,
-        m.Report,
-        m.Propose,
-        m.Promise,
-        m.Install,
-        m.Leave,
-        m.Snapshot,
-    )
-}
+_KINDS = {kind.__name__: kind for kind in typing.get_args(m.Message)}
 
 
 class WireError(ValueError):
@@ -73,43 +58,36 @@ def pack(letter: Letter) -> list[bytes]:
 
 
 def unpack(frames: Sequence[bytes], num_regions: int) -> Letter:
-    """Read the frames that `pack` wrote.
-
-    Args:
-      frames: the received frames.
-      num_regions: M; every region's index must be below.
-
-    Raises:
-      WireError: if the frames are not a message of this protocol.
-    """
+    """Read the frames that `pack` wrote, or raise `WireError`."""
     try:
         if not frames or len(frames[0]) > MAX_HEADER_BYTES:
             raise ValueError("the header is missing or too long")
         header = json.loads(bytes(frames[0]))
         sender, boot = map(_count, header["from"])
-        data = _Data(frames[1:], num_regions)
+        reader = _Reader(frames[1:], num_regions)
         kind = _KINDS[header["kind"]]
         body = header["body"]
         fields = [field.name for field in dataclasses.fields(kind)]
-        if set(body) != set(fields) or sender >= num_regions:
-            raise ValueError("wrong fields, or an unknown sender")
-        values = {name: _READ[name](body[name], data) for name in fields}
-        data.check_all_used()
-        return Letter(_text(header["run"]), sender, boot, kind(**values))
+        if set(body) != set(fields):
+            raise ValueError("wrong fields")
+        values = {name: _READ[name](reader, body[name]) for name in fields}
+        reader.check_all_used()
+        run = _of_type(header["run"], str)
+        return Letter(run, reader.region(sender), boot, kind(**values))
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise WireError(f"not a message of this protocol: {error!r}") from error
 
 
-def _plain(value: Any, data: list[Any]) -> Any:
+def _plain(value: Any, data: list[bytes]) -> Any:
     """Return a value that JSON can hold; bytes become the index of their frame."""
     match value:
-        case bytes() | bytearray() | memoryview():
-            data.append(value if isinstance(value, bytes) else bytes(value))
+        case bytes():
+            data.append(value)
             return len(data) - 1
         case m.View(epoch, seats):
             return [epoch, [[r, *seat] for r, seat in sorted(seats.items())]]
         case m.Decision(epoch, sync, rows):
-            return [epoch, sync, [[r, _plain(row, data)] for r, row in rows.items()]]
+            return [epoch, sync, _plain(rows, data)]
         case tuple():
             return [_plain(x, data) for x in value]
     if isinstance(value, dict) and value and isinstance(next(iter(value)), int):
@@ -117,27 +95,63 @@ def _plain(value: Any, data: list[Any]) -> Any:
     return value
 
 
-class _Data:
-    """The frames of a message; each is used exactly once."""
+class _Reader:
+    """Reads fields; every region must exist, and each frame is used exactly once."""
 
     def __init__(self, frames: Sequence[bytes], num_regions: int):
-        self._frames, self._used, self.num_regions = frames, set(), num_regions
+        self._frames, self._used, self._num_regions = frames, set(), num_regions
 
-    def take(self, index: Any) -> bytes:
+    def frame(self, index: Any) -> bytes:
         index = _count(index)
         if index in self._used:
             raise ValueError(f"frame {index} is used twice")
         self._used.add(index)
         return bytes(self._frames[index])
 
+    def frames(self, value: Any) -> tuple[bytes, ...]:
+        return tuple(map(self.frame, value))
+
     def check_all_used(self) -> None:
         if len(self._used) != len(self._frames):
             raise ValueError("the header does not name all frames")
 
     def region(self, value: Any) -> int:
-        if _count(value) >= self.num_regions:
-            raise ValueError(f"region {value} must be below {self.num_regions}")
+        if _count(value) >= self._num_regions:
+            raise ValueError(f"region {value} must be below {self._num_regions}")
         return value
+
+    def regions(self, value: Any) -> tuple[int, ...]:
+        return tuple(map(self.region, value))
+
+    def sync(self, value: Any) -> m.SyncId:
+        fragment_id, start_step = map(_count, value)
+        return fragment_id, start_step
+
+    def syncs(self, value: Any) -> tuple[m.SyncId, ...]:
+        return tuple(map(self.sync, value))
+
+    def members(self, value: Any) -> tuple[m.Life, ...]:
+        return tuple((self.region(r), _count(boot)) for r, boot in value)
+
+    def durations(self, value: Any) -> tuple[tuple[int, float], ...]:
+        return tuple((self.region(r), _seconds(s)) for r, s in value)
+
+    def view(self, value: Any) -> m.View:
+        epoch, seats = value
+        found = {
+            self.region(r): m.Seat(_count(boot), _count(since))
+            for r, boot, since in seats
+        }
+        return m.View(_count(epoch), found)
+
+    def rows(self, value: Any) -> dict[int, bytes]:
+        return {self.region(r): self.frame(i) for r, i in value or ()}
+
+    def decisions(self, value: Any) -> tuple[m.Decision, ...]:
+        return tuple(
+            m.Decision(_count(epoch), self.sync(sync), self.rows(rows))
+            for epoch, sync, rows in value
+        )
 
 
 def _count(value: Any) -> int:
@@ -152,63 +166,27 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a text")
+def _of_type(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{value!r} is not of type {kind.__name__}")
     return value
 
 
-def _sync(value: Any, data: _Data) -> m.SyncId:
-    del data
-    fragment_id, start_step = map(_count, value)
-    return fragment_id, start_step
-
-
-def _view(value: Any, data: _Data) -> m.View:
-    epoch, seats = value
-    found = {
-        data.region(r): m.Seat(_count(boot), _count(since)) for r, boot, since in seats
-    }
-    return m.View(_count(epoch), found)
-
-
-def _rows(value: Any, data: _Data) -> dict[int, bytes]:
-    return {data.region(r): data.take(i) for r, i in value or ()}
-
-
-def _decisions(value: Any, data: _Data) -> tuple[m.Decision, ...]:
-    return tuple(
-        m.Decision(_count(epoch), _sync(sync, data), _rows(rows, data))
-        for epoch, sync, rows in value
-    )
-
-
-def _table(value: Any, data: _Data) -> dict[str, Any]:
-    del data
-    if not isinstance(value, dict):
-        raise ValueError(f"{value!r} is not a table")
-    return value
-
-
-_READ = {
-    "clock_s": lambda value, data: _seconds(value),
-    "step_s": lambda value, data: _seconds(value),
-    "seconds": lambda value, data: tuple(
-        (data.region(r), _seconds(s)) for r, s in value
+_READ: dict[str, Callable[[_Reader, Any], Any]] = {
+    **dict.fromkeys(
+        ("step", "epoch", "base_epoch", "promised", "oldest_step"),
+        lambda _, value: _count(value),
     ),
-    "members": lambda value, data: tuple((data.region(r), _count(b)) for r, b in value),
-    "step": lambda value, data: _count(value),
-    "epoch": lambda value, data: _count(value),
-    "base_epoch": lambda value, data: _count(value),
-    "promised": lambda value, data: _count(value),
-    "oldest_step": lambda value, data: _count(value),
-    "hears": lambda value, data: tuple(data.region(r) for r in value),
-    "view": _view,
-    "sync": _sync,
-    "row": lambda value, data: data.take(value),
-    "rows": _rows,
-    "known": lambda value, data: tuple(_sync(each, data) for each in value),
-    "decisions": _decisions,
-    "header": _table,
-    "arrays": lambda value, data: tuple(data.take(i) for i in value),
+    **dict.fromkeys(("clock_s", "step_s"), lambda _, value: _seconds(value)),
+    "view": _Reader.view,
+    "hears": _Reader.regions,
+    "sync": _Reader.sync,
+    "known": _Reader.syncs,
+    "members": _Reader.members,
+    "row": _Reader.frame,
+    "rows": _Reader.rows,
+    "arrays": _Reader.frames,
+    "seconds": _Reader.durations,
+    "decisions": _Reader.decisions,
+    "header": lambda _, value: _of_type(value, dict),
 }

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from cocodc_jax.elastic.failure_detector import Timing
 from cocodc_jax.elastic.objects import reach
-from cocodc_jax.elastic.place import Place, read_key
+from cocodc_jax.elastic.place import Place, Timing, read_key
 from cocodc_jax.run.fault_watch import ON_FAULT
 
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from cocodc_jax.elastic.link import Faulty
 from cocodc_jax.elastic.messages import SyncId
-from cocodc_jax.elastic.straggler_detector import Silence
-from cocodc_jax.elastic.times import Measured
+from cocodc_jax.elastic.times import Measured, Silence
 from cocodc_jax.files import append_line
 from cocodc_jax.network.faults import Finding, Messages, Regions
 

@@ -15,9 +15,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from cocodc_jax.elastic.failure_detector import Timing
 from cocodc_jax.elastic.link import Link
-from cocodc_jax.elastic.place import BUCKET_BEAT_S, Place, is_bucket
+from cocodc_jax.elastic.place import BUCKET_BEAT_S, Place, Timing, is_bucket
 from cocodc_jax.netlab.children import free_addresses
 from cocodc_jax.run import flags
 

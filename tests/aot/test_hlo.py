@@ -129,13 +129,6 @@ ENTRY %main (i: s32[], x: f32[4,8]) -> f32[1,4] {
 
 # HLO, and its operations by hand.
 PRODUCTS = [
-    # A batch of 2 products [16,8] x [8,32], as a TPU has it.
-    (
-        ["%a = bf16[2,16,8] parameter(0)", "%b = bf16[2,8,32] parameter(1)",
-         "%c = bf16[2,16,32] convolution(%a, %b), window={size=2 lhs_dilate=2},"
-         " dim_labels=0bf_0io->0bf"],
-        2 * 2 * 16 * 8 * 32,
-    ),
     # A kernel of 3 over 5 places, padded by one: 3 * 5 - 2 places meet an element.
     (
         ["%a = f32[1,5,4] parameter(0)", "%b = f32[3,4,6] parameter(1)",

@@ -4,11 +4,10 @@ import importlib.util
 
 import pytest
 
-from cocodc_jax.aot import roofline
-from cocodc_jax.aot.child import needed_bytes
+from cocodc_jax.aot import child
 from cocodc_jax.aot.collectives import Collective
 from cocodc_jax.aot.hlo import Array
-from cocodc_jax.aot.programs import BETWEEN, place
+from cocodc_jax.aot.programs import place
 from cocodc_jax.aot.report import remedies
 from cocodc_jax.aot.targets import Target
 from cocodc_jax.chips import CHIPS, peak_flops
@@ -91,11 +90,11 @@ def test_a_machine_that_regions_cannot_share_is_refused(changes, target, message
 def test_the_compilers_refusals_are_read():
     tpu = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for "
     tpu += "HLO temporaries (36.57G) exceeds available HBM (15.75G)."
-    assert needed_bytes(tpu) == int(36.57 * 2**30)
+    assert child.needed_bytes(tpu) == int(36.57 * 2**30)
     used = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.26G of"
-    assert needed_bytes(used) == int(17.26 * 2**30)
-    assert needed_bytes("RESOURCE_EXHAUSTED: so much") == 0
-    assert needed_bytes("INTERNAL: 3 of 4") is None
+    assert child.needed_bytes(used) == int(17.26 * 2**30)
+    assert child.needed_bytes("RESOURCE_EXHAUSTED: so much") == 0
+    assert child.needed_bytes("INTERNAL: 3 of 4") is None
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_a_roofline_by_hand(hidden_s, seconds, limit):
         array = Array("f32", (1,))
         return Collective("all-reduce", axes, num_bytes, 2, True, spans, array, "x")
 
-    found = roofline.estimate(
+    found = child.estimate(
         chip,
         chip.flops * 3,
         chip.hbm_bps * 2,
@@ -118,7 +117,6 @@ def test_a_roofline_by_hand(hidden_s, seconds, limit):
             moves(("region",), chip.network_bps / 2, False),
             moves(("slice",), chip.network_bps * hidden_s / 2, True),
         ],
-        BETWEEN,
     )
     assert (found.compute_s, found.hbm_s, found.link_s) == (3, 2, 4)
     assert (found.network_s, found.hidden_s) == (1, hidden_s)

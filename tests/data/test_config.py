@@ -37,6 +37,7 @@ from cocodc_jax.data.config import DataConfig, cache_dir
             r"validation_fraction=0.0 is outside \(0, 0.5\]",
         ),
         ({"validation_fraction": 0.6}, "validation_fraction=0.6 is outside"),
+        ({"text_field": "body"}, "text_field='body' is of sets with fields"),
         ({"seed": -1}, "seed=-1 is outside"),
         ({"seed": 2**32}, "seed=4294967296 is outside"),
         (

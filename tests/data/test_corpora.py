@@ -12,7 +12,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from cocodc_jax.data import DataConfig
-from cocodc_jax.data.corpora import builders, files, prepare
+from cocodc_jax.data.corpora import files, prepare
 from cocodc_jax.data.corpora.corpus import open_corpus
 
 
@@ -23,6 +23,19 @@ def _open(paths, data_dir, **settings):
 
 def _texts(corpus):
     return list(corpus.train), list(corpus.validation)
+
+
+def _write(folder, contents):
+    """Write files of some names; returns the folder."""
+    for name, content in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def _numbered(count, text="text {}", name="{}.txt"):
+    return {name.format(i): text.format(i) for i in range(count)}
 
 
 def test_every_document_is_stored_once_and_on_one_side(text_folder, data_dir):
@@ -39,14 +52,13 @@ def test_source_is_the_first_sub_folder(text_folder, data_dir):
     corpus = _open(text_folder, data_dir)
     for index in range(len(corpus.train)):
         source, num_bytes = corpus.train.source_and_bytes(index)
-        text = corpus.train.text(index)
+        text = corpus.train.texts(index)[0]
         assert source == f"source{int(text.split()[0][1:]):02d}"
         assert num_bytes == len(text.encode())
 
 
 def test_equal_documents_are_on_the_same_side(tmp_path):
-    for index in range(40):
-        (tmp_path / f"{index}.txt").write_text(f"text {index // 4}\n")
+    _write(tmp_path, {f"{i}.txt": f"text {i // 4}\n" for i in range(40)})
     corpus = _open(tmp_path, tmp_path / "data", validation_fraction=0.4)
     train, validation = _texts(corpus)
     assert len(train) + len(validation) == 40
@@ -54,15 +66,11 @@ def test_equal_documents_are_on_the_same_side(tmp_path):
 
 
 def test_a_document_stays_on_its_side_as_others_come(tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for index in range(30):
-        (folder / f"{index}.txt").write_text(f"first {index}")
+    folder = _write(tmp_path / "texts", _numbered(30, "first {}"))
     train, validation = map(
         set, _texts(_open(folder, tmp_path, validation_fraction=0.3))
     )
-    for index in range(30):
-        (folder / f"a{index}.txt").write_text(f"second {index}")
+    _write(folder, _numbered(30, "second {}", "a{}.txt"))
     more = _open(folder, tmp_path, validation_fraction=0.3)
     assert train < set(more.train)
     assert validation < set(more.validation)
@@ -92,27 +100,16 @@ def test_a_line_longer_than_a_document_is_cut(tmp_path):
 
 
 def test_what_is_no_text_is_passed_over(tmp_path):
-    for name, content in {
-        "a.txt": b"some text",
-        "b.md": b"other text",
-        "blank.txt": b" \n",
-        "empty.txt": b"",
-        ".hidden": b"hidden text",
-        ".git/config": b"more hidden text",
-        "__pycache__/x.txt": b"cached",
-    }.items():
-        path = tmp_path / "texts" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    train, validation = _texts(_open(tmp_path / "texts", tmp_path / "data"))
+    contents = {"a.txt": "some text", "b.md": "other text", "blank.txt": " \n"}
+    contents |= {"empty.txt": "", ".hidden": "hidden text", ".git/config": "hidden too"}
+    folder = _write(tmp_path / "texts", contents | {"__pycache__/x.txt": "cached"})
+    train, validation = _texts(_open(folder, tmp_path / "data"))
     assert sorted(train + validation) == ["other text", "some text"]
 
 
 def test_a_bad_byte_is_refused_replaced_or_skipped_with_a_word(tmp_path, capfd):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for name, content in {"a": b"one", "b": b"two", "c": b"caf\xe9 three"}.items():
-        (folder / f"{name}.txt").write_bytes(content)
+    contents = {"a.txt": "one", "b.txt": "two", "c.txt": b"caf\xe9 three"}
+    folder = _write(tmp_path / "texts", contents)
     with pytest.raises(
         ValueError, match=rf"{folder}/c.txt is not UTF-8 text \(byte 3: .*=replace or"
     ):
@@ -132,19 +129,14 @@ def test_a_bad_byte_is_refused_replaced_or_skipped_with_a_word(tmp_path, capfd):
 
 
 def test_several_paths(tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "same.txt").write_text(f"text of {name}")
+    _write(tmp_path, {f"{name}/same.txt": f"text of {name}" for name in ("one", "two")})
     paths = [tmp_path / "one", tmp_path / "two" / "same.txt"]
     train, validation = _texts(_open(paths, tmp_path / "data"))
     assert sorted(train + validation) == ["text of one", "text of two"]
 
 
 def test_prepared_once_then_again_when_a_file_changes(tmp_path, monkeypatch):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for index in range(4):
-        (folder / f"{index}.txt").write_text(f"text {index}")
+    folder = _write(tmp_path / "texts", _numbered(4))
     first = _open(folder, tmp_path)
     monkeypatch.setattr(prepare, "_prepare_beside", _fail)
     assert _open(folder, tmp_path).fingerprint == first.fingerprint
@@ -156,11 +148,10 @@ def test_prepared_once_then_again_when_a_file_changes(tmp_path, monkeypatch):
 
 
 def test_fingerprint_does_not_depend_on_the_place(tmp_path):
-    for name in ("here", "there"):
-        (tmp_path / name).mkdir()
-        for index in range(4):
-            (tmp_path / name / f"{index}.txt").write_text(f"text {index}")
-    here, there = (_open(tmp_path / name, tmp_path / "d") for name in ("here", "there"))
+    here, there = (
+        _open(_write(tmp_path / name, _numbered(4)), tmp_path / "d")
+        for name in ("here", "there")
+    )
     assert here.fingerprint == there.fingerprint
     assert _texts(here) == _texts(there)
 
@@ -169,11 +160,8 @@ def test_names_and_folders_are_part_of_the_fingerprint(tmp_path):
     # They decide in which order documents are stored, and whose source they are.
     found = set()
     for root, name in (("a", "{}.txt"), ("b", "x{}.txt"), ("c", "folder/{}.txt")):
-        for index in range(4):
-            path = tmp_path / root / name.format(index)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"text {index}")
-        found.add(_open(tmp_path / root, tmp_path / "d").fingerprint)
+        folder = _write(tmp_path / root, _numbered(4, name=name))
+        found.add(_open(folder, tmp_path / "d").fingerprint)
     assert len(found) == 3
 
 
@@ -194,7 +182,7 @@ def test_the_later_of_two_preparations_gives_way(text_folder, tmp_path, monkeypa
 
 
 def test_a_preparation_cut_short_leaves_nothing(text_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(builders.TextFiles, "_generate_examples", _fail)
+    monkeypatch.setattr(prepare.TextFiles, "_generate_examples", _fail)
     with pytest.raises(RuntimeError, match="cut short"):
         _open(text_folder, tmp_path)
     assert not list(tmp_path.rglob("*.array_record*"))
@@ -235,33 +223,20 @@ def test_two_processes_prepare_at_once(text_folder, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["text_files"]
 
 
-def test_nothing_is_printed(text_folder, tmp_path, capfd):
-    _open(text_folder, tmp_path)
-    assert capfd.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({}, "texts holds no readable file"),
-        ({"a.txt": b" "}, "a.txt holds no readable UTF-8 text"),
-        ({"a.txt": b"\n", "b.txt": b""}, "texts holds no readable UTF-8 text"),
-        ({"a.txt": b"alone"}, "a.txt holds one document; at least two different"),
-        ({"a.txt": b"same", "b.txt": b"same"}, "texts holds one document"),
+        ({}, "texts does not exist"),
+        ({"__pycache__/x.txt": "x"}, "texts holds no readable file"),
+        ({"a.txt": " "}, "a.txt holds no readable UTF-8 text"),
+        ({"a.txt": "\n", "b.txt": ""}, "texts holds no readable UTF-8 text"),
+        ({"a.txt": "alone"}, "a.txt holds one document; at least two different"),
+        ({"a.txt": "same", "b.txt": "same"}, "texts holds one document"),
     ],
 )
 def test_folder_without_text_is_named(tmp_path, content, message):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for name, text in content.items():
-        (folder / name).write_bytes(text)
     with pytest.raises(ValueError, match=message):
-        _open(folder, tmp_path)
-
-
-def test_missing_path_is_named(tmp_path):
-    with pytest.raises(ValueError, match="/missing does not exist"):
-        _open(tmp_path / "missing", tmp_path)
+        _open(_write(tmp_path / "texts", content), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -293,12 +268,6 @@ def test_a_folder_that_cannot_be_written_to_is_named(text_folder, tmp_path):
             _open(text_folder, folder)
 
 
-def test_builder_without_config_says_so(tmp_path):
-    builder = builders.TextFiles(data_dir=tmp_path)
-    with pytest.raises(ValueError, match="built from a CorpusConfig"):
-        builder._split_generators(None)
-
-
 def test_links_to_nowhere_are_passed_over(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="holds no readable file"):
@@ -306,10 +275,9 @@ def test_links_to_nowhere_are_passed_over(tmp_path):
 
 
 def test_links_to_folders_are_left_out_with_a_warning(tmp_path):
-    folder, elsewhere = tmp_path / "text", tmp_path / "elsewhere"
-    for each in (folder, elsewhere):
-        each.mkdir()
-        (each / "a.txt").write_text("text")
+    folder, elsewhere = (
+        _write(tmp_path / name, {"a.txt": "text"}) for name in ("text", "elsewhere")
+    )
     (folder / "more").symlink_to(elsewhere)
     (folder / "b.txt").symlink_to(elsewhere / "a.txt")
     with pytest.warns(UserWarning, match="text/more is a link to a folder and is left"):
@@ -318,11 +286,7 @@ def test_links_to_folders_are_left_out_with_a_warning(tmp_path):
 
 
 def test_files_whose_names_are_not_utf8_are_read(tmp_path):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for index in range(4):
-        path = folder / os.fsdecode(b"caf\xe9%d.txt" % index)
-        path.write_text(f"text {index}")
+    folder = _write(tmp_path / "text", _numbered(4, name=os.fsdecode(b"caf\xe9{}.txt")))
     corpus = _open(folder, tmp_path)
     assert {*corpus.train, *corpus.validation} == {f"text {i}" for i in range(4)}
     sources = {corpus.train.source_and_bytes(i)[0] for i in range(len(corpus.train))}
@@ -341,9 +305,8 @@ def test_file_without_permission_is_named(tmp_path, monkeypatch):
 def test_a_folder_without_permission_is_named(tmp_path, monkeypatch, kind):
     folder = tmp_path / "set"
     for name in ("a", "b", "locked"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "x.txt").write_text(f"text {name}")
-        (folder / name / "x.jsonl").write_text(f'{{"text": "text {name}"}}\n')
+        row = f'{{"text": "text {name}"}}\n'
+        _write(folder / name, {"x.txt": f"text {name}", "x.jsonl": row})
     scan = os.scandir
 
     def scandir(path):
@@ -420,17 +383,19 @@ def test_tfds_set_whose_text_has_another_name(tmp_path):
     assert all(text.startswith("article train") for text in _open_toy(tmp_path).train)
 
 
-def test_tfds_set_without_one_text_feature(tmp_path):
-    text = tfds.features.Text()
-    _prepare_toy(tmp_path, features={"question": text, "answer": text})
-    message = r"no text feature 'text' .* features are \['answer', 'question'\]"
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        (
+            {"features": dict.fromkeys(("question", "answer"), tfds.features.Text())},
+            r"no text feature 'text' .* features are \['answer', 'question'\]",
+        ),
+        ({"splits": {"test": 3}}, r"no split 'train', only \['test'\]"),
+    ],
+)
+def test_tfds_set_without_text_to_train_on(tmp_path, attributes, message):
+    _prepare_toy(tmp_path, **attributes)
     with pytest.raises(ValueError, match=message):
-        _open_toy(tmp_path)
-
-
-def test_tfds_set_without_train_split(tmp_path):
-    _prepare_toy(tmp_path, splits={"test": 3})
-    with pytest.raises(ValueError, match=r"no split 'train', only \['test'\]"):
         _open_toy(tmp_path)
 
 

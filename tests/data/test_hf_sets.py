@@ -156,45 +156,19 @@ def mixed(tmp_path):
 
 
 def test_a_restored_stream_goes_on_bit_for_bit(mixed):
-    data = load(mixed, 2)
-    stream = data.train_stream()
+    stream = load(mixed, 2).train_stream()
     take(stream, 37)
     state = json.loads(json.dumps(stream.get_state()))
     expected = take(stream, 200)  # Over more than an epoch.
     again = load(dataclasses.replace(mixed, loader_threads=3), 2).train_stream()
     again.set_state(state)
     np.testing.assert_array_equal(take(again, 200), expected)
-    other = load(dataclasses.replace(mixed, seed=1), 2).train_stream()
-    assert not np.array_equal(take(other, 37), take(data.train_stream(), 37))
-    with pytest.raises(ValueError, match="the state is of the data"):
-        other.set_state(state)
-
-
-def test_regions_read_different_documents_and_all_of_them(mixed):
-    def numbers(tokens):
-        text = "|".join(bytes(row[row < 256].astype(np.uint8)).decode(errors="replace")
-                        for row in tokens.reshape(-1, 16))  # fmt: skip
-        return {int(n) for n in re.findall(r"text (\d+):", text)}
-
-    data = load(mixed, 2)
-    batches = take(data.train_stream(), 2500)
-    first, second = (numbers(batches[:, region]) for region in range(2))
-    held = numbers(data.eval_tokens(40))
-    assert not first & second
-    assert not (first | second) & held
-    # Some numbers are cut in two by sequences of 16 bytes.
-    assert len(first | second) > 200
 
 
 def test_a_set_in_one_row_group_feeds_many_regions(tmp_path):
     write(tmp_path / "set" / "one.parquet", TEXTS, rows=600)
-    assert next(
-        load(config_of(tmp_path / "set", tmp_path), 4).train_stream()
-    ).shape == (
-        4,
-        4,
-        16,
-    )
+    data = load(config_of(tmp_path / "set", tmp_path), 4)
+    assert next(data.train_stream()).shape == (4, 4, 16)
 
 
 BAD = [
@@ -296,9 +270,7 @@ def test_a_gz_is_unpacked_once_and_named_in_errors(tmp_path):
     assert open_corpus(config_of(path, tmp_path)).fingerprint == first.fingerprint
     (unpacked,) = (tmp_path / "cache" / "unpacked").rglob("*.json")
     assert unpacked.stat().st_mode == path.stat().st_mode
-    with pytest.raises(
-        RecordError, match=r"set/a.json.gz, line 1: has no field 'body'"
-    ):
+    with pytest.raises(RecordError, match=r"a.json.gz, line 1: has no field 'body'"):
         open_corpus(config_of(path, tmp_path, text_field="body"))
 
 
@@ -307,8 +279,3 @@ def test_without_pyarrow_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(RecordError, match=r"pip install 'cocodc_jax\[hf\]'"):
         open_corpus(config_of(tmp_path / "a.parquet", tmp_path))
-
-
-def test_a_field_is_of_sets_that_have_fields():
-    with pytest.raises(ValueError, match="text_field='body' is of sets with fields"):
-        DataConfig(text_field="body")

@@ -5,12 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cocodc_jax.data.packing import (
-    TokenizedDocuments,
-    count_tokens,
-    pack_sequences,
-)
-from cocodc_jax.data.partition import deal_sources, region_documents
+from cocodc_jax.data.streams import TokenizedDocuments, pack_sequences
+from cocodc_jax.data.text_data import deal_sources, region_documents
 from cocodc_jax.data.tokenizers import ByteTokenizer
 
 
@@ -45,17 +41,12 @@ def test_packing_equals_the_oracle(documents, length):
     assert packed.tolist() == expected
 
 
-def test_documents_end_in_end_of_text():
-    tokens = TokenizedDocuments(_Texts(["ab", "c"]), ByteTokenizer())
+def test_documents_end_in_end_of_text_and_a_chunk_is_one_array():
+    tokens = TokenizedDocuments(_Texts(["ab", ["ab", "", "c"], []]), ByteTokenizer())
     assert tokens[0].tolist() == [97, 98, 256]
-    assert tokens[1].tolist() == [99, 256]
-    assert tokens[0].dtype == np.uint16
-
-
-def test_documents_of_a_chunk_are_one_array():
-    tokens = TokenizedDocuments(_Texts([["ab", "", "c"], []]), ByteTokenizer())
-    assert tokens[0].tolist() == [97, 98, 256, 256, 99, 256]
-    assert (tokens[1].shape, tokens[1].dtype) == ((0,), np.uint16)
+    assert tokens[1].tolist() == [97, 98, 256, 256, 99, 256]
+    assert [tokens[i].dtype for i in range(3)] == [np.uint16] * 3
+    assert tokens[2].shape == (0,)
 
 
 def test_large_vocabulary_is_not_cut_to_sixteen_bits():
@@ -68,7 +59,7 @@ def test_large_vocabulary_is_not_cut_to_sixteen_bits():
 
 
 def test_documents_are_tokenised_once_while_there_is_room(monkeypatch):
-    monkeypatch.setattr("cocodc_jax.data.packing._CACHED_TOKENS", 7)
+    monkeypatch.setattr("cocodc_jax.data.streams._CACHED_TOKENS", 7)
     texts = _Texts(["abc", "de", "fgh"])
     tokens = TokenizedDocuments(texts, ByteTokenizer())
     for _ in range(3):
@@ -76,12 +67,12 @@ def test_documents_are_tokenised_once_while_there_is_room(monkeypatch):
     assert texts.num_reads == 1 + 1 + 3
 
 
-def test_counting_stops_when_there_are_enough():
+def test_reading_stops_when_there_are_enough():
     texts = _Texts(["abc", "de", "fgh"])
     tokens = TokenizedDocuments(texts, ByteTokenizer())
-    assert count_tokens(tokens, [0, 1, 2], at_least=5) == 7
+    assert [len(x) for x in tokens.first([0, 1, 2], 5)] == [4, 3]
     assert texts.num_reads == 2
-    assert count_tokens(tokens, [0, 1, 2], at_least=100) == 11
+    assert [len(x) for x in tokens.first([0, 1, 2], 100)] == [4, 3, 4]
 
 
 @given(

@@ -102,14 +102,6 @@ def test_a_region_reads_the_same_on_any_process(config):
     np.testing.assert_array_equal(swapped, every[:, [2, 0]])
 
 
-def test_threads_do_not_change_the_order(config):
-    many = dataclasses.replace(config, loader_threads=4)
-    np.testing.assert_array_equal(
-        _take(load(config, 2).train_stream(), 60),
-        _take(load(many, 2).train_stream(), 60),
-    )
-
-
 def test_the_seed_and_the_epoch_change_the_order(config):
     first = _take(load(config, 2).train_stream(), 60)
     other = _take(load(dataclasses.replace(config, seed=1), 2).train_stream(), 60)
@@ -193,34 +185,21 @@ def test_closed_stream_yields_no_more(config):
         _take(stream, 100)
 
 
-def test_a_window_too_small_for_a_sequence_is_passed_over(tmp_path):
+def test_a_window_too_small_for_a_sequence_is_passed_over(config, tmp_path):
     for index in range(40):
         # Windows are counted in documents: most hold a few bytes, some much.
         text = f"{index} " * (600 if index % 10 == 0 else 1)
         (tmp_path / f"{index}.txt").write_text(text)
-    config = DataConfig(
-        f"text:{tmp_path}",
-        str(tmp_path / "data"),
-        sequence_length=LENGTH,
-        batch_per_region=BATCH,
-        shuffle_window_bytes=1024,
-    )
+    config = dataclasses.replace(config, dataset=f"text:{tmp_path}")
     assert _take(load(config, 1).train_stream(), 300).shape[0] == 300
 
 
-def test_windows_that_are_all_too_small_are_refused(tmp_path):
+def test_windows_that_are_all_too_small_are_refused(config, tmp_path):
     for source, text, count in (("books", "word " * 2000, 8), ("notes", "n", 80)):
         (tmp_path / source).mkdir()
         for index in range(count):
             (tmp_path / source / f"{index}.txt").write_text(f"{index} {text}")
-    config = DataConfig(
-        f"text:{tmp_path}",
-        str(tmp_path / "data"),
-        sequence_length=LENGTH,
-        batch_per_region=BATCH,
-        partition="source",
-        shuffle_window_bytes=1024,
-    )
+    config = dataclasses.replace(config, dataset=f"text:{tmp_path}", partition="source")
     stream = load(config, 2, regions=[1]).train_stream()
     with pytest.raises(
         RecordError,
@@ -248,13 +227,6 @@ def test_eval_tokens_are_always_the_same(config, text_folder):
         assert _owners(sequence, validation)
 
 
-def test_too_many_eval_batches(config):
-    with pytest.raises(
-        ValueError, match=r"num_batches=10000 of 4 need 40000 .* the corpus has \d+;"
-    ):
-        load(config, 2).eval_tokens(10_000)
-
-
 def test_too_small_a_corpus_states_both_counts(tmp_path):
     for index in range(6):
         (tmp_path / f"{index}.txt").write_text(f"document {index}\n")
@@ -267,20 +239,18 @@ def test_too_small_a_corpus_states_both_counts(tmp_path):
         load(config, num_regions=2)
 
 
-def test_more_regions_than_documents_is_too_small(config):
-    with pytest.raises(ValueError, match="region 4. of 100 has 0 training tokens"):
-        load(dataclasses.replace(config, batch_per_region=1), num_regions=100)
-
-
-def test_more_regions_than_sources(config):
-    config = dataclasses.replace(config, partition="source")
-    with pytest.raises(ValueError, match="num_regions=13 regions, and the corpus has"):
-        load(config, num_regions=13)
-
-
-def test_unknown_region(config):
-    with pytest.raises(ValueError, match=r"regions=\(2,\) are not all below num_reg"):
-        load(config, num_regions=2, regions=[2])
+@pytest.mark.parametrize(
+    ("changes", "num_regions", "regions", "message"),
+    [
+        ({}, 2, None, r"num_batches=10000 of 4 need 40000 .* the corpus has \d+;"),
+        ({}, 2, [2], r"regions=\(2,\) are not all below num_reg"),
+        ({"batch_per_region": 1}, 100, None, "region 4. of 100 has 0 training tokens"),
+    ],
+)
+def test_more_than_there_is(config, changes, num_regions, regions, message):
+    config = dataclasses.replace(config, **changes)
+    with pytest.raises(ValueError, match=message):
+        load(config, num_regions, regions).eval_tokens(10_000)
 
 
 def test_trained_tokenizer_end_to_end(config):

@@ -11,11 +11,7 @@ import tokenizers as hf
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cocodc_jax.data.tokenizers import (
-    ByteTokenizer,
-    load_tokenizer,
-    train_bpe,
-)
+from cocodc_jax.data.tokenizers import ByteTokenizer, load_tokenizer, train_bpe
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}  # größer, 数\n" for i in range(200)]
 
@@ -38,15 +34,10 @@ def test_bytes_round_trip(text):
     assert tokenizer.decode(np.append(ids, tokenizer.eos_id)) == text
 
 
-def test_bytes_vocabulary_splits_over_sixteen_devices():
+def test_bytes_vocabulary_and_a_cut_character():
     tokenizer = ByteTokenizer()
-    assert tokenizer.eos_id == 256
-    assert tokenizer.vocab_size == 272
-    assert tokenizer.vocab_size % 16 == 0
-
-
-def test_bytes_decodes_a_cut_character():
-    assert ByteTokenizer().decode(np.array([0xC3, 97])) == "\ufffda"
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (256, 272)
+    assert tokenizer.decode(np.array([0xC3, 97])) == "\ufffda"
 
 
 @given(text=st.text(max_size=50))
@@ -80,14 +71,6 @@ def test_bpe_is_trained_once(tmp_path):
     file.unlink()
     other = load_tokenizer("bpe:300", ["other text " * 9], "other corpus", tmp_path)
     assert other.fingerprint != first.fingerprint
-
-
-def test_huggingface_file(tmp_path, bpe):
-    path = tmp_path / "tokenizer.json"
-    path.write_text(bpe._tokenizer.to_str())
-    loaded = _load(f"hf:{path}", tmp_path)
-    assert loaded.fingerprint == bpe.fingerprint
-    assert loaded.encode(TEXTS[3]).tolist() == bpe.encode(TEXTS[3]).tolist()
 
 
 def test_what_a_file_was_last_called_with_does_not_hold(tmp_path, bpe):
@@ -167,10 +150,8 @@ def test_files_of_bytes_and_bpe_encode_alike(tmp_path, bpe, text):
         again = _load(f"hf:{tmp_path / kind}", tmp_path)
         assert again.encode(text).tolist() == tokenizer.encode(text).tolist()
         assert again.decode(tokenizer.encode(text)) == text
-        assert (again.eos_id, again.num_tokens) == (
-            tokenizer.eos_id,
-            tokenizer.num_tokens,
-        )
+        assert again.eos_id == tokenizer.eos_id
+        assert again.num_tokens == tokenizer.num_tokens
 
 
 def test_sentencepiece_file(tmp_path):
@@ -212,8 +193,3 @@ def test_tokenizer_without_end_of_text_is_refused(tmp_path):
     path.write_text(text.replace("<|endoftext|>", "<|other|>"))
     with pytest.raises(ValueError, match="no end-of-text token; it needs one of"):
         _load(f"hf:{path}", tmp_path)
-
-
-def test_unknown_name(tmp_path):
-    with pytest.raises(ValueError, match="tokenizer='words' is unknown"):
-        _load("words", tmp_path)

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from cocodc_jax.elastic.failure_detector import Timing
 from cocodc_jax.elastic.messages import Seat, Snapshot, View
-from cocodc_jax.elastic.place import Place
+from cocodc_jax.elastic.place import Place, Timing
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.resume import ResumeError
 from cocodc_jax.run.taking_part import (

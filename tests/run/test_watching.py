@@ -11,11 +11,10 @@ import random
 import numpy as np
 import pytest
 
-from cocodc_jax.elastic.failure_detector import Timing
 from cocodc_jax.elastic.messages import Choice, Decision, Row
+from cocodc_jax.elastic.place import Place, Timing
 from cocodc_jax.elastic.protocol import Member
-from cocodc_jax.elastic.straggler_detector import Silence, Silences
-from cocodc_jax.elastic.times import Measured
+from cocodc_jax.elastic.times import Measured, Silence, Silences
 from cocodc_jax.files import read_lines
 from cocodc_jax.run.fault_watch import FAULTS_FILE, FaultWatch
 
@@ -36,7 +35,10 @@ class Lab:
         self.lost = np.zeros((NUM, NUM), bool)
         self.shares = {}  # Of rows lost, and sent again a second later.
         self.clocks = [self.random.uniform(-1e4, 1e4) for _ in range(NUM)]
-        self.members = [Member(r, NUM, 1, 0, timing, self.clock(r)) for r in range(NUM)]
+        self.members = [
+            Member(Place(r, (), b"k" * 32, timing, via="/x", regions=NUM), 1, 0, now)
+            for r, now in enumerate(map(self.clock, range(NUM)))
+        ]
         self.steps, self.busy_s = [0.0] * NUM, [0.0] * NUM
         self.straggler, self.held = None, []
         self.has_bursts, self.busy_until = False, [0.0] * NUM

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 from cocodc_jax.buckets import fetched, is_in_bucket
 from cocodc_jax.data.config import DataConfig, cache_dir
-from cocodc_jax.data.corpora import builders
-from cocodc_jax.data.corpora.documents import Corpus, read_split
+from cocodc_jax.data.corpora.documents import Corpus, StoredDocuments, open_tfds_set
 from cocodc_jax.data.corpora.files import list_stdlib_files, list_text_files, unreadable
 from cocodc_jax.data.corpora.hf_sets import open_hf_set
-from cocodc_jax.data.corpora.prepare import prepare_corpus
-from cocodc_jax.data.corpora.tfds_sets import open_tfds_set
+from cocodc_jax.data.corpora.prepare import StdlibSource, TextFiles, prepare_corpus
 
 
 def open_corpus(config: DataConfig) -> Corpus:
@@ -28,28 +26,22 @@ def open_corpus(config: DataConfig) -> Corpus:
     if kind == "tfds":
         return open_tfds_set(rest, config.data_dir, config.validation_fraction)
     if kind == "text":
-        builder_class, found = (
-            builders.TextFiles,
-            list_text_files(_at_hand(rest.split(","), config), config.undecodable),
-        )
-        undecodable = config.undecodable
+        made, undecodable = TextFiles, config.undecodable
+        found = list_text_files(_at_hand(rest.split(","), config), undecodable)
         if undecodable == "skip":
             _tell_of_skipped(unreadable(found), len(found))
     else:
         # Some of its own tests are in other encodings on purpose.
-        builder_class, found = builders.StdlibSource, list_stdlib_files()
-        undecodable = "skip"
+        made, undecodable = StdlibSource, "skip"
+        found = list_stdlib_files()
+    folder = cache_dir(config.data_dir)
     builder = prepare_corpus(
-        builder_class,
-        found,
-        config.validation_fraction,
-        cache_dir(config.data_dir),
-        undecodable,
+        made, found, config.validation_fraction, folder, undecodable
     )
     content = (builder.info.metadata or {})["content"]
     return Corpus(
-        train=read_split(builder, "train", "text"),
-        validation=read_split(builder, "validation", "text"),
+        train=StoredDocuments(builder, "train", "text"),
+        validation=StoredDocuments(builder, "validation", "text"),
         has_sources=True,
         fingerprint=f"{kind}-{content}",
     )
@@ -57,13 +49,9 @@ def open_corpus(config: DataConfig) -> Corpus:
 
 def _at_hand(names: Sequence[str], config: DataConfig) -> list[str]:
     """Return the paths, of what lies in a bucket those of its copy here."""
+    cache = cache_dir(config.data_dir)
     try:
-        return [
-            str(fetched(name, cache_dir(config.data_dir)))
-            if is_in_bucket(name)
-            else name
-            for name in names
-        ]
+        return [str(fetched(x, cache)) if is_in_bucket(x) else x for x in names]
     except (ValueError, OSError) as error:
         raise ValueError(f"dataset={config.dataset!r}: {error}") from error
 

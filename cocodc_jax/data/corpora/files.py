@@ -14,7 +14,7 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 
-from cocodc_jax.data.writable import expanded
+from cocodc_jax.data.config import expanded
 
 TEXT_DOCUMENT_CHARS = 1 << 16
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -45,11 +45,7 @@ class Document:
 
 
 def list_stdlib_files() -> tuple[CorpusFile, ...]:
-    """List the Python standard library's own `.py` files, in order of name.
-
-    Raises:
-      ValueError: if this Python keeps no sources on disk.
-    """
+    """List the Python standard library's own `.py` files, in order of name."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = [
         CorpusFile(path, path.relative_to(root).as_posix(), _top_level(path, root))
@@ -64,12 +60,7 @@ def list_stdlib_files() -> tuple[CorpusFile, ...]:
 def list_text_files(
     paths: Iterable[str], undecodable: str = "refuse"
 ) -> tuple[CorpusFile, ...]:
-    """List text files, walking folders; hidden files and folders are left out.
-
-    Raises:
-      ValueError: if a path does not exist, or a folder holds no readable file, or
-        cannot be read.
-    """
+    """List text files, walking folders; hidden files and folders are left out."""
     files = []
     refuse = None if undecodable == "skip" else _refuse_folder
     for index, name in enumerate(paths):
@@ -92,12 +83,7 @@ def read_documents(
     max_document_chars: int | None = None,
     undecodable: str = "refuse",
 ) -> Iterator[Document]:
-    """Read documents, passing over files that are empty.
-
-    Raises:
-      ValueError: for a file that cannot be read or is not UTF-8, unless it is skipped
-        or read with replacements; names the file.
-    """
+    """Read documents, passing over empty files, and bad ones if `undecodable=skip`."""
     for file in files:
         try:
             text = _read(file.path, undecodable)
@@ -202,11 +188,7 @@ def _sayable(name: str) -> str:
 
 
 def _pieces(text: str, max_chars: int | None) -> Iterator[str]:
-    if max_chars is None or len(text) <= max_chars:
-        if text:
-            yield text
-        return
-    start = 0
+    start, max_chars = 0, max_chars or len(text)
     while start < len(text):
         # A line longer than a whole document is cut where it must be.
         newline = text.rfind("\n", start, start + max_chars)

@@ -19,12 +19,12 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from cocodc_jax.data.config import DataConfig, cache_dir
-from cocodc_jax.data.corpora.documents import Corpus
+from cocodc_jax.data.config import DataConfig, cache_dir, expanded, make_writable
+from cocodc_jax.data.corpora.documents import Corpus, Documents
 from cocodc_jax.data.corpora.files import content_hash, walk
 from cocodc_jax.data.corpora.row_files import (
     Arrow,
@@ -33,7 +33,6 @@ from cocodc_jax.data.corpora.row_files import (
     RecordError,
     RowFile,
 )
-from cocodc_jax.data.writable import expanded, make_writable
 
 _JSON = (".jsonl", ".ndjson", ".json")
 _PACKED = tuple(f"{suffix}.gz" for suffix in _JSON)
@@ -65,12 +64,8 @@ class _Found:
     source: str
 
 
-class RowDocuments:
-    """The documents of one split, by chunks; see `cocodc_jax.data.corpora.documents`.
-
-    Attributes:
-      num_bytes: size of the files' text, in bytes.
-    """
+class RowDocuments(Documents):
+    """The documents of one split, by chunks."""
 
     def __init__(
         self,
@@ -85,9 +80,6 @@ class RowDocuments:
 
     def __len__(self) -> int:
         return len(self._order)
-
-    def __iter__(self) -> Iterator[str]:
-        return itertools.chain.from_iterable(map(self.texts, range(len(self))))
 
     def texts(self, index: int) -> list[str]:
         """Return the documents of chunk `index`."""
@@ -116,9 +108,6 @@ def open_hf_set(folder: str, config: DataConfig) -> Corpus:
     says so. Validation documents are those of files that say `validation`, `valid`,
     `val` or `dev`, else `test`, or else a share of the documents by a hash of their
     text, which are not trained on then.
-
-    Raises:
-      RecordError: naming the file, if there is none or one cannot be read.
     """
     found = _find(expanded(folder, f"dataset='hf:{folder}'"))
     paths = [_unpacked(f.path, cache_dir(config.data_dir)) for f in found]
@@ -183,13 +172,7 @@ def _refuse(error: OSError) -> None:
 
 
 def _split(key: str) -> str:
-    """Return the split that a file's name, or its folder's, says; empty for none.
-
-    >>> _split("data/train-00000-of-00002.parquet"), _split("c4-validation.01.json.gz")
-    ('train', 'validation')
-    >>> _split("latest/trained.jsonl")
-    ''
-    """
+    """Return the split that a file's name, or its folder's, says; empty for none."""
     said = _SPLIT.findall(key)
     return _SPLITS[said[-1].lower()] if said else ""
 

@@ -1,4 +1,9 @@
-"""Writes a corpus to disk once, whatever number of processes ask for it.
+"""Writes a corpus of text files to disk once, by a TFDS builder.
+
+Documents are split into train and validation by a hash of their text: a document never
+changes sides as others come and go, and equal documents are on the same side. TFDS
+stores the examples of a split in the order of a hash of their keys, so neighbours in
+storage come from unrelated files.
 
 What is prepared is in `data_dir/BUILDER/FINGERPRINT/VERSION` as ArrayRecord files.
 Each process writes to a temporary folder beside it and renames that into place; a
@@ -8,24 +13,130 @@ the fingerprint and so prepares anew.
 """
 
 import contextlib
+import dataclasses
+import hashlib
 import io
 import logging
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from cocodc_jax._extras import extra
-from cocodc_jax.data.corpora.builders import CorpusConfig, TextCorpus
-from cocodc_jax.data.corpora.files import CorpusFile, files_fingerprint
-from cocodc_jax.data.writable import make_writable
+from cocodc_jax.data.config import make_writable
+from cocodc_jax.data.corpora.files import (
+    TEXT_DOCUMENT_CHARS,
+    CorpusFile,
+    Document,
+    content_hash,
+    files_fingerprint,
+    read_documents,
+)
 
 with extra("data"):
     import tensorflow_datasets as tfds
     from absl import logging as absl_logging
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(kw_only=True)
+class CorpusConfig(tfds.core.BuilderConfig):
+    """What a corpus is built from.
+
+    Attributes:
+      files: the files to read.
+      validation_fraction: share of documents held out, in (0, 0.5].
+      undecodable: what becomes of files that are not UTF-8, see `DataConfig`.
+    """
+
+    files: tuple[CorpusFile, ...]
+    validation_fraction: float
+    undecodable: str
+
+
+class TextCorpus(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """Documents with their text and source, in splits `train` and `validation`."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    # TFDS 4.9.10 finds this path with `importlib_resources`, a backport that it does
+    # not install on Python 3.9 and up; giving the path here avoids the import.
+    code_path = pathlib.Path(__file__)  # pyright: ignore
+    max_document_chars: int | None = None
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        text = tfds.features.Text
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict({"text": text(), "source": text()}),
+            metadata=tfds.core.MetadataDict(),
+        )
+
+    def _split_generators(self, dl_manager):
+        del dl_manager  # everything is on disk already
+        named = [(d.key, d.source, content_hash(d.text)) for d in self._documents()]
+        threshold = _split_threshold([content for *_, content in named], self._config)
+        metadata = self.info.metadata
+        assert metadata is not None  # set in _info
+        metadata["content"] = _corpus_digest(named, threshold)
+        return {
+            "train": self._generate_examples(threshold, is_validation=False),
+            "validation": self._generate_examples(threshold, is_validation=True),
+        }
+
+    def _generate_examples(self, threshold: float, is_validation: bool):
+        for each in self._documents():
+            if (content_hash(each.text) <= threshold) == is_validation:
+                yield each.key, {"text": each.text, "source": each.source}
+
+    def _documents(self) -> Iterator[Document]:
+        config = self._config
+        return read_documents(config.files, self.max_document_chars, config.undecodable)
+
+    @property
+    def _config(self) -> CorpusConfig:
+        assert isinstance(self.builder_config, CorpusConfig)
+        return self.builder_config
+
+
+class StdlibSource(TextCorpus):
+    """The Python standard library's own source, one document per file."""
+
+
+class TextFiles(TextCorpus):
+    """Any text files; long ones become several documents."""
+
+    max_document_chars = TEXT_DOCUMENT_CHARS
+
+
+def _split_threshold(hashes: Sequence[float], config: CorpusConfig) -> float:
+    """Return the largest hash that makes a document a validation document."""
+    distinct = np.unique(np.array(hashes, np.float64))
+    if len(distinct) < 2:
+        held = "one document" if len(distinct) else "no readable UTF-8 text"
+        raise ValueError(
+            f"{_common_folder(config.files)} holds {held}; at least two different "
+            "documents are needed, one to train on and one to validate on"
+        )
+    return float(np.clip(config.validation_fraction, distinct[0], distinct[-2]))
+
+
+def _corpus_digest(named: list[tuple[str, str, float]], threshold: float) -> str:
+    """Digest keys, sources and texts: a key decides where its document is stored."""
+    digest = hashlib.sha256(repr(threshold).encode())
+    for entry in sorted(named):
+        digest.update(repr(entry).encode())
+    return digest.hexdigest()[:16]
+
+
+def _common_folder(files: Sequence[CorpusFile]) -> pathlib.Path:
+    if len(files) == 1:
+        return files[0].path
+    shared = set.intersection(*(set(file.path.parents) for file in files))
+    return max(shared, key=lambda path: len(path.parts))
 
 
 def prepare_corpus(
@@ -35,13 +146,7 @@ def prepare_corpus(
     data_dir: pathlib.Path,
     undecodable: str,
 ) -> tfds.core.DatasetBuilder:
-    """Return a builder whose data are on disk, preparing them if they are not.
-
-    Raises:
-      ValueError: if the files do not hold two different documents, one of them is
-        refused, the folder cannot be written to, or some of what was prepared in it
-        has gone.
-    """
+    """Return a builder whose data are on disk, preparing them if they are not."""
     # Without those files nothing depends on the choice.
     choice = () if undecodable == "skip" else (undecodable,)
     fingerprint = files_fingerprint(
@@ -58,18 +163,16 @@ def prepare_corpus(
         # Where Path.exists raises, as of folders that are closed, there is none.
         if not os.path.exists(target):
             _logger.info("preparing %s (%d files)", target, len(files))
-            _prepare_beside(builder_class, config, target, data_dir)
+            _prepare_beside(builder_class, config, target)
         builder = _make_builder(builder_class, config, data_dir)
     _check_whole(builder, target)
     return builder
 
 
 def _prepare_beside(
-    builder_class: type[TextCorpus],
-    config: CorpusConfig,
-    target: pathlib.Path,
-    data_dir: pathlib.Path,
+    builder_class: type[TextCorpus], config: CorpusConfig, target: pathlib.Path
 ) -> None:
+    data_dir = target.parent.parent
     make_writable(data_dir)
     make_writable(target.parent)
     with tempfile.TemporaryDirectory(dir=data_dir, prefix=".preparing-") as folder:

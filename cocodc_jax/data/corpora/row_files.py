@@ -9,6 +9,7 @@ mapped into memory. Nothing is held but the chunk, and the last few row groups.
 
 from __future__ import annotations
 
+import abc
 import bisect
 import contextlib
 import functools
@@ -17,7 +18,7 @@ import itertools
 import json
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 INSTALL = "pip install 'cocodc_jax[hf]'"
 _CACHED_ROW_GROUPS = 4
@@ -27,7 +28,7 @@ class RecordError(ValueError):
     """A row that is not what was asked for, or a file of rows that cannot be read."""
 
 
-class RowFile(Protocol):
+class RowFile(abc.ABC):
     """A file of rows.
 
     Attributes:
@@ -40,16 +41,15 @@ class RowFile(Protocol):
     num_bytes: int
     num_chunks: int
 
+    @abc.abstractmethod
     def texts(self, chunk: int) -> list[str]:
         """Return the texts of a chunk, without rows that have none.
 
-        Raises:
-          RecordError: naming file and row.
+        A `RecordError` names file and row.
         """
-        ...
 
 
-class JsonLines:
+class JsonLines(RowFile):
     """One JSON object a line."""
 
     def __init__(
@@ -60,11 +60,7 @@ class JsonLines:
         undecodable: str,
         shown: pathlib.Path,
     ):
-        """Look at the first line.
-
-        Raises:
-          RecordError: if the first line is no object with that field.
-        """
+        """Look at the first line: it must be an object with that field."""
         self.path, self._field, self._shown = path, field, shown
         self._chunk_bytes, self._undecodable = chunk_bytes, undecodable
         self.num_bytes = path.stat().st_size
@@ -91,8 +87,9 @@ class JsonLines:
     def _text(self, line: bytes, at: int) -> str | None:
         if line.isspace():
             return None
+        errors = "replace" if self._undecodable == "replace" else "strict"
         try:
-            row = json.loads(_decoded(line, self._undecodable))
+            row = json.loads(line.decode("utf-8", errors))
         except UnicodeDecodeError as error:
             if self._undecodable == "skip":
                 return None
@@ -131,35 +128,39 @@ class JsonLines:
         return f"{self._shown}, line {number}"
 
 
-class _Groups:
-    """Groups of rows, cut into chunks of about a size."""
+class _Columns(RowFile):
+    """Groups of rows, each a column of text, cut into chunks of about a size."""
 
-    def __init__(self, rows: Sequence[int], sizes: Sequence[int], chunk_bytes: int):
-        self._rows = rows
+    def _cut(self, rows: Sequence[int], sizes: Sequence[int], chunk_bytes: int) -> None:
+        """Cut groups of so many rows and bytes."""
         parts = [
             max(1, min(n, -(-size // chunk_bytes)))
             for n, size in zip(rows, sizes, strict=True)
         ]
-        self._parts, self._ends = parts, list(itertools.accumulate(parts))
-        self.num_chunks = sum(parts)
+        self._rows, self._parts = rows, parts
+        self._ends = list(itertools.accumulate(parts))
+        self.num_bytes, self.num_chunks = sum(sizes), sum(parts)
 
-    def place(self, chunk: int) -> tuple[int, slice]:
-        """Return a chunk's group and its rows in it."""
+    @abc.abstractmethod
+    def _column(self, group: int) -> Any:
+        """Return the text of a group, as Arrow has it."""
+
+    def texts(self, chunk: int) -> list[str]:
+        """Return the texts of a chunk's rows."""
         group = bisect.bisect_right(self._ends, chunk)
         parts, rows = self._parts[group], self._rows[group]
         part = chunk - (self._ends[group] - parts)
-        return group, slice(part * rows // parts, (part + 1) * rows // parts)
+        wanted = slice(part * rows // parts, (part + 1) * rows // parts)
+        with _reading(self.path):
+            found = self._column(group)[wanted].to_pylist()
+        return [text for text in map(_clean, found) if text is not None]
 
 
-class Parquet:
+class Parquet(_Columns):
     """A Parquet file."""
 
     def __init__(self, path: pathlib.Path, field: str, chunk_bytes: int):
-        """Read the file's footer.
-
-        Raises:
-          RecordError: if it has no text column of that name, or cannot be read.
-        """
+        """Read the file's footer."""
         self.path, self._field = path, field
         parquet = _pyarrow("parquet", path)
         with _reading(path), parquet.ParquetFile(path) as file:
@@ -173,26 +174,17 @@ class Parquet:
             for i in range(group.num_columns)
             if group.column(i).path_in_schema == field
         ]
-        self._groups = _Groups([g.num_rows for g in groups], sizes, chunk_bytes)
-        self.num_bytes, self.num_chunks = sum(sizes), self._groups.num_chunks
+        self._cut([g.num_rows for g in groups], sizes, chunk_bytes)
 
-    def texts(self, chunk: int) -> list[str]:
-        """Return the texts of a chunk's rows."""
-        group, rows = self._groups.place(chunk)
-        with _reading(self.path):
-            found = _row_group(self.path, group, self._field)[rows].to_pylist()
-        return [text for text in map(_clean, found) if text is not None]
+    def _column(self, group: int) -> Any:
+        return _row_group(self.path, group, self._field)
 
 
-class Arrow:
+class Arrow(_Columns):
     """An Arrow stream, as `datasets` saves it, or an Arrow file."""
 
     def __init__(self, path: pathlib.Path, field: str, chunk_bytes: int):
-        """Map the file into memory.
-
-        Raises:
-          RecordError: if it has no text column of that name, or cannot be read.
-        """
+        """Map the file into memory."""
         self.path = path
         arrow, ipc = _pyarrow("", path), _pyarrow("ipc", path)
         with _reading(path):
@@ -203,15 +195,10 @@ class Arrow:
         _check_column(path, table.schema, field)
         self._batches = table.column(field).chunks
         sizes = [batch.nbytes for batch in self._batches]
-        self._groups = _Groups([len(b) for b in self._batches], sizes, chunk_bytes)
-        self.num_bytes, self.num_chunks = sum(sizes), self._groups.num_chunks
+        self._cut([len(batch) for batch in self._batches], sizes, chunk_bytes)
 
-    def texts(self, chunk: int) -> list[str]:
-        """Return the texts of a chunk's rows."""
-        group, rows = self._groups.place(chunk)
-        with _reading(self.path):
-            found = self._batches[group][rows].to_pylist()
-        return [text for text in map(_clean, found) if text is not None]
+    def _column(self, group: int) -> Any:
+        return self._batches[group]
 
 
 def _clean(text: str | None) -> str | None:
@@ -220,10 +207,6 @@ def _clean(text: str | None) -> str | None:
         return None
     # JSON can name half of a surrogate pair, which is no character.
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
-
-
-def _decoded(line: bytes, undecodable: str) -> str:
-    return line.decode("utf-8", "replace" if undecodable == "replace" else "strict")
 
 
 @functools.lru_cache(_CACHED_ROW_GROUPS)

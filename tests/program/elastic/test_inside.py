@@ -1,70 +1,50 @@
 """A region of several processes: all are told what one of them hears."""
 
+import concurrent.futures
 import threading
 import time
 
 import pytest
 
 from cocodc_jax.elastic import inside
-from cocodc_jax.elastic.failure_detector import Timing
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import Snapshot
-from cocodc_jax.elastic.place import Place
+from cocodc_jax.elastic.place import Place, Timing
 from cocodc_jax.netlab.children import free_addresses
 
 TIMING = Timing(beat_s=0.05, dead_after_s=30, grace_s=60, start_s=60)
 
 
-class Gathering:
-    """What processes of one region have to say, as threads; process 0 first."""
+def at_once(act, things):
+    """What `act` returns or raises of each thing, each in a thread of its own."""
 
-    def __init__(self, num):
-        self.said, self.barrier = [None] * num, threading.Barrier(num)
+    def do(thing):
+        try:
+            return act(thing)
+        except (LeftBehindError, OSError, RuntimeError) as error:
+            return error
 
-    def of(self, process):
-        def gather(value):
-            self.said[process] = value
-            self.barrier.wait(30)
-            return list(self.said)
-
-        return gather
+    pool = concurrent.futures.ThreadPoolExecutor(len(things))
+    try:
+        return list(pool.map(do, things, timeout=60))
+    finally:
+        pool.shutdown(wait=False)
 
 
-def meet(place, num, step=0):
+def meet(place, num):
     """The links of all processes of a region."""
-    gathering, found = Gathering(num), [None] * num
+    said, barrier = [None] * num, threading.Barrier(num)
 
     def come(process):
-        found[process] = inside.of_process(
-            place, process, num, lambda: Link(place, "run", 1000, step),
-            gathering.of(process),
-        )  # fmt: skip
+        def gather(value):
+            said[process] = value
+            barrier.wait(30)
+            return list(said)
 
-    threads = [threading.Thread(target=come, args=[p]) for p in range(num)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert None not in found
-    return found
+        make_link = lambda: Link(place, "run", 1000)  # noqa: E731
+        return inside.of_process(place, process, num, make_link, gather)
 
-
-def all_do(links, act):
-    """What every process gets of a call, each in a thread of its own."""
-    found = [None] * len(links)
-
-    def do(i):
-        try:
-            found[i] = act(links[i])
-        except (LeftBehindError, OSError, RuntimeError) as error:
-            found[i] = error
-
-    threads = [threading.Thread(target=do, args=[i]) for i in range(len(links))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return found
+    return at_once(come, range(num))
 
 
 @pytest.fixture(params=["sockets", "folder"])
@@ -82,12 +62,12 @@ def regions(request, tmp_path):
 
 def test_all_processes_take_the_same_decisions(regions):
     (single,), three = regions
-    assert all_do([single, *three], lambda link: link.join(30)) == [None] * 4
+    assert at_once(lambda link: link.join(30), [single, *three]) == [None] * 4
     views = [link.view for link in (single, *three)]
     assert all(set(view.seats) == {0, 1} for view in views)
     assert len({view.epoch for view in views}) == 1
     sent = single.send((0, 4), b"a")
-    found = all_do(three, lambda link: link.send((0, 4), b"b").result(30))
+    found = at_once(lambda link: link.send((0, 4), b"b").result(30), three)
     assert all(dict(each.rows) == {0: b"a", 1: b"b"} for each in found)
     assert dict(sent.result(30).rows) == {0: b"a", 1: b"b"}
     # A decision may come before it is asked for, and is kept until it is applied.
@@ -97,20 +77,20 @@ def test_all_processes_take_the_same_decisions(regions):
     for link in three[1:]:
         assert dict(link.expect((1, 6)).result(30).rows) == {0: b"c", 1: b"d"}
         assert (0, 4) in link._futures
-    assert all_do(three, lambda link: link.at(6)) == [{}] * 3
+    assert at_once(lambda link: link.at(6), three) == [{}] * 3
     assert all(set(link._futures) == {(1, 6)} for link in three[1:])
     single.at(7)
-    all_do([single, *three], lambda link: link.finish(30))
+    at_once(lambda link: link.finish(30), [single, *three])
 
 
 def test_all_processes_are_let_in_with_one_copy_and_fall_behind_together(regions):
     (single,), three = regions
-    all_do([single, *three], lambda link: link.join(30))
+    at_once(lambda link: link.join(30), [single, *three])
     for link in reversed(three):
         link.__exit__(None, None, None)
     single.send((0, 4), b"a").result(30)
     place = three[0].place
-    back = meet(place, 3, step=0)
+    back = meet(place, 3)
     regions[1][:] = back
     copy = Snapshot(9, {"x": [1, 2]}, (b"abc", b""))
 
@@ -121,10 +101,10 @@ def test_all_processes_are_let_in_with_one_copy_and_fall_behind_together(regions
 
     thread = threading.Thread(target=let_in)
     thread.start()
-    assert all_do(back, lambda link: link.join(30)) == [copy] * 3
+    assert at_once(lambda link: link.join(30), back) == [copy] * 3
     thread.join(30)
     back[0]._link._member.is_over = "made up"
-    errors = all_do(back, lambda link: link.at(10))
+    errors = at_once(lambda link: link.at(10), back)
     assert [str(error) for error in errors] == ["region 1: made up"] * 3
     assert all(isinstance(error, LeftBehindError) for error in errors)
 
@@ -132,7 +112,7 @@ def test_all_processes_are_let_in_with_one_copy_and_fall_behind_together(regions
 def test_who_waits_for_a_process_that_has_ended_hears_it(regions):
     _, three = regions
     three[0].__exit__(OSError, OSError("disk full"), None)
-    errors = all_do(three[1:], lambda link: link.at(3))
+    errors = at_once(lambda link: link.at(3), three[1:])
     assert all(isinstance(error, ConnectionError) for error in errors)
     assert [str(x) for x in errors] == [
         "process 0 of region 1 has ended: disk full"

@@ -9,11 +9,10 @@ import time
 import pytest
 import zmq
 
-from cocodc_jax.elastic import door, objects, place, wire
-from cocodc_jax.elastic.failure_detector import Timing
+from cocodc_jax.elastic import objects, place, sockets, wire
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import Decision, Row, Snapshot
-from cocodc_jax.elastic.place import Place, read_key
+from cocodc_jax.elastic.place import Place, Timing, read_key
 from cocodc_jax.netlab.children import free_addresses
 
 KEY = b"k" * 32
@@ -24,6 +23,26 @@ def with_ports(num, **options):
     addresses = free_addresses(num)
     options = {"key": KEY, "timing": TIMING} | options
     return [Place(region, addresses, **options) for region in range(num)]
+
+
+def join(*links):
+    assert [link.join(30) for link in links] == [None] * len(links)
+
+
+def mean(links, step, rows=(b"a", b"b")):
+    """Send a message of each region; all take the mean of all."""
+    futures = [x.send((0, step), row) for x, row in zip(links, rows, strict=True)]
+    for future in futures:
+        assert dict(future.result(30).rows) == dict(enumerate(rows))
+
+
+def let_in(first, copy):
+    """Send a copy to the region that asks to take part."""
+    end = time.monotonic() + 30
+    while not (waiting := first.at(copy.step)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    first.let_in(1, waiting[1], copy, copy.step)
 
 
 @pytest.fixture(params=["sockets", "folder"])
@@ -48,11 +67,8 @@ def test_two_meet_agree_and_part_and_one_comes_back(places):
     one, two = places(2)
     with Link(one, "run", 1000) as first:
         with Link(two, "run", 1000) as second:
-            assert first.join(30) is None
-            assert second.join(30) is None
-            futures = [first.send((0, 4), b"a"), second.send((0, 4), b"b")]
-            for future in futures:
-                assert dict(future.result(30).rows) == {0: b"a", 1: b"b"}
+            join(first, second)
+            mean([first, second], 4)
             assert first.at(5) == {}
         # It has left: nobody waits for it.
         assert dict(first.send((0, 8), b"c").result(20).rows) == {0: b"c"}
@@ -60,16 +76,10 @@ def test_two_meet_agree_and_part_and_one_comes_back(places):
             assert second.hears_others(20)
             assert first.at(9) == {}
             second._member.announce(time.monotonic())
-            end = time.monotonic() + 20
-            while not (waiting := first.at(9)):
-                assert time.monotonic() < end
-                time.sleep(0.01)
             copy = Snapshot(9, {"x": 1}, (b"abc",))
-            first.let_in(1, waiting[1], copy, 9)
+            let_in(first, copy)
             assert second.join(30) == copy
-            futures = [first.send((0, 12), b"a"), second.send((0, 12), b"b")]
-            for future in futures:
-                assert set(future.result(30).rows) == {0, 1}
+            mean([first, second], 12)
 
 
 def test_one_that_is_killed_is_gone_and_its_next_life_comes_in(places):
@@ -77,24 +87,15 @@ def test_one_that_is_killed_is_gone_and_its_next_life_comes_in(places):
     one, two = places(2, timing=timing)
     with Link(one, "run", 1000) as first:
         killed = Link(two, "run", 1000)
-        first.join(30)
-        killed.join(30)
-        futures = [first.send((0, 4), b"a"), killed.send((0, 4), b"b")]
-        for future in futures:
-            future.result(30)
+        join(first, killed)
+        mean([first, killed], 4)
         killed._ended = True  # It says no more, not even that it leaves.
         killed._thread.join()
         assert dict(first.send((0, 8), b"c").result(30).rows) == {0: b"c"}
         with Link(two, "run", 1000) as second:
-            end = time.monotonic() + 30
-            while not (waiting := first.at(9)):
-                assert time.monotonic() < end
-                time.sleep(0.01)
-            first.let_in(1, waiting[1], Snapshot(9, {}, (b"abc",)), 9)
+            let_in(first, Snapshot(9, {}, (b"abc",)))
             assert second.join(30).arrays == (b"abc",)
-            futures = [first.send((0, 12), b"a"), second.send((0, 12), b"b")]
-            for future in futures:
-                assert set(future.result(30).rows) == {0, 1}
+            mean([first, second], 12)
 
 
 def stranger(place, curve):
@@ -131,27 +132,22 @@ def test_a_stranger_is_not_heard(kind):
 
 
 def test_a_flood_of_strangers_is_bounded_and_members_stay(monkeypatch, capfd):
-    monkeypatch.setattr(door, "_MAX_WAITING", 100)
-    monkeypatch.setattr(door, "HANDSHAKE_MS", 2000)
+    monkeypatch.setattr(sockets, "_MAX_WAITING", 100)
+    monkeypatch.setattr(sockets, "HANDSHAKE_MS", 2000)
     one, two = with_ports(2)
     host, _, port = one.addresses[0].rpartition(":")
     held = []
     with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
-        first.join(30)
-        second.join(30)
+        join(first, second)
         lost = second._channel._out[0].get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             for number in range(1000):
                 held.append(socket.create_connection((host, int(port)), timeout=10))
                 held[-1].sendall(b"\xff" + bytes(8))  # Of a greeting, no more.
                 if number % 250 == 0:
-                    futures = [
-                        link.send((0, number + 4), b"a") for link in (first, second)
-                    ]
-                    for future in futures:
-                        assert set(future.result(30).rows) == {0, 1}
-            assert len(first._channel._door._waiting) <= 2 * door._MAX_WAITING
-            end = time.monotonic() + 4 * door.HANDSHAKE_MS / 1000
+                    mean([first, second], number + 4)
+            assert len(first._channel._door._waiting) <= 2 * sockets._MAX_WAITING
+            end = time.monotonic() + 4 * sockets.HANDSHAKE_MS / 1000
             for each in held:  # What was let wait is given up in seconds.
                 each.settimeout(max(end - time.monotonic(), 0.01))
                 with contextlib.suppress(ConnectionResetError):
@@ -168,13 +164,10 @@ def test_a_flood_of_strangers_is_bounded_and_members_stay(monkeypatch, capfd):
 def test_a_frame_that_is_too_large_never_arrives():
     one, two = with_ports(2)
     with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
-        first.join(30)
-        second.join(30)
+        join(first, second)
         too_large = bytes(wire.MAX_HEADER_BYTES + 100)
         second.let_in(0, 0, Snapshot(3, {}, (too_large,)), 0)
-        futures = [first.send((0, 4), b"a"), second.send((0, 4), b"b")]
-        for future in futures:  # The connection is made anew.
-            assert set(future.result(30).rows) == {0, 1}
+        mean([first, second], 4)  # The connection is made anew.
         assert not first._snapshots
 
 
@@ -182,21 +175,16 @@ def test_the_largest_row_that_can_be_right_arrives(places):
     size = wire.MAX_HEADER_BYTES + 1000
     one, two = places(2)
     with Link(one, "run", size) as first, Link(two, "run", size) as second:
-        first.join(30)
-        second.join(30)
-        row = os.urandom(size)
-        futures = [first.send((0, 4), row), second.send((0, 4), row)]
-        for future in futures:
-            assert dict(future.result(30).rows) == {0: row, 1: row}
+        join(first, second)
+        mean([first, second], 4, [os.urandom(size)] * 2)
 
 
 def test_another_run_is_told_apart(places):
     one, two = places(2)
     with Link(one, "run", 1000) as first, Link(two, "other", 1000) as second:
-        with pytest.raises(RuntimeError, match="of another run .*differ"):
-            first.join(30)
-        with pytest.raises(RuntimeError, match="of another run .*differ"):
-            second.join(30)
+        for link in (first, second):
+            with pytest.raises(RuntimeError, match="of another run .*differ"):
+                link.join(30)
 
 
 def test_who_is_left_behind_hears_it_at_a_turns_end(places):
@@ -236,11 +224,8 @@ def test_a_key_that_others_may_read_is_refused(tmp_path):
 def test_who_was_asked_to_stop_is_not_waited_for_while_it_saves(places):
     one, two = places(2)
     with Link(one, "run", 1000) as first, Link(two, "run", 1000, step=0) as second:
-        first.join(30)
-        second.join(30)
-        futures = [first.send((0, 4), b"a"), second.send((0, 4), b"b")]
-        for future in futures:
-            future.result(30)
+        join(first, second)
+        mean([first, second], 4)
         second.leave()  # It is there, and says no more.
         assert dict(first.send((0, 8), b"c").result(20).rows) == {0: b"c"}
 
@@ -260,11 +245,8 @@ def test_who_was_further_waits_until_the_others_have_come_there(places):
 def test_who_is_at_its_end_waits_for_the_others(places):
     one, two = places(2)
     with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
-        first.join(30)
-        second.join(30)
-        futures = [first.send((0, 4), b"a"), second.send((0, 4), b"b")]
-        for future in futures:
-            future.result(30)
+        join(first, second)
+        mean([first, second], 4)
         first.at(4)
         began = time.monotonic()
         first.finish(0.4)  # The second has not told that it has applied it.

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from cocodc_jax._extras import MissingExtraError
 from cocodc_jax.elastic import objects
-from cocodc_jax.elastic.failure_detector import Timing
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.objects import Objects, RefusedError, opened, seal, unseal
-from cocodc_jax.elastic.place import Place
+from cocodc_jax.elastic.place import Place, Timing
 
 KEY = b"k" * 32
 TIMING = Timing(beat_s=0.05, dead_after_s=30, grace_s=60, start_s=60)

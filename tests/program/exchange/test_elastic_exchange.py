@@ -13,10 +13,9 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.elastic.failure_detector import Timing
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.messages import Decision
-from cocodc_jax.elastic.place import Place
+from cocodc_jax.elastic.place import Place, Timing
 from cocodc_jax.exchange.elastic_exchange import _table
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.netlab.children import free_addresses

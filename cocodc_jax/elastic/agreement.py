@@ -1,0 +1,308 @@
+"""How regions agree on views, and on the messages that each mean is of.
+
+`protocol.py` has the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from cocodc_jax.elastic import messages as m
+from cocodc_jax.elastic.place import Place
+from cocodc_jax.elastic.records import Book, Hearing
+
+# Beats after which a failed proposal is made again.
+_PROPOSE_BEATS = 4
+# Beats after which a region asks for what is missing, and how often this doubles.
+_ASK_BEATS, _ASK_DOUBLINGS = 4, 4
+
+
+class Agreement:
+    """One region's part in agreeing on who takes part, and on every mean.
+
+    Attributes:
+      view: the present view, as this region knows it.
+      is_over: why this region takes part no more; "" while it does or may.
+      oldest_step: this region has applied all syncs that started before this step.
+      shunned: where this region coordinates, the regions that it does not wait for, and
+        whose messages it leaves out while there are others.
+      detours: where this region coordinates, pairs `(sender, receiver)` whose messages
+        it forwards.
+      outbox: messages to send, `(region, message)`.
+    """
+
+    def __init__(self, place: Place, boot: int, step: int, now: float):
+        """Start outside of any view; the arguments are those of `Member`."""
+        self.region, self._num, self.boot = place.region, place.num_regions, boot
+        self._timing, self._min = place.timing, place.min_regions
+        self._step, self._born = step, now
+        self.view, self.is_over, self.oldest_step = m.View(), "", 0
+        self.shunned: frozenset[int] = frozenset()
+        self.detours: frozenset[tuple[int, int]] = frozenset()
+        self._entered_at = now
+        self._promised, self._promised_at = 0, now
+        self._vows: set[int] = set()
+        self._proposal: m.View | None = None
+        self._promises: dict[int, m.Promise] = {}
+        self._highest = 0
+        self._hearing = Hearing(self.region, self._timing.dead_after_s)
+        self._admitted: dict[int, tuple[m.Seat, int]] = {}
+        self._book = Book()
+        self._asked: dict[m.SyncId, int] = {}  # Begun anew in each view.
+        self.outbox: list[tuple[int, m.Message]] = []
+
+    @property
+    def is_in(self) -> bool:
+        """Whether this region takes part."""
+        return self.view.epoch > 0 and not self.is_over
+
+    @property
+    def coordinator(self) -> int:
+        """The region that decides in the view."""
+        return self.view.epoch % self._num
+
+    @property
+    def delivered(self) -> list[m.Decision]:
+        """Decisions that this region waits for; the reader clears the list."""
+        return self._book.delivered
+
+    @property
+    def _leads(self) -> bool:
+        return self.coordinator == self.region
+
+    @property
+    def _holds(self) -> bool:
+        """Whether this region coordinates a view that is not about to end."""
+        return self.is_in and self._leads and self._promised == self.view.epoch
+
+    def _is_alive(self, region: int, boot: int, now: float) -> bool:
+        if region == self.region:
+            return boot == self.boot
+        return self._hearing.is_alive(region, boot, now)
+
+    def _tell(self, region: int, message: m.Message) -> None:
+        if region != self.region:
+            self.outbox.append((region, message))
+
+    # Views.
+
+    def _next_seats(self, now: float) -> dict[int, m.Seat] | None:
+        """Return the seats to propose now, None if it is not this region's turn."""
+        pause_s = _PROPOSE_BEATS * self._timing.beat_s
+        if self._promised > self.view.epoch and now - self._promised_at <= pause_s:
+            return None  # A proposal is pending.
+        if not self.is_in:
+            return self._first_seats(now)
+        alive = {
+            r: seat
+            for r, seat in self.view.seats.items()
+            if self._is_alive(r, seat.boot, now)
+        }
+        leader = self._leader_of(alive, now)
+        self._admitted = {
+            r: (seat, oldest)
+            for r, (seat, oldest) in self._admitted.items()
+            if self._is_alive(r, seat.boot, now)
+        }
+        seats = alive | {r: seat for r, (seat, _) in self._admitted.items()}
+        is_same = seats == dict(self.view.seats) and self._promised == self.view.epoch
+        is_same &= leader == self.coordinator
+        if leader != self.region or is_same or len(seats) < self._min:
+            return None
+        return seats
+
+    def _leader_of(self, alive: Collection[int], now: float) -> int:
+        """Return the next coordinator: the present one unless it is dead or faulty."""
+        faulty = self.shunned | {region for pair in self.detours for region in pair}
+        well = [r for r in alive if r not in faulty] or list(alive)
+        # For a while, regions may disagree on what is faulty.
+        is_new = now - self._entered_at <= self._timing.dead_after_s
+        if self.coordinator in (alive if is_new else well):
+            return self.coordinator
+        return min(well)
+
+    def _first_seats(self, now: float) -> dict[int, m.Seat] | None:
+        """Return the seats of the run's first view, None if another proposes them."""
+        alive = self._hearing.alive(now)
+        if any(heard.step is None for heard in alive.values()):
+            return None  # There is a view already, which will admit this region.
+        steps = {r: h.step or 0 for r, h in alive.items() if h.hears_us}
+        steps[self.region] = self._step
+        is_early = now - self._born < self._timing.start_s
+        if len(steps) < self._num and (is_early or len(steps) < self._min):
+            return None
+        if max(steps, key=lambda r: (steps[r], -r)) != self.region:
+            return None
+        if self._step:  # The others start from a copy of this one.
+            return {self.region: m.Seat(self.boot, self._step)}
+        boots = {r: heard.boot for r, heard in alive.items()} | {self.region: self.boot}
+        return {r: m.Seat(boots[r], 0) for r in sorted(steps)}
+
+    def _propose(self, seats: dict[int, m.Seat], now: float) -> None:
+        highest = max(self._highest, self._promised, self.view.epoch)
+        epoch = (highest // self._num + 1) * self._num + self.region
+        self._proposal = m.View(epoch, seats)
+        self._promises = {}
+        self._promised, self._promised_at = epoch, now
+        self._book.choices.clear()
+        for region in seats:
+            known = tuple(self._book.decided)
+            self._tell(region, m.Propose(self._proposal, self.view.epoch, known))
+        self._count_promise(self.region, m.Promise(epoch, (), ()), now)
+
+    def _descends(self, sender: m.Life, base_epoch: int) -> bool:
+        """Return whether a region knows what this region's view has decided.
+
+        It does if this region is in no view yet, if both are in one view, or if one has
+        promised the other's view and does not know yet that it holds.
+        """
+        if self.view.epoch == 0 or base_epoch == self.view.epoch:
+            return True
+        if base_epoch < self.view.epoch:
+            return self.view.has(sender)
+        return base_epoch in self._vows
+
+    def _promise(
+        self, sender: int, view: m.View, known: Iterable[m.SyncId], now: float
+    ):
+        if not view.has((self.region, self.boot)) or view.epoch <= self._promised:
+            return
+        self._promised, self._promised_at, self._proposal = view.epoch, now, None
+        self._vows.add(view.epoch)
+        self._book.choices.clear()
+        lacks = self._book.beyond(known)
+        self._tell(sender, m.Promise(view.epoch, tuple(self._book.decided), lacks))
+
+    def _count_promise(self, sender: int, promise: m.Promise, now: float) -> None:
+        view = self._proposal
+        if view is None or promise.epoch != view.epoch:
+            return
+        self._promises[sender] = promise
+        if self._promises.keys() < view.seats.keys():
+            return
+        for each in self._promises.values():
+            for decision in each.decisions:
+                self._book.learn(decision)
+        for region, each in self._promises.items():
+            self._tell(region, m.Install(view, self._book.beyond(each.known)))
+        self._enter(view, (), now)
+
+    def _enter(self, view: m.View, decisions: Iterable[m.Decision], now: float) -> None:
+        is_led_by_another = view.epoch % self._num != self.coordinator
+        self.view, self._proposal, self._entered_at = view, None, now
+        self._promised = view.epoch
+        if is_led_by_another:
+            self._book.forget_rows_but([(r, x.boot) for r, x in view.seats.items()])
+        if not self._leads:
+            self._admitted = {}
+        for region, seat in view.seats.items():
+            if region != self.region:
+                self._hearing.met(region, seat.boot, now)
+            if region in self._admitted:
+                oldest = self._admitted.pop(region)[1]
+                self._hearing.note(region, oldest_step=oldest)
+        for decision in decisions:
+            self._book.learn(decision)
+        self._asked = {}
+        for sync in [s for s in self._book.waiting if s in self._book.own]:
+            self._book.collect((self.region, self.boot), sync, self._book.own[sync])
+            self._send_row(self.coordinator, sync, now)
+
+    # Means.
+
+    def offer(self, sync: m.SyncId, row: bytes, now: float) -> None:
+        """Send this region's message of a sync, and wait for the decision."""
+        self._book.wait_for(sync, row, now)
+        if sync in self._book.own and self.is_in:
+            self._book.collect((self.region, self.boot), sync, row)
+            for region in self.view.seats:
+                self._send_row(region, sync, now)
+
+    def expect(self, sync: m.SyncId, now: float) -> None:
+        """Wait for the decision of a sync that started before this region joined."""
+        self._book.wait_for(sync, None, now)
+
+    def _send_row(self, region: int, sync: m.SyncId, now: float) -> None:
+        self._tell(region, m.Row(self.view.epoch, sync, self._book.own[sync], now))
+
+    def _ask(self, now: float) -> None:
+        """Ask again for missing decisions: the messages may have been lost."""
+        waiting = self._book.waiting
+        self._asked = {s: n for s, n in self._asked.items() if s in waiting}
+        for sync, since in waiting.items():
+            asked = self._asked.get(sync, 0)
+            beats = _ASK_BEATS * 2 ** min(asked, _ASK_DOUBLINGS)
+            beats *= max(asked - _ASK_DOUBLINGS, 0) + 1
+            if now - since > beats * self._timing.beat_s and not self._leads:
+                self._asked[sync] = asked + 1
+                self._tell(self.coordinator, m.Want(self.view.epoch, sync))
+
+    def _answer(self, sender: m.Life, sync: m.SyncId, now: float) -> None:
+        if not self._leads:
+            if sync in self._book.own:
+                self._send_row(sender[0], sync, now)
+        elif sync in self._book.decided:
+            self._tell(sender[0], self._book.decided[sync])
+        elif sender not in self._book.rows.get(sync, {}):
+            self._tell(sender[0], m.Want(self.view.epoch, sync))
+
+    def _decide(self, now: float) -> None:
+        """Decide the syncs of which all messages, or enough for long, are here."""
+        if not self._holds:
+            return
+        seats = self.view.seats
+        waited_for = [r for r in seats if r not in self.shunned] or list(seats)
+        for sync in self._book.undecided():
+            rows = self._book.rows.get(sync, {})
+            senders = {
+                (r, seats[r].boot) for r in waited_for if seats[r].since_step < sync[1]
+            }
+            missing = senders - rows.keys()
+            quorum = max(min(self._timing.quorum, len(senders)), 1)
+            is_late = False
+            if len(senders) - len(missing) >= quorum:
+                since = self._book.quorum_s.setdefault(sync, now)
+                is_late = now - since > self._timing.grace_s
+            # If a region is dead, a view without it follows; the sync waits for that.
+            alive = all(self._is_alive(*life, now) for life in missing)
+            if not missing or (is_late and alive):
+                self._choose(sync, rows)
+
+    def _choose(self, sync: m.SyncId, rows: dict[m.Life, bytes]) -> None:
+        """Decide a sync with the messages that have arrived, and announce it."""
+        members = self._members_of(rows)
+        for region, seat in self.view.seats.items():
+            # A region that joined since lacks all; a dead one may not have sent to all.
+            lacks = {
+                life[0]: rows[life]
+                for life in members
+                if seat.since_step >= sync[1]
+                or not self.view.has(life)
+                or (life[0], region) in self.detours
+            }
+            self._tell(region, m.Choice(self.view.epoch, sync, members, lacks))
+        found = {life[0]: rows[life] for life in members}
+        self._book.learn(m.Decision(self.view.epoch, sync, found))
+
+    def _members_of(self, rows: Iterable[m.Life]) -> tuple[m.Life, ...]:
+        """Return one life of each region that has sent, the one with a seat if there.
+
+        Shunned regions are left out unless no other region has sent a message.
+        """
+        found: dict[int, int] = {}
+        for region, boot in sorted(rows):
+            seat = self.view.seats.get(region)
+            if seat is not None and found.get(region) != seat.boot:
+                found[region] = boot
+        kept = {r: boot for r, boot in found.items() if r not in self.shunned}
+        return tuple(sorted((kept or found).items()))
+
+    def _trim(self) -> None:
+        """Forget what every region has applied, joining regions included."""
+        if not self.is_in:
+            return
+        others = [r for r in self.view.seats if r != self.region]
+        last = self._hearing.last
+        oldest = [last[r].oldest_step for r in others if r in last]
+        oldest += [step for _, step in self._admitted.values()]
+        self._book.forget_before(min([self.oldest_step, *oldest]))

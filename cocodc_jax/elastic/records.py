@@ -1,0 +1,211 @@
+"""What one region has heard from the others: who lives, and what each sync is of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+from cocodc_jax.elastic import messages as m
+
+
+class Heard(NamedTuple):
+    """What a region's last messages said.
+
+    Attributes:
+      boot: its life.
+      when: time of its last message, in seconds.
+      step: step of its checkpoint, while it takes no part.
+      oldest_step: from its last `Beat`.
+      has_left: whether it left on purpose.
+      hears_us: whether it says that it receives this region's messages.
+      deaf_since: the time since which it says that it does not.
+      is_elsewhere: whether it is in a later view without this region.
+    """
+
+    boot: int
+    when: float
+    step: int | None = None
+    oldest_step: int = 0
+    has_left: bool = False
+    hears_us: bool = False
+    deaf_since: float | None = None
+    is_elsewhere: bool = False
+
+
+class Hearing:
+    """What is known of every other region from its last messages."""
+
+    def __init__(self, region: int, silence_s: float):
+        """Start without messages; after `silence_s` a region counts as dead."""
+        self._region, self._silence_s = region, silence_s
+        self.last: dict[int, Heard] = {}
+
+    def hear(
+        self, sender: int, boot: int, message: m.Message, now: float, are_we_told: bool
+    ) -> bool:
+        """Record a message; return whether to process it.
+
+        Messages of an earlier life of the sender, and of one that left, are ignored.
+        `are_we_told` says whether this region has announced itself.
+        """
+        heard = self.last.get(sender, Heard(boot, now))
+        if boot > heard.boot:
+            heard = Heard(boot, now)
+        if boot < heard.boot or heard.has_left:
+            return False
+        heard = heard._replace(when=now)
+        match message:
+            case m.Join(step, hears):
+                heard = heard._replace(step=step, oldest_step=0)
+            case m.Beat(oldest_step=oldest, hears=hears):
+                heard = heard._replace(step=None, oldest_step=oldest)
+            case _:
+                self.last[sender] = heard._replace(
+                    has_left=isinstance(message, m.Leave)
+                )
+                return True
+        hears_us, since = self._region in hears, None
+        if are_we_told and not hears_us:  # Else this region has sent nothing yet.
+            since = now if heard.deaf_since is None else heard.deaf_since
+        self.last[sender] = heard._replace(hears_us=hears_us, deaf_since=since)
+        return True
+
+    def note(self, region: int, **what: Any) -> None:
+        """Change fields of a region's `Heard`."""
+        self.last[region] = self.last[region]._replace(**what)
+
+    def of_late(self, now: float) -> tuple[int, ...]:
+        """List the regions whose last message is recent."""
+        return tuple(r for r, x in self.last.items() if now - x.when <= self._silence_s)
+
+    def is_alive(self, region: int, boot: int, now: float) -> bool:
+        """Return whether a region lives this life, takes part here, and receives."""
+        heard = self.last.get(region)
+        return (
+            heard is not None
+            and heard.boot == boot
+            and not heard.has_left
+            and not heard.is_elsewhere
+            and now - heard.when <= self._silence_s
+            and now - (heard.deaf_since or now) <= self._silence_s
+        )
+
+    def alive(self, now: float) -> dict[int, Heard]:
+        """Return what is known of each live region."""
+        return {r: h for r, h in self.last.items() if self.is_alive(r, h.boot, now)}
+
+    def met(self, region: int, boot: int, now: float) -> None:
+        """Record that a region has a seat in the view that begins now."""
+        heard = self.last.get(region)
+        if heard is None or heard.boot < boot:
+            self.last[region] = Heard(boot, now)
+        elif heard.boot == boot:
+            self.last[region] = heard._replace(step=None)
+
+
+class Book:
+    """The messages and the decision of every sync, until every region has applied it.
+
+    Attributes:
+      floor: every region has applied all syncs that started before this step; their
+        messages are dropped, and late ones are ignored.
+      reached: the latest start step of a sync that this region has waited for.
+      own: this region's messages of undecided syncs.
+      waiting: the syncs that this region waits for, and since when.
+      rows: messages of undecided syncs, by sync and sender.
+      quorum_s: when the quorum of a sync was complete, where this region coordinates.
+      choices: the coordinator's choices whose messages are not all here yet.
+      decided: decisions, by sync.
+      delivered: new decisions that this region waited for; the reader clears them.
+      news: all new decisions; the reader clears them.
+    """
+
+    def __init__(self):
+        """Start without messages."""
+        self.floor = self.reached = 0
+        self.own: dict[m.SyncId, bytes] = {}
+        self.waiting: dict[m.SyncId, float] = {}
+        self.rows: dict[m.SyncId, dict[m.Life, bytes]] = {}
+        self.quorum_s: dict[m.SyncId, float] = {}
+        self.choices: dict[m.SyncId, m.Choice] = {}
+        self.decided: dict[m.SyncId, m.Decision] = {}
+        self.delivered: list[m.Decision] = []
+        self.news: list[m.Decision] = []
+
+    def wait_for(self, sync: m.SyncId, row: bytes | None, now: float) -> None:
+        """Wait for a decision, with this region's message or without one."""
+        if row is not None:
+            self.own[sync] = row
+        self.reached = max(self.reached, sync[1])
+        self.waiting[sync] = now
+        self._settle(sync)
+
+    def collect(self, sender: m.Life, sync: m.SyncId, row: bytes) -> None:
+        """Store a region's message."""
+        if sync not in self.decided and sync[1] >= self.floor:
+            self.rows.setdefault(sync, {})[sender] = row
+            self._complete(sync)
+
+    def choose(self, choice: m.Choice) -> None:
+        """Store the coordinator's choice; it counts once all its messages are here."""
+        sync = choice.sync
+        if sync in self.decided or sync[1] < self.floor:
+            return
+        self.choices[sync] = choice
+        boots = dict(choice.members)
+        for region, row in choice.rows.items():
+            if region in boots:
+                self.rows.setdefault(sync, {})[region, boots[region]] = row
+        self._complete(sync)
+
+    def _complete(self, sync: m.SyncId) -> None:
+        choice, rows = self.choices.get(sync), self.rows.get(sync, {})
+        if choice is not None and all(life in rows for life in choice.members):
+            found = {life[0]: rows[life] for life in choice.members}
+            self.learn(m.Decision(choice.epoch, sync, found))
+
+    def learn(self, decision: m.Decision) -> None:
+        """Store a decision; the first one of a sync holds."""
+        sync = decision.sync
+        if sync[1] >= self.floor:
+            if self.decided.setdefault(sync, decision) is decision:
+                self.news.append(decision)
+            self._settle(sync)
+
+    def _settle(self, sync: m.SyncId) -> None:
+        """Deliver a sync's decision, if there is one and this region waits for it."""
+        if sync not in self.decided:
+            return
+        tables: tuple[dict, ...] = (self.rows, self.quorum_s, self.own, self.choices)
+        for table in tables:
+            table.pop(sync, None)
+        if self.waiting.pop(sync, None) is not None:
+            self.delivered.append(self.decided[sync])
+
+    def forget_rows_but(self, senders: Collection[m.Life]) -> None:
+        """Keep the messages of `senders` only; another region coordinates now."""
+        self.quorum_s = {}
+        for sync, rows in self.rows.items():
+            self.rows[sync] = {life: x for life, x in rows.items() if life in senders}
+
+    def forget_before(self, floor: int) -> None:
+        """Forget what every region has applied."""
+        self.floor = floor
+        for table in (self.decided, self.rows, self.choices, self.quorum_s):
+            for sync in [s for s in table if s[1] < floor]:
+                del table[sync]
+
+    def undecided(self) -> list[m.SyncId]:
+        """List the syncs that this region waits for or has messages of."""
+        has_rows = {sync for sync, rows in self.rows.items() if rows}
+        return sorted(self.waiting.keys() | has_rows)
+
+    def behind(self, since_step: int) -> int:
+        """Count the decided syncs after `since_step` that are not reached here."""
+        reached = max(self.reached, since_step)
+        return sum(start > reached for _, start in self.decided)
+
+    def beyond(self, known: Iterable[m.SyncId]) -> tuple[m.Decision, ...]:
+        """List the decisions of all syncs but `known`."""
+        known = set(known)
+        return tuple(d for sync, d in self.decided.items() if sync not in known)
