@@ -7,10 +7,10 @@ over the same pairs, so what a message takes is compared with what that pair too
     z = (x - median) / max(1.4826 MAD, 0.1 median)                      robust z-score
 
 a cell of the matrix of pairs (row sends, column receives) is bad where z is above the
-threshold in three of the last five syncs. Lateness is measured by `least` at
-least, by six times of which a busy machine delays messages now and then; a sixth of it
-does for one that is late alone, by four times as much as any other of the same sync: a
-link that loses packets delays nearly all of its messages, but not by much.
+threshold in three of the last five syncs. Lateness is measured by `least` at least, by
+six times of which a busy machine delays messages now and then; a sixth of it does for
+one that is late alone, by four times as much as any other of the same sync: a link that
+loses packets delays nearly all of its messages, but not by much.
 
 Bad cells are then explained by as few causes as do, the one that explains most first:
 
@@ -102,7 +102,10 @@ class Finding:
 
 
 class _Past:
-    """What is usual of an array of numbers, each by itself, and which are bad now."""
+    """What is usual of an array of numbers, each by itself, and which are bad now.
+
+    Deviations are measured by at least `floor` times the median, and by `least`.
+    """
 
     def __init__(self, floor: float = 0.1, least: float = 1e-12):
         self._floor, self._least = floor, least
@@ -182,13 +185,9 @@ def pair_seconds(topology: Topology, num_bytes: float, time_s: float) -> np.ndar
 def watch_links(topology: Topology, timeline: Timeline) -> list[tuple[float, Finding]]:
     """Name what is faulty of a simulated network, as syncs meet it."""
     others = max(topology.num_regions - 1, 1)
-    times = (
-        (
-            sync.start_s,
-            pair_seconds(topology, max(sync.bytes_sent) / others, sync.start_s),
-        )
-        for sync in sorted(timeline.syncs, key=lambda sync: sync.start_s)
-    )
+    syncs = sorted(timeline.syncs, key=lambda sync: sync.start_s)
+    sent = ((sync.start_s, max(sync.bytes_sent) / others) for sync in syncs)
+    times = ((at_s, pair_seconds(topology, size, at_s)) for at_s, size in sent)
     return _named(Messages(), times)
 
 

@@ -95,7 +95,7 @@ links: [{from: here, to: there, bandwidth_gbps: 0.004}]
 
 def test_packets_are_as_long_as_the_lab_makes_them(tmp_path, monkeypatch):
     """Where regions' caps are slower than their links, and links change at once."""
-    monkeypatch.setattr(wan.kernel, "congestion_controls", lambda: ["reno"])
+    monkeypatch.setattr(wan.region, "congestion_controls", lambda: ["reno"])
     path = tmp_path / "links.yaml"
     path.write_text("""
 regions: [here, there]

@@ -74,16 +74,8 @@ def test_the_injected_fault_is_named_within_five_syncs(fault, seed, factor):
 def test_an_hour_of_the_labs_noise_is_not_named():
     """4 regions, 50 ms and 40 ms of jitter, a sync of 4 packets every 10 s."""
     num, size = 4, 1500
-    each = [[8e6] * num for _ in range(num)]
-    conditions = Conditions(
-        0.0,
-        each,
-        [[0.05] * num for _ in range(num)],
-        [[0.04] * num for _ in range(num)],
-        [[0.0] * num for _ in range(num)],
-        [8e6] * num,
-        [8e6] * num,
-    )
+    rate, delay, jitter, loss = ([[x] * num] * num for x in (8e6, 0.05, 0.04, 0.0))
+    conditions = Conditions(0.0, rate, delay, jitter, loss, rate[0], rate[0])
     shaper, watch = Shaper([conditions], 10.0, seed=0), Messages()
     for sync in range(360):
         start, arrived = 10.0 * sync, np.zeros((num, num))
@@ -188,15 +180,11 @@ def test_a_message_that_never_comes_and_one_that_is_not_measured():
     assert watch.observe(seconds) == []  # It is back.
 
 
-def test_two_faults_at_once():
-    bad = cells_of("receiver", (3,), 5) | cells_of("link", (0, 1), 5)
-    found = [(kind, where) for kind, where, _ in explain(bad)]
-    assert found == [("receiver", (3,)), ("link", (0, 1))]
-
-
-def test_of_two_regions_it_is_a_link():
-    bad = np.array([[False, True], [False, False]])
-    assert [(k, w) for k, w, _ in explain(bad)] == [("link", (0, 1))]
+def test_two_faults_at_once_and_that_of_two_regions_is_a_link():
+    receiver, link = ("receiver", (3,)), ("link", (0, 1))
+    bad = cells_of(*receiver, 5) | cells_of(*link, 5)
+    assert [found[:2] for found in explain(bad)] == [receiver, link]
+    assert [found[:2] for found in explain(cells_of(*link, 2))] == [link]
 
 
 @pytest.mark.parametrize(
