@@ -257,7 +257,7 @@ def list_evaluation(
     data, mesh = config.data, program.mesh
     shape = (config.run.eval_batches, data.batch_per_region, data.sequence_length + 1)
     batches = jax.ShapeDtypeStruct(shape, jnp.int32)
-    judge = _judge(config, model, mesh)
+    judge = losses.judge(config, model, mesh)
     return list_evaluate(judge, mesh, (program.param_shapes,), batches)
 
 
@@ -270,11 +270,4 @@ def build_evaluate(
         tokens = text.eval_tokens(config.run.eval_batches)
     except ValueError as error:
         raise ValueError(f"eval_batches={config.run.eval_batches}: {error}") from error
-    return make_evaluate(_judge(config, model, mesh), mesh, tokens)
-
-
-def _judge(
-    config: TrainConfig, model: models.TransformerConfig, mesh: Mesh
-) -> models.LossFn:
-    model = losses.with_kernels(config, model, config.method.build(), mesh)
-    return losses.judge(config.run, model, mesh)
+    return make_evaluate(losses.judge(config, model, mesh), mesh, tokens)

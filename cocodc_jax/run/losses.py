@@ -51,9 +51,12 @@ def make(
     return paced(loss_fn, run.step_seconds, block)
 
 
-def judge(run: RunConfig, model: models.TransformerConfig, mesh: Mesh) -> models.LossFn:
+def judge(
+    config: TrainConfig, model: models.TransformerConfig, mesh: Mesh
+) -> models.LossFn:
     """Return the evaluation loss: the same, without stages and simulated time."""
-    return _plain(model, layout(run, mesh), 1)
+    model = with_kernels(config, model, config.method.build(), mesh)
+    return _plain(model, layout(config.run, mesh), 1)
 
 
 def _plain(
