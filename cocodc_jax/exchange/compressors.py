@@ -11,9 +11,9 @@ import jax
 from cocodc_jax.core.state import SyncState
 from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.sharding.local_regions import for_all_regions
-from cocodc_jax.sync.factors import SummedFactors
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.messages import Ranked
+from cocodc_jax.sync.summed import SummedFactors
 
 PyTree = Any
 

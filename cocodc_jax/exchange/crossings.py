@@ -35,8 +35,7 @@ from cocodc_jax.exchange.robust_mean import filter_block, robust_mean
 from cocodc_jax.exchange.sync_spec import SyncSpec
 from cocodc_jax.sharding.mesh import INSIDE, REGION, regional
 from cocodc_jax.sharding.region_map import psum_over_regions, region_shard_map
-from cocodc_jax.sync.factors import SummedFactors
-from cocodc_jax.sync.rings import ByRings
+from cocodc_jax.sync.summed import ByRings, SummedFactors
 
 PyTree = Any
 

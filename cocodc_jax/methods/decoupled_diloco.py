@@ -65,7 +65,7 @@ from cocodc_jax.sync.messages import AsIs
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import nesterov
 from cocodc_jax.sync.schedules.base import check_at_least
-from cocodc_jax.sync.schedules.fixed import staggered
+from cocodc_jax.sync.schedules.slotted import staggered
 
 AVERAGES = {"rda": RadialDirectional(), "mean": Average()}
 

@@ -51,7 +51,7 @@ from cocodc_jax.sync import merge
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.moments import Moments
 from cocodc_jax.sync.outer import nesterov
-from cocodc_jax.sync.schedules.fixed import staggered
+from cocodc_jax.sync.schedules.slotted import staggered
 
 
 def des_loc(

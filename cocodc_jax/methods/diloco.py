@@ -42,7 +42,7 @@ from __future__ import annotations
 from cocodc_jax.sync import merge
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import nesterov
-from cocodc_jax.sync.schedules.fixed import staggered
+from cocodc_jax.sync.schedules.slotted import staggered
 
 
 def diloco(

@@ -58,7 +58,7 @@ import optax
 from cocodc_jax.sync import merge
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import RegionalOuter, pseudo_gradient
-from cocodc_jax.sync.schedules.fixed import staggered
+from cocodc_jax.sync.schedules.slotted import staggered
 from cocodc_jax.transforms.numerics import check_rate, check_unit_interval
 from cocodc_jax.transforms.outer import group_heavy_ball
 

@@ -24,8 +24,8 @@ from cocodc_jax.network.collectives import (
 )
 from cocodc_jax.network.links import LinkState, Topology
 from cocodc_jax.network.orders import best_order
-from cocodc_jax.sync.pairs import matchings
-from cocodc_jax.sync.rings import ByRings
+from cocodc_jax.sync.regions import matchings
+from cocodc_jax.sync.summed import ByRings
 
 Crossing = Callable[[LinkState, float], CollectiveCost]  # of (links, bytes)
 Cost = Callable[[float, float], CollectiveCost]  # of (seconds, bytes)
@@ -60,7 +60,7 @@ def collective(
 def in_pairs(state: LinkState, num_bytes: float) -> CollectiveCost:
     """Return the expected cost of an exchange in pairs, of which the slowest counts.
 
-    The two of a pair send each other `num_bytes`. Each matching of `sync.pairs` is
+    The two of a pair send each other `num_bytes`. Each matching of `sync.regions` is
     drawn equally often, so numbers are means over them.
     """
     costs = []
@@ -86,7 +86,7 @@ def to_neighbours(state: LinkState, num_bytes: float) -> CollectiveCost:
 
 
 def by_rings(num_rings: int) -> Crossing:
-    """Return an all-reduce by several rings at once, see `sync.rings`.
+    """Return an all-reduce by several rings at once, see `sync.summed`.
 
     Rings of different strides use different links; a region's line carries all of them.
     """

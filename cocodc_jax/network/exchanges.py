@@ -16,8 +16,8 @@ from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import RegionalOuter
-from cocodc_jax.sync.rings import ByRings
 from cocodc_jax.sync.schedules import Schedule, staggered
+from cocodc_jax.sync.summed import ByRings
 from cocodc_jax.transforms.compressor import identity, message_bytes
 
 # What a message's size is told of: the matrices of a transformer's block and its norms.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,15 +35,10 @@ Fragment = dict[str, jax.Array]
 class Average:
     """The weighted mean of the pseudo-gradients themselves."""
 
-    @property
-    def draws(self) -> bool:
-        """Whether it depends on a key of the sync, equal in every region."""
-        return False
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether scaling a pseudo-gradient scales its contribution."""
-        return True
+    # Whether it depends on a key of the sync, equal in every region.
+    draws: ClassVar[bool] = False
+    # Whether scaling a pseudo-gradient scales its contribution.
+    is_linear: ClassVar[bool] = True
 
     def before(self, part: Fragment, key: jax.Array | None) -> PyTree:
         """Return the value to average.
@@ -89,10 +84,7 @@ class RadialDirectional(Average):
 
     averaged: str = "embed"
 
-    @property
-    def is_linear(self) -> bool:
-        """Whether scaling a pseudo-gradient scales its contribution: no."""
-        return False
+    is_linear = False
 
     def before(self, part: Fragment, key: jax.Array | None) -> PyTree:
         """Return lengths and directions; see `Average.before`."""
@@ -135,14 +127,11 @@ class SharedMask(Average):
     density: float
     seed: int = 0
 
+    draws = True
+
     def __post_init__(self):
         """Validate the density."""
         check_share("mask_density", self.density)
-
-    @property
-    def draws(self) -> bool:
-        """Whether it depends on a key of the sync: yes."""
-        return True
 
     def before(self, part: Fragment, key: jax.Array | None) -> PyTree:
         """Return the entries drawn, flat; see `Average.before`."""

@@ -53,7 +53,7 @@ class ExpertMean(Average):
     by_tokens: bool = False
 
     @property
-    def is_linear(self) -> bool:
+    def is_linear(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether scaling a pseudo-gradient scales its contribution."""
         return not self.by_tokens
 

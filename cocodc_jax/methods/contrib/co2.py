@@ -54,7 +54,7 @@ from __future__ import annotations
 from cocodc_jax.sync import merge
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import SharedOuter
-from cocodc_jax.sync.schedules.fixed import one_step_stale
+from cocodc_jax.sync.schedules.slotted import one_step_stale
 from cocodc_jax.transforms.numerics import (
     check_positive,
     check_rate,

@@ -34,7 +34,7 @@ $$
 
 A tensor that the factors would not shrink is sent in full; the layers of a stack are
 factorized one by one. Each region's factors are gathered (`messages.Ranked`). With
-`sum_factors` the order is PowerSGD's own (`sync.factors`), in float32:
+`sum_factors` the order is PowerSGD's own (`sync.summed`), in float32:
 
 $$
 \begin{align*}
@@ -62,13 +62,13 @@ Measured here: last loss 2.214 with 1.02 MB sent by a region, DiLoCo 1.838 with 
 from __future__ import annotations
 
 from cocodc_jax.sync import merge
-from cocodc_jax.sync.factors import SummedFactors
 from cocodc_jax.sync.messages import Compressed, Message, Ranked
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import nesterov
 from cocodc_jax.sync.schedules.base import Schedule
-from cocodc_jax.sync.schedules.fixed import one_step_stale
 from cocodc_jax.sync.schedules.ranked import ranked_rounds
+from cocodc_jax.sync.schedules.slotted import one_step_stale
+from cocodc_jax.sync.summed import SummedFactors
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.error_feedback import error_feedback
 from cocodc_jax.transforms.low_rank import low_rank, resize

@@ -47,7 +47,7 @@ import optax
 from cocodc_jax.sync import merge
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import RegionalOuter, nesterov_sgd, pseudo_gradient
-from cocodc_jax.sync.schedules.fixed import one_step_stale
+from cocodc_jax.sync.schedules.slotted import one_step_stale
 
 PyTree = Any
 

@@ -44,10 +44,10 @@ and --warmup_steps=8 --sync_interval=8.
 from __future__ import annotations
 
 from cocodc_jax.sync import merge
-from cocodc_jax.sync.masked import MaskedCore
+from cocodc_jax.sync.messages import MaskedCore
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import nesterov
-from cocodc_jax.sync.schedules.fixed import staggered
+from cocodc_jax.sync.schedules.slotted import staggered
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.numerics import check_share
 

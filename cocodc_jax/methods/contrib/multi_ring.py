@@ -12,8 +12,8 @@ $$
 $$
 
 With eta = 1 that is the mean of the parameters. *How* the sum is made is the method
-(`sync.rings.ByRings`): each of `num_rings` rings carries its share of the numbers. Ring
-j goes from place i to place $i + s_j \bmod M$. The strides $s_j$ have no factor in
+(`sync.summed.ByRings`): each of `num_rings` rings carries its share of the numbers.
+Ring j goes from place i to place $i + s_j \bmod M$. The strides $s_j$ have no factor in
 common with M, so each ring visits all regions, and different rings use different links.
 A chunk goes round twice, once to be summed and once to be spread, so a region sends
 $2 (M - 1) / M$ of the model. Partial sums cannot be encoded on their way, so `compress`
@@ -37,8 +37,8 @@ from __future__ import annotations
 from cocodc_jax.sync import merge
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import nesterov
-from cocodc_jax.sync.rings import ByRings
-from cocodc_jax.sync.schedules.fixed import staggered
+from cocodc_jax.sync.schedules.slotted import staggered
+from cocodc_jax.sync.summed import ByRings
 
 
 def multi_ring(

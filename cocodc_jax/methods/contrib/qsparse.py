@@ -38,7 +38,7 @@ from cocodc_jax.sync import merge
 from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import nesterov
-from cocodc_jax.sync.schedules.fixed import staggered
+from cocodc_jax.sync.schedules.slotted import staggered
 from cocodc_jax.transforms import compression
 
 

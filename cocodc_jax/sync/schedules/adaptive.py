@@ -111,10 +111,6 @@ class Adaptive(Slotted):
         never, zeros = (-1,) * self.num_fragments, (0.0,) * self.num_fragments
         return AdaptiveState(0, (), never, none, zeros, none, none)
 
-    def restore(self, value: dict) -> AdaptiveState:
-        """Return the state that `to_json` was called on."""
-        return AdaptiveState.from_json(value)
-
     def learn(self, state: AdaptiveState, applied: Applied) -> AdaptiveState:
         """Return the state with the norm of an applied mean."""
         k = applied.fragment_id

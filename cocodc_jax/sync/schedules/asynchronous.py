@@ -79,10 +79,6 @@ class Asynchronous(Schedule):
         """Return the state before the first step."""
         return ScheduleState(0, (), (-1,) * len(self.step_times))
 
-    def restore(self, value: dict) -> ScheduleState:
-        """Return the state that `to_json` was called on."""
-        return ScheduleState.from_json(value)
-
     def next_step(self, state: ScheduleState) -> int:
         """Return the next tick at which a region syncs."""
         return min(self.arrival(m, state.step) for m in range(len(self.step_times)))
@@ -102,7 +98,7 @@ class Asynchronous(Schedule):
                     in_flight=(pending,),
                     last_start=replaced(state.last_start, region, step),
                 )
-                return state, pending.event(START)._replace(since_step=max(last, 0))
+                return state, pending.event(START, max(last, 0))
         return dataclasses.replace(state, step=step), None
 
     def _comes(self, region: int, step: int) -> bool:

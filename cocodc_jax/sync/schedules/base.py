@@ -76,11 +76,9 @@ class Pending(NamedTuple):
         """Unique id of a sync: its fragment and its start."""
         return self.fragment_id, self.start_step
 
-    def event(self, kind: str) -> Event:
-        """Return an event of this sync after its start."""
-        return Event(
-            kind, self.fragment_id, self.start_step, 0, self.participating, self.rank
-        )
+    def event(self, kind: str, since_step: int = 0) -> Event:
+        """Return an event of this sync; `since_step` is of its start."""
+        return Event(kind, *self.sync_id, since_step, self.participating, self.rank)
 
 
 class Applied(NamedTuple):
@@ -211,9 +209,9 @@ class Schedule(abc.ABC):
         last_start = (step,) * len(state.last_start)
         return dataclasses.replace(state, step=step, last_start=last_start)
 
-    @abc.abstractmethod
     def restore(self, value: dict) -> Any:
         """Return the state that `to_json` was called on."""
+        return type(self.init()).from_json(value)
 
     def bind(self, regions: Regions, looks_midway: bool = False) -> Schedule:
         """Return the schedule for these regions.

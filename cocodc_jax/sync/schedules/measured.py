@@ -45,9 +45,8 @@ from cocodc_jax.sync.schedules.base import (
     ScheduleState,
     nothing,
 )
-from cocodc_jax.sync.schedules.fixed import Staggered
-from cocodc_jax.sync.schedules.fixed import staggered as plain_staggered
-from cocodc_jax.sync.schedules.slotted import Slotted, ahead
+from cocodc_jax.sync.schedules.slotted import Slotted, Staggered, ahead
+from cocodc_jax.sync.schedules.slotted import staggered as plain_staggered
 
 AUTO = "auto"
 
@@ -256,7 +255,7 @@ def staggered(
     max_delay_steps: int | None = None,
     phase_steps: int = 0,
 ) -> Staggered | Measured:
-    """Make a `fixed.staggered` schedule, with a delay that may be measured.
+    """Make a `slotted.staggered` schedule, with a delay that may be measured.
 
     Raises:
       ValueError: naming the argument, its value and a value that works.
