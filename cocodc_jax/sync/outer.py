@@ -59,11 +59,7 @@ class SharedOuter:
 
     def __post_init__(self):
         """Validate the placement."""
-        if self.placement not in PLACEMENTS:
-            raise ValueError(
-                f"outer_placement={self.placement!r} is unknown; use one of "
-                f"{PLACEMENTS}"
-            )
+        check_placement(self.placement)
 
     @property
     def only_in_program(self) -> str | None:
@@ -168,6 +164,14 @@ class RegionalOuter:
 
 
 Outer = SharedOuter | RegionalOuter
+
+
+def check_placement(placement: str) -> None:
+    """Refuse a placement that is not in `PLACEMENTS`."""
+    if placement not in PLACEMENTS:
+        raise ValueError(
+            f"outer_placement={placement!r} is unknown; use one of {PLACEMENTS}"
+        )
 
 
 def nesterov(
