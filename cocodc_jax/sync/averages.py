@@ -47,7 +47,6 @@ class Average:
           part: one region's pseudo-gradient of a fragment.
           key: see `sync_key`; None unless `draws`.
         """
-        del key
         return part
 
     def after(self, mean: PyTree, like: PyTree, key: jax.Array | None) -> Fragment:
@@ -58,7 +57,6 @@ class Average:
           like: shapes of the fragment.
           key: as for `before`.
         """
-        del like, key
         return mean
 
     def check_compressor(self, compressor: Compressor) -> None:
@@ -88,12 +86,10 @@ class RadialDirectional(Average):
 
     def before(self, part: Fragment, key: jax.Array | None) -> PyTree:
         """Return lengths and directions; see `Average.before`."""
-        del key
         return {path: self._split(path, x) for path, x in part.items()}
 
     def after(self, mean: PyTree, like: PyTree, key: jax.Array | None) -> Fragment:
         """Return the mean lengths along the mean directions; see `Average.after`."""
-        del like, key
         return {path: self._join(path, x) for path, x in mean.items()}
 
     def _split(self, path: str, x: jax.Array) -> Any:
@@ -130,7 +126,6 @@ class SharedMask(Average):
     draws = True
 
     def __post_init__(self):
-        """Validate the density."""
         check_share("mask_density", self.density)
 
     def before(self, part: Fragment, key: jax.Array | None) -> PyTree:

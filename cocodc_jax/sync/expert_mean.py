@@ -59,14 +59,12 @@ class ExpertMean(Average):
 
     def before(self, part: Fragment, key: jax.Array | None) -> Fragment:
         """Return pseudo-gradients times counts; see `Average.before`."""
-        del key
         if not self.by_tokens:
             return part
         return {path: x * self._counts(path, x, part) for path, x in part.items()}
 
     def after(self, mean: PyTree, like: PyTree, key: jax.Array | None) -> Fragment:
         """Return means by tokens, and counts of zero; see `Average.after`."""
-        del like, key
 
         def one(path: str, x: jax.Array) -> jax.Array:
             if is_token_count(path):

@@ -77,7 +77,6 @@ def replace() -> Merge:
     """Take the outer fragment and drop the local one: theta^m <- theta^g."""
 
     def apply(local, staged, outer, *, delay_steps, **extra):
-        del staged, delay_steps, extra
         return cast_like(outer, local), {}
 
     return Merge("replace", apply)
@@ -87,7 +86,6 @@ def keep() -> Merge:
     """Keep the local fragment: the outer model corrects later inner steps instead."""
 
     def apply(local, staged, outer, *, delay_steps, **extra):
-        del staged, outer, delay_steps, extra
         return local, {}
 
     return Merge("keep", apply)
@@ -107,7 +105,6 @@ def mix(alpha: float | jax.Array) -> Merge:
         raise ValueError(f"mixing_alpha={alpha} must be in [0, 1], the weight on local")
 
     def apply(local, staged, outer, *, delay_steps, **extra):
-        del staged, delay_steps, extra
         wide = cast_like(local, outer)  # So that a merge rounds once.
         mixed = jax.tree.map(lambda x, o: alpha * x + (1 - alpha) * o, wide, outer)
         return cast_like(mixed, local), {}
@@ -227,7 +224,6 @@ def curvature_mix(mean_weight: float | jax.Array) -> Merge:
         raise ValueError(f"mean_weight={mean_weight} must be in [0, 1]")
 
     def apply(local, staged, outer, *, delay_steps, second_moment, **extra):
-        del delay_steps, extra
         staged = cast_like(staged, outer)
         weights = curvature_weights(second_moment, mean_weight)
         merged = curvature_weighted_mix(outer, staged, local, weights)

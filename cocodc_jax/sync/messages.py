@@ -65,7 +65,6 @@ class Message:
 
     def compressor(self, rank: int = 0) -> Compressor | None:
         """Return the compressor of messages of `rank`; None if uncompressed."""
-        del rank
         return None
 
     def compressed(self, compressor: Compressor) -> Message:
@@ -97,7 +96,6 @@ class Message:
           num_regions: M.
           rank: of the message, if the schedule sets one.
         """
-        del num_regions
         return message_bytes(self.encoded(part, rank))
 
     def init(self, part: PyTree, rank: int = 0) -> PyTree:
@@ -122,25 +120,14 @@ class Message:
 
     def bind(self, num_regions: int) -> Message:
         """Return the message for this number of regions."""
-        del num_regions
         return self
 
     def of_regions(self, state: PyTree) -> PyTree:
-        """Return the regions' initial compressor states.
-
-        Args:
-          state: result of `init`, equal in all regions, leaves `[R, ...]`.
-        """
+        """Return the regions' initial states of `init`'s, which are all equal."""
         return state
 
     def restored(self, state: PyTree, fresh: PyTree) -> PyTree:
-        """Return compressor states of regions that restart, `[R, ...]`.
-
-        Args:
-          state: current states.
-          fresh: initial states.
-        """
-        del state
+        """Return the states of regions that restart, of current and initial ones."""
         return fresh
 
 
@@ -167,12 +154,6 @@ class Compressed(Message):
     clip: bool = False
 
     def __post_init__(self):
-        """Check the compressor, and the name.
-
-        Raises:
-          ValueError: if `by` is no compressor, the name none of `MEANS`, or there is
-            nothing to clip.
-        """
         check_compressor("by", self.by)
         if self.mean_over not in MEANS:
             raise ValueError(
@@ -197,7 +178,6 @@ class Compressed(Message):
 
     def compressor(self, rank: int = 0) -> Compressor:
         """Return the compressor, the same for every rank."""
-        del rank
         return self.by
 
     def compressed(self, compressor: Compressor) -> Message:
@@ -260,7 +240,6 @@ class MaskedCore(Message):
 
     def compressor(self, rank: int = 0) -> Compressor:
         """Return the compressor, the same for every rank."""
-        del rank
         return masked(self.core, self.density, self.num_regions, self.seed)
 
     def compressed(self, compressor: Compressor) -> Message:

@@ -54,7 +54,6 @@ class Sync:
     robust: Robust | None = None
 
     def __post_init__(self):
-        """Validate the combination of parts."""
         for name, kind, made_by in (
             ("schedule", Schedule, "schedules.staggered(...)"),
             ("outer", Outer, "nesterov(...), or SharedOuter(an Optax optimizer)"),

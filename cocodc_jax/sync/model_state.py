@@ -57,7 +57,6 @@ class ModelState:
     average: bool = True
 
     def __post_init__(self):
-        """Validate the leaves."""
         for path, leaf in named_leaves(self.init):
             if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
                 raise ValueError(

@@ -32,7 +32,6 @@ class Moments:
     second: int
 
     def __post_init__(self):
-        """Validate the numbers."""
         if min(self.first, self.second) < 0:
             raise ValueError(
                 f"sync_moments={self.first},{self.second} must be numbers of syncs, 0 "

@@ -58,7 +58,6 @@ class SharedOuter:
     start: Callable[[PyTree, PyTree], PyTree] | None = None
 
     def __post_init__(self):
-        """Validate the placement."""
         check_placement(self.placement)
 
     @property
@@ -113,7 +112,6 @@ class RegionalOuter:
     only_in_program = "each region has outer parameters of its own"
 
     def __post_init__(self):
-        """Validate the group."""
         if self.group not in GROUPS:
             raise ValueError(f"group={self.group!r} is unknown; use one of {GROUPS}")
 

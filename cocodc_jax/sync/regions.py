@@ -31,7 +31,6 @@ class Regions:
     batch_sizes: tuple[int, ...]
 
     def __post_init__(self):
-        """Validate the numbers."""
         if len(self.step_times) != len(self.batch_sizes) or not self.step_times:
             raise ValueError(
                 f"step_times={self.step_times} and batch_sizes={self.batch_sizes} must "

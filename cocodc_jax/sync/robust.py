@@ -68,7 +68,6 @@ class Robust:
     trim: float = 0.0
 
     def __post_init__(self):
-        """Validate the numbers."""
         if not self.exclude_above > 1:
             raise ValueError(
                 f"exclude_above={self.exclude_above} must be above 1, times the median "

@@ -23,7 +23,6 @@ from jax.flatten_util import ravel_pytree
 
 from cocodc_jax.sync.messages import Message
 from cocodc_jax.transforms import power_sgd
-from cocodc_jax.transforms.compressor import message_bytes
 from cocodc_jax.transforms.numerics import check_count, check_positive
 
 PyTree = Any
@@ -46,7 +45,6 @@ class ByRings(Message):
     )
 
     def __post_init__(self):
-        """Validate the number."""
         check_count("num_rings", self.num)
 
     def num_bytes(self, part: PyTree, num_regions: int, rank: int = 0) -> int:
@@ -55,7 +53,6 @@ class ByRings(Message):
         Reduce-scatter and all-gather: 2 (M - 1) / M of the fragment. Each region counts
         as a shard, also if shards hold several.
         """
-        del rank
         flat = jax.eval_shape(lambda x: ravel_pytree(x)[0], part)
         return self.num_sent(flat.size, num_regions) * flat.dtype.itemsize
 
@@ -108,7 +105,6 @@ class SummedFactors(Message):
     why_uncompressed = "its factors are summed as they are; pass sum_factors=False"
 
     def __post_init__(self):
-        """Validate the rank."""
         check_positive("rank", self.first)
 
     @property
@@ -138,8 +134,3 @@ class SummedFactors(Message):
             return left, power_sgd.second(meant, left, state.right)
 
         return jax.eval_shape(both, part)
-
-    def num_bytes(self, part: PyTree, num_regions: int, rank: int = 0) -> int:
-        """Return the bytes of both factors; see `Message.num_bytes`."""
-        del num_regions
-        return message_bytes(self.encoded(part, rank))

@@ -96,7 +96,6 @@ class Adaptive(Slotted):
     transmission_score: str = "pseudo_gradient"
 
     def __post_init__(self):
-        """Validate the numbers and the score."""
         _check_score(self.transmission_score)
         super().__post_init__()
 

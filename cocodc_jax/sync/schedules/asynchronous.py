@@ -50,7 +50,6 @@ class Asynchronous(Schedule):
     is_by_region = True
 
     def __post_init__(self):
-        """Validate the interval."""
         check_at_least("sync_interval", self.sync_interval, 1)
 
     def bind(self, regions: Regions, looks_midway: bool = False) -> Asynchronous:
@@ -85,7 +84,6 @@ class Asynchronous(Schedule):
 
     def next_event(self, state, step, observe: Observe = nothing):
         """Return a region's start, then its finish, regions in ascending order."""
-        del observe
         if state.in_flight:
             (pending,) = state.in_flight
             return dataclasses.replace(state, in_flight=()), pending.event(FINISH)

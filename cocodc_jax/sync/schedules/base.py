@@ -190,7 +190,6 @@ class Schedule(abc.ABC):
 
     def learn(self, state: Any, applied: Applied) -> Any:
         """Return the state with an applied update's observations."""
-        del applied
         return state
 
     def landed(self, state: Any) -> Any:
@@ -219,7 +218,6 @@ class Schedule(abc.ABC):
         Raises:
           ValueError: naming what does not fit.
         """
-        del regions
         if looks_midway:
             raise ValueError(
                 f"delay_steps={self.delay_steps} has no two halves to compare in "

@@ -107,7 +107,6 @@ class Measured(Schedule):
     window: int = 5
 
     def __post_init__(self):
-        """Check that every fragment can be on time."""
         # Measured slots can wait for a fragment, up to its deadline.
         fixed = self.network_share is None
         longest = self.base.longest_delay if fixed else self.sync_interval

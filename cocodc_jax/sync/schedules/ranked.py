@@ -74,7 +74,6 @@ class RankedRounds(Schedule):
     needs = frozenset({"effective_rank"})
 
     def __post_init__(self):
-        """Validate the interval."""
         check_at_least("sync_interval", self.sync_interval, 1)
 
     @property

@@ -67,7 +67,6 @@ class Slotted(Schedule):
     phase_steps: int = dataclasses.field(default=0, kw_only=True)
 
     def __post_init__(self):
-        """Check that every fragment can be on time."""
         check_at_least("num_fragments", self.num_fragments, 1)
         check_at_least("sync_interval", self.sync_interval, 1)
         check_at_least("delay_steps", self.delay_steps, 0)
@@ -198,7 +197,6 @@ class Staggered(Slotted):
 
     def serve(self, state, step, observe: Observe, slot_steps: int):
         """Return the next fragment in order, None while it is in flight."""
-        del observe, slot_steps
         k = self.slot(step) % self.num_fragments
         return state, k if k in free_fragments(self, state) else None
 
@@ -208,7 +206,6 @@ class OneStepStale(Staggered):
     """Each fragment is applied when its next message is sent; see `one_step_stale`."""
 
     def __post_init__(self):
-        """Check that the delay is one round."""
         super().__post_init__()
         if self.phase_steps:
             raise ValueError(
