@@ -1,4 +1,6 @@
-"""Gradient accumulation: a batch in parts, one after another, and their mean.
+"""Losses that compute their gradient themselves, such as of a batch in parts.
+
+Gradient accumulation takes the parts one after another, and their mean:
 
     g = 1/A sum over a of  grad loss(params, part a)
 
@@ -52,11 +54,7 @@ def make_accumulated_loss_fn(loss_fn: Callable, num_parts: int) -> Callable:
     if num_parts == 1:
         return loss_fn
 
-    @jax.custom_vjp
-    def loss(params, batch, key):
-        return loss_fn(params, batch, key)
-
-    def forward(params, batch, key):
+    def loss_and_grad(params, batch, key):
         def gradient(params, part):
             return jax.value_and_grad(loss_fn, has_aux=True)(params, part, key)
 
@@ -65,8 +63,22 @@ def make_accumulated_loss_fn(loss_fn: Callable, num_parts: int) -> Callable:
             aux["num_tokens"] *= num_parts
         return (value, aux), grads
 
+    return with_gradient(loss_fn, loss_and_grad)
+
+
+def with_gradient(loss_fn: Callable, loss_and_grad: Callable) -> Callable:
+    """Return `loss_fn(params, batch, key) -> (loss, aux)`, with a gradient of its own.
+
+    `loss_and_grad` returns `((loss, aux), gradient)`, of the same arguments. First
+    derivatives are in reverse mode, and in forward mode over these.
+    """
+
+    @jax.custom_vjp
+    def loss(params, batch, key):
+        return loss_fn(params, batch, key)
+
     def backward(grads, cotangents):
         return jax.tree.map(lambda g: g * cotangents[0], grads), None, None
 
-    loss.defvjp(forward, backward)
+    loss.defvjp(loss_and_grad, backward)
     return loss
