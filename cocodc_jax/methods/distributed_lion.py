@@ -30,15 +30,12 @@ Differs from the paper: sign(0) is sent as +1, as a bit has no room for zero; a 
 an even number of regions moves nothing.
 Defaults: published b1 0.9, b2 0.99; here the same, majority vote.
 Measured here: last loss 2.158 with 50.3 MB sent by a region, DiLoCo 1.838 with 40.3 MB,
-data parallel 1.511 with 1,610 MB (840k parameters, 480 steps, 4 regions, one seed), by
-
-    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+data parallel 1.511 with 1,610 MB (docs/results/methods.md).
 """
 
 from __future__ import annotations
 
-from cocodc_jax.sync.method import Inner, Method
-from cocodc_jax.sync.per_step import PerStep
+from cocodc_jax.sync import Inner, Method, PerStep
 from cocodc_jax.transforms import lion
 from cocodc_jax.transforms.numerics import check_unit_interval
 

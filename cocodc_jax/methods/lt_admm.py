@@ -64,11 +64,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.sync import merge
-from cocodc_jax.sync.messages import Compressed
-from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.outer import RegionalOuter, pseudo_gradient
-from cocodc_jax.sync.schedules.slotted import staggered
+from cocodc_jax.sync import Compressed, Method, RegionalOuter, Sync, merge, schedules
+from cocodc_jax.sync.outer import pseudo_gradient
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.numerics import check_rate
 
@@ -97,7 +94,7 @@ def lt_admm(
     return Method(
         name="lt_admm",
         sync=Sync(
-            schedule=staggered(sync_interval),
+            schedule=schedules.staggered(sync_interval),
             outer=admm(admm_penalty, graph),
             merge=merge.keep(),
             message=Compressed(compression.parse(compress)),

@@ -30,10 +30,7 @@ methods in four.
 
 from __future__ import annotations
 
-from cocodc_jax.sync import merge
-from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.outer import nesterov
-from cocodc_jax.sync.schedules.slotted import staggered
+from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules
 
 
 def snoo(
@@ -49,7 +46,7 @@ def snoo(
     return Method(
         name="snoo",
         sync=Sync(
-            schedule=staggered(sync_interval),
+            schedule=schedules.staggered(sync_interval),
             outer=nesterov(outer_lr, outer_momentum),
             merge=merge.replace(),
         ),
