@@ -71,21 +71,8 @@ def demo(momentum_decay: float = 0.999, compress: str = "dct:32") -> Method:
 
 
 def decoupled_momentum(decay: float, compressor: Compressor) -> PerStep:
-    """Build e <- beta e + g; q = C(e); e <- e - q; the sign of the mean of all q.
-
-    Of a cosine coefficient that several regions sent, the mean is over those (see
-    `transforms.decoupled`). The learning rate is left out of d, as a sign has no size:
-    it would matter only while the learning rate changes. Compressors that do not tell
-    which values they carry are averaged as they are.
-
-    Source: DeMo, arXiv 2411.19870.
-
-    Args:
-      decay: beta, in [0, 1).
-      compressor: C, what is taken out of the momentum.
-    """
+    """Build e <- beta e + g; q = C(e); e <- e - q; the sign of the mean of all q."""
     check_unit_interval("momentum_decay", decay)
-
     kept = error_feedback(compressor, decay)
 
     def receive(messages):

@@ -97,19 +97,7 @@ class DecoupledState(NamedTuple):
 
 
 def decoupled_momentum(learning_rate: float, momentum: float) -> RegionalOuter:
-    """Share only what stands out of the momentum.
-
-        Delta = theta^g - theta;  e <- beta e + Delta;  q = C(e);  e <- e - q
-        e <- e + mean q;  theta^g <- theta^g - eta (Delta + beta e)
-
-    Regions are never made equal.
-
-    Source: arXiv 2510.03371.
-
-    Args:
-      learning_rate: eta.
-      momentum: beta, in [0, 1).
-    """
+    """Share only what stands out of the momentum; regions are never made equal."""
     check_rate("outer_lr", learning_rate)
     check_unit_interval("outer_momentum", momentum)
 

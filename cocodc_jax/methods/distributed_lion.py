@@ -58,18 +58,7 @@ def distributed_lion(
 
 
 def signs(b1: float, b2: float, vote: str) -> PerStep:
-    """Send the signs of the regions' updates; average them or put them to a vote.
-
-    Source: arXiv 2404.00438; see `transforms.lion`.
-
-    Args:
-      b1: weight of the momentum in what is sent.
-      b2: decay of the momentum.
-      vote: "average" or "majority".
-
-    Raises:
-      ValueError: for another `vote`, or a number out of range.
-    """
+    """Send the signs of the regions' updates; average them or put them to a vote."""
     check_unit_interval("lion_beta1", b1)
     check_unit_interval("lion_beta2", b2)
     if vote not in lion.RULES:

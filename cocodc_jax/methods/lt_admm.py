@@ -119,17 +119,7 @@ class AdmmState(NamedTuple):
 
 
 def admm(penalty: float, graph: str) -> RegionalOuter:
-    """Tie regions to their neighbours by ADMM; the outer parameters are what was sent.
-
-    Source: LT-ADMM, arXiv 2501.13516; see above.
-
-    Args:
-      penalty: r, positive.
-      graph: a key of `GRAPHS`.
-
-    Raises:
-      ValueError: if the penalty is not positive and finite, or no such graph is known.
-    """
+    """Tie regions to their neighbours by ADMM; outer parameters are what was sent."""
     check_rate("admm_penalty", penalty)
     if graph not in GRAPHS:
         raise ValueError(f"graph={graph!r} is unknown; use one of {tuple(GRAPHS)}")

@@ -111,16 +111,7 @@ class PairState(NamedTuple):
 def noisy_pairs(
     learning_rate: float, momentum: float, pull: float, seed: int
 ) -> RegionalOuter:
-    """Step by a pair's mean in place of everyone's, see the module.
-
-    Source: NoLoCo, arXiv 2506.10911.
-
-    Args:
-      learning_rate: eta.
-      momentum: mu, in [0, 1).
-      pull: c, how strongly the two are drawn together.
-      seed: seed of the pairs.
-    """
+    """Step by a pair's mean in place of everyone's, see the module."""
     optimizer = group_heavy_ball(learning_rate, momentum, pull)
 
     def payload(params, local):

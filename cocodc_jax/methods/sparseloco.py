@@ -59,10 +59,6 @@ def sparseloco(
 ) -> Method:
     """Build SparseLoCo (arXiv 2508.15706): 2-bit values of the top of each chunk.
 
-    e <- beta e + Delta; q = 2-bit of the top-k of each 64 x 64 chunk of e;
-    e <- e - q; theta <- theta - eta mean q, entry by entry over those that sent it. No
-    outer momentum: the error feedback is one.
-
     Args:
       sync_interval: H, inner steps between syncs.
       outer_lr: eta, learning rate of the outer step.

@@ -1,7 +1,7 @@
 """All compressors in one place, and their names on a command line.
 
 `parse` reads an expression of the factories below, so every composition can be written
-in a flag or a configuration, and for the usual ones a short form (`short_form.py`):
+in a flag or a configuration, and for the usual ones a short form:
 
     fp4                       fp4
     none                      identity
@@ -13,10 +13,32 @@ in a flag or a configuration, and for the usual ones a short form (`short_form.p
     ef:0.9+matrices+stat2
         error_feedback(matrices(stat2()), decay=0.9)                      MuLoCo
     (long form only)          int4(block_size=128, stochastic=True)
+
+The short form is
+
+    form = part { "+" part }            part = name [ ":" number ]
+
+A part hands what it sends to the part after it; each may be used alone but `matrices`
+and `ef`.
+
+| name                                  | number     | after `+`     |
+|---------------------------------------|------------|---------------|
+| `none`, `float16`, `bfloat16`         |            |               |
+| `stat2`                               |            |               |
+| `int8`, `int4`, `int2`, `fp4`, `sign` | block size |               |
+| `topk`, `threshold`                   | density    | its values    |
+| `chunked`, `dct`                      | k          | its values    |
+| `lowrank`                             | rank       | its factors   |
+| `matrices`                            |            | what it wraps |
+| `ef`                                  | decay      | what it wraps |
+
+Numbers left out are the factory's defaults. Other arguments need the long form.
 """
 
 import ast
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from cocodc_jax.transforms.compressor import (
     Compressor,
@@ -36,7 +58,6 @@ from cocodc_jax.transforms.quantize import (
     int8,
     sign,
 )
-from cocodc_jax.transforms.short_form import expand
 from cocodc_jax.transforms.sparsify import chunked_top_k, dct_top_k, top_k
 from cocodc_jax.transforms.statistical import stat2
 from cocodc_jax.transforms.threshold import threshold
@@ -96,7 +117,7 @@ def parse(text: str) -> Compressor:
       text: value of the flag `compress`: a name of `FACTORIES`; a call of one with
         numbers, booleans, strings or further compressors as arguments; or parts
         `name:number` joined by `+`, each handing what it sends to the next, with
-        the names and numbers of `short_form`.
+        the names and numbers of the short form.
 
     Raises:
       ValueError: naming `compress` and the text, if it is none, neither of these, or
@@ -140,3 +161,68 @@ def _factory(node) -> Callable[..., Compressor]:
     if name not in FACTORIES:
         raise ValueError(f"{name!r} is not one of {tuple(FACTORIES)}")
     return FACTORIES[name]
+
+
+class _Part(NamedTuple):
+    """A name's factory, its number's argument and type, and what may follow."""
+
+    factory: str
+    argument: str = ""
+    kind: type = int
+    inner: str = ""
+
+
+_PARTS = {
+    "none": _Part("identity"),
+    "float16": _Part("float16"),
+    "bfloat16": _Part("bfloat16"),
+    "int8": _Part("int8", "block_size"),
+    "int4": _Part("int4", "block_size"),
+    "int2": _Part("int2", "block_size"),
+    "stat2": _Part("stat2"),
+    "fp4": _Part("fp4", "block_size"),
+    "sign": _Part("sign", "block_size"),
+    "topk": _Part("top_k", "density", float, "values"),
+    "threshold": _Part("threshold", "density", float, "values"),
+    "chunked": _Part("chunked_top_k", "k", int, "values"),
+    "dct": _Part("dct_top_k", "k", int, "values"),
+    "lowrank": _Part("low_rank", "rank", int, "factors"),
+    "matrices": _Part("matrices", inner="inner"),
+    "ef": _Part("error_feedback", "decay", float, "inner"),
+}
+
+
+def expand(text: str) -> str:
+    """Turn the short form into the expression it stands for.
+
+    >>> expand("ef:0.95+chunked:128+stat2")
+    'error_feedback(decay=0.95, inner=chunked_top_k(k=128, values=stat2()))'
+    """
+    head, plus, rest = text.partition("+")
+    name, colon, number = head.partition(":")
+    if name not in _PARTS:
+        raise ValueError(f"{name!r} is not one of {tuple(_PARTS)}")
+    part, arguments = _PARTS[name], []
+    if colon:
+        arguments.append(_number(head, number, part))
+    if plus and not part.inner:
+        raise ValueError(f"{head!r} takes nothing after it, but has {rest!r}")
+    if part.inner == "inner" and not plus:
+        raise ValueError(f"{head!r} needs what it wraps, as in '{name}+topk:0.01'")
+    if plus:
+        arguments.append(f"{part.inner}={expand(rest)}")
+    return f"{part.factory}({', '.join(arguments)})"
+
+
+def _number(head, text, part):
+    """Read `argument=number`."""
+    if not part.argument:
+        raise ValueError(f"{head!r} takes no number")
+    wanted = "a whole number" if part.kind is int else "a number"
+    try:
+        value = part.kind(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{head!r}: {part.argument}={text!r} must be {wanted}")
+    return f"{part.argument}={value}"

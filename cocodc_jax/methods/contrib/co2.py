@@ -68,8 +68,6 @@ def co2(
 ) -> Method:
     """Build CO2 (arXiv 2401.16265): late means, clipped momentum, divided state.
 
-    v <- clip(mu v + Delta(t - 1) / Lambda, +-phi); theta^g <- theta^g - eta v.
-
     Args:
       sync_interval: H, inner steps of a round.
       outer_lr: eta, learning rate of the outer step.

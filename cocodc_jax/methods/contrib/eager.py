@@ -87,15 +87,7 @@ class EagerState(NamedTuple):
 def eager_outer(optimizer: optax.GradientTransformation) -> RegionalOuter:
     """Step one round late, with the region's own share of the mean up to date.
 
-        Delta~_m(t) = Delta(t - 1) + (Delta_m(t) - Delta_m(t - 1)) / M
-
-    is given to the outer optimizer. Between two rounds the regions differ by what
-    they alone know.
-
-    Source: eager updates, arXiv 2502.12996 (from memory).
-
-    Args:
-      optimizer: the outer optimizer.
+    Between two rounds the regions differ by what they alone know.
     """
 
     def init(params, compressor):

@@ -43,8 +43,6 @@ def qsparse(
 ) -> Method:
     """Build Qsparse-local-SGD (arXiv 1906.02367): sparsify, then quantize, and average.
 
-    a = e + Delta; q = Q(Top_k(a)); e <- a - q; theta <- theta - eta mean q.
-
     Args:
       sync_interval: H, inner steps between syncs.
       outer_lr: eta, learning rate of the outer step; 1 is the plain average.
