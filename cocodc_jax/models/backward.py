@@ -32,14 +32,11 @@ def choose(
     Raises:
       ValueError: if cpu is asked for and cannot be, naming what stands against it.
     """
-    reasons = [
-        text
-        for text, is_so in (
-            ("is for regions of one CPU device", is_shared or platform != "cpu"),
-            ("has no second derivatives, which the method takes", needs_forward_mode),
-        )
-        if is_so
-    ]
+    against = (
+        ("is for regions of one CPU device", is_shared or platform != "cpu"),
+        ("has no second derivatives, which the method takes", needs_forward_mode),
+    )
+    reasons = [text for text, is_so in against if is_so]
     if backward == CPU and reasons:
         raise ValueError(
             f"backward={backward!r} {' and '.join(reasons)}; use backward='auto'"
