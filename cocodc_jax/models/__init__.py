@@ -11,10 +11,10 @@ from cocodc_jax._lazy import attach, places_of
 
 if TYPE_CHECKING:
     from cocodc_jax.models import attention, backward, experts, hugging_face, lora
-    from cocodc_jax.models.accumulate import make_accumulated_loss_fn
     from cocodc_jax.models.config import TransformerConfig
     from cocodc_jax.models.divided import make_divided_loss_fn
     from cocodc_jax.models.layout import Layout
+    from cocodc_jax.models.loss import make_accumulated_loss_fn
     from cocodc_jax.models.pipeline import make_pipelined_loss_fn
     from cocodc_jax.models.presets import PRESETS, get
     from cocodc_jax.models.sharding import (
@@ -69,10 +69,10 @@ __all__ = [
 _MODULES = ("attention", "backward", "experts", "hugging_face", "lora")
 _PLACES = {name: name for name in _MODULES} | places_of(
     {
-        "accumulate": "make_accumulated_loss_fn",
         "config": "TransformerConfig",
         "divided": "make_divided_loss_fn",
         "layout": "Layout",
+        "loss": "make_accumulated_loss_fn",
         "pipeline": "make_pipelined_loss_fn",
         "presets": "PRESETS get",
         "sharding": "check_divisible check_pipeline partition_specs",

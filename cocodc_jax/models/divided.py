@@ -18,11 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.models.accumulate import accumulated, with_gradient
 from cocodc_jax.models.config import LORA, TransformerConfig
 from cocodc_jax.models.experts import router_aux, router_loss
 from cocodc_jax.models.layout import Layout, sum_over
-from cocodc_jax.models.loss import TokenSums, divided_cross_entropy
+from cocodc_jax.models.loss import (
+    TokenSums,
+    accumulated,
+    divided_cross_entropy,
+    with_gradient,
+)
 from cocodc_jax.models.sharding import partition_specs
 from cocodc_jax.models.transformer import LossFn, Params, bind
 

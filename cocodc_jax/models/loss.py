@@ -1,4 +1,4 @@
-"""Cross-entropy computed some tokens at a time, so that logits are never whole.
+"""Cross-entropy in chunks of tokens, and losses with a gradient of their own.
 
 With logits z = h W of hidden states h and a head W, targets y and p = softmax(z):
 
@@ -16,18 +16,30 @@ length axis and leave the batch axis whole: sharding over "data" stays as it was
   once: nothing is computed twice, and nothing of a chunk is kept but dh. The head is
   gathered once for all chunks, and dW summed over them in float32, then
   reduce-scattered.
+
+`make_accumulated_loss_fn` takes a batch in parts, one after another, and their mean:
+
+    g = 1/A sum over a of  grad loss(params, part a)
+
+The parts are of one size, so that the mean of their means is that of the batch. One
+part's activations exist at a time.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from cocodc_jax.models.backward import PLAIN, product
 from cocodc_jax.models.layout import Layout, gather, scatter, sum_over
+
+PyTree = Any
+# `(loss, aux), gradient` of `(params, batch)`.
+GradientFn = Callable[[PyTree, PyTree], tuple[tuple[jax.Array, PyTree], PyTree]]
 
 
 class TokenSums(NamedTuple):
@@ -187,3 +199,68 @@ def _split(hidden_BLD, targets_BL, chunk_tokens: int):
         return jnp.moveaxis(parts, 1, 0)
 
     return cut(hidden_BLD, 0), cut(targets_BL, -1)
+
+
+def accumulated(gradient: GradientFn, num_parts: int) -> GradientFn:
+    """Return the same function of a batch, computed in parts."""
+    if num_parts == 1:
+        return gradient
+
+    def mean(params: PyTree, batch: PyTree):
+        parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), batch)
+
+        def add(total, part):
+            out, grads = gradient(params, part)
+            return jax.tree.map(jnp.add, total, grads), out
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        total, outs = jax.lax.scan(add, zeros, parts)
+        grads = jax.tree.map(lambda x: x / num_parts, total)
+        return jax.tree.map(lambda x: x.mean(axis=0), outs), grads
+
+    return mean
+
+
+def make_accumulated_loss_fn(loss_fn: Callable, num_parts: int) -> Callable:
+    """Make a loss whose gradient is accumulated.
+
+    Args:
+      loss_fn: `(params, batch, key) -> (loss, aux)`, means over the batch but for
+        aux's `num_tokens`, a sum. All parts are given the same key.
+      num_parts: A, a divisor of the batch's leading axis.
+
+    Returns:
+      The same function, but for the order of float32 sums; reverse mode, and forward
+      mode over that.
+    """
+    if num_parts == 1:
+        return loss_fn
+
+    def loss_and_grad(params, batch, key):
+        def gradient(params, part):
+            return jax.value_and_grad(loss_fn, has_aux=True)(params, part, key)
+
+        (value, aux), grads = accumulated(gradient, num_parts)(params, batch)
+        if "num_tokens" in aux:
+            aux["num_tokens"] *= num_parts
+        return (value, aux), grads
+
+    return with_gradient(loss_fn, loss_and_grad)
+
+
+def with_gradient(loss_fn: Callable, loss_and_grad: Callable) -> Callable:
+    """Return `loss_fn(params, batch, key) -> (loss, aux)`, with a gradient of its own.
+
+    `loss_and_grad` returns `((loss, aux), gradient)`, of the same arguments. First
+    derivatives are in reverse mode, and in forward mode over these.
+    """
+
+    @jax.custom_vjp
+    def loss(params, batch, key):
+        return loss_fn(params, batch, key)
+
+    def backward(grads, cotangents):
+        return jax.tree.map(lambda g: g * cotangents[0], grads), None, None
+
+    loss.defvjp(loss_and_grad, backward)
+    return loss

@@ -32,9 +32,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.models.accumulate import with_gradient
 from cocodc_jax.models.config import TransformerConfig
-from cocodc_jax.models.loss import cross_entropy
+from cocodc_jax.models.loss import cross_entropy, with_gradient
 from cocodc_jax.models.sharding import check_pipeline
 from cocodc_jax.models.stage_links import (
     REGION,

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -235,13 +236,10 @@ def _namer(paths: list[str], places: dict[str, stacks.Place]) -> Callable[[str],
         for parts in {tuple(place.stack.split("/")) for place in places.values()}
         for depth in range(len(parts) + 1)
     }
-    if not above:
-        shared = 0
-        while len({parts[: shared + 1] for parts in split}) == 1 and all(
-            len(parts) > shared + 1 for parts in split
-        ):
-            shared += 1
-        above = {split[0][:depth] for depth in range(shared + 1)} if split else set()
+    if split and not above:
+        shortest = min(map(len, split))
+        shared = min(len(os.path.commonprefix(split)), shortest - 1)
+        above = {split[0][:depth] for depth in range(shared + 1)}
 
     def name(path: str) -> str:
         parts = tuple(path.split("/"))
@@ -259,10 +257,8 @@ def _are_called_blocks(units: list[_Unit]) -> bool:
 
 
 def _order(name: str) -> int:
-    for rank, pattern in enumerate(UNIT_ORDER):
-        if re.search(pattern, name.lower()):
-            return rank
-    return len(UNIT_ORDER)
+    ranks = (i for i, kind in enumerate(UNIT_ORDER) if re.search(kind, name.lower()))
+    return next(ranks, len(UNIT_ORDER))
 
 
 def _assign(sizes: Sequence[int], num_fragments: int, strategy: str) -> list[int]:
