@@ -56,9 +56,6 @@ class LocalRegions:
           how: "batched", all at once; "in_turn"; or "auto": batched on accelerators,
             and on a CPU if each region is on one device and its model is small.
           num_params: of one region; None is many.
-
-        Raises:
-          ValueError: for another `how`.
         """
         check_how(how)
         # With several devices per region the compiler lays out matrix products.
@@ -74,9 +71,7 @@ class LocalRegions:
     def map(self, fn: Callable, in_axes: Any = 0) -> Callable:
         """Map `fn`, written for one region, over the block; one path for all sizes.
 
-        Args:
-          fn: function of one region's values.
-          in_axes: 0 (mapped) or None (shared) for each argument, or one for all.
+        `in_axes` is 0 (mapped) or None (shared) for each argument, or one for all.
         """
 
         def mapped(*args):

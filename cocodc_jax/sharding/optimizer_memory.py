@@ -37,9 +37,7 @@ def check_memory(memory: str) -> None:
 def memory_kind(memory: str, mesh: Mesh, method: Method) -> str | None:
     """Return JAX's memory kind for `memory`; None is the devices' default.
 
-    Raises:
-      ValueError: if there is no such memory, or the method uses the state outside inner
-        steps and merges.
+    Refused where a method uses the state outside inner steps and merges.
     """
     check_memory(memory)
     if memory == "device":

@@ -168,11 +168,7 @@ class SharedMask(Average):
         return drawn
 
     def check_compressor(self, compressor: Compressor) -> None:
-        """Refuse a compressor with state, since positions change.
-
-        Raises:
-          ValueError: if it keeps a state.
-        """
+        """Refuse a compressor with state, since positions change."""
         if compressor.init({"w": jnp.zeros(1)}) != ():
             raise ValueError(
                 "entries are drawn anew for each message, and it remembers what was "

@@ -86,12 +86,7 @@ class ExpertMean(Average):
 
 
 def with_expert_mean(message: Message, by_tokens: bool) -> Message:
-    """Return a message whose mean knows experts.
-
-    Raises:
-      ValueError: if `by_tokens` and its mean is of something else, or it is compressed
-        to a part of its entries, or by more than a compressor.
-    """
+    """Return a message whose mean knows experts, or refuse to weigh it by tokens."""
     if message.average != Average():
         if by_tokens and not isinstance(message.average, ExpertMean):
             raise ValueError("what it takes the mean of are no pseudo-gradients")

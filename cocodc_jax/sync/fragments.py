@@ -141,9 +141,6 @@ def check_partition(fragments: Fragments, params: PyTree) -> None:
     """Refuse fragments of another tree, or that are no partition of this one.
 
     Rows in no fragment would silently never be averaged.
-
-    Raises:
-      ValueError: naming the leaf, and what of it is not in exactly one fragment.
     """
     told = "use fragments=cut(params, num_fragments) of these params"
     try:

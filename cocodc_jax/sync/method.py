@@ -93,11 +93,7 @@ class Sync:
         return needs.copies(self.merge.needs | self.outer.needs)
 
     def bind(self, regions: Regions) -> Sync:
-        """Return the sync for these regions, whose speeds its schedule may use.
-
-        Raises:
-          ValueError: naming what does not fit.
-        """
+        """Return the sync for these regions, whose speeds its schedule may use."""
         looks_midway = needs.HALFWAY in self.copies
         schedule = self.schedule.bind(regions, looks_midway)
         message = self.message.bind(regions.num)
@@ -274,11 +270,7 @@ class Method:
             return self.with_sync(robust=robust, message=message)
 
     def bind(self, regions: Regions) -> Method:
-        """Return the method for these regions, whose speeds its schedule may use.
-
-        Raises:
-          ValueError: naming the flag, its value and a value that works.
-        """
+        """Return the method for these regions, whose speeds its schedule may use."""
         whose = f"for method={self.name!r} and its arguments"
         if self.num_regions not in (None, regions.num):
             raise ValueError(

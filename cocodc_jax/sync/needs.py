@@ -257,11 +257,7 @@ NEEDS: dict[str, Need] = {
 
 
 def check_known(needs: Iterable[str], who: str) -> None:
-    """Refuse needs that are not in the table.
-
-    Raises:
-      ValueError: naming them and the known ones.
-    """
+    """Refuse needs that are not in the table."""
     unknown = sorted(set(needs) - set(NEEDS))
     if unknown:
         raise ValueError(
@@ -271,11 +267,7 @@ def check_known(needs: Iterable[str], who: str) -> None:
 
 
 def check(needs: Iterable[str], user_inputs: UserInputs, who: str) -> None:
-    """Refuse needs that the user's inputs do not satisfy.
-
-    Raises:
-      ValueError: naming the need and what to pass.
-    """
+    """Refuse needs that the user's inputs do not satisfy."""
     check_known(needs, who)
     for name in sorted(needs):
         source = NEEDS[name].given_by

@@ -116,25 +116,13 @@ class RegionalOuter:
             raise ValueError(f"group={self.group!r} is unknown; use one of {GROUPS}")
 
     def placed(self, placement: str) -> RegionalOuter:
-        """Refuse any other placement.
-
-        Raises:
-          ValueError: for any placement but "host", the default.
-        """
+        """Refuse any placement but "host", the default."""
         if placement == "host":
             return self
         raise ValueError("it has no one outer model to divide")
 
     def check(self, sync: Any) -> None:
-        """Refuse parts that need a shared outer model.
-
-        Args:
-          sync: the `method.Sync` that this is part of.
-
-        Raises:
-          ValueError: if regions are asynchronous or weighted, or a message is
-            all-reduced, of another average, or of an unsupported compressor.
-        """
+        """Refuse parts of a `method.Sync` that need a shared outer model."""
         compressor = sync.message.compressor()
         if compressor is not None and self.why_uncompressed:
             raise ValueError(self.why_uncompressed)

@@ -103,11 +103,7 @@ class Robust:
             ) from None
 
     def check(self, sync: Any) -> None:
-        """Refuse syncs without a robust mean.
-
-        Raises:
-          ValueError: saying why.
-        """
+        """Refuse syncs without a robust mean."""
         if self.mean == "weighted":
             return
         if sync.schedule.is_by_region:

@@ -182,7 +182,7 @@ def _matrices(path, shape):
 
 
 def start(tree, rank: int) -> tuple:
-    """Return random right factors, alike in all regions; () for what is sent whole."""
+    """Return random right factors, equal in all regions; () for what is sent whole."""
 
     def of_leaf(index, path, x):
         shape = _right_shape(path, x, rank)

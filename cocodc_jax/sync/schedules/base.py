@@ -101,11 +101,7 @@ Observe = Callable[[str], Any]
 
 
 def nothing(name: str) -> list:
-    """Observe nothing: for schedules without needs.
-
-    Raises:
-      ValueError: for anything but "applied".
-    """
+    """Observe nothing: for schedules without needs."""
     if name != "applied":
         raise ValueError(f"the schedule needs {name!r}, which nobody measures here")
     return []
@@ -213,11 +209,7 @@ class Schedule(abc.ABC):
         return type(self.init()).from_json(value)
 
     def bind(self, regions: Regions, looks_midway: bool = False) -> Schedule:
-        """Return the schedule for these regions.
-
-        Raises:
-          ValueError: naming what does not fit.
-        """
+        """Return the schedule for these regions, or refuse what does not fit."""
         if looks_midway:
             raise ValueError(
                 f"delay_steps={self.delay_steps} has no two halves to compare in "
@@ -253,11 +245,7 @@ def replaced(values: tuple, index: int, value: Any) -> tuple:
 
 
 def check_at_least(name: str, value: int, least: int) -> None:
-    """Refuse a value that is not a whole number of at least `least`.
-
-    Raises:
-      ValueError: naming the argument and its value.
-    """
+    """Refuse a value that is not a whole number of at least `least`."""
     if not hasattr(value, "__index__"):
         raise ValueError(f"{name}={value!r} must be a whole number, at least {least}")
     if value < least:
