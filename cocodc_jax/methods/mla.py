@@ -55,14 +55,12 @@ def mla(
     check_rate("outer_lr", outer_lr)
     check_unit_interval("outer_momentum", outer_momentum)
     check_rate("arrival_weight", arrival_weight)
+    optimizer = mla_optimizer(outer_lr, outer_momentum, arrival_weight)
     return Method(
         name="mla",
         sync=Sync(
             schedule=schedules.asynchronous(sync_interval, dynamic_steps),
-            outer=SharedOuter(
-                mla_optimizer(outer_lr, outer_momentum, arrival_weight),
-                start=look_ahead(outer_lr, outer_momentum),
-            ),
+            outer=SharedOuter(optimizer, start=look_ahead(outer_lr, outer_momentum)),
             merge=merge.replace(),
         ),
     )

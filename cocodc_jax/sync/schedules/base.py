@@ -184,6 +184,22 @@ class Schedule(abc.ABC):
     ) -> tuple[Any, Event | None]:
         """Return the next event at `step`, and the state after it."""
 
+    def arrive(self, state: Any, step: int) -> tuple[Any, Event | None]:
+        """Return the next `MIDWAY` or `FINISH` of `step`, if any."""
+        state = dataclasses.replace(state, step=step)
+        for pending in state.in_flight:
+            if pending.midway_step == step:
+                looked = pending._replace(midway_step=None)
+                flying = tuple(looked if p is pending else p for p in state.in_flight)
+                state = dataclasses.replace(state, in_flight=flying)
+                return state, pending.event(MIDWAY)
+        for pending in state.in_flight:
+            if pending.apply_step <= step:
+                flying = tuple(p for p in state.in_flight if p is not pending)
+                state = dataclasses.replace(state, in_flight=flying)
+                return state, pending.event(FINISH)
+        return state, None
+
     def learn(self, state: Any, applied: Applied) -> Any:
         """Return the state with an applied update's observations."""
         return state

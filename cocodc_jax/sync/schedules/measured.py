@@ -45,7 +45,7 @@ from cocodc_jax.sync.schedules.base import (
     ScheduleState,
     nothing,
 )
-from cocodc_jax.sync.schedules.slotted import Slotted, Staggered, ahead
+from cocodc_jax.sync.schedules.slotted import Slotted, Staggered, ahead, check_delay
 from cocodc_jax.sync.schedules.slotted import staggered as plain_staggered
 
 AUTO = "auto"
@@ -115,12 +115,7 @@ class Measured(Schedule):
                 f"max_delay_steps={self.delay_steps} must be at least 1 and at most "
                 f"{longest}: a fragment must arrive before it starts again"
             )
-        if not 0 <= self.delay_steps <= longest:
-            raise ValueError(
-                f"delay_steps={self.delay_steps} is longer than sync_interval="
-                f"{self.sync_interval} allows; a fragment must arrive before it "
-                f"starts again: use at most {longest}"
-            )
+        check_delay(self.delay_steps, self.sync_interval, longest)
         if self.network_share is not None:  # Checks it.
             syncs_that_fit(1, 1, 1.0, 1.0, self.network_share)
 

@@ -24,7 +24,6 @@ import dataclasses
 import statistics
 
 from cocodc_jax.sync.schedules.base import (
-    FINISH,
     START,
     Applied,
     Observe,
@@ -122,12 +121,7 @@ class RankedRounds(Schedule):
                 round_steps=steps,
             )
             return state, event
-        state = dataclasses.replace(state, step=step)
-        due = [p for p in state.in_flight if p.apply_step <= step]
-        if not due:
-            return state, None
-        rest = tuple(p for p in state.in_flight if p is not due[0])
-        return dataclasses.replace(state, in_flight=rest), due[0].event(FINISH)
+        return self.arrive(state, step)
 
     def learn(self, state: RankedState, applied: Applied) -> RankedState:
         """Return the state with the effective rank of an applied mean."""

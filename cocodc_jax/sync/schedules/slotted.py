@@ -30,8 +30,6 @@ from typing import Any
 
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules.base import (
-    FINISH,
-    MIDWAY,
     START,
     Event,
     Observe,
@@ -85,12 +83,7 @@ class Slotted(Schedule):
                 f"phase_steps={self.phase_steps} must be at least 0 and below "
                 f"{self.slot_steps}, the steps between two starts"
             )
-        if self.delay_steps > self.longest_delay:
-            raise ValueError(
-                f"delay_steps={self.delay_steps} is longer than sync_interval="
-                f"{self.sync_interval} allows; a fragment must arrive before it "
-                f"starts again: use at most {self.longest_delay}"
-            )
+        check_delay(self.delay_steps, self.sync_interval, self.longest_delay)
 
     @property
     def longest_delay(self) -> int:
@@ -137,22 +130,6 @@ class Slotted(Schedule):
         if event is not None or step <= 0 or step != self.next_slot(step - 1):
             return state, event
         return self.leave(state, step, observe, self.delay_steps, self.slot_steps)
-
-    def arrive(self, state: Any, step: int) -> tuple[Any, Event | None]:
-        """Return the next `MIDWAY` or `FINISH` of `step`, if any."""
-        state = dataclasses.replace(state, step=step)
-        for pending in state.in_flight:
-            if pending.midway_step == step:
-                looked = pending._replace(midway_step=None)
-                flying = tuple(looked if p is pending else p for p in state.in_flight)
-                state = dataclasses.replace(state, in_flight=flying)
-                return state, pending.event(MIDWAY)
-        for pending in state.in_flight:
-            if pending.apply_step <= step:
-                flying = tuple(p for p in state.in_flight if p is not pending)
-                state = dataclasses.replace(state, in_flight=flying)
-                return state, pending.event(FINISH)
-        return state, None
 
     def leave(
         self, state: Any, step: int, observe: Observe, delay_steps: int, slot_steps: int
@@ -313,6 +290,16 @@ def ahead(state: ScheduleState) -> Iterator[int]:
     """Yield the steps of events of the fragments in flight."""
     each = ((p.midway_step, p.apply_step) for p in state.in_flight)
     return (step for step in itertools.chain(*each) if step is not None)
+
+
+def check_delay(delay_steps: int, sync_interval: int, longest: int) -> None:
+    """Refuse a delay after which a fragment may arrive too late."""
+    if not 0 <= delay_steps <= longest:
+        raise ValueError(
+            f"delay_steps={delay_steps} is longer than sync_interval={sync_interval} "
+            "allows; a fragment must arrive before it starts again: use at most "
+            f"{longest}"
+        )
 
 
 def free_fragments(schedule: Schedule, state: ScheduleState) -> list[int]:
