@@ -86,27 +86,36 @@ __all__ = [
     "top_k",
 ]
 
-FACTORIES = {
-    factory.__name__: factory
-    for factory in (
-        identity,
-        float16,
-        bfloat16,
-        int8,
-        int4,
-        int2,
-        stat2,
-        fp4,
-        sign,
-        top_k,
-        chunked_top_k,
-        dct_top_k,
-        threshold,
-        low_rank,
-        matrices,
-        error_feedback,
-    )
+
+class _Part(NamedTuple):
+    """A name's factory, its number's argument and type, and what may follow."""
+
+    factory: Callable[..., Compressor]
+    argument: str = ""
+    kind: type = int
+    inner: str = ""
+
+
+_PARTS = {
+    "none": _Part(identity),
+    "float16": _Part(float16),
+    "bfloat16": _Part(bfloat16),
+    "int8": _Part(int8, "block_size"),
+    "int4": _Part(int4, "block_size"),
+    "int2": _Part(int2, "block_size"),
+    "stat2": _Part(stat2),
+    "fp4": _Part(fp4, "block_size"),
+    "sign": _Part(sign, "block_size"),
+    "topk": _Part(top_k, "density", float, "values"),
+    "chunked": _Part(chunked_top_k, "k", int, "values"),
+    "dct": _Part(dct_top_k, "k", int, "values"),
+    "threshold": _Part(threshold, "density", float, "values"),
+    "lowrank": _Part(low_rank, "rank", int, "factors"),
+    "matrices": _Part(matrices, inner="inner"),
+    "ef": _Part(error_feedback, "decay", float, "inner"),
 }
+
+FACTORIES = {part.factory.__name__: part.factory for part in _PARTS.values()}
 """The factories `parse` knows, by name."""
 
 
@@ -138,8 +147,7 @@ def parse(text: str) -> Compressor:
         )
     try:
         is_long = "(" in text or text in FACTORIES
-        expression = text if is_long else expand(text)
-        built = _build(ast.parse(expression, mode="eval").body)
+        built = _build(ast.parse(text, mode="eval").body) if is_long else _short(text)
     except (SyntaxError, TypeError, ValueError) as error:
         raise ValueError(f"compress={text!r}: {error}") from error
     if not isinstance(built, Compressor):
@@ -163,59 +171,25 @@ def _factory(node) -> Callable[..., Compressor]:
     return FACTORIES[name]
 
 
-class _Part(NamedTuple):
-    """A name's factory, its number's argument and type, and what may follow."""
-
-    factory: str
-    argument: str = ""
-    kind: type = int
-    inner: str = ""
-
-
-_PARTS = {
-    "none": _Part("identity"),
-    "float16": _Part("float16"),
-    "bfloat16": _Part("bfloat16"),
-    "int8": _Part("int8", "block_size"),
-    "int4": _Part("int4", "block_size"),
-    "int2": _Part("int2", "block_size"),
-    "stat2": _Part("stat2"),
-    "fp4": _Part("fp4", "block_size"),
-    "sign": _Part("sign", "block_size"),
-    "topk": _Part("top_k", "density", float, "values"),
-    "threshold": _Part("threshold", "density", float, "values"),
-    "chunked": _Part("chunked_top_k", "k", int, "values"),
-    "dct": _Part("dct_top_k", "k", int, "values"),
-    "lowrank": _Part("low_rank", "rank", int, "factors"),
-    "matrices": _Part("matrices", inner="inner"),
-    "ef": _Part("error_feedback", "decay", float, "inner"),
-}
-
-
-def expand(text: str) -> str:
-    """Turn the short form into the expression it stands for.
-
-    >>> expand("ef:0.95+chunked:128+stat2")
-    'error_feedback(decay=0.95, inner=chunked_top_k(k=128, values=stat2()))'
-    """
+def _short(text: str) -> Compressor:
+    """Build a compressor from its short form."""
     head, plus, rest = text.partition("+")
     name, colon, number = head.partition(":")
     if name not in _PARTS:
         raise ValueError(f"{name!r} is not one of {tuple(_PARTS)}")
-    part, arguments = _PARTS[name], []
+    part, options = _PARTS[name], {}
     if colon:
-        arguments.append(_number(head, number, part))
+        options[part.argument] = _number(head, number, part)
     if plus and not part.inner:
         raise ValueError(f"{head!r} takes nothing after it, but has {rest!r}")
     if part.inner == "inner" and not plus:
         raise ValueError(f"{head!r} needs what it wraps, as in '{name}+topk:0.01'")
     if plus:
-        arguments.append(f"{part.inner}={expand(rest)}")
-    return f"{part.factory}({', '.join(arguments)})"
+        options[part.inner] = _short(rest)
+    return part.factory(**options)
 
 
-def _number(head, text, part):
-    """Read `argument=number`."""
+def _number(head: str, text: str, part: _Part) -> float:
     if not part.argument:
         raise ValueError(f"{head!r} takes no number")
     wanted = "a whole number" if part.kind is int else "a number"
@@ -225,4 +199,4 @@ def _number(head, text, part):
         value = math.nan
     if not math.isfinite(value):
         raise ValueError(f"{head!r}: {part.argument}={text!r} must be {wanted}")
-    return f"{part.argument}={value}"
+    return value

@@ -18,7 +18,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from cocodc_jax.sync.regions import Regions
 
@@ -121,10 +121,8 @@ class ScheduleState:
     in_flight: tuple[Pending, ...]
     last_start: tuple[int, ...]
 
-    @property
-    def rank(self) -> int:
-        """Rank of the messages sent now; 0 if the schedule sets none."""
-        return 0
+    # Rank of the messages sent now; 0 if the schedule sets none.
+    rank: ClassVar[int] = 0
 
     def to_json(self) -> dict:
         """Return plain values, for a checkpoint."""

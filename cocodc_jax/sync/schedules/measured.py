@@ -32,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from typing import Any
+from typing import Any, ClassVar
 
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules.adaptive import Adaptive, syncs_that_fit
@@ -67,6 +67,9 @@ class MeasuredState:
     step_times: tuple[float, ...] = ()
     sync_times: tuple[float, ...] = ()
 
+    # No measured schedule sets the rank of messages.
+    rank: ClassVar[int] = 0
+
     @property
     def step(self) -> int:
         """The step up to which events were returned."""
@@ -76,11 +79,6 @@ class MeasuredState:
     def in_flight(self) -> tuple[Pending, ...]:
         """Syncs not yet applied, oldest first."""
         return self.base.in_flight
-
-    @property
-    def rank(self) -> int:
-        """Rank of the messages sent now; no measured schedule sets one."""
-        return 0
 
     def to_json(self) -> dict:
         """Return plain values, for a checkpoint."""

@@ -50,7 +50,7 @@ class RankedState(ScheduleState):
     effective_ranks: tuple[float, ...] = ()
 
     @property
-    def rank(self) -> int:
+    def rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Rank of the messages sent now."""
         return self.sent_rank
 
