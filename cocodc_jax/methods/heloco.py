@@ -61,8 +61,10 @@ gave 1.910 (docs/results/methods.md).
 
 from __future__ import annotations
 
-from cocodc_jax.sync import Method, SharedOuter, Sync, merge, schedules
-from cocodc_jax.transforms.numerics import check_rate, check_unit_interval
+import dataclasses
+
+from cocodc_jax.methods.mla import mla
+from cocodc_jax.sync import Method, SharedOuter
 from cocodc_jax.transforms.outer import heloco as heloco_optimizer
 from cocodc_jax.transforms.outer import look_ahead
 
@@ -98,9 +100,7 @@ def heloco(
         number of regions makes a round of arrivals weigh as one.
       dynamic_steps: whether slower regions do fewer steps between arrivals.
     """
-    check_rate("outer_lr", outer_lr)
-    check_unit_interval("outer_momentum", outer_momentum)
-    check_rate("arrival_weight", arrival_weight)
+    method = mla(sync_interval, outer_lr, outer_momentum, arrival_weight, dynamic_steps)
     optimizer = heloco_optimizer(
         outer_lr,
         outer_momentum,
@@ -111,11 +111,5 @@ def heloco(
         max_removal,
         arrival_weight,
     )
-    return Method(
-        name="heloco",
-        sync=Sync(
-            schedule=schedules.asynchronous(sync_interval, dynamic_steps),
-            outer=SharedOuter(optimizer, start=look_ahead(outer_lr, outer_momentum)),
-            merge=merge.replace(),
-        ),
-    )
+    outer = SharedOuter(optimizer, start=look_ahead(outer_lr, outer_momentum))
+    return dataclasses.replace(method.with_sync(outer=outer), name="heloco")
