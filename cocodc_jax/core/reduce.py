@@ -17,11 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from cocodc_jax.sync.factors import SummedFactors
 from cocodc_jax.sync.messages import Message, mean_of_decoded
 from cocodc_jax.sync.outer import RegionalOuter
-from cocodc_jax.sync.pairs import matchings
-from cocodc_jax.sync.rings import ByRings
+from cocodc_jax.sync.regions import matchings
+from cocodc_jax.sync.summed import ByRings, SummedFactors
 from cocodc_jax.transforms import power_sgd
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.numerics import vary_like
@@ -203,7 +202,7 @@ def ring_sum(tree: PyTree, rings: ByRings, axis_name: Any) -> PyTree:
         all-gather      chunk q + 1 - k, which the next keeps
 
     Each shard sends 2 (D - 1) / D of the numbers. Each chunk is summed once and copied,
-    so all shards end with the same bits. `sync/rings.py` has the orders of the rings.
+    so all shards end with the same bits. `sync/summed.py` has the orders of the rings.
 
     Args:
       tree: values of one shard.

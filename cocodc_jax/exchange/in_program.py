@@ -39,10 +39,9 @@ from cocodc_jax.exchange.pseudo_gradient import (
 )
 from cocodc_jax.sharding.mesh import INSIDE, REGION, regional
 from cocodc_jax.sharding.region_map import psum_over_regions, region_shard_map
-from cocodc_jax.sync.factors import SummedFactors
 from cocodc_jax.sync.needs import STAGED
-from cocodc_jax.sync.rings import ByRings
 from cocodc_jax.sync.schedules.base import Event
+from cocodc_jax.sync.summed import ByRings, SummedFactors
 
 PyTree = Any
 

@@ -30,7 +30,7 @@ from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.messages import mean_of_decoded
 from cocodc_jax.sync.needs import STAGED
 from cocodc_jax.sync.outer import RegionalOuter
-from cocodc_jax.sync.pairs import matchings
+from cocodc_jax.sync.regions import matchings
 from cocodc_jax.sync.schedules.base import Event
 from cocodc_jax.transforms.compressor import Compressor, identity, message_bytes
 

@@ -23,12 +23,12 @@ from cocodc_jax.sharding.local_regions import (
     for_all_regions,
     where_participating,
 )
-from cocodc_jax.sync.factors import SummedFactors
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.messages import Ranked
 from cocodc_jax.sync.needs import STAGED, STALE
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.schedules.base import Event, replaced
+from cocodc_jax.sync.summed import SummedFactors
 
 PyTree = Any
 

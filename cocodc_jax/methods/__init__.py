@@ -71,11 +71,13 @@ strided blocks, where all answer at once with equal weights, is `streaming_diloc
 `heloco` without corrections is `mla`; `snoo` is `diloco` with one region.
 
 Each method is a file whose docstring has the full algorithm, its source and how sure we
-are. Those of `contrib` are from memory, in part or in full. Symbols are the same
-everywhere: M regions, K fragments, H inner steps in a sync interval, tau inner steps
-from a start to its merge, theta^m a region's parameters, theta^g the outer ones, and
-Delta = theta^g - theta^m a pseudo-gradient, old minus new, so descent is minus Delta.
-Only `des_loc` and `mt_dao` exchange the state of the inner optimizer.
+are. Those of `contrib` are from memory, in part or in full. What was measured is of one
+seed of the preset tiny, if nothing else is said: 840k parameters, 480 steps, H 40, four
+regions; docs/results/methods.md has the command and compares all of them. Symbols are
+the same everywhere: M regions, K fragments, H inner steps in a sync interval, tau inner
+steps from a start to its merge, theta^m a region's parameters, theta^g the outer ones,
+and Delta = theta^g - theta^m a pseudo-gradient, old minus new, so descent is minus
+Delta. Only `des_loc` and `mt_dao` exchange the state of the inner optimizer.
 
 A new method is a file with a function that returns a `Method`, and a line in `METHODS`;
 its arguments become flags.

@@ -69,9 +69,7 @@ from typing import Any
 import jax
 import optax
 
-from cocodc_jax.sync import merge
-from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.outer import nesterov
+from cocodc_jax.sync import Method, Sync, merge, nesterov
 from cocodc_jax.sync.schedules import measured
 from cocodc_jax.sync.schedules.base import check_at_least
 from cocodc_jax.transforms.compensation import delay_compensation

@@ -23,14 +23,12 @@ and SGD inside is this method.
 Differs from the paper: there is none.
 Defaults: it has no numbers of its own.
 Measured here: last loss 1.511, DiLoCo's last loss after 198 of its 480 steps, 1,610 MB
-sent by a region (840k parameters, 480 steps, 4 regions, one seed), by
-
-    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+sent by a region (docs/results/methods.md).
 """
 
 from __future__ import annotations
 
-from cocodc_jax.sync.method import Method
+from cocodc_jax.sync import Method
 from cocodc_jax.sync.per_step import mean_gradients
 
 

@@ -49,23 +49,16 @@ Defaults: published H 24, 24 fragments, tau 2, Q 1; here the same, all answers t
 tau if `answer_steps` does not say, G 2 and streaming's eta 0.4, mu 0.9, alpha 0.5. A
 model of fewer than K tensors is refused.
 Measured here: last loss 1.748 against DiLoCo's 1.838, both 40.3 MB sent by a region;
-with plain means and strided blocks 1.796 (840k parameters, 480 steps, H
-40, 4 regions, one seed), by
-
-    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+with plain means and strided blocks 1.796 (docs/results/methods.md).
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from cocodc_jax.sync import merge
+from cocodc_jax.sync import AsIs, Method, Sync, merge, nesterov, schedules
 from cocodc_jax.sync.averages import Average, RadialDirectional
-from cocodc_jax.sync.messages import AsIs
-from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.outer import nesterov
 from cocodc_jax.sync.schedules.base import check_at_least
-from cocodc_jax.sync.schedules.fixed import staggered
 
 AVERAGES = {"rda": RadialDirectional(), "mean": Average()}
 
@@ -119,7 +112,7 @@ def decoupled_diloco(
     delay_steps, participating, num_regions = _merged_at(
         answer_steps, delay_steps, quorum, grace_steps
     )
-    rounds = staggered(sync_interval, num_fragments, delay_steps)
+    rounds = schedules.staggered(sync_interval, num_fragments, delay_steps)
     return Method(
         name="decoupled_diloco",
         sync=Sync(

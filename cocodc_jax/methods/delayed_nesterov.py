@@ -36,17 +36,12 @@ code, dynamic local updates too.
 Differs from the paper: nothing known. Time is simulated in steps of the fastest region.
 Defaults: published c 0; here H 50, N 4 (the regions), c 0 and DiLoCo's eta 0.7, mu 0.9.
 Measured here: last loss 2.133 against DiLoCo's 1.838, both 40.3 MB sent by a region; no
-stall (840k parameters, 480 steps, H 40, 4 equally fast regions, one seed), by
-
-    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+stall (docs/results/methods.md; equally fast regions).
 """
 
 from __future__ import annotations
 
-from cocodc_jax.sync import merge
-from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.outer import SharedOuter
-from cocodc_jax.sync.schedules.asynchronous import asynchronous
+from cocodc_jax.sync import Method, SharedOuter, Sync, merge, schedules
 from cocodc_jax.transforms.numerics import (
     check_count,
     check_finite,
@@ -88,7 +83,7 @@ def delayed_nesterov(
     return Method(
         name="delayed_nesterov",
         sync=Sync(
-            schedule=asynchronous(sync_interval, dynamic_steps),
+            schedule=schedules.asynchronous(sync_interval, dynamic_steps),
             outer=SharedOuter(optimizer),
             merge=merge.replace(),
         ),

@@ -35,9 +35,7 @@ Differs from the paper: there the momentum adds the gradient times the learning 
 which is left out here: it matters only while it changes, as the step is a sign.
 Defaults: published beta 0.999, chunk 64, k 32 of 4096; here the same.
 Measured here: last loss 2.444 with 19.7 MB sent by a region, DiLoCo 1.838 with 40.3 MB,
-data parallel 1.511 with 1,610 MB (840k parameters, 480 steps, 4 regions, one seed), by
-
-    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+data parallel 1.511 with 1,610 MB (docs/results/methods.md).
 
 It was made for thousands of steps; this is a short run.
 """
@@ -47,9 +45,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from cocodc_jax.sync import Inner, Method, PerStep
 from cocodc_jax.sync.messages import mean_of_decoded
-from cocodc_jax.sync.method import Inner, Method
-from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.decoupled import average_duplicates
@@ -74,21 +71,8 @@ def demo(momentum_decay: float = 0.999, compress: str = "dct:32") -> Method:
 
 
 def decoupled_momentum(decay: float, compressor: Compressor) -> PerStep:
-    """Build e <- beta e + g; q = C(e); e <- e - q; the sign of the mean of all q.
-
-    Of a cosine coefficient that several regions sent, the mean is over those (see
-    `transforms.decoupled`). The learning rate is left out of d, as a sign has no size:
-    it would matter only while the learning rate changes. Compressors that do not tell
-    which values they carry are averaged as they are.
-
-    Source: DeMo, arXiv 2411.19870.
-
-    Args:
-      decay: beta, in [0, 1).
-      compressor: C, what is taken out of the momentum.
-    """
+    """Build e <- beta e + g; q = C(e); e <- e - q; the sign of the mean of all q."""
     check_unit_interval("momentum_decay", decay)
-
     kept = error_feedback(compressor, decay)
 
     def receive(messages):

@@ -47,11 +47,7 @@ and --warmup_steps=8 --sync_interval=8.
 
 from __future__ import annotations
 
-from cocodc_jax.sync import merge
-from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.moments import Moments
-from cocodc_jax.sync.outer import nesterov
-from cocodc_jax.sync.schedules.fixed import staggered
+from cocodc_jax.sync import Method, Moments, Sync, merge, nesterov, schedules
 
 
 def des_loc(
@@ -72,7 +68,7 @@ def des_loc(
     return Method(
         name="des_loc",
         sync=Sync(
-            schedule=staggered(sync_interval),
+            schedule=schedules.staggered(sync_interval),
             outer=nesterov(outer_lr, outer_momentum),
             merge=merge.replace(),
             moments=Moments.parse(sync_moments),

@@ -37,9 +37,7 @@ tests/methods/test_diloco_demo.py.
 Defaults: published beta 0.95, k 32, chunk 64, H 128 to 500, eta 0.7 to 0.8; here beta
 0.9, k 32, H 128, eta 0.7.
 Measured here: last loss 2.293 with 493 kB sent by a region, DiLoCo 1.838 with 40.3 MB;
-regions drift by 0.65 (840k parameters, 480 steps, H 40, 4 regions, one seed), by
-
-    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+regions drift by 0.65 (docs/results/methods.md).
 
 It was made for thousands of steps; this is a short run.
 """
@@ -51,11 +49,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.sync import merge
-from cocodc_jax.sync.messages import Compressed
-from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.outer import RegionalOuter, pseudo_gradient
-from cocodc_jax.sync.schedules.fixed import staggered
+from cocodc_jax.sync import Compressed, Method, RegionalOuter, Sync, merge, schedules
+from cocodc_jax.sync.outer import pseudo_gradient
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.error_feedback import ErrorFeedbackState, error_feedback
 from cocodc_jax.transforms.numerics import check_rate, check_unit_interval
@@ -81,7 +76,7 @@ def diloco_demo(
     return Method(
         name="diloco_demo",
         sync=Sync(
-            schedule=staggered(sync_interval),
+            schedule=schedules.staggered(sync_interval),
             outer=decoupled_momentum(outer_lr, outer_momentum),
             merge=merge.replace(),
             message=Compressed(compression.parse(compress)),
@@ -102,19 +97,7 @@ class DecoupledState(NamedTuple):
 
 
 def decoupled_momentum(learning_rate: float, momentum: float) -> RegionalOuter:
-    """Share only what stands out of the momentum.
-
-        Delta = theta^g - theta;  e <- beta e + Delta;  q = C(e);  e <- e - q
-        e <- e + mean q;  theta^g <- theta^g - eta (Delta + beta e)
-
-    Regions are never made equal.
-
-    Source: arXiv 2510.03371.
-
-    Args:
-      learning_rate: eta.
-      momentum: beta, in [0, 1).
-    """
+    """Share only what stands out of the momentum; regions are never made equal."""
     check_rate("outer_lr", learning_rate)
     check_unit_interval("outer_momentum", momentum)
 

@@ -30,15 +30,12 @@ Differs from the paper: sign(0) is sent as +1, as a bit has no room for zero; a 
 an even number of regions moves nothing.
 Defaults: published b1 0.9, b2 0.99; here the same, majority vote.
 Measured here: last loss 2.158 with 50.3 MB sent by a region, DiLoCo 1.838 with 40.3 MB,
-data parallel 1.511 with 1,610 MB (840k parameters, 480 steps, 4 regions, one seed), by
-
-    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+data parallel 1.511 with 1,610 MB (docs/results/methods.md).
 """
 
 from __future__ import annotations
 
-from cocodc_jax.sync.method import Inner, Method
-from cocodc_jax.sync.per_step import PerStep
+from cocodc_jax.sync import Inner, Method, PerStep
 from cocodc_jax.transforms import lion
 from cocodc_jax.transforms.numerics import check_unit_interval
 
@@ -61,18 +58,7 @@ def distributed_lion(
 
 
 def signs(b1: float, b2: float, vote: str) -> PerStep:
-    """Send the signs of the regions' updates; average them or put them to a vote.
-
-    Source: arXiv 2404.00438; see `transforms.lion`.
-
-    Args:
-      b1: weight of the momentum in what is sent.
-      b2: decay of the momentum.
-      vote: "average" or "majority".
-
-    Raises:
-      ValueError: for another `vote`, or a number out of range.
-    """
+    """Send the signs of the regions' updates; average them or put them to a vote."""
     check_unit_interval("lion_beta1", b1)
     check_unit_interval("lion_beta2", b2)
     if vote not in lion.RULES:

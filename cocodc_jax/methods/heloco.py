@@ -56,18 +56,15 @@ round covers half of the way or more diverges, with rho 1/4 it does not.
 Measured here: last loss 2.866 against DiLoCo's 1.838 and `mla`'s 2.642, all 40.3 MB
 sent by a region: with the published numbers, four arrivals a round each make a full
 step, which is too long in so short a run; eta 0.2 and momentum 0.5 with another rule
-gave 1.910 (840k parameters, 480 steps, H 40, 4 regions, one seed), by
-
-    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+gave 1.910 (docs/results/methods.md).
 """
 
 from __future__ import annotations
 
-from cocodc_jax.sync import merge
-from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.outer import SharedOuter
-from cocodc_jax.sync.schedules.asynchronous import asynchronous
-from cocodc_jax.transforms.numerics import check_rate, check_unit_interval
+import dataclasses
+
+from cocodc_jax.methods.mla import mla
+from cocodc_jax.sync import Method, SharedOuter
 from cocodc_jax.transforms.outer import heloco as heloco_optimizer
 from cocodc_jax.transforms.outer import look_ahead
 
@@ -103,9 +100,7 @@ def heloco(
         number of regions makes a round of arrivals weigh as one.
       dynamic_steps: whether slower regions do fewer steps between arrivals.
     """
-    check_rate("outer_lr", outer_lr)
-    check_unit_interval("outer_momentum", outer_momentum)
-    check_rate("arrival_weight", arrival_weight)
+    method = mla(sync_interval, outer_lr, outer_momentum, arrival_weight, dynamic_steps)
     optimizer = heloco_optimizer(
         outer_lr,
         outer_momentum,
@@ -116,11 +111,5 @@ def heloco(
         max_removal,
         arrival_weight,
     )
-    return Method(
-        name="heloco",
-        sync=Sync(
-            schedule=asynchronous(sync_interval, dynamic_steps),
-            outer=SharedOuter(optimizer, start=look_ahead(outer_lr, outer_momentum)),
-            merge=merge.replace(),
-        ),
-    )
+    outer = SharedOuter(optimizer, start=look_ahead(outer_lr, outer_momentum))
+    return dataclasses.replace(method.with_sync(outer=outer), name="heloco")

@@ -64,11 +64,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.sync import merge
-from cocodc_jax.sync.messages import Compressed
-from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.outer import RegionalOuter, pseudo_gradient
-from cocodc_jax.sync.schedules.fixed import staggered
+from cocodc_jax.sync import Compressed, Method, RegionalOuter, Sync, merge, schedules
+from cocodc_jax.sync.outer import pseudo_gradient
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.numerics import check_rate
 
@@ -97,7 +94,7 @@ def lt_admm(
     return Method(
         name="lt_admm",
         sync=Sync(
-            schedule=staggered(sync_interval),
+            schedule=schedules.staggered(sync_interval),
             outer=admm(admm_penalty, graph),
             merge=merge.keep(),
             message=Compressed(compression.parse(compress)),
@@ -122,17 +119,7 @@ class AdmmState(NamedTuple):
 
 
 def admm(penalty: float, graph: str) -> RegionalOuter:
-    """Tie regions to their neighbours by ADMM; the outer parameters are what was sent.
-
-    Source: LT-ADMM, arXiv 2501.13516; see above.
-
-    Args:
-      penalty: r, positive.
-      graph: a key of `GRAPHS`.
-
-    Raises:
-      ValueError: if the penalty is not positive and finite, or no such graph is known.
-    """
+    """Tie regions to their neighbours by ADMM; outer parameters are what was sent."""
     check_rate("admm_penalty", penalty)
     if graph not in GRAPHS:
         raise ValueError(f"graph={graph!r} is unknown; use one of {tuple(GRAPHS)}")

@@ -24,18 +24,12 @@ Differs from the paper of its own: unknown, it was not available.
 Defaults: HeLoCo's published eta 0.7, mu 0.9, rho 1; here the same, H 50. With mu = 0 it
 is `delayed_nesterov` with N = 1 and no momentum.
 Measured here: last loss 2.642 against DiLoCo's 1.838, both 40.3 MB sent by a region:
-too long a step for so short a run (840k parameters, 480 steps, H 40, 4 regions, one
-seed), by
-
-    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+too long a step for so short a run (docs/results/methods.md).
 """
 
 from __future__ import annotations
 
-from cocodc_jax.sync import merge
-from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.outer import SharedOuter
-from cocodc_jax.sync.schedules.asynchronous import asynchronous
+from cocodc_jax.sync import Method, SharedOuter, Sync, merge, schedules
 from cocodc_jax.transforms.numerics import check_rate, check_unit_interval
 from cocodc_jax.transforms.outer import look_ahead
 from cocodc_jax.transforms.outer import mla as mla_optimizer
@@ -61,14 +55,12 @@ def mla(
     check_rate("outer_lr", outer_lr)
     check_unit_interval("outer_momentum", outer_momentum)
     check_rate("arrival_weight", arrival_weight)
+    optimizer = mla_optimizer(outer_lr, outer_momentum, arrival_weight)
     return Method(
         name="mla",
         sync=Sync(
-            schedule=asynchronous(sync_interval, dynamic_steps),
-            outer=SharedOuter(
-                mla_optimizer(outer_lr, outer_momentum, arrival_weight),
-                start=look_ahead(outer_lr, outer_momentum),
-            ),
+            schedule=schedules.asynchronous(sync_interval, dynamic_steps),
+            outer=SharedOuter(optimizer, start=look_ahead(outer_lr, outer_momentum)),
             merge=merge.replace(),
         ),
     )

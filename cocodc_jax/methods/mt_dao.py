@@ -48,7 +48,7 @@ from __future__ import annotations
 import dataclasses
 
 from cocodc_jax.methods.des_loc import des_loc
-from cocodc_jax.sync.method import Inner, Method
+from cocodc_jax.sync import Inner, Method
 
 
 def mt_dao(

@@ -40,19 +40,12 @@ regions (0.6 and 0.7 with one; 0.7 and 0.6 in a later version); here H 30, b 0.9
 0.9, eta 0.9, mu 0.8.
 Measured here: last loss 1.891 with 2.57 MB sent by a region, DiLoCo with the same Muon
 inside 1.908 with 40.3 MB, DiLoCo with AdamW 1.838; all at AdamW's learning rate of
-2e-3, which is little for this Muon (840k parameters, 480 steps, H 40, 4 regions, one
-seed), by
-
-    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+2e-3, which is little for this Muon (docs/results/methods.md).
 """
 
 from __future__ import annotations
 
-from cocodc_jax.sync import merge
-from cocodc_jax.sync.messages import Compressed
-from cocodc_jax.sync.method import Inner, Method, Sync
-from cocodc_jax.sync.outer import nesterov
-from cocodc_jax.sync.schedules.fixed import staggered
+from cocodc_jax.sync import Compressed, Inner, Method, Sync, merge, nesterov, schedules
 from cocodc_jax.transforms import compression
 
 
@@ -73,7 +66,7 @@ def muloco(
     return Method(
         name="muloco",
         sync=Sync(
-            schedule=staggered(sync_interval),
+            schedule=schedules.staggered(sync_interval),
             outer=nesterov(outer_lr, outer_momentum),
             merge=merge.replace(),
             message=Compressed(compression.parse(compress)),

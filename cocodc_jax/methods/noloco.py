@@ -43,10 +43,8 @@ is equally likely, but of more than four regions not every matching.
 Defaults: published H 50, eta 0.7, mu 0.5, c = eta; here the same (c follows eta unless
 it is given).
 Measured here: last loss 1.825 (DiLoCo 1.838) with 80.5 MB sent by a region, twice
-DiLoCo's, as outer parameters are sent too; regions are 2 % of their length apart (840k
-parameters, 480 steps, H 40, 4 regions, one seed), by
-
-    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+DiLoCo's, as outer parameters are sent too; regions are 2 % of their length apart
+(docs/results/methods.md).
 """
 
 from __future__ import annotations
@@ -55,10 +53,8 @@ from typing import Any, NamedTuple
 
 import optax
 
-from cocodc_jax.sync import merge
-from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.outer import RegionalOuter, pseudo_gradient
-from cocodc_jax.sync.schedules.fixed import staggered
+from cocodc_jax.sync import Method, RegionalOuter, Sync, merge, schedules
+from cocodc_jax.sync.outer import pseudo_gradient
 from cocodc_jax.transforms.numerics import check_rate, check_unit_interval
 from cocodc_jax.transforms.outer import group_heavy_ball
 
@@ -98,7 +94,7 @@ def noloco(
     return Method(
         name="noloco",
         sync=Sync(
-            schedule=staggered(sync_interval),
+            schedule=schedules.staggered(sync_interval),
             outer=noisy_pairs(outer_lr, outer_momentum, pull, pair_seed),
             merge=merge.replace(),
         ),
@@ -115,16 +111,7 @@ class PairState(NamedTuple):
 def noisy_pairs(
     learning_rate: float, momentum: float, pull: float, seed: int
 ) -> RegionalOuter:
-    """Step by a pair's mean in place of everyone's, see the module.
-
-    Source: NoLoCo, arXiv 2506.10911.
-
-    Args:
-      learning_rate: eta.
-      momentum: mu, in [0, 1).
-      pull: c, how strongly the two are drawn together.
-      seed: seed of the pairs.
-    """
+    """Step by a pair's mean in place of everyone's, see the module."""
     optimizer = group_heavy_ball(learning_rate, momentum, pull)
 
     def payload(params, local):

@@ -30,10 +30,10 @@ methods in four.
 
 from __future__ import annotations
 
-from cocodc_jax.sync import merge
-from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.outer import nesterov
-from cocodc_jax.sync.schedules.fixed import staggered
+import dataclasses
+
+from cocodc_jax.methods.diloco import diloco
+from cocodc_jax.sync import Method
 
 
 def snoo(
@@ -46,12 +46,5 @@ def snoo(
       outer_lr: learning rate of the outer Nesterov optimizer.
       outer_momentum: its momentum, in [0, 1).
     """
-    return Method(
-        name="snoo",
-        sync=Sync(
-            schedule=staggered(sync_interval),
-            outer=nesterov(outer_lr, outer_momentum),
-            merge=merge.replace(),
-        ),
-        num_regions=1,
-    )
+    method = diloco(sync_interval, outer_lr, outer_momentum)
+    return dataclasses.replace(method, name="snoo", num_regions=1)

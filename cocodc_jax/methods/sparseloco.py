@@ -40,19 +40,13 @@ are padded with zeros, where the authors take smaller ones that divide it.
 Defaults: published beta 0.95, k 128 (a sweep; 64 in a later deployment, with eta 0.4),
 eta 1.0, H 15 to 30; here beta 0.95, k 128, eta 1.0, H 15.
 Measured here: last loss 1.892 with 594 kB sent by a region, DiLoCo 1.838 with 40.3 MB;
-with even 2-bit levels, k 32 and a mean over all it was 2.230 with 165 kB (840k
-parameters, 480 steps, H 40, 4 regions, one seed), by
-
-    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+with even 2-bit levels, k 32 and a mean over all it was 2.230 with 165 kB
+(docs/results/methods.md).
 """
 
 from __future__ import annotations
 
-from cocodc_jax.sync import merge
-from cocodc_jax.sync.messages import Compressed
-from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.outer import nesterov
-from cocodc_jax.sync.schedules.fixed import staggered
+from cocodc_jax.sync import Compressed, Method, Sync, merge, nesterov, schedules
 from cocodc_jax.transforms import compression
 
 
@@ -64,10 +58,6 @@ def sparseloco(
     clip: bool = False,
 ) -> Method:
     """Build SparseLoCo (arXiv 2508.15706): 2-bit values of the top of each chunk.
-
-    e <- beta e + Delta; q = 2-bit of the top-k of each 64 x 64 chunk of e;
-    e <- e - q; theta <- theta - eta mean q, entry by entry over those that sent it. No
-    outer momentum: the error feedback is one.
 
     Args:
       sync_interval: H, inner steps between syncs.
@@ -85,7 +75,7 @@ def sparseloco(
     return Method(
         name="sparseloco",
         sync=Sync(
-            schedule=staggered(sync_interval),
+            schedule=schedules.staggered(sync_interval),
             outer=nesterov(outer_lr, 0.0),
             merge=merge.replace(),
             message=Compressed(compression.parse(compress), sparse_mean, clip),

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cocodc_jax._lazy import attach
+from cocodc_jax._lazy import attach, places_of
 
 if TYPE_CHECKING:
     from cocodc_jax.models import attention, backward, experts, hugging_face, lora
-    from cocodc_jax.models.accumulate import make_accumulated_loss_fn
     from cocodc_jax.models.config import TransformerConfig
     from cocodc_jax.models.divided import make_divided_loss_fn
     from cocodc_jax.models.layout import Layout
+    from cocodc_jax.models.loss import make_accumulated_loss_fn
     from cocodc_jax.models.pipeline import make_pipelined_loss_fn
     from cocodc_jax.models.presets import PRESETS, get
     from cocodc_jax.models.sharding import (
@@ -66,37 +66,21 @@ __all__ = [
     "stage_bytes",
 ]
 
-
-# Where each is: MODULE, or MODULE:NAME.
-_PLACES = {
-    "Layout": "layout:Layout",
-    "LossFn": "transformer:LossFn",
-    "PRESETS": "presets:PRESETS",
-    "Params": "transformer:Params",
-    "StageCodec": "stage_links:StageCodec",
-    "Subspace": "subspace:Subspace",
-    "TransformerConfig": "config:TransformerConfig",
-    "apply": "transformer:apply",
-    "attention": "attention",
-    "backward": "backward",
-    "check_divisible": "sharding:check_divisible",
-    "check_pipeline": "sharding:check_pipeline",
-    "confine": "subspace:confine",
-    "confined": "subspace:confined",
-    "experts": "experts",
-    "flops_per_token": "transformer:flops_per_token",
-    "get": "presets:get",
-    "hugging_face": "hugging_face",
-    "init_params": "transformer:init_params",
-    "lora": "lora",
-    "make_accumulated_loss_fn": "accumulate:make_accumulated_loss_fn",
-    "make_divided_loss_fn": "divided:make_divided_loss_fn",
-    "make_loss_fn": "transformer:make_loss_fn",
-    "make_outputs": "transformer:make_outputs",
-    "make_pipelined_loss_fn": "pipeline:make_pipelined_loss_fn",
-    "num_params": "transformer:num_params",
-    "partition_specs": "sharding:partition_specs",
-    "stage_bytes": "stage_links:stage_bytes",
-}
+_MODULES = ("attention", "backward", "experts", "hugging_face", "lora")
+_PLACES = {name: name for name in _MODULES} | places_of(
+    {
+        "config": "TransformerConfig",
+        "divided": "make_divided_loss_fn",
+        "layout": "Layout",
+        "loss": "make_accumulated_loss_fn",
+        "pipeline": "make_pipelined_loss_fn",
+        "presets": "PRESETS get",
+        "sharding": "check_divisible check_pipeline partition_specs",
+        "stage_links": "StageCodec stage_bytes",
+        "subspace": "Subspace confine confined",
+        "transformer": "LossFn Params apply flops_per_token init_params make_loss_fn"
+        " make_outputs num_params",
+    }
+)
 
 __getattr__, __dir__ = attach(__name__, _PLACES)

@@ -79,8 +79,7 @@ def _plain(
     """
     shape, num_kv, width = query_BLHd.shape, key_BSKd.shape[2], query_BLHd.shape[3]
     # The G heads that share a key are more rows of one product.
-    query_BLKGd = query_BLHd.reshape(*shape[:2], num_kv, -1, width)
-    query_BKGLd = jnp.moveaxis(query_BLKGd, 1, 3)
+    query_BKGLd = jnp.moveaxis(query_BLHd.reshape(*shape[:2], num_kv, -1, width), 1, 3)
     query_BKRd = query_BKGLd.reshape(shape[0], num_kv, -1, width)
     key_BKdS, value_BKSd = jnp.moveaxis(key_BSKd, 1, 3), jnp.moveaxis(value_BSKd, 1, 2)
     scores_BKRS = jnp.matmul(query_BKRd, key_BKdS, preferred_element_type=jnp.float32)
@@ -155,10 +154,7 @@ def choose(
       ValueError: if that kernel cannot be had, naming what stands against it.
     """
     is_gpu = platform in ("gpu", "cuda")
-    no_sequence = (
-        f"does not support sequence_axis={sequence_axis}",
-        sequence_axis > 1,
-    )
+    no_sequence = f"does not support sequence_axis={sequence_axis}", sequence_axis > 1
     against = {
         "plain": (),
         "blocks": (

@@ -32,14 +32,11 @@ def choose(
     Raises:
       ValueError: if cpu is asked for and cannot be, naming what stands against it.
     """
-    reasons = [
-        text
-        for text, is_so in (
-            ("is for regions of one CPU device", is_shared or platform != "cpu"),
-            ("has no second derivatives, which the method takes", needs_forward_mode),
-        )
-        if is_so
-    ]
+    against = (
+        ("is for regions of one CPU device", is_shared or platform != "cpu"),
+        ("has no second derivatives, which the method takes", needs_forward_mode),
+    )
+    reasons = [text for text, is_so in against if is_so]
     if backward == CPU and reasons:
         raise ValueError(
             f"backward={backward!r} {' and '.join(reasons)}; use backward='auto'"
@@ -50,17 +47,11 @@ def choose(
 def product(
     x_BLD: jax.Array, w_DF: jax.Array, backward: str, dtype: Any = None
 ) -> jax.Array:
-    """Multiply tokens by a weight, [B, L, F].
+    """Multiply tokens by a weight of their dtype, [B, L, F].
 
-    Args:
-      x_BLD: tokens.
-      w_DF: the weight, in x's dtype.
-      backward: cpu; anything else is what JAX derives.
-      dtype: of the sums, and of the result; None is x's.
+    `dtype` is that of the sums, and of the result; None is x's.
     """
-    if backward == CPU:
-        return _product(x_BLD, w_DF, dtype)
-    return _matmul(x_BLD, w_DF, dtype)
+    return (_product if backward == CPU else _matmul)(x_BLD, w_DF, dtype)
 
 
 def spread(x_BL1: jax.Array, width: int, backward: str) -> jax.Array:

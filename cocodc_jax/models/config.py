@@ -15,6 +15,13 @@ ATTENTIONS = ("auto", "plain", "blocks", "cudnn", "splash")
 BACKWARDS = ("auto", "plain", "cpu")
 DISPATCHES = ("auto", "ragged", "blocks")
 COMPUTE_DTYPES = ("float32", "bfloat16")
+_CHOICES = {
+    "remat": REMAT_POLICIES,
+    "attention": ATTENTIONS,
+    "backward": BACKWARDS,
+    "compute_dtype": COMPUTE_DTYPES,
+    "expert_dispatch": DISPATCHES,
+}
 # Matrices of a block, which may have adapters, and where those are in its parameters.
 LORA = "lora"
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
@@ -113,17 +120,14 @@ class TransformerConfig:
     expert_dispatch: str = free("auto")
 
     def __post_init__(self):
-        """Raise ValueError when the fields do not make a model."""
         for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is not a size; use 1 or more"
-                )
+            size = getattr(self, name)
             most = MAX_LAYERS if name == "num_layers" else MAX_SIZE
-            if getattr(self, name) > most:
+            if size < 1:
+                raise ValueError(f"{name}={size} is not a size; use 1 or more")
+            if size > most:
                 raise ValueError(
-                    f"{name}={getattr(self, name)} is more than a model can have; use "
-                    f"{most} or less"
+                    f"{name}={size} is more than a model can have; use {most} or less"
                 )
         if not 1 < self.rope_theta < math.inf:
             raise ValueError(
@@ -134,16 +138,17 @@ class TransformerConfig:
                 f"norm_epsilon={self.norm_epsilon} must be above 0 and below 1, as in "
                 "1e-6"
             )
-        _check_choice("remat", self.remat, REMAT_POLICIES)
-        _check_choice("attention", self.attention, ATTENTIONS)
-        _check_choice("backward", self.backward, BACKWARDS)
-        _check_choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(
+                    f"{name}={value!r} is unknown; use one of {list(choices)}"
+                )
         self._check_heads()
         self._check_lora()
         self._check_experts()
 
     def _check_experts(self):
-        _check_choice("expert_dispatch", self.expert_dispatch, DISPATCHES)
         if self.num_experts < 0 or self.num_experts == 1:
             raise ValueError(
                 f"num_experts={self.num_experts} must be at least 2, or 0 for none"
@@ -170,12 +175,9 @@ class TransformerConfig:
         if self.shared_experts < 0:
             raise ValueError(f"shared_experts={self.shared_experts} must be at least 0")
         if self.moe_every < 1 or self.num_layers % self.moe_every:
-            divisors = [
-                n for n in range(1, self.num_layers + 1) if not self.num_layers % n
-            ]
             raise ValueError(
                 f"moe_every={self.moe_every} does not divide num_layers="
-                f"{self.num_layers}; use one of {divisors}"
+                f"{self.num_layers}; use one of {_divisors(self.num_layers)}"
             )
         for name in ("balance_loss", "router_z_loss"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -217,12 +219,9 @@ class TransformerConfig:
                 f"{self._nearest_width(2 * self.num_heads)}"
             )
         if self.num_heads % self.num_kv_heads:
-            divisors = [
-                n for n in range(1, self.num_heads + 1) if not self.num_heads % n
-            ]
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads="
-                f"{self.num_kv_heads}; use one of {divisors}"
+                f"{self.num_kv_heads}; use one of {_divisors(self.num_heads)}"
             )
 
     def _nearest_width(self, multiple: int) -> int:
@@ -253,6 +252,5 @@ class TransformerConfig:
         return self.width // self.num_heads
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]):
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown; use one of {list(choices)}")
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if not number % n]

@@ -10,6 +10,7 @@ weights come out summed over the batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.models.accumulate import accumulated
 from cocodc_jax.models.config import LORA, TransformerConfig
-from cocodc_jax.models.divided_loss import divided_cross_entropy
 from cocodc_jax.models.experts import router_aux, router_loss
 from cocodc_jax.models.layout import Layout, sum_over
-from cocodc_jax.models.loss import TokenSums
+from cocodc_jax.models.loss import (
+    TokenSums,
+    accumulated,
+    divided_cross_entropy,
+    with_gradient,
+)
 from cocodc_jax.models.sharding import partition_specs
 from cocodc_jax.models.transformer import LossFn, Params, bind
 
@@ -53,21 +57,10 @@ def make_divided_loss_fn(
       multiple of the data axis.
     """
     device = _Device(config, layout or Layout(), accumulate_steps)
-
-    @jax.custom_vjp
-    def loss_fn(params, tokens, key):
-        del key
-        return _mapped(device, device.loss, params, tokens)
-
-    def forward(params, tokens, key):
-        del key
-        return _mapped(device, device.loss_and_grad, params, tokens)
-
-    def backward(grads, cotangents):
-        return jax.tree.map(lambda g: g * cotangents[0], grads), None, None
-
-    loss_fn.defvjp(forward, backward)
-    return loss_fn
+    return with_gradient(
+        functools.partial(_mapped, device, device.loss),
+        functools.partial(_mapped, device, device.loss_and_grad),
+    )
 
 
 class _Device:
@@ -126,8 +119,9 @@ class _Device:
         return grad
 
 
-def _mapped(device: _Device, compute: Callable, params: Params, tokens: jax.Array):
+def _mapped(device: _Device, compute: Callable, params: Params, tokens, key):
     """Call `compute(params, tokens)` on every device."""
+    del key
     mesh = jax.sharding.get_abstract_mesh()
     specs = device.specs(params)
     mapped = jax.shard_map(

@@ -39,11 +39,7 @@ def _shape(config: TransformerConfig) -> dict[str, tuple[str, Any]]:
 def read_config(
     folder: str | os.PathLike[str], config: TransformerConfig | None = None
 ) -> dict[str, Any]:
-    """Return what `config.json` of a LLaMA or a Mixtral says.
-
-    Raises:
-      ValueError: if there is none, or it is of another kind of model.
-    """
+    """Return what `config.json` of a LLaMA or a Mixtral says; refuse other models."""
     path = pathlib.Path(folder) / CONFIG_FILE
     found = read_json(path)
     kind = found.get("model_type")
@@ -63,11 +59,7 @@ def read_config(
 
 
 def check_llama(config: TransformerConfig) -> None:
-    """Refuse a transformer that `LlamaForCausalLM` cannot compute.
-
-    Raises:
-      ValueError: naming the flag that would make it a LLaMA.
-    """
+    """Refuse a transformer that `LlamaForCausalLM` cannot compute."""
     if config.qk_norm:
         raise ValueError(
             "qk_norm=True normalises queries and keys, which LlamaForCausalLM does "
@@ -83,11 +75,7 @@ def check_llama(config: TransformerConfig) -> None:
 
 
 def check_shape(folder: pathlib.Path, config: TransformerConfig) -> None:
-    """Check that `config.json` in a folder is of this model.
-
-    Raises:
-      ValueError: naming what differs, both values and the flags that would be right.
-    """
+    """Refuse a `config.json` of another model, naming the flags that would be right."""
     path, found = folder / CONFIG_FILE, read_config(folder, config)
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -131,8 +119,7 @@ def to_json(
     config: TransformerConfig, max_length: int, eos_id: int | None
 ) -> dict[str, Any]:
     """Return what `config.json` says of a model, as transformers 4 and 5 read it."""
-    kind = ("LlamaForCausalLM", "llama")
-    of_experts: dict[str, Any] = {}
+    kind, of_experts = ("LlamaForCausalLM", "llama"), {}
     if config.num_experts:
         kind = ("MixtralForCausalLM", "mixtral")
         of_experts = {
@@ -177,11 +164,7 @@ def adapter_json(
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-      ValueError: if it cannot be read or holds none, naming it.
-    """
+    """Return the JSON object in a file; refuse what cannot be read, or is none."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

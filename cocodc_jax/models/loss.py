@@ -1,22 +1,45 @@
-"""Cross-entropy computed some tokens at a time, so that logits are never whole.
+"""Cross-entropy in chunks of tokens, and losses with a gradient of their own.
 
-For hidden states h, head W and targets y, with z = h W:
+With logits z = h W of hidden states h and a head W, targets y and p = softmax(z):
 
-    loss = mean over tokens of  logsumexp(z) - z[y]
+    loss = sum over tokens of  logsumexp(z) - z[y],     dz = p - onehot(y)
+    dh = dz W^T,                                        dW = h^T dz
 
 The logits z of all tokens would take `B L V` float32 values, twice with their
 cotangent, which for vocabularies of 32,000 is most of a step's memory. Here the
-sequence is cut into chunks under `lax.scan`, and each chunk is rematerialised in
-the backward pass, so that one chunk's logits exist at a time. The chunks cut the
+sequence is cut into chunks, and one chunk's logits exist at a time. The chunks cut the
 length axis and leave the batch axis whole: sharding over "data" stays as it was.
+
+- `cross_entropy`: each chunk is rematerialised in the backward pass.
+- `divided_cross_entropy`: of one device's sequences, with sequences sharded over "data"
+  and the vocabulary over "model". A chunk's logits give its loss and its gradient at
+  once: nothing is computed twice, and nothing of a chunk is kept but dh. The head is
+  gathered once for all chunks, and dW summed over them in float32, then
+  reduce-scattered.
+
+`make_accumulated_loss_fn` takes a batch in parts, one after another, and their mean:
+
+    g = 1/A sum over a of  grad loss(params, part a)
+
+The parts are of one size, so that the mean of their means is that of the batch. One
+part's activations exist at a time.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from cocodc_jax.models.backward import PLAIN, product
+from cocodc_jax.models.layout import Layout, gather, scatter, sum_over
+
+PyTree = Any
+# `(loss, aux), gradient` of `(params, batch)`.
+GradientFn = Callable[[PyTree, PyTree], tuple[tuple[jax.Array, PyTree], PyTree]]
 
 
 class TokenSums(NamedTuple):
@@ -45,61 +68,199 @@ def cross_entropy(
 
     A token counts as predicted when its logit reaches the largest one.
     """
-    batch, length = targets_BL.shape
-    cut = num_chunks(targets_BL.shape, chunk_tokens)
-    if cut == 1:
-        sums = _token_sums(hidden_BLD, head_DV, targets_BL, backward)
+
+    def one(hidden_BCD, targets_BC):
+        logits_BCV = logits_from_hidden(hidden_BCD, head_DV, backward)
+        return _sums(logits_BCV, targets_BC)[0]
+
+    chunks = _split(hidden_BLD, targets_BL, chunk_tokens)
+    if chunks is None:
+        sums = one(hidden_BLD, targets_BL)
     else:
-        sums = _chunked_sums(hidden_BLD, head_DV, targets_BL, cut, backward)
-    return sums.loss / (batch * length), sums.num_correct / (batch * length)
+        # The sums leave the scan as stacked outputs: a carry begun from a constant
+        # would not vary over a manual mesh axis as the sums do.
+        again = jax.checkpoint(one)
+        _, sums = jax.lax.scan(lambda _, chunk: (None, again(*chunk)), None, chunks)
+        sums = jax.tree.map(jnp.sum, sums)
+    return sums.loss / targets_BL.size, sums.num_correct / targets_BL.size
 
 
-def num_chunks(shape: tuple[int, ...], chunk_tokens: int) -> int:
-    """Return into how many chunks sequences `[B, L]` are cut, by `chunk_tokens`."""
-    batch, length = shape
-    return -(-length // max(1, chunk_tokens // batch))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def divided_cross_entropy(
+    hidden_BLD: jax.Array,
+    head_DV: jax.Array,
+    targets_BL: jax.Array,
+    chunk_tokens: int,
+    layout: Layout,
+) -> TokenSums:
+    """Return the sums over one device's tokens, equal along the model axis."""
+    whole_DV = gather(head_DV, hidden_BLD.dtype, 0, layout)
+
+    def one(chunk):
+        hidden_BCD, targets_BC = chunk
+        return _sums(_wide_product(hidden_BCD, whole_DV), targets_BC, layout)[0]
+
+    chunks = _split(hidden_BLD, targets_BL, chunk_tokens)
+    if chunks is None:
+        return one((hidden_BLD, targets_BL))
+    return jax.tree.map(jnp.sum, jax.lax.map(one, chunks))
 
 
-def _token_sums(hidden_BLD, head_DV, targets_BL, backward) -> TokenSums:
-    logits_BLV = logits_from_hidden(hidden_BLD, head_DV, backward)
+def _forward(hidden_BLD, head_DV, targets_BL, chunk_tokens, layout):
+    whole_DV = gather(head_DV, hidden_BLD.dtype, 0, layout)
+
+    def one(grad_DV, chunk):
+        hidden_BCD, targets_BC = chunk
+        logits_BCV = _wide_product(hidden_BCD, whole_DV)
+        sums, (exp_BCV, total_BC, is_target_BCV) = _sums(logits_BCV, targets_BC, layout)
+        dz_BCV = exp_BCV / total_BC[..., None] - is_target_BCV
+        dz_BCV = jnp.where((targets_BC >= 0)[..., None], dz_BCV, 0.0)
+        dz_BCV = dz_BCV.astype(hidden_BCD.dtype)
+        grad_DV += jnp.einsum(
+            "bcd,bcv->dv", hidden_BCD, dz_BCV, preferred_element_type=jnp.float32
+        )
+        return grad_DV, (sums, dz_BCV @ whole_DV.T)
+
+    grad_DV = jnp.zeros(whole_DV.shape, jnp.float32)
+    chunks = _split(hidden_BLD, targets_BL, chunk_tokens)
+    if chunks is None:
+        grad_DV, (sums, grad_BLD) = one(grad_DV, (hidden_BLD, targets_BL))
+    else:
+        grad_DV, (sums, grads_BCD) = jax.lax.scan(one, grad_DV, chunks)
+        sums = jax.tree.map(jnp.sum, sums)
+        batch, length, width = hidden_BLD.shape
+        grad_BLD = jnp.moveaxis(grads_BCD, 0, 1).reshape(batch, -1, width)[:, :length]
+    return sums, (sum_over(grad_BLD, layout.model), scatter(grad_DV, 0, layout))
+
+
+def _backward(chunk_tokens, layout, grads, cotangents):
+    grad_BLD, grad_DV = grads
+    # In float32: one over a count that is no power of two is off by up to 0.4% in
+    # bfloat16, for all tokens alike, and every gradient but the head's would be.
+    scale = cotangents.loss
+    return (grad_BLD * scale).astype(grad_BLD.dtype), grad_DV * scale, None
+
+
+divided_cross_entropy.defvjp(_forward, _backward)
+
+
+def _wide_product(hidden_BLD: jax.Array, head_DV: jax.Array) -> jax.Array:
+    return jnp.matmul(hidden_BLD, head_DV, preferred_element_type=jnp.float32)
+
+
+def _sums(logits_BLV, targets_BL, layout: Layout | None = None):
+    """Return the sums of a chunk, and what the loss's derivative is made of.
+
+    That is exp(z - max z), its sum over the vocabulary, and which logits are targets. A
+    padded target, -1, is none.
+    """
+    axis = layout.model if layout else None
+    axis = axis if axis and jax.lax.axis_size(axis) > 1 else None
     ids_V = jax.lax.broadcasted_iota(jnp.int32, logits_BLV.shape, 2)
-    # A masked sum in place of a gather: it fuses with the passes over the logits
-    # and needs no exchange when the vocabulary is sharded. A padded target, -1,
-    # matches no id.
-    target_BL = jnp.sum(logits_BLV, axis=-1, where=ids_V == targets_BL[..., None])
+    if axis:
+        ids_V += logits_BLV.shape[2] * jax.lax.axis_index(axis)
+    # A masked sum in place of a gather: it fuses with the passes over the logits and
+    # needs no exchange when the vocabulary is sharded.
+    is_target_BLV = ids_V == targets_BL[..., None]
+    target_BL = jnp.sum(logits_BLV, axis=-1, where=is_target_BLV)
+    # It cancels, and so do its derivatives.
     max_BL = jax.lax.stop_gradient(logits_BLV.max(axis=-1))
+    if axis:
+        max_BL = jax.lax.pmax(max_BL, axis)
     exp_BLV = jnp.exp(logits_BLV - max_BL[..., None])
-    loss_BL = jnp.log(exp_BLV.sum(axis=-1)) + max_BL - target_BL
+    total_BL = exp_BLV.sum(axis=-1)
+    if axis:
+        total_BL = jax.lax.psum(total_BL, axis)
+        target_BL = jax.lax.psum(target_BL, axis)
+    loss_BL = jnp.log(total_BL) + max_BL - target_BL
     is_token_BL = targets_BL >= 0
     is_correct_BL = is_token_BL & (target_BL >= max_BL)
-    return TokenSums(
+    sums = TokenSums(
         loss_BL.sum(where=is_token_BL), is_correct_BL.sum(dtype=jnp.float32)
     )
+    return sums, (exp_BLV, total_BL, is_target_BLV)
 
 
-def _chunked_sums(
-    hidden_BLD, head_DV, targets_BL, cut: int, backward: str
-) -> TokenSums:
-    # The sums leave the scan as stacked outputs: a carry begun from a constant
-    # would not vary over a manual mesh axis as the sums do.
-    chunks = (
-        split_length(hidden_BLD, cut, 0),
-        split_length(targets_BL, cut, -1),
-    )
+def _split(hidden_BLD, targets_BL, chunk_tokens: int):
+    """Cut both along their length into equal chunks, on a new leading axis.
 
-    @jax.checkpoint
-    def chunk_sums(hidden_BCD, targets_BC):
-        return _token_sums(hidden_BCD, head_DV, targets_BC, backward)
+    Padded at the end; None if one chunk holds all of the `[B, L]` tokens.
+    """
+    batch, length = targets_BL.shape
+    num_chunks = -(-length // max(1, chunk_tokens // batch))
+    if num_chunks == 1:
+        return None
 
-    _, sums = jax.lax.scan(lambda _, chunk: (None, chunk_sums(*chunk)), None, chunks)
-    return jax.tree.map(jnp.sum, sums)
+    def cut(x_BL, padding):
+        chunk = -(-length // num_chunks)
+        pad = [(0, 0), (0, num_chunks * chunk - length)] + [(0, 0)] * (x_BL.ndim - 2)
+        padded = jnp.pad(x_BL, pad, constant_values=padding)
+        parts = padded.reshape(batch, num_chunks, chunk, *x_BL.shape[2:])
+        return jnp.moveaxis(parts, 1, 0)
+
+    return cut(hidden_BLD, 0), cut(targets_BL, -1)
 
 
-def split_length(x_BL: jax.Array, cut: int, padding) -> jax.Array:
-    """Cut axis 1 into equal chunks, a new leading axis, padded at the end."""
-    batch, length, *rest = x_BL.shape
-    chunk = -(-length // cut)
-    pad = [(0, 0)] * x_BL.ndim
-    pad[1] = (0, cut * chunk - length)
-    padded = jnp.pad(x_BL, pad, constant_values=padding)
-    return jnp.moveaxis(padded.reshape(batch, cut, chunk, *rest), 1, 0)
+def accumulated(gradient: GradientFn, num_parts: int) -> GradientFn:
+    """Return the same function of a batch, computed in parts."""
+    if num_parts == 1:
+        return gradient
+
+    def mean(params: PyTree, batch: PyTree):
+        parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), batch)
+
+        def add(total, part):
+            out, grads = gradient(params, part)
+            return jax.tree.map(jnp.add, total, grads), out
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        total, outs = jax.lax.scan(add, zeros, parts)
+        grads = jax.tree.map(lambda x: x / num_parts, total)
+        return jax.tree.map(lambda x: x.mean(axis=0), outs), grads
+
+    return mean
+
+
+def make_accumulated_loss_fn(loss_fn: Callable, num_parts: int) -> Callable:
+    """Make a loss whose gradient is accumulated.
+
+    Args:
+      loss_fn: `(params, batch, key) -> (loss, aux)`, means over the batch but for
+        aux's `num_tokens`, a sum. All parts are given the same key.
+      num_parts: A, a divisor of the batch's leading axis.
+
+    Returns:
+      The same function, but for the order of float32 sums; reverse mode, and forward
+      mode over that.
+    """
+    if num_parts == 1:
+        return loss_fn
+
+    def loss_and_grad(params, batch, key):
+        def gradient(params, part):
+            return jax.value_and_grad(loss_fn, has_aux=True)(params, part, key)
+
+        (value, aux), grads = accumulated(gradient, num_parts)(params, batch)
+        if "num_tokens" in aux:
+            aux["num_tokens"] *= num_parts
+        return (value, aux), grads
+
+    return with_gradient(loss_fn, loss_and_grad)
+
+
+def with_gradient(loss_fn: Callable, loss_and_grad: Callable) -> Callable:
+    """Return `loss_fn(params, batch, key) -> (loss, aux)`, with a gradient of its own.
+
+    `loss_and_grad` returns `((loss, aux), gradient)`, of the same arguments. First
+    derivatives are in reverse mode, and in forward mode over these.
+    """
+
+    @jax.custom_vjp
+    def loss(params, batch, key):
+        return loss_fn(params, batch, key)
+
+    def backward(grads, cotangents):
+        return jax.tree.map(lambda g: g * cotangents[0], grads), None, None
+
+    loss.defvjp(loss_and_grad, backward)
+    return loss

@@ -22,7 +22,10 @@ forward and backward leaves the inner `shard_map` sharded over both axes, and is
 refused by the compiler (github.com/jax-ml/jax/pull/26588).
 """
 
+from __future__ import annotations
+
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -30,11 +33,22 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.loss import cross_entropy, with_gradient
 from cocodc_jax.models.sharding import check_pipeline
-from cocodc_jax.models.stage import Stage
-from cocodc_jax.models.stage_links import REGION, STAGE, Links, StageCodec
+from cocodc_jax.models.stage_links import (
+    REGION,
+    STAGE,
+    Hop,
+    Links,
+    StageCodec,
+    stage_bytes,
+)
 from cocodc_jax.models.subspace import Subspace
-from cocodc_jax.models.transformer import LossFn
+from cocodc_jax.models.transformer import LossFn, Params, Transformer, bind
+
+# A microbatch on its way: activations [B, L, D], the targets [B, L] they are for, and
+# the tokens [B, L] that they come from where these are needed to read activations.
+Message = tuple[jax.Array, tuple[jax.Array, ...]]
 
 
 def make_pipelined_loss_fn(
@@ -81,28 +95,17 @@ def make_pipelined_loss_fn(
     """
     check_pipeline(config, num_stages, num_microbatches)
     # The same blocks, fewer of them.
-    stage_config = dataclasses.replace(
-        config, num_layers=config.num_layers // num_stages
-    )
+    own = dataclasses.replace(config, num_layers=config.num_layers // num_stages)
     links = Links(num_stages, num_routed_regions or 1)
-    stage = Stage(stage_config, num_microbatches, links, subspace, codec)
+    stage = _Stage(own, num_microbatches, links, subspace, codec)
 
-    @jax.custom_vjp
-    def loss_fn(params, tokens, key):
-        return _over_stages(stage, stage.loss, params, tokens, key)
-
-    def forward(params, tokens, key):
-        return _over_stages(stage, stage.loss_and_grad, params, tokens, key)
-
-    def backward(grads, cotangents):
-        loss_cotangent, _ = cotangents
-        return jax.tree.map(lambda g: g * loss_cotangent, grads), None, None
-
-    loss_fn.defvjp(forward, backward)
-    return loss_fn
+    return with_gradient(
+        functools.partial(_over_stages, stage, stage.loss),
+        functools.partial(_over_stages, stage, stage.loss_and_grad),
+    )
 
 
-def _over_stages(stage: Stage, compute: Callable, params, tokens, key):
+def _over_stages(stage: _Stage, compute: Callable, params, tokens, key):
     """Call `compute(params, tokens, shifts)` on every stage, blocks divided."""
     _check_call(stage, tokens.shape[0])
     specs = {name: P(STAGE) if name == "blocks" else P() for name in params}
@@ -115,7 +118,7 @@ def _over_stages(stage: Stage, compute: Callable, params, tokens, key):
     return mapped(params, tokens, _draw_shifts(stage, key))
 
 
-def _check_call(stage: Stage, batch: int):
+def _check_call(stage: _Stage, batch: int):
     sizes = jax.sharding.get_abstract_mesh().shape
     if sizes.get(STAGE) != stage.num_stages:
         raise ValueError(
@@ -136,7 +139,7 @@ def _check_call(stage: Stage, batch: int):
         )
 
 
-def _draw_shifts(stage: Stage, key: jax.Array) -> jax.Array:
+def _draw_shifts(stage: _Stage, key: jax.Array) -> jax.Array:
     """Draw the regions a message moves on by after each tick, alike in all regions."""
     if stage.links.num_regions == 1:
         return jnp.zeros(stage.num_ticks, jnp.int32)
@@ -151,3 +154,206 @@ def _draw_shifts(stage: Stage, key: jax.Array) -> jax.Array:
         0,
         stage.links.num_regions,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stage:
+    """What one stage computes, manual over the stage axis.
+
+    Attributes:
+      config: the model of one stage, with its share of the layers.
+      num_microbatches: M.
+      links: the ways between stages, S of them, and between regions.
+      subspace: of what crosses between stages; None sends it whole.
+      codec: how it is written; None sends it as it is.
+    """
+
+    config: TransformerConfig
+    num_microbatches: int
+    links: Links
+    subspace: Subspace | None
+    codec: StageCodec | None
+
+    @property
+    def num_stages(self) -> int:
+        return self.links.num_stages
+
+    @property
+    def num_ticks(self) -> int:
+        """Ticks from the first microbatch's entry to the last one's exit."""
+        return self.num_microbatches + self.num_stages - 1
+
+    def loss(self, params: Params, tokens: jax.Array, shifts: jax.Array):
+        """Return `(loss, aux)` of the batch, the same on all stages."""
+        params = _as_own(params)
+        way_back = self._way_back(params, tokens)
+        loss, seen = self._share(params, way_back, tokens, shifts)
+        return self._sum_shares(loss, seen, tokens, 1)
+
+    def loss_and_grad(self, params: Params, tokens: jax.Array, shifts: jax.Array):
+        """Return `(loss, aux)` and the gradient, laid out as the parameters."""
+        # A stage differentiates its own share; the other stages' shares reach its
+        # parameters by the transposes of the collectives.
+        params = _as_own(params)
+        share = jax.value_and_grad(self._share, argnums=(0, 1), has_aux=True)
+        way_back = self._way_back(params, tokens)
+        (loss, seen), (grads, way_back) = share(params, way_back, tokens, shifts)
+        grads = {
+            name: grad if name == "blocks" else jax.lax.psum(grad, STAGE)
+            for name, grad in grads.items()
+        }
+        if self.codec:
+            _, num_bytes = way_back
+            seen["stage_bytes"] += num_bytes
+        return self._sum_shares(loss, seen, tokens, 2), grads
+
+    def _sum_shares(self, loss, seen, tokens, num_ways: int):
+        num_tokens = jnp.asarray(tokens[:, 1:].size, jnp.float32)
+        aux = {"num_tokens": num_tokens, **jax.lax.psum(seen, STAGE)}
+        if self.subspace and not self.codec:
+            batch, length = tokens[:, 1:].shape
+            sizes = self.num_stages, batch, length, self.subspace, num_ways
+            aux["stage_bytes"] = jnp.float32(stage_bytes(self.config, *sizes))
+        return jax.lax.psum(loss, STAGE), aux
+
+    def _share(self, params: Params, way_back, tokens: jax.Array, shifts: jax.Array):
+        """Compute this stage's shares of the batch's loss and of what is reported."""
+        model = bind(self.config, params)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        ids = (targets,) if self.subspace is None else (targets, inputs)
+        (hidden_BLD, ids), (_, num_bytes) = self._run(
+            model, way_back, (model.embed(inputs), ids), shifts
+        )
+        hidden_BLD = self._part(hidden_BLD, padding=0)
+        targets_BL, *own = [self._part(x, padding=-1) for x in ids]
+        if self._shares_out:
+            hidden_BLD = self._decode(model, hidden_BLD, own)
+        loss, accuracy = cross_entropy(
+            model.norm(hidden_BLD),
+            model.output_head(),
+            targets_BL,
+            self.config.loss_chunk_tokens,
+        )
+        # Means over this part's positions, padding among them, to shares of the mean.
+        weight = targets_BL.size / targets.size
+        seen = {"accuracy": accuracy * weight}
+        if self.codec:
+            seen["stage_bytes"] = num_bytes
+        return loss * weight, seen
+
+    def _run(self, model: Transformer, way_back, batch: Message, shifts: jax.Array):
+        """Send a batch through the stages; the last stage's result is the batch's."""
+        stage = jax.lax.axis_index(STAGE)
+        is_first, is_last = stage == 0, stage == self.num_stages - 1
+
+        def entered(fresh, other):
+            return jax.tree.map(lambda x, y: jnp.where(is_first, x, y), fresh, other)
+
+        def tick(carry, step):
+            (coded, ids), ahead, back = carry
+            (fresh_BLD, fresh_ids), shift, now = step
+            ids = entered(fresh_ids, ids)
+            came_BLD = self._decode(model, coded, ids[1:])
+            x_BLD, _ = model.run_blocks(entered(fresh_BLD, came_BLD))
+            coded = self._encode(x_BLD)
+            done = (coded if self._shares_out else x_BLD, ids)
+            if self.codec is None:
+                return (self.links.ahead((coded, ids), shift), ahead, back), done
+            # This stage works on microbatch `now - stage`, the one before on the next.
+            has_sent = self._is_batch(now - stage) & ~is_last
+            has_received = self._is_batch(now - stage + 1) & ~is_first
+            hop = Hop(self.links, self.codec)
+            coded, ahead, back = hop(coded, ahead, back, shift, has_sent, has_received)
+            num_ids = sum(x.size * x.dtype.itemsize for x in ids)
+            ahead = (ahead[0], ahead[1] + jnp.where(has_sent, num_ids, 0))
+            return ((coded, self.links.ahead(ids, shift)), ahead, back), done
+
+        entering = jax.tree.map(self._microbatches, batch)
+        # What stage 0 receives is never used; so chosen, zeros vary over every mesh
+        # axis that messages vary over.
+        one = jax.tree.map(lambda x: x[0], entering)
+        x_BLD, ids = entered(one, jax.tree.map(jnp.zeros_like, one))
+        nothing = (self._encode(x_BLD), ids)
+        ahead = ()
+        if self.codec:
+            first = Hop(self.links, self.codec).init(nothing[0])
+            # Zeros that vary as they do on the way back.
+            zeros = jax.lax.stop_gradient(way_back)
+            ahead = jax.tree.map(jnp.add, first, zeros)
+        start = (nothing, ahead, way_back)
+        (_, ahead, _), done = jax.lax.scan(
+            tick, start, (entering, shifts, jnp.arange(self.num_ticks))
+        )
+        return jax.tree.map(self._batch, done), ahead or ((), 0.0)
+
+    def _way_back(self, params: Params, tokens: jax.Array):
+        """Return zeros like what a codec remembers; they vary as parameters do."""
+        if self.codec is None:
+            return ()
+        batch, length = tokens.shape
+        width = self.subspace.rank if self.subspace else self.config.width
+        shape = (batch // self.num_microbatches, length - 1, width)
+        memory = jax.eval_shape(
+            Hop(self.links, self.codec).init,
+            jax.ShapeDtypeStruct(shape, self.config.compute_dtype),
+        )
+        own = params["embedding"][0, 0]
+        return jax.tree.map(
+            lambda x: jnp.where(own == own, jnp.zeros(x.shape), jnp.zeros(x.shape)),
+            memory,
+        )
+
+    def _is_batch(self, microbatch: jax.Array) -> jax.Array:
+        return (microbatch >= 0) & (microbatch < self.num_microbatches)
+
+    def _encode(self, x_BLD: jax.Array) -> jax.Array:
+        return self.subspace.encode(x_BLD) if self.subspace else x_BLD
+
+    def _decode(self, model: Transformer, coded: jax.Array, inputs) -> jax.Array:
+        """Undo `_encode`; `inputs` holds the tokens where that takes them."""
+        if self.subspace is None:
+            return coded
+        return self.subspace.decode(coded, model.embedding[...], inputs[0])
+
+    def _microbatches(self, x: jax.Array) -> jax.Array:
+        """Cut `[B, ...]` to what enters at each tick, `[ticks, B / M, ...]`."""
+        # Microbatch m is every M-th sequence from m on, so that a batch divided over
+        # "data" makes microbatches that are divided as well.
+        cut = x.reshape(-1, self.num_microbatches, *x.shape[1:]).swapaxes(0, 1)
+        idle = [(0, self.num_stages - 1)] + [(0, 0)] * x.ndim
+        return jnp.pad(cut, idle)
+
+    def _batch(self, done: jax.Array) -> jax.Array:
+        """Undo `_microbatches` on what the last stage returned at each tick."""
+        cut = done[self.num_stages - 1 :].swapaxes(0, 1)
+        return cut.reshape(-1, *cut.shape[2:])
+
+    @property
+    def _shares_out(self) -> bool:
+        """Whether each stage computes a part of the logits."""
+        return self.codec is None
+
+    def _part(self, x_BL: jax.Array, padding: int) -> jax.Array:
+        """Give each stage its part of the last stage's positions, axis 1."""
+        if not self._shares_out:
+            # All for the last stage, as sharing out would send what no codec wrote.
+            is_last = jax.lax.axis_index(STAGE) == self.num_stages - 1
+            return jnp.where(is_last, x_BL, jnp.full_like(x_BL, padding))
+        part = -(-x_BL.shape[1] // self.num_stages)
+        pad = [(0, 0)] * x_BL.ndim
+        pad[1] = (0, part * self.num_stages - x_BL.shape[1])
+        padded = jnp.pad(x_BL, pad, constant_values=padding)
+        parts = jax.lax.all_to_all(padded, STAGE, 1, 1, tiled=True)
+        return parts[:, -part:]
+
+
+def _as_own(params: Params) -> Params:
+    """Give every stage parameters of its own, so that gradients are summed once.
+
+    Left replicated, they would be summed where they are used: at every tick, and in
+    the compute dtype.
+    """
+    return {
+        name: part if name == "blocks" else jax.lax.pcast(part, STAGE, to="varying")
+        for name, part in params.items()
+    }

@@ -5,38 +5,30 @@ tokenizer's own, rounded up. The value here is the one the counts are given for.
 """
 
 import dataclasses
+import functools
 
 from cocodc_jax.models.config import TransformerConfig
 
-# 256 bytes and one special id, rounded up to a multiple of 16 so that a model axis
-# divides it.
-_BYTE_VOCAB = 272
+# Of bytes: 256 and one special id, rounded up to a multiple of 16 so that a model axis
+# divides it. Blocks are not scanned: on a CPU a step is then a fifth faster and
+# compiles as fast.
+_of_bytes = functools.partial(TransformerConfig, vocab_size=272, scan_layers=False)
+# For accelerators.
+_large = functools.partial(
+    TransformerConfig,
+    tie_embeddings=False,
+    remat="attention",
+    compute_dtype="bfloat16",
+)
 
 # For tests and first tries: every mechanism at the least cost. Four blocks, so
 # that four fragments can be cut. 49,952 parameters.
-SMOKE = TransformerConfig(
-    vocab_size=_BYTE_VOCAB,
-    num_layers=4,
-    width=32,
-    mlp_width=64,
-    num_heads=2,
-    num_kv_heads=2,
-    scan_layers=False,
-)
+SMOKE = _of_bytes(num_layers=4, width=32, mlp_width=64, num_heads=2, num_kv_heads=2)
 
 # The comparison of README's first command, and the size other systems were timed
-# with on two cores (a GPT of the same width and depth). Bytes, length 128. Blocks
-# are not scanned: on a CPU a step is then a fifth faster and compiles as fast.
-# 838,784 parameters.
-TINY = TransformerConfig(
-    vocab_size=_BYTE_VOCAB,
-    num_layers=4,
-    width=128,
-    mlp_width=352,
-    num_heads=4,
-    num_kv_heads=4,
-    scan_layers=False,
-)
+# with on two cores (a GPT of the same width and depth). Bytes, length 128. 838,784
+# parameters.
+TINY = _of_bytes(num_layers=4, width=128, mlp_width=352, num_heads=4, num_kv_heads=4)
 
 # Tiny with experts: two of eight, each of half its feed-forward, so that a token takes
 # as much work but for the routers. 2,464,928 parameters, 842,912 for a token.
@@ -46,15 +38,7 @@ MOE_TINY = dataclasses.replace(
 
 # Between tiny and small: whether what was found at 0.8M holds at 8 times that. Bytes,
 # twice the width and depth of tiny. 6,496,512 parameters.
-MINI = TransformerConfig(
-    vocab_size=_BYTE_VOCAB,
-    num_layers=8,
-    width=256,
-    mlp_width=704,
-    num_heads=8,
-    num_kv_heads=8,
-    scan_layers=False,
-)
+MINI = _of_bytes(num_layers=8, width=256, mlp_width=704, num_heads=8, num_kv_heads=8)
 
 # The smallest of Streaming DiLoCo (arXiv 2501.18512, appendix): 6 layers, width
 # 512, 8 heads, vocabulary 32,000. Its feed-forward of 2,048 has two matrices; 1,376
@@ -76,16 +60,13 @@ SMALL = TransformerConfig(
 # published; 16 heads of 64 as in OpenDiLoCo's 150M (arXiv 2407.07852). "150M" are
 # the blocks alone. Perplexity 20.0 at step 10,292 with CoCoDC, 10,821 with DiLoCo,
 # 13,021 streaming. 214,983,680 parameters.
-PAPER_150M = TransformerConfig(
+PAPER_150M = _large(
     vocab_size=32_000,
     num_layers=12,
     width=1024,
     mlp_width=2688,
     num_heads=16,
     num_kv_heads=16,
-    tie_embeddings=False,
-    remat="attention",
-    compute_dtype="bfloat16",
 )
 
 # The 1B of Streaming DiLoCo's bandwidth tables: 24 layers, width 2,048, 32 heads,
@@ -105,7 +86,7 @@ ONE_B = dataclasses.replace(
 # 32 heads of 128 and 8 for keys and values, vocabulary 128,000 and 256 special ids,
 # rotary base 500,000. Its `config.json` has the epsilon. 8,030,261,248 parameters,
 # 32.1 GB a float32 copy.
-EIGHT_B = TransformerConfig(
+EIGHT_B = _large(
     vocab_size=128_256,
     num_layers=32,
     width=4096,
@@ -114,9 +95,6 @@ EIGHT_B = TransformerConfig(
     num_kv_heads=8,
     rope_theta=500_000.0,
     norm_epsilon=1e-5,
-    tie_embeddings=False,
-    remat="attention",
-    compute_dtype="bfloat16",
 )
 
 # Like Qwen3-30B-A3B, from memory: 48 layers of width 2,048, 128 experts of width 768, 8
@@ -124,7 +102,7 @@ EIGHT_B = TransformerConfig(
 # vocabulary 151,936, rotary base 1,000,000. There 32 query heads make 4,096 features;
 # here heads share out the width, so there are 16. 30,129,475,584 parameters,
 # 2,950,385,664 for a token.
-MOE_30B_A3B = TransformerConfig(
+MOE_30B_A3B = _large(
     vocab_size=151_936,
     num_layers=48,
     width=2048,
@@ -133,9 +111,6 @@ MOE_30B_A3B = TransformerConfig(
     num_kv_heads=4,
     rope_theta=1_000_000.0,
     qk_norm=True,
-    tie_embeddings=False,
-    remat="attention",
-    compute_dtype="bfloat16",
     num_experts=128,
     experts_per_token=8,
     expert_width=768,

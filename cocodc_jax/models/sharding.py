@@ -61,11 +61,7 @@ def partition_specs(
 
 
 def check_divisible(
-    config: TransformerConfig,
-    data: int,
-    model: int,
-    stages: int = 1,
-    sequence: int = 1,
+    config: TransformerConfig, data: int, model: int, stages: int = 1, sequence: int = 1
 ):
     """Check that a `(stage, data, model)` mesh divides the model's dimensions.
 
@@ -169,21 +165,20 @@ def _leaf_spec(
     name, part = path[-1].key, None
     if len(path) > 2 and path[-3].key == LORA:
         name, part = path[-2].key, name
-    if name in ("scale", "tokens"):
-        sides = (None,)
-    elif name == "router":
-        sides = (None, None)
-    elif name == "embedding":
-        sides = (model, data if divides_embedding else None)
-    elif name in _READS_WIDTH:
-        sides = (data, model)
-    elif name in _WRITES_WIDTH:
-        sides = (model, data)
-    else:
+    known = {
+        "scale": (None,),
+        "tokens": (None,),
+        "router": (None, None),
+        "embedding": (model, data if divides_embedding else None),
+        **dict.fromkeys(_READS_WIDTH, (data, model)),
+        **dict.fromkeys(_WRITES_WIDTH, (model, data)),
+    }
+    if name not in known:
         raise ValueError(
             f"{jax.tree_util.keystr(path)} is not a parameter of the transformer; "
             "its sharding has to be given by hand"
         )
+    sides = known[name]
     if len(path) > 1 and path[-2].key == EXPERTS and len(sides) > 1:
         sides = (None, *sides)
     if part is not None:  # The product lies as the matrix that it is added to.

@@ -81,22 +81,20 @@ class Links:
     def _send(self, message: Any, shift: jax.Array, turn: Callable) -> Any:
         if self.num_regions == 1:
             pairs = turn([(s, s + 1) for s in range(self.num_stages - 1)])
-            return jax.tree.map(lambda x: jax.lax.ppermute(x, STAGE, pairs), message)
-        branches = [self._shifted(k, turn) for k in range(self.num_regions)]
-        return jax.lax.switch(shift, branches, message)
-
-    def _shifted(self, shift: int, turn: Callable) -> Callable[[Any], Any]:
+            return jax.lax.ppermute(message, STAGE, pairs)
         regions, stages = self.num_regions, self.num_stages
-        pairs = turn(
-            [
-                (r * stages + s, (r + shift) % regions * stages + s + 1)
-                for r in range(regions)
-                for s in range(stages - 1)
-            ]
-        )
-        return lambda message: jax.tree.map(
-            lambda x: jax.lax.ppermute(x, (REGION, STAGE), pairs), message
-        )
+
+        def shifted(shift: int) -> Callable[[Any], Any]:
+            pairs = turn(
+                [
+                    (r * stages + s, (r + shift) % regions * stages + s + 1)
+                    for r in range(regions)
+                    for s in range(stages - 1)
+                ]
+            )
+            return lambda x: jax.lax.ppermute(x, (REGION, STAGE), pairs)
+
+        return jax.lax.switch(shift, [*map(shifted, range(regions))], message)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,22 +60,17 @@ class Transformer(nnx.Module):
         self.embedding = normal(rngs, (vocab, width), 1 / math.sqrt(width))
         # One key a layer either way, so that both layouts start alike.
         keys = jax.random.split(rngs.params(), config.num_layers)
+
+        def block(layer: int, key: jax.Array):
+            return Block(config, nnx.Rngs(key), layout, config.has_experts(layer))
+
         if config.scan_layers and config.num_experts and config.moe_every > 1:
-            self.blocks = nnx.vmap(lambda keys: Group(config, keys, layout))(
-                keys.reshape(-1, config.moe_every)
-            )
+            groups = keys.reshape(-1, config.moe_every)
+            self.blocks = nnx.vmap(lambda keys: Group(config, keys, layout))(groups)
         elif config.scan_layers:
-            has = config.has_experts(0)
-            self.blocks = nnx.vmap(
-                lambda key: Block(config, nnx.Rngs(key), layout, has)
-            )(keys)
+            self.blocks = nnx.vmap(functools.partial(block, 0))(keys)
         else:
-            self.blocks = nnx.List(
-                [
-                    Block(config, nnx.Rngs(key), layout, config.has_experts(layer))
-                    for layer, key in enumerate(keys)
-                ]
-            )
+            self.blocks = nnx.List([block(*each) for each in enumerate(keys)])
         self.norm = norm(config, width)
         if not config.tie_embeddings:
             self.head = matrix(rngs, width, vocab)

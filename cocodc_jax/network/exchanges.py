@@ -30,9 +30,9 @@ from cocodc_jax.network.collectives import (
 from cocodc_jax.network.links import LinkState, Topology
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import RegionalOuter
-from cocodc_jax.sync.pairs import matchings
-from cocodc_jax.sync.rings import ByRings
+from cocodc_jax.sync.regions import matchings
 from cocodc_jax.sync.schedules import Schedule, staggered
+from cocodc_jax.sync.summed import ByRings
 from cocodc_jax.transforms.compressor import identity, message_bytes
 
 Crossing = Callable[[LinkState, float], CollectiveCost]  # of (links, bytes)
@@ -164,7 +164,7 @@ def collective(
 def in_pairs(state: LinkState, num_bytes: float) -> CollectiveCost:
     """Return the expected cost of an exchange in pairs, of which the slowest counts.
 
-    The two of a pair send each other `num_bytes`. Each matching of `sync.pairs` is
+    The two of a pair send each other `num_bytes`. Each matching of `sync.regions` is
     drawn equally often, so numbers are means over them.
     """
     costs = []
@@ -190,7 +190,7 @@ def to_neighbours(state: LinkState, num_bytes: float) -> CollectiveCost:
 
 
 def by_rings(num_rings: int) -> Crossing:
-    """Return an all-reduce by several rings at once, see `sync.rings`.
+    """Return an all-reduce by several rings at once, see `sync.summed`.
 
     Rings of different strides use different links; a region's line carries all of them.
     """

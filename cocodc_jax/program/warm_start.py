@@ -11,7 +11,7 @@ optimizer; the model is the same. State that fits is kept, the rest is reported 
   from the mean over all of them, and from the maximum of counters. Progress since their
   last sync is in that mean, and is sent with the next message. Keys are then derived
   from the first region's, and the entries of messages that each region owns
-  (`sync.masked`) are assigned anew.
+  (`sync.messages`) are assigned anew.
 - An optimizer's state is kept if it has the same structure. Otherwise the new optimizer
   is initialized, but its learning rate schedules continue at the step.
 - The outer optimizer's state is kept if it has the same structure, and is cut anew if

@@ -56,9 +56,6 @@ class LocalRegions:
           how: "batched", all at once; "in_turn"; or "auto": batched on accelerators,
             and on a CPU if each region is on one device and its model is small.
           num_params: of one region; None is many.
-
-        Raises:
-          ValueError: for another `how`.
         """
         check_how(how)
         # With several devices per region the compiler lays out matrix products.
@@ -74,26 +71,17 @@ class LocalRegions:
     def map(self, fn: Callable, in_axes: Any = 0) -> Callable:
         """Map `fn`, written for one region, over the block; one path for all sizes.
 
-        Args:
-          fn: function of one region's values.
-          in_axes: 0 (mapped) or None (shared) for each argument, or one for all.
+        `in_axes` is 0 (mapped) or None (shared) for each argument, or one for all.
         """
 
         def mapped(*args):
             axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-            is_shared = [axis is None for axis in axes]
-            each = tuple(
-                None if shared else arg
-                for arg, shared in zip(args, is_shared, strict=True)
-            )
+            mapped = [i for i, axis in enumerate(axes) if axis is not None]
+            each = [args[i] for i in mapped]
 
             def one(each):
-                return fn(
-                    *(
-                        arg if shared else x
-                        for arg, x, shared in zip(args, each, is_shared, strict=True)
-                    )
-                )
+                own = dict(zip(mapped, each, strict=True))
+                return fn(*(own.get(i, arg) for i, arg in enumerate(args)))
 
             if self.size == 1:
                 out = one(jax.tree.map(lambda x: x[0], each))
@@ -118,11 +106,7 @@ class LocalRegions:
 
 
 def check_how(how: str) -> None:
-    """Refuse a value that is not in `HOW_MAPPED`.
-
-    Raises:
-      ValueError: naming it and the values that work.
-    """
+    """Refuse a value that is not in `HOW_MAPPED`."""
     if how not in HOW_MAPPED:
         raise ValueError(f"local_regions={how!r} is unknown; use one of {HOW_MAPPED}")
 

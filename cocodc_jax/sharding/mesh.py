@@ -13,24 +13,23 @@ processes.
 from __future__ import annotations
 
 import collections
+import ctypes
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import (
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-)
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from cocodc_jax.sharding.host_memory import keep_freed_memory
-
-REGION, STAGE, DATA, MODEL = "region", "stage", "data", "model"
-SEQUENCE = "sequence"
+REGION, STAGE, DATA = "region", "stage", "data"
+SEQUENCE, MODEL = "sequence", "model"
 # The axes inside a region, in the mesh's order.
 INSIDE = (STAGE, DATA, SEQUENCE, MODEL)
+
+# glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+_KEPT_BYTES = 2**31 - 1  # INT_MAX; glibc returns a larger free tail.
 
 
 def use_cpu_devices(num_devices: int) -> None:
@@ -38,7 +37,7 @@ def use_cpu_devices(num_devices: int) -> None:
 
     One device per region and one for the outer state is the fast layout on a CPU: the
     same regions mapped over a single device are about 1.6 times slower. From then on
-    the process keeps memory that it frees, see `host_memory`.
+    the process keeps memory that it frees, see `keep_freed_memory`.
 
     Args:
       num_devices: number of virtual CPU devices.
@@ -55,6 +54,33 @@ def use_cpu_devices(num_devices: int) -> None:
             f"first), or set JAX_NUM_CPU_DEVICES={num_devices} in the environment"
         ) from error
     keep_freed_memory()
+
+
+def keep_freed_memory() -> bool:
+    """Keep memory that this process frees; call before JAX starts.
+
+    XLA's CPU backend allocates a program's temporaries at every call and frees them
+    afterwards. glibc maps such large blocks and returns them to the kernel, so each
+    call touches new pages, which the kernel must find and clear: a third of a second
+    for every scan of a small transformer in four regions. Pages that the process keeps
+    serve the next call. The price is about three times the memory, since blocks of many
+    sizes come and go.
+
+    Only glibc's first arena can hold blocks of any size, and a thread stays with the
+    arena that it started in. So all threads that start after this call share one arena.
+
+    Returns:
+      Whether the C library does so: glibc, unless the environment configures it
+      (`GLIBC_TUNABLES`, `MALLOC_...`).
+    """
+    if any(x == "GLIBC_TUNABLES" or x.startswith("MALLOC_") for x in os.environ):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):  # Another C library, or none.
+        return False
+    wanted = ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _KEPT_BYTES))
+    return all([mallopt(name, value) for name, value in wanted])
 
 
 def make_mesh(
@@ -134,18 +160,11 @@ def inner_devices(per_process: int) -> list[Any]:
 
     Devices of a process are adjacent, whatever their ids, so that neighbours share a
     region before processes do.
-
-    Args:
-      per_process: how many of each.
     """
-    by_process = sorted(jax.devices(), key=lambda d: d.process_index)
-    return [d for d in by_process if _index_in_process(d) < per_process]
-
-
-def _index_in_process(device: Any) -> int:
-    """Return the index of `device` among those of its process and kind."""
-    alike = [d for d in jax.devices() if d.process_index == device.process_index]
-    return alike.index(device)
+    by_process: dict[int, list[Any]] = {}
+    for device in jax.devices():
+        by_process.setdefault(device.process_index, []).append(device)
+    return [d for _, own in sorted(by_process.items()) for d in own[:per_process]]
 
 
 def is_cpu(mesh: Mesh) -> bool:

@@ -27,11 +27,7 @@ MEMORIES = ("device", "host")
 
 
 def check_memory(memory: str) -> None:
-    """Refuse a value that is not in `MEMORIES`.
-
-    Raises:
-      ValueError: naming it and the values that work.
-    """
+    """Refuse a value that is not in `MEMORIES`."""
     if memory not in MEMORIES:
         raise ValueError(
             f"optimizer_memory={memory!r} is unknown; use one of {MEMORIES}"
@@ -41,14 +37,7 @@ def check_memory(memory: str) -> None:
 def memory_kind(memory: str, mesh: Mesh, method: Method) -> str | None:
     """Return JAX's memory kind for `memory`; None is the devices' default.
 
-    Args:
-      memory: "device" or "host".
-      mesh: the inner mesh.
-      method: whose syncs may use the state too.
-
-    Raises:
-      ValueError: if there is no such memory, or the method uses the state outside inner
-        steps and merges.
+    Refused where a method uses the state outside inner steps and merges.
     """
     check_memory(memory)
     if memory == "device":
@@ -71,12 +60,7 @@ def memory_kind(memory: str, mesh: Mesh, method: Method) -> str | None:
 
 
 def load(opt_state: PyTree, lies: PyTree) -> PyTree:
-    """Load state from host memory to the devices, in a program of the mesh.
-
-    Args:
-      opt_state: arrays.
-      lies: their shardings.
-    """
+    """Load state from host memory to the devices, in a program of the mesh."""
     return _moved(opt_state, lies, jax.memory.Space.Device)
 
 

@@ -24,14 +24,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import (
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-    SingleDeviceSharding,
-)
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.sharding.mesh import INSIDE
 
@@ -41,10 +35,7 @@ PROCESS = "process"
 def outer_device(mesh: Mesh, process: int | None = None, channel: int = 0) -> Any:
     """Return the device of the outer state: a CPU device outside `mesh`, if any.
 
-    Args:
-      mesh: the inner mesh.
-      process: whose; None is this one.
-      channel: index of the outer mesh; `check_channels` checks that there are as many.
+    Of this process, and of the outer mesh with the index `channel`.
     """
     process = jax.process_index() if process is None else process
     spare = _spare_devices(mesh, process)
@@ -63,11 +54,7 @@ def _spare_devices(mesh: Mesh, process: int) -> list[Any]:
 
 
 def check_channels(mesh: Mesh, outer_channels: int) -> None:
-    """Refuse more channels than there are devices for.
-
-    Raises:
-      ValueError: naming the process that has too few.
-    """
+    """Refuse more channels than there are devices for."""
     for process in _processes(mesh.devices):
         there = len(_spare_devices(mesh, process))
         if outer_channels > max(there, 1):
@@ -82,7 +69,7 @@ def outer_sharding(mesh: Mesh, channel: int = 0) -> Sharding:
     """Return the sharding that replicates to every process's outer device."""
     if jax.process_count() == 1:
         return SingleDeviceSharding(outer_device(mesh, channel=channel))
-    return NamedSharding(outer_mesh(mesh, channel), PartitionSpec())
+    return NamedSharding(outer_mesh(mesh, channel), P())
 
 
 def outer_rows(mesh: Mesh, channel: int = 0) -> Sharding:
@@ -92,7 +79,7 @@ def outer_rows(mesh: Mesh, channel: int = 0) -> Sharding:
     """
     if jax.process_count() == 1:
         return SingleDeviceSharding(outer_device(mesh, channel=channel))
-    return NamedSharding(outer_mesh(mesh, channel), PartitionSpec(PROCESS, INSIDE))
+    return NamedSharding(outer_mesh(mesh, channel), P(PROCESS, INSIDE))
 
 
 def outer_mesh(mesh: Mesh, channel: int = 0) -> Mesh:
@@ -100,10 +87,6 @@ def outer_mesh(mesh: Mesh, channel: int = 0) -> Mesh:
 
     If the processes of a region do not hold blocks of its devices, see `process_grid`,
     they are placed along the data axis.
-
-    Args:
-      mesh: the inner mesh.
-      channel: index of the outer mesh.
 
     Raises:
       ValueError: if processes neither hold full regions nor make up full ones.
@@ -129,12 +112,8 @@ def outer_mesh(mesh: Mesh, channel: int = 0) -> Mesh:
 def process_grid(mesh: Mesh) -> tuple[int, ...] | None:
     """Return how many processes of a region there are along each axis inside it.
 
-    Args:
-      mesh: the inner mesh.
-
-    Returns:
-      A number for each of `INSIDE`, 1 if each region is one process; None if processes
-      do not hold equally many adjacent devices that form a block.
+    A number for each of `INSIDE`, 1 if each region is one process; None if processes do
+    not hold equally many adjacent devices that form a block.
     """
     sizes = mesh.devices.shape[1:]
     num = len(_processes(mesh.devices[0]))
@@ -156,17 +135,10 @@ def process_grid(mesh: Mesh) -> tuple[int, ...] | None:
 def over_processes(
     axes: Sequence[tuple[str, ...]], mesh: Mesh, outer: Mesh
 ) -> tuple[tuple[str, ...], ...]:
-    """Return which axes shard an array over the processes of a region.
+    """Return which of the `axes` of each dimension span several processes of a region.
 
-    Args:
-      axes: axes that shard it over the region's devices, for each dimension, major
-        first.
-      mesh: the inner mesh.
-      outer: the outer mesh, as `process_grid` has it.
-
-    Returns:
-      For each dimension those of its axes that span several processes; none if the
-      blocks of a process are not adjacent.
+    No axis of a dimension if the blocks of a process are not adjacent there. `axes`
+    shard an array over the region's devices, the major axis first.
     """
 
     def kept(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -64,11 +64,8 @@ class OuterPlacement:
     ) -> OuterPlacement:
         """Choose the placement of a method's outer state.
 
-        Args:
-          outer: of the method.
-          shardings: of all other arrays.
-          exchange: "program", "outer" or "elastic".
-          overlap: whether syncs and inner steps share a program.
+        By the exchange ("program", "outer" or "elastic"), and by whether syncs and
+        inner steps share a program.
         """
         mesh, kind = shardings.mesh, "host"
         means = "mesh" if exchange == "program" else "outer"
@@ -113,10 +110,7 @@ class OuterPlacement:
     def lay(self, fragment_id: int, tree: PyTree, channel: int | None = None) -> PyTree:
         """Return the shardings of a fragment's parameters or optimizer state.
 
-        Args:
-          fragment_id: which.
-          tree: arrays, or their shapes.
-          channel: another outer mesh than the fragment's own.
+        On its own outer mesh, or on another one.
         """
         if self.kind == "regional":
             return self.shardings.of_regions(fragment_id, tree)
@@ -174,10 +168,7 @@ class OuterPlacement:
         )
 
     def load(self, fragment_id: int, tree: PyTree) -> PyTree:
-        """Load parameters or state on the mesh into device memory, in a program.
-
-        Each device loads its own shard.
-        """
+        """Load parameters or state on the mesh into device memory, in a program."""
         return jax.device_put(tree, self._divided(fragment_id, tree))
 
     def offload(self, fragment_id: int, tree: PyTree) -> PyTree:

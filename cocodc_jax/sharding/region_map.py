@@ -30,22 +30,13 @@ def region_shard_map(
 ) -> Callable:
     """Map `fn` over the shards of the region axis, of any length.
 
-    Args:
-      fn: function of a shard's part of the arguments.
-      mesh: the inner mesh.
-      in_specs: as for `jax.shard_map`.
-      out_specs: likewise; a spec names the region axis, or is `P()` for a value that is
-        replicated over shards.
+    As `jax.shard_map`; each of `out_specs` names the region axis, or is `P()` for a
+    value that is replicated over shards.
     """
 
     def mapped(fn: Callable, out_specs: PyTree) -> Callable:
-        return jax.shard_map(
-            fn,
-            mesh=mesh,
-            axis_names={REGION},
-            in_specs=in_specs,
-            out_specs=out_specs,
-        )
+        specs = {"in_specs": in_specs, "out_specs": out_specs}
+        return jax.shard_map(fn, mesh=mesh, axis_names={REGION}, **specs)
 
     if mesh.shape[REGION] > 1:
         return mapped(fn, out_specs)

@@ -71,18 +71,11 @@ class Shardings:
           optimizer: the inner optimizer; its state is sharded like the parameters.
           shapes: shapes of one region's parameters.
           specs: for each parameter a `PartitionSpec` over the axes inside a region.
-          outer_channels: number of outer meshes.
+          outer_channels: number of outer meshes; refused if devices are too few.
           optimizer_memory: memory kind of the inner optimizer's state, for leaves
             shaped like a parameter; None is the devices' default.
-
-        Raises:
-          ValueError: if there are too few devices for them.
         """
         check_channels(mesh, outer_channels)
-        channels = tuple(
-            Channel(outer_sharding(mesh, i), outer_rows(mesh, i))
-            for i in range(outer_channels)
-        )
         listed = jax.tree.leaves(specs)
         unflatten = jax.tree.structure(shapes).unflatten
         regions = unflatten([regional(mesh, spec) for spec in listed])
@@ -107,22 +100,24 @@ class Shardings:
             is_leaf=lambda x: isinstance(x, optax.MaskedNode),
         )
         of_regions = cast(Any, regional(mesh))
+        parts = [
+            {each.path: _spec(mesh, each, listed) for each in part}
+            for part in fragments.slices
+        ]
+
+        def each_fragment(make):
+            return tuple({n: make(mesh, x) for n, x in part.items()} for part in parts)
+
         return cls(
             mesh=mesh,
             region=RegionState(regions, opt_state, of_regions, of_regions),
             params=unflatten([NamedSharding(mesh, spec) for spec in listed]),
-            fragments=tuple(
-                {
-                    each.path: NamedSharding(mesh, _spec(mesh, each, listed))
-                    for each in part
-                }
-                for part in fragments.slices
+            fragments=each_fragment(NamedSharding),
+            staged=each_fragment(regional),
+            channels=tuple(
+                Channel(outer_sharding(mesh, i), outer_rows(mesh, i))
+                for i in range(outer_channels)
             ),
-            staged=tuple(
-                {each.path: regional(mesh, _spec(mesh, each, listed)) for each in part}
-                for part in fragments.slices
-            ),
-            channels=channels,
         )
 
     def channel(self, fragment_id: int) -> Channel:

@@ -3,9 +3,10 @@
 With several processes an array may be sharded over devices of all of them, and JAX
 cannot move such an array to other devices. But each process can address what it needs:
 a value that is equal in all regions is replicated on each process's devices, and a
-regional value's rows are with their regions. So each process moves its own shards
-(`shards.py`), and the results are declared to be one global array. Nothing here waits,
-or communicates between regions.
+regional value's rows are with their regions. So each process moves its own shards: a
+device cuts its new shard out of one that its process holds, or joins it from several.
+The results are declared to be one global array, which no device materializes in full.
+Nothing here waits, or communicates between regions.
 """
 
 from __future__ import annotations
@@ -18,23 +19,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-
-from cocodc_jax.sharding import shards
 
 PyTree = Any
 # Host memory that an accelerator accesses directly.
 PINNED = "pinned_host"
+# Start and end of a part in each dimension.
+Box = tuple[tuple[int, int], ...]
 
 
 def put(tree: PyTree, shardings: Any) -> PyTree:
-    """Place host values, equal in every process, by `shardings`.
-
-    Args:
-      tree: arrays, or anything NumPy takes.
-      shardings: one for all leaves, or a tree of them.
-    """
+    """Place host values, equal in every process, by one sharding or a tree of them."""
 
     def one(x, sharding):
         if sharding.is_fully_addressable:
@@ -42,7 +38,9 @@ def put(tree: PyTree, shardings: Any) -> PyTree:
         host = np.asarray(x)
         return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
 
-    return _map(one, tree, shardings)
+    if isinstance(shardings, Sharding):
+        return jax.tree.map(lambda x: one(x, shardings), tree)
+    return jax.tree.map(one, tree, shardings)
 
 
 def put_own(x: np.ndarray, sharding: Sharding, num_rows: int, axis: int) -> jax.Array:
@@ -92,20 +90,15 @@ def move(tree: PyTree, shardings: Any) -> PyTree:
     def one(x, sharding):
         if x.is_fully_addressable and sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
-        if not shards.are_at_hand(x.sharding, sharding, x.shape):
+        if not _are_at_hand(x.sharding, sharding, x.shape):
             x = _replicated(x)
-        return shards.moved(x, sharding)
+        return _moved(x, sharding)
 
     return treedef.unflatten([one(*pair) for pair in pairs])
 
 
 def declare(tree: PyTree, sharding: Sharding) -> PyTree:
-    """Make one global array of equal arrays, one on a device of every process.
-
-    Args:
-      tree: arrays of one device.
-      sharding: replicated on such a device of every process.
-    """
+    """Make one global array of equal arrays, one on a device of every process."""
     if sharding.is_fully_addressable:
         return tree
     return jax.tree.map(
@@ -119,10 +112,7 @@ def whole(x: jax.Array) -> np.ndarray:
 
 
 def out_of_host_memory(tree: PyTree) -> PyTree:
-    """Load arrays from host memory to the accelerators.
-
-    Each device loads its own shard; other arrays stay where they are.
-    """
+    """Load arrays from host memory to the accelerators, each device its own shard."""
 
     def one(x):
         if x.sharding.memory_kind != PINNED:
@@ -146,18 +136,15 @@ def gather_rows(tree: PyTree, sharding: Sharding) -> PyTree:
 
     def one(x):
         if _has_divided_columns(x):
-            return shards.moved(x, sharding)
+            return _moved(x, sharding)
         if sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
         num_shares = _num_shares(sharding)
         width = -(-x.shape[1] // num_shares)
         shape = (x.shape[0], width * num_shares)
         ((device, index),) = _own_indices(sharding, shape).items()
-        first = index[1].start or 0
-        rows = [
-            jax.device_put(_columns(part, first, width), device)
-            for part in _own_rows(x)
-        ]
+        columns = (_columns(part, index[1].start or 0, width) for part in _own_rows(x))
+        rows = [jax.device_put(part, device) for part in columns]
         mine = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
         return jax.make_array_from_single_device_arrays(shape, sharding, [mine])
 
@@ -165,12 +152,7 @@ def gather_rows(tree: PyTree, sharding: Sharding) -> PyTree:
 
 
 def local_rows(x: jax.Array, axis: int = 0) -> np.ndarray:
-    """Read this process's rows of an array over regions; waits for it.
-
-    Args:
-      x: replicated inside each region.
-      axis: the region axis.
-    """
+    """Read this process's rows of an array over regions; waits for it."""
     if x.is_fully_addressable:
         return np.asarray(x)
     return np.concatenate([np.asarray(part) for part in _own_rows(x, axis)], axis)
@@ -180,17 +162,13 @@ def first_local_row(x: jax.Array, axis: int = 0) -> int:
     """Return the index of this process's first region in such an array."""
     if x.is_fully_addressable:
         return 0
-    return min(_starts(x, axis))
+    return min(_start(shard, axis) for shard in x.addressable_shards)
 
 
 def _own_rows(x: jax.Array, axis: int = 0) -> list[jax.Array]:
     """List this process's shards along `axis`, in order."""
     found = {_start(shard, axis): shard.data for shard in x.addressable_shards}
     return [found[start] for start in sorted(found)]
-
-
-def _starts(x: jax.Array, axis: int) -> list[int]:
-    return [_start(shard, axis) for shard in x.addressable_shards]
 
 
 def _start(shard: Any, axis: int) -> int:
@@ -236,7 +214,79 @@ def _replicate(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: x, out_shardings=sharding)
 
 
-def _map(fn, tree: PyTree, shardings: Any) -> PyTree:
-    if isinstance(shardings, Sharding):
-        return jax.tree.map(lambda x: fn(x, shardings), tree)
-    return jax.tree.map(fn, tree, shardings)
+@functools.lru_cache(maxsize=4096)
+def _are_at_hand(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> bool:
+    """Return whether every process holds the shards that its devices will need."""
+    there: dict[int, set[Box]] = {}
+    for device, index in source.devices_indices_map(shape).items():
+        there.setdefault(device.process_index, set()).add(_box(index, shape))
+    return all(
+        _is_covered(_box(index, shape), there.get(device.process_index, set()))
+        for device, index in target.devices_indices_map(shape).items()
+    )
+
+
+def _moved(x: jax.Array, target: Sharding) -> jax.Array:
+    """Move an array whose needed shards are addressable; waits for nothing."""
+    shape, source = x.shape, {}
+    for shard in x.addressable_shards:
+        source.setdefault(_box(shard.index, shape), shard.data)
+    parts = [
+        _made(
+            _box(index, shape),
+            source,
+            SingleDeviceSharding(device, memory_kind=target.memory_kind),
+        )
+        for device, index in target.addressable_devices_indices_map(shape).items()
+    ]
+    return jax.make_array_from_single_device_arrays(shape, target, parts)
+
+
+def _made(box: Box, source: dict[Box, jax.Array], where: Sharding) -> jax.Array:
+    """Cut or join a part on its new device."""
+    for other, data in source.items():
+        if _is_inside(box, other):
+            return jax.device_put(_cut(data, box, other), where)
+    inside = sorted(other for other in source if _is_inside(other, box))
+    parts = {
+        tuple(first for first, _ in other): jax.device_put(source[other], where)
+        for other in inside
+    }
+    for dimension in reversed(range(len(box))):
+        rows: dict[tuple[int, ...], list[jax.Array]] = {}
+        for starts, part in parts.items():
+            rows.setdefault(starts[:dimension], []).append(part)
+        parts = {
+            starts: each[0] if len(each) == 1 else jnp.concatenate(each, dimension)
+            for starts, each in rows.items()
+        }
+    return parts[()]
+
+
+def _cut(x: jax.Array, box: Box, of: Box) -> jax.Array:
+    """Cut `box` out of the shard that is `of`."""
+    if box == of:
+        return x
+    pairs = zip(box, of, strict=True)
+    return x[tuple(slice(a - first, b - first) for (a, b), (first, _) in pairs)]
+
+
+def _is_covered(box: Box, there: set[Box]) -> bool:
+    if any(_is_inside(box, other) for other in there):
+        return True
+    # Shards of one array are equal or disjoint.
+    return sum(_size(x) for x in there if _is_inside(x, box)) == _size(box)
+
+
+def _is_inside(box: Box, other: Box) -> bool:
+    pairs = zip(box, other, strict=True)
+    return all(first <= a and b <= last for (a, b), (first, last) in pairs)
+
+
+def _size(box: Box) -> int:
+    return math.prod(b - a for a, b in box)
+
+
+def _box(index: Any, shape: tuple[int, ...]) -> Box:
+    pairs = zip(index, shape, strict=True)
+    return tuple(part.indices(size)[:2] for part, size in pairs)

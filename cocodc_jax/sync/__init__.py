@@ -13,72 +13,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cocodc_jax._lazy import attach
+from cocodc_jax._lazy import attach, places_of
 
 if TYPE_CHECKING:
-    from cocodc_jax.sync import (
-        merge,
-        schedules,
-    )
-    from cocodc_jax.sync.averages import (
-        Average,
-        RadialDirectional,
-        SharedMask,
-    )
-    from cocodc_jax.sync.cutting import (
-        cut,
-        cut_by_patterns,
-    )
-    from cocodc_jax.sync.factors import (
-        SummedFactors,
-    )
-    from cocodc_jax.sync.fragments import (
-        Fragments,
-        LeafSlice,
-    )
-    from cocodc_jax.sync.merge import (
-        Merge,
-    )
-    from cocodc_jax.sync.messages import (
-        AsIs,
-        Compressed,
-        Message,
-        Ranked,
-    )
-    from cocodc_jax.sync.method import (
-        Inner,
-        Method,
-        Sync,
-    )
-    from cocodc_jax.sync.moments import (
-        Moments,
-    )
-    from cocodc_jax.sync.needs import (
-        NEEDS,
-        MergeContext,
-        Need,
-        UserInputs,
-    )
-    from cocodc_jax.sync.outer import (
-        RegionalOuter,
-        SharedOuter,
-        nesterov,
-    )
-    from cocodc_jax.sync.pairs import (
-        matchings,
-    )
-    from cocodc_jax.sync.per_step import (
-        PerStep,
-    )
-    from cocodc_jax.sync.regions import (
-        Regions,
-    )
-    from cocodc_jax.sync.rings import (
-        ByRings,
-    )
-    from cocodc_jax.sync.schedules.base import (
-        events_at,
-    )
+    from cocodc_jax.sync import merge, schedules
+    from cocodc_jax.sync.averages import Average, RadialDirectional, SharedMask
+    from cocodc_jax.sync.cutting import cut, cut_by_patterns
+    from cocodc_jax.sync.fragments import Fragments, LeafSlice
+    from cocodc_jax.sync.merge import Merge
+    from cocodc_jax.sync.messages import AsIs, Compressed, Message, Ranked
+    from cocodc_jax.sync.method import Inner, Method, Sync
+    from cocodc_jax.sync.moments import Moments
+    from cocodc_jax.sync.needs import NEEDS, MergeContext, Need, UserInputs
+    from cocodc_jax.sync.outer import RegionalOuter, SharedOuter, nesterov
+    from cocodc_jax.sync.per_step import PerStep
+    from cocodc_jax.sync.regions import Regions, matchings
+    from cocodc_jax.sync.schedules.base import events_at
+    from cocodc_jax.sync.summed import ByRings, SummedFactors
 
 __all__ = [
     "AsIs",
@@ -114,39 +65,22 @@ __all__ = [
     "schedules",
 ]
 
-# Where each is: MODULE, or MODULE:NAME.
-_PLACES = {
-    "AsIs": "messages:AsIs",
-    "Average": "averages:Average",
-    "ByRings": "rings:ByRings",
-    "Compressed": "messages:Compressed",
-    "Fragments": "fragments:Fragments",
-    "Inner": "method:Inner",
-    "LeafSlice": "fragments:LeafSlice",
-    "Merge": "merge:Merge",
-    "Message": "messages:Message",
-    "Method": "method:Method",
-    "Moments": "moments:Moments",
-    "NEEDS": "needs:NEEDS",
-    "Need": "needs:Need",
-    "PerStep": "per_step:PerStep",
-    "RadialDirectional": "averages:RadialDirectional",
-    "Ranked": "messages:Ranked",
-    "RegionalOuter": "outer:RegionalOuter",
-    "Regions": "regions:Regions",
-    "MergeContext": "needs:MergeContext",
-    "SharedMask": "averages:SharedMask",
-    "SharedOuter": "outer:SharedOuter",
-    "SummedFactors": "factors:SummedFactors",
-    "UserInputs": "needs:UserInputs",
-    "Sync": "method:Sync",
-    "cut": "cutting:cut",
-    "cut_by_patterns": "cutting:cut_by_patterns",
-    "events_at": "schedules.base:events_at",
-    "matchings": "pairs:matchings",
-    "merge": "merge",
-    "nesterov": "outer:nesterov",
-    "schedules": "schedules",
-}
+_PLACES = {"merge": "merge", "schedules": "schedules"} | places_of(
+    {
+        "averages": "Average RadialDirectional SharedMask",
+        "cutting": "cut cut_by_patterns",
+        "fragments": "Fragments LeafSlice",
+        "merge": "Merge",
+        "messages": "AsIs Compressed Message Ranked",
+        "method": "Inner Method Sync",
+        "moments": "Moments",
+        "needs": "NEEDS MergeContext Need UserInputs",
+        "outer": "RegionalOuter SharedOuter nesterov",
+        "per_step": "PerStep",
+        "regions": "Regions matchings",
+        "schedules.base": "events_at",
+        "summed": "ByRings SummedFactors",
+    }
+)
 
 __getattr__, __dir__ = attach(__name__, _PLACES)

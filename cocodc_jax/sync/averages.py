@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,15 +35,10 @@ Fragment = dict[str, jax.Array]
 class Average:
     """The weighted mean of the pseudo-gradients themselves."""
 
-    @property
-    def draws(self) -> bool:
-        """Whether it depends on a key of the sync, equal in every region."""
-        return False
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether scaling a pseudo-gradient scales its contribution."""
-        return True
+    # Whether it depends on a key of the sync, equal in every region.
+    draws: ClassVar[bool] = False
+    # Whether scaling a pseudo-gradient scales its contribution.
+    is_linear: ClassVar[bool] = True
 
     def before(self, part: Fragment, key: jax.Array | None) -> PyTree:
         """Return the value to average.
@@ -52,7 +47,6 @@ class Average:
           part: one region's pseudo-gradient of a fragment.
           key: see `sync_key`; None unless `draws`.
         """
-        del key
         return part
 
     def after(self, mean: PyTree, like: PyTree, key: jax.Array | None) -> Fragment:
@@ -63,7 +57,6 @@ class Average:
           like: shapes of the fragment.
           key: as for `before`.
         """
-        del like, key
         return mean
 
     def check_compressor(self, compressor: Compressor) -> None:
@@ -89,19 +82,14 @@ class RadialDirectional(Average):
 
     averaged: str = "embed"
 
-    @property
-    def is_linear(self) -> bool:
-        """Whether scaling a pseudo-gradient scales its contribution: no."""
-        return False
+    is_linear = False
 
     def before(self, part: Fragment, key: jax.Array | None) -> PyTree:
         """Return lengths and directions; see `Average.before`."""
-        del key
         return {path: self._split(path, x) for path, x in part.items()}
 
     def after(self, mean: PyTree, like: PyTree, key: jax.Array | None) -> Fragment:
         """Return the mean lengths along the mean directions; see `Average.after`."""
-        del like, key
         return {path: self._join(path, x) for path, x in mean.items()}
 
     def _split(self, path: str, x: jax.Array) -> Any:
@@ -135,14 +123,10 @@ class SharedMask(Average):
     density: float
     seed: int = 0
 
-    def __post_init__(self):
-        """Validate the density."""
-        check_share("mask_density", self.density)
+    draws = True
 
-    @property
-    def draws(self) -> bool:
-        """Whether it depends on a key of the sync: yes."""
-        return True
+    def __post_init__(self):
+        check_share("mask_density", self.density)
 
     def before(self, part: Fragment, key: jax.Array | None) -> PyTree:
         """Return the entries drawn, flat; see `Average.before`."""
@@ -184,11 +168,7 @@ class SharedMask(Average):
         return drawn
 
     def check_compressor(self, compressor: Compressor) -> None:
-        """Refuse a compressor with state, since positions change.
-
-        Raises:
-          ValueError: if it keeps a state.
-        """
+        """Refuse a compressor with state, since positions change."""
         if compressor.init({"w": jnp.zeros(1)}) != ():
             raise ValueError(
                 "entries are drawn anew for each message, and it remembers what was "

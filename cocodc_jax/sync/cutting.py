@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -94,14 +95,8 @@ def cut(
             "cut_by_patterns(params, patterns)"
         )
     owner = _assign([unit.num_bytes for unit in units], num_fragments, strategy)
-    treedef = jax.tree.structure(params)
-    grouped = [
-        _merge_rows(
-            p for u, o in zip(units, owner, strict=True) if o == k for p in u.slices
-        )
-        for k in range(num_fragments)
-    ]
-    return Fragments(treedef, tuple(grouped))
+    groups = _grouped(units, owner, num_fragments)
+    return Fragments(jax.tree.structure(params), tuple(groups))
 
 
 def cut_by_patterns(params: PyTree, patterns: Sequence[str]) -> Fragments:
@@ -187,22 +182,13 @@ def _cut_experts(params: PyTree, units: list[_Unit], num_fragments: int) -> Frag
     num_dense = min(max(round(num_fragments * share), 1), len(dense), num_fragments - 1)
     num_dense = max(num_dense, num_fragments - number)
     owner = _assign(sizes, num_dense, "strided")
-    grouped = [
-        _merge_rows(
-            p for u, o in zip(dense, owner, strict=True) if o == k for p in u.slices
-        )
-        for k in range(num_dense)
-    ]
-    groups = num_fragments - num_dense
-    for k in range(groups):
-        rows = tuple(range(k * number // groups, (k + 1) * number // groups))
-        grouped.append(
-            tuple(
-                _slice(leaves[i][0], i, leaves[i][1], rows, axis)
-                for i, axis in found.items()
-            )
-        )
-    return Fragments(jax.tree.structure(params), tuple(grouped))
+    groups = _grouped(dense, owner, num_dense)
+    num_rest = num_fragments - num_dense
+    for k in range(num_rest):
+        rows = tuple(range(k * number // num_rest, (k + 1) * number // num_rest))
+        parts = ((*leaves[i], i, axis) for i, axis in found.items())
+        groups.append(tuple(_slice(n, i, x, rows, axis) for n, x, i, axis in parts))
+    return Fragments(jax.tree.structure(params), tuple(groups))
 
 
 def _units(params: PyTree, blocks: str | None) -> list[_Unit]:
@@ -250,13 +236,10 @@ def _namer(paths: list[str], places: dict[str, stacks.Place]) -> Callable[[str],
         for parts in {tuple(place.stack.split("/")) for place in places.values()}
         for depth in range(len(parts) + 1)
     }
-    if not above:
-        shared = 0
-        while len({parts[: shared + 1] for parts in split}) == 1 and all(
-            len(parts) > shared + 1 for parts in split
-        ):
-            shared += 1
-        above = {split[0][:depth] for depth in range(shared + 1)} if split else set()
+    if split and not above:
+        shortest = min(map(len, split))
+        shared = min(len(os.path.commonprefix(split)), shortest - 1)
+        above = {split[0][:depth] for depth in range(shared + 1)}
 
     def name(path: str) -> str:
         parts = tuple(path.split("/"))
@@ -269,16 +252,13 @@ def _namer(paths: list[str], places: dict[str, stacks.Place]) -> Callable[[str],
 
 
 def _are_called_blocks(units: list[_Unit]) -> bool:
-    return any(
-        BLOCKS in part.path.split("/")[:-1] for unit in units for part in unit.slices
-    )
+    paths = (part.path.split("/") for unit in units for part in unit.slices)
+    return any(BLOCKS in path[:-1] for path in paths)
 
 
 def _order(name: str) -> int:
-    for rank, pattern in enumerate(UNIT_ORDER):
-        if re.search(pattern, name.lower()):
-            return rank
-    return len(UNIT_ORDER)
+    ranks = (i for i, kind in enumerate(UNIT_ORDER) if re.search(kind, name.lower()))
+    return next(ranks, len(UNIT_ORDER))
 
 
 def _assign(sizes: Sequence[int], num_fragments: int, strategy: str) -> list[int]:
@@ -292,6 +272,17 @@ def _assign(sizes: Sequence[int], num_fragments: int, strategy: str) -> list[int
         owner[i] = load.index(min(load))
         load[owner[i]] += sizes[i]
     return owner
+
+
+def _grouped(
+    units: list[_Unit], owner: list[int], num_fragments: int
+) -> list[tuple[LeafSlice, ...]]:
+    """Return the slices of each fragment, of which `owner` has one for each unit."""
+    pairs = list(zip(units, owner, strict=True))
+    return [
+        _merge_rows(part for unit, o in pairs if o == k for part in unit.slices)
+        for k in range(num_fragments)
+    ]
 
 
 def _merge_rows(slices: Any) -> tuple[LeafSlice, ...]:

@@ -53,20 +53,18 @@ class ExpertMean(Average):
     by_tokens: bool = False
 
     @property
-    def is_linear(self) -> bool:
+    def is_linear(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether scaling a pseudo-gradient scales its contribution."""
         return not self.by_tokens
 
     def before(self, part: Fragment, key: jax.Array | None) -> Fragment:
         """Return pseudo-gradients times counts; see `Average.before`."""
-        del key
         if not self.by_tokens:
             return part
         return {path: x * self._counts(path, x, part) for path, x in part.items()}
 
     def after(self, mean: PyTree, like: PyTree, key: jax.Array | None) -> Fragment:
         """Return means by tokens, and counts of zero; see `Average.after`."""
-        del like, key
 
         def one(path: str, x: jax.Array) -> jax.Array:
             if is_token_count(path):
@@ -88,12 +86,7 @@ class ExpertMean(Average):
 
 
 def with_expert_mean(message: Message, by_tokens: bool) -> Message:
-    """Return a message whose mean knows experts.
-
-    Raises:
-      ValueError: if `by_tokens` and its mean is of something else, or it is compressed
-        to a part of its entries, or by more than a compressor.
-    """
+    """Return a message whose mean knows experts, or refuse to weigh it by tokens."""
     if message.average != Average():
         if by_tokens and not isinstance(message.average, ExpertMean):
             raise ValueError("what it takes the mean of are no pseudo-gradients")

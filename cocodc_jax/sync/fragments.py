@@ -112,10 +112,6 @@ class Fragments:
 
         `take` and `put` of that fragment work on it. A program with fewer arguments has
         less to pass through.
-
-        Args:
-          tree: as for `take`.
-          fragment_id: which fragment.
         """
         leaves = self.treedef.flatten_up_to(tree)
         held = {part.leaf for part in self.slices[fragment_id]}
@@ -127,12 +123,8 @@ class Fragments:
         """Return `tree` with the leaves of `changed`, see `only`."""
         leaves = self.treedef.flatten_up_to(tree)
         others = self.treedef.flatten_up_to(changed)
-        return self.treedef.unflatten(
-            [
-                old if new is None else new
-                for old, new in zip(leaves, others, strict=True)
-            ]
-        )
+        pairs = zip(leaves, others, strict=True)
+        return self.treedef.unflatten([b if b is not None else a for a, b in pairs])
 
     def join(self, fragments: Sequence[Fragment]) -> PyTree:
         """Assemble the full tree from all of its fragments."""
@@ -149,9 +141,6 @@ def check_partition(fragments: Fragments, params: PyTree) -> None:
     """Refuse fragments of another tree, or that are no partition of this one.
 
     Rows in no fragment would silently never be averaged.
-
-    Raises:
-      ValueError: naming the leaf, and what of it is not in exactly one fragment.
     """
     told = "use fragments=cut(params, num_fragments) of these params"
     try:
@@ -213,9 +202,9 @@ def _take_rows(x: jax.Array, rows: tuple[int, ...] | None, axis: int) -> jax.Arr
 def _put_rows(
     x: jax.Array, rows: tuple[int, ...] | None, value: jax.Array, axis: int
 ) -> jax.Array:
-    if rows is None:
-        return value.astype(x.dtype)
     value = value.astype(x.dtype)
+    if rows is None:
+        return value
     if _stride(rows) == 1:
         return jax.lax.dynamic_update_slice_in_dim(x, value, rows[0], axis)
     # One in-place write per row: a strided `.at[].set` lowers to a scatter.

@@ -34,7 +34,7 @@ import optax
 
 from cocodc_jax.sync.averages import SharedMask
 from cocodc_jax.transforms.mix import curvature_weighted_mix, curvature_weights
-from cocodc_jax.transforms.numerics import check_transform, safe_norm
+from cocodc_jax.transforms.numerics import cast_like, check_transform, safe_norm
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
@@ -52,12 +52,15 @@ class Merge:
       needs: names of the extra arguments, see `sync.needs`.
       feedback_weight: the fraction of a region's progress during the delay that is fed
         back into its next message, see `remembering`; 0 is none.
+      reports_correction: whether its scalars have `correction_ratio`, the length of a
+        correction relative to the progress.
     """
 
     name: str
     apply: Callable[..., tuple[PyTree, Metrics]]
     needs: frozenset[str] = frozenset()
     feedback_weight: float | jax.Array = 0.0
+    reports_correction: bool = False
 
     @property
     def has_feedback(self) -> bool:
@@ -74,8 +77,7 @@ def replace() -> Merge:
     """Take the outer fragment and drop the local one: theta^m <- theta^g."""
 
     def apply(local, staged, outer, *, delay_steps, **extra):
-        del staged, delay_steps, extra
-        return jax.tree.map(lambda o, x: o.astype(x.dtype), outer, local), {}
+        return cast_like(outer, local), {}
 
     return Merge("replace", apply)
 
@@ -84,7 +86,6 @@ def keep() -> Merge:
     """Keep the local fragment: the outer model corrects later inner steps instead."""
 
     def apply(local, staged, outer, *, delay_steps, **extra):
-        del staged, outer, delay_steps, extra
         return local, {}
 
     return Merge("keep", apply)
@@ -104,10 +105,9 @@ def mix(alpha: float | jax.Array) -> Merge:
         raise ValueError(f"mixing_alpha={alpha} must be in [0, 1], the weight on local")
 
     def apply(local, staged, outer, *, delay_steps, **extra):
-        del staged, delay_steps, extra
-        wide = _widen_like(local, outer)
+        wide = cast_like(local, outer)  # So that a merge rounds once.
         mixed = jax.tree.map(lambda x, o: alpha * x + (1 - alpha) * o, wide, outer)
-        return jax.tree.map(lambda y, x: y.astype(x.dtype), mixed, local), {}
+        return cast_like(mixed, local), {}
 
     return Merge(f"mix({alpha})", apply)
 
@@ -133,12 +133,9 @@ def compensate(
 
     def apply(local, staged, outer, *, delay_steps, **extra):
         if isinstance(delay_steps, int) and delay_steps == 0:  # No local progress.
-            return jax.tree.map(lambda o, x: o.astype(x.dtype), outer, local), {}
-        g = jax.tree.map(
-            lambda s, x: (s - x) / delay_steps,
-            _widen_like(staged, outer),
-            _widen_like(local, outer),
-        )
+            return cast_like(outer, local), {}
+        wide = (cast_like(x, outer) for x in (staged, local))
+        g = jax.tree.map(lambda s, x: (s - x) / delay_steps, *wide)
         compensated, state = transform.update(
             g,
             transform.init(outer),
@@ -147,19 +144,16 @@ def compensate(
             delay_steps=delay_steps,
             **extra,
         )
-        merged = jax.tree.map(
-            lambda o, u, x: (o - delay_steps * u).astype(x.dtype),
-            outer,
-            compensated,
-            local,
-        )
+        merged = jax.tree.map(lambda o, u: o - delay_steps * u, outer, compensated)
+        merged = cast_like(merged, local)
         found = optax.tree_utils.tree_get_all_with_path(state, "correction_ratio")
         if len(found) != 1:
             return merged, {}
         ((_, ratio),) = found
         return merged, {"correction_ratio": jnp.asarray(ratio, jnp.float32)}
 
-    return Merge("compensate", apply, (needs - _GIVEN) | {"staged"})
+    needs = (needs - _GIVEN) | {"staged"}
+    return Merge("compensate", apply, needs, reports_correction=True)
 
 
 def replay() -> Merge:
@@ -167,7 +161,8 @@ def replay() -> Merge:
 
     The merge of LOSCAR-SGD (arXiv 2605.20866), and `compensate` without a curvature.
     """
-    return dataclasses.replace(compensate(optax.identity()), name="replay")
+    rule = compensate(optax.identity())
+    return dataclasses.replace(rule, name="replay", reports_correction=False)
 
 
 def remembering(rule: Merge, kept: float | jax.Array) -> Merge:
@@ -229,21 +224,16 @@ def curvature_mix(mean_weight: float | jax.Array) -> Merge:
         raise ValueError(f"mean_weight={mean_weight} must be in [0, 1]")
 
     def apply(local, staged, outer, *, delay_steps, second_moment, **extra):
-        del delay_steps, extra
-        staged = _widen_like(staged, outer)
+        staged = cast_like(staged, outer)
         weights = curvature_weights(second_moment, mean_weight)
         merged = curvature_weighted_mix(outer, staged, local, weights)
         correction = jax.tree.map(lambda w, o, s: w * (o - s), weights, outer, staged)
-        progress = jax.tree.map(lambda x, s: x - s, _widen_like(local, outer), staged)
+        progress = jax.tree.map(lambda x, s: x - s, cast_like(local, outer), staged)
         length = safe_norm(progress)
         ratio = jnp.where(
             length > 0, safe_norm(correction) / jnp.where(length > 0, length, 1.0), 0.0
         )
         return merged, {"correction_ratio": ratio.astype(jnp.float32)}
 
-    return Merge("curvature_mix", apply, frozenset({"staged", "second_moment"}))
-
-
-def _widen_like(tree: PyTree, outer: PyTree) -> PyTree:
-    """Cast regional leaves to the outer dtype, so that a merge rounds once."""
-    return jax.tree.map(lambda x, o: x.astype(o.dtype), tree, outer)
+    needs = frozenset({"staged", "second_moment"})
+    return Merge("curvature_mix", apply, needs, reports_correction=True)

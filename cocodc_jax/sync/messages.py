@@ -8,16 +8,15 @@ compiled program. How it is sent is up to the exchange.
 - `Compressed`: encoded arrays, gathered from all regions and decoded on arrival; the
   mean is over all regions, or per entry over those that sent the entry.
 - `Ranked`: the same, of a rank that the schedule sets for each message.
-- `ByRings` (`rings.py`): summed by several rings at once.
-- `MaskedCore` (`masked.py`): a core, and entries that one region owns.
-- `SummedFactors` (`factors.py`): low-rank factors, summed one after the other.
+- `MaskedCore`: a core that all regions share, and entries that one region owns.
+- `ByRings` and `SummedFactors` (`summed.py`): summed on their way.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +28,14 @@ from cocodc_jax.transforms.compressor import (
     message_bytes,
 )
 from cocodc_jax.transforms.decoupled import average_duplicates
+from cocodc_jax.transforms.masked import masked, weigh_owned
 from cocodc_jax.transforms.numerics import widen
 from cocodc_jax.transforms.sparsify import SparseCompressor
 
 PyTree = Any
 
 MEANS = ("senders", "all")
+_NOT_EVERY_ENTRY = "a region's message does not have every entry"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,25 +48,16 @@ class Message:
 
     average: Average = dataclasses.field(default=Average(), kw_only=True)
 
-    @property
-    def only_in_program(self) -> str | None:
-        """Why it must cross regions inside a compiled program; None if it need not."""
-        return None
-
-    @property
-    def only_weighted(self) -> str | None:
-        """Why its mean must be a weighted one, see `sync.robust`; None otherwise."""
-        return None
-
-    @property
-    def is_ranked(self) -> bool:
-        """Whether the schedule must set a rank for each message."""
-        return False
-
-    @property
-    def is_numbered(self) -> bool:
-        """Whether a region needs its index."""
-        return False
+    # Why it must cross regions inside a compiled program; None if it need not.
+    only_in_program: ClassVar[str | None] = None
+    # Why its mean must be a weighted one, see `sync.robust`; None if it need not.
+    only_weighted: ClassVar[str | None] = None
+    # Why it cannot be compressed; None if it can.
+    why_uncompressed: ClassVar[str | None] = None
+    # Whether the schedule must set a rank for each message.
+    is_ranked: ClassVar[bool] = False
+    # Whether a region needs its index.
+    is_numbered: ClassVar[bool] = False
 
     def clipped(self) -> Message | None:
         """Return the same with each tensor clipped by itself, None if it cannot be."""
@@ -73,7 +65,6 @@ class Message:
 
     def compressor(self, rank: int = 0) -> Compressor | None:
         """Return the compressor of messages of `rank`; None if uncompressed."""
-        del rank
         return None
 
     def compressed(self, compressor: Compressor) -> Message:
@@ -82,6 +73,8 @@ class Message:
         Raises:
           ValueError: saying why it cannot be compressed.
         """
+        if self.why_uncompressed:
+            raise ValueError(self.why_uncompressed)
         self.average.check_compressor(compressor)
         return Compressed(compressor, average=self.average)
 
@@ -103,7 +96,6 @@ class Message:
           num_regions: M.
           rank: of the message, if the schedule sets one.
         """
-        del num_regions
         return message_bytes(self.encoded(part, rank))
 
     def init(self, part: PyTree, rank: int = 0) -> PyTree:
@@ -128,25 +120,14 @@ class Message:
 
     def bind(self, num_regions: int) -> Message:
         """Return the message for this number of regions."""
-        del num_regions
         return self
 
     def of_regions(self, state: PyTree) -> PyTree:
-        """Return the regions' initial compressor states.
-
-        Args:
-          state: result of `init`, equal in all regions, leaves `[R, ...]`.
-        """
+        """Return the regions' initial states of `init`'s, which are all equal."""
         return state
 
     def restored(self, state: PyTree, fresh: PyTree) -> PyTree:
-        """Return compressor states of regions that restart, `[R, ...]`.
-
-        Args:
-          state: current states.
-          fresh: initial states.
-        """
-        del state
+        """Return the states of regions that restart, of current and initial ones."""
         return fresh
 
 
@@ -173,12 +154,6 @@ class Compressed(Message):
     clip: bool = False
 
     def __post_init__(self):
-        """Check the compressor, and the name.
-
-        Raises:
-          ValueError: if `by` is no compressor, the name none of `MEANS`, or there is
-            nothing to clip.
-        """
         check_compressor("by", self.by)
         if self.mean_over not in MEANS:
             raise ValueError(
@@ -191,11 +166,9 @@ class Compressed(Message):
             )
 
     @property
-    def only_weighted(self) -> str | None:
+    def only_weighted(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Why its mean must be a weighted one; None if it need not."""
-        if self.by.is_sparse:
-            return "a region's message does not have every entry"
-        return None
+        return _NOT_EVERY_ENTRY if self.by.is_sparse else None
 
     def clipped(self) -> Message | None:
         """Return the same with each tensor clipped, if messages are sparse."""
@@ -205,7 +178,6 @@ class Compressed(Message):
 
     def compressor(self, rank: int = 0) -> Compressor:
         """Return the compressor, the same for every rank."""
-        del rank
         return self.by
 
     def compressed(self, compressor: Compressor) -> Message:
@@ -236,25 +208,56 @@ class Ranked(Message):
     resize: Callable[[PyTree, PyTree, int], PyTree]
     first: int
 
-    @property
-    def is_ranked(self) -> bool:
-        """Whether the schedule must set a rank for each message: yes."""
-        return True
+    why_uncompressed = (
+        "its rank follows the updates, which other compressors do not have; pass "
+        "adaptive_rank=False to replace it"
+    )
+    is_ranked = True
 
     def compressor(self, rank: int = 0) -> Compressor:
         """Return the compressor of `rank`; 0 is the first."""
         return self.of(rank or self.first)
 
-    def compressed(self, compressor: Compressor) -> Message:
-        """Refuse: the schedule sets the rank.
 
-        Raises:
-          ValueError: always.
-        """
-        raise ValueError(
-            "its rank follows the updates, which other compressors do not have; pass "
-            "adaptive_rank=False to replace it"
-        )
+@dataclasses.dataclass(frozen=True)
+class MaskedCore(Message):
+    """A core of everything, and the residual of the entries that a region owns.
+
+    Attributes:
+      core: compressor of the core.
+      density: share of the entries that a region owns.
+      seed: of the owned entries, equal in every region.
+      num_regions: M, set by `bind`.
+    """
+
+    core: Compressor
+    density: float
+    seed: int = 0
+    num_regions: int = 1
+
+    only_weighted = _NOT_EVERY_ENTRY
+    is_numbered = True
+
+    def compressor(self, rank: int = 0) -> Compressor:
+        """Return the compressor, the same for every rank."""
+        return masked(self.core, self.density, self.num_regions, self.seed)
+
+    def compressed(self, compressor: Compressor) -> Message:
+        """Return the message with another core."""
+        return dataclasses.replace(self, core=compressor)
+
+    def combine(self, messages: PyTree, weights: jax.Array, rank: int = 0) -> PyTree:
+        """Return the mean of cores over all, of entries over their owners."""
+        messages = weigh_owned(messages, weights, self.core, self.density)
+        return super().combine(messages, weights, rank)
+
+    def bind(self, num_regions: int) -> Message:
+        """Return the message for this number of regions."""
+        return dataclasses.replace(self, num_regions=num_regions)
+
+    def of_regions(self, state: PyTree) -> PyTree:
+        """Return the regions' compressor states, each with its index."""
+        return state._replace(region=jnp.arange(self.num_regions, dtype=jnp.int32))
 
 
 def mean_of_decoded(messages: PyTree, compressor: Compressor) -> PyTree:

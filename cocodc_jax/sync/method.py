@@ -9,7 +9,9 @@ doing nothing. A part refuses others that it cannot be combined with.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from cocodc_jax.sync import needs
@@ -17,7 +19,7 @@ from cocodc_jax.sync.expert_mean import with_expert_mean
 from cocodc_jax.sync.merge import Merge
 from cocodc_jax.sync.messages import AsIs, Message
 from cocodc_jax.sync.moments import Moments
-from cocodc_jax.sync.outer import Outer, SharedOuter
+from cocodc_jax.sync.outer import Outer, SharedOuter, check_placement
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.sync.regions import Regions, Weigh
 from cocodc_jax.sync.robust import Robust
@@ -52,7 +54,6 @@ class Sync:
     robust: Robust | None = None
 
     def __post_init__(self):
-        """Validate the combination of parts."""
         for name, kind, made_by in (
             ("schedule", Schedule, "schedules.staggered(...)"),
             ("outer", Outer, "nesterov(...), or SharedOuter(an Optax optimizer)"),
@@ -92,11 +93,7 @@ class Sync:
         return needs.copies(self.merge.needs | self.outer.needs)
 
     def bind(self, regions: Regions) -> Sync:
-        """Return the sync for these regions, whose speeds its schedule may use.
-
-        Raises:
-          ValueError: naming what does not fit.
-        """
+        """Return the sync for these regions, whose speeds its schedule may use."""
         looks_midway = needs.HALFWAY in self.copies
         schedule = self.schedule.bind(regions, looks_midway)
         message = self.message.bind(regions.num)
@@ -166,21 +163,15 @@ class Method:
         Raises:
           ValueError: if it sends nothing, or its messages are already small.
         """
-        try:
+        with self._refusing(f"compress={compressor.name!r}"):
             if self.num_regions == 1:
                 raise ValueError("a region alone sends nothing")
             if self.sync:
-                message = self.sync.message.compressed(compressor)
-                return self.with_sync(message=message)
+                return self.with_sync(message=self.sync.message.compressed(compressor))
             if self.per_step:
                 per_step = self.per_step.compressed(compressor)
                 return dataclasses.replace(self, per_step=per_step)
             raise ValueError("nothing is sent")
-        except ValueError as why:
-            raise ValueError(
-                f"compress={compressor.name!r} has no meaning for method="
-                f"{self.name!r}: {why}; leave it out"
-            ) from None
 
     def placed(self, outer_placement: str) -> Method:
         """Return the same method with its outer state placed elsewhere.
@@ -193,18 +184,11 @@ class Method:
         """
         if self.sync is None and outer_placement == "host":
             return self
-        try:
+        check_placement(outer_placement)
+        with self._refusing(f"outer_placement={outer_placement!r}"):
             if self.sync is None:
                 raise ValueError("it has no one outer model to divide")
-            outer = self.sync.outer.placed(outer_placement)
-        except ValueError as why:
-            if "unknown" in str(why):
-                raise
-            raise ValueError(
-                f"outer_placement={outer_placement!r} has no meaning for method="
-                f"{self.name!r}: {why}; leave it out"
-            ) from None
-        return self.with_sync(outer=outer)
+            return self.with_sync(outer=self.sync.outer.placed(outer_placement))
 
     def weighted(self, region_weights: str | None) -> Method:
         """Return the same method with regions weighted in a mean.
@@ -218,23 +202,15 @@ class Method:
         """
         if region_weights is None:
             return self
-        if region_weights not in WEIGHTS:
-            raise ValueError(
-                f"region_weights={region_weights!r} is unknown; use 'equal' or 'tokens'"
-            )
+        _check_weights("region_weights", region_weights)
         if self.sync is None or self.sync.schedule.is_by_region:
             raise ValueError(
                 f"region_weights={region_weights!r} has no meaning for method="
                 f"{self.name!r}, which takes no mean of pseudo-gradients; leave it out"
             )
         weigh = (lambda steps, tokens: tokens) if region_weights == "tokens" else None
-        try:
+        with self._refusing(f"region_weights={region_weights!r}"):
             return self.with_sync(weigh=weigh)
-        except ValueError as why:
-            raise ValueError(
-                f"region_weights={region_weights!r} has no meaning for method="
-                f"{self.name!r}: {why}; leave it out"
-            ) from None
 
     def expert_weighted(self, expert_weights: str | None) -> Method:
         """Return the same method with the experts of a mixture weighed in a mean.
@@ -247,21 +223,15 @@ class Method:
         Raises:
           ValueError: for another name, or a method that does not support it.
         """
-        if expert_weights not in (None, *WEIGHTS):
-            raise ValueError(
-                f"expert_weights={expert_weights!r} is unknown; use 'equal' or 'tokens'"
-            )
-        if expert_weights != "tokens":
+        if expert_weights is None:
             return self
-        try:
+        _check_weights("expert_weights", expert_weights)
+        if expert_weights == "equal":
+            return self
+        with self._refusing(f"expert_weights={expert_weights!r}"):
             if self.sync is None:
                 raise ValueError("it takes no mean of parameters")
             return self.with_sync(message=with_expert_mean(self.sync.message, True))
-        except ValueError as why:
-            raise ValueError(
-                f"expert_weights={expert_weights!r} has no meaning for method="
-                f"{self.name!r}: {why}; leave it out"
-            ) from None
 
     def for_experts(self) -> Method:
         """Return the same method for a model that counts its experts' tokens."""
@@ -284,7 +254,8 @@ class Method:
         if exclude_above is None and robust_mean is None:
             return self
         robust = Robust.of(exclude_above, robust_mean)
-        try:
+        given = f"exclude_above={exclude_above}, robust_mean={robust_mean!r}"
+        with self._refusing(given, has="have", it="them"):
             if self.num_regions == 1:
                 raise ValueError("a region alone has no others to be compared with")
             if self.sync is None:
@@ -297,27 +268,17 @@ class Method:
                 if message.only_weighted is None:  # Gathered, not all-reduced.
                     message = message.compressed(identity())
             return self.with_sync(robust=robust, message=message)
-        except ValueError as why:
-            raise ValueError(
-                f"exclude_above={exclude_above}, robust_mean={robust_mean!r} have no "
-                f"meaning for method={self.name!r}: {why}; leave them out"
-            ) from None
 
     def bind(self, regions: Regions) -> Method:
-        """Return the method for these regions, whose speeds its schedule may use.
-
-        Raises:
-          ValueError: naming the flag, its value and a value that works.
-        """
+        """Return the method for these regions, whose speeds its schedule may use."""
+        whose = f"for method={self.name!r} and its arguments"
         if self.num_regions not in (None, regions.num):
             raise ValueError(
-                f"regions={regions.num} must be {self.num_regions} for method="
-                f"{self.name!r} and its arguments"
+                f"regions={regions.num} must be {self.num_regions} {whose}"
             )
         if regions.num < self.min_regions:
             raise ValueError(
-                f"regions={regions.num} must be at least {self.min_regions} for method="
-                f"{self.name!r} and its arguments"
+                f"regions={regions.num} must be at least {self.min_regions} {whose}"
             )
         if self.per_step and not regions.are_even:
             raise ValueError(
@@ -334,3 +295,19 @@ class Method:
         """Return the same method with parts of its sync replaced, by name."""
         assert self.sync is not None
         return dataclasses.replace(self, sync=dataclasses.replace(self.sync, **parts))
+
+    @contextlib.contextmanager
+    def _refusing(self, given: str, has: str = "has", it: str = "it") -> Iterator[None]:
+        """Say of a part's refusal which argument it is about."""
+        try:
+            yield
+        except ValueError as why:
+            raise ValueError(
+                f"{given} {has} no meaning for method={self.name!r}: {why}; leave {it} "
+                "out"
+            ) from None
+
+
+def _check_weights(name: str, value: str) -> None:
+    if value not in WEIGHTS:
+        raise ValueError(f"{name}={value!r} is unknown; use 'equal' or 'tokens'")

@@ -57,7 +57,6 @@ class ModelState:
     average: bool = True
 
     def __post_init__(self):
-        """Validate the leaves."""
         for path, leaf in named_leaves(self.init):
             if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
                 raise ValueError(
@@ -77,11 +76,7 @@ class ModelState:
         return sum(math.prod(x.shape) * wide_dtype(x.dtype).itemsize for x in leaves)
 
     def check(self, method: Method) -> None:
-        """Refuse averaging for methods whose regions never sync together.
-
-        Raises:
-          ValueError: naming the method.
-        """
+        """Refuse averaging for methods whose regions never sync together."""
         sync = method.sync
         if not self.average or sync is None:
             return

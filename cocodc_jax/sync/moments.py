@@ -32,7 +32,6 @@ class Moments:
     second: int
 
     def __post_init__(self):
-        """Validate the numbers."""
         if min(self.first, self.second) < 0:
             raise ValueError(
                 f"sync_moments={self.first},{self.second} must be numbers of syncs, 0 "
@@ -70,11 +69,7 @@ class Moments:
         return tuple(name for name, n in every.items() if n and sync % n == 0)
 
     def check(self, schedule: Any) -> None:
-        """Refuse a schedule in which moments cannot be averaged.
-
-        Raises:
-          ValueError: unless all regions synchronize the full model, without a delay.
-        """
+        """Refuse all but syncs of the full model in all regions, without a delay."""
         is_whole = schedule.num_fragments == 1 and schedule.delay_steps == 0
         if not is_whole or schedule.is_by_region or schedule.is_measured:
             raise ValueError(

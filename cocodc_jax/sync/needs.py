@@ -165,25 +165,13 @@ def _outputs(seen: MergeContext) -> tuple[Callable, Callable]:
     return seen.user_inputs.outputs
 
 
-def _model_fn(seen: MergeContext) -> Callable:
-    return lambda part: _outputs(seen)[0](seen.whole(part), seen.batch)
-
-
-def _output_loss_fn(seen: MergeContext) -> Callable:
-    return lambda outputs: _outputs(seen)[1](outputs, seen.batch)
-
-
 def _later_gradient(seen: MergeContext) -> Fragment:
     steps = seen.delay_steps
     assert isinstance(steps, int)
     return later_gradient(seen.kept[STAGED], seen.kept[HALFWAY], seen.local, steps)
 
 
-_RATE = ("learning_rate", "learning_rate=, the inner optimizer's")
-_MOMENT = (
-    "second_moment",
-    "second_moment=adam_second_moment(b2) with the optimizer's b2",
-)
+_MOMENT = "second_moment=adam_second_moment(b2) with the optimizer's b2"
 _OUTPUTS = ("outputs", "outputs=(model, loss)")
 
 NEEDS: dict[str, Need] = {
@@ -191,12 +179,12 @@ NEEDS: dict[str, Need] = {
     "staged": Need("The region's fragment when its sync started.", keeps=(STAGED,)),
     "learning_rate": Need(
         "The inner optimizer's, of the step just done; float32 scalar.",
-        given_by=_RATE,
+        given_by=("learning_rate", "learning_rate=, the inner optimizer's"),
         of_region=lambda seen: seen.learning_rate,
     ),
     "second_moment": Need(
         "The inner Adam's second moment of the fragment, bias-corrected.",
-        given_by=_MOMENT,
+        given_by=("second_moment", _MOMENT),
         of_regions=_second_moment,
         of_region=lambda seen: seen.regional["second_moment"],
     ),
@@ -218,13 +206,15 @@ NEEDS: dict[str, Need] = {
         "A fragment to the model's outputs on the last batch.",
         given_by=_OUTPUTS,
         wants_batch=True,
-        of_region=_model_fn,
+        of_region=lambda seen: (
+            lambda part: _outputs(seen)[0](seen.whole(part), seen.batch)
+        ),
     ),
     "output_loss_fn": Need(
         "Outputs to their loss on the last batch.",
         given_by=_OUTPUTS,
         wants_batch=True,
-        of_region=_output_loss_fn,
+        of_region=lambda seen: lambda outputs: _outputs(seen)[1](outputs, seen.batch),
     ),
     "later_params": Need(
         "The region's fragment halfway to the merge.",
@@ -267,11 +257,7 @@ NEEDS: dict[str, Need] = {
 
 
 def check_known(needs: Iterable[str], who: str) -> None:
-    """Refuse needs that are not in the table.
-
-    Raises:
-      ValueError: naming them and the known ones.
-    """
+    """Refuse needs that are not in the table."""
     unknown = sorted(set(needs) - set(NEEDS))
     if unknown:
         raise ValueError(
@@ -281,11 +267,7 @@ def check_known(needs: Iterable[str], who: str) -> None:
 
 
 def check(needs: Iterable[str], user_inputs: UserInputs, who: str) -> None:
-    """Refuse needs that the user's inputs do not satisfy.
-
-    Raises:
-      ValueError: naming the need and what to pass.
-    """
+    """Refuse needs that the user's inputs do not satisfy."""
     check_known(needs, who)
     for name in sorted(needs):
         source = NEEDS[name].given_by
@@ -322,17 +304,19 @@ def regional(
     needs: Iterable[str], opt_state: PyTree, user_inputs: UserInputs
 ) -> dict[str, PyTree]:
     """Return the trees computed from all regions, like the parameters, by need."""
-    makers = {name: NEEDS[name].of_regions for name in sorted(needs)}
-    return {name: make(opt_state, user_inputs) for name, make in makers.items() if make}
+    return _made(needs, "of_regions", opt_state, user_inputs)
 
 
 def arguments(needs: Iterable[str], seen: MergeContext) -> dict[str, Any]:
     """Return the extra arguments of one region's merge, by need."""
-    makers = {name: NEEDS[name].of_region for name in sorted(needs)}
-    return {name: make(seen) for name, make in makers.items() if make}
+    return _made(needs, "of_region", seen)
 
 
 def of_mean(needs: Iterable[str], mean: Fragment) -> dict[str, jax.Array]:
     """Return observations of a mean pseudo-gradient, by need."""
-    makers = {name: NEEDS[name].of_mean for name in sorted(needs)}
-    return {name: make(mean) for name, make in makers.items() if make}
+    return _made(needs, "of_mean", mean)
+
+
+def _made(needs: Iterable[str], maker: str, *args: Any) -> dict[str, Any]:
+    makers = {name: getattr(NEEDS[name], maker) for name in sorted(needs)}
+    return {name: make(*args) for name, make in makers.items() if make}

@@ -58,12 +58,7 @@ class SharedOuter:
     start: Callable[[PyTree, PyTree], PyTree] | None = None
 
     def __post_init__(self):
-        """Validate the placement."""
-        if self.placement not in PLACEMENTS:
-            raise ValueError(
-                f"outer_placement={self.placement!r} is unknown; use one of "
-                f"{PLACEMENTS}"
-            )
+        check_placement(self.placement)
 
     @property
     def only_in_program(self) -> str | None:
@@ -117,30 +112,17 @@ class RegionalOuter:
     only_in_program = "each region has outer parameters of its own"
 
     def __post_init__(self):
-        """Validate the group."""
         if self.group not in GROUPS:
             raise ValueError(f"group={self.group!r} is unknown; use one of {GROUPS}")
 
     def placed(self, placement: str) -> RegionalOuter:
-        """Refuse any other placement.
-
-        Raises:
-          ValueError: for any placement but "host", the default.
-        """
+        """Refuse any placement but "host", the default."""
         if placement == "host":
             return self
         raise ValueError("it has no one outer model to divide")
 
     def check(self, sync: Any) -> None:
-        """Refuse parts that need a shared outer model.
-
-        Args:
-          sync: the `method.Sync` that this is part of.
-
-        Raises:
-          ValueError: if regions are asynchronous or weighted, or a message is
-            all-reduced, of another average, or of an unsupported compressor.
-        """
+        """Refuse parts of a `method.Sync` that need a shared outer model."""
         compressor = sync.message.compressor()
         if compressor is not None and self.why_uncompressed:
             raise ValueError(self.why_uncompressed)
@@ -168,6 +150,14 @@ class RegionalOuter:
 
 
 Outer = SharedOuter | RegionalOuter
+
+
+def check_placement(placement: str) -> None:
+    """Refuse a placement that is not in `PLACEMENTS`."""
+    if placement not in PLACEMENTS:
+        raise ValueError(
+            f"outer_placement={placement!r} is unknown; use one of {PLACEMENTS}"
+        )
 
 
 def nesterov(

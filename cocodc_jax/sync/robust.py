@@ -38,7 +38,7 @@ import numpy as np
 import optax
 
 from cocodc_jax.sync.messages import Message
-from cocodc_jax.transforms.numerics import masked_median, widen
+from cocodc_jax.transforms.numerics import down_to_median, masked_median, widen
 
 PyTree = Any
 
@@ -68,7 +68,6 @@ class Robust:
     trim: float = 0.0
 
     def __post_init__(self):
-        """Validate the numbers."""
         if not self.exclude_above > 1:
             raise ValueError(
                 f"exclude_above={self.exclude_above} must be above 1, times the median "
@@ -104,11 +103,7 @@ class Robust:
             ) from None
 
     def check(self, sync: Any) -> None:
-        """Refuse syncs without a robust mean.
-
-        Raises:
-          ValueError: saying why.
-        """
+        """Refuse syncs without a robust mean."""
         if self.mean == "weighted":
             return
         if sync.schedule.is_by_region:
@@ -136,9 +131,7 @@ class Robust:
         kept = kept / jnp.where(total > 0, total, 1)
         weights = jnp.where((verdict == COUNTED).all(), weights, kept)
         if self.mean == "clip":
-            limit = masked_median(lengths, weights > 0)
-            is_long = (weights > 0) & (lengths > limit)
-            scale = jnp.where(is_long, limit / jnp.where(is_long, lengths, 1), 1)
+            scale = down_to_median(lengths, weights > 0)
             weights = weights * scale.astype(weights.dtype)
         return verdict, weights
 

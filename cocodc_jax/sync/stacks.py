@@ -47,11 +47,7 @@ class Place(NamedTuple):
 def find(
     leaves: Sequence[tuple[str, Any]], blocks: str | None = None
 ) -> dict[str, Place]:
-    """Find the leaves of layers.
-
-    Raises:
-      ValueError: if no stack has the name `blocks`.
-    """
+    """Find the leaves of layers; refuse `blocks` if no stack has that name."""
     shapes = {tuple(path.split("/")): leaf.shape for path, leaf in leaves}
     found = _called(blocks or BLOCKS, shapes)
     if not found and blocks is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cocodc_jax._lazy import attach
+from cocodc_jax._lazy import attach, places_of
 
 if TYPE_CHECKING:
     from cocodc_jax.transforms import (
@@ -45,16 +45,9 @@ if TYPE_CHECKING:
         DelayCompensationState,
         delay_compensation,
     )
-    from cocodc_jax.transforms.compressor import (
-        Compressor,
-        message_bytes,
-    )
-    from cocodc_jax.transforms.curvature import (
-        Curvature,
-    )
-    from cocodc_jax.transforms.second_moment import (
-        adam_second_moment,
-    )
+    from cocodc_jax.transforms.compressor import Compressor, message_bytes
+    from cocodc_jax.transforms.curvature import Curvature
+    from cocodc_jax.transforms.second_moment import adam_second_moment
 
 __all__ = [
     "Compressor",
@@ -84,33 +77,14 @@ __all__ = [
     "threshold",
 ]
 
-# Where each is: MODULE, or MODULE:NAME.
-_PLACES = {
-    "Compressor": "compressor:Compressor",
-    "Curvature": "curvature:Curvature",
-    "DelayCompensationState": "compensation:DelayCompensationState",
-    "adam_second_moment": "second_moment:adam_second_moment",
-    "compression": "compression",
-    "curvature": "curvature",
-    "dc_asgd": "dc_asgd",
-    "decoupled": "decoupled",
-    "delay_compensation": "compensation:delay_compensation",
-    "error_feedback": "error_feedback",
-    "heloco": "heloco",
-    "lion": "lion",
-    "low_rank": "low_rank",
-    "message_bytes": "compressor:message_bytes",
-    "mix": "mix",
-    "mt_adam": "mt_adam",
-    "muon": "muon",
-    "outer": "outer",
-    "power_sgd": "power_sgd",
-    "quantize": "quantize",
-    "secant": "secant",
-    "snoo": "snoo",
-    "sparsify": "sparsify",
-    "statistical": "statistical",
-    "threshold": "threshold",
-}
+# The others are modules.
+_NAMES = places_of(
+    {
+        "compensation": "DelayCompensationState delay_compensation",
+        "compressor": "Compressor message_bytes",
+        "curvature": "Curvature",
+        "second_moment": "adam_second_moment",
+    }
+)
 
-__getattr__, __dir__ = attach(__name__, _PLACES)
+__getattr__, __dir__ = attach(__name__, {name: name for name in __all__} | _NAMES)

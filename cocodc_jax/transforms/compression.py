@@ -1,7 +1,7 @@
 """All compressors in one place, and their names on a command line.
 
 `parse` reads an expression of the factories below, so every composition can be written
-in a flag or a configuration, and for the usual ones a short form (`short_form.py`):
+in a flag or a configuration, and for the usual ones a short form:
 
     fp4                       fp4
     none                      identity
@@ -13,10 +13,32 @@ in a flag or a configuration, and for the usual ones a short form (`short_form.p
     ef:0.9+matrices+stat2
         error_feedback(matrices(stat2()), decay=0.9)                      MuLoCo
     (long form only)          int4(block_size=128, stochastic=True)
+
+The short form is
+
+    form = part { "+" part }            part = name [ ":" number ]
+
+A part hands what it sends to the part after it; each may be used alone but `matrices`
+and `ef`.
+
+| name                                  | number     | after `+`     |
+|---------------------------------------|------------|---------------|
+| `none`, `float16`, `bfloat16`         |            |               |
+| `stat2`                               |            |               |
+| `int8`, `int4`, `int2`, `fp4`, `sign` | block size |               |
+| `topk`, `threshold`                   | density    | its values    |
+| `chunked`, `dct`                      | k          | its values    |
+| `lowrank`                             | rank       | its factors   |
+| `matrices`                            |            | what it wraps |
+| `ef`                                  | decay      | what it wraps |
+
+Numbers left out are the factory's defaults. Other arguments need the long form.
 """
 
 import ast
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from cocodc_jax.transforms.compressor import (
     Compressor,
@@ -36,7 +58,6 @@ from cocodc_jax.transforms.quantize import (
     int8,
     sign,
 )
-from cocodc_jax.transforms.short_form import expand
 from cocodc_jax.transforms.sparsify import chunked_top_k, dct_top_k, top_k
 from cocodc_jax.transforms.statistical import stat2
 from cocodc_jax.transforms.threshold import threshold
@@ -65,27 +86,36 @@ __all__ = [
     "top_k",
 ]
 
-FACTORIES = {
-    factory.__name__: factory
-    for factory in (
-        identity,
-        float16,
-        bfloat16,
-        int8,
-        int4,
-        int2,
-        stat2,
-        fp4,
-        sign,
-        top_k,
-        chunked_top_k,
-        dct_top_k,
-        threshold,
-        low_rank,
-        matrices,
-        error_feedback,
-    )
+
+class _Part(NamedTuple):
+    """A name's factory, its number's argument and type, and what may follow."""
+
+    factory: Callable[..., Compressor]
+    argument: str = ""
+    kind: type = int
+    inner: str = ""
+
+
+_PARTS = {
+    "none": _Part(identity),
+    "float16": _Part(float16),
+    "bfloat16": _Part(bfloat16),
+    "int8": _Part(int8, "block_size"),
+    "int4": _Part(int4, "block_size"),
+    "int2": _Part(int2, "block_size"),
+    "stat2": _Part(stat2),
+    "fp4": _Part(fp4, "block_size"),
+    "sign": _Part(sign, "block_size"),
+    "topk": _Part(top_k, "density", float, "values"),
+    "chunked": _Part(chunked_top_k, "k", int, "values"),
+    "dct": _Part(dct_top_k, "k", int, "values"),
+    "threshold": _Part(threshold, "density", float, "values"),
+    "lowrank": _Part(low_rank, "rank", int, "factors"),
+    "matrices": _Part(matrices, inner="inner"),
+    "ef": _Part(error_feedback, "decay", float, "inner"),
 }
+
+FACTORIES = {part.factory.__name__: part.factory for part in _PARTS.values()}
 """The factories `parse` knows, by name."""
 
 
@@ -96,7 +126,7 @@ def parse(text: str) -> Compressor:
       text: value of the flag `compress`: a name of `FACTORIES`; a call of one with
         numbers, booleans, strings or further compressors as arguments; or parts
         `name:number` joined by `+`, each handing what it sends to the next, with
-        the names and numbers of `short_form`.
+        the names and numbers of the short form.
 
     Raises:
       ValueError: naming `compress` and the text, if it is none, neither of these, or
@@ -117,8 +147,7 @@ def parse(text: str) -> Compressor:
         )
     try:
         is_long = "(" in text or text in FACTORIES
-        expression = text if is_long else expand(text)
-        built = _build(ast.parse(expression, mode="eval").body)
+        built = _build(ast.parse(text, mode="eval").body) if is_long else _short(text)
     except (SyntaxError, TypeError, ValueError) as error:
         raise ValueError(f"compress={text!r}: {error}") from error
     if not isinstance(built, Compressor):
@@ -140,3 +169,34 @@ def _factory(node) -> Callable[..., Compressor]:
     if name not in FACTORIES:
         raise ValueError(f"{name!r} is not one of {tuple(FACTORIES)}")
     return FACTORIES[name]
+
+
+def _short(text: str) -> Compressor:
+    """Build a compressor from its short form."""
+    head, plus, rest = text.partition("+")
+    name, colon, number = head.partition(":")
+    if name not in _PARTS:
+        raise ValueError(f"{name!r} is not one of {tuple(_PARTS)}")
+    part, options = _PARTS[name], {}
+    if colon:
+        options[part.argument] = _number(head, number, part)
+    if plus and not part.inner:
+        raise ValueError(f"{head!r} takes nothing after it, but has {rest!r}")
+    if part.inner == "inner" and not plus:
+        raise ValueError(f"{head!r} needs what it wraps, as in '{name}+topk:0.01'")
+    if plus:
+        options[part.inner] = _short(rest)
+    return part.factory(**options)
+
+
+def _number(head: str, text: str, part: _Part) -> float:
+    if not part.argument:
+        raise ValueError(f"{head!r} takes no number")
+    wanted = "a whole number" if part.kind is int else "a number"
+    try:
+        value = part.kind(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{head!r}: {part.argument}={text!r} must be {wanted}")
+    return value

@@ -129,15 +129,7 @@ def identity() -> Compressor:
 
 
 def check_floats(name: str, tree: Any) -> None:
-    """Refuse leaves that rounding would spoil, such as counters.
-
-    Args:
-      name: of the compressor.
-      tree: given to `encode`.
-
-    Raises:
-      ValueError: naming the leaf and its dtype.
-    """
+    """Refuse leaves that rounding would spoil, such as counters."""
     for path, x in named_leaves(tree):
         if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             raise ValueError(
@@ -148,11 +140,7 @@ def check_floats(name: str, tree: Any) -> None:
 
 
 def check_compressor(argument: str, value: Any) -> None:
-    """Refuse what is none, such as a name, or a factory that was not called.
-
-    Raises:
-      ValueError: naming the argument and its value.
-    """
+    """Refuse what is none, such as a name, or a factory that was not called."""
     if not isinstance(value, Compressor):
         raise ValueError(
             f"{argument}={value!r} must be a Compressor, as quantize.int8() or "
@@ -168,18 +156,9 @@ def check_state(
     tree: Any,
     shapes: Sequence[tuple[int, ...]],
 ) -> None:
-    """Refuse a state that is none of a compressor's, or one of another tree.
+    """Refuse a state that is not of the `kind` of a compressor, or of another tree.
 
-    Args:
-      name: of the compressor.
-      state: given to `encode`.
-      kind: that it has to be.
-      per_leaf: takes a state, and gives what it has for each leaf.
-      tree: given to `encode`.
-      shapes: of what a state of that tree has for each leaf.
-
-    Raises:
-      ValueError: naming the compressor, and what the state is or is of.
+    For each leaf `per_leaf(state)` has a value; `shapes` are those of the tree's own.
     """
     how = "pass what `init(tree)` of the same tree or the last `encode` returned"
     if not isinstance(state, kind):

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cocodc_jax.transforms.compressor import Compressor, map_packed
-from cocodc_jax.transforms.numerics import masked_median, widen
+from cocodc_jax.transforms.numerics import down_to_median, widen
 from cocodc_jax.transforms.sparsify import SparseCompressor
 
 
@@ -96,7 +96,4 @@ def average_duplicates(
 def _clipped(coefficients: jax.Array, counted: jax.Array) -> jax.Array:
     """Shorten what regions `[M, rows, k]` send to the median norm of those counted."""
     norms = jnp.sqrt(jnp.square(coefficients).sum((1, 2)))
-    limit = masked_median(norms, counted)
-    is_long = counted & (norms > limit)
-    scale = jnp.where(is_long, limit / jnp.where(is_long, norms, 1), 1)
-    return coefficients * scale[:, None, None]
+    return coefficients * down_to_median(norms, counted)[:, None, None]

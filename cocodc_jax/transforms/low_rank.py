@@ -182,12 +182,7 @@ def _matrices(path, shape):
 
 
 def start(tree, rank: int) -> tuple:
-    """Return random right factors, the same in all regions, () for what is sent whole.
-
-    Args:
-      tree: what is to be factorised, or its shapes.
-      rank: columns of a factor.
-    """
+    """Return random right factors, equal in all regions; () for what is sent whole."""
 
     def of_leaf(index, path, x):
         shape = _right_shape(path, x, rank)

@@ -116,11 +116,8 @@ def weigh_owned(
     Args:
       messages: of `masked(core, density, M)`, leaves `[M, ...]`.
       weights: `[M]`, of sum 1.
-      core: as given to `masked`, like the next.
-      density: share of the entries that a region owns.
-
-    Returns:
-      Messages like those given.
+      core: as given to `masked`.
+      density: likewise.
     """
     first = jax.tree.map(lambda x: x[0], messages["core"])
     size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(core.decode, first)))

@@ -44,6 +44,13 @@ def masked_median(values: jax.Array, counted: jax.Array) -> jax.Array:
     return jnp.where(num > 0, middle, 0)
 
 
+def down_to_median(lengths: jax.Array, counted: jax.Array) -> jax.Array:
+    """Return what brings each length `[M]` down to the median of those that count."""
+    limit = masked_median(lengths, counted)
+    is_long = counted & (lengths > limit)
+    return jnp.where(is_long, limit / jnp.where(is_long, lengths, 1), 1)
+
+
 def inner_product(a, b) -> jax.Array:
     """Return the sum of products over all leaves, as a scalar of at least float32."""
     products = jax.tree.leaves(
@@ -163,10 +170,7 @@ def check_rate(argument: str, value) -> None:
 def check_transform(argument: str, value, made_by: str) -> None:
     """Raise ValueError for what is no transformation, as one that was not called.
 
-    Args:
-      argument: its name.
-      value: given.
-      made_by: a call that gives one, for the message.
+    The message names `made_by`, a call that gives one.
     """
     if not (hasattr(value, "init") and hasattr(value, "update")):
         raise ValueError(

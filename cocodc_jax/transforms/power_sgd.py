@@ -67,12 +67,7 @@ def meant(tree, state: PowerSgdState):
 
 
 def first(tree, right: tuple) -> tuple:
-    """Return what is summed first: A Q of each leaf, or the leaf itself.
-
-    Args:
-      tree: A.
-      right: Q of each leaf.
-    """
+    """Return what is summed first: of A, A Q of each leaf, or the leaf itself."""
     pairs = zip(jax.tree.leaves(tree), right, strict=True)
     return tuple(
         x if isinstance(q, tuple) else low_rank.product(low_rank.fold(x, q), q)
@@ -87,12 +82,9 @@ def orthonormal(sums: tuple, right: tuple) -> tuple:
 
 
 def second(tree, left: tuple, right: tuple) -> tuple:
-    """Return what is summed then: A' P^ of each leaf, () for one sent whole.
+    """Return what is summed then: of A, A' P^ of each leaf, () for one sent whole.
 
-    Args:
-      tree: A.
-      left: P^ of each leaf.
-      right: Q of each leaf, for its shape.
+    Of `right`, Q of each leaf, only shapes count.
     """
 
     def of_leaf(x, p, q):
@@ -104,13 +96,7 @@ def second(tree, left: tuple, right: tuple) -> tuple:
 
 
 def decoded(left: tuple, sums: tuple, like):
-    """Return A^, in the shapes and dtypes of `like`.
-
-    Args:
-      left: P^ of each leaf.
-      sums: the new Q of each leaf.
-      like: a tree.
-    """
+    """Return A^ of P^ and the new Q of each leaf, in shapes and dtypes of `like`."""
     leaves, structure = jax.tree.flatten(like)
 
     def of_leaf(x, p, q):

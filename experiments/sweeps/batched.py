@@ -236,10 +236,7 @@ def _row(
     run, last = row.config.run, outcome.evaluations[-1]
     loss, tokens = float(last.loss[trial]), run.steps * row.config.tokens_per_step
     merges, ratios = (float(x[trial]) for x in (outcome.merges, outcome.ratios))
-    compensates = method.sync and method.sync.merge.name in (
-        "compensate",
-        "curvature_mix",
-    )
+    compensates = method.sync and method.sync.merge.reports_correction
     summary = {
         "steps": run.steps,
         "eval_loss": loss,

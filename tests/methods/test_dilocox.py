@@ -4,9 +4,9 @@ import jax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.sync.factors import SummedFactors
 from cocodc_jax.sync.messages import Compressed, Ranked
 from cocodc_jax.sync.schedules import one_step_stale, ranked_rounds
+from cocodc_jax.sync.summed import SummedFactors
 
 
 def test_the_adaptive_rank_has_its_parts():

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.sync.rings import ByRings
+from cocodc_jax.sync.summed import ByRings
 
 
 def test_its_parts():

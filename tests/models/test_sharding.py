@@ -19,8 +19,7 @@ from cocodc_jax.models import (
     make_loss_fn,
     partition_specs,
 )
-from cocodc_jax.models.divided_loss import divided_cross_entropy
-from cocodc_jax.models.loss import cross_entropy
+from cocodc_jax.models.loss import cross_entropy, divided_cross_entropy
 
 _CONFIG = TransformerConfig(
     vocab_size=32,

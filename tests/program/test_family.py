@@ -17,7 +17,7 @@ from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.rings import ByRings
+from cocodc_jax.sync.summed import ByRings
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.transforms.compressor import identity
 from cocodc_jax.transforms.mt_adam import mt_adam

@@ -13,7 +13,7 @@ from cocodc_jax.sync.messages import (
     mean_of_decoded,
     weighted_sum_of_decoded,
 )
-from cocodc_jax.sync.rings import ByRings
+from cocodc_jax.sync.summed import ByRings
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.compressor import identity
 from cocodc_jax.transforms.error_feedback import error_feedback

@@ -11,13 +11,13 @@ from cocodc_jax.sync.messages import AsIs, Compressed, Ranked
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import SharedOuter, nesterov
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.rings import ByRings
 from cocodc_jax.sync.schedules import (
     RankedRounds,
     asynchronous,
     ranked_rounds,
     staggered,
 )
+from cocodc_jax.sync.summed import ByRings
 from cocodc_jax.transforms import compression
 
 

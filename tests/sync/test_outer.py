@@ -20,8 +20,8 @@ from cocodc_jax.sync.outer import (
     nesterov_sgd,
     pseudo_gradient,
 )
-from cocodc_jax.sync.rings import ByRings
 from cocodc_jax.sync.schedules import asynchronous, staggered
+from cocodc_jax.sync.summed import ByRings
 from cocodc_jax.transforms import compression
 
 PAIRS = noisy_pairs(0.7, 0.5, 0.7, 0)

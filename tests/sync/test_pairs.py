@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from cocodc_jax.sync.pairs import matchings
+from cocodc_jax.sync.regions import matchings
 
 
 @pytest.mark.parametrize("num_regions", range(1, 14))

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from cocodc_jax.sync.rings import ByRings
+from cocodc_jax.sync.summed import ByRings
 from cocodc_jax.transforms import compression
 
 

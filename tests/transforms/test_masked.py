@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cocodc_jax.sync.masked import MaskedCore
+from cocodc_jax.sync.messages import MaskedCore
 from cocodc_jax.transforms import masked as masked_file
 from cocodc_jax.transforms.compressor import identity, message_bytes, per_leaf
 from cocodc_jax.transforms.low_rank import low_rank

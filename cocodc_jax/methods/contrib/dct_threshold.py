@@ -30,15 +30,12 @@ Differs from the paper: it thresholds what crosses between the parts of a divide
 too (from memory); here gradients only.
 Defaults: published L about 1000 (from memory); here density 0.01, L 10.
 Measured here: last loss 2.415 with 36 MB sent by a region, data parallel 1.511 with
-1,610 MB, DiLoCo 1.838 with 40.3 MB; the run is short (840k parameters, 480 steps, 4
-regions, one seed), by
-
-    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+1,610 MB, DiLoCo 1.838 with 40.3 MB; the run is short (docs/results/methods.md).
 """
 
 from __future__ import annotations
 
-from cocodc_jax.sync.method import Method
+from cocodc_jax.sync import Method
 from cocodc_jax.sync.per_step import compressed_gradients
 from cocodc_jax.transforms import compression
 

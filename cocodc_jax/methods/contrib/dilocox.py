@@ -34,7 +34,7 @@ $$
 
 A tensor that the factors would not shrink is sent in full; the layers of a stack are
 factorized one by one. Each region's factors are gathered (`messages.Ranked`). With
-`sum_factors` the order is PowerSGD's own (`sync.factors`), in float32:
+`sum_factors` the order is PowerSGD's own (`sync.summed`), in float32:
 
 $$
 \begin{align*}
@@ -54,21 +54,14 @@ a region's pipeline stages; here the latter is with `outer_placement="divided"`.
 Defaults: published H 125, r 64 (1.3B) or 2048 (107B); here H 125, r 64, r_min 4, and
 eta 0.4, mu 0.5, ours (0.7 and 0.9 one round late diverge on a quadratic).
 Measured here: last loss 2.214 with 1.02 MB sent by a region, DiLoCo 1.838 with 40.3 MB
-(840k parameters, 480 steps, H 40, r 16, 4 regions, one seed), by
-
-    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+(docs/results/methods.md; r 16).
 """
 
 from __future__ import annotations
 
-from cocodc_jax.sync import merge
-from cocodc_jax.sync.factors import SummedFactors
+from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules
 from cocodc_jax.sync.messages import Compressed, Message, Ranked
-from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.outer import nesterov
-from cocodc_jax.sync.schedules.base import Schedule
-from cocodc_jax.sync.schedules.fixed import one_step_stale
-from cocodc_jax.sync.schedules.ranked import ranked_rounds
+from cocodc_jax.sync.summed import SummedFactors
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.error_feedback import error_feedback
 from cocodc_jax.transforms.low_rank import low_rank, resize
@@ -104,10 +97,10 @@ def dilocox(
       outer_momentum: its momentum, in [0, 1).
       outer_placement: "host", or "divided" over the devices of each region.
     """
-    schedule: Schedule = one_step_stale(sync_interval)
+    schedule: schedules.Schedule = schedules.one_step_stale(sync_interval)
     message: Message = Compressed(_low_rank_int4(rank))
     if adaptive_rank:
-        schedule = ranked_rounds(sync_interval, rank, min_rank)
+        schedule = schedules.ranked_rounds(sync_interval, rank, min_rank)
         message = Ranked(_low_rank_int4, _resize, rank)
     if sum_factors:
         message = SummedFactors(rank, adaptive_rank)

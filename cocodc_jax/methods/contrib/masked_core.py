@@ -43,11 +43,8 @@ and --warmup_steps=8 --sync_interval=8.
 
 from __future__ import annotations
 
-from cocodc_jax.sync import merge
-from cocodc_jax.sync.masked import MaskedCore
-from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.outer import nesterov
-from cocodc_jax.sync.schedules.fixed import staggered
+from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules
+from cocodc_jax.sync.messages import MaskedCore
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.numerics import check_share
 
@@ -75,7 +72,7 @@ def masked_core(
     return Method(
         name="masked_core",
         sync=Sync(
-            schedule=staggered(sync_interval),
+            schedule=schedules.staggered(sync_interval),
             outer=nesterov(outer_lr, outer_momentum),
             merge=merge.replace(),
             message=MaskedCore(core, mask_density, mask_seed),

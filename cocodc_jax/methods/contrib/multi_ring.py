@@ -12,8 +12,8 @@ $$
 $$
 
 With eta = 1 that is the mean of the parameters. *How* the sum is made is the method
-(`sync.rings.ByRings`): each of `num_rings` rings carries its share of the numbers. Ring
-j goes from place i to place $i + s_j \bmod M$. The strides $s_j$ have no factor in
+(`sync.summed.ByRings`): each of `num_rings` rings carries its share of the numbers.
+Ring j goes from place i to place $i + s_j \bmod M$. The strides $s_j$ have no factor in
 common with M, so each ring visits all regions, and different rings use different links.
 A chunk goes round twice, once to be summed and once to be spread, so a region sends
 $2 (M - 1) / M$ of the model. Partial sums cannot be encoded on their way, so `compress`
@@ -27,18 +27,12 @@ here; inside a region everything is synchronous.
 Defaults: published ones unchecked; here H 30, two rings, eta 1.
 Measured here: last loss 1.764, DiLoCo's last (1.838, with eta 0.7 and mu 0.9) after 357
 of 480 steps: plain averaging is enough in so short a run. 60.4 MB sent by a region
-(840k parameters, H 40, 4 regions, one seed), by
-
-    python -m experiments.compare --preset=tiny --methods=all --target_method=diloco
+(docs/results/methods.md).
 """
 
 from __future__ import annotations
 
-from cocodc_jax.sync import merge
-from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.outer import nesterov
-from cocodc_jax.sync.rings import ByRings
-from cocodc_jax.sync.schedules.fixed import staggered
+from cocodc_jax.sync import ByRings, Method, Sync, merge, nesterov, schedules
 
 
 def multi_ring(
@@ -57,7 +51,7 @@ def multi_ring(
     return Method(
         name="multi_ring",
         sync=Sync(
-            schedule=staggered(sync_interval),
+            schedule=schedules.staggered(sync_interval),
             outer=nesterov(outer_lr, 0.0),
             merge=merge.replace(),
             message=ByRings(num_rings),

@@ -13,15 +13,15 @@ from cocodc_jax.sync.schedules.base import (
     ScheduleState,
     events_at,
 )
-from cocodc_jax.sync.schedules.fixed import (
+from cocodc_jax.sync.schedules.measured import Measured
+from cocodc_jax.sync.schedules.ranked import RankedRounds, ranked_rounds
+from cocodc_jax.sync.schedules.slotted import (
     OneStepStale,
+    Slotted,
     Staggered,
     one_step_stale,
     staggered,
 )
-from cocodc_jax.sync.schedules.measured import Measured
-from cocodc_jax.sync.schedules.ranked import RankedRounds, ranked_rounds
-from cocodc_jax.sync.schedules.slotted import Slotted
 
 __all__ = [
     "FINISH",

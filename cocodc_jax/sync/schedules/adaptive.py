@@ -96,7 +96,6 @@ class Adaptive(Slotted):
     transmission_score: str = "pseudo_gradient"
 
     def __post_init__(self):
-        """Validate the numbers and the score."""
         _check_score(self.transmission_score)
         super().__post_init__()
 
@@ -110,10 +109,6 @@ class Adaptive(Slotted):
         none = (0,) * self.num_fragments
         never, zeros = (-1,) * self.num_fragments, (0.0,) * self.num_fragments
         return AdaptiveState(0, (), never, none, zeros, none, none)
-
-    def restore(self, value: dict) -> AdaptiveState:
-        """Return the state that `to_json` was called on."""
-        return AdaptiveState.from_json(value)
 
     def learn(self, state: AdaptiveState, applied: Applied) -> AdaptiveState:
         """Return the state with the norm of an applied mean."""

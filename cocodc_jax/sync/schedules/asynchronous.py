@@ -50,7 +50,6 @@ class Asynchronous(Schedule):
     is_by_region = True
 
     def __post_init__(self):
-        """Validate the interval."""
         check_at_least("sync_interval", self.sync_interval, 1)
 
     def bind(self, regions: Regions, looks_midway: bool = False) -> Asynchronous:
@@ -79,17 +78,12 @@ class Asynchronous(Schedule):
         """Return the state before the first step."""
         return ScheduleState(0, (), (-1,) * len(self.step_times))
 
-    def restore(self, value: dict) -> ScheduleState:
-        """Return the state that `to_json` was called on."""
-        return ScheduleState.from_json(value)
-
     def next_step(self, state: ScheduleState) -> int:
         """Return the next tick at which a region syncs."""
         return min(self.arrival(m, state.step) for m in range(len(self.step_times)))
 
     def next_event(self, state, step, observe: Observe = nothing):
         """Return a region's start, then its finish, regions in ascending order."""
-        del observe
         if state.in_flight:
             (pending,) = state.in_flight
             return dataclasses.replace(state, in_flight=()), pending.event(FINISH)
@@ -102,7 +96,7 @@ class Asynchronous(Schedule):
                     in_flight=(pending,),
                     last_start=replaced(state.last_start, region, step),
                 )
-                return state, pending.event(START)._replace(since_step=max(last, 0))
+                return state, pending.event(START, max(last, 0))
         return dataclasses.replace(state, step=step), None
 
     def _comes(self, region: int, step: int) -> bool:

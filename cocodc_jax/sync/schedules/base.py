@@ -18,7 +18,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from cocodc_jax.sync.regions import Regions
 
@@ -76,11 +76,9 @@ class Pending(NamedTuple):
         """Unique id of a sync: its fragment and its start."""
         return self.fragment_id, self.start_step
 
-    def event(self, kind: str) -> Event:
-        """Return an event of this sync after its start."""
-        return Event(
-            kind, self.fragment_id, self.start_step, 0, self.participating, self.rank
-        )
+    def event(self, kind: str, since_step: int = 0) -> Event:
+        """Return an event of this sync; `since_step` is of its start."""
+        return Event(kind, *self.sync_id, since_step, self.participating, self.rank)
 
 
 class Applied(NamedTuple):
@@ -103,11 +101,7 @@ Observe = Callable[[str], Any]
 
 
 def nothing(name: str) -> list:
-    """Observe nothing: for schedules without needs.
-
-    Raises:
-      ValueError: for anything but "applied".
-    """
+    """Observe nothing: for schedules without needs."""
     if name != "applied":
         raise ValueError(f"the schedule needs {name!r}, which nobody measures here")
     return []
@@ -127,10 +121,8 @@ class ScheduleState:
     in_flight: tuple[Pending, ...]
     last_start: tuple[int, ...]
 
-    @property
-    def rank(self) -> int:
-        """Rank of the messages sent now; 0 if the schedule sets none."""
-        return 0
+    # Rank of the messages sent now; 0 if the schedule sets none.
+    rank: ClassVar[int] = 0
 
     def to_json(self) -> dict:
         """Return plain values, for a checkpoint."""
@@ -190,9 +182,24 @@ class Schedule(abc.ABC):
     ) -> tuple[Any, Event | None]:
         """Return the next event at `step`, and the state after it."""
 
+    def arrive(self, state: Any, step: int) -> tuple[Any, Event | None]:
+        """Return the next `MIDWAY` or `FINISH` of `step`, if any."""
+        state = dataclasses.replace(state, step=step)
+        for pending in state.in_flight:
+            if pending.midway_step == step:
+                looked = pending._replace(midway_step=None)
+                flying = tuple(looked if p is pending else p for p in state.in_flight)
+                state = dataclasses.replace(state, in_flight=flying)
+                return state, pending.event(MIDWAY)
+        for pending in state.in_flight:
+            if pending.apply_step <= step:
+                flying = tuple(p for p in state.in_flight if p is not pending)
+                state = dataclasses.replace(state, in_flight=flying)
+                return state, pending.event(FINISH)
+        return state, None
+
     def learn(self, state: Any, applied: Applied) -> Any:
         """Return the state with an applied update's observations."""
-        del applied
         return state
 
     def landed(self, state: Any) -> Any:
@@ -211,17 +218,12 @@ class Schedule(abc.ABC):
         last_start = (step,) * len(state.last_start)
         return dataclasses.replace(state, step=step, last_start=last_start)
 
-    @abc.abstractmethod
     def restore(self, value: dict) -> Any:
         """Return the state that `to_json` was called on."""
+        return type(self.init()).from_json(value)
 
     def bind(self, regions: Regions, looks_midway: bool = False) -> Schedule:
-        """Return the schedule for these regions.
-
-        Raises:
-          ValueError: naming what does not fit.
-        """
-        del regions
+        """Return the schedule for these regions, or refuse what does not fit."""
         if looks_midway:
             raise ValueError(
                 f"delay_steps={self.delay_steps} has no two halves to compare in "
@@ -257,11 +259,7 @@ def replaced(values: tuple, index: int, value: Any) -> tuple:
 
 
 def check_at_least(name: str, value: int, least: int) -> None:
-    """Refuse a value that is not a whole number of at least `least`.
-
-    Raises:
-      ValueError: naming the argument and its value.
-    """
+    """Refuse a value that is not a whole number of at least `least`."""
     if not hasattr(value, "__index__"):
         raise ValueError(f"{name}={value!r} must be a whole number, at least {least}")
     if value < least:

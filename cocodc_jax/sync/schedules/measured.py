@@ -32,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from typing import Any
+from typing import Any, ClassVar
 
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules.adaptive import Adaptive, syncs_that_fit
@@ -45,9 +45,8 @@ from cocodc_jax.sync.schedules.base import (
     ScheduleState,
     nothing,
 )
-from cocodc_jax.sync.schedules.fixed import Staggered
-from cocodc_jax.sync.schedules.fixed import staggered as plain_staggered
-from cocodc_jax.sync.schedules.slotted import Slotted, ahead
+from cocodc_jax.sync.schedules.slotted import Slotted, Staggered, ahead, check_delay
+from cocodc_jax.sync.schedules.slotted import staggered as plain_staggered
 
 AUTO = "auto"
 
@@ -68,6 +67,9 @@ class MeasuredState:
     step_times: tuple[float, ...] = ()
     sync_times: tuple[float, ...] = ()
 
+    # No measured schedule sets the rank of messages.
+    rank: ClassVar[int] = 0
+
     @property
     def step(self) -> int:
         """The step up to which events were returned."""
@@ -77,11 +79,6 @@ class MeasuredState:
     def in_flight(self) -> tuple[Pending, ...]:
         """Syncs not yet applied, oldest first."""
         return self.base.in_flight
-
-    @property
-    def rank(self) -> int:
-        """Rank of the messages sent now; no measured schedule sets one."""
-        return 0
 
     def to_json(self) -> dict:
         """Return plain values, for a checkpoint."""
@@ -108,7 +105,6 @@ class Measured(Schedule):
     window: int = 5
 
     def __post_init__(self):
-        """Check that every fragment can be on time."""
         # Measured slots can wait for a fragment, up to its deadline.
         fixed = self.network_share is None
         longest = self.base.longest_delay if fixed else self.sync_interval
@@ -117,12 +113,7 @@ class Measured(Schedule):
                 f"max_delay_steps={self.delay_steps} must be at least 1 and at most "
                 f"{longest}: a fragment must arrive before it starts again"
             )
-        if not 0 <= self.delay_steps <= longest:
-            raise ValueError(
-                f"delay_steps={self.delay_steps} is longer than sync_interval="
-                f"{self.sync_interval} allows; a fragment must arrive before it "
-                f"starts again: use at most {longest}"
-            )
+        check_delay(self.delay_steps, self.sync_interval, longest)
         if self.network_share is not None:  # Checks it.
             syncs_that_fit(1, 1, 1.0, 1.0, self.network_share)
 
@@ -256,7 +247,7 @@ def staggered(
     max_delay_steps: int | None = None,
     phase_steps: int = 0,
 ) -> Staggered | Measured:
-    """Make a `fixed.staggered` schedule, with a delay that may be measured.
+    """Make a `slotted.staggered` schedule, with a delay that may be measured.
 
     Raises:
       ValueError: naming the argument, its value and a value that works.

@@ -8,9 +8,9 @@ that recent updates turned out to need:
     H_t = ceil(H_1 r_t / r_1)
 
 The message that is sent at the start of round t has rank r_t, and is applied H_t steps
-later, when the next one is sent (`fixed.one_step_stale`). A mean is measured when it is
-applied and read when the next message is sent, so nothing waits for it. Ranks come in
-buckets, as every rank compiles its own programs.
+later, when the next one is sent (`slotted.one_step_stale`). A mean is measured when it
+is applied and read when the next message is sent, so nothing waits for it. Ranks come
+in buckets, as every rank compiles its own programs.
 
 All regions make the same choice: an effective rank is that of a reduced mean.
 
@@ -24,7 +24,6 @@ import dataclasses
 import statistics
 
 from cocodc_jax.sync.schedules.base import (
-    FINISH,
     START,
     Applied,
     Observe,
@@ -51,7 +50,7 @@ class RankedState(ScheduleState):
     effective_ranks: tuple[float, ...] = ()
 
     @property
-    def rank(self) -> int:
+    def rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Rank of the messages sent now."""
         return self.sent_rank
 
@@ -74,7 +73,6 @@ class RankedRounds(Schedule):
     needs = frozenset({"effective_rank"})
 
     def __post_init__(self):
-        """Validate the interval."""
         check_at_least("sync_interval", self.sync_interval, 1)
 
     @property
@@ -97,10 +95,6 @@ class RankedRounds(Schedule):
             first, step=step, in_flight=(pending,), last_start=last_start
         )
 
-    def restore(self, value: dict) -> RankedState:
-        """Return the state that `to_json` was called on."""
-        return RankedState.from_json(value)
-
     def steps_of(self, rank: int) -> int:
         """Return H_t, the steps of a round that hides a message of this rank."""
         return -(-self.sync_interval * rank // self.ranks[0])
@@ -117,7 +111,7 @@ class RankedRounds(Schedule):
             rank = self._choose_rank(state.effective_ranks)
             steps = self.steps_of(rank)
             pending = Pending(0, step, step + steps, rank=rank)
-            event = pending.event(START)._replace(since_step=step - state.round_steps)
+            event = pending.event(START, step - state.round_steps)
             state = dataclasses.replace(
                 state,
                 step=step,
@@ -127,12 +121,7 @@ class RankedRounds(Schedule):
                 round_steps=steps,
             )
             return state, event
-        state = dataclasses.replace(state, step=step)
-        due = [p for p in state.in_flight if p.apply_step <= step]
-        if not due:
-            return state, None
-        rest = tuple(p for p in state.in_flight if p is not due[0])
-        return dataclasses.replace(state, in_flight=rest), due[0].event(FINISH)
+        return self.arrive(state, step)
 
     def learn(self, state: RankedState, applied: Applied) -> RankedState:
         """Return the state with the effective rank of an applied mean."""

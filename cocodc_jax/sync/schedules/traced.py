@@ -15,8 +15,7 @@ import numpy as np
 
 from cocodc_jax.sync.schedules.adaptive import Adaptive, highest
 from cocodc_jax.sync.schedules.base import Observe, Schedule
-from cocodc_jax.sync.schedules.fixed import Staggered
-from cocodc_jax.sync.schedules.slotted import Slotted
+from cocodc_jax.sync.schedules.slotted import Slotted, Staggered
 
 _NEVER = -1
 

@@ -14,7 +14,7 @@ from cocodc_jax.exchange.in_program import make_ring_sum
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.rings import ByRings
+from cocodc_jax.sync.summed import ByRings
 
 SHAPES = {"a": (7,), "b": (3, 5), "c": ()}
 SIZE = 23

@@ -32,8 +32,7 @@ from cocodc_jax.sharding.shardings import Shardings
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.messages import AsIs, Compressed
 from cocodc_jax.sync.needs import UserInputs
-from cocodc_jax.sync.pairs import matchings
-from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.regions import Regions, matchings
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.compressor import identity, message_bytes
 

@@ -8,7 +8,7 @@ import pytest
 
 CODE = """
 import resource, threading
-from cocodc_jax.sharding.host_memory import keep_freed_memory
+from cocodc_jax.sharding.mesh import keep_freed_memory
 
 def faults(size=100 << 20):
     b"x" * size
