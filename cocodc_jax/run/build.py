@@ -206,13 +206,11 @@ def training_parts(
     steps: int,
     layout: models.Layout | None = None,
     subspace: models.Subspace | None = None,
-) -> tuple[optax.GradientTransformation, cc.methods.Method, cc.UserInputs]:
-    """Return inner optimizer, method and user inputs of a model's training.
+) -> tuple[optax.GradientTransformation, cc.UserInputs]:
+    """Return inner optimizer and user inputs of a model's training.
 
-    A model with experts counts their tokens, and its method resets the counts.
+    A model with experts counts their tokens.
     """
-    if model.num_experts:
-        method = method.for_experts()
     optimizer = inner.build(steps, method)
     if subspace is not None:
         optimizer = models.confined(optimizer, subspace)
@@ -223,7 +221,7 @@ def training_parts(
         adam_second_moment(inner.second_moment_decay(method)),
         models.make_outputs(model, layout),
     )
-    return optimizer, method, user_inputs
+    return optimizer, user_inputs
 
 
 def build_program(
@@ -244,7 +242,7 @@ def build_program(
     model = losses.with_kernels(config, model, method, mesh)
     layout = losses.layout(config.run, mesh)
     subspace = losses.subspace_of(config.run, model)
-    optimizer, method, user_inputs = training_parts(
+    optimizer, user_inputs = training_parts(
         model, method, config.optimizer, config.run.steps, layout, subspace
     )
     return cc.RegionProgram(

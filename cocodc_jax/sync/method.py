@@ -17,7 +17,7 @@ from cocodc_jax.sync.expert_mean import with_expert_mean
 from cocodc_jax.sync.merge import Merge
 from cocodc_jax.sync.messages import AsIs, Message
 from cocodc_jax.sync.moments import Moments
-from cocodc_jax.sync.outer import Outer, SharedOuter
+from cocodc_jax.sync.outer import Outer
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.sync.regions import Regions, Weigh
 from cocodc_jax.sync.robust import Robust
@@ -256,18 +256,12 @@ class Method:
         try:
             if self.sync is None:
                 raise ValueError("it takes no mean of parameters")
-            return self.with_sync(message=with_expert_mean(self.sync.message, True))
+            return self.with_sync(message=with_expert_mean(self.sync.message))
         except ValueError as why:
             raise ValueError(
                 f"expert_weights={expert_weights!r} has no meaning for method="
                 f"{self.name!r}: {why}; leave it out"
             ) from None
-
-    def for_experts(self) -> Method:
-        """Return the same method for a model that counts its experts' tokens."""
-        if self.sync is None or not isinstance(self.sync.outer, SharedOuter):
-            return self
-        return self.with_sync(message=with_expert_mean(self.sync.message, False))
 
     def guarded(self, exclude_above: float | None, robust_mean: str | None) -> Method:
         """Return the same method with bad updates left out of its means.
