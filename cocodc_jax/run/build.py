@@ -22,6 +22,7 @@ from cocodc_jax.run.cross_process_check import gather
 from cocodc_jax.run.optimizer_config import OptimizerConfig
 from cocodc_jax.run.processes import check_shares
 from cocodc_jax.sharding.mesh import (
+    EXPERT,
     REGION,
     STAGE,
     Mesh,
@@ -58,7 +59,8 @@ def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
     there = wanted if is_cpu else len(devices)
     if run.devices > there:
         reason = (
-            " (regions * stages * data_axis * sequence_axis * model_axis virtual ones)"
+            " (regions * stages * data_axis * expert_axis * sequence_axis * "
+            "model_axis virtual ones)"
         )
         raise ValueError(
             f"devices={run.devices} asks for more than there are: {there}"
@@ -84,7 +86,7 @@ def _shared_devices(run: RunConfig, wanted: int) -> list[Any]:
     if not fitting:
         raise ValueError(
             f"one region needs {own} devices of a process, but a process has {there}; "
-            "lower stages, data_axis, sequence_axis or model_axis"
+            "lower stages, data_axis, expert_axis, sequence_axis or model_axis"
         )
     return inner_devices(fitting[-1] * own)
 
@@ -97,6 +99,7 @@ def mesh_of(run: RunConfig, devices: list[Any] | None = None) -> Mesh:
         run.model_axis,
         devices,
         stage=run.stages,
+        expert=run.expert_axis,
         sequence=run.sequence_axis,
     )
 
@@ -116,7 +119,12 @@ def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
                 "out, or use num_experts=8"
             )
     models.check_divisible(
-        model, run.data_axis, run.model_axis, run.stages, run.sequence_axis
+        model,
+        run.data_axis,
+        run.model_axis,
+        run.stages,
+        run.sequence_axis,
+        run.expert_axis,
     )
     losses.subspace_of(run, model)
     if run.is_pipelined:
@@ -257,6 +265,7 @@ def build_program(
             stage=STAGE if config.run.stages > 1 else None,
             divides_embedding=layout is not None,
             axes=losses.weight_axes(config.run),
+            expert=EXPERT if config.run.expert_axis > 1 else None,
         ),
         user_inputs=user_inputs,
         transport=dataclasses.replace(config.run.transport, place=place),

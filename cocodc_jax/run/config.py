@@ -66,24 +66,26 @@ class TrainConfig:
                     f"batch_sizes={self.run.batch_sizes} must be divisors of "
                     f"batch_per_region={self.data.batch_per_region}"
                 )
-        if self.data.batch_per_region % self.run.data_axis:
+        experts = self.run.expert_axis
+        experts = f" * expert_axis={experts}" if experts > 1 else ""
+        if self.data.batch_per_region % self.run.devices_per_batch:
             raise ValueError(
                 f"batch_per_region={self.data.batch_per_region} must be a multiple of "
-                f"data_axis={self.run.data_axis}, which shares it out"
+                f"data_axis={self.run.data_axis}{experts}, which shares it out"
             )
         if self.data.sequence_length % self.run.sequence_axis:
             raise ValueError(
                 f"sequence_length={self.data.sequence_length} must be a multiple of "
                 f"sequence_axis={self.run.sequence_axis}, which shares it out"
             )
-        own = self.data.batch_per_region // self.run.data_axis
+        own = self.data.batch_per_region // self.run.devices_per_batch
         if own % self.run.accumulate_steps:
             parts = [n for n in range(1, own + 1) if own % n == 0]
             raise ValueError(
                 f"accumulate_steps={self.run.accumulate_steps} does not divide the "
                 f"{own} sequences of a device (batch_per_region="
-                f"{self.data.batch_per_region} / data_axis={self.run.data_axis}); use "
-                f"one of {parts}"
+                f"{self.data.batch_per_region} / data_axis={self.run.data_axis}"
+                f"{experts}); use one of {parts}"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""A run whose devices share the positions of sequences, by its configuration."""
+"""Runs whose devices share positions of sequences, or experts, by configuration."""
 
 import jax
 import numpy as np
@@ -39,9 +39,46 @@ def test_devices_that_share_positions_train_as_one_does():
     assert gate.spec == P("region", ("data", "sequence"), "model")
 
 
+def test_devices_that_share_experts_train_as_one_does():
+    moe = {"num_experts": 4, "expert_width": 16, "scan_layers": True}
+    state, losses, num_tokens = trained(data_axis=2, expert_axis=2, **moe)
+    _, expected, alone = trained(**moe)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_array_equal(num_tokens, alone)
+    block = state.region.params["blocks"]
+    gate = block["moe"]["experts"]["gate"].sharding
+    assert gate.spec == P("region", None, "expert", "data", "model")
+    query = block["attention"]["query"].sharding
+    assert query.spec == P("region", None, ("data", "expert"), "model")
+
+
+@pytest.mark.parametrize(
+    ("leaves", "message"),
+    [
+        ({"expert_axis": 2}, "expert_axis=2 has no meaning for a model without exp"),
+        (
+            {"expert_axis": 4, "num_experts": 6, "expert_width": 8},
+            "num_experts=6 is not a multiple of the mesh's expert_axis=4; use num_",
+        ),
+        (
+            {"expert_axis": 3, "batch_per_region": 4},
+            r"data_axis=1 \* expert_axis=3, whi",
+        ),
+        ({"expert_axis": 2, "stages": 2}, "expert_axis=2 is not for pipelines"),
+    ],
+)
+def test_experts_that_devices_cannot_share_are_named(leaves, message):
+    with pytest.raises(ValueError, match=message):
+        checked(**leaves)
+
+
+def checked(**leaves):
+    config = CONFIG.replace(**leaves)
+    check_model(config, config.model)
+
+
 def test_a_width_that_both_axes_do_not_divide_is_named():
-    config = CONFIG.replace(batch_per_region=32, data_axis=32, sequence_axis=2)
     with pytest.raises(
         ValueError, match=r"width=32 .* data_axis \* sequence_axis=64; use width=64"
     ):
-        check_model(config, config.model)
+        checked(batch_per_region=32, data_axis=32, sequence_axis=2)
