@@ -25,8 +25,12 @@ def trained(**axes):
     state = program.init(params, jax.random.key(4))
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, (STEPS, 2, BATCH, LENGTH + 1)).astype(np.int32)
-    ((state, output),) = run(program, state, iter(tokens), STEPS)
-    return state, np.asarray(output.losses), np.asarray(output.aux["num_tokens"])
+    losses, num_tokens = [], []
+    for new, output in run(program, state, iter(tokens), STEPS):
+        state = new
+        losses += np.asarray(output.losses).tolist()
+        num_tokens += np.asarray(output.aux["num_tokens"]).tolist()
+    return state, losses, num_tokens
 
 
 def test_devices_that_share_positions_train_as_one_does():
@@ -40,9 +44,20 @@ def test_devices_that_share_positions_train_as_one_does():
 
 
 def test_devices_that_share_experts_train_as_one_does():
-    moe = {"num_experts": 4, "expert_width": 16, "scan_layers": True}
+    # Fragments of two, one and one experts: those of one are on every device.
+    moe = {
+        "num_experts": 4, "expert_width": 16, "scan_layers": True,
+        "method": "streaming_diloco", "fragment_strategy": "experts",
+        "num_fragments": 4, "delay_steps": 0, "sync_interval": 4,
+        "expert_weights": "tokens",
+    }  # fmt: skip
     state, losses, num_tokens = trained(data_axis=2, expert_axis=2, **moe)
-    _, expected, alone = trained(**moe)
+    one, expected, alone = trained(**moe)
+    assert state.sync.schedule == one.sync.schedule
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4),
+        *(jax.device_get(each.region.params) for each in (state, one)),
+    )
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     np.testing.assert_array_equal(num_tokens, alone)
     block = state.region.params["blocks"]
