@@ -153,7 +153,7 @@ def _write_report(
     workdir: pathlib.Path,
     console: Console,
 ) -> None:
-    from cocodc_jax.report import page, plots  # Matplotlib, on use.
+    from cocodc_jax.report import experts, page, plots  # Matplotlib, on use.
 
     target = flags.value("target_method")
     if target in diverged:
@@ -174,6 +174,7 @@ def _write_report(
             plots.fragments_in_flight(runs),
             "When each fragment was in flight; a mark is a sync without delay.",
         )
+    figures |= experts.figures(runs)
     pictures = []
     for name, (figure, caption) in figures.items():
         plots.save_png(figure, str(workdir / f"{name}.png"))

@@ -17,11 +17,12 @@ from cocodc_jax.aot.collectives import BETWEEN_SLICES
 from cocodc_jax.aot.targets import GPUS_PER_HOST, Target
 from cocodc_jax.chips import Chip
 from cocodc_jax.exchange.programs import LoweredProgram
+from cocodc_jax.expert_leaves import expert_axis
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.run.build import build_program, check_model, list_evaluation, mesh_of
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.losses import torus_steps
-from cocodc_jax.sharding.mesh import DATA, REGION, SEQUENCE
+from cocodc_jax.sharding.mesh import DATA, EXPERT, REGION, SEQUENCE
 from cocodc_jax.sharding.transfer import PINNED
 from cocodc_jax.sync.schedules.base import START, events_at
 from cocodc_jax.train.run_steps import MAX_SCAN_STEPS
@@ -76,12 +77,13 @@ def place(config: TrainConfig, target: Target, keep_data_axis: bool) -> TrainCon
             "numbers; use a divisor"
         )
     own = num_chips // run.regions
-    inside = run.stages * run.sequence_axis * run.model_axis
+    inside = run.stages * run.expert_axis * run.sequence_axis * run.model_axis
     inside *= run.data_axis if keep_data_axis else 1
     if own % inside:
         raise ValueError(
-            f"stages * data_axis * sequence_axis * model_axis = {inside} do not divide "
-            f"the {own} chips of a region of target={target}; use divisors"
+            f"stages * data_axis * expert_axis * sequence_axis * model_axis = {inside} "
+            f"do not divide the {own} chips of a region of target={target}; use "
+            "divisors"
         )
     if not keep_data_axis:
         config = config.replace(data_axis=own // inside)
@@ -168,26 +170,40 @@ def recomputed_flops(built: Built, config: TrainConfig) -> float:
 
 
 def least_bytes_inside(built: Built, config: TrainConfig) -> float:
-    """Count what one inner step has to move over the data axis, received by a device.
+    """Count what one inner step has to move over its tokens' axes, to a device.
 
-    With a sequence axis over both; what attention gathers over that is not in it.
+    What attention gathers over a sequence axis is not in it.
 
     Fully sharded data parallelism's own: each weight is gathered twice, as it is
     computed with (forward and backward), and its float32 gradient reduce-scattered;
-    gradients of what is whole on every device are all-reduced.
+    gradients of what is whole on every device are all-reduced. Over an expert axis
+    each row of a token and one of its experts goes there and back, and so do
+    cotangents; weights of experts are not gathered over it.
     """
-    size = built.mesh.shape[DATA] * built.mesh.shape[SEQUENCE]
-    itemsize = jnp.dtype(config.model.compute_dtype).itemsize
+    mesh, model = built.mesh, config.model
+    itemsize = jnp.dtype(model.compute_dtype).itemsize
     total = 0.0
-    for leaf in jax.tree.leaves(built.state.region.params):
+    params = built.state.region.params
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         named = jax.tree.leaves(tuple(leaf.sharding.spec))
-        over = [built.mesh.shape[axis] for axis in (DATA, SEQUENCE) if axis in named]
-        # Of a device, if no axis of tokens divided the weight.
-        whole_bytes = device_bytes([leaf], built.mesh) * math.prod(over)
-        own = leaf.dtype.itemsize
-        each = 2 * itemsize + own if DATA in named else 2 * own
-        total += whole_bytes // own * each
-    return total * (size - 1) / size
+        over = [axis for axis in (DATA, EXPERT, SEQUENCE) if axis in named]
+        is_experts = (
+            expert_axis(jax.tree_util.keystr(path, simple=True, separator="/"))
+            is not None
+        )
+        if over and is_experts and EXPERT in over:
+            over.remove(EXPERT)
+        gathered = over or (DATA, EXPERT, SEQUENCE)
+        size = math.prod(mesh.shape[axis] for axis in gathered)
+        whole = device_bytes([leaf], mesh) // leaf.dtype.itemsize
+        whole *= size if over else 1
+        each = 2 * itemsize + leaf.dtype.itemsize if over else 2 * leaf.dtype.itemsize
+        total += whole * each * (size - 1) / size
+    rows = model.experts_per_token * config.data.batch_per_region
+    rows *= config.data.sequence_length // (mesh.shape[DATA] * mesh.shape[SEQUENCE])
+    layers = model.num_layers // model.moe_every if model.num_experts else 0
+    share = (mesh.shape[EXPERT] - 1) / mesh.shape[EXPERT] ** 2
+    return total + 4 * layers * rows * share * model.width * itemsize
 
 
 def device_bytes(tree: PyTree, mesh: Mesh) -> int:

@@ -214,7 +214,7 @@ def remedies(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     if config.model.loss_chunk_tokens > _SMALL_CHUNK:
         changes["loss_chunk_tokens"] = _SMALL_CHUNK
         yield changed()
-    own, parts = data.batch_per_region // run.data_axis, run.accumulate_steps
+    own, parts = data.batch_per_region // run.devices_per_batch, run.accumulate_steps
     while not run.is_pipelined and own % (2 * parts) == 0:
         parts *= 2
         yield changed(accumulate_steps=parts)
@@ -223,6 +223,6 @@ def remedies(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
         if is_longer and config.model.num_kv_heads % (axis * run.model_axis) == 0:
             yield changed(data_axis=run.data_axis // axis, model_axis=axis)
     batch = data.batch_per_region
-    while batch % (2 * run.data_axis) == 0:
+    while batch % (2 * run.devices_per_batch) == 0:
         batch //= 2
         yield changed(batch_per_region=batch)

@@ -177,7 +177,8 @@ def outer_step(
       optimizer: outer optimizer; receives `stale_params` if not None.
       params: the outer fragment.
       opt_state: its optimizer's state.
-      mean_pseudo_gradient: old minus new; the optimizer's gradient.
+      mean_pseudo_gradient: old minus new; the optimizer's gradient. It is zero for
+        counts of experts' tokens, of which outer parameters have none.
       stale_params: outer fragment that it was measured from, or None.
 
     Returns:
@@ -185,6 +186,10 @@ def outer_step(
       (float32 scalar).
     """
     extra = {} if stale_params is None else {"stale_params": stale_params}
+    mean_pseudo_gradient = {
+        path: jnp.zeros_like(x) if is_token_count(path) else x
+        for path, x in mean_pseudo_gradient.items()
+    }
     updates, opt_state = optax.with_extra_args_support(optimizer).update(
         mean_pseudo_gradient, opt_state, params, **extra
     )

@@ -24,6 +24,7 @@ from cocodc_jax._extras import extra
 from cocodc_jax.models.attention import attend
 from cocodc_jax.models.backward import PLAIN, spread
 from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.drawn import matrix
 from cocodc_jax.models.experts import MixtureOfExperts, Routed
 from cocodc_jax.models.layout import Adapter, Layout, read, shared, write
 
@@ -91,7 +92,7 @@ class Attention(Multiplying):
         self.query = matrix(rngs, config.width, config.width)
         self.key = matrix(rngs, config.width, kv_width)
         self.value = matrix(rngs, config.width, kv_width)
-        self.output = matrix(rngs, config.width, config.width, _residual(config))
+        self.output = matrix(rngs, config.width, config.width, gain=_residual(config))
         if config.qk_norm:
             self.query_norm = norm(config, config.head_width)
             self.key_norm = norm(config, config.head_width)
@@ -135,7 +136,7 @@ class MLP(Multiplying):
         mlp_width = mlp_width or config.mlp_width
         self.gate = matrix(rngs, config.width, mlp_width)
         self.up = matrix(rngs, config.width, mlp_width)
-        self.down = matrix(rngs, mlp_width, config.width, _residual(config))
+        self.down = matrix(rngs, mlp_width, config.width, gain=_residual(config))
         self.adapt(config, rngs, layout)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
@@ -228,16 +229,6 @@ def rotate(x_BLHd: jax.Array, cos_Ld: jax.Array, sin_Ld: jax.Array) -> jax.Array
 def norm(config: TransformerConfig, width: int) -> RMSNorm:
     """Return a norm of the last `width` features, as the model has them."""
     return RMSNorm(width, config.norm_epsilon, config.backward)
-
-
-def matrix(rngs: nnx.Rngs, fan_in: int, fan_out: int, gain: float = 1.0) -> nnx.Param:
-    """Draw a matrix `[fan_in, fan_out]` of deviation `gain` / sqrt(fan_in)."""
-    return normal(rngs, (fan_in, fan_out), gain / math.sqrt(fan_in))
-
-
-def normal(rngs: nnx.Rngs, shape: tuple[int, int], stddev: float) -> nnx.Param:
-    """Draw a float32 matrix of normal numbers."""
-    return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, jnp.float32))
 
 
 def _residual(config: TransformerConfig) -> float:

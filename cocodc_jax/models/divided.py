@@ -71,7 +71,9 @@ class _Device:
 
     def specs(self, params: Params) -> Any:
         axes = (self.layout.tokens, self.layout.model)
-        return partition_specs(params, axes, divides_embedding=True)
+        return partition_specs(
+            params, axes, divides_embedding=True, expert=self.layout.expert
+        )
 
     def loss(self, params: Params, tokens: jax.Array):
         """Return `(loss, aux)` of the region's batch, equal on all devices."""
@@ -106,15 +108,16 @@ class _Device:
 
     def _whole(self, share, tokens: jax.Array):
         loss, aux = jax.tree.map(lambda x: sum_over(x, self.layout.tokens), share)
-        count = tokens[:, 1:].size * jax.lax.axis_size(self.layout.data)
+        count = tokens[:, 1:].size * jax.lax.axis_size(self.layout.batch)
         return loss, {"num_tokens": jnp.float32(count), **aux}
 
     def _sum_undivided(self, path, grad: jax.Array, spec: P) -> jax.Array:
         """Sum the gradient of what is whole on all devices of an axis."""
-        if self.layout.tokens not in spec:
+        named = jax.tree.leaves(tuple(spec))
+        if self.layout.data not in named:
             grad = sum_over(grad, self.layout.tokens)
         of_features = any(key.key in _OF_FEATURES for key in path)
-        if of_features and self.layout.model not in spec:
+        if of_features and self.layout.model not in named:
             grad = sum_over(grad, self.layout.model)
         return grad
 
@@ -128,7 +131,7 @@ def _mapped(device: _Device, compute: Callable, params: Params, tokens, key):
         compute,
         # All that are left.
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-        in_specs=(specs, P(device.layout.data)),
+        in_specs=(specs, P(device.layout.batch)),
         out_specs=(P(), specs) if compute == device.loss_and_grad else P(),
         check_vma=False,
     )

@@ -5,9 +5,8 @@ A router gives each token x to its k best of E experts, each a SwiGLU:
     p = softmax(x R)                    float32, over all experts
     y = sum over the k largest of  p_e / (sum of these p) expert_e(x)
 
-No token is dropped: tokens are sorted by expert, and experts multiply groups of unequal
-length (MegaBlocks, Gale et al., arXiv 2211.15841). With f_e the share of all
-assignments that expert e got, two losses keep the router in order:
+No token is dropped (`dispatch.py`). With f_e the share of all assignments that expert e
+got, two losses keep the router in order:
 
     balance   E sum_e f_e mean(p_e)     1 if all get the same (Switch, arXiv 2101.03961,
               section 2.2; there for k = 1)
@@ -30,7 +29,6 @@ Qwen3 (from memory).
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +38,8 @@ import optax
 from cocodc_jax._extras import extra
 from cocodc_jax.expert_leaves import TOKEN_UNIT, is_token_count
 from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.dispatch import mix
+from cocodc_jax.models.drawn import matrix
 from cocodc_jax.models.layout import (
     Layout,
     gather,
@@ -51,16 +51,6 @@ from cocodc_jax.models.layout import (
 
 with extra("train"):
     from flax import nnx
-
-try:
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
-except ImportError:  # Of experimental modules none stays for ever.
-    tgmm = None
-
-# Rows of a block of one expert's tokens: at most, and at least.
-_MOST_ROWS, _LEAST_ROWS = 128, 8
-# Sides of a tile of the TPU's kernel; not tuned.
-_MOST_TILE = 512
 
 
 class Routed(NamedTuple):
@@ -110,145 +100,25 @@ def choose(x_TD: jax.Array, router_DE: jax.Array, per_token: int) -> Choice:
     return Choice(ids_TK, weights_TK, probs_TE, logits_TE)
 
 
-def mix(
-    x_TD: jax.Array,
-    ids_TK: jax.Array,
-    weights_TK: jax.Array,
-    weights: tuple[jax.Array, jax.Array, jax.Array],
-    dispatch: str,
-) -> jax.Array:
-    """Return the weighted sum of what each token's experts give, `[T, D]`.
-
-    Args:
-      x_TD: tokens.
-      ids_TK: int, the experts of each.
-      weights_TK: of the experts.
-      weights: gate `[E, D, F]`, up `[E, D, F]` and down `[E, F, D]`, in x's dtype.
-      dispatch: "ragged" multiplies groups by `jax.lax.ragged_dot`, a kernel on TPUs,
-        with Megablox's for the gradient of weights; elsewhere it multiplies all tokens
-        by all experts. It has no second derivatives. "blocks" pads groups to blocks of
-        equal length, each multiplied by its expert's weights.
-    """
-    gate_EDF, up_EDF, down_EFD = weights
-    (num_tokens, width), per_token = x_TD.shape, ids_TK.shape[1]
-    flat_N = ids_TK.reshape(-1)
-    order_N = jnp.argsort(flat_N, stable=True)
-    sizes_E = jnp.bincount(flat_N, length=gate_EDF.shape[0])
-    if dispatch == "ragged":
-        rows_ND = x_TD[order_N // per_token]
-        multiply = functools.partial(_times_ragged, sizes_E=sizes_E)
-        place_N = jnp.argsort(order_N)
-    else:
-        size = _rows_of_a_block(flat_N.size, len(sizes_E))
-        place_N, owner_B = _blocks(flat_N, order_N, sizes_E, size)
-        # Rows of padding have no token, and are zero.
-        from_N = (
-            jnp.full(owner_B.size * size, num_tokens)
-            .at[place_N]
-            .set(jnp.arange(flat_N.size) // per_token, unique_indices=True)
-        )
-        rows_ND = x_TD.at[from_N].get(mode="fill", fill_value=0)
-        multiply = functools.partial(_times_owner, owner_B=owner_B)
-    hidden_NF = jax.nn.silu(multiply(rows_ND, gate_EDF)) * multiply(rows_ND, up_EDF)
-    out_NKD = multiply(hidden_NF, down_EFD)[place_N].reshape(-1, per_token, width)
-    return (out_NKD * weights_TK[..., None].astype(x_TD.dtype)).sum(axis=1)
-
-
-@jax.custom_vjp
-def _times_ragged(rows_NK: jax.Array, w_EKF: jax.Array, sizes_E: jax.Array):
-    """Multiply groups of rows; JAX's own gradient of weights is dense on TPUs."""
-    return jax.lax.ragged_dot(rows_NK, w_EKF, sizes_E)
-
-
-def _ragged_backward(kept, grad_NF):
-    rows_NK, w_EKF, sizes_E = kept
-    grad_NK = jax.lax.ragged_dot(grad_NF, w_EKF.swapaxes(1, 2), sizes_E)
-    grad_EKF = _sum_by_group(rows_NK, grad_NF, sizes_E)
-    return grad_NK.astype(rows_NK.dtype), grad_EKF.astype(w_EKF.dtype), None
-
-
-_times_ragged.defvjp(lambda *args: (_times_ragged(*args), args), _ragged_backward)
-
-
-def _sum_by_group(rows_NK: jax.Array, grad_NF: jax.Array, sizes_E: jax.Array):
-    """Return the product rows^T grad of each group, `[E, K, F]`, summed in float32."""
-    dtype = jnp.promote_types(rows_NK.dtype, jnp.float32)
-    numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
-
-    def plain(rows_NK, grad_NF, sizes_E):
-        return jax.lax.ragged_dot_general(
-            rows_NK, grad_NF, sizes_E, numbers, preferred_element_type=dtype
-        )
-
-    def kernel(rows_NK, grad_NF, sizes_E):
-        assert tgmm is not None
-        return tgmm(
-            rows_NK.T,
-            grad_NF,
-            sizes_E,
-            preferred_element_type=dtype,
-            tiling=(tile, _MOST_TILE, _MOST_TILE),
-        )
-
-    tile = math.gcd(len(rows_NK), _MOST_TILE)
-    if tgmm is None or tile < _LEAST_ROWS:
-        return plain(rows_NK, grad_NF, sizes_E)
-    return jax.lax.platform_dependent(
-        rows_NK, grad_NF, sizes_E, tpu=kernel, default=plain
-    )
-
-
-def _rows_of_a_block(num_rows: int, num_experts: int) -> int:
-    """Return a power of two: padding is at most half of the rows, or eight an expert.
-
-    >>> _rows_of_a_block(1024, 8), _rows_of_a_block(16, 8), _rows_of_a_block(10**6, 8)
-    (64, 8, 128)
-    """
-    half = max(num_rows // (2 * num_experts), 1)
-    return min(max(1 << (half.bit_length() - 1), _LEAST_ROWS), _MOST_ROWS)
-
-
-def _blocks(flat_N, order_N, sizes_E, size: int) -> tuple[jax.Array, jax.Array]:
-    """Return the row of each assignment, and the expert of each block of rows."""
-    num_experts = len(sizes_E)
-    num_blocks = -(-flat_N.size // size) + num_experts
-    blocks_E = -(-sizes_E // size)
-    first_E = (jnp.cumsum(blocks_E) - blocks_E) * size
-    start_E = jnp.cumsum(sizes_E) - sizes_E
-    sorted_N = flat_N[order_N]
-    rows_N = first_E[sorted_N] + jnp.arange(flat_N.size) - start_E[sorted_N]
-    place_N = jnp.zeros_like(rows_N).at[order_N].set(rows_N, unique_indices=True)
-    owner_B = jnp.repeat(
-        jnp.arange(num_experts), blocks_E, total_repeat_length=num_blocks
-    )
-    return place_N, owner_B
-
-
-def _times_owner(rows_ND: jax.Array, w_EDF: jax.Array, owner_B: jax.Array):
-    blocks_BSD = rows_ND.reshape(owner_B.size, -1, rows_ND.shape[1])
-    out_BSF = jnp.einsum("bsd,bdf->bsf", blocks_BSD, w_EDF[owner_B])
-    return out_BSF.reshape(rows_ND.shape[0], -1)
-
-
 class Experts(nnx.Module):
     """The weights of E experts, and how often each was used."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, residual: float):
         number, width = config.num_experts, config.width
-        self.gate = _drawn(rngs, (number, width, config.expert_width))
-        self.up = _drawn(rngs, (number, width, config.expert_width))
-        self.down = _drawn(rngs, (number, config.expert_width, width), residual)
+        self.gate = matrix(rngs, number, width, config.expert_width)
+        self.up = matrix(rngs, number, width, config.expert_width)
+        self.down = matrix(rngs, number, config.expert_width, width, gain=residual)
         self.tokens = nnx.Param(jnp.zeros(number, jnp.float32))
 
     def weights(
         self, dtype: Any, layout: Layout | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return gate, up and down in `dtype`, gathered over the tokens' axes."""
+        """Return gate, up and down of the own experts in `dtype`, gathered."""
 
         def whole(w: nnx.Param, side: int) -> jax.Array:
             if layout is None:
                 return w[...].astype(dtype)
-            return _gathered(w[...], dtype, side, layout)
+            return _gathered(w[...], dtype, side, layout.of_experts)
 
         return whole(self.gate, 1), whole(self.up, 1), whole(self.down, 2)
 
@@ -263,7 +133,7 @@ class MixtureOfExperts(nnx.Module):
         residual: float,
         layout: Layout | None = None,
     ):
-        self.router = _drawn(rngs, (config.width, config.num_experts))
+        self.router = matrix(rngs, config.width, config.num_experts)
         self.experts = Experts(config, rngs, residual)
         self.config, self.layout = config, layout
 
@@ -280,6 +150,7 @@ class MixtureOfExperts(nnx.Module):
             shared(choice.weights, layout),
             self.experts.weights(x_TD.dtype, layout),
             config.expert_dispatch,
+            layout,
         )
         return summed(out_TD, layout).reshape(x_BLD.shape), self._routed(choice)
 
@@ -366,12 +237,6 @@ def _at_counts(change, tree: Any, *others: Any) -> Any:
         return change(x, *rest) if is_token_count(name) else x
 
     return jax.tree_util.tree_map_with_path(one, tree, *others)
-
-
-def _drawn(rngs: nnx.Rngs, shape: tuple[int, ...], gain: float = 1.0) -> nnx.Param:
-    """Draw matrices of deviation `gain` / sqrt(fan_in), a stack on the first axes."""
-    stddev = gain / shape[-2] ** 0.5
-    return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, jnp.float32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))

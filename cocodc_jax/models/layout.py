@@ -68,17 +68,32 @@ class Layout:
         product is data's length. Empty is at once.
       sequence: over which positions lie, and with data the width of weights; None
         leaves sequences whole.
+      expert: over which the batch lies too, with data the width of weights, and the
+        experts of a mixture; None has all experts on each device.
     """
 
     data: str = "data"
     model: str = "model"
     steps: tuple[int, ...] = ()
     sequence: str | None = None
+    expert: str | None = None
 
     @property
-    def tokens(self) -> str | tuple[str, str]:
+    def tokens(self) -> str | tuple[str, ...]:
         """Axes over which a region's tokens lie, and so the width of weights."""
-        return self.data if self.sequence is None else (self.data, self.sequence)
+        return _named(self.data, self.expert, self.sequence)
+
+    @property
+    def batch(self) -> str | tuple[str, ...]:
+        """Axes over which a region's sequences lie."""
+        return _named(self.data, self.expert)
+
+    @property
+    def of_experts(self) -> Layout:
+        """How the weights of a device's own experts lie."""
+        if self.expert is None:
+            return self
+        return dataclasses.replace(self, expert=None, steps=())
 
     def own_part(self, x: jax.Array, axis: int = 1) -> jax.Array:
         """Return the device's own positions of what has those of whole sequences."""
@@ -104,6 +119,11 @@ class Layout:
             found.append(places.swapaxes(1, 2).reshape(-1, step).tolist())
             stride *= step
         return found or [None]
+
+
+def _named(data: str, *others: str | None) -> str | tuple[str, ...]:
+    found = tuple(name for name in others if name is not None)
+    return (data, *found) if found else data
 
 
 def own_share(x: jax.Array, name: str, axis: int) -> jax.Array:

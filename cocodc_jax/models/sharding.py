@@ -5,7 +5,8 @@ parallelism splits without communication between the two matrices of a pair:
 attention heads, feed-forward features, vocabulary (Megatron-LM, Shoeybi et al.,
 arXiv 1909.08053, section 3). Over "data" goes the residual width, gathered before
 use (fully sharded data parallelism; ZeRO stage 3, arXiv 1910.02054). Each expert is
-divided as a feed-forward is. Norm scales, routers and counts of experts' tokens
+divided as a feed-forward is; an "expert" axis divides which there are, and the width of
+all other weights with "data". Norm scales, routers and counts of experts' tokens
 are on every device. So is, but for "model", the embedding where the compiler derives
 the rest: a lookup whose table and token ids share the "data" axis, inside a `shard_map`
 that is manual over regions, ends the process in XLA's partitioner (JAX 0.10.2, CPU).
@@ -34,6 +35,7 @@ def partition_specs(
     axes: tuple[str | tuple[str, ...], str] = ("data", "model"),
     stage: str | None = None,
     divides_embedding: bool = False,
+    expert: str | None = None,
 ) -> Any:
     """Return a `PartitionSpec` per parameter over the axes inside a region.
 
@@ -46,6 +48,8 @@ def partition_specs(
       stage: name of the mesh axis that divides the layers of scanned blocks, for a
         pipeline; None leaves every layer on all devices.
       divides_embedding: whether the first axis divides the embedding too.
+      expert: name of the mesh axis, among those of the width, that divides the experts
+        of a mixture; it then does not divide their width.
 
     Returns:
       A tree of the same structure.
@@ -55,13 +59,20 @@ def partition_specs(
         and blocks that are not scanned.
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _leaf_spec(path, leaf.ndim, *axes, stage, divides_embedding),
+        lambda path, leaf: _leaf_spec(
+            path, leaf.ndim, *axes, stage, divides_embedding, expert
+        ),
         params,
     )
 
 
 def check_divisible(
-    config: TransformerConfig, data: int, model: int, stages: int = 1, sequence: int = 1
+    config: TransformerConfig,
+    data: int,
+    model: int,
+    stages: int = 1,
+    sequence: int = 1,
+    expert: int = 1,
 ):
     """Check that a `(stage, data, model)` mesh divides the model's dimensions.
 
@@ -71,6 +82,7 @@ def check_divisible(
       model: devices along the axis that shards heads, features and vocabulary.
       stages: devices along the axis that shards layers.
       sequence: devices along the axis that shards positions, and the width too.
+      expert: devices along the axis that shards experts, and the width too.
 
     Raises:
       ValueError: names what does not divide, and what would; or stages of blocks
@@ -84,15 +96,25 @@ def check_divisible(
             f"stages={stages} divides the layer axis of scanned blocks, and "
             "scan_layers=False has none; use scan_layers=True or stages=1"
         )
-    width_over = "data" if sequence == 1 else "data_axis * sequence_axis"
+    if expert > 1 and not config.num_experts:
+        raise ValueError(
+            f"expert_axis={expert} has no meaning for a model without experts; leave "
+            "it out, or use num_experts=8"
+        )
+    with_data = {"expert_axis": expert, "sequence_axis": sequence}
+    shared = [name for name, size in with_data.items() if size > 1]
+    width_over = " * ".join(["data_axis", *shared]) if shared else "data"
     needs = {
         "num_layers": ("stages", stages),
-        "width": (width_over, data * sequence),
+        "width": (width_over, data * expert * sequence),
     } | dict.fromkeys(
         ("num_heads", "num_kv_heads", "mlp_width", "vocab_size"), ("model", model)
     )
     if config.num_experts:
-        needs["expert_width"] = ("model", model)
+        needs |= {
+            "expert_width": ("model", model),
+            "num_experts": ("expert_axis", expert),
+        }
     for name, (axis, devices) in needs.items():
         size = getattr(config, name)
         if size % devices:
@@ -161,6 +183,7 @@ def _leaf_spec(
     model: str,
     stage: str | None,
     divides_embedding: bool,
+    expert: str | None,
 ) -> PartitionSpec:
     name, part = path[-1].key, None
     if len(path) > 2 and path[-3].key == LORA:
@@ -180,7 +203,11 @@ def _leaf_spec(
         )
     sides = known[name]
     if len(path) > 1 and path[-2].key == EXPERTS and len(sides) > 1:
-        sides = (None, *sides)
+        if expert is not None:  # It divides experts in place of their width.
+            rest = [name for name in data if name != expert]
+            width = tuple(rest) if len(rest) > 1 else rest[0]
+            sides = tuple(width if side == data else side for side in sides)
+        sides = (expert, *sides)
     if part is not None:  # The product lies as the matrix that it is added to.
         sides = (sides[0], None) if part == "a" else (None, sides[-1])
     has_layers = ndim > len(sides)

@@ -33,8 +33,9 @@ from jax.sharding import PartitionSpec
 
 from cocodc_jax._extras import extra
 from cocodc_jax.models.attention import ATTENTION
-from cocodc_jax.models.block import Block, Group, matrix, norm, normal, rotary_tables
+from cocodc_jax.models.block import Block, Group, norm, rotary_tables
 from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.drawn import matrix, normal
 from cocodc_jax.models.experts import Routed, router_aux, router_loss
 from cocodc_jax.models.layout import WEIGHTS, Layout, lookup
 from cocodc_jax.models.loss import cross_entropy, logits_from_hidden

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.program import checks
 from cocodc_jax.sharding import transfer
-from cocodc_jax.sharding.mesh import DATA, REGION
+from cocodc_jax.sharding.mesh import REGION, batch_axes
 
 PyTree = Any
 
@@ -100,7 +100,7 @@ def padded(xs: PyTree, num_steps: int, length_bucket: int = LENGTH_BUCKET) -> Py
 
 
 class Batches:
-    """Places batches on the mesh, B over the data axis.
+    """Places batches on the mesh, B over the axes of `batch_axes`.
 
     Attributes:
       length_bucket: batches are padded to a multiple of this many steps, and the number
@@ -193,8 +193,8 @@ class Batches:
         return self._numbers[value]
 
     def _where(self, ndim: int) -> NamedSharding:
-        spec = P(None, REGION, DATA) if ndim > 2 else P(None, REGION)
-        return NamedSharding(self._mesh, spec)
+        inside = (batch_axes(self._mesh),) if ndim > 2 else ()
+        return NamedSharding(self._mesh, P(None, REGION, *inside))
 
 
 def _is_guarded() -> bool:

@@ -58,7 +58,7 @@ def check_mesh(mesh: Mesh, num_regions: int) -> None:
         raise ValueError(
             f"mesh has the axes {mesh.axis_names}, but no {missing[0]!r}; use "
             "make_mesh(regions, data=..., model=...), which gives the axes "
-            "('region', 'stage', 'data', 'sequence', 'model')"
+            "('region', 'stage', 'data', 'expert', 'sequence', 'model')"
         )
     if num_regions % mesh.shape[REGION]:
         raise ValueError(

@@ -20,7 +20,14 @@ from cocodc_jax.run import losses
 from cocodc_jax.run.config import RunConfig, TrainConfig
 from cocodc_jax.run.optimizer_config import OptimizerConfig
 from cocodc_jax.run.processes import check_shares, gather
-from cocodc_jax.sharding.mesh import REGION, STAGE, Mesh, inner_devices, make_mesh
+from cocodc_jax.sharding.mesh import (
+    EXPERT,
+    REGION,
+    STAGE,
+    Mesh,
+    inner_devices,
+    make_mesh,
+)
 from cocodc_jax.train.evaluate import list_evaluate, make_evaluate
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
@@ -45,7 +52,10 @@ def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
     is_cpu = devices[0].platform == "cpu"
     there = wanted if is_cpu else len(devices)
     if run.devices > there:
-        virtual = "regions * stages * data_axis * sequence_axis * model_axis virtual"
+        virtual = (
+            "regions * stages * data_axis * expert_axis * sequence_axis * model_axis "
+            "virtual"
+        )
         raise ValueError(
             f"devices={run.devices} asks for more than there are: {there}"
             f"{f' ({virtual} ones)' if is_cpu else ''}"
@@ -70,7 +80,7 @@ def _shared_devices(run: RunConfig, wanted: int) -> list[Any]:
     if not fitting:
         raise ValueError(
             f"one region needs {own} devices of a process, but a process has {there}; "
-            "lower stages, data_axis, sequence_axis or model_axis"
+            "lower stages, data_axis, expert_axis, sequence_axis or model_axis"
         )
     return inner_devices(fitting[-1] * own)
 
@@ -83,6 +93,7 @@ def mesh_of(run: RunConfig, devices: list[Any] | None = None) -> Mesh:
         run.model_axis,
         devices,
         stage=run.stages,
+        expert=run.expert_axis,
         sequence=run.sequence_axis,
     )
 
@@ -97,7 +108,12 @@ def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
                 "out, or use num_experts=8"
             )
     models.check_divisible(
-        model, run.data_axis, run.model_axis, run.stages, run.sequence_axis
+        model,
+        run.data_axis,
+        run.model_axis,
+        run.stages,
+        run.sequence_axis,
+        run.expert_axis,
     )
     losses.subspace_of(run, model)
     if run.is_pipelined:
@@ -165,13 +181,11 @@ def training_parts(
     steps: int,
     layout: models.Layout | None = None,
     subspace: models.Subspace | None = None,
-) -> tuple[optax.GradientTransformation, cc.methods.Method, cc.UserInputs]:
-    """Return inner optimizer, method and user inputs of a model's training.
+) -> tuple[optax.GradientTransformation, cc.UserInputs]:
+    """Return inner optimizer and user inputs of a model's training.
 
-    A model with experts counts their tokens, and its method resets the counts.
+    A model with experts counts their tokens.
     """
-    if model.num_experts:
-        method = method.for_experts()
     optimizer = inner.build(steps, method)
     if subspace is not None:
         optimizer = models.confined(optimizer, subspace)
@@ -182,7 +196,7 @@ def training_parts(
         adam_second_moment(inner.second_moment_decay(method)),
         models.make_outputs(model, layout),
     )
-    return optimizer, method, user_inputs
+    return optimizer, user_inputs
 
 
 def build_program(
@@ -199,7 +213,7 @@ def build_program(
     model = losses.with_kernels(config, model, method, mesh)
     layout = losses.layout(config.run, mesh)
     subspace = losses.subspace_of(config.run, model)
-    optimizer, method, user_inputs = training_parts(
+    optimizer, user_inputs = training_parts(
         model, method, config.optimizer, config.run.steps, layout, subspace
     )
     return cc.RegionProgram(
@@ -214,6 +228,7 @@ def build_program(
             stage=STAGE if config.run.stages > 1 else None,
             divides_embedding=layout is not None,
             axes=losses.weight_axes(config.run),
+            expert=EXPERT if config.run.expert_axis > 1 else None,
         ),
         user_inputs=user_inputs,
         transport=dataclasses.replace(config.run.transport, place=place),

@@ -66,23 +66,25 @@ class TrainConfig:
                 f"batch_sizes={self.run.batch_sizes} must be divisors of "
                 f"batch_per_region={batch}"
             )
-        if batch % self.run.data_axis:
+        experts = self.run.expert_axis
+        experts = f" * expert_axis={experts}" if experts > 1 else ""
+        if batch % self.run.devices_per_batch:
             raise ValueError(
                 f"batch_per_region={batch} must be a multiple of "
-                f"data_axis={self.run.data_axis}, which shares it out"
+                f"data_axis={self.run.data_axis}{experts}, which shares it out"
             )
         if self.data.sequence_length % self.run.sequence_axis:
             raise ValueError(
                 f"sequence_length={self.data.sequence_length} must be a multiple of "
                 f"sequence_axis={self.run.sequence_axis}, which shares it out"
             )
-        own = batch // self.run.data_axis
+        own = batch // self.run.devices_per_batch
         if own % self.run.accumulate_steps:
             parts = [n for n in range(1, own + 1) if own % n == 0]
             raise ValueError(
                 f"accumulate_steps={self.run.accumulate_steps} does not divide the "
                 f"{own} sequences of a device (batch_per_region={batch} / data_axis="
-                f"{self.run.data_axis}); use one of {parts}"
+                f"{self.run.data_axis}{experts}); use one of {parts}"
             )
 
     @property

@@ -17,7 +17,7 @@ import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.run.config import RunConfig, TrainConfig
 from cocodc_jax.sharding.local_regions import LocalRegions
-from cocodc_jax.sharding.mesh import DATA, INSIDE, MODEL, SEQUENCE, Mesh, is_cpu
+from cocodc_jax.sharding.mesh import DATA, EXPERT, INSIDE, MODEL, SEQUENCE, Mesh, is_cpu
 from cocodc_jax.sync.needs import LossFn
 
 
@@ -74,20 +74,25 @@ def layout(run: RunConfig, mesh: Mesh) -> models.Layout | None:
     """
     if run.is_pipelined or (is_cpu(mesh) and run.devices_per_region == 1):
         return None
+    return _axes(run, torus_steps(mesh))
+
+
+def _axes(run: RunConfig, steps: tuple[int, ...] = ()) -> models.Layout:
+    expert = EXPERT if run.expert_axis > 1 else None
     sequence = SEQUENCE if run.sequence_axis > 1 else None
-    return models.Layout(DATA, MODEL, torus_steps(mesh), sequence)
+    return models.Layout(DATA, MODEL, steps, sequence, expert)
 
 
-def weight_axes(run: RunConfig) -> tuple[str | tuple[str, str], str]:
+def weight_axes(run: RunConfig) -> tuple[str | tuple[str, ...], str]:
     """Return the axes that shard the width of weights, and those of their features."""
-    return ((DATA, SEQUENCE) if run.sequence_axis > 1 else DATA), MODEL
+    return _axes(run).tokens, MODEL
 
 
 def torus_steps(mesh: Mesh) -> tuple[int, ...]:
     """Return the steps of a mesh in which weights are gathered, see `gather_steps`."""
-    if mesh.shape[SEQUENCE] > 1:
+    if mesh.shape[SEQUENCE] * mesh.shape[EXPERT] > 1:
         return ()
-    return gather_steps(mesh.devices[0, 0, :, 0, 0])
+    return gather_steps(mesh.devices[0, 0, :, 0, 0, 0])
 
 
 # Number of devices up to which XLA keeps gathers over two axes as gathers.

@@ -45,6 +45,9 @@ class RunConfig:
         for small models.
       data_axis: devices along each region's data axis (batch and FSDP).
       model_axis: devices along each region's model axis (tensor parallelism).
+      expert_axis: devices along each region's expert axis, which share the batch, and
+        the experts of a mixture; tokens go to their experts' devices. A divisor of
+        num_experts.
       sequence_axis: devices along each region's sequence axis, which share the
         positions of every sequence; attention gathers all keys and values. A divisor of
         sequence_length.
@@ -105,6 +108,7 @@ class RunConfig:
     local_regions: str = free("auto")
     data_axis: int = free(1)
     model_axis: int = free(1)
+    expert_axis: int = free(1)
     sequence_axis: int = free(1)
     optimizer_memory: str = free("device")
     accumulate_steps: int = free(1)
@@ -131,17 +135,17 @@ class RunConfig:
     def __post_init__(self):
         """Validate the numbers."""
         for name in (
-            "steps", "regions", "data_axis", "model_axis", "sequence_axis",
-            "accumulate_steps", "outer_channels", "stages", "microbatches",
-            "eval_batches", "keep_checkpoints",
+            "steps", "regions", "data_axis", "model_axis", "expert_axis",
+            "sequence_axis", "accumulate_steps", "outer_channels", "stages",
+            "microbatches", "eval_batches", "keep_checkpoints",
         ):  # fmt: skip
             _check_at_least(name, getattr(self, name), 1)
         if self.regions * self.devices_per_region > MAX_DEVICES:
             raise ValueError(
                 f"regions={self.regions} of stages={self.stages} * data_axis="
-                f"{self.data_axis} * sequence_axis={self.sequence_axis} * model_axis="
-                f"{self.model_axis} devices each are more than {MAX_DEVICES} devices; "
-                "lower one of them"
+                f"{self.data_axis} * expert_axis={self.expert_axis} * sequence_axis="
+                f"{self.sequence_axis} * model_axis={self.model_axis} devices each are "
+                f"more than {MAX_DEVICES} devices; lower one of them"
             )
         for name in ("devices", "seed", "stage_subspace", "max_rollbacks"):
             _check_at_least(name, getattr(self, name), 0)
@@ -167,10 +171,9 @@ class RunConfig:
                 f"accumulate_steps={self.accumulate_steps} is not for pipelines, which "
                 f"cut a batch into microbatches={self.microbatches}; use more of these"
             )
-        if self.sequence_axis > 1 and self.is_pipelined:
-            raise ValueError(
-                f"sequence_axis={self.sequence_axis} is not for pipelines; leave it out"
-            )
+        for name in ("expert_axis", "sequence_axis"):
+            if self.is_pipelined and (size := getattr(self, name)) > 1:
+                raise ValueError(f"{name}={size} is not for pipelines; leave it out")
         check_how(self.local_regions)
         check_memory(self.optimizer_memory)
         self._check_pace()
@@ -193,7 +196,7 @@ class RunConfig:
         if self.step_seconds and self.devices_per_region > 1:
             raise ValueError(
                 f"step_seconds={self.step_seconds} needs one device per region; "
-                "leave out stages, data_axis, sequence_axis and model_axis"
+                "leave out stages, data_axis, expert_axis, sequence_axis and model_axis"
             )
         if self.step_seconds and self.local_regions == "batched":
             raise ValueError(
@@ -229,7 +232,13 @@ class RunConfig:
     @property
     def devices_per_region(self) -> int:
         """Devices that share one region."""
-        return self.stages * self.data_axis * self.sequence_axis * self.model_axis
+        others = self.stages * self.sequence_axis * self.model_axis
+        return self.devices_per_batch * others
+
+    @property
+    def devices_per_batch(self) -> int:
+        """Devices with different sequences of one region."""
+        return self.data_axis * self.expert_axis
 
     @property
     def transport(self) -> Transport:

@@ -1,9 +1,9 @@
 """The inner mesh of regions, and its devices.
 
-The inner mesh has the axes `(region, stage, data, sequence, model)`. Programs are
-manual over `region` only. Data and tensor parallelism inside a region are left to the
-compiler, or to the loss function (`models/divided.py`, and `models/pipeline.py` for
-pipeline stages); sequence parallelism is always the loss function's.
+The inner mesh has the axes `(region, stage, data, expert, sequence, model)`. Programs
+are manual over `region` only. Data and tensor parallelism inside a region are left to
+the compiler, or to the loss function (`models/divided.py`, and `models/pipeline.py` for
+pipeline stages); expert and sequence parallelism are always the loss function's.
 
 With fewer devices than regions, each shard of the region axis holds a block of regions.
 With several processes, each holds full regions, or each region spans several full
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,10 +23,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-REGION, STAGE, DATA = "region", "stage", "data"
-SEQUENCE, MODEL = "sequence", "model"
+REGION, STAGE, DATA, MODEL = "region", "stage", "data", "model"
+EXPERT, SEQUENCE = "expert", "sequence"
 # The axes inside a region, in the mesh's order.
-INSIDE = (STAGE, DATA, SEQUENCE, MODEL)
+INSIDE = (STAGE, DATA, EXPERT, SEQUENCE, MODEL)
 
 # glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
@@ -90,6 +91,7 @@ def make_mesh(
     devices: Sequence[Any] | None = None,
     *,
     stage: int = 1,
+    expert: int = 1,
     sequence: int = 1,
 ) -> Mesh:
     """Make the inner mesh, with a region axis as long as devices and regions allow.
@@ -102,27 +104,30 @@ def make_mesh(
         processes the first ones of each, equally many, so that each has its own regions
         and can keep a device for the outer state.
       stage: devices along each region's stage axis (pipeline stages).
+      expert: devices along each region's expert axis, which share batch and experts.
       sequence: devices along each region's sequence axis, which share positions.
 
     Returns:
-      A mesh of shape `(d, stage, data, sequence, model)`, d the largest divisor of
-      `num_regions` for which there are devices. It uses the first devices.
+      A mesh of shape `(d, stage, data, expert, sequence, model)`, d the largest divisor
+      of `num_regions` for which there are devices. It uses the first devices.
 
     Raises:
       ValueError: if a size is below 1, one region does not fit the devices, or several
         processes cannot share the regions evenly.
     """
-    sizes = {"stage": stage, "data": data, "sequence": sequence, "model": model}
+    given = (stage, data, expert, sequence, model)
+    sizes = dict(zip(INSIDE, given, strict=True))
     for name, size in {"regions": num_regions, **sizes}.items():
         if size < 1:
             raise ValueError(f"{name}={size} must be at least 1")
-    inside = stage * data * sequence * model
+    inside = math.prod(given)
     there = len(jax.devices() if devices is None else devices)
     if inside > there:
         raise ValueError(
             f"one region needs {' * '.join(sizes)} = "
             f"{' * '.join(map(str, sizes.values()))} = {inside} devices, but there are "
-            f"{there}; lower stages, data_axis, sequence_axis or model_axis"
+            f"{there}; lower stages, data_axis, expert_axis, sequence_axis or "
+            "model_axis"
         )
     if devices is None:
         devices = _shared_devices(num_regions, inside)
@@ -175,6 +180,11 @@ def is_cpu(mesh: Mesh) -> bool:
 def is_one_cpu(mesh: Mesh) -> bool:
     """Return whether one CPU device computes all regions."""
     return mesh.size == 1 and is_cpu(mesh)
+
+
+def batch_axes(mesh: Mesh) -> str | tuple[str, str]:
+    """Return the axes over which a region's batch is sharded."""
+    return (DATA, EXPERT) if mesh.shape.get(EXPERT, 1) > 1 else DATA
 
 
 def wants_flat_buffer(mesh: Mesh) -> bool:

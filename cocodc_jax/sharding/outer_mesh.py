@@ -103,7 +103,7 @@ def outer_mesh(mesh: Mesh, channel: int = 0) -> Mesh:
         )
     devices = np.array([outer_device(mesh, p, channel) for p in processes])
     axes = (PROCESS, *INSIDE)
-    grid = process_grid(mesh) or (1, members, 1, 1)
+    grid = process_grid(mesh) or (1, members, 1, 1, 1)
     return Mesh(
         devices.reshape(-1, *grid), axes, axis_types=(AxisType.Auto,) * len(axes)
     )

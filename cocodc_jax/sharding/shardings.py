@@ -144,11 +144,13 @@ def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _spec(mesh: Mesh, part: LeafSlice, listed: list[Any]) -> Any:
-    """Return the spec of a leaf slice: its leaf's, if its layers divide."""
-    spec = listed[part.leaf]
-    if part.rows is None or part.axis or not spec or spec[0] is None:
+    """Return the spec of a leaf slice: its leaf's, if its layers or experts divide."""
+    spec, axis = listed[part.leaf], part.axis
+    if part.rows is None or axis >= len(spec) or spec[axis] is None:
         return spec
-    return spec if len(part.rows) % mesh.shape[spec[0]] == 0 else P(None, *spec[1:])
+    if len(part.rows) % mesh.shape[spec[axis]] == 0:
+        return spec
+    return P(*spec[:axis], None, *spec[axis + 1 :])
 
 
 def _like(shardings: ByPath, default: NamedSharding, tree: PyTree) -> PyTree:

@@ -5,7 +5,7 @@ in a region has moved there by weight decay and old momentum only, and pulls a p
 mean towards its stale value. With c^m_e the batches' worth of tokens that expert e saw
 in region m since its parameters were last replaced by outer ones,
 
-    Delta_e = sum_m w_m c^m_e Delta^m_e / sum_m w_m c^m_e          `by_tokens`
+    Delta_e = sum_m w_m c^m_e Delta^m_e / sum_m w_m c^m_e
     Delta_e = 0                                                    if all c^m_e are 0
 
 so that an expert that nobody trained stays as it is, but for the outer optimizer's
@@ -13,9 +13,8 @@ momentum from earlier syncs. Region weights w_m (quorums, tokens, absent regions
 on top. Routers and all other leaves have plain means.
 
 The counts are a leaf of the parameters, `experts/tokens` (`models.experts`), so they
-are part of a message anyway: 4 bytes an expert and layer. They arrive as zero, so
-that the outer parameters hold none, and what a region counts is its own progress. This
-also holds without `by_tokens`, which makes all means plain.
+are part of a message anyway: 4 bytes an expert and layer. Outer parameters hold none
+(`core.sync.outer_step`), so that what a region counts is its own progress.
 
 Source: ours. That an expert is left out where it got no token is the rule of several
 federated mixtures (from memory).
@@ -44,31 +43,20 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMean(Average):
-    """The weighted mean, of experts by their tokens.
+    """The weighted mean, of experts by their tokens."""
 
-    Attributes:
-      by_tokens: whether an expert's pseudo-gradients are weighed by its tokens.
-    """
-
-    by_tokens: bool = False
-
-    @property
-    def is_linear(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether scaling a pseudo-gradient scales its contribution."""
-        return not self.by_tokens
+    is_linear = False
 
     def before(self, part: Fragment, key: jax.Array | None) -> Fragment:
         """Return pseudo-gradients times counts; see `Average.before`."""
-        if not self.by_tokens:
-            return part
+        del key
         return {path: x * self._counts(path, x, part) for path, x in part.items()}
 
     def after(self, mean: PyTree, like: PyTree, key: jax.Array | None) -> Fragment:
-        """Return means by tokens, and counts of zero; see `Average.after`."""
+        """Return means by tokens, and the mean counts; see `Average.after`."""
+        del like, key
 
         def one(path: str, x: jax.Array) -> jax.Array:
-            if is_token_count(path):
-                return jnp.zeros_like(x)
             total = self._counts(path, x, mean)
             if isinstance(total, int):
                 return x
@@ -78,23 +66,24 @@ class ExpertMean(Average):
 
     def _counts(self, path: str, x: jax.Array, part: Fragment) -> jax.Array | int:
         """Return counts that broadcast to a leaf of experts; 1 for other leaves."""
-        if not self.by_tokens or is_token_count(path) or expert_axis(path) is None:
+        if is_token_count(path) or expert_axis(path) is None:
             return 1
         # A pseudo-gradient is old minus new.
         counts = jnp.maximum(-part[count_of(path)] / TOKEN_UNIT, 0)
         return counts.reshape(counts.shape + (1,) * (x.ndim - counts.ndim))
 
 
-def with_expert_mean(message: Message, by_tokens: bool) -> Message:
-    """Return a message whose mean knows experts, or refuse to weigh it by tokens."""
-    if message.average != Average():
-        if by_tokens and not isinstance(message.average, ExpertMean):
-            raise ValueError("what it takes the mean of are no pseudo-gradients")
-        if not by_tokens:
-            return message
-    average = ExpertMean(by_tokens)
-    compressor = message.compressor()
-    if not by_tokens or compressor is None:
+def with_expert_mean(message: Message) -> Message:
+    """Return a message whose mean knows experts.
+
+    Raises:
+      ValueError: if its mean is of something else, or it is compressed to a part of its
+        entries, or by more than a compressor.
+    """
+    if message.average not in (Average(), ExpertMean()):
+        raise ValueError("what it takes the mean of are no pseudo-gradients")
+    average, compressor = ExpertMean(), message.compressor()
+    if compressor is None:
         return dataclasses.replace(message, average=average)
     if not isinstance(message, Compressed) or compressor.is_sparse:
         raise ValueError("its messages do not have every entry, nor every count")

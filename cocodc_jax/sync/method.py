@@ -19,7 +19,7 @@ from cocodc_jax.sync.expert_mean import with_expert_mean
 from cocodc_jax.sync.merge import Merge
 from cocodc_jax.sync.messages import AsIs, Message
 from cocodc_jax.sync.moments import Moments
-from cocodc_jax.sync.outer import Outer, SharedOuter, check_placement
+from cocodc_jax.sync.outer import Outer, check_placement
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.sync.regions import Regions, Weigh
 from cocodc_jax.sync.robust import Robust
@@ -231,13 +231,7 @@ class Method:
         with self._refusing(f"expert_weights={expert_weights!r}"):
             if self.sync is None:
                 raise ValueError("it takes no mean of parameters")
-            return self.with_sync(message=with_expert_mean(self.sync.message, True))
-
-    def for_experts(self) -> Method:
-        """Return the same method for a model that counts its experts' tokens."""
-        if self.sync is None or not isinstance(self.sync.outer, SharedOuter):
-            return self
-        return self.with_sync(message=with_expert_mean(self.sync.message, False))
+            return self.with_sync(message=with_expert_mean(self.sync.message))
 
     def guarded(self, exclude_above: float | None, robust_mean: str | None) -> Method:
         """Return the same method with bad updates left out of its means.

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.exchange.programs import LoweredProgram
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.ambient import in_own_context, trace_without_mesh_if_needed
-from cocodc_jax.sharding.mesh import DATA, REGION
+from cocodc_jax.sharding.mesh import REGION, batch_axes
 from cocodc_jax.sharding.region_map import pmean_over_regions, region_shard_map
 from cocodc_jax.sync.model_state import AnyLossFn
 
@@ -46,7 +46,7 @@ def make_evaluate(
             f"eval_batches={num_batches} is not a multiple of the mesh's region axis, "
             f"{mesh.shape[REGION]}"
         )
-    batches = transfer.put(batches, NamedSharding(mesh, P(REGION, DATA)))
+    batches = transfer.put(batches, NamedSharding(mesh, P(REGION, batch_axes(mesh))))
     compiled = _jit_evaluate(loss_fn, mesh)
     return in_own_context(lambda *judged: compiled(judged, batches))
 
@@ -55,7 +55,7 @@ def list_evaluate(
     loss_fn: AnyLossFn, mesh: Mesh, judged: tuple[PyTree, ...], batches: PyTree
 ) -> LoweredProgram:
     """Return the program of `make_evaluate`, for compiling without running it."""
-    where = NamedSharding(mesh, P(REGION, DATA))
+    where = NamedSharding(mesh, P(REGION, batch_axes(mesh)))
     placed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), batches
     )

@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.local_regions import LocalRegions
-from cocodc_jax.sharding.mesh import DATA, REGION
+from cocodc_jax.sharding.mesh import REGION, batch_axes
 from cocodc_jax.sharding.region_map import psum_over_regions, region_shard_map
 from cocodc_jax.transforms.numerics import widen
 
@@ -111,7 +111,7 @@ def make_score(
         out_specs=(P(REGION), P()),
     )
     compiled = jax.jit(mapped, out_shardings=NamedSharding(mesh, P()))
-    where = NamedSharding(mesh, P(None, DATA))
+    where = NamedSharding(mesh, P(None, batch_axes(mesh)))
 
     def score(params: PyTree, tokens: Any) -> Scores:
         return Scores(*compiled(params, transfer.put(tokens, where)))

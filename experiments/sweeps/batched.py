@@ -219,7 +219,10 @@ def _make(
     own = {n: x for n, x in numbers.items() if n in INPUTS["optimizer"]}
     given: dict[str, Any] = dataclasses.asdict(config.optimizer) | own
     inner = trials.Inner(**given)
-    return build.training_parts(model, method, inner, config.run.steps)
+    optimizer, user_inputs = build.training_parts(
+        model, method, inner, config.run.steps
+    )
+    return optimizer, method, user_inputs
 
 
 def _row(

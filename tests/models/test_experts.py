@@ -1,5 +1,7 @@
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 
 from cocodc_jax import models
 from cocodc_jax.expert_leaves import TOKEN_UNIT
+from cocodc_jax.models import dispatch as dispatching
 from cocodc_jax.models import experts
 from cocodc_jax.models.config import DISPATCHES, TransformerConfig
 from cocodc_jax.models.transformer import bind
@@ -57,7 +60,7 @@ def _loop(x, router, weights, per_token):
 
 def _mixed(x, router, weights, per_token, dispatch):
     choice = experts.choose(x, router, per_token)
-    return experts.mix(x, choice.ids, choice.weights, weights, dispatch)
+    return dispatching.mix(x, choice.ids, choice.weights, weights, dispatch)
 
 
 @pytest.mark.parametrize("dispatch", ["ragged", "blocks"])
@@ -110,7 +113,7 @@ def test_the_kernel_of_tpus_sums_each_group():
     """Interpreted: what gradients of weights are made of there, an empty group too."""
     rng, sizes = np.random.default_rng(0), np.array([10, 0, 30, 24], np.int32)
     rows, grad = rng.normal(size=(64, 8)), rng.normal(size=(64, 12))
-    found = experts.tgmm(
+    found = dispatching.tgmm(
         jnp.float32(rows.T),
         jnp.float32(grad),
         sizes,
@@ -240,20 +243,35 @@ def test_counts_add_up_the_batches_that_experts_were_given():
 
 
 @pytest.mark.parametrize("dispatch", ["ragged", "blocks"])
-@pytest.mark.parametrize("sequence", [1, 2])
-def test_devices_that_share_a_region_compute_the_same(dispatch, sequence):
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"data": 2, "model": 2},
+        {"data": 2, "model": 2, "sequence": 2},
+        {"data": 2, "model": 2, "expert": 2},
+        {"data": 1, "model": 1, "expert": 4, "sequence": 2},
+    ],
+    ids=lambda axes: ", ".join(axes),
+)
+def test_devices_that_share_a_region_compute_the_same(dispatch, axes):
     config = dataclasses.replace(
         _MOE, shared_experts=1, expert_dispatch=dispatch, balance_loss=0.5
     )
-    tokens = _tokens()
-    (loss, aux), grads = _loss_and_grad(config, tokens)
-    mesh = make_mesh(1, 2, 2, jax.devices()[: 4 * sequence], sequence=sequence)
-    layout = models.Layout(sequence="sequence" if sequence > 1 else None)
-    divided = models.make_divided_loss_fn(config, layout)
+    tokens, params = _tokens(16, 17), jax.tree.map(np.copy, _params(config))
+    # A feature that all tokens have, and two experts that want it: rounds follow.
+    params["embedding"][:, 0] = 4
+    router = params["blocks"]["moe"]["router"]
+    router *= 0.1
+    router[:, 0] = [1, 0.9, 0, 0]
+    (loss, aux), grads = _loss_and_grad(config, tokens, params)
+    mesh = make_mesh(1, devices=jax.devices()[: math.prod(axes.values())], **axes)
+    names = {name: name for name in ("sequence", "expert") if name in axes}
+    divided = models.make_divided_loss_fn(config, models.Layout(**names))
     with jax.set_mesh(mesh):
         found = jax.jit(jax.value_and_grad(divided, has_aux=True))
-        (other, other_aux), others = found(_params(config), tokens, _KEY)
+        (other, other_aux), others = found(params, tokens, _KEY)
     np.testing.assert_allclose(loss, other, rtol=1e-5)
+    np.testing.assert_array_equal(aux["expert_load"], [[1, 1, 0, 0]] * 2)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), aux, other_aux
     )
@@ -262,6 +280,26 @@ def test_devices_that_share_a_region_compute_the_same(dispatch, sequence):
         grads,
         others,
     )
+
+
+def test_tokens_cross_to_their_experts_and_back_and_experts_are_not_gathered():
+    config = dataclasses.replace(_MOE, num_layers=1, scan_layers=False)
+    mesh = make_mesh(1, data=2, devices=jax.devices()[:4], expert=2)
+    divided = models.make_divided_loss_fn(config, models.Layout(expert="expert"))
+    with jax.set_mesh(mesh):
+        found = jax.make_jaxpr(jax.grad(divided, has_aux=True))(
+            _params(config), _tokens(), _KEY
+        )
+    text = str(found)
+    # Rows, their experts, and back; the cotangents of rows; a round takes all.
+    crossed = re.findall(r":(\w+\[[\d,]+\]) = all_to_all\[", text)
+    room = dispatching.rows_of_a_round(1 * 8 * 2, 2)
+    rows, ids = f"f32[{2 * room},16]", f"i32[{2 * room}]"
+    assert sorted(crossed) == [rows] * 4 + [ids]
+    # A device's own two experts, over data alone.
+    gathered = re.findall(r":(\w+\[[\d,]+\]) = all_gather\[\s*all_gather_dim", text)
+    assert gathered.count("f32[2,16,12]") == 2
+    assert not any(shape.startswith("f32[4,") for shape in gathered)
 
 
 def test_only_the_experts_of_a_token_are_counted_as_work():

@@ -1,4 +1,4 @@
-"""A run whose devices share the positions of sequences, by its configuration."""
+"""Runs whose devices share positions of sequences, or experts, by configuration."""
 
 import jax
 import numpy as np
@@ -25,8 +25,12 @@ def trained(**axes):
     state = program.init(params, jax.random.key(4))
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, (STEPS, 2, BATCH, LENGTH + 1)).astype(np.int32)
-    ((state, output),) = run(program, state, iter(tokens), STEPS)
-    return state, np.asarray(output.losses), np.asarray(output.aux["num_tokens"])
+    losses, num_tokens = [], []
+    for new, output in run(program, state, iter(tokens), STEPS):
+        state = new
+        losses += np.asarray(output.losses).tolist()
+        num_tokens += np.asarray(output.aux["num_tokens"]).tolist()
+    return state, losses, num_tokens
 
 
 def test_devices_that_share_positions_train_as_one_does():
@@ -39,9 +43,57 @@ def test_devices_that_share_positions_train_as_one_does():
     assert gate.spec == P("region", ("data", "sequence"), "model")
 
 
+def test_devices_that_share_experts_train_as_one_does():
+    # Fragments of two, one and one experts: those of one are on every device.
+    moe = {
+        "num_experts": 4, "expert_width": 16, "scan_layers": True,
+        "method": "streaming_diloco", "fragment_strategy": "experts",
+        "num_fragments": 4, "delay_steps": 0, "sync_interval": 4,
+        "expert_weights": "tokens",
+    }  # fmt: skip
+    state, losses, num_tokens = trained(data_axis=2, expert_axis=2, **moe)
+    one, expected, alone = trained(**moe)
+    assert state.sync.schedule == one.sync.schedule
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4),
+        *(jax.device_get(each.region.params) for each in (state, one)),
+    )
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_array_equal(num_tokens, alone)
+    block = state.region.params["blocks"]
+    gate = block["moe"]["experts"]["gate"].sharding
+    assert gate.spec == P("region", None, "expert", "data", "model")
+    query = block["attention"]["query"].sharding
+    assert query.spec == P("region", None, ("data", "expert"), "model")
+
+
+@pytest.mark.parametrize(
+    ("leaves", "message"),
+    [
+        ({"expert_axis": 2}, "expert_axis=2 has no meaning for a model without exp"),
+        (
+            {"expert_axis": 4, "num_experts": 6, "expert_width": 8},
+            "num_experts=6 is not a multiple of the mesh's expert_axis=4; use num_",
+        ),
+        (
+            {"expert_axis": 3, "batch_per_region": 4},
+            r"data_axis=1 \* expert_axis=3, whi",
+        ),
+        ({"expert_axis": 2, "stages": 2}, "expert_axis=2 is not for pipelines"),
+    ],
+)
+def test_experts_that_devices_cannot_share_are_named(leaves, message):
+    with pytest.raises(ValueError, match=message):
+        checked(**leaves)
+
+
+def checked(**leaves):
+    config = CONFIG.replace(**leaves)
+    check_model(config, config.model)
+
+
 def test_a_width_that_both_axes_do_not_divide_is_named():
-    config = CONFIG.replace(batch_per_region=32, data_axis=32, sequence_axis=2)
     with pytest.raises(
         ValueError, match=r"width=32 .* data_axis \* sequence_axis=64; use width=64"
     ):
-        check_model(config, config.model)
+        checked(batch_per_region=32, data_axis=32, sequence_axis=2)

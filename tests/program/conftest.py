@@ -20,6 +20,7 @@ from cocodc_jax.transforms.second_moment import adam_second_moment
 
 NUM_REGIONS = 4
 LEARNING_RATE = 0.05
+OPTIMIZER = optax.sgd(LEARNING_RATE, 0.9)
 
 
 def model(params, batch):
@@ -110,7 +111,7 @@ def program_of(method, mesh=None, loss=loss_fn, **options):
     has_adam = "second_moment" in method.needs
     return RegionProgram(
         loss,
-        optax.adam(LEARNING_RATE) if has_adam else optax.sgd(LEARNING_RATE, 0.9),
+        optax.adam(LEARNING_RATE) if has_adam else OPTIMIZER,
         method,
         make_params(),
         NUM_REGIONS,

@@ -1,13 +1,15 @@
 """The plots' structure; what they look like was judged by eye."""
 
+import dataclasses
 import io
 import itertools
 
 import matplotlib
+import numpy as np
 import pytest
 from rich.console import Console
 
-from cocodc_jax.report import plots
+from cocodc_jax.report import experts, plots
 from cocodc_jax.report.progress import RunProgress
 from tests.report.made_up import run
 
@@ -78,6 +80,30 @@ def test_a_row_a_model_from_the_top_with_its_number():
 def test_losses_that_do_not_differ_still_have_an_axis(values):
     low, high = plots.losses(values).axes[0].get_xlim()
     assert low < 1.0 < high
+
+
+def routed(method, load):
+    """A run with two records of two regions, a layer and two experts."""
+    record = {"kind": "experts", "divergence": 0.25, "dead": 1.0}
+    found = run(method)
+    records = [record | {"step": step} | load for step in (10, 20)]
+    return dataclasses.replace(found, records=[*found.records, *records])
+
+
+def test_experts_have_a_map_of_each_method_that_recorded_loads():
+    assert experts.figures([run("diloco")]) == {}
+    few = routed("cocodc", {"load_regions": [[[1.5, 0.5]], [[2.0, 0.0]]]})
+    np.testing.assert_allclose(experts.loads(few), [[[1.5, 0.5]], [[2.0, 0.0]]])
+    ((figure, caption),) = experts.figures(
+        [run("diloco"), few, routed("streaming_diloco", {})]
+    ).values()
+    above, below = figure.subfigs
+    divergence, dead = above.axes
+    assert divergence.get_legend_handles_labels()[1] == ["cocodc", "streaming_diloco"]
+    assert [line.get_ydata().tolist() for line in dead.lines] == [[1.0, 1.0]] * 2
+    (image,) = below.axes[0].images
+    np.testing.assert_allclose(image.get_array(), [[1.5, 0.5], [2.0, 0.0]])
+    assert "last quarter" in caption
 
 
 def test_png_is_the_same_twice_and_pyplot_stays_out(tmp_path):

@@ -125,11 +125,10 @@ def _drawn(num_regions, shape=(2, 3)):
     return parts, counts, weights, other
 
 
-@pytest.mark.parametrize("by_tokens", [True, False])
-def test_experts_are_weighed_by_their_tokens(by_tokens):
+def test_experts_are_weighed_by_their_tokens():
     parts, counts, weights, other = _drawn(3)
     of_regions = np.array([0.5, 0.3, 0.2])
-    average = ExpertMean(by_tokens)
+    average = ExpertMean()
     sent = [average.before(part, None) for part in parts]
     mean = jax.tree.map(
         lambda *xs: sum(w * x for w, x in zip(of_regions, xs, strict=True)), *sent
@@ -139,20 +138,17 @@ def test_experts_are_weighed_by_their_tokens(by_tokens):
     np.testing.assert_allclose(
         found["blocks/moe/router"], of_regions @ other, rtol=1e-5, atol=1e-6
     )
-    assert not found["blocks/moe/experts/tokens"].any()
-    share = np.ones_like(counts)
-    if by_tokens:
-        share = counts
-    share = of_regions[:, None, None] * share
+    share = of_regions[:, None, None] * counts
+    path = "blocks/moe/experts/tokens"
+    np.testing.assert_allclose(found[path], -TOKEN_UNIT * share.sum(0), rtol=1e-6)
     total = share.sum(0)
     wanted = np.einsum("mle,mledf->ledf", share, weights)
     wanted = wanted / np.where(total, total, 1)[..., None, None]
     np.testing.assert_allclose(
         found["blocks/moe/experts/up"], wanted, rtol=1e-5, atol=1e-6
     )
-    if by_tokens:
-        assert not wanted[0, 1].any()  # Nobody trained it.
-        np.testing.assert_allclose(wanted[1, 2], weights[0, 1, 2])  # One region did.
+    assert not wanted[0, 1].any()  # Nobody trained it.
+    np.testing.assert_allclose(wanted[1, 2], weights[0, 1, 2])  # One region did.
 
 
 def test_a_compressed_message_has_exact_counts():
@@ -235,7 +231,7 @@ def test_a_mix_keeps_the_share_of_counts_that_it_keeps_of_progress():
         delay_steps=0,
         mixing_alpha=0.25,
         fragment_strategy="experts",
-    ).for_experts()
+    )
     state = _advanced(_program(method), 2)
     counts = state.region.params["blocks"][0]["moe"]["experts"]["tokens"]
     # Merged after one step; two experts a token, before and after.

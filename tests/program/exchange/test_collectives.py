@@ -26,8 +26,8 @@ RNG = np.random.default_rng(3)
 
 def processes_mesh(shards, members=1):
     devices = np.array(jax.devices()[: shards * members])
-    devices = devices.reshape(shards, 1, members, 1, 1)
-    return Mesh(devices, (PROCESS, *INSIDE), axis_types=(AxisType.Auto,) * 5)
+    devices = devices.reshape(shards, 1, members, 1, 1, 1)
+    return Mesh(devices, (PROCESS, *INSIDE), axis_types=(AxisType.Auto,) * 6)
 
 
 def either_way(compressor, everywhere, shapes, rows, weights):

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 from cocodc_jax import methods
@@ -25,6 +24,7 @@ from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.robust import RESTORED
 from cocodc_jax.train.run_steps import run
 from tests.numerics import assert_within_ulps
+from tests.program import mixture
 
 # Four threads compile the same programs into one cache, which is made for processes.
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation")
@@ -48,7 +48,7 @@ def own_batches(tiny, region, step=0):
 
 def make_program(tiny, method, transport, num):
     return RegionProgram(
-        tiny.loss_fn, optax.sgd(0.05, 0.9), method, tiny.make_params(), num,
+        tiny.loss_fn, tiny.OPTIMIZER, method, tiny.make_params(), num,
         mesh=make_mesh(1 if transport.exchange == "elastic" else num),
         transport=transport,
     )  # fmt: skip
@@ -91,9 +91,15 @@ def as_processes(tiny, method, num, num_steps, **options):
         ("streaming_diloco", {"num_fragments": 2, "delay_steps": 2}, True),
         ("cocodc", {"num_fragments": 2, "delay_steps": 3, "compress": "int8"}, False),
         ("diloco", {"compress": "ef+topk:0.1"}, True),
+        (
+            "streaming_diloco",
+            {"delay_steps": 2, "compress": "ef+int8"} | mixture.OPTIONS,
+            True,
+        ),
     ],
 )
 def test_the_numbers_are_those_of_one_process(tiny, tmp_path, name, options, has_ports):
+    tiny = mixture.in_place_of(tiny) if "expert_weights" in options else tiny
     # Two regions: each compiles programs of its own.
     method, num = methods.get(name, sync_interval=4, **options), 2
     program = make_program(tiny, method, Transport("outer"), num)
@@ -201,6 +207,37 @@ def test_the_work_of_a_message_that_came_too_late(tiny, late_message):
 
 def stacked(batches):
     return jax.tree.map(lambda *x: np.concatenate(x), *batches)
+
+
+def test_a_mixture_keeps_the_counts_of_a_message_that_came_too_late(tiny):
+    """Experts that this region used keep what they learned, the others nothing."""
+    tiny = mixture.in_place_of(tiny)
+    method = methods.get("diloco", sync_interval=2, expert_weights="tokens")
+    ends = []
+    for late_message in ("keep", "drop"):
+        program, state, batches = of_one_job(tiny, method, late_message=late_message)
+        own, _ = program._steps(
+            tiny.start(program).region,
+            program._batches.put(stacked(batches[:2])), None, None, (),
+        )  # fmt: skip
+        threading.Timer(0.1, program.exchange.link.decide, [(0, 2), 1]).start()
+        state, _ = program.advance(state, stacked(batches[:2]))
+        ends.append(experts_of(state.region.params))
+    trained, first = experts_of(own.params), experts_of(tiny.make_params())
+    kept, dropped = ends
+    counts = trained.pop("tokens")[0]
+    np.testing.assert_array_equal(kept.pop("tokens")[0], counts)
+    assert not dropped.pop("tokens").any()
+    for name, before in dropped.items():
+        np.testing.assert_array_equal(before[0], first[name])
+        is_used = (counts > 0)[..., None, None]
+        wanted = np.where(is_used, trained[name][0], first[name])
+        assert_within_ulps(kept[name][0], wanted)
+    assert (counts == 0).any()
+
+
+def experts_of(params):
+    return jax.tree.map(np.array, params["blocks"]["moe"]["experts"])
 
 
 @pytest.mark.parametrize(

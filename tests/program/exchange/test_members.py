@@ -36,7 +36,7 @@ DELTAS = {
 def mesh():
     devices = np.array(jax.devices()[: NUM_REGIONS * NUM_MEMBERS])
     axes = (PROCESS, *AXES)
-    grid = devices.reshape(NUM_REGIONS, 1, NUM_MEMBERS, 1, 1)
+    grid = devices.reshape(NUM_REGIONS, 1, NUM_MEMBERS, 1, 1, 1)
     return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 

@@ -64,7 +64,7 @@ def outer_of(processes):
 )
 @pytest.mark.parametrize(
     "processes",
-    [None, (1, 2, 1, 1), (1, 2, 1, 2)],
+    [None, (1, 2, 1, 1, 1), (1, 2, 1, 1, 2)],
     ids=["one process", "data", "data and model"],
 )
 def test_what_is_laid_out_is_put_together_again(dtypes, processes):
@@ -95,7 +95,7 @@ def test_what_is_laid_out_is_put_together_again(dtypes, processes):
     for name, x in tree.items():
         assert found[name].dtype == x.dtype
         np.testing.assert_array_equal(found[name], x)
-    if processes == (1, 2, 1, 2):  # As the region's own devices have it.
+    if processes == (1, 2, 1, 1, 2):  # As the region's own devices have it.
         assert found["both"].addressable_shards[0].data.shape == (2, 2, 3, 2)
 
 
@@ -186,12 +186,12 @@ def test_no_device_of_a_region_has_a_fragment_whole(tiny):
 @pytest.fixture
 def four_processes(monkeypatch):
     """Two regions of two processes, whose outer devices are four of this one."""
-    outer = outer_of((1, 2, 1, 1))
+    outer = outer_of((1, 2, 1, 1, 1))
     where = shardings_module
     monkeypatch.setattr(where, "outer_sharding", lambda *_: NamedSharding(outer, P()))
     rows = NamedSharding(outer, P(PROCESS, INSIDE))
     monkeypatch.setattr(where, "outer_rows", lambda *_: rows)
-    monkeypatch.setattr(outer_placement, "process_grid", lambda _: (1, 2, 1, 1))
+    monkeypatch.setattr(outer_placement, "process_grid", lambda _: (1, 2, 1, 1, 1))
 
 
 def test_processes_of_a_region_divide_the_outer_state(tiny, request):

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.sharding import mesh as mesh_module
 from cocodc_jax.sharding import outer_mesh as outer_module
 from cocodc_jax.sharding.mesh import (
+    INSIDE,
     inner_devices,
     make_mesh,
     regional,
@@ -41,8 +42,8 @@ def test_the_region_axis_is_as_long_as_devices_and_regions_allow(
 ):
     devices = jax.devices()[:num_devices]
     mesh = make_mesh(num_regions, data, model, devices)
-    sizes = {"region": length, "stage": 1, "data": data, "sequence": 1, "model": model}
-    assert dict(mesh.shape) == sizes
+    ones = dict.fromkeys(mesh.axis_names, 1)
+    assert dict(mesh.shape) == ones | {"region": length, "data": data, "model": model}
     assert list(mesh.devices.flat) == devices[: length * data * model]
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
@@ -53,6 +54,7 @@ def test_stages_lie_between_regions_and_data_and_positions_after_it():
         ("region", 2),
         ("stage", 2),
         ("data", 1),
+        ("expert", 1),
         ("sequence", 2),
         ("model", 1),
     )
@@ -60,15 +62,17 @@ def test_stages_lie_between_regions_and_data_and_positions_after_it():
 
 
 def test_a_region_larger_than_the_machine_is_refused():
-    with pytest.raises(ValueError, match=r"4 \* 1 \* 3 = 12 devices, but there are 9"):
+    with pytest.raises(
+        ValueError, match=r"4 \* 1 \* 1 \* 3 = 12 devices, but there are 9"
+    ):
         make_mesh(2, data=4, model=3)
     with pytest.raises(
-        ValueError, match=r"5 \* 2 \* 1 \* 1 = 10 devices.*lower stages"
+        ValueError, match=r"5 \* 2 \* 1 \* 1 \* 1 = 10 devices.*lower stages"
     ):
         make_mesh(2, data=2, stage=5)
 
 
-@pytest.mark.parametrize("name", ["regions", "stage", "data", "sequence", "model"])
+@pytest.mark.parametrize("name", ["regions", *INSIDE])
 def test_sizes_below_one_are_refused(name):
     sizes = {"num_regions": 2, "data": 1, "model": 1}
     sizes["num_regions" if name == "regions" else name] = 0
@@ -226,8 +230,7 @@ def test_a_process_that_is_part_of_two_regions_is_refused(shards, text):
 
 def test_in_one_process_the_outer_mesh_is_one_device():
     mesh = make_mesh(4)
-    names = ("process", "stage", "data", "sequence", "model")
-    assert outer_mesh(mesh).shape == dict.fromkeys(names, 1)
+    assert outer_mesh(mesh).shape == dict.fromkeys(("process", *INSIDE), 1)
     (device,) = outer_mesh(mesh).devices.flat
     assert outer_sharding(mesh).device_set == outer_rows(mesh).device_set == {device}
     assert device == outer_device(mesh)

@@ -16,6 +16,7 @@ from cocodc_jax import methods
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.train import checksums
 from cocodc_jax.train.checkpoint import CheckpointError, Checkpoints
+from tests.program import mixture
 
 STREAMING = methods.get("streaming_diloco", sync_interval=4, num_fragments=2)
 
@@ -64,6 +65,19 @@ def test_a_restored_run_goes_on_bit_for_bit(tiny, tmp_path, method_name, cut):
 def test_another_program_goes_on_bit_for_bit(tiny, tmp_path):
     """As in a new process, which compiles anew."""
     check_restored(tiny, tmp_path, "cocodc", 5, tiny.make_program("cocodc"))
+
+
+@pytest.mark.parametrize("method_name", mixture.METHODS)
+def test_a_restored_mixture_goes_on_with_its_counts(tiny, tmp_path, method_name):
+    """In flight, by another program: means by tokens are of the counts it had."""
+    tiny = mixture.in_place_of(tiny)
+    check_restored(tiny, tmp_path, method_name, 3, tiny.make_program(method_name))
+    with Checkpoints(tmp_path) as checkpoints:
+        state, _ = checkpoints.restore(tiny.shared_program(method_name))
+    counts = state.region.params["blocks"]["moe"]["experts"]["tokens"]
+    assert state.sync.in_flight
+    assert (counts > 0).any()
+    assert (counts == 0).any()  # An expert that a region did not use.
 
 
 def check_restored(tiny, tmp_path, method_name, cut, again):

@@ -1,0 +1,94 @@
+"""Plot how regions use a mixture's experts, from the records of `train.routing`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cocodc_jax._extras import extra
+from cocodc_jax.report.plots import COLORS, WIDTH_IN
+from cocodc_jax.report.runs import Run, by_method
+
+with extra("report"):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+CAPTION = (
+    "Experts. Above: how far regions' loads are from their mean (0: all regions use "
+    "the same experts), and experts that no region gave a token, of all layers; means "
+    "over seeds. Below, of the first seed and the last quarter of the records: each "
+    "expert's load in each region, over that of an even split."
+)
+
+
+def figures(runs: Sequence[Run]) -> dict[str, tuple[Figure, str]]:
+    """Return the plot of routing and its caption by name; none for dense models.
+
+    Args:
+      runs: finished runs of any methods; those without experts are left out.
+    """
+    groups = by_method(run for run in runs if run.of_kind("experts"))
+    return {"experts": (_figure(groups), CAPTION)} if groups else {}
+
+
+def loads(run: Run) -> np.ndarray | None:
+    """Return loads `[R, layers, E]` over an even split; None if there are too many.
+
+    Means over the last quarter of a run's records.
+    """
+    records = [r for r in run.of_kind("experts") if "load_regions" in r]
+    if not records:
+        return None
+    last = records[-max(1, len(records) // 4) :]
+    load_RNE = np.mean([r["load_regions"] for r in last], axis=0)
+    return load_RNE / load_RNE.mean(axis=2, keepdims=True)
+
+
+def _figure(groups: Mapping[str, Sequence[Run]]) -> Figure:
+    found = {name: loads(group[0]) for name, group in groups.items()}
+    maps = {name: load for name, load in found.items() if load is not None}
+    heights = [2.6, *(0.5 + 0.2 * len(load) for load in maps.values())]
+    figure = Figure(figsize=(WIDTH_IN, sum(heights)), layout="constrained")
+    FigureCanvasAgg(figure)
+    parts = figure.subfigures(len(heights), height_ratios=heights, squeeze=False)
+    _draw_lines(parts[0, 0], groups)
+    highest = max((load.max() for load in maps.values()), default=1)
+    for part, (name, load_RNE) in zip(parts[1:, 0], maps.items(), strict=True):
+        _draw_map(part, name, load_RNE, highest)
+    return figure
+
+
+def _draw_lines(part: Any, groups: Mapping[str, Sequence[Run]]) -> None:
+    left, right = part.subplots(1, 2)
+    for axes, key in ((left, "divergence"), (right, "dead")):
+        for index, (name, group) in enumerate(groups.items()):
+            records = [run.of_kind("experts") for run in group]
+            steps = [record["step"] for record in records[0]]
+            mean = np.mean([[r[key] for r in each] for each in records], axis=0)
+            color = COLORS[index % len(COLORS)]
+            axes.plot(steps, mean, color=color, linewidth=1.6, label=name)
+        axes.set_xlabel("inner steps")
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.grid(visible=True, color="#dddddd", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.set_title("divergence between regions", fontsize="medium")
+    right.set_title("dead experts", fontsize="medium")
+    handles = left.get_legend_handles_labels()
+    part.legend(*handles, loc="outside upper center", ncols=4, frameon=False)
+
+
+def _draw_map(part: Any, name: str, load_RNE: np.ndarray, highest: float) -> None:
+    num_regions, num_layers, num_experts = load_RNE.shape
+    axes = part.subplots()
+    flat = load_RNE.reshape(num_regions, -1)
+    image = axes.imshow(flat, aspect="auto", cmap="Blues", vmin=0, vmax=highest)
+    for layer in range(1, num_layers):
+        axes.axvline(layer * num_experts - 0.5, color="#333333", linewidth=1)
+    middles = num_experts * (np.arange(num_layers) + 0.5) - 0.5
+    axes.set_title(name, fontsize="medium", loc="left")
+    axes.set_xticks(middles, [f"layer {n}" for n in range(num_layers)])
+    axes.set_yticks(range(num_regions), [f"region {m}" for m in range(num_regions)])
+    axes.tick_params(length=0)
+    part.colorbar(image, ax=axes)
