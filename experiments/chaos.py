@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cocodc_jax.files import write_whole
-from cocodc_jax.netlab import children, independent
+from cocodc_jax.netlab import children
 from cocodc_jax.run import flags
 from cocodc_jax.run.build import check_elastic
 from cocodc_jax.run.config import TrainConfig, dumps
@@ -152,18 +152,18 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
     if own.unbroken:  # It goes on, or is there already.
         with flags.usage_errors():
             loss = unbroken_loss(train_flags, workdir / "unbroken")
-    told = independent.commands(
+    told = children.region_commands(
         [*commands.python_m("train"), *train_flags, "--outer_digests"],
         workdir,
         own.regions,
         flags.value("via") or "",
     )
-    logs = independent.logs(workdir, own.regions)
+    logs = children.region_logs(workdir, own.regions)
     # Each life compiles the same programs.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(workdir / "compiled"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     chaos = Chaos(
-        workdir, [independent.Region(*each) for each in zip(told, logs, strict=True)]
+        workdir, [children.Region(*each) for each in zip(told, logs, strict=True)]
     )
     began_s, steps = time.time(), config.run.steps
     last_step = int(_LAST_KILL * steps)

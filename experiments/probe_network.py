@@ -43,9 +43,8 @@ from cocodc_jax.netlab.probe import (
 )
 from cocodc_jax.network import gloo, world
 from cocodc_jax.network.links import Link, LinkState, uniform
-from cocodc_jax.run import cross_process_check as agreement
 from cocodc_jax.run.messages import check_numbers, while_writable
-from cocodc_jax.run.processes import COUNT, Processes, failing_alone
+from cocodc_jax.run.processes import COUNT, Processes, failing_alone, gather
 from cocodc_jax.run.resume import make_folder
 
 from . import program
@@ -152,7 +151,7 @@ def probe(
     """Measure one collective and size; every process gets the same row."""
     num_bytes = 4 * num_values
     send = make_exchange(name, outer_devices(), num_values)
-    seconds = agreement.gather(measure(send, repeats, pause_s))
+    seconds = gather(measure(send, repeats, pause_s))
     row = {
         "collective": name,
         "num_bytes": num_bytes,

@@ -44,9 +44,8 @@ from cocodc_jax.network import (
     published,
     swarm,
     trace,
-    watch,
 )
-from cocodc_jax.network.faults import Finding
+from cocodc_jax.network.faults import Finding, watch_links
 from cocodc_jax.network.links import Topology
 from cocodc_jax.network.simulator import simulate_method
 from cocodc_jax.network.timeline import Timeline
@@ -92,7 +91,7 @@ def run_simulation(values: flags.FlagValues) -> None:
         seconds = None if needed is None else timeline.seconds_until(needed)
         summary |= {"target_loss": values.target_loss, "sim_s_to_target": seconds}
     _print_summary(summary)
-    named_s = watch.watch_links(topology, timeline)
+    named_s = watch_links(topology, timeline)
     for time_s, finding in named_s:
         print(f"- Faulty at {time_s:.4g} s: {finding.explain(topology.regions)}.")
     if folder:

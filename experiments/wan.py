@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 from absl.flags import FlagValues
 
-from cocodc_jax.netlab import kernel, launch, schedule
+from cocodc_jax.netlab import launch, region
 from cocodc_jax.netlab.plan import Plan, make_plan
 from cocodc_jax.network import world
 from cocodc_jax.network.links import Topology
@@ -59,7 +59,7 @@ SECTIONS = {
             f"cloud regions, comma-separated, of {', '.join(world.world_regions())}",
         ),
         ("links", str, "YAML file with regions, links, changes (network/world.py)"),
-        ("schedule", str, "YAML list of changes of the links (netlab/schedule.py)"),
+        ("schedule", str, "YAML list of changes of the links (network/world.py)"),
     ),
     "The lab": (
         ("logdir", str, "folder for logs and counters; default: a new one in /tmp"),
@@ -97,7 +97,7 @@ def define_flags() -> FlagValues:
     return program.own_flags(
         *itertools.chain(*SECTIONS.values()),
         **dict.fromkeys(_NOT_NEGATIVE, 0.0),
-        regions=(1, kernel.MAX_REGIONS),
+        regions=(1, region.MAX_REGIONS),
         mtu=(576, 65000),
     )
 
@@ -105,14 +105,14 @@ def define_flags() -> FlagValues:
 def build_topology(values: FlagValues) -> Topology:
     """Return the network the flags describe."""
     topology = _links(values)
-    if topology.num_regions > kernel.MAX_REGIONS:
+    if topology.num_regions > region.MAX_REGIONS:
         raise ValueError(
             f"--links={values.links} has {topology.num_regions} regions; at most "
-            f"{kernel.MAX_REGIONS} are possible"
+            f"{region.MAX_REGIONS} are possible"
         )
     if not values.schedule:
         return topology
-    read = functools.partial(schedule.load_changes, regions=topology.regions)
+    read = functools.partial(world.load_changes, regions=topology.regions)
     changes = program.named("schedule", values.schedule, read)
     return dataclasses.replace(topology, changes=topology.changes + changes)
 
@@ -150,7 +150,7 @@ def build_plan(values: FlagValues, command: Sequence[str]) -> Plan:
             f"grace_s={values.grace_s} must be below {_LONGEST_GRACE_S:g}, a day"
         )
     check_numbers(values)
-    known = kernel.congestion_controls()
+    known = region.congestion_controls()
     if values.congestion_control not in known:
         raise ValueError(
             f"congestion_control={values.congestion_control} is not allowed here; use "
@@ -181,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
         if (command := program.parse(values, argv, __doc__, SECTIONS)) is None:
             return 0
         check_command(command)
-        if lacks := kernel.missing():
+        if lacks := region.missing():
             raise PermissionError(f"the network lab lacks {'; and '.join(lacks)}")
         plan = build_plan(values, command)
     except (*program.REFUSED, PermissionError) as error:

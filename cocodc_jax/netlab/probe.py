@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from cocodc_jax.exchange import collectives, combine
+from cocodc_jax.exchange import between_hosts, collectives
 from cocodc_jax.network import direct, gloo
 from cocodc_jax.network.collectives import collective_cost
 from cocodc_jax.network.links import LinkState
@@ -47,7 +47,7 @@ def make_exchange(name: str, outer: Mesh, num_values: int) -> Callable[[], jax.A
         )
         return functools.partial(jax.jit(gather, out_shardings=everywhere), rows)
     shape = jax.ShapeDtypeStruct((num_values,), np.float32)
-    average = combine.make_combine(None, everywhere, shape, all_reduce=kind)
+    average = between_hosts.make_combine(None, everywhere, shape, all_reduce=kind)
     weights = transfer.put(np.full(num, 1 / num, np.float32), everywhere)
     mean = jax.jit(lambda *given: average(*given)[0], out_shardings=everywhere)
     return functools.partial(mean, rows, weights)

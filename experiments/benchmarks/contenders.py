@@ -210,7 +210,7 @@ def drjax_diloco(case: Case, num_devices: int) -> Callable[[], Turn]:
     return make
 
 
-def torch_diloco(case: Case, inner_lr: float = 1e-3) -> Callable[[], Turn]:
+def torch_diloco(case: Case) -> Callable[[], Turn]:
     """Return a turn of a plain DiLoCo loop of PyTorch, for the case `gpt`.
 
     The simplest form: eager mode, regions one after the other with all threads. It
@@ -233,7 +233,7 @@ def torch_diloco(case: Case, inner_lr: float = 1e-3) -> Callable[[], Turn]:
             jax.tree.leaves(outer), OUTER_LR, OUTER_MOMENTUM, nesterov=True
         )
         optimizers = [
-            torch.optim.AdamW(jax.tree.leaves(region), inner_lr, weight_decay=1e-4)
+            torch.optim.AdamW(jax.tree.leaves(region), 1e-3, weight_decay=1e-4)
             for region in regions
         ]
         batches = torch.from_numpy(case.batches.astype(np.int64))

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cocodc_jax.files import read_table
-from cocodc_jax.netlab import children, independent
+from cocodc_jax.netlab import children
 from cocodc_jax.network import goodput
 from cocodc_jax.run import flags
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
@@ -50,7 +50,7 @@ class RefusedError(Exception):
 class Chaos:
     """The regions of a run, which it kills and restarts."""
 
-    def __init__(self, workdir: pathlib.Path, regions: Sequence[independent.Region]):
+    def __init__(self, workdir: pathlib.Path, regions: Sequence[children.Region]):
         """Take the regions of the run in `workdir`, which are not started yet."""
         self._workdir, self.regions = workdir, list(regions)
         self.kills = lines(workdir / KILLS_FILE)

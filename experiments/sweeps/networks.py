@@ -28,6 +28,7 @@ MBIT = (20.0, 100.0, 500.0, 2000.0, 10_000.0)
 LATENCY_MS = (10.0, 50.0, 200.0)
 # Enough to see the pace; the rest goes on at that of the second half.
 INTERVALS, LEAST_STEPS = 8, 40
+TOP = 3  # Of the table of who is there first.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,19 +138,17 @@ def best(found: Sequence[Arrival]) -> dict[Network, list[Arrival]]:
     return {n: sorted(a, key=lambda x: x.seconds) for n, a in by_network.items()}
 
 
-def markdown(
-    report: Report, found: Sequence[Arrival], step_seconds: float, top: int = 3
-) -> str:
+def markdown(report: Report, found: Sequence[Arrival], step_seconds: float) -> str:
     """Return the table of who is there first."""
-    heads = ["network", *(f"{i}." for i in range(1, top + 1)), "the reference"]
+    heads = ["network", *(f"{i}." for i in range(1, TOP + 1)), "the reference"]
     lines = []
     for network, arrived in best(found).items():
         line = [str(network)]
-        for arrival in arrived[:top]:
+        for arrival in arrived[:TOP]:
             which = "" if arrival.column == TUNED else ", published"
             seconds = format_duration(arrival.seconds)
             line.append(f"{arrival.cell.label}{which}: {seconds}")
-        line += ["-"] * (top - len(arrived))
+        line += ["-"] * (TOP - len(arrived))
         own = [
             a
             for a in arrived

@@ -10,6 +10,7 @@ from cocodc_jax.report.units import format_bytes
 from .cells import (
     COLUMNS,
     PUBLISHED,
+    SHOWN,
     TUNED,
     Cell,
     Column,
@@ -94,7 +95,7 @@ class Report:
         flags, last = cell.flags, _last(cell)
         method = f"**{flags['method']}**" if is_best else flags["method"]
         besides = [
-            f"{n} {v}" for n, v in flags.items() if n not in _OWN and v is not None
+            f"{n} {v}" for n, v in flags.items() if n not in SHOWN and v is not None
         ]
         line = [
             method,
@@ -182,9 +183,6 @@ class Report:
         from cocodc_jax.report import points as drawn  # Matplotlib, on use.
 
         return drawn.frontier(points, open_points)
-
-
-_OWN = ("method", "compress", "sync_interval", "delay_steps")
 
 
 def markdown_table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -10,7 +10,7 @@ import time
 import pytest
 from absl.flags import FlagValues
 
-from cocodc_jax.netlab import independent
+from cocodc_jax.netlab import children
 from cocodc_jax.run import flags
 from experiments import chaos, train
 from experiments.faults import kills, scenarios
@@ -105,7 +105,7 @@ def test_an_unbroken_run_that_fails_is_told_with_its_last_line(tmp_path, monkeyp
 def test_what_a_region_refuses_ends_the_run(tmp_path):
     programs = "import time; time.sleep(60)", "print('error: no'); raise SystemExit(2)"
     regions = [
-        independent.Region(child(program), tmp_path / f"{number}.log")
+        children.Region(child(program), tmp_path / f"{number}.log")
         for number, program in enumerate(programs)
     ]
     hit = kills.Chaos(tmp_path, regions)
@@ -119,7 +119,7 @@ def test_what_a_region_refuses_ends_the_run(tmp_path):
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_a_region_that_ends_again_and_again_is_given_up(tmp_path, capsys):
     program = child("import sys; sys.exit('no room')")
-    hit = kills.Chaos(tmp_path, [independent.Region(program, tmp_path / "0.log")])
+    hit = kills.Chaos(tmp_path, [children.Region(program, tmp_path / "0.log")])
     message = "region 0 ended 5 times before it took part, at last with 1, .*: no room"
     with pytest.raises(kills.RefusedError, match=message):
         hit.run(0, 8, seed=0, gap_s=1, restart_s=0)
@@ -132,7 +132,7 @@ def test_a_region_that_ends_again_and_again_is_given_up(tmp_path, capsys):
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_who_is_started_as_the_run_is_stopped_is_told_to(tmp_path):
-    class Late(independent.Region):
+    class Late(children.Region):
         def start(self):
             hit.stop(0)
             super().start()
@@ -155,7 +155,7 @@ def test_nobody_is_killed_before_all_take_part(tmp_path):
             'import time; time.sleep(0.7); line = f\'{{"time": {time.time()}, '
             f"\"epoch\": 0}}}}\\n'; open({joins!r}, 'a').write(line); time.sleep(6)"
         )
-        return independent.Region(child(program), tmp_path / f"{number}.log")
+        return children.Region(child(program), tmp_path / f"{number}.log")
 
     hit = kills.Chaos(tmp_path, [region(0), region(1)])
     hit.run(3, 8, seed=0, gap_s=0.1, restart_s=0)

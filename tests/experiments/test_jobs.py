@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cocodc_jax.netlab import independent
+from cocodc_jax.netlab import children
 from experiments.faults import kills
 
 pytestmark = pytest.mark.slow
@@ -28,10 +28,10 @@ class Run:
         train = [sys.executable, "-m", "experiments.train", *flags]
         self.workdir, self.num = workdir, num
         self.regions = [
-            independent.Region(*each, num_processes)
+            children.Region(*each, num_processes)
             for each in zip(
-                independent.commands(train, workdir, num, via),
-                independent.logs(workdir, num),
+                children.region_commands(train, workdir, num, via),
+                children.region_logs(workdir, num),
                 strict=True,
             )
         ]
@@ -52,7 +52,7 @@ class Run:
             time.sleep(0.1)
 
     def tail(self):
-        paths = independent.logs(self.workdir, self.num)
+        paths = children.region_logs(self.workdir, self.num)
         return "\n".join(p.read_text()[-1000:] for p in paths if p.exists())
 
     def finish(self, steps=STEPS):

@@ -29,7 +29,6 @@ class Rule:
     strengths: tuple[float, ...] = ()  # What is tried; empty for a rule without one.
     falls_with_delay: bool = False  # Strengths are divided by the delay.
     least_delay: int = 0  # Delay in steps below which the rule has no meaning.
-    note: str = ""  # What the rule is, in a few words.
 
     def strengths_at(self, delay_steps: int) -> tuple[float, ...]:
         """Return the strengths to try at this delay."""
@@ -38,14 +37,12 @@ class Rule:
 
 
 def _mix(alpha: float) -> Rule:
-    note = f"alpha mix, {alpha:g} on local" + " (Streaming DiLoCo)" * (alpha == 0.5)
-    return Rule(f"mix_{alpha:g}", lambda *_: merge.mix(alpha), note=note)
+    return Rule(f"mix_{alpha:g}", lambda *_: merge.mix(alpha))
 
 
 def _taylor(
     name: str,
     kind: curvature.Curvature,
-    note: str,
     strengths: tuple[float, ...] = (),
     lambda_: float | None = None,
     **fields: Any,
@@ -65,7 +62,7 @@ def _taylor(
             transform = delay_compensation(kind, lambda_, max_ratio=radius)
         return merge.compensate(transform, kind.needs)
 
-    return Rule(name, make, strengths, note=note, **fields)
+    return Rule(name, make, strengths, **fields)
 
 
 def _capped(strength, delay_steps):
@@ -81,45 +78,31 @@ def _all(sync_interval: int) -> list[Rule]:
     # these products cost the most.
     exact: dict[str, Any] = {"strengths": (0.4, 1.2), "falls_with_delay": True}
     isotropic, falling = curvature.isotropic(), {"falls_with_delay": True}
+    hessian = curvature.hessian_vector("adam")
+    as_published = curvature.outer_product(sync_interval)
+    in_gradient_units = curvature.outer_product(units="gradient")
+    normalized = curvature.normalized_outer_product()
     return [
+        # Alpha on local; 0.5 is Streaming DiLoCo.
         *map(_mix, (0.0, 0.25, 0.5, 0.75)),
-        Rule(
+        Rule(  # What it takes of the progress goes into the next message.
             "mix_feedback",
             lambda alpha, _: merge.remembering(merge.mix(alpha), alpha),
             (0.0, 0.25, 0.5, 0.75),
-            note="alpha mix; what it takes of the progress goes into the next message",
         ),
-        _taylor(
-            *("replay", curvature.none(), "no curvature: keep all progress"),
-            lambda_=0.0,
-        ),
-        _taylor(
-            *("paper", curvature.outer_product(sync_interval)),
-            "outer product, parameter units, 1/H, lambda 0.5: as published",
-            lambda_=0.5,
-        ),
-        _taylor(
-            *("isotropic", isotropic, "c / tau times identity"),
-            (0.15, 0.3, 0.5, 0.75),
-        ),
-        _taylor(
-            *("outer_product", curvature.outer_product(units="gradient")),
-            "g * g * D in gradient units",
-            (30.0, 300.0, 1000.0, 3000.0),
-            **falling,
-        ),
-        _taylor(
-            *("normalized_outer_product", curvature.normalized_outer_product()),
-            "g * g * D scaled to lambda_0 of g",
-            (0.1, 0.2, 0.5, 1.0),
-        ),
-        Rule(
-            *("normalized_capped", _capped, (0.2, 0.5, 1.0, 2.0)),
-            note="the same with a cap on the weight",
-        ),
+        # No curvature: all progress is kept.
+        _taylor("replay", curvature.none(), lambda_=0.0),
+        # The outer product in parameter units, with 1/H.
+        _taylor("paper", as_published, lambda_=0.5),
+        # c / tau times the identity.
+        _taylor("isotropic", isotropic, (0.15, 0.3, 0.5, 0.75)),
+        # g * g * D; then the same scaled to lambda_0 of g, and with a cap.
+        _taylor("outer_product", in_gradient_units, (30.0, 300.0, 1e3, 3e3), **falling),
+        _taylor("normalized_outer_product", normalized, (0.1, 0.2, 0.5, 1.0)),
+        Rule("normalized_capped", _capped, (0.2, 0.5, 1.0, 2.0)),
+        # lr * sqrt(nu) * D; then a weight per parameter by sqrt(nu), its mean tuned.
         _taylor(
             *("adam_second_moment", curvature.adam_second_moment()),
-            "lr * sqrt(nu) * D",
             (1e3, 2e3, 4e3, 8e3),
             **falling,
         ),
@@ -127,40 +110,17 @@ def _all(sync_interval: int) -> list[Rule]:
             "curvature_mix",
             lambda strength, _: merge.curvature_mix(strength),
             (0.15, 0.3, 0.5, 0.75),
-            note="weight per parameter by sqrt(nu), its mean tuned",
         ),
-        _taylor(
-            *("trust_isotropic", isotropic, "isotropic 0.75, clipped"),
-            (0.1, 0.3, 1.0, 3.0),
-            lambda_=0.75,
-        ),
-        _taylor(
-            *("secant", secant(isotropic, max_weight=1.0)),
-            "isotropic, c measured from the overlap's two halves",
-            (0.25, 0.5, 1.0, 2.0),
+        _taylor("trust_isotropic", isotropic, (0.1, 0.3, 1.0, 3.0), lambda_=0.75),
+        _taylor(  # Isotropic; c is measured from the overlap's two halves.
+            *("secant", secant(isotropic, max_weight=1.0), (0.25, 0.5, 1.0, 2.0)),
             least_delay=2,
         ),
-        _taylor(
-            *("hessian_vector", curvature.hessian_vector("adam")),
-            "exact product through Adam's scale",
-            **exact,
-        ),
-        _taylor(
-            *("gauss_newton", curvature.gauss_newton("adam")),
-            "exact Gauss-Newton product through Adam's scale",
-            **exact,
-        ),
-        _taylor(
-            *("hutchinson", curvature.hutchinson(units="adam")),
-            "one-sample diagonal through Adam's scale",
-            **exact,
-        ),
-        _taylor(
-            *("trust_hessian", curvature.hessian_vector("adam")),
-            "exact product, lambda 1, clipped",
-            (0.3, 1.0),
-            lambda_=1.0,
-        ),
+        # Products through Adam's scale: exact ones, and a diagonal of one sample.
+        _taylor("hessian_vector", hessian, **exact),
+        _taylor("gauss_newton", curvature.gauss_newton("adam"), **exact),
+        _taylor("hutchinson", curvature.hutchinson(units="adam"), **exact),
+        _taylor("trust_hessian", hessian, (0.3, 1.0), lambda_=1.0),
     ]
 
 
