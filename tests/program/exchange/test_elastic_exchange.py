@@ -4,12 +4,10 @@ import itertools
 import re
 import threading
 import time
-import types
 from concurrent.futures import Future
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 from cocodc_jax import methods
@@ -20,17 +18,18 @@ from cocodc_jax.elastic.place import Place
 from cocodc_jax.exchange.elastic_exchange import _table
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.netlab.independent import free_addresses
-from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.robust import RESTORED
 from cocodc_jax.train.run_steps import run
 from tests.numerics import assert_within_ulps
+from tests.program import tiny
 
 # Four threads compile the same programs into one cache, which is made for processes.
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation")
 
 KEY = bytes(range(32))
+SHORT = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
 # A machine that is busy is not to be taken for a dead one.
 TIMING = Timing(beat_s=0.1, dead_after_s=60, grace_s=300, start_s=60)
 
@@ -42,31 +41,28 @@ def places(num, **options):
     return [Place(region, **options) for region in range(num)]
 
 
-def own_batches(tiny, region, step=0):
+def own_batches(region, step=0):
     for batch in tiny.stream(step):
         yield jax.tree.map(lambda x: x[region : region + 1], batch)
 
 
-def make_program(tiny, method, transport, num):
-    return RegionProgram(
-        tiny.loss_fn, optax.sgd(0.05, 0.9), method, tiny.make_params(), num,
-        mesh=make_mesh(1 if transport.exchange == "elastic" else num),
-        transport=transport,
-    )  # fmt: skip
+def make_program(method, transport, num):
+    mesh = make_mesh(1 if transport.exchange == "elastic" else num)
+    return tiny.program_of(method, mesh, regions=num, transport=transport)
 
 
-def as_processes(tiny, method, num, num_steps, **options):
+def as_processes(method, num, num_steps, **options):
     """Every region in a thread of its own; what each has at the end."""
     results, errors = {}, []
 
     def job(place):
         try:
-            program = make_program(tiny, method, Transport("elastic", place=place), num)
+            program = make_program(method, Transport("elastic", place=place), num)
             state = tiny.start(program)
             with Link(place, "test", program.exchange.max_row_bytes) as link:
                 program.exchange.link = link
                 assert link.join(60) is None
-                batches = own_batches(tiny, place.region)
+                batches = own_batches(place.region)
                 for new, _ in run(program, state, batches, num_steps):
                     state = new
                     flying = [s for _, s in state.sync.in_flight]
@@ -94,17 +90,17 @@ def as_processes(tiny, method, num, num_steps, **options):
         ("diloco", {"compress": "ef+topk:0.1"}, True),
     ],
 )
-def test_the_numbers_are_those_of_one_process(tiny, tmp_path, name, options, has_ports):
+def test_the_numbers_are_those_of_one_process(tmp_path, name, options, has_ports):
     # Two regions: each compiles programs of its own.
     method, num = methods.get(name, sync_interval=4, **options), 2
-    program = make_program(tiny, method, Transport("outer"), num)
+    program = make_program(method, Transport("outer"), num)
     state = tiny.start(program)
     batches = (jax.tree.map(lambda x: x[:num], batch) for batch in tiny.stream())
     for new, _ in run(program, state, batches, 10):
         state = new
     (region, together), memory, step, sent = tiny.numbers(state)
     via = {} if has_ports else {"addresses": (), "via": str(tmp_path), "regions": num}
-    for m, job in enumerate(as_processes(tiny, method, num, 10, **via)):
+    for m, job in enumerate(as_processes(method, num, 10, **via)):
         (own, sync), *rest = job
         assert_within_ulps(rest, [memory, step, sent])
         assert_within_ulps(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
@@ -114,16 +110,16 @@ def test_the_numbers_are_those_of_one_process(tiny, tmp_path, name, options, has
             assert_within_ulps(mean, together["in_flight"][k].mean)
 
 
-def with_nonsense(tiny):
+def with_nonsense(stream):
     """The same, but that region 1 is given other numbers at step 1."""
 
-    def stream(first_step=0):
-        for step, batch in enumerate(tiny.stream(first_step), first_step):
+    def changed(first_step=0):
+        for step, batch in enumerate(stream(first_step), first_step):
             y = batch["y"].copy()
             y[1] *= 100 if step == 1 else 1
             yield {**batch, "y": y}
 
-    return types.SimpleNamespace(**{**vars(tiny), "stream": stream})
+    return changed
 
 
 @pytest.mark.parametrize(
@@ -133,12 +129,11 @@ def with_nonsense(tiny):
         {"compress": "int8", "robust_mean": "trim:0.25"},
     ],
 )
-def test_nonsense_is_judged_alike_in_all_regions(tiny, options):
+def test_nonsense_is_judged_alike_in_all_regions(monkeypatch, options):
     """And the region that sent it begins anew, as in one process with all of them."""
-    schedule = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
-    method, num = methods.get("streaming_diloco", **schedule, **options), 4
-    tiny = with_nonsense(tiny)
-    program = make_program(tiny, method, Transport("outer"), num)
+    method, num = methods.get("streaming_diloco", **SHORT, **options), 4
+    monkeypatch.setattr(tiny, "stream", with_nonsense(tiny.stream))
+    program = make_program(method, Transport("outer"), num)
     state, verdicts = tiny.start(program), []
     for new, output in run(program, state, tiny.stream(), 9):
         state = new
@@ -146,7 +141,7 @@ def test_nonsense_is_judged_alike_in_all_regions(tiny, options):
     if "exclude_above" in options:
         assert [0, 2, 0, 0] in verdicts
     (region, together), *_ = tiny.numbers(state)
-    for m, job in enumerate(as_processes(tiny, method, num, 9)):
+    for m, job in enumerate(as_processes(method, num, 9)):
         (own, sync), *_ = job
         assert_within_ulps(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
         assert_within_ulps(sync["outer"], together["outer"])
@@ -172,20 +167,20 @@ class Told:
         self.futures[sync].set_result(Decision(3, sync, rows))
 
 
-def of_one_job(tiny, method, **options):
+def of_one_job(method, **options):
     place = places(2, **options)[0]
-    program = make_program(tiny, method, Transport("elastic", place=place), 2)
+    program = make_program(method, Transport("elastic", place=place), 2)
     program.exchange.link = Told()
-    batches = [jax.tree.map(lambda x: x[None], b) for b in
-               itertools.islice(own_batches(tiny, 0), 8)]  # fmt: skip
+    own = itertools.islice(own_batches(0), 8)
+    batches = [jax.tree.map(lambda x: x[None], batch) for batch in own]
     return program, tiny.start(program), batches
 
 
 @pytest.mark.parametrize("late_message", ["keep", "drop"])
-def test_the_work_of_a_message_that_came_too_late(tiny, late_message):
+def test_the_work_of_a_message_that_came_too_late(late_message):
     """By hand: the mean is zero, so the outer parameters stay theta_0."""
     method = methods.get("diloco", sync_interval=2)
-    program, state, batches = of_one_job(tiny, method, late_message=late_message)
+    program, state, batches = of_one_job(method, late_message=late_message)
     first = tiny.host(state.region.params)
     own, _ = program._steps(
         state.region, program._batches.put(stacked(batches[:2])), None, None, ()
@@ -211,7 +206,7 @@ def stacked(batches):
         ("cocodc", {"compress": "int8", "syncs_per_interval": 2}),
     ],
 )
-def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
+def test_a_mean_that_is_late_is_merged_for_its_true_age(name, options):
     """Due after 1 step and there after 2: as where 2 is the delay."""
     ends = []
     for delay_steps in (1, 2):
@@ -219,7 +214,7 @@ def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
             name, sync_interval=4, num_fragments=2, delay_steps=delay_steps,
             **options,
         )  # fmt: skip
-        program, state, batches = of_one_job(tiny, method, late_mean="merge")
+        program, state, batches = of_one_job(method, late_mean="merge")
         for step in range(4):
             if step == 3:
                 (flying,) = state.sync.schedule.in_flight
@@ -243,45 +238,55 @@ def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
         ("masked_core", "each region sends a part of its own, by its number"),
     ],
 )
-def test_what_cannot_be_jobs_is_refused_by_name(tiny, name, why):
+def test_what_cannot_be_jobs_is_refused_by_name(name, why):
     transport = Transport("elastic", place=places(4)[0])
     method = methods.get(name)
     pattern = (
         f"exchange='elastic' is not possible for method='{name}': .*{why}.*; use '"
     )
     with pytest.raises(ValueError, match=pattern) as refused:
-        make_program(tiny, method, transport, 4)
+        make_program(method, transport, 4)
     # What it proposes can be had, by one process and by several.
     proposed = Transport(str(refused.value).split("'")[-2])
     assert {proposed.resolve(method, num) for num in (1, 4)} <= {"program", "outer"}
 
 
-def test_what_follows_all_regions_is_refused():
-    transport = Transport("elastic", place=places(4)[0])
-    options = {"sync_interval": 4, "num_fragments": 2}
-    for more, why in (
-        ({"delay_steps": "auto"}, "follow all regions"),
-        ({"delay_steps": 2, "transmission_score": "drift"}, "all regions' parameters"),
-    ):
-        method = methods.get("cocodc", **options, **more)
-        with pytest.raises(ValueError, match=why):
-            transport.own(Regions.alike(4), method)
-
-
-def test_who_takes_part_is_told_to_one_program():
-    transport = Transport("elastic", place=places(4)[0])
-    method = methods.get("decoupled_diloco", answer_steps="1,1,1,9")
-    with pytest.raises(ValueError, match="a part of its regions takes part"):
+@pytest.mark.parametrize(
+    ("name", "options", "late_mean", "why"),
+    [
+        ("cocodc", SHORT | {"delay_steps": "auto"}, "wait", "follow all regions"),
+        (
+            "cocodc",
+            SHORT | {"transmission_score": "drift"},
+            "wait",
+            "all regions' parameters",
+        ),
+        (
+            "decoupled_diloco",
+            {"answer_steps": "1,1,1,9"},
+            "wait",
+            "a part of its regions takes part",
+        ),
+        # A delay that is looked halfway at is known before.
+        (
+            "cocodc",
+            SHORT | {"curvature": "secant"},
+            "merge",
+            "late_mean='merge' is not possible for meth",
+        ),
+        ("cocodc", SHORT | {"curvature": "secant"}, "wait", None),
+    ],
+)
+def test_what_regions_must_know_of_one_another_is_refused(
+    name, options, late_mean, why
+):
+    place, method = places(4, late_mean=late_mean)[0], methods.get(name, **options)
+    transport = Transport("elastic", place=place)
+    if why is None:
         transport.own(Regions.alike(4), method)
-
-
-def test_a_delay_that_is_looked_halfway_at_is_known_before():
-    options = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
-    method = methods.get("cocodc", curvature="secant", **options)
-    late = Transport("elastic", place=places(4, late_mean="merge")[0])
-    with pytest.raises(ValueError, match="late_mean='merge' is not possible for meth"):
-        late.own(Regions.alike(4), method)
-    Transport("elastic", place=places(4)[0]).own(Regions.alike(4), method)
+        return
+    with pytest.raises(ValueError, match=why):
+        transport.own(Regions.alike(4), method)
 
 
 def test_places_that_cannot_be_are_refused():
