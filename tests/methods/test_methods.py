@@ -2,8 +2,6 @@
 
 import sys
 
-import numpy as np
-import optax
 import pytest
 
 import cocodc_jax
@@ -11,17 +9,8 @@ from cocodc_jax import methods
 from cocodc_jax.methods import METHODS, Method, Sync
 from cocodc_jax.sync import merge
 from cocodc_jax.sync.outer import nesterov
+from cocodc_jax.sync.rings import ByRings
 from cocodc_jax.sync.schedules import adaptive, staggered
-
-
-def outer_steps(optimizer, gradients):
-    """Outer values from 0 after each mean pseudo-gradient."""
-    x, state, out = np.float32(0), optimizer.init(np.float32(0)), []
-    for g in gradients:
-        update, state = optimizer.update(np.float32(g), state, x)
-        x = optax.apply_updates(x, update)
-        out.append(float(x))
-    return out
 
 
 def test_defaults_are_the_papers():
@@ -47,6 +36,9 @@ def test_each_method_has_its_parts():
     assert parallel.per_step.name == "mean_gradients"
     assert parallel.schedule is None
     assert parallel.num_fragments == 1
+    rings = methods.get("multi_ring", num_rings=3)
+    assert rings.sync.message == ByRings(3)
+    assert rings.sync.merge.name == "replace"
     diloco = methods.get("diloco", sync_interval=30)
     assert diloco.schedule == staggered(30, 1, 0)
     assert diloco.sync.merge.name == "replace"
@@ -64,18 +56,6 @@ def test_each_method_has_its_parts():
     assert "staged" in cocodc.sync.merge.needs
     assert not any(m.per_step for m in (diloco, streaming, cocodc))
     assert not any("staged" in m.needs for m in (parallel, diloco, streaming))
-
-
-@pytest.mark.parametrize("name", ["diloco", "streaming_diloco", "cocodc"])
-def test_the_outer_optimizer_is_nesterov(name):
-    """m <- mu m + D; x <- x - eta (D + mu m): with D = 1, 1, eta 0.5, mu 0.5.
-
-    First m = 1, x = -0.75; then m = 1.5, x = -0.75 - 0.5 * 1.75.
-    """
-    made = methods.get(name, outer_lr=0.5, outer_momentum=0.5)
-    assert outer_steps(made.sync.outer.optimizer, [1, 1]) == [-0.75, -1.625]
-    plain = methods.get(name, outer_lr=0.5, outer_momentum=0.0)
-    assert outer_steps(plain.sync.outer.optimizer, [1, 1]) == [-0.5, -1.0]
 
 
 @pytest.mark.parametrize(

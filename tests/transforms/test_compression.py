@@ -221,16 +221,10 @@ def test_exact_values_survive():
         np.testing.assert_allclose(round_trip(text, x), x, rtol=1e-6)
 
 
-@pytest.mark.parametrize("text", ["int4", "fp4", "sign", "int2", "stat2"])
-def test_a_nan_is_not_hidden(text):
-    back = round_trip(text, np.float32([1.0, np.nan, 2.0]))
-    assert np.any(np.isnan(back))
-
-
 @pytest.mark.parametrize(
     "text", [x for x in EXPRESSIONS if "low_rank" not in x and "every" not in x]
 )
-def test_nor_is_it_among_many_numbers(text):
+def test_a_nan_is_not_hidden_among_many_numbers(text):
     """XLA's maximum of many numbers may leave it out where that of few does not."""
     x = np.random.default_rng(0).normal(size=(70, 66)).astype(np.float32)
     x[3, 3] = np.nan
@@ -499,32 +493,6 @@ def test_what_was_sent_and_the_residual_are_what_was_meant(inner):
         np.testing.assert_allclose(sent + state.residual["w"], meant, atol=1e-4)
     # The residual stays bounded, so the mean of what was sent approaches the meant.
     assert max(residuals[10:]) < 2.5 * max(residuals[:10])
-
-
-def test_without_feedback_top_k_never_sends_the_small_values():
-    x = np.float32([3.0, 1.0])
-    text = "error_feedback(top_k(0.5))"
-    state, plain, fed = compression.parse(text).init(x), 0.0, 0.0
-    for _ in range(40):
-        _, state, back = compiled(text)(x, state, KEY)
-        fed = fed + np.asarray(back) / 40
-        plain = plain + np.asarray(round_trip("top_k(0.5)", x)) / 40
-    np.testing.assert_allclose(plain, [3, 0], rtol=1e-5)
-    np.testing.assert_allclose(fed, x, atol=0.1)
-
-
-def test_decay_forgets_as_sparseloco_does():
-    """e <- b e + Delta; q = C(e); e <- e - q, three steps in NumPy."""
-    text = "error_feedback(top_k(0.5), decay=0.5)"
-    deltas = np.float32([[4, 3], [0, 1], [1, 2]])
-    state, e = compression.parse(text).init(deltas[0]), np.zeros(2)
-    for delta in deltas:
-        e = 0.5 * e + delta
-        q = np.where(np.abs(e) == np.abs(e).max(), e, 0)
-        e = e - q
-        _, state, back = compiled(text)(delta, state, KEY)
-        np.testing.assert_array_equal(back, q)
-        np.testing.assert_array_equal(state.residual, e)
 
 
 def test_bfloat16_trees_keep_a_float32_residual():

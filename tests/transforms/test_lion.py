@@ -29,25 +29,6 @@ def test_small_numbers_keep_their_sign(dtype):
 
 
 @pytest.mark.parametrize("rule", lion.RULES)
-@pytest.mark.parametrize("num_regions", [3, 4])
-def test_against_numpy(rule, num_regions):
-    gradients = np.random.default_rng(0).normal(size=(6, num_regions, 5, 3))
-    states = jax.vmap(lion.init)(gradients[0])
-    send = jax.jit(jax.vmap(lambda g, s: lion.send(g, s, B1, B2)))
-    m, ties = np.zeros((num_regions, 5, 3)), 0
-    for g in gradients:
-        messages, states = send(g, states)
-        d = np.where(B1 * m + (1 - B1) * g >= 0, 1, -1)
-        m = B2 * m + (1 - B2) * g
-        wanted = d.mean(0) if rule == "average" else np.sign(d.sum(0))
-        ties += np.sum(d.sum(0) == 0)
-        actual = lion.combine(messages, rule)
-        np.testing.assert_allclose(actual, wanted, atol=1e-10)
-        np.testing.assert_allclose(states.momentum, m, atol=1e-10)
-    assert (ties > 0) == (num_regions == 4)
-
-
-@pytest.mark.parametrize("rule", lion.RULES)
 def test_one_region_is_lion(rule):
     optimizer = optax.lion(0.1, b1=B1, b2=B2, weight_decay=0.2)
     decay = optax.chain(
