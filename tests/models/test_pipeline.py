@@ -17,10 +17,10 @@ from cocodc_jax.models import (
     make_pipelined_loss_fn,
     partition_specs,
 )
-from cocodc_jax.models.transformer import bind
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh, regional
 from cocodc_jax.train.run_steps import run
+from tests.jaxprs import equations
 from tests.models.pipelined import (
     ADAPTED,
     BATCH,
@@ -32,8 +32,9 @@ from tests.models.pipelined import (
     UNTIED,
     assert_close,
     draw,
-    equations,
+    first_stage,
     keys,
+    last_stage,
     over_regions,
     place,
     place_regions,
@@ -167,14 +168,9 @@ class TestProgram:
     @staticmethod
     def result(mesh, loss_fn, specs):
         program = RegionProgram(
-            loss_fn,
-            optax.adam(1e-2),
-            methods.get("diloco", sync_interval=2),
-            draw(CONFIG),
-            _REGIONS,
-            mesh=mesh,
-            param_specs=specs,
-        )
+            loss_fn, optax.adam(1e-2), methods.get("diloco", sync_interval=2),
+            draw(CONFIG), _REGIONS, mesh=mesh, param_specs=specs,
+        )  # fmt: skip
         state = start = program.init(draw(CONFIG), KEY)
         stream = (tokens(_REGIONS)[:, ::way] for way in (1, -1, 1, -1))
         losses = []
@@ -235,24 +231,6 @@ class TestRouting:
         shifts = np.asarray(jax.random.randint(key, (num_ticks,), 0, self.REGIONS))
         assert shifts[:2].all()
         assert shifts[0] != shifts[1]
-        half = dataclasses.replace(CONFIG, num_layers=2)
-
-        def stage(params, number):
-            rows = slice(2 * number, 2 * number + 2)
-            blocks = jax.tree.map(lambda x: x[rows], params["blocks"])
-            return bind(half, params | {"blocks": blocks})
-
-        def first(params, batch):
-            model = stage(params, 0)
-            return model.run_blocks(model.embed(batch[:, :-1]))[0]
-
-        def last(params, x, batch):
-            model = stage(params, 1)
-            logits = model.norm(model.run_blocks(x)[0]) @ model.output_head()
-            return optax.softmax_cross_entropy_with_integer_labels(
-                logits, batch[:, 1:]
-            ).mean()
-
         # Microbatches before regions; those of region r go to region r + shift.
         batch = tokens(self.REGIONS).swapaxes(0, 1)
         batches = np.stack([batch[m :: self.MICROBATCHES] for m in range(2)])
@@ -262,8 +240,8 @@ class TestRouting:
             return jnp.stack([jnp.roll(x[m], int(shifts[m]), 0) for m in range(2)])
 
         def total(params):
-            x = jax.vmap(jax.vmap(first), (None, 0))(params, batches)
-            ended = jax.vmap(jax.vmap(last), (None, 0, 0))
+            x = jax.vmap(jax.vmap(first_stage), (None, 0))(params, batches)
+            ended = jax.vmap(jax.vmap(last_stage), (None, 0, 0))
             each = ended(params, send(x), send(batches)).mean(0)
             return each.sum(), each
 
