@@ -8,6 +8,7 @@ import pytest
 
 import cocodc_jax as cc
 from cocodc_jax.core.state import TrainState
+from cocodc_jax.program.fit import at_step
 from tests.numerics import assert_all_close, assert_within_ulps
 
 PARAMS = {"blocks": {"w": np.ones((2, 3), np.float32)}, "b": np.zeros(3, np.float32)}
@@ -294,3 +295,36 @@ def test_another_model_is_refused():
     new = cc.RegionProgram(loss_fn, SGD, cc.methods.get("diloco"), params, 4)
     with pytest.raises(ValueError, match=r"a leaf 'b' of float32\[3\], but the pro"):
         new.adopt(start(old), old)
+
+
+# --- Counts of schedules ---
+
+
+def regional(optimizer):
+    params = {"w": jnp.ones((2, 3))}
+    return jax.vmap(optimizer.init)(params)
+
+
+def counts(state):
+    found = optax.tree_utils.tree_get_all_with_path(state, "count")
+    return [(path[-1].tuple_name, np.asarray(count).tolist()) for path, count in found]
+
+
+def test_schedules_count_the_steps_and_nothing_else_does():
+    rate = optax.linear_schedule(0.1, 0.0, 100)
+    scheduled = optax.inject_hyperparams(optax.adamw)(learning_rate=rate)
+    state = regional(optax.chain(scheduled, optax.scale_by_schedule(rate)))
+    found = counts(at_step(state, np.array([7, 3])))
+    assert {name for name, _ in found} >= {
+        "ScaleByAdamState", "ScaleByScheduleState", "WrappedScheduleState",
+    }  # fmt: skip
+    for name, count in found:
+        assert count == ([0, 0] if name == "ScaleByAdamState" else [7, 3]), name
+    # Each may be donated.
+    leaves = jax.tree.leaves(at_step(state, np.array([7, 3])))
+    assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
+
+
+def test_without_a_schedule_it_is_the_same():
+    state = regional(optax.adam(0.1))
+    assert at_step(state, np.array([7, 3])) is state

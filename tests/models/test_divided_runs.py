@@ -1,10 +1,12 @@
-"""A run whose stages send little, as its configuration makes it."""
+"""Runs over stages and over positions, as their configuration makes them."""
 
 import jax
 import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import models
-from cocodc_jax.run.build import build_program, init_params
+from cocodc_jax.run.build import build_program, check_model, init_params, mesh_of
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.train.run_steps import run
@@ -48,3 +50,42 @@ def test_a_codec_reaches_the_loss():
         shared_out.append("all_to_all" in jaxpr)
     # What no codec wrote is not shared out.
     assert shared_out == [True, False]
+
+
+# --- Devices that share the positions of sequences ---
+
+SHARED = PRESETS["smoke"].replace(
+    method="diloco", sync_interval=STEPS, steps=100, warmup_steps=1, eval_batches=2,
+    regions=2, num_layers=1, sequence_length=LENGTH,
+)  # fmt: skip
+
+
+def trained(**axes):
+    config = SHARED.replace(**axes)
+    own = config.run.regions * config.run.devices_per_region
+    mesh = mesh_of(config.run, jax.devices()[:own])
+    program = build_program(config, config.model, mesh)
+    params = init_params(config.run, config.model, jax.random.key(3))
+    state = program.init(params, jax.random.key(4))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 256, (STEPS, 2, BATCH, LENGTH + 1)).astype(np.int32)
+    ((state, output),) = run(program, state, iter(tokens), STEPS)
+    return state, np.asarray(output.losses), np.asarray(output.aux["num_tokens"])
+
+
+def test_devices_that_share_positions_train_as_one_does():
+    state, losses, num_tokens = trained(data_axis=2, sequence_axis=2)
+    _, expected, alone = trained()
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_array_equal(num_tokens, alone)
+    # Weights lie over both axes, as if these were one.
+    gate = state.region.params["blocks"][0]["mlp"]["gate"].sharding
+    assert gate.spec == P("region", ("data", "sequence"), "model")
+
+
+def test_a_width_that_both_axes_do_not_divide_is_named():
+    config = SHARED.replace(batch_per_region=32, data_axis=32, sequence_axis=2)
+    with pytest.raises(
+        ValueError, match=r"width=32 .* data_axis \* sequence_axis=64; use width=64"
+    ):
+        check_model(config, config.model)
