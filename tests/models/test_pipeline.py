@@ -213,11 +213,10 @@ class TestRouting:
         )
         return mesh, jax.jit(over_regions(mesh, loss_fn))
 
-    def routed(self, params, own_keys=None):
+    def routed(self, params):
         mesh, program = self.program()
         placed = place_regions(mesh, params, tokens(self.REGIONS))
-        own_keys = keys(self.REGIONS) if own_keys is None else own_keys
-        (loss, _), grads = program(*placed, own_keys)
+        (loss, _), grads = program(*placed, keys(self.REGIONS))
         return jax.device_get((loss, grads))
 
     def at_home(self, params):
@@ -252,32 +251,15 @@ class TestRouting:
         params = draw(CONFIG, self.REGIONS)
         assert_close(self.routed(params), self.expected(params))
 
-    def test_regions_with_other_parameters_feel_it(self):
-        params = draw(CONFIG, self.REGIONS)
-        routed, home = self.routed(params), self.at_home(params)
-        assert abs(routed[0].mean() - home[0].mean()) > 1e-3
-        mean = [grads["embedding"].mean(0) for _, grads in (routed, home)]
-        assert np.abs(mean[0] - mean[1]).max() > 1e-3
-
-    @pytest.mark.parametrize("seed", [0, 1])
-    def test_equal_regions_keep_the_mean_loss_and_gradient(self, seed):
+    def test_equal_regions_keep_the_mean_loss_and_gradient(self):
         params = jax.tree.map(
             lambda x: np.broadcast_to(x, (self.REGIONS, *x.shape)), draw(CONFIG)
         )
-        drawn = jax.random.split(jax.random.key(seed), self.REGIONS)
-        routed = self.routed(params, np.asarray(jax.random.key_data(drawn)))
+        routed = self.routed(params)
         home = self.at_home(params)
         assert np.abs(routed[0] - home[0]).max() > 1e-3
         means = [jax.tree.map(lambda x: x.mean(0), out) for out in (routed, home)]
         assert_close(*means)
-
-    def test_another_key_is_another_way(self):
-        params = draw(CONFIG, self.REGIONS)
-        one, other = (
-            self.routed(params, np.roll(keys(self.REGIONS), turn, axis=0))[0]
-            for turn in (0, 1)
-        )
-        assert np.abs(one - other).max() > 1e-3
 
     @pytest.mark.parametrize("length", [1, 2])
     def test_regions_that_share_a_device_are_refused(self, length):

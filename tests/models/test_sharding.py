@@ -268,20 +268,6 @@ def test_gradients_of_a_divided_loss_have_derivatives():
         _assert_close(product(make_divided_loss_fn), product(make_loss_fn))
 
 
-def test_one_region_per_device_without_vmap():
-    params, tokens, expected = _example(_CHUNKED)
-    mesh = _mesh(region=_REGIONS)
-
-    def body(params, tokens):
-        result = _step(_CHUNKED)(*_region((params, tokens), 0))
-        return jax.tree.map(lambda x: x[None], result)
-
-    program = jax.shard_map(
-        body, mesh=mesh, in_specs=P("region"), out_specs=P("region")
-    )
-    _assert_close(jax.jit(program)(params, tokens), expected)
-
-
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
 def test_specs_divide_every_matrix(scan_layers):
     specs = partition_specs(
