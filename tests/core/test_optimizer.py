@@ -60,9 +60,9 @@ CASES = {
 } | {name: (*case, optax.sgd(0.05))[:3] for name, case in VARIANTS.items()}
 # One of each kind of part; the rest are cases beside them.
 FAST = (
-    "mean loss", "diloco", "loscar", "muloco", "multi_ring", "des_loc", "co2", "noloco",
+    "mean loss", "diloco", "loscar", "multi_ring", "des_loc", "co2", "noloco",
     "lt_admm", "distributed_lion", "merge feedback",
-    "second moment", "drift, by the loss", "midway", "some regions", "factors summed",
+    "drift, by the loss", "midway", "some regions", "factors summed",
 )  # fmt: skip
 
 

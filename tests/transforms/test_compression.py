@@ -5,7 +5,7 @@
 - message_bytes is the sum of nbytes and equals the count by hand;
 - stochastic rounding has the right mean, nearest rounding does not;
 - with error feedback, sent + residual = meant, and the means agree;
-- everything runs under jit, vmap and shard_map without a second trace.
+- everything runs under jit and vmap without a second trace.
 """
 
 import collections
@@ -21,7 +21,6 @@ import pytest
 import scipy.fft
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.transforms import compression, compressor, packing
 
@@ -520,36 +519,6 @@ def test_one_message_per_region_under_vmap(text):
     nbytes = compression.message_bytes(message)
     assert compression.message_bytes(messages) == 3 * nbytes
     np.testing.assert_allclose(back[1], alone, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "int4(stochastic=True)",
-        "error_feedback(fp4)",
-        "dct_top_k(3, 4)",
-        "error_feedback(threshold(0.2))",
-        "error_feedback(low_rank(1, sign()))",
-    ],
-)
-def test_gathered_messages_decode_to_the_mean_under_shard_map(text):
-    built = compression.parse(text)
-    mesh = jax.make_mesh((3,), ("region",), axis_types=(jax.sharding.AxisType.Auto,))
-    regions = [{"w": tree(i)["w"]} for i in range(3)]
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *regions)
-
-    def body(x):
-        x = jax.tree.map(lambda leaf: leaf[0], x)
-        message, _ = built.encode(x, built.init(x), KEY)
-        everyone = jax.lax.all_gather(message, "region")
-        mean = jax.tree.map(lambda leaf: leaf.mean(0), jax.vmap(built.decode)(everyone))
-        return jax.tree.map(lambda leaf: leaf[None], mean)
-
-    specs = P("region")
-    go = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs))
-    wanted = np.mean([round_trip(text, x)["w"] for x in regions], axis=0)
-    for region in np.asarray(go(stacked)["w"]):
-        np.testing.assert_allclose(region, wanted, atol=1e-5)
 
 
 # --- parse and errors ---

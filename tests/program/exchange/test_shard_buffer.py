@@ -1,10 +1,11 @@
-"""Messages of regions of several devices, which leave and come back shard by shard."""
+"""Messages in one flat buffer; of several devices, which leave shard by shard."""
 
 import itertools
 import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
 from cocodc_jax.exchange import between_hosts as outer_mesh
+from cocodc_jax.exchange import flat_buffer
 from cocodc_jax.exchange.shard_buffer import ShardBuffer
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.sharding import outer_placement, transfer
@@ -38,6 +40,47 @@ def tree_of(dtypes):
         name: (100 * RNG.normal(size=(2, *shape))).astype(dtypes.get(name, "f4"))
         for name, shape in SHAPES.items()
     }
+
+
+# --- One flat buffer ---
+
+
+def one_kind():
+    return {
+        "a": RNG.normal(size=(3, 2, 5)).astype(np.float32),
+        "b": np.ones((3, 4), "f"),
+    }
+
+
+def many_kinds():
+    return {
+        "codes": RNG.integers(0, 255, (3, 7)).astype(np.uint8),
+        "scales": RNG.normal(size=(3, 2, 1)).astype(np.float32),
+        "half": jnp.asarray(RNG.normal(size=(3, 5)), jnp.bfloat16),
+        "places": RNG.integers(-9, 9, (3, 3)).astype(np.int32),
+        "signs": RNG.integers(0, 2, (3, 6)).astype(bool),
+        "number": np.arange(3, dtype=np.int8),
+    }
+
+
+def shapes_of_one(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+
+
+@pytest.mark.parametrize("make", [one_kind, many_kinds])
+def test_a_flat_buffer_holds_the_bytes_of_its_arrays_and_gives_them_back(make):
+    tree = make()
+    packed = jax.jit(flat_buffer.pack)(tree)
+    assert packed.shape[0] == 3
+    assert packed.nbytes == sum(np.asarray(x).nbytes for x in jax.tree.leaves(tree))
+    back = jax.jit(lambda b: flat_buffer.unpack(b, shapes_of_one(tree)))(packed)
+    assert jax.tree.map(lambda x: x.dtype, back) == jax.tree.map(
+        lambda x: x.dtype, tree
+    )
+    jax.tree.map(np.testing.assert_array_equal, back, tree)
+
+
+# --- In shards ---
 
 
 def outer_of(processes):
