@@ -29,3 +29,12 @@ def assert_within_ulps(actual, expected, ulps=16):
 
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     jax.tree.map(check, actual, expected)
+
+
+def assert_all_close(actual, expected, rtol=1e-7, atol=0.0):
+    """Compare the arrays of two trees of one structure, as NumPy compares two."""
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol),
+        actual,
+        expected,
+    )

@@ -14,8 +14,6 @@ import sys
 
 import pytest
 
-from cocodc_jax.methods import METHODS
-
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md"]
 LISTED = ["git", "ls-files", "docs/*.md"]  # Without those that the build writes.
@@ -113,12 +111,6 @@ def test_what_everybody_opens_is_short(name, longest):
     assert len((ROOT / name).read_text().splitlines()) <= longest
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "BUILD_NOTES.md"])
-def test_links_lead_somewhere(name):  # Those of docs are checked by their build.
-    links = re.findall(r"\]\((?!http)([^)#\s]+)", (ROOT / name).read_text())
-    assert not [link for link in links if not (ROOT / link).exists()]
-
-
 @pytest.mark.parametrize("name", [p for p in PAGES if not p.startswith(PAST)])
 def test_what_a_page_names_exists(name):
     """Files, by their paths in the repository or a package, and classes."""
@@ -131,15 +123,6 @@ def test_what_a_page_names_exists(name):
     assert not [x for x in paths if not any((p / x).exists() for p in packages)]
     classes = {x for x in quoted if re.fullmatch(r"([A-Z][a-z]+){2,}", x)}
     assert not {x for x in classes if x not in CODE}
-
-
-def test_pages_that_code_names_exist():
-    cited = set(re.findall(r"\b(?:docs/[\w/]+|[A-Z_]{6,})\.md\b", CODE))
-    pages = {
-        f"docs/methods/{method}.md" for method in METHODS
-    }  # The build writes them.
-    assert {"docs/results/bytes.md", "README.md"} <= cited
-    assert not [x for x in cited - pages if not (ROOT / x).exists()]
 
 
 @pytest.mark.parametrize("message", MESSAGES)

@@ -57,9 +57,13 @@ def callers_mesh(name):
     return jax.make_mesh((4,), ("data",), devices=jax.devices()[4:8])
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    return everything(make(), tmp_path_factory.mktemp("plain"))
+
+
 @pytest.mark.parametrize("name", ["the program's", "another, explicit"])
-def test_a_callers_mesh_changes_nothing(tmp_path, name):
-    expected = everything(make(), tmp_path / "plain")
+def test_a_callers_mesh_changes_nothing(expected, tmp_path, name):
     program = make()
     with jax.set_mesh(callers_mesh(name)):
         found = everything(program, tmp_path / "in context")

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import cocodc_jax as cc
+from tests.numerics import assert_all_close
 
 SCRIPTS = sorted(pathlib.Path(__file__, "../../../docs/recipes").resolve().glob("*.py"))
 
@@ -36,11 +37,7 @@ def test_nanodos_loop_resumes_in_mid_flight(nanodo, tmp_path):
     assert cc.sync_metrics(cut)["fragments_in_flight"] == 1
     rest, resumed = nanodo["main"](16, workdir=tmp_path / "cut")
     np.testing.assert_allclose(rest, whole[11:], rtol=1e-6)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
-        resumed,
-        state,
-    )
+    assert_all_close(resumed, state, rtol=1e-5, atol=1e-6)
     # The outer model is sharded as the parameters are, not once a device.
     found = {k: v for part in state.outer for k, v in part.items()}
     assert found["blocks_0/query/kernel"].sharding.spec[0] == "data"

@@ -32,12 +32,6 @@ def test_an_adaptive_rank_keeps_its_compressor():
     assert fixed.sync.message.by.name == "int8"
 
 
-@pytest.mark.parametrize(("rank", "min_rank"), [(4, 0), (4, 5)])
-def test_a_smallest_rank_out_of_range(rank, min_rank):
-    with pytest.raises(ValueError, match=f"min_rank={min_rank} must be .* rank={rank}"):
-        methods.get("dilocox", rank=rank, min_rank=min_rank)
-
-
 def test_summed_factors_have_their_own_message():
     method = methods.get("dilocox", rank=8, sum_factors=True)
     assert method.sync.message == SummedFactors(8, True)
@@ -48,8 +42,3 @@ def test_summed_factors_have_their_own_message():
     assert fixed.sync.message.num_bytes(part, 4) == 4 * 8 * (64 + 32)
     with pytest.raises(ValueError, match="compress='int8'.*sum_factors=False"):
         methods.get("dilocox", sum_factors=True, compress="int8")
-
-
-def test_its_outer_state_may_be_divided():
-    divided = methods.get("dilocox", outer_placement="divided")
-    assert divided.sync.outer.placement == "divided"

@@ -6,13 +6,9 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.methods.lt_admm import admm
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.train.run_steps import run
-from cocodc_jax.transforms.compressor import identity
-from cocodc_jax.transforms.sparsify import top_k
-from tests.methods.regional_steps import assert_is, one, send
 
 # f_i(x) = a_i (x - b_i)^2 / 2 of four regions: curvatures and minimisers all differ.
 CURVATURES = np.array([0.5, 1.0, 2.0, 1.5])
@@ -81,50 +77,3 @@ def test_regions_come_to_the_exact_minimiser(graph, compress):
     atol = 1e-5 if compress == "int8" else 1e-9
     np.testing.assert_allclose(local, np.tile(expected, (4, 1)), atol=atol)
     np.testing.assert_allclose(outer, expected, atol=atol)
-
-
-def test_by_hand():
-    """Two regions, rho 0.5, both at 1; this one comes to 3, the other to 0.
-
-    h = 3, m = 0, l = 0.5 * 1 * (0 - 3) / 2 = -0.75. At phi 3 a gradient of 1 becomes
-    1 + 0.5 (3 - 1.5) + 0.75 = 2.5: back towards the other.
-    """
-    outer, plain = admm(0.5, "ring"), identity()
-    params, state = one(1.0), outer.init(one(1.0), plain)
-    assert_is(outer.correct(one(7.0), one(1.0), params, state, 2), 7)  # At rest.
-    sent, state = send(outer, params, state, one(3.0), plain)
-    assert_is(sent, 2)
-    params, state = outer.receive(params, state, one(-1.0), 2)
-    assert_is(params, 3)
-    assert_is(state.neighbours, 0)
-    assert_is(state.dual, -0.75)
-    assert_is(outer.correct(one(1.0), one(3.0), params, state, 2), 2.5)
-
-
-def test_what_was_left_out_is_told_later():
-    outer, compressor = admm(0.5, "ring"), top_k(0.5)
-    params, state = one(0.0, 0.0), outer.init(one(0.0, 0.0), compressor)
-    for expected, known in [((4, 0), (4, 0)), ((0, 3), (4, 3)), ((0, 0), (4, 3))]:
-        sent, state = send(outer, params, state, one(4.0, 3.0), compressor)
-        assert_is(sent, *expected)
-        params, state = outer.receive(params, state, one(0.0, 0.0), 3)
-        assert_is(params, *known)
-
-
-def test_of_everybody_s_mean_one_s_own_is_taken_out():
-    """Of three: own 2, the others 5 and 8 have a mean of 6.5; all three of 5."""
-    outer, plain = admm(0.5, "complete"), identity()
-    params, state = one(0.0), outer.init(one(0.0), plain)
-    _, state = send(outer, params, state, one(2.0), plain)
-    _, state = outer.receive(params, state, one(5.0), 3)
-    assert_is(state.neighbours, 6.5)
-    assert_is(state.dual, 0.5 * 2 * (6.5 - 2) / 2)
-
-
-def test_errors():
-    with pytest.raises(ValueError, match="admm_penalty=0 must be positive"):
-        methods.get("lt_admm", admm_penalty=0)
-    with pytest.raises(
-        ValueError, match=r"graph='star' is unknown; use one of \('ring"
-    ):
-        methods.get("lt_admm", graph="star")

@@ -2,8 +2,6 @@
 
 import sys
 
-import numpy as np
-import optax
 import pytest
 
 import cocodc_jax
@@ -11,17 +9,8 @@ from cocodc_jax import methods
 from cocodc_jax.methods import METHODS, Method, Sync
 from cocodc_jax.sync import merge
 from cocodc_jax.sync.outer import nesterov
-from cocodc_jax.sync.schedules import adaptive, staggered
-
-
-def outer_steps(optimizer, gradients):
-    """Outer values from 0 after each mean pseudo-gradient."""
-    x, state, out = np.float32(0), optimizer.init(np.float32(0)), []
-    for g in gradients:
-        update, state = optimizer.update(np.float32(g), state, x)
-        x = optax.apply_updates(x, update)
-        out.append(float(x))
-    return out
+from cocodc_jax.sync.schedules import adaptive, one_step_stale, staggered
+from cocodc_jax.sync.summed import ByRings
 
 
 def test_defaults_are_the_papers():
@@ -47,6 +36,21 @@ def test_each_method_has_its_parts():
     assert parallel.per_step.name == "mean_gradients"
     assert parallel.schedule is None
     assert parallel.num_fragments == 1
+    muloco = methods.get("muloco")
+    assert muloco.inner.optimizer == "muon"
+    assert muloco.sync.message.by.name == "error_feedback(matrices(stat2))"
+    assert muloco.schedule.sync_interval == 30
+    demo = methods.get("demo")
+    assert demo.per_step.name == "decoupled_momentum"
+    assert demo.inner.optimizer == "sgd"
+    assert demo.inner.steps_by_sign
+    assert methods.get("demo", compress="int4").per_step.name == "decoupled_momentum"
+    eager = methods.get("eager", sync_interval=8)
+    assert eager.schedule == one_step_stale(8)
+    assert eager.sync.outer.group == "all"
+    rings = methods.get("multi_ring", num_rings=3)
+    assert rings.sync.message == ByRings(3)
+    assert rings.sync.merge.name == "replace"
     diloco = methods.get("diloco", sync_interval=30)
     assert diloco.schedule == staggered(30, 1, 0)
     assert diloco.sync.merge.name == "replace"
@@ -64,18 +68,6 @@ def test_each_method_has_its_parts():
     assert "staged" in cocodc.sync.merge.needs
     assert not any(m.per_step for m in (diloco, streaming, cocodc))
     assert not any("staged" in m.needs for m in (parallel, diloco, streaming))
-
-
-@pytest.mark.parametrize("name", ["diloco", "streaming_diloco", "cocodc"])
-def test_the_outer_optimizer_is_nesterov(name):
-    """m <- mu m + D; x <- x - eta (D + mu m): with D = 1, 1, eta 0.5, mu 0.5.
-
-    First m = 1, x = -0.75; then m = 1.5, x = -0.75 - 0.5 * 1.75.
-    """
-    made = methods.get(name, outer_lr=0.5, outer_momentum=0.5)
-    assert outer_steps(made.sync.outer.optimizer, [1, 1]) == [-0.75, -1.625]
-    plain = methods.get(name, outer_lr=0.5, outer_momentum=0.0)
-    assert outer_steps(plain.sync.outer.optimizer, [1, 1]) == [-0.5, -1.0]
 
 
 @pytest.mark.parametrize(
@@ -106,21 +98,6 @@ def test_the_outer_optimizer_is_nesterov(name):
             "transmission_score='x' is unknown; use one of",
         ),
         ("cocodc", {"curvature": "flat"}, "curvature='flat' is unknown; use one of"),
-    ],
-)
-def test_errors_name_the_argument_and_the_repair(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        methods.get(name, **options)
-
-
-def test_defaults_of_an_unknown_method():
-    with pytest.raises(ValueError, match="method='adaloco' is unknown; use one of"):
-        methods.defaults("adaloco")
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
         ("sparseloco", {"compress": "zip"}, "compress='zip': 'zip' is not one of"),
         ("diloco", {"outer_placement": "attic"}, "outer_placement='attic' is unknown"),
         ("co2", {"momentum_clip": 0.0}, "momentum_clip=0.0 must be positive"),
@@ -142,6 +119,14 @@ def test_defaults_of_an_unknown_method():
             "arrivals_per_momentum=0 must be positive",
         ),
         ("cocodc", {"sync_interval": 2.5}, "sync_interval=2.5 must be a whole number"),
+        ("distributed_lion", {"lion_beta1": 1}, "lion_beta1=1 must be at least 0"),
+        ("distributed_lion", {"lion_beta2": 2}, "lion_beta2=2 must be at least 0"),
+        ("distributed_lion", {"lion_beta2": -1.0}, "lion_beta2=-1.0 must be at least"),
+        ("distributed_lion", {"lion_vote": "veto"}, "lion_vote='veto' is unknown; use"),
+        ("demo", {"momentum_decay": 1.0}, "momentum_decay=1.0 must be at least 0"),
+        ("diloco_demo", {"outer_momentum": 1.0}, "outer_momentum=1.0 must be at leas"),
+        ("lt_admm", {"admm_penalty": 0}, "admm_penalty=0 must be positive"),
+        ("lt_admm", {"graph": "star"}, r"graph='star' is unknown; use one of \('ring"),
         (
             "cocodc",
             {"compensation_strength": float("nan")},
@@ -154,9 +139,14 @@ def test_defaults_of_an_unknown_method():
         ),
     ],
 )
-def test_a_methods_own_numbers(name, options, message):
+def test_errors_name_the_argument_and_the_repair(name, options, message):
     with pytest.raises(ValueError, match=message):
         methods.get(name, **options)
+
+
+def test_defaults_of_an_unknown_method():
+    with pytest.raises(ValueError, match="method='adaloco' is unknown; use one of"):
+        methods.defaults("adaloco")
 
 
 @pytest.mark.parametrize("name", METHODS)

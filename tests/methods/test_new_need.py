@@ -1,7 +1,5 @@
 """A merge that needs something new gets it in a run: one entry of the table."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,28 +14,30 @@ from cocodc_jax.sync.outer import nesterov
 from cocodc_jax.sync.schedules import staggered
 from cocodc_jax.train.run_steps import run
 
-GRADIENTS = (1.0, 3.0)
+# Each region's gradient at steps 1 to 6; the last one is of another batch.
+GRADIENTS = [(1.0, 3.0)] * 5 + [(1.0, 9.0)]
 
 
 def merged_by(rule):
     """The two regions' parameter after step 6, and the metrics of its merge.
 
     From 0, steps of 0.5 times the gradient: -2 and -6 at step 4, when the sync starts;
-    the outer parameter is then 0 - (2 + 6) / 2 = -4; and -3 and -9 at its merge.
+    the outer parameter is then 0 - (2 + 6) / 2 = -4; and -3 and -12 at its merge.
     """
     method = Method(
         name="mine",
         sync=Sync(schedule=staggered(4, 1, 2), outer=nesterov(1.0, 0.0), merge=rule),
     )
+    params = {"w": np.zeros(1, np.float32)}
     program = RegionProgram(
         lambda params, batch, key: (jnp.sum(params["w"]) * batch.mean(), {}),
         optax.sgd(0.5, 0.0),  # With a trace, which is the gradient.
         method,
-        {"w": np.zeros(1, np.float32)},
+        params,
         2,
     )
-    state = program.init({"w": np.zeros(1, np.float32)}, jax.random.key(0))
-    batches = itertools.repeat(np.array(GRADIENTS, np.float32)[:, None])
+    state = program.init(params, jax.random.key(0))
+    batches = iter(np.array(GRADIENTS, np.float32)[..., None])
     *_, (state, output) = run(program, state, batches, 6)
     return np.asarray(state.region.params["w"]).ravel().tolist(), output
 
@@ -46,11 +46,11 @@ def test_the_numbers_without_anything_new():
     take = Merge("take", lambda local, staged, outer, **extra: (outer, {}))
     assert merged_by(take)[0] == [-4, -4]
     stay = Merge("stay", lambda local, staged, outer, **extra: (local, {}))
-    assert merged_by(stay)[0] == [-3, -9]
+    assert merged_by(stay)[0] == [-3, -12]
 
 
 def test_of_what_a_region_has_at_hand(monkeypatch):
-    """How far it went on during the delay, as a share: 1 / 2 and 3 / 6."""
+    """How far it went on during the delay, as a share: 1 / 2 and 6 / 6."""
     progress = Need(
         "The region's way since its sync started, over the way before.",
         keeps=(STAGED,),
@@ -62,14 +62,13 @@ def test_of_what_a_region_has_at_hand(monkeypatch):
     monkeypatch.setitem(NEEDS, "progress", progress)
 
     def apply(local, staged, outer, *, progress, **extra):
-        share = progress
-        mixed = share * local["w"] + (1 - share) * outer["w"]
-        return {"w": mixed}, {"share": share.mean()}
+        mixed = progress * local["w"] + (1 - progress) * outer["w"]
+        return {"w": mixed}, {"share": progress.mean()}
 
     regions, output = merged_by(Merge("patient", apply, frozenset({"progress"})))
-    assert regions == [-3.5, -6.5]
+    assert regions == [-3.5, -12]
     (sync,) = output.syncs
-    assert np.asarray(sync.metrics["share"]).tolist() == [0.5, 0.5]
+    assert np.asarray(sync.metrics["share"]).tolist() == [0.5, 1]
 
 
 def test_of_the_optimizers_states_of_all_regions(monkeypatch):
@@ -85,7 +84,7 @@ def test_of_the_optimizers_states_of_all_regions(monkeypatch):
     def apply(local, staged, outer, *, trace, **extra):
         return {"w": outer["w"] - trace["w"]}, {}
 
-    assert merged_by(Merge("ahead", apply, frozenset({"trace"})))[0] == [-5, -7]
+    assert merged_by(Merge("ahead", apply, frozenset({"trace"})))[0] == [-5, -13]
 
 
 def test_of_the_last_batch(monkeypatch):
@@ -97,10 +96,11 @@ def test_of_the_last_batch(monkeypatch):
     monkeypatch.setitem(NEEDS, "batch_mean", batch)
 
     def apply(local, staged, outer, *, batch_mean, **extra):
+        assert staged is None  # Nobody asked for it.
         return {"w": outer["w"] + batch_mean}, {}
 
     rule = Merge("by batch", apply, frozenset({"batch_mean"}))
-    assert merged_by(rule)[0] == [-3, -1]
+    assert merged_by(rule)[0] == [-3, 5]
 
 
 def test_what_nobody_knows_is_refused_before_anything_compiles():

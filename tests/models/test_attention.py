@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.models import get, splash
 from cocodc_jax.models.attention import attend, choose, head_width_of, num_blocks
+from tests.numerics import assert_all_close
 
 
 @pytest.mark.parametrize("sequence", [None, "sequence"])
@@ -46,12 +47,8 @@ def test_splash_is_plain_attention(sequence):
 
         return jax.jit(jax.value_and_grad(weighed, (0, 1, 2)))(query, key, value)
 
-    jax.tree.map(
-        # Sums over positions in another order.
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-        result("splash"),
-        result("plain"),
-    )
+    # Sums over positions in another order.
+    assert_all_close(result("splash"), result("plain"), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -76,16 +73,14 @@ def test_plain_attention_is_that_of_jax(kv_heads, dtype, tolerance):
         qkv = (query, key, value)
         return attention(*qkv), jax.jit(lambda *x: jax.jvp(gradient, x, qkv))(*qkv)
 
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(
-            np.asarray(a, np.float32),
-            np.asarray(b, np.float32),
-            rtol=10 * tolerance,
-            atol=10 * tolerance,
-        ),
-        result(functools.partial(attend, kernel="plain")),
-        result(functools.partial(jax.nn.dot_product_attention, is_causal=True)),
+    found, expected = (
+        jax.tree.map(lambda x: np.asarray(x, np.float32), result(attention))
+        for attention in (
+            functools.partial(attend, kernel="plain"),
+            functools.partial(jax.nn.dot_product_attention, is_causal=True),
+        )
     )
+    assert_all_close(found, expected, rtol=10 * tolerance, atol=10 * tolerance)
 
 
 @pytest.mark.parametrize("length", [130, 256])
@@ -109,11 +104,8 @@ def test_blocks_of_queries_are_plain_attention_of_fewer_pairs(length):
         return jax.jit(everything).lower(query, key, value).compile()
 
     plain, blocks = compiled("plain"), compiled("blocks")
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-        blocks(query, key, value),
-        plain(query, key, value),
-    )
+    qkv = (query, key, value)
+    assert_all_close(blocks(*qkv), plain(*qkv), rtol=1e-4, atol=1e-4)
     flops = [program.cost_analysis()["flops"] for program in (blocks, plain)]
     pairs = {2: 3 / 4, 4: 5 / 8}[num_blocks(length)]
     assert flops[0] / flops[1] == pytest.approx(pairs, rel=0.03)
@@ -128,6 +120,7 @@ def test_plain_attention_of_large_scores_is_finite():
 
 
 SMALL = get("small")
+WIDE, WIDER = (dataclasses.replace(SMALL, num_heads=n, num_kv_heads=n) for n in (2, 1))
 FLOAT32 = dataclasses.replace(SMALL, compute_dtype="float32")
 
 
@@ -148,20 +141,8 @@ FLOAT32 = dataclasses.replace(SMALL, compute_dtype="float32")
         (SMALL, "cuda", 1024, {}, "cudnn"),
         (FLOAT32, "gpu", 1024, {}, "plain"),
         (dataclasses.replace(SMALL, attention="plain"), "tpu", 1024, {}, "plain"),
-        (
-            dataclasses.replace(SMALL, num_heads=2, num_kv_heads=2),
-            "gpu",
-            8,
-            {},
-            "cudnn",
-        ),
-        (
-            dataclasses.replace(SMALL, num_heads=1, num_kv_heads=1),
-            "gpu",
-            8,
-            {},
-            "plain",
-        ),
+        (WIDE, "gpu", 8, {}, "cudnn"),
+        (WIDER, "gpu", 8, {}, "plain"),
         (dataclasses.replace(SMALL, width=32), "gpu", 8, {}, "plain"),
     ],
 )
@@ -225,10 +206,9 @@ def test_a_kernel_that_cannot_be_had_is_refused(
     ("capability", "kernel"), [("8.0", "plain"), ("9.0", "cudnn"), ("10.0", "cudnn")]
 )
 def test_wide_heads_have_a_kernel_from_hopper_on(capability, kernel):
-    config = dataclasses.replace(SMALL, num_heads=2, num_kv_heads=2)
     device = types.SimpleNamespace(compute_capability=capability)
     most = head_width_of(device)
-    assert choose(config, "gpu", 128, True, most_head_width=most).attention == kernel
+    assert choose(WIDE, "gpu", 128, True, most_head_width=most).attention == kernel
 
 
 @pytest.mark.parametrize("capability", ["7.5", "gfx90a"])

@@ -16,14 +16,9 @@ from cocodc_jax.models import (
 from cocodc_jax.models.backward import choose, product, spread
 
 _SMALL = TransformerConfig(
-    vocab_size=29,
-    num_layers=2,
-    width=16,
-    mlp_width=24,
-    num_heads=4,
-    num_kv_heads=2,
+    vocab_size=29, num_layers=2, width=16, mlp_width=24, num_heads=4, num_kv_heads=2,
     backward="cpu",
-)
+)  # fmt: skip
 _TOKENS = np.random.default_rng(0).integers(0, 29, (3, 2, 9)).astype(np.int32)
 
 

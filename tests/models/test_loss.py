@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cocodc_jax.models.loss import cross_entropy
+from tests.jaxprs import equations
 
 _WIDTH, _VOCAB = 8, 50
 _compiled = jax.jit(cross_entropy, static_argnums=3)
@@ -37,20 +38,10 @@ def _grad_jaxpr(chunk_tokens, batch, length):
     return jax.make_jaxpr(grad)(hidden, head).jaxpr
 
 
-def _equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            if hasattr(inner, "eqns"):
-                yield from _equations(getattr(inner, "jaxpr", inner))
-
-
 def _largest_float32(jaxpr):
     return max(
         out.aval.size
-        for equation in _equations(jaxpr)
+        for equation in equations(jaxpr)
         for out in equation.outvars
         if out.aval.dtype == np.float32
     )
@@ -104,8 +95,8 @@ def test_whole_logits_never_exist_when_chunked():
 
 def test_one_chunk_has_no_scan():
     def has_scan(chunk_tokens):
-        equations = _equations(_grad_jaxpr(chunk_tokens, 2, 8))
-        return any(equation.primitive.name == "scan" for equation in equations)
+        found = equations(_grad_jaxpr(chunk_tokens, 2, 8))
+        return any(equation.primitive.name == "scan" for equation in found)
 
     assert not has_scan(16)
     assert has_scan(15)

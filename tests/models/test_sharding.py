@@ -20,17 +20,12 @@ from cocodc_jax.models import (
     partition_specs,
 )
 from cocodc_jax.models.loss import cross_entropy, divided_cross_entropy
+from tests.numerics import assert_all_close
 
 _CONFIG = TransformerConfig(
-    vocab_size=32,
-    num_layers=2,
-    width=16,
-    mlp_width=24,
-    num_heads=4,
-    num_kv_heads=2,
-    qk_norm=True,
-    tie_embeddings=False,
-)
+    vocab_size=32, num_layers=2, width=16, mlp_width=24, num_heads=4, num_kv_heads=2,
+    qk_norm=True, tie_embeddings=False,
+)  # fmt: skip
 # Every mechanism with a loop or a constant in it, on and off.
 _CHUNKED = dataclasses.replace(_CONFIG, loss_chunk_tokens=12, remat="full")
 _UNSCANNED = dataclasses.replace(
@@ -93,12 +88,23 @@ def _place(mesh, params, specs):
     return jax.device_put(params, shardings)
 
 
-def _assert_close(actual, expected):
-    jax.tree.map(
-        # Sums over devices in another order, in float32.
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6),
-        jax.device_get(actual),
-        expected,
+def _assert_close(actual, expected, rtol=1e-4, atol=2e-6):
+    # Sums over devices in another order, in float32.
+    assert_all_close(jax.device_get(actual), jax.device_get(expected), rtol, atol)
+
+
+def _over_regions(mesh, step, **options):
+    """The step mapped over the regions that a device holds."""
+    regions = P("region")
+    return jax.shard_map(
+        jax.vmap(step), mesh=mesh, axis_names={"region"}, in_specs=regions,
+        out_specs=regions, **options,
+    )  # fmt: skip
+
+
+def _regional(specs):
+    return jax.tree.map(
+        lambda spec: P("region", *spec), specs, is_leaf=lambda x: isinstance(x, P)
     )
 
 
@@ -122,21 +128,11 @@ def test_sharded_step_equals_the_unsharded_one():
 def test_step_inside_a_region_manual_shard_map(config):
     params, tokens, expected = _example(config)
     mesh = _mesh(region=2, data=2, model=2)
-    specs = jax.tree.map(
-        lambda spec: P("region", *spec),
-        partition_specs(_shapes(config)),
-        is_leaf=lambda x: isinstance(x, P),
-    )
+    specs = _regional(partition_specs(_shapes(config)))
     placed = _place(mesh, params, specs)
     batch = jax.device_put(tokens, NamedSharding(mesh, P("region", "data")))
     # Two regions a device: the body maps over those it holds.
-    program = jax.shard_map(
-        jax.vmap(_step(config)),
-        mesh=mesh,
-        axis_names={"region"},
-        in_specs=P("region"),
-        out_specs=P("region"),
-    )
+    program = _over_regions(mesh, _step(config))
     assert "psum" not in str(jax.make_jaxpr(program)(placed, batch))
     _assert_close(jax.jit(program)(placed, batch), expected)
 
@@ -154,24 +150,12 @@ _WHOLE = dataclasses.replace(_CONFIG, scan_layers=False, num_layers=1)
 def test_devices_that_divide_a_loss_change_no_number_and_gather_no_batch(config, parts):
     params, tokens, expected = _example(config)
     mesh = _mesh(region=2, data=2, model=2)
-    specs = jax.tree.map(
-        lambda spec: P("region", *spec),
-        partition_specs(_shapes(config), divides_embedding=True),
-        is_leaf=lambda x: isinstance(x, P),
-    )
+    specs = _regional(partition_specs(_shapes(config), divides_embedding=True))
     placed = _place(mesh, params, specs)
     batch = jax.device_put(tokens, NamedSharding(mesh, P("region", "data")))
     own = dataclasses.replace(config, loss_chunk_tokens=config.loss_chunk_tokens // 2)
-    program = jax.shard_map(
-        jax.vmap(
-            _step(own, functools.partial(make_divided_loss_fn, accumulate_steps=parts))
-        ),
-        mesh=mesh,
-        axis_names={"region"},
-        in_specs=P("region"),
-        out_specs=P("region"),
-        check_vma=False,
-    )
+    make = functools.partial(make_divided_loss_fn, accumulate_steps=parts)
+    program = _over_regions(mesh, _step(own, make), check_vma=False)
     compiled = jax.jit(program).lower(placed, batch).compile()
     _assert_close(compiled(placed, batch), expected)
     module = hlo.parse(compiled.as_text())
@@ -232,11 +216,7 @@ def test_positions_on_several_devices_change_no_number(config, axes):
         compiled = jax.jit(step).lower(placed, batch).compile()
         (loss, aux), grads = compiled(placed, batch)
     np.testing.assert_allclose(loss, expected[0][0], rtol=1e-5)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
-        jax.device_get((aux, grads)),
-        jax.device_get((expected[0][1], expected[1])),
-    )
+    _assert_close((aux, grads), (expected[0][1], expected[1]), atol=1e-5)
     # Keys and values of all positions are gathered, over that axis alone.
     found = collectives(hlo.parse(compiled.as_text()), axes)
     gathered = {x.axes for x in found if x.kind == "all-gather"}
@@ -285,20 +265,6 @@ def test_gradients_of_a_divided_loss_have_derivatives():
 
     with jax.set_mesh(_mesh(data=2, model=2)):
         _assert_close(product(make_divided_loss_fn), product(make_loss_fn))
-
-
-def test_one_region_per_device_without_vmap():
-    params, tokens, expected = _example(_CHUNKED)
-    mesh = _mesh(region=_REGIONS)
-
-    def body(params, tokens):
-        result = _step(_CHUNKED)(*_region((params, tokens), 0))
-        return jax.tree.map(lambda x: x[None], result)
-
-    program = jax.shard_map(
-        body, mesh=mesh, in_specs=P("region"), out_specs=P("region")
-    )
-    _assert_close(jax.jit(program)(params, tokens), expected)
 
 
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])

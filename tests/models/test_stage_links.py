@@ -1,16 +1,13 @@
 """A pipeline whose messages are compressed both ways, against stages by hand."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from cocodc_jax.models import Subspace, confine, make_pipelined_loss_fn
-from cocodc_jax.models.transformer import bind
 from cocodc_jax.run.run_config import build_codec
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.transforms.compression import parse
@@ -21,7 +18,9 @@ from tests.models.pipelined import (
     LENGTH,
     assert_close,
     draw,
+    first_stage,
     keys,
+    last_stage,
     over_regions,
     place_regions,
     plain,
@@ -31,33 +30,19 @@ from tests.models.pipelined import (
 )
 
 MICROBATCHES = 4
-HALF = dataclasses.replace(CONFIG, num_layers=2)
-
-
-def half(params, number):
-    rows = slice(2 * number, 2 * number + 2)
-    blocks = jax.tree.map(lambda x: x[rows], params["blocks"])
-    return bind(HALF, params | {"blocks": blocks})
-
-
-def first(params, batch):
-    model = half(params, 0)
-    return model.run_blocks(model.embed(batch[:, :-1]))[0]
 
 
 def last(params, x, batch):
-    model = half(params, 1)
-    logits = model.norm(model.run_blocks(x)[0]) @ model.output_head()
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
-    return nll.mean() / MICROBATCHES
+    """Of one microbatch, its share of the batch's loss."""
+    return last_stage(params, x, batch) / MICROBATCHES
 
 
 @functools.cache
 def pieces():
     """The first stage, its gradient, and the last stage with both of its own."""
     return (
-        jax.jit(first),
-        jax.jit(lambda p, b, g: jax.vjp(lambda p: first(p, b), p)[1](g)[0]),
+        jax.jit(first_stage),
+        jax.jit(lambda p, b, g: jax.vjp(lambda p: first_stage(p, b), p)[1](g)[0]),
         jax.jit(jax.value_and_grad(last, argnums=(0, 1))),
     )
 

@@ -21,6 +21,7 @@ from cocodc_jax.models import (
     stage_bytes,
 )
 from cocodc_jax.sharding.mesh import make_mesh
+from tests.jaxprs import equations
 from tests.models.pipelined import (
     BATCH,
     BFLOAT16,
@@ -29,7 +30,6 @@ from tests.models.pipelined import (
     LENGTH,
     assert_close,
     draw,
-    equations,
     step,
     tokens,
 )

@@ -647,31 +647,33 @@ def delayed_nesterov(lr, momentum, count, spread):
     return take
 
 
-def look_ahead(lr, momentum, rho=1.0, numbers=None, seen=None):
-    """`(take, start)`; with `numbers` (c_ok, k_s, k_d, kappa, beta_max) HeLoCo's."""
-    memory = {}
+def heloco_corrected(d, m, keep, removal, turn, kappa, most):
+    """The published table, and its case; it is silent where there is no angle."""
+    nd, nm = np.linalg.norm(d), np.linalg.norm(m)
+    if nd == 0 or nm == 0:
+        return d, "keep"
+    u, v = d / nd, m / nm
+    c, conf = (u * v).sum(), nd / (nd + kappa * nm)
+    if c >= keep:
+        return d, "keep"
+    if c < 0:
+        return d - min(removal * -c * conf, most) * c * nd * v, "take off"
+    share = min(turn * (1 - c) * conf, 1)
+    mixed = (1 - share) * u + share * v
+    return nd * mixed / np.linalg.norm(mixed), "turn"
 
-    def corrected(d, m):
-        nd, nm = np.linalg.norm(d), np.linalg.norm(m)
-        if numbers is None or nd == 0 or nm == 0:
-            return d
-        keep, removal, turn, kappa, most = numbers
-        u, v = d / nd, m / nm
-        c, conf = (u * v).sum(), nd / (nd + kappa * nm)
-        seen.append("keep" if c >= keep else "turn" if c >= 0 else "take off")
-        if c >= keep:
-            return d
-        if c < 0:
-            return d - min(removal * -c * conf, most) * c * nd * v
-        share = min(turn * (1 - c) * conf, 1)
-        mixed = (1 - share) * u + share * v
-        return nd * mixed / np.linalg.norm(mixed)
+
+def look_ahead(lr, momentum, rho, numbers, seen):
+    """`(take, start)`; `numbers` are HeLoCo's c_ok, k_s, k_d, kappa, beta_max."""
+    memory = {}
 
     def take(x, delta):
         out = {}
         for n, d in delta.items():
             m = memory.get(n, np.zeros_like(d))
-            g = rho * corrected(d, m)
+            corrected, case = heloco_corrected(d, m, *numbers)
+            seen.append(case)
+            g = rho * corrected
             memory[n] = momentum * m + (1 - momentum) * g
             out[n] = x[n] - lr * (g + momentum * memory[n])
         return out

@@ -1,4 +1,4 @@
-"""A tiny mixture of experts in two regions, for tests of conftest's regression."""
+"""A tiny mixture of experts in two regions, in place of the tiny regression."""
 
 import functools
 import itertools
@@ -93,5 +93,5 @@ def finish(program, state, num_steps):
 
 
 def in_place_of(tiny):
-    """Return conftest's names, with those of this module where it has them."""
+    """Return the names of `tiny`, with those of this module where it has them."""
     return types.SimpleNamespace(**vars(tiny) | globals())

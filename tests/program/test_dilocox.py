@@ -28,17 +28,16 @@ from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import nesterov
 from cocodc_jax.sync.schedules import one_step_stale
 from cocodc_jax.train import joining
-from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.run_steps import run
 from cocodc_jax.transforms.error_feedback import error_feedback
 from cocodc_jax.transforms.low_rank import low_rank
 from tests.numerics import assert_within_ulps
+from tests.program import tiny
 
 LR, OUTER_LR, MOMENTUM = 0.3, 0.7, 0.5
 NUM_REGIONS, NUM_STEPS = 4, 48
 # Leaves in the order of a tree. At rank 6 `v` is sent whole, at 3 and 1 it is not.
 SHAPES = {"b": (3,), "v": (8, 7), "w": (16, 14)}
-COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def make_targets():
@@ -60,7 +59,8 @@ PARAMS = {
     name: 0.02 * np.random.default_rng(1).normal(size=shape).astype(np.float32)
     for name, shape in SHAPES.items()
 }
-ADAPTIVE = dilocox(6, 6, 1, outer_lr=OUTER_LR, outer_momentum=MOMENTUM)
+RATES = {"outer_lr": OUTER_LR, "outer_momentum": MOMENTUM}
+ADAPTIVE = dilocox(6, 6, 1, **RATES)
 
 
 def loss_fn(params, target, key):
@@ -91,10 +91,8 @@ def train(program, state, until=NUM_STEPS, dtype=np.float32):
         syncs = [(s.start_step, s.num_bytes) for s in output.syncs]
         round_steps = getattr(memory, "round_steps", 0)  # Of ranked rounds only.
         rounds = (state.step, memory.rank, round_steps, state.bytes_sent, syncs)
-        local, outer = jax.device_get(
-            (state.region.params, program.outer_params(state))
-        )
-        seen.append((rounds, local, outer))
+        parts = (state.region.params, program.outer_params(state))
+        seen.append((rounds, *jax.device_get(parts)))
     return state, seen
 
 
@@ -270,36 +268,26 @@ def test_summed_factors_are_their_formulas():
 
 
 def test_summed_factors_follow_the_rank_and_go_on_bit_for_bit(tmp_path):
-    method = dilocox(
-        6, 6, 1, sum_factors=True, outer_lr=OUTER_LR, outer_momentum=MOMENTUM
-    )
+    method = dilocox(6, 6, 1, sum_factors=True, **RATES)
     program, state = make(method)
     state, before = train(program, state, 23)
-    with Checkpoints(tmp_path) as checkpoints:
-        state = checkpoints.save(program, state, {})
-        state, seen = train(program, state, 36)
-        checkpoints.wait()
-        restored, _ = checkpoints.restore(program)
+    state, restored = tiny.saved_and_restored(program, state, tmp_path)
+    state, seen = train(program, state, 36)
     restored, again = train(program, restored, 36)
-    assert_same(*(numbers(program.synchronize(x)) for x in (state, restored)))
+    tiny.assert_same(*(tiny.numbers(program.synchronize(x)) for x in (state, restored)))
     assert [row for row, *_ in again] == [row for row, *_ in seen]
     assert {row[1] for row, *_ in before + seen} == {3, 6}
 
 
 def late_diloco(sync_interval=4):
-    sync = Sync(
-        schedule=one_step_stale(sync_interval),
-        outer=nesterov(OUTER_LR, MOMENTUM),
-        merge=merge.replace(),
-    )
+    outer, schedule = nesterov(OUTER_LR, MOMENTUM), one_step_stale(sync_interval)
+    sync = Sync(schedule=schedule, outer=outer, merge=merge.replace())
     return Method(name="late", sync=sync)
 
 
 def fixed(rank=64, **options):
-    return methods.get(
-        "dilocox", sync_interval=4, rank=rank, adaptive_rank=False,
-        outer_lr=OUTER_LR, outer_momentum=MOMENTUM, **options,
-    )  # fmt: skip
+    options = {"sync_interval": 4, "adaptive_rank": False} | RATES | options
+    return methods.get("dilocox", rank=rank, **options)
 
 
 def test_without_compression_it_is_late_diloco():
@@ -322,11 +310,6 @@ def test_a_rank_that_no_matrix_allows_sends_all_of_it():
     assert_within_ulps(one, other)
 
 
-def test_a_fixed_rank_is_kept():
-    _, seen = train(*make(fixed(2)), until=20)
-    assert [row[0][0] for row in seen] == [4, 8, 12, 16, 20]
-
-
 def int4_bytes(shape):
     """Two codes a byte, and a float32 scale for each block of up to 256."""
     size = math.prod(shape)
@@ -335,7 +318,7 @@ def int4_bytes(shape):
 
 def test_ranks_that_no_matrix_allows():
     """64 to 16 send everything; the run goes on, and counts what it sends."""
-    method = dilocox(4, 64, 16, outer_lr=OUTER_LR, outer_momentum=MOMENTUM)
+    method = dilocox(4, 64, 16, **RATES)
     _, seen = train(*make(method), until=20)
     assert seen[-1][0][1] == 16
     for i, (row, *_) in enumerate(seen):
@@ -355,26 +338,11 @@ def test_the_real_messages_are_counted(real):
         assert syncs[0][1] == (message(ranks[i - 1]) if i else 0)
 
 
-def numbers(state):
-    arrays = (
-        state.region,
-        state.sync.outer,
-        state.sync.in_flight,
-        state.sync.compressors,
-    )
-    return jax.device_get(arrays), state.sync.schedule, state.bytes_sent, state.step
-
-
-def assert_same(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one[0], other[0])
-    assert one[1:] == other[1:]
-
-
 @pytest.fixture(scope="module")
 def real():
     program, state = make(ADAPTIVE)
     state, seen = train(program, state)
-    return program, numbers(program.synchronize(state)), [row for row, *_ in seen]
+    return program, tiny.numbers(program.synchronize(state)), [row for row, *_ in seen]
 
 
 def test_the_rank_changes_both_ways(real):
@@ -393,26 +361,12 @@ def test_a_restored_run_goes_on_bit_for_bit(real, tmp_path, which, after):
         new[0] for old, new in zip(rows, rows[1:], strict=False) if old[1] != new[1]
     ]
     state, _ = train(program, start(program), changed[which] + after)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(program, state, {})
-    del state
     # With a program of its own, as in a new process; the last is enough for that.
     again = make(ADAPTIVE)[0] if (which, after) == (-1, 0) else program
-    with Checkpoints(tmp_path) as checkpoints:
-        state, _ = checkpoints.restore(again)
+    _, state = tiny.saved_and_restored(program, state, tmp_path, again)
     assert state.sync.in_flight
     state, _ = train(again, state)
-    assert_same(numbers(again.synchronize(state)), expected)
-
-
-def test_a_checkpoint_of_other_factors_is_refused(real, tmp_path):
-    program = real[0]
-    state, _ = train(program, start(program), 8)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(program, state, {})
-        checkpoints.wait()
-        with pytest.raises(ValueError, match="another model, method"):
-            checkpoints.restore(make(fixed(2))[0])
+    tiny.assert_same(tiny.numbers(again.synchronize(state)), expected)
 
 
 def test_where_a_run_is_cut_changes_no_number(real):
@@ -420,7 +374,7 @@ def test_where_a_run_is_cut_changes_no_number(real):
     state = start(program)
     for cut in (7, 9, 10, 21, NUM_STEPS):
         state, _ = train(program, state, cut)
-    assert_same(numbers(program.synchronize(state)), expected)
+    tiny.assert_same(tiny.numbers(program.synchronize(state)), expected)
 
 
 def test_all_shards_hold_alike(real):
@@ -431,23 +385,15 @@ def test_all_shards_hold_alike(real):
 
 def test_each_rank_is_compiled_once():
     """A turn from one rank to another compiles nothing when it comes again."""
-    compiled, turns = [], []
-
-    def listen(event, duration, **_):
-        if event == COMPILED:
-            compiled.append(duration)
-
+    turns = []
     program, state = make(ADAPTIVE)
     rank = state.sync.schedule.rank
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with tiny.compilations() as compiled:
         for after, _ in run(program, state, iter(TARGETS), NUM_STEPS):
             state = after
             turns.append(((rank, state.sync.schedule.rank), len(compiled)))
             rank = state.sync.schedule.rank
             compiled.clear()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
     # The mean of the second round is the first to be measured: from then on.
     first = dict(reversed(turns[2:]))
     again = len(turns[2:]) - len(first)
@@ -460,15 +406,10 @@ def test_each_rank_is_compiled_once():
 
 def test_divided_over_a_regions_devices(real):
     """The outer state on the mesh measures the same ranks."""
-    method = ADAPTIVE.placed("divided")
     program = RegionProgram(
-        loss_fn,
-        optax.sgd(LR),
-        method,
-        PARAMS,
-        NUM_REGIONS,
+        loss_fn, optax.sgd(LR), ADAPTIVE.placed("divided"), PARAMS, NUM_REGIONS,
         mesh=make_mesh(NUM_REGIONS, data=2, devices=jax.devices()[:8]),
-    )
+    )  # fmt: skip
     _, seen = train(program, start(program), 20)
     _, plain = train(real[0], start(real[0]), 20)
     assert [row for row, *_ in seen] == [row for row, *_ in plain]
@@ -478,9 +419,7 @@ def test_divided_over_a_regions_devices(real):
 @pytest.mark.parametrize("sum_factors", [False, True])
 def test_adopted_it_goes_on_at_its_rank(sum_factors):
     """Another inner optimizer alone: all that the method remembers is kept."""
-    method = dilocox(
-        6, 6, 1, sum_factors=sum_factors, outer_lr=OUTER_LR, outer_momentum=MOMENTUM
-    )
+    method = dilocox(6, 6, 1, sum_factors=sum_factors, **RATES)
     program, state = make(method)
     state, _ = train(program, state, 19)
     assert state.sync.schedule.rank == 3

@@ -13,16 +13,15 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.summed import ByRings
-from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.transforms.compressor import identity
 from cocodc_jax.transforms.mt_adam import mt_adam
+from tests.numerics import assert_all_close
+from tests.program import tiny
 
-COMPILED = "/jax/core/compile/backend_compile_duration"
 NUM_STEPS, CUT = 16, 7
 
 FRAGMENTS = {"sync_interval": 4, "num_fragments": 2}
@@ -81,52 +80,36 @@ def num_regions_of(name):
     return methods.get(name).num_regions or 4
 
 
-def make(tiny, name, mesh=None, **options):
-    num_regions = num_regions_of(name)
-    return RegionProgram(
-        tiny.loss_fn,
-        OPTIMIZERS.get(name, optax.sgd(0.05)),
-        methods.get(name, **(OPTIONS[name] | options)),
-        tiny.make_params(),
-        UNEVEN.get(name, num_regions),
-        mesh=make_mesh(num_regions) if mesh is None else mesh,
-    )
+def make(name, mesh=None, **options):
+    regions = UNEVEN.get(name, num_regions_of(name))
+    optimizer = OPTIMIZERS.get(name, optax.sgd(0.05))
+    method = methods.get(name, **(OPTIONS[name] | options))
+    return tiny.program_of(method, mesh, optimizer=optimizer, regions=regions)
 
 
-@pytest.fixture(scope="module")
-def shared(tiny):
-    """One program a method for all tests: it holds nothing but compiled code."""
-    return functools.cache(lambda name: make(tiny, name))
+# One program a method for all tests: it holds nothing but compiled code.
+shared = functools.cache(make)
+
+
+@functools.cache
+def trained(name):
+    """What a method's program came to in `NUM_STEPS`, run once; not to be donated."""
+    return finish(shared(name), tiny.start(shared(name)), NUM_STEPS)
 
 
 @pytest.fixture
-def program(shared, name):
+def program(name):
     return shared(name)
 
 
-@pytest.fixture(scope="module")
-def trained(tiny, shared):
-    """What a method's program came to in `NUM_STEPS`, run once; not to be donated."""
-
-    @functools.cache
-    def run_of(name):
-        return finish(tiny, shared(name), start(tiny, shared(name)), NUM_STEPS)
-
-    return run_of
-
-
-def start(tiny, program):
-    return program.init(tiny.make_params(), jax.random.key(0))
-
-
-def stream(tiny, num_regions, first_step):
+def stream(num_regions, first_step):
     for step in itertools.count(first_step):
         yield jax.tree.map(lambda x: x[:num_regions], tiny.make_batch(step))
 
 
-def finish(tiny, program, state, num_steps):
+def finish(program, state, num_steps):
     """One step after the other, so that one length of a scan is compiled."""
-    batches, outputs = stream(tiny, program.num_regions, state.step), []
+    batches, outputs = stream(program.num_regions, state.step), []
     for batch in itertools.islice(batches, num_steps):
         batch = jax.tree.map(lambda x: x[None], batch)
         state, output = program.advance(state, batch)
@@ -134,13 +117,10 @@ def finish(tiny, program, state, num_steps):
     return state, outputs
 
 
-def loss_of(tiny, params):
-    """On a batch that no region trains on, in NumPy."""
+def loss_of(params):
+    """On a batch that no region trains on."""
     batch = jax.tree.map(np.concatenate, tiny.make_batch(9999))
-    x = batch["x"] @ params["embed"]
-    for w in params["blocks"]["w"]:
-        x = x + np.tanh(x @ w)
-    return np.mean((x @ params["head"] - batch["y"]) ** 2)
+    return float(tiny.mean_square(tiny.model(params, batch), batch))
 
 
 def really_sent(program, state):
@@ -179,22 +159,21 @@ def test_every_method_is_here():
     assert OPTIONS.keys() == methods.METHODS.keys()
 
 
-def test_it_lowers_the_loss(tiny, program, trained, name):
+def test_it_lowers_the_loss(program, name):
     state, outputs = trained(name)
     before, after = (
-        loss_of(tiny, jax.device_get(p))
+        loss_of(jax.device_get(p))
         for p in (tiny.make_params(), program.mean_params(state))
     )
     assert after < 0.9 * before
     assert all(np.isfinite(output.losses).all() for output in outputs)
 
 
-def test_bytes_are_those_of_the_messages(program, trained, name):
+def test_bytes_are_those_of_the_messages(program, name):
     state, outputs = trained(name)
     sync, schedule = program.method.sync, program.method.schedule
-    if sync and isinstance(
-        sync.message, ByRings
-    ):  # No messages but partial sums, see test_rings.py.
+    # No messages but partial sums, see test_rings.py.
+    if sync and isinstance(sync.message, ByRings):
         each_sync = [s.num_bytes for output in outputs for s in output.syncs]
         assert state.bytes_sent == sum(each_sync) > 0
         return
@@ -225,75 +204,48 @@ def test_bytes_are_those_of_the_messages(program, trained, name):
             assert applied.num_bytes == (0 if is_first else each[applied.fragment_id])
 
 
-def test_a_restored_run_goes_on_bit_for_bit(tiny, program, tmp_path):
+def test_a_restored_run_goes_on_bit_for_bit(program, tmp_path):
     """From between two events, with whatever is in flight or was left unsent."""
-    state, _ = finish(tiny, program, start(tiny, program), CUT)
-    with Checkpoints(tmp_path) as checkpoints:
-        state = checkpoints.save(program, state, {})
-    expected, outputs = finish(tiny, program, state, NUM_STEPS - CUT)
-    with Checkpoints(tmp_path) as checkpoints:
-        restored, _ = checkpoints.restore(program)
+    state, _ = finish(program, tiny.start(program), CUT)
+    state, restored = tiny.saved_and_restored(program, state, tmp_path)
+    expected, outputs = finish(program, state, NUM_STEPS - CUT)
     assert restored.step == CUT
-    restored, again = finish(tiny, program, restored, NUM_STEPS - CUT)
+    restored, again = finish(program, restored, NUM_STEPS - CUT)
     tiny.assert_same(tiny.numbers(restored), tiny.numbers(expected))
     for new, old in zip(again, outputs, strict=True):
         tiny.assert_same(tiny.host(new.losses), tiny.host(old.losses))
 
 
-def test_nothing_compiles_after_the_first_cycle(tiny, program):
-    state, _ = finish(tiny, program, start(tiny, program), NUM_STEPS)
-    seen = []
-
-    def listen(event, duration, **_):
-        if event == COMPILED:
-            seen.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    finish(tiny, program, state, NUM_STEPS)
-    start(tiny, program)
-    jax.monitoring.unregister_event_duration_listener(listen)
+def test_nothing_compiles_after_the_first_cycle(program):
+    state, _ = finish(program, tiny.start(program), NUM_STEPS)
+    with tiny.compilations() as seen:
+        finish(program, state, NUM_STEPS)
+        tiny.start(program)
     assert not seen
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["qsparse", "demo", "heloco"],
-)
-def test_four_regions_on_one_device_are_four_on_four(tiny, shared, name):
+@pytest.mark.parametrize("name", ["qsparse", "demo", "heloco"])
+def test_four_regions_on_one_device_are_four_on_four(name):
     """To rounding; of each way to exchange one."""
     program = shared(name)
     assert dict(program.mesh.shape)["region"] == 4
-    alone = make(tiny, name, make_mesh(4, devices=jax.devices()[:1]))
+    alone = make(name, make_mesh(4, devices=jax.devices()[:1]))
     ends = []
     for each in (program, alone):
-        state, _ = finish(tiny, each, start(tiny, each), 8)
+        state, _ = finish(each, tiny.start(each), 8)
         ends.append(jax.device_get((state.region.params, each.outer_params(state))))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), *ends)
+    assert_all_close(*ends, atol=1e-6)
 
 
-@pytest.fixture(scope="module")
-def divided_and_host(tiny):
-    """The outer state divided over the two devices that each region has, and not."""
-    ends = []
+def test_a_divided_outer_state_gives_the_same_in_halves():
+    """Over the two devices of each region; of leaves with more than one number."""
+    ends, shares = [], []
     for place in ("divided", "host"):
-        program = make(tiny, "co2", make_mesh(4, 2), outer_placement=place)
-        ends.append((program, finish(tiny, program, start(tiny, program), 8)[0]))
-    return ends
-
-
-def test_a_divided_outer_state_gives_the_same(divided_and_host):
-    each = [
-        jax.device_get((state.region.params, program.outer_params(state)))
-        for program, state in divided_and_host
-    ]
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), *each)
-
-
-def test_a_device_holds_half_of_a_divided_outer_state(divided_and_host):
-    def share(state):
-        """Of the bytes of the leaves with more than one number, on one device."""
+        program = make("co2", make_mesh(4, 2), outer_placement=place)
+        state, _ = finish(program, tiny.start(program), 8)
+        ends.append(jax.device_get((state.region.params, program.outer_params(state))))
         leaves = [x for x in jax.tree.leaves(state.sync.outer) if x.size > 1]
         first = [x.addressable_shards[0].data.nbytes for x in leaves]
-        return sum(first) / sum(x.nbytes for x in leaves)
-
-    assert [share(state) for _, state in divided_and_host] == [0.5, 1]
+        shares.append(sum(first) / sum(x.nbytes for x in leaves))
+    assert shares == [0.5, 1]
+    assert_all_close(*ends, atol=1e-6)

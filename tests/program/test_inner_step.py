@@ -5,17 +5,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.core.state import RegionState
-from cocodc_jax.exchange.collectives import mean_over_regions
-from cocodc_jax.program import inner_step as step
+from cocodc_jax.aot import hlo
+from cocodc_jax.aot.collectives import collectives
 from cocodc_jax.sharding.local_regions import LocalRegions
 from cocodc_jax.sharding.mesh import REGION, make_mesh
-from cocodc_jax.sync.per_step import mean_gradients
+from tests.jaxprs import equations
+from tests.program import tiny
 
 # Every primitive of JAX 0.10 that talks over a named axis (axis_index talks to
 # nobody and pcast only changes a type).
@@ -47,21 +45,10 @@ TALKS_TO_HOST = ("callback", "infeed", "outfeed", "debug_print")
 
 def primitives(jaxpr):
     """Names of the primitives of a jaxpr and of all jaxprs inside it."""
-    if isinstance(jaxpr, core.ClosedJaxpr):
-        jaxpr = jaxpr.jaxpr
-    names = set()
-    for equation in jaxpr.eqns:
-        names.add(equation.primitive.name)
-        for leaf in jax.tree.leaves(
-            equation.params,
-            is_leaf=lambda x: isinstance(x, (core.Jaxpr, core.ClosedJaxpr)),
-        ):
-            if isinstance(leaf, (core.Jaxpr, core.ClosedJaxpr)):
-                names |= primitives(leaf)
-    return names
+    return {equation.primitive.name for equation in equations(jaxpr.jaxpr)}
 
 
-def inner_primitives(tiny, program):
+def inner_primitives(program):
     """What `advance` runs on the devices for one step that ends at no event."""
     state = tiny.start(program)
 
@@ -75,17 +62,17 @@ def inner_primitives(tiny, program):
     return names
 
 
-def test_only_data_parallel_steps_talk_between_regions(tiny, method_name):
-    found = inner_primitives(tiny, tiny.shared_program(method_name)) & COLLECTIVES
+def test_only_data_parallel_steps_talk_between_regions(method_name):
+    found = inner_primitives(tiny.shared_program(method_name)) & COLLECTIVES
     assert bool(found) == (method_name == "data_parallel"), found
 
 
-def test_a_step_with_a_sharded_model_does_not_talk_between_regions(tiny):
+def test_a_step_with_a_sharded_model_does_not_talk_between_regions():
     program = tiny.make_program("diloco", make_mesh(4, model=2), param_specs=tiny.SPECS)
-    assert not inner_primitives(tiny, program) & COLLECTIVES
+    assert not inner_primitives(program) & COLLECTIVES
 
 
-def test_the_check_catches_the_gradient_of_replicated_parameters(tiny):
+def test_the_check_catches_the_gradient_of_replicated_parameters():
     mesh = make_mesh(4)
 
     def gradient(params, batch):
@@ -115,8 +102,8 @@ def test_the_check_catches_the_gradient_of_replicated_parameters(tiny):
     assert not found(varying=True)
 
 
-def test_no_host_in_the_scan(tiny, method_name):
-    names = inner_primitives(tiny, tiny.shared_program(method_name))
+def test_no_host_in_the_scan(method_name):
+    names = inner_primitives(tiny.shared_program(method_name))
     assert not {n for n in names if any(talk in n for talk in TALKS_TO_HOST)}
 
 
@@ -130,77 +117,36 @@ def test_the_host_check_catches_a_print():
 
 
 @pytest.mark.parametrize(("length", "data", "model"), [(4, 1, 1), (2, 2, 2)])
-def test_compiled_steps_send_nothing_to_another_region(tiny, length, data, model):
+def test_compiled_steps_send_nothing_to_another_region(length, data, model):
     """The jaxpr cannot show what the compiler adds for axes inside a region."""
     mesh = make_mesh(length, data, model)
     program = tiny.make_program("diloco", mesh, param_specs=tiny.SPECS)
     state = tiny.start(program)
     batches = program._batches.put(jax.tree.map(lambda x: x[None], tiny.make_batch(0)))
-    text = (
-        program._steps.lower(state.region, batches, None, None, ()).compile().as_text()
-    )
-    groups = replica_groups(text)
-    assert bool(groups) == (data * model > 1)
-    inside = data * model
-    for group in groups:
-        assert len({device // inside for device in group}) == 1, group
-
-
-def replica_groups(text):
-    """The groups of devices that talk in a compiled program, as lists of positions."""
-    groups = []
-    for line in text.splitlines():
-        if "replica_groups=" not in line and "source_target_pairs=" not in line:
-            continue
-        text = line.partition("_groups=" if "_groups=" in line else "_pairs=")[2]
-        if text.startswith("{{"):
-            inside = text[2 : text.index("}}")]
-            groups += [[int(x) for x in g.split(",")] for g in inside.split("},{")]
-        else:
-            groups += iota_groups(text)
-    return groups
-
-
-def iota_groups(text):
-    """Reads XLA's short form, such as `[2,4]<=[8]` or `[4,2]<=[2,2,2]T(0,2,1)`."""
-    shape, rest = text[1:].split("]<=[", 1)
-    order, _, rest = rest.partition("]")
-    ids = np.arange(np.prod(list(map(int, order.split(",")))))
-    ids = ids.reshape([int(n) for n in order.split(",")])
-    if rest.startswith("T("):
-        ids = ids.transpose([int(n) for n in rest[2 : rest.index(")")].split(",")])
-    return ids.reshape([int(n) for n in shape.split(",")]).tolist()
+    arguments = state.region, batches, None, None, ()
+    text = program._steps.lower(*arguments).compile().as_text()
+    found = collectives(hlo.parse(text), dict(mesh.shape))
+    assert bool(found) == (data * model > 1)
+    for each in found:
+        assert "region" not in each.axes, each
 
 
 def draws(outputs):
     return np.concatenate([np.asarray(output.aux["draw"]) for output in outputs])
 
 
-def test_keys_differ_between_regions_and_steps_and_are_reproducible(tiny):
+def test_keys_differ_between_regions_and_steps_and_are_reproducible():
     program = tiny.shared_program("diloco")
-    first = draws(tiny.finish(program, tiny.start(program), 8)[1])
+    _, outputs = tiny.finish(program, tiny.start(program), 8)
+    for output in outputs:
+        assert (output.losses.shape, output.losses.dtype) == ((2, 4), np.float32)
+    first = draws(outputs)
     again = draws(tiny.finish(program, tiny.start(program), 8)[1])
     other = draws(tiny.finish(program, tiny.start(program, seed=1), 8)[1])
     assert first.shape == (8, 4)
     assert len(np.unique(first)) == 32
     np.testing.assert_array_equal(first, again)
     assert not np.isin(other, first).any()
-
-
-def test_losses_are_float32_a_step_and_region(tiny):
-    program = tiny.shared_program("diloco")
-    _, (output,) = tiny.finish(program, tiny.start(program), 2)
-    assert output.losses.shape == (2, 4)
-    assert output.losses.dtype == jnp.float32
-
-
-def test_regions_part_without_and_stay_together_with_mean_gradients(tiny):
-    for name, are_equal in (("data_parallel", True), ("streaming_diloco", False)):
-        program = tiny.shared_program(name)
-        batches = jax.tree.map(lambda *x: np.stack(x), *map(tiny.make_batch, (0, 1)))
-        state, _ = program.advance(tiny.start(program), batches)
-        w = np.asarray(state.region.params["embed"])
-        assert (w == w[:1]).all() == are_equal
 
 
 @pytest.mark.parametrize("one_by_one", [True, False])
@@ -242,68 +188,13 @@ def test_small_models_of_regions_on_one_cpu_are_one_batch():
     assert LocalRegions.of(one, 4, num_params=100 * small) == in_turn
     assert LocalRegions.of(one, 4) == in_turn
     assert LocalRegions.of(one, 4, "in_turn", small) == in_turn
+    for how in ("auto", "batched", "in_turn"):  # One region of a device.
+        local = LocalRegions.of(make_mesh(4), 4, how, 1000)
+        assert (local.size, local.in_batches_of_one) == (1, True)
     two = make_mesh(4, data=2, devices=jax.devices()[:4])
     assert LocalRegions.of(two, 4, num_params=small).one_by_one
-
-
-@pytest.mark.parametrize("how", ["auto", "batched", "in_turn"])
-def test_one_region_of_a_device_is_computed_as_ever(how):
-    local = LocalRegions.of(make_mesh(4), 4, how, 1000)
-    assert (local.size, local.in_batches_of_one) == (1, True)
 
 
 def test_another_way_to_map_is_refused():
     with pytest.raises(ValueError, match="local_regions='together' is unknown"):
         LocalRegions.of(make_mesh(4), 4, "together")
-
-
-def test_a_forgotten_mean_of_gradients_does_not_trace():
-    """`check_vma` stays on: a region's own value cannot pass for all regions'."""
-    mapped = jax.shard_map(
-        lambda x: x.mean(0),
-        mesh=make_mesh(4),
-        axis_names={REGION},
-        in_specs=P(REGION),
-        out_specs=P(),
-    )
-    with pytest.raises(ValueError, match="out_specs"):
-        jax.eval_shape(mapped, jnp.ones((4, 2)))
-    fixed = jax.shard_map(
-        mean_over_regions,
-        mesh=make_mesh(4),
-        axis_names={REGION},
-        in_specs=P(REGION),
-        out_specs=P(),
-    )
-    np.testing.assert_array_equal(fixed(jnp.arange(4.0)), 1.5)
-
-
-def test_mean_gradients_are_those_of_the_joined_batch(tiny):
-    """One SGD step of four regions is one step on their batches laid end to end."""
-    steps = step.make_steps(
-        tiny.loss_fn,
-        optax.sgd(0.1),
-        make_mesh(2),
-        LocalRegions.of(make_mesh(2), 4),
-        mean_gradients(),
-    )
-    params, batch = tiny.make_params(), tiny.make_batch(0)
-    spread = jax.tree.map(lambda x: np.stack([x] * 4), params)
-    keys = jax.random.key_data(jax.random.split(jax.random.key(0), 4))
-    opt_state = optax.sgd(0.1).init(spread)
-    state, _ = jax.jit(steps)(
-        RegionState(spread, opt_state, keys),
-        jax.tree.map(lambda x: x[None], batch),
-        None,
-        None,
-        (),
-    )
-    joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-    grads, _ = jax.grad(tiny.loss_fn, has_aux=True)(params, joined, keys[0])
-    expected = jax.tree.map(lambda x, g: x - 0.1 * g, params, grads)
-    # The two add the same numbers in another order.
-    jax.tree.map(
-        lambda x, e: np.testing.assert_allclose(x[2], e, rtol=1e-5, atol=1e-6),
-        state.params,
-        expected,
-    )

@@ -6,97 +6,27 @@ To a few roundings of float32: two methods are two programs.
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync import merge
-from cocodc_jax.sync.cutting import cut_by_patterns
-from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.transforms.compensation import delay_compensation
 from cocodc_jax.transforms.curvature import hessian_vector
 from tests.numerics import assert_within_ulps
-from tests.program import reference
+from tests.program import quadratic, reference
+from tests.program.quadratic import HESSIAN, LR, NUM_REGIONS, OUTER, PARAMS, TARGETS
 
-LR, NUM_REGIONS, NUM_STEPS = 0.1, 4, 12
-SIZES = {"a": 4, "b": 3, "c": 2}
-RNG = np.random.default_rng(0)
-ROOT = RNG.normal(size=(9, 9)) / 3
-HESSIAN = ROOT @ ROOT.T + 0.3 * np.eye(9)
-PARAMS = {n: RNG.normal(size=s).astype(np.float32) for n, s in SIZES.items()}
-# One target a step and region, around an optimum of the region's own.
-TARGETS = RNG.normal(size=(NUM_REGIONS, 9)) + RNG.normal(size=(NUM_STEPS, 4, 9)) / 4
-TARGETS = TARGETS.astype(np.float32)
-ORACLE = reference.Quadratic(HESSIAN, SIZES)
-OUTER = {"outer_lr": 0.4, "outer_momentum": 0.9}
+RNG = np.random.default_rng(1)
+ORACLE = reference.Quadratic(HESSIAN, {n: PARAMS[n].size for n in PARAMS})
 
 
-def gap_fn(params, target):
-    return jnp.concatenate([params[n] for n in SIZES]) - target
+def train(method, targets=TARGETS, stops=(), **options):
+    return quadratic.run(quadratic.make(method, **options), targets, stops)
 
 
-def square_fn(gap, target):
-    del target
-    return gap @ jnp.asarray(HESSIAN, gap.dtype) @ gap / 2
-
-
-def loss_fn(params, target, key):
-    return square_fn(gap_fn(params, target), target), {}
-
-
-def make(method, num_regions=NUM_REGIONS, patterns=None):
-    return RegionProgram(
-        loss_fn,
-        optax.sgd(LR),
-        method,
-        PARAMS,
-        num_regions,
-        mesh=make_mesh(num_regions),
-        fragments=patterns and cut_by_patterns(PARAMS, patterns),
-        user_inputs=UserInputs(LR, outputs=(gap_fn, square_fn)),
-    )
-
-
-def train(program, targets=TARGETS, stops=()):
-    """Trains over `targets`, and gives `(local, outer)` at each stop and at the end."""
-    state, seen = program.init(PARAMS, jax.random.key(0)), []
-    while state.step < len(targets):  # One length of a scan is compiled, whatever H.
-        state, _ = program.advance(state, targets[state.step :][:1])
-        if state.step in (*stops, len(targets)):
-            parts = (state.region.params, program.outer_params(state))
-            seen.append(jax.device_get(parts))
-    return seen if stops else seen[-1]
-
-
-@pytest.fixture(scope="module")
-def diloco():
-    return train(make(methods.get("diloco", sync_interval=4, **OUTER)))
-
-
-def test_streaming_one_fragment_without_delay_is_diloco(diloco):
-    streaming = methods.get(
-        "streaming_diloco", sync_interval=4, num_fragments=1, delay_steps=0,
-        mixing_alpha=0.0, **OUTER,
-    )  # fmt: skip
-    assert_within_ulps(train(make(streaming)), diloco)
-
-
-def test_cocodc_one_fragment_without_delay_is_diloco(diloco):
-    cocodc = methods.get(
-        "cocodc", sync_interval=4, num_fragments=1, delay_steps=0,
-        syncs_per_interval=1, **OUTER,
-    )  # fmt: skip
-    assert_within_ulps(train(make(cocodc)), diloco)
-
-
-def test_diloco_every_step_is_data_parallel():
-    every_step = methods.get(
-        "diloco", sync_interval=1, outer_lr=1.0, outer_momentum=0.0
-    )
-    local, outer = train(make(every_step))
-    assert_within_ulps((local, outer), train(make(methods.get("data_parallel"))))
+def flat(tree):
+    """As the reference has it: names to vectors."""
+    return {n: x.reshape(-1) for n, x in tree.items()}
 
 
 def test_fragments_without_delay_and_replaced_are_blocking():
@@ -105,8 +35,8 @@ def test_fragments_without_delay_and_replaced_are_blocking():
         mixing_alpha=0.0, **OUTER,
     )  # fmt: skip
     blocking = streaming.with_sync(merge=merge.replace())
-    expected = train(make(blocking))
-    assert_within_ulps(train(make(streaming)), expected)
+    expected = train(blocking)
+    assert_within_ulps(train(streaming), expected)
     # Fragment 0 is exchanged at the last step, and then the regions agree on it.
     local, outer = expected
     for name in ("a", "c"):
@@ -125,8 +55,8 @@ def test_cocodc_without_curvature_is_replay():
     options = {"sync_interval": 4, "num_fragments": 1, "delay_steps": 3, **OUTER}
     cocodc = methods.get("cocodc", syncs_per_interval=1, curvature="none", **options)
     alone = methods.get("streaming_diloco", mixing_alpha=1.0, **options)
-    local, outer = train(make(cocodc), TARGETS[:7])
-    (staged, _), (progressed, same_outer) = train(make(alone), TARGETS[:7], stops=(4,))
+    local, outer = train(cocodc, TARGETS[:7])
+    (staged, _), (progressed, same_outer) = train(alone, TARGETS[:7], stops=(4,))
     assert_within_ulps(outer, same_outer)
     replayed = jax.tree.map(lambda g, x, s: g + (x - s), outer, progressed, staged)
     assert_within_ulps(local, replayed)
@@ -139,8 +69,8 @@ def test_cocodc_with_n_equal_to_k_mixing_is_streaming():
     streaming = methods.get("streaming_diloco", mixing_alpha=0.3, **options)
     cocodc = methods.get("cocodc", syncs_per_interval=2, **options)
     cocodc = cocodc.with_sync(merge=streaming.sync.merge)
-    expected = train(make(streaming, patterns=["a", "b|c"]))
-    assert_within_ulps(train(make(cocodc, patterns=["b|c", "a"])), expected)
+    expected = train(streaming, patterns=["a", "b|c"])
+    assert_within_ulps(train(cocodc, patterns=["b|c", "a"]), expected)
 
 
 def test_cocodc_that_keeps_as_much_progress_as_of_where_it_was_is_a_mix():
@@ -152,17 +82,17 @@ def test_cocodc_that_keeps_as_much_progress_as_of_where_it_was_is_a_mix():
 
     def trained(**more):
         method = methods.get("cocodc", **options, **more)
-        return train(make(method))
+        return train(method)
 
     streaming = methods.get("streaming_diloco", mixing_alpha=0.3)
     mixed = methods.get("cocodc", **options).with_sync(merge=streaming.sync.merge)
     ours, theirs = (
-        trained(compensation_strength=0.3, progress_weight=0.3), train(make(mixed))
+        trained(compensation_strength=0.3, progress_weight=0.3), train(mixed)
     )  # fmt: skip
     for found, wanted in zip(ours, theirs, strict=True):
         assert_within_ulps(found, wanted)
     whole = trained(compensation_strength=0.3)
-    assert max(np.abs(ours[0][n] - whole[0][n]).max() for n in SIZES) > 1e-2
+    assert max(np.abs(ours[0][n] - whole[0][n]).max() for n in PARAMS) > 1e-2
 
 
 def compensated(strength):
@@ -176,13 +106,13 @@ def compensated(strength):
         syncs_per_interval=2, curvature="hessian_vector", curvature_units="parameter",
         compensation_strength=strength, **OUTER,
     )  # fmt: skip
-    (staged, _), (local, outer) = train(make(cocodc), TARGETS[:3], stops=(2,))
+    (staged, _), (local, outer) = train(cocodc, TARGETS[:3], stops=(2,))
     found, wanted = [], []
     for m in range(NUM_REGIONS):
-        there = {"a": outer["a"], "b": staged["b"][m], "c": outer["c"]}
+        there = flat({"a": outer["a"], "b": staged["b"][m], "c": outer["c"]})
         gradient = ORACLE.gradient(there, (TARGETS[2, m], 1.0))
-        found.append({n: local[n][m] for n in "ac"})
-        wanted.append({n: outer[n] - LR * gradient[n] for n in "ac"})
+        found.append(flat({n: local[n][m] for n in "ac"}))
+        wanted.append({n: there[n] - LR * gradient[n] for n in "ac"})
     return found, wanted
 
 
@@ -218,6 +148,23 @@ def test_over_several_steps_it_gives_the_gradients_along_the_moved_path(strength
     assert error < 1e-14 if strength == 1 else error > 0.1
 
 
+def test_gauss_newton_of_a_linear_model_is_the_hessian():
+    options = {
+        "sync_interval": 4, "num_fragments": 2, "delay_steps": 2,
+        "curvature_units": "parameter", "compensation_strength": 1.0,
+    }  # fmt: skip
+    ours, exact, none = (
+        train(methods.get("cocodc", curvature=name, **options | more))[0]
+        for name, more in (
+            ("gauss_newton", {}),
+            ("hessian_vector", {}),
+            ("none", {"curvature_units": None}),
+        )
+    )
+    assert_within_ulps(ours, exact)
+    assert max(np.abs(ours[n] - none[n]).max() for n in PARAMS) > 1e-3
+
+
 METHODS = {
     "data_parallel": ({}, {"reduce_gradients": True}),
     "diloco": ({"sync_interval": 4, **OUTER}, {"interval": 4, "slot": 4}),
@@ -236,23 +183,6 @@ METHODS = {
 }  # fmt: skip
 
 
-def test_gauss_newton_of_a_linear_model_is_the_hessian():
-    options = {
-        "sync_interval": 4, "num_fragments": 2, "delay_steps": 2,
-        "curvature_units": "parameter", "compensation_strength": 1.0,
-    }  # fmt: skip
-    ours, exact, none = (
-        train(make(methods.get("cocodc", curvature=name, **options | more)))[0]
-        for name, more in (
-            ("gauss_newton", {}),
-            ("hessian_vector", {}),
-            ("none", {"curvature_units": None}),
-        )
-    )
-    assert_within_ulps(ours, exact)
-    assert max(np.abs(ours[n] - none[n]).max() for n in SIZES) > 1e-3
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_one_region_alone(name):
     options, twin = METHODS[name]
@@ -263,22 +193,22 @@ def test_one_region_alone(name):
         ORACLE,
         reference.Method(groups, **twin, **outer),
         reference.Sgd(LR),
-        PARAMS,
+        flat(PARAMS),
         [[(target[0], 1.0)] for target in targets],
         itemsize=4,
     )
-    local, outer = train(make(methods.get(name, **options), num_regions=1), targets)
-    assert_within_ulps({n: x[0] for n, x in local.items()}, expected.local[0])
-    assert_within_ulps(outer, expected.outer if options else expected.local[0])
+    local, outer = train(methods.get(name, **options), targets, regions=1)
+    assert_within_ulps(flat(local), expected.local[0])
+    assert_within_ulps(flat(outer), expected.outer if options else expected.local[0])
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_regions_permuted_with_their_data_permute_the_result(name):
-    program = make(methods.get(name, **METHODS[name][0]))
+    program = quadratic.make(methods.get(name, **METHODS[name][0]))
     order = np.array([2, 0, 3, 1])
     targets = TARGETS[:-1]  # Between two syncs, so that regions differ.
-    local, outer = train(program, targets)
-    permuted_local, permuted_outer = train(program, targets[:, order])
+    local, outer = quadratic.run(program, targets)
+    permuted_local, permuted_outer = quadratic.run(program, targets[:, order])
     assert_within_ulps({n: x[order] for n, x in local.items()}, permuted_local)
     assert_within_ulps(outer, permuted_outer)
     if name != "data_parallel":

@@ -3,32 +3,25 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from cocodc_jax import methods
 from cocodc_jax.exchange import between_hosts as combining
 from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.outer_mesh import outer_sharding
 from cocodc_jax.sync.messages import Compressed
-from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.transforms import compression
+from tests.numerics import assert_all_close
+from tests.program import tiny
 
 SHAPE = {"sync_interval": 4, "num_fragments": 2}
 
 
-@pytest.fixture
-def make(tiny):
-    def make(method, **options):
-        return RegionProgram(
-            tiny.loss_fn, optax.sgd(0.05, 0.9), method, tiny.make_params(), 4, **options
-        )
-
-    return make
+def make(method, **options):
+    return tiny.program_of(method, **options)
 
 
-def train(tiny, program, times, num_steps=14):
+def train(program, times, num_steps=14):
     """Runs to `num_steps`; gives the final state and `(fragment, start, apply)`."""
     state, seen = tiny.start(program), []
     stream = tiny.stream()
@@ -42,34 +35,31 @@ def train(tiny, program, times, num_steps=14):
 
 
 @pytest.mark.parametrize("rule", ["mix", "replay"])
-def test_a_delay_that_comes_out_as_two_steps_is_a_delay_of_two_steps(tiny, make, rule):
+def test_a_delay_that_comes_out_as_two_steps_is_a_delay_of_two_steps(rule):
     shape = SHAPE | {"merge_rule": rule}
     fixed = make(
         methods.get("streaming_diloco", **shape, delay_steps=2),
         transport=Transport("outer"),
     )
     auto = make(methods.get("streaming_diloco", **shape, delay_steps="auto"))
-    one, syncs = train(tiny, fixed, (0.0, 0.0))
-    other, seen = train(tiny, auto, (0.5, 0.9))
+    one, syncs = train(fixed, (0.0, 0.0))
+    other, seen = train(auto, (0.5, 0.9))
     assert seen == syncs
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
-        tiny.host((one.region, one.sync.outer)),
-        tiny.host((other.region, other.sync.outer)),
-    )
+    ends = (tiny.host((x.region, x.sync.outer)) for x in (one, other))
+    assert_all_close(*ends, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("compress", [None, "int8"])
-def test_a_slow_network_makes_the_delay_longer(tiny, make, compress):
+def test_a_slow_network_makes_the_delay_longer(compress):
     method = methods.get(
         "streaming_diloco", **SHAPE, delay_steps="auto", compress=compress
     )
-    _, seen = train(tiny, make(method), (0.5, 1.3))
+    _, seen = train(make(method), (0.5, 1.3))
     delays = [apply - start for _, start, apply in seen]
     assert delays == [2, 3, 3, 3, 3]  # Slots are two steps apart.
 
 
-def test_a_fast_network_makes_more_syncs(tiny, make):
+def test_a_fast_network_makes_more_syncs():
     method = methods.get(
         "cocodc",
         sync_interval=8,
@@ -78,12 +68,12 @@ def test_a_fast_network_makes_more_syncs(tiny, make):
         syncs_per_interval="auto",
         network_share=1.0,
     )
-    few, more = (train(tiny, make(method), (1.0, t))[1] for t in (9.0, 1.0))
+    few, more = (train(make(method), (1.0, t))[1] for t in (9.0, 1.0))
     assert len(more) > 2 * len(few)
 
 
 @pytest.mark.parametrize("compress", [None, "int8", "ef+topk:0.1"])
-def test_every_region_gets_the_times_of_all_beside_the_mean(compress, make):
+def test_every_region_gets_the_times_of_all_beside_the_mean(compress):
     part = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, "f4")}
     compressor = compress and compression.parse(compress)
     mean_of = Compressed(compressor).combine if compressor else None
@@ -105,10 +95,10 @@ def test_every_region_gets_the_times_of_all_beside_the_mean(compress, make):
     assert nothing is None
     expected = times if compressor else times.at[0].set(0)  # Of weight 0.
     np.testing.assert_allclose(told, expected, rtol=1e-6)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-6), mean, plain)
+    assert_all_close(mean, plain, rtol=1e-6)
 
 
-def test_the_bytes_of_the_times_are_counted(make):
+def test_the_bytes_of_the_times_are_counted():
     def one(delay, compress=None):
         method = methods.get(
             "streaming_diloco", **SHAPE, delay_steps=delay, compress=compress
@@ -119,17 +109,13 @@ def test_the_bytes_of_the_times_are_counted(make):
     assert one("auto", "int8") - one(2, "int8") == 8
 
 
-def test_a_checkpoint_keeps_what_is_on_its_way(tiny, make, tmp_path):
+def test_a_checkpoint_keeps_what_is_on_its_way(tmp_path):
     program = make(methods.get("streaming_diloco", **SHAPE, delay_steps="auto"))
-    state, _ = train(tiny, program, (0.5, 1.3), num_steps=7)
+    state, _ = train(program, (0.5, 1.3), num_steps=7)
     assert state.sync.in_flight
-    with Checkpoints(tmp_path) as saved:
-        state = saved.save(program, state, {})
-        saved.wait()
-        found = saved.restore(program)
-    assert found is not None
-    restored, _ = found
+    state, restored = tiny.saved_and_restored(program, state, tmp_path)
     tiny.assert_same(tiny.numbers(restored), tiny.numbers(state))
+    assert restored.sync.in_flight.keys() == state.sync.in_flight.keys()
     for sync_id, flight in restored.sync.in_flight.items():
         times = flight.kept["times"]
         np.testing.assert_array_equal(
@@ -138,36 +124,12 @@ def test_a_checkpoint_keeps_what_is_on_its_way(tiny, make, tmp_path):
         assert np.asarray(times).any()
 
 
-def test_one_program_serves_every_delay(tiny, make):
+def test_one_program_serves_every_delay():
     program = make(
         methods.get(
             "streaming_diloco", **SHAPE, delay_steps="auto", merge_rule="replay"
         )
     )
     for sync_time in (0.4, 1.4, 1.9):
-        train(tiny, program, (0.5, sync_time))
+        train(program, (0.5, sync_time))
     assert [merge._cache_size() for merge in program._syncs.merges] == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "exchange", "message"),
-    [
-        (
-            "streaming_diloco",
-            {},
-            "program",
-            "exchange='program' is not possible.*use numbers",
-        ),
-        (
-            "streaming_diloco",
-            {"outer_placement": "divided"},
-            "auto",
-            "exchange='auto' is not possible.*but its outer state is divided",
-        ),
-        ("cocodc", {"curvature": "secant"}, "auto", "delay_steps='auto' is not poss"),
-    ],
-)
-def test_refuses(make, name, options, exchange, message):
-    method = methods.get(name, **SHAPE, delay_steps="auto", **options)
-    with pytest.raises(ValueError, match=message):
-        make(method, transport=Transport(exchange))

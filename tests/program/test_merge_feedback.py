@@ -5,54 +5,29 @@ That whole runs are those of another implementation is in
 `exchange/test_outer_mesh.py`, windows with the plain form in `test_segment.py`.
 """
 
-import dataclasses
-import functools
-
-import jax
-import numpy as np
-import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sync import merge
-from tests.numerics import assert_within_ulps
+from tests.numerics import assert_all_close, assert_within_ulps
+from tests.program import tiny
 
 
-def make_program(tiny, rule=None, **options):
+def make_program(rule=None, **options):
     """Streaming DiLoCo, with another merge rule where one is given."""
-    method = methods.get(
-        "streaming_diloco", sync_interval=4, num_fragments=2, **options
-    )
-    if rule is not None:
-        sync = dataclasses.replace(method.sync, merge=rule)
-        method = dataclasses.replace(method, sync=sync)
-    optimizer = optax.sgd(0.05, 0.9)
-    return RegionProgram(tiny.loss_fn, optimizer, method, tiny.make_params(), 4)
+    options = {"sync_interval": 4, "num_fragments": 2} | options
+    method = methods.get("streaming_diloco", **options)
+    return tiny.program_of(method if rule is None else method.with_sync(merge=rule))
 
 
-def test_without_a_delay_nothing_is_left_out(tiny):
+def test_without_a_delay_nothing_is_left_out():
     def final(**options):
-        program = make_program(tiny, delay_steps=0, compress="ef+int8", **options)
+        program = make_program(delay_steps=0, compress="ef+int8", **options)
         state, _ = tiny.finish(program, tiny.start(program), 12)
         return tiny.host((state.region, state.sync.outer, state.sync.compressors))
 
     with_it, without = final(merge_feedback=True), final()
     assert_within_ulps(with_it, without)
-
-
-def test_a_checkpoint_in_the_middle_changes_nothing(tiny):
-    """The residual is part of the state: through host arrays and back."""
-    options = {"delay_steps": 4, "compress": "ef+int8", "merge_feedback": True}
-    program = make_program(tiny, **options)
-    whole, _ = tiny.finish(program, tiny.start(program), 12)
-    half, _ = tiny.finish(program, tiny.start(program), 6)
-    sharding = jax.tree.map(lambda x: x.sharding, half)
-    back = jax.device_put(jax.device_get(half), sharding)
-    rest, _ = tiny.finish(program, back, 6)
-    jax.tree.map(
-        np.testing.assert_array_equal, tiny.host(whole.sync), tiny.host(rest.sync)
-    )
 
 
 @pytest.mark.parametrize(
@@ -64,24 +39,23 @@ def test_a_checkpoint_in_the_middle_changes_nothing(tiny):
         ({"merge_feedback": True, "merge_rule": "replay"}, "has nothing to tell"),
     ],
 )
-def test_where_nothing_can_be_remembered_it_is_refused(tiny, options, message):
+def test_where_nothing_can_be_remembered_it_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        make_program(tiny, delay_steps=2, **options)
+        make_program(delay_steps=2, **options)
 
 
-def test_what_compensation_drops_is_told_as_what_the_mix_drops(tiny):
+def test_what_compensation_drops_is_told_as_what_the_mix_drops():
     """With rho = lambda = alpha isotropic compensation is the mix, feedback and all."""
 
     def final(name, **options):
         rule = methods.get(name, merge_feedback=True, **options).sync.merge
-        program = make_program(tiny, rule, delay_steps=4, compress="ef+int8")
+        program = make_program(rule, delay_steps=4, compress="ef+int8")
         state, _ = tiny.finish(program, tiny.start(program), 12)
         return tiny.host((state.region.params, state.sync.outer))
 
     mixed = final("streaming_diloco", mixing_alpha=0.25)
     compensated = final("cocodc", compensation_strength=0.25, progress_weight=0.25)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-    jax.tree.map(close, mixed, compensated)
+    assert_all_close(mixed, compensated, rtol=1e-4, atol=1e-6)
 
 
 def test_compensation_that_keeps_all_progress_has_nothing_to_tell():

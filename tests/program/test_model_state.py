@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import cocodc_jax as cc
 from cocodc_jax.train.evaluate import make_evaluate
 from tests.numerics import assert_within_ulps
+from tests.program.tiny import saved_and_restored
 
 INIT = {"mean": jnp.zeros(2), "count": jnp.zeros((), jnp.int32)}
 PARAMS = {"w": jnp.ones(2)}
@@ -25,15 +26,12 @@ def loss_fn(params, state, batch, key):
 
 
 def make(method, average=True, loss=loss_fn, init=INIT, **options):
-    return cc.RegionProgram(
-        loss,
-        optax.sgd(0.1),
-        method,
-        PARAMS,
-        4,
-        model_state=cc.ModelState(init, average),
-        **options,
-    )
+    options = {"regions": 4, "model_state": cc.ModelState(init, average)} | options
+    return cc.RegionProgram(loss, optax.sgd(0.1), method, PARAMS, **options)
+
+
+def begun(program):
+    return program.init(PARAMS, jax.random.key(0))
 
 
 def finish(program, state, num_steps):
@@ -74,7 +72,7 @@ def test_regions_average_it_where_their_parameters_are(method, average, averaged
     plain = cc.RegionProgram(
         lambda p, b, key: (jnp.sum(p["w"] ** 2), {}), optax.sgd(0.1), method, PARAMS, 4
     )
-    states = [p.init(PARAMS, jax.random.key(0)) for p in (program, plain)]
+    states = [begun(p) for p in (program, plain)]
     (state, output), (without, _) = (
         finish(p, s, 6) for p, s in zip((program, plain), states, strict=True)
     )
@@ -99,7 +97,7 @@ def test_a_state_that_is_not_finite_is_left_out_where_a_message_would_be():
     batches[3, 1] = np.nan
     ends = []
     for each, read in ((program, batches), (program, BATCHES), (plain, BATCHES)):
-        state = each.init(PARAMS, jax.random.key(0))
+        state = begun(each)
         *_, (state, _) = cc.run_steps(each, state, iter(read), 5)
         ends.append(state)
     bad, good, without = (np.asarray(x.region.model_state["mean"]) for x in ends)
@@ -120,7 +118,7 @@ def test_where_no_state_is_finite_each_region_keeps_its_own():
 
     init = {"low": jnp.full((), jnp.inf), "never": jnp.full((), jnp.inf)}
     program = make(STREAMING.guarded(10.0, None), loss=endless, init=init)
-    state, _ = finish(program, program.init(PARAMS, jax.random.key(0)), 5)
+    state, _ = finish(program, begun(program), 5)
     low = BATCHES[:5].min((0, 2, 3)) + 9
     np.testing.assert_allclose(state.region.model_state["low"], low, rtol=1e-6)
     assert np.isinf(state.region.model_state["never"]).all()
@@ -128,15 +126,8 @@ def test_where_no_state_is_finite_each_region_keeps_its_own():
 
 def test_a_region_that_has_no_step_to_do_keeps_its_own():
     regions = cc.Regions((1.0, 2.0), (1, 1))
-    program = cc.RegionProgram(
-        loss_fn,
-        optax.sgd(0.1),
-        cc.methods.get("diloco", sync_interval=9),
-        PARAMS,
-        regions,
-        model_state=cc.ModelState(INIT),
-    )
-    state = program.init(PARAMS, jax.random.key(0))
+    program = make(cc.methods.get("diloco", sync_interval=9), regions=regions)
+    state = begun(program)
     state, _ = program.advance(state, BATCHES[:4, :2])
     assert state.region.model_state["count"].tolist() == [4, 2]
 
@@ -161,17 +152,11 @@ def test_merges_see_the_state_of_the_region(curvature):
         return of_outputs(model(params, 1.5, batch), batch), {}
 
     def program(loss, model, state=None):
+        moment = cc.adam_second_moment(0.999)
         return cc.RegionProgram(
-            loss,
-            optax.adam(0.1),
-            method,
-            PARAMS,
-            4,
-            user_inputs=cc.UserInputs(
-                0.1, cc.adam_second_moment(0.999), (model, of_outputs)
-            ),
-            model_state=state,
-        )
+            loss, optax.adam(0.1), method, PARAMS, 4, model_state=state,
+            user_inputs=cc.UserInputs(0.1, moment, (model, of_outputs)),
+        )  # fmt: skip
 
     one = program(
         stateful,
@@ -181,7 +166,7 @@ def test_merges_see_the_state_of_the_region(curvature):
     other = program(plain, lambda p, b: model(p, 1.5, b))
     ends = []
     for each in (one, other):
-        state, output = finish(each, each.init(PARAMS, jax.random.key(0)), 6)
+        state, output = finish(each, begun(each), 6)
         assert (output.syncs[0].metrics["correction_ratio"] > 0).all()
         ends.append(state.region.params["w"])
     np.testing.assert_allclose(*ends, rtol=1e-6)
@@ -189,20 +174,17 @@ def test_merges_see_the_state_of_the_region(curvature):
 
 def test_it_is_saved_and_restored_bit_for_bit(tmp_path):
     program = make(STREAMING)
-    state, _ = finish(program, program.init(PARAMS, jax.random.key(0)), 4)
+    state, _ = finish(program, begun(program), 4)
     assert state.sync is not None
     assert state.sync.in_flight
-    with cc.Checkpoints(tmp_path) as checkpoints:
-        state = checkpoints.save(program, state, {})
-        checkpoints.wait()
-        restored, _ = checkpoints.restore(program) or pytest.fail("nothing saved")
+    state, restored = saved_and_restored(program, state, tmp_path)
     ends = [finish(program, s, 4)[0].region for s in (state, restored)]
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
 def test_an_evaluation_is_given_it():
     program = make(cc.methods.get("diloco", sync_interval=4))
-    state, _ = finish(program, program.init(PARAMS, jax.random.key(0)), 4)
+    state, _ = finish(program, begun(program), 4)
     evaluate = make_evaluate(
         lambda p, s, batch, key: (jnp.sum(s["mean"] * batch), {}),
         program.mesh,
@@ -215,17 +197,9 @@ def test_an_evaluation_is_given_it():
 
 def test_it_lies_where_regions_are_divided():
     mesh = cc.make_mesh(2, data=2, devices=jax.devices()[:4])
-    program = cc.RegionProgram(
-        loss_fn,
-        optax.sgd(0.1),
-        cc.methods.get("data_parallel"),
-        PARAMS,
-        4,
-        mesh=mesh,
-        model_state=cc.ModelState(INIT),
-    )
+    program = make(cc.methods.get("data_parallel"), mesh=mesh)
     batches = np.concatenate([BATCHES, BATCHES[:, :, :1]], 2)  # Even over `data`.
-    state = program.init(PARAMS, jax.random.key(0))
+    state = begun(program)
     state, _ = program.advance(state, batches[:2])
     mean = np.zeros(2)
     for batch in batches[:2]:
@@ -251,7 +225,7 @@ def test_what_a_loss_returns_is_checked(returned, message):
         cc.methods.get("diloco"), loss=lambda p, s, b, k: (p["w"].sum(), returned(s))
     )
     with pytest.raises(ValueError, match=message):
-        finish(program, program.init(PARAMS, jax.random.key(0)), 1)
+        finish(program, begun(program), 1)
 
 
 @pytest.mark.parametrize(

@@ -20,34 +20,24 @@ from cocodc_jax.sharding.outer_mesh import outer_device
 from cocodc_jax.sync import cutting, merge
 from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.train.run_steps import MAX_SCAN_STEPS, run
-from cocodc_jax.transforms.second_moment import adam_second_moment
 from tests.numerics import assert_within_ulps
-
-COMPILED = "/jax/core/compile/backend_compile_duration"
+from tests.program import tiny
 
 
 @pytest.fixture
 def compiled():
-    """A list that grows by one with every program XLA compiles."""
-    seen = []
-
-    def listen(event, duration, **_):
-        if event == COMPILED:
-            seen.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
+    with tiny.compilations() as seen:
+        yield seen
 
 
-def stacked(tiny, first, last):
+def stacked(first, last):
     """Batches of the steps `first` to `last` - 1, leaves `[T, R, ...]`."""
     return jax.tree.map(
         lambda *x: np.stack(x), *map(tiny.make_batch, range(first, last))
     )
 
 
-def cut_run(tiny, program, cuts):
+def cut_run(program, cuts):
     """Runs to each of `cuts` in turn with a program that is asked anew each time."""
     state, losses, syncs = tiny.start(program), [], []
     for cut in cuts:
@@ -62,9 +52,7 @@ def is_deleted(x):
 
 
 class TestArrays:
-    def test_old_regions_and_applied_outer_fragments_are_donated(
-        self, tiny, method_name
-    ):
+    def test_old_regions_and_applied_outer_fragments_are_donated(self, method_name):
         program = tiny.shared_program(method_name)
         old = tiny.start(program)
         for new, output in run(program, old, tiny.stream(), 12):
@@ -80,7 +68,7 @@ class TestArrays:
 
     @pytest.mark.parametrize("outer_place", ["spare", "mesh"])
     @pytest.mark.parametrize("name", ["streaming_diloco", "diloco"])
-    def test_the_callers_arrays_survive(self, tiny, monkeypatch, outer_place, name):
+    def test_the_callers_arrays_survive(self, monkeypatch, outer_place, name):
         """What goes into `init` and what `outer_params` gave, after later syncs.
 
         Also where the outer state shares a device with the regions: there a copy
@@ -101,9 +89,7 @@ class TestArrays:
             for tree in (given, outer, mean):
                 tiny.assert_same(tiny.host(tree), tiny.make_params())
 
-    def test_outer_state_is_one_copy_on_one_device_outside_the_mesh(
-        self, tiny, method_name
-    ):
+    def test_outer_state_is_one_copy_on_one_device_outside_the_mesh(self, method_name):
         program = tiny.shared_program(method_name)
         state, _ = tiny.finish(program, tiny.start(program), 8)
         spare = outer_device(program.mesh)
@@ -116,7 +102,7 @@ class TestArrays:
         outer_bytes = sum(x.nbytes for x in jax.tree.leaves(state.sync.outer.params))
         assert outer_bytes == sum(program.fragments.num_bytes)
 
-    def test_regions_of_one_cpu_have_the_outer_state_beside_them(self, tiny):
+    def test_regions_of_one_cpu_have_the_outer_state_beside_them(self):
         mesh = make_mesh(4, devices=jax.devices()[:1])
         for exchange, device in (("program", mesh.devices.flat[0]), ("outer", None)):
             program = tiny.make_program(
@@ -126,32 +112,22 @@ class TestArrays:
             where = {place for x in outer for place in x.devices()}
             assert where == {device or outer_device(mesh)}
 
-    @pytest.mark.parametrize("name", ["cocodc", "cocodc_hessian", "diloco"])
-    def test_where_the_outer_state_lies_changes_no_number(
-        self, tiny, monkeypatch, name
-    ):
+    @pytest.mark.parametrize("name", ["cocodc_hessian", "diloco"])
+    def test_where_the_outer_state_lies_changes_no_number(self, monkeypatch, name):
         """Nor that events are among the inner steps there."""
         mesh = make_mesh(4, devices=jax.devices()[:1])
-        beside = cut_run(tiny, tiny.make_program(name, mesh), [12])
+        beside = cut_run(tiny.make_program(name, mesh), [12])
         monkeypatch.setattr(outer_placement, "is_one_cpu", lambda mesh: False)
-        apart = cut_run(tiny, tiny.make_program(name, mesh), [12])
+        apart = cut_run(tiny.make_program(name, mesh), [12])
         assert_within_ulps(beside, apart)
 
-    def test_bfloat16_parameters_have_float32_outer_ones(self, tiny):
-        params = jax.tree.map(
-            lambda x: jnp.asarray(x, jnp.bfloat16), tiny.make_params()
-        )
-        program = RegionProgram(
-            tiny.loss_fn, optax.sgd(0.1), tiny.METHODS["streaming_diloco"], params, 4
-        )
-        state = program.init(params, jax.random.key(0))
-        state, _ = tiny.finish(program, state, 8)
-        assert {x.dtype for x in jax.tree.leaves(state.region.params)} == {
-            jnp.dtype(jnp.bfloat16)
-        }
-        assert {x.dtype for x in jax.tree.leaves(state.sync.outer)} == {
-            np.dtype("float32")
-        }
+    def test_bfloat16_parameters_have_float32_outer_ones(self):
+        program, state, _ = trained_narrow(tiny.METHODS["streaming_diloco"], 8)
+        dtypes = [
+            {x.dtype for x in jax.tree.leaves(tree)}
+            for tree in (state.region.params, state.sync.outer)
+        ]
+        assert dtypes == [{jnp.dtype(jnp.bfloat16)}, {np.dtype("float32")}]
         # What is sent is the float32 pseudo-gradient: four syncs of half the model.
         assert state.bytes_sent == 4 * sum(program.fragments.num_params) * 2
         mean = program.mean_params(state)["head"]
@@ -159,17 +135,18 @@ class TestArrays:
         each = np.asarray(state.region.params["head"], np.float32)
         np.testing.assert_array_equal(mean, each.mean(0).astype(jnp.bfloat16))
 
-    def test_bfloat16_gradients_are_averaged(self, tiny):
+    def test_bfloat16_gradients_are_averaged(self):
         """In float32 on the way: XLA's CPU backend aborts on a bfloat16 all-reduce."""
-        params = jax.tree.map(
-            lambda x: jnp.asarray(x, jnp.bfloat16), tiny.make_params()
-        )
-        program = RegionProgram(
-            tiny.loss_fn, optax.sgd(0.1), methods.get("data_parallel"), params, 4
-        )
-        state = program.init(params, jax.random.key(0))
-        _, (output,) = tiny.finish(program, state, 2)
+        _, _, (output,) = trained_narrow(methods.get("data_parallel"), 2)
         assert np.isfinite(output.losses).all()
+
+
+def trained_narrow(method, num_steps):
+    """The program of bfloat16 parameters, and what it came to."""
+    narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tiny.make_params())
+    program = tiny.program_of(method, optimizer=optax.sgd(0.1), params=narrow)
+    state = program.init(narrow, jax.random.key(0))
+    return program, *tiny.finish(program, state, num_steps)
 
 
 def test_narrow_parameters_where_nothing_is_promoted():
@@ -191,7 +168,7 @@ def test_narrow_parameters_where_nothing_is_promoted():
 
 
 class TestCompilation:
-    def test_nothing_compiles_after_the_first_cycle(self, tiny, method_name, compiled):
+    def test_nothing_compiles_after_the_first_cycle(self, method_name, compiled):
         program = tiny.shared_program(method_name)
         state, _ = tiny.finish(program, tiny.start(program), 12)
         compiled.clear()
@@ -200,12 +177,8 @@ class TestCompilation:
         tiny.start(program)
         assert not compiled
 
-    def test_the_count_sees_a_compilation(self, compiled):
-        jax.jit(lambda x: x * 3)(jnp.ones(3))
-        assert compiled
-
     @pytest.mark.parametrize("name", ["data_parallel", "diloco", "streaming_diloco"])
-    def test_nothing_is_moved_unasked(self, tiny, name):
+    def test_nothing_is_moved_unasked(self, name):
         program = tiny.shared_program(name)
         state, _ = tiny.finish(program, tiny.start(program), 12)
         with jax.transfer_guard("disallow"):
@@ -213,7 +186,7 @@ class TestCompilation:
             with pytest.raises(RuntimeError, match="Disallowed"):
                 jax.jit(jnp.sin)(np.ones(3))
 
-    def test_nor_to_a_single_device(self, tiny):
+    def test_nor_to_a_single_device(self):
         """Which otherwise takes host batches in with its other arguments."""
         program = tiny.sharded_program("streaming_diloco", 1, 1, 1)
         _, outputs = tiny.finish(program, tiny.start(program), 12)
@@ -257,19 +230,18 @@ class TestCompilation:
 
 
 class TestCuts:
-    @pytest.mark.parametrize("cuts", [(10, 24), (9, 10, 24)])
-    def test_where_a_run_is_cut_changes_no_number(self, tiny, method_name, cuts):
+    def test_where_a_run_is_cut_changes_no_number(self, method_name):
         program = tiny.shared_program(method_name)
-        whole = cut_run(tiny, program, (24,))
-        tiny.assert_same(cut_run(tiny, program, cuts), whole)
+        whole = cut_run(program, (24,))
+        tiny.assert_same(cut_run(program, (9, 10, 24)), whole)
 
-    def test_another_run_would_be_seen(self, tiny):
+    def test_another_run_would_be_seen(self):
         program = tiny.shared_program("diloco")
-        whole = cut_run(tiny, program, (8,))
+        whole = cut_run(program, (8,))
         with pytest.raises(AssertionError):
-            tiny.assert_same(cut_run(tiny, program, (9,)), whole)
+            tiny.assert_same(cut_run(program, (9,)), whole)
 
-    def test_run_yields_at_every_event(self, tiny):
+    def test_run_yields_at_every_event(self):
         program = tiny.shared_program("streaming_diloco")
         ends = [s.step for s, _ in run(program, tiny.start(program), tiny.stream(), 9)]
         assert ends == [2, 4, 6, 8, 9]
@@ -286,148 +258,106 @@ class TestCuts:
         assert MAX_SCAN_STEPS == 100
         assert [taken for _, taken in steps] == [100, 100, 1]
 
-    def test_batches_may_lie_on_the_mesh_already(self, tiny):
+    def test_batches_may_lie_on_the_mesh_already(self):
         program = tiny.shared_program("diloco")
-        batches = stacked(tiny, 0, 2)
+        batches = stacked(0, 2)
         one, _ = program.advance(tiny.start(program), batches)
         two, _ = program.advance(tiny.start(program), jax.device_put(batches))
         tiny.assert_same(tiny.numbers(one), tiny.numbers(two))
 
 
-class TestMerge:
-    def test_a_merge_has_a_key_that_no_inner_step_has(self, tiny):
-        def apply(local, staged, outer, *, delay_steps, key):
-            return outer, {"draw": jax.random.key_data(key)[1]}
+def test_a_merge_has_a_key_that_no_inner_step_has():
+    def apply(local, staged, outer, *, delay_steps, key):
+        return outer, {"draw": jax.random.key_data(key)[1]}
 
-        method = methods.get(
-            "streaming_diloco", sync_interval=2, num_fragments=2, delay_steps=2
-        ).with_sync(merge=merge.Merge("draws", apply, needs=frozenset({"key"})))
-        program = RegionProgram(
-            tiny.loss_fn, optax.sgd(0.1), method, tiny.make_params(), 4
-        )
-        _, outputs = tiny.finish(program, tiny.start(program), 8)
-        draws = [np.asarray(o.aux["draw"]) for o in outputs]
-        draws += [s.metrics["draw"][None] for o in outputs for s in o.syncs]
-        draws = np.concatenate(draws)
-        assert len(draws) == 8 + 6
-        assert len(np.unique(draws)) == draws.size
+    method = methods.get(
+        "streaming_diloco", sync_interval=2, num_fragments=2, delay_steps=2
+    ).with_sync(merge=merge.Merge("draws", apply, needs=frozenset({"key"})))
+    program = tiny.program_of(method)
+    _, outputs = tiny.finish(program, tiny.start(program), 8)
+    draws = [np.asarray(o.aux["draw"]) for o in outputs]
+    draws += [s.metrics["draw"][None] for o in outputs for s in o.syncs]
+    draws = np.concatenate(draws)
+    assert len(draws) == 8 + 6
+    assert len(np.unique(draws)) == draws.size
 
 
-class TestBadInput:
-    def make(self, tiny, method="diloco", num_regions=4, **options):
-        return RegionProgram(
-            tiny.loss_fn,
-            optax.sgd(0.1),
-            options.pop("value", None) or methods.get(method),
-            tiny.make_params(),
-            num_regions,
-            **options,
-        )
+COCODC = {"method": tiny.METHODS["cocodc"]}
+GAUSS_NEWTON = methods.get(
+    "cocodc", curvature="gauss_newton", curvature_units="gradient", num_fragments=2
+)
+ADAM_OF_SOME = optax.partition(
+    {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)},
+    {"embed": "adam", "blocks": "sgd", "head": "sgd"},
+)
 
-    def test_regions_that_the_mesh_does_not_divide(self, tiny):
-        with pytest.raises(ValueError, match="regions=3 is not a multiple .* 2"):
-            self.make(tiny, num_regions=3, mesh=make_mesh(2))
 
-    @pytest.mark.parametrize("num_regions", [0, 2.0, None])
-    def test_regions_that_are_no_number_of_them(self, tiny, num_regions):
-        message = f"regions={num_regions} must be a whole number, at least 1"
-        with pytest.raises(ValueError, match=message):
-            self.make(tiny, num_regions=num_regions)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"regions": 3, "mesh": make_mesh(2)}, "regions=3 is not a multiple .* 2"),
+        *(
+            ({"regions": num}, f"regions={num} must be a whole number, at least 1")
+            for num in (0, 2.0, None)
+        ),
+        ({"params": {}}, "params has no arrays"),
+        (
+            {"params": {"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}}},
+            "two leaves whose path is 'a/b'",
+        ),
+        (
+            {"params": {"w": jnp.ones(2, jnp.complex64)}},
+            "'w' of dtype complex64: pass its",
+        ),
+        (
+            {"fragments": cutting.cut(tiny.make_params(), 2)},
+            "2 entries.*num_fragments=1",
+        ),
+        ({"method": methods.get("streaming_diloco")}, "num_fragments=4 .* 2 blocks"),
+        (
+            COCODC | {"user_inputs": UserInputs()},
+            r"needs .learning_rate.: pass UserInputs\(learning_rate",
+        ),
+        (
+            {"method": GAUSS_NEWTON, "user_inputs": UserInputs()},
+            r"needs 'model_fn': pass UserInputs\(outputs",
+        ),
+        (
+            COCODC | {"user_inputs": UserInputs(0.1)},
+            r"second_moment=adam_second_moment\(b2\)",
+        ),
+        (COCODC, "holds 0 Adam states"),
+        (COCODC | {"optimizer": ADAM_OF_SOME}, "leaves some to others"),
+    ],
+)
+def test_what_makes_no_program_is_refused(options, message):
+    options = {"method": methods.get("diloco"), "optimizer": optax.sgd(0.1)} | options
+    with pytest.raises(ValueError, match=message):
+        tiny.program_of(**options)
 
-    def test_a_number_of_regions_may_be_numpys(self, tiny):
-        assert self.make(tiny, num_regions=np.int64(4)).num_regions == 4
 
-    @pytest.mark.parametrize(
-        ("params", "message"),
-        [
-            ({}, "params has no arrays"),
-            (
-                {"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}},
-                "two leaves whose path is 'a/b'",
-            ),
-            (
-                {"w": jnp.ones(2, jnp.complex64)},
-                "'w' of dtype complex64: pass its",
-            ),
-        ],
-    )
-    def test_parameters_that_cannot_be_trained(self, params, message):
-        with pytest.raises(ValueError, match=message):
-            RegionProgram(lambda *_: (0.0, {}), optax.sgd(0.1), "diloco", params, 2)
+def test_a_number_of_regions_may_be_numpys():
+    diloco = methods.get("diloco")
+    assert tiny.program_of(diloco, regions=np.int64(4)).num_regions == 4
 
-    def test_a_loss_without_aux(self, tiny):
-        bare = lambda params, batch, key: tiny.loss_fn(params, batch, key)[0]  # noqa: E731
-        program = RegionProgram(bare, optax.sgd(0.1), "diloco", tiny.make_params(), 4)
-        with pytest.raises(ValueError, match=r"loss_fn must return \(loss, aux\)"):
-            tiny.finish(program, tiny.start(program), 1)
 
-    def test_fragments_of_another_method(self, tiny):
-        two = cutting.cut(tiny.make_params(), 2)
-        with pytest.raises(ValueError, match="2 entries.*num_fragments=1"):
-            self.make(tiny, fragments=two)
+def test_a_loss_without_aux_is_refused():
+    bare = lambda params, batch, key: tiny.loss_fn(params, batch, key)[0]  # noqa: E731
+    program = tiny.make_program("diloco", loss=bare)
+    with pytest.raises(ValueError, match=r"loss_fn must return \(loss, aux\)"):
+        tiny.finish(program, tiny.start(program), 1)
 
-    def test_more_fragments_than_blocks(self, tiny):
-        with pytest.raises(ValueError, match="num_fragments=4 .* 2 blocks"):
-            self.make(tiny, "streaming_diloco")
 
-    def test_a_learning_rate_that_is_missing(self, tiny):
-        with pytest.raises(
-            ValueError, match=r"needs .learning_rate.: pass UserInputs\(learning_rate"
-        ):
-            self.make(tiny, value=tiny.METHODS["cocodc"])
+def test_steps_past_an_event_are_refused():
+    program = tiny.shared_program("diloco")
+    state = tiny.start(program)
+    assert program.steps_to_event(state) == 2
+    message = "3 steps lead past the next event, which is 2"
+    with pytest.raises(ValueError, match=message):
+        program.advance(state, stacked(0, 3))
 
-    def test_a_merge_that_wants_what_there_is_not(self, tiny):
-        rule = merge.Merge("odd", lambda *_: None, needs=frozenset({"moon_phase"}))
-        method = methods.get("diloco").with_sync(merge=rule)
-        with pytest.raises(ValueError, match=r"needs \['moon_phase'\]"):
-            self.make(tiny, value=method)
 
-    def test_gauss_newton_without_the_loss_in_two_parts(self, tiny):
-        method = methods.get(
-            "cocodc", curvature="gauss_newton", curvature_units="gradient",
-            num_fragments=2,
-        )  # fmt: skip
-        with pytest.raises(
-            ValueError, match=r"needs 'model_fn': pass UserInputs\(outputs"
-        ):
-            self.make(tiny, value=method)
-
-    def test_a_second_moment_that_is_not_given(self, tiny):
-        with pytest.raises(ValueError, match=r"second_moment=adam_second_moment\(b2\)"):
-            self.without_adam(tiny, None)
-
-    def test_an_optimizer_without_adams_second_moment(self, tiny):
-        with pytest.raises(ValueError, match="holds 0 Adam states"):
-            self.without_adam(tiny, adam_second_moment(0.9))
-
-    def test_an_optimizer_with_adams_second_moment_of_some(self, tiny):
-        leaves, structure = jax.tree.flatten(tiny.make_params())
-        labels = structure.unflatten(["adam"] + ["sgd"] * (len(leaves) - 1))
-        both = {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}
-        some = optax.partition(both, labels)
-        with pytest.raises(ValueError, match="leaves some to others"):
-            self.without_adam(tiny, adam_second_moment(0.9), some)
-
-    def without_adam(self, tiny, second_moment, optimizer=None):
-        return RegionProgram(
-            tiny.loss_fn,
-            optimizer or optax.sgd(0.1),
-            tiny.METHODS["cocodc"],
-            tiny.make_params(),
-            4,
-            user_inputs=UserInputs(0.1, second_moment),
-        )
-
-    def test_steps_past_an_event(self, tiny):
-        program = tiny.shared_program("diloco")
-        state = tiny.start(program)
-        assert program.steps_to_event(state) == 2
-        with pytest.raises(
-            ValueError, match="3 steps lead past the next event, which is 2"
-        ):
-            program.advance(state, stacked(tiny, 0, 3))
-
-    def test_batches_that_end(self, tiny):
-        program = tiny.shared_program("diloco")
-        with pytest.raises(ValueError, match="ended at step 3, before .* step 4"):
-            list(run(program, tiny.start(program), map(tiny.make_batch, range(3)), 8))
+def test_batches_that_end_are_named():
+    program = tiny.shared_program("diloco")
+    with pytest.raises(ValueError, match="ended at step 3, before .* step 4"):
+        list(run(program, tiny.start(program), map(tiny.make_batch, range(3)), 8))

@@ -31,14 +31,9 @@ PARAMS = {"a": np.array([1.0, -2.0, 0.5]), "b": np.array([2.0, 1.0])}
 OUTER = {"outer_lr": 0.5, "outer_momentum": 0.9}
 DILOCO = functools.partial(methods.get, "diloco", sync_interval=2, **OUTER)
 STREAMING = functools.partial(
-    methods.get,
-    "streaming_diloco",
-    sync_interval=4,
-    num_fragments=2,
-    delay_steps=2,
-    mixing_alpha=0.25,
-    **OUTER,
-)
+    methods.get, "streaming_diloco", sync_interval=4, num_fragments=2, delay_steps=2,
+    mixing_alpha=0.25, **OUTER,
+)  # fmt: skip
 
 
 def loss_fn(params, batch, key):
@@ -63,14 +58,8 @@ def stream(step=0):
 
 
 def make_program(method, exchange="program"):
-    return RegionProgram(
-        loss_fn,
-        optax.sgd(LR, MOMENTUM),
-        method,
-        PARAMS,
-        R,
-        transport=Transport(exchange),
-    )
+    optimizer, transport = optax.sgd(LR, MOMENTUM), Transport(exchange)
+    return RegionProgram(loss_fn, optimizer, method, PARAMS, R, transport=transport)
 
 
 def verdict_of(program, num_steps):
@@ -155,12 +144,9 @@ CASES = {
     "trim": (DILOCO, {"robust_mean": "trim:0.25"}, "outer", 0.0),
     "late": (STREAMING, {"exclude_above": 5.0}, "program", 0.25),
     "late, outer mesh": (
-        STREAMING,
-        {"exclude_above": 5.0, "gathered": True},
-        "outer",
-        0.25,
+        STREAMING, {"exclude_above": 5.0, "gathered": True}, "outer", 0.25
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -217,13 +203,9 @@ def test_nobody_left_out_changes_nothing():
 def test_an_outlier_is_one_whatever_the_mean_is_of(averaging):
     """Directions are of length 1, far above that of a short pseudo-gradient."""
     method = methods.get(
-        "decoupled_diloco",
-        sync_interval=6,
-        num_fragments=1,
-        delay_steps=1,
-        averaging=averaging,
-        exclude_above=5.0,
-    )
+        "decoupled_diloco", sync_interval=6, num_fragments=1, delay_steps=1,
+        averaging=averaging, exclude_above=5.0,
+    )  # fmt: skip
     program = RegionProgram(loss_fn, optax.sgd(1e-5), method, PARAMS, R)
     _, verdict = verdict_of(program, 7)
     assert verdict == {0: "outlier", 2: "not finite"}
@@ -249,13 +231,9 @@ def test_what_was_not_sent_is_forgotten_and_the_rate_goes_on():
 def test_a_region_whose_adam_has_no_step_yet_is_merged_as_others_are(curvature):
     """Region 2 is restored as it merges, its inner optimizer fresh."""
     method = methods.get(
-        "cocodc",
-        sync_interval=4,
-        num_fragments=1,
-        delay_steps=2,
-        curvature=curvature,
+        "cocodc", sync_interval=4, num_fragments=1, delay_steps=2, curvature=curvature,
         exclude_above=5.0,
-    )
+    )  # fmt: skip
     optimizer, user_inputs = optax.adam(LR), UserInputs(LR, adam_second_moment(0.999))
     program = RegionProgram(
         loss_fn, optimizer, method, PARAMS, R, user_inputs=user_inputs

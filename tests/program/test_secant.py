@@ -9,8 +9,8 @@ import pytest
 from cocodc_jax import methods
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
-from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.run_steps import run
+from tests.program.tiny import saved_and_restored
 
 LR, OUTER_LR, MOMENTUM, STRENGTH = 0.05, 0.4, 0.9, 0.8
 INTERVAL, DELAY, STEPS = 8, 5, 29
@@ -26,21 +26,13 @@ def loss_fn(params, target, key):
     return gap @ jnp.asarray(HESSIAN, gap.dtype) @ gap / 2, {}
 
 
-def make_program(**options):
-    arguments = {
-        "sync_interval": INTERVAL, "num_fragments": 1, "delay_steps": DELAY,
-        "syncs_per_interval": 1, "curvature": "secant",
-        "compensation_strength": STRENGTH, "outer_lr": OUTER_LR,
-        "outer_momentum": MOMENTUM,
-    }  # fmt: skip
-    return RegionProgram(
-        loss_fn,
-        optax.sgd(LR),
-        methods.get("cocodc", **arguments | options),
-        START,
-        2,
-        mesh=make_mesh(2),
-    )
+def make_program():
+    method = methods.get(
+        "cocodc", sync_interval=INTERVAL, num_fragments=1, delay_steps=DELAY,
+        syncs_per_interval=1, curvature="secant", compensation_strength=STRENGTH,
+        outer_lr=OUTER_LR, outer_momentum=MOMENTUM,
+    )  # fmt: skip
+    return RegionProgram(loss_fn, optax.sgd(LR), method, START, 2, mesh=make_mesh(2))
 
 
 def by_hand():
@@ -117,19 +109,6 @@ def test_a_run_goes_on_from_before_and_after_midway(tmp_path, cut):
     whole, _ = finish(program.init(params, jax.random.key(0)), 15)
     _, state = finish(program.init(params, jax.random.key(0)), cut)
     assert ("midway" in state.sync.in_flight[0, 8].kept) == (cut > 10)
-    with Checkpoints(tmp_path) as saved:
-        saved.save(program, state, {})
-        saved.wait()
-        restored, _ = saved.restore(program)
+    _, restored = saved_and_restored(program, state, tmp_path)
     again, _ = finish(restored, 15)
     jax.tree.map(np.testing.assert_array_equal, again, whole)
-
-
-def test_one_step_has_no_two_halves():
-    with pytest.raises(ValueError, match="delay_steps=1 must be at least 2 where"):
-        make_program(delay_steps=1)
-
-
-def test_the_secant_has_no_units():
-    with pytest.raises(ValueError, match="curvature='secant' has no choice"):
-        methods.get("cocodc", curvature="secant", curvature_units="adam")

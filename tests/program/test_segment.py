@@ -8,17 +8,16 @@ import functools
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 from cocodc_jax import methods
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program import segment
-from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sharding.transfer import PINNED
 from cocodc_jax.train.checkpoint import Checkpoints
 from tests.numerics import assert_within_ulps
+from tests.program import tiny
 
 NUM_STEPS = 12
 SHORT = dict(sync_interval=6, num_fragments=2, delay_steps=2)
@@ -51,6 +50,7 @@ CASES = {
 
 # What each of these adds is in another case, or in a form without windows.
 SLOW = (
+    "streaming, int8",
     "streaming, feedback, tau > H / K",
     "cocodc, second_moment, drift",
     "cocodc, Hessian",
@@ -60,7 +60,7 @@ SLOW = (
 )
 
 
-def make(tiny, case, overlap):
+def make(case, overlap):
     """Regions of two devices each in the first case, of one in the others."""
     name, options = CASES[case]
     devices = 8 if case == "streaming" else 4
@@ -72,9 +72,7 @@ def make(tiny, case, overlap):
     )
 
 
-@pytest.fixture(scope="module")
-def program(tiny):
-    return functools.cache(functools.partial(make, tiny))
+program = functools.cache(make)
 
 
 def told(output):
@@ -90,7 +88,7 @@ def told(output):
     "case",
     [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES],
 )
-def test_both_forms_give_the_same_numbers(tiny, program, case):
+def test_both_forms_give_the_same_numbers(case):
     (plain, before), (fused, after) = (
         tiny.trained(program(case, fuse), NUM_STEPS) for fuse in ("no", "yes")
     )
@@ -98,27 +96,27 @@ def test_both_forms_give_the_same_numbers(tiny, program, case):
     assert_within_ulps(*([told(x) for x in outputs] for outputs in (after, before)))
 
 
-@pytest.mark.parametrize("case", ["streaming, int8", "streaming, feedback", "cocodc"])
+@pytest.mark.parametrize("case", ["streaming, feedback", "cocodc"])
 @pytest.mark.parametrize("cut", [6, 7])
-def test_a_checkpoint_in_the_middle_changes_nothing(tiny, program, tmp_path, case, cut):
+def test_a_checkpoint_in_the_middle_changes_nothing(tmp_path, case, cut):
     """At the step of a start, which then leaves by itself; and with it in flight."""
     own = program(case, "yes")
     expected, _ = tiny.trained(own, NUM_STEPS)
     state, _ = tiny.finish(own, tiny.start(own), cut)
     assert len(state.sync.leaving) == (cut == 6)
-    with Checkpoints(tmp_path) as checkpoints:
-        state = checkpoints.save(own, state, {})
+    state, restored = tiny.saved_and_restored(own, state, tmp_path)
     assert len(state.sync.in_flight) == 1
     assert not state.sync.leaving
-    for other in ("yes", "no"):
-        with Checkpoints(tmp_path) as checkpoints:
-            restored, _ = checkpoints.restore(program(case, other))
-        again, _ = tiny.finish(program(case, other), restored, NUM_STEPS - cut)
-        again = program(case, other).synchronize(again)
+    plain = program(case, "no")
+    with Checkpoints(tmp_path) as checkpoints:
+        by_other, _ = checkpoints.restore(plain)
+    for other, begun in ((own, restored), (plain, by_other)):
+        again, _ = tiny.finish(other, begun, NUM_STEPS - cut)
+        again = other.synchronize(again)
         assert_within_ulps(tiny.numbers(again), tiny.numbers(expected))
 
 
-def test_windows_are_few_and_traced_once(tiny, monkeypatch):
+def test_windows_are_few_and_traced_once(monkeypatch):
     """A second cycle and a third trace nothing.
 
     With a long delay a window ends at the next event: of a fragment that starts at 6
@@ -145,11 +143,11 @@ def test_windows_are_few_and_traced_once(tiny, monkeypatch):
         ),
     ):
         made.clear()
-        tiny.trained(make(tiny, case, "yes"), 18)
+        tiny.trained(make(case, "yes"), 18)
         assert sorted(made) == expected
 
 
-def test_outer_state_lies_divided_in_host_memory(tiny, program):
+def test_outer_state_lies_divided_in_host_memory():
     own = program("streaming", "yes")
     outer = tiny.start(own).sync.outer
     for leaf in jax.tree.leaves(outer):
@@ -161,7 +159,7 @@ def test_outer_state_lies_divided_in_host_memory(tiny, program):
 
 
 @pytest.mark.parametrize("old", ["yes", "no"])
-def test_a_run_is_adopted_by_the_other_form_with_other_fragments(tiny, program, old):
+def test_a_run_is_adopted_by_the_other_form_with_other_fragments(old):
     """With what waits for inner steps; nothing of the outer state is lost."""
     before = program("streaming", old)
     state, _ = tiny.finish(before, tiny.start(before), 6)
@@ -185,19 +183,8 @@ def test_a_run_is_adopted_by_the_other_form_with_other_fragments(tiny, program, 
         ("diloco", {}, 4, "all regions share the same devices"),
     ],
 )
-def test_what_cannot_be_fused_is_refused(tiny, method, transport, data_axis, message):
+def test_what_cannot_be_fused_is_refused(method, transport, data_axis, message):
+    mesh = make_mesh(tiny.NUM_REGIONS, data_axis, devices=jax.devices()[:4])
+    transport = Transport(overlap="yes", **transport)
     with pytest.raises(ValueError, match=f"overlap='yes' is not possible: {message}"):
-        RegionProgram(
-            tiny.loss_fn,
-            optax.sgd(0.1),
-            method,
-            tiny.make_params(),
-            tiny.NUM_REGIONS,
-            mesh=make_mesh(tiny.NUM_REGIONS, data_axis, devices=jax.devices()[:4]),
-            transport=Transport(overlap="yes", **transport),
-        )
-
-
-def test_an_unknown_word_is_refused():
-    with pytest.raises(ValueError, match="overlap='maybe' is unknown"):
-        Transport(overlap="maybe")
+        tiny.program_of(methods.get(method), mesh, transport=transport)

@@ -13,22 +13,23 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
-from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding import optimizer_memory as optimizer_place
 from cocodc_jax.sharding.mesh import make_mesh, regional
 from cocodc_jax.sharding.optimizer_memory import memory_kind
-from tests.numerics import assert_within_ulps
+from tests.numerics import assert_all_close, assert_within_ulps
+from tests.program import tiny
 
 NUM_STEPS = 6
 
-FOUR_METHODS = ("data_parallel", "diloco", "streaming_diloco", "cocodc")
+# DiLoCo on a divided mesh is in `tests/models/test_pipeline.py` too.
+SLOW_DILOCO = pytest.param("diloco", marks=pytest.mark.slow)
 
 # Sums over regions and over shards are taken in another order, and AdamW divides by
 # the root of what may be small: 6 steps of float32 grow 1e-7 to some 1e-5.
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 
 
-def result(tiny, program):
+def result(program):
     """What a run came to, on the host: all of it that is comparable across meshes."""
     state, outputs = tiny.finish(program, tiny.start(program), NUM_STEPS)
     arrays = {
@@ -45,28 +46,13 @@ def result(tiny, program):
 
 
 @functools.cache
-def four_devices(tiny_of, name):
-    return result(tiny_of.tiny, tiny_of.tiny.shared_program(name))
-
-
-class Hashable:
-    """Lets `four_devices` be cached by a fixture's value, which has no hash."""
-
-    def __init__(self, tiny):
-        self.tiny = tiny
-
-    def __hash__(self):
-        return 0
-
-    def __eq__(self, other):
-        return True
+def four_devices(name):
+    return result(tiny.shared_program(name))
 
 
 def assert_close(one, other):
     assert one[1] == other[1]
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, **TOLERANCE), one[0], other[0]
-    )
+    assert_all_close(one[0], other[0], **TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -77,28 +63,25 @@ def assert_close(one, other):
         pytest.param(1, 2, 2, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("method_name", FOUR_METHODS)
-def test_devices_and_axes_do_not_change_the_run(tiny, method_name, length, data, model):
+@pytest.mark.parametrize(
+    "method_name", ["data_parallel", SLOW_DILOCO, "streaming_diloco", "cocodc"]
+)
+def test_devices_and_axes_do_not_change_the_run(method_name, length, data, model):
     program = tiny.sharded_program(method_name, length, data, model)
-    assert_close(result(tiny, program), four_devices(Hashable(tiny), method_name))
+    assert_close(result(program), four_devices(method_name))
 
 
-def test_another_run_is_not_close(tiny):
+def test_another_run_is_not_close():
     with pytest.raises(AssertionError):
-        assert_close(
-            *(
-                four_devices(Hashable(tiny), name)
-                for name in ("cocodc", "cocodc_hessian")
-            )
-        )
+        assert_close(four_devices("cocodc"), four_devices("cocodc_hessian"))
 
 
 @pytest.mark.parametrize("how", ["batched", "in_turn"])
-def test_regions_of_one_device_make_the_same_run(tiny, how):
+def test_regions_of_one_device_make_the_same_run(how):
     mesh = make_mesh(4, devices=jax.devices()[:1])
     for name in ("data_parallel", "cocodc_hessian"):
         program = tiny.make_program(name, mesh, local_regions=how)
-        assert_close(result(tiny, program), four_devices(Hashable(tiny), name))
+        assert_close(result(program), four_devices(name))
 
 
 class TestMomentsOfHosts:
@@ -108,7 +91,7 @@ class TestMomentsOfHosts:
         ("name", "data"),
         [pytest.param("cocodc_hessian", 1, marks=pytest.mark.slow), ("cocodc", 2)],
     )
-    def test_where_they_lie_changes_no_number(self, tiny, name, data):
+    def test_where_they_lie_changes_no_number(self, name, data):
         """Also where merges read them, and where devices divide them."""
         mesh = make_mesh(4, data, 1, jax.devices()[:4])
         specs = P() if data == 1 else P("data")
@@ -116,13 +99,13 @@ class TestMomentsOfHosts:
             tiny.make_program(name, mesh, param_specs=specs, optimizer_memory=memory)
             for memory in ("host", "device")
         ]
-        assert_within_ulps(*(result(tiny, each) for each in programs))
+        assert_within_ulps(*(result(each) for each in programs))
         state, _ = tiny.finish(programs[0], tiny.start(programs[0]), 2)
         # Counts of steps, one a region, are none.
         moments = [x for x in jax.tree.leaves(state.region.opt_state) if x.ndim > 1]
         assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
 
-    def test_what_cannot_be_had_is_named(self, tiny, monkeypatch):
+    def test_what_cannot_be_had_is_named(self, monkeypatch):
         with pytest.raises(ValueError, match="optimizer_memory='disk' is unknown"):
             tiny.make_program("cocodc", optimizer_memory="disk")
         robust = methods.get("streaming_diloco", exclude_above=3.0)
@@ -134,7 +117,7 @@ class TestMomentsOfHosts:
 
 
 class TestLayout:
-    def test_optimizer_state_lies_as_its_parameters(self, tiny):
+    def test_optimizer_state_lies_as_its_parameters(self):
         program = tiny.sharded_program("cocodc", 2, 2, 2)
         mesh = program.mesh
         state, _ = tiny.finish(program, tiny.start(program), 2)
@@ -164,16 +147,11 @@ class TestLayout:
         ],
         ids=["adafactor", "muon"],
     )
-    def test_any_optax_optimizer_can_be_sharded(self, tiny, optimizer):
+    def test_any_optax_optimizer_can_be_sharded(self, optimizer):
         """Factored states are not of their parameter's shape: these are replicated."""
-        program = RegionProgram(
-            tiny.loss_fn,
-            optimizer,
-            methods.get("diloco", sync_interval=2),
-            tiny.make_params(),
-            4,
-            mesh=make_mesh(2, data=2, model=2),
-            param_specs=tiny.SPECS,
+        diloco, mesh = methods.get("diloco", sync_interval=2), make_mesh(2, 2, 2)
+        program = tiny.program_of(
+            diloco, mesh, optimizer=optimizer, param_specs=tiny.SPECS
         )
         region = tiny.start(program).region
         assert region.params["embed"].sharding.spec == P("region", "data", "model")
@@ -207,18 +185,11 @@ print(json.dumps(means))
 """
 
 
-def test_one_device_in_all_is_enough(tiny):
+def test_one_device_in_all_is_enough():
     """In a process of its own: the regions and the outer state share the device."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            *("-c", ONE_DEVICE, tiny.__file__, str(NUM_STEPS), *FOUR_METHODS),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ("-c", ONE_DEVICE, tiny.__file__, str(NUM_STEPS), "data_parallel", "cocodc")
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for name, losses in json.loads(done.stdout).items():
-        expected = four_devices(Hashable(tiny), name)[0]["losses"]
+        expected = four_devices(name)[0]["losses"]
         np.testing.assert_allclose(np.concatenate(losses), expected, **TOLERANCE)

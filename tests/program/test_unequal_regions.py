@@ -60,16 +60,6 @@ def test_a_region_at_rest_keeps_all_of_its_state():
     assert moved == [[True, False, False], [True, True, False], [True, False, True]]
 
 
-def test_cuts_change_no_number():
-    program = make(methods.get("apart"))
-    batches = np.arange(5 * 3 * 2, dtype=np.float32).reshape(5, 3, 2)
-    whole, _ = program.advance(program.init(PARAMS, jax.random.key(0)), batches)
-    state = program.init(PARAMS, jax.random.key(0))
-    for first, last in ((0, 1), (1, 3), (3, 5)):
-        state, _ = program.advance(state, batches[first:last])
-    np.testing.assert_array_equal(state.region.params["w"], whole.region.params["w"])
-
-
 def test_only_the_region_that_comes_takes_the_outer_parameters():
     """H = 2 and equal steps: they come at 2 4 6 .., 4 8 .. and 6 12 .. .
 
@@ -90,25 +80,6 @@ def test_only_the_region_that_comes_takes_the_outer_parameters():
     assert seen[6].tolist() == [outer, 1111 + 1010 + 100000, outer + 100100]
 
 
-def test_regions_go_on_from_the_point_that_the_outer_optimizer_gives_them():
-    """eta 1, mu 0.5: m <- (m + G) / 2, theta moves by G + m / 2, start is m / 2 on.
-
-    Region 0 comes alone at step 2 with 11: m = 5.5; theta 13.75, start 16.5. At step
-    4 it comes with its own 1100, which it counts from there, before region 1 does.
-    """
-    method = methods.get(
-        "mla", sync_interval=2, outer_lr=1.0, outer_momentum=0.5, dynamic_steps=False,
-    )  # fmt: skip
-    program = make(method)
-    seen = {step: region.params["w"][:, 0] for step, region, _ in states(program, 4)}
-    assert seen[2].tolist() == [16.5, 10, 0]
-    m, theta = 5.5 / 2 + 1100 / 2, 13.75 + 1100
-    assert seen[4][0] == theta + m / 2 + m / 2
-    theta, m = theta + m / 2, m / 2 + 1010 / 2
-    assert seen[4][1] == theta + 1010 + m / 2 + m / 2
-    assert seen[4][2] == 100
-
-
 def test_an_arrival_is_one_sync_of_one_message():
     method = methods.get("delayed_nesterov", sync_interval=4)
     outputs = [(step, output.syncs) for step, _, output in states(make(method), 8)]
@@ -117,24 +88,3 @@ def test_an_arrival_is_one_sync_of_one_message():
         (3, 1), (4, 2), (6, 1), (8, 2),
     ]  # fmt: skip
     assert {sync.num_bytes for _, syncs in outputs for sync in syncs} == {8}
-
-
-def test_late_regions_do_not_count_but_take():
-    """Answers after 0, 1 and 5 steps, a quorum of 2: merged after 1, without the last.
-
-    One fragment, averaged by tokens * tokens / steps = steps: after 4 ticks the
-    regions did 4, 2 and 1 steps; of constant gradients 1, 2 and 4 a step.
-    """
-    method = methods.get(
-        "decoupled_diloco", sync_interval=4, num_fragments=1, answer_steps="0,1,5",
-        quorum=2, grace_steps=0, mixing_alpha=0.0, outer_lr=1.0, outer_momentum=0.0,
-        averaging="mean",
-    )  # fmt: skip
-    program = make(method)
-    state = program.init(PARAMS, jax.random.key(0))
-    batches = np.ones((5, NUM_REGIONS, 2), np.float32) * [[[1.0], [2.0], [4.0]]]
-    state, _ = program.advance(state, batches[:4].astype(np.float32))
-    state, output = program.advance(state, batches[4:].astype(np.float32))
-    assert len(output.syncs) == 1
-    mean = (4 * 4.0 + 2 * 4.0) / 6
-    np.testing.assert_allclose(state.region.params["w"][:, 0], [mean] * 3, rtol=1e-6)

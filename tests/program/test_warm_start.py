@@ -8,7 +8,8 @@ import pytest
 
 import cocodc_jax as cc
 from cocodc_jax.core.state import TrainState
-from tests.numerics import assert_within_ulps
+from cocodc_jax.program.fit import at_step
+from tests.numerics import assert_all_close, assert_within_ulps
 
 PARAMS = {"blocks": {"w": np.ones((2, 3), np.float32)}, "b": np.zeros(3, np.float32)}
 RNG = np.random.default_rng(0)
@@ -21,28 +22,19 @@ def loss_fn(params, batch, key):
     return jnp.sum(away**2), {}
 
 
+FRAGMENTS = {"sync_interval": 6, "num_fragments": 2, "delay_steps": 2}
+
+
 def make(name, regions=4, optimizer=SGD, **options):
-    compress = options.pop("compress", None)
-    method = cc.methods.get(name, compress=compress, **options)
+    method = cc.methods.get(name, **options)
+    user_inputs = cc.UserInputs(0.1, cc.adam_second_moment(0.999))
     return cc.RegionProgram(
-        loss_fn,
-        optimizer,
-        method,
-        PARAMS,
-        regions,
-        user_inputs=cc.UserInputs(0.1, cc.adam_second_moment(0.999)),
+        loss_fn, optimizer, method, PARAMS, regions, user_inputs=user_inputs
     )
 
 
-def streaming(regions=4, delay_steps=2, **options):
-    return make(
-        "streaming_diloco",
-        regions,
-        sync_interval=6,
-        num_fragments=2,
-        delay_steps=delay_steps,
-        **options,
-    )
+def streaming(**options):
+    return make("streaming_diloco", **FRAGMENTS | options)
 
 
 def start(program):
@@ -119,11 +111,9 @@ def test_regions_that_are_alike_may_be_any_number():
         state = finish(program, state, num_steps, batches)
     assert (state.step, state.sync.schedule) == (24, whole.sync.schedule)
     one, other = (host((s.region.params, s.region.opt_state)) for s in (whole, state))
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x[0], y[7], rtol=1e-5), one, other
-    )
-    outer = host(whole.sync.outer), host(state.sync.outer)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), *outer)
+    one, other = (jax.tree.map(lambda x: x[-1], tree) for tree in (one, other))
+    assert_all_close(one, other, rtol=1e-5)
+    assert_all_close(host(whole.sync.outer), host(state.sync.outer), rtol=1e-5)
     assert len({key.tobytes() for key in np.asarray(state.region.key)}) == 8
 
 
@@ -146,18 +136,15 @@ def test_what_regions_did_since_the_last_sync_is_in_the_mean():
     state = finish(program, start(program), 7)
     mean, outer = host((program.mean_params(state), program.outer_params(state)))
     state, _, _ = fewer.adopt(state, program)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, np.stack([y, y]), rtol=1e-6),
-        host(state.region.params),
-        mean,
-    )
+    both = jax.tree.map(lambda y: np.stack([y, y]), mean)
+    assert_all_close(host(state.region.params), both, rtol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, host(fewer.outer_params(state)), outer)
 
 
 def test_another_method_and_cut():
     """DiLoCo's one fragment is cut in two, its momentum too."""
     old = make("diloco", sync_interval=5)
-    new = make("cocodc", sync_interval=6, num_fragments=2, delay_steps=2)
+    new = make("cocodc", **FRAGMENTS)
     state = finish(old, start(old), 7)
     params, outer, momentum = host(
         (state.region.params, old.outer_params(state), state.sync.outer.opt_states)
@@ -216,9 +203,8 @@ def test_what_is_in_flight_is_applied_at_once():
 
 
 def test_what_cannot_be_applied_is_dropped_and_named():
-    options = {"sync_interval": 6, "num_fragments": 2, "delay_steps": 2}
     adam = optax.adam(0.1)
-    old = make("cocodc", optimizer=adam, curvature="hessian_vector", **options)
+    old = make("cocodc", optimizer=adam, curvature="hessian_vector", **FRAGMENTS)
     new = make("diloco", optimizer=adam, sync_interval=6)
     state = finish(old, start(old), 4)
     params = host(state.region.params)
@@ -238,12 +224,8 @@ def test_a_round_that_is_late_ends_early():
     state, kept, _ = new.adopt(state, old)
     assert kept["in flight"] == "fragment 0 of step 4: applied at once"
     assert state.bytes_sent - before == 4 * 9
-    one = host(new.outer_params(state))
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, np.stack([y] * 4), rtol=1e-5),
-        host(state.region.params),
-        one,
-    )
+    each = jax.tree.map(lambda y: np.stack([y] * 4), host(new.outer_params(state)))
+    assert_all_close(host(state.region.params), each, rtol=1e-5)
 
 
 def test_a_late_schedule_begins_with_messages_of_zero():
@@ -275,14 +257,10 @@ def test_a_models_state_goes_along():
         loss, aux = loss_fn(params, batch, key)
         return loss, (aux, {"mean": (state["mean"] + batch) / 2})
 
+    diloco = cc.methods.get("diloco", sync_interval=9)
     old, new, other = (
         cc.RegionProgram(
-            stateful,
-            SGD,
-            cc.methods.get("diloco", sync_interval=9),
-            PARAMS,
-            regions,
-            model_state=cc.ModelState(init),
+            stateful, SGD, diloco, PARAMS, regions, model_state=cc.ModelState(init)
         )
         for regions, init in (
             (4, {"mean": jnp.zeros(3)}),
@@ -317,3 +295,36 @@ def test_another_model_is_refused():
     new = cc.RegionProgram(loss_fn, SGD, cc.methods.get("diloco"), params, 4)
     with pytest.raises(ValueError, match=r"a leaf 'b' of float32\[3\], but the pro"):
         new.adopt(start(old), old)
+
+
+# --- Counts of schedules ---
+
+
+def regional(optimizer):
+    params = {"w": jnp.ones((2, 3))}
+    return jax.vmap(optimizer.init)(params)
+
+
+def counts(state):
+    found = optax.tree_utils.tree_get_all_with_path(state, "count")
+    return [(path[-1].tuple_name, np.asarray(count).tolist()) for path, count in found]
+
+
+def test_schedules_count_the_steps_and_nothing_else_does():
+    rate = optax.linear_schedule(0.1, 0.0, 100)
+    scheduled = optax.inject_hyperparams(optax.adamw)(learning_rate=rate)
+    state = regional(optax.chain(scheduled, optax.scale_by_schedule(rate)))
+    found = counts(at_step(state, np.array([7, 3])))
+    assert {name for name, _ in found} >= {
+        "ScaleByAdamState", "ScaleByScheduleState", "WrappedScheduleState",
+    }  # fmt: skip
+    for name, count in found:
+        assert count == ([0, 0] if name == "ScaleByAdamState" else [7, 3]), name
+    # Each may be donated.
+    leaves = jax.tree.leaves(at_step(state, np.array([7, 3])))
+    assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
+
+
+def test_without_a_schedule_it_is_the_same():
+    state = regional(optax.adam(0.1))
+    assert at_step(state, np.array([7, 3])) is state

@@ -13,11 +13,9 @@ from cocodc_jax.sync.outer import SharedOuter, nesterov
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules import (
     RankedRounds,
-    asynchronous,
     ranked_rounds,
     staggered,
 )
-from cocodc_jax.sync.summed import ByRings
 from cocodc_jax.transforms import compression
 
 
@@ -103,30 +101,6 @@ def test_ranked_rounds_and_ranked_messages_need_one_another(schedule, message):
     assert RankedRounds.needs == {"effective_rank"}
 
 
-@pytest.mark.parametrize(
-    ("parts", "why"),
-    [
-        ({}, None),
-        ({"message": Compressed(compression.parse("int8"))}, None),
-        ({"message": ByRings(2)}, "its rings use the inner mesh"),
-        (
-            {"outer": nesterov(1.0, 0.0).placed("divided")},
-            "its outer state is divided over the inner mesh",
-        ),
-        (
-            {"outer": methods.get("noloco").sync.outer},
-            "each region has outer parameters of its own",
-        ),
-        (
-            {"schedule": asynchronous(4)},
-            "a region that comes alone is answered at once",
-        ),
-    ],
-)
-def test_what_crosses_in_a_compiled_program_only_says_why(parts, why):
-    assert synced(**parts).only_in_program == why
-
-
 class TestCompressed:
     def test_the_compressor_is_replaced(self):
         method = methods.get("sparseloco").compressed(compression.int8())
@@ -139,10 +113,6 @@ class TestCompressed:
         assert method.per_step.name == "compressed_gradients"
         assert method.per_step.receive is not None
         assert methods.get("data_parallel").per_step.receive is None
-
-    def test_other_exchanges_stay(self):
-        method = methods.get("demo", compress="int4")
-        assert method.per_step.name == "decoupled_momentum"
 
     def test_by_none_it_stays(self):
         assert methods.get("diloco", compress=None).sync.message == AsIs()
@@ -224,11 +194,6 @@ class TestPlaced:
             "has no one outer model to divide; leave it out",
         ):
             methods.get(name, outer_placement="divided")
-
-    @pytest.mark.parametrize("name", ["diloco", "co2", "dilocox"])
-    def test_an_unknown_place(self, name):
-        with pytest.raises(ValueError, match="outer_placement='attic' is unknown; use"):
-            methods.get(name, outer_placement="attic")
 
 
 class TestBind:

@@ -1,7 +1,5 @@
 """Needs: what they keep, what they are made of, and what is refused."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -178,40 +176,8 @@ def test_effective_rank_counts_parameters():
 # --- A new one ----------------------------------------------------------------------
 
 
-def test_a_new_need_is_one_entry(monkeypatch):
-    """A merge that stays the nearer to its own fragment, the longer the delay was."""
-    patience = Need(
-        "The share of the region's own fragment that stays.",
-        keeps=(STAGED,),
-        of_region=lambda seen: seen.delay_steps / (seen.delay_steps + 5.0),
-    )
-    monkeypatch.setitem(NEEDS, "patience", patience)
-
-    def apply(local, staged, outer, *, delay_steps, patience, **extra):
-        del staged, delay_steps, extra
-        mixed = jax.tree.map(
-            lambda x, o: patience * x + (1 - patience) * o, local, outer
-        )
-        return mixed, {}
-
-    rule = merge.Merge("patient", apply, frozenset({"patience"}))
-    needs.check(rule.needs, UserInputs(), "patient")
-    assert needs.copies(rule.needs) == {STAGED}
-    here = seen()
-    given = needs.arguments(rule.needs, here)
-    merged, _ = rule.apply(
-        here.local, here.kept[STAGED], here.outer, delay_steps=5, **given
-    )
-    close(merged["w"], [1.5])
-
-
 def test_a_new_need_of_a_mean_is_one_entry(monkeypatch):
     largest = Need("The largest.", of_mean=lambda mean: jnp.max(jnp.abs(mean["w"])))
     monkeypatch.setitem(NEEDS, "largest", largest)
     mean = {"w": jnp.array([1.0, -3.0])}
     assert needs.of_mean({"largest", "norm"}, mean) == {"largest": 3.0}
-
-
-def test_user_inputs_and_needs_are_values():
-    assert dataclasses.replace(UserInputs(), learning_rate=1.0) == UserInputs(1.0)
-    assert Need("A.") == Need("A.")

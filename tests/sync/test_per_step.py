@@ -5,10 +5,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cocodc_jax.methods.demo import decoupled_momentum
 from cocodc_jax.sync import per_step
 from cocodc_jax.transforms import compression
+from cocodc_jax.transforms.compressor import identity
 from cocodc_jax.transforms.sparsify import top_k
-from tests.sync.exchanges import exchange
+
+
+def exchange(made, *rounds):
+    """What regions make of their gradients, `[M, n]` a round."""
+    first = jnp.array(rounds[0], jnp.float32)
+    state = jax.vmap(made.init)(first)
+    out = []
+    for gradients in rounds:
+        message, state = jax.vmap(lambda g, s: made.send(g, s, None))(
+            jnp.array(gradients, jnp.float32), state
+        )
+        out.append(np.asarray(made.receive(message)).tolist())
+    return out
 
 
 def test_mean_gradients_need_no_gathering():
@@ -41,3 +55,15 @@ def test_what_cannot_be_compressed_says_why():
     made = per_step.PerStep("odd", lambda params: (), lambda g, state, key: (g, state))
     with pytest.raises(ValueError, match="its messages cannot be encoded further"):
         made.compressed(compression.parse("int8"))
+
+
+def test_momentum_with_a_compressor_that_tells_no_places():
+    made = decoupled_momentum(0.5, identity())
+    gradients = [[4.0, 1.0, 2.0], [-2.0, 1.0, -5.0]]
+    assert exchange(made, gradients) == [[1.0, 1.0, -1.0]]
+
+
+def test_the_compressor_of_a_momentum_is_replaced_and_its_decay_stays():
+    made = decoupled_momentum(0.5, top_k(0.5)).compressed(identity())
+    gradients = [[4.0, 2.0], [-1.0, -3.0]], [[-3.0, 0.0], [0.0, 1.0]]
+    assert exchange(made, *gradients) == [[1.0, -1.0], [-1.0, 1.0]]

@@ -1,9 +1,12 @@
-"""Rings: who passes on to whom, and how much is sent."""
+"""Rings and pairs: who passes on to whom, and how much is sent."""
+
+import itertools
 
 import jax
 import numpy as np
 import pytest
 
+from cocodc_jax.sync.regions import matchings
 from cocodc_jax.sync.summed import ByRings
 from cocodc_jax.transforms import compression
 
@@ -44,3 +47,24 @@ def test_rings_carry_nothing_compressed():
         ValueError, match="its rings pass on partial sums, which cannot"
     ):
         ByRings(2).compressed(compression.parse("int8"))
+
+
+# --- Pairs ---
+
+
+@pytest.mark.parametrize("num_regions", range(1, 14))
+def test_every_pair_meets_once(num_regions):
+    """In as few rounds as there are, so of an odd number each is alone once."""
+    partners = matchings(num_regions)
+    assert partners.shape == (max(1, num_regions - 1 + num_regions % 2), num_regions)
+    everyone = np.arange(num_regions)
+    met = []
+    for row in partners:
+        np.testing.assert_array_equal(row[row], everyone)
+        met += [(i, j) for i, j in enumerate(row) if i < j]
+    assert sorted(met) == list(itertools.combinations(range(num_regions), 2))
+
+
+def test_none_to_pair():
+    with pytest.raises(ValueError, match="num_regions=0 must be at least 1"):
+        matchings(0)

@@ -81,36 +81,6 @@ def test_mean_over_senders(regions):
     np.testing.assert_allclose(actual, average(spectra, masks), atol=1e-10)
 
 
-def test_demo_steps_against_numpy(regions):
-    """d <- b d + eta g; q = top-k(DCT d); d <- d - IDCT q; step sign Q."""
-    beta, eta = 0.9, 0.1
-    compressor = compression.error_feedback(
-        compression.dct_top_k(k=K, chunk_side=SIDE), decay=beta
-    )
-
-    @jax.jit
-    def step(x, states):
-        messages, states = jax.vmap(compressor.encode)(x, states)
-        return average_duplicates(messages, compressor), states
-
-    states, d = jax.vmap(compressor.init)(regions), np.zeros((M, ROWS, COLUMNS))
-    theta, ours = np.zeros((ROWS, COLUMNS)), np.zeros((ROWS, COLUMNS))
-    for t in range(4):
-        gradients = np.roll(regions, t, axis=1)
-        mean, states = step(eta * gradients, states)
-        ours = ours - eta * np.sign(mean)
-
-        d = beta * d + eta * gradients
-        spectra = np.stack([transform(pad(x), scipy.fft.dctn) for x in d])
-        masks = np.stack([largest(s) for s in spectra])
-        for i in range(M):
-            q = transform(spectra[i] * masks[i], scipy.fft.idctn)
-            d[i] -= q[:ROWS, :COLUMNS]
-        theta = theta - eta * np.sign(average(spectra, masks))
-        np.testing.assert_allclose(states.residual, d, atol=1e-10)
-    np.testing.assert_allclose(ours, theta, atol=1e-10)
-
-
 @pytest.mark.parametrize(
     "text", ["dct_top_k(16, 4)", "chunked_top_k(16, 4)", "top_k(1.0)"]
 )

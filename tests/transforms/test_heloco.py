@@ -7,28 +7,13 @@ import optax
 import pytest
 
 from cocodc_jax.transforms import heloco, outer
+from tests.program.family_reference import heloco_corrected
 
 
 @pytest.fixture(autouse=True)
 def _float64():
     with jax.enable_x64(True):
         yield
-
-
-def correct(d, m, keep, removal, turn, kappa, most):
-    """The published table, line by line; it is silent where there is no angle."""
-    nd, nm = np.linalg.norm(d), np.linalg.norm(m)
-    if nd == 0 or nm == 0:
-        return d, "keep"
-    u, v = d / nd, m / nm
-    c, conf = u @ v, nd / (nd + kappa * nm)
-    if c >= keep:
-        return d, "keep"
-    if c < 0:
-        return d - min(removal * -c * conf, most) * c * nd * v, "take off"
-    share = min(turn * (1 - c) * conf, 1)
-    mixed = (1 - share) * u + share * v
-    return nd * mixed / np.linalg.norm(mixed), "turn"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +31,7 @@ def test_against_numpy(numbers):
         step, state = update({"a": pair[0], "b": pair[1]}, state)
         x = optax.apply_updates(x, step)
         for i, g in enumerate(pair):  # each tensor by its own cosine
-            corrected, case = correct(g, m[i], *numbers)
+            corrected, case = heloco_corrected(g, m[i], *numbers)
             seen.add(case)
             m[i] = mu * m[i] + (1 - mu) * rho * corrected
             theta[i] -= lr * (rho * corrected + mu * m[i])

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.transforms.muon import matrix_axes, muon
 
@@ -127,31 +126,6 @@ def test_a_schedule_scales_every_leaf():
     still, _ = run(muon(schedule), params(), steps=3)
     assert all(np.all(x != 0) for x in jax.tree.leaves(moving))
     assert all(np.all(x == 0) for x in jax.tree.leaves(still))
-
-
-def stack(trees):
-    return jax.tree.map(lambda *x: np.stack(x), *trees)
-
-
-@pytest.mark.parametrize("mapping", ["vmap", "map"])
-def test_mapped_over_regions_in_shard_map(mapping):
-    regions = [params(seed) for seed in range(4)]
-    step_of = lambda x: run(muon(0.1), x)  # noqa: E731
-    mesh = jax.make_mesh((2,), ("region",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def body(x):
-        if mapping == "vmap":
-            return jax.vmap(step_of)(x)
-        return jax.lax.map(step_of, x)
-
-    specs = P("region")
-    go = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs))
-    step, state = go(stack(regions))
-    for r, x in enumerate(regions):
-        wanted = jax.jit(step_of)(x)
-        mine = jax.tree.map(lambda leaf, r=r: leaf[r], (step, state))
-        for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_matrix_axes_of_lists_and_partial_trees():

@@ -57,25 +57,6 @@ def test_delayed_nesterov_of_one_is_nesterov(arrivals):
     np.testing.assert_allclose(actual, wanted, rtol=1e-12)
 
 
-def test_group_heavy_ball_is_noloco(arrivals):
-    """Two regions, in the paper's own signs: d = theta - phi, new - old."""
-    beta, mu, gamma = 0.7, 0.5, 0.6
-    optimizer = outer.group_heavy_ball(beta, mu, gamma)
-    phis = [jnp.ones(4), jnp.full(4, 2.0)]
-    states = [optimizer.init(p) for p in phis]
-    phi, m = np.array([np.ones(4), np.full(4, 2.0)]), np.zeros((2, 4))
-    for d in arrivals[:8].reshape(4, 2, 4):
-        m = mu * m + beta * d.mean(0) + gamma * (phi.mean(0) - phi)
-        phi = phi + m
-        mean = (phis[0] + phis[1]) / 2
-        for i in range(2):
-            step, states[i] = optimizer.update(
-                jnp.asarray(-d.mean(0)), states[i], phis[i], group_mean_params=mean
-            )
-            phis[i] = phis[i] + step
-    np.testing.assert_allclose(np.stack(phis), phi, rtol=1e-12)
-
-
 def test_group_of_one_is_a_heavy_ball(arrivals):
     alone = lambda i, x: {"group_mean_params": x}  # noqa: E731
     actual, _ = run(outer.group_heavy_ball(0.7, 0.5), arrivals, np.ones(4), alone)
@@ -97,17 +78,6 @@ def test_clipped_momentum_clips_what_it_keeps(arrivals):
     np.testing.assert_allclose(free, wanted, rtol=1e-12)
 
 
-def test_staleness_gap_is_the_move_in_units_of_usual_moves():
-    moves, gaps = [1.0, 1.0, 4.0, 2.0], [1.0, 1.0, 4.0, 1.0]  # means: -, 1, 1, 2
-    transform = co2.scale_by_staleness_gap()
-    state = transform.init(jnp.zeros(2))
-    for move, gap in zip(moves, gaps, strict=True):
-        now, stale = jnp.array([0.6, 0.8]) * move, jnp.zeros(2)
-        g, state = transform.update(jnp.full(2, 8.0), state, now, stale_params=stale)
-        np.testing.assert_allclose(g, 8.0 / gap * np.ones(2), rtol=1e-6)
-        np.testing.assert_allclose(state.gap, gap, rtol=1e-6)
-
-
 def test_staleness_gap_of_parameters_that_stand_still_is_one():
     transform = co2.scale_by_staleness_gap()
     zero = jnp.zeros(2)
@@ -126,25 +96,6 @@ def test_rounds_without_a_move_do_not_count_into_the_usual_move():
         np.testing.assert_allclose(state.gap, gap, rtol=1e-6)
     assert state.num_rounds == 3
     assert state.num_rounds.dtype == jnp.int32
-
-
-def test_co2_of_the_public_code_by_hand():
-    """b 0.5, eta 0.5, phi 1.5, Lambda 1; the clip is kept, and clips what is kept.
-
-    m = 1; then 0.5 + 4 is cut to 1.5; then 0.75 - 1 = -0.25.
-    """
-    optimizer = co2.co2(learning_rate=0.5, momentum=0.5, max_abs=1.5)
-    path, _ = run(optimizer, np.array([[1.0], [4.0], [-1.0]]), np.zeros(1))
-    np.testing.assert_array_equal(path, [[-0.5], [-1.25], [-1.125]])
-
-
-def test_co2_with_a_measured_gap_is_penalty_then_clip_then_step():
-    optimizer = co2.co2(0.5, 0.5, 1.5, gap="measured")
-    moved = iter([1.0, 2.0])
-    extras = lambda i, x: {"stale_params": x - jnp.array([next(moved)])}  # noqa: E731
-    path, _ = run(optimizer, np.array([[1.0], [4.0]]), np.zeros(1), extras)
-    # m = 1;  then gap 2: m = clip(0.5 + 4/2) = 1.5
-    np.testing.assert_allclose(path, [[-0.5], [-1.25]], rtol=1e-6)
 
 
 def test_snoo_is_diloco_of_one_region(arrivals):

@@ -3,7 +3,6 @@
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -68,10 +67,6 @@ def test_every_name_is_covered():
     assert used == set(compression._PARTS)
 
 
-def test_factory_names_are_a_form_too():
-    assert compression.parse("dct_top_k").name == "dct_top_k"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -100,14 +95,3 @@ def test_factory_names_are_a_form_too():
 def test_wrong_forms_are_named(text, message):
     with pytest.raises(ValueError, match=message):
         compression.parse(text)
-
-
-def test_a_short_form_runs_under_jit():
-    built = compression.parse("ef+lowrank:1+int8")
-    x = jnp.outer(jnp.arange(6.0), jnp.ones(7))
-
-    @jax.jit
-    def go(x):
-        return built.decode(built.encode(x, built.init(x))[0])
-
-    np.testing.assert_allclose(go(x), x, atol=0.05)

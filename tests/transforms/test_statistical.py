@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.matrices import matrices
 from cocodc_jax.transforms.statistical import stat2
+from tests.program import family_reference
 
 ENCODE = jax.jit(lambda x: stat2().encode(x, ())[0])
 DECODE = jax.jit(stat2().decode)
@@ -23,17 +24,6 @@ def round_trip(x):
 
 def decoded(x):
     return np.asarray(DECODE(ENCODE(x)))
-
-
-def reference(x):
-    """Codes, and what they decode to, in float64; the table is float32."""
-    shift = x.mean()
-    sigma = np.sqrt(((x - shift) ** 2).sum() / (x.size - 1))
-    codes = np.clip(np.round((x - shift) / (6 * sigma / 4) + 2), 0, 3).astype(int)
-    out = np.empty_like(x)
-    for code in set(codes.ravel()):
-        out[codes == code] = np.float32(x[codes == code].mean())
-    return codes, out
 
 
 def test_by_hand():
@@ -52,8 +42,8 @@ def test_by_hand():
 @pytest.mark.parametrize("draw", ["normal", "laplace", "exponential"])
 def test_it_is_its_formula(draw):
     x = getattr(np.random.default_rng(1), draw)(size=(13, 37))
-    codes, expected = reference(x)
-    assert len(set(codes.ravel())) == (3 if draw == "exponential" else 4)
+    expected = family_reference.stat2(x)
+    assert len(np.unique(expected)) == (3 if draw == "exponential" else 4)
     with jax.enable_x64(True):
         actual = np.asarray(jax.jit(round_trip)(x))
     assert actual.dtype == np.float64

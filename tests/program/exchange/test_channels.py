@@ -3,15 +3,13 @@
 import functools
 
 import jax
-import optax
 import pytest
 
 from cocodc_jax import methods
 from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sharding.outer_mesh import outer_device
-from cocodc_jax.train.checkpoint import Checkpoints
+from tests.program import tiny
 
 STEPS = 10  # Both fragments are in flight from step 4 on.
 
@@ -21,25 +19,16 @@ def make_method(**numbers):
     return methods.get("streaming_diloco", **numbers)
 
 
-def make_program(tiny, outer_channels, method=None, exchange="outer", **options):
-    return RegionProgram(
-        tiny.loss_fn, optax.sgd(0.05, 0.9), method or make_method(),
-        tiny.make_params(), 4, **options,
-        transport=Transport(exchange, outer_channels=outer_channels),
-    )  # fmt: skip
+def make_program(outer_channels, method=None, exchange="outer", **options):
+    transport = Transport(exchange, outer_channels=outer_channels)
+    method = method or make_method()
+    return tiny.program_of(method, transport=transport, **options)
 
 
 @functools.cache
-def shared_program(tiny_program, outer_channels, compress=None):
-    return tiny_program(outer_channels, make_method(compress=compress))
-
-
-@pytest.fixture(scope="module")
-def program(tiny):
-    """`program(outer_channels, compress)`, compiled once for all tests."""
-    made = functools.partial(make_program, tiny)
-    yield functools.partial(shared_program, made)
-    shared_program.cache_clear()
+def program(outer_channels, compress=None):
+    """Compiled once for all tests."""
+    return make_program(outer_channels, make_method(compress=compress))
 
 
 def devices(tree):
@@ -47,7 +36,7 @@ def devices(tree):
 
 
 @pytest.mark.parametrize("compress", [None, "int8"])
-def test_two_channels_give_the_run_of_one_bit_for_bit(tiny, program, compress):
+def test_two_channels_give_the_run_of_one_bit_for_bit(compress):
     ends = []
     for outer_channels in (1, 2):
         made = program(outer_channels, compress)
@@ -57,11 +46,11 @@ def test_two_channels_give_the_run_of_one_bit_for_bit(tiny, program, compress):
     tiny.assert_same(*ends)
 
 
-def test_regions_that_measure_tell_their_times_on_either_channel(tiny):
+def test_regions_that_measure_tell_their_times_on_either_channel():
     method = make_method(sync_interval=8, delay_steps="auto")
     heard = []
     for outer_channels in (1, 2):
-        program = make_program(tiny, outer_channels, method)
+        program = make_program(outer_channels, method)
         state, batches = tiny.start(program), tiny.stream()
         for _ in range(12):
             batch = jax.tree.map(lambda x: x[None], next(batches))
@@ -71,7 +60,7 @@ def test_regions_that_measure_tell_their_times_on_either_channel(tiny):
     assert heard[0][1]["sync_times"]
 
 
-def test_fragments_in_flight_have_no_device_in_common(tiny, program):
+def test_fragments_in_flight_have_no_device_in_common():
     made = program(2)
     state, _ = tiny.finish(made, tiny.start(made), STEPS)
     inner = set(made.mesh.devices.flat)
@@ -85,75 +74,39 @@ def test_fragments_in_flight_have_no_device_in_common(tiny, program):
     assert devices(state.sync.outer.params[0]) != devices(state.sync.outer.params[1])
 
 
-def test_outer_parameters_are_put_together_on_the_mesh(tiny, program):
+def test_outer_parameters_are_put_together_on_the_mesh():
     made = program(2)
     state = tiny.start(made)
     tiny.assert_same(tiny.host(made.outer_params(state)), tiny.make_params())
     assert devices(made.outer_params(state)) == set(made.mesh.devices.flat)
 
 
-def test_a_restored_run_goes_on_bit_for_bit_on_its_channels(tiny, program, tmp_path):
+def test_a_restored_run_goes_on_bit_for_bit_on_its_channels(tmp_path):
     made = program(2)
     state, _ = tiny.finish(made, tiny.start(made), 7)
     assert {k for k, _ in state.sync.in_flight} == {0, 1}
-    with Checkpoints(tmp_path) as checkpoints:
-        state = checkpoints.save(made, state, {})
+    state, restored = tiny.saved_and_restored(made, state, tmp_path)
     where = jax.tree.map(lambda x: x.sharding, (state.sync.outer, state.sync.in_flight))
     whole, _ = tiny.finish(made, state, 5)
-    for outer_channels in (2, 1):  # Another number of channels may go on too.
-        again = program(outer_channels)
-        with Checkpoints(tmp_path) as checkpoints:
-            restored, _ = checkpoints.restore(again)
-        if outer_channels == 2:
-            found = (restored.sync.outer, restored.sync.in_flight)
-            assert jax.tree.map(lambda x: x.sharding, found) == where
-        ended, _ = tiny.finish(again, restored, 5)
+    found = (restored.sync.outer, restored.sync.in_flight)
+    assert jax.tree.map(lambda x: x.sharding, found) == where
+    # Another number of channels may go on too.
+    _, by_one = tiny.saved_and_restored(made, restored, tmp_path / "one", program(1))
+    for again, begun in ((made, restored), (program(1), by_one)):
+        ended, _ = tiny.finish(again, begun, 5)
         tiny.assert_same(tiny.numbers(ended), tiny.numbers(whole))
 
 
-@pytest.mark.parametrize(
-    ("outer_channels", "method", "options", "message"),
-    [
-        (0, make_method(), {}, "outer_channels=0 must be at least 1"),
-        (3, make_method(), {}, "outer_channels=3 must be at most num_fragments=2"),
-        (
-            2,
-            make_method(),
-            {"exchange": "auto"},
-            "outer_channels=2 .* exchange='auto' and",
-        ),
-        (
-            2,
-            methods.get("data_parallel"),
-            {},
-            "outer_channels=2 .*='data_parallel' with",
-        ),
-        (
-            2,
-            methods.get("co2", sync_interval=4),
-            {"exchange": "auto"},
-            "outer_channels=2 has no meaning for method='co2'",
-        ),
-    ],
-    ids=["none", "fragments", "inside", "no syncs", "divided"],
-)
-def test_channels_that_nothing_would_take_are_refused(
-    tiny, outer_channels, method, options, message
-):
-    with pytest.raises(ValueError, match=message):
-        make_program(tiny, outer_channels, method, **options)
-
-
-def test_channels_need_as_many_spare_devices(tiny):
+def test_channels_need_as_many_spare_devices():
     mesh = make_mesh(4, data=2)  # Of the nine devices one is left.
     with pytest.raises(
         ValueError, match="outer_channels=2 .* process 0 has 1; use fewer"
     ):
-        make_program(tiny, 2, mesh=mesh)
-    make_program(tiny, 1, mesh=mesh)
+        make_program(2, mesh=mesh)
+    make_program(1, mesh=mesh)
 
 
-def test_the_first_channel_is_the_only_one_of_one(tiny, program):
+def test_the_first_channel_is_the_only_one_of_one():
     one, two = program(1).shardings, program(2).shardings
     assert one.channels == two.channels[:1]
     used = [channel.host.device_set for channel in two.channels]

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax.aot import collectives as read
+from cocodc_jax.aot import hlo
 from cocodc_jax.exchange import between_hosts as combining
 from cocodc_jax.exchange import collectives, flat_buffer
 from cocodc_jax.sharding.local_regions import LocalRegions, for_all_regions
@@ -19,27 +21,48 @@ from cocodc_jax.sharding.outer_mesh import PROCESS
 from cocodc_jax.sharding.region_map import region_shard_map
 from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.transforms import compression
-from tests.numerics import assert_within_ulps
 
-RNG = np.random.default_rng(3)
+RNG, KEY = np.random.default_rng(3), jax.random.key(0)
 
 
-def processes_mesh(shards, members=1):
+def combined(shards, members, compressor, kind):
+    """Means of regions of several processes, played by devices of one.
+
+    21 numbers a region, which two members cannot share evenly.
+
+    Returns:
+      The mean that each member has, what it must be, the size of a message in its
+      elements, and the collectives: kind, dtype, sizes and axes.
+    """
     devices = np.array(jax.devices()[: shards * members])
-    devices = devices.reshape(shards, 1, members, 1, 1, 1)
-    return Mesh(devices, (PROCESS, *INSIDE), axis_types=(AxisType.Auto,) * 6)
-
-
-def either_way(compressor, everywhere, shapes, rows, weights):
-    """The mean and the compiled program's text, direct and by the backend's ring."""
-    means, found = {}, {}
-    for kind in collectives.ALL_REDUCES:
-        mean_of = Compressed(compressor).combine if compressor else None
-        combine = combining.make_combine(mean_of, everywhere, shapes, all_reduce=kind)
-        program = jax.jit(combine, out_shardings=everywhere)
-        found[kind] = program.lower(rows, weights).compile().as_text()
-        means[kind] = program(rows, weights)[0]
-    return means, found
+    grid = devices.reshape(shards, 1, members, 1, 1, 1)
+    mesh = Mesh(grid, (PROCESS, *INSIDE), axis_types=(AxisType.Auto,) * 6)
+    messages = {
+        "w": RNG.normal(size=(shards, 5, 3)).astype(np.float32),
+        "b": RNG.normal(size=(shards, 6)).astype(np.float32),
+    }
+    decode = lambda x: x  # noqa: E731
+    if compressor is not None:
+        encode = lambda d: compressor.encode(d, compressor.init(d), KEY)[0]  # noqa: E731
+        messages, decode = jax.vmap(encode)(messages), jax.vmap(compressor.decode)
+    weights = RNG.dirichlet(np.ones(shards)).astype(np.float32)
+    expected = jax.tree.map(
+        lambda x: np.tensordot(weights.astype(float), x, axes=1), decode(messages)
+    )
+    shapes = jax.eval_shape(lambda m: jax.tree.map(lambda x: x[0], m), messages)
+    rows = flat_buffer.pack(messages)
+    size = rows.shape[1]
+    rows = jnp.pad(rows, ((0, 0), (0, -size % members)))
+    everywhere = NamedSharding(mesh, P())
+    rows = jax.device_put(rows, NamedSharding(mesh, P(PROCESS, INSIDE)))
+    weights = jax.device_put(weights, everywhere)
+    mean_of = Compressed(compressor).combine if compressor else None
+    combine = combining.make_combine(mean_of, everywhere, shapes, all_reduce=kind)
+    program = jax.jit(combine, out_shardings=everywhere).lower(rows, weights).compile()
+    mean, _ = program(rows, weights)
+    found = read.collectives(hlo.parse(program.as_text()), dict(mesh.shape))
+    seen = [(x.kind, x.array.dtype, x.array.dims, x.axes) for x in found]
+    return mean, expected, size, sorted(seen, key=lambda x: x[-1] != (PROCESS,))
 
 
 @functools.cache
@@ -64,46 +87,33 @@ def test_every_shard_has_the_same_sum_to_the_last_bit(num, size):
     assert (sums == sums[0]).all()
 
 
+@pytest.mark.parametrize("kind", collectives.ALL_REDUCES)
+@pytest.mark.parametrize("compress", [None, "int8"])
 @pytest.mark.parametrize(("shards", "members"), [(4, 1), (3, 2)])
-def test_direct_and_ring_are_one_sum(shards, members):
-    mesh = processes_mesh(shards, members)
-    everywhere = NamedSharding(mesh, P())
-    part = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(4)}
-    rows = RNG.normal(size=(shards, 10)).astype(np.float32)
-    rows = jax.device_put(rows, NamedSharding(mesh, P(PROCESS, INSIDE)))
-    weights = jax.device_put(RNG.uniform(size=shards).astype("f4"), everywhere)
-    means, found = either_way(None, everywhere, part, rows, weights)
-    for name, x in means["ring"].items():
-        np.testing.assert_allclose(means["direct"][name], x, rtol=1e-5, atol=1e-6)
-    assert "all-reduce(" in found["ring"]
-    assert "all-to-all(" not in found["ring"]
-    assert "all-to-all(" in found["direct"]
-    assert "all-reduce(" not in found["direct"]
-
-
-@pytest.mark.parametrize(("shards", "members"), [(4, 1), (3, 2)])
-def test_compressed_messages_cross_directly_as_they_are(shards, members):
-    """What is sent to all is the packed bytes, and what comes of them the same mean."""
-    mesh = processes_mesh(shards, members)
-    everywhere = NamedSharding(mesh, P())
-    compressor = compression.parse("int8")
-    deltas = {"w": RNG.normal(size=(shards, 4, 3)).astype(np.float32)}
-    key = jax.random.key(0)
-    messages = jax.vmap(lambda d: compressor.encode(d, compressor.init(d), key)[0])(
-        deltas
-    )
-    shapes = jax.eval_shape(lambda m: jax.tree.map(lambda x: x[0], m), messages)
-    rows = flat_buffer.pack(messages)
-    rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % members)))
-    width = rows.shape[1] // members
-    rows = jax.device_put(rows, NamedSharding(mesh, P(PROCESS, INSIDE)))
-    weights = jax.device_put(RNG.uniform(size=shards).astype("f4"), everywhere)
-    means, found = either_way(compressor, everywhere, shapes, rows, weights)
-    assert_within_ulps(means["direct"], means["ring"])
-    crossed = [line for line in found["direct"].splitlines() if "all-to-all(" in line]
-    assert len(crossed) == 1
-    assert f"u8[1,1,{width}]" in crossed[0]
-    assert "all-to-all(" not in found["ring"]
+def test_shares_cross_between_regions_and_are_joined_inside(
+    shards, members, compress, kind
+):
+    """Compressed messages as they are; directly nothing is reduced on its way."""
+    compressor = compress and compression.parse(compress)
+    mean, expected, size, found = combined(shards, members, compressor, kind)
+    for name, x in expected.items():
+        for shard in mean[name].addressable_shards:
+            np.testing.assert_allclose(shard.data, x, rtol=1e-5, atol=1e-6)
+    share = -(-size // members)
+    if kind == "ring":
+        across, inside = {
+            None: (("all-reduce", "f32", (share,)), ("f32", (2 * share,))),
+            "int8": (("all-gather", "u8", (shards, share)), ("u8", (3, 2 * share))),
+        }[compress]
+        gathered = [("all-gather", *inside, ("data",))] if members > 1 else []
+        assert found == [(*across, (PROCESS,)), *gathered]
+        return
+    crossed = [x for x in found if x[0] == "all-to-all"]
+    assert crossed
+    assert not [x for x in found if x[0] == "all-reduce"]
+    if compress:
+        ((_, dtype, sizes, axes),) = crossed
+        assert (dtype, sizes[-1], axes) == ("u8", share, (PROCESS,))
 
 
 @pytest.mark.parametrize("kind", ["direct", "ring", None])

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax import methods
 from cocodc_jax.exchange.programs import Devices
 from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
+from tests.program import tiny
 
 FAMILY = {
     "data_parallel": {},
@@ -50,19 +50,22 @@ class Watched(Devices):
         return call
 
 
+def shapes_of_batches(num_steps):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((num_steps, *x.shape), x.dtype),
+        tiny.make_batch(0),
+    )
+
+
 @pytest.mark.parametrize("name", [*FAMILY, FUSED])
-def test_programs_are_listed_with_the_arguments_that_they_get(tiny, name):
+def test_programs_are_listed_with_the_arguments_that_they_get(name):
     data = 1 if name == FUSED else 2
     mesh = make_mesh(tiny.NUM_REGIONS, data, devices=jax.devices()[:4])
     overlap = "yes" if name == FUSED else "auto"
     name = name.split(",")[0]
-    program = RegionProgram(
-        tiny.loss_fn,
-        optax.sgd(tiny.LEARNING_RATE, 0.9),
+    program = tiny.program_of(
         methods.get(name, **FAMILY[name]),
-        tiny.make_params(),
-        tiny.NUM_REGIONS,
-        mesh=mesh,
+        mesh,
         param_specs=tiny.SPECS | {"embed": P(None, "model")},
         transport=Transport(overlap=overlap),
     )
@@ -72,10 +75,7 @@ def test_programs_are_listed_with_the_arguments_that_they_get(tiny, name):
     num_steps = program.steps_to_event(state) or 2
     for _ in range(4):
         state, _ = tiny.finish(program, state, num_steps)
-    batches = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((num_steps, *x.shape), x.dtype),
-        tiny.make_batch(0),
-    )
+    batches = shapes_of_batches(num_steps)
     listed = {each.name: each for each in program.list_programs(batches)}
     program.mean_params(state)
     per_fragment = {"data_parallel": 0, "noloco": 3}.get(name, 2)
@@ -89,11 +89,9 @@ def test_programs_are_listed_with_the_arguments_that_they_get(tiny, name):
             assert call == expected, each.name
 
 
-def test_a_program_lists_what_it_sends(tiny):
+def test_a_program_lists_what_it_sends():
     program = tiny.make_program("streaming_diloco")
-    batches = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), tiny.make_batch(0)
-    )
+    batches = shapes_of_batches(2)
     listed = {each.name: each for each in program.list_programs(batches)}
     sizes = program.fragments.num_params
     for k, size in enumerate(sizes):
@@ -104,20 +102,16 @@ def test_a_program_lists_what_it_sends(tiny):
     assert steps.sent_bytes == 2 * 4 * sum(sizes)
 
 
+def of_moments(moments):
+    method = methods.get("des_loc", sync_interval=2, sync_moments=moments)
+    return tiny.program_of(method, optimizer=optax.adam(0.1))
+
+
 @pytest.mark.parametrize("moments", ["2,3", "0,1"])
-def test_means_of_moments_are_listed(tiny, moments):
+def test_means_of_moments_are_listed(moments):
     """Each set that ever goes along, with its bytes."""
-    program = RegionProgram(
-        tiny.loss_fn,
-        optax.adam(0.1),
-        methods.get("des_loc", sync_interval=2, sync_moments=moments),
-        tiny.make_params(),
-        tiny.NUM_REGIONS,
-        mesh=make_mesh(tiny.NUM_REGIONS),
-    )
-    batches = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), tiny.make_batch(0)
-    )
+    program = of_moments(moments)
+    batches = shapes_of_batches(2)
     found = {each.name: each for each in program.list_programs(batches)}
     found = {n: x for n, x in found.items() if n.startswith("mean of moments")}
     one = 4 * sum(program.fragments.num_params)
@@ -129,12 +123,9 @@ def test_means_of_moments_are_listed(tiny, moments):
         each.program.lower(*each.arguments)
 
 
-def test_arguments_are_of_types_that_jax_has(tiny):
+def test_arguments_are_of_types_that_jax_has():
     """JAX 0.11 warns of float64 while x64 is off."""
-    method = methods.get("des_loc", sync_interval=2, sync_moments="2,3")
-    program = RegionProgram(
-        tiny.loss_fn, optax.adam(0.1), method, tiny.make_params(), tiny.NUM_REGIONS
-    )
-    listed = program.list_programs(jax.tree.map(lambda x: x[None], tiny.make_batch(0)))
+    program = of_moments("2,3")
+    listed = program.list_programs(shapes_of_batches(1))
     for leaf in jax.tree.leaves([each.arguments for each in listed]):
         assert jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype

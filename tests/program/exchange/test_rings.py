@@ -15,6 +15,8 @@ from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.summed import ByRings
+from tests.numerics import assert_all_close
+from tests.program import tiny
 
 SHAPES = {"a": (7,), "b": (3, 5), "c": ()}
 SIZE = 23
@@ -88,19 +90,6 @@ def test_the_order_changes_roundings_alone():
             np.testing.assert_allclose(out[name], exact, rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize("num_shards", range(1, 13))
-def test_each_order_visits_every_shard(num_shards):
-    for stride in ByRings(8).strides(num_shards):
-        assert len({q * stride % num_shards for q in range(num_shards)}) == num_shards
-
-
-def test_strides_differ_as_long_as_there_are_some():
-    assert ByRings(4).strides(5) == (1, 4, 2, 3)
-    assert ByRings(3).strides(4) == (1, 3, 1)
-    assert ByRings(2).strides(2) == (1, 1)
-    assert ByRings(2).strides(1) == (0, 0)
-
-
 def test_a_sum_is_nothing_but_permutations_of_chunks():
     """As many messages and numbers as `num_sent` says, counted in the program."""
     ring_sum = make_ring_sum(make_mesh(5), ByRings(3))
@@ -111,14 +100,6 @@ def test_a_sum_is_nothing_but_permutations_of_chunks():
     assert 4 * sum(map(int, sent)) == ByRings(3).num_sent(SIZE, 5)
 
 
-def test_bytes_are_twice_all_but_one_share():
-    shapes = {"w": jax.ShapeDtypeStruct((60, 20), np.float32)}
-    assert ByRings(2).num_bytes(shapes, 4) == 4 * 1200 * 2 * 3 / 4
-    assert ByRings(2).num_bytes(shapes, 1) == 0
-    # 1201 numbers do not divide by 8: each chunk has 151.
-    assert ByRings(2).num_sent(1201, 4) == 2 * 2 * 3 * 151
-
-
 # --- The method ---------------------------------------------------------------
 
 
@@ -127,22 +108,17 @@ def loss_fn(params, target, key):
     return sum(jax.tree.leaves(gaps)), {}
 
 
-def train(method, num_regions, num_shards, dtype=np.float32, step_times=None, steps=8):
+def train(method, num_regions, num_shards, step_times=None, dtype=np.float32):
     params = jax.tree.map(lambda x: x[0].astype(dtype), make_tree(1))
     regions = step_times and Regions(step_times, (1,) * num_regions)
+    mesh = make_mesh(num_regions, devices=jax.devices()[:num_shards])
     program = RegionProgram(
-        loss_fn,
-        optax.sgd(0.1),
-        method,
-        params,
-        regions or num_regions,
-        mesh=make_mesh(num_regions, devices=jax.devices()[:num_shards]),
+        loss_fn, optax.sgd(0.1), method, params, regions or num_regions, mesh=mesh
     )
     state = program.init(params, jax.random.key(0))
-    targets = np.random.default_rng(1).normal(size=(steps, num_regions)).astype(dtype)
-    while state.step < steps:
-        chunk = targets[state.step :][: program.steps_to_event(state)]
-        state, _ = program.advance(state, chunk)
+    targets = np.random.default_rng(1).normal(size=(8, num_regions)).astype(dtype)
+    for half in np.split(targets, 2):
+        state, _ = program.advance(state, half)
     return jax.device_get(program.outer_params(state)), state
 
 
@@ -154,7 +130,8 @@ def test_the_parameters_are_averaged(num_regions, shards):
     """In float64: p <- p - 0.2 (p - target), and every four steps the mean."""
     with jax.enable_x64(True):
         method = methods.get("multi_ring", sync_interval=4)
-        outer, _ = train(method, num_regions, shards, np.float64)
+        outer, state = train(method, num_regions, shards, dtype=np.float64)
+    assert (state.bytes_sent == 0) == (num_regions == 1)
     targets = np.random.default_rng(1).normal(size=(8, num_regions))
     for name, x in make_tree(1).items():
         each = [x[0].astype(np.float64)] * num_regions
@@ -170,14 +147,13 @@ def test_rings_are_an_all_reduce_to_rounding(num_shards):
     """Also weighted by tokens, where the regions are of unequal speed."""
     options = {"sync_interval": 4, "outer_lr": 0.7, "region_weights": "tokens"}
     step_times = (1.0, 2.0, 4.0, 1.0)
-    ring, ring_state = train(
-        methods.get("multi_ring", num_rings=3, **options), 4, num_shards,
-        step_times=step_times,
-    )  # fmt: skip
-    plain, state = train(
-        methods.get("diloco", outer_momentum=0.0, **options), 4, num_shards,
-        step_times=step_times,
-    )  # fmt: skip
+    (ring, ring_state), (plain, state) = (
+        train(methods.get(name, **more, **options), 4, num_shards, step_times)
+        for name, more in (
+            ("multi_ring", {"num_rings": 3}),
+            ("diloco", {"outer_momentum": 0.0}),
+        )
+    )
     for name in SHAPES:
         np.testing.assert_allclose(ring[name], plain[name], rtol=0, atol=1e-6)
     # 23 numbers in 12 chunks of 2; each of two syncs sends 6 of 8 twice over.
@@ -185,47 +161,15 @@ def test_rings_are_an_all_reduce_to_rounding(num_shards):
     assert state.bytes_sent == 2 * 4 * 23
 
 
-def test_weights_matter():
-    options = {"sync_interval": 4}
-    slow = (1.0, 2.0, 4.0, 1.0)
-    ends = [
-        train(methods.get("multi_ring", region_weights=w, **options), 4, 4,
-              step_times=slow)[0]
-        for w in ("tokens", "equal")
-    ]  # fmt: skip
-    assert np.abs(ends[0]["a"] - ends[1]["a"]).max() > 1e-2
-
-
-def test_more_rings_change_roundings_alone():
-    ends = [
-        train(methods.get("multi_ring", sync_interval=4, num_rings=n), 4, 4)[0]
-        for n in (1, 3)
-    ]
-    for name in SHAPES:
-        np.testing.assert_allclose(ends[0][name], ends[1][name], rtol=0, atol=1e-6)
-
-
-def test_a_region_alone_sends_nothing():
-    _, state = train(methods.get("multi_ring", sync_interval=4), 1, 1)
-    assert state.bytes_sent == 0
-
-
-def test_rings_go_around_regions_that_are_divided(tiny):
+def test_rings_go_around_regions_that_are_divided():
     """Over the data and model axes inside of each region."""
     ends = []
     for name, options in (("multi_ring", {}), ("diloco", {"outer_momentum": 0.0})):
         method = methods.get(name, sync_interval=2, outer_lr=1.0, **options)
-        program = RegionProgram(
-            tiny.loss_fn,
-            optax.sgd(0.05),
-            method,
-            tiny.make_params(),
-            tiny.NUM_REGIONS,
-            mesh=make_mesh(tiny.NUM_REGIONS, 2, 2, jax.devices()[:8]),
-            param_specs=tiny.SPECS,
+        mesh = make_mesh(tiny.NUM_REGIONS, 2, 2, jax.devices()[:8])
+        program = tiny.program_of(
+            method, mesh, optimizer=optax.sgd(0.05), param_specs=tiny.SPECS
         )
         state, _ = tiny.finish(program, tiny.start(program), 4)
         ends.append(jax.device_get(program.outer_params(state)))
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=2e-6), *ends
-    )
+    assert_all_close(*ends, rtol=0, atol=2e-6)

@@ -1,45 +1,38 @@
-"""Messages of regions of several devices, which leave and come back shard by shard."""
+"""Messages in one flat buffer; of several devices, which leave shard by shard."""
 
 import itertools
 import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
 from cocodc_jax.exchange import between_hosts as outer_mesh
+from cocodc_jax.exchange import flat_buffer
 from cocodc_jax.exchange.flat_buffer import ShardBuffer
 from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding import outer_placement, transfer
 from cocodc_jax.sharding import shardings as shardings_module
 from cocodc_jax.sharding.mesh import INSIDE, make_mesh
 from cocodc_jax.sharding.outer_mesh import PROCESS, outer_device, process_grid
 from cocodc_jax.train.run_steps import run
 from tests.numerics import assert_within_ulps
+from tests.program import tiny
 
 RNG = np.random.default_rng(4)
 SPECS = {
     "both": P("model", "data"),
-    "one": P(
-        ("data", "model"),
-    ),
+    "one": P(("data", "model")),
     "free": P(None, "model"),
     "odd": P("data"),  # 3 rows, which two devices cannot share.
     "scalar": P(),
 }
-SHAPES = {
-    "both": (4, 6, 2),
-    "one": (8,),
-    "free": (3, 2),
-    "odd": (3, 5),
-    "scalar": (),
-}
+SHAPES = {"both": (4, 6, 2), "one": (8,), "free": (3, 2), "odd": (3, 5), "scalar": ()}
 
 
 def tree_of(dtypes):
@@ -47,6 +40,47 @@ def tree_of(dtypes):
         name: (100 * RNG.normal(size=(2, *shape))).astype(dtypes.get(name, "f4"))
         for name, shape in SHAPES.items()
     }
+
+
+# --- One flat buffer ---
+
+
+def one_kind():
+    return {
+        "a": RNG.normal(size=(3, 2, 5)).astype(np.float32),
+        "b": np.ones((3, 4), "f"),
+    }
+
+
+def many_kinds():
+    return {
+        "codes": RNG.integers(0, 255, (3, 7)).astype(np.uint8),
+        "scales": RNG.normal(size=(3, 2, 1)).astype(np.float32),
+        "half": jnp.asarray(RNG.normal(size=(3, 5)), jnp.bfloat16),
+        "places": RNG.integers(-9, 9, (3, 3)).astype(np.int32),
+        "signs": RNG.integers(0, 2, (3, 6)).astype(bool),
+        "number": np.arange(3, dtype=np.int8),
+    }
+
+
+def shapes_of_one(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+
+
+@pytest.mark.parametrize("make", [one_kind, many_kinds])
+def test_a_flat_buffer_holds_the_bytes_of_its_arrays_and_gives_them_back(make):
+    tree = make()
+    packed = jax.jit(flat_buffer.pack)(tree)
+    assert packed.shape[0] == 3
+    assert packed.nbytes == sum(np.asarray(x).nbytes for x in jax.tree.leaves(tree))
+    back = jax.jit(lambda b: flat_buffer.unpack(b, shapes_of_one(tree)))(packed)
+    assert jax.tree.map(lambda x: x.dtype, back) == jax.tree.map(
+        lambda x: x.dtype, tree
+    )
+    jax.tree.map(np.testing.assert_array_equal, back, tree)
+
+
+# --- In shards ---
 
 
 def outer_of(processes):
@@ -120,21 +154,15 @@ def test_a_process_along_two_axes_has_a_block_of_each():
     assert grid([0, 0, 0, 1, 2, 2, 2, 3], 1, 2, 1, 2) is None
 
 
-def make_program(tiny, mesh, num_regions=4, **options):
+def make_program(mesh, num_regions=4, **options):
     options = {"num_fragments": 2, "sync_interval": 4, "delay_steps": 2} | options
-    return RegionProgram(
-        tiny.loss_fn,
-        optax.sgd(0.05, 0.9),
-        methods.get("streaming_diloco", **options),
-        tiny.make_params(),
-        num_regions,
-        mesh=mesh,
-        param_specs=tiny.SPECS,
-        transport=Transport("outer"),
-    )
+    return tiny.program_of(
+        methods.get("streaming_diloco", **options), mesh, regions=num_regions,
+        param_specs=tiny.SPECS, transport=Transport("outer"),
+    )  # fmt: skip
 
 
-def ends(tiny, program, num_steps=8):
+def ends(program, num_steps=8):
     state, losses = tiny.start(program), []
     batches = jax.tree.map(lambda x: x[: program.num_regions], tiny.make_batch(0))
     for new, output in run(program, state, itertools.repeat(batches), num_steps):
@@ -153,13 +181,11 @@ def ends(tiny, program, num_steps=8):
     ],
     ids=["int8", "bfloat16", "judged"],
 )
-def test_a_message_in_shards_makes_the_run_that_a_whole_one_makes(
-    tiny, monkeypatch, options
-):
+def test_a_message_in_shards_makes_the_run_that_a_whole_one_makes(monkeypatch, options):
     mesh = make_mesh(4, 2, 2, jax.devices()[:8])
-    found, state = ends(tiny, make_program(tiny, mesh, **options))
+    found, state = ends(make_program(mesh, **options))
     monkeypatch.setattr(outer_mesh, "process_grid", lambda mesh: None)
-    expected, whole = ends(tiny, make_program(tiny, mesh, **options))
+    expected, whole = ends(make_program(mesh, **options))
     assert_within_ulps(found, expected)
     assert state.bytes_sent == whole.bytes_sent
 
@@ -170,10 +196,10 @@ def sizes_in(text):
     return [math.prod(map(int, shape.split(","))) for shape in found]
 
 
-def test_no_device_of_a_region_has_a_fragment_whole(tiny):
+def test_no_device_of_a_region_has_a_fragment_whole():
     """Two regions of four devices, each of which has a fourth of every matrix."""
     mesh = make_mesh(2, 2, 2, jax.devices()[:8])
-    program = make_program(tiny, mesh, 2, num_fragments=1)
+    program = make_program(mesh, 2, num_fragments=1)
     batches = jax.tree.map(lambda x: x[None, :2], tiny.make_batch(0))
     size = sum(x.size for x in jax.tree.leaves(tiny.make_params()))
     listed = [x for x in program.list_programs(batches) if "fragment" in x.name]
@@ -194,11 +220,11 @@ def four_processes(monkeypatch):
     monkeypatch.setattr(outer_placement, "process_grid", lambda _: (1, 2, 1, 1, 1))
 
 
-def test_processes_of_a_region_divide_the_outer_state(tiny, request):
+def test_processes_of_a_region_divide_the_outer_state(request):
     mesh = make_mesh(2, 2, 1, jax.devices()[4:8])
-    alone, _ = ends(tiny, make_program(tiny, mesh, 2))
+    alone, _ = ends(make_program(mesh, 2))
     request.getfixturevalue("four_processes")
-    found, state = ends(tiny, make_program(tiny, mesh, 2))
+    found, state = ends(make_program(mesh, 2))
     sizes = {"whole": 0, "of a process": 0}
     for x in jax.tree.leaves(state.sync.outer):
         sizes["whole"] += x.nbytes

@@ -10,6 +10,7 @@ from cocodc_jax.exchange.between_hosts import OnOuterMesh
 from cocodc_jax.exchange.in_program import InProgram
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
+from tests.program import tiny
 
 FRAGMENTS = {"sync_interval": 4, "num_fragments": 2}
 
@@ -19,6 +20,7 @@ FRAGMENTS = {"sync_interval": 4, "num_fragments": 2}
     [
         ("exchange", "wan", "exchange='wan' is unknown; use one of ('auto', 'prog"),
         ("all_reduce", "tree", "all_reduce='tree' is unknown; use one of ('direct', "),
+        ("overlap", "maybe", "overlap='maybe' is unknown"),
         ("outer_channels", 0, "outer_channels=0 must be at least 1"),
     ],
 )
@@ -100,7 +102,7 @@ def test_channels_that_nothing_would_take_are_refused(name, exchange, num_proces
         transport.resolve(methods.get(name), num_processes)
 
 
-def test_a_route_is_what_was_resolved(tiny):
+def test_a_route_is_what_was_resolved():
     program = RegionProgram(
         tiny.loss_fn, optax.sgd(0.1), methods.get("diloco"), tiny.make_params(), 4
     )

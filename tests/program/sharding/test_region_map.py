@@ -11,10 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
-from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding import region_map
 from cocodc_jax.sharding.mesh import REGION, make_mesh, regional
 from cocodc_jax.train.run_steps import run
+from tests.numerics import assert_all_close
+from tests.program import tiny
 
 NUM_STEPS = 4
 # Sums over shards are taken in another order, and Adam divides by what may be small.
@@ -37,7 +38,7 @@ METHODS = {
         delay_steps=1,
         curvature="hessian_vector",
         transmission_score="drift",
-    ),
+    ),  # fmt: skip
     "co2": methods.get("co2", sync_interval=2, compress="int8"),
     "diloco_demo": methods.get("diloco_demo", sync_interval=2),
     "noloco": methods.get("noloco", sync_interval=2),
@@ -107,18 +108,13 @@ def test_several_shards_are_held_to_what_they_say():
         jax.eval_shape(forgotten, jnp.ones((4, 2)))
 
 
-def result(tiny, name, data=1, model=1):
+def result(name, data=1, model=1):
     """What a run of one region came to, on the host."""
-    program = RegionProgram(
-        tiny.loss_fn,
-        optax.adam(tiny.LEARNING_RATE),
-        METHODS[name],
-        tiny.make_params(),
-        1,
-        mesh=mesh_of(1, data, model),
-        user_inputs=tiny.USER_INPUTS,
+    program = tiny.program_of(
+        METHODS[name], mesh_of(1, data, model), regions=1,
+        optimizer=optax.adam(tiny.LEARNING_RATE),
         param_specs=tiny.SPECS if data * model > 1 else None,
-    )
+    )  # fmt: skip
     state, losses = tiny.start(program), []
     batches = (jax.tree.map(lambda x: x[:1], b) for b in tiny.stream())
     for new, output in run(program, state, batches, NUM_STEPS):
@@ -129,10 +125,8 @@ def result(tiny, name, data=1, model=1):
     return tiny.host((arrays, np.concatenate(losses)))
 
 
-@pytest.fixture(scope="module")
-def on_one_device(tiny):
-    """That of a method by name, made once."""
-    return functools.cache(functools.partial(result, tiny))
+# That of a method by name, made once.
+on_one_device = functools.cache(result)
 
 
 # One of each way that messages take.
@@ -150,14 +144,11 @@ CASES = [(name, 2, 2) for name in METHODS] + [
     ("name", "data", "model"),
     [x if x in QUICK else pytest.param(*x, marks=pytest.mark.slow) for x in CASES],
 )
-def test_one_region_on_several_devices(tiny, on_one_device, name, data, model):
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=RTOL, atol=ATOL),
-        result(tiny, name, data, model),
-        on_one_device(name),
-    )
+def test_one_region_on_several_devices(name, data, model):
+    found, expected = result(name, data, model), on_one_device(name)
+    assert_all_close(found, expected, rtol=RTOL, atol=ATOL)
 
 
-def test_another_run_is_not_close(on_one_device):
+def test_another_run_is_not_close():
     (_, losses), (_, others) = on_one_device("snoo"), on_one_device("cocodc")
     assert np.abs(losses - others).max() > 1e-3

@@ -1,7 +1,6 @@
 """Regions that come one by one: when, in which order, and after how many steps."""
 
 import dataclasses
-import json
 import math
 from fractions import Fraction
 
@@ -97,17 +96,6 @@ def test_each_region_keeps_its_own_time(tenths, interval, is_dynamic):
         # It has done just so many steps since it came before.
         done = [regions.steps_done(t)[m] for t in ticks]
         assert done == [count * i for i in range(1, len(ticks) + 1)]
-
-
-@given(TENTHS, st.integers(1, 5), st.integers(1, 40))
-def test_a_state_goes_through_json(tenths, interval, cut):
-    schedule = made([k / 10 for k in tenths], interval)
-    whole, came = walk(schedule, schedule.init(), 60)
-    state, before = walk(schedule, schedule.init(), cut)
-    state = schedule.restore(json.loads(json.dumps(state.to_json())))
-    state, after = walk(schedule, state, 60)
-    assert before + after == came
-    assert state == whole
 
 
 def test_a_run_may_be_asked_between_arrivals():

@@ -1,6 +1,5 @@
 """Measured delays and slots: numbers worked by hand, and what holds for any network."""
 
-import json
 import math
 import random
 
@@ -73,15 +72,6 @@ def test_as_many_slots_as_the_network_carries():
     assert starts == [10, 20, 25, 30, 35, 40, 45, 50, 55, 60, 65, 70, 75, 80]
 
 
-def test_a_slower_network_never_takes_a_fragment_beyond_its_deadline():
-    schedule = adaptive(40, 4, 1, "auto", network_share=1.0)
-
-    def times(step):
-        return [(0.1, 0.1)] if step < 55 else [(0.1, 9.0)]
-
-    assert_on_time(schedule, 200, times)
-
-
 def assert_on_time(schedule, end, times):
     last = [0] * schedule.num_fragments
     flying: dict[int, int] = {}
@@ -137,15 +127,6 @@ def test_deadlines_that_fall_in_one_slot_are_kept_in_their_order(seed):
             if event.kind == START:
                 assert step - last[event.fragment_id] <= 50
                 last[event.fragment_id] = step
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_the_state_survives_json_with_fragments_in_flight(data):
-    schedule = adaptive(20, 3, "auto", "auto")
-    end = data.draw(st.integers(7, 50))
-    *_, (_, state, _) = walk(schedule, end, lambda s: [(1.0, 1 + s % 5)])
-    assert schedule.restore(json.loads(json.dumps(state.to_json()))) == state
 
 
 def test_numbers_that_are_given_make_the_plain_schedule():

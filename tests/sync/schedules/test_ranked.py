@@ -1,10 +1,8 @@
 """Rounds that follow a rank: buckets, lengths, what is remembered, what is refused."""
 
-import json
-
 import pytest
 
-from cocodc_jax.sync.schedules import FINISH, START, Applied, Event, ranked_rounds
+from cocodc_jax.sync.schedules import FINISH, START, Event, ranked_rounds
 from tests.sync.schedules import walks
 
 
@@ -77,34 +75,6 @@ def test_the_event_of_a_message_has_the_rank_it_left_with():
     state, event = rounds.next_event(state, 13)
     assert event == Event(START, 0, 13, 12, rank=1)
     assert rounds.next_event(state, 13)[1] == Event(FINISH, 0, 12, rank=1)
-
-
-def test_what_is_told_at_once_or_when_it_asks():
-    rounds = ranked_rounds(4, 4, 1)
-    applied = Applied(0, 1, {"effective_rank": 1.0})
-    told = rounds.next_event(rounds.learn(rounds.init(), applied), 4)
-    assert rounds.next_event(rounds.init(), 4, lambda name: [applied]) == told
-    assert told[1] == Event(START, 0, 4, rank=1)
-
-
-def test_nothing_happens_within_a_round():
-    rounds = ranked_rounds(4, 4, 1)
-    state, _ = walk(rounds, [0.0])
-    for step in (5, 6, 7):
-        state, event = rounds.next_event(state, step)
-        assert event is None
-        assert state.step == step
-    assert rounds.next_step(state) == 8
-
-
-@pytest.mark.parametrize("stop", range(6))
-def test_a_state_from_json_has_the_same_future(stop):
-    rounds, measured = ranked_rounds(8, 8, 1), [0.0, 1.3, 3.1, 2.2, 7.9, 5.5, 1.0]
-    state, _ = walk(rounds, measured[:stop])
-    restored = rounds.restore(json.loads(json.dumps(state.to_json())))
-    assert restored == state
-    rest = measured[stop:]
-    assert walk(rounds, rest, restored) == walk(rounds, rest, state)
 
 
 @pytest.mark.parametrize(("rank", "min_rank"), [(4, 0), (4, 5)])

@@ -1,23 +1,67 @@
-"""Runs whose devices share positions of sequences, or experts, by configuration."""
+"""Runs over stages, positions or experts, as their configuration makes them."""
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax import models
 from cocodc_jax.run.build import build_program, check_model, init_params, mesh_of
 from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.train.run_steps import run
 
 STEPS, BATCH, LENGTH = 3, 4, 8
 CONFIG = PRESETS["smoke"].replace(
+    method="diloco", sync_interval=STEPS, steps=100, warmup_steps=1, eval_batches=2,
+    regions=2, stages=2, microbatches=2, scan_layers=True, stage_subspace=4,
+)  # fmt: skip
+SUBSPACE = models.Subspace(CONFIG.model.width, 4)
+
+
+def test_regions_tell_their_bytes_and_stay_confined():
+    program = build_program(CONFIG, CONFIG.model, make_mesh(2, stage=2))
+    params = init_params(CONFIG.run, CONFIG.model, jax.random.key(3))
+    state = program.init(params, jax.random.key(4))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 256, (STEPS, 2, BATCH, LENGTH + 1)).astype(np.int32)
+    ((state, output),) = run(program, state, iter(tokens), STEPS)
+    whole = models.stage_bytes(CONFIG.model, 2, BATCH, LENGTH, SUBSPACE)
+    assert np.all(np.asarray(output.aux["stage_bytes"]) == whole)
+    u = SUBSPACE.basis
+    for tree in (program.outer_params(state), program.mean_params(state)):
+        tree = jax.device_get(tree)
+        for kind, name in (("attention", "output"), ("mlp", "down")):
+            matrix = tree["blocks"][kind][name]
+            np.testing.assert_allclose(matrix @ u @ u.T, matrix, atol=2e-6)
+        moved = tree["embedding"] - params["embedding"]
+        np.testing.assert_allclose(moved @ u @ u.T, moved, atol=2e-6)
+        assert np.abs(moved).max() > 1e-3
+
+
+def test_a_codec_reaches_the_loss():
+    tokens = jax.ShapeDtypeStruct((1, 2, BATCH, LENGTH + 1), np.int32)
+    shared_out = []
+    for config in (CONFIG, CONFIG.replace(stage_compress="int8")):
+        program = build_program(config, config.model, make_mesh(2, stage=2))
+        steps = program._steps.trace(program.abstract().region, tokens, None, None, ())
+        jaxpr = str(steps.jaxpr)
+        assert "ppermute" in jaxpr
+        shared_out.append("all_to_all" in jaxpr)
+    # What no codec wrote is not shared out.
+    assert shared_out == [True, False]
+
+
+# --- Devices that share the positions of sequences ---
+
+SHARED = PRESETS["smoke"].replace(
     method="diloco", sync_interval=STEPS, steps=100, warmup_steps=1, eval_batches=2,
     regions=2, num_layers=1, sequence_length=LENGTH,
 )  # fmt: skip
 
 
 def trained(**axes):
-    config = CONFIG.replace(**axes)
+    config = SHARED.replace(**axes)
     own = config.run.regions * config.run.devices_per_region
     mesh = mesh_of(config.run, jax.devices()[:own])
     program = build_program(config, config.model, mesh)
@@ -88,7 +132,7 @@ def test_experts_that_devices_cannot_share_are_named(leaves, message):
 
 
 def checked(**leaves):
-    config = CONFIG.replace(**leaves)
+    config = SHARED.replace(**leaves)
     check_model(config, config.model)
 
 

@@ -3,13 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from cocodc_jax import methods
 from cocodc_jax.program import batches as counted
-from cocodc_jax.program.region_program import RegionProgram
 from tests.numerics import assert_within_ulps
+from tests.program import tiny
 
 
 def step(state, xs):
@@ -61,7 +60,7 @@ def test_large_inputs_are_given_no_room():
     assert counted.takes(numbers(3))
 
 
-def test_scans_of_every_length_are_one_program(tiny):
+def test_scans_of_every_length_are_one_program():
     traces = []
 
     def loss_fn(params, batch, key):
@@ -69,7 +68,7 @@ def test_scans_of_every_length_are_one_program(tiny):
         return tiny.loss_fn(params, batch, key)
 
     method = methods.get("streaming_diloco", sync_interval=14, num_fragments=2)
-    program = RegionProgram(loss_fn, optax.sgd(0.1), method, tiny.make_params(), 4)
+    program = tiny.program_of(method, loss=loss_fn)
     _, outputs = tiny.finish(program, tiny.start(program), 30)
     lengths = {len(output.losses) for output in outputs}
     assert len(lengths) > 1

@@ -1,0 +1,80 @@
+"""A quadratic in four regions, trained step by step, on which limits are compared.
+
+Two methods are two programs, so that what is equal is so to a few roundings of float32.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from cocodc_jax import methods
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sync.cutting import cut_by_patterns
+from cocodc_jax.sync.needs import UserInputs
+
+LR, NUM_REGIONS, NUM_STEPS = 0.1, 4, 12
+SHAPES = {"a": (2, 2), "b": (3,), "c": (2,)}
+RNG = np.random.default_rng(0)
+ROOT = RNG.normal(size=(9, 9)) / 3
+HESSIAN = ROOT @ ROOT.T + 0.3 * np.eye(9)
+PARAMS = {n: RNG.normal(size=s).astype(np.float32) for n, s in SHAPES.items()}
+# One target a step and region, around an optimum of the region's own.
+TARGETS = RNG.normal(size=(NUM_REGIONS, 9)) + RNG.normal(size=(NUM_STEPS, 4, 9)) / 4
+TARGETS = TARGETS.astype(np.float32)
+OUTER = {"outer_lr": 0.4, "outer_momentum": 0.9}
+
+
+def gap_fn(params, target):
+    return jnp.concatenate([params[n].reshape(-1) for n in SHAPES]) - target
+
+
+def square_fn(gap, target):
+    del target
+    return gap @ jnp.asarray(HESSIAN, gap.dtype) @ gap / 2
+
+
+def loss_fn(params, target, key):
+    return square_fn(gap_fn(params, target), target), {}
+
+
+def slope_fn(params, target, key):
+    """The same gradient, `target`, wherever the parameters are."""
+    return gap_fn(params, 0 * target) @ target, {}
+
+
+def make(method, regions=NUM_REGIONS, optimizer=None, loss=loss_fn, patterns=None):
+    return RegionProgram(
+        loss, optimizer or optax.sgd(LR), method, PARAMS, regions,
+        fragments=patterns and cut_by_patterns(PARAMS, patterns),
+        user_inputs=UserInputs(LR, outputs=(gap_fn, square_fn)),
+    )  # fmt: skip
+
+
+def run(program, targets=TARGETS, stops=()):
+    """Trains over `targets`, and gives `(local, outer)` at each stop and at the end."""
+    state, seen = program.init(PARAMS, jax.random.key(0)), []
+    targets = targets[:, : program.num_regions]
+    while state.step < len(targets):  # One length of a scan is compiled, whatever H.
+        state, _ = program.advance(state, targets[state.step :][:1])
+        if state.step in (*stops, len(targets)):
+            parts = (state.region.params, program.outer_params(state))
+            seen.append(jax.device_get(parts))
+    return seen if stops else seen[-1]
+
+
+def of(name, **options):
+    """A method that is trained once for all who ask."""
+    return name, tuple(options.items())
+
+
+@functools.cache
+def trained(what, regions=NUM_REGIONS):
+    name, options = what
+    return run(make(methods.get(name, **dict(options)), regions))
+
+
+def join(params):
+    return np.concatenate([params[n].ravel() for n in SHAPES])
