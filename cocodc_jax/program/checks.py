@@ -171,8 +171,12 @@ def check_batches(batches: PyTree, num_regions: int, own_regions: int) -> int:
 
 
 def is_on_mesh(leaf: Any) -> bool:
-    """Return whether a leaf is already sharded over devices of several processes."""
-    return _is_real(leaf) and not leaf.is_fully_addressable
+    """Return whether a leaf has all regions' rows, whatever the number of processes.
+
+    So it is if it is sharded over devices of several processes, or only a shape.
+    """
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    return is_shape or (_is_real(leaf) and not leaf.is_fully_addressable)
 
 
 def check_alive(state: TrainState) -> None:
