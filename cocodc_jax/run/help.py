@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 _WIDTH, _COLUMN = 88, 28
@@ -57,16 +57,6 @@ def _text_and_choices(flag: Any) -> tuple[str, Collection[str]]:
     """Split a flag's help from its choices, which absl puts before it as <a|b>."""
     choices = getattr(flag.parser, "enum_values", ())
     return flag.help.removeprefix(f"<{'|'.join(choices)}>: "), choices
-
-
-def sections_of(define: Mapping[str, Callable[[Any], None]], values: Any) -> Sections:
-    """Return flags by section."""
-    found = {}
-    for title, defines in define.items():
-        own = type(values)()
-        defines(own)
-        found[title] = options(values, own)
-    return found
 
 
 def _shown(entry: Option | str) -> str:
