@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from absl import flags as absl_flags
 
-from cocodc_jax.network import world
 from cocodc_jax.network.links import Link, Topology, uniform
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.messages import as_a_command, one_line
@@ -105,6 +104,8 @@ def named(flag: str, path: str, read: Callable[[str], Value]) -> Value:
 
 def topology(values: Any, gbps: float) -> Topology:
     """Return the network of --links or --world, or equal links between --regions."""
+    from cocodc_jax.network import world  # YAML, which not every program needs.
+
     if values.links:
         return named("links", values.links, world.load_topology)
     if values.world:
