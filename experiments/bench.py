@@ -23,6 +23,7 @@ uses models and layouts of its own, and prints them.
 
 import importlib.util
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -180,7 +181,7 @@ def show_growth(name: str, interval: int, rounds: int, console: Console) -> None
         (size, f"{t.median_s:.3f}", f"{t.median_s / first:.2f}", f"{t.compile_s:.1f}")
         for size, t in timings.items()
     ]
-    looks = program.SIMPLE | {"title_justify": "left"}
+    looks: dict[str, Any] = {"is_ruled": True, "title_justify": "left"}
     title = _what_grows(name, interval)
     console.print(program.table(heads, rows, title=title, **looks))
     console.print(

@@ -173,7 +173,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
             cells += [f"{predicted_s:.3f}", f"{measured_s / predicted_s:.2f}"]
             cells.append(f"{row['at_once_s']:.3f}")
         lines.append(cells)
-    console.print(program.table(heads, lines, **program.SIMPLE))
+    console.print(program.table(heads, lines, is_ruled=True))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from absl import flags as absl_flags
-from rich import box
 
-from cocodc_jax.network import world
 from cocodc_jax.network.links import Link, Topology, uniform
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.messages import as_a_command, one_line
@@ -19,7 +17,6 @@ from .commands import shown
 if TYPE_CHECKING:
     from rich.table import Table
 
-SIMPLE: dict[str, Any] = {"box": box.SIMPLE, "padding": (0, 1)}
 Value = TypeVar("Value")
 REFUSED = (ValueError, absl_flags.Error)
 # Name, default and help of a flag. In place of a default, a type means none, and a
@@ -107,6 +104,8 @@ def named(flag: str, path: str, read: Callable[[str], Value]) -> Value:
 
 def topology(values: Any, gbps: float) -> Topology:
     """Return the network of --links or --world, or equal links between --regions."""
+    from cocodc_jax.network import world  # YAML, which not every program needs.
+
     if values.links:
         return named("links", values.links, world.load_topology)
     if values.world:
@@ -118,14 +117,22 @@ def topology(values: Any, gbps: float) -> Topology:
     return uniform(values.regions, Link(gbps, *numbers))
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], **looks: Any) -> Table:
+def table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    is_ruled: bool = False,
+    **looks: Any,
+) -> Table:
     """Return a table, whose first column has names and the others numbers.
 
-    It is without lines, unless `looks` are those of a `rich` table, such as `SIMPLE`.
+    It has a rule below its heads or none; `looks` are those of a `rich` table.
     """
+    from rich import box
     from rich.table import Table
 
-    made = Table(**{"box": None, "padding": (0, 2, 0, 0), "pad_edge": False} | looks)
+    usual = {"box": box.SIMPLE if is_ruled else None, "pad_edge": False}
+    usual["padding"] = (0, 1) if is_ruled else (0, 2, 0, 0)
+    made = Table(**usual | looks)
     for number, head in enumerate(heads):
         made.add_column(head, justify="right" if number else "left", no_wrap=not number)
     for row in rows:

@@ -82,5 +82,5 @@ def speeds(title: str, tokens: int, timings: Mapping[str, Timing]) -> Table:
                 f"{timing.compile_s:.1f}",
             )
         )
-    looks = program.SIMPLE | {"title_justify": "left"}
+    looks: dict[str, Any] = {"is_ruled": True, "title_justify": "left"}
     return program.table(heads, rows, title=title, **looks)

@@ -230,7 +230,7 @@ def main() -> None:
         rows.append((name, _over_seeds(losses), closed, _over_seeds(errors)))
     heads = ("gradient", "final loss", "of the gap closed", "error to fresh")
     console = Console()
-    console.print(program.table(heads, rows, **program.SIMPLE))
+    console.print(program.table(heads, rows, is_ruled=True))
     seeds = f"{setup.seeds} seeds, mean and 95 % interval"
     console.print(
         f"{seeds if setup.seeds > 1 else 'One seed'}; {setup.workers} workers, "

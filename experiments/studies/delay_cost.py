@@ -168,7 +168,7 @@ def _print(rows: list[dict[str, Any]], settings: Settings, console: Console) -> 
         )
         for row in rows
     ]
-    console.print(program.table(heads, lines, title=title, **program.SIMPLE))
+    console.print(program.table(heads, lines, title=title, is_ruled=True))
 
 
 def _text(value: dict[str, Any] | None, digits: int) -> str:
