@@ -16,6 +16,7 @@ from cocodc_jax.models import experts
 from cocodc_jax.models.config import DISPATCHES, TransformerConfig
 from cocodc_jax.models.transformer import bind
 from cocodc_jax.sharding.mesh import make_mesh
+from tests.program.mixture import drawn_params
 
 _DENSE = TransformerConfig(
     vocab_size=32,
@@ -128,22 +129,9 @@ def test_the_kernel_of_tpus_sums_each_group():
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
-@functools.cache
-def _params(config):
-    rng = np.random.default_rng(1)
-
-    def draw(path, leaf):
-        scale = 0.0 if path[-1].key == "tokens" else 0.3
-        drawn = rng.normal(path[-1].key == "scale", scale, leaf.shape)
-        return drawn.astype(np.float32)
-
-    shapes = jax.eval_shape(functools.partial(models.init_params, config), _KEY)
-    return jax.tree_util.tree_map_with_path(draw, shapes)
-
-
 def _loss_and_grad(config, tokens, params=None):
     loss = jax.value_and_grad(models.make_loss_fn(config), has_aux=True)
-    return jax.jit(loss)(params or _params(config), tokens, _KEY)
+    return jax.jit(loss)(params or drawn_params(config), tokens, _KEY)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +146,7 @@ def test_scanned_and_unscanned_layers_are_one_model(changed):
         block = blocks[f"layer_{layer % every}"] if every > 1 else blocks
         return jax.tree.map(lambda x: x[layer // every], block)
 
-    params = _params(scanned)
+    params = drawn_params(scanned)
     layers = {i: layer_of(params["blocks"], i) for i in range(_MOE.num_layers)}
     (loss, aux), grads = _loss_and_grad(scanned, _tokens())
     (other, other_aux), others = _loss_and_grad(
@@ -177,11 +165,15 @@ def test_scanned_and_unscanned_layers_are_one_model(changed):
 
 
 def test_a_model_without_experts_is_the_dense_one_bit_for_bit():
-    shapes = jax.tree.map(jnp.shape, _params(_DENSE))
+    shapes = jax.tree.map(jnp.shape, drawn_params(_DENSE))
     assert "moe" not in shapes["blocks"]
-    text = jax.make_jaxpr(models.make_loss_fn(_DENSE))(_params(_DENSE), _tokens(), _KEY)
+    text = jax.make_jaxpr(models.make_loss_fn(_DENSE))(
+        drawn_params(_DENSE), _tokens(), _KEY
+    )
     other = dataclasses.replace(_DENSE, balance_loss=0.5, experts_per_token=1)
-    same = jax.make_jaxpr(models.make_loss_fn(other))(_params(_DENSE), _tokens(), _KEY)
+    same = jax.make_jaxpr(models.make_loss_fn(other))(
+        drawn_params(_DENSE), _tokens(), _KEY
+    )
     assert str(text) == str(same)
 
 
@@ -192,7 +184,7 @@ def test_the_losses_of_routers_are_what_their_papers_say():
     rng = np.random.default_rng(3)
     x = rng.normal(size=(11, 16)).astype(np.float32)
     router = rng.normal(size=(16, 4)).astype(np.float32)
-    params = _params(config)
+    params = drawn_params(config)
     params["blocks"][0]["moe"]["router"] = router
     _, routed = bind(config, params).blocks[0].moe(jnp.asarray(x[None]))
     logits = x.astype(float) @ router
@@ -220,7 +212,7 @@ def test_router_losses_change_gradients_and_not_the_loss():
 
 def test_counts_add_up_the_batches_that_experts_were_given():
     optimizer = experts.counting(optax.adamw(1e-2, weight_decay=0.5))
-    params, steps = _params(_MOE), 3
+    params, steps = drawn_params(_MOE), 3
     state = optimizer.init(params)
     total = np.zeros((2, 4))
     for seed in range(steps):
@@ -257,7 +249,7 @@ def test_devices_that_share_a_region_compute_the_same(dispatch, axes):
     config = dataclasses.replace(
         _MOE, shared_experts=1, expert_dispatch=dispatch, balance_loss=0.5
     )
-    tokens, params = _tokens(16, 17), jax.tree.map(np.copy, _params(config))
+    tokens, params = _tokens(16, 17), jax.tree.map(np.copy, drawn_params(config))
     # A feature that all tokens have, and two experts that want it: rounds follow.
     params["embedding"][:, 0] = 4
     router = params["blocks"]["moe"]["router"]
@@ -288,7 +280,7 @@ def test_tokens_cross_to_their_experts_and_back_and_experts_are_not_gathered():
     divided = models.make_divided_loss_fn(config, models.Layout(expert="expert"))
     with jax.set_mesh(mesh):
         found = jax.make_jaxpr(jax.grad(divided, has_aux=True))(
-            _params(config), _tokens(), _KEY
+            drawn_params(config), _tokens(), _KEY
         )
     text = str(found)
     # Rows, their experts, and back; the cotangents of rows; a round takes all.
@@ -337,7 +329,7 @@ def test_a_pipeline_of_experts_is_refused():
 def test_half_precision_stays_near_the_full_one():
     tokens = _tokens()
     half = dataclasses.replace(_MOE, compute_dtype="bfloat16")
-    logits = jax.jit(functools.partial(models.apply, _MOE))(_params(_MOE), tokens)
-    other = jax.jit(functools.partial(models.apply, half))(_params(_MOE), tokens)
+    logits = jax.jit(functools.partial(models.apply, _MOE))(drawn_params(_MOE), tokens)
+    other = jax.jit(functools.partial(models.apply, half))(drawn_params(_MOE), tokens)
     # Eight bits, and a token may change its second expert.
     assert np.abs(logits - other).mean() < 0.02

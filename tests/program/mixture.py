@@ -48,7 +48,8 @@ loss_fn = models.make_loss_fn(MODEL)
 
 
 @functools.cache
-def make_params():
+def drawn_params(config):
+    """Draw parameters of any mixture; counts of tokens are 0."""
     rng = np.random.default_rng(1)
 
     def draw(path, leaf):
@@ -56,8 +57,12 @@ def make_params():
         drawn = rng.normal(path[-1].key == "scale", scale, leaf.shape)
         return drawn.astype(np.float32)
 
-    shapes = jax.eval_shape(functools.partial(models.init_params, MODEL), _KEY)
+    shapes = jax.eval_shape(functools.partial(models.init_params, config), _KEY)
     return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def make_params():
+    return drawn_params(MODEL)
 
 
 def make_batch(step):

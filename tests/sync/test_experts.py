@@ -1,7 +1,6 @@
 """Mixtures of experts in a sync: how they are cut, averaged and ranked."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from cocodc_jax.expert_leaves import TOKEN_UNIT, expert_axis
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.expert_mean import ExpertMean
 from cocodc_jax.sync.schedules.adaptive import adaptive
+from tests.program.mixture import drawn_params
 
 _MODEL = models.TransformerConfig(
     vocab_size=16,
@@ -35,19 +35,8 @@ def _model(scan_layers):
     return dataclasses.replace(_MODEL, scan_layers=scan_layers)
 
 
-@functools.cache
 def _params(scan_layers):
-    rng = np.random.default_rng(1)
-
-    def draw(path, leaf):
-        scale = 0.0 if path[-1].key == "tokens" else 0.3
-        drawn = rng.normal(path[-1].key == "scale", scale, leaf.shape)
-        return drawn.astype(np.float32)
-
-    shapes = jax.eval_shape(
-        functools.partial(models.init_params, _model(scan_layers)), _KEY
-    )
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+    return drawn_params(_model(scan_layers))
 
 
 @pytest.mark.parametrize(("scan_layers", "num_fragments"), [(True, 4), (False, 5)])
