@@ -65,7 +65,7 @@ class OnOuterMesh(Exchange):
         """
         super().__init__(spec)
         self.all_reduce = all_reduce
-        self._is_alone, self._num_elastic = num_elastic is not None, num_elastic
+        self._num_elastic = num_elastic
         self._num_times = spec.regions.num if spec.is_measured else 0
         self._programs: dict[tuple[int, int], tuple[Callable, Callable]] = {}
 
@@ -73,6 +73,10 @@ class OnOuterMesh(Exchange):
     def num_regions(self) -> int:
         """Maximum number of regions that send messages."""
         return self._num_elastic or super().num_regions
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._num_elastic is not None
 
     def send(
         self, event: Event, weights: tuple[float, ...], times: Times, *arrays: Any

@@ -364,8 +364,6 @@ class Executor:
     @functools.cache  # noqa: B019  (as long as the programs)
     def message_bytes(self, fragment_id: int, rank: int = 0) -> int:
         """Return the bytes of one region's message; 0 for a single region."""
-        if self._exchange.num_regions == 1:
-            return 0
         if isinstance(self._outer, RegionalOuterModels):
             return self._outer.num_bytes(fragment_id)
         return self._exchange.num_bytes(fragment_id, rank)
