@@ -111,6 +111,40 @@ def _settings(flags, hide):
     return ", ".join(said) or "-"
 
 
+_NAMED = {
+    "one bit": ("streaming_diloco", "ef+sign"),
+    "two bits": ("streaming_diloco", "ef+stat2"),
+    "streaming": ("streaming_diloco", None),
+    "diloco": ("diloco", None),
+}
+
+
+def across(files, what, names):
+    """Return a table of sweeps by a size: tuned losses, and one bit against the rest."""
+    rows = []
+    for size, name in files.items():
+        found = read(name)["cells"]
+        by_name = {
+            n: _last(next(c for c in found if _is(c["flags"], *_NAMED[n])))
+            for n in names
+        }
+        one = by_name["one bit"]
+        rows.append(
+            [
+                size,
+                *(interval(by_name[n]["loss"]) for n in names),
+                interval(one["difference"], "+.3f"),
+                interval(one["steps_to_reference"], ".0f"),
+            ]
+        )
+    heads = ["one bit less streaming", "steps of one bit to streaming's last loss"]
+    return table([what, *names, *heads], rows)
+
+
+def _is(flags, method, compress):
+    return (flags["method"], flags.get("compress")) == (method, compress)
+
+
 def frontier(name, keep=lambda cell: True):
     """Return a plot of loss against the bytes that a region sent, with intervals."""
     figure = Figure(figsize=(7.5, 4), layout="constrained")
