@@ -17,16 +17,11 @@ from tests.program import quadratic, reference
 from tests.program.quadratic import HESSIAN, LR, NUM_REGIONS, OUTER, PARAMS, TARGETS
 
 RNG = np.random.default_rng(1)
-ORACLE = reference.Quadratic(HESSIAN, {n: PARAMS[n].size for n in PARAMS})
+ORACLE = reference.Quadratic({n: PARAMS[n].shape for n in PARAMS}, HESSIAN)
 
 
 def train(method, targets=TARGETS, stops=(), **options):
     return quadratic.run(quadratic.make(method, **options), targets, stops)
-
-
-def flat(tree):
-    """As the reference has it: names to vectors."""
-    return {n: x.reshape(-1) for n, x in tree.items()}
 
 
 def test_fragments_without_delay_and_replaced_are_blocking():
@@ -109,10 +104,10 @@ def compensated(strength):
     (staged, _), (local, outer) = train(cocodc, TARGETS[:3], stops=(2,))
     found, wanted = [], []
     for m in range(NUM_REGIONS):
-        there = flat({"a": outer["a"], "b": staged["b"][m], "c": outer["c"]})
-        gradient = ORACLE.gradient(there, (TARGETS[2, m], 1.0))
-        found.append(flat({n: local[n][m] for n in "ac"}))
-        wanted.append({n: there[n] - LR * gradient[n] for n in "ac"})
+        there = ORACLE.join({"a": outer["a"], "b": staged["b"][m], "c": outer["c"]})
+        stepped = there - LR * ORACLE.gradient(there, (TARGETS[2, m], 1.0))
+        found.append([local[n][m] for n in "ac"])
+        wanted.append([ORACLE.split(stepped)[n] for n in "ac"])
     return found, wanted
 
 
@@ -189,17 +184,22 @@ def test_one_region_alone(name):
     outer = {"outer_lr": 0.4, "momentum": 0.9} if options else {}
     groups = [["a", "c"], ["b"]] if "num_fragments" in options else [["a", "b", "c"]]
     targets = TARGETS[:, :1]
-    expected = reference.train(
+    expected = reference.Run(
         ORACLE,
         reference.Method(groups, **twin, **outer),
         reference.Sgd(LR),
-        flat(PARAMS),
+        ORACLE.join(PARAMS),
         [[(target[0], 1.0)] for target in targets],
         itemsize=4,
     )
     local, outer = train(methods.get(name, **options), targets, regions=1)
-    assert_within_ulps(flat(local), expected.local[0])
-    assert_within_ulps(flat(outer), expected.outer if options else expected.local[0])
+    (alone,) = expected.local
+    for found, wanted in (
+        (local, alone),
+        (outer, expected.outer if options else alone),
+    ):
+        found = {n: x.reshape(PARAMS[n].shape) for n, x in found.items()}
+        assert_within_ulps(found, ORACLE.split(wanted))
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -20,7 +20,7 @@ from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.train.run_steps import run
 from cocodc_jax.transforms.second_moment import adam_second_moment
-from tests.program import reference
+from tests.program import family_reference, reference
 
 NUM_REGIONS = 4
 LR = 0.05
@@ -36,12 +36,12 @@ class Problem:
     """One problem, as JAX sees it and as the reference does.
 
     `groups` are the fragments by hand: names in the order of the method's fragments,
-    strided, for 1, 2 and 3 of them. `names` maps a tree to the reference's dict.
+    strided, for 1, 2 and 3 of them. `names` maps a tree to the reference's tensors.
     """
 
     loss_fn: object
     params: dict
-    oracle: object
+    oracle: reference.Problem
     num_devices: int
     batches: list
     groups: dict
@@ -68,7 +68,7 @@ def quadratic():
     return Problem(
         loss_fn,
         {n: rng.normal(size=s).astype(np.float32) for n, s in sizes.items()},
-        reference.Quadratic(hessian.astype(np.float64), sizes),
+        reference.Quadratic({n: (s,) for n, s in sizes.items()}, hessian.astype(float)),
         2,
         [batch() for _ in range(60)],
         {1: [["a", "b", "c"]], 2: [["a", "c"], ["b"]], 3: [["a"], ["b"], ["c"]]},
@@ -106,7 +106,7 @@ def mlp():
     return Problem(
         loss_fn,
         params,
-        reference.Mlp(3),
+        reference.Mlp({name: x.shape for name, x in names(params).items()}),
         4,
         [batch() for _ in range(60)],
         {
@@ -118,9 +118,7 @@ def mlp():
     )
 
 
-@pytest.fixture(scope="module")
-def problems():
-    return {"quadratic": quadratic(), "mlp": mlp()}
+PROBLEMS = {"quadratic": quadratic(), "mlp": mlp()}
 
 
 def cast(tree, dtype):
@@ -148,35 +146,30 @@ def run_program(problem, method, inner, num_steps, dtype):
 
 
 def run_reference(problem, method, inner, num_steps, dtype):
-    optimizer = reference.Sgd(LR) if inner == "sgd" else reference.AdamW(lr=LR, **ADAM)
-
     def of_region(batch, m):
         return jax.tree.map(lambda x: x[m].astype(np.float64), batch)
 
-    return reference.train(
+    adam = family_reference.Momenta(
+        LR, (ADAM["b1"],), (1.0,), ADAM["b2"], ADAM["eps"], ADAM["weight_decay"]
+    )
+    batches = problem.batches[:num_steps]
+    return reference.Run(
         problem.oracle,
         method,
-        optimizer,
-        problem.names(cast(problem.params, np.float64)),
-        [
-            [of_region(b, m) for m in range(NUM_REGIONS)]
-            for b in problem.batches[:num_steps]
-        ],
+        reference.Sgd(LR) if inner == "sgd" else adam,
+        problem.oracle.join(problem.names(problem.params)).astype(np.float64),
+        [[of_region(b, m) for m in range(NUM_REGIONS)] for b in batches],
         np.dtype(dtype).itemsize,
     )
 
 
-def assert_close(actual, expected, tolerance, what):
-    assert actual.keys() == expected.keys()
-    for name, x in expected.items():
-        scale = np.abs(x).max()
-        np.testing.assert_allclose(
-            np.asarray(actual[name], np.float64),
-            x,
-            rtol=0,
-            atol=tolerance * scale,
-            err_msg=f"{what} {name}",
-        )
+def assert_close(problem, tree, expected, tolerance):
+    """Compare a model with the reference's, tensor by tensor."""
+    actual, wanted = problem.names(tree), problem.oracle.split(expected)
+    assert actual.keys() == wanted.keys()
+    for name, x in wanted.items():
+        found, atol = np.asarray(actual[name], np.float64), tolerance * np.abs(x).max()
+        np.testing.assert_allclose(found, x, rtol=0, atol=atol, err_msg=name)
 
 
 def assert_agree(problem, pair, dtype):
@@ -191,27 +184,23 @@ def assert_agree(problem, pair, dtype):
         ours = run_reference(problem, expected, *arguments)
         # A choice between two equal scores would be left to rounding.
         assert ours.closest > 1e-3
-        assert [
-            (s.fragment_id, s.start_step, s.apply_step) for s in syncs
-        ] == ours.syncs
+        found = [(s.fragment_id, s.start_step, s.apply_step) for s in syncs]
+        assert found == ours.syncs
         assert state.bytes_sent == ours.num_bytes > 0
         regions = jax.device_get(state.region.params)
         assert jax.tree.leaves(regions)[0].dtype == dtype
-        for m in range(NUM_REGIONS):
-            local = problem.names(jax.tree.map(lambda x, m=m: x[m], regions))
-            assert_close(local, ours.local[m], tolerance, f"region {m}")
+        for m, local in enumerate(ours.local):
+            own = jax.tree.map(lambda x, m=m: x[m], regions)
+            assert_close(problem, own, local, tolerance)
         if expected.interval == 0:
             return
-        assert [f[:2] for f in ours.in_flight] == [
-            pending.sync_id for pending in state.sync.schedule.in_flight
-        ]
-        outer = problem.names(jax.device_get(program.outer_params(state)))
-        assert_close(outer, ours.outer, tolerance, "outer")
-        traces = [
-            optax.tree_utils.tree_get(s, "trace") for s in state.sync.outer.opt_states
-        ]
-        momentum = problem.names(jax.device_get(program.fragments.join(traces)))
-        assert_close(momentum, ours.momentum, tolerance, "momentum")
+        memory, outer = state.sync.schedule, state.sync.outer
+        assert [f[:2] for f in ours.in_flight] == [x.sync_id for x in memory.in_flight]
+        params = jax.device_get(program.outer_params(state))
+        assert_close(problem, params, ours.outer, tolerance)
+        traces = [optax.tree_utils.tree_get(s, "trace") for s in outer.opt_states]
+        momentum = jax.device_get(program.fragments.join(traces))
+        assert_close(problem, momentum, ours.nesterov.m, tolerance)
         # Reported in float32 whatever the parameters.
         norms = [float(s.norm) for s in syncs]
         np.testing.assert_allclose(norms, ours.norms, rtol=1e-5)
@@ -300,11 +289,11 @@ CURVATURES = {
     ],
 )
 @pytest.mark.parametrize("name", METHODS)
-def test_each_method_is_its_formula(problems, problem, name, dtype):
-    assert_agree(problems[problem], METHODS[name], dtype)
+def test_each_method_is_its_formula(problem, name, dtype):
+    assert_agree(PROBLEMS[problem], METHODS[name], dtype)
 
 
 @pytest.mark.parametrize("name", CURVATURES)
-def test_each_curvature_is_its_formula(problems, name):
-    problem = dataclasses.replace(problems["quadratic"], num_devices=NUM_REGIONS)
+def test_each_curvature_is_its_formula(name):
+    problem = dataclasses.replace(PROBLEMS["quadratic"], num_devices=NUM_REGIONS)
     assert_agree(problem, CURVATURES[name], np.float64)
