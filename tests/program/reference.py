@@ -34,13 +34,15 @@ class Problem:
         """Which entries are of these tensors."""
         return self.join({n: np.full(s, n in names) for n, s in self.shapes.items()})
 
+    def sums(self, x):
+        """At each entry the sum of its tensor, of every region."""
+        tensors = [self.split(own).items() for own in x]
+        return np.array(
+            [self.join({n: np.full(p.shape, p.sum()) for n, p in t}) for t in tensors]
+        )
+
     def norms(self, x):
-        """At each entry the norm of its tensor, of every region."""
-        tensors = map(self.split, x)
-        return np.array([
-            self.join({n: np.full(p.shape, np.linalg.norm(p)) for n, p in each.items()})
-            for each in tensors
-        ])  # fmt: skip
+        return np.sqrt(self.sums(x**2))
 
 
 @dataclasses.dataclass
@@ -97,7 +99,11 @@ class Sgd:
 
 @dataclasses.dataclass
 class Context:
-    """What a curvature may look at besides g and D; `batches` are the last ones."""
+    """What a curvature may look at besides g and D.
+
+    `batches` are the last ones; `path` is the models at the start, after tau // 2 steps
+    and now.
+    """
 
     sync_interval: int
     tau: int
@@ -105,6 +111,7 @@ class Context:
     second_moment: np.ndarray | None
     problem: Problem
     batches: list
+    path: tuple
 
     def hessian_vector(self, d):
         pairs = zip(d, self.batches, strict=True)
@@ -138,6 +145,16 @@ def as_coded(g, d, context):
     progress, norms = g * context.tau, context.problem.norms
     c = progress * progress * d / 4e-4
     return norms(progress) / (norms(c) + 1e-8) * c / context.tau
+
+
+def secant(g, d, context):
+    """Isotropic, weighted a tensor by what it predicts of the change of the steps."""
+    staged, midway, local = context.path
+    half, tau, sums = context.tau // 2, context.tau, context.problem.sums
+    change = (midway - local) / (tau - half) - (staged - midway) / half
+    predicted = (midway - staged) / tau
+    fitted = sums(change * predicted) / sums(predicted**2)
+    return np.clip(fitted, 0, 1) * d / tau
 
 
 def adam_second_moment(g, d, context):
@@ -189,7 +206,7 @@ class Run:
         self.nesterov = Nesterov(method.outer_lr, method.momentum)
         self.num_bytes, self.closest = 0, math.inf
         self.starts, self.syncs, self.ratios, self.norms = [], [], [], []
-        self.in_flight, self.rates = [], {}
+        self.in_flight, self.rates, self.history = [], {}, {}
         for t, step_batches in enumerate(batches, start=1):
             pairs = zip(self.local, step_batches, strict=True)
             grads = np.array([problem.gradient(*pair) for pair in pairs])
@@ -202,11 +219,12 @@ class Run:
 
     def _sync(self, batches, t, itemsize):
         self._land(batches, t)
+        self.history[t] = self.local
         p = self._choose(t) if t % self.method.slot == 0 else None
         if p is None:
             return
         delta = (self.outer - self.local).mean(0) * self.is_of[p]
-        self.in_flight.append((p, t, self.local, delta))
+        self.in_flight.append((p, t, delta))
         self.starts.append((p, t))
         self.num_bytes += itemsize * self.is_of[p].sum()
         if self.method.tau == 0:
@@ -216,20 +234,20 @@ class Run:
         """Section 0's outer Nesterov, then the merge of section 2, 3 or 4.1."""
         for flight in [f for f in self.in_flight if f[1] + self.method.tau == t]:
             self.in_flight.remove(flight)
-            p, start, staged, delta = flight
+            p, start, delta = flight
             at, size = self.is_of[p], self.is_of[p].sum()
             self.outer = self.nesterov.step(self.outer, delta[at], at)
             norm = np.linalg.norm(delta)
             before = [s for q, s in self.starts if q == p and s < start]
             steps = start - (before[-1] if before else 0)
             self.rates[p] = (norm / size / steps, norm / math.sqrt(size) / steps)
-            merged, ratios = self._merged(staged, batches, at)
+            merged, ratios = self._merged(start, batches, at)
             self.local = np.where(at, merged, self.local)
             self.syncs.append((p, start, t))
             self.ratios.append(ratios)
             self.norms.append(norm)
 
-    def _merged(self, staged, batches, at):
+    def _merged(self, start, batches, at):
         method, tau, local, outer = self.method, self.method.tau, self.local, self.outer
         if method.merge == "mix":
             return method.alpha * local + (1 - method.alpha) * outer, None
@@ -237,8 +255,10 @@ class Run:
             return outer, None
         is_adam = isinstance(self.optimizer, Momenta)
         moment = self.optimizer.second_moment() if is_adam else None
+        staged = self.history[start]
+        path = (staged, self.history[start + tau // 2], local)
         context = Context(
-            method.interval, tau, self.optimizer.lr, moment, self.problem, batches
+            method.interval, tau, self.optimizer.lr, moment, self.problem, batches, path
         )
         g, d = (staged - local) / tau * at, (outer - staged) * at
         term = method.strength * method.curvature(g, d, context) * at

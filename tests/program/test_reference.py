@@ -266,6 +266,7 @@ CURVATURES = {
         curvature_units="gradient",
     ),
     "normalized": cocodc("normalized_outer_product", reference.normalized, "aged"),
+    "secant": cocodc("secant", reference.secant, "drift", "sgd"),
     "adam_second_moment": cocodc(
         "adam_second_moment", reference.adam_second_moment, "gain"
     ),

@@ -15,6 +15,8 @@ from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.train.checkpoint import Checkpoints
+from cocodc_jax.train.hooks import Hooks
+from cocodc_jax.train.loop import train
 from cocodc_jax.train.run_steps import run
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
@@ -136,13 +138,17 @@ def start(program, seed=0):
     return program.init(make_params(), jax.random.key(seed))
 
 
-def finish(program, state, num_steps):
+def follow(program, state, batches, num_steps):
     """Runs on for `num_steps` and returns the state and every `Output`."""
     outputs = []
-    for new, output in run(program, state, stream(state.step), num_steps):
+    for new, output in run(program, state, iter(batches), num_steps):
         state = new
         outputs.append(output)
     return state, outputs
+
+
+def finish(program, state, num_steps):
+    return follow(program, state, stream(state.step), num_steps)
 
 
 def trained(program, num_steps):
@@ -176,6 +182,25 @@ def saved_and_restored(program, state, folder, again=None):
     with Checkpoints(folder) as checkpoints:
         restored, _ = checkpoints.restore(again or program)
     return state, restored
+
+
+def train_in(folder, program, state, batches, num_steps, **options):
+    """Train from a folder's last checkpoint, if any; `batches` gives those from a step.
+
+    Returns:
+      The result, and all records.
+    """
+    records, progress = [], None
+    with Checkpoints(folder) as checkpoints:
+        if restored := checkpoints.restore(program):
+            state, extra = restored
+            progress = extra["progress"]
+        options |= {"checkpoints": checkpoints, "progress": progress}
+        stream, hooks = batches(state.step), Hooks(record=records.append)
+        result = train(
+            program, state, stream, num_steps, lambda step: step, hooks=hooks, **options
+        )
+    return result, records
 
 
 @contextlib.contextmanager

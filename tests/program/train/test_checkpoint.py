@@ -100,15 +100,20 @@ def check_restored(tiny, tmp_path, method_name, cut, again):
         tiny.assert_same(tiny.host(new.aux), tiny.host(old.aux))
 
 
-def test_saving_changes_no_number(tiny, tmp_path, method_name):
-    program = tiny.shared_program(method_name)
-    expected, _ = tiny.finish(program, tiny.start(program), 12)
-    state = tiny.start(program)
-    with Checkpoints(tmp_path) as checkpoints:
-        for _ in range(4):
-            state, _ = tiny.finish(program, state, 3)
-            state = checkpoints.save(program, state, {})
-    tiny.assert_same(tiny.numbers(state), tiny.numbers(program.synchronize(expected)))
+@pytest.mark.parametrize("cut", [9, 11])
+def test_a_copy_from_midway_is_saved(tiny, tmp_path, cut):
+    """Started at 8, midway at 10, merged at 13."""
+    method = methods.get(
+        "cocodc", sync_interval=8, num_fragments=1, delay_steps=5, curvature="secant",
+        syncs_per_interval=1,
+    )  # fmt: skip
+    program = tiny.program_of(method)
+    whole, _ = tiny.finish(program, tiny.start(program), 15)
+    state, _ = tiny.finish(program, tiny.start(program), cut)
+    assert ("midway" in state.sync.in_flight[0, 8].kept) == (cut > 10)
+    _, restored = tiny.saved_and_restored(program, state, tmp_path)
+    again, _ = tiny.finish(program, restored, 15 - cut)
+    tiny.assert_same(*(tiny.numbers(program.synchronize(x)) for x in (again, whole)))
 
 
 def test_norms_that_the_schedule_has_not_seen_are_saved(tiny, tmp_path):

@@ -227,7 +227,7 @@ class TestCadence:
         "cadence",
         [
             {"log_every": 1},
-            {"log_every": 5, "eval_every": 3, "checkpoint_every": 7},
+            {"log_every": 5, "eval_every": 7, "checkpoint_every": 3},
             pytest.param(
                 {"log_every": 100, "checkpoint_every": 1}, marks=pytest.mark.slow
             ),
