@@ -17,7 +17,7 @@ from cocodc_jax.sync.cutting import cut
 from tests.jaxprs import equations
 from tests.numerics import assert_all_close
 from tests.program import tiny
-from tests.program.test_family import OPTIMIZERS, OPTIONS
+from tests.program.test_family import OPTIMIZERS, OPTIONS, finish, num_regions_of
 
 NUM_STEPS, CUT = 17, 7
 SHORT = {"sync_interval": 8, "num_fragments": 2, "delay_steps": 2}
@@ -66,11 +66,6 @@ FAST = (
 )  # fmt: skip
 
 
-def num_regions_of(name):
-    # Of two regions there is one matching, whoever draws it.
-    return 2 if name == "noloco" else cc.methods.get(name).num_regions or 4
-
-
 def make_step(loss, tx):
     def step(carry, batch):
         params, state = carry
@@ -86,10 +81,10 @@ def make_step(loss, tx):
     return step
 
 
-def batches_of(num_regions, steps):
+def batches_of(num_regions, num_steps=NUM_STEPS):
     """Leaves `[R, T, ...]`."""
-    each = [jax.tree.map(lambda x: x[:num_regions], tiny.make_batch(i)) for i in steps]
-    return jax.tree.map(lambda *x: np.stack(x, 1), *each)
+    each = map(tiny.make_batch, range(num_steps))
+    return jax.tree.map(lambda *x: np.stack(x, 1)[:num_regions], *each)
 
 
 def for_all(tree, num_regions):
@@ -115,8 +110,7 @@ def train(tx, method, num_regions, num_steps=NUM_STEPS, params=None):
     carry = laid_out(axes, (params, tx.init(params)), num_regions)
     step = make_step(tiny.loss_fn, tx)
     scan = mapped(lambda carry, xs: jax.lax.scan(step, carry, xs), axes)
-    batches = batches_of(num_regions, range(num_steps))
-    carry, _ = jax.jit(scan)(carry, batches)
+    carry, _ = jax.jit(scan)(carry, batches_of(num_regions, num_steps))
     return carry
 
 
@@ -125,11 +119,8 @@ def reference(optimizer, method, num_regions, num_steps=NUM_STEPS, params=None):
     params = tiny.make_params() if params is None else params
     given = {"optimizer": optimizer, "regions": num_regions, "params": params}
     program = tiny.program_of(method, **given)
-    state = program.init(params, jax.random.key(0))
-    for batch in itertools.islice(tiny.stream(), num_steps):
-        batch = jax.tree.map(lambda x: x[None, :num_regions], batch)
-        state, _ = program.advance(state, batch)
-    return program, state
+    state, _ = finish(program, program.init(params, jax.random.key(0)), num_steps)
+    return state
 
 
 assert_near = functools.partial(assert_all_close, rtol=0)
@@ -145,12 +136,14 @@ def test_every_method_is_the_region_program(case):
 
 def check_case(case, params, dtype, atol):
     name, options, optimizer = CASES[case]
-    method, num_regions = cc.methods.get(name, **options), num_regions_of(name)
+    # Of two regions there is one matching, whoever draws it.
+    num_regions = 2 if name == "noloco" else num_regions_of(name)
+    method = cc.methods.get(name, **options)
     tx = cc.synchronized(
         optimizer, method, axis_name="region", user_inputs=tiny.USER_INPUTS
     )
     found, state = train(tx, method, num_regions, params=params)
-    _, expected = reference(optimizer, method, num_regions, params=params)
+    expected = reference(optimizer, method, num_regions, params=params)
     assert found["head"].dtype == dtype
     assert_near(found, expected.region.params, atol=atol)
     metrics = cc.sync_metrics(state)
@@ -196,11 +189,13 @@ def regions_mesh():
     return Mesh(devices, ("region",), axis_types=(AxisType.Auto,))
 
 
+def scan_of(step):
+    return lambda carry, xs: jax.lax.scan(step, carry, xs)[0]
+
+
 def in_vmap(step, carry, batches):
     """Everything of a region's own, M outer models among it."""
-    return jax.vmap(
-        lambda carry, xs: jax.lax.scan(step, carry, xs)[0], axis_name="region"
-    )(for_all(carry, 4), batches)
+    return jax.vmap(scan_of(step), axis_name="region")(for_all(carry, 4), batches)
 
 
 def on_a_mesh(step, carry, batches):
@@ -264,9 +259,8 @@ def in_shard_map(step, carry, batches, check_vma=True, is_one=False):
 def test_wherever_regions_are_it_is_the_same(expected, how, compress):
     tx, (params, state) = expected(compress)
     step, first = make_step(tiny.loss_fn, tx), tiny.make_params()
-    batches = batches_of(4, range(NUM_STEPS))
-    go = jax.jit(lambda carry, batches: how(step, carry, batches))
-    found, after = go((first, tx.init(first)), batches)
+    go = jax.jit(functools.partial(how, step))
+    found, after = go((first, tx.init(first)), batches_of(4))
     assert_near(found, params, atol=1e-6)
     sent = cc.sync_metrics(after)["bytes_sent"]
     assert (sent == cc.sync_metrics(state)["bytes_sent"]).all()
@@ -304,9 +298,8 @@ def test_loops_stay_loops_where_regions_are_mapped(tx, is_one):
     params = tiny.make_params()
     axes = (0, cc.sync_axes(COCODC) if is_one else 0)
     carry = laid_out(axes, (params, tx.init(params)), 4)
-    batch = jax.tree.map(lambda x: x[:, 0], batches_of(4, [0]))
     step = mapped(make_step(tiny.loss_fn, tx), axes)
-    jaxpr = jax.make_jaxpr(step)(carry, batch).jaxpr
+    jaxpr = jax.make_jaxpr(step)(carry, tiny.make_batch(0)).jaxpr
     found = [e for e in equations(jaxpr) if e.primitive.name == "while"]
     # One around all, and for each fragment one to start and one to finish.
     assert len(found) >= 1 + 2 * 2
@@ -386,14 +379,11 @@ def test_the_compiler_leaves_what_is_not_due_in_its_loop():
 @pytest.mark.parametrize("is_around", [True, False])
 def test_trials_choose_each_for_itself(tx, expected, is_around):
     """Another axis around the regions', or inside of it, is another run."""
-    step, batches = make_step(tiny.loss_fn, tx), batches_of(4, range(NUM_STEPS))
+    scan, batches = scan_of(make_step(tiny.loss_fn, tx)), batches_of(4)
     params = tiny.make_params()
     first = [params, params | {"head": 0 * params["head"]}]
     carries = [(params, tx.init(params)) for params in first]
     trials = jax.tree.map(lambda *x: jnp.stack(x), *carries)
-
-    def scan(carry, xs):
-        return jax.lax.scan(step, carry, xs)[0]
 
     def of_regions(fn):
         return jax.vmap(fn, (None, 0), axis_name="region")
@@ -463,12 +453,12 @@ WRAPPED = {
 def test_inside_of_other_transforms_and_around_them(name):
     tx, optimizer = WRAPPED[name]
     carry = for_all((tiny.make_params(), tx.init(tiny.make_params())), 4)
-    step, num_steps = make_step(tiny.loss_fn, tx), 10
-    scan = jax.vmap(lambda c, xs: jax.lax.scan(step, c, xs)[0], axis_name="region")
-    params, state = jax.jit(scan)(carry, batches_of(4, range(num_steps)))
+    scan = jax.vmap(scan_of(make_step(tiny.loss_fn, tx)), axis_name="region")
+    num_steps = 10
+    params, state = jax.jit(scan)(carry, batches_of(4, num_steps))
     interval = 8 if name == "accumulated around" else 4
     method = cc.methods.get("diloco", sync_interval=interval)
-    _, expected = reference(optimizer, method, 4, num_steps)
+    expected = reference(optimizer, method, 4, num_steps)
     assert_near(params, expected.region.params, atol=1e-6)
     assert (cc.sync_metrics(state)["norm"] > 0).all()
 

@@ -17,8 +17,9 @@ from tests.program import tiny
 SHAPE = {"sync_interval": 4, "num_fragments": 2}
 
 
-def make(method, **options):
-    return tiny.program_of(method, **options)
+def make(name="streaming_diloco", exchange="auto", **options):
+    method = methods.get(name, **SHAPE | options)
+    return tiny.program_of(method, transport=Transport(exchange))
 
 
 def train(program, times, num_steps=14):
@@ -36,12 +37,8 @@ def train(program, times, num_steps=14):
 
 @pytest.mark.parametrize("rule", ["mix", "replay"])
 def test_a_delay_that_comes_out_as_two_steps_is_a_delay_of_two_steps(rule):
-    shape = SHAPE | {"merge_rule": rule}
-    fixed = make(
-        methods.get("streaming_diloco", **shape, delay_steps=2),
-        transport=Transport("outer"),
-    )
-    auto = make(methods.get("streaming_diloco", **shape, delay_steps="auto"))
+    fixed = make(delay_steps=2, merge_rule=rule, exchange="outer")
+    auto = make(delay_steps="auto", merge_rule=rule)
     one, syncs = train(fixed, (0.0, 0.0))
     other, seen = train(auto, (0.5, 0.9))
     assert seen == syncs
@@ -51,24 +48,15 @@ def test_a_delay_that_comes_out_as_two_steps_is_a_delay_of_two_steps(rule):
 
 @pytest.mark.parametrize("compress", [None, "int8"])
 def test_a_slow_network_makes_the_delay_longer(compress):
-    method = methods.get(
-        "streaming_diloco", **SHAPE, delay_steps="auto", compress=compress
-    )
-    _, seen = train(make(method), (0.5, 1.3))
+    _, seen = train(make(delay_steps="auto", compress=compress), (0.5, 1.3))
     delays = [apply - start for _, start, apply in seen]
     assert delays == [2, 3, 3, 3, 3]  # Slots are two steps apart.
 
 
 def test_a_fast_network_makes_more_syncs():
-    method = methods.get(
-        "cocodc",
-        sync_interval=8,
-        num_fragments=2,
-        delay_steps=1,
-        syncs_per_interval="auto",
-        network_share=1.0,
-    )
-    few, more = (train(make(method), (1.0, t))[1] for t in (9.0, 1.0))
+    options = {"delay_steps": 1, "syncs_per_interval": "auto", "network_share": 1.0}
+    program = make("cocodc", sync_interval=8, **options)
+    few, more = (train(program, (1.0, t))[1] for t in (9.0, 1.0))
     assert len(more) > 2 * len(few)
 
 
@@ -77,7 +65,7 @@ def test_every_region_gets_the_times_of_all_beside_the_mean(compress):
     part = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, "f4")}
     compressor = compress and compression.parse(compress)
     mean_of = Compressed(compressor).combine if compressor else None
-    where = outer_sharding(make(methods.get("diloco")).mesh)
+    where = outer_sharding(tiny.shared_program("diloco").mesh)
     weights = jnp.array([0.0, 0.5, 0.25, 0.25])
     times = jnp.array([[1, 2], [3, 4], [5, 6], [7, 0]], jnp.float32)
     regions = [jax.tree.map(lambda x, m=m: x * (m + 1), part) for m in range(4)]
@@ -100,17 +88,15 @@ def test_every_region_gets_the_times_of_all_beside_the_mean(compress):
 
 def test_the_bytes_of_the_times_are_counted():
     def one(delay, compress=None):
-        method = methods.get(
-            "streaming_diloco", **SHAPE, delay_steps=delay, compress=compress
-        )
-        return make(method, transport=Transport("outer"))._syncs.message_bytes(0)
+        options = {"delay_steps": delay, "compress": compress}
+        return make(exchange="outer", **options)._syncs.message_bytes(0)
 
     assert one("auto") - one(2) == 4 * 8  # Room for four regions in the sum.
     assert one("auto", "int8") - one(2, "int8") == 8
 
 
 def test_a_checkpoint_keeps_what_is_on_its_way(tmp_path):
-    program = make(methods.get("streaming_diloco", **SHAPE, delay_steps="auto"))
+    program = make(delay_steps="auto")
     state, _ = train(program, (0.5, 1.3), num_steps=7)
     assert state.sync.in_flight
     state, restored = tiny.saved_and_restored(program, state, tmp_path)
@@ -125,11 +111,7 @@ def test_a_checkpoint_keeps_what_is_on_its_way(tmp_path):
 
 
 def test_one_program_serves_every_delay():
-    program = make(
-        methods.get(
-            "streaming_diloco", **SHAPE, delay_steps="auto", merge_rule="replay"
-        )
-    )
+    program = make(delay_steps="auto", merge_rule="replay")
     for sync_time in (0.4, 1.4, 1.9):
         train(program, (0.5, sync_time))
     assert [merge._cache_size() for merge in program._syncs.merges] == [1, 1]

@@ -39,16 +39,13 @@ def stacked(first, last):
 
 def cut_run(program, cuts):
     """Runs to each of `cuts` in turn with a program that is asked anew each time."""
-    state, losses, syncs = tiny.start(program), [], []
+    state, outputs = tiny.start(program), []
     for cut in cuts:
-        state, outputs = tiny.finish(program, state, cut - state.step)
-        losses += [np.asarray(output.losses) for output in outputs]
-        syncs += [sync for output in outputs for sync in output.syncs]
-    return tiny.numbers(state), np.concatenate(losses), [tiny.host(s) for s in syncs]
-
-
-def is_deleted(x):
-    return x.is_deleted()
+        state, more = tiny.finish(program, state, cut - state.step)
+        outputs += more
+    losses = np.concatenate([output.losses for output in outputs])
+    syncs = [tiny.host(sync) for output in outputs for sync in output.syncs]
+    return tiny.numbers(state), losses, syncs
 
 
 class TestArrays:
@@ -63,7 +60,7 @@ class TestArrays:
                 for x in jax.tree.leaves(arrays):
                     assert x.is_deleted() == (k in applied)
             kept = new.region, new.sync and new.sync.outer
-            assert not any(map(is_deleted, jax.tree.leaves(kept)))
+            assert not any(x.is_deleted() for x in jax.tree.leaves(kept))
             old = new
 
     @pytest.mark.parametrize("outer_place", ["spare", "mesh"])
@@ -161,7 +158,7 @@ def test_narrow_parameters_where_nothing_is_promoted():
     with jax.numpy_dtype_promotion("strict"):
         program = RegionProgram(loss_fn, optax.sgd(0.1), method, params, 2)
         state = program.init(params, jax.random.key(0))
-        *_, (state, _) = run(program, state, batches, num_steps=4)
+        state, _ = tiny.follow(program, state, batches, 4)
         mean = program.mean_params(state)
     assert mean["w"].dtype == jnp.bfloat16
     assert np.all(mean["w"] > 0)
@@ -259,11 +256,12 @@ class TestCuts:
         assert [taken for _, taken in steps] == [100, 100, 1]
 
     def test_batches_may_lie_on_the_mesh_already(self):
-        program = tiny.shared_program("diloco")
-        batches = stacked(0, 2)
-        one, _ = program.advance(tiny.start(program), batches)
-        two, _ = program.advance(tiny.start(program), jax.device_put(batches))
-        tiny.assert_same(tiny.numbers(one), tiny.numbers(two))
+        program, batches = tiny.shared_program("diloco"), stacked(0, 2)
+        ends = (
+            program.advance(tiny.start(program), given)[0]
+            for given in (batches, jax.device_put(batches))
+        )
+        tiny.assert_same(*map(tiny.numbers, ends))
 
 
 def test_a_merge_has_a_key_that_no_inner_step_has():
@@ -283,9 +281,12 @@ def test_a_merge_has_a_key_that_no_inner_step_has():
 
 
 COCODC = {"method": tiny.METHODS["cocodc"]}
-GAUSS_NEWTON = methods.get(
-    "cocodc", curvature="gauss_newton", curvature_units="gradient", num_fragments=2
-)
+GAUSS_NEWTON = {
+    "method": methods.get(
+        "cocodc", curvature="gauss_newton", curvature_units="gradient", num_fragments=2
+    )
+}
+NO_INPUTS, ONES = {"user_inputs": UserInputs()}, jnp.ones(2)
 ADAM_OF_SOME = optax.partition(
     {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)},
     {"embed": "adam", "blocks": "sgd", "head": "sgd"},
@@ -301,31 +302,13 @@ ADAM_OF_SOME = optax.partition(
             for num in (0, 2.0, None)
         ),
         ({"params": {}}, "params has no arrays"),
-        (
-            {"params": {"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}}},
-            "two leaves whose path is 'a/b'",
-        ),
-        (
-            {"params": {"w": jnp.ones(2, jnp.complex64)}},
-            "'w' of dtype complex64: pass its",
-        ),
-        (
-            {"fragments": cutting.cut(tiny.make_params(), 2)},
-            "2 entries.*num_fragments=1",
-        ),
+        ({"params": {"a/b": ONES, "a": {"b": ONES}}}, "two leaves whose path is 'a/b'"),
+        ({"params": {"w": 1j * ONES}}, "'w' of dtype complex64: pass its"),
+        ({"fragments": cutting.cut(tiny.make_params(), 2)}, "2 entries.*fragments=1"),
         ({"method": methods.get("streaming_diloco")}, "num_fragments=4 .* 2 blocks"),
-        (
-            COCODC | {"user_inputs": UserInputs()},
-            r"needs .learning_rate.: pass UserInputs\(learning_rate",
-        ),
-        (
-            {"method": GAUSS_NEWTON, "user_inputs": UserInputs()},
-            r"needs 'model_fn': pass UserInputs\(outputs",
-        ),
-        (
-            COCODC | {"user_inputs": UserInputs(0.1)},
-            r"second_moment=adam_second_moment\(b2\)",
-        ),
+        (COCODC | NO_INPUTS, r"needs .learning_rate.: pass UserInputs\(learning_rate"),
+        (GAUSS_NEWTON | NO_INPUTS, r"needs 'model_fn': pass UserInputs\(outputs"),
+        (COCODC | {"user_inputs": UserInputs(0.1)}, r"=adam_second_moment\(b2\)"),
         (COCODC, "holds 0 Adam states"),
         (COCODC | {"optimizer": ADAM_OF_SOME}, "leaves some to others"),
     ],

@@ -21,48 +21,39 @@ from tests.program import tiny
 
 NUM_STEPS = 12
 SHORT = dict(sync_interval=6, num_fragments=2, delay_steps=2)
+FEEDBACK = dict(compress="ef+int8", merge_feedback=True)
 CASES = {
-    "streaming": ("streaming_diloco", SHORT),
-    "streaming, tau > H / K": ("streaming_diloco", SHORT | dict(delay_steps=5)),
-    "streaming, int8": ("streaming_diloco", SHORT | dict(compress="ef+int8")),
-    "streaming, feedback": (
-        "streaming_diloco", SHORT | dict(compress="ef+int8", merge_feedback=True),
+    "streaming": {},
+    "streaming, tau > H / K": dict(delay_steps=5),
+    "streaming, int8": dict(compress="ef+int8"),
+    "streaming, feedback": FEEDBACK,
+    "streaming, feedback, tau > H / K": FEEDBACK | dict(delay_steps=6),
+    "cocodc": dict(syncs_per_interval=2),
+    "cocodc, second_moment, drift": dict(
+        curvature="adam_second_moment", transmission_score="drift"
     ),
-    "streaming, feedback, tau > H / K": (
-        "streaming_diloco",
-        SHORT | dict(compress="ef+int8", merge_feedback=True, delay_steps=6),
-    ),
-    "cocodc": ("cocodc", SHORT | dict(syncs_per_interval=2)),
-    "cocodc, second_moment, drift": (
-        "cocodc",
-        SHORT | dict(curvature="adam_second_moment", transmission_score="drift"),
-    ),
-    "cocodc, Hessian": ("cocodc", SHORT | dict(curvature="hessian_vector")),
-    "streaming, divided": (
-        "streaming_diloco", SHORT | dict(outer_placement="divided"),
-    ),
-    "streaming, exclude": ("streaming_diloco", SHORT | dict(exclude_above=9.0)),
-    "streaming, whole": ("streaming_diloco", SHORT | dict(num_fragments=1)),
+    "cocodc, Hessian": dict(curvature="hessian_vector"),
+    "streaming, divided": dict(outer_placement="divided"),
+    "streaming, exclude": dict(exclude_above=9.0),
+    "streaming, whole": dict(num_fragments=1),
     # Nothing of these is hidden.
-    "diloco": ("diloco", dict(sync_interval=3)),
-    "co2": ("co2", dict(sync_interval=3, staleness_gap="measured")),
-}  # fmt: skip
+    "diloco": dict(sync_interval=3),
+    "co2": dict(sync_interval=3, staleness_gap="measured"),
+}
 
 # What each of these adds is in another case, or in a form without windows.
 SLOW = (
-    "streaming, int8",
-    "streaming, feedback, tau > H / K",
-    "cocodc, second_moment, drift",
-    "cocodc, Hessian",
-    "streaming, exclude",
-    "streaming, whole",
-    "diloco",
-)
+    "streaming, int8", "streaming, feedback, tau > H / K", "streaming, exclude",
+    "streaming, whole", "cocodc, second_moment, drift", "cocodc, Hessian", "diloco",
+)  # fmt: skip
 
 
 def make(case, overlap):
     """Regions of two devices each in the first case, of one in the others."""
-    name, options = CASES[case]
+    family, options = case.split(",")[0], CASES[case]
+    if family in ("streaming", "cocodc"):
+        options = SHORT | options
+    name = "streaming_diloco" if family == "streaming" else family
     devices = 8 if case == "streaming" else 4
     return tiny.program_of(
         methods.get(name, **options),

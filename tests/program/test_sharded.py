@@ -84,81 +84,74 @@ def test_regions_of_one_device_make_the_same_run(how):
         assert_close(result(program), four_devices(name))
 
 
-class TestMomentsOfHosts:
-    """JAX's CPU has the kind of memory that accelerators reach of their hosts."""
-
-    @pytest.mark.parametrize(
-        ("name", "data"),
-        [pytest.param("cocodc_hessian", 1, marks=pytest.mark.slow), ("cocodc", 2)],
-    )
-    def test_where_they_lie_changes_no_number(self, name, data):
-        """Also where merges read them, and where devices divide them."""
-        mesh = make_mesh(4, data, 1, jax.devices()[:4])
-        specs = P() if data == 1 else P("data")
-        programs = [
-            tiny.make_program(name, mesh, param_specs=specs, optimizer_memory=memory)
-            for memory in ("host", "device")
-        ]
-        assert_within_ulps(*(result(each) for each in programs))
-        state, _ = tiny.finish(programs[0], tiny.start(programs[0]), 2)
-        # Counts of steps, one a region, are none.
-        moments = [x for x in jax.tree.leaves(state.region.opt_state) if x.ndim > 1]
-        assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
-
-    def test_what_cannot_be_had_is_named(self, monkeypatch):
-        with pytest.raises(ValueError, match="optimizer_memory='disk' is unknown"):
-            tiny.make_program("cocodc", optimizer_memory="disk")
-        robust = methods.get("streaming_diloco", exclude_above=3.0)
-        with pytest.raises(ValueError, match="which puts regions back; use 'device'"):
-            memory_kind("host", make_mesh(4), robust)
-        monkeypatch.setattr(optimizer_place, "PINNED", "no_such_kind")
-        with pytest.raises(ValueError, match="needs memory of the kind .* cpu has"):
-            tiny.make_program("cocodc", optimizer_memory="host")
+# JAX's CPU has the kind of memory that accelerators reach of their hosts.
 
 
-class TestLayout:
-    def test_optimizer_state_lies_as_its_parameters(self):
-        program = tiny.sharded_program("cocodc", 2, 2, 2)
-        mesh = program.mesh
-        state, _ = tiny.finish(program, tiny.start(program), 2)
-        adam = state.region.opt_state[0]
-        for tree in (state.region.params, adam.mu, adam.nu):
-            assert tree["embed"].sharding == regional(mesh, P("data", "model"))
-            assert tree["head"].sharding == regional(mesh, P("model", "data"))
-            blocks = tree["blocks"]["w"]
-            assert blocks.sharding == regional(mesh, P(None, "data", "model"))
-            assert blocks.addressable_shards[0].data.shape == (2, 2, 4, 4)
-        assert adam.count.sharding == regional(mesh)
-        (flight,) = state.sync.in_flight.values()
-        for path, x in flight.mean.items():
-            assert x.sharding.spec == program.shardings.fragments[0][path].spec
-            assert flight.kept["staged"][path].sharding == regional(
-                mesh, x.sharding.spec
-            )
-            assert not x.sharding.is_fully_replicated
-        outer = program.outer_params(state)["embed"]
-        assert outer.sharding == NamedSharding(mesh, P("data", "model"))
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [pytest.param("cocodc_hessian", 1, marks=pytest.mark.slow), ("cocodc", 2)],
+)
+def test_where_moments_lie_changes_no_number(name, data):
+    """Also where merges read them, and where devices divide them."""
+    mesh = make_mesh(4, data, 1, jax.devices()[:4])
+    specs = P() if data == 1 else P("data")
+    programs = [
+        tiny.make_program(name, mesh, param_specs=specs, optimizer_memory=memory)
+        for memory in ("host", "device")
+    ]
+    assert_within_ulps(*(result(each) for each in programs))
+    state, _ = tiny.finish(programs[0], tiny.start(programs[0]), 2)
+    # Counts of steps, one a region, are none.
+    moments = [x for x in jax.tree.leaves(state.region.opt_state) if x.ndim > 1]
+    assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
 
-    @pytest.mark.parametrize(
-        "optimizer",
-        [
-            optax.adafactor(0.01, min_dim_size_to_factor=2),
-            optax.contrib.muon(0.01),
-        ],
-        ids=["adafactor", "muon"],
-    )
-    def test_any_optax_optimizer_can_be_sharded(self, optimizer):
-        """Factored states are not of their parameter's shape: these are replicated."""
-        diloco, mesh = methods.get("diloco", sync_interval=2), make_mesh(2, 2, 2)
-        program = tiny.program_of(
-            diloco, mesh, optimizer=optimizer, param_specs=tiny.SPECS
-        )
-        region = tiny.start(program).region
-        assert region.params["embed"].sharding.spec == P("region", "data", "model")
-        batches = jax.tree.map(lambda x: x[None], tiny.make_batch(0))
-        # Traced only: that the scan takes the state back is what can go wrong.
-        after, _ = jax.eval_shape(program._steps, region, batches, None, None, ())
-        assert jax.tree.structure(after) == jax.tree.structure(region)
+
+def test_memory_that_cannot_be_had_is_named(monkeypatch):
+    with pytest.raises(ValueError, match="optimizer_memory='disk' is unknown"):
+        tiny.make_program("cocodc", optimizer_memory="disk")
+    robust = methods.get("streaming_diloco", exclude_above=3.0)
+    with pytest.raises(ValueError, match="which puts regions back; use 'device'"):
+        memory_kind("host", make_mesh(4), robust)
+    monkeypatch.setattr(optimizer_place, "PINNED", "no_such_kind")
+    with pytest.raises(ValueError, match="needs memory of the kind .* cpu has"):
+        tiny.make_program("cocodc", optimizer_memory="host")
+
+
+def test_optimizer_state_lies_as_its_parameters():
+    program = tiny.sharded_program("cocodc", 2, 2, 2)
+    mesh = program.mesh
+    state, _ = tiny.finish(program, tiny.start(program), 2)
+    adam = state.region.opt_state[0]
+    where = jax.tree.map(functools.partial(regional, mesh), tiny.SPECS)
+    for tree in (state.region.params, adam.mu, adam.nu):
+        assert jax.tree.map(lambda x: x.sharding, tree) == where
+        assert tree["blocks"]["w"].addressable_shards[0].data.shape == (2, 2, 4, 4)
+    assert adam.count.sharding == regional(mesh)
+    (flight,) = state.sync.in_flight.values()
+    for path, x in flight.mean.items():
+        spec = x.sharding.spec
+        assert spec == program.shardings.fragments[0][path].spec
+        assert flight.kept["staged"][path].sharding == regional(mesh, spec)
+        assert not x.sharding.is_fully_replicated
+    outer = program.outer_params(state)["embed"]
+    assert outer.sharding == NamedSharding(mesh, P("data", "model"))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.adafactor(0.01, min_dim_size_to_factor=2), optax.contrib.muon(0.01)],
+    ids=["adafactor", "muon"],
+)
+def test_any_optax_optimizer_can_be_sharded(optimizer):
+    """Factored states are not of their parameter's shape: these are replicated."""
+    diloco, mesh = methods.get("diloco", sync_interval=2), make_mesh(2, 2, 2)
+    program = tiny.program_of(diloco, mesh, optimizer=optimizer, param_specs=tiny.SPECS)
+    region = tiny.start(program).region
+    assert region.params["embed"].sharding.spec == P("region", "data", "model")
+    batches = jax.tree.map(lambda x: x[None], tiny.make_batch(0))
+    # Traced only: that the scan takes the state back is what can go wrong.
+    after, _ = jax.eval_shape(program._steps, region, batches, None, None, ())
+    assert jax.tree.structure(after) == jax.tree.structure(region)
 
 
 ONE_DEVICE = """

@@ -17,7 +17,6 @@ from cocodc_jax.elastic.messages import Decision
 from cocodc_jax.elastic.place import Place, Timing
 from cocodc_jax.exchange.elastic_exchange import _table
 from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.netlab.children import free_addresses
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.regions import Regions
@@ -25,20 +24,11 @@ from cocodc_jax.sync.robust import RESTORED
 from cocodc_jax.train.run_steps import run
 from tests.numerics import assert_within_ulps
 from tests.program import mixture
+from tests.program.elastic.meeting import KEY, places
+from tests.program.tiny import follow
 
 # Four threads compile the same programs into one cache, which is made for processes.
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation")
-
-KEY = bytes(range(32))
-# A machine that is busy is not to be taken for a dead one.
-TIMING = Timing(beat_s=0.1, dead_after_s=60, grace_s=300, start_s=60)
-
-
-def places(num, **options):
-    """Places of as many regions at free ports of this machine."""
-    addresses = free_addresses(num)
-    options = {"addresses": addresses, "key": KEY, "timing": TIMING} | options
-    return [Place(region, **options) for region in range(num)]
 
 
 def own_batches(tiny, region, step=0):
@@ -103,13 +93,11 @@ def test_the_numbers_are_those_of_one_process(tiny, tmp_path, name, options, has
     # Two regions: each compiles programs of its own.
     method, num = methods.get(name, sync_interval=4, **options), 2
     program = make_program(tiny, method, Transport("outer"), num)
-    state = tiny.start(program)
     batches = (jax.tree.map(lambda x: x[:num], batch) for batch in tiny.stream())
-    for new, _ in run(program, state, batches, 10):
-        state = new
+    state, _ = follow(program, tiny.start(program), batches, 10)
     (region, together), memory, step, sent = tiny.numbers(state)
-    via = {} if has_ports else {"addresses": (), "via": str(tmp_path), "regions": num}
-    for m, job in enumerate(as_processes(tiny, method, num, 10, **via)):
+    via = None if has_ports else tmp_path
+    for m, job in enumerate(as_processes(tiny, method, num, 10, via=via)):
         (own, sync), *rest = job
         assert_within_ulps(rest, [memory, step, sent])
         assert_within_ulps(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
@@ -144,10 +132,8 @@ def test_nonsense_is_judged_alike_in_all_regions(tiny, options):
     method, num = methods.get("streaming_diloco", **schedule, **options), 4
     tiny = with_nonsense(tiny)
     program = make_program(tiny, method, Transport("outer"), num)
-    state, verdicts = tiny.start(program), []
-    for new, output in run(program, state, tiny.stream(), 9):
-        state = new
-        verdicts += [np.asarray(s.verdict % RESTORED).tolist() for s in output.syncs]
+    state, outputs = follow(program, tiny.start(program), tiny.stream(), 9)
+    verdicts = [(s.verdict % RESTORED).tolist() for x in outputs for s in x.syncs]
     if "exclude_above" in options:
         assert [0, 2, 0, 0] in verdicts
     (region, together), *_ = tiny.numbers(state)
@@ -181,50 +167,40 @@ def of_one_job(tiny, method, **options):
     place = places(2, **options)[0]
     program = make_program(tiny, method, Transport("elastic", place=place), 2)
     program.exchange.link = Told()
-    batches = [jax.tree.map(lambda x: x[None], b) for b in
-               itertools.islice(own_batches(tiny, 0), 8)]  # fmt: skip
-    return program, tiny.start(program), batches
+    own = itertools.islice(own_batches(tiny, 0), 8)
+    return program, tiny.start(program), jax.tree.map(lambda *x: np.stack(x), *own)
+
+
+def trained_late(tiny, method, late_message):
+    """Parameters after two steps, without and with a mean of the other region alone."""
+    program, state, batches = of_one_job(tiny, method, late_message=late_message)
+    batches = jax.tree.map(lambda x: x[:2], batches)
+    own, _ = program._steps(
+        tiny.start(program).region, program._batches.put(batches), None, None, ()
+    )
+    threading.Timer(0.1, program.exchange.link.decide, [(0, 2), 1]).start()
+    state, _ = program.advance(state, batches)
+    return own.params, state.region.params, program.outer_params(state)
 
 
 @pytest.mark.parametrize("late_message", ["keep", "drop"])
 def test_the_work_of_a_message_that_came_too_late(tiny, late_message):
     """By hand: the mean is zero, so the outer parameters stay theta_0."""
     method = methods.get("diloco", sync_interval=2)
-    program, state, batches = of_one_job(tiny, method, late_message=late_message)
-    first = tiny.host(state.region.params)
-    own, _ = program._steps(
-        state.region, program._batches.put(stacked(batches[:2])), None, None, ()
-    )
-    trained = tiny.host(own.params)
-    state = tiny.start(program)
-    threading.Timer(0.1, program.exchange.link.decide, [(0, 2), 1]).start()
-    state, _ = program.advance(state, stacked(batches[:2]))
-    wanted = trained if late_message == "keep" else first
-    assert_within_ulps(state.region.params, wanted)
-    outer = jax.tree.map(lambda x: x[0], first)
-    assert_within_ulps(program.outer_params(state), outer)
-
-
-def stacked(batches):
-    return jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    trained, found, outer = trained_late(tiny, method, late_message)
+    first = tiny.make_params()
+    dropped = jax.tree.map(lambda x: x[None], first)
+    assert_within_ulps(found, trained if late_message == "keep" else dropped)
+    assert_within_ulps(outer, first)
 
 
 def test_a_mixture_keeps_the_counts_of_a_message_that_came_too_late(tiny):
     """Experts that this region used keep what they learned, the others nothing."""
     tiny = mixture.in_place_of(tiny)
     method = methods.get("diloco", sync_interval=2, expert_weights="tokens")
-    ends = []
-    for late_message in ("keep", "drop"):
-        program, state, batches = of_one_job(tiny, method, late_message=late_message)
-        own, _ = program._steps(
-            tiny.start(program).region,
-            program._batches.put(stacked(batches[:2])), None, None, (),
-        )  # fmt: skip
-        threading.Timer(0.1, program.exchange.link.decide, [(0, 2), 1]).start()
-        state, _ = program.advance(state, stacked(batches[:2]))
-        ends.append(experts_of(state.region.params))
-    trained, first = experts_of(own.params), experts_of(tiny.make_params())
-    kept, dropped = ends
+    trained, kept, _ = map(experts_of, trained_late(tiny, method, "keep"))
+    _, dropped, _ = map(experts_of, trained_late(tiny, method, "drop"))
+    first = experts_of(tiny.make_params())
     counts = trained.pop("tokens")[0]
     np.testing.assert_array_equal(kept.pop("tokens")[0], counts)
     assert not dropped.pop("tokens").any()
@@ -261,7 +237,8 @@ def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
                 (flying,) = state.sync.schedule.in_flight
                 assert flying[1:3] == (2, 4)
                 program.exchange.link.decide(flying.sync_id, 0, 1)
-            state, output = program.advance(state, stacked(batches[step : step + 1]))
+            batch = jax.tree.map(lambda x, step=step: x[step : step + 1], batches)
+            state, output = program.advance(state, batch)
             assert [s.apply_step for s in output.syncs] == [4] * (step == 3)
         ends.append(tiny.host((state.region.params, state.sync.outer)))
     assert_within_ulps(*ends)
