@@ -15,19 +15,26 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = ["README.md", "CONTRIBUTING.md"]
-LISTED = ["git", "ls-files", "docs/*.md"]  # Without those that the build writes.
-PAGES += subprocess.check_output(LISTED, cwd=ROOT, text=True).split()
+
+
+def tracked(*patterns):
+    """Without what a build writes."""
+    listed = ("git", "ls-files", *patterns)
+    return subprocess.check_output(listed, cwd=ROOT, text=True).split()
 
 
 def blocks_of(name):
     return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
 
 
+def num_lines(block):
+    return len([line for line in block.splitlines() if line.strip()])
+
+
+PAGES = ["README.md", "CONTRIBUTING.md", *tracked("docs/*.md")]
 BLOCKS = {f"{page}:{i}": b for page in PAGES for i, b in enumerate(blocks_of(page))}
 PAST = ("docs/changelog.md", "docs/results/archive")  # What was then.
-LISTED = ["git", "ls-files", "cocodc_jax/*.py", "experiments/*.py", "pyproject.toml"]
-FILES = subprocess.check_output(LISTED, cwd=ROOT, text=True).split()
+FILES = tracked("cocodc_jax/*.py", "experiments/*.py", "pyproject.toml")
 CODE = "\n".join((ROOT / file).read_text() for file in FILES)
 WORDS = re.sub(r'"\s*(?:\n\s*)?f?r?"', "", CODE)  # With long strings in one piece.
 TROUBLE = (ROOT / "docs/guides/troubleshooting.md").read_text()
@@ -89,19 +96,13 @@ def results(tmp_path_factory):
     return dict(zip(TOGETHER, found, strict=True))
 
 
-def test_there_are_blocks_and_what_comes_first_is_short():
+def test_there_are_blocks_and_what_comes_first_is_short_as_are_recipes():
     assert {LIBRARY, GALLERY, LOOP, METHOD, PROCESSES} <= BLOCKS.keys()
     longest = {LIBRARY: 25, LOSS: 40, CHECKPOINTS: 40, TRANSFORM: 40}
-    for name, num_lines in longest.items():
-        lines = [line for line in BLOCKS[name].splitlines() if line.strip()]
-        assert len(lines) <= num_lines, name
-
-
-def test_there_are_five_recipes_and_each_is_short():
+    assert not [name for name, n in longest.items() if num_lines(BLOCKS[name]) > n]
     recipes = blocks_of("CONTRIBUTING.md")
     assert len(recipes) == 5
-    for block in recipes:
-        assert len([line for line in block.splitlines() if line.strip()]) < 30
+    assert max(map(num_lines, recipes)) < 30
 
 
 @pytest.mark.parametrize(

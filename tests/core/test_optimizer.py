@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cocodc_jax as cc
+from cocodc_jax.aot import hlo
 from cocodc_jax.sync.cutting import cut
 from tests.jaxprs import equations
 from tests.numerics import assert_all_close
@@ -24,40 +24,35 @@ SHORT = {"sync_interval": 8, "num_fragments": 2, "delay_steps": 2}
 ADAM = optax.adam(0.05)
 
 # What methods are made of, besides the table of methods: name, arguments, optimizer.
+SGD = optax.sgd(0.05)
+PLATEAU = optax.chain(SGD, optax.contrib.reduce_on_plateau(patience=1))
 VARIANTS = {
     "a whole interval late": ("streaming_diloco", SHORT | {"delay_steps": 8}),
     "sooner by a phase": ("streaming_diloco", SHORT | {"phase_steps": 2}),
     "merge feedback": (
-        "streaming_diloco",
-        SHORT | {"compress": "ef+int8", "merge_feedback": True},
+        "streaming_diloco", SHORT | {"compress": "ef+int8", "merge_feedback": True},
     ),
     "second moment": ("cocodc", SHORT | {"curvature": "adam_second_moment"}, ADAM),
     "drift, by the loss": (
         "cocodc",
-        SHORT | {"curvature": "hessian_vector", "transmission_score": "drift"},
-        ADAM,
+        SHORT | {"curvature": "hessian_vector", "transmission_score": "drift"}, ADAM,
     ),
     "by the outputs": ("cocodc", SHORT | {"curvature": "gauss_newton"}, ADAM),
     "disagreement": ("cocodc", SHORT | {"transmission_score": "disagreement"}),
     "as coded": ("cocodc_paper", SHORT | {"rule": "code"}),
     "midway": ("cocodc", SHORT | {"curvature": "secant"}),
     "some regions": (
-        "decoupled_diloco",
-        {**OPTIONS["decoupled_diloco"], "compress": "ef+int8"},
+        "decoupled_diloco", OPTIONS["decoupled_diloco"] | {"compress": "ef+int8"},
     ),
     "factors summed": ("dilocox", OPTIONS["dilocox"] | {"sum_factors": True}),
-    "mean loss": (
-        "data_parallel",
-        {},
-        optax.chain(optax.sgd(0.05), optax.contrib.reduce_on_plateau(patience=1)),
-    ),
-}
+    "mean loss": ("data_parallel", {}, PLATEAU),
+}  # fmt: skip
 ONE_BY_ONE = ("delayed_nesterov", "mla", "heloco")
 CASES = {
-    name: (name, options, OPTIMIZERS.get(name, optax.sgd(0.05)))
+    name: (name, options, OPTIMIZERS.get(name, SGD))
     for name, options in OPTIONS.items()
     if name not in ONE_BY_ONE
-} | {name: (*case, optax.sgd(0.05))[:3] for name, case in VARIANTS.items()}
+} | {name: (*case, SGD)[:3] for name, case in VARIANTS.items()}
 # One of each kind of part; the rest are cases beside them.
 FAST = (
     "mean loss", "diloco", "loscar", "multi_ring", "des_loc", "co2", "noloco",
@@ -217,31 +212,22 @@ def on_a_mesh(step, carry, batches):
 def in_shard_map(step, carry, batches, check_vma=True, is_one=False):
     """One device a region, and all of a region's own, or one outer model."""
     where = (P("region"), SPECS if is_one else P("region"))
-    is_own = jax.tree.map(
-        lambda spec: spec == P("region"), where, is_leaf=lambda x: isinstance(x, P)
-    )
+    specs = jax.tree.broadcast(where, carry, is_leaf=lambda x: isinstance(x, P))
 
     def change(fn, carry):
         return jax.tree.map(
-            lambda own, part: jax.tree.map(fn, part) if own else part, is_own, carry
+            lambda x, spec: fn(x) if spec == P("region") else x, carry, specs
         )
 
     def of_region(carry, xs):
-        carry, _ = jax.lax.scan(
-            step, change(lambda x: x[0], carry), jax.tree.map(lambda x: x[0], xs)
-        )
-        return change(lambda x: x[None], carry)
+        own = change(lambda x: x[0], carry), jax.tree.map(lambda x: x[0], xs)
+        return change(lambda x: x[None], scan_of(step)(*own))
 
-    carry = jax.tree.map(
-        lambda own, part: for_all(part, 4) if own else part, is_own, carry
-    )
-    return jax.shard_map(
-        of_region,
-        mesh=regions_mesh(),
-        in_specs=(where, P("region")),
-        out_specs=where,
+    go = jax.shard_map(
+        of_region, mesh=regions_mesh(), in_specs=(specs, P("region")), out_specs=specs,
         check_vma=check_vma,
-    )(carry, batches)
+    )  # fmt: skip
+    return go(change(lambda x: jnp.stack([x] * 4), carry), batches)
 
 
 @pytest.mark.parametrize(
@@ -332,29 +318,15 @@ def test_what_the_state_costs(name, options, regional, shared):
     assert sum(num_bytes.values()) % (64 * 64) < 200
 
 
-def loops_around(text, opcode):
+def loops_around(module, opcode, computation=None, depth=0):
     """Of each instruction of a compiled program, the number of loops around it."""
-    lines = {}
-    for line in text.splitlines():
-        if start := re.match(r"(?:ENTRY )?%(\S+) .*{$", line):
-            lines[name := start[1]] = []
-        elif line.startswith("  "):
-            lines[name].append(line)
-    (entry,) = re.findall(r"^ENTRY %(\S+)", text, re.MULTILINE)
-    depths, left = {entry: 0}, [entry]
-    while left:
-        for line in lines[caller := left.pop()]:
-            for how, name in re.findall(r"(\w+)={?%([\w.\-]+)", line):
-                depth = depths[caller] + (how == "body")
-                if name in lines and depth < depths.get(name, depth + 1):
-                    depths[name] = depth
-                    left.append(name)
-    return [
-        depth
-        for name, depth in depths.items()
-        for line in lines[name]
-        if f" {opcode}(" in line
-    ]
+    for each in module.computations[computation or module.entry].instructions:
+        if each.opcode == opcode:
+            yield depth
+        for how, names in each.called.items():
+            for name in names:
+                is_body = how == "body"
+                yield from loops_around(module, opcode, name, depth + is_body)
 
 
 def test_the_compiler_leaves_what_is_not_due_in_its_loop():
@@ -370,10 +342,10 @@ def test_the_compiler_leaves_what_is_not_due_in_its_loop():
     )
     # The optimizations that tests leave out.
     compiled = lowered.compile({"xla_backend_optimization_level": 2})
-    text = compiled.as_text()
+    module = hlo.parse(compiled.as_text())
     # Inside the scan, the events, and the fragment's: the message, and the mean's norm.
-    assert set(loops_around(text, "round-nearest-even")) == {3}
-    assert set(loops_around(text, "sqrt")) == {3}
+    assert set(loops_around(module, "round-nearest-even")) == {3}
+    assert set(loops_around(module, "sqrt")) == {3}
 
 
 @pytest.mark.parametrize("is_around", [True, False])
@@ -411,14 +383,13 @@ def test_without_syncs_updates_are_the_optimizers():
     given = for_all(grads, 2), state, for_all(params, 2)
     found, kept = jax.vmap(tx.update, axis_name="region")(*given)
     wanted = jax.vmap(ADAM.update)(given[0], state.inner, given[2])
-    jax.tree.map(np.testing.assert_array_equal, (found, kept.inner), wanted)
+    tiny.assert_same((found, kept.inner), wanted)
 
 
 FROZEN = {"embed": "frozen", "blocks": "trained", "head": "trained"}
 IS_TRAINED = {"embed": False, "blocks": True, "head": True}
-SGD, DILOCO = optax.sgd(0.05), cc.methods.get("diloco", sync_interval=4)
+DILOCO = cc.methods.get("diloco", sync_interval=4)
 HALVED = optax.chain(SGD, optax.masked(optax.scale(0.5), IS_TRAINED))
-PLATEAU = optax.chain(SGD, optax.contrib.reduce_on_plateau(patience=1))
 
 
 def frozen(trained):
@@ -435,8 +406,7 @@ def of(inner):
 WRAPPED = {
     "rate inside": (of(optax.inject_hyperparams(optax.sgd)(0.05)), SGD),
     "rate around": (
-        optax.inject_hyperparams(lambda rate: of(optax.sgd(rate)))(rate=0.05),
-        SGD,
+        optax.inject_hyperparams(lambda rate: of(optax.sgd(rate)))(rate=0.05), SGD
     ),
     "in a chain": (optax.chain(optax.scale(0.5), of(optax.sgd(0.1))), SGD),
     "frozen inside": (of(frozen(SGD)), frozen(SGD)),
@@ -445,7 +415,7 @@ WRAPPED = {
     "accumulated inside": (of(optax.MultiSteps(SGD, 2)), optax.MultiSteps(SGD, 2)),
     "accumulated around": (optax.MultiSteps(of(SGD), 2), optax.MultiSteps(SGD, 2)),
     "told of the loss": (of(PLATEAU), PLATEAU),
-}
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:the optimizer leaves .* leaves as they are")
@@ -468,20 +438,17 @@ def test_narrow_parameters_are_merged_but_for_a_rounding():
     method = cc.methods.get("diloco", sync_interval=1, outer_momentum=0.0)
     tx = cc.synchronized(optax.sgd(0.05), method, axis_name="region")
     state = tx.init(params)
-    assert {x.dtype for x in jax.tree.leaves(state.outer)} == {np.dtype(np.float32)}
+    assert {x.dtype for x in jax.tree.leaves(state.outer)} == {jnp.dtype("float32")}
     updates, state = jax.vmap(tx.update, in_axes=(0, None, None), axis_name="region")(
         for_all(params, 2), state, params
     )
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
     merged = jax.vmap(optax.apply_updates, (None, 0))(params, updates)
-    outer = cut(params, 1).join([jax.tree.map(lambda x: x[0], state.outer[0])])
-    jax.tree.map(
-        lambda x, o: np.testing.assert_allclose(
-            np.float32(x), np.broadcast_to(o, x.shape), rtol=2**-7, atol=2**-9
-        ),
-        merged,
-        outer,
+    merged = jax.tree.map(np.float32, merged)
+    outer = for_all(
+        cut(params, 1).join([jax.tree.map(lambda x: x[0], state.outer[0])]), 2
     )
+    assert_all_close(merged, outer, rtol=2**-7, atol=2**-9)
 
 
 @pytest.mark.parametrize(
@@ -517,25 +484,25 @@ def test_what_is_known_later_is_refused_then():
             axis_name="region",
         )(jnp.zeros(3))
 
+    by_loss, by_outputs = (
+        cc.methods.get("cocodc", num_fragments=2, curvature=curvature)
+        for curvature in ("hessian_vector", "gauss_newton")
+    )
+    by_fives, twice = (
+        cc.methods.get("diloco", sync_interval=5),
+        optax.MultiSteps(ADAM, 2),
+    )
     for method, options, says in (
         ("diloco", {"num_regions": 2}, "num_regions=2 differs from the 3 regions of"),
         ("diloco", {"given": None}, "needs params: tx.update"),
         ("snoo", {}, "regions=3 must be 1"),
         ("des_loc", {"inner": optax.sgd(0.1)}, "state holds none; use optax.adamw"),
-        (
-            cc.methods.get("cocodc", num_fragments=2, curvature="hessian_vector"),
-            {},
-            "value_fn=lambda params: loss",
-        ),
-        (
-            cc.methods.get("cocodc", num_fragments=2, curvature="gauss_newton"),
-            {},
-            "model's outputs of the last batch: pass",
-        ),
+        (by_loss, {}, "value_fn=lambda params: loss"),
+        (by_outputs, {}, "model's outputs of the last batch: pass"),
         ("streaming_diloco", {}, "num_fragments=4 does not fit a model of 2 blocks"),
         (
-            cc.methods.get("diloco", sync_interval=5),
-            {"inner": optax.MultiSteps(ADAM, 2)},
+            by_fives,
+            {"inner": twice},
             "sync_interval=5 is not a multiple of the 2 steps",
         ),
     ):

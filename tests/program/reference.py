@@ -13,12 +13,23 @@ import numpy as np
 
 from tests.program.family_reference import Momenta, Nesterov
 
-# --- Problems -----------------------------------------------------------------
-
 
 @dataclasses.dataclass
-class Problem:
+class Quadratic:
+    """f(x) = weight (x - target)' A (x - target) / 2, of tensors with these shapes.
+
+    `A` couples the fragments; the batch is `(target, weight)`, of one region and step.
+    """
+
     shapes: dict[str, tuple]
+    hessian: np.ndarray
+
+    def gradient(self, x, batch):
+        target, weight = batch
+        return weight * self.hessian @ (x - target)
+
+    def hessian_vector(self, vector, batch):
+        return batch[1] * self.hessian @ vector
 
     def split(self, x):
         sizes = [math.prod(shape) for shape in self.shapes.values()]
@@ -46,46 +57,6 @@ class Problem:
 
 
 @dataclasses.dataclass
-class Quadratic(Problem):
-    """f(x) = weight (x - target)' A (x - target) / 2.
-
-    `A` couples the fragments; the batch is `(target, weight)`, of one region and step.
-    """
-
-    hessian: np.ndarray
-
-    def gradient(self, x, batch):
-        target, weight = batch
-        return weight * self.hessian @ (x - target)
-
-    def hessian_vector(self, vector, batch):
-        return batch[1] * self.hessian @ vector
-
-
-@dataclasses.dataclass
-class Mlp(Problem):
-    """tanh layers and a linear head; f = mean of squares over batch and outputs."""
-
-    def gradient(self, params, batch):
-        (x, y), params = batch, self.split(params)
-        *layers, head = params
-        values = [x]
-        for name in layers:
-            values.append(np.tanh(values[-1] @ params[name]))
-        out = values[-1] @ params[head]
-        back = 2 * (out - y) / out.size
-        grads = {head: values[-1].T @ back}
-        back = back @ params[head].T
-        for name, before, after in zip(
-            layers[::-1], values[-2::-1], values[::-1], strict=False
-        ):
-            back = back * (1 - after**2)
-            grads[name] = before.T @ back
-            back = back @ params[name].T
-        return self.join(grads)
-
-
-@dataclasses.dataclass
 class Sgd:
     lr: float
 
@@ -109,7 +80,7 @@ class Context:
     tau: int
     lr: float
     second_moment: np.ndarray | None
-    problem: Problem
+    problem: Quadratic
     batches: list
     path: tuple
 

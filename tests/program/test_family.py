@@ -167,7 +167,7 @@ def test_it_lowers_the_loss(program, name):
 def test_bytes_are_those_of_the_messages(program, name):
     state, outputs = trained(name)
     sync, schedule = program.method.sync, program.method.schedule
-    # No messages but partial sums, see test_rings.py.
+    # No messages but partial sums, see test_collectives.py.
     if sync and isinstance(sync.message, ByRings):
         each_sync = [s.num_bytes for output in outputs for s in output.syncs]
         assert state.bytes_sent == sum(each_sync) > 0

@@ -2,8 +2,8 @@
 
 In float64 to 1e-10 of the largest number of a tensor; where the wire has float32 (the
 scale of a 4-bit message, by which the compiler may multiply before or after it
-divides by 7) to 1e-6. Four regions run as blocks of
-two on two devices, where nothing else is said.
+divides by 7) to 1e-6. Four regions run as blocks of two on two devices, where nothing
+else is said.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.cutting import cut_by_patterns
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.transforms.mt_adam import mt_adam
-from tests.program import family_reference as reference
+from tests.program import family_reference as ref
 from tests.program.family_reference import SHAPES, SIZE, split
 
 LR, NUM_REGIONS, NUM_STEPS = 0.1, 4, 14
@@ -44,8 +44,8 @@ TARGETS = OPTIMA + RNG.normal(size=(NUM_STEPS, NUM_REGIONS, SIZE)) / 4
 
 
 def problem(num_regions=NUM_REGIONS):
-    params = reference.join(PARAMS.values())
-    return reference.Problem(HESSIAN, params, TARGETS[:, :num_regions], LR)
+    params = ref.join(PARAMS.values())
+    return ref.Problem(HESSIAN, params, TARGETS[:, :num_regions], LR)
 
 
 def loss_fn(params, target, key):
@@ -68,43 +68,37 @@ class Case:
     optimizer: optax.GradientTransformation = optax.sgd(LR)
 
 
-def twin(fn, *args, **options):
-    """`fn` of the reference, of four regions."""
-    return lambda: fn(problem(), *args, **options)
-
-
-def twin_of_rounds(interval, outer_lr, momentum, compress, num_regions=NUM_REGIONS):
-    return lambda: reference.synchronous(
-        problem(num_regions), interval, outer_lr, momentum, compress
-    )
+def twin(fn, *args, num_regions=NUM_REGIONS, **options):
+    """`fn` of the reference."""
+    return lambda: fn(problem(num_regions), *args, **options)
 
 
 def feedback(compress, decay=1.0):
-    return lambda: reference.Feedback(compress, decay)
+    return lambda: ref.Feedback(compress, decay)
 
 
 def feedback_of_threshold():
-    return reference.Feedback(reference.Threshold(0.2, 3, 1.5))
+    return ref.Feedback(ref.Threshold(0.2, 3, 1.5))
 
 
 def noloco_twin():
-    who = reference.drawn_partners(7, NUM_REGIONS)
+    who = ref.drawn_partners(7, NUM_REGIONS)
     assert len({tuple(who(t)) for t in range(2, 15, 2)}) == 3
-    return reference.noloco(problem(), 2, 0.7, 0.5, 0.6, who)
+    return ref.noloco(problem(), 2, 0.7, 0.5, 0.6, who)
 
 
-def delayed_nesterov_twin(spread, compress=lambda: reference.plain):
+def delayed_nesterov_twin(spread, compress=lambda: ref.plain):
     def run():
-        take = reference.delayed_nesterov(0.5, 0.8, 3, spread)
-        return reference.asynchronous(problem(), EXACT_SPEEDS, 3, True, take, compress)
+        take = ref.delayed_nesterov(0.5, 0.8, 3, spread)
+        return ref.asynchronous(problem(), EXACT_SPEEDS, 3, True, take, compress)
 
     return run
 
 
 def heloco_twin():
     seen, numbers = set(), (0.6, 0.5, 0.7, 2.0, 0.5)
-    take, start = reference.look_ahead(0.3, 0.8, 0.9, numbers, seen)
-    out = reference.asynchronous(problem(), EXACT_SPEEDS, 2, False, take, start=start)
+    take, start = ref.look_ahead(0.3, 0.8, 0.9, numbers, seen)
+    out = ref.asynchronous(problem(), EXACT_SPEEDS, 2, False, take, start=start)
     assert seen == {"keep", "turn", "take off"}
     return out
 
@@ -118,35 +112,31 @@ def replayed(local, staged, outer):
 
 
 def in_turn(delay, merge, *unequal, **options):
-    return twin(
-        reference.fragments_in_turn, [["a", "c"], ["b"]], 4, delay, 0.4, 0.9, merge,
-        *unequal, **options,
-    )  # fmt: skip
+    given = (4, delay, 0.4, 0.9, merge, *unequal)
+    return twin(ref.fragments_in_turn, [["a", "c"], ["b"]], *given, **options)
 
 
 def drawn_mask(tick, density=0.3, seed=5):
     """The documented draw, of fragment 0."""
     words = np.array([0, tick], np.uint32)
     key, out = jax.random.wrap_key_data(words, impl="threefry2x32"), []
-    for n, size in enumerate(reference.SIZES):
+    for n, size in enumerate(ref.SIZES):
         own = jax.random.fold_in(key, 65537 * seed + n)
         order = np.argsort(jax.random.bits(own, (size,), np.uint32), stable=True)
         out.append(np.isin(np.arange(size), order[: max(1, round(density * size))]))
-    return reference.join(out)
+    return ref.join(out)
 
 
 def des_loc_twin(b1s, weights):
-    return lambda: reference.des_loc(
-        problem(), 2, 2, 3, reference.Momenta(LR, b1s, weights, 0.9)
-    )
+    return lambda: ref.des_loc(problem(), 2, 2, 3, ref.Momenta(LR, b1s, weights, 0.9))
 
 
 def masked_by_region():
     """A maker of senders, one region's after the other's."""
     numbers = itertools.count()
     order = np.asarray(jax.random.permutation(jax.random.key(5), SIZE))
-    core = reference.top_k(0.25)
-    return lambda: reference.Masked(
+    core = ref.top_k(0.25)
+    return lambda: ref.Masked(
         core, 0.4, next(numbers) % NUM_REGIONS, NUM_REGIONS, order
     )
 
@@ -164,17 +154,13 @@ SPARSE = EACH_2 | {
 }
 CO2 = EACH_2 | {"outer_momentum": 0.6, "momentum_clip": 0.6}
 NOLOCO = EACH_2 | {"pair_pull": 0.6, "pair_seed": 7}
-ADMM = {"sync_interval": 3, "admm_penalty": 0.3}
-DELAYED = {
-    "sync_interval": 3, "outer_lr": 0.5, "outer_momentum": 0.8,
-    "arrivals_per_momentum": 3,
-}  # fmt: skip
+EACH_3 = {"sync_interval": 3}
+ADMM = EACH_3 | {"admm_penalty": 0.3}
+DELAYED = EACH_3 | {"outer_lr": 0.5, "outer_momentum": 0.8, "arrivals_per_momentum": 3}
 IN_TURN = {"sync_interval": 4, "num_fragments": 2, **OUTER}
-DECOUPLED = {
-    "answer_steps": "1,3,9,0", "quorum": 2, "grace_steps": 2, "mixing_alpha": 0.3,
-    **IN_TURN,
-}  # fmt: skip
-TOP = reference.top_k(0.25)
+MIXED = IN_TURN | {"mixing_alpha": 0.3}
+DECOUPLED = MIXED | {"answer_steps": "1,3,9,0", "quorum": 2, "grace_steps": 2}
+TOP, TOP_K = ref.top_k(0.25), {"compress": "topk:0.25"}
 UNEQUAL = Regions(SPEEDS, (1,) * 4)
 CUT = ("a|c", "b")
 decoupled_twin = functools.partial(
@@ -183,45 +169,38 @@ decoupled_twin = functools.partial(
 CASES = {
     "snoo": Case(
         "snoo", {"sync_interval": 4, **OUTER},
-        twin_of_rounds(4, 0.4, 0.9, lambda: reference.plain, 1), 1, 1,
+        twin(ref.synchronous, 4, 0.4, 0.9, lambda: ref.plain, num_regions=1), 1, 1,
     ),
-    "sparseloco": Case(
-        "sparseloco", SPARSE, twin(reference.sparseloco, 2, 0.8, 3, 3, 0.95)
-    ),
+    "sparseloco": Case("sparseloco", SPARSE, twin(ref.sparseloco, 2, 0.8, 3, 3, 0.95)),
     "sparseloco, over all": Case(
         "sparseloco", SPARSE | {"sparse_mean": "all"},
-        twin(reference.sparseloco, 2, 0.8, 3, 3, 0.95, over="all"),
+        twin(ref.sparseloco, 2, 0.8, 3, 3, 0.95, over="all"),
     ),
     "qsparse": Case(
         "qsparse", EACH_2 | {"outer_lr": 0.9, "compress": "ef+topk:0.25+int4"},
-        twin_of_rounds(
-            2, 0.9, 0.0, feedback(reference.top_k(0.25, reference.four_bit))
-        ),
+        twin(ref.synchronous, 2, 0.9, 0.0, feedback(ref.top_k(0.25, ref.four_bit))),
         tolerance=1e-6,
     ),
     "muloco": Case(
         "muloco", EACH_2,
-        twin_of_rounds(
-            2, 0.9, 0.8, feedback(reference.matrices(reference.stat2), 0.9)
-        ),
+        twin(ref.synchronous, 2, 0.9, 0.8, feedback(ref.matrices(ref.stat2), 0.9)),
     ),
-    "co2": Case("co2", CO2, twin(reference.co2, 2, 1.0, 0.6, 0.6, False)),
+    "co2": Case("co2", CO2, twin(ref.co2, 2, 1.0, 0.6, 0.6, False)),
     "co2, a measured gap": Case(
         "co2", CO2 | {"staleness_gap": "measured"},
-        twin(reference.co2, 2, 1.0, 0.6, 0.6, True),
+        twin(ref.co2, 2, 1.0, 0.6, 0.6, True),
     ),
-    "eager": Case("eager", EACH_2 | OUTER, twin(reference.eager, 2, 0.4, 0.9)),
+    "eager": Case("eager", EACH_2 | OUTER, twin(ref.eager, 2, 0.4, 0.9)),
     "noloco, in a block": Case("noloco", NOLOCO, noloco_twin),
     "noloco, a region a device": Case("noloco", NOLOCO, noloco_twin, num_devices=4),
     "diloco_demo": Case(
         "diloco_demo", EACH_2 | {"compress": "dct_top_k(k=3, chunk_side=3)"},
-        twin(reference.diloco_demo, 2, 0.7, 0.9, reference.chunked(3, 3, True)),
+        twin(ref.diloco_demo, 2, 0.7, 0.9, ref.chunked(3, 3, is_cosine=True)),
     ),
     "masked_core": Case(
         "masked_core",
-        EACH_2 | OUTER
-        | {"mask_density": 0.4, "mask_seed": 5, "compress": "topk:0.25"},
-        twin_of_rounds(2, 0.4, 0.9, masked_by_region()),
+        EACH_2 | OUTER | {"mask_density": 0.4, "mask_seed": 5, "compress": "topk:0.25"},
+        twin(ref.synchronous, 2, 0.4, 0.9, masked_by_region()),
     ),
     "des_loc": Case(
         "des_loc", EACH_2 | {"sync_moments": "2,3"}, des_loc_twin((0.8,), (1.0,)),
@@ -233,32 +212,31 @@ CASES = {
         optimizer=mt_adam(LR, (0.8, 0.99), (0.5, 0.3), 0.9, weight_decay=0.0),
     ),
     "lt_admm, a ring, in a block": Case(
-        "lt_admm", ADMM | {"compress": "topk:0.25"},
-        twin(reference.lt_admm, 3, 0.3, RING, TOP),
+        "lt_admm", ADMM | TOP_K, twin(ref.lt_admm, 3, 0.3, RING, TOP)
     ),
     "lt_admm, a ring, a region a device": Case(
         "lt_admm", ADMM | {"compress": "none"},
-        twin(reference.lt_admm, 3, 0.3, RING, reference.plain), num_devices=4,
+        twin(ref.lt_admm, 3, 0.3, RING, ref.plain), num_devices=4,
     ),
     "lt_admm, complete": Case(
-        "lt_admm", ADMM | {"graph": "complete", "compress": "topk:0.25"},
-        twin(reference.lt_admm, 3, 0.3, COMPLETE, TOP),
+        "lt_admm", ADMM | TOP_K | {"graph": "complete"},
+        twin(ref.lt_admm, 3, 0.3, COMPLETE, TOP),
     ),
     "demo": Case(
         "demo", {"momentum_decay": 0.9, "compress": "dct_top_k(k=3, chunk_side=4)"},
-        twin(reference.demo, 0.9, 3, 4),
+        twin(ref.demo, 0.9, 3, 4),
     ),
     "lion, majority": Case(
-        "distributed_lion", {}, twin(reference.lion, 0.9, 0.99, "majority")
+        "distributed_lion", {}, twin(ref.lion, 0.9, 0.99, "majority")
     ),
     "lion, average": Case(
         "distributed_lion", {"lion_vote": "average"},
-        twin(reference.lion, 0.9, 0.99, "average"),
+        twin(ref.lion, 0.9, 0.99, "average"),
     ),
     "dct_threshold": Case(
         "dct_threshold",
         {"compress": "error_feedback(threshold(density=0.2, every=3, slack=1.5))"},
-        twin(reference.compressed_gradients, feedback_of_threshold),
+        twin(ref.compressed_gradients, feedback_of_threshold),
     ),
     "delayed_nesterov": Case(
         "delayed_nesterov", DELAYED | {"momentum_spread": 0.2},
@@ -270,16 +248,15 @@ CASES = {
     ),
     "heloco": Case(
         "heloco",
-        {
-            "sync_interval": 2,  "outer_lr": 0.3, "outer_momentum": 0.8,
-            "keep_cosine": 0.6, "turn_rate": 0.7, "arrival_weight": 0.9,
-            "confidence_scale": 2.0, "dynamic_steps": False,
+        EACH_2 | {
+            "outer_lr": 0.3, "outer_momentum": 0.8, "keep_cosine": 0.6,
+            "turn_rate": 0.7, "arrival_weight": 0.9, "confidence_scale": 2.0,
+            "dynamic_steps": False,
         },
         heloco_twin, regions=UNEQUAL,
     ),
     "decoupled_diloco": Case(
-        "decoupled_diloco", DECOUPLED,
-        decoupled_twin(average=reference.radial_directional),
+        "decoupled_diloco", DECOUPLED, decoupled_twin(average=ref.radial_directional),
         regions=Regions(SPEEDS, tuple(TOKENS)), patterns=CUT,
     ),
     "decoupled_diloco, plain means": Case(
@@ -287,13 +264,12 @@ CASES = {
         regions=Regions(SPEEDS, tuple(TOKENS)), patterns=CUT,
     ),
     "streaming, a phase": Case(
-        "streaming_diloco",
-        IN_TURN | {"delay_steps": 3, "mixing_alpha": 0.3, "phase_steps": 1},
+        "streaming_diloco", MIXED | {"delay_steps": 3, "phase_steps": 1},
         in_turn(3, mix(0.3), phase=1), patterns=CUT,
     ),
     "streaming, a delay of H": Case(
-        "streaming_diloco", IN_TURN | {"delay_steps": 4, "mixing_alpha": 0.3},
-        in_turn(4, mix(0.3)), patterns=CUT,
+        "streaming_diloco", MIXED | {"delay_steps": 4}, in_turn(4, mix(0.3)),
+        patterns=CUT,
     ),
     "streaming, replayed": Case(
         "streaming_diloco", IN_TURN | {"delay_steps": 3, "merge_rule": "replay"},
@@ -302,7 +278,7 @@ CASES = {
     "loscar": Case(
         "loscar",
         {"sync_interval": 4, "delay_steps": 3, "mask_density": 0.3, "mask_seed": 5},
-        twin(reference.loscar, 4, 3, drawn_mask),
+        twin(ref.loscar, 4, 3, drawn_mask),
     ),
     "apart": Case("apart", {}, apart_twin),
 }  # fmt: skip

@@ -49,6 +49,11 @@ def finish(program, state, num_steps, batches=BATCHES):
     return state
 
 
+def adopted(new, old, num_steps):
+    """What `new` makes of a state that `old` has trained."""
+    return new.adopt(finish(old, start(old), num_steps), old)
+
+
 def test_a_state_is_a_pytree_of_its_arrays():
     program = streaming()
     state = finish(program, start(program), 4)
@@ -77,7 +82,7 @@ def test_a_state_is_a_pytree_of_its_arrays():
 def test_the_same_program_goes_on_bit_for_bit(name, options):
     one, other = (make(name, **options) for _ in range(2))
     expected = host(finish(one, start(one), 12))
-    state, kept, lost = other.adopt(finish(one, start(one), 5), one)
+    state, kept, lost = adopted(other, one, 5)
     assert not lost
     assert kept["parameters"] == "of each region"
     assert_same(host(finish(other, state, 7)), expected)
@@ -113,8 +118,7 @@ def test_each_region_owns_entries_of_its_own(before, after):
         make("masked_core", num, sync_interval=4, rank=1, mask_density=0.25)
         for num in (before, after)
     )
-    state = finish(program, start(program), 5)
-    state, kept, _ = other.adopt(state, program)
+    state, kept, _ = adopted(other, program, 5)
     assert kept["compressors"] == f"the mean of {before} regions"
     for compressor in state.sync.compressors:
         assert compressor.region.tolist() == list(range(after))
@@ -152,8 +156,8 @@ def test_another_method_and_cut():
 
 
 def test_another_interval_loses_the_schedule_alone():
-    old, new = make("diloco", sync_interval=5), make("diloco", sync_interval=4)
-    state, _, lost = new.adopt(finish(old, start(old), 7), old)
+    new = make("diloco", sync_interval=4)
+    state, _, lost = adopted(new, make("diloco", sync_interval=5), 7)
     assert lost == {"schedule": "it begins after step 7"}
     assert new.steps_to_event(state) == 1
 
@@ -162,7 +166,7 @@ def test_another_optimizer_goes_on_in_its_learning_rates():
     rate = optax.linear_schedule(0.1, 0.0, 10)
     old = make("diloco", optimizer=optax.adamw(rate), sync_interval=5)
     new = make("diloco", optimizer=optax.sgd(rate), sync_interval=5)
-    state, kept, lost = new.adopt(finish(old, start(old), 7), old)
+    state, kept, lost = adopted(new, old, 7)
     assert set(lost) == {"inner optimizer"}
     assert lost["inner optimizer"].startswith("0/count was int32[] and is not there")
     assert kept["learning rate"] == "its schedule goes on"
@@ -216,8 +220,8 @@ def test_a_round_that_is_late_ends_early():
 
 
 def test_a_late_schedule_begins_with_messages_of_zero():
-    old, new = make("diloco", sync_interval=5), make("co2", sync_interval=4)
-    state, _, lost = new.adopt(finish(old, start(old), 5), old)
+    new = make("co2", sync_interval=4)
+    state, _, lost = adopted(new, make("diloco", sync_interval=5), 5)
     assert "schedule" in lost
     (pending,) = state.sync.schedule.in_flight
     assert (pending.start_step, pending.apply_step) == (0, 8)
@@ -231,7 +235,7 @@ def test_a_late_schedule_begins_with_messages_of_zero():
 def test_any_method_adopts_any_other(name):
     options = {"sync_interval": 6} if name in ("noloco", "mla") else {}
     other, regular = make(name, **options), streaming()
-    state, _, _ = regular.adopt(finish(other, start(other), 4), other)
+    state, _, _ = adopted(regular, other, 4)
     state = finish(regular, state, 4)
     back, _, lost = other.adopt(state, regular)
     assert ("outer model" in lost) == (other.method.sync is None)

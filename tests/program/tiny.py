@@ -41,26 +41,16 @@ USER_INPUTS = UserInputs(LEARNING_RATE, adam_second_moment(0.999), (model, mean_
 
 # Events are 2 steps apart in all, so that one scan is compiled for each. Streaming has
 # both fragments in flight at every step after 4, CoCoDC one of the two it may choose.
+_COCODC = {"sync_interval": 8, "num_fragments": 2, "delay_steps": 2}
 METHODS = {
     "data_parallel": methods.get("data_parallel"),
     "diloco": methods.get("diloco", sync_interval=2),
     "streaming_diloco": methods.get(
         "streaming_diloco", sync_interval=4, num_fragments=2, delay_steps=4
     ),
-    "cocodc": methods.get(
-        "cocodc",
-        sync_interval=8,
-        num_fragments=2,
-        delay_steps=2,
-        curvature="adam_second_moment",
-    ),
+    "cocodc": methods.get("cocodc", curvature="adam_second_moment", **_COCODC),
     "cocodc_hessian": methods.get(
-        "cocodc",
-        sync_interval=8,
-        num_fragments=2,
-        delay_steps=2,
-        curvature="hessian_vector",
-        transmission_score="drift",
+        "cocodc", curvature="hessian_vector", transmission_score="drift", **_COCODC
     ),
 }
 
@@ -84,11 +74,8 @@ def make_params(seed=0):
     def normal(*shape):
         return rng.normal(0, shape[-2] ** -0.5, shape).astype(np.float32)
 
-    return {
-        "embed": normal(4, 8),
-        "blocks": {"w": normal(2, 8, 8)},
-        "head": normal(8, 2),
-    }
+    embed, blocks, head = normal(4, 8), normal(2, 8, 8), normal(8, 2)
+    return {"embed": embed, "blocks": {"w": blocks}, "head": head}
 
 
 def make_batch(step):

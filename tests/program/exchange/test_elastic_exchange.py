@@ -128,8 +128,7 @@ def with_nonsense(tiny):
 )
 def test_nonsense_is_judged_alike_in_all_regions(tiny, options):
     """And the region that sent it begins anew, as in one process with all of them."""
-    schedule = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
-    method, num = methods.get("streaming_diloco", **schedule, **options), 4
+    method, num = methods.get("streaming_diloco", **SHORT, **options), 4
     tiny = with_nonsense(tiny)
     program = make_program(tiny, method, Transport("outer"), num)
     state, outputs = follow(program, tiny.start(program), tiny.stream(), 9)
@@ -227,10 +226,8 @@ def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
     """Due after 1 step and there after 2: as where 2 is the delay."""
     ends = []
     for delay_steps in (1, 2):
-        method = methods.get(
-            name, sync_interval=4, num_fragments=2, delay_steps=delay_steps,
-            **options,
-        )  # fmt: skip
+        given = SHORT | {"delay_steps": delay_steps} | options
+        method = methods.get(name, **given)
         program, state, batches = of_one_job(tiny, method, late_mean="merge")
         for step in range(4):
             if step == 3:
@@ -256,53 +253,57 @@ def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
         ("masked_core", "each region sends a part of its own, by its number"),
     ],
 )
-def test_what_cannot_be_jobs_is_refused_by_name(tiny, name, why):
+def test_what_cannot_be_jobs_is_refused_by_name(name, why):
     transport = Transport("elastic", place=places(4)[0])
     method = methods.get(name)
     pattern = (
         f"exchange='elastic' is not possible for method='{name}': .*{why}.*; use '"
     )
     with pytest.raises(ValueError, match=pattern) as refused:
-        make_program(tiny, method, transport, 4)
+        transport.own(Regions.alike(4), method)
     # What it proposes can be had, by one process and by several.
     proposed = Transport(str(refused.value).split("'")[-2])
     assert {proposed.resolve(method, num) for num in (1, 4)} <= {"program", "outer"}
 
 
-def test_what_follows_all_regions_is_refused():
-    transport = Transport("elastic", place=places(4)[0])
-    options = {"sync_interval": 4, "num_fragments": 2}
-    for more, why in (
-        ({"delay_steps": "auto"}, "follow all regions"),
-        ({"delay_steps": 2, "transmission_score": "drift"}, "all regions' parameters"),
-    ):
-        method = methods.get("cocodc", **options, **more)
-        with pytest.raises(ValueError, match=why):
-            transport.own(Regions.alike(4), method)
+def own(name, options, **place):
+    """What one region has of a method in four."""
+    transport = Transport("elastic", place=places(4, **place)[0])
+    return transport.own(Regions.alike(4), methods.get(name, **options))
 
 
-def test_who_takes_part_is_told_to_one_program():
-    transport = Transport("elastic", place=places(4)[0])
-    method = methods.get("decoupled_diloco", answer_steps="1,1,1,9")
-    with pytest.raises(ValueError, match="a part of its regions takes part"):
-        transport.own(Regions.alike(4), method)
+SHORT = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
 
 
-def test_a_delay_that_is_looked_halfway_at_is_known_before():
-    options = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
-    method = methods.get("cocodc", curvature="secant", **options)
-    late = Transport("elastic", place=places(4, late_mean="merge")[0])
-    with pytest.raises(ValueError, match="late_mean='merge' is not possible for meth"):
-        late.own(Regions.alike(4), method)
-    Transport("elastic", place=places(4)[0]).own(Regions.alike(4), method)
+@pytest.mark.parametrize(
+    ("name", "options", "place", "why"),
+    [
+        ("cocodc", SHORT | {"delay_steps": "auto"}, {}, "follow all regions"),
+        ("cocodc", SHORT | {"transmission_score": "drift"}, {}, "all regions' param"),
+        ("decoupled_diloco", {"answer_steps": "1,1,1,9"}, {}, "a part of its regions"),
+        (
+            "cocodc", SHORT | {"curvature": "secant"}, {"late_mean": "merge"},
+            "late_mean='merge' is not possible for meth",
+        ),
+    ],
+)  # fmt: skip
+def test_what_follows_all_regions_or_the_delay_is_refused(name, options, place, why):
+    with pytest.raises(ValueError, match=why):
+        own(name, options, **place)
+
+
+def test_a_delay_that_is_looked_halfway_at_may_be_known_before():
+    own("cocodc", SHORT | {"curvature": "secant"})
 
 
 def test_places_that_cannot_be_are_refused():
     method = methods.get("diloco")
-    with pytest.raises(ValueError, match="which region this is"):
-        Transport("elastic").own(Regions.alike(2), method)
-    with pytest.raises(ValueError, match="regions=3 but region_addresses has 2"):
-        Transport("elastic", place=places(2)[0]).own(Regions.alike(3), method)
+    for place, why in (
+        (None, "which region this is"),
+        (places(2)[0], "regions=3 but region_addresses has 2"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Transport("elastic", place=place).own(Regions.alike(3), method)
     with pytest.raises(ValueError, match="outer_channels=2 has no meaning"):
         Transport("elastic", outer_channels=2)
     for change, message in (

@@ -1,6 +1,9 @@
-"""The inner mesh's shape, and the device that keeps the outer state."""
+"""The inner mesh's shape, the device of the outer state, and memory that is kept."""
 
+import os
 import re
+import subprocess
+import sys
 import types
 
 import jax
@@ -212,3 +215,42 @@ def test_in_one_process_the_outer_mesh_is_one_device():
     (device,) = outer_mesh(mesh).devices.flat
     assert outer_sharding(mesh).device_set == outer_rows(mesh).device_set == {device}
     assert device == outer_device(mesh)
+
+
+# --- What programs on the CPU free stays with the process ---
+
+CODE = """
+import resource, threading
+from cocodc_jax.sharding.mesh import keep_freed_memory
+
+def faults(size=100 << 20):
+    b"x" * size
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(3):
+        b"x" * size
+    found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+found = []
+print(keep_freed_memory())
+thread = threading.Thread(target=faults)
+thread.start()
+thread.join()
+print(*found)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's own calls")
+@pytest.mark.parametrize("chosen", [{}, {"MALLOC_ARENA_MAX": "2"}])
+def test_pages_of_the_call_before_serve_the_next(chosen):
+    names = ("GLIBC_TUNABLES", "MALLOC_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(names)}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment | chosen,
+    )
+    is_kept, faults = done.stdout.split()
+    assert (is_kept == "True") == (not chosen)
+    assert (int(faults) < 1000) == (not chosen)
