@@ -13,7 +13,6 @@ from cocodc_jax.transforms.mt_adam import mt_adam
 from tests.numerics import assert_within_ulps
 from tests.program import quadratic
 from tests.program.quadratic import (
-    HESSIAN,
     LR,
     OUTER,
     PARAMS,
@@ -156,14 +155,6 @@ def test_of_one_region_it_is_its_optimizer():
     parallel = train(methods.get("data_parallel"), regions=1, optimizer=lion)
     assert_within_ulps(trained(of("distributed_lion"), 1), parallel)
     assert_within_ulps(trained(of("lt_admm"), 1)[0], trained(of("apart"), 1)[0])
-
-
-def test_demo_of_everything_is_the_sign_of_the_mean_gradient():
-    _, outer = trained(of("demo", momentum_decay=0.0, compress="dct:16"))
-    x = join(PARAMS).astype(float)
-    for targets in TARGETS:
-        x = x - LR * np.sign(HESSIAN @ (x - targets.mean(0)))
-    assert_within_ulps(join(outer), x)
 
 
 SLOPES = np.broadcast_to(TARGETS[:1], TARGETS.shape)

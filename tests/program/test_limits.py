@@ -16,6 +16,8 @@ from tests.numerics import assert_all_close, assert_within_ulps
 from tests.program import quadratic, reference, tiny
 from tests.program.quadratic import HESSIAN, LR, NUM_REGIONS, OUTER, PARAMS, TARGETS
 
+LATE = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
+SHORT = LATE | {"delay_steps": 1} | OUTER
 RNG = np.random.default_rng(1)
 ORACLE = reference.Quadratic({n: PARAMS[n].shape for n in PARAMS}, HESSIAN)
 
@@ -24,43 +26,9 @@ def train(method, targets=TARGETS, stops=(), **options):
     return quadratic.run(quadratic.make(method, **options), targets, stops)
 
 
-def test_fragments_without_delay_and_replaced_are_blocking():
-    streaming = methods.get(
-        "streaming_diloco", sync_interval=6, num_fragments=2, delay_steps=0,
-        mixing_alpha=0.0, **OUTER,
-    )  # fmt: skip
-    blocking = streaming.with_sync(merge=merge.replace())
-    expected = train(blocking)
-    assert_within_ulps(train(streaming), expected)
-    # Fragment 0 is exchanged at the last step, and then the regions agree on it.
-    local, outer = expected
-    for name in ("a", "c"):
-        np.testing.assert_array_equal(
-            local[name], np.stack([outer[name]] * NUM_REGIONS)
-        )
-    assert np.ptp(local["b"], axis=0).max() > 0.1
-
-
-def test_cocodc_without_curvature_is_replay():
-    """theta <- theta_g + (theta(t_l) - staged), against regions that never take part.
-
-    With alpha 1 regions go on alone, and the outer parameters up to the first sync
-    are the same: start at 4, applied at 7.
-    """
-    options = {"sync_interval": 4, "num_fragments": 1, "delay_steps": 3, **OUTER}
-    cocodc = methods.get("cocodc", syncs_per_interval=1, curvature="none", **options)
-    alone = methods.get("streaming_diloco", mixing_alpha=1.0, **options)
-    local, outer = train(cocodc, TARGETS[:7])
-    (staged, _), (progressed, same_outer) = train(alone, TARGETS[:7], stops=(4,))
-    assert_within_ulps(outer, same_outer)
-    replayed = jax.tree.map(lambda g, x, s: g + (x - s), outer, progressed, staged)
-    assert_within_ulps(local, replayed)
-    assert np.abs(local["a"] - progressed["a"]).max() > 0.05
-
-
 def test_cocodc_with_n_equal_to_k_mixing_is_streaming():
     """The adaptive round begins with fragment 0, the staggered one with 1."""
-    options = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2, **OUTER}
+    options = {**LATE, **OUTER}
     streaming = methods.get("streaming_diloco", mixing_alpha=0.3, **options)
     cocodc = methods.get("cocodc", syncs_per_interval=2, **options)
     cocodc = cocodc.with_sync(merge=streaming.sync.merge)
@@ -70,11 +38,7 @@ def test_cocodc_with_n_equal_to_k_mixing_is_streaming():
 
 def test_cocodc_that_keeps_as_much_progress_as_of_where_it_was_is_a_mix():
     """Isotropic, rho = lambda = alpha: alpha theta^m + (1 - alpha) theta^g."""
-    options = {
-        "sync_interval": 4, "num_fragments": 2, "delay_steps": 2,
-        "syncs_per_interval": 2, **OUTER,
-    }  # fmt: skip
-
+    options = {**LATE, "syncs_per_interval": 2, **OUTER}
     streaming = methods.get("streaming_diloco", mixing_alpha=0.3)
     mixed = methods.get("cocodc", **options).with_sync(merge=streaming.sync.merge)
     options["compensation_strength"] = 0.3
@@ -91,9 +55,8 @@ def compensated(strength):
     between becomes a step from the new outer values, `b` being where it was.
     """
     cocodc = methods.get(
-        "cocodc", sync_interval=4, num_fragments=2, delay_steps=1,
-        syncs_per_interval=2, curvature="hessian_vector", curvature_units="parameter",
-        compensation_strength=strength, **OUTER,
+        "cocodc", syncs_per_interval=2, curvature="hessian_vector",
+        curvature_units="parameter", compensation_strength=strength, **SHORT,
     )  # fmt: skip
     (staged, _), (local, outer) = train(cocodc, TARGETS[:3], stops=(2,))
     found, wanted = [], []
@@ -138,10 +101,7 @@ def test_over_several_steps_it_gives_the_gradients_along_the_moved_path(strength
 
 
 def test_gauss_newton_of_a_linear_model_is_the_hessian():
-    options = {
-        "sync_interval": 4, "num_fragments": 2, "delay_steps": 2,
-        "curvature_units": "parameter", "compensation_strength": 1.0,
-    }  # fmt: skip
+    options = LATE | {"curvature_units": "parameter", "compensation_strength": 1.0}
     ours, exact, none = (
         train(methods.get("cocodc", curvature=name, **options | more))[0]
         for name, more in (
@@ -221,11 +181,9 @@ def test_a_rule_that_remembers_keeps_the_copy_from_the_start():
 METHODS = {
     "data_parallel": {},
     "diloco": {"sync_interval": 4, **OUTER},
-    "streaming_diloco": {
-        "sync_interval": 4, "num_fragments": 2, "delay_steps": 1, **OUTER
-    },
-    "cocodc": {"sync_interval": 4, "num_fragments": 2, "delay_steps": 1, **OUTER},
-}  # fmt: skip
+    "streaming_diloco": SHORT,
+    "cocodc": SHORT,
+}
 
 
 @pytest.mark.parametrize("name", METHODS)

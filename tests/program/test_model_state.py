@@ -14,7 +14,7 @@ from tests.numerics import assert_within_ulps
 from tests.program.tiny import assert_same, follow, saved_and_restored
 
 INIT = {"mean": jnp.zeros(2), "count": jnp.zeros((), jnp.int32)}
-PARAMS = {"w": jnp.ones(2)}
+PARAMS, KEY = {"w": jnp.ones(2)}, jax.random.key(0)
 BATCHES = np.random.default_rng(0).normal(size=(8, 4, 3, 2)).astype(np.float32)
 
 
@@ -31,7 +31,7 @@ def make(method, average=True, loss=loss_fn, init=INIT, **options):
 
 
 def begun(program):
-    return program.init(PARAMS, jax.random.key(0))
+    return program.init(PARAMS, KEY)
 
 
 def finish(program, state, num_steps, batches=BATCHES):
@@ -216,18 +216,10 @@ def test_what_a_loss_returns_is_checked(returned, message):
         finish(program, begun(program), 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "how"), [("noloco", "with neighbours alone"), ("mla", "one by one")]
-)
-def test_regions_that_are_never_together_have_no_average(name, how):
-    with pytest.raises(ValueError, match=f"method='{name}' exchange {how}; use"):
-        make(cc.methods.get(name))
-
-
-@pytest.mark.parametrize(
-    ("leaf", "message"),
-    [(0.5, "'x' of type float, which is no array"), (jax.random.key(0), "a PRNG key")],
-)
-def test_leaves_that_are_no_state_are_named(leaf, message):
-    with pytest.raises(ValueError, match=message):
-        cc.ModelState({"x": leaf})
+def test_what_is_no_state_or_has_no_average_is_refused():
+    for name, how in (("noloco", "with neighbours alone"), ("mla", "one by one")):
+        with pytest.raises(ValueError, match=f"method='{name}' exchange {how}; use"):
+            make(cc.methods.get(name))
+    for leaf, why in ((0.5, "'x' of type float, which is no arr"), (KEY, "a PRNG key")):
+        with pytest.raises(ValueError, match=why):
+            cc.ModelState({"x": leaf})

@@ -323,16 +323,13 @@ def test_a_loss_without_aux_is_refused():
         tiny.finish(program, tiny.start(program), 1)
 
 
-def test_steps_past_an_event_are_refused():
+def test_steps_past_an_event_and_batches_that_end_are_named():
     program = tiny.shared_program("diloco")
     state = tiny.start(program)
     assert program.steps_to_event(state) == 2
-    message = "3 steps lead past the next event, which is 2"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match="3 steps lead past the next event, which is 2"
+    ):
         program.advance(state, stacked(0, 3))
-
-
-def test_batches_that_end_are_named():
-    program = tiny.shared_program("diloco")
     with pytest.raises(ValueError, match="ended at step 3, before .* step 4"):
-        list(run(program, tiny.start(program), map(tiny.make_batch, range(3)), 8))
+        tiny.follow(program, state, map(tiny.make_batch, range(3)), 8)

@@ -66,15 +66,6 @@ def make(case, overlap):
 program = functools.cache(make)
 
 
-def told(output):
-    """What a record is made of."""
-    syncs = [
-        (s.fragment_id, s.start_step, s.apply_step, s.num_bytes, s.norm, s.metrics)
-        for s in output.syncs
-    ]
-    return output.losses, output.aux, syncs
-
-
 @pytest.mark.parametrize(
     "case",
     [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES],
@@ -84,7 +75,11 @@ def test_both_forms_give_the_same_numbers(case):
         tiny.trained(program(case, fuse), NUM_STEPS) for fuse in ("no", "yes")
     )
     assert_within_ulps(tiny.numbers(fused), tiny.numbers(plain))
-    assert_within_ulps(*([told(x) for x in outputs] for outputs in (after, before)))
+    # What a record is made of.
+    told = (
+        [(x.losses, x.aux, x.syncs) for x in outputs] for outputs in (after, before)
+    )
+    assert_within_ulps(*told)
 
 
 @pytest.mark.parametrize("case", ["streaming, feedback", "cocodc"])
@@ -126,12 +121,10 @@ def test_windows_are_few_and_traced_once(monkeypatch):
         return traced
 
     monkeypatch.setattr(segment, "make_segment", counted)
+    late = [(((0, 0),), None, 2), (((1, 0),), None, 2), (((1, 0),), None, 3)]
     for case, expected in (
         ("streaming", [(((k, 0),), k, 2) for k in (0, 1)]),
-        (
-            "streaming, tau > H / K",
-            [(((0, 0),), None, 2), (((1, 0),), None, 2), (((1, 0),), None, 3)],
-        ),
+        ("streaming, tau > H / K", late),
     ):
         made.clear()
         tiny.trained(make(case, "yes"), 18)

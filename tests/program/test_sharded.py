@@ -2,6 +2,7 @@
 
 import functools
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -155,21 +156,19 @@ def test_any_optax_optimizer_can_be_sharded(optimizer):
 
 
 ONE_DEVICE = """
-import importlib.util, json, sys, warnings
+import json, sys, warnings
 import jax
 import numpy as np
 
 warnings.simplefilter("error")
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 1)
-spec = importlib.util.spec_from_file_location("problem", sys.argv[1])
-tiny = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tiny)
+from tests.program import tiny
 means = {}
-for name in sys.argv[3:]:
+for name in sys.argv[2:]:
     program = tiny.make_program(name)
     assert program.mesh.devices.size == len(jax.devices()) == 1
-    state, outputs = tiny.finish(program, tiny.start(program), int(sys.argv[2]))
+    state, outputs = tiny.finish(program, tiny.start(program), int(sys.argv[1]))
     outer = state.sync and state.sync.outer
     outer = {d for x in jax.tree.leaves(outer) for d in x.devices()}
     assert outer <= set(jax.devices())
@@ -180,8 +179,11 @@ print(json.dumps(means))
 
 def test_one_device_in_all_is_enough():
     """In a process of its own: the regions and the outer state share the device."""
-    words = ("-c", ONE_DEVICE, tiny.__file__, str(NUM_STEPS), "data_parallel", "cocodc")
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    words = ("-c", ONE_DEVICE, str(NUM_STEPS), "data_parallel", "cocodc")
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True,
+        cwd=pathlib.Path(__file__).parents[2],
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for name, losses in json.loads(done.stdout).items():
         expected = four_devices(name)[0]["losses"]

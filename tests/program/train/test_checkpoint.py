@@ -55,15 +55,13 @@ def restore(folder, program):
         return checkpoints.restore(program)
 
 
-@pytest.mark.parametrize("cut", [5, 6])
-def test_a_restored_run_goes_on_bit_for_bit(tiny, tmp_path, method_name, cut):
-    """Between two events, and at one."""
-    check_restored(tiny, tmp_path, method_name, cut, tiny.shared_program(method_name))
+@pytest.mark.parametrize(("name", "cut"), [("cocodc", 5), ("streaming_diloco", 6)])
+def test_another_program_goes_on_bit_for_bit(tiny, tmp_path, name, cut):
+    """As in a new process, which compiles anew; between two events, and at one.
 
-
-def test_another_program_goes_on_bit_for_bit(tiny, tmp_path):
-    """As in a new process, which compiles anew."""
-    check_restored(tiny, tmp_path, "cocodc", 5, tiny.make_program("cocodc"))
+    The same program, with every method: `test_family.py` and `test_loop.py`.
+    """
+    check_restored(tiny, tmp_path, name, cut, tiny.make_program(name))
 
 
 @pytest.mark.parametrize("method_name", mixture.METHODS)
@@ -81,8 +79,7 @@ def test_a_restored_mixture_goes_on_with_its_counts(tiny, tmp_path, method_name)
 def check_restored(tiny, tmp_path, method_name, cut, again):
     program = tiny.shared_program(method_name)
     whole, before = tiny.finish(program, tiny.start(program), cut)
-    in_flight = whole.sync and whole.sync.in_flight
-    assert bool(in_flight) == (method_name not in ("data_parallel", "diloco"))
+    assert whole.sync.in_flight
     whole = save(tmp_path, whole, program, {"position": [1, 2]})
     state, extra = restore(tmp_path, again)
     assert extra == {"position": [1, 2]}
