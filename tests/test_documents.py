@@ -137,22 +137,19 @@ def test_block_runs(name, results):
     printed, error = results[name]
     assert error is None, error
     words = [line.split() for line in printed.splitlines()]
-    if name == LIBRARY:  # 8 before the first step.
-        assert float(words[0][0]) < 0.1, printed
+    # The loss that is printed first; of the library it is 8 before the first step.
+    highest = {LIBRARY: 0.1, EQUINOX: 0.3, TRANSFORM: 1e-2}
+    assert name not in highest or float(words[0][0]) < highest[name], printed
     if name == LOSS:
         assert max(float(line[1]) for line in words) < 0.3, printed
     if name == LINEN:
         assert [line[0] for line in words] == ["20", "40", "60"]
         assert float(words[-1][1]) < 0.5, printed
-    if name == EQUINOX:
-        assert float(words[0][0]) < 0.3, printed
     if name == CHECKPOINTS:
         assert "schedule" in printed
         assert "inner optimizer" not in printed
     if name == OWN:  # Ten messages of four numbers.
         assert "'bytes_sent': Array(160." in printed
-    if name == TRANSFORM:
-        assert float(words[0][0]) < 1e-2, printed
     if name == LOOP:
         assert words[-1][0] == "40"
 

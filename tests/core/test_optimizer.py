@@ -1,7 +1,6 @@
 """A method as one Optax transform is the region program, wherever regions are."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -194,18 +193,14 @@ def in_vmap(step, carry, batches):
 
 
 def on_a_mesh(step, carry, batches):
-    axes = (0, cc.sync_axes(COCODC))
-    where = jax.tree.map(
-        lambda spec: NamedSharding(regions_mesh(), spec),
-        (P("region"), SPECS),
-        is_leaf=lambda x: isinstance(x, P),
-    )
+    axes, specs = (0, cc.sync_axes(COCODC)), (P("region"), SPECS)
+    lay = functools.partial(NamedSharding, regions_mesh())
+    where = jax.tree.map(lay, specs, is_leaf=lambda x: isinstance(x, P))
     carry = jax.device_put(laid_out(axes, carry, 4), where)
     scan = mapped(
         lambda carry, xs: jax.lax.scan(step, carry, xs), axes, spmd_axis_name="region"
     )
-    batches = jax.device_put(batches, NamedSharding(regions_mesh(), P("region")))
-    carry, _ = scan(carry, batches)
+    carry, _ = scan(carry, jax.device_put(batches, lay(P("region"))))
     return jax.lax.with_sharding_constraint(carry, where)
 
 
@@ -263,17 +258,15 @@ def test_step_by_step_and_restored_in_mid_flight(tx, expected, tmp_path):
         return mapped(step, axes)(carry, batch)[0]
 
     params = tiny.make_params()
-    fresh = laid_out(axes, (params, tx.init(params)), 4)
-    carry = fresh
-    for i, batch in enumerate(itertools.islice(tiny.stream(), NUM_STEPS)):
+    carry = laid_out(axes, (params, tx.init(params)), 4)
+    for i in range(NUM_STEPS):
         if i == CUT:
             assert cc.sync_metrics(carry)["fragments_in_flight"] == 1
-            leaves = jax.tree.leaves(carry)
+            leaves, structure = jax.tree.flatten(carry)
             np.savez(tmp_path / "state.npz", *leaves)
             with np.load(tmp_path / "state.npz") as saved:
-                restored = [saved[f"arr_{j}"] for j in range(len(leaves))]
-            carry = jax.tree.unflatten(jax.tree.structure(fresh), restored)
-        carry = go(carry, batch)
+                carry = structure.unflatten(saved[name] for name in saved.files)
+        carry = go(carry, tiny.make_batch(i))
     assert len(traces) == 1
     assert_near(carry, expected(None)[1], atol=1e-6)
 
@@ -488,10 +481,7 @@ def test_what_is_known_later_is_refused_then():
         cc.methods.get("cocodc", num_fragments=2, curvature=curvature)
         for curvature in ("hessian_vector", "gauss_newton")
     )
-    by_fives, twice = (
-        cc.methods.get("diloco", sync_interval=5),
-        optax.MultiSteps(ADAM, 2),
-    )
+    by_fives = cc.methods.get("diloco", sync_interval=5)
     for method, options, says in (
         ("diloco", {"num_regions": 2}, "num_regions=2 differs from the 3 regions of"),
         ("diloco", {"given": None}, "needs params: tx.update"),
@@ -502,7 +492,7 @@ def test_what_is_known_later_is_refused_then():
         ("streaming_diloco", {}, "num_fragments=4 does not fit a model of 2 blocks"),
         (
             by_fives,
-            {"inner": twice},
+            {"inner": optax.MultiSteps(ADAM, 2)},
             "sync_interval=5 is not a multiple of the 2 steps",
         ),
     ):

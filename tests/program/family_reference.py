@@ -338,13 +338,10 @@ def all_pairs(num_regions):
     """Circle method: who meets whom, `[N][M]`, of an even number of regions."""
     last, rounds = num_regions - 1, []
     for turn in range(last):
-        partner = [0] * num_regions
-        for i in range(last):
-            j = (turn - i) % last
-            partner[i] = last if i == j else j
-            if i == j:
-                partner[last] = i
-        rounds.append(partner)
+        partner = [(turn - i) % last for i in range(last)]
+        (alone,) = [i for i in range(last) if partner[i] == i]
+        partner[alone] = last
+        rounds.append([*partner, alone])
     return rounds
 
 

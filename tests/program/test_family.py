@@ -129,10 +129,9 @@ def really_sent(program, state):
         if made is not None:
             memory = made.init(params)
             step, _ = made.send(params, memory, key)
-        parts = range(method.num_fragments if sync else 0)
-        return [
-            of_fragment(program.fragments.take(params, k), key) for k in parts
-        ], step
+        num_parts = method.num_fragments if sync else 0
+        parts = [program.fragments.take(params, k) for k in range(num_parts)]
+        return [of_fragment(part, key) for part in parts], step
 
     def of_fragment(part, key):
         outer = sync.outer
@@ -147,7 +146,7 @@ def really_sent(program, state):
 
     params = jax.tree.map(lambda x: np.array(x[0]), state.region.params)
     messages, step = encode(params, jax.random.key(0))
-    return [num_bytes(message) for message in messages], num_bytes(step)
+    return list(map(num_bytes, messages)), num_bytes(step)
 
 
 def test_every_method_is_here():
@@ -156,11 +155,8 @@ def test_every_method_is_here():
 
 def test_it_lowers_the_loss(program, name):
     state, outputs = trained(name)
-    before, after = (
-        loss_of(jax.device_get(p))
-        for p in (tiny.make_params(), program.mean_params(state))
-    )
-    assert after < 0.9 * before
+    after = loss_of(jax.device_get(program.mean_params(state)))
+    assert after < 0.9 * loss_of(tiny.make_params())
     assert all(np.isfinite(output.losses).all() for output in outputs)
 
 

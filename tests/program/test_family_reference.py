@@ -26,6 +26,7 @@ from cocodc_jax.sync.regions import Regions
 from cocodc_jax.transforms.mt_adam import mt_adam
 from tests.program import family_reference as ref
 from tests.program.family_reference import SHAPES, SIZE, split
+from tests.program.tiny import follow
 
 LR, NUM_REGIONS, NUM_STEPS = 0.1, 4, 14
 OUTER = {"outer_lr": 0.4, "outer_momentum": 0.9}
@@ -284,32 +285,17 @@ CASES = {
 }  # fmt: skip
 
 
-def scan_steps(case):
-    """Two steps a scan, or one where events are not all at even steps.
-
-    Every length of a scan is a program of its own.
-    """
-    given = [case.options.get(n, 0) for n in ("sync_interval", "delay_steps")]
-    is_odd = any(n % 2 for n in (*given, case.options.get("phase_steps", 0)))
-    return 1 if is_odd or case.regions else 2
-
-
 def train(case):
     """The regions' parameters, and the outer ones."""
     program = RegionProgram(
-        loss_fn,
-        case.optimizer,
-        methods.get(case.name, **case.options),
-        PARAMS,
+        loss_fn, case.optimizer, methods.get(case.name, **case.options), PARAMS,
         case.regions or case.num_regions,
         mesh=make_mesh(case.num_regions, devices=jax.devices()[: case.num_devices]),
         fragments=case.patterns and cut_by_patterns(PARAMS, case.patterns),
-    )
+    )  # fmt: skip
     state = program.init(PARAMS, jax.random.key(0))
-    length = scan_steps(case)
-    for step in range(0, NUM_STEPS, length):
-        targets = TARGETS[step : step + length, : case.num_regions]
-        state, _ = program.advance(state, targets)
+    targets = TARGETS[:, : case.num_regions]
+    state, _ = follow(program, state, targets, NUM_STEPS)
     return jax.device_get((state.region.params, program.outer_params(state)))
 
 

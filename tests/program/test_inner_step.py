@@ -68,21 +68,16 @@ def test_the_check_catches_the_gradient_of_replicated_parameters():
     def found(varying):
         def body(params, batch):
             if varying:
-                params = jax.tree.map(
-                    lambda x: jax.lax.pcast(x, REGION, to="varying"), params
-                )
+                params = jax.lax.pcast(params, REGION, to="varying")
             batch = jax.tree.map(lambda x: x[0], batch)
             gradient = jax.grad(tiny.loss_fn, has_aux=True)
             grads, _ = gradient(params, batch, jax.random.key(0))
             return jax.tree.map(lambda x: x[None], grads)
 
         mapped = jax.shard_map(
-            body,
-            mesh=mesh,
-            axis_names={REGION},
-            in_specs=(P(), P(REGION)),
+            body, mesh=mesh, axis_names={REGION}, in_specs=(P(), P(REGION)),
             out_specs=P(REGION),
-        )
+        )  # fmt: skip
         jaxpr = jax.make_jaxpr(mapped)(tiny.make_params(), tiny.make_batch(0))
         return primitives(jaxpr) & COLLECTIVES
 
@@ -155,11 +150,6 @@ def test_a_gradient_is_mapped_over_regions_one_by_one(size, in_batches_of_one):
     assert has_plain_products != in_batches_of_one
 
 
-def test_regions_of_several_devices_keep_their_products():
-    assert LocalRegions.of(make_mesh(4), 4).in_batches_of_one
-    assert not LocalRegions.of(make_mesh(4, data=2), 4).in_batches_of_one
-
-
 def test_small_models_of_regions_on_one_cpu_are_one_batch():
     one, small = make_mesh(4, devices=jax.devices()[:1]), 50_000
     batched = LocalRegions(4, one_by_one=False)
@@ -172,11 +162,9 @@ def test_small_models_of_regions_on_one_cpu_are_one_batch():
     for how in ("auto", "batched", "in_turn"):  # One region of a device.
         local = LocalRegions.of(make_mesh(4), 4, how, 1000)
         assert (local.size, local.in_batches_of_one) == (1, True)
-    two = make_mesh(4, data=2, devices=jax.devices()[:4])
-    assert LocalRegions.of(two, 4, num_params=small).one_by_one
-
-
-def test_another_way_to_map_is_refused():
+    two = LocalRegions.of(make_mesh(4, data=2, devices=jax.devices()[:4]), 4)
+    assert two.one_by_one
+    assert not two.in_batches_of_one  # Regions of several devices keep their products.
     with pytest.raises(ValueError, match="local_regions='together' is unknown"):
         LocalRegions.of(make_mesh(4), 4, "together")
 

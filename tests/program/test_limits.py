@@ -189,11 +189,8 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 def test_one_region_alone_is_each_of_several_that_see_the_same(name):
     method, targets = methods.get(name, **METHODS[name]), TARGETS[:, :1]
-    (local, outer), several = (
-        train(method, targets, regions=1),
-        np.tile(targets, (4, 1)),
-    )
-    expected, same_outer = train(method, several)
+    local, outer = train(method, targets, regions=1)
+    expected, same_outer = train(method, np.tile(targets, (4, 1)))
     assert_within_ulps(outer, same_outer)
     assert_within_ulps({n: np.repeat(x, 4, 0) for n, x in local.items()}, expected)
 

@@ -21,31 +21,18 @@ from tests.program import tiny
 
 NUM_STEPS = 12
 SHORT = dict(sync_interval=6, num_fragments=2, delay_steps=2)
-FEEDBACK = dict(compress="ef+int8", merge_feedback=True)
 CASES = {
     "streaming": {},
     "streaming, tau > H / K": dict(delay_steps=5),
-    "streaming, int8": dict(compress="ef+int8"),
-    "streaming, feedback": FEEDBACK,
-    "streaming, feedback, tau > H / K": FEEDBACK | dict(delay_steps=6),
+    "streaming, feedback": dict(compress="ef+int8", merge_feedback=True),
     "cocodc": dict(syncs_per_interval=2),
-    "cocodc, second_moment, drift": dict(
-        curvature="adam_second_moment", transmission_score="drift"
-    ),
     "cocodc, Hessian": dict(curvature="hessian_vector"),
     "streaming, divided": dict(outer_placement="divided"),
     "streaming, exclude": dict(exclude_above=9.0),
     "streaming, whole": dict(num_fragments=1),
-    # Nothing of these is hidden.
-    "diloco": dict(sync_interval=3),
+    # Nothing of it is hidden.
     "co2": dict(sync_interval=3, staleness_gap="measured"),
 }
-
-# What each of these adds is in another case, or in a form without windows.
-SLOW = (
-    "streaming, int8", "streaming, feedback, tau > H / K", "streaming, exclude",
-    "streaming, whole", "cocodc, second_moment, drift", "cocodc, Hessian", "diloco",
-)  # fmt: skip
 
 
 def make(case, overlap):
@@ -64,6 +51,10 @@ def make(case, overlap):
 
 
 program = functools.cache(make)
+
+
+# What each of these adds is in another case, or in a form without windows.
+SLOW = ("cocodc, Hessian", "streaming, exclude", "streaming, whole")
 
 
 @pytest.mark.parametrize(

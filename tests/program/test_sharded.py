@@ -22,9 +22,6 @@ from tests.program import tiny
 
 NUM_STEPS = 6
 
-# DiLoCo on a divided mesh is in `tests/models/test_pipeline.py` too.
-SLOW_DILOCO = pytest.param("diloco", marks=pytest.mark.slow)
-
 # Sums over regions and over shards are taken in another order, and AdamW divides by
 # the root of what may be small: 6 steps of float32 grow 1e-7 to some 1e-5.
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
@@ -58,15 +55,9 @@ def assert_close(one, other):
 
 @pytest.mark.parametrize(
     ("length", "data", "model"),
-    [
-        (2, 2, 2),
-        pytest.param(2, 1, 1, marks=pytest.mark.slow),
-        pytest.param(1, 2, 2, marks=pytest.mark.slow),
-    ],
+    [(2, 2, 2), pytest.param(1, 2, 2, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize(
-    "method_name", ["data_parallel", SLOW_DILOCO, "streaming_diloco", "cocodc"]
-)
+@pytest.mark.parametrize("method_name", ["data_parallel", "streaming_diloco", "cocodc"])
 def test_devices_and_axes_do_not_change_the_run(method_name, length, data, model):
     program = tiny.sharded_program(method_name, length, data, model)
     assert_close(result(program), four_devices(method_name))

@@ -92,16 +92,6 @@ def test_only_the_region_that_comes_takes_the_outer_parameters():
     assert seen[6].tolist() == [outer, 1111 + 1010 + 100000, outer + 100100]
 
 
-def test_an_arrival_is_one_sync_of_one_message():
-    method = methods.get("delayed_nesterov", sync_interval=4)
-    outputs = [(step, output.syncs) for step, _, output in states(make(method), 8)]
-    # Dynamic: 4, 2 and 1 steps between arrivals, so every 4, 4 and 3 ticks.
-    assert [(step, len(syncs)) for step, syncs in outputs] == [
-        (3, 1), (4, 2), (6, 1), (8, 2),
-    ]  # fmt: skip
-    assert {sync.num_bytes for _, syncs in outputs for sync in syncs} == {8}
-
-
 # --- Delays and slots that follow what syncs take ---
 
 SHAPE = {"sync_interval": 4, "num_fragments": 2}

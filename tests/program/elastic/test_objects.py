@@ -1,5 +1,6 @@
 """Messages through a store: signed, written once, read by all, removed."""
 
+import itertools
 import os
 import sys
 import time
@@ -80,48 +81,42 @@ def test_a_large_message_is_one_object_for_all(tmp_path):
 
 def test_who_has_not_the_key_is_not_heard_and_said_once(tmp_path, capfd):
     first, second = places(2, tmp_path)
-    with Link(first, "run", 1000) as one:
-        with Link(second, "run", 1000) as two:
-            join(one, two)
-            written = max(tmp_path.glob("001-*-1"))
-            for number in range(20):
-                name = f"001-{two.boot:020}-{10**9 + number}-1"
-                (tmp_path / name).write_bytes(os.urandom(number * 20))
-            # Under another name it is not what was signed.
-            (tmp_path / f"{name}1").write_bytes(written.read_bytes())
-            (tmp_path / "1-2-3-nothing of ours").mkdir()
-            mean([one, two], 4)
-            said = "is not signed with the key of this run"
-            errors = ""
+    with Link(first, "run", 1000) as one, Link(second, "run", 1000) as two:
+        join(one, two)
+        written = max(tmp_path.glob("001-*-1"))
+        for number in range(20):
+            name = f"001-{two.boot:020}-{10**9 + number}-1"
+            (tmp_path / name).write_bytes(os.urandom(number * 20))
+        # Under another name it is not what was signed.
+        (tmp_path / f"{name}1").write_bytes(written.read_bytes())
+        (tmp_path / "1-2-3-nothing of ours").mkdir()
+        mean([one, two], 4)
+        said, errors = "is not signed with the key of this run", []
 
-            def is_said():
-                nonlocal errors
-                errors += capfd.readouterr().err
-                return said in errors
+        def is_said():
+            errors.append(capfd.readouterr().err)
+            return said in "".join(errors)
 
-            until(is_said)
-            assert errors.count(said) == 1
-            assert one.strangers == 0
+        until(is_said)
+        assert "".join(errors).count(said) == 1
+        assert one.strangers == 0
 
 
 def test_a_store_that_fails_now_and_then_is_asked_again(tmp_path, capfd):
+    calls = itertools.count(1)
+
+    class Failing:
+        def __getattr__(self, name):
+            if next(calls) % 10 == 0:
+                raise RuntimeError("503 try later")
+            return getattr(store, name)
+
     first, second = places(2, tmp_path)
-    with Link(first, "run", 1000) as one:
-        with Link(second, "run", 1000) as two:
-            join(one, two)
-            calls = 0
-
-            class Failing:
-                def __getattr__(self, name):
-                    nonlocal calls
-                    calls += 1
-                    if calls % 10 == 0:
-                        raise RuntimeError("503 try later")
-                    return getattr(store, name)
-
-            store, one._channel._store = one._channel._store, Failing()
-            for step in range(4, 12):
-                mean([one, two], step)
+    with Link(first, "run", 1000) as one, Link(second, "run", 1000) as two:
+        join(one, two)
+        store, one._channel._store = one._channel._store, Failing()
+        for step in range(4, 12):
+            mean([one, two], step)
     assert "503 try later" in capfd.readouterr().err
 
 

@@ -24,21 +24,17 @@ def final(method, exchange):
     return state, tiny.host((state.region, state.sync.outer, state.sync.compressors))
 
 
-FRAGMENTS = {"num_fragments": 2}
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+FRAGMENTS, FEEDBACK = {"num_fragments": 2}, {"merge_feedback": True}
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("streaming_diloco", FRAGMENTS),
-        slow("streaming_diloco", FRAGMENTS | {"compress": "int8"}),
-        slow("streaming_diloco", FRAGMENTS | {"compress": "ef+topk:0.1"}),
-        (
-            "streaming_diloco",
-            FRAGMENTS | {"compress": "ef+topk:0.1", "merge_feedback": True},
+        ("streaming_diloco", FRAGMENTS | {"compress": "ef+topk:0.1", **FEEDBACK}),
+        pytest.param(
+            "decoupled_diloco", FRAGMENTS | {"compress": "int8"}, marks=pytest.mark.slow
         ),
-        slow("decoupled_diloco", FRAGMENTS | {"compress": "int8"}),
         ("loscar", {}),
     ],
 )

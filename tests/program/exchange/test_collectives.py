@@ -74,16 +74,15 @@ def combined(shards, members, compressor, kind):
     return mean, expected, size, sorted(seen, key=lambda x: x[-1] != (PROCESS,))
 
 
-@functools.cache
-def direct(num):
-    mesh = Mesh(jax.devices()[:num], ("i",), axis_types=(AxisType.Auto,))
-    own = lambda x: collectives.direct_sum(x[0], "i", num)[None]  # noqa: E731
-    return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=P("i"), out_specs=P("i")))
-
-
 def on_regions(fn, mesh):
     mapped = region_shard_map(fn, mesh, in_specs=P(REGION), out_specs=P(REGION))
     return jax.jit(mapped)
+
+
+@functools.cache
+def direct(num):
+    own = lambda x: collectives.direct_sum(x[0], REGION, num)[None]  # noqa: E731
+    return on_regions(own, make_mesh(num))
 
 
 @settings(max_examples=12, deadline=None)

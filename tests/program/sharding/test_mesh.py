@@ -1,5 +1,6 @@
 """The inner mesh's shape, the device of the outer state, and memory that is kept."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -14,13 +15,7 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.sharding import mesh as mesh_module
 from cocodc_jax.sharding import outer_mesh as outer_module
 from cocodc_jax.sharding.mesh import INSIDE, inner_devices, make_mesh, regional
-from cocodc_jax.sharding.outer_mesh import (
-    check_channels,
-    outer_device,
-    outer_mesh,
-    outer_rows,
-    outer_sharding,
-)
+from cocodc_jax.sharding.outer_mesh import check_channels, outer_device, outer_mesh
 
 
 @pytest.mark.parametrize(
@@ -81,13 +76,14 @@ def test_regional_puts_regions_first():
     assert regional(mesh, P("data", None)).spec == P("region", "data", None)
 
 
+@dataclasses.dataclass(frozen=True)
 class Device:
     """As much of a `jax.Device` as choosing among those of all processes needs."""
 
-    def __init__(self, process_index, place):
-        self.process_index, self.place = process_index, place
+    process_index: int
+    place: int
 
-    def __repr__(self):
+    def __str__(self):
         return f"{self.process_index}.{self.place}"
 
 
@@ -178,9 +174,8 @@ def test_each_channel_has_another_device_of_every_process(
     assert channels == [[["0.2"], ["1.2"]], [["0.1"], ["1.1"]]]
     check_channels(inner, 2)
     three_of_two_processes.remove(inner_devices(2)[3])  # Of process 1.
-    with pytest.raises(
-        ValueError, match="outer_channels=2 .* process 1 has 1; use fewer"
-    ):
+    why = "outer_channels=2 .* process 1 has 1; use fewer"
+    with pytest.raises(ValueError, match=why):
         check_channels(inner, 2)
     check_channels(inner, 1)
 
@@ -213,7 +208,8 @@ def test_in_one_process_the_outer_mesh_is_one_device():
     mesh = make_mesh(4)
     assert outer_mesh(mesh).shape == dict.fromkeys(("process", *INSIDE), 1)
     (device,) = outer_mesh(mesh).devices.flat
-    assert outer_sharding(mesh).device_set == outer_rows(mesh).device_set == {device}
+    where = outer_module.outer_sharding(mesh), outer_module.outer_rows(mesh)
+    assert [x.device_set for x in where] == [{device}] * 2
     assert device == outer_device(mesh)
 
 

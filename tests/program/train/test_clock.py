@@ -98,18 +98,6 @@ def test_what_is_under_way_at_the_end_has_no_merge():
     assert sync["apply_step"] is None
 
 
-def test_watching_does_not_wait():
-    outer, mean = PendingMean(), PendingMean()
-    with FlightRecorder() as recorder:
-        begin = time.perf_counter()
-        recorder.started(1, 2, READY, mean)
-        recorder.stepped(4, READY, merged(outer))
-        assert time.perf_counter() - begin < 5
-        assert not outer.gate.is_set()
-        outer.gate.set()
-        mean.gate.set()
-
-
 def test_leaving_waits_for_what_is_watched_and_ends_the_threads():
     before, mean = set(threading.enumerate()), PendingMean()
     with FlightRecorder() as recorder:

@@ -46,11 +46,9 @@ def train(tiny, program, state, link, end, seen):
             assert time.monotonic() < wait_until
             time.sleep(0.01)
             waiting = link.at(oldest)
-        if state.step < AGAIN:  # One that comes sooner waits.
-            waiting = {}
         for other, boot in waiting.items():
-            copy = joining.copy_of(program, state)
-            link.let_in(other, boot, copy, oldest)
+            if state.step >= AGAIN:  # One that comes sooner waits.
+                link.let_in(other, boot, joining.copy_of(program, state), oldest)
         if output.syncs:
             seen[region, state.step] = tiny.host(state.sync.outer)
     return state
