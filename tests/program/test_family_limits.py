@@ -12,15 +12,7 @@ from cocodc_jax.sync.regions import Regions
 from cocodc_jax.transforms.mt_adam import mt_adam
 from tests.numerics import assert_within_ulps
 from tests.program import quadratic
-from tests.program.quadratic import (
-    LR,
-    OUTER,
-    PARAMS,
-    TARGETS,
-    join,
-    of,
-    trained,
-)
+from tests.program.quadratic import LR, OUTER, PARAMS, TARGETS, join, of, trained
 
 PARALLEL = of("data_parallel")
 DILOCO = of("diloco", sync_interval=4, **OUTER)
@@ -155,6 +147,22 @@ def test_of_one_region_it_is_its_optimizer():
     parallel = train(methods.get("data_parallel"), regions=1, optimizer=lion)
     assert_within_ulps(trained(of("distributed_lion"), 1), parallel)
     assert_within_ulps(trained(of("lt_admm"), 1)[0], trained(of("apart"), 1)[0])
+
+
+def test_before_its_first_sync_it_is_training_apart():
+    (local, _), (apart, _) = (
+        trained(of("diloco", sync_interval=13)),
+        trained(of("apart")),
+    )
+    assert_within_ulps(local, apart)
+
+
+def test_demo_of_everything_is_the_sign_of_the_mean_gradient():
+    _, outer = trained(of("demo", momentum_decay=0.0, compress="dct:16"))
+    x = join(PARAMS).astype(float)
+    for targets in TARGETS:
+        x = x - LR * np.sign(quadratic.HESSIAN @ (x - targets.mean(0)))
+    assert_within_ulps(join(outer), x)
 
 
 SLOPES = np.broadcast_to(TARGETS[:1], TARGETS.shape)

@@ -57,11 +57,6 @@ def test_only_data_parallel_steps_talk_between_regions_and_none_to_the_host(
     assert not list(filter(TALKS_TO_HOST.search, found))
 
 
-def test_a_step_with_a_sharded_model_does_not_talk_between_regions():
-    program = tiny.make_program("diloco", make_mesh(4, model=2), param_specs=tiny.SPECS)
-    assert not inner_primitives(program) & COLLECTIVES
-
-
 def test_the_check_catches_the_gradient_of_replicated_parameters():
     mesh = make_mesh(4)
 

@@ -18,6 +18,7 @@ from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.transforms.second_moment import adam_second_moment
+from tests.numerics import assert_within
 from tests.program import family_reference, reference
 from tests.program.tiny import follow
 
@@ -136,17 +137,12 @@ def run_reference(problem, method, inner, num_steps, dtype):
     )
 
 
-def assert_close(problem, tree, expected, tolerance):
-    """Compare a model with the reference's, tensor by tensor."""
-    actual, wanted = problem.names(tree), problem.oracle.split(expected)
-    assert actual.keys() == wanted.keys()
-    for name, x in wanted.items():
-        found, atol = np.asarray(actual[name], np.float64), tolerance * np.abs(x).max()
-        np.testing.assert_allclose(found, x, rtol=0, atol=atol, err_msg=name)
-
-
 def assert_agree(problem, pair, dtype):
-    tolerance = TOLERANCE[dtype]
+    def assert_close(tree, expected):
+        """Compare a model with the reference's, tensor by tensor."""
+        wanted = problem.oracle.split(expected)
+        assert_within(problem.names(tree), wanted, TOLERANCE[dtype])
+
     has_outer = pair.name != "data_parallel"
     method = methods.get(pair.name, **pair.options, **(OUTER if has_outer else {}))
     fragments = problem.groups[pair.num_fragments]
@@ -164,16 +160,16 @@ def assert_agree(problem, pair, dtype):
         assert jax.tree.leaves(regions)[0].dtype == dtype
         for m, local in enumerate(ours.local):
             own = jax.tree.map(lambda x, m=m: x[m], regions)
-            assert_close(problem, own, local, tolerance)
+            assert_close(own, local)
         if expected.interval == 0:
             return
         memory, outer = state.sync.schedule, state.sync.outer
         assert [f[:2] for f in ours.in_flight] == [x.sync_id for x in memory.in_flight]
         params = jax.device_get(program.outer_params(state))
-        assert_close(problem, params, ours.outer, tolerance)
+        assert_close(params, ours.outer)
         traces = [optax.tree_utils.tree_get(s, "trace") for s in outer.opt_states]
         momentum = jax.device_get(program.fragments.join(traces))
-        assert_close(problem, momentum, ours.nesterov.m, tolerance)
+        assert_close(momentum, ours.nesterov.m)
         # Reported in float32 whatever the parameters.
         norms = [float(s.norm) for s in syncs]
         np.testing.assert_allclose(norms, ours.norms, rtol=1e-5)

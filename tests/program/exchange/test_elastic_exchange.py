@@ -30,6 +30,8 @@ from tests.program.tiny import follow
 # Four threads compile the same programs into one cache, which is made for processes.
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation")
 
+SHORT = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
+
 
 def own_batches(tiny, region, step=0):
     for batch in tiny.stream(step):
@@ -66,6 +68,22 @@ def as_processes(tiny, method, num, num_steps, **options):
         return list(pool.map(job, places(num, **options)))
 
 
+def check_numbers(tiny, method, num, num_steps, via=None):
+    """Every region alone has what one process with all of them has; its outputs."""
+    program = make_program(tiny, method, Transport("outer"), num)
+    batches = (jax.tree.map(lambda x: x[:num], batch) for batch in tiny.stream())
+    state, outputs = follow(program, tiny.start(program), batches, num_steps)
+    (region, together), *expected = tiny.numbers(state)
+    for m, job in enumerate(as_processes(tiny, method, num, num_steps, via=via)):
+        (own, sync), *rest = job
+        assert_within_ulps(rest, expected)
+        assert_within_ulps(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
+        assert_within_ulps(sync["outer"], together["outer"])
+        for k, flight in together["in_flight"].items():
+            assert_within_ulps(sync["in_flight"][k].mean, flight.mean)
+    return outputs
+
+
 OF_EXPERTS = {"delay_steps": 2, "compress": "ef+int8", **mixture.OPTIONS}
 
 
@@ -81,20 +99,8 @@ OF_EXPERTS = {"delay_steps": 2, "compress": "ef+int8", **mixture.OPTIONS}
 def test_the_numbers_are_those_of_one_process(tiny, tmp_path, name, options, has_ports):
     tiny = mixture.in_place_of(tiny) if "expert_weights" in options else tiny
     # Two regions: each compiles programs of its own.
-    method, num = methods.get(name, sync_interval=4, **options), 2
-    program = make_program(tiny, method, Transport("outer"), num)
-    batches = (jax.tree.map(lambda x: x[:num], batch) for batch in tiny.stream())
-    state, _ = follow(program, tiny.start(program), batches, 10)
-    (region, together), memory, step, sent = tiny.numbers(state)
-    via = None if has_ports else tmp_path
-    for m, job in enumerate(as_processes(tiny, method, num, 10, via=via)):
-        (own, sync), *rest = job
-        assert_within_ulps(rest, [memory, step, sent])
-        assert_within_ulps(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
-        assert_within_ulps(sync["outer"], together["outer"])
-        for k in together["in_flight"]:
-            mean = sync["in_flight"][k].mean
-            assert_within_ulps(mean, together["in_flight"][k].mean)
+    method = methods.get(name, sync_interval=4, **options)
+    check_numbers(tiny, method, 2, 10, via=None if has_ports else tmp_path)
 
 
 def with_nonsense(tiny):
@@ -118,18 +124,10 @@ def with_nonsense(tiny):
 )
 def test_nonsense_is_judged_alike_in_all_regions(tiny, options):
     """And the region that sent it begins anew, as in one process with all of them."""
-    method, num = methods.get("streaming_diloco", **SHORT, **options), 4
-    tiny = with_nonsense(tiny)
-    program = make_program(tiny, method, Transport("outer"), num)
-    state, outputs = follow(program, tiny.start(program), tiny.stream(), 9)
+    method = methods.get("streaming_diloco", **SHORT, **options)
+    outputs = check_numbers(with_nonsense(tiny), method, 4, 9)
     verdicts = [(s.verdict % RESTORED).tolist() for x in outputs for s in x.syncs]
-    if "exclude_above" in options:
-        assert [0, 2, 0, 0] in verdicts
-    (region, together), *_ = tiny.numbers(state)
-    for m, job in enumerate(as_processes(tiny, method, num, 9)):
-        (own, sync), *_ = job
-        assert_within_ulps(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
-        assert_within_ulps(sync["outer"], together["outer"])
+    assert "exclude_above" not in options or [0, 2, 0, 0] in verdicts
 
 
 class Told:
@@ -260,9 +258,6 @@ def own(name, options, **place):
     """What one region has of a method in four."""
     transport = Transport("elastic", place=places(4, **place)[0])
     return transport.own(Regions.alike(4), methods.get(name, **options))
-
-
-SHORT = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
 
 
 @pytest.mark.parametrize(
