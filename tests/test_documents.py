@@ -49,15 +49,10 @@ TOGETHER = [name for name in BLOCKS if name != PROCESSES]
 
 def start_code(block, folder, **variables):
     """Run a block as a script of its own, in a folder that is not the checkout."""
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", block],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    words = [sys.executable, "-W", "error", "-c", block]
+    return subprocess.Popen(words, cwd=folder, env=environment, text=True, **pipes)
 
 
 def output_of(process):

@@ -129,27 +129,24 @@ def reference(program, num_steps, above, mean="weighted", trim=0.0, alpha=0.0):
     return outer, w, judged
 
 
+ABOVE = {"exclude_above": 5.0}
 CASES = {
-    "program": (DILOCO, {"exclude_above": 5.0}, "program", 0.0),
-    "outer mesh": (DILOCO, {"exclude_above": 5.0}, "outer", 0.0),
-    "gathered": (DILOCO, {"exclude_above": 5.0, "gathered": True}, "program", 0.0),
-    "clip": (DILOCO, {"exclude_above": 5.0, "robust_mean": "clip"}, "program", 0.0),
+    "program": (DILOCO, ABOVE, "program", 0.0),
+    "outer mesh": (DILOCO, ABOVE, "outer", 0.0),
+    "gathered": (DILOCO, ABOVE, "program", 0.0),
+    "clip": (DILOCO, ABOVE | {"robust_mean": "clip"}, "program", 0.0),
     "trim": (DILOCO, {"robust_mean": "trim:0.25"}, "outer", 0.0),
-    "late": (STREAMING, {"exclude_above": 5.0}, "program", 0.25),
-    "late, outer mesh": (
-        STREAMING, {"exclude_above": 5.0, "gathered": True}, "outer", 0.25
-    ),
-}  # fmt: skip
+    "late": (STREAMING, ABOVE, "program", 0.25),
+    "late, outer mesh, gathered": (STREAMING, ABOVE, "outer", 0.25),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_against_numpy(case):
     make, options, exchange, alpha = CASES[case]
-    options = dict(options)
-    gathered = options.pop("gathered", False)
     with jax.enable_x64(True):
         method = make(**options)
-        if gathered:
+        if "gathered" in case:
             method = method.with_sync(message=Compressed(identity()))
         program = make_program(method, exchange)
         state, outputs = tiny.follow(program, start(program), stream(), 12)

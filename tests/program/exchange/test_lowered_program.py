@@ -58,9 +58,8 @@ def shapes_of_batches(num_steps):
 
 @pytest.mark.parametrize("name", [*FAMILY, FUSED])
 def test_programs_are_listed_with_the_arguments_that_they_get(name):
-    data = 1 if name == FUSED else 2
+    data, overlap = (1, "yes") if name == FUSED else (2, "auto")
     mesh = make_mesh(tiny.NUM_REGIONS, data, devices=jax.devices()[:4])
-    overlap = "yes" if name == FUSED else "auto"
     name = name.split(",")[0]
     program = tiny.program_of(
         methods.get(name, **FAMILY[name]),

@@ -55,22 +55,17 @@ def test_rows_gather_on_one_device_in_the_order_of_regions(mesh, outside):
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_one_process_holds_every_row(mesh, axis):
-    spec = P("region") if axis == 0 else P(None, "region")
-    x = transfer.put(np.arange(16.0).reshape(4, 4), NamedSharding(mesh, spec))
-    np.testing.assert_array_equal(transfer.local_rows(x, axis), x)
-    assert transfer.first_local_row(x, axis) == 0
-
-
-@pytest.mark.parametrize("axis", [0, 1])
 def test_shards_of_a_process_are_its_rows_in_order(axis):
     """What `local_rows` joins where some rows lie elsewhere: each place once."""
     mesh = make_mesh(4, data=2, devices=jax.devices()[7::-1])  # Against device order.
     x = np.arange(32.0).reshape(8, 4) if axis == 0 else np.arange(32.0).reshape(4, 8)
     spec = P("region") if axis == 0 else P(None, "region")
-    parts = transfer._own_rows(transfer.put(x, NamedSharding(mesh, spec)), axis)
+    placed = transfer.put(x, NamedSharding(mesh, spec))
+    parts = transfer._own_rows(placed, axis)
     assert len(parts) == 4  # Not 8: a region's two devices hold the same rows.
     np.testing.assert_array_equal(np.concatenate(parts, axis), x)
+    np.testing.assert_array_equal(transfer.local_rows(placed, axis), x)
+    assert transfer.first_local_row(placed, axis) == 0
 
 
 def test_nothing_waits(mesh, outside):
@@ -124,12 +119,13 @@ def test_a_process_gives_its_devices_their_parts_of_its_rows(monkeypatch, ids):
 
 
 @pytest.mark.parametrize("spec", [P(None, "region", "data"), P(None, "region")])
-def test_one_process_gives_every_row(mesh, spec):
+def test_one_process_gives_and_holds_every_row(mesh, spec):
     x = np.arange(2 * 8 * 4).reshape(2, 8, 4)
     sharding = NamedSharding(mesh, spec)
     found = transfer.put_own(x, sharding, 8, axis=1)
     assert found.sharding == sharding
     np.testing.assert_array_equal(found, x)
+    assert transfer.first_local_row(found, 1) == 0
 
 
 @pytest.mark.parametrize(
