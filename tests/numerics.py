@@ -31,6 +31,16 @@ def assert_within_ulps(actual, expected, ulps=16):
     jax.tree.map(check, actual, expected)
 
 
+def assert_within(actual, expected, tolerance):
+    """Compare trees: leaves to `tolerance` of the largest number of each."""
+
+    def check(x, y):
+        x, y = np.asarray(x, float), np.asarray(y, float)
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max())
+
+    jax.tree.map(check, actual, expected)
+
+
 def assert_all_close(actual, expected, rtol=1e-7, atol=0.0):
     """Compare the arrays of two trees of one structure, as NumPy compares two."""
     jax.tree.map(

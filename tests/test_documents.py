@@ -15,19 +15,26 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = ["README.md", "CONTRIBUTING.md"]
-LISTED = ["git", "ls-files", "docs/*.md"]  # Without those that the build writes.
-PAGES += subprocess.check_output(LISTED, cwd=ROOT, text=True).split()
+
+
+def tracked(*patterns):
+    """Without what a build writes."""
+    listed = ("git", "ls-files", *patterns)
+    return subprocess.check_output(listed, cwd=ROOT, text=True).split()
 
 
 def blocks_of(name):
     return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
 
 
+def num_lines(block):
+    return len([line for line in block.splitlines() if line.strip()])
+
+
+PAGES = ["README.md", "CONTRIBUTING.md", *tracked("docs/*.md")]
 BLOCKS = {f"{page}:{i}": b for page in PAGES for i, b in enumerate(blocks_of(page))}
 PAST = ("docs/changelog.md", "docs/results/archive")  # What was then.
-LISTED = ["git", "ls-files", "cocodc_jax/*.py", "experiments/*.py", "pyproject.toml"]
-FILES = subprocess.check_output(LISTED, cwd=ROOT, text=True).split()
+FILES = tracked("cocodc_jax/*.py", "experiments/*.py", "pyproject.toml")
 CODE = "\n".join((ROOT / file).read_text() for file in FILES)
 WORDS = re.sub(r'"\s*(?:\n\s*)?f?r?"', "", CODE)  # With long strings in one piece.
 TROUBLE = (ROOT / "docs/guides/troubleshooting.md").read_text()
@@ -42,15 +49,10 @@ TOGETHER = [name for name in BLOCKS if name != PROCESSES]
 
 def start_code(block, folder, **variables):
     """Run a block as a script of its own, in a folder that is not the checkout."""
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", block],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    words = [sys.executable, "-W", "error", "-c", block]
+    return subprocess.Popen(words, cwd=folder, env=environment, text=True, **pipes)
 
 
 def output_of(process):
@@ -89,19 +91,13 @@ def results(tmp_path_factory):
     return dict(zip(TOGETHER, found, strict=True))
 
 
-def test_there_are_blocks_and_what_comes_first_is_short():
+def test_there_are_blocks_and_what_comes_first_is_short_as_are_recipes():
     assert {LIBRARY, GALLERY, LOOP, METHOD, PROCESSES} <= BLOCKS.keys()
     longest = {LIBRARY: 25, LOSS: 40, CHECKPOINTS: 40, TRANSFORM: 40}
-    for name, num_lines in longest.items():
-        lines = [line for line in BLOCKS[name].splitlines() if line.strip()]
-        assert len(lines) <= num_lines, name
-
-
-def test_there_are_five_recipes_and_each_is_short():
+    assert not [name for name, n in longest.items() if num_lines(BLOCKS[name]) > n]
     recipes = blocks_of("CONTRIBUTING.md")
     assert len(recipes) == 5
-    for block in recipes:
-        assert len([line for line in block.splitlines() if line.strip()]) < 30
+    assert max(map(num_lines, recipes)) < 30
 
 
 @pytest.mark.parametrize(
@@ -136,22 +132,19 @@ def test_block_runs(name, results):
     printed, error = results[name]
     assert error is None, error
     words = [line.split() for line in printed.splitlines()]
-    if name == LIBRARY:  # 8 before the first step.
-        assert float(words[0][0]) < 0.1, printed
+    # The loss that is printed first; of the library it is 8 before the first step.
+    highest = {LIBRARY: 0.1, EQUINOX: 0.3, TRANSFORM: 1e-2}
+    assert name not in highest or float(words[0][0]) < highest[name], printed
     if name == LOSS:
         assert max(float(line[1]) for line in words) < 0.3, printed
     if name == LINEN:
         assert [line[0] for line in words] == ["20", "40", "60"]
         assert float(words[-1][1]) < 0.5, printed
-    if name == EQUINOX:
-        assert float(words[0][0]) < 0.3, printed
     if name == CHECKPOINTS:
         assert "schedule" in printed
         assert "inner optimizer" not in printed
     if name == OWN:  # Ten messages of four numbers.
         assert "'bytes_sent': Array(160." in printed
-    if name == TRANSFORM:
-        assert float(words[0][0]) < 1e-2, printed
     if name == LOOP:
         assert words[-1][0] == "40"
 

@@ -5,34 +5,28 @@ import os
 
 import pytest
 
-from cocodc_jax.files import (
-    UnwritableError,
-    ensure_folder,
-    read_lines,
-    read_table,
-    write_whole,
-)
+from cocodc_jax import files
 
 
 def test_a_file_takes_the_place_of_the_one_before(tmp_path):
     path = tmp_path / "summary.json"
     for text in ("old\n", "new\n"):
-        write_whole(path, text)
+        files.write_whole(path, text)
         assert path.read_text() == text
     assert os.listdir(tmp_path) == ["summary.json"]
 
 
 def test_a_full_disk_leaves_the_one_before(tmp_path, monkeypatch):
     path = tmp_path / "summary.json"
-    write_whole(path, "old\n")
+    files.write_whole(path, "old\n")
 
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     told = f"^{path} cannot be written \\(No space left on device\\)$"
-    with pytest.raises(UnwritableError, match=told):
-        write_whole(path, "new\n")
+    with pytest.raises(files.UnwritableError, match=told):
+        files.write_whole(path, "new\n")
     assert path.read_text() == "old\n"
     assert os.listdir(tmp_path) == ["summary.json"]
 
@@ -42,29 +36,33 @@ def test_a_damaged_file_is_named(tmp_path, content):
     path = tmp_path / "summary.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"{path} is damaged"):
-        read_table(path)
+        files.read_table(path)
 
 
 def test_a_folder_is_made_or_told_why_not(tmp_path, monkeypatch):
     folder = tmp_path / "new" / "folder"
-    ensure_folder(folder)
-    ensure_folder(folder)
+    files.ensure_folder(folder)
+    files.ensure_folder(folder)
     assert folder.is_dir()
     (tmp_path / "file").touch()
     inside = tmp_path / "file" / "folder"
-    with pytest.raises(UnwritableError, match=f"{inside} cannot be written .*Not a"):
-        ensure_folder(inside)
+    with pytest.raises(
+        files.UnwritableError, match=f"{inside} cannot be written .*Not a"
+    ):
+        files.ensure_folder(inside)
     # Who runs as root may write to any.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(UnwritableError, match=f"{folder} cannot .*Permission denied"):
-        ensure_folder(folder)
+    with pytest.raises(
+        files.UnwritableError, match=f"{folder} cannot .*Permission denied"
+    ):
+        files.ensure_folder(folder)
 
 
 def test_lines_are_read_without_one_that_is_cut_off(tmp_path):
     path = tmp_path / "syncs.jsonl"
-    assert read_lines(path, dict) == []
+    assert files.read_lines(path, dict) == []
     path.write_bytes(b'{"step": 1}\n{"ste{"step": 2}\n{"step": 3}\n{"step": 4}')
-    steps = read_lines(path, lambda line: line["step"], skips_damaged=True)
+    steps = files.read_lines(path, lambda line: line["step"], skips_damaged=True)
     assert steps == [1, 3]
     with pytest.raises(ValueError, match=f"^{path}, line 2 is no sync: b'{{\"ste{{"):
-        read_lines(path, dict, "sync")
+        files.read_lines(path, dict, "sync")

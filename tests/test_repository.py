@@ -27,10 +27,8 @@ OUTSIDE = ".." + "/shared"
 
 
 def tracked_files():
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return [name for name in listed.stdout.split("\0") if name]
+    listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+    return listed.split("\0")[:-1]
 
 
 def texts(files):

@@ -105,13 +105,8 @@ def test_a_wheel_has_one_name_and_all_that_programs_read(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     own = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
     assert own == {"cocodc_jax"}
-    for name in (
-        "py.typed",
-        "run/presets.py",
-        "experiments/grids/example.toml",
-        "experiments/networks/unequal.yaml",
-        "experiments/launch/slurm.sbatch",
-    ):
+    read = ("grids/example.toml", "networks/unequal.yaml", "launch/slurm.sbatch")
+    for name in ("py.typed", "run/presets.py", *(f"experiments/{x}" for x in read)):
         assert f"cocodc_jax/{name}" in names
 
 

@@ -1,8 +1,6 @@
 """A method as one Optax transform is the region program, wherever regions are."""
 
 import functools
-import itertools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,62 +11,53 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cocodc_jax as cc
+from cocodc_jax.aot import hlo
 from cocodc_jax.sync.cutting import cut
 from tests.jaxprs import equations
 from tests.numerics import assert_all_close
 from tests.program import tiny
-from tests.program.test_family import OPTIMIZERS, OPTIONS
+from tests.program.test_family import OPTIMIZERS, OPTIONS, finish, num_regions_of
 
 NUM_STEPS, CUT = 17, 7
 SHORT = {"sync_interval": 8, "num_fragments": 2, "delay_steps": 2}
 ADAM = optax.adam(0.05)
 
 # What methods are made of, besides the table of methods: name, arguments, optimizer.
+SGD = optax.sgd(0.05)
+PLATEAU = optax.chain(SGD, optax.contrib.reduce_on_plateau(patience=1))
 VARIANTS = {
     "a whole interval late": ("streaming_diloco", SHORT | {"delay_steps": 8}),
     "sooner by a phase": ("streaming_diloco", SHORT | {"phase_steps": 2}),
     "merge feedback": (
-        "streaming_diloco",
-        SHORT | {"compress": "ef+int8", "merge_feedback": True},
+        "streaming_diloco", SHORT | {"compress": "ef+int8", "merge_feedback": True},
     ),
     "second moment": ("cocodc", SHORT | {"curvature": "adam_second_moment"}, ADAM),
     "drift, by the loss": (
         "cocodc",
-        SHORT | {"curvature": "hessian_vector", "transmission_score": "drift"},
-        ADAM,
+        SHORT | {"curvature": "hessian_vector", "transmission_score": "drift"}, ADAM,
     ),
     "by the outputs": ("cocodc", SHORT | {"curvature": "gauss_newton"}, ADAM),
     "disagreement": ("cocodc", SHORT | {"transmission_score": "disagreement"}),
     "as coded": ("cocodc_paper", SHORT | {"rule": "code"}),
     "midway": ("cocodc", SHORT | {"curvature": "secant"}),
     "some regions": (
-        "decoupled_diloco",
-        {**OPTIONS["decoupled_diloco"], "compress": "ef+int8"},
+        "decoupled_diloco", OPTIONS["decoupled_diloco"] | {"compress": "ef+int8"},
     ),
     "factors summed": ("dilocox", OPTIONS["dilocox"] | {"sum_factors": True}),
-    "mean loss": (
-        "data_parallel",
-        {},
-        optax.chain(optax.sgd(0.05), optax.contrib.reduce_on_plateau(patience=1)),
-    ),
-}
+    "mean loss": ("data_parallel", {}, PLATEAU),
+}  # fmt: skip
 ONE_BY_ONE = ("delayed_nesterov", "mla", "heloco")
 CASES = {
-    name: (name, options, OPTIMIZERS.get(name, optax.sgd(0.05)))
+    name: (name, options, OPTIMIZERS.get(name, SGD))
     for name, options in OPTIONS.items()
     if name not in ONE_BY_ONE
-} | {name: (*case, optax.sgd(0.05))[:3] for name, case in VARIANTS.items()}
+} | {name: (*case, SGD)[:3] for name, case in VARIANTS.items()}
 # One of each kind of part; the rest are cases beside them.
 FAST = (
     "mean loss", "diloco", "loscar", "multi_ring", "des_loc", "co2", "noloco",
     "lt_admm", "distributed_lion", "merge feedback",
     "drift, by the loss", "midway", "some regions", "factors summed",
 )  # fmt: skip
-
-
-def num_regions_of(name):
-    # Of two regions there is one matching, whoever draws it.
-    return 2 if name == "noloco" else cc.methods.get(name).num_regions or 4
 
 
 def make_step(loss, tx):
@@ -86,10 +75,10 @@ def make_step(loss, tx):
     return step
 
 
-def batches_of(num_regions, steps):
+def batches_of(num_regions, num_steps=NUM_STEPS):
     """Leaves `[R, T, ...]`."""
-    each = [jax.tree.map(lambda x: x[:num_regions], tiny.make_batch(i)) for i in steps]
-    return jax.tree.map(lambda *x: np.stack(x, 1), *each)
+    each = map(tiny.make_batch, range(num_steps))
+    return jax.tree.map(lambda *x: np.stack(x, 1)[:num_regions], *each)
 
 
 def for_all(tree, num_regions):
@@ -115,8 +104,7 @@ def train(tx, method, num_regions, num_steps=NUM_STEPS, params=None):
     carry = laid_out(axes, (params, tx.init(params)), num_regions)
     step = make_step(tiny.loss_fn, tx)
     scan = mapped(lambda carry, xs: jax.lax.scan(step, carry, xs), axes)
-    batches = batches_of(num_regions, range(num_steps))
-    carry, _ = jax.jit(scan)(carry, batches)
+    carry, _ = jax.jit(scan)(carry, batches_of(num_regions, num_steps))
     return carry
 
 
@@ -125,11 +113,8 @@ def reference(optimizer, method, num_regions, num_steps=NUM_STEPS, params=None):
     params = tiny.make_params() if params is None else params
     given = {"optimizer": optimizer, "regions": num_regions, "params": params}
     program = tiny.program_of(method, **given)
-    state = program.init(params, jax.random.key(0))
-    for batch in itertools.islice(tiny.stream(), num_steps):
-        batch = jax.tree.map(lambda x: x[None, :num_regions], batch)
-        state, _ = program.advance(state, batch)
-    return program, state
+    state, _ = finish(program, program.init(params, jax.random.key(0)), num_steps)
+    return state
 
 
 assert_near = functools.partial(assert_all_close, rtol=0)
@@ -145,12 +130,14 @@ def test_every_method_is_the_region_program(case):
 
 def check_case(case, params, dtype, atol):
     name, options, optimizer = CASES[case]
-    method, num_regions = cc.methods.get(name, **options), num_regions_of(name)
+    # Of two regions there is one matching, whoever draws it.
+    num_regions = 2 if name == "noloco" else num_regions_of(name)
+    method = cc.methods.get(name, **options)
     tx = cc.synchronized(
         optimizer, method, axis_name="region", user_inputs=tiny.USER_INPUTS
     )
     found, state = train(tx, method, num_regions, params=params)
-    _, expected = reference(optimizer, method, num_regions, params=params)
+    expected = reference(optimizer, method, num_regions, params=params)
     assert found["head"].dtype == dtype
     assert_near(found, expected.region.params, atol=atol)
     metrics = cc.sync_metrics(state)
@@ -196,57 +183,46 @@ def regions_mesh():
     return Mesh(devices, ("region",), axis_types=(AxisType.Auto,))
 
 
+def scan_of(step):
+    return lambda carry, xs: jax.lax.scan(step, carry, xs)[0]
+
+
 def in_vmap(step, carry, batches):
     """Everything of a region's own, M outer models among it."""
-    return jax.vmap(
-        lambda carry, xs: jax.lax.scan(step, carry, xs)[0], axis_name="region"
-    )(for_all(carry, 4), batches)
+    return jax.vmap(scan_of(step), axis_name="region")(for_all(carry, 4), batches)
 
 
 def on_a_mesh(step, carry, batches):
-    axes = (0, cc.sync_axes(COCODC))
-    where = jax.tree.map(
-        lambda spec: NamedSharding(regions_mesh(), spec),
-        (P("region"), SPECS),
-        is_leaf=lambda x: isinstance(x, P),
-    )
+    axes, specs = (0, cc.sync_axes(COCODC)), (P("region"), SPECS)
+    lay = functools.partial(NamedSharding, regions_mesh())
+    where = jax.tree.map(lay, specs, is_leaf=lambda x: isinstance(x, P))
     carry = jax.device_put(laid_out(axes, carry, 4), where)
     scan = mapped(
         lambda carry, xs: jax.lax.scan(step, carry, xs), axes, spmd_axis_name="region"
     )
-    batches = jax.device_put(batches, NamedSharding(regions_mesh(), P("region")))
-    carry, _ = scan(carry, batches)
+    carry, _ = scan(carry, jax.device_put(batches, lay(P("region"))))
     return jax.lax.with_sharding_constraint(carry, where)
 
 
 def in_shard_map(step, carry, batches, check_vma=True, is_one=False):
     """One device a region, and all of a region's own, or one outer model."""
     where = (P("region"), SPECS if is_one else P("region"))
-    is_own = jax.tree.map(
-        lambda spec: spec == P("region"), where, is_leaf=lambda x: isinstance(x, P)
-    )
+    specs = jax.tree.broadcast(where, carry, is_leaf=lambda x: isinstance(x, P))
 
     def change(fn, carry):
         return jax.tree.map(
-            lambda own, part: jax.tree.map(fn, part) if own else part, is_own, carry
+            lambda x, spec: fn(x) if spec == P("region") else x, carry, specs
         )
 
     def of_region(carry, xs):
-        carry, _ = jax.lax.scan(
-            step, change(lambda x: x[0], carry), jax.tree.map(lambda x: x[0], xs)
-        )
-        return change(lambda x: x[None], carry)
+        own = change(lambda x: x[0], carry), jax.tree.map(lambda x: x[0], xs)
+        return change(lambda x: x[None], scan_of(step)(*own))
 
-    carry = jax.tree.map(
-        lambda own, part: for_all(part, 4) if own else part, is_own, carry
-    )
-    return jax.shard_map(
-        of_region,
-        mesh=regions_mesh(),
-        in_specs=(where, P("region")),
-        out_specs=where,
+    go = jax.shard_map(
+        of_region, mesh=regions_mesh(), in_specs=(specs, P("region")), out_specs=specs,
         check_vma=check_vma,
-    )(carry, batches)
+    )  # fmt: skip
+    return go(change(lambda x: jnp.stack([x] * 4), carry), batches)
 
 
 @pytest.mark.parametrize(
@@ -264,9 +240,8 @@ def in_shard_map(step, carry, batches, check_vma=True, is_one=False):
 def test_wherever_regions_are_it_is_the_same(expected, how, compress):
     tx, (params, state) = expected(compress)
     step, first = make_step(tiny.loss_fn, tx), tiny.make_params()
-    batches = batches_of(4, range(NUM_STEPS))
-    go = jax.jit(lambda carry, batches: how(step, carry, batches))
-    found, after = go((first, tx.init(first)), batches)
+    go = jax.jit(functools.partial(how, step))
+    found, after = go((first, tx.init(first)), batches_of(4))
     assert_near(found, params, atol=1e-6)
     sent = cc.sync_metrics(after)["bytes_sent"]
     assert (sent == cc.sync_metrics(state)["bytes_sent"]).all()
@@ -283,17 +258,15 @@ def test_step_by_step_and_restored_in_mid_flight(tx, expected, tmp_path):
         return mapped(step, axes)(carry, batch)[0]
 
     params = tiny.make_params()
-    fresh = laid_out(axes, (params, tx.init(params)), 4)
-    carry = fresh
-    for i, batch in enumerate(itertools.islice(tiny.stream(), NUM_STEPS)):
+    carry = laid_out(axes, (params, tx.init(params)), 4)
+    for i in range(NUM_STEPS):
         if i == CUT:
             assert cc.sync_metrics(carry)["fragments_in_flight"] == 1
-            leaves = jax.tree.leaves(carry)
+            leaves, structure = jax.tree.flatten(carry)
             np.savez(tmp_path / "state.npz", *leaves)
             with np.load(tmp_path / "state.npz") as saved:
-                restored = [saved[f"arr_{j}"] for j in range(len(leaves))]
-            carry = jax.tree.unflatten(jax.tree.structure(fresh), restored)
-        carry = go(carry, batch)
+                carry = structure.unflatten(saved[name] for name in saved.files)
+        carry = go(carry, tiny.make_batch(i))
     assert len(traces) == 1
     assert_near(carry, expected(None)[1], atol=1e-6)
 
@@ -304,9 +277,8 @@ def test_loops_stay_loops_where_regions_are_mapped(tx, is_one):
     params = tiny.make_params()
     axes = (0, cc.sync_axes(COCODC) if is_one else 0)
     carry = laid_out(axes, (params, tx.init(params)), 4)
-    batch = jax.tree.map(lambda x: x[:, 0], batches_of(4, [0]))
     step = mapped(make_step(tiny.loss_fn, tx), axes)
-    jaxpr = jax.make_jaxpr(step)(carry, batch).jaxpr
+    jaxpr = jax.make_jaxpr(step)(carry, tiny.make_batch(0)).jaxpr
     found = [e for e in equations(jaxpr) if e.primitive.name == "while"]
     # One around all, and for each fragment one to start and one to finish.
     assert len(found) >= 1 + 2 * 2
@@ -339,29 +311,15 @@ def test_what_the_state_costs(name, options, regional, shared):
     assert sum(num_bytes.values()) % (64 * 64) < 200
 
 
-def loops_around(text, opcode):
+def loops_around(module, opcode, computation=None, depth=0):
     """Of each instruction of a compiled program, the number of loops around it."""
-    lines = {}
-    for line in text.splitlines():
-        if start := re.match(r"(?:ENTRY )?%(\S+) .*{$", line):
-            lines[name := start[1]] = []
-        elif line.startswith("  "):
-            lines[name].append(line)
-    (entry,) = re.findall(r"^ENTRY %(\S+)", text, re.MULTILINE)
-    depths, left = {entry: 0}, [entry]
-    while left:
-        for line in lines[caller := left.pop()]:
-            for how, name in re.findall(r"(\w+)={?%([\w.\-]+)", line):
-                depth = depths[caller] + (how == "body")
-                if name in lines and depth < depths.get(name, depth + 1):
-                    depths[name] = depth
-                    left.append(name)
-    return [
-        depth
-        for name, depth in depths.items()
-        for line in lines[name]
-        if f" {opcode}(" in line
-    ]
+    for each in module.computations[computation or module.entry].instructions:
+        if each.opcode == opcode:
+            yield depth
+        for how, names in each.called.items():
+            for name in names:
+                is_body = how == "body"
+                yield from loops_around(module, opcode, name, depth + is_body)
 
 
 def test_the_compiler_leaves_what_is_not_due_in_its_loop():
@@ -377,23 +335,20 @@ def test_the_compiler_leaves_what_is_not_due_in_its_loop():
     )
     # The optimizations that tests leave out.
     compiled = lowered.compile({"xla_backend_optimization_level": 2})
-    text = compiled.as_text()
+    module = hlo.parse(compiled.as_text())
     # Inside the scan, the events, and the fragment's: the message, and the mean's norm.
-    assert set(loops_around(text, "round-nearest-even")) == {3}
-    assert set(loops_around(text, "sqrt")) == {3}
+    assert set(loops_around(module, "round-nearest-even")) == {3}
+    assert set(loops_around(module, "sqrt")) == {3}
 
 
 @pytest.mark.parametrize("is_around", [True, False])
 def test_trials_choose_each_for_itself(tx, expected, is_around):
     """Another axis around the regions', or inside of it, is another run."""
-    step, batches = make_step(tiny.loss_fn, tx), batches_of(4, range(NUM_STEPS))
+    scan, batches = scan_of(make_step(tiny.loss_fn, tx)), batches_of(4)
     params = tiny.make_params()
     first = [params, params | {"head": 0 * params["head"]}]
     carries = [(params, tx.init(params)) for params in first]
     trials = jax.tree.map(lambda *x: jnp.stack(x), *carries)
-
-    def scan(carry, xs):
-        return jax.lax.scan(step, carry, xs)[0]
 
     def of_regions(fn):
         return jax.vmap(fn, (None, 0), axis_name="region")
@@ -421,14 +376,13 @@ def test_without_syncs_updates_are_the_optimizers():
     given = for_all(grads, 2), state, for_all(params, 2)
     found, kept = jax.vmap(tx.update, axis_name="region")(*given)
     wanted = jax.vmap(ADAM.update)(given[0], state.inner, given[2])
-    jax.tree.map(np.testing.assert_array_equal, (found, kept.inner), wanted)
+    tiny.assert_same((found, kept.inner), wanted)
 
 
 FROZEN = {"embed": "frozen", "blocks": "trained", "head": "trained"}
 IS_TRAINED = {"embed": False, "blocks": True, "head": True}
-SGD, DILOCO = optax.sgd(0.05), cc.methods.get("diloco", sync_interval=4)
+DILOCO = cc.methods.get("diloco", sync_interval=4)
 HALVED = optax.chain(SGD, optax.masked(optax.scale(0.5), IS_TRAINED))
-PLATEAU = optax.chain(SGD, optax.contrib.reduce_on_plateau(patience=1))
 
 
 def frozen(trained):
@@ -445,8 +399,7 @@ def of(inner):
 WRAPPED = {
     "rate inside": (of(optax.inject_hyperparams(optax.sgd)(0.05)), SGD),
     "rate around": (
-        optax.inject_hyperparams(lambda rate: of(optax.sgd(rate)))(rate=0.05),
-        SGD,
+        optax.inject_hyperparams(lambda rate: of(optax.sgd(rate)))(rate=0.05), SGD
     ),
     "in a chain": (optax.chain(optax.scale(0.5), of(optax.sgd(0.1))), SGD),
     "frozen inside": (of(frozen(SGD)), frozen(SGD)),
@@ -455,7 +408,7 @@ WRAPPED = {
     "accumulated inside": (of(optax.MultiSteps(SGD, 2)), optax.MultiSteps(SGD, 2)),
     "accumulated around": (optax.MultiSteps(of(SGD), 2), optax.MultiSteps(SGD, 2)),
     "told of the loss": (of(PLATEAU), PLATEAU),
-}
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:the optimizer leaves .* leaves as they are")
@@ -463,12 +416,12 @@ WRAPPED = {
 def test_inside_of_other_transforms_and_around_them(name):
     tx, optimizer = WRAPPED[name]
     carry = for_all((tiny.make_params(), tx.init(tiny.make_params())), 4)
-    step, num_steps = make_step(tiny.loss_fn, tx), 10
-    scan = jax.vmap(lambda c, xs: jax.lax.scan(step, c, xs)[0], axis_name="region")
-    params, state = jax.jit(scan)(carry, batches_of(4, range(num_steps)))
+    scan = jax.vmap(scan_of(make_step(tiny.loss_fn, tx)), axis_name="region")
+    num_steps = 10
+    params, state = jax.jit(scan)(carry, batches_of(4, num_steps))
     interval = 8 if name == "accumulated around" else 4
     method = cc.methods.get("diloco", sync_interval=interval)
-    _, expected = reference(optimizer, method, 4, num_steps)
+    expected = reference(optimizer, method, 4, num_steps)
     assert_near(params, expected.region.params, atol=1e-6)
     assert (cc.sync_metrics(state)["norm"] > 0).all()
 
@@ -478,20 +431,17 @@ def test_narrow_parameters_are_merged_but_for_a_rounding():
     method = cc.methods.get("diloco", sync_interval=1, outer_momentum=0.0)
     tx = cc.synchronized(optax.sgd(0.05), method, axis_name="region")
     state = tx.init(params)
-    assert {x.dtype for x in jax.tree.leaves(state.outer)} == {np.dtype(np.float32)}
+    assert {x.dtype for x in jax.tree.leaves(state.outer)} == {jnp.dtype("float32")}
     updates, state = jax.vmap(tx.update, in_axes=(0, None, None), axis_name="region")(
         for_all(params, 2), state, params
     )
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
     merged = jax.vmap(optax.apply_updates, (None, 0))(params, updates)
-    outer = cut(params, 1).join([jax.tree.map(lambda x: x[0], state.outer[0])])
-    jax.tree.map(
-        lambda x, o: np.testing.assert_allclose(
-            np.float32(x), np.broadcast_to(o, x.shape), rtol=2**-7, atol=2**-9
-        ),
-        merged,
-        outer,
+    merged = jax.tree.map(np.float32, merged)
+    outer = for_all(
+        cut(params, 1).join([jax.tree.map(lambda x: x[0], state.outer[0])]), 2
     )
+    assert_all_close(merged, outer, rtol=2**-7, atol=2**-9)
 
 
 @pytest.mark.parametrize(
@@ -527,24 +477,21 @@ def test_what_is_known_later_is_refused_then():
             axis_name="region",
         )(jnp.zeros(3))
 
+    by_loss, by_outputs = (
+        cc.methods.get("cocodc", num_fragments=2, curvature=curvature)
+        for curvature in ("hessian_vector", "gauss_newton")
+    )
+    by_fives = cc.methods.get("diloco", sync_interval=5)
     for method, options, says in (
         ("diloco", {"num_regions": 2}, "num_regions=2 differs from the 3 regions of"),
         ("diloco", {"given": None}, "needs params: tx.update"),
         ("snoo", {}, "regions=3 must be 1"),
         ("des_loc", {"inner": optax.sgd(0.1)}, "state holds none; use optax.adamw"),
-        (
-            cc.methods.get("cocodc", num_fragments=2, curvature="hessian_vector"),
-            {},
-            "value_fn=lambda params: loss",
-        ),
-        (
-            cc.methods.get("cocodc", num_fragments=2, curvature="gauss_newton"),
-            {},
-            "model's outputs of the last batch: pass",
-        ),
+        (by_loss, {}, "value_fn=lambda params: loss"),
+        (by_outputs, {}, "model's outputs of the last batch: pass"),
         ("streaming_diloco", {}, "num_fragments=4 does not fit a model of 2 blocks"),
         (
-            cc.methods.get("diloco", sync_interval=5),
+            by_fives,
             {"inner": optax.MultiSteps(ADAM, 2)},
             "sync_interval=5 is not a multiple of the 2 steps",
         ),

@@ -1,9 +1,10 @@
 """NumPy reference of the other methods, written from the formulas.
 
-It shares no code with the package. Parameters are flat dicts from name to float64
-array, one dict a region; `targets[t][m]` is what region m trains on in tick t. Every
-method is a function that gives the regions' parameters and the outer ones at the end;
-inner steps are plain SGD. Pseudo-gradients are old minus new.
+It shares no code with the package. A model is one float64 vector `[N]`, its tensors end
+to end in the order of their names; those of all regions are the rows of a matrix
+`[R, N]`, and `targets[t, m]` is what region m trains on in tick t. Every method is a
+function that gives the regions' models and the outer one at the end; inner steps are
+plain SGD. Pseudo-gradients are old minus new.
 
 What the package keeps in float32 whatever the parameters (scales of a quantizer, the
 staleness gap) is rounded to float32 here too, where its formula says so.
@@ -15,160 +16,126 @@ from fractions import Fraction
 
 import numpy as np
 
-
-def each(fn, *trees):
-    return {n: fn(*(tree[n] for tree in trees)) for n in trees[0]}
-
-
-def zeros(tree):
-    return each(np.zeros_like, tree)
+SHAPES = {"a": (4, 8), "b": (8,), "c": (4,)}
+SIZES = [math.prod(shape) for shape in SHAPES.values()]
+SIZE = sum(SIZES)
 
 
-def minus(a, b):
-    return each(np.subtract, a, b)
+def split(x):
+    """The tensors of a model, or of each row of models."""
+    parts = np.split(x, np.cumsum(SIZES)[:-1], axis=-1)
+    shapes = SHAPES.values()
+    return [p.reshape(*x.shape[:-1], *s) for p, s in zip(parts, shapes, strict=True)]
 
 
-def mean(trees, weights=None):
-    weights = [1 / len(trees)] * len(trees) if weights is None else weights
-    return {
-        n: sum(w * tree[n] for w, tree in zip(weights, trees, strict=True))
-        for n in trees[0]
-    }
+def join(tensors):
+    return np.concatenate([x.ravel() for x in tensors])
 
 
-def length(tree):
-    return math.sqrt(sum((x**2).sum() for x in tree.values()))
+def per_tensor(fn):
+    """A function of a model from one of a tensor."""
+    return lambda x: join(map(fn, split(x)))
+
+
+def averaged(x):
+    """The mean of all regions, in each."""
+    return np.broadcast_to(x.mean(0), x.shape)
 
 
 @dataclasses.dataclass
-class SyncSpec:
-    """f(x) = (x - target)' A (x - target) / 2, all parameters end to end."""
+class Problem:
+    """f(x) = (x - target)' A (x - target) / 2."""
 
     hessian: np.ndarray
-    params: dict
+    params: np.ndarray
     targets: np.ndarray
     lr: float
-
-    @property
-    def num_regions(self):
-        return self.targets.shape[1]
 
     @property
     def num_steps(self):
         return self.targets.shape[0]
 
-    def copies(self):
-        return [each(np.copy, self.params) for _ in range(self.num_regions)]
+    @property
+    def num_regions(self):
+        return self.targets.shape[1]
 
-    def gradient(self, params, t, m):
-        whole = np.concatenate([x.ravel() for x in params.values()])
-        flat = self.hessian @ (whole - self.targets[t][m])
-        ends = np.cumsum([x.size for x in params.values()])[:-1]
-        parts = zip(params, np.split(flat, ends), strict=True)
-        return {n: part.reshape(params[n].shape) for n, part in parts}
+    def copies(self, x=None):
+        """A model, at first the one before training, once a region."""
+        return np.tile(self.params if x is None else x, (self.num_regions, 1))
 
-    def step(self, params, t, m):
-        return each(lambda x, g: x - self.lr * g, params, self.gradient(params, t, m))
+    def gradient(self, x, t, m=slice(None)):
+        """Of each region, or of region m."""
+        return (x - self.targets[t, m]) @ self.hessian
 
-    def round(self, starts, t, num_steps):
-        """All regions from `starts`, for `num_steps` ticks from tick t on."""
-        local = list(starts)
+    def step(self, x, t, m=slice(None)):
+        return x - self.lr * self.gradient(x, t, m)
+
+    def round(self, x, t, num_steps):
+        """All regions, from one model or one each, for ticks from tick t on."""
         for tick in range(t, t + num_steps):
-            local = [self.step(x, tick, m) for m, x in enumerate(local)]
-        return local
+            x = self.step(x, tick)
+        return x
 
     def rounds(self, interval):
-        """First ticks of the whole rounds, and of the steps left over."""
+        """First ticks of the whole rounds."""
         return range(0, self.num_steps - self.num_steps % interval, interval)
 
-    def rest(self, starts, interval):
+    def rest(self, x, interval):
+        """The steps left over after the whole rounds."""
         left = self.num_steps % interval
-        return self.round(starts, self.num_steps - left, left)
+        x = self.round(x, self.num_steps - left, left)
+        return np.broadcast_to(x, self.targets.shape[1:])
 
 
 @dataclasses.dataclass
 class Nesterov:
+    """Of a model, or of a part of it."""
+
     lr: float
     momentum: float
-    m: dict | None = None
+    m: np.ndarray | None = None
 
-    def step(self, params, delta):
-        old = self.m or zeros(delta)
-        self.m = old | each(lambda m, d: self.momentum * m + d, _of(old, delta), delta)
-        moved = each(
-            lambda x, d, m: x - self.lr * (d + self.momentum * m),
-            _of(params, delta),
-            delta,
-            _of(self.m, delta),
-        )
-        return params | moved
+    def step(self, x, delta, at=slice(None)):
+        x, self.m = x.copy(), np.zeros_like(x) if self.m is None else self.m
+        self.m[at] = self.momentum * self.m[at] + delta
+        x[at] -= self.lr * (delta + self.momentum * self.m[at])
+        return x
 
 
-def _of(tree, names):
-    return {n: tree[n] for n in names}
+# --- Compressors: what a region's message, or a tensor of it, decodes to ------
 
 
-# --- Compressors: what a region's message decodes to --------------------------
-
-
-def plain(tree):
-    return tree
+def plain(x):
+    return x
 
 
 def top_k(density, quantize=None):
     """The largest; then they are quantized, by themselves, in falling order."""
 
     def one(x):
-        k = max(1, round(density * x.size))
-        kept = _largest(x.ravel()[None], k)
-        if quantize:
-            sent = sorted(np.flatnonzero(kept), key=lambda i: -abs(kept[0, i]))
-            kept[0, sent] = quantize(kept[0, sent])
+        flat, kept = x.ravel(), np.zeros(x.size)
+        order = np.argsort(-np.abs(flat), kind="stable")
+        order = order[: max(1, round(density * x.size))]
+        kept[order] = quantize(flat[order]) if quantize else flat[order]
         return kept.reshape(x.shape)
 
-    return lambda tree: each(one, tree)
+    return per_tensor(one)
 
 
-def _largest(rows, k):
-    kept = np.zeros_like(rows)
-    for row, out in zip(rows, kept, strict=True):
-        best = sorted(range(row.size), key=lambda i: -abs(row[i]))[:k]
-        out[best] = row[best]
-    return kept
+def to_chunks(x, side):
+    """`[down, across, h, w]` of a matrix, with zeros where sides do not divide it."""
+    matrix = np.atleast_2d(x)
+    h, w = (min(side, n) for n in matrix.shape)
+    rows, columns = matrix.shape
+    padded = np.pad(matrix, [(0, -rows % h), (0, -columns % w)])
+    return padded.reshape(-(-rows // h), h, -(-columns // w), w).swapaxes(1, 2)
 
 
-def chunked(k, side, is_cosine=False, quantize=None, unsent=0.0):
-    """The k largest of each chunk, or of its cosine transform; `quantize` of them.
-
-    Of a chunk smaller than side x side its share of k, but for the transform's.
-    """
-
-    def one(x):
-        matrix = x.reshape(1, -1) if x.ndim < 2 else x
-        h, w = min(side, matrix.shape[0]), min(side, matrix.shape[1])
-        rows, columns = -(-matrix.shape[0] // h) * h, -(-matrix.shape[1] // w) * w
-        padded = np.zeros((rows, columns))
-        padded[: matrix.shape[0], : matrix.shape[1]] = matrix
-        corners = [(i, j) for i in range(0, rows, h) for j in range(0, columns, w)]
-        left, right = (cosines(h), cosines(w)) if is_cosine else (np.eye(h), np.eye(w))
-        chunks = [left @ padded[i : i + h, j : j + w] @ right.T for i, j in corners]
-        flat = np.array([c.ravel() for c in chunks])
-        k_own = k if is_cosine else max(1, round(k * h * w / side**2))
-        order = [sorted(range(h * w), key=lambda i, r=r: -abs(r[i])) for r in flat]
-        order = np.array(order)[:, :k_own]
-        sent = np.take_along_axis(flat, order, 1)
-        kept = np.full_like(flat, unsent)
-        sent = quantize(sent) if quantize else sent
-        np.put_along_axis(kept, order, sent, 1)
-        out = np.zeros_like(padded)
-        for (i, j), values in zip(corners, kept, strict=True):
-            back = values.reshape(h, w)
-            # Not times an identity, which would spread holes.
-            back = left.T @ back @ right if is_cosine else back
-            out[i : i + h, j : j + w] = back
-        return out[: matrix.shape[0], : matrix.shape[1]].reshape(x.shape)
-
-    return lambda tree: each(one, tree)
+def from_chunks(chunks, shape):
+    down, across, h, w = chunks.shape
+    rows, columns = (1, *shape)[-2:]
+    matrix = chunks.swapaxes(1, 2).reshape(down * h, across * w)
+    return matrix[:rows, :columns].reshape(shape)
 
 
 def cosines(n):
@@ -179,6 +146,34 @@ def cosines(n):
         for f in range(n)
     ]  # fmt: skip
     return np.array(rows)
+
+
+def spectrum(chunks, back=False):
+    """Cosine transform of every chunk, or its inverse."""
+    left, right = map(cosines, chunks.shape[-2:])
+    return left.T @ chunks @ right if back else left @ chunks @ right.T
+
+
+def chunked(k, side, is_cosine=False, quantize=None, unsent=0.0):
+    """The k largest of each chunk, or of its cosine transform; `quantize` of them.
+
+    Of a chunk smaller than side x side its share of k, but for the transform's.
+    """
+
+    def one(x):
+        chunks = to_chunks(x, side)
+        # Not times an identity, which would spread holes.
+        chunks = spectrum(chunks) if is_cosine else chunks
+        flat = chunks.reshape(-1, math.prod(chunks.shape[2:]))
+        k_own = k if is_cosine else max(1, round(k * flat.shape[1] / side**2))
+        order = np.argsort(-np.abs(flat), axis=1, kind="stable")[:, :k_own]
+        sent = np.take_along_axis(flat, order, 1)
+        kept = np.full_like(flat, unsent)
+        np.put_along_axis(kept, order, quantize(sent) if quantize else sent, 1)
+        kept = kept.reshape(chunks.shape)
+        return from_chunks(spectrum(kept, back=True) if is_cosine else kept, x.shape)
+
+    return per_tensor(one)
 
 
 def stat2(x):
@@ -200,7 +195,7 @@ def four_bit(x):
 
 def matrices(quantize):
     """Matrices quantized, vectors whole."""
-    return lambda tree: each(lambda x: quantize(x) if x.ndim > 1 else x, tree)
+    return per_tensor(lambda x: quantize(x) if x.ndim > 1 else x)
 
 
 @dataclasses.dataclass
@@ -211,22 +206,23 @@ class Threshold:
     every: int
     slack: float
     calls: int = 0
-    levels: dict = dataclasses.field(default_factory=dict)
+    levels: list = dataclasses.field(default_factory=list)
 
-    def __call__(self, tree):
-        out = {}
-        for n, x in tree.items():
-            size = np.abs(x.ravel()).astype(np.float32)
-            if self.calls % self.every == 0:
-                k = max(1, round(self.density * size.size))
-                self.levels[n] = np.sort(size)[-k]
-            capacity = min(x.size, max(1, round(self.slack * self.density * x.size)))
-            reached = [i for i, s in enumerate(size) if s >= self.levels[n]]
-            sent = np.zeros(x.size)
-            sent[reached[:capacity]] = x.ravel()[reached[:capacity]]
-            out[n] = sent.reshape(x.shape)
+    def __call__(self, x):
+        tensors, out = [tensor.ravel() for tensor in split(x)], []
+        sizes = [np.abs(tensor).astype(np.float32) for tensor in tensors]
+        if self.calls % self.every == 0:
+            self.levels = [
+                np.sort(s)[-max(1, round(self.density * s.size))] for s in sizes
+            ]
         self.calls += 1
-        return out
+        for tensor, size, level in zip(tensors, sizes, self.levels, strict=True):
+            capacity = max(1, round(self.slack * self.density * size.size))
+            reached = np.flatnonzero(size >= level)[: min(size.size, capacity)]
+            sent = np.zeros(size.size)
+            sent[reached] = tensor[reached]
+            out.append(sent)
+        return join(out)
 
 
 @dataclasses.dataclass
@@ -235,159 +231,13 @@ class Feedback:
 
     compress: object
     decay: float = 1.0
-    residual: dict | None = None
+    residual: np.ndarray | float = 0.0
 
-    def __call__(self, tree):
-        old = self.residual or zeros(tree)
-        meant = each(lambda e, x: self.decay * e + x, old, tree)
+    def __call__(self, x):
+        meant = self.decay * self.residual + x
         sent = self.compress(meant)
-        self.residual = minus(meant, sent)
+        self.residual = meant - sent
         return sent
-
-
-# --- Rounds that everybody is part of -----------------------------------------
-
-
-def synchronous(s, interval, outer_lr, momentum, compress):
-    """`compress()` makes the compressor of one region."""
-    senders = [compress() for _ in range(s.num_regions)]
-    x, optimizer = s.params, Nesterov(outer_lr, momentum)
-    for t in s.rounds(interval):
-        local = s.round([x] * s.num_regions, t, interval)
-        sent = [c(minus(x, y)) for c, y in zip(senders, local, strict=True)]
-        x = optimizer.step(x, mean(sent))
-    return s.rest([x] * s.num_regions, interval), x
-
-
-def sparseloco(s, interval, outer_lr, k, side, decay, over="senders"):
-    """What nobody sent is a hole, nan, on the way."""
-    sent_of = chunked(k, side, quantize=stat2, unsent=np.nan)
-    x, es = s.params, [zeros(s.params)] * s.num_regions
-    holes = 0
-    for t in s.rounds(interval):
-        local = s.round([x] * s.num_regions, t, interval)
-        es = [
-            each(lambda e, a, b: decay * e + a - b, e, x, y)
-            for e, y in zip(es, local, strict=True)
-        ]
-        sent = [sent_of(e) for e in es]
-        es = [
-            each(lambda e, q: e - np.nan_to_num(q), *eq)
-            for eq in zip(es, sent, strict=True)
-        ]
-        stacked = each(lambda *q: np.stack(q), *sent)
-        counts = each(lambda q: (~np.isnan(q)).sum(0), stacked)
-        holes += sum((c % s.num_regions > 0).sum() for c in counts.values())
-        divisors = each(
-            lambda c: np.maximum(c, 1) if over == "senders" else s.num_regions, counts
-        )
-        x = each(
-            lambda y, q, n: y - outer_lr * np.nan_to_num(q).sum(0) / n,
-            x, stacked, divisors,
-        )  # fmt: skip
-    assert holes > 50  # Entries that some regions sent and some did not.
-    return s.rest([x] * s.num_regions, interval), x
-
-
-def co2(s, interval, outer_lr, momentum, clip, seen=None, is_measured=False):
-    x = began = s.params
-    m, arriving = zeros(x), zeros(x)
-    mean_move, num_moves = np.float32(0), np.int32(0)
-    for t in s.rounds(interval):
-        local = s.round([x] * s.num_regions, t, interval)
-        leaving = mean([minus(x, y) for y in local])
-        move = np.float32(length(minus(x, began)))
-        gap = np.float32(1)
-        if move > 0 and is_measured:
-            gap = max(gap, move / (mean_move or move))
-            num_moves += 1
-            mean_move = mean_move + (move - mean_move) / np.float32(num_moves)
-        shrunk = {n: d / np.float64(gap) for n, d in arriving.items()}
-        raw = each(lambda v, d: momentum * v + d, m, shrunk)
-        m = each(lambda v: np.clip(v, -clip, clip), raw)
-        if seen is not None:
-            seen.append((float(gap), any((m[n] != raw[n]).any() for n in m)))
-        began, arriving = x, leaving
-        x = each(lambda y, v: y - outer_lr * v, x, m)
-    return s.rest([x] * s.num_regions, interval), x
-
-
-def eager(s, interval, outer_lr, momentum):
-    count = s.num_regions
-    xs, late = s.copies(), [zeros(s.params)] * count
-    optimizers = [Nesterov(outer_lr, momentum) for _ in range(count)]
-    for t in s.rounds(interval):
-        local = s.round(xs, t, interval)
-        fresh = [minus(x, y) for x, y in zip(xs, local, strict=True)]
-        arrived = mean(late)
-        for m in range(count):
-            own = each(lambda a, b: (a - b) / count, fresh[m], late[m])
-            xs[m] = optimizers[m].step(xs[m], each(np.add, arrived, own))
-        late = fresh
-    return s.rest(xs, interval), mean(xs)
-
-
-# --- Regions that are never equal ---------------------------------------------
-
-
-def all_pairs(num_regions):
-    """Circle method: who meets whom, `[N][M]`, of an even number of regions."""
-    last, rounds = num_regions - 1, []
-    for turn in range(last):
-        partner = [0] * num_regions
-        for i in range(last):
-            j = (turn - i) % last
-            partner[i] = last if i == j else j
-            if i == j:
-                partner[last] = i
-        rounds.append(partner)
-    return rounds
-
-
-def noloco(s, interval, outer_lr, momentum, pull, seed, partners):
-    """`partners(step)` gives each region's partner in the sync of that step."""
-    xs, vs = s.copies(), [zeros(s.params)] * s.num_regions
-    for t in s.rounds(interval):
-        local = s.round(xs, t, interval)
-        g = [minus(x, y) for x, y in zip(xs, local, strict=True)]
-        who = partners(t + interval)
-        for m in range(s.num_regions):
-            pair_g, pair_x = mean([g[m], g[who[m]]]), mean([xs[m], xs[who[m]]])
-            vs[m] = {
-                n: momentum * vs[m][n]
-                + outer_lr * pair_g[n]
-                + pull * (xs[m][n] - pair_x[n])
-                for n in s.params
-            }
-        xs = [minus(x, v) for x, v in zip(xs, vs, strict=True)]
-    return s.rest(xs, interval), mean(xs)
-
-
-def drawn_partners(seed, num_regions):
-    """The documented draw, of fragment 0."""
-    rounds = all_pairs(num_regions)
-    return lambda step: rounds[
-        np.random.default_rng((seed, step, 0)).integers(len(rounds))
-    ]
-
-
-def diloco_demo(s, interval, outer_lr, beta, compress):
-    xs, ds = s.copies(), [zeros(s.params)] * s.num_regions
-    for t in s.rounds(interval):
-        local = s.round(xs, t, interval)
-        g = [minus(x, y) for x, y in zip(xs, local, strict=True)]
-        ds = [each(lambda d, v: beta * d + v, *dg) for dg in zip(ds, g, strict=True)]
-        sent = [compress(d) for d in ds]
-        everyone = mean(sent)
-        ds = [
-            each(lambda d, q, shared: d - q + shared, d, q, everyone)
-            for d, q in zip(ds, sent, strict=True)
-        ]
-        xs = [
-            each(lambda x, v, d: x - outer_lr * (v + beta * d), *xgd)
-            for xgd in zip(xs, g, ds, strict=True)
-        ]
-    return s.rest(xs, interval), mean(xs)
 
 
 @dataclasses.dataclass
@@ -403,19 +253,15 @@ class Masked:
     num_regions: int
     order: np.ndarray
 
-    def __call__(self, tree):
-        sent, start = self.core(tree), 0
-        rest = np.concatenate([(tree[n] - sent[n]).ravel() for n in tree])
-        dealt = [self._places(m, rest.size) for m in range(self.num_regions)]
-        own, out = np.zeros(rest.size), {}
+    def __call__(self, x):
+        sent = self.core(x)
+        rest, own = x - sent, np.zeros(x.size)
+        dealt = [self._places(m, x.size) for m in range(self.num_regions)]
         for place in dealt[self.region]:
             owners = sum(place in places for places in dealt)
             entry = self.order[place]
             own[entry] = rest[entry] * self.num_regions / owners
-        for n, x in sent.items():
-            out[n] = x + own[start : start + x.size].reshape(x.shape)
-            start += x.size
-        return out
+        return sent + own
 
     def _places(self, m, size):
         start = m * size // self.num_regions
@@ -423,167 +269,218 @@ class Masked:
         return {(start + j) % size for j in range(count)}
 
 
+# --- Rounds that everybody is part of -----------------------------------------
+
+
+def synchronous(s, interval, outer_lr, momentum, compress):
+    """`compress()` makes the compressor of one region."""
+    senders = [compress() for _ in range(s.num_regions)]
+    x, optimizer = s.params, Nesterov(outer_lr, momentum)
+    for t in s.rounds(interval):
+        deltas = x - s.round(x, t, interval)
+        sent = [c(delta) for c, delta in zip(senders, deltas, strict=True)]
+        x = optimizer.step(x, np.mean(sent, axis=0))
+    return s.rest(x, interval), x
+
+
+def sparseloco(s, interval, outer_lr, k, side, decay, over="senders"):
+    """What nobody sent is a hole, nan, on the way."""
+    compress = chunked(k, side, quantize=stat2, unsent=np.nan)
+    x, e, holes = s.params, 0.0, 0
+    for t in s.rounds(interval):
+        e = decay * e + x - s.round(x, t, interval)
+        sent = np.array(list(map(compress, e)))
+        e = e - np.nan_to_num(sent)
+        counts = (~np.isnan(sent)).sum(0)
+        holes += (counts % s.num_regions > 0).sum()
+        divisor = np.maximum(counts, 1) if over == "senders" else s.num_regions
+        x = x - outer_lr * np.nan_to_num(sent).sum(0) / divisor
+    assert holes > 50  # Entries that some regions sent and some did not.
+    return s.rest(x, interval), x
+
+
+def co2(s, interval, outer_lr, momentum, clip, is_measured):
+    x = began = s.params
+    m = arriving = np.zeros_like(x)
+    mean_move, num_moves, gaps, num_clipped = np.float32(0), np.int32(0), [], 0
+    for t in s.rounds(interval):
+        leaving = (x - s.round(x, t, interval)).mean(0)
+        move, gap = np.float32(np.linalg.norm(x - began)), np.float32(1)
+        if move > 0 and is_measured:
+            gap = max(gap, move / (mean_move or move))
+            num_moves += 1
+            mean_move = mean_move + (move - mean_move) / np.float32(num_moves)
+        raw = momentum * m + arriving / np.float64(gap)
+        m = np.clip(raw, -clip, clip)
+        gaps.append(gap)
+        num_clipped += (m != raw).any()
+        began, arriving = x, leaving
+        x = x - outer_lr * m
+    assert max(gaps) > 1.1 if is_measured else set(gaps) == {1}
+    assert 1 < num_clipped < len(gaps)
+    return s.rest(x, interval), x
+
+
+def eager(s, interval, outer_lr, momentum):
+    x, optimizer = s.copies(), Nesterov(outer_lr, momentum)
+    late = np.zeros_like(x)
+    for t in s.rounds(interval):
+        fresh = x - s.round(x, t, interval)
+        x = optimizer.step(x, late.mean(0) + (fresh - late) / s.num_regions)
+        late = fresh
+    return s.rest(x, interval), x.mean(0)
+
+
+# --- Regions that are never equal ---------------------------------------------
+
+
+def all_pairs(num_regions):
+    """Circle method: who meets whom, `[N][M]`, of an even number of regions."""
+    last, rounds = num_regions - 1, []
+    for turn in range(last):
+        partner = [(turn - i) % last for i in range(last)]
+        (alone,) = [i for i in range(last) if partner[i] == i]
+        partner[alone] = last
+        rounds.append([*partner, alone])
+    return rounds
+
+
+def noloco(s, interval, outer_lr, momentum, pull, partners):
+    """`partners(step)` gives each region's partner in the sync of that step."""
+    x, v = s.copies(), 0.0
+    for t in s.rounds(interval):
+        g = x - s.round(x, t, interval)
+        who = partners(t + interval)
+        pair_g, pair_x = (g + g[who]) / 2, (x + x[who]) / 2
+        v = momentum * v + outer_lr * pair_g + pull * (x - pair_x)
+        x = x - v
+    return s.rest(x, interval), x.mean(0)
+
+
+def drawn_partners(seed, num_regions):
+    """The documented draw, of fragment 0."""
+    rounds = all_pairs(num_regions)
+    return lambda step: rounds[
+        np.random.default_rng((seed, step, 0)).integers(len(rounds))
+    ]
+
+
+def diloco_demo(s, interval, outer_lr, beta, compress):
+    x, d = s.copies(), 0.0
+    for t in s.rounds(interval):
+        g = x - s.round(x, t, interval)
+        d = beta * d + g
+        sent = np.array(list(map(compress, d)))
+        d = d - sent + sent.mean(0)
+        x = x - outer_lr * (g + beta * d)
+    return s.rest(x, interval), x.mean(0)
+
+
 @dataclasses.dataclass
 class Momenta:
-    """AdamW's state of one region, with any number of momenta, and its step."""
+    """AdamW's state of a model or several, with any number of momenta, and its step."""
 
     lr: float
     b1s: tuple
     weights: tuple
     b2: float
+    eps: float = 1e-8
+    weight_decay: float = 0.0
     us: list | None = None
-    v: dict | None = None
+    v: np.ndarray | float = 0.0
     steps: int = 0
 
     def step(self, x, g):
-        self.us = self.us or [zeros(x) for _ in self.b1s]
-        self.v = self.v or zeros(x)
         self.steps += 1
-        self.us = [
-            {n: b * u[n] + (1 - b) * g[n] for n in g}
-            for b, u in zip(self.b1s, self.us, strict=True)
-        ]
-        self.v = {n: self.b2 * self.v[n] + (1 - self.b2) * g[n] ** 2 for n in g}
-        out = {}
-        for n in x:
-            mixed = (1 - sum(self.weights)) * g[n]
-            for b, w, u in zip(self.b1s, self.weights, self.us, strict=True):
-                mixed = mixed + w * u[n] / (1 - b**self.steps)
-            size = np.sqrt(self.v[n] / (1 - self.b2**self.steps))
-            out[n] = x[n] - self.lr * mixed / (size + 1e-8)
-        return out
+        us = self.us or [0.0 for _ in self.b1s]
+        self.us = [b * u + (1 - b) * g for b, u in zip(self.b1s, us, strict=True)]
+        self.v = self.b2 * self.v + (1 - self.b2) * g**2
+        mixed = (1 - sum(self.weights)) * g
+        for b, w, u in zip(self.b1s, self.weights, self.us, strict=True):
+            mixed = mixed + w * u / (1 - b**self.steps)
+        step = mixed / (np.sqrt(self.second_moment()) + self.eps)
+        return x - self.lr * (step + self.weight_decay * x)
+
+    def second_moment(self):
+        return self.v / (1 - self.b2**self.steps)
 
 
 def des_loc(s, interval, first, second, optimizer):
-    """`optimizer()` makes the `Momenta` of one region."""
-    xs, own = s.copies(), [optimizer() for _ in range(s.num_regions)]
+    """`optimizer` is the `Momenta` of all regions."""
+    x = s.copies()
     for t in range(s.num_steps):
-        for m, o in enumerate(own):
-            xs[m] = o.step(xs[m], s.gradient(xs[m], t, m))
+        x = optimizer.step(x, s.gradient(x, t))
         sync, left = divmod(t + 1, interval)
         if left:
             continue
-        x = mean(xs)
-        xs = [x] * s.num_regions
+        x = averaged(x)
         if sync % first == 0:
-            us = [mean(each_u) for each_u in zip(*(o.us for o in own), strict=True)]
-            for o in own:
-                o.us = us
+            optimizer.us = list(map(averaged, optimizer.us))
         if sync % second == 0:
-            v = mean([o.v for o in own])
-            for o in own:
-                o.v = v
-    return xs, x
+            optimizer.v = averaged(optimizer.v)
+        outer = x[0]
+    return x, outer
 
 
 def lt_admm(s, interval, rho, neighbours, compress):
     """Edge by edge, as published; `neighbours[i]` lists those of region i."""
-    each_region, xs, told = range(s.num_regions), s.copies(), s.copies()
-    z = {(i, j): each(lambda x: rho * x, s.params) for i in each_region
-         for j in neighbours[i]}  # fmt: skip
+    x = told = s.copies()
+    degrees = np.array([[len(others)] for others in neighbours])
+    z = {(i, j): rho * s.params for i, others in enumerate(neighbours) for j in others}
     for t in range(s.num_steps):
-        for i in each_region:
-            pull = each(lambda *zs: sum(zs), *(z[i, j] for j in neighbours[i]))
-            tied = each(lambda x: rho * len(neighbours[i]) * x, xs[i])  # noqa: B023
-            xs[i] = each(
-                lambda x, g, own, p: x - s.lr * (g + own - p),
-                xs[i],
-                s.gradient(xs[i], t, i),
-                tied,
-                pull,
-            )
+        pull = [sum(z[i, j] for j in others) for i, others in enumerate(neighbours)]
+        x = x - s.lr * (s.gradient(x, t) + rho * degrees * x - np.array(pull))
         if (t + 1) % interval == 0:
-            told = [
-                each(np.add, h, compress(minus(x, h)))
-                for x, h in zip(xs, told, strict=True)
-            ]
-            z = {
-                (i, j): each(
-                    lambda a, b, h: (a - b + 2 * rho * h) / 2, z[i, j], z[j, i], told[j]
-                )
-                for i, j in z
-            }
-    return xs, mean(told)
+            told = told + np.array(list(map(compress, x - told)))
+            z = {(i, j): (z[i, j] - z[j, i] + 2 * rho * told[j]) / 2 for i, j in z}
+    return x, told.mean(0)
 
 
 # --- Something at every step --------------------------------------------------
 
 
-def _descend(s, x, direction):
-    return each(lambda y, d: y - s.lr * d, x, direction)
-
-
 def demo(s, beta, k, side):
-    """Coefficients that several regions sent are averaged over those regions."""
-    x, ds = s.params, [zeros(s.params)] * s.num_regions
-    select = chunked(k, side, is_cosine=True)
-    for t in range(s.num_steps):
-        grads = [s.gradient(x, t, m) for m in range(s.num_regions)]
-        ds = [
-            each(lambda d, g: beta * d + g, *dg) for dg in zip(ds, grads, strict=True)
-        ]
-        sent = [select(d) for d in ds]
-        total = each(lambda *q: sum(q), *sent)
-        counts = [each(lambda q: _is_sent(q, side), q) for q in sent]
-        share = each(
-            lambda q, *c: _divided(q, np.maximum(sum(c), 1), side), total, *counts
+    """Coefficients that several regions sent are averaged over those regions.
+
+    Sizes are multiples of the chunk.
+    """
+
+    def transform(back):
+        return per_tensor(
+            lambda x: from_chunks(spectrum(to_chunks(x, side), back), x.shape)
         )
-        ds = [minus(d, q) for d, q in zip(ds, sent, strict=True)]
-        x = _descend(s, x, each(np.sign, share))
-    return [x] * s.num_regions, x
 
-
-def _spectrum(x, side, back=False):
-    """Cosine transform of every chunk of a matrix, in place, or its inverse."""
-    h, w = min(side, x.shape[0]), min(side, x.shape[1])
-    out = np.zeros_like(x)
-    left, right = cosines(h), cosines(w)
-    for i in range(0, x.shape[0], h):
-        for j in range(0, x.shape[1], w):
-            part = x[i : i + h, j : j + w]
-            out[i : i + h, j : j + w] = (
-                left.T @ part @ right if back else left @ part @ right.T
-            )
-    return out
-
-
-def _is_sent(q, side):
-    """Which coefficients a decoded message holds; sizes are multiples of the chunk."""
-    return np.abs(_spectrum(q.reshape(-1, q.shape[-1]), side)) > 1e-12
-
-
-def _divided(q, counts, side):
-    spectrum = _spectrum(q.reshape(-1, q.shape[-1]), side)
-    return _spectrum(spectrum / counts, side, back=True).reshape(q.shape)
+    x, d, select = s.params, 0.0, chunked(k, side, is_cosine=True)
+    for t in range(s.num_steps):
+        d = beta * d + s.gradient(x, t)
+        sent = np.array(list(map(select, d)))
+        d = d - sent
+        coefficients = np.array(list(map(transform(back=False), sent)))
+        counts = (np.abs(coefficients) > 1e-12).sum(0)
+        share = transform(back=True)(coefficients.sum(0) / np.maximum(counts, 1))
+        x = x - s.lr * np.sign(share)
+    return s.copies(x), x
 
 
 def lion(s, b1, b2, vote):
-    x, ms = s.params, [zeros(s.params)] * s.num_regions
-    ties = 0
+    x, m, ties = s.params, 0.0, 0
     for t in range(s.num_steps):
-        grads = [s.gradient(x, t, m) for m in range(s.num_regions)]
-        signs = [
-            each(lambda m, g: np.where(b1 * m + (1 - b1) * g >= 0, 1.0, -1.0), *mg)
-            for mg in zip(ms, grads, strict=True)
-        ]
-        ms = [
-            each(lambda m, g: b2 * m + (1 - b2) * g, *mg)
-            for mg in zip(ms, grads, strict=True)
-        ]
-        direction = mean(signs)
-        ties += sum((d == 0).sum() for d in direction.values())
-        if vote == "majority":
-            direction = each(np.sign, direction)
-        x = _descend(s, x, direction)
-    return [x] * s.num_regions, x, ties
+        g = s.gradient(x, t)
+        direction = np.where(b1 * m + (1 - b1) * g >= 0, 1.0, -1.0).mean(0)
+        m = b2 * m + (1 - b2) * g
+        ties += (direction == 0).sum()
+        x = x - s.lr * (np.sign(direction) if vote == "majority" else direction)
+    assert ties > 10
+    return s.copies(x), x
 
 
 def compressed_gradients(s, compress):
     x, senders = s.params, [compress() for _ in range(s.num_regions)]
     for t in range(s.num_steps):
-        sent = [c(s.gradient(x, t, m)) for m, c in enumerate(senders)]
-        x = _descend(s, x, mean(sent))
-    return [x] * s.num_regions, x
+        grads = s.gradient(x, t)
+        sent = [c(g) for c, g in zip(senders, grads, strict=True)]
+        x = x - s.lr * np.mean(sent, axis=0)
+    return s.copies(x), x
 
 
 # --- Regions of unequal speed -------------------------------------------------
@@ -614,35 +511,30 @@ def asynchronous(
         ticks = [math.ceil(i * steps * time) for i in ends]
         events += [(tick, 1, m) for tick in ticks if tick <= s.num_steps]
     x, local, anchor = s.params, s.copies(), s.copies()
-    arrivals, senders = [], [compress() for _ in step_times]
+    senders, arrived = [compress() for _ in step_times], set()
     for tick, is_arrival, m in sorted(events):
         if not is_arrival:
             local[m] = s.step(local[m], tick - 1, m)
             continue
-        x = take(x, senders[m](minus(anchor[m], local[m])))
+        x = take(x, senders[m](anchor[m] - local[m]))
         anchor[m] = local[m] = start(x)
-        arrivals.append((tick, m))
-    return local, x, arrivals
+        arrived.add(m)
+    assert len(arrived) == s.num_regions
+    return local, x
 
 
 def delayed_nesterov(lr, momentum, count, spread):
-    memory = {"m": None, "buffer": []}
+    m, buffer = 0.0, []
 
     def take(x, delta):
-        memory["m"] = memory["m"] or zeros(x)
-        memory["buffer"].append(delta)
+        nonlocal m
+        buffer.append(delta)
         weight = spread
-        if len(memory["buffer"]) == count:
-            total = each(lambda *d: sum(d) / count, *memory["buffer"])
-            memory["m"] = each(lambda m, d: momentum * m + d, memory["m"], total)
-            memory["buffer"] = []
+        if len(buffer) == count:
+            m = momentum * m + sum(buffer) / count
+            buffer.clear()
             weight = 1 - spread * count + spread
-        return each(
-            lambda y, m, d: y - lr * (weight * momentum * m + d / count),
-            x,
-            memory["m"],
-            delta,
-        )
+        return x - lr * (weight * momentum * m + delta / count)
 
     return take
 
@@ -665,99 +557,83 @@ def heloco_corrected(d, m, keep, removal, turn, kappa, most):
 
 def look_ahead(lr, momentum, rho, numbers, seen):
     """`(take, start)`; `numbers` are HeLoCo's c_ok, k_s, k_d, kappa, beta_max."""
-    memory = {}
+    m = np.zeros(SIZE)
 
     def take(x, delta):
-        out = {}
-        for n, d in delta.items():
-            m = memory.get(n, np.zeros_like(d))
-            corrected, case = heloco_corrected(d, m, *numbers)
-            seen.append(case)
-            g = rho * corrected
-            memory[n] = momentum * m + (1 - momentum) * g
-            out[n] = x[n] - lr * (g + momentum * memory[n])
-        return out
+        nonlocal m
+        pairs = zip(split(delta), split(m), strict=True)
+        corrected, cases = zip(
+            *(heloco_corrected(*pair, *numbers) for pair in pairs), strict=True
+        )
+        seen.update(cases)
+        g = rho * join(corrected)
+        m = momentum * m + (1 - momentum) * g
+        return x - lr * (g + momentum * m)
 
-    def start(x):
-        return {n: x[n] - lr * momentum * memory[n] for n in x}
-
-    return take, start
+    return take, lambda x: x - lr * momentum * m
 
 
 def fragments_in_turn(
     s, fragments, interval, delay, outer_lr, momentum, merge,
-    step_times=None, tokens=None, counted=None, phase=0, average=mean,
+    step_times=None, tokens=None, counted=None, phase=0, average=None,
 ):  # fmt: skip
     """Streaming: fragment j mod K starts at slot j; `merge(local, staged, outer)`.
 
-    Slots come `phase` ticks before the multiples of theirs; `average(deltas, weights)`.
+    A fragment is a list of tensors' names. Slots come `phase` ticks before the
+    multiples of theirs; `average(deltas, weights)` is of one tensor of all regions.
 
     With `tokens` (of one step of each region) a mean is weighted by tokens * tokens
     per step since the fragment's sync before, over the regions `counted`.
     """
     step_times = step_times or [Fraction(1)] * s.num_regions
     counted = range(s.num_regions) if counted is None else counted
+    average = average or (lambda deltas, weights: weights @ deltas)
     slot = interval // len(fragments)
+    ends = dict(zip(SHAPES, np.cumsum(SIZES), strict=True))
     x, local = s.params, s.copies()
     optimizer, flying = Nesterov(outer_lr, momentum), []
     steps = clock(s, step_times)
     for tick in range(1, s.num_steps + 1):
         for m in [m for at, m in steps if at == tick]:
             local[m] = s.step(local[m], tick - 1, m)
-        for start, names, staged, delta in [f for f in flying if f[0] + delay == tick]:
-            flying = [f for f in flying if f[0] != start]
-            optimizer.m = optimizer.m or zeros(x)
-            x = optimizer.step(x, delta)
-            for m in range(s.num_regions):
-                for n in names:
-                    local[m][n] = merge(local[m][n], staged[m][n], x[n])
+        for _, tensors in [f for f in flying if f[0] + delay == tick]:
+            for at, staged, delta in tensors:
+                x = optimizer.step(x, delta, at)
+                local[:, at] = merge(local[:, at], staged, x[at])
+        flying = [f for f in flying if f[0] + delay != tick]
         if (tick + phase) % slot == 0:
-            names = fragments[(tick + phase) // slot % len(fragments)]
             began = max(0, tick - interval)
-            done = [
-                sum(began < at <= tick for at, who in steps if who == m)
-                for m in range(s.num_regions)
-            ]
-            weights = [1.0 if m in counted else 0.0 for m in range(s.num_regions)]
-            if tokens:
-                weights = [
-                    w * (n * k) * (n * k) / n if n else 0.0
-                    for w, n, k in zip(weights, done, tokens, strict=True)
-                ]
-            staged = [_of(y, names) for y in local]
-            deltas = [minus(_of(x, names), y) for y in staged]
-            share = [w / sum(weights) for w in weights]
-            flying.append((tick, names, staged, average(deltas, share)))
+            weights = np.isin(range(s.num_regions), counted).astype(float)
+            for m, num_tokens in enumerate(tokens or ()):
+                n = sum(began < at <= tick for at, who in steps if who == m)
+                weights[m] *= n * num_tokens**2
+            weights /= weights.sum()
+            tensors = []
+            for name in fragments[(tick + phase) // slot % len(fragments)]:
+                at = slice(ends[name] - math.prod(SHAPES[name]), ends[name])
+                staged = local[:, at].copy()
+                tensors.append((at, staged, average(x[at] - staged, weights)))
+            flying.append((tick, tensors))
     return local, x
 
 
 def radial_directional(deltas, weights):
     """Mean length times the direction of the mean direction."""
-    out = {}
-    for n in deltas[0]:
-        each_delta = [d[n] for d in deltas]
-        sizes = [np.linalg.norm(x) for x in each_delta]
-        by = [s or 1.0 for s in sizes]  # Of what did not move.
-        u = sum(w * x / s for w, x, s in zip(weights, each_delta, by, strict=True))
-        n_mean = sum(w * s for w, s in zip(weights, sizes, strict=True))
-        out[n] = n_mean * u / np.linalg.norm(u)
-    return out
+    sizes = np.linalg.norm(deltas, axis=1)
+    by = np.where(sizes > 0, sizes, 1.0)  # Of what did not move.
+    u = weights @ (deltas / by[:, None])
+    return weights @ sizes * u / np.linalg.norm(u)
 
 
 def loscar(s, interval, delay, mask):
-    """`mask(tick)` is the round's, of each tensor; as in the paper, of parameters."""
+    """`mask(tick)` is the round's; as in the paper, of parameters."""
     x, local, flying = s.params, s.copies(), []
     for tick in range(1, s.num_steps + 1):
-        local = [s.step(y, tick - 1, m) for m, y in enumerate(local)]
+        local = s.step(local, tick - 1)
         for _, drawn, staged in [f for f in flying if f[0] + delay == tick]:
-            center = mean(staged)
-            x = each(np.where, drawn, center, x)
-            local = [
-                each(
-                    lambda d, c, z, y: np.where(d, c + (z - y), z), drawn, center, z, y
-                )
-                for z, y in zip(local, staged, strict=True)
-            ]
+            center = staged.mean(0)
+            x = np.where(drawn, center, x)
+            local = np.where(drawn, center + (local - staged), local)
         flying = [f for f in flying if f[0] + delay > tick]
         if tick % interval == 0:
             flying.append((tick, mask(tick), local))

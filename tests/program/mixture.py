@@ -11,37 +11,24 @@ import optax
 from cocodc_jax import methods, models
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
-from cocodc_jax.train.run_steps import run
+from tests.program.tiny import follow
 
 MODEL = models.TransformerConfig(
-    vocab_size=16,
-    num_layers=2,
-    width=8,
-    mlp_width=8,
-    num_heads=1,
-    num_kv_heads=1,
-    num_experts=4,
-    expert_width=6,
-)
+    vocab_size=16, num_layers=2, width=8, mlp_width=8, num_heads=1, num_kv_heads=1,
+    num_experts=4, expert_width=6,
+)  # fmt: skip
 OPTIONS = {
-    "num_fragments": 2,
-    "fragment_strategy": "experts",
-    "expert_weights": "tokens",
-}
+    "num_fragments": 2, "fragment_strategy": "experts", "expert_weights": "tokens",
+}  # fmt: skip
 METHODS = {
     "streaming_diloco": methods.get(
         "streaming_diloco", sync_interval=4, delay_steps=2, mixing_alpha=0.5, **OPTIONS
     ),
     "cocodc": methods.get(
-        "cocodc",
-        sync_interval=4,
-        delay_steps=1,
-        syncs_per_interval=4,
-        transmission_score="load",
-        compress="ef+int8",
-        **OPTIONS,
+        "cocodc", sync_interval=4, delay_steps=1, syncs_per_interval=4,
+        transmission_score="load", compress="ef+int8", **OPTIONS,
     ),
-}
+}  # fmt: skip
 OPTIMIZER = models.experts.counting(optax.adamw(1e-2, weight_decay=0.1))
 _KEY = jax.random.key(0)
 loss_fn = models.make_loss_fn(MODEL)
@@ -90,11 +77,7 @@ def start(program):
 
 
 def finish(program, state, num_steps):
-    outputs = []
-    for new, output in run(program, state, stream(state.step), num_steps):
-        state = new
-        outputs.append(output)
-    return state, outputs
+    return follow(program, state, stream(state.step), num_steps)
 
 
 def in_place_of(tiny):

@@ -14,6 +14,7 @@ from cocodc_jax import methods
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sync.cutting import cut_by_patterns
 from cocodc_jax.sync.needs import UserInputs
+from tests.program.tiny import follow
 
 LR, NUM_REGIONS, NUM_STEPS = 0.1, 4, 12
 SHAPES = {"a": (2, 2), "b": (3,), "c": (2,)}
@@ -57,11 +58,9 @@ def run(program, targets=TARGETS, stops=()):
     """Trains over `targets`, and gives `(local, outer)` at each stop and at the end."""
     state, seen = program.init(PARAMS, jax.random.key(0)), []
     targets = targets[:, : program.num_regions]
-    while state.step < len(targets):  # One length of a scan is compiled, whatever H.
-        state, _ = program.advance(state, targets[state.step :][:1])
-        if state.step in (*stops, len(targets)):
-            parts = (state.region.params, program.outer_params(state))
-            seen.append(jax.device_get(parts))
+    for stop in (*stops, len(targets)):
+        state, _ = follow(program, state, targets[state.step :], stop - state.step)
+        seen.append(jax.device_get((state.region.params, program.outer_params(state))))
     return seen if stops else seen[-1]
 
 

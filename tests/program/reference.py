@@ -1,7 +1,8 @@
 """NumPy reference of data parallelism, (Streaming) DiLoCo and CoCoDC, from formulas.
 
-It shares no code with the package. Parameters are flat dicts from name to float64
-array, one dict a region; a fragment is a list of names. Everything is a loop.
+It shares no code with the package. A model is one float64 vector `[N]`, its tensors end
+to end; those of all regions are the rows of a matrix `[R, N]`. What is of a fragment is
+as long, and 0 elsewhere.
 """
 
 import dataclasses
@@ -10,102 +11,57 @@ from collections.abc import Callable
 
 import numpy as np
 
-# --- Problems -----------------------------------------------------------------
+from tests.program.family_reference import Momenta, Nesterov
 
 
 @dataclasses.dataclass
 class Quadratic:
-    """f(x) = weight (x - target)' A (x - target) / 2, x all parameters end to end.
+    """f(x) = weight (x - target)' A (x - target) / 2, of tensors with these shapes.
 
     `A` couples the fragments; the batch is `(target, weight)`, of one region and step.
     """
 
+    shapes: dict[str, tuple]
     hessian: np.ndarray
-    sizes: dict[str, int]
 
-    def _join(self, params):
-        return np.concatenate([params[name] for name in self.sizes])
-
-    def _split(self, x):
-        ends = np.cumsum(list(self.sizes.values()))[:-1]
-        return dict(zip(self.sizes, np.split(x, ends), strict=True))
-
-    def gradient(self, params, batch):
+    def gradient(self, x, batch):
         target, weight = batch
-        return self._split(weight * self.hessian @ (self._join(params) - target))
+        return weight * self.hessian @ (x - target)
 
     def hessian_vector(self, vector, batch):
-        """H v for a fragment's v, the other fragments standing still."""
-        whole = {n: vector.get(n, np.zeros(s)) for n, s in self.sizes.items()}
-        product = self._split(batch[1] * self.hessian @ self._join(whole))
-        return {name: product[name] for name in vector}
+        return batch[1] * self.hessian @ vector
 
+    def split(self, x):
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        parts = zip(
+            self.shapes.items(), np.split(x, np.cumsum(sizes)[:-1]), strict=True
+        )
+        return {n: part.reshape(shape) for (n, shape), part in parts}
 
-@dataclasses.dataclass
-class Mlp:
-    """tanh layers and a linear head; f = mean of squares over batch and outputs."""
+    def join(self, tensors):
+        return np.concatenate([np.ravel(tensors[n]) for n in self.shapes])
 
-    num_blocks: int
+    def is_of(self, names):
+        """Which entries are of these tensors."""
+        return self.join({n: np.full(s, n in names) for n, s in self.shapes.items()})
 
-    def gradient(self, params, batch):
-        x, y = batch
-        layers = ["embed", *(f"block{i}" for i in range(self.num_blocks))]
-        values = [x]
-        for name in layers:
-            values.append(np.tanh(values[-1] @ params[name]))
-        out = values[-1] @ params["head"]
-        back = 2 * (out - y) / out.size
-        grads = {"head": values[-1].T @ back}
-        back = back @ params["head"].T
-        for i in reversed(range(len(layers))):
-            back = back * (1 - values[i + 1] ** 2)
-            grads[layers[i]] = values[i].T @ back
-            back = back @ params[layers[i]].T
-        return grads
+    def sums(self, x):
+        """At each entry the sum of its tensor, of every region."""
+        tensors = [self.split(own).items() for own in x]
+        return np.array(
+            [self.join({n: np.full(p.shape, p.sum()) for n, p in t}) for t in tensors]
+        )
 
-
-# --- Inner optimizers -----------------------------------------------------------
+    def norms(self, x):
+        return np.sqrt(self.sums(x**2))
 
 
 @dataclasses.dataclass
 class Sgd:
     lr: float
 
-    def init(self, params):
-        return {}
-
-    def step(self, params, state, grads):
-        return {n: params[n] - self.lr * grads[n] for n in params}, state
-
-
-@dataclasses.dataclass
-class AdamW:
-    lr: float
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
-
-    def init(self, params):
-        return {"t": 0, "m": _zeros(params), "v": _zeros(params)}
-
-    def step(self, params, state, grads):
-        t = state["t"] + 1
-        m, v, new = {}, {}, {}
-        for n, g in grads.items():
-            m[n] = self.b1 * state["m"][n] + (1 - self.b1) * g
-            v[n] = self.b2 * state["v"][n] + (1 - self.b2) * g**2
-            step = m[n] / (1 - self.b1**t)
-            step = step / (np.sqrt(v[n] / (1 - self.b2**t)) + self.eps)
-            new[n] = params[n] - self.lr * (step + self.weight_decay * params[n])
-        return new, {"t": t, "m": m, "v": v}
-
-    def second_moment(self, state, names):
-        return {n: state["v"][n] / (1 - self.b2 ** state["t"]) for n in names}
-
-
-def _zeros(params):
-    return {n: np.zeros_like(x) for n, x in params.items()}
+    def step(self, x, grads):
+        return x - self.lr * grads
 
 
 # --- Compensation, sections 4.1 and 4.2 -----------------------------------------
@@ -114,64 +70,76 @@ def _zeros(params):
 
 @dataclasses.dataclass
 class Context:
-    """What a curvature may look at besides g and D; `batch` is the last one."""
+    """What a curvature may look at besides g and D.
+
+    `batches` are the last ones; `path` is the models at the start, after tau // 2 steps
+    and now.
+    """
 
     sync_interval: int
     tau: int
     lr: float
-    second_moment: dict | None
-    problem: Quadratic | Mlp
-    batch: tuple
+    second_moment: np.ndarray | None
+    problem: Quadratic
+    batches: list
+    path: tuple
+
+    def hessian_vector(self, d):
+        pairs = zip(d, self.batches, strict=True)
+        return np.array([self.problem.hessian_vector(*pair) for pair in pairs])
 
 
 def no_curvature(g, d, context):
-    return _zeros(g)
+    return 0 * g
 
 
 def isotropic(tau):
-    return lambda g, d, context: {n: d[n] / tau for n in g}
+    return lambda g, d, context: d / tau
 
 
 def outer_product(g, d, context):
-    return {n: g[n] ** 2 * d[n] / context.sync_interval for n in g}
+    return g**2 * d / context.sync_interval
 
 
 def outer_product_of_gradients(g, d, context):
     """G = g / lr is a gradient; lr G G D is the change of an SGD step."""
-    lr, interval = context.lr, context.sync_interval
-    return {n: lr * (g[n] / lr) ** 2 * d[n] / interval for n in g}
+    return context.lr * (g / context.lr) ** 2 * d / context.sync_interval
 
 
 def normalized(g, d, context):
-    curved = {n: g[n] ** 2 * d[n] for n in g}
-    length = np.linalg.norm
-    return {n: length(g[n]) / (length(curved[n]) + 1e-8) * curved[n] for n in g}
+    curved, norms = g**2 * d, context.problem.norms
+    return norms(g) / (norms(curved) + 1e-8) * curved
 
 
 def as_coded(g, d, context):
     """Section 4.2 line by line, of the undivided progress; then divided by tau."""
-    found = {}
-    for n in g:
-        progress = g[n] * context.tau
-        c = progress * progress * d[n] / 4e-4
-        weight = np.linalg.norm(progress) / (np.linalg.norm(c) + 1e-8)
-        found[n] = weight * c / context.tau
-    return found
+    progress, norms = g * context.tau, context.problem.norms
+    c = progress * progress * d / 4e-4
+    return norms(progress) / (norms(c) + 1e-8) * c / context.tau
+
+
+def secant(g, d, context):
+    """Isotropic, weighted a tensor by what it predicts of the change of the steps."""
+    staged, midway, local = context.path
+    half, tau, sums = context.tau // 2, context.tau, context.problem.sums
+    change = (midway - local) / (tau - half) - (staged - midway) / half
+    predicted = (midway - staged) / tau
+    fitted = sums(change * predicted) / sums(predicted**2)
+    return np.clip(fitted, 0, 1) * d / tau
 
 
 def adam_second_moment(g, d, context):
-    return {n: context.lr * np.sqrt(context.second_moment[n]) * d[n] for n in g}
+    return context.lr * np.sqrt(context.second_moment) * d
 
 
 def hessian_vector_sgd(g, d, context):
-    curved = context.problem.hessian_vector(d, context.batch)
-    return {n: context.lr * curved[n] for n in g}
+    """H d for a fragment's d, the other fragments standing still."""
+    return context.lr * context.hessian_vector(d)
 
 
 def hessian_vector_adam(g, d, context):
-    nu = context.second_moment
-    curved = context.problem.hessian_vector(d, context.batch)
-    return {n: context.lr * curved[n] / (np.sqrt(nu[n]) + 1e-8) for n in g}
+    curved = context.hessian_vector(d)
+    return context.lr * curved / (np.sqrt(context.second_moment) + 1e-8)
 
 
 # --- Methods --------------------------------------------------------------------
@@ -199,165 +167,113 @@ class Method:
     reduce_gradients: bool = False
 
 
-@dataclasses.dataclass
 class Run:
-    """The state of all regions, and what happened."""
-
-    local: list[dict]
-    inner: list
-    outer: dict
-    momentum: dict
-    num_bytes: int = 0
-    starts: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    syncs: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-    ratios: list[list[float]] = dataclasses.field(default_factory=list)
-    norms: list[float] = dataclasses.field(default_factory=list)
-    closest: float = math.inf
-
-    in_flight: list[tuple] = dataclasses.field(default_factory=list)
-    rates: dict = dataclasses.field(default_factory=dict)
-
-
-def train(problem, method, optimizer, params, batches, itemsize):
     """Trains on `batches[t][m]`; `itemsize` is the bytes of one number sent."""
-    num_regions = len(batches[0])
-    run = Run(
-        local=[{n: x.copy() for n, x in params.items()} for _ in range(num_regions)],
-        inner=[optimizer.init(params) for _ in range(num_regions)],
-        outer={n: x.copy() for n, x in params.items()},
-        momentum=_zeros(params),
-    )
-    for t, step_batches in enumerate(batches, start=1):
-        _inner_step(run, problem, method, optimizer, step_batches, itemsize)
-        if method.interval:
-            _sync(run, problem, method, optimizer, step_batches, t, itemsize)
-    return run
 
+    def __init__(self, problem, method, optimizer, params, batches, itemsize):
+        self.problem, self.method, self.optimizer = problem, method, optimizer
+        self.is_of = [problem.is_of(names) for names in method.fragments]
+        self.local, self.outer = np.tile(params, (len(batches[0]), 1)), params
+        self.nesterov = Nesterov(method.outer_lr, method.momentum)
+        self.num_bytes, self.closest = 0, math.inf
+        self.starts, self.syncs, self.ratios, self.norms = [], [], [], []
+        self.in_flight, self.rates, self.history = [], {}, {}
+        for t, step_batches in enumerate(batches, start=1):
+            pairs = zip(self.local, step_batches, strict=True)
+            grads = np.array([problem.gradient(*pair) for pair in pairs])
+            if method.reduce_gradients:
+                grads[:] = grads.mean(0)
+                self.num_bytes += itemsize * params.size
+            self.local = optimizer.step(self.local, grads)
+            if method.interval:
+                self._sync(step_batches, t, itemsize)
 
-def _inner_step(run, problem, method, optimizer, batches, itemsize):
-    num_regions = len(batches)
-    grads = [problem.gradient(run.local[m], batches[m]) for m in range(num_regions)]
-    if method.reduce_gradients:
-        mean = {n: sum(g[n] for g in grads) / num_regions for n in grads[0]}
-        grads = [mean] * num_regions
-        run.num_bytes += itemsize * sum(x.size for x in mean.values())
-    for m in range(num_regions):
-        run.local[m], run.inner[m] = optimizer.step(
-            run.local[m], run.inner[m], grads[m]
+    def _sync(self, batches, t, itemsize):
+        self._land(batches, t)
+        self.history[t] = self.local
+        p = self._choose(t) if t % self.method.slot == 0 else None
+        if p is None:
+            return
+        delta = (self.outer - self.local).mean(0) * self.is_of[p]
+        self.in_flight.append((p, t, delta))
+        self.starts.append((p, t))
+        self.num_bytes += itemsize * self.is_of[p].sum()
+        if self.method.tau == 0:
+            self._land(batches, t)
+
+    def _land(self, batches, t):
+        """Section 0's outer Nesterov, then the merge of section 2, 3 or 4.1."""
+        for flight in [f for f in self.in_flight if f[1] + self.method.tau == t]:
+            self.in_flight.remove(flight)
+            p, start, delta = flight
+            at, size = self.is_of[p], self.is_of[p].sum()
+            self.outer = self.nesterov.step(self.outer, delta[at], at)
+            norm = np.linalg.norm(delta)
+            before = [s for q, s in self.starts if q == p and s < start]
+            steps = start - (before[-1] if before else 0)
+            self.rates[p] = (norm / size / steps, norm / math.sqrt(size) / steps)
+            merged, ratios = self._merged(start, batches, at)
+            self.local = np.where(at, merged, self.local)
+            self.syncs.append((p, start, t))
+            self.ratios.append(ratios)
+            self.norms.append(norm)
+
+    def _merged(self, start, batches, at):
+        method, tau, local, outer = self.method, self.method.tau, self.local, self.outer
+        if method.merge == "mix":
+            return method.alpha * local + (1 - method.alpha) * outer, None
+        if method.merge == "replace" or tau == 0:
+            return outer, None
+        is_adam = isinstance(self.optimizer, Momenta)
+        moment = self.optimizer.second_moment() if is_adam else None
+        staged = self.history[start]
+        path = (staged, self.history[start + tau // 2], local)
+        context = Context(
+            method.interval, tau, self.optimizer.lr, moment, self.problem, batches, path
         )
+        g, d = (staged - local) / tau * at, (outer - staged) * at
+        term = method.strength * method.curvature(g, d, context) * at
+        ratios = np.linalg.norm(term, axis=1) / np.linalg.norm(g, axis=1)
+        return outer - tau * (g + term), ratios
 
+    # --- Adaptive transmission, section 4.3 ---
 
-def _sync(run, problem, method, optimizer, batches, t, itemsize):
-    def land():
-        for flight in [f for f in run.in_flight if f[1] + method.tau == t]:
-            run.in_flight.remove(flight)
-            _apply(run, problem, method, optimizer, batches, t, *flight)
+    def _choose(self, t):
+        method, num_fragments = self.method, len(self.method.fragments)
+        away = [f[0] for f in self.in_flight]
+        free = [p for p in range(num_fragments) if p not in away]
+        if method.score is None:
+            p = t // method.slot % num_fragments
+            return p if p in free else None
+        if not free:
+            return None
+        last = {p: 0 for p in range(num_fragments)} | {p: s for p, s in self.starts}
+        deadline = {p: last[p] + method.interval for p in last}
+        for j in range(method.interval + 1):
+            # Due within j slots after this one: the slot after those is too late.
+            due = [p for p in deadline if t + (j + 1) * method.slot > deadline[p]]
+            if len(due) > j:
+                slots = {p: (deadline[p] - t) // method.slot for p in free}
+                return min(free, key=slots.get)
+        never = [p for p in free if all(q != p for q, _ in self.starts)]
+        if never:
+            return never[0]
+        scores = [self._score(p, t - last[p]) for p in free]
+        if len(scores) > 1:
+            first, second = sorted(scores)[::-1][:2]
+            self.closest = min(self.closest, 1 - second / first)
+        return free[int(np.argmax(scores))]
 
-    land()
-    p = _choose(run, method, t) if t % method.slot == 0 else None
-    if p is None:
-        return
-    names = method.fragments[p]
-    staged = [{n: local[n].copy() for n in names} for local in run.local]
-    delta = {n: np.mean([run.outer[n] - s[n] for s in staged], axis=0) for n in names}
-    run.in_flight.append((p, t, staged, delta))
-    run.starts.append((p, t))
-    run.num_bytes += itemsize * sum(x.size for x in delta.values())
-    if method.tau == 0:
-        land()
-
-
-def _apply(run, problem, method, optimizer, batches, t, p, start, staged, delta):
-    """Section 0's outer Nesterov, then the merge of section 2, 3 or 4.1."""
-    mu, eta = method.momentum, method.outer_lr
-    for n in delta:
-        run.momentum[n] = mu * run.momentum[n] + delta[n]
-        run.outer[n] = run.outer[n] - eta * (delta[n] + mu * run.momentum[n])
-    norm = math.sqrt(sum((x**2).sum() for x in delta.values()))
-    before = [s for q, s in run.starts if q == p and s < start]
-    steps = start - (before[-1] if before else 0)
-    size = sum(x.size for x in delta.values())
-    run.rates[p] = (norm / size / steps, norm / math.sqrt(size) / steps)
-    ratios = []
-    for m, local in enumerate(run.local):
-        new, ratio = _merged(run, problem, method, optimizer, m, staged[m], batches[m])
-        local.update(new)
-        ratios.append(ratio)
-    run.syncs.append((p, start, t))
-    run.ratios.append(ratios)
-    run.norms.append(norm)
-
-
-def _merged(run, problem, method, optimizer, m, staged, batch):
-    local, outer, tau = run.local[m], run.outer, method.tau
-    if method.merge == "mix":
-        a = method.alpha
-        return {n: a * local[n] + (1 - a) * outer[n] for n in staged}, None
-    if method.merge == "replace" or tau == 0:
-        return {n: outer[n].copy() for n in staged}, None
-    moment = None
-    if isinstance(optimizer, AdamW):
-        moment = optimizer.second_moment(run.inner[m], staged)
-    context = Context(method.interval, tau, optimizer.lr, moment, problem, batch)
-    g = {n: (staged[n] - local[n]) / tau for n in staged}
-    d = {n: outer[n] - staged[n] for n in staged}
-    curved = method.curvature(g, d, context)
-    term = {n: method.strength * curved[n] for n in g}
-    length = {
-        name: math.sqrt(sum((x**2).sum() for x in tree.values()))
-        for name, tree in (("term", term), ("g", g))
-    }
-    new = {n: outer[n] - tau * (g[n] + term[n]) for n in g}
-    return new, length["term"] / length["g"]
-
-
-# --- Adaptive transmission, section 4.3 -----------------------------------------
-
-
-def _choose(run, method, t):
-    num_fragments = len(method.fragments)
-    away = [f[0] for f in run.in_flight]
-    free = [p for p in range(num_fragments) if p not in away]
-    if method.score is None:
-        p = t // method.slot % num_fragments
-        return p if p in free else None
-    if not free:
-        return None
-    last = {p: 0 for p in range(num_fragments)} | {p: s for p, s in run.starts}
-    deadline = {p: last[p] + method.interval for p in last}
-    for j in range(method.interval + 1):
-        # Due within j slots after this one: the slot after those is too late.
-        due = [p for p in deadline if t + (j + 1) * method.slot > deadline[p]]
-        if len(due) > j:
-            soonest = min(deadline[p] - t for p in free) // method.slot
-            return next(p for p in free if (deadline[p] - t) // method.slot == soonest)
-    never = [p for p in free if all(q != p for q, _ in run.starts)]
-    if never:
-        return never[0]
-    scores = [_score(run, method, p, t - last[p]) for p in free]
-    if len(scores) > 1:
-        first, second = sorted(scores)[::-1][:2]
-        run.closest = min(run.closest, 1 - second / first)
-    return free[int(np.argmax(scores))]
-
-
-def _score(run, method, p, age):
-    if method.score == "pseudo_gradient":
-        return run.rates[p][0]
-    if method.score in ("rms", "aged"):
-        return run.rates[p][1] * (age if method.score == "aged" else 1)
-    if method.score == "round_robin":
-        return age
-    if method.score in ("gain", "disagreement"):
-        names = method.fragments[p]
-        squares = [
-            np.concatenate([(run.outer[n] - x[n]).ravel() ** 2 for n in names]).mean()
-            for x in run.local
-        ]
-        shared = run.rates[p][1] * age if method.score == "disagreement" else 0
-        return np.mean(squares) - shared**2
-    total = 0.0
-    for local in run.local:
-        gaps = [np.abs(run.outer[n] - local[n]).ravel() for n in method.fragments[p]]
-        total += np.concatenate(gaps).mean()
-    return total / age
+    def _score(self, p, age):
+        score = self.method.score
+        if score == "pseudo_gradient":
+            return self.rates[p][0]
+        if score in ("rms", "aged"):
+            return self.rates[p][1] * (age if score == "aged" else 1)
+        if score == "round_robin":
+            return age
+        gaps = (self.outer - self.local)[:, self.is_of[p]]
+        if score in ("gain", "disagreement"):
+            shared = self.rates[p][1] * age if score == "disagreement" else 0
+            return (gaps**2).mean() - shared**2
+        return np.abs(gaps).mean(1).sum() / age

@@ -102,16 +102,11 @@ def program(name):
     return shared(name)
 
 
-def stream(num_regions, first_step):
-    for step in itertools.count(first_step):
-        yield jax.tree.map(lambda x: x[:num_regions], tiny.make_batch(step))
-
-
 def finish(program, state, num_steps):
     """One step after the other, so that one length of a scan is compiled."""
-    batches, outputs = stream(program.num_regions, state.step), []
-    for batch in itertools.islice(batches, num_steps):
-        batch = jax.tree.map(lambda x: x[None], batch)
+    outputs = []
+    for batch in itertools.islice(tiny.stream(state.step), num_steps):
+        batch = jax.tree.map(lambda x: x[None, : program.num_regions], batch)
         state, output = program.advance(state, batch)
         outputs.append(output)
     return state, outputs
@@ -134,10 +129,9 @@ def really_sent(program, state):
         if made is not None:
             memory = made.init(params)
             step, _ = made.send(params, memory, key)
-        parts = range(method.num_fragments if sync else 0)
-        return [
-            of_fragment(program.fragments.take(params, k), key) for k in parts
-        ], step
+        num_parts = method.num_fragments if sync else 0
+        parts = [program.fragments.take(params, k) for k in range(num_parts)]
+        return [of_fragment(part, key) for part in parts], step
 
     def of_fragment(part, key):
         outer = sync.outer
@@ -152,7 +146,7 @@ def really_sent(program, state):
 
     params = jax.tree.map(lambda x: np.array(x[0]), state.region.params)
     messages, step = encode(params, jax.random.key(0))
-    return [num_bytes(message) for message in messages], num_bytes(step)
+    return list(map(num_bytes, messages)), num_bytes(step)
 
 
 def test_every_method_is_here():
@@ -161,18 +155,15 @@ def test_every_method_is_here():
 
 def test_it_lowers_the_loss(program, name):
     state, outputs = trained(name)
-    before, after = (
-        loss_of(jax.device_get(p))
-        for p in (tiny.make_params(), program.mean_params(state))
-    )
-    assert after < 0.9 * before
+    after = loss_of(jax.device_get(program.mean_params(state)))
+    assert after < 0.9 * loss_of(tiny.make_params())
     assert all(np.isfinite(output.losses).all() for output in outputs)
 
 
 def test_bytes_are_those_of_the_messages(program, name):
     state, outputs = trained(name)
     sync, schedule = program.method.sync, program.method.schedule
-    # No messages but partial sums, see test_rings.py.
+    # No messages but partial sums, see test_collectives.py.
     if sync and isinstance(sync.message, ByRings):
         each_sync = [s.num_bytes for output in outputs for s in output.syncs]
         assert state.bytes_sent == sum(each_sync) > 0
@@ -208,12 +199,12 @@ def test_a_restored_run_goes_on_bit_for_bit(program, tmp_path):
     """From between two events, with whatever is in flight or was left unsent."""
     state, _ = finish(program, tiny.start(program), CUT)
     state, restored = tiny.saved_and_restored(program, state, tmp_path)
-    expected, outputs = finish(program, state, NUM_STEPS - CUT)
     assert restored.step == CUT
-    restored, again = finish(program, restored, NUM_STEPS - CUT)
-    tiny.assert_same(tiny.numbers(restored), tiny.numbers(expected))
-    for new, old in zip(again, outputs, strict=True):
-        tiny.assert_same(tiny.host(new.losses), tiny.host(old.losses))
+    ends = []
+    for begun in (state, restored):
+        end, outputs = finish(program, begun, NUM_STEPS - CUT)
+        ends.append((tiny.numbers(end), [tiny.host(x.losses) for x in outputs]))
+    tiny.assert_same(*ends)
 
 
 def test_nothing_compiles_after_the_first_cycle(program):

@@ -12,17 +12,7 @@ from cocodc_jax.sync.regions import Regions
 from cocodc_jax.transforms.mt_adam import mt_adam
 from tests.numerics import assert_within_ulps
 from tests.program import quadratic
-from tests.program.quadratic import (
-    HESSIAN,
-    LR,
-    NUM_STEPS,
-    OUTER,
-    PARAMS,
-    TARGETS,
-    join,
-    of,
-    trained,
-)
+from tests.program.quadratic import LR, OUTER, PARAMS, TARGETS, join, of, trained
 
 PARALLEL = of("data_parallel")
 DILOCO = of("diloco", sync_interval=4, **OUTER)
@@ -151,44 +141,28 @@ def train(method, targets=TARGETS, **options):
     return quadratic.run(quadratic.make(method, **options), targets)
 
 
-def test_lion_of_one_region_is_lion():
+def test_of_one_region_it_is_its_optimizer():
     """No gradient is exactly zero, which Lion does not move by and one bit cannot."""
     lion = optax.lion(LR, 0.9, 0.99, weight_decay=0.0)
     parallel = train(methods.get("data_parallel"), regions=1, optimizer=lion)
     assert_within_ulps(trained(of("distributed_lion"), 1), parallel)
-
-
-def test_admm_of_one_region_is_training():
     assert_within_ulps(trained(of("lt_admm"), 1)[0], trained(of("apart"), 1)[0])
 
 
-def test_plain_averaging_by_hand():
-    x = join(PARAMS).astype(float)
-    for t in range(0, NUM_STEPS, 4):
-        each = [x] * 4
-        for targets in TARGETS[t : t + 4]:
-            each = [
-                y - LR * HESSIAN @ (y - u) for y, u in zip(each, targets, strict=True)
-            ]
-        x = np.mean(each, axis=0)
-    local, outer = trained(AVERAGING)
-    assert_within_ulps(join(outer), x)
-    assert_within_ulps(local, jax.tree.map(lambda x: np.stack([x] * 4), outer))
+def test_before_its_first_sync_it_is_training_apart():
+    (local, _), (apart, _) = (
+        trained(of("diloco", sync_interval=13)),
+        trained(of("apart")),
+    )
+    assert_within_ulps(local, apart)
 
 
 def test_demo_of_everything_is_the_sign_of_the_mean_gradient():
     _, outer = trained(of("demo", momentum_decay=0.0, compress="dct:16"))
     x = join(PARAMS).astype(float)
     for targets in TARGETS:
-        x = x - LR * np.sign(HESSIAN @ (x - targets.mean(0)))
+        x = x - LR * np.sign(quadratic.HESSIAN @ (x - targets.mean(0)))
     assert_within_ulps(join(outer), x)
-
-
-def test_apart_is_diloco_before_its_first_sync():
-    local, mean = trained(of("apart"))
-    expected, _ = trained(of("diloco", sync_interval=NUM_STEPS + 1))
-    assert_within_ulps(local, expected)
-    assert_within_ulps(mean, jax.tree.map(lambda x: x.mean(0), expected))
 
 
 SLOPES = np.broadcast_to(TARGETS[:1], TARGETS.shape)

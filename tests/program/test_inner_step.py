@@ -1,6 +1,7 @@
-"""Inner steps: no traffic between regions, no host, keys of their own."""
+"""Inner steps: no traffic between regions, no host, keys of their own; any number."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,39 +9,25 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax import methods
 from cocodc_jax.aot import hlo
 from cocodc_jax.aot.collectives import collectives
+from cocodc_jax.program import batches as counted
 from cocodc_jax.sharding.local_regions import LocalRegions
 from cocodc_jax.sharding.mesh import REGION, make_mesh
 from tests.jaxprs import equations
+from tests.numerics import assert_within_ulps
 from tests.program import tiny
 
 # Every primitive of JAX 0.10 that talks over a named axis (axis_index talks to
 # nobody and pcast only changes a type).
 COLLECTIVES = {
-    "all_gather",
-    "all_gather_invariant",
-    "all_gather_reduced",
-    "all_reduce",
-    "all_to_all",
-    "pbroadcast",
-    "pgather",
-    "pmax",
-    "pmean",
-    "pmin",
-    "ppermute",
-    "psend",
-    "precv",
-    "psum",
-    "psum2",
-    "psum_invariant",
-    "psum_scatter",
-    "ragged_all_to_all",
-    "reduce_scatter",
-    "unreduced_psum",
-    "unreduced_reduce_scatter",
-}
-TALKS_TO_HOST = ("callback", "infeed", "outfeed", "debug_print")
+    "all_gather", "all_gather_invariant", "all_gather_reduced", "all_reduce",
+    "all_to_all", "pbroadcast", "pgather", "pmax", "pmean", "pmin", "ppermute",
+    "psend", "precv", "psum", "psum2", "psum_invariant", "psum_scatter",
+    "ragged_all_to_all", "reduce_scatter", "unreduced_psum", "unreduced_reduce_scatter",
+}  # fmt: skip
+TALKS_TO_HOST = re.compile("callback|infeed|outfeed|debug_print")
 
 
 def primitives(jaxpr):
@@ -62,49 +49,35 @@ def inner_primitives(program):
     return names
 
 
-def test_only_data_parallel_steps_talk_between_regions(method_name):
-    found = inner_primitives(tiny.shared_program(method_name)) & COLLECTIVES
-    assert bool(found) == (method_name == "data_parallel"), found
-
-
-def test_a_step_with_a_sharded_model_does_not_talk_between_regions():
-    program = tiny.make_program("diloco", make_mesh(4, model=2), param_specs=tiny.SPECS)
-    assert not inner_primitives(program) & COLLECTIVES
+def test_only_data_parallel_steps_talk_between_regions_and_none_to_the_host(
+    method_name,
+):
+    found = inner_primitives(tiny.shared_program(method_name))
+    assert bool(found & COLLECTIVES) == (method_name == "data_parallel"), found
+    assert not list(filter(TALKS_TO_HOST.search, found))
 
 
 def test_the_check_catches_the_gradient_of_replicated_parameters():
     mesh = make_mesh(4)
 
-    def gradient(params, batch):
-        batch = jax.tree.map(lambda x: x[0], batch)
-        return jax.grad(tiny.loss_fn, has_aux=True)(params, batch, jax.random.key(0))
-
     def found(varying):
         def body(params, batch):
             if varying:
-                params = jax.tree.map(
-                    lambda x: jax.lax.pcast(x, REGION, to="varying"), params
-                )
-            grads = gradient(params, batch)[0]
+                params = jax.lax.pcast(params, REGION, to="varying")
+            batch = jax.tree.map(lambda x: x[0], batch)
+            gradient = jax.grad(tiny.loss_fn, has_aux=True)
+            grads, _ = gradient(params, batch, jax.random.key(0))
             return jax.tree.map(lambda x: x[None], grads)
 
         mapped = jax.shard_map(
-            body,
-            mesh=mesh,
-            axis_names={REGION},
-            in_specs=(P(), P(REGION)),
+            body, mesh=mesh, axis_names={REGION}, in_specs=(P(), P(REGION)),
             out_specs=P(REGION),
-        )
+        )  # fmt: skip
         jaxpr = jax.make_jaxpr(mapped)(tiny.make_params(), tiny.make_batch(0))
         return primitives(jaxpr) & COLLECTIVES
 
     assert found(varying=False)
     assert not found(varying=True)
-
-
-def test_no_host_in_the_scan(method_name):
-    names = inner_primitives(tiny.shared_program(method_name))
-    assert not {n for n in names if any(talk in n for talk in TALKS_TO_HOST)}
 
 
 def test_the_host_check_catches_a_print():
@@ -113,7 +86,7 @@ def test_the_host_check_catches_a_print():
         return carry, x
 
     jaxpr = jax.make_jaxpr(lambda xs: jax.lax.scan(step, 0, xs))(jnp.arange(3))
-    assert {n for n in primitives(jaxpr) if any(t in n for t in TALKS_TO_HOST)}
+    assert list(filter(TALKS_TO_HOST.search, primitives(jaxpr)))
 
 
 @pytest.mark.parametrize(("length", "data", "model"), [(4, 1, 1), (2, 2, 2)])
@@ -131,18 +104,16 @@ def test_compiled_steps_send_nothing_to_another_region(length, data, model):
         assert "region" not in each.axes, each
 
 
-def draws(outputs):
-    return np.concatenate([np.asarray(output.aux["draw"]) for output in outputs])
-
-
 def test_keys_differ_between_regions_and_steps_and_are_reproducible():
     program = tiny.shared_program("diloco")
-    _, outputs = tiny.finish(program, tiny.start(program), 8)
-    for output in outputs:
-        assert (output.losses.shape, output.losses.dtype) == ((2, 4), np.float32)
-    first = draws(outputs)
-    again = draws(tiny.finish(program, tiny.start(program), 8)[1])
-    other = draws(tiny.finish(program, tiny.start(program, seed=1), 8)[1])
+
+    def draws(seed):
+        _, outputs = tiny.finish(program, tiny.start(program, seed), 8)
+        for output in outputs:
+            assert (output.losses.shape, output.losses.dtype) == ((2, 4), np.float32)
+        return np.concatenate([output.aux["draw"] for output in outputs])
+
+    first, again, other = map(draws, (0, 0, 1))
     assert first.shape == (8, 4)
     assert len(np.unique(first)) == 32
     np.testing.assert_array_equal(first, again)
@@ -174,11 +145,6 @@ def test_a_gradient_is_mapped_over_regions_one_by_one(size, in_batches_of_one):
     assert has_plain_products != in_batches_of_one
 
 
-def test_regions_of_several_devices_keep_their_products():
-    assert LocalRegions.of(make_mesh(4), 4).in_batches_of_one
-    assert not LocalRegions.of(make_mesh(4, data=2), 4).in_batches_of_one
-
-
 def test_small_models_of_regions_on_one_cpu_are_one_batch():
     one, small = make_mesh(4, devices=jax.devices()[:1]), 50_000
     batched = LocalRegions(4, one_by_one=False)
@@ -191,10 +157,73 @@ def test_small_models_of_regions_on_one_cpu_are_one_batch():
     for how in ("auto", "batched", "in_turn"):  # One region of a device.
         local = LocalRegions.of(make_mesh(4), 4, how, 1000)
         assert (local.size, local.in_batches_of_one) == (1, True)
-    two = make_mesh(4, data=2, devices=jax.devices()[:4])
-    assert LocalRegions.of(two, 4, num_params=small).one_by_one
-
-
-def test_another_way_to_map_is_refused():
+    two = LocalRegions.of(make_mesh(4, data=2, devices=jax.devices()[:4]), 4)
+    assert two.one_by_one
+    assert not two.in_batches_of_one  # Regions of several devices keep their products.
     with pytest.raises(ValueError, match="local_regions='together' is unknown"):
         LocalRegions.of(make_mesh(4), 4, "together")
+
+
+# --- Steps whose number is an argument, against `lax.scan` of as many ---
+
+
+def step(state, xs):
+    x, weight = xs
+    state = jax.tree.map(lambda s: jnp.tanh(s * weight + x), state)
+    return state, (state["a"].sum(), {"seen": x[0] > 0})
+
+
+def numbers(num_steps):
+    rng = np.random.default_rng(num_steps)
+    x = rng.normal(size=(num_steps, 3)).astype(np.float32)
+    return x, rng.normal(size=num_steps).astype(np.float32)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 9, 10, 11])
+def test_the_first_steps_are_those_of_a_scan(num_steps):
+    start, xs = {"a": jnp.ones(3), "b": jnp.zeros(3)}, numbers(num_steps)
+    state, outs = jax.jit(counted.scan, static_argnums=0)(
+        step, start, counted.padded(xs, num_steps), np.int32(num_steps)
+    )
+    wanted, each = jax.jit(counted.scan, static_argnums=0)(step, start, xs)
+    assert_within_ulps(state, wanted)
+    room = counted.padded_length(num_steps)
+    for x, y in zip(jax.tree.leaves(outs), jax.tree.leaves(each), strict=True):
+        assert (x.shape, x.dtype) == ((room, *y.shape[1:]), y.dtype)
+        assert_within_ulps(x[:num_steps], y)
+        assert not x[num_steps:].any()
+
+
+def test_what_is_behind_the_last_step_is_not_looked_at():
+    xs = jax.tree.map(
+        lambda x: np.concatenate([x, np.full_like(x, np.nan)]), numbers(5)
+    )
+    state, (losses, _) = counted.scan(step, {"a": jnp.ones(3)}, xs, np.int32(5))
+    assert np.isfinite(state["a"]).all()
+    assert np.isfinite(losses).all()
+
+
+def test_inputs_are_copied_only_where_there_is_no_room_and_they_are_small():
+    xs = numbers(20)
+    assert counted.padded(xs, 20) is xs
+    large = jax.ShapeDtypeStruct((3, 1 << 20), np.float32)
+    assert not counted.takes({"x": large, "y": numbers(3)})
+    assert counted.takes(jax.ShapeDtypeStruct((10, 1 << 20), np.float32))
+    assert counted.takes(numbers(3))
+
+
+def test_scans_of_every_length_are_one_program():
+    traces = []
+
+    def loss_fn(params, batch, key):
+        traces.append(1)
+        return tiny.loss_fn(params, batch, key)
+
+    method = methods.get("streaming_diloco", sync_interval=14, num_fragments=2)
+    program = tiny.program_of(method, loss=loss_fn)
+    _, outputs = tiny.finish(program, tiny.start(program), 30)
+    lengths = {len(output.losses) for output in outputs}
+    assert len(lengths) > 1
+    assert all(output.losses.shape[1:] == (4,) for output in outputs)
+    assert program._steps._cache_size() == 1
+    assert len(traces) == 1

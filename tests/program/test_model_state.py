@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 import cocodc_jax as cc
 from cocodc_jax.train.evaluate import make_evaluate
 from tests.numerics import assert_within_ulps
-from tests.program.tiny import saved_and_restored
+from tests.program.tiny import assert_same, follow, saved_and_restored
 
 INIT = {"mean": jnp.zeros(2), "count": jnp.zeros((), jnp.int32)}
-PARAMS = {"w": jnp.ones(2)}
+PARAMS, KEY = {"w": jnp.ones(2)}, jax.random.key(0)
 BATCHES = np.random.default_rng(0).normal(size=(8, 4, 3, 2)).astype(np.float32)
 
 
@@ -31,13 +31,12 @@ def make(method, average=True, loss=loss_fn, init=INIT, **options):
 
 
 def begun(program):
-    return program.init(PARAMS, jax.random.key(0))
+    return program.init(PARAMS, KEY)
 
 
-def finish(program, state, num_steps):
-    batches = iter(BATCHES[state.step :])
-    *_, (state, output) = cc.run_steps(program, state, batches, num_steps)
-    return state, output
+def finish(program, state, num_steps, batches=BATCHES):
+    state, outputs = follow(program, state, batches[state.step :], num_steps)
+    return state, outputs[-1]
 
 
 def running_means(averaged_at, num_steps=6):
@@ -72,10 +71,8 @@ def test_regions_average_it_where_their_parameters_are(method, average, averaged
     plain = cc.RegionProgram(
         lambda p, b, key: (jnp.sum(p["w"] ** 2), {}), optax.sgd(0.1), method, PARAMS, 4
     )
-    states = [begun(p) for p in (program, plain)]
-    (state, output), (without, _) = (
-        finish(p, s, 6) for p, s in zip((program, plain), states, strict=True)
-    )
+    state, output = finish(program, begun(program), 6)
+    without, _ = finish(plain, begun(plain), 6)
     expected = running_means(averaged_at)
     found = state.region.model_state
     np.testing.assert_allclose(found["mean"], expected, rtol=1e-5, atol=1e-6)
@@ -97,9 +94,7 @@ def test_a_state_that_is_not_finite_is_left_out_where_a_message_would_be():
     batches[3, 1] = np.nan
     ends = []
     for each, read in ((program, batches), (program, BATCHES), (plain, BATCHES)):
-        state = begun(each)
-        *_, (state, _) = cc.run_steps(each, state, iter(read), 5)
-        ends.append(state)
+        ends.append(finish(each, begun(each), 5, read)[0])
     bad, good, without = (np.asarray(x.region.model_state["mean"]) for x in ends)
     own = running_means(set(), 5)
     expected = np.stack([own[[0, 2, 3]].mean(0)] * 4)
@@ -127,8 +122,7 @@ def test_where_no_state_is_finite_each_region_keeps_its_own():
 def test_a_region_that_has_no_step_to_do_keeps_its_own():
     regions = cc.Regions((1.0, 2.0), (1, 1))
     program = make(cc.methods.get("diloco", sync_interval=9), regions=regions)
-    state = begun(program)
-    state, _ = program.advance(state, BATCHES[:4, :2])
+    state, _ = program.advance(begun(program), BATCHES[:4, :2])
     assert state.region.model_state["count"].tolist() == [4, 2]
 
 
@@ -139,33 +133,30 @@ def test_merges_see_the_state_of_the_region(curvature):
         "cocodc", sync_interval=4, num_fragments=1, delay_steps=2, curvature=curvature
     )
 
-    def model(params, scale, batch):
-        return jnp.tanh(scale * params["w"][None] * batch)
+    def model(params, state, batch):
+        return jnp.tanh(state["scale"] * params["w"][None] * batch)
 
     def of_outputs(outputs, batch):
         return jnp.mean((outputs - 0.5) ** 2)
 
     def stateful(params, state, batch, key):
-        return of_outputs(model(params, state["scale"], batch), batch), ({}, state)
+        return of_outputs(model(params, state, batch), batch), ({}, state)
 
-    def plain(params, batch, key):
-        return of_outputs(model(params, 1.5, batch), batch), {}
-
-    def program(loss, model, state=None):
-        moment = cc.adam_second_moment(0.999)
-        return cc.RegionProgram(
-            loss, optax.adam(0.1), method, PARAMS, 4, model_state=state,
-            user_inputs=cc.UserInputs(0.1, moment, (model, of_outputs)),
-        )  # fmt: skip
-
-    one = program(
-        stateful,
-        lambda p, s, b: model(p, s["scale"], b),
-        cc.ModelState({"scale": jnp.full((), 1.5)}),
-    )
-    other = program(plain, lambda p, b: model(p, 1.5, b))
+    scale = {"scale": jnp.full((), 1.5)}
     ends = []
-    for each in (one, other):
+    for loss, model_fn, state in (
+        (stateful, model, cc.ModelState(scale)),
+        (
+            lambda p, b, key: (stateful(p, scale, b, key)[0], {}),
+            lambda p, b: model(p, scale, b),
+            None,
+        ),
+    ):
+        moment = cc.adam_second_moment(0.999)
+        each = cc.RegionProgram(
+            loss, optax.adam(0.1), method, PARAMS, 4, model_state=state,
+            user_inputs=cc.UserInputs(0.1, moment, (model_fn, of_outputs)),
+        )  # fmt: skip
         state, output = finish(each, begun(each), 6)
         assert (output.syncs[0].metrics["correction_ratio"] > 0).all()
         ends.append(state.region.params["w"])
@@ -175,11 +166,9 @@ def test_merges_see_the_state_of_the_region(curvature):
 def test_it_is_saved_and_restored_bit_for_bit(tmp_path):
     program = make(STREAMING)
     state, _ = finish(program, begun(program), 4)
-    assert state.sync is not None
     assert state.sync.in_flight
     state, restored = saved_and_restored(program, state, tmp_path)
-    ends = [finish(program, s, 4)[0].region for s in (state, restored)]
-    jax.tree.map(np.testing.assert_array_equal, *ends)
+    assert_same(*(finish(program, s, 4)[0].region for s in (state, restored)))
 
 
 def test_an_evaluation_is_given_it():
@@ -199,8 +188,7 @@ def test_it_lies_where_regions_are_divided():
     mesh = cc.make_mesh(2, data=2, devices=jax.devices()[:4])
     program = make(cc.methods.get("data_parallel"), mesh=mesh)
     batches = np.concatenate([BATCHES, BATCHES[:, :, :1]], 2)  # Even over `data`.
-    state = begun(program)
-    state, _ = program.advance(state, batches[:2])
+    state, _ = program.advance(begun(program), batches[:2])
     mean = np.zeros(2)
     for batch in batches[:2]:
         mean = (mean + batch.mean((0, 1))) / 2
@@ -228,18 +216,10 @@ def test_what_a_loss_returns_is_checked(returned, message):
         finish(program, begun(program), 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "how"), [("noloco", "with neighbours alone"), ("mla", "one by one")]
-)
-def test_regions_that_are_never_together_have_no_average(name, how):
-    with pytest.raises(ValueError, match=f"method='{name}' exchange {how}; use"):
-        make(cc.methods.get(name))
-
-
-@pytest.mark.parametrize(
-    ("leaf", "message"),
-    [(0.5, "'x' of type float, which is no array"), (jax.random.key(0), "a PRNG key")],
-)
-def test_leaves_that_are_no_state_are_named(leaf, message):
-    with pytest.raises(ValueError, match=message):
-        cc.ModelState({"x": leaf})
+def test_what_is_no_state_or_has_no_average_is_refused():
+    for name, how in (("noloco", "with neighbours alone"), ("mla", "one by one")):
+        with pytest.raises(ValueError, match=f"method='{name}' exchange {how}; use"):
+            make(cc.methods.get(name))
+    for leaf, why in ((0.5, "'x' of type float, which is no arr"), (KEY, "a PRNG key")):
+        with pytest.raises(ValueError, match=why):
+            cc.ModelState({"x": leaf})

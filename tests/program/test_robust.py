@@ -17,14 +17,11 @@ from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.robust import told
 from cocodc_jax.sync.schedules import events_at
-from cocodc_jax.train.checkpoint import Checkpoints
-from cocodc_jax.train.finite import NonFiniteLossError
-from cocodc_jax.train.hooks import Cadence, Hooks
-from cocodc_jax.train.loop import train
-from cocodc_jax.train.run_steps import run
+from cocodc_jax.train.hooks import Cadence
 from cocodc_jax.transforms.compressor import identity
 from cocodc_jax.transforms.second_moment import adam_second_moment
-from tests.numerics import assert_within_ulps
+from tests.numerics import assert_all_close, assert_within_ulps
+from tests.program import tiny
 
 R, LR, MOMENTUM = 4, 0.1, 0.5
 PARAMS = {"a": np.array([1.0, -2.0, 0.5]), "b": np.array([2.0, 1.0])}
@@ -62,11 +59,14 @@ def make_program(method, exchange="program"):
     return RegionProgram(loss_fn, optimizer, method, PARAMS, R, transport=transport)
 
 
+def start(program):
+    return program.init(PARAMS, jax.random.key(0))
+
+
 def verdict_of(program, num_steps):
     """The state after so many steps, and who was left out of the one sync by then."""
-    state = program.init(PARAMS, jax.random.key(0))
-    *_, (state, output) = run(program, state, stream(), num_steps)
-    return state, told(np.asarray(output.syncs[0].verdict))
+    state, outputs = tiny.follow(program, start(program), stream(), num_steps)
+    return state, told(np.asarray(outputs[-1].syncs[0].verdict))
 
 
 def mean_of(messages, above, mean, trim):
@@ -92,17 +92,14 @@ def reference(program, num_steps, above, mean="weighted", trim=0.0, alpha=0.0):
     names = [
         sorted(program.fragments.take(PARAMS, k)) for k in range(len(program.fragments))
     ]
-    outer = {n: x.copy() for n, x in PARAMS.items()}
-    trace = {n: np.zeros_like(x) for n, x in PARAMS.items()}
-    w = [{n: x.copy() for n, x in PARAMS.items()} for _ in range(R)]
-    pace = [{n: np.zeros_like(x) for n, x in PARAMS.items()} for _ in range(R)]
+    outer, trace = dict(PARAMS), {n: np.zeros_like(x) for n, x in PARAMS.items()}
+    w = {n: np.stack([x] * R) for n, x in PARAMS.items()}
+    pace = {n: np.zeros_like(x) for n, x in w.items()}
     state, flights, judged = schedule.init(), {}, []
     for step in range(1, num_steps + 1):
-        batch = make_batch(step)
-        for m in range(R):
-            for n in PARAMS:
-                pace[m][n] = MOMENTUM * pace[m][n] + w[m][n] - batch[n][m]
-                w[m][n] = w[m][n] - LR * pace[m][n]
+        for n, target in make_batch(step).items():
+            pace[n] = MOMENTUM * pace[n] + w[n] - target
+            w[n] = w[n] - LR * pace[n]
         if schedule.next_step(state) != step:
             continue
         for after, event in events_at(schedule, state, step):
@@ -111,13 +108,11 @@ def reference(program, num_steps, above, mean="weighted", trim=0.0, alpha=0.0):
                 break
             k = event.fragment_id
             if event.kind == "start":
-                messages = []
-                for m in range(R):
-                    x = np.concatenate([outer[n] - w[m][n] for n in names[k]])
-                    sick = any(np.isnan(v).any() for v in w[m].values())
-                    messages.append(np.full_like(x, np.nan) if sick else x)
+                messages = np.concatenate([outer[n] - w[n] for n in names[k]], axis=1)
+                is_sick = np.any([np.isnan(x).any(1) for x in w.values()], axis=0)
+                messages[is_sick] = np.nan
                 out, delta = mean_of(messages, above, mean, trim)
-                flights[event.sync_id] = [set(out), delta]
+                flights[event.sync_id] = set(out), delta
                 judged.append((step, k, out))
             elif event.kind == "finish":
                 out, delta = flights.pop(event.sync_id)
@@ -125,56 +120,46 @@ def reference(program, num_steps, above, mean="weighted", trim=0.0, alpha=0.0):
                     part, delta = np.split(delta, [len(outer[n])])
                     trace[n] = part + 0.9 * trace[n]
                     outer[n] = outer[n] - 0.5 * (part + 0.9 * trace[n])
-                for m in out:
-                    w[m] = {n: x.copy() for n, x in outer.items()}
-                    pace[m] = {n: np.zeros_like(x) for n, x in outer.items()}
-                    for flight in flights.values():
-                        flight[0].discard(m)
-                for m in range(R):
-                    for n in names[k]:
-                        w[m][n] = alpha * w[m][n] + (1 - alpha) * outer[n]
+                for n in PARAMS:
+                    w[n][list(out)], pace[n][list(out)] = outer[n], 0
+                for flight in flights.values():
+                    flight[0].difference_update(out)
+                for n in names[k]:
+                    w[n] = alpha * w[n] + (1 - alpha) * outer[n]
     return outer, w, judged
 
 
+ABOVE = {"exclude_above": 5.0}
 CASES = {
-    "program": (DILOCO, {"exclude_above": 5.0}, "program", 0.0),
-    "outer mesh": (DILOCO, {"exclude_above": 5.0}, "outer", 0.0),
-    "gathered": (DILOCO, {"exclude_above": 5.0, "gathered": True}, "program", 0.0),
-    "clip": (DILOCO, {"exclude_above": 5.0, "robust_mean": "clip"}, "program", 0.0),
+    "program": (DILOCO, ABOVE, "program", 0.0),
+    "outer mesh": (DILOCO, ABOVE, "outer", 0.0),
+    "gathered": (DILOCO, ABOVE, "program", 0.0),
+    "clip": (DILOCO, ABOVE | {"robust_mean": "clip"}, "program", 0.0),
     "trim": (DILOCO, {"robust_mean": "trim:0.25"}, "outer", 0.0),
-    "late": (STREAMING, {"exclude_above": 5.0}, "program", 0.25),
-    "late, outer mesh": (
-        STREAMING, {"exclude_above": 5.0, "gathered": True}, "outer", 0.25
-    ),
-}  # fmt: skip
+    "late": (STREAMING, ABOVE, "program", 0.25),
+    "late, outer mesh, gathered": (STREAMING, ABOVE, "outer", 0.25),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_against_numpy(case):
     make, options, exchange, alpha = CASES[case]
-    options = dict(options)
-    gathered = options.pop("gathered", False)
     with jax.enable_x64(True):
         method = make(**options)
-        if gathered:
+        if "gathered" in case:
             method = method.with_sync(message=Compressed(identity()))
         program = make_program(method, exchange)
-        state = program.init(PARAMS, jax.random.key(0))
-        syncs = []
-        for after, output in run(program, state, stream(), 12):
-            state = after
-            syncs += output.syncs
+        state, outputs = tiny.follow(program, start(program), stream(), 12)
         robust = method.sync.robust
         outer, w, judged = reference(
             program, 12, robust.exclude_above, robust.mean, robust.trim, alpha
         )
-        found = program.outer_params(state)
-        for n in PARAMS:
-            np.testing.assert_allclose(found[n], outer[n], rtol=1e-10)
-            local = np.stack([each[n] for each in w])
-            np.testing.assert_allclose(state.region.params[n], local, rtol=1e-10)
+        assert_all_close(program.outer_params(state), outer, rtol=1e-10)
+        assert_all_close(state.region.params, w, rtol=1e-10)
     left_out = {
-        (s.start_step, s.fragment_id): told(np.asarray(s.verdict)) for s in syncs
+        (s.start_step, s.fragment_id): told(np.asarray(s.verdict))
+        for output in outputs
+        for s in output.syncs
     }
     assert any(out for _, _, out in judged)
     for step, k, out in judged:
@@ -193,9 +178,8 @@ def test_nobody_left_out_changes_nothing():
     ends = []
     for options in ({}, {"exclude_above": 50.0}):
         program = make_program(STREAMING(**options))
-        state = program.init(PARAMS, jax.random.key(0))
-        *_, (state, _) = run(program, state, quiet(), 12)
-        ends.append(jax.tree.map(np.asarray, state.region.params))
+        state, _ = tiny.follow(program, start(program), quiet(), 12)
+        ends.append(state.region.params)
     assert_within_ulps(*ends)
 
 
@@ -241,64 +225,36 @@ def test_a_region_whose_adam_has_no_step_yet_is_merged_as_others_are(curvature):
     state, verdict = verdict_of(program, 6)
     assert verdict == {2: "not finite"}
     assert np.asarray(state.region.opt_state[0].count).tolist() == [6, 6, 0, 6]
-    found, outer = state.region.params, program.outer_params(state)
-    for n in PARAMS:
-        np.testing.assert_array_equal(found[n][2], outer[n])
+    restored = jax.tree.map(lambda x: x[2], state.region.params)
+    tiny.assert_same(restored, program.outer_params(state))
 
 
-class TestLoop:
-    def train(self, num_steps, folder=None, **options):
-        program = make_program(STREAMING(**options))
-        records, progress = [], None
-        state = program.init(PARAMS, jax.random.key(0))
-        checkpoints = Checkpoints(folder) if folder else None
-        if checkpoints and (restored := checkpoints.restore(program)):
-            state, extra = restored
-            progress = extra["progress"]
-        try:
-            result = train(
-                program,
-                state,
-                stream(state.step),
-                num_steps,
-                lambda step: step,
-                cadence=Cadence(log_every=2, checkpoint_every=5),
-                hooks=Hooks(record=records.append),
-                checkpoints=checkpoints,
-                progress=progress,
-            )
-        finally:
-            if checkpoints:
-                checkpoints.__exit__(None, None, None)
-        return result, records
+def train_in(folder, num_steps, **options):
+    program = make_program(STREAMING(**options))
+    cadence = Cadence(log_every=2, checkpoint_every=5)
+    return tiny.train_in(
+        folder, program, start(program), stream, num_steps, cadence=cadence
+    )
 
-    def test_one_region_does_not_end_the_run(self):
-        result, records = self.train(12, exclude_above=5.0)
-        assert all(
-            np.isfinite(x).all() for x in jax.tree.leaves(result.state.region.params)
-        )
-        syncs = [r for r in records if r["kind"] == "sync"]
-        assert [0, 0, 1, 0] in [r["left_out"] for r in syncs]
-        assert [2, 0, 0, 0] in [r["left_out"] for r in syncs]
-        for record in records:
-            check_record(record)
-        assert result.left_out["region 2: not finite"] >= 1
-        losses = [r for r in records if r["kind"] == "train"]
-        assert all(r["loss"] is not None for r in losses)
-        assert any(None in r["loss_regions"] for r in losses)
-        assert None not in losses[-1]["loss_regions"]
 
-    def test_it_does_without_the_flag(self):
-        with pytest.raises(NonFiniteLossError, match="loss is nan at step 3 in region"):
-            self.train(12)
+def test_one_region_does_not_end_the_run(tmp_path):
+    """And it goes on from its middle: region 2 is restored as the run is saved.
 
-    def test_a_run_goes_on_from_the_middle_of_it(self, tmp_path):
-        """Region 2 is restored as the checkpoint is written, in both."""
-        whole, _ = self.train(12, tmp_path / "whole", exclude_above=5.0)
-        self.train(5, tmp_path / "parts", exclude_above=5.0)
-        result, _ = self.train(12, tmp_path / "parts", exclude_above=5.0)
-        assert result.left_out == whole.left_out
-        for n in PARAMS:
-            np.testing.assert_array_equal(
-                result.state.region.params[n], whole.state.region.params[n]
-            )
+    Without the flag it does: `TestNotFinite` of `train/test_loop.py`.
+    """
+    whole, records = train_in(tmp_path / "whole", 12, exclude_above=5.0)
+    assert all(map(np.isfinite, whole.state.region.params["a"].ravel()))
+    left_out = [r["left_out"] for r in records if r["kind"] == "sync"]
+    assert [0, 0, 1, 0] in left_out
+    assert [2, 0, 0, 0] in left_out
+    for record in records:
+        check_record(record)
+    assert whole.left_out["region 2: not finite"] >= 1
+    losses = [r for r in records if r["kind"] == "train"]
+    assert all(r["loss"] is not None for r in losses)
+    assert any(None in r["loss_regions"] for r in losses)
+    assert None not in losses[-1]["loss_regions"]
+    train_in(tmp_path / "parts", 5, exclude_above=5.0)
+    result, _ = train_in(tmp_path / "parts", 12, exclude_above=5.0)
+    assert result.left_out == whole.left_out
+    tiny.assert_same(result.state.region.params, whole.state.region.params)

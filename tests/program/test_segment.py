@@ -22,47 +22,25 @@ from tests.program import tiny
 NUM_STEPS = 12
 SHORT = dict(sync_interval=6, num_fragments=2, delay_steps=2)
 CASES = {
-    "streaming": ("streaming_diloco", SHORT),
-    "streaming, tau > H / K": ("streaming_diloco", SHORT | dict(delay_steps=5)),
-    "streaming, int8": ("streaming_diloco", SHORT | dict(compress="ef+int8")),
-    "streaming, feedback": (
-        "streaming_diloco", SHORT | dict(compress="ef+int8", merge_feedback=True),
-    ),
-    "streaming, feedback, tau > H / K": (
-        "streaming_diloco",
-        SHORT | dict(compress="ef+int8", merge_feedback=True, delay_steps=6),
-    ),
-    "cocodc": ("cocodc", SHORT | dict(syncs_per_interval=2)),
-    "cocodc, second_moment, drift": (
-        "cocodc",
-        SHORT | dict(curvature="adam_second_moment", transmission_score="drift"),
-    ),
-    "cocodc, Hessian": ("cocodc", SHORT | dict(curvature="hessian_vector")),
-    "streaming, divided": (
-        "streaming_diloco", SHORT | dict(outer_placement="divided"),
-    ),
-    "streaming, exclude": ("streaming_diloco", SHORT | dict(exclude_above=9.0)),
-    "streaming, whole": ("streaming_diloco", SHORT | dict(num_fragments=1)),
-    # Nothing of these is hidden.
-    "diloco": ("diloco", dict(sync_interval=3)),
-    "co2": ("co2", dict(sync_interval=3, staleness_gap="measured")),
-}  # fmt: skip
-
-# What each of these adds is in another case, or in a form without windows.
-SLOW = (
-    "streaming, int8",
-    "streaming, feedback, tau > H / K",
-    "cocodc, second_moment, drift",
-    "cocodc, Hessian",
-    "streaming, exclude",
-    "streaming, whole",
-    "diloco",
-)
+    "streaming": {},
+    "streaming, tau > H / K": dict(delay_steps=5),
+    "streaming, feedback": dict(compress="ef+int8", merge_feedback=True),
+    "cocodc": dict(syncs_per_interval=2),
+    "cocodc, Hessian": dict(curvature="hessian_vector"),
+    "streaming, divided": dict(outer_placement="divided"),
+    "streaming, exclude": dict(exclude_above=9.0),
+    "streaming, whole": dict(num_fragments=1),
+    # Nothing of it is hidden.
+    "co2": dict(sync_interval=3, staleness_gap="measured"),
+}
 
 
 def make(case, overlap):
     """Regions of two devices each in the first case, of one in the others."""
-    name, options = CASES[case]
+    family, options = case.split(",")[0], CASES[case]
+    if family in ("streaming", "cocodc"):
+        options = SHORT | options
+    name = "streaming_diloco" if family == "streaming" else family
     devices = 8 if case == "streaming" else 4
     return tiny.program_of(
         methods.get(name, **options),
@@ -75,13 +53,8 @@ def make(case, overlap):
 program = functools.cache(make)
 
 
-def told(output):
-    """What a record is made of."""
-    syncs = [
-        (s.fragment_id, s.start_step, s.apply_step, s.num_bytes, s.norm, s.metrics)
-        for s in output.syncs
-    ]
-    return output.losses, output.aux, syncs
+# What each of these adds is in another case, or in a form without windows.
+SLOW = ("cocodc, Hessian", "streaming, exclude", "streaming, whole")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +66,11 @@ def test_both_forms_give_the_same_numbers(case):
         tiny.trained(program(case, fuse), NUM_STEPS) for fuse in ("no", "yes")
     )
     assert_within_ulps(tiny.numbers(fused), tiny.numbers(plain))
-    assert_within_ulps(*([told(x) for x in outputs] for outputs in (after, before)))
+    # What a record is made of.
+    told = (
+        [(x.losses, x.aux, x.syncs) for x in outputs] for outputs in (after, before)
+    )
+    assert_within_ulps(*told)
 
 
 @pytest.mark.parametrize("case", ["streaming, feedback", "cocodc"])
@@ -135,12 +112,10 @@ def test_windows_are_few_and_traced_once(monkeypatch):
         return traced
 
     monkeypatch.setattr(segment, "make_segment", counted)
+    late = [(((0, 0),), None, 2), (((1, 0),), None, 2), (((1, 0),), None, 3)]
     for case, expected in (
         ("streaming", [(((k, 0),), k, 2) for k in (0, 1)]),
-        (
-            "streaming, tau > H / K",
-            [(((0, 0),), None, 2), (((1, 0),), None, 2), (((1, 0),), None, 3)],
-        ),
+        ("streaming, tau > H / K", late),
     ):
         made.clear()
         tiny.trained(make(case, "yes"), 18)

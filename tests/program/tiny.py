@@ -15,6 +15,8 @@ from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.train.checkpoint import Checkpoints
+from cocodc_jax.train.hooks import Hooks
+from cocodc_jax.train.loop import train
 from cocodc_jax.train.run_steps import run
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
@@ -39,26 +41,16 @@ USER_INPUTS = UserInputs(LEARNING_RATE, adam_second_moment(0.999), (model, mean_
 
 # Events are 2 steps apart in all, so that one scan is compiled for each. Streaming has
 # both fragments in flight at every step after 4, CoCoDC one of the two it may choose.
+_COCODC = {"sync_interval": 8, "num_fragments": 2, "delay_steps": 2}
 METHODS = {
     "data_parallel": methods.get("data_parallel"),
     "diloco": methods.get("diloco", sync_interval=2),
     "streaming_diloco": methods.get(
         "streaming_diloco", sync_interval=4, num_fragments=2, delay_steps=4
     ),
-    "cocodc": methods.get(
-        "cocodc",
-        sync_interval=8,
-        num_fragments=2,
-        delay_steps=2,
-        curvature="adam_second_moment",
-    ),
+    "cocodc": methods.get("cocodc", curvature="adam_second_moment", **_COCODC),
     "cocodc_hessian": methods.get(
-        "cocodc",
-        sync_interval=8,
-        num_fragments=2,
-        delay_steps=2,
-        curvature="hessian_vector",
-        transmission_score="drift",
+        "cocodc", curvature="hessian_vector", transmission_score="drift", **_COCODC
     ),
 }
 
@@ -82,11 +74,8 @@ def make_params(seed=0):
     def normal(*shape):
         return rng.normal(0, shape[-2] ** -0.5, shape).astype(np.float32)
 
-    return {
-        "embed": normal(4, 8),
-        "blocks": {"w": normal(2, 8, 8)},
-        "head": normal(8, 2),
-    }
+    embed, blocks, head = normal(4, 8), normal(2, 8, 8), normal(8, 2)
+    return {"embed": embed, "blocks": {"w": blocks}, "head": head}
 
 
 def make_batch(step):
@@ -136,13 +125,17 @@ def start(program, seed=0):
     return program.init(make_params(), jax.random.key(seed))
 
 
-def finish(program, state, num_steps):
+def follow(program, state, batches, num_steps):
     """Runs on for `num_steps` and returns the state and every `Output`."""
     outputs = []
-    for new, output in run(program, state, stream(state.step), num_steps):
+    for new, output in run(program, state, iter(batches), num_steps):
         state = new
         outputs.append(output)
     return state, outputs
+
+
+def finish(program, state, num_steps):
+    return follow(program, state, stream(state.step), num_steps)
 
 
 def trained(program, num_steps):
@@ -176,6 +169,25 @@ def saved_and_restored(program, state, folder, again=None):
     with Checkpoints(folder) as checkpoints:
         restored, _ = checkpoints.restore(again or program)
     return state, restored
+
+
+def train_in(folder, program, state, batches, num_steps, **options):
+    """Train from a folder's last checkpoint, if any; `batches` gives those from a step.
+
+    Returns:
+      The result, and all records.
+    """
+    records, progress = [], None
+    with Checkpoints(folder) as checkpoints:
+        if restored := checkpoints.restore(program):
+            state, extra = restored
+            progress = extra["progress"]
+        options |= {"checkpoints": checkpoints, "progress": progress}
+        stream, hooks = batches(state.step), Hooks(record=records.append)
+        result = train(
+            program, state, stream, num_steps, lambda step: step, hooks=hooks, **options
+        )
+    return result, records
 
 
 @contextlib.contextmanager

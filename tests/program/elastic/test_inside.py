@@ -9,10 +9,7 @@ import pytest
 from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import Snapshot
-from cocodc_jax.elastic.place import Place, Timing
-from cocodc_jax.netlab.children import free_addresses
-
-TIMING = Timing(beat_s=0.05, dead_after_s=30, grace_s=60, start_s=60)
+from tests.program.elastic import meeting
 
 
 def at_once(act, things):
@@ -50,10 +47,8 @@ def meet(place, num):
 @pytest.fixture(params=["sockets", "folder"])
 def regions(request, tmp_path):
     """A region of one process, and one of three."""
-    where = {"addresses": free_addresses(2)}
-    if request.param == "folder":
-        where = {"addresses": (), "via": str(tmp_path), "regions": 2}
-    places = [Place(r, key=b"k" * 32, timing=TIMING, **where) for r in range(2)]
+    via = tmp_path if request.param == "folder" else None
+    places = meeting.places(2, via)
     links = [Link(places[0], "run", 1000)], meet(places[1], 3)
     yield links
     for link in (*links[0], *reversed(links[1])):
@@ -114,9 +109,7 @@ def test_who_waits_for_a_process_that_has_ended_hears_it(regions):
     three[0].__exit__(OSError, OSError("disk full"), None)
     errors = at_once(lambda link: link.at(3), three[1:])
     assert all(isinstance(error, ConnectionError) for error in errors)
-    assert [str(x) for x in errors] == [
-        "process 0 of region 1 has ended: disk full"
-    ] * 2
+    assert {*map(str, errors)} == {"process 0 of region 1 has ended: disk full"}
     three.pop(0)
 
 
@@ -131,11 +124,8 @@ def test_calls_that_are_not_alike_are_said(regions):
 
 
 def test_processes_that_do_not_come_are_waited_for_so_long():
-    place = Place(0, free_addresses(1), key=b"k" * 32, timing=TIMING)
-    ears = inside.Ears(place)
-    with pytest.raises(
-        TimeoutError, match="2 processes of this region did not connect"
-    ):
+    ears = inside.Ears(*meeting.places(1))
+    with pytest.raises(TimeoutError, match="2 processes of this region did not con"):
         ears.wait_for(2, 0.1)
     ears.close()
 

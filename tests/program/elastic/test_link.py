@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import socket
 import time
@@ -12,28 +13,9 @@ import zmq
 from cocodc_jax.elastic import objects, place, sockets, wire
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import Decision, Row, Snapshot
-from cocodc_jax.elastic.place import Place, Timing, read_key
-from cocodc_jax.netlab.children import free_addresses
-
-KEY = b"k" * 32
-TIMING = Timing(beat_s=0.05, dead_after_s=30, grace_s=60, start_s=60)
-
-
-def with_ports(num, **options):
-    addresses = free_addresses(num)
-    options = {"key": KEY, "timing": TIMING} | options
-    return [Place(region, addresses, **options) for region in range(num)]
-
-
-def join(*links):
-    assert [link.join(30) for link in links] == [None] * len(links)
-
-
-def mean(links, step, rows=(b"a", b"b")):
-    """Send a message of each region; all take the mean of all."""
-    futures = [x.send((0, step), row) for x, row in zip(links, rows, strict=True)]
-    for future in futures:
-        assert dict(future.result(30).rows) == dict(enumerate(rows))
+from cocodc_jax.elastic.place import read_key
+from tests.program.elastic import meeting
+from tests.program.elastic.meeting import KEY, TIMING, join, mean
 
 
 def let_in(first, copy):
@@ -49,17 +31,12 @@ def let_in(first, copy):
 def places(request, tmp_path, monkeypatch):
     """Makes the places of some regions, which meet over each kind of channel."""
     if request.param == "sockets":
-        return with_ports
+        return meeting.places
     monkeypatch.setattr(objects, "BUCKET_POLL_S", 0.02)
     monkeypatch.setattr(objects, "_STAY_S", 0.2)
     monkeypatch.setattr(place, "BUCKET_BEAT_S", 0)
     via = {"folder": tmp_path, "bucket": f"memory://bucket{tmp_path}"}[request.param]
-    options = {"addresses": (), "key": KEY, "timing": TIMING, "via": str(via)}
-
-    def without_ports(num, **own):
-        return [Place(r, **options | {"regions": num} | own) for r in range(num)]
-
-    return without_ports
+    return functools.partial(meeting.places, via=via)
 
 
 @pytest.mark.parametrize("places", ["sockets", "folder", "bucket"], indirect=True)
@@ -98,21 +75,10 @@ def test_one_that_is_killed_is_gone_and_its_next_life_comes_in(places):
             mean([first, second], 12)
 
 
-def stranger(place, curve):
-    """A socket of somebody who knows an address, and perhaps some key."""
-    context = zmq.Context()
-    out = context.socket(zmq.PUSH)
-    out.linger = 0
-    if curve:
-        out.curve_publickey, out.curve_secretkey = zmq.curve_keypair()
-        out.curve_serverkey = zmq.curve_keypair()[0]
-    out.connect(f"tcp://{place.addresses[place.region]}")
-    return context, out
-
-
 @pytest.mark.parametrize("kind", ["plain", "curve", "bytes"])
 def test_a_stranger_is_not_heard(kind):
-    (place,) = with_ports(1)
+    """Somebody who knows an address, and perhaps some key."""
+    (place,) = meeting.places(1)
     letter = wire.pack(wire.Letter("run", 0, 2**40, Row(1, (0, 1), b"x" * 100)))
     with Link(place, "run", 1000) as link:
         assert link.join(20) is None
@@ -122,11 +88,14 @@ def test_a_stranger_is_not_heard(kind):
                 raw.sendall(os.urandom(1 << 16))
                 time.sleep(0.3)
         else:
-            context, out = stranger(place, kind == "curve")
-            out.send_multipart(letter)
-            time.sleep(0.5)
-            out.close()
-            context.term()
+            with zmq.Context() as context, context.socket(zmq.PUSH) as out:
+                out.linger = 0
+                if kind == "curve":
+                    out.curve_publickey, out.curve_secretkey = zmq.curve_keypair()
+                    out.curve_serverkey = zmq.curve_keypair()[0]
+                out.connect(f"tcp://{place.addresses[0]}")
+                out.send_multipart(letter)
+                time.sleep(0.5)
         assert link.strangers == 0  # Not even taken for a message.
         assert dict(link.send((0, 3), b"r").result(20).rows) == {0: b"r"}
 
@@ -134,7 +103,7 @@ def test_a_stranger_is_not_heard(kind):
 def test_a_flood_of_strangers_is_bounded_and_members_stay(monkeypatch, capfd):
     monkeypatch.setattr(sockets, "_MAX_WAITING", 100)
     monkeypatch.setattr(sockets, "HANDSHAKE_MS", 2000)
-    one, two = with_ports(2)
+    one, two = meeting.places(2)
     host, _, port = one.addresses[0].rpartition(":")
     held = []
     with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
@@ -162,7 +131,7 @@ def test_a_flood_of_strangers_is_bounded_and_members_stay(monkeypatch, capfd):
 
 
 def test_a_frame_that_is_too_large_never_arrives():
-    one, two = with_ports(2)
+    one, two = meeting.places(2)
     with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
         join(first, second)
         too_large = bytes(wire.MAX_HEADER_BYTES + 100)
@@ -204,7 +173,7 @@ def test_nobody_lets_it_in(places):
 
 
 def test_a_port_that_is_taken_is_named():
-    (place,) = with_ports(1)
+    (place,) = meeting.places(1)
     with Link(place, "run", 10), pytest.raises(OSError, match="cannot listen"):
         Link(place, "run", 10)
 

@@ -1,5 +1,6 @@
 """Messages through a store: signed, written once, read by all, removed."""
 
+import itertools
 import os
 import sys
 import time
@@ -13,19 +14,14 @@ from cocodc_jax.elastic import objects
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.objects import Objects, RefusedError, opened, seal, unseal
 from cocodc_jax.elastic.place import Place, Timing
+from tests.program.elastic.meeting import KEY, TIMING, join, mean, places
 
-KEY = b"k" * 32
-TIMING = Timing(beat_s=0.05, dead_after_s=30, grace_s=60, start_s=60)
 NAME = "001-0000-0000-1"
 
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
     monkeypatch.setattr(objects, "_STAY_S", 0.2)
-
-
-def place(region, via, num=2, key=KEY, timing=TIMING):
-    return Place(region, (), key, timing, via=str(via), regions=num)
 
 
 def until(condition, seconds=20):
@@ -64,7 +60,7 @@ def test_no_more_than_the_head_is_read_of_what_is_too_long():
 
 def test_a_large_message_is_one_object_for_all(tmp_path):
     rows = [os.urandom(objects._FIRST_BYTES + 100) for _ in range(3)]
-    channels = [Objects(place(r, tmp_path, 3), 1, 1 << 20) for r in range(3)]
+    channels = [Objects(each, 1, 1 << 20) for each in places(3, tmp_path)]
     channels[0].send([1, 2], [b"a", rows[0]])
     channels[1].send([2], [b"b", rows[1], b""])
     found = [[], [], []]
@@ -84,53 +80,43 @@ def test_a_large_message_is_one_object_for_all(tmp_path):
 
 
 def test_who_has_not_the_key_is_not_heard_and_said_once(tmp_path, capfd):
-    with Link(place(0, tmp_path), "run", 1000) as one:
-        with Link(place(1, tmp_path), "run", 1000) as two:
-            one.join(30)
-            two.join(30)
-            written = max(tmp_path.glob("001-*-1"))
-            for number in range(20):
-                name = f"001-{two.boot:020}-{10**9 + number}-1"
-                (tmp_path / name).write_bytes(os.urandom(number * 20))
-            # Under another name it is not what was signed.
-            (tmp_path / f"{name}1").write_bytes(written.read_bytes())
-            (tmp_path / "1-2-3-nothing of ours").mkdir()
-            futures = [one.send((0, 4), b"a"), two.send((0, 4), b"b")]
-            for future in futures:
-                assert dict(future.result(30).rows) == {0: b"a", 1: b"b"}
-            said = "is not signed with the key of this run"
-            errors = ""
+    first, second = places(2, tmp_path)
+    with Link(first, "run", 1000) as one, Link(second, "run", 1000) as two:
+        join(one, two)
+        written = max(tmp_path.glob("001-*-1"))
+        for number in range(20):
+            name = f"001-{two.boot:020}-{10**9 + number}-1"
+            (tmp_path / name).write_bytes(os.urandom(number * 20))
+        # Under another name it is not what was signed.
+        (tmp_path / f"{name}1").write_bytes(written.read_bytes())
+        (tmp_path / "1-2-3-nothing of ours").mkdir()
+        mean([one, two], 4)
+        said, errors = "is not signed with the key of this run", []
 
-            def is_said():
-                nonlocal errors
-                errors += capfd.readouterr().err
-                return said in errors
+        def is_said():
+            errors.append(capfd.readouterr().err)
+            return said in "".join(errors)
 
-            until(is_said)
-            assert errors.count(said) == 1
-            assert one.strangers == 0
+        until(is_said)
+        assert "".join(errors).count(said) == 1
+        assert one.strangers == 0
 
 
 def test_a_store_that_fails_now_and_then_is_asked_again(tmp_path, capfd):
-    with Link(place(0, tmp_path), "run", 1000) as one:
-        with Link(place(1, tmp_path), "run", 1000) as two:
-            one.join(30)
-            two.join(30)
-            calls = 0
+    calls = itertools.count(1)
 
-            class Failing:
-                def __getattr__(self, name):
-                    nonlocal calls
-                    calls += 1
-                    if calls % 10 == 0:
-                        raise RuntimeError("503 try later")
-                    return getattr(store, name)
+    class Failing:
+        def __getattr__(self, name):
+            if next(calls) % 10 == 0:
+                raise RuntimeError("503 try later")
+            return getattr(store, name)
 
-            store, one._channel._store = one._channel._store, Failing()
-            for step in range(4, 12):
-                futures = [one.send((0, step), b"a"), two.send((0, step), b"b")]
-                for future in futures:
-                    assert dict(future.result(30).rows) == {0: b"a", 1: b"b"}
+    first, second = places(2, tmp_path)
+    with Link(first, "run", 1000) as one, Link(second, "run", 1000) as two:
+        join(one, two)
+        store, one._channel._store = one._channel._store, Failing()
+        for step in range(4, 12):
+            mean([one, two], step)
     assert "503 try later" in capfd.readouterr().err
 
 
@@ -140,9 +126,9 @@ def test_what_is_old_is_removed_by_its_writer_and_read_by_nobody(tmp_path):
 
     for name in ("000-1-8-2", ".000-1-9-2"):
         (tmp_path / name).write_bytes(seal(KEY, name, [b"of a life that was killed"]))
-    other = Objects(place(1, tmp_path), 1, 1000)
+    other = Objects(places(2, tmp_path)[1], 1, 1000)
     timing = Timing(beat_s=0.05, dead_after_s=0.1)
-    later = Objects(place(0, tmp_path, timing=timing), 2, 1000)
+    later = Objects(places(2, tmp_path, timing=timing)[0], 2, 1000)
     until(lambda: not names(0))
     assert not list(tmp_path.glob(".*"))
     later.send([1], [b"new"])

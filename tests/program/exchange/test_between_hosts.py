@@ -1,4 +1,7 @@
-"""Messages and moments that cross on the outer mesh: the numbers of one program."""
+"""Messages and moments that cross on the outer mesh: the numbers of one program.
+
+Also where each fragment has an outer mesh, a channel, of its own.
+"""
 
 import functools
 
@@ -9,6 +12,8 @@ import pytest
 
 from cocodc_jax import methods
 from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.sharding.outer_mesh import outer_device
 from tests.numerics import assert_all_close
 from tests.program import tiny
 
@@ -16,36 +21,30 @@ from tests.program import tiny
 def final(method, exchange):
     program = tiny.program_of(method, transport=Transport(exchange))
     state, _ = tiny.finish(program, tiny.start(program), 12)
-    arrays = tiny.host((state.region, state.sync.outer, state.sync.compressors))
-    return arrays, state.bytes_sent, state
+    return state, tiny.host((state.region, state.sync.outer, state.sync.compressors))
 
 
-FRAGMENTS = {"num_fragments": 2}
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+FRAGMENTS, FEEDBACK = {"num_fragments": 2}, {"merge_feedback": True}
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("streaming_diloco", FRAGMENTS),
-        slow("streaming_diloco", FRAGMENTS | {"compress": "int8"}),
-        slow("streaming_diloco", FRAGMENTS | {"compress": "ef+topk:0.1"}),
-        (
-            "streaming_diloco",
-            FRAGMENTS | {"compress": "ef+topk:0.1", "merge_feedback": True},
+        ("streaming_diloco", FRAGMENTS | {"compress": "ef+topk:0.1", **FEEDBACK}),
+        pytest.param(
+            "decoupled_diloco", FRAGMENTS | {"compress": "int8"}, marks=pytest.mark.slow
         ),
-        slow("decoupled_diloco", FRAGMENTS | {"compress": "int8"}),
         ("loscar", {}),
     ],
 )
 def test_either_exchange_gives_the_same_run(name, options):
     # Events are 2 steps apart, so that one length of a scan is compiled.
     method = methods.get(name, sync_interval=4, delay_steps=2, **options)
-    inside, sent, _ = final(method, "program")
-    outside, sent_outside, state = final(method, "outer")
+    (plain, inside), (state, outside) = (final(method, x) for x in ("program", "outer"))
     # Relative to each tensor: the outer mesh may sum in another order.
     assert_all_close(inside, outside, rtol=1e-5, atol=1e-6)
-    assert sent == sent_outside
+    assert plain.bytes_sent == state.bytes_sent
     # What is on its way is nowhere on the inner mesh.
     inner = set(jax.tree.leaves(state.region.params)[0].devices())
     for flight in state.sync.in_flight.values():
@@ -83,3 +82,95 @@ def test_either_exchange_averages_moments_and_goes_on_bit_for_bit(tmp_path):
 def test_an_optimizer_without_moments_is_refused():
     with pytest.raises(ValueError, match="sync_moments finds no moments .* use adamw"):
         make_des_loc("program", optax.sgd(0.1, 0.9))
+
+
+# --- Outer meshes side by side ---
+
+STEPS = 10  # Both fragments are in flight from step 4 on.
+
+
+@functools.cache
+def program(outer_channels, mesh=None, **numbers):
+    """Compiled once for all tests."""
+    numbers = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 4} | numbers
+    method = methods.get("streaming_diloco", **numbers)
+    transport = Transport("outer", outer_channels=outer_channels)
+    return tiny.program_of(method, mesh, transport=transport)
+
+
+def devices(tree):
+    return set().union(*(x.devices() for x in jax.tree.leaves(tree)))
+
+
+@pytest.mark.parametrize("compress", [None, "int8"])
+def test_two_channels_give_the_run_of_one_bit_for_bit(compress):
+    ends = []
+    for outer_channels in (1, 2):
+        made = program(outer_channels, compress=compress)
+        state, outputs = tiny.finish(made, tiny.start(made), STEPS)
+        losses = [tiny.host((output.losses, output.syncs)) for output in outputs]
+        ends.append((tiny.numbers(state), losses, tiny.host(made.outer_params(state))))
+    tiny.assert_same(*ends)
+
+
+def test_regions_that_measure_tell_their_times_on_either_channel():
+    heard = []
+    for outer_channels in (1, 2):
+        made = program(outer_channels, sync_interval=8, delay_steps="auto")
+        state = tiny.start(made)
+        for step in range(12):
+            batch = jax.tree.map(lambda x: x[None], tiny.make_batch(step))
+            state, _ = made.advance(state, batch, (1.0, 1.5))
+        heard.append(tiny.numbers(made.synchronize(state)))
+    tiny.assert_same(*heard)
+    assert heard[0][1]["sync_times"]
+
+
+def test_fragments_in_flight_have_no_device_in_common():
+    made = program(2)
+    state, _ = tiny.finish(made, tiny.start(made), STEPS)
+    outer, in_flight = state.sync.outer, state.sync.in_flight
+    assert {k for k, _ in in_flight} == {0, 1}
+    for (k, _), flight in in_flight.items():
+        channel = outer_device(made.mesh, channel=k)
+        assert devices((flight.mean, outer.params[k], outer.opt_states[k])) == {channel}
+        assert channel not in made.mesh.devices
+    assert devices(outer.params[0]) != devices(outer.params[1])
+
+
+def test_outer_parameters_are_put_together_on_the_mesh():
+    made = program(2)
+    state = tiny.start(made)
+    tiny.assert_same(tiny.host(made.outer_params(state)), tiny.make_params())
+    assert devices(made.outer_params(state)) == set(made.mesh.devices.flat)
+
+
+def test_a_restored_run_goes_on_bit_for_bit_on_its_channels(tmp_path):
+    made = program(2)
+    state, _ = tiny.finish(made, tiny.start(made), 7)
+    assert {k for k, _ in state.sync.in_flight} == {0, 1}
+    state, restored = tiny.saved_and_restored(made, state, tmp_path)
+    where = jax.tree.map(lambda x: x.sharding, (state.sync.outer, state.sync.in_flight))
+    whole, _ = tiny.finish(made, state, 5)
+    found = (restored.sync.outer, restored.sync.in_flight)
+    assert jax.tree.map(lambda x: x.sharding, found) == where
+    # Another number of channels may go on too.
+    _, by_one = tiny.saved_and_restored(made, restored, tmp_path / "one", program(1))
+    for again, begun in ((made, restored), (program(1), by_one)):
+        ended, _ = tiny.finish(again, begun, 5)
+        tiny.assert_same(tiny.numbers(ended), tiny.numbers(whole))
+
+
+def test_channels_need_as_many_spare_devices():
+    mesh = make_mesh(4, data=2)  # Of the nine devices one is left.
+    why = "outer_channels=2 .* process 0 has 1; use fewer"
+    with pytest.raises(ValueError, match=why):
+        program(2, mesh)
+    program(1, mesh)
+
+
+def test_the_first_channel_is_the_only_one_of_one():
+    one, two = program(1).shardings, program(2).shardings
+    assert one.channels == two.channels[:1]
+    used = [channel.host.device_set for channel in two.channels]
+    assert not used[0] & used[1]

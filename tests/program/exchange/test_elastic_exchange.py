@@ -5,7 +5,7 @@ import re
 import threading
 import time
 import types
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -17,7 +17,6 @@ from cocodc_jax.elastic.messages import Decision
 from cocodc_jax.elastic.place import Place, Timing
 from cocodc_jax.exchange.elastic_exchange import _table
 from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.netlab.children import free_addresses
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.regions import Regions
@@ -25,20 +24,13 @@ from cocodc_jax.sync.robust import RESTORED
 from cocodc_jax.train.run_steps import run
 from tests.numerics import assert_within_ulps
 from tests.program import mixture
+from tests.program.elastic.meeting import KEY, places
+from tests.program.tiny import follow
 
 # Four threads compile the same programs into one cache, which is made for processes.
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation")
 
-KEY = bytes(range(32))
-# A machine that is busy is not to be taken for a dead one.
-TIMING = Timing(beat_s=0.1, dead_after_s=60, grace_s=300, start_s=60)
-
-
-def places(num, **options):
-    """Places of as many regions at free ports of this machine."""
-    addresses = free_addresses(num)
-    options = {"addresses": addresses, "key": KEY, "timing": TIMING} | options
-    return [Place(region, **options) for region in range(num)]
+SHORT = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
 
 
 def own_batches(tiny, region, step=0):
@@ -56,33 +48,43 @@ def make_program(tiny, method, transport, num):
 
 def as_processes(tiny, method, num, num_steps, **options):
     """Every region in a thread of its own; what each has at the end."""
-    results, errors = {}, []
 
     def job(place):
-        try:
-            program = make_program(tiny, method, Transport("elastic", place=place), num)
-            state = tiny.start(program)
-            with Link(place, "test", program.exchange.max_row_bytes) as link:
-                program.exchange.link = link
-                assert link.join(60) is None
-                batches = own_batches(tiny, place.region)
-                for new, _ in run(program, state, batches, num_steps):
-                    state = new
-                    flying = [s for _, s in state.sync.in_flight]
-                    link.at(min(flying, default=state.step))
-                results[place.region] = tiny.numbers(state)
-                link.finish(60)
-        except BaseException as error:
-            errors.append(error)
+        program = make_program(tiny, method, Transport("elastic", place=place), num)
+        state = tiny.start(program)
+        with Link(place, "test", program.exchange.max_row_bytes) as link:
+            program.exchange.link = link
+            assert link.join(60) is None
+            batches = own_batches(tiny, place.region)
+            for new, _ in run(program, state, batches, num_steps):
+                state = new
+                flying = [s for _, s in state.sync.in_flight]
+                link.at(min(flying, default=state.step))
+            end = tiny.numbers(state)
+            link.finish(60)
+            return end
 
-    threads = [threading.Thread(target=job, args=[p]) for p in places(num, **options)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [results[region] for region in range(num)]
+    with ThreadPoolExecutor(num) as pool:
+        return list(pool.map(job, places(num, **options)))
+
+
+def check_numbers(tiny, method, num, num_steps, via=None):
+    """Every region alone has what one process with all of them has; its outputs."""
+    program = make_program(tiny, method, Transport("outer"), num)
+    batches = (jax.tree.map(lambda x: x[:num], batch) for batch in tiny.stream())
+    state, outputs = follow(program, tiny.start(program), batches, num_steps)
+    (region, together), *expected = tiny.numbers(state)
+    for m, job in enumerate(as_processes(tiny, method, num, num_steps, via=via)):
+        (own, sync), *rest = job
+        assert_within_ulps(rest, expected)
+        assert_within_ulps(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
+        assert_within_ulps(sync["outer"], together["outer"])
+        for k, flight in together["in_flight"].items():
+            assert_within_ulps(sync["in_flight"][k].mean, flight.mean)
+    return outputs
+
+
+OF_EXPERTS = {"delay_steps": 2, "compress": "ef+int8", **mixture.OPTIONS}
 
 
 @pytest.mark.parametrize(
@@ -91,32 +93,14 @@ def as_processes(tiny, method, num, num_steps, **options):
         ("streaming_diloco", {"num_fragments": 2, "delay_steps": 2}, True),
         ("cocodc", {"num_fragments": 2, "delay_steps": 3, "compress": "int8"}, False),
         ("diloco", {"compress": "ef+topk:0.1"}, True),
-        (
-            "streaming_diloco",
-            {"delay_steps": 2, "compress": "ef+int8"} | mixture.OPTIONS,
-            True,
-        ),
+        ("streaming_diloco", OF_EXPERTS, True),
     ],
 )
 def test_the_numbers_are_those_of_one_process(tiny, tmp_path, name, options, has_ports):
     tiny = mixture.in_place_of(tiny) if "expert_weights" in options else tiny
     # Two regions: each compiles programs of its own.
-    method, num = methods.get(name, sync_interval=4, **options), 2
-    program = make_program(tiny, method, Transport("outer"), num)
-    state = tiny.start(program)
-    batches = (jax.tree.map(lambda x: x[:num], batch) for batch in tiny.stream())
-    for new, _ in run(program, state, batches, 10):
-        state = new
-    (region, together), memory, step, sent = tiny.numbers(state)
-    via = {} if has_ports else {"addresses": (), "via": str(tmp_path), "regions": num}
-    for m, job in enumerate(as_processes(tiny, method, num, 10, **via)):
-        (own, sync), *rest = job
-        assert_within_ulps(rest, [memory, step, sent])
-        assert_within_ulps(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
-        assert_within_ulps(sync["outer"], together["outer"])
-        for k in together["in_flight"]:
-            mean = sync["in_flight"][k].mean
-            assert_within_ulps(mean, together["in_flight"][k].mean)
+    method = methods.get(name, sync_interval=4, **options)
+    check_numbers(tiny, method, 2, 10, via=None if has_ports else tmp_path)
 
 
 def with_nonsense(tiny):
@@ -140,21 +124,10 @@ def with_nonsense(tiny):
 )
 def test_nonsense_is_judged_alike_in_all_regions(tiny, options):
     """And the region that sent it begins anew, as in one process with all of them."""
-    schedule = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
-    method, num = methods.get("streaming_diloco", **schedule, **options), 4
-    tiny = with_nonsense(tiny)
-    program = make_program(tiny, method, Transport("outer"), num)
-    state, verdicts = tiny.start(program), []
-    for new, output in run(program, state, tiny.stream(), 9):
-        state = new
-        verdicts += [np.asarray(s.verdict % RESTORED).tolist() for s in output.syncs]
-    if "exclude_above" in options:
-        assert [0, 2, 0, 0] in verdicts
-    (region, together), *_ = tiny.numbers(state)
-    for m, job in enumerate(as_processes(tiny, method, num, 9)):
-        (own, sync), *_ = job
-        assert_within_ulps(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
-        assert_within_ulps(sync["outer"], together["outer"])
+    method = methods.get("streaming_diloco", **SHORT, **options)
+    outputs = check_numbers(with_nonsense(tiny), method, 4, 9)
+    verdicts = [(s.verdict % RESTORED).tolist() for x in outputs for s in x.syncs]
+    assert "exclude_above" not in options or [0, 2, 0, 0] in verdicts
 
 
 class Told:
@@ -181,50 +154,40 @@ def of_one_job(tiny, method, **options):
     place = places(2, **options)[0]
     program = make_program(tiny, method, Transport("elastic", place=place), 2)
     program.exchange.link = Told()
-    batches = [jax.tree.map(lambda x: x[None], b) for b in
-               itertools.islice(own_batches(tiny, 0), 8)]  # fmt: skip
-    return program, tiny.start(program), batches
+    own = itertools.islice(own_batches(tiny, 0), 8)
+    return program, tiny.start(program), jax.tree.map(lambda *x: np.stack(x), *own)
+
+
+def trained_late(tiny, method, late_message):
+    """Parameters after two steps, without and with a mean of the other region alone."""
+    program, state, batches = of_one_job(tiny, method, late_message=late_message)
+    batches = jax.tree.map(lambda x: x[:2], batches)
+    own, _ = program._steps(
+        tiny.start(program).region, program._batches.put(batches), None, None, ()
+    )
+    threading.Timer(0.1, program.exchange.link.decide, [(0, 2), 1]).start()
+    state, _ = program.advance(state, batches)
+    return own.params, state.region.params, program.outer_params(state)
 
 
 @pytest.mark.parametrize("late_message", ["keep", "drop"])
 def test_the_work_of_a_message_that_came_too_late(tiny, late_message):
     """By hand: the mean is zero, so the outer parameters stay theta_0."""
     method = methods.get("diloco", sync_interval=2)
-    program, state, batches = of_one_job(tiny, method, late_message=late_message)
-    first = tiny.host(state.region.params)
-    own, _ = program._steps(
-        state.region, program._batches.put(stacked(batches[:2])), None, None, ()
-    )
-    trained = tiny.host(own.params)
-    state = tiny.start(program)
-    threading.Timer(0.1, program.exchange.link.decide, [(0, 2), 1]).start()
-    state, _ = program.advance(state, stacked(batches[:2]))
-    wanted = trained if late_message == "keep" else first
-    assert_within_ulps(state.region.params, wanted)
-    outer = jax.tree.map(lambda x: x[0], first)
-    assert_within_ulps(program.outer_params(state), outer)
-
-
-def stacked(batches):
-    return jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    trained, found, outer = trained_late(tiny, method, late_message)
+    first = tiny.make_params()
+    dropped = jax.tree.map(lambda x: x[None], first)
+    assert_within_ulps(found, trained if late_message == "keep" else dropped)
+    assert_within_ulps(outer, first)
 
 
 def test_a_mixture_keeps_the_counts_of_a_message_that_came_too_late(tiny):
     """Experts that this region used keep what they learned, the others nothing."""
     tiny = mixture.in_place_of(tiny)
     method = methods.get("diloco", sync_interval=2, expert_weights="tokens")
-    ends = []
-    for late_message in ("keep", "drop"):
-        program, state, batches = of_one_job(tiny, method, late_message=late_message)
-        own, _ = program._steps(
-            tiny.start(program).region,
-            program._batches.put(stacked(batches[:2])), None, None, (),
-        )  # fmt: skip
-        threading.Timer(0.1, program.exchange.link.decide, [(0, 2), 1]).start()
-        state, _ = program.advance(state, stacked(batches[:2]))
-        ends.append(experts_of(state.region.params))
-    trained, first = experts_of(own.params), experts_of(tiny.make_params())
-    kept, dropped = ends
+    trained, kept, _ = map(experts_of, trained_late(tiny, method, "keep"))
+    _, dropped, _ = map(experts_of, trained_late(tiny, method, "drop"))
+    first = experts_of(tiny.make_params())
     counts = trained.pop("tokens")[0]
     np.testing.assert_array_equal(kept.pop("tokens")[0], counts)
     assert not dropped.pop("tokens").any()
@@ -251,17 +214,16 @@ def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
     """Due after 1 step and there after 2: as where 2 is the delay."""
     ends = []
     for delay_steps in (1, 2):
-        method = methods.get(
-            name, sync_interval=4, num_fragments=2, delay_steps=delay_steps,
-            **options,
-        )  # fmt: skip
+        given = SHORT | {"delay_steps": delay_steps} | options
+        method = methods.get(name, **given)
         program, state, batches = of_one_job(tiny, method, late_mean="merge")
         for step in range(4):
             if step == 3:
                 (flying,) = state.sync.schedule.in_flight
                 assert flying[1:3] == (2, 4)
                 program.exchange.link.decide(flying.sync_id, 0, 1)
-            state, output = program.advance(state, stacked(batches[step : step + 1]))
+            batch = jax.tree.map(lambda x, step=step: x[step : step + 1], batches)
+            state, output = program.advance(state, batch)
             assert [s.apply_step for s in output.syncs] == [4] * (step == 3)
         ends.append(tiny.host((state.region.params, state.sync.outer)))
     assert_within_ulps(*ends)
@@ -279,53 +241,54 @@ def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
         ("masked_core", "each region sends a part of its own, by its number"),
     ],
 )
-def test_what_cannot_be_jobs_is_refused_by_name(tiny, name, why):
+def test_what_cannot_be_jobs_is_refused_by_name(name, why):
     transport = Transport("elastic", place=places(4)[0])
     method = methods.get(name)
     pattern = (
         f"exchange='elastic' is not possible for method='{name}': .*{why}.*; use '"
     )
     with pytest.raises(ValueError, match=pattern) as refused:
-        make_program(tiny, method, transport, 4)
+        transport.own(Regions.alike(4), method)
     # What it proposes can be had, by one process and by several.
     proposed = Transport(str(refused.value).split("'")[-2])
     assert {proposed.resolve(method, num) for num in (1, 4)} <= {"program", "outer"}
 
 
-def test_what_follows_all_regions_is_refused():
-    transport = Transport("elastic", place=places(4)[0])
-    options = {"sync_interval": 4, "num_fragments": 2}
-    for more, why in (
-        ({"delay_steps": "auto"}, "follow all regions"),
-        ({"delay_steps": 2, "transmission_score": "drift"}, "all regions' parameters"),
-    ):
-        method = methods.get("cocodc", **options, **more)
-        with pytest.raises(ValueError, match=why):
-            transport.own(Regions.alike(4), method)
+def own(name, options, **place):
+    """What one region has of a method in four."""
+    transport = Transport("elastic", place=places(4, **place)[0])
+    return transport.own(Regions.alike(4), methods.get(name, **options))
 
 
-def test_who_takes_part_is_told_to_one_program():
-    transport = Transport("elastic", place=places(4)[0])
-    method = methods.get("decoupled_diloco", answer_steps="1,1,1,9")
-    with pytest.raises(ValueError, match="a part of its regions takes part"):
-        transport.own(Regions.alike(4), method)
+@pytest.mark.parametrize(
+    ("name", "options", "place", "why"),
+    [
+        ("cocodc", SHORT | {"delay_steps": "auto"}, {}, "follow all regions"),
+        ("cocodc", SHORT | {"transmission_score": "drift"}, {}, "all regions' param"),
+        ("decoupled_diloco", {"answer_steps": "1,1,1,9"}, {}, "a part of its regions"),
+        (
+            "cocodc", SHORT | {"curvature": "secant"}, {"late_mean": "merge"},
+            "late_mean='merge' is not possible for meth",
+        ),
+    ],
+)  # fmt: skip
+def test_what_follows_all_regions_or_the_delay_is_refused(name, options, place, why):
+    with pytest.raises(ValueError, match=why):
+        own(name, options, **place)
 
 
-def test_a_delay_that_is_looked_halfway_at_is_known_before():
-    options = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
-    method = methods.get("cocodc", curvature="secant", **options)
-    late = Transport("elastic", place=places(4, late_mean="merge")[0])
-    with pytest.raises(ValueError, match="late_mean='merge' is not possible for meth"):
-        late.own(Regions.alike(4), method)
-    Transport("elastic", place=places(4)[0]).own(Regions.alike(4), method)
+def test_a_delay_that_is_looked_halfway_at_may_be_known_before():
+    own("cocodc", SHORT | {"curvature": "secant"})
 
 
 def test_places_that_cannot_be_are_refused():
     method = methods.get("diloco")
-    with pytest.raises(ValueError, match="which region this is"):
-        Transport("elastic").own(Regions.alike(2), method)
-    with pytest.raises(ValueError, match="regions=3 but region_addresses has 2"):
-        Transport("elastic", place=places(2)[0]).own(Regions.alike(3), method)
+    for place, why in (
+        (None, "which region this is"),
+        (places(2)[0], "regions=3 but region_addresses has 2"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Transport("elastic", place=place).own(Regions.alike(3), method)
     with pytest.raises(ValueError, match="outer_channels=2 has no meaning"):
         Transport("elastic", outer_channels=2)
     for change, message in (

@@ -12,12 +12,11 @@ from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.sharding.mesh import make_mesh
 from tests.program import tiny
 
+SHORT = dict(sync_interval=4, num_fragments=2, delay_steps=2)
 FAMILY = {
     "data_parallel": {},
-    "cocodc": dict(sync_interval=4, num_fragments=2, delay_steps=2),
-    "streaming_diloco": dict(
-        sync_interval=4, num_fragments=2, delay_steps=2, compress="int8"
-    ),
+    "cocodc": SHORT,
+    "streaming_diloco": SHORT | dict(compress="int8"),
     "noloco": dict(sync_interval=4),
 }
 FUSED = "streaming_diloco, fused"
@@ -59,9 +58,8 @@ def shapes_of_batches(num_steps):
 
 @pytest.mark.parametrize("name", [*FAMILY, FUSED])
 def test_programs_are_listed_with_the_arguments_that_they_get(name):
-    data = 1 if name == FUSED else 2
+    data, overlap = (1, "yes") if name == FUSED else (2, "auto")
     mesh = make_mesh(tiny.NUM_REGIONS, data, devices=jax.devices()[:4])
-    overlap = "yes" if name == FUSED else "auto"
     name = name.split(",")[0]
     program = tiny.program_of(
         methods.get(name, **FAMILY[name]),
@@ -89,17 +87,23 @@ def test_programs_are_listed_with_the_arguments_that_they_get(name):
             assert call == expected, each.name
 
 
+def sent_by(program):
+    """What each program of two steps sends, and that it can be lowered."""
+    listed = program.list_programs(shapes_of_batches(2))
+    for each in listed:
+        each.program.lower(*each.arguments)
+    return {each.name: each.sent_bytes for each in listed}
+
+
 def test_a_program_lists_what_it_sends():
-    program = tiny.make_program("streaming_diloco")
-    batches = shapes_of_batches(2)
-    listed = {each.name: each for each in program.list_programs(batches)}
-    sizes = program.fragments.num_params
+    streaming, parallel = map(
+        tiny.shared_program, ("streaming_diloco", "data_parallel")
+    )
+    sizes, sent = streaming.fragments.num_params, sent_by(streaming)
     for k, size in enumerate(sizes):
-        assert listed[f"send fragment {k}"].sent_bytes == 4 * size
-    assert listed["inner steps"].sent_bytes == 0
-    control = tiny.make_program("data_parallel")
-    steps = next(x for x in control.list_programs(batches) if x.name == "inner steps")
-    assert steps.sent_bytes == 2 * 4 * sum(sizes)
+        assert sent[f"send fragment {k}"] == 4 * size
+    assert sent["inner steps"] == 0
+    assert sent_by(parallel)["inner steps"] == 2 * 4 * sum(sizes)
 
 
 def of_moments(moments):
@@ -111,16 +115,12 @@ def of_moments(moments):
 def test_means_of_moments_are_listed(moments):
     """Each set that ever goes along, with its bytes."""
     program = of_moments(moments)
-    batches = shapes_of_batches(2)
-    found = {each.name: each for each in program.list_programs(batches)}
-    found = {n: x for n, x in found.items() if n.startswith("mean of moments")}
+    sent = sent_by(program)
     one = 4 * sum(program.fragments.num_params)
     sets = {"2,3": ("mu", "nu", "mu, nu"), "0,1": ("nu",)}[moments]
-    assert {name: each.sent_bytes for name, each in found.items()} == {
+    assert {n: x for n, x in sent.items() if n.startswith("mean of moments")} == {
         f"mean of moments {names}": one * len(names.split(",")) for names in sets
     }
-    for each in found.values():
-        each.program.lower(*each.arguments)
 
 
 def test_arguments_are_of_types_that_jax_has():

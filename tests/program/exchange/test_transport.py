@@ -2,14 +2,12 @@
 
 import re
 
-import optax
 import pytest
 
 from cocodc_jax import methods
 from cocodc_jax.exchange.between_hosts import OnOuterMesh
 from cocodc_jax.exchange.in_program import InProgram
 from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.program.region_program import RegionProgram
 from tests.program import tiny
 
 FRAGMENTS = {"sync_interval": 4, "num_fragments": 2}
@@ -56,16 +54,12 @@ def test_automatic_is_outside_for_several_processes_only():
 def test_what_regions_measure_needs_the_outer_mesh():
     method = methods.get("streaming_diloco", **FRAGMENTS, delay_steps="auto")
     assert Transport("auto").resolve(method, num_processes=1) == "outer"
-    with pytest.raises(
-        ValueError,
-        match=r"exchange='program' is not possible .*'streaming_diloco'.*use",
-    ):
+    why = "exchange='program' is not possible .*'streaming_diloco'.*use"
+    with pytest.raises(ValueError, match=why):
         Transport("program").resolve(method, num_processes=2)
-    divided = method.placed("divided")
-    with pytest.raises(
-        ValueError, match="exchange='auto' is not .*, but its outer state is divided"
-    ):
-        Transport("auto").resolve(divided, num_processes=2)
+    why = "exchange='auto' is not .*, but its outer state is divided"
+    with pytest.raises(ValueError, match=why):
+        Transport("auto").resolve(method.placed("divided"), num_processes=2)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +69,8 @@ def test_as_many_channels_as_fragments(exchange, num_processes):
     method = methods.get("streaming_diloco", **FRAGMENTS, delay_steps=2)
     two, three = (Transport(exchange, outer_channels=n) for n in (2, 3))
     assert two.resolve(method, num_processes) == "outer"
-    with pytest.raises(
-        ValueError, match="outer_channels=3 must be at most num_fragments=2: a fragment"
-    ):
+    why = "outer_channels=3 must be at most num_fragments=2: a fragment"
+    with pytest.raises(ValueError, match=why):
         three.resolve(method, num_processes)
 
 
@@ -93,20 +86,17 @@ def test_as_many_channels_as_fragments(exchange, num_processes):
 )
 def test_channels_that_nothing_would_take_are_refused(name, exchange, num_processes):
     transport = Transport(exchange, outer_channels=2)
-    message = (
-        f"outer_channels=2 has no meaning for method={name!r} with exchange="
-        f"{exchange!r} and processes={num_processes}: its messages do not cross on the "
+    why = (
+        f"outer_channels=2 has no meaning for method='{name}' with exchange="
+        f"'{exchange}' and processes={num_processes}: its messages do not cross on the "
         "outer mesh; use 1"
     )
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=why):
         transport.resolve(methods.get(name), num_processes)
 
 
 def test_a_route_is_what_was_resolved():
-    program = RegionProgram(
-        tiny.loss_fn, optax.sgd(0.1), methods.get("diloco"), tiny.make_params(), 4
-    )
-    spec = program._syncs._spec
+    spec = tiny.shared_program("diloco")._syncs._spec
     inside, outside = (Transport().exchange_of(spec, k) for k in ("program", "outer"))
     assert isinstance(inside, InProgram)
     assert isinstance(outside, OnOuterMesh)

@@ -3,7 +3,7 @@
 The collectives are read from what XLA compiled for four regions on four devices.
 """
 
-import math
+import collections
 import re
 
 import jax
@@ -15,13 +15,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
+from cocodc_jax.aot import hlo
+from cocodc_jax.aot.collectives import KINDS
 from cocodc_jax.core.state import RegionState
 from cocodc_jax.exchange.base import SyncSpec
-from cocodc_jax.exchange.in_program import (
-    joined,
-    make_crossing,
-    shares_everywhere,
-)
+from cocodc_jax.exchange.in_program import joined, make_crossing, shares_everywhere
 from cocodc_jax.exchange.programs import Devices
 from cocodc_jax.exchange.regional_outer import make_regional_send
 from cocodc_jax.program import inner_step as step
@@ -35,49 +33,37 @@ from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.regions import Regions, matchings
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.compressor import identity, message_bytes
+from tests.program.tiny import assert_same
 
 PARAMS = {"a": np.ones((40, 16), np.float32), "b": np.ones(30, np.float32)}
 NUM_VALUES, NUM_REGIONS = 670, 4
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
-COLLECTIVES = (
-    "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter",
-)  # fmt: skip
 
 
 def collectives(program, *args):
     """Bytes that a device gives to each kind of collective, in all: `{kind: bytes}`."""
     text = jax.jit(program).lower(*args).compile().as_text()
-    found = {}
-    for line in text.splitlines():
-        made = re.match(r"\s*(?:ROOT )?%\S+ = (.*?) ([a-z\-]+?)(?:-start)?\(", line)
-        if not made or made[2] not in COLLECTIVES:
-            continue
-        num_bytes = sum(
-            BYTES[dtype] * math.prod(int(n) for n in shape.split(",") if n)
-            for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", made[1])
-        )
-        if made[2] == "all-gather":  # Its result is of all four.
-            num_bytes //= NUM_REGIONS
-        found[made[2]] = found.get(made[2], 0) + num_bytes
+    found = collections.Counter()
+    for each in (each for part in hlo.parse(text) for each in part.instructions):
+        if each.opcode in KINDS:
+            # The result of a gather is of all four.
+            share = NUM_REGIONS if each.opcode == "all-gather" else 1
+            found[each.opcode] += each.num_bytes // share
     return found
 
 
-def of_regions(mesh, tree):
+def shapes(tree, sharding, *lead):
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            (NUM_REGIONS, *x.shape), x.dtype, sharding=regional(mesh)
-        ),
+        lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype, sharding=sharding),
         tree,
     )
+
+
+def of_regions(mesh, tree):
+    return shapes(tree, regional(mesh), NUM_REGIONS)
 
 
 def of_all(mesh, tree):
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(mesh, P())
-        ),
-        tree,
-    )
+    return shapes(tree, NamedSharding(mesh, P()))
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +81,7 @@ def make_setting(mesh, sync):
     local = LocalRegions.of(mesh, NUM_REGIONS)
     place = OuterPlacement("mesh", "mesh", shardings)
     return SyncSpec(
-        sync,
-        regions,
-        fragments,
-        place,
-        shapes,
-        loss_fn,
-        UserInputs(),
-        local,
-        Devices(),
+        sync, regions, fragments, place, shapes, loss_fn, UserInputs(), local, Devices()
     )
 
 
@@ -137,11 +115,17 @@ def test_a_compressed_message_stays_compressed(mesh, name):
     assert num_bytes < 4 * NUM_VALUES / 3
 
 
+def encoded(name):
+    """A message, and what is left of the compressor."""
+    compressor = compression.parse(name)
+    return jax.jit(compressor.encode)(PARAMS, compressor.init(PARAMS))
+
+
 @pytest.mark.parametrize("name", ["fp4", "int8", "ef+dct:8"])
 def test_in_a_window_it_crosses_as_one_buffer_in_shares(name):
     """Of two devices a region each receives half of every message, rounded up."""
     mesh = make_mesh(NUM_REGIONS, 2, devices=jax.devices()[: 2 * NUM_REGIONS])
-    message, _ = jax.eval_shape(*encoding(name))
+    message, _ = encoded(name)
     crossing = jax.jit(lambda messages: shares_everywhere(mesh, messages))
     text = crossing.lower(of_regions(mesh, message)).compile().as_text()
     num_bytes = message_bytes(message)
@@ -149,24 +133,12 @@ def test_in_a_window_it_crosses_as_one_buffer_in_shares(name):
     assert gathered.startswith(f"u8[{NUM_REGIONS},1,{-(-num_bytes // 2)}]")
 
 
-def encoding(name):
-    """A compressor's `encode`, and what it is called with."""
-    compressor = compression.parse(name)
-    return compressor.encode, PARAMS, compressor.init(PARAMS)
-
-
 def test_messages_come_out_of_the_buffer_as_they_went_in(mesh):
-    message, _ = jax.jit(encoding("int8")[0])(*encoding("int8")[1:])
-    messages = jax.tree.map(
-        lambda x: jax.device_put(np.stack([np.asarray(x)] * 4), regional(mesh)), message
-    )
-    shapes = jax.eval_shape(lambda x: x, message)
-
-    @jax.jit
-    def there_and_back(messages):
-        return joined(mesh, shares_everywhere(mesh, messages), shapes)
-
-    jax.tree.map(np.testing.assert_array_equal, there_and_back(messages), messages)
+    message, _ = encoded("int8")
+    messages = jax.tree.map(lambda x: np.stack([np.asarray(x)] * 4), message)
+    one = jax.eval_shape(lambda x: x, message)
+    there_and_back = jax.jit(lambda x: joined(mesh, shares_everywhere(mesh, x), one))
+    assert_same(there_and_back(jax.device_put(messages, regional(mesh))), messages)
 
 
 def test_an_uncompressed_one_is_summed(mesh):
@@ -175,27 +147,28 @@ def test_an_uncompressed_one_is_summed(mesh):
     assert num_bytes == 4 * NUM_VALUES
 
 
+def sent_to_neighbours(mesh, sync):
+    """The collectives of one sync of the whole model, and the model as a fragment."""
+    spec = make_setting(mesh, sync)
+    outer, part = sync.outer, spec.fragments.take(PARAMS, 0)
+    compressor = sync.message.compressor() or identity()
+    send = make_regional_send(spec, outer, compressor, matchings(NUM_REGIONS), 0)
+    state = jax.eval_shape(lambda p: outer.init(p, compressor), part)
+    each = of_regions(mesh, (PARAMS, part, state, np.ones(2, np.uint32)))
+    return collectives(send, *each, of_all(mesh, np.int32(0))), part
+
+
 def test_a_pair_exchanges_between_two(mesh):
     """Parameters and pseudo-gradient, in each of the three matchings it may be."""
-    spec = make_setting(mesh, methods.get("noloco").sync)
-    outer, part = spec.sync.outer, spec.fragments.take(PARAMS, 0)
-    send = make_regional_send(spec, outer, identity(), matchings(NUM_REGIONS), 0)
-    state = jax.eval_shape(lambda p: outer.init(p, identity()), part)
-    each = of_regions(mesh, (PARAMS, part, state, np.ones(2, np.uint32)))
-    found = collectives(send, *each, of_all(mesh, np.int32(0)))
+    found, _ = sent_to_neighbours(mesh, methods.get("noloco").sync)
     assert found == {"collective-permute": 3 * 2 * 4 * NUM_VALUES}
 
 
 def test_neighbours_on_a_ring_tell_one_another(mesh):
     """One message each way, in 8 bits with a scale for 256 values."""
-    spec = make_setting(mesh, methods.get("lt_admm").sync)
-    outer, part = spec.sync.outer, spec.fragments.take(PARAMS, 0)
-    compressor = spec.sync.message.compressor()
-    send = make_regional_send(spec, outer, compressor, matchings(NUM_REGIONS), 0)
-    state = jax.eval_shape(lambda p: outer.init(p, compressor), part)
-    each = of_regions(mesh, (PARAMS, part, state, np.ones(2, np.uint32)))
-    found = collectives(send, *each, of_all(mesh, np.int32(0)))
-    message = spec.sync.message.num_bytes(part, NUM_REGIONS)
+    sync = methods.get("lt_admm").sync
+    found, part = sent_to_neighbours(mesh, sync)
+    message = sync.message.num_bytes(part, NUM_REGIONS)
     assert found == {"collective-permute": 2 * message}
     assert message < 4 * NUM_VALUES / 3
 

@@ -1,6 +1,10 @@
-"""The inner mesh's shape, and the device that keeps the outer state."""
+"""The inner mesh's shape, the device of the outer state, and memory that is kept."""
 
+import dataclasses
+import os
 import re
+import subprocess
+import sys
 import types
 
 import jax
@@ -10,19 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.sharding import mesh as mesh_module
 from cocodc_jax.sharding import outer_mesh as outer_module
-from cocodc_jax.sharding.mesh import (
-    INSIDE,
-    inner_devices,
-    make_mesh,
-    regional,
-)
-from cocodc_jax.sharding.outer_mesh import (
-    check_channels,
-    outer_device,
-    outer_mesh,
-    outer_rows,
-    outer_sharding,
-)
+from cocodc_jax.sharding.mesh import INSIDE, inner_devices, make_mesh, regional
+from cocodc_jax.sharding.outer_mesh import check_channels, outer_device, outer_mesh
 
 
 @pytest.mark.parametrize(
@@ -51,33 +44,24 @@ def test_the_region_axis_is_as_long_as_devices_and_regions_allow(
 def test_stages_lie_between_regions_and_data_and_positions_after_it():
     mesh = make_mesh(2, data=1, stage=2, sequence=2)
     assert tuple(mesh.shape.items()) == (
-        ("region", 2),
-        ("stage", 2),
-        ("data", 1),
-        ("expert", 1),
-        ("sequence", 2),
+        ("region", 2), ("stage", 2), ("data", 1), ("expert", 1), ("sequence", 2),
         ("model", 1),
-    )
+    )  # fmt: skip
     assert list(mesh.devices.flat) == jax.devices()[:8]
 
 
-def test_a_region_larger_than_the_machine_is_refused():
-    with pytest.raises(
-        ValueError, match=r"4 \* 1 \* 1 \* 3 = 12 devices, but there are 9"
-    ):
-        make_mesh(2, data=4, model=3)
-    with pytest.raises(
-        ValueError, match=r"5 \* 2 \* 1 \* 1 \* 1 = 10 devices.*lower stages"
-    ):
-        make_mesh(2, data=2, stage=5)
-
-
-@pytest.mark.parametrize("name", ["regions", *INSIDE])
-def test_sizes_below_one_are_refused(name):
-    sizes = {"num_regions": 2, "data": 1, "model": 1}
-    sizes["num_regions" if name == "regions" else name] = 0
-    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
-        make_mesh(**sizes)
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"data": 4, "model": 3}, r"4 \* 1 \* 1 \* 3 = 12 devices, but there are 9"),
+        ({"data": 2, "stage": 5}, r"5 \* 2 \* 1 \* 1 \* 1 = 10 devices.*lower stages"),
+        ({"num_regions": 0}, "regions=0 must be at least 1"),
+        *(({name: 0}, f"{name}=0 must be at least 1") for name in INSIDE),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(**{"num_regions": 2} | sizes)
 
 
 def test_the_outer_device_computes_for_no_region_where_one_is_spare():
@@ -92,13 +76,14 @@ def test_regional_puts_regions_first():
     assert regional(mesh, P("data", None)).spec == P("region", "data", None)
 
 
+@dataclasses.dataclass(frozen=True)
 class Device:
     """As much of a `jax.Device` as choosing among those of all processes needs."""
 
-    def __init__(self, process_index, place):
-        self.process_index, self.place = process_index, place
+    process_index: int
+    place: int
 
-    def __repr__(self):
+    def __str__(self):
         return f"{self.process_index}.{self.place}"
 
 
@@ -154,63 +139,53 @@ def test_processes_that_cannot_are_told(three_of_two_processes, regions, axes, m
         make_mesh(regions, *axes)
 
 
-def grid(shards):
-    """A mesh of shards along the region axis, as far as `outer_mesh` looks at it."""
-    devices = [[Device(p, i) for p, i in shard] for shard in shards]
-    return types.SimpleNamespace(
-        devices=np.array(devices).reshape(len(shards), 1, -1, 1)
-    )
+def grid(devices, *shape):
+    """A mesh of regions, stages, data and model, as far as `outer_mesh` looks at it."""
+    return types.SimpleNamespace(devices=np.array(devices).reshape(*shape, 1))
 
 
-def rows_of(inner, channel=0):
-    """The outer devices, those of a region in a row."""
-    found = outer_mesh(inner, channel)
-    return found.reshape(len(found), -1).astype(str).tolist()
+@pytest.fixture
+def rows_of(monkeypatch):
+    """Gives the outer devices, those of a region in a row."""
+    monkeypatch.setattr(outer_module, "Mesh", lambda devices, *names, **_: devices)
+
+    def rows(inner, channel=0):
+        found = outer_mesh(inner, channel)
+        return found.reshape(len(found), -1).astype(str).tolist()
+
+    return rows
 
 
 def test_the_outer_mesh_has_a_device_of_each_process_in_the_order_of_regions(
-    three_of_two_processes, monkeypatch
+    three_of_two_processes, rows_of
 ):
-    monkeypatch.setattr(outer_module, "Mesh", lambda devices, *names, **_: devices)
-    inner = types.SimpleNamespace(
-        devices=np.array(inner_devices(2)[::-1]).reshape(4, 1, 1, 1)
-    )
+    inner = grid(inner_devices(2)[::-1], 4, 1, 1)
     assert rows_of(inner) == [["1.2"], ["0.2"]]
     assert str(outer_device(inner, 0)) == "0.2"
-    inner.devices = np.array(inner_devices(3)).reshape(6, 1, 1, 1)
+    inner = grid(inner_devices(3), 6, 1, 1)
     assert str(outer_device(inner, 1)) == "1.0"  # None to spare.
 
 
 def test_each_channel_has_another_device_of_every_process(
-    three_of_two_processes, monkeypatch
+    three_of_two_processes, rows_of
 ):
-    monkeypatch.setattr(outer_module, "Mesh", lambda devices, *names, **_: devices)
-    inner = types.SimpleNamespace(
-        devices=np.array(inner_devices(1)).reshape(2, 1, 1, 1)
-    )
+    inner = grid(inner_devices(1), 2, 1, 1)
     channels = [rows_of(inner, channel) for channel in range(2)]
     assert channels == [[["0.2"], ["1.2"]], [["0.1"], ["1.1"]]]
     check_channels(inner, 2)
     three_of_two_processes.remove(inner_devices(2)[3])  # Of process 1.
-    with pytest.raises(
-        ValueError, match="outer_channels=2 .* process 1 has 1; use fewer"
-    ):
+    why = "outer_channels=2 .* process 1 has 1; use fewer"
+    with pytest.raises(ValueError, match=why):
         check_channels(inner, 2)
     check_channels(inner, 1)
 
 
-def test_the_processes_of_a_region_are_members_of_its_row(monkeypatch):
+def test_the_processes_of_a_region_are_members_of_its_row(monkeypatch, rows_of):
     found = [Device(p, i) for p in range(6) for i in range(3)]
     monkeypatch.setattr(jax, "devices", lambda platform=None: found)
-    monkeypatch.setattr(outer_module, "Mesh", lambda devices, *names, **_: devices)
-    inner = types.SimpleNamespace(
-        devices=np.array(inner_devices(2)).reshape(2, 3, 2, 1)  # Three stages.
-    )
+    inner = grid(inner_devices(2), 2, 3, 2)  # Three stages.
     assert outer_mesh(inner).shape == (2, 3, 1, 1)  # Along the stages.
-    assert rows_of(inner) == [
-        ["0.2", "1.2", "2.2"],
-        ["3.2", "4.2", "5.2"],
-    ]
+    assert rows_of(inner) == [["0.2", "1.2", "2.2"], ["3.2", "4.2", "5.2"]]
 
 
 @pytest.mark.parametrize(
@@ -224,13 +199,54 @@ def test_the_processes_of_a_region_are_members_of_its_row(monkeypatch):
     ids=["one in two regions", "uneven", "two in two regions"],
 )
 def test_a_process_that_is_part_of_two_regions_is_refused(shards, text):
+    devices = [Device(p, i) for shard in shards for p, i in shard]
     with pytest.raises(ValueError, match=re.escape(f"are in the processes {text}")):
-        outer_mesh(grid(shards))
+        outer_mesh(grid(devices, len(shards), 1, -1))
 
 
 def test_in_one_process_the_outer_mesh_is_one_device():
     mesh = make_mesh(4)
     assert outer_mesh(mesh).shape == dict.fromkeys(("process", *INSIDE), 1)
     (device,) = outer_mesh(mesh).devices.flat
-    assert outer_sharding(mesh).device_set == outer_rows(mesh).device_set == {device}
+    where = outer_module.outer_sharding(mesh), outer_module.outer_rows(mesh)
+    assert [x.device_set for x in where] == [{device}] * 2
     assert device == outer_device(mesh)
+
+
+# --- What programs on the CPU free stays with the process ---
+
+CODE = """
+import resource, threading
+from cocodc_jax.sharding.mesh import keep_freed_memory
+
+def faults(size=100 << 20):
+    b"x" * size
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(3):
+        b"x" * size
+    found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+found = []
+print(keep_freed_memory())
+thread = threading.Thread(target=faults)
+thread.start()
+thread.join()
+print(*found)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's own calls")
+@pytest.mark.parametrize("chosen", [{}, {"MALLOC_ARENA_MAX": "2"}])
+def test_pages_of_the_call_before_serve_the_next(chosen):
+    names = ("GLIBC_TUNABLES", "MALLOC_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(names)}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment | chosen,
+    )
+    is_kept, faults = done.stdout.split()
+    assert (is_kept == "True") == (not chosen)
+    assert (int(faults) < 1000) == (not chosen)

@@ -1,7 +1,6 @@
 """Sums over the region axis, and runs with one shard on it, divided inside or not."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
+from cocodc_jax.aot import hlo
+from cocodc_jax.aot.collectives import collectives
 from cocodc_jax.sharding import region_map
 from cocodc_jax.sharding.mesh import REGION, make_mesh, regional
-from cocodc_jax.train.run_steps import run
 from tests.numerics import assert_all_close
 from tests.program import tiny
 
@@ -32,20 +32,16 @@ METHODS = {
         "streaming_diloco", sync_interval=2, num_fragments=2, delay_steps=1
     ),
     "cocodc": methods.get(
-        "cocodc",
-        sync_interval=4,
-        num_fragments=2,
-        delay_steps=1,
-        curvature="hessian_vector",
-        transmission_score="drift",
-    ),  # fmt: skip
+        "cocodc", sync_interval=4, num_fragments=2, delay_steps=1,
+        curvature="hessian_vector", transmission_score="drift",
+    ),
     "co2": methods.get("co2", sync_interval=2, compress="int8"),
     "diloco_demo": methods.get("diloco_demo", sync_interval=2),
     "noloco": methods.get("noloco", sync_interval=2),
     "lt_admm": methods.get("lt_admm", sync_interval=2),
     "multi_ring": methods.get("multi_ring", sync_interval=2),
     "des_loc": methods.get("des_loc", sync_interval=2, sync_moments="1,1"),
-}
+}  # fmt: skip
 
 
 def mesh_of(length, data=1, model=1):
@@ -67,9 +63,13 @@ def mapped(mesh):
     )
 
 
-def collectives(compiled):
-    kinds = "all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter"
-    return re.findall(rf"= .*? ({kinds})\(", compiled.as_text())
+def kinds_in(mesh):
+    """The kinds of collectives in the compiled program."""
+    x = jax.device_put(jnp.ones((4, 6, 2)), regional(mesh, ("data", "model")))
+    compiled = jax.jit(mapped(mesh)).lower(x).compile()
+    module, (_, shared, _) = hlo.parse(compiled.as_text()), compiled(x)
+    assert shared["sum"].sharding.spec == P("data", "model")
+    return {each.kind for each in collectives(module, dict(mesh.shape))}
 
 
 @pytest.mark.parametrize("inside", [(1, 1), (2, 2)])
@@ -79,24 +79,16 @@ def test_sums_and_means(length, inside):
     x = np.random.default_rng(0).normal(size=(4, 6, 2)).astype(np.float32)
     placed = jax.device_put(x, regional(mesh, ("data", "model")))
     own, shared, gathered = jax.jit(mapped(mesh))(placed)
-    np.testing.assert_allclose(own, x + x.mean(0), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(shared["sum"], x.sum(0), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(shared["mean"], x.mean(0), rtol=1e-5, atol=1e-6)
+    found = own, shared["sum"], shared["mean"], gathered
     each = np.stack([x.sum(0)] * length)
-    np.testing.assert_allclose(gathered, each, rtol=1e-5, atol=1e-6)
+    expected = x + x.mean(0), x.sum(0), x.mean(0), each
+    assert_all_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_one_shard_moves_nothing():
     """Also not between the devices of its region: all stays divided as it is."""
-    mesh = mesh_of(1, 2, 2)
-    x = jax.device_put(jnp.ones((4, 6, 2)), regional(mesh, ("data", "model")))
-    compiled = jax.jit(mapped(mesh)).lower(x).compile()
-    assert not collectives(compiled)
-    _, shared, _ = compiled(x)
-    assert shared["sum"].sharding.spec == P("data", "model")
-    several = jax.device_put(x, regional(mesh_of(2, 2, 2), ("data", "model")))
-    found = collectives(jax.jit(mapped(mesh_of(2, 2, 2))).lower(several).compile())
-    assert {"all-reduce", "all-gather"} <= set(found)
+    assert not kinds_in(mesh_of(1, 2, 2))
+    assert {"all-reduce", "all-gather"} <= kinds_in(mesh_of(2, 2, 2))
 
 
 def test_several_shards_are_held_to_what_they_say():
@@ -115,11 +107,9 @@ def result(name, data=1, model=1):
         optimizer=optax.adam(tiny.LEARNING_RATE),
         param_specs=tiny.SPECS if data * model > 1 else None,
     )  # fmt: skip
-    state, losses = tiny.start(program), []
     batches = (jax.tree.map(lambda x: x[:1], b) for b in tiny.stream())
-    for new, output in run(program, state, batches, NUM_STEPS):
-        state = new
-        losses.append(np.asarray(output.losses))
+    state, outputs = tiny.follow(program, tiny.start(program), batches, NUM_STEPS)
+    losses = [output.losses for output in outputs]
     means = program.mean_params(state), program.outer_params(state)
     arrays = state.region, state.sync and state.sync.arrays, means
     return tiny.host((arrays, np.concatenate(losses)))

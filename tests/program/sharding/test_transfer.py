@@ -1,5 +1,7 @@
 """Values that move between devices, in one process; several are tested end to end."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import make_mesh, regional
 from cocodc_jax.sharding.outer_mesh import outer_device
+from tests.program.tiny import assert_same
 
 TREE = {"w": np.arange(24.0, dtype=np.float32).reshape(4, 6), "n": np.arange(4)}
 
@@ -24,13 +27,9 @@ def outside(mesh):
     return SingleDeviceSharding(outer_device(mesh))
 
 
-def assert_equal(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
 def test_host_values_lie_where_they_are_put(mesh, outside):
     found = transfer.put(TREE, {"w": regional(mesh, P("data")), "n": outside})
-    assert_equal(found, TREE)
+    assert_same(found, TREE)
     assert found["w"].sharding == regional(mesh, P("data"))
     assert found["n"].devices() == {outer_device(mesh)}
     everywhere = NamedSharding(mesh, P())
@@ -45,22 +44,14 @@ def test_device_arrays_move_off_the_mesh_and_back(mesh, outside):
     assert far["w"].devices() == {outer_device(mesh)}
     back = transfer.move(far, {"w": inside})
     assert back["w"].sharding == inside
-    assert_equal(back, near)
+    assert_same(back, near)
 
 
 def test_rows_gather_on_one_device_in_the_order_of_regions(mesh, outside):
     rows = transfer.put(TREE, regional(mesh))
     found = transfer.gather_rows(rows, outside)
-    assert_equal(found, TREE)
+    assert_same(found, TREE)
     assert {x.device for x in jax.tree.leaves(found)} == {outer_device(mesh)}
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_one_process_holds_every_row(mesh, axis):
-    spec = P("region") if axis == 0 else P(None, "region")
-    x = transfer.put(np.arange(16.0).reshape(4, 4), NamedSharding(mesh, spec))
-    np.testing.assert_array_equal(transfer.local_rows(x, axis), x)
-    assert transfer.first_local_row(x, axis) == 0
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -69,9 +60,12 @@ def test_shards_of_a_process_are_its_rows_in_order(axis):
     mesh = make_mesh(4, data=2, devices=jax.devices()[7::-1])  # Against device order.
     x = np.arange(32.0).reshape(8, 4) if axis == 0 else np.arange(32.0).reshape(4, 8)
     spec = P("region") if axis == 0 else P(None, "region")
-    parts = transfer._own_rows(transfer.put(x, NamedSharding(mesh, spec)), axis)
+    placed = transfer.put(x, NamedSharding(mesh, spec))
+    parts = transfer._own_rows(placed, axis)
     assert len(parts) == 4  # Not 8: a region's two devices hold the same rows.
     np.testing.assert_array_equal(np.concatenate(parts, axis), x)
+    np.testing.assert_array_equal(transfer.local_rows(placed, axis), x)
+    assert transfer.first_local_row(placed, axis) == 0
 
 
 def test_nothing_waits(mesh, outside):
@@ -88,15 +82,16 @@ def test_nothing_waits(mesh, outside):
     moved.block_until_ready()
 
 
+@dataclasses.dataclass
 class OfOneProcess:
     """As much of a sharding as a process sees that has some of its devices."""
 
-    def __init__(self, sharding, devices):
-        self.sharding, self.devices = sharding, devices
+    sharding: NamedSharding
+    ids: list
 
     def addressable_devices_indices_map(self, shape):
         indices = self.sharding.addressable_devices_indices_map(shape)
-        return {d: index for d, index in indices.items() if d in self.devices}
+        return {d: index for d, index in indices.items() if d.id in self.ids}
 
 
 def give_parts(shape, sharding, part):
@@ -113,8 +108,7 @@ def test_a_process_gives_its_devices_their_parts_of_its_rows(monkeypatch, ids):
     mesh = make_mesh(4, data=2)
     x = np.arange(2 * 8 * 4).reshape(2, 8, 4)  # Steps, regions, batch.
     own = sorted({2 * (i // 2) + j for i in ids for j in range(2)})
-    sharding = NamedSharding(mesh, P(None, "region", "data"))
-    mine = OfOneProcess(sharding, [jax.devices()[i] for i in ids])
+    mine = OfOneProcess(NamedSharding(mesh, P(None, "region", "data")), ids)
     monkeypatch.setattr(jax, "make_array_from_callback", give_parts)
     shape, parts = transfer.put_own(x[:, own], mine, 8, axis=1)
     assert shape == x.shape
@@ -125,12 +119,13 @@ def test_a_process_gives_its_devices_their_parts_of_its_rows(monkeypatch, ids):
 
 
 @pytest.mark.parametrize("spec", [P(None, "region", "data"), P(None, "region")])
-def test_one_process_gives_every_row(mesh, spec):
+def test_one_process_gives_and_holds_every_row(mesh, spec):
     x = np.arange(2 * 8 * 4).reshape(2, 8, 4)
     sharding = NamedSharding(mesh, spec)
     found = transfer.put_own(x, sharding, 8, axis=1)
     assert found.sharding == sharding
     np.testing.assert_array_equal(found, x)
+    assert transfer.first_local_row(found, 1) == 0
 
 
 @pytest.mark.parametrize(

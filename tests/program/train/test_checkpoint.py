@@ -13,7 +13,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.train import checksums
 from cocodc_jax.train.checkpoint import CheckpointError, Checkpoints
 from tests.program import mixture
@@ -34,8 +33,7 @@ def damage(folder, harm):
             content[at] ^= 0x10
         data.write_bytes(content)
     elif harm == "truncate":
-        arrays = [p for p in walk(folder / "arrays") if p.parent.name == "d"]
-        for path in arrays:
+        for path in (folder / "arrays").rglob("d/*"):
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     elif harm == "no data":
         for path in [p for p in (folder / "arrays").rglob("d") if p.is_dir()]:
@@ -47,24 +45,23 @@ def damage(folder, harm):
         shutil.rmtree(folder / harm.removeprefix("no "))
 
 
-def syncs_of(tiny, outputs):
-    return [tiny.host(sync) for output in outputs for sync in output.syncs]
-
-
-def save(tiny, folder, state, program, extra=None):
+def save(folder, state, program, extra=None):
     with Checkpoints(folder) as checkpoints:
         return checkpoints.save(program, state, extra or {})
 
 
-@pytest.mark.parametrize("cut", [5, 6])
-def test_a_restored_run_goes_on_bit_for_bit(tiny, tmp_path, method_name, cut):
-    """Between two events, and at one."""
-    check_restored(tiny, tmp_path, method_name, cut, tiny.shared_program(method_name))
+def restore(folder, program):
+    with Checkpoints(folder) as checkpoints:
+        return checkpoints.restore(program)
 
 
-def test_another_program_goes_on_bit_for_bit(tiny, tmp_path):
-    """As in a new process, which compiles anew."""
-    check_restored(tiny, tmp_path, "cocodc", 5, tiny.make_program("cocodc"))
+@pytest.mark.parametrize(("name", "cut"), [("cocodc", 5), ("streaming_diloco", 6)])
+def test_another_program_goes_on_bit_for_bit(tiny, tmp_path, name, cut):
+    """As in a new process, which compiles anew; between two events, and at one.
+
+    The same program, with every method: `test_family.py` and `test_loop.py`.
+    """
+    check_restored(tiny, tmp_path, name, cut, tiny.make_program(name))
 
 
 @pytest.mark.parametrize("method_name", mixture.METHODS)
@@ -72,8 +69,7 @@ def test_a_restored_mixture_goes_on_with_its_counts(tiny, tmp_path, method_name)
     """In flight, by another program: means by tokens are of the counts it had."""
     tiny = mixture.in_place_of(tiny)
     check_restored(tiny, tmp_path, method_name, 3, tiny.make_program(method_name))
-    with Checkpoints(tmp_path) as checkpoints:
-        state, _ = checkpoints.restore(tiny.shared_program(method_name))
+    state, _ = restore(tmp_path, tiny.shared_program(method_name))
     counts = state.region.params["blocks"]["moe"]["experts"]["tokens"]
     assert state.sync.in_flight
     assert (counts > 0).any()
@@ -83,32 +79,33 @@ def test_a_restored_mixture_goes_on_with_its_counts(tiny, tmp_path, method_name)
 def check_restored(tiny, tmp_path, method_name, cut, again):
     program = tiny.shared_program(method_name)
     whole, before = tiny.finish(program, tiny.start(program), cut)
-    in_flight = whole.sync and whole.sync.in_flight
-    assert bool(in_flight) == (method_name not in ("data_parallel", "diloco"))
-    whole = save(tiny, tmp_path, whole, program, {"position": [1, 2]})
-    expected, outputs = tiny.finish(program, whole, 12 - cut)
-
-    with Checkpoints(tmp_path) as checkpoints:
-        state, extra = checkpoints.restore(again)
+    assert whole.sync.in_flight
+    whole = save(tmp_path, whole, program, {"position": [1, 2]})
+    state, extra = restore(tmp_path, again)
     assert extra == {"position": [1, 2]}
     assert state.step == cut
-    state, new_outputs = tiny.finish(again, state, 12 - cut)
-    tiny.assert_same(tiny.numbers(state), tiny.numbers(expected))
-    tiny.assert_same(syncs_of(tiny, new_outputs), syncs_of(tiny, outputs))
-    for new, old in zip(new_outputs, outputs, strict=True):
-        tiny.assert_same(tiny.host(new.losses), tiny.host(old.losses))
-        tiny.assert_same(tiny.host(new.aux), tiny.host(old.aux))
+    ends = []
+    for each, begun in ((program, whole), (again, state)):
+        end, outputs = tiny.finish(each, begun, 12 - cut)
+        seen = [tiny.host((x.losses, x.aux, x.syncs)) for x in outputs]
+        ends.append((tiny.numbers(end), seen))
+    tiny.assert_same(*ends)
 
 
-def test_saving_changes_no_number(tiny, tmp_path, method_name):
-    program = tiny.shared_program(method_name)
-    expected, _ = tiny.finish(program, tiny.start(program), 12)
-    state = tiny.start(program)
-    with Checkpoints(tmp_path) as checkpoints:
-        for _ in range(4):
-            state, _ = tiny.finish(program, state, 3)
-            state = checkpoints.save(program, state, {})
-    tiny.assert_same(tiny.numbers(state), tiny.numbers(program.synchronize(expected)))
+@pytest.mark.parametrize("cut", [9, 11])
+def test_a_copy_from_midway_is_saved(tiny, tmp_path, cut):
+    """Started at 8, midway at 10, merged at 13."""
+    method = methods.get(
+        "cocodc", sync_interval=8, num_fragments=1, delay_steps=5, curvature="secant",
+        syncs_per_interval=1,
+    )  # fmt: skip
+    program = tiny.program_of(method)
+    whole, _ = tiny.finish(program, tiny.start(program), 15)
+    state, _ = tiny.finish(program, tiny.start(program), cut)
+    assert ("midway" in state.sync.in_flight[0, 8].kept) == (cut > 10)
+    _, restored = tiny.saved_and_restored(program, state, tmp_path)
+    again, _ = tiny.finish(program, restored, 15 - cut)
+    tiny.assert_same(*(tiny.numbers(program.synchronize(x)) for x in (again, whole)))
 
 
 def test_norms_that_the_schedule_has_not_seen_are_saved(tiny, tmp_path):
@@ -116,14 +113,12 @@ def test_norms_that_the_schedule_has_not_seen_are_saved(tiny, tmp_path):
     method = methods.get(
         "cocodc", sync_interval=8, num_fragments=2, delay_steps=3, curvature="none"
     )
-    params = tiny.make_params()
-    program = RegionProgram(tiny.loss_fn, optax.sgd(0.1), method, params, 4)
-    state, _ = tiny.finish(program, program.init(params, jax.random.key(0)), 5)
+    program = tiny.program_of(method)
+    state, _ = tiny.finish(program, tiny.start(program), 5)
     ((fragment, seen),) = state.sync.observed
     assert set(seen) == {"norm"}
-    save(tiny, tmp_path, state, program)
-    with Checkpoints(tmp_path) as checkpoints:
-        restored, _ = checkpoints.restore(program)
+    save(tmp_path, state, program)
+    restored, _ = restore(tmp_path, program)
     assert restored.sync.schedule.norm[fragment] == float(seen["norm"]) > 0
     ends = [
         program.synchronize(tiny.finish(program, s, 6)[0]) for s in (state, restored)
@@ -131,16 +126,13 @@ def test_norms_that_the_schedule_has_not_seen_are_saved(tiny, tmp_path):
     tiny.assert_same(*map(tiny.numbers, ends))
 
 
-def test_a_state_may_be_donated_as_soon_as_it_is_handed_over(tmp_path):
+def test_a_state_may_be_donated_as_soon_as_it_is_handed_over(tiny, tmp_path):
     """Large enough that writing takes longer than the steps that overwrite it."""
     params = {"w": np.zeros((512, 1024), np.float32)}
-    program = RegionProgram(
-        lambda p, batch, key: ((p["w"] - batch.mean()).sum(), {}),
-        optax.sgd(1.0),
-        methods.get("diloco", sync_interval=1),
-        params,
-        4,
-    )
+    program = tiny.program_of(
+        methods.get("diloco", sync_interval=1), optimizer=optax.sgd(1.0), params=params,
+        loss=lambda p, batch, key: ((p["w"] - batch.mean()).sum(), {}),
+    )  # fmt: skip
     state = program.init(params, jax.random.key(0))
     batch = np.zeros((1, 4, 1), np.float32)
     for _ in range(2):
@@ -161,15 +153,13 @@ def test_a_state_may_be_donated_as_soon_as_it_is_handed_over(tmp_path):
 def test_arrays_come_back_where_they_were(tiny, tmp_path):
     program = tiny.sharded_program("streaming_diloco", 2, 2, 2)
     state, _ = tiny.finish(program, tiny.start(program), 2)
-    save(tiny, tmp_path, state, program)
-    with Checkpoints(tmp_path) as checkpoints:
-        restored, _ = checkpoints.restore(program)
-    for old, new in (
-        (state.region, restored.region),
-        (state.sync.outer, restored.sync.outer),
-    ):
-        where = [x.sharding for x in jax.tree.leaves(old)]
-        assert [x.sharding for x in jax.tree.leaves(new)] == where
+    save(tmp_path, state, program)
+    restored, _ = restore(tmp_path, program)
+    old, new = (
+        [leaf.sharding for leaf in jax.tree.leaves((x.region, x.sync.outer))]
+        for x in (state, restored)
+    )
+    assert old == new
     assert set(restored.sync.in_flight) == set(state.sync.in_flight) == {(1, 2)}
 
 
@@ -212,7 +202,7 @@ class TestFailure:
         """A state of step 4, and a folder with a checkpoint of step 2."""
         program = tiny.shared_program("diloco")
         state, _ = tiny.finish(program, tiny.start(program), 2)
-        state = save(tiny, tmp_path, state, program)
+        state = save(tmp_path, state, program)
         return program, tiny.finish(program, state, 2)[0], tmp_path
 
     def test_a_kill_while_saving_leaves_the_one_before(self, tiny, saved):
@@ -225,8 +215,7 @@ class TestFailure:
             restored, _ = checkpoints.restore(program)
             assert restored.step == 2
             checkpoints.save(program, state, {})  # And its place can be taken.
-        with Checkpoints(folder) as checkpoints:
-            assert checkpoints.restore(program)[0].step == 4
+        assert restore(folder, program)[0].step == 4
 
     def test_a_save_under_way_is_not_on_disk_under_its_name(
         self, tiny, saved, monkeypatch
@@ -242,7 +231,7 @@ class TestFailure:
             return write(self, *args, **kwargs)
 
         monkeypatch.setattr(handler, "_save_fn", look)
-        save(tiny, folder, state, program)
+        save(folder, state, program)
         assert "4" not in seen
         assert sorted(path.name for path in folder.iterdir()) == ["2", "4"]
 
@@ -304,17 +293,13 @@ class TestFailure:
             assert (state.step, extra) == (2, {"at": 2})
             assert checkpoints.latest_step == 2
             said = capsys.readouterr().err
-            assert re.search(
-                rf"in {folder}: step 4: {why}.*; moved to damaged_4, and step 2 is "
-                "restored",
-                said,
-            )
+            moved = "moved to damaged_4, and step 2 is restored"
+            assert re.search(rf"in {folder}: step 4: {why}.*; {moved}", said)
             assert said.count("\n") == 1
             # And the run comes to its step again.
             state, _ = tiny.finish(program, state, 2)
             checkpoints.save(program, state, {"at": 4})
-        with Checkpoints(folder) as checkpoints:
-            assert checkpoints.restore(program)[0].step == 4
+        assert restore(folder, program)[0].step == 4
         assert (folder / "damaged_4").is_dir()
         assert not capsys.readouterr().err
 
@@ -322,14 +307,9 @@ class TestFailure:
         program, folder = copied
         damage(folder / "2", "truncate")
         damage(folder / "4", "flip")
-        with (
-            Checkpoints(folder) as checkpoints,
-            pytest.raises(
-                CheckpointError,
-                match=rf"all .* {folder} are damaged: step 4: arrays/.*; step 2: arr",
-            ),
-        ):
-            checkpoints.restore(program)
+        why = rf"all .* {folder} are damaged: step 4: arrays/.*; step 2: arr"
+        with pytest.raises(CheckpointError, match=why):
+            restore(folder, program)
         assert sorted(path.name for path in folder.iterdir()) == ["2", "4"]
 
     def test_a_folder_that_cannot_be_made(self, tmp_path):
@@ -341,11 +321,8 @@ class TestFailure:
     def test_a_step_that_is_saved_already(self, tiny, saved):
         program, _, folder = saved
         state, _ = tiny.finish(program, tiny.start(program), 2)
-        with (
-            Checkpoints(folder) as checkpoints,
-            pytest.raises(ValueError, match="holds a checkpoint of step 2, so step 2"),
-        ):
-            checkpoints.save(program, state, {})
+        with pytest.raises(ValueError, match="holds a checkpoint of step 2, so step 2"):
+            save(folder, state, program)
 
     def test_keeping_none(self, tmp_path):
         with pytest.raises(ValueError, match="keep=0 must be at least 1"):
@@ -368,16 +345,7 @@ class TestFailure:
         params = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, dtype), tiny.make_params()
         )
-        options = {
-            "optimizer": optax.sgd(0.1, 0.9),
-            "method": tiny.METHODS["diloco"],
-            "regions": 4,
-        }
-        program = RegionProgram(
-            loss_fn=tiny.loss_fn, params=params, **(options | change)
-        )
-        with (
-            Checkpoints(folder) as checkpoints,
-            pytest.raises(ValueError, match=f"step 2 in {folder}.*{message}"),
-        ):
-            checkpoints.restore(program)
+        options = {"method": tiny.METHODS["diloco"], "params": params} | change
+        program = tiny.program_of(**options)
+        with pytest.raises(ValueError, match=f"step 2 in {folder}.*{message}"):
+            restore(folder, program)

@@ -15,20 +15,19 @@ from cocodc_jax.train.clock import FlightRecorder
 class PendingMean:
     """Becomes ready when its gate opens, as an array of a busy device does."""
 
-    def __init__(self, *, is_ready=False):
+    def __init__(self):
         self.gate = threading.Event()
-        if is_ready:
-            self.gate.set()
 
     def block_until_ready(self):
         assert self.gate.wait(timeout=30)
 
 
-READY = PendingMean(is_ready=True)
+READY = PendingMean()
+READY.gate.set()
 
 
-def merged(outer, start_step=2, step=4, num_bytes=64):
-    return [AppliedSync(1, start_step, step, num_bytes, outer, {})]
+def merged(outer):
+    return [AppliedSync(1, 2, 4, 64, outer, {})]
 
 
 def test_the_wait_from_the_steps_to_the_arrival_is_stall():
@@ -99,18 +98,6 @@ def test_what_is_under_way_at_the_end_has_no_merge():
     assert sync["apply_step"] is None
 
 
-def test_watching_does_not_wait():
-    outer, mean = PendingMean(), PendingMean()
-    with FlightRecorder() as recorder:
-        begin = time.perf_counter()
-        recorder.started(1, 2, READY, mean)
-        recorder.stepped(4, READY, merged(outer))
-        assert time.perf_counter() - begin < 5
-        assert not outer.gate.is_set()
-        outer.gate.set()
-        mean.gate.set()
-
-
 def test_leaving_waits_for_what_is_watched_and_ends_the_threads():
     before, mean = set(threading.enumerate()), PendingMean()
     with FlightRecorder() as recorder:
@@ -121,31 +108,34 @@ def test_leaving_waits_for_what_is_watched_and_ends_the_threads():
     assert not [t for t in alive if not isinstance(t, threading.Timer)]
 
 
-class TestArraysThatCannotBeWaitedFor:
-    def deleted(self):
-        array = jnp.ones(3)
-        array.delete()
-        return array
+@pytest.fixture
+def deleted():
+    array = jnp.ones(3)
+    array.delete()
+    return array
 
-    def test_a_failure_is_raised_at_the_end(self):
-        recorder = FlightRecorder()
-        recorder.stepped(2, self.deleted(), [])
-        for step in range(3):  # Still taken, though no longer measured.
-            recorder.stepped(step, jnp.ones(3), merged(jnp.ones(3)))
-        with pytest.raises(RuntimeError, match="timeline.*deleted"):
-            recorder.__exit__(None)
 
-    def test_who_asks_when_steps_were_done_does_not_wait_for_ever(self):
-        recorder = FlightRecorder()
-        threading.Timer(0.1, recorder.stepped, (2, self.deleted(), [])).start()
-        assert recorder.done_s(2) <= time.perf_counter()
-        with pytest.raises(RuntimeError, match="timeline.*deleted"):
-            recorder.__exit__(None)
+def test_an_array_that_cannot_be_waited_for_is_raised_at_the_end(deleted):
+    recorder = FlightRecorder()
+    recorder.stepped(2, deleted, [])
+    for step in range(3):  # Still taken, though no longer measured.
+        recorder.stepped(step, jnp.ones(3), merged(jnp.ones(3)))
+    with pytest.raises(RuntimeError, match="timeline.*deleted"):
+        recorder.__exit__(None)
 
-    def test_it_does_not_hide_what_went_wrong_before(self):
-        recorder = FlightRecorder()
-        recorder.started(0, 1, READY, self.deleted())
-        recorder.__exit__(KeyError)
+
+def test_who_asks_when_such_steps_were_done_does_not_wait_for_ever(deleted):
+    recorder = FlightRecorder()
+    threading.Timer(0.1, recorder.stepped, (2, deleted, [])).start()
+    assert recorder.done_s(2) <= time.perf_counter()
+    with pytest.raises(RuntimeError, match="timeline.*deleted"):
+        recorder.__exit__(None)
+
+
+def test_it_does_not_hide_what_went_wrong_before(deleted):
+    recorder = FlightRecorder()
+    recorder.started(0, 1, READY, deleted)
+    recorder.__exit__(KeyError)
 
 
 def test_a_step_is_measured_without_the_wait_before_it():

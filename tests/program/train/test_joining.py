@@ -10,31 +10,24 @@ import pytest
 
 from cocodc_jax import methods
 from cocodc_jax.elastic.link import Link
-from cocodc_jax.elastic.place import Place, Timing
 from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.netlab.children import free_addresses
-from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.train import joining
 from cocodc_jax.train.run_steps import run
+from tests.program.elastic.meeting import places
 
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation")
 
-TIMING = Timing(beat_s=0.05, dead_after_s=60, grace_s=300, start_s=60)
 LEFT, AGAIN, END = 6, 13, 25
 
 
-def places():
-    addresses = free_addresses(2)
-    return [Place(region, addresses, b"k" * 32, TIMING) for region in range(2)]
-
-
-def make_program(tiny, method, place, trainable=None):
-    return RegionProgram(
-        tiny.loss_fn, optax.sgd(0.05, 0.9), method, tiny.make_params(), 2,
-        mesh=make_mesh(1), transport=Transport("elastic", place=place),
-        trainable=trainable,
-    )  # fmt: skip
+def make_program(tiny, method=None, place=None, **options):
+    """DiLoCo, if no other method is given."""
+    method = method or methods.get("diloco", sync_interval=4)
+    transport = Transport("elastic", place=place or places(2)[0])
+    return tiny.program_of(
+        method, make_mesh(1), regions=2, transport=transport, **options
+    )
 
 
 def train(tiny, program, state, link, end, seen):
@@ -53,11 +46,9 @@ def train(tiny, program, state, link, end, seen):
             assert time.monotonic() < wait_until
             time.sleep(0.01)
             waiting = link.at(oldest)
-        if state.step < AGAIN:  # One that comes sooner waits.
-            waiting = {}
         for other, boot in waiting.items():
-            copy = joining.copy_of(program, state)
-            link.let_in(other, boot, copy, oldest)
+            if state.step >= AGAIN:  # One that comes sooner waits.
+                link.let_in(other, boot, joining.copy_of(program, state), oldest)
         if output.syncs:
             seen[region, state.step] = tiny.host(state.sync.outer)
     return state
@@ -72,7 +63,7 @@ def train(tiny, program, state, link, end, seen):
 )
 def test_leaving_and_coming_back(tiny, name, options):
     method = methods.get(name, sync_interval=4, **options)
-    one, two = places()
+    one, two = places(2)
     seen = {}
 
     def stays():
@@ -96,11 +87,8 @@ def test_leaving_and_coming_back(tiny, name, options):
             copy = link.join(60)
             state = joining.adopt(program, tiny.make_params(), jax.random.key(0), copy)
             assert copy.step == state.step == AGAIN
-            outer = program.outer_params(state)
-            for x, y in zip(
-                *map(jax.tree.leaves, (outer, state.region.params)), strict=True
-            ):
-                np.testing.assert_array_equal(x, y[0])
+            own = jax.tree.map(lambda x: x[0], state.region.params)
+            tiny.assert_same(program.outer_params(state), own)
             return tiny.numbers(train(tiny, program, state, link, END, seen))
 
     with ThreadPoolExecutor() as pool:
@@ -116,11 +104,7 @@ def test_leaving_and_coming_back(tiny, name, options):
 
 def test_schedules_go_on_and_moments_are_fresh(tiny):
     rate = optax.linear_schedule(1.0, 0.0, 100)
-    program = RegionProgram(
-        tiny.loss_fn, optax.adam(rate), methods.get("diloco", sync_interval=4),
-        tiny.make_params(), 2, mesh=make_mesh(1),
-        transport=Transport("elastic", place=places()[0]),
-    )  # fmt: skip
+    program = make_program(tiny, optimizer=optax.adam(rate))
     copy = joining.copy_of(program, tiny.start(program))
     later = copy.__class__(40, copy.header, copy.arrays)
     state = joining.adopt(program, tiny.make_params(), jax.random.key(0), later)
@@ -129,26 +113,26 @@ def test_schedules_go_on_and_moments_are_fresh(tiny):
     assert scheduled.count.sharding == adam.count.sharding
 
 
+def copy_and_step(tiny, program):
+    """Another region's copy, of other parameters; and the state after a step."""
+    other = program.init(tiny.make_params(3), jax.random.key(0))
+    batch = jax.tree.map(lambda x: x[None, :1], tiny.make_batch(0))
+    state, _ = program.advance(tiny.start(program), batch)
+    return joining.copy_of(program, other), state
+
+
 def test_what_was_done_meanwhile_is_kept(tiny):
     """By hand: theta_g + (theta_m - theta_s), of any theta_s."""
-    method = methods.get("diloco", sync_interval=4)
-    program = make_program(tiny, method, places()[0])
-    copy = joining.copy_of(
-        program, program.init(tiny.make_params(3), jax.random.key(0))
-    )
-    one = jax.tree.map(lambda x: x[:1], next(tiny.stream()))
-    state, _ = program.advance(
-        tiny.start(program), jax.tree.map(lambda x: x[None], one)
-    )
+    program = make_program(tiny)
+    copy, state = copy_and_step(tiny, program)
     moments = tiny.host(state.region.opt_state)
     mine, outer = tiny.host(state.region.params), tiny.host(program.outer_params(state))
     shared = jax.tree.map(lambda x: x + 1.0, state.sync.outer.params)
     for carried, moved in (
         (joining.Carried(state), 0.0), (joining.Carried(state, shared), 1.0),
     ):  # fmt: skip
-        found = joining.adopt(
-            program, tiny.make_params(), jax.random.key(0), copy, carried
-        )
+        args = tiny.make_params(), jax.random.key(0), copy, carried
+        found = joining.adopt(program, *args)
         tiny.assert_same(found.region.opt_state, moments)
         trees = (found.region.params, tiny.make_params(3), mine, outer)
         for x, g, m, s in zip(*map(jax.tree.leaves, trees), strict=True):
@@ -158,17 +142,11 @@ def test_what_was_done_meanwhile_is_kept(tiny):
 
 def test_what_is_frozen_is_not_in_a_copy(tiny):
     """Each region has it from where the run began; the rest moves as ever."""
-    method = methods.get("diloco", sync_interval=4)
-    program = make_program(tiny, method, places()[0], lambda path: path != "head")
-    copy = joining.copy_of(
-        program, program.init(tiny.make_params(3), jax.random.key(0))
-    )
+    program = make_program(tiny, trainable=lambda path: path != "head")
+    copy, state = copy_and_step(tiny, program)
     first, other = tiny.make_params(), tiny.make_params(3)
     trained = sum(x.nbytes for x in jax.tree.leaves(first)) - first["head"].nbytes
     assert sum(map(len, copy.arrays)) == 2 * trained  # With the outer momentum.
-    state, _ = program.advance(
-        tiny.start(program), jax.tree.map(lambda x: x[None, :1], next(tiny.stream()))
-    )
     work = program.mean_params(state)["embed"] - first["embed"]
     for carried, moved in ((None, 0.0), (joining.Carried(state), work)):
         found = joining.adopt(program, first, jax.random.key(0), copy, carried)
@@ -180,7 +158,7 @@ def test_what_is_frozen_is_not_in_a_copy(tiny):
 
 
 def test_a_copy_of_another_model_is_refused(tiny):
-    program = make_program(tiny, methods.get("diloco", sync_interval=4), places()[0])
+    program = make_program(tiny)
     copy = joining.copy_of(program, tiny.start(program))
     short = copy.__class__(
         copy.step, copy.header, (copy.arrays[0][:-4], *copy.arrays[1:])

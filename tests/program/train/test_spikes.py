@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from cocodc_jax import methods
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.train.checkpoint import Checkpoints
-from cocodc_jax.train.hooks import Cadence, Hooks
-from cocodc_jax.train.loop import train
+from cocodc_jax.train.hooks import Cadence
 from cocodc_jax.train.spikes import LossSpikeError, Spikes, SpikeWatch
+from tests.program import tiny
 
 
 def test_worked_by_hand():
@@ -89,26 +89,12 @@ def program():
     return RegionProgram(loss_fn, optax.sgd(0.1), method, PARAMS, 2)
 
 
-def run(program, folder, spikes, first_batch=None):
-    records, progress = [], None
-    with Checkpoints(folder) as checkpoints:
-        state = program.init(PARAMS, jax.random.key(0))
-        if restored := checkpoints.restore(program):
-            state, extra = restored
-            progress = extra["progress"]
-        result = train(
-            program,
-            state,
-            batches(state.step if first_batch is None else first_batch),
-            44,
-            lambda step: step,
-            cadence=Cadence(log_every=4, checkpoint_every=20),
-            hooks=Hooks(record=records.append),
-            checkpoints=checkpoints,
-            progress=progress,
-            spikes=spikes,
-        )
-    return result, records
+def run(program, folder, spikes, skipped=0):
+    state = program.init(PARAMS, jax.random.key(0))
+    return tiny.train_in(
+        folder, program, state, lambda step: batches(step + skipped), 44,
+        cadence=Cadence(log_every=4, checkpoint_every=20), spikes=spikes,
+    )  # fmt: skip
 
 
 def test_it_is_recorded_and_nothing_else_changes(program, tmp_path):
@@ -126,6 +112,6 @@ def test_it_is_not_saved_and_other_data_come_after(program, tmp_path):
         run(program, tmp_path, spikes)
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step == 20
-    result, records = run(program, tmp_path, spikes, first_batch=40)
+    result, records = run(program, tmp_path, spikes, skipped=20)
     assert result.state.step == 44
     assert not [r for r in records if r["kind"] == "spike"]
