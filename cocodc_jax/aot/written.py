@@ -15,6 +15,7 @@ from typing import Any
 from jax.interpreters import partial_eval
 
 from cocodc_jax.aot.costs import cudnn_flops, splash_flops
+from cocodc_jax.models.dispatch import FURTHER_ROUND
 
 # Whose body is an attention kernel's, and counted by its name.
 _KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper")
@@ -28,7 +29,8 @@ def flops(jaxpr: Any) -> float:
     are kept.
 
     Loops of `lax.scan` count as often as they run, those of `lax.while_loop` once; of
-    the branches of a condition the one that computes most; what a `jax.shard_map`
+    the branches of a condition the one that computes most (the one that computes
+    least for rounds of rows to experts after the first); what a `jax.shard_map`
     computes on each device, for every device along its axes.
 
     >>> import jax, jax.numpy as jnp
@@ -57,7 +59,8 @@ def _flops_of(each: Any) -> float:
         return _kernel_flops(each)
     inside = [_sum(jaxpr) for jaxpr in _bodies(params)]
     if name == "cond":
-        return max(inside)
+        is_further = FURTHER_ROUND in str(each.source_info.name_stack)
+        return min(inside) if is_further else max(inside)
     times = 1
     if name == "scan":
         times = params["length"]

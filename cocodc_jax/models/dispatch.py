@@ -40,6 +40,8 @@ _MOST_ROWS, _LEAST_ROWS = 128, 8
 _MOST_TILE = 512
 # Rows that a device sends another in a round, over those of an even router; not tuned.
 _SPARE = 1.5
+# Scope of the rounds that an even router never needs, for what counts operations.
+FURTHER_ROUND = "further_round"
 
 
 def mix(
@@ -149,13 +151,14 @@ def _mix_over(x_TD, ids_TK, weights_TK, weights, dispatch: str, layout: Layout):
 
     @jax.checkpoint
     def again(mixed_TD, number):
-        more_TD = jax.lax.cond(
-            number < needed,
-            send,
-            lambda _, x_TD, *rest: jnp.zeros_like(x_TD),
-            number,
-            *given,
-        )
+        with jax.named_scope(FURTHER_ROUND):
+            more_TD = jax.lax.cond(
+                number < needed,
+                send,
+                lambda _, x_TD, *rest: jnp.zeros_like(x_TD),
+                number,
+                *given,
+            )
         return mixed_TD + more_TD, None
 
     return jax.lax.scan(again, mixed_TD, jnp.arange(1, most))[0]

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import RegionState
-from cocodc_jax.sharding.mesh import regional
+from cocodc_jax.sharding.mesh import DATA, EXPERT, regional, spec_axes
 from cocodc_jax.sharding.outer_mesh import check_channels, outer_rows, outer_sharding
 from cocodc_jax.sync.fragments import Fragments, LeafSlice
 
@@ -144,13 +144,21 @@ def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _spec(mesh: Mesh, part: LeafSlice, listed: list[Any]) -> Any:
-    """Return the spec of a leaf slice: its leaf's, if its layers or experts divide."""
+    """Return the spec of a leaf slice: its leaf's, if its layers or experts divide.
+
+    Of a range of experts every device of their axis has a share of the width instead:
+    the range would seldom divide, and be one device's in the parameters.
+    """
     spec, axis = listed[part.leaf], part.axis
     if part.rows is None or axis >= len(spec) or spec[axis] is None:
         return spec
+    rest = [*spec[:axis], None, *spec[axis + 1 :]]
+    if spec[axis] == EXPERT:
+        each = [axes + (EXPERT,) * (DATA in axes) for axes in spec_axes(rest)]
+        return P(*(axes or None for axes in each))
     if len(part.rows) % mesh.shape[spec[axis]] == 0:
         return spec
-    return P(*spec[:axis], None, *spec[axis + 1 :])
+    return P(*rest)
 
 
 def _like(shardings: ByPath, default: NamedSharding, tree: PyTree) -> PyTree:
