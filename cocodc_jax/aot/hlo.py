@@ -164,8 +164,8 @@ class Module:
         """How often each computation runs; of a conditional every branch counts.
 
         Rounds of rows to experts after the first, which an even router does not need,
-        run 0 times. What an instruction applies to single elements, as a reduction its sum, is not
-        called in this sense, and runs 0 times.
+        run 0 times. What an instruction applies to single elements, as a reduction its
+        sum, is not called in this sense, and runs 0 times.
         """
         times = dict.fromkeys(self.computations, 0)
 
