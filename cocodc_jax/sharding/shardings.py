@@ -76,7 +76,7 @@ class Shardings:
             shaped like a parameter; None is the devices' default.
         """
         check_channels(mesh, outer_channels)
-        listed = jax.tree.leaves(specs)
+        listed, leaves = jax.tree.leaves(specs), jax.tree.leaves(shapes)
         unflatten = jax.tree.structure(shapes).unflatten
         regions = unflatten([regional(mesh, spec) for spec in listed])
 
@@ -101,7 +101,7 @@ class Shardings:
         )
         of_regions = cast(Any, regional(mesh))
         parts = [
-            {each.path: _spec(mesh, each, listed) for each in part}
+            {x.path: _spec(mesh, x, listed[x.leaf], leaves[x.leaf].shape) for x in part}
             for part in fragments.slices
         ]
 
@@ -143,14 +143,16 @@ def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
     )
 
 
-def _spec(mesh: Mesh, part: LeafSlice, listed: list[Any]) -> Any:
+def _spec(mesh: Mesh, part: LeafSlice, spec: Any, shape: tuple[int, ...]) -> Any:
     """Return the spec of a leaf slice: its leaf's, if its layers or experts divide.
 
     Of a range of experts every device of their axis has a share of the width instead:
     the range would seldom divide, and be one device's in the parameters.
     """
-    spec, axis = listed[part.leaf], part.axis
-    if part.rows is None or axis >= len(spec) or spec[axis] is None:
+    axis = part.axis
+    if part.rows is None or len(part.rows) == shape[axis]:
+        return spec
+    if axis >= len(spec) or spec[axis] is None:
         return spec
     rest = [*spec[:axis], None, *spec[axis + 1 :]]
     if spec[axis] == EXPERT:
