@@ -222,7 +222,8 @@ def _put_rows(
         return value
     if is_shared:  # For an update in place XLA would gather all experts.
         at = (*(slice(None),) * axis, jnp.array(rows))
-        return x.at[at].set(value, unique_indices=True, indices_are_sorted=True)
+        rows_of = jnp.asarray(x).at[at]
+        return rows_of.set(value, unique_indices=True, indices_are_sorted=True)
     if _stride(rows) == 1:
         return jax.lax.dynamic_update_slice_in_dim(x, value, rows[0], axis)
     # One in-place write per row: a strided `.at[].set` lowers to a scatter.
