@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -156,8 +157,11 @@ def _spec(mesh: Mesh, part: LeafSlice, spec: Any, shape: tuple[int, ...]) -> Any
         return spec
     rest = [*spec[:axis], None, *spec[axis + 1 :]]
     if spec[axis] == EXPERT:
-        each = [axes + (EXPERT,) * (DATA in axes) for axes in spec_axes(rest)]
-        return P(*(axes or None for axes in each))
+        for i, axes in enumerate(spec_axes(rest)):
+            more = (*axes, EXPERT)
+            if DATA in axes and shape[i] % math.prod(mesh.shape[a] for a in more) == 0:
+                rest[i] = more
+        return P(*rest)
     if len(part.rows) % mesh.shape[spec[axis]] == 0:
         return spec
     return P(*rest)
