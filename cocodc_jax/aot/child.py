@@ -134,7 +134,8 @@ def _measured(text: str, built: Built) -> dict[str, Any]:
     if built.target.slices > 1:  # One slice's module: it numbers its own devices only.
         mesh_shape[REGION] //= built.target.slices
     found = collectives(module, mesh_shape)
-    flops, moved = costs.flops(module), costs.hbm_bytes(module)
+    flops = costs.flops(module, built.even_share)
+    moved = costs.hbm_bytes(module)
     least = estimate(device_of(built.target, built.mesh), flops, moved, found)
     return dict(
         flops=flops,

@@ -89,7 +89,8 @@ def collectives(module: Module, mesh_shape: dict[str, int]) -> list[Collective]:
             if one is None:
                 continue
             channel = re.search(r"channel_id=(\d+)", each.attributes)
-            number = channel[1] if channel else "1"
+            # Hosts' transfers are numbered for themselves.
+            number = channel[1] if channel and each.opcode != "send" else "1"
             key = (one.kind, each.name if number == "1" else number)
             one = dataclasses.replace(one, times=times)
             parts = (one, found.get(key, one))

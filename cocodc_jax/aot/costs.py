@@ -29,19 +29,27 @@ _FREE = frozenset(
     "after-all partition-id replica-id opt-barrier optimization-barrier".split()
 )
 _SPLASH = {"fwd": 2, "dq": 3, "dkv": 4}
+# Names of kernels that multiply groups.
+_GROUPED = r"%?(ragged-dot|tgmm)"
 _FLOATS = ("bf16", "f32", "bfloat16", "float32")
 
 # Dtype and shape of an operand.
 Operand = tuple[str, tuple[int, ...]]
 
 
-def flops(module: Module) -> float:
+def flops(module: Module, even_share: float = 1.0) -> float:
     """Return the floating-point operations of all matrix products, 2 a product.
 
     TPUs' products are convolutions, GPUs' dots or calls of cuBLAS; of what other calls
-    compute only attention and products of groups are seen.
+    compute only attention and products of groups are seen. `even_share` is the share
+    of groups' rows that are multiplied; the rest is padding.
     """
-    return _summed(_flops_of, module)
+
+    def cost(each: Instruction, inside: Computation) -> float:
+        is_grouped = re.match(_GROUPED, each.name) is not None
+        return _flops_of(each, inside) * (even_share if is_grouped else 1.0)
+
+    return _summed(cost, module)
 
 
 def _summed(cost: Callable[[Instruction, Computation], float], module: Module) -> float:
@@ -74,7 +82,7 @@ def _flops_of(each: Instruction, inside: Computation) -> float:
     ]
     if "__cudnn$fmha" in each.attributes:
         return cudnn_flops("Backward" in each.attributes, operands[0][1])
-    if re.match(r"%?(ragged-dot|tgmm)", each.name):
+    if re.match(_GROUPED, each.name):
         return _grouped_flops(operands)
     return splash_flops(each.name + each.attributes, operands)
 

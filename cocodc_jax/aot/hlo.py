@@ -12,6 +12,8 @@ import math
 import re
 from collections.abc import Iterator
 
+from cocodc_jax.models.dispatch import FURTHER_ROUND
+
 _DTYPE = r"pred|token|opaque|[a-z]+\d+(?:e\d+m\d+\w*)?"
 _ARRAY = re.compile(rf"\b({_DTYPE})\[([\d,]*)\](?:\{{([^}}]*)\}})?")
 _COMMENT = re.compile(r"/\*.*?\*/")
@@ -161,14 +163,17 @@ class Module:
     def executions(self) -> dict[str, int]:
         """How often each computation runs; of a conditional every branch counts.
 
-        What an instruction applies to single elements, as a reduction its sum, is not
-        called in this sense, and runs 0 times.
+        Rounds of rows to experts after the first, which an even router does not need,
+        run 0 times. What an instruction applies to single elements, as a reduction its
+        sum, is not called in this sense, and runs 0 times.
         """
         times = dict.fromkeys(self.computations, 0)
 
         def visit(name: str, count: int) -> None:
             times[name] += count
             for each in self.computations[name].instructions:
+                if each.opcode == "conditional" and FURTHER_ROUND in each.attributes:
+                    continue
                 for kind, callees in each.called.items():
                     trips = self.trip_count(each) if kind == "body" else 1
                     for callee in callees:

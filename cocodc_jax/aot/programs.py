@@ -18,6 +18,7 @@ from cocodc_jax.aot.targets import GPUS_PER_HOST, Target
 from cocodc_jax.chips import Chip
 from cocodc_jax.exchange.programs import LoweredProgram
 from cocodc_jax.expert_leaves import expert_axis
+from cocodc_jax.models.dispatch import rows_of_a_round
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.run.build import build_program, check_model, list_evaluation, mesh_of
 from cocodc_jax.run.config import TrainConfig
@@ -45,6 +46,8 @@ class Built:
       scan_steps: T, inner steps in one call.
       syncs_per_step: that start, on average.
       state: abstract, with as much in flight as ever.
+      even_share: of the rows of a round to experts, what an even router sends; 1
+        without an expert axis.
     """
 
     target: Target
@@ -54,6 +57,7 @@ class Built:
     scan_steps: int
     syncs_per_step: float
     state: Any
+    even_share: float
 
 
 def place(config: TrainConfig, target: Target, keep_data_axis: bool) -> TrainConfig:
@@ -117,7 +121,19 @@ def build(config: TrainConfig, target: Target) -> Built:
         scan_steps,
         syncs_per_step,
         program.abstract(schedule),
+        _even_share(config),
     )
+
+
+def _even_share(config: TrainConfig) -> float:
+    run, model, data = config.run, config.model, config.data
+    if run.expert_axis == 1:
+        return 1.0
+    tokens = data.batch_per_region * data.sequence_length
+    tokens //= run.devices_per_batch * run.sequence_axis * run.accumulate_steps
+    rows = tokens * model.experts_per_token
+    room = rows_of_a_round(rows, run.expert_axis)
+    return rows / (run.expert_axis * room)
 
 
 def _walk(program: RegionProgram, log_every: int) -> tuple[int, float, Any]:
@@ -164,7 +180,8 @@ def recomputed_flops(built: Built, config: TrainConfig) -> float:
 
     def count(built: Built) -> float:
         steps = next(each for each in built.listed if each.name == INNER_STEPS)
-        return written.flops(steps.program.trace(*steps.arguments).jaxpr)
+        jaxpr = steps.program.trace(*steps.arguments).jaxpr
+        return written.flops(jaxpr, built.even_share)
 
     return (count(built) - count(kept)) / built.scan_steps / built.mesh.size
 

@@ -15,21 +15,24 @@ from typing import Any
 from jax.interpreters import partial_eval
 
 from cocodc_jax.aot.costs import cudnn_flops, splash_flops
+from cocodc_jax.models.dispatch import FURTHER_ROUND
 
 # Whose body is an attention kernel's, and counted by its name.
 _KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper")
 _KERNELS += ("dot_product_attention_bwd_wrapper",)
 
 
-def flops(jaxpr: Any) -> float:
+def flops(jaxpr: Any, even_share: float = 1.0) -> float:
     """Return the operations of all matrix products on all devices, 2 a product.
 
     Not of those that no result depends on, as a policy leaves where a kernel's outputs
     are kept.
 
     Loops of `lax.scan` count as often as they run, those of `lax.while_loop` once; of
-    the branches of a condition the one that computes most; what a `jax.shard_map`
-    computes on each device, for every device along its axes.
+    the branches of a condition the one that computes most (the one that computes
+    least for rounds of rows to experts after the first); what a `jax.shard_map`
+    computes on each device, for every device along its axes. `even_share` is as for
+    `costs.flops`.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jnp.zeros((2, 3))
@@ -37,14 +40,15 @@ def flops(jaxpr: Any) -> float:
     24.0
     """
     whole = _open(jaxpr)
-    return _sum(partial_eval.dce_jaxpr(whole, [True] * len(whole.outvars))[0])
+    used, _ = partial_eval.dce_jaxpr(whole, [True] * len(whole.outvars))
+    return _sum(used, even_share)
 
 
-def _sum(jaxpr: Any) -> float:
-    return sum(_flops_of(each) for each in _open(jaxpr).eqns)
+def _sum(jaxpr: Any, even_share: float) -> float:
+    return sum(_flops_of(each, even_share) for each in _open(jaxpr).eqns)
 
 
-def _flops_of(each: Any) -> float:
+def _flops_of(each: Any, even_share: float) -> float:
     name, params = each.primitive.name, each.params
     if name == "dot_general":
         contracted = params["dimension_numbers"][0][0]
@@ -52,12 +56,13 @@ def _flops_of(each: Any) -> float:
         size = math.prod(left[axis] for axis in contracted)
         return 2.0 * math.prod(out) * size
     if name == "ragged_dot_general":
-        return _ragged_flops(each)
+        return _ragged_flops(each) * even_share
     if name in _KERNELS:
         return _kernel_flops(each)
-    inside = [_sum(jaxpr) for jaxpr in _bodies(params)]
+    inside = [_sum(jaxpr, even_share) for jaxpr in _bodies(params)]
     if name == "cond":
-        return max(inside)
+        is_further = FURTHER_ROUND in str(each.source_info.name_stack)
+        return min(inside) if is_further else max(inside)
     times = 1
     if name == "scan":
         times = params["length"]

@@ -40,6 +40,8 @@ _MOST_ROWS, _LEAST_ROWS = 128, 8
 _MOST_TILE = 512
 # Rows that a device sends another in a round, over those of an even router; not tuned.
 _SPARE = 1.5
+# Scope of the rounds that an even router never needs, for what counts operations.
+FURTHER_ROUND = "further_round"
 
 
 def mix(
@@ -134,7 +136,7 @@ def _mix_over(x_TD, ids_TK, weights_TK, weights, dispatch: str, layout: Layout):
             .at[place_N]
             .set(jnp.arange(num_rows), mode="drop")
         )
-        rows_SD = x_TD.at[from_S // per_token].get(mode="fill", fill_value=0)
+        rows_SD = jnp.pad(x_TD, ((0, 1), (0, 0)))[from_S // per_token]
         ids_S = own_N.at[from_S].get(mode="fill", fill_value=no_expert)
         out_SKD = _multiplied(cross(rows_SD), cross(ids_S)[:, None], weights, dispatch)
         out_ND = cross(out_SKD[:, 0]).at[place_N].get(mode="fill", fill_value=0)
@@ -147,18 +149,24 @@ def _mix_over(x_TD, ids_TK, weights_TK, weights, dispatch: str, layout: Layout):
     # Equal on all devices of the region: those that need no further round answer too.
     needed = jax.lax.pmax(-(-counts_X.max() // room), layout.tokens)
 
-    @jax.checkpoint
-    def again(mixed_TD, number):
-        more_TD = jax.lax.cond(
-            number < needed,
-            send,
-            lambda _, x_TD, *rest: jnp.zeros_like(x_TD),
-            number,
-            *given,
-        )
-        return mixed_TD + more_TD, None
+    def nothing(x_TD, *_):
+        return jnp.zeros_like(x_TD)
 
-    return jax.lax.scan(again, mixed_TD, jnp.arange(1, most))[0]
+    def follow(*given):
+        @jax.checkpoint
+        def again(number, mixed_TD):
+            send_one = functools.partial(send, number)
+            return mixed_TD + jax.lax.cond(number < needed, send_one, nothing, *given)
+
+        return jax.lax.fori_loop(1, most, again, nothing(*given))
+
+    # One condition around the loop, which would add zeros, also to gradients.
+    @jax.checkpoint
+    def further(*given):
+        with jax.named_scope(FURTHER_ROUND):
+            return jax.lax.cond(needed > 1, follow, nothing, *given)
+
+    return mixed_TD + further(*given)
 
 
 def rows_of_a_round(num_rows: int, num_devices: int) -> int:

@@ -31,7 +31,7 @@ from cocodc_jax.program.region_state import InitState, RegionMetrics
 from cocodc_jax.program.segment import InnerSteps
 from cocodc_jax.sharding.ambient import trace_without_mesh_if_needed
 from cocodc_jax.sharding.local_regions import LocalRegions
-from cocodc_jax.sharding.mesh import REGION, is_cpu, make_mesh
+from cocodc_jax.sharding.mesh import EXPERT, REGION, is_cpu, make_mesh
 from cocodc_jax.sharding.optimizer_memory import memory_kind
 from cocodc_jax.sharding.outer_placement import OuterPlacement
 from cocodc_jax.sharding.shardings import Shardings, with_shardings
@@ -157,7 +157,10 @@ def checked(
         transport.check_model_state(model_state)
     exchange = transport.resolve(method, jax.process_count())
     overlap = transport.overlaps(method, mesh, exchange)
-    fragments = checked_fragments(method, params, fragments)
+    fragments = dataclasses.replace(
+        checked_fragments(method, params, fragments),
+        shares_experts=mesh.shape.get(EXPERT, 1) > 1,
+    )
     check_feedback(method, fragments, params)
     if user_inputs.outputs is not None:
         outputs = tuple(map(trace_without_mesh_if_needed, user_inputs.outputs))

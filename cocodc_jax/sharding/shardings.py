@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import RegionState
-from cocodc_jax.sharding.mesh import regional
+from cocodc_jax.sharding.mesh import DATA, EXPERT, regional, spec_axes
 from cocodc_jax.sharding.outer_mesh import check_channels, outer_rows, outer_sharding
 from cocodc_jax.sync.fragments import Fragments, LeafSlice
 
@@ -76,7 +77,7 @@ class Shardings:
             shaped like a parameter; None is the devices' default.
         """
         check_channels(mesh, outer_channels)
-        listed = jax.tree.leaves(specs)
+        listed, leaves = jax.tree.leaves(specs), jax.tree.leaves(shapes)
         unflatten = jax.tree.structure(shapes).unflatten
         regions = unflatten([regional(mesh, spec) for spec in listed])
 
@@ -101,7 +102,7 @@ class Shardings:
         )
         of_regions = cast(Any, regional(mesh))
         parts = [
-            {each.path: _spec(mesh, each, listed) for each in part}
+            {x.path: _spec(mesh, x, listed[x.leaf], leaves[x.leaf].shape) for x in part}
             for part in fragments.slices
         ]
 
@@ -143,14 +144,27 @@ def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
     )
 
 
-def _spec(mesh: Mesh, part: LeafSlice, listed: list[Any]) -> Any:
-    """Return the spec of a leaf slice: its leaf's, if its layers or experts divide."""
-    spec, axis = listed[part.leaf], part.axis
-    if part.rows is None or axis >= len(spec) or spec[axis] is None:
+def _spec(mesh: Mesh, part: LeafSlice, spec: Any, shape: tuple[int, ...]) -> Any:
+    """Return the spec of a leaf slice: its leaf's, if its layers or experts divide.
+
+    Of a range of experts every device of their axis has a share of the width instead:
+    the range would seldom divide, and be one device's in the parameters.
+    """
+    axis = part.axis
+    if part.rows is None or len(part.rows) == shape[axis]:
         return spec
+    if axis >= len(spec) or spec[axis] is None:
+        return spec
+    rest = [*spec[:axis], None, *spec[axis + 1 :]]
+    if spec[axis] == EXPERT:
+        for i, axes in enumerate(spec_axes(rest)):
+            more = (*axes, EXPERT)
+            if DATA in axes and shape[i] % math.prod(mesh.shape[a] for a in more) == 0:
+                rest[i] = more
+        return P(*rest)
     if len(part.rows) % mesh.shape[spec[axis]] == 0:
         return spec
-    return P(*spec[:axis], None, *spec[axis + 1 :])
+    return P(*rest)
 
 
 def _like(shardings: ByPath, default: NamedSharding, tree: PyTree) -> PyTree:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from cocodc_jax.expert_leaves import expert_axis
 from cocodc_jax.transforms.layers import BLOCKS, named_leaves
 
 PyTree = Any
@@ -49,10 +50,13 @@ class Fragments:
     Attributes:
       treedef: structure of the tree that was cut.
       slices: for each fragment, its leaf slices in leaf order.
+      shares_experts: whether devices share the axis of experts, so that a range of them
+        is on several.
     """
 
     treedef: Any
     slices: tuple[tuple[LeafSlice, ...], ...]
+    shares_experts: bool = False
 
     def __len__(self) -> int:
         """Return the number of fragments, K."""
@@ -103,9 +107,16 @@ class Fragments:
         leaves = self.treedef.flatten_up_to(tree)
         for part in self.slices[fragment_id]:
             leaves[part.leaf] = _put_rows(
-                leaves[part.leaf], part.rows, value[part.path], lead + part.axis
+                leaves[part.leaf],
+                part.rows,
+                value[part.path],
+                lead + part.axis,
+                self._is_shared(part),
             )
         return self.treedef.unflatten(leaves)
+
+    def _is_shared(self, part: LeafSlice) -> bool:
+        return self.shares_experts and expert_axis(part.path) == part.axis
 
     def only(self, tree: PyTree, fragment_id: int) -> PyTree:
         """Return `tree` with None for every leaf that has no part of a fragment.
@@ -200,11 +211,19 @@ def _take_rows(x: jax.Array, rows: tuple[int, ...] | None, axis: int) -> jax.Arr
 
 
 def _put_rows(
-    x: jax.Array, rows: tuple[int, ...] | None, value: jax.Array, axis: int
+    x: jax.Array,
+    rows: tuple[int, ...] | None,
+    value: jax.Array,
+    axis: int,
+    is_shared: bool,
 ) -> jax.Array:
     value = value.astype(x.dtype)
-    if rows is None:
+    if rows is None or (is_shared and len(rows) == x.shape[axis]):
         return value
+    if is_shared:  # For an update in place XLA would gather all experts.
+        at = (*(slice(None),) * axis, jnp.array(rows))
+        rows_of = jnp.asarray(x).at[at]
+        return rows_of.set(value, unique_indices=True, indices_are_sorted=True)
     if _stride(rows) == 1:
         return jax.lax.dynamic_update_slice_in_dim(x, value, rows[0], axis)
     # One in-place write per row: a strided `.at[].set` lowers to a scatter.

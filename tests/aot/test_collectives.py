@@ -165,9 +165,11 @@ def test_a_collective_of_the_hosts_spans_what_comes_before_its_arrival(num_early
     ends = ["%sd = token[] send-done(%s), channel_id=2",
             "%rd = (f32[8], token[]) recv-done(%r), channel_id=1"]  # fmt: skip
     early, late = ends[:num_early], ends[num_early:]
-    (found,) = read(
+    # A gather of the devices has the same number.
+    inside, found = read(
         "%a = f32[2] parameter(0)",
         "%i = (s32[], f32[4,4]) parameter(1)",
+        "%g = f32[8] all-gather(%a), channel_id=2, replica_groups={{0,1,2,3}}",
         "%t = token[] after-all()",
         f"%s = (f32[2], u32[], token[]) send(%a, %t), channel_id=2, {attributes}",
         f"%r = (f32[8], u32[], token[]) recv(%t), channel_id=1, {attributes}",
@@ -179,3 +181,4 @@ def test_a_collective_of_the_hosts_spans_what_comes_before_its_arrival(num_early
     )
     assert (found.kind, found.axes) == ("all-gather", (BETWEEN_SLICES,))
     assert (found.num_bytes, found.spans) == (32, num_early < 2)
+    assert (inside.axes, inside.num_bytes) == (("data",), 24)

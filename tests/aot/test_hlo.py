@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cocodc_jax.aot import costs, hlo
+from cocodc_jax.models.dispatch import FURTHER_ROUND
 
 # A scan of 3 steps, each a product [4,8] x [8,16], its weights sliced from a stack.
 LOOP = """
@@ -212,6 +213,25 @@ ENTRY %main (a: f32[4,4]) -> f32[4,4] {
 """)
     assert module.executions == {"square": 2, "main": 1}
     assert costs.flops(module) == 2 * 2 * 4**3
+
+
+@pytest.mark.parametrize("scope", ["", f"{FURTHER_ROUND}/"])
+def test_rounds_that_an_even_router_does_not_need_do_not_run(scope):
+    text = """
+%square (x: f32[4,4]) -> f32[4,4] {
+  %x = f32[4,4] parameter(0)
+  ROOT %y = f32[4,4] multiply(%x, %x)
+}
+
+ENTRY %main (p: pred[], a: f32[4,4]) -> f32[4,4] {
+  %p = pred[] parameter(0)
+  %a = f32[4,4] parameter(1)
+  ROOT %b = f32[4,4] conditional(%p, %a, %a), true_computation=%square, \
+false_computation=%square, metadata={op_name="jit(f)/SCOPEcond"}
+}
+"""
+    module = hlo.parse(text.replace("SCOPE", scope))
+    assert module.executions["square"] == (0 if scope else 2)
 
 
 def test_what_is_no_program_is_refused():

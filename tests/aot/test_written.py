@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax import models
 from cocodc_jax.aot import written
 from cocodc_jax.models.attention import attend
+from cocodc_jax.models.dispatch import FURTHER_ROUND
 
 X = jnp.zeros((4, 8))
 PRODUCT = 2 * 4 * 8 * 4
@@ -28,6 +29,11 @@ def looped(x):
 
 def chosen(x):
     return jax.lax.cond(x[0, 0] > 0, lambda: product(x) @ x, lambda: x)
+
+
+def further(x):
+    with jax.named_scope(FURTHER_ROUND):
+        return chosen(x)
 
 
 def shared(x):
@@ -49,16 +55,21 @@ def grouped(x):
         (product, PRODUCT),
         (looped, 4 * PRODUCT),
         (chosen, PRODUCT + 2 * 4 * 4 * 8),
+        (further, 0),
         (shared, 2 * PRODUCT),
         (jax.checkpoint(jax.jit(product)), PRODUCT),
         # A gradient's two, and the first again.
         (jax.grad(lambda x: jnp.sum(jnp.square(jax.checkpoint(product)(x)))),
          3 * PRODUCT),
     ],
-    ids=["grouped", "product", "scan", "cond", "shard_map", "nested", "gradient"],
+    ids=["grouped", "product", "scan", "cond", "rounds", "shard_map", "nested",
+         "gradient"],
 )  # fmt: skip
 def test_products_count_as_often_as_they_run(program, expected):
-    assert written.flops(jax.make_jaxpr(program)(X)) == expected
+    jaxpr = jax.make_jaxpr(program)(X)
+    assert written.flops(jaxpr) == expected
+    is_grouped = program is grouped
+    assert written.flops(jaxpr, 0.75) == expected * (0.75 if is_grouped else 1)
 
 
 def test_a_kernel_counts_as_it_is_known_to_compute():

@@ -102,6 +102,23 @@ def test_a_finished_run_goes_on_for_more_steps(call, corpus, tmp_path):
     assert "for steps give 16 or more, as so many are done" in err
 
 
+def test_a_mixture_goes_on_with_its_experts_on_another_number_of_devices(
+    call, corpus, tmp_path
+):
+    many, one = tmp_path / "many", tmp_path / "one"
+    words = [*FLAGS, *corpus, "--regions=2", "--num_experts=4", "--expert_width=16"]
+    words += ["--fragment_strategy=experts", "--expert_weights=tokens"]
+    words += ["--final_lr_fraction=1"]
+    # The last fragment is in flight.
+    half = ["--steps=9", "--expert_axis=2", f"--workdir={many}"]
+    assert call(train, *words, *half)[0] == 0
+    code, _, err = call(train, *words, f"--workdir={many}")
+    assert code == 0, err
+    assert "goes on from step 9 with steps=16 (was 9), expert_axis=1 (was 2)\n" in err
+    assert call(train, *words, f"--workdir={one}")[0] == 0
+    np.testing.assert_allclose(losses(many), losses(one), rtol=1e-4)
+
+
 def test_a_schedule_that_follows_the_length_changes_where_that_is_asked_for(
     finished, call, corpus, tmp_path
 ):

@@ -176,6 +176,31 @@ def test_a_region_moves_what_fsdp_has_to_and_nothing_with_its_batch(run, tmp_pat
     assert moved <= 1.01 * sent["sent_bytes"] / 4
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+def test_a_window_of_experts_that_devices_share_is_compiled_for_a_tpu():
+    target = Target.parse("v5e:2x2", 2)
+    model = SMALL | dict(
+        num_experts=4, expert_width=128, width=128, sequence_length=64, remat="none",
+        num_fragments=3, fragment_strategy="experts", sync_interval=6, delay_steps=2,
+        expert_axis=2, method="streaming_diloco",
+    )  # fmt: skip
+    config = place(PRESETS["smoke"].replace(**model), target, False)
+    about, (found,) = Job(config, target, "^start fragment 1, inner").run()
+    # An even router needs the rows of one round of two, and no padding.
+    assert 0.97 < report.excess_ratio(about, found) < 1.1
+    (mean,) = report._rows(found, "between")
+    assert mean["spans"]
+    # Each chip has its own part of the two experts.
+    assert mean["num_bytes"] == pytest.approx(found["sent_bytes"] / 4, rel=1e-3)
+    rows = [row for row in report._rows(found, "inside") if row["axes"] == ["expert"]]
+    # In each of two steps there and back, rows and cotangents.
+    steps = [row for row in rows if row["kind"] == "all-to-all"]
+    assert sum(row["executions"] for row in steps) >= 2 * 4
+
+
 def test_what_is_refused_is_said_in_one_line(call):
     code, _, error = call(program, "--preset=smoke")
     assert (code, error.count("\n")) == (2, 1)

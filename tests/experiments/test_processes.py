@@ -25,6 +25,12 @@ SMOKE = [
 STREAMING = [*SMOKE, "--method=streaming_diloco"]
 # Two regions of two devices, each of which may be a process of its own.
 PAIRS = ["--regions=2", "--data_axis=2"]
+# The devices of a region share its experts.
+EXPERTS = [
+    "--regions=2", "--expert_axis=2", "--num_experts=4", "--expert_width=16",
+    "--fragment_strategy=experts", "--expert_weights=tokens", "--steps=8",
+    "--sync_interval=4", "--checkpoint_every=0",
+]  # fmt: skip
 BARE = ["--preset=smoke", "--steps=24", "--checkpoint_every=8", "--eval_every=0"]
 
 
@@ -155,6 +161,7 @@ def test_another_number_of_processes_goes_on(command, run, corpus, tmp_path):
         (4, [*STREAMING, "--regions=2", "--model_axis=2"]),
         (4, [*STREAMING, "--regions=2", "--data_axis=2", "--model_axis=2"]),
         (4, [*STREAMING, "--regions=2", "--stages=2", "--scan_layers"]),
+        pytest.param(4, [*STREAMING, *EXPERTS], id="4-experts"),
         (4, [*BARE, *PAIRS, "--method=noloco"]),
         (4, [*BARE, *PAIRS, "--method=co2"]),
     ],

@@ -60,17 +60,21 @@ SHARED = PRESETS["smoke"].replace(
 )  # fmt: skip
 
 
-def trained(**axes):
-    config = SHARED.replace(**axes)
+def made(config):
     own = config.run.regions * config.run.devices_per_region
     mesh = mesh_of(config.run, jax.devices()[:own])
-    program = build_program(config, config.model, mesh)
+    return build_program(config, config.model, mesh)
+
+
+def trained(num_steps=STEPS, **axes):
+    config = SHARED.replace(**axes)
+    program = made(config)
     params = init_params(config.run, config.model, jax.random.key(3))
     state = program.init(params, jax.random.key(4))
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 256, (STEPS, 2, BATCH, LENGTH + 1)).astype(np.int32)
+    tokens = rng.integers(0, 256, (num_steps, 2, BATCH, LENGTH + 1)).astype(np.int32)
     losses, num_tokens = [], []
-    for new, output in run(program, state, iter(tokens), STEPS):
+    for new, output in run(program, state, iter(tokens), num_steps):
         state = new
         losses += np.asarray(output.losses).tolist()
         num_tokens += np.asarray(output.aux["num_tokens"]).tolist()
@@ -87,16 +91,34 @@ def test_devices_that_share_positions_train_as_one_does():
     assert gate.spec == P("region", ("data", "sequence"), "model")
 
 
+# Three dense fragments, and of the experts 0, 1, and 2 and 3.
+MOE = {
+    "num_experts": 4, "expert_width": 16, "scan_layers": True,
+    "method": "streaming_diloco", "fragment_strategy": "experts", "num_fragments": 6,
+    "delay_steps": 0, "sync_interval": 6, "expert_weights": "tokens",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_fragments", "of_gate"),
+    [
+        (6, P(None, None, ("data", "expert"), "model")),
+        (2, P(None, "expert", "data", "model")),
+    ],
+)
+def test_of_a_range_of_experts_each_device_has_a_share_of_the_width(
+    num_fragments, of_gate
+):
+    """Of all experts it has its own, as of the parameters."""
+    config = SHARED.replace(data_axis=2, expert_axis=2, **MOE)
+    program = made(config.replace(num_fragments=num_fragments))
+    for found in program.shardings.fragments[num_fragments // 2 :]:
+        assert found["blocks/moe/experts/gate"].spec == of_gate
+
+
 def test_devices_that_share_experts_train_as_one_does():
-    # Fragments of two, one and one experts: those of one are on every device.
-    moe = {
-        "num_experts": 4, "expert_width": 16, "scan_layers": True,
-        "method": "streaming_diloco", "fragment_strategy": "experts",
-        "num_fragments": 4, "delay_steps": 0, "sync_interval": 4,
-        "expert_weights": "tokens",
-    }  # fmt: skip
-    state, losses, num_tokens = trained(data_axis=2, expert_axis=2, **moe)
-    one, expected, alone = trained(**moe)
+    state, losses, num_tokens = trained(6, data_axis=2, expert_axis=2, **MOE)
+    one, expected, alone = trained(6, **MOE)
     assert state.sync.schedule == one.sync.schedule
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4),

@@ -54,10 +54,11 @@ def test_experts_are_cut_into_ranges_and_the_rest_is_dense(scan_layers, num_frag
     assert sum(sizes) == total
     assert fragments.num_bytes == tuple(4 * size for size in sizes)
     jax.tree.map(np.testing.assert_array_equal, fragments.join(parts), params)
-    changed = params
-    for k, part in enumerate(parts):
-        changed = fragments.put(changed, k, jax.tree.map(jnp.negative, part))
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, -y), changed, params)
+    for shared in (False, True):
+        each, changed = dataclasses.replace(fragments, shares_experts=shared), params
+        for k, part in enumerate(parts):
+            changed = each.put(changed, k, jax.tree.map(jnp.negative, part))
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, -y), changed, params)
     # A region axis before, and a program that checks the cut.
     lead = jax.tree.map(lambda x: jnp.stack([x, x + 1]), params)
     for k, part in enumerate(parts):
