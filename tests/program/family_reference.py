@@ -1,9 +1,9 @@
 """NumPy reference of the other methods, written from the formulas.
 
-It shares no code with the package. Parameters are flat dicts from name to float64
-array, one dict a region; `targets[t][m]` is what region m trains on in tick t. Every
-method is a function that gives the regions' parameters and the outer ones at the end;
-inner steps are plain SGD. Pseudo-gradients are old minus new.
+It shares no code with the package. A model is a float64 vector, its tensors end to end,
+and what all regions have of it is `[M, N]`; `targets[t, m]` is what region m trains on
+in tick t. Every method is a function that gives the regions' parameters and the outer
+ones at the end; inner steps are plain SGD. Pseudo-gradients are old minus new.
 
 What the package keeps in float32 whatever the parameters (scales of a quantizer, the
 staleness gap) is rounded to float32 here too, where its formula says so.
@@ -15,37 +15,35 @@ from fractions import Fraction
 
 import numpy as np
 
-
-def each(fn, *trees):
-    return {n: fn(*(tree[n] for tree in trees)) for n in trees[0]}
+SHAPES = {"a": (4, 8), "b": (8,), "c": (4,)}
 
 
-def zeros(tree):
-    return each(np.zeros_like, tree)
+def split(model):
+    """The tensors of a model."""
+    ends = np.cumsum([math.prod(shape) for shape in SHAPES.values()])
+    parts = zip(np.split(model, ends[:-1]), SHAPES.values(), strict=True)
+    return [part.reshape(shape) for part, shape in parts]
 
 
-def minus(a, b):
-    return each(np.subtract, a, b)
+def join(tensors):
+    return np.concatenate([np.ravel(x) for x in tensors])
 
 
-def mean(trees, weights=None):
-    weights = [1 / len(trees)] * len(trees) if weights is None else weights
-    return {
-        n: sum(w * tree[n] for w, tree in zip(weights, trees, strict=True))
-        for n in trees[0]
-    }
+def tensorwise(fn):
+    """As `fn`, of each tensor of a model."""
+    return lambda model: join(map(fn, split(model)))
 
 
-def length(tree):
-    return math.sqrt(sum((x**2).sum() for x in tree.values()))
+def by_region(fn, models):
+    return np.array([fn(model) for model in models])
 
 
 @dataclasses.dataclass
 class SyncSpec:
-    """f(x) = (x - target)' A (x - target) / 2, all parameters end to end."""
+    """f(x) = (x - target)' A (x - target) / 2."""
 
     hessian: np.ndarray
-    params: dict
+    params: np.ndarray
     targets: np.ndarray
     lr: float
 
@@ -57,28 +55,25 @@ class SyncSpec:
     def num_steps(self):
         return self.targets.shape[0]
 
-    def copies(self):
-        return [each(np.copy, self.params) for _ in range(self.num_regions)]
+    def everywhere(self, model):
+        """A model, or the regions' own ones, as `[M, N]`."""
+        return np.broadcast_to(model, self.targets.shape[1:]).copy()
 
-    def gradient(self, params, t, m):
-        whole = np.concatenate([x.ravel() for x in params.values()])
-        flat = self.hessian @ (whole - self.targets[t][m])
-        ends = np.cumsum([x.size for x in params.values()])[:-1]
-        parts = zip(params, np.split(flat, ends), strict=True)
-        return {n: part.reshape(params[n].shape) for n, part in parts}
+    def gradient(self, x, t, m=slice(None)):
+        return (x - self.targets[t, m]) @ self.hessian
 
-    def step(self, params, t, m):
-        return each(lambda x, g: x - self.lr * g, params, self.gradient(params, t, m))
+    def step(self, x, t, m=slice(None)):
+        return x - self.lr * self.gradient(x, t, m)
 
     def round(self, starts, t, num_steps):
         """All regions from `starts`, for `num_steps` ticks from tick t on."""
-        local = list(starts)
+        local = self.everywhere(starts)
         for tick in range(t, t + num_steps):
-            local = [self.step(x, tick, m) for m, x in enumerate(local)]
+            local = self.step(local, tick)
         return local
 
     def rounds(self, interval):
-        """First ticks of the whole rounds, and of the steps left over."""
+        """First ticks of the whole rounds, without the steps left over."""
         return range(0, self.num_steps - self.num_steps % interval, interval)
 
     def rest(self, starts, interval):
@@ -90,85 +85,43 @@ class SyncSpec:
 class Nesterov:
     lr: float
     momentum: float
-    m: dict | None = None
+    m: np.ndarray | float = 0.0
 
-    def step(self, params, delta):
-        old = self.m or zeros(delta)
-        self.m = old | each(lambda m, d: self.momentum * m + d, _of(old, delta), delta)
-        moved = each(
-            lambda x, d, m: x - self.lr * (d + self.momentum * m),
-            _of(params, delta),
-            delta,
-            _of(self.m, delta),
-        )
-        return params | moved
-
-
-def _of(tree, names):
-    return {n: tree[n] for n in names}
+    def step(self, x, delta):
+        self.m = self.momentum * self.m + delta
+        return x - self.lr * (delta + self.momentum * self.m)
 
 
 # --- Compressors: what a region's message decodes to --------------------------
 
 
-def plain(tree):
-    return tree
+def plain(model):
+    return model
 
 
 def top_k(density, quantize=None):
     """The largest; then they are quantized, by themselves, in falling order."""
 
     def one(x):
+        flat, kept = x.ravel(), np.zeros(x.size)
         k = max(1, round(density * x.size))
-        kept = _largest(x.ravel()[None], k)
-        if quantize:
-            sent = sorted(np.flatnonzero(kept), key=lambda i: -abs(kept[0, i]))
-            kept[0, sent] = quantize(kept[0, sent])
+        largest = np.argsort(-np.abs(flat), kind="stable")[:k]
+        kept[largest] = quantize(flat[largest]) if quantize else flat[largest]
         return kept.reshape(x.shape)
 
-    return lambda tree: each(one, tree)
+    return tensorwise(one)
 
 
-def _largest(rows, k):
-    kept = np.zeros_like(rows)
-    for row, out in zip(rows, kept, strict=True):
-        best = sorted(range(row.size), key=lambda i: -abs(row[i]))[:k]
-        out[best] = row[best]
-    return kept
+def chunks_of(matrix, h, w):
+    """`[n, h * w]`, row by row of chunks."""
+    cut = matrix.reshape(matrix.shape[0] // h, h, matrix.shape[1] // w, w)
+    return cut.swapaxes(1, 2).reshape(-1, h * w)
 
 
-def chunked(k, side, is_cosine=False, quantize=None, unsent=0.0):
-    """The k largest of each chunk, or of its cosine transform; `quantize` of them.
-
-    Of a chunk smaller than side x side its share of k, but for the transform's.
-    """
-
-    def one(x):
-        matrix = x.reshape(1, -1) if x.ndim < 2 else x
-        h, w = min(side, matrix.shape[0]), min(side, matrix.shape[1])
-        rows, columns = -(-matrix.shape[0] // h) * h, -(-matrix.shape[1] // w) * w
-        padded = np.zeros((rows, columns))
-        padded[: matrix.shape[0], : matrix.shape[1]] = matrix
-        corners = [(i, j) for i in range(0, rows, h) for j in range(0, columns, w)]
-        left, right = (cosines(h), cosines(w)) if is_cosine else (np.eye(h), np.eye(w))
-        chunks = [left @ padded[i : i + h, j : j + w] @ right.T for i, j in corners]
-        flat = np.array([c.ravel() for c in chunks])
-        k_own = k if is_cosine else max(1, round(k * h * w / side**2))
-        order = [sorted(range(h * w), key=lambda i, r=r: -abs(r[i])) for r in flat]
-        order = np.array(order)[:, :k_own]
-        sent = np.take_along_axis(flat, order, 1)
-        kept = np.full_like(flat, unsent)
-        sent = quantize(sent) if quantize else sent
-        np.put_along_axis(kept, order, sent, 1)
-        out = np.zeros_like(padded)
-        for (i, j), values in zip(corners, kept, strict=True):
-            back = values.reshape(h, w)
-            # Not times an identity, which would spread holes.
-            back = left.T @ back @ right if is_cosine else back
-            out[i : i + h, j : j + w] = back
-        return out[: matrix.shape[0], : matrix.shape[1]].reshape(x.shape)
-
-    return lambda tree: each(one, tree)
+def glued(chunks, h, w, shape):
+    """The matrix of these chunks."""
+    cut = chunks.reshape(shape[0] // h, shape[1] // w, h, w)
+    return cut.swapaxes(1, 2).reshape(shape)
 
 
 def cosines(n):
@@ -179,6 +132,34 @@ def cosines(n):
         for f in range(n)
     ]  # fmt: skip
     return np.array(rows)
+
+
+def chunked(k, side, is_cosine=False, quantize=None, unsent=0.0):
+    """The k largest of each chunk, or of its cosine transform; `quantize` of them.
+
+    Of a chunk smaller than side x side its share of k, but for the transform's.
+    """
+
+    def one(x):
+        matrix = np.atleast_2d(x)
+        h, w = (min(side, n) for n in matrix.shape)
+        room = [(0, -n % size) for n, size in zip(matrix.shape, (h, w), strict=True)]
+        padded = np.pad(matrix, room)
+        chunks = chunks_of(padded, h, w)
+        basis = np.kron(cosines(h), cosines(w))
+        if is_cosine:
+            chunks = chunks @ basis.T
+        k_own = k if is_cosine else max(1, round(k * h * w / side**2))
+        order = np.argsort(-np.abs(chunks), axis=1, kind="stable")[:, :k_own]
+        sent = np.take_along_axis(chunks, order, 1)
+        kept = np.full_like(chunks, unsent)
+        np.put_along_axis(kept, order, quantize(sent) if quantize else sent, 1)
+        if is_cosine:
+            kept = kept @ basis
+        whole = glued(kept, h, w, padded.shape)
+        return whole[: matrix.shape[0], : matrix.shape[1]].reshape(x.shape)
+
+    return tensorwise(one)
 
 
 def stat2(x):
@@ -200,7 +181,7 @@ def four_bit(x):
 
 def matrices(quantize):
     """Matrices quantized, vectors whole."""
-    return lambda tree: each(lambda x: quantize(x) if x.ndim > 1 else x, tree)
+    return tensorwise(lambda x: quantize(x) if x.ndim > 1 else x)
 
 
 @dataclasses.dataclass
@@ -211,22 +192,24 @@ class Threshold:
     every: int
     slack: float
     calls: int = 0
-    levels: dict = dataclasses.field(default_factory=dict)
+    levels: list = dataclasses.field(default_factory=list)
 
-    def __call__(self, tree):
-        out = {}
-        for n, x in tree.items():
-            size = np.abs(x.ravel()).astype(np.float32)
-            if self.calls % self.every == 0:
-                k = max(1, round(self.density * size.size))
-                self.levels[n] = np.sort(size)[-k]
-            capacity = min(x.size, max(1, round(self.slack * self.density * x.size)))
-            reached = [i for i, s in enumerate(size) if s >= self.levels[n]]
-            sent = np.zeros(x.size)
-            sent[reached[:capacity]] = x.ravel()[reached[:capacity]]
-            out[n] = sent.reshape(x.shape)
+    def __call__(self, model):
+        sizes = [np.abs(x.ravel()).astype(np.float32) for x in split(model)]
+        if self.calls % self.every == 0:
+            counts = [max(1, round(self.density * size.size)) for size in sizes]
+            self.levels = [
+                np.sort(size)[-k] for size, k in zip(sizes, counts, strict=True)
+            ]
         self.calls += 1
-        return out
+        out = []
+        for x, size, level in zip(split(model), sizes, self.levels, strict=True):
+            capacity = min(x.size, max(1, round(self.slack * self.density * x.size)))
+            reached = np.flatnonzero(size >= level)[:capacity]
+            sent = np.zeros(x.size)
+            sent[reached] = x.ravel()[reached]
+            out.append(sent)
+        return join(out)
 
 
 @dataclasses.dataclass
@@ -235,14 +218,46 @@ class Feedback:
 
     compress: object
     decay: float = 1.0
-    residual: dict | None = None
+    residual: np.ndarray | float = 0.0
 
-    def __call__(self, tree):
-        old = self.residual or zeros(tree)
-        meant = each(lambda e, x: self.decay * e + x, old, tree)
+    def __call__(self, model):
+        meant = self.decay * self.residual + model
         sent = self.compress(meant)
-        self.residual = minus(meant, sent)
+        self.residual = meant - sent
         return sent
+
+
+@dataclasses.dataclass
+class Masked:
+    """What a core says, and of what it leaves M / n at the entries region m owns.
+
+    `order` is that in which all entries, end to end, are dealt.
+    """
+
+    core: object
+    density: float
+    region: int
+    num_regions: int
+    order: np.ndarray
+
+    def __call__(self, model):
+        sent = self.core(model)
+        rest, out = model - sent, sent.copy()
+        dealt = [self._places(m, model.size) for m in range(self.num_regions)]
+        for place in dealt[self.region]:
+            owners = sum(place in places for places in dealt)
+            entry = self.order[place]
+            out[entry] += rest[entry] * self.num_regions / owners
+        return out
+
+    def _places(self, m, size):
+        start = m * size // self.num_regions
+        count = max(1, round(self.density * size))
+        return {(start + j) % size for j in range(count)}
+
+
+def sent_by(senders, models):
+    return np.array([send(x) for send, x in zip(senders, models, strict=True)])
 
 
 # --- Rounds that everybody is part of -----------------------------------------
@@ -253,78 +268,56 @@ def synchronous(s, interval, outer_lr, momentum, compress):
     senders = [compress() for _ in range(s.num_regions)]
     x, optimizer = s.params, Nesterov(outer_lr, momentum)
     for t in s.rounds(interval):
-        local = s.round([x] * s.num_regions, t, interval)
-        sent = [c(minus(x, y)) for c, y in zip(senders, local, strict=True)]
-        x = optimizer.step(x, mean(sent))
-    return s.rest([x] * s.num_regions, interval), x
+        sent = sent_by(senders, x - s.round(x, t, interval))
+        x = optimizer.step(x, sent.mean(0))
+    return s.rest(x, interval), x
 
 
 def sparseloco(s, interval, outer_lr, k, side, decay, over="senders"):
     """What nobody sent is a hole, nan, on the way."""
     sent_of = chunked(k, side, quantize=stat2, unsent=np.nan)
-    x, es = s.params, [zeros(s.params)] * s.num_regions
-    holes = 0
+    x, e, holes = s.params, 0.0, 0
     for t in s.rounds(interval):
-        local = s.round([x] * s.num_regions, t, interval)
-        es = [
-            each(lambda e, a, b: decay * e + a - b, e, x, y)
-            for e, y in zip(es, local, strict=True)
-        ]
-        sent = [sent_of(e) for e in es]
-        es = [
-            each(lambda e, q: e - np.nan_to_num(q), *eq)
-            for eq in zip(es, sent, strict=True)
-        ]
-        stacked = each(lambda *q: np.stack(q), *sent)
-        counts = each(lambda q: (~np.isnan(q)).sum(0), stacked)
-        holes += sum((c % s.num_regions > 0).sum() for c in counts.values())
-        divisors = each(
-            lambda c: np.maximum(c, 1) if over == "senders" else s.num_regions, counts
-        )
-        x = each(
-            lambda y, q, n: y - outer_lr * np.nan_to_num(q).sum(0) / n,
-            x, stacked, divisors,
-        )  # fmt: skip
+        e = decay * e + x - s.round(x, t, interval)
+        sent = by_region(sent_of, e)
+        e = e - np.nan_to_num(sent)
+        counts = (~np.isnan(sent)).sum(0)
+        holes += (counts % s.num_regions > 0).sum()
+        divisor = np.maximum(counts, 1) if over == "senders" else s.num_regions
+        x = x - outer_lr * np.nan_to_num(sent).sum(0) / divisor
     assert holes > 50  # Entries that some regions sent and some did not.
-    return s.rest([x] * s.num_regions, interval), x
+    return s.rest(x, interval), x
 
 
-def co2(s, interval, outer_lr, momentum, clip, seen=None, is_measured=False):
+def co2(s, interval, outer_lr, momentum, clip, seen, is_measured):
     x = began = s.params
-    m, arriving = zeros(x), zeros(x)
+    m = arriving = np.zeros_like(x)
     mean_move, num_moves = np.float32(0), np.int32(0)
     for t in s.rounds(interval):
-        local = s.round([x] * s.num_regions, t, interval)
-        leaving = mean([minus(x, y) for y in local])
-        move = np.float32(length(minus(x, began)))
+        leaving = (x - s.round(x, t, interval)).mean(0)
+        move = np.float32(np.linalg.norm(x - began))
         gap = np.float32(1)
         if move > 0 and is_measured:
             gap = max(gap, move / (mean_move or move))
             num_moves += 1
             mean_move = mean_move + (move - mean_move) / np.float32(num_moves)
-        shrunk = {n: d / np.float64(gap) for n, d in arriving.items()}
-        raw = each(lambda v, d: momentum * v + d, m, shrunk)
-        m = each(lambda v: np.clip(v, -clip, clip), raw)
-        if seen is not None:
-            seen.append((float(gap), any((m[n] != raw[n]).any() for n in m)))
+        raw = momentum * m + arriving / np.float64(gap)
+        m = np.clip(raw, -clip, clip)
+        seen.append((float(gap), (m != raw).any()))
         began, arriving = x, leaving
-        x = each(lambda y, v: y - outer_lr * v, x, m)
-    return s.rest([x] * s.num_regions, interval), x
+        x = x - outer_lr * m
+    return s.rest(x, interval), x
 
 
 def eager(s, interval, outer_lr, momentum):
-    count = s.num_regions
-    xs, late = s.copies(), [zeros(s.params)] * count
-    optimizers = [Nesterov(outer_lr, momentum) for _ in range(count)]
+    xs, late = s.everywhere(s.params), np.zeros(s.targets.shape[1:])
+    optimizer = Nesterov(outer_lr, momentum)
     for t in s.rounds(interval):
-        local = s.round(xs, t, interval)
-        fresh = [minus(x, y) for x, y in zip(xs, local, strict=True)]
-        arrived = mean(late)
-        for m in range(count):
-            own = each(lambda a, b: (a - b) / count, fresh[m], late[m])
-            xs[m] = optimizers[m].step(xs[m], each(np.add, arrived, own))
+        fresh = xs - s.round(xs, t, interval)
+        own = (fresh - late) / s.num_regions
+        xs = optimizer.step(xs, late.mean(0) + own)
         late = fresh
-    return s.rest(xs, interval), mean(xs)
+    return s.rest(xs, interval), xs.mean(0)
 
 
 # --- Regions that are never equal ---------------------------------------------
@@ -344,23 +337,16 @@ def all_pairs(num_regions):
     return rounds
 
 
-def noloco(s, interval, outer_lr, momentum, pull, seed, partners):
+def noloco(s, interval, outer_lr, momentum, pull, partners):
     """`partners(step)` gives each region's partner in the sync of that step."""
-    xs, vs = s.copies(), [zeros(s.params)] * s.num_regions
+    xs, v = s.everywhere(s.params), 0.0
     for t in s.rounds(interval):
-        local = s.round(xs, t, interval)
-        g = [minus(x, y) for x, y in zip(xs, local, strict=True)]
+        g = xs - s.round(xs, t, interval)
         who = partners(t + interval)
-        for m in range(s.num_regions):
-            pair_g, pair_x = mean([g[m], g[who[m]]]), mean([xs[m], xs[who[m]]])
-            vs[m] = {
-                n: momentum * vs[m][n]
-                + outer_lr * pair_g[n]
-                + pull * (xs[m][n] - pair_x[n])
-                for n in s.params
-            }
-        xs = [minus(x, v) for x, v in zip(xs, vs, strict=True)]
-    return s.rest(xs, interval), mean(xs)
+        pair_g, pair_x = (g + g[who]) / 2, (xs + xs[who]) / 2
+        v = momentum * v + outer_lr * pair_g + pull * (xs - pair_x)
+        xs = xs - v
+    return s.rest(xs, interval), xs.mean(0)
 
 
 def drawn_partners(seed, num_regions):
@@ -372,218 +358,119 @@ def drawn_partners(seed, num_regions):
 
 
 def diloco_demo(s, interval, outer_lr, beta, compress):
-    xs, ds = s.copies(), [zeros(s.params)] * s.num_regions
+    xs, d = s.everywhere(s.params), 0.0
     for t in s.rounds(interval):
-        local = s.round(xs, t, interval)
-        g = [minus(x, y) for x, y in zip(xs, local, strict=True)]
-        ds = [each(lambda d, v: beta * d + v, *dg) for dg in zip(ds, g, strict=True)]
-        sent = [compress(d) for d in ds]
-        everyone = mean(sent)
-        ds = [
-            each(lambda d, q, shared: d - q + shared, d, q, everyone)
-            for d, q in zip(ds, sent, strict=True)
-        ]
-        xs = [
-            each(lambda x, v, d: x - outer_lr * (v + beta * d), *xgd)
-            for xgd in zip(xs, g, ds, strict=True)
-        ]
-    return s.rest(xs, interval), mean(xs)
-
-
-@dataclasses.dataclass
-class Masked:
-    """What a core says, and of what it leaves M / n at the entries region m owns.
-
-    `order` is that in which all entries, end to end, are dealt.
-    """
-
-    core: object
-    density: float
-    region: int
-    num_regions: int
-    order: np.ndarray
-
-    def __call__(self, tree):
-        sent, start = self.core(tree), 0
-        rest = np.concatenate([(tree[n] - sent[n]).ravel() for n in tree])
-        dealt = [self._places(m, rest.size) for m in range(self.num_regions)]
-        own, out = np.zeros(rest.size), {}
-        for place in dealt[self.region]:
-            owners = sum(place in places for places in dealt)
-            entry = self.order[place]
-            own[entry] = rest[entry] * self.num_regions / owners
-        for n, x in sent.items():
-            out[n] = x + own[start : start + x.size].reshape(x.shape)
-            start += x.size
-        return out
-
-    def _places(self, m, size):
-        start = m * size // self.num_regions
-        count = max(1, round(self.density * size))
-        return {(start + j) % size for j in range(count)}
+        g = xs - s.round(xs, t, interval)
+        d = beta * d + g
+        sent = by_region(compress, d)
+        d = d - sent + sent.mean(0)
+        xs = xs - outer_lr * (g + beta * d)
+    return s.rest(xs, interval), xs.mean(0)
 
 
 @dataclasses.dataclass
 class Momenta:
-    """AdamW's state of one region, with any number of momenta, and its step."""
+    """AdamW's state, with any number of momenta, and its step."""
 
     lr: float
     b1s: tuple
     weights: tuple
     b2: float
     us: list | None = None
-    v: dict | None = None
+    v: np.ndarray | float = 0.0
     steps: int = 0
 
     def step(self, x, g):
-        self.us = self.us or [zeros(x) for _ in self.b1s]
-        self.v = self.v or zeros(x)
+        old = self.us or [0.0] * len(self.b1s)
+        self.us = [b * u + (1 - b) * g for b, u in zip(self.b1s, old, strict=True)]
+        self.v = self.b2 * self.v + (1 - self.b2) * g**2
         self.steps += 1
-        self.us = [
-            {n: b * u[n] + (1 - b) * g[n] for n in g}
-            for b, u in zip(self.b1s, self.us, strict=True)
-        ]
-        self.v = {n: self.b2 * self.v[n] + (1 - self.b2) * g[n] ** 2 for n in g}
-        out = {}
-        for n in x:
-            mixed = (1 - sum(self.weights)) * g[n]
-            for b, w, u in zip(self.b1s, self.weights, self.us, strict=True):
-                mixed = mixed + w * u[n] / (1 - b**self.steps)
-            size = np.sqrt(self.v[n] / (1 - self.b2**self.steps))
-            out[n] = x[n] - self.lr * mixed / (size + 1e-8)
-        return out
+        mixed = (1 - sum(self.weights)) * g
+        for b, w, u in zip(self.b1s, self.weights, self.us, strict=True):
+            mixed = mixed + w * u / (1 - b**self.steps)
+        size = np.sqrt(self.v / (1 - self.b2**self.steps))
+        return x - self.lr * mixed / (size + 1e-8)
 
 
 def des_loc(s, interval, first, second, optimizer):
-    """`optimizer()` makes the `Momenta` of one region."""
-    xs, own = s.copies(), [optimizer() for _ in range(s.num_regions)]
+    """`optimizer` is a `Momenta`, of all regions."""
+    xs = s.everywhere(s.params)
     for t in range(s.num_steps):
-        for m, o in enumerate(own):
-            xs[m] = o.step(xs[m], s.gradient(xs[m], t, m))
+        xs = optimizer.step(xs, s.gradient(xs, t))
         sync, left = divmod(t + 1, interval)
         if left:
             continue
-        x = mean(xs)
-        xs = [x] * s.num_regions
+        x = xs.mean(0)
+        xs = s.everywhere(x)
         if sync % first == 0:
-            us = [mean(each_u) for each_u in zip(*(o.us for o in own), strict=True)]
-            for o in own:
-                o.us = us
+            optimizer.us = [s.everywhere(u.mean(0)) for u in optimizer.us]
         if sync % second == 0:
-            v = mean([o.v for o in own])
-            for o in own:
-                o.v = v
+            optimizer.v = s.everywhere(optimizer.v.mean(0))
     return xs, x
 
 
 def lt_admm(s, interval, rho, neighbours, compress):
     """Edge by edge, as published; `neighbours[i]` lists those of region i."""
-    each_region, xs, told = range(s.num_regions), s.copies(), s.copies()
-    z = {(i, j): each(lambda x: rho * x, s.params) for i in each_region
-         for j in neighbours[i]}  # fmt: skip
+    edges = [(i, j) for i, others in enumerate(neighbours) for j in others]
+    z = {edge: rho * s.params for edge in edges}
+    degree = np.array([[len(others)] for others in neighbours])
+    xs = told = s.everywhere(s.params)
     for t in range(s.num_steps):
-        for i in each_region:
-            pull = each(lambda *zs: sum(zs), *(z[i, j] for j in neighbours[i]))
-            tied = each(lambda x: rho * len(neighbours[i]) * x, xs[i])  # noqa: B023
-            xs[i] = each(
-                lambda x, g, own, p: x - s.lr * (g + own - p),
-                xs[i],
-                s.gradient(xs[i], t, i),
-                tied,
-                pull,
-            )
+        pull = np.array([sum(z[i, j] for j in js) for i, js in enumerate(neighbours)])
+        xs = xs - s.lr * (s.gradient(xs, t) + rho * degree * xs - pull)
         if (t + 1) % interval == 0:
-            told = [
-                each(np.add, h, compress(minus(x, h)))
-                for x, h in zip(xs, told, strict=True)
-            ]
-            z = {
-                (i, j): each(
-                    lambda a, b, h: (a - b + 2 * rho * h) / 2, z[i, j], z[j, i], told[j]
-                )
-                for i, j in z
-            }
-    return xs, mean(told)
+            told = told + by_region(compress, xs - told)
+            z = {(i, j): (z[i, j] - z[j, i] + 2 * rho * told[j]) / 2 for i, j in edges}
+    return xs, told.mean(0)
 
 
 # --- Something at every step --------------------------------------------------
 
 
-def _descend(s, x, direction):
-    return each(lambda y, d: y - s.lr * d, x, direction)
-
-
 def demo(s, beta, k, side):
     """Coefficients that several regions sent are averaged over those regions."""
-    x, ds = s.params, [zeros(s.params)] * s.num_regions
+    x, d = s.params, 0.0
     select = chunked(k, side, is_cosine=True)
     for t in range(s.num_steps):
-        grads = [s.gradient(x, t, m) for m in range(s.num_regions)]
-        ds = [
-            each(lambda d, g: beta * d + g, *dg) for dg in zip(ds, grads, strict=True)
-        ]
-        sent = [select(d) for d in ds]
-        total = each(lambda *q: sum(q), *sent)
-        counts = [each(lambda q: _is_sent(q, side), q) for q in sent]
-        share = each(
-            lambda q, *c: _divided(q, np.maximum(sum(c), 1), side), total, *counts
-        )
-        ds = [minus(d, q) for d, q in zip(ds, sent, strict=True)]
-        x = _descend(s, x, each(np.sign, share))
-    return [x] * s.num_regions, x
+        d = beta * d + s.gradient(x, t)
+        sent = by_region(select, d)
+        d = d - sent
+        spectra = by_region(spectrum(side), sent)
+        counts = (np.abs(spectra) > 1e-12).sum(0)
+        share = spectrum(side, is_inverse=True)(spectra.sum(0) / np.maximum(counts, 1))
+        x = x - s.lr * np.sign(share)
+    return s.everywhere(x), x
 
 
-def _spectrum(x, side, back=False):
-    """Cosine transform of every chunk of a matrix, in place, or its inverse."""
-    h, w = min(side, x.shape[0]), min(side, x.shape[1])
-    out = np.zeros_like(x)
-    left, right = cosines(h), cosines(w)
-    for i in range(0, x.shape[0], h):
-        for j in range(0, x.shape[1], w):
-            part = x[i : i + h, j : j + w]
-            out[i : i + h, j : j + w] = (
-                left.T @ part @ right if back else left @ part @ right.T
-            )
-    return out
+def spectrum(side, is_inverse=False):
+    """The cosine transform of every chunk, in place; sizes are multiples of one."""
 
+    def one(x):
+        matrix = np.atleast_2d(x)
+        h, w = (min(side, n) for n in matrix.shape)
+        basis = np.kron(cosines(h), cosines(w))
+        out = chunks_of(matrix, h, w) @ (basis if is_inverse else basis.T)
+        return glued(out, h, w, matrix.shape)
 
-def _is_sent(q, side):
-    """Which coefficients a decoded message holds; sizes are multiples of the chunk."""
-    return np.abs(_spectrum(q.reshape(-1, q.shape[-1]), side)) > 1e-12
-
-
-def _divided(q, counts, side):
-    spectrum = _spectrum(q.reshape(-1, q.shape[-1]), side)
-    return _spectrum(spectrum / counts, side, back=True).reshape(q.shape)
+    return tensorwise(one)
 
 
 def lion(s, b1, b2, vote):
-    x, ms = s.params, [zeros(s.params)] * s.num_regions
-    ties = 0
+    x, m, ties = s.params, 0.0, 0
     for t in range(s.num_steps):
-        grads = [s.gradient(x, t, m) for m in range(s.num_regions)]
-        signs = [
-            each(lambda m, g: np.where(b1 * m + (1 - b1) * g >= 0, 1.0, -1.0), *mg)
-            for mg in zip(ms, grads, strict=True)
-        ]
-        ms = [
-            each(lambda m, g: b2 * m + (1 - b2) * g, *mg)
-            for mg in zip(ms, grads, strict=True)
-        ]
-        direction = mean(signs)
-        ties += sum((d == 0).sum() for d in direction.values())
-        if vote == "majority":
-            direction = each(np.sign, direction)
-        x = _descend(s, x, direction)
-    return [x] * s.num_regions, x, ties
+        g = s.gradient(x, t)
+        direction = np.where(b1 * m + (1 - b1) * g >= 0, 1.0, -1.0).mean(0)
+        m = b2 * m + (1 - b2) * g
+        ties += (direction == 0).sum()
+        x = x - s.lr * (np.sign(direction) if vote == "majority" else direction)
+    return s.everywhere(x), x, ties
 
 
 def compressed_gradients(s, compress):
     x, senders = s.params, [compress() for _ in range(s.num_regions)]
     for t in range(s.num_steps):
-        sent = [c(s.gradient(x, t, m)) for m, c in enumerate(senders)]
-        x = _descend(s, x, mean(sent))
-    return [x] * s.num_regions, x
+        x = x - s.lr * sent_by(senders, s.gradient(x, t)).mean(0)
+    return s.everywhere(x), x
 
 
 # --- Regions of unequal speed -------------------------------------------------
@@ -613,36 +500,30 @@ def asynchronous(
         ends = range(1, math.floor(s.num_steps / (steps * time)) + 1)
         ticks = [math.ceil(i * steps * time) for i in ends]
         events += [(tick, 1, m) for tick in ticks if tick <= s.num_steps]
-    x, local, anchor = s.params, s.copies(), s.copies()
+    x, local, anchor = s.params, s.everywhere(s.params), s.everywhere(s.params)
     arrivals, senders = [], [compress() for _ in step_times]
     for tick, is_arrival, m in sorted(events):
         if not is_arrival:
             local[m] = s.step(local[m], tick - 1, m)
             continue
-        x = take(x, senders[m](minus(anchor[m], local[m])))
+        x = take(x, senders[m](anchor[m] - local[m]))
         anchor[m] = local[m] = start(x)
         arrivals.append((tick, m))
     return local, x, arrivals
 
 
 def delayed_nesterov(lr, momentum, count, spread):
-    memory = {"m": None, "buffer": []}
+    m, buffer = 0.0, []
 
     def take(x, delta):
-        memory["m"] = memory["m"] or zeros(x)
-        memory["buffer"].append(delta)
+        nonlocal m
+        buffer.append(delta)
         weight = spread
-        if len(memory["buffer"]) == count:
-            total = each(lambda *d: sum(d) / count, *memory["buffer"])
-            memory["m"] = each(lambda m, d: momentum * m + d, memory["m"], total)
-            memory["buffer"] = []
+        if len(buffer) == count:
+            m = momentum * m + sum(buffer) / count
+            buffer.clear()
             weight = 1 - spread * count + spread
-        return each(
-            lambda y, m, d: y - lr * (weight * momentum * m + d / count),
-            x,
-            memory["m"],
-            delta,
-        )
+        return x - lr * (weight * momentum * m + delta / count)
 
     return take
 
@@ -665,100 +546,95 @@ def heloco_corrected(d, m, keep, removal, turn, kappa, most):
 
 def look_ahead(lr, momentum, rho, numbers, seen):
     """`(take, start)`; `numbers` are HeLoCo's c_ok, k_s, k_d, kappa, beta_max."""
-    memory = {}
+    m = 0.0
 
     def take(x, delta):
-        out = {}
-        for n, d in delta.items():
-            m = memory.get(n, np.zeros_like(d))
-            corrected, case = heloco_corrected(d, m, *numbers)
-            seen.append(case)
-            g = rho * corrected
-            memory[n] = momentum * m + (1 - momentum) * g
-            out[n] = x[n] - lr * (g + momentum * memory[n])
-        return out
+        nonlocal m
+        pairs = zip(split(delta), split(m + np.zeros_like(x)), strict=True)
+        parts, cases = zip(
+            *(heloco_corrected(*p, *numbers) for p in pairs), strict=True
+        )
+        seen.extend(cases)
+        g = rho * join(parts)
+        m = momentum * m + (1 - momentum) * g
+        return x - lr * (g + momentum * m)
 
-    def start(x):
-        return {n: x[n] - lr * momentum * memory[n] for n in x}
+    return take, lambda x: x - lr * momentum * m
 
-    return take, start
+
+def mean_by(weights, deltas):
+    return weights @ deltas
 
 
 def fragments_in_turn(
     s, fragments, interval, delay, outer_lr, momentum, merge,
-    step_times=None, tokens=None, counted=None, phase=0, average=mean,
+    step_times=None, tokens=None, counted=None, phase=0, average=mean_by,
 ):  # fmt: skip
     """Streaming: fragment j mod K starts at slot j; `merge(local, staged, outer)`.
 
-    Slots come `phase` ticks before the multiples of theirs; `average(deltas, weights)`.
+    Slots come `phase` ticks before the multiples of theirs; `average(weights, deltas)`.
 
     With `tokens` (of one step of each region) a mean is weighted by tokens * tokens
     per step since the fragment's sync before, over the regions `counted`.
     """
     step_times = step_times or [Fraction(1)] * s.num_regions
     counted = range(s.num_regions) if counted is None else counted
-    slot = interval // len(fragments)
-    x, local = s.params, s.copies()
-    optimizer, flying = Nesterov(outer_lr, momentum), []
+    num_fragments, slot = len(fragments), interval // len(fragments)
+    places = [
+        join(np.full(shape, name in names) for name, shape in SHAPES.items())
+        for names in fragments
+    ]
+    optimizers = [Nesterov(outer_lr, momentum) for _ in fragments]
+    x, local, flying = s.params.copy(), s.everywhere(s.params), []
     steps = clock(s, step_times)
     for tick in range(1, s.num_steps + 1):
         for m in [m for at, m in steps if at == tick]:
             local[m] = s.step(local[m], tick - 1, m)
-        for start, names, staged, delta in [f for f in flying if f[0] + delay == tick]:
-            flying = [f for f in flying if f[0] != start]
-            optimizer.m = optimizer.m or zeros(x)
-            x = optimizer.step(x, delta)
-            for m in range(s.num_regions):
-                for n in names:
-                    local[m][n] = merge(local[m][n], staged[m][n], x[n])
+        if flying and flying[0][0] + delay == tick:
+            _, k, staged, delta = flying.pop(0)
+            own = places[k]
+            x[own] = optimizers[k].step(x, delta)[own]
+            local[:, own] = merge(local, staged, x)[:, own]
         if (tick + phase) % slot == 0:
-            names = fragments[(tick + phase) // slot % len(fragments)]
             began = max(0, tick - interval)
             done = [
                 sum(began < at <= tick for at, who in steps if who == m)
                 for m in range(s.num_regions)
             ]
-            weights = [1.0 if m in counted else 0.0 for m in range(s.num_regions)]
+            weights = np.isin(range(s.num_regions), counted).astype(float)
             if tokens:
-                weights = [
-                    w * (n * k) * (n * k) / n if n else 0.0
-                    for w, n, k in zip(weights, done, tokens, strict=True)
+                by_tokens = [
+                    (n * k) * (n * k) / n if n else 0.0
+                    for n, k in zip(done, tokens, strict=True)
                 ]
-            staged = [_of(y, names) for y in local]
-            deltas = [minus(_of(x, names), y) for y in staged]
-            share = [w / sum(weights) for w in weights]
-            flying.append((tick, names, staged, average(deltas, share)))
+                weights = weights * by_tokens
+            delta = average(weights / weights.sum(), x - local)
+            k = (tick + phase) // slot % num_fragments
+            flying.append((tick, k, local.copy(), delta))
     return local, x
 
 
-def radial_directional(deltas, weights):
-    """Mean length times the direction of the mean direction."""
-    out = {}
-    for n in deltas[0]:
-        each_delta = [d[n] for d in deltas]
-        sizes = [np.linalg.norm(x) for x in each_delta]
-        by = [s or 1.0 for s in sizes]  # Of what did not move.
+def radial_directional(weights, deltas):
+    """Mean length times the direction of the mean direction, of each tensor."""
+    out = []
+    for each_delta in zip(*map(split, deltas), strict=True):
+        sizes = np.array([np.linalg.norm(x) for x in each_delta])
+        by = np.where(sizes, sizes, 1)  # Of what did not move.
         u = sum(w * x / s for w, x, s in zip(weights, each_delta, by, strict=True))
-        n_mean = sum(w * s for w, s in zip(weights, sizes, strict=True))
-        out[n] = n_mean * u / np.linalg.norm(u)
-    return out
+        out.append(weights @ sizes * u / np.linalg.norm(u))
+    return join(out)
 
 
 def loscar(s, interval, delay, mask):
-    """`mask(tick)` is the round's, of each tensor; as in the paper, of parameters."""
-    x, local, flying = s.params, s.copies(), []
+    """`mask(tick)` is the round's; as in the paper, of parameters."""
+    x, local, flying = s.params, s.everywhere(s.params), []
     for tick in range(1, s.num_steps + 1):
-        local = [s.step(y, tick - 1, m) for m, y in enumerate(local)]
-        for _, drawn, staged in [f for f in flying if f[0] + delay == tick]:
-            center = mean(staged)
-            x = each(np.where, drawn, center, x)
-            local = [
-                each(
-                    lambda d, c, z, y: np.where(d, c + (z - y), z), drawn, center, z, y
-                )
-                for z, y in zip(local, staged, strict=True)
-            ]
-        flying = [f for f in flying if f[0] + delay > tick]
+        local = s.step(local, tick - 1)
+        if flying and flying[0][0] + delay == tick:
+            _, drawn, staged = flying.pop(0)
+            center = staged.mean(0)
+            x = np.where(drawn, center, x)
+            local = np.where(drawn, center + (local - staged), local)
         if tick % interval == 0:
             flying.append((tick, mask(tick), local))
     return local, x

@@ -7,7 +7,6 @@ two on two devices, where nothing else is said.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable
 from fractions import Fraction
@@ -27,7 +26,7 @@ from cocodc_jax.transforms.mt_adam import mt_adam
 from tests.program import family_reference as reference
 
 LR, NUM_REGIONS, NUM_STEPS = 0.1, 4, 14
-SHAPES = {"a": (4, 8), "b": (8,), "c": (4,)}
+SHAPES = reference.SHAPES
 SIZE = 44
 OUTER = {"outer_lr": 0.4, "outer_momentum": 0.9}
 SPEEDS = (1.0, 1.5, 1.0, 2.5)
@@ -47,7 +46,8 @@ TARGETS = OPTIMA + RNG.normal(size=(NUM_STEPS, NUM_REGIONS, SIZE)) / 4
 
 
 def spec(num_regions=NUM_REGIONS):
-    return reference.SyncSpec(HESSIAN, PARAMS, TARGETS[:, :num_regions], LR)
+    whole = reference.join(PARAMS.values())
+    return reference.SyncSpec(HESSIAN, whole, TARGETS[:, :num_regions], LR)
 
 
 def loss_fn(params, target, key):
@@ -99,7 +99,7 @@ def co2_twin(is_measured):
 def noloco_twin():
     who = reference.drawn_partners(7, NUM_REGIONS)
     assert len({tuple(who(t)) for t in range(2, 15, 2)}) == 3
-    return reference.noloco(spec(), 2, 0.7, 0.5, 0.6, 7, who)
+    return reference.noloco(spec(), 2, 0.7, 0.5, 0.6, who)
 
 
 def lion_twin(vote):
@@ -154,15 +154,15 @@ def streaming_twin(delay, phase, merge):
 def drawn_mask(density, seed, tick):
     """The documented draw, of fragment 0."""
     words = np.array([0, tick], np.uint32)
-    key, out = jax.random.wrap_key_data(words, impl="threefry2x32"), {}
+    key, out = jax.random.wrap_key_data(words, impl="threefry2x32"), []
     for n, name in enumerate(sorted(SHAPES)):
         size = int(np.prod(SHAPES[name]))
         own = jax.random.fold_in(key, 65537 * seed + n)
         order = np.argsort(jax.random.bits(own, (size,), np.uint32), stable=True)
         mask = np.zeros(size, bool)
         mask[order[: max(1, round(density * size))]] = True
-        out[name] = mask.reshape(SHAPES[name])
-    return out
+        out.append(mask)
+    return np.concatenate(out)
 
 
 def loscar_twin():
@@ -170,8 +170,9 @@ def loscar_twin():
 
 
 def des_loc_twin(b1s, weights):
-    make = functools.partial(reference.Momenta, LR, b1s, weights, 0.9)
-    return lambda: reference.des_loc(spec(), 2, 2, 3, make)
+    return lambda: reference.des_loc(
+        spec(), 2, 2, 3, reference.Momenta(LR, b1s, weights, 0.9)
+    )
 
 
 def masked_by_region():
@@ -185,8 +186,8 @@ def masked_by_region():
 
 
 def apart_twin():
-    local = spec().round(spec().copies(), 0, NUM_STEPS)
-    return local, reference.mean(local)
+    local = spec().round(spec().params, 0, NUM_STEPS)
+    return local, local.mean(0)
 
 
 SPARSE_STAT2 = (
@@ -340,7 +341,7 @@ CASES = {
     ),
     "decoupled_diloco, plain means": Case(
         "decoupled_diloco", DECOUPLED | {"averaging": "mean"},
-        decoupled_twin(reference.mean),
+        decoupled_twin(reference.mean_by),
         regions=Regions(SPEEDS, tuple(TOKENS)),
         patterns=("a|c", "b"),
     ),
@@ -381,7 +382,7 @@ def scan_steps(case):
 
 
 def train(case):
-    """The regions' parameters, a list of dicts, and the outer ones."""
+    """The regions' parameters and the outer ones, as the reference has them."""
     program = RegionProgram(
         loss_fn,
         case.optimizer,
@@ -397,20 +398,17 @@ def train(case):
         targets = TARGETS[step : step + length, : case.num_regions]
         state, _ = program.advance(state, targets)
     local = jax.device_get(state.region.params)
-    each = [{n: x[m] for n, x in local.items()} for m in range(case.num_regions)]
-    return each, jax.device_get(program.outer_params(state))
+    outer = jax.device_get(program.outer_params(state))
+    assert {x.dtype for x in (*local.values(), *outer.values())} == {np.dtype(float)}
+    each = [[local[n][m] for n in SHAPES] for m in range(case.num_regions)]
+    return list(map(reference.join, each)), reference.join(outer[n] for n in SHAPES)
 
 
 def assert_close(actual, expected, tolerance, what):
-    assert actual.keys() == expected.keys()
-    for name, x in expected.items():
-        assert actual[name].dtype == np.float64
+    tensors = zip(*map(reference.split, (actual, expected)), strict=True)
+    for name, (found, x) in zip(SHAPES, tensors, strict=True):
         np.testing.assert_allclose(
-            actual[name],
-            x,
-            rtol=0,
-            atol=tolerance * np.abs(x).max(),
-            err_msg=f"{what} {name}",
+            found, x, rtol=0, atol=tolerance * np.abs(x).max(), err_msg=f"{what} {name}"
         )
 
 
