@@ -138,9 +138,7 @@ def test_what_is_of_another_kind_is_named(arguments, message):
 
 def test_a_mesh_needs_an_axis_of_regions():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    with pytest.raises(
-        ValueError, match=r"axes \('data',\), but no 'region'; use make"
-    ):
+    with pytest.raises(ValueError, match=r"axes \('data',\), but no 'region'; use mak"):
         cc.RegionProgram(loss_fn, optax.sgd(0.1), DILOCO, PARAMS, 2, mesh=mesh)
 
 

@@ -73,17 +73,10 @@ def test_each_method_has_its_parts():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (
-            "adaloco",
-            {},
-            r"method='adaloco' is unknown; use one of \['apart',",
-        ),
+        ("adaloco", {}, r"method='adaloco' is unknown; use one of \['apart',"),
         ("data_parallel", {"outer_lr": 1.0}, "no argument 'outer_lr'; it takes c"),
-        (
-            "diloco",
-            {"num_fragments": 2},
-            "method='diloco' has no argument 'num_fragments'; it takes sync_interval, ",
-        ),
+        ("diloco", {"num_fragments": 2},
+         "method='diloco' has no argument 'num_fragments'; it takes sync_interval, "),
         ("diloco", {"outer_lr": 0.0}, "outer_lr=0.0 must be positive"),
         ("cocodc", {"outer_momentum": 1.0}, r"outer_momentum=1.0 must be in \[0, 1\)"),
         ("diloco", {"outer_momentum": -0.1}, "outer_momentum=-0.1 must be in"),
@@ -92,11 +85,8 @@ def test_each_method_has_its_parts():
         ("cocodc", {"num_fragments": 0}, "num_fragments=0 must be at least 1"),
         ("cocodc", {"syncs_per_interval": 3}, "syncs_per_interval=3 must be at least"),
         ("cocodc", {"delay_steps": 101}, "delay_steps=101 is longer than"),
-        (
-            "cocodc",
-            {"transmission_score": "x"},
-            "transmission_score='x' is unknown; use one of",
-        ),
+        ("cocodc", {"transmission_score": "x"},
+         "transmission_score='x' is unknown; use one of"),
         ("cocodc", {"curvature": "flat"}, "curvature='flat' is unknown; use one of"),
         ("sparseloco", {"compress": "zip"}, "compress='zip': 'zip' is not one of"),
         ("diloco", {"outer_placement": "attic"}, "outer_placement='attic' is unknown"),
@@ -104,20 +94,13 @@ def test_each_method_has_its_parts():
         ("co2", {"outer_lr": float("nan")}, "outer_lr=nan must be positive"),
         ("mla", {"outer_lr": -0.7}, "outer_lr=-0.7 must be positive"),
         ("heloco", {"outer_momentum": 1.5}, "outer_momentum=1.5 must be at least 0"),
-        (
-            "heloco",
-            {"turn_rate": float("inf")},
-            "turn_rate=inf must be at least 0",
-        ),
+        ("heloco", {"turn_rate": float("inf")}, "turn_rate=inf must be at least 0"),
         ("heloco", {"arrival_weight": 0.0}, "arrival_weight=0.0 must be positive"),
         ("diloco_demo", {"outer_lr": 0.0}, "outer_lr=0.0 must be positive"),
         ("noloco", {"outer_lr": -1.0}, "outer_lr=-1.0 must be positive"),
         ("lt_admm", {"admm_penalty": float("nan")}, "admm_penalty=nan must be"),
-        (
-            "delayed_nesterov",
-            {"arrivals_per_momentum": 0},
-            "arrivals_per_momentum=0 must be positive",
-        ),
+        ("delayed_nesterov", {"arrivals_per_momentum": 0},
+         "arrivals_per_momentum=0 must be positive"),
         ("cocodc", {"sync_interval": 2.5}, "sync_interval=2.5 must be a whole number"),
         ("distributed_lion", {"lion_beta1": 1}, "lion_beta1=1 must be at least 0"),
         ("distributed_lion", {"lion_beta2": 2}, "lion_beta2=2 must be at least 0"),
@@ -127,18 +110,12 @@ def test_each_method_has_its_parts():
         ("diloco_demo", {"outer_momentum": 1.0}, "outer_momentum=1.0 must be at leas"),
         ("lt_admm", {"admm_penalty": 0}, "admm_penalty=0 must be positive"),
         ("lt_admm", {"graph": "star"}, r"graph='star' is unknown; use one of \('ring"),
-        (
-            "cocodc",
-            {"compensation_strength": float("nan")},
-            "compensation_strength=nan must be a finite number",
-        ),
-        (
-            "cocodc",
-            {"compensation_strength": abs},
-            "compensation_strength=<built-in function abs> must be a number: every",
-        ),
+        ("cocodc", {"compensation_strength": float("nan")},
+         "compensation_strength=nan must be a finite number"),
+        ("cocodc", {"compensation_strength": abs},
+         "compensation_strength=<built-in function abs> must be a number: every"),
     ],
-)
+)  # fmt: skip
 def test_errors_name_the_argument_and_the_repair(name, options, message):
     with pytest.raises(ValueError, match=message):
         methods.get(name, **options)
@@ -215,7 +192,5 @@ def test_a_new_method_touches_two_files(monkeypatch):
     assert method.sync.merge.name == "mix(0.75)"
     assert method.sync.message.by.name == "int8"
     assert method.schedule == staggered(20, 2, 3)
-    with pytest.raises(
-        ValueError, match="patient.* no argument 'haste'; it takes sync"
-    ):
+    with pytest.raises(ValueError, match="patient.* no argument 'haste'; it takes syn"):
         methods.get("patient", haste=1)

@@ -105,7 +105,6 @@ def test_of_the_last_batch(monkeypatch):
 
 def test_what_nobody_knows_is_refused_before_anything_compiles():
     rule = Merge("odd", lambda *parts, **extra: None, frozenset({"luck"}))
-    with pytest.raises(
-        ValueError, match=r"method='mine' needs \['luck'\], which nothing here can give"
-    ):
+    message = r"method='mine' needs \['luck'\], which nothing here can give"
+    with pytest.raises(ValueError, match=message):
         merged_by(rule)

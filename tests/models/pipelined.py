@@ -45,6 +45,10 @@ def draw(config, *lead):
     )
 
 
+def alike(params, num_regions):
+    return jax.tree.map(lambda x: np.stack([x] * num_regions), params)
+
+
 def tokens(*lead):
     shape = (*lead, BATCH, LENGTH + 1)
     return np.random.default_rng(1).integers(0, 32, shape).astype(np.int32)

@@ -154,44 +154,26 @@ def test_the_platform_chooses(config, platform, length, flags, expected):
 @pytest.mark.parametrize(
     ("changes", "platform", "length", "flags", "message"),
     [
-        (
-            {"attention": "splash"}, "cpu", 100, {},
-            "attention='splash' runs on TPUs only and takes lengths that are multiples "
-            "of 128, and sequence_length=100; use attention='auto'",
-        ),
-        (
-            {"attention": "cudnn", "compute_dtype": "float32"}, "gpu", 128, {},
-            "attention='cudnn' computes in bfloat16, and compute_dtype='float32'; use",
-        ),
-        (
-            {"attention": "cudnn", "width": 96}, "gpu", 128, {},
-            "attention='cudnn' takes heads of a multiple of 8 features up to 256, and "
-            "width=96 with num_heads=8 makes heads of 12; use attention='auto'",
-        ),
-        (
-            {"attention": "splash"}, "tpu", 256, {"sequence_axis": 4},
-            "multiples of 128, and sequence_length=256 over sequence_axis=4; use",
-        ),
-        (
-            {"attention": "cudnn"}, "gpu", 256, {"sequence_axis": 2},
-            "attention='cudnn' does not support sequence_axis=2; use",
-        ),
-        (
-            {"attention": "blocks"}, "cpu", 256, {"sequence_axis": 2},
-            "attention='blocks' does not support sequence_axis=2; use",
-        ),
-        (
-            {"attention": "blocks"}, "cpu", 100, {},
-            "'blocks' is plain attention where sequence_length=100 makes no blocks of",
-        ),
-        (
-            {"attention": "cudnn"}, "gpu", 128, {"is_divided": False},
-            "attention='cudnn' is not for pipelines; use",
-        ),
-        (
-            {"attention": "cudnn"}, "gpu", 128, {"needs_forward_mode": True},
-            "has no second derivatives, which the method takes; use",
-        ),
+        ({"attention": "splash"}, "cpu", 100, {},
+         "attention='splash' runs on TPUs only and takes lengths that are multiples "
+         "of 128, and sequence_length=100; use attention='auto'"),
+        ({"attention": "cudnn", "compute_dtype": "float32"}, "gpu", 128, {},
+         "attention='cudnn' computes in bfloat16, and compute_dtype='float32'; use"),
+        ({"attention": "cudnn", "width": 96}, "gpu", 128, {},
+         "attention='cudnn' takes heads of a multiple of 8 features up to 256, and "
+         "width=96 with num_heads=8 makes heads of 12; use attention='auto'"),
+        ({"attention": "splash"}, "tpu", 256, {"sequence_axis": 4},
+         "multiples of 128, and sequence_length=256 over sequence_axis=4; use"),
+        ({"attention": "cudnn"}, "gpu", 256, {"sequence_axis": 2},
+         "attention='cudnn' does not support sequence_axis=2; use"),
+        ({"attention": "blocks"}, "cpu", 256, {"sequence_axis": 2},
+         "attention='blocks' does not support sequence_axis=2; use"),
+        ({"attention": "blocks"}, "cpu", 100, {},
+         "'blocks' is plain attention where sequence_length=100 makes no blocks of"),
+        ({"attention": "cudnn"}, "gpu", 128, {"is_divided": False},
+         "attention='cudnn' is not for pipelines; use"),
+        ({"attention": "cudnn"}, "gpu", 128, {"needs_forward_mode": True},
+         "has no second derivatives, which the method takes; use"),
     ],
 )  # fmt: skip
 def test_a_kernel_that_cannot_be_had_is_refused(

@@ -16,15 +16,11 @@ from cocodc_jax.models import experts
 from cocodc_jax.models.config import DISPATCHES, TransformerConfig
 from cocodc_jax.models.transformer import bind
 from cocodc_jax.sharding.mesh import make_mesh
+from tests.numerics import assert_all_close
 from tests.program.mixture import drawn_params
 
 _DENSE = TransformerConfig(
-    vocab_size=32,
-    num_layers=2,
-    width=16,
-    mlp_width=24,
-    num_heads=2,
-    num_kv_heads=2,
+    vocab_size=32, num_layers=2, width=16, mlp_width=24, num_heads=2, num_kv_heads=2
 )
 _MOE = dataclasses.replace(_DENSE, num_experts=4, expert_width=12)
 _KEY = jax.random.key(0)
@@ -105,9 +101,7 @@ def test_gradients_of_a_mixture_are_those_of_all_experts_masked(dispatch):
         found = jax.jit(jax.grad(loss(mixed), (0, 1, 2)))(x, router, weights)
         wanted = jax.grad(loss(masked), (0, 1, 2))(x, router, weights)
         assert jax.tree.leaves(found)[0].dtype == np.float64
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), found, wanted
-        )
+        assert_all_close(found, wanted, atol=1e-12)
 
 
 def test_the_kernel_of_tpus_sums_each_group():
@@ -149,19 +143,14 @@ def test_scanned_and_unscanned_layers_are_one_model(changed):
     params = drawn_params(scanned)
     layers = {i: layer_of(params["blocks"], i) for i in range(_MOE.num_layers)}
     (loss, aux), grads = _loss_and_grad(scanned, _tokens())
-    (other, other_aux), others = _loss_and_grad(
-        plain, _tokens(), params | {"blocks": layers}
-    )
-    np.testing.assert_allclose(loss, other, rtol=1e-6)
+    apart = params | {"blocks": layers}
+    (other_loss, other_aux), others = _loss_and_grad(plain, _tokens(), apart)
+    np.testing.assert_allclose(loss, other_loss, rtol=1e-6)
     np.testing.assert_allclose(aux["expert_load"], other_aux["expert_load"], rtol=1e-6)
-
     for layer in layers:
-        jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-6),
-            layer_of(grads["blocks"], layer),
-            others["blocks"][layer],
-        )
-        assert ("moe" in others["blocks"][layer]) == scanned.has_experts(layer)
+        grad, other = layer_of(grads["blocks"], layer), others["blocks"][layer]
+        assert_all_close(grad, other, rtol=1e-3, atol=1e-6)
+        assert ("moe" in other) == scanned.has_experts(layer)
 
 
 def test_a_model_without_experts_is_the_dense_one_bit_for_bit():
@@ -264,14 +253,8 @@ def test_devices_that_share_a_region_compute_the_same(dispatch, axes):
         (other, other_aux), others = found(params, tokens, _KEY)
     np.testing.assert_allclose(loss, other, rtol=1e-5)
     np.testing.assert_array_equal(aux["expert_load"], [[1, 1, 0, 0]] * 2)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), aux, other_aux
-    )
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3, atol=1e-6),
-        grads,
-        others,
-    )
+    assert_all_close(aux, other_aux, rtol=1e-5)
+    assert_all_close(grads, others, rtol=2e-3, atol=1e-6)
 
 
 def test_tokens_cross_to_their_experts_and_back_and_experts_are_not_gathered():

@@ -156,9 +156,7 @@ def test_several_files_in_bfloat16(folder):
     index.write_text(
         json.dumps({"weight_map": dict.fromkeys(names, "one.safetensors")})
     )
-    with pytest.raises(
-        ValueError, match=r"one.safetensors has no tensor 'model.*, which"
-    ):
+    with pytest.raises(ValueError, match=r"one.safetensors has no tensor 'model.*, wh"):
         hugging_face.read(folder, APART)
 
 

@@ -30,6 +30,7 @@ from tests.models.pipelined import (
     KEY,
     LENGTH,
     UNTIED,
+    alike,
     assert_close,
     draw,
     first_stage,
@@ -252,9 +253,7 @@ class TestRouting:
         assert_close(self.routed(params), self.expected(params))
 
     def test_equal_regions_keep_the_mean_loss_and_gradient(self):
-        params = jax.tree.map(
-            lambda x: np.broadcast_to(x, (self.REGIONS, *x.shape)), draw(CONFIG)
-        )
+        params = alike(draw(CONFIG), self.REGIONS)
         routed = self.routed(params)
         home = self.at_home(params)
         assert np.abs(routed[0] - home[0]).max() > 1e-3

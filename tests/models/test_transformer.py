@@ -288,11 +288,7 @@ def test_init_deviations_follow_fan_in_and_depth():
     config = dataclasses.replace(_SMALL, width=128, mlp_width=256, num_layers=8)
     params = _compiled_init(config)(_KEY)
     residual = 1 / np.sqrt(2 * 8)
-    expected = {
-        "query": 128**-0.5,
-        "value": 128**-0.5,
-        "output": 128**-0.5 * residual,
-    }
+    expected = {"query": 128**-0.5, "value": 128**-0.5, "output": 128**-0.5 * residual}
     for name, deviation in expected.items():
         kernel = params["blocks"]["attention"][name]
         np.testing.assert_allclose(np.std(kernel), deviation, rtol=0.02)

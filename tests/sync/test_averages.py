@@ -126,25 +126,17 @@ def test_bytes_are_those_of_what_the_mean_is_taken_of():
     [
         (lambda: SharedMask(0.0), "mask_density=0.0 must be above 0 and at most 1"),
         (lambda: SharedMask(1.5), "mask_density=1.5 must be"),
-        (
-            lambda: methods.get("loscar", compress="ef+int8"),
-            r"compress='error_feedback\(int8\)' has no meaning for method='loscar': "
-            "entries are drawn anew for each message",
-        ),
-        (
-            lambda: methods.get("noloco").with_sync(message=AsIs(average=RDA)),
-            "RadialDirectional makes one pseudo-gradient of all, but it has outer",
-        ),
-        (
-            lambda: methods.get("decoupled_diloco", averaging="median"),
-            r"averaging='median' is unknown; use one of \('rda', 'mean'\)",
-        ),
-        (
-            lambda: methods.get("streaming_diloco", merge_rule="sum"),
-            r"merge_rule='sum' is unknown; use one of \('mix', 'replay'\)",
-        ),
+        (lambda: methods.get("loscar", compress="ef+int8"),
+         r"compress='error_feedback\(int8\)' has no meaning for method='loscar': "
+         "entries are drawn anew for each message"),
+        (lambda: methods.get("noloco").with_sync(message=AsIs(average=RDA)),
+         "RadialDirectional makes one pseudo-gradient of all, but it has outer"),
+        (lambda: methods.get("decoupled_diloco", averaging="median"),
+         r"averaging='median' is unknown; use one of \('rda', 'mean'\)"),
+        (lambda: methods.get("streaming_diloco", merge_rule="sum"),
+         r"merge_rule='sum' is unknown; use one of \('mix', 'replay'\)"),
     ],
-)
+)  # fmt: skip
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -72,24 +72,16 @@ def test_experts_are_cut_into_ranges_and_the_rest_is_dense(scan_layers, num_frag
         (lambda: cut(_params(True), 1, "experts"), "num_fragments=1 .* use 2 to"),
         (lambda: cut(_params(True), 99, "experts"), "and 4 experts; use 2 to 8"),
         (lambda: methods.get("diloco", expert_weights="x"), "use 'equal' or 'tokens'"),
-        (
-            lambda: methods.get("apart", expert_weights="tokens"),
-            "expert_weights='tokens' has no meaning for method='apart': it takes no",
-        ),
-        (
-            lambda: methods.get("noloco", expert_weights="tokens"),
-            "ExpertMean makes one pseudo-gradient of all",
-        ),
-        (
-            lambda: methods.get("sparseloco", expert_weights="tokens"),
-            "do not have every entry, nor every count",
-        ),
-        (
-            lambda: methods.get("loscar", expert_weights="tokens"),
-            "are no pseudo-gradients",
-        ),
+        (lambda: methods.get("apart", expert_weights="tokens"),
+         "expert_weights='tokens' has no meaning for method='apart': it takes no"),
+        (lambda: methods.get("noloco", expert_weights="tokens"),
+         "ExpertMean makes one pseudo-gradient of all"),
+        (lambda: methods.get("sparseloco", expert_weights="tokens"),
+         "do not have every entry, nor every count"),
+        (lambda: methods.get("loscar", expert_weights="tokens"),
+         "are no pseudo-gradients"),
     ],
-)
+)  # fmt: skip
 def test_what_knows_no_experts_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -157,9 +157,8 @@ def test_fragments_of_tensors_are_of_nearly_equal_size(num_fragments):
     loads = cut(params, num_fragments, "balanced_tensors").num_params
     assert sum(loads) == 4 * sum(sizes) + 85
     assert max(loads) - min(loads) <= max(sizes)
-    with pytest.raises(
-        ValueError, match="num_fragments=28 does not fit a model of 27 tensors; use 1"
-    ):
+    message = "num_fragments=28 does not fit a model of 27 tensors; use 1"
+    with pytest.raises(ValueError, match=message):
         cut(params, 28, "balanced_tensors")
 
 
@@ -275,40 +274,24 @@ def test_patterns_take_what_earlier_ones_left():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: cut(tree(3, False), 2, "spiral"),
-            r"fragment_strategy='spiral' is unknown; use one of \('strided', ",
-        ),
-        (
-            lambda: cut(tree(3, True), 4),
-            "num_fragments=4 does not fit a model of 3 blocks; use 1 to 3",
-        ),
-        (
-            lambda: cut(tree(3, False), 0),
-            "num_fragments=0 does not fit a model of 3 blocks; use 1 to 3",
-        ),
-        (
-            lambda: cut(tree(0, False), 4),
-            "num_fragments=4 does not fit a model of 3 units; use 1 to 3",
-        ),
-        (
-            lambda: cut({"blocks": {"a": np.zeros((2, 1)), "b": np.zeros((3, 1))}}, 2),
-            r"stacked parameter 'blocks/b' has shape \(3, 1\), but 'blocks' holds 2 ",
-        ),
-        (
-            lambda: cut({"blocks": {"a": np.zeros((2, 1)), "s": np.zeros(())}}, 2),
-            r"stacked parameter 'blocks/s' has shape \(\), but 'blocks' holds 2 ",
-        ),
-        (
-            lambda: cut_by_patterns(tree(1, False), ["blocks", "norm|head"]),
-            "no fragment pattern matches parameter 'embedding/w'; patterns=",
-        ),
-        (
-            lambda: cut_by_patterns(tree(1, False), [".*", "blocks"]),
-            "fragment pattern 'blocks' matches no parameter that an earlier pattern",
-        ),
+        (lambda: cut(tree(3, False), 2, "spiral"),
+         r"fragment_strategy='spiral' is unknown; use one of \('strided', "),
+        (lambda: cut(tree(3, True), 4),
+         "num_fragments=4 does not fit a model of 3 blocks; use 1 to 3"),
+        (lambda: cut(tree(3, False), 0),
+         "num_fragments=0 does not fit a model of 3 blocks; use 1 to 3"),
+        (lambda: cut(tree(0, False), 4),
+         "num_fragments=4 does not fit a model of 3 units; use 1 to 3"),
+        (lambda: cut({"blocks": {"a": np.zeros((2, 1)), "b": np.zeros((3, 1))}}, 2),
+         r"stacked parameter 'blocks/b' has shape \(3, 1\), but 'blocks' holds 2 "),
+        (lambda: cut({"blocks": {"a": np.zeros((2, 1)), "s": np.zeros(())}}, 2),
+         r"stacked parameter 'blocks/s' has shape \(\), but 'blocks' holds 2 "),
+        (lambda: cut_by_patterns(tree(1, False), ["blocks", "norm|head"]),
+         "no fragment pattern matches parameter 'embedding/w'; patterns="),
+        (lambda: cut_by_patterns(tree(1, False), [".*", "blocks"]),
+         "fragment pattern 'blocks' matches no parameter that an earlier pattern"),
     ],
-)
+)  # fmt: skip
 def test_errors_name_the_argument_and_the_repair(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -78,7 +78,7 @@ def test_a_state_follows_the_rank():
 
 def test_ranked_messages_keep_their_compressor():
     with pytest.raises(
-        ValueError, match="its rank follows the updates, .* pass adaptive_rank=False"
+        ValueError, match="its rank follows .* pass adaptive_rank=False"
     ):
         ranked().compressed(compression.parse("int8"))
 

@@ -11,11 +11,7 @@ from cocodc_jax.sync.messages import AsIs, Compressed, Ranked
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import SharedOuter, nesterov
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.schedules import (
-    RankedRounds,
-    ranked_rounds,
-    staggered,
-)
+from cocodc_jax.sync.schedules import RankedRounds, ranked_rounds, staggered
 from cocodc_jax.transforms import compression
 
 
@@ -34,31 +30,23 @@ RANKED = Ranked(lambda rank: compression.parse("int8"), lambda state, tree, r: s
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        (
-            {"schedule": "staggered"},
-            r"^schedule='staggered' must be a part .* schedules.stag",
-        ),
-        (
-            {"outer": optax.sgd(0.7)},
-            r"^outer=Gradient.* must be a part .* SharedOuter\(an Op",
-        ),
+        ({"schedule": "staggered"},
+         r"^schedule='staggered' must be a part .* schedules.stag"),
+        ({"outer": optax.sgd(0.7)},
+         r"^outer=Gradient.* must be a part .* SharedOuter\(an Op"),
         ({"merge": "mix"}, r"^merge='mix' must be a part such as merge.replace\(\)"),
         ({"merge": merge.replace}, r"^merge=<function replace .* must be"),
-        (
-            {"message": compression.int8()},
-            r"^message=Comp.* must be a part .* Compressed\(a ",
-        ),
+        ({"message": compression.int8()},
+         r"^message=Comp.* must be a part .* Compressed\(a "),
     ],
-)
+)  # fmt: skip
 def test_parts_of_another_kind_are_named(parts, message):
     with pytest.raises(ValueError, match=message):
         synced(**parts)
 
 
 def test_only_a_transformation_compensates():
-    with pytest.raises(
-        ValueError, match="^transform='isotropic' must be an optax.Grad"
-    ):
+    with pytest.raises(ValueError, match="^transform='isotropic' must be an optax.Gra"):
         merge.compensate("isotropic")
 
 
@@ -88,8 +76,7 @@ def test_a_method_needs_what_its_parts_need():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "message"),
-    [(ranked_rounds(4, 4, 1), AsIs()), (staggered(4), RANKED)],
+    ("schedule", "message"), [(ranked_rounds(4, 4, 1), AsIs()), (staggered(4), RANKED)]
 )
 def test_ranked_rounds_and_ranked_messages_need_one_another(schedule, message):
     assert isinstance(synced(schedule=ranked_rounds(4, 4, 1), message=RANKED), Sync)
@@ -201,30 +188,18 @@ class TestBind:
         ("name", "options", "step_times", "message"),
         [
             ("snoo", {}, (1.0, 1.0), "regions=2 must be 1 for method='snoo'"),
-            (
-                "cocodc",
-                {"curvature": "secant", "delay_steps": 1},
-                (1.0, 1.0),
-                "delay_steps=1 must be at least 2 where a merge compares the two halve",
-            ),
-            (
-                "cocodc",
-                {"curvature": "secant", "delay_steps": "auto"},
-                (1.0, 1.0),
-                "delay_steps='auto' is not possible where a merge compares the two ha",
-            ),
+            ("cocodc", {"curvature": "secant", "delay_steps": 1}, (1.0, 1.0),
+             "delay_steps=1 must be at least 2 where a merge compares the two halve"),
+            ("cocodc", {"curvature": "secant", "delay_steps": "auto"}, (1.0, 1.0),
+             "delay_steps='auto' is not possible where a merge compares the two ha"),
             *(
                 (name, {}, (1.0, 2.0), r"step_times=\(1.0, 2.0\) must all be 1 for")
                 for name in ("data_parallel", "demo", "distributed_lion")
             ),
-            (
-                "decoupled_diloco",
-                {"answer_steps": "1,1,2,9"},
-                (1.0, 1.0),
-                "regions=2 must be 4 for method='decoupled_diloco' and its arguments",
-            ),
+            ("decoupled_diloco", {"answer_steps": "1,1,2,9"}, (1.0, 1.0),
+             "regions=2 must be 4 for method='decoupled_diloco' and its arguments"),
         ],
-    )
+    )  # fmt: skip
     def test_errors(self, name, options, step_times, message):
         regions = Regions(step_times, (1,) * len(step_times))
         with pytest.raises(ValueError, match=message):

@@ -107,16 +107,12 @@ def test_parts_that_take_one_outer_model(parts, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: SharedOuter(optax.sgd(1.0), "attic"),
-            r"outer_placement='attic' is unknown; use one of \('host', 'divided'\)",
-        ),
+        (lambda: SharedOuter(optax.sgd(1.0), "attic"),
+         r"outer_placement='attic' is unknown; use one of \('host', 'divided'\)"),
         (lambda: SHARED.placed("attic"), "outer_placement='attic' is unknown"),
         (lambda: PAIRS.placed("divided"), "it has no one outer model to divide"),
-        (
-            lambda: dataclasses.replace(PAIRS, group="trios"),
-            r"group='trios' is unknown; use one of \('all', 'pairs', 'ring'\)",
-        ),
+        (lambda: dataclasses.replace(PAIRS, group="trios"),
+         r"group='trios' is unknown; use one of \('all', 'pairs', 'ring'\)"),
         (lambda: nesterov(0.0, 0.9), "outer_lr=0.0 must be positive"),
         (lambda: nesterov(-1.0, 0.9), "outer_lr=-1.0 must be positive"),
         (lambda: nesterov(math.nan, 0.9), "outer_lr=nan must be positive and finite"),
@@ -124,7 +120,7 @@ def test_parts_that_take_one_outer_model(parts, message):
         (lambda: nesterov_sgd(1.0, 1.0), r"outer_momentum=1.0 must be in \[0, 1\)"),
         (lambda: nesterov_sgd(1.0, -0.1), r"outer_momentum=-0.1 must be in \[0, 1\)"),
     ],
-)
+)  # fmt: skip
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -43,9 +43,7 @@ def test_no_rings():
 
 
 def test_rings_carry_nothing_compressed():
-    with pytest.raises(
-        ValueError, match="its rings pass on partial sums, which cannot"
-    ):
+    with pytest.raises(ValueError, match="its rings pass on partial sums"):
         ByRings(2).compressed(compression.parse("int8"))
 
 

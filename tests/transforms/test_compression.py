@@ -591,9 +591,7 @@ def test_names_and_factories_are_no_compressors(monkeypatch, argument, build, va
     if argument != "inner":
         plain = inspect.unwrap(compressor.stateless)
         monkeypatch.setattr(sys.modules[build.__module__], "stateless", plain)
-    with pytest.raises(
-        ValueError, match=f"^{argument}=.*int8.* must be a Compressor, "
-    ):
+    with pytest.raises(ValueError, match=f"^{argument}=.*int8.* must be a Compressor,"):
         build(**{argument: value})
 
 

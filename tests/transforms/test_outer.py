@@ -131,20 +131,14 @@ def test_snoo_without_momentum_and_rate_one_is_the_inner_optimizer(arrivals):
         (lambda: snoo.snoo(optax.sgd(1.0), sync_interval=0), "sync_interval=0"),
         (lambda: snoo.snoo(optax.sgd(1.0), momentum=1.5), r"momentum=1\.5"),
         # Unwrapped, as users have them: only in tests are types checked at every call.
-        (
-            lambda: unwrap(snoo.snoo)(optax.sgd(1.0), sync_interval=2.5),
-            r"sync_interval=2\.5 must be a whole number",
-        ),
-        (
-            lambda: unwrap(outer.scale_by_delayed_nesterov)(buffer_size=2.5),
-            r"buffer_size=2\.5 must be a whole number",
-        ),
-        (
-            lambda: unwrap(snoo.snoo)(optax.adam),
-            r"inner=<function adam .*must be an optax\.GradientTransformation",
-        ),
+        (lambda: unwrap(snoo.snoo)(optax.sgd(1.0), sync_interval=2.5),
+         r"sync_interval=2\.5 must be a whole number"),
+        (lambda: unwrap(outer.scale_by_delayed_nesterov)(buffer_size=2.5),
+         r"buffer_size=2\.5 must be a whole number"),
+        (lambda: unwrap(snoo.snoo)(optax.adam),
+         r"inner=<function adam .*must be an optax\.GradientTransformation"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_named(build, message):
     with pytest.raises(ValueError, match=message):
         build()

@@ -153,9 +153,8 @@ def test_one_step_stale_a_message_is_applied_a_round_after_it_left():
 
 @pytest.mark.parametrize("delay_steps", [0, 3, 5])
 def test_what_is_sent_first_is_one_whole_round_late(delay_steps):
-    with pytest.raises(
-        ValueError, match="delay_steps=.* (must be sync_interval=4|is l)"
-    ):
+    message = "delay_steps=.* (must be sync_interval=4|is l)"
+    with pytest.raises(ValueError, match=message):
         OneStepStale(1, 4, delay_steps, 4)
 
 
@@ -168,27 +167,19 @@ def test_events_name_who_takes_part():
     assert [e.participating for e in events if e.kind == START] == [(0, 2)] * 4
     assert [e.participating for e in events if e.kind == FINISH] == [(0, 2)] * 3
     assert schedule.bind(Regions.alike(3)) is schedule
-    with pytest.raises(
-        ValueError, match=r"participating=\(0, 2\) names a region that is"
-    ):
+    with pytest.raises(ValueError, match=r"participating=\(0, 2\) names a region that"):
         schedule.bind(Regions.alike(2))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: staggered(100, 3),
-            "sync_interval=100 is not a multiple of num_fragments=3; use 99 or 102",
-        ),
-        (
-            lambda: one_step_stale(100, 3),
-            "sync_interval=100 is not a multiple of num_fragments=3; use 99 or 102",
-        ),
-        (
-            lambda: staggered(2, 4),
-            "sync_interval=2 is not a multiple of num_fragments=4; use 4",
-        ),
+        (lambda: staggered(100, 3),
+         "sync_interval=100 is not a multiple of num_fragments=3; use 99 or 102"),
+        (lambda: one_step_stale(100, 3),
+         "sync_interval=100 is not a multiple of num_fragments=3; use 99 or 102"),
+        (lambda: staggered(2, 4),
+         "sync_interval=2 is not a multiple of num_fragments=4; use 4"),
         (lambda: staggered(0), "sync_interval=0 must be at least 1"),
         (lambda: staggered(4, 0), "num_fragments=0 must be at least 1"),
         (lambda: staggered(4, 2, -1), "delay_steps=-1 must be at least 0"),
@@ -198,33 +189,23 @@ def test_events_name_who_takes_part():
         (lambda: staggered(20, 2.0), "num_fragments=2.0 must be a whole number"),
         (lambda: staggered(20, 2, 1.5), "delay_steps=1.5 must be a whole number"),
         (lambda: staggered(20, 2, 1, 0.5), "phase_steps=0.5 must be a whole number"),
-        (
-            lambda: staggered(4, 2, 5),
-            "delay_steps=5 is longer than sync_interval=4 allows; .* use at most 4",
-        ),
-        (
-            lambda: staggered(4, 2, 1).bind(Regions.alike(2), looks_midway=True),
-            "delay_steps=1 must be at least 2 where a merge compares the two halves",
-        ),
-        (
-            lambda: Staggered(3, 10, 0, 5),
-            "slot_steps=5 gives 2 starts in sync_interval=10, too few for "
-            "num_fragments=3; lower slot_steps or raise sync_interval",
-        ),
-        (
-            lambda: staggered(6, 2, 2, 3),
-            "phase_steps=3 must be at least 0 and below 3, the steps between two",
-        ),
+        (lambda: staggered(4, 2, 5),
+         "delay_steps=5 is longer than sync_interval=4 allows; .* use at most 4"),
+        (lambda: staggered(4, 2, 1).bind(Regions.alike(2), looks_midway=True),
+         "delay_steps=1 must be at least 2 where a merge compares the two halves"),
+        (lambda: Staggered(3, 10, 0, 5),
+         "slot_steps=5 gives 2 starts in sync_interval=10, too few for "
+         "num_fragments=3; lower slot_steps or raise sync_interval"),
+        (lambda: staggered(6, 2, 2, 3),
+         "phase_steps=3 must be at least 0 and below 3, the steps between two"),
         (lambda: staggered(6, 2, 2, -1), "phase_steps=-1 must be at least 0"),
-        (
-            lambda: OneStepStale(1, 4, 4, 4, phase_steps=1),
-            "phase_steps=1 has no meaning where a message is one round late; use 0",
-        ),
+        (lambda: OneStepStale(1, 4, 4, 4, phase_steps=1),
+         "phase_steps=1 has no meaning where a message is one round late; use 0"),
         (lambda: Staggered(3, 10, 0, 0), "slot_steps=0 must be at least 1"),
         (lambda: Staggered(0, 10, 0, 1), "num_fragments=0 must be at least 1"),
         (lambda: Staggered(1, 0, 0, 1), "sync_interval=0 must be at least 1"),
     ],
-)
+)  # fmt: skip
 def test_errors_name_the_argument_and_the_repair(call, message):
     with pytest.raises(ValueError, match=message):
         call()
