@@ -16,6 +16,7 @@ from cocodc_jax.models import experts
 from cocodc_jax.models.config import DISPATCHES, TransformerConfig
 from cocodc_jax.models.transformer import bind
 from cocodc_jax.sharding.mesh import make_mesh
+from tests.models import oracle
 from tests.numerics import assert_all_close
 from tests.program.mixture import drawn_params
 
@@ -36,25 +37,6 @@ def _weights(rng, num_experts, width, inside):
     return tuple(rng.normal(size=shape) for shape in shapes)
 
 
-def _silu(x):
-    return x / (1 + np.exp(-x))
-
-
-def _loop(x, router, weights, per_token):
-    """The definition, token by token: NumPy, no code shared with the package."""
-    logits = x @ router
-    probs = np.exp(logits - logits.max(-1, keepdims=True))
-    probs /= probs.sum(-1, keepdims=True)
-    out = np.zeros_like(x)
-    for t, token in enumerate(x):
-        best = np.argsort(-probs[t], kind="stable")[:per_token]
-        for e in best:
-            gate, up, down = (w[e] for w in weights)
-            hidden = _silu(token @ gate) * (token @ up)
-            out[t] += probs[t, e] / probs[t, best].sum() * (hidden @ down)
-    return out
-
-
 def _mixed(x, router, weights, per_token, dispatch):
     choice = experts.choose(x, router, per_token)
     return dispatching.mix(x, choice.ids, choice.weights, weights, dispatch)
@@ -73,7 +55,7 @@ def test_a_mixture_is_a_loop_over_its_experts(dispatch, num_tokens, num_experts,
         found = jax.jit(functools.partial(_mixed, per_token=k, dispatch=dispatch))(
             x, router, weights
         )
-    np.testing.assert_allclose(found, _loop(x, router, weights, k), atol=1e-12)
+    np.testing.assert_allclose(found, oracle.mixture(x, router, weights, k), atol=1e-12)
 
 
 @pytest.mark.parametrize("dispatch", ["ragged", "blocks"])

@@ -15,6 +15,7 @@ from cocodc_jax.models import (
     make_loss_fn,
 )
 from cocodc_jax.models.block import RMSNorm
+from tests.models import oracle
 from tests.numerics import assert_all_close, assert_within_ulps
 
 _SMALL = TransformerConfig(
@@ -22,6 +23,9 @@ _SMALL = TransformerConfig(
 )
 _UNTIED = dataclasses.replace(
     _SMALL, num_kv_heads=2, qk_norm=True, tie_embeddings=False, scan_layers=False
+)
+_MIXTURE = dataclasses.replace(
+    _SMALL, num_experts=4, expert_width=12, experts_per_token=2, norm_epsilon=1e-3
 )
 _KEY = jax.random.key(0)
 
@@ -67,75 +71,13 @@ def _grad(config, params, tokens):
     return _compiled_grad(config)(params, tokens, _KEY)[0]
 
 
-def _unstacked(config, params):
-    return params | {
-        "blocks": {
-            layer: jax.tree.map(lambda leaf, i=layer: leaf[i], params["blocks"])
-            for layer in range(config.num_layers)
-        }
-    }
-
-
-def _oracle_logits(config, params, tokens):
-    """The forward pass in float64 NumPy, one sequence, head and position at a time."""
-    params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    if config.scan_layers:
-        params = _unstacked(config, params)
-    width = config.width // config.num_heads
-    group = config.num_heads // config.num_kv_heads
-
-    def norm(x, scale):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
-
-    def turn(head):
-        turned = np.empty_like(head)
-        for t, vector in enumerate(head):
-            for i in range(width // 2):
-                angle = t * config.rope_theta ** (-2 * i / width)
-                spin = np.exp(1j * angle) * (vector[i] + 1j * vector[i + width // 2])
-                turned[t, i], turned[t, i + width // 2] = spin.real, spin.imag
-        return turned
-
-    def head_of(x, kernel, index, scale):
-        head = x @ kernel[:, index * width : (index + 1) * width]
-        return head if scale is None else norm(head, scale["scale"])
-
-    def attend(x, block):
-        mixed = []
-        for h in range(config.num_heads):
-            query = turn(head_of(x, block["query"], h, block.get("query_norm")))
-            key = turn(head_of(x, block["key"], h // group, block.get("key_norm")))
-            value = head_of(x, block["value"], h // group, None)
-            rows = []
-            for t in range(len(x)):
-                weight = np.exp(key[: t + 1] @ query[t] / np.sqrt(width))
-                rows.append(weight @ value[: t + 1] / weight.sum())
-            mixed.append(np.stack(rows))
-        return np.concatenate(mixed, axis=-1) @ block["output"]
-
-    def feed(x, mlp):
-        gate = x @ mlp["gate"]
-        return (gate / (1 + np.exp(-gate)) * (x @ mlp["up"])) @ mlp["down"]
-
-    logits = []
-    for sequence in tokens:
-        x = params["embedding"][sequence]
-        for layer in range(config.num_layers):
-            block = params["blocks"][layer]
-            x = x + attend(
-                norm(x, block["attention_norm"]["scale"]), block["attention"]
-            )
-            x = x + feed(norm(x, block["mlp_norm"]["scale"]), block["mlp"])
-        head = params["embedding"].T if config.tie_embeddings else params["head"]
-        logits.append(norm(x, params["norm"]["scale"]) @ head)
-    return np.stack(logits)
-
-
-@pytest.mark.parametrize("config", [_SMALL, _UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "config", [_SMALL, _UNTIED, _MIXTURE], ids=["tied", "untied", "mixture"]
+)
 def test_forward_equals_the_numpy_oracle(config):
     tokens = _tokens(2, 9)
     logits = _logits(config, _params(config), tokens)
-    expected = _oracle_logits(config, _params(config), tokens)
+    expected = oracle.logits(config, _params(config), tokens)
     # Float32 rounding through three blocks.
     np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-5)
 
@@ -155,7 +97,7 @@ def test_a_token_changes_nothing_before_it(config):
 def test_loss_predicts_the_next_token():
     tokens = _tokens(2, 8)
     loss, aux = jax.jit(make_loss_fn(_SMALL))(_params(_SMALL), tokens, _KEY)
-    logits = _oracle_logits(_SMALL, _params(_SMALL), tokens[:, :-1])
+    logits = oracle.logits(_SMALL, _params(_SMALL), tokens[:, :-1])
     picked = np.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
     expected = np.mean(np.log(np.exp(logits).sum(-1)) - picked)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
@@ -175,7 +117,7 @@ def test_initial_loss_is_near_that_of_a_uniform_guess():
 def test_scanned_and_unscanned_models_are_one():
     scanned = dataclasses.replace(_UNTIED, scan_layers=True)
     tokens, params = _tokens(2, 9), _params(scanned)
-    unstacked = _unstacked(scanned, params)
+    unstacked = oracle.unstacked(scanned, params)
     np.testing.assert_allclose(
         _logits(scanned, params, tokens),
         _logits(_UNTIED, unstacked, tokens),
@@ -183,7 +125,7 @@ def test_scanned_and_unscanned_models_are_one():
         atol=1e-6,
     )
     assert_all_close(
-        _unstacked(scanned, _grad(scanned, params, tokens)),
+        oracle.unstacked(scanned, _grad(scanned, params, tokens)),
         _grad(_UNTIED, unstacked, tokens),
         rtol=1e-4, atol=1e-6,
     )  # fmt: skip
@@ -192,7 +134,7 @@ def test_scanned_and_unscanned_models_are_one():
 def test_scanned_and_unscanned_models_start_alike():
     scanned = _compiled_init(_SMALL)(_KEY)
     unscanned = _compiled_init(dataclasses.replace(_SMALL, scan_layers=False))(_KEY)
-    assert_within_ulps(_unstacked(_SMALL, scanned), unscanned)
+    assert_within_ulps(oracle.unstacked(_SMALL, scanned), unscanned)
 
 
 def _num_products(config, params, tokens):
@@ -270,7 +212,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
     assert logits.dtype == jnp.float32
     # Accumulated in float32: not all representable in bfloat16.
     assert np.any(logits != logits.astype(jnp.bfloat16).astype(jnp.float32))
-    exact = _oracle_logits(config, params, tokens)
+    exact = oracle.logits(config, params, tokens)
     error = np.abs(logits - exact).max() / np.abs(exact).max()
     # Bfloat16 keeps 8 bits; the lower bound shows that it was used at all.
     assert 1e-4 < error < 0.05
