@@ -1,4 +1,4 @@
-"""A loop of one's own: batches and states as users hand them over."""
+"""A loop of one's own: batches, keys and states as users hand them over."""
 
 import jax
 import jax.numpy as jnp
@@ -174,3 +174,51 @@ jax.tree_util.register_pytree_with_keys(
 def test_leaves_that_are_no_parameters_are_named(params, message):
     with pytest.raises(ValueError, match=message):
         cc.RegionProgram(loss_fn, optax.sgd(0.1), DILOCO, params, 2)
+
+
+# --- Keys of the generator ---
+
+
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_are_of_jaxs_default_whatever_jax_comes_with(impl, data):
+    def loss_fn(params, batch, key):
+        kept = jax.random.bernoulli(key, 0.5, batch.shape)
+        return jnp.mean((kept * batch @ params["out"]) ** 2), {"kept": kept.sum()}
+
+    # Messages are drawn too: rounded at random.
+    method = cc.methods.get("diloco", sync_interval=2, compress="int8(stochastic=True)")
+    mesh = cc.make_mesh(4, data=data)
+    with jax.default_prng_impl(impl):
+        program = cc.RegionProgram(
+            loss_fn, optax.sgd(0.1), method, PARAMS, 4, mesh=mesh
+        )
+        assert program.abstract().region.key.shape == (4, 4)
+        state = program.init(PARAMS, jax.random.key(0))
+        state, output = program.advance(state, np.ones((2, 4, 2, 4), np.float32))
+        assert jax.random.key_data(state.region.key).shape == (4, 4)
+    # Regions and steps differ in what they draw.
+    assert len(np.unique(np.asarray(output.aux["kept"]))) > 2
+    assert len(np.unique(np.asarray(state.region.params["out"]))) > 1
+    assert len(output.syncs) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (jax.random.key(0, impl="rbg"),
+         "implementation 'rbg', but .* for 'threefry2x32', .*'rbg'\\) before"),
+        (0, r"key=0 must be a PRNG key: jax.random.key\(seed\)"),
+        (None, "key=None must be a PRNG key"),
+        (jax.random.split(jax.random.key(0), 4), r"key has the shape \(4,\), but must"),
+        (jax.random.split(jax.random.PRNGKey(0)), r"key has the shape \(2, 2\), but"),
+    ],
+)  # fmt: skip
+def test_what_is_no_key_is_refused(program, key, message):
+    with pytest.raises(ValueError, match=message):
+        program.init(PARAMS, key)
+
+
+def test_keys_as_jax_had_them_are_taken(program, state):
+    old = program.init(PARAMS, jax.random.PRNGKey(0))
+    np.testing.assert_array_equal(old.region.key, state.region.key)

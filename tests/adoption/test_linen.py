@@ -1,19 +1,25 @@
-"""A Flax Linen model that says where its parameters lie, as NanoDO's with FSDP."""
+"""Flax Linen models that say how their kernels are divided, as NanoDO's do."""
 
 import contextlib
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from nanodo.model import DoConfig, TransformerDo
 
 import cocodc_jax as cc
 from tests.numerics import assert_all_close
 
-NUM_STEPS = 3
-TOKENS = np.random.default_rng(0).integers(0, 8, (NUM_STEPS, 2, 4, 6))
+WIDTH, HEADS, VOCABULARY = 8, 2, 7
+NUM_STEPS = 4
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (NUM_STEPS, 2, 4, 6))
+normal = nn.initializers.normal(0.5)
+boxed = nn.with_partitioning
+logical = nn.with_logical_partitioning
 
 
 class Decoder(nn.Module):
@@ -23,8 +29,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
-        normal = nn.initializers.normal(0.5)
-        lies = nn.with_partitioning if self.says else lambda init, names: init
+        lies = boxed if self.says else lambda init, names: init
         x = nn.Embed(8, 4, embedding_init=lies(normal, (None, "data")))(tokens)
         if self.says:
             x = jax.lax.with_sharding_constraint(x, P("data"))
@@ -33,21 +38,26 @@ class Decoder(nn.Module):
         return nn.Dense(8, kernel_init=lies(normal, (None, "data")), use_bias=False)(x)
 
 
-def train(says, data, boxed=True):
-    """Returns the trained parameters of both regions, unboxed."""
-    model = Decoder(says)
-    mesh = cc.make_mesh(2, data=data)
-    rules = [("batch", "data")]
-
+def loss_of(model):
     def loss_fn(params, tokens, key):
-        with nn.logical_axis_rules(rules):
-            logits = model.apply(params, tokens[:, :-1])
+        logits = model.apply(params, tokens[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return losses.mean(), {"longest": losses.max()}
 
+    return loss_fn
+
+
+def train(says, data, is_boxed=True):
+    """Returns the trained parameters of both regions, unboxed."""
+    model, mesh = Decoder(says), cc.make_mesh(2, data=data)
+
+    def loss_fn(*arguments):
+        with nn.logical_axis_rules([("batch", "data")]):
+            return loss_of(model)(*arguments)
+
     # Without a mesh a constraint has no meaning: parameters are made by the plain one.
     params = Decoder(False).init(jax.random.key(0), TOKENS[0, 0])
-    if says and boxed:
+    if says and is_boxed:
         with jax.set_mesh(mesh):
             shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS[0, 0])
         params = jax.tree.map(
@@ -56,7 +66,7 @@ def train(says, data, boxed=True):
             params,
             is_leaf=nn.meta.is_axis_metadata,
         )
-    specs = nn.get_partition_spec(params) if says and boxed else None
+    specs = nn.get_partition_spec(params) if says and is_boxed else None
     optimizer = optax.MultiSteps(optax.adamw(0.01), 1)
     program = cc.RegionProgram(
         loss_fn, optimizer, "apart", params, 2, mesh=mesh, param_specs=specs
@@ -74,9 +84,103 @@ def plain():
 
 
 @pytest.mark.parametrize(
-    ("data", "boxed"),
+    ("data", "is_boxed"),
     [(1, True), pytest.param(2, True, marks=pytest.mark.slow), (2, False)],
 )
-def test_a_model_that_meets_the_mesh_trains_as_one_that_does_not(plain, data, boxed):
-    found = train(says=True, data=data, boxed=boxed)
+def test_a_model_that_meets_the_mesh_trains_as_one_that_does_not(plain, data, is_boxed):
+    found = train(says=True, data=data, is_boxed=is_boxed)
     assert_all_close(found, plain, rtol=1e-4, atol=1e-5)
+
+
+# --- Models that train by themselves, where no mesh is in context ---
+# Flax puts a constraint on a boxed kernel wherever a mesh is in context, and
+# `nn.DenseGeneral` makes its kernel flat first: they must train here.
+
+NANODO = TransformerDo(DoConfig(D=WIDTH, H=HEADS, L=6, N=1, V=VOCABULARY, F=WIDTH))
+
+
+class Attention(nn.Module):
+    """Flax's own attention; axes that no mesh here has."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
+        kernel = boxed(normal, ("fsdp", "tensor", None))
+        x += nn.MultiHeadDotProductAttention(HEADS, kernel_init=kernel)(x)
+        return nn.Dense(VOCABULARY)(x)
+
+
+class Einsum(nn.Module):
+    """Logical axes, with no rules and no mesh to resolve them."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
+        kernel = logical(normal, ("embed", "heads", "kv"))
+        x = nn.Einsum((WIDTH, 2, 3), "...d,dhk->...hk", kernel_init=kernel)(x)
+        return nn.DenseGeneral(
+            VOCABULARY, (-2, -1), kernel_init=logical(normal, ("heads", "kv", "vocab"))
+        )(x)
+
+
+class Layer(nn.Module):
+    """A layer for a scan, rematerialized."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        kernel = boxed(normal, ("fsdp", None, None))
+        y = nn.DenseGeneral((2, WIDTH // 2), kernel_init=kernel)(x)
+        return x + y.reshape(x.shape), None
+
+
+class Scanned(nn.Module):
+    """A stack of layers in one scan."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
+        layers = nn.scan(
+            nn.remat(Layer, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=2,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        x, _ = layers()(x, None)
+        return nn.Dense(VOCABULARY)(x)
+
+
+def alone(loss_fn, optimizer, params):
+    """Train the first region's part in a plain loop."""
+    state, losses = optimizer.init(params), []
+    for batch in TOKENS[:, 0]:
+        (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+            params, batch, jax.random.key(0)
+        )
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(loss)
+    return np.stack(losses)
+
+
+@pytest.mark.parametrize(
+    ("model", "unboxed"),
+    [
+        (NANODO, True),
+        (NANODO, False),
+        (Attention(), False),
+        (Einsum(), False),
+        (Scanned(), False),
+    ],
+)
+def test_a_model_that_trains_by_itself_trains_here(model, unboxed):
+    params = model.init(jax.random.key(0), TOKENS[0, 0])
+    params = nn.unbox(params) if unboxed else params
+    loss_fn, optimizer = loss_of(model), optax.adam(0.01)
+    method = cc.methods.get("diloco", sync_interval=NUM_STEPS)
+    mesh = cc.make_mesh(2, data=2, devices=jax.devices()[:4])
+    program = cc.RegionProgram(loss_fn, optimizer, method, params, 2, mesh=mesh)
+    state = program.init(jax.tree.map(jnp.copy, params), jax.random.key(0))
+    _, output = program.advance(state, TOKENS)
+    expected = alone(loss_fn, optimizer, params)
+    np.testing.assert_allclose(output.losses[:, 0], expected, rtol=1e-5)

@@ -2,15 +2,22 @@
 
 import sys
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import cocodc_jax
 from cocodc_jax import methods
 from cocodc_jax.methods import METHODS, Method, Sync
+from cocodc_jax.methods.contrib.eager import eager_outer
 from cocodc_jax.sync import merge
+from cocodc_jax.sync.messages import Compressed, Ranked
 from cocodc_jax.sync.outer import nesterov
-from cocodc_jax.sync.schedules import adaptive, one_step_stale, staggered
-from cocodc_jax.sync.summed import ByRings
+from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.schedules import adaptive, one_step_stale, ranked_rounds, staggered
+from cocodc_jax.sync.summed import ByRings, SummedFactors
+from cocodc_jax.transforms.sparsify import top_k
 
 
 def test_defaults_are_the_papers():
@@ -194,3 +201,105 @@ def test_a_new_method_touches_two_files(monkeypatch):
     assert method.schedule == staggered(20, 2, 3)
     with pytest.raises(ValueError, match="patient.* no argument 'haste'; it takes syn"):
         methods.get("patient", haste=1)
+
+
+def test_the_adaptive_rank_has_its_parts():
+    method = methods.get("dilocox", sync_interval=10, rank=8, min_rank=2)
+    assert method.schedule == ranked_rounds(10, 8, 2)
+    assert isinstance(method.sync.message, Ranked)
+    compressor = method.sync.message.compressor(2)
+    assert compressor.name == "error_feedback(low_rank(int4))"
+
+
+def test_a_fixed_rank_is_one_round_late():
+    method = methods.get("dilocox", sync_interval=10, adaptive_rank=False)
+    assert method.schedule == one_step_stale(10)
+    assert isinstance(method.sync.message, Compressed)
+
+
+def test_an_adaptive_rank_keeps_its_compressor():
+    with pytest.raises(ValueError, match="'int8'.*'dilocox'.*adaptive_rank=False"):
+        methods.get("dilocox", compress="int8")
+    fixed = methods.get("dilocox", compress="int8", adaptive_rank=False)
+    assert fixed.sync.message.by.name == "int8"
+
+
+def test_summed_factors_have_their_own_message():
+    method = methods.get("dilocox", rank=8, sum_factors=True)
+    assert method.sync.message == SummedFactors(8, True)
+    assert method.sync.only_in_program.startswith("its second factors are made of")
+    fixed = methods.get("dilocox", rank=8, adaptive_rank=False, sum_factors=True)
+    assert fixed.sync.message == SummedFactors(8)
+    part = {"w": jax.ShapeDtypeStruct((64, 32), "float32")}
+    assert fixed.sync.message.num_bytes(part, 4) == 4 * 8 * (64 + 32)
+    with pytest.raises(ValueError, match="compress='int8'.*sum_factors=False"):
+        methods.get("dilocox", sum_factors=True, compress="int8")
+
+
+def test_eager_counts_what_its_message_decodes_to():
+    """Top 1 of (4, 1) is (4, 0): the 1 is in nobody's mean, so not in its share."""
+    outer, compressor, zero = eager_outer(optax.sgd(1.0)), top_k(0.5), jnp.zeros(2)
+    local, key = jnp.array([-4.0, -1.0]), jax.random.key(0)
+    _, state = outer.send(zero, outer.init(zero, compressor), local, compressor, key)
+    params, _ = outer.receive(zero, state, zero, 2)
+    assert params.tolist() == [-2, 0]
+
+
+class TestQuorum:
+    """`decoupled_diloco`: when a fragment is merged, and from which regions."""
+
+    @pytest.mark.parametrize(
+        ("answers", "quorum", "grace", "delay", "participating"),
+        [
+            ("", 1, 2, 7, None),
+            ("1,1,2,9", 1, 0, 1, (0, 1)),
+            ("1,1,2,9", 1, 1, 2, (0, 1, 2)),
+            ("1,1,2,9", 3, 0, 2, (0, 1, 2)),
+            ("1,1,2,9", 3, 50, 9, (0, 1, 2, 3)),  # Not longer than for all.
+            ("9,0,3", 2, 0, 3, (1, 2)),
+            ("0,0", 2, 5, 0, (0, 1)),
+        ],
+    )
+    def test_by_hand(self, answers, quorum, grace, delay, participating):
+        method = methods.get(
+            "decoupled_diloco", answer_steps=answers, quorum=quorum, grace_steps=grace,
+            sync_interval=100, num_fragments=4, delay_steps=7,
+        )  # fmt: skip
+        assert method.schedule.delay_steps == delay
+        assert method.schedule.participating == participating
+        _, event = method.schedule.next_event(method.schedule.init(), 25)
+        assert event.participating == participating
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"grace_steps": -1}, "grace_steps=-1 must be at least 0"),
+            ({"quorum": 0}, "quorum=0 must be at least 1"),
+            (
+                {"answer_steps": "1,2", "quorum": 3},
+                "quorum=3 must .* at most the 2 reg",
+            ),
+            ({"answer_steps": "1,2", "quorum": 0}, "quorum=0 must be at least 1"),
+            ({"quorum": 2.5}, "quorum=2.5 must be a whole number"),
+            ({"answer_steps": "1,x"}, "answer_steps='1,x' must be numbers of steps"),
+            ({"answer_steps": "1,-2"}, "answer_steps='1,-2' must be numbers of steps"),
+            ({"answer_steps": "200"}, "delay_steps=200 is longer than sync_interval"),
+        ],
+    )
+    def test_errors(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            methods.get("decoupled_diloco", **options)
+
+    def test_a_quorum_is_among_the_regions(self):
+        method = methods.get("decoupled_diloco", quorum=3)
+        method.bind(Regions.alike(3))
+        message = "regions=2 must be at least 3 for method='decoupled_diloco'"
+        with pytest.raises(ValueError, match=message):
+            method.bind(Regions.alike(2))
+
+    def test_weights_are_tokens_times_tokens_per_step(self):
+        """4 steps of 2 sequences against 2 steps of 4; and a region that did none."""
+        method = methods.get("decoupled_diloco")
+        regions = Regions((1.0, 2.0, 5.0), (2, 4, 1))
+        weights = regions.weights(0, 4, method.sync.weigh)
+        assert weights.tolist() == [16 / 48, 32 / 48, 0]

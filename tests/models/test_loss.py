@@ -1,3 +1,6 @@
+"""The loss over a vocabulary in chunks, and a batch in parts."""
+
+import dataclasses
 import functools
 
 import jax
@@ -5,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cocodc_jax.models import get, init_params, make_accumulated_loss_fn, make_loss_fn
 from cocodc_jax.models.loss import cross_entropy
 from tests.jaxprs import equations
+from tests.numerics import assert_all_close
 
 _WIDTH, _VOCAB = 8, 50
 _compiled = jax.jit(cross_entropy, static_argnums=3)
@@ -123,3 +128,35 @@ def test_bfloat16_hidden_states_give_float32_logits_and_head_gradient(chunk_toke
     # Inputs are exact in bfloat16, so only float32 sums differ; logits rounded to
     # bfloat16 would be off by about 1e-3.
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+CONFIG = dataclasses.replace(get("smoke"), num_layers=1, loss_chunk_tokens=16)
+
+
+def result(params, tokens, num_parts):
+    loss_fn = make_accumulated_loss_fn(make_loss_fn(CONFIG), num_parts)
+    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+    return jax.jit(gradient)(params, tokens, jax.random.key(0))
+
+
+@pytest.mark.parametrize("num_parts", [2, 6])
+def test_parts_are_the_batch(num_parts):
+    params = init_params(CONFIG, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 256, (6, 17)).astype(np.int32)
+    whole, parts = (result(params, tokens, num) for num in (1, num_parts))
+    assert whole[0][1]["num_tokens"] == 6 * 16
+    # Float32 sums in another order; gradients here are below 1.
+    assert_all_close(parts, whole, rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_not_one_part_is_scanned():
+    params = init_params(CONFIG, jax.random.key(0))
+    tokens = np.zeros((4, 9), np.int32)
+    text = str(
+        jax.make_jaxpr(
+            jax.grad(make_accumulated_loss_fn(make_loss_fn(CONFIG), 4), has_aux=True)
+        )(params, tokens, jax.random.key(0))
+    )
+    assert "length=4" in text
+    loss_fn = make_loss_fn(CONFIG)
+    assert make_accumulated_loss_fn(loss_fn, 1) is loss_fn

@@ -23,11 +23,7 @@ from cocodc_jax.transforms.numerics import safe_norm
 from cocodc_jax.transforms.secant import secant
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
-
-@pytest.fixture(autouse=True)
-def _float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def random_tree(seed):

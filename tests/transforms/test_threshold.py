@@ -11,11 +11,7 @@ from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.packing import index_bits, unpack
 from cocodc_jax.transforms.threshold import threshold
 
-
-@pytest.fixture(autouse=True)
-def _float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def run(compressor, calls):
