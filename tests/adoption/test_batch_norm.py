@@ -62,11 +62,9 @@ def test_flax_linen():
 
     def loss_fn(params, batch_stats, batch, key):
         predicted, new = model.apply(
-            {"params": params, "batch_stats": batch_stats},
-            batch["x"],
-            train=True,
+            {"params": params, "batch_stats": batch_stats}, batch["x"], train=True,
             mutable=["batch_stats"],
-        )
+        )  # fmt: skip
         loss = jnp.mean((predicted - batch["y"]) ** 2)
         return loss, ({}, new["batch_stats"])
 

@@ -24,10 +24,8 @@ def test_defaults_are_the_papers():
     assert cocodc_jax.methods is methods
     assert methods.defaults("data_parallel") == methods.COMMON
     assert methods.defaults("diloco") == methods.COMMON | {
-        "sync_interval": 500,
-        "outer_lr": 0.7,
-        "outer_momentum": 0.9,
-    }
+        "sync_interval": 500, "outer_lr": 0.7, "outer_momentum": 0.9,
+    }  # fmt: skip
     streaming = methods.defaults("streaming_diloco")
     assert (streaming["outer_lr"], streaming["mixing_alpha"]) == (0.4, 0.5)
     cocodc = methods.defaults("cocodc")
@@ -191,10 +189,8 @@ def test_a_new_method_touches_two_files(monkeypatch):
 
     monkeypatch.setitem(METHODS, "patient", patient)
     assert methods.defaults("patient") == {
-        "sync_interval": 20,
-        "patience": 0.25,
-        **methods.COMMON,
-    }
+        "sync_interval": 20, "patience": 0.25, **methods.COMMON,
+    }  # fmt: skip
     method = methods.get("patient", patience=0.75, compress="int8")
     assert method.sync.merge.name == "mix(0.75)"
     assert method.sync.message.by.name == "int8"

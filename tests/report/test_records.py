@@ -33,13 +33,9 @@ EVAL = {
 
 def train(step, loss=2.0):
     return {
-        "kind": "train",
-        "step": step,
-        "tokens": 16 * step,
-        "loss": loss,
-        "loss_regions": [loss, loss],
-        "bytes_sent_per_region": 0,
-    }
+        "kind": "train", "step": step, "tokens": 16 * step, "loss": loss,
+        "loss_regions": [loss, loss], "bytes_sent_per_region": 0,
+    }  # fmt: skip
 
 
 def write(workdir, records, offset=None):

@@ -53,11 +53,9 @@ def units_of(fragments):
 
 
 trees = st.builds(
-    tree,
-    num_blocks=st.integers(1, 6),
-    is_stacked=st.booleans(),
+    tree, num_blocks=st.integers(1, 6), is_stacked=st.booleans(),
     other=st.sets(st.sampled_from(["embedding", "norm", "head", "extra"])),
-)
+)  # fmt: skip
 
 
 @SETTINGS
@@ -217,11 +215,9 @@ def test_blocks_below_another_name_and_two_stacks():
     params = {"encoder": {"layers": {"w": w}}, "decoder": {"layers": {"w": w}}}
     fragments = cut(params, 4, blocks="layers")
     assert [[(p.path, p.rows) for p in part] for part in fragments.slices] == [
-        [("decoder/layers/w", (0,))],
-        [("decoder/layers/w", (1,))],
-        [("encoder/layers/w", (0,))],
-        [("encoder/layers/w", (1,))],
-    ]
+        [("decoder/layers/w", (0,))], [("decoder/layers/w", (1,))],
+        [("encoder/layers/w", (0,))], [("encoder/layers/w", (1,))],
+    ]  # fmt: skip
 
 
 def test_numbered_blocks_keep_the_order_of_numbers_not_of_text():

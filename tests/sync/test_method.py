@@ -17,10 +17,8 @@ from cocodc_jax.transforms import compression
 
 def synced(**parts):
     whole = {
-        "schedule": staggered(4),
-        "outer": nesterov(1.0, 0.0),
-        "merge": merge.replace(),
-    }
+        "schedule": staggered(4), "outer": nesterov(1.0, 0.0), "merge": merge.replace(),
+    }  # fmt: skip
     return Sync(**(whole | parts))
 
 

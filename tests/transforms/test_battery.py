@@ -91,19 +91,14 @@ def extras(like):
     quartic = lambda p: jax.tree.map(lambda x: x**3, p)  # noqa: E731
     half_square = lambda o: sum(jnp.sum(x**2) for x in jax.tree.leaves(o)) / 2  # noqa: E731
     return {
-        "stale_params": like,
-        "second_moment": jax.tree.map(lambda x: x**2 + 1, like),
+        "stale_params": like, "second_moment": jax.tree.map(lambda x: x**2 + 1, like),
         "group_mean_params": jax.tree.map(lambda x: x / 2, like),
         "later_params": jax.tree.map(lambda x: x + 1, like),
-        "later_gradient": jax.tree.map(lambda x: 3 * x, like),
-        "learning_rate": 0.1,
-        "delay_steps": 5,
-        "key": jax.random.key(0),
-        "gradient_fn": quartic,
-        "model_fn": quartic,
-        "output_loss_fn": half_square,
+        "later_gradient": jax.tree.map(lambda x: 3 * x, like), "learning_rate": 0.1,
+        "delay_steps": 5, "key": jax.random.key(0), "gradient_fn": quartic,
+        "model_fn": quartic, "output_loss_fn": half_square,
         "an_unknown_argument": object(),
-    }
+    }  # fmt: skip
 
 
 def run(transform, gradients, params, stale, steps=2):

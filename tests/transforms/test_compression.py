@@ -25,31 +25,17 @@ from hypothesis import strategies as st
 from cocodc_jax.transforms import compression, compressor, packing
 
 EXPRESSIONS = [
-    "identity",
-    "float16",
-    "bfloat16",
-    "int8",
-    "int4(block_size=16)",
-    "int4(stochastic=True)",
-    "int2",
-    "stat2",
-    "fp4",
-    "fp4(stochastic=True)",
-    "sign",
-    "top_k(density=0.2)",
-    "top_k(0.2, int8())",
+    "identity", "float16", "bfloat16", "int8", "int4(block_size=16)",
+    "int4(stochastic=True)", "int2", "stat2", "fp4", "fp4(stochastic=True)", "sign",
+    "top_k(density=0.2)", "top_k(0.2, int8())",
     "chunked_top_k(k=3, chunk_side=4, values=int2(block_size=3))",
-    "chunked_top_k(k=3, chunk_side=4, values=stat2())",
-    "dct_top_k(k=3, chunk_side=4)",
-    "threshold(density=0.2, every=2)",
-    "threshold(density=0.2, values=int8())",
-    "low_rank(rank=1)",
-    "low_rank(rank=1, factors=int4())",
-    "error_feedback(sign)",
+    "chunked_top_k(k=3, chunk_side=4, values=stat2())", "dct_top_k(k=3, chunk_side=4)",
+    "threshold(density=0.2, every=2)", "threshold(density=0.2, values=int8())",
+    "low_rank(rank=1)", "low_rank(rank=1, factors=int4())", "error_feedback(sign)",
     "error_feedback(matrices(stat2), decay=0.9)",
     "error_feedback(threshold(density=0.2))",
     "error_feedback(low_rank(rank=1, factors=int4()), decay=0.9)",
-]
+]  # fmt: skip
 
 # Subnormals are flushed to zero on some devices; a block may still mix 1e-30 and 1e30.
 values = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False).map(
