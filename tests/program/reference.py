@@ -10,6 +10,19 @@ from collections.abc import Callable
 
 import numpy as np
 
+
+def each(fn, *trees):
+    return {n: fn(*(tree[n] for tree in trees)) for n in trees[0]}
+
+
+def zeros(tree):
+    return each(np.zeros_like, tree)
+
+
+def length(tree):
+    return math.sqrt(sum((x**2).sum() for x in tree.values()))
+
+
 # --- Problems -----------------------------------------------------------------
 
 
@@ -75,7 +88,7 @@ class Sgd:
         return {}
 
     def step(self, params, state, grads):
-        return {n: params[n] - self.lr * grads[n] for n in params}, state
+        return each(lambda x, g: x - self.lr * g, params, grads), state
 
 
 @dataclasses.dataclass
@@ -87,25 +100,22 @@ class AdamW:
     weight_decay: float
 
     def init(self, params):
-        return {"t": 0, "m": _zeros(params), "v": _zeros(params)}
+        return {"t": 0, "m": zeros(params), "v": zeros(params)}
 
     def step(self, params, state, grads):
         t = state["t"] + 1
-        m, v, new = {}, {}, {}
-        for n, g in grads.items():
-            m[n] = self.b1 * state["m"][n] + (1 - self.b1) * g
-            v[n] = self.b2 * state["v"][n] + (1 - self.b2) * g**2
-            step = m[n] / (1 - self.b1**t)
-            step = step / (np.sqrt(v[n] / (1 - self.b2**t)) + self.eps)
-            new[n] = params[n] - self.lr * (step + self.weight_decay * params[n])
-        return new, {"t": t, "m": m, "v": v}
+        m = each(lambda m, g: self.b1 * m + (1 - self.b1) * g, state["m"], grads)
+        v = each(lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state["v"], grads)
+
+        def moved(x, m, v):
+            size = np.sqrt(v / (1 - self.b2**t)) + self.eps
+            step = m / (1 - self.b1**t) / size
+            return x - self.lr * (step + self.weight_decay * x)
+
+        return each(moved, params, m, v), {"t": t, "m": m, "v": v}
 
     def second_moment(self, state, names):
         return {n: state["v"][n] / (1 - self.b2 ** state["t"]) for n in names}
-
-
-def _zeros(params):
-    return {n: np.zeros_like(x) for n, x in params.items()}
 
 
 # --- Compensation, sections 4.1 and 4.2 -----------------------------------------
@@ -125,53 +135,51 @@ class Context:
 
 
 def no_curvature(g, d, context):
-    return _zeros(g)
+    return zeros(g)
 
 
 def isotropic(tau):
-    return lambda g, d, context: {n: d[n] / tau for n in g}
+    return lambda g, d, context: each(lambda d: d / tau, d)
 
 
 def outer_product(g, d, context):
-    return {n: g[n] ** 2 * d[n] / context.sync_interval for n in g}
+    return each(lambda g, d: g**2 * d / context.sync_interval, g, d)
 
 
 def outer_product_of_gradients(g, d, context):
     """G = g / lr is a gradient; lr G G D is the change of an SGD step."""
     lr, interval = context.lr, context.sync_interval
-    return {n: lr * (g[n] / lr) ** 2 * d[n] / interval for n in g}
+    return each(lambda g, d: lr * (g / lr) ** 2 * d / interval, g, d)
+
+
+def _as_long_as(x, curved):
+    return np.linalg.norm(x) / (np.linalg.norm(curved) + 1e-8) * curved
 
 
 def normalized(g, d, context):
-    curved = {n: g[n] ** 2 * d[n] for n in g}
-    length = np.linalg.norm
-    return {n: length(g[n]) / (length(curved[n]) + 1e-8) * curved[n] for n in g}
+    return each(lambda g, d: _as_long_as(g, g**2 * d), g, d)
 
 
 def as_coded(g, d, context):
     """Section 4.2 line by line, of the undivided progress; then divided by tau."""
-    found = {}
-    for n in g:
-        progress = g[n] * context.tau
-        c = progress * progress * d[n] / 4e-4
-        weight = np.linalg.norm(progress) / (np.linalg.norm(c) + 1e-8)
-        found[n] = weight * c / context.tau
-    return found
+    progress = each(lambda g: g * context.tau, g)
+    curved = each(lambda p, d: _as_long_as(p, p * p * d / 4e-4), progress, d)
+    return each(lambda c: c / context.tau, curved)
 
 
 def adam_second_moment(g, d, context):
-    return {n: context.lr * np.sqrt(context.second_moment[n]) * d[n] for n in g}
+    nu = context.second_moment
+    return each(lambda d, nu: context.lr * np.sqrt(nu) * d, d, nu)
 
 
 def hessian_vector_sgd(g, d, context):
     curved = context.problem.hessian_vector(d, context.batch)
-    return {n: context.lr * curved[n] for n in g}
+    return each(lambda c: context.lr * c, curved)
 
 
 def hessian_vector_adam(g, d, context):
-    nu = context.second_moment
-    curved = context.problem.hessian_vector(d, context.batch)
-    return {n: context.lr * curved[n] / (np.sqrt(nu[n]) + 1e-8) for n in g}
+    curved = hessian_vector_sgd(g, d, context)
+    return each(lambda c, nu: c / (np.sqrt(nu) + 1e-8), curved, context.second_moment)
 
 
 # --- Methods --------------------------------------------------------------------
@@ -203,6 +211,10 @@ class Method:
 class Run:
     """The state of all regions, and what happened."""
 
+    problem: Quadratic | Mlp
+    method: Method
+    optimizer: Sgd | AdamW
+    itemsize: int
     local: list[dict]
     inner: list
     outer: dict
@@ -213,151 +225,139 @@ class Run:
     ratios: list[list[float]] = dataclasses.field(default_factory=list)
     norms: list[float] = dataclasses.field(default_factory=list)
     closest: float = math.inf
-
     in_flight: list[tuple] = dataclasses.field(default_factory=list)
     rates: dict = dataclasses.field(default_factory=dict)
+
+    def inner_step(self, batches):
+        pairs = list(zip(self.local, batches, strict=True))
+        grads = [self.problem.gradient(local, batch) for local, batch in pairs]
+        if self.method.reduce_gradients:
+            mean = each(lambda *g: sum(g) / len(g), *grads)
+            grads = [mean] * len(batches)
+            self.num_bytes += self.itemsize * sum(x.size for x in mean.values())
+        for m, g in enumerate(grads):
+            self.local[m], self.inner[m] = self.optimizer.step(
+                self.local[m], self.inner[m], g
+            )
+
+    def sync(self, t, batches):
+        self.land(t, batches)
+        p = self.choose(t) if t % self.method.slot == 0 else None
+        if p is None:
+            return
+        names = self.method.fragments[p]
+        staged = [{n: local[n].copy() for n in names} for local in self.local]
+        outer = {n: self.outer[n] for n in names}
+        delta = each(lambda o, *s: np.mean([o - x for x in s], axis=0), outer, *staged)
+        self.in_flight.append((p, t, staged, delta))
+        self.starts.append((p, t))
+        self.num_bytes += self.itemsize * sum(x.size for x in delta.values())
+        if self.method.tau == 0:
+            self.land(t, batches)
+
+    def land(self, t, batches):
+        for flight in [f for f in self.in_flight if f[1] + self.method.tau == t]:
+            self.in_flight.remove(flight)
+            self.apply(t, batches, *flight)
+
+    def apply(self, t, batches, p, start, staged, delta):
+        """Section 0's outer Nesterov, then the merge of section 2, 3 or 4.1."""
+        mu, eta = self.method.momentum, self.method.outer_lr
+        for n in delta:
+            self.momentum[n] = mu * self.momentum[n] + delta[n]
+            self.outer[n] = self.outer[n] - eta * (delta[n] + mu * self.momentum[n])
+        before = [s for q, s in self.starts if q == p and s < start]
+        steps = start - (before[-1] if before else 0)
+        norm, size = length(delta), sum(x.size for x in delta.values())
+        self.rates[p] = (norm / size / steps, norm / math.sqrt(size) / steps)
+        ratios = []
+        for m, local in enumerate(self.local):
+            new, ratio = self.merged(m, staged[m], batches[m])
+            local.update(new)
+            ratios.append(ratio)
+        self.syncs.append((p, start, t))
+        self.ratios.append(ratios)
+        self.norms.append(norm)
+
+    def merged(self, m, staged, batch):
+        method, tau = self.method, self.method.tau
+        local, outer = ({n: x[n] for n in staged} for x in (self.local[m], self.outer))
+        if method.merge == "mix":
+            a = method.alpha
+            return each(lambda x, o: a * x + (1 - a) * o, local, outer), None
+        if method.merge == "replace" or tau == 0:
+            return each(np.copy, outer), None
+        moment = None
+        if isinstance(self.optimizer, AdamW):
+            moment = self.optimizer.second_moment(self.inner[m], staged)
+        context = Context(
+            method.interval, tau, self.optimizer.lr, moment, self.problem, batch
+        )
+        g = each(lambda s, x: (s - x) / tau, staged, local)
+        d = each(np.subtract, outer, staged)
+        term = each(lambda c: method.strength * c, method.curvature(g, d, context))
+        new = each(lambda o, g, c: o - tau * (g + c), outer, g, term)
+        return new, length(term) / length(g)
+
+    # Adaptive transmission, section 4.3.
+
+    def choose(self, t):
+        method, num_fragments = self.method, len(self.method.fragments)
+        away = [f[0] for f in self.in_flight]
+        free = [p for p in range(num_fragments) if p not in away]
+        if method.score is None:
+            p = t // method.slot % num_fragments
+            return p if p in free else None
+        if not free:
+            return None
+        last = {p: 0 for p in range(num_fragments)} | {p: s for p, s in self.starts}
+        deadline = {p: last[p] + method.interval for p in last}
+        for j in range(method.interval + 1):
+            # Due within j slots after this one: the slot after those is too late.
+            due = [p for p in deadline if t + (j + 1) * method.slot > deadline[p]]
+            if len(due) > j:
+                soonest = min(deadline[p] - t for p in free) // method.slot
+                return next(
+                    p for p in free if (deadline[p] - t) // method.slot == soonest
+                )
+        never = [p for p in free if all(q != p for q, _ in self.starts)]
+        if never:
+            return never[0]
+        scores = [self.score(p, t - last[p]) for p in free]
+        if len(scores) > 1:
+            first, second = sorted(scores)[::-1][:2]
+            self.closest = min(self.closest, 1 - second / first)
+        return free[int(np.argmax(scores))]
+
+    def score(self, p, age):
+        score, names = self.method.score, self.method.fragments[p]
+        if score == "pseudo_gradient":
+            return self.rates[p][0]
+        if score in ("rms", "aged"):
+            return self.rates[p][1] * (age if score == "aged" else 1)
+        if score == "round_robin":
+            return age
+        gaps = [
+            np.concatenate([(self.outer[n] - x[n]).ravel() for n in names])
+            for x in self.local
+        ]
+        if score in ("gain", "disagreement"):
+            shared = self.rates[p][1] * age if score == "disagreement" else 0
+            return np.mean([(gap**2).mean() for gap in gaps]) - shared**2
+        return sum(np.abs(gap).mean() for gap in gaps) / age
 
 
 def train(problem, method, optimizer, params, batches, itemsize):
     """Trains on `batches[t][m]`; `itemsize` is the bytes of one number sent."""
-    num_regions = len(batches[0])
+    regions = range(len(batches[0]))
     run = Run(
-        local=[{n: x.copy() for n, x in params.items()} for _ in range(num_regions)],
-        inner=[optimizer.init(params) for _ in range(num_regions)],
-        outer={n: x.copy() for n, x in params.items()},
-        momentum=_zeros(params),
-    )
+        problem, method, optimizer, itemsize,
+        local=[each(np.copy, params) for _ in regions],
+        inner=[optimizer.init(params) for _ in regions],
+        outer=each(np.copy, params), momentum=zeros(params),
+    )  # fmt: skip
     for t, step_batches in enumerate(batches, start=1):
-        _inner_step(run, problem, method, optimizer, step_batches, itemsize)
+        run.inner_step(step_batches)
         if method.interval:
-            _sync(run, problem, method, optimizer, step_batches, t, itemsize)
+            run.sync(t, step_batches)
     return run
-
-
-def _inner_step(run, problem, method, optimizer, batches, itemsize):
-    num_regions = len(batches)
-    grads = [problem.gradient(run.local[m], batches[m]) for m in range(num_regions)]
-    if method.reduce_gradients:
-        mean = {n: sum(g[n] for g in grads) / num_regions for n in grads[0]}
-        grads = [mean] * num_regions
-        run.num_bytes += itemsize * sum(x.size for x in mean.values())
-    for m in range(num_regions):
-        run.local[m], run.inner[m] = optimizer.step(
-            run.local[m], run.inner[m], grads[m]
-        )
-
-
-def _sync(run, problem, method, optimizer, batches, t, itemsize):
-    def land():
-        for flight in [f for f in run.in_flight if f[1] + method.tau == t]:
-            run.in_flight.remove(flight)
-            _apply(run, problem, method, optimizer, batches, t, *flight)
-
-    land()
-    p = _choose(run, method, t) if t % method.slot == 0 else None
-    if p is None:
-        return
-    names = method.fragments[p]
-    staged = [{n: local[n].copy() for n in names} for local in run.local]
-    delta = {n: np.mean([run.outer[n] - s[n] for s in staged], axis=0) for n in names}
-    run.in_flight.append((p, t, staged, delta))
-    run.starts.append((p, t))
-    run.num_bytes += itemsize * sum(x.size for x in delta.values())
-    if method.tau == 0:
-        land()
-
-
-def _apply(run, problem, method, optimizer, batches, t, p, start, staged, delta):
-    """Section 0's outer Nesterov, then the merge of section 2, 3 or 4.1."""
-    mu, eta = method.momentum, method.outer_lr
-    for n in delta:
-        run.momentum[n] = mu * run.momentum[n] + delta[n]
-        run.outer[n] = run.outer[n] - eta * (delta[n] + mu * run.momentum[n])
-    norm = math.sqrt(sum((x**2).sum() for x in delta.values()))
-    before = [s for q, s in run.starts if q == p and s < start]
-    steps = start - (before[-1] if before else 0)
-    size = sum(x.size for x in delta.values())
-    run.rates[p] = (norm / size / steps, norm / math.sqrt(size) / steps)
-    ratios = []
-    for m, local in enumerate(run.local):
-        new, ratio = _merged(run, problem, method, optimizer, m, staged[m], batches[m])
-        local.update(new)
-        ratios.append(ratio)
-    run.syncs.append((p, start, t))
-    run.ratios.append(ratios)
-    run.norms.append(norm)
-
-
-def _merged(run, problem, method, optimizer, m, staged, batch):
-    local, outer, tau = run.local[m], run.outer, method.tau
-    if method.merge == "mix":
-        a = method.alpha
-        return {n: a * local[n] + (1 - a) * outer[n] for n in staged}, None
-    if method.merge == "replace" or tau == 0:
-        return {n: outer[n].copy() for n in staged}, None
-    moment = None
-    if isinstance(optimizer, AdamW):
-        moment = optimizer.second_moment(run.inner[m], staged)
-    context = Context(method.interval, tau, optimizer.lr, moment, problem, batch)
-    g = {n: (staged[n] - local[n]) / tau for n in staged}
-    d = {n: outer[n] - staged[n] for n in staged}
-    curved = method.curvature(g, d, context)
-    term = {n: method.strength * curved[n] for n in g}
-    length = {
-        name: math.sqrt(sum((x**2).sum() for x in tree.values()))
-        for name, tree in (("term", term), ("g", g))
-    }
-    new = {n: outer[n] - tau * (g[n] + term[n]) for n in g}
-    return new, length["term"] / length["g"]
-
-
-# --- Adaptive transmission, section 4.3 -----------------------------------------
-
-
-def _choose(run, method, t):
-    num_fragments = len(method.fragments)
-    away = [f[0] for f in run.in_flight]
-    free = [p for p in range(num_fragments) if p not in away]
-    if method.score is None:
-        p = t // method.slot % num_fragments
-        return p if p in free else None
-    if not free:
-        return None
-    last = {p: 0 for p in range(num_fragments)} | {p: s for p, s in run.starts}
-    deadline = {p: last[p] + method.interval for p in last}
-    for j in range(method.interval + 1):
-        # Due within j slots after this one: the slot after those is too late.
-        due = [p for p in deadline if t + (j + 1) * method.slot > deadline[p]]
-        if len(due) > j:
-            soonest = min(deadline[p] - t for p in free) // method.slot
-            return next(p for p in free if (deadline[p] - t) // method.slot == soonest)
-    never = [p for p in free if all(q != p for q, _ in run.starts)]
-    if never:
-        return never[0]
-    scores = [_score(run, method, p, t - last[p]) for p in free]
-    if len(scores) > 1:
-        first, second = sorted(scores)[::-1][:2]
-        run.closest = min(run.closest, 1 - second / first)
-    return free[int(np.argmax(scores))]
-
-
-def _score(run, method, p, age):
-    if method.score == "pseudo_gradient":
-        return run.rates[p][0]
-    if method.score in ("rms", "aged"):
-        return run.rates[p][1] * (age if method.score == "aged" else 1)
-    if method.score == "round_robin":
-        return age
-    if method.score in ("gain", "disagreement"):
-        names = method.fragments[p]
-        squares = [
-            np.concatenate([(run.outer[n] - x[n]).ravel() ** 2 for n in names]).mean()
-            for x in run.local
-        ]
-        shared = run.rates[p][1] * age if method.score == "disagreement" else 0
-        return np.mean(squares) - shared**2
-    total = 0.0
-    for local in run.local:
-        gaps = [np.abs(run.outer[n] - local[n]).ravel() for n in method.fragments[p]]
-        total += np.concatenate(gaps).mean()
-    return total / age
