@@ -14,11 +14,6 @@ def test_syncs_per_interval_is_twice_k_where_the_interval_allows():
     assert made.schedule == adaptive(5, 3, 0, 5)
 
 
-def test_a_weight_of_progress_that_is_none_is_refused():
-    with pytest.raises(ValueError, match=r"progress_weight=1.5 must be from 0 to 1"):
-        methods.get("cocodc", progress_weight=1.5)
-
-
 @pytest.mark.parametrize(
     ("options", "needs"),
     [
@@ -90,32 +85,3 @@ def test_numbers_that_follow_the_network():
     assert isinstance(made.schedule, Measured)
     assert made.schedule.network_share == 0.4
     assert made.needs == {"staged", "norm", "times"}
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("cocodc", {"curvature": "none", "curvature_units": "adam"},
-         "curvature_units='adam' was given, but curvature='none' has no choice"),
-        ("cocodc", {"curvature": "secant", "curvature_units": "adam"},
-         "curvature_units='adam' was given, but curvature='secant' has no choice"),
-        ("cocodc", {"curvature": "outer_product", "curvature_units": "furlong"},
-         "units='furlong' is unknown; use one of"),
-        (
-            "cocodc",
-            {
-                "curvature": curvature.outer_product(units="gradient"),
-                "curvature_units": "parameter",
-            },
-            "curvature_units='parameter' was given, but .*'outer_product' is made",
-        ),
-        ("cocodc_paper", {"rule": "spirit"}, "rule='spirit' is unknown; use one of"),
-        ("cocodc_paper", {"relative_strength": 0.2},
-         "relative_strength=0.2 has no meaning with rule='text'; use rule='code'"),
-        ("cocodc_paper", {"rule": "code", "compensation_strength": 0.2},
-         "compensation_strength=0.2 has no meaning with rule='code'; use relative"),
-    ],
-)  # fmt: skip
-def test_errors_name_the_argument_and_the_repair(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        methods.get(name, **options)

@@ -17,7 +17,10 @@ from cocodc_jax.sync.outer import nesterov
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules import adaptive, one_step_stale, ranked_rounds, staggered
 from cocodc_jax.sync.summed import ByRings, SummedFactors
+from cocodc_jax.transforms import curvature
 from cocodc_jax.transforms.sparsify import top_k
+
+GRADIENTS = curvature.outer_product(units="gradient")
 
 
 def test_defaults_are_the_papers():
@@ -119,6 +122,40 @@ def test_each_method_has_its_parts():
          "compensation_strength=nan must be a finite number"),
         ("cocodc", {"compensation_strength": abs},
          "compensation_strength=<built-in function abs> must be a number: every"),
+        ("cocodc", {"progress_weight": 1.5}, "progress_weight=1.5 must be from 0 to 1"),
+        ("cocodc", {"curvature": "none", "curvature_units": "adam"},
+         "curvature_units='adam' was given, but curvature='none' has no choice"),
+        ("cocodc", {"curvature": "secant", "curvature_units": "adam"},
+         "curvature_units='adam' was given, but curvature='secant' has no choice"),
+        ("cocodc", {"curvature": "outer_product", "curvature_units": "furlong"},
+         "units='furlong' is unknown; use one of"),
+        ("cocodc", {"curvature": GRADIENTS, "curvature_units": "parameter"},
+         "curvature_units='parameter' was given, but .*'outer_product' is made"),
+        ("cocodc_paper", {"rule": "spirit"}, "rule='spirit' is unknown; use one of"),
+        ("cocodc_paper", {"relative_strength": 0.2},
+         "relative_strength=0.2 has no meaning with rule='text'; use rule='code'"),
+        ("cocodc_paper", {"rule": "code", "compensation_strength": 0.2},
+         "compensation_strength=0.2 has no meaning with rule='code'; use relative"),
+        ("noloco", {"outer_momentum": 1.0}, "outer_momentum=1.0 must be at least 0"),
+        ("noloco", {"outer_momentum": 0.9},
+         r"pair_pull=0.7 must be .* below 2 \(1 - outer_momentum\^2\) = 0.38"),
+        ("noloco", {"pair_pull": 1.5}, "pair_pull=1.5 must be above 0 .* = 1.5 with"),
+        ("noloco", {"pair_pull": 0.0}, "pair_pull=0.0 must be above 0"),
+        ("sparseloco", {"compress": "int4", "clip": True},
+         "clip=True has no meaning for compress='int"),
+        ("sparseloco", {"sparse_mean": "half"}, "sparse_mean='half' is unknown; use"),
+        ("decoupled_diloco", {"grace_steps": -1}, "grace_steps=-1 must be at least 0"),
+        ("decoupled_diloco", {"quorum": 0}, "quorum=0 must be at least 1"),
+        ("decoupled_diloco", {"answer_steps": "1,2", "quorum": 3},
+         "quorum=3 must .* at most the 2 reg"),
+        ("decoupled_diloco", {"answer_steps": "1,2", "quorum": 0}, "quorum=0 must be"),
+        ("decoupled_diloco", {"quorum": 2.5}, "quorum=2.5 must be a whole number"),
+        ("decoupled_diloco", {"answer_steps": "1,x"},
+         "answer_steps='1,x' must be numbers of steps"),
+        ("decoupled_diloco", {"answer_steps": "1,-2"},
+         "answer_steps='1,-2' must be numbers of steps"),
+        ("decoupled_diloco", {"answer_steps": "200"},
+         "delay_steps=200 is longer than sync_interval"),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument_and_the_repair(name, options, message):
@@ -265,26 +302,6 @@ class TestQuorum:
         assert method.schedule.participating == participating
         _, event = method.schedule.next_event(method.schedule.init(), 25)
         assert event.participating == participating
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"grace_steps": -1}, "grace_steps=-1 must be at least 0"),
-            ({"quorum": 0}, "quorum=0 must be at least 1"),
-            (
-                {"answer_steps": "1,2", "quorum": 3},
-                "quorum=3 must .* at most the 2 reg",
-            ),
-            ({"answer_steps": "1,2", "quorum": 0}, "quorum=0 must be at least 1"),
-            ({"quorum": 2.5}, "quorum=2.5 must be a whole number"),
-            ({"answer_steps": "1,x"}, "answer_steps='1,x' must be numbers of steps"),
-            ({"answer_steps": "1,-2"}, "answer_steps='1,-2' must be numbers of steps"),
-            ({"answer_steps": "200"}, "delay_steps=200 is longer than sync_interval"),
-        ],
-    )
-    def test_errors(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            methods.get("decoupled_diloco", **options)
 
     def test_a_quorum_is_among_the_regions(self):
         method = methods.get("decoupled_diloco", quorum=3)

@@ -103,23 +103,6 @@ def test_the_pull_is_the_learning_rate_unless_it_is_given():
         np.testing.assert_allclose(moved, 2 - 0.4, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"outer_momentum": 1.0}, "outer_momentum=1.0 must be at least 0"),
-        (
-            {"outer_momentum": 0.9},
-            r"pair_pull=0.7 must be .* below 2 \(1 - outer_momentum\^2\) = 0.38",
-        ),
-        ({"pair_pull": 1.5}, "pair_pull=1.5 must be above 0 and below .* = 1.5 with"),
-        ({"pair_pull": 0.0}, "pair_pull=0.0 must be above 0"),
-    ],
-)
-def test_errors(options, message):
-    with pytest.raises(ValueError, match=message):
-        methods.get("noloco", **options)
-
-
 def momentum_after(num_regions, is_over_senders, num_rounds=60):
     """Its length in NumPy, where random pseudo-gradients of length 64 come in.
 

@@ -1,7 +1,5 @@
 """A method as a value: parts that do not go together are refused, with the reason."""
 
-import dataclasses
-
 import optax
 import pytest
 
@@ -218,8 +216,3 @@ class TestBind:
         method = methods.get("cocodc", curvature="secant").bind(regions)
         assert method.schedule.looks_midway
         assert not methods.get("cocodc").bind(regions).schedule.looks_midway
-
-    def test_a_method_is_a_value(self):
-        method = methods.get("diloco")
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            method.name = "other"
