@@ -118,18 +118,11 @@ def test_devices_that_share_experts_train_as_one_does():
         ({"expert_axis": 3, "batch_per_region": 4},
          r"data_axis=1 \* expert_axis=3, whi"),
         ({"expert_axis": 2, "stages": 2}, "expert_axis=2 is not for pipelines"),
+        ({"batch_per_region": 32, "data_axis": 32, "sequence_axis": 2},
+         r"width=32 .* data_axis \* sequence_axis=64; use width=64"),
     ],
 )  # fmt: skip
-def test_experts_that_devices_cannot_share_are_named(leaves, message):
-    with pytest.raises(ValueError, match=message):
-        checked(**leaves)
-
-
-def checked(**leaves):
+def test_what_devices_cannot_share_is_named(leaves, message):
     config = SHARED.replace(**leaves)
-    check_model(config, config.model)
-
-
-def test_a_width_that_both_axes_do_not_divide_is_named():
-    with pytest.raises(ValueError, match=r"width=32 .* sequence_axis=64; use width=64"):
-        checked(batch_per_region=32, data_axis=32, sequence_axis=2)
+    with pytest.raises(ValueError, match=message):
+        check_model(config, config.model)

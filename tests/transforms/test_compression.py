@@ -105,13 +105,6 @@ def test_packing_is_a_little_endian_bit_stream(bits):
     check()
 
 
-@pytest.mark.parametrize(
-    ("size", "bits"), [(1, 1), (2, 1), (3, 2), (4096, 12), (4097, 13)]
-)
-def test_index_bits(size, bits):
-    assert packing.index_bits(size) == bits
-
-
 # --- round trips and bounds ---
 
 
@@ -585,8 +578,3 @@ def test_names_and_factories_are_no_compressors(monkeypatch, argument, build, va
 def test_only_text_is_parsed(given):
     with pytest.raises(ValueError, match="^compress=.{1,30} must be text, such as 'ef"):
         inspect.unwrap(compression.parse)(given)
-
-
-def test_names_say_what_is_inside():
-    text = "error_feedback(low_rank(4, factors=int4()))"
-    assert compression.parse(text).name == "error_feedback(low_rank(int4))"

@@ -162,14 +162,7 @@ def test_it_is_its_formula(b1s, weights):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
 
 
-def test_one_momentum_of_weight_one_is_adam():
-    found = steps_of(scale_by_mt_adam((0.9,), (1.0,), B2))
-    np.testing.assert_allclose(
-        found, steps_of(optax.scale_by_adam(0.9, B2)), rtol=1e-6, atol=1e-7
-    )
-
-
-def test_the_recipe_is_adamw():
+def test_with_one_momentum_of_weight_one_it_is_adamw():
     params = {"w": jnp.arange(5.0)}
     gradient = {"w": jnp.asarray(GRADIENTS[0], jnp.float32)}
     one, other = mt_adam(0.1, (0.9,), (1.0,)), optax.adamw(0.1)

@@ -41,12 +41,6 @@ def test_delayed_nesterov(arrivals, n, c):
         np.testing.assert_allclose(actual[t], x, rtol=1e-12)
 
 
-def test_delayed_nesterov_of_one_is_nesterov(arrivals):
-    actual, _ = run(outer.delayed_nesterov(0.3, 0.9, 1), arrivals, np.ones(4))
-    wanted, _ = run(optax.sgd(0.3, 0.9, nesterov=True), arrivals, np.ones(4))
-    np.testing.assert_allclose(actual, wanted, rtol=1e-12)
-
-
 def test_group_of_one_is_a_heavy_ball(arrivals):
     alone = lambda i, x: {"group_mean_params": x}  # noqa: E731
     actual, _ = run(outer.group_heavy_ball(0.7, 0.5), arrivals, np.ones(4), alone)

@@ -62,18 +62,12 @@ def test_a_step_that_ends_between_two_ticks_counts_at_the_later():
 
 def test_an_event_names_the_region():
     schedule = made([1.0, 1.0], 3)
-    state, event = schedule.next_event(schedule.init(), 3)
-    assert event == Event(START, 0, 3, 0, (0,))
-    state, event = schedule.next_event(state, 3)
-    assert event == Event(FINISH, 0, 3, 0, (0,))
-    state, event = schedule.next_event(state, 3)
-    assert event == Event(START, 0, 3, 0, (1,))
-    state, event = schedule.next_event(state, 3)
-    assert event == Event(FINISH, 0, 3, 0, (1,))
-    assert schedule.next_event(state, 3) == (state, None)
+    (_, state, events), (_, _, later) = walks.walk(schedule, schedule.init(), 6)
+    assert events == [
+        Event(kind, 0, 3, 0, (region,)) for region in (0, 1) for kind in (START, FINISH)
+    ]
     assert state.last_start == (3, 3)
-    _, event = schedule.next_event(state, 6)
-    assert event.since_step == 3
+    assert later[0].since_step == 3
     assert schedule.next_event(schedule.init(), 2)[1] is None
 
 
