@@ -435,11 +435,15 @@ def demo(s, beta, k, side):
         d = beta * d + s.gradient(x, t)
         sent = by_region(select, d)
         d = d - sent
-        spectra = by_region(spectrum(side), sent)
-        counts = (np.abs(spectra) > 1e-12).sum(0)
-        share = spectrum(side, is_inverse=True)(spectra.sum(0) / np.maximum(counts, 1))
-        x = x - s.lr * np.sign(share)
+        x = x - s.lr * np.sign(mean_over_senders(sent, side))
     return s.everywhere(x), x
+
+
+def mean_over_senders(sent, side):
+    """Of each coefficient, from what regions' messages `[M, N]` decode to."""
+    spectra = by_region(spectrum(side), sent)
+    counts = (np.abs(spectra) > 1e-12).sum(0)
+    return spectrum(side, is_inverse=True)(spectra.sum(0) / np.maximum(counts, 1))
 
 
 def spectrum(side, is_inverse=False):

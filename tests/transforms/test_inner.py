@@ -215,8 +215,7 @@ def test_one_bit_a_value_exactly():
     assert message_bytes(message) == 3 + 2
     assert state.momentum["b"][0].dtype == jnp.float32
     back = lion.sign_bits().decode(message)
-    assert jax.tree.structure(back) == jax.tree.structure(params)
-    assert jax.tree.map(jnp.dtype, back) == jax.tree.map(jnp.dtype, params)
+    assert jax.eval_shape(lambda: back) == jax.eval_shape(lambda: params)
 
 
 def test_zeros_are_sent_as_plus_one():

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.fft
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.sync.messages import MaskedCore
@@ -16,42 +15,9 @@ from cocodc_jax.transforms.low_rank import low_rank
 from cocodc_jax.transforms.masked import masked, weigh_owned
 from cocodc_jax.transforms.sparsify import top_k
 from tests.numerics import assert_within_ulps
+from tests.program import family_reference as reference
 
-# No chunk with a single column or row: its coefficients come in equal pairs.
-M, ROWS, COLUMNS, SIDE, K = 3, 6, 10, 4, 3
-
-
-def chunks():
-    for i in range(0, ROWS, SIDE):
-        for j in range(0, COLUMNS, SIDE):
-            yield np.s_[i : i + SIDE, j : j + SIDE]
-
-
-def transform(x, apply):
-    """Apply a transform to every chunk of the padded matrix."""
-    out = np.zeros((8, 12))
-    for where in chunks():
-        out[where] = apply(x[where], norm="ortho")
-    return out
-
-
-def largest(coefficients):
-    """Mask of the K largest of every chunk."""
-    mask = np.zeros(coefficients.shape, bool)
-    for where in chunks():
-        size = np.abs(coefficients[where])
-        mask[where] = size >= np.sort(size.ravel())[-K]
-    return mask
-
-
-def pad(x):
-    return np.pad(x, ((0, 2), (0, 2)))
-
-
-def average(coefficients, masks):
-    total = (coefficients * masks).sum(0)
-    mean = total / np.maximum(masks.sum(0), 1)
-    return transform(mean, scipy.fft.idctn)[:ROWS, :COLUMNS]
+M, ROWS, COLUMNS = 3, 6, 10
 
 
 @pytest.fixture
@@ -75,12 +41,15 @@ def averaged(messages, compressor):
 
 @pytest.mark.usefixtures("float64")
 def test_mean_over_senders(regions):
-    compressor = compression.dct_top_k(k=K, chunk_side=SIDE)
-    actual = averaged(encode_all(compressor, regions), compressor)
-    spectra = np.stack([transform(pad(x), scipy.fft.dctn) for x in regions])
-    masks = np.stack([largest(s) for s in spectra])
-    assert {0, 1, 2, 3} == set(masks.sum(0).ravel())
-    np.testing.assert_allclose(actual, average(spectra, masks), atol=1e-10)
+    compressor = compression.dct_top_k(k=3, chunk_side=4)
+    models = regions.reshape(M, -1)[:, :44]
+    tree = [np.stack(x) for x in zip(*map(reference.split, models), strict=True)]
+    actual = averaged(encode_all(compressor, tree), compressor)
+    sent = reference.by_region(reference.chunked(3, 4, is_cosine=True), models)
+    spectra = reference.by_region(reference.spectrum(4), sent)
+    assert {0, 1, 2, 3} == set((np.abs(spectra) > 1e-12).sum(0))
+    expected = reference.mean_over_senders(sent, 4)
+    np.testing.assert_allclose(reference.join(actual), expected, atol=1e-10)
 
 
 @pytest.mark.usefixtures("float64")
