@@ -17,6 +17,7 @@ from cocodc_jax.models import (
 from cocodc_jax.models.block import RMSNorm
 from tests.models import oracle
 from tests.numerics import assert_all_close, assert_within_ulps
+from tests.program.mixture import drawn_params
 
 _SMALL = TransformerConfig(
     vocab_size=29, num_layers=2, width=16, mlp_width=24, num_heads=4, num_kv_heads=4
@@ -35,40 +36,13 @@ def _tokens(batch, length, seed=0, vocab_size=_SMALL.vocab_size):
     return np.random.default_rng(seed).integers(0, vocab_size, shape).astype(np.int32)
 
 
-@functools.cache
-def _params(config):
-    """Parameters of init's size, norm scales off one so that they matter."""
-    rng = np.random.default_rng(1)
-
-    def draw(path, leaf):
-        is_scale = path[-1].key == "scale"
-        return rng.normal(1.0 * is_scale, 0.3, leaf.shape).astype(np.float32)
-
-    shapes = jax.eval_shape(functools.partial(init_params, config), _KEY)
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+_init = jax.jit(init_params, static_argnums=0)
+_logits = jax.jit(apply, static_argnums=0)
 
 
-@functools.cache
-def _compiled_apply(config):
-    return jax.jit(functools.partial(apply, config))
-
-
-@functools.cache
-def _compiled_grad(config):
-    return jax.jit(jax.grad(make_loss_fn(config), has_aux=True))
-
-
-@functools.cache
-def _compiled_init(config):
-    return jax.jit(functools.partial(init_params, config))
-
-
-def _logits(config, params, tokens):
-    return _compiled_apply(config)(params, tokens)
-
-
+@functools.partial(jax.jit, static_argnums=0)
 def _grad(config, params, tokens):
-    return _compiled_grad(config)(params, tokens, _KEY)[0]
+    return jax.grad(make_loss_fn(config), has_aux=True)(params, tokens, _KEY)[0]
 
 
 @pytest.mark.parametrize(
@@ -76,8 +50,8 @@ def _grad(config, params, tokens):
 )
 def test_forward_equals_the_numpy_oracle(config):
     tokens = _tokens(2, 9)
-    logits = _logits(config, _params(config), tokens)
-    expected = oracle.logits(config, _params(config), tokens)
+    logits = _logits(config, drawn_params(config), tokens)
+    expected = oracle.logits(config, drawn_params(config), tokens)
     # Float32 rounding through three blocks.
     np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-5)
 
@@ -85,19 +59,19 @@ def test_forward_equals_the_numpy_oracle(config):
 @pytest.mark.parametrize("config", [_SMALL, _UNTIED], ids=["tied", "untied"])
 def test_a_token_changes_nothing_before_it(config):
     tokens = _tokens(2, 9)
-    before = _logits(config, _params(config), tokens)
+    before = _logits(config, drawn_params(config), tokens)
     for at in (1, 5, 8):
         changed = tokens.copy()
         changed[:, at] = (changed[:, at] + 1) % config.vocab_size
-        after = _logits(config, _params(config), changed)
+        after = _logits(config, drawn_params(config), changed)
         np.testing.assert_array_equal(after[:, :at], before[:, :at])
         assert np.all(np.abs(after[:, at:] - before[:, at:]).max(-1) > 0)
 
 
 def test_loss_predicts_the_next_token():
     tokens = _tokens(2, 8)
-    loss, aux = jax.jit(make_loss_fn(_SMALL))(_params(_SMALL), tokens, _KEY)
-    logits = oracle.logits(_SMALL, _params(_SMALL), tokens[:, :-1])
+    loss, aux = jax.jit(make_loss_fn(_SMALL))(drawn_params(_SMALL), tokens, _KEY)
+    logits = oracle.logits(_SMALL, drawn_params(_SMALL), tokens[:, :-1])
     picked = np.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
     expected = np.mean(np.log(np.exp(logits).sum(-1)) - picked)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
@@ -110,13 +84,13 @@ def test_loss_predicts_the_next_token():
 def test_initial_loss_is_near_that_of_a_uniform_guess():
     config = dataclasses.replace(_SMALL, vocab_size=512, width=64)
     tokens = _tokens(4, 33, vocab_size=512)
-    loss, _ = jax.jit(make_loss_fn(config))(_compiled_init(config)(_KEY), tokens, _KEY)
+    loss, _ = jax.jit(make_loss_fn(config))(_init(config, _KEY), tokens, _KEY)
     assert np.log(512) - 0.1 < loss < np.log(512) + 1
 
 
 def test_scanned_and_unscanned_models_are_one():
     scanned = dataclasses.replace(_UNTIED, scan_layers=True)
-    tokens, params = _tokens(2, 9), _params(scanned)
+    tokens, params = _tokens(2, 9), drawn_params(scanned)
     unstacked = oracle.unstacked(scanned, params)
     np.testing.assert_allclose(
         _logits(scanned, params, tokens), _logits(_UNTIED, unstacked, tokens),
@@ -130,8 +104,8 @@ def test_scanned_and_unscanned_models_are_one():
 
 
 def test_scanned_and_unscanned_models_start_alike():
-    scanned = _compiled_init(_SMALL)(_KEY)
-    unscanned = _compiled_init(dataclasses.replace(_SMALL, scan_layers=False))(_KEY)
+    scanned = _init(_SMALL, _KEY)
+    unscanned = _init(dataclasses.replace(_SMALL, scan_layers=False), _KEY)
     assert_within_ulps(oracle.unstacked(_SMALL, scanned), unscanned)
 
 
@@ -153,7 +127,7 @@ def _num_products(config, params, tokens):
 
 @pytest.mark.parametrize("base", [_SMALL, _UNTIED], ids=["scanned", "unscanned"])
 def test_rematerialisation_repeats_products(base):
-    tokens, params = _tokens(2, 9), _params(base)
+    tokens, params = _tokens(2, 9), drawn_params(base)
     plain, dots, full = (
         _num_products(dataclasses.replace(base, remat=remat), params, tokens)
         for remat in ("none", "dots", "full")
@@ -168,14 +142,14 @@ def test_rematerialisation_repeats_products(base):
     ("base", "remat"), [(_SMALL, "dots"), (_SMALL, "full"), (_UNTIED, "full")]
 )
 def test_rematerialisation_keeps_gradients(base, remat):
-    tokens, params = _tokens(2, 9), _params(base)
+    tokens, params = _tokens(2, 9), drawn_params(base)
     again = _grad(dataclasses.replace(base, remat=remat), params, tokens)
     assert_all_close(again, _grad(base, params, tokens), rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_kept_with_the_host_changes_no_gradient():
     """JAX's CPU has that kind of memory too; products are those of remat=attention."""
-    tokens, params = _tokens(2, 9), _params(_SMALL)
+    tokens, params = _tokens(2, 9), drawn_params(_SMALL)
     near, far = (
         dataclasses.replace(_SMALL, remat=remat) for remat in ("attention", "offload")
     )
@@ -203,7 +177,7 @@ def test_rms_norm_against_numpy():
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
     config = dataclasses.replace(_SMALL, compute_dtype="bfloat16", vocab_size=31)
-    params, tokens = _params(config), _tokens(2, 9)
+    params, tokens = drawn_params(config), _tokens(2, 9)
     grad = jax.eval_shape(functools.partial(_grad, config), params, tokens)
     assert {leaf.dtype for leaf in jax.tree.leaves(grad)} == {np.dtype(np.float32)}
     logits = _logits(config, params, tokens)
@@ -218,7 +192,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
 
 def test_init_deviations_follow_fan_in_and_depth():
     config = dataclasses.replace(_SMALL, width=128, mlp_width=256, num_layers=8)
-    params = _compiled_init(config)(_KEY)
+    params = _init(config, _KEY)
     residual = 1 / np.sqrt(2 * 8)
     expected = {"query": 128**-0.5, "value": 128**-0.5, "output": 128**-0.5 * residual}
     for name, deviation in expected.items():
@@ -231,7 +205,7 @@ def test_init_deviations_follow_fan_in_and_depth():
 
 def test_forward_over_reverse_gives_the_same_with_chunks_and_repeated_products():
     plain = dataclasses.replace(_UNTIED, num_layers=1)
-    params, tokens = _params(plain), _tokens(2, 8)
+    params, tokens = drawn_params(plain), _tokens(2, 8)
     along = jax.tree.map(lambda x: np.cos(10 * x), params)
 
     def product(config):
