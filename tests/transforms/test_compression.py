@@ -446,17 +446,10 @@ def test_bytes_by_hand(text, nbytes):
 @pytest.mark.parametrize(
     "inner",
     [
-        "sign",
-        "int2",
-        "stat2",
-        "matrices(stat2)",
-        "fp4",
-        "top_k(0.1)",
-        "dct_top_k(2, 4)",
-        "threshold(0.1, every=4)",
-        "low_rank(1, int4())",
+        "sign", "int2", "stat2", "matrices(stat2)", "fp4", "top_k(0.1)",
+        "dct_top_k(2, 4)", "threshold(0.1, every=4)", "low_rank(1, int4())",
     ],
-)
+)  # fmt: skip
 def test_what_was_sent_and_the_residual_are_what_was_meant(inner):
     text = f"error_feedback({inner})"
     state, meant, sent = compression.parse(text).init(tree()), 0.0, 0.0
@@ -536,14 +529,10 @@ def test_wrong_expressions_are_named(text, message):
 @pytest.mark.parametrize(
     "text",
     [
-        "int8(block_size=2.5)",
-        "int8(block_size='64')",
-        "chunked_top_k(k=2.5)",
-        "dct_top_k(chunk_side=8.5)",
-        "low_rank(rank=1.5)",
-        "threshold(every=2.5)",
+        "int8(block_size=2.5)", "int8(block_size='64')", "chunked_top_k(k=2.5)",
+        "dct_top_k(chunk_side=8.5)", "low_rank(rank=1.5)", "threshold(every=2.5)",
     ],
-)
+)  # fmt: skip
 def test_sizes_are_whole_numbers(monkeypatch, text):
     # As users have them: only in tests are types checked at every call.
     plain = {name: inspect.unwrap(f) for name, f in compression.FACTORIES.items()}
