@@ -9,11 +9,9 @@ import pytest
 
 import cocodc_jax
 from cocodc_jax import methods
-from cocodc_jax.methods import METHODS, Method, Sync
+from cocodc_jax.methods import METHODS
 from cocodc_jax.methods.contrib.eager import eager_outer
-from cocodc_jax.sync import merge
 from cocodc_jax.sync.messages import Compressed, Ranked
-from cocodc_jax.sync.outer import nesterov
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules import adaptive, one_step_stale, ranked_rounds, staggered
 from cocodc_jax.sync.summed import ByRings, SummedFactors
@@ -203,37 +201,6 @@ def test_every_file_of_a_method_is_its_algorithm(name):
 def test_the_table_of_the_package_names_every_method():
     for name in METHODS:
         assert f"\n{name} " in methods.__doc__, name
-
-
-def test_a_new_method_touches_two_files(monkeypatch):
-    """Its own, and the table: by its name it is built, with an argument of its own."""
-
-    def patient(sync_interval: int = 20, patience: float = 0.25) -> Method:
-        """Wait.
-
-        Args:
-          sync_interval: H, inner steps.
-          patience: share of its own fragment that a region keeps.
-        """
-        return Method(
-            name="patient",
-            sync=Sync(
-                schedule=staggered(sync_interval, 2, 3),
-                outer=nesterov(1.0, 0.0),
-                merge=merge.mix(patience),
-            ),
-        )
-
-    monkeypatch.setitem(METHODS, "patient", patient)
-    assert methods.defaults("patient") == {
-        "sync_interval": 20, "patience": 0.25, **methods.COMMON,
-    }  # fmt: skip
-    method = methods.get("patient", patience=0.75, compress="int8")
-    assert method.sync.merge.name == "mix(0.75)"
-    assert method.sync.message.by.name == "int8"
-    assert method.schedule == staggered(20, 2, 3)
-    with pytest.raises(ValueError, match="patient.* no argument 'haste'; it takes syn"):
-        methods.get("patient", haste=1)
 
 
 def test_the_adaptive_rank_has_its_parts():
