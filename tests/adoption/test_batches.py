@@ -112,33 +112,6 @@ def test_init_takes_the_programs_parameters_alone(program, change, message):
         program.init(change(PARAMS), jax.random.key(0))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"loss_fn": None}, "loss_fn=None must be a function, "),
-        ({"optimizer": optax.sgd}, "optimizer=<function sgd .* must be an optax.Grad"),
-        ({"optimizer": "adam"}, "optimizer='adam' must be an optax.*, as optax.adam"),
-        ({"method": cc.methods.METHODS["diloco"]}, "method=<function .* must be a Met"),
-        ({"method": None}, r"method=None must be a Method: methods.get\(NAME, "),
-        ({"mesh": "cpu"}, r"mesh='cpu' must be a Mesh: make_mesh\("),
-        ({"fragments": 4}, r"fragments=4 must be a Fragments: cut\(params"),
-        ({"user_inputs": {}}, r"user_inputs={} must be a UserInputs: UserInputs\("),
-        ({"transport": "outer"}, r"transport='outer' must be a Transport: Tra"),
-        ({"model_state": {}}, r"model_state={} must be a ModelState: ModelState\("),
-    ],
-)
-def test_what_is_of_another_kind_is_named(arguments, message):
-    given = {"loss_fn": loss_fn, "optimizer": optax.sgd(0.1), "method": DILOCO}
-    with pytest.raises(ValueError, match=message):
-        cc.RegionProgram(**given | arguments, params=PARAMS, regions=2)
-
-
-def test_a_mesh_needs_an_axis_of_regions():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    with pytest.raises(ValueError, match=r"axes \('data',\), but no 'region'; use mak"):
-        cc.RegionProgram(loss_fn, optax.sgd(0.1), DILOCO, PARAMS, 2, mesh=mesh)
-
-
 class Module:
     """As Equinox's modules: parameters, and what is none, in one tree."""
 
@@ -160,17 +133,34 @@ jax.tree_util.register_pytree_with_keys(
 
 
 @pytest.mark.parametrize(
-    ("params", "message"),
+    ("arguments", "message"),
     [
-        (Module(jnp.ones(2), jax.nn.gelu), "leaf 'activation' of type .* no array"),
-        ({"w": jnp.ones(2), "rate": 0.5}, "leaf 'rate' of type float, which is no arr"),
-        ({"w": jnp.ones(2), "step": jnp.ones((), int)}, "leaf 'step' of dtype int32"),
-        ({"w": jnp.ones(2), "dropout": jax.random.key(0)}, "'dropout' of dtype key"),
+        ({"loss_fn": None}, "loss_fn=None must be a function, "),
+        ({"optimizer": optax.sgd}, "optimizer=<function sgd .* must be an optax.Grad"),
+        ({"optimizer": "adam"}, "optimizer='adam' must be an optax.*, as optax.adam"),
+        ({"method": cc.methods.METHODS["diloco"]}, "method=<function .* must be a Met"),
+        ({"method": None}, r"method=None must be a Method: methods.get\(NAME, "),
+        ({"mesh": jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))},
+         r"axes \('data',\), but no 'region'; use make"),
+        ({"mesh": "cpu"}, r"mesh='cpu' must be a Mesh: make_mesh\("),
+        ({"fragments": 4}, r"fragments=4 must be a Fragments: cut\(params"),
+        ({"user_inputs": {}}, r"user_inputs={} must be a UserInputs: UserInputs\("),
+        ({"transport": "outer"}, r"transport='outer' must be a Transport: Tra"),
+        ({"model_state": {}}, r"model_state={} must be a ModelState: ModelState\("),
+        ({"params": Module(jnp.ones(2), jax.nn.gelu)},
+         "leaf 'activation' of type .* no array"),
+        ({"params": {"w": jnp.ones(2), "rate": 0.5}},
+         "leaf 'rate' of type float, which is no arr"),
+        ({"params": {"w": jnp.ones(2), "step": jnp.ones((), int)}},
+         "leaf 'step' of dtype int32"),
+        ({"params": {"w": jnp.ones(2), "dropout": jax.random.key(0)}},
+         "'dropout' of dtype key"),
     ],
-)
-def test_leaves_that_are_no_parameters_are_named(params, message):
+)  # fmt: skip
+def test_what_is_of_another_kind_is_named(arguments, message):
+    given = {"loss_fn": loss_fn, "optimizer": optax.sgd(0.1), "method": DILOCO}
     with pytest.raises(ValueError, match=message):
-        cc.RegionProgram(loss_fn, optax.sgd(0.1), DILOCO, params, 2)
+        cc.RegionProgram(**given | {"params": PARAMS, "regions": 2} | arguments)
 
 
 # --- Keys of the generator ---

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from fractions import Fraction
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,8 +97,3 @@ def test_a_run_may_be_asked_between_arrivals():
     assert none is None
     assert schedule.next_step(state) == 4
     assert schedule.next_step(dataclasses.replace(state, step=4)) == 8
-
-
-def test_error():
-    with pytest.raises(ValueError, match="sync_interval=0 must be at least 1"):
-        asynchronous(0)

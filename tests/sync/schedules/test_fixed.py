@@ -1,7 +1,6 @@
 """Fixed orders: tables worked by hand."""
 
 import dataclasses
-import math
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +14,10 @@ from cocodc_jax.sync.schedules import (
     OneStepStale,
     Pending,
     Staggered,
+    asynchronous,
     measured,
     one_step_stale,
+    ranked_rounds,
     staggered,
 )
 from tests.sync.schedules.walks import starts, table, walk
@@ -148,10 +149,11 @@ def test_events_name_who_takes_part():
         (lambda: staggered(2, 4),
          "sync_interval=2 is not a multiple of num_fragments=4; use 4"),
         (lambda: staggered(0), "sync_interval=0 must be at least 1"),
+        (lambda: asynchronous(0), "sync_interval=0 must be at least 1"),
+        (lambda: ranked_rounds(0, 4, 1), "sync_interval=0 must be at least 1"),
         (lambda: staggered(4, 0), "num_fragments=0 must be at least 1"),
         (lambda: staggered(4, 2, -1), "delay_steps=-1 must be at least 0"),
         (lambda: staggered(4.5), "sync_interval=4.5 must be a whole number, at least"),
-        (lambda: staggered(math.nan), "sync_interval=nan must be a whole number"),
         (lambda: staggered("20"), "sync_interval='20' must be a whole number"),
         (lambda: staggered(20, 2.0), "num_fragments=2.0 must be a whole number"),
         (lambda: staggered(20, 2, 1.5), "delay_steps=1.5 must be a whole number"),
