@@ -26,50 +26,33 @@ MIXTRAL = dataclasses.replace(
 TOKENS = np.random.default_rng(2).integers(0, 32, (2, 11)).astype(np.int32)
 
 
-def tree_of(folder):
-    """The tensors of a folder by the names of Hugging Face, as a tree of ours."""
-    said = json.loads((folder / "config.json").read_text())
-    tensors = load_file(folder / "model.safetensors")
+OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+INSIDE = {
+    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj",
+    "output": "self_attn.o_proj", "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm", "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj", "down": "mlp.down_proj", "router": "block_sparse_moe.gate",
+}  # fmt: skip
+OF_EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
 
-    def scale(name):
-        return {"scale": tensors.pop(f"{name}.weight")}
 
-    def linear(name):
-        return tensors.pop(f"{name}.weight").T  # torch.nn.Linear: [out, in].
-
-    blocks = {}
-    for layer in range(said["num_hidden_layers"]):
-        at = f"model.layers.{layer}"
-        names = zip(("query", "key", "value", "output"), "qkvo", strict=True)
-        block = blocks[layer] = {
-            "attention": {
-                ours: linear(f"{at}.self_attn.{x}_proj") for ours, x in names
-            },
-            "attention_norm": scale(f"{at}.input_layernorm"),
-            "mlp_norm": scale(f"{at}.post_attention_layernorm"),
-        }
-        if said["model_type"] == "llama":
-            names = ("gate", "up", "down")
-            block["mlp"] = {name: linear(f"{at}.mlp.{name}_proj") for name in names}
-            continue
-        at = f"{at}.block_sparse_moe"
-        names = {"gate": "w1", "up": "w3", "down": "w2"}
-        experts = {
-            ours: np.stack(
-                [
-                    linear(f"{at}.experts.{e}.{w}")
-                    for e in range(said["num_local_experts"])
-                ]
-            )
-            for ours, w in names.items()
-        }
-        block["moe"] = {"router": linear(f"{at}.gate"), "experts": experts}
-    tree = {"embedding": linear("model.embed_tokens").T, "blocks": blocks}
-    tree["norm"] = scale("model.norm")
-    if not said["tie_word_embeddings"]:
-        tree["head"] = linear("lm_head")
-    assert not tensors
-    return tree, said
+def as_in_files(params):
+    """Tensors by the names of Hugging Face; torch.nn.Linear is [out, in]."""
+    found = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        keys = [key.key for key in path if key.key != "scale"]
+        at = f"model.layers.{keys[1]}" if keys[0] == "blocks" else ""
+        if keys[-1] == "tokens":
+            continue  # Files have no counts of tokens.
+        if "experts" in keys:
+            at += ".block_sparse_moe.experts"
+            for e, matrix in enumerate(x):
+                found[f"{at}.{e}.{OF_EXPERTS[keys[-1]]}"] = matrix.T
+        elif at:
+            found[f"{at}.{INSIDE[keys[-1]]}"] = x.T
+        else:
+            found[OUTSIDE[keys[0]]] = x if keys[0] == "embedding" else x.T
+    return {f"{name}.weight": x for name, x in found.items()}
 
 
 @pytest.fixture(
@@ -88,11 +71,9 @@ def folder(tmp_path):
 def test_tensors_have_the_names_and_turns_of_hugging_face(config, tmp_path):
     """What these compute is in `oracle`; that `transformers` does, in a slow test."""
     hugging_face.write(tmp_path, config, drawn_params(config))
-    found, said = tree_of(tmp_path)
-    wanted = oracle.unstacked(config, drawn_params(config))
-    for block in found["blocks"].values():
-        if "moe" in block:  # Files have no counts of tokens.
-            block["moe"]["experts"]["tokens"] = np.zeros(4)
+    found = load_file(tmp_path / "model.safetensors")
+    said = json.loads((tmp_path / "config.json").read_text())
+    wanted = as_in_files(oracle.unstacked(config, drawn_params(config)))
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     assert said | {
         "hidden_size": 16, "num_attention_heads": 4, "rope_theta": 500.0,
