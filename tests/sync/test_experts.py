@@ -15,21 +15,15 @@ from cocodc_jax.expert_leaves import TOKEN_UNIT, expert_axis
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.expert_mean import ExpertMean
 from cocodc_jax.sync.schedules.adaptive import adaptive
-from tests.program.mixture import drawn_params
+from tests.numerics import assert_all_close
+from tests.program.mixture import MODEL, drawn_params
 
-_MODEL = models.TransformerConfig(
-    vocab_size=16, num_layers=2, width=8, mlp_width=8, num_heads=1, num_kv_heads=1,
-    num_experts=4, expert_width=6, scan_layers=False,
-)  # fmt: skip
+_MODEL = dataclasses.replace(MODEL, scan_layers=False)
 _KEY = jax.random.key(0)
 
 
-def _model(scan_layers):
-    return dataclasses.replace(_MODEL, scan_layers=scan_layers)
-
-
 def _params(scan_layers):
-    return drawn_params(_model(scan_layers))
+    return drawn_params(MODEL if scan_layers else _MODEL)
 
 
 @pytest.mark.parametrize(("scan_layers", "num_fragments"), [(True, 4), (False, 5)])
@@ -109,18 +103,15 @@ def test_experts_are_weighed_by_their_tokens():
     )
     found = average.after(mean, parts[0], None)
 
-    np.testing.assert_allclose(
-        found["blocks/moe/router"], of_regions @ other, rtol=1e-5, atol=1e-6
-    )
     share = of_regions[:, None, None] * counts
-    path = "blocks/moe/experts/tokens"
-    np.testing.assert_allclose(found[path], -TOKEN_UNIT * share.sum(0), rtol=1e-6)
     total = share.sum(0)
     wanted = np.einsum("mle,mledf->ledf", share, weights)
     wanted = wanted / np.where(total, total, 1)[..., None, None]
-    np.testing.assert_allclose(
-        found["blocks/moe/experts/up"], wanted, rtol=1e-5, atol=1e-6
-    )
+    expected = {
+        "blocks/moe/router": of_regions @ other, "blocks/moe/experts/up": wanted,
+        "blocks/moe/experts/tokens": -TOKEN_UNIT * total,
+    }  # fmt: skip
+    assert_all_close(found, expected, rtol=1e-5, atol=1e-6)
     assert not wanted[0, 1].any()  # Nobody trained it.
     np.testing.assert_allclose(wanted[1, 2], weights[0, 1, 2])  # One region did.
 
