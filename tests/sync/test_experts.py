@@ -107,10 +107,12 @@ def test_experts_are_weighed_by_their_tokens():
     total = share.sum(0)
     wanted = np.einsum("mle,mledf->ledf", share, weights)
     wanted = wanted / np.where(total, total, 1)[..., None, None]
+    tokens = found.pop("blocks/moe/experts/tokens")
+    np.testing.assert_allclose(tokens, -TOKEN_UNIT * total, rtol=1e-6)
     expected = {
-        "blocks/moe/router": of_regions @ other, "blocks/moe/experts/up": wanted,
-        "blocks/moe/experts/tokens": -TOKEN_UNIT * total,
-    }  # fmt: skip
+        "blocks/moe/router": of_regions @ other,
+        "blocks/moe/experts/up": wanted,
+    }
     assert_all_close(found, expected, rtol=1e-5, atol=1e-6)
     assert not wanted[0, 1].any()  # Nobody trained it.
     np.testing.assert_allclose(wanted[1, 2], weights[0, 1, 2])  # One region did.
