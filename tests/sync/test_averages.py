@@ -148,6 +148,9 @@ def test_errors(call, message):
         call()
 
 
+# --- Moments that go with a sync ---
+
+
 def test_each_at_its_own_rhythm():
     table = {n: Moments(3, 6).due(n) for n in range(1, 13)}
     assert [n for n, due in table.items() if "mu" in due] == [3, 6, 9, 12]

@@ -103,6 +103,9 @@ def test_sums_of_decoded_messages(dtype):
     assert weighted["w"].tolist() == [2.25, 2.0]
 
 
+# --- Exchanges at every step: two regions, stacked as a gather gives them ---
+
+
 def exchange(made, *rounds):
     """What regions make of their gradients, `[M, n]` a round."""
     first = jnp.array(rounds[0], jnp.float32)
@@ -152,6 +155,9 @@ def test_the_compressor_of_a_momentum_is_replaced_and_its_decay_stays():
     made = decoupled_momentum(0.5, top_k(0.5)).compressed(identity())
     gradients = [[4.0, 2.0], [-1.0, -3.0]], [[-3.0, 0.0], [0.0, 1.0]]
     assert exchange(made, *gradients) == [[1.0, -1.0], [-1.0, 1.0]]
+
+
+# --- Rings: who passes on to whom, and how much is sent ---
 
 
 @pytest.mark.parametrize("num_places", range(1, 13))
