@@ -203,6 +203,9 @@ def test_the_table_of_the_package_names_every_method():
         assert f"\n{name} " in methods.__doc__, name
 
 
+# --- DiLoCoX, eager updates, Decoupled DiLoCo ---
+
+
 def test_the_adaptive_rank_has_its_parts():
     method = methods.get("dilocox", sync_interval=10, rank=8, min_rank=2)
     assert method.schedule == ranked_rounds(10, 8, 2)

@@ -103,6 +103,9 @@ def test_the_pull_is_the_learning_rate_unless_it_is_given():
         np.testing.assert_allclose(moved, 2 - 0.4, rtol=1e-6)
 
 
+# --- DiLoCo with decoupled momentum ---
+
+
 def momentum_after(num_regions, is_over_senders, num_rounds=60):
     """Its length in NumPy, where random pseudo-gradients of length 64 come in.
 
@@ -132,6 +135,8 @@ def test_why_the_mean_is_over_all_regions():
     assert momentum_after(2, True) < 1.5 * free
     assert momentum_after(4, True) > 1e10
 
+
+# --- LT-ADMM-CC: the sign of its z update, its rest, and that it gets there ---
 
 # f_i(x) = a_i (x - b_i)^2 / 2 of four regions: curvatures and minimisers all differ.
 CURVATURES = np.array([0.5, 1.0, 2.0, 1.5])

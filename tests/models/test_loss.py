@@ -121,6 +121,8 @@ def test_bfloat16_hidden_states_give_float32_logits_and_head_gradient(chunk_toke
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
+# --- A batch in parts ---
+
 CONFIG = dataclasses.replace(get("smoke"), num_layers=1, loss_chunk_tokens=16)
 
 

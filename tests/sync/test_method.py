@@ -238,6 +238,9 @@ class TestBind:
         assert not methods.get("cocodc").bind(regions).schedule.looks_midway
 
 
+# --- Outer optimizers ---
+
+
 @pytest.mark.parametrize(
     ("momentum", "expected"), [(0.5, [-0.75, -1.625]), (0.0, [-0.5, -1.0])]
 )

@@ -139,6 +139,8 @@ def test_matrix_axes_of_lists_and_partial_trees():
     assert axes["blocks"][0]["up"].output_axis == -1
 
 
+# --- Adam of several time scales ---
+
 B1S, WEIGHTS, B2, EPS = (0.9, 0.99), (0.6, 0.3), 0.95, 1e-8
 GRADIENTS = np.random.default_rng(0).normal(size=(9, 5))
 
@@ -179,6 +181,9 @@ def test_errors():
         scale_by_mt_adam(B1S, (0.6, 0.5))
     with pytest.raises(ValueError, match="b1s=1.0 must be at least 0 and below 1"):
         scale_by_mt_adam((1.0,), (0.5,))
+
+
+# --- Distributed Lion ---
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])

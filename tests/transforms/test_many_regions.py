@@ -111,6 +111,8 @@ def test_messages_that_cannot_be_read_are_named(text):
         average_duplicates((), compressor)
 
 
+# --- Entries of a region's own: who owns what, and the mean over owners ---
+
 NUM_REGIONS = 4
 RNG = np.random.default_rng(0)
 REGIONS = RNG.normal(size=(NUM_REGIONS, 5, 6)).astype(np.float32)

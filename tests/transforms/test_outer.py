@@ -174,6 +174,9 @@ def test_the_gap_has_a_gradient_where_nothing_moved():
     np.testing.assert_array_equal(jax.grad(first)(place), [0, 0])
 
 
+# --- HeLoCo ---
+
+
 @pytest.mark.parametrize(
     "numbers", [(0.2, 0.5, 1.0, 3.0, 0.5), (0.9, 8.0, 0.4, 0.1, 0.3)]
 )
