@@ -33,7 +33,7 @@ it. The mean over all M, as in the formula, is kept on purpose: over senders, a
 coefficient that one region sends returns in full to all M and is in every region's top
 in the next round. With random input of length 64, M = 4 and beta 0.95, the momentum's
 length is 4e12 after 60 rounds, and 178 over all M (with M = 2 243 and 190), by
-tests/methods/test_diloco_demo.py.
+tests/methods/test_regional.py.
 Defaults: published beta 0.95, k 32, chunk 64, H 128 to 500, eta 0.7 to 0.8; here beta
 0.9, k 32, H 128, eta 0.7.
 Measured here: last loss 2.293 with 493 kB sent by a region, DiLoCo 1.838 with 40.3 MB;

@@ -1,4 +1,4 @@
-"""A loop of one's own: batches and states as users hand them over."""
+"""A loop of one's own: batches, keys and states as users hand them over."""
 
 import jax
 import jax.numpy as jnp
@@ -86,13 +86,10 @@ def test_a_donated_state_is_refused_not_read(program, state):
     old = state
     new, _ = program.advance(old, TOKENS[None])
     calls = (
-        lambda: program.advance(old, TOKENS[None]),
-        lambda: program.mean_params(old),
-        lambda: program.outer_params(old),
-        lambda: program.region_drift(old),
-        lambda: program.finite_regions(old),
-        lambda: program.synchronize(old),
-    )
+        lambda: program.advance(old, TOKENS[None]), lambda: program.mean_params(old),
+        lambda: program.outer_params(old), lambda: program.region_drift(old),
+        lambda: program.finite_regions(old), lambda: program.synchronize(old),
+    )  # fmt: skip
     for call in calls:
         with pytest.raises(ValueError, match="state of step 0 was donated to"):
             call()
@@ -113,35 +110,6 @@ def test_a_donated_state_is_refused_not_read(program, state):
 def test_init_takes_the_programs_parameters_alone(program, change, message):
     with pytest.raises(ValueError, match=message):
         program.init(change(PARAMS), jax.random.key(0))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"loss_fn": None}, "loss_fn=None must be a function, "),
-        ({"optimizer": optax.sgd}, "optimizer=<function sgd .* must be an optax.Grad"),
-        ({"optimizer": "adam"}, "optimizer='adam' must be an optax.*, as optax.adam"),
-        ({"method": cc.methods.METHODS["diloco"]}, "method=<function .* must be a Met"),
-        ({"method": None}, r"method=None must be a Method: methods.get\(NAME, "),
-        ({"mesh": "cpu"}, r"mesh='cpu' must be a Mesh: make_mesh\("),
-        ({"fragments": 4}, r"fragments=4 must be a Fragments: cut\(params"),
-        ({"user_inputs": {}}, r"user_inputs={} must be a UserInputs: UserInputs\("),
-        ({"transport": "outer"}, r"transport='outer' must be a Transport: Tra"),
-        ({"model_state": {}}, r"model_state={} must be a ModelState: ModelState\("),
-    ],
-)
-def test_what_is_of_another_kind_is_named(arguments, message):
-    given = {"loss_fn": loss_fn, "optimizer": optax.sgd(0.1), "method": DILOCO}
-    with pytest.raises(ValueError, match=message):
-        cc.RegionProgram(**given | arguments, params=PARAMS, regions=2)
-
-
-def test_a_mesh_needs_an_axis_of_regions():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    with pytest.raises(
-        ValueError, match=r"axes \('data',\), but no 'region'; use make"
-    ):
-        cc.RegionProgram(loss_fn, optax.sgd(0.1), DILOCO, PARAMS, 2, mesh=mesh)
 
 
 class Module:
@@ -165,14 +133,79 @@ jax.tree_util.register_pytree_with_keys(
 
 
 @pytest.mark.parametrize(
-    ("params", "message"),
+    ("arguments", "message"),
     [
-        (Module(jnp.ones(2), jax.nn.gelu), "leaf 'activation' of type .* no array"),
-        ({"w": jnp.ones(2), "rate": 0.5}, "leaf 'rate' of type float, which is no arr"),
-        ({"w": jnp.ones(2), "step": jnp.ones((), int)}, "leaf 'step' of dtype int32"),
-        ({"w": jnp.ones(2), "dropout": jax.random.key(0)}, "'dropout' of dtype key"),
+        ({"loss_fn": None}, "loss_fn=None must be a function, "),
+        ({"optimizer": optax.sgd}, "optimizer=<function sgd .* must be an optax.Grad"),
+        ({"optimizer": "adam"}, "optimizer='adam' must be an optax.*, as optax.adam"),
+        ({"method": cc.methods.METHODS["diloco"]}, "method=<function .* must be a Met"),
+        ({"method": None}, r"method=None must be a Method: methods.get\(NAME, "),
+        ({"mesh": jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))},
+         r"axes \('data',\), but no 'region'; use make"),
+        ({"mesh": "cpu"}, r"mesh='cpu' must be a Mesh: make_mesh\("),
+        ({"fragments": 4}, r"fragments=4 must be a Fragments: cut\(params"),
+        ({"user_inputs": {}}, r"user_inputs={} must be a UserInputs: UserInputs\("),
+        ({"transport": "outer"}, r"transport='outer' must be a Transport: Tra"),
+        ({"model_state": {}}, r"model_state={} must be a ModelState: ModelState\("),
+        ({"params": Module(jnp.ones(2), jax.nn.gelu)},
+         "leaf 'activation' of type .* no array"),
+        ({"params": {"w": jnp.ones(2), "rate": 0.5}},
+         "leaf 'rate' of type float, which is no arr"),
+        ({"params": {"w": jnp.ones(2), "step": jnp.ones((), int)}},
+         "leaf 'step' of dtype int32"),
+        ({"params": {"w": jnp.ones(2), "dropout": jax.random.key(0)}},
+         "'dropout' of dtype key"),
     ],
-)
-def test_leaves_that_are_no_parameters_are_named(params, message):
+)  # fmt: skip
+def test_what_is_of_another_kind_is_named(arguments, message):
+    given = {"loss_fn": loss_fn, "optimizer": optax.sgd(0.1), "method": DILOCO}
     with pytest.raises(ValueError, match=message):
-        cc.RegionProgram(loss_fn, optax.sgd(0.1), DILOCO, params, 2)
+        cc.RegionProgram(**given | {"params": PARAMS, "regions": 2} | arguments)
+
+
+# --- Keys of the generator ---
+
+
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_are_of_jaxs_default_whatever_jax_comes_with(impl, data):
+    def loss_fn(params, batch, key):
+        kept = jax.random.bernoulli(key, 0.5, batch.shape)
+        return jnp.mean((kept * batch @ params["out"]) ** 2), {"kept": kept.sum()}
+
+    # Messages are drawn too: rounded at random.
+    method = cc.methods.get("diloco", sync_interval=2, compress="int8(stochastic=True)")
+    mesh = cc.make_mesh(4, data=data)
+    with jax.default_prng_impl(impl):
+        program = cc.RegionProgram(
+            loss_fn, optax.sgd(0.1), method, PARAMS, 4, mesh=mesh
+        )
+        assert program.abstract().region.key.shape == (4, 4)
+        state = program.init(PARAMS, jax.random.key(0))
+        state, output = program.advance(state, np.ones((2, 4, 2, 4), np.float32))
+        assert jax.random.key_data(state.region.key).shape == (4, 4)
+    # Regions and steps differ in what they draw.
+    assert len(np.unique(np.asarray(output.aux["kept"]))) > 2
+    assert len(np.unique(np.asarray(state.region.params["out"]))) > 1
+    assert len(output.syncs) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (jax.random.key(0, impl="rbg"),
+         "implementation 'rbg', but .* for 'threefry2x32', .*'rbg'\\) before"),
+        (0, r"key=0 must be a PRNG key: jax.random.key\(seed\)"),
+        (None, "key=None must be a PRNG key"),
+        (jax.random.split(jax.random.key(0), 4), r"key has the shape \(4,\), but must"),
+        (jax.random.split(jax.random.PRNGKey(0)), r"key has the shape \(2, 2\), but"),
+    ],
+)  # fmt: skip
+def test_what_is_no_key_is_refused(program, key, message):
+    with pytest.raises(ValueError, match=message):
+        program.init(PARAMS, key)
+
+
+def test_keys_as_jax_had_them_are_taken(program, state):
+    old = program.init(PARAMS, jax.random.PRNGKey(0))
+    np.testing.assert_array_equal(old.region.key, state.region.key)

@@ -45,9 +45,7 @@ def test_a_curvature_must_be_chosen():
 
 @pytest.mark.parametrize("given", [None, curvature.isotropic, 0.5])
 def test_what_is_no_curvature_is_named(given):
-    with pytest.raises(
-        ValueError, match="^curvature=.* must be one of .*, or a Curvat"
-    ):
+    with pytest.raises(ValueError, match="^curvature=.* must be one of .*, or a Cur"):
         inspect.unwrap(delay_compensation)(given)
 
 
@@ -83,13 +81,9 @@ def test_nor_is_any_other_tree(transform, name):
     update(params)
     with pytest.raises(ValueError, match=rf"^{name} has 'w' of shape \(3,\), but its"):
         update({"w": jnp.ones(3)})
-    with pytest.raises(
-        ValueError, match=rf"^{name} has the structure .*'v'.*'w'.* pass"
-    ):
+    with pytest.raises(ValueError, match=rf"^{name} has the structure .*'v'.*'w'"):
         update({"v": jnp.ones((2, 3))})
-    with pytest.raises(
-        ValueError, match=rf"^{name} has the structure .*'v'.*'w'.* pass"
-    ):
+    with pytest.raises(ValueError, match=rf"^{name} has the structure .*'v'.*'w'"):
         update(params | {"v": jnp.ones(3)})
 
 

@@ -14,37 +14,24 @@ def test_syncs_per_interval_is_twice_k_where_the_interval_allows():
     assert made.schedule == adaptive(5, 3, 0, 5)
 
 
-def test_a_weight_of_progress_that_is_none_is_refused():
-    with pytest.raises(ValueError, match=r"progress_weight=1.5 must be from 0 to 1"):
-        methods.get("cocodc", progress_weight=1.5)
-
-
 @pytest.mark.parametrize(
     ("options", "needs"),
     [
         ({}, set()),
         ({"curvature": "outer_product"}, set()),
-        (
-            {"curvature": "outer_product", "curvature_units": "gradient"},
-            {"learning_rate"},
-        ),
+        ({"curvature": "outer_product", "curvature_units": "gradient"},
+         {"learning_rate"}),
         ({"curvature": "none"}, set()),
         ({"curvature": "isotropic"}, set()),
         ({"curvature": "adam_second_moment"}, {"learning_rate", "second_moment"}),
-        (
-            {"curvature": "hessian_vector"},
-            {"gradient_fn", "learning_rate", "second_moment"},
-        ),
-        (
-            {"curvature": "hessian_vector", "curvature_units": "parameter"},
-            {"gradient_fn", "learning_rate"},
-        ),
-        (
-            {"curvature": curvature.hessian_vector("parameter")},
-            {"gradient_fn", "learning_rate"},
-        ),
+        ({"curvature": "hessian_vector"},
+         {"gradient_fn", "learning_rate", "second_moment"}),
+        ({"curvature": "hessian_vector", "curvature_units": "parameter"},
+         {"gradient_fn", "learning_rate"}),
+        ({"curvature": curvature.hessian_vector("parameter")},
+         {"gradient_fn", "learning_rate"}),
     ],
-)
+)  # fmt: skip
 def test_curvature_tells_the_runtime_what_it_needs(options, needs):
     assert methods.get("cocodc", **options).sync.merge.needs == needs | {"staged"}
 
@@ -98,47 +85,3 @@ def test_numbers_that_follow_the_network():
     assert isinstance(made.schedule, Measured)
     assert made.schedule.network_share == 0.4
     assert made.needs == {"staged", "norm", "times"}
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        (
-            "cocodc",
-            {"curvature": "none", "curvature_units": "adam"},
-            "curvature_units='adam' was given, but curvature='none' has no choice",
-        ),
-        (
-            "cocodc",
-            {"curvature": "secant", "curvature_units": "adam"},
-            "curvature_units='adam' was given, but curvature='secant' has no choice",
-        ),
-        (
-            "cocodc",
-            {"curvature": "outer_product", "curvature_units": "furlong"},
-            "units='furlong' is unknown; use one of",
-        ),
-        (
-            "cocodc",
-            {
-                "curvature": curvature.outer_product(units="gradient"),
-                "curvature_units": "parameter",
-            },
-            "curvature_units='parameter' was given, but .*'outer_product' is made",
-        ),
-        ("cocodc_paper", {"rule": "spirit"}, "rule='spirit' is unknown; use one of"),
-        (
-            "cocodc_paper",
-            {"relative_strength": 0.2},
-            "relative_strength=0.2 has no meaning with rule='text'; use rule='code'",
-        ),
-        (
-            "cocodc_paper",
-            {"rule": "code", "compensation_strength": 0.2},
-            "compensation_strength=0.2 has no meaning with rule='code'; use relative",
-        ),
-    ],
-)
-def test_errors_name_the_argument_and_the_repair(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        methods.get(name, **options)

@@ -2,25 +2,31 @@
 
 import sys
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import cocodc_jax
 from cocodc_jax import methods
-from cocodc_jax.methods import METHODS, Method, Sync
-from cocodc_jax.sync import merge
-from cocodc_jax.sync.outer import nesterov
-from cocodc_jax.sync.schedules import adaptive, one_step_stale, staggered
-from cocodc_jax.sync.summed import ByRings
+from cocodc_jax.methods import METHODS
+from cocodc_jax.methods.contrib.eager import eager_outer
+from cocodc_jax.sync.messages import Compressed, Ranked
+from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.schedules import adaptive, one_step_stale, ranked_rounds, staggered
+from cocodc_jax.sync.summed import ByRings, SummedFactors
+from cocodc_jax.transforms import curvature
+from cocodc_jax.transforms.sparsify import top_k
+
+GRADIENTS = curvature.outer_product(units="gradient")
 
 
 def test_defaults_are_the_papers():
     assert cocodc_jax.methods is methods
     assert methods.defaults("data_parallel") == methods.COMMON
     assert methods.defaults("diloco") == methods.COMMON | {
-        "sync_interval": 500,
-        "outer_lr": 0.7,
-        "outer_momentum": 0.9,
-    }
+        "sync_interval": 500, "outer_lr": 0.7, "outer_momentum": 0.9,
+    }  # fmt: skip
     streaming = methods.defaults("streaming_diloco")
     assert (streaming["outer_lr"], streaming["mixing_alpha"]) == (0.4, 0.5)
     cocodc = methods.defaults("cocodc")
@@ -73,17 +79,10 @@ def test_each_method_has_its_parts():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (
-            "adaloco",
-            {},
-            r"method='adaloco' is unknown; use one of \['apart',",
-        ),
+        ("adaloco", {}, r"method='adaloco' is unknown; use one of \['apart',"),
         ("data_parallel", {"outer_lr": 1.0}, "no argument 'outer_lr'; it takes c"),
-        (
-            "diloco",
-            {"num_fragments": 2},
-            "method='diloco' has no argument 'num_fragments'; it takes sync_interval, ",
-        ),
+        ("diloco", {"num_fragments": 2},
+         "method='diloco' has no argument 'num_fragments'; it takes sync_interval, "),
         ("diloco", {"outer_lr": 0.0}, "outer_lr=0.0 must be positive"),
         ("cocodc", {"outer_momentum": 1.0}, r"outer_momentum=1.0 must be in \[0, 1\)"),
         ("diloco", {"outer_momentum": -0.1}, "outer_momentum=-0.1 must be in"),
@@ -92,11 +91,8 @@ def test_each_method_has_its_parts():
         ("cocodc", {"num_fragments": 0}, "num_fragments=0 must be at least 1"),
         ("cocodc", {"syncs_per_interval": 3}, "syncs_per_interval=3 must be at least"),
         ("cocodc", {"delay_steps": 101}, "delay_steps=101 is longer than"),
-        (
-            "cocodc",
-            {"transmission_score": "x"},
-            "transmission_score='x' is unknown; use one of",
-        ),
+        ("cocodc", {"transmission_score": "x"},
+         "transmission_score='x' is unknown; use one of"),
         ("cocodc", {"curvature": "flat"}, "curvature='flat' is unknown; use one of"),
         ("sparseloco", {"compress": "zip"}, "compress='zip': 'zip' is not one of"),
         ("diloco", {"outer_placement": "attic"}, "outer_placement='attic' is unknown"),
@@ -104,20 +100,13 @@ def test_each_method_has_its_parts():
         ("co2", {"outer_lr": float("nan")}, "outer_lr=nan must be positive"),
         ("mla", {"outer_lr": -0.7}, "outer_lr=-0.7 must be positive"),
         ("heloco", {"outer_momentum": 1.5}, "outer_momentum=1.5 must be at least 0"),
-        (
-            "heloco",
-            {"turn_rate": float("inf")},
-            "turn_rate=inf must be at least 0",
-        ),
+        ("heloco", {"turn_rate": float("inf")}, "turn_rate=inf must be at least 0"),
         ("heloco", {"arrival_weight": 0.0}, "arrival_weight=0.0 must be positive"),
         ("diloco_demo", {"outer_lr": 0.0}, "outer_lr=0.0 must be positive"),
         ("noloco", {"outer_lr": -1.0}, "outer_lr=-1.0 must be positive"),
         ("lt_admm", {"admm_penalty": float("nan")}, "admm_penalty=nan must be"),
-        (
-            "delayed_nesterov",
-            {"arrivals_per_momentum": 0},
-            "arrivals_per_momentum=0 must be positive",
-        ),
+        ("delayed_nesterov", {"arrivals_per_momentum": 0},
+         "arrivals_per_momentum=0 must be positive"),
         ("cocodc", {"sync_interval": 2.5}, "sync_interval=2.5 must be a whole number"),
         ("distributed_lion", {"lion_beta1": 1}, "lion_beta1=1 must be at least 0"),
         ("distributed_lion", {"lion_beta2": 2}, "lion_beta2=2 must be at least 0"),
@@ -127,18 +116,46 @@ def test_each_method_has_its_parts():
         ("diloco_demo", {"outer_momentum": 1.0}, "outer_momentum=1.0 must be at leas"),
         ("lt_admm", {"admm_penalty": 0}, "admm_penalty=0 must be positive"),
         ("lt_admm", {"graph": "star"}, r"graph='star' is unknown; use one of \('ring"),
-        (
-            "cocodc",
-            {"compensation_strength": float("nan")},
-            "compensation_strength=nan must be a finite number",
-        ),
-        (
-            "cocodc",
-            {"compensation_strength": abs},
-            "compensation_strength=<built-in function abs> must be a number: every",
-        ),
+        ("cocodc", {"compensation_strength": float("nan")},
+         "compensation_strength=nan must be a finite number"),
+        ("cocodc", {"compensation_strength": abs},
+         "compensation_strength=<built-in function abs> must be a number: every"),
+        ("cocodc", {"progress_weight": 1.5}, "progress_weight=1.5 must be from 0 to 1"),
+        ("cocodc", {"curvature": "none", "curvature_units": "adam"},
+         "curvature_units='adam' was given, but curvature='none' has no choice"),
+        ("cocodc", {"curvature": "secant", "curvature_units": "adam"},
+         "curvature_units='adam' was given, but curvature='secant' has no choice"),
+        ("cocodc", {"curvature": "outer_product", "curvature_units": "furlong"},
+         "units='furlong' is unknown; use one of"),
+        ("cocodc", {"curvature": GRADIENTS, "curvature_units": "parameter"},
+         "curvature_units='parameter' was given, but .*'outer_product' is made"),
+        ("cocodc_paper", {"rule": "spirit"}, "rule='spirit' is unknown; use one of"),
+        ("cocodc_paper", {"relative_strength": 0.2},
+         "relative_strength=0.2 has no meaning with rule='text'; use rule='code'"),
+        ("cocodc_paper", {"rule": "code", "compensation_strength": 0.2},
+         "compensation_strength=0.2 has no meaning with rule='code'; use relative"),
+        ("noloco", {"outer_momentum": 1.0}, "outer_momentum=1.0 must be at least 0"),
+        ("noloco", {"outer_momentum": 0.9},
+         r"pair_pull=0.7 must be .* below 2 \(1 - outer_momentum\^2\) = 0.38"),
+        ("noloco", {"pair_pull": 1.5}, "pair_pull=1.5 must be above 0 .* = 1.5 with"),
+        ("noloco", {"pair_pull": 0.0}, "pair_pull=0.0 must be above 0"),
+        ("sparseloco", {"compress": "int4", "clip": True},
+         "clip=True has no meaning for compress='int"),
+        ("sparseloco", {"sparse_mean": "half"}, "sparse_mean='half' is unknown; use"),
+        ("decoupled_diloco", {"grace_steps": -1}, "grace_steps=-1 must be at least 0"),
+        ("decoupled_diloco", {"quorum": 0}, "quorum=0 must be at least 1"),
+        ("decoupled_diloco", {"answer_steps": "1,2", "quorum": 3},
+         "quorum=3 must .* at most the 2 reg"),
+        ("decoupled_diloco", {"answer_steps": "1,2", "quorum": 0}, "quorum=0 must be"),
+        ("decoupled_diloco", {"quorum": 2.5}, "quorum=2.5 must be a whole number"),
+        ("decoupled_diloco", {"answer_steps": "1,x"},
+         "answer_steps='1,x' must be numbers of steps"),
+        ("decoupled_diloco", {"answer_steps": "1,-2"},
+         "answer_steps='1,-2' must be numbers of steps"),
+        ("decoupled_diloco", {"answer_steps": "200"},
+         "delay_steps=200 is longer than sync_interval"),
     ],
-)
+)  # fmt: skip
 def test_errors_name_the_argument_and_the_repair(name, options, message):
     with pytest.raises(ValueError, match=message):
         methods.get(name, **options)
@@ -186,36 +203,86 @@ def test_the_table_of_the_package_names_every_method():
         assert f"\n{name} " in methods.__doc__, name
 
 
-def test_a_new_method_touches_two_files(monkeypatch):
-    """Its own, and the table: by its name it is built, with an argument of its own."""
+# --- DiLoCoX, eager updates, Decoupled DiLoCo ---
 
-    def patient(sync_interval: int = 20, patience: float = 0.25) -> Method:
-        """Wait.
 
-        Args:
-          sync_interval: H, inner steps.
-          patience: share of its own fragment that a region keeps.
-        """
-        return Method(
-            name="patient",
-            sync=Sync(
-                schedule=staggered(sync_interval, 2, 3),
-                outer=nesterov(1.0, 0.0),
-                merge=merge.mix(patience),
-            ),
-        )
+def test_the_adaptive_rank_has_its_parts():
+    method = methods.get("dilocox", sync_interval=10, rank=8, min_rank=2)
+    assert method.schedule == ranked_rounds(10, 8, 2)
+    assert isinstance(method.sync.message, Ranked)
+    compressor = method.sync.message.compressor(2)
+    assert compressor.name == "error_feedback(low_rank(int4))"
 
-    monkeypatch.setitem(METHODS, "patient", patient)
-    assert methods.defaults("patient") == {
-        "sync_interval": 20,
-        "patience": 0.25,
-        **methods.COMMON,
-    }
-    method = methods.get("patient", patience=0.75, compress="int8")
-    assert method.sync.merge.name == "mix(0.75)"
-    assert method.sync.message.by.name == "int8"
-    assert method.schedule == staggered(20, 2, 3)
-    with pytest.raises(
-        ValueError, match="patient.* no argument 'haste'; it takes sync"
-    ):
-        methods.get("patient", haste=1)
+
+def test_a_fixed_rank_is_one_round_late():
+    method = methods.get("dilocox", sync_interval=10, adaptive_rank=False)
+    assert method.schedule == one_step_stale(10)
+    assert isinstance(method.sync.message, Compressed)
+
+
+def test_an_adaptive_rank_keeps_its_compressor():
+    with pytest.raises(ValueError, match="'int8'.*'dilocox'.*adaptive_rank=False"):
+        methods.get("dilocox", compress="int8")
+    fixed = methods.get("dilocox", compress="int8", adaptive_rank=False)
+    assert fixed.sync.message.by.name == "int8"
+
+
+def test_summed_factors_have_their_own_message():
+    method = methods.get("dilocox", rank=8, sum_factors=True)
+    assert method.sync.message == SummedFactors(8, True)
+    assert method.sync.only_in_program.startswith("its second factors are made of")
+    fixed = methods.get("dilocox", rank=8, adaptive_rank=False, sum_factors=True)
+    assert fixed.sync.message == SummedFactors(8)
+    part = {"w": jax.ShapeDtypeStruct((64, 32), "float32")}
+    assert fixed.sync.message.num_bytes(part, 4) == 4 * 8 * (64 + 32)
+    with pytest.raises(ValueError, match="compress='int8'.*sum_factors=False"):
+        methods.get("dilocox", sum_factors=True, compress="int8")
+
+
+def test_eager_counts_what_its_message_decodes_to():
+    """Top 1 of (4, 1) is (4, 0): the 1 is in nobody's mean, so not in its share."""
+    outer, compressor, zero = eager_outer(optax.sgd(1.0)), top_k(0.5), jnp.zeros(2)
+    local, key = jnp.array([-4.0, -1.0]), jax.random.key(0)
+    _, state = outer.send(zero, outer.init(zero, compressor), local, compressor, key)
+    params, _ = outer.receive(zero, state, zero, 2)
+    assert params.tolist() == [-2, 0]
+
+
+class TestQuorum:
+    """`decoupled_diloco`: when a fragment is merged, and from which regions."""
+
+    @pytest.mark.parametrize(
+        ("answers", "quorum", "grace", "delay", "participating"),
+        [
+            ("", 1, 2, 7, None),
+            ("1,1,2,9", 1, 0, 1, (0, 1)),
+            ("1,1,2,9", 1, 1, 2, (0, 1, 2)),
+            ("1,1,2,9", 3, 0, 2, (0, 1, 2)),
+            ("1,1,2,9", 3, 50, 9, (0, 1, 2, 3)),  # Not longer than for all.
+            ("9,0,3", 2, 0, 3, (1, 2)),
+            ("0,0", 2, 5, 0, (0, 1)),
+        ],
+    )
+    def test_by_hand(self, answers, quorum, grace, delay, participating):
+        method = methods.get(
+            "decoupled_diloco", answer_steps=answers, quorum=quorum, grace_steps=grace,
+            sync_interval=100, num_fragments=4, delay_steps=7,
+        )  # fmt: skip
+        assert method.schedule.delay_steps == delay
+        assert method.schedule.participating == participating
+        _, event = method.schedule.next_event(method.schedule.init(), 25)
+        assert event.participating == participating
+
+    def test_a_quorum_is_among_the_regions(self):
+        method = methods.get("decoupled_diloco", quorum=3)
+        method.bind(Regions.alike(3))
+        message = "regions=2 must be at least 3 for method='decoupled_diloco'"
+        with pytest.raises(ValueError, match=message):
+            method.bind(Regions.alike(2))
+
+    def test_weights_are_tokens_times_tokens_per_step(self):
+        """4 steps of 2 sequences against 2 steps of 4; and a region that did none."""
+        method = methods.get("decoupled_diloco")
+        regions = Regions((1.0, 2.0, 5.0), (2, 4, 1))
+        weights = regions.weights(0, 4, method.sync.weigh)
+        assert weights.tolist() == [16 / 48, 32 / 48, 0]

@@ -87,13 +87,3 @@ def test_each_tensor_is_clipped_at_the_median_norm(exchange, mean, options):
         np.testing.assert_allclose(
             program.outer_params(state)[name], -np.nansum(sent, 0) / counts, rtol=1e-5
         )
-
-
-def test_a_clip_of_whole_messages_is_refused():
-    with pytest.raises(ValueError, match="clip=True has no meaning for compress='int"):
-        methods.get("sparseloco", compress="int4", clip=True)
-
-
-def test_another_mean_is_refused():
-    with pytest.raises(ValueError, match="sparse_mean='half' is unknown; use one of"):
-        methods.get("sparseloco", sparse_mean="half")

@@ -1,4 +1,4 @@
-"""What tests of pipelines share: a small model, its data, and steps to compare with."""
+"""A small model, its data, and steps to compare pipelined and divided ones with."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ KEY = jax.random.key(0)
 
 
 @functools.cache
-def _shapes(config):
+def shapes(config):
     return jax.eval_shape(functools.partial(init_params, config), KEY)
 
 
@@ -41,8 +41,12 @@ def draw(config, *lead):
     rng = np.random.default_rng(0)
     return jax.tree.map(
         lambda x: rng.normal(0.1, 0.3, (*lead, *x.shape)).astype(np.float32),
-        _shapes(config),
+        shapes(config),
     )
+
+
+def alike(params, num_regions):
+    return jax.tree.map(lambda x: np.stack([x] * num_regions), params)
 
 
 def tokens(*lead):

@@ -16,17 +16,22 @@ from cocodc_jax.models.attention import attend, choose, head_width_of, num_block
 from tests.numerics import assert_all_close
 
 
+def drawn(batch, length, kv_heads, width, dtype="float32"):
+    """Queries of four heads, keys, values, and a weight of each output."""
+    rng = np.random.default_rng(0)
+    return (
+        jnp.asarray(rng.normal(size=(batch, length, heads, width)), dtype)
+        for heads in (4, kv_heads, kv_heads, 4)
+    )
+
+
 @pytest.mark.parametrize("sequence", [None, "sequence"])
 def test_splash_is_plain_attention(sequence):
     """In float32, values and gradients, with two query heads a key.
 
     Also where two devices share the query's positions.
     """
-    rng = np.random.default_rng(0)
-    query, key, value, weight = (
-        jnp.asarray(rng.normal(size=(2, 256, heads, 64)), jnp.float32)
-        for heads in (4, 2, 2, 4)
-    )
+    query, key, value, weight = drawn(2, 256, 2, 64)
 
     def result(kernel):
         over = None if kernel == "plain" else sequence
@@ -57,11 +62,7 @@ def test_splash_is_plain_attention(sequence):
 )
 def test_plain_attention_is_that_of_jax(kv_heads, dtype, tolerance):
     """Values, gradients, and gradients differentiated forward, as merges want them."""
-    rng = np.random.default_rng(1)
-    query, key, value, weight = (
-        jnp.asarray(rng.normal(size=(3, 20, heads, 8)), dtype)
-        for heads in (4, kv_heads, kv_heads, 4)
-    )
+    query, key, value, weight = drawn(3, 20, kv_heads, 8, dtype)
 
     def result(attention):
         def weighed(*qkv):
@@ -86,11 +87,7 @@ def test_plain_attention_is_that_of_jax(kv_heads, dtype, tolerance):
 @pytest.mark.parametrize("length", [130, 256])
 def test_blocks_of_queries_are_plain_attention_of_fewer_pairs(length):
     """With two query heads a key: values, gradients, and those differentiated again."""
-    rng = np.random.default_rng(2)
-    query, key, value, weight = (
-        jnp.asarray(rng.normal(size=(2, length, heads, 8)), jnp.float32)
-        for heads in (4, 2, 2, 4)
-    )
+    query, key, value, weight = drawn(2, length, 2, 8)
 
     def compiled(kernel):
         def gradient(*qkv):
@@ -154,44 +151,26 @@ def test_the_platform_chooses(config, platform, length, flags, expected):
 @pytest.mark.parametrize(
     ("changes", "platform", "length", "flags", "message"),
     [
-        (
-            {"attention": "splash"}, "cpu", 100, {},
-            "attention='splash' runs on TPUs only and takes lengths that are multiples "
-            "of 128, and sequence_length=100; use attention='auto'",
-        ),
-        (
-            {"attention": "cudnn", "compute_dtype": "float32"}, "gpu", 128, {},
-            "attention='cudnn' computes in bfloat16, and compute_dtype='float32'; use",
-        ),
-        (
-            {"attention": "cudnn", "width": 96}, "gpu", 128, {},
-            "attention='cudnn' takes heads of a multiple of 8 features up to 256, and "
-            "width=96 with num_heads=8 makes heads of 12; use attention='auto'",
-        ),
-        (
-            {"attention": "splash"}, "tpu", 256, {"sequence_axis": 4},
-            "multiples of 128, and sequence_length=256 over sequence_axis=4; use",
-        ),
-        (
-            {"attention": "cudnn"}, "gpu", 256, {"sequence_axis": 2},
-            "attention='cudnn' does not support sequence_axis=2; use",
-        ),
-        (
-            {"attention": "blocks"}, "cpu", 256, {"sequence_axis": 2},
-            "attention='blocks' does not support sequence_axis=2; use",
-        ),
-        (
-            {"attention": "blocks"}, "cpu", 100, {},
-            "'blocks' is plain attention where sequence_length=100 makes no blocks of",
-        ),
-        (
-            {"attention": "cudnn"}, "gpu", 128, {"is_divided": False},
-            "attention='cudnn' is not for pipelines; use",
-        ),
-        (
-            {"attention": "cudnn"}, "gpu", 128, {"needs_forward_mode": True},
-            "has no second derivatives, which the method takes; use",
-        ),
+        ({"attention": "splash"}, "cpu", 100, {},
+         "attention='splash' runs on TPUs only and takes lengths that are multiples "
+         "of 128, and sequence_length=100; use attention='auto'"),
+        ({"attention": "cudnn", "compute_dtype": "float32"}, "gpu", 128, {},
+         "attention='cudnn' computes in bfloat16, and compute_dtype='float32'; use"),
+        ({"attention": "cudnn", "width": 96}, "gpu", 128, {},
+         "attention='cudnn' takes heads of a multiple of 8 features up to 256, and "
+         "width=96 with num_heads=8 makes heads of 12; use attention='auto'"),
+        ({"attention": "splash"}, "tpu", 256, {"sequence_axis": 4},
+         "multiples of 128, and sequence_length=256 over sequence_axis=4; use"),
+        ({"attention": "cudnn"}, "gpu", 256, {"sequence_axis": 2},
+         "attention='cudnn' does not support sequence_axis=2; use"),
+        ({"attention": "blocks"}, "cpu", 256, {"sequence_axis": 2},
+         "attention='blocks' does not support sequence_axis=2; use"),
+        ({"attention": "blocks"}, "cpu", 100, {},
+         "'blocks' is plain attention where sequence_length=100 makes no blocks of"),
+        ({"attention": "cudnn"}, "gpu", 128, {"is_divided": False},
+         "attention='cudnn' is not for pipelines; use"),
+        ({"attention": "cudnn"}, "gpu", 128, {"needs_forward_mode": True},
+         "has no second derivatives, which the method takes; use"),
     ],
 )  # fmt: skip
 def test_a_kernel_that_cannot_be_had_is_refused(

@@ -7,12 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cocodc_jax.models import (
-    TransformerConfig,
-    init_params,
-    make_loss_fn,
-    make_outputs,
-)
+from cocodc_jax.models import TransformerConfig, init_params, make_loss_fn, make_outputs
 from cocodc_jax.models.backward import choose, product, spread
 
 _SMALL = TransformerConfig(

@@ -10,6 +10,7 @@ from cocodc_jax.run.build import build_program, check_model, init_params, mesh_o
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.train.run_steps import run
+from tests.numerics import assert_all_close
 
 STEPS, BATCH, LENGTH = 3, 4, 8
 CONFIG = PRESETS["smoke"].replace(
@@ -120,10 +121,7 @@ def test_devices_that_share_experts_train_as_one_does():
     state, losses, num_tokens = trained(6, data_axis=2, expert_axis=2, **MOE)
     one, expected, alone = trained(6, **MOE)
     assert state.sync.schedule == one.sync.schedule
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4),
-        *(jax.device_get(each.region.params) for each in (state, one)),
-    )
+    assert_all_close(state.region.params, one.region.params, atol=2e-4)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     np.testing.assert_array_equal(num_tokens, alone)
     block = state.region.params["blocks"]
@@ -137,29 +135,16 @@ def test_devices_that_share_experts_train_as_one_does():
     ("leaves", "message"),
     [
         ({"expert_axis": 2}, "expert_axis=2 has no meaning for a model without exp"),
-        (
-            {"expert_axis": 4, "num_experts": 6, "expert_width": 8},
-            "num_experts=6 is not a multiple of the mesh's expert_axis=4; use num_",
-        ),
-        (
-            {"expert_axis": 3, "batch_per_region": 4},
-            r"data_axis=1 \* expert_axis=3, whi",
-        ),
+        ({"expert_axis": 4, "num_experts": 6, "expert_width": 8},
+         "num_experts=6 is not a multiple of the mesh's expert_axis=4; use num_"),
+        ({"expert_axis": 3, "batch_per_region": 4},
+         r"data_axis=1 \* expert_axis=3, whi"),
         ({"expert_axis": 2, "stages": 2}, "expert_axis=2 is not for pipelines"),
+        ({"batch_per_region": 32, "data_axis": 32, "sequence_axis": 2},
+         r"width=32 .* data_axis \* sequence_axis=64; use width=64"),
     ],
-)
-def test_experts_that_devices_cannot_share_are_named(leaves, message):
-    with pytest.raises(ValueError, match=message):
-        checked(**leaves)
-
-
-def checked(**leaves):
+)  # fmt: skip
+def test_what_devices_cannot_share_is_named(leaves, message):
     config = SHARED.replace(**leaves)
-    check_model(config, config.model)
-
-
-def test_a_width_that_both_axes_do_not_divide_is_named():
-    with pytest.raises(
-        ValueError, match=r"width=32 .* data_axis \* sequence_axis=64; use width=64"
-    ):
-        checked(batch_per_region=32, data_axis=32, sequence_axis=2)
+    with pytest.raises(ValueError, match=message):
+        check_model(config, config.model)

@@ -16,15 +16,12 @@ from cocodc_jax.models import experts
 from cocodc_jax.models.config import DISPATCHES, TransformerConfig
 from cocodc_jax.models.transformer import bind
 from cocodc_jax.sharding.mesh import make_mesh
+from tests.models import oracle
+from tests.numerics import assert_all_close
 from tests.program.mixture import drawn_params
 
 _DENSE = TransformerConfig(
-    vocab_size=32,
-    num_layers=2,
-    width=16,
-    mlp_width=24,
-    num_heads=2,
-    num_kv_heads=2,
+    vocab_size=32, num_layers=2, width=16, mlp_width=24, num_heads=2, num_kv_heads=2
 )
 _MOE = dataclasses.replace(_DENSE, num_experts=4, expert_width=12)
 _KEY = jax.random.key(0)
@@ -38,25 +35,6 @@ def _tokens(batch=4, length=9, seed=0):
 def _weights(rng, num_experts, width, inside):
     shapes = ((num_experts, width, inside),) * 2 + ((num_experts, inside, width),)
     return tuple(rng.normal(size=shape) for shape in shapes)
-
-
-def _silu(x):
-    return x / (1 + np.exp(-x))
-
-
-def _loop(x, router, weights, per_token):
-    """The definition, token by token: NumPy, no code shared with the package."""
-    logits = x @ router
-    probs = np.exp(logits - logits.max(-1, keepdims=True))
-    probs /= probs.sum(-1, keepdims=True)
-    out = np.zeros_like(x)
-    for t, token in enumerate(x):
-        best = np.argsort(-probs[t], kind="stable")[:per_token]
-        for e in best:
-            gate, up, down = (w[e] for w in weights)
-            hidden = _silu(token @ gate) * (token @ up)
-            out[t] += probs[t, e] / probs[t, best].sum() * (hidden @ down)
-    return out
 
 
 def _mixed(x, router, weights, per_token, dispatch):
@@ -77,7 +55,7 @@ def test_a_mixture_is_a_loop_over_its_experts(dispatch, num_tokens, num_experts,
         found = jax.jit(functools.partial(_mixed, per_token=k, dispatch=dispatch))(
             x, router, weights
         )
-    np.testing.assert_allclose(found, _loop(x, router, weights, k), atol=1e-12)
+    np.testing.assert_allclose(found, oracle.mixture(x, router, weights, k), atol=1e-12)
 
 
 @pytest.mark.parametrize("dispatch", ["ragged", "blocks"])
@@ -105,9 +83,7 @@ def test_gradients_of_a_mixture_are_those_of_all_experts_masked(dispatch):
         found = jax.jit(jax.grad(loss(mixed), (0, 1, 2)))(x, router, weights)
         wanted = jax.grad(loss(masked), (0, 1, 2))(x, router, weights)
         assert jax.tree.leaves(found)[0].dtype == np.float64
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), found, wanted
-        )
+        assert_all_close(found, wanted, atol=1e-12)
 
 
 def test_the_kernel_of_tpus_sums_each_group():
@@ -115,13 +91,9 @@ def test_the_kernel_of_tpus_sums_each_group():
     rng, sizes = np.random.default_rng(0), np.array([10, 0, 30, 24], np.int32)
     rows, grad = rng.normal(size=(64, 8)), rng.normal(size=(64, 12))
     found = dispatching.tgmm(
-        jnp.float32(rows.T),
-        jnp.float32(grad),
-        sizes,
-        preferred_element_type=jnp.float32,
-        tiling=(64, 512, 512),
-        interpret=True,
-    )
+        jnp.float32(rows.T), jnp.float32(grad), sizes,
+        preferred_element_type=jnp.float32, tiling=(64, 512, 512), interpret=True,
+    )  # fmt: skip
     ends = np.cumsum(sizes)
     wanted = [
         rows[e - n : e].T @ grad[e - n : e] for e, n in zip(ends, sizes, strict=True)
@@ -149,19 +121,14 @@ def test_scanned_and_unscanned_layers_are_one_model(changed):
     params = drawn_params(scanned)
     layers = {i: layer_of(params["blocks"], i) for i in range(_MOE.num_layers)}
     (loss, aux), grads = _loss_and_grad(scanned, _tokens())
-    (other, other_aux), others = _loss_and_grad(
-        plain, _tokens(), params | {"blocks": layers}
-    )
-    np.testing.assert_allclose(loss, other, rtol=1e-6)
+    apart = params | {"blocks": layers}
+    (other_loss, other_aux), others = _loss_and_grad(plain, _tokens(), apart)
+    np.testing.assert_allclose(loss, other_loss, rtol=1e-6)
     np.testing.assert_allclose(aux["expert_load"], other_aux["expert_load"], rtol=1e-6)
-
     for layer in layers:
-        jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-6),
-            layer_of(grads["blocks"], layer),
-            others["blocks"][layer],
-        )
-        assert ("moe" in others["blocks"][layer]) == scanned.has_experts(layer)
+        grad, other = layer_of(grads["blocks"], layer), others["blocks"][layer]
+        assert_all_close(grad, other, rtol=1e-3, atol=1e-6)
+        assert ("moe" in other) == scanned.has_experts(layer)
 
 
 def test_a_model_without_experts_is_the_dense_one_bit_for_bit():
@@ -264,14 +231,8 @@ def test_devices_that_share_a_region_compute_the_same(dispatch, axes):
         (other, other_aux), others = found(params, tokens, _KEY)
     np.testing.assert_allclose(loss, other, rtol=1e-5)
     np.testing.assert_array_equal(aux["expert_load"], [[1, 1, 0, 0]] * 2)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), aux, other_aux
-    )
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3, atol=1e-6),
-        grads,
-        others,
-    )
+    assert_all_close(aux, other_aux, rtol=1e-5)
+    assert_all_close(grads, others, rtol=2e-3, atol=1e-6)
 
 
 def test_tokens_cross_to_their_experts_and_back_and_experts_are_not_gathered():

@@ -1,3 +1,6 @@
+"""The loss over a vocabulary in chunks, and a batch in parts."""
+
+import dataclasses
 import functools
 
 import jax
@@ -5,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cocodc_jax.models import get, init_params, make_accumulated_loss_fn, make_loss_fn
 from cocodc_jax.models.loss import cross_entropy
 from tests.jaxprs import equations
+from tests.numerics import assert_all_close
 
 _WIDTH, _VOCAB = 8, 50
 _compiled = jax.jit(cross_entropy, static_argnums=3)
@@ -61,29 +66,20 @@ def test_every_chunking_equals_the_numpy_oracle(batch, length, chunk_tokens):
     np.testing.assert_allclose(accuracy, expected_accuracy, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("batch", "length", "chunk_tokens"), [(3, 7, 6), (1, 13, 4)])
-def test_chunked_gradients_equal_plain_ones(batch, length, chunk_tokens):
+@pytest.mark.parametrize(
+    ("batch", "length", "chunk_tokens"),
+    [(3, 7, 6), (1, 13, 4), (2, 5, 4), (2, 5, 10_000)],
+)
+def test_gradient_is_softmax_minus_one_hot(batch, length, chunk_tokens):
     hidden, head, targets = _example(batch, length)
-
-    @functools.partial(jax.jit, static_argnums=2)
-    def grads(hidden, head, chunk_tokens):
-        return jax.grad(
-            lambda h, w: cross_entropy(h, w, targets, chunk_tokens)[0], argnums=(0, 1)
-        )(hidden, head)
-
-    for chunked, plain in zip(
-        grads(hidden, head, chunk_tokens), grads(hidden, head, 10_000), strict=True
-    ):
-        np.testing.assert_allclose(chunked, plain, rtol=1e-5, atol=1e-7)
-
-
-def test_gradient_is_softmax_minus_one_hot():
-    hidden, head, targets = _example(2, 5)
-    grad = jax.jit(jax.grad(lambda h: cross_entropy(h, head, targets, 4)[0]))(hidden)
+    loss = lambda h, w: cross_entropy(h, w, targets, chunk_tokens)[0]  # noqa: E731
+    of_hidden, of_head = jax.jit(jax.grad(loss, (0, 1)))(hidden, head)
     logits = hidden.astype(np.float64) @ head
     softmax = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    expected = (softmax - np.eye(_VOCAB)[targets]) @ head.T / targets.size
-    np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-6)
+    of_logits = (softmax - np.eye(_VOCAB)[targets]) / targets.size
+    np.testing.assert_allclose(of_hidden, of_logits @ head.T, rtol=1e-4, atol=1e-6)
+    expected = np.einsum("bld,blv->dv", hidden, of_logits)
+    np.testing.assert_allclose(of_head, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_whole_logits_never_exist_when_chunked():
@@ -123,3 +119,37 @@ def test_bfloat16_hidden_states_give_float32_logits_and_head_gradient(chunk_toke
     # Inputs are exact in bfloat16, so only float32 sums differ; logits rounded to
     # bfloat16 would be off by about 1e-3.
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+# --- A batch in parts ---
+
+CONFIG = dataclasses.replace(get("smoke"), num_layers=1, loss_chunk_tokens=16)
+
+
+def result(params, tokens, num_parts):
+    loss_fn = make_accumulated_loss_fn(make_loss_fn(CONFIG), num_parts)
+    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+    return jax.jit(gradient)(params, tokens, jax.random.key(0))
+
+
+@pytest.mark.parametrize("num_parts", [2, 6])
+def test_parts_are_the_batch(num_parts):
+    params = init_params(CONFIG, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 256, (6, 17)).astype(np.int32)
+    whole, parts = (result(params, tokens, num) for num in (1, num_parts))
+    assert whole[0][1]["num_tokens"] == 6 * 16
+    # Float32 sums in another order; gradients here are below 1.
+    assert_all_close(parts, whole, rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_not_one_part_is_scanned():
+    params = init_params(CONFIG, jax.random.key(0))
+    tokens = np.zeros((4, 9), np.int32)
+    text = str(
+        jax.make_jaxpr(
+            jax.grad(make_accumulated_loss_fn(make_loss_fn(CONFIG), 4), has_aux=True)
+        )(params, tokens, jax.random.key(0))
+    )
+    assert "length=4" in text
+    loss_fn = make_loss_fn(CONFIG)
+    assert make_accumulated_loss_fn(loss_fn, 1) is loss_fn

@@ -14,13 +14,21 @@ from cocodc_jax.models import (
     Layout,
     TransformerConfig,
     check_divisible,
-    init_params,
     make_divided_loss_fn,
     make_loss_fn,
     partition_specs,
 )
 from cocodc_jax.models.loss import cross_entropy, divided_cross_entropy
-from tests.numerics import assert_all_close
+from tests.models.pipelined import (
+    KEY,
+    assert_close,
+    draw,
+    place,
+    plain_steps,
+    region,
+    shapes,
+    step,
+)
 
 _CONFIG = TransformerConfig(
     vocab_size=32, num_layers=2, width=16, mlp_width=24, num_heads=4, num_kv_heads=2,
@@ -38,59 +46,26 @@ _REGIONS = 4
 def _mesh(**axes):
     sizes = tuple(axes.values())
     return jax.make_mesh(
-        sizes,
-        tuple(axes),
-        axis_types=(AxisType.Auto,) * len(axes),
+        sizes, tuple(axes), axis_types=(AxisType.Auto,) * len(axes),
         devices=jax.devices()[: int(np.prod(sizes))],
-    )
+    )  # fmt: skip
 
 
 def _step(config, make=make_loss_fn):
     """Returns `(params, tokens) -> ((loss, aux), gradient)` of one region."""
-    grad = jax.value_and_grad(make(config), has_aux=True)
-    return lambda params, tokens: grad(params, tokens, jax.random.key(0))
+    return lambda params, tokens: step(make(config))(params, tokens, KEY)
 
 
 @functools.cache
 def _example(config):
     """Regions' parameters and tokens [R, ...], and each region's results."""
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda x: rng.normal(0.1, 0.3, (_REGIONS, *x.shape)).astype(np.float32),
-        _shapes(config),
-    )
-    tokens = rng.integers(0, 32, (_REGIONS, 4, 10)).astype(np.int32)
-    step = _compiled_step(config)
-    results = [step(_region(params, r), tokens[r]) for r in range(_REGIONS)]
-    return params, tokens, jax.tree.map(lambda *x: np.stack(x), *results)
+    params = draw(config, _REGIONS)
+    tokens = np.random.default_rng(1).integers(0, 32, (_REGIONS, 4, 10), np.int32)
+    return params, tokens, plain_steps(config, params, tokens)
 
 
-@functools.cache
-def _compiled_step(config):
-    tokens = jax.ShapeDtypeStruct((4, 10), np.int32)
-    return jax.jit(_step(config)).lower(_shapes(config), tokens).compile()
-
-
-def _shapes(config):
-    return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
-
-
-def _region(tree, region):
-    return jax.tree.map(lambda x: x[region], tree)
-
-
-def _place(mesh, params, specs):
-    shardings = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        specs,
-        is_leaf=lambda x: isinstance(x, P),
-    )
-    return jax.device_put(params, shardings)
-
-
-def _assert_close(actual, expected, rtol=1e-4, atol=2e-6):
-    # Sums over devices in another order, in float32.
-    assert_all_close(jax.device_get(actual), jax.device_get(expected), rtol, atol)
+def _of_one_region(config):
+    return region(_example(config), 0)
 
 
 def _over_regions(mesh, step, **options):
@@ -102,21 +77,17 @@ def _over_regions(mesh, step, **options):
     )  # fmt: skip
 
 
-def _regional(specs):
-    return jax.tree.map(
-        lambda spec: P("region", *spec), specs, is_leaf=lambda x: isinstance(x, P)
-    )
-
-
 def test_sharded_step_equals_the_unsharded_one():
-    params, tokens, expected = _example(_CONFIG)
-    mesh = _mesh(data=2, model=2)
-    placed = _place(mesh, _region(params, 0), partition_specs(_shapes(_CONFIG)))
-    batch = jax.device_put(tokens[0], NamedSharding(mesh, P("data")))
-    compiled = jax.jit(_step(_CONFIG)).lower(placed, batch).compile()
-    _assert_close(compiled(placed, batch), _region(expected, 0))
+    params, tokens, expected = _of_one_region(_CONFIG)
+    mesh, program = _mesh(data=2, model=2), jax.jit(_step(_CONFIG))
+    placed = place(mesh, params, partition_specs(params))
+    batch = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+    shared, alone = (
+        program.lower(*given).compile() for given in ((placed, batch), (params, tokens))
+    )
+    assert_close(shared(placed, batch), expected)
     # Four devices share the work: none does more than a third of it.
-    flops = [p.cost_analysis()["flops"] for p in (compiled, _compiled_step(_CONFIG))]
+    flops = [program.cost_analysis()["flops"] for program in (shared, alone)]
     assert flops[0] < flops[1] / 3
 
 
@@ -128,13 +99,12 @@ def test_sharded_step_equals_the_unsharded_one():
 def test_step_inside_a_region_manual_shard_map(config):
     params, tokens, expected = _example(config)
     mesh = _mesh(region=2, data=2, model=2)
-    specs = _regional(partition_specs(_shapes(config)))
-    placed = _place(mesh, params, specs)
+    placed = place(mesh, params, partition_specs(shapes(config)), "region")
     batch = jax.device_put(tokens, NamedSharding(mesh, P("region", "data")))
     # Two regions a device: the body maps over those it holds.
     program = _over_regions(mesh, _step(config))
     assert "psum" not in str(jax.make_jaxpr(program)(placed, batch))
-    _assert_close(jax.jit(program)(placed, batch), expected)
+    assert_close(jax.jit(program)(placed, batch), expected)
 
 
 _TIED = dataclasses.replace(_CHUNKED, tie_embeddings=True, remat="attention")
@@ -150,14 +120,14 @@ _WHOLE = dataclasses.replace(_CONFIG, scan_layers=False, num_layers=1)
 def test_devices_that_divide_a_loss_change_no_number_and_gather_no_batch(config, parts):
     params, tokens, expected = _example(config)
     mesh = _mesh(region=2, data=2, model=2)
-    specs = _regional(partition_specs(_shapes(config), divides_embedding=True))
-    placed = _place(mesh, params, specs)
+    specs = partition_specs(shapes(config), divides_embedding=True)
+    placed = place(mesh, params, specs, "region")
     batch = jax.device_put(tokens, NamedSharding(mesh, P("region", "data")))
     own = dataclasses.replace(config, loss_chunk_tokens=config.loss_chunk_tokens // 2)
     make = functools.partial(make_divided_loss_fn, accumulate_steps=parts)
     program = _over_regions(mesh, _step(own, make), check_vma=False)
     compiled = jax.jit(program).lower(placed, batch).compile()
-    _assert_close(compiled(placed, batch), expected)
+    assert_close(compiled(placed, batch), expected)
     module = hlo.parse(compiled.as_text())
     found = collectives(module, {"region": 2, "data": 2, "model": 2})
     assert {axis for x in found for axis in x.axes} == {"data", "model"}
@@ -172,23 +142,22 @@ def test_devices_that_divide_a_loss_change_no_number_and_gather_no_batch(config,
 
 def test_weights_gathered_in_steps_change_no_number():
     """As over a torus, whose axes take turns: four devices as two times two."""
-    params, tokens, expected = _example(_TIED)
-    params, tokens, expected = _region((params, tokens, expected), 0)
+    params, tokens, expected = _of_one_region(_TIED)
     mesh = _mesh(data=4, model=1)
-    specs = partition_specs(_shapes(_TIED), divides_embedding=True)
+    placed = place(mesh, params, partition_specs(params, divides_embedding=True))
     layout = Layout(steps=(2, 2))
-    step = _step(_TIED, functools.partial(make_divided_loss_fn, layout=layout))
+    program = _step(_TIED, functools.partial(make_divided_loss_fn, layout=layout))
     batch = jax.device_put(tokens, NamedSharding(mesh, P("data")))
     with jax.set_mesh(mesh):
-        compiled = jax.jit(step).lower(_place(mesh, params, specs), batch).compile()
-        _assert_close(compiled(_place(mesh, params, specs), batch), expected)
+        compiled = jax.jit(program).lower(placed, batch).compile()
+        assert_close(compiled(placed, batch), expected)
     found = collectives(hlo.parse(compiled.as_text()), {"data": 4, "model": 1})
     # Of each weight a half, then the whole.
     gathered = sorted(x.array.dims for x in found if x.kind == "all-gather")
     assert len(gathered) % 2 == 0
     loss_fn = make_divided_loss_fn(_TIED, Layout(steps=(2,)))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"steps=\(2,\) do not"):
-        jax.eval_shape(loss_fn, params, tokens, jax.random.key(0))
+        jax.eval_shape(loss_fn, params, tokens, KEY)
 
 
 @pytest.mark.parametrize(
@@ -200,23 +169,20 @@ def test_weights_gathered_in_steps_change_no_number():
 )  # fmt: skip
 def test_positions_on_several_devices_change_no_number(config, axes):
     length = 8
-    params, tokens, _ = _example(config)
-    params, tokens = _region((params, tokens), 0)
+    params, tokens, _ = _of_one_region(config)
     tokens = tokens[:, : length + 1]
     expected = jax.jit(_step(config))(params, tokens)
     mesh = _mesh(**axes)
     over = Layout(sequence="sequence")
-    specs = partition_specs(
-        _shapes(config), (over.tokens, "model"), divides_embedding=True
-    )
-    step = _step(config, functools.partial(make_divided_loss_fn, layout=over))
-    placed = _place(mesh, params, specs)
+    specs = partition_specs(params, (over.tokens, "model"), divides_embedding=True)
+    program = _step(config, functools.partial(make_divided_loss_fn, layout=over))
+    placed = place(mesh, params, specs)
     batch = jax.device_put(tokens, NamedSharding(mesh, P("data")))
     with jax.set_mesh(mesh):
-        compiled = jax.jit(step).lower(placed, batch).compile()
+        compiled = jax.jit(program).lower(placed, batch).compile()
         (loss, aux), grads = compiled(placed, batch)
     np.testing.assert_allclose(loss, expected[0][0], rtol=1e-5)
-    _assert_close((aux, grads), (expected[0][1], expected[1]), atol=1e-5)
+    assert_close((aux, grads), (expected[0][1], expected[1]), atol=1e-5)
     # Keys and values of all positions are gathered, over that axis alone.
     found = collectives(hlo.parse(compiled.as_text()), axes)
     gathered = {x.axes for x in found if x.kind == "all-gather"}
@@ -234,11 +200,8 @@ def test_bfloat16_gradients_of_a_divided_loss_are_as_long_as_those_of_the_plain_
     def divided(hidden, head):
         sums = jax.shard_map(
             lambda *args: divided_cross_entropy(*args, targets, 2048, Layout()),
-            mesh=_mesh(data=1, model=1),
-            in_specs=P(),
-            out_specs=P(),
-            check_vma=False,
-        )
+            mesh=_mesh(data=1, model=1), in_specs=P(), out_specs=P(), check_vma=False,
+        )  # fmt: skip
         return sums(hidden, head).loss / targets.size
 
     def plain(hidden, head):
@@ -254,24 +217,21 @@ def test_bfloat16_gradients_of_a_divided_loss_are_as_long_as_those_of_the_plain_
 
 def test_gradients_of_a_divided_loss_have_derivatives():
     """Forward mode over reverse mode, as Hessian-vector products take it."""
-    params, tokens, _ = _example(_WHOLE)
-    params, tokens = _region((params, tokens), 0)
+    params, tokens, _ = _of_one_region(_WHOLE)
 
     def product(make):
-        step = _step(_WHOLE, make)
         tangent = jax.tree.map(jnp.ones_like, params)
-        gradient = lambda params: step(params, tokens)[1]  # noqa: E731
+        gradient = lambda params: _step(_WHOLE, make)(params, tokens)[1]  # noqa: E731
         return jax.jit(lambda x: jax.jvp(gradient, (x,), (tangent,))[1])(params)
 
     with jax.set_mesh(_mesh(data=2, model=2)):
-        _assert_close(product(make_divided_loss_fn), product(make_loss_fn))
+        assert_close(product(make_divided_loss_fn), product(make_loss_fn))
 
 
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
 def test_specs_divide_every_matrix(scan_layers):
-    specs = partition_specs(
-        _shapes(dataclasses.replace(_ADAPTED, scan_layers=scan_layers))
-    )
+    config = dataclasses.replace(_ADAPTED, scan_layers=scan_layers)
+    specs = partition_specs(shapes(config))
     block = specs["blocks"] if scan_layers else specs["blocks"][1]
     layer = (None,) if scan_layers else ()
     assert specs["embedding"] == P("model", None)
@@ -301,32 +261,19 @@ def test_unknown_parameters_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("data", "model", "message"),
+    ("changes", "data", "model", "message"),
     [
-        (
-            3,
-            1,
-            "width=16 is not a multiple of the mesh's data=3; use width=18 or data=2",
-        ),
-        (1, 8, "num_heads=4 .* model=8; use num_heads=8 or model=4"),
-        (1, 4, "num_kv_heads=2 .* model=4; use num_kv_heads=4 or model=2"),
+        ({}, 3, 1,
+         "width=16 is not a multiple of the mesh's data=3; use width=18 or data=2"),
+        ({}, 1, 8, "num_heads=4 .* model=8; use num_heads=8 or model=4"),
+        ({}, 1, 4, "num_kv_heads=2 .* model=4; use num_kv_heads=4 or model=2"),
+        ({"mlp_width": 25}, 2, 2, "mlp_width=25 .*; use mlp_width=26 or model=1"),
+        ({"vocab_size": 33}, 2, 2, "vocab_size=33 .*; use vocab_size=34 or model=1"),
     ],
-)
-def test_indivisible_dimensions_are_named(data, model, message):
+)  # fmt: skip
+def test_indivisible_dimensions_are_named(changes, data, model, message):
     with pytest.raises(ValueError, match=message):
-        check_divisible(_CONFIG, data, model)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mlp_width": 25}, "mlp_width=25 .* model=2; use mlp_width=26 or model=1"),
-        ({"vocab_size": 33}, "vocab_size=33 .* model=2; use vocab_size=34 or model=1"),
-    ],
-)
-def test_odd_features_and_vocabulary_are_named(changes, message):
-    with pytest.raises(ValueError, match=message):
-        check_divisible(dataclasses.replace(_CONFIG, **changes), 2, 2)
+        check_divisible(dataclasses.replace(_CONFIG, **changes), data, model)
 
 
 def test_dividing_meshes_pass():

@@ -16,6 +16,7 @@ from tests.models.pipelined import (
     CONFIG,
     KEY,
     LENGTH,
+    alike,
     assert_close,
     draw,
     first_stage,
@@ -153,9 +154,7 @@ def test_routed_gradients_come_back_the_way_that_messages_went():
     loss_fn = make_pipelined_loss_fn(
         CONFIG, 2, 4, num_routed_regions=regions, codec=build_codec("none")
     )
-    params = jax.tree.map(
-        lambda x: np.broadcast_to(x, (regions, *x.shape)), draw(CONFIG)
-    )
+    params = alike(draw(CONFIG), regions)
     placed = place_regions(mesh, params, tokens(regions))
     program = jax.jit(over_regions(mesh, loss_fn))
     (loss, _), grads = jax.device_get(program(*placed, keys(regions)))

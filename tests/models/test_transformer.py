@@ -15,13 +15,18 @@ from cocodc_jax.models import (
     make_loss_fn,
 )
 from cocodc_jax.models.block import RMSNorm
+from tests.models import oracle
 from tests.numerics import assert_all_close, assert_within_ulps
+from tests.program.mixture import drawn_params
 
 _SMALL = TransformerConfig(
     vocab_size=29, num_layers=2, width=16, mlp_width=24, num_heads=4, num_kv_heads=4
 )
 _UNTIED = dataclasses.replace(
     _SMALL, num_kv_heads=2, qk_norm=True, tie_embeddings=False, scan_layers=False
+)
+_MIXTURE = dataclasses.replace(
+    _SMALL, num_experts=4, expert_width=12, experts_per_token=2, norm_epsilon=1e-3
 )
 _KEY = jax.random.key(0)
 
@@ -31,111 +36,22 @@ def _tokens(batch, length, seed=0, vocab_size=_SMALL.vocab_size):
     return np.random.default_rng(seed).integers(0, vocab_size, shape).astype(np.int32)
 
 
-@functools.cache
-def _params(config):
-    """Parameters of init's size, norm scales off one so that they matter."""
-    rng = np.random.default_rng(1)
-
-    def draw(path, leaf):
-        is_scale = path[-1].key == "scale"
-        return rng.normal(1.0 * is_scale, 0.3, leaf.shape).astype(np.float32)
-
-    shapes = jax.eval_shape(functools.partial(init_params, config), _KEY)
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+_init = jax.jit(init_params, static_argnums=0)
+_logits = jax.jit(apply, static_argnums=0)
 
 
-@functools.cache
-def _compiled_apply(config):
-    return jax.jit(functools.partial(apply, config))
-
-
-@functools.cache
-def _compiled_grad(config):
-    return jax.jit(jax.grad(make_loss_fn(config), has_aux=True))
-
-
-@functools.cache
-def _compiled_init(config):
-    return jax.jit(functools.partial(init_params, config))
-
-
-def _logits(config, params, tokens):
-    return _compiled_apply(config)(params, tokens)
-
-
+@functools.partial(jax.jit, static_argnums=0)
 def _grad(config, params, tokens):
-    return _compiled_grad(config)(params, tokens, _KEY)[0]
+    return jax.grad(make_loss_fn(config), has_aux=True)(params, tokens, _KEY)[0]
 
 
-def _unstacked(config, params):
-    return params | {
-        "blocks": {
-            layer: jax.tree.map(lambda leaf, i=layer: leaf[i], params["blocks"])
-            for layer in range(config.num_layers)
-        }
-    }
-
-
-def _oracle_logits(config, params, tokens):
-    """The forward pass in float64 NumPy, one sequence, head and position at a time."""
-    params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    if config.scan_layers:
-        params = _unstacked(config, params)
-    width = config.width // config.num_heads
-    group = config.num_heads // config.num_kv_heads
-
-    def norm(x, scale):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
-
-    def turn(head):
-        turned = np.empty_like(head)
-        for t, vector in enumerate(head):
-            for i in range(width // 2):
-                angle = t * config.rope_theta ** (-2 * i / width)
-                spin = np.exp(1j * angle) * (vector[i] + 1j * vector[i + width // 2])
-                turned[t, i], turned[t, i + width // 2] = spin.real, spin.imag
-        return turned
-
-    def head_of(x, kernel, index, scale):
-        head = x @ kernel[:, index * width : (index + 1) * width]
-        return head if scale is None else norm(head, scale["scale"])
-
-    def attend(x, block):
-        mixed = []
-        for h in range(config.num_heads):
-            query = turn(head_of(x, block["query"], h, block.get("query_norm")))
-            key = turn(head_of(x, block["key"], h // group, block.get("key_norm")))
-            value = head_of(x, block["value"], h // group, None)
-            rows = []
-            for t in range(len(x)):
-                weight = np.exp(key[: t + 1] @ query[t] / np.sqrt(width))
-                rows.append(weight @ value[: t + 1] / weight.sum())
-            mixed.append(np.stack(rows))
-        return np.concatenate(mixed, axis=-1) @ block["output"]
-
-    def feed(x, mlp):
-        gate = x @ mlp["gate"]
-        return (gate / (1 + np.exp(-gate)) * (x @ mlp["up"])) @ mlp["down"]
-
-    logits = []
-    for sequence in tokens:
-        x = params["embedding"][sequence]
-        for layer in range(config.num_layers):
-            block = params["blocks"][layer]
-            x = x + attend(
-                norm(x, block["attention_norm"]["scale"]), block["attention"]
-            )
-            x = x + feed(norm(x, block["mlp_norm"]["scale"]), block["mlp"])
-        head = params["embedding"].T if config.tie_embeddings else params["head"]
-        logits.append(norm(x, params["norm"]["scale"]) @ head)
-    return np.stack(logits)
-
-
-@pytest.mark.parametrize("config", [_SMALL, _UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "config", [_SMALL, _UNTIED, _MIXTURE], ids=["tied", "untied", "mixture"]
+)
 def test_forward_equals_the_numpy_oracle(config):
     tokens = _tokens(2, 9)
-    logits = _logits(config, _params(config), tokens)
-    expected = _oracle_logits(config, _params(config), tokens)
+    logits = _logits(config, drawn_params(config), tokens)
+    expected = oracle.logits(config, drawn_params(config), tokens)
     # Float32 rounding through three blocks.
     np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-5)
 
@@ -143,19 +59,19 @@ def test_forward_equals_the_numpy_oracle(config):
 @pytest.mark.parametrize("config", [_SMALL, _UNTIED], ids=["tied", "untied"])
 def test_a_token_changes_nothing_before_it(config):
     tokens = _tokens(2, 9)
-    before = _logits(config, _params(config), tokens)
+    before = _logits(config, drawn_params(config), tokens)
     for at in (1, 5, 8):
         changed = tokens.copy()
         changed[:, at] = (changed[:, at] + 1) % config.vocab_size
-        after = _logits(config, _params(config), changed)
+        after = _logits(config, drawn_params(config), changed)
         np.testing.assert_array_equal(after[:, :at], before[:, :at])
         assert np.all(np.abs(after[:, at:] - before[:, at:]).max(-1) > 0)
 
 
 def test_loss_predicts_the_next_token():
     tokens = _tokens(2, 8)
-    loss, aux = jax.jit(make_loss_fn(_SMALL))(_params(_SMALL), tokens, _KEY)
-    logits = _oracle_logits(_SMALL, _params(_SMALL), tokens[:, :-1])
+    loss, aux = jax.jit(make_loss_fn(_SMALL))(drawn_params(_SMALL), tokens, _KEY)
+    logits = oracle.logits(_SMALL, drawn_params(_SMALL), tokens[:, :-1])
     picked = np.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
     expected = np.mean(np.log(np.exp(logits).sum(-1)) - picked)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
@@ -168,31 +84,29 @@ def test_loss_predicts_the_next_token():
 def test_initial_loss_is_near_that_of_a_uniform_guess():
     config = dataclasses.replace(_SMALL, vocab_size=512, width=64)
     tokens = _tokens(4, 33, vocab_size=512)
-    loss, _ = jax.jit(make_loss_fn(config))(_compiled_init(config)(_KEY), tokens, _KEY)
+    loss, _ = jax.jit(make_loss_fn(config))(_init(config, _KEY), tokens, _KEY)
     assert np.log(512) - 0.1 < loss < np.log(512) + 1
 
 
 def test_scanned_and_unscanned_models_are_one():
     scanned = dataclasses.replace(_UNTIED, scan_layers=True)
-    tokens, params = _tokens(2, 9), _params(scanned)
-    unstacked = _unstacked(scanned, params)
+    tokens, params = _tokens(2, 9), drawn_params(scanned)
+    unstacked = oracle.unstacked(scanned, params)
     np.testing.assert_allclose(
-        _logits(scanned, params, tokens),
-        _logits(_UNTIED, unstacked, tokens),
-        rtol=1e-5,
-        atol=1e-6,
-    )
+        _logits(scanned, params, tokens), _logits(_UNTIED, unstacked, tokens),
+        rtol=1e-5, atol=1e-6,
+    )  # fmt: skip
     assert_all_close(
-        _unstacked(scanned, _grad(scanned, params, tokens)),
+        oracle.unstacked(scanned, _grad(scanned, params, tokens)),
         _grad(_UNTIED, unstacked, tokens),
         rtol=1e-4, atol=1e-6,
     )  # fmt: skip
 
 
 def test_scanned_and_unscanned_models_start_alike():
-    scanned = _compiled_init(_SMALL)(_KEY)
-    unscanned = _compiled_init(dataclasses.replace(_SMALL, scan_layers=False))(_KEY)
-    assert_within_ulps(_unstacked(_SMALL, scanned), unscanned)
+    scanned = _init(_SMALL, _KEY)
+    unscanned = _init(dataclasses.replace(_SMALL, scan_layers=False), _KEY)
+    assert_within_ulps(oracle.unstacked(_SMALL, scanned), unscanned)
 
 
 def _num_products(config, params, tokens):
@@ -213,7 +127,7 @@ def _num_products(config, params, tokens):
 
 @pytest.mark.parametrize("base", [_SMALL, _UNTIED], ids=["scanned", "unscanned"])
 def test_rematerialisation_repeats_products(base):
-    tokens, params = _tokens(2, 9), _params(base)
+    tokens, params = _tokens(2, 9), drawn_params(base)
     plain, dots, full = (
         _num_products(dataclasses.replace(base, remat=remat), params, tokens)
         for remat in ("none", "dots", "full")
@@ -228,14 +142,14 @@ def test_rematerialisation_repeats_products(base):
     ("base", "remat"), [(_SMALL, "dots"), (_SMALL, "full"), (_UNTIED, "full")]
 )
 def test_rematerialisation_keeps_gradients(base, remat):
-    tokens, params = _tokens(2, 9), _params(base)
+    tokens, params = _tokens(2, 9), drawn_params(base)
     again = _grad(dataclasses.replace(base, remat=remat), params, tokens)
     assert_all_close(again, _grad(base, params, tokens), rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_kept_with_the_host_changes_no_gradient():
     """JAX's CPU has that kind of memory too; products are those of remat=attention."""
-    tokens, params = _tokens(2, 9), _params(_SMALL)
+    tokens, params = _tokens(2, 9), drawn_params(_SMALL)
     near, far = (
         dataclasses.replace(_SMALL, remat=remat) for remat in ("attention", "offload")
     )
@@ -263,36 +177,24 @@ def test_rms_norm_against_numpy():
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
     config = dataclasses.replace(_SMALL, compute_dtype="bfloat16", vocab_size=31)
-    params, tokens = _params(config), _tokens(2, 9)
+    params, tokens = drawn_params(config), _tokens(2, 9)
     grad = jax.eval_shape(functools.partial(_grad, config), params, tokens)
     assert {leaf.dtype for leaf in jax.tree.leaves(grad)} == {np.dtype(np.float32)}
     logits = _logits(config, params, tokens)
     assert logits.dtype == jnp.float32
     # Accumulated in float32: not all representable in bfloat16.
     assert np.any(logits != logits.astype(jnp.bfloat16).astype(jnp.float32))
-    exact = _oracle_logits(config, params, tokens)
+    exact = oracle.logits(config, params, tokens)
     error = np.abs(logits - exact).max() / np.abs(exact).max()
     # Bfloat16 keeps 8 bits; the lower bound shows that it was used at all.
     assert 1e-4 < error < 0.05
 
 
-def test_every_region_starts_alike_from_one_key():
-    init = functools.partial(init_params, dataclasses.replace(_SMALL, num_layers=1))
-    keys = jax.random.split(_KEY)[jnp.array([0, 0, 1])]
-    regions = jax.jit(jax.vmap(init))(keys)
-    jax.tree.map(lambda x: np.testing.assert_array_equal(x[0], x[1]), regions)
-    assert np.all(regions["embedding"][0] != regions["embedding"][2])
-
-
 def test_init_deviations_follow_fan_in_and_depth():
     config = dataclasses.replace(_SMALL, width=128, mlp_width=256, num_layers=8)
-    params = _compiled_init(config)(_KEY)
+    params = _init(config, _KEY)
     residual = 1 / np.sqrt(2 * 8)
-    expected = {
-        "query": 128**-0.5,
-        "value": 128**-0.5,
-        "output": 128**-0.5 * residual,
-    }
+    expected = {"query": 128**-0.5, "value": 128**-0.5, "output": 128**-0.5 * residual}
     for name, deviation in expected.items():
         kernel = params["blocks"]["attention"][name]
         np.testing.assert_allclose(np.std(kernel), deviation, rtol=0.02)
@@ -301,31 +203,19 @@ def test_init_deviations_follow_fan_in_and_depth():
     assert np.all(params["norm"]["scale"] == 1)
 
 
-def test_forward_over_reverse_gives_the_hessian_vector_product():
-    config = dataclasses.replace(
-        _UNTIED, num_layers=1, loss_chunk_tokens=6, remat="full"
-    )
-    params, tokens = _params(config), _tokens(2, 8)
-    rng = np.random.default_rng(2)
-    along = jax.tree.map(lambda x: rng.normal(0, 1, x.shape).astype(np.float32), params)
+def test_forward_over_reverse_gives_the_same_with_chunks_and_repeated_products():
+    plain = dataclasses.replace(_UNTIED, num_layers=1)
+    params, tokens = drawn_params(plain), _tokens(2, 8)
+    along = jax.tree.map(lambda x: np.cos(10 * x), params)
 
-    def grad(params):
-        return jax.grad(make_loss_fn(config), has_aux=True)(params, tokens, _KEY)[0]
+    def product(config):
+        grad = jax.grad(make_loss_fn(config), has_aux=True)
+        return jax.jit(
+            lambda p, v: jax.jvp(lambda p: grad(p, tokens, _KEY)[0], (p,), (v,))[1]
+        )(params, along)
 
-    product = jax.jit(lambda p, v: jax.jvp(grad, (p,), (v,))[1])(params, along)
-    shift = 1e-3
-    grad = jax.jit(grad)
-    moved = [
-        grad(jax.tree.map(lambda p, v, s=s: p + s * v, params, along))
-        for s in (shift, -shift)
-    ]
-    difference = jax.tree.map(lambda a, b: (a - b) / (2 * shift), *moved)
-    flat = [
-        np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)])
-        for t in (product, difference)
-    ]
-    # A central difference in float32 is good to about a percent.
-    assert np.linalg.norm(flat[0] - flat[1]) < 0.02 * np.linalg.norm(flat[0])
+    chunked = dataclasses.replace(plain, loss_chunk_tokens=6, remat="full")
+    assert_all_close(product(chunked), product(plain), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", [_SMALL, _UNTIED], ids=["tied", "untied"])

@@ -439,26 +439,28 @@ def lt_admm(s, interval, rho, neighbours, compress):
 # --- Something at every step --------------------------------------------------
 
 
+def in_cosines(side, back=False):
+    """The cosine transform of every chunk, in place; sizes are multiples of one."""
+    return per_tensor(
+        lambda x: from_chunks(spectrum(to_chunks(x, side), back), x.shape)
+    )
+
+
+def mean_over_senders(sent, side):
+    """Of each coefficient, from what regions' messages `[M, N]` decode to."""
+    coefficients = np.array(list(map(in_cosines(side), sent)))
+    counts = (np.abs(coefficients) > 1e-12).sum(0)
+    return in_cosines(side, back=True)(coefficients.sum(0) / np.maximum(counts, 1))
+
+
 def demo(s, beta, k, side):
-    """Coefficients that several regions sent are averaged over those regions.
-
-    Sizes are multiples of the chunk.
-    """
-
-    def transform(back):
-        return per_tensor(
-            lambda x: from_chunks(spectrum(to_chunks(x, side), back), x.shape)
-        )
-
+    """Coefficients that several regions sent are averaged over those regions."""
     x, d, select = s.params, 0.0, chunked(k, side, is_cosine=True)
     for t in range(s.num_steps):
         d = beta * d + s.gradient(x, t)
         sent = np.array(list(map(select, d)))
         d = d - sent
-        coefficients = np.array(list(map(transform(back=False), sent)))
-        counts = (np.abs(coefficients) > 1e-12).sum(0)
-        share = transform(back=True)(coefficients.sum(0) / np.maximum(counts, 1))
-        x = x - s.lr * np.sign(share)
+        x = x - s.lr * np.sign(mean_over_senders(sent, side))
     return s.copies(x), x
 
 

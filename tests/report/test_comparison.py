@@ -140,12 +140,9 @@ class Checker(html.parser.HTMLParser):
 
 def render(runs):
     text = page.render(
-        compare(runs),
-        [page.Picture("A <caption>", b"\x89PNG")],
-        "python -m x --a='<b>'",
-        {"key": "</pre><script>"},
-        "Some machine.",
-    )
+        compare(runs), [page.Picture("A <caption>", b"\x89PNG")],
+        "python -m x --a='<b>'", {"key": "</pre><script>"}, "Some machine.",
+    )  # fmt: skip
     checker = Checker()
     checker.feed(text)
     assert not checker.open

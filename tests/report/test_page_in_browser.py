@@ -75,11 +75,8 @@ def report(tmp_path_factory):
 def chromium(tmp_path, *flags):
     done = subprocess.run(
         [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", *flags],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
     return done.stdout
 
 

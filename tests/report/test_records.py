@@ -20,26 +20,17 @@ from cocodc_jax.report.records import (
 from cocodc_jax.report.runs import DamagedRunError, load_run
 
 EVAL = {
-    "kind": "eval",
-    "step": 4,
-    "tokens": 64,
-    "bytes_sent_per_region": 128,
-    "eval_loss": 1.5,
-    "eval_perplexity": 4.48,
-    "eval_loss_outer": 1.6,
+    "kind": "eval", "step": 4, "tokens": 64, "bytes_sent_per_region": 128,
+    "eval_loss": 1.5, "eval_perplexity": 4.48, "eval_loss_outer": 1.6,
     "region_drift": 0.1,
-}
+}  # fmt: skip
 
 
 def train(step, loss=2.0):
     return {
-        "kind": "train",
-        "step": step,
-        "tokens": 16 * step,
-        "loss": loss,
-        "loss_regions": [loss, loss],
-        "bytes_sent_per_region": 0,
-    }
+        "kind": "train", "step": step, "tokens": 16 * step, "loss": loss,
+        "loss_regions": [loss, loss], "bytes_sent_per_region": 0,
+    }  # fmt: skip
 
 
 def write(workdir, records, offset=None):

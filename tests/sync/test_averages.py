@@ -3,14 +3,20 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax import methods
+from cocodc_jax.sync import moments
 from cocodc_jax.sync.averages import Average, RadialDirectional, SharedMask, sync_key
 from cocodc_jax.sync.messages import AsIs
+from cocodc_jax.sync.moments import Moments
+from cocodc_jax.sync.schedules import staggered
 from cocodc_jax.transforms import compression
+from cocodc_jax.transforms.mt_adam import mt_adam
+from cocodc_jax.transforms.muon import muon
 
 RDA, KEY = RadialDirectional(), sync_key(0, 8)
 
@@ -126,25 +132,71 @@ def test_bytes_are_those_of_what_the_mean_is_taken_of():
     [
         (lambda: SharedMask(0.0), "mask_density=0.0 must be above 0 and at most 1"),
         (lambda: SharedMask(1.5), "mask_density=1.5 must be"),
-        (
-            lambda: methods.get("loscar", compress="ef+int8"),
-            r"compress='error_feedback\(int8\)' has no meaning for method='loscar': "
-            "entries are drawn anew for each message",
-        ),
-        (
-            lambda: methods.get("noloco").with_sync(message=AsIs(average=RDA)),
-            "RadialDirectional makes one pseudo-gradient of all, but it has outer",
-        ),
-        (
-            lambda: methods.get("decoupled_diloco", averaging="median"),
-            r"averaging='median' is unknown; use one of \('rda', 'mean'\)",
-        ),
-        (
-            lambda: methods.get("streaming_diloco", merge_rule="sum"),
-            r"merge_rule='sum' is unknown; use one of \('mix', 'replay'\)",
-        ),
+        (lambda: methods.get("loscar", compress="ef+int8"),
+         r"compress='error_feedback\(int8\)' has no meaning for method='loscar': "
+         "entries are drawn anew for each message"),
+        (lambda: methods.get("noloco").with_sync(message=AsIs(average=RDA)),
+         "RadialDirectional makes one pseudo-gradient of all, but it has outer"),
+        (lambda: methods.get("decoupled_diloco", averaging="median"),
+         r"averaging='median' is unknown; use one of \('rda', 'mean'\)"),
+        (lambda: methods.get("streaming_diloco", merge_rule="sum"),
+         r"merge_rule='sum' is unknown; use one of \('mix', 'replay'\)"),
     ],
-)
+)  # fmt: skip
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+# --- Moments that go with a sync ---
+
+
+def test_each_at_its_own_rhythm():
+    table = {n: Moments(3, 6).due(n) for n in range(1, 13)}
+    assert [n for n, due in table.items() if "mu" in due] == [3, 6, 9, 12]
+    assert [n for n, due in table.items() if "nu" in due] == [6, 12]
+    assert Moments(0, 2).due(2) == ("nu",)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("3,6", Moments(3, 6)), ("0, 1", Moments(0, 1)), ("", None), ("0,0", None)],
+)
+def test_a_text_is_read(text, expected):
+    assert Moments.parse(text) == expected
+
+
+@pytest.mark.parametrize("text", ["3", "3,6,9", "3,x", "-1,2"])
+def test_no_such_text(text):
+    with pytest.raises(ValueError, match=f"sync_moments='{text}' must be two numbers"):
+        methods.get("des_loc", sync_moments=text)
+    with pytest.raises(ValueError, match="sync_moments=-1,2 must be numbers of syncs"):
+        Moments(-1, 2)
+
+
+def test_moments_are_found_by_type_and_put_back():
+    params = {"w": jnp.ones(2)}
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), mt_adam(0.1))
+    state = optimizer.init(params)
+    (found,) = moments.take(state, ("mu", "nu"))
+    assert len(found["mu"]) == 2
+    new = [{"mu": ({"w": 1}, {"w": 2})}]
+    state = moments.put(state, new)
+    assert moments.take(state, ("mu",)) == new
+    assert moments.take(state, ("nu",))[0]["nu"]["w"].tolist() == [0, 0]
+    assert moments.take(optax.sgd(0.1, 0.9).init(params), ("mu",)) == []
+
+
+def test_muon_s_adam_has_only_what_is_not_a_matrix():
+    params = {"blocks": {"w": jnp.ones((2, 3, 3))}, "embed": jnp.ones((4, 3))}
+    (found,) = moments.take(muon(0.1).init(params), ("nu",))
+    assert found["nu"]["embed"].shape == (4, 3)
+    assert isinstance(found["nu"]["blocks"]["w"], optax.MaskedNode)
+
+
+def test_only_where_the_whole_model_is_waited_for():
+    method = methods.get("des_loc")
+    with pytest.raises(ValueError, match="sync_moments=3,6 goes with .* delay_steps=0"):
+        method.with_sync(schedule=staggered(4, 1, 2))
+    with pytest.raises(ValueError, match="num_fragments=1"):
+        method.with_sync(schedule=staggered(4, 2))

@@ -15,28 +15,15 @@ from cocodc_jax.expert_leaves import TOKEN_UNIT, expert_axis
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.expert_mean import ExpertMean
 from cocodc_jax.sync.schedules.adaptive import adaptive
-from tests.program.mixture import drawn_params
+from tests.numerics import assert_all_close
+from tests.program.mixture import MODEL, drawn_params
 
-_MODEL = models.TransformerConfig(
-    vocab_size=16,
-    num_layers=2,
-    width=8,
-    mlp_width=8,
-    num_heads=1,
-    num_kv_heads=1,
-    num_experts=4,
-    expert_width=6,
-    scan_layers=False,
-)
+_MODEL = dataclasses.replace(MODEL, scan_layers=False)
 _KEY = jax.random.key(0)
 
 
-def _model(scan_layers):
-    return dataclasses.replace(_MODEL, scan_layers=scan_layers)
-
-
 def _params(scan_layers):
-    return drawn_params(_model(scan_layers))
+    return drawn_params(MODEL if scan_layers else _MODEL)
 
 
 @pytest.mark.parametrize(("scan_layers", "num_fragments"), [(True, 4), (False, 5)])
@@ -73,24 +60,16 @@ def test_experts_are_cut_into_ranges_and_the_rest_is_dense(scan_layers, num_frag
         (lambda: cut(_params(True), 1, "experts"), "num_fragments=1 .* use 2 to"),
         (lambda: cut(_params(True), 99, "experts"), "and 4 experts; use 2 to 8"),
         (lambda: methods.get("diloco", expert_weights="x"), "use 'equal' or 'tokens'"),
-        (
-            lambda: methods.get("apart", expert_weights="tokens"),
-            "expert_weights='tokens' has no meaning for method='apart': it takes no",
-        ),
-        (
-            lambda: methods.get("noloco", expert_weights="tokens"),
-            "ExpertMean makes one pseudo-gradient of all",
-        ),
-        (
-            lambda: methods.get("sparseloco", expert_weights="tokens"),
-            "do not have every entry, nor every count",
-        ),
-        (
-            lambda: methods.get("loscar", expert_weights="tokens"),
-            "are no pseudo-gradients",
-        ),
+        (lambda: methods.get("apart", expert_weights="tokens"),
+         "expert_weights='tokens' has no meaning for method='apart': it takes no"),
+        (lambda: methods.get("noloco", expert_weights="tokens"),
+         "ExpertMean makes one pseudo-gradient of all"),
+        (lambda: methods.get("sparseloco", expert_weights="tokens"),
+         "do not have every entry, nor every count"),
+        (lambda: methods.get("loscar", expert_weights="tokens"),
+         "are no pseudo-gradients"),
     ],
-)
+)  # fmt: skip
 def test_what_knows_no_experts_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
@@ -125,18 +104,17 @@ def test_experts_are_weighed_by_their_tokens():
     )
     found = average.after(mean, parts[0], None)
 
-    np.testing.assert_allclose(
-        found["blocks/moe/router"], of_regions @ other, rtol=1e-5, atol=1e-6
-    )
     share = of_regions[:, None, None] * counts
-    path = "blocks/moe/experts/tokens"
-    np.testing.assert_allclose(found[path], -TOKEN_UNIT * share.sum(0), rtol=1e-6)
     total = share.sum(0)
     wanted = np.einsum("mle,mledf->ledf", share, weights)
     wanted = wanted / np.where(total, total, 1)[..., None, None]
-    np.testing.assert_allclose(
-        found["blocks/moe/experts/up"], wanted, rtol=1e-5, atol=1e-6
-    )
+    tokens = found.pop("blocks/moe/experts/tokens")
+    np.testing.assert_allclose(tokens, -TOKEN_UNIT * total, rtol=1e-6)
+    expected = {
+        "blocks/moe/router": of_regions @ other,
+        "blocks/moe/experts/up": wanted,
+    }
+    assert_all_close(found, expected, rtol=1e-5, atol=1e-6)
     assert not wanted[0, 1].any()  # Nobody trained it.
     np.testing.assert_allclose(wanted[1, 2], weights[0, 1, 2])  # One region did.
 
@@ -165,11 +143,9 @@ def _tokens(num_steps):
 def _program(method):
     return cc.RegionProgram(
         models.make_loss_fn(_MODEL),
-        models.experts.counting(optax.adamw(1e-2, weight_decay=0.5)),
-        method,
-        _params(False),
-        2,
-    )
+        models.experts.counting(optax.adamw(1e-2, weight_decay=0.5)), method,
+        _params(False), 2,
+    )  # fmt: skip
 
 
 def _advanced(program, num_steps):
@@ -185,12 +161,9 @@ def _advanced(program, num_steps):
 def test_a_run_takes_the_means_of_regions_by_tokens():
     alone = _advanced(_program(methods.get("apart")), 3).region.params
     method = methods.get(
-        "diloco",
-        sync_interval=3,
-        outer_lr=1.0,
-        outer_momentum=0.0,
+        "diloco", sync_interval=3, outer_lr=1.0, outer_momentum=0.0,
         expert_weights="tokens",
-    )
+    )  # fmt: skip
     program = _program(method)
     state = _advanced(program, 3)
     for layer in range(2):
@@ -215,13 +188,9 @@ def test_a_run_takes_the_means_of_regions_by_tokens():
 
 def test_a_mix_keeps_the_share_of_counts_that_it_keeps_of_progress():
     method = methods.get(
-        "streaming_diloco",
-        sync_interval=2,
-        num_fragments=2,
-        delay_steps=0,
-        mixing_alpha=0.25,
-        fragment_strategy="experts",
-    )
+        "streaming_diloco", sync_interval=2, num_fragments=2, delay_steps=0,
+        mixing_alpha=0.25, fragment_strategy="experts",
+    )  # fmt: skip
     state = _advanced(_program(method), 2)
     counts = state.region.params["blocks"][0]["moe"]["experts"]["tokens"]
     # Merged after one step; two experts a token, before and after.
@@ -254,15 +223,9 @@ def test_the_load_score_prefers_what_more_tokens_need():
 
 def test_a_run_by_load_serves_every_fragment_within_an_interval():
     method = methods.get(
-        "cocodc",
-        sync_interval=6,
-        num_fragments=3,
-        delay_steps=1,
-        syncs_per_interval=6,
-        transmission_score="load",
-        fragment_strategy="experts",
-        expert_weights="tokens",
-    )
+        "cocodc", sync_interval=6, num_fragments=3, delay_steps=1, syncs_per_interval=6,
+        transmission_score="load", fragment_strategy="experts", expert_weights="tokens",
+    )  # fmt: skip
     program = _program(method)
     state = _advanced(program, 14)
     assert min(state.sync.schedule.last_start) >= 14 - 6

@@ -14,7 +14,7 @@ from cocodc_jax.sync import cutting
 from cocodc_jax.sync.cutting import cut, cut_by_patterns
 
 STRATEGIES = [x for x in cutting.STRATEGIES if x != "experts"]  # These trees have none.
-SETTINGS = settings(max_examples=25, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=25)
 
 
 def tree(num_blocks, is_stacked, other=("embedding", "norm", "head"), width=2):
@@ -53,11 +53,9 @@ def units_of(fragments):
 
 
 trees = st.builds(
-    tree,
-    num_blocks=st.integers(1, 6),
-    is_stacked=st.booleans(),
+    tree, num_blocks=st.integers(1, 6), is_stacked=st.booleans(),
     other=st.sets(st.sampled_from(["embedding", "norm", "head", "extra"])),
-)
+)  # fmt: skip
 
 
 @SETTINGS
@@ -110,26 +108,17 @@ def test_put_changes_one_fragment_and_no_other(is_stacked, lead, strategy):
 # The paper's model: [embedding, 12 blocks, norm, head], K = 4, worked by hand.
 PAPER = {
     "strided": [
-        {"embedding", 3, 7, 11},
-        {0, 4, 8, "norm"},
-        {1, 5, 9, "head"},
-        {2, 6, 10},
+        {"embedding", 3, 7, 11}, {0, 4, 8, "norm"}, {1, 5, 9, "head"}, {2, 6, 10},
     ],
     "sequential": [
-        {"embedding", 0, 1, 2},
-        {3, 4, 5, 6},
-        {7, 8, 9, 10},
-        {11, "norm", "head"},
+        {"embedding", 0, 1, 2}, {3, 4, 5, 6}, {7, 8, 9, 10}, {11, "norm", "head"},
     ],
     # Sizes 10, 4 (each block), 1, 10: largest first, to the lightest so far, give
     # loads of 18, 18, 17 and 16.
     "balanced": [
-        {"embedding", 6, 10},
-        {"head", 7, 11},
-        {0, 2, 4, 8, "norm"},
-        {1, 3, 5, 9},
+        {"embedding", 6, 10}, {"head", 7, 11}, {0, 2, 4, 8, "norm"}, {1, 3, 5, 9},
     ],
-}
+}  # fmt: skip
 # Blocks are of one tensor here.
 PAPER["balanced_tensors"] = PAPER["balanced"]
 
@@ -157,9 +146,8 @@ def test_fragments_of_tensors_are_of_nearly_equal_size(num_fragments):
     loads = cut(params, num_fragments, "balanced_tensors").num_params
     assert sum(loads) == 4 * sum(sizes) + 85
     assert max(loads) - min(loads) <= max(sizes)
-    with pytest.raises(
-        ValueError, match="num_fragments=28 does not fit a model of 27 tensors; use 1"
-    ):
+    message = "num_fragments=28 does not fit a model of 27 tensors; use 1"
+    with pytest.raises(ValueError, match=message):
         cut(params, 28, "balanced_tensors")
 
 
@@ -213,34 +201,32 @@ def test_bytes_count_each_leafs_own_dtype():
     assert fragments.num_bytes == (20 + 12, 12)
 
 
-def test_blocks_below_another_name_and_two_stacks():
-    w = np.zeros((2, 3), np.float32)
-    params = {"encoder": {"layers": {"w": w}}, "decoder": {"layers": {"w": w}}}
-    fragments = cut(params, 4, blocks="layers")
-    assert [[(p.path, p.rows) for p in part] for part in fragments.slices] == [
-        [("decoder/layers/w", (0,))],
-        [("decoder/layers/w", (1,))],
-        [("encoder/layers/w", (0,))],
-        [("encoder/layers/w", (1,))],
-    ]
+ROW = np.zeros((2, 3), np.float32)
 
 
-def test_numbered_blocks_keep_the_order_of_numbers_not_of_text():
-    params = {"blocks": {str(i): {"w": np.zeros(1, np.float32)} for i in range(11)}}
-    fragments = cut(params, 11)
-    assert units_of(fragments) == [{i} for i in range(11)]
-
-
-def test_a_list_of_blocks_is_numbered():
-    params = {"blocks": [{"w": np.full(2, i, np.float32)} for i in range(3)]}
-    fragments = cut(params, 3)
-    np.testing.assert_array_equal(fragments.take(params, 2)["blocks/2/w"], [2, 2])
-
-
-def test_a_tree_without_blocks_is_cut_by_its_entries():
-    params = {"b": np.zeros(2, np.float32), "a": {"w": np.zeros(3, np.float32)}}
-    fragments = cut(params, 2)
-    assert [[p.path for p in part] for part in fragments.slices] == [["a/w"], ["b"]]
+@pytest.mark.parametrize(
+    ("params", "options", "expected"),
+    [
+        # Blocks below another name, and two stacks.
+        ({"encoder": {"layers": {"w": ROW}}, "decoder": {"layers": {"w": ROW}}},
+         {"blocks": "layers"},
+         [[("decoder/layers/w", (0,))], [("decoder/layers/w", (1,))],
+          [("encoder/layers/w", (0,))], [("encoder/layers/w", (1,))]]),
+        # The order of numbers, not of text.
+        ({"blocks": {str(i): {"w": ROW} for i in range(11)}}, {},
+         [[(f"blocks/{i}/w", None)] for i in range(11)]),
+        # A list is numbered.
+        ({"blocks": [{"w": ROW}] * 3}, {},
+         [[(f"blocks/{i}/w", None)] for i in range(3)]),
+        # Without blocks a tree is cut by its entries.
+        ({"b": ROW, "a": {"w": ROW}}, {}, [[("a/w", None)], [("b", None)]]),
+    ],
+    ids=["two stacks", "numbers", "list", "no blocks"],
+)  # fmt: skip
+def test_what_is_a_block(params, options, expected):
+    fragments = cut(params, len(expected), **options)
+    found = [[(part.path, part.rows) for part in slices] for slices in fragments.slices]
+    assert found == expected
 
 
 def test_a_second_moment_is_cut_like_the_parameters():
@@ -275,40 +261,24 @@ def test_patterns_take_what_earlier_ones_left():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: cut(tree(3, False), 2, "spiral"),
-            r"fragment_strategy='spiral' is unknown; use one of \('strided', ",
-        ),
-        (
-            lambda: cut(tree(3, True), 4),
-            "num_fragments=4 does not fit a model of 3 blocks; use 1 to 3",
-        ),
-        (
-            lambda: cut(tree(3, False), 0),
-            "num_fragments=0 does not fit a model of 3 blocks; use 1 to 3",
-        ),
-        (
-            lambda: cut(tree(0, False), 4),
-            "num_fragments=4 does not fit a model of 3 units; use 1 to 3",
-        ),
-        (
-            lambda: cut({"blocks": {"a": np.zeros((2, 1)), "b": np.zeros((3, 1))}}, 2),
-            r"stacked parameter 'blocks/b' has shape \(3, 1\), but 'blocks' holds 2 ",
-        ),
-        (
-            lambda: cut({"blocks": {"a": np.zeros((2, 1)), "s": np.zeros(())}}, 2),
-            r"stacked parameter 'blocks/s' has shape \(\), but 'blocks' holds 2 ",
-        ),
-        (
-            lambda: cut_by_patterns(tree(1, False), ["blocks", "norm|head"]),
-            "no fragment pattern matches parameter 'embedding/w'; patterns=",
-        ),
-        (
-            lambda: cut_by_patterns(tree(1, False), [".*", "blocks"]),
-            "fragment pattern 'blocks' matches no parameter that an earlier pattern",
-        ),
+        (lambda: cut(tree(3, False), 2, "spiral"),
+         r"fragment_strategy='spiral' is unknown; use one of \('strided', "),
+        (lambda: cut(tree(3, True), 4),
+         "num_fragments=4 does not fit a model of 3 blocks; use 1 to 3"),
+        (lambda: cut(tree(3, False), 0),
+         "num_fragments=0 does not fit a model of 3 blocks; use 1 to 3"),
+        (lambda: cut(tree(0, False), 4),
+         "num_fragments=4 does not fit a model of 3 units; use 1 to 3"),
+        (lambda: cut({"blocks": {"a": np.zeros((2, 1)), "b": np.zeros((3, 1))}}, 2),
+         r"stacked parameter 'blocks/b' has shape \(3, 1\), but 'blocks' holds 2 "),
+        (lambda: cut({"blocks": {"a": np.zeros((2, 1)), "s": np.zeros(())}}, 2),
+         r"stacked parameter 'blocks/s' has shape \(\), but 'blocks' holds 2 "),
+        (lambda: cut_by_patterns(tree(1, False), ["blocks", "norm|head"]),
+         "no fragment pattern matches parameter 'embedding/w'; patterns="),
+        (lambda: cut_by_patterns(tree(1, False), [".*", "blocks"]),
+         "fragment pattern 'blocks' matches no parameter that an earlier pattern"),
     ],
-)
+)  # fmt: skip
 def test_errors_name_the_argument_and_the_repair(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -1,10 +1,14 @@
-"""Messages: what they are made of, how many bytes they have, what they refuse."""
+"""Messages, at a sync and at every step: their parts, their bytes, what they refuse."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cocodc_jax.methods.demo import decoupled_momentum
+from cocodc_jax.sync import per_step
 from cocodc_jax.sync.messages import (
     AsIs,
     Compressed,
@@ -13,11 +17,13 @@ from cocodc_jax.sync.messages import (
     mean_of_decoded,
     weighted_sum_of_decoded,
 )
+from cocodc_jax.sync.regions import matchings
 from cocodc_jax.sync.summed import ByRings
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.compressor import identity
 from cocodc_jax.transforms.error_feedback import error_feedback
 from cocodc_jax.transforms.low_rank import low_rank, resize
+from cocodc_jax.transforms.sparsify import top_k
 
 PART = {"w": jax.ShapeDtypeStruct((64, 32), np.float32)}
 
@@ -76,13 +82,6 @@ def test_a_state_follows_the_rank():
     assert jax.tree.map(jnp.shape, small) == jax.tree.map(jnp.shape, like)
 
 
-def test_ranked_messages_keep_their_compressor():
-    with pytest.raises(
-        ValueError, match="its rank follows the updates, .* pass adaptive_rank=False"
-    ):
-        ranked().compressed(compression.parse("int8"))
-
-
 def test_messages_are_values():
     assert AsIs() == AsIs()
     assert ByRings(2) == ByRings(2) != ByRings(3)
@@ -102,3 +101,118 @@ def test_sums_of_decoded_messages(dtype):
     weights = jnp.array([0.25, 0.25, 0.5])
     weighted = weighted_sum_of_decoded(messages, weights, identity())
     assert weighted["w"].tolist() == [2.25, 2.0]
+
+
+# --- Exchanges at every step: two regions, stacked as a gather gives them ---
+
+
+def exchange(made, *rounds):
+    """What regions make of their gradients, `[M, n]` a round."""
+    first = jnp.array(rounds[0], jnp.float32)
+    state = jax.vmap(made.init)(first)
+    out = []
+    for gradients in rounds:
+        message, state = jax.vmap(lambda g, s: made.send(g, s, None))(
+            jnp.array(gradients, jnp.float32), state
+        )
+        out.append(np.asarray(made.receive(message)).tolist())
+    return out
+
+
+def test_mean_gradients_need_no_gathering():
+    made = per_step.mean_gradients()
+    assert made.receive is None
+    assert made.init(jnp.ones(2)) == ()
+    assert made.send(3.0, (), None) == (3.0, ())
+
+
+def test_compressed_gradients_with_memory():
+    """What was too small at first, 3, comes with the 1 of the second step."""
+    compressor = compression.error_feedback(top_k(0.5))
+    made = per_step.compressed_gradients(compressor)
+    gradients = [[4.0, 3.0], [0.0, 2.0]], [[0.0, 1.0], [0.0, 2.0]]
+    assert exchange(made, *gradients) == [[2.0, 1.0], [0.0, 3.0]]
+
+
+def test_compressing_replaces_what_compresses():
+    plain = per_step.mean_gradients()
+    once = plain.compressed(compression.parse("int8"))
+    assert once.name == "compressed_gradients"
+    twice = once.compressed(compression.parse("float16"))
+    shapes = {"w": jax.ShapeDtypeStruct((1024,), np.float32)}
+    assert plain.num_bytes(shapes) == 4096
+    assert 1024 < once.num_bytes(shapes) < 1100
+    assert twice.num_bytes(shapes) == 2048
+
+
+def test_momentum_with_a_compressor_that_tells_no_places():
+    made = decoupled_momentum(0.5, identity())
+    gradients = [[4.0, 1.0, 2.0], [-2.0, 1.0, -5.0]]
+    assert exchange(made, gradients) == [[1.0, 1.0, -1.0]]
+
+
+def test_the_compressor_of_a_momentum_is_replaced_and_its_decay_stays():
+    made = decoupled_momentum(0.5, top_k(0.5)).compressed(identity())
+    gradients = [[4.0, 2.0], [-1.0, -3.0]], [[-3.0, 0.0], [0.0, 1.0]]
+    assert exchange(made, *gradients) == [[1.0, -1.0], [-1.0, 1.0]]
+
+
+# --- Rings: who passes on to whom, and how much is sent ---
+
+
+@pytest.mark.parametrize("num_places", range(1, 13))
+def test_each_order_visits_every_place(num_places):
+    for stride in ByRings(8).strides(num_places):
+        assert len({q * stride % num_places for q in range(num_places)}) == num_places
+
+
+def test_strides_differ_as_long_as_there_are_some():
+    assert ByRings(4).strides(5) == (1, 4, 2, 3)
+    assert ByRings(3).strides(4) == (1, 3, 1)
+    assert ByRings(2).strides(2) == (1, 1)
+    assert ByRings(2).strides(1) == (0, 0)
+
+
+def test_bytes_are_twice_all_but_one_share():
+    shapes = {"w": jax.ShapeDtypeStruct((60, 20), np.float32)}
+    assert ByRings(2).num_bytes(shapes, 4) == 4 * 1200 * 2 * 3 / 4
+    assert ByRings(2).num_bytes(shapes, 1) == 0
+    # 1201 numbers do not divide by 8: each chunk has 151.
+    assert ByRings(2).num_sent(1201, 4) == 2 * 2 * 3 * 151
+
+
+def test_they_lie_on_the_inner_mesh():
+    assert ByRings(2).only_in_program == "its rings use the inner mesh"
+    assert ByRings(2).compressor() is None
+
+
+ODD = per_step.PerStep("odd", lambda params: (), lambda g, state, key: (g, state))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ODD.compressed(identity()), "its messages cannot be encoded further"),
+        (lambda: ByRings(0), "num_rings=0 must be positive"),
+        (lambda: matchings(0), "num_regions=0 must be at least 1"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# --- Pairs ---
+
+
+@pytest.mark.parametrize("num_regions", range(1, 14))
+def test_every_pair_meets_once(num_regions):
+    """In as few rounds as there are, so of an odd number each is alone once."""
+    partners = matchings(num_regions)
+    assert partners.shape == (max(1, num_regions - 1 + num_regions % 2), num_regions)
+    everyone = np.arange(num_regions)
+    met = []
+    for row in partners:
+        np.testing.assert_array_equal(row[row], everyone)
+        met += [(i, j) for i, j in enumerate(row) if i < j]
+    assert sorted(met) == list(itertools.combinations(range(num_regions), 2))

@@ -1,65 +1,69 @@
-"""A method as a value: parts that do not go together are refused, with the reason."""
+"""A method and its outer optimizer: parts that do not go together say why."""
 
 import dataclasses
+import math
 
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 from cocodc_jax import methods
+from cocodc_jax.methods.diloco_demo import decoupled_momentum
+from cocodc_jax.methods.noloco import noisy_pairs
 from cocodc_jax.sync import merge
 from cocodc_jax.sync.messages import AsIs, Compressed, Ranked
 from cocodc_jax.sync.method import Method, Sync
-from cocodc_jax.sync.outer import SharedOuter, nesterov
+from cocodc_jax.sync.outer import (
+    SharedOuter,
+    nesterov,
+    nesterov_sgd,
+    pseudo_gradient,
+)
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules import (
     RankedRounds,
+    asynchronous,
     ranked_rounds,
     staggered,
 )
+from cocodc_jax.sync.summed import ByRings
 from cocodc_jax.transforms import compression
+
+PAIRS = noisy_pairs(0.7, 0.5, 0.7, 0)
+SHARED = nesterov(0.7, 0.9)
 
 
 def synced(**parts):
-    whole = {
-        "schedule": staggered(4),
-        "outer": nesterov(1.0, 0.0),
-        "merge": merge.replace(),
-    }
+    whole = {"schedule": staggered(4), "outer": SHARED, "merge": merge.replace()}
     return Sync(**(whole | parts))
 
 
-RANKED = Ranked(lambda rank: compression.parse("int8"), lambda state, tree, r: state, 4)
+WEIGHS_NOT = "it has outer parameters in every region, and can neither weigh"
+INT8 = compression.parse("int8")
+RANKED = Ranked(lambda rank: INT8, lambda state, tree, r: state, 4)
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        (
-            {"schedule": "staggered"},
-            r"^schedule='staggered' must be a part .* schedules.stag",
-        ),
-        (
-            {"outer": optax.sgd(0.7)},
-            r"^outer=Gradient.* must be a part .* SharedOuter\(an Op",
-        ),
+        ({"schedule": "staggered"},
+         r"^schedule='staggered' must be a part .* schedules.stag"),
+        ({"outer": optax.sgd(0.7)},
+         r"^outer=Gradient.* must be a part .* SharedOuter\(an Op"),
         ({"merge": "mix"}, r"^merge='mix' must be a part such as merge.replace\(\)"),
         ({"merge": merge.replace}, r"^merge=<function replace .* must be"),
-        (
-            {"message": compression.int8()},
-            r"^message=Comp.* must be a part .* Compressed\(a ",
-        ),
+        ({"message": compression.int8()},
+         r"^message=Comp.* must be a part .* Compressed\(a "),
+        ({"outer": PAIRS, "schedule": asynchronous(4)}, WEIGHS_NOT),
+        ({"outer": PAIRS, "weigh": lambda steps, tokens: tokens}, WEIGHS_NOT),
+        ({"outer": PAIRS, "message": ByRings(2)},
+         "ByRings sums pseudo-gradients on their way, for one outer model, but it"),
     ],
-)
-def test_parts_of_another_kind_are_named(parts, message):
+)  # fmt: skip
+def test_parts_of_another_kind_or_that_take_one_outer_model_are_named(parts, message):
     with pytest.raises(ValueError, match=message):
         synced(**parts)
-
-
-def test_only_a_transformation_compensates():
-    with pytest.raises(
-        ValueError, match="^transform='isotropic' must be an optax.Grad"
-    ):
-        merge.compensate("isotropic")
 
 
 def test_parts_that_do_nothing_are_left_at_their_defaults():
@@ -88,8 +92,7 @@ def test_a_method_needs_what_its_parts_need():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "message"),
-    [(ranked_rounds(4, 4, 1), AsIs()), (staggered(4), RANKED)],
+    ("schedule", "message"), [(ranked_rounds(4, 4, 1), AsIs()), (staggered(4), RANKED)]
 )
 def test_ranked_rounds_and_ranked_messages_need_one_another(schedule, message):
     assert isinstance(synced(schedule=ranked_rounds(4, 4, 1), message=RANKED), Sync)
@@ -201,30 +204,18 @@ class TestBind:
         ("name", "options", "step_times", "message"),
         [
             ("snoo", {}, (1.0, 1.0), "regions=2 must be 1 for method='snoo'"),
-            (
-                "cocodc",
-                {"curvature": "secant", "delay_steps": 1},
-                (1.0, 1.0),
-                "delay_steps=1 must be at least 2 where a merge compares the two halve",
-            ),
-            (
-                "cocodc",
-                {"curvature": "secant", "delay_steps": "auto"},
-                (1.0, 1.0),
-                "delay_steps='auto' is not possible where a merge compares the two ha",
-            ),
+            ("cocodc", {"curvature": "secant", "delay_steps": 1}, (1.0, 1.0),
+             "delay_steps=1 must be at least 2 where a merge compares the two halve"),
+            ("cocodc", {"curvature": "secant", "delay_steps": "auto"}, (1.0, 1.0),
+             "delay_steps='auto' is not possible where a merge compares the two ha"),
             *(
                 (name, {}, (1.0, 2.0), r"step_times=\(1.0, 2.0\) must all be 1 for")
                 for name in ("data_parallel", "demo", "distributed_lion")
             ),
-            (
-                "decoupled_diloco",
-                {"answer_steps": "1,1,2,9"},
-                (1.0, 1.0),
-                "regions=2 must be 4 for method='decoupled_diloco' and its arguments",
-            ),
+            ("decoupled_diloco", {"answer_steps": "1,1,2,9"}, (1.0, 1.0),
+             "regions=2 must be 4 for method='decoupled_diloco' and its arguments"),
         ],
-    )
+    )  # fmt: skip
     def test_errors(self, name, options, step_times, message):
         regions = Regions(step_times, (1,) * len(step_times))
         with pytest.raises(ValueError, match=message):
@@ -246,7 +237,76 @@ class TestBind:
         assert method.schedule.looks_midway
         assert not methods.get("cocodc").bind(regions).schedule.looks_midway
 
-    def test_a_method_is_a_value(self):
-        method = methods.get("diloco")
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            method.name = "other"
+
+# --- Outer optimizers ---
+
+
+@pytest.mark.parametrize(
+    ("momentum", "expected"), [(0.5, [-0.75, -1.625]), (0.0, [-0.5, -1.0])]
+)
+def test_nesterov_by_hand(momentum, expected):
+    """m <- mu m + D; x <- x - eta (D + mu m): with D = 1, 1, eta 0.5, mu 0.5.
+
+    First m = 1, x = -0.75; then m = 1.5, x = -0.75 - 0.5 * 1.75.
+    """
+    optimizer = nesterov(0.5, momentum).optimizer
+    x, state, found = jnp.float32(0), optimizer.init(jnp.float32(0)), []
+    for _ in range(2):
+        step, state = optimizer.update(jnp.float32(1), state, x)
+        x = optax.apply_updates(x, step)
+        found.append(float(x))
+    assert found == expected
+
+
+def test_a_pseudo_gradient_is_old_minus_new_in_the_outer_dtype():
+    """1 + 1 / 512 is no bfloat16: the difference from 1 is kept."""
+    params = {"w": jnp.array([1 + 1 / 512, 3.0], jnp.float32)}
+    local = {"w": jnp.array([1.0, 5.0], jnp.bfloat16)}
+    found = pseudo_gradient(params, local)
+    assert found["w"].dtype == jnp.float32
+    np.testing.assert_array_equal(found["w"], [1 / 512, -2.0])
+
+
+def test_places():
+    assert SHARED.placed("divided") == dataclasses.replace(SHARED, placement="divided")
+    assert SHARED.only_in_program is None
+    assert "divided over the inner mesh" in SHARED.placed("divided").only_in_program
+    assert PAIRS.placed("host") is PAIRS
+    assert PAIRS.only_in_program == "each region has outer parameters of its own"
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"schedule": asynchronous(4)},
+        {"weigh": lambda steps, tokens: tokens},
+        {"message": ByRings(2)},
+        {"outer": decoupled_momentum(0.7, 0.9), "message": Compressed(INT8)},
+    ],
+)
+def test_parts_that_go_together(parts):
+    assert synced(**parts).outer is parts.get("outer", SHARED)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: merge.compensate("isotropic"),
+         "^transform='isotropic' must be an optax.Grad"),
+        (lambda: SharedOuter(optax.sgd(1.0), "attic"),
+         r"outer_placement='attic' is unknown; use one of \('host', 'divided'\)"),
+        (lambda: SHARED.placed("attic"), "outer_placement='attic' is unknown"),
+        (lambda: PAIRS.placed("divided"), "it has no one outer model to divide"),
+        (lambda: dataclasses.replace(PAIRS, group="trios"),
+         r"group='trios' is unknown; use one of \('all', 'pairs', 'ring'\)"),
+        (lambda: nesterov(0.0, 0.9), "outer_lr=0.0 must be positive"),
+        (lambda: nesterov(-1.0, 0.9), "outer_lr=-1.0 must be positive"),
+        (lambda: nesterov(math.nan, 0.9), "outer_lr=nan must be positive and finite"),
+        (lambda: nesterov(math.inf, 0.9), "outer_lr=inf must be positive and finite"),
+        (lambda: nesterov_sgd(1.0, 1.0), r"outer_momentum=1.0 must be in \[0, 1\)"),
+        (lambda: nesterov_sgd(1.0, -0.1), r"outer_momentum=-0.1 must be in \[0, 1\)"),
+    ],
+)  # fmt: skip
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

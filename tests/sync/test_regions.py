@@ -26,11 +26,8 @@ def test_by_hand():
     assert regions.steps_done(4).tolist() == [4, 2, 2]
     assert regions.sequences_done(4).tolist() == [16, 4, 16]
     assert regions.participating(0, 4).astype(int).tolist() == [
-        [1, 0, 0],
-        [1, 1, 1],
-        [1, 1, 0],
-        [1, 0, 1],
-    ]
+        [1, 0, 0], [1, 1, 1], [1, 1, 0], [1, 0, 1],
+    ]  # fmt: skip
 
 
 def test_alike():

@@ -91,19 +91,14 @@ def extras(like):
     quartic = lambda p: jax.tree.map(lambda x: x**3, p)  # noqa: E731
     half_square = lambda o: sum(jnp.sum(x**2) for x in jax.tree.leaves(o)) / 2  # noqa: E731
     return {
-        "stale_params": like,
-        "second_moment": jax.tree.map(lambda x: x**2 + 1, like),
+        "stale_params": like, "second_moment": jax.tree.map(lambda x: x**2 + 1, like),
         "group_mean_params": jax.tree.map(lambda x: x / 2, like),
         "later_params": jax.tree.map(lambda x: x + 1, like),
-        "later_gradient": jax.tree.map(lambda x: 3 * x, like),
-        "learning_rate": 0.1,
-        "delay_steps": 5,
-        "key": jax.random.key(0),
-        "gradient_fn": quartic,
-        "model_fn": quartic,
-        "output_loss_fn": half_square,
+        "later_gradient": jax.tree.map(lambda x: 3 * x, like), "learning_rate": 0.1,
+        "delay_steps": 5, "key": jax.random.key(0), "gradient_fn": quartic,
+        "model_fn": quartic, "output_loss_fn": half_square,
         "an_unknown_argument": object(),
-    }
+    }  # fmt: skip
 
 
 def run(transform, gradients, params, stale, steps=2):
@@ -139,30 +134,27 @@ def assert_close(actual, wanted, rtol=1e-5):
         np.testing.assert_allclose(a, w, rtol=rtol, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_vmap_equals_one_region_at_a_time(name):
-    go = jax.jit(jax.vmap(lambda g, p, s: run(build(CASES[name]), g, p, s)))
-    updates, state = go(stacked(0), stacked(10), stacked(20))
-    for r, wanted in enumerate(expected(name)):
-        assert_close(jax.tree.map(lambda x, r=r: x[r], (updates, state)), wanted)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_shard_map_equals_one_region_at_a_time(name):
+def over_shards(fn):
+    """Each region on a device of its own."""
     mesh = jax.make_mesh(
         (NUM_REGIONS,), ("region",), axis_types=(jax.sharding.AxisType.Auto,)
     )
 
-    def body(g, p, s):
-        g, p, s = jax.tree.map(lambda x: x[0], (g, p, s))
-        updates, _ = run(build(CASES[name]), g, p, s)
-        return jax.tree.map(lambda x: x[None], updates)
+    def body(*trees):
+        out = fn(*jax.tree.map(lambda x: x[0], trees))
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], out)
 
     specs = P("region")
-    go = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs))
-    updates = go(stacked(0), stacked(10), stacked(20))
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs)
+
+
+@pytest.mark.parametrize("over_regions", [jax.vmap, over_shards])
+@pytest.mark.parametrize("name", CASES)
+def test_many_regions_equal_one_at_a_time(name, over_regions):
+    go = jax.jit(over_regions(lambda g, p, s: run(build(CASES[name]), g, p, s)))
+    updates, state = go(stacked(0), stacked(10), stacked(20))
     for r, wanted in enumerate(expected(name)):
-        assert_close(jax.tree.map(lambda x, r=r: x[r], updates), wanted[0])
+        assert_close(jax.tree.map(lambda x, r=r: x[r], (updates, state)), wanted)
 
 
 @pytest.mark.parametrize("name", CASES)

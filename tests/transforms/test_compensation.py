@@ -177,25 +177,20 @@ def walk():
     return rng.normal(size=(4, 5)), rng.normal(size=(4, 5)), rng.normal(size=5)
 
 
-def test_dc_asgd_constant_against_numpy(walk):
+@pytest.mark.parametrize("decay", [None, 0.95, 0.0])
+def test_dc_asgd_against_numpy(walk, decay):
+    """With a constant strength, and with the adaptive one of a decay."""
     gradients, stales, w = walk
-    with jax.enable_x64(True):
-        actual = run_sgd(dc_asgd.dc_asgd(0.1, 0.04), gradients, stales, jnp.asarray(w))
-    for g, stale in zip(gradients, stales, strict=True):
-        w = w - 0.1 * (g + 0.04 * g * g * (w - stale))
-    np.testing.assert_allclose(actual, w, rtol=1e-12)
-
-
-@pytest.mark.parametrize("decay", [0.95, 0.0])
-def test_dc_asgd_adaptive_against_numpy(walk, decay):
-    gradients, stales, w = walk
-    with jax.enable_x64(True):
+    optimizer = dc_asgd.dc_asgd(0.1, 2.0)
+    if decay is not None:
         optimizer = dc_asgd.dc_asgd_adaptive(0.1, 2.0, decay)
+    with jax.enable_x64(True):
         actual = run_sgd(optimizer, gradients, stales, jnp.asarray(w))
-    mean_square = np.zeros(5)
+    mean_square, weight = np.zeros(5), 2.0
     for g, stale in zip(gradients, stales, strict=True):
-        mean_square = decay * mean_square + (1 - decay) * g * g
-        weight = 2.0 / np.sqrt(mean_square + 1e-7)
+        if decay is not None:
+            mean_square = decay * mean_square + (1 - decay) * g * g
+            weight = 2.0 / np.sqrt(mean_square + 1e-7)
         w = w - 0.1 * (g + weight * g * g * (w - stale))
     np.testing.assert_allclose(actual, w, rtol=1e-12)
 
@@ -252,12 +247,9 @@ def test_secant_cap_and_arguments():
     one = jnp.ones(2)
     chosen = secant.secant(curvature.isotropic(), max_weight=0.5)
     fresh, _ = apply(
-        delay_compensation(chosen, 1.0),
-        *(one, one + 1, one),
-        later_gradient=one + 3,
-        later_params=one + 1,
-        delay_steps=1,
-    )
+        delay_compensation(chosen, 1.0), *(one, one + 1, one), later_gradient=one + 3,
+        later_params=one + 1, delay_steps=1,
+    )  # fmt: skip
     np.testing.assert_allclose(fresh, 1.5 * np.ones(2))
     with pytest.raises(ValueError, match="scope='leaf'"):
         secant.secant(curvature.none(), scope="leaf")

@@ -11,7 +11,6 @@
 import collections
 import functools
 import inspect
-import re
 import sys
 
 import jax
@@ -25,31 +24,17 @@ from hypothesis import strategies as st
 from cocodc_jax.transforms import compression, compressor, packing
 
 EXPRESSIONS = [
-    "identity",
-    "float16",
-    "bfloat16",
-    "int8",
-    "int4(block_size=16)",
-    "int4(stochastic=True)",
-    "int2",
-    "stat2",
-    "fp4",
-    "fp4(stochastic=True)",
-    "sign",
-    "top_k(density=0.2)",
-    "top_k(0.2, int8())",
+    "identity", "float16", "bfloat16", "int8", "int4(block_size=16)",
+    "int4(stochastic=True)", "int2", "stat2", "fp4", "fp4(stochastic=True)", "sign",
+    "top_k(density=0.2)", "top_k(0.2, int8())",
     "chunked_top_k(k=3, chunk_side=4, values=int2(block_size=3))",
-    "chunked_top_k(k=3, chunk_side=4, values=stat2())",
-    "dct_top_k(k=3, chunk_side=4)",
-    "threshold(density=0.2, every=2)",
-    "threshold(density=0.2, values=int8())",
-    "low_rank(rank=1)",
-    "low_rank(rank=1, factors=int4())",
-    "error_feedback(sign)",
+    "chunked_top_k(k=3, chunk_side=4, values=stat2())", "dct_top_k(k=3, chunk_side=4)",
+    "threshold(density=0.2, every=2)", "threshold(density=0.2, values=int8())",
+    "low_rank(rank=1)", "low_rank(rank=1, factors=int4())", "error_feedback(sign)",
     "error_feedback(matrices(stat2), decay=0.9)",
     "error_feedback(threshold(density=0.2))",
     "error_feedback(low_rank(rank=1, factors=int4()), decay=0.9)",
-]
+]  # fmt: skip
 
 # Subnormals are flushed to zero on some devices; a block may still mix 1e-30 and 1e30.
 values = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False).map(
@@ -117,13 +102,6 @@ def test_packing_is_a_little_endian_bit_stream(bits):
         np.testing.assert_array_equal(unpack(packed), codes)
 
     check()
-
-
-@pytest.mark.parametrize(
-    ("size", "bits"), [(1, 1), (2, 1), (3, 2), (4096, 12), (4097, 13)]
-)
-def test_index_bits(size, bits):
-    assert packing.index_bits(size) == bits
 
 
 # --- round trips and bounds ---
@@ -467,17 +445,10 @@ def test_bytes_by_hand(text, nbytes):
 @pytest.mark.parametrize(
     "inner",
     [
-        "sign",
-        "int2",
-        "stat2",
-        "matrices(stat2)",
-        "fp4",
-        "top_k(0.1)",
-        "dct_top_k(2, 4)",
-        "threshold(0.1, every=4)",
-        "low_rank(1, int4())",
+        "sign", "int2", "stat2", "matrices(stat2)", "fp4", "top_k(0.1)",
+        "dct_top_k(2, 4)", "threshold(0.1, every=4)", "low_rank(1, int4())",
     ],
-)
+)  # fmt: skip
 def test_what_was_sent_and_the_residual_are_what_was_meant(inner):
     text = f"error_feedback({inner})"
     state, meant, sent = compression.parse(text).init(tree()), 0.0, 0.0
@@ -524,56 +495,6 @@ def test_one_message_per_region_under_vmap(text):
 # --- parse and errors ---
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("int3", "'int3' is not one of"),
-        ("int4(", "compress='int4\\('"),
-        ("int4(blocks=3)", "unexpected keyword argument 'blocks'"),
-        ("int4(block_size=0)", "block_size=0 must be positive"),
-        ("os.system('true')", r"'os\.system' is not one of"),
-        ("top_k(density=2)", "density=2 must be"),
-        ("chunked_top_k(k=0)", "k=0 must be positive"),
-        ("dct_top_k(chunk_side=0)", "chunk_side=0 must be positive"),
-        ("low_rank(rank=0)", "rank=0 must be positive"),
-        ("error_feedback(int4, decay=1.5)", r"decay=1\.5 must be"),
-        ("error_feedback", "missing 1 required positional argument: 'inner'"),
-        ("top_k(values=error_feedback(int4))", "keeps a state"),
-        ("low_rank(factors=low_rank())", "keeps a state"),
-        ("threshold(density=0)", "density=0 must be"),
-        ("threshold(slack=0.5)", r"slack=0\.5 must be at least 1"),
-        ("threshold(every=0)", "every=0 must be positive"),
-        ("threshold(slack=1e999)", "slack=inf must be at least 1 and finite"),
-        ("threshold(values=low_rank())", "keeps a state"),
-        ("0.5", r"compress='0\.5': '0\.5' is not one of"),
-        ("(0.5)", r"compress='\(0\.5\)' is not a call of"),
-    ],
-)
-def test_wrong_expressions_are_named(text, message):
-    with pytest.raises(ValueError, match=message):
-        compression.parse(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "int8(block_size=2.5)",
-        "int8(block_size='64')",
-        "chunked_top_k(k=2.5)",
-        "dct_top_k(chunk_side=8.5)",
-        "low_rank(rank=1.5)",
-        "threshold(every=2.5)",
-    ],
-)
-def test_sizes_are_whole_numbers(monkeypatch, text):
-    # As users have them: only in tests are types checked at every call.
-    plain = {name: inspect.unwrap(f) for name, f in compression.FACTORIES.items()}
-    monkeypatch.setattr(compression, "FACTORIES", plain)
-    argument = re.escape(text.split("(")[1][:-1])
-    with pytest.raises(ValueError, match=f"{argument} must be positive, a whole numb"):
-        compression.parse(text)
-
-
 @pytest.mark.parametrize("value", ["int8", compression.int8])
 @pytest.mark.parametrize(
     ("argument", "build"),
@@ -591,18 +512,5 @@ def test_names_and_factories_are_no_compressors(monkeypatch, argument, build, va
     if argument != "inner":
         plain = inspect.unwrap(compressor.stateless)
         monkeypatch.setattr(sys.modules[build.__module__], "stateless", plain)
-    with pytest.raises(
-        ValueError, match=f"^{argument}=.*int8.* must be a Compressor, "
-    ):
+    with pytest.raises(ValueError, match=f"^{argument}=.*int8.* must be a Compressor,"):
         build(**{argument: value})
-
-
-@pytest.mark.parametrize("given", [None, 4, compression.int8()])
-def test_only_text_is_parsed(given):
-    with pytest.raises(ValueError, match="^compress=.{1,30} must be text, such as 'ef"):
-        inspect.unwrap(compression.parse)(given)
-
-
-def test_names_say_what_is_inside():
-    text = "error_feedback(low_rank(4, factors=int4()))"
-    assert compression.parse(text).name == "error_feedback(low_rank(int4))"

@@ -9,7 +9,7 @@ import pytest
 
 from cocodc_jax.transforms import low_rank, power_sgd
 from cocodc_jax.transforms.error_feedback import error_feedback
-from tests.numerics import assert_within_ulps
+from tests.numerics import assert_all_close, assert_within_ulps
 
 
 def entropy_rank(x):
@@ -199,11 +199,8 @@ def test_of_one_region_it_is_low_rank_with_error_feedback():
     for _ in range(3):
         message, state = built.encode(tree, state)
         arrived, states = power_sgd_round([tree], states)
-        jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4),
-            (arrived, states[0].residual),
-            (built.decode(message), state.residual),
-        )
+        expected = built.decode(message), state.residual
+        assert_all_close((arrived, states[0].residual), expected, atol=1e-4)
 
 
 def test_of_many_regions_it_is_low_rank_of_their_mean():

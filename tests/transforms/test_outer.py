@@ -8,13 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from cocodc_jax.transforms import co2, outer, snoo
+from cocodc_jax.transforms import co2, heloco, outer, snoo
+from tests.program import family_reference as reference
 
-
-@pytest.fixture(autouse=True)
-def _float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.fixture
@@ -37,24 +34,11 @@ def run(optimizer, gradients, x, extras=None):
 
 @pytest.mark.parametrize(("n", "c"), [(1, 0.0), (3, 0.0), (3, 1 / 3), (4, 0.1)])
 def test_delayed_nesterov(arrivals, n, c):
-    lr, b = 0.3, 0.8
-    actual, _ = run(outer.delayed_nesterov(lr, b, n, c), arrivals, np.ones(4))
-    theta, m, total = np.ones(4), np.zeros(4), np.zeros(4)
+    actual, _ = run(outer.delayed_nesterov(0.3, 0.8, n, c), arrivals, np.ones(4))
+    x, take = np.ones(4), reference.delayed_nesterov(0.3, 0.8, n, c)
     for t, g in enumerate(arrivals):
-        total = total + g
-        if (t + 1) % n == 0:
-            m = b * m + total / n
-            theta = theta - lr * ((1 - c * n + c) * b * m + g / n)
-            total = np.zeros(4)
-        else:
-            theta = theta - lr * (c * b * m + g / n)
-        np.testing.assert_allclose(actual[t], theta, rtol=1e-12)
-
-
-def test_delayed_nesterov_of_one_is_nesterov(arrivals):
-    actual, _ = run(outer.delayed_nesterov(0.3, 0.9, 1), arrivals, np.ones(4))
-    wanted, _ = run(optax.sgd(0.3, 0.9, nesterov=True), arrivals, np.ones(4))
-    np.testing.assert_allclose(actual, wanted, rtol=1e-12)
+        x = take(x, g)
+        np.testing.assert_allclose(actual[t], x, rtol=1e-12)
 
 
 def test_group_of_one_is_a_heavy_ball(arrivals):
@@ -99,17 +83,14 @@ def test_rounds_without_a_move_do_not_count_into_the_usual_move():
 
 
 def test_snoo_is_diloco_of_one_region(arrivals):
-    inner_lr, lr, b, h = 0.1, 0.7, 0.9, 3
-    optimizer = snoo.snoo(optax.sgd(inner_lr, momentum=0.5), lr, b, h)
+    optimizer = snoo.snoo(optax.sgd(0.1, momentum=0.5), 0.7, 0.9, 3)
     actual, _ = run(optimizer, arrivals, np.ones(4))
-    x, w, m, inner = np.ones(4), np.ones(4), np.zeros(4), np.zeros(4)
+    x, w, inner, nesterov = np.ones(4), np.ones(4), 0.0, reference.Nesterov(0.7, 0.9)
     for t, g in enumerate(arrivals):
         inner = 0.5 * inner + g
-        w = w - inner_lr * inner
-        if (t + 1) % h == 0:
-            m = b * m + (x - w)
-            x = x - lr * ((x - w) + b * m)
-            w = x
+        w = w - 0.1 * inner
+        if (t + 1) % 3 == 0:
+            x = w = nesterov.step(x, x - w)
         np.testing.assert_allclose(actual[t], w, rtol=1e-12)
 
 
@@ -129,22 +110,23 @@ def test_snoo_without_momentum_and_rate_one_is_the_inner_optimizer(arrivals):
         (lambda: co2.co2(max_abs=0.0), r"max_abs=0\.0"),
         (lambda: co2.co2(gap="x"), "staleness_gap='x' is unknown; use one of"),
         (lambda: snoo.snoo(optax.sgd(1.0), sync_interval=0), "sync_interval=0"),
+        (lambda: heloco.heloco(momentum=1.0), r"momentum=1\.0"),
+        (lambda: heloco.heloco(keep_cosine=1.5), r"keep_cosine=1\.5 must be between"),
+        (lambda: heloco.heloco(max_removal=-0.1), r"max_removal=-0\.1 must be between"),
+        (lambda: heloco.heloco(removal_rate=-1.0), r"removal_rate=-1\.0 must be at le"),
+        (lambda: heloco.heloco(turn_rate=-1.0), r"turn_rate=-1\.0"),
+        (lambda: heloco.heloco(confidence_scale=-3.0), r"confidence_scale=-3\.0"),
+        (lambda: heloco.heloco(weight=0.0), r"weight=0\.0 must be positive"),
         (lambda: snoo.snoo(optax.sgd(1.0), momentum=1.5), r"momentum=1\.5"),
         # Unwrapped, as users have them: only in tests are types checked at every call.
-        (
-            lambda: unwrap(snoo.snoo)(optax.sgd(1.0), sync_interval=2.5),
-            r"sync_interval=2\.5 must be a whole number",
-        ),
-        (
-            lambda: unwrap(outer.scale_by_delayed_nesterov)(buffer_size=2.5),
-            r"buffer_size=2\.5 must be a whole number",
-        ),
-        (
-            lambda: unwrap(snoo.snoo)(optax.adam),
-            r"inner=<function adam .*must be an optax\.GradientTransformation",
-        ),
+        (lambda: unwrap(snoo.snoo)(optax.sgd(1.0), sync_interval=2.5),
+         r"sync_interval=2\.5 must be a whole number"),
+        (lambda: unwrap(outer.scale_by_delayed_nesterov)(buffer_size=2.5),
+         r"buffer_size=2\.5 must be a whole number"),
+        (lambda: unwrap(snoo.snoo)(optax.adam),
+         r"inner=<function adam .*must be an optax\.GradientTransformation"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_named(build, message):
     with pytest.raises(ValueError, match=message):
         build()
@@ -190,3 +172,106 @@ def test_the_gap_has_a_gradient_where_nothing_moved():
         return transform.update(place, state, params, stale_params=place)[0].sum()
 
     np.testing.assert_array_equal(jax.grad(first)(place), [0, 0])
+
+
+# --- HeLoCo ---
+
+
+@pytest.mark.parametrize(
+    "numbers", [(0.2, 0.5, 1.0, 3.0, 0.5), (0.9, 8.0, 0.4, 0.1, 0.3)]
+)
+def test_against_numpy(numbers):
+    seen, model = set(), np.ones(44)
+    take, start = reference.look_ahead(0.3, 0.8, 0.7, numbers, seen)
+    optimizer, ahead = (
+        heloco.heloco(0.3, 0.8, *numbers, 0.7),
+        heloco.look_ahead(0.3, 0.8),
+    )
+    x = reference.split(model)
+    state, update = optimizer.init(x), jax.jit(optimizer.update)
+    for g in np.random.default_rng(1).normal(size=(40, 44)):
+        step, state = update(reference.split(g), state)
+        x, model = optax.apply_updates(x, step), take(model, g)
+        np.testing.assert_allclose(reference.join(x), model, atol=1e-10)
+        np.testing.assert_allclose(reference.join(ahead(x, state)), start(model))
+    assert seen == {"keep", "turn", "take off"}
+
+
+def corrected_by(m, g, **options):
+    """What becomes of g when the momentum is m: all of it, as mu = 0 forgets m."""
+    transform = heloco.scale_by_heloco(0.0, **options)
+    state = heloco.AveragedMomentumState(jnp.asarray(m))
+    return transform.update(jnp.asarray(g), state)[0]
+
+
+def test_the_cases_by_hand():
+    """m = [2, 0], so kappa ||m|| = 6 of kappa 3."""
+    m = np.array([2.0, 0.0])
+    np.testing.assert_allclose(corrected_by(m, [1.0, 3.0]), [1.0, 3.0])
+    # c = -0.6, conf = 5 / 11: of the -3, 0.5 * 0.6 * 5 / 11 is taken off.
+    np.testing.assert_allclose(
+        corrected_by(m, [-3.0, 4.0]), [-3 * (1 - 0.3 * 5 / 11), 4.0]
+    )
+    # c = -1, conf = 1 where the momentum does not count: half, the most there is.
+    free = {"confidence_scale": 0.0, "removal_rate": 9.0}
+    np.testing.assert_allclose(corrected_by(m, [-4.0, 0.0], **free), [-2.0, 0.0])
+    # c = 0, conf = 2 / (2 + 6): a quarter of the way from [0, 1] to [1, 0].
+    turned = 2 * np.array([0.25, 0.75]) / np.sqrt(0.25**2 + 0.75**2)
+    np.testing.assert_allclose(corrected_by(m, [0.0, 2.0]), turned)
+
+
+@pytest.mark.parametrize("cosine", [-0.7, -0.1, 0.0, 0.1, 0.19, 0.3])
+def test_what_opposes_shrinks_and_what_is_turned_keeps_its_length(cosine):
+    g = 3 * np.array([cosine, np.sqrt(1 - cosine**2)])
+    out = np.asarray(corrected_by([1.0, 0.0], g))
+    assert out[0] >= g[0]
+    if cosine < 0:
+        assert abs(g[0]) / 2 <= abs(out[0]) < abs(g[0])
+        np.testing.assert_allclose(out[1], g[1])
+    else:
+        np.testing.assert_allclose(np.linalg.norm(out), 3)
+
+
+def test_the_first_step_and_zeros_are_kept():
+    g = np.array([1.0, -2.0])
+    zero = np.zeros(2)
+    np.testing.assert_array_equal(corrected_by(zero, g, keep_cosine=1.0), g)
+    np.testing.assert_array_equal(corrected_by(g, zero), zero)
+
+
+def test_a_scalar_can_turn_back():
+    """A number has only cosines 1 and -1; rid of all it could never turn."""
+    optimizer = outer.heloco(0.5, 0.5)
+    x, state = jnp.array(4.0), optimizer.init(jnp.array(4.0))
+    for _ in range(40):
+        step, state = optimizer.update(x, state)  # of x**2 / 2
+        x = x + step
+    np.testing.assert_allclose(x, 0, atol=1e-3)
+
+
+def test_what_keeps_everything_is_look_ahead_bit_for_bit():
+    actual, wanted = heloco.heloco(0.3, 0.9, keep_cosine=-1.0), heloco.mla(0.3, 0.9)
+    states = [actual.init(jnp.ones(4)), wanted.init(jnp.ones(4))]
+    for g in np.random.default_rng(0).normal(size=(9, 4)):
+        step, states[0] = actual.update(jnp.asarray(g), states[0])
+        theirs, states[1] = wanted.update(jnp.asarray(g), states[1])
+        np.testing.assert_array_equal(step, theirs)
+
+
+def test_look_ahead_finds_the_momentum_in_wrappers_and_misses_none():
+    params, start = jnp.array([4.0]), heloco.look_ahead(1.0, 0.5)
+    for factory in (heloco.heloco, heloco.mla):
+        # Its state has the hyperparameter "momentum" too.
+        wrapped = optax.inject_hyperparams(factory)(learning_rate=1.0, momentum=0.5)
+        _, state = wrapped.update(jnp.array([2.0]), wrapped.init(params), params)
+        np.testing.assert_allclose(start(params, state), [3.5])
+    with pytest.raises(ValueError, match="state holds 0 momenta of heloco or mla"):
+        start(params, optax.sgd(1.0, momentum=0.5).init(params))
+
+
+def test_looking_ahead_leaves_what_is_masked_where_it_is():
+    start, params = outer.look_ahead(1.0, 0.5), {"a": jnp.ones(1), "b": jnp.ones(1)}
+    masked = optax.masked(outer.mla(1.0, 0.5), {"a": True, "b": False})
+    _, state = masked.update(params, masked.init(params), params)  # m = 1/2 in a
+    found = start(params, state)
+    np.testing.assert_array_equal([found["a"][0], found["b"][0]], [0.75, 1])

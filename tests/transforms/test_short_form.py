@@ -1,5 +1,6 @@
-"""The short form names the same compressors as the long one, and its errors say why."""
+"""The short form names the compressors of the long one; errors of both say why."""
 
+import inspect
 import re
 
 import jax
@@ -90,8 +91,43 @@ def test_every_name_is_covered():
         ("dct:-1", "k=-1 must be positive"),
         ("topk:0.1+ef+int4", r"error_feedback\(int4\) keeps a state"),
         ("", "compress='': '' is not one of"),
+        ("int3", "'int3' is not one of"),
+        ("int4(", "compress='int4\\('"),
+        ("int4(blocks=3)", "unexpected keyword argument 'blocks'"),
+        ("int4(block_size=0)", "block_size=0 must be positive"),
+        ("os.system('true')", r"'os\.system' is not one of"),
+        ("top_k(density=2)", "density=2 must be"),
+        ("chunked_top_k(k=0)", "k=0 must be positive"),
+        ("dct_top_k(chunk_side=0)", "chunk_side=0 must be positive"),
+        ("low_rank(rank=0)", "rank=0 must be positive"),
+        ("error_feedback(int4, decay=1.5)", r"decay=1\.5 must be"),
+        ("error_feedback", "missing 1 required positional argument: 'inner'"),
+        ("top_k(values=error_feedback(int4))", "keeps a state"),
+        ("low_rank(factors=low_rank())", "keeps a state"),
+        ("threshold(density=0)", "density=0 must be"),
+        ("threshold(slack=0.5)", r"slack=0\.5 must be at least 1"),
+        ("threshold(every=0)", "every=0 must be positive"),
+        ("threshold(slack=1e999)", "slack=inf must be at least 1 and finite"),
+        ("threshold(values=low_rank())", "keeps a state"),
+        ("0.5", r"compress='0\.5': '0\.5' is not one of"),
+        ("(0.5)", r"compress='\(0\.5\)' is not a call of"),
+        ("int8(block_size=2.5)", "block_size=2.5 must be positive, a whole numb"),
+        ("int8(block_size='64')", "block_size='64' must be positive, a whole numb"),
+        ("chunked_top_k(k=2.5)", "k=2.5 must be positive, a whole numb"),
+        ("dct_top_k(chunk_side=8.5)", "chunk_side=8.5 must be positive, a whole numb"),
+        ("low_rank(rank=1.5)", "rank=1.5 must be positive, a whole numb"),
+        ("threshold(every=2.5)", "every=2.5 must be positive, a whole numb"),
     ],
 )
-def test_wrong_forms_are_named(text, message):
+def test_wrong_forms_are_named(monkeypatch, text, message):
+    # As users have them: only in tests are types checked at every call.
+    plain = {name: inspect.unwrap(f) for name, f in compression.FACTORIES.items()}
+    monkeypatch.setattr(compression, "FACTORIES", plain)
     with pytest.raises(ValueError, match=message):
         compression.parse(text)
+
+
+@pytest.mark.parametrize("given", [None, 4, compression.int8()])
+def test_only_text_is_parsed(given):
+    with pytest.raises(ValueError, match="^compress=.{1,30} must be text, such as 'ef"):
+        inspect.unwrap(compression.parse)(given)

@@ -10,12 +10,9 @@ import pytest
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.packing import index_bits, unpack
 from cocodc_jax.transforms.threshold import threshold
+from tests.program import family_reference as reference
 
-
-@pytest.fixture(autouse=True)
-def _float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def run(compressor, calls):
@@ -37,22 +34,18 @@ def run(compressor, calls):
 def test_against_numpy():
     rng = np.random.default_rng(0)
     # Lengths that change make some calls overflow and others leave room.
-    calls = [s * rng.normal(size=(5, 8)) for s in [1, 1, 5, 0.3, 2, 0.1, 3]]
-    decoded, states = run(threshold(density=0.1, every=3, slack=1.5), calls)
-    num_sent = []
+    calls = [s * rng.normal(size=44) for s in [1, 1, 5, 0.3, 2, 0.1, 3]]
+    compressor = threshold(density=0.1, every=3, slack=1.5)
+    decoded, states = run(compressor, list(map(reference.split, calls)))
+    oracle, num_sent = reference.Threshold(0.1, 3, 1.5), []
     for i, x in enumerate(calls):
-        flat = np.abs(x).ravel()
-        if i % 3 == 0:
-            limit = np.sort(flat)[-4]
-        wanted = np.zeros(40)
-        places = [j for j in range(40) if flat[j] >= np.float32(limit) * (1 - 1e-7)][:6]
-        wanted[places] = x.ravel()[places]
-        np.testing.assert_allclose(decoded[i].ravel(), wanted, rtol=1e-10)
-        np.testing.assert_allclose(states[i].thresholds[0], limit, rtol=1e-6)
-        assert states[i].num_calls == (i + 1) % 3
-        num_sent.append(len(places))
-    assert num_sent[0] == 4
-    assert {0, 6} < set(num_sent)
+        wanted = oracle(x)
+        np.testing.assert_allclose(reference.join(decoded[i]), wanted, rtol=1e-10)
+        np.testing.assert_allclose(states[i].thresholds, oracle.levels, rtol=1e-6)
+        assert states[i].num_calls == oracle.calls % 3
+        num_sent.append(np.count_nonzero(wanted[:32]))
+    assert num_sent[0] == 3
+    assert {0, 5} < set(num_sent)
 
 
 def test_state_and_message_dtypes_and_shapes():

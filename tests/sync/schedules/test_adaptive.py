@@ -6,15 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cocodc_jax.sync.schedules import (
-    START,
-    Adaptive,
-    Pending,
-    adaptive,
-    syncs_that_fit,
-)
+from cocodc_jax.sync.schedules import START, Adaptive, Pending, adaptive, syncs_that_fit
 from cocodc_jax.sync.schedules.adaptive import SCORES, AdaptiveState
-from tests.sync.schedules.walks import starts, table, walk
+from tests.sync.schedules.walks import World, assert_on_time, starts, table, walk
 
 
 def norms(measure):
@@ -79,12 +73,8 @@ def test_a_fragment_in_flight_is_passed_over():
 
 def test_a_slot_stays_empty_when_all_are_in_flight():
     assert table(adaptive(12, 2, 9, 4), 15) == {
-        3: "+0",
-        6: "+1",
-        9: "",
-        12: "-0 +0",
-        15: "-1 +1",
-    }
+        3: "+0", 6: "+1", 9: "", 12: "-0 +0", 15: "-1 +1",
+    }  # fmt: skip
 
 
 def test_n_equal_to_k_is_the_fixed_round():
@@ -98,11 +88,9 @@ def test_n_equal_to_k_is_the_fixed_round():
 def test_of_equal_scores_the_fragment_that_waits_longest_goes(score):
     """Nothing moves, so every score is 0. H = 12, N = 6: deadlines are far off."""
     found = starts(
-        adaptive(12, 3, 0, 6, score),
-        16,
-        see=norms(lambda p, _: (0.0, 1)),
+        adaptive(12, 3, 0, 6, score), 16, see=norms(lambda p, _: (0.0, 1)),
         drift=lambda _: (0.0, 0.0, 0.0),
-    )
+    )  # fmt: skip
     assert found == [
         (2, 0), (4, 1), (6, 2), (8, 0), (10, 1), (12, 2), (14, 0), (16, 1)
     ]  # fmt: skip
@@ -125,59 +113,30 @@ def adaptive_schedules(draw):
     return adaptive(h, k, tau, n, draw(st.sampled_from(SCORES)))
 
 
-class Rates:
-    """Change rates that are drawn anew at every step, alike for all who ask."""
-
-    def __init__(self, seed, num_fragments):
-        self.seed, self.num_fragments = seed, num_fragments
-
-    def rate(self, p, step):
-        # Powers of ten: some fragments always win, others never, and some tie.
-        return 10.0 ** (hash((self.seed, p, step // (1 + self.seed % 50))) % 7 - 3)
-
-    def measure(self, p, start):
-        return self.rate(p, start), 1 + hash((self.seed, p)) % 100
-
-    def drift(self, step):
-        return [self.rate(p, step) for p in range(self.num_fragments)]
-
-
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(adaptive_schedules(), st.integers(0, 2**30))
 def test_no_fragment_waits_more_than_h_steps_or_flies_twice(schedule, seed):
-    rates = Rates(seed, schedule.num_fragments)
-    h, end = schedule.sync_interval, 6 * schedule.sync_interval
-    last = dict.fromkeys(range(schedule.num_fragments), 0)
-    flying = {}
-    for step, state, events in walk(
-        schedule, schedule.init(), end, norms(rates.measure), rates.drift
-    ):
+    world, end = (
+        World(seed, schedule.num_fragments, 1 + seed % 50),
+        6 * schedule.sync_interval,
+    )
+    seen = {"see": world.see, "drift": world.drift}
+    assert_on_time(schedule, schedule.init(), end, **seen)
+    for step, _, events in walk(schedule, schedule.init(), end, **seen):
         for event in events:
-            if event.kind != START:
-                assert flying.pop(event.fragment_id) == event.start_step
+            if event.kind == START:
+                assert step % schedule.slot_steps == 0
+            else:
                 assert step == event.start_step + schedule.delay_steps
-                continue
-            assert event.fragment_id not in flying
-            assert step % schedule.slot_steps == 0
-            assert step - last[event.fragment_id] <= h
-            last[event.fragment_id] = flying[event.fragment_id] = step
-        assert {p.fragment_id: p.start_step for p in state.in_flight} == flying
-    assert all(end - step <= h for step in last.values())
-    assert all(last.values())  # Each was sent, the first time within H (from 0).
 
 
 def test_a_fragment_on_its_way_is_remembered():
     schedule = adaptive(12, 2, 5, 4)
     *_, (_, state, _) = walk(schedule, schedule.init(), 9, norms(lambda p, _: (6.0, 2)))
     assert state == AdaptiveState(
-        step=9,
-        in_flight=(Pending(1, 6, 11), Pending(0, 9, 14)),
-        last_start=(9, 6),
-        interval=(6, 6),
-        norm=(6.0, 0.0),
-        size=(2, 0),
-        observed_interval=(3, 0),
-    )
+        step=9, in_flight=(Pending(1, 6, 11), Pending(0, 9, 14)), last_start=(9, 6),
+        interval=(6, 6), norm=(6.0, 0.0), size=(2, 0), observed_interval=(3, 0),
+    )  # fmt: skip
 
 
 # --- What a network allows, and errors ----------------------------------------
@@ -199,62 +158,40 @@ def test_syncs_that_fit(arguments, expected):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: adaptive(10, 2, 10, 3),
-            "delay_steps=10 is longer than sync_interval=10 allows; .* use at most 9",
-        ),
+        (lambda: adaptive(10, 2, 10, 3),
+         "delay_steps=10 is longer than sync_interval=10 allows; .* use at most 9"),
         (lambda: adaptive(0, 1, 0, 1), "sync_interval=0 must be at least 1"),
         (lambda: adaptive(10, 0, 0, 0), "num_fragments=0 must be at least 1"),
-        (
-            lambda: adaptive(10, 4, 0, 3),
-            "syncs_per_interval=3 must be at least num_fragments=4 and at most "
-            "sync_interval=10",
-        ),
+        (lambda: adaptive(10, 4, 0, 3),
+         "syncs_per_interval=3 must be at least num_fragments=4 and at most "
+         "sync_interval=10"),
         (lambda: adaptive(10, 4, 0, 11), "syncs_per_interval=11 must be at least"),
         (lambda: adaptive(10, 4, 0, 4.5), "syncs_per_interval=4.5 must be a whole num"),
-        (
-            lambda: adaptive(10, 2, 0, 2, "loudest"),
-            r"transmission_score='loudest' is unknown; use one of \('pseudo_grad",
-        ),
+        (lambda: adaptive(10, 2, 0, 2, "loudest"),
+         r"transmission_score='loudest' is unknown; use one of \('pseudo_grad"),
         (
             lambda: adaptive(10, 2, 0, 2, None),
             "transmission_score=None is unknown; use one of",
         ),  # type: ignore
-        (
-            lambda: Adaptive(2, 10, 0, 5, transmission_score="loudest"),
-            r"transmission_score='loudest' is unknown; use one of \('pseudo_grad",
-        ),
-        (
-            lambda: Adaptive(3, 10, 0, 5, transmission_score="aged"),
-            "slot_steps=5 gives 2 starts in sync_interval=10, too few for "
-            "num_fragments=3; lower slot_steps or raise sync_interval",
-        ),
-        (
-            lambda: Adaptive(3, 10, 0, 0, transmission_score="aged"),
-            "slot_steps=0 must be at least 1",
-        ),
-        (
-            lambda: starts(adaptive(12, 2, 0, 4, "drift"), 9),
-            "the schedule needs 'drift', which nobody measures here",
-        ),
-        (
-            lambda: syncs_that_fit(100, 4, 0.0, 1.0, 1.0),
-            "step_time=0.0 and sync_time=1.0 must be positive seconds",
-        ),
-        (
-            lambda: syncs_that_fit(100, 4, 1.0, -1.0, 1.0),
-            "step_time=1.0 and sync_time=-1.0 must be positive seconds",
-        ),
-        (
-            lambda: syncs_that_fit(100, 4, 1.0, 1.0, 0.0),
-            r"network_share=0.0 must be in \(0, 1\]",
-        ),
-        (
-            lambda: syncs_that_fit(100, 4, 1.0, 1.0, math.nan),
-            r"network_share=nan must be in \(0, 1\]",
-        ),
+        (lambda: Adaptive(2, 10, 0, 5, transmission_score="loudest"),
+         r"transmission_score='loudest' is unknown; use one of \('pseudo_grad"),
+        (lambda: Adaptive(3, 10, 0, 5, transmission_score="aged"),
+         "slot_steps=5 gives 2 starts in sync_interval=10, too few for "
+         "num_fragments=3; lower slot_steps or raise sync_interval"),
+        (lambda: Adaptive(3, 10, 0, 0, transmission_score="aged"),
+         "slot_steps=0 must be at least 1"),
+        (lambda: starts(adaptive(12, 2, 0, 4, "drift"), 9),
+         "the schedule needs 'drift', which nobody measures here"),
+        (lambda: syncs_that_fit(100, 4, 0.0, 1.0, 1.0),
+         "step_time=0.0 and sync_time=1.0 must be positive seconds"),
+        (lambda: syncs_that_fit(100, 4, 1.0, -1.0, 1.0),
+         "step_time=1.0 and sync_time=-1.0 must be positive seconds"),
+        (lambda: syncs_that_fit(100, 4, 1.0, 1.0, 0.0),
+         r"network_share=0.0 must be in \(0, 1\]"),
+        (lambda: syncs_that_fit(100, 4, 1.0, 1.0, math.nan),
+         r"network_share=nan must be in \(0, 1\]"),
     ],
-)
+)  # fmt: skip
 def test_errors_name_the_argument_and_the_repair(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from fractions import Fraction
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,18 +61,12 @@ def test_a_step_that_ends_between_two_ticks_counts_at_the_later():
 
 def test_an_event_names_the_region():
     schedule = made([1.0, 1.0], 3)
-    state, event = schedule.next_event(schedule.init(), 3)
-    assert event == Event(START, 0, 3, 0, (0,))
-    state, event = schedule.next_event(state, 3)
-    assert event == Event(FINISH, 0, 3, 0, (0,))
-    state, event = schedule.next_event(state, 3)
-    assert event == Event(START, 0, 3, 0, (1,))
-    state, event = schedule.next_event(state, 3)
-    assert event == Event(FINISH, 0, 3, 0, (1,))
-    assert schedule.next_event(state, 3) == (state, None)
+    (_, state, events), (_, _, later) = walks.walk(schedule, schedule.init(), 6)
+    assert events == [
+        Event(kind, 0, 3, 0, (region,)) for region in (0, 1) for kind in (START, FINISH)
+    ]
     assert state.last_start == (3, 3)
-    _, event = schedule.next_event(state, 6)
-    assert event.since_step == 3
+    assert later[0].since_step == 3
     assert schedule.next_event(schedule.init(), 2)[1] is None
 
 
@@ -104,8 +97,3 @@ def test_a_run_may_be_asked_between_arrivals():
     assert none is None
     assert schedule.next_step(state) == 4
     assert schedule.next_step(dataclasses.replace(state, step=4)) == 8
-
-
-def test_error():
-    with pytest.raises(ValueError, match="sync_interval=0 must be at least 1"):
-        asynchronous(0)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax.sync.regions import Regions
@@ -21,7 +21,7 @@ from cocodc_jax.sync.schedules import (
     staggered,
 )
 from cocodc_jax.sync.schedules.base import nothing
-from tests.sync.schedules.walks import walk
+from tests.sync.schedules import walks
 
 EVEN = Regions.alike(3)
 SCHEDULES = {
@@ -52,28 +52,9 @@ every_schedule = pytest.mark.parametrize("name", SCHEDULES)
 some = settings(max_examples=25, deadline=None, derandomize=True)
 
 
-class World:
-    """What is seen, drawn anew at every step and alike for all who ask."""
-
-    def __init__(self, seed):
-        self.seed = seed
-
-    def number(self, *of):
-        return 10.0 ** (hash((self.seed, *of)) % 7 - 3)
-
-    def see(self, step, event):
-        k, start = event.fragment_id, event.start_step
-        return 1 + hash((self.seed, k)) % 100, {
-            "norm": self.number(k, start),
-            "effective_rank": 1 + hash((self.seed, step)) % 9,
-            "times": [(1.0, self.number(step)), (0.5, 1 + self.number(step))],
-        }
-
-    def drift(self, step):
-        return [self.number(k, step) for k in range(3)]
-
+class World(walks.World):
     def walk(self, schedule, state, end, **options):
-        return walk(schedule, state, end, self.see, self.drift, **options)
+        return walks.walk(schedule, state, end, self.see, self.drift, **options)
 
 
 def through_json(schedule, state):
@@ -132,28 +113,21 @@ def test_asking_between_events_changes_nothing(name, seed):
 @every_schedule
 @some
 @given(st.integers(0, 2**30), st.integers(0, 70))
+@example(0, 0)
 def test_it_may_begin_at_any_step(name, seed, first):
     """Every fragment starts in time from there on, and what arrives had left."""
     schedule, world = SCHEDULES[name], World(seed)
     state = schedule.begin_at(first)
     assert through_json(schedule, state) == state
+    assert state.step == first
     assert (state == schedule.init()) or first > 0
-    last = dict.fromkeys(range(schedule.num_fragments), first)
-    flying = {pending.sync_id for pending in state.in_flight}
-    assert all(start <= 0 for _, start in flying)
+    assert all(pending.start_step <= 0 for pending in state.in_flight)
     # Those who are late are so from the first message on; others have none to wait for.
-    assert len(flying) == len(schedule.init().in_flight)
-    end = first + 4 * schedule.sync_interval
-    for step, _, events in world.walk(schedule, state, end):
-        assert step > first
-        for event in events:
-            if event.kind == START:
-                assert step - last[event.fragment_id] <= schedule.sync_interval
-                last[event.fragment_id] = step
-                flying.add(event.sync_id)
-            elif event.kind == FINISH:
-                flying.remove(event.sync_id)
-    assert min(last.values()) > first
+    assert len(state.in_flight) == len(schedule.init().in_flight)
+    walks.assert_on_time(
+        schedule, state, 6 * schedule.sync_interval,
+        flies_once=not schedule.init().in_flight, see=world.see, drift=world.drift,
+    )  # fmt: skip
 
 
 def _stepped(state):
@@ -165,35 +139,15 @@ def _stepped(state):
 @every_schedule
 @some
 @given(st.integers(0, 2**30))
-def test_every_fragment_starts_within_h_steps(name, seed):
-    schedule, world = SCHEDULES[name], World(seed)
-    interval, end = schedule.sync_interval, 6 * schedule.sync_interval
-    last = dict.fromkeys(range(schedule.num_fragments), 0)
-    for step, _, events in world.walk(schedule, schedule.init(), end):
-        for event in events:
-            if event.kind == START:
-                k = event.fragment_id
-                assert step == event.start_step
-                assert step - last[k] <= interval
-                last[k] = step
-    assert all(end - step <= interval for step in last.values())
-    assert all(last.values())  # Each was sent, the first time within H (from 0).
-
-
-@every_schedule
-@some
-@given(st.integers(0, 2**30))
 def test_a_sync_starts_then_is_looked_at_then_finishes(name, seed):
     schedule, world = SCHEDULES[name], World(seed)
     state = schedule.init()
     flying, looked_at = {p.sync_id: p for p in state.in_flight}, set()
     for step, after, events in world.walk(schedule, state, 90):
         for event in events:
-            sync = (event.fragment_id, event.start_step)
+            sync = event.sync_id
             if event.kind == START:
-                assert sync not in flying
-                since = event.since_step
-                assert 0 <= since < step
+                assert 0 <= event.since_step < step
                 flying[sync] = event
                 continue
             started = flying[sync]
@@ -209,7 +163,6 @@ def test_a_sync_starts_then_is_looked_at_then_finishes(name, seed):
                 if event.start_step > 0:
                     assert (sync in looked_at) == ("midway" in name)
                 del flying[sync]
-        assert {p.sync_id for p in after.in_flight} == set(flying)
         assert after.step == step
 
 

@@ -1,6 +1,5 @@
 """Measured delays and slots: numbers worked by hand, and what holds for any network."""
 
-import math
 import random
 
 import pytest
@@ -8,20 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.schedules import FINISH, START, Applied, Measured
+from cocodc_jax.sync.schedules import FINISH, Applied, Measured
 from cocodc_jax.sync.schedules.measured import adaptive, staggered
 from tests.sync.schedules import walks
 
 
-def walk(schedule, end, times):
-    """`(step, state, events)` up to `end`, with `times`: step -> (T_c, T_s) each."""
-    seen = lambda step, event: (1, {"norm": 1.0, "times": times(step)})  # noqa: E731
-    return walks.walk(schedule, schedule.init(), end, seen)
+def seen_at(times):
+    """What is seen with `times`: step -> (T_c, T_s) of each region."""
+    return lambda step, event: (1, {"norm": 1.0, "times": times(step)})
 
 
 def delays(schedule, end, times):
     found = []
-    for step, _, events in walk(schedule, end, times):
+    for step, _, events in walks.walk(schedule, schedule.init(), end, seen_at(times)):
         found += [step - e.start_step for e in events if e.kind == FINISH]
     return found
 
@@ -62,29 +60,10 @@ def test_the_bound_holds():
 
 def test_as_many_slots_as_the_network_carries():
     schedule = adaptive(40, 4, 2, "auto", network_share=0.5)
-    starts = [
-        step
-        for step, _, events in walk(schedule, 80, lambda _: [(0.1, 0.25)])
-        if any(e.kind == START for e in events)
-    ]
+    starts = walks.starts(schedule, 80, see=seen_at(lambda _: [(0.1, 0.25)]))
     # H / K = 10 at first; then N = floor(0.5 * 40 * 0.1 / 0.25) = 8, h = 5. The slot
     # after step 10 was set at step 10.
-    assert starts == [10, 20, 25, 30, 35, 40, 45, 50, 55, 60, 65, 70, 75, 80]
-
-
-def assert_on_time(schedule, end, times):
-    last = [0] * schedule.num_fragments
-    flying: dict[int, int] = {}
-    for step, _, events in walk(schedule, end, times):
-        for event in events:
-            p = event.fragment_id
-            if event.kind == FINISH:
-                flying.pop(p)
-            else:
-                assert p not in flying, "started while in flight"
-                assert step - last[p] <= schedule.sync_interval
-                last[p] = flying[p] = step
-    assert all(end - t <= schedule.sync_interval for t in last)
+    assert [step for step, _ in starts] == [10, *range(20, 85, 5)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -96,19 +75,15 @@ def test_every_fragment_is_on_time_whatever_the_network_does(data):
     bound = data.draw(st.integers(1, interval), label="bound")
     is_fixed = data.draw(st.booleans(), label="fixed delay")
     schedule = adaptive(
-        interval,
-        num,
-        bound if is_fixed else "auto",
-        "auto",
-        max_delay_steps=None if is_fixed else bound,
-        network_share=share,
-    )
+        interval, num, bound if is_fixed else "auto", "auto",
+        max_delay_steps=None if is_fixed else bound, network_share=share,
+    )  # fmt: skip
     syncs = data.draw(st.lists(st.floats(0.01, 60), min_size=1, max_size=8))
 
     def times(step):
         return [(1.0, syncs[step * 7919 % len(syncs)])]
 
-    assert_on_time(schedule, 4 * interval, times)
+    walks.assert_on_time(schedule, schedule.init(), 4 * interval, see=seen_at(times))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -121,12 +96,13 @@ def test_deadlines_that_fall_in_one_slot_are_kept_in_their_order(seed):
         sync_s = 2 ** rng.uniform(-4, 4)
         return 100, {"norm": rng.random(), "times": [(1.0, sync_s)]}
 
-    last = [0] * 7
-    for step, _, events in walks.walk(schedule, schedule.init(), 1500, see):
-        for event in events:
-            if event.kind == START:
-                assert step - last[event.fragment_id] <= 50
-                last[event.fragment_id] = step
+    walks.assert_on_time(schedule, schedule.init(), 1500, see=see)
+
+
+def test_delays_are_whole_and_at_least_one_step():
+    found = delays(staggered(8, 2, "auto"), 100, lambda _: [(5.0, 0.001)])
+    assert set(found[1:]) == {1}
+    assert all(isinstance(d, int) for d in found)
 
 
 def test_numbers_that_are_given_make_the_plain_schedule():
@@ -143,26 +119,14 @@ def test_numbers_that_are_given_make_the_plain_schedule():
         (lambda: staggered(40, 4, "auto", 0), "max_delay_steps=0 must be at least 1"),
         (lambda: adaptive(40, 4, 5, "many"), "syncs_per_interval='many' must be"),
         (lambda: adaptive(40, 4, 5, 8, network_share=0.5), "network_share=0.5 has no"),
-        (
-            lambda: adaptive(40, 4, 41, "auto"),
-            "delay_steps=41 is longer than sync_interval=40 allows; .* at most 40",
-        ),
-        (
-            lambda: staggered(40, 4, "auto").bind(Regions.alike(2), looks_midway=True),
-            "delay_steps='auto' is not possible where a merge compares the two halves",
-        ),
-        (
-            lambda: adaptive(40, 4, 5, "auto", network_share=1.5),
-            r"network_share=1.5 must be in \(0, 1\]",
-        ),
+        (lambda: adaptive(40, 4, 41, "auto"),
+         "delay_steps=41 is longer than sync_interval=40 allows; .* at most 40"),
+        (lambda: staggered(40, 4, "auto").bind(Regions.alike(2), looks_midway=True),
+         "delay_steps='auto' is not possible where a merge compares the two halves"),
+        (lambda: adaptive(40, 4, 5, "auto", network_share=1.5),
+         r"network_share=1.5 must be in \(0, 1\]"),
     ],
-)
+)  # fmt: skip
 def test_refuses(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_delays_are_whole_and_at_least_one_step():
-    found = delays(staggered(8, 2, "auto"), 100, lambda _: [(5.0, 0.001)])
-    assert set(found[1:]) == {1}
-    assert all(isinstance(d, int) and math.isfinite(d) for d in found)

@@ -81,8 +81,3 @@ def test_the_event_of_a_message_has_the_rank_it_left_with():
 def test_a_smallest_rank_out_of_range(rank, min_rank):
     with pytest.raises(ValueError, match=f"min_rank={min_rank} must be .* rank={rank}"):
         ranked_rounds(8, rank, min_rank)
-
-
-def test_no_round():
-    with pytest.raises(ValueError, match="sync_interval=0 must be at least 1"):
-        ranked_rounds(0, 4, 1)

@@ -55,3 +55,51 @@ def starts(schedule, end, **options):
         for e in events
         if e.kind == START
     ]
+
+
+def assert_on_time(schedule, state, num_steps, flies_once=True, **seen):
+    """Each fragment starts within H steps, again and again, and what arrives had left.
+
+    Args:
+      flies_once: whether a fragment that is in flight does not start.
+    """
+    last = dict.fromkeys(range(schedule.num_fragments), state.step)
+    flying, end = {pending.sync_id for pending in state.in_flight}, state.step
+    end += num_steps
+    for step, after, events in walk(schedule, state, end, **seen):
+        for event in events:
+            k = event.fragment_id
+            if event.kind == FINISH:
+                flying.remove(event.sync_id)
+            elif event.kind == START:
+                assert event.start_step == step
+                assert step - last[k] <= schedule.sync_interval
+                assert not (flies_once and k in {fragment for fragment, _ in flying})
+                last[k] = step
+                flying.add(event.sync_id)
+        assert {pending.sync_id for pending in after.in_flight} == flying
+    assert all(end - step <= schedule.sync_interval for step in last.values())
+    assert min(last.values()) > state.step
+
+
+class World:
+    """What is seen, drawn anew every `num_steps` steps and alike for all who ask."""
+
+    def __init__(self, seed, num_fragments=3, num_steps=1):
+        self.seed, self.num_fragments, self.num_steps = seed, num_fragments, num_steps
+
+    def number(self, *of):
+        # Powers of ten: some fragments always win, others never, and some tie.
+        return 10.0 ** (hash((self.seed, *of)) % 7 - 3)
+
+    def see(self, step, event):
+        k, start = event.fragment_id, event.start_step // self.num_steps
+        return 1 + hash((self.seed, k)) % 100, {
+            "norm": self.number(k, start),
+            "effective_rank": 1 + hash((self.seed, step)) % 9,
+            "times": [(1.0, self.number(step)), (0.5, 1 + self.number(step))],
+        }
+
+    def drift(self, step):
+        step //= self.num_steps
+        return [self.number(k, step) for k in range(self.num_fragments)]

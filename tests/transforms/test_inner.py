@@ -1,4 +1,4 @@
-"""Muon on a transformer's tree: each layer by itself, Adam where it belongs."""
+"""Inner optimizers: Muon, Adam of several time scales, and Distributed Lion."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,11 @@ import numpy as np
 import optax
 import pytest
 
+from cocodc_jax.transforms import lion
+from cocodc_jax.transforms.compressor import message_bytes
+from cocodc_jax.transforms.mt_adam import mt_adam, scale_by_mt_adam
 from cocodc_jax.transforms.muon import matrix_axes, muon
+from tests.program.family_reference import Momenta
 
 LAYERS, WIDTH, MLP, VOCAB = 2, 4, 6, 11
 
@@ -133,3 +137,103 @@ def test_matrix_axes_of_lists_and_partial_trees():
     axes = matrix_axes({"blocks": [{"up": jnp.ones((2, 3)), "norm": jnp.ones(2)}]})
     assert axes["blocks"][0]["norm"] is None
     assert axes["blocks"][0]["up"].output_axis == -1
+
+
+# --- Adam of several time scales ---
+
+B1S, WEIGHTS, B2, EPS = (0.9, 0.99), (0.6, 0.3), 0.95, 1e-8
+GRADIENTS = np.random.default_rng(0).normal(size=(9, 5))
+
+
+def steps_of(transform, gradients=GRADIENTS):
+    state, update, out = transform.init(jnp.zeros(5)), jax.jit(transform.update), []
+    for gradient in gradients:
+        step, state = update(jnp.asarray(gradient), state)
+        out.append(np.asarray(step))
+    return np.stack(out)
+
+
+@pytest.mark.parametrize(
+    ("b1s", "weights"), [(B1S, WEIGHTS), ((0.999,), (0.7,)), (B1S, (0.3, 0.7))]
+)
+def test_it_is_its_formula(b1s, weights):
+    with jax.enable_x64(True):
+        found = steps_of(scale_by_mt_adam(b1s, weights, B2, EPS))
+    own = Momenta(1.0, b1s, weights, B2)
+    expected = [-own.step(np.zeros(5), gradient) for gradient in GRADIENTS]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
+
+
+def test_with_one_momentum_of_weight_one_it_is_adamw():
+    params = {"w": jnp.arange(5.0)}
+    gradient = {"w": jnp.asarray(GRADIENTS[0], jnp.float32)}
+    one, other = mt_adam(0.1, (0.9,), (1.0,)), optax.adamw(0.1)
+    steps = [t.update(gradient, t.init(params), params)[0]["w"] for t in (one, other)]
+    np.testing.assert_allclose(*steps, rtol=1e-5)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"weights=\(0.5,\) must be one for each of"):
+        scale_by_mt_adam(B1S, (0.5,))
+    with pytest.raises(ValueError, match=r"weights=\(0.5, -0.1\) .* none below 0"):
+        scale_by_mt_adam(B1S, (0.5, -0.1))
+    with pytest.raises(ValueError, match=r"weights=\(0.6, 0.5\) must add up to 1"):
+        scale_by_mt_adam(B1S, (0.6, 0.5))
+    with pytest.raises(ValueError, match="b1s=1.0 must be at least 0 and below 1"):
+        scale_by_mt_adam((1.0,), (0.5,))
+
+
+# --- Distributed Lion ---
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_small_numbers_keep_their_sign(dtype):
+    gradient = jnp.array([-1e-7, 1e-7], dtype)
+    message, _ = lion.send(gradient, lion.init(gradient))
+    direction = lion.combine(jax.tree.map(lambda x: x[None], message))
+    assert direction.dtype == dtype
+    assert direction.tolist() == [-1, 1]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("rule", lion.RULES)
+def test_one_region_is_lion(rule):
+    optimizer = optax.lion(0.1, b1=0.9, b2=0.99, weight_decay=0.2)
+    decay = optax.chain(
+        optax.add_decayed_weights(0.2), optax.scale_by_learning_rate(0.1)
+    )
+    params = wanted = jnp.ones(7)
+    state, theirs, ours = lion.init(params), optimizer.init(params), decay.init(params)
+    for g in np.random.default_rng(0).normal(size=(5, 7)):
+        message, state = lion.send(jnp.asarray(g), state, 0.9, 0.99)
+        direction = lion.combine(jax.tree.map(lambda x: x[None], message), rule)
+        step, ours = decay.update(direction, ours, params)
+        params = params + step
+        step, theirs = optimizer.update(jnp.asarray(g), theirs, wanted)
+        wanted = wanted + step
+        np.testing.assert_allclose(params, wanted, rtol=1e-10)
+
+
+def test_one_bit_a_value_exactly():
+    params = {"w": jnp.ones((3, 8)), "b": [jnp.ones(9, jnp.bfloat16), None]}
+    message, state = lion.send(params, lion.init(params))
+    assert message_bytes(message) == 3 + 2
+    assert state.momentum["b"][0].dtype == jnp.float32
+    back = lion.sign_bits().decode(message)
+    assert jax.eval_shape(lambda: back) == jax.eval_shape(lambda: params)
+
+
+def test_zeros_are_sent_as_plus_one():
+    zeros = jnp.array([0.0, -0.0])
+    message, _ = lion.send(zeros, lion.init(zeros))
+    np.testing.assert_array_equal(lion.sign_bits().decode(message), [1, 1])
+
+
+def test_wrong_arguments_are_named():
+    x = jnp.ones(2)
+    with pytest.raises(ValueError, match=r"b1=1\.0 must be"):
+        lion.send(x, lion.init(x), b1=1.0)
+    with pytest.raises(ValueError, match="b2=-1 must be"):
+        lion.send(x, lion.init(x), b2=-1)
+    with pytest.raises(ValueError, match="rule='vote' is not one of"):
+        lion.combine((), "vote")

@@ -1,6 +1,10 @@
-"""A caller's mesh in context, as trainers keep one around their whole loop."""
+"""A caller's mesh in context, and virtual devices asked for too late."""
 
 import itertools
+import os
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -70,3 +74,28 @@ def test_a_callers_mesh_changes_nothing(expected, tmp_path, name):
         made_inside = everything(make(), tmp_path / "made inside")
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     jax.tree.map(np.testing.assert_array_equal, made_inside, expected)
+
+
+SCRIPT = """
+import jax, jax.numpy as jnp
+import cocodc_jax as cc
+jnp.zeros(2)
+cc.use_cpu_devices(3)
+assert len(jax.devices()) == 3
+"""
+
+
+def in_a_process(**env):
+    words = [sys.executable, "-c", SCRIPT]
+    kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.run(words, env=kept | env, capture_output=True, text=True)
+
+
+def test_devices_asked_for_too_late_name_what_to_do_and_that_does_it():
+    done = in_a_process()
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("RuntimeError: use_cpu_devices(3) comes after JAX has start")
+    assert "restart the kernel" in last
+    name, value = re.search(r"set (\w+)=(\d+) in the environment", last).groups()
+    assert in_a_process(**{name: value}).returncode == 0

@@ -1,0 +1,305 @@
+"""Flax models: kernels that say how they are divided, and running statistics."""
+
+import contextlib
+import dataclasses
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from nanodo.model import DoConfig, TransformerDo
+
+import cocodc_jax as cc
+from tests.numerics import assert_all_close
+
+WIDTH, HEADS, VOCABULARY = 8, 2, 7
+NUM_STEPS = 4
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (NUM_STEPS, 2, 4, 6))
+normal = nn.initializers.normal(0.5)
+boxed = nn.with_partitioning
+logical = nn.with_logical_partitioning
+
+
+class Decoder(nn.Module):
+    """Embedding, a layer, and logits; `says` has them meet the mesh."""
+
+    says: bool
+
+    @nn.compact
+    def __call__(self, tokens):
+        lies = boxed if self.says else lambda init, names: init
+        x = nn.Embed(8, 4, embedding_init=lies(normal, (None, "data")))(tokens)
+        if self.says:
+            x = jax.lax.with_sharding_constraint(x, P("data"))
+            x = nn.with_logical_constraint(x, ("batch", None, None))
+        x = x + nn.tanh(nn.Dense(4, kernel_init=lies(normal, ("data", None)))(x))
+        return nn.Dense(8, kernel_init=lies(normal, (None, "data")), use_bias=False)(x)
+
+
+def loss_of(model):
+    def loss_fn(params, tokens, key):
+        logits = model.apply(params, tokens[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return losses.mean(), {"longest": losses.max()}
+
+    return loss_fn
+
+
+def train(says, data, is_boxed=True):
+    """Returns the trained parameters of both regions, unboxed."""
+    model, mesh = Decoder(says), cc.make_mesh(2, data=data)
+
+    def loss_fn(*arguments):
+        with nn.logical_axis_rules([("batch", "data")]):
+            return loss_of(model)(*arguments)
+
+    # Without a mesh a constraint has no meaning: parameters are made by the plain one.
+    params = Decoder(False).init(jax.random.key(0), TOKENS[0, 0])
+    if says and is_boxed:
+        with jax.set_mesh(mesh):
+            shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS[0, 0])
+        params = jax.tree.map(
+            lambda box, x: box.replace_boxed(x) if nn.meta.is_axis_metadata(box) else x,
+            shapes, params, is_leaf=nn.meta.is_axis_metadata,
+        )  # fmt: skip
+    specs = nn.get_partition_spec(params) if says and is_boxed else None
+    optimizer = optax.MultiSteps(optax.adamw(0.01), 1)
+    program = cc.RegionProgram(
+        loss_fn, optimizer, "apart", params, 2, mesh=mesh, param_specs=specs
+    )
+    # People keep a mesh set around a whole training loop.
+    with jax.set_mesh(mesh) if says else contextlib.nullcontext():
+        state = program.init(params, jax.random.key(0))
+        state, _ = program.advance(state, TOKENS)
+    return jax.device_get(nn.meta.unbox(state.region.params))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return train(says=False, data=1)
+
+
+@pytest.mark.parametrize(
+    ("data", "is_boxed"),
+    [(1, True), pytest.param(2, True, marks=pytest.mark.slow), (2, False)],
+)
+def test_a_model_that_meets_the_mesh_trains_as_one_that_does_not(plain, data, is_boxed):
+    found = train(says=True, data=data, is_boxed=is_boxed)
+    assert_all_close(found, plain, rtol=1e-4, atol=1e-5)
+
+
+# --- Models that train by themselves, where no mesh is in context ---
+# Flax puts a constraint on a boxed kernel wherever a mesh is in context, and
+# `nn.DenseGeneral` makes its kernel flat first: they must train here.
+
+NANODO = TransformerDo(DoConfig(D=WIDTH, H=HEADS, L=6, N=1, V=VOCABULARY, F=WIDTH))
+
+
+class Attention(nn.Module):
+    """Flax's own attention; axes that no mesh here has."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
+        kernel = boxed(normal, ("fsdp", "tensor", None))
+        x += nn.MultiHeadDotProductAttention(HEADS, kernel_init=kernel)(x)
+        return nn.Dense(VOCABULARY)(x)
+
+
+class Einsum(nn.Module):
+    """Logical axes, with no rules and no mesh to resolve them."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
+        kernel = logical(normal, ("embed", "heads", "kv"))
+        x = nn.Einsum((WIDTH, 2, 3), "...d,dhk->...hk", kernel_init=kernel)(x)
+        return nn.DenseGeneral(
+            VOCABULARY, (-2, -1), kernel_init=logical(normal, ("heads", "kv", "vocab"))
+        )(x)
+
+
+class Layer(nn.Module):
+    """A layer for a scan, rematerialized."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        kernel = boxed(normal, ("fsdp", None, None))
+        y = nn.DenseGeneral((2, WIDTH // 2), kernel_init=kernel)(x)
+        return x + y.reshape(x.shape), None
+
+
+class Scanned(nn.Module):
+    """A stack of layers in one scan."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
+        layers = nn.scan(
+            nn.remat(Layer, prevent_cse=False), variable_axes={"params": 0},
+            split_rngs={"params": True}, length=2,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )  # fmt: skip
+        x, _ = layers()(x, None)
+        return nn.Dense(VOCABULARY)(x)
+
+
+def alone(loss_fn, optimizer, params):
+    """Train the first region's part in a plain loop."""
+    state, losses = optimizer.init(params), []
+    for batch in TOKENS[:, 0]:
+        (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+            params, batch, jax.random.key(0)
+        )
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(loss)
+    return np.stack(losses)
+
+
+@pytest.mark.parametrize(
+    ("model", "unboxed"),
+    [
+        (NANODO, True),
+        (NANODO, False),
+        (Attention(), False),
+        (Einsum(), False),
+        (Scanned(), False),
+    ],
+)
+def test_a_model_that_trains_by_itself_trains_here(model, unboxed):
+    params = model.init(jax.random.key(0), TOKENS[0, 0])
+    params = nn.unbox(params) if unboxed else params
+    loss_fn, optimizer = loss_of(model), optax.adam(0.01)
+    method = cc.methods.get("diloco", sync_interval=NUM_STEPS)
+    mesh = cc.make_mesh(2, data=2, devices=jax.devices()[:4])
+    program = cc.RegionProgram(loss_fn, optimizer, method, params, 2, mesh=mesh)
+    state = program.init(jax.tree.map(jnp.copy, params), jax.random.key(0))
+    _, output = program.advance(state, TOKENS)
+    expected = alone(loss_fn, optimizer, params)
+    np.testing.assert_allclose(output.losses[:, 0], expected, rtol=1e-5)
+
+
+# --- Running statistics ---
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(3.0, 2.0, (4, 16, 4)).astype(np.float32)  # Regions, batch, features.
+BATCH = {"x": X, "y": np.tanh(X.sum(-1, keepdims=True) / 4)}
+DILOCO = cc.methods.get("diloco", sync_interval=5, outer_lr=1.0, outer_momentum=0.0)
+
+
+@pytest.fixture(autouse=True)
+def shapes_as_users_have_them():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def train_with_state(loss_fn, params, state):
+    """Train and return loss, parameters and statistics to judge by."""
+    program = cc.RegionProgram(
+        loss_fn, optax.adam(0.02), DILOCO, params, 4, model_state=cc.ModelState(state)
+    )
+    start = program.init(params, jax.random.key(0))
+    turns = list(cc.run_steps(program, start, itertools.repeat(BATCH), 40))
+    losses = [output.losses.mean() for _, output in turns]
+    assert losses[-1] < losses[0] / 3
+    running, _ = turns[-1]
+    # A sync was applied at the last step: all regions have the same.
+    for leaf in jax.tree.leaves(running.region.model_state):
+        np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
+    return program.mean_params(running), program.mean_model_state(running)
+
+
+def check_statistics(mean, var):
+    """Momentum 0.9 over 40 steps of one batch a region; plain means over regions."""
+    np.testing.assert_allclose(mean, X.mean(1).mean(0), rtol=0.05)
+    np.testing.assert_allclose(var, X.var(1).mean(0), rtol=0.05)
+
+
+class Linen(nn.Module):
+    """A layer between batch norm and the output."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+        return nn.Dense(1)(jnp.tanh(nn.Dense(16)(x)))
+
+
+def test_flax_linen():
+    model = Linen()
+    variables = model.init(jax.random.key(0), X[0], train=False)
+
+    def loss_fn(params, batch_stats, batch, key):
+        predicted, new = model.apply(
+            {"params": params, "batch_stats": batch_stats}, batch["x"], train=True,
+            mutable=["batch_stats"],
+        )  # fmt: skip
+        loss = jnp.mean((predicted - batch["y"]) ** 2)
+        return loss, ({}, new["batch_stats"])
+
+    params, stats = train_with_state(
+        loss_fn, variables["params"], variables["batch_stats"]
+    )
+    check_statistics(**stats["BatchNorm_0"])
+    trained = {"params": params, "batch_stats": stats}
+    error = model.apply(trained, X[0], train=False) - BATCH["y"][0]
+    assert jnp.mean(error**2) < 0.1
+
+
+class Net(nnx.Module):
+    """The same as an object."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(4, momentum=0.9, rngs=rngs)
+        self.hidden, self.out = (
+            nnx.Linear(4, 16, rngs=rngs),
+            nnx.Linear(16, 1, rngs=rngs),
+        )
+
+    def __call__(self, x):
+        return self.out(jnp.tanh(self.hidden(self.norm(x))))
+
+
+def test_flax_nnx():
+    graph, params, stats = nnx.split(Net(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
+
+    def loss_fn(params, stats, batch, key):
+        model = nnx.merge(graph, params, stats)
+        loss = jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+        return loss, ({}, nnx.state(model, nnx.BatchStat))
+
+    params, stats = train_with_state(loss_fn, params, stats)
+    model = nnx.merge(graph, params, stats)
+    check_statistics(model.norm.mean[...], model.norm.var[...])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """As Equinox's stateful layers: called with a state, returns the next one."""
+
+    scale: jax.Array
+
+    def __call__(self, x, state):
+        mean, var = x.mean(0), x.var(0)
+        new = {"mean": 0.9 * state["mean"] + 0.1 * mean}
+        new["var"] = 0.9 * state["var"] + 0.1 * var
+        return self.scale * (x - mean) / jnp.sqrt(var + 1e-5), new
+
+
+def test_a_module_that_returns_its_state():
+    model = {"norm": Norm(jnp.ones(4)), "out": jnp.ones((4, 1)) / 4, "b": jnp.zeros(1)}
+    state = {"mean": jnp.zeros(4), "var": jnp.ones(4)}
+
+    def loss_fn(model, state, batch, key):
+        hidden, state = model["norm"](batch["x"], state)
+        predicted = hidden @ model["out"] + model["b"]
+        return jnp.mean((predicted - batch["y"]) ** 2), ({}, state)
+
+    _, state = train_with_state(loss_fn, model, state)
+    check_statistics(**state)

@@ -1,0 +1,207 @@
+"""Methods whose regions are never equal: pairs, shares of a momentum, neighbours."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from cocodc_jax import methods
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.sync.outer import RegionalOuter
+from cocodc_jax.train.run_steps import run
+from cocodc_jax.transforms.compressor import identity
+from cocodc_jax.transforms.outer import group_heavy_ball
+
+
+def test_its_parts():
+    method = methods.get("noloco", pair_seed=5)
+    outer = method.sync.outer
+    assert isinstance(outer, RegionalOuter)
+    assert (outer.name, outer.group, outer.seed) == ("noisy_pairs", "pairs", 5)
+    assert method.schedule == methods.get("diloco", sync_interval=50).schedule
+    assert method.sync.merge.name == "replace"
+
+
+def moments(momentum, pull):
+    """What a sync does to the moments (A, B, C) of one of many regions."""
+    c = np.array([pull**2 / 2, momentum * pull, momentum**2])
+    b = np.array([pull / 2, momentum, 0])  # E phi v'
+    return np.stack([np.array([1, 0, 0]) - 2 * b + c, b - c, c])
+
+
+def growth(momentum, pull):
+    return np.abs(np.linalg.eigvals(moments(momentum, pull))).max()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 0.5, 0.7, 0.9])
+def test_the_border_of_stability_is_that_of_the_moments(momentum):
+    """Found by halving, of the rule as the method's docstring has it."""
+    low, high = 1e-3, 4.0
+    assert growth(momentum, low) < 1 < growth(momentum, high)
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if growth(momentum, middle) < 1 else (low, middle)
+    np.testing.assert_allclose(low, 2 * (1 - momentum**2), rtol=1e-6)
+
+
+@functools.partial(jax.jit, static_argnames="rounds")
+def spread(momentum, pull, seed, rounds, num_regions=1024):
+    """Log of the RMS distance to the mean, `[rounds]`, of the package's own step.
+
+    Each region is one number, paired anew with any other in every round.
+    """
+    optimizer = group_heavy_ball(0.7, momentum, pull)
+
+    def sync(carry, key):
+        phi, state = carry
+        order = jax.random.permutation(key, num_regions)
+        crossed = order.reshape(-1, 2)[:, ::-1].ravel()
+        partner = jnp.zeros_like(order).at[order].set(crossed)
+        step, state = optimizer.update(
+            jnp.zeros_like(phi), state, phi, group_mean_params=(phi + phi[partner]) / 2
+        )
+        phi = phi + step
+        return (phi, state), jnp.log(phi.std())
+
+    first, *keys = jax.random.split(jax.random.key(seed), rounds + 1)
+    phi = jax.random.normal(first, (num_regions,))
+    carry = phi, optimizer.init(phi)
+    return jax.lax.scan(sync, carry, jnp.stack(keys))[1]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_many_regions_that_meet_at_random_part_at_that_border(momentum):
+    """A twelfth below it they come together, as much above they part.
+
+    Rates are those of the moments: to 0.02 a round, of 1024 regions.
+    """
+    border = 2 * (1 - momentum**2)
+    for pull in (border * 11 / 12, border * 13 / 12):
+        path = np.asarray(spread(momentum, pull, 0, 60))
+        rate = (path[-1] - path[20]) / (len(path) - 21)
+        np.testing.assert_allclose(rate, np.log(growth(momentum, pull)) / 2, atol=0.02)
+        assert (rate < 0) == (pull < border)
+
+
+@pytest.mark.parametrize(("momentum", "pull"), [(0.5, 0.1), (0.9, 0.3), (0.5, 0.7)])
+def test_a_pull_below_the_momentum_does_no_harm(momentum, pull):
+    assert growth(momentum, pull) < 1
+    assert methods.get("noloco", outer_momentum=momentum, pair_pull=pull)
+
+
+def test_the_pull_is_the_learning_rate_unless_it_is_given():
+    params = jnp.float32(2)
+    for options in ({"outer_lr": 0.4}, {"outer_lr": 0.9, "pair_pull": 0.4}):
+        outer = methods.get("noloco", **options).sync.outer
+        arrived = {"params": jnp.float32(1), "pseudo_gradient": jnp.float32(0)}
+        state = outer.init(params, identity())
+        moved, _ = outer.receive(params, state, arrived, 4)
+        np.testing.assert_allclose(moved, 2 - 0.4, rtol=1e-6)
+
+
+# --- DiLoCo with decoupled momentum ---
+
+
+def momentum_after(num_regions, is_over_senders, num_rounds=60):
+    """Its length in NumPy, where random pseudo-gradients of length 64 come in.
+
+    b 0.95, 32 of 4096. The cosine transform is left out: it turns random numbers into
+    random numbers.
+    """
+    rng, d = np.random.default_rng(0), np.zeros((num_regions, 4096))
+    for _ in range(num_rounds):
+        d = 0.95 * d + rng.normal(size=d.shape)
+        sent = np.zeros(d.shape, bool)
+        top = np.argpartition(-np.abs(d), 32, axis=1)[:, :32]
+        np.put_along_axis(sent, top, True, axis=1)
+        total, senders = np.where(sent, d, 0).sum(0), sent.sum(0)
+        mean = total / (np.maximum(senders, 1) if is_over_senders else num_regions)
+        d = np.where(sent, 0, d) + mean
+    return np.linalg.norm(d, axis=1).max()
+
+
+def test_why_the_mean_is_over_all_regions():
+    """Over senders, what one region of four sends comes back whole to all four.
+
+    The next round it is in everyone's top, and grows; of two regions it does not.
+    """
+    free = 64 / np.sqrt(1 - 0.95**2)  # Of a momentum that nobody shares.
+    for num_regions in (2, 4):
+        assert momentum_after(num_regions, False) < 1.5 * free
+    assert momentum_after(2, True) < 1.5 * free
+    assert momentum_after(4, True) > 1e10
+
+
+# --- LT-ADMM-CC: the sign of its z update, its rest, and that it gets there ---
+
+# f_i(x) = a_i (x - b_i)^2 / 2 of four regions: curvatures and minimisers all differ.
+CURVATURES = np.array([0.5, 1.0, 2.0, 1.5])
+MINIMISERS = np.array([4.0, -2.0, 1.0, 3.0])
+LR, RHO, ROUNDS = 0.1, 0.5, 400
+OPTIMUM = (CURVATURES * MINIMISERS).sum() / CURVATURES.sum()
+
+
+def published(sign):
+    """LT-ADMM on a ring, edge by edge, with 2 rho x_j added or taken off."""
+    x, z = np.zeros(4), np.zeros((4, 4))
+    edges = [(i, (i + by) % 4) for i in range(4) for by in (1, -1)]
+    for _ in range(ROUNDS):
+        for _ in range(3):
+            pull = np.array([z[i, (i + 1) % 4] + z[i, i - 1] for i in range(4)])
+            x = x - LR * (CURVATURES * (x - MINIMISERS) + 2 * RHO * x - pull)
+        old = z.copy()
+        for i, j in edges:
+            z[i, j] = (old[i, j] - old[j, i] + sign * 2 * RHO * x[j]) / 2
+    return x
+
+
+def test_with_a_plus_it_comes_to_the_minimiser_of_the_sum():
+    np.testing.assert_allclose(published(1), OPTIMUM, atol=1e-12)
+
+
+def test_with_a_minus_it_never_comes_there():
+    """Neighbours drive one another away; even the point of rest would be another."""
+    assert np.abs(published(-1)).min() > 1e6
+    elsewhere = (CURVATURES * MINIMISERS).sum() / (CURVATURES.sum() + 4 * RHO * 4)
+    assert abs(elsewhere - OPTIMUM) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("graph", "compress"), [("ring", "int8"), ("complete", "topk:0.5")]
+)
+def test_regions_come_to_the_exact_minimiser(graph, compress):
+    """Also where half or a quarter of each message is all that is sent.
+
+    Two numbers a region, so that top-k leaves one out.
+    """
+
+    def loss_fn(params, batch, key):
+        return (batch[0] * (params["w"] - batch[1]) ** 2).sum() / 2, {}
+
+    with jax.enable_x64(True):
+        params = {"w": np.zeros(2)}
+        method = methods.get(
+            "lt_admm", sync_interval=3, admm_penalty=RHO, graph=graph, compress=compress
+        )
+        program = RegionProgram(
+            loss_fn, optax.sgd(LR), method, params, 4,
+            mesh=make_mesh(4, devices=jax.devices()[:1]),
+        )  # fmt: skip
+        state = program.init(params, jax.random.key(0))
+        minimisers = np.stack([MINIMISERS, 2 - MINIMISERS], 1)
+        curvatures = np.stack([CURVATURES, CURVATURES], 1)
+        batch = np.stack([curvatures, minimisers], 1)
+        for new, _ in run(program, state, iter([batch] * 3 * ROUNDS), 3 * ROUNDS):
+            state = new
+        local = np.asarray(state.region.params["w"])
+        outer = np.asarray(program.outer_params(state)["w"])
+    expected = np.array([OPTIMUM, 2 - OPTIMUM])
+    # Scales of int8 are float32: what a region believes to have told and what the
+    # others heard may differ by its rounding, as the compiler fuses both.
+    atol = 1e-5 if compress == "int8" else 1e-9
+    np.testing.assert_allclose(local, np.tile(expected, (4, 1)), atol=atol)
+    np.testing.assert_allclose(outer, expected, atol=atol)
