@@ -1,7 +1,5 @@
 """Validate the user's arguments before anything is traced."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from typing import Any

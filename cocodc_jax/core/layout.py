@@ -5,8 +5,6 @@ need one copy for a `jax.vmap` on one device, and no region axis on a mesh. Insi
 region the outer model is sharded like the parameters.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

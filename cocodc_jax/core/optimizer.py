@@ -19,8 +19,6 @@ applied when it is due. Unlike in `RegionProgram`, it does not overlap with the 
 steps in between.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -6,8 +6,6 @@ every region. Low-rank factors use two all-reduces; the second depends on the fi
 Pairwise and ring averages use one permutation.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

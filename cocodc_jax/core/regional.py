@@ -3,8 +3,6 @@
 The counterpart of `sync.py` for `sync.outer.RegionalOuter`, of one region and fragment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

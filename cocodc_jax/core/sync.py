@@ -19,8 +19,6 @@ over the regions itself. Where all arrays are in one place, as in an Optax trans
 `start` and `finish` are the whole algorithm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -83,8 +83,6 @@ A new method is a file with a function that returns a `Method`, and a line in `M
 its arguments become flags.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

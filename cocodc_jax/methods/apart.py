@@ -32,8 +32,6 @@ passes a token each), DiLoCo on the same data 1.819 at one pass (one seed), by
         --references=diloco,data_parallel --workdir=DIR
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Method
 
 

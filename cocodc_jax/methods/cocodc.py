@@ -61,8 +61,6 @@ Measured here: at equal bytes, tau/H 0.2, each tuned, six seeds: isotropic 2.198
 preset: docs/results/archive/methods.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -26,8 +26,6 @@ Measured here: last loss 1.511, DiLoCo's last loss after 198 of its 480 steps, 1
 sent by a region (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Method
 from cocodc_jax.sync.per_step import mean_gradients
 

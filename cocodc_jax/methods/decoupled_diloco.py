@@ -52,8 +52,6 @@ Measured here: last loss 1.748 against DiLoCo's 1.838, both 40.3 MB sent by a re
 with plain means and strided blocks 1.796 (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from cocodc_jax.sync import AsIs, Method, Sync, merge, nesterov, schedules

@@ -39,8 +39,6 @@ Measured here: last loss 2.133 against DiLoCo's 1.838, both 40.3 MB sent by a re
 stall (docs/results/methods.md; equally fast regions).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Method, SharedOuter, Sync, merge, schedules
 from cocodc_jax.transforms.numerics import (
     check_count,

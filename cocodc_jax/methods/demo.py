@@ -40,8 +40,6 @@ data parallel 1.511 with 1,610 MB (docs/results/methods.md).
 It was made for thousands of steps; this is a short run.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

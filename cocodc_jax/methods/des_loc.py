@@ -45,8 +45,6 @@ moments 2.686 with 4.00 MB (the smoke preset, H 8, 160 steps, 4 regions, one see
 and --warmup_steps=8 --sync_interval=8.
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Method, Moments, Sync, merge, nesterov, schedules
 
 

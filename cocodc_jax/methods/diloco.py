@@ -35,8 +35,6 @@ The published eta and mu are poor in so short a run: plain averaging (eta 1, mu 
 is `multi_ring` up to rounding) ends at 1.764.
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules
 
 

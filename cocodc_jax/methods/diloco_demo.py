@@ -42,8 +42,6 @@ regions drift by 0.65 (docs/results/methods.md).
 It was made for thousands of steps; this is a short run.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -33,8 +33,6 @@ Measured here: last loss 2.158 with 50.3 MB sent by a region, DiLoCo 1.838 with 
 data parallel 1.511 with 1,610 MB (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Inner, Method, PerStep
 from cocodc_jax.transforms import lion
 from cocodc_jax.transforms.numerics import check_unit_interval

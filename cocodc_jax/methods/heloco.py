@@ -59,8 +59,6 @@ step, which is too long in so short a run; eta 0.2 and momentum 0.5 with another
 gave 1.910 (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from cocodc_jax.methods.mla import mla

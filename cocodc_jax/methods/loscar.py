@@ -32,8 +32,6 @@ Measured here: last loss 1.845 with 10.1 MB sent by a region, DiLoCo 1.838 with 
 (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import AsIs, Method, SharedMask, Sync, merge, nesterov
 from cocodc_jax.sync.schedules import measured
 

@@ -57,8 +57,6 @@ Measured here: last loss 2.739 with 1.02 MB sent by a region (2.748 at r 0.002, 
 and --warmup_steps=8 --sync_interval=8.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -27,8 +27,6 @@ Measured here: last loss 2.642 against DiLoCo's 1.838, both 40.3 MB sent by a re
 too long a step for so short a run (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Method, SharedOuter, Sync, merge, schedules
 from cocodc_jax.transforms.numerics import check_rate, check_unit_interval
 from cocodc_jax.transforms.outer import look_ahead

@@ -43,8 +43,6 @@ and 0.5), `des_loc` 2.683 with 5.79 MB (the smoke preset, whose slow decay is 0.
 and --warmup_steps=8 --sync_interval=8.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from cocodc_jax.methods.des_loc import des_loc

@@ -47,8 +47,6 @@ DiLoCo's, as outer parameters are sent too; regions are 2 % of their length apar
 (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import optax

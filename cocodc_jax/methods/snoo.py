@@ -28,8 +28,6 @@ Measured here: nothing yet; it takes one region and is left out of the compariso
 methods in four.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from cocodc_jax.methods.diloco import diloco

@@ -44,8 +44,6 @@ with even 2-bit levels, k 32 and a mean over all it was 2.230 with 165 kB
 (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Compressed, Method, Sync, merge, nesterov, schedules
 from cocodc_jax.transforms import compression
 

@@ -45,8 +45,6 @@ Measured here: last loss 1.803, DiLoCo's last after 421 of 480 steps, the same 4
 sent by a region, no stall (docs/results/methods.md; tau 5).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Method, Sync, merge, nesterov
 from cocodc_jax.sync.schedules import measured
 

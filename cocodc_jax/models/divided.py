@@ -8,8 +8,6 @@ a pipeline is (`pipeline.py`): of the device's share of the loss, so that gradie
 weights come out summed over the batch.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -32,8 +32,6 @@ Checked against transformers' own code, which gives the same
 logits (`tests/models/test_hugging_face.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

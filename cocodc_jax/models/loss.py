@@ -25,8 +25,6 @@ The parts are of one size, so that the mean of their means is that of the batch.
 part's activations exist at a time.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -13,8 +13,6 @@ rule says what is averaged:
 sent, or encoded and sent. `after` has the same result in every region.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -21,8 +21,6 @@ Source: Streaming DiLoCo (Douillard et al., arXiv 2501.18512, section 2.2), and 
 unit order [embedding, blocks, norm, head] of CoCoDC (arXiv 2504.17672).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

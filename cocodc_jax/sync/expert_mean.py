@@ -20,8 +20,6 @@ Source: ours. That an expert is left out where it got no token is the rule of se
 federated mixtures (from memory).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -6,8 +6,6 @@ that anything written for trees (Optax, compressors) works on it. `cutting.py` d
 which leaves and rows go together.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -22,8 +22,6 @@ that a rule drops back into the next message.
 Each rule is a pure function of one region's fragment; programs map it over regions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -18,8 +18,6 @@ left out of this mean too, and receive it. If none is left, each keeps its own.
 All other leaves (counters, flags) stay regional.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

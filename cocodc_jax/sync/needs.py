@@ -11,8 +11,6 @@ A new need is only an entry of the table. Entries are pure; the executor keeps t
 copies, passes the arrays to a merge's program, and passes observations to the schedule.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple

@@ -16,8 +16,6 @@ leaves, and among them one of three axes: by shapes alone the heads of an attent
 would look like layers.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

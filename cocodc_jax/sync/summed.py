@@ -12,8 +12,6 @@ Source of the rings: Ravnest (arXiv 2401.01728), from memory. The choice of orde
 ours.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

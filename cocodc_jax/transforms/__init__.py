@@ -13,8 +13,6 @@ The sign is the same everywhere: updates are gradient-like, old minus new, and d
 is minus. Modules are imported when they are first used.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from cocodc_jax._lazy import attach, places_of

@@ -15,8 +15,6 @@ to 0.995 in short runs) from a digest, a bias correction for each momentum and t
 weights below from the authors' public code, where they are an example.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The inner Adam's second moment, which some curvatures take as a Fisher diagonal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

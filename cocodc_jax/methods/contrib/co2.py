@@ -47,8 +47,6 @@ Measured here: last loss 2.295 against DiLoCo's 1.838, both 40.3 MB sent by a re
 with the measured gap 2.274 (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Method, SharedOuter, Sync, merge, schedules
 from cocodc_jax.transforms.numerics import (
     check_positive,

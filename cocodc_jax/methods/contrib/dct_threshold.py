@@ -33,8 +33,6 @@ Measured here: last loss 2.415 with 36 MB sent by a region, data parallel 1.511 
 1,610 MB, DiLoCo 1.838 with 40.3 MB; the run is short (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Method
 from cocodc_jax.sync.per_step import compressed_gradients
 from cocodc_jax.transforms import compression

@@ -57,8 +57,6 @@ Measured here: last loss 2.214 with 1.02 MB sent by a region, DiLoCo 1.838 with 
 (docs/results/methods.md; r 16).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules
 from cocodc_jax.sync.messages import Compressed, Message, Ranked
 from cocodc_jax.sync.summed import SummedFactors

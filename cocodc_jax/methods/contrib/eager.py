@@ -34,8 +34,6 @@ by a region; 0.08 s of stall instead of 0.37, and regions are 0.2 % apart
 (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -41,8 +41,6 @@ Measured here: last loss 2.686 with 2.61 MB sent by a region, plain averaging 2.
 and --warmup_steps=8 --sync_interval=8.
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules
 from cocodc_jax.sync.messages import MaskedCore
 from cocodc_jax.transforms import compression

@@ -30,8 +30,6 @@ of 480 steps: plain averaging is enough in so short a run. 60.4 MB sent by a reg
 (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import ByRings, Method, Sync, merge, nesterov, schedules
 
 

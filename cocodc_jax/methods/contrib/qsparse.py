@@ -30,8 +30,6 @@ Measured here: last loss 1.911 with 2.45 MB sent by a region, DiLoCo 1.838 with 
 (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Compressed, Method, Sync, merge, nesterov, schedules
 from cocodc_jax.transforms import compression
 

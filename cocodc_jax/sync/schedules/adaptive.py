@@ -37,8 +37,6 @@ exact disagreement is the variance of messages, mean_m ||Delta^m||^2 - ||mean De
 Here the second term is extrapolated, so that only K numbers are sent.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -18,8 +18,6 @@ Source: DiLoCoX (arXiv 2506.21263), from memory. The buckets and their rounding 
 are ours.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 

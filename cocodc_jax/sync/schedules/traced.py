@@ -5,8 +5,6 @@ step. Scores are float32, where the host has float64: of two scores that are equ
 float32 the other fragment may be chosen.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, cast
 
 import jax
