@@ -14,9 +14,7 @@ There is no outer optimizer, no schedule and no drift. M regions take one step o
 times the batch, so per step it is ahead of every method whose regions train apart. It
 sends a message as large as the model at every step, and all regions wait for the
 slowest. With `compress` each region encodes its gradient, and the mean is that of the
-decoded messages.
-
-In code: `per_step.mean_gradients`. Without `compress` gradients are all-reduced.
+decoded messages; without it gradients are all-reduced.
 
 Source: textbook. Derived here, and a test: `diloco` with H = 1, eta = 1, no momentum
 and SGD inside is this method.

@@ -18,9 +18,8 @@ v &\leftarrow \mu v + \Delta \\
 \end{align*}
 $$
 
-In code: `schedules.staggered(H)` with one fragment, the full model;
-`sync.outer.nesterov`, which is `optax.sgd(eta, mu, nesterov=True)`; `merge.replace`.
-The inner optimizer's state stays as it is.
+The outer optimizer is `optax.sgd(eta, mu, nesterov=True)`. The inner optimizer's state
+stays as it is.
 
 Source: DiLoCo, Douillard et al., arXiv 2311.08105, algorithm 1; read from the authors'
 later code. Derived here: with H = 1, eta = 1, mu = 0 and SGD inside it is

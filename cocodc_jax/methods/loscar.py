@@ -17,9 +17,6 @@ Other coordinates stay as they are. So nothing is lost that a region learned whi
 message crossed. The positions are known to all and are not sent. $\theta^g$ consists of
 the last mean of each coordinate; evaluation uses the mean of the regions.
 
-In code: `schedules.staggered(H)` with one fragment; `averages.SharedMask`, whose key is
-of the round; eta 1 without momentum; `merge.replay` and `where_drawn`.
-
 Source: LOSCAR-SGD, arXiv 2605.20866; mean, mask and merge from a published summary.
 That the merge is CoCoDC's without a curvature is derived here; with Nesterov and
 fragments in turn it is `streaming_diloco` with `merge_rule="replay"`.

@@ -16,8 +16,6 @@ While a region trains, the others move $\theta^g$ on, mostly along v. From the
 look-ahead point the region trains about where its answer will be applied. `heloco` adds
 a correction of what arrives, and is equal bit for bit where it corrects nothing.
 
-In code: rho is `arrival_weight`; `transforms.outer.mla`, `SharedOuter.start`.
-
 Source: what HeLoCo (arXiv 2606.00271) is built on and compared with, asynchronous
 momentum look-ahead; momentum and look-ahead as in that paper's published table.
 Differs from the paper of its own: unknown, it was not available.

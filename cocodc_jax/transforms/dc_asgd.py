@@ -59,13 +59,7 @@ def dc_asgd_adaptive(
 ) -> optax.GradientTransformationExtraArgs:
     """Descend gradients compensated with a lambda per parameter (DC-ASGD-a).
 
-    Args:
-      learning_rate: step size of the descent.
-      strength: lambda_0, before the division by the gradient's running size.
-      decay: b, of the running mean square, in [0, 1).
-
-    Returns:
-      A transformation whose `update` needs `params` and `stale_params=...`.
+    All arguments but the learning rate are those of `adaptive_delay_compensation`.
     """
     return optax.chain(
         adaptive_delay_compensation(strength, decay),
@@ -99,21 +93,15 @@ def adaptive_delay_compensation(
 
     Returns:
       A transformation whose `update` needs `params` and `stale_params=...`.
-
-    Raises:
-      ValueError: if `decay` is a number outside [0, 1).
     """
     check_unit_interval("decay", decay)
     compensate = delay_compensation(_size_weighted_outer_product(eps), strength)
 
     def init_fn(params):
-        return AdaptiveDelayCompensationState(
-            mean_square=optax.tree.zeros_like(params),
-            compensation=compensate.init(params),
-        )
+        mean_square = optax.tree.zeros_like(params)
+        return AdaptiveDelayCompensationState(mean_square, compensate.init(params))
 
     def update_fn(updates, state, params=None, *, stale_params=None, **extra):
-        del extra
         mean_square = jax.tree.map(
             lambda u, m: (decay * m + (1 - decay) * widen(u) ** 2).astype(m.dtype),
             updates,

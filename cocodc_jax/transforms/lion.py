@@ -80,9 +80,6 @@ def send(
 
     Returns:
       `(message, state)`; the message holds ceil(n / 8) bytes for a tensor of n values.
-
-    Raises:
-      ValueError: if `b1` or `b2` is a number out of range.
     """
     check_unit_interval("b1", b1)
     check_unit_interval("b2", b2)
@@ -109,9 +106,6 @@ def combine(messages, rule: str = "average"):
 
     Returns:
       The direction, minus which is descent, in the shapes and dtypes of the gradients.
-
-    Raises:
-      ValueError: if `rule` is unknown.
 
     >>> import jax, jax.numpy as jnp
     >>> gradients = jnp.array([[1.0, 2.0], [3.0, -1.0], [-1.0, -9.0]])

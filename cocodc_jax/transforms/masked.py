@@ -35,12 +35,7 @@ _MOST_CONSTANT = 1 << 24
 
 
 class MaskedState(NamedTuple):
-    """State of `masked`.
-
-    Attributes:
-      region: int32 scalar, whose it is: m.
-      core: state of the core.
-    """
+    """State of `masked`: whose it is, an int32 scalar m, and the state of the core."""
 
     region: jax.Array
     core: Any
@@ -58,9 +53,6 @@ def masked(
       density: share of the entries that a region owns, in (0, 1].
       num_regions: M.
       seed: of the order of the entries.
-
-    Raises:
-      ValueError: if `core` is no compressor, or `density` is out of range.
 
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.sparsify import top_k

@@ -46,9 +46,6 @@ def matrices(inner: Compressor) -> Compressor:
     Args:
       inner: any compressor; it sees a flat dict from path to matrix.
 
-    Raises:
-      ValueError: if `inner` is no compressor.
-
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.compressor import message_bytes
     >>> from cocodc_jax.transforms.statistical import stat2

@@ -87,9 +87,6 @@ def scale_by_delayed_nesterov(
 
     Returns:
       A transformation to a descent direction. With N = 1 it is Nesterov's.
-
-    Raises:
-      ValueError: if an argument is a number out of range.
     """
     check_unit_interval("momentum", momentum)
     check_positive("buffer_size", buffer_size)
@@ -101,11 +98,10 @@ def scale_by_delayed_nesterov(
         return DelayedNesterovState(jnp.zeros([], jnp.int32), buffer, momentum)
 
     def update_fn(updates, state, params=None):
-        del params
         num_buffered = state.num_buffered + 1
         is_full = num_buffered >= buffer_size
-        add = lambda u, b: b + u  # noqa: E731
-        buffer = cast_like(jax.tree.map(add, updates, state.buffer), state.buffer)
+        total = jax.tree.map(jnp.add, state.buffer, updates)
+        buffer = cast_like(total, state.buffer)
         new_momentum = jax.tree.map(
             lambda m, b: jnp.where(is_full, momentum * m + b / buffer_size, m),
             state.momentum,
@@ -137,14 +133,7 @@ def delayed_nesterov(
 ) -> optax.GradientTransformationExtraArgs:
     """Apply each arrival at once and the momentum once in N (asynchronous local SGD).
 
-    Args:
-      learning_rate: eta of the outer step.
-      momentum: b, in [0, 1).
-      buffer_size: N, arrivals per change of the momentum.
-      spread: c of `scale_by_delayed_nesterov`.
-
-    Returns:
-      A transformation to the step to add.
+    All arguments but the learning rate are those of `scale_by_delayed_nesterov`.
 
     >>> import jax.numpy as jnp
     >>> outer = delayed_nesterov(learning_rate=1.0, momentum=0.5, buffer_size=2)
@@ -190,8 +179,8 @@ def group_heavy_ball(
       gives the step to add; `group_mean_params` is a tree like `params`, *regional*.
 
     Raises:
-      ValueError: if `momentum` is a number out of range; in `update`, if `params` or
-        `group_mean_params` is missing or of other shapes than the updates.
+      ValueError: in `update`, if `params` or `group_mean_params` is missing or of other
+        shapes than the updates.
     """
     check_unit_interval("momentum", momentum)
 
@@ -199,7 +188,6 @@ def group_heavy_ball(
         return GroupHeavyBallState(optax.tree.zeros_like(params))
 
     def update_fn(updates, state, params=None, *, group_mean_params=None, **extra):
-        del extra
         if params is None or group_mean_params is None:
             raise ValueError("group_heavy_ball needs params and group_mean_params")
 

@@ -138,7 +138,6 @@ def _count_reached(size, bounds):
 
 
 def _absmax(blocks, counts):
-    del counts
     # In wide rows XLA's CPU backend, as JAX 0.10.2 has it, leaves a NaN out of a max.
     has_nan = jnp.isnan(blocks).any(axis=1)
     return jnp.where(has_nan, jnp.nan, jnp.max(jnp.abs(blocks), axis=1))

@@ -60,8 +60,7 @@ def snoo(
       Holds two more trees, x and m.
 
     Raises:
-      ValueError: if an argument is a number out of range, or `inner` is no optimizer;
-        in `update`, if `params` is missing.
+      ValueError: in `update`, if `params` is missing.
 
     >>> import jax.numpy as jnp, optax
     >>> optimizer = snoo(optax.sgd(0.1), learning_rate=2.0, momentum=0.0,

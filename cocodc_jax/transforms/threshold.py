@@ -66,9 +66,6 @@ def threshold(
       slack: room of a message in multiples of `density`, at least 1.
       values: stateless compressor for the values, `identity()` if None.
 
-    Raises:
-      ValueError: if an argument is out of range or `values` keeps a state.
-
     >>> import jax.numpy as jnp
     >>> compressor = threshold(density=0.25, every=2, slack=2.0)
     >>> x = jnp.array([1.0, -3.0, 0.0, 2.0])
@@ -109,10 +106,10 @@ def threshold(
             for x, i in zip(leaves, places, strict=True)
         ]
         encoded, _ = inner.encode(chosen, (), key)
-        packed = [
-            Packed({"indices": _pack(i, x.size), "values": v}, x.shape, x.dtype)
-            for x, i, v in zip(leaves, places, encoded, strict=True)
-        ]
+        packed = []
+        for x, i, v in zip(leaves, places, encoded, strict=True):
+            indices = pack(i, index_bits(x.size + 1))
+            packed.append(Packed({"indices": indices, "values": v}, x.shape, x.dtype))
         num_calls = (state.num_calls + 1) % every
         message = jax.tree.unflatten(structure, packed)
         return message, ThresholdState(num_calls, thresholds)
@@ -181,7 +178,3 @@ def _num_below(ascending, values):
 def _size(x):
     # float32 as the state is: rounding keeps the order, so the k-th reaches itself.
     return jnp.abs(x).astype(jnp.float32).reshape(-1)
-
-
-def _pack(places, size):
-    return pack(places, index_bits(size + 1))

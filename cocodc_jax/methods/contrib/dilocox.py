@@ -44,9 +44,6 @@ Q \leftarrow \frac{1}{M} \sum_m (A^m)^\top P \\
 \end{align*}
 $$
 
-In code: `schedules.ranked_rounds`, `error_feedback(low_rank(r, factors=int4()))`,
-`sync.outer.nesterov`, `merge.replace`.
-
 Source: DiLoCoX, arXiv 2506.21263; from memory throughout, except its abstract.
 Halvings, their rounding up and the weights of tensors in r' are ours.
 Differs from the paper: there AdamW's state and the outer momentum are both divided over
@@ -77,10 +74,6 @@ def dilocox(
     outer_placement: str = "host",
 ) -> Method:
     """Build DiLoCoX (arXiv 2506.21263, from memory): low rank that adapts, int4.
-
-    Each region sends both int4 factors of a rank-r approximation of its
-    pseudo-gradient, with error feedback; r and the steps of a round follow the
-    effective rank of the means, see `schedules.ranked`.
 
     Args:
       sync_interval: H_1, inner steps of a round at the first rank.

@@ -16,9 +16,6 @@ $$
 The memory holds what either of the two lost. With eta = 1 and no compression this is
 local SGD (federated averaging), and `multi_ring` up to rounding.
 
-In code: `schedules.staggered(H)`, `error_feedback(top_k(density, values=int4()))`,
-`nesterov(eta, 0)` without momentum, `merge.replace`.
-
 Source: Qsparse-local-SGD, Basu et al., arXiv 1906.02367: the order of the two and the
 error feedback are the paper's; numbers are from memory.
 Differs from the paper: its inner optimizer is SGD (`--inner_optimizer=sgd`); its C is
