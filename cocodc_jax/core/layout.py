@@ -63,9 +63,6 @@ def sync_shardings(
 
     Returns:
       A tree like `tree`, for `out_shardings` of a function under `jax.vmap`.
-
-    Raises:
-      ValueError: if `shardings` is empty.
     """
     known = {_path(path): sharding for path, sharding in named_leaves(shardings)}
     if not known:
@@ -83,11 +80,10 @@ def sync_shardings(
 
     is_none = lambda x: x is None  # noqa: E731
     each = jax.tree.leaves(jax.tree.broadcast(axes, tree, is_none), is_leaf=is_none)
-    found = [
-        of_leaf(*named, axis)
-        for named, axis in zip(named_leaves(tree), each, strict=True)
-    ]
-    return jax.tree.structure(tree).unflatten(found)
+    pairs = zip(named_leaves(tree), each, strict=True)
+    return jax.tree.structure(tree).unflatten(
+        [of_leaf(*named, axis) for named, axis in pairs]
+    )
 
 
 def _path(path: str) -> str:

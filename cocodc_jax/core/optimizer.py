@@ -112,10 +112,6 @@ def synchronized(
       fragments: how to cut the parameters; by default as the method does.
       user_inputs: what only the user knows, for merges that need it.
 
-    Raises:
-      ValueError: naming arguments that do not fit together. Axis and parameters are
-        checked once they are known.
-
     >>> tx = synchronized(optax.sgd(0.1), "diloco", axis_name="region", num_regions=2)
     >>> state = tx.init({"w": jnp.zeros(3)})
     >>> int(sync_metrics(state)["fragments_in_flight"])
@@ -140,7 +136,8 @@ def synchronized(
         found = unboxed(checked_fragments(method, params, fragments))
         check_feedback(method, found, params)
         nothing = jnp.zeros((), jnp.float32)
-        counts = jnp.zeros(_num_counts(method), jnp.int32)
+        of_moments = 2 if sync and sync.moments else 0
+        counts = jnp.zeros(method.num_fragments + of_moments, jnp.int32)
         state = SynchronizedState(
             step=jnp.zeros((), jnp.int32),
             inner=inner.init(params),
@@ -231,9 +228,6 @@ def sync_metrics(state: PyTree) -> dict[str, jax.Array]:
       `bytes_sent` by one region (float32: seven digits), the `norm` of the last applied
       mean pseudo-gradient, the `correction_ratio` of the last merge, and
       `fragments_in_flight`. Scalars, or `[R]` if the state has a region axis.
-
-    Raises:
-      ValueError: if the state contains no such state, or several.
     """
     is_one = lambda x: isinstance(x, SynchronizedState)  # noqa: E731
     found = [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
@@ -255,9 +249,3 @@ def sync_metrics(state: PyTree) -> dict[str, jax.Array]:
         "correction_ratio": jnp.asarray(state.correction_ratio),
         "fragments_in_flight": flying,
     }
-
-
-def _num_counts(method: Method) -> int:
-    if method.sync is None:
-        return 1
-    return method.num_fragments + 2 * bool(method.sync.moments)

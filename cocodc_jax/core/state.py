@@ -38,12 +38,8 @@ class RegionState(NamedTuple):
 class OuterState(NamedTuple):
     """Outer parameters and optimizer states, one entry per fragment.
 
-    One copy for all regions, on the outer device or sharded over the mesh. Regional
-    outer models have leaves `[R, ...]` on the mesh.
-
-    Attributes:
-      params: outer parameters, at least float32.
-      opt_states: one state of the outer optimizer per fragment.
+    One copy for all regions, on the outer device or sharded over the mesh; parameters
+    are at least float32. Regional outer models have leaves `[R, ...]` on the mesh.
     """
 
     params: tuple[Fragment, ...]
@@ -104,11 +100,7 @@ class PendingMean:
         return self._future.done()
 
     def block_until_ready(self) -> PendingMean:
-        """Wait for the mean.
-
-        Raises:
-          Exception: the one that the exchange raised.
-        """
+        """Wait for the mean; raise what the exchange raised."""
         jax.block_until_ready(self._future.result().mean)
         return self
 
@@ -199,11 +191,8 @@ class SyncState:
     def with_arrays(self, arrays: dict[str, PyTree]) -> SyncState:
         """Return a copy with `arrays`, as `self.arrays` returns them."""
         flights = {
-            (int(k), int(s)): flight
-            for (k, s), flight in (
-                (name.split("_"), flight)
-                for name, flight in arrays["in_flight"].items()
-            )
+            tuple(map(int, name.split("_"))): flight
+            for name, flight in arrays["in_flight"].items()
         }
         return dataclasses.replace(self, **{**arrays, "in_flight": flights})
 

@@ -95,9 +95,6 @@ def mix(alpha: float | jax.Array) -> Merge:
     Args:
       alpha: weight on *local*, in [0, 1]: 1 never synchronizes, 0 drops what was
         learned during the overlap. Arrays are not checked.
-
-    Raises:
-      ValueError: if `alpha` is outside [0, 1].
     """
     if isinstance(alpha, (int, float)) and not 0 <= alpha <= 1:
         raise ValueError(f"mixing_alpha={alpha} must be in [0, 1], the weight on local")
@@ -122,9 +119,6 @@ def compensate(
         one `correction_ratio`, that becomes a metric. It is initialized at every merge,
         so a schedule in it stays at its first value.
       needs: the extra arguments that `transform` takes, see `sync.needs`.
-
-    Raises:
-      ValueError: if `transform` is not a gradient transformation.
     """
     check_transform("transform", transform, "delay_compensation(NAME)")
     transform = optax.with_extra_args_support(transform)
@@ -171,9 +165,6 @@ def remembering(rule: Merge, kept: float | jax.Array) -> Merge:
     Args:
       rule: which keeps a fixed share of the progress during the delay.
       kept: that share, in [0, 1): alpha of the mix.
-
-    Raises:
-      ValueError: if nothing is dropped, or `kept` is below 0.
     """
     is_number = isinstance(kept, (int, float))  # Arrays are not checked.
     if is_number and not kept >= 0:
@@ -188,12 +179,7 @@ def remembering(rule: Merge, kept: float | jax.Array) -> Merge:
 
 
 def where_drawn(rule: Merge, mask: SharedMask) -> Merge:
-    """Merge the entries that were sent by `rule`; leave the others unchanged.
-
-    Args:
-      rule: of the entries drawn.
-      mask: the average that drew them.
-    """
+    """Merge the entries that `mask` drew by `rule`; leave the others unchanged."""
 
     def apply(local, staged, outer, *, sync_key, **extra):
         merged, metrics = rule.apply(local, staged, outer, **extra)
@@ -214,9 +200,6 @@ def curvature_mix(mean_weight: float | jax.Array) -> Merge:
 
     Args:
       mean_weight: mean of w over each tensor before it is clipped at 1, in [0, 1].
-
-    Raises:
-      ValueError: if `mean_weight` is a number outside [0, 1].
     """
     if isinstance(mean_weight, (int, float)) and not 0 <= mean_weight <= 1:
         raise ValueError(f"mean_weight={mean_weight} must be in [0, 1]")

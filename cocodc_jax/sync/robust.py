@@ -38,7 +38,12 @@ import numpy as np
 import optax
 
 from cocodc_jax.sync.messages import Message
-from cocodc_jax.transforms.numerics import down_to_median, masked_median, widen
+from cocodc_jax.transforms.numerics import (
+    check_choice,
+    down_to_median,
+    masked_median,
+    widen,
+)
 
 PyTree = Any
 
@@ -73,18 +78,13 @@ class Robust:
                 f"exclude_above={self.exclude_above} must be above 1, times the median "
                 "length of the regions' messages"
             )
-        if self.mean not in MEANS:
-            raise ValueError(f"mean={self.mean!r} is unknown; use one of {MEANS}")
+        check_choice("mean", self.mean, MEANS)
         if not 0 <= self.trim < 0.5:
             raise ValueError(f"trim={self.trim} must be at least 0 and below 0.5")
 
     @classmethod
     def of(cls, exclude_above: float | None, robust_mean: str | None) -> Robust:
-        """Parse the two arguments of methods.
-
-        Raises:
-          ValueError: naming the argument, its value and a value that works.
-        """
+        """Parse the two arguments of methods."""
         above = math.inf if exclude_above is None else exclude_above
         if robust_mean is None:
             return cls(above)

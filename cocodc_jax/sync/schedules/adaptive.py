@@ -51,6 +51,7 @@ from cocodc_jax.sync.schedules.base import (
     replaced,
 )
 from cocodc_jax.sync.schedules.slotted import Slotted, free_fragments
+from cocodc_jax.transforms.numerics import check_choice
 
 # Needs of each score.
 _NEEDS = {
@@ -94,7 +95,7 @@ class Adaptive(Slotted):
     transmission_score: str = "pseudo_gradient"
 
     def __post_init__(self):
-        _check_score(self.transmission_score)
+        check_choice("transmission_score", self.transmission_score, SCORES)
         super().__post_init__()
 
     @property
@@ -209,12 +210,8 @@ def adaptive(
     syncs_per_interval: int,
     transmission_score: str = "pseudo_gradient",
 ) -> Adaptive:
-    """Start `syncs_per_interval` syncs per interval, of what changes fastest.
-
-    Raises:
-      ValueError: naming the argument, its value and a value that works.
-    """
-    _check_score(transmission_score)
+    """Start `syncs_per_interval` syncs per interval, of what changes fastest."""
+    check_choice("transmission_score", transmission_score, SCORES)
     check_at_least("num_fragments", num_fragments, 1)
     check_at_least("sync_interval", sync_interval, 1)
     check_at_least("syncs_per_interval", syncs_per_interval, 0)
@@ -223,14 +220,9 @@ def adaptive(
             f"syncs_per_interval={syncs_per_interval} must be at least num_fragments="
             f"{num_fragments} and at most sync_interval={sync_interval}"
         )
+    numbers = num_fragments, sync_interval, delay_steps
     slot_steps = sync_interval // syncs_per_interval
-    return Adaptive(
-        num_fragments,
-        sync_interval,
-        delay_steps,
-        slot_steps,
-        transmission_score=transmission_score,
-    )
+    return Adaptive(*numbers, slot_steps, transmission_score=transmission_score)
 
 
 def syncs_that_fit(
@@ -240,11 +232,7 @@ def syncs_that_fit(
     sync_time: float,
     network_share: float,
 ) -> int:
-    """Return N = max(K, floor(gamma H T_c / T_s)), CoCoDC's syncs per interval.
-
-    Raises:
-      ValueError: if a time is not positive or the share is outside (0, 1].
-    """
+    """Return N = max(K, floor(gamma H T_c / T_s)), CoCoDC's syncs per interval."""
     if step_time <= 0 or sync_time <= 0:
         raise ValueError(
             f"step_time={step_time} and sync_time={sync_time} must be positive seconds"
@@ -253,10 +241,3 @@ def syncs_that_fit(
         raise ValueError(f"network_share={network_share} must be in (0, 1]")
     fit = math.floor(network_share * sync_interval * step_time / sync_time)
     return min(max(num_fragments, fit), sync_interval)
-
-
-def _check_score(score: str) -> None:
-    if score not in SCORES:
-        raise ValueError(
-            f"transmission_score={score!r} is unknown; use one of {SCORES}"
-        )

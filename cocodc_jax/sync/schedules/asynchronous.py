@@ -88,7 +88,7 @@ class Asynchronous(Schedule):
             (pending,) = state.in_flight
             return dataclasses.replace(state, in_flight=()), pending.event(FINISH)
         for region, last in enumerate(state.last_start):
-            if last < step and self._comes(region, step):
+            if max(last, 0) < step == self.arrival(region, step - 1):
                 pending = Pending(0, step, step, participating=(region,))
                 state = dataclasses.replace(
                     state,
@@ -99,14 +99,7 @@ class Asynchronous(Schedule):
                 return state, pending.event(START, max(last, 0))
         return dataclasses.replace(state, step=step), None
 
-    def _comes(self, region: int, step: int) -> bool:
-        return step > 0 and self.arrival(region, step - 1) == step
-
 
 def asynchronous(sync_interval: int, is_dynamic: bool = True) -> Asynchronous:
-    """Let every region sync alone after `sync_interval` steps, or fewer.
-
-    Raises:
-      ValueError: if `sync_interval` is below 1.
-    """
+    """Let every region sync alone after `sync_interval` steps, or fewer."""
     return Asynchronous(sync_interval, is_dynamic)

@@ -237,14 +237,7 @@ def events_at(
 ) -> Iterator[tuple[Any, Event | None]]:
     """Yield everything that happens at `step`, in order.
 
-    Args:
-      schedule: any.
-      state: its state, up to `step`.
-      step: inner steps done.
-      observe: see `Schedule.next_event`.
-
-    Yields:
-      The state after an event, and the event; the last one is None.
+    It yields the state after an event, and the event; the last one is None.
     """
     while True:
         state, event = schedule.next_event(state, step, observe)

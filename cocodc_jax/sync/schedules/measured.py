@@ -247,11 +247,7 @@ def staggered(
     max_delay_steps: int | None = None,
     phase_steps: int = 0,
 ) -> Staggered | Measured:
-    """Make a `slotted.staggered` schedule, with a delay that may be measured.
-
-    Raises:
-      ValueError: naming the argument, its value and a value that works.
-    """
+    """Make a `slotted.staggered` schedule, with a delay that may be measured."""
     _check_delay(delay_steps, max_delay_steps)
     if isinstance(delay_steps, int):
         return plain_staggered(sync_interval, num_fragments, delay_steps, phase_steps)
@@ -269,11 +265,7 @@ def adaptive(
     max_delay_steps: int | None = None,
     network_share: float | None = None,
 ) -> Adaptive | Measured:
-    """Make an adaptive schedule, with a delay and slots that may be measured.
-
-    Raises:
-      ValueError: naming the argument, its value and a value that works.
-    """
+    """Make an adaptive schedule, with a delay and slots that may be measured."""
     _check_delay(delay_steps, max_delay_steps)
     _check_count_or_auto("syncs_per_interval", syncs_per_interval)
     share = None

@@ -137,9 +137,6 @@ class RankedRounds(Schedule):
 def ranked_rounds(sync_interval: int, rank: int, min_rank: int) -> RankedRounds:
     """Make rounds of `sync_interval` steps at `rank`, and of fewer below.
 
-    Raises:
-      ValueError: naming the argument, its value and a value that works.
-
     >>> ranked_rounds(125, 64, 4).ranks
     (64, 32, 16, 8, 4)
     """

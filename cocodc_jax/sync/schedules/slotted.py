@@ -251,12 +251,7 @@ def staggered(
     delay_steps: int = 0,
     phase_steps: int = 0,
 ) -> Staggered:
-    """Start each fragment every `sync_interval` steps, evenly spaced.
-
-    Raises:
-      ValueError: if `sync_interval` is not a multiple of `num_fragments`, the delay is
-        longer than the interval, or the phase is not shorter than a slot.
-    """
+    """Start each fragment every `sync_interval` steps, evenly spaced."""
     slot_steps = _slot_steps(sync_interval, num_fragments)
     return Staggered(
         num_fragments, sync_interval, delay_steps, slot_steps, phase_steps=phase_steps
@@ -264,11 +259,7 @@ def staggered(
 
 
 def one_step_stale(sync_interval: int, num_fragments: int = 1) -> OneStepStale:
-    """Start each fragment every `sync_interval` steps, apply it as its next one starts.
-
-    Raises:
-      ValueError: if `sync_interval` is not a multiple of `num_fragments`.
-    """
+    """Start each fragment every `sync_interval` steps, applied at its next start."""
     slot_steps = _slot_steps(sync_interval, num_fragments)
     return OneStepStale(num_fragments, sync_interval, sync_interval, slot_steps)
 
