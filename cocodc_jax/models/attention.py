@@ -149,9 +149,6 @@ def choose(
       needs_forward_mode: whether gradients are differentiated again, as no kernel is.
       sequence_axis: devices that share the positions of a sequence.
       most_head_width: as `head_width_of` the devices; 0 where cuDNN has no kernel.
-
-    Raises:
-      ValueError: if that kernel cannot be had, naming what stands against it.
     """
     is_gpu = platform in ("gpu", "cuda")
     no_sequence = f"does not support sequence_axis={sequence_axis}", sequence_axis > 1

@@ -28,9 +28,6 @@ def choose(
       platform: of the devices.
       is_shared: whether devices share a region's work, in whatever way.
       needs_forward_mode: whether gradients are differentiated again.
-
-    Raises:
-      ValueError: if cpu is asked for and cannot be, naming what stands against it.
     """
     against = (
         ("is for regions of one CPU device", is_shared or platform != "cpu"),
@@ -47,10 +44,7 @@ def choose(
 def product(
     x_BLD: jax.Array, w_DF: jax.Array, backward: str, dtype: Any = None
 ) -> jax.Array:
-    """Multiply tokens by a weight of their dtype, [B, L, F].
-
-    `dtype` is that of the sums, and of the result; None is x's.
-    """
+    """Multiply tokens by a weight of their dtype; sums are in `dtype`, or in x's."""
     return (_product if backward == CPU else _matmul)(x_BLD, w_DF, dtype)
 
 
@@ -70,7 +64,6 @@ def _product_forward(x, w, dtype):
 
 
 def _product_backward(dtype, kept, grad):
-    del dtype
     x, w = kept
     tokens = tuple(range(x.ndim - 1))
     grad_x = grad @ w.T.astype(grad.dtype)

@@ -220,16 +220,12 @@ def accumulated(gradient: GradientFn, num_parts: int) -> GradientFn:
 
 
 def make_accumulated_loss_fn(loss_fn: Callable, num_parts: int) -> Callable:
-    """Make a loss whose gradient is accumulated.
+    """Make a loss whose gradient is accumulated: the same, but for rounding of sums.
 
     Args:
       loss_fn: `(params, batch, key) -> (loss, aux)`, means over the batch but for
         aux's `num_tokens`, a sum. All parts are given the same key.
       num_parts: A, a divisor of the batch's leading axis.
-
-    Returns:
-      The same function, but for the order of float32 sums; reverse mode, and forward
-      mode over that.
     """
     if num_parts == 1:
         return loss_fn
@@ -249,8 +245,8 @@ def make_accumulated_loss_fn(loss_fn: Callable, num_parts: int) -> Callable:
 def with_gradient(loss_fn: Callable, loss_and_grad: Callable) -> Callable:
     """Return `loss_fn(params, batch, key) -> (loss, aux)`, with a gradient of its own.
 
-    `loss_and_grad` returns `((loss, aux), gradient)`, of the same arguments. First
-    derivatives are in reverse mode, and in forward mode over these.
+    `loss_and_grad` returns `((loss, aux), gradient)`. First derivatives are in reverse
+    mode, and in forward mode over these.
     """
 
     @jax.custom_vjp

@@ -53,16 +53,10 @@ def partition_specs(
 
     Returns:
       A tree of the same structure.
-
-    Raises:
-      ValueError: a leaf is not a parameter of the transformer, or there are stages
-        and blocks that are not scanned.
     """
+    rest = (*axes, stage, divides_embedding, expert)
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _leaf_spec(
-            path, leaf.ndim, *axes, stage, divides_embedding, expert
-        ),
-        params,
+        lambda path, leaf: _leaf_spec(path, leaf.ndim, *rest), params
     )
 
 
@@ -74,19 +68,15 @@ def check_divisible(
     sequence: int = 1,
     expert: int = 1,
 ):
-    """Check that a `(stage, data, model)` mesh divides the model's dimensions.
+    """Check that devices along the axes of a mesh divide the model's dimensions.
 
     Args:
       config: the model.
-      data: devices along the axis that shards the width.
-      model: devices along the axis that shards heads, features and vocabulary.
-      stages: devices along the axis that shards layers.
-      sequence: devices along the axis that shards positions, and the width too.
-      expert: devices along the axis that shards experts, and the width too.
-
-    Raises:
-      ValueError: names what does not divide, and what would; or stages of blocks
-        that are not scanned, which have no layer axis.
+      data: devices that share the width.
+      model: devices that share heads, features and vocabulary.
+      stages: devices that share layers.
+      sequence: devices that share positions, and the width too.
+      expert: devices that share experts, and the width too.
     """
     for axis, devices in {"data": data, "model": model, "stages": stages}.items():
         if devices < 1:
@@ -150,9 +140,6 @@ def check_pipeline(
       microbatches: parts a batch is cut into.
       batch: sequences of one region and step; None leaves it unchecked.
       data: devices that share each microbatch.
-
-    Raises:
-      ValueError: names what does not divide, and what would.
     """
     check_divisible(config, data=1, model=1, stages=stages)
     if not config.scan_layers:

@@ -60,12 +60,7 @@ def stage_bytes(
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """The ways between stages, and between regions where messages are routed.
-
-    Attributes:
-      num_stages: S.
-      num_regions: R that routing goes between; 1 without.
-    """
+    """The ways between S stages, and between R regions where messages are routed."""
 
     num_stages: int
     num_regions: int
@@ -116,12 +111,7 @@ class StageCodec:
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """One stage's way to the next through a codec.
-
-    Attributes:
-      links: the collectives.
-      codec: how messages are written.
-    """
+    """One stage's way to the next through a codec."""
 
     links: Links
     codec: StageCodec

@@ -74,7 +74,6 @@ class Subspace:
     seed: int = 0
 
     def __post_init__(self):
-        """Raise ValueError when there is no such subspace."""
         if not 1 <= self.rank <= self.width:
             raise ValueError(
                 f"stage_subspace={self.rank} must be at least 1 and at most the "
@@ -126,12 +125,7 @@ class Subspace:
 
 
 def confine(params: Any, subspace: Subspace) -> Any:
-    """Return parameters whose writing matrices are in the subspace, the others as is.
-
-    Args:
-      params: of the transformer, scanned or not, with any leading axes.
-      subspace: of the model's width.
-    """
+    """Return parameters whose writing matrices are in the subspace."""
     return _at(_WRITERS, subspace.project, params)
 
 
@@ -140,12 +134,8 @@ def confined(
 ) -> optax.GradientTransformation:
     """Keep an optimizer's steps in the subspace; the state is the optimizer's own.
 
-    Args:
-      optimizer: any, its updates those that are added to the parameters.
-      subspace: of the model's width; the whole space returns `optimizer` itself.
-
-    Returns:
-      A transformation whose `update` needs `params`, to project what they will be.
+    Its updates are those that are added to parameters, and its `update` needs `params`,
+    to project what they will be. The whole space returns the optimizer itself.
     """
     if subspace.is_whole:
         return optimizer

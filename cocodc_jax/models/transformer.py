@@ -141,12 +141,7 @@ def init_params(config: TransformerConfig, key: jax.Array) -> Params:
     1/sqrt(width), norm scales one. Scanned and unscanned models of one key hold
     the same numbers.
 
-    Args:
-      config: the model.
-      key: a PRNG key.
-
-    Returns:
-      The nested dict of float32 arrays described at the top of this file.
+    They are the nested dict of float32 arrays described at the top of this file.
     """
     return nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(key))))
 
@@ -163,9 +158,6 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
     `make_divided_loss_fn` is that of several; this one can be compiled for them too,
     if the compiler is to choose what they share.
 
-    Args:
-      config: the model.
-
     Returns:
       `loss_fn(params, tokens, key) -> (loss, aux)` for int32 tokens [B, L + 1]:
       position t predicts token t + 1. The loss is the mean in nats per token, a
@@ -175,7 +167,6 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
     """
 
     def loss_fn(params, tokens, key):
-        del key
         model = bind(config, params)
         inputs_BL, targets_BL = tokens[:, :-1], tokens[:, 1:]
         hidden_BLD, routed = model(inputs_BL)
