@@ -26,12 +26,8 @@ def sync_axes(
 
     Use it for `in_axes` or specs, so that the outer model is not stored once per
     region: `jax.vmap(step, in_axes=(0, sync_axes(method), 0), out_axes=...)`, or
-    `sync_axes(method, P("region"), P())` on a mesh.
-
-    Args:
-      method: as passed to `synchronized`.
-      regional: value for parts that differ between regions.
-      shared: value for parts that are equal in all regions.
+    `sync_axes(method, P("region"), P())` on a mesh. `regional` is for parts that differ
+    between regions, `shared` for those that are equal.
     """
     method = methods.get(method) if isinstance(method, str) else method
     outer = method.sync and method.sync.outer
@@ -51,7 +47,8 @@ def sync_shardings(
 
     A leaf is sharded like the parameter whose path its own path ends with, if its shape
     can be: moments of the inner optimizer, and outer parameters, momenta and messages.
-    All other leaves are replicated inside a region.
+    All other leaves are replicated inside a region. The result is for `out_shardings`
+    of a function under `jax.vmap`.
 
     Args:
       tree: one region's values, or their shapes from `jax.eval_shape`: an optimizer
@@ -60,9 +57,6 @@ def sync_shardings(
       axes: prefix of `tree` with 0 for values that have a region axis in front and None
         for those that are equal in all regions, see `sync_axes`.
       axis_name: name of the mesh's region axis.
-
-    Returns:
-      A tree like `tree`, for `out_shardings` of a function under `jax.vmap`.
     """
     known = {_path(path): sharding for path, sharding in named_leaves(shardings)}
     if not known:

@@ -53,7 +53,7 @@ def start(
     reduce: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
     sync_key: jax.Array | None = None,
 ) -> tuple[Fragment, PyTree]:
-    """Send one region's fragment.
+    """Send one region's fragment; return the mean, equal in all, and the new memory.
 
     Args:
       sync: synchronization of the method.
@@ -63,9 +63,6 @@ def start(
       key_data: data of the region's PRNG key.
       reduce: `reduce(message, memory) -> (mean, memory)` over all regions.
       sync_key: see `sync.averages.sync_key`; None unless the average draws.
-
-    Returns:
-      The mean pseudo-gradient, equal in all regions, and the new memory.
     """
     own = part, anchor, memory, key_data
     message, memory = encode(sync, None, *own, sync_key=sync_key)
@@ -82,17 +79,11 @@ def finish(
     mean: Fragment,
     seen: needs.MergeContext,
 ) -> tuple[Fragment, Fragment, PyTree, PyTree, jax.Array, dict[str, jax.Array]]:
-    """Apply a mean: outer step, then merge.
+    """Apply a mean, the result of `start`: outer step, then merge.
 
-    Args:
-      sync: synchronization of the method, with a shared outer model.
-      part: the region's local fragment now.
-      outer: the outer fragment.
-      opt_state: state of the outer optimizer.
-      memory: state of the region's compressor.
-      mean: result of `start`.
-      seen: context of the merge rule; `local` and `outer` are filled in here. `kept`
-        has the staged copy if the rule needs it or feeds back what it drops.
+    `seen` is the context of the merge rule, whose `local` and `outer` are filled in
+    here; its `kept` has the staged copy if the rule needs it or feeds back what it
+    drops.
 
     Returns:
       The region's fragment, the outer fragment, its optimizer's state, the compressor's

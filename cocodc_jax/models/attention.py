@@ -44,7 +44,7 @@ def attend(
     Args:
       query_BLHd: of H heads; of the device's own positions, where there is `sequence`.
       key_BLKd: of K heads, each for H / K of the query's, and of all positions.
-      value_BLKd: as many.
+      value_BLKd: likewise.
       kernel: plain, blocks, cudnn, splash; auto is plain, as nothing here knows the
         device.
       sequence: mesh axis over which the query's positions lie, inside a

@@ -21,13 +21,9 @@ PLAIN, CPU = "plain", "cpu"
 def choose(
     backward: str, platform: str, is_shared: bool, needs_forward_mode: bool
 ) -> str:
-    """Return which backward passes a run has.
+    """Return which backward passes a run has; auto is cpu on CPUs where it can be.
 
-    Args:
-      backward: plain, cpu, or auto: cpu on CPUs where it can be.
-      platform: of the devices.
-      is_shared: whether devices share a region's work, in whatever way.
-      needs_forward_mode: whether gradients are differentiated again.
+    There devices may not share a region's work, nor gradients be differentiated again.
     """
     against = (
         ("is for regions of one CPU device", is_shared or platform != "cpu"),

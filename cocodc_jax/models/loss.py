@@ -222,10 +222,8 @@ def accumulated(gradient: GradientFn, num_parts: int) -> GradientFn:
 def make_accumulated_loss_fn(loss_fn: Callable, num_parts: int) -> Callable:
     """Make a loss whose gradient is accumulated: the same, but for rounding of sums.
 
-    Args:
-      loss_fn: `(params, batch, key) -> (loss, aux)`, means over the batch but for
-        aux's `num_tokens`, a sum. All parts are given the same key.
-      num_parts: A, a divisor of the batch's leading axis.
+    `loss_fn(params, batch, key) -> (loss, aux)` gives means over the batch but for
+    aux's `num_tokens`, a sum. All A parts get the same key.
     """
     if num_parts == 1:
         return loss_fn

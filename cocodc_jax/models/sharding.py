@@ -40,9 +40,7 @@ def partition_specs(
     """Return a `PartitionSpec` per parameter over the axes inside a region.
 
     Args:
-      params: one region's parameters (or their shapes) as `init_params` makes
-        them, scanned or not, with no region axis; callers that stack regions put the
-        region axis before each spec.
+      params: one region's parameters (or their shapes) as `init_params` makes them.
       axes: names of the mesh axes that shard the width (one, or several as one) and
         that shard heads, feed-forward features and vocabulary.
       stage: name of the mesh axis that divides the layers of scanned blocks, for a
@@ -50,9 +48,6 @@ def partition_specs(
       divides_embedding: whether the first axis divides the embedding too.
       expert: name of the mesh axis, among those of the width, that divides the experts
         of a mixture; it then does not divide their width.
-
-    Returns:
-      A tree of the same structure.
     """
     rest = (*axes, stage, divides_embedding, expert)
     return jax.tree_util.tree_map_with_path(
@@ -70,13 +65,8 @@ def check_divisible(
 ):
     """Check that devices along the axes of a mesh divide the model's dimensions.
 
-    Args:
-      config: the model.
-      data: devices that share the width.
-      model: devices that share heads, features and vocabulary.
-      stages: devices that share layers.
-      sequence: devices that share positions, and the width too.
-      expert: devices that share experts, and the width too.
+    Those of data share the width, of model heads, features and vocabulary, of stages
+    layers, of sequence positions and of expert experts, both the width too.
     """
     for axis, devices in {"data": data, "model": model, "stages": stages}.items():
         if devices < 1:
@@ -132,14 +122,9 @@ def check_pipeline(
     batch: int | None = None,
     data: int = 1,
 ):
-    """Check that a pipeline divides the model and a region's batch.
+    """Check that a pipeline divides the model and a region's batch of sequences.
 
-    Args:
-      config: the model.
-      stages: devices that share the layers.
-      microbatches: parts a batch is cut into.
-      batch: sequences of one region and step; None leaves it unchecked.
-      data: devices that share each microbatch.
+    The devices of data share each microbatch; no batch leaves it unchecked.
     """
     check_divisible(config, data=1, model=1, stages=stages)
     if not config.scan_layers:

@@ -41,15 +41,8 @@ def stage_bytes(
     token), and its gradient comes back; then S - 1 of S parts of the last stage's
     result go to the others, and their gradients come back. Idle ticks, in which the
     program sends zeros, are not counted; nor are the gradients of parameters that every
-    stage has. However many microbatches, it is the same.
-
-    Args:
-      config: the model.
-      num_stages: S.
-      batch: sequences.
-      length: positions of each.
-      subspace: of what is sent; None is the whole width.
-      num_ways: 2 with gradients, 1 without.
+    stage has. However many microbatches, it is the same. `num_ways` is 2 with
+    gradients, 1 without.
     """
     width = subspace.rank if subspace else config.width
     num_ids = 2 if subspace else 1

@@ -109,10 +109,8 @@ class Subspace:
     ) -> jax.Array:
         """Return the residual stream again, `U c + fixed(t)`, [B, L, D] in c's dtype.
 
-        Args:
-          coded_BLk: what `encode` gave.
-          embedding_VD: E, float32. Through its fixed part no gradient goes.
-          tokens_BL: the int32 ids that entered the model at these positions.
+        The tokens are those that entered the model here. Through the fixed part no
+        gradient goes.
         """
         rows_BLD = jax.lax.stop_gradient(embedding_VD)[tokens_BL]
         fixed_BLD = rows_BLD - self.project(rows_BLD)

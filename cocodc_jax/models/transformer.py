@@ -140,8 +140,6 @@ def init_params(config: TransformerConfig, key: jax.Array) -> Params:
     residual stream further divided by sqrt(2 num_layers) (GPT-2), the embedding
     1/sqrt(width), norm scales one. Scanned and unscanned models of one key hold
     the same numbers.
-
-    They are the nested dict of float32 arrays described at the top of this file.
     """
     return nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(key))))
 
@@ -191,15 +189,11 @@ def make_outputs(
 ) -> tuple[Callable, Callable]:
     """Make the loss in two parts, for Gauss-Newton products: logits, and their loss.
 
-    Args:
-      config: the model.
-      layout: of parameters that are divided; the compiler then shares out the work.
-
-    Returns:
-      `model(params, tokens) -> float32 logits [B, L, V]` and
-      `loss(logits, tokens) -> float32 scalar`, convex in the logits; tokens are
-      int32 `[B, L + 1]`. Their composition is `make_loss_fn`'s loss, unchunked, in
-      plain operations whatever the configuration says: products need forward mode.
+    They are `model(params, tokens) -> float32 logits [B, L, V]` and `loss(logits,
+    tokens) -> float32 scalar`, convex in the logits; tokens are int32 `[B, L + 1]`.
+    Their composition is `make_loss_fn`'s loss, unchunked, in plain operations whatever
+    the configuration says: products need forward mode. With a layout parameters are
+    divided, and the compiler shares out the work.
     """
     config = dataclasses.replace(
         config, attention="plain", backward="plain", expert_dispatch="blocks"

@@ -99,15 +99,14 @@ def cut_by_patterns(params: PyTree, patterns: Sequence[str]) -> Fragments:
     """
     groups: list[list[LeafSlice]] = [[] for _ in patterns]
     for index, (path, leaf) in enumerate(distinct_leaves(params)):
-        for group, pattern in zip(groups, patterns, strict=True):
-            if re.search(pattern, path):
-                group.append(_slice(path, index, leaf))
-                break
-        else:
+        matching = (k for k, pattern in enumerate(patterns) if re.search(pattern, path))
+        first = next(matching, None)
+        if first is None:
             raise ValueError(
                 f"no fragment pattern matches parameter {path!r}; "
                 f"patterns={list(patterns)}, add one such as '.*'"
             )
+        groups[first].append(_slice(path, index, leaf))
     for group, pattern in zip(groups, patterns, strict=True):
         if not group:
             raise ValueError(

@@ -160,11 +160,8 @@ def replay() -> Merge:
 def remembering(rule: Merge, kept: float | jax.Array) -> Merge:
     """Feed the progress that a merge drops back into the region's next message.
 
-    Error feedback of the merge, see `core.sync.remember`.
-
-    Args:
-      rule: which keeps a fixed share of the progress during the delay.
-      kept: that share, in [0, 1): alpha of the mix.
+    Error feedback of the merge, see `core.sync.remember`. The rule keeps a fixed share
+    of the progress during the delay, `kept` in [0, 1): alpha of the mix.
     """
     is_number = isinstance(kept, (int, float))  # Arrays are not checked.
     if is_number and not kept >= 0:
@@ -195,11 +192,8 @@ def curvature_mix(mean_weight: float | jax.Array) -> Merge:
 
     theta^m <- theta^g + (theta^m - staged) - w (theta^g - staged), with w in [0, 1]
     from `transforms.mix.curvature_weights`: w = 0 everywhere is the replay, w = 1 keeps
-    the local fragment. The metric `correction_ratio` is the length of the correction
-    relative to the progress.
-
-    Args:
-      mean_weight: mean of w over each tensor before it is clipped at 1, in [0, 1].
+    the local fragment. `mean_weight` is the mean of w over each tensor before it is
+    clipped at 1, in [0, 1].
     """
     if isinstance(mean_weight, (int, float)) and not 0 <= mean_weight <= 1:
         raise ValueError(f"mean_weight={mean_weight} must be in [0, 1]")

@@ -161,11 +161,8 @@ def nesterov(
 ) -> SharedOuter:
     """Make outer Nesterov: m <- mu m + Delta; theta^g <- theta^g - eta (Delta + mu m).
 
-    Equal to `optax.sgd(eta, mu, nesterov=True)`; read from the authors' code.
-
-    Args:
-      outer_lr: eta, positive and finite; arrays are not checked.
-      outer_momentum: mu, in [0, 1); arrays are not checked.
+    Equal to `optax.sgd(eta, mu, nesterov=True)`; read from the authors' code. eta is
+    positive and finite, mu in [0, 1); arrays are not checked.
     """
     return SharedOuter(nesterov_sgd(outer_lr, outer_momentum))
 

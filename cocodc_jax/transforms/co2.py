@@ -42,9 +42,6 @@ def scale_by_clipped_momentum(
 ) -> optax.GradientTransformation:
     """Keep every element of the momentum within bounds: m <- clip(b m + g, +-max_abs).
 
-    The stored momentum is the clipped one. (The public CO2 code computes the clip and
-    drops its result.)
-
     Args:
       momentum: b, in [0, 1).
       max_abs: phi, largest absolute value of an element, in units of the updates.
@@ -95,9 +92,8 @@ def scale_by_staleness_gap() -> optax.GradientTransformationExtraArgs:
     not counted into the mean, which would be too small ever after, nor is one whose
     move is not finite.
 
-    Ours: CO2 (arXiv 2401.16265) is remembered to divide what is late by a gap, but its
-    formula was not found, and its public code holds Lambda at 1. Steady moves are left
-    alone.
+    Ours: that CO2 divides what is late by a gap is from memory, its formula was not
+    found. Steady moves are left alone.
 
     Returns:
       A transformation whose `update(updates, state, params, *, stale_params)` takes

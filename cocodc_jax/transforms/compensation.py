@@ -83,10 +83,6 @@ def delay_compensation(
       are ignored. All trees share structure and shapes; None and masked leaves of
       `updates` are skipped in the other trees.
 
-    Raises:
-      ValueError: in `update`, while tracing, for a missing argument, or a tree of other
-        shapes than the updates.
-
     >>> import jax, jax.numpy as jnp, optax
     >>> loss = lambda w: jnp.sum(jnp.array([1.0, 4.0]) * w**2) / 2
     >>> stale, now = jnp.array([1.0, 1.0]), jnp.array([0.5, 0.75])

@@ -232,10 +232,7 @@ def hessian_vector(units: str = "gradient") -> Curvature:
     fragment, a function of that fragment with the other parameters closed over.
     Forward-over-reverse: one `jax.jvp` of the gradient, which holds the activations of
     one gradient and their tangents. A Hessian can be indefinite; `max_ratio` of
-    `delay_compensation` is the guard.
-
-    Args:
-      units: of the result: "gradient", "parameter" or "adam" (module docstring).
+    `delay_compensation` is the guard. `units` are of the result (module docstring).
     """
     check_choice("units", units, tuple(_UNIT_NEEDS))
 
@@ -256,10 +253,7 @@ def gauss_newton(units: str = "gradient") -> Curvature:
     loss is convex in the outputs (cross-entropy, squares), exact when the model is
     linear. Both functions close over a batch of the caller's choice. One linearised
     forward pass, one tangent pass and its transpose, which holds the activations of one
-    gradient and a copy of the outputs.
-
-    Args:
-      units: of the result: "gradient", "parameter" or "adam" (module docstring).
+    gradient and a copy of the outputs. `units` are of the result (module docstring).
     """
     check_choice("units", units, tuple(_UNIT_NEEDS))
 
@@ -280,15 +274,12 @@ def gauss_newton(units: str = "gradient") -> Curvature:
 def hutchinson(num_samples: int = 1, units: str = "gradient") -> Curvature:
     """Estimate H D = mean(z * H z) * D: an unbiased estimate of diag(H), times D.
 
-    The mean runs over `num_samples` vectors z of random signs, one exact product each.
+    The mean runs over `num_samples` vectors z of random signs, one exact product each;
+    its variance falls as 1 / num_samples. `units` are of the result (module docstring).
     Needs `gradient_fn` as `hessian_vector` does, and a `key`, a fresh one each
     step. The gradient is linearised once (its residuals are kept) and applied once
     per sample; one more tree holds the running sum. A diagonal cannot see how
     parameters interact: exact only where the Hessian is diagonal.
-
-    Args:
-      num_samples: sign vectors per estimate; the variance falls as 1 / num_samples.
-      units: of the result: "gradient", "parameter" or "adam" (module docstring).
     """
     check_count("num_samples", num_samples)
     check_choice("units", units, tuple(_UNIT_NEEDS))
@@ -341,9 +332,7 @@ NAMES = tuple(_FACTORIES)
 def get(name: str, **options) -> Curvature:
     """Build the curvature of that name, for configurations and command lines.
 
-    Args:
-      name: one of `NAMES`.
-      **options: arguments of the factory of that name.
+    The options are arguments of the factory of that name.
 
     >>> get("outer_product", units="gradient").needs
     frozenset({'learning_rate'})

@@ -107,12 +107,9 @@ def adaptive_delay_compensation(
             updates,
             state.mean_square,
         )
+        given = {"stale_params": stale_params, "second_moment": mean_square}
         updates, compensation = compensate.update(
-            updates,
-            state.compensation,
-            params,
-            stale_params=stale_params,
-            second_moment=mean_square,
+            updates, state.compensation, params, **given
         )
         return updates, AdaptiveDelayCompensationState(mean_square, compensation)
 
@@ -123,13 +120,8 @@ def _size_weighted_outer_product(eps):
     """Return H D = g * g * D / sqrt(second_moment + eps)."""
 
     def product(gradient, displacement, *, second_moment):
-        return jax.tree.map(
-            lambda g, d, m: g * g * d / jnp.sqrt(widen(m) + eps),
-            gradient,
-            displacement,
-            second_moment,
-        )
+        weigh = lambda g, d, m: g * g * d / jnp.sqrt(widen(m) + eps)  # noqa: E731
+        return jax.tree.map(weigh, gradient, displacement, second_moment)
 
-    return curvature.Curvature(
-        "size_weighted_outer_product", product, frozenset({"second_moment"})
-    )
+    needs = frozenset({"second_moment"})
+    return curvature.Curvature("size_weighted_outer_product", product, needs)

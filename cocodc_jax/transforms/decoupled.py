@@ -17,6 +17,8 @@ over the senders: on random input with 4 regions and b = 0.95 that momentum grow
 more than 1e12 in 60 rounds, while the mean over all regions is stable.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,9 +56,6 @@ def average_duplicates(
     Returns:
       The tree, in the shapes and dtypes encoded; sums are in float32 or wider.
 
-    Raises:
-      ValueError: if the compressor's messages do not tell what they carry.
-
     >>> import jax, jax.numpy as jnp
     >>> from cocodc_jax.transforms.sparsify import top_k
     >>> compressor = top_k(density=0.5)
@@ -72,8 +71,8 @@ def average_duplicates(
         )
 
     def combine(packed):
-        read = jax.vmap(lambda arrays: compressor.read(arrays, packed.shape))
-        places, coefficients = read(packed.arrays)
+        read = functools.partial(compressor.read, shape=packed.shape)
+        places, coefficients = jax.vmap(read)(packed.arrays)
         coefficients = widen(coefficients)
         num_rows = places.shape[1]
         counts = jnp.ones(len(places)) if weights is None else weights

@@ -162,13 +162,8 @@ def look_ahead(
 
         start = params - learning_rate * mu * m
 
-    Args:
-      learning_rate: eta, of the `heloco` or `mla` whose `state` it is given.
-      momentum: mu, likewise.
-
-    Returns:
-      A function that finds the momentum in the state, also in one that wrappers of
-      Optax have around it. It raises ValueError where the state does not hold one.
+    eta and mu are those of the `heloco` or `mla` whose `state` it is given, also in one
+    that wrappers of Optax have around it.
 
     >>> import jax.numpy as jnp
     >>> outer, params = mla(1.0, 0.5), jnp.array([4.0])
@@ -188,13 +183,10 @@ def look_ahead(
                 f"state holds {len(momenta)} momenta of heloco or mla, but look_ahead "
                 "goes by one: pass the state of that optimizer"
             )
-        held = match_holes(momenta[0], params)
-        led = jax.tree.map(
-            lambda x, v: (x - learning_rate * momentum * v).astype(x.dtype),
-            held,
-            momenta[0],
-        )
-        return fill_holes(momenta[0], led, params)
+        (m,) = momenta
+        lead = lambda x, v: (x - learning_rate * momentum * v).astype(x.dtype)  # noqa: E731
+        led = jax.tree.map(lead, match_holes(m, params), m)
+        return fill_holes(m, led, params)
 
     return start
 

@@ -11,8 +11,6 @@ not shrink is sent whole.
 Both factors go through another compressor: `low_rank(rank, factors=int4())` is
 DiLoCoX's. Wrap it in `error_feedback`.
 
-`resize` and `effective_rank` are for a rank that changes between rounds.
-
 Source: PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1) and DiLoCoX (arXiv
 2506.21263, from memory, unchecked). Differs from PowerSGD's paper: there P and Q are
 averaged over regions between the two products (`power_sgd` does that), here a region

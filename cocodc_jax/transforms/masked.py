@@ -105,11 +105,8 @@ def weigh_owned(
     the owners with these weights: `r_m` becomes `r_m (n / M) / (sum of w over the n
     owners)`, zero where none of them counts. Equal weights change nothing.
 
-    Args:
-      messages: of `masked(core, density, M)`, leaves `[M, ...]`.
-      weights: `[M]`, of sum 1.
-      core: as given to `masked`.
-      density: likewise.
+    The messages are those of `masked(core, density, M)`, leaves `[M, ...]`; weights
+    `[M]` have sum 1.
     """
     first = jax.tree.map(lambda x: x[0], messages["core"])
     size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(core.decode, first)))

@@ -113,14 +113,11 @@ def scale_by_delayed_nesterov(
             updates,
             new_momentum,
         )
-        buffer = jax.tree.map(
-            lambda b: jnp.where(is_full, jnp.zeros_like(b), b), buffer
+        num_buffered, buffer = jax.tree.map(
+            lambda x: jnp.where(is_full, jnp.zeros_like(x), x), (num_buffered, buffer)
         )
-        return direction, DelayedNesterovState(
-            num_buffered=jnp.where(is_full, 0, num_buffered),
-            buffer=buffer,
-            momentum=cast_like(new_momentum, state.momentum),
-        )
+        momentum_state = cast_like(new_momentum, state.momentum)
+        return direction, DelayedNesterovState(num_buffered, buffer, momentum_state)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -177,10 +174,6 @@ def group_heavy_ball(
     Returns:
       A transformation whose `update(updates, state, params, *, group_mean_params)`
       gives the step to add; `group_mean_params` is a tree like `params`, *regional*.
-
-    Raises:
-      ValueError: in `update`, if `params` or `group_mean_params` is missing or of other
-        shapes than the updates.
     """
     check_unit_interval("momentum", momentum)
 

@@ -59,9 +59,6 @@ def snoo(
       A transformation whose `update(gradients, state, params)` gives the step to add.
       Holds two more trees, x and m.
 
-    Raises:
-      ValueError: in `update`, if `params` is missing.
-
     >>> import jax.numpy as jnp, optax
     >>> optimizer = snoo(optax.sgd(0.1), learning_rate=2.0, momentum=0.0,
     ...                  sync_interval=2)
@@ -107,9 +104,8 @@ def snoo(
         slow, outer_state = _where(
             is_sync, (slow, outer_state), (state.slow_params, state.outer_state)
         )
-        new_state = SnooState(
-            jnp.where(is_sync, 0, num_steps), slow, inner_state, outer_state
-        )
+        num_steps = jnp.where(is_sync, 0, num_steps)
+        new_state = SnooState(num_steps, slow, inner_state, outer_state)
         return _where(is_sync, jump, fast_step), new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -54,10 +54,9 @@ def threshold(
 ) -> Compressor:
     """Send the values of each tensor that reach a threshold kept for some calls.
 
-    A message's size is static: `capacity = round(slack * density * size)` values and
-    as many packed indices a tensor (at least one, at most all), however many values
-    reach the threshold. Zeros are never chosen. Under `jax.vmap` the sort
-    runs at every call; under `jax.lax.map` and in `jax.shard_map` only when due.
+    A message has `round(slack * density * size)` values and as many packed indices a
+    tensor (at least one, at most all). Zeros are never chosen. Under `jax.vmap` the
+    sort runs at every call; under `jax.lax.map` and in `jax.shard_map` only when due.
 
     Args:
       density: share of a tensor's values that reach a fresh threshold, in (0, 1].
@@ -97,14 +96,11 @@ def threshold(
             lambda: tuple(_kth_largest(x, density) for x in leaves),
             lambda: vary_like(state.thresholds, tuple(x.sum() for x in leaves)),
         )
-        places = [
-            _places(x, t, _capacity(x.size, density, slack))
-            for x, t in zip(leaves, thresholds, strict=True)
-        ]
-        chosen = [
-            x.reshape(-1).at[i].get(mode="fill", fill_value=0)
-            for x, i in zip(leaves, places, strict=True)
-        ]
+        places, chosen = [], []
+        for x, t in zip(leaves, thresholds, strict=True):
+            capacity = min(x.size, max(1, round(slack * density * x.size)))
+            places.append(_places(x, t, capacity))
+            chosen.append(x.reshape(-1).at[places[-1]].get(mode="fill", fill_value=0))
         encoded, _ = inner.encode(chosen, (), key)
         packed = []
         for x, i, v in zip(leaves, places, encoded, strict=True):
@@ -124,10 +120,6 @@ def threshold(
         return map_packed(decode_leaf, message)
 
     return Compressor(name, init, encode, decode, is_sparse=True)
-
-
-def _capacity(size, density, slack):
-    return min(size, max(1, round(slack * density * size)))
 
 
 def _kth_largest(x, density):

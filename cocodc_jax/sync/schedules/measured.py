@@ -42,7 +42,6 @@ from cocodc_jax.sync.schedules.base import (
     Observe,
     Pending,
     Schedule,
-    ScheduleState,
     nothing,
 )
 from cocodc_jax.sync.schedules.slotted import Slotted, Staggered, ahead, check_delay
@@ -67,8 +66,7 @@ class MeasuredState:
     step_times: tuple[float, ...] = ()
     sync_times: tuple[float, ...] = ()
 
-    # No measured schedule sets the rank of messages.
-    rank: ClassVar[int] = 0
+    rank: ClassVar[int] = 0  # No measured schedule sets that of messages.
 
     @property
     def step(self) -> int:
@@ -179,14 +177,21 @@ class Measured(Schedule):
         for applied in observe("applied"):
             state = self.learn(state, applied)
         slot_steps = self._slot_steps(state)
+
+        def seen_already(name: str) -> Any:  # Updates have been passed on.
+            return [] if name == "applied" else observe(name)
+
         base, event = self.base.leave(
-            state.base, step, _seen_already(observe), self._delay(state), slot_steps
+            state.base, step, seen_already, self._delay(state), slot_steps
         )
         state = dataclasses.replace(state, base=base)
-        if self.network_share is not None:
-            slot = step + self._steps_to_slot(base, step, slot_steps)
-            state = dataclasses.replace(state, next_slot=slot)
-        return state, event
+        if self.network_share is None:
+            return state, event
+        starts = sorted(max(start, 0) for start in base.last_start)
+        left = [start + self.sync_interval - step for start in starts]
+        in_time = [steps // (i + 1) for i, steps in enumerate(left)]
+        slot = step + max(1, min(slot_steps, *in_time))
+        return dataclasses.replace(state, next_slot=slot), event
 
     def learn(self, state: MeasuredState, applied: Applied) -> MeasuredState:
         """Return the state with T_c and T_s of every region, and the update."""
@@ -228,16 +233,6 @@ class Measured(Schedule):
             self.network_share,
         )
         return self.sync_interval // num_syncs
-
-    def _steps_to_slot(self, base: ScheduleState, step: int, slot_steps: int) -> int:
-        last = sorted(max(start, 0) + self.sync_interval for start in base.last_start)
-        in_time = [(deadline - step) // (i + 1) for i, deadline in enumerate(last)]
-        return max(1, min(slot_steps, *in_time))
-
-
-def _seen_already(observe: Observe) -> Observe:
-    """Answer the base's queries: updates have been passed on already."""
-    return lambda name: [] if name == "applied" else observe(name)
 
 
 def staggered(

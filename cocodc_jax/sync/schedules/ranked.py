@@ -87,11 +87,9 @@ class RankedRounds(Schedule):
         """Return the state at the start of a round, with a zero message in flight."""
         first = self.init()
         (pending,) = first.in_flight
-        pending = pending._replace(apply_step=step + self.sync_interval)
-        last_start = (step,) if step else first.last_start
-        return dataclasses.replace(
-            first, step=step, in_flight=(pending,), last_start=last_start
-        )
+        flying = (pending._replace(apply_step=step + self.sync_interval),)
+        last = (step,) if step else first.last_start
+        return dataclasses.replace(first, step=step, in_flight=flying, last_start=last)
 
     def steps_of(self, rank: int) -> int:
         """Return H_t, the steps of a round that hides a message of this rank."""
@@ -106,7 +104,10 @@ class RankedRounds(Schedule):
         if step == self.next_step(state):
             for applied in observe("applied"):
                 state = self.learn(state, applied)
-            rank = self._choose_rank(state.effective_ranks)
+            seen, rank = state.effective_ranks, self.ranks[0]
+            if seen:
+                wanted = statistics.fmean(seen)
+                rank = min((r for r in self.ranks if r >= wanted), default=rank)
             steps = self.steps_of(rank)
             pending = Pending(0, step, step + steps, rank=rank)
             event = pending.event(START, step - state.round_steps)
@@ -125,13 +126,6 @@ class RankedRounds(Schedule):
         """Return the state with the effective rank of an applied mean."""
         newest = (*state.effective_ranks, applied.seen["effective_rank"])
         return dataclasses.replace(state, effective_ranks=newest[-self.window :])
-
-    def _choose_rank(self, effective_ranks: tuple[float, ...]) -> int:
-        if not effective_ranks:
-            return self.ranks[0]
-        wanted = statistics.fmean(effective_ranks)
-        enough = [rank for rank in self.ranks if rank >= wanted]
-        return min(enough, default=self.ranks[0])
 
 
 def ranked_rounds(sync_interval: int, rank: int, min_rank: int) -> RankedRounds:

@@ -201,15 +201,9 @@ class OneStepStale(Staggered):
         flying = []
         for j in range(1 - self.num_fragments, 1):
             start = j * self.slot_steps
-            midway = start + self.delay_steps // 2
-            flying.append(
-                Pending(
-                    j % self.num_fragments,
-                    start,
-                    start + self.delay_steps,
-                    midway if self.looks_midway and midway > 0 else None,
-                )
-            )
+            apply_step, midway = start + self.delay_steps, start + self.delay_steps // 2
+            halfway = midway if self.looks_midway and midway > 0 else None
+            flying.append(Pending(j % self.num_fragments, start, apply_step, halfway))
         return dataclasses.replace(super().init(), in_flight=tuple(flying))
 
     def begin_at(self, step: int) -> ScheduleState:
@@ -232,13 +226,9 @@ class OneStepStale(Staggered):
             # An arrival frees its fragment.
             due = tuple(p for p in state.in_flight if p.apply_step <= step)
             rest = tuple(p for p in state.in_flight if p.apply_step > step)
-            left, event = self.leave(
-                dataclasses.replace(state, in_flight=rest),
-                step,
-                observe,
-                self.delay_steps,
-                self.slot_steps,
-            )
+            free = dataclasses.replace(state, in_flight=rest)
+            how = observe, self.delay_steps, self.slot_steps
+            left, event = self.leave(free, step, *how)
             if event is not None:
                 flying = (*due, *left.in_flight)
                 return dataclasses.replace(left, in_flight=flying), event
