@@ -48,38 +48,23 @@ PyTree = Any
 
 
 class SynchronizedState(NamedTuple):
-    """State of `synchronized` in one region; tuples have one entry per fragment.
+    """State of `synchronized` in one region; tuples have one entry per fragment."""
 
-    Attributes:
-      step: int32 scalar, updates done.
-      inner: state of the inner optimizer.
-      per_step: state of the exchange at every step, `()` if there is none.
-      times: the schedule's state, `traced.Times`.
-      outer: outer parameters, at least float32.
-      opt_states: states of the outer optimizer.
-      memories: states of the compressors.
-      means: means in flight, or the last ones; `()` without a delay.
-      copies: copies of the region's fragment while it is in flight, by name.
-      stale: outer fragments that the pseudo-gradients in flight were measured from.
-      counts: int32 `[N]`, messages sent: by fragment and moment, or by step.
-      message_bytes: float32 `[N]`, bytes of each message.
-      norm: float32 scalar, norm of the last applied mean.
-      correction_ratio: float32 scalar, from the last merge; 0 if it corrects nothing.
-    """
-
-    step: Any
-    inner: Any
-    per_step: Any
-    times: Any
-    outer: Any
-    opt_states: Any
-    memories: Any
-    means: Any
-    copies: Any
+    step: Any  # int32 scalar, updates done.
+    inner: Any  # State of the inner optimizer.
+    per_step: Any  # State of the exchange at every step, `()` if there is none.
+    times: Any  # The schedule's state, `traced.Times`.
+    outer: Any  # Outer parameters, at least float32.
+    opt_states: Any  # States of the outer optimizer.
+    memories: Any  # States of the compressors.
+    means: Any  # Means in flight, or the last ones; `()` without a delay.
+    copies: Any  # Copies of the region's fragment while it is in flight, by name.
+    # Outer fragments that the pseudo-gradients in flight were measured from.
     stale: Any
-    counts: Any
-    message_bytes: Any
-    norm: Any
+    counts: Any  # int32 `[N]`, messages sent: by fragment and moment, or by step.
+    message_bytes: Any  # float32 `[N]`, bytes of each message.
+    norm: Any  # float32 scalar, norm of the last applied mean.
+    # float32 scalar, from the last merge; 0 if it corrects nothing.
     correction_ratio: Any
 
 

@@ -43,17 +43,11 @@ WEIGHTS = "weights"
 
 
 class Adapter(NamedTuple):
-    """What adds `scale * x a b` to a product with a weight [D, F]; see `lora.py`.
+    """What adds `scale * x a b` to a product with a weight [D, F]; see `lora.py`."""
 
-    Attributes:
-      a: [D, r], divided over devices as the weight's rows are.
-      b: [r, F], divided as its columns are.
-      scale: of the product.
-    """
-
-    a: jax.Array
-    b: jax.Array
-    scale: float
+    a: jax.Array  # [D, r], divided over devices as the weight's rows are.
+    b: jax.Array  # [r, F], divided as its columns are.
+    scale: float  # Of the product.
 
 
 @dataclasses.dataclass(frozen=True)

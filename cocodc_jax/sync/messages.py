@@ -205,19 +205,12 @@ class Ranked(Message):
 
 @dataclasses.dataclass(frozen=True)
 class MaskedCore(Message):
-    """A core of everything, and the residual of the entries that a region owns.
+    """A core of everything, and the residual of the entries that a region owns."""
 
-    Attributes:
-      core: compressor of the core.
-      density: share of the entries that a region owns.
-      seed: of the owned entries, equal in every region.
-      num_regions: M, set by `bind`.
-    """
-
-    core: Compressor
-    density: float
-    seed: int = 0
-    num_regions: int = 1
+    core: Compressor  # Compressor of the core.
+    density: float  # Share of the entries that a region owns.
+    seed: int = 0  # Of the owned entries, equal in every region.
+    num_regions: int = 1  # M, set by `bind`.
 
     only_weighted = _NOT_EVERY_ENTRY
     is_numbered = True

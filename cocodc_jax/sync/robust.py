@@ -59,18 +59,13 @@ MEANS = ("weighted", "clip", "trim")
 
 @dataclasses.dataclass(frozen=True)
 class Robust:
-    """How a mean over regions handles bad updates.
+    """How a mean over regions handles bad updates."""
 
-    Attributes:
-      exclude_above: a message longer than this many times the median over regions is
-        left out; infinity leaves out only what is not finite.
-      mean: one of `MEANS`.
-      trim: b, share of the values dropped at either end, for "trim".
-    """
-
+    # A message longer than this many times the median over regions is left out;
+    # infinity leaves out only what is not finite.
     exclude_above: float = math.inf
-    mean: str = "weighted"
-    trim: float = 0.0
+    mean: str = "weighted"  # One of `MEANS`.
+    trim: float = 0.0  # b, share of the values dropped at either end, for "trim".
 
     def __post_init__(self):
         if not self.exclude_above > 1:

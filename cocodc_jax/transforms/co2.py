@@ -69,17 +69,12 @@ def scale_by_clipped_momentum(
 
 
 class StalenessGapState(NamedTuple):
-    """State of `scale_by_staleness_gap`.
+    """State of `scale_by_staleness_gap`."""
 
-    Attributes:
-      num_rounds: int32 scalar, rounds that moved the parameters.
-      mean_move: float32 scalar, mean length of their moves, in parameter units.
-      gap: float32 scalar, the last Lambda, at least 1.
-    """
-
-    num_rounds: jax.Array
+    num_rounds: jax.Array  # int32 scalar, rounds that moved the parameters.
+    # float32 scalar, mean length of their moves, in parameter units.
     mean_move: jax.Array
-    gap: jax.Array
+    gap: jax.Array  # float32 scalar, the last Lambda, at least 1.
 
 
 def scale_by_staleness_gap() -> optax.GradientTransformationExtraArgs:

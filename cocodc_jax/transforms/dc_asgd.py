@@ -68,14 +68,11 @@ def dc_asgd_adaptive(
 
 
 class AdaptiveDelayCompensationState(NamedTuple):
-    """State of `adaptive_delay_compensation`.
+    """State of `adaptive_delay_compensation`."""
 
-    Attributes:
-      mean_square: tree like the parameters, running mean of the squared updates.
-      compensation: `DelayCompensationState` of the inner `delay_compensation`.
-    """
-
+    # tree like the parameters, running mean of the squared updates.
     mean_square: optax.Updates
+    # `DelayCompensationState` of the inner `delay_compensation`.
     compensation: optax.OptState
 
 

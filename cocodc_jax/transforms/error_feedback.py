@@ -24,15 +24,11 @@ _NAME = "error_feedback"
 
 
 class ErrorFeedbackState(NamedTuple):
-    """State of `error_feedback`.
+    """State of `error_feedback`."""
 
-    Attributes:
-      residual: tree like the one compressed, float32 or wider, what is not yet sent.
-      inner: state of the inner compressor.
-    """
-
+    # tree like the one compressed, float32 or wider, what is not yet sent.
     residual: Any
-    inner: Any
+    inner: Any  # State of the inner compressor.
 
 
 def error_feedback(inner: Compressor, decay: float | jax.Array = 1.0) -> Compressor:

@@ -56,17 +56,11 @@ __all__ = [
 
 
 class DelayedNesterovState(NamedTuple):
-    """State of `scale_by_delayed_nesterov`.
+    """State of `scale_by_delayed_nesterov`."""
 
-    Attributes:
-      num_buffered: int32 scalar, arrivals since the momentum last changed.
-      buffer: tree like the parameters, sum of those arrivals.
-      momentum: tree like the parameters, m.
-    """
-
-    num_buffered: jax.Array
-    buffer: optax.Updates
-    momentum: optax.Updates
+    num_buffered: jax.Array  # int32 scalar, arrivals since the momentum last changed.
+    buffer: optax.Updates  # tree like the parameters, sum of those arrivals.
+    momentum: optax.Updates  # tree like the parameters, m.
 
 
 def scale_by_delayed_nesterov(

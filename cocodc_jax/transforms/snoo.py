@@ -26,19 +26,13 @@ from cocodc_jax.transforms.numerics import (
 
 
 class SnooState(NamedTuple):
-    """State of `snoo`.
+    """State of `snoo`."""
 
-    Attributes:
-      num_steps: int32 scalar, inner steps since the last outer step.
-      slow_params: tree like the parameters, x.
-      inner_state: state of the inner optimizer, left as it is by an outer step.
-      outer_state: state of the outer `optax.sgd`.
-    """
-
-    num_steps: jax.Array
-    slow_params: optax.Params
+    num_steps: jax.Array  # int32 scalar, inner steps since the last outer step.
+    slow_params: optax.Params  # tree like the parameters, x.
+    # State of the inner optimizer, left as it is by an outer step.
     inner_state: optax.OptState
-    outer_state: optax.OptState
+    outer_state: optax.OptState  # State of the outer `optax.sgd`.
 
 
 def snoo(

@@ -35,15 +35,11 @@ _BEYOND = np.iinfo(np.int32).max
 
 
 class ThresholdState(NamedTuple):
-    """State of `threshold`.
+    """State of `threshold`."""
 
-    Attributes:
-      num_calls: int32 scalar, calls since the thresholds were taken; 0 before a sort.
-      thresholds: a float32 scalar for each leaf.
-    """
-
+    # int32 scalar, calls since the thresholds were taken; 0 before a sort.
     num_calls: jax.Array
-    thresholds: tuple
+    thresholds: tuple  # a float32 scalar for each leaf.
 
 
 def threshold(

@@ -69,30 +69,22 @@ SCORES = tuple(_NEEDS)
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveState(ScheduleState):
-    """State of adaptive transmission; tuples have one entry per fragment.
+    """State of adaptive transmission; tuples have one entry per fragment."""
 
-    Attributes:
-      interval: steps between the last two starts (from step 0 for the first).
-      norm: L2 norm of the last applied mean pseudo-gradient, 0 before the first.
-      size: parameters in the fragment, 0 before its first sync was applied.
-      observed_interval: the interval that `norm` was accumulated over.
-    """
-
+    # Steps between the last two starts (from step 0 for the first).
     interval: tuple[int, ...]
+    # L2 norm of the last applied mean pseudo-gradient, 0 before the first.
     norm: tuple[float, ...]
+    # Parameters in the fragment, 0 before its first sync was applied.
     size: tuple[int, ...]
-    observed_interval: tuple[int, ...]
+    observed_interval: tuple[int, ...]  # The interval that `norm` was accumulated over.
 
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive(Slotted):
-    """Slots serve the fragment that changes fastest; see `adaptive`.
+    """Slots serve the fragment that changes fastest; see `adaptive`."""
 
-    Attributes:
-      transmission_score: one of `SCORES`.
-    """
-
-    transmission_score: str = "pseudo_gradient"
+    transmission_score: str = "pseudo_gradient"  # One of `SCORES`.
 
     def __post_init__(self):
         check_choice("transmission_score", self.transmission_score, SCORES)

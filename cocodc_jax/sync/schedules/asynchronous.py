@@ -34,15 +34,11 @@ class Asynchronous(Schedule):
     """A schedule of one fragment (the full model) whose events each name a region.
 
     In its state `last_start` has one entry per region.
-
-    Attributes:
-      sync_interval: H, inner steps of the fastest region between two syncs.
-      is_dynamic: whether slower regions do fewer steps between syncs.
-      step_times: ticks of one inner step of each region, see `Regions`.
     """
 
-    sync_interval: int
-    is_dynamic: bool = True
+    sync_interval: int  # H, inner steps of the fastest region between two syncs.
+    is_dynamic: bool = True  # Whether slower regions do fewer steps between syncs.
+    # Ticks of one inner step of each region, see `Regions`.
     step_times: tuple[float, ...] = ()
 
     num_fragments = 1

@@ -52,19 +52,13 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredState:
-    """State of a measured schedule.
+    """State of a measured schedule."""
 
-    Attributes:
-      base: of the schedule that chooses what starts.
-      next_slot: step of the next slot, if slots are measured, else 0.
-      step_times: seconds of an inner step from the last messages, newest last.
-      sync_times: seconds of a sync, likewise.
-    """
-
-    base: Any
-    next_slot: int = 0
+    base: Any  # Of the schedule that chooses what starts.
+    next_slot: int = 0  # Step of the next slot, if slots are measured, else 0.
+    # Seconds of an inner step from the last messages, newest last.
     step_times: tuple[float, ...] = ()
-    sync_times: tuple[float, ...] = ()
+    sync_times: tuple[float, ...] = ()  # Seconds of a sync, likewise.
 
     rank: ClassVar[int] = 0  # No measured schedule sets that of messages.
 
@@ -85,22 +79,15 @@ class MeasuredState:
 
 @dataclasses.dataclass(frozen=True)
 class Measured(Schedule):
-    """A schedule whose delay, or slots, or both, adapt to the network.
+    """A schedule whose delay, or slots, or both, adapt to the network."""
 
-    Attributes:
-      base: chooses what starts; its `slot_steps` are those of the first slots.
-      delay_steps: the maximum delay; the delay itself, if that is not measured.
-      measures_delay: whether the delay is measured.
-      network_share: gamma in (0, 1], the share of the network that may be used, if
-        slots are measured; None keeps them.
-      window: how many syncs count.
-    """
-
-    base: Slotted
-    delay_steps: int
-    measures_delay: bool = True
+    base: Slotted  # Chooses what starts; its `slot_steps` are those of the first slots.
+    delay_steps: int  # The maximum delay; the delay itself, if that is not measured.
+    measures_delay: bool = True  # Whether the delay is measured.
+    # gamma in (0, 1], the share of the network that may be used, if slots are measured;
+    # None keeps them.
     network_share: float | None = None
-    window: int = 5
+    window: int = 5  # How many syncs count.
 
     def __post_init__(self):
         # Measured slots can wait for a fragment, up to its deadline.

@@ -35,17 +35,11 @@ from cocodc_jax.sync.schedules.base import (
 
 @dataclasses.dataclass(frozen=True)
 class RankedState(ScheduleState):
-    """State of ranked rounds.
+    """State of ranked rounds."""
 
-    Attributes:
-      sent_rank: of the messages sent now.
-      round_steps: steps of the current round.
-      effective_ranks: of the last applied means, newest last.
-    """
-
-    sent_rank: int
-    round_steps: int
-    effective_ranks: tuple[float, ...] = ()
+    sent_rank: int  # Of the messages sent now.
+    round_steps: int  # Steps of the current round.
+    effective_ranks: tuple[float, ...] = ()  # Of the last applied means, newest last.
 
     @property
     def rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -55,17 +49,11 @@ class RankedState(ScheduleState):
 
 @dataclasses.dataclass(frozen=True)
 class RankedRounds(Schedule):
-    """A schedule of the full model, one round late, see `ranked_rounds`.
+    """A schedule of the full model, one round late, see `ranked_rounds`."""
 
-    Attributes:
-      sync_interval: H_1, steps of a round at the first rank.
-      ranks: the buckets, descending; the first is r_1.
-      window: number of means to average effective ranks over.
-    """
-
-    sync_interval: int
-    ranks: tuple[int, ...] = (1,)
-    window: int = 5
+    sync_interval: int  # H_1, steps of a round at the first rank.
+    ranks: tuple[int, ...] = (1,)  # The buckets, descending; the first is r_1.
+    window: int = 5  # Number of means to average effective ranks over.
 
     num_fragments = 1
     needs = frozenset({"effective_rank"})

@@ -44,24 +44,16 @@ from cocodc_jax.sync.schedules.base import (
 
 @dataclasses.dataclass(frozen=True)
 class Slotted(Schedule):
-    """A schedule whose fragments start at slots; subclasses define `serve`.
+    """A schedule whose fragments start at slots; subclasses define `serve`."""
 
-    Attributes:
-      num_fragments: K.
-      sync_interval: H.
-      delay_steps: tau.
-      slot_steps: h, inner steps between two slots.
-      participating: the regions whose messages count, ascending; None is all of them.
-      looks_midway: whether there are `MIDWAY` events.
-      phase_steps: steps by which every slot precedes a multiple of `slot_steps`.
-    """
-
-    num_fragments: int
-    sync_interval: int
-    delay_steps: int
-    slot_steps: int
+    num_fragments: int  # K.
+    sync_interval: int  # H.
+    delay_steps: int  # tau.
+    slot_steps: int  # h, inner steps between two slots.
+    # The regions whose messages count, ascending; None is all of them.
     participating: tuple[int, ...] | None = None
-    looks_midway: bool = False
+    looks_midway: bool = False  # Whether there are `MIDWAY` events.
+    # Steps by which every slot precedes a multiple of `slot_steps`.
     phase_steps: int = dataclasses.field(default=0, kw_only=True)
 
     def __post_init__(self):
