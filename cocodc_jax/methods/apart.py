@@ -36,9 +36,5 @@ from cocodc_jax.sync import Method
 
 
 def apart() -> Method:
-    """Exchange nothing: regions are experts, merged when they are done.
-
-    What is evaluated is the average of their parameters;
-    `experiments.studies.merge_experts` makes an ensemble with a router of them.
-    """
+    """Exchange nothing: regions are experts, merged when they are done."""
     return Method(name="apart")

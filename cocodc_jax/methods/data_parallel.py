@@ -29,8 +29,5 @@ from cocodc_jax.sync.per_step import mean_gradients
 
 
 def data_parallel() -> Method:
-    """Average gradients over all regions at every step: the reference.
-
-    M regions make one step on M times the batch; there is no outer optimizer.
-    """
+    """Average gradients over all regions at every step: the reference."""
     return Method(name="data_parallel", per_step=mean_gradients())

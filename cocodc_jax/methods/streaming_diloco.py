@@ -63,8 +63,6 @@ def streaming_diloco(
 ) -> Method:
     """Build Streaming DiLoCo (arXiv 2501.18512): fragments, overlap, mixing.
 
-    Messages are float32; the published ones are FP4, `compress="fp4"`.
-
     Args:
       sync_interval: H, inner steps, a multiple of `num_fragments`.
       num_fragments: K, fragments the model is cut into.

@@ -5,10 +5,6 @@ rule says what is averaged:
 
     arrived = after(sum_m w_m before(Delta_m))                 Delta old minus new
 
-- `Average`: the pseudo-gradients themselves.
-- `RadialDirectional`: lengths and directions of each tensor separately.
-- `SharedMask`: randomly drawn entries, the same in every region.
-
 `before` is of one region's fragment, a flat dict from path to array; its result is
 sent, or encoded and sent. `after` has the same result in every region.
 """

@@ -1,25 +1,10 @@
 """How a region applies a fragment that arrives: replace, mix or compensate.
 
-With theta^g the new outer value, theta^m the local one at arrival, and `staged` the
-local one when the sync started, tau steps before:
-
-- replace (DiLoCo, arXiv 2311.08105): theta^m <- theta^g
-- keep (ADMM): theta^m is unchanged
-- mix (Streaming DiLoCo, arXiv 2501.18512, section 2.3):
-  theta^m <- alpha theta^m + (1 - alpha) theta^g
-- compensate (CoCoDC, arXiv 2504.17672, section 3.1):
-  g = (staged - theta^m) / tau ; g~ = g + Hessian(theta^g - staged)
-  theta^m <- theta^g - tau g~
-- replay (LOSCAR-SGD, arXiv 2605.20866): theta^m <- theta^g + (theta^m - staged)
-- curvature mix (ours, from the same Taylor view): the replay, less a weight for each
-  parameter times theta^g - staged, large where the inner Adam's nu is large
-
-Signs: g is old minus new, as a gradient, so the Hessian term is added and g~ is
-subtracted. Without a Hessian term, compensation is the *replay* of the local progress.
-`where_drawn` merges only the entries that were sent; `remembering` feeds the progress
-that a rule drops back into the next message.
-
-Each rule is a pure function of one region's fragment; programs map it over regions.
+theta^g is the new outer value, theta^m the local one at arrival, and `staged` the local
+one when the sync started, tau steps before. Each rule is a pure function of one
+region's fragment; programs map it over regions. `where_drawn` merges only the entries
+that were sent; `remembering` feeds the progress that a rule drops back into the next
+message.
 """
 
 import dataclasses
@@ -72,7 +57,7 @@ _GIVEN = frozenset({"stale_params", "delay_steps"})
 
 
 def replace() -> Merge:
-    """Take the outer fragment and drop the local one: theta^m <- theta^g."""
+    """Take the outer fragment: theta^m <- theta^g (DiLoCo, arXiv 2311.08105)."""
 
     def apply(local, staged, outer, *, delay_steps, **extra):
         return cast_like(outer, local), {}
@@ -81,7 +66,7 @@ def replace() -> Merge:
 
 
 def keep() -> Merge:
-    """Keep the local fragment: the outer model corrects later inner steps instead."""
+    """Keep the local fragment: the outer model corrects later inner steps (ADMM)."""
 
     def apply(local, staged, outer, *, delay_steps, **extra):
         return local, {}
@@ -91,6 +76,8 @@ def keep() -> Merge:
 
 def mix(alpha: float | jax.Array) -> Merge:
     """Mix: theta^m <- alpha theta^m + (1 - alpha) theta^g.
+
+    The merge of Streaming DiLoCo (arXiv 2501.18512, section 2.3).
 
     Args:
       alpha: weight on *local*, in [0, 1]: 1 never synchronizes, 0 drops what was
@@ -111,6 +98,11 @@ def compensate(
     transform: optax.GradientTransformation, needs: frozenset[str] = frozenset()
 ) -> Merge:
     """Compensate for the delay: theta^m <- theta^g - tau g~.
+
+        g = (staged - theta^m) / tau ;  g~ = g + Hessian(theta^g - staged)
+
+    The merge of CoCoDC (arXiv 2504.17672, section 3.1). g is old minus new, as a
+    gradient, so the Hessian term is added and g~ is subtracted.
 
     Args:
       transform: maps g (old minus new, parameter units per step) to g~; usually
@@ -188,7 +180,7 @@ def where_drawn(rule: Merge, mask: SharedMask) -> Merge:
 
 
 def curvature_mix(mean_weight: float | jax.Array) -> Merge:
-    """Mix at the staged point, most where the inner Adam's nu is large.
+    """Mix at the staged point, most where the inner Adam's nu is large (ours).
 
     theta^m <- theta^g + (theta^m - staged) - w (theta^g - staged), with w in [0, 1]
     from `transforms.mix.curvature_weights`: w = 0 everywhere is the replay, w = 1 keeps

@@ -2,14 +2,8 @@
 
 A message is a value. It says how its parts are encoded and averaged, and how many bytes
 it has. It also says why it cannot be compressed further, or must cross regions inside a
-compiled program. How it is sent is up to the exchange.
-
-- `AsIs`: uncompressed pseudo-gradients, all-reduced.
-- `Compressed`: encoded arrays, gathered from all regions and decoded on arrival; the
-  mean is over all regions, or per entry over those that sent the entry.
-- `Ranked`: the same, of a rank that the schedule sets for each message.
-- `MaskedCore`: a core that all regions share, and entries that one region owns.
-- `ByRings` and `SummedFactors` (`summed.py`): summed on their way.
+compiled program. How it is sent is up to the exchange. Those that are summed on their
+way, `ByRings` and `SummedFactors`, are in `summed.py`.
 """
 
 from __future__ import annotations
@@ -120,12 +114,12 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class AsIs(Message):
-    """Uncompressed pseudo-gradients; only their sum is needed."""
+    """Uncompressed pseudo-gradients, all-reduced: only their sum is needed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compressed(Message):
-    """Encoded pseudo-gradients.
+    """Encoded pseudo-gradients, gathered from all regions and decoded on arrival.
 
     Attributes:
       by: the compressor.
@@ -179,7 +173,7 @@ class Compressed(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Ranked(Message):
-    """Encoded pseudo-gradients whose compressors differ in their rank only.
+    """Encoded pseudo-gradients whose rank the schedule sets for each message.
 
     Attributes:
       of: `of(rank) -> Compressor`.

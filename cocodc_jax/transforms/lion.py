@@ -72,14 +72,8 @@ def send(
 ):
     """Encode the signs of a region's update and advance its momentum.
 
-    Args:
-      gradients: tree like the parameters, *regional*.
-      state: *regional*.
-      b1: weight of the momentum in what is sent, in [0, 1).
-      b2: decay of the momentum, in [0, 1).
-
-    Returns:
-      `(message, state)`; the message holds ceil(n / 8) bytes for a tensor of n values.
+    The message holds ceil(n / 8) bytes for a tensor of n values. b1 and b2 are in
+    [0, 1); gradients and state are *regional*.
     """
     check_unit_interval("b1", b1)
     check_unit_interval("b2", b2)

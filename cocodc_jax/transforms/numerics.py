@@ -69,8 +69,7 @@ def vary_like(tree, like):
     """Mark leaves as varying over the mesh axes that their counterparts vary over.
 
     Inside `jax.shard_map` a tangent must vary as its primal does; elsewhere this does
-    nothing. A choice between equal values does it in every version of JAX, and the
-    compiler drops it.
+    nothing, and the compiler drops the choice between equal values.
     """
     return jax.tree.map(lambda x, y: jnp.where(y == y, x, x), tree, like)
 

@@ -5,10 +5,8 @@ All take pseudo-gradients `g = old - new` (averaged over regions by the caller) 
 return a descent direction, the recipes without that prefix a step to add.
 
 Here are `delayed_nesterov` (Liu et al., arXiv 2401.09135) and `group_heavy_ball`
-(NoLoCo, arXiv 2506.10911), both as read from the authors' code. The rest is made in
-`co2.py` (clipped momentum, staleness penalty), `heloco.py` (look-ahead, correction by
-the momentum) and `snoo.py` (a wrapper around an inner optimizer) and can be had from
-here.
+(NoLoCo, arXiv 2506.10911), both as read from the authors' code; the rest is made in
+`co2.py`, `heloco.py` and `snoo.py`.
 """
 
 from typing import NamedTuple

@@ -21,8 +21,7 @@ def adam_second_moment(b2: float | jax.Array) -> Callable[[PyTree], PyTree]:
     Returns:
       A function of a regional optimizer state, every leaf `[R, ...]`, that gives a
       tree like the parameters, nu / (1 - b2^count), and nu itself, zeros, of a region
-      whose Adam has made no step yet. It raises ValueError where the state does not
-      hold one Adam's nu of every parameter.
+      whose Adam has made no step yet. The state must hold one Adam's nu of each.
     """
 
     def is_adam(state: Any) -> bool:

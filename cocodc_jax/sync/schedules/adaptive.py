@@ -8,9 +8,7 @@ N >= K slots in H steps, h = floor(H / N) apart. With R_p the change rate of fra
 
 Source: CoCoDC (arXiv 2504.17672, section 3.2). The rule, both measures of the rate and
 the later score were read from the authors' code; N from the network is from memory.
-Differs from the paper: a fragment in flight is never chosen again, and the deadline is
-strict (the paper checks it in a slot only, and one slot serves one fragment, so that
-fragments can exceed H).
+What differs from the paper is in `methods.cocodc`.
 
 All regions must make the same choice, or collectives would be mismatched and hang. So
 scores come from reduced values only: the mean pseudo-gradients of applied syncs, or
