@@ -17,8 +17,6 @@ over the senders: on random input with 4 regions and b = 0.95 that momentum grow
 more than 1e12 in 60 rounds, while the mean over all regions is stable.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,8 +69,8 @@ def average_duplicates(
         )
 
     def combine(packed):
-        read = functools.partial(compressor.read, shape=packed.shape)
-        places, coefficients = jax.vmap(read)(packed.arrays)
+        read = jax.vmap(lambda arrays: compressor.read(arrays, packed.shape))
+        places, coefficients = read(packed.arrays)
         coefficients = widen(coefficients)
         num_rows = places.shape[1]
         counts = jnp.ones(len(places)) if weights is None else weights
