@@ -18,7 +18,8 @@ from cocodc_jax.sync.regions import Regions
 from cocodc_jax.train.hooks import Cadence
 from cocodc_jax.train.spikes import SpikeWatch
 from cocodc_jax.transforms.compression import parse
-from cocodc_jax.transforms.compressor import Packed, index_bits, message_bytes
+from cocodc_jax.transforms.compressor import Packed, message_bytes
+from cocodc_jax.transforms.packing import index_bits
 
 # More than any system has today: a typo.
 MAX_DEVICES = 2**20

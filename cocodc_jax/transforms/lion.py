@@ -27,8 +27,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from cocodc_jax.transforms.compressor import Compressor, pack, per_leaf, unpack
+from cocodc_jax.transforms.compressor import Compressor, per_leaf
 from cocodc_jax.transforms.numerics import cast_like, check_unit_interval, widen
+from cocodc_jax.transforms.packing import pack, unpack
 
 RULES = ("average", "majority")
 

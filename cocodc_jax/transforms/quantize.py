@@ -28,8 +28,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cocodc_jax.transforms.compressor import Compressor, pack, per_leaf, unpack
+from cocodc_jax.transforms.compressor import Compressor, per_leaf
 from cocodc_jax.transforms.numerics import check_count
+from cocodc_jax.transforms.packing import pack, unpack
 
 
 def float16() -> Compressor:

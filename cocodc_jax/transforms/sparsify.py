@@ -34,14 +34,12 @@ import numpy as np
 
 from cocodc_jax.transforms.compressor import (
     Compressor,
-    index_bits,
     matrix_shape,
-    pack,
     per_leaf,
     stateless,
-    unpack,
 )
 from cocodc_jax.transforms.numerics import check_count, check_share, widen
+from cocodc_jax.transforms.packing import index_bits, pack, unpack
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,8 +23,9 @@ import math
 
 import jax.numpy as jnp
 
-from cocodc_jax.transforms.compressor import Compressor, pack, per_leaf, unpack
+from cocodc_jax.transforms.compressor import Compressor, per_leaf
 from cocodc_jax.transforms.numerics import widen
+from cocodc_jax.transforms.packing import pack, unpack
 
 _BINS = 4
 _WIDTH_SIGMAS = 6

@@ -25,13 +25,11 @@ from cocodc_jax.transforms.compressor import (
     Packed,
     check_floats,
     check_state,
-    index_bits,
     map_packed,
-    pack,
     stateless,
-    unpack,
 )
 from cocodc_jax.transforms.numerics import check_count, check_share, vary_like
+from cocodc_jax.transforms.packing import index_bits, pack, unpack
 
 _BEYOND = np.iinfo(np.int32).max
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cocodc_jax.transforms import compression
-from cocodc_jax.transforms.compressor import index_bits, unpack
+from cocodc_jax.transforms.packing import index_bits, unpack
 from cocodc_jax.transforms.threshold import threshold
 
 
