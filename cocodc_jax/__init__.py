@@ -20,8 +20,12 @@ from cocodc_jax._lazy import attach, modules_of
 if TYPE_CHECKING:
     from cocodc_jax import methods
     from cocodc_jax._version import __version__
-    from cocodc_jax.core.layout import sync_axes, sync_shardings
-    from cocodc_jax.core.optimizer import sync_metrics, synchronized
+    from cocodc_jax.core.optimizer import (
+        sync_axes,
+        sync_metrics,
+        sync_shardings,
+        synchronized,
+    )
     from cocodc_jax.exchange.transport import Transport
     from cocodc_jax.program.region_program import RegionProgram
     from cocodc_jax.sharding.mesh import make_mesh, use_cpu_devices
@@ -67,9 +71,9 @@ _PLACES = {
     "make_mesh": "sharding.mesh:make_mesh",
     "methods": "methods",
     "run_steps": "train.run_steps:run",
-    "sync_axes": "core.layout:sync_axes",
+    "sync_axes": "core.optimizer:sync_axes",
     "sync_metrics": "core.optimizer:sync_metrics",
-    "sync_shardings": "core.layout:sync_shardings",
+    "sync_shardings": "core.optimizer:sync_shardings",
     "synchronized": "core.optimizer:synchronized",
     "use_cpu_devices": "sharding.mesh:use_cpu_devices",
 }

@@ -1,7 +1,5 @@
 """Validate the user's arguments before anything is traced."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from typing import Any
@@ -27,9 +25,6 @@ def check_accumulation(optimizer: Any, method: Method) -> None:
     """Refuse syncs in the middle of an `optax.MultiSteps` accumulation.
 
     Checks a constant number of accumulation steps; a schedule of them is not checked.
-
-    Raises:
-      ValueError: naming the interval, delay or slot that is no multiple of the number.
     """
     if not isinstance(optimizer, optax.MultiSteps):  # A bound `update` of one.
         optimizer = getattr(optimizer.update, "__self__", None)
@@ -56,12 +51,7 @@ def check_accumulation(optimizer: Any, method: Method) -> None:
 
 
 def check_arrays(params: PyTree) -> None:
-    """Refuse parameters that are not all arrays, naming the leaf.
-
-    Raises:
-      ValueError: if a leaf is not an array, if two have the same path, or if there are
-        none.
-    """
+    """Refuse parameters that are not all arrays, of a path each, or are none."""
     leaves = distinct_leaves(params)
     if not leaves:
         raise ValueError("params has no arrays: there is nothing to train")
@@ -76,11 +66,7 @@ def check_arrays(params: PyTree) -> None:
 
 
 def check_params(params: PyTree) -> None:
-    """Refuse parameters that cannot be averaged over regions, naming the leaf.
-
-    Raises:
-      ValueError: if a leaf is not real floating point.
-    """
+    """Refuse parameters that are not real floating point, and have no mean."""
     for path, leaf in named_leaves(params):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise ValueError(
@@ -99,12 +85,7 @@ def check_params(params: PyTree) -> None:
 def checked_fragments(
     method: Method, params: PyTree, fragments: Fragments | None
 ) -> Fragments:
-    """Return `fragments`, or cut the parameters as the method does.
-
-    Raises:
-      ValueError: if the fragments are not as many as the method needs, or are not a
-        partition of these parameters.
-    """
+    """Return `fragments`, checked, or cut the parameters as the method does."""
     strategy = method.sync.fragment_strategy if method.sync else "strided"
     if fragments is None:
         fragments = cut(params, method.num_fragments, strategy)
@@ -129,24 +110,17 @@ def checked_fragments(
 
 
 def check_feedback(method: Method, fragments: Fragments, params: PyTree) -> None:
-    """Refuse `merge_feedback` if messages have no error-feedback residual.
-
-    Args:
-      method: method of the run.
-      fragments: cut of the parameters.
-      params: one region's parameters, or their shapes.
-
-    Raises:
-      ValueError: naming the argument and a setting that works.
-    """
+    """Refuse `merge_feedback` if messages have no error-feedback residual."""
     if method.sync is None or not method.sync.merge.has_feedback:
         return
     part = jax.eval_shape(lambda x: fragments.take(x, 0), params)
     state = jax.eval_shape(method.sync.message.init, part)
-    is_like = isinstance(state, ErrorFeedbackState) and jax.tree.map(
-        lambda x: x.shape, state.residual
-    ) == jax.tree.map(lambda x: x.shape, part)
-    if not is_like:
+    has_residual = isinstance(state, ErrorFeedbackState)
+    shapes = [
+        {path: x.shape for path, x in named_leaves(tree)}
+        for tree in (state.residual if has_residual else (), part)
+    ]
+    if shapes[0] != shapes[1]:
         raise ValueError(
             f"merge_feedback=True needs messages of method={method.name!r} with error "
             "feedback of whole fragments, such as compress='ef+int4'"
@@ -154,11 +128,7 @@ def check_feedback(method: Method, fragments: Fragments, params: PyTree) -> None
 
 
 def check_inside(method: Method, user_inputs: UserInputs) -> None:
-    """Refuse a method that cannot be had inside a program, see `core.optimizer`.
-
-    Raises:
-      ValueError: naming it and why, or a need and what to pass.
-    """
+    """Refuse a method that cannot be had inside a program, see `core.optimizer`."""
     why, sync = None, method.sync
     if sync is not None:
         why = traced.why_not(sync.schedule)

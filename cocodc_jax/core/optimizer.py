@@ -19,13 +19,12 @@ applied when it is due. Unlike in `RegionProgram`, it does not overlap with the 
 steps in between.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from cocodc_jax import methods
 from cocodc_jax.core import reduce, regional, turn
@@ -43,45 +42,32 @@ from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.needs import UserInputs
+from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import Regions
+from cocodc_jax.transforms.layers import named_leaves
 from cocodc_jax.transforms.numerics import check_transform, vary_like
 
 PyTree = Any
 
 
 class SynchronizedState(NamedTuple):
-    """State of `synchronized` in one region; tuples have one entry per fragment.
+    """State of `synchronized` in one region; tuples have one entry per fragment."""
 
-    Attributes:
-      step: int32 scalar, updates done.
-      inner: state of the inner optimizer.
-      per_step: state of the exchange at every step, `()` if there is none.
-      times: the schedule's state, `traced.Times`.
-      outer: outer parameters, at least float32.
-      opt_states: states of the outer optimizer.
-      memories: states of the compressors.
-      means: means in flight, or the last ones; `()` without a delay.
-      copies: copies of the region's fragment while it is in flight, by name.
-      stale: outer fragments that the pseudo-gradients in flight were measured from.
-      counts: int32 `[N]`, messages sent: by fragment and moment, or by step.
-      message_bytes: float32 `[N]`, bytes of each message.
-      norm: float32 scalar, norm of the last applied mean.
-      correction_ratio: float32 scalar, from the last merge; 0 if it corrects nothing.
-    """
-
-    step: Any
-    inner: Any
-    per_step: Any
-    times: Any
-    outer: Any
-    opt_states: Any
-    memories: Any
-    means: Any
-    copies: Any
+    step: Any  # int32 scalar, updates done.
+    inner: Any  # State of the inner optimizer.
+    per_step: Any  # State of the exchange at every step, `()` if there is none.
+    times: Any  # The schedule's state, `traced.Times`.
+    outer: Any  # Outer parameters, at least float32.
+    opt_states: Any  # States of the outer optimizer.
+    memories: Any  # States of the compressors.
+    means: Any  # Means in flight, or the last ones; `()` without a delay.
+    copies: Any  # Copies of the region's fragment while it is in flight, by name.
+    # Outer fragments that the pseudo-gradients in flight were measured from.
     stale: Any
-    counts: Any
-    message_bytes: Any
-    norm: Any
+    counts: Any  # int32 `[N]`, messages sent: by fragment and moment, or by step.
+    message_bytes: Any  # float32 `[N]`, bytes of each message.
+    norm: Any  # float32 scalar, norm of the last applied mean.
+    # float32 scalar, from the last merge; 0 if it corrects nothing.
     correction_ratio: Any
 
 
@@ -114,10 +100,6 @@ def synchronized(
       fragments: how to cut the parameters; by default as the method does.
       user_inputs: what only the user knows, for merges that need it.
 
-    Raises:
-      ValueError: naming arguments that do not fit together. Axis and parameters are
-        checked once they are known.
-
     >>> tx = synchronized(optax.sgd(0.1), "diloco", axis_name="region", num_regions=2)
     >>> state = tx.init({"w": jnp.zeros(3)})
     >>> int(sync_metrics(state)["fragments_in_flight"])
@@ -142,7 +124,8 @@ def synchronized(
         found = unboxed(checked_fragments(method, params, fragments))
         check_feedback(method, found, params)
         nothing = jnp.zeros((), jnp.float32)
-        counts = jnp.zeros(_num_counts(method), jnp.int32)
+        of_moments = 2 if sync and sync.moments else 0
+        counts = jnp.zeros(method.num_fragments + of_moments, jnp.int32)
         state = SynchronizedState(
             step=jnp.zeros((), jnp.int32),
             inner=inner.init(params),
@@ -233,9 +216,6 @@ def sync_metrics(state: PyTree) -> dict[str, jax.Array]:
       `bytes_sent` by one region (float32: seven digits), the `norm` of the last applied
       mean pseudo-gradient, the `correction_ratio` of the last merge, and
       `fragments_in_flight`. Scalars, or `[R]` if the state has a region axis.
-
-    Raises:
-      ValueError: if the state contains no such state, or several.
     """
     is_one = lambda x: isinstance(x, SynchronizedState)  # noqa: E731
     found = [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
@@ -259,7 +239,75 @@ def sync_metrics(state: PyTree) -> dict[str, jax.Array]:
     }
 
 
-def _num_counts(method: Method) -> int:
-    if method.sync is None:
-        return 1
-    return method.num_fragments + 2 * bool(method.sync.moments)
+def sync_axes(
+    method: Method | str, regional: Any = 0, shared: Any = None
+) -> SynchronizedState:
+    """Return a prefix of the state that marks regional and shared parts.
+
+    Use it for `in_axes` or specs, so that what is equal in all regions (the outer
+    model, its optimizer, means in flight) has one copy, and no region axis on a mesh:
+    `jax.vmap(step, in_axes=(0, sync_axes(method), 0), out_axes=...)`, or
+    `sync_axes(method, P("region"), P())`. `regional` is for parts that differ between
+    regions, `shared` for those that are equal.
+    """
+    method = methods.get(method) if isinstance(method, str) else method
+    outer = method.sync and method.sync.outer
+    is_regional = isinstance(outer, RegionalOuter)
+    is_told_apart = is_regional and outer.group != "all"
+    own = {"inner", "per_step", "memories", "copies", "correction_ratio"}
+    own |= {"outer", "opt_states"} if is_regional else set()
+    own |= {"means"} if is_told_apart else set()
+    fields = SynchronizedState._fields
+    return SynchronizedState(*(regional if x in own else shared for x in fields))
+
+
+def sync_shardings(
+    tree: PyTree, shardings: PyTree, axes: PyTree = 0, axis_name: str = "region"
+) -> PyTree:
+    """Return shardings for all regions' values, from those of one region's parameters.
+
+    A leaf is sharded like the parameter whose path its own path ends with, if its shape
+    can be: moments of the inner optimizer, and outer parameters, momenta and messages.
+    All other leaves are replicated inside a region. The result is for `out_shardings`
+    of a function under `jax.vmap`.
+
+    Args:
+      tree: one region's values, or their shapes from `jax.eval_shape`: an optimizer
+        state, or a training state that contains it.
+      shardings: `NamedSharding` of each parameter of one region, a tree.
+      axes: prefix of `tree` with 0 for values that have a region axis in front and None
+        for those that are equal in all regions, see `sync_axes`.
+      axis_name: name of the mesh's region axis.
+    """
+    known = {_path(path): sharding for path, sharding in named_leaves(shardings)}
+    if not known:
+        raise ValueError("shardings has no leaves; pass those of one region's params")
+    mesh = next(iter(known.values())).mesh
+
+    def of_leaf(path: str, x: Any, axis: int | None) -> NamedSharding:
+        parts = _path(path).split("/")
+        ends = ("/".join(parts[i:]) for i in range(len(parts)))
+        spec = next((known[end].spec for end in ends if end in known), PartitionSpec())
+        if len(spec) > x.ndim or not _divides(NamedSharding(mesh, spec), x.shape):
+            spec = PartitionSpec()
+        lead = () if axis is None else (axis_name,)
+        return NamedSharding(mesh, PartitionSpec(*lead, *spec))
+
+    is_none = lambda x: x is None  # noqa: E731
+    each = jax.tree.leaves(jax.tree.broadcast(axes, tree, is_none), is_leaf=is_none)
+    pairs = zip(named_leaves(tree), each, strict=True)
+    return jax.tree.structure(tree).unflatten(
+        [of_leaf(*named, axis) for named, axis in pairs]
+    )
+
+
+def _path(path: str) -> str:
+    return path.removesuffix("/value")  # Of a Flax box, around the array.
+
+
+def _divides(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+    try:
+        sharding.shard_shape(shape)
+    except ValueError:
+        return False
+    return True

@@ -6,8 +6,6 @@ every region. Low-rank factors use two all-reduces; the second depends on the fi
 Pairwise and ring averages use one permutation.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -39,13 +37,11 @@ def same_in_all(tree: PyTree, axis_name: Any) -> PyTree:
 
 @jax.custom_batching.custom_vmap
 def _of_first(index: jax.Array, tree: PyTree) -> PyTree:
-    del index  # Exists only to be batched.
-    return tree
+    return tree  # The index exists only to be batched.
 
 
 @_of_first.def_vmap
 def _(size: int, is_batched: tuple, index: jax.Array, tree: PyTree):
-    del size
     is_of_regions, each = is_batched
     if not is_of_regions:  # Another `vmap`'s axis.
         return _of_first(index, tree), each
@@ -56,13 +52,7 @@ def _(size: int, is_batched: tuple, index: jax.Array, tree: PyTree):
 def weighted_mean(
     message: Message, axis_name: Any, weights: np.ndarray
 ) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """Make the `reduce` argument of `core.sync.start`.
-
-    Args:
-      message: message type of the method.
-      axis_name: name of the region axis.
-      weights: `[M]`, of sum 1.
-    """
+    """Make the `reduce` argument of `core.sync.start`; weights `[M]` of sum 1."""
     weight = jnp.asarray(weights, float)[jax.lax.axis_index(axis_name)]
 
     def summed(tree: PyTree) -> PyTree:
@@ -89,11 +79,7 @@ def group_mean(
 ) -> Callable[[PyTree], PyTree]:
     """Make a function that averages the decoded messages of a region's group.
 
-    Args:
-      outer: regional outer optimizer that defines the groups.
-      compressor: compressor of the messages.
-      axis_name: name of the region axis.
-      key: key that draws pairs, equal in every region.
+    The key, equal in every region, draws pairs.
     """
     num_regions = jax.lax.axis_size(axis_name)
 
@@ -106,9 +92,8 @@ def group_mean(
             matching = jax.random.randint(key, (), 0, len(partners))
             two = message, from_partner(message, matching, partners, axis_name)
         else:
-            two = (
-                from_neighbour(message, by, num_regions, axis_name) for by in (-1, 1)
-            )
+            fetch = functools.partial(from_neighbour, message, axis_name=axis_name)
+            two = (fetch(by, num_regions) for by in (-1, 1))
         return mean_of_two(compressor, *two)
 
     return mean
@@ -131,20 +116,13 @@ def from_neighbour(
 def from_partner(
     message: PyTree, matching: jax.Array, partners: np.ndarray, axis_name: Any
 ) -> PyTree:
-    """Fetch the partner's message.
+    """Fetch the partner's message, by the row `matching` of `partners` `[N, M]`.
 
-    Args:
-      message: message of this region.
-      matching: int32 scalar, the row of `partners` to use, equal in all regions.
-      partners: int `[N, M]`, each region's partner in each matching.
-      axis_name: name of the region axis.
+    The row is an int32 scalar, equal in all regions.
     """
-    branches = [
-        functools.partial(
-            jax.lax.ppermute, axis_name=axis_name, perm=tuple(enumerate(row))
-        )
-        for row in partners.tolist()
-    ]
+    send = functools.partial(jax.lax.ppermute, axis_name=axis_name)
+    perms = [tuple(enumerate(row)) for row in partners.tolist()]
+    branches = [functools.partial(send, perm=perm) for perm in perms]
     return jax.lax.switch(matching, branches, message)
 
 
@@ -156,7 +134,7 @@ def factored(
     each: Callable[[Callable], Callable],
     one: Callable[[jax.Array], jax.Array],
 ) -> tuple[PyTree, PyTree]:
-    """Average low-rank factors, see `transforms.power_sgd`.
+    """Average low-rank factors, see `transforms.power_sgd`; return also the new memory.
 
     Args:
       delta: pseudo-gradients of one region, or of several with a leading axis.
@@ -165,9 +143,6 @@ def factored(
       summed: computes the weighted sum over all regions.
       each: maps a function over a leading region axis, if there is one.
       one: takes the first region's entry.
-
-    Returns:
-      The mean, and the states after it.
     """
     right = jax.tree.map(one, memory.right)  # Q is equal in all regions.
     meant = each(power_sgd.meant)(delta, memory)
@@ -203,11 +178,6 @@ def ring_sum(tree: PyTree, rings: ByRings, axis_name: Any) -> PyTree:
 
     Each shard sends 2 (D - 1) / D of the numbers. Each chunk is summed once and copied,
     so all shards end with the same bits. `sync/summed.py` has the orders of the rings.
-
-    Args:
-      tree: values of one shard.
-      rings: number of rings and their orders.
-      axis_name: name of the axis to sum over.
     """
     num = jax.lax.axis_size(axis_name)
     flat, restore = ravel_pytree(tree)

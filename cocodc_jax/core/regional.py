@@ -3,8 +3,6 @@
 The counterpart of `sync.py` for `sync.outer.RegionalOuter`, of one region and fragment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -30,19 +28,7 @@ def send(
     state: PyTree,
     key_data: jax.Array,
 ) -> tuple[PyTree, PyTree]:
-    """Make one region's message for a regional outer optimizer.
-
-    Args:
-      outer: outer optimizer.
-      compressor: compressor of the messages.
-      part: the region's local fragment.
-      params: its outer fragment.
-      state: state of the outer optimizer.
-      key_data: data of the region's PRNG key.
-
-    Returns:
-      The message, and the state after it.
-    """
+    """Make one region's message of its local `part` and outer `params`."""
     message, new = outer.send(params, state, part, compressor, message_key(key_data))
     return message, vary_like(new, state)
 
@@ -54,12 +40,7 @@ def receive(
     arrived: PyTree,
     num_regions: int,
 ) -> tuple[Fragment, PyTree, jax.Array]:
-    """Step one region's own outer model with the mean that arrived.
-
-    Returns:
-      The outer fragment, its optimizer's state, and the norm of the mean, a float32
-      scalar.
-    """
+    """Step one region's own outer model; the last result is the norm of the mean."""
     new, new_state = outer.receive(params, state, arrived, num_regions)
     new = jax.tree.map(lambda x, like: x.astype(like.dtype), new, params)
     norm = optax.tree_utils.tree_norm(arrived).astype(jnp.float32)
@@ -69,12 +50,9 @@ def receive(
 def make_correct(
     sync: Sync | None, fragments: Fragments, num_regions: int
 ) -> Callable | None:
-    """Make the function by which a region's outer model corrects its inner gradients.
+    """Make `correct(gradient, params, outer) -> gradient` of one region, or None.
 
-    Returns:
-      `correct(gradient, params, outer) -> gradient` of one region, where `outer` has
-      the outer fragments and their states as trees like the parameters; None if there
-      is no correction.
+    There `outer` has the outer fragments, and their states.
     """
     outer = sync and sync.outer
     if not isinstance(outer, RegionalOuter) or outer.correct is None:

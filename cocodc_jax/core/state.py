@@ -18,32 +18,20 @@ SyncId = tuple[int, int]
 
 
 class RegionState(NamedTuple):
-    """State of the regions' local training; every leaf is *regional*, `[R, ...]`.
+    """State of the regions' local training; every leaf is *regional*, `[R, ...]`."""
 
-    Attributes:
-      params: local parameters.
-      opt_state: the inner optimizer's state.
-      key: PRNG key data, uint32 `[R, 2]`.
-      per_step: state of the exchange at every step, `()` if there is none.
-      model_state: non-trained state of the model, `()` if it has none.
-    """
-
-    params: PyTree
-    opt_state: PyTree
-    key: jax.Array
-    per_step: PyTree = ()
-    model_state: PyTree = ()
+    params: PyTree  # Local parameters.
+    opt_state: PyTree  # The inner optimizer's state.
+    key: jax.Array  # PRNG key data, uint32 `[R, 2]`.
+    per_step: PyTree = ()  # State of the exchange at every step, `()` if there is none.
+    model_state: PyTree = ()  # Non-trained state of the model, `()` if it has none.
 
 
 class OuterState(NamedTuple):
     """Outer parameters and optimizer states, one entry per fragment.
 
-    One copy for all regions, on the outer device or sharded over the mesh. Regional
-    outer models have leaves `[R, ...]` on the mesh.
-
-    Attributes:
-      params: outer parameters, at least float32.
-      opt_states: one state of the outer optimizer per fragment.
+    One copy for all regions, on the outer device or sharded over the mesh; parameters
+    are at least float32. Regional outer models have leaves `[R, ...]` on the mesh.
     """
 
     params: tuple[Fragment, ...]
@@ -64,18 +52,14 @@ class OuterState(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """A fragment in flight.
+    """A fragment in flight."""
 
-    Attributes:
-      mean: mean pseudo-gradient that will arrive; `[R, ...]` if regions are averaged in
-        groups, a `PendingMean` if it comes from other regions.
-      kept: values kept until the mean arrives, by name: copies of the fragment
-        (`sync.needs`: "staged" and "midway", `[R, ...]`; "stale_params"), and what
-        arrives with the mean: "times", "verdict" (`sync.robust`), `VERDICT_OF_ALL`, and
-        `UNCOUNTED`.
-    """
-
+    # Mean pseudo-gradient that will arrive; `[R, ...]` if regions are averaged in
+    # groups, a `PendingMean` if it comes from other regions.
     mean: PyTree
+    # Values kept until the mean arrives, by name: copies of the fragment (`sync.needs`:
+    # "staged" and "midway", `[R, ...]`; "stale_params"), and what arrives with the
+    # mean: "times", "verdict" (`sync.robust`), `VERDICT_OF_ALL`, and `UNCOUNTED`.
     kept: dict[str, PyTree]
 
     def with_kept(self, name: str, value: PyTree) -> InFlight:
@@ -104,11 +88,7 @@ class PendingMean:
         return self._future.done()
 
     def block_until_ready(self) -> PendingMean:
-        """Wait for the mean.
-
-        Raises:
-          Exception: the one that the exchange raised.
-        """
+        """Wait for the mean; raise what the exchange raised."""
         jax.block_until_ready(self._future.result().mean)
         return self
 
@@ -126,52 +106,40 @@ def landed(flight: InFlight) -> InFlight:
 
 
 class AppliedSync(NamedTuple):
-    """One applied sync.
+    """One applied sync."""
 
-    Attributes:
-      fragment_id: fragment that was synchronized.
-      start_step: step at which it started.
-      apply_step: step at which it was merged.
-      num_bytes: bytes one region sent for it.
-      norm: L2 norm of the mean pseudo-gradient, float32 scalar on its device.
-      metrics: the merge's metrics, float32 `[R]` on their devices.
-      verdict: which regions the robust mean left out, int32 `[R]` on its device, see
-        `sync.robust`; None if there is no filter.
-    """
-
-    fragment_id: int
-    start_step: int
-    apply_step: int
-    num_bytes: int
+    fragment_id: int  # Fragment that was synchronized.
+    start_step: int  # Step at which it started.
+    apply_step: int  # Step at which it was merged.
+    num_bytes: int  # Bytes one region sent for it.
+    # L2 norm of the mean pseudo-gradient, float32 scalar on its device.
     norm: jax.Array
+    # The merge's metrics, float32 `[R]` on their devices.
     metrics: dict[str, jax.Array]
+    # Which regions the robust mean left out, int32 `[R]` on its device, see
+    # `sync.robust`; None if there is no filter.
     verdict: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class SyncState:
-    """State of the exchange between regions; tuples have one entry per fragment.
+    """State of the exchange between regions; tuples have one entry per fragment."""
 
-    Attributes:
-      outer: outer parameters and optimizer states.
-      schedule: the schedule's state.
-      compressors: each region's compressor state, such as the residual of error
-        feedback, `[R, ...]`; empty if the outer optimizer's state holds it.
-      stale_params: outer fragment that each region last received and measures its
-        pseudo-gradient from, `[R, ...]`; empty unless regions sync asynchronously.
-      in_flight: syncs started and not yet applied, by fragment and start.
-      observed: (fragment, observations by name of a need) of applied updates that the
-        schedule has not read yet. They stay on their devices until it has to choose.
-      leaving: starts of this step that wait for the inner steps after it, see
-        `program/segment.py`; never in a checkpoint.
-    """
-
-    outer: OuterState
-    schedule: Any
+    outer: OuterState  # Outer parameters and optimizer states.
+    schedule: Any  # The schedule's state.
+    # Each region's compressor state, such as the residual of error feedback, `[R,
+    # ...]`; empty if the outer optimizer's state holds it.
     compressors: tuple[PyTree, ...] = ()
+    # Outer fragment that each region last received and measures its pseudo-gradient
+    # from, `[R, ...]`; empty unless regions sync asynchronously.
     stale_params: tuple[Fragment, ...] = ()
+    # Syncs started and not yet applied, by fragment and start.
     in_flight: dict[SyncId, InFlight] = dataclasses.field(default_factory=dict)
+    # (fragment, observations by name of a need) of applied updates that the schedule
+    # has not read yet. They stay on their devices until it has to choose.
     observed: tuple[tuple[int, dict[str, jax.Array]], ...] = ()
+    # Starts of this step that wait for the inner steps after it, see
+    # `program/segment.py`; never in a checkpoint.
     leaving: tuple[Event, ...] = ()
 
     @property
@@ -199,11 +167,8 @@ class SyncState:
     def with_arrays(self, arrays: dict[str, PyTree]) -> SyncState:
         """Return a copy with `arrays`, as `self.arrays` returns them."""
         flights = {
-            (int(k), int(s)): flight
-            for (k, s), flight in (
-                (name.split("_"), flight)
-                for name, flight in arrays["in_flight"].items()
-            )
+            tuple(map(int, name.split("_"))): flight
+            for name, flight in arrays["in_flight"].items()
         }
         return dataclasses.replace(self, **{**arrays, "in_flight": flights})
 

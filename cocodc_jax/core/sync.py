@@ -19,8 +19,6 @@ over the regions itself. Where all arrays are in one place, as in an Optax trans
 `start` and `finish` are the whole algorithm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,12 +38,7 @@ PyTree = Any
 
 
 class Measured(NamedTuple):
-    """A message and its length, for a robust mean.
-
-    Attributes:
-      message: value to be averaged, encoded if the method compresses.
-      length: see `sync.robust.length`.
-    """
+    """A message and its `sync.robust.length`, for a robust mean."""
 
     message: PyTree
     length: Any
@@ -60,7 +53,7 @@ def start(
     reduce: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
     sync_key: jax.Array | None = None,
 ) -> tuple[Fragment, PyTree]:
-    """Send one region's fragment.
+    """Send one region's fragment; return the mean, equal in all, and the new memory.
 
     Args:
       sync: synchronization of the method.
@@ -70,14 +63,9 @@ def start(
       key_data: data of the region's PRNG key.
       reduce: `reduce(message, memory) -> (mean, memory)` over all regions.
       sync_key: see `sync.averages.sync_key`; None unless the average draws.
-
-    Returns:
-      The mean pseudo-gradient, equal in all regions, and the compressor's state after
-      it.
     """
-    message, memory = encode(
-        sync, None, part, anchor, memory, key_data, sync_key=sync_key
-    )
+    own = part, anchor, memory, key_data
+    message, memory = encode(sync, None, *own, sync_key=sync_key)
     mean, memory = reduce(message, memory)
     return sync.message.average.after(mean, anchor, sync_key), memory
 
@@ -91,17 +79,11 @@ def finish(
     mean: Fragment,
     seen: needs.MergeContext,
 ) -> tuple[Fragment, Fragment, PyTree, PyTree, jax.Array, dict[str, jax.Array]]:
-    """Apply a mean: outer step, then merge.
+    """Apply a mean, the result of `start`: outer step, then merge.
 
-    Args:
-      sync: synchronization of the method, with a shared outer model.
-      part: the region's local fragment now.
-      outer: the outer fragment.
-      opt_state: state of the outer optimizer.
-      memory: state of the region's compressor.
-      mean: result of `start`.
-      seen: context of the merge rule; `local` and `outer` are filled in here. `kept`
-        has the staged copy if the rule needs it or feeds back what it drops.
+    `seen` is the context of the merge rule, whose `local` and `outer` are filled in
+    here; its `kept` has the staged copy if the rule needs it or feeds back what it
+    drops.
 
     Returns:
       The region's fragment, the outer fragment, its optimizer's state, the compressor's
@@ -132,21 +114,11 @@ def encode(
     sync_key: jax.Array | None = None,
     rank: int = 0,
 ) -> tuple[PyTree, PyTree]:
-    """Make one region's message.
+    """Make one region's message, and the new memory; arguments as of `start`.
 
-    Args:
-      sync: synchronization of the method.
-      params: all the region's parameters, for the check of a robust mean; else unused.
-      part: the region's local fragment.
-      anchor: outer fragment that the pseudo-gradient is measured from.
-      memory: state of the region's compressor.
-      key_data: data of the region's PRNG key.
-      weight: of the region in the mean; a region of weight 0 keeps its memory.
-      sync_key: see `sync.averages.sync_key`; None unless the average draws.
-      rank: rank of the message, if the schedule sets one.
-
-    Returns:
-      The message, `Measured` for a robust mean; the compressor's state after it.
+    A robust mean gets a `Measured`, for which all of the region's `params` are checked.
+    A region of `weight` 0 in the mean keeps its memory. `rank` is that of the message,
+    if the schedule sets one.
     """
     delta = pseudo_gradient(anchor, part)
     message = sync.message.average.before(delta, sync_key)
@@ -171,21 +143,13 @@ def outer_step(
     mean_pseudo_gradient: Fragment,
     stale_params: Fragment | None,
 ) -> tuple[PyTree, PyTree, jax.Array]:
-    """Step the outer optimizer on one fragment.
+    """Step the outer optimizer on one fragment, by a mean that is old minus new.
 
-    Args:
-      optimizer: outer optimizer; receives `stale_params` if not None.
-      params: the outer fragment.
-      opt_state: its optimizer's state.
-      mean_pseudo_gradient: old minus new; the optimizer's gradient. It is zero for
-        counts of experts' tokens, of which outer parameters have none.
-      stale_params: outer fragment that it was measured from, or None.
-
-    Returns:
-      New outer fragment, new optimizer state, and the norm of the mean pseudo-gradient
-      (float32 scalar).
+    The optimizer receives `stale_params`, the outer fragment that the mean was measured
+    from, if not None. The last result is the norm of the mean, a float32 scalar.
     """
     extra = {} if stale_params is None else {"stale_params": stale_params}
+    # Outer parameters have no counts of experts' tokens.
     mean_pseudo_gradient = {
         path: jnp.zeros_like(x) if is_token_count(path) else x
         for path, x in mean_pseudo_gradient.items()
@@ -200,11 +164,7 @@ def outer_step(
 def merge(
     sync: Sync, seen: needs.MergeContext
 ) -> tuple[Fragment, dict[str, jax.Array]]:
-    """Merge an arriving outer fragment into a region's local one, by the method's rule.
-
-    Returns:
-      The merged fragment, and the rule's metrics, float32 scalars.
-    """
+    """Merge an outer fragment by the method's rule, whose metrics are returned too."""
     rule = sync.merge
     return rule.apply(
         seen.local,
@@ -224,12 +184,7 @@ def remember(
     which no message has carried. As a pseudo-gradient, old minus new, it is added to
     the residual of the region's error feedback: `e <- e - s (part - staged)`, and is
     sent with the next message. Averaged over regions it is less noisy. Ours; no source.
-
-    Args:
-      share: s.
-      part: the region's fragment before the merge.
-      staged: the region's fragment when its sync started.
-      memory: an `ErrorFeedbackState`.
+    `memory` is an `ErrorFeedbackState`.
     """
     residual = jax.tree.map(
         lambda e, x, s: e - share * (x.astype(e.dtype) - s.astype(e.dtype)),
@@ -243,12 +198,9 @@ def remember(
 def gap(name: str, outer: Fragment, local: Fragment, num_regions: int) -> jax.Array:
     """Measure how far regions are from an outer fragment, per parameter.
 
-    Args:
-      name: "drift", the sum over regions of |theta^g - theta^m|, "distance", the mean
-        over regions of its square, or "tokens", which experts saw; see `sync.needs`.
-      outer: the outer fragment.
-      local: local fragments of some regions, `[R, ...]`.
-      num_regions: number of all regions; sum the result over them.
+    "drift" is the sum over regions of |theta^g - theta^m|, "distance" the mean over
+    regions of its square, "tokens" what experts saw; see `sync.needs`. Where `local` is
+    of some regions, `[R, ...]`, sum the result over all.
     """
     if name == "tokens":
         return _tokens(outer, local) / num_regions

@@ -135,7 +135,6 @@ class Turn:
 
     `value_fn` is the loss of the last batch as a function of the parameters, `batch`
     that batch; None where no merge needs them.
-
     """
 
     sync: Sync

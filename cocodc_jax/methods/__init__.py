@@ -80,10 +80,9 @@ and Delta = theta^g - theta^m a pseudo-gradient, old minus new, so descent is mi
 Delta. Only `des_loc` and `mt_dao` exchange the state of the inner optimizer.
 
 A new method is a file with a function that returns a `Method`, and a line in `METHODS`;
-its arguments become flags.
+its arguments become flags. A value that makes no sense is refused by a ValueError that
+names the argument.
 """
-
-from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
@@ -118,6 +117,7 @@ from cocodc_jax.methods.sparseloco import sparseloco
 from cocodc_jax.methods.streaming_diloco import streaming_diloco
 from cocodc_jax.sync.method import Inner, Method, Sync
 from cocodc_jax.transforms import compression
+from cocodc_jax.transforms.numerics import check_choice
 
 __all__ = ["COMMON", "METHODS", "Inner", "Method", "Sync", "defaults", "get"]
 
@@ -173,9 +173,6 @@ def get(name: str, **overrides: Any) -> Method:
         `outer_placement`, `region_weights`, `exclude_above`, `robust_mean` and
         `expert_weights` (see `Method`).
 
-    Raises:
-      ValueError: for an unknown name, or an argument that this method does not take.
-
     >>> get("streaming_diloco", sync_interval=20, delay_steps=2).num_fragments
     4
     >>> get("diloco", compress="int8").sync.message.by.name
@@ -201,13 +198,8 @@ def get(name: str, **overrides: Any) -> Method:
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """Return the arguments that method `name` takes, with their defaults.
-
-    Raises:
-      ValueError: for an unknown name.
-    """
-    if name not in METHODS:
-        raise ValueError(f"method={name!r} is unknown; use one of {sorted(METHODS)}")
+    """Return the arguments that method `name` takes, with their defaults."""
+    check_choice("method", name, sorted(METHODS))
     parameters = inspect.signature(METHODS[name]).parameters
     own = {key: parameter.default for key, parameter in parameters.items()}
     return own | {k: v for k, v in COMMON.items() if k not in own}

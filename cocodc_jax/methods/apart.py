@@ -32,15 +32,9 @@ passes a token each), DiLoCo on the same data 1.819 at one pass (one seed), by
         --references=diloco,data_parallel --workdir=DIR
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Method
 
 
 def apart() -> Method:
-    """Exchange nothing: regions are experts, merged when they are done.
-
-    What is evaluated is the average of their parameters;
-    `experiments.studies.merge_experts` makes an ensemble with a router of them.
-    """
+    """Exchange nothing: regions are experts, merged when they are done."""
     return Method(name="apart")

@@ -61,8 +61,6 @@ Measured here: at equal bytes, tau/H 0.2, each tuned, six seeds: isotropic 2.198
 preset: docs/results/archive/methods.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -79,7 +77,7 @@ from cocodc_jax.transforms.curvature import (
     normalized_outer_product,
 )
 from cocodc_jax.transforms.curvature import get as get_curvature
-from cocodc_jax.transforms.numerics import check_finite
+from cocodc_jax.transforms.numerics import check_choice, check_finite
 from cocodc_jax.transforms.secant import secant
 
 
@@ -102,10 +100,8 @@ def cocodc(
 ) -> Method:
     """Build CoCoDC (arXiv 2504.17672): compensation and adaptive transmission.
 
-    The published curvature is numerically nothing in its units (`cocodc_paper`). The
-    default here is the isotropic one, theta^m <- theta^g - c (theta^g - staged) +
-    progress with c = 0.3, which did best in `experiments.studies.ablate_compensation`
-    among the rules that need nothing else.
+    The curvature is the isotropic one, which did best among the rules that need nothing
+    else; the published one is numerically nothing in its units (`cocodc_paper`).
 
     Args:
       sync_interval: H, inner steps in which every fragment starts at least once.
@@ -135,9 +131,6 @@ def cocodc(
         None is 0.4.
       merge_feedback: whether the share 1 - rho of its progress that a region does not
         keep is added to its next message; needs messages with error feedback (ours).
-
-    Raises:
-      ValueError: if `progress_weight` is out of range, or as the parts say.
     """
     check_at_least("sync_interval", sync_interval, 1)
     check_at_least("num_fragments", num_fragments, 1)
@@ -191,11 +184,8 @@ def cocodc_paper(
 ) -> Method:
     """Build CoCoDC as its paper has it, or as its authors' code (arXiv 2504.17672).
 
-    By the text the correction is g * g * D / H in parameter units, numerically nothing
-    (see `correction_ratio`), so it amounts to replaying the local progress on the outer
-    fragment. Uncertain are the placement of 1/H (about 75 % sure) and the formula of an
-    automatic N (from memory). By the code the correction of every tensor is
-    `relative_strength` times as long as the progress.
+    By the text the correction is numerically nothing, by the code it is as long as the
+    progress times `relative_strength`.
 
     Args:
       sync_interval: H, inner steps in which every fragment starts at least once.
@@ -213,12 +203,8 @@ def cocodc_paper(
         means; or as its authors run it, the normalised correction and "drift".
       relative_strength: lambda_0 of the rule "code", length of the correction of a
         tensor over that of its progress; None is 1.
-
-    Raises:
-      ValueError: for an unknown rule, or a strength that belongs to the other one.
     """
-    if rule not in _RULES:
-        raise ValueError(f"rule={rule!r} is unknown; use one of {_RULES}")
+    check_choice("rule", rule, ("text", "code"))
     if rule == "text" and relative_strength is not None:
         raise ValueError(
             f"relative_strength={relative_strength} has no meaning with rule='text'; "
@@ -254,9 +240,6 @@ def cocodc_paper(
     return dataclasses.replace(method, name="cocodc_paper")
 
 
-_RULES = ("text", "code")
-
-
 def _as_coded() -> Curvature:
     """Return the authors' correction, whose norms are of the undivided progress."""
     # Their c is divided by 4e-4, a constant of the code, and guarded by 1e-8.
@@ -282,12 +265,6 @@ def _kept(
     return optax.chain(optax.scale(weight), compensation)
 
 
-_NO_UNITS = (
-    "curvature_units={!r} was given, but curvature={!r} has no choice of units; leave "
-    "it out"
-)
-
-
 def _curvature(
     curvature: str | Curvature, units: str | None, sync_interval: int
 ) -> Curvature:
@@ -299,8 +276,12 @@ def _curvature(
                 f"{curvature.name!r} is made already; choose its units there"
             )
         return curvature
+    has_none = ValueError(
+        f"curvature_units={units!r} was given, but curvature={curvature!r} has no "
+        "choice of units; leave it out"
+    )
     if curvature == "secant" and units is not None:
-        raise ValueError(_NO_UNITS.format(units, curvature))
+        raise has_none
     if curvature == "secant":
         # More than the whole of D would go past the staged point.
         return secant(isotropic(), max_weight=1.0)
@@ -314,4 +295,4 @@ def _curvature(
     try:
         return get_curvature(curvature, **options)
     except TypeError:
-        raise ValueError(_NO_UNITS.format(units, curvature)) from None
+        raise has_none from None

@@ -14,9 +14,7 @@ There is no outer optimizer, no schedule and no drift. M regions take one step o
 times the batch, so per step it is ahead of every method whose regions train apart. It
 sends a message as large as the model at every step, and all regions wait for the
 slowest. With `compress` each region encodes its gradient, and the mean is that of the
-decoded messages.
-
-In code: `per_step.mean_gradients`. Without `compress` gradients are all-reduced.
+decoded messages; without it gradients are all-reduced.
 
 Source: textbook. Derived here, and a test: `diloco` with H = 1, eta = 1, no momentum
 and SGD inside is this method.
@@ -26,15 +24,10 @@ Measured here: last loss 1.511, DiLoCo's last loss after 198 of its 480 steps, 1
 sent by a region (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Method
 from cocodc_jax.sync.per_step import mean_gradients
 
 
 def data_parallel() -> Method:
-    """Average gradients over all regions at every step: the reference.
-
-    M regions make one step on M times the batch; there is no outer optimizer.
-    """
+    """Average gradients over all regions at every step: the reference."""
     return Method(name="data_parallel", per_step=mean_gradients())

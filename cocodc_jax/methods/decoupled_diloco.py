@@ -38,8 +38,6 @@ result like all others. Fragments are of nearly equal size: each tensor, largest
 goes to the smallest fragment so far. With equal answers, plain means and strided blocks
 the method is `streaming_diloco`.
 
-In code: `schedule.participating`, `Sync.weigh`, `RadialDirectional`, `merge.mix`.
-
 Source: Decoupled DiLoCo, arXiv 2604.21428; RDA, quorum, grace window and weights from a
 published summary.
 Differs from the paper: which regions are late is given, the same in every round; there
@@ -52,13 +50,12 @@ Measured here: last loss 1.748 against DiLoCo's 1.838, both 40.3 MB sent by a re
 with plain means and strided blocks 1.796 (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from cocodc_jax.sync import AsIs, Method, Sync, merge, nesterov, schedules
 from cocodc_jax.sync.averages import Average, RadialDirectional
 from cocodc_jax.sync.schedules.base import check_at_least
+from cocodc_jax.transforms.numerics import check_choice
 
 AVERAGES = {"rda": RadialDirectional(), "mean": Average()}
 
@@ -78,11 +75,6 @@ def decoupled_diloco(
 ) -> Method:
     """Build Decoupled DiLoCo (arXiv 2604.21428): quorum, grace window, RDA.
 
-    A fragment is merged `grace_steps` after a quorum of regions has answered, or as
-    soon as all have, from those that answered by then, each weighted by its tokens
-    times its tokens per step. Regions that were late take the result like all others.
-    How long each region's answer takes is given, so that a run can be repeated.
-
     Args:
       sync_interval: H, inner steps, a multiple of `num_fragments`.
       num_fragments: K, at most the tensors of the model (blocks, with another
@@ -100,15 +92,8 @@ def decoupled_diloco(
       outer_lr: learning rate of the outer Nesterov optimizer.
       outer_momentum: its momentum, in [0, 1).
       fragment_strategy: "strided", "sequential", "balanced" or "balanced_tensors".
-
-    Raises:
-      ValueError: if the quorum is not among the answers, a number is out of range, or
-        `averaging` is unknown.
     """
-    if averaging not in AVERAGES:
-        raise ValueError(
-            f"averaging={averaging!r} is unknown; use one of {tuple(AVERAGES)}"
-        )
+    check_choice("averaging", averaging, tuple(AVERAGES))
     delay_steps, participating, num_regions = _merged_at(
         answer_steps, delay_steps, quorum, grace_steps
     )
@@ -131,10 +116,7 @@ def decoupled_diloco(
 def _merged_at(
     answer_steps: str, delay_steps: int, quorum: int, grace_steps: int
 ) -> tuple[int, tuple[int, ...] | None, int | None]:
-    """Return after how many steps a fragment is merged, from which of how many regions.
-
-    None are all, and any number.
-    """
+    """Return the steps to a merge, the regions in it, and how many there must be."""
     check_at_least("grace_steps", grace_steps, 0)
     check_at_least("quorum", quorum, 1)
     if not answer_steps:

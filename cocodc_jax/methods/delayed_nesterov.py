@@ -28,9 +28,6 @@ $$
 c = 0 applies the momentum at the N-th arrival only, c = 1 / N evenly. With N = 1 it is
 Nesterov at every arrival, where M arrivals that agree push the momentum M times.
 
-In code: mu is `outer_momentum`, N `arrivals_per_momentum`, c `momentum_spread`;
-`schedules.asynchronous`, `transforms.outer.delayed_nesterov`, `merge.replace`.
-
 Source: asynchronous local SGD, Liu et al., arXiv 2401.09135; read from the authors'
 code, dynamic local updates too.
 Differs from the paper: nothing known. Time is simulated in steps of the fastest region.
@@ -38,8 +35,6 @@ Defaults: published c 0; here H 50, N 4 (the regions), c 0 and DiLoCo's eta 0.7,
 Measured here: last loss 2.133 against DiLoCo's 1.838, both 40.3 MB sent by a region; no
 stall (docs/results/methods.md; equally fast regions).
 """
-
-from __future__ import annotations
 
 from cocodc_jax.sync import Method, SharedOuter, Sync, merge, schedules
 from cocodc_jax.transforms.numerics import (
@@ -60,8 +55,6 @@ def delayed_nesterov(
     dynamic_steps: bool = True,
 ) -> Method:
     """Build asynchronous local SGD with delayed Nesterov (arXiv 2401.09135).
-
-    Each region is answered when it comes; the momentum moves once in N arrivals.
 
     Args:
       sync_interval: H, inner steps of the fastest region between two of its arrivals.

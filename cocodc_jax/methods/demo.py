@@ -27,20 +27,14 @@ learning rate is another one than AdamW's: `sign_lr_fraction` of it. A mean over
 is safe here, as only its sign is used. Compressors that do not say which values they
 carry are averaged over all regions.
 
-In code: `error_feedback(decay=beta)`, `dct_top_k(k)`, `average_duplicates`,
-`Inner("sgd", steps_by_sign=True)`.
-
 Source: DeMo, Peng et al., arXiv 2411.19870; read from the authors' code.
 Differs from the paper: there the momentum adds the gradient times the learning rate,
 which is left out here: it matters only while it changes, as the step is a sign.
 Defaults: published beta 0.999, chunk 64, k 32 of 4096; here the same.
 Measured here: last loss 2.444 with 19.7 MB sent by a region, DiLoCo 1.838 with 40.3 MB,
-data parallel 1.511 with 1,610 MB (docs/results/methods.md).
-
-It was made for thousands of steps; this is a short run.
+data parallel 1.511 with 1,610 MB (docs/results/methods.md). It was made for thousands
+of steps; this is a short run.
 """
-
-from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +53,7 @@ def demo(momentum_decay: float = 0.999, compress: str = "dct:32") -> Method:
     """Build DeMo (arXiv 2411.19870): share the top of the momentum at every step.
 
     Args:
-      momentum_decay: decay b of the momentum that is taken from, in [0, 1).
+      momentum_decay: decay beta of the momentum that is taken from, in [0, 1).
       compress: what is taken out of the momentum; without error feedback, which the
         method is.
     """

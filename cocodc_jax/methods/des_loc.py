@@ -28,9 +28,6 @@ every time (Local Adam) carries 3 times. Moments are sent in at least float32, w
 `compress` does to the parameters. Adam's count is not sent, nor is the state of other
 optimizers (of Muon's tree only the part that Adam takes).
 
-In code: `schedules.staggered(H)`, `sync.outer.nesterov(eta, mu)`, `merge.replace`,
-`Sync.moments`.
-
 Source: DES-LOC, Iacob, Sani, Safaryan et al., arXiv 2505.22549; rules and the factors
 of 3 and 6 from published digests.
 Derived here: `sync_moments=0,0` is `diloco` with eta 1 and mu 0; with the same data
@@ -40,12 +37,9 @@ Defaults: published H 32 to 256, K_u 3 H, K_v 6 H; here H 30 and the same factor
 Measured here: last loss 2.683 with 5.79 MB sent by a region, plain averaging without
 moments 2.686 with 4.00 MB (the smoke preset, H 8, 160 steps, 4 regions, one seed), by
 
-    python -m experiments.train --preset=smoke --method=des_loc --steps=160
-
-and --warmup_steps=8 --sync_interval=8.
+    python -m experiments.train --preset=smoke --method=des_loc --steps=160 \
+        --warmup_steps=8 --sync_interval=8
 """
-
-from __future__ import annotations
 
 from cocodc_jax.sync import Method, Moments, Sync, merge, nesterov, schedules
 

@@ -18,9 +18,8 @@ v &\leftarrow \mu v + \Delta \\
 \end{align*}
 $$
 
-In code: `schedules.staggered(H)` with one fragment, the full model;
-`sync.outer.nesterov`, which is `optax.sgd(eta, mu, nesterov=True)`; `merge.replace`.
-The inner optimizer's state stays as it is.
+The outer optimizer is `optax.sgd(eta, mu, nesterov=True)`. The inner optimizer's state
+stays as it is.
 
 Source: DiLoCo, Douillard et al., arXiv 2311.08105, algorithm 1; read from the authors'
 later code. Derived here: with H = 1, eta = 1, mu = 0 and SGD inside it is
@@ -34,8 +33,6 @@ Measured here: last loss 1.838, 40.3 MB sent by a region, 0.37 s of stall
 The published eta and mu are poor in so short a run: plain averaging (eta 1, mu 0, which
 is `multi_ring` up to rounding) ends at 1.764.
 """
-
-from __future__ import annotations
 
 from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules
 

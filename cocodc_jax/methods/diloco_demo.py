@@ -24,9 +24,6 @@ e^m &\leftarrow e^m - \mathrm{IDCT}(q^m)
 \end{align*}
 $$
 
-In code: `error_feedback(decay=beta)`, `dct_top_k(k)`; `send` and `receive` of the outer
-optimizer; `merge.replace`.
-
 Source: DiLoCo with decoupled momentum, arXiv 2510.03371; read from the authors' code.
 Differs from the paper's code: there each coefficient is averaged over those who sent
 it. The mean over all M, as in the formula, is kept on purpose: over senders, a
@@ -37,12 +34,9 @@ tests/methods/test_regional.py.
 Defaults: published beta 0.95, k 32, chunk 64, H 128 to 500, eta 0.7 to 0.8; here beta
 0.9, k 32, H 128, eta 0.7.
 Measured here: last loss 2.293 with 493 kB sent by a region, DiLoCo 1.838 with 40.3 MB;
-regions drift by 0.65 (docs/results/methods.md).
-
-It was made for thousands of steps; this is a short run.
+regions drift by 0.65 (docs/results/methods.md). It was made for thousands of steps;
+this is a short run.
 """
-
-from __future__ import annotations
 
 from typing import Any, NamedTuple
 
@@ -85,15 +79,10 @@ def diloco_demo(
 
 
 class DecoupledState(NamedTuple):
-    """State of `decoupled_momentum`.
+    """State of `decoupled_momentum`."""
 
-    Attributes:
-      feedback: residual (the momentum less what was sent) and the compressor's state.
-      pseudo_gradient: of the message that is on its way.
-    """
-
-    feedback: ErrorFeedbackState
-    pseudo_gradient: PyTree
+    feedback: ErrorFeedbackState  # Its residual is the momentum less what was sent.
+    pseudo_gradient: PyTree  # Of the message that is on its way.
 
 
 def decoupled_momentum(learning_rate: float, momentum: float) -> RegionalOuter:
@@ -114,7 +103,6 @@ def decoupled_momentum(learning_rate: float, momentum: float) -> RegionalOuter:
         return message, DecoupledState(kept, gradient)
 
     def receive(params, state, arrived, num_regions):
-        del num_regions
         d = jax.tree.map(jnp.add, state.feedback.residual, arrived)
         params = jax.tree.map(
             lambda x, g, m: x - learning_rate * (g + momentum * m),

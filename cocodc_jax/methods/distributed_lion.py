@@ -20,10 +20,8 @@ d = \frac{1}{M} \sum_m d^m \;\; \text{(average)} \\
 \end{align*}
 $$
 
-In code: $b_1$ is `lion_beta1`, $b_2$ `lion_beta2`, the rule `lion_vote`;
-`transforms.lion`, `Inner("sgd", steps_by_sign=True)`. The learning rate is
-`sign_lr_fraction` of AdamW's. A message is a bit already, so `compress` has no meaning.
-With M = 1 it is Lion.
+The learning rate is `sign_lr_fraction` of AdamW's. A message is a bit already, so
+`compress` has no meaning. With M = 1 it is Lion.
 
 Source: Distributed Lion, Liu et al., arXiv 2404.00438; not checked against its code.
 Differs from the paper: sign(0) is sent as +1, as a bit has no room for zero; a tie of
@@ -33,11 +31,9 @@ Measured here: last loss 2.158 with 50.3 MB sent by a region, DiLoCo 1.838 with 
 data parallel 1.511 with 1,610 MB (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Inner, Method, PerStep
 from cocodc_jax.transforms import lion
-from cocodc_jax.transforms.numerics import check_unit_interval
+from cocodc_jax.transforms.numerics import check_choice, check_unit_interval
 
 
 def distributed_lion(
@@ -61,8 +57,7 @@ def signs(b1: float, b2: float, vote: str) -> PerStep:
     """Send the signs of the regions' updates; average them or put them to a vote."""
     check_unit_interval("lion_beta1", b1)
     check_unit_interval("lion_beta2", b2)
-    if vote not in lion.RULES:
-        raise ValueError(f"lion_vote={vote!r} is unknown; use one of {lion.RULES}")
+    check_choice("lion_vote", vote, lion.RULES)
     return PerStep(
         "signs",
         lion.init,

@@ -42,9 +42,7 @@ G &= \rho \tilde\Delta, \qquad v \leftarrow \mu v + (1 - \mu) \, G \\
 \end{align*}
 $$
 
-The look-ahead alone is `mla`. In code: $c_{\mathrm{ok}}$ is `keep_cosine`, $k_d$
-`turn_rate`, $k_s$ `removal_rate`, $b_{\max}$ `max_removal`, kappa `confidence_scale`,
-rho `arrival_weight`; `transforms.heloco`, `SharedOuter.start`.
+The look-ahead alone is `mla`.
 
 Source: HeLoCo, arXiv 2606.00271; the rule, the momentum's form and the look-ahead read
 from a published table.
@@ -58,8 +56,6 @@ sent by a region: with the published numbers, four arrivals a round each make a 
 step, which is too long in so short a run; eta 0.2 and momentum 0.5 with another rule
 gave 1.910 (docs/results/methods.md).
 """
-
-from __future__ import annotations
 
 import dataclasses
 

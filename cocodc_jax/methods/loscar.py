@@ -17,9 +17,6 @@ Other coordinates stay as they are. So nothing is lost that a region learned whi
 message crossed. The positions are known to all and are not sent. $\theta^g$ consists of
 the last mean of each coordinate; evaluation uses the mean of the regions.
 
-In code: `schedules.staggered(H)` with one fragment; `averages.SharedMask`, whose key is
-of the round; eta 1 without momentum; `merge.replay` and `where_drawn`.
-
 Source: LOSCAR-SGD, arXiv 2605.20866; mean, mask and merge from a published summary.
 That the merge is CoCoDC's without a curvature is derived here; with Nesterov and
 fragments in turn it is `streaming_diloco` with `merge_rule="replay"`.
@@ -31,8 +28,6 @@ coordinates, so that each is averaged about once in 100 steps.
 Measured here: last loss 1.845 with 10.1 MB sent by a region, DiLoCo 1.838 with 40.3 MB
 (docs/results/methods.md).
 """
-
-from __future__ import annotations
 
 from cocodc_jax.sync import AsIs, Method, SharedMask, Sync, merge, nesterov
 from cocodc_jax.sync.schedules import measured

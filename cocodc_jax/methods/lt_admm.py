@@ -1,9 +1,9 @@
 r"""`lt_admm` (arXiv 2501.13516, arXiv 2508.15509): local training in ADMM, no server.
 
 Regions form a graph, a ring or the complete one. To minimize the sum of the regions'
-losses subject to equal parameters along its edges, ADMM with a penalty r keeps a vector
-$z^{mn}$ on either side of each edge. Let $N_m$ be the $n_m$ neighbors of region m.
-Every H steps, blocking, with C the compressor:
+losses subject to equal parameters along its edges, ADMM with a penalty r (the papers'
+rho) keeps a vector $z^{mn}$ on either side of each edge. Let $N_m$ be the $n_m$
+neighbors of region m. Every H steps, blocking, with C the compressor:
 
 $$
 \begin{align*}
@@ -37,9 +37,6 @@ to zero over the regions, whatever C does. It begins at rest, with $z^{mn} = r \
 so all h are equal, and the gradients sum to zero over the regions. With a minus, as the
 line is sometimes written, regions are driven away from that point: a test has both.
 
-In code: r is `admm_penalty` (the papers' rho); `send`, `receive` and `correct` of
-`admm`; `merge.keep`.
-
 Source: Ren, Bastianello, Johansson, Parisini: LT-ADMM, arXiv 2501.13516; LT-ADMM-CC,
 arXiv 2508.15509, whose compressed messages are from memory. Sign and first z are those
 of a public implementation of LT-ADMM (not the authors'); the sums are derived here.
@@ -52,12 +49,9 @@ Measured here: last loss 2.739 with 1.02 MB sent by a region (2.748 at r 0.002, 
 0.05, 2.960 at 0.5), DiLoCo 2.724 with 4.00 MB, `apart` 2.767 (the smoke preset, H 8,
 160 steps, 4 regions, one seed), by
 
-    python -m experiments.train --preset=smoke --method=lt_admm --steps=160
-
-and --warmup_steps=8 --sync_interval=8.
+    python -m experiments.train --preset=smoke --method=lt_admm --steps=160 \
+        --warmup_steps=8 --sync_interval=8
 """
-
-from __future__ import annotations
 
 from typing import Any, NamedTuple
 
@@ -67,7 +61,7 @@ import jax.numpy as jnp
 from cocodc_jax.sync import Compressed, Method, RegionalOuter, Sync, merge, schedules
 from cocodc_jax.sync.outer import pseudo_gradient
 from cocodc_jax.transforms import compression
-from cocodc_jax.transforms.numerics import check_rate
+from cocodc_jax.transforms.numerics import check_choice, check_rate
 
 PyTree = Any
 
@@ -103,26 +97,18 @@ def lt_admm(
 
 
 class AdmmState(NamedTuple):
-    """State of `admm`, of one region's fragment.
-
-    Attributes:
-      compressor: the compressor's.
-      told: q, what the message in flight decodes to.
-      neighbours: mean of the neighbors' h.
-      dual: l, half the sum over the edges of the difference of both z.
-    """
+    """State of `admm`, of one region's fragment."""
 
     compressor: PyTree
-    told: PyTree
-    neighbours: PyTree
-    dual: PyTree
+    told: PyTree  # q, what the message in flight decodes to.
+    neighbours: PyTree  # Mean of the neighbors' h.
+    dual: PyTree  # l, half the sum over the edges of the difference of both z.
 
 
 def admm(penalty: float, graph: str) -> RegionalOuter:
     """Tie regions to their neighbours by ADMM; outer parameters are what was sent."""
     check_rate("admm_penalty", penalty)
-    if graph not in GRAPHS:
-        raise ValueError(f"graph={graph!r} is unknown; use one of {tuple(GRAPHS)}")
+    check_choice("graph", graph, tuple(GRAPHS))
 
     def degree(num_regions: int) -> int:
         return num_regions - 1 if graph == "complete" else min(num_regions - 1, 2)

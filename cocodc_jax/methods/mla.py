@@ -16,8 +16,6 @@ While a region trains, the others move $\theta^g$ on, mostly along v. From the
 look-ahead point the region trains about where its answer will be applied. `heloco` adds
 a correction of what arrives, and is equal bit for bit where it corrects nothing.
 
-In code: rho is `arrival_weight`; `transforms.outer.mla`, `SharedOuter.start`.
-
 Source: what HeLoCo (arXiv 2606.00271) is built on and compared with, asynchronous
 momentum look-ahead; momentum and look-ahead as in that paper's published table.
 Differs from the paper of its own: unknown, it was not available.
@@ -26,8 +24,6 @@ is `delayed_nesterov` with N = 1 and no momentum.
 Measured here: last loss 2.642 against DiLoCo's 1.838, both 40.3 MB sent by a region:
 too long a step for so short a run (docs/results/methods.md).
 """
-
-from __future__ import annotations
 
 from cocodc_jax.sync import Method, SharedOuter, Sync, merge, schedules
 from cocodc_jax.transforms.numerics import check_rate, check_unit_interval

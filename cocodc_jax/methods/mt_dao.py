@@ -38,12 +38,9 @@ Measured here: last loss 2.678 with 6.99 MB sent by a region (2.733 with weights
 and 0.5), `des_loc` 2.683 with 5.79 MB (the smoke preset, whose slow decay is 0.99, H 8,
 160 steps, 4 regions, one seed), by
 
-    python -m experiments.train --preset=smoke --method=mt_dao --steps=160
-
-and --warmup_steps=8 --sync_interval=8.
+    python -m experiments.train --preset=smoke --method=mt_dao --steps=160 \
+        --warmup_steps=8 --sync_interval=8
 """
-
-from __future__ import annotations
 
 import dataclasses
 

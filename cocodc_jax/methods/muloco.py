@@ -43,8 +43,6 @@ inside 1.908 with 40.3 MB, DiLoCo with AdamW 1.838; all at AdamW's learning rate
 2e-3, which is little for this Muon (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Compressed, Inner, Method, Sync, merge, nesterov, schedules
 from cocodc_jax.transforms import compression
 

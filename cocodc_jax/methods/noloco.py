@@ -15,9 +15,7 @@ v^m &\leftarrow \mu v^m + \eta \, \frac{\Delta^m + \Delta^n}{2}
 \end{align*}
 $$
 
-In code: eta is `outer_lr` (the paper's beta), mu `outer_momentum`, c `pair_pull` (its
-gamma); `noisy_pairs`, `transforms.outer.group_heavy_ball`, `merge.replace`. Evaluation
-uses the mean of all regions.
+The paper's beta is eta here, its gamma c. Evaluation uses the mean of all regions.
 
 **Stable** for $0 < c < 2 (1 - \mu^2)$: only there the spread of regions whose partners
 are drawn independently contracts without gradients, and other values are refused.
@@ -47,8 +45,6 @@ DiLoCo's, as outer parameters are sent too; regions are 2 % of their length apar
 (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import optax
@@ -77,9 +73,6 @@ def noloco(
       pair_pull: c, how strongly the two of a pair are drawn together, above 0 and
         below 2 (1 - mu^2), where regions stay together; None is `outer_lr`.
       pair_seed: seed of the draw of pairs, the same on every region.
-
-    Raises:
-      ValueError: if a number is out of range.
     """
     check_rate("outer_lr", outer_lr)
     check_unit_interval("outer_momentum", outer_momentum)
@@ -127,7 +120,6 @@ def noisy_pairs(
         return message, state._replace(compressor=kept)
 
     def receive(params, state, arrived, num_regions):
-        del num_regions
         step, kept = optimizer.update(
             arrived["pseudo_gradient"],
             state.optimizer,

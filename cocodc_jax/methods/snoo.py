@@ -17,9 +17,6 @@ It is `diloco` without a mean: what is left of DiLoCo with one region. Nothing i
 so `compress` has no meaning. With mu = 0 it is Lookahead with step eta. As an Optax
 wrapper around any optimizer it is `transforms.snoo`.
 
-In code: `schedules.staggered(H)`, `sync.outer.nesterov`, `merge.replace`,
-`num_regions=1`.
-
 Source: SNOO, arXiv 2510.15830, that it is outer Nesterov on one worker's
 pseudo-gradients; from a summary. Derived here: equal to `diloco` with M = 1.
 Differs from the paper: nothing known; numbers were not checked.
@@ -27,8 +24,6 @@ Defaults: published ones unchecked; here H 20 and DiLoCo's eta 0.7, mu 0.9.
 Measured here: nothing yet; it takes one region and is left out of the comparison of all
 methods in four.
 """
-
-from __future__ import annotations
 
 import dataclasses
 

@@ -30,9 +30,6 @@ deployed, $q^m$ of each tensor is first multiplied by $\min(1, \mathrm{median}_n
 q^n \rVert / \lVert q^m \rVert)$. A region that takes no part in a sync counts in
 neither mean.
 
-In code: `error_feedback(decay=beta)`, `chunked_top_k(k, values=stat2)`,
-`Compressed(.., "senders")`, `nesterov(eta, 0)`, `merge.replace`.
-
 Source: SparseLoCo, arXiv 2508.15706; update, code and mean read from public code of the
 authors' deployment.
 Differs from the paper's code: k of smaller chunks, and chunks at a tensor's far edges
@@ -43,8 +40,6 @@ Measured here: last loss 1.892 with 594 kB sent by a region, DiLoCo 1.838 with 4
 with even 2-bit levels, k 32 and a mean over all it was 2.230 with 165 kB
 (docs/results/methods.md).
 """
-
-from __future__ import annotations
 
 from cocodc_jax.sync import Compressed, Method, Sync, merge, nesterov, schedules
 from cocodc_jax.transforms import compression
@@ -67,10 +62,6 @@ def sparseloco(
       compress: the compressor with its error feedback.
       clip: whether each tensor of a region's message is cut to the median norm of that
         tensor in all messages, as in the authors' deployment.
-
-    Raises:
-      ValueError: for another `sparse_mean`, or a `clip` of messages that have all
-        entries.
     """
     return Method(
         name="sparseloco",

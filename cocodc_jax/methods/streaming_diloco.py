@@ -31,8 +31,6 @@ mix drops, $(1 - \alpha)(\theta^m_{t+\tau} - \theta^m_t)$, to the region's next 
 f is `phase_steps`, 0 by default; with $f = \tau$ merges are at multiples of H / K.
 `delay_steps="auto"` (ours) measures how long syncs take (`schedules.measured`).
 
-In code: `schedules.staggered`, `sync.outer.nesterov`, `merge.mix`.
-
 Source: Streaming DiLoCo, Douillard et al., arXiv 2501.18512, algorithm 2 and section
 2.3; updates and mixing read from the authors' code, FP4 and tau from published tables.
 Derived here: K = 1, tau = 0, alpha = 0 is `diloco`.
@@ -45,10 +43,9 @@ Measured here: last loss 1.803, DiLoCo's last after 421 of 480 steps, the same 4
 sent by a region, no stall (docs/results/methods.md; tau 5).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Method, Sync, merge, nesterov
 from cocodc_jax.sync.schedules import measured
+from cocodc_jax.transforms.numerics import check_choice
 
 
 def streaming_diloco(
@@ -65,8 +62,6 @@ def streaming_diloco(
     merge_feedback: bool = False,
 ) -> Method:
     """Build Streaming DiLoCo (arXiv 2501.18512): fragments, overlap, mixing.
-
-    Messages are float32; the published ones are FP4, `compress="fp4"`.
 
     Args:
       sync_interval: H, inner steps, a multiple of `num_fragments`.
@@ -85,16 +80,9 @@ def streaming_diloco(
         "replay" of its own progress since the start (LOSCAR's merge).
       merge_feedback: whether the progress that the mix drops is added to the region's
         next message; needs messages with error feedback (ours).
-
-    Raises:
-      ValueError: if a number is out of range, `merge_rule` is another one, or
-        `merge_feedback` has nothing to send.
     """
     rules = {"mix": merge.mix(mixing_alpha), "replay": merge.replay()}
-    if merge_rule not in rules:
-        raise ValueError(
-            f"merge_rule={merge_rule!r} is unknown; use one of {tuple(rules)}"
-        )
+    check_choice("merge_rule", merge_rule, tuple(rules))
     rule = rules[merge_rule]
     if merge_feedback:
         kept = 1.0 if merge_rule == "replay" else mixing_alpha

@@ -1,9 +1,8 @@
 """The transformer: configurations, presets, pure functions and sharding.
 
-Names are imported when they are first used.
+What does not fit a model, its devices or a file is refused by a ValueError that names
+it. Names are imported when they are first used.
 """
-
-from __future__ import annotations
 
 from typing import TYPE_CHECKING
 

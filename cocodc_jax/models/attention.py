@@ -44,7 +44,7 @@ def attend(
     Args:
       query_BLHd: of H heads; of the device's own positions, where there is `sequence`.
       key_BLKd: of K heads, each for H / K of the query's, and of all positions.
-      value_BLKd: as many.
+      value_BLKd: likewise.
       kernel: plain, blocks, cudnn, splash; auto is plain, as nothing here knows the
         device.
       sequence: mesh axis over which the query's positions lie, inside a
@@ -149,9 +149,6 @@ def choose(
       needs_forward_mode: whether gradients are differentiated again, as no kernel is.
       sequence_axis: devices that share the positions of a sequence.
       most_head_width: as `head_width_of` the devices; 0 where cuDNN has no kernel.
-
-    Raises:
-      ValueError: if that kernel cannot be had, naming what stands against it.
     """
     is_gpu = platform in ("gpu", "cuda")
     no_sequence = f"does not support sequence_axis={sequence_axis}", sequence_axis > 1

@@ -21,16 +21,9 @@ PLAIN, CPU = "plain", "cpu"
 def choose(
     backward: str, platform: str, is_shared: bool, needs_forward_mode: bool
 ) -> str:
-    """Return which backward passes a run has.
+    """Return which backward passes a run has; auto is cpu on CPUs where it can be.
 
-    Args:
-      backward: plain, cpu, or auto: cpu on CPUs where it can be.
-      platform: of the devices.
-      is_shared: whether devices share a region's work, in whatever way.
-      needs_forward_mode: whether gradients are differentiated again.
-
-    Raises:
-      ValueError: if cpu is asked for and cannot be, naming what stands against it.
+    There devices may not share a region's work, nor gradients be differentiated again.
     """
     against = (
         ("is for regions of one CPU device", is_shared or platform != "cpu"),
@@ -47,10 +40,7 @@ def choose(
 def product(
     x_BLD: jax.Array, w_DF: jax.Array, backward: str, dtype: Any = None
 ) -> jax.Array:
-    """Multiply tokens by a weight of their dtype, [B, L, F].
-
-    `dtype` is that of the sums, and of the result; None is x's.
-    """
+    """Multiply tokens by a weight of their dtype; sums are in `dtype`, or in x's."""
     return (_product if backward == CPU else _matmul)(x_BLD, w_DF, dtype)
 
 
@@ -70,7 +60,6 @@ def _product_forward(x, w, dtype):
 
 
 def _product_backward(dtype, kept, grad):
-    del dtype
     x, w = kept
     tokens = tuple(range(x.ndim - 1))
     grad_x = grad @ w.T.astype(grad.dtype)

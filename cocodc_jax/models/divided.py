@@ -8,8 +8,6 @@ a pipeline is (`pipeline.py`): of the device's share of the loss, so that gradie
 weights come out summed over the batch.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -50,11 +48,7 @@ def make_divided_loss_fn(
       config: the model; its sizes divide as `check_divisible` says.
       layout: names of the axes; None is "data" and "model".
       accumulate_steps: parts of the batch, one after another; a divisor of each
-        device's share of it.
-
-    Returns:
-      `loss_fn(params, tokens, key) -> (loss, aux)` as `make_loss_fn`'s; the batch is a
-      multiple of the data axis.
+        device's share of it, which is the batch over the data axis.
     """
     device = _Device(config, layout or Layout(), accumulate_steps)
     return with_gradient(
@@ -70,10 +64,8 @@ class _Device:
         self.config, self.layout, self.num_parts = config, layout, num_parts
 
     def specs(self, params: Params) -> Any:
-        axes = (self.layout.tokens, self.layout.model)
-        return partition_specs(
-            params, axes, divides_embedding=True, expert=self.layout.expert
-        )
+        axes, expert = (self.layout.tokens, self.layout.model), self.layout.expert
+        return partition_specs(params, axes, divides_embedding=True, expert=expert)
 
     def loss(self, params: Params, tokens: jax.Array):
         """Return `(loss, aux)` of the region's batch, equal on all devices."""
@@ -124,7 +116,6 @@ class _Device:
 
 def _mapped(device: _Device, compute: Callable, params: Params, tokens, key):
     """Call `compute(params, tokens)` on every device."""
-    del key
     mesh = jax.sharding.get_abstract_mesh()
     specs = device.specs(params)
     mapped = jax.shard_map(

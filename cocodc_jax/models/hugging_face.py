@@ -32,8 +32,6 @@ Checked against transformers' own code, which gives the same
 logits (`tests/models/test_hugging_face.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -105,9 +103,6 @@ def write(
       params: its parameters, scanned or not, of one region; adapters are merged in.
       max_length: tokens that the model was trained to read, for `config.json`.
       eos_id: id of the token that ends a text.
-
-    Raises:
-      ValueError: if the model is no LLaMA, or the package safetensors is missing.
     """
     check_llama(config)
     said = CONFIG_FILE, to_json(config, max_length, eos_id)
@@ -115,21 +110,12 @@ def write(
 
 
 def write_adapter(
-    folder: str | os.PathLike[str],
-    config: TransformerConfig,
-    params: Params,
-    base: str,
+    folder: str | os.PathLike[str], config: TransformerConfig, params: Params, base: str
 ) -> None:
     """Write a model's adapters as `peft` loads them, in float32.
 
-    Args:
-      folder: where; made if missing.
-      config: the model.
-      params: its parameters, scanned or not, of one region.
-      base: folder or name of the model that they are of.
-
-    Raises:
-      ValueError: if it is no LLaMA or has none, or the package safetensors is missing.
+    The first arguments are those of `write`; `base` is the folder or name of the model
+    that they are of.
     """
     check_llama(config)
     theirs = {ours[1]: name.split(".")[1] for ours, name in _NAMES_IN_BLOCK.items()}
@@ -168,18 +154,9 @@ def _write(
 def read(folder: str | os.PathLike[str], config: TransformerConfig) -> Params:
     """Read the parameters of a model, as `init_params` makes them, in float32.
 
-    Rows of the vocabulary that the files do not have, because it was rounded up here,
-    are the mean of those they have.
-
-    Args:
-      folder: with `config.json` and the tensors.
-      config: the model that the folder must hold.
-
-    Returns:
-      The nested dict of NumPy arrays, scanned or not as `config` says.
-
-    Raises:
-      ValueError: as `check`.
+    They are a nested dict of NumPy arrays, scanned or not as `config` says. Rows of the
+    vocabulary that the files do not have, because it was rounded up here, are the mean
+    of those they have. The folder is checked as `check` does.
     """
     files = check(folder, config)
 
@@ -191,9 +168,7 @@ def read(folder: str | os.PathLike[str], config: TransformerConfig) -> Params:
         return _padded(np.stack(parts).reshape(*lead, *parts[0].shape), wanted.shape)
 
     with contextlib.ExitStack() as stack:
-        opened = {
-            file: stack.enter_context(_opened(file)) for file in {*files.values()}
-        }
+        opened = {f: stack.enter_context(_opened(f)) for f in {*files.values()}}
 
         def read_one(name):
             tensor = opened[files[name]].get_tensor(name).astype(np.float32)
@@ -207,17 +182,8 @@ def check(
 ) -> dict[str, pathlib.Path]:
     """Check that a folder holds a model of this shape, reading no tensor.
 
-    Args:
-      folder: with `config.json` and the tensors.
-      config: the model that it must hold; at least with as many rows of vocabulary.
-
-    Returns:
-      The file that each tensor is in.
-
-    Raises:
-      ValueError: naming what differs, both values and the flags that would be right; or
-        a tensor that is missing, too many or of another shape; or a file that cannot be
-        read.
+    The model may have more rows of vocabulary than the folder. The result is the file
+    that each tensor is in.
     """
     check_llama(config)
     folder = pathlib.Path(folder)

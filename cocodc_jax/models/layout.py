@@ -43,17 +43,11 @@ WEIGHTS = "weights"
 
 
 class Adapter(NamedTuple):
-    """What adds `scale * x a b` to a product with a weight [D, F]; see `lora.py`.
+    """What adds `scale * x a b` to a product with a weight [D, F]; see `lora.py`."""
 
-    Attributes:
-      a: [D, r], divided over devices as the weight's rows are.
-      b: [r, F], divided as its columns are.
-      scale: of the product.
-    """
-
-    a: jax.Array
-    b: jax.Array
-    scale: float
+    a: jax.Array  # [D, r], divided over devices as the weight's rows are.
+    b: jax.Array  # [r, F], divided as its columns are.
+    scale: float  # Of the product.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,9 +179,7 @@ def lookup(
     table_VD: jax.Array, ids_BL: jax.Array, dtype: str, layout: Layout | None
 ) -> jax.Array:
     """Return rows of a table, `[B, L, D]`, in `dtype`; gradients sum in float32."""
-    if layout is None:
-        # Gathered, then cast: rows of one token repeat, and their gradients are
-        # summed in float32.
+    if layout is None:  # Gathered, then cast: rows of one token repeat.
         return table_VD[ids_BL].astype(dtype)
     return _lookup(table_VD, ids_BL, dtype, layout)
 
@@ -261,7 +253,6 @@ _shared.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _summed(x: jax.Array, layout: Layout) -> jax.Array:
-    """Sum over the model axis; the cotangent is that of the sum, for each device."""
     return sum_over(x, layout.model)
 
 

@@ -1,7 +1,5 @@
 """`config.json` of a Hugging Face LLaMA or Mixtral: written, read, compared."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

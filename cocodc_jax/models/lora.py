@@ -8,8 +8,6 @@ first, and computes with
 They are `blocks/../lora/NAME/{a, b}` in the parameters, beside `blocks/../NAME`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

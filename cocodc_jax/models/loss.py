@@ -25,8 +25,6 @@ The parts are of one size, so that the mean of their means is that of the batch.
 part's activations exist at a time.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -222,16 +220,10 @@ def accumulated(gradient: GradientFn, num_parts: int) -> GradientFn:
 
 
 def make_accumulated_loss_fn(loss_fn: Callable, num_parts: int) -> Callable:
-    """Make a loss whose gradient is accumulated.
+    """Make a loss whose gradient is accumulated: the same, but for rounding of sums.
 
-    Args:
-      loss_fn: `(params, batch, key) -> (loss, aux)`, means over the batch but for
-        aux's `num_tokens`, a sum. All parts are given the same key.
-      num_parts: A, a divisor of the batch's leading axis.
-
-    Returns:
-      The same function, but for the order of float32 sums; reverse mode, and forward
-      mode over that.
+    `loss_fn(params, batch, key) -> (loss, aux)` gives means over the batch but for
+    aux's `num_tokens`, a sum. All A parts get the same key.
     """
     if num_parts == 1:
         return loss_fn
@@ -251,8 +243,8 @@ def make_accumulated_loss_fn(loss_fn: Callable, num_parts: int) -> Callable:
 def with_gradient(loss_fn: Callable, loss_and_grad: Callable) -> Callable:
     """Return `loss_fn(params, batch, key) -> (loss, aux)`, with a gradient of its own.
 
-    `loss_and_grad` returns `((loss, aux), gradient)`, of the same arguments. First
-    derivatives are in reverse mode, and in forward mode over these.
+    `loss_and_grad` returns `((loss, aux), gradient)`. First derivatives are in reverse
+    mode, and in forward mode over these.
     """
 
     @jax.custom_vjp

@@ -89,9 +89,6 @@ def make_pipelined_loss_fn(
       it is the loss of the microbatches that ended in this region, the gradient is
       that of the sum of all regions' losses with respect to this region's
       parameters, and the shifts come from the key of region 0.
-
-    Raises:
-      ValueError: sizes that do not divide, here or when first called.
     """
     check_pipeline(config, num_stages, num_microbatches)
     # The same blocks, fewer of them.
@@ -158,21 +155,13 @@ def _draw_shifts(stage: _Stage, key: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Stage:
-    """What one stage computes, manual over the stage axis.
+    """What one stage computes, manual over the stage axis."""
 
-    Attributes:
-      config: the model of one stage, with its share of the layers.
-      num_microbatches: M.
-      links: the ways between stages, S of them, and between regions.
-      subspace: of what crosses between stages; None sends it whole.
-      codec: how it is written; None sends it as it is.
-    """
-
-    config: TransformerConfig
+    config: TransformerConfig  # With the stage's share of the layers.
     num_microbatches: int
     links: Links
-    subspace: Subspace | None
-    codec: StageCodec | None
+    subspace: Subspace | None  # Of what crosses between stages; None sends it whole.
+    codec: StageCodec | None  # How it is written; None sends it as it is.
 
     @property
     def num_stages(self) -> int:

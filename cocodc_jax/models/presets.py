@@ -131,11 +131,7 @@ PRESETS = {
 
 
 def get(name: str) -> TransformerConfig:
-    """Return the preset called `name`.
-
-    Raises:
-      ValueError: no preset has that name.
-    """
+    """Return the preset called `name`."""
     if name not in PRESETS:
         raise ValueError(f"preset={name!r} is unknown; use one of {list(PRESETS)}")
     return PRESETS[name]

@@ -40,9 +40,7 @@ def partition_specs(
     """Return a `PartitionSpec` per parameter over the axes inside a region.
 
     Args:
-      params: one region's parameters (or their shapes) as `init_params` makes
-        them, scanned or not, with no region axis; callers that stack regions put the
-        region axis before each spec.
+      params: one region's parameters (or their shapes) as `init_params` makes them.
       axes: names of the mesh axes that shard the width (one, or several as one) and
         that shard heads, feed-forward features and vocabulary.
       stage: name of the mesh axis that divides the layers of scanned blocks, for a
@@ -50,19 +48,10 @@ def partition_specs(
       divides_embedding: whether the first axis divides the embedding too.
       expert: name of the mesh axis, among those of the width, that divides the experts
         of a mixture; it then does not divide their width.
-
-    Returns:
-      A tree of the same structure.
-
-    Raises:
-      ValueError: a leaf is not a parameter of the transformer, or there are stages
-        and blocks that are not scanned.
     """
+    rest = (*axes, stage, divides_embedding, expert)
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _leaf_spec(
-            path, leaf.ndim, *axes, stage, divides_embedding, expert
-        ),
-        params,
+        lambda path, leaf: _leaf_spec(path, leaf.ndim, *rest), params
     )
 
 
@@ -74,19 +63,10 @@ def check_divisible(
     sequence: int = 1,
     expert: int = 1,
 ):
-    """Check that a `(stage, data, model)` mesh divides the model's dimensions.
+    """Check that devices along the axes of a mesh divide the model's dimensions.
 
-    Args:
-      config: the model.
-      data: devices along the axis that shards the width.
-      model: devices along the axis that shards heads, features and vocabulary.
-      stages: devices along the axis that shards layers.
-      sequence: devices along the axis that shards positions, and the width too.
-      expert: devices along the axis that shards experts, and the width too.
-
-    Raises:
-      ValueError: names what does not divide, and what would; or stages of blocks
-        that are not scanned, which have no layer axis.
+    Those of data share the width, of model heads, features and vocabulary, of stages
+    layers, of sequence positions and of expert experts, both the width too.
     """
     for axis, devices in {"data": data, "model": model, "stages": stages}.items():
         if devices < 1:
@@ -142,17 +122,9 @@ def check_pipeline(
     batch: int | None = None,
     data: int = 1,
 ):
-    """Check that a pipeline divides the model and a region's batch.
+    """Check that a pipeline divides the model and a region's batch of sequences.
 
-    Args:
-      config: the model.
-      stages: devices that share the layers.
-      microbatches: parts a batch is cut into.
-      batch: sequences of one region and step; None leaves it unchecked.
-      data: devices that share each microbatch.
-
-    Raises:
-      ValueError: names what does not divide, and what would.
+    The devices of data share each microbatch; no batch leaves it unchecked.
     """
     check_divisible(config, data=1, model=1, stages=stages)
     if not config.scan_layers:

@@ -23,11 +23,8 @@ def share(length: int, num_own: int | None = None) -> float:
 
 
 def _block(length: int) -> int:
-    return next(
-        size
-        for size in (MOST_BLOCK, MOST_BLOCK // 2, LEAST_BLOCK)
-        if length % size == 0
-    )
+    sizes = MOST_BLOCK, MOST_BLOCK // 2, LEAST_BLOCK
+    return next(size for size in sizes if length % size == 0)
 
 
 def attend(query_BLHd, key_BLKd, value_BLKd, name, sequence, interpret) -> jax.Array:

@@ -41,15 +41,8 @@ def stage_bytes(
     token), and its gradient comes back; then S - 1 of S parts of the last stage's
     result go to the others, and their gradients come back. Idle ticks, in which the
     program sends zeros, are not counted; nor are the gradients of parameters that every
-    stage has. However many microbatches, it is the same.
-
-    Args:
-      config: the model.
-      num_stages: S.
-      batch: sequences.
-      length: positions of each.
-      subspace: of what is sent; None is the whole width.
-      num_ways: 2 with gradients, 1 without.
+    stage has. However many microbatches, it is the same. `num_ways` is 2 with
+    gradients, 1 without.
     """
     width = subspace.rank if subspace else config.width
     num_ids = 2 if subspace else 1
@@ -60,12 +53,7 @@ def stage_bytes(
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """The ways between stages, and between regions where messages are routed.
-
-    Attributes:
-      num_stages: S.
-      num_regions: R that routing goes between; 1 without.
-    """
+    """The ways between S stages, and between R regions where messages are routed."""
 
     num_stages: int
     num_regions: int
@@ -116,12 +104,7 @@ class StageCodec:
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """One stage's way to the next through a codec.
-
-    Attributes:
-      links: the collectives.
-      codec: how messages are written.
-    """
+    """One stage's way to the next through a codec."""
 
     links: Links
     codec: StageCodec

@@ -74,7 +74,6 @@ class Subspace:
     seed: int = 0
 
     def __post_init__(self):
-        """Raise ValueError when there is no such subspace."""
         if not 1 <= self.rank <= self.width:
             raise ValueError(
                 f"stage_subspace={self.rank} must be at least 1 and at most the "
@@ -110,10 +109,8 @@ class Subspace:
     ) -> jax.Array:
         """Return the residual stream again, `U c + fixed(t)`, [B, L, D] in c's dtype.
 
-        Args:
-          coded_BLk: what `encode` gave.
-          embedding_VD: E, float32. Through its fixed part no gradient goes.
-          tokens_BL: the int32 ids that entered the model at these positions.
+        The tokens are those that entered the model here. Through the fixed part no
+        gradient goes.
         """
         rows_BLD = jax.lax.stop_gradient(embedding_VD)[tokens_BL]
         fixed_BLD = rows_BLD - self.project(rows_BLD)
@@ -126,12 +123,7 @@ class Subspace:
 
 
 def confine(params: Any, subspace: Subspace) -> Any:
-    """Return parameters whose writing matrices are in the subspace, the others as is.
-
-    Args:
-      params: of the transformer, scanned or not, with any leading axes.
-      subspace: of the model's width.
-    """
+    """Return parameters whose writing matrices are in the subspace."""
     return _at(_WRITERS, subspace.project, params)
 
 
@@ -140,12 +132,8 @@ def confined(
 ) -> optax.GradientTransformation:
     """Keep an optimizer's steps in the subspace; the state is the optimizer's own.
 
-    Args:
-      optimizer: any, its updates those that are added to the parameters.
-      subspace: of the model's width; the whole space returns `optimizer` itself.
-
-    Returns:
-      A transformation whose `update` needs `params`, to project what they will be.
+    Its updates are those that are added to parameters, and its `update` needs `params`,
+    to project what they will be. The whole space returns the optimizer itself.
     """
     if subspace.is_whole:
         return optimizer

@@ -140,13 +140,6 @@ def init_params(config: TransformerConfig, key: jax.Array) -> Params:
     residual stream further divided by sqrt(2 num_layers) (GPT-2), the embedding
     1/sqrt(width), norm scales one. Scanned and unscanned models of one key hold
     the same numbers.
-
-    Args:
-      config: the model.
-      key: a PRNG key.
-
-    Returns:
-      The nested dict of float32 arrays described at the top of this file.
     """
     return nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(key))))
 
@@ -163,9 +156,6 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
     `make_divided_loss_fn` is that of several; this one can be compiled for them too,
     if the compiler is to choose what they share.
 
-    Args:
-      config: the model.
-
     Returns:
       `loss_fn(params, tokens, key) -> (loss, aux)` for int32 tokens [B, L + 1]:
       position t predicts token t + 1. The loss is the mean in nats per token, a
@@ -175,7 +165,6 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
     """
 
     def loss_fn(params, tokens, key):
-        del key
         model = bind(config, params)
         inputs_BL, targets_BL = tokens[:, :-1], tokens[:, 1:]
         hidden_BLD, routed = model(inputs_BL)
@@ -200,15 +189,11 @@ def make_outputs(
 ) -> tuple[Callable, Callable]:
     """Make the loss in two parts, for Gauss-Newton products: logits, and their loss.
 
-    Args:
-      config: the model.
-      layout: of parameters that are divided; the compiler then shares out the work.
-
-    Returns:
-      `model(params, tokens) -> float32 logits [B, L, V]` and
-      `loss(logits, tokens) -> float32 scalar`, convex in the logits; tokens are
-      int32 `[B, L + 1]`. Their composition is `make_loss_fn`'s loss, unchunked, in
-      plain operations whatever the configuration says: products need forward mode.
+    They are `model(params, tokens) -> float32 logits [B, L, V]` and `loss(logits,
+    tokens) -> float32 scalar`, convex in the logits; tokens are int32 `[B, L + 1]`.
+    Their composition is `make_loss_fn`'s loss, unchunked, in plain operations whatever
+    the configuration says: products need forward mode. With a layout parameters are
+    divided, and the compiler shares out the work.
     """
     config = dataclasses.replace(
         config, attention="plain", backward="plain", expert_dispatch="blocks"

@@ -6,10 +6,9 @@
   for.
 - `cut`, `Fragments`: the partition of parameters into fragments.
 
-Names are imported lazily.
+Values that make no sense, and parts that do not fit together, are refused by a
+ValueError that names them. Names are imported lazily.
 """
-
-from __future__ import annotations
 
 from typing import TYPE_CHECKING
 

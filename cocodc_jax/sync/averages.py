@@ -5,15 +5,9 @@ rule says what is averaged:
 
     arrived = after(sum_m w_m before(Delta_m))                 Delta old minus new
 
-- `Average`: the pseudo-gradients themselves.
-- `RadialDirectional`: lengths and directions of each tensor separately.
-- `SharedMask`: randomly drawn entries, the same in every region.
-
 `before` is of one region's fragment, a flat dict from path to array; its result is
 sent, or encoded and sent. `after` has the same result in every region.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
@@ -41,22 +35,14 @@ class Average:
     is_linear: ClassVar[bool] = True
 
     def before(self, part: Fragment, key: jax.Array | None) -> PyTree:
-        """Return the value to average.
+        """Return what is averaged of one region's pseudo-gradient of a fragment.
 
-        Args:
-          part: one region's pseudo-gradient of a fragment.
-          key: see `sync_key`; None unless `draws`.
+        The key is that of `sync_key`; None unless `draws`.
         """
         return part
 
     def after(self, mean: PyTree, like: PyTree, key: jax.Array | None) -> Fragment:
-        """Return the outer optimizer's pseudo-gradient.
-
-        Args:
-          mean: of `before`'s results.
-          like: shapes of the fragment.
-          key: as for `before`.
-        """
+        """Return the outer optimizer's pseudo-gradient, of shapes `like`."""
         return mean
 
     def check_compressor(self, compressor: Compressor) -> None:

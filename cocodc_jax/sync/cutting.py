@@ -21,8 +21,6 @@ Source: Streaming DiLoCo (Douillard et al., arXiv 2501.18512, section 2.2), and 
 unit order [embedding, blocks, norm, head] of CoCoDC (arXiv 2504.17672).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -37,6 +35,7 @@ from cocodc_jax.expert_leaves import expert_axis
 from cocodc_jax.sync import stacks
 from cocodc_jax.sync.fragments import Fragments, LeafSlice
 from cocodc_jax.transforms.layers import BLOCKS, distinct_leaves
+from cocodc_jax.transforms.numerics import check_choice
 
 STRATEGIES = ("strided", "sequential", "balanced", "balanced_tensors", "experts")
 
@@ -63,26 +62,19 @@ def cut(
         along the leading axis, or the common prefix of numbered names (`layer` of
         `layer_0`, `layer_1`); None finds them, see `stacks`.
 
-    Raises:
-      ValueError: for an unknown strategy, a `num_fragments` below 1 or above the number
-        of blocks, stacked leaves of unequal length, no path part `blocks`, or no
-        experts to cut.
-
     >>> layer = {"w": jnp.zeros((2, 2))}
     >>> params = {"params": {f"layer_{i}": layer for i in range(4)}}
     >>> [list(part) for part in map(cut(params, 2).take, [params] * 2, range(2))]
     [['params/layer_0/w', 'params/layer_2/w'], ['params/layer_1/w', 'params/layer_3/w']]
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(
-            f"fragment_strategy={strategy!r} is unknown; use one of {STRATEGIES}"
-        )
+    check_choice("fragment_strategy", strategy, STRATEGIES)
     units = _units(params, blocks)
     if strategy == "experts":
         return _cut_experts(params, units, num_fragments)
     num_blocks = sum(unit.is_block for unit in units)
+    paths = (part.path.split("/") for unit in units for part in unit.slices)
     most, what = len(units), "units"
-    if num_blocks and (blocks or _are_called_blocks(units)):
+    if num_blocks and (blocks or any(BLOCKS in path[:-1] for path in paths)):
         most, what = num_blocks, "blocks"
     if strategy == "balanced_tensors":
         units = [_Unit((part,), u.is_block) for u in units for part in u.slices]
@@ -102,22 +94,19 @@ def cut(
 def cut_by_patterns(params: PyTree, patterns: Sequence[str]) -> Fragments:
     """Cut `params` by regular expressions, one fragment per pattern.
 
-    A leaf belongs to the first pattern that `re.search` finds in its path.
-
-    Raises:
-      ValueError: if a leaf matches no pattern, or a pattern gets no leaf.
+    A leaf belongs to the first pattern that `re.search` finds in its path. Each leaf
+    must have one, and each pattern a leaf.
     """
     groups: list[list[LeafSlice]] = [[] for _ in patterns]
     for index, (path, leaf) in enumerate(distinct_leaves(params)):
-        for group, pattern in zip(groups, patterns, strict=True):
-            if re.search(pattern, path):
-                group.append(_slice(path, index, leaf))
-                break
-        else:
+        matching = (k for k, pattern in enumerate(patterns) if re.search(pattern, path))
+        first = next(matching, None)
+        if first is None:
             raise ValueError(
                 f"no fragment pattern matches parameter {path!r}; "
                 f"patterns={list(patterns)}, add one such as '.*'"
             )
+        groups[first].append(_slice(path, index, leaf))
     for group, pattern in zip(groups, patterns, strict=True):
         if not group:
             raise ValueError(
@@ -137,13 +126,7 @@ class _Unit:
         return sum(part.num_bytes for part in self.slices)
 
 
-def _slice(
-    path: str,
-    index: int,
-    leaf: Any,
-    rows: tuple[int, ...] | None = None,
-    axis: int = 0,
-):
+def _slice(path: str, index: int, leaf: Any, rows: Any = None, axis: int = 0):
     size = math.prod(leaf.shape)
     if rows is not None:
         size = size // leaf.shape[axis] * len(rows)
@@ -199,13 +182,10 @@ def _units(params: PyTree, blocks: str | None) -> list[_Unit]:
     found: dict[tuple[int, str, int], list[LeafSlice]] = {}
     num_rows: dict[str, int] = {}
     for index, (path, leaf) in enumerate(leaves):
-        if path not in places:
-            name = name_of(path)
-            unit = (_order(name.rsplit("/", 1)[-1]), name, -1)
-            found.setdefault(unit, []).append(_slice(path, index, leaf))
-            continue
-        stack, layer = places[path]
-        rank = UNIT_ORDER.index(BLOCKS)
+        stack, layer = places.get(path, (name_of(path), -1))
+        kind = BLOCKS if path in places else stack.rsplit("/", 1)[-1].lower()
+        ranks = (i for i, known in enumerate(UNIT_ORDER) if re.search(known, kind))
+        rank = next(ranks, len(UNIT_ORDER))
         if layer is not None:
             unit = (rank, stack, layer)
             found.setdefault(unit, []).append(_slice(path, index, leaf))
@@ -249,16 +229,6 @@ def _namer(paths: list[str], places: dict[str, stacks.Place]) -> Callable[[str],
         return "/".join(parts[:depth])
 
     return name
-
-
-def _are_called_blocks(units: list[_Unit]) -> bool:
-    paths = (part.path.split("/") for unit in units for part in unit.slices)
-    return any(BLOCKS in path[:-1] for path in paths)
-
-
-def _order(name: str) -> int:
-    ranks = (i for i, kind in enumerate(UNIT_ORDER) if re.search(kind, name.lower()))
-    return next(ranks, len(UNIT_ORDER))
 
 
 def _assign(sizes: Sequence[int], num_fragments: int, strategy: str) -> list[int]:

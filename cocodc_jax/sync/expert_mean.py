@@ -20,20 +20,13 @@ Source: ours. That an expert is left out where it got no token is the rule of se
 federated mixtures (from memory).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.expert_leaves import (
-    TOKEN_UNIT,
-    count_of,
-    expert_axis,
-    is_token_count,
-)
+from cocodc_jax.expert_leaves import TOKEN_UNIT, count_of, expert_axis, is_token_count
 from cocodc_jax.sync.averages import Average, Fragment
 from cocodc_jax.sync.messages import Compressed, Message
 from cocodc_jax.transforms.compressor import Compressor
@@ -49,12 +42,10 @@ class ExpertMean(Average):
 
     def before(self, part: Fragment, key: jax.Array | None) -> Fragment:
         """Return pseudo-gradients times counts; see `Average.before`."""
-        del key
         return {path: x * self._counts(path, x, part) for path, x in part.items()}
 
     def after(self, mean: PyTree, like: PyTree, key: jax.Array | None) -> Fragment:
         """Return means by tokens, and the mean counts; see `Average.after`."""
-        del like, key
 
         def one(path: str, x: jax.Array) -> jax.Array:
             total = self._counts(path, x, mean)
@@ -74,12 +65,7 @@ class ExpertMean(Average):
 
 
 def with_expert_mean(message: Message) -> Message:
-    """Return a message whose mean knows experts.
-
-    Raises:
-      ValueError: if its mean is of something else, or it is compressed to a part of its
-        entries, or by more than a compressor.
-    """
+    """Return a message whose mean knows experts; it must have every entry."""
     if message.average not in (Average(), ExpertMean()):
         raise ValueError("what it takes the mean of are no pseudo-gradients")
     average, compressor = ExpertMean(), message.compressor()

@@ -6,8 +6,6 @@ that anything written for trees (Optax, compressors) works on it. `cutting.py` d
 which leaves and rows go together.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +30,7 @@ class LeafSlice:
       rows: indices along one axis of the leaf, or None for all of it.
       num_params: number of parameters.
       num_bytes: their bytes in the leaf's dtype.
-      axis: that axis: 0 is that of layers, or of the experts of one layer.
+      axis: of `rows`: 0 is that of layers, or of the experts of one layer.
     """
 
     path: str
@@ -94,15 +92,9 @@ class Fragments:
     def put(
         self, tree: PyTree, fragment_id: int, value: Fragment, lead: int = 0
     ) -> PyTree:
-        """Return `tree` with one fragment replaced.
+        """Return `tree` with one fragment replaced by `value`, as from `take`.
 
         Under jit with `tree` donated, rows are written in place.
-
-        Args:
-          tree: as for `take`.
-          fragment_id: which fragment.
-          value: a fragment, as from `take`.
-          lead: number of leading axes.
         """
         leaves = self.treedef.flatten_up_to(tree)
         for part in self.slices[fragment_id]:

@@ -1,28 +1,11 @@
 """How a region applies a fragment that arrives: replace, mix or compensate.
 
-With theta^g the new outer value, theta^m the local one at arrival, and `staged` the
-local one when the sync started, tau steps before:
-
-- replace (DiLoCo, arXiv 2311.08105): theta^m <- theta^g
-- keep (ADMM): theta^m is unchanged
-- mix (Streaming DiLoCo, arXiv 2501.18512, section 2.3):
-  theta^m <- alpha theta^m + (1 - alpha) theta^g
-- compensate (CoCoDC, arXiv 2504.17672, section 3.1):
-  g = (staged - theta^m) / tau ; g~ = g + Hessian(theta^g - staged)
-  theta^m <- theta^g - tau g~
-- replay (LOSCAR-SGD, arXiv 2605.20866): theta^m <- theta^g + (theta^m - staged)
-- curvature mix (ours, from the same Taylor view): the replay, less a weight for each
-  parameter times theta^g - staged, large where the inner Adam's nu is large
-
-Signs: g is old minus new, as a gradient, so the Hessian term is added and g~ is
-subtracted. Without a Hessian term, compensation is the *replay* of the local progress.
-`where_drawn` merges only the entries that were sent; `remembering` feeds the progress
-that a rule drops back into the next message.
-
-Each rule is a pure function of one region's fragment; programs map it over regions.
+theta^g is the new outer value, theta^m the local one at arrival, and `staged` the local
+one when the sync started, tau steps before. Each rule is a pure function of one
+region's fragment; programs map it over regions. `where_drawn` merges only the entries
+that were sent; `remembering` feeds the progress that a rule drops back into the next
+message.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
@@ -74,7 +57,7 @@ _GIVEN = frozenset({"stale_params", "delay_steps"})
 
 
 def replace() -> Merge:
-    """Take the outer fragment and drop the local one: theta^m <- theta^g."""
+    """Take the outer fragment: theta^m <- theta^g (DiLoCo, arXiv 2311.08105)."""
 
     def apply(local, staged, outer, *, delay_steps, **extra):
         return cast_like(outer, local), {}
@@ -83,7 +66,7 @@ def replace() -> Merge:
 
 
 def keep() -> Merge:
-    """Keep the local fragment: the outer model corrects later inner steps instead."""
+    """Keep the local fragment: the outer model corrects later inner steps (ADMM)."""
 
     def apply(local, staged, outer, *, delay_steps, **extra):
         return local, {}
@@ -94,12 +77,11 @@ def keep() -> Merge:
 def mix(alpha: float | jax.Array) -> Merge:
     """Mix: theta^m <- alpha theta^m + (1 - alpha) theta^g.
 
+    The merge of Streaming DiLoCo (arXiv 2501.18512, section 2.3).
+
     Args:
       alpha: weight on *local*, in [0, 1]: 1 never synchronizes, 0 drops what was
         learned during the overlap. Arrays are not checked.
-
-    Raises:
-      ValueError: if `alpha` is outside [0, 1].
     """
     if isinstance(alpha, (int, float)) and not 0 <= alpha <= 1:
         raise ValueError(f"mixing_alpha={alpha} must be in [0, 1], the weight on local")
@@ -117,6 +99,11 @@ def compensate(
 ) -> Merge:
     """Compensate for the delay: theta^m <- theta^g - tau g~.
 
+        g = (staged - theta^m) / tau ;  g~ = g + Hessian(theta^g - staged)
+
+    The merge of CoCoDC (arXiv 2504.17672, section 3.1). g is old minus new, as a
+    gradient, so the Hessian term is added and g~ is subtracted.
+
     Args:
       transform: maps g (old minus new, parameter units per step) to g~; usually
         `transforms.delay_compensation(...)`, alone or in an `optax.chain`. Its `update`
@@ -124,9 +111,6 @@ def compensate(
         one `correction_ratio`, that becomes a metric. It is initialized at every merge,
         so a schedule in it stays at its first value.
       needs: the extra arguments that `transform` takes, see `sync.needs`.
-
-    Raises:
-      ValueError: if `transform` is not a gradient transformation.
     """
     check_transform("transform", transform, "delay_compensation(NAME)")
     transform = optax.with_extra_args_support(transform)
@@ -168,14 +152,8 @@ def replay() -> Merge:
 def remembering(rule: Merge, kept: float | jax.Array) -> Merge:
     """Feed the progress that a merge drops back into the region's next message.
 
-    Error feedback of the merge, see `core.sync.remember`.
-
-    Args:
-      rule: which keeps a fixed share of the progress during the delay.
-      kept: that share, in [0, 1): alpha of the mix.
-
-    Raises:
-      ValueError: if nothing is dropped, or `kept` is below 0.
+    Error feedback of the merge, see `core.sync.remember`. The rule keeps a fixed share
+    of the progress during the delay, `kept` in [0, 1): alpha of the mix.
     """
     is_number = isinstance(kept, (int, float))  # Arrays are not checked.
     if is_number and not kept >= 0:
@@ -190,12 +168,7 @@ def remembering(rule: Merge, kept: float | jax.Array) -> Merge:
 
 
 def where_drawn(rule: Merge, mask: SharedMask) -> Merge:
-    """Merge the entries that were sent by `rule`; leave the others unchanged.
-
-    Args:
-      rule: of the entries drawn.
-      mask: the average that drew them.
-    """
+    """Merge the entries that `mask` drew by `rule`; leave the others unchanged."""
 
     def apply(local, staged, outer, *, sync_key, **extra):
         merged, metrics = rule.apply(local, staged, outer, **extra)
@@ -207,18 +180,12 @@ def where_drawn(rule: Merge, mask: SharedMask) -> Merge:
 
 
 def curvature_mix(mean_weight: float | jax.Array) -> Merge:
-    """Mix at the staged point, most where the inner Adam's nu is large.
+    """Mix at the staged point, most where the inner Adam's nu is large (ours).
 
     theta^m <- theta^g + (theta^m - staged) - w (theta^g - staged), with w in [0, 1]
     from `transforms.mix.curvature_weights`: w = 0 everywhere is the replay, w = 1 keeps
-    the local fragment. The metric `correction_ratio` is the length of the correction
-    relative to the progress.
-
-    Args:
-      mean_weight: mean of w over each tensor before it is clipped at 1, in [0, 1].
-
-    Raises:
-      ValueError: if `mean_weight` is a number outside [0, 1].
+    the local fragment. `mean_weight` is the mean of w over each tensor before it is
+    clipped at 1, in [0, 1].
     """
     if isinstance(mean_weight, (int, float)) and not 0 <= mean_weight <= 1:
         raise ValueError(f"mean_weight={mean_weight} must be in [0, 1]")

@@ -2,14 +2,8 @@
 
 A message is a value. It says how its parts are encoded and averaged, and how many bytes
 it has. It also says why it cannot be compressed further, or must cross regions inside a
-compiled program. How it is sent is up to the exchange.
-
-- `AsIs`: uncompressed pseudo-gradients, all-reduced.
-- `Compressed`: encoded arrays, gathered from all regions and decoded on arrival; the
-  mean is over all regions, or per entry over those that sent the entry.
-- `Ranked`: the same, of a rank that the schedule sets for each message.
-- `MaskedCore`: a core that all regions share, and entries that one region owns.
-- `ByRings` and `SummedFactors` (`summed.py`): summed on their way.
+compiled program. How it is sent is up to the exchange. Those that are summed on their
+way, `ByRings` and `SummedFactors`, are in `summed.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +23,7 @@ from cocodc_jax.transforms.compressor import (
 )
 from cocodc_jax.transforms.decoupled import average_duplicates
 from cocodc_jax.transforms.masked import masked, weigh_owned
-from cocodc_jax.transforms.numerics import widen
+from cocodc_jax.transforms.numerics import check_choice, widen
 from cocodc_jax.transforms.sparsify import SparseCompressor
 
 PyTree = Any
@@ -68,11 +62,7 @@ class Message:
         return None
 
     def compressed(self, compressor: Compressor) -> Message:
-        """Return the message that `compressor` makes in place of this one's.
-
-        Raises:
-          ValueError: saying why it cannot be compressed.
-        """
+        """Return the message that `compressor` makes in place of this one's."""
         if self.why_uncompressed:
             raise ValueError(self.why_uncompressed)
         self.average.check_compressor(compressor)
@@ -89,13 +79,7 @@ class Message:
         return jax.eval_shape(compressor.encode, part, state, key)[0]
 
     def num_bytes(self, part: PyTree, num_regions: int, rank: int = 0) -> int:
-        """Return the bytes that one of several regions sends for a sync.
-
-        Args:
-          part: shapes of the fragment.
-          num_regions: M.
-          rank: of the message, if the schedule sets one.
-        """
+        """Return the bytes that one of M regions sends for a sync of shapes `part`."""
         return message_bytes(self.encoded(part, rank))
 
     def init(self, part: PyTree, rank: int = 0) -> PyTree:
@@ -107,12 +91,9 @@ class Message:
         return compressor.init(self.average.before(part, key))
 
     def combine(self, messages: PyTree, weights: jax.Array, rank: int = 0) -> PyTree:
-        """Return the mean of gathered, encoded messages.
+        """Return the mean of gathered, encoded messages, leaves `[M, ...]`.
 
-        Args:
-          messages: of all regions, leaves `[M, ...]`.
-          weights: `[M]`, of sum 1; 0 is a region that did not take part.
-          rank: of the messages, if the schedule sets one.
+        The weights `[M]` have sum 1; 0 is a region that did not take part.
         """
         compressor = self.compressor(rank)
         assert compressor is not None
@@ -133,12 +114,12 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class AsIs(Message):
-    """Uncompressed pseudo-gradients; only their sum is needed."""
+    """Uncompressed pseudo-gradients, all-reduced: only their sum is needed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compressed(Message):
-    """Encoded pseudo-gradients.
+    """Encoded pseudo-gradients, gathered from all regions and decoded on arrival.
 
     Attributes:
       by: the compressor.
@@ -155,10 +136,7 @@ class Compressed(Message):
 
     def __post_init__(self):
         check_compressor("by", self.by)
-        if self.mean_over not in MEANS:
-            raise ValueError(
-                f"sparse_mean={self.mean_over!r} is unknown; use one of {MEANS}"
-            )
+        check_choice("sparse_mean", self.mean_over, MEANS)
         if self.clip and not isinstance(self.by, SparseCompressor):
             raise ValueError(
                 f"clip=True has no meaning for compress={self.by.name!r}, whose "
@@ -195,7 +173,7 @@ class Compressed(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Ranked(Message):
-    """Encoded pseudo-gradients whose compressors differ in their rank only.
+    """Encoded pseudo-gradients whose rank the schedule sets for each message.
 
     Attributes:
       of: `of(rank) -> Compressor`.
@@ -221,19 +199,12 @@ class Ranked(Message):
 
 @dataclasses.dataclass(frozen=True)
 class MaskedCore(Message):
-    """A core of everything, and the residual of the entries that a region owns.
+    """A core of everything, and the residual of the entries that a region owns."""
 
-    Attributes:
-      core: compressor of the core.
-      density: share of the entries that a region owns.
-      seed: of the owned entries, equal in every region.
-      num_regions: M, set by `bind`.
-    """
-
-    core: Compressor
-    density: float
-    seed: int = 0
-    num_regions: int = 1
+    core: Compressor  # Compressor of the core.
+    density: float  # Share of the entries that a region owns.
+    seed: int = 0  # Of the owned entries, equal in every region.
+    num_regions: int = 1  # M, set by `bind`.
 
     only_weighted = _NOT_EVERY_ENTRY
     is_numbered = True
@@ -280,11 +251,9 @@ def weighted_sum_of_decoded(
         message = compressor.decode(jax.tree.map(lambda x: x[i], messages))
         return jax.tree.map(lambda x: weights[i] * widen(x), message)
 
-    total = jax.lax.fori_loop(
-        1,
-        weights.shape[0],
-        lambda i, total: jax.tree.map(jnp.add, total, decoded(i)),
-        decoded(0),
-    )
+    def add(i, total):
+        return jax.tree.map(jnp.add, total, decoded(i))
+
+    total = jax.lax.fori_loop(1, weights.shape[0], add, decoded(0))
     dtypes = jax.eval_shape(compressor.decode, jax.tree.map(lambda x: x[0], messages))
     return jax.tree.map(lambda x, like: x.astype(like.dtype), total, dtypes)

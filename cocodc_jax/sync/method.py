@@ -25,6 +25,7 @@ from cocodc_jax.sync.regions import Regions, Weigh
 from cocodc_jax.sync.robust import Robust
 from cocodc_jax.sync.schedules.base import Schedule
 from cocodc_jax.transforms.compressor import Compressor, identity
+from cocodc_jax.transforms.numerics import check_choice
 
 WEIGHTS = ("equal", "tokens")
 
@@ -158,11 +159,7 @@ class Method:
         return frozenset().union(*(part.needs for part in parts))
 
     def compressed(self, compressor: Compressor) -> Method:
-        """Return the same method with its messages compressed.
-
-        Raises:
-          ValueError: if it sends nothing, or its messages are already small.
-        """
+        """Return the same method with its messages compressed."""
         with self._refusing(f"compress={compressor.name!r}"):
             if self.num_regions == 1:
                 raise ValueError("a region alone sends nothing")
@@ -174,14 +171,7 @@ class Method:
             raise ValueError("nothing is sent")
 
     def placed(self, outer_placement: str) -> Method:
-        """Return the same method with its outer state placed elsewhere.
-
-        Args:
-          outer_placement: see `outer.SharedOuter`.
-
-        Raises:
-          ValueError: if it has no shared outer model, or the placement is unknown.
-        """
+        """Return the same method with its outer state placed as `SharedOuter` says."""
         if self.sync is None and outer_placement == "host":
             return self
         check_placement(outer_placement)
@@ -196,20 +186,14 @@ class Method:
         Args:
           region_weights: "tokens" weights a region by its tokens since the last sync,
             "equal" weights all equally, None is the method's default.
-
-        Raises:
-          ValueError: for another name, or a method without a mean of parameters.
         """
         if region_weights is None:
             return self
-        _check_weights("region_weights", region_weights)
-        if self.sync is None or self.sync.schedule.is_by_region:
-            raise ValueError(
-                f"region_weights={region_weights!r} has no meaning for method="
-                f"{self.name!r}, which takes no mean of pseudo-gradients; leave it out"
-            )
+        check_choice("region_weights", region_weights, WEIGHTS)
         weigh = (lambda steps, tokens: tokens) if region_weights == "tokens" else None
         with self._refusing(f"region_weights={region_weights!r}"):
+            if self.sync is None or self.sync.schedule.is_by_region:
+                raise ValueError("it takes no mean of pseudo-gradients")
             return self.with_sync(weigh=weigh)
 
     def expert_weighted(self, expert_weights: str | None) -> Method:
@@ -219,14 +203,9 @@ class Method:
           expert_weights: "tokens" weighs a region by the tokens that an expert saw in
             it since the last sync, see `sync.expert_mean`; "equal" and None as
             everything else.
-
-        Raises:
-          ValueError: for another name, or a method that does not support it.
         """
-        if expert_weights is None:
-            return self
-        _check_weights("expert_weights", expert_weights)
-        if expert_weights == "equal":
+        check_choice("expert_weights", expert_weights or "equal", WEIGHTS)
+        if expert_weights != "tokens":
             return self
         with self._refusing(f"expert_weights={expert_weights!r}"):
             if self.sync is None:
@@ -241,9 +220,6 @@ class Method:
             `robust_mean` those whose messages are not finite.
           robust_mean: "clip" or "trim:b", see `robust.Robust.of`; None is a weighted
             mean.
-
-        Raises:
-          ValueError: for other values, or a method that does not support it.
         """
         if exclude_above is None and robust_mean is None:
             return self
@@ -300,8 +276,3 @@ class Method:
                 f"{given} {has} no meaning for method={self.name!r}: {why}; leave {it} "
                 "out"
             ) from None
-
-
-def _check_weights(name: str, value: str) -> None:
-    if value not in WEIGHTS:
-        raise ValueError(f"{name}={value!r} is unknown; use 'equal' or 'tokens'")

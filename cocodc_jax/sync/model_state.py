@@ -18,8 +18,6 @@ left out of this mean too, and receive it. If none is left, each keeps its own.
 All other leaves (counters, flags) stay regional.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -103,29 +101,26 @@ def carried(loss_fn: AnyLossFn, model_state: ModelState | None) -> StatefulLossF
 
     def without(params, state, batch, key):
         form = "(loss, aux), aux a dict of scalars (`{}` is none)"
-        loss, aux = _two(loss_fn(params, batch, key), form)
+        loss, aux = _two(loss_fn(params, batch, key), f"must return {form}")
         return loss, (aux, state)
 
     return without
 
 
-def _two(found: Any, form: str) -> tuple[Any, Any]:
-    """Return a loss function's result, if it has the form."""
+def _two(found: Any, must: str, what: str = "it returned") -> tuple[Any, Any]:
+    """Return a loss function's result, or a part of it, if it is a pair."""
     if not (isinstance(found, tuple) and len(found) == 2):
-        raise ValueError(f"loss_fn must return {form}, but it returned {found!r}")
+        raise ValueError(f"loss_fn {must}, but {what} {found!r}")
     return found
 
 
 def _checked(loss_fn: AnyLossFn, params, state, batch, key):
     # Rebuilt in this trace: Flax NNX leaves remember theirs.
     state = jax.tree.map(lambda x: x, state)
-    form = "(loss, (aux, new_model_state))"
-    loss, rest = _two(loss_fn(params, state, batch, key), form)
-    if not (isinstance(rest, tuple) and len(rest) == 2):
-        raise ValueError(
-            "loss_fn of a model with a model_state must return (loss, (aux, "
-            f"new_model_state)), but the second of what it returned is {rest!r}"
-        )
+    must = "must return (loss, (aux, new_model_state))"
+    loss, rest = _two(loss_fn(params, state, batch, key), must)
+    second = "the second of what it returned is"
+    _two(rest, f"of a model with a model_state {must}", second)
     given, made = (
         {path: f"{x.dtype}{list(x.shape)}" for path, x in named_leaves(tree)}
         for tree in (state, rest[1])

@@ -40,11 +40,7 @@ class Moments:
 
     @classmethod
     def parse(cls, text: str) -> Moments | None:
-        """Parse "3,6"; "0,0" and the empty text are None.
-
-        Raises:
-          ValueError: if it is not of that form.
-        """
+        """Parse "3,6"; "0,0" and the empty text are None."""
         if not text:
             return None
         numbers = text.split(",")
@@ -57,10 +53,7 @@ class Moments:
         return found if found.first or found.second else None
 
     def due(self, sync: int) -> tuple[str, ...]:
-        """Return the moments that are sent with a sync.
-
-        Args:
-          sync: its number, from 1.
+        """Return the moments that are sent with the sync of a number, from 1.
 
         >>> [Moments(1, 2).due(n) for n in (1, 2)]
         [('mu',), ('mu', 'nu')]
@@ -80,7 +73,8 @@ class Moments:
 
 def take(opt_state: PyTree, names: tuple[str, ...]) -> list[dict[str, PyTree]]:
     """Return the moments, by name, of each Adam state in an optimizer state."""
-    return [{n: getattr(adam, n) for n in names} for adam in _adams(opt_state)]
+    adams = filter(_is_adam, jax.tree.leaves(opt_state, is_leaf=_is_adam))
+    return [{n: getattr(adam, n) for n in names} for adam in adams]
 
 
 def put(opt_state: PyTree, moments: list[dict[str, PyTree]]) -> PyTree:
@@ -91,10 +85,6 @@ def put(opt_state: PyTree, moments: list[dict[str, PyTree]]) -> PyTree:
         opt_state,
         is_leaf=_is_adam,
     )
-
-
-def _adams(opt_state: PyTree) -> list[optax.ScaleByAdamState]:
-    return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_adam) if _is_adam(x)]
 
 
 def _is_adam(x: Any) -> bool:

@@ -11,8 +11,6 @@ A new need is only an entry of the table. Entries are pure; the executor keeps t
 copies, passes the arrays to a merge's program, and passes observations to the schedule.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -29,10 +27,9 @@ LossFn = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Ar
 
 # Copies of a fragment that can be kept while it is in flight.
 STAGED, HALFWAY, STALE = "staged", "midway", "stale_params"
+REGIONAL_COPIES = (STAGED, HALFWAY)
 # Norm of a mean, used by schedules.
 NORM = "norm"
-# The regional ones.
-REGIONAL_COPIES = (STAGED, HALFWAY)
 # Reductions over all regions' parameters that a schedule can ask for.
 MEASURED_NOW = frozenset({"drift", "distance", "tokens"})
 
@@ -69,14 +66,9 @@ class MergeContext(NamedTuple):
       outer: the outer fragment.
       kept: copies by name: `STAGED` from the start of the sync, `HALFWAY`
         `delay_steps // 2` steps later; None if not needed.
-      delay_steps: tau, an int or an int32 scalar.
       regional: results of `Need.of_regions`, by need.
-      learning_rate: float32 scalar, or None.
       batch: the last batch, or None.
-      key: PRNG key, or None.
       whole: puts a fragment into the region's parameters.
-      loss_fn: `(params, batch, key) -> (loss, aux)`.
-      user_inputs: of the user.
       sync_key: PRNG key of the sync, equal in every region, or None.
     """
 
@@ -134,19 +126,6 @@ def effective_rank(tree: PyTree) -> jax.Array:
     return jnp.sum(jnp.stack(each))
 
 
-def later_gradient(
-    staged: PyTree, midway: PyTree, local: PyTree, delay_steps: int
-) -> PyTree:
-    """Return a region's gradient extrapolated from the two halves, for `secant`."""
-    first, rest = delay_steps // 2, delay_steps - delay_steps // 2
-
-    def later(staged, middle, local):
-        whole = (staged - local) / delay_steps
-        return whole + (middle - local) / rest - (staged - middle) / first
-
-    return jax.tree.map(later, staged, midway, local)
-
-
 def _gradient_fn(seen: MergeContext) -> Callable:
     def loss(part: Fragment) -> jax.Array:
         assert seen.key is not None
@@ -166,9 +145,16 @@ def _outputs(seen: MergeContext) -> tuple[Callable, Callable]:
 
 
 def _later_gradient(seen: MergeContext) -> Fragment:
+    """Return a region's gradient extrapolated from the two halves, for `secant`."""
     steps = seen.delay_steps
     assert isinstance(steps, int)
-    return later_gradient(seen.kept[STAGED], seen.kept[HALFWAY], seen.local, steps)
+    first, rest = steps // 2, steps - steps // 2
+
+    def later(staged, middle, local):
+        whole = (staged - local) / steps
+        return whole + (middle - local) / rest - (staged - middle) / first
+
+    return jax.tree.map(later, seen.kept[STAGED], seen.kept[HALFWAY], seen.local)
 
 
 _MOMENT = "second_moment=adam_second_moment(b2) with the optimizer's b2"

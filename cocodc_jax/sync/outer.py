@@ -29,7 +29,7 @@ import optax
 from cocodc_jax.sync.averages import Average
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.error_feedback import check_no_feedback
-from cocodc_jax.transforms.numerics import check_rate
+from cocodc_jax.transforms.numerics import check_choice, check_rate
 
 PyTree = Any
 
@@ -112,8 +112,7 @@ class RegionalOuter:
     only_in_program = "each region has outer parameters of its own"
 
     def __post_init__(self):
-        if self.group not in GROUPS:
-            raise ValueError(f"group={self.group!r} is unknown; use one of {GROUPS}")
+        check_choice("group", self.group, GROUPS)
 
     def placed(self, placement: str) -> RegionalOuter:
         """Refuse any placement but "host", the default."""
@@ -154,10 +153,7 @@ Outer = SharedOuter | RegionalOuter
 
 def check_placement(placement: str) -> None:
     """Refuse a placement that is not in `PLACEMENTS`."""
-    if placement not in PLACEMENTS:
-        raise ValueError(
-            f"outer_placement={placement!r} is unknown; use one of {PLACEMENTS}"
-        )
+    check_choice("outer_placement", placement, PLACEMENTS)
 
 
 def nesterov(
@@ -165,14 +161,8 @@ def nesterov(
 ) -> SharedOuter:
     """Make outer Nesterov: m <- mu m + Delta; theta^g <- theta^g - eta (Delta + mu m).
 
-    Equal to `optax.sgd(eta, mu, nesterov=True)`; read from the authors' code.
-
-    Args:
-      outer_lr: eta, positive and finite; arrays are not checked.
-      outer_momentum: mu, in [0, 1); arrays are not checked.
-
-    Raises:
-      ValueError: if one is out of range.
+    Equal to `optax.sgd(eta, mu, nesterov=True)`; read from the authors' code. eta is
+    positive and finite, mu in [0, 1); arrays are not checked.
     """
     return SharedOuter(nesterov_sgd(outer_lr, outer_momentum))
 

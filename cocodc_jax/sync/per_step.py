@@ -47,21 +47,13 @@ class PerStep:
     why_uncompressed: str = "its messages cannot be encoded further"
 
     def compressed(self, compressor: Compressor) -> PerStep:
-        """Return the same with its messages compressed.
-
-        Raises:
-          ValueError: saying why they cannot be.
-        """
+        """Return the same with its messages compressed."""
         if self.compressed_by is None:
             raise ValueError(self.why_uncompressed)
         return self.compressed_by(compressor)
 
     def num_bytes(self, params: PyTree) -> int:
-        """Return the bytes that one region sends per step.
-
-        Args:
-          params: shapes of one region's parameters.
-        """
+        """Return the bytes that one region, with parameters so shaped, sends a step."""
         key = jax.eval_shape(lambda: jax.random.key(0))
         message, _ = jax.eval_shape(
             lambda g, key: self.send(g, self.init(g), key), params, key

@@ -47,11 +47,7 @@ class Regions:
 
     @classmethod
     def alike(cls, num_regions: int) -> Regions:
-        """Make regions of equal speed and batch size.
-
-        Raises:
-          ValueError: unless `num_regions` is a whole number, at least 1.
-        """
+        """Make regions of equal speed and batch size."""
         if not hasattr(num_regions, "__index__") or num_regions < 1:
             raise ValueError(
                 f"regions={num_regions!r} must be a whole number, at least 1"
@@ -91,11 +87,8 @@ class Regions:
     ) -> np.ndarray:
         """Return weights of the regions in a mean, float64 `[R]`, of sum 1.
 
-        Args:
-          since: tick of the last sync.
-          tick: now.
-          weigh: None is equal weights.
-          participating: regions that count; None is all.
+        They are for `weigh` of the work between two ticks (None: equal), of the
+        participating regions (None: all).
         """
         counted = np.zeros(self.num)
         counted[list(range(self.num) if participating is None else participating)] = 1
@@ -121,9 +114,6 @@ def matchings(num_regions: int) -> np.ndarray:
     Returns:
       Partners, int64 `[N, M]`, N = M - 1 for even M, else M; a region left alone is its
       own partner.
-
-    Raises:
-      ValueError: if `num_regions` is below 1.
 
     >>> print(matchings(4))
     [[3 2 1 0]

@@ -38,7 +38,12 @@ import numpy as np
 import optax
 
 from cocodc_jax.sync.messages import Message
-from cocodc_jax.transforms.numerics import down_to_median, masked_median, widen
+from cocodc_jax.transforms.numerics import (
+    check_choice,
+    down_to_median,
+    masked_median,
+    widen,
+)
 
 PyTree = Any
 
@@ -54,18 +59,13 @@ MEANS = ("weighted", "clip", "trim")
 
 @dataclasses.dataclass(frozen=True)
 class Robust:
-    """How a mean over regions handles bad updates.
+    """How a mean over regions handles bad updates."""
 
-    Attributes:
-      exclude_above: a message longer than this many times the median over regions is
-        left out; infinity leaves out only what is not finite.
-      mean: one of `MEANS`.
-      trim: b, share of the values dropped at either end, for "trim".
-    """
-
+    # A message longer than this many times the median over regions is left out;
+    # infinity leaves out only what is not finite.
     exclude_above: float = math.inf
-    mean: str = "weighted"
-    trim: float = 0.0
+    mean: str = "weighted"  # One of `MEANS`.
+    trim: float = 0.0  # b, share of the values dropped at either end, for "trim".
 
     def __post_init__(self):
         if not self.exclude_above > 1:
@@ -73,18 +73,13 @@ class Robust:
                 f"exclude_above={self.exclude_above} must be above 1, times the median "
                 "length of the regions' messages"
             )
-        if self.mean not in MEANS:
-            raise ValueError(f"mean={self.mean!r} is unknown; use one of {MEANS}")
+        check_choice("mean", self.mean, MEANS)
         if not 0 <= self.trim < 0.5:
             raise ValueError(f"trim={self.trim} must be at least 0 and below 0.5")
 
     @classmethod
     def of(cls, exclude_above: float | None, robust_mean: str | None) -> Robust:
-        """Parse the two arguments of methods.
-
-        Raises:
-          ValueError: naming the argument, its value and a value that works.
-        """
+        """Parse the two arguments of methods."""
         above = math.inf if exclude_above is None else exclude_above
         if robust_mean is None:
             return cls(above)

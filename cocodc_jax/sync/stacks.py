@@ -16,8 +16,6 @@ leaves, and among them one of three axes: by shapes alone the heads of an attent
 would look like layers.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -33,14 +31,10 @@ _STACKED = re.compile(r"layers|blocks|stack|scan", re.IGNORECASE)
 
 
 class Place(NamedTuple):
-    """The layer of a leaf.
+    """The layer of a leaf."""
 
-    Attributes:
-      stack: path of the stack; for named layers their common name.
-      layer: its number; None for a leaf that holds all layers along its leading axis.
-    """
-
-    stack: str
+    stack: str  # Path of the stack; for named layers their common name.
+    # Its number; None for a leaf that holds all layers along its leading axis.
     layer: int | None
 
 

@@ -12,8 +12,6 @@ Source of the rings: Ravnest (arXiv 2401.01728), from memory. The choice of orde
 ours.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any
@@ -78,8 +76,7 @@ class ByRings(Message):
     def num_sent(self, size: int, num_shards: int) -> int:
         """Return how many numbers each shard sends to sum `size` of them over all.
 
-        About 2 (M - 1) / M of them: M - 1 chunks of the reduce-scatter, and as many of
-        the all-gather.
+        M - 1 chunks of the reduce-scatter, and as many of the all-gather.
 
         >>> ByRings(2).num_sent(1200, 4)
         1800

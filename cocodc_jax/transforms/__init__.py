@@ -10,10 +10,9 @@
 - `muon`, `mt_adam`: inner optimizers, for a transformer's tree and with a long memory.
 
 The sign is the same everywhere: updates are gradient-like, old minus new, and descent
-is minus. Modules are imported when they are first used.
+is minus. Whatever is made here refuses an argument that is out of range, or of another
+kind, by a ValueError that names it. Modules are imported when they are first used.
 """
-
-from __future__ import annotations
 
 from typing import TYPE_CHECKING
 

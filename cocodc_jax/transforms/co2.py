@@ -20,6 +20,7 @@ import optax
 
 from cocodc_jax.transforms.numerics import (
     cast_like,
+    check_choice,
     check_positive,
     check_unit_interval,
     matched,
@@ -41,18 +42,12 @@ def scale_by_clipped_momentum(
 ) -> optax.GradientTransformation:
     """Keep every element of the momentum within bounds: m <- clip(b m + g, +-max_abs).
 
-    The stored momentum is the clipped one. (The public CO2 code computes the clip and
-    drops its result.)
-
     Args:
       momentum: b, in [0, 1).
       max_abs: phi, largest absolute value of an element, in units of the updates.
 
     Returns:
       A transformation to a descent direction. With `max_abs` infinite, `optax.trace`.
-
-    Raises:
-      ValueError: if an argument is a number out of range.
     """
     check_unit_interval("momentum", momentum)
     check_positive("max_abs", max_abs)
@@ -61,7 +56,6 @@ def scale_by_clipped_momentum(
         return ClippedMomentumState(optax.tree.zeros_like(params))
 
     def update_fn(updates, state, params=None):
-        del params
         clipped = jax.tree.map(
             lambda u, m: jnp.clip(momentum * m + u, -max_abs, max_abs),
             updates,
@@ -75,17 +69,12 @@ def scale_by_clipped_momentum(
 
 
 class StalenessGapState(NamedTuple):
-    """State of `scale_by_staleness_gap`.
+    """State of `scale_by_staleness_gap`."""
 
-    Attributes:
-      num_rounds: int32 scalar, rounds that moved the parameters.
-      mean_move: float32 scalar, mean length of their moves, in parameter units.
-      gap: float32 scalar, the last Lambda, at least 1.
-    """
-
-    num_rounds: jax.Array
+    num_rounds: jax.Array  # int32 scalar, rounds that moved the parameters.
+    # float32 scalar, mean length of their moves, in parameter units.
     mean_move: jax.Array
-    gap: jax.Array
+    gap: jax.Array  # float32 scalar, the last Lambda, at least 1.
 
 
 def scale_by_staleness_gap() -> optax.GradientTransformationExtraArgs:
@@ -98,9 +87,8 @@ def scale_by_staleness_gap() -> optax.GradientTransformationExtraArgs:
     not counted into the mean, which would be too small ever after, nor is one whose
     move is not finite.
 
-    Ours: CO2 (arXiv 2401.16265) is remembered to divide what is late by a gap, but its
-    formula was not found, and its public code holds Lambda at 1. Steady moves are left
-    alone.
+    Ours: that CO2 divides what is late by a gap is from memory, its formula was not
+    found. Steady moves are left alone.
 
     Returns:
       A transformation whose `update(updates, state, params, *, stale_params)` takes
@@ -109,15 +97,10 @@ def scale_by_staleness_gap() -> optax.GradientTransformationExtraArgs:
     """
 
     def init_fn(params):
-        del params
-        return StalenessGapState(
-            num_rounds=jnp.zeros([], jnp.int32),
-            mean_move=jnp.zeros([], jnp.float32),
-            gap=jnp.ones([], jnp.float32),
-        )
+        zero = jnp.zeros([], jnp.float32)
+        return StalenessGapState(jnp.zeros([], jnp.int32), zero, jnp.ones_like(zero))
 
     def update_fn(updates, state, params=None, *, stale_params=None, **extra):
-        del extra
         if params is None or stale_params is None:
             raise ValueError("scale_by_staleness_gap needs params and stale_params")
         difference = jax.tree.map(
@@ -154,19 +137,15 @@ def co2(
 
     Args:
       learning_rate: eta_o.
-      momentum: beta, in [0, 1).
-      max_abs: phi, in units of the updates.
+      momentum: as of `scale_by_clipped_momentum`.
+      max_abs: likewise.
       gap: one of `GAPS`: Lambda is 1, or that of `scale_by_staleness_gap`.
 
     Returns:
       A transformation to the step to add; with a measured gap it needs `params` and
       `stale_params=...`.
-
-    Raises:
-      ValueError: if a number is out of range, or `gap` is unknown.
     """
-    if gap not in GAPS:
-        raise ValueError(f"staleness_gap={gap!r} is unknown; use one of {GAPS}")
+    check_choice("staleness_gap", gap, GAPS)
     penalty = scale_by_staleness_gap() if gap == "measured" else optax.identity()
     return optax.chain(
         penalty,

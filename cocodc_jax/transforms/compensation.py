@@ -83,11 +83,6 @@ def delay_compensation(
       are ignored. All trees share structure and shapes; None and masked leaves of
       `updates` are skipped in the other trees.
 
-    Raises:
-      ValueError: for an unknown curvature or a `max_ratio` that is not positive; in
-        `update`, while tracing, for a missing argument, or a tree of other shapes than
-        the updates.
-
     >>> import jax, jax.numpy as jnp, optax
     >>> loss = lambda w: jnp.sum(jnp.array([1.0, 4.0]) * w**2) / 2
     >>> stale, now = jnp.array([1.0, 1.0]), jnp.array([0.5, 0.75])
@@ -102,11 +97,8 @@ def delay_compensation(
     check_positive("max_ratio", max_ratio)
 
     def init_fn(params):
-        del params
-        return DelayCompensationState(
-            update_count=jnp.zeros([], jnp.int32),
-            correction_ratio=jnp.zeros([], jnp.float32),
-        )
+        zero = jnp.zeros([], jnp.int32)
+        return DelayCompensationState(zero, zero.astype(jnp.float32))
 
     def update_fn(updates, state, params=None, *, stale_params=None, **extra):
         extra = _needed_extras(curvature, updates, params, stale_params, extra)
@@ -122,10 +114,8 @@ def delay_compensation(
         compensated = jax.tree.map(
             lambda u, c: (widen(u) + c).astype(u.dtype), updates, correction
         )
-        return compensated, DelayCompensationState(
-            update_count=jnp.asarray(optax.safe_increment(state.update_count)),
-            correction_ratio=ratio,
-        )
+        count = jnp.asarray(optax.safe_increment(state.update_count))
+        return compensated, DelayCompensationState(count, ratio)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -144,29 +134,21 @@ def _needed_extras(curvature, updates, params, stale_params, extra):
             f"{', '.join(missing)}: pass update(updates, state, params, "
             "stale_params=..., ...)"
         )
-    filled = {
-        name: matched(updates, **{name: given[name]})[0]
-        if name in _TREES
-        else given[name]
-        for name in curvature.needs
-    }
-    return filled | _of_whole_tree(filled, updates, stale_params)
-
-
-def _of_whole_tree(extra, updates, stale_params):
-    """Have functions of parameters see what a mask hides, as it was."""
+    extra = {name: given[name] for name in curvature.needs}
+    for name in _TREES & extra.keys():
+        (extra[name],) = matched(updates, **{name: extra[name]})
     if not has_holes(updates):
-        return {}
+        return extra
 
+    # Functions of parameters see what a mask hides, as it was.
     def whole(part):
         return fill_holes(updates, part, stale_params)
 
-    changed = {}
-    if (gradient_fn := extra.get("gradient_fn")) is not None:
-        changed["gradient_fn"] = lambda x: match_holes(updates, gradient_fn(whole(x)))
-    if (model_fn := extra.get("model_fn")) is not None:
-        changed["model_fn"] = lambda x: model_fn(whole(x))
-    return changed
+    if gradient_fn := extra.get("gradient_fn"):
+        extra["gradient_fn"] = lambda x: match_holes(updates, gradient_fn(whole(x)))
+    if model_fn := extra.get("model_fn"):
+        extra["model_fn"] = lambda x: model_fn(whole(x))
+    return extra
 
 
 def _limit(correction, gradient, max_ratio):

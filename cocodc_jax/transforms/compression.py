@@ -122,15 +122,8 @@ FACTORIES = {part.factory.__name__: part.factory for part in _PARTS.values()}
 def parse(text: str) -> Compressor:
     """Build a compressor from its short form, or an expression of calls and numbers.
 
-    Args:
-      text: value of the flag `compress`: a name of `FACTORIES`; a call of one with
-        numbers, booleans, strings or further compressors as arguments; or parts
-        `name:number` joined by `+`, each handing what it sends to the next, with
-        the names and numbers of the short form.
-
-    Raises:
-      ValueError: naming `compress` and the text, if it is none, neither of these, or
-        an argument is wrong.
+    An expression is a name of `FACTORIES`, or a call of one with numbers, booleans,
+    strings or further compressors as arguments.
 
     >>> parse("error_feedback(top_k(density=0.1))").name
     'error_feedback(top_k)'
@@ -192,11 +185,11 @@ def _short(text: str) -> Compressor:
 def _number(head: str, text: str, part: _Part) -> float:
     if not part.argument:
         raise ValueError(f"{head!r} takes no number")
-    wanted = "a whole number" if part.kind is int else "a number"
     try:
         value = part.kind(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
+        wanted = "a whole number" if part.kind is int else "a number"
         raise ValueError(f"{head!r}: {part.argument}={text!r} must be {wanted}")
     return value

@@ -53,13 +53,7 @@ class Compressor:
 )
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """One encoded leaf.
-
-    Attributes:
-      arrays: pytree of arrays, what is sent.
-      shape: shape of the leaf, static.
-      dtype: dtype of the leaf, static.
-    """
+    """One encoded leaf: a pytree of arrays, and its own shape and dtype, static."""
 
     arrays: Any
     shape: tuple[int, ...]
@@ -88,11 +82,9 @@ def per_leaf(
 ) -> Compressor:
     """Lift a pair of functions on one array to a compressor of trees, without state.
 
-    Args:
-      name: of the compressor.
-      encode_leaf: `(leaf, key or None) -> arrays`.
-      decode_leaf: `(arrays, shape) -> leaf`, any dtype and any shape of that size.
-      is_exact: whether nothing is lost, so that leaves may be of any dtype.
+    `encode_leaf(leaf, key or None)` gives arrays, `decode_leaf(arrays, shape)` a leaf
+    of any dtype and any shape of that size. Where nothing is lost (`is_exact`), leaves
+    may be of any dtype.
     """
 
     def encode(tree, state, key=None):
@@ -183,8 +175,7 @@ def check_state(
 def stateless(argument: str, compressor: Compressor | None) -> Compressor:
     """Return a compressor to use inside another, `identity()` for None.
 
-    Raises:
-      ValueError: if it is none, or keeps a state, which the outer one would drop.
+    One that keeps a state is refused: the outer one would drop it.
     """
     compressor = identity() if compressor is None else compressor
     check_compressor(argument, compressor)

@@ -56,6 +56,7 @@ import optax
 from cocodc_jax.transforms.layers import is_stack
 from cocodc_jax.transforms.numerics import (
     cast_like,
+    check_choice,
     check_count,
     check_not_negative,
     check_positive,
@@ -92,7 +93,9 @@ class Curvature:
 
 def none() -> Curvature:
     """Take H D = 0, the zeroth order, which replays the local progress unchanged."""
-    return Curvature("none", lambda gradient, displacement: _zeros(displacement))
+    return Curvature(
+        "none", lambda _, displacement: optax.tree.zeros_like(displacement)
+    )
 
 
 def isotropic() -> Curvature:
@@ -104,7 +107,6 @@ def isotropic() -> Curvature:
     """
 
     def product(gradient, displacement, *, delay_steps):
-        del gradient
         if isinstance(delay_steps, (int, float)) and not delay_steps >= 1:
             raise ValueError(f"delay_steps={delay_steps} must be at least 1")
         return jax.tree.map(
@@ -129,13 +131,10 @@ def outer_product(sync_interval: int = 1, units: str = "parameter") -> Curvature
     Args:
       sync_interval: the divisor H of CoCoDC in steps; 1 for DC-ASGD.
       units: units in which `g` is squared, "parameter" or "gradient".
-
-    Raises:
-      ValueError: if an argument is out of range.
     """
     if isinstance(sync_interval, (int, float)) and not sync_interval >= 1:
         raise ValueError(f"sync_interval={sync_interval} must be at least 1 step")
-    _check_choice("units", units, ("parameter", "gradient"))
+    check_choice("units", units, ("parameter", "gradient"))
 
     def product(gradient, displacement, learning_rate=1.0):
         divisor = learning_rate * sync_interval
@@ -174,13 +173,10 @@ def normalized_outer_product(
         that stacks them (`layers.is_stack`), "tree" over all leaves at once.
       eps: at least 0, keeps `w` finite; in the units of `c`, 1e-8 as in the authors'
         code. `w` is 0 where `||c|| + eps` is.
-
-    Raises:
-      ValueError: if an argument is out of range.
     """
     check_positive("max_weight", max_weight)
     check_not_negative("eps", eps)
-    _check_choice("scope", scope, ("tensor", "layer", "tree"))
+    check_choice("scope", scope, ("tensor", "layer", "tree"))
 
     def normalized(gradient, displacement):
         curved = jax.tree.map(lambda g, d: g * g * d, gradient, displacement)
@@ -213,25 +209,19 @@ def adam_second_moment(units: str = "parameter") -> Curvature:
     `learning_rate` and `second_moment`. With `units="gradient"` it is `nu * D` for true
     gradients; needs `second_moment` alone. `second_moment` is a tree like the gradient,
     in squared gradient units, bias-corrected (nu / (1 - b2**count)). No batch.
-
-    Raises:
-      ValueError: if `units` is neither of the two.
     """
-    _check_choice("units", units, ("parameter", "gradient"))
+    check_choice("units", units, ("parameter", "gradient"))
 
-    def adam_product(gradient, displacement, *, learning_rate, second_moment):
-        del gradient
-        pull = lambda d, nu: _rate(learning_rate, d) * jnp.sqrt(widen(nu)) * d  # noqa: E731
+    def product(gradient, displacement, *, second_moment, learning_rate=None):
+        def pull(d, nu):
+            if units == "gradient":
+                return widen(nu) * d
+            return _rate(learning_rate, d) * jnp.sqrt(widen(nu)) * d
+
         return jax.tree.map(pull, displacement, second_moment)
 
-    def fisher_product(gradient, displacement, *, second_moment):
-        del gradient
-        return jax.tree.map(lambda d, nu: widen(nu) * d, displacement, second_moment)
-
-    needs = frozenset({"second_moment"})
-    if units == "gradient":
-        return Curvature("adam_second_moment", fisher_product, needs)
-    return Curvature("adam_second_moment", adam_product, needs | {"learning_rate"})
+    needs = _UNIT_NEEDS[units] | {"second_moment"}
+    return Curvature("adam_second_moment", product, needs)
 
 
 def hessian_vector(units: str = "gradient") -> Curvature:
@@ -242,18 +232,11 @@ def hessian_vector(units: str = "gradient") -> Curvature:
     fragment, a function of that fragment with the other parameters closed over.
     Forward-over-reverse: one `jax.jvp` of the gradient, which holds the activations of
     one gradient and their tangents. A Hessian can be indefinite; `max_ratio` of
-    `delay_compensation` is the guard.
-
-    Args:
-      units: of the result: "gradient", "parameter" or "adam" (module docstring).
-
-    Raises:
-      ValueError: if `units` is none of the three.
+    `delay_compensation` is the guard. `units` are of the result (module docstring).
     """
-    _check_choice("units", units, tuple(_UNIT_NEEDS))
+    check_choice("units", units, tuple(_UNIT_NEEDS))
 
     def product(gradient, displacement, *, gradient_fn, stale_params, **scales):
-        del gradient
         tangent = cast_like(displacement, stale_params)
         curved = jax.jvp(gradient_fn, (stale_params,), (tangent,))[1]
         return _to_units(units, curved, **scales)
@@ -270,20 +253,13 @@ def gauss_newton(units: str = "gradient") -> Curvature:
     loss is convex in the outputs (cross-entropy, squares), exact when the model is
     linear. Both functions close over a batch of the caller's choice. One linearised
     forward pass, one tangent pass and its transpose, which holds the activations of one
-    gradient and a copy of the outputs.
-
-    Args:
-      units: of the result: "gradient", "parameter" or "adam" (module docstring).
-
-    Raises:
-      ValueError: if `units` is none of the three.
+    gradient and a copy of the outputs. `units` are of the result (module docstring).
     """
-    _check_choice("units", units, tuple(_UNIT_NEEDS))
+    check_choice("units", units, tuple(_UNIT_NEEDS))
 
     def product(
         gradient, displacement, *, model_fn, output_loss_fn, stale_params, **scales
     ):
-        del gradient
         tangent = cast_like(displacement, stale_params)
         outputs, jacobian = jax.linearize(model_fn, stale_params)
         output_gradient = jax.grad(output_loss_fn)
@@ -298,24 +274,17 @@ def gauss_newton(units: str = "gradient") -> Curvature:
 def hutchinson(num_samples: int = 1, units: str = "gradient") -> Curvature:
     """Estimate H D = mean(z * H z) * D: an unbiased estimate of diag(H), times D.
 
-    The mean runs over `num_samples` vectors z of random signs, one exact product each.
+    The mean runs over `num_samples` vectors z of random signs, one exact product each;
+    its variance falls as 1 / num_samples. `units` are of the result (module docstring).
     Needs `gradient_fn` as `hessian_vector` does, and a `key`, a fresh one each
     step. The gradient is linearised once (its residuals are kept) and applied once
     per sample; one more tree holds the running sum. A diagonal cannot see how
     parameters interact: exact only where the Hessian is diagonal.
-
-    Args:
-      num_samples: sign vectors per estimate; the variance falls as 1 / num_samples.
-      units: of the result: "gradient", "parameter" or "adam" (module docstring).
-
-    Raises:
-      ValueError: if an argument is out of range.
     """
     check_count("num_samples", num_samples)
-    _check_choice("units", units, tuple(_UNIT_NEEDS))
+    check_choice("units", units, tuple(_UNIT_NEEDS))
 
     def product(gradient, displacement, *, gradient_fn, stale_params, key, **scales):
-        del gradient
         _, hessian = jax.linearize(gradient_fn, stale_params)
 
         def add_sample(total, sample_key):
@@ -331,7 +300,8 @@ def hutchinson(num_samples: int = 1, units: str = "gradient") -> Curvature:
         keys = jax.random.split(key, num_samples)
         # The sum starts from a sample, not from zeros, so that inside shard_map it
         # varies over the same mesh axes as what is added to it.
-        first, _ = add_sample(_zeros(jax.tree.map(widen, stale_params)), keys[0])
+        zeros = optax.tree.zeros_like(jax.tree.map(widen, stale_params))
+        first, _ = add_sample(zeros, keys[0])
         total, _ = jax.lax.scan(add_sample, first, keys[1:])
         curved = jax.tree.map(
             lambda h, d: h.astype(d.dtype) / num_samples * d, total, displacement
@@ -362,29 +332,20 @@ NAMES = tuple(_FACTORIES)
 def get(name: str, **options) -> Curvature:
     """Build the curvature of that name, for configurations and command lines.
 
-    Args:
-      name: one of `NAMES`.
-      **options: arguments of the factory of that name.
-
-    Raises:
-      ValueError: if the name is unknown.
+    The options are arguments of the factory of that name.
 
     >>> get("outer_product", units="gradient").needs
     frozenset({'learning_rate'})
     """
-    _check_choice("curvature", name, NAMES)
+    check_choice("curvature", name, NAMES)
     return _FACTORIES[name](**options)
 
 
 def as_curvature(argument: str, value: Any) -> Curvature:
-    """Return a curvature, or the one of that name with its default options.
-
-    Raises:
-      ValueError: naming the argument and its value, if it is neither.
-    """
+    """Return a curvature, or the one of that name with its default options."""
     if isinstance(value, str):
-        _check_choice(argument, value, NAMES)
-        return get(value)
+        check_choice(argument, value, NAMES)
+        return _FACTORIES[value]()
     if not isinstance(value, Curvature):
         raise ValueError(
             f"{argument}={value!r} must be one of {NAMES}, or a Curvature, as "
@@ -413,12 +374,3 @@ def _to_units(units, curved, learning_rate=None, second_moment=None):
 def _rate(learning_rate, x):
     """Return a rate in the dtype that `x` is computed in."""
     return jnp.asarray(learning_rate, wide_dtype(x.dtype))
-
-
-def _zeros(tree):
-    return jax.tree.map(jnp.zeros_like, tree)
-
-
-def _check_choice(argument, value, choices):
-    if value not in choices:
-        raise ValueError(f"{argument}={value!r} is unknown; use one of {choices}")

@@ -59,13 +59,7 @@ def dc_asgd_adaptive(
 ) -> optax.GradientTransformationExtraArgs:
     """Descend gradients compensated with a lambda per parameter (DC-ASGD-a).
 
-    Args:
-      learning_rate: step size of the descent.
-      strength: lambda_0, before the division by the gradient's running size.
-      decay: b, of the running mean square, in [0, 1).
-
-    Returns:
-      A transformation whose `update` needs `params` and `stale_params=...`.
+    All arguments but the learning rate are those of `adaptive_delay_compensation`.
     """
     return optax.chain(
         adaptive_delay_compensation(strength, decay),
@@ -74,14 +68,11 @@ def dc_asgd_adaptive(
 
 
 class AdaptiveDelayCompensationState(NamedTuple):
-    """State of `adaptive_delay_compensation`.
+    """State of `adaptive_delay_compensation`."""
 
-    Attributes:
-      mean_square: tree like the parameters, running mean of the squared updates.
-      compensation: `DelayCompensationState` of the inner `delay_compensation`.
-    """
-
+    # tree like the parameters, running mean of the squared updates.
     mean_square: optax.Updates
+    # `DelayCompensationState` of the inner `delay_compensation`.
     compensation: optax.OptState
 
 
@@ -99,32 +90,23 @@ def adaptive_delay_compensation(
 
     Returns:
       A transformation whose `update` needs `params` and `stale_params=...`.
-
-    Raises:
-      ValueError: if `decay` is a number outside [0, 1).
     """
     check_unit_interval("decay", decay)
     compensate = delay_compensation(_size_weighted_outer_product(eps), strength)
 
     def init_fn(params):
-        return AdaptiveDelayCompensationState(
-            mean_square=optax.tree.zeros_like(params),
-            compensation=compensate.init(params),
-        )
+        mean_square = optax.tree.zeros_like(params)
+        return AdaptiveDelayCompensationState(mean_square, compensate.init(params))
 
     def update_fn(updates, state, params=None, *, stale_params=None, **extra):
-        del extra
         mean_square = jax.tree.map(
             lambda u, m: (decay * m + (1 - decay) * widen(u) ** 2).astype(m.dtype),
             updates,
             state.mean_square,
         )
+        given = {"stale_params": stale_params, "second_moment": mean_square}
         updates, compensation = compensate.update(
-            updates,
-            state.compensation,
-            params,
-            stale_params=stale_params,
-            second_moment=mean_square,
+            updates, state.compensation, params, **given
         )
         return updates, AdaptiveDelayCompensationState(mean_square, compensation)
 
@@ -135,13 +117,8 @@ def _size_weighted_outer_product(eps):
     """Return H D = g * g * D / sqrt(second_moment + eps)."""
 
     def product(gradient, displacement, *, second_moment):
-        return jax.tree.map(
-            lambda g, d, m: g * g * d / jnp.sqrt(widen(m) + eps),
-            gradient,
-            displacement,
-            second_moment,
-        )
+        weigh = lambda g, d, m: g * g * d / jnp.sqrt(widen(m) + eps)  # noqa: E731
+        return jax.tree.map(weigh, gradient, displacement, second_moment)
 
-    return curvature.Curvature(
-        "size_weighted_outer_product", product, frozenset({"second_moment"})
-    )
+    needs = frozenset({"second_moment"})
+    return curvature.Curvature("size_weighted_outer_product", product, needs)

@@ -54,9 +54,6 @@ def average_duplicates(
     Returns:
       The tree, in the shapes and dtypes encoded; sums are in float32 or wider.
 
-    Raises:
-      ValueError: if the compressor's messages do not tell what they carry.
-
     >>> import jax, jax.numpy as jnp
     >>> from cocodc_jax.transforms.sparsify import top_k
     >>> compressor = top_k(density=0.5)

@@ -18,21 +18,17 @@ import jax
 import jax.numpy as jnp
 
 from cocodc_jax.transforms.compressor import Compressor, check_compressor, check_state
-from cocodc_jax.transforms.numerics import cast_like, widen
+from cocodc_jax.transforms.numerics import cast_like, check_between, widen
 
 _NAME = "error_feedback"
 
 
 class ErrorFeedbackState(NamedTuple):
-    """State of `error_feedback`.
+    """State of `error_feedback`."""
 
-    Attributes:
-      residual: tree like the one compressed, float32 or wider, what is not yet sent.
-      inner: state of the inner compressor.
-    """
-
+    # tree like the one compressed, float32 or wider, what is not yet sent.
     residual: Any
-    inner: Any
+    inner: Any  # State of the inner compressor.
 
 
 def error_feedback(inner: Compressor, decay: float | jax.Array = 1.0) -> Compressor:
@@ -43,8 +39,7 @@ def error_feedback(inner: Compressor, decay: float | jax.Array = 1.0) -> Compres
       decay: b, share of the residual that is kept from one call to the next, in [0, 1].
 
     Raises:
-      ValueError: if `decay` is out of range, or `inner` is no compressor or has an
-        error feedback.
+      ValueError: if `inner` has an error feedback.
 
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.sparsify import top_k
@@ -57,10 +52,12 @@ def error_feedback(inner: Compressor, decay: float | jax.Array = 1.0) -> Compres
     [3. 0.] [0. 2.]
     [0. 4.] [3. 0.]
     """
-    if isinstance(decay, int | float) and not 0 <= decay <= 1:
-        raise ValueError(f"decay={decay} must be between 0 and 1")
+    check_between("decay", decay, 0, 1)
     check_compressor("inner", inner)
     check_no_feedback(inner)
+
+    def residuals(state):
+        return jax.tree.leaves(state.residual)
 
     def init(tree):
         residual = jax.tree.map(lambda x: 0 * widen(x), tree)
@@ -68,7 +65,7 @@ def error_feedback(inner: Compressor, decay: float | jax.Array = 1.0) -> Compres
 
     def encode(tree, state, key=None):
         shapes = [jnp.shape(x) for x in jax.tree.leaves(tree)]
-        check_state(name, state, ErrorFeedbackState, _residuals, tree, shapes)
+        check_state(name, state, ErrorFeedbackState, residuals, tree, shapes)
         meant = jax.tree.map(lambda e, x: decay * e + widen(x), state.residual, tree)
         # Encoded in the tree's dtype, which decode restores; the residual also keeps
         # what this cast loses.
@@ -83,16 +80,8 @@ def error_feedback(inner: Compressor, decay: float | jax.Array = 1.0) -> Compres
     return dataclasses.replace(inner, name=name, init=init, encode=encode)
 
 
-def _residuals(state: ErrorFeedbackState) -> list:
-    return jax.tree.leaves(state.residual)
-
-
 def check_no_feedback(compressor: Compressor) -> None:
-    """Refuse error feedback, also of a part, where there is one around it already.
-
-    Raises:
-      ValueError: if the compressor has one.
-    """
+    """Refuse error feedback, also of a part, where there is one around it already."""
     if f"{_NAME}(" in compressor.name:
         raise ValueError(
             f"compress={compressor.name!r} brings an error feedback where there is one "

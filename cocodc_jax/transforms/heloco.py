@@ -30,6 +30,7 @@ import optax
 
 from cocodc_jax.transforms.numerics import (
     cast_like,
+    check_between,
     check_not_negative,
     check_positive,
     check_unit_interval,
@@ -44,11 +45,7 @@ _EPS = 1e-12
 
 
 class AveragedMomentumState(NamedTuple):
-    """State of `scale_by_heloco` and `scale_by_mla`.
-
-    Attributes:
-      momentum: a tree like the parameters, m, an average of what came.
-    """
+    """State of `scale_by_heloco` and `scale_by_mla`: m, a tree like the parameters."""
 
     momentum: optax.Updates
 
@@ -76,18 +73,12 @@ def scale_by_heloco(
     Returns:
       A transformation to a descent direction. A tensor is a leaf, so the layers of a
       scanned stack are treated as one.
-
-    Raises:
-      ValueError: if an argument is a number out of range.
     """
-    _check_between("keep_cosine", keep_cosine, -1, 1)
-    _check_between("max_removal", max_removal, 0, 1)
-    for name, value in (
-        ("removal_rate", removal_rate),
-        ("turn_rate", turn_rate),
-        ("confidence_scale", confidence_scale),
-    ):
-        check_not_negative(name, value)
+    check_between("keep_cosine", keep_cosine, -1, 1)
+    check_between("max_removal", max_removal, 0, 1)
+    check_not_negative("removal_rate", removal_rate)
+    check_not_negative("turn_rate", turn_rate)
+    check_not_negative("confidence_scale", confidence_scale)
 
     def correct(g, m):
         g_length, m_length = safe_norm(g), safe_norm(m)
@@ -113,9 +104,6 @@ def scale_by_mla(
     Args:
       momentum: mu, in [0, 1).
       weight: rho, positive; G = rho D.
-
-    Raises:
-      ValueError: if an argument is a number out of range.
     """
     return _look_ahead_momentum(momentum, weight, lambda g, m: g)
 
@@ -132,18 +120,7 @@ def heloco(
 ) -> optax.GradientTransformationExtraArgs:
     """Take outer steps on pseudo-gradients corrected by the momentum.
 
-    Args:
-      learning_rate: eta.
-      momentum: mu, in [0, 1).
-      keep_cosine: c_ok.
-      removal_rate: k_s.
-      turn_rate: k_d.
-      confidence_scale: kappa.
-      max_removal: beta_max.
-      weight: rho.
-
-    Returns:
-      A transformation to the step to add.
+    The learning rate is eta; all other arguments are those of `scale_by_heloco`.
 
     >>> import jax.numpy as jnp
     >>> outer = heloco(learning_rate=1.0, momentum=0.5, confidence_scale=0.0)
@@ -172,16 +149,7 @@ def mla(
     momentum: float | jax.Array = 0.9,
     weight: float | jax.Array = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Take outer steps of momentum look-ahead.
-
-    Args:
-      learning_rate: eta.
-      momentum: mu, in [0, 1).
-      weight: rho.
-
-    Returns:
-      A transformation to the step to add.
-    """
+    """Take outer steps of momentum look-ahead; eta, and `scale_by_mla`'s arguments."""
     return optax.chain(
         scale_by_mla(momentum, weight), optax.scale_by_learning_rate(learning_rate)
     )
@@ -194,13 +162,8 @@ def look_ahead(
 
         start = params - learning_rate * mu * m
 
-    Args:
-      learning_rate: eta, of the `heloco` or `mla` whose `state` it is given.
-      momentum: mu, likewise.
-
-    Returns:
-      A function that finds the momentum in the state, also in one that wrappers of
-      Optax have around it. It raises ValueError where the state does not hold one.
+    eta and mu are those of the `heloco` or `mla` whose `state` it is given, also in one
+    that wrappers of Optax have around it.
 
     >>> import jax.numpy as jnp
     >>> outer, params = mla(1.0, 0.5), jnp.array([4.0])
@@ -209,27 +172,23 @@ def look_ahead(
     [3.5]
     """
 
+    def is_state(x) -> bool:
+        return isinstance(x, AveragedMomentumState)
+
     def start(params, state):
-        found = filter(_is_state, jax.tree.leaves(state, is_leaf=_is_state))
+        found = filter(is_state, jax.tree.leaves(state, is_leaf=is_state))
         momenta = [inner.momentum for inner in found]
         if len(momenta) != 1:
             raise ValueError(
                 f"state holds {len(momenta)} momenta of heloco or mla, but look_ahead "
                 "goes by one: pass the state of that optimizer"
             )
-        held = match_holes(momenta[0], params)
-        led = jax.tree.map(
-            lambda x, v: (x - learning_rate * momentum * v).astype(x.dtype),
-            held,
-            momenta[0],
-        )
-        return fill_holes(momenta[0], led, params)
+        (m,) = momenta
+        lead = lambda x, v: (x - learning_rate * momentum * v).astype(x.dtype)  # noqa: E731
+        led = jax.tree.map(lead, match_holes(m, params), m)
+        return fill_holes(m, led, params)
 
     return start
-
-
-def _is_state(x) -> bool:
-    return isinstance(x, AveragedMomentumState)
 
 
 def _look_ahead_momentum(momentum, weight, correct) -> optax.GradientTransformation:
@@ -241,7 +200,6 @@ def _look_ahead_momentum(momentum, weight, correct) -> optax.GradientTransformat
         return AveragedMomentumState(optax.tree.zeros_like(params))
 
     def update_fn(updates, state, params=None):
-        del params
         corrected = jax.tree.map(
             lambda g, m: weight * correct(widen(g), widen(m)), updates, state.momentum
         )
@@ -261,8 +219,3 @@ def _look_ahead_momentum(momentum, weight, correct) -> optax.GradientTransformat
 def _or_one(x):
     """Return x, or 1 where that is zero, to divide by."""
     return jnp.where(x > 0, x, 1.0)
-
-
-def _check_between(argument, value, least, most):
-    if isinstance(value, (int, float)) and not least <= value <= most:
-        raise ValueError(f"{argument}={value} must be between {least} and {most}")

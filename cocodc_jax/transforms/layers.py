@@ -24,11 +24,7 @@ def named_leaves(tree) -> list[tuple[str, Any]]:
 
 
 def distinct_leaves(tree) -> list[tuple[str, Any]]:
-    """Return every leaf with its path, for those who know leaves by it.
-
-    Raises:
-      ValueError: naming a path that two leaves have, as in {"a/b": x, "a": {"b": y}}.
-    """
+    """Return every leaf with its path; refuse two of one, {"a/b": x, "a": {"b": y}}."""
     leaves, seen = named_leaves(tree), set()
     for path, _ in leaves:
         if path in seen:
@@ -46,11 +42,7 @@ def is_block(path: str, blocks: str = BLOCKS) -> bool:
 
 
 def is_stack(path: str, blocks: str = BLOCKS) -> bool:
-    """Tell whether a leaf's first axis is one of layers.
-
-    Args:
-      path: of the leaf, parts joined by "/".
-      blocks: the part below which the blocks are.
+    """Tell whether a leaf's first axis is one of layers, which are below `blocks`.
 
     >>> is_stack("blocks/mlp/up"), is_stack("blocks/0/mlp/up"), is_stack("head")
     (True, False, False)

@@ -72,17 +72,8 @@ def send(
 ):
     """Encode the signs of a region's update and advance its momentum.
 
-    Args:
-      gradients: tree like the parameters, *regional*.
-      state: *regional*.
-      b1: weight of the momentum in what is sent, in [0, 1).
-      b2: decay of the momentum, in [0, 1).
-
-    Returns:
-      `(message, state)`; the message holds ceil(n / 8) bytes for a tensor of n values.
-
-    Raises:
-      ValueError: if `b1` or `b2` is a number out of range.
+    The message holds ceil(n / 8) bytes for a tensor of n values. b1 and b2 are in
+    [0, 1); gradients and state are *regional*.
     """
     check_unit_interval("b1", b1)
     check_unit_interval("b2", b2)
@@ -109,9 +100,6 @@ def combine(messages, rule: str = "average"):
 
     Returns:
       The direction, minus which is descent, in the shapes and dtypes of the gradients.
-
-    Raises:
-      ValueError: if `rule` is unknown.
 
     >>> import jax, jax.numpy as jnp
     >>> gradients = jnp.array([[1.0, 2.0], [3.0, -1.0], [-1.0, -9.0]])

@@ -11,8 +11,6 @@ not shrink is sent whole.
 Both factors go through another compressor: `low_rank(rank, factors=int4())` is
 DiLoCoX's. Wrap it in `error_feedback`.
 
-`resize` and `effective_rank` are for a rank that changes between rounds.
-
 Source: PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1) and DiLoCoX (arXiv
 2506.21263, from memory, unchecked). Differs from PowerSGD's paper: there P and Q are
 averaged over regions between the two products (`power_sgd` does that), here a region
@@ -53,9 +51,6 @@ def low_rank(rank: int = 4, factors: Compressor | None = None) -> Compressor:
       rank: columns of both factors.
       factors: stateless compressor for the factors and for tensors sent whole,
         `identity()` if None.
-
-    Raises:
-      ValueError: if `rank` is not a positive whole number or `factors` keeps a state.
 
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.compressor import message_bytes
@@ -117,9 +112,6 @@ def resize(state: LowRankState, tree, rank: int) -> LowRankState:
     Returns:
       A state with the shapes of `low_rank(rank).init(tree)`; a tensor sent whole at
       one rank and not at the other starts afresh.
-
-    Raises:
-      ValueError: if `rank` is not a positive whole number.
     """
     check_count("rank", rank)
 
@@ -150,11 +142,8 @@ def effective_rank(tree) -> jax.Array:
 
     Returns:
       float32 scalar, the mean over the leaves, of a stack that over its layers; 1 for
-      zeros. Regions differ in it: to
-      agree on a rank they have to average it.
-
-    Raises:
-      ValueError: if the tree has no leaves, as when all are sent whole.
+      zeros. Regions differ in it: to agree on a rank they have to average it. A tree
+      without leaves, as when all are sent whole, is refused.
 
     >>> import jax.numpy as jnp
     >>> print(effective_rank(jnp.diag(jnp.array([2.0, 2.0, 0.0]))))
@@ -191,8 +180,7 @@ def start(tree, rank: int) -> tuple:
         key = jax.random.fold_in(jax.random.key(0), index)
         return jax.random.normal(key, shape, jnp.float32)
 
-    leaves = enumerate(named_leaves(tree))
-    return tuple(of_leaf(index, path, x) for index, (path, x) in leaves)
+    return tuple(of_leaf(i, *named) for i, named in enumerate(named_leaves(tree)))
 
 
 def _right_shape(path, x, rank: int) -> tuple[int, ...] | None:

@@ -35,12 +35,7 @@ _MOST_CONSTANT = 1 << 24
 
 
 class MaskedState(NamedTuple):
-    """State of `masked`.
-
-    Attributes:
-      region: int32 scalar, whose it is: m.
-      core: state of the core.
-    """
+    """State of `masked`: whose it is, an int32 scalar m, and the state of the core."""
 
     region: jax.Array
     core: Any
@@ -58,9 +53,6 @@ def masked(
       density: share of the entries that a region owns, in (0, 1].
       num_regions: M.
       seed: of the order of the entries.
-
-    Raises:
-      ValueError: if `core` is no compressor, or `density` is out of range.
 
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.sparsify import top_k
@@ -113,11 +105,8 @@ def weigh_owned(
     the owners with these weights: `r_m` becomes `r_m (n / M) / (sum of w over the n
     owners)`, zero where none of them counts. Equal weights change nothing.
 
-    Args:
-      messages: of `masked(core, density, M)`, leaves `[M, ...]`.
-      weights: `[M]`, of sum 1.
-      core: as given to `masked`.
-      density: likewise.
+    The messages are those of `masked(core, density, M)`, leaves `[M, ...]`; weights
+    `[M]` have sum 1.
     """
     first = jax.tree.map(lambda x: x[0], messages["core"])
     size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(core.decode, first)))

@@ -23,19 +23,12 @@ from cocodc_jax.transforms.layers import distinct_leaves, is_matrix, named_leave
 )
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A message in two parts.
+    """A message in two parts."""
 
-    Attributes:
-      matrices: what the inner compressor sends, of a dict from path to matrix.
-      vectors: the others as they are, a dict from path to vector.
-      paths: of all leaves in order, static.
-      structure: of the tree, static.
-    """
-
-    matrices: Any
-    vectors: Any
-    paths: tuple[str, ...]
-    structure: Any
+    matrices: Any  # What the inner compressor sends, of a dict from path to matrix.
+    vectors: Any  # The others as they are, a dict from path to vector.
+    paths: tuple[str, ...]  # Of all leaves in order, static.
+    structure: Any  # Of the tree, static.
 
 
 def matrices(inner: Compressor) -> Compressor:
@@ -45,9 +38,6 @@ def matrices(inner: Compressor) -> Compressor:
 
     Args:
       inner: any compressor; it sees a flat dict from path to matrix.
-
-    Raises:
-      ValueError: if `inner` is no compressor.
 
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.compressor import message_bytes

@@ -15,8 +15,6 @@ to 0.995 in short runs) from a digest, a bias correction for each momentum and t
 weights below from the authors' public code, where they are an example.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,9 +48,6 @@ def mt_adam(
 
     Returns:
       A transformation to the step to add; `update` needs `params`.
-
-    Raises:
-      ValueError: as `scale_by_mt_adam`.
     """
     return optax.chain(
         scale_by_mt_adam(b1s, weights, b2, eps),
@@ -72,10 +67,6 @@ def scale_by_mt_adam(
     Returns:
       A transformation whose state is an `optax.ScaleByAdamState` with `mu` a tuple of
       momenta, in the order of `b1s`: whatever looks for Adam's moments finds them.
-
-    Raises:
-      ValueError: if there is not one weight for each momentum, or one is negative, or
-        their sum exceeds 1, or a decay is out of range.
 
     >>> import jax.numpy as jnp
     >>> transform = scale_by_mt_adam((0.5, 0.75), (0.5, 0.25), b2=0.0, eps=0.0)
@@ -107,7 +98,6 @@ def scale_by_mt_adam(
         return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, zeros())
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None):
-        del params
         count = optax.safe_increment(state.count)
         momenta = tuple(
             optax.tree.update_moment(updates, u, b, 1)

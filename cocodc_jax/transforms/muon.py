@@ -87,14 +87,9 @@ def _scaled(step):
 def matrix_axes(params, blocks: str = BLOCKS):
     """Tell which leaves are matrices, and in which axes.
 
-    Args:
-      params: tree with `blocks` as a key: the stacked leaves of all layers with a
-        leading layer axis, or a dict or list from layer number to a layer's leaves.
-      blocks: that key.
-
-    Returns:
-      A tree like `params`: the last two axes of each matrix, further axes before them
-      being a stack of matrices, and None where Adam is meant.
+    `params` has `blocks` as a key: the leaves of all layers stacked along a leading
+    axis, or a dict or list from layer number to a layer's leaves. The result is a tree
+    like it: the last two axes of each matrix, and None where Adam is meant.
 
     >>> import jax.numpy as jnp
     >>> stacked = {"query": jnp.ones((3, 4, 5)), "norm": jnp.ones((3, 4))}

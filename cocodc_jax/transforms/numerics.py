@@ -12,10 +12,8 @@ from cocodc_jax.transforms.layers import named_leaves
 
 
 def wide_dtype(dtype) -> jnp.dtype:
-    """Return float32, or `dtype` if that is as wide; also where nothing is promoted.
-
-    `jax.numpy_dtype_promotion("strict")` refuses to promote types that are asked for.
-    """
+    """Return float32, or `dtype` if that is as wide."""
+    # `jax.numpy_dtype_promotion("strict")` refuses to promote types asked for.
     is_wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4
     return jnp.dtype(dtype if is_wide else jnp.float32)
 
@@ -71,8 +69,7 @@ def vary_like(tree, like):
     """Mark leaves as varying over the mesh axes that their counterparts vary over.
 
     Inside `jax.shard_map` a tangent must vary as its primal does; elsewhere this does
-    nothing. A choice between equal values does it in every version of JAX, and the
-    compiler drops it.
+    nothing, and the compiler drops the choice between equal values.
     """
     return jax.tree.map(lambda x, y: jnp.where(y == y, x, x), tree, like)
 
@@ -98,11 +95,7 @@ def match_holes(updates, tree):
 
 
 def matched(updates, **trees) -> list:
-    """Return trees with the holes of `updates`; refuse what would be broadcast.
-
-    Raises:
-      ValueError: naming the tree, and the leaf and both shapes, or both structures.
-    """
+    """Return trees with the holes of `updates`; refuse what would be broadcast."""
     found, named = [], named_leaves(updates)
     for name, tree in trees.items():
         try:
@@ -131,6 +124,12 @@ def fill_holes(updates, part, whole):
     )
 
 
+def check_choice(argument: str, value, choices) -> None:
+    """Raise ValueError unless a value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{argument}={value!r} is unknown; use one of {choices}")
+
+
 def check_finite(argument: str, value) -> None:
     """Raise ValueError for a Python float that is not finite; others pass unchecked."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -141,6 +140,12 @@ def check_unit_interval(argument: str, value) -> None:
     """Raise ValueError unless a Python number is in [0, 1); arrays pass unchecked."""
     if isinstance(value, (int, float)) and not 0 <= value < 1:
         raise ValueError(f"{argument}={value} must be at least 0 and below 1")
+
+
+def check_between(argument: str, value, least, most) -> None:
+    """Raise ValueError unless a Python number is in a range; arrays pass unchecked."""
+    if isinstance(value, (int, float)) and not least <= value <= most:
+        raise ValueError(f"{argument}={value} must be between {least} and {most}")
 
 
 def check_positive(argument: str, value) -> None:
@@ -168,10 +173,7 @@ def check_rate(argument: str, value) -> None:
 
 
 def check_transform(argument: str, value, made_by: str) -> None:
-    """Raise ValueError for what is no transformation, as one that was not called.
-
-    The message names `made_by`, a call that gives one.
-    """
+    """Raise ValueError for what is no transformation; `made_by` is a call of one."""
     if not (hasattr(value, "init") and hasattr(value, "update")):
         raise ValueError(
             f"{argument}={value!r} must be an optax.GradientTransformation, as "

@@ -5,10 +5,8 @@ All take pseudo-gradients `g = old - new` (averaged over regions by the caller) 
 return a descent direction, the recipes without that prefix a step to add.
 
 Here are `delayed_nesterov` (Liu et al., arXiv 2401.09135) and `group_heavy_ball`
-(NoLoCo, arXiv 2506.10911), both as read from the authors' code. The rest is made in
-`co2.py` (clipped momentum, staleness penalty), `heloco.py` (look-ahead, correction by
-the momentum) and `snoo.py` (a wrapper around an inner optimizer) and can be had from
-here.
+(NoLoCo, arXiv 2506.10911), both as read from the authors' code; the rest is made in
+`co2.py`, `heloco.py` and `snoo.py`.
 """
 
 from typing import NamedTuple
@@ -56,17 +54,11 @@ __all__ = [
 
 
 class DelayedNesterovState(NamedTuple):
-    """State of `scale_by_delayed_nesterov`.
+    """State of `scale_by_delayed_nesterov`."""
 
-    Attributes:
-      num_buffered: int32 scalar, arrivals since the momentum last changed.
-      buffer: tree like the parameters, sum of those arrivals.
-      momentum: tree like the parameters, m.
-    """
-
-    num_buffered: jax.Array
-    buffer: optax.Updates
-    momentum: optax.Updates
+    num_buffered: jax.Array  # int32 scalar, arrivals since the momentum last changed.
+    buffer: optax.Updates  # tree like the parameters, sum of those arrivals.
+    momentum: optax.Updates  # tree like the parameters, m.
 
 
 def scale_by_delayed_nesterov(
@@ -87,9 +79,6 @@ def scale_by_delayed_nesterov(
 
     Returns:
       A transformation to a descent direction. With N = 1 it is Nesterov's.
-
-    Raises:
-      ValueError: if an argument is a number out of range.
     """
     check_unit_interval("momentum", momentum)
     check_positive("buffer_size", buffer_size)
@@ -101,11 +90,10 @@ def scale_by_delayed_nesterov(
         return DelayedNesterovState(jnp.zeros([], jnp.int32), buffer, momentum)
 
     def update_fn(updates, state, params=None):
-        del params
         num_buffered = state.num_buffered + 1
         is_full = num_buffered >= buffer_size
-        add = lambda u, b: b + u  # noqa: E731
-        buffer = cast_like(jax.tree.map(add, updates, state.buffer), state.buffer)
+        total = jax.tree.map(jnp.add, state.buffer, updates)
+        buffer = cast_like(total, state.buffer)
         new_momentum = jax.tree.map(
             lambda m, b: jnp.where(is_full, momentum * m + b / buffer_size, m),
             state.momentum,
@@ -117,14 +105,11 @@ def scale_by_delayed_nesterov(
             updates,
             new_momentum,
         )
-        buffer = jax.tree.map(
-            lambda b: jnp.where(is_full, jnp.zeros_like(b), b), buffer
+        num_buffered, buffer = jax.tree.map(
+            lambda x: jnp.where(is_full, jnp.zeros_like(x), x), (num_buffered, buffer)
         )
-        return direction, DelayedNesterovState(
-            num_buffered=jnp.where(is_full, 0, num_buffered),
-            buffer=buffer,
-            momentum=cast_like(new_momentum, state.momentum),
-        )
+        momentum_state = cast_like(new_momentum, state.momentum)
+        return direction, DelayedNesterovState(num_buffered, buffer, momentum_state)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -137,14 +122,7 @@ def delayed_nesterov(
 ) -> optax.GradientTransformationExtraArgs:
     """Apply each arrival at once and the momentum once in N (asynchronous local SGD).
 
-    Args:
-      learning_rate: eta of the outer step.
-      momentum: b, in [0, 1).
-      buffer_size: N, arrivals per change of the momentum.
-      spread: c of `scale_by_delayed_nesterov`.
-
-    Returns:
-      A transformation to the step to add.
+    All arguments but the learning rate are those of `scale_by_delayed_nesterov`.
 
     >>> import jax.numpy as jnp
     >>> outer = delayed_nesterov(learning_rate=1.0, momentum=0.5, buffer_size=2)
@@ -188,10 +166,6 @@ def group_heavy_ball(
     Returns:
       A transformation whose `update(updates, state, params, *, group_mean_params)`
       gives the step to add; `group_mean_params` is a tree like `params`, *regional*.
-
-    Raises:
-      ValueError: if `momentum` is a number out of range; in `update`, if `params` or
-        `group_mean_params` is missing or of other shapes than the updates.
     """
     check_unit_interval("momentum", momentum)
 
@@ -199,7 +173,6 @@ def group_heavy_ball(
         return GroupHeavyBallState(optax.tree.zeros_like(params))
 
     def update_fn(updates, state, params=None, *, group_mean_params=None, **extra):
-        del extra
         if params is None or group_mean_params is None:
             raise ValueError("group_heavy_ball needs params and group_mean_params")
 

@@ -15,22 +15,15 @@ def index_bits(size: int) -> int:
 
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:
-    """Pack unsigned integers below 2**bits.
-
-    Args:
-      codes: [n] of any integer dtype.
-      bits: 1 to 32.
-
-    Returns:
-      uint8 [ceil(n * bits / 8)].
+    """Pack n integers below 2**bits, bits 1 to 32, as uint8 [ceil(n * bits / 8)].
 
     >>> import jax.numpy as jnp
     >>> pack(jnp.array([1, 2, 3]), 4)
     Array([33,  3], dtype=uint8)
     """
     if 8 % bits == 0:
-        per_byte = 8 // bits
-        rows = _rows(codes.astype(jnp.uint8), per_byte)
+        per_byte, codes = 8 // bits, codes.astype(jnp.uint8)
+        rows = jnp.pad(codes, (0, -codes.size % per_byte)).reshape(-1, per_byte)
         shifts = np.arange(0, 8, bits, dtype=np.uint8)[None]
         return jnp.sum(rows << shifts, axis=1, dtype=jnp.uint8)
     shifts = np.arange(bits, dtype=np.uint32)[None]
@@ -39,16 +32,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack(packed: jax.Array, bits: int, num_codes: int) -> jax.Array:
-    """Undo `pack`.
-
-    Args:
-      packed: uint8 [ceil(num_codes * bits / 8)].
-      bits: as it was packed.
-      num_codes: n.
-
-    Returns:
-      [n], uint8 if `bits` divides 8, else int32.
-    """
+    """Undo `pack`: return [num_codes], uint8 if `bits` divides 8, else int32."""
     if 8 % bits == 0:
         shifts = np.arange(0, 8, bits, dtype=np.uint8)[None]
         codes = (packed[:, None] >> shifts) & np.uint8(2**bits - 1)
@@ -57,8 +41,3 @@ def unpack(packed: jax.Array, bits: int, num_codes: int) -> jax.Array:
     weights = np.uint32(1) << np.arange(bits, dtype=np.uint32)[None]
     rows = stream.reshape(num_codes, bits).astype(jnp.uint32)
     return jnp.sum(rows * weights, axis=1, dtype=jnp.uint32).astype(jnp.int32)
-
-
-def _rows(flat, width):
-    """Pad with zeros to whole rows of `width`."""
-    return jnp.pad(flat, (0, -flat.size % width)).reshape(-1, width)

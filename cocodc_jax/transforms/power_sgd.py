@@ -30,15 +30,11 @@ from cocodc_jax.transforms.numerics import cast_like, widen
 
 
 class PowerSgdState(NamedTuple):
-    """What a region remembers.
+    """What a region remembers."""
 
-    Attributes:
-      residual: tree like the one sent, float32 or wider, what has not arrived yet.
-      right: Q of each leaf, the same in all regions, [columns, rank] or a stack of
-        them; () for a leaf that is sent whole.
-    """
-
-    residual: Any
+    residual: Any  # tree like the one sent, float32 or wider, what has not arrived yet.
+    # Q of each leaf, the same in all regions, [columns, rank] or a stack of them; ()
+    # for a leaf that is sent whole.
     right: tuple
 
 

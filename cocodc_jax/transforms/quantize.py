@@ -137,8 +137,7 @@ def _count_reached(size, bounds):
     return count
 
 
-def _absmax(blocks, counts):
-    del counts
+def _absmax(blocks, _):
     # In wide rows XLA's CPU backend, as JAX 0.10.2 has it, leaves a NaN out of a max.
     has_nan = jnp.isnan(blocks).any(axis=1)
     return jnp.where(has_nan, jnp.nan, jnp.max(jnp.abs(blocks), axis=1))

@@ -22,7 +22,12 @@ import jax
 import jax.numpy as jnp
 
 from cocodc_jax.transforms.curvature import Curvature, as_curvature
-from cocodc_jax.transforms.numerics import check_positive, inner_product, widen
+from cocodc_jax.transforms.numerics import (
+    check_choice,
+    check_positive,
+    inner_product,
+    widen,
+)
 
 
 def secant(
@@ -45,9 +50,6 @@ def secant(
     Returns:
       A curvature whose strength 1 takes the estimate as it is.
 
-    Raises:
-      ValueError: if an argument is out of range, or `base` is no curvature.
-
     >>> import jax, jax.numpy as jnp
     >>> from cocodc_jax.transforms import curvature
     >>> from cocodc_jax.transforms.compensation import delay_compensation
@@ -62,8 +64,7 @@ def secant(
     """
     base = as_curvature("base", base)
     check_positive("max_weight", max_weight)
-    if scope not in ("tensor", "tree"):
-        raise ValueError(f"scope={scope!r} is unknown; use 'tensor' or 'tree'")
+    check_choice("scope", scope, ("tensor", "tree"))
 
     def fit(change, predicted):
         # Squares of what a weak curvature predicts would vanish in float32.

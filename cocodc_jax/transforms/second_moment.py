@@ -1,7 +1,5 @@
 """The inner Adam's second moment, which some curvatures take as a Fisher diagonal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -23,23 +21,24 @@ def adam_second_moment(b2: float | jax.Array) -> Callable[[PyTree], PyTree]:
     Returns:
       A function of a regional optimizer state, every leaf `[R, ...]`, that gives a
       tree like the parameters, nu / (1 - b2^count), and nu itself, zeros, of a region
-      whose Adam has made no step yet. It raises ValueError where the state does not
-      hold one Adam's nu of every parameter.
+      whose Adam has made no step yet. The state must hold one Adam's nu of each.
     """
 
+    def is_adam(state: Any) -> bool:
+        return isinstance(state, optax.ScaleByAdamState)
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
     def second_moment(opt_state: PyTree) -> PyTree:
-        adam = [
-            state
-            for state in jax.tree.leaves(opt_state, is_leaf=_is_adam)
-            if _is_adam(state)
-        ]
+        adam = list(filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam)))
         if len(adam) != 1:
             raise ValueError(
                 f"the merge needs the inner Adam's second moment, but the optimizer's "
                 f"state holds {len(adam)} Adam states; pass `second_moment`"
             )
 
-        if any(map(_is_masked, jax.tree.leaves(adam[0].nu, is_leaf=_is_masked))):
+        if any(map(is_masked, jax.tree.leaves(adam[0].nu, is_leaf=is_masked))):
             raise ValueError(
                 "the merge needs the inner Adam's second moment of every parameter, "
                 "but the optimizer leaves some to others (optax.partition, Muon); pass "
@@ -56,11 +55,3 @@ def adam_second_moment(b2: float | jax.Array) -> Callable[[PyTree], PyTree]:
         return jax.tree.map(correct, adam[0].nu)
 
     return second_moment
-
-
-def _is_adam(state: Any) -> bool:
-    return isinstance(state, optax.ScaleByAdamState)
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)

@@ -26,19 +26,13 @@ from cocodc_jax.transforms.numerics import (
 
 
 class SnooState(NamedTuple):
-    """State of `snoo`.
+    """State of `snoo`."""
 
-    Attributes:
-      num_steps: int32 scalar, inner steps since the last outer step.
-      slow_params: tree like the parameters, x.
-      inner_state: state of the inner optimizer, left as it is by an outer step.
-      outer_state: state of the outer `optax.sgd`.
-    """
-
-    num_steps: jax.Array
-    slow_params: optax.Params
+    num_steps: jax.Array  # int32 scalar, inner steps since the last outer step.
+    slow_params: optax.Params  # tree like the parameters, x.
+    # State of the inner optimizer, left as it is by an outer step.
     inner_state: optax.OptState
-    outer_state: optax.OptState
+    outer_state: optax.OptState  # State of the outer `optax.sgd`.
 
 
 def snoo(
@@ -58,10 +52,6 @@ def snoo(
     Returns:
       A transformation whose `update(gradients, state, params)` gives the step to add.
       Holds two more trees, x and m.
-
-    Raises:
-      ValueError: if an argument is a number out of range, or `inner` is no optimizer;
-        in `update`, if `params` is missing.
 
     >>> import jax.numpy as jnp, optax
     >>> optimizer = snoo(optax.sgd(0.1), learning_rate=2.0, momentum=0.0,
@@ -108,9 +98,8 @@ def snoo(
         slow, outer_state = _where(
             is_sync, (slow, outer_state), (state.slow_params, state.outer_state)
         )
-        new_state = SnooState(
-            jnp.where(is_sync, 0, num_steps), slow, inner_state, outer_state
-        )
+        num_steps = jnp.where(is_sync, 0, num_steps)
+        new_state = SnooState(num_steps, slow, inner_state, outer_state)
         return _where(is_sync, jump, fast_step), new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -45,7 +45,6 @@ def stat2() -> Compressor:
 
 def _encode(x, key):
     """Return packed codes, and a float32 table of the bins' means."""
-    del key
     flat = widen(x).reshape(-1)
     shift = jnp.mean(flat)
     centered = flat - shift

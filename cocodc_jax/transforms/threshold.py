@@ -35,15 +35,11 @@ _BEYOND = np.iinfo(np.int32).max
 
 
 class ThresholdState(NamedTuple):
-    """State of `threshold`.
+    """State of `threshold`."""
 
-    Attributes:
-      num_calls: int32 scalar, calls since the thresholds were taken; 0 before a sort.
-      thresholds: a float32 scalar for each leaf.
-    """
-
+    # int32 scalar, calls since the thresholds were taken; 0 before a sort.
     num_calls: jax.Array
-    thresholds: tuple
+    thresholds: tuple  # a float32 scalar for each leaf.
 
 
 def threshold(
@@ -54,10 +50,9 @@ def threshold(
 ) -> Compressor:
     """Send the values of each tensor that reach a threshold kept for some calls.
 
-    A message's size is static: `capacity = round(slack * density * size)` values and
-    as many packed indices a tensor (at least one, at most all), however many values
-    reach the threshold. Zeros are never chosen. Under `jax.vmap` the sort
-    runs at every call; under `jax.lax.map` and in `jax.shard_map` only when due.
+    A message has `round(slack * density * size)` values and as many packed indices a
+    tensor (at least one, at most all). Zeros are never chosen. Under `jax.vmap` the
+    sort runs at every call; under `jax.lax.map` and in `jax.shard_map` only when due.
 
     Args:
       density: share of a tensor's values that reach a fresh threshold, in (0, 1].
@@ -65,9 +60,6 @@ def threshold(
         memory; a call is a sync here, which is rarer.)
       slack: room of a message in multiples of `density`, at least 1.
       values: stateless compressor for the values, `identity()` if None.
-
-    Raises:
-      ValueError: if an argument is out of range or `values` keeps a state.
 
     >>> import jax.numpy as jnp
     >>> compressor = threshold(density=0.25, every=2, slack=2.0)
@@ -100,19 +92,16 @@ def threshold(
             lambda: tuple(_kth_largest(x, density) for x in leaves),
             lambda: vary_like(state.thresholds, tuple(x.sum() for x in leaves)),
         )
-        places = [
-            _places(x, t, _capacity(x.size, density, slack))
-            for x, t in zip(leaves, thresholds, strict=True)
-        ]
-        chosen = [
-            x.reshape(-1).at[i].get(mode="fill", fill_value=0)
-            for x, i in zip(leaves, places, strict=True)
-        ]
+        places, chosen = [], []
+        for x, t in zip(leaves, thresholds, strict=True):
+            capacity = min(x.size, max(1, round(slack * density * x.size)))
+            places.append(_places(x, t, capacity))
+            chosen.append(x.reshape(-1).at[places[-1]].get(mode="fill", fill_value=0))
         encoded, _ = inner.encode(chosen, (), key)
-        packed = [
-            Packed({"indices": _pack(i, x.size), "values": v}, x.shape, x.dtype)
-            for x, i, v in zip(leaves, places, encoded, strict=True)
-        ]
+        packed = []
+        for x, i, v in zip(leaves, places, encoded, strict=True):
+            indices = pack(i, index_bits(x.size + 1))
+            packed.append(Packed({"indices": indices, "values": v}, x.shape, x.dtype))
         num_calls = (state.num_calls + 1) % every
         message = jax.tree.unflatten(structure, packed)
         return message, ThresholdState(num_calls, thresholds)
@@ -127,10 +116,6 @@ def threshold(
         return map_packed(decode_leaf, message)
 
     return Compressor(name, init, encode, decode, is_sparse=True)
-
-
-def _capacity(size, density, slack):
-    return min(size, max(1, round(slack * density * size)))
 
 
 def _kth_largest(x, density):
@@ -181,7 +166,3 @@ def _num_below(ascending, values):
 def _size(x):
     # float32 as the state is: rounding keeps the order, so the k-th reaches itself.
     return jnp.abs(x).astype(jnp.float32).reshape(-1)
-
-
-def _pack(places, size):
-    return pack(places, index_bits(size + 1))

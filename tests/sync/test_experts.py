@@ -59,7 +59,7 @@ def test_experts_are_cut_into_ranges_and_the_rest_is_dense(scan_layers, num_frag
         (lambda: cut({"w": jnp.ones(3)}, 2, "experts"), "needs a model with experts"),
         (lambda: cut(_params(True), 1, "experts"), "num_fragments=1 .* use 2 to"),
         (lambda: cut(_params(True), 99, "experts"), "and 4 experts; use 2 to 8"),
-        (lambda: methods.get("diloco", expert_weights="x"), "use 'equal' or 'tokens'"),
+        (lambda: methods.get("diloco", expert_weights="x"), "is unknown; use one of"),
         (lambda: methods.get("apart", expert_weights="tokens"),
          "expert_weights='tokens' has no meaning for method='apart': it takes no"),
         (lambda: methods.get("noloco", expert_weights="tokens"),

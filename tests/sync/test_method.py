@@ -165,8 +165,8 @@ class TestWeighted:
     @pytest.mark.parametrize(
         ("name", "weights", "message"),
         [
-            ("diloco", "size", "region_weights='size' is unknown; use 'equal' or"),
-            ("apart", "tokens", "no meaning for method='apart', which takes no mean"),
+            ("diloco", "size", "region_weights='size' is unknown; use one of"),
+            ("apart", "tokens", "no meaning for method='apart': it takes no mean"),
             ("data_parallel", "tokens", "no meaning for method='data_parallel'"),
             ("heloco", "equal", "region_weights='equal' has no meaning for .*'heloco'"),
             ("noloco", "tokens", "'noloco': it has outer parameters in every region"),

@@ -32,10 +32,6 @@ $$
 The message of the round before the first is zero. The outer state is divided over a
 region's devices, as ZeRO does (`outer_placement`).
 
-In code: mu is `outer_momentum`, phi `momentum_clip`; `schedules.one_step_stale(H)`,
-`scale_by_clipped_momentum`, `scale_by_staleness_gap` with `stale_params`, of which a
-copy is kept while a message is in flight, `merge.replace`.
-
 Source: CO2, Sun et al., arXiv 2401.16265. The rule with a gap of 1 is read from the
 public code. That a staleness gap divides what is late is from memory; the measured one
 is ours, as no formula was found.
@@ -46,8 +42,6 @@ Defaults: published mu 0.2 to 0.6 with the model's size, eta 1, phi 1, gap 1; he
 Measured here: last loss 2.295 against DiLoCo's 1.838, both 40.3 MB sent by a region;
 with the measured gap 2.274 (docs/results/methods.md).
 """
-
-from __future__ import annotations
 
 from cocodc_jax.sync import Method, SharedOuter, Sync, merge, schedules
 from cocodc_jax.transforms.numerics import (
@@ -76,9 +70,6 @@ def co2(
       staleness_gap: Lambda, what a late mean is divided by: "constant" is 1, as in the
         public code, "measured" how far the parameters have moved since, in usual moves.
       outer_placement: "divided" over the devices of each region, or "host".
-
-    Raises:
-      ValueError: if a number is out of range or `staleness_gap` is unknown.
     """
     check_rate("outer_lr", outer_lr)
     check_unit_interval("outer_momentum", outer_momentum)

@@ -22,8 +22,6 @@ Every L steps $c^m$ becomes the k-th largest $|e^m_j|$, with k = density * size.
 two sorts a step costs a comparison. A message has room for 1.5 k entries, as its size
 must not vary; further entries wait in $e^m$ for the next sort.
 
-In code: `error_feedback`, `threshold(density, every=L)`, `mean_of_decoded`.
-
 Source: arXiv 2010.08899, thresholds kept for L iterations, and error feedback. L is
 from memory (about a thousand there); the room of a message is ours.
 Differs from the paper: it thresholds what crosses between the parts of a divided model
@@ -33,8 +31,6 @@ Measured here: last loss 2.415 with 36 MB sent by a region, data parallel 1.511 
 1,610 MB, DiLoCo 1.838 with 40.3 MB; the run is short (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import Method
 from cocodc_jax.sync.per_step import compressed_gradients
 from cocodc_jax.transforms import compression
@@ -42,9 +38,6 @@ from cocodc_jax.transforms import compression
 
 def dct_threshold(compress: str = "ef+threshold:0.01") -> Method:
     """Build dynamic communication thresholding (arXiv 2010.08899).
-
-    Only gradients whose magnitude reaches a tensor's threshold are sent, the others are
-    kept for later; thresholds are taken anew every so many steps.
 
     Args:
       compress: the compressor with its error feedback.

@@ -44,9 +44,6 @@ Q \leftarrow \frac{1}{M} \sum_m (A^m)^\top P \\
 \end{align*}
 $$
 
-In code: `schedules.ranked_rounds`, `error_feedback(low_rank(r, factors=int4()))`,
-`sync.outer.nesterov`, `merge.replace`.
-
 Source: DiLoCoX, arXiv 2506.21263; from memory throughout, except its abstract.
 Halvings, their rounding up and the weights of tensors in r' are ours.
 Differs from the paper: there AdamW's state and the outer momentum are both divided over
@@ -56,8 +53,6 @@ eta 0.4, mu 0.5, ours (0.7 and 0.9 one round late diverge on a quadratic).
 Measured here: last loss 2.214 with 1.02 MB sent by a region, DiLoCo 1.838 with 40.3 MB
 (docs/results/methods.md; r 16).
 """
-
-from __future__ import annotations
 
 from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules
 from cocodc_jax.sync.messages import Compressed, Message, Ranked
@@ -79,10 +74,6 @@ def dilocox(
     outer_placement: str = "host",
 ) -> Method:
     """Build DiLoCoX (arXiv 2506.21263, from memory): low rank that adapts, int4.
-
-    Each region sends both int4 factors of a rank-r approximation of its
-    pseudo-gradient, with error feedback; r and the steps of a round follow the
-    effective rank of the means, see `schedules.ranked`.
 
     Args:
       sync_interval: H_1, inner steps of a round at the first rank.

@@ -21,9 +21,6 @@ message of the round before the first is zero. A region's share is what its mess
 decodes to (`newest`, `arriving`), so with `compress` it never adds values that were not
 sent.
 
-In code: `schedules.one_step_stale(H)`; `send` and `receive` of the outer optimizer;
-`merge.replace`.
-
 Source: eager updates, arXiv 2502.12996. "Current local plus a delayed mixture of all
 others" from a published digest, which this is; written out from memory.
 Differs from the paper: unknown; its defaults were not found.
@@ -33,8 +30,6 @@ Measured here: last loss 2.013 against DiLoCo's 1.838 and CO2's 2.295, all 40.3 
 by a region; 0.08 s of stall instead of 0.37, and regions are 0.2 % apart
 (docs/results/methods.md).
 """
-
-from __future__ import annotations
 
 from typing import Any, NamedTuple
 
@@ -69,26 +64,16 @@ def eager(
 
 
 class EagerState(NamedTuple):
-    """State of `eager_outer`.
-
-    Attributes:
-      optimizer: of the outer Nesterov.
-      compressor: the compressor's.
-      newest: the region's own share of the mean that is on its way, decoded.
-      arriving: its own share of the mean before that.
-    """
+    """State of `eager_outer`."""
 
     optimizer: PyTree
     compressor: PyTree
-    newest: PyTree
-    arriving: PyTree
+    newest: PyTree  # The region's own share of the mean on its way, decoded.
+    arriving: PyTree  # Its own share of the mean before that.
 
 
 def eager_outer(optimizer: optax.GradientTransformation) -> RegionalOuter:
-    """Step one round late, with the region's own share of the mean up to date.
-
-    Between two rounds the regions differ by what they alone know.
-    """
+    """Step one round late, with the region's own share of the mean up to date."""
 
     def init(params, compressor):
         zeros = jax.tree.map(jnp.zeros_like, params)

@@ -24,9 +24,6 @@ What a region learned outside its mask and the core is dropped at a sync, as if 
 not been trained. With `mask_density` 1 / M each entry has one owner; with 1 every
 region owns all entries, and it is plain averaging, whatever the core.
 
-In code: `transforms.masked`; `MaskedCore`, whose core is what `compress` says, if it
-does; `sync.outer.nesterov`, by default without momentum; `merge.replace`.
-
 Source: partially masked networks with a low-rank core, in DiLoCoX's (arXiv 2506.21263)
 list of related work; from memory, and not even whose they are is certain.
 Differs from the paper: there a region trains its mask and the core alone, here all of
@@ -36,12 +33,9 @@ Defaults: published ones unknown; here H 30, density 0.25, rank 8, eta 1, no mom
 Measured here: last loss 2.686 with 2.61 MB sent by a region, plain averaging 2.686 with
 4.00 MB (the smoke preset, H 8, 160 steps, 4 regions, one seed), by
 
-    python -m experiments.train --preset=smoke --method=masked_core --steps=160
-
-and --warmup_steps=8 --sync_interval=8.
+    python -m experiments.train --preset=smoke --method=masked_core --steps=160 \
+        --warmup_steps=8 --sync_interval=8
 """
-
-from __future__ import annotations
 
 from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules
 from cocodc_jax.sync.messages import MaskedCore

@@ -19,8 +19,6 @@ A chunk goes round twice, once to be summed and once to be spread, so a region s
 $2 (M - 1) / M$ of the model. Partial sums cannot be encoded on their way, so `compress`
 has no meaning.
 
-In code: `schedules.staggered(H)`, `nesterov(eta, 0)`, `merge.replace`.
-
 Source: Ravnest, Menon et al., arXiv 2401.01728; from memory. Which orders is ours.
 Differs from the paper: its clusters, and how peers are put into them, are not made
 here; inside a region everything is synchronous.
@@ -30,8 +28,6 @@ of 480 steps: plain averaging is enough in so short a run. 60.4 MB sent by a reg
 (docs/results/methods.md).
 """
 
-from __future__ import annotations
-
 from cocodc_jax.sync import ByRings, Method, Sync, merge, nesterov, schedules
 
 
@@ -39,9 +35,6 @@ def multi_ring(
     sync_interval: int = 30, num_rings: int = 2, outer_lr: float = 1.0
 ) -> Method:
     """Average regions, clusters of Ravnest (arXiv 2401.01728), by several rings.
-
-    theta <- theta - eta mean(theta - theta^m), which with eta 1 is the mean of the
-    parameters. Each ring carries its share of the model in its own order.
 
     Args:
       sync_interval: H, inner steps between syncs.

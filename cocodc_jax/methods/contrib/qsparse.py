@@ -16,9 +16,6 @@ $$
 The memory holds what either of the two lost. With eta = 1 and no compression this is
 local SGD (federated averaging), and `multi_ring` up to rounding.
 
-In code: `schedules.staggered(H)`, `error_feedback(top_k(density, values=int4()))`,
-`nesterov(eta, 0)` without momentum, `merge.replace`.
-
 Source: Qsparse-local-SGD, Basu et al., arXiv 1906.02367: the order of the two and the
 error feedback are the paper's; numbers are from memory.
 Differs from the paper: its inner optimizer is SGD (`--inner_optimizer=sgd`); its C is
@@ -29,8 +26,6 @@ Defaults: published ones unchecked; here H 30, eta 1, `ef+topk:0.1+int4`.
 Measured here: last loss 1.911 with 2.45 MB sent by a region, DiLoCo 1.838 with 40.3 MB
 (docs/results/methods.md).
 """
-
-from __future__ import annotations
 
 from cocodc_jax.sync import Compressed, Method, Sync, merge, nesterov, schedules
 from cocodc_jax.transforms import compression

@@ -8,9 +8,7 @@ N >= K slots in H steps, h = floor(H / N) apart. With R_p the change rate of fra
 
 Source: CoCoDC (arXiv 2504.17672, section 3.2). The rule, both measures of the rate and
 the later score were read from the authors' code; N from the network is from memory.
-Differs from the paper: a fragment in flight is never chosen again, and the deadline is
-strict (the paper checks it in a slot only, and one slot serves one fragment, so that
-fragments can exceed H).
+What differs from the paper is in `methods.cocodc`.
 
 All regions must make the same choice, or collectives would be mismatched and hang. So
 scores come from reduced values only: the mean pseudo-gradients of applied syncs, or
@@ -37,8 +35,6 @@ exact disagreement is the variance of messages, mean_m ||Delta^m||^2 - ||mean De
 Here the second term is extrapolated, so that only K numbers are sent.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any
@@ -53,6 +49,7 @@ from cocodc_jax.sync.schedules.base import (
     replaced,
 )
 from cocodc_jax.sync.schedules.slotted import Slotted, free_fragments
+from cocodc_jax.transforms.numerics import check_choice
 
 # Needs of each score.
 _NEEDS = {
@@ -70,33 +67,25 @@ SCORES = tuple(_NEEDS)
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveState(ScheduleState):
-    """State of adaptive transmission; tuples have one entry per fragment.
+    """State of adaptive transmission; tuples have one entry per fragment."""
 
-    Attributes:
-      interval: steps between the last two starts (from step 0 for the first).
-      norm: L2 norm of the last applied mean pseudo-gradient, 0 before the first.
-      size: parameters in the fragment, 0 before its first sync was applied.
-      observed_interval: the interval that `norm` was accumulated over.
-    """
-
+    # Steps between the last two starts (from step 0 for the first).
     interval: tuple[int, ...]
+    # L2 norm of the last applied mean pseudo-gradient, 0 before the first.
     norm: tuple[float, ...]
+    # Parameters in the fragment, 0 before its first sync was applied.
     size: tuple[int, ...]
-    observed_interval: tuple[int, ...]
+    observed_interval: tuple[int, ...]  # The interval that `norm` was accumulated over.
 
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive(Slotted):
-    """Slots serve the fragment that changes fastest; see `adaptive`.
+    """Slots serve the fragment that changes fastest; see `adaptive`."""
 
-    Attributes:
-      transmission_score: one of `SCORES`.
-    """
-
-    transmission_score: str = "pseudo_gradient"
+    transmission_score: str = "pseudo_gradient"  # One of `SCORES`.
 
     def __post_init__(self):
-        _check_score(self.transmission_score)
+        check_choice("transmission_score", self.transmission_score, SCORES)
         super().__post_init__()
 
     @property
@@ -211,12 +200,8 @@ def adaptive(
     syncs_per_interval: int,
     transmission_score: str = "pseudo_gradient",
 ) -> Adaptive:
-    """Start `syncs_per_interval` syncs per interval, of what changes fastest.
-
-    Raises:
-      ValueError: naming the argument, its value and a value that works.
-    """
-    _check_score(transmission_score)
+    """Start `syncs_per_interval` syncs per interval, of what changes fastest."""
+    check_choice("transmission_score", transmission_score, SCORES)
     check_at_least("num_fragments", num_fragments, 1)
     check_at_least("sync_interval", sync_interval, 1)
     check_at_least("syncs_per_interval", syncs_per_interval, 0)
@@ -225,14 +210,9 @@ def adaptive(
             f"syncs_per_interval={syncs_per_interval} must be at least num_fragments="
             f"{num_fragments} and at most sync_interval={sync_interval}"
         )
+    numbers = num_fragments, sync_interval, delay_steps
     slot_steps = sync_interval // syncs_per_interval
-    return Adaptive(
-        num_fragments,
-        sync_interval,
-        delay_steps,
-        slot_steps,
-        transmission_score=transmission_score,
-    )
+    return Adaptive(*numbers, slot_steps, transmission_score=transmission_score)
 
 
 def syncs_that_fit(
@@ -242,11 +222,7 @@ def syncs_that_fit(
     sync_time: float,
     network_share: float,
 ) -> int:
-    """Return N = max(K, floor(gamma H T_c / T_s)), CoCoDC's syncs per interval.
-
-    Raises:
-      ValueError: if a time is not positive or the share is outside (0, 1].
-    """
+    """Return N = max(K, floor(gamma H T_c / T_s)), CoCoDC's syncs per interval."""
     if step_time <= 0 or sync_time <= 0:
         raise ValueError(
             f"step_time={step_time} and sync_time={sync_time} must be positive seconds"
@@ -255,10 +231,3 @@ def syncs_that_fit(
         raise ValueError(f"network_share={network_share} must be in (0, 1]")
     fit = math.floor(network_share * sync_interval * step_time / sync_time)
     return min(max(num_fragments, fit), sync_interval)
-
-
-def _check_score(score: str) -> None:
-    if score not in SCORES:
-        raise ValueError(
-            f"transmission_score={score!r} is unknown; use one of {SCORES}"
-        )

@@ -34,15 +34,11 @@ class Asynchronous(Schedule):
     """A schedule of one fragment (the full model) whose events each name a region.
 
     In its state `last_start` has one entry per region.
-
-    Attributes:
-      sync_interval: H, inner steps of the fastest region between two syncs.
-      is_dynamic: whether slower regions do fewer steps between syncs.
-      step_times: ticks of one inner step of each region, see `Regions`.
     """
 
-    sync_interval: int
-    is_dynamic: bool = True
+    sync_interval: int  # H, inner steps of the fastest region between two syncs.
+    is_dynamic: bool = True  # Whether slower regions do fewer steps between syncs.
+    # Ticks of one inner step of each region, see `Regions`.
     step_times: tuple[float, ...] = ()
 
     num_fragments = 1
@@ -88,7 +84,7 @@ class Asynchronous(Schedule):
             (pending,) = state.in_flight
             return dataclasses.replace(state, in_flight=()), pending.event(FINISH)
         for region, last in enumerate(state.last_start):
-            if last < step and self._comes(region, step):
+            if max(last, 0) < step == self.arrival(region, step - 1):
                 pending = Pending(0, step, step, participating=(region,))
                 state = dataclasses.replace(
                     state,
@@ -99,14 +95,7 @@ class Asynchronous(Schedule):
                 return state, pending.event(START, max(last, 0))
         return dataclasses.replace(state, step=step), None
 
-    def _comes(self, region: int, step: int) -> bool:
-        return step > 0 and self.arrival(region, step - 1) == step
-
 
 def asynchronous(sync_interval: int, is_dynamic: bool = True) -> Asynchronous:
-    """Let every region sync alone after `sync_interval` steps, or fewer.
-
-    Raises:
-      ValueError: if `sync_interval` is below 1.
-    """
+    """Let every region sync alone after `sync_interval` steps, or fewer."""
     return Asynchronous(sync_interval, is_dynamic)

@@ -26,24 +26,18 @@ START, MIDWAY, FINISH = "start", "midway", "finish"
 
 
 class Event(NamedTuple):
-    """Something that happens to one sync of a fragment.
+    """Something that happens to one sync of a fragment."""
 
-    Attributes:
-      kind: `START` (its message is sent), `MIDWAY` (half of its delay has passed; only
-        if a merge needs a copy then) or `FINISH` (outer step and merge).
-      fragment_id: which fragment.
-      start_step: the step at which this sync starts or started.
-      since_step: the step of the previous start, from which its progress counts.
-      participating: the regions that take part, ascending; None is all of them.
-      rank: of the message, if the schedule sets one, else 0.
-    """
-
+    # `START` (its message is sent), `MIDWAY` (half of its delay has passed; only if a
+    # merge needs a copy then) or `FINISH` (outer step and merge).
     kind: str
-    fragment_id: int
-    start_step: int
+    fragment_id: int  # Which fragment.
+    start_step: int  # The step at which this sync starts or started.
+    # The step of the previous start, from which its progress counts.
     since_step: int = 0
+    # The regions that take part, ascending; None is all of them.
     participating: tuple[int, ...] | None = None
-    rank: int = 0
+    rank: int = 0  # Of the message, if the schedule sets one, else 0.
 
     @property
     def sync_id(self) -> tuple[int, int]:
@@ -52,24 +46,15 @@ class Event(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A sync that has started and is not yet applied.
+    """A sync that has started and is not yet applied."""
 
-    Attributes:
-      fragment_id: which fragment.
-      start_step: when it started.
-      apply_step: when it is applied.
-      midway_step: when a merge needs a copy of the regions' fragments; None is never,
-        or no longer.
-      participating: as in its `Event`.
-      rank: as in its `Event`.
-    """
-
-    fragment_id: int
-    start_step: int
-    apply_step: int
+    fragment_id: int  # Which fragment.
+    start_step: int  # When it started.
+    apply_step: int  # When it is applied.
+    # When a merge needs a copy of the regions' fragments; None is never, or no longer.
     midway_step: int | None = None
-    participating: tuple[int, ...] | None = None
-    rank: int = 0
+    participating: tuple[int, ...] | None = None  # As in its `Event`.
+    rank: int = 0  # As in its `Event`.
 
     @property
     def sync_id(self) -> tuple[int, int]:
@@ -82,17 +67,11 @@ class Pending(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """Observations of an applied mean pseudo-gradient.
+    """Observations of an applied mean pseudo-gradient."""
 
-    Attributes:
-      fragment_id: which fragment.
-      num_params: parameters in the fragment.
-      seen: value by the name of a need, equal in every region.
-    """
-
-    fragment_id: int
-    num_params: int
-    seen: Mapping[str, Any]
+    fragment_id: int  # Which fragment.
+    num_params: int  # Parameters in the fragment.
+    seen: Mapping[str, Any]  # Value by the name of a need, equal in every region.
 
 
 # `observe(name)`: "applied" returns a list of new `Applied`, the name of a need that is
@@ -109,16 +88,11 @@ def nothing(name: str) -> list:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleState:
-    """State of every schedule.
+    """State of every schedule."""
 
-    Attributes:
-      step: the step up to which events were returned.
-      in_flight: syncs not yet applied, oldest first.
-      last_start: step of the last start of each fragment, -1 for never.
-    """
-
-    step: int
-    in_flight: tuple[Pending, ...]
+    step: int  # The step up to which events were returned.
+    in_flight: tuple[Pending, ...]  # Syncs not yet applied, oldest first.
+    # Step of the last start of each fragment, -1 for never.
     last_start: tuple[int, ...]
 
     # Rank of the messages sent now; 0 if the schedule sets none.
@@ -141,22 +115,15 @@ def _tuples(value: Any) -> Any:
 
 
 class Schedule(abc.ABC):
-    """When each fragment's sync starts and when it is applied.
+    """When each fragment's sync starts and when it is applied."""
 
-    Attributes:
-      num_fragments: K.
-      sync_interval: H, inner steps within which every fragment starts at least once.
-      delay_steps: tau, inner steps from a start to its application; the maximum if they
-        differ.
-      needs: names of its observations, see `sync.needs`.
-      is_by_region: whether each event is of one region alone.
-    """
-
-    num_fragments: int
+    num_fragments: int  # K.
+    # H, inner steps within which every fragment starts at least once.
     sync_interval: int
+    # tau, inner steps from a start to its application; the maximum if they differ.
     delay_steps: int
-    needs: frozenset[str] = frozenset()
-    is_by_region: bool = False
+    needs: frozenset[str] = frozenset()  # Names of its observations, see `sync.needs`.
+    is_by_region: bool = False  # Whether each event is of one region alone.
 
     @property
     def is_measured(self) -> bool:
@@ -237,14 +204,7 @@ def events_at(
 ) -> Iterator[tuple[Any, Event | None]]:
     """Yield everything that happens at `step`, in order.
 
-    Args:
-      schedule: any.
-      state: its state, up to `step`.
-      step: inner steps done.
-      observe: see `Schedule.next_event`.
-
-    Yields:
-      The state after an event, and the event; the last one is None.
+    It yields the state after an event, and the event; the last one is None.
     """
     while True:
         state, event = schedule.next_event(state, step, observe)

@@ -42,7 +42,6 @@ from cocodc_jax.sync.schedules.base import (
     Observe,
     Pending,
     Schedule,
-    ScheduleState,
     nothing,
 )
 from cocodc_jax.sync.schedules.slotted import Slotted, Staggered, ahead, check_delay
@@ -53,22 +52,15 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredState:
-    """State of a measured schedule.
+    """State of a measured schedule."""
 
-    Attributes:
-      base: of the schedule that chooses what starts.
-      next_slot: step of the next slot, if slots are measured, else 0.
-      step_times: seconds of an inner step from the last messages, newest last.
-      sync_times: seconds of a sync, likewise.
-    """
-
-    base: Any
-    next_slot: int = 0
+    base: Any  # Of the schedule that chooses what starts.
+    next_slot: int = 0  # Step of the next slot, if slots are measured, else 0.
+    # Seconds of an inner step from the last messages, newest last.
     step_times: tuple[float, ...] = ()
-    sync_times: tuple[float, ...] = ()
+    sync_times: tuple[float, ...] = ()  # Seconds of a sync, likewise.
 
-    # No measured schedule sets the rank of messages.
-    rank: ClassVar[int] = 0
+    rank: ClassVar[int] = 0  # No measured schedule sets that of messages.
 
     @property
     def step(self) -> int:
@@ -87,22 +79,15 @@ class MeasuredState:
 
 @dataclasses.dataclass(frozen=True)
 class Measured(Schedule):
-    """A schedule whose delay, or slots, or both, adapt to the network.
+    """A schedule whose delay, or slots, or both, adapt to the network."""
 
-    Attributes:
-      base: chooses what starts; its `slot_steps` are those of the first slots.
-      delay_steps: the maximum delay; the delay itself, if that is not measured.
-      measures_delay: whether the delay is measured.
-      network_share: gamma in (0, 1], the share of the network that may be used, if
-        slots are measured; None keeps them.
-      window: how many syncs count.
-    """
-
-    base: Slotted
-    delay_steps: int
-    measures_delay: bool = True
+    base: Slotted  # Chooses what starts; its `slot_steps` are those of the first slots.
+    delay_steps: int  # The maximum delay; the delay itself, if that is not measured.
+    measures_delay: bool = True  # Whether the delay is measured.
+    # gamma in (0, 1], the share of the network that may be used, if slots are measured;
+    # None keeps them.
     network_share: float | None = None
-    window: int = 5
+    window: int = 5  # How many syncs count.
 
     def __post_init__(self):
         # Measured slots can wait for a fragment, up to its deadline.
@@ -179,14 +164,21 @@ class Measured(Schedule):
         for applied in observe("applied"):
             state = self.learn(state, applied)
         slot_steps = self._slot_steps(state)
+
+        def seen_already(name: str) -> Any:  # Updates have been passed on.
+            return [] if name == "applied" else observe(name)
+
         base, event = self.base.leave(
-            state.base, step, _seen_already(observe), self._delay(state), slot_steps
+            state.base, step, seen_already, self._delay(state), slot_steps
         )
         state = dataclasses.replace(state, base=base)
-        if self.network_share is not None:
-            slot = step + self._steps_to_slot(base, step, slot_steps)
-            state = dataclasses.replace(state, next_slot=slot)
-        return state, event
+        if self.network_share is None:
+            return state, event
+        starts = sorted(max(start, 0) for start in base.last_start)
+        left = [start + self.sync_interval - step for start in starts]
+        in_time = [steps // (i + 1) for i, steps in enumerate(left)]
+        slot = step + max(1, min(slot_steps, *in_time))
+        return dataclasses.replace(state, next_slot=slot), event
 
     def learn(self, state: MeasuredState, applied: Applied) -> MeasuredState:
         """Return the state with T_c and T_s of every region, and the update."""
@@ -229,16 +221,6 @@ class Measured(Schedule):
         )
         return self.sync_interval // num_syncs
 
-    def _steps_to_slot(self, base: ScheduleState, step: int, slot_steps: int) -> int:
-        last = sorted(max(start, 0) + self.sync_interval for start in base.last_start)
-        in_time = [(deadline - step) // (i + 1) for i, deadline in enumerate(last)]
-        return max(1, min(slot_steps, *in_time))
-
-
-def _seen_already(observe: Observe) -> Observe:
-    """Answer the base's queries: updates have been passed on already."""
-    return lambda name: [] if name == "applied" else observe(name)
-
 
 def staggered(
     sync_interval: int,
@@ -247,11 +229,7 @@ def staggered(
     max_delay_steps: int | None = None,
     phase_steps: int = 0,
 ) -> Staggered | Measured:
-    """Make a `slotted.staggered` schedule, with a delay that may be measured.
-
-    Raises:
-      ValueError: naming the argument, its value and a value that works.
-    """
+    """Make a `slotted.staggered` schedule, with a delay that may be measured."""
     _check_delay(delay_steps, max_delay_steps)
     if isinstance(delay_steps, int):
         return plain_staggered(sync_interval, num_fragments, delay_steps, phase_steps)
@@ -269,11 +247,7 @@ def adaptive(
     max_delay_steps: int | None = None,
     network_share: float | None = None,
 ) -> Adaptive | Measured:
-    """Make an adaptive schedule, with a delay and slots that may be measured.
-
-    Raises:
-      ValueError: naming the argument, its value and a value that works.
-    """
+    """Make an adaptive schedule, with a delay and slots that may be measured."""
     _check_delay(delay_steps, max_delay_steps)
     _check_count_or_auto("syncs_per_interval", syncs_per_interval)
     share = None

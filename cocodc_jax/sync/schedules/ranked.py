@@ -18,8 +18,6 @@ Source: DiLoCoX (arXiv 2506.21263), from memory. The buckets and their rounding 
 are ours.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 
@@ -37,17 +35,11 @@ from cocodc_jax.sync.schedules.base import (
 
 @dataclasses.dataclass(frozen=True)
 class RankedState(ScheduleState):
-    """State of ranked rounds.
+    """State of ranked rounds."""
 
-    Attributes:
-      sent_rank: of the messages sent now.
-      round_steps: steps of the current round.
-      effective_ranks: of the last applied means, newest last.
-    """
-
-    sent_rank: int
-    round_steps: int
-    effective_ranks: tuple[float, ...] = ()
+    sent_rank: int  # Of the messages sent now.
+    round_steps: int  # Steps of the current round.
+    effective_ranks: tuple[float, ...] = ()  # Of the last applied means, newest last.
 
     @property
     def rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -57,17 +49,11 @@ class RankedState(ScheduleState):
 
 @dataclasses.dataclass(frozen=True)
 class RankedRounds(Schedule):
-    """A schedule of the full model, one round late, see `ranked_rounds`.
+    """A schedule of the full model, one round late, see `ranked_rounds`."""
 
-    Attributes:
-      sync_interval: H_1, steps of a round at the first rank.
-      ranks: the buckets, descending; the first is r_1.
-      window: number of means to average effective ranks over.
-    """
-
-    sync_interval: int
-    ranks: tuple[int, ...] = (1,)
-    window: int = 5
+    sync_interval: int  # H_1, steps of a round at the first rank.
+    ranks: tuple[int, ...] = (1,)  # The buckets, descending; the first is r_1.
+    window: int = 5  # Number of means to average effective ranks over.
 
     num_fragments = 1
     needs = frozenset({"effective_rank"})
@@ -89,11 +75,9 @@ class RankedRounds(Schedule):
         """Return the state at the start of a round, with a zero message in flight."""
         first = self.init()
         (pending,) = first.in_flight
-        pending = pending._replace(apply_step=step + self.sync_interval)
-        last_start = (step,) if step else first.last_start
-        return dataclasses.replace(
-            first, step=step, in_flight=(pending,), last_start=last_start
-        )
+        flying = (pending._replace(apply_step=step + self.sync_interval),)
+        last = (step,) if step else first.last_start
+        return dataclasses.replace(first, step=step, in_flight=flying, last_start=last)
 
     def steps_of(self, rank: int) -> int:
         """Return H_t, the steps of a round that hides a message of this rank."""
@@ -108,7 +92,10 @@ class RankedRounds(Schedule):
         if step == self.next_step(state):
             for applied in observe("applied"):
                 state = self.learn(state, applied)
-            rank = self._choose_rank(state.effective_ranks)
+            seen, rank = state.effective_ranks, self.ranks[0]
+            if seen:
+                wanted = statistics.fmean(seen)
+                rank = min((r for r in self.ranks if r >= wanted), default=rank)
             steps = self.steps_of(rank)
             pending = Pending(0, step, step + steps, rank=rank)
             event = pending.event(START, step - state.round_steps)
@@ -128,19 +115,9 @@ class RankedRounds(Schedule):
         newest = (*state.effective_ranks, applied.seen["effective_rank"])
         return dataclasses.replace(state, effective_ranks=newest[-self.window :])
 
-    def _choose_rank(self, effective_ranks: tuple[float, ...]) -> int:
-        if not effective_ranks:
-            return self.ranks[0]
-        wanted = statistics.fmean(effective_ranks)
-        enough = [rank for rank in self.ranks if rank >= wanted]
-        return min(enough, default=self.ranks[0])
-
 
 def ranked_rounds(sync_interval: int, rank: int, min_rank: int) -> RankedRounds:
     """Make rounds of `sync_interval` steps at `rank`, and of fewer below.
-
-    Raises:
-      ValueError: naming the argument, its value and a value that works.
 
     >>> ranked_rounds(125, 64, 4).ranks
     (64, 32, 16, 8, 4)

@@ -44,24 +44,16 @@ from cocodc_jax.sync.schedules.base import (
 
 @dataclasses.dataclass(frozen=True)
 class Slotted(Schedule):
-    """A schedule whose fragments start at slots; subclasses define `serve`.
+    """A schedule whose fragments start at slots; subclasses define `serve`."""
 
-    Attributes:
-      num_fragments: K.
-      sync_interval: H.
-      delay_steps: tau.
-      slot_steps: h, inner steps between two slots.
-      participating: the regions whose messages count, ascending; None is all of them.
-      looks_midway: whether there are `MIDWAY` events.
-      phase_steps: steps by which every slot precedes a multiple of `slot_steps`.
-    """
-
-    num_fragments: int
-    sync_interval: int
-    delay_steps: int
-    slot_steps: int
+    num_fragments: int  # K.
+    sync_interval: int  # H.
+    delay_steps: int  # tau.
+    slot_steps: int  # h, inner steps between two slots.
+    # The regions whose messages count, ascending; None is all of them.
     participating: tuple[int, ...] | None = None
-    looks_midway: bool = False
+    looks_midway: bool = False  # Whether there are `MIDWAY` events.
+    # Steps by which every slot precedes a multiple of `slot_steps`.
     phase_steps: int = dataclasses.field(default=0, kw_only=True)
 
     def __post_init__(self):
@@ -201,15 +193,9 @@ class OneStepStale(Staggered):
         flying = []
         for j in range(1 - self.num_fragments, 1):
             start = j * self.slot_steps
-            midway = start + self.delay_steps // 2
-            flying.append(
-                Pending(
-                    j % self.num_fragments,
-                    start,
-                    start + self.delay_steps,
-                    midway if self.looks_midway and midway > 0 else None,
-                )
-            )
+            apply_step, midway = start + self.delay_steps, start + self.delay_steps // 2
+            halfway = midway if self.looks_midway and midway > 0 else None
+            flying.append(Pending(j % self.num_fragments, start, apply_step, halfway))
         return dataclasses.replace(super().init(), in_flight=tuple(flying))
 
     def begin_at(self, step: int) -> ScheduleState:
@@ -232,13 +218,9 @@ class OneStepStale(Staggered):
             # An arrival frees its fragment.
             due = tuple(p for p in state.in_flight if p.apply_step <= step)
             rest = tuple(p for p in state.in_flight if p.apply_step > step)
-            left, event = self.leave(
-                dataclasses.replace(state, in_flight=rest),
-                step,
-                observe,
-                self.delay_steps,
-                self.slot_steps,
-            )
+            free = dataclasses.replace(state, in_flight=rest)
+            how = observe, self.delay_steps, self.slot_steps
+            left, event = self.leave(free, step, *how)
             if event is not None:
                 flying = (*due, *left.in_flight)
                 return dataclasses.replace(left, in_flight=flying), event
@@ -251,12 +233,7 @@ def staggered(
     delay_steps: int = 0,
     phase_steps: int = 0,
 ) -> Staggered:
-    """Start each fragment every `sync_interval` steps, evenly spaced.
-
-    Raises:
-      ValueError: if `sync_interval` is not a multiple of `num_fragments`, the delay is
-        longer than the interval, or the phase is not shorter than a slot.
-    """
+    """Start each fragment every `sync_interval` steps, evenly spaced."""
     slot_steps = _slot_steps(sync_interval, num_fragments)
     return Staggered(
         num_fragments, sync_interval, delay_steps, slot_steps, phase_steps=phase_steps
@@ -264,11 +241,7 @@ def staggered(
 
 
 def one_step_stale(sync_interval: int, num_fragments: int = 1) -> OneStepStale:
-    """Start each fragment every `sync_interval` steps, apply it as its next one starts.
-
-    Raises:
-      ValueError: if `sync_interval` is not a multiple of `num_fragments`.
-    """
+    """Start each fragment every `sync_interval` steps, applied at its next start."""
     slot_steps = _slot_steps(sync_interval, num_fragments)
     return OneStepStale(num_fragments, sync_interval, sync_interval, slot_steps)
 

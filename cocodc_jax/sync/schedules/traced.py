@@ -5,8 +5,6 @@ step. Scores are float32, where the host has float64: of two scores that are equ
 float32 the other fragment may be chosen.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -21,21 +19,14 @@ _NEVER = -1
 
 
 class Times(NamedTuple):
-    """State of a slotted schedule, one entry per fragment.
+    """State of a slotted schedule, one entry per fragment."""
 
-    Attributes:
-      last_start: int32 `[K]`, step of the last start, -1 for never.
-      apply_step: int32 `[K]`, when the fragment in flight is applied, -1 for none.
-      interval: int32 `[K]`, steps between the last two starts.
-      observed_interval: int32 `[K]`, the interval that `norm` was accumulated over.
-      norm: float32 `[K]`, of the last applied mean pseudo-gradient.
-    """
-
-    last_start: Any
-    apply_step: Any
-    interval: Any
+    last_start: Any  # int32 `[K]`, step of the last start, -1 for never.
+    apply_step: Any  # int32 `[K]`, when the fragment in flight is applied, -1 for none.
+    interval: Any  # int32 `[K]`, steps between the last two starts.
+    # int32 `[K]`, the interval that `norm` was accumulated over.
     observed_interval: Any
-    norm: Any
+    norm: Any  # float32 `[K]`, of the last applied mean pseudo-gradient.
 
 
 def why_not(schedule: Schedule) -> str | None:
