@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.aot import hlo
 from cocodc_jax.aot.collectives import collectives
-from cocodc_jax.sharding.local_regions import LocalRegions
 from cocodc_jax.sharding.mesh import REGION, make_mesh
+from cocodc_jax.sharding.region_map import LocalRegions
 from tests.jaxprs import equations
 from tests.program import tiny
 
