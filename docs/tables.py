@@ -120,7 +120,7 @@ _NAMED = {
 
 
 def across(files, what, names):
-    """Return a table of sweeps by a size: tuned losses, and one bit against the rest."""
+    """Return a table of sweeps by a size: tuned losses, one bit less the rest."""
     rows = []
     for size, name in files.items():
         found = read(name)["cells"]

@@ -18,25 +18,19 @@ _ASK_BEATS, _ASK_DOUBLINGS = 4, 4
 
 
 class Agreement:
-    """One region's part in agreeing on who takes part, and on every mean.
-
-    Attributes:
-      view: the present view, as this region knows it.
-      is_over: why this region takes part no more; "" while it does or may.
-      oldest_step: this region has applied all syncs that started before this step.
-      shunned: where this region coordinates, the regions that it does not wait for, and
-        whose messages it leaves out while there are others.
-      detours: where this region coordinates, pairs `(sender, receiver)` whose messages
-        it forwards.
-      outbox: messages to send, `(region, message)`.
-    """
+    """One region's part in agreeing on who takes part, and on every mean."""
 
     def __init__(self, place: Place, boot: int, step: int, now: float):
         """Start outside of any view; the arguments are those of `Member`."""
         self.region, self._num, self.boot = place.region, place.num_regions, boot
         self._timing, self._min = place.timing, place.min_regions
         self._step, self._born = step, now
-        self.view, self.is_over, self.oldest_step = m.View(), "", 0
+        self.view = m.View()  # The present one, as this region knows it.
+        self.is_over = ""  # Why this region takes part no more.
+        self.oldest_step = 0  # It has applied all syncs that started before.
+        # Where this region coordinates: regions that it does not wait for, and whose
+        # messages it leaves out while there are others; and pairs `(sender, receiver)`
+        # whose messages it forwards.
         self.shunned: frozenset[int] = frozenset()
         self.detours: frozenset[tuple[int, int]] = frozenset()
         self._entered_at = now

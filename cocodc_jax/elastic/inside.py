@@ -291,15 +291,8 @@ def of_process(
 ) -> Link | Speaker | Listener:
     """Return the link of this process: a `Link`, a `Speaker` or a `Listener`.
 
-    Args:
-      place: the region's place.
-      process: index of this process in the region.
-      num_processes: processes of the region.
-      make_link: makes the region's link; called in process 0 only.
-      gather: returns the argument that each process of the region passes.
-
-    Raises:
-      TimeoutError: if a process does not connect in time.
+    `make_link` is called in process 0 only. `gather` returns the argument that each
+    process of the region passes. Raises TimeoutError if one does not connect in time.
     """
     if num_processes == 1:
         return make_link()

@@ -12,14 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from cocodc_jax.elastic import wire
-from cocodc_jax.elastic.messages import (
-    Decision,
-    Join,
-    Message,
-    Snapshot,
-    SyncId,
-    View,
-)
+from cocodc_jax.elastic.messages import Decision, Join, Message, Snapshot, SyncId, View
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.protocol import Member
 from cocodc_jax.elastic.times import Measured, Silence
@@ -55,9 +48,8 @@ class Channel(Protocol):
 def open_channel(place: Place, boot: int, max_frame_bytes: int) -> Channel:
     """Return the channel of a region; rows and arrays have `max_frame_bytes` at most.
 
-    Raises:
-      ImportError: if a package is missing.
-      OSError: if the address cannot be listened at.
+    Raises ImportError if a package is missing, OSError if the address cannot be
+    listened at.
     """
     if place.via:
         from cocodc_jax.elastic.objects import Objects
@@ -81,13 +73,9 @@ class Watch(Protocol):
 
 
 class LeftBehindError(RuntimeError):
-    """The other regions continue without this one, which has to restart.
+    """The other regions continue without this one, which has to restart."""
 
-    Attributes:
-      state: this region's last state, if it can be restarted from.
-    """
-
-    state: Any = None
+    state: Any = None  # This region's last state, if it can be restarted from.
 
 
 class Link:
@@ -103,7 +91,7 @@ class Link:
         is_announced: bool = True,
         watch: Watch | None = None,
     ):
-        """Listen, and announce this region to the others.
+        """Listen, and announce this region to the others; see `open_channel`.
 
         Args:
           place: the region's place.
@@ -113,9 +101,6 @@ class Link:
           boot: see `Seat`; the time by default.
           is_announced: whether to ask to take part at once, or at `join`.
           watch: receives message times, and names what is faulty.
-
-        Raises:
-          ImportError, OSError: see `open_channel`.
         """
         self.place, self._run, self._step = place, run, step
         self.boot = time.time_ns() if boot is None else boot

@@ -15,28 +15,19 @@ Life = tuple[int, int]
 
 
 class Seat(NamedTuple):
-    """A region's place in a view.
+    """A region's place in a view."""
 
-    Attributes:
-      boot: the life of the region, a number that grows with every start.
-      since_step: the region takes part in syncs that start after this step.
-    """
-
-    boot: int
-    since_step: int
+    boot: int  # The life of the region, a number that grows with every start.
+    since_step: int  # The region takes part in syncs that start after this step.
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """The regions that take part, by agreement of all of them.
+    """The regions that take part, by agreement of all of them."""
 
-    Attributes:
-      epoch: round * M + the region that proposed the view and coordinates it; 0 for no
-        view.
-      seats: a seat for each region that takes part.
-    """
-
+    # Round * M + the region that proposed the view and coordinates it; 0 for no view.
     epoch: int = 0
+    # A seat for each region that takes part.
     seats: Mapping[int, Seat] = dataclasses.field(default_factory=dict)
 
     def has(self, life: Life) -> bool:
@@ -160,30 +151,13 @@ class Leave:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """The copy of the state that a joining region starts from.
+    """The copy of the state that a joining region starts from."""
 
-    Attributes:
-      step: inner steps done at the copy.
-      header: plain values, among them the order of the arrays.
-      arrays: arrays as bytes.
-    """
-
-    step: int
-    header: dict[str, Any]
-    arrays: tuple[bytes, ...]
+    step: int  # Inner steps done at the copy.
+    header: dict[str, Any]  # Plain values, among them the order of the arrays.
+    arrays: tuple[bytes, ...]  # Arrays as bytes.
 
 
-Message = (
-    Join
-    | Beat
-    | Row
-    | Want
-    | Decision
-    | Choice
-    | Report
-    | Propose
-    | Promise
-    | Install
-    | Leave
-    | Snapshot
-)
+_OfViews = Join | Beat | Propose | Promise | Install | Leave | Snapshot
+_OfSyncs = Row | Want | Decision | Choice | Report
+Message = _OfViews | _OfSyncs

@@ -59,9 +59,8 @@ class RefusedError(ValueError):
 def reach(via: str) -> None:
     """Check that a store can be listed; makes a folder that is missing.
 
-    Raises:
-      MissingExtraError: if the package for this kind of store is not installed.
-      ValueError: if it cannot be reached or made, with what its client says.
+    Raises MissingExtraError if the package for this kind of store is not installed,
+    ValueError with what its client says if it cannot be reached or made.
     """
     client = next((x for x in _CLIENTS if via.startswith(f"{x}://")), "")
     with extra(client.replace("gs", "gcs") or "elastic"):

@@ -12,55 +12,42 @@ LATE = {"late_mean": ("wait", "merge"), "late_message": ("keep", "drop")}
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """How long regions wait for one another.
+    """How long regions wait for one another."""
 
-    Attributes:
-      beat_s: seconds between two heartbeats.
-      dead_after_s: seconds of silence after which a region counts as dead.
-      grace_s: seconds from the message that completes the quorum of a sync to the
-        decision without the others.
-      start_s: seconds that a region waits for others before it begins alone.
-      quorum: messages that a sync always waits for, or all of them where fewer regions
-        take part.
-      max_behind: syncs decided without a region after which it restarts, at the step
-        of the others.
-    """
-
-    beat_s: float = 0.5
+    beat_s: float = 0.5  # Seconds between two heartbeats.
+    # Seconds of silence after which a region counts as dead.
     dead_after_s: float = 10.0
+    # Seconds from the message that completes the quorum of a sync to the decision
+    # without the others.
     grace_s: float = 120.0
+    # Seconds that a region waits for others before it begins alone.
     start_s: float = 60.0
+    # Messages that a sync always waits for, or all of them where fewer regions take
+    # part.
     quorum: int = 1
+    # Syncs decided without a region after which it restarts, at the step of the others.
     max_behind: int = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A region's index, and what all regions share.
+    """A region's index, and what all regions share."""
 
-    Attributes:
-      region: index of this region.
-      addresses: host:port of every possible region, by index; none with `via`.
-      key: shared secret, at least 32 bytes.
-      timing: how long regions wait for one another.
-      min_regions: how many regions must remain for the run to continue.
-      late_mean: "wait" for a mean that is not there when it is due, or continue and
-        "merge" it at the next slot.
-      late_message: what happens to the work in a message that missed its mean: "keep"
-        it in the region, or "drop" it.
-      via: folder or bucket that carries messages in place of sockets, "" for none.
-      regions: number of possible regions, with `via`.
-    """
-
-    region: int
+    region: int  # Index of this region.
+    # host:port of every possible region, by index; none with `via`.
     addresses: tuple[str, ...]
-    key: bytes = dataclasses.field(repr=False)
-    timing: Timing = Timing()
-    min_regions: int = 1
+    key: bytes = dataclasses.field(repr=False)  # Shared secret, at least 32 bytes.
+    timing: Timing = Timing()  # How long regions wait for one another.
+    min_regions: int = 1  # How many regions must remain for the run to continue.
+    # "wait" for a mean that is not there when it is due, or continue and "merge" it at
+    # the next slot.
     late_mean: str = "wait"
+    # What happens to the work in a message that missed its mean: "keep" it in the
+    # region, or "drop" it.
     late_message: str = "keep"
+    # Folder or bucket that carries messages in place of sockets, "" for none.
     via: str = ""
-    regions: int = 0
+    regions: int = 0  # Number of possible regions, with `via`.
 
     def __post_init__(self):
         """Validate the settings."""
@@ -123,11 +110,7 @@ def is_bucket(via: str) -> bool:
 
 
 def read_key(path: str | pathlib.Path) -> bytes:
-    """Read the shared key.
-
-    Raises:
-      ValueError: if the file cannot be read, or other users may read it.
-    """
+    """Read the shared key, from a file that no other user may read."""
     path = pathlib.Path(path)
     try:
         if path.stat().st_mode & 0o077:

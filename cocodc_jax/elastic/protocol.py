@@ -60,22 +60,13 @@ _TELL_BEATS, _TELL_SYNCS = 4, 0.5
 
 
 class Member(Agreement):
-    """What one region knows, and what it sends next.
-
-    Attributes:
-      is_announced: whether it asks to take part.
-      times: measured times of messages.
-    """
+    """What one region knows, and what it sends next."""
 
     def __init__(self, place: Place, boot: int, step: int, now: float):
-        """Start outside of any view.
+        """Start outside of any view; `now` are seconds of a monotonic clock.
 
-        Args:
-          place: the region's place; of it the index, the number of regions and the
-            timeouts count.
-          boot: life of the region, see `Seat`.
-          step: step of its own checkpoint, 0 for none.
-          now: seconds of a monotonic clock.
+        `boot` is the region's life, see `Seat`, and `step` that of its own checkpoint,
+        0 for none.
         """
         super().__init__(place, boot, step, now)
         self._beat_at, self._looked_at = -float("inf"), now

@@ -11,25 +11,17 @@ from cocodc_jax.elastic import messages as m
 class Heard(NamedTuple):
     """What a region's last messages said.
 
-    Attributes:
-      boot: its life.
-      when: time of its last message, in seconds.
-      step: step of its checkpoint, while it takes no part.
-      oldest_step: from its last `Beat`.
-      has_left: whether it left on purpose.
-      hears_us: whether it says that it receives this region's messages.
-      deaf_since: the time since which it says that it does not.
-      is_elsewhere: whether it is in a later view without this region.
+    `boot` is its life, and `has_left` says that it left on purpose.
     """
 
     boot: int
-    when: float
-    step: int | None = None
-    oldest_step: int = 0
+    when: float  # Time of its last message, in seconds.
+    step: int | None = None  # Of its checkpoint, while it takes no part.
+    oldest_step: int = 0  # From its last `Beat`.
     has_left: bool = False
-    hears_us: bool = False
-    deaf_since: float | None = None
-    is_elsewhere: bool = False
+    hears_us: bool = False  # It says that it receives this region's messages;
+    deaf_since: float | None = None  # that it does not, since this time.
+    is_elsewhere: bool = False  # In a later view without this region.
 
 
 class Hearing:
@@ -104,31 +96,23 @@ class Hearing:
 
 
 class Book:
-    """The messages and the decision of every sync, until every region has applied it.
-
-    Attributes:
-      floor: every region has applied all syncs that started before this step; their
-        messages are dropped, and late ones are ignored.
-      reached: the latest start step of a sync that this region has waited for.
-      own: this region's messages of undecided syncs.
-      waiting: the syncs that this region waits for, and since when.
-      rows: messages of undecided syncs, by sync and sender.
-      quorum_s: when the quorum of a sync was complete, where this region coordinates.
-      choices: the coordinator's choices whose messages are not all here yet.
-      decided: decisions, by sync.
-      delivered: new decisions that this region waited for; the reader clears them.
-      news: all new decisions; the reader clears them.
-    """
+    """The messages and the decision of each sync, until every region has applied it."""
 
     def __init__(self):
         """Start without messages."""
-        self.floor = self.reached = 0
-        self.own: dict[m.SyncId, bytes] = {}
-        self.waiting: dict[m.SyncId, float] = {}
-        self.rows: dict[m.SyncId, dict[m.Life, bytes]] = {}
+        # All regions have applied all syncs that started before this step; their
+        # messages are dropped, and late ones are ignored.
+        self.floor = 0
+        self.reached = 0  # Latest start step of a sync that this region waited for.
+        self.own: dict[m.SyncId, bytes] = {}  # Its messages of undecided syncs.
+        self.waiting: dict[m.SyncId, float] = {}  # For which syncs, and since when.
+        self.rows: dict[m.SyncId, dict[m.Life, bytes]] = {}  # Of undecided syncs.
+        # When the quorum of a sync was complete, where this region coordinates.
         self.quorum_s: dict[m.SyncId, float] = {}
+        # The coordinator's choices whose messages are not all here yet.
         self.choices: dict[m.SyncId, m.Choice] = {}
         self.decided: dict[m.SyncId, m.Decision] = {}
+        # Decisions that this region waited for, and all; the reader clears them.
         self.delivered: list[m.Decision] = []
         self.news: list[m.Decision] = []
 

@@ -57,32 +57,25 @@ class _Recent:
 
 
 class Measured(NamedTuple):
-    """One sync, from the reports of all regions.
+    """One sync, from the reports of all regions."""
 
-    Attributes:
-      sync: the fragment's id and the start step.
-      seconds: rows of a matrix, M by M; the row is the sender. NaN was not measured.
-        Infinity is a message that reached other regions and not this one, or a pair of
-        which one region reported nothing and sent nothing.
-      step_s: seconds of an inner step, by region; NaN was not measured.
-    """
-
-    sync: SyncId
+    sync: SyncId  # The fragment's id and the start step.
+    # Rows of a matrix, M by M; the row is the sender. NaN was not measured. Infinity is
+    # a message that reached other regions and not this one, or a pair of which one
+    # region reported nothing and sent nothing.
     seconds: list[list[float]]
-    step_s: list[float]
+    step_s: list[float]  # Seconds of an inner step, by region; NaN was not measured.
 
 
 class Times:
-    """One region's measurements, and the reports of the others.
-
-    Attributes:
-      step_s: seconds of an inner step here, 0 if not measured.
-      wait_s: seconds after a decision to wait for missing messages; reports of the
-        others may take twice as long.
-    """
+    """One region's measurements, and the reports of the others."""
 
     def __init__(self, region: int, num_regions: int, wait_s: float):
-        """Start without measurements; `num_regions` is M."""
+        """Start without measurements; `num_regions` is M.
+
+        `wait_s` seconds after a decision no more messages are waited for; reports of
+        the others may take twice as long.
+        """
         self._region, self._num, self.wait_s = region, num_regions, wait_s
         self._least: dict[Life, _Recent] = {}
         self._came: dict[SyncId, dict[int, float]] = {}
@@ -90,7 +83,7 @@ class Times:
         self._told: dict[SyncId, dict[int, Report]] = {}
         self._told_s: dict[SyncId, float] = {}
         self._done: collections.deque[SyncId] = collections.deque(maxlen=_REMEMBERED)
-        self.step_s = 0.0
+        self.step_s = 0.0  # Of an inner step here, 0 if not measured.
 
     def sign(self, sender: Life, clock_s: float, now: float) -> None:
         """Record a heartbeat."""
@@ -160,15 +153,10 @@ class Times:
 
 
 class Silence(NamedTuple):
-    """How long a region is silent.
+    """How long a region is silent."""
 
-    Attributes:
-      seconds: since its last message.
-      usual: the longest time between two of its messages before.
-    """
-
-    seconds: float
-    usual: float
+    seconds: float  # Since its last message.
+    usual: float  # The longest time between two of its messages before.
 
 
 @dataclasses.dataclass

@@ -24,15 +24,10 @@ class WireError(ValueError):
     """The frames are not a message of this protocol."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Letter:
-    """A message and its sender.
+class Letter(typing.NamedTuple):
+    """A message, the region and life that sent it, and the run that it is of.
 
-    Attributes:
-      run: identifies the run: method, model, data and code.
-      sender: index of the region.
-      boot: its life.
-      message: of any kind.
+    `run` identifies method, model, data and code.
     """
 
     run: str
@@ -108,9 +103,6 @@ class _Reader:
         self._used.add(index)
         return bytes(self._frames[index])
 
-    def frames(self, value: Any) -> tuple[bytes, ...]:
-        return tuple(map(self.frame, value))
-
     def check_all_used(self) -> None:
         if len(self._used) != len(self._frames):
             raise ValueError("the header does not name all frames")
@@ -120,15 +112,9 @@ class _Reader:
             raise ValueError(f"region {value} must be below {self._num_regions}")
         return value
 
-    def regions(self, value: Any) -> tuple[int, ...]:
-        return tuple(map(self.region, value))
-
     def sync(self, value: Any) -> m.SyncId:
         fragment_id, start_step = map(_count, value)
         return fragment_id, start_step
-
-    def syncs(self, value: Any) -> tuple[m.SyncId, ...]:
-        return tuple(map(self.sync, value))
 
     def members(self, value: Any) -> tuple[m.Life, ...]:
         return tuple((self.region(r), _count(boot)) for r, boot in value)
@@ -179,13 +165,13 @@ _READ: dict[str, Callable[[_Reader, Any], Any]] = {
     ),
     **dict.fromkeys(("clock_s", "step_s"), lambda _, value: _seconds(value)),
     "view": _Reader.view,
-    "hears": _Reader.regions,
+    "hears": lambda reader, value: tuple(map(reader.region, value)),
     "sync": _Reader.sync,
-    "known": _Reader.syncs,
+    "known": lambda reader, value: tuple(map(reader.sync, value)),
     "members": _Reader.members,
     "row": _Reader.frame,
     "rows": _Reader.rows,
-    "arrays": _Reader.frames,
+    "arrays": lambda reader, value: tuple(map(reader.frame, value)),
     "seconds": _Reader.durations,
     "decisions": _Reader.decisions,
     "header": lambda _, value: _of_type(value, dict),

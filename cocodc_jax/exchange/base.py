@@ -18,13 +18,13 @@ from jax.sharding import Mesh
 
 from cocodc_jax.core.sync import outer_parts
 from cocodc_jax.exchange.programs import Devices
-from cocodc_jax.sharding.local_regions import LocalRegions
 from cocodc_jax.sharding.outer_placement import OuterPlacement
+from cocodc_jax.sharding.region_map import LocalRegions
 from cocodc_jax.sharding.shardings import Shardings
 from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
-from cocodc_jax.sync.needs import UserInputs
+from cocodc_jax.sync.needs import STAGED, UserInputs
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.robust import LENGTH_BYTES, VERDICT
 from cocodc_jax.sync.schedules.base import Event
@@ -34,32 +34,20 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class SyncSpec:
-    """A method's syncs, with the model, regions and shardings that they apply to.
+    """A method's syncs, with the model, regions and shardings that they apply to."""
 
-    Attributes:
-      sync: bound to the regions.
-      regions: all of them.
-      fragments: the cut of the parameters.
-      place: where the outer state is, and the shardings of all arrays.
-      params: shapes of one region's parameters.
-      loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a `model_state`
-        see there.
-      user_inputs: what only the user knows.
-      local: how a device computes its regions.
-      devices: what compiles and runs programs.
-      model_state: of the model, None if it has none.
-    """
-
-    sync: Sync
-    regions: Regions
-    fragments: Fragments
-    place: OuterPlacement
-    params: PyTree
+    sync: Sync  # Bound to the regions.
+    regions: Regions  # All of them.
+    fragments: Fragments  # The cut of the parameters.
+    place: OuterPlacement  # Where the outer state is, and the shardings of all arrays.
+    params: PyTree  # Shapes of one region's parameters.
+    # `(params, batch, key) -> (loss, aux)` of one region; with a `model_state` see
+    # there.
     loss_fn: AnyLossFn
-    user_inputs: UserInputs
-    local: LocalRegions
-    devices: Devices
-    model_state: ModelState | None = None
+    user_inputs: UserInputs  # What only the user knows.
+    local: LocalRegions  # How a device computes its regions.
+    devices: Devices  # What compiles and runs programs.
+    model_state: ModelState | None = None  # Of the model, None if it has none.
 
     @property
     def shardings(self) -> Shardings:
@@ -76,6 +64,16 @@ class SyncSpec:
         """Whether measured times are sent with messages."""
         return self.sync.schedule.is_measured
 
+    def staged(self, fragment_id: int) -> Any:
+        """Return shardings of the copy that a merge needs, None if it needs none."""
+        needed = STAGED in self.sync.copies
+        return self.shardings.staged[fragment_id] if needed else None
+
+    def start_step(self, event: Event) -> np.int32 | None:
+        """Return the step that a sync's key derives from; None if no average draws."""
+        draws = self.sync.message.average.draws
+        return np.int32(event.start_step) if draws else None
+
     @functools.cached_property
     def outer_shapes(self) -> tuple[Fragment, ...]:
         """Shapes of the outer fragments."""
@@ -90,19 +88,10 @@ Sent = tuple[PyTree, Any, dict[str, jax.Array], PyTree]
 
 
 class Exchange(abc.ABC):
-    """A way for messages to cross regions.
+    """A way for messages to cross regions."""
 
-    The arrays of a message are a `RegionState`, which is only read; the outer fragment
-    on the mesh, or what each region last received; and the compressors' state of the
-    message's rank.
-
-    Attributes:
-      shares_mesh: whether a message crosses in a program of the inner mesh.
-      goes_on: whether inner steps go on while a mean is late.
-    """
-
-    shares_mesh: bool = False
-    goes_on: bool = False
+    shares_mesh: bool = False  # A message crosses in a program of the inner mesh.
+    goes_on: bool = False  # Inner steps go on while a mean is late.
 
     def __init__(self, spec: SyncSpec):
         """Compile nothing."""
@@ -124,7 +113,9 @@ class Exchange(abc.ABC):
           weights: of the regions in the mean, of sum 1. A region of weight 0 does not
             send.
           times: sent with the message if the schedule is measured.
-          *arrays: of the message, see the class.
+          *arrays: a `RegionState`, which is only read; the outer fragment on the mesh,
+            or what each region last received; and the compressors' state of the
+            message's rank.
         """
 
     def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
@@ -147,10 +138,6 @@ class Exchange(abc.ABC):
         if spec.is_measured:
             found["times"] = jax.ShapeDtypeStruct((spec.regions.num, 2), jnp.float32)
         return found
-
-    def weights(self, weights: tuple[float, ...]) -> jax.Array:
-        """Place the regions' weights on the mesh, for segments of inner steps."""
-        raise NotImplementedError
 
     def own_verdict(self, verdict: np.ndarray) -> np.ndarray:
         """Select this program's regions from a verdict on all regions."""

@@ -25,6 +25,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from cocodc_jax.exchange import flat_buffer
@@ -35,14 +36,15 @@ from cocodc_jax.exchange.collectives import (
 )
 from cocodc_jax.exchange.flat_buffer import ShardBuffer
 from cocodc_jax.exchange.pseudo_gradient import (
-    jit_messages,
+    in_specs,
+    make_messages,
     make_restore,
     robust_mean,
-    start_step_of,
     with_length,
 )
 from cocodc_jax.sharding.mesh import REGION, regional
 from cocodc_jax.sharding.outer_mesh import outer_device, process_grid
+from cocodc_jax.sharding.region_map import region_shard_map
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.robust import VERDICT, without
 from cocodc_jax.sync.schedules.base import Event
@@ -54,29 +56,14 @@ PyTree = Any
 class OnOuterMesh(Exchange):
     """Compiled programs that encode fragments and average them between hosts."""
 
-    def __init__(self, spec: SyncSpec, all_reduce: str, num_elastic: int | None = None):
-        """Compile nothing.
+    is_alone = False  # Whether the outer mesh has one of several elastic regions.
 
-        Args:
-          spec: of the run.
-          all_reduce: see `collectives.ALL_REDUCES`.
-          num_elastic: maximum number of elastic regions, of which this is one; None if
-            the outer mesh has all regions.
-        """
+    def __init__(self, spec: SyncSpec, all_reduce: str):
+        """Compile nothing; `all_reduce` is one of `collectives.ALL_REDUCES`."""
         super().__init__(spec)
         self.all_reduce = all_reduce
-        self._num_elastic = num_elastic
         self._num_times = spec.regions.num if spec.is_measured else 0
         self._programs: dict[tuple[int, int], tuple[Callable, Callable]] = {}
-
-    @property
-    def num_regions(self) -> int:
-        """Maximum number of regions that send messages."""
-        return self._num_elastic or super().num_regions
-
-    @property
-    def _is_alone(self) -> bool:
-        return self._num_elastic is not None
 
     def send(
         self, event: Event, weights: tuple[float, ...], times: Times, *arrays: Any
@@ -106,8 +93,8 @@ class OnOuterMesh(Exchange):
         encode, combine = self._programs[k, rank]
         host = self.places(k)[0]
         told = self._of_own_regions(times) if self._num_times else None
-        inside = self._weights(weights, regional(self._spec.mesh))
-        start_step = start_step_of(self._spec, event)
+        inside = self._spec.devices.weights(weights, regional(self._spec.mesh))
+        start_step = self._spec.start_step(event)
         staged, buffer, state = encode(
             region.params,
             stale_params,
@@ -117,35 +104,51 @@ class OnOuterMesh(Exchange):
             start_step,
             told,
         )
-
         return staged, buffer, state, self._arriving(combine, host, start_step)
 
     def arriving(self, sync_id: tuple[int, int], rank: int) -> tuple[Callable, Any]:
         """Return the function that averages a sync, and the shape of the rows sent."""
         k, start_step = sync_id
-        draws = self._spec.sync.message.average.draws
-        host = self.places(k)[0]
-        sent = self._message_shapes(k, rank)
+        host, sent = self.places(k)[0], self._message_shapes(k, rank)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), sent)
         like = jax.eval_shape(flat_buffer.pack, one)
+        draws = self._spec.sync.message.average.draws
         step = np.int32(start_step) if draws else None
         return self._arriving(self._make_combine(k, rank), host, step), like
 
     def _arriving(
         self, combine: Callable, host: Sharding, start_step: np.int32 | None
     ) -> Callable:
-        return lambda rows, weights: combine(
-            rows, self._weights(weights, host), start_step
-        )
+        place = self._spec.devices.weights
+        return lambda rows, weights: combine(rows, place(weights, host), start_step)
 
     def _make(self, k: int, rank: int, kept: PyTree) -> tuple[Callable, Callable]:
-        layout = self._layout(k, rank)
-        compressor = self._spec.sync.message.compressor(rank)
-        pack = functools.partial(make_buffer, compressor=compressor, layout=layout)
-        where = layout.sharding if layout else None
-        size = self.num_bytes(k, rank)
-        encode = jit_messages(self._spec, k, rank, kept, pack, where, size)
-        return encode, self._make_combine(k, rank)
+        """Make the programs that encode, but do not send, and that average.
+
+        `kept` are the compressors' states, `[R, ...]`. A flat buffer without a layout
+        is replicated inside each region.
+        """
+        spec, layout = self._spec, self._layout(k, rank)
+        compressor = spec.sync.message.compressor(rank)
+        of_shard = make_messages(spec, k, rank)
+        outgoing = region_shard_map(
+            of_shard, spec.mesh, in_specs=in_specs(spec), out_specs=P(REGION)
+        )
+
+        def encode(params, stale_params, state, weights, keys, start_step, times):
+            staged, out, state = outgoing(
+                params, stale_params, state, weights, keys, start_step
+            )
+            return staged, make_buffer(out, times, compressor, layout), state
+
+        where = layout.sharding if layout else spec.shardings.region.key
+        jitted = spec.devices.jit(
+            encode,
+            f"send fragment {k}",
+            self.num_bytes(k, rank),
+            out_shardings=(spec.staged(k), where, spec.shardings.of_regions(k, kept)),
+        )
+        return jitted, self._make_combine(k, rank)
 
     def _message_shapes(self, k: int, rank: int) -> PyTree:
         """Return shapes of one region's message, with its length for a robust mean."""
@@ -158,10 +161,9 @@ class OnOuterMesh(Exchange):
 
         Elastic regions pass full messages to threads, from one device.
         """
-        spec = self._spec
-        mesh = spec.mesh
+        spec, mesh = self._spec, self._spec.mesh
         is_whole = mesh.size == mesh.shape[REGION] or process_grid(mesh) is None
-        if self._is_alone or is_whole:
+        if self.is_alone or is_whole:
             return None
         is_encoded = spec.sync.message.compressor(rank) is not None
         shapes = self._message_shapes(k, rank)
@@ -171,23 +173,35 @@ class OnOuterMesh(Exchange):
 
     @functools.cache  # noqa: B019  (as long as the programs)
     def _make_combine(self, k: int, rank: int) -> Callable:
-        spec = self._spec
-        message = spec.sync.message
-        host = self.places(k)[0]
-        combine = make_robust_combine(
-            spec,
-            rank,
-            host,
-            message.encoded(spec.outer_shapes[k], rank),
-            self._num_times,
-            self.all_reduce,
-            self._layout(k, rank),
+        """Make `(rows, weights, start_step) -> (mean, times, verdicts)`."""
+        spec, host, robust = self._spec, self.places(k)[0], self._spec.sync.robust
+        is_summed = spec.sync.message.compressor(rank) is None
+        mean_of = None if is_summed else functools.partial(robust_mean, spec, rank)
+        shapes, layout = self._message_shapes(k, rank), self._layout(k, rank)
+        crossing = make_combine(
+            mean_of, host, shapes, self._num_times, self.all_reduce, layout
         )
         restore = make_restore(spec, k)
         # Each process its part, if a region's processes shard the outer state.
-        mean = host
-        if not self._is_alone:
-            mean = spec.place.lay(k, spec.outer_shapes[k])
+        mean = host if self.is_alone else spec.place.lay(k, spec.outer_shapes[k])
+
+        def combine(rows, weights):
+            told = {}
+            if robust is not None and is_summed:
+                sizes = [math.prod(x.shape) for x in jax.tree.leaves(shapes)]
+                # A message's length is its last leaf.
+                at = (
+                    sum(sizes[:-1]) if layout is None else layout.column(len(sizes) - 1)
+                )
+                lengths = jax.lax.with_sharding_constraint(rows[:, at], host)
+                told[VERDICT], weights = robust.judge(lengths, weights)
+                rows = without(rows, weights)
+            mean, times = crossing(rows, weights)
+            if not is_summed:
+                mean, told = mean
+            elif robust is not None:
+                mean = mean.message
+            return mean, times, told
 
         def arriving(rows, weights, start_step):
             mean, times, told = combine(rows, weights)
@@ -198,13 +212,9 @@ class OnOuterMesh(Exchange):
     def places(self, k: int) -> tuple[Sharding, Sharding]:
         """Return the sharding that a fragment is averaged in, and that of its mean."""
         host = self._spec.shardings.channel(k).host
-        if self._is_alone and not host.is_fully_addressable:
+        if self.is_alone and not host.is_fully_addressable:
             return SingleDeviceSharding(outer_device(self._spec.mesh)), host
         return host, host
-
-    @functools.lru_cache(maxsize=64)  # noqa: B019  (lives as long as the programs)
-    def _weights(self, weights: tuple[float, ...], sharding: Sharding) -> jax.Array:
-        return self._spec.devices.put(np.array(weights, float), sharding)
 
     def _of_own_regions(self, times: tuple[float, float]) -> jax.Array:
         """Place `times` as regional `[R, 2]`; other processes set their own rows."""
@@ -220,13 +230,10 @@ def make_buffer(
     compressor: Compressor | None,
     layout: ShardBuffer | None = None,
 ) -> jax.Array:
-    """Pack what regions send into a flat buffer, `[R, n]`.
+    """Pack what regions send into a flat buffer, `[R, n]`; see `sent_shapes`.
 
-    Args:
-      message: leaves `[R, ...]`.
-      times: measured seconds of each region, float32 `[R, 2]`, or None.
-      compressor: of the message; None if it is not compressed.
-      layout: how devices pack their shards, or None; see `sent_shapes`.
+    `times` are measured seconds of each region, float32 `[R, 2]`, or None; with a
+    `layout` each device packs its shards.
     """
     if times is not None and compressor is None:
         dtype = jax.tree.leaves(message)[0].dtype
@@ -252,7 +259,7 @@ def make_combine(
       everywhere: sharding that replicates to every process's outer device.
       shapes: of one region's message.
       num_times: regions whose times are sent too; 0 for none.
-      all_reduce: "ring" or "direct".
+      all_reduce: one of `collectives.ALL_REDUCES`.
       layout: of the rows, unless they are a `flat_buffer`.
 
     Returns:
@@ -280,48 +287,6 @@ def make_combine(
             known = jnp.where(share > 0, times / jnp.where(share > 0, share, 1), 0)
             times = known.astype(jnp.float32)
         return message, times
-
-    return combine
-
-
-def make_robust_combine(
-    spec: SyncSpec,
-    rank: int,
-    everywhere: Sharding,
-    shapes: PyTree,
-    num_times: int,
-    all_reduce: str,
-    layout: ShardBuffer | None = None,
-) -> Callable:
-    """Make the program between hosts; see `make_combine`.
-
-    Returns:
-      `combine(rows, weights) -> (mean, times, verdicts)`; verdicts are `{}` without a
-      filter.
-    """
-    robust, is_summed = spec.sync.robust, True
-    mean_of = None
-    if spec.sync.message.compressor(rank) is not None:
-        is_summed, mean_of = False, functools.partial(robust_mean, spec, rank)
-    leaves = jax.tree.leaves(shapes)
-    at = sum(math.prod(x.shape) for x in leaves)
-    if layout is not None and robust is not None:
-        at = layout.column(len(leaves))
-    shapes = with_length(spec, shapes, rank)
-    crossing = make_combine(mean_of, everywhere, shapes, num_times, all_reduce, layout)
-
-    def combine(rows, weights):
-        told = {}
-        if robust is not None and is_summed:
-            lengths = jax.lax.with_sharding_constraint(rows[:, at], everywhere)
-            told[VERDICT], weights = robust.judge(lengths, weights)
-            rows = without(rows, weights)
-        mean, times = crossing(rows, weights)
-        if not is_summed:
-            mean, told = mean
-        elif robust is not None:
-            mean = mean.message
-        return mean, times, told
 
     return combine
 

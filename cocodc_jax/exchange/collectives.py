@@ -7,10 +7,9 @@ receives, and sends the sum to all. The bytes are the same, and all shards get t
 bits. An all-gather takes one delay: each shard sends its message to every other.
 
 `direct_sum` and `direct_gather` run inside a `shard_map`; `sum_over_processes` and
-`gather_from_processes` run either
-algorithm over the outer mesh. `mean_for_all` and `gather_all` are the collectives of
-every step: if regions are CPU processes, all leaves cross as one flat buffer, otherwise
-the compiler chooses.
+`gather_from_processes` run either algorithm over the outer mesh. `mean_for_all` and
+`gather_all` are the collectives of every step: if regions are CPU processes, all leaves
+cross as one flat buffer, otherwise the compiler chooses.
 """
 
 from __future__ import annotations
@@ -27,11 +26,15 @@ from cocodc_jax.exchange import flat_buffer
 from cocodc_jax.sharding.mesh import INSIDE, REGION
 from cocodc_jax.sharding.outer_mesh import PROCESS
 from cocodc_jax.sharding.region_map import (
+    LocalRegions,
     all_gather_regions,
     as_varying,
+    for_all_regions,
     pmean_over_regions,
 )
-from cocodc_jax.transforms.numerics import wide_dtype
+from cocodc_jax.sync.model_state import is_float
+from cocodc_jax.sync.robust import without
+from cocodc_jax.transforms.numerics import wide_dtype, widen
 
 PyTree = Any
 
@@ -62,12 +65,10 @@ def sum_over_processes(
 ) -> jax.Array:
     """Sum `rows` `[R, n]` over all regions, `[n]`, replicated on all processes.
 
-    Args:
-      rows: on their regions' processes, columns sharded over those of a region.
-      weights: `[R]`, of the rows' dtype.
-      everywhere: sharding that replicates to every process's outer device.
-      kind: one of `ALL_REDUCES`.
-      in_shares: leave each process its columns: no communication inside regions.
+    Rows are on their regions' processes, columns sharded over those of a region.
+    `weights` `[R]` have the rows' dtype. `everywhere` replicates to every process's
+    outer device. `in_shares` leaves each process its columns: no communication inside
+    regions.
     """
     if kind == "direct" and isinstance(everywhere, NamedSharding):
         num = everywhere.mesh.shape[PROCESS]
@@ -117,22 +118,16 @@ def mean_over_regions(tree: PyTree, in_flat_buffer: bool = False) -> PyTree:
     """Average a tree of `[block, ...]` leaves over all regions.
 
     Sums in at least float32: XLA's CPU backend aborts the process on a bfloat16
-    all-reduce in a partly manual program.
-
-    Args:
-      tree: of a block of regions.
-      in_flat_buffer: whether leaves cross as one, see `mesh.wants_flat_buffer`.
+    all-reduce in a partly manual program. For `in_flat_buffer` see `wants_flat_buffer`.
     """
     return _reduced(tree, pmean_over_regions, in_flat_buffer)
 
 
 def mean_for_all(message: PyTree, all_reduce: str | None) -> PyTree:
-    """Average all regions' messages, on each shard.
+    """Average all regions' messages, leaves `[block, ...]`, on each shard.
 
-    Args:
-      message: leaves `[block, ...]`.
-      all_reduce: one of `collectives.ALL_REDUCES` if messages cross as a flat buffer;
-        None lets the compiler choose.
+    `all_reduce` is one of `ALL_REDUCES` if messages cross as a flat buffer; None lets
+    the compiler choose.
     """
     if all_reduce != "direct":
         return as_varying(mean_over_regions(message, all_reduce is not None))
@@ -171,3 +166,47 @@ def _reduced(tree: PyTree, mean: Callable, in_flat_buffer: bool) -> PyTree:
     else:
         means = jax.tree.map(lambda x: mean(of_block(x)), tree)
     return jax.tree.map(lambda x, like: x.astype(like.dtype), means, tree)
+
+
+def averaged(
+    tree: PyTree,
+    local: LocalRegions,
+    all_reduce: str | None,
+    counted: jax.Array | None = None,
+) -> PyTree:
+    """Replace floating-point leaves by their mean over regions, in `region_shard_map`.
+
+    Leaves are `[block, ...]`. `counted`, bool `[block]`, are the regions in the mean,
+    None for all; if there are none, each region keeps its own. For `all_reduce` see
+    `mean_for_all`.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    which = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
+    if not which:
+        return tree
+    own = [leaves[i] for i in which]
+    if counted is None:
+        new = for_all_regions(mean_for_all(own, all_reduce), local.size)
+    else:
+        new = _mean_of_counted(own, local, all_reduce, counted)
+    for i, leaf in zip(which, new, strict=True):
+        leaves[i] = leaf
+    return treedef.unflatten(leaves)
+
+
+def _mean_of_counted(
+    own: list[jax.Array],
+    local: LocalRegions,
+    all_reduce: str | None,
+    counted: jax.Array,
+) -> list[jax.Array]:
+    """Average as `averaged` does; the count is sent as one more number."""
+    sent = [*without(own, counted), counted.astype(jnp.float32)]
+    mean = for_all_regions(mean_for_all(sent, all_reduce), local.size)
+    share = mean.pop()  # 1 if all count: exact.
+
+    def of_counted(x: jax.Array, old: jax.Array) -> jax.Array:
+        part = share.reshape(-1, *(1,) * (x.ndim - 1))
+        return jnp.where(part > 0, (widen(x) / part).astype(x.dtype), old)
+
+    return list(map(of_counted, mean, own))

@@ -33,7 +33,7 @@ from cocodc_jax.elastic.inside import Listener, Speaker
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.messages import Decision, SyncId
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.exchange.base import Exchange, Sent, SyncSpec, Times
+from cocodc_jax.exchange.base import Sent, SyncSpec, Times
 from cocodc_jax.exchange.between_hosts import OnOuterMesh
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sync.fragments import Fragment
@@ -45,22 +45,19 @@ PyTree = Any
 _REMEMBERED = 256  # Syncs whose members are remembered until read.
 
 
-class ElasticExchange(Exchange):
-    """Programs of the outer mesh, and the threads that carry messages between them.
+class ElasticExchange(OnOuterMesh):
+    """Programs of the outer mesh, and the threads that carry messages between them."""
 
-    Attributes:
-      link: to the other regions; None while compiling ahead, alone.
-      in_mean: regions in the mean of the syncs that arrived, by sync; readers pop the
-        entry.
-    """
+    is_alone = True
 
     def __init__(self, spec: SyncSpec, place: Place):
         """Compile nothing."""
-        super().__init__(spec)
+        super().__init__(spec, "direct")
         self._place = place
         self.goes_on = place.late_mean == "merge"
-        self._programs = OnOuterMesh(spec, "direct", place.num_regions)
+        # To the other regions; None while compiling ahead, alone.
         self.link: Link | Speaker | Listener | None = None
+        # Regions in the mean of the syncs that arrived; readers pop the entry.
         self.in_mean: dict[SyncId, tuple[int, ...]] = {}
 
     @property
@@ -81,9 +78,7 @@ class ElasticExchange(Exchange):
         self, event: Event, weights: tuple[float, ...], times: Times, *arrays: Any
     ) -> Sent:
         """Send a fragment; see `Exchange.send`."""
-        staged, buffer, state, arriving = self._programs.encoded(
-            event, weights, times, *arrays
-        )
+        staged, buffer, state, arriving = self.encoded(event, weights, times, *arrays)
         sync, link = event.sync_id, self.link
         if not self._spec.devices.is_real:
             return staged, self._spec.outer_shapes[sync[0]], {}, state
@@ -128,7 +123,7 @@ class ElasticExchange(Exchange):
     ) -> InFlight:
         """Average the messages that were decided on."""
         # Of each process; equal in all processes of a region.
-        here, host = self._programs.places(sync[0])
+        here, host = self.places(sync[0])
 
         def mean_of(rows: Mapping[int, bytes]) -> tuple[Fragment, dict]:
             table, weights = _table(
@@ -148,18 +143,19 @@ class ElasticExchange(Exchange):
         """Wait for the mean of a sync that this region sent no message for."""
         assert self.link is not None
         future = self.link.expect(sync)
-        arriving, like = self._programs.arriving(sync, rank)
+        arriving, like = self.arriving(sync, rank)
         return self._in_thread(sync, lambda: (None, future.result()), arriving, like)
 
     @property
     def max_row_bytes(self) -> int:
         """Maximum bytes of a row, over all fragments."""
         sync = self._spec.sync
-        length = 8 if sync.robust else 0
-        return length + max(
+        encoded = map(sync.message.encoded, self._spec.outer_shapes)
+        sizes = [
             sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
-            for shapes in map(sync.message.encoded, self._spec.outer_shapes)
-        )
+            for shapes in encoded
+        ]
+        return max(sizes) + (8 if sync.robust else 0)
 
     def arrives_with(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return `{}`: all that arrives with a mean is in its `PendingMean`."""

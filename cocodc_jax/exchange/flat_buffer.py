@@ -36,11 +36,7 @@ PyTree = Any
 
 
 def pack(tree: PyTree) -> jax.Array:
-    """Concatenate regional arrays `[R, ...]`.
-
-    Returns:
-      `[R, n]`, in the arrays' dtype if all have the same, else as bytes, uint8.
-    """
+    """Concatenate regional arrays, `[R, n]`: in their one dtype, or as bytes, uint8."""
     leaves = jax.tree.leaves(tree)
     if len({x.dtype for x in leaves}) > 1:
         leaves = [as_bytes(x) for x in leaves]
@@ -48,12 +44,7 @@ def pack(tree: PyTree) -> jax.Array:
 
 
 def unpack(buffer: jax.Array, shapes: PyTree) -> PyTree:
-    """Invert `pack`.
-
-    Args:
-      buffer: `[..., n]`, with any leading axes.
-      shapes: of one region's tree, without the leading axis.
-    """
+    """Invert `pack`: `[..., n]` to a tree like one region's, with leading axes."""
     leaves, structure = jax.tree.flatten(shapes)
     is_bytes = len({x.dtype for x in leaves}) > 1
     out, at = [], 0
@@ -91,50 +82,32 @@ Sizes = Mapping[str, int]
 
 
 class Piece(NamedTuple):
-    """Placement of one array of a message in the buffer.
+    """Placement of one array of a message in the buffer."""
 
-    Attributes:
-      axes: for each dimension the mesh axes that shard it, major first.
-      free: axes along which devices hold the same shard.
-      shard: shape of a shard.
-      dtype: of the array.
-      width: columns per number: 1, or its bytes.
-      share: columns of a device.
-      start: the first of them.
-    """
-
+    # For each dimension the mesh axes that shard it, major first.
     axes: tuple[tuple[str, ...], ...]
-    free: tuple[str, ...]
-    shard: tuple[int, ...]
-    dtype: Any
-    width: int
-    share: int
-    start: int
+    free: tuple[str, ...]  # Axes along which devices hold the same shard.
+    shard: tuple[int, ...]  # Shape of a shard.
+    dtype: Any  # Of the array.
+    width: int  # Columns per number: 1, or its bytes.
+    share: int  # Columns of a device.
+    start: int  # The first of them.
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardBuffer:
-    """Layout of the messages of regions of several devices.
+    """Layout of the messages of regions of several devices."""
 
-    Attributes:
-      mesh: the inner mesh.
-      pieces: of the arrays, in the tree's order.
-      structure: of the tree.
-    """
-
-    mesh: Mesh
-    pieces: tuple[Piece, ...]
-    structure: Any
+    mesh: Mesh  # The inner mesh.
+    pieces: tuple[Piece, ...]  # Of the arrays, in the tree's order.
+    structure: Any  # Of the tree.
 
     @classmethod
     def of(cls, mesh: Mesh, shapes: PyTree, specs: PyTree) -> ShardBuffer:
-        """Compute the layout of a message.
+        """Compute the layout of one region's message.
 
-        Args:
-          mesh: the inner mesh.
-          shapes: of one region's message.
-          specs: for each array a `PartitionSpec` over the axes inside a region; an
-            array that it does not divide evenly is replicated.
+        `specs` has for each array a `PartitionSpec` over the axes inside a region; an
+        array that it does not divide evenly is replicated.
         """
         leaves, structure = jax.tree.flatten(shapes)
         is_bytes = len({x.dtype for x in leaves}) > 1
@@ -197,14 +170,10 @@ class ShardBuffer:
         return self.pieces[leaf].start
 
     def unpack(self, buffer: jax.Array, everywhere: Sharding) -> PyTree:
-        """Reassemble the arrays from the columns of all devices.
+        """Reassemble the arrays `[..., *shape]` from the columns of all devices.
 
-        Args:
-          buffer: `[..., n]`; over the outer mesh if there is one, else on a device.
-          everywhere: sharding that replicates to every process's outer device.
-
-        Returns:
-          Arrays `[..., *shape]`, each process holding its block of them.
+        The buffer `[..., n]` is over the outer mesh if there is one, else on a device.
+        Each process gets its block. `everywhere` replicates to every outer device.
         """
         lead = buffer.ndim - 1
         if not isinstance(everywhere, NamedSharding):

@@ -19,13 +19,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core import reduce
 from cocodc_jax.core.reduce import ring_sum
-from cocodc_jax.core.sync import Measured
 from cocodc_jax.exchange import flat_buffer
 from cocodc_jax.exchange.base import Exchange, Sent, SyncSpec, Times
 from cocodc_jax.exchange.pseudo_gradient import (
@@ -34,12 +32,15 @@ from cocodc_jax.exchange.pseudo_gradient import (
     make_messages,
     make_restore,
     robust_mean,
-    start_step_of,
-    sum_of_block,
+    with_length,
 )
 from cocodc_jax.sharding.mesh import INSIDE, REGION, regional
-from cocodc_jax.sharding.region_map import psum_over_regions, region_shard_map
-from cocodc_jax.sync.needs import STAGED
+from cocodc_jax.sharding.region_map import (
+    everywhere,
+    psum_over_regions,
+    region_shard_map,
+    sum_of_block,
+)
 from cocodc_jax.sync.schedules.base import Event
 from cocodc_jax.sync.summed import ByRings, SummedFactors
 
@@ -47,17 +48,14 @@ PyTree = Any
 
 
 class Crossing(NamedTuple):
-    """How a fragment crosses regions.
+    """How a fragment crosses regions."""
 
-    Attributes:
-      leave: `leave(params, stale_params, state, weights, keys, start_step) -> (staged,
-        crossed, state)`, with arguments and other results as for
-        `pseudo_gradient.make_messages`; `crossed` is on every device that needs it.
-      arrive: `arrive(crossed, start_step) -> (mean, verdicts)`: the mean
-        pseudo-gradient, and the verdicts by name.
-    """
-
+    # `leave(params, stale_params, state, weights, keys, start_step) -> (staged,
+    # crossed, state)`, with arguments and other results as for
+    # `pseudo_gradient.make_messages`; `crossed` is on every device that needs it.
     leave: Callable
+    # `arrive(crossed, start_step) -> (mean, verdicts)`: the mean pseudo-gradient, and
+    # the verdicts by name.
     arrive: Callable
 
 
@@ -66,12 +64,8 @@ def make_crossing(
 ) -> Crossing:
     """Make the `Crossing` of a fragment's message.
 
-    Args:
-      spec: of the run.
-      fragment_id: which fragment.
-      rank: of the message, if the schedule sets one.
-      in_one_buffer: whether all arrays of a compressed message are one transfer, which
-        inner steps can hide.
+    With `in_one_buffer` all arrays of a compressed message are one transfer, which
+    inner steps can hide.
     """
     message = spec.sync.message
     if isinstance(message, ByRings):
@@ -145,11 +139,10 @@ def make_decoded(
         return restore(mean, start_step), told
 
     if not in_one_buffer:
-        cross, join = functools.partial(everywhere, spec.mesh), _as_it_is
+        cross, join = functools.partial(everywhere, spec.mesh), lambda crossed: crossed
         return Crossing(leave, arrive)
     shapes = spec.sync.message.encoded(spec.outer_shapes[fragment_id], rank)
-    if spec.sync.robust is not None:
-        shapes = Measured(shapes, jax.ShapeDtypeStruct((), jnp.float32))
+    shapes = with_length(spec, shapes, rank)
     weight = jax.ShapeDtypeStruct((), jnp.result_type(float))
     cross = functools.partial(shares_everywhere, spec.mesh)
     join = functools.partial(joined, spec.mesh, shapes=(shapes, weight))
@@ -194,20 +187,11 @@ def make_factored(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
     return over_regions(spec, factored, P())
 
 
-def everywhere(mesh: Mesh, messages: PyTree) -> PyTree:
-    """All-gather messages `[R, ...]` of all regions to every device, encoded."""
-    return jax.lax.with_sharding_constraint(messages, NamedSharding(mesh, P()))
-
-
 def shares_everywhere(mesh: Mesh, messages: PyTree) -> jax.Array:
     """All-gather messages of all regions as one flat buffer, a share to each device.
 
     It is one transfer for all arrays. Between two regions no byte crosses twice: each
     device of a region sends and receives an equal part of the columns.
-
-    Args:
-      mesh: the inner mesh.
-      messages: leaves `[R, ...]`.
 
     Returns:
       `[D, R / D, n]`, columns sharded over the devices of each region, replicated
@@ -230,25 +214,13 @@ def shares_everywhere(mesh: Mesh, messages: PyTree) -> jax.Array:
 
 
 def joined(mesh: Mesh, buffer: jax.Array, shapes: PyTree) -> PyTree:
-    """Gather the shares of a buffer inside each region, and unpack it.
-
-    Returns:
-      Messages of all regions, `[R, ...]`, replicated on every device.
-    """
-    buffer = jax.lax.with_sharding_constraint(buffer, NamedSharding(mesh, P()))
+    """Gather the shares of a buffer inside each region; unpack it, `[R, ...]`."""
+    buffer = everywhere(mesh, buffer)
     return flat_buffer.unpack(buffer.reshape(-1, buffer.shape[-1]), shapes)
 
 
-def _as_it_is(crossed: PyTree) -> PyTree:
-    return crossed
-
-
 def make_ring_sum(mesh: Mesh, rings: ByRings) -> Callable[[PyTree], PyTree]:
-    """Make the sum over the shards of the region axis.
-
-    Returns:
-      `ring_sum(tree)`: leaves `[D, ...]`, one entry per shard, to their sums `[...]`.
-    """
+    """Make the sum over the shards: leaves `[D, ...]`, an entry each, to `[...]`."""
 
     def of_shard(tree):
         return ring_sum(jax.tree.map(lambda x: x[0], tree), rings, REGION)
@@ -267,12 +239,12 @@ def make_ring_sum(mesh: Mesh, rings: ByRings) -> Callable[[PyTree], PyTree]:
 
 
 class InProgram(Exchange):
-    """Compiled programs that send fragments and average them."""
+    """Compiled programs that send fragments and average them; see `make_crossing`."""
 
     shares_mesh = True
 
     def __init__(self, spec: SyncSpec, in_one_buffer: bool):
-        """Compile nothing; for `in_one_buffer` see `make_crossing`."""
+        """Compile nothing."""
         super().__init__(spec)
         self._in_one_buffer = in_one_buffer
         self._programs: dict[tuple[int, int], Callable] = {}
@@ -290,17 +262,16 @@ class InProgram(Exchange):
             region.params,
             stale_params,
             compressor_state,
-            self.weights(weights),
+            self._spec.devices.weights(weights, regional(self._spec.mesh)),
             region.key,
-            start_step_of(self._spec, event),
+            self._spec.start_step(event),
         )
         return staged, mean, told, state
 
     def _make(self, fragment_id: int, rank: int, compressor_state: PyTree) -> Callable:
         shardings = self._spec.shardings
-        keeps = STAGED in self._spec.sync.copies
         out_shardings = (
-            shardings.staged[fragment_id] if keeps else None,
+            self._spec.staged(fragment_id),
             shardings.fragments[fragment_id],
             shardings.of_regions(fragment_id, compressor_state),
             NamedSharding(self._spec.mesh, P()),
@@ -318,12 +289,3 @@ class InProgram(Exchange):
             self.num_bytes(fragment_id, rank),
             out_shardings=out_shardings,
         )
-
-    def weights(self, weights: tuple[float, ...]) -> jax.Array:
-        """Place the regions' weights on the mesh."""
-        return self._placed(weights)
-
-    @functools.lru_cache(maxsize=64)  # noqa: B019  (lives as long as the programs)
-    def _placed(self, weights: tuple[float, ...]) -> jax.Array:
-        where = regional(self._spec.mesh)
-        return self._spec.devices.put(np.array(weights, float), where)

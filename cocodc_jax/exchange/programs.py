@@ -7,6 +7,7 @@ ahead, is what a run compiles, with the arguments that it passes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,23 +21,14 @@ PyTree = Any
 
 
 class LoweredProgram(NamedTuple):
-    """One compiled program of a run.
+    """One compiled program of a run."""
 
-    Attributes:
-      name: what it does, with the fragment's number if it handles one fragment.
-      program: result of `jax.jit`.
-      arguments: shapes, dtypes and shardings, for `program.lower(*arguments)`.
-      sent_bytes: bytes that one region sends in it, as the run counts them.
-      num_steps: inner steps in it.
-      options: compiler options.
-    """
-
-    name: str
-    program: Any
-    arguments: tuple
-    sent_bytes: int = 0
-    num_steps: int = 0
-    options: Mapping[str, Any] = {}
+    name: str  # What it does, with the fragment's number if it handles one fragment.
+    program: Any  # Result of `jax.jit`.
+    arguments: tuple  # Shapes, dtypes and shardings, for `program.lower(*arguments)`.
+    sent_bytes: int = 0  # That one region sends in it, as the run counts them.
+    num_steps: int = 0  # Inner steps in it.
+    options: Mapping[str, Any] = {}  # Compiler options.
 
 
 class Devices:
@@ -49,11 +41,8 @@ class Devices:
     ) -> Callable:
         """Compile a function by `jax.jit(function, **options)`.
 
-        Args:
-          function: to be compiled.
-          name: of a program that is listed; "" for others, such as those of hosts.
-          sent_bytes: see `LoweredProgram`.
-          **options: of `jax.jit`.
+        Programs with a name are listed; see `LoweredProgram`. Others, such as those of
+        hosts, are not.
         """
         del name, sent_bytes
         return jax.jit(function, **options)
@@ -61,6 +50,11 @@ class Devices:
     def put(self, tree: PyTree, shardings: Any) -> PyTree:
         """Place host values; see `transfer.put`."""
         return transfer.put(tree, shardings)
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019  (lives as long as the programs)
+    def weights(self, weights: tuple[float, ...], sharding: Sharding) -> jax.Array:
+        """Place the regions' weights in a mean, once for all syncs."""
+        return self.put(np.array(weights, float), sharding)
 
     def move(self, tree: PyTree, shardings: Any) -> PyTree:
         """Move device arrays; see `transfer.move`."""
@@ -84,15 +78,13 @@ class Recorder(Devices):
 
     What it reads is 1 if it is measured, so that all fragments are equal, and 0 if it
     is a verdict or a count.
-
-    Attributes:
-      found: the programs by name, with the arguments of their first call.
     """
 
     is_real = False
 
     def __init__(self):
         """List nothing yet."""
+        # By name, with the arguments of their first call.
         self.found: dict[str, LoweredProgram] = {}
 
     def jit(

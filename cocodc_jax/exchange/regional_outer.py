@@ -18,11 +18,12 @@ from cocodc_jax.core import regional as core
 from cocodc_jax.core.state import InFlight, OuterState, RegionState, SyncState
 from cocodc_jax.core.sync import outer_parts
 from cocodc_jax.exchange.base import SyncSpec, Times
-from cocodc_jax.exchange.in_program import everywhere
-from cocodc_jax.sharding.local_regions import LocalRegions, for_all_regions
 from cocodc_jax.sharding.mesh import REGION
 from cocodc_jax.sharding.region_map import (
+    LocalRegions,
     all_gather_regions,
+    everywhere,
+    for_all_regions,
     pmean_over_regions,
     region_shard_map,
 )
@@ -51,14 +52,13 @@ class RegionalOuterModels:
             make_regional_send, spec, outer, self._compressor, self._partners
         )
         each, where = range(len(spec.fragments)), spec.place.lay_sync(self.shapes(None))
-        keeps = STAGED in spec.sync.copies
         self._send = [
             spec.devices.jit(
                 self._make_send(k),
                 f"send fragment {k}",
                 self.num_bytes(k),
                 out_shardings=(
-                    spec.shardings.staged[k] if keeps else None,
+                    spec.staged(k),
                     spec.place.lay_flight(k, self.flight_shapes(k)).mean,
                     where.outer.opt_states[k],
                 ),
@@ -95,25 +95,26 @@ class RegionalOuterModels:
 
     def flight_shapes(self, fragment_id: int) -> InFlight:
         """Return shapes of a fragment that was just sent, without its staged copy."""
-        num_regions, outer = self._spec.regions.num, self.shapes(None).outer
-
-        def send(params, part, state):
-            regions = for_all_regions(params, num_regions)
-            keys = jnp.zeros((num_regions, 2), jnp.uint32)
-            send = self._make_send(fragment_id)
-            return send(regions, part, state, keys, jnp.zeros((), jnp.int32))[1]
-
-        own = outer.entry(fragment_id)
-        return InFlight(jax.eval_shape(send, self._spec.params, *own), {})
+        num_regions = self._spec.regions.num
+        params = jax.eval_shape(
+            functools.partial(for_all_regions, num_regions=num_regions),
+            self._spec.params,
+        )
+        keys = jax.ShapeDtypeStruct((num_regions, 2), jnp.uint32)
+        matching = jax.ShapeDtypeStruct((), jnp.int32)
+        own, send = (
+            self.shapes(None).outer.entry(fragment_id),
+            self._make_send(fragment_id),
+        )
+        return InFlight(jax.eval_shape(send, params, *own, keys, matching)[1], {})
 
     def num_bytes(self, fragment_id: int) -> int:
         """Return the bytes of one region's message; 0 for a single region."""
         if self._spec.regions.num == 1:
             return 0
-        outer = jax.eval_shape(self._make, self._spec.params)
         part, state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
-            (outer.params[fragment_id], outer.opt_states[fragment_id]),
+            self.shapes(None).outer.entry(fragment_id),
         )
         message, _ = jax.eval_shape(
             lambda p, s, key: self._outer.send(p, s, p, self._compressor, key),
@@ -148,21 +149,13 @@ class RegionalOuterModels:
         copies = {} if staged is None else {STAGED: staged}
         return dataclasses.replace(sync, outer=outer), InFlight(arrived, copies)
 
-    def resized(self, sync: SyncState, rank: int) -> tuple:
-        """Return the compressor states: empty, as the outer optimizers hold them."""
-        del rank
-        return sync.compressors
-
     def receive(
         self, fragment_id: int, flight: InFlight, sync: SyncState
     ) -> tuple[SyncState, jax.Array]:
         """Take the outer steps; return the state and the norm of the mean."""
         k, outer = fragment_id, sync.outer
-        params, opt_state, norm = self._step[k](
-            outer.params[k], outer.opt_states[k], flight.mean
-        )
-        outer = outer.updated(k, params, opt_state)
-        return dataclasses.replace(sync, outer=outer), norm
+        *new, norm = self._step[k](*outer.entry(k), flight.mean)
+        return dataclasses.replace(sync, outer=outer.updated(k, *new)), norm
 
     def arrived(self, fragment_id: int, flight: InFlight, sync: SyncState) -> PyTree:
         """Return the mean, in its current placement."""
@@ -195,20 +188,13 @@ def make_regional_send(
 ) -> Callable:
     """Make the program that sends one fragment.
 
-    Args:
-      spec: of the run.
-      outer: the optimizer.
-      compressor: of the messages.
-      partners: int `[N, R]`, each region's partner in each matching.
-      fragment_id: which fragment.
-
     Returns:
       `send(params, outer_params, state, keys, matching) -> (staged, arrived, state)`,
       all regional, except `arrived` if every region receives the same mean. `matching`
-      is an int32 scalar, the row of `partners` to use.
+      is an int32 scalar, the row to use of `partners`, int `[N, R]`: each region's
+      partner in each matching.
     """
-    local, mesh = spec.local, spec.mesh
-    keeps = STAGED in spec.sync.copies
+    local, mesh, keeps = spec.local, spec.mesh, STAGED in spec.sync.copies
 
     def one_region(outer_params, state, own, key_data):
         return core.send(outer, compressor, own, outer_params, state, key_data)
@@ -272,16 +258,10 @@ def make_regional_step(spec: SyncSpec, outer: RegionalOuter) -> Callable:
 def from_neighbour(
     message: PyTree, by: int, num_regions: int, local: LocalRegions
 ) -> PyTree:
-    """Fetch the message of the region `by` positions ahead on the ring.
+    """Fetch the messages, `[block, ...]`, of the regions `by` positions ahead, 1 or -1.
 
     With one region per shard this is one permutation. A device with several regions
     gathers all of them: there is no network to spare then.
-
-    Args:
-      message: of the regions of the shard, leaves `[block, ...]`.
-      by: 1 or -1.
-      num_regions: M.
-      local: how a device computes its regions.
     """
     if local.size == 1:
         return reduce.from_neighbour(message, by, num_regions, REGION)
@@ -293,14 +273,7 @@ def from_neighbour(
 def from_partner(
     message: PyTree, matching: jax.Array, partners: np.ndarray, local: LocalRegions
 ) -> PyTree:
-    """Fetch each region's partner's message.
-
-    Args:
-      message: of the regions of the shard, leaves `[block, ...]`.
-      matching: int32 scalar, the row of `partners` to use.
-      partners: int `[N, R]`, each region's partner in each matching.
-      local: how a device computes its regions.
-    """
+    """Fetch the messages, `[block, ...]`, of the partners; see `make_regional_send`."""
     if local.size == 1:
         return reduce.from_partner(message, matching, partners, REGION)
     first = jax.lax.axis_index(REGION) * local.size

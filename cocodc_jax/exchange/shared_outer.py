@@ -11,18 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cocodc_jax.core.state import (
-    InFlight,
-    OuterState,
-    RegionState,
-    SyncState,
-)
+from cocodc_jax.core.state import InFlight, OuterState, RegionState, SyncState
 from cocodc_jax.core.sync import outer_parts, outer_step
 from cocodc_jax.exchange.base import Exchange, SyncSpec, Times
-from cocodc_jax.sharding.local_regions import (
-    for_all_regions,
-    where_participating,
-)
+from cocodc_jax.sharding.region_map import for_all_regions, where_participating
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.messages import Ranked
 from cocodc_jax.sync.needs import STAGED, STALE
@@ -34,11 +26,7 @@ PyTree = Any
 
 
 class SharedOuterModel:
-    """Compiled programs of one outer model.
-
-    Attributes:
-      compressors: states of the regions' compressors.
-    """
+    """Compiled programs of one outer model."""
 
     def __init__(self, spec: SyncSpec, exchange: Exchange):
         """Wrap every program in one jit."""
@@ -72,9 +60,8 @@ class SharedOuterModel:
     def init(self, params: PyTree, schedule: Any) -> SyncState:
         """Return the initial state, also of regions that join later.
 
-        Args:
-          params: one region's parameters, on the mesh.
-          schedule: the schedule's state; compressor states have its rank.
+        `params` are one region's, on the mesh; compressor states have the rank of
+        `schedule`, the schedule's state.
         """
         outer = self._new_outer(self._devices.move(params, self._place.params()))
         if self._place.has_channels:
@@ -132,21 +119,10 @@ class SharedOuterModel:
         region: RegionState,
         sync: SyncState,
     ) -> tuple[SyncState, InFlight]:
-        """Start a sync.
-
-        Args:
-          event: the start.
-          weights: of the regions in the mean; see `Exchange.send`.
-          times: likewise.
-          region: read only.
-          sync: its compressor states are replaced.
-
-        Returns:
-          The state after it, and the fragment in flight.
-        """
+        """Start a sync, see `Exchange.send`; return the state and what is in flight."""
         k, rank = event.fragment_id, event.rank
         if rank != sync.schedule.rank:  # Of earlier messages.
-            states = self.resized(sync, rank)
+            states = self.compressors.resized(sync, rank)
             sync = dataclasses.replace(sync, compressors=states)
         kept = {}
         if STALE in self._spec.sync.copies:  # The outer step donates them.
@@ -167,10 +143,6 @@ class SharedOuterModel:
         sync = dataclasses.replace(sync, compressors=compressors)
         return sync, InFlight(mean, kept)
 
-    def resized(self, sync: SyncState, rank: int) -> tuple:
-        """Return the compressor states resized to messages of `rank`."""
-        return self.compressors.resized(sync, rank)
-
     def _sending(self, fragment_id: int, region: RegionState) -> RegionState:
         """Return the leaves that hold some of the fragment; all for a robust mean."""
         if self._spec.sync.robust:
@@ -183,14 +155,9 @@ class SharedOuterModel:
     ) -> tuple[SyncState, jax.Array]:
         """Take the outer step; return the state and the norm of the mean."""
         k, outer = fragment_id, sync.outer
-        params, opt_state, norm = self._step[k](
-            outer.params[k],
-            outer.opt_states[k],
-            self.arrived(k, flight, sync),
-            flight.kept.get(STALE),
-        )
-        outer = outer.updated(k, params, opt_state)
-        return dataclasses.replace(sync, outer=outer), norm
+        mean, stale = self.arrived(k, flight, sync), flight.kept.get(STALE)
+        *new, norm = self._step[k](*outer.entry(k), mean, stale)
+        return dataclasses.replace(sync, outer=outer.updated(k, *new)), norm
 
     def arrived(self, fragment_id: int, flight: InFlight, sync: SyncState) -> Fragment:
         """Return the mean, in the placement of the outer step."""
@@ -225,10 +192,7 @@ class SharedOuterModel:
     ) -> Fragment:
         """Return a fragment as regions receive it, in a program of the mesh.
 
-        Args:
-          fragment_id: which.
-          params: the outer fragment, on the mesh.
-          opt_state: its state; only if regions do not start from `params` themselves.
+        `opt_state` is read only if regions do not start from `params` themselves.
         """
         params = self._place.load(fragment_id, params)
         if self._outer.start is not None:
@@ -302,9 +266,8 @@ class SharedOuterModel:
     ) -> tuple[SyncState, Fragment, jax.Array | None]:
         """Give an outer fragment to the regions that merge it.
 
-        Returns:
-          The state after it, the fragment on the mesh, and which regions merge it, bool
-          `[R]`; None is all.
+        Returns the state, the fragment on the mesh, and which regions merge it, bool
+        `[R]`; None is all.
         """
         k, spec = event.fragment_id, self._spec
         outer = self.on_mesh(sync, k)
@@ -335,7 +298,6 @@ class Compressors:
     def __init__(self, spec: SyncSpec):
         """Compile nothing."""
         self._spec = spec
-        self._resize: dict[tuple[int, int], Callable] = {}
 
     def init(self, parts: tuple[Fragment, ...], rank: int) -> tuple:
         """Return the initial states of the regions' compressors."""
@@ -345,26 +307,23 @@ class Compressors:
             message.of_regions(spread(message.init(part, rank))) for part in parts
         )
 
-    def where(self, fragment_id: int, part: Fragment, rank: int = 0) -> PyTree:
+    def where(self, fragment_id: int, rank: int = 0) -> PyTree:
         """Return the shardings of a fragment's compressor states."""
+        part = self._spec.outer_shapes[fragment_id]
         (kept,) = jax.eval_shape(lambda x: self.init((x,), rank), part)
         return self._spec.shardings.of_regions(fragment_id, kept)
 
     def resized(self, sync: SyncState, rank: int) -> tuple:
         """Return the states of `sync` resized to messages of `rank`."""
-        states = []
-        for k, state in enumerate(sync.compressors):
-            if (k, rank) not in self._resize:
-                part = sync.outer.params[k]
-                self._resize[k, rank] = self._make_resize(k, part, rank)
-            states.append(self._resize[k, rank](state))
-        return tuple(states)
+        each = enumerate(sync.compressors)
+        return tuple(self._resize(k, rank)(state) for k, state in each)
 
-    def _make_resize(self, fragment_id: int, part: Fragment, rank: int) -> Callable:
+    @functools.cache  # noqa: B019  (as long as the programs)
+    def _resize(self, fragment_id: int, rank: int) -> Callable:
         message = self._spec.sync.message
         assert isinstance(message, Ranked | SummedFactors)
-        shapes = jax.eval_shape(lambda x: x, part)
+        shapes = self._spec.outer_shapes[fragment_id]
         return self._spec.devices.jit(
             jax.vmap(lambda state: message.resize(state, shapes, rank)),
-            out_shardings=self.where(fragment_id, shapes, rank),
+            out_shardings=self.where(fragment_id, rank),
         )

@@ -59,18 +59,13 @@ class Transport:
 
     def __post_init__(self):
         """Validate the names and the number."""
-        if self.exchange not in EXCHANGES:
-            raise ValueError(
-                f"exchange={self.exchange!r} is unknown; use one of {EXCHANGES}"
-            )
-        if self.all_reduce not in ALL_REDUCES:
-            raise ValueError(
-                f"all_reduce={self.all_reduce!r} is unknown; use one of {ALL_REDUCES}"
-            )
-        if self.overlap not in OVERLAPS:
-            raise ValueError(
-                f"overlap={self.overlap!r} is unknown; use one of {OVERLAPS}"
-            )
+        for name, value, known in (
+            ("exchange", self.exchange, EXCHANGES),
+            ("all_reduce", self.all_reduce, ALL_REDUCES),
+            ("overlap", self.overlap, OVERLAPS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is unknown; use one of {known}")
         if self.outer_channels < 1:
             raise ValueError(f"outer_channels={self.outer_channels} must be at least 1")
         if self.exchange == "elastic" and self.outer_channels > 1:
@@ -80,11 +75,7 @@ class Transport:
             )
 
     def own(self, regions: Regions, method: Method) -> Regions:
-        """Return the regions that this program trains.
-
-        Raises:
-          ValueError: if the regions or the method cannot be elastic.
-        """
+        """Return the regions that this program trains; checks elastic ones."""
         if self.exchange != "elastic":
             return regions
         if self.place is None:
@@ -118,11 +109,7 @@ class Transport:
         return Regions(regions.step_times[:1], regions.batch_sizes[:1])
 
     def check_model_state(self, model_state: ModelState) -> None:
-        """Refuse a model state that elastic regions would have to average.
-
-        Raises:
-          ValueError: naming a setting that works.
-        """
+        """Refuse a model state that elastic regions would have to average."""
         if self.exchange == "elastic" and model_state.averaged_bytes:
             raise ValueError(
                 "exchange='elastic' does not average a model_state over regions; use "
@@ -136,15 +123,7 @@ class Transport:
         return keys[self.place.region][None]
 
     def resolve(self, method: Method, num_processes: int) -> str:
-        """Return "program", "outer" or "elastic".
-
-        Args:
-          method: whose messages cross.
-          num_processes: of the run.
-
-        Raises:
-          ValueError: if the method does not support it.
-        """
+        """Return "program", "outer" or "elastic"; refuse what a method cannot have."""
         if self.exchange == "elastic":
             return "elastic"
         crosses_outside = self._crosses_outside(method, num_processes)
@@ -183,15 +162,9 @@ class Transport:
         return self.exchange == "outer"
 
     def overlaps(self, method: Method, mesh: Mesh, kind: str) -> bool:
-        """Return whether syncs and inner steps share a program.
+        """Return whether syncs and inner steps share a program; `kind` is resolved.
 
-        Args:
-          method: whose messages cross.
-          mesh: the inner mesh.
-          kind: result of `resolve`.
-
-        Raises:
-          ValueError: if requested but unsupported.
+        Raises ValueError if requested but unsupported.
         """
         why = None
         if method.sync is None or not isinstance(method.sync.outer, SharedOuter):

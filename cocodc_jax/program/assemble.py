@@ -1,12 +1,17 @@
-"""Build the parts of a `RegionProgram` from its arguments."""
+"""Validate the arguments of a `RegionProgram`, and build its parts from them.
+
+Checks shapes, types and placement only; never reads a value or waits for a device.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,89 +24,67 @@ from cocodc_jax.core.checks import (
     checked_fragments,
 )
 from cocodc_jax.core.regional import make_correct
+from cocodc_jax.core.state import TrainState
 from cocodc_jax.exchange.base import Exchange, SyncSpec
 from cocodc_jax.exchange.programs import Devices
 from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.program import checks
 from cocodc_jax.program import inner_step as step
-from cocodc_jax.program.batches import LENGTH_BUCKET, Batches
+from cocodc_jax.program.batches import Batches
 from cocodc_jax.program.executor import Executor
 from cocodc_jax.program.frozen import Trainable, find_trained, split, without_masks
 from cocodc_jax.program.region_state import InitState, RegionMetrics
 from cocodc_jax.program.segment import InnerSteps
 from cocodc_jax.sharding.ambient import trace_without_mesh_if_needed
-from cocodc_jax.sharding.local_regions import LocalRegions
-from cocodc_jax.sharding.mesh import EXPERT, REGION, is_cpu, make_mesh
-from cocodc_jax.sharding.optimizer_memory import memory_kind
+from cocodc_jax.sharding.mesh import DATA, EXPERT, REGION, is_cpu, make_mesh
 from cocodc_jax.sharding.outer_placement import OuterPlacement
-from cocodc_jax.sharding.shardings import Shardings, with_shardings
+from cocodc_jax.sharding.region_map import LocalRegions
+from cocodc_jax.sharding.shardings import Shardings, memory_kind, with_shardings
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
 from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.regions import Regions
+from cocodc_jax.transforms.layers import named_leaves
+from cocodc_jax.transforms.numerics import check_transform
 
 PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """The validated arguments of `RegionProgram`, with defaults filled in.
-
-    Attributes:
-      optimizer: wrapped to accept `value=`.
-      method: bound to the regions.
-      whole: shapes of one region's parameters.
-      trained: bools like them, None if all are trained; see `frozen.find_trained`.
-      params: shapes of the trained parameters.
-      regions: all regions.
-      own: regions that this program trains.
-      exchange: name of the exchange, as `Transport.resolve` returns it.
-      overlap: whether syncs and inner steps share a program.
-    """
+    """What a program is made from."""
 
     loss_fn: AnyLossFn
-    optimizer: optax.GradientTransformation
-    method: Method
-    whole: PyTree
+    optimizer: optax.GradientTransformation  # Wrapped to accept `value=`.
+    method: Method  # Bound to the regions.
+    whole: PyTree  # Shapes of one region's parameters.
+    # Bools like them, None if all are trained; see `frozen.find_trained`.
     trained: PyTree
-    params: PyTree
-    regions: Regions
-    own: Regions
+    params: PyTree  # Shapes of the trained parameters.
+    regions: Regions  # All regions.
+    own: Regions  # Regions that this program trains.
     mesh: Mesh
     fragments: Fragments
     user_inputs: UserInputs
     transport: Transport
     model_state: ModelState | None
-    exchange: str
-    overlap: bool
+    exchange: str  # Name of the exchange, as `Transport.resolve` returns it.
+    overlap: bool  # Whether syncs and inner steps share a program.
 
 
 class Parts(NamedTuple):
-    """The parts of a program; each compiled function is wrapped in one jit.
+    """The parts of a program; each compiled function is wrapped in one jit."""
 
-    Attributes:
-      shardings: of all arrays.
-      whole: shapes and shardings of one region's parameters.
-      first: makes the regions' state before the first step.
-      batches: places batches on the mesh.
-      read: reads metrics of the regions.
-      corrects: whether the inner steps also take the outer state.
-      steps: the inner steps, `(region, batches, participating, counted, *outer)`.
-      exchange: how messages cross regions; None without syncs.
-      syncs: programs of the syncs; None without syncs.
-    """
-
-    shardings: Shardings
-    whole: PyTree
-    first: InitState
-    batches: Batches
-    read: RegionMetrics
-    corrects: bool
-    steps: Any
-    exchange: Exchange | None
-    syncs: Executor | None
+    shardings: Shardings  # Of all arrays.
+    whole: PyTree  # Shapes and shardings of one region's parameters.
+    first: InitState  # Makes the regions' state before the first step.
+    batches: Batches  # Places batches on the mesh.
+    read: RegionMetrics  # Reads metrics of the regions.
+    corrects: bool  # Whether the inner steps also take the outer state.
+    steps: Any  # The inner steps, `(region, batches, participating, counted, *outer)`.
+    exchange: Exchange | None  # How messages cross regions; None without syncs.
+    syncs: Executor | None  # Programs of the syncs; None without syncs.
 
 
 def checked(
@@ -117,12 +100,13 @@ def checked(
     model_state: ModelState | None,
     trainable: Trainable,
 ) -> Given:
-    """Validate the arguments of a program and fill in defaults.
-
-    Raises:
-      ValueError: see `RegionProgram`.
-    """
-    checks.check_functions(loss_fn, optimizer)
+    """Validate the arguments of a program, see `RegionProgram`; fill in defaults."""
+    if not callable(loss_fn):
+        raise ValueError(
+            f"loss_fn={loss_fn!r} must be a function, (params, batch, key) -> (loss, "
+            "aux)"
+        )
+    check_transform("optimizer", optimizer, "optax.adam(1e-3)")
     accumulates = optimizer
     if not isinstance(regions, Regions):
         regions = Regions.alike(regions)
@@ -139,11 +123,15 @@ def checked(
         ("transport", transport, Transport, "Transport(exchange=...), say"),
         ("model_state", model_state, ModelState, "ModelState(init), say"),
     ):
-        if value is not None or argument in ("method", "user_inputs", "transport"):
-            checks.check_kind(argument, value, kind, made_by)
+        is_needed = argument in ("method", "user_inputs", "transport")
+        # Such as a name, or a function that was not called.
+        if (value is not None or is_needed) and not isinstance(value, kind):
+            raise ValueError(
+                f"{argument}={value!r} must be a {kind.__name__}: {made_by}"
+            )
     own = transport.own(regions, method)
     mesh = make_mesh(own.num) if mesh is None else mesh
-    checks.check_mesh(mesh, own.num)
+    check_mesh(mesh, own.num)
     check_arrays(params)
     whole = jax.eval_shape(lambda x: x, params)
     trained = find_trained(trainable, whole, optimizer)
@@ -187,6 +175,61 @@ def checked(
     )
 
 
+def check_mesh(mesh: Mesh, num_regions: int) -> None:
+    """Refuse a mesh that lacks an axis, or cannot hold the regions."""
+    missing = [axis for axis in (REGION, DATA) if axis not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"mesh has the axes {mesh.axis_names}, but no {missing[0]!r}; use "
+            "make_mesh(regions, data=..., model=...), which gives the axes "
+            "('region', 'stage', 'data', 'expert', 'sequence', 'model')"
+        )
+    if num_regions % mesh.shape[REGION]:
+        raise ValueError(
+            f"regions={num_regions} is not a multiple of the mesh's region axis, "
+            f"{mesh.shape[REGION]}"
+        )
+
+
+def check_like(params: PyTree, shapes: PyTree) -> None:
+    """Refuse parameters of another structure, shape or dtype than the program's."""
+    check_arrays(params)
+    given, made = jax.tree.structure(params), jax.tree.structure(shapes)
+    if given != made:
+        raise ValueError(
+            f"params has the structure {given}, but the program was made for {made}"
+        )
+    pairs = zip(
+        named_leaves(jax.eval_shape(lambda x: x, params)),
+        jax.tree.leaves(shapes),
+        strict=True,
+    )
+    for (path, leaf), like in pairs:
+        if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
+            raise ValueError(
+                f"params has a leaf {path!r} of {leaf.dtype}{list(leaf.shape)}, but "
+                f"the program was made for {like.dtype}{list(like.shape)}"
+            )
+
+
+def check_alive(state: TrainState) -> None:
+    """Refuse a state that was already donated to a call of `advance`."""
+    # Steps donate all arrays, merges the parameters: checking those is enough.
+    leaves = jax.tree.leaves((state.region.params, state.region.key))
+    if any(_is_of_arrays(type(x)) and x.is_deleted() for x in leaves):
+        raise ValueError(
+            f"the state of step {state.step} was donated to `advance` and is gone: "
+            "go on with the state that `advance` returned, and copy what is needed of "
+            "an old one before (`jax.tree.map(jnp.copy, ...)`)"
+        )
+
+
+@functools.cache
+def _is_of_arrays(kind: type) -> bool:
+    """Return whether it is of device arrays; a state has many leaves of few types."""
+    return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
+
+
 def assemble(
     given: Given,
     param_specs: PyTree | None,
@@ -194,11 +237,7 @@ def assemble(
     optimizer_memory: str,
     devices: Devices,
 ) -> Parts:
-    """Build the parts of a program on `devices`; compiles nothing.
-
-    Raises:
-      ValueError: see `RegionProgram`.
-    """
+    """Build the parts of a program on `devices`; compiles nothing."""
     method, mesh, transport = given.method, given.mesh, given.transport
     memory = memory_kind(optimizer_memory, mesh, method)
     specs = P() if param_specs is None else param_specs
@@ -228,8 +267,13 @@ def assemble(
         given.model_state,
         devices,
     )
-    if "second_moment" in method.needs:
-        checks.check_second_moment(given.user_inputs, first.abstract().opt_state)
+    if "second_moment" in method.needs:  # It refuses an optimizer without one.
+        assert given.user_inputs.second_moment is not None
+        # Its memory, of devices or hosts, makes no difference here.
+        plain = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first.abstract().opt_state
+        )
+        jax.eval_shape(given.user_inputs.second_moment, plain)
     num_params = sum(x.size for x in jax.tree.leaves(given.params))
     local = LocalRegions.of(mesh, given.own.num, local_regions, num_params)
     correct = make_correct(method.sync, given.fragments, given.own.num)
@@ -247,12 +291,11 @@ def assemble(
     # Losses are replicated inside a region: a process reads its own regions'.
     inner = InnerSteps(steps, first.lies, NamedSharding(mesh, P(None, REGION)))
     exchange, syncs = _syncs(given, shardings, local, inner, devices)
-    length_bucket = LENGTH_BUCKET if is_cpu(mesh) and not given.overlap else None
     return Parts(
         shardings,
         with_shardings(given.whole, where),
         first,
-        Batches(mesh, given.own.num, length_bucket),
+        Batches(mesh, given.own.num, pads=is_cpu(mesh) and not given.overlap),
         RegionMetrics(mesh, devices),
         correct is not None,
         inner.compiled(devices),

@@ -19,15 +19,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.program import checks
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import REGION, batch_axes
+from cocodc_jax.transforms.layers import named_leaves
 
 PyTree = Any
-
 
 # Steps; divides most intervals.
 LENGTH_BUCKET = 10
@@ -39,16 +39,10 @@ _MOST_BYTES = 1 << 24
 def scan(
     step: Callable, state: PyTree, xs: PyTree, num_steps: jax.Array | None = None
 ) -> tuple[PyTree, PyTree]:
-    """Run `jax.lax.scan` over the first `num_steps` of `xs`.
+    """Run `jax.lax.scan` over the first `num_steps` of `xs`, leaves `[room, ...]`.
 
-    Args:
-      step: `step(state, x) -> (state, out)`.
-      state: before the first step.
-      xs: leaves `[room, ...]`.
-      num_steps: int32 scalar, at most `room`; None runs all with `lax.scan`.
-
-    Returns:
-      The final state, and each step's `out`, leaves `[room, ...]`, padded with zeros.
+    `num_steps` is an int32 scalar, at most `room`; None runs all with `lax.scan`. The
+    outputs of steps are padded with zeros.
     """
     if num_steps is None:
         return jax.lax.scan(step, state, xs)
@@ -71,27 +65,27 @@ def scan(
     return jax.lax.fori_loop(0, num_steps, body, (state, outs))
 
 
-def padded_length(num_steps: int, length_bucket: int = LENGTH_BUCKET) -> int:
+def padded_length(num_steps: int) -> int:
     """Return the number of steps that inputs are padded to.
 
     >>> [padded_length(num_steps) for num_steps in (1, 10, 11)]
     [10, 10, 20]
     """
-    return -(-num_steps // length_bucket) * length_bucket
+    return -(-num_steps // LENGTH_BUCKET) * LENGTH_BUCKET
 
 
-def takes(xs: PyTree, length_bucket: int = LENGTH_BUCKET) -> bool:
+def takes(xs: PyTree) -> bool:
     """Return whether inputs `[num_steps, ...]` are small enough to pad."""
     leaves = jax.tree.leaves(xs)
     num_steps = leaves[0].shape[0]
     size = sum(x.size * np.dtype(x.dtype).itemsize for x in leaves)
-    missing = padded_length(num_steps, length_bucket) - num_steps
+    missing = padded_length(num_steps) - num_steps
     return size * missing <= _MOST_BYTES * num_steps
 
 
-def padded(xs: PyTree, num_steps: int, length_bucket: int = LENGTH_BUCKET) -> PyTree:
+def padded(xs: PyTree, num_steps: int) -> PyTree:
     """Pad host arrays `[num_steps, ...]` with zeros."""
-    missing = padded_length(num_steps, length_bucket) - num_steps
+    missing = padded_length(num_steps) - num_steps
     if not missing:
         return xs
     return jax.tree.map(
@@ -102,15 +96,13 @@ def padded(xs: PyTree, num_steps: int, length_bucket: int = LENGTH_BUCKET) -> Py
 class Batches:
     """Places batches on the mesh, B over the axes of `batch_axes`.
 
-    Attributes:
-      length_bucket: batches are padded to a multiple of this many steps, and the number
-        of real steps is passed along, see above; None is no padding.
+    If it `pads` them, the number of real steps is passed along, see above.
     """
 
-    def __init__(self, mesh: Mesh, num_regions: int, length_bucket: int | None):
+    def __init__(self, mesh: Mesh, num_regions: int, pads: bool):
         """Map the regions of a program to its mesh."""
         self._mesh, self._num_regions = mesh, num_regions
-        self.length_bucket = length_bucket
+        self.length_bucket = LENGTH_BUCKET if pads else None
         self._everywhere = NamedSharding(mesh, P())
         self._numbers: dict[int, jax.Array] = {}  # On the mesh.
 
@@ -125,12 +117,8 @@ class Batches:
         return sum(shards) * self._num_regions // len(shards)
 
     def num_steps(self, batches: PyTree) -> int:
-        """Return T.
-
-        Raises:
-          ValueError: if the second axis of `batches` is not the regions.
-        """
-        return checks.check_batches(batches, self._num_regions, self.own_regions)
+        """Return T; see `check_batches`."""
+        return check_batches(batches, self._num_regions, self.own_regions)
 
     def put(self, batches: PyTree) -> PyTree:
         """Place host batches on the mesh.
@@ -141,7 +129,7 @@ class Batches:
 
         def put(x):
             where = self._where(np.ndim(x))
-            if checks.is_on_mesh(x) or where.is_fully_addressable:
+            if is_on_mesh(x) or where.is_fully_addressable:
                 return jax.device_put(x, where)
             return transfer.put_own(np.asarray(x), where, self._num_regions, axis=1)
 
@@ -158,34 +146,27 @@ class Batches:
         if isinstance(leaves[0], jax.ShapeDtypeStruct):
             return self.abstract(batches)
         is_host = all(isinstance(x, np.ndarray) for x in leaves)
-        length_bucket = self._round_of(batches) if is_host else None
-        if length_bucket is not None:
+        if is_host and self._pads(batches):
             num_steps = self._number(len(leaves[0]))
-            batches = padded(batches, len(leaves[0]), length_bucket)
+            batches = padded(batches, len(leaves[0]))
         if self._mesh.size == 1 and is_host and not _is_guarded():
             return batches, num_steps
         return self.put(batches), num_steps
 
     def abstract(self, batches: PyTree) -> tuple[PyTree, jax.ShapeDtypeStruct | None]:
         """Return shapes, dtypes and shardings of the result of `for_steps`."""
-        length_bucket = self._round_of(batches)
+        pads = self._pads(batches)
 
         def like(x):
-            room = x.shape[0]
-            if length_bucket is not None:
-                room = padded_length(room, length_bucket)
+            room = padded_length(x.shape[0]) if pads else x.shape[0]
             where = self._where(x.ndim)
             return jax.ShapeDtypeStruct((room, *x.shape[1:]), x.dtype, sharding=where)
 
-        num_steps = None
-        if length_bucket is not None:
-            num_steps = jax.ShapeDtypeStruct((), np.int32, sharding=self._everywhere)
-        return jax.tree.map(like, batches), num_steps
+        number = jax.ShapeDtypeStruct((), np.int32, sharding=self._everywhere)
+        return jax.tree.map(like, batches), number if pads else None
 
-    def _round_of(self, batches: PyTree) -> int | None:
-        """Return the multiple that these batches are padded to, None for no padding."""
-        steps = self.length_bucket
-        return steps if steps is not None and takes(batches, steps) else None
+    def _pads(self, batches: PyTree) -> bool:
+        return self.length_bucket is not None and takes(batches)
 
     def _number(self, value: int) -> jax.Array:
         if value not in self._numbers:
@@ -201,3 +182,50 @@ def _is_guarded() -> bool:
     """Return whether JAX checks for implicit transfers to devices."""
     guard = jax.config.jax_transfer_guard_host_to_device  # pyright: ignore
     return guard not in (None, "allow")
+
+
+def check_batches(batches: PyTree, num_regions: int, own_regions: int) -> int:
+    """Refuse batches whose second axis is not the regions, and return T."""
+    named = named_leaves(batches)
+    if not named:
+        raise ValueError("batches has no arrays; give leaves [T, R, B, ...]")
+    first, leaf = named[0]
+    num_steps = np.shape(leaf)[:1]
+    for path, leaf in named:
+        shape = np.shape(leaf)
+        rows = num_regions if is_on_mesh(leaf) else own_regions
+        who = f"batches has a leaf {path!r} of shape {shape}"
+        if len(shape) < 2:
+            raise ValueError(
+                f"{who}, without an axis of regions: leaves are [T, R, B, ...], T "
+                f"steps of R = {rows} regions ([R, B, ...] for one step of `run_steps`)"
+            )
+        if shape[1] == num_regions != rows:
+            raise ValueError(
+                f"{who}, rows of all {num_regions} regions, but this is one of "
+                f"several processes: each gives those of its own regions alone, here "
+                f"{rows}"
+            )
+        if shape[1] != rows:
+            raise ValueError(
+                f"{who}, whose second axis must be the {rows} regions"
+                f"{' of this process' if rows != num_regions else ''}: leaves are "
+                "[T, R, B, ...] ([R, B, ...] for one step of `run_steps`)"
+            )
+        if shape[:1] != num_steps:
+            raise ValueError(
+                f"{who}, but a leaf {first!r} has {num_steps[0]} steps along the "
+                "first axis: all leaves have as many"
+            )
+    return num_steps[0]
+
+
+def is_on_mesh(leaf: Any) -> bool:
+    """Return whether a leaf has all regions' rows, whatever the number of processes.
+
+    So it is if it is sharded over devices of several processes, or only a shape.
+    """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return True
+    is_real = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    return is_real and not leaf.is_fully_addressable

@@ -37,14 +37,13 @@ from cocodc_jax.core.state import (
     landed,
 )
 from cocodc_jax.exchange.base import Exchange, SyncSpec, Times
-from cocodc_jax.exchange.model_state import make_average
-from cocodc_jax.exchange.moments import MomentPrograms
 from cocodc_jax.exchange.regional_outer import RegionalOuterModels
 from cocodc_jax.exchange.shared_outer import SharedOuterModel
+from cocodc_jax.exchange.state_means import MomentPrograms, make_model_average
 from cocodc_jax.program.merge import (
-    jit_remember,
     make_gap,
     make_merge,
+    make_remember,
     merge_arguments,
     merging,
 )
@@ -133,11 +132,7 @@ class _Run:
 
 
 class Executor:
-    """The compiled programs of every fragment, run as the schedule's events require.
-
-    Attributes:
-      merges: each fragment's merge program, for the schedule's own delay.
-    """
+    """The compiled programs of every fragment, run as the schedule's events require."""
 
     def __init__(
         self,
@@ -156,7 +151,7 @@ class Executor:
         if sync.moments:
             shapes = jax.eval_shape(optimizer.init, spec.params)
             self._moments = MomentPrograms(spec, exchange, shapes)
-        self._restore = self._segments = None
+        self._restore = self._segments = self._remember = None
         if spec.place.is_regional:
             self._outer = RegionalOuterModels(spec)
         else:
@@ -165,31 +160,31 @@ class Executor:
                 self._restore = Restore(spec, self._outer, optimizer)
             if overlap and Segments.can_wait(sync):
                 self._segments = Segments(
-                    spec,
-                    self._outer,
-                    exchange,
-                    self._weights,
-                    steps,
+                    spec, self._outer, exchange, self._weights, steps
                 )
-        self._average_state = make_average(spec)
+            if sync.merge.has_feedback:  # It donates the compressors' state.
+                self._remember = [
+                    spec.devices.jit(
+                        make_remember(spec, k),
+                        donate_argnums=2,
+                        out_shardings=self._outer.compressors.where(k),
+                    )
+                    for k in each
+                ]
+        self._average_state = make_model_average(spec)
         # On the outer mesh a message has its own device, and so its own threads.
         is_inside = is_cpu(spec.mesh) and exchange.shares_mesh
         self._guard = CollectiveGuard(is_inside and spec.mesh.devices.size > 1)
-        shardings = spec.shardings
         self._copy = [
             spec.devices.jit(
                 functools.partial(spec.fragments.take, fragment_id=k, lead=1),
-                out_shardings=shardings.staged[k],
+                out_shardings=spec.shardings.staged[k],
             )
             for k in each
         ]
-        self._gaps = {
-            n: spec.devices.jit(make_gap(spec, n)) for n in needs.MEASURED_NOW
-        }
-        self.merges = [self._make_merge(k) for k in each]
-        self._remember = None
-        if sync.merge.has_feedback:
-            self._remember = [jit_remember(spec, k) for k in each]
+        gaps = {name: make_gap(spec, name) for name in needs.MEASURED_NOW}
+        self._gaps = {name: spec.devices.jit(gap) for name, gap in gaps.items()}
+        self.merges = [self._make_merge(k) for k in each]  # After its usual delay.
         # A late mean is applied at the next slot; None waits for it when it is due.
         self._slots: Slotted | None = None
         if exchange.goes_on and isinstance(self._schedule, Slotted):
@@ -227,10 +222,9 @@ class Executor:
     def _message_of_zero(self, k: int, params: PyTree, region: RegionState) -> InFlight:
         """Make the zero message that arrives at a stale schedule's first slot."""
         shapes = self._outer.flight_shapes(k)
+        where = self._spec.place.lay_flight(k, shapes)
         flight: InFlight = jax.tree.map(
-            lambda x, where: jnp.zeros(x.shape, x.dtype, device=where),
-            shapes,
-            self._spec.place.lay_flight(k, shapes),
+            lambda x, to: jnp.zeros(x.shape, x.dtype, device=to), shapes, where
         )
         if needs.STAGED in self._spec.sync.copies:
             flight = flight.with_kept(needs.STAGED, self._copy[k](region.params))
@@ -271,15 +265,8 @@ class Executor:
         """Run inner steps with the starts before them; None if there are none."""
         if self._segments is None or state.sync is None or not state.sync.leaving:
             return None
-        run = functools.partial(
-            self._segments.run,
-            state.region,
-            state.sync,
-            batches,
-            participating,
-            step,
-            state.frozen,
-        )
+        ahead = batches, participating, step, state.frozen
+        run = functools.partial(self._segments.run, state.region, state.sync, *ahead)
         region, sync, outputs, merged = self._guard.run(run, lambda out: out[2])
         return dataclasses.replace(state, region=region, sync=sync), outputs, merged
 
@@ -340,12 +327,8 @@ class Executor:
 
     def _weights(self, event: Event) -> tuple[float, ...]:
         """Return the regions' weights in a mean, of sum 1; 0 for silent ones."""
-        weights = self._spec.regions.weights(
-            event.since_step,
-            event.start_step,
-            self._spec.sync.weigh,
-            event.participating,
-        )
+        steps, weigh = (event.since_step, event.start_step), self._spec.sync.weigh
+        weights = self._spec.regions.weights(*steps, weigh, event.participating)
         return tuple(weights.tolist())
 
     def _settle(self, run: _Run) -> None:
@@ -381,7 +364,9 @@ class Executor:
 
     def _finish_or_wait(self, run: _Run, event: Event) -> None:
         """Apply a mean, or put it off to the next slot if it has not arrived."""
-        if self._slots is not None and self._is_missing(run, event):
+        mean = run.sync.in_flight[event.sync_id].mean
+        is_missing = isinstance(mean, PendingMean) and not mean.is_ready()
+        if self._slots is not None and is_missing:
             slot = self._slots.next_slot(run.step - 1)
             if slot > run.step:
                 rest = event.participating, event.rank
@@ -390,11 +375,6 @@ class Executor:
                 )
                 return
         self._finish(run, event)
-
-    @staticmethod
-    def _is_missing(run: _Run, event: Event) -> bool:
-        mean = run.sync.in_flight[event.sync_id].mean
-        return isinstance(mean, PendingMean) and not mean.is_ready()
 
     def _finish(self, run: _Run, event: Event) -> None:
         """Take an outer step with a mean and merge it; waits for elastic regions."""
@@ -418,11 +398,8 @@ class Executor:
             num_bytes = self.sent_bytes(event)
             self._note(run, k, flight, norm)
         verdict = flight.kept.get(VERDICT, flight.kept.get(VERDICT_OF_ALL))
-        run.applied.append(
-            AppliedSync(
-                k, event.start_step, run.step, num_bytes, norm, metrics, verdict
-            )
-        )
+        steps = event.start_step, run.step
+        run.applied.append(AppliedSync(k, *steps, num_bytes, norm, metrics, verdict))
 
     def _remember_dropped(self, run: _Run, k: int, flight: InFlight) -> None:
         """Feed what the merge drops into the next message; see `core.remember`."""
@@ -494,17 +471,13 @@ class Executor:
 
     def _average_model_state(self, run: _Run, average: Callable) -> None:
         assert self._spec.model_state is not None
-        average = functools.partial(
-            average, run.region.model_state, self._checked(run.region)
-        )
+        robust, region = self._spec.sync.robust, run.region
+        checked = region.params if robust else None  # Decides which are averaged.
+        average = functools.partial(average, region.model_state, checked)
         model_state, _ = self._guard.run(average, lambda out: out[1])
-        run.region = run.region._replace(model_state=model_state)
+        run.region = region._replace(model_state=model_state)
         run.bytes_sent += self._spec.model_state.averaged_bytes
-        run.bytes_sent += LENGTH_BYTES if self._spec.sync.robust else 0
-
-    def _checked(self, region: RegionState) -> PyTree:
-        """Return what decides which model states are averaged; None for all."""
-        return region.params if self._spec.sync.robust else None
+        run.bytes_sent += LENGTH_BYTES if robust else 0
 
     # What the schedule observes.
 
@@ -530,11 +503,9 @@ class Executor:
 
     def _read(self, sync: SyncState) -> list[Applied]:
         """Read the observations that the schedule lacks; waits for devices."""
-        num_params, read = self._spec.fragments.num_params, self._devices.read
+        size, read = self._spec.fragments.num_params, self._devices.read
         return [
-            Applied(
-                k, num_params[k], {name: read(x).tolist() for name, x in seen.items()}
-            )
+            Applied(k, size[k], {name: read(x).tolist() for name, x in seen.items()})
             for k, seen in sync.observed
         ]
 
@@ -605,9 +576,9 @@ class Executor:
 
     def compressors_of(self, sync: SyncState, rank: int) -> PyTree:
         """Return the regions' compressor states, resized to messages of `rank`."""
-        if rank == sync.schedule.rank:
+        if rank == sync.schedule.rank or isinstance(self._outer, RegionalOuterModels):
             return sync.compressors
-        return self._outer.resized(sync, rank)
+        return self._outer.compressors.resized(sync, rank)
 
     def copy(self, region: RegionState, fragment_id: int) -> PyTree:
         """Return a copy of the regions' current fragment."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,34 +50,31 @@ def at_step(opt_state: PyTree, steps_done: np.ndarray) -> PyTree:
     Moments and the counts of their bias correction stay.
     """
 
-    def set_count(x: Any) -> Any:
-        if not _is_scheduled(x):
-            return x
-        # Schedules may be nested. One array each: the state is donated.
-        count = transfer.put(steps_done.astype(x.count.dtype), x.count.sharding)
-        inside = {name: walk(getattr(x, name)) for name in x._fields}
-        return x._replace(**{**inside, "count": count})
-
-    def walk(tree: PyTree) -> PyTree:
-        return jax.tree.map(set_count, tree, is_leaf=_is_scheduled)
+    def count(x: Any) -> jax.Array:  # One array each: the state is donated.
+        return transfer.put(steps_done.astype(x.count.dtype), x.count.sharding)
 
     found = jax.tree.leaves(opt_state, is_leaf=_is_scheduled)
-    return walk(opt_state) if any(map(_is_scheduled, found)) else opt_state
+    return _counted(count, opt_state) if any(map(_is_scheduled, found)) else opt_state
 
 
 def with_counts(opt_state: PyTree, counted: PyTree) -> PyTree:
     """Return a state with the schedule counts of another state."""
+    return _counted(lambda _, like: like.count, opt_state, counted)
 
-    def take_count(x: Any, like: Any) -> Any:
+
+def _counted(count_of: Callable, *states: PyTree) -> PyTree:
+    """Return the first state, its schedules at `count_of` those of all states."""
+
+    def one(x: Any, *others: Any) -> Any:
         if not _is_scheduled(x):
             return x
-        inside = {
-            name: with_counts(getattr(x, name), getattr(like, name))
+        inside = {  # Schedules may be nested.
+            name: _counted(count_of, *(getattr(y, name) for y in (x, *others)))
             for name in x._fields
         }
-        return x._replace(**{**inside, "count": like.count})
+        return x._replace(**{**inside, "count": count_of(x, *others)})
 
-    return jax.tree.map(take_count, opt_state, counted, is_leaf=_is_scheduled)
+    return jax.tree.map(one, *states, is_leaf=_is_scheduled)
 
 
 def _is_scheduled(x: Any) -> bool:

@@ -60,11 +60,9 @@ def find_trained(
 ) -> PyTree:
     """Return bools like the parameters, None if all of them are trained.
 
-    Warns if `trainable` is None and the optimizer never updates some leaves.
-
-    Raises:
-      ValueError: if its structure differs from the parameters', if it trains nothing,
-        or if a predicate or the optimizer freezes nothing.
+    Warns if `trainable` is None and the optimizer never updates some leaves. Refuses
+    another structure than the parameters', what trains nothing, and a predicate or an
+    optimizer that freezes nothing.
     """
     treedef, paths = jax.tree.structure(params), [p for p, _ in named_leaves(params)]
     if trainable is None:

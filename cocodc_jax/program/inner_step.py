@@ -20,17 +20,16 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import OuterState, RegionState
-from cocodc_jax.exchange.collectives import gather_all, mean_for_all
-from cocodc_jax.exchange.model_state import averaged
+from cocodc_jax.exchange.collectives import averaged, gather_all, mean_for_all
 from cocodc_jax.program.batches import scan
 from cocodc_jax.program.frozen import joined
-from cocodc_jax.sharding.local_regions import (
+from cocodc_jax.sharding.mesh import REGION, wants_flat_buffer
+from cocodc_jax.sharding.region_map import (
     LocalRegions,
     for_all_regions,
     where_participating,
 )
-from cocodc_jax.sharding.mesh import REGION, wants_flat_buffer
-from cocodc_jax.sharding.optimizer_memory import load, offload
+from cocodc_jax.sharding.shardings import load, offload
 from cocodc_jax.sync.model_state import (
     AnyLossFn,
     ModelState,
@@ -63,9 +62,8 @@ def make_steps(
       mesh: the inner mesh.
       local: how a device computes its regions.
       per_step: what regions exchange at every step, if anything.
-      all_reduce: all-reduce of a flat buffer for that exchange, or None.
-      correct: `correct(gradient, params, outer) -> gradient` of one region, for a
-        regional outer model; see `sync.outer.RegionalOuter`.
+      all_reduce: see `collectives.mean_for_all`; used where messages are flat buffers.
+      correct: see `core.regional.make_correct`.
       model_state: of the model, None if it has none.
       optimizer_lies: shardings of an optimizer state that is partly in host memory;
         None if it is all on devices.
@@ -125,19 +123,11 @@ def make_step(
 ) -> Callable:
     """Make one inner step of the regions of a shard, the body of a scan.
 
-    Args:
-      loss_fn: `(params, model_state, batch, key) -> (loss, (aux, new_model_state))` of
-        one region.
-      optimizer: the inner optimizer. It receives `value=`, the region's loss, for
-        `optax.contrib.reduce_on_plateau` and the like. With an exchange at every step
-        it is the mean loss of all regions, so that regions stay equal. XLA drops that
-        collective if the optimizer does not read the value. It is not counted among the
-        bytes of a step.
-      local: how a device computes its regions.
-      per_step: what regions exchange at every step, if anything.
-      all_reduce: see `exchange.per_step`.
-      bend: `bend(gradients, params) -> gradients` of the regions of the shard.
-      averages_state: whether regions average the model's state after it.
+    The optimizer receives `value=`, the region's loss, for
+    `optax.contrib.reduce_on_plateau` and the like. With an exchange at every step it is
+    the mean loss of all regions, so that regions stay equal. XLA drops that collective
+    if the optimizer does not read the value. It is not counted among the bytes of a
+    step.
 
     Returns:
       `step(state, (batch, participating)) -> (state, (loss, aux))`, every leaf
@@ -212,11 +202,3 @@ def _exchange(
     else:
         made = per_step.receive(gather_all(message, all_reduce))
     return for_all_regions(made, local.size), kept
-
-
-def are_finite(tree: PyTree) -> jax.Array:
-    """Return whether all numbers of each region are finite, bool `[R]`."""
-    each = [
-        jnp.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(tree)
-    ]
-    return jnp.stack(each).all(axis=0)

@@ -1,4 +1,4 @@
-"""Programs that merge an arriving fragment into the regions, and measure their drift.
+"""Programs that merge an arriving fragment into the regions.
 
 They run on the inner mesh: `sync/merge.py`'s rule, mapped over regions, with whatever
 else it needs.
@@ -16,28 +16,24 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.core import sync as core
 from cocodc_jax.core.state import RegionState
 from cocodc_jax.exchange.base import SyncSpec
-from cocodc_jax.exchange.shared_outer import Compressors
 from cocodc_jax.program.frozen import joined
-from cocodc_jax.sharding.local_regions import where_participating
 from cocodc_jax.sharding.mesh import REGION
-from cocodc_jax.sharding.optimizer_memory import load
-from cocodc_jax.sharding.region_map import psum_over_regions, region_shard_map
+from cocodc_jax.sharding.region_map import (
+    psum_over_regions,
+    region_shard_map,
+    where_participating,
+)
+from cocodc_jax.sharding.shardings import load
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.model_state import at_state
-from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
 
 
 def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Callable:
     """Make the program that merges one fragment into the regions.
-
-    Args:
-      spec: of the run.
-      fragment_id: which fragment.
-      is_late: whether it may be later than the schedule's delay.
 
     Returns:
       `merge(params, opt_state, keys, kept, outer, batch, learning_rate, participating,
@@ -47,8 +43,8 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
       `[R, ...]` with the regions' `RegionState.model_state` and the frozen parameters;
       `learning_rate` is a float32 scalar; `participating` is bool `[R]`, the regions
       that merge, or None for all; `delay_steps` is an int32 scalar, at least 1, None
-      for the schedule's own delay; `start_step` is the sync's, an int32 scalar. Metrics
-      are float32 `[R]`.
+      for the schedule's own delay (unless `is_late`); `start_step` is the sync's, an
+      int32 scalar. Metrics are float32 `[R]`.
     """
     sync, fragments, rule = spec.sync, spec.fragments, spec.sync.merge
     is_told = sync.schedule.is_measured or is_late
@@ -93,12 +89,8 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
     ):
         if opt_state is not None:
             opt_state = load(opt_state, spec.shardings.region.opt_state)
-        moments = {
-            name: fragments.take(tree, fragment_id, lead=1)
-            for name, tree in needs.regional(
-                rule.needs, opt_state, spec.user_inputs
-            ).items()
-        }
+        found = needs.regional(rule.needs, opt_state, spec.user_inputs)
+        moments = {n: fragments.take(x, fragment_id, lead=1) for n, x in found.items()}
         frozen: PyTree = ()
         if batch is not None:
             *batch, frozen = batch
@@ -108,15 +100,9 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
         outer, told = (outer, shared) if is_regional else shared
         local = fragments.take(params, fragment_id, lead=1)
         axes = (0, 0, 0 if is_regional else None, 0, 0, 0, 0, None)
+        whole = params if batch is not None else None
         merged, metrics = spec.local.map(one_region, axes)(
-            local,
-            kept,
-            outer,
-            moments,
-            params if batch is not None else None,
-            batch,
-            keys,
-            told,
+            local, kept, outer, moments, whole, batch, keys, told
         )
         if participating is not None:
             merged = where_participating(participating, merged, local)
@@ -195,26 +181,11 @@ def make_gap(spec: SyncSpec, name: str) -> Callable:
     return region_shard_map(gap, spec.mesh, in_specs=(P(REGION), P()), out_specs=P())
 
 
-def region_drift(params: PyTree) -> jax.Array:
-    """Return the RMS distance of regions to their mean, relative to its norm."""
-
-    def squares(x):
-        x = widen(x)
-        mean = x.mean(0)
-        return jnp.square(x - mean[None]).sum() / x.shape[0], jnp.square(mean).sum()
-
-    each = [squares(x) for x in jax.tree.leaves(params)]
-    apart, length = (sum(column) for column in zip(*each, strict=True))
-    return jnp.sqrt(apart / length).astype(jnp.float32)
-
-
 def make_remember(spec: SyncSpec, fragment_id: int) -> Callable:
-    """Make the function that feeds back what a fragment's merge drops, not yet jitted.
+    """Make `remember(params, staged, state) -> state`, not yet jitted; see `core.sync`.
 
-    Returns:
-      `remember(params, staged, state) -> state`: `params` of the regions before the
-      merge, `staged` their copy at the start of the sync, and the regions' compressor
-      states, leaves `[R, ...]`.
+    It feeds back what a fragment's merge drops. `params` are the regions' before the
+    merge, `state` their compressors', leaves `[R, ...]`.
     """
     share = spec.sync.merge.feedback_weight
 
@@ -225,14 +196,4 @@ def make_remember(spec: SyncSpec, fragment_id: int) -> Callable:
     regions = P(REGION)
     return region_shard_map(
         remember, spec.mesh, in_specs=(regions,) * 3, out_specs=regions
-    )
-
-
-def jit_remember(spec: SyncSpec, fragment_id: int) -> Callable:
-    """Compile `make_remember` as its own program, which donates the state."""
-    part = spec.outer_shapes[fragment_id]
-    return spec.devices.jit(
-        make_remember(spec, fragment_id),
-        donate_argnums=2,
-        out_shardings=Compressors(spec).where(fragment_id, part),
     )

@@ -23,8 +23,13 @@ from cocodc_jax.exchange.base import Times
 from cocodc_jax.exchange.elastic_exchange import ElasticExchange
 from cocodc_jax.exchange.programs import Devices, LoweredProgram, Recorder
 from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.program import checks
-from cocodc_jax.program.assemble import Parts, assemble, checked
+from cocodc_jax.program.assemble import (
+    Parts,
+    assemble,
+    check_alive,
+    check_like,
+    checked,
+)
 from cocodc_jax.program.frozen import Trainable, copied, joined, split
 from cocodc_jax.program.warm_start import Adopted, adopt
 from cocodc_jax.sharding import transfer
@@ -110,7 +115,7 @@ class RegionProgram:
           local_regions: how a device computes several regions: "batched", "in_turn", or
             "auto", the faster of both; see `LocalRegions.of`.
           optimizer_memory: "device", or "host" to keep the inner optimizer's state in
-            host memory; see `sharding/optimizer_memory.py`.
+            host memory; see `sharding/shardings.py`.
           trainable: which parameters are trained: a tree of bools (or a prefix), a
             predicate on paths, "optimizer" for those that it updates, or None for all.
 
@@ -118,19 +123,8 @@ class RegionProgram:
           ValueError: for an argument of the wrong type or value, or arguments that do
             not fit together.
         """
-        given = checked(
-            loss_fn,
-            optimizer,
-            method,
-            params,
-            regions,
-            mesh,
-            fragments,
-            user_inputs,
-            transport,
-            model_state,
-            trainable,
-        )
+        model = loss_fn, optimizer, method, params, regions, mesh, fragments
+        given = checked(*model, user_inputs, transport, model_state, trainable)
         self.regions, self.num_regions = given.regions, given.own.num
         self.mesh, self.method = given.mesh, given.method
         self.fragments = given.fragments
@@ -173,7 +167,7 @@ class RegionProgram:
           ValueError: if `params` has other shapes than the program's, or `key` is not
             one key of that implementation.
         """
-        checks.check_like(params, self.param_shapes)
+        check_like(params, self.param_shapes)
         everywhere = NamedSharding(self.mesh, P())
         key_data = transfer.put(self._first.key_data(key), everywhere)
         where = jax.tree.map(lambda x: x.sharding, self.param_shapes)
@@ -299,7 +293,7 @@ class RegionProgram:
           ValueError: if T leads past the next event, the second axis of `batches` is
             not the regions, or `state` was donated before.
         """
-        checks.check_alive(state)
+        check_alive(state)
         num_steps = self._batches.num_steps(batches)
         limit = self.steps_to_event(state)
         if limit is not None and num_steps > limit:
@@ -362,8 +356,8 @@ class RegionProgram:
         Raises:
           ValueError: if `of` has other parameters.
         """
-        checks.check_alive(state)
-        checks.check_like(of.param_shapes, self.param_shapes)
+        check_alive(state)
+        check_like(of.param_shapes, self.param_shapes)
         return adopt(self, state, of)
 
     def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]:
@@ -372,7 +366,7 @@ class RegionProgram:
         Returns:
           The state after it, and what could not be applied.
         """
-        checks.check_alive(state)
+        check_alive(state)
         return self._syncs.land(state) if self._syncs else (state, ())
 
     def synchronize(self, state: TrainState) -> TrainState:
@@ -380,14 +374,14 @@ class RegionProgram:
 
         Call it before a checkpoint: starts that wait for the next inner steps are sent.
         """
-        checks.check_alive(state)
+        check_alive(state)
         if self._syncs is None or state.sync is None:
             return state
         return self._syncs.synchronize(state)
 
     def finite_regions(self, state: TrainState) -> jax.Array:
         """Return whether all parameters of each region are finite, bool `[R]`."""
-        checks.check_alive(state)
+        check_alive(state)
         return self._read.are_finite(state.region.params)
 
     def restore_regions(self, state: TrainState, bad: np.ndarray) -> TrainState:
@@ -407,7 +401,7 @@ class RegionProgram:
 
     def mean_params(self, state: TrainState) -> PyTree:
         """Return the mean of the regions' parameters, for evaluations."""
-        checks.check_alive(state)
+        check_alive(state)
         return joined(self._read.mean(state.region.params), state.frozen)
 
     def mean_model_state(self, state: TrainState) -> PyTree:
@@ -415,12 +409,12 @@ class RegionProgram:
 
         Floating-point leaves are means over regions, others the first region's.
         """
-        checks.check_alive(state)
+        check_alive(state)
         return self._read.mean_state(state.region.model_state)
 
     def region_drift(self, state: TrainState) -> jax.Array:
-        """Return how far apart the regions are, see `merge.region_drift`."""
-        checks.check_alive(state)
+        """Return how far apart the regions are, see `region_state.region_drift`."""
+        check_alive(state)
         return self._read.drift(state.region.params)
 
     def are_equal(self, params: PyTree, others: PyTree) -> bool:
@@ -432,7 +426,7 @@ class RegionProgram:
 
     def outer_params(self, state: TrainState) -> PyTree:
         """Return the outer parameters on the mesh; the mean if they are regional."""
-        checks.check_alive(state)
+        check_alive(state)
         if self._syncs is None:
             return self.mean_params(state)
         outer = self._syncs.outer_params(state, self._read.mean)

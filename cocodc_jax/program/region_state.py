@@ -14,16 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import RegionState
 from cocodc_jax.exchange.collectives import mean_over_regions
-from cocodc_jax.exchange.model_state import make_mean
 from cocodc_jax.exchange.programs import Devices
-from cocodc_jax.program import checks, merge
-from cocodc_jax.program import inner_step as step
-from cocodc_jax.sharding.local_regions import for_all_regions
 from cocodc_jax.sharding.mesh import REGION, regional, wants_flat_buffer
-from cocodc_jax.sharding.region_map import region_shard_map
+from cocodc_jax.sharding.region_map import for_all_regions, region_shard_map
 from cocodc_jax.sharding.shardings import Shardings, with_shardings
-from cocodc_jax.sync.model_state import ModelState
+from cocodc_jax.sync.model_state import ModelState, is_float
 from cocodc_jax.sync.per_step import PerStep
+from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
 
@@ -31,10 +28,8 @@ PyTree = Any
 class InitState:
     """Makes the state of all regions of a program, equal except for their keys.
 
-    Attributes:
-      lies: a `RegionState` of shardings.
-      make: compiled `make(params, key_data) -> RegionState`; arguments on the mesh.
-      shapes: of its arguments.
+    `make(params, key_data) -> RegionState` is compiled and takes arrays on the mesh, of
+    these `shapes`; `lies` has the shardings of its result.
     """
 
     def __init__(
@@ -66,13 +61,27 @@ class InitState:
         self.make = devices.jit(self._make, "first state", out_shardings=self.lies)
 
     def key_data(self, key: jax.Array) -> jax.Array:
-        """Return a key's data, as `make` takes it.
-
-        Raises:
-          ValueError: if `key` is of another implementation than the program's.
-        """
-        checks.check_key(key, self._key_impl)
-        return jax.random.key_data(key)
+        """Return the data of one key, which must be of the program's implementation."""
+        impl = self._key_impl
+        try:
+            given, data = str(jax.random.key_impl(key)), jax.random.key_data(key)
+        except TypeError as error:
+            raise ValueError(
+                f"key={key!r} must be a PRNG key: jax.random.key(seed)"
+            ) from error
+        if data.ndim != 1:
+            raise ValueError(
+                f"key has the shape {key.shape}, but must be one PRNG key: "
+                "jax.random.key(seed); each region gets its own from it"
+            )
+        if given != impl:
+            raise ValueError(
+                f"key is of the PRNG implementation {given!r}, but the program was "
+                f"made for {impl!r}, JAX's default then: give jax.random.key(seed, "
+                f"impl={impl!r}), or set jax.config.update('jax_default_prng_impl', "
+                f"{given!r}) before the program is made"
+            )
+        return data
 
     def abstract(self) -> RegionState:
         """Return shapes, dtypes and shardings of the state."""
@@ -92,16 +101,7 @@ class InitState:
 
 
 class RegionMetrics:
-    """Compiled programs that read a `RegionState`.
-
-    Attributes:
-      mean: `mean(params) -> one region's`, their mean.
-      mean_state: `mean_state(model_state) -> one region's`, see `make_mean`.
-      are_finite: `are_finite(params) -> bool [R]`.
-      drift: `drift(params) -> float32`, see `merge.region_drift`.
-      are_equal: `are_equal(params, others) -> bool`, of one region's each.
-      first: `first(outputs, num_steps)`, of leaves `[room, R]`.
-    """
+    """Compiled programs that read a `RegionState`, or outputs `[room, R]` (`first`)."""
 
     def __init__(self, mesh: Mesh, devices: Devices):
         """Compile nothing."""
@@ -112,11 +112,11 @@ class RegionMetrics:
             region_shard_map(mean, mesh, in_specs=P(REGION), out_specs=P()),
             "mean of regions",
         )
-        self.mean_state = make_mean(mesh)
         # Small: replicated to every process.
         everywhere = NamedSharding(mesh, P())
-        self.are_finite = jax.jit(step.are_finite, out_shardings=everywhere)
-        self.drift = jax.jit(merge.region_drift, out_shardings=everywhere)
+        self.mean_state = jax.jit(mean_model_state, out_shardings=everywhere)
+        self.are_finite = jax.jit(are_finite, out_shardings=everywhere)
+        self.drift = jax.jit(region_drift, out_shardings=everywhere)
         self.are_equal = jax.jit(_are_equal, out_shardings=everywhere)
         self.first = devices.jit(
             lambda outputs, num_steps: jax.tree.map(lambda x: x[:num_steps], outputs),
@@ -130,3 +130,33 @@ def _are_equal(params: PyTree, others: PyTree) -> jax.Array:
     if any(a.dtype != b.dtype for a, b in pairs):
         return jnp.zeros((), bool)
     return jnp.stack([(a == b).all() for a, b in pairs]).all()
+
+
+def mean_model_state(model_state: PyTree) -> PyTree:
+    """Average floating-point leaves, in at least float32; take the first of others."""
+
+    def mean(x: jax.Array) -> jax.Array:
+        return widen(x).mean(0).astype(x.dtype) if is_float(x) else x[0]
+
+    return jax.tree.map(mean, model_state)
+
+
+def are_finite(tree: PyTree) -> jax.Array:
+    """Return whether all numbers of each region are finite, bool `[R]`."""
+    each = [
+        jnp.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(tree)
+    ]
+    return jnp.stack(each).all(axis=0)
+
+
+def region_drift(params: PyTree) -> jax.Array:
+    """Return the RMS distance of regions to their mean, relative to its norm."""
+
+    def squares(x):
+        x = widen(x)
+        mean = x.mean(0)
+        return jnp.square(x - mean[None]).sum() / x.shape[0], jnp.square(mean).sum()
+
+    each = [squares(x) for x in jax.tree.leaves(params)]
+    apart, length = (sum(column) for column in zip(*each, strict=True))
+    return jnp.sqrt(apart / length).astype(jnp.float32)

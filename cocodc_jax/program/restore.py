@@ -23,7 +23,7 @@ from cocodc_jax.exchange.base import SyncSpec
 from cocodc_jax.exchange.shared_outer import SharedOuterModel
 from cocodc_jax.program.fit import with_counts
 from cocodc_jax.sharding import transfer
-from cocodc_jax.sharding.local_regions import where_participating
+from cocodc_jax.sharding.region_map import where_participating
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.needs import REGIONAL_COPIES
 from cocodc_jax.sync.robust import RESTORED, VERDICT
@@ -58,8 +58,8 @@ class Restore:
         # By fragment; its start step makes no difference.
         order = sorted(copies)
         of_fragments = [(sync_id[0], copies[sync_id]) for sync_id in order]
-        found = (region, sync.compressors, sync.stale_params)
-        found = (*found, [part for _, part in of_fragments])
+        parts = [part for _, part in of_fragments]
+        found = region, sync.compressors, sync.stale_params, parts
         which, rank = tuple(k for k, _ in of_fragments), sync.schedule.rank
         if (which, rank) not in self._programs:
             where = jax.tree.map(lambda x: x.sharding, found)
@@ -71,8 +71,9 @@ class Restore:
             self._outer.on_mesh(sync, k) for k in range(len(self._spec.fragments))
         )
         mask = transfer.put(bad, self._spec.shardings.region.key)
-        restored = self._programs[which, rank](*found, outer, mask)
-        region, compressors, stale_params, parts = restored
+        region, compressors, stale_params, parts = self._programs[which, rank](
+            *found, outer, mask
+        )
         copies = dict(zip(order, parts, strict=True))
         flights = {
             sync_id: self._marked(flight, sync_id, copies, bad)

@@ -47,9 +47,9 @@ from cocodc_jax.core.state import InFlight, RegionState, SyncId, SyncState
 from cocodc_jax.exchange.base import Exchange, SyncSpec
 from cocodc_jax.exchange.in_program import make_crossing
 from cocodc_jax.exchange.programs import Devices
-from cocodc_jax.exchange.pseudo_gradient import start_step_of
 from cocodc_jax.exchange.shared_outer import SharedOuterModel
 from cocodc_jax.program.merge import make_merge, make_remember, merge_arguments
+from cocodc_jax.sharding.mesh import regional
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.needs import STAGED, STALE
@@ -70,14 +70,11 @@ _GPU_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 256}
 
 
 class Segment(NamedTuple):
-    """What one program contains besides its inner steps; static.
+    """What one program contains besides its inner steps; static."""
 
-    Attributes:
-      before: fragment and rank of each message that is sent before them.
-      after: the fragment of `before` that is merged after them, or None.
-    """
-
+    # Fragment and rank of each message that is sent before them.
     before: tuple[tuple[int, int], ...] = ()
+    # The fragment of `before` that is merged after them, or None.
     after: int | None = None
 
 
@@ -198,17 +195,11 @@ def make_finish(spec: SyncSpec, model: SharedOuterModel, fragment_id: int) -> Ca
 
 
 class InnerSteps(NamedTuple):
-    """The inner steps of segments.
+    """The inner steps of segments."""
 
-    Attributes:
-      run: of `inner_step.make_steps`, not jitted.
-      region: shardings of the `RegionState`.
-      losses: sharding of the losses `[T, R]`.
-    """
-
-    run: Callable
-    region: RegionState
-    losses: NamedSharding
+    run: Callable  # Of `inner_step.make_steps`, not jitted.
+    region: RegionState  # Shardings of the `RegionState`.
+    losses: NamedSharding  # Sharding of the losses `[T, R]`.
 
     def compiled(self, devices: Devices) -> Callable:
         """Compile the steps alone; see `inner_step.make_steps`."""
@@ -281,12 +272,12 @@ class Segments:
         return region, sync, outputs, {finish.sync_id: merged}
 
     def _start(self, event: Event, sync: SyncState, segment: Segment) -> tuple:
-        k = event.fragment_id
+        spec, k = self._spec, event.fragment_id
         return (
             None if k == segment.after else self._outer.given(*sync.outer.entry(k)),
             sync.compressors[k],
-            self._exchange.weights(self._weights_of(event)),
-            start_step_of(self._spec, event),
+            spec.devices.weights(self._weights_of(event), regional(spec.mesh)),
+            spec.start_step(event),
         )
 
     def _told(self, finish: Event | None, step: int, frozen: PyTree) -> tuple:

@@ -25,6 +25,7 @@ optimizer; the model is the same. State that fits is kept, the rest is reported 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -38,7 +39,7 @@ from cocodc_jax.core.state import OuterState, RegionState, SyncState, TrainState
 from cocodc_jax.program.fit import at_step, difference, inside, mean_over_all, recut
 from cocodc_jax.program.frozen import joined, split
 from cocodc_jax.sharding import transfer
-from cocodc_jax.sharding.local_regions import for_all_regions
+from cocodc_jax.sharding.region_map import for_all_regions
 from cocodc_jax.sharding.shardings import Shardings
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
@@ -50,20 +51,14 @@ PyTree = Any
 
 
 class Adopted(NamedTuple):
-    """The state that a program made from another program's.
+    """The state that a program made from another program's."""
 
-    Attributes:
-      state: of the new program.
-      kept: what was kept, and how, by name.
-      lost: what was lost, and why, by name.
-    """
-
-    state: TrainState
-    kept: dict[str, str]
-    lost: dict[str, str]
+    state: TrainState  # Of the new program.
+    kept: dict[str, str]  # What was kept, and how, by name.
+    lost: dict[str, str]  # What was lost, and why, by name.
 
 
-class Program(Protocol):
+class _Program(Protocol):
     """The part of `RegionProgram` that is used here."""
 
     regions: Regions
@@ -74,28 +69,14 @@ class Program(Protocol):
     param_shapes: PyTree
     trained: PyTree
 
-    def synchronize(self, state: TrainState) -> TrainState:
-        """Pass all observations to the schedule."""
-        ...
-
-    def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]:
-        """Apply all fragments in flight."""
-        ...
-
-    def outer_params(self, state: TrainState) -> PyTree:
-        """Return the outer parameters, on the mesh."""
-        ...
-
-    def abstract(self, schedule: Any = None) -> TrainState:
-        """Return shapes and shardings of a state."""
-        ...
-
-    def begin(self, params: PyTree, key_data: PyTree, schedule: Any) -> TrainState:
-        """Make an initial state of parameters on the mesh."""
-        ...
+    def synchronize(self, state: TrainState) -> TrainState: ...
+    def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]: ...
+    def outer_params(self, state: TrainState) -> PyTree: ...
+    def abstract(self, schedule: Any = None) -> TrainState: ...
+    def begin(self, params: PyTree, key_data: Any, schedule: Any) -> TrainState: ...
 
 
-def adopt(program: Program, state: TrainState, of: Program) -> Adopted:
+def adopt(program: _Program, state: TrainState, of: _Program) -> Adopted:
     """Convert a running state of another program to `program`'s."""
     return _Adoption(program, of).run(state)
 
@@ -103,7 +84,7 @@ def adopt(program: Program, state: TrainState, of: Program) -> Adopted:
 class _Adoption:
     """One conversion: both programs, and what to report."""
 
-    def __init__(self, program: Program, of: Program):
+    def __init__(self, program: _Program, of: _Program):
         self._new, self._old = program, of
         self._num, self._was = program.regions.num, of.regions.num
         self._kept: dict[str, str] = {}
@@ -115,13 +96,9 @@ class _Adoption:
         flies = self._flies_on(state)
         state = self._without_flights(state, flies)
         schedule = self._schedule(state, flies)
-        where = jax.tree.map(lambda x: x.sharding, self._new.param_shapes)
+        where = _shardings(self._new.param_shapes)
         whole = transfer.move(self._old.outer_params(state), where)
-        narrow = jax.jit(
-            lambda whole: jax.tree.map(
-                lambda x, like: x.astype(like.dtype), whole, self._new.param_shapes
-            )
-        )
+        narrow = jax.jit(lambda tree: _cast(tree, self._new.param_shapes))
         fresh = self._new.begin(narrow(whole), self._new_key(state), schedule)
         if self._num != self._was:
             self._lost["regions"] = (
@@ -242,7 +219,7 @@ class _Adoption:
         if why is not None:
             self._lost[name] = why
             return fresh
-        where = jax.tree.map(lambda x: x.sharding, fresh)
+        where = _shardings(fresh)
         if self._num == self._was:
             self._kept[name] = "of each region"
             return transfer.move(old, where)
@@ -265,19 +242,12 @@ class _Adoption:
             self._outer_states(before, fresh.outer),
         )
         if old is None:
-            return SyncState(
-                outer,
-                fresh.schedule,
-                fresh.compressors,
-                fresh.stale_params,
-                fresh.in_flight,
-            )
-        like = self._new.abstract(fresh.schedule).sync
-        assert like is not None
+            return dataclasses.replace(fresh, outer=outer)
         flights = fresh.in_flight
         if flies:
-            where = jax.tree.map(lambda x: x.sharding, like.in_flight)
-            flights = transfer.move(old.in_flight, where)
+            like = self._new.abstract(fresh.schedule).sync
+            assert like is not None
+            flights = transfer.move(old.in_flight, _shardings(like.in_flight))
         compressors = fresh.compressors
         if self._is_same_cut():
             assert self._new.method.sync is not None
@@ -300,33 +270,33 @@ class _Adoption:
     def _outer_params(
         self, old: OuterState | None, fresh: tuple, whole: PyTree
     ) -> tuple:
-        where = jax.tree.map(lambda x: x.sharding, fresh)
         if old is not None and self._is_same_cut():
             if difference(old.params, fresh) is None:
                 self._kept["outer parameters"] = "as they were"
-                return transfer.move(old.params, where)
+                return transfer.move(old.params, _shardings(fresh))
         self._kept["outer parameters"] = (
             "the mean of the regions'" if old is None else "cut or spread anew"
         )
         fragments = self._new.fragments
-        like = jax.tree.map(lambda x: (x.ndim, x.dtype), fresh)
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), fresh)
+
+        def spread(x, to):  # To every region, if there is a region axis.
+            x = x if x.ndim == to.ndim else for_all_regions(x, self._num)
+            return x.astype(to.dtype)
 
         def cut(whole):
             parts = tuple(fragments.take(whole, k) for k in range(len(fragments)))
-            return jax.tree.map(
-                lambda x, to: _spread(x, to[0], self._num).astype(to[1]), parts, like
-            )
+            return jax.tree.map(spread, parts, like)
 
-        return transfer.move(jax.jit(cut)(whole), where)
+        return transfer.move(jax.jit(cut)(whole), _shardings(fresh))
 
     def _outer_states(self, old: OuterState | None, fresh: OuterState) -> tuple:
-        where = jax.tree.map(lambda x: x.sharding, fresh.opt_states)
         if old is None or not jax.tree.leaves(old.opt_states):
             return fresh.opt_states
         why = difference(old.opt_states, fresh.opt_states)
         if self._is_same_cut() and why is None:
             self._kept["outer optimizer"] = "as it was"
-            return transfer.move(old.opt_states, where)
+            return transfer.move(old.opt_states, _shardings(fresh.opt_states))
         before, states = self._old.method.sync, old.opt_states
         trees = self._old.fragments.treedef, self._new.fragments.treedef
         if (
@@ -346,7 +316,15 @@ class _Adoption:
             )
             return fresh.opt_states
         self._kept["outer optimizer"] = "cut anew"
-        return transfer.move(cut, where)
+        return transfer.move(cut, _shardings(fresh.opt_states))
+
+
+def _shardings(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def _cast(tree: PyTree, like: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
 
 
 def _named(in_flight: tuple[Pending, ...]) -> str:
@@ -356,8 +334,3 @@ def _named(in_flight: tuple[Pending, ...]) -> str:
         for p in in_flight
         if p.start_step > 0
     )
-
-
-def _spread(x: jax.Array, ndim: int, num_regions: int) -> jax.Array:
-    """Broadcast `x` to every region, if there is a region axis."""
-    return x if x.ndim == ndim else for_all_regions(x, num_regions)

@@ -23,8 +23,8 @@ from cocodc_jax.models.config import (
 from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig
 from cocodc_jax.run.help import Option, Sections
 from cocodc_jax.run.optimizer_config import OPTIMIZERS
-from cocodc_jax.sharding.local_regions import HOW_MAPPED
-from cocodc_jax.sharding.optimizer_memory import MEMORIES
+from cocodc_jax.sharding.region_map import HOW_MAPPED
+from cocodc_jax.sharding.shardings import MEMORIES
 from cocodc_jax.sync.cutting import STRATEGIES
 from cocodc_jax.sync.messages import MEANS
 from cocodc_jax.sync.method import WEIGHTS

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.kinds import Kind, free, of_kind
 from cocodc_jax.models import StageCodec
-from cocodc_jax.sharding.local_regions import check_how
-from cocodc_jax.sharding.optimizer_memory import check_memory
+from cocodc_jax.sharding.region_map import check_how
+from cocodc_jax.sharding.shardings import check_memory
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.train.hooks import Cadence
 from cocodc_jax.train.spikes import SpikeWatch

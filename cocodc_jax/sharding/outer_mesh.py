@@ -33,10 +33,7 @@ PROCESS = "process"
 
 
 def outer_device(mesh: Mesh, process: int | None = None, channel: int = 0) -> Any:
-    """Return the device of the outer state: a CPU device outside `mesh`, if any.
-
-    Of this process, and of the outer mesh with the index `channel`.
-    """
+    """Return a process's device of the outer state: a CPU outside `mesh`, if any."""
     process = jax.process_index() if process is None else process
     spare = _spare_devices(mesh, process)
     own = [d for d in mesh.devices.flat if d.process_index == process]
@@ -73,10 +70,7 @@ def outer_sharding(mesh: Mesh, channel: int = 0) -> Sharding:
 
 
 def outer_rows(mesh: Mesh, channel: int = 0) -> Sharding:
-    """Return the sharding of messages `[R, n]` on the outer mesh.
-
-    Rows are on their regions' processes, which share the columns equally.
-    """
+    """Shard messages `[R, n]` by rows over regions, by columns over their processes."""
     if jax.process_count() == 1:
         return SingleDeviceSharding(outer_device(mesh, channel=channel))
     return NamedSharding(outer_mesh(mesh, channel), P(PROCESS, INSIDE))
@@ -86,10 +80,8 @@ def outer_mesh(mesh: Mesh, channel: int = 0) -> Mesh:
     """Make a mesh of the outer devices of all processes, in the order of their regions.
 
     If the processes of a region do not hold blocks of its devices, see `process_grid`,
-    they are placed along the data axis.
-
-    Raises:
-      ValueError: if processes neither hold full regions nor make up full ones.
+    they are placed along the data axis. Refuses processes that neither hold full
+    regions nor make up full ones.
     """
     shards = [_processes(shard) for shard in mesh.devices]
     processes = _processes(mesh.devices)
@@ -110,10 +102,9 @@ def outer_mesh(mesh: Mesh, channel: int = 0) -> Mesh:
 
 
 def process_grid(mesh: Mesh) -> tuple[int, ...] | None:
-    """Return how many processes of a region there are along each axis inside it.
+    """Return how many processes of a region there are along each axis of `INSIDE`.
 
-    A number for each of `INSIDE`, 1 if each region is one process; None if processes do
-    not hold equally many adjacent devices that form a block.
+    None if processes do not hold equally many adjacent devices that form a block.
     """
     sizes = mesh.devices.shape[1:]
     num = len(_processes(mesh.devices[0]))

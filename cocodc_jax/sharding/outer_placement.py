@@ -45,28 +45,19 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class OuterPlacement:
-    """Where the outer state of a run is.
+    """Where the outer state of a run is."""
 
-    Attributes:
-      kind: "host", "processes", "device", "mesh", "pinned" or "regional".
-      means: where means arrive: "outer", where the outer state is; "mesh", equal in all
-        regions; or "regions", one for each.
-      shardings: of all other arrays.
-    """
-
-    kind: str
+    kind: str  # "host", "processes", "device", "mesh", "pinned" or "regional".
+    # Where means arrive: "outer", where the outer state is; "mesh", equal in all
+    # regions; or "regions", one for each.
     means: str
-    shardings: Shardings
+    shardings: Shardings  # Of all other arrays.
 
     @classmethod
     def resolve(
         cls, outer: Outer, shardings: Shardings, exchange: str, overlap: bool
     ) -> OuterPlacement:
-        """Choose the placement of a method's outer state.
-
-        By the exchange ("program", "outer" or "elastic"), and by whether syncs and
-        inner steps share a program.
-        """
+        """Choose by the exchange and whether syncs and inner steps share a program."""
         mesh, kind = shardings.mesh, "host"
         means = "mesh" if exchange == "program" else "outer"
         if isinstance(outer, RegionalOuter):
@@ -108,10 +99,7 @@ class OuterPlacement:
         return not self.on_mesh and len(self.shardings.channels) > 1
 
     def lay(self, fragment_id: int, tree: PyTree, channel: int | None = None) -> PyTree:
-        """Return the shardings of a fragment's parameters or optimizer state.
-
-        On its own outer mesh, or on another one.
-        """
+        """Return the shardings of a fragment's outer parameters or optimizer state."""
         if self.kind == "regional":
             return self.shardings.of_regions(fragment_id, tree)
         if self.kind == "device":

@@ -1,4 +1,14 @@
-"""Shardings of all arrays of a run."""
+"""Shardings of all arrays of a run, and the memory of the inner optimizer's state.
+
+Of P parameters of 4 bytes Adam keeps 8 P bytes that a step needs once, at its end. In
+the pinned memory of the accelerators' hosts they leave accelerator memory for
+activations. Each inner step loads a device's share and stores it back: 16 bytes per
+parameter over the host link, concurrently with matrix products if the compiler finds
+room. Leaves that are not shaped like a parameter stay on the devices.
+
+In a segment with syncs (`program/segment.py`) a TPU's compiler (libtpu 0.0.42) then
+peels the last step off the scan, and makes a message arrive before that step.
+"""
 
 from __future__ import annotations
 
@@ -14,43 +24,36 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.core.state import RegionState
 from cocodc_jax.sharding.mesh import DATA, EXPERT, regional, spec_axes
 from cocodc_jax.sharding.outer_mesh import check_channels, outer_rows, outer_sharding
+from cocodc_jax.sharding.transfer import PINNED
 from cocodc_jax.sync.fragments import Fragments, LeafSlice
+from cocodc_jax.sync.method import Method
 
 PyTree = Any
+MEMORIES = ("device", "host")  # Of the inner optimizer's state.
 ByPath = dict[str, NamedSharding]
 
 
 class Channel(NamedTuple):
-    """Shardings on one outer mesh.
+    """Shardings on one outer mesh."""
 
-    Attributes:
-      host: of state on its devices, one copy in each process.
-      rows: of messages on its devices, regions over processes, and columns over the
-        processes of a region.
-    """
-
-    host: Sharding
+    host: Sharding  # Of state on its devices, one copy in each process.
+    # Of messages on its devices, regions over processes, and columns over the processes
+    # of a region.
     rows: Sharding
 
 
 @dataclasses.dataclass(frozen=True)
 class Shardings:
-    """Shardings of a run's arrays.
+    """Shardings of a run's arrays."""
 
-    Attributes:
-      mesh: the inner mesh.
-      region: a tree of a `RegionState`'s shardings, regions over the region axis.
-      params: of one set of parameters on the mesh, replicated over regions.
-      fragments: of each fragment on the mesh, replicated over regions.
-      staged: of each fragment with its region axis.
-      channels: the outer meshes; fragments are assigned to them in turn.
-    """
-
-    mesh: Mesh
+    mesh: Mesh  # The inner mesh.
+    # A tree of a `RegionState`'s shardings, regions over the region axis.
     region: RegionState
-    params: PyTree
+    params: PyTree  # Of one set of parameters on the mesh, replicated over regions.
+    # Of each fragment on the mesh, replicated over regions.
     fragments: tuple[ByPath, ...]
-    staged: tuple[ByPath, ...]
+    staged: tuple[ByPath, ...]  # Of each fragment with its region axis.
+    # The outer meshes; fragments are assigned to them in turn.
     channels: tuple[Channel, ...]
 
     @classmethod
@@ -64,17 +67,11 @@ class Shardings:
         outer_channels: int = 1,
         optimizer_memory: str | None = None,
     ) -> Shardings:
-        """Derive all shardings from those of one region's parameters.
+        """Derive all shardings from `specs`, those of one region's parameters.
 
-        Args:
-          mesh: the inner mesh.
-          fragments: the cut of the parameters.
-          optimizer: the inner optimizer; its state is sharded like the parameters.
-          shapes: shapes of one region's parameters.
-          specs: for each parameter a `PartitionSpec` over the axes inside a region.
-          outer_channels: number of outer meshes; refused if devices are too few.
-          optimizer_memory: memory kind of the inner optimizer's state, for leaves
-            shaped like a parameter; None is the devices' default.
+        The inner optimizer's state is sharded like the parameters. Its leaves that are
+        shaped like one have the memory kind `optimizer_memory`; None is the devices'
+        default. Refuses more outer meshes than there are devices for.
         """
         check_channels(mesh, outer_channels)
         listed, leaves = jax.tree.leaves(specs), jax.tree.leaves(shapes)
@@ -180,3 +177,57 @@ def named(shardings: ByPath, path: Any) -> Any:
     """Return the sharding by the end of a leaf's path, None if there is none."""
     key = getattr(path[-1], "key", None) if path else None
     return shardings.get(key) if isinstance(key, str) else None
+
+
+def check_memory(memory: str) -> None:
+    """Refuse a value that is not in `MEMORIES`."""
+    if memory not in MEMORIES:
+        raise ValueError(
+            f"optimizer_memory={memory!r} is unknown; use one of {MEMORIES}"
+        )
+
+
+def memory_kind(memory: str, mesh: Mesh, method: Method) -> str | None:
+    """Return JAX's memory kind for `memory`; None is the devices' default.
+
+    Refused where a method uses the state outside inner steps and merges.
+    """
+    check_memory(memory)
+    if memory == "device":
+        return None
+    device = mesh.devices.flat[0]
+    there = sorted(each.kind for each in device.addressable_memories())
+    if PINNED not in there:
+        raise ValueError(
+            f"optimizer_memory={memory!r} needs memory of the kind {PINNED!r}, and "
+            f"{device.platform} has {there}; use 'device'"
+        )
+    sync = method.sync
+    if sync is not None and (sync.moments or sync.robust):
+        what = "averages moments" if sync.moments else "puts regions back"
+        raise ValueError(
+            f"optimizer_memory={memory!r} is not for method={method.name!r}, which "
+            f"{what}; use 'device'"
+        )
+    return PINNED
+
+
+def load(opt_state: PyTree, lies: PyTree) -> PyTree:
+    """Load state from host memory to the devices, in a program of the mesh."""
+    return _moved(opt_state, lies, jax.memory.Space.Device)
+
+
+def offload(opt_state: PyTree, lies: PyTree) -> PyTree:
+    """Invert `load`."""
+    return _moved(opt_state, lies, jax.memory.Space.Host)
+
+
+def _moved(opt_state: PyTree, lies: PyTree, space: Any) -> PyTree:
+    def one(x, sharding):
+        if isinstance(x, optax.MaskedNode):
+            return x
+        return jax.device_put(x, space) if sharding.memory_kind == PINNED else x
+
+    return jax.tree.map(
+        one, opt_state, lies, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
+    )

@@ -44,14 +44,10 @@ def put(tree: PyTree, shardings: Any) -> PyTree:
 
 
 def put_own(x: np.ndarray, sharding: Sharding, num_rows: int, axis: int) -> jax.Array:
-    """Place host values of which every process has its own regions' rows.
+    """Place host values of which every process has its own regions' rows, in order.
 
-    Args:
-      x: this process's full rows along `axis`, in order; the processes of one region
-        pass the same.
-      sharding: rows over shards, of which each has equally many; other axes in any way.
-      num_rows: of all processes.
-      axis: the region axis.
+    The processes of one region pass the same rows. `sharding` divides the rows, which
+    are along `axis` and `num_rows` in all, evenly; other axes in any way.
     """
     shape = (*x.shape[:axis], num_rows, *x.shape[axis + 1 :])
     indices = _own_indices(sharding, shape).values()
@@ -70,12 +66,8 @@ def move(tree: PyTree, shardings: Any) -> PyTree:
     """Move device arrays that are equal in all regions to other devices.
 
     All leaves move in one call, as a call costs as much as ten arrays. Arrays that are
-    already there are returned without a copy.
-
-    Args:
-      tree: arrays whose new shards are addressable in every process, or which can be
-        replicated on all devices first.
-      shardings: one for all leaves, or a tree of them.
+    already there are returned without a copy. Arrays whose new shards are not
+    addressable in every process are replicated on all devices first.
     """
     leaves, treedef = jax.tree.flatten(tree)
     where = [shardings] * len(leaves)
@@ -125,13 +117,11 @@ def out_of_host_memory(tree: PyTree) -> PyTree:
 def gather_rows(tree: PyTree, sharding: Sharding) -> PyTree:
     """Move regional arrays `[R, ...]` to one device per process, rows concatenated.
 
-    Args:
-      tree: arrays with regions on their leading axis, replicated inside each region; or
-        `[R, n]` with columns sharded over the devices of a region, of which each
-        process moves its own devices' columns.
-      sharding: of the result: all rows on one device; or for arrays `[R, n]`, the rows
-        over one device of each process, in the order of the processes, and if a region
-        has several processes an equal share of the columns on each, padded at the end.
+    They are replicated inside each region; or `[R, n]` with columns sharded over the
+    devices of a region, of which each process moves its own devices' columns.
+    `sharding` has all rows on one device; or for arrays `[R, n]`, the rows over one
+    device of each process, in the order of the processes, and if a region has several
+    processes an equal share of the columns on each, padded at the end.
     """
 
     def one(x):

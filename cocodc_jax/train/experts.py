@@ -34,9 +34,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.sharding import transfer
-from cocodc_jax.sharding.local_regions import LocalRegions
 from cocodc_jax.sharding.mesh import REGION, batch_axes
-from cocodc_jax.sharding.region_map import psum_over_regions, region_shard_map
+from cocodc_jax.sharding.region_map import (
+    LocalRegions,
+    psum_over_regions,
+    region_shard_map,
+)
 from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import cocodc_jax as cc
-from cocodc_jax.program import checks
+from cocodc_jax.program.batches import check_batches
 
 TOKENS = np.arange(4 * 2 * 8).reshape(4, 2, 8) % 16
 DILOCO = cc.methods.get("diloco")
@@ -75,11 +75,11 @@ def test_leaves_have_as_many_steps(program, state):
 
 def test_a_process_gives_the_rows_of_its_own_regions():
     """As in each of two processes with two of four regions."""
-    assert checks.check_batches({"x": np.zeros((3, 2, 8))}, 4, own_regions=2) == 3
+    assert check_batches({"x": np.zeros((3, 2, 8))}, 4, own_regions=2) == 3
     with pytest.raises(ValueError, match=r"rows of all 4 regions, .* alone, here 2"):
-        checks.check_batches({"x": np.zeros((3, 4, 8))}, 4, own_regions=2)
+        check_batches({"x": np.zeros((3, 4, 8))}, 4, own_regions=2)
     with pytest.raises(ValueError, match="must be the 2 regions of this process"):
-        checks.check_batches({"x": np.zeros((3, 3, 8))}, 4, own_regions=2)
+        check_batches({"x": np.zeros((3, 3, 8))}, 4, own_regions=2)
 
 
 def test_a_donated_state_is_refused_not_read(program, state):

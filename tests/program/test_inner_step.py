@@ -13,8 +13,8 @@ from cocodc_jax import methods
 from cocodc_jax.aot import hlo
 from cocodc_jax.aot.collectives import collectives
 from cocodc_jax.program import batches as counted
-from cocodc_jax.sharding.local_regions import LocalRegions
 from cocodc_jax.sharding.mesh import REGION, make_mesh
+from cocodc_jax.sharding.region_map import LocalRegions
 from tests.jaxprs import equations
 from tests.numerics import assert_within_ulps
 from tests.program import tiny

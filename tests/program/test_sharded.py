@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
-from cocodc_jax.sharding import optimizer_memory as optimizer_place
+from cocodc_jax.sharding import shardings as optimizer_place
 from cocodc_jax.sharding.mesh import make_mesh, regional
-from cocodc_jax.sharding.optimizer_memory import memory_kind
+from cocodc_jax.sharding.shardings import memory_kind
 from tests.numerics import assert_all_close, assert_within_ulps
 from tests.program import tiny
 

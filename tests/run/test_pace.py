@@ -12,7 +12,7 @@ from cocodc_jax import models
 from cocodc_jax.run import build
 from cocodc_jax.run.losses import paced
 from cocodc_jax.run.presets import PRESETS
-from cocodc_jax.sharding.local_regions import LocalRegions
+from cocodc_jax.sharding.region_map import LocalRegions
 from tests.numerics import assert_within_ulps
 
 REGIONS, STEPS, SECONDS = 4, 2, 0.4

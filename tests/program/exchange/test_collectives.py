@@ -21,10 +21,13 @@ from cocodc_jax.exchange import between_hosts as combining
 from cocodc_jax.exchange import collectives, flat_buffer
 from cocodc_jax.exchange.in_program import make_ring_sum
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding.local_regions import LocalRegions, for_all_regions
 from cocodc_jax.sharding.mesh import INSIDE, REGION, make_mesh
 from cocodc_jax.sharding.outer_mesh import PROCESS
-from cocodc_jax.sharding.region_map import region_shard_map
+from cocodc_jax.sharding.region_map import (
+    LocalRegions,
+    for_all_regions,
+    region_shard_map,
+)
 from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.summed import ByRings

@@ -23,9 +23,9 @@ from cocodc_jax.exchange.in_program import joined, make_crossing, shares_everywh
 from cocodc_jax.exchange.programs import Devices
 from cocodc_jax.exchange.regional_outer import make_regional_send
 from cocodc_jax.program import inner_step as step
-from cocodc_jax.sharding.local_regions import LocalRegions
 from cocodc_jax.sharding.mesh import make_mesh, regional
 from cocodc_jax.sharding.outer_placement import OuterPlacement
+from cocodc_jax.sharding.region_map import LocalRegions
 from cocodc_jax.sharding.shardings import Shardings
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.messages import AsIs, Compressed

@@ -1,6 +1,6 @@
-"""Average the inner optimizer's moments over regions.
+"""Average state beside the parameters: Adam's moments, and the model's own state.
 
-Inside a program they are all-reduced. On the outer mesh they are packed into a flat
+Inside a program moments are all-reduced. On the outer mesh they are packed into a flat
 buffer, averaged between hosts, and copied back. Both sum in at least float32, and count
 the bytes so.
 """
@@ -21,15 +21,18 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.exchange import flat_buffer
 from cocodc_jax.exchange.base import Exchange, SyncSpec
 from cocodc_jax.exchange.between_hosts import OnOuterMesh, make_combine
-from cocodc_jax.exchange.pseudo_gradient import sum_of_block
-from cocodc_jax.sharding.local_regions import for_all_regions
-from cocodc_jax.sharding.mesh import REGION, regional
+from cocodc_jax.exchange.collectives import averaged
+from cocodc_jax.sharding.mesh import REGION, regional, wants_flat_buffer
 from cocodc_jax.sharding.region_map import (
     as_varying,
+    for_all_regions,
     psum_over_regions,
     region_shard_map,
+    sum_of_block,
 )
 from cocodc_jax.sync import moments
+from cocodc_jax.sync.model_state import is_float
+from cocodc_jax.sync.robust import is_finite
 from cocodc_jax.sync.schedules.base import Event
 from cocodc_jax.transforms.numerics import wide_dtype, widen
 
@@ -42,7 +45,8 @@ class MomentPrograms:
     def __init__(self, spec: SyncSpec, exchange: Exchange, opt_state: PyTree):
         """Compile nothing."""
         self._spec, self._exchange, self._shapes = spec, exchange, opt_state
-        self._inside = exchange.shares_mesh
+        assert spec.sync.moments is not None
+        self._every, self._inside = spec.sync.moments, exchange.shares_mesh
         if not moments.take(opt_state, ()):
             raise ValueError(
                 "sync_moments finds no moments in the inner optimizer's state, which "
@@ -53,15 +57,12 @@ class MomentPrograms:
     @property
     def num_rounds(self) -> int:
         """Number of rounds after which the moments due repeat."""
-        sync = self._spec.sync
-        assert sync.moments is not None
-        return math.lcm(max(sync.moments.first, 1), max(sync.moments.second, 1))
+        return math.lcm(max(self._every.first, 1), max(self._every.second, 1))
 
     def due(self, event: Event) -> tuple[str, ...]:
         """Return the names of the moments that are sent with a sync."""
-        sync = self._spec.sync
-        assert sync.moments is not None
-        return sync.moments.due(event.start_step // sync.schedule.sync_interval)
+        interval = self._spec.sync.schedule.sync_interval
+        return self._every.due(event.start_step // interval)
 
     def num_bytes(self, due: tuple[str, ...]) -> int:
         """Return the bytes of the moments due that one region sends."""
@@ -74,24 +75,17 @@ class MomentPrograms:
     def average(
         self, opt_state: PyTree, weights: tuple[float, ...], due: tuple[str, ...]
     ) -> tuple[PyTree, jax.Array]:
-        """Replace the moments due by their mean over regions.
+        """Replace the moments due, at least one, by their mean; donates `opt_state`.
 
-        Args:
-          opt_state: leaves `[R, ...]`; donated.
-          weights: of the regions, of sum 1.
-          due: names of the moments, at least one.
-
-        Returns:
-          The regions' optimizer state, and an array of the mean that is ready when all
-          of it is.
+        Returns the optimizer state, and an array that is ready when all of it is.
         """
         if due not in self._programs:
             make = self._make_inside if self._inside else self._make_outside
             self._programs[due] = make(due)
-        host = np.array(weights, float)
-        if self._inside:
-            host = self._spec.devices.put(host, regional(self._spec.mesh))
-        return self._programs[due](opt_state, host)
+        spec = self._spec
+        where = spec.shardings.channel(0).host
+        where = regional(spec.mesh) if self._inside else where
+        return self._programs[due](opt_state, spec.devices.weights(weights, where))
 
     def _make_inside(self, due: tuple[str, ...]) -> Callable:
         spec = self._spec
@@ -118,8 +112,7 @@ class MomentPrograms:
     def _make_outside(self, due: tuple[str, ...]) -> Callable:
         spec, exchange = self._spec, self._exchange
         assert isinstance(exchange, OnOuterMesh)
-        channel, mesh = spec.shardings.channel(0), spec.mesh
-        devices = spec.devices
+        channel, mesh, devices = spec.shardings.channel(0), spec.mesh, spec.devices
         shapes = moments.take(self._shapes, due)
         common = _common_dtype(jax.tree.leaves(shapes))
         wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, common), shapes)
@@ -145,7 +138,7 @@ class MomentPrograms:
 
         def average(opt_state, weights):
             rows = devices.gather_rows(pack(opt_state), channel.rows)
-            mean, _ = cross(rows, devices.put(weights, channel.host))
+            mean, _ = cross(rows, weights)
             one = jax.tree.leaves(mean)[0]
             return hand_out(opt_state, devices.move(mean, inside)), one
 
@@ -167,3 +160,34 @@ def _handed_out(
 def _common_dtype(leaves: list) -> np.dtype:
     each = (wide_dtype(x.dtype) for x in leaves)
     return np.dtype(jnp.result_type(jnp.float32, *each))
+
+
+def make_model_average(spec: SyncSpec) -> Callable | None:
+    """Make `average(model_state, params) -> (model_state, one)`, None if not needed.
+
+    It donates its first argument. `params` are the regions', to check for a robust
+    mean, else None. `one` is an array that is ready when the mean is, never donated.
+    """
+    state = spec.model_state
+    if state is None or not state.averaged_bytes or spec.regions.num == 1:
+        return None
+    # Few bytes: use the algorithm with the fewest delays.
+    kind = "direct" if wants_flat_buffer(spec.mesh) else None
+
+    def average(tree: PyTree, params: PyTree) -> tuple[PyTree, jax.Array]:
+        counted = None
+        if spec.sync.robust:
+            counted = jax.vmap(is_finite)((tree, params))
+        new = averaged(tree, spec.local, kind, counted)
+        first = next(filter(is_float, jax.tree.leaves(new)))
+        return new, first.reshape(spec.local.size, -1)[:, 0]
+
+    mapped = region_shard_map(
+        average, spec.mesh, in_specs=P(REGION), out_specs=P(REGION)
+    )
+    return spec.devices.jit(
+        mapped,
+        "mean of model state",
+        donate_argnums=0,
+        out_shardings=regional(spec.mesh),
+    )
