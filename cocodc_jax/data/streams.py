@@ -117,7 +117,6 @@ class TrainStream:
     """
 
     def __init__(self, iterators: Mapping[int, Any], fingerprint: str):
-        """Join the streams of single regions."""
         self._iterators = iterators
         self._fingerprint = fingerprint
 

@@ -91,7 +91,6 @@ class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer`, from a `tokenizer.json` or trained by `train_bpe`."""
 
     def __init__(self, tokenizer: Any, folder: TokenizerFolder | None = None):
-        """Find the end-of-text token."""
         if folder is not None:
             folder.check(tokenizer)
         said = folder and folder.eos_token

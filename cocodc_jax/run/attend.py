@@ -179,7 +179,6 @@ class Tracking:
     wandb_mode: str = ""
 
     def __post_init__(self):
-        """Validate the words."""
         if self.wandb_mode not in ("", *MODES):
             raise ValueError(
                 f"wandb_mode={self.wandb_mode!r} is unknown; use one of {MODES}"

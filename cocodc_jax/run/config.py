@@ -49,7 +49,6 @@ class TrainConfig:
     optimizer: OptimizerConfig
 
     def __post_init__(self):
-        """Validate sections against one another."""
         if self.optimizer.warmup_steps >= self.run.steps:
             raise ValueError(
                 f"warmup_steps={self.optimizer.warmup_steps} must be less than steps="

@@ -20,7 +20,6 @@ class Option:
     choices: Collection[str] = ()  # Its possible values, if there are few.
 
     def __str__(self) -> str:
-        """Return its name and value, with its help next to or below them."""
         text = self.text if self.text.endswith("...") else f"{self.text.rstrip('.')}."
         if self.choices:
             text += f" One of {', '.join(self.choices)}."

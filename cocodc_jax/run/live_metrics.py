@@ -86,7 +86,6 @@ class LiveMetrics:
         peak_tokens_per_second: float | None = None,
         now: Callable[[], float] = time.time,
     ):
-        """Start before the first turn."""
         self.members: Callable[[], int | None] = lambda: num_regions
         self._now, self._tokens_at, self._peak = now, tokens_at, peak_tokens_per_second
         self._lock = threading.Lock()

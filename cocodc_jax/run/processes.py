@@ -63,7 +63,6 @@ class Processes:
     heartbeat_timeout_s: int = 30
 
     def __post_init__(self):
-        """Validate what can be checked without the other processes."""
         for name in ("start_timeout_s", "heartbeat_timeout_s"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

@@ -133,7 +133,6 @@ class RunConfig:
     max_rollbacks: int = 0
 
     def __post_init__(self):
-        """Validate the numbers."""
         for name in (
             "steps", "regions", "data_axis", "model_axis", "expert_axis",
             "sequence_axis", "accumulate_steps", "outer_channels", "stages",

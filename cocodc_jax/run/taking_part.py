@@ -66,7 +66,6 @@ class Attendance:
         folder: pathlib.Path,
         digests: bool,
     ):
-        """Open the region's own folder for writing."""
         self._program, self._exchange, self._link = program, program.elastic, link
         self._folder, self._digests = folder, digests
         self._view, self.step = link.view, 0

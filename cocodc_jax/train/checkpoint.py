@@ -61,7 +61,6 @@ class Checkpoints:
     """The checkpoints of one run, newest last; use as a context manager."""
 
     def __init__(self, directory: str | pathlib.Path, keep: int = 2):
-        """Open or create `directory`."""
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1 checkpoint")
         self._in_bucket = is_in_bucket(directory)
@@ -78,7 +77,6 @@ class Checkpoints:
         )
 
     def __enter__(self) -> Checkpoints:
-        """Do nothing: the folder is open."""
         return self
 
     def __exit__(self, *exception: Any) -> None:

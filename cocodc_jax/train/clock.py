@@ -52,7 +52,6 @@ class FlightRecorder:
     """
 
     def __init__(self, earlier_s: float = 0.0):
-        """Start the clock."""
         self._zero = time.perf_counter() - earlier_s
         self._steps: queue.SimpleQueue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -70,7 +69,6 @@ class FlightRecorder:
         self._walker.start()
 
     def __enter__(self) -> FlightRecorder:
-        """Do nothing: the clock is running."""
         return self
 
     def __exit__(self, kind, *exception) -> None:

@@ -27,7 +27,6 @@ class Cadence:
     checkpoint_every: int = 0
 
     def __post_init__(self):
-        """Validate the numbers."""
         if self.log_every < 1:
             raise ValueError(f"log_every={self.log_every} must be at least 1 step")
         for name in ("eval_every", "checkpoint_every"):

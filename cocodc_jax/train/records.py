@@ -30,7 +30,6 @@ class Records:
         tokens_at: Callable[[int], int],
         spikes: Spikes | None = None,
     ):
-        """Start with empty sums."""
         self._write, self._log_every, self._tokens_at = write, log_every, tokens_at
         self._spikes = spikes
         self.spikes: list[Spike] = []

@@ -45,7 +45,6 @@ class LossSpikeError(ArithmeticError):
     """
 
     def __init__(self, spikes: list[Spike], last_good: int | None):
-        """Name the spikes and the last good checkpoint."""
         self.spikes = spikes
         first = spikes[0]
         where = "there is none" if last_good is None else f"step {last_good}"
@@ -70,7 +69,6 @@ class SpikeWatch:
     rolls_back: bool = False
 
     def __post_init__(self):
-        """Validate the threshold."""
         if not 0 <= self.zscore < math.inf:
             raise ValueError(
                 f"spike_zscore={self.zscore} must be a positive number of robust "
@@ -90,7 +88,6 @@ class Spikes:
     """Looks for spikes, step by step."""
 
     def __init__(self, zscore: float):
-        """Start without history; `zscore` is the threshold."""
         self._zscore = zscore
         self._past: list[collections.deque[float]] = []
         self._high: list[collections.deque[int]] = []

@@ -42,7 +42,6 @@ class Documents(abc.ABC):
         """Return the source of element `index` and the size of its text in bytes."""
 
     def __iter__(self) -> Iterator[str]:
-        """Go through the documents, one by one."""
         return itertools.chain.from_iterable(map(self.texts, range(len(self))))
 
 
@@ -68,7 +67,6 @@ class StoredDocuments(Documents):
 
     # Any: TFDS declares its builders without the types that its decorators hide.
     def __init__(self, builder: Any, split: str, text_feature: str):
-        """Open one split of a prepared set."""
         self._records = builder.as_data_source(split=split)
         self._text_feature = text_feature
         whole = builder.info.splits[split.partition("[")[0]]

@@ -72,7 +72,6 @@ class RowDocuments(Documents):
         files: Sequence[tuple[RowFile, str]],
         held_out: tuple[float, bool] | None = None,
     ):
-        """Put the chunks in their order."""
         self._files, self._held_out = files, held_out
         self._ends = list(itertools.accumulate(f.num_chunks for f, _ in files))
         self._order = np.random.default_rng(0).permutation(self._ends[-1])

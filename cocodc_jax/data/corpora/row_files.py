@@ -160,7 +160,6 @@ class Parquet(_Columns):
     """A Parquet file."""
 
     def __init__(self, path: pathlib.Path, field: str, chunk_bytes: int):
-        """Read the file's footer."""
         self.path, self._field = path, field
         parquet = _pyarrow("parquet", path)
         with _reading(path), parquet.ParquetFile(path) as file:
@@ -184,7 +183,6 @@ class Arrow(_Columns):
     """An Arrow stream, as `datasets` saves it, or an Arrow file."""
 
     def __init__(self, path: pathlib.Path, field: str, chunk_bytes: int):
-        """Map the file into memory."""
         self.path = path
         arrow, ipc = _pyarrow("", path), _pyarrow("ipc", path)
         with _reading(path):
