@@ -9,19 +9,10 @@ from cocodc_jax.report.runs import Run, by_method, loss_at_bytes, steps_to_loss
 
 # What a row is made of, from `summary.json`.
 MEASURES = (
-    "eval_loss",
-    "eval_perplexity",
-    "eval_loss_outer",
-    "region_drift",
-    "outer_bytes",
-    "bytes_sent_per_region",
-    "stall_seconds",
-    "exposed_share",
-    "goodput",
-    "tokens_per_second",
-    "seconds",
-    "correction_ratio",
-)
+    "eval_loss", "eval_perplexity", "eval_loss_outer", "region_drift", "outer_bytes",
+    "bytes_sent_per_region", "stall_seconds", "exposed_share", "goodput",
+    "tokens_per_second", "seconds", "correction_ratio",
+)  # fmt: skip
 
 
 def compare(
@@ -89,11 +80,12 @@ def _equal_bytes(
     """Return whose bytes all methods are compared at, and how many they are."""
     sent = {name: row["evaluated_bytes"][1] for name, row in rows.items()}
     sent = {name: size for name, size in sent.items() if size > 0}
-    if not sent:
-        return None, None
-    if target_method not in sent:
-        target_method = min(sent, key=sent.__getitem__)
-    return target_method, sent[target_method]
+    whose = (
+        target_method
+        if target_method in sent
+        else min(sent, key=sent.get, default=None)
+    )
+    return whose, sent.get(whose)
 
 
 def spread(values: Sequence[float | None]) -> dict[str, float] | None:
@@ -116,11 +108,8 @@ def _row(runs: Sequence[Run]) -> dict[str, Any]:
     }
     for measure in MEASURES:
         row[measure] = spread([run.summary[measure] for run in runs])
-    sizes = [
-        [record["bytes_sent_per_region"] for record in run.of_kind("eval")]
-        for run in runs
-    ]
-    row["evaluated_bytes"] = [max(x[0] for x in sizes), min(x[-1] for x in sizes)]
+    evals = [run.losses_by("bytes_sent_per_region") for run in runs]
+    row["evaluated_bytes"] = [max(x[0][0] for x in evals), min(x[-1][0] for x in evals)]
     return row
 
 

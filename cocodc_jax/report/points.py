@@ -7,7 +7,14 @@ import numpy as np
 
 from cocodc_jax._extras import extra
 from cocodc_jax.report.comparison import Point, pareto
-from cocodc_jax.report.plots import COLORS, MARKERS, new_figure, scale_bytes, tidy
+from cocodc_jax.report.plots import (
+    COLORS,
+    LEADER,
+    MARKERS,
+    new_figure,
+    scale_bytes,
+    tidy,
+)
 from cocodc_jax.report.units import format_bytes
 
 with extra("report"):
@@ -87,13 +94,7 @@ def _write(
     axes: Axes, name: str, point: tuple[float, float], place: tuple[float, float]
 ) -> None:
     is_right = place[0] >= 0
-    line = {
-        "arrowstyle": "-",
-        "color": "#aaaaaa",
-        "linewidth": 0.6,
-        "relpos": (0.0 if is_right else 1.0, 0.5),
-        "shrinkA": 0,
-    }
+    line = LEADER | {"relpos": (0.0 if is_right else 1.0, 0.5), "shrinkA": 0}
     axes.annotate(
         name,
         xy=point,

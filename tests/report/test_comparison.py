@@ -141,7 +141,7 @@ class Checker(html.parser.HTMLParser):
 def render(runs):
     text = page.render(
         compare(runs),
-        [page.Picture("A <caption>", b"\x89PNG")],
+        {"A <caption>": b"\x89PNG"},
         "python -m x --a='<b>'",
         {"key": "</pre><script>"},
         "Some machine.",
