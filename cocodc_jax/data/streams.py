@@ -54,12 +54,10 @@ class TokenizedDocuments:
     """
 
     def __init__(self, documents: Documents, tokenizer: Tokenizer):
-        self._documents = documents
-        self._tokenizer = tokenizer
+        self._documents, self._tokenizer = documents, tokenizer
         self.dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
         self._cache: dict[int, np.ndarray] = {}
-        self._num_cached_tokens = 0
-        self._lock = threading.Lock()
+        self._num_cached_tokens, self._lock = 0, threading.Lock()
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -117,8 +115,7 @@ class TrainStream:
     """
 
     def __init__(self, iterators: Mapping[int, Any], fingerprint: str):
-        self._iterators = iterators
-        self._fingerprint = fingerprint
+        self._iterators, self._fingerprint = iterators, fingerprint
 
     def __iter__(self) -> Self:
         return self
@@ -133,11 +130,7 @@ class TrainStream:
         return {"fingerprint": self._fingerprint, "regions": regions}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Move to where `state` was taken; the next batch is then the same.
-
-        Raises:
-          ValueError: if the state is of other data, or lacks a region.
-        """
+        """Move to where `state` was taken; the next batch is then the same."""
         if state["fingerprint"] != self._fingerprint:
             raise ValueError(
                 f"the state is of the data {state['fingerprint']!r}, but this stream "

@@ -14,14 +14,8 @@ from typing import Any
 
 EOS_TOKEN = "<|endoftext|>"
 _EOS_CANDIDATES = (
-    EOS_TOKEN,
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "<|im_end|>",
-    "[SEP]",
-)
+    EOS_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]",
+)  # fmt: skip
 JSON, CONFIG = "tokenizer.json", "tokenizer_config.json"
 # What else a tokenizer may have beside it.
 _BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")

@@ -47,19 +47,12 @@ class Documents(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A corpus that is on disk.
-
-    Attributes:
-      train: documents to train on.
-      validation: documents held out.
-      has_sources: whether documents name their source.
-      fingerprint: short text that changes with the documents or their split.
-    """
+    """A corpus that is on disk."""
 
     train: Documents
     validation: Documents
-    has_sources: bool
-    fingerprint: str
+    has_sources: bool  # Whether documents name their source.
+    fingerprint: str  # Changes with the documents or their split.
 
 
 class StoredDocuments(Documents):
