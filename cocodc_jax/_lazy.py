@@ -19,8 +19,8 @@ def attach(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Make a module's `__getattr__` and `__dir__`, as PEP 562 has them.
 
-    Names are found at `places`, MODULE or MODULE:NAME, by default those that the package
-    imports for type checkers.
+    Names are found at `places`, MODULE or MODULE:NAME, by default those of the imports
+    for type checkers.
     """
     places = typed_imports(package) if places is None else places
 

@@ -24,15 +24,10 @@ _CHECKED = ("bos_token", "eos_token", "unk_token")
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerFolder:
-    """What the files of a tokenizer say.
+    """What the files of a tokenizer say."""
 
-    Attributes:
-      path: the folder.
-      files: their content, by name.
-    """
-
-    path: pathlib.Path
-    files: dict[str, bytes]
+    path: pathlib.Path  # The folder.
+    files: dict[str, bytes]  # Their content, by name.
 
     @classmethod
     def read(cls, path: pathlib.Path) -> TokenizerFolder:

@@ -53,28 +53,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a region is given; what is not named here is as in `plan.Plan`.
+    """What a region is given; what is not named here is as in `plan.Plan`."""
 
-    Attributes:
-      region_id: from 0 to num_regions - 1.
-      folder: in which the command runs.
-      hosts_path: where the region's hosts file goes.
-      socket_fd: to the lab.
-      parent_pid: the lab's process; the region ends with it.
-    """
-
-    region_id: int
+    region_id: int  # From 0 to num_regions - 1.
     num_regions: int
     command: Sequence[str]
-    folder: str
+    folder: str  # In which the command runs.
     mtu_bytes: int
     window_bytes: int
     congestion_control: str
     restarts_slowly: bool
     grace_s: float
-    hosts_path: str
-    socket_fd: int
-    parent_pid: int
+    hosts_path: str  # Where the region's hosts file goes.
+    socket_fd: int  # To the lab.
+    parent_pid: int  # The lab's process; the region ends with it.
 
 
 def missing() -> list[str]:

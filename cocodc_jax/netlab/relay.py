@@ -31,24 +31,17 @@ _IDLE_S = 0.1  # select does not return when a signal asks to stop
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the relay is given; what is not named here is as in `plan.Plan`.
-
-    Attributes:
-      tun_fds: one non-blocking file descriptor per region.
-      traffic_path: where the counters go, every second and at the end.
-      changes_path: a file; the conditions' clock begins when it is there, at once for
-        "".
-      parent_pid: the lab's process; the relay ends with it.
-    """
+    """What the relay is given; what is not named here is as in `plan.Plan`."""
 
     regions: list[str]
-    tun_fds: list[int]
+    tun_fds: list[int]  # One non-blocking file descriptor per region.
     conditions: list[Conditions]
     buffer_s: float
     seed: int
-    traffic_path: str
+    traffic_path: str  # Where the counters go, every second and at the end.
+    # A file; the conditions' clock begins when it is there, at once for "".
     changes_path: str
-    parent_pid: int
+    parent_pid: int  # The lab's process; the relay ends with it.
 
     @classmethod
     def from_json(cls, text: str) -> "Settings":

@@ -56,24 +56,18 @@ When = TypeVar("When", int, float)
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is faulty, and the evidence for it.
+    """What is faulty, and the evidence for it."""
 
-    Attributes:
-      kind: "link", "sender", "receiver", "region", "partition" or "network" of
-        messages; "slow" of steps; "gone" of a region that takes part no
-        more, "silent" of one that is not heard and may be soon.
-      where: the regions by number: two of a link, none of the network, those of the
-        smaller part of a partition, else one.
-      seconds: the median of the bad values now.
-      usual: the median of their medians before.
-      score: the median of their robust z-scores.
-    """
-
+    # "link", "sender", "receiver", "region", "partition" or "network" of messages;
+    # "slow" of steps; "gone" of a region that takes part no more, "silent" of one that
+    # is not heard and may be soon.
     kind: str
+    # The regions by number: two of a link, none of the network, those of the smaller
+    # part of a partition, else one.
     where: tuple[int, ...]
-    seconds: float
-    usual: float
-    score: float
+    seconds: float  # The median of the bad values now.
+    usual: float  # The median of their medians before.
+    score: float  # The median of their robust z-scores.
 
     def explain(self, regions: tuple[str, ...] = (), unit: str = "s") -> str:
         """Say it in a line, with the evidence.

@@ -123,25 +123,16 @@ class Channel:
 
 @dataclasses.dataclass(eq=False)
 class Flight:
-    """One sync on its way.
+    """One sync on its way."""
 
-    Attributes:
-      start: the event of its start.
-      channel: its way.
-      times: what each region had measured as it left.
-      left_s: when each region was ready to send, `[M]`.
-      start_s: when its first byte could leave.
-      layers: (layer, transfer id), the one that is needed first in front.
-      bytes_sent: of each region, `[M]`.
-    """
-
-    start: Event
-    channel: Channel
-    times: Times
-    left_s: np.ndarray
-    start_s: float
+    start: Event  # The event of its start.
+    channel: Channel  # Its way.
+    times: Times  # What each region had measured as it left.
+    left_s: np.ndarray  # When each region was ready to send, `[M]`.
+    start_s: float  # When its first byte could leave.
+    # (layer, transfer id), the one that is needed first in front.
     layers: list[tuple[int, int]]
-    bytes_sent: np.ndarray
+    bytes_sent: np.ndarray  # Of each region, `[M]`.
 
     def arrived(self, time_s: float) -> bool:
         """Whether all of it is there; `time_s` as of `Channel.arrived`."""

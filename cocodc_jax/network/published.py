@@ -155,17 +155,11 @@ def required_gbps(
 
 @dataclasses.dataclass(frozen=True)
 class Speedup:
-    """DiLoCoX against all-reduce.
+    """DiLoCoX against all-reduce."""
 
-    Attributes:
-      all_reduce_tokens_per_s: simulated throughput of blocking data parallel.
-      dilocox_tokens_per_s: simulated throughput of the one-round-late method.
-      dilocox: its timeline.
-    """
-
-    all_reduce_tokens_per_s: float
-    dilocox_tokens_per_s: float
-    dilocox: Timeline
+    all_reduce_tokens_per_s: float  # Simulated throughput of blocking data parallel.
+    dilocox_tokens_per_s: float  # Simulated throughput of the one-round-late method.
+    dilocox: Timeline  # Its timeline.
 
     @property
     def factor(self) -> float:

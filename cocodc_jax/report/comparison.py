@@ -121,21 +121,13 @@ def _ratio(value: float | None, reference: float | None) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A configuration on the plane of bytes and loss.
+    """A configuration on the plane of bytes and loss."""
 
-    Attributes:
-      label: what it is, in a few words.
-      family: method; points of one have one marker and color.
-      bytes_per_step: that a region sends, above 0.
-      loss: nats per token.
-      half: half of the loss's interval, 0 if unknown.
-    """
-
-    label: str
-    family: str
-    bytes_per_step: float
-    loss: float
-    half: float = 0.0
+    label: str  # What it is, in a few words.
+    family: str  # Method; points of one have one marker and color.
+    bytes_per_step: float  # That a region sends, above 0.
+    loss: float  # Nats per token.
+    half: float = 0.0  # Half of the loss's interval, 0 if unknown.
 
 
 def pareto(points: Sequence[Point]) -> list[int]:

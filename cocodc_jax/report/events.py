@@ -21,15 +21,11 @@ WANDB_FILE = "wandb.json"
 
 
 class Mirror(NamedTuple):
-    """Where numbers go.
+    """Where numbers go."""
 
-    Attributes:
-      write: takes an inner step and the numbers by name.
-      close: flushes and ends it.
-    """
-
+    # Takes an inner step and the numbers by name.
     write: Callable[[int, Mapping[str, float]], None]
-    close: Callable[[], None]
+    close: Callable[[], None]  # Flushes and ends it.
 
 
 # Takes the folder of the run, and the step from which on a resumed run writes again, or

@@ -48,8 +48,9 @@ class RunProgress:
         self._begin_s = self._clock()
         if self._bar is not None:
             self._bar.start()
-            done = {"total": self._num_steps, "completed": self._start_step}
-            self._task = self._bar.add_task(self._label, **done, status="")
+            self._task = self._bar.add_task(
+                self._label, True, self._num_steps, self._start_step, status=""
+            )
         return self
 
     def __exit__(self, *exception: object) -> None:

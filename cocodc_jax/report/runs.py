@@ -76,21 +76,13 @@ def by_method(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Evaluation loss over the seeds of one method; all arrays have shape [points].
+    """Evaluation loss over the seeds of one method; all arrays have shape [points]."""
 
-    Attributes:
-      steps: inner steps at which every seed was evaluated.
-      bytes_sent: bytes one region had sent by then, mean over seeds.
-      mean: loss in nats per token, mean over seeds.
-      low: least loss of a seed.
-      high: greatest loss of a seed.
-    """
-
-    steps: np.ndarray
-    bytes_sent: np.ndarray
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
+    steps: np.ndarray  # Inner steps at which every seed was evaluated.
+    bytes_sent: np.ndarray  # Bytes one region had sent by then, mean over seeds.
+    mean: np.ndarray  # Loss in nats per token, mean over seeds.
+    low: np.ndarray  # Least loss of a seed.
+    high: np.ndarray  # Greatest loss of a seed.
 
 
 def eval_curve(runs: Sequence[Run]) -> Curve:

@@ -44,27 +44,17 @@ LogitsFn = Callable[[PyTree, jax.Array], jax.Array]
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of the target tokens, nats, at least float32.
+    """Log-probabilities of the target tokens, nats, at least float32."""
 
-    Attributes:
-      experts: of each expert alone, `[R, ..., L]`.
-      mean_logits: of the experts' mean logits, `[..., L]`.
-    """
-
-    experts: jax.Array
-    mean_logits: jax.Array
+    experts: jax.Array  # Of each expert alone, `[R, ..., L]`.
+    mean_logits: jax.Array  # Of the experts' mean logits, `[..., L]`.
 
 
 class Router(NamedTuple):
-    """A linear map from features of a prefix to log-weights.
+    """A linear map from features of a prefix to log-weights."""
 
-    Attributes:
-      kernel: W, float32 `[F, R]`.
-      bias: b, float32 `[R]`.
-    """
-
-    kernel: jax.Array
-    bias: jax.Array
+    kernel: jax.Array  # W, float32 `[F, R]`.
+    bias: jax.Array  # b, float32 `[R]`.
 
 
 def make_score(

@@ -57,15 +57,11 @@ class LossSpikeError(ArithmeticError):
 
 @dataclasses.dataclass(frozen=True)
 class SpikeWatch:
-    """Whether to look for spikes, and what to do about one.
+    """Whether to look for spikes, and what to do about one."""
 
-    Attributes:
-      zscore: the threshold; 0 looks for none.
-      rolls_back: whether a run with a spike refuses to save, and ends with a
-        `LossSpikeError` instead.
-    """
-
-    zscore: float = 0.0
+    zscore: float = 0.0  # The threshold; 0 looks for none.
+    # Whether a run with a spike refuses to save, and ends with a `LossSpikeError`
+    # instead.
     rolls_back: bool = False
 
     def __post_init__(self):
