@@ -80,12 +80,11 @@ def _equal_bytes(
     """Return whose bytes all methods are compared at, and how many they are."""
     sent = {name: row["evaluated_bytes"][1] for name, row in rows.items()}
     sent = {name: size for name, size in sent.items() if size > 0}
-    whose = (
-        target_method
-        if target_method in sent
-        else min(sent, key=sent.get, default=None)
-    )
-    return whose, sent.get(whose)
+    if not sent:
+        return None, None
+    if target_method not in sent:
+        target_method = min(sent, key=sent.__getitem__)
+    return target_method, sent[target_method]
 
 
 def spread(values: Sequence[float | None]) -> dict[str, float] | None:
