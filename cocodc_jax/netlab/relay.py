@@ -59,15 +59,12 @@ class Relay:
         self._shaper = Shaper(settings.conditions, settings.buffer_s, settings.seed)
         if settings.changes_path:
             self._shaper.changes_from_s = math.inf
-        self._region_of = {
-            region.packed_address(i): i for i in range(len(settings.tun_fds))
-        }
-        self._source_of = {fd: i for i, fd in enumerate(settings.tun_fds)}
-        self._start_s = time.monotonic()
+        regions = range(len(settings.tun_fds))
+        self._region_of = {region.packed_address(i): i for i in regions}
+        self._source_of = {settings.tun_fds[i]: i for i in regions}
+        self._start_s, self._is_stopped = time.monotonic(), False
         self._handed_over = 0  # packets
-        self._late_s = 0.0  # their sum
-        self._max_late_s = 0.0
-        self._is_stopped = False
+        self._late_s = self._max_late_s = 0.0  # their sum, and the most of one
 
     def run(self) -> None:
         """Carry packets until `stop` is called, then writes the counters."""

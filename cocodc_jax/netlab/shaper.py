@@ -86,10 +86,8 @@ class Shaper:
         """
         num = conditions[0].num_regions
         self.changes_from_s = 0.0
-        self._links = conditions[0]
-        self._later = list(conditions[1:])
-        self._buffer_s = buffer_s
-        self._random = random.Random(seed)
+        self._links, *self._later = conditions
+        self._buffer_s, self._random = buffer_s, random.Random(seed)
         self._uplink_free_s = [0.0] * num
         self._downlink_free_s = [0.0] * num
         self._link_free_s = _square(num, 0.0)

@@ -68,12 +68,11 @@ class Checkpoints:
         self._directory: Any = path
         self._directory.mkdir(parents=True, exist_ok=True)
         finishing = ocp.AsyncOptions(post_finalization_callback=self._write_checksums)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, async_options=finishing
+        )
         self._manager = ocp.CheckpointManager(
-            self._directory,
-            item_names=_ITEMS,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, async_options=finishing
-            ),
+            self._directory, item_names=_ITEMS, options=options
         )
 
     def __enter__(self) -> Checkpoints:
@@ -158,30 +157,27 @@ class Checkpoints:
             if there is none of `step`.
         """
         steps = sorted(self._manager.all_steps())
-        if step is not None:
-            if step not in steps:
-                raise ValueError(
-                    f"step={step} has no checkpoint in {self._directory}; there are "
-                    f"those of steps {', '.join(map(str, steps))}"
-                )
-            try:
-                return self._restore(step, program)
-            except _DamagedError as error:
-                raise CheckpointError(
-                    f"the checkpoint of step {step} in {self._directory} is damaged: "
-                    f"{error}"
-                ) from error
+        if step is not None and step not in steps:
+            raise ValueError(
+                f"step={step} has no checkpoint in {self._directory}; there are "
+                f"those of steps {', '.join(map(str, steps))}"
+            )
         damaged: dict[int, str] = {}
-        for step in reversed(steps):
+        for each in reversed(steps if step is None else [step]):
             try:
-                found = self._restore(step, program)
+                found = self._restore(each, program)
             except _DamagedError as error:
-                damaged[step] = str(error)
+                damaged[each] = str(error)
                 continue
             if damaged:
-                checksums.set_aside(self._directory, damaged, step)
+                checksums.set_aside(self._directory, damaged, each)
                 self._manager.reload()
             return found
+        if step is not None:
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {self._directory} is damaged: "
+                f"{damaged[step]}"
+            )
         if damaged:
             raise CheckpointError(
                 f"all checkpoints in {self._directory} are damaged: "
@@ -235,11 +231,7 @@ class Checkpoints:
                 checksums.write(folder)
 
     def wait(self) -> None:
-        """Wait until the last save is on disk.
-
-        Raises:
-          CheckpointError: if it failed.
-        """
+        """Wait until the last save is on disk, or raise a `CheckpointError`."""
         with self._explained():
             self._manager.wait_until_finished()
 
