@@ -33,29 +33,21 @@ class _Transfer:
 
 
 class Channel:
-    """Runs transfers through time, event by event.
-
-    Args:
-      cost: (seconds, bytes) -> cost of the collective with the links of that moment.
-      change_times_s: moments at which the links, hence the costs, change.
-      sharing: "fair" or "fifo".
-      host_bytes_per_s: see `Workload`.
-    """
+    """Runs transfers through time, event by event."""
 
     def __init__(
         self,
         cost: Cost,
-        change_times_s: tuple[float, ...] = (),
+        change_times_s: tuple[float, ...] = (),  # When links, hence costs, change.
         sharing: str = "fair",
-        host_bytes_per_s: float = math.inf,
+        host_bytes_per_s: float = math.inf,  # See `Workload`.
     ):
         if sharing not in SHARINGS:
             raise ValueError(f"sharing={sharing!r} must be one of {SHARINGS}")
         self.bytes_sent = np.zeros(())  # by each region, once something was sent
         self._cost, self._changes = cost, change_times_s
         self._host_bytes_per_s, self._host_free_s = host_bytes_per_s, 0.0
-        self._is_fifo = sharing == "fifo"
-        self._now_s = 0.0
+        self._is_fifo, self._now_s = sharing == "fifo", 0.0
         self._unfinished: dict[int, _Transfer] = {}  # in order of readiness
         self._arrivals_s: list[float | None] = []
 

@@ -84,7 +84,7 @@ def loss_by_bytes(runs: Sequence[Run]) -> Figure:
         sent = np.where(curve.bytes_sent > 0, curve.bytes_sent, np.nan)
         _draw(axes, curve, sent, index)
         axes.lines[-1].set_label(name)
-    scale_bytes(axes, 1e3)
+    by_bytes(axes, 1e3)
     axes.tick_params(axis="x", which="both", length=4)
     axes.set_xlabel("bytes sent by each region (log scale)")
     axes.set_ylabel("evaluation loss (nats per token)")
@@ -162,7 +162,7 @@ def fragments_in_flight(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def scale_bytes(axes: Axes, narrow: float) -> None:
+def by_bytes(axes: Axes, narrow: float) -> None:
     """Make the x axis one of bytes, logarithmic."""
     axes.set_xscale("log")
     as_bytes = FuncFormatter(lambda size, _: format_bytes(size))
