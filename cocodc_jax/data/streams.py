@@ -48,9 +48,6 @@ class TokenizedDocuments:
     65,536), so a corpus like the default one is tokenised once per process, not once
     per epoch, region and method. Of a corpus larger than that, the rest is tokenised
     whenever it is read.
-
-    Attributes:
-      dtype: uint16 where every id fits, else int32.
     """
 
     def __init__(self, documents: Documents, tokenizer: Tokenizer):

@@ -29,17 +29,11 @@ _NUM_BYTES = 256
 
 
 class Tokenizer(abc.ABC):
-    """What the data pipeline needs of a tokenizer.
+    """What the data pipeline needs of a tokenizer."""
 
-    Attributes:
-      num_tokens: one more than the largest id.
-      eos_id: id of the token that ends a document.
-      fingerprint: short text that two tokenizers share only if they encode equally.
-    """
-
-    num_tokens: int
-    eos_id: int
-    fingerprint: str
+    num_tokens: int  # One more than the largest id.
+    eos_id: int  # Of the token that ends a document.
+    fingerprint: str  # Two tokenizers share it only if they encode equally.
 
     @property
     def vocab_size(self) -> int:

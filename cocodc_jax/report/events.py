@@ -73,10 +73,6 @@ def weights_and_biases(
     Its id is kept in `wandb.json`, so that all parts of a resumed run are one. Steps
     that are written again come twice, with the same numbers. What is written offline
     is in the run's `wandb`; `wandb sync --append` sends all parts of it.
-
-    Raises:
-      MissingExtraError: if the package is not installed.
-      ConnectionError: if W&B refuses, with what it says.
     """
     with extra("wandb"):
         import wandb  # pyright: ignore[reportMissingImports]

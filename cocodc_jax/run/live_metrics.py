@@ -72,11 +72,7 @@ Values = dict[str, dict[tuple[str, ...], float | None]]
 
 
 class LiveMetrics:
-    """The numbers behind `METRICS` of one process.
-
-    Attributes:
-      members: returns how many regions take part, None if that is not known.
-    """
+    """The numbers behind `METRICS` of one process."""
 
     def __init__(
         self,
@@ -86,6 +82,7 @@ class LiveMetrics:
         peak_tokens_per_second: float | None = None,
         now: Callable[[], float] = time.time,
     ):
+        # Returns how many regions take part, None if that is not known.
         self.members: Callable[[], int | None] = lambda: num_regions
         self._now, self._tokens_at, self._peak = now, tokens_at, peak_tokens_per_second
         self._lock = threading.Lock()

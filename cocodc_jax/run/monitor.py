@@ -198,11 +198,7 @@ NO_MONITORING = Monitoring()
 
 
 class Monitor:
-    """Passes what happens in a process to its metrics and to the command on events.
-
-    Attributes:
-      live: the numbers.
-    """
+    """Passes what happens in a process to its metrics and to the command on events."""
 
     def __init__(
         self,

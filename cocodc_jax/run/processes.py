@@ -107,12 +107,7 @@ class Processes:
         return cls(**found | given)
 
     def start(self, num_regions: int, devices_per_region: int = 1) -> None:
-        """Connect to the other processes; call before the first JAX computation.
-
-        Raises:
-          ValueError: if the processes cannot share the regions evenly, the coordinator
-            cannot be reached, or its port is taken.
-        """
+        """Connect to the other processes; call before the first JAX computation."""
         if self.num_processes == 1:
             return
         if self.num_processes:

@@ -30,10 +30,6 @@ def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
     It starts at the first mark from `since_step` on. Each process's clock starts with
     it. A mean arrives at about the same time everywhere, within a network delay, so
     clocks are aligned by the arrivals; without any they stay as they are.
-
-    Raises:
-      ValueError: if there is no such file, one is corrupt, or none has data after
-        `since_step`.
     """
     found = _files(workdir)
     steps = _marked(workdir, found, since_step)

@@ -85,10 +85,7 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """Step of the newest checkpoint, None if there is none.
-
-        It may still be being written, which `wait` waits for.
-        """
+        """Step of the newest checkpoint, perhaps still being written; None without."""
         return self._manager.latest_step()
 
     def save(

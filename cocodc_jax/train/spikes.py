@@ -38,14 +38,10 @@ class Spike(NamedTuple):
 
 
 class LossSpikeError(ArithmeticError):
-    """The loss has a spike, and the run must go back to its last checkpoint.
-
-    Attributes:
-      spikes: those of all processes.
-    """
+    """The loss has a spike, and the run must go back to its last checkpoint."""
 
     def __init__(self, spikes: list[Spike], last_good: int | None):
-        self.spikes = spikes
+        self.spikes = spikes  # Of all processes.
         first = spikes[0]
         where = "there is none" if last_good is None else f"step {last_good}"
         super().__init__(

@@ -21,13 +21,9 @@ _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 
 
 class Documents(abc.ABC):
-    """The documents of one split; safe to read from several threads.
+    """The documents of one split; safe to read from several threads."""
 
-    Attributes:
-      num_bytes: size of the documents on disk, in bytes.
-    """
-
-    num_bytes: int
+    num_bytes: int  # Size of the documents on disk.
 
     @abc.abstractmethod
     def __len__(self) -> int:

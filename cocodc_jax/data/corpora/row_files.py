@@ -29,17 +29,11 @@ class RecordError(ValueError):
 
 
 class RowFile(abc.ABC):
-    """A file of rows.
-
-    Attributes:
-      path: where it is.
-      num_bytes: about the size of its text, in bytes.
-      num_chunks: how many pieces it can be read in.
-    """
+    """A file of rows."""
 
     path: pathlib.Path
-    num_bytes: int
-    num_chunks: int
+    num_bytes: int  # About the size of its text.
+    num_chunks: int  # How many pieces it can be read in.
 
     @abc.abstractmethod
     def texts(self, chunk: int) -> list[str]:
