@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cocodc_jax._lazy import attach, modules_of
+from cocodc_jax._lazy import attach, modules_of, typed_imports
 
 if TYPE_CHECKING:
     from cocodc_jax import methods
@@ -57,26 +57,6 @@ __all__ = [
     "use_cpu_devices",
 ]
 
-# Where each is: MODULE, or MODULE:NAME.
-_PLACES = {
-    "Checkpoints": "train.checkpoint:Checkpoints",
-    "ModelState": "sync.model_state:ModelState",
-    "RegionProgram": "program.region_program:RegionProgram",
-    "Regions": "sync.regions:Regions",
-    "UserInputs": "sync.needs:UserInputs",
-    "Transport": "exchange.transport:Transport",
-    "__version__": "_version:__version__",
-    "adam_second_moment": "transforms.second_moment:adam_second_moment",
-    "cut": "sync.cutting:cut",
-    "make_mesh": "sharding.mesh:make_mesh",
-    "methods": "methods",
-    "run_steps": "train.run_steps:run",
-    "sync_axes": "core.optimizer:sync_axes",
-    "sync_metrics": "core.optimizer:sync_metrics",
-    "sync_shardings": "core.optimizer:sync_shardings",
-    "synchronized": "core.optimizer:synchronized",
-    "use_cpu_devices": "sharding.mesh:use_cpu_devices",
-}
-
-
-__getattr__, __dir__ = attach(__name__, _PLACES | modules_of(__path__, packages=True))
+__getattr__, __dir__ = attach(
+    __name__, typed_imports(__name__) | modules_of(__path__, packages=True)
+)

@@ -6,6 +6,7 @@ Who needs one part of a package then does not load the others: a relay of
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 import sys
@@ -14,9 +15,14 @@ from typing import Any
 
 
 def attach(
-    package: str, places: Mapping[str, str]
+    package: str, places: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make a module's `__getattr__` and `__dir__`, as PEP 562 has them."""
+    """Make a module's `__getattr__` and `__dir__`, as PEP 562 has them.
+
+    Names are found at `places`, MODULE or MODULE:NAME, by default those of the imports
+    for type checkers.
+    """
+    places = typed_imports(package) if places is None else places
 
     def find(name: str) -> Any:
         if name not in places:
@@ -29,6 +35,20 @@ def attach(
         return found
 
     return find, lambda: sorted(places)
+
+
+def typed_imports(package: str) -> dict[str, str]:
+    """Return the places of what a package imports under `if TYPE_CHECKING`."""
+    source = pkgutil.get_data(package, "__init__.py") or b""
+    blocks = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
+    places = {}
+    for node in (node for block in blocks for node in block.body):
+        assert isinstance(node, ast.ImportFrom)
+        module = f"{node.module}".removeprefix(package).removeprefix(".")
+        for name in node.names:
+            place = f"{module}:{name.name}" if module else name.name
+            places[name.asname or name.name] = place
+    return places
 
 
 def modules_of(path: Iterable[str], packages: bool = False) -> dict[str, str]:

@@ -101,8 +101,19 @@ def read_lines(
     """
     if not path.exists():
         return []
+    return parse_lines(path, path.read_bytes(), parse, what, skips_damaged)
+
+
+def parse_lines(
+    path: str | os.PathLike[str],
+    data: bytes,
+    parse: Callable[[Any], T],
+    what: str = "line",
+    skips_damaged: bool = False,
+) -> list[T]:
+    """Return the lines of a file's content, see `read_lines`."""
     found = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
         try:
             found.append(parse(json.loads(line)))
         except (ValueError, TypeError, KeyError) as error:

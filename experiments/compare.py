@@ -175,10 +175,10 @@ def _write_report(
             "When each fragment was in flight; a mark is a sync without delay.",
         )
     figures |= experts.figures(runs)
-    pictures = []
+    pictures = {}
     for name, (figure, caption) in figures.items():
         plots.save_png(figure, str(workdir / f"{name}.png"))
-        pictures.append(page.Picture(caption, plots.png_bytes(figure)))
+        pictures[caption] = plots.png_bytes(figure)
     text = page.render(
         comparison,
         pictures,

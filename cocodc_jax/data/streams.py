@@ -48,18 +48,13 @@ class TokenizedDocuments:
     65,536), so a corpus like the default one is tokenised once per process, not once
     per epoch, region and method. Of a corpus larger than that, the rest is tokenised
     whenever it is read.
-
-    Attributes:
-      dtype: uint16 where every id fits, else int32.
     """
 
     def __init__(self, documents: Documents, tokenizer: Tokenizer):
-        self._documents = documents
-        self._tokenizer = tokenizer
+        self._documents, self._tokenizer = documents, tokenizer
         self.dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
         self._cache: dict[int, np.ndarray] = {}
-        self._num_cached_tokens = 0
-        self._lock = threading.Lock()
+        self._num_cached_tokens, self._lock = 0, threading.Lock()
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -117,9 +112,7 @@ class TrainStream:
     """
 
     def __init__(self, iterators: Mapping[int, Any], fingerprint: str):
-        """Join the streams of single regions."""
-        self._iterators = iterators
-        self._fingerprint = fingerprint
+        self._iterators, self._fingerprint = iterators, fingerprint
 
     def __iter__(self) -> Self:
         return self
@@ -134,11 +127,7 @@ class TrainStream:
         return {"fingerprint": self._fingerprint, "regions": regions}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Move to where `state` was taken; the next batch is then the same.
-
-        Raises:
-          ValueError: if the state is of other data, or lacks a region.
-        """
+        """Move to where `state` was taken; the next batch is then the same."""
         if state["fingerprint"] != self._fingerprint:
             raise ValueError(
                 f"the state is of the data {state['fingerprint']!r}, but this stream "

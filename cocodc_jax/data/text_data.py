@@ -56,20 +56,13 @@ class TextData:
         num_regions: int,
         regions: Sequence[int],
     ):
-        """Deal the documents of an open corpus to regions; `load` opens one.
-
-        Raises:
-          ValueError: if `regions` names one that is not there, documents cannot be
-            dealt, or a region's documents do not fill one batch.
-        """
+        """Deal the documents of an open corpus to regions; `load` opens one."""
         if not set(regions) <= set(range(num_regions)):
             raise ValueError(
                 f"regions={tuple(regions)} are not all below num_regions={num_regions}"
             )
-        self.config = config
-        self.num_regions = num_regions
-        self.regions = tuple(regions)
-        self.tokenizer = tokenizer
+        self.config, self.tokenizer = config, tokenizer
+        self.num_regions, self.regions = num_regions, tuple(regions)
         self.fingerprint = _fingerprint(config, corpus, tokenizer, num_regions)
         self.num_train_documents = len(corpus.train)
         self.num_train_bytes = corpus.train.num_bytes
@@ -94,17 +87,13 @@ class TextData:
         """Return validation sequences, the same for every seed, region and method.
 
         They are a fixed random choice among the sequences of many documents.
-
-        Raises:
-          ValueError: if the validation documents do not hold as many.
         """
         batch, length = self.config.batch_per_region, self.config.sequence_length + 1
         needed = num_batches * batch
         # Many more sequences than needed where there are, so that those chosen come
         # from many documents.
         num_tokens = max(_EVAL_POOL_TOKENS, needed * length)
-        every = range(len(self._validation))
-        pool = self._validation.first(every, num_tokens)
+        pool = self._validation.first(range(len(self._validation)), num_tokens)
         sequences = pack_sequences(pool, length)
         if len(sequences) < needed:
             raise ValueError(
@@ -215,11 +204,9 @@ def _first_texts(documents: Documents, num_chars: int) -> Iterator[str]:
 def _fingerprint(
     config: DataConfig, corpus: Corpus, tokenizer: Tokenizer, num_regions: int
 ) -> str:
-    settings = (
-        f"length {config.sequence_length}",
-        f"batch {config.batch_per_region}",
-        f"window {config.shuffle_window_bytes}",
-        f"seed {config.seed}",
-        f"{config.partition} {num_regions}",
+    return (
+        f"{corpus.fingerprint}, {tokenizer.fingerprint}, length "
+        f"{config.sequence_length}, batch {config.batch_per_region}, window "
+        f"{config.shuffle_window_bytes}, seed {config.seed}, {config.partition} "
+        f"{num_regions}"
     )
-    return ", ".join((corpus.fingerprint, tokenizer.fingerprint, *settings))

@@ -8,7 +8,10 @@ used, which cost a model of width 128 under 4,000 parameters (384, a multiple of
 are never produced.
 """
 
+from __future__ import annotations
+
 import abc
+import dataclasses
 import hashlib
 import json
 import os
@@ -19,27 +22,27 @@ from typing import Any
 import numpy as np
 
 from cocodc_jax._extras import extra
-from cocodc_jax.data import tokenizer_folder
 from cocodc_jax.data.config import expanded, make_writable
-from cocodc_jax.data.tokenizer_folder import EOS_TOKEN, TokenizerFolder
 from cocodc_jax.files import write_whole
 
 _VOCAB_MULTIPLE = 16
 _NUM_BYTES = 256
+EOS_TOKEN = "<|endoftext|>"
+_EOS_CANDIDATES = (
+    EOS_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]",
+)  # fmt: skip
+JSON, CONFIG = "tokenizer.json", "tokenizer_config.json"
+# What else a tokenizer may have beside it.
+_BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+_CHECKED = ("bos_token", "eos_token", "unk_token")
 
 
 class Tokenizer(abc.ABC):
-    """What the data pipeline needs of a tokenizer.
+    """What the data pipeline needs of a tokenizer."""
 
-    Attributes:
-      num_tokens: one more than the largest id.
-      eos_id: id of the token that ends a document.
-      fingerprint: short text that two tokenizers share only if they encode equally.
-    """
-
-    num_tokens: int
-    eos_id: int
-    fingerprint: str
+    num_tokens: int  # One more than the largest id.
+    eos_id: int  # Of the token that ends a document.
+    fingerprint: str  # Two tokenizers share it only if they encode equally.
 
     @property
     def vocab_size(self) -> int:
@@ -84,22 +87,131 @@ class ByteTokenizer(Tokenizer):
 
     def files(self) -> dict[str, bytes]:
         """Return the same as a `tokenizer.json`."""
-        return tokenizer_folder.files_of(tokenizer_folder.bytes_json(), EOS_TOKEN)
+        import tokenizers as hf
+        from tokenizers import decoders, models, pre_tokenizers
+
+        # The library writes a byte as a printable character, as GPT-2 did: itself where
+        # it is one in Latin-1, else one of those from 256 on.
+        printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+        others = iter(range(256, 512))
+        names = [chr(b if b in printable else next(others)) for b in range(256)]
+        vocabulary = {name: i for i, name in enumerate(names)}
+        tokenizer = hf.Tokenizer(models.BPE(vocabulary, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        )
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([EOS_TOKEN])
+        return _files_of(tokenizer, EOS_TOKEN)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerFolder:
+    """A tokenizer's folder as Hugging Face keeps it.
+
+    `tokenizer.json` is the tokenizer, `tokenizer_config.json` tells which tokens are
+    special, and where a model is in the folder too, `config.json` tells how many rows
+    its embedding has.
+    """
+
+    path: pathlib.Path
+    files: dict[str, bytes]  # Their content, by name.
+
+    @classmethod
+    def read(cls, path: pathlib.Path) -> TokenizerFolder:
+        """Read the files that are there."""
+        if not (path / JSON).is_file():
+            pieces = sorted(path.glob("*.model"))
+            instead = f"; use sentencepiece:{pieces[0]}" if pieces else ""
+            raise ValueError(f"the folder has no {JSON}{instead}")
+        names = (JSON, CONFIG, *_BESIDE)
+        found = {n: (path / n).read_bytes() for n in names if (path / n).is_file()}
+        return cls(path, found)
+
+    @property
+    def eos_token(self) -> str | None:
+        """The token that ends a text, None if the files do not say."""
+        return _content(self._config.get("eos_token"))
+
+    def check(self, tokenizer: Any) -> None:
+        """Check that the files agree with one another."""
+        said = self._config
+        for name in _CHECKED:
+            token = _content(said.get(name))
+            if token is not None and tokenizer.token_to_id(token) is None:
+                raise ValueError(
+                    f"{name} is {token!r} in {CONFIG}, and {JSON} has no such token"
+                )
+        for there, entry in said.get("added_tokens_decoder", {}).items():
+            here = tokenizer.token_to_id(_content(entry))
+            if here != int(there):
+                raise ValueError(
+                    f"{_content(entry)!r} has the id {there} in {CONFIG} and {here} in "
+                    f"{JSON}"
+                )
+        model = self.path / "config.json"
+        rows = json.loads(model.read_bytes()).get("vocab_size") if model.exists() else 0
+        if rows and rows < (needed := _num_ids(tokenizer)):
+            raise ValueError(
+                f"{JSON} has ids up to {needed - 1}, and vocab_size is {rows} in the "
+                "model's config.json beside it"
+            )
+
+    @property
+    def _config(self) -> dict[str, Any]:
+        return json.loads(self.files.get(CONFIG, b"{}"))
+
+
+def _content(token: Any) -> Any:
+    """Return the text of a token, which may stand in a table with its settings."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _find_eos_token(tokenizer: Any) -> str:
+    for token in _EOS_CANDIDATES:
+        if tokenizer.token_to_id(token) is not None:
+            return token
+    raise ValueError(
+        "the tokenizer has no end-of-text token; it needs one of "
+        f"{', '.join(_EOS_CANDIDATES)}, or an eos_token in {CONFIG}"
+    )
+
+
+def _num_ids(tokenizer: Any) -> int:
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def _files_of(tokenizer: Any, eos_token: str) -> dict[str, bytes]:
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eos_token,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        JSON: tokenizer.to_str().encode(),
+        CONFIG: json.dumps(config, indent=2).encode(),
+    }
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer`, from a `tokenizer.json` or trained by `train_bpe`."""
 
     def __init__(self, tokenizer: Any, folder: TokenizerFolder | None = None):
-        """Find the end-of-text token."""
         if folder is not None:
             folder.check(tokenizer)
         said = folder and folder.eos_token
-        self._eos_token = said or tokenizer_folder.find_eos_token(tokenizer)
-        tokenizer_folder.encode_plainly(tokenizer)
+        self._eos_token = said or _find_eos_token(tokenizer)
         self._tokenizer, self._folder = tokenizer, folder
+        # A document that spells out a special token is text like any other.
+        tokenizer.encode_special_tokens = True
+        # A file keeps what its tokenizer was called or trained with, by which documents
+        # would be cut, end in padding, or be encoded by chance (BPE-dropout).
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        if getattr(tokenizer.model, "dropout", None):
+            tokenizer.model.dropout = None
         self.eos_id = int(tokenizer.token_to_id(self._eos_token))
-        self.num_tokens = tokenizer_folder.num_tokens(tokenizer)
+        self.num_tokens = _num_ids(tokenizer)
         self.fingerprint = "hf-" + _digest((tokenizer.to_str() + (said or "")).encode())
 
     def encode(self, text: str) -> np.ndarray:
@@ -116,7 +228,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """Return the folder's files, or what stands for them."""
         if self._folder is not None and self._folder.eos_token:
             return self._folder.files
-        return tokenizer_folder.files_of(self._tokenizer.to_str(), self._eos_token)
+        return _files_of(self._tokenizer, self._eos_token)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -152,7 +264,7 @@ class SentencePieceTokenizer(Tokenizer):
         }
         return {
             "tokenizer.model": self._model,
-            tokenizer_folder.CONFIG: json.dumps(config, indent=2).encode(),
+            CONFIG: json.dumps(config, indent=2).encode(),
         }
 
 
@@ -171,7 +283,7 @@ def load_tokenizer(
             return SentencePieceTokenizer(place.read_bytes())
         if kind == "hf" and place.is_dir():
             files = TokenizerFolder.read(place)
-            return _load_huggingface(files.files[tokenizer_folder.JSON], files)
+            return _load_huggingface(files.files[JSON], files)
         return _load_huggingface(place.read_bytes())
     # The two libraries raise bare Exception and RuntimeError for a malformed file.
     except Exception as error:

@@ -33,15 +33,4 @@ __all__ = [
     "run",
 ]
 
-# Where each is.
-_PLACES = {
-    "Conditions": "shaper:Conditions",
-    "LabError": "launch:LabError",
-    "Plan": "plan:Plan",
-    "Shaper": "shaper:Shaper",
-    "make_plan": "plan:make_plan",
-    "missing": "region:missing",
-    "run": "launch:run",
-}
-
-__getattr__, __dir__ = attach(__name__, _PLACES)
+__getattr__, __dir__ = attach(__name__)

@@ -53,20 +53,17 @@ def start_child(
     mode: str = "wb",
 ) -> subprocess.Popen:
     """Start a process that ends with this one, in a session of its own."""
-    out = log.open(mode) if log else None
-    # Ctrl-C goes to this process alone, which ends the others in order.
-    process = subprocess.Popen(
-        command,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=out,
-        start_new_session=True,
-        preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGKILL),
-    )
-    if out:
-        out.close()
-    return process
+    with log.open(mode) if log else contextlib.nullcontext() as out:
+        # Ctrl-C goes to this process alone, which ends the others in order.
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGKILL),
+        )
 
 
 def run(
@@ -77,11 +74,8 @@ def run(
 ) -> int:
     """Run a process to its end, and return its exit code as a shell has it.
 
-    A signal to this process is passed on as SIGTERM, the second one as SIGKILL; the
-    kernel kills the process if this one is killed.
-
-    Raises:
-      SystemExit: once it has ended, if this process was asked to.
+    A signal to this process is passed on as SIGTERM, the second one as SIGKILL; then
+    this one exits too. The kernel kills the process if this one is killed.
     """
     codes: list[int] = []
 
@@ -203,15 +197,11 @@ class Region:
             self._log.parent.mkdir(parents=True, exist_ok=True)
         self.processes = []
         (coordinator,) = free_addresses(1)
+        own = [f"--coordinator_address={coordinator}", f"--num_processes={self._num}"]
         for number in range(self._num):
             command = self._command
             if self._num > 1:
-                command = [
-                    *command,
-                    f"--coordinator_address={coordinator}",
-                    f"--num_processes={self._num}",
-                    f"--process_id={number}",
-                ]
+                command = [*command, *own, f"--process_id={number}"]
             log = self._log_of(number)
             self.processes.append(start_child(command, log=log, mode="ab"))
 
@@ -291,21 +281,11 @@ def region_commands(
     train: Sequence[str], workdir: pathlib.Path, num_regions: int, via: str = ""
 ) -> list[list[str]]:
     """Return the command of every region, at free ports of this machine or without."""
-    key = make_key(workdir)
-    where = []
+    own = [f"--workdir={workdir}", "--exchange=elastic"]
     if not via:
-        where = [f"--region_addresses={','.join(free_addresses(num_regions))}"]
-    return [
-        [
-            *train,
-            f"--workdir={workdir}",
-            "--exchange=elastic",
-            *where,
-            f"--region_id={region}",
-            f"--key_file={key}",
-        ]
-        for region in range(num_regions)
-    ]
+        own.append(f"--region_addresses={','.join(free_addresses(num_regions))}")
+    own.append(f"--key_file={make_key(workdir)}")
+    return [[*train, *own, f"--region_id={r}"] for r in range(num_regions)]
 
 
 def region_logs(workdir: pathlib.Path, num_regions: int) -> list[pathlib.Path]:
@@ -332,8 +312,7 @@ def wait(
             if is_vain or not restarts():
                 ended[number] = code
                 if code:
-                    told = f"region {number} ended with {region.end()}"
-                    print(told, file=sys.stderr)
+                    print(f"region {number} ended with {region.end()}", file=sys.stderr)
             else:
                 begun_s[number] = time.monotonic()
                 print(f"region {number} ended with {code}: again", file=sys.stderr)

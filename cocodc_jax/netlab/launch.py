@@ -129,15 +129,15 @@ class _Lab:
             socket_fd=socket_fd,
             parent_pid=os.getpid(),
         )
-        is_shown = region_id == 0
         with plan.log_path(region_id).open("wb") as log:
+            out = log if region_id else subprocess.PIPE  # Region 0 is shown.
             process = _start_module(
                 region.__name__,
                 json.dumps(dataclasses.asdict(settings)),
                 pass_fds=[socket_fd],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if is_shown else log,
-                stderr=subprocess.PIPE if is_shown else log,
+                stdout=out,
+                stderr=out,
             )
         self._regions[region_id] = process
         self._running.add(region_id)
@@ -158,12 +158,9 @@ class _Lab:
             changes_path=str(plan.changes_path.absolute()) if plan.changes_path else "",
             parent_pid=os.getpid(),
         )
-        self._relay = _start_module(
-            relay.__name__,
-            pass_fds=devices,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        pipe = subprocess.PIPE
+        name = relay.__name__
+        self._relay = _start_module(name, pass_fds=devices, stdin=pipe, stdout=pipe)
         assert self._relay.stdin
         assert self._relay.stdout
         with self._relay.stdin as pipe:

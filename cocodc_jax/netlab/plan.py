@@ -8,6 +8,7 @@ import json
 import math
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from cocodc_jax.netlab.shaper import Conditions
 from cocodc_jax.network.links import LinkChange, Topology
@@ -28,8 +29,8 @@ class Plan:
       logdir: folder for region_N.log, region_N.hosts and traffic.json.
       conditions: of the links, over time.
       mtu_bytes: largest packet.
-      buffer_s: longest wait in a queue of the relay.
       window_bytes: TCP may have so much under way in each connection.
+      buffer_s: longest wait in a queue of the relay.
       congestion_control: of TCP, the kernel's name.
       restarts_slowly: whether TCP begins with a small window again after a rest.
       seed: of loss and jitter.
@@ -43,12 +44,12 @@ class Plan:
     logdir: pathlib.Path
     conditions: tuple[Conditions, ...]
     mtu_bytes: int
-    buffer_s: float
     window_bytes: int
-    congestion_control: str
-    restarts_slowly: bool
-    seed: int
-    grace_s: float
+    buffer_s: float = math.inf
+    congestion_control: str = "reno"
+    restarts_slowly: bool = False
+    seed: int = 0
+    grace_s: float = 5.0
     changes_path: pathlib.Path | None = None
 
     def region_command(self, region_id: int) -> list[str]:
@@ -89,25 +90,17 @@ def make_plan(
     *,
     region_bps: float = math.inf,
     mtu_bytes: int | None = None,
-    buffer_s: float = math.inf,
-    congestion_control: str = "reno",
-    restarts_slowly: bool = False,
-    seed: int = 0,
-    grace_s: float = 5.0,
+    **settings: Any,
 ) -> Plan:
     """Plan a run over a network, with sizes that suit its links as they usually are.
 
     Args:
       topology: links and their changes.
-      command: program and arguments; `{region}` becomes the region's number.
+      command: program and arguments, see `Plan`.
       logdir: folder for logs and counters.
       region_bps: bits per second of all that a region sends, and of all it receives.
       mtu_bytes: largest packet; None is what the slowest link passes in a millisecond.
-      buffer_s: longest wait in a queue of the relay.
-      congestion_control: of TCP, the kernel's name.
-      restarts_slowly: whether TCP begins with a small window again after a rest.
-      seed: of loss and jitter.
-      grace_s: between asking a command to end and killing it.
+      **settings: further fields of `Plan`.
     """
     undisturbed = dataclasses.replace(topology, changes=())
     usual = conditions_over_time(undisturbed, region_bps)[0]
@@ -117,12 +110,8 @@ def make_plan(
         logdir=logdir,
         conditions=conditions_over_time(topology, region_bps),
         mtu_bytes=mtu_bytes or usual_mtu_bytes(usual),
-        buffer_s=buffer_s,
         window_bytes=usual_window_bytes(usual),
-        congestion_control=congestion_control,
-        restarts_slowly=restarts_slowly,
-        seed=seed,
-        grace_s=grace_s,
+        **settings,
     )
 
 

@@ -27,7 +27,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from cocodc_jax.netlab import children
 
@@ -53,28 +53,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a region is given; what is not named here is as in `plan.Plan`.
+    """What a region is given; what is not named here is as in `plan.Plan`."""
 
-    Attributes:
-      region_id: from 0 to num_regions - 1.
-      folder: in which the command runs.
-      hosts_path: where the region's hosts file goes.
-      socket_fd: to the lab.
-      parent_pid: the lab's process; the region ends with it.
-    """
-
-    region_id: int
+    region_id: int  # From 0 to num_regions - 1.
     num_regions: int
     command: Sequence[str]
-    folder: str
+    folder: str  # In which the command runs.
     mtu_bytes: int
     window_bytes: int
     congestion_control: str
     restarts_slowly: bool
     grace_s: float
-    hosts_path: str
-    socket_fd: int
-    parent_pid: int
+    hosts_path: str  # Where the region's hosts file goes.
+    socket_fd: int  # To the lab.
+    parent_pid: int  # The lab's process; the region ends with it.
 
 
 def missing() -> list[str]:
@@ -162,13 +154,8 @@ def _open_tun(region_id: int, mtu_bytes: int) -> int:
 link set {DEVICE} mtu {mtu_bytes} txqueuelen {_QUEUE_PACKETS} up
 addr add {address(region_id)}/{_NETWORK.prefixlen} dev {DEVICE}
 """
-    subprocess.run(
-        ["ip", "-batch", "-"],
-        input=commands,
-        text=True,
-        check=True,
-        capture_output=True,
-    )
+    ip = ["ip", "-batch", "-"]
+    subprocess.run(ip, input=commands, text=True, check=True, capture_output=True)
     return fd
 
 
@@ -221,18 +208,12 @@ def _prepare_command(parent_pid: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def _children() -> Iterator[int]:
+def _kill_children(*_: object) -> None:
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # It has ended.
             parent = path.read_text().rpartition(")")[2].split()[1]
             if int(parent) == os.getpid():
-                yield int(path.parent.name)
-
-
-def _kill_children(*_: object) -> None:
-    for pid in _children():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def _end_all() -> None:

@@ -31,24 +31,17 @@ _IDLE_S = 0.1  # select does not return when a signal asks to stop
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the relay is given; what is not named here is as in `plan.Plan`.
-
-    Attributes:
-      tun_fds: one non-blocking file descriptor per region.
-      traffic_path: where the counters go, every second and at the end.
-      changes_path: a file; the conditions' clock begins when it is there, at once for
-        "".
-      parent_pid: the lab's process; the relay ends with it.
-    """
+    """What the relay is given; what is not named here is as in `plan.Plan`."""
 
     regions: list[str]
-    tun_fds: list[int]
+    tun_fds: list[int]  # One non-blocking file descriptor per region.
     conditions: list[Conditions]
     buffer_s: float
     seed: int
-    traffic_path: str
+    traffic_path: str  # Where the counters go, every second and at the end.
+    # A file; the conditions' clock begins when it is there, at once for "".
     changes_path: str
-    parent_pid: int
+    parent_pid: int  # The lab's process; the relay ends with it.
 
     @classmethod
     def from_json(cls, text: str) -> "Settings":
@@ -66,15 +59,12 @@ class Relay:
         self._shaper = Shaper(settings.conditions, settings.buffer_s, settings.seed)
         if settings.changes_path:
             self._shaper.changes_from_s = math.inf
-        self._region_of = {
-            region.packed_address(i): i for i in range(len(settings.tun_fds))
-        }
-        self._source_of = {fd: i for i, fd in enumerate(settings.tun_fds)}
-        self._start_s = time.monotonic()
+        regions = range(len(settings.tun_fds))
+        self._region_of = {region.packed_address(i): i for i in regions}
+        self._source_of = {settings.tun_fds[i]: i for i in regions}
+        self._start_s, self._is_stopped = time.monotonic(), False
         self._handed_over = 0  # packets
-        self._late_s = 0.0  # their sum
-        self._max_late_s = 0.0
-        self._is_stopped = False
+        self._late_s = self._max_late_s = 0.0  # their sum, and the most of one
 
     def run(self) -> None:
         """Carry packets until `stop` is called, then writes the counters."""

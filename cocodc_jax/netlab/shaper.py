@@ -55,23 +55,14 @@ class Conditions:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Counters of each ordered pair; bytes are whole IP packets.
+    """Counters of each ordered pair; bytes are whole IP packets."""
 
-    Attributes:
-      sent_bytes: all that region i gave its interface for region j.
-      delivered_bytes: what reached j.
-      sent_packets: as sent_bytes.
-      lost_packets: by the link's loss.
-      overflow_packets: by a full queue, on either side.
-      outage_packets: sent while the link was out.
-    """
-
-    sent_bytes: list[list[int]]
-    delivered_bytes: list[list[int]]
-    sent_packets: list[list[int]]
-    lost_packets: list[list[int]]
-    overflow_packets: list[list[int]]
-    outage_packets: list[list[int]]
+    sent_bytes: list[list[int]]  # All that region i gave its interface for region j.
+    delivered_bytes: list[list[int]]  # What reached j.
+    sent_packets: list[list[int]]  # As sent_bytes.
+    lost_packets: list[list[int]]  # By the link's loss.
+    overflow_packets: list[list[int]]  # By a full queue, on either side.
+    outage_packets: list[list[int]]  # Sent while the link was out.
 
 
 def _square(num: int, value: float | int) -> list[list]:
@@ -95,10 +86,8 @@ class Shaper:
         """
         num = conditions[0].num_regions
         self.changes_from_s = 0.0
-        self._links = conditions[0]
-        self._later = list(conditions[1:])
-        self._buffer_s = buffer_s
-        self._random = random.Random(seed)
+        self._links, *self._later = conditions
+        self._buffer_s, self._random = buffer_s, random.Random(seed)
         self._uplink_free_s = [0.0] * num
         self._downlink_free_s = [0.0] * num
         self._link_free_s = _square(num, 0.0)

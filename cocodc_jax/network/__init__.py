@@ -47,25 +47,4 @@ __all__ = [
     "write_trace",
 ]
 
-# Where each is: MODULE, or MODULE:NAME.
-_PLACES = {
-    "Job": "plan:Job",
-    "Link": "links:Link",
-    "LinkChange": "links:LinkChange",
-    "NetworkPlan": "plan:NetworkPlan",
-    "Pipeline": "placement:Pipeline",
-    "SyncRecord": "timeline:SyncRecord",
-    "Timeline": "timeline:Timeline",
-    "Topology": "links:Topology",
-    "Workload": "workload:Workload",
-    "collective_cost": "collectives:collective_cost",
-    "load_topology": "world:load_topology",
-    "make_plan": "plan:make_plan",
-    "place": "placement:place",
-    "simulate": "simulator:simulate",
-    "simulate_method": "simulator:simulate_method",
-    "uniform": "links:uniform",
-    "write_trace": "trace:write_trace",
-}
-
-__getattr__, __dir__ = attach(__name__, _PLACES)
+__getattr__, __dir__ = attach(__name__)

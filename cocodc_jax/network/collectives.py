@@ -52,17 +52,13 @@ _SETTLING = 4  # of them, which do not count
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveCost:
-    """What a collective costs.
+    """What a collective costs."""
 
-    Attributes:
-      seconds: from the start until the last region has its result.
-      latency_s: the part that remains with messages of no bytes, in which the links
-        are free for others; 0 for gloo's, of which a process does one after the other.
-      bytes_sent: bytes each region puts on its links, one number per region.
-    """
-
-    seconds: float
+    seconds: float  # From the start until the last region has its result.
+    # The part that remains with messages of no bytes, in which the links are free for
+    # others; 0 for gloo's, of which a process does one after the other.
     latency_s: float
+    # Bytes each region puts on its links, one number per region.
     bytes_sent: tuple[float, ...]
 
     @property

@@ -109,11 +109,7 @@ def _regional_bytes(sync: Sync, outer: RegionalOuter, shapes: dict) -> int:
 
 
 def crossing(method: Method, collective: str | None = None) -> str | Crossing:
-    """Return the way of a method's messages.
-
-    Raises:
-      ValueError: if a collective is given where the method leaves no choice.
-    """
+    """Return the way of a method's messages, refusing a choice that there is not."""
     way = None
     if method.sync is not None:
         outer, message = method.sync.outer, method.sync.message

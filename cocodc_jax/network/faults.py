@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import statistics
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -56,24 +55,18 @@ When = TypeVar("When", int, float)
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is faulty, and the evidence for it.
+    """What is faulty, and the evidence for it."""
 
-    Attributes:
-      kind: "link", "sender", "receiver", "region", "partition" or "network" of
-        messages; "slow" of steps; "gone" of a region that takes part no
-        more, "silent" of one that is not heard and may be soon.
-      where: the regions by number: two of a link, none of the network, those of the
-        smaller part of a partition, else one.
-      seconds: the median of the bad values now.
-      usual: the median of their medians before.
-      score: the median of their robust z-scores.
-    """
-
+    # "link", "sender", "receiver", "region", "partition" or "network" of messages;
+    # "slow" of steps; "gone" of a region that takes part no more, "silent" of one that
+    # is not heard and may be soon.
     kind: str
+    # The regions by number: two of a link, none of the network, those of the smaller
+    # part of a partition, else one.
     where: tuple[int, ...]
-    seconds: float
-    usual: float
-    score: float
+    seconds: float  # The median of the bad values now.
+    usual: float  # The median of their medians before.
+    score: float  # The median of their robust z-scores.
 
     def explain(self, regions: tuple[str, ...] = (), unit: str = "s") -> str:
         """Say it in a line, with the evidence.
@@ -123,9 +116,6 @@ class _Past:
         scale = _scale(median, _median(np.abs(past - median)), self._floor)
         return np.where(known, median, np.nan), np.where(known, scale, np.nan)
 
-    def _is_bad(self, score: np.ndarray) -> np.ndarray:
-        return np.nan_to_num(score, nan=0.0, posinf=np.inf) > _THRESHOLD
-
     def _learn(self, values: np.ndarray, bad: np.ndarray) -> np.ndarray:
         """Take in new values; return which have been bad for long enough."""
         self._bad.append(bad)
@@ -144,7 +134,7 @@ class Messages(_Past):
         late = seconds - median
         score = robust_z(late, scale, self._least)
         keen = robust_z(late, scale, self._least / _THRESHOLD)
-        bad = self._is_bad(score) | self._is_bad(keen) & _alone(late)
+        bad = (score > _THRESHOLD) | (keen > _THRESHOLD) & _alone(late)
         bad, numbers = self._learn(seconds, bad), (seconds, median, score)
         return [
             Finding(kind, where, *(float(np.median(x[cells])) for x in numbers))
@@ -164,7 +154,7 @@ class Regions(_Past):
         values = np.array(values, float)
         median, scale = self._usual(values.shape)
         score = robust_z(values - median, scale)
-        bad = self._is_bad(score)
+        bad = score > _THRESHOLD
         if self._against_others and bad.any():
             with np.errstate(divide="ignore", invalid="ignore"):
                 grown = np.where(median > 0, values / median, 1.0)
@@ -238,17 +228,14 @@ def _median(values: np.ndarray) -> np.ndarray:
 
 def _among_others(values: np.ndarray, floor: float) -> np.ndarray:
     """Return the robust z-score of each value against all the others; NaN is none."""
-    scores = [np.nan] * len(values)
-    known = [i for i, x in enumerate(values) if np.isfinite(x)]
-    for i in known:
-        others = [float(values[j]) for j in known if j != i]
-        if others:
-            middle = statistics.median(others)
-            apart = statistics.median(abs(x - middle) for x in others)
-            scores[i] = float(
-                robust_z(values[i] - middle, _scale(middle, apart, floor))
-            )
-    return np.array(scores)
+    scores = np.full(len(values), np.nan)
+    known = np.flatnonzero(np.isfinite(values))
+    for i in known if len(known) > 1 else ():
+        others = values[known[known != i]]
+        middle = np.median(others)
+        scale = _scale(middle, np.median(np.abs(others - middle)), floor)
+        scores[i] = robust_z(values[i] - middle, scale)
+    return scores
 
 
 def _alone(late: np.ndarray) -> np.ndarray:

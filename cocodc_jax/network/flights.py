@@ -33,29 +33,21 @@ class _Transfer:
 
 
 class Channel:
-    """Runs transfers through time, event by event.
-
-    Args:
-      cost: (seconds, bytes) -> cost of the collective with the links of that moment.
-      change_times_s: moments at which the links, hence the costs, change.
-      sharing: "fair" or "fifo".
-      host_bytes_per_s: see `Workload`.
-    """
+    """Runs transfers through time, event by event."""
 
     def __init__(
         self,
         cost: Cost,
-        change_times_s: tuple[float, ...] = (),
+        change_times_s: tuple[float, ...] = (),  # When links, hence costs, change.
         sharing: str = "fair",
-        host_bytes_per_s: float = math.inf,
+        host_bytes_per_s: float = math.inf,  # See `Workload`.
     ):
         if sharing not in SHARINGS:
             raise ValueError(f"sharing={sharing!r} must be one of {SHARINGS}")
         self.bytes_sent = np.zeros(())  # by each region, once something was sent
         self._cost, self._changes = cost, change_times_s
         self._host_bytes_per_s, self._host_free_s = host_bytes_per_s, 0.0
-        self._is_fifo = sharing == "fifo"
-        self._now_s = 0.0
+        self._is_fifo, self._now_s = sharing == "fifo", 0.0
         self._unfinished: dict[int, _Transfer] = {}  # in order of readiness
         self._arrivals_s: list[float | None] = []
 
@@ -123,25 +115,16 @@ class Channel:
 
 @dataclasses.dataclass(eq=False)
 class Flight:
-    """One sync on its way.
+    """One sync on its way."""
 
-    Attributes:
-      start: the event of its start.
-      channel: its way.
-      times: what each region had measured as it left.
-      left_s: when each region was ready to send, `[M]`.
-      start_s: when its first byte could leave.
-      layers: (layer, transfer id), the one that is needed first in front.
-      bytes_sent: of each region, `[M]`.
-    """
-
-    start: Event
-    channel: Channel
-    times: Times
-    left_s: np.ndarray
-    start_s: float
+    start: Event  # The event of its start.
+    channel: Channel  # Its way.
+    times: Times  # What each region had measured as it left.
+    left_s: np.ndarray  # When each region was ready to send, `[M]`.
+    start_s: float  # When its first byte could leave.
+    # (layer, transfer id), the one that is needed first in front.
     layers: list[tuple[int, int]]
-    bytes_sent: np.ndarray
+    bytes_sent: np.ndarray  # Of each region, `[M]`.
 
     def arrived(self, time_s: float) -> bool:
         """Whether all of it is there; `time_s` as of `Channel.arrived`."""

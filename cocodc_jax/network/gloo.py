@@ -61,18 +61,13 @@ def payload_share(mtu_bytes: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Once round the ring.
+    """Once round the ring."""
 
-    Attributes:
-      sizes: bytes that each rank sends in each step, float64 `[steps, M]`; where it is
-        0 nothing is sent, and nobody told.
-      hop: a rank sends to the rank so much further: 1 or -1.
-      sends_first: whether a rank sends before it says that it is ready.
-    """
-
+    # Bytes that each rank sends in each step, float64 `[steps, M]`; where it is 0
+    # nothing is sent, and nobody told.
     sizes: np.ndarray
-    hop: int
-    sends_first: bool
+    hop: int  # A rank sends to the rank so much further: 1 or -1.
+    sends_first: bool  # Whether a rank sends before it says that it is ready.
 
 
 def all_reduce_phases(num_ranks: int, num_bytes: float) -> list[Phase]:
@@ -121,17 +116,11 @@ def bytes_sent(phases: Sequence[Phase], num_ranks: int) -> list[float]:
 
 @dataclasses.dataclass
 class _Outlet:
-    """A rank's connection to the neighbour that it sends segments to.
+    """A rank's connection to the neighbour that it sends segments to."""
 
-    Attributes:
-      free_s: when all that was given to it has left.
-      before_s: `free_s` before the last segment was given to it.
-      given_s: when that was.
-    """
-
-    free_s: float = -math.inf
-    before_s: float = -math.inf
-    given_s: float = -math.inf
+    free_s: float = -math.inf  # When all that was given to it has left.
+    before_s: float = -math.inf  # `free_s` before the last segment was given to it.
+    given_s: float = -math.inf  # When that was.
 
     def word(self, time_s: float) -> float:
         """When a word given to it at `time_s` leaves; words take no time."""

@@ -29,26 +29,21 @@ import math
 
 import numpy as np
 
+from cocodc_jax.network.links import check
+
 
 @dataclasses.dataclass(frozen=True)
 class Failures:
-    """How regions fail and come back.
+    """How regions fail and come back."""
 
-    Attributes:
-      between_s: F, mean seconds that a region goes on before it fails.
-      repair_s: R, mean seconds until it goes on again, its time to join included.
-    """
-
-    between_s: float
+    between_s: float  # F, mean seconds that a region goes on before it fails.
+    # R, mean seconds until it goes on again, its time to join included.
     repair_s: float
 
     def __post_init__(self):
-        if not 0 < self.between_s < math.inf:
-            raise ValueError(f"between_s={self.between_s} must be positive and finite")
-        if not 0 <= self.repair_s < math.inf:
-            raise ValueError(
-                f"repair_s={self.repair_s} must be finite and not negative"
-            )
+        between_s, repair_s = self.between_s, self.repair_s
+        check(0 < between_s < math.inf, "between_s", between_s, "positive and finite")
+        check(0 <= repair_s < math.inf, "repair_s", repair_s, "finite and not negative")
 
 
 def kept_share(rate: float, repair_s: float, kept_s: float) -> float:
@@ -87,15 +82,10 @@ def simulated(
     Times between failures and repairs are exponential. A region that waits neither
     works nor loses anything, but can fail. What a region did since it last kept
     something is lost when it fails; it keeps every `sync_s` seconds of its own work.
-
-    Raises:
-      ValueError: for a quorum that there cannot be.
     """
     if not 1 <= quorum <= num_regions:
-        raise ValueError(
-            f"quorum={quorum} must be between 1 and the number of regions, "
-            f"{num_regions}"
-        )
+        rule = f"must be between 1 and the number of regions, {num_regions}"
+        raise ValueError(f"quorum={quorum} {rule}")
     rng = np.random.default_rng(seed)
     is_there, worked_s = [True] * num_regions, [0.0] * num_regions
     events = [(rng.exponential(failures.between_s), m) for m in range(num_regions)]
@@ -105,8 +95,9 @@ def simulated(
         then, m = heapq.heappop(events)
         then = min(then, seconds)
         if sum(is_there) >= quorum:
-            for i in range(num_regions):
-                worked_s[i] += (then - now) * is_there[i]
+            worked_s = [
+                s + (then - now) * t for s, t in zip(worked_s, is_there, strict=True)
+            ]
         now = then
         if now == seconds:
             break

@@ -16,7 +16,8 @@ import numpy as np
 _SEGMENT_BYTES = 1448  # TCP payload of a 1500-byte packet with timestamps
 
 
-def _check(condition: bool, name: str, value: object, rule: str) -> None:
+def check(condition: bool, name: str, value: object, rule: str) -> None:
+    """Refuse a value that does not obey a rule."""
     if not condition:
         raise ValueError(f"{name}={value!r} must be {rule}")
 
@@ -47,11 +48,11 @@ class Link:
 
     def __post_init__(self):
         rate = self.bandwidth_gbps
-        _check(0 < rate < math.inf, "bandwidth_gbps", rate, "positive and finite")
+        check(0 < rate < math.inf, "bandwidth_gbps", rate, "positive and finite")
         for name in ("latency_s", "jitter_s"):
             value = getattr(self, name)
-            _check(0 <= value < math.inf, name, value, "finite and not negative")
-        _check(0 <= self.loss < 1, "loss", self.loss, "in [0, 1)")
+            check(0 <= value < math.inf, name, value, "finite and not negative")
+        check(0 <= self.loss < 1, "loss", self.loss, "in [0, 1)")
 
     @property
     def bytes_per_s(self) -> float:
@@ -95,9 +96,9 @@ class LinkChange:
     def __post_init__(self):
         for name in ("start_s", "bandwidth_factor", "extra_latency_s"):
             value = getattr(self, name)
-            _check(0 <= value < math.inf, name, value, "finite and not negative")
+            check(0 <= value < math.inf, name, value, "finite and not negative")
         length = self.duration_s
-        _check(0 < length < math.inf, "duration_s", length, "positive and finite")
+        check(0 < length < math.inf, "duration_s", length, "positive and finite")
 
     @property
     def end_s(self) -> float:
@@ -107,16 +108,12 @@ class LinkChange:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinkState:
-    """All links at one moment, as matrices; row sends, column receives.
+    """All links at one moment, as matrices; row sends, column receives."""
 
-    Attributes:
-      bytes_per_s: float64 [M, M], infinite on the diagonal, 0 during an outage.
-      delay_s: float64 [M, M], 0 on the diagonal.
-      line_bytes_per_s: what a region can send, and receive, over all its links.
-    """
-
+    # float64 [M, M], infinite on the diagonal, 0 during an outage.
     bytes_per_s: np.ndarray
-    delay_s: np.ndarray
+    delay_s: np.ndarray  # float64 [M, M], 0 on the diagonal.
+    # What a region can send, and receive, over all its links.
     line_bytes_per_s: float = math.inf
 
     @property
@@ -150,15 +147,15 @@ class Topology:
 
     def __post_init__(self):
         num = len(self.regions)
-        _check(num >= 1, "regions", self.regions, "at least one region")
-        _check(len(set(self.regions)) == num, "regions", self.regions, "distinct names")
+        check(num >= 1, "regions", self.regions, "at least one region")
+        check(len(set(self.regions)) == num, "regions", self.regions, "distinct names")
         sizes = [len(row) for row in self.links]
-        _check(sizes == [num] * num, "links", sizes, f"{num} rows of {num} links")
+        check(sizes == [num] * num, "links", sizes, f"{num} rows of {num} links")
         for change in self.changes:
             for name in ("source", "target"):
                 index = getattr(change, name)
                 known = index is None or 0 <= index < num
-                _check(known, f"changes.{name}", index, f"a region id below {num}")
+                check(known, f"changes.{name}", index, f"a region id below {num}")
 
     @property
     def num_regions(self) -> int:
@@ -215,7 +212,7 @@ def uniform(
     >>> uniform(2, Link(bandwidth_gbps=1.0, latency_s=0.05)).regions
     ('region0', 'region1')
     """
-    _check(num_regions >= 1, "num_regions", num_regions, "at least 1")
+    check(num_regions >= 1, "num_regions", num_regions, "at least 1")
     names = tuple(f"region{i}" for i in range(num_regions))
     links = ((link,) * num_regions,) * num_regions
     return Topology(names, links, changes, link.bandwidth_gbps)

@@ -30,6 +30,7 @@ from cocodc_jax.network.collectives import (
     point_to_point_s,
 )
 from cocodc_jax.network.links import LinkState
+from cocodc_jax.sync.schedules.base import check_at_least
 
 EXACT_SITES = 6
 
@@ -54,8 +55,7 @@ class Pipeline:
 
     def __post_init__(self):
         for name in ("num_stages", "sync_interval"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            check_at_least(name, getattr(self, name), 1)
         check_sizes(self.activation_bytes, self.stage_bytes)
 
 
@@ -69,21 +69,13 @@ def check_sizes(activation_bytes: float, stage_bytes: float) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Sites of every stage and what they cost.
+    """Sites of every stage and what they cost."""
 
-    Attributes:
-      stages: stages[s][d] is the site of replica d of stage s.
-      pipeline_s: seconds of activations and their gradients in a step.
-      sync_s: seconds of averaging, spread over the steps of an interval.
-      slowest_stage: the stage whose averaging takes longest.
-      is_exact: whether every arrangement was tried.
-    """
-
-    stages: tuple[Order, ...]
-    pipeline_s: float
-    sync_s: float
-    slowest_stage: int
-    is_exact: bool
+    stages: tuple[Order, ...]  # stages[s][d] is the site of replica d of stage s.
+    pipeline_s: float  # Seconds of activations and their gradients in a step.
+    sync_s: float  # Seconds of averaging, spread over the steps of an interval.
+    slowest_stage: int  # The stage whose averaging takes longest.
+    is_exact: bool  # Whether every arrangement was tried.
 
     @property
     def seconds(self) -> float:
@@ -140,17 +132,10 @@ def place(
     seed: int = 0,
     exact_sites: int = EXACT_SITES,
 ) -> Placement:
-    """Choose the sites of every stage.
+    """Choose the sites of every stage, whose number divides that of the sites.
 
-    Args:
-      state: links between M sites.
-      pipeline: what is sent; num_stages divides M.
-      num_starts: random starts of the local search.
-      seed: of those starts.
-      exact_sites: with no more sites than this every arrangement is tried.
-
-    Raises:
-      ValueError: if the stages do not divide the sites.
+    With at most `exact_sites` sites every arrangement is tried; with more, a local
+    search from `num_starts` random ones, drawn by `seed`.
     """
     num = state.num_regions
     if num % pipeline.num_stages:

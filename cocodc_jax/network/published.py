@@ -39,7 +39,6 @@ from cocodc_jax.sync.schedules.slotted import Slotted, ahead, free_fragments, st
 
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
 
-
 # Parameters, transformer blocks, seconds of an inner step.
 SIZES = {"1B": (1e9, 24, 0.1), "10B": (1e10, 48, 0.8), "100B": (1e11, 108, 4.9)}
 
@@ -139,10 +138,7 @@ def table_utilization(
 def required_gbps(
     size: str, row: str, target: float, sync_interval: int | None = None
 ) -> float:
-    """Return the least bandwidth, to 0.5 %, that reaches a utilization.
-
-    Args: as `table_utilization`, and target, a utilization in (0, 1).
-    """
+    """Return the least bandwidth, to 0.5 %, that reaches a utilization."""
     low, high = 1e-2, 1e4
     while high / low > 1.005:
         middle = math.sqrt(low * high)
@@ -155,17 +151,11 @@ def required_gbps(
 
 @dataclasses.dataclass(frozen=True)
 class Speedup:
-    """DiLoCoX against all-reduce.
+    """DiLoCoX against all-reduce."""
 
-    Attributes:
-      all_reduce_tokens_per_s: simulated throughput of blocking data parallel.
-      dilocox_tokens_per_s: simulated throughput of the one-round-late method.
-      dilocox: its timeline.
-    """
-
-    all_reduce_tokens_per_s: float
-    dilocox_tokens_per_s: float
-    dilocox: Timeline
+    all_reduce_tokens_per_s: float  # Simulated throughput of blocking data parallel.
+    dilocox_tokens_per_s: float  # Simulated throughput of the one-round-late method.
+    dilocox: Timeline  # Its timeline.
 
     @property
     def factor(self) -> float:

@@ -74,9 +74,8 @@ def simulate(
     bound = schedule.bind(Regions(ratios, (1,) * len(ratios)))
     run = _Run(workload, bound, channels, effective_rank)
     run.run(num_steps)
-    bytes_sent = np.zeros(topology.num_regions)
-    for channel in channels:
-        bytes_sent += channel.bytes_sent
+    each = (channel.bytes_sent for channel in channels)
+    bytes_sent = sum(each, np.zeros(topology.num_regions))
     return Timeline(
         topology.regions,
         tuple(run.records),
@@ -185,7 +184,7 @@ class _Run:
         self.last_start = [0] * schedule.num_fragments
         self.new: list[Applied] = []  # what the schedule has not asked about yet
         self.in_flight: dict[tuple[int, int], Flight] = {}
-        self.due: list[Flight] = []
+        self.due: list[Flight] = []  # at this step, once what leaves there has left
         self.unseen: list[Flight] = []  # not measured yet
         self.sync_s = np.zeros_like(self.step_s)  # of the last one that is
 
@@ -197,7 +196,9 @@ class _Run:
                 state = after
                 if event is not None:
                     self.carry_out(event, step)
-            self.merge_due(step)
+            for flight in self.due:
+                self.merge(flight, step)
+            self.due = []
             self.marks.append((step, tuple(self.clocks.tolist())))
         if self.marks[-1][0] < num_steps:
             self.advance(num_steps)
@@ -236,9 +237,10 @@ class _Run:
             rank, times = self.effective_rank, flight.times
             seen = {"norm": norm, "effective_rank": rank, "times": times}
             self.new.append(Applied(event.fragment_id, 1, seen))
-            self.due.append(flight)
-            if not self.workload.is_layered:
-                self.merge_due(step)
+            if self.workload.is_layered:
+                self.due.append(flight)
+            else:
+                self.merge(flight, step)
 
     def start(self, event: Event) -> Flight:
         """Send a sync's messages, each as soon as the last region taking part is ready.
@@ -276,10 +278,6 @@ class _Run:
             self.sync_s = flight.arrival_s - flight.left_s
             self.unseen.remove(flight)
         return list(zip(self.step_s.tolist(), self.sync_s.tolist(), strict=True))
-
-    def merge_due(self, step: int) -> None:
-        while self.due:
-            self.merge(self.due.pop(0), step)
 
     def merge(self, flight: Flight, step: int) -> None:
         stall = self.stall(flight)

@@ -43,16 +43,10 @@ _SMOOTHING = 0.1  # weight of the newest in the mean of what batches took
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A site that is gone for a while.
-
-    Attributes:
-      site: which.
-      start_s: since when, in simulated seconds.
-      end_s: until when.
-    """
+    """A site that is gone for a while."""
 
     site: int
-    start_s: float
+    start_s: float  # In simulated seconds.
     end_s: float = math.inf
 
     def __post_init__(self):
@@ -63,19 +57,14 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Swarm:
-    """Sites that serve the stages of a pipeline.
+    """Sites that serve the stages of a pipeline."""
 
-    Attributes:
-      stages: stages[s] are the sites of stage s, at the start.
-      batch_s: seconds that each site takes for one stage's part of a batch.
-      activation_bytes: what a stage hands on of a batch; its gradient is as large.
-      stage_bytes: what a site fetches before it serves another stage.
-    """
-
-    stages: Stages
+    stages: Stages  # stages[s] are the sites of stage s, at the start.
+    # Seconds that each site takes for one stage's part of a batch.
     batch_s: tuple[float, ...]
+    # What a stage hands on of a batch; its gradient is as large.
     activation_bytes: float = 0.0
-    stage_bytes: float = 0.0
+    stage_bytes: float = 0.0  # What a site fetches before it serves another stage.
 
     def __post_init__(self):
         sites = sorted(itertools.chain(*self.stages))
@@ -101,19 +90,12 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class SwarmRun:
-    """What was simulated.
+    """What was simulated."""
 
-    Attributes:
-      finished_s: when each batch was through, ascending.
-      num_served: parts of batches that each site did.
-      moves: in order.
-      stages: the sites of every stage in the end.
-    """
-
-    finished_s: tuple[float, ...]
-    num_served: tuple[int, ...]
-    moves: tuple[Move, ...]
-    stages: Stages
+    finished_s: tuple[float, ...]  # When each batch was through, ascending.
+    num_served: tuple[int, ...]  # Parts of batches that each site did.
+    moves: tuple[Move, ...]  # In order.
+    stages: Stages  # The sites of every stage in the end.
 
     def batches_per_s(self, start_s: float, end_s: float) -> float:
         """Return the batches that were through between two times, per second."""
@@ -131,12 +113,7 @@ def simulate_swarm(
     failures: Sequence[Failure] = (),
     seed: int = 0,
 ) -> SwarmRun:
-    """Simulate a pipeline with so many batches under way.
-
-    Raises:
-      ValueError: for a wiring that is none, a fixed one of stages of unequal size, or
-        seconds that are not positive.
-    """
+    """Simulate a pipeline with so many batches under way."""
     if not 0 < duration_s < math.inf:
         raise ValueError(f"duration_s={duration_s} must be positive and finite")
     if not rebalance_s > 0:
@@ -180,11 +157,10 @@ class _State:
     ):
         num = len(swarm.batch_s)
         self._swarm, self._links, self._is_fixed = swarm, links, is_fixed
-        self.now_s = 0.0
+        self._shuffler, self.now_s = shuffler, 0.0
         self.finished_s: list[float] = []
         self.moves: list[Move] = []
         self.num_served = [0] * num
-        self._shuffler = shuffler
         self._events: list[tuple[float, int, Callable, tuple[Any, ...]]] = []
         self._ids = itertools.count()
         # Where each site serves; None while it is gone, or fetches parameters.

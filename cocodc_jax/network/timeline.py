@@ -7,6 +7,7 @@ A simulator's timeline holds simulated seconds; one that was measured
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable
@@ -110,17 +111,21 @@ class Timeline:
         at, seconds = [mark for mark in self.marks if mark[0] <= step][-1]
         return np.asarray(seconds) + (step - at) * np.asarray(self.step_time_s)
 
+    def waited_s(self) -> collections.Counter:
+        """Return the longest waiting after each mark, by its step: 0 for others."""
+        waited = collections.Counter()
+        for sync in self.syncs:  # A mark is made before the waiting that follows it.
+            waited[sync.merge_step] += sync.stall_s
+        return waited
+
     def stretches(self) -> list[tuple[int, np.ndarray]]:
         """Return what a step took between every two marks, without waiting for syncs.
 
         Each is (step of the later mark, seconds of a step in each region `[M]`).
         """
-        waited: dict[int, float] = {}
-        for sync in self.syncs:  # A mark is made before the waiting that follows it.
-            waited[sync.merge_step] = waited.get(sync.merge_step, 0.0) + sync.stall_s
-        found = []
+        waited, found = self.waited_s(), []
         for (step, begins), (later, ends) in itertools.pairwise(self.marks):
-            took_s = np.subtract(ends, begins) - waited.get(step, 0.0)
+            took_s = np.subtract(ends, begins) - waited[step]
             found.append((later, np.maximum(took_s, 0) / (later - step)))
         return found
 

@@ -37,13 +37,9 @@ def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 
     Process 1 has one track per region with its steps and stalls, process 2 one track
     per sync in flight at once; every sync carries its steps, bytes and stall.
-
-    Raises:
-      UnwritableError: if it cannot be written.
     """
     events = [*_names(timeline), *_compute_events(timeline), *_sync_events(timeline)]
-    table = {"displayTimeUnit": "ms", "traceEvents": events}
-    write_whole(path, json.dumps(table))
+    write_whole(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -85,17 +81,14 @@ def _sync_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         tracks = (i for i, end in enumerate(free_s) if end <= sync.start_s)
         track = next(tracks, len(free_s))
         free_s[track : track + 1] = [sync.arrival_s]
-        yield _span(
+        about = {n: getattr(sync, n) for n in ("start_step", "merge_step", "stall_s")}
+        about["bytes_sent"] = max(sync.bytes_sent)
+        name, begin_s, end_s = (
             f"fragment {sync.fragments[0]}",
             sync.start_s,
             sync.arrival_s,
-            _NETWORK_PID,
-            track,
-            start_step=sync.start_step,
-            merge_step=sync.merge_step,
-            stall_s=sync.stall_s,
-            bytes_sent=max(sync.bytes_sent),
         )
+        yield _span(name, begin_s, end_s, _NETWORK_PID, track, **about)
 
 
 def plot_timeline(
@@ -108,9 +101,6 @@ def plot_timeline(
 
     Only the time of the first `MAX_SYNCS` syncs is drawn. `clock` says whose seconds
     they are, "simulated" or "measured".
-
-    Raises:
-      UnwritableError: if it cannot be written.
     """
     with extra("report"):  # Here: every run imports this file, few plot at once.
         from matplotlib.figure import Figure

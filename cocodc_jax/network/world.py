@@ -18,16 +18,9 @@ with extra("train"):
 
 # Round trips in milliseconds; row i holds the pairs (i, i+1), (i, i+2), ...
 _NAMES = (
-    "us-east",
-    "us-west",
-    "europe-west",
-    "europe-central",
-    "asia-south",
-    "asia-southeast",
-    "asia-northeast",
-    "australia",
-    "south-america",
-)
+    "us-east", "us-west", "europe-west", "europe-central", "asia-south",
+    "asia-southeast", "asia-northeast", "australia", "south-america",
+)  # fmt: skip
 _ROUND_TRIPS_MS = (
     (65, 70, 90, 190, 220, 150, 200, 115),
     (125, 145, 220, 165, 95, 140, 175),
@@ -42,11 +35,9 @@ _ROUND_TRIPS_MS = (
 Read = TypeVar("Read")
 
 _UNUSED = Link(1.0, 0.0)  # the diagonal: no region sends to itself
-_PAIR_KEYS = frozenset({"between", "from", "to"})
-_LINK_KEYS = frozenset({"bandwidth_gbps", "latency_ms", "jitter_ms", "loss"})
-_CHANGE_KEYS = frozenset(
-    {"start_s", "duration_s", "bandwidth_factor", "extra_latency_ms"}
-)
+_PAIR_KEYS = {"between", "from", "to"}
+_LINK_KEYS = {"bandwidth_gbps", "latency_ms", "jitter_ms", "loss"}
+_CHANGE_KEYS = {"start_s", "duration_s", "bandwidth_factor", "extra_latency_ms"}
 
 
 def world(regions: tuple[str, ...], bandwidth_gbps: float) -> Topology:
@@ -58,14 +49,12 @@ def world(regions: tuple[str, ...], bandwidth_gbps: float) -> Topology:
     for name in regions:
         if name not in _NAMES:
             raise ValueError(f"region {name!r} is unknown; known are {list(_NAMES)}")
-    pairs = itertools.combinations(_NAMES, 2)
     numbers = itertools.chain.from_iterable(_ROUND_TRIPS_MS)
-    round_trip_ms: dict[tuple[str, str], int]
+    pairs = map(frozenset, itertools.combinations(_NAMES, 2))
     round_trip_ms = dict(zip(pairs, numbers, strict=True))
 
     def link(a: str, b: str) -> Link:
-        ms = round_trip_ms.get((a, b), round_trip_ms.get((b, a), 0))
-        return Link(bandwidth_gbps, ms / 2 / 1000)
+        return Link(bandwidth_gbps, round_trip_ms.get(frozenset((a, b)), 0) / 2 / 1000)
 
     links = tuple(tuple(link(a, b) for b in regions) for a in regions)
     return Topology(tuple(regions), links, line_gbps=bandwidth_gbps)
@@ -108,9 +97,7 @@ def load_changes(
     - {from: region1, start_s: 60, duration_s: 10, extra_latency_ms: 80}
     ```
 
-    Raises:
-      ValueError: naming the file and the entry that is wrong.
-      OSError: if the file cannot be read.
+    A `ValueError` names the file and the entry that is wrong.
     """
 
     def parse(changes: Any) -> tuple[LinkChange, ...]:
@@ -136,11 +123,10 @@ def parse_topology(table: Any) -> Topology:
     regions = table.get("regions")
     if not isinstance(regions, list) or not regions:
         raise ValueError(f"regions={regions!r} must be a list of names")
-    names = [str(name) for name in regions]
+    names, ids = [str(name) for name in regions], range(len(regions))
     default = table.get("default") or {}
     _check_keys("default", default, _LINK_KEYS)
-    pairs = itertools.permutations(range(len(names)), 2)
-    settings = {pair: dict(default) for pair in pairs}
+    settings = {pair: dict(default) for pair in itertools.permutations(ids, 2)}
     for entry in table.get("links") or []:
         _check_keys("links", entry, _PAIR_KEYS | _LINK_KEYS)
         for source, target in _pairs("links", entry, names):
@@ -149,10 +135,7 @@ def parse_topology(table: Any) -> Topology:
             values = {k: v for k, v in entry.items() if k in _LINK_KEYS}
             settings[source, target].update(values)
     built = {pair: _link(names, pair, values) for pair, values in settings.items()}
-    rows = tuple(
-        tuple(built.get((i, j), _UNUSED) for j in range(len(names)))
-        for i in range(len(names))
-    )
+    rows = tuple(tuple(built.get((i, j), _UNUSED) for j in ids) for i in ids)
     changes = _changes(table.get("changes") or [], names)
     return Topology(tuple(names), rows, changes)
 
@@ -165,29 +148,24 @@ def _check_keys(where: str, table: Any, known: Collection[str]) -> None:
         raise ValueError(f"{where}: unknown key {unknown[0]!r}; known: {sorted(known)}")
 
 
-def _number(
-    where: str, table: dict[str, Any], key: str, default: float | None
-) -> float:
+def _number(table: dict[str, Any], key: str, default: float | None = None) -> float:
     value = table.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{where}: {key}={value!r} must be a number")
+        raise ValueError(f"{key}={value!r} must be a number")
     return float(value)
 
 
 def _link(names: list[str], pair: tuple[int, int], table: dict[str, Any]) -> Link:
-    where = f"link {names[pair[0]]} to {names[pair[1]]}"
     try:
         return Link(
-            _number(where, table, "bandwidth_gbps", None),
-            _number(where, table, "latency_ms", None) / 1000,
-            _number(where, table, "jitter_ms", 0.0) / 1000,
-            _number(where, table, "loss", 0.0),
+            _number(table, "bandwidth_gbps"),
+            _number(table, "latency_ms") / 1000,
+            _number(table, "jitter_ms", 0.0) / 1000,
+            _number(table, "loss", 0.0),
         )
     except ValueError as error:
-        message = str(error)
-        raise ValueError(
-            message if message.startswith(where) else f"{where}: {message}"
-        ) from error
+        where = f"link {names[pair[0]]} to {names[pair[1]]}"
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _pairs(
@@ -215,12 +193,15 @@ def _changes(entries: list[Any], names: list[str]) -> tuple[LinkChange, ...]:
     found = []
     for entry in entries:
         _check_keys("changes", entry, _PAIR_KEYS | _CHANGE_KEYS)
-        numbers = (
-            _number("changes", entry, "start_s", None),
-            _number("changes", entry, "duration_s", None),
-            _number("changes", entry, "bandwidth_factor", 1.0),
-            _number("changes", entry, "extra_latency_ms", 0.0) / 1000,
-        )
         ends = _pairs("changes", entry, names)
-        found += [LinkChange(*numbers, source, target) for source, target in ends]
+        try:
+            numbers = (
+                _number(entry, "start_s"),
+                _number(entry, "duration_s"),
+                _number(entry, "bandwidth_factor", 1.0),
+                _number(entry, "extra_latency_ms", 0.0) / 1000,
+            )
+            found += [LinkChange(*numbers, *pair) for pair in ends]
+        except ValueError as error:
+            raise ValueError(f"changes: {error}") from error
     return tuple(found)

@@ -38,21 +38,4 @@ __all__ = [
     "steps_to_loss",
 ]
 
-# Where each is: MODULE, or MODULE:NAME.
-_PLACES = {
-    "MetricsWriter": "records:MetricsWriter",
-    "Run": "runs:Run",
-    "RunProgress": "progress:RunProgress",
-    "compare": "comparison:compare",
-    "eval_curve": "runs:eval_curve",
-    "fragments_in_flight": "plots:fragments_in_flight",
-    "load_run": "runs:load_run",
-    "loss_by_bytes": "plots:loss_by_bytes",
-    "loss_by_steps": "plots:loss_by_steps",
-    "read_records": "records:read_records",
-    "render": "page:render",
-    "save_png": "plots:save_png",
-    "steps_to_loss": "runs:steps_to_loss",
-}
-
-__getattr__, __dir__ = attach(__name__, _PLACES)
+__getattr__, __dir__ = attach(__name__)

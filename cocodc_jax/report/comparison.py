@@ -9,19 +9,10 @@ from cocodc_jax.report.runs import Run, by_method, loss_at_bytes, steps_to_loss
 
 # What a row is made of, from `summary.json`.
 MEASURES = (
-    "eval_loss",
-    "eval_perplexity",
-    "eval_loss_outer",
-    "region_drift",
-    "outer_bytes",
-    "bytes_sent_per_region",
-    "stall_seconds",
-    "exposed_share",
-    "goodput",
-    "tokens_per_second",
-    "seconds",
-    "correction_ratio",
-)
+    "eval_loss", "eval_perplexity", "eval_loss_outer", "region_drift", "outer_bytes",
+    "bytes_sent_per_region", "stall_seconds", "exposed_share", "goodput",
+    "tokens_per_second", "seconds", "correction_ratio",
+)  # fmt: skip
 
 
 def compare(
@@ -116,11 +107,8 @@ def _row(runs: Sequence[Run]) -> dict[str, Any]:
     }
     for measure in MEASURES:
         row[measure] = spread([run.summary[measure] for run in runs])
-    sizes = [
-        [record["bytes_sent_per_region"] for record in run.of_kind("eval")]
-        for run in runs
-    ]
-    row["evaluated_bytes"] = [max(x[0] for x in sizes), min(x[-1] for x in sizes)]
+    evals = [run.losses_by("bytes_sent_per_region") for run in runs]
+    row["evaluated_bytes"] = [max(x[0][0] for x in evals), min(x[-1][0] for x in evals)]
     return row
 
 
@@ -132,21 +120,13 @@ def _ratio(value: float | None, reference: float | None) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A configuration on the plane of bytes and loss.
+    """A configuration on the plane of bytes and loss."""
 
-    Attributes:
-      label: what it is, in a few words.
-      family: method; points of one have one marker and color.
-      bytes_per_step: that a region sends, above 0.
-      loss: nats per token.
-      half: half of the loss's interval, 0 if unknown.
-    """
-
-    label: str
-    family: str
-    bytes_per_step: float
-    loss: float
-    half: float = 0.0
+    label: str  # What it is, in a few words.
+    family: str  # Method; points of one have one marker and color.
+    bytes_per_step: float  # That a region sends, above 0.
+    loss: float  # Nats per token.
+    half: float = 0.0  # Half of the loss's interval, 0 if unknown.
 
 
 def pareto(points: Sequence[Point]) -> list[int]:

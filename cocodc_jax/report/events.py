@@ -21,15 +21,11 @@ WANDB_FILE = "wandb.json"
 
 
 class Mirror(NamedTuple):
-    """Where numbers go.
+    """Where numbers go."""
 
-    Attributes:
-      write: takes an inner step and the numbers by name.
-      close: flushes and ends it.
-    """
-
+    # Takes an inner step and the numbers by name.
     write: Callable[[int, Mapping[str, float]], None]
-    close: Callable[[], None]
+    close: Callable[[], None]  # Flushes and ends it.
 
 
 # Takes the folder of the run, and the step from which on a resumed run writes again, or
@@ -77,10 +73,6 @@ def weights_and_biases(
     Its id is kept in `wandb.json`, so that all parts of a resumed run are one. Steps
     that are written again come twice, with the same numbers. What is written offline
     is in the run's `wandb`; `wandb sync --append` sends all parts of it.
-
-    Raises:
-      MissingExtraError: if the package is not installed.
-      ConnectionError: if W&B refuses, with what it says.
     """
     with extra("wandb"):
         import wandb  # pyright: ignore[reportMissingImports]

@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 
 from cocodc_jax._extras import extra
-from cocodc_jax.report.plots import COLORS, WIDTH_IN
+from cocodc_jax.report.plots import COLORS, new_figure, tidy
 from cocodc_jax.report.runs import Run, by_method
 
 with extra("report"):
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -23,11 +22,7 @@ CAPTION = (
 
 
 def figures(runs: Sequence[Run]) -> dict[str, tuple[Figure, str]]:
-    """Return the plot of routing and its caption by name; none for dense models.
-
-    Args:
-      runs: finished runs of any methods; those without experts are left out.
-    """
+    """Return the plot of routing and its caption by name; none for dense models."""
     groups = by_method(run for run in runs if run.of_kind("experts"))
     return {"experts": (_figure(groups), CAPTION)} if groups else {}
 
@@ -49,8 +44,7 @@ def _figure(groups: Mapping[str, Sequence[Run]]) -> Figure:
     found = {name: loads(group[0]) for name, group in groups.items()}
     maps = {name: load for name, load in found.items() if load is not None}
     heights = [2.6, *(0.5 + 0.2 * len(load) for load in maps.values())]
-    figure = Figure(figsize=(WIDTH_IN, sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(sum(heights))
     parts = figure.subfigures(len(heights), height_ratios=heights, squeeze=False)
     _draw_lines(parts[0, 0], groups)
     highest = max((load.max() for load in maps.values()), default=1)
@@ -71,8 +65,7 @@ def _draw_lines(part: Any, groups: Mapping[str, Sequence[Run]]) -> None:
         axes.set_xlabel("inner steps")
         axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.grid(visible=True, color="#dddddd", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
     left.set_title("divergence between regions", fontsize="medium")
     right.set_title("dead experts", fontsize="medium")
     handles = left.get_legend_handles_labels()

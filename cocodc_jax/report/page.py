@@ -7,7 +7,6 @@ with its columns' names in it.
 """
 
 import base64
-import dataclasses
 import html
 import json
 import os
@@ -58,22 +57,9 @@ pre { background: var(--quiet); padding: .8rem; border-radius: 4px;
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Picture:
-    """One plot of the page.
-
-    Attributes:
-      caption: what it shows.
-      png: the file's bytes.
-    """
-
-    caption: str
-    png: bytes
-
-
 def render(
     comparison: Mapping[str, Any],
-    pictures: Sequence[Picture],
+    pictures: Mapping[str, bytes],
     command: str,
     config: Mapping[str, Any],
     machine: str,
@@ -82,7 +68,7 @@ def render(
 
     Args:
       comparison: from `comparison.compare`.
-      pictures: in the order they are shown.
+      pictures: PNG files by their captions, in the order they are shown.
       command: what makes this page again.
       config: the configuration all runs share, plain values.
       machine: what it ran on, see `describe_machine`.
@@ -96,7 +82,7 @@ def render(
         f"{some['steps']:,} inner steps, {some['tokens']:,} tokens, "
         f"{seeds} seed{'s' if seeds > 1 else ''}. {machine}"
     )
-    figures = "\n".join(_figure(picture) for picture in pictures)
+    figures = "\n".join(_figure(*picture) for picture in pictures.items())
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -135,9 +121,8 @@ def describe_machine(devices: Sequence[Any]) -> str:
     )
 
 
-def _figure(picture: Picture) -> str:
-    data = base64.b64encode(picture.png).decode()
-    caption = _text(picture.caption)
+def _figure(caption: str, png: bytes) -> str:
+    data, caption = base64.b64encode(png).decode(), _text(caption)
     return (
         f'<figure><img src="data:image/png;base64,{data}" alt="{caption}">'
         f"<figcaption>{caption}</figcaption></figure>"

@@ -5,6 +5,7 @@ drawing has no global state and needs no display.
 """
 
 import io
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
@@ -28,6 +29,7 @@ COLORS = ("#333333", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56
 MARKERS = "osD^vPX"
 WIDTH_IN = 8.0
 DPI = 160
+LEADER = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.6}  # To a label.
 MAX_SYNCS = 128  # of a method; more would be too narrow to be told apart.
 
 
@@ -49,12 +51,8 @@ def tidy(
 def loss_by_steps(runs: Sequence[Run]) -> Figure:
     """Plot evaluation loss against inner steps, whole and, beside it, the second half.
 
-    Args:
-      runs: runs of any methods; several of one method become their mean and a band
-        from the least to the greatest.
-
-    Returns:
-      The figure; each line of the right panel carries its name and last value.
+    Several runs of one method become their mean and a band from the least to the
+    greatest. Each line of the right panel carries its name and last value.
     """
     # Room for a label a method beside the curves.
     figure = new_figure(height_in=max(4.2, 0.26 * len(by_method(runs))))
@@ -77,9 +75,7 @@ def loss_by_steps(runs: Sequence[Run]) -> Figure:
 def loss_by_bytes(runs: Sequence[Run]) -> Figure:
     """Plot evaluation loss against the bytes a region has sent, on a log axis.
 
-    Args:
-      runs: as for `loss_by_steps`. Evaluations before anything was sent have no place
-        on a log axis and are left out.
+    Evaluations before anything was sent have no place there and are left out.
     """
     figure = new_figure(height_in=4.2 + 0.06 * len(by_method(runs)))
     axes = figure.subplots()
@@ -88,7 +84,7 @@ def loss_by_bytes(runs: Sequence[Run]) -> Figure:
         sent = np.where(curve.bytes_sent > 0, curve.bytes_sent, np.nan)
         _draw(axes, curve, sent, index)
         axes.lines[-1].set_label(name)
-    scale_bytes(axes, 1e3)
+    by_bytes(axes, 1e3)
     axes.tick_params(axis="x", which="both", length=4)
     axes.set_xlabel("bytes sent by each region (log scale)")
     axes.set_ylabel("evaluation loss (nats per token)")
@@ -132,18 +128,13 @@ def losses(values: Mapping[str, float], faint: Collection[str] = ()) -> Figure:
 
 
 def fragments_in_flight(runs: Sequence[Run]) -> Figure:
-    """Draw a bar from start to apply step of every sync, for one run of each method.
+    """Draw a bar from start to apply step of every sync, for the first run of a method.
 
-    Args:
-      runs: runs of any methods; the first of each method is drawn, and a method
-        without syncs (data parallel) is left out. Long runs are shown up to the step
-        at which a method has made `MAX_SYNCS` syncs, and the axis says so.
-
-    Raises:
-      ValueError: no run has a sync.
+    A method without syncs (data parallel) is left out. Long runs are shown up to the
+    step at which a method has made `MAX_SYNCS` syncs, and the axis says so.
     """
     groups = by_method(runs)
-    colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(groups)}
+    colors = dict(zip(groups, itertools.cycle(COLORS), strict=False))
     each = {name: group[0].of_kind("sync") for name, group in groups.items()}
     syncs = {name: events for name, events in each.items() if events}
     if not syncs:
@@ -171,7 +162,7 @@ def fragments_in_flight(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def scale_bytes(axes: Axes, narrow: float) -> None:
+def by_bytes(axes: Axes, narrow: float) -> None:
     """Make the x axis one of bytes, logarithmic."""
     axes.set_xscale("log")
     as_bytes = FuncFormatter(lambda size, _: format_bytes(size))
@@ -183,11 +174,7 @@ def scale_bytes(axes: Axes, narrow: float) -> None:
 
 
 def save_png(figure: Figure, path: str) -> None:
-    """Write the figure as a PNG file.
-
-    Raises:
-      UnwritableError: if it cannot be written.
-    """
+    """Write the figure as a PNG file; an `UnwritableError` says if that cannot be."""
     write_whole(path, png_bytes(figure))
 
 
@@ -243,12 +230,7 @@ def _label_ends(axes: Axes, curves: dict[str, Curve]) -> None:
             verticalalignment="center",
             fontsize="small",
             # To the label's left edge, and not through it to its middle.
-            arrowprops={
-                "arrowstyle": "-",
-                "color": "#999999",
-                "linewidth": 0.6,
-                "relpos": (0.0, 0.5),
-            },
+            arrowprops={"relpos": (0.0, 0.5)} | LEADER,
             annotation_clip=False,
         )
 
@@ -291,10 +273,8 @@ def _draw_syncs(axes: Axes, name: str, events: Sequence[Record], color: str) -> 
             spans, (fragment - 0.35, 0.7), facecolor=color, edgecolor="white", lw=0.6
         )
         # A blocking exchange takes no step: its bar has no width, a mark shows it.
-        marks = [start for start, delay_steps in spans if delay_steps == 0]
-        axes.plot(
-            marks, [fragment] * len(marks), "|", color=color, markersize=11, mew=2
-        )
+        at = [start for start, delay_steps in spans if delay_steps == 0]
+        axes.plot(at, [fragment] * len(at), "|", color=color, markersize=11, mew=2)
     axes.set_title(name, loc="left", fontsize="medium")
     axes.set_ylabel("fragment")
     axes.set_yticks(range(num_fragments))

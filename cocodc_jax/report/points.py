@@ -7,7 +7,7 @@ import numpy as np
 
 from cocodc_jax._extras import extra
 from cocodc_jax.report.comparison import Point, pareto
-from cocodc_jax.report.plots import COLORS, MARKERS, new_figure, scale_bytes, tidy
+from cocodc_jax.report.plots import COLORS, LEADER, MARKERS, by_bytes, new_figure, tidy
 from cocodc_jax.report.units import format_bytes
 
 with extra("report"):
@@ -87,13 +87,7 @@ def _write(
     axes: Axes, name: str, point: tuple[float, float], place: tuple[float, float]
 ) -> None:
     is_right = place[0] >= 0
-    line = {
-        "arrowstyle": "-",
-        "color": "#aaaaaa",
-        "linewidth": 0.6,
-        "relpos": (0.0 if is_right else 1.0, 0.5),
-        "shrinkA": 0,
-    }
+    line = LEADER | {"relpos": (0.0 if is_right else 1.0, 0.5), "shrinkA": 0}
     axes.annotate(
         name,
         xy=point,
@@ -129,7 +123,7 @@ def frontier(points: Sequence[Point], published: Sequence[Point] = ()) -> Figure
     for point in edge:
         color = COLORS[families.index(point.family) % len(COLORS)]
         _mark(axes, point, families, color, size=8)
-    scale_bytes(axes, 300)
+    by_bytes(axes, 300)
     tidy(axes)
     axes.set_xlabel("bytes that a region sends a step (log scale)")
     axes.set_ylabel("evaluation loss after all steps (nats per token)")

@@ -39,13 +39,9 @@ class RunProgress:
             terminal, else a line each `PLAIN_INTERVAL_S` seconds and at the last step.
           clock: seconds, monotonic.
         """
-        self._num_steps = num_steps
-        self._start_step = start_step
-        self._label = label
-        self._console = console or Console()
-        self._clock = clock
-        self._begin_s = clock()
-        self._last_line_s = float("-inf")
+        self._num_steps, self._start_step, self._label = num_steps, start_step, label
+        self._console, self._clock = console or Console(), clock
+        self._begin_s, self._last_line_s = clock(), float("-inf")
         self._bar = _bar(self._console) if self._console.is_terminal else None
 
     def __enter__(self) -> "RunProgress":
@@ -53,10 +49,7 @@ class RunProgress:
         if self._bar is not None:
             self._bar.start()
             self._task = self._bar.add_task(
-                self._label,
-                total=self._num_steps,
-                completed=self._start_step,
-                status="",
+                self._label, True, self._num_steps, self._start_step, status=""
             )
         return self
 
@@ -75,13 +68,8 @@ class RunProgress:
     ) -> None:
         """Show the state of the run after `step` inner steps.
 
-        Args:
-          step: inner steps done.
-          loss: mean training loss over regions, nats per token.
-          tokens_per_second: of all regions together.
-          in_flight: fragments on their way.
-          bytes_sent: bytes one region has sent so far.
-          mfu: model FLOPs utilization, a share; None is not shown.
+        `tokens_per_second` is of all regions together, `in_flight` counts fragments,
+        `bytes_sent` is of one region; an `mfu` of None is not shown.
         """
         share = "" if mfu is None else f"MFU {100 * mfu:.1f} %  "
         status = (

@@ -8,7 +8,6 @@ shortest form that reads back to the same float64, hence also to the same float3
 
 import contextlib
 import json
-import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from cocodc_jax.files import writing
+from cocodc_jax.files import parse_lines, writing
 from cocodc_jax.report.events import OpenMirror, scalars, tensorboard
 
 METRICS_FILE = "metrics.jsonl"
@@ -28,26 +27,16 @@ Record = dict[str, Any]
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "train": ("step", "tokens", "loss", "loss_regions", "bytes_sent_per_region"),
     "eval": (
-        "step",
-        "tokens",
-        "bytes_sent_per_region",
-        "eval_loss",
-        "eval_perplexity",
-        "eval_loss_outer",
-        "region_drift",
+        "step", "tokens", "bytes_sent_per_region", "eval_loss", "eval_perplexity",
+        "eval_loss_outer", "region_drift",
     ),
     "sync": (
-        "step",
-        "fragment",
-        "start_step",
-        "apply_step",
-        "bytes",
-        "pseudo_gradient_norm",
+        "step", "fragment", "start_step", "apply_step", "bytes", "pseudo_gradient_norm",
         "correction_ratio",
     ),
     "experts": ("step", "balance", "z", "entropy", "load_max", "divergence", "dead"),
     "spike": ("step", "region", "loss", "usual", "score"),
-}
+}  # fmt: skip
 
 # Fields that only some runs have: bytes that a pipeline's stages sent in the last step;
 # of each region why a mean left it out: 0 it did not, 1 not finite, 2 an outlier; the
@@ -134,21 +123,15 @@ class MetricsWriter:
     ) -> None:
         """Append what the clock said to `timing.jsonl`; a resumed run repeats steps.
 
-        Args:
-          step: inner steps done.
-          wall_s: seconds since this process began to train.
-          tokens_per_second: tokens of all regions per second since the last record.
-          stall_s: seconds since the last record spent waiting for a mean to arrive.
-          mfu: model FLOPs utilization, a share; None leaves the field out.
+        `wall_s` counts from when this process began to train, `tokens_per_second` (of
+        all regions) and `stall_s` (waiting for a mean to arrive) from the last record.
         """
-        timing = {
-            "step": int(step),
-            "wall_s": float(wall_s),
-            "tokens_per_second": float(tokens_per_second),
-            "stall_s": float(stall_s),
-        }
-        if mfu is not None:
-            timing["mfu"] = float(mfu)
+        numbers = {
+            "wall_s": wall_s,
+            "tokens_per_second": tokens_per_second,
+            "stall_s": stall_s,
+        } | ({} if mfu is None else {"mfu": mfu})
+        timing = {"step": int(step)} | {n: float(x) for n, x in numbers.items()}
         _append(self._timing, timing)
         self._show({"kind": "timing", **timing})
 
@@ -172,11 +155,7 @@ class MetricsWriter:
 
 
 def check_record(record: Mapping[str, Any]) -> Record:
-    """Return the record with plain numbers, its fields in the order of `FIELDS`.
-
-    Raises:
-      ValueError: see `MetricsWriter.write`.
-    """
+    """Return the record with plain numbers, its fields in the order of `FIELDS`."""
     kind = record.get("kind", "")
     if kind not in FIELDS:
         raise ValueError(f"kind={kind!r} of a record is none of {', '.join(FIELDS)}")
@@ -208,11 +187,7 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
 
 
 def bytes_until(path: str | os.PathLike[str], step: int) -> int:
-    """Measure the records of a `metrics.jsonl` up to an inner step, 0 without a file.
-
-    Raises:
-      ValueError: a complete line is no record; names the line.
-    """
+    """Measure a `metrics.jsonl` up to the records of a step, 0 without a file."""
     path = pathlib.Path(path)
     if not path.exists():
         return 0
@@ -221,26 +196,13 @@ def bytes_until(path: str | os.PathLike[str], step: int) -> int:
     return sum(len(line) + 1 for line in data.split(b"\n")[:kept])
 
 
-def perplexity(loss: float) -> float | None:
-    """Return exp(loss) of a loss in nats per token; None where float64 overflows."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return None
-
-
 def _parse(path: str | os.PathLike[str], data: bytes) -> list[Record]:
-    found = []
-    for number, line in enumerate(data.split(b"\n")[:-1], 1):
-        where = f"{path}, line {number}"
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where} is not JSON: {line[:60]!r}") from error
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            raise ValueError(f"{where} is no record: {line[:60]!r}")
-        found.append(record)
-    return found
+    def record(value: Any) -> Record:
+        if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+            raise ValueError("a record has a step")
+        return value
+
+    return parse_lines(path, data, record, "record")
 
 
 def _plain(value: Any, field: str) -> Any:

@@ -76,32 +76,17 @@ def by_method(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Evaluation loss over the seeds of one method; all arrays have shape [points].
+    """Evaluation loss over the seeds of one method; all arrays have shape [points]."""
 
-    Attributes:
-      steps: inner steps at which every seed was evaluated.
-      bytes_sent: bytes one region had sent by then, mean over seeds.
-      mean: loss in nats per token, mean over seeds.
-      low: least loss of a seed.
-      high: greatest loss of a seed.
-    """
-
-    steps: np.ndarray
-    bytes_sent: np.ndarray
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
+    steps: np.ndarray  # Inner steps at which every seed was evaluated.
+    bytes_sent: np.ndarray  # Bytes one region had sent by then, mean over seeds.
+    mean: np.ndarray  # Loss in nats per token, mean over seeds.
+    low: np.ndarray  # Least loss of a seed.
+    high: np.ndarray  # Greatest loss of a seed.
 
 
 def eval_curve(runs: Sequence[Run]) -> Curve:
-    """Join the evaluations of one method's seeds at the steps that all of them have.
-
-    Args:
-      runs: runs of one method, at least one.
-
-    Raises:
-      ValueError: no step was evaluated in all of the runs.
-    """
+    """Join the evaluations of one method's seeds at the steps that all of them have."""
     evals = [{record["step"]: record for record in run.of_kind("eval")} for run in runs]
     steps = sorted(set.intersection(*map(set, evals)))
     if not steps:
@@ -123,14 +108,8 @@ def steps_to_loss(
     """Return the step at which an evaluation loss first reaches the target.
 
     Between two evaluations the loss is taken as linear in the step, so that the answer
-    does not depend on which evaluation happens to lie just behind the target.
-
-    Args:
-      curve: a run, or (step, loss) pairs, steps increasing.
-      target: loss in nats per token.
-
-    Returns:
-      Inner steps, or None where the curve never gets there.
+    does not depend on which evaluation happens to lie just behind the target. `curve`
+    may also be (step, loss) pairs, steps increasing; None where it never gets there.
 
     >>> steps_to_loss([(0, 4.0), (100, 3.0), (200, 2.0)], 2.5)
     150.0

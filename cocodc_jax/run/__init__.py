@@ -48,23 +48,4 @@ __all__ = [
     "prepare",
 ]
 
-# Where each is.
-_PLACES = {
-    "LEAVES": "config:LEAVES",
-    "Leaf": "leaves:Leaf",
-    "MethodConfig": "method_config:MethodConfig",
-    "OptimizerConfig": "optimizer_config:OptimizerConfig",
-    "PRESETS": "presets:PRESETS",
-    "Processes": "processes:Processes",
-    "RUN_ERRORS": "session:RUN_ERRORS",
-    "ResumeError": "resume:ResumeError",
-    "RunConfig": "run_config:RunConfig",
-    "Session": "session:Session",
-    "TrainConfig": "config:TrainConfig",
-    "export": "hugging_face:export",
-    "failing_alone": "processes:failing_alone",
-    "paced": "losses:paced",
-    "prepare": "preparing:prepare",
-}
-
-__getattr__, __dir__ = attach(__name__, _PLACES)
+__getattr__, __dir__ = attach(__name__)

@@ -32,11 +32,7 @@ with extra("train"):
 
 
 class Watch:
-    """Passes the loop's clock to the progress bar and the timing file.
-
-    Attributes:
-      seconds: of the run so far, including its earlier parts.
-    """
+    """Passes the loop's clock to the progress bar and the timing file."""
 
     def __init__(
         self,
@@ -45,18 +41,16 @@ class Watch:
         earlier_s: float,
         peak_tokens_per_second: float | None = None,
     ):
-        """Start at the seconds of the run's earlier parts."""
         self._writer, self._bar, self._earlier_s = writer, bar, earlier_s
         self._peak = peak_tokens_per_second
         self._stall_s = 0.0
-        self.seconds = earlier_s
+        self.seconds = earlier_s  # Of the run so far, including its earlier parts.
 
     def __call__(self, clock: Clock) -> None:
         """Show and write the progress."""
         self.seconds = self._earlier_s + clock.wall_s
-        share = mfu(clock.tokens_per_second, self._peak)
-        step, rate = clock.step, clock.tokens_per_second
-        sent = clock.bytes_sent
+        step, rate, sent = clock.step, clock.tokens_per_second, clock.bytes_sent
+        share = mfu(rate, self._peak)
         self._bar.update(step, clock.loss, rate, clock.in_flight, sent, share)
         stall_s, self._stall_s = clock.stall_s - self._stall_s, clock.stall_s
         self._writer.write_timing(step, clock.wall_s, rate, stall_s, share)
@@ -179,7 +173,6 @@ class Tracking:
     wandb_mode: str = ""
 
     def __post_init__(self):
-        """Validate the words."""
         if self.wandb_mode not in ("", *MODES):
             raise ValueError(
                 f"wandb_mode={self.wandb_mode!r} is unknown; use one of {MODES}"

@@ -49,7 +49,6 @@ class TrainConfig:
     optimizer: OptimizerConfig
 
     def __post_init__(self):
-        """Validate sections against one another."""
         if self.optimizer.warmup_steps >= self.run.steps:
             raise ValueError(
                 f"warmup_steps={self.optimizer.warmup_steps} must be less than steps="
@@ -66,8 +65,8 @@ class TrainConfig:
                 f"batch_sizes={self.run.batch_sizes} must be divisors of "
                 f"batch_per_region={batch}"
             )
-        experts = self.run.expert_axis
-        experts = f" * expert_axis={experts}" if experts > 1 else ""
+        size = self.run.expert_axis
+        experts = f" * expert_axis={size}" if size > 1 else ""
         if batch % self.run.devices_per_batch:
             raise ValueError(
                 f"batch_per_region={batch} must be a multiple of "
@@ -94,11 +93,7 @@ class TrainConfig:
         return self.run.regions * of_region
 
     def replace(self, **leaves: Any) -> TrainConfig:
-        """Return a copy with leaves replaced by name, in any section.
-
-        Raises:
-          ValueError: for an unknown name, or a value that its section refuses.
-        """
+        """Return a copy with leaves replaced by name, in any section."""
         sections: dict[str, dict[str, Any]] = {}
         for name, value in leaves.items():
             if name not in LEAVES:
@@ -132,21 +127,16 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> TrainConfig:
-        """Invert `to_json`; a field that is missing takes its default.
-
-        Raises:
-          ValueError: for an unknown key, a missing one without a default, or a value of
-            another type.
-        """
+        """Invert `to_json`; a field that is missing takes its default."""
         try:
             sections = {
                 name: _from_dict(name, section, value.get(name))
                 for name, section in SECTIONS.items()
             }
             if value.keys() != {"preset", *SECTIONS}:
+                wanted = ["preset", *SECTIONS]
                 raise ValueError(
-                    f"configuration has keys {sorted(value)}, "
-                    f"expected {['preset', *SECTIONS]}"
+                    f"configuration has keys {sorted(value)}, expected {wanted}"
                 )
             return cls(preset=value["preset"], **sections)
         except (TypeError, AttributeError, KeyError) as error:
@@ -211,10 +201,8 @@ def in_new_words(fields: dict[str, Any]) -> dict[str, Any]:
     {'overlap': 'no', 'exchange': 'elastic'}
     """
     named = {OLD_NAMES.get(name, name): value for name, value in fields.items()}
-    return {
-        name: _OLD_VALUES.get((name, value), value) if isinstance(value, str) else value
-        for name, value in named.items()
-    }
+    new = {name: x for (name, old), x in _OLD_VALUES.items() if named.get(name) == old}
+    return named | new
 
 
 def _from_dict(name: str, cls: Any, value: Any) -> Any:

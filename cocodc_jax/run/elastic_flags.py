@@ -62,7 +62,6 @@ class ElasticFlags:
     outer_digests: bool = False
 
     def __post_init__(self):
-        """Validate the times."""
         for name in ("beat_s", "grace_s", "start_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")

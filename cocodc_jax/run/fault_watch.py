@@ -38,7 +38,6 @@ class FaultWatch:
         least_s: float,
         observe: Callable[[bool, Finding, str], None] = lambda *_: None,
     ):
-        """Start without history."""
         self._path, self._on_fault = folder / FAULTS_FILE, on_fault
         self._observe = observe
         self._messages = Messages(least=least_s)

@@ -19,8 +19,7 @@ from cocodc_jax.run.attend import NO_TRACKING, Tracking
 from cocodc_jax.run.compile_cache import keep_programs
 from cocodc_jax.run.config import LEAVES, OLD_NAMES, TrainConfig, in_new_words
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
-from cocodc_jax.run.help import options, render
-from cocodc_jax.run.leaf_help import by_use, run_sections
+from cocodc_jax.run.help import by_use, options, render, run_sections
 from cocodc_jax.run.leaves import COUNT_OR_WORD, Leaf, leaves_of
 from cocodc_jax.run.messages import as_a_command, one_line, say_once
 from cocodc_jax.run.method_config import ARGUMENTS, check_taken
@@ -91,13 +90,10 @@ def define(without: Sequence[str] = (), workdir: str = RUN_FOLDER) -> None:
             flags.DEFINE_alias(old, name, flag_values=FLAGS)
 
 
-def _define_section(
-    section: dict[str, Leaf], defaults: Any = None, text: str = "{}"
-) -> None:
+def _define_section(section: dict[str, Leaf], defaults: Any = None) -> None:
     """Define flags that are no part of a configuration, unset without defaults."""
     for name, leaf in section.items():
-        default = getattr(defaults, name, None)
-        define_one(leaf.type, name, default, text.format(leaf.help))
+        define_one(leaf.type, name, getattr(defaults, name, None), leaf.help)
 
 
 def define_tracking() -> None:
@@ -207,8 +203,7 @@ def run_main(main: Callable[[], None], doc: str = "") -> None:
     def call(argv: Sequence[str]) -> None:
         logging.set_verbosity(logging.WARNING)  # Orbax logs every file.
         say_once(logging.get_absl_handler())
-        if len(argv) > 1:
-            _exit(f"unexpected argument {argv[1]!r}; flags begin with --")
+        _check_flags_only(argv)
         if value("help") or value("helpfull"):
             with usage_errors():
                 print(help_of(doc, value("helpfull")))
@@ -265,9 +260,12 @@ def usage_errors() -> Iterator[None]:
 
 def parse(argv: Sequence[str]) -> None:
     """Parse a command line that has flags only."""
-    rest = _parse(argv)
-    if len(rest) > 1:
-        _exit(f"unexpected argument {rest[1]!r}; flags begin with --")
+    _check_flags_only(_parse(argv))
+
+
+def _check_flags_only(words: Sequence[str]) -> None:
+    if len(words) > 1:
+        _exit(f"unexpected argument {words[1]!r}; flags begin with --")
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

@@ -72,11 +72,7 @@ Values = dict[str, dict[tuple[str, ...], float | None]]
 
 
 class LiveMetrics:
-    """The numbers behind `METRICS` of one process.
-
-    Attributes:
-      members: returns how many regions take part, None if that is not known.
-    """
+    """The numbers behind `METRICS` of one process."""
 
     def __init__(
         self,
@@ -86,7 +82,7 @@ class LiveMetrics:
         peak_tokens_per_second: float | None = None,
         now: Callable[[], float] = time.time,
     ):
-        """Start before the first turn."""
+        # Returns how many regions take part, None if that is not known.
         self.members: Callable[[], int | None] = lambda: num_regions
         self._now, self._tokens_at, self._peak = now, tokens_at, peak_tokens_per_second
         self._lock = threading.Lock()
@@ -128,17 +124,16 @@ class LiveMetrics:
                 seconds -= clock.stall_s - self._stall_s
                 self._step_s.append(max(seconds, 0.0) / (clock.step - self._step))
             self._step, self._stall_s = clock.step, clock.stall_s
-            gauges = {
-                "cocodc_step": clock.step,
-                "cocodc_loss": clock.loss,
-                "cocodc_tokens_per_second": clock.tokens_per_second,
-                "cocodc_mfu_ratio": mfu(clock.tokens_per_second, self._peak),
-                "cocodc_fragments_in_flight": clock.in_flight,
-                "cocodc_progress_timestamp_seconds": self._now(),
-                "cocodc_sent_bytes_total": clock.bytes_sent,
-                "cocodc_stall_seconds_total": clock.stall_s,
+            self._values |= {
+                "cocodc_step": {(): clock.step},
+                "cocodc_loss": {(): clock.loss},
+                "cocodc_tokens_per_second": {(): clock.tokens_per_second},
+                "cocodc_mfu_ratio": {(): mfu(clock.tokens_per_second, self._peak)},
+                "cocodc_fragments_in_flight": {(): clock.in_flight},
+                "cocodc_progress_timestamp_seconds": {(): self._now()},
+                "cocodc_sent_bytes_total": {(): clock.bytes_sent},
+                "cocodc_stall_seconds_total": {(): clock.stall_s},
             }
-            self._values |= {name: {(): value} for name, value in gauges.items()}
 
     def saving(self) -> None:
         """Note that a checkpoint of the current step begins."""
@@ -188,26 +183,18 @@ class _Server(socketserver.TCPServer):
         """Say nothing: a client went away, or took too long."""
 
 
-class _Collector:
-    """Reads `LiveMetrics` whenever they are scraped."""
+def _collect(live: LiveMetrics, labels: Mapping[str, str]) -> Iterator[Any]:
+    """Yield the families of all metrics, as they are when they are scraped."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    def __init__(self, live: LiveMetrics, labels: Mapping[str, str]):
-        self._live, self._labels = live, labels
-
-    def collect(self) -> Iterator[Any]:
-        """Yield the families of all metrics."""
-        from prometheus_client import core
-
-        families = {COUNTER: core.CounterMetricFamily}
-        values = self._live.values()
-        for metric in METRICS:
-            make = families.get(metric.kind, core.GaugeMetricFamily)
-            names = (*self._labels, *metric.labels)
-            family = make(metric.name, metric.help, labels=names)
-            for labels, value in values.get(metric.name, {}).items():
-                if value is not None:
-                    family.add_metric([*self._labels.values(), *labels], value)
-            yield family
+    values = live.values()
+    for metric in METRICS:
+        make = CounterMetricFamily if metric.kind == COUNTER else GaugeMetricFamily
+        family = make(metric.name, metric.help, labels=(*labels, *metric.labels))
+        for own, value in values.get(metric.name, {}).items():
+            if value is not None:
+                family.add_metric([*labels.values(), *own], value)
+        yield family
 
 
 @contextlib.contextmanager
@@ -223,7 +210,12 @@ def serving(
     with extra("monitoring"):
         from prometheus_client import CollectorRegistry, MetricsHandler
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(live, labels))  # pyright: ignore[reportArgumentType]
+
+    class Collector:
+        def collect(self) -> Iterator[Any]:
+            return _collect(live, labels)
+
+    registry.register(Collector())  # pyright: ignore[reportArgumentType]
     handler: Any = MetricsHandler.factory(registry)
     handler.timeout = _TIMEOUT_S
     try:

@@ -23,46 +23,22 @@ _FEW = 3  # methods that are named in the help of a flag
 
 # Arguments of `COMMON`, which methods' functions need not document.
 _OF_ALL = {
-    "compress": Leaf(
-        "method",
-        str,
-        "compressor of a region's messages, such as fp4, int8, topk:0.01, "
-        "lowrank:32+int4, or ef+topk:0.01 with error feedback; default: the method's "
-        "own, else float32 (streaming_diloco as published sends fp4)",
-    ),
-    "outer_placement": Leaf(
-        "method",
-        str,
-        "host keeps the outer state on a host device, divided divides it over the "
-        "devices of each region",
-        Kind.FREE,
-    ),
-    "region_weights": Leaf(
-        "method",
-        str,
-        "weights of regions in a mean: equal, or tokens, the tokens that each trained "
-        "on",
-    ),
-    "expert_weights": Leaf(
-        "method",
-        str,
-        "equal, or tokens to weigh regions in the mean of an expert by the tokens that "
-        "it saw there; an expert that nobody trained gets no update",
-    ),
-    "exclude_above": Leaf(
-        "method",
-        float,
-        "leaves a region out of a mean, and restores it from the outer parameters, if "
-        "its parameters or message are not finite, or if its message is longer than "
-        "this multiple of the median over regions; inf checks for finite values only",
-    ),
-    "robust_mean": Leaf(
-        "method",
-        str,
-        "clip cuts messages to the median length over regions (sparse ones tensor by "
-        "tensor); trim:0.25 drops the largest and the smallest quarter of the values, "
-        "entry by entry",
-    ),
+    "compress": "compressor of a region's messages, such as fp4, int8, topk:0.01, "
+    "lowrank:32+int4, or ef+topk:0.01 with error feedback; default: the method's own, "
+    "else float32 (streaming_diloco as published sends fp4)",
+    "outer_placement": "host keeps the outer state on a host device, divided divides "
+    "it over the devices of each region",
+    "region_weights": "weights of regions in a mean: equal, or tokens, the tokens that "
+    "each trained on",
+    "expert_weights": "equal, or tokens to weigh regions in the mean of an expert by "
+    "the tokens that it saw there; an expert that nobody trained gets no update",
+    "exclude_above": "leaves a region out of a mean, and restores it from the outer "
+    "parameters, if its parameters or message are not finite, or if its message is "
+    "longer than this multiple of the median over regions; inf checks for finite "
+    "values only",
+    "robust_mean": "clip cuts messages to the median length over regions (sparse ones "
+    "tensor by tensor); trim:0.25 drops the largest and the smallest quarter of the "
+    "values, entry by entry",
 }
 
 
@@ -92,8 +68,10 @@ def method_leaves(methods: Mapping[str, Callable]) -> dict[str, Leaf]:
             )
         text = f"{notes[name].rstrip('.')}. {_whose(of_methods)}"
         leaves[name] = Leaf("method", leaf_type(*hints[name]), text)
-    for name, leaf in _OF_ALL.items():
-        leaves[name] = dataclasses.replace(leaf, help=f"{leaf.help}. For all methods.")
+    for name, note in _OF_ALL.items():
+        kind = Kind.FREE if name == "outer_placement" else Kind.COMPUTED
+        hint = float if name == "exclude_above" else str
+        leaves[name] = Leaf("method", hint, f"{note}. For all methods.", kind)
     return leaves
 
 
@@ -172,11 +150,7 @@ class MethodConfig:
         return {name: given.get(name, default) for name, default in defaults.items()}
 
     def replace(self, method: str | None = None, **arguments: Any) -> MethodConfig:
-        """Return a copy with another method or more arguments.
-
-        Raises:
-          ValueError: for arguments that the method does not take, also earlier ones.
-        """
+        """Return a copy with another method or more arguments, which it must take."""
         return MethodConfig(
             method or self.method, self.given | arguments, self.where_taken
         )
@@ -206,18 +180,14 @@ class MethodConfig:
 
         Also reads files of earlier versions, which have the arguments of all methods:
         null if not given, else for those methods that take them.
-
-        Raises:
-          ValueError: for an argument that no method takes.
         """
         given = {name: x for name, x in value.items() if x is not None}
         method, where = given.pop("method", cls.method), given.pop(WHERE_TAKEN, {})
         taken = cc.methods.defaults(method)
         if odd := sorted(given.keys() - ARGUMENTS.keys()):
             raise ValueError(f"section 'method' has unknown fields: {odd}")
-        others = {name: x for name, x in given.items() if name not in taken}
-        arguments = {name: x for name, x in given.items() if name in taken}
-        return cls(method, arguments, where | others)
+        others = {n: given.pop(n) for n in given.keys() - taken.keys()}
+        return cls(method, given, where | others)
 
 
 def _pairs(arguments: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Pairs:

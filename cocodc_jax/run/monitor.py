@@ -63,7 +63,6 @@ class EventCommand:
         self._thread = threading.Thread(target=self._run_all, daemon=True)
 
     def __enter__(self) -> EventCommand:
-        """Start the thread that runs commands."""
         if self._command:
             self._thread.start()
         return self
@@ -151,7 +150,6 @@ class Monitoring:
     on_event: str = ""
 
     def __post_init__(self):
-        """Validate the port."""
         if not 0 <= self.metrics_port <= MAX_PORT:
             raise ValueError(
                 f"metrics_port={self.metrics_port} must be a port, at most {MAX_PORT}, "
@@ -200,11 +198,7 @@ NO_MONITORING = Monitoring()
 
 
 class Monitor:
-    """Passes what happens in a process to its metrics and to the command on events.
-
-    Attributes:
-      live: the numbers.
-    """
+    """Passes what happens in a process to its metrics and to the command on events."""
 
     def __init__(
         self,

@@ -60,7 +60,6 @@ class OptimizerConfig:
     final_lr_fraction: float = 0.1
 
     def __post_init__(self):
-        """Validate the numbers."""
         if self.inner_optimizer not in ("", *OPTIMIZERS):
             raise ValueError(
                 f"inner_optimizer={self.inner_optimizer!r} is unknown; use one of "

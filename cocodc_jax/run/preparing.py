@@ -13,19 +13,10 @@ import jax
 
 from cocodc_jax.data import load
 from cocodc_jax.data.text_data import TextData
+from cocodc_jax.run import build
 from cocodc_jax.run.adoption import Source
 from cocodc_jax.run.attend import NO_TRACKING, Tracking
 from cocodc_jax.run.bucket import Bucket
-from cocodc_jax.run.build import (
-    build_evaluate,
-    build_program,
-    check_model,
-    mesh_of,
-    open_for,
-    own_part,
-    program_key,
-    use_devices,
-)
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.hugging_face import model_of
@@ -63,13 +54,13 @@ def prepare(
     """
     # Defaults may change between versions; a run keeps those it began with.
     config = config.resolve()
-    check_model(config, config.model)  # Before the devices are made.
+    build.check_model(config, config.model)  # Before the devices are made.
     place = elastic.place(config.run.exchange, config.run.regions)
     if place is not None and processes.num_processes != 1:
         elastic.check_several(processes.num_processes)
-    run = own_part(config, place)
-    devices = use_devices(run, processes.num_processes)
-    mesh = mesh_of(run, devices)
+    run = build.own_part(config, place)
+    devices = build.use_devices(run, processes.num_processes)
+    mesh = build.mesh_of(run, devices)
     monitoring.check()
     tracking.check()  # Asks JAX which process this is: after the devices are made.
     check_alike(config.to_json())
@@ -84,19 +75,20 @@ def prepare(
     check_workdir(config, workdir, folder / CHECKPOINTS)
     if not steps_in(folder / CHECKPOINTS):
         Source.of(config)  # For its checks; a run that has begun does not use it.
-    text = open_for(open_text, config, mesh, place)
+    text = build.open_for(open_text, config, mesh, place)
     model = model_of(config, text.tokenizer)
-    check_model(config, model)
+    build.check_model(config, model)
     alike = [s for s in earlier if (s.model, s.mesh) == (model, mesh)]
-    twins = [s for s in alike if program_key(s.config) == program_key(config)]
+    key = build.program_key(config)
+    twins = [s for s in alike if build.program_key(s.config) == key]
     session = Session(
         config,
         workdir,
         text,
         model,
         mesh,
-        twins[0].program if twins else build_program(config, model, mesh, place),
-        alike[0].evaluate if alike else build_evaluate(config, model, mesh, text),
+        twins[0].program if twins else build.build_program(config, model, mesh, place),
+        alike[0].evaluate if alike else build.build_evaluate(config, model, mesh, text),
         tracking,
         monitoring,
         place,

@@ -63,7 +63,6 @@ class Processes:
     heartbeat_timeout_s: int = 30
 
     def __post_init__(self):
-        """Validate what can be checked without the other processes."""
         for name in ("start_timeout_s", "heartbeat_timeout_s"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -97,11 +96,7 @@ class Processes:
 
     @classmethod
     def from_environment(cls, **given: Any) -> Processes:
-        """Return what a launcher of this project has set, or a run in one process.
-
-        Args:
-          **given: fields that take precedence.
-        """
+        """Return what a launcher has set, or one process; `given` takes precedence."""
         found: dict[str, Any] = {}
         if os.environ.get(COUNT, "1") != "1":
             found = {
@@ -112,16 +107,7 @@ class Processes:
         return cls(**found | given)
 
     def start(self, num_regions: int, devices_per_region: int = 1) -> None:
-        """Connect to the other processes; call before the first JAX computation.
-
-        Args:
-          num_regions: regions of the run.
-          devices_per_region: devices that share one region.
-
-        Raises:
-          ValueError: if the processes cannot share the regions evenly, the coordinator
-            cannot be reached, or its port is taken.
-        """
+        """Connect to the other processes; call before the first JAX computation."""
         if self.num_processes == 1:
             return
         if self.num_processes:
@@ -252,13 +238,12 @@ _NETWORK = re.compile("gloo|heartbeat|coordination service|connection", re.IGNOR
 
 
 def _number(name: str) -> int:
+    text = os.environ.get(name, "")
     try:
-        return int(os.environ.get(name, ""))
+        return int(text)
     except ValueError as error:
-        raise ValueError(
-            f"{name}={os.environ.get(name, '')!r} in the environment must be a whole "
-            "number"
-        ) from error
+        rule = "in the environment must be a whole number"
+        raise ValueError(f"{name}={text!r} {rule}") from error
 
 
 def _first_line(error: BaseException) -> str:

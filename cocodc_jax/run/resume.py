@@ -209,17 +209,17 @@ def _listed(changes: Changes) -> str:
     return ", ".join(f"{name}={b} (was {a})" for name, (a, b) in changes.items())
 
 
-def resume(
+def restored(
     saved: Checkpoints,
     program: cc.RegionProgram,
     stream: TrainStream,
     regions: Sequence[int],
 ) -> tuple[TrainState, dict, dict] | None:
     """Restore the newest checkpoint, None if there is none."""
-    restored = saved.restore(program)
-    if restored is None:
+    newest = saved.restore(program)
+    if newest is None:
         return None
-    state, extra = restored
+    state, extra = newest
     found = position(extra["processes"])
     stream.set_state(found["stream"])
     return state, progress(extra["processes"], regions), found

@@ -133,7 +133,6 @@ class RunConfig:
     max_rollbacks: int = 0
 
     def __post_init__(self):
-        """Validate the numbers."""
         for name in (
             "steps", "regions", "data_axis", "model_axis", "expert_axis",
             "sequence_axis", "accumulate_steps", "outer_channels", "stages",
@@ -205,14 +204,7 @@ class RunConfig:
             )
 
     def unequal(self, batch_per_region: int) -> Regions:
-        """Return the regions as a value.
-
-        Args:
-          batch_per_region: sequences per step of a region without `batch_sizes`.
-
-        Raises:
-          ValueError: naming the flag, its value and a value that works.
-        """
+        """Return the regions, by default with so many sequences a step."""
         times = _numbers("step_times", self.step_times, self.regions, float)
         sizes = _numbers("batch_sizes", self.batch_sizes, self.regions, int)
         return Regions(

@@ -27,16 +27,10 @@ from cocodc_jax.elastic.link import LeftBehindError
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.files import write_whole
 from cocodc_jax.kinds import Kind
-from cocodc_jax.run import timeline
+from cocodc_jax.report.runs import SUMMARY_FILE
+from cocodc_jax.run import attend, resume, timeline
 from cocodc_jax.run.adoption import Source
-from cocodc_jax.run.attend import (
-    NO_TRACKING,
-    Tracking,
-    Watch,
-    progress_bar,
-    stop_signal,
-    summarize,
-)
+from cocodc_jax.run.attend import NO_TRACKING, Tracking
 from cocodc_jax.run.bucket import Bucket
 from cocodc_jax.run.build import init_params
 from cocodc_jax.run.config import TrainConfig, dumps, kind_of
@@ -45,18 +39,7 @@ from cocodc_jax.run.live_metrics import LiveMetrics
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.monitor import NO_MONITORING, Monitor, Monitoring
 from cocodc_jax.run.processes import gather
-from cocodc_jax.run.resume import (
-    CHECKPOINTS,
-    Changes,
-    ResumeError,
-    finished_summary,
-    go_on,
-    open_records,
-    resume,
-    rolled_back,
-    say_unused,
-    write_config,
-)
+from cocodc_jax.run.resume import CHECKPOINTS, ResumeError
 from cocodc_jax.run.taking_part import Attendance, Begun, taking_part
 from cocodc_jax.sharding.mesh import Mesh
 from cocodc_jax.train.checkpoint import Checkpoints
@@ -68,8 +51,6 @@ from cocodc_jax.train.spikes import LossSpikeError
 
 with extra("train"):
     from rich.console import Console
-
-SUMMARY_FILE = "summary.json"
 
 # Errors that a user can act on without a traceback: a non-finite loss, a full or
 # missing disk, a checkpoint of other data, rows without text, regions that went on.
@@ -161,17 +142,18 @@ class Session:
                     monitor.notify("region_lost", f"{error}: coming back")
                     carried = error.state
                 except LossSpikeError as error:
-                    rollbacks.append(rolled_back(error, saved))
+                    rollbacks.append(resume.rolled_back(error, saved))
 
     def _finished(self, saved: Checkpoints) -> dict[str, Any] | None:
         """Write the configuration; return the summary, if the run is finished.
 
         It is if every process has a summary of the full run.
         """
-        changed: Changes = {}
+        changed: resume.Changes = {}
         if jax.process_index() == 0:
             try:
-                there = write_config(self.config, self.workdir, self.checkpoint_dir)
+                folders = self.workdir, self.checkpoint_dir
+                there = resume.write_config(self.config, *folders)
             except ValueError as error:
                 raise ResumeError(str(error)) from error
             changed = there.changes(self.config)
@@ -180,11 +162,11 @@ class Session:
         # Whether the data are the same, the checkpoint checks.
         has_data = any(kind_of(name) is Kind.DATA for name in changed)
         if saved.latest_step == steps and not has_data:
-            summary = finished_summary(self.own_dir / SUMMARY_FILE, steps)
+            summary = resume.finished_summary(self.own_dir / SUMMARY_FILE, steps)
         if not all(gather(summary is not None)):
             return None
         if jax.process_index() == 0:
-            say_unused(changed, self.workdir)
+            resume.say_unused(changed, self.workdir)
         return summary
 
     def _train_on(
@@ -201,20 +183,20 @@ class Session:
         """Train from the run's current step; see `train`."""
         run, (state, progress, position) = self.config.run, begun
         if jax.process_index() == 0:
-            go_on(self.config, self.workdir, state.step)
+            resume.go_on(self.config, self.workdir, state.step)
         if state.step < run.steps:  # Else it was finished, with fewer steps.
             (self.own_dir / SUMMARY_FILE).unlink(missing_ok=True)
         everyone = self.program.regions.batch_sizes
         sizes = [everyone[region] for region in self.text.regions]
         mirrors = self.tracking.mirrors(self.workdir.name, self.config.to_json())
         with (
-            open_records(self.own_dir, position, state.step, mirrors) as writer,
-            progress_bar(self.config, state.step, console) as bar,
-            stop_signal() as should_stop,
+            resume.open_records(self.own_dir, position, state.step, mirrors) as writer,
+            attend.progress_bar(self.config, state.step, console) as bar,
+            attend.stop_signal() as should_stop,
         ):
             earlier_s = position.get("seconds", 0.0)
             began_s = position.get("began_s", began_s)
-            watch = Watch(writer, bar, earlier_s, self.peak_tokens_per_second)
+            watch = attend.Watch(writer, bar, earlier_s, self.peak_tokens_per_second)
 
             def snapshot(progress: dict) -> dict:
                 own = {
@@ -250,8 +232,8 @@ class Session:
         gather("every process has written its own")
         if jax.process_index() == 0:
             timeline.show(self.workdir)
-        wall_s = time.time() - began_s
-        summary = summarize(self, result, earlier_s + result.seconds, wall_s, rollbacks)
+        seconds, wall_s = earlier_s + result.seconds, time.time() - began_s
+        summary = attend.summarize(self, result, seconds, wall_s, rollbacks)
         if result.state.step == run.steps:
             write_whole(self.own_dir / SUMMARY_FILE, dumps(summary))
         if jax.process_index() == 0:
@@ -281,7 +263,7 @@ class Session:
     def begin(self, saved: Checkpoints, stream: TrainStream) -> Begun:
         """Return state, progress and positions at the newest checkpoint, or step 0."""
         try:
-            found = resume(saved, self.program, stream, self.text.regions)
+            found = resume.restored(saved, self.program, stream, self.text.regions)
             source = None if found else Source.of(self.config)
             if source:
                 state = source.adopt(self.program, self.model, self.mesh, stream)

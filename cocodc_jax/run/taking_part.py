@@ -53,11 +53,7 @@ Begun = tuple[TrainState, dict | None, dict]
 
 
 class Attendance:
-    """One region's part in a run, from its start to its end.
-
-    Attributes:
-      step: the last one that was reported to the others.
-    """
+    """One region's part in a run, from its start to its end."""
 
     def __init__(
         self,
@@ -66,10 +62,10 @@ class Attendance:
         folder: pathlib.Path,
         digests: bool,
     ):
-        """Open the region's own folder for writing."""
         self._program, self._exchange, self._link = program, program.elastic, link
         self._folder, self._digests = folder, digests
-        self._view, self.step = link.view, 0
+        self._view = link.view
+        self.step = 0  # The last one that was reported to the others.
         self._shared: Any = None
         self._merged: Callable[[bool], None] = lambda own_counts: None
 

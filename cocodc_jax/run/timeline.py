@@ -30,10 +30,6 @@ def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
     It starts at the first mark from `since_step` on. Each process's clock starts with
     it. A mean arrives at about the same time everywhere, within a network delay, so
     clocks are aligned by the arrivals; without any they stay as they are.
-
-    Raises:
-      ValueError: if there is no such file, one is corrupt, or none has data after
-        `since_step`.
     """
     found = _files(workdir)
     steps = _marked(workdir, found, since_step)
@@ -165,14 +161,11 @@ def _table(path: pathlib.Path) -> dict[str, Any]:
 
 
 def step_s_in_flight(timeline: Timeline) -> tuple[float, float]:
-    """Return whether steps are slower while a sync is in flight."""
-    waited: dict[int, float] = {}
-    for sync in timeline.syncs:  # Marks precede the waiting.
-        waited[sync.merge_step] = waited.get(sync.merge_step, 0.0) + sync.stall_s
-    flights = timeline.flights()
+    """Return seconds of a step while a sync is in flight, and while none is."""
+    waited, flights = timeline.waited_s(), timeline.flights()
     quiet, beside = [], []
     for (step, begins), (next_step, ends) in itertools.pairwise(timeline.marks):
-        wait_s = waited.get(step, 0.0)
+        wait_s = waited[step]
         took_s = max(np.subtract(ends, begins)) - wait_s
         overlap_s = flights.covered_s(max(begins), max(ends)) - wait_s
         if overlap_s < _LEAST_OVERLAP * took_s:

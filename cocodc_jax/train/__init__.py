@@ -29,17 +29,4 @@ __all__ = [
     "train",
 ]
 
-# Where each is: MODULE, or MODULE:NAME.
-_PLACES = {
-    "Cadence": "hooks:Cadence",
-    "CheckpointError": "checkpoint:CheckpointError",
-    "Checkpoints": "checkpoint:Checkpoints",
-    "Hooks": "hooks:Hooks",
-    "NonFiniteLossError": "finite:NonFiniteLossError",
-    "Result": "hooks:Result",
-    "make_evaluate": "evaluate:make_evaluate",
-    "run_steps": "run_steps:run",
-    "train": "loop:train",
-}
-
-__getattr__, __dir__ = attach(__name__, _PLACES)
+__getattr__, __dir__ = attach(__name__)

@@ -61,7 +61,6 @@ class Checkpoints:
     """The checkpoints of one run, newest last; use as a context manager."""
 
     def __init__(self, directory: str | pathlib.Path, keep: int = 2):
-        """Open or create `directory`."""
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1 checkpoint")
         self._in_bucket = is_in_bucket(directory)
@@ -69,16 +68,14 @@ class Checkpoints:
         self._directory: Any = path
         self._directory.mkdir(parents=True, exist_ok=True)
         finishing = ocp.AsyncOptions(post_finalization_callback=self._write_checksums)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, async_options=finishing
+        )
         self._manager = ocp.CheckpointManager(
-            self._directory,
-            item_names=_ITEMS,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, async_options=finishing
-            ),
+            self._directory, item_names=_ITEMS, options=options
         )
 
     def __enter__(self) -> Checkpoints:
-        """Do nothing: the folder is open."""
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -88,10 +85,7 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """Step of the newest checkpoint, None if there is none.
-
-        It may still be being written, which `wait` waits for.
-        """
+        """Step of the newest checkpoint, perhaps still being written; None without."""
         return self._manager.latest_step()
 
     def save(
@@ -160,30 +154,27 @@ class Checkpoints:
             if there is none of `step`.
         """
         steps = sorted(self._manager.all_steps())
-        if step is not None:
-            if step not in steps:
-                raise ValueError(
-                    f"step={step} has no checkpoint in {self._directory}; there are "
-                    f"those of steps {', '.join(map(str, steps))}"
-                )
-            try:
-                return self._restore(step, program)
-            except _DamagedError as error:
-                raise CheckpointError(
-                    f"the checkpoint of step {step} in {self._directory} is damaged: "
-                    f"{error}"
-                ) from error
+        if step is not None and step not in steps:
+            raise ValueError(
+                f"step={step} has no checkpoint in {self._directory}; there are "
+                f"those of steps {', '.join(map(str, steps))}"
+            )
         damaged: dict[int, str] = {}
-        for step in reversed(steps):
+        for each in reversed(steps if step is None else [step]):
             try:
-                found = self._restore(step, program)
+                found = self._restore(each, program)
             except _DamagedError as error:
-                damaged[step] = str(error)
+                damaged[each] = str(error)
                 continue
             if damaged:
-                checksums.set_aside(self._directory, damaged, step)
+                checksums.set_aside(self._directory, damaged, each)
                 self._manager.reload()
             return found
+        if step is not None:
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {self._directory} is damaged: "
+                f"{damaged[step]}"
+            )
         if damaged:
             raise CheckpointError(
                 f"all checkpoints in {self._directory} are damaged: "
@@ -237,11 +228,7 @@ class Checkpoints:
                 checksums.write(folder)
 
     def wait(self) -> None:
-        """Wait until the last save is on disk.
-
-        Raises:
-          CheckpointError: if it failed.
-        """
+        """Wait until the last save is on disk, or raise a `CheckpointError`."""
         with self._explained():
             self._manager.wait_until_finished()
 

@@ -6,6 +6,7 @@ that each complete one has them. A checkpoint without is checked for missing par
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import pathlib
@@ -108,7 +109,6 @@ def listed(damaged: Mapping[int, str]) -> str:
 
 
 def _digest(path: pathlib.Path) -> str:
+    blake2b = functools.partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)
     with path.open("rb") as file:
-        return hashlib.file_digest(
-            file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        ).hexdigest()
+        return hashlib.file_digest(file, blake2b).hexdigest()

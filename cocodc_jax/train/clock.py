@@ -52,7 +52,6 @@ class FlightRecorder:
     """
 
     def __init__(self, earlier_s: float = 0.0):
-        """Start the clock."""
         self._zero = time.perf_counter() - earlier_s
         self._steps: queue.SimpleQueue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -70,7 +69,6 @@ class FlightRecorder:
         self._walker.start()
 
     def __enter__(self) -> FlightRecorder:
-        """Do nothing: the clock is running."""
         return self
 
     def __exit__(self, kind, *exception) -> None:
@@ -80,9 +78,8 @@ class FlightRecorder:
         for thread in self._threads:
             thread.join()
         if kind is None and self._error is not None:
-            raise RuntimeError(
-                f"the timeline could not be measured: {self._error}"
-            ) from self._error
+            why = f"the timeline could not be measured: {self._error}"
+            raise RuntimeError(why) from self._error
 
     @property
     def step_s(self) -> float:
@@ -116,11 +113,10 @@ class FlightRecorder:
             if start_step > before:
                 self.started(fragment_id, start_step, output.losses, flight.mean)
         # Syncs that waited for these inner steps left with them.
+        norms = {sync[:2]: sync.norm for sync in output.syncs}
         for sync_id, losses in self._leaving.items():
-            if sync_id in in_flight:
-                mean = in_flight[sync_id].mean
-            else:
-                mean = next(s.norm for s in output.syncs if s[:2] == sync_id)
+            is_there = sync_id in in_flight
+            mean = in_flight[sync_id].mean if is_there else norms[sync_id]
             self.started(*sync_id, losses, mean)
         leaving = state.sync.leaving if state.sync else ()
         self._leaving = {each.sync_id: output.losses for each in leaving}

@@ -47,27 +47,17 @@ LogitsFn = Callable[[PyTree, jax.Array], jax.Array]
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of the target tokens, nats, at least float32.
+    """Log-probabilities of the target tokens, nats, at least float32."""
 
-    Attributes:
-      experts: of each expert alone, `[R, ..., L]`.
-      mean_logits: of the experts' mean logits, `[..., L]`.
-    """
-
-    experts: jax.Array
-    mean_logits: jax.Array
+    experts: jax.Array  # Of each expert alone, `[R, ..., L]`.
+    mean_logits: jax.Array  # Of the experts' mean logits, `[..., L]`.
 
 
 class Router(NamedTuple):
-    """A linear map from features of a prefix to log-weights.
+    """A linear map from features of a prefix to log-weights."""
 
-    Attributes:
-      kernel: W, float32 `[F, R]`.
-      bias: b, float32 `[R]`.
-    """
-
-    kernel: jax.Array
-    bias: jax.Array
+    kernel: jax.Array  # W, float32 `[F, R]`.
+    bias: jax.Array  # b, float32 `[R]`.
 
 
 def make_score(
@@ -91,8 +81,7 @@ def make_score(
     block = LocalRegions.of(mesh, num_regions)
 
     def log_softmax(params, tokens):
-        logits = logits_fn(params, tokens)
-        return jax.nn.log_softmax(widen(logits))
+        return jax.nn.log_softmax(widen(logits_fn(params, tokens)))
 
     def of_batch(params: PyTree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         # Tokens must vary over regions like the parameters.
@@ -107,12 +96,8 @@ def make_score(
         experts, mean = jax.lax.map(lambda batch: of_batch(params, batch), tokens)
         return jnp.moveaxis(experts, 1, 0), mean
 
-    mapped = region_shard_map(
-        of_place,
-        mesh,
-        in_specs=(P(REGION), P()),
-        out_specs=(P(REGION), P()),
-    )
+    specs = P(REGION), P()
+    mapped = region_shard_map(of_place, mesh, in_specs=specs, out_specs=specs)
     compiled = jax.jit(mapped, out_shardings=NamedSharding(mesh, P()))
     where = NamedSharding(mesh, P(None, batch_axes(mesh)))
 
@@ -144,27 +129,18 @@ def routed(
 
 
 def posterior(prefix_log_probs: jax.Array, temperature: float = 1.0) -> jax.Array:
-    """Log-weights by Bayes' rule, from how well each expert predicted the prefix.
-
-    Raises:
-      ValueError: for a temperature that is not positive.
-    """
+    """Log-weights by Bayes' rule, from how well each expert predicted the prefix."""
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be positive; 1 is Bayes")
     return jax.nn.log_softmax(prefix_log_probs.sum(-1) / temperature, axis=0)
 
 
 def keep_top(log_weights: jax.Array, top_k: int) -> jax.Array:
-    """Keep the largest `top_k` weights of each sequence, renormalized.
-
-    Raises:
-      ValueError: for a `top_k` outside 1 to R.
-    """
+    """Keep the largest `top_k` weights of each sequence, renormalized."""
     num_regions = len(log_weights)
     if not 1 <= top_k <= num_regions:
-        raise ValueError(
-            f"top_k={top_k} must be from 1 to the number of regions, {num_regions}"
-        )
+        rule = f"must be from 1 to the number of regions, {num_regions}"
+        raise ValueError(f"top_k={top_k} {rule}")
     _, best = jax.lax.top_k(jnp.moveaxis(log_weights, 0, -1), top_k)
     is_kept = jax.nn.one_hot(best, num_regions, axis=0, dtype=bool).any(-1)
     return jax.nn.log_softmax(jnp.where(is_kept, log_weights, -jnp.inf), axis=0)

@@ -34,7 +34,6 @@ class FiniteWatch:
     """Checks for non-finite numbers; its errors name where they are."""
 
     def __init__(self, program: RegionProgram, checkpoints: Checkpoints | None):
-        """Watch a run."""
         self._program, self._checkpoints = program, checkpoints
 
     def check_losses(

@@ -27,7 +27,6 @@ class Cadence:
     checkpoint_every: int = 0
 
     def __post_init__(self):
-        """Validate the numbers."""
         if self.log_every < 1:
             raise ValueError(f"log_every={self.log_every} must be at least 1 step")
         for name in ("eval_every", "checkpoint_every"):
@@ -69,26 +68,17 @@ def is_due(every: int, step: int, last: int) -> bool:
 
 
 class Clock(NamedTuple):
-    """Timing after a turn, for progress bars and timing files.
+    """Timing after a turn, for progress bars and timing files."""
 
-    Attributes:
-      step: inner steps whose losses were read.
-      loss: mean over regions at that step.
-      wall_s: seconds since training began in this process.
-      tokens_per_second: of all regions, between the ends of the previous turn and this
-        one, without evaluations and checkpoints.
-      stall_s: total seconds that regions waited for an outer fragment.
-      in_flight: fragments in flight.
-      bytes_sent: bytes one region has sent.
-    """
-
-    step: int
-    loss: float
-    wall_s: float
+    step: int  # Inner steps whose losses were read.
+    loss: float  # Mean over regions at that step.
+    wall_s: float  # Seconds since training began in this process.
+    # Of all regions, between the ends of the previous turn and this one, without
+    # evaluations and checkpoints.
     tokens_per_second: float
-    stall_s: float
-    in_flight: int
-    bytes_sent: int
+    stall_s: float  # Total seconds that regions waited for an outer fragment.
+    in_flight: int  # Fragments in flight.
+    bytes_sent: int  # Bytes one region has sent.
 
 
 @dataclasses.dataclass(frozen=True)

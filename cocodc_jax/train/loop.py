@@ -149,13 +149,11 @@ class _Loop:
         length = self._cadence.steps_to_cut(self._program, state, num_steps)
         first_step = state.step
         chunk = take_batches(batches, first_step, length)
-        times = (self._flights.recent_step_s, self._flights.sync_s)
-        if self._is_measured:
-            times = (self._flights.step_s, self._flights.sync_s)
-        state, output = self._program.advance(
-            state, chunk, times, self._flights.stepped
-        )
-        self._flights.watch(state, output)
+        flights = self._flights
+        step_s = flights.step_s if self._is_measured else flights.recent_step_s
+        times = step_s, flights.sync_s
+        state, output = self._program.advance(state, chunk, times, flights.stepped)
+        flights.watch(state, output)
         self._hooks.handed_out(state, output)
         is_warm = length in self._lengths_seen and first_step >= self._warm_step
         self._lengths_seen.add(length)
@@ -212,17 +210,16 @@ class _Loop:
             self._steady_tokens += tokens
             self._steady_s += seconds
         self._was_warm = turn.is_warm
-        self._hooks.clock(
-            Clock(
-                step=done,
-                loss=float(finite_mean(losses[-1])),
-                wall_s=time.perf_counter() - self._began_s,
-                tokens_per_second=tokens / seconds,
-                stall_s=self._flights.stall_s,
-                in_flight=turn.in_flight,
-                bytes_sent=turn.output.bytes_sent[-1],
-            )
+        clock = Clock(
+            step=done,
+            loss=float(finite_mean(losses[-1])),
+            wall_s=time.perf_counter() - self._began_s,
+            tokens_per_second=tokens / seconds,
+            stall_s=self._flights.stall_s,
+            in_flight=turn.in_flight,
+            bytes_sent=turn.output.bytes_sent[-1],
         )
+        self._hooks.clock(clock)
 
     def evaluate(self, state: TrainState, evaluate) -> TrainState:
         """Evaluate the regions' mean and the outer parameters, and record it."""
@@ -264,15 +261,13 @@ class _Loop:
 
     def result(self, state: TrainState) -> Result:
         """Return the result of the run."""
-        records = self._records
+        records, steady_s = self._records, self._steady_s
         return Result(
             state,
             records.last_eval,
             records.correction_ratio,
             seconds=time.perf_counter() - self._began_s,
             stall_seconds=self._flights.stall_s,
-            tokens_per_second=(
-                self._steady_tokens / self._steady_s if self._steady_s else None
-            ),
+            tokens_per_second=self._steady_tokens / steady_s if steady_s else None,
             left_out=records.left_out if self._program.method.can_restore else None,
         )

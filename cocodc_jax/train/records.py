@@ -30,7 +30,6 @@ class Records:
         tokens_at: Callable[[int], int],
         spikes: Spikes | None = None,
     ):
-        """Start with empty sums."""
         self._write, self._log_every, self._tokens_at = write, log_every, tokens_at
         self._spikes = spikes
         self.spikes: list[Spike] = []
@@ -72,11 +71,11 @@ class Records:
         aux: Mapping[str, np.ndarray],
     ) -> None:
         """Add one step, with `recorded_of` it, and write a record if it is due."""
-        for spike in (
-            self._spikes.observe(step, loss, first_region) if self._spikes else ()
-        ):
-            self._write({"kind": "spike", **spike._asdict()})
-            self.spikes.append(spike)
+        if self._spikes:
+            found = self._spikes.observe(step, loss, first_region)
+            self.spikes += found
+            for spike in found:
+                self._write({"kind": "spike", **spike._asdict()})
         self._window.append(loss)
         if step % self._log_every:
             return
@@ -127,11 +126,7 @@ class Records:
     def evaluation(
         self, step: int, bytes_sent: int, loss: float, loss_outer: float, drift: float
     ) -> None:
-        """Write the record of an evaluation: of the mean and of the outer model.
-
-        `drift` is the RMS distance of the regions from their mean, relative to its
-        norm.
-        """
+        """Write the record of an evaluation: of the mean and of the outer model."""
         self.last_eval = {
             "kind": "eval",
             "step": step,
@@ -183,17 +178,17 @@ def record_of(step: int, routing: Mapping[str, np.ndarray]) -> dict[str, Any]:
     load_RNE = np.asarray(routing["expert_load"], np.float64)
     per_token = load_RNE[0, 0].sum()
     mean_NE = load_RNE.mean(axis=0)
-    numbers = {
-        "balance": routing["router_balance"].mean(dtype=np.float64),
-        "z": routing["router_z"].mean(dtype=np.float64),
-        "entropy": routing["router_entropy"].mean(dtype=np.float64),
+    means = {
+        name: routing[f"router_{name}"].mean(dtype=np.float64)
+        for name in ("balance", "z", "entropy")
+    }
+    numbers = means | {
         "load_max": mean_NE.max(axis=1).mean() * mean_NE.shape[1] / per_token,
         "divergence": np.abs(load_RNE - mean_NE).sum(axis=2).mean() / (2 * per_token),
-        "dead": int((mean_NE == 0).sum()),
+        "dead": (mean_NE == 0).sum(),
     }
-    record = {"kind": "experts", "step": step} | {
-        n: float(x) for n, x in numbers.items()
-    }
+    record: Record = {n: float(x) for n, x in numbers.items()}
+    record = {"kind": "experts", "step": step} | record
     if mean_NE.size <= MOST_LOADS:
         record["load_regions"] = load_RNE.tolist()
     return record

@@ -38,15 +38,10 @@ class Spike(NamedTuple):
 
 
 class LossSpikeError(ArithmeticError):
-    """The loss has a spike, and the run must go back to its last checkpoint.
-
-    Attributes:
-      spikes: those of all processes.
-    """
+    """The loss has a spike, and the run must go back to its last checkpoint."""
 
     def __init__(self, spikes: list[Spike], last_good: int | None):
-        """Name the spikes and the last good checkpoint."""
-        self.spikes = spikes
+        self.spikes = spikes  # Of all processes.
         first = spikes[0]
         where = "there is none" if last_good is None else f"step {last_good}"
         super().__init__(
@@ -58,19 +53,14 @@ class LossSpikeError(ArithmeticError):
 
 @dataclasses.dataclass(frozen=True)
 class SpikeWatch:
-    """Whether to look for spikes, and what to do about one.
+    """Whether to look for spikes, and what to do about one."""
 
-    Attributes:
-      zscore: the threshold; 0 looks for none.
-      rolls_back: whether a run with a spike refuses to save, and ends with a
-        `LossSpikeError` instead.
-    """
-
-    zscore: float = 0.0
+    zscore: float = 0.0  # The threshold; 0 looks for none.
+    # Whether a run with a spike refuses to save, and ends with a `LossSpikeError`
+    # instead.
     rolls_back: bool = False
 
     def __post_init__(self):
-        """Validate the threshold."""
         if not 0 <= self.zscore < math.inf:
             raise ValueError(
                 f"spike_zscore={self.zscore} must be a positive number of robust "
@@ -90,7 +80,6 @@ class Spikes:
     """Looks for spikes, step by step."""
 
     def __init__(self, zscore: float):
-        """Start without history; `zscore` is the threshold."""
         self._zscore = zscore
         self._past: list[collections.deque[float]] = []
         self._high: list[collections.deque[int]] = []

@@ -12,7 +12,8 @@ import pytest
 import tensorflow_datasets as tfds
 
 from cocodc_jax.data import DataConfig
-from cocodc_jax.data.corpora import files, prepare
+from cocodc_jax.data.corpora import corpus as prepare
+from cocodc_jax.data.corpora import files
 from cocodc_jax.data.corpora.corpus import open_corpus
 
 

@@ -140,9 +140,12 @@ class Checker(html.parser.HTMLParser):
 
 def render(runs):
     text = page.render(
-        compare(runs), [page.Picture("A <caption>", b"\x89PNG")],
-        "python -m x --a='<b>'", {"key": "</pre><script>"}, "Some machine.",
-    )  # fmt: skip
+        compare(runs),
+        {"A <caption>": b"\x89PNG"},
+        "python -m x --a='<b>'",
+        {"key": "</pre><script>"},
+        "Some machine.",
+    )
     checker = Checker()
     checker.feed(text)
     assert not checker.open

@@ -59,10 +59,10 @@ def report(tmp_path_factory):
     runs += [run("co2", s, 1.9, steps=150) for s in (0, 1)]
     text = page.render(
         compare(runs, "diloco", {"mla": "seed 0: NaN at step 37 " + 9 * "and more "}),
-        [
-            page.Picture("Loss.", plots.png_bytes(plots.loss_by_steps(runs))),
-            page.Picture("Syncs.", plots.png_bytes(plots.fragments_in_flight(runs))),
-        ],
+        {
+            "Loss.": plots.png_bytes(plots.loss_by_steps(runs)),
+            "Syncs.": plots.png_bytes(plots.fragments_in_flight(runs)),
+        },
         "python -m experiments.compare --workdir=" + 60 * "long/",
         {"run": {"steps": 480, "text": 300 * "x"}},
         "5 cpu devices on 2 cores.",

@@ -1,24 +1,59 @@
-"""Opens a corpus by the name that a configuration gives."""
+"""Opens a corpus by name; one of text files is written to disk once, by a TFDS builder.
 
+Documents are split into train and validation by a hash of their text: a document never
+changes sides as others come and go, and equal documents are on the same side. TFDS
+stores the examples of a split in the order of a hash of their keys, so neighbours in
+storage come from unrelated files.
+
+What is prepared is in `data_dir/BUILDER/FINGERPRINT/VERSION` as ArrayRecord files.
+Each process writes to a temporary folder beside it and renames that into place; a
+rename of a folder is atomic, so a process finds no data or whole data, and when
+two prepare at once the later one drops its copy. A change of any source file changes
+the fingerprint and so prepares anew.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import logging
+import os
 import pathlib
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
+
+from cocodc_jax._extras import extra
 from cocodc_jax.buckets import fetched, is_in_bucket
-from cocodc_jax.data.config import DataConfig, cache_dir
+from cocodc_jax.data.config import DataConfig, cache_dir, make_writable
 from cocodc_jax.data.corpora.documents import Corpus, StoredDocuments, open_tfds_set
-from cocodc_jax.data.corpora.files import list_stdlib_files, list_text_files, unreadable
+from cocodc_jax.data.corpora.files import (
+    TEXT_DOCUMENT_CHARS,
+    CorpusFile,
+    Document,
+    content_hash,
+    files_fingerprint,
+    list_stdlib_files,
+    list_text_files,
+    read_documents,
+    unreadable,
+)
 from cocodc_jax.data.corpora.hf_sets import open_hf_set
-from cocodc_jax.data.corpora.prepare import StdlibSource, TextFiles, prepare_corpus
+
+with extra("data"):
+    import tensorflow_datasets as tfds
+    from absl import logging as absl_logging
+
+_logger = logging.getLogger(__name__)
 
 
 def open_corpus(config: DataConfig) -> Corpus:
     """Open the corpus that a configuration names, preparing it if need be.
 
     Nothing is ever downloaded: a `tfds:` set must have been prepared before.
-
-    Raises:
-      ValueError: if there is no such corpus, no text in it, or a file is refused.
     """
     kind, _, rest = config.dataset.partition(":")
     if kind == "hf":
@@ -32,12 +67,9 @@ def open_corpus(config: DataConfig) -> Corpus:
             _tell_of_skipped(unreadable(found), len(found))
     else:
         # Some of its own tests are in other encodings on purpose.
-        made, undecodable = StdlibSource, "skip"
-        found = list_stdlib_files()
-    folder = cache_dir(config.data_dir)
-    builder = prepare_corpus(
-        made, found, config.validation_fraction, folder, undecodable
-    )
+        made, undecodable, found = StdlibSource, "skip", list_stdlib_files()
+    folder, share = cache_dir(config.data_dir), config.validation_fraction
+    builder = _prepare(made, found, share, folder, undecodable)
     content = (builder.info.metadata or {})["content"]
     return Corpus(
         train=StoredDocuments(builder, "train", "text"),
@@ -64,3 +96,168 @@ def _tell_of_skipped(skipped: Sequence[pathlib.Path], num_files: int) -> None:
             f"of the text: {', '.join(map(str, skipped[:3]))}{more}",
             file=sys.stderr,
         )
+
+
+@dataclasses.dataclass(kw_only=True)
+class CorpusConfig(tfds.core.BuilderConfig):
+    """What a corpus is built from: its files, and settings as in `DataConfig`."""
+
+    files: tuple[CorpusFile, ...]
+    validation_fraction: float
+    undecodable: str
+
+
+class TextCorpus(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """Documents with their text and source, in splits `train` and `validation`."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    # TFDS 4.9.10 finds this path with `importlib_resources`, a backport that it does
+    # not install on Python 3.9 and up; giving the path here avoids the import.
+    code_path = pathlib.Path(__file__)  # pyright: ignore
+    max_document_chars: int | None = None
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        text = tfds.features.Text
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict({"text": text(), "source": text()}),
+            metadata=tfds.core.MetadataDict(),
+        )
+
+    def _split_generators(self, dl_manager):
+        del dl_manager  # everything is on disk already
+        named = [(d.key, d.source, content_hash(d.text)) for d in self._documents()]
+        threshold = _split_threshold([content for *_, content in named], self._config)
+        metadata = self.info.metadata
+        assert metadata is not None  # set in _info
+        metadata["content"] = _corpus_digest(named, threshold)
+        return {
+            "train": self._generate_examples(threshold, is_validation=False),
+            "validation": self._generate_examples(threshold, is_validation=True),
+        }
+
+    def _generate_examples(self, threshold: float, is_validation: bool):
+        for each in self._documents():
+            if (content_hash(each.text) <= threshold) == is_validation:
+                yield each.key, {"text": each.text, "source": each.source}
+
+    def _documents(self) -> Iterator[Document]:
+        config = self._config
+        return read_documents(config.files, self.max_document_chars, config.undecodable)
+
+    @property
+    def _config(self) -> CorpusConfig:
+        assert isinstance(self.builder_config, CorpusConfig)
+        return self.builder_config
+
+
+class StdlibSource(TextCorpus):
+    """The Python standard library's own source, one document per file."""
+
+
+class TextFiles(TextCorpus):
+    """Any text files; long ones become several documents."""
+
+    max_document_chars = TEXT_DOCUMENT_CHARS
+
+
+def _split_threshold(hashes: Sequence[float], config: CorpusConfig) -> float:
+    """Return the largest hash that makes a document a validation document."""
+    distinct = np.unique(np.array(hashes, np.float64))
+    if len(distinct) < 2:
+        held = "one document" if len(distinct) else "no readable UTF-8 text"
+        raise ValueError(
+            f"{_common_folder(config.files)} holds {held}; at least two different "
+            "documents are needed, one to train on and one to validate on"
+        )
+    return float(np.clip(config.validation_fraction, distinct[0], distinct[-2]))
+
+
+def _corpus_digest(named: list[tuple[str, str, float]], threshold: float) -> str:
+    """Digest keys, sources and texts: a key decides where its document is stored."""
+    digest = hashlib.sha256(repr(threshold).encode())
+    for entry in sorted(named):
+        digest.update(repr(entry).encode())
+    return digest.hexdigest()[:16]
+
+
+def _common_folder(files: Sequence[CorpusFile]) -> pathlib.Path:
+    if len(files) == 1:
+        return files[0].path
+    shared = set.intersection(*(set(file.path.parents) for file in files))
+    return max(shared, key=lambda path: len(path.parts))
+
+
+def _prepare(
+    builder_class: type[TextCorpus],
+    files: tuple[CorpusFile, ...],
+    validation_fraction: float,
+    data_dir: pathlib.Path,
+    undecodable: str,
+) -> tfds.core.DatasetBuilder:
+    """Return a builder whose data are on disk, preparing them if they are not."""
+    # Without those files nothing depends on the choice.
+    choice = () if undecodable == "skip" else (undecodable,)
+    fingerprint = files_fingerprint(
+        files, validation_fraction, builder_class.max_document_chars, *choice
+    )
+    settings = {"validation_fraction": validation_fraction, "undecodable": undecodable}
+    config = CorpusConfig(name=fingerprint, files=files, **settings)
+    target = data_dir / builder_class.name / fingerprint
+    with _quiet():
+        # Where Path.exists raises, as of folders that are closed, there is none.
+        if not os.path.exists(target):
+            _logger.info("preparing %s (%d files)", target, len(files))
+            _prepare_beside(builder_class, config, target)
+        builder = _make_builder(builder_class, config, data_dir)
+    _check_whole(builder, target)
+    return builder
+
+
+def _prepare_beside(
+    builder_class: type[TextCorpus], config: CorpusConfig, target: pathlib.Path
+) -> None:
+    data_dir = target.parent.parent
+    make_writable(data_dir)
+    make_writable(target.parent)
+    with tempfile.TemporaryDirectory(dir=data_dir, prefix=".preparing-") as folder:
+        _make_builder(builder_class, config, folder).download_and_prepare()
+        try:
+            os.rename(pathlib.Path(folder, builder_class.name, config.name), target)
+        except OSError:
+            # Renaming onto a folder that is not empty fails: another process was
+            # quicker, and its data are the same as ours.
+            if not target.exists():
+                raise
+
+
+def _check_whole(builder: tfds.core.DatasetBuilder, target: pathlib.Path) -> None:
+    """Refuse prepared data of which some is gone, as where old files are swept away."""
+    # Any: TFDS declares these without the types that its decorators hide.
+    splits: Any = builder.info.splits
+    files = [file for split in splits.values() for file in split.filepaths]
+    lost = [os.fspath(file) for file in files if not os.path.exists(file)]
+    if lost or not files or "content" not in (builder.info.metadata or {}):
+        raise ValueError(
+            f"the prepared data in {target} lack {lost[0] if lost else 'their notes'}; "
+            "remove that folder, and they are prepared again"
+        )
+
+
+def _make_builder(
+    builder_class: type[TextCorpus], config: CorpusConfig, data_dir
+) -> tfds.core.DatasetBuilder:
+    return builder_class(data_dir=data_dir, config=config, file_format="array_record")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep TFDS from printing, logging and drawing bars while it prepares."""
+    tfds.disable_progress_bar()
+    verbosity = absl_logging.get_verbosity()
+    absl_logging.set_verbosity(absl_logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        absl_logging.set_verbosity(verbosity)

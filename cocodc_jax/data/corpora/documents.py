@@ -21,13 +21,9 @@ _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 
 
 class Documents(abc.ABC):
-    """The documents of one split; safe to read from several threads.
+    """The documents of one split; safe to read from several threads."""
 
-    Attributes:
-      num_bytes: size of the documents on disk, in bytes.
-    """
-
-    num_bytes: int
+    num_bytes: int  # Size of the documents on disk.
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -42,25 +38,17 @@ class Documents(abc.ABC):
         """Return the source of element `index` and the size of its text in bytes."""
 
     def __iter__(self) -> Iterator[str]:
-        """Go through the documents, one by one."""
         return itertools.chain.from_iterable(map(self.texts, range(len(self))))
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A corpus that is on disk.
-
-    Attributes:
-      train: documents to train on.
-      validation: documents held out.
-      has_sources: whether documents name their source.
-      fingerprint: short text that changes with the documents or their split.
-    """
+    """A corpus that is on disk."""
 
     train: Documents
     validation: Documents
-    has_sources: bool
-    fingerprint: str
+    has_sources: bool  # Whether documents name their source.
+    fingerprint: str  # Changes with the documents or their split.
 
 
 class StoredDocuments(Documents):
@@ -68,7 +56,6 @@ class StoredDocuments(Documents):
 
     # Any: TFDS declares its builders without the types that its decorators hide.
     def __init__(self, builder: Any, split: str, text_feature: str):
-        """Open one split of a prepared set."""
         self._records = builder.as_data_source(split=split)
         self._text_feature = text_feature
         whole = builder.info.splits[split.partition("[")[0]]

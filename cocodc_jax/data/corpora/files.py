@@ -22,17 +22,11 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 @dataclasses.dataclass(frozen=True)
 class CorpusFile:
-    """One file of a corpus.
-
-    Attributes:
-      path: where it is.
-      key: its name in the corpus, the same wherever the corpus lies.
-      source: the group it belongs to, for a partition by source.
-    """
+    """One file of a corpus."""
 
     path: pathlib.Path
-    key: str
-    source: str
+    key: str  # Its name in the corpus, the same wherever the corpus lies.
+    source: str  # The group it belongs to, for a partition by source.
 
 
 @dataclasses.dataclass(frozen=True)

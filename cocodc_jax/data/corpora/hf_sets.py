@@ -24,15 +24,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from cocodc_jax.data.config import DataConfig, cache_dir, expanded, make_writable
+from cocodc_jax.data.corpora import row_files
 from cocodc_jax.data.corpora.documents import Corpus, Documents
 from cocodc_jax.data.corpora.files import content_hash, walk
-from cocodc_jax.data.corpora.row_files import (
-    Arrow,
-    JsonLines,
-    Parquet,
-    RecordError,
-    RowFile,
-)
+from cocodc_jax.data.corpora.row_files import RecordError, RowFile
 
 _JSON = (".jsonl", ".ndjson", ".json")
 _PACKED = tuple(f"{suffix}.gz" for suffix in _JSON)
@@ -72,7 +67,6 @@ class RowDocuments(Documents):
         files: Sequence[tuple[RowFile, str]],
         held_out: tuple[float, bool] | None = None,
     ):
-        """Put the chunks in their order."""
         self._files, self._held_out = files, held_out
         self._ends = list(itertools.accumulate(f.num_chunks for f, _ in files))
         self._order = np.random.default_rng(0).permutation(self._ends[-1])
@@ -188,11 +182,13 @@ def _open(
     path: pathlib.Path, shown: pathlib.Path, config: DataConfig, size: int
 ) -> RowFile:
     if path.suffix == ".parquet":
-        return Parquet(path, config.text_field, min(size, _MOST_BYTES_OF_PARQUET))
+        return row_files.Parquet(
+            path, config.text_field, min(size, _MOST_BYTES_OF_PARQUET)
+        )
     size = min(size, _MOST_BYTES)
     if path.suffix == ".arrow":
-        return Arrow(path, config.text_field, size)
-    return JsonLines(path, config.text_field, size, config.undecodable, shown)
+        return row_files.Arrow(path, config.text_field, size)
+    return row_files.JsonLines(path, config.text_field, size, config.undecodable, shown)
 
 
 def _unpacked(path: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:

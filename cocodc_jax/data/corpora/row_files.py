@@ -17,7 +17,7 @@ import importlib
 import itertools
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 INSTALL = "pip install 'cocodc_jax[hf]'"
@@ -29,24 +29,15 @@ class RecordError(ValueError):
 
 
 class RowFile(abc.ABC):
-    """A file of rows.
-
-    Attributes:
-      path: where it is.
-      num_bytes: about the size of its text, in bytes.
-      num_chunks: how many pieces it can be read in.
-    """
+    """A file of rows."""
 
     path: pathlib.Path
-    num_bytes: int
-    num_chunks: int
+    num_bytes: int  # About the size of its text.
+    num_chunks: int  # How many pieces it can be read in.
 
     @abc.abstractmethod
     def texts(self, chunk: int) -> list[str]:
-        """Return the texts of a chunk, without rows that have none.
-
-        A `RecordError` names file and row.
-        """
+        """Return the texts of a chunk, without rows that have none."""
 
 
 class JsonLines(RowFile):
@@ -80,11 +71,15 @@ class JsonLines(RowFile):
                 file.seek(start - 1)
                 start += len(file.readline()) - 1
             while start < end and (line := file.readline()):
-                if (text := self._text(line, start)) is not None:
+                try:
+                    text = self._text(line)
+                except ValueError as error:
+                    raise RecordError(f"{self._where(start)}: {error}") from error
+                if text is not None:
                     yield text
                 start += len(line)
 
-    def _text(self, line: bytes, at: int) -> str | None:
+    def _text(self, line: bytes) -> str | None:
         if line.isspace():
             return None
         errors = "replace" if self._undecodable == "replace" else "strict"
@@ -93,31 +88,21 @@ class JsonLines(RowFile):
         except UnicodeDecodeError as error:
             if self._undecodable == "skip":
                 return None
-            raise RecordError(
-                f"{self._where(at)}: is not UTF-8 text ({error.reason}); mend it, or "
-                "choose undecodable=replace or skip"
-            ) from error
+            why = f"is not UTF-8 text ({error.reason}); mend it, or choose "
+            raise ValueError(f"{why}undecodable=replace or skip") from error
         # Python's parser calls itself for each bracket that is open.
         except (ValueError, RecursionError) as error:
-            raise RecordError(
-                f"{self._where(at)}: is no JSON ({error}); each line must be one object"
-            ) from error
+            why = f"is no JSON ({error}); each line must be one object"
+            raise ValueError(why) from error
         if not isinstance(row, dict):
-            raise RecordError(
-                f"{self._where(at)}: is a JSON {type(row).__name__}; each line must be "
-                "one object"
-            )
+            kind = type(row).__name__
+            raise ValueError(f"is a JSON {kind}; each line must be one object")
         if self._field not in row:
-            raise RecordError(
-                f"{self._where(at)}: has no field {self._field!r}; its fields are "
-                f"{sorted(row)}; name one with text_field"
-            )
+            raise ValueError(_no_field(self._field, row))
         text = row[self._field]
         if text is not None and not isinstance(text, str):
-            raise RecordError(
-                f"{self._where(at)}: field {self._field!r} is of type "
-                f"{type(text).__name__}, not text"
-            )
+            kind = type(text).__name__
+            raise ValueError(f"field {self._field!r} is of type {kind}, not text")
         return _clean(text)
 
     def _where(self, at: int) -> str:
@@ -160,14 +145,12 @@ class Parquet(_Columns):
     """A Parquet file."""
 
     def __init__(self, path: pathlib.Path, field: str, chunk_bytes: int):
-        """Read the file's footer."""
         self.path, self._field = path, field
         parquet = _pyarrow("parquet", path)
         with _reading(path), parquet.ParquetFile(path) as file:
             _check_column(path, file.schema_arrow, field)
-            groups = [
-                file.metadata.row_group(g) for g in range(file.metadata.num_row_groups)
-            ]
+            about = file.metadata
+            groups = [about.row_group(g) for g in range(about.num_row_groups)]
         sizes = [
             group.column(i).total_uncompressed_size
             for group in groups
@@ -184,7 +167,6 @@ class Arrow(_Columns):
     """An Arrow stream, as `datasets` saves it, or an Arrow file."""
 
     def __init__(self, path: pathlib.Path, field: str, chunk_bytes: int):
-        """Map the file into memory."""
         self.path = path
         arrow, ipc = _pyarrow("", path), _pyarrow("ipc", path)
         with _reading(path):
@@ -216,12 +198,14 @@ def _row_group(path: pathlib.Path, group: int, field: str) -> Any:
         return file.read_row_group(group, columns=[field]).column(0)
 
 
+def _no_field(field: str, names: Iterable[str]) -> str:
+    there = f"its fields are {sorted(names)}; name one with text_field"
+    return f"has no field {field!r}; {there}"
+
+
 def _check_column(path: pathlib.Path, schema: Any, field: str) -> None:
     if field not in schema.names:
-        raise RecordError(
-            f"{path}: has no field {field!r}; its fields are {sorted(schema.names)}; "
-            "name one with text_field"
-        )
+        raise RecordError(f"{path}: {_no_field(field, schema.names)}")
     kind = str(schema.field(field).type)
     if "string" not in kind or "<" in kind and not kind.startswith("dictionary"):
         raise RecordError(f"{path}: field {field!r} is of type {kind}, not text")
