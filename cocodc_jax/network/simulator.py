@@ -74,8 +74,9 @@ def simulate(
     bound = schedule.bind(Regions(ratios, (1,) * len(ratios)))
     run = _Run(workload, bound, channels, effective_rank)
     run.run(num_steps)
-    each = (channel.bytes_sent for channel in channels)
-    bytes_sent = sum(each, np.zeros(topology.num_regions))
+    bytes_sent = np.zeros(topology.num_regions)
+    for channel in channels:
+        bytes_sent += channel.bytes_sent
     return Timeline(
         topology.regions,
         tuple(run.records),

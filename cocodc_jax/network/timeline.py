@@ -111,9 +111,9 @@ class Timeline:
         at, seconds = [mark for mark in self.marks if mark[0] <= step][-1]
         return np.asarray(seconds) + (step - at) * np.asarray(self.step_time_s)
 
-    def waited_s(self) -> collections.Counter:
+    def waited_s(self) -> dict[int, float]:
         """Return the longest waiting after each mark, by its step: 0 for others."""
-        waited = collections.Counter()
+        waited = collections.defaultdict(float)
         for sync in self.syncs:  # A mark is made before the waiting that follows it.
             waited[sync.merge_step] += sync.stall_s
         return waited

@@ -50,7 +50,7 @@ def world(regions: tuple[str, ...], bandwidth_gbps: float) -> Topology:
         if name not in _NAMES:
             raise ValueError(f"region {name!r} is unknown; known are {list(_NAMES)}")
     numbers = itertools.chain.from_iterable(_ROUND_TRIPS_MS)
-    pairs = map(frozenset, itertools.combinations(_NAMES, 2))
+    pairs = (frozenset[str](x) for x in itertools.combinations(_NAMES, 2))
     round_trip_ms = dict(zip(pairs, numbers, strict=True))
 
     def link(a: str, b: str) -> Link:
