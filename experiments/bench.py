@@ -22,7 +22,8 @@ uses models and layouts of its own, and prints them.
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ from cocodc_jax.run import flags
 from . import program
 from .benchmarks import contenders
 from .benchmarks.cases import GPT, Case, make_case
-from .benchmarks.turns import speeds, take_turns
+from .benchmarks.turns import Turn, speeds, take_turns
 
 METHODS = {
     "diloco": {},
@@ -138,20 +139,21 @@ def compare(
 ) -> None:
     """Time the contenders in one layout, and print the ratios."""
     makers = {
-        name: contenders.region_program(case, name, num_devices, **arguments)
+        name: partial(contenders.region_program, case, name, num_devices, **arguments)
         for name, arguments in METHODS.items()
     }
     for name, method in TRANSFORMS.items():
         arguments = dict(METHODS.get(method, {}))
         if method == "cocodc":
             arguments["syncs_per_interval"] = case.interval
-        makers[name] = contenders.transform(case, method, num_devices, **arguments)
-    makers["scan alone"] = contenders.scan_alone(case, num_devices)
-    makers["plain loops"] = contenders.plain_loops(case)
+        given = case, method, num_devices
+        makers[name] = partial(contenders.transform, *given, **arguments)
+    makers["scan alone"] = partial(contenders.scan_alone, case, num_devices)
+    makers["plain loops"] = partial(contenders.plain_loops, case)
     if importlib.util.find_spec("drjax"):
-        makers["drjax"] = contenders.drjax_diloco(case, num_devices)
+        makers["drjax"] = partial(contenders.drjax_diloco, case, num_devices)
     if case.gpt and importlib.util.find_spec("torch"):
-        makers["torch"] = contenders.torch_diloco(case)
+        makers["torch"] = partial(contenders.torch_diloco, case)
     elif case.gpt and not wanted:
         console.print(
             "PyTorch is not installed, so its row is missing.", highlight=False
@@ -206,15 +208,16 @@ def _devices() -> int:
     return max(n for n in (1, 2, 4) if n <= there)
 
 
-def _maker(name: str, size: int, interval: int):
+def _maker(name: str, size: int, interval: int) -> Callable[[], Turn]:
+    make = contenders.region_program
     if name == "regions":  # All on one device: what is to grow is linear.
         case = make_case("smoke", size, interval)
-        return contenders.region_program(case, "cocodc", 1, num_fragments=4)
+        return partial(make, case, "cocodc", 1, num_fragments=4)
     if name == "fragments":
         case = make_case("smoke", 4, max(interval, LEAST_INTERVAL), num_layers=32)
-        return contenders.region_program(case, "cocodc", _devices(), num_fragments=size)
+        return partial(make, case, "cocodc", _devices(), num_fragments=size)
     case = make_case("gpt", 4, interval, num_layers=size)
-    return contenders.region_program(case, "diloco", _devices())
+    return partial(make, case, "diloco", _devices())
 
 
 def define() -> None:

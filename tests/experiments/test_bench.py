@@ -30,8 +30,7 @@ def case():
     return cases.Case("linear", loss_fn, optax.adam(0.1), params, batches)
 
 
-def trained(make):
-    turn = make()
+def trained(turn):
     turn()
     return jax.tree.map(np.asarray, turn())
 
@@ -212,7 +211,7 @@ def test_every_contender_of_a_case_is_shown(call, monkeypatch, case):
     monkeypatch.setattr(bench, "TRANSFORMS", {"transform": "diloco"})
     monkeypatch.setattr(bench, "GROWTHS", {"regions": (1, 2)})
     region_program = functools.partial(contenders.region_program, case, "diloco", 1)
-    monkeypatch.setattr(bench, "_maker", lambda *_: region_program())
+    monkeypatch.setattr(bench, "_maker", lambda *_: region_program)
     code, out, err = call(
         bench, "--cases=linear", "--regions=2", "--repeats=1", "--growth=regions"
     )
