@@ -15,19 +15,25 @@ Each contender trains one model with the same batches and inner optimizer:
   device;
 - `torch`: a plain DiLoCo loop of PyTorch, if it is installed, for the case gpt.
 
-All are timed in turn within one process. Machines are noisy, so compare by the ratios.
-A ratio says how many times as fast the row is as the column. It is the median over
-rounds. `--contenders` selects some of them, if all take too long to compile. `--growth`
-uses models and layouts of its own, and prints them.
+All are timed in turn, round by round, within one process: the speed of a machine
+changes with the other work on it, so compare by the ratios. A ratio says how many times
+as fast the row is as the column. It is the median over rounds. `--contenders` selects
+some of them, if all take too long to compile. `--growth` uses models and layouts of its
+own, and prints them.
 """
 
+from __future__ import annotations
+
 import importlib.util
-from collections.abc import Callable, Sequence
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
+from rich.table import Table
 
 import cocodc_jax as cc
 from cocodc_jax.run import flags
@@ -35,7 +41,7 @@ from cocodc_jax.run import flags
 from . import program
 from .benchmarks import contenders
 from .benchmarks.cases import GPT, Case, make_case
-from .benchmarks.turns import Turn, speeds, take_turns
+from .benchmarks.contenders import Turn
 
 METHODS = {
     "diloco": {},
@@ -43,6 +49,8 @@ METHODS = {
     "cocodc": {"num_fragments": 4, "delay_steps": 2},
 }
 TRANSFORMS = {"transform": "diloco", "transform cocodc": "cocodc"}
+# The references of the ratios, if they were timed.
+AGAINST = ("drjax", "scan alone", "plain loops", "torch")
 CONTENDERS = (*METHODS, *TRANSFORMS, "scan alone", "plain loops", "drjax", "torch")
 # Regions and fragments are of the preset smoke, fragments with 32 layers; layers of the
 # GPT.
@@ -130,6 +138,73 @@ def _cases() -> list[str]:
     return [name for name in flags.value("cases").split(",") if name]
 
 
+class Timing(NamedTuple):
+    """The seconds of a contender's turns."""
+
+    # Seconds to build it and for its first turn: tracing, compiling, a turn.
+    start_s: float
+    seconds: list[float]
+
+    @property
+    def median_s(self) -> float:
+        """Median seconds of a turn."""
+        return statistics.median(self.seconds)
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds of the start, without the first turn's training."""
+        return max(self.start_s - self.median_s, 0.0)
+
+    def ratios(self, other: Timing) -> list[float]:
+        """Return how many times as fast it was as another in each round, sorted."""
+        pairs = zip(self.seconds, other.seconds, strict=True)
+        return sorted(theirs / own for own, theirs in pairs)
+
+
+def take_turns(makers: Mapping[str, Callable[[], Turn]], rounds: int) -> dict:
+    """Time contenders in turn."""
+    turns, starts = {}, {}
+    for name, make in makers.items():
+        began = time.perf_counter()
+        turns[name] = make()
+        turns[name]()
+        starts[name] = time.perf_counter() - began
+    for turn in turns.values():  # Some compile what only a second cycle needs.
+        turn()
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    for _ in range(rounds):
+        for name, turn in turns.items():
+            began = time.perf_counter()
+            turn()
+            seconds[name].append(time.perf_counter() - began)
+    return {name: Timing(starts[name], taken) for name, taken in seconds.items()}
+
+
+def speeds(title: str, tokens: int, timings: Mapping[str, Timing]) -> Table:
+    """Make a row for each contender: ratios, tokens a second, seconds of the start."""
+    against = [name for name in AGAINST if name in timings]
+    ends = ("k tokens/s", "lowest, highest", "start s")
+    heads = ("contender", *(f"over {name}" for name in against), *ends)
+    rows = []
+    for name, timing in timings.items():
+        ratios = [statistics.median(timing.ratios(timings[x])) for x in against]
+        low, high = (tokens / end(timing.seconds) / 1000 for end in (max, min))
+        rows.append(
+            (
+                name,
+                *(f"{ratio:.2f}" for ratio in ratios),
+                f"{tokens / timing.median_s / 1000:.2f}",
+                f"{low:.2f}, {high:.2f}",
+                f"{timing.compile_s:.1f}",
+            )
+        )
+    return _table(heads, rows, title)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], title: str) -> Table:
+    return program.table(heads, rows, is_ruled=True, title=title, title_justify="left")
+
+
 def compare(
     case: Case,
     num_devices: int,
@@ -183,9 +258,7 @@ def show_growth(name: str, interval: int, rounds: int, console: Console) -> None
         (size, f"{t.median_s:.3f}", f"{t.median_s / first:.2f}", f"{t.compile_s:.1f}")
         for size, t in timings.items()
     ]
-    looks: dict[str, Any] = {"is_ruled": True, "title_justify": "left"}
-    title = _what_grows(name, interval)
-    console.print(program.table(heads, rows, title=title, **looks))
+    console.print(_table(heads, rows, _what_grows(name, interval)))
     console.print(
         f"Rounds: {rounds}, medians of them. A ratio of 2 takes twice as long.",
         highlight=False,

@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 import cocodc_jax as cc
 
 from .cases import OUTER_LR, OUTER_MOMENTUM, Case, torch_loss
-from .turns import Turn
 
 PyTree = Any
+# Trains for a turn, waits for it, and returns all trained parameters.
+Turn = Callable[[], PyTree]
 
 
 def region_program(case: Case, method: str, num_devices: int, **arguments: Any) -> Turn:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from cocodc_jax.run import flags
 from experiments import bench
-from experiments.benchmarks import cases, contenders, turns
+from experiments.benchmarks import cases, contenders
 from experiments.benchmarks.cases import Gpt
 
 
@@ -101,7 +101,7 @@ def test_a_loop_of_pytorch_is_shown_where_it_is_installed(monkeypatch, case, is_
 
 def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
     order, now = [], [0.0]
-    monkeypatch.setattr(turns.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
 
     def maker(name, seconds):
         def turn():
@@ -110,7 +110,7 @@ def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
 
         return lambda: turn
 
-    found = turns.take_turns(
+    found = bench.take_turns(
         {
             "drjax": maker("drjax", iter([9.0, 1.0, 2.0, 4.0, 6.0])),
             "ours": maker("ours", iter([5.0, 1.0, 1.0, 4.0, 2.0])),
@@ -123,7 +123,7 @@ def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
     assert found["ours"].ratios(found["drjax"]) == [1, 2, 3]
     console = Console(width=120)
     with console.capture() as shown:
-        console.print(turns.speeds("case", 40_000, found))
+        console.print(bench.speeds("case", 40_000, found))
     rows = [line.split() for line in shown.get().splitlines()]
     (ours,) = (row for row in rows if row[:1] == ["ours"])
     assert ours == ["ours", "2.00", "20.00", "10.00,", "40.00", "3.0"]
