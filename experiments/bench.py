@@ -296,16 +296,10 @@ def _maker(name: str, size: int, interval: int) -> Callable[[], Turn]:
 def define() -> None:
     """Define the program's flags."""
     program.define(
-        (
-            *("cases", "gpt,smoke,tiny"),
-            "Models: gpt or presets, comma-separated; empty for --growth alone.",
-        ),
+        ("cases", "gpt,smoke,tiny", "gpt or presets; empty for --growth alone."),
         ("regions", 4, "Regions that train, M."),
         ("interval", 12, "H, steps of a turn: a multiple of 4, at least 8."),
-        (
-            *("devices", []),
-            "Layouts: devices of the regions. Default: 1, and M if there are so many.",
-        ),
+        ("devices", [], "Devices of the regions. Default: 1, and M if they are there."),
         (
             *("contenders", []),
             f"Which of {', '.join(CONTENDERS)} to time. Default: all that are "

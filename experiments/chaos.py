@@ -43,7 +43,6 @@ from cocodc_jax.run.resume import make_folder
 from . import commands, program
 from .faults import scenarios
 from .faults.kills import Chaos, RefusedError, is_good, judge, lines, unbroken_loss
-from .train import read_flags
 
 # No kills after this share of the steps: the last region to return needs time.
 _LAST_KILL = 0.85
@@ -133,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
         )
         train_flags += [f"--regions={own.regions}", "--log_every=1"]
         flags.parse([argv[0], *train_flags])
-        config, _ = read_flags()
+        config = flags.config()
         check_elastic(config)
         workdir = pathlib.Path(own.workdir)
         make_folder(workdir)

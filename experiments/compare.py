@@ -224,10 +224,7 @@ def define() -> None:
             "Methods to compare, comma-separated; all: every method that --regions "
             "allows. diloco+muon: with another inner optimizer.",
         ),
-        (
-            *("target_method", str),
-            "Method whose final loss is the target. Default: the worst.",
-        ),
+        ("target_method", str, "Whose final loss is the target. Default: the worst."),
         ("seeds", 1, "Seeds of each method: 0, 1, ..."),
     )
 

@@ -227,10 +227,7 @@ def _ratio(against: dict[str, Any] | None) -> str:
 def define() -> None:
     """Define the program's flags."""
     program.define(
-        (
-            *("workdir", "runs/ablate_compensation"),
-            "Folder of the results; an interrupted ablation goes on there.",
-        ),
+        ("workdir", "runs/ablate_compensation", "Folder of the results, to resume."),
         ("rules", list, "Rules to compare. Default: all of them."),
         ("delays", ["4", "10", "20", "1"], "Delays tau, in inner steps."),
         ("workers", 2, "Processes that train at the same time."),

@@ -154,10 +154,7 @@ def define() -> None:
     program.define(
         ("compressors", "int2,stat2", "Compressors, comma-separated."),
         ("interval", 40, "Steps of a pseudo-gradient."),
-        (
-            *("rounds", 3),
-            "Pseudo-gradients of each region: it trains interval x rounds steps.",
-        ),
+        ("rounds", 3, "Pseudo-gradients; a region trains interval x rounds steps."),
     )
 
 

@@ -214,10 +214,7 @@ def define() -> None:
         ("seeds", 5, "Runs, each with a seed of its own."),
         ("steps", 400, "Inner steps of a run."),
         ("sync_interval", 20, "H, steps between syncs."),
-        (
-            *("batch_per_region", 4),
-            "Sequences of a region's step: the more, the less noise hides the delay.",
-        ),
+        ("batch_per_region", 4, "Sequences of a region's step; more leave less noise."),
         ("outer_lr", 0.7, "Of the outer Nesterov optimizer."),
     )
 

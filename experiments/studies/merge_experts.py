@@ -148,10 +148,7 @@ def define() -> None:
         ("top_k", 2, "Experts that a sparse router keeps."),
         ("prefix_tokens", int, "Tokens that a router reads. Default: a quarter."),
         ("temperature", 1.0, "Temperature of the posterior; 1 is Bayes' rule."),
-        (
-            *("router_batches", 64),
-            "Training batches of each region for the linear router.",
-        ),
+        ("router_batches", 64, "A region's training batches for the linear router."),
         ("references", "", "Methods to compare with, comma-separated."),
     )
 
