@@ -75,26 +75,27 @@ def main() -> None:
                 f"interval={interval} must be a multiple of 4 and at least 8, for four "
                 "fragments and their delays"
             )
-        asked = [name for name in flags.value("growth").split(",") if name]
-        for name in asked:
+        lists = (flags.value(name).split(",") for name in ("growth", "cases"))
+        growths, names = ([word for word in words if word] for words in lists)
+        for name in growths:
             if name not in GROWTHS:
                 raise ValueError(f"growth={name!r} is unknown; use {list(GROWTHS)}")
-        if not asked and not _cases():
+        if not growths and not names:
             raise ValueError("cases= is empty; name some, or add --growth")
-        if flags.value("devices") and not _cases():
+        if flags.value("devices") and not names:
             raise ValueError(
                 f"devices={','.join(flags.value('devices'))} lays out cases, but "
                 "cases= is empty; --growth has a layout of its own"
             )
-        wanted = _wanted()
+        wanted = _wanted(names)
         cc.use_cpu_devices(regions + 1)
         layouts = _layouts(regions)
-        cases = [make_case(name, regions, interval) for name in _cases()]
+        cases = [make_case(name, regions, interval) for name in names]
     console = Console()
     for case in cases:
         for num_devices in layouts:
             compare(case, num_devices, rounds, console, wanted)
-    for name in asked:
+    for name in growths:
         show_growth(name, interval, rounds, console)
 
 
@@ -116,7 +117,7 @@ def _layouts(regions: int) -> list[int]:
     return [*dict.fromkeys(layouts or (1, regions if regions <= there else 1))]
 
 
-def _wanted() -> list[str]:
+def _wanted(cases: Sequence[str]) -> list[str]:
     """Return the names of the requested contenders; empty means all."""
     names = flags.value("contenders")
     for name in names:
@@ -126,16 +127,11 @@ def _wanted() -> list[str]:
             )
         if name in ("drjax", "torch") and not importlib.util.find_spec(name):
             raise ValueError(f"contenders={name!r} is not installed")
-    if names == ["torch"] and set(_cases()) - {GPT}:
+    if names == ["torch"] and set(cases) - {GPT}:
         raise ValueError(
             f"contenders=torch trains the case {GPT} alone; use --cases={GPT}"
         )
     return names
-
-
-def _cases() -> list[str]:
-    """Return the names of the requested cases."""
-    return [name for name in flags.value("cases").split(",") if name]
 
 
 class Timing(NamedTuple):

@@ -46,10 +46,7 @@ def define() -> None:
 
 
 def planned(config: TrainConfig, says_why: bool = True) -> TrainConfig:
-    """Return the configuration with the plan's choices, and print why.
-
-    Programs that start training programs leave the printing to those.
-    """
+    """Return the configuration with the plan's choices; print why if asked to."""
     best = _best(config)
     if best is None:
         return config

@@ -52,10 +52,7 @@ _POLL_S = 0.1
 
 
 def check(scenario: str, num_regions: int, workdir: pathlib.Path) -> None:
-    """Refuse too few regions, and the folder of a finished scenario.
-
-    Its regions have nothing to train.
-    """
+    """Refuse too few regions, and a finished scenario: it has nothing to train."""
     least = 3 if scenario in ("link", "loss") else 2
     if num_regions < least:
         raise ValueError(
