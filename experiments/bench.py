@@ -15,18 +15,25 @@ Each contender trains one model with the same batches and inner optimizer:
   device;
 - `torch`: a plain DiLoCo loop of PyTorch, if it is installed, for the case gpt.
 
-All are timed in turn within one process. Machines are noisy, so compare by the ratios.
-A ratio says how many times as fast the row is as the column. It is the median over
-rounds. `--contenders` selects some of them, if all take too long to compile. `--growth`
-uses models and layouts of its own, and prints them.
+All are timed in turn, round by round, within one process: the speed of a machine
+changes with the other work on it, so compare by the ratios. A ratio says how many times
+as fast the row is as the column. It is the median over rounds. `--contenders` selects
+some of them, if all take too long to compile. `--growth` uses models and layouts of its
+own, and prints them.
 """
 
+from __future__ import annotations
+
 import importlib.util
-from collections.abc import Sequence
-from typing import Any
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
+from rich.table import Table
 
 import cocodc_jax as cc
 from cocodc_jax.run import flags
@@ -34,7 +41,7 @@ from cocodc_jax.run import flags
 from . import program
 from .benchmarks import contenders
 from .benchmarks.cases import GPT, Case, make_case
-from .benchmarks.turns import speeds, take_turns
+from .benchmarks.contenders import Turn
 
 METHODS = {
     "diloco": {},
@@ -42,6 +49,8 @@ METHODS = {
     "cocodc": {"num_fragments": 4, "delay_steps": 2},
 }
 TRANSFORMS = {"transform": "diloco", "transform cocodc": "cocodc"}
+# The references of the ratios, if they were timed.
+AGAINST = ("drjax", "scan alone", "plain loops", "torch")
 CONTENDERS = (*METHODS, *TRANSFORMS, "scan alone", "plain loops", "drjax", "torch")
 # Regions and fragments are of the preset smoke, fragments with 32 layers; layers of the
 # GPT.
@@ -66,26 +75,27 @@ def main() -> None:
                 f"interval={interval} must be a multiple of 4 and at least 8, for four "
                 "fragments and their delays"
             )
-        asked = [name for name in flags.value("growth").split(",") if name]
-        for name in asked:
+        lists = (flags.value(name).split(",") for name in ("growth", "cases"))
+        growths, names = ([word for word in words if word] for words in lists)
+        for name in growths:
             if name not in GROWTHS:
                 raise ValueError(f"growth={name!r} is unknown; use {list(GROWTHS)}")
-        if not asked and not _cases():
+        if not growths and not names:
             raise ValueError("cases= is empty; name some, or add --growth")
-        if flags.value("devices") and not _cases():
+        if flags.value("devices") and not names:
             raise ValueError(
                 f"devices={','.join(flags.value('devices'))} lays out cases, but "
                 "cases= is empty; --growth has a layout of its own"
             )
-        wanted = _wanted()
+        wanted = _wanted(names)
         cc.use_cpu_devices(regions + 1)
         layouts = _layouts(regions)
-        cases = [make_case(name, regions, interval) for name in _cases()]
+        cases = [make_case(name, regions, interval) for name in names]
     console = Console()
     for case in cases:
         for num_devices in layouts:
             compare(case, num_devices, rounds, console, wanted)
-    for name in asked:
+    for name in growths:
         show_growth(name, interval, rounds, console)
 
 
@@ -107,7 +117,7 @@ def _layouts(regions: int) -> list[int]:
     return [*dict.fromkeys(layouts or (1, regions if regions <= there else 1))]
 
 
-def _wanted() -> list[str]:
+def _wanted(cases: Sequence[str]) -> list[str]:
     """Return the names of the requested contenders; empty means all."""
     names = flags.value("contenders")
     for name in names:
@@ -117,16 +127,78 @@ def _wanted() -> list[str]:
             )
         if name in ("drjax", "torch") and not importlib.util.find_spec(name):
             raise ValueError(f"contenders={name!r} is not installed")
-    if names == ["torch"] and set(_cases()) - {GPT}:
+    if names == ["torch"] and set(cases) - {GPT}:
         raise ValueError(
             f"contenders=torch trains the case {GPT} alone; use --cases={GPT}"
         )
     return names
 
 
-def _cases() -> list[str]:
-    """Return the names of the requested cases."""
-    return [name for name in flags.value("cases").split(",") if name]
+class Timing(NamedTuple):
+    """The seconds of a contender's turns."""
+
+    # Seconds to build it and for its first turn: tracing, compiling, a turn.
+    start_s: float
+    seconds: list[float]
+
+    @property
+    def median_s(self) -> float:
+        """Median seconds of a turn."""
+        return statistics.median(self.seconds)
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds of the start, without the first turn's training."""
+        return max(self.start_s - self.median_s, 0.0)
+
+    def ratios(self, other: Timing) -> list[float]:
+        """Return how many times as fast it was as another in each round, sorted."""
+        pairs = zip(self.seconds, other.seconds, strict=True)
+        return sorted(theirs / own for own, theirs in pairs)
+
+
+def take_turns(makers: Mapping[str, Callable[[], Turn]], rounds: int) -> dict:
+    """Time contenders in turn."""
+    turns, starts = {}, {}
+    for name, make in makers.items():
+        began = time.perf_counter()
+        turns[name] = make()
+        turns[name]()
+        starts[name] = time.perf_counter() - began
+    for turn in turns.values():  # Some compile what only a second cycle needs.
+        turn()
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    for _ in range(rounds):
+        for name, turn in turns.items():
+            began = time.perf_counter()
+            turn()
+            seconds[name].append(time.perf_counter() - began)
+    return {name: Timing(starts[name], taken) for name, taken in seconds.items()}
+
+
+def speeds(title: str, tokens: int, timings: Mapping[str, Timing]) -> Table:
+    """Make a row for each contender: ratios, tokens a second, seconds of the start."""
+    against = [name for name in AGAINST if name in timings]
+    ends = ("k tokens/s", "lowest, highest", "start s")
+    heads = ("contender", *(f"over {name}" for name in against), *ends)
+    rows = []
+    for name, timing in timings.items():
+        ratios = [statistics.median(timing.ratios(timings[x])) for x in against]
+        low, high = (tokens / end(timing.seconds) / 1000 for end in (max, min))
+        rows.append(
+            (
+                name,
+                *(f"{ratio:.2f}" for ratio in ratios),
+                f"{tokens / timing.median_s / 1000:.2f}",
+                f"{low:.2f}, {high:.2f}",
+                f"{timing.compile_s:.1f}",
+            )
+        )
+    return _table(heads, rows, title)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], title: str) -> Table:
+    return program.table(heads, rows, is_ruled=True, title=title, title_justify="left")
 
 
 def compare(
@@ -138,20 +210,21 @@ def compare(
 ) -> None:
     """Time the contenders in one layout, and print the ratios."""
     makers = {
-        name: contenders.region_program(case, name, num_devices, **arguments)
+        name: partial(contenders.region_program, case, name, num_devices, **arguments)
         for name, arguments in METHODS.items()
     }
     for name, method in TRANSFORMS.items():
         arguments = dict(METHODS.get(method, {}))
         if method == "cocodc":
             arguments["syncs_per_interval"] = case.interval
-        makers[name] = contenders.transform(case, method, num_devices, **arguments)
-    makers["scan alone"] = contenders.scan_alone(case, num_devices)
-    makers["plain loops"] = contenders.plain_loops(case)
+        given = case, method, num_devices
+        makers[name] = partial(contenders.transform, *given, **arguments)
+    makers["scan alone"] = partial(contenders.scan_alone, case, num_devices)
+    makers["plain loops"] = partial(contenders.plain_loops, case)
     if importlib.util.find_spec("drjax"):
-        makers["drjax"] = contenders.drjax_diloco(case, num_devices)
+        makers["drjax"] = partial(contenders.drjax_diloco, case, num_devices)
     if case.gpt and importlib.util.find_spec("torch"):
-        makers["torch"] = contenders.torch_diloco(case)
+        makers["torch"] = partial(contenders.torch_diloco, case)
     elif case.gpt and not wanted:
         console.print(
             "PyTorch is not installed, so its row is missing.", highlight=False
@@ -181,9 +254,7 @@ def show_growth(name: str, interval: int, rounds: int, console: Console) -> None
         (size, f"{t.median_s:.3f}", f"{t.median_s / first:.2f}", f"{t.compile_s:.1f}")
         for size, t in timings.items()
     ]
-    looks: dict[str, Any] = {"is_ruled": True, "title_justify": "left"}
-    title = _what_grows(name, interval)
-    console.print(program.table(heads, rows, title=title, **looks))
+    console.print(_table(heads, rows, _what_grows(name, interval)))
     console.print(
         f"Rounds: {rounds}, medians of them. A ratio of 2 takes twice as long.",
         highlight=False,
@@ -206,30 +277,25 @@ def _devices() -> int:
     return max(n for n in (1, 2, 4) if n <= there)
 
 
-def _maker(name: str, size: int, interval: int):
+def _maker(name: str, size: int, interval: int) -> Callable[[], Turn]:
+    make = contenders.region_program
     if name == "regions":  # All on one device: what is to grow is linear.
         case = make_case("smoke", size, interval)
-        return contenders.region_program(case, "cocodc", 1, num_fragments=4)
+        return partial(make, case, "cocodc", 1, num_fragments=4)
     if name == "fragments":
         case = make_case("smoke", 4, max(interval, LEAST_INTERVAL), num_layers=32)
-        return contenders.region_program(case, "cocodc", _devices(), num_fragments=size)
+        return partial(make, case, "cocodc", _devices(), num_fragments=size)
     case = make_case("gpt", 4, interval, num_layers=size)
-    return contenders.region_program(case, "diloco", _devices())
+    return partial(make, case, "diloco", _devices())
 
 
 def define() -> None:
     """Define the program's flags."""
     program.define(
-        (
-            *("cases", "gpt,smoke,tiny"),
-            "Models: gpt or presets, comma-separated; empty for --growth alone.",
-        ),
+        ("cases", "gpt,smoke,tiny", "gpt or presets; empty for --growth alone."),
         ("regions", 4, "Regions that train, M."),
         ("interval", 12, "H, steps of a turn: a multiple of 4, at least 8."),
-        (
-            *("devices", []),
-            "Layouts: devices of the regions. Default: 1, and M if there are so many.",
-        ),
+        ("devices", [], "Devices of the regions. Default: 1, and M if they are there."),
         (
             *("contenders", []),
             f"Which of {', '.join(CONTENDERS)} to time. Default: all that are "

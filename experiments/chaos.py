@@ -24,7 +24,6 @@ fault for a while, and the regions must name it within five syncs
 (`faults/scenarios.py`).
 """
 
-import json
 import math
 import os
 import pathlib
@@ -33,7 +32,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from cocodc_jax.files import write_whole
+from cocodc_jax.files import append_line, write_whole
 from cocodc_jax.netlab import children
 from cocodc_jax.run import flags
 from cocodc_jax.run.build import check_elastic
@@ -43,22 +42,13 @@ from cocodc_jax.run.resume import make_folder
 from . import commands, program
 from .faults import scenarios
 from .faults.kills import Chaos, RefusedError, is_good, judge, lines, unbroken_loss
-from .train import read_flags
 
 # No kills after this share of the steps: the last region to return needs time.
 _LAST_KILL = 0.85
 PARTS_FILE = "parts.jsonl"
 
-
 # Flags that have a meaning only with or only without --scenario.
-_OF_KILLS = (
-    "kills",
-    "gap_s",
-    "restart_s",
-    "tolerance",
-    "unbroken",
-    "only_members",
-)
+_OF_KILLS = ("kills", "gap_s", "restart_s", "tolerance", "unbroken", "only_members")
 _OF_SCENARIOS = ("at_s", "fault_s")
 OWN_FLAGS = (
     ("regions", 4, "regions that train"),
@@ -90,25 +80,20 @@ def check_own(own: Any) -> None:
             raise ValueError(
                 f"--{name}={own[name].value} must be 0 or more, and finite"
             )
-    others = _OF_KILLS if own.scenario else _OF_SCENARIOS
+    if own.kills < 0:
+        raise ValueError(f"--kills={own.kills} must be 0 or more")
+    if own.kills and own.regions < 2 and not own.scenario:
+        raise ValueError(
+            f"regions={own.regions} leaves no region when one is killed; use 2 or more,"
+            " or --kills=0"
+        )
+    others, why = (_OF_KILLS, "with") if own.scenario else (_OF_SCENARIOS, "without")
     for name in others:
         if own[name].present:
-            why = "with" if own.scenario else "without"
             raise ValueError(
                 f"--{name}={str(own[name].value).lower()} has no meaning {why} "
                 "--scenario; leave it out"
             )
-
-
-def check_kills(kills: int, regions: int) -> None:
-    """Refuse kills that would leave no region with the run in memory."""
-    if kills < 0:
-        raise ValueError(f"--kills={kills} must be 0 or more")
-    if kills and regions < 2:
-        raise ValueError(
-            f"regions={regions} leaves no region when one is killed; use 2 or more, or "
-            "--kills=0"
-        )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -121,11 +106,9 @@ def main(argv: Sequence[str]) -> int:
         if not own.workdir:
             raise ValueError("workdir=None is missing; name a folder")
         check_own(own)
+        workdir = pathlib.Path(own.workdir)
         if own.scenario:
-            scenarios.check_regions(own.scenario, own.regions)
-            scenarios.check_folder(pathlib.Path(own.workdir))
-        else:
-            check_kills(own.kills, own.regions)
+            scenarios.check(own.scenario, own.regions, workdir)
         flags.parse([argv[0], *train_flags])
         of_sockets = ("via",) if own.scenario else ()  # The lab has no folder.
         flags.check_not_given(
@@ -133,9 +116,8 @@ def main(argv: Sequence[str]) -> int:
         )
         train_flags += [f"--regions={own.regions}", "--log_every=1"]
         flags.parse([argv[0], *train_flags])
-        config, _ = read_flags()
+        config = flags.config()
         check_elastic(config)
-        workdir = pathlib.Path(own.workdir)
         make_folder(workdir)
     if own.scenario:
         with flags.usage_errors():
@@ -152,13 +134,10 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
     if own.unbroken:  # It goes on, or is there already.
         with flags.usage_errors():
             loss = unbroken_loss(train_flags, workdir / "unbroken")
-    told = children.region_commands(
-        [*commands.python_m("train"), *train_flags, "--outer_digests"],
-        workdir,
-        own.regions,
-        flags.value("via") or "",
-    )
-    logs = children.region_logs(workdir, own.regions)
+    train = [*commands.python_m("train"), *train_flags, "--outer_digests"]
+    where = workdir, own.regions
+    told = children.region_commands(train, *where, flags.value("via") or "")
+    logs = children.region_logs(*where)
     # Each life compiles the same programs.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(workdir / "compiled"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -166,24 +145,16 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
         workdir, [children.Region(*each) for each in zip(told, logs, strict=True)]
     )
     began_s, steps = time.time(), config.run.steps
-    last_step = int(_LAST_KILL * steps)
     try:
         with children.on_signals(chaos.stop):
-            chaos.run(
-                own.kills,
-                last_step,
-                own.seed,
-                own.gap_s,
-                own.restart_s,
-                own.only_members,
-            )
+            given = own.seed, own.gap_s, own.restart_s, own.only_members
+            chaos.run(own.kills, int(_LAST_KILL * steps), *given)
     except RefusedError as error:
         print(f"error: {error}", file=sys.stderr)
         return flags.USAGE_ERROR
     seconds = time.time() - began_s
     if chaos.is_stopped:
-        with (workdir / PARTS_FILE).open("a") as file:
-            file.write(json.dumps({"seconds": seconds}) + "\n")
+        append_line(workdir / PARTS_FILE, {"seconds": seconds})
         print(f"stopped after {len(chaos.kills)} kills; the same command resumes")
         return 1
     seconds += sum(part["seconds"] for part in lines(workdir / PARTS_FILE))

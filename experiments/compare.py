@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import pathlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from rich.console import Console
@@ -50,12 +50,18 @@ def main() -> None:
     with flags.usage_errors():
         base = flags.config(WITHOUT, METHODS)
         methods = _methods(base.run.regions)
-        _check_target(methods)
+        target, seeds = flags.value("target_method"), flags.value("seeds")
+        if target is not None and target not in methods:
+            raise ValueError(
+                f"target_method={target!r} must be one of methods={','.join(methods)}"
+            )
+        if seeds < 1:
+            raise ValueError(f"seeds={seeds} must be at least 1")
         flags.check_methods([leaves["method"] for leaves in methods.values()])
         workdir = pathlib.Path(flags.value("workdir") or f"runs/compare_{base.preset}")
         configs = {
             workdir / f"{name}_seed{seed}": base.replace(seed=seed, **leaves)
-            for seed in range(_num_seeds())
+            for seed in range(seeds)
             for name, leaves in methods.items()
         }
         flags.check_optimizers(configs.values())
@@ -64,10 +70,9 @@ def main() -> None:
         for folder, config in configs.items():
             given = config, folder, open_text, sessions
             sessions.append(prepare(*given, tracking=flags.tracking()))
-    names = [*methods] * _num_seeds()
     runs: list[Run] = []
     diverged: dict[str, str] = {}
-    for session, name in zip(sessions, names, strict=True):
+    for session, name in zip(sessions, [*methods] * seeds, strict=True):
         found = _train(session, console)
         if isinstance(found, Run):
             runs.append(dataclasses.replace(found, method=name))
@@ -88,7 +93,11 @@ def _methods(num_regions: int) -> dict[str, dict[str, str]]:
         raise ValueError(f"methods='' is empty; use some of {sorted(METHODS)}")
     if "all" in names:
         at = names.index("all")
-        names[at : at + 1] = [name for name in METHODS if _is_for(name, num_regions)]
+        names[at : at + 1] = [
+            name
+            for name, make in METHODS.items()
+            if make().num_regions in (None, num_regions)
+        ]
     for name in names:
         method, _, optimizer = name.partition("+")
         if method not in METHODS:
@@ -103,30 +112,8 @@ def _methods(num_regions: int) -> dict[str, dict[str, str]]:
             )
     if len(set(names)) < len(names):
         raise ValueError(f"methods={','.join(names)} names one twice")
-    return {name: _leaves(*name.partition("+")) for name in names}
-
-
-def _leaves(method: str, plus: str, optimizer: str) -> dict[str, str]:
-    return {"method": method} | ({"inner_optimizer": optimizer} if plus else {})
-
-
-def _check_target(methods: Iterable[str]) -> None:
-    target = flags.value("target_method")
-    if target is not None and target not in methods:
-        raise ValueError(
-            f"target_method={target!r} must be one of methods={','.join(methods)}"
-        )
-
-
-def _is_for(method: str, num_regions: int) -> bool:
-    return METHODS[method]().num_regions in (None, num_regions)
-
-
-def _num_seeds() -> int:
-    seeds = flags.value("seeds")
-    if seeds < 1:
-        raise ValueError(f"seeds={seeds} must be at least 1")
-    return seeds
+    keys = ("method", "inner_optimizer")
+    return {name: dict(zip(keys, name.split("+"), strict=False)) for name in names}
 
 
 def _train(session: Session, console: Console) -> Run | str:
@@ -224,10 +211,7 @@ def define() -> None:
             "Methods to compare, comma-separated; all: every method that --regions "
             "allows. diloco+muon: with another inner optimizer.",
         ),
-        (
-            *("target_method", str),
-            "Method whose final loss is the target. Default: the worst.",
-        ),
+        ("target_method", str, "Whose final loss is the target. Default: the worst."),
         ("seeds", 1, "Seeds of each method: 0, 1, ..."),
     )
 

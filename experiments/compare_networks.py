@@ -98,7 +98,7 @@ class Comparison:
         controls = [(self._wide, method) for method in (APART, EVERY_STEP)]
         planned: dict[pathlib.Path, list[str]] = {}
         for each in (*controls, *itertools.product(self._networks, self._methods)):
-            command, folder, _ = self._command(*each)
+            command, folder = self._command(*each)
             if planned.setdefault(folder, command) != command:
                 raise ValueError(
                     f"networks={each[0].name} is what others are held against, run "
@@ -109,68 +109,63 @@ class Comparison:
 
     def apart(self) -> Measured:
         """Return the run without a network, also in the lab."""
-        return self._measured(self._wide, APART)[0]
+        return self._measured(self._wide, APART)
 
     def host_bytes_per_s(self, alone: Measured) -> float:
         """Return the bytes of messages that hosts prepare in a second."""
-        run, stretch = self._measured(self._wide, EVERY_STEP)
-        given = self._wide, EVERY_STEP, run, stretch, alone
-        expected, _ = self._predicted(*given, math.inf)
+        run = self._measured(self._wide, EVERY_STEP)
+        expected, _ = self._predicted(self._wide, EVERY_STEP, run, alone, math.inf)
         return lab_run.host_bytes_per_s(run, expected)
 
     def rows(
         self, alone: Measured, host_bytes_per_s: float
     ) -> Iterator[dict[str, Any]]:
         """Run every method over every network."""
-        for network in self._networks:
-            for method in self._methods:
-                try:
-                    run, stretch = self._measured(network, method)
-                except LabRunError as error:
-                    yield report.failure(network.name, method, error)
-                    continue
-                pace, wire_bytes = self._predicted(
-                    network, method, run, stretch, alone, host_bytes_per_s
-                )
-                yield report.row(network.name, method, run, pace, wire_bytes, alone)
+        for network, method in itertools.product(self._networks, self._methods):
+            try:
+                run = self._measured(network, method)
+            except LabRunError as error:
+                yield report.failure(network.name, method, error)
+                continue
+            given = network, method, run, alone, host_bytes_per_s
+            pace, wire_bytes = self._predicted(*given)
+            yield report.row(network.name, method, run, pace, wire_bytes, alone)
 
     def _predicted(
         self,
         network: cases.Network,
         method: str,
         run: Measured,
-        stretch: cases.Stretch,
         alone: Measured,
         host_bytes_per_s: float,
     ) -> tuple[Pace, float]:
         return lab_run.predict(
             network,
             self._config(network, method).method.build(),
-            stretch,
+            self._stretch(network, method),
             run,
             alone.region_step_s,
             self._base.run.all_reduce,
             host_bytes_per_s,
         )
 
-    def _measured(
-        self, network: cases.Network, method: str
-    ) -> tuple[Measured, cases.Stretch]:
-        command, folder, stretch = self._command(network, method)
-        run = lab_run.measured(command, folder, stretch, self._limit_s, network.links)
-        return run, stretch
+    def _measured(self, network: cases.Network, method: str) -> Measured:
+        given = *self._command(network, method), self._stretch(network, method)
+        return lab_run.measured(*given, self._limit_s, network.links)
+
+    def _stretch(self, network: cases.Network, method: str) -> cases.Stretch:
+        config = self._config(network, method)
+        given = config.method.build(), config.run.log_every, self._intervals
+        return cases.stretch(*given)
 
     def _command(
         self, network: cases.Network, method: str
-    ) -> tuple[list[str], pathlib.Path, cases.Stretch]:
-        """Return the command of a run, its folder, and the steps to measure."""
+    ) -> tuple[list[str], pathlib.Path]:
+        """Return the command of a run, and its folder."""
         folder = self._workdir / network.name / method
-        config = self._config(network, method)
-        stretch = cases.stretch(
-            config.method.build(), config.run.log_every, self._intervals
-        )
-        train = self._train_flags(network, method, stretch.last_step)
-        return lab_run.lab_command(network, folder, train), folder, stretch
+        last_step = self._stretch(network, method).last_step
+        train = self._train_flags(network, method, last_step)
+        return lab_run.lab_command(network, folder, train), folder
 
     def _config(self, network: cases.Network, method: str) -> TrainConfig:
         # The references send nothing, or everything uncompressed.

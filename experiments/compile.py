@@ -31,7 +31,7 @@ from cocodc_jax.chips import CHIPS
 from cocodc_jax.files import write_whole
 from cocodc_jax.run import flags
 from cocodc_jax.run.build import check_model
-from cocodc_jax.run.config import TrainConfig, dumps
+from cocodc_jax.run.config import dumps
 from cocodc_jax.run.resume import make_folder
 
 from . import program
@@ -132,7 +132,9 @@ def telling(console: Console) -> Iterator[Callable[[str], None]]:
 def find_remedy(job: Job, say: Callable[[str], None]) -> str | None:
     """Return the first flags with which the inner steps fit; None if none do."""
     for text, config in report.remedies(job.config):
-        if not is_possible(config):
+        try:  # Whether a region's devices can share the model.
+            check_model(config, config.model)
+        except ValueError:
             continue
         say(f"does it fit with {text}?")
         try:
@@ -142,15 +144,6 @@ def find_remedy(job: Job, say: Callable[[str], None]) -> str | None:
         if all(program["fits"] for program in programs):
             return text
     return None
-
-
-def is_possible(config: TrainConfig) -> bool:
-    """Return whether a region's devices can share the model."""
-    try:
-        check_model(config, config.model)
-    except ValueError:
-        return False
-    return True
 
 
 def _advice(summary: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ from cocodc_jax.run.bucket import folder_here
 from cocodc_jax.run.build import check_elastic
 from cocodc_jax.run.resume import make_folder
 
-from . import commands, planned, program, train
+from . import commands, program, train
 
 OWN_FLAGS = (
     ("regions", int, "regions that train; default: as the flags after -- say"),
@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
             train_flags.append(f"--regions={own.regions}")
         # Parsed here too, so that an error is printed once, before any process starts.
         flags.parse([argv[0], *train_flags])
-        config, named = train.read_flags(planned.unsaid)
+        config, named = train.read_flags(says_plan=False)
         workdir = folder_here(named)  # Of the logs.
         if own.restart and not own.elastic:
             raise ValueError("restart=True goes with --elastic; processes end together")

@@ -12,6 +12,7 @@ command resumes a run.
 import math
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from cocodc_jax import models
 from cocodc_jax.network import world
@@ -26,43 +27,31 @@ from .sweeps import advice
 AUTO, NONE = "auto", "none"
 # Always; of other arguments those that what is recommended does not leave alone.
 _CHOSEN = ("method", *advice.TOLD, "inner_lr")
-_GBPS, _LATENCY_MS = 1.0, 50.0
-
-
-_FLAGS: dict[str, program.Row] = {
-    row[0]: row
-    for row in (
-        (
-            *("plan_frontier", str),
-            "With plan=auto: cells.json of a sweep, or of several, with measured "
-            "losses.",
-        ),
-        ("plan_step_s", float, "With plan=auto: Seconds of an inner step."),
-        ("plan_links", str, "With plan=auto: YAML file with regions and links."),
-        (
-            *("plan_gbps", _GBPS),
-            "With plan=auto: Gbit/s of each ordered pair of regions, without "
-            "plan_links.",
-        ),
-        (
-            *("plan_latency_ms", _LATENCY_MS),
-            "With plan=auto: Milliseconds one way, without plan_links.",
-        ),
-    )
+# With `--plan=auto`: default, or the type where there is none, and help.
+_FLAGS: dict[str, tuple[Any, str]] = {
+    "plan_frontier": (str, "cells.json of a sweep, or of several, with their losses."),
+    "plan_step_s": (float, "Seconds of an inner step."),
+    "plan_links": (str, "YAML file with regions and links."),
+    "plan_gbps": (1.0, "Gbit/s of each ordered pair of regions, without plan_links."),
+    "plan_latency_ms": (50.0, "Milliseconds one way, without plan_links."),
 }
 
 
 def define() -> None:
     """Define `--plan` and the flags that it needs."""
-    text = "'auto': choose method, precision and interval by measured losses."
-    program.define(("plan", NONE, text), *_FLAGS.values())
+    program.define(
+        ("plan", NONE, "'auto': choose method, precision and interval by losses."),
+        *((name, x, f"With plan=auto: {text}") for name, (x, text) in _FLAGS.items()),
+    )
 
 
-def planned(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with the plan's choices, and print why."""
+def planned(config: TrainConfig, says_why: bool = True) -> TrainConfig:
+    """Return the configuration with the plan's choices; print why if asked to."""
     best = _best(config)
+    if best is None:
+        return config
     region = flags.value("region_id") or 0
-    if best is not None and max(flags.processes().process_id, region) <= 0:
+    if says_why and max(flags.processes().process_id, region) <= 0:
         told = " ".join(f"--{k}={v}" for k, v in best.choice.flags.items())
         print(f"plan: {best.explain()}\nplan: {told}", file=sys.stderr)
         num_params = models.num_params(config.model)
@@ -71,13 +60,7 @@ def planned(config: TrainConfig) -> TrainConfig:
         request |= {"tokens a parameter": tokens / num_params}
         if warning := advice.warning(request):
             print(f"plan: {warning}", file=sys.stderr)
-    return config if best is None else config.replace(**best.choice.flags)
-
-
-def unsaid(config: TrainConfig) -> TrainConfig:
-    """Do as `planned` without printing, for programs that start training programs."""
-    best = _best(config)
-    return config if best is None else config.replace(**best.choice.flags)
+    return config.replace(**best.choice.flags)
 
 
 def _best(config: TrainConfig) -> advice.Advice | None:
@@ -86,8 +69,7 @@ def _best(config: TrainConfig) -> advice.Advice | None:
     if plan not in (AUTO, NONE):
         raise ValueError(f"plan={plan!r} is unknown; use {AUTO!r} or {NONE!r}")
     if plan == NONE:
-        if given:
-            name = given[0]
+        for name in given:
             raise ValueError(
                 f"{name}={flags.value(name)} has no meaning without --plan=auto"
             )
@@ -130,19 +112,17 @@ def _refuse(chosen: Iterable[str]) -> None:
 def _check(given: list[str]) -> None:
     for name in ("plan_frontier", "plan_step_s"):
         if name not in given:
-            what = _FLAGS[name][2].removeprefix("With plan=auto: ")
-            raise ValueError(f"plan=auto needs --{name}: {what}")
+            raise ValueError(f"plan=auto needs --{name}: {_FLAGS[name][1]}")
     if not 0 < flags.value("plan_step_s") < math.inf:
         raise ValueError(
             f"plan_step_s={flags.value('plan_step_s')} must be positive, in seconds"
         )
     _refuse(_CHOSEN)
-    if "plan_links" in given:
-        for name in ("plan_gbps", "plan_latency_ms"):
-            if name in given:
-                raise ValueError(
-                    f"{name}={flags.value(name)} and --plan_links exclude each other"
-                )
+    for name in {"plan_gbps", "plan_latency_ms"}.intersection(given):
+        if "plan_links" in given:
+            raise ValueError(
+                f"{name}={flags.value(name)} and --plan_links exclude each other"
+            )
 
 
 def _topology(num_regions: int) -> Topology:

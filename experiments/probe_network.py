@@ -60,10 +60,7 @@ def define_flags() -> FlagValues:
         ("collectives", ",".join(COLLECTIVES), "comma-separated"),
         ("repeats", 5, "timed exchanges of each size, after one that is not counted"),
         ("pause_s", 1.0, "seconds of pause before each exchange"),
-        (
-            *("bandwidth_mbit", float),
-            "Mbit/s of each link; with --links the most of a region",
-        ),
+        ("bandwidth_mbit", float, "Mbit/s of each link; with --links a region's most"),
         ("latency_ms", 50.0, "milliseconds one way; needs --bandwidth_mbit"),
         ("links", str, "YAML file with regions and links (network/world.py)"),
         ("mtu", int, "bytes of a packet; default: the lab's choice for such links"),

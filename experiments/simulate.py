@@ -36,15 +36,7 @@ from absl import flags
 from rich.table import Table
 
 from cocodc_jax.files import write_whole
-from cocodc_jax.methods import Method
-from cocodc_jax.network import (
-    exchanges,
-    placement,
-    plan,
-    published,
-    swarm,
-    trace,
-)
+from cocodc_jax.network import exchanges, placement, plan, published, swarm, trace
 from cocodc_jax.network.faults import Finding, watch_links
 from cocodc_jax.network.links import Topology
 from cocodc_jax.network.simulator import simulate_method
@@ -67,7 +59,6 @@ def run_simulation(values: flags.FlagValues) -> None:
     work = described.build_workload(values, method, topology.num_regions)
     schedule = exchanges.schedule_of(method)
     steps = values.steps or 3 * max(schedule.sync_interval if schedule else 0, 10)
-    _check_rank(values, method)
     folder = _folder(values)
     timeline = simulate_method(
         topology,
@@ -96,15 +87,6 @@ def run_simulation(values: flags.FlagValues) -> None:
         print(f"- Faulty at {time_s:.4g} s: {finding.explain(topology.regions)}.")
     if folder:
         _write(folder, values, summary, timeline, named_s)
-
-
-def _check_rank(values: flags.FlagValues, method: Method) -> None:
-    """Refuse a rank that has no meaning for this method."""
-    if values.effective_rank is not None and "effective_rank" not in method.needs:
-        raise ValueError(
-            f"effective_rank={values.effective_rank} has no meaning for "
-            f"{method.name}; leave it out"
-        )
 
 
 def _print_summary(summary: dict[str, float | str | None]) -> None:

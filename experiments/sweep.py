@@ -22,6 +22,7 @@ import collections
 import dataclasses
 import math
 import pathlib
+import re
 import shutil
 import sys
 import time
@@ -150,24 +151,20 @@ def _only(found: grid.Grid) -> grid.Grid:
     words = flags.value("only")
     if not words:
         return found
-    fitting = [
-        setting
-        for setting in found.settings
-        if reference.has_flags(setting.config.to_json(), words)
-    ]
+    has_words = lambda x: reference.has_flags(x.config.to_json(), words)  # noqa: E731
+    fitting = tuple(filter(has_words, found.settings))
     if not fitting:
         raise ValueError(
             f"only={words!r} is no setting of the grid; give flags of some as --list "
             "shows them, such as method=diloco"
         )
-    return dataclasses.replace(found, settings=tuple(fitting))
+    return dataclasses.replace(found, settings=fitting)
 
 
 def _shard() -> tuple[int, int]:
     text = flags.value("shard")
-    parts = text.split("/")
-    if len(parts) == 2 and all(part.isdecimal() for part in parts):
-        shard, num_shards = map(int, parts)
+    if re.fullmatch(r"\d+/\d+", text):
+        shard, num_shards = map(int, text.split("/"))
         if 1 <= shard <= num_shards:
             return shard, num_shards
     raise ValueError(f"shard={text!r} must be i/n with 1 <= i <= n, such as 2/3")
@@ -178,8 +175,7 @@ def _list(plan: Plan, console: Console) -> None:
     for setting in plan.grid.settings:
         note = "  (published)" if setting.published and plan.grid.tuned else ""
         _say(console, setting.name + note)
-    num_rows, _ = plan.total()
-    num = len(plan.grid.settings)
+    num, num_rows = len(plan.grid.settings), plan.total()[0]
     _say(console, f"{num} settings, at most {num_rows} rows in all")
 
 
@@ -194,11 +190,10 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
 
     for stage in plan.stages(written):
         own, found = {row.row_id for row in plan.own(stage)}, written()
-        todo = [r for r in stage if r.row_id in own and r.row_id not in found]
         done = set()
         if most:
-            args = batches, todo, most, workdir, progress, console
-            done = _train_batches(*args)
+            todo = [r for r in stage if r.row_id in own and r.row_id not in found]
+            done = _train_batches(batches, todo, most, workdir, progress, console)
         for row in stage:
             if row.row_id in done:
                 continue
@@ -267,8 +262,7 @@ def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) 
     made = report.Report(found, held, flags.value("reference_column"), other)
     write_whole(workdir / "cells.json", dumps(results.to_json(made)))
     plots.save_png(made.figure(), str(workdir / "frontier.png"))
-    command = commands.command_line("sweep", sys.argv[1:])
-    text = made.markdown(command)
+    text = made.markdown(commands.command_line("sweep", sys.argv[1:]))
     if flags.value("networks"):
         text += _over_networks(made, workdir)
     write_whole(workdir / "report.md", text)
@@ -309,11 +303,10 @@ def _wait(
     console: Console,
 ) -> None:
     """Wait for the rows of other shards: a choice needs all of them."""
-    is_told = False
-    while missing := {row.row_id for row in stage} - written().keys():
-        if not is_told:
-            _say(console, f"waiting for {len(missing)} rows of other shards")
-            is_told = True
+    asked = {row.row_id for row in stage}
+    if missing := asked - written().keys():
+        _say(console, f"waiting for {len(missing)} rows of other shards")
+    while asked - written().keys():
         time.sleep(POLL_S)
 
 

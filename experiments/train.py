@@ -10,7 +10,6 @@ wrong flags or a folder that does not fit; 1 for errors during the run.
 """
 
 import sys
-from collections.abc import Callable
 
 import jax
 
@@ -27,7 +26,7 @@ from . import planned, program
 def main() -> None:
     """Read the flags, train, print the summary."""
     with flags.usage_errors():
-        config, workdir = read_flags(planned.planned)
+        config, workdir = read_flags()
         processes = flags.processes()
         processes.start(config.run.own_regions, config.run.devices_per_region)
         tracking = flags.tracking()
@@ -55,13 +54,9 @@ def main() -> None:
     print(dumps(summary), end="")
 
 
-def read_flags(
-    plan: Callable[[TrainConfig], TrainConfig] | None = None,
-) -> tuple[TrainConfig, str]:
-    """Return the run's configuration and folder."""
-    config = flags.config()
-    if plan is not None:
-        config = plan(config)
+def read_flags(says_plan: bool = True) -> tuple[TrainConfig, str]:
+    """Return the run's configuration and folder; print what --plan=auto chose."""
+    config = planned.planned(flags.config(), says_plan)
     default = f"runs/{config.preset}_{config.method.method}"
     return config, flags.value("workdir") or default
 

@@ -17,40 +17,35 @@ from jax.sharding import PartitionSpec as P
 import cocodc_jax as cc
 
 from .cases import OUTER_LR, OUTER_MOMENTUM, Case, torch_loss
-from .turns import Turn
 
 PyTree = Any
+# Trains for a turn, waits for it, and returns all trained parameters.
+Turn = Callable[[], PyTree]
 
 
-def region_program(
-    case: Case, method: str, num_devices: int, **arguments: Any
-) -> Callable[[], Turn]:
+def region_program(case: Case, method: str, num_devices: int, **arguments: Any) -> Turn:
     """Return a turn of this package's `RegionProgram`."""
+    program = cc.RegionProgram(
+        case.loss_fn,
+        case.optimizer,
+        cc.methods.get(method, sync_interval=case.interval, **arguments),
+        case.params,
+        case.regions,
+        mesh=cc.make_mesh(case.regions, devices=jax.devices()[:num_devices]),
+    )
+    held = [program.init(case.params, jax.random.key(0))]
 
-    def make() -> Turn:
-        program = cc.RegionProgram(
-            case.loss_fn,
-            case.optimizer,
-            cc.methods.get(method, sync_interval=case.interval, **arguments),
-            case.params,
-            case.regions,
-            mesh=cc.make_mesh(case.regions, devices=jax.devices()[:num_devices]),
-        )
-        held = [program.init(case.params, jax.random.key(0))]
+    def turn() -> PyTree:
+        stream = iter(case.batches)
+        for state, _ in cc.run_steps(program, held.pop(), stream, case.interval):
+            held[:] = [state]
+        return jax.block_until_ready(held[0].region.params)
 
-        def turn() -> PyTree:
-            stream = iter(case.batches)
-            for state, _ in cc.run_steps(program, held.pop(), stream, case.interval):
-                held[:] = [state]
-            return jax.block_until_ready(held[0].region.params)
-
-        return turn
-
-    return make
+    return turn
 
 
-def make_step(case: Case, optimizer: Any = None) -> Callable:
-    """Return a step of one region, a `lax.scan` body; None is the case's optimizer."""
+def make_loop(case: Case, optimizer: Any = None) -> Callable:
+    """Return a scan over a region's batches; None is the case's optimizer."""
     tx = case.optimizer if optimizer is None else optimizer
 
     def step(carry: PyTree, batch: jax.Array):
@@ -60,221 +55,172 @@ def make_step(case: Case, optimizer: Any = None) -> Callable:
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 
-    return step
+    return lambda carry, batches: jax.lax.scan(step, carry, batches)
 
 
-def transform(
-    case: Case, method: str, num_devices: int, **arguments: Any
-) -> Callable[[], Turn]:
+def transform(case: Case, method: str, num_devices: int, **arguments: Any) -> Turn:
     """Return a turn of a scan with a method as one Optax transform."""
-
-    def make() -> Turn:
-        chosen = cc.methods.get(method, sync_interval=case.interval, **arguments)
-        tx = cc.synchronized(case.optimizer, chosen, axis_name="region")
-        step, mesh = make_step(case, tx), _mesh("region", num_devices)
-        where, everywhere = NamedSharding(mesh, P("region")), NamedSharding(mesh, P())
-        # State that is equal in all regions is kept once.
-        axes = (0, cc.sync_axes(chosen))
-        layout = (where, cc.sync_axes(chosen, where, everywhere))
-        run = jax.vmap(
-            lambda carry, xs: jax.lax.scan(step, carry, xs),
-            (axes, 0),
-            (axes, 0),
-            axis_name="region",
-            spmd_axis_name="region" if num_devices > 1 else None,
-        )
-        loop = jax.jit(run, donate_argnums=0, out_shardings=(layout, where))
-        spread = jax.vmap(lambda x: x, None, axes, axis_size=case.regions)
-        first = spread((case.params, tx.init(case.params)))
-        held, batches = [jax.device_put(first, layout)], _by_region(case)
-
-        def turn() -> PyTree:
-            held[0], _ = loop(held[0], jax.device_put(batches, where))
-            return jax.block_until_ready(held[0][0])
-
-        return turn
-
-    return make
+    chosen = cc.methods.get(method, sync_interval=case.interval, **arguments)
+    tx = cc.synchronized(case.optimizer, chosen, axis_name="region")
+    everywhere, where = _shardings("region", num_devices)
+    # State that is equal in all regions is kept once.
+    axes = (0, cc.sync_axes(chosen))
+    layout = (where, cc.sync_axes(chosen, where, everywhere))
+    run = jax.vmap(
+        make_loop(case, tx),
+        (axes, 0),
+        (axes, 0),
+        axis_name="region",
+        spmd_axis_name="region" if num_devices > 1 else None,
+    )
+    spread = jax.vmap(lambda x: x, None, axes, axis_size=case.regions)
+    first = spread((case.params, tx.init(case.params)))
+    loop = jax.jit(run, donate_argnums=0, out_shardings=(layout, where))
+    return _turn(case, loop, jax.device_put(first, layout), where)
 
 
-def plain_loops(case: Case) -> Callable[[], Turn]:
+def plain_loops(case: Case) -> Turn:
     """Return a turn of plain scans, one region after the other on one device."""
+    loop = jax.jit(make_loop(case), donate_argnums=0)
+    first = (case.params, case.optimizer.init(case.params))
+    carries = [jax.tree.map(jnp.copy, first) for _ in range(case.regions)]
 
-    def make() -> Turn:
-        step = make_step(case)
-        loop = jax.jit(
-            lambda carry, xs: jax.lax.scan(step, carry, xs), donate_argnums=0
-        )
-        first = (case.params, case.optimizer.init(case.params))
-        carries = [jax.tree.map(jnp.copy, first) for _ in range(case.regions)]
+    def turn() -> PyTree:
+        for region, carry in enumerate(carries):
+            carries[region], _ = loop(carry, case.batches[:, region])
+        return jax.block_until_ready([params for params, _ in carries])
 
-        def turn() -> PyTree:
-            for region, carry in enumerate(carries):
-                carries[region], _ = loop(carry, case.batches[:, region])
-            return jax.block_until_ready([params for params, _ in carries])
-
-        return turn
-
-    return make
+    return turn
 
 
-def scan_alone(case: Case, num_devices: int) -> Callable[[], Turn]:
+def scan_alone(case: Case, num_devices: int) -> Turn:
     """Return a turn of a `shard_map` of a scan without any sync.
 
     It is the upper limit of the inner step's speed: a method without cost. Regions that
     share a device are one batch, which is faster for such small models.
     """
+    scan = make_loop(case)
 
-    def make() -> Turn:
-        mesh = _mesh("region", num_devices)
-        step = make_step(case)
+    def block(carry: PyTree, xs: jax.Array):
+        if num_devices < case.regions:
+            return jax.vmap(scan)(carry, xs)
+        carry, losses = scan(jax.tree.map(lambda x: x[0], carry), xs[0])
+        return jax.tree.map(lambda x: x[None], (carry, losses))
 
-        def scan(carry: PyTree, xs: jax.Array):
-            return jax.lax.scan(step, carry, xs)
-
-        def block(carry: PyTree, xs: jax.Array):
-            if num_devices < case.regions:
-                return jax.vmap(scan)(carry, xs)
-            carry, losses = scan(jax.tree.map(lambda x: x[0], carry), xs[0])
-            return jax.tree.map(lambda x: x[None], (carry, losses))
-
-        over = P("region")
-        loop = jax.jit(
-            jax.shard_map(
-                block,
-                mesh=mesh,
-                in_specs=(over, over),
-                out_specs=(over, over),
-                check_vma=False,
-            ),
-            donate_argnums=0,
-        )
-        where = NamedSharding(mesh, over)
-        first = (case.params, case.optimizer.init(case.params))
-        held = [_for_all(case, first, where)]
-        batches = _by_region(case)
-
-        def turn() -> PyTree:
-            held[0], _ = loop(held[0], jax.device_put(batches, where))
-            return jax.block_until_ready(held[0][0])
-
-        return turn
-
-    return make
+    _, where = _shardings("region", num_devices)
+    over = where.spec
+    run = jax.shard_map(
+        block,
+        mesh=where.mesh,
+        in_specs=(over, over),
+        out_specs=(over, over),
+        check_vma=False,
+    )
+    first = (case.params, case.optimizer.init(case.params))
+    loop = jax.jit(run, donate_argnums=0)
+    return _turn(case, loop, _for_all(case, first, where), where)
 
 
-def drjax_diloco(case: Case, num_devices: int) -> Callable[[], Turn]:
+def drjax_diloco(case: Case, num_devices: int) -> Turn:
     """Return a DiLoCo round of DrJAX (arXiv 2403.07128) as one program."""
+    import drjax  # pyright: ignore[reportMissingImports]
 
-    def make() -> Turn:
-        import drjax  # pyright: ignore[reportMissingImports]
+    everywhere, of_clients = _shardings("clients", num_devices)
+    mesh, scan = of_clients.mesh, make_loop(case)
+    outer = optax.sgd(OUTER_LR, OUTER_MOMENTUM, nesterov=True)
 
-        mesh = _mesh("clients", num_devices)
-        step = make_step(case)
-        outer = optax.sgd(OUTER_LR, OUTER_MOMENTUM, nesterov=True)
+    def local(params: PyTree, opt_state: PyTree, batches: jax.Array):
+        (new, opt_state), losses = scan((params, opt_state), batches)
+        return jax.tree.map(jnp.subtract, params, new), opt_state, losses
 
-        def local(params: PyTree, opt_state: PyTree, batches: jax.Array):
-            (new, opt_state), losses = jax.lax.scan(step, (params, opt_state), batches)
-            return jax.tree.map(jnp.subtract, params, new), opt_state, losses
-
-        @drjax.program(placements={"clients": case.regions})
-        def one_round(params, outer_state, opt_states, batches):
-            spread = drjax.broadcast(params, mesh=mesh)
-            deltas, opt_states, losses = drjax.map_fn(
-                local, (spread, opt_states, batches), mesh=mesh
-            )
-            mean = drjax.reduce_mean(deltas)
-            updates, outer_state = outer.update(mean, outer_state, params)
-            params = optax.apply_updates(params, updates)
-            return params, outer_state, opt_states, losses
-
-        run = jax.jit(one_round, donate_argnums=(0, 1, 2))
-        everywhere, of_clients = (
-            NamedSharding(mesh, P()),
-            NamedSharding(mesh, P("clients")),
+    @drjax.program(placements={"clients": case.regions})
+    def one_round(state, batches):
+        params, outer_state, opt_states = state
+        spread = drjax.broadcast(params, mesh=mesh)
+        deltas, opt_states, losses = drjax.map_fn(
+            local, (spread, opt_states, batches), mesh=mesh
         )
-        params = jax.tree.map(jnp.copy, case.params)
-        held = [
-            jax.device_put(params, everywhere),
-            jax.device_put(outer.init(params), everywhere),
-            _for_all(case, case.optimizer.init(params), of_clients),
-        ]
-        batches = _by_region(case)
+        mean = drjax.reduce_mean(deltas)
+        updates, outer_state = outer.update(mean, outer_state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, outer_state, opt_states), losses
 
-        def turn() -> PyTree:
-            *held[:], _ = run(*held, jax.device_put(batches, of_clients))
-            return jax.block_until_ready(held[0])
-
-        return turn
-
-    return make
+    params = jax.tree.map(jnp.copy, case.params)  # What is donated.
+    first = (
+        jax.device_put(params, everywhere),
+        jax.device_put(outer.init(params), everywhere),
+        _for_all(case, case.optimizer.init(params), of_clients),
+    )
+    return _turn(case, jax.jit(one_round, donate_argnums=0), first, of_clients)
 
 
-def torch_diloco(case: Case) -> Callable[[], Turn]:
+def torch_diloco(case: Case) -> Turn:
     """Return a turn of a plain DiLoCo loop of PyTorch, for the case `gpt`.
 
     The simplest form: eager mode, regions one after the other with all threads. It
     starts from the same parameters as the others, and ends at the same ones up to
     rounding.
     """
+    import torch  # pyright: ignore[reportMissingImports]
+
     gpt = case.gpt
     assert gpt is not None
 
-    def make() -> Turn:
-        import torch  # pyright: ignore[reportMissingImports]
-
-        def tensors() -> PyTree:
-            return jax.tree.map(
-                lambda x: torch.tensor(np.asarray(x), requires_grad=True), case.params
-            )
-
-        outer, regions = tensors(), [tensors() for _ in range(case.regions)]
-        outer_optimizer = torch.optim.SGD(
-            jax.tree.leaves(outer), OUTER_LR, OUTER_MOMENTUM, nesterov=True
+    def tensors() -> PyTree:
+        return jax.tree.map(
+            lambda x: torch.tensor(np.asarray(x), requires_grad=True), case.params
         )
-        optimizers = [
-            torch.optim.AdamW(jax.tree.leaves(region), 1e-3, weight_decay=1e-4)
-            for region in regions
-        ]
-        batches = torch.from_numpy(case.batches.astype(np.int64))
 
-        def turn() -> PyTree:
-            for m, (region, optimizer) in enumerate(
-                zip(regions, optimizers, strict=True)
-            ):
-                for step in range(case.interval):
-                    optimizer.zero_grad()
-                    torch_loss(gpt, region, batches[step, m]).backward()
-                    optimizer.step()
-            with torch.no_grad():
-                ends = zip(*map(jax.tree.leaves, regions), strict=True)
-                for old, new in zip(jax.tree.leaves(outer), ends, strict=True):
-                    old.grad = old - torch.stack(new).mean(0)
-                outer_optimizer.step()
-                for region in regions:
-                    jax.tree.map(lambda x, new: x.copy_(new), region, outer)
-            return jax.tree.map(lambda x: x.detach().numpy(), outer)
+    outer, regions = tensors(), [tensors() for _ in range(case.regions)]
+    outer_optimizer = torch.optim.SGD(
+        jax.tree.leaves(outer), OUTER_LR, OUTER_MOMENTUM, nesterov=True
+    )
+    optimizers = [
+        torch.optim.AdamW(jax.tree.leaves(region), 1e-3, weight_decay=1e-4)
+        for region in regions
+    ]
+    batches = torch.from_numpy(case.batches.astype(np.int64))
 
-        return turn
+    def turn() -> PyTree:
+        for m, (region, optimizer) in enumerate(zip(regions, optimizers, strict=True)):
+            for step in range(case.interval):
+                optimizer.zero_grad()
+                torch_loss(gpt, region, batches[step, m]).backward()
+                optimizer.step()
+        with torch.no_grad():
+            ends = zip(*map(jax.tree.leaves, regions), strict=True)
+            for old, new in zip(jax.tree.leaves(outer), ends, strict=True):
+                old.grad = old - torch.stack(new).mean(0)
+            outer_optimizer.step()
+            for region in regions:
+                jax.tree.map(lambda x, new: x.copy_(new), region, outer)
+        return jax.tree.map(lambda x: x.detach().numpy(), outer)
 
-    return make
+    return turn
 
 
-def _mesh(axis: str, num_devices: int) -> Mesh:
+def _turn(case: Case, loop: Callable, state: PyTree, where: NamedSharding) -> Turn:
+    """Return a turn of `loop(state, batches)`; the parameters are first in the state.
+
+    The batches are `[R, T, B, ...]`; the state is donated.
+    """
+    held, batches = [state], np.ascontiguousarray(case.batches.swapaxes(0, 1))
+
+    def turn() -> PyTree:
+        held[0], _ = loop(held[0], jax.device_put(batches, where))
+        return jax.block_until_ready(held[0][0])
+
+    return turn
+
+
+def _shardings(axis: str, num_devices: int) -> tuple[NamedSharding, NamedSharding]:
+    """Return where values are that all regions share, and those with a region axis."""
     devices = np.array(jax.devices()[:num_devices])
-    return Mesh(devices, (axis,), axis_types=(AxisType.Auto,))
+    mesh = Mesh(devices, (axis,), axis_types=(AxisType.Auto,))
+    return NamedSharding(mesh, P()), NamedSharding(mesh, P(axis))
 
 
 def _for_all(case: Case, tree: PyTree, where: NamedSharding) -> PyTree:
     """Repeat a tree for every region, `[R, ...]`."""
-    return jax.device_put(
-        jax.tree.map(
-            lambda x: jnp.broadcast_to(x[None], (case.regions, *x.shape)), tree
-        ),
-        where,
-    )
-
-
-def _by_region(case: Case) -> np.ndarray:
-    """Return the batches `[R, T, B, ...]`."""
-    return np.ascontiguousarray(case.batches.swapaxes(0, 1))
+    repeat = lambda x: jnp.broadcast_to(x[None], (case.regions, *x.shape))  # noqa: E731
+    return jax.device_put(jax.tree.map(repeat, tree), where)

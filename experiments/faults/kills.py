@@ -3,7 +3,6 @@
 The reference is the same training in one process without kills.
 """
 
-import dataclasses
 import json
 import math
 import pathlib
@@ -14,11 +13,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cocodc_jax.files import read_table
+from cocodc_jax.files import append_line, read_lines, read_table
 from cocodc_jax.netlab import children
 from cocodc_jax.network import goodput
 from cocodc_jax.run import flags
-from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
+from cocodc_jax.run.elastic_flags import NOT_ELASTIC
 from cocodc_jax.run.taking_part import JOINS_FILE, SYNCS_FILE
 
 from .. import commands
@@ -30,17 +29,8 @@ KILLS_FILE, ENDS_FILE = "kills.jsonl", "ends.jsonl"
 
 
 def lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Read the complete lines of a file of JSON lines; none if there is no file.
-
-    A line that a kill cut short is skipped, with the text that was appended to it.
-    """
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
+    """Return the lines of a file, without those that a kill cut short."""
+    return read_lines(path, dict, skips_damaged=True)
 
 
 class RefusedError(Exception):
@@ -103,11 +93,8 @@ class Chaos:
             now = time.time()
             if now - said_s > _SAY_S:
                 said_s = now
-                print(
-                    f"{len(self.kills)} kills, step {self.step()}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                done = f"{len(self.kills)} kills, step {self.step()}"
+                print(done, file=sys.stderr, flush=True)
             if self.is_stopped:
                 time.sleep(_POLL_S)
                 continue
@@ -154,7 +141,7 @@ class Chaos:
     def _ended_by_itself(self, region: int) -> None:
         took_part, told = self._took_part(region), self.regions[region].end()
         self.ends.append({"region": region, "took_part": took_part, "ended": told})
-        self._write(ENDS_FILE, self.ends[-1])
+        append_line(self._workdir / ENDS_FILE, self.ends[-1])
         print(f"region {region} ended by itself with {told}", file=sys.stderr)
         self._vain[region] = 0 if took_part else self._vain[region] + 1
         if self._vain[region] == _VAIN_LIVES:
@@ -163,12 +150,6 @@ class Chaos:
                 f"region {region} ended {_VAIN_LIVES} times before it took part, at "
                 f"last with {told}"
             )
-
-    def _write(self, name: str, entry: dict[str, Any]) -> str:
-        line = json.dumps(entry)
-        with (self._workdir / name).open("a") as file:
-            file.write(line + "\n")
-        return line
 
     def _kill_all(self) -> None:
         for region in self.regions:
@@ -181,16 +162,16 @@ class Chaos:
         epoch = max((each["epoch"] for each in told), default=0)
         self.regions[region].send(signal.SIGKILL)
         self.regions[region].wait()
-        self.kills.append(
-            {
-                "region": region,
-                "was_in": was_in,
-                "coordinated": was_in and epoch % len(self.regions) == region,
-                "after_step": self.step(),
-                "time": time.time(),
-            }
-        )
-        line = self._write(KILLS_FILE, self.kills[-1])
+        kill = {
+            "region": region,
+            "was_in": was_in,
+            "coordinated": was_in and epoch % len(self.regions) == region,
+            "after_step": self.step(),
+            "time": time.time(),
+        }
+        self.kills.append(kill)
+        append_line(self._workdir / KILLS_FILE, kill)
+        line = json.dumps(kill)
         print(f"killed region {region} {line}", file=sys.stderr, flush=True)
 
 
@@ -230,7 +211,9 @@ def judge(
         "kills_of_coordinator": sum(k["coordinated"] for k in kills),
         "kills_of_regions_not_in": sum(not k["was_in"] for k in kills),
         "returns": len(back),
-        "seconds_from_kill_to_return": _until_back(kills, back),
+        "seconds_from_kill_to_return": sorted(
+            round(then - at, 1) for _, at, then in _returns(kills, back)
+        ),
         "seconds_let_in": sorted(round(j["seconds"]["let_in"], 2) for j in back),
         "regions_at_the_end": len(losses),
         "gaps_in_steps": gaps,
@@ -261,11 +244,6 @@ def _simulated(
     return goodput.alone(failures, sync_s=0)
 
 
-def _until_back(kills: Sequence[dict], back: Sequence[dict]) -> list[float]:
-    """Return the seconds from each kill to that region's next return."""
-    return sorted(round(then - at, 1) for _, at, then in _returns(kills, back))
-
-
 def _returns(
     kills: Sequence[dict], back: Sequence[dict]
 ) -> Iterator[tuple[int, float, float]]:
@@ -279,26 +257,20 @@ def _returns(
 
 def is_good(result: dict[str, Any], num_regions: int, tolerance: float) -> bool:
     """Return whether a run had all requested kills and passes all checks."""
-    is_near = True
-    if result.get("unbroken_loss") is not None:
-        is_near = all(
-            abs(loss - result["unbroken_loss"]) <= tolerance
-            for loss in result["eval_loss_outer"]
-        )
+    unbroken, losses = result.get("unbroken_loss"), result["eval_loss_outer"]
     return (
         result["kills"] >= result["kills_asked"]
         and not result["gaps_unexplained"]
         and not result["merges_that_differ"]
         and result["regions_at_the_end"] == num_regions
-        and is_near
+        and (unbroken is None or all(abs(x - unbroken) <= tolerance for x in losses))
     )
 
 
 def unbroken_flags(train_flags: Sequence[str]) -> list[str]:
     """Return the flags of the same training in one process, without paced steps."""
     # The last value of a flag counts; elastic flags have no meaning in one process.
-    fields = dataclasses.fields(ElasticFlags)
-    unset = [f"--{field.name}={getattr(NOT_ELASTIC, field.name)}" for field in fields]
+    unset = [f"--{name}={value}" for name, value in vars(NOT_ELASTIC).items()]
     return [*train_flags, *unset, "--exchange=outer", "--step_seconds=0"]
 
 

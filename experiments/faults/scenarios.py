@@ -20,7 +20,6 @@ what is usual before the fault, so leave it some ten syncs.
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import pathlib
 import signal
@@ -52,18 +51,14 @@ _STOPPED_S, _RUNNING_S = 1.7, 0.2
 _POLL_S = 0.1
 
 
-def check_regions(scenario: str, num_regions: int) -> None:
-    """Refuse fewer regions than a scenario needs."""
+def check(scenario: str, num_regions: int, workdir: pathlib.Path) -> None:
+    """Refuse too few regions, and a finished scenario: it has nothing to train."""
     least = 3 if scenario in ("link", "loss") else 2
     if num_regions < least:
         raise ValueError(
             f"regions={num_regions} is too few for --scenario={scenario}; use {least} "
             "or more"
         )
-
-
-def check_folder(workdir: pathlib.Path) -> None:
-    """Refuse the folder of a finished scenario: its regions have nothing to train."""
     if (workdir / RESULT_FILE).exists():
         raise ValueError(
             f"workdir={str(workdir)!r} has the result of a scenario; name another "
@@ -94,14 +89,14 @@ def disturbed(scenario: str, usual: Conditions, at_s: float, fault_s: float) -> 
     """Return the conditions of the links over time."""
     if scenario == "straggler":
         return (usual,)
-    rate, loss = [list(row) for row in usual.rate_bps], [list(x) for x in usual.loss]
+    rate, loss = ([list(row) for row in x] for x in (usual.rate_bps, usual.loss))
     if scenario == "link":
         rate[1][2] /= _SLOW
     elif scenario == "loss":
         loss[1][2] = _LOSS
     else:
-        apart, num = _apart(scenario, len(rate)), range(len(rate))
-        for i, j in itertools.product(num, num):
+        apart = _apart(scenario, len(rate))
+        for i, j in itertools.product(range(len(rate)), repeat=2):
             if (i in apart) != (j in apart):
                 rate[i][j] = 0.0
     bad = dataclasses.replace(usual, start_s=at_s, rate_bps=rate, loss=loss)
@@ -163,21 +158,15 @@ def run(
 
 
 class _Begun:
-    """Waits until all regions have merged the same sync, and then writes a file.
-
-    Attributes:
-      path: path of the file.
-      launched: wall-clock time at which the regions were launched.
-      time: wall-clock time of the merge; infinite before.
-      ended: set when the run is over, so that waits end.
-    """
+    """Waits until all regions have merged the same sync, and then writes a file."""
 
     def __init__(self, workdir: pathlib.Path, num_regions: int):
         self._folders = [workdir / f"region_{r}" for r in range(num_regions)]
-        self.path, self.time = workdir / "begun", float("inf")
-        self.ended = threading.Event()
-        self.launched = time.time()
+        self.path = workdir / "begun"
         self.path.unlink(missing_ok=True)
+        self.launched = time.time()  # Wall-clock time.
+        self.time = float("inf")  # Of the merge.
+        self.ended = threading.Event()  # Set when the run is over, so that waits end.
 
     def wait(self) -> None:
         """Wait until the merge, or until the run is over."""
@@ -231,33 +220,25 @@ def judge(
     wanted, seeing = expected(scenario, num_regions)
     after_s, syncs, before = {}, {}, []
     for region in range(num_regions):
-        path = workdir / f"region_{region}" / FAULTS_FILE
-        text = path.read_text() if path.exists() else ""
-        for line in map(json.loads, text.splitlines()):
-            what = line["kind"], tuple(line["where"])
-            if line["time"] < launched:
+        folder = workdir / f"region_{region}"
+        for line in lines(folder / FAULTS_FILE):
+            what, time_s = (line["kind"], tuple(line["where"])), line["time"]
+            if time_s < launched or line["fault"] != "begins":
                 continue
-            if line["fault"] == "begins" and line["time"] < at:
+            if time_s < at:
                 before.append([region, *what])
-            elif line["fault"] == "begins" and what in wanted and region in seeing:
-                if region in after_s:
-                    continue
-                after_s[region] = round(line["time"] - at, 1)
+            elif what in wanted and region in seeing - after_s.keys():
+                after_s[region] = round(time_s - at, 1)
                 syncs[region] = round(after_s[region] / sync_s, 1)
                 if scenario not in ("cut", "partition"):
-                    syncs[region] = _merged(path.parent, at, line["time"])
+                    merged = lines(folder / SYNCS_FILE)
+                    syncs[region] = sum(at < x["time"] <= time_s for x in merged)
     return {
         "seconds_to_name": after_s,
         "syncs_to_name": syncs,
         "named_before": before,
         "unseen_by": sorted(seeing - after_s.keys()),
     }
-
-
-def _merged(folder: pathlib.Path, since: float, until: float) -> int:
-    """Count the syncs that a region merged between two times."""
-    merged = lines(folder / SYNCS_FILE)
-    return sum(since < sync["time"] <= until for sync in merged)
 
 
 def is_good(result: dict[str, Any]) -> bool:

@@ -70,15 +70,13 @@ def pace(timeline: Timeline, first_step: int = 0) -> Pace:
     Syncs count that start after it and before the last step. In full intervals, these
     are as many as are waited for.
     """
-    last = timeline.num_steps
+    last, step_s = timeline.num_steps, max(region_step_s(timeline, first_step))
     syncs = [s for s in timeline.syncs if first_step <= s.start_step < last]
-    stall = sum(s.mean_stall_s for s in syncs) / (last - first_step) * 100
+    if not syncs:
+        return Pace(step_s, None, None)
+    stall_s = sum(s.mean_stall_s for s in syncs) / (last - first_step) * 100
     return Pace(
-        step_s=max(region_step_s(timeline, first_step)),
-        stall_s=stall if syncs else None,
-        sync_s=statistics.fmean(s.arrival_s - s.start_s for s in syncs)
-        if syncs
-        else None,
+        step_s, stall_s, statistics.fmean(s.arrival_s - s.start_s for s in syncs)
     )
 
 
@@ -100,13 +98,9 @@ class Measured:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Measured:
         """Inverse of `dataclasses.asdict`, after JSON."""
-        return cls(
-            Pace(**value["pace"]),
-            tuple(value["region_step_s"]),
-            tuple(value["fragment_bytes"]),
-            value["sent_bytes"],
-            value["relayed_bytes"],
-        )
+        lists = {n: tuple(x) for n, x in value.items() if isinstance(x, list)}
+        fields: dict[str, Any] = value | lists | {"pace": Pace(**value["pace"])}
+        return cls(**fields)
 
 
 def lab_command(network: Network, folder: pathlib.Path, train: Sequence[str]):
@@ -200,18 +194,15 @@ def read(folder: pathlib.Path, stretch: Stretch) -> Measured:
     summary = json.loads((run / "summary.json").read_text())
     traffic = json.loads((folder / "net" / "traffic.json").read_text())
     sent, steps = summary["bytes_sent_per_region"], summary["steps"]
+    sizes = {sync.fragments[0]: sync.bytes_sent[0] for sync in whole.syncs}
     return Measured(
         pace=pace(found),
         region_step_s=region_step_s(found),
-        fragment_bytes=_fragment_bytes(whole) or ((sent / steps,) if sent else ()),
+        fragment_bytes=tuple(x for _, x in sorted(sizes.items()))
+        or ((sent / steps,) if sent else ()),
         sent_bytes=sent,
         relayed_bytes=max(sum(row) for row in traffic["sent_bytes"]),
     )
-
-
-def _fragment_bytes(whole: Timeline) -> tuple[float, ...]:
-    sizes = {sync.fragments[0]: sync.bytes_sent[0] for sync in whole.syncs}
-    return tuple(sizes[fragment] for fragment in sorted(sizes))
 
 
 def check(method: Method) -> None:

@@ -52,15 +52,18 @@ def build_method(values: flags.FlagValues) -> Method:
                 f"{argument}={value} has no meaning for {name}; leave it out"
             )
         given[argument] = value
-        if argument in COUNTS_OR_AUTO:
-            given[argument] = _count_or_auto(argument, value)
-    return methods.get(name, **given)
-
-
-def _count_or_auto(name: str, text: str) -> int | str:
-    if text != AUTO and not text.isdecimal():
-        raise ValueError(f"--{name}={text} must be a whole number or {AUTO!r}")
-    return text if text == AUTO else int(text)
+        if argument in COUNTS_OR_AUTO and value != AUTO:
+            if not value.isdecimal():
+                raise ValueError(
+                    f"--{argument}={value} must be a whole number or {AUTO!r}"
+                )
+            given[argument] = int(value)
+    method, rank = methods.get(name, **given), values.effective_rank
+    if rank is not None and "effective_rank" not in method.needs:
+        raise ValueError(
+            f"effective_rank={rank} has no meaning for {name}; leave it out"
+        )
+    return method
 
 
 def build_workload(

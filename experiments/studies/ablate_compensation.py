@@ -90,11 +90,7 @@ def _settings() -> Settings:
 def _jobs(settings: Settings) -> list[Job]:
     """Return reference first: every other row is a ratio to them."""
     table = rules.table(settings.sync_interval)
-    names = flags.value("rules") or list(table)
-    rules.check_names(names, settings.sync_interval)
-    delays = flags.numbers("delays", flags.value("delays"), int)
-    rules.check_delays(delays, settings.sync_interval)
-    delays = tuple(dict.fromkeys(delays))
+    names, delays = rules.asked(list(table), settings.sync_interval)
     if results.STREAMING not in names:
         names = [results.STREAMING, *names]
     return [(name, 0) for name in REFERENCES] + [
@@ -227,10 +223,7 @@ def _ratio(against: dict[str, Any] | None) -> str:
 def define() -> None:
     """Define the program's flags."""
     program.define(
-        (
-            *("workdir", "runs/ablate_compensation"),
-            "Folder of the results; an interrupted ablation goes on there.",
-        ),
+        ("workdir", "runs/ablate_compensation", "Folder of the results, to resume."),
         ("rules", list, "Rules to compare. Default: all of them."),
         ("delays", ["4", "10", "20", "1"], "Delays tau, in inner steps."),
         ("workers", 2, "Processes that train at the same time."),

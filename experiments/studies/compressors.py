@@ -12,7 +12,6 @@ import functools
 import math
 import pathlib
 import tempfile
-from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -64,7 +63,7 @@ def main() -> None:
 def _compressors() -> dict[str, Compressor]:
     """Return the requested compressors by name."""
     whole = flags.value("compressors")
-    texts = [text for text in whole.split(",") if text]
+    texts = list(filter(None, whole.split(",")))
     if not texts:
         raise ValueError(f"compressors={whole} is empty; name some")
     try:
@@ -119,29 +118,20 @@ def kind_of(path: str) -> str:
 
 def largest(x: np.ndarray) -> np.ndarray:
     """Return the numbers of a tensor that SparseLoCo sends, before quantization."""
-    sent = _decoded(_LARGEST, x)
+    sent = np.asarray(_decoded(_LARGEST, x))
     return sent[sent != 0]
 
 
 def relative_error(compressor: Compressor, tensors: list[np.ndarray]) -> float:
     """Return the norm of the error over all tensors, relative to their norm."""
-    lost = sum(_squares(x - _decoded(compressor, x)) for x in tensors)
+    lost = sum(_squares(x - np.asarray(_decoded(compressor, x))) for x in tensors)
     return math.sqrt(lost / sum(map(_squares, tensors)))
 
 
-def _decoded(compressor: Compressor, x: np.ndarray) -> np.ndarray:
-    return np.asarray(_round_trip(compressor)(x))
-
-
-@functools.cache
-def _round_trip(compressor: Compressor) -> Callable[[np.ndarray], jax.Array]:
-    """Encode and decode, compiled once for each shape."""
-
-    def go(x):
-        key = jax.random.key(0)
-        return compressor.decode(compressor.encode(x, compressor.init(x), key)[0])
-
-    return jax.jit(go)
+@functools.partial(jax.jit, static_argnums=0)
+def _decoded(compressor: Compressor, x: jax.Array) -> jax.Array:
+    key = jax.random.key(0)
+    return compressor.decode(compressor.encode(x, compressor.init(x), key)[0])
 
 
 def _squares(x: np.ndarray) -> float:
@@ -154,10 +144,7 @@ def define() -> None:
     program.define(
         ("compressors", "int2,stat2", "Compressors, comma-separated."),
         ("interval", 40, "Steps of a pseudo-gradient."),
-        (
-            *("rounds", 3),
-            "Pseudo-gradients of each region: it trains interval x rounds steps.",
-        ),
+        ("rounds", 3, "Pseudo-gradients; a region trains interval x rounds steps."),
     )
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.report.page import describe_machine
-from cocodc_jax.report.plots import COLORS, save_png
+from cocodc_jax.report.plots import COLORS, new_figure, save_png, tidy
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import dumps
 from cocodc_jax.run.resume import make_folder
@@ -45,11 +45,7 @@ def main() -> None:
     console = Console(width=max(80, Console().width))
     with flags.usage_errors():
         settings = _settings()
-        delays = flags.numbers("delays", flags.value("delays"), int)
-        rules.check_delays(delays, settings.sync_interval)
-        delays = tuple(dict.fromkeys(delays))
-        names: list[str] = flags.value("rules") or [*RULES]
-        rules.check_names(names, settings.sync_interval)
+        names, delays = rules.asked(RULES, settings.sync_interval)
         command = commands.command_line("studies.delay_cost", sys.argv[1:])
         path, rows = _results(pathlib.Path(flags.value("workdir")), command)
     for delay in delays:
@@ -180,7 +176,7 @@ def _text(value: dict[str, Any] | None, digits: int) -> str:
 def _figure(rows: list[dict[str, Any]], settings: Settings) -> Figure:
     """One panel a delay: what rules leave at each sync, at their best strengths."""
     delays = list(dict.fromkeys(row["delay_steps"] for row in rows))
-    figure = Figure(figsize=(4.2 * len(delays), 3.6), layout="constrained")
+    figure = new_figure(3.6, 4.2 * len(delays))
     panels = figure.subplots(1, len(delays), squeeze=False, sharey=True)[0]
     for axes, delay in zip(panels, delays, strict=True):
         for color, name in zip(COLORS, DRAWN, strict=False):
@@ -198,8 +194,7 @@ def _figure(rows: list[dict[str, Any]], settings: Settings) -> Figure:
         axes.set_xlabel("inner steps")
         axes.set_yscale("log")
         axes.axhline(1, color="#999999", linewidth=0.8)
-        axes.grid(visible=True, color="#dddddd", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
     panels[0].set_ylabel("left of the delay's cost")
     panels[-1].legend(frameon=False, fontsize="small")
     return figure
@@ -214,10 +209,7 @@ def define() -> None:
         ("seeds", 5, "Runs, each with a seed of its own."),
         ("steps", 400, "Inner steps of a run."),
         ("sync_interval", 20, "H, steps between syncs."),
-        (
-            *("batch_per_region", 4),
-            "Sequences of a region's step: the more, the less noise hides the delay.",
-        ),
+        ("batch_per_region", 4, "Sequences of a region's step; more leave less noise."),
         ("outer_lr", 0.7, "Of the outer Nesterov optimizer."),
     )
 

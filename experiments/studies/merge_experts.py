@@ -9,28 +9,84 @@ router that reads the first --prefix_tokens of a sequence. Writes merge.json and
 merge.png to DIR. The same command resumes an interrupted one.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
 import sys
+from collections.abc import Iterator
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 from rich.console import Console
 
+from cocodc_jax import models
+from cocodc_jax.core.state import TrainState
 from cocodc_jax.data import load
+from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.files import write_whole
 from cocodc_jax.methods import METHODS
 from cocodc_jax.report import plots
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig, dumps
+from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.preparing import prepare
-from cocodc_jax.run.session import RUN_ERRORS
+from cocodc_jax.run.resume import ResumeError
+from cocodc_jax.run.session import CHECKPOINTS, RUN_ERRORS, Session
+from cocodc_jax.train import experts
+from cocodc_jax.train.checkpoint import Checkpoints
+from cocodc_jax.train.evaluate import make_evaluate
 
 from .. import program
-from .ensembles import Routing, Row, merge, reference
 
 METHOD = "apart"
 WITHOUT = ("method", "partition")
+# Hashed n-grams of a prefix, and how a linear map of them is fitted.
+NUM_FEATURES, ROUTER_LR, ROUTER_DECAY, ROUTER_STEPS = 2048, 0.05, 0.1, 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """How a router weighs experts."""
+
+    top_k: int  # Experts that a sparse router keeps.
+    prefix_tokens: int  # P, predicted tokens that a router reads.
+    temperature: float
+    batches: int  # Training batches of each region for the linear router.
+
+    def check(self, config: TrainConfig) -> None:
+        """Check the numbers for a run."""
+        regions, length = config.run.regions, config.data.sequence_length
+        if regions < 2:
+            raise ValueError(
+                f"regions={regions} leaves nothing to merge; use 2 or more"
+            )
+        if not 1 <= self.top_k <= regions:
+            raise ValueError(
+                f"top_k={self.top_k} must be from 1 to regions={regions}, the experts"
+            )
+        if not 1 <= self.prefix_tokens < length:
+            raise ValueError(
+                f"prefix_tokens={self.prefix_tokens} must be from 1 to {length - 1}: a "
+                f"router chooses for the rest of sequence_length={length}"
+            )
+        if not self.temperature > 0:
+            raise ValueError(f"temperature={self.temperature} must be positive")
+        if self.batches < 1:
+            raise ValueError(f"router_batches={self.batches} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The result of one way to merge."""
+
+    loss: float  # Nats per token over full sequences.
+    loss_after_prefix: float  # The same without the tokens that a router reads.
+    passes_per_token: float  # Forward passes of one expert's size.
 
 
 def main() -> None:
@@ -52,13 +108,12 @@ def main() -> None:
         default = f"runs/merge_{config.preset}_{config.data.partition}"
         workdir = pathlib.Path(flags.value("workdir") or default)
         tracking = flags.tracking()
-        sessions = [prepare(config, workdir, open_text, tracking=tracking)]
-        for name in references:
-            folder = workdir / "references" / name
-            other = config.replace(method=name)
-            sessions.append(
-                prepare(other, folder, open_text, sessions, tracking=tracking)
-            )
+        folders = {METHOD: workdir}
+        folders |= {name: workdir / "references" / name for name in references}
+        sessions: list[Session] = []
+        for name, folder in folders.items():
+            given = config.replace(method=name), folder, open_text, sessions
+            sessions.append(prepare(*given, tracking=tracking))
     try:
         for session in sessions:
             steps = session.train(console)["steps"]
@@ -67,8 +122,8 @@ def main() -> None:
                 print(f"stopped: {method} at step {steps}; the same command resumes "
                       "there")  # fmt: skip
                 sys.exit(0)
-        rows = merge(sessions[0], routing)
-        rows |= {s.config.method.method: reference(s, routing) for s in sessions[1:]}
+        rows = _merge(sessions[0], routing)
+        rows |= {s.config.method.method: _reference(s, routing) for s in sessions[1:]}
     except RUN_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
@@ -87,15 +142,11 @@ def _references() -> list[str]:
 
 
 def _routing(config: TrainConfig) -> Routing:
-    prefix = flags.value("prefix_tokens")
+    names = ("top_k", "prefix_tokens", "temperature", "router_batches")
+    k, prefix, temperature, batches = map(flags.value, names)
     if prefix is None:
         prefix = max(1, config.data.sequence_length // 4)
-    routing = Routing(
-        flags.value("top_k"),
-        prefix,
-        flags.value("temperature"),
-        flags.value("router_batches"),
-    )
+    routing = Routing(k, prefix, temperature, batches)
     routing.check(config)
     return routing
 
@@ -121,22 +172,140 @@ def _write(
     figure = plots.losses({name: row.loss for name, row in rows.items()}, faint)
     plots.save_png(figure, str(workdir / "merge.png"))
     heads = ("model", "loss", "perplexity", "loss after prefix", "passes/token")
-    lines = [
-        (
-            name,
-            f"{row.loss:.4f}",
-            f"{math.exp(row.loss):.3f}",
-            f"{row.loss_after_prefix:.4f}",
-            f"{row.passes_per_token:.2f}",
-        )
-        for name, row in rows.items()
-    ]
+    lines = []
+    for name, row in rows.items():
+        losses = f"{row.loss:.4f}", f"{math.exp(row.loss):.3f}"
+        rest = f"{row.loss_after_prefix:.4f}", f"{row.passes_per_token:.2f}"
+        lines.append((name, *losses, *rest))
     console.print(program.table(heads, lines))
     console.print(
         f"Held-out text; routers choose from {routing.prefix_tokens} tokens. "
         f"Files: {workdir}",
         highlight=False,
     )
+
+
+def _merge(session: Session, routing: Routing) -> dict[str, Row]:
+    """Evaluate every way to merge the experts of a finished run."""
+    with _finished(session) as (state, stream):
+        params = state.region.params
+        # The run's next training batches, which the experts have not seen yet.
+        batches = [next(stream) for _ in range(routing.batches)]
+    texts = _cut(np.concatenate(batches), session.config)
+    tokens, prefix = _eval_tokens(session), routing.prefix_tokens
+    score = experts.make_score(
+        functools.partial(models.apply, session.model),
+        session.mesh,
+        session.program.num_regions,
+    )
+    scores = jax.device_get(score(params, tokens))
+    router = _fit_router(texts, jax.device_get(score(params, texts).experts), prefix)
+    prefixes = scores.experts[..., :prefix]
+    weights = {
+        "posterior": experts.posterior(prefixes, routing.temperature),
+        "linear router": experts.weigh(router, _features(tokens, prefix)),
+    }
+    passes = float(len(scores.experts))
+    return {
+        **{f"expert {r}": _row(x, prefix, 1.0) for r, x in enumerate(scores.experts)},
+        "mean of experts": _row(scores.experts, prefix, 1.0),
+        "parameter average": _average(session, routing, state),
+        "even mixture": _row(experts.mixture(scores.experts), prefix, passes),
+        "mean of logits": _row(scores.mean_logits, prefix, passes),
+        **_routed(scores.experts, weights, routing),
+    }
+
+
+def _reference(session: Session, routing: Routing) -> Row:
+    """Evaluate the mean of the regions of a finished run of any method."""
+    with _finished(session) as (state, _):
+        return _average(session, routing, state)
+
+
+@contextlib.contextmanager
+def _finished(session: Session) -> Iterator[tuple[TrainState, TrainStream]]:
+    """Return the state of a finished run, and its data from that step on."""
+    keep = session.config.run.keep_checkpoints
+    with (
+        only_writer(session.own_dir),
+        contextlib.closing(session.text.train_stream()) as stream,
+        Checkpoints(session.workdir / CHECKPOINTS, keep) as saved,
+    ):
+        state = session.begin(saved, stream)[0]
+        if state.step != session.config.run.steps:
+            raise ResumeError(
+                f"the run in {session.workdir} is at step {state.step} of "
+                f"{session.config.run.steps}, as its last checkpoint was damaged; the "
+                "same command trains the rest again"
+            )
+        yield state, stream
+
+
+def _average(session: Session, routing: Routing, state: TrainState) -> Row:
+    """Return the average of the regions' parameters; its loss is `eval_loss`."""
+    params = session.program.mean_params(state)
+
+    def after_prefix(params, tokens, _):
+        logits = models.apply(session.model, params, tokens[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return losses[:, routing.prefix_tokens :].mean(), {}
+
+    evaluate = make_evaluate(after_prefix, session.mesh, _eval_tokens(session))
+    return Row(float(session.evaluate(params)), float(evaluate(params)), 1.0)
+
+
+def _routed(
+    log_probs: Any, weights: dict[str, jax.Array], routing: Routing
+) -> dict[str, Row]:
+    """Return each router with all experts and, if that is fewer, with the best k."""
+    (regions, *_, length), prefix = log_probs.shape, routing.prefix_tokens
+    rows = {}
+    for name, log_weights in weights.items():
+        for k in sorted({routing.top_k, regions}, reverse=True):
+            kept = experts.keep_top(log_weights, k)
+            passes = experts.passes_per_token(regions, k, prefix, length)
+            mixed = experts.routed(log_probs, kept, prefix)
+            label = name if k == regions else f"{name}, top {k}"
+            rows[label] = _row(mixed, prefix, passes)
+    return rows
+
+
+def _fit_router(
+    texts: np.ndarray, log_probs: np.ndarray, prefix: int
+) -> experts.Router:
+    """Train a linear router by its mixture's loss on `texts`, `[E, B, L + 1]`."""
+    fit = functools.partial(
+        experts.train_router,
+        optimizer=optax.adamw(ROUTER_LR, weight_decay=ROUTER_DECAY),
+        num_steps=ROUTER_STEPS,
+    )
+    features = _features(texts, prefix).reshape(-1, NUM_FEATURES)
+    rest = log_probs[..., prefix:]
+    router, _ = jax.jit(fit)(features, rest.reshape(len(rest), -1, rest.shape[-1]))
+    return router
+
+
+def _features(tokens: np.ndarray, prefix: int) -> jax.Array:
+    # The first token is an input only, so P predictions need P + 1 tokens.
+    return experts.hashed_ngrams(jnp.asarray(tokens[..., : prefix + 1]), NUM_FEATURES)
+
+
+def _eval_tokens(session: Session) -> np.ndarray:
+    tokens = session.text.eval_tokens(session.config.run.eval_batches)
+    return _cut(tokens, session.config)
+
+
+def _cut(tokens: np.ndarray, config: TrainConfig) -> np.ndarray:
+    """Yield batches `[E, B, L + 1]` small enough for their logits to fit in memory."""
+    batch, length = tokens.shape[1:]
+    axis, most = config.run.data_axis, config.model.loss_chunk_tokens // (length - 1)
+    sizes = [n for n in range(axis, batch + 1, axis) if batch % n == 0 and n <= most]
+    return tokens.reshape(-1, max(sizes, default=axis), length)
+
+
+def _row(log_probs: Any, prefix: int, passes: float) -> Row:
+    losses = -np.asarray(log_probs, np.float64)
+    return Row(float(losses.mean()), float(losses[..., prefix:].mean()), passes)
 
 
 def define() -> None:
@@ -148,10 +317,7 @@ def define() -> None:
         ("top_k", 2, "Experts that a sparse router keeps."),
         ("prefix_tokens", int, "Tokens that a router reads. Default: a quarter."),
         ("temperature", 1.0, "Temperature of the posterior; 1 is Bayes' rule."),
-        (
-            *("router_batches", 64),
-            "Training batches of each region for the linear router.",
-        ),
+        ("router_batches", 64, "A region's training batches for the linear router."),
         ("references", "", "Methods to compare with, comma-separated."),
     )
 

@@ -153,7 +153,10 @@ def cells(rows: Sequence[Row], chosen: Collection[str] | None = None) -> list[Ce
         tuning = rungs.get(key, []) if is_tuned else []
         if is_tuned and not tuning and group[0]["tuned"] and len(settings) > 1:
             tuning = group
-        names = [*SHOWN, *_differing(flags, every, group[0]["tuned"])]
+        # What tells a cell from others of its method, besides `SHOWN`.
+        rivals = [other for other in every if other["method"] == flags["method"]]
+        apart = {*differing(rivals, group[0]["tuned"])} - {*SHOWN}
+        names = [*SHOWN, *(name for name in flags if name in apart)]
         found.append(
             Cell(
                 {name: flags[name] for name in names if name in flags},
@@ -164,15 +167,6 @@ def cells(rows: Sequence[Row], chosen: Collection[str] | None = None) -> list[Ce
             )
         )
     return found
-
-
-def _differing(
-    flags: Mapping[str, Any], every: Sequence[Mapping[str, Any]], tuned: Sequence[str]
-) -> list[str]:
-    """List what tells a cell from others of its method, besides `SHOWN`."""
-    rivals = [other for other in every if other["method"] == flags["method"]]
-    apart = differing(rivals, tuned)
-    return [name for name in flags if name in apart and name not in SHOWN]
 
 
 def _columns(group: Sequence[Row], chosen: Collection[str] | None) -> dict[str, Column]:
@@ -210,22 +204,23 @@ def mean_loss(column: Column) -> float:
 
 def difference(column: Column, reference: Column) -> Interval | None:
     """Return the loss less that of a reference, over the seeds that both have."""
-    if column.diverged or reference.diverged:
-        return None
-    theirs = {row["seed"]: row["loss"] for row in reference.rows}
-    pairs = [(r["loss"], theirs[r["seed"]]) for r in column.rows if r["seed"] in theirs]
-    return Interval.of([a - b for a, b in pairs]) if pairs else None
+    values = [row["loss"] - loss for row, loss in _pairs(column, reference)]
+    return Interval.of(values) if values else None
 
 
 def steps_to(column: Column, reference: Column) -> Interval | None:
     """Return the steps to the last loss of a reference, each seed to its own."""
-    if column.diverged or reference.diverged:
-        return None
-    targets = {row["seed"]: row["loss"] for row in reference.rows}
     steps = [
-        steps_to_loss([(s, loss) for s, loss, _ in row["curve"]], targets[row["seed"]])
-        for row in column.rows
-        if row["seed"] in targets
+        steps_to_loss([(step, loss) for step, loss, _ in row["curve"]], target)
+        for row, target in _pairs(column, reference)
     ]
     known = [step for step in steps if step is not None]
     return Interval.of(known) if known and len(known) == len(steps) else None
+
+
+def _pairs(column: Column, reference: Column) -> list[tuple[Row, float]]:
+    """Return rows with the reference's loss of their seed; none if a seed diverged."""
+    if column.diverged or reference.diverged:
+        return []
+    theirs = {row["seed"]: row["loss"] for row in reference.rows}
+    return [(r, theirs[r["seed"]]) for r in column.rows if r["seed"] in theirs]

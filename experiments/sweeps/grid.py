@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from cocodc_jax import models
 from cocodc_jax.run.config import LEAVES, TrainConfig
 from cocodc_jax.run.leaves import COUNT_OR_WORD
 from cocodc_jax.run.method_config import ARGUMENTS
@@ -43,6 +44,11 @@ class Setting:
     def key(self) -> str:
         """What tells this setting from others, whatever group it came from."""
         return setting_key(self.config.to_json())
+
+    @property
+    def cost_per_step(self) -> float:
+        """Multiplications of a step, up to a factor that all settings share."""
+        return self.config.tokens_per_step * models.num_params(self.config.model)
 
     def at(self, steps: int) -> Setting:
         """Return the setting with another number of steps."""
@@ -86,9 +92,7 @@ def from_table(table: Mapping[str, Any]) -> Grid:
     groups = table.get("groups", {})
     if not isinstance(groups, dict) or not groups:
         raise ValueError("grid has no groups; write at least one, as [groups.NAME]")
-    tuned = _names("tuned", table.get("tuned", ()))
-    base = table.get("base", {})
-    halving = None
+    tuned, halving = _names("tuned", table.get("tuned", ())), None
     if "halving" in table:
         halving = Halving.from_table(table["halving"])
         if "seeds" in table:
@@ -103,10 +107,9 @@ def from_table(table: Mapping[str, Any]) -> Grid:
                 'tunes: tuned = ["outer_lr", ...]'
             )
     seeds = halving.final_seeds if halving else table.get("seeds", [0])
-    start = _base_config(base)
+    start, adds = _base_config(table.get("base", {})), table.get("published", True)
     settings: dict[str, Setting] = {}
     for group, axes in groups.items():
-        adds = table.get("published", True)
         for setting in _settings(start, group, axes, tuned, adds):
             known = settings.setdefault(setting.key, setting)
             if setting.published and not known.published:
@@ -136,7 +139,11 @@ def _base_config(base: Mapping[str, Any]) -> TrainConfig:
     try:
         checked = {name: _checked(name, value) for name, value in leaves.items()}
         where = {n: checked.pop(n) for n in ARGUMENTS if n in checked}
-        start = _preset(preset)
+        if type(preset) is not str or preset not in PRESETS:
+            raise ValueError(
+                f"preset={preset!r} is unknown; use one of {sorted(PRESETS)}"
+            )
+        start = PRESETS[preset]
         return start.where(**where).replace(**with_warmup(start, checked))
     except ValueError as error:
         raise ValueError(f"base: {error}") from None
@@ -150,18 +157,17 @@ def _settings(
         raise ValueError(f"groups.{group}={axes!r} must be a table of flags")
     seen: set[str] = set()
     for number, flags in enumerate(_product(group, axes), 1):
-        name = f"{group}: " + " ".join(f"{n}={v}" for n, v in flags.items())
         published = {n: v for n, v in flags.items() if n not in tuned}
+        both = [published, flags] if adds and published != flags else [flags]
+        names = [f"{group}: " + " ".join(f"{n}={x[n]}" for n in x) for x in both]
         try:
-            found = [Setting(name, _config(start, flags), published == flags)]
-            if adds and published != flags:
-                plain = f"{group}: " + " ".join(
-                    f"{n}={v}" for n, v in published.items()
-                )
-                found.insert(0, Setting(plain, _config(start, published), True))
+            found = [
+                Setting(name, _config(start, x), x == published)
+                for name, x in zip(names, both, strict=True)
+            ]
         except ValueError as error:
             raise ValueError(
-                f"groups.{group}, row {number} ({name}): {error}"
+                f"groups.{group}, row {number} ({names[-1]}): {error}"
             ) from None
         for setting in found:
             if setting.key not in seen or setting.published:
@@ -199,12 +205,6 @@ def _config(start: TrainConfig, flags: Flags) -> TrainConfig:
             "of their own"
         )
     return start.replace(**leaves).resolve()
-
-
-def _preset(name: Any) -> TrainConfig:
-    if type(name) is not str or name not in PRESETS:
-        raise ValueError(f"preset={name!r} is unknown; use one of {sorted(PRESETS)}")
-    return PRESETS[name]
 
 
 def _check_name(name: Any, where: str) -> None:

@@ -40,12 +40,10 @@ class Network:
 
     def __str__(self) -> str:
         """Return the name in tables."""
-        speed = (
-            f"{self.mbit / 1000:g} Gbit/s"
-            if self.mbit >= 1000
-            else f"{self.mbit:g} Mbit/s"
-        )
-        return f"{speed}, {self.latency_ms:g} ms"
+        number, unit = self.mbit, "Mbit"
+        if number >= 1000:
+            number, unit = number / 1000, "Gbit"
+        return f"{number:g} {unit}/s, {self.latency_ms:g} ms"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +84,9 @@ def arrivals(
             needed = steps_to(column, report.target)
             if needed is None:
                 continue
-            method = _method_of(cell, column.rows[0])
+            row = column.rows[0]
+            method, regions = _method_of(cell, row), row["config"]["run"]["regions"]
             for network in on:
-                row = column.rows[0]
-                regions = row["config"]["run"]["regions"]
                 link = Link(network.mbit / 1000, network.latency_ms / 1000)
                 timeline = simulated(
                     method,
@@ -130,20 +127,15 @@ def simulated(
     return simulate_method(topology, work, method, steps, collective)
 
 
-def best(found: Sequence[Arrival]) -> dict[Network, list[Arrival]]:
-    """Return the arrivals of each network, the first there first."""
-    by_network: dict[Network, list[Arrival]] = {}
-    for arrival in found:
-        by_network.setdefault(arrival.network, []).append(arrival)
-    return {n: sorted(a, key=lambda x: x.seconds) for n, a in by_network.items()}
-
-
 def markdown(report: Report, found: Sequence[Arrival], step_seconds: float) -> str:
     """Return the table of who is there first."""
     heads = ["network", *(f"{i}." for i in range(1, TOP + 1)), "the reference"]
     lines = []
-    for network, arrived in best(found).items():
-        line = [str(network)]
+    by_network: dict[Network, list[Arrival]] = {}
+    for arrival in sorted(found, key=lambda arrival: arrival.seconds):
+        by_network.setdefault(arrival.network, []).append(arrival)
+    for network in dict.fromkeys(arrival.network for arrival in found):
+        line, arrived = [str(network)], by_network[network]
         for arrival in arrived[:TOP]:
             which = "" if arrival.column == TUNED else ", published"
             seconds = format_duration(arrival.seconds)

@@ -100,14 +100,21 @@ def check(
         if has_flags(config, words)
     }
     if not fitting:
+        method = plan.grid.settings[0].config.method
+        interval = method.values.get("sync_interval")
+        more = "" if interval is None else f",sync_interval={interval}"
         raise ValueError(
             f"reference={words!r} is no setting of the grid; give flags of one as "
-            f"--list shows them, such as {_example(plan)}"
+            f"--list shows them, such as method={method.method}{more}"
         )
     if len(fitting) > 1:
+        found, named = list(fitting.values()), []
+        for name in differing(found, plan.grid.tuned):
+            values = dict.fromkeys(str(flags.get(name)) for flags in found)
+            named.append(f"{name} ({', '.join(values)})")
         raise ValueError(
             f"reference={words!r} is {len(fitting)} cells; say as well "
-            f"{_differing(list(fitting.values()), plan.grid.tuned)}"
+            f"{' or '.join(named)}"
         )
 
 
@@ -116,22 +123,6 @@ def configs(plan: Plan, written: Sequence[Written]) -> Iterator[Mapping[str, Any
     yield from (row["config"] for row in written if row["stage"] == FINAL)
     final = rows_of(plan.grid, plan.grid.settings, plan.grid.seeds, FINAL)
     yield from (completed(row.config.to_json()) for row in final)
-
-
-def _example(plan: Plan) -> str:
-    method = plan.grid.settings[0].config.method
-    interval = method.values.get("sync_interval")
-    more = "" if interval is None else f",sync_interval={interval}"
-    return f"method={method.method}{more}"
-
-
-def _differing(configs: Sequence[Mapping[str, Any]], tuned: Sequence[str]) -> str:
-    """Return the flags that tell configurations apart, with their values."""
-    named = []
-    for name in differing(configs, tuned):
-        values = dict.fromkeys(str(flags.get(name)) for flags in configs)
-        named.append(f"{name} ({', '.join(values)})")
-    return " or ".join(named)
 
 
 def has_flags(config: Mapping[str, Any], words: str) -> bool:

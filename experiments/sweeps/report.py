@@ -1,7 +1,7 @@
 """The report of a sweep: report.md and frontier.png (cells.json is in results.py)."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cocodc_jax.report.comparison import Point, pareto
@@ -14,7 +14,6 @@ from .cells import (
     TUNED,
     Cell,
     Column,
-    Interval,
     difference,
     precision,
     steps_to,
@@ -49,9 +48,8 @@ class Report:
 
     def best(self) -> list[Cell]:
         """Return the cells that no other beats at their bytes, by bytes."""
-        shown = [cell for cell in self.cells if _point(cell, _last(cell))]
-        points = [p for cell in shown if (p := _point(cell, _last(cell)))]
-        return [shown[i] for i in pareto(points)]
+        shown = [(c, p) for c in self.cells if (p := _point(c, _last(c)))]
+        return [shown[i][0] for i in pareto([point for _, point in shown])]
 
     def heads(self) -> list[str]:
         """Return the heads of the table."""
@@ -77,15 +75,11 @@ class Report:
         lines = []
         for cell in self.cells:
             last = _last(cell)
-            losses = [cell.columns.get(name) for name in self._columns()]
-            lines.append(
-                [
-                    cell.label,
-                    _bytes(last.bytes_per_step),
-                    *(_interval(c and c.loss, ".3f") for c in losses),
-                    _interval(steps_to(last, self.target), ".0f"),
-                ]
-            )
+            columns = [cell.columns.get(name) for name in self._columns()]
+            losses = [_shown(c and c.loss, "{:.3f}".format) for c in columns]
+            steps = _shown(steps_to(last, self.target), "{:.0f}".format)
+            sent = _shown(last.bytes_per_step, format_bytes)
+            lines.append([cell.label, sent, *losses, steps])
         return lines
 
     def _columns(self) -> list[str]:
@@ -100,11 +94,11 @@ class Report:
         line = [
             method,
             precision(flags),
-            _text(flags.get("sync_interval")),
-            _text(flags.get("delay_steps")),
+            _shown(flags.get("sync_interval")),
+            _shown(flags.get("delay_steps")),
             ", ".join(besides) or "-",
-            _bytes(last.bytes_per_step),
-            _bytes(last.rows[0]["bytes"] if last.rows else None),
+            _shown(last.bytes_per_step, format_bytes),
+            _shown(last.rows[0]["bytes"] if last.rows else None, format_bytes),
         ]
         for name in self._columns():
             line += self._entries(cell.columns.get(name))
@@ -119,14 +113,12 @@ class Report:
         if column.diverged:
             seeds = ", ".join(map(str, column.diverged))
             return [f"diverged (seed {seeds})", "-", "-"]
-        mark = "*" if column.chosen_here else ""
-        is_target = column is self.target
+        loss = _shown(column.loss, "{:.3f}".format) + "*" * column.chosen_here
+        against = _shown(difference(column, self.target), "{:+.3f}".format)
         return [
-            _interval(column.loss, ".3f") + mark + self._otherwise(column),
-            "reference"
-            if is_target
-            else _interval(difference(column, self.target), "+.3f"),
-            _interval(steps_to(column, self.target), ".0f"),
+            loss + self._otherwise(column),
+            "reference" if column is self.target else against,
+            _shown(steps_to(column, self.target), "{:.0f}".format),
         ]
 
     def _every(self) -> list[Column]:
@@ -146,8 +138,7 @@ class Report:
 
     def markdown(self, command: str) -> str:
         """Return the report as text."""
-        heads, lines = self.heads(), self.lines()
-        table = markdown_table(heads, lines)
+        table = markdown_table(self.heads(), self.lines())
         steps, seeds = self._usual()
         are_alike = not any(map(self._otherwise, self._every()))
         has_two = bool(self.reference_from) or TUNED in self._columns()
@@ -199,18 +190,13 @@ def _last(cell: Cell) -> Column:
 def _point(cell: Cell, column: Column) -> Point | None:
     if column.loss is None or not column.bytes_per_step:
         return None
-    name = cell.label
-    return Point(
-        name,
-        str(cell.flags["method"]),
-        column.bytes_per_step,
-        column.loss.mean,
-        column.loss.half or 0.0,
-    )
+    loss, method = column.loss, str(cell.flags["method"])
+    sent, half = column.bytes_per_step, loss.half or 0.0
+    return Point(cell.label, method, sent, loss.mean, half)
 
 
-def _interval(interval: Interval | None, form: str) -> str:
-    return "-" if interval is None else format(interval, form)
+def _shown(value: Any, form: Callable[[Any], str] = str) -> str:
+    return "-" if value is None else form(value)
 
 
 def _count(number: int, what: str) -> str:
@@ -225,11 +211,3 @@ def _count(number: int, what: str) -> str:
 def _values(values: Mapping[str, Any]) -> str:
     texts = {n: f"{v:g}" if isinstance(v, float) else v for n, v in values.items()}
     return " ".join(f"{name} {text}" for name, text in texts.items()) or "-"
-
-
-def _text(value: Any) -> str:
-    return "-" if value is None else str(value)
-
-
-def _bytes(size: float | None) -> str:
-    return "-" if size is None else format_bytes(size)

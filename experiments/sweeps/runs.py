@@ -74,8 +74,7 @@ class Row:
     @property
     def cost(self) -> float:
         """Multiplications of the whole run, up to a factor that all rows share."""
-        tokens = self.config.run.steps * self.config.tokens_per_step
-        return tokens * models.num_params(self.config.model)
+        return self.setting.config.run.steps * self.setting.cost_per_step
 
 
 def check(settings: Sequence[Setting]) -> None:

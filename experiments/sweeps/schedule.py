@@ -1,13 +1,14 @@
 """Which rows of a grid are trained, in which order, by which shard."""
 
+import collections
 import dataclasses
 import json
+import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cocodc_jax.report.units import format_duration
-from cocodc_jax.run.config import TrainConfig
 
 from .grid import Grid, Setting
 from .halving import best
@@ -92,15 +93,12 @@ class Plan:
     # Keys of the settings that won, once the last rung is over.
     chosen: set[str] = dataclasses.field(default_factory=set)
 
-    def __post_init__(self):
-        """Sort the settings by what they compete under."""
-        self._keys = {s.key: self._key(s.config) for s in self.grid.settings}
-
-    def _key(self, config: TrainConfig) -> Hashable:
-        halving = self.grid.halving
+    def _key(self, setting: Setting) -> Hashable:
+        """Return what a setting competes under."""
+        config, halving = setting.config.to_json(), self.grid.halving
         if halving is None or not halving.by:
-            return cell_of(config.to_json(), self.grid.tuned)
-        found = leaves(config.to_json())
+            return cell_of(config, self.grid.tuned)
+        found = leaves(config)
         return tuple(str(found.get(name)) for name in halving.by)
 
     def stages(
@@ -111,16 +109,22 @@ class Plan:
         halving = self.grid.halving
         for rung in range(len(halving.rungs)) if halving else ():
             assert halving is not None
-            rivals = [s for s in settings if self._num(s, settings) > halving.winners]
-            rows = rows_of(self.grid, rivals, halving.tuning_seeds, rung_name(rung),
-                           halving.rungs[rung])  # fmt: skip
+            seeds, steps = halving.tuning_seeds, halving.rungs[rung]
+            num_rivals = collections.Counter(map(self._key, settings))
+            rivals = [s for s in settings if num_rivals[self._key(s)] > halving.winners]
+            rows = rows_of(self.grid, rivals, seeds, rung_name(rung), steps)
             yield rows
-            written, num = results(), len(halving.tuning_seeds)
+            written, num = results(), len(seeds)
             losses = [written[row.row_id]["loss"] for row in rows]
             each = [losses[i : i + num] for i in range(0, len(losses), num)]
-            keys = [self._keys[s.key] for s in rivals]
+            keys = [self._key(s) for s in rivals]
             kept = {s.key for s in best(halving, rung, rivals, keys, each)}
-            self._remember(rung, rivals, each, kept)
+            told = [
+                {"name": s.name, "setting": s.key, "loss": loss, "kept": s.key in kept}
+                for s, loss in zip(rivals, each, strict=True)
+            ]
+            entry = {"steps": steps, "seeds": list(seeds), "settings": told}
+            self.history.append(entry)
             settings = [s for s in settings if s not in rivals or s.key in kept]
         self.chosen = {s.key for s in settings}
         if halving:
@@ -129,72 +133,37 @@ class Plan:
             ]
         yield rows_of(self.grid, settings, self.grid.seeds, FINAL)
 
-    def is_own(self, number: int) -> bool:
-        """Tell whether a setting of a stage is this shard's: all seeds of it are."""
-        return number % self.num_shards == self.shard - 1
-
     def own(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows of a stage that are this shard's."""
-        order = {
-            key: i for i, key in enumerate(dict.fromkeys(r.setting.key for r in rows))
-        }
-        return [row for row in rows if self.is_own(order[row.setting.key])]
+        """Return the rows of a stage that are this shard's: all seeds of a setting."""
+        keys = list(dict.fromkeys(row.setting.key for row in rows))
+        own = keys[self.shard - 1 :: self.num_shards]
+        return [row for row in rows if row.setting.key in own]
 
     def total(self) -> tuple[int, float]:
         """Return the rows of all stages, of all shards, and what they cost."""
-        halving, cost, count = self.grid.halving, 0.0, 0
-        finals = len(self.grid.settings)
-        groups: dict[Hashable, list[Setting]] = {}
-        for setting in self.grid.settings:
-            groups.setdefault(self._keys[setting.key], []).append(setting)
+        final = rows_of(self.grid, self.grid.settings, self.grid.seeds, FINAL)
+        halving, num_final, cost, count = self.grid.halving, len(final), 0.0, 0
         if halving:
-            finals = 0
+            num_final, seeds = 0, len(halving.tuning_seeds)
+            groups: dict[Hashable, list[Setting]] = {}
+            for setting in self.grid.settings:
+                groups.setdefault(self._key(setting), []).append(setting)
             for group in groups.values():
-                per_step = sum(_cost_per_step(s) for s in group) / len(group)
-                seeds = len(halving.tuning_seeds)
-                for steps, num in zip(
-                    halving.rungs, halving.counts(len(group)), strict=True
-                ):
+                per_step = statistics.fmean(s.cost_per_step for s in group)
+                counts = halving.counts(len(group))
+                for steps, num in zip(halving.rungs, counts, strict=True):
                     count += num * seeds
                     cost += num * seeds * steps * per_step
                 # Fewer where what is published wins.
                 published = sum(s.published for s in group)
-                finals += min(halving.winners + published, len(group))
-        per_row = sum(
-            _cost_per_step(s) * s.config.run.steps for s in self.grid.settings
-        )
-        per_row *= len(self.grid.seeds) / len(self.grid.settings)
-        return count + finals * len(self.grid.seeds), cost + finals * per_row
+                num = min(halving.winners + published, len(group))
+                num_final += num * len(self.grid.seeds)
+        per_row = statistics.fmean(row.cost for row in final)
+        return count + num_final, cost + num_final * per_row
 
     def to_json(self) -> dict[str, Any]:
         """Return the rungs that are over, and what won once all are."""
         return {"rungs": self.history, "chosen": sorted(self.chosen)}
-
-    def _num(self, setting: Setting, among: Sequence[Setting]) -> int:
-        key = self._keys[setting.key]
-        return sum(self._keys[other.key] == key for other in among)
-
-    def _remember(self, rung, settings, losses, kept) -> None:
-        assert self.grid.halving is not None
-        self.history.append(
-            {
-                "steps": self.grid.halving.rungs[rung],
-                "seeds": list(self.grid.halving.tuning_seeds),
-                "settings": [
-                    {
-                        "name": s.name,
-                        "setting": s.key,
-                        "loss": loss,
-                        "kept": s.key in kept,
-                    }
-                    for s, loss in zip(settings, losses, strict=True)
-                ],
-            }
-        )
-
-
-def _cost_per_step(setting: Setting) -> float:
-    return Row(setting, 0, FINAL, ()).cost / setting.config.run.steps
 
 
 class Progress:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from cocodc_jax.run import flags
 from experiments import bench
-from experiments.benchmarks import cases, contenders, turns
+from experiments.benchmarks import cases, contenders
 from experiments.benchmarks.cases import Gpt
 
 
@@ -30,8 +30,7 @@ def case():
     return cases.Case("linear", loss_fn, optax.adam(0.1), params, batches)
 
 
-def trained(make):
-    turn = make()
+def trained(turn):
     turn()
     return jax.tree.map(np.asarray, turn())
 
@@ -102,7 +101,7 @@ def test_a_loop_of_pytorch_is_shown_where_it_is_installed(monkeypatch, case, is_
 
 def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
     order, now = [], [0.0]
-    monkeypatch.setattr(turns.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
 
     def maker(name, seconds):
         def turn():
@@ -111,7 +110,7 @@ def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
 
         return lambda: turn
 
-    found = turns.take_turns(
+    found = bench.take_turns(
         {
             "drjax": maker("drjax", iter([9.0, 1.0, 2.0, 4.0, 6.0])),
             "ours": maker("ours", iter([5.0, 1.0, 1.0, 4.0, 2.0])),
@@ -124,7 +123,7 @@ def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
     assert found["ours"].ratios(found["drjax"]) == [1, 2, 3]
     console = Console(width=120)
     with console.capture() as shown:
-        console.print(turns.speeds("case", 40_000, found))
+        console.print(bench.speeds("case", 40_000, found))
     rows = [line.split() for line in shown.get().splitlines()]
     (ours,) = (row for row in rows if row[:1] == ["ours"])
     assert ours == ["ours", "2.00", "20.00", "10.00,", "40.00", "3.0"]
@@ -212,7 +211,7 @@ def test_every_contender_of_a_case_is_shown(call, monkeypatch, case):
     monkeypatch.setattr(bench, "TRANSFORMS", {"transform": "diloco"})
     monkeypatch.setattr(bench, "GROWTHS", {"regions": (1, 2)})
     region_program = functools.partial(contenders.region_program, case, "diloco", 1)
-    monkeypatch.setattr(bench, "_maker", lambda *_: region_program())
+    monkeypatch.setattr(bench, "_maker", lambda *_: region_program)
     code, out, err = call(
         bench, "--cases=linear", "--regions=2", "--repeats=1", "--growth=regions"
     )

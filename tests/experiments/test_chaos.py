@@ -12,7 +12,7 @@ from absl.flags import FlagValues
 
 from cocodc_jax.netlab import children
 from cocodc_jax.run import flags
-from experiments import chaos, train
+from experiments import chaos
 from experiments.faults import kills, scenarios
 
 
@@ -78,7 +78,7 @@ def test_what_is_said_of_jobs_is_not_said_of_the_unbroken_run():
     told = ["--regions=4", "--exchange=elastic", "--dead_after_s=8", "--outer_digests"]
     flags.define()
     flags.parse(["chaos", *kills.unbroken_flags([*told, "--step_seconds=0.2"])])
-    config, _ = train.read_flags()
+    config = flags.config()
     assert config.run.exchange == "outer"
     assert config.run.step_seconds == 0
     assert flags.elastic().place(config.run.exchange, 4) is None

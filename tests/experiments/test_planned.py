@@ -42,7 +42,7 @@ def read(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["train", "--preset=smoke", *words])
         train.define()
         flags.parse(sys.argv)
-        return train.read_flags(planned.planned)[0]
+        return train.read_flags()[0]
 
     return read
 

@@ -127,10 +127,7 @@ class Settings:
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """Inner AdamW; a constant rate, so that a step means the same at all times.
-
-        Trials with another of `inner_lrs` scale its updates (`simulate`).
-        """
+        """Inner AdamW; a constant rate, so that a step means the same at all times."""
         return OptimizerConfig(
             inner_lr=rules.INNER_LR,
             warmup_steps=self.warmup_steps,

@@ -4,16 +4,15 @@ Comparisons are paired: a rule and its reference share the seed, so also the fir
 parameters and every batch, and what is averaged is the ratio within a seed.
 """
 
-import itertools
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cocodc_jax.report.plots import COLORS, save_png
+from cocodc_jax.report.plots import COLORS, new_figure, save_png, tidy
 from cocodc_jax.report.runs import steps_to_loss
 
 from ...sweeps.cells import Interval
@@ -33,15 +32,6 @@ def interval(values: Sequence[float]) -> dict[str, float]:
     """
     found = Interval.of(values)
     return {"mean": found.mean, "half": found.half or 0.0}
-
-
-def steps_to(
-    steps: Sequence[int], losses: Sequence[float | None], target: float
-) -> float | None:
-    """Return the first step at which the loss is at most `target`."""
-    pairs = zip(steps, losses, strict=True)
-    curve = [*itertools.takewhile(lambda pair: pair[1] is not None, pairs)]
-    return steps_to_loss(cast(list[tuple[float, float]], curve), target)
 
 
 def final_loss(losses: Sequence[float | None]) -> float | None:
@@ -84,7 +74,10 @@ def _against(job: dict, reference: dict, steps_per_run: int) -> dict[str, Any]:
         if final is None or target is None:
             counts.append(None)
             continue
-        counts.append(steps_to(job["steps"], curve, target))
+        # A loss of None, where a run diverges, is followed by no number.
+        pairs = zip(job["steps"], curve, strict=True)
+        known = [(step, loss) for step, loss in pairs if loss is not None]
+        counts.append(steps_to_loss(known, target))
         differences.append(final - target)
     reached = [count for count in counts if count is not None]
     bounded = [steps_per_run if count is None else count for count in counts]
@@ -111,50 +104,40 @@ def at_edge(job: dict[str, Any]) -> list[str]:
 def write_plots(summary: dict[str, Any], folder: pathlib.Path) -> None:
     """Write `ablate_steps.png`, `ablate_loss.png` and `ablate_curves.png`."""
     jobs = {(job["rule"], job["delay_steps"]): job for job in summary["jobs"]}
-
-    def steps(axes: Axes, rows: list[dict[str, Any]]) -> None:
-        _rank(axes, rows, "ratio", 1.0)
-        axes.set_xlabel("steps / steps of Streaming DiLoCo")
-
-    def loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
-        _rank(axes, rows, "loss_difference", 0.0)
-        axes.set_xlabel("final loss - Streaming DiLoCo's (nats)")
-
-    def curves(axes: Axes, rows: list[dict[str, Any]]) -> None:
-        _draw_curves(axes, rows, jobs)
-
-    for draw, height in ((steps, 4.6), (loss, 4.6), (curves, 3.6)):
-        figure = _panels(summary, height, draw)
-        save_png(figure, str(folder / f"ablate_{draw.__name__}.png"))
+    steps = ("ratio", 1.0, "steps / steps of Streaming DiLoCo")
+    loss = ("loss_difference", 0.0, "final loss - Streaming DiLoCo's (nats)")
+    for name, height, draw, *given in (
+        ("steps", 4.6, _rank, *steps),
+        ("loss", 4.6, _rank, *loss),
+        ("curves", 3.6, _draw_curves, jobs),
+    ):
+        figure = _panels(summary, height, draw, *given)
+        save_png(figure, str(folder / f"ablate_{name}.png"))
 
 
 def _panels(
     summary: dict[str, Any],
     height: float,
-    draw: Callable[[Axes, list[dict[str, Any]]], None],
+    draw: Callable[..., None],
+    *given: Any,
 ) -> Figure:
     """Draw the rows of each delay into a panel of its own."""
     interval, rows = summary["settings"]["sync_interval"], summary["rows"]
     delays = sorted({row["delay_steps"] for row in rows} - {0})
     num = -(-len(delays) // 2)
-    figure = Figure(figsize=(11.0, height * num), layout="constrained")
+    figure = new_figure(height * num, 11.0)
     panels = figure.subplots(num, min(2, len(delays)), squeeze=False)
     for axes, delay in zip(panels.flat, delays, strict=False):
-        draw(axes, [row for row in rows if row["delay_steps"] == delay])
+        draw(axes, [row for row in rows if row["delay_steps"] == delay], *given)
         axes.set_title(f"tau/H = {delay / interval:g}", fontsize="medium")
-        axes.spines[["top", "right"]].set_visible(False)
     for axes in panels.flat[len(delays) :]:
         axes.remove()
     return figure
 
 
-def _rank(axes: Axes, rows: list[dict[str, Any]], measure: str, even: float) -> None:
+def _rank(axes: Axes, rows: list[dict], measure: str, even: float, what: str) -> None:
     """Draw a line for each rule, with its interval; least on top."""
-    known = [
-        row
-        for row in rows
-        if row["vs_streaming"] and row["vs_streaming"]["loss_difference"]
-    ]
+    known = [x for x in rows if (x["vs_streaming"] or {}).get("loss_difference")]
     known.sort(key=lambda row: -row["vs_streaming"]["loss_difference"]["mean"])
     for place, row in enumerate(known):
         against = row["vs_streaming"]
@@ -170,11 +153,11 @@ def _rank(axes: Axes, rows: list[dict[str, Any]], measure: str, even: float) -> 
             markerfacecolor=None if is_whole else "white",
         )
     axes.axvline(even, color="#999999", linewidth=0.8)
-    _cut_off_outliers(
-        axes, [row["vs_streaming"][measure]["mean"] for row in known], even
-    )
+    values = [row["vs_streaming"][measure]["mean"] for row in known]
+    _cut_off_outliers(axes, values, even)
     axes.set_yticks(range(len(known)), [row["rule"] for row in known], fontsize="small")
-    axes.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_xlabel(what)
+    tidy(axes, "x")
 
 
 def _cut_off_outliers(axes: Axes, values: list[float], even: float) -> None:
@@ -209,4 +192,4 @@ def _draw_curves(axes: Axes, rows: list[dict[str, Any]], jobs: dict) -> None:
     axes.set_xlabel("inner steps")
     axes.set_ylabel("evaluation loss (nats per token)")
     axes.legend(frameon=False, fontsize="small")
-    axes.grid(visible=True, color="#dddddd", linewidth=0.6)
+    tidy(axes)

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cocodc_jax.run import flags
 from cocodc_jax.sync import merge
 from cocodc_jax.transforms import curvature
 from cocodc_jax.transforms.compensation import delay_compensation
@@ -47,11 +48,7 @@ def _taylor(
     lambda_: float | None = None,
     **fields: Any,
 ) -> Rule:
-    """Delay compensation with `kind`.
-
-    The strength is lambda; where `lambda_` is given, it is the radius of a trust
-    region.
-    """
+    """Delay compensation; its strength is lambda, or the radius of a trust region."""
 
     def make(strength, delay_steps):
         del delay_steps
@@ -124,18 +121,17 @@ def _all(sync_interval: int) -> list[Rule]:
     ]
 
 
-def check_names(names: Sequence[str], sync_interval: int) -> None:
-    """Refuse a rule that is unknown, or named twice."""
-    known = table(sync_interval)
+def asked(
+    usual: Sequence[str], sync_interval: int
+) -> tuple[list[str], tuple[int, ...]]:
+    """Return the rules of --rules, or the usual ones, and the distinct --delays."""
+    names, known = flags.value("rules") or [*usual], table(sync_interval)
     for name in names:
         if name not in known:
             raise ValueError(f"rules={name!r} is unknown; use some of {sorted(known)}")
     if len(set(names)) < len(names):
         raise ValueError(f"rules={','.join(names)} names one twice")
-
-
-def check_delays(delays: Sequence[int], sync_interval: int) -> None:
-    """Refuse a delay that does not fit between two syncs, and none at all."""
+    delays = flags.numbers("delays", flags.value("delays"), int)
     if not delays:
         raise ValueError("delays=() is empty; name at least one")
     for delay in delays:
@@ -144,6 +140,7 @@ def check_delays(delays: Sequence[int], sync_interval: int) -> None:
                 f"delays={delay} must be at least 1 and at most sync_interval="
                 f"{sync_interval}"
             )
+    return names, tuple(dict.fromkeys(delays))
 
 
 def table(sync_interval: int) -> dict[str, Rule]:

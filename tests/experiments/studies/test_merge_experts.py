@@ -8,7 +8,7 @@ import pytest
 
 from cocodc_jax.run.presets import PRESETS
 from experiments.studies import merge_experts
-from experiments.studies.ensembles import Routing
+from experiments.studies.merge_experts import Routing
 
 
 @pytest.fixture(scope="module")
