@@ -8,7 +8,6 @@ import sys
 import time
 
 import pytest
-from absl.flags import FlagValues
 
 from cocodc_jax.netlab import children
 from cocodc_jax.run import flags
@@ -183,26 +182,17 @@ def test_nobody_is_killed_before_all_take_part(tmp_path):
         (["--", "--method=mla"], "--exchange='elastic' is not possible for method='ml"),
     ],
 )
-def test_what_cannot_be_hit_is_refused(words, message, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(flags, "FLAGS", FlagValues())
-    own = [f"--workdir={tmp_path / 'run'}", *words]
-    with pytest.raises(SystemExit) as end:
-        chaos.main(["chaos", *own, *["--"] * ("--" not in words), "--preset=smoke"])
-    assert end.value.code == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}")
+def test_what_cannot_be_hit_is_refused(words, message, refused, tmp_path):
+    own = [f"--workdir={tmp_path / 'run'}", *words, *["--"] * ("--" not in words)]
+    assert refused(chaos, *own, "--preset=smoke").startswith(message)
     assert not (tmp_path / "run").exists()
 
 
-def test_the_folder_of_a_scenario_that_is_over_is_refused(
-    monkeypatch, capsys, tmp_path
-):
-    monkeypatch.setattr(flags, "FLAGS", FlagValues())
+def test_the_folder_of_a_scenario_that_is_over_is_refused(refused, tmp_path):
     (tmp_path / scenarios.RESULT_FILE).write_text("{}")
     words = [f"--workdir={tmp_path}", "--regions=3", "--scenario=cut"]
-    with pytest.raises(SystemExit) as end:
-        chaos.main(["chaos", *words, "--", "--preset=smoke"])
-    assert end.value.code == 2
-    assert "has the result of a scenario; name another" in capsys.readouterr().err
+    said = refused(chaos, *words, "--", "--preset=smoke")
+    assert "has the result of a scenario; name another" in said
 
 
 @pytest.mark.slow

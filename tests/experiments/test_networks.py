@@ -287,46 +287,23 @@ marks = [[2, 1.0], [4, 3.0]]
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("words", "message"),
     [
-        ([], "workdir=None is missing"),
-        (["--workdir={}", "--methods=snoo"], "methods=snoo cannot be run by several"),
-        (["--workdir={}", "--methods=multi_ring"], "its rings use the inner mesh"),
-        (["--workdir={}", "--networks=20,20"], "networks=20,20 must be names"),
-        (["--workdir={}", "--intervals=0"], "flag --intervals=0"),
+        ("", "workdir=None is missing"),
+        ("--workdir={} --methods=snoo", "methods=snoo cannot be run by several"),
+        ("--workdir={} --methods=multi_ring", "its rings use the inner mesh"),
+        ("--workdir={} --networks=20,20", "networks=20,20 must be names"),
+        ("--workdir={} --intervals=0", "flag --intervals=0"),
+        # Flags of training.
+        ("--workdir={} -- --workdir=x", "workdir=x is set for each run"),
+        ("--workdir={} -- --regions=1", "--regions=1 has no network; use 2 or more"),
+        ("--workdir={} -- --steps=9", "Unknown command line flag 'steps'"),
+        ("--workdir={} -- --rank=9", "rank=9 has no meaning for"),
     ],
 )
-def test_bad_flags_are_one_line(tmp_path, capsys, flags, message):
-    words = [word.format(tmp_path / "new") for word in flags]
-    assert compare_networks.main(["compare_networks", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--workdir=x", "workdir=x is set for each run"),
-        ("--regions=1", "--regions=1 has no network; use 2 or more"),
-        ("--steps=9", "Unknown command line flag 'steps'"),
-        ("--rank=9", "rank=9 has no meaning for"),
-    ],
-)
-def test_flags_of_training_are_checked_before_anything_runs(
-    monkeypatch, capsys, tmp_path, flag, message
-):
-    monkeypatch.setattr(compare_networks.flags, "FLAGS", FlagValues())
-    words = (f"--workdir={tmp_path / 'new'}", "--", flag)
-    try:
-        code = compare_networks.main(["compare_networks", *words])
-    except SystemExit as end:
-        code = end.code
-    error = capsys.readouterr().err
-    assert code == 2
-    assert message in error
-    assert error.count("\n") == 1
+def test_bad_flags_are_refused_before_anything_runs(tmp_path, refused, words, message):
+    words = words.format(tmp_path / "new").split()
+    assert message in refused(compare_networks, *words)
     assert not (tmp_path / "new").exists()
 
 

@@ -53,9 +53,7 @@ def test_the_command(call, corpus):
         ("--workdir=gs://models/run", "--workdir='gs://models/run' is in a bucket"),
     ],
 )
-def test_a_wrong_flag_is_one_line(call, monkeypatch, tmp_path, flag, message):
+def test_a_wrong_flag_is_one_line(refused, monkeypatch, tmp_path, flag, message):
     monkeypatch.chdir(tmp_path)
-    code, _, err = call(compressors, "--preset=smoke", flag)
-    assert code == 2
-    assert err.startswith(f"error: {message}")
+    assert refused(compressors, "--preset=smoke", flag).startswith(message)
     assert not list(tmp_path.iterdir())
