@@ -60,17 +60,13 @@ def test_files_and_numbers(simulated, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
-        ("data_parallel", 30 * 3.5),
-        ("diloco", 300 + 3 * 2.5),
-        ("streaming_diloco", 300),
-        ("cocodc", 300),
+        ("data_parallel", 30 * 3.5), ("diloco", 300 + 3 * 2.5), ("apart", 30),
+        ("streaming_diloco", 300), ("cocodc", 300),
         # Signs at every step; three rounds, hidden; region 1 alone every 50 steps.
-        ("distributed_lion", 30 * (1 + 2 / 32 + 0.25)),
-        ("co2", 3 * 48),
+        ("distributed_lion", 30 * (1 + 2 / 32 + 0.25)), ("co2", 3 * 48),
         ("heloco", 150 + 3 * 4.5),
-        ("apart", 30),
     ],
-)
+)  # fmt: skip
 def test_defaults_of_each_method(method, expected, simulated):
     assert simulated(f"--method={method}")["summary"]["sim_s"] == pytest.approx(
         expected

@@ -19,8 +19,7 @@ def merged(call_once, corpus, tmp_path_factory):
         "--prefix_tokens=8", "--references=data_parallel", "--num_layers=1", *corpus,
         f"--workdir={workdir}",
     ]  # fmt: skip
-    code, out, err = call_once(merge_experts, *flags)
-    assert code == 0, err
+    out, _ = call_once(merge_experts, *flags)
     return workdir, flags, out
 
 
@@ -34,17 +33,10 @@ def test_every_way_to_merge_is_reported(merged):
     assert found["partition"] == "source"
     rows = found["models"]
     assert list(rows) == [
-        *(f"expert {r}" for r in range(4)),
-        "mean of experts",
-        "parameter average",
-        "even mixture",
-        "mean of logits",
-        "posterior",
-        "posterior, top 1",
-        "linear router",
-        "linear router, top 1",
-        "data_parallel",
-    ]
+        *(f"expert {r}" for r in range(4)), "mean of experts", "parameter average",
+        "even mixture", "mean of logits", "posterior", "posterior, top 1",
+        "linear router", "linear router, top 1", "data_parallel",
+    ]  # fmt: skip
     loss = {name: row["loss"] for name, row in rows.items()}
     assert all(0 < x < math.log(272) for x in loss.values())
     alone = [loss[f"expert {r}"] for r in range(4)]
@@ -88,8 +80,7 @@ def test_the_same_command_again_trains_nothing(merged, call):
     workdir, flags, _ = merged
     before = read(workdir)
     (workdir / "merge.json").unlink()
-    code, out, err = call(merge_experts, *flags)
-    assert code == 0, err
+    out, _ = call(merge_experts, *flags)
     assert "step " not in out
     assert read(workdir) == before
 

@@ -92,8 +92,7 @@ def test_the_program_writes_what_it_prints(call, tmp_path):
     cells += [cell("co2", o, diverged=True) for o in grid()[:6]]
     cells += [cell("data_parallel", o) for o in grid(sizes=SIZES[:2])[:1]]
     (tmp_path / "cells.json").write_text(json.dumps({"cells": cells}))
-    code, printed, _ = call(scaling_laws, f"--workdir={tmp_path}", "--predict=1e8")
-    assert code == 0
+    printed, _ = call(scaling_laws, f"--workdir={tmp_path}", "--predict=1e8")
     assert "data_parallel: not fitted, a scaling law needs" in printed
     found = json.loads((tmp_path / "scaling.json").read_text())
     assert list(found) == ["diloco"]
