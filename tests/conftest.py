@@ -115,6 +115,8 @@ def _main(patch, program, words):
     patch.setattr(flags, "FLAGS", FlagValues())
     patch.setattr(sys, "argv", [program.__name__, *map(str, words)])
     try:
+        if not hasattr(program, "define"):
+            return program.main(sys.argv)
         program.define()
         flags.parse(sys.argv)
         program.main()
@@ -127,13 +129,29 @@ def _main(patch, program, words):
 def call(monkeypatch, capsys):
     """Runs a program's `main` in this process, with flags of its own.
 
-    Takes the program's module, with `define` and `main`, and its flags; returns its
-    exit code, standard output and standard error.
+    Takes the program's module, with `define` and `main` or with `main` of the words,
+    and its flags; checks its exit code, returns standard output and standard error.
     """
-    return lambda program, *words: (
-        _main(monkeypatch, program, words),
-        *capsys.readouterr(),
-    )
+
+    def finish(program, *words, code=0):
+        ended = _main(monkeypatch, program, words)
+        out, err = capsys.readouterr()
+        assert ended == code, err
+        return out, err
+
+    return finish
+
+
+@pytest.fixture
+def refused(call):
+    """As `call`, where a flag is wrong: returns what the one line says of it."""
+
+    def line(program, *words, code=2):
+        _, error = call(program, *words, code=code)
+        assert (error.count("\n"), error[:7]) == (1, "error: "), error
+        return error[7:-1]
+
+    return line
 
 
 @pytest.fixture(scope="session")
@@ -148,7 +166,8 @@ def call_once():
             contextlib.redirect_stderr(err),
         ):
             code = _main(patch, program, words)
-        return code, out.getvalue(), err.getvalue()
+        assert code == 0, err.getvalue()
+        return out.getvalue(), err.getvalue()
 
     return finish
 

@@ -107,10 +107,8 @@ def test_a_step_in_a_loop_does_not_multiply_what_follows_outside():
         "%r = f32[2] all-reduce(%a), channel_id=9, replica_groups={{0,4}}",
         before=inside,
     )
-    assert {each.kind: each.times for each in found} == {
-        "all-gather": 5,
-        "all-reduce": 1,
-    }
+    times = {each.kind: each.times for each in found}
+    assert times == {"all-gather": 5, "all-reduce": 1}
 
 
 def test_a_number_that_all_have_tells_none_apart():
@@ -140,22 +138,19 @@ START = "%s = f32[8] all-reduce-start(%a), replica_groups={{0,4}}"
 DONE = "%d = f32[8] all-reduce-done(%s)"
 
 
+IDLE = LOOP.replace("dot(", "add(")  # Without a product it is no inner scan.
+
+
 @pytest.mark.parametrize(
-    ("order", "spans"),
-    [((START, WHILE, DONE), True), ((START, DONE, WHILE), False),
-     ((WHILE, START, DONE), False)],
+    ("order", "loop", "spans"),
+    [((START, WHILE, DONE), LOOP, True), ((START, DONE, WHILE), LOOP, False),
+     ((WHILE, START, DONE), LOOP, False), ((START, WHILE, DONE), IDLE, False)],
+    ids=["beside", "before", "after", "idle"],
 )  # fmt: skip
-def test_what_a_collective_spans_is_between_its_start_and_its_end(order, spans):
+def test_what_a_collective_spans_is_between_its_start_and_its_end(order, loop, spans):
     first = ("%a = f32[8] parameter(0)", "%i = (s32[], f32[4,4]) parameter(1)")
-    (found,) = read(*first, *order, before=LOOP)
+    (found,) = read(*first, *order, before=loop)
     assert (found.spans, found.axes) == (spans, ("region",))
-
-
-def test_a_loop_without_a_product_is_no_inner_scan():
-    first = ("%a = f32[8] parameter(0)", "%i = (s32[], f32[4,4]) parameter(1)")
-    idle = LOOP.replace("dot(", "add(")
-    (found,) = read(*first, START, WHILE, DONE, before=idle)
-    assert not found.spans
 
 
 @pytest.mark.parametrize("num_early", [0, 1, 2])

@@ -58,9 +58,8 @@ def test_a_loop_of_a_scan_is_read():
     module = hlo.parse(LOOP)
     assert module.entry == "main"
     body = module.computations["body"]
-    assert [each.opcode for each in body.instructions[-4:]] == [
-        "fusion", "convolution", "all-reduce", "tuple",
-    ]  # fmt: skip
+    opcodes = [each.opcode for each in body.instructions[-4:]]
+    assert opcodes == ["fusion", "convolution", "all-reduce", "tuple"]
     assert body.root.operands == ("i", "x", "stack.1")
     assert body.by_name["y"].operands == ("x", "w")
     assert module.executions == {"weights": 3, "body": 3, "condition": 1, "main": 1}
@@ -77,10 +76,8 @@ def test_bytes_are_of_slices_and_of_main_memory_only():
 
 
 def test_the_compilers_own_count_of_a_loop_comes_first():
-    noted = LOOP.replace(
-        "body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"7"}}'
-    )
-    assert hlo.parse(noted).executions["body"] == 7
+    noted = 'body=%body, backend_config={"known_trip_count":{"n":"7"}}'
+    assert hlo.parse(LOOP.replace("body=%body", noted)).executions["body"] == 7
 
 
 def test_an_update_in_place_moves_the_update():
@@ -254,8 +251,6 @@ notes
   ROOT %z = f32[4]{0} call(%k), called_computations={%called}
 }
 """)
-    assert {each.name: len(each.instructions) for each in module} == {
-        "called": 2,
-        "main": 3,
-    }
+    sizes = {each.name: len(each.instructions) for each in module}
+    assert sizes == {"called": 2, "main": 3}
     assert module.executions == {"called": 1, "main": 1}

@@ -48,16 +48,11 @@ def main(name, slices, *cases):
     found = {}
     for case in cases:
         method, options = case.split("=", 1)
+        made = methods.get(method, **json.loads(options))
         program = RegionProgram(
-            loss_fn,
-            optax.sgd(0.1),
-            methods.get(method, **json.loads(options)),
-            SHAPES,
-            NUM_REGIONS,
-            mesh=mesh,
-            param_specs=P("data"),
-            transport=Transport("program"),
-        )
+            loss_fn, optax.sgd(0.1), made, SHAPES, NUM_REGIONS, mesh=mesh,
+            param_specs=P("data"), transport=Transport("program"),
+        )  # fmt: skip
         batches = jax.ShapeDtypeStruct((NUM_STEPS, NUM_REGIONS, 64, WIDTH), jnp.float32)
         found[case] = rows = []
         for each in program.list_programs(batches):
@@ -88,14 +83,9 @@ CASES = [
 
 def compiled(target, slices):
     """What each case sends between regions, in programs that hold inner steps."""
-    environment = Target.parse(target, slices).environment()
-    done = subprocess.run(
-        [sys.executable, __file__, target, str(slices), *CASES],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    env = os.environ | Target.parse(target, slices).environment()
+    words = [sys.executable, __file__, target, str(slices), *CASES]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     return [found[case] for case in CASES]

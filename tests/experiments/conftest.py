@@ -24,13 +24,10 @@ def command():
     """Starts `python -m MODULE FLAGS...` at the root of the checkout."""
 
     def start(module, *flags, env=None):
+        words = [sys.executable, "-m", module, *map(str, flags)]
+        out, environment = subprocess.PIPE, os.environ | (env or {})
         return subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, flags)],
-            cwd=ROOT,
-            env=os.environ | (env or {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            words, cwd=ROOT, env=environment, stdout=out, stderr=out, text=True
         )
 
     return start
@@ -38,11 +35,12 @@ def command():
 
 @pytest.fixture(scope="session")
 def run(command):
-    """Runs a command to its end and returns (exit code, stdout, stderr)."""
+    """Runs a command to its end, checks its exit code, returns (stdout, stderr)."""
 
-    def finish(module, *flags):
+    def finish(module, *flags, code=0):
         process = command(module, *flags)
         stdout, stderr = process.communicate(timeout=300)
-        return process.returncode, stdout, stderr
+        assert process.returncode == code, stderr
+        return stdout, stderr
 
     return finish

@@ -24,10 +24,7 @@ sync_interval = 16
 delay_steps = 3
 """
 SIZES = ([4000.0], [125.0] * 4)
-CURVES = (
-    [[10, 3.0, 40_000], [20, 2.0, 80_000]],
-    [[10, 3.2, 310], [20, 2.4, 620]],
-)
+CURVES = ([[10, 3.0, 40_000], [20, 2.0, 80_000]], [[10, 3.2, 310], [20, 2.4, 620]])
 MBIT = 1e6 / 8  # Bytes a second.
 
 
@@ -122,12 +119,11 @@ def test_files_of_several_sweeps_are_one_frontier(cells, tmp_path):
         (None, "No such file or directory"),
     ],
 )
-def test_a_file_that_is_none_is_named(text, message, tmp_path, capsys):
+def test_a_file_that_is_none_is_named(text, message, tmp_path, refused):
     path = tmp_path / "cells.json"
     if text is not None:
         path.write_text(text)
-    assert simulate.main(["simulate", "--plan", f"--frontier={path}"]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(simulate, "--plan", f"--frontier={path}")
 
 
 RESULTS = pathlib.Path(experiments.__file__).parent / "results"

@@ -1,12 +1,16 @@
-"""The same folder with other flags: on another machine, or longer than it was."""
+"""The same folder with other flags or another version: moved, longer, or old."""
 
 import json
+import pathlib
+import random
 import re
 import shutil
+import tarfile
 
 import numpy as np
 import pytest
 
+from cocodc_jax.report.records import read_records
 from cocodc_jax.run.resume import check_exchange
 from experiments import train
 
@@ -21,8 +25,7 @@ FLAGS = [
 def finished(call_once, corpus, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("finished")
     words = (*FLAGS, "--keep_checkpoints=9", *corpus, f"--workdir={workdir}")
-    code, _, err = call_once(train, *words)
-    assert code == 0, err
+    call_once(train, *words)
     return workdir
 
 
@@ -38,8 +41,7 @@ def killed(finished, tmp_path):
 
 
 def losses(workdir):
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
+    found = read_records(workdir / "metrics.jsonl")
     return [r["loss_regions"] for r in found if r["kind"] == "train"]
 
 
@@ -52,23 +54,19 @@ def test_a_run_goes_on_elsewhere_and_notes_it(killed, finished, call, corpus, tm
     others |= {"attention": "plain", "loader_threads": 2, "eval_every": 4}
     words = [*FLAGS, *moved, *(f"--{k}={v}" for k, v in others.items())]
     before = json.loads((killed / "config.json").read_text())["run"]
-    code, _, err = call(train, *words, f"--workdir={killed}")
-    assert code == 0, err
+    _, err = call(train, *words, f"--workdir={killed}")
     assert "goes on from step 5 with devices=1 (was 0), optimizer_memory=host" in err
     (line,) = (killed / "changes.jsonl").read_text().splitlines()
     noted = json.loads(line)
     assert noted["step"] == 5
     assert noted["changes"]["eval_every"] == [8, 4]
-    assert noted["changes"].keys() == {*others, "dataset", "data_dir"} | {
-        "keep_checkpoints"
-    }
+    moved = {"dataset", "data_dir", "keep_checkpoints"}
+    assert noted["changes"].keys() == others.keys() | moved
     after = json.loads((killed / "config.json").read_text())["run"]
-    assert after == before | {k: v for k, v in others.items() if k in before} | {
-        "keep_checkpoints": 2
-    }
+    others = {k: v for k, v in others.items() if k in before}
+    assert after == before | others | {"keep_checkpoints": 2}
     np.testing.assert_allclose(losses(killed), losses(finished), rtol=1e-4)
-    code, _, err = call(train, *words, f"--workdir={killed}", "--log_every=2")
-    assert code == 0
+    _, err = call(train, *words, f"--workdir={killed}", "--log_every=2")
     assert f"note: the run in {killed} is finished; it was not run again with" in err
     assert "log_every=2 (was 8)" in err
 
@@ -79,27 +77,24 @@ def test_other_data_under_another_name_are_refused(finished, call, corpus, tmp_p
         (tmp_path / "text" / f"{number}.txt").write_text(f"other {number}\n" * 300)
     before = (finished / "config.json").read_text()
     words = (*FLAGS, *corpus, f"--dataset=text:{tmp_path / 'text'}")
-    code, _, err = call(train, *words, f"--workdir={finished}")
-    assert code == 2
+    _, err = call(train, *words, f"--workdir={finished}", code=2)
     assert "but this stream reads" in err
     assert (finished / "config.json").read_text() == before
     assert not (finished / "changes.jsonl").exists()
 
 
-def test_a_finished_run_goes_on_for_more_steps(call, corpus, tmp_path):
+def test_a_finished_run_goes_on_for_more_steps(call, refused, corpus, tmp_path):
     longer, whole = tmp_path / "longer", tmp_path / "whole"
     words = [*FLAGS, *corpus, "--final_lr_fraction=1"]
-    assert call(train, *words, "--steps=8", f"--workdir={longer}")[0] == 0
-    code, out, err = call(train, *words, f"--workdir={longer}")
-    assert code == 0, err
+    call(train, *words, "--steps=8", f"--workdir={longer}")
+    out, err = call(train, *words, f"--workdir={longer}")
     assert "goes on from step 8 with steps=16 (was 8)\n" in err
     assert "learning rate" not in err
     assert json.loads(out[out.index("{") :])["steps"] == 16
-    assert call(train, *words, f"--workdir={whole}")[0] == 0
+    call(train, *words, f"--workdir={whole}")
     np.testing.assert_allclose(losses(longer), losses(whole), rtol=1e-4)
-    code, _, err = call(train, *words, f"--workdir={longer}", "--steps=15")
-    assert code == 2
-    assert "for steps give 16 or more, as so many are done" in err
+    said = refused(train, *words, f"--workdir={longer}", "--steps=15")
+    assert "for steps give 16 or more, as so many are done" in said
 
 
 def test_a_mixture_goes_on_with_its_experts_on_another_number_of_devices(
@@ -111,25 +106,22 @@ def test_a_mixture_goes_on_with_its_experts_on_another_number_of_devices(
     words += ["--final_lr_fraction=1"]
     # The last fragment is in flight.
     half = ["--steps=9", "--expert_axis=2", f"--workdir={many}"]
-    assert call(train, *words, *half)[0] == 0
-    code, _, err = call(train, *words, f"--workdir={many}")
-    assert code == 0, err
+    call(train, *words, *half)
+    _, err = call(train, *words, f"--workdir={many}")
     assert "goes on from step 9 with steps=16 (was 9), expert_axis=1 (was 2)\n" in err
-    assert call(train, *words, f"--workdir={one}")[0] == 0
+    call(train, *words, f"--workdir={one}")
     np.testing.assert_allclose(losses(many), losses(one), rtol=1e-4)
 
 
 def test_a_schedule_that_follows_the_length_changes_where_that_is_asked_for(
-    finished, call, corpus, tmp_path
+    finished, call, refused, corpus, tmp_path
 ):
     workdir = tmp_path / "run"
     shutil.copytree(finished, workdir)
     words = [*FLAGS, *corpus, f"--workdir={workdir}", "--steps=20"]
-    code, _, err = call(train, *words)
-    assert (code, err.count("\n")) == (2, 1)
-    assert "for steps add --change_schedule, as the learning rate follows" in err
-    code, out, err = call(train, *words, "--change_schedule")
-    assert code == 0, err
+    told = "for steps add --change_schedule, as the learning rate follows"
+    assert told in refused(train, *words)
+    out, err = call(train, *words, "--change_schedule")
     assert "goes on from step 16 with steps=20 (was 16)" in err
     assert "  the learning rate of its next step is 0.000747, not 0.0003\n" in err
     assert json.loads(out[out.index("{") :])["steps"] == 20
@@ -146,12 +138,11 @@ def test_a_schedule_that_follows_the_length_changes_where_that_is_asked_for(
     ],
 )
 def test_a_refusal_says_what_to_do_for_each_field(
-    finished, call, corpus, words, message
+    finished, refused, corpus, words, message
 ):
-    code, _, err = call(train, *FLAGS, *corpus, f"--workdir={finished}", *words)
-    assert (code, err.count("\n")) == (2, 1)
-    assert err.startswith(f"error: --workdir='{finished}' holds a run of another conf")
-    assert re.search(message.format(finished), err.strip()), err
+    said = refused(train, *FLAGS, *corpus, f"--workdir={finished}", *words)
+    assert said.startswith(f"--workdir='{finished}' holds a run of another conf")
+    assert re.search(message.format(finished), said), said
 
 
 def test_elastic_regions_do_not_go_on_with_a_run_of_one_job(tmp_path):
@@ -162,7 +153,37 @@ def test_elastic_regions_do_not_go_on_with_a_run_of_one_job(tmp_path):
         check_exchange(folder, is_elastic=folder != one)
     with pytest.raises(ValueError, match=f"workdir='{one}' .* leave out exchange='el"):
         check_exchange(one / "region_0", is_elastic=True)
-    with pytest.raises(
-        ValueError, match=f"workdir='{elastic}' .* use exchange='elastic', o"
-    ):
+    with pytest.raises(ValueError, match=f"workdir='{elastic}' .* use exchange='el"):
         check_exchange(elastic, is_elastic=False)
+
+
+# What was left of a run of version 0.24.0.
+ARCHIVE = pathlib.Path(__file__).with_name("workdir_0_24_0.tar.xz")
+OLD_FLAGS = [
+    "--preset=smoke", "--regions=2", "--width=4", "--num_layers=2", "--num_heads=2",
+    "--mlp_width=4", "--sequence_length=16", "--steps=12", "--warmup_steps=2",
+    "--checkpoint_every=7", "--eval_every=0", "--eval_batches=4", "--log_every=1",
+    "--method=cocodc", "--sync_interval=8", "--num_fragments=2", "--delay_steps=3",
+    "--compress=ef+int8",
+]  # fmt: skip
+# What 0.24.0 itself gave after step 12.
+LOSS, OUTER_LOSS, BYTES = 5.821626663208008, 5.859086036682129, 4284
+
+
+def test_a_run_of_an_earlier_version_ends_as_it_would_have(call, tmp_path):
+    """Killed after the checkpoint of step 7, in a sync, with error feedback."""
+    text, workdir = tmp_path / "text", tmp_path / "run"
+    text.mkdir()
+    rng = random.Random(0)
+    for i in range(40):
+        words = "".join(rng.choice("abcdefgh ") for _ in range(2000))
+        (text / f"{i}.txt").write_text(words)
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(workdir, filter="data")
+    where = [f"--dataset=text:{text}", f"--data_dir={tmp_path / 'data'}"]
+    _, err = call(train, *OLD_FLAGS, *where, f"--workdir={workdir}")
+    assert "from step 7" in err
+    *_, last = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    assert (last["step"], last["bytes_sent_per_region"]) == (12, BYTES)
+    found = last["eval_loss"], last["eval_loss_outer"]
+    np.testing.assert_allclose(found, (LOSS, OUTER_LOSS), rtol=1e-5)

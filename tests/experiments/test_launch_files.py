@@ -22,9 +22,8 @@ FILES = ("slurm.sbatch", "slurm_region.sbatch", "kubernetes.yaml", "tpu_pod.sh")
 
 @pytest.mark.parametrize("name", [x for x in FILES if x != "kubernetes.yaml"])
 def test_scripts_are_shell(name):
-    done = subprocess.run(
-        ["bash", "-n", FOLDER / name], capture_output=True, text=True, check=False
-    )
+    words = ["bash", "-n", FOLDER / name]
+    done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -113,16 +113,11 @@ def made_up(folder, marks, syncs, sent, steps):
     (folder / "net" / "traffic.json").write_text(json.dumps(traffic))
 
 
-def flight(fragment, start, apply, start_s, arrival_s, num_bytes):
-    return {
-        "fragment": fragment, "start_step": start, "apply_step": apply,
-        "start_s": start_s, "arrival_s": arrival_s, "merge_s": arrival_s,
-        "stall_s": 0.5, "num_bytes": num_bytes,
-    }  # fmt: skip
-
-
-def test_a_runs_files_become_numbers(tmp_path):
-    syncs = [flight(1, 2, 4, 1.0, 3.0, 48), flight(0, 4, 6, 3.0, 4.0, 64)]
+def test_a_runs_files_become_numbers(tmp_path, recorded_sync):
+    syncs = [
+        recorded_sync(1, 2, 4, 1.0, 3.0, 3.0, 0.5) | {"num_bytes": 48},
+        recorded_sync(0, 4, 6, 3.0, 4.0, 4.0, 0.5) | {"num_bytes": 64},
+    ]
     made_up(tmp_path, [[2, 1.0], [4, 3.0], [6, 6.0]], syncs, 112, 6)
     found = lab_run.read(tmp_path, Stretch(4, 6))
     assert found == Measured(Pace(1.5, 25.0, 1.0), (1.5, 1.5), (64.0, 48.0), 112, 90)
@@ -139,39 +134,43 @@ def test_a_method_that_sends_at_every_step_has_one_message(tmp_path):
     assert found.pace == Pace(1.0, None, None)
 
 
+RATE = 12.5e6 * (1 - 52 / 12_500)  # bytes a second of 100 Mbit/s, less headers
+ALONE = Measured(Pace(0.25, None, None), (0.25,) * 2, (), 0, 500_000)
+FOUR = cases.network("100", 4)
+
+
+def of_four(method, stretch, fragment_bytes, collective="direct"):
+    """Return what is predicted of four regions of 0.25 s a step, and the bytes sent."""
+    run = dataclasses.replace(ALONE, fragment_bytes=fragment_bytes)
+    return lab_run.predict(FOUR, method, stretch, run, (0.25,) * 4, collective)
+
+
+def exchange_s(num_bytes, collective="direct"):
+    return collective_cost(FOUR.topology.at(), collective, num_bytes).seconds
+
+
 def test_simulated_blocking_sync_by_hand():
     """The exchange's own time, ten times in 100 steps."""
-    method = methods.get("diloco", sync_interval=10)
-    run = Measured(Pace(1.0, None, None), (0.25,) * 4, (10e6,), 0, 0)
-    network, step_s = cases.network("100", 4), (0.25,) * 4
-    found, sent = lab_run.predict(
-        network, method, Stretch(10, 50), run, step_s, "direct"
-    )
-    links = network.topology.at()
-    sync_s = collective_cost(links, "direct", 10e6).seconds
+    given = methods.get("diloco", sync_interval=10), Stretch(10, 50), (10e6,)
+    found, sent = of_four(*given)
+    sync_s = exchange_s(10e6)
     assert 2 * (0.1 + 7.5e6 / RATE) < sync_s < 2 * (0.1 + 15e6 / RATE)
     assert found.sync_s == pytest.approx(sync_s)
     assert found.stall_s == pytest.approx(10 * sync_s)
     assert found.step_s == pytest.approx(0.25 + sync_s / 10)
     assert sent == 5 * 1.5 * 10e6
-    ring, _ = lab_run.predict(network, method, Stretch(10, 50), run, step_s, "ring")
-    alone = collective_cost(links, "gloo", 10e6)
-    assert ring.sync_s == pytest.approx(alone.seconds)
+    ring, _ = of_four(*given, "ring")
+    assert ring.sync_s == pytest.approx(exchange_s(10e6, "gloo"))
 
 
 def test_simulated_delay_hides_a_sync_that_is_shorter():
     method = methods.get(
         "streaming_diloco", sync_interval=40, num_fragments=4, delay_steps=5
     )
-    run = Measured(Pace(1.0, None, None), (), (1e6,) * 4, 0, 0)
-    found, _ = lab_run.predict(
-        cases.network("100", 4), method, Stretch(45, 205), run, (0.25,) * 4, "direct"
-    )
+    found, _ = of_four(method, Stretch(45, 205), (1e6,) * 4)
     assert found.step_s == pytest.approx(0.25)
     assert found.stall_s == 0
-    links = cases.network("100", 4).topology.at()
-    sync_s = collective_cost(links, "direct", 1e6).seconds
-    assert found.sync_s == pytest.approx(sync_s)
+    assert found.sync_s == pytest.approx(exchange_s(1e6))
 
 
 def test_hosts_take_what_steps_took_longer_than_expected():
@@ -184,10 +183,6 @@ def test_hosts_take_what_steps_took_longer_than_expected():
     found, _ = lab_run.predict(*given, "direct", host_bytes_per_s=20e6)
     assert found.sync_s == pytest.approx(without.sync_s + 0.05)
     assert found.step_s == pytest.approx(without.step_s + 0.05 / 10)
-
-
-RATE = 12.5e6 * (1 - 52 / 12_500)  # bytes a second of 100 Mbit/s, less headers
-ALONE = Measured(Pace(0.25, None, None), (0.25,) * 2, (), 0, 500_000)
 
 
 def test_the_simulator_has_the_slots_that_a_method_has():
@@ -203,13 +198,9 @@ def test_the_simulator_has_the_slots_that_a_method_has():
 
 
 def test_compressed_messages_are_gathered():
-    given = Stretch(10, 50), Measured(ALONE.pace, (), (1e6,), 0, 0), (0.25,) * 4
-    network = cases.network("100", 4)
     method = methods.get("diloco", sync_interval=10, compress="int8")
-    found, _ = lab_run.predict(network, method, *given, "direct")
-    links = network.topology.at()
-    sync_s = collective_cost(links, "direct_gather", 1e6).seconds
-    assert found.sync_s == pytest.approx(sync_s)
+    found, _ = of_four(method, Stretch(10, 50), (1e6,))
+    assert found.sync_s == pytest.approx(exchange_s(1e6, "direct_gather"))
 
 
 def rows():
@@ -287,46 +278,23 @@ marks = [[2, 1.0], [4, 3.0]]
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("words", "message"),
     [
-        ([], "workdir=None is missing"),
-        (["--workdir={}", "--methods=snoo"], "methods=snoo cannot be run by several"),
-        (["--workdir={}", "--methods=multi_ring"], "its rings use the inner mesh"),
-        (["--workdir={}", "--networks=20,20"], "networks=20,20 must be names"),
-        (["--workdir={}", "--intervals=0"], "flag --intervals=0"),
+        ("", "workdir=None is missing"),
+        ("--workdir={} --methods=snoo", "methods=snoo cannot be run by several"),
+        ("--workdir={} --methods=multi_ring", "its rings use the inner mesh"),
+        ("--workdir={} --networks=20,20", "networks=20,20 must be names"),
+        ("--workdir={} --intervals=0", "flag --intervals=0"),
+        # Flags of training.
+        ("--workdir={} -- --workdir=x", "workdir=x is set for each run"),
+        ("--workdir={} -- --regions=1", "--regions=1 has no network; use 2 or more"),
+        ("--workdir={} -- --steps=9", "Unknown command line flag 'steps'"),
+        ("--workdir={} -- --rank=9", "rank=9 has no meaning for"),
     ],
 )
-def test_bad_flags_are_one_line(tmp_path, capsys, flags, message):
-    words = [word.format(tmp_path / "new") for word in flags]
-    assert compare_networks.main(["compare_networks", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--workdir=x", "workdir=x is set for each run"),
-        ("--regions=1", "--regions=1 has no network; use 2 or more"),
-        ("--steps=9", "Unknown command line flag 'steps'"),
-        ("--rank=9", "rank=9 has no meaning for"),
-    ],
-)
-def test_flags_of_training_are_checked_before_anything_runs(
-    monkeypatch, capsys, tmp_path, flag, message
-):
-    monkeypatch.setattr(compare_networks.flags, "FLAGS", FlagValues())
-    words = (f"--workdir={tmp_path / 'new'}", "--", flag)
-    try:
-        code = compare_networks.main(["compare_networks", *words])
-    except SystemExit as end:
-        code = end.code
-    error = capsys.readouterr().err
-    assert code == 2
-    assert message in error
-    assert error.count("\n") == 1
+def test_bad_flags_are_refused_before_anything_runs(tmp_path, refused, words, message):
+    words = words.format(tmp_path / "new").split()
+    assert message in refused(compare_networks, *words)
     assert not (tmp_path / "new").exists()
 
 
@@ -353,29 +321,24 @@ def test_what_others_are_held_against_is_not_compressed(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--networks=20,30", r"30/diloco holds the result of another command"),
-        ("--networks={}/wide.yaml", "networks=wide is what others are held against"),
+        ("--networks=20,30 --", r"30/diloco holds the result of another command"),
+        ("--networks={}/wide.yaml --", "networks=wide is what others are held against"),
         ("--networks=wide -- --compress=int8", "networks=wide is what others are held"),
-        ("--networks=20 --limit_s=inf", "limit_s=inf must be at most"),
+        ("--networks=20 --limit_s=inf --", "limit_s=inf must be at most"),
     ],
 )
 def test_folders_of_other_runs_are_refused_before_anything_runs(
-    monkeypatch, tmp_path, words, message
+    refused, tmp_path, words, message
 ):
-    monkeypatch.setattr(compare_networks.flags, "FLAGS", FlagValues())
     (tmp_path / "wide.yaml").write_text(
         "{regions: [a, b], default: {bandwidth_gbps: 1, latency_ms: 10}}"
     )
     done = tmp_path / "30" / "diloco" / lab_run.RESULT
     done.parent.mkdir(parents=True)
     done.write_text(json.dumps({"command": ["other"], "measured": {}}))
-    given, _, train = words.format(tmp_path).partition(" -- ")
-    words = ["x", f"--workdir={tmp_path}", "--methods=data_parallel,diloco"]
-    values = compare_networks.define_flags()
-    values([*words, *given.split()])
-    train = ["--preset=smoke", "--regions=2", *train.split()]
-    with pytest.raises(ValueError, match=message):
-        compare_networks.Comparison(values, train)
+    own = [f"--workdir={tmp_path}", "--methods=data_parallel,diloco"]
+    words = [*own, *words.format(tmp_path).split(), "--preset=smoke", "--regions=2"]
+    assert message in refused(compare_networks, *words)
 
 
 @needs_lab

@@ -29,10 +29,12 @@ fragment_strategy = "balanced"
 inner_optimizer = "muon"
 inner_lr = 0.012
 """
-LINKS = """
-regions: [here, there]
-default: {bandwidth_gbps: 1, latency_ms: 1}
-"""
+LINKS = "{regions: [here, there], default: {bandwidth_gbps: 1, latency_ms: 1}}"
+
+
+@pytest.fixture
+def plan(cells):
+    return ("--plan=auto", f"--plan_frontier={cells}", "--plan_step_s=1")
 
 
 @pytest.fixture
@@ -47,8 +49,7 @@ def read(monkeypatch):
     return read
 
 
-def test_fast_links_and_slow_ones_have_other_plans(read, cells, capsys):
-    plan = ("--plan=auto", f"--plan_frontier={cells}", "--plan_step_s=1")
+def test_fast_links_and_slow_ones_have_other_plans(read, plan, capsys):
     fast = read(*plan, "--plan_gbps=1000", "--plan_latency_ms=0")
     slow = read(*plan, "--plan_gbps=0.0001", "--seed=3")
     assert fast.method.method == "data_parallel"
@@ -56,13 +57,13 @@ def test_fast_links_and_slow_ones_have_other_plans(read, cells, capsys):
     wanted = {"sync_interval": 16, "delay_steps": 3, "compress": "ef+int4"}
     assert wanted.items() <= slow.method.values.items()
     assert slow.run.seed == 3
+    assert read("--method=diloco").method.method == "diloco"  # No plan, no choice.
     told = capsys.readouterr().err
     assert "plan: streaming_diloco ef+int4: loss 2.400 (of 2 seeds)" in told
     assert "--method=streaming_diloco --sync_interval=16" in told
 
 
-def test_sizes_that_were_not_measured_are_named(read, cells, capsys):
-    plan = ("--plan=auto", f"--plan_frontier={cells}", "--plan_step_s=1")
+def test_sizes_that_were_not_measured_are_named(read, plan, capsys):
     read(*plan, "--steps=480")
     assert "extrapolated" not in capsys.readouterr().err
     read(*plan, "--steps=480", "--regions=32", "--eval_batches=32")
@@ -84,11 +85,6 @@ def test_all_that_made_a_cell_is_chosen_with_it(read, tmp_path):
         read(*plan, "--merge_feedback=false")
 
 
-def test_without_a_plan_nothing_is_chosen(read):
-    config = read("--method=diloco")
-    assert config.method.method == "diloco"
-
-
 def test_the_plan_is_that_of_the_simulator(read, cells):
     found = advice.advise(
         advice.read(cells), uniform(4, Link(0.01, 0.2)), 12_345.0, [0.5]
@@ -100,31 +96,23 @@ def test_the_plan_is_that_of_the_simulator(read, cells):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--plan=always"], "plan='always' is unknown; use 'auto' or 'none'"),
-        (["--plan_step_s=1"], "plan_step_s=1.0 has no meaning without --plan=auto"),
-        (["--plan=auto"], "plan=auto needs --plan_frontier: cells.json"),
-        (["--plan=auto", "--plan_frontier=x"], "plan=auto needs --plan_step_s: Sec"),
-        (
-            ["--plan=auto", "--plan_frontier=x", "--plan_step_s=1", "--method=co2"],
-            "method=co2 is what --plan=auto chooses",
-        ),
-        (
-            ["--plan=auto", "--plan_frontier=x", "--plan_step_s=0"],
-            "plan_step_s=0.0 must be positive",
-        ),
-        (
-            ["--plan=auto", "--plan_frontier=x", "--plan_step_s=nan"],
-            "plan_step_s=nan must be positive",
-        ),
-        (
-            ["--plan=auto", "--plan_frontier=/no/x", "--plan_step_s=1"],
-            "--plan_frontier=/no/x: No such file",
-        ),
+        ("--plan=always", "plan='always' is unknown; use 'auto' or 'none'"),
+        ("--plan_step_s=1", "plan_step_s=1.0 has no meaning without --plan=auto"),
+        ("--plan=auto", "plan=auto needs --plan_frontier: cells.json"),
+        ("--plan=auto --plan_frontier=x", "plan=auto needs --plan_step_s: Sec"),
+        ("--plan=auto --plan_frontier=x --plan_step_s=1 --method=co2",
+         "method=co2 is what --plan=auto chooses"),
+        ("--plan=auto --plan_frontier=x --plan_step_s=0",
+         "plan_step_s=0.0 must be positive"),
+        ("--plan=auto --plan_frontier=x --plan_step_s=nan",
+         "plan_step_s=nan must be positive"),
+        ("--plan=auto --plan_frontier=/no/x --plan_step_s=1",
+         "--plan_frontier=/no/x: No such file"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_planned_is_refused_by_name(read, words, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        read(*words)
+        read(*words.split())
 
 
 def test_what_has_more_fragments_than_the_model_blocks_is_not_chosen(
@@ -140,8 +128,7 @@ def test_what_has_more_fragments_than_the_model_blocks_is_not_chosen(
         read(*slow, f"--plan_frontier={path}", "--num_layers=2")
 
 
-def test_links_that_are_not_the_runs_are_refused(read, cells, tmp_path):
-    plan = ("--plan=auto", f"--plan_frontier={cells}", "--plan_step_s=1")
+def test_links_that_are_not_the_runs_are_refused(read, plan, tmp_path):
     with pytest.raises(ValueError, match="plan_gbps=0.0, .*bandwidth"):
         read(*plan, "--plan_gbps=0")
     path = tmp_path / "links.yaml"

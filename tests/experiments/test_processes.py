@@ -1,26 +1,28 @@
-"""Several real processes: the run of one, a killed one, and what is refused."""
+"""Several real processes: the run of one, a killed one, damage, what is refused."""
 
 import itertools
 import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import sys
 import time
 
 import pytest
-from absl.flags import FlagValues
 
 from cocodc_jax.netlab import children
 from experiments import launch_local, train
+from tests.waiting import wait_until
 
 TRAIN, LAUNCH = train.__name__, launch_local.__name__
 SMOKE = [
     "--preset=smoke", "--steps=24", "--checkpoint_every=8", "--eval_every=0",
     "--num_fragments=2", "--sync_interval=8", "--delay_steps=2", "--num_layers=2",
     "--log_every=3",  # Every checkpoint is within what a record averages over.
+    "--keep_checkpoints=3",
 ]  # fmt: skip
 STREAMING = [*SMOKE, "--method=streaming_diloco"]
 # Two regions of two devices, each of which may be a process of its own.
@@ -47,6 +49,14 @@ def assert_same_run(many: pathlib.Path, one: pathlib.Path) -> None:
         assert mine[name] == theirs[name]
 
 
+def assert_equal_run(one: pathlib.Path, other: pathlib.Path) -> None:
+    """Bit for bit."""
+    for name in ("metrics.jsonl", "process_1/metrics.jsonl"):
+        assert (one / name).read_bytes() == (other / name).read_bytes()
+    for name in ("eval_loss", "eval_loss_outer", "region_drift"):
+        assert summary(one)[name] == summary(other)[name]
+
+
 def children_of(pid: int) -> list[int]:
     """In the order in which they were started."""
     path = pathlib.Path(f"/proc/{pid}/task/{pid}/children")
@@ -59,11 +69,8 @@ def ends(started: list) -> list[tuple[int, str]]:
     return [(p.returncode, err) for p, err in zip(started, errors, strict=True)]
 
 
-def wait_for(path: pathlib.Path, process, seconds=240) -> None:
-    deadline = time.monotonic() + seconds
-    while not path.exists() and process.poll() is None:
-        assert time.monotonic() < deadline, f"{path} did not come"
-        time.sleep(0.01)
+def wait_for(path: pathlib.Path, process) -> None:
+    wait_until(lambda: path.exists() or process.poll() is not None)
 
 
 @pytest.fixture
@@ -77,8 +84,7 @@ def port():
 @pytest.fixture(scope="module")
 def streaming_in_one(call_once, corpus, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("one")
-    code, _, err = call_once(train, *STREAMING, *corpus, f"--workdir={workdir}")
-    assert code == 0, err
+    call_once(train, *STREAMING, *corpus, f"--workdir={workdir}")
     return workdir
 
 
@@ -97,8 +103,7 @@ def killed(command, run, corpus, tmp_path_factory):
     assert time.monotonic() - begin_s < 15  # 1.4 s on a machine with time to spare.
     assert re.search(r"^process 1 ended with exit code 137; .*output\.log$", err, re.M)
     assert not (workdir / "summary.json").exists()
-    code, out, err = run(LAUNCH, *flags)
-    assert code == 0, err
+    out, _ = run(LAUNCH, *flags)
     return workdir, out
 
 
@@ -116,28 +121,54 @@ def test_two_processes_one_killed_and_resumed_are_one(killed, streaming_in_one):
 @pytest.mark.slow
 def test_killed_and_resumed_equals_unbroken(run, corpus, killed, tmp_path):
     flags = ["--processes=2", "--", *STREAMING, *corpus, f"--workdir={tmp_path}"]
-    code, _, err = run(LAUNCH, *flags)
-    assert code == 0, err
-    for name in ("metrics.jsonl", "process_1/metrics.jsonl"):
-        assert (killed[0] / name).read_bytes() == (tmp_path / name).read_bytes()
-    for name in ("eval_loss", "eval_loss_outer", "region_drift"):
-        assert summary(killed[0])[name] == summary(tmp_path)[name]
+    run(LAUNCH, *flags)
+    assert_equal_run(killed[0], tmp_path)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    path.write_bytes(data)
+
+
+def halve(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [flip, halve, None])
+def test_what_one_process_wrote_is_damaged(run, corpus, killed, tmp_path, damage):
+    """The last good checkpoint is gone on from, with the same numbers."""
+    workdir = pathlib.Path(shutil.copytree(killed[0], tmp_path / "run"))
+    # The second process's shards of the arrays.
+    written = (workdir / "checkpoints" / "24").rglob("*process_1/**/*")
+    paths = sorted(x for x in written if x.is_file() and x.stat().st_size)
+    if damage:
+        damage(max(paths, key=lambda path: path.stat().st_size))
+    else:
+        for path in paths[::2]:
+            path.unlink()
+    for path in [workdir, workdir / "process_1"]:
+        (path / "summary.json").unlink(missing_ok=True)
+    flags = ["--processes=2", "--", *STREAMING, *corpus, f"--workdir={workdir}"]
+    _, err = run(LAUNCH, *flags)
+    assert "24" in err
+    assert "damaged" in err
+    assert_equal_run(workdir, killed[0])
 
 
 @pytest.mark.slow
 def test_another_number_of_processes_goes_on(command, run, corpus, tmp_path):
     one, many = tmp_path / "one", tmp_path / "many"
     flags = [*STREAMING, *PAIRS, *corpus]
-    code, _, err = run(TRAIN, *flags, f"--workdir={one}")
-    assert code == 0, err
+    run(TRAIN, *flags, f"--workdir={one}")
     flags.append(f"--workdir={many}")
     launcher = command(LAUNCH, "--processes=4", "--", *flags)
     wait_for(many / "checkpoints" / "8", launcher)
     os.kill(children_of(launcher.pid)[3], signal.SIGKILL)
     launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + signal.SIGKILL
-    code, _, err = run(LAUNCH, "--processes=2", "--", *flags)
-    assert code == 0, err
+    run(LAUNCH, "--processes=2", "--", *flags)
     assert_same_run(many, one)
 
 
@@ -174,12 +205,8 @@ def test_processes_are_one(run, corpus, tmp_path, count, flags):
     flags = [*flags, *corpus]
     of_many = ("--exchange", "--outer_channels")
     alone = [f for f in flags if not f.startswith(of_many)]
-    code, _, err = run(TRAIN, *alone, f"--workdir={one}")
-    assert code == 0, err
-    code, _, err = run(
-        LAUNCH, f"--processes={count}", "--", *flags, f"--workdir={many}"
-    )
-    assert code == 0, err
+    run(TRAIN, *alone, f"--workdir={one}")
+    run(LAUNCH, f"--processes={count}", "--", *flags, f"--workdir={many}")
     assert_same_run(many, one)
 
 
@@ -188,10 +215,8 @@ def test_two_regions_of_two_processes_are_two_in_one(run, corpus, tmp_path):
     one, many = tmp_path / "one", tmp_path / "many"
     short = ["--steps=8", "--sync_interval=4", "--checkpoint_every=0"]
     flags = [*STREAMING, *PAIRS, *short, *corpus]
-    code, _, err = run(TRAIN, *flags, f"--workdir={one}")
-    assert code == 0, err
-    code, _, err = run(LAUNCH, "--processes=4", "--", *flags, f"--workdir={many}")
-    assert code == 0, err
+    run(TRAIN, *flags, f"--workdir={one}")
+    run(LAUNCH, "--processes=4", "--", *flags, f"--workdir={many}")
     assert_same_run(many, one)
     # The processes of a region tell the same of it; another region is another.
     names = ("", "process_1", "process_2", "process_3")
@@ -206,8 +231,7 @@ def test_processes_agree_on_delays_and_slots_that_are_measured(
 ):
     auto = ["--method=cocodc", "--delay_steps=auto", "--syncs_per_interval=auto"]
     flags = [*SMOKE, *auto, *compress, *corpus, f"--workdir={tmp_path}"]
-    code, _, err = run(LAUNCH, "--processes=2", "--", *flags)
-    assert code == 0, err
+    run(LAUNCH, "--processes=2", "--", *flags)
     one, other = (
         [(s["fragment"], s["start_step"], s["apply_step"]) for s in found["syncs"]]
         for found in (
@@ -271,58 +295,38 @@ def test_each_difference_between_two_processes_is_named(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_coordinator_that_nobody_is_is_given_up(run, port):
+# Who is not process 0 meets the others where that one is.
+@pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_others_that_do_not_come_are_given_up(run, port, process):
     begin_s = time.monotonic()
-    code, _, err = run(
+    _, err = run(
         TRAIN, "--preset=smoke", f"--coordinator_address=127.0.0.1:{port}",
-        "--num_processes=2", "--process_id=1", "--start_timeout_s=2",
+        "--num_processes=2", f"--process_id={process}", "--start_timeout_s=2", code=2,
     )  # fmt: skip
-    assert code == 2
-    assert err.startswith(f"error: --coordinator_address='127.0.0.1:{port}': process 1")
-    assert "did not meet the others within start_timeout_s=2" in err
+    told = f"error: --coordinator_address='127.0.0.1:{port}': process {process} of 2 "
+    assert err.startswith(f"{told}did not meet the others within start_timeout_s=2")
     assert err.count("\n") == 1
     assert time.monotonic() - begin_s < 60  # 6 s where there is time to spare.
 
 
-@pytest.mark.slow
-def test_process_0_gives_up_alone(run, port):
-    code, _, err = run(
-        TRAIN, "--preset=smoke", f"--coordinator_address=127.0.0.1:{port}",
-        "--num_processes=2", "--process_id=0", "--start_timeout_s=2",
-    )  # fmt: skip
-    assert code == 2
-    assert "process 0 of 2 did not meet the others" in err
-    assert err.count("\n") == 1
-
-
-def test_the_launcher_says_what_is_wrong_once(monkeypatch, capsys, tmp_path):
-    def launch(*words):
-        monkeypatch.setattr(launch_local.flags, "FLAGS", FlagValues())
-        with pytest.raises(SystemExit) as end:
-            launch_local.main(["launch_local", *words])
-        return end.value.code, capsys.readouterr().err
-
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--processes=3 --",
+         "--num_processes=3 must divide regions=4, so that each process has full "
+         "regions, or be a multiple of it, so that each region has equally many "
+         "processes"),
+        ("--processes=8 --", "--num_processes=8 makes 2 processes of each of"),
+        ("--regions=2 -- --regions=4", "--regions=4 after -- is decided before it"),
+        ("--regions=2 -- --step=3", "Unknown command line flag 'step'"),
+        ("--elastic -- --method=mla",
+         "--exchange='elastic' is not possible for method='mla'"),
+    ],
+)  # fmt: skip
+def test_the_launcher_says_what_is_wrong_once(refused, tmp_path, words, message):
     workdir = f"--workdir={tmp_path / 'run'}"
-    assert launch("--processes=3", "--", "--preset=smoke", workdir) == (
-        2,
-        "error: --num_processes=3 must divide regions=4, so that each process has "
-        "full regions, or be a multiple of it, so that each region has equally many "
-        "processes\n",
-    )
-    code, err = launch("--processes=8", "--", "--preset=smoke", workdir)
-    assert code == 2
-    assert err.startswith("error: --num_processes=8 makes 2 processes of each of")
-    code, err = launch("--regions=2", "--", "--preset=smoke", "--regions=4", workdir)
-    assert code == 2
-    assert err.startswith("error: --regions=4 after -- is decided before it")
-    code, err = launch("--regions=2", "--", "--preset=smoke", "--step=3")
-    assert code == 2
-    assert err.startswith("error: Unknown command line flag 'step'")
-    code, err = launch("--elastic", "--", "--preset=smoke", "--method=mla", workdir)
-    assert code == 2
-    assert err.startswith(
-        "error: --exchange='elastic' is not possible for method='mla'"
-    )
+    said = refused(launch_local, *words.split(), "--preset=smoke", workdir)
+    assert said.startswith(message)
     assert not (tmp_path / "run").exists()
 
 
@@ -335,9 +339,24 @@ time.sleep(60)
 """
 
 
+@pytest.fixture
+def elastic(tmp_path, monkeypatch):
+    """Starts jobs of some program in place of elastic regions; returns the code."""
+
+    def launch(program, num, **how):
+        command = [sys.executable, "-S", "-c", program]
+        monkeypatch.setattr(launch_local.commands, "python_m", lambda _: command)
+        begin_s = time.monotonic()
+        code = launch_local.launch_elastic([], tmp_path, num, **how)
+        assert time.monotonic() - begin_s < 15
+        return code
+
+    return launch
+
+
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_a_job_that_is_started_as_all_are_told_to_stop_is_told_too(
-    tmp_path, monkeypatch
+    elastic, tmp_path, monkeypatch
 ):
     start = children.Region.start
 
@@ -348,19 +367,11 @@ def test_a_job_that_is_started_as_all_are_told_to_stop_is_told_too(
         start(region)
 
     monkeypatch.setattr(children.Region, "start", started)
-    command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
-    monkeypatch.setattr(launch_local.commands, "python_m", lambda _: command)
-    begin_s = time.monotonic()
-    code = launch_local.launch_elastic([], tmp_path, 2, restarts=False, grace_s=20)
+    code = elastic("import time; time.sleep(60)", 2, restarts=False, grace_s=20)
     assert code == 128 + signal.SIGTERM
-    assert time.monotonic() - begin_s < 15
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-def test_a_job_that_does_not_end_when_asked_is_killed(tmp_path, monkeypatch):
-    command = [sys.executable, "-S", "-c", DEAF]
-    monkeypatch.setattr(launch_local.commands, "python_m", lambda _: command)
-    begin_s = time.monotonic()
-    code = launch_local.launch_elastic([], tmp_path, 1, restarts=True, grace_s=0.5)
+def test_a_job_that_does_not_end_when_asked_is_killed(elastic):
+    code = elastic(DEAF, 1, restarts=True, grace_s=0.5)
     assert code == 128 + signal.SIGKILL
-    assert time.monotonic() - begin_s < 30

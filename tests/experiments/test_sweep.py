@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import signal
-import time
 import tomllib
 
 import numpy as np
@@ -18,6 +16,7 @@ from experiments.sweeps import cells, grid, reference, report, rows, schedule
 from experiments.sweeps.halving import Halving, best
 from experiments.sweeps.runs import Row
 from experiments.sweeps.schedule import Plan, Progress
+from tests.waiting import wait_until
 
 GRID = """
 tuned = ["outer_lr", "outer_momentum"]
@@ -55,9 +54,8 @@ def table(text):
 def test_a_grid_is_the_product_of_its_axes_and_what_is_published():
     found = table(GRID)
     assert found.seeds == (0,)
-    assert [s.published for s in found.settings] == [True, False, False] * 2 + [
-        True
-    ] * 2
+    published = [True, False, False] * 2 + [True] * 2
+    assert [s.published for s in found.settings] == published
     given = [s.config.method.given for s in found.settings]
     assert [g.get("outer_lr") for g in given[:3]] == [0.4, 1.0, 0.7]  # Its default.
     assert [g.get("compress") for g in given[:6]] == ["none"] * 3 + ["ef+int4"] * 3
@@ -69,11 +67,9 @@ def test_a_grid_is_the_product_of_its_axes_and_what_is_published():
     without = table("published = false\n" + GRID).settings
     assert len(without) == 6
     assert [s.published for s in without] == [False] * 4 + [True] * 2
-
-
-def test_equal_settings_of_two_groups_are_one():
+    # Equal settings of two groups are one: 0.7 is DiLoCo's own.
     again = GRID + '[groups.again]\nmethod = "diloco"\nouter_lr = 0.7\n'
-    assert len(table(again).settings) == 8  # 0.7 is DiLoCo's own.
+    assert len(table(again).settings) == 8
 
 
 @pytest.mark.parametrize(
@@ -136,16 +132,12 @@ def test_grids_that_are_refused(old, new, message):
         ("[7, 8]", "[-1]", "tuning_seeds=[-1] must be a list of whole numbers from 0"),
         ("[7, 8]", '["a"]', "tuning_seeds=['a'] must be a list of whole numbers from"),
         ("[8, 16]", "[4, 16]", "warmup_steps=5 must be less than steps=4"),
+        ("tuned = [", "seeds = [1]\ntuned = [", "no meaning beside"),
     ],
 )
 def test_halvings_that_are_refused(old, new, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        table(GRID + HALVING.replace(old, new, 1))
-
-
-def test_seeds_beside_halving_are_refused():
-    with pytest.raises(ValueError, match="no meaning beside"):
-        table("seeds = [1]\n" + GRID + HALVING)
+        table((GRID + HALVING).replace(old, new, 1))
 
 
 def test_the_best_of_each_key_go_on():
@@ -191,6 +183,23 @@ def run_through(plan, folder):
         for row in stage:
             rows.append(folder, written(row, loss_of(row)))
     return stages
+
+
+def cells_of(folder, text=GRID):
+    """Train the rows of a grid; return the cells of all that the folder has."""
+    run_through(Plan(table(text)), folder)
+    return cells.cells(rows.read(folder))
+
+
+def seeded(seeds):
+    """Return the grid with some seeds, of which nothing is tuned."""
+    return GRID.replace("tuned =", f"seeds = {seeds} #")
+
+
+def diverge(folder, *found):
+    for row in found:
+        rows.append(folder, {**row, "loss": None, "curve": [], "diverged": "NaN"})
+    return cells.cells(rows.read(folder))
 
 
 @pytest.fixture
@@ -268,8 +277,7 @@ def test_columns_and_intervals(halved):
 
 
 def test_without_halving_the_best_is_marked(tmp_path):
-    run_through(Plan(table(GRID)), tmp_path)
-    found = cells.cells(rows.read(tmp_path))
+    found = cells_of(tmp_path)
     assert found[0].columns["tuned"].chosen_here
     text = report.Report(found, reference.find(found, None)).markdown("COMMAND")
     assert "| 2.700* |" in text
@@ -280,16 +288,16 @@ def test_without_halving_the_best_is_marked(tmp_path):
     assert "chosen by these very seeds" in text
 
 
-def test_the_report_names_the_frontier(halved, call, monkeypatch):
+def test_the_report_names_the_frontier(halved, call, refused, monkeypatch):
     _, _, folder = halved
     monkeypatch.setenv("COLUMNS", "120")
     (folder / "halving.json").write_text(json.dumps(halved[0].to_json()))
     words = ["--report", f"--workdir={folder}", "--reference=method=data_parallel"]
-    code, out, err = call(sweep, *words)
-    assert (code, err) == (0, "")
+    out, err = call(sweep, *words)
+    assert not err
     assert "streaming_diloco H 16 tau 3 ef+int4" in out
     monkeypatch.setenv("COLUMNS", "80")
-    narrow = call(sweep, *words)[1].split()
+    narrow = call(sweep, *words)[0].split()
     assert set(re.findall(r"\d\.\d{3}", out)) <= set(narrow)
     text = (folder / "report.md").read_text()
     # Streaming in int4 sends least and is best: nothing else is on the frontier.
@@ -303,28 +311,24 @@ def test_the_report_names_the_frontier(halved, call, monkeypatch):
         32, pytest.approx(2.705), 800,
     ]  # fmt: skip
     assert not (folder / "networks.json").exists()
-    code, _, err = call(sweep, *words[:2], "--reference=method=cocodc")
-    assert code == 2
-    assert err.startswith("error: --reference='method=cocodc' is no cell")
-    code, _, err = call(sweep, *words[:2], "--reference=method=streaming_diloco")
-    assert code == 2
-    assert "is 2 cells of these rows; give flags of one: streaming_diloco H 16" in err
-    code, _, err = call(sweep, *words[:2], "--reference=sync_intervall=None")
-    assert code == 2
+    for wanted, message in (
+        ("method=cocodc", "--reference='method=cocodc' is no cell"),
+        ("method=streaming_diloco",
+         "is 2 cells of these rows; give flags of one: streaming_diloco H 16"),
+        ("sync_intervall=None", "sync_intervall"),
+    ):  # fmt: skip
+        assert message in refused(sweep, *words[:2], f"--reference={wanted}")
     (folder / "halving.json").write_text('{"chosen": ["of another version"]}')
-    code, _, err = call(sweep, *words)
-    assert code == 2
-    assert "halving.json chose settings that no row has" in err
+    told = "halving.json chose settings that no row has"
+    assert told in refused(sweep, *words)
 
 
-def test_who_is_there_first_on_which_network(halved, call):
+def test_who_is_there_first_on_which_network(halved, call, refused):
     """By hand: a ring over M links takes 2 (M - 1) (b / M / rate + latency)."""
     _, _, folder = halved
     words = ["--report", f"--workdir={folder}", "--reference=method=data_parallel"]
-    code, _, err = call(
-        sweep, *words, "--networks=0.01x50,10000x10", "--step_seconds=0.5"
-    )
-    assert (code, err) == (0, "")
+    _, err = call(sweep, *words, "--networks=0.01x50,10000x10", "--step_seconds=0.5")
+    assert not err
     found = json.loads((folder / "networks.json").read_text())["arrivals"]
     at = {(a["cell"], a["column"], a["mbit"]): a["seconds"] for a in found}
     parallel = ("data_parallel float32", "published")
@@ -337,29 +341,21 @@ def test_who_is_there_first_on_which_network(halved, call):
     text = (folder / "report.md").read_text()
     assert "| 0.01 Mbit/s, 50 ms | streaming_diloco" in text
     assert "| 10 Gbit/s, 10 ms |" in text
-    code, _, err = call(sweep, *words, "--networks=fast")
-    assert code == 2
-    assert err.startswith("error: --networks='fast' names 'fast'; use all, or")
+    said = refused(sweep, *words, "--networks=fast")
+    assert said.startswith("--networks='fast' names 'fast'; use all, or")
 
 
 def test_a_seed_that_diverged_is_told(tmp_path):
-    plan = Plan(table(GRID))
-    run_through(plan, tmp_path)
-    lost = rows.read(tmp_path)[-1]
-    rows.append(tmp_path, {**lost, "loss": None, "curve": [], "diverged": "NaN"})
-    found = cells.cells(rows.read(tmp_path))
+    cells_of(tmp_path)
+    found = diverge(tmp_path, rows.read(tmp_path)[-1])
     text = report.Report(found, reference.find(found, "method=diloco")).markdown("")
     assert "diverged (seed 0)" in text
     assert len(rows.read(tmp_path)) == 8
 
 
 def test_a_cell_with_a_diverged_seed_gets_nowhere(tmp_path):
-    plan = Plan(table(GRID.replace("tuned =", "seeds = [0, 1] #")))
-    run_through(plan, tmp_path)
-    found = cells.cells(rows.read(tmp_path))
-    lost = found[0].columns["published"].rows[1]
-    rows.append(tmp_path, {**lost, "loss": None, "curve": [], "diverged": "NaN"})
-    found = cells.cells(rows.read(tmp_path))
+    found = cells_of(tmp_path, seeded([0, 1]))
+    found = diverge(tmp_path, found[0].columns["published"].rows[1])
     bad, good = (cell.columns["published"] for cell in found[:2])
     for pair in ((bad, good), (good, bad)):
         assert cells.difference(*pair) is None
@@ -368,18 +364,15 @@ def test_a_cell_with_a_diverged_seed_gets_nowhere(tmp_path):
 
 
 def test_where_every_run_diverged_there_are_no_figures(tmp_path):
-    run_through(Plan(table(GRID)), tmp_path)
-    for row in rows.read(tmp_path):
-        rows.append(tmp_path, {**row, "loss": None, "curve": [], "diverged": "NaN"})
-    found = cells.cells(rows.read(tmp_path))
+    cells_of(tmp_path)
+    found = diverge(tmp_path, *rows.read(tmp_path))
     text = report.Report(found, found[0]).markdown("")
     assert text.startswith("Every run diverged.\n\n| method |")
 
 
 def test_a_sweep_that_tunes_nothing_has_one_column(tmp_path):
-    plain = GRID.replace('tuned = ["outer_lr", "outer_momentum"]', "seeds = [0, 1]")
-    run_through(Plan(table(plain.replace("outer = [", "outer = [ {}, "))), tmp_path)
-    found = cells.cells(rows.read(tmp_path))
+    plain = seeded([0, 1]).replace("outer = [", "outer = [ {}, ")
+    found = cells_of(tmp_path, plain)
     assert [list(cell.columns) for cell in found] == [["published"]] * 8
     assert found[1].label.endswith("outer_lr=1.0 outer_momentum=0.0")
     made = report.Report(found, reference.find(found, "method=diloco"))
@@ -424,13 +417,11 @@ def test_rungs_are_of_the_cells_that_they_chose_for(halved):
 
 
 def test_rows_of_other_steps_and_seeds_are_told_apart(tmp_path):
-    plain = GRID.replace("tuned =", "seeds = [0, 1] #").partition("[groups.streaming]")
-    other = '[groups.other]\nmethod = "METHOD"\n'
     for method, steps, seeds in (("diloco", 32, [0, 1]), ("data_parallel", 48, [0])):
-        text = (plain[0] + other.replace("METHOD", method)).replace("32", str(steps))
-        found = table(text.replace("[0, 1]", str(seeds)))
-        run_through(Plan(found), tmp_path)
-    found = cells.cells(rows.read(tmp_path))
+        base = (
+            seeded(seeds).partition("[groups.streaming]")[0].replace("32", str(steps))
+        )
+        found = cells_of(tmp_path, f'{base}[groups.other]\nmethod = "{method}"\n')
     text = report.Report(found, found[0]).markdown("")
     assert text.startswith("Loss after 32 steps, nats per token of held-out text, mean")
     assert "mean of 2 seeds with its 95 % interval (Student), but where other" in text
@@ -447,7 +438,7 @@ def told(folder, text):
 def test_rows_have_the_role_that_the_grid_gives_them_now(tmp_path):
     """One seed and nothing tuned, then more of both, is the same as all at once."""
     grown = GRID + "[halving]\nrungs = [8]\ntuning_seeds = [7]\nfinal_seeds = [0, 1]"
-    first = GRID.replace("tuned =", "seeds = [0] #")
+    first = seeded([0])
     (tmp_path / "fresh").mkdir()
     (tmp_path / "grown").mkdir()
     run_through(Plan(table(grown)), tmp_path / "fresh")
@@ -469,7 +460,7 @@ def test_winners_of_a_halving_that_was_given_up_do_not_count(halved, call):
     (folder / "halving.json").write_text('{"chosen": []}')
     (folder / "grid.toml").write_text(GRID.replace("tuned =", "seeds=[0, 1]\ntuned ="))
     words = [f"--workdir={folder}", "--reference=method=data_parallel"]
-    assert call(sweep, "--report", *words)[0] == 0
+    call(sweep, "--report", *words)
     made = json.loads((folder / "cells.json").read_text())
     assert made["cells"][0]["columns"]["tuned"]["chosen_here"]
 
@@ -482,40 +473,30 @@ def test_points_that_nothing_beats():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "error: --grid=None is missing; name a grid file"),
-        (["--grid=missing.toml"], "error: --grid=missing.toml cannot be read (No such"),
-        (["--grid={grid}", "--shard=3/2"], "error: --shard='3/2' must be i/n with"),
-        (["--report"], "error: --workdir='"),
-        (["--grid={grid}", "--workdir={grid}"], "error: --workdir='{grid}' is a file;"),
-        (
-            ["--grid={grid}", "--workdir=/proc/no"],
-            "error: --workdir='/proc/no' cannot be written to (No such file or direct",
-        ),
-        (
-            ["--grid={grid}", "--reference=method=cocodc"],
-            "error: --reference='method=cocodc' is no setting of the grid; give flags "
-            "of one as --list shows them, such as method=streaming_diloco,sync_interv",
-        ),
-        (
-            ["--grid={grid}", "--reference_column=best"],
-            "error: --reference_column='best' is unknown; use one of ['published', 't",
-        ),
-        (
-            ["--grid={grid}", "--only=method=cocodc"],
-            "error: --only='method=cocodc' is no setting of the grid; give flags of",
-        ),
-        (["--grid={grid}", "--networks=fast"], "error: --networks='fast' names 'fast'"),
-        (["--grid={grid}", "--step_seconds=nan"], "error: --step_seconds=nan must be"),
+        ("", "--grid=None is missing; name a grid file"),
+        ("--grid=missing.toml", "--grid=missing.toml cannot be read (No such"),
+        ("--grid={grid} --shard=3/2", "--shard='3/2' must be i/n with"),
+        ("--report", "--workdir='"),
+        ("--grid={grid} --workdir={grid}", "--workdir='{grid}' is a file;"),
+        ("--grid={grid} --workdir=/proc/no",
+         "--workdir='/proc/no' cannot be written to (No such file or direct"),
+        ("--grid={grid} --reference=method=cocodc",
+         "--reference='method=cocodc' is no setting of the grid; give flags "
+         "of one as --list shows them, such as method=streaming_diloco,sync_interv"),
+        ("--grid={grid} --reference_column=best",
+         "--reference_column='best' is unknown; use one of ['published', 't"),
+        ("--grid={grid} --only=method=cocodc",
+         "--only='method=cocodc' is no setting of the grid; give flags of"),
+        ("--grid={grid} --networks=fast", "--networks='fast' names 'fast'"),
+        ("--grid={grid} --step_seconds=nan", "--step_seconds=nan must be"),
     ],
-)
-def test_wrong_flags(words, message, call, tmp_path):
+)  # fmt: skip
+def test_wrong_flags(words, message, refused, tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text(GRID)
-    words = [word.format(grid=path) for word in words]
-    code, _, err = call(sweep, f"--workdir={tmp_path / 'out'}", *words)
-    assert code == 2
-    assert err.startswith(message.format(grid=path))
-    assert err.count("\n") == 1
+    words = words.format(grid=path).split()
+    said = refused(sweep, f"--workdir={tmp_path / 'out'}", *words)
+    assert said.startswith(message.format(grid=path))
     assert not (tmp_path / "out").exists()
 
 
@@ -523,13 +504,12 @@ def test_rows_of_some_flags_alone(halved, call, tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text(GRID)
     words = ["--only=compress=ef+int4,outer_lr=1.0"]
-    code, out, _ = call(sweep, f"--grid={path}", "--list", *words)
-    assert code == 0
+    out, _ = call(sweep, f"--grid={path}", "--list", *words)
     assert [line.split(":")[0] for line in out.splitlines()[:-1]] == ["streaming"]
     _, _, folder = halved
     (folder / "halving.json").write_text(json.dumps(halved[0].to_json()))
     words = ["--only=method=streaming_diloco", "--report", f"--workdir={folder}"]
-    assert call(sweep, *words)[0] == 0
+    call(sweep, *words)
     made = json.loads((folder / "cells.json").read_text())["cells"]
     assert [cell["flags"]["compress"] for cell in made] == ["none", "ef+int4"]
 
@@ -537,7 +517,7 @@ def test_rows_of_some_flags_alone(halved, call, tmp_path):
 def test_a_reference_is_a_setting_of_the_grid_or_a_row_that_is_there():
     plan = Plan(table(GRID))
     reference.check("method=diloco,sync_interval=16", "tuned", plan, [])
-    plain = Plan(table(GRID.replace("tuned =", "seeds = [3] #")))
+    plain = Plan(table(seeded([3])))
     reference.check("method=diloco,seed=3", "published", plain, [])
     with pytest.raises(ValueError, match="reference_column='tuned' is of grids that"):
         reference.check(None, "tuned", plain, [])
@@ -575,19 +555,18 @@ def test_a_killed_sweep_goes_on(command, call, corpus, tmp_path):
     )
     words = [f"--grid={path}", f"--workdir={folder}"]
     process = command(sweep.__name__, *words)
+
+    def is_half_done():
+        done = rows.read(folder) if folder.exists() else []
+        return done and any((folder / "runs").glob("*/checkpoints/16"))
+
     try:
-        second = folder / "runs"
-        while process.poll() is None:
-            done = rows.read(folder) if folder.exists() else []
-            if done and any(second.glob("*/checkpoints/16")):
-                break
-            time.sleep(0.05)
-        process.send_signal(signal.SIGKILL)
+        wait_until(lambda: is_half_done() or process.poll() is not None)
     finally:
+        process.kill()
         process.communicate()
     (first,) = rows.read(folder)
-    code, out, err = call(sweep, *words)
-    assert code == 0, err
+    out, _ = call(sweep, *words)
     found = rows.read(folder)
     assert found[0] == first
     assert [row["seed"] for row in found] == [0, 1]
@@ -598,7 +577,6 @@ def test_a_killed_sweep_goes_on(command, call, corpus, tmp_path):
     assert not any((folder / "runs").iterdir())
     before = (folder / rows.FILE).read_bytes()
     words[0] = f"--grid={folder / 'grid.toml'}"  # Which the sweep has written itself.
-    code, out, err = call(sweep, *words)
-    assert code == 0, err
+    call(sweep, *words)
     assert (folder / rows.FILE).read_bytes() == before
     assert (folder / "report.md").exists()

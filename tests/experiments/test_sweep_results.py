@@ -4,7 +4,6 @@ import dataclasses
 import json
 import pathlib
 import re
-import tomllib
 
 import numpy as np
 import pytest
@@ -14,8 +13,10 @@ from cocodc_jax.run.config import SECTIONS
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.run_config import RunConfig
 from experiments import sweep
-from experiments.sweeps import cells, grid, reference, report, results, rows
+from experiments.sweeps import cells, reference, report, results, rows
 from experiments.sweeps.schedule import Plan
+
+from .test_sweep import table, written
 
 GRID = """
 seeds = [0, 1, 2]
@@ -35,10 +36,6 @@ LOSSES = {
 }
 
 
-def table(text):
-    return grid.from_table(tomllib.loads(text))
-
-
 def train(folder, text=GRID, add=0.0):
     """Write the rows of a grid as if they had been trained: losses on a line."""
     for stage in Plan(table(text)).stages(dict):
@@ -48,17 +45,10 @@ def train(folder, text=GRID, add=0.0):
 
 
 def _row(row, add):
-    config, setting = row.config, row.setting
-    method = config.method.method
-    loss = LOSSES[method][row.seed] + add
+    loss = LOSSES[row.config.method.method][row.seed] + add
     curve = [[int(s), float(4 + (loss - 4) * s / 32), 10.0 * s] for s in STEPS]
-    return {
-        "row": row.row_id, "setting": setting.key, "name": setting.name,
-        "stage": row.stage, "published": setting.published, "tuned": list(row.tuned),
-        "method": method, "seed": row.seed, "steps": 32, "loss": loss, "bytes": 320,
-        "bytes_per_step": 10, "tokens": 1, "parameters": 1, "fragment_bytes": [10],
-        "curve": curve, "config": rows.completed(config.to_json()),
-    }  # fmt: skip
+    sent = {"bytes": 320, "bytes_per_step": 10, "fragment_bytes": [10]}
+    return written(row, loss) | sent | {"curve": curve}
 
 
 @pytest.fixture
@@ -98,8 +88,8 @@ def test_rows_are_held_against_another_sweep_seed_by_seed(kept, call, tmp_path):
     (tmp_path / "next").mkdir()
     train(tmp_path / "next", GRID.replace("delay_steps = 3", "delay_steps = 4"), -0.25)
     words = [f"--workdir={tmp_path / 'next'}", "--reference=method=diloco"]
-    code, _, err = call(sweep, "--report", *words, f"--reference_from={kept}")
-    assert (code, err) == (0, "")
+    _, err = call(sweep, "--report", *words, f"--reference_from={kept}")
+    assert not err
     made = json.loads((tmp_path / "next" / "cells.json").read_text())
     assert made["reference"]["from"] == str(kept)
     column = made["cells"][0]["columns"]["published"]
@@ -116,26 +106,24 @@ def test_rows_are_held_against_another_sweep_seed_by_seed(kept, call, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--reference_from=none.json"],
-         "error: --reference_from=none.json cannot be read (No such file"),
-        (["--reference_from={folder}/rows.jsonl"],
-         "error: --reference_from={folder}/rows.jsonl cannot be read ("),
-        (["--reference_from={kept}", "--reference=method=cocodc"],
-         "error: --reference='method=cocodc' is no cell of {kept}; they are streaming"),
-        (["--reference_from={kept}", "--reference_column=tuned"],
-         "error: --reference_column='tuned' was not run for diloco H 16 float32 of "),
+        ("--reference_from=none.json",
+         "--reference_from=none.json cannot be read (No such file"),
+        ("--reference_from={folder}/rows.jsonl",
+         "--reference_from={folder}/rows.jsonl cannot be read ("),
+        ("--reference_from={kept} --reference=method=cocodc",
+         "--reference='method=cocodc' is no cell of {kept}; they are streaming"),
+        ("--reference_from={kept} --reference_column=tuned",
+         "--reference_column='tuned' was not run for diloco H 16 float32 of "),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("before_training", [False, True])
-def test_references_that_are_refused(words, message, before_training, kept, call):
+def test_references_that_are_refused(words, message, before_training, kept, refused):
     folder = kept.parent / "first"
     (folder / "grid.toml").write_text(GRID)
-    words = [word.format(folder=folder, kept=kept) for word in words]
+    words = words.format(folder=folder, kept=kept).split()
     first = f"--grid={folder}/grid.toml" if before_training else "--report"
-    code, _, err = call(sweep, first, f"--workdir={folder}", *words)
-    assert code == 2
-    assert err.startswith(message.format(folder=folder, kept=kept))
-    assert err.count("\n") == 1
+    said = refused(sweep, first, f"--workdir={folder}", *words)
+    assert said.startswith(message.format(folder=folder, kept=kept))
 
 
 def test_losses_of_another_model_are_no_reference(kept):

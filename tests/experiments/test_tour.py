@@ -31,13 +31,9 @@ def test_it_has_no_outputs_and_installs_only_what_is_missing():
 def test_it_runs(tmp_path):
     script = tmp_path / "tour.py"
     script.write_text("\n\n".join(CODE))
-    done = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"TMPDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)},
-    )
+    env = os.environ | {"TMPDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    words = [sys.executable, script]
+    done = subprocess.run(words, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("late ")

@@ -1,5 +1,6 @@
 """The lab as a user runs it: real programs in namespaces, and what is left after."""
 
+import contextlib
 import json
 import math
 import os
@@ -13,11 +14,9 @@ import pytest
 
 from cocodc_jax.netlab import region
 from experiments import wan
+from tests.waiting import wait_until
 
 ROOT = pathlib.Path(__file__).parents[2]
-LACKS = region.missing()
-needs_lab = pytest.mark.skipif(bool(LACKS), reason=f"no lab: {'; '.join(LACKS)}")
-
 # Region 0 is the server; the others wait until it listens.
 PRELUDE = """
 import os, pathlib, socket, sys, time
@@ -45,6 +44,8 @@ def python(program, *arguments):
 @pytest.fixture
 def lab(tmp_path, capfd, monkeypatch):
     """Runs the lab; returns its exit code, region 0's output and traffic.json."""
+    if lacks := region.missing():
+        pytest.skip(f"no lab: {'; '.join(lacks)}")
     monkeypatch.setenv("LAB_TEST_READY", str(tmp_path / "ready"))
 
     def run(*arguments):
@@ -82,7 +83,6 @@ else:
 """
 
 
-@needs_lab
 def test_round_trip_and_what_a_region_is_told(lab, tmp_path):
     tell = """
 for name in ("PROCESS_ID", "NUM_PROCESSES", "COORDINATOR_ADDRESS", "LOCAL_ADDRESS"):
@@ -101,7 +101,6 @@ print("to stderr", file=sys.stderr, flush=True)
     assert float(round_trip_s) == pytest.approx(0.08, rel=0.1)
 
 
-@needs_lab
 def test_unequal_links(lab, tmp_path):
     links = tmp_path / "links.yaml"
     links.write_text("""
@@ -147,7 +146,6 @@ else:
 """
 
 
-@needs_lab
 def test_tcp_fills_the_link_and_bytes_are_counted(lab, tmp_path):
     size = 20_000_000
     flags = ("--bandwidth_mbit=100", "--latency_ms=10")
@@ -166,7 +164,6 @@ def test_tcp_fills_the_link_and_bytes_are_counted(lab, tmp_path):
     assert 0 < traffic["relay_cpu_s"] < traffic["wall_s"]
 
 
-@needs_lab
 def test_tcp_begins_with_more_than_a_packet(lab):
     paths = [f"/proc/sys/net/ipv4/tcp_{name}mem" for name in "rw"]
     before = [pathlib.Path(path).read_text() for path in paths]
@@ -180,7 +177,6 @@ def test_tcp_begins_with_more_than_a_packet(lab):
     assert [pathlib.Path(path).read_text() for path in paths] == before
 
 
-@needs_lab
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [([], "reno\n0\n"), (["--slow_start_after_idle"], "reno\n1\n")],
@@ -188,8 +184,7 @@ def test_tcp_begins_with_more_than_a_packet(lab):
 def test_tcp_is_what_flags_say_whatever_this_machine_uses(lab, flags, expected):
     names = ("congestion_control", "slow_start_after_idle")
     paths = [f"/proc/sys/net/ipv4/tcp_{name}" for name in names]
-    code, out, _ = lab(*flags, "--", "cat", *paths)
-    assert (code, out) == (0, expected)
+    assert lab(*flags, "--", "cat", *paths)[:2] == (0, expected)
 
 
 DATAGRAMS = """
@@ -210,7 +205,6 @@ else:
 """
 
 
-@needs_lab
 def test_loss(lab):
     flags = ("--loss=0.2", "--latency_ms=1", "--seed=1")
     code, out, traffic = lab(*flags, *python(DATAGRAMS, 2000, 0.0002))
@@ -220,7 +214,6 @@ def test_loss(lab):
     assert lost <= traffic["lost_packets"][1][0] <= lost + 20
 
 
-@needs_lab
 def test_an_outage_of_a_second(lab, tmp_path):
     schedule = tmp_path / "schedule.yaml"
     schedule.write_text(
@@ -237,15 +230,13 @@ def test_an_outage_of_a_second(lab, tmp_path):
 
 
 def processes():
-    """(parent, state) of every process."""
+    """The parent of every process."""
     out = {}
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with contextlib.suppress(OSError):
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if state != "Z":
-            out[int(path.parent.name)] = int(parent)
+            if state != "Z":
+                out[int(path.parent.name)] = int(parent)
     return out
 
 
@@ -268,18 +259,9 @@ def is_tracker(pid):
 def namespaces():
     out = set()
     for path in pathlib.Path("/proc").glob("[0-9]*/ns/net"):
-        try:
+        with contextlib.suppress(OSError):
             out.add(os.readlink(path))
-        except OSError:
-            continue
     return out
-
-
-def wait_until(condition, seconds=10):
-    end_s = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end_s:
-        time.sleep(0.02)
-    assert condition()
 
 
 # A command with a child in a session of its own, as a daemon has.
@@ -290,7 +272,6 @@ print(child.pid, os.readlink("/proc/self/ns/net"), flush=True)
 """
 
 
-@needs_lab
 def test_success_leaves_nothing(lab, tmp_path):
     before = namespaces()
     assert lab("--regions=3", *python(LINGER))[0] == 0
@@ -303,7 +284,6 @@ def test_success_leaves_nothing(lab, tmp_path):
     assert not pathlib.Path("/sys/class/net", region.DEVICE).exists()
 
 
-@needs_lab
 def test_the_first_failure_ends_the_others(lab, tmp_path, capfd):
     program = """
 import signal
@@ -333,7 +313,6 @@ finally:
     assert family(os.getpid()) == {os.getpid()}
 
 
-@needs_lab
 def test_without_grace_what_goes_on_is_killed_at_once_with_all_that_it_started(
     lab, tmp_path
 ):
@@ -351,32 +330,23 @@ time.sleep(60)
     assert int(log(tmp_path, 0).split()[0]) not in processes()
 
 
-@needs_lab
 def test_a_command_that_is_killed_or_unknown(lab, tmp_path):
     assert lab(*python("os.kill(os.getpid(), 9)"))[0] == 128 + 9
     assert lab("--regions=1", "--", "/no/such/program")[0] == 127
     assert "/no/such/program: No such file" in log(tmp_path, 0)
 
 
-@needs_lab
 @pytest.mark.parametrize(
     ("number", "code"),
-    [
-        (signal.SIGTERM, 128 + 15),
-        (signal.SIGINT, 128 + 2),
-        (signal.SIGKILL, -9),
-    ],
+    [(signal.SIGTERM, 128 + 15), (signal.SIGINT, 128 + 2), (signal.SIGKILL, -9)],
 )
 def test_a_signal_to_the_lab_leaves_nothing(number, code, lab, tmp_path):
     words = python(LINGER + "time.sleep(60)")
     process = subprocess.Popen(
         [sys.executable, "-m", "experiments.wan", f"--logdir={tmp_path}", *words],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         start_new_session=True,  # as a shell does, for Ctrl-C
-    )
+    )  # fmt: skip
     logs = [tmp_path / f"region_{i}.log" for i in range(2)]
     wait_until(lambda: all(p.exists() and "net:[" in p.read_text() for p in logs))
     started = family(process.pid)
@@ -393,8 +363,7 @@ def test_a_signal_to_the_lab_leaves_nothing(number, code, lab, tmp_path):
     assert lab("--", "true")[0] == 0  # and the next start works
 
 
-@needs_lab
-def test_a_broken_relay_ends_the_run(command, tmp_path):
+def test_a_broken_relay_ends_the_run(lab, command, tmp_path):
     words = python(LINGER + "time.sleep(60)")
     process = command("experiments.wan", f"--logdir={tmp_path}", *words)
     path = tmp_path / "region_1.log"
@@ -410,10 +379,10 @@ def test_a_broken_relay_ends_the_run(command, tmp_path):
     wait_until(lambda: not started & set(processes()))
 
 
-def test_lacking_permissions_is_said_before_anything(monkeypatch, tmp_path, capsys):
+def test_lacking_permissions_is_said_before_anything(monkeypatch, tmp_path, refused):
     monkeypatch.setattr(region, "missing", lambda: ["this", "that"])
-    assert wan.main(["wan", f"--logdir={tmp_path / 'new'}", "--", "true"]) == 2
-    assert capsys.readouterr().err == "error: the network lab lacks this; and that\n"
+    said = refused(wan, f"--logdir={tmp_path / 'new'}", "--", "true")
+    assert said == "the network lab lacks this; and that"
     assert not (tmp_path / "new").exists()
 
 
@@ -453,45 +422,36 @@ def test_world_and_links_have_their_caps(tmp_path):
     world = plan("--world=us-east,europe-west", "--bandwidth_mbit=50").conditions[0]
     assert (world.uplink_bps[0], world.rate_bps[0][1]) == (5e7, 5e7)
     assert world.delay_s[0][1] == 0.035
-
-
-def test_a_region_by_itself_has_packets_of_any_length(tmp_path):
-    links = tmp_path / "links.yaml"
     links.write_text("{regions: [here], default: {bandwidth_gbps: 1, latency_ms: 1}}")
     assert plan(f"--links={links}").mtu_bytes == 65_000
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
-        (["--regions=0", "--", "x"], "flag --regions=0: 0 is not"),
-        (["--bandwidth_mbit=0", "--", "x"], "--bandwidth_mbit=0 must be positive"),
-        (["--latency_ms=-1", "--", "x"], "flag --latency_ms=-1: -1.0 is not"),
-        (["--loss=1", "--", "x"], "--loss=1.0 must be in [0, 1)"),
-        (["--mtu=100", "--", "x"], "flag --mtu=100: 100 is not"),
-        (["--grace_s=inf", "--", "x"], "--grace_s=inf must be below 86400, a day"),
-        (["--grace_s=nan", "--", "x"], "--grace_s=nan must be below 86400, a day"),
-        (["--bandwidth_mbit=nan", "--", "x"], "--bandwidth_mbit=nan must be finite"),
-        (["--jitter_ms=inf", "--", "x"], "--jitter_ms=inf must be finite"),
-        (["--buffer_ms=nan", "--", "x"], "--buffer_ms=nan must be finite"),
-        (["--latency=1", "--", "x"], "Unknown command line flag 'latency'. Did you"),
-        (["--congestion_control=mine", "--", "x"], "--congestion_control=mine is not"),
-        ([], "no command given; write it after --"),
-        (
-            ["--", "--preset=tiny"],
-            "the command begins with '--preset=tiny', which is a flag; write the "
-            "program before it, as in -- python -m experiments.train --preset=tiny",
-        ),
-        (["--links=/no/such", "--", "x"], "--links=/no/such: No such file"),
-        (["--schedule=/no/such", "--", "x"], "--schedule=/no/such: No such file"),
-        (["--world=mars,us-east", "--", "x"], "--world=mars,us-east: region 'mars'"),
-        (["--world=us-east", "--regions=2", "--", "x"], "--regions=2 does not combine"),
-        (["--links=a", "--world=b", "--", "x"], "--world=b does not combine with --li"),
+        ("--regions=0 -- x", "flag --regions=0: 0 is not"),
+        ("--bandwidth_mbit=0 -- x", "--bandwidth_mbit=0 must be positive"),
+        ("--latency_ms=-1 -- x", "flag --latency_ms=-1: -1.0 is not"),
+        ("--loss=1 -- x", "--loss=1.0 must be in [0, 1)"),
+        ("--mtu=100 -- x", "flag --mtu=100: 100 is not"),
+        ("--grace_s=inf -- x", "--grace_s=inf must be below 86400, a day"),
+        ("--grace_s=nan -- x", "--grace_s=nan must be below 86400, a day"),
+        ("--bandwidth_mbit=nan -- x", "--bandwidth_mbit=nan must be finite"),
+        ("--jitter_ms=inf -- x", "--jitter_ms=inf must be finite"),
+        ("--buffer_ms=nan -- x", "--buffer_ms=nan must be finite"),
+        ("--latency=1 -- x", "Unknown command line flag 'latency'. Did you"),
+        ("--congestion_control=mine -- x", "--congestion_control=mine is not"),
+        ("", "no command given; write it after --"),
+        ("-- --preset=tiny",
+         "the command begins with '--preset=tiny', which is a flag; write the "
+         "program before it, as in -- python -m experiments.train --preset=tiny"),
+        ("--links=/no/such -- x", "--links=/no/such: No such file"),
+        ("--schedule=/no/such -- x", "--schedule=/no/such: No such file"),
+        ("--world=mars,us-east -- x", "--world=mars,us-east: region 'mars'"),
+        ("--world=us-east --regions=2 -- x", "--regions=2 does not combine"),
+        ("--links=a --world=b -- x", "--world=b does not combine with --li"),
     ],
-)
-def test_bad_flags_are_one_line(arguments, message, monkeypatch, capsys):
+)  # fmt: skip
+def test_bad_flags(words, message, monkeypatch, refused):
     monkeypatch.setattr(region, "missing", list)
-    assert wan.main(["wan", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {message}")
-    assert error.count("\n") == 1
+    assert refused(wan, *words.split()).startswith(message)

@@ -12,6 +12,7 @@ import pytest
 
 from cocodc_jax.netlab import children
 from cocodc_jax.netlab.children import Group, exit_code
+from tests.waiting import is_over, wait_until
 
 # JAX runs in this process; in a launcher it does not.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
@@ -29,13 +30,6 @@ time.sleep(60)
 def start(group, program, log=None, *arguments):
     command = [sys.executable, "-S", "-c", program, *map(str, arguments)]
     group.start(command, dict(os.environ), log)
-
-
-def wait_for(path):
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -71,9 +65,9 @@ def test_the_first_to_fail_is_explained_and_ends_the_others(group, tmp_path, cap
 def test_asked_once_they_may_finish_and_twice_they_are_killed(group, tmp_path):
     asked, ready = tmp_path / "asked", tmp_path / "ready"
     start(group, STUBBORN, None, asked, ready)
-    wait_for(ready)
+    wait_until(ready.exists)
     group.stop()
-    wait_for(asked)
+    wait_until(asked.exists)
     group.stop()
     assert group.wait() == 128 + signal.SIGKILL
 
@@ -102,12 +96,9 @@ run([sys.executable, "-S", "-c", program])
 
 @pytest.mark.parametrize(
     ("program", "number", "code"),
-    [
-        (GROUP, signal.SIGKILL, -signal.SIGKILL),
-        (RUN, signal.SIGKILL, -signal.SIGKILL),
-        (RUN, signal.SIGTERM, 128 + signal.SIGTERM),
-    ],
-)
+    [(GROUP, signal.SIGKILL, -signal.SIGKILL), (RUN, signal.SIGKILL, -signal.SIGKILL),
+     (RUN, signal.SIGTERM, 128 + signal.SIGTERM)],
+)  # fmt: skip
 def test_children_die_with_their_parent(program, number, code):
     with subprocess.Popen(
         [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -116,11 +107,7 @@ def test_children_die_with_their_parent(program, number, code):
         child = int(parent.stdout.readline())
         parent.send_signal(number)
     assert parent.returncode == code
-    stat = pathlib.Path(f"/proc/{child}/stat")
-    deadline = time.monotonic() + 10
-    while stat.exists() and ") Z " not in stat.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: is_over(child), 10)
 
 
 def test_no_program_starts_others_in_another_way():
@@ -148,10 +135,6 @@ def started(program, log, num_processes=1):
     region = children.Region(command, log, num_processes)
     region.start()
     return region
-
-
-def never():
-    return False
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -182,7 +165,7 @@ def test_who_lived_for_long_is_started_again(tmp_path, monkeypatch):
 
 def test_of_several_processes_it_is_that_of_the_one_that_failed(tmp_path, capfd):
     region = started(OF_TWO, tmp_path / "output.log", num_processes=2)
-    assert children.wait([region], never)
+    assert children.wait([region], lambda: False)
     told = f", see {tmp_path / 'output_1.log'}: error: out of memory\n"
     assert capfd.readouterr().err.endswith(told)
 
@@ -195,7 +178,7 @@ def test_what_one_of_several_processes_refuses_is_not_started_again(tmp_path):
 
 
 def test_what_is_written_to_the_terminal_is_not_told_again(capfd):
-    assert children.wait([started("raise SystemExit(3)", None)], never) == 3
+    assert children.wait([started("raise SystemExit(3)", None)], lambda: False) == 3
     assert capfd.readouterr().err == "region 0 ended with 3\n"
 
 

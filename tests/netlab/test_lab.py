@@ -1,4 +1,4 @@
-"""The lab's parts that need no permissions: shaper, conditions, hosts, messages."""
+"""The lab as a library: what is planned, shaped, told, counted and lacking."""
 
 import dataclasses
 import json
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cocodc_jax import netlab
 from cocodc_jax.netlab import plan, region, relay
 from cocodc_jax.netlab.shaper import Conditions, Shaper
 from cocodc_jax.network.links import Link, LinkChange, Topology, uniform
@@ -23,15 +24,12 @@ def conditions(num=2, *, mbit=10.0, delay_s=0.1, region_mbit=math.inf, **fields)
     def full(value):
         return [[value] * num for _ in range(num)]
 
+    cap = [region_mbit * 1e6] * num
     base = Conditions(
-        start_s=0.0,
-        rate_bps=full(mbit * 1e6),
-        delay_s=full(delay_s),
-        jitter_s=full(fields.pop("jitter_s", 0.0)),
-        loss=full(fields.pop("loss", 0.0)),
-        uplink_bps=[region_mbit * 1e6] * num,
-        downlink_bps=[region_mbit * 1e6] * num,
-    )
+        start_s=0.0, rate_bps=full(mbit * 1e6), delay_s=full(delay_s),
+        jitter_s=full(fields.pop("jitter_s", 0.0)), loss=full(fields.pop("loss", 0.0)),
+        uplink_bps=cap, downlink_bps=cap,
+    )  # fmt: skip
     return dataclasses.replace(base, **fields)
 
 
@@ -224,15 +222,10 @@ def test_changes_hold_while_they_last_and_multiply():
     assert min(by_time[5].downlink_bps) > 0
 
 
-@pytest.mark.parametrize(
-    ("mbit", "mtu"), [(1, 1500), (20, 2500), (100, 12500), (1000, 65000)]
-)
-def test_packets_take_a_millisecond(mbit, mtu):
-    links = conditions(mbit=mbit)
-    assert plan.usual_mtu_bytes(links) == mtu
-
-
-def test_a_narrow_uplink_counts_for_the_packet_size():
+def test_packets_take_a_millisecond():
+    for mbit, mtu in ((1, 1500), (20, 2500), (100, 12500), (1000, 65000)):
+        assert plan.usual_mtu_bytes(conditions(mbit=mbit)) == mtu
+    # A narrow uplink counts too.
     assert plan.usual_mtu_bytes(conditions(mbit=1000, region_mbit=100)) == 12500
 
 
@@ -249,22 +242,17 @@ def test_windows_hold_two_round_trips():
 def test_hosts_give_the_own_name_the_regions_address():
     text = "127.0.0.1 localhost box # a box\n::1 localhost\n\n10.0.0.5 box\n"
     assert region.hosts(text, "box", 1, 2).splitlines() == [
-        "127.0.0.1 localhost",
-        "::1 localhost",
-        "10.77.0.2 box",
-        "10.77.0.1 region0",
+        "127.0.0.1 localhost", "::1 localhost", "10.77.0.2 box", "10.77.0.1 region0",
         "10.77.0.2 region1",
-    ]
+    ]  # fmt: skip
 
 
 def test_environment_has_who_and_no_proxy(monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     monkeypatch.setenv("no_proxy", "localhost")
     monkeypatch.setenv("KEPT", "yes")
-    settings = region.Settings(
-        2, 4, ["true"], ".", 1500, 0, "reno", False, 1.0, "", 0, 1
-    )
-    found = region.environment(settings)
+    what = ["true"], ".", 1500, 0, "reno", False, 1.0, "", 0, 1
+    found = region.environment(region.Settings(2, 4, *what))
     assert not [name for name in found if name.lower().endswith("_proxy")]
     assert found["KEPT"] == "yes"
     mine = {k: v for k, v in found.items() if k.startswith("COCODC_")}
@@ -281,9 +269,8 @@ def test_the_relay_reads_what_the_lab_writes():
     settings = relay.Settings(["a", "b", "c"], [3, 4, 5], [links], 0.2, 7, "/x", "", 9)
     found = relay.Settings.from_json(json.dumps(dataclasses.asdict(settings)))
     assert found.conditions[0].uplink_bps == [math.inf] * 3
-    assert json.dumps(dataclasses.asdict(found)) == json.dumps(
-        dataclasses.asdict(settings)
-    )
+    one, other = (json.dumps(dataclasses.asdict(each)) for each in (found, settings))
+    assert one == other
 
 
 def test_missing_permissions_are_named():
@@ -294,13 +281,8 @@ if os.getuid() == 0:
     os.setuid(65534)
 print("; ".join(region.missing()))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env={"PATH": "/nowhere"},
-        capture_output=True,
-        text=True,
-    )
+    words, env = [sys.executable, "-c", program], {"PATH": "/nowhere"}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
     assert "CAP_NET_ADMIN and CAP_SYS_ADMIN (run as root" in done.stdout, done.stderr
     assert "the program `ip` (package iproute2)" in done.stdout
 
@@ -308,3 +290,44 @@ print("; ".join(region.missing()))
 def test_a_missing_device_is_named(monkeypatch):
     monkeypatch.setattr(region, "_TUN_PATH", "/dev/net/no_tun")
     assert "/dev/net/no_tun (No such file or directory" in region.missing()[-1]
+
+
+def test_sizes_come_from_the_links_as_they_usually_are(tmp_path):
+    usual = netlab.make_plan(
+        uniform(2, Link(0.1, 0.05)), ["echo", "r{region}"], tmp_path
+    )
+    assert usual.regions == ("region0", "region1")
+    assert (usual.mtu_bytes, usual.buffer_s) == (12_500, math.inf)
+    assert usual.region_command(1) == ["echo", "r1"]
+    outage = LinkChange(start_s=1.0, duration_s=2.0, bandwidth_factor=0.0)
+    later = netlab.make_plan(
+        uniform(2, Link(0.1, 0.05), changes=(outage,)), ["echo"], tmp_path
+    )
+    assert (later.mtu_bytes, len(later.conditions)) == (12_500, 3)
+    assert later.window_bytes == usual.window_bytes
+
+
+def test_what_the_relay_counted_is_one_line(tmp_path):
+    made = netlab.make_plan(uniform(2, Link(0.1, 0.05)), ["true"], tmp_path)
+    assert made.summary() == "wan: nothing was counted"
+    traffic = {
+        "wall_s": 2.0, "relay_cpu_s": 0.5, "mean_late_s": 0.0012, "max_late_s": 0.01,
+        "sent_bytes": [[0, 2_000_000], [500_000, 0]],
+        "delivered_bytes": [[0, 1_000_000], [500_000, 0]],
+    }  # fmt: skip
+    made.traffic_path.write_text(json.dumps(traffic))
+    assert made.summary() == (
+        "wan: 2.0 s, 2.500 MB sent, 1.500 MB delivered, relay busy 25% of a core, "
+        "packets late by 1.2 ms, at most 10.0"
+    )
+
+
+def test_its_processes_load_neither_jax_nor_numpy():
+    """There is one for each region, and they have to start in no time."""
+    program = """
+import sys
+import cocodc_jax.netlab.region, cocodc_jax.netlab.relay
+assert not {"jax", "numpy"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()

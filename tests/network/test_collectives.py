@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cocodc_jax.network import collectives
-from cocodc_jax.network.collectives import (
-    COLLECTIVES,
-    ROUNDS,
-    best_order,
-    collective_cost,
-    rounds_s,
-)
+from cocodc_jax.network.collectives import ROUNDS, best_order, collective_cost, rounds_s
 from cocodc_jax.network.links import Link, LinkState, uniform
 from cocodc_jax.network.world import world, world_regions
 from tests.network.made_up_links import random_links, states
@@ -29,10 +23,7 @@ def equal_state(num, seconds_per_gb=1.0, delay_s=0.5):
 def test_formulas_on_equal_links(num):
     state, gb = equal_state(num), 1e9
     logs = math.log2(num)
-    seconds = {
-        "ring": 2 * (num - 1) * (0.5 + 12 / num),
-        "gather": (num - 1) * 12.5,
-    }
+    seconds = {"ring": 2 * (num - 1) * (0.5 + 12 / num), "gather": (num - 1) * 12.5}
     if logs.is_integer():
         seconds |= {"tree": 2 * logs * 12.5, "pairs": logs * 12.5}
     for name, expected in seconds.items():
@@ -45,13 +36,10 @@ def test_parts_of_a_cost():
     assert cost.bytes_sent == (6e9,) * 4
 
 
-def test_tree_of_three_by_hand():
+def test_tree_and_pairs_of_three_by_hand():
     # Both leaves send at once and are in at 12.5; the root sends down twice, from 12.5
     # and, its port free again, from 24.5.
     assert collective_cost(equal_state(3), "tree", 12e9).seconds == 37.0
-
-
-def test_pairs_of_three_by_hand():
     # 2 -> 0 is in at 12.5, as is 1 -> 0; 0 -> 1 leaves from 12.5 to 24.5, then 0 -> 2.
     assert collective_cost(equal_state(3), "pairs", 12e9).seconds == 37.0
 
@@ -90,7 +78,7 @@ def test_an_outage_takes_for_ever():
 
 
 def test_one_region_costs_nothing():
-    for name in COLLECTIVES:
+    for name in collectives.COLLECTIVES:
         cost = collective_cost(equal_state(1), name, 1e9)
         assert (cost.seconds, cost.bytes_sent) == (0.0, (0.0,))
 

@@ -46,10 +46,9 @@ def test_two_of_which_one_is_late_by_hand():
 def test_messages_are_gathered_in_one_exchange_by_hand():
     # Messages of 4 s. At once: 10 for the word, in at 24. Rank 1 late: its message and
     # its word are in at 34; rank 0's is in at 48.
-    state = own_links(2, 10.0)
-    found = direct.seconds_of(state, "direct_gather", 4e6, [0, 0])
-    assert found == about(24, 24)
-    assert direct.seconds_of(state, "direct_gather", 4e6, [0, 20]) == about(34, 48)
+    gathered = functools.partial(direct.seconds_of, own_links(2, 10.0), "direct_gather")
+    assert gathered(4e6, [0, 0]) == about(24, 24)
+    assert gathered(4e6, [0, 20]) == about(34, 48)
 
 
 def test_three_over_one_line_each_by_hand():
@@ -60,11 +59,8 @@ def test_three_over_one_line_each_by_hand():
     assert seconds_of(state, 3e6, [0, 0, 0]) == about(8, 8, 8)
 
 
-def test_one_region_has_nothing_to_wait_for():
+def test_one_region_waits_for_nothing_and_a_link_that_is_out_ends_nothing():
     assert seconds_of(own_links(1, 1.0), 8, [3]) == [3]
-
-
-def test_a_link_that_is_out_ends_nothing():
     state = own_links(3, 1.0)
     state.bytes_per_s[0, 1] = 0.0
     assert max(seconds_of(state, 3, [0, 0, 0])) == math.inf
@@ -73,15 +69,9 @@ def test_a_link_that_is_out_ends_nothing():
 # Four regions in the lab, seconds of the slowest, medians of 6 to 8.
 @pytest.mark.parametrize(
     ("mbit", "megabytes", "measured_s"),
-    [
-        (1000, 3.36, 0.26),
-        (100, 3.36, 0.75),
-        (100, 0.84, 0.34),
-        (100, 0.21, 0.23),
-        (20, 3.36, 3.25),
-        (20, 0.84, 0.95),
-    ],
-)
+    [(1000, 3.36, 0.26), (100, 3.36, 0.75), (100, 0.84, 0.34), (100, 0.21, 0.23),
+     (20, 3.36, 3.25), (20, 0.84, 0.95)],
+)  # fmt: skip
 def test_it_is_what_the_lab_measured(mbit, megabytes, measured_s):
     share = payload_share(min(125 * mbit, 65000))
     state = uniform(4, Link(mbit / 1000 * share, 0.05)).at()
@@ -99,12 +89,9 @@ def test_regions_with_links_of_their_own_wait_for_two_parts(num, megabytes, meas
 
 
 @given(
-    st.integers(2, 5),
-    st.floats(0, 1),
-    st.floats(1e4, 1e7),
-    st.lists(st.floats(0, 3), min_size=5, max_size=5),
-    st.booleans(),
-)
+    st.integers(2, 5), st.floats(0, 1), st.floats(1e4, 1e7),
+    st.lists(st.floats(0, 3), min_size=5, max_size=5), st.booleans(),
+)  # fmt: skip
 @settings(max_examples=50, deadline=None)
 def test_it_is_never_below_its_links_nor_above_all_in_turn(
     num, delay_s, num_bytes, starts, has_line

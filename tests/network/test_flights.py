@@ -18,24 +18,19 @@ def arrivals(channel, jobs):
     return [channel.arrival_s(i) for i in ids]
 
 
-def test_one_transfer():
-    assert arrivals(Channel(seconds_are_bytes), [(1.0, 2.0)]) == [3.5]
-
-
-def test_fair_sharing_by_hand():
-    # Alone from 0 to 1, half each from 1 to 3 when the first ends, then alone to 4.
-    assert arrivals(Channel(seconds_are_bytes), [(0.0, 2.0), (1.0, 2.0)]) == [3.5, 4.5]
-
-
-def test_fifo_by_hand():
-    channel = Channel(seconds_are_bytes, sharing="fifo")
-    assert arrivals(channel, [(0.0, 2.0), (1.0, 2.0), (9.0, 1.0)]) == [2.5, 4.5, 10.5]
-
-
-def test_a_small_transfer_overtakes_only_when_shared():
-    jobs = [(0.0, 4.0), (1.0, 1.0)]
-    assert arrivals(Channel(seconds_are_bytes), jobs) == [5.5, 3.5]
-    assert arrivals(Channel(seconds_are_bytes, sharing="fifo"), jobs) == [4.5, 5.5]
+@pytest.mark.parametrize(
+    ("jobs", "fair", "fifo"),
+    [
+        ([(1.0, 2.0)], [3.5], [3.5]),
+        # Alone from 0 to 1, half each from 1 to 3 when the first ends, then alone to 4.
+        ([(0.0, 2.0), (1.0, 2.0), (9.0, 1.0)], [3.5, 4.5, 10.5], [2.5, 4.5, 10.5]),
+        # A small transfer overtakes only when shared.
+        ([(0.0, 4.0), (1.0, 1.0)], [5.5, 3.5], [4.5, 5.5]),
+    ],
+)
+def test_sharing_by_hand(jobs, fair, fifo):
+    assert arrivals(Channel(seconds_are_bytes), jobs) == fair
+    assert arrivals(Channel(seconds_are_bytes, sharing="fifo"), jobs) == fifo
 
 
 def test_an_outage_is_waited_out():

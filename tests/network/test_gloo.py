@@ -25,29 +25,34 @@ def settled_s(state, phases):
     return settled(state, functools.partial(seconds_of, state, phases))
 
 
-def test_all_reduce_of_two_by_hand():
+UNEQUAL = LinkState(np.array([[np.inf, 1.0], [4.0, np.inf]]), 10 * (1 - np.eye(2)))
+BY_HAND = {
     # 16 bytes make 4 segments of 4 bytes, so 4 s. In each phase: "ready" twice at 0, in
     # at 10; segments leave from 10 to 14 and to 18, and are in at 24 and 28.
-    phases = gloo.all_reduce_phases(2, 16)
-    assert seconds_of(equal_state(2, 10.0), phases, [0, 0]) == [56, 56]
-
-
-def test_all_reduce_over_unequal_links_by_hand():
+    "two": (equal_state(2, 10.0), gloo.all_reduce_phases(2, 16), [56, 56]),
     # As above, but from 1 to 0 a segment takes 1 s: rank 0 has its own at 22, rank 1 at
     # 28. Rank 0 says "ready" at 22, there at 32, rank 1 at 28, there at 38. From 0: 38
     # to 46, in at 56. From 1: 32 to 34, in at 44.
-    rate = np.array([[np.inf, 1.0], [4.0, np.inf]])
-    state = LinkState(rate, 10 * (1 - np.eye(2)))
-    assert seconds_of(state, gloo.all_reduce_phases(2, 16), [0, 0]) == [44, 56]
-
-
-def test_ready_waits_behind_segments_by_hand():
+    "unequal links": (UNEQUAL, gloo.all_reduce_phases(2, 16), [44, 56]),
     # Four segments of 4 s, delay 1. 0 leaves from 1 to 5, 1 to 9; they are in at 6 and
     # 10. "Ready for 2" is said at 6 and leaves behind 1, at 9: there at 10, so 2 leaves
     # from 10 to 14. "Ready for 3", said at 10 when 2 has been given to the port, leaves
     # at 14, is there at 15; 3 leaves from 15 to 19.
-    phase = Phase(np.full((4, 2), 4.0), -1, sends_first=False)
-    assert seconds_of(equal_state(2, 1.0), [phase], [0, 0]) == [20, 20]
+    "ready waits behind segments": (
+        equal_state(2, 1.0), [Phase(np.full((4, 2), 4.0), -1, sends_first=False)],
+        [20, 20],
+    ),
+    # Halves of 4 s, delay 1: they leave from 1 to 5 and to 9. "Ready for 2" has its own
+    # way, is said at 6 and there at 7; 2 leaves behind 1, to 13, then 3, to 17.
+    "of three ready waits for nothing": (
+        equal_state(3, 1.0), gloo.all_gather_phases(3, 8), [18, 18, 18],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("state", "phases", "ends"), BY_HAND.values(), ids=BY_HAND)
+def test_by_hand(state, phases, ends):
+    assert seconds_of(state, phases, [0] * len(ends)) == ends
 
 
 def test_all_gather_of_two_that_begin_apart_by_hand():
@@ -61,13 +66,6 @@ def test_all_gather_of_two_that_begin_apart_by_hand():
     assert settled_s(state, phases) == 14
     # Those that begin at once do not say "ready" behind segments.
     assert seconds_of(state, phases, [0, 0]) == [10, 10]
-
-
-def test_ready_of_three_ranks_waits_for_nothing_by_hand():
-    # Halves of 4 s, delay 1: they leave from 1 to 5 and to 9. "Ready for 2" has its own
-    # way, is said at 6 and there at 7; 2 leaves behind 1, to 13, then 3, to 17.
-    phases = gloo.all_gather_phases(3, 8)
-    assert seconds_of(equal_state(3, 1.0), phases, [0, 0, 0]) == [18, 18, 18]
 
 
 def test_formula_of_the_docstring():
@@ -104,11 +102,7 @@ def test_all_values_cross(num, num_values):
     np.testing.assert_array_equal(scatter.sizes[:, 0], gather.sizes[:, 1])
 
 
-@given(
-    st.integers(2, 6),
-    st.floats(1e5, 1e8),
-    st.sampled_from(NAMES),
-)
+@given(st.integers(2, 6), st.floats(1e5, 1e8), st.sampled_from(NAMES))
 @settings(max_examples=40, deadline=None)
 def test_without_delay_it_is_a_ring(num, num_bytes, name):
     num_bytes = 8 * num * round(num_bytes)  # equal segments

@@ -5,13 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from cocodc_jax.network.goodput import (
-    Failures,
-    alone,
-    kept_share,
-    simulated,
-    together,
-)
+from cocodc_jax.network.goodput import Failures, alone, kept_share, simulated, together
 
 DAY = 86_400.0
 

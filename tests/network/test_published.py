@@ -2,37 +2,31 @@
 
 import pytest
 
-from cocodc_jax.network.published import (
-    FITTED_INTERVAL,
-    GRID_FACTOR,
-    PUBLISHED_GBPS,
-    ROWS,
-    TARGETS,
-    dilocox_speedup,
-    published_grid_gbps,
-    required_gbps,
-)
+from cocodc_jax.network import published
+from cocodc_jax.network.published import FITTED_INTERVAL, GRID_FACTOR, PUBLISHED_GBPS
 
 
 def ratios(size, row, interval=None):
     out = []
-    for target, printed in zip(TARGETS, PUBLISHED_GBPS[size, row], strict=True):
-        gbps = required_gbps(size, row, target, interval)
-        out.append(gbps / published_grid_gbps(printed, gbps))
+    for target, printed in zip(
+        published.TARGETS, PUBLISHED_GBPS[size, row], strict=True
+    ):
+        gbps = published.required_gbps(size, row, target, interval)
+        out.append(gbps / published.published_grid_gbps(printed, gbps))
     return out
 
 
 def test_the_published_values_lie_on_one_grid():
     # Every value decodes, and the grid is that of 50 points over four decades.
     decoded = {
-        published_grid_gbps(value, value)
+        published.published_grid_gbps(value, value)
         for values in PUBLISHED_GBPS.values()
         for value in values
     }
     assert len(decoded) > 20
     assert GRID_FACTOR**49 == pytest.approx(1e4)
     with pytest.raises(ValueError, match="printed=100.0 is not a point"):
-        published_grid_gbps(100.0, 100.0)
+        published.published_grid_gbps(100.0, 100.0)
 
 
 ENTRIES = sorted(set(PUBLISHED_GBPS) - set(FITTED_INTERVAL))
@@ -63,14 +57,16 @@ def test_data_parallel_in_closed_form():
     # At 50 % the links are busy from the first layer's gradient to the last: step and
     # stall less the forward pass and one layer of the backward pass.
     busy_s = 0.2 - 0.1 / 3 - 0.1 * 2 / 3 / 24
-    assert required_gbps("1B", ROWS[0], 0.5) == pytest.approx(16 / busy_s, rel=0.006)
+    assert published.required_gbps("1B", published.ROWS[0], 0.5) == pytest.approx(
+        16 / busy_s, rel=0.006
+    )
 
 
 def test_dilocox():
-    speedup = dilocox_speedup()
+    speedup = published.dilocox_speedup()
     assert speedup.dilocox.utilization() == 1.0
     assert speedup.dilocox_tokens_per_s == pytest.approx(3728)
     # 10 %: the batch of the paper's run is not known to us.
     assert speedup.all_reduce_tokens_per_s == pytest.approx(10.4, rel=0.1)
     assert speedup.factor == pytest.approx(357, rel=0.1)
-    assert dilocox_speedup(35_800).factor == pytest.approx(357, rel=0.005)
+    assert published.dilocox_speedup(35_800).factor == pytest.approx(357, rel=0.005)

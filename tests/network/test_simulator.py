@@ -90,9 +90,7 @@ def test_a_measured_delay_is_what_syncs_take():
     timeline = simulate(PAIR, work(2, 2), schedule, 40)
     assert delays(timeline) == [4, 4, 3, 3, 3, 3, 3, 3, 3]
     assert timeline.sim_s == 40.0
-
-
-def test_the_bound_on_a_measured_delay_makes_it_wait():
+    # Its bound makes it wait.
     schedule = measured.staggered(8, 2, "auto", max_delay_steps=2)
     timeline = simulate(PAIR, work(2, 2), schedule, 8)
     assert [s.stall_s for s in timeline.syncs] == [1.0]  # that of step 4 + 2
@@ -167,10 +165,13 @@ def test_a_quorum_waits_for_those_who_answer():
     assert (sync.start_s, sync.arrival_s, sync.stall_s) == (4.0, 7.0, 1.0)
 
 
-def test_nothing_is_sent_without_a_schedule():
+def test_nobody_waits_without_a_schedule_or_others():
     timeline = simulate(PAIR, work(2, step_time_s=(1.0, 3.0)), None, 4)
     assert timeline.bytes_sent == (0.0, 0.0)
     assert (timeline.sim_s, timeline.utilization(), timeline.syncs) == (12.0, 1.0, ())
+    alone = uniform(1, Link(1.0, 1.0))
+    timeline = simulate(alone, work(2, step_time_s=(1.0,)), staggered(1), 5)
+    assert (timeline.sim_s, timeline.bytes_sent) == (5.0, (0.0,))
 
 
 def test_unequal_regions_wait_for_the_slowest():
@@ -211,7 +212,7 @@ def test_layers_wait_inside_the_forward_pass():
 
 def test_strided_layers():
     sizes = work(3, 2, num_layers=5).messages((0, 1))
-    assert sizes == [(4, GB), (3, GB), (2, GB), (1, GB), (0, GB)]
+    assert sizes == [(layer, GB) for layer in (4, 3, 2, 1, 0)]
 
 
 def test_times_between_events():
@@ -224,28 +225,12 @@ def test_times_between_events():
 
 
 def test_summary_by_hand():
-    summary = simulate(PAIR, work(2), staggered(4), 9).summary()
-    assert summary == {
-        "steps": 9,
-        "sim_s": 15.0,
-        "sim_s_per_step": 15 / 9,
-        "sim_s_without_network": 9.0,
-        "slowdown": 15 / 9,
-        "utilization": 9 / 15,
-        "stall_s": 6.0,
-        "exposed_share": 6 / 15,
-        "bytes_sent_per_region": 4 * GB,
-        "syncs": 2,
-        "mean_sync_s": 3.0,
-        "mean_delay_steps": 0.0,
-        "max_delay_steps": 0,
-    }
-
-
-def test_one_region_never_waits():
-    alone = uniform(1, Link(1.0, 1.0))
-    timeline = simulate(alone, work(2, step_time_s=(1.0,)), staggered(1), 5)
-    assert (timeline.sim_s, timeline.bytes_sent) == (5.0, (0.0,))
+    assert simulate(PAIR, work(2), staggered(4), 9).summary() == {
+        "steps": 9, "sim_s": 15.0, "sim_s_per_step": 15 / 9,
+        "sim_s_without_network": 9.0, "slowdown": 15 / 9, "utilization": 9 / 15,
+        "stall_s": 6.0, "exposed_share": 6 / 15, "bytes_sent_per_region": 4 * GB,
+        "syncs": 2, "mean_sync_s": 3.0, "mean_delay_steps": 0.0, "max_delay_steps": 0,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """Every entry of the method table on the smoke preset: it learns, and goes on."""
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 
 import cocodc_jax as cc
+from cocodc_jax.report.records import read_records
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
 
@@ -28,11 +28,6 @@ def configuration(method):
     return PRESETS["smoke"].replace(**leaves)
 
 
-def records(workdir):
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", cc.methods.METHODS)
 def test_it_trains_resumes_bit_for_bit_and_counts_its_bytes(method, tmp_path):
@@ -40,7 +35,7 @@ def test_it_trains_resumes_bit_for_bit_and_counts_its_bytes(method, tmp_path):
     config = configuration(method)
     session = prepare(config, whole)
     summary = session.train()
-    found = records(whole)
+    found = read_records(whole / "metrics.jsonl")
     losses = [r["loss"] for r in found if r["kind"] == "train"]
     assert losses[-1] < 0.95 * losses[0]
     # As if it had been killed between the two checkpoints.
@@ -48,9 +43,8 @@ def test_it_trains_resumes_bit_for_bit_and_counts_its_bytes(method, tmp_path):
     shutil.rmtree(cut / "checkpoints" / str(STEPS))
     (cut / "summary.json").unlink()
     again = prepare(config, cut, earlier=[session]).train()
-    assert (cut / "metrics.jsonl").read_bytes() == (
-        whole / "metrics.jsonl"
-    ).read_bytes()
+    mine, theirs = (folder / "metrics.jsonl" for folder in (cut, whole))
+    assert mine.read_bytes() == theirs.read_bytes()
     assert again["eval_loss"] == summary["eval_loss"]
     # What was sent is what the syncs that were applied say, and what is on its way.
     synced = sum(r["bytes"] for r in found if r["kind"] == "sync")
@@ -61,9 +55,6 @@ def test_it_trains_resumes_bit_for_bit_and_counts_its_bytes(method, tmp_path):
         assert sent == pytest.approx(synced / 4, abs=STEPS)
         return
     largest = max((r["bytes"] for r in found if r["kind"] == "sync"), default=0)
-    assert (
-        0
-        <= sent - synced - every_step
-        <= largest * session.program.method.num_fragments
-    )
+    num_fragments = session.program.method.num_fragments
+    assert 0 <= sent - synced - every_step <= largest * num_fragments
     assert np.isfinite(summary["eval_loss_outer"])

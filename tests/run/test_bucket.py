@@ -192,21 +192,20 @@ def test_a_process_sends_its_own_files_when_they_changed(gs, tmp_path, monkeypat
     assert (run.workdir / "config.json").read_text() == '{"a": 1}'
 
 
-def test_what_reaches_no_bucket_is_told_at_once(tmp_path, monkeypatch):
-    class Missing:
-        def exists(self, path):
-            raise ImportError("Please install gcsfs to access Google Storage")
+@pytest.mark.parametrize(
+    ("raised", "kind", "message"),
+    [
+        (ImportError("Please install gcsfs to access Google Storage"),
+         MissingExtraError, r"gcsfs is not installed: pip .*cocodc_jax\[gcs\]"),
+        (RuntimeError("401 anonymous caller"),
+         ValueError, "gs://.*one cannot be reached: 401 anony"),
+    ],
+)  # fmt: skip
+def test_what_reaches_no_bucket_is_told_at_once(raised, kind, message, monkeypatch):
+    def exists(path):
+        raise raised
 
-    monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", Missing())
-    with pytest.raises(
-        MissingExtraError, match=r"gcsfs is not installed: pip .*cocodc_jax\[gcs\]"
-    ):
-        Bucket.of(NAME)
-
-    class Refused:
-        def exists(self, path):
-            raise RuntimeError("401 anonymous caller")
-
-    monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", Refused())
-    with pytest.raises(ValueError, match="gs://.*one cannot be reached: 401 anony"):
+    failing = types.SimpleNamespace(exists=exists)
+    monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", failing)
+    with pytest.raises(kind, match=message):
         Bucket.of(NAME)

@@ -110,10 +110,8 @@ WRONG = {
         ({"stage_compress": "int8"}, "stage_compress='int8' .* stages=1"),
         ({"stages": 2, "stage_compress": "zip"}, "stage_compress='zip': "),
         ({"local_regions": "one"}, "local_regions='one' is unknown"),
-        (
-            {"local_regions": "batched", "step_seconds": 1.0},
-            "step_seconds=1.0 has regions sleep one after another",
-        ),
+        ({"local_regions": "batched", "step_seconds": 1.0},
+         "step_seconds=1.0 has regions sleep one after another"),
         ({"step_seconds": -0.1}, "step_seconds=-0.1 must be at least 0"),
         ({"step_seconds": math.nan}, "step_seconds=nan must be"),
         ({"step_seconds": 1.0, "data_axis": 2}, "one device per region"),
@@ -126,10 +124,8 @@ WRONG = {
         ({"sequence_axis": 2, "stages": 2}, "sequence_axis=2 is not for pip"),
         ({"model_axis": 10**12}, "more than 1048576 devices; lower one"),
         ({"batch_sizes": "1,1,1,0"}, "batch_sizes=.* must be at least 1"),
-        (
-            {"accumulate_steps": 2, "microbatches": 4},
-            "accumulate_steps=2 is not for pipelines, .* microbatches=4; use more",
-        ),
+        ({"accumulate_steps": 2, "microbatches": 4},
+         "accumulate_steps=2 is not for pipelines, .* microbatches=4; use more"),
     ],
     OptimizerConfig: [
         ({"inner_lr": math.nan}, "inner_lr=nan must be a fin"),
@@ -148,21 +144,19 @@ WRONG = {
     SMOKE.replace: [
         ({"sequence_axis": 3}, "sequence_length=32 must be a multiple of sequence_ax"),
         ({"data_axis": 3}, "batch_per_region=4 must be a multiple of data_axis=3"),
-        (
-            {"num_layers": 999999999999},
-            "num_layers=999999999999 is more than a model can have; use 10000 or less",
-        ),
+        ({"num_layers": 999999999999},
+         "num_layers=999999999999 is more than a model can have; use 10000 or less"),
         ({"width": 2**63}, "width=9223372036854775808 is more than"),
         ({"rope_theta": math.inf}, "rope_theta=inf must be"),
         ({"rope_theta": math.nan}, "rope_theta=nan must be"),
         ({"batch_sizes": "4,4,4,3"}, "divisors of batch_per_region"),
         ({"warmup_steps": 48}, "warmup_steps=48 must be less"),
-        (
-            {"data_axis": 2, "accumulate_steps": 4},
-            r"accumulate_steps=4 does not divide the 2 sequences of a .*\[1, 2\]",
-        ),
+        ({"init_from": "x", "stage_subspace": 4}, "init_from='x' is no model whose"),
+        ({"lora_rank": 4}, "lora_rank=4 adapts a model that is there al"),
+        ({"data_axis": 2, "accumulate_steps": 4},
+         r"accumulate_steps=4 does not divide the 2 sequences of a .*\[1, 2\]"),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -217,15 +211,9 @@ def test_the_second_moments_decay_is_the_optimizers_own():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("beta1", 0.5),
-        ("beta2", 0.5),
-        ("slow_beta", 0.5),
-        ("slow_weight", 0.1),
-        ("fast_weight", 0.5),
-        ("grad_clip", 0.01),
-    ],
-)
+    [("beta1", 0.5), ("beta2", 0.5), ("slow_beta", 0.5), ("slow_weight", 0.1),
+     ("fast_weight", 0.5), ("grad_clip", 0.01)],
+)  # fmt: skip
 def test_an_argument_is_refused_where_it_changes_nothing(optimizer, name, value):
     params = {"blocks": {"w": jnp.eye(3)}, "bias": jnp.ones(3)}
 

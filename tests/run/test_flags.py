@@ -24,6 +24,9 @@ flags.run_main(main)
 """
 
 
+RUN_MAIN = "flags.run_main(main)"
+
+
 class Program:
     """The same, for `call`."""
 
@@ -37,23 +40,20 @@ class Program:
         print(config.method.method, *numbers)
 
 
-def command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def command(*arguments, main=RUN_MAIN):
+    """Run the program, or with other lines in place of its last one."""
+    words = [sys.executable, "-c", PROGRAM.replace(RUN_MAIN, main), *arguments]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
 def test_a_run_is_its_preset_with_the_flags_given(call):
-    done = call(Program, "--preset=smoke", "--method=diloco", "--width=64", "--seed=3")
-    assert done[:2] == (0, "diloco 64 3 3\n")
+    words = ("--preset=smoke", "--method=diloco", "--width=64", "--seed=3")
+    assert call(Program, *words)[0] == "diloco 64 3 3\n"
 
 
 def test_names_of_earlier_versions_are_still_read(call):
-    code, _, err = call(Program, "--preset=smoke", "--fuse_syncs=no", "--exchange=jobs")
-    assert (code, err) == (0, "")
+    _, err = call(Program, "--preset=smoke", "--fuse_syncs=no", "--exchange=jobs")
+    assert not err
     run = flags.config().run
     assert (run.overlap, run.exchange) == ("no", "elastic")
     assert flags.given("overlap")
@@ -63,29 +63,20 @@ def test_names_of_earlier_versions_are_still_read(call):
     ("steps", "warmup"), [(1, 0), (20, 2), (40, 3), (41, 40), (480, 40)]
 )
 def test_a_preset_warms_up_for_its_share_of_a_short_run(call, steps, warmup):
-    code, _, err = call(Program, "--preset=tiny", f"--steps={steps}")
-    assert code == 0
+    _, err = call(Program, "--preset=tiny", f"--steps={steps}")
     assert flags.config().optimizer.warmup_steps == warmup
     note = f"note: steps={steps} are too few for the warmup_steps=40 of preset tiny"
     assert err.startswith(note) if steps <= 40 else not err
 
 
-def test_a_warm_up_that_was_asked_for_stays(call):
-    code, _, err = call(Program, "--preset=tiny", "--steps=20", "--warmup_steps=30")
-    assert (code, err) == (2, "error: --warmup_steps=30 must be less than steps=20\n")
-
-
-def test_help_explains_every_flag():
-    text = command("--help=all").stdout
-    for name in ("delay_steps", "outer_lr", "inner_lr", "regions", "workdir", "width"):
-        assert f"--{name}" in text or f"--[no]{name}" in text
-    text = " ".join(text.split())
-    assert "inner steps between a sync's start" in text
-    assert command("--helpfull").stdout.split() == text.split()
-    assert "--width" not in command("--help").stdout
+def test_a_command_shows_its_help():
+    text = command("--help=all").stdout.split()
     # A method's argument tells whose it is; all have the values of the preset.
-    assert "lambda, weight of the compensation's correction. For cocodc (0.3)," in text
-    assert "--regions=4 regions that train, M." in text
+    told = "lambda, weight of the compensation's correction. For cocodc (0.3),"
+    assert told in " ".join(text)
+    assert "--regions=4 regions that train, M." in " ".join(text)
+    assert command("--helpfull").stdout.split() == text
+    assert "--width" not in command("--help").stdout
 
 
 def test_a_reader_that_goes_ends_the_program_in_silence():
@@ -99,9 +90,7 @@ def test_a_reader_that_goes_ends_the_program_in_silence():
 
 def test_a_result_that_cannot_be_written_is_one_line(tmp_path):
     writes = "from cocodc_jax import files; main = lambda: files.write_whole"
-    program = f"{writes}({str(tmp_path)!r}, '')\nflags.run_main(main)"
-    words = [sys.executable, "-c", PROGRAM.replace("flags.run_main(main)", program)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = command(main=f"{writes}({str(tmp_path)!r}, '')\n{RUN_MAIN}")
     told = f"error: {tmp_path} cannot be written (Is a directory)\n"
     assert (done.returncode, done.stderr) == (1, told)
 
@@ -110,9 +99,8 @@ def test_an_interrupt_is_one_line():
     program = """import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # Ignored in the background.
 main = lambda: signal.raise_signal(signal.SIGINT)
-flags.run_main(main)"""
-    words = [sys.executable, "-c", PROGRAM.replace("flags.run_main(main)", program)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+"""
+    done = command(main=program + RUN_MAIN)
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "interrupted\n")
 
 
@@ -122,37 +110,33 @@ def test_another_pipe_that_breaks_is_told(capfd):
 
 
 WRONG = [
-    (["--preset=tinny"], "error: --preset='tinny' is unknown"),
-    (["--method=dilocoo"], "error: --method='dilocoo' is unknown"),
-    (["--delay_step=3"], "error: Unknown command line flag 'delay_step'. Did you"),
-    (["--steps=many"], "error: flag --steps=many"),
-    (["train"], "error: unexpected argument 'train'"),
-    (
-        ["--method=diloco", "--mixing_alpha=0.5"],
-        "error: --mixing_alpha=0.5 has no meaning for diloco, which takes sync_interv",
-    ),
-]
+    ("--preset=tinny", "--preset='tinny' is unknown"),
+    ("--method=dilocoo", "--method='dilocoo' is unknown"),
+    ("--delay_step=3", "Unknown command line flag 'delay_step'. Did you"),
+    ("--steps=many", "flag --steps=many"),
+    ("train", "unexpected argument 'train'"),
+    ("--method=diloco --mixing_alpha=0.5",
+     "--mixing_alpha=0.5 has no meaning for diloco, which takes sync_interv"),
+    ("--preset=tiny --steps=20 --warmup_steps=30",
+     "--warmup_steps=30 must be less than steps=20"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arguments", "line"), WRONG)
-def test_a_wrong_flag_is_one_line_and_exit_code_2(arguments, line, call):
-    code, _, error = call(Program, *arguments)
-    assert code == 2
-    assert error.startswith(line)
-    assert error.count("\n") == 1
+@pytest.mark.parametrize(("words", "line"), WRONG)
+def test_a_wrong_flag_is_one_line_and_exit_code_2(words, line, refused):
+    assert refused(Program, *words.split()).startswith(line)
 
 
-@pytest.mark.parametrize(("arguments", "line"), WRONG[2:5:2])
-def test_so_it_is_of_a_command(arguments, line):
+@pytest.mark.parametrize(("words", "line"), WRONG[2:5:2])
+def test_so_it_is_of_a_command(words, line):
     """Where absl reads the flags, and what is none."""
-    done = command(*arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith(line)
-    assert done.stderr.count("\n") == 1
+    done = command(*words.split())
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith(f"error: {line}")
 
 
 def test_only_the_flags_of_other_methods_are_refused_for_several(call):
-    assert call(Program, "--preset=smoke", "--mixing_alpha=0.5", "--width=64")[0] == 2
+    call(Program, "--preset=smoke", "--mixing_alpha=0.5", "--width=64", code=2)
     flags.check_methods(["diloco", "streaming_diloco"])
     with pytest.raises(ValueError, match="mixing_alpha=0.5 has no meaning for diloco,"):
         flags.check_methods(["diloco", "cocodc"])

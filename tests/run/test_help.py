@@ -1,6 +1,7 @@
 """What `--help` shows: sections, choices, and the values that hold."""
 
 import re
+import types
 
 import pytest
 from absl.flags import DEFINE_enum, DEFINE_integer, FlagValues
@@ -13,32 +14,23 @@ from cocodc_jax.run.method_config import ARGUMENTS
 from cocodc_jax.run.presets import PRESETS
 
 
-class Program:
-    """Prints its help, as `flags.run_main` does where that is asked for."""
+def showing(in_full, define=flags.define):
+    """A program that prints its help, as `flags.run_main` does where it is asked to."""
 
-    define = staticmethod(flags.define)
-
-    @staticmethod
     def main():
         with flags.usage_errors():
-            print(flags.help_of("Does something.", True))
+            print(flags.help_of("Does something.", in_full))
+
+    return types.SimpleNamespace(__name__="program", define=define, main=main)
 
 
-class Brief(Program):
-    """The same with `--help` alone."""
-
-    @staticmethod
-    def main():
-        print(flags.help_of("Does something."))
+def define_several():
+    """Of several methods, with a leaf that has another default here."""
+    flags.define(("method", "partition"))
+    flags.define_one(str, "partition", "source", "How regions share the corpus.")
 
 
-class Several(Program):
-    """A program of several methods, with a leaf that has another default here."""
-
-    @staticmethod
-    def define():
-        flags.define(("method", "partition"))
-        flags.define_one(str, "partition", "source", "How regions share the corpus.")
+FULL, BRIEF, SEVERAL = showing(True), showing(False), showing(True, define_several)
 
 
 def shown(text):
@@ -47,8 +39,7 @@ def shown(text):
 
 
 def test_every_flag_is_there_once_in_its_section(call):
-    code, text, _ = call(Program)
-    assert code == 0
+    text, _ = call(FULL)
     assert text.startswith("Does something.\n\nFlags\n  --preset=tiny")
     titles = re.findall(r"^(\w+): ", text, re.MULTILINE)
     assert titles == [name.capitalize() for name in SECTIONS]
@@ -61,7 +52,7 @@ def test_every_flag_is_there_once_in_its_section(call):
 
 
 def test_the_flags_that_most_runs_set_come_first(call):
-    text = call(Brief)[1]
+    text = call(BRIEF)[0]
     assert list(shown(text)) == ["preset", "workdir", *MAIN]
     rest = text.partition("\nFurther flags, which --help=all explains\n")[2]
     others = {*flags.PROCESSES, *flags.ELASTIC, *LEAVES} - {*MAIN}
@@ -72,15 +63,15 @@ def test_the_flags_that_most_runs_set_come_first(call):
     assert last[0].startswith("  For developers of this package: step_seconds, ")
     assert len(text.splitlines()) < 100
     # With a method its own arguments are explained too; all have the others.
-    assert "pair_pull" in shown(call(Brief, "--method=noloco")[1])
-    in_full = call(Program)[1]
+    assert "pair_pull" in shown(call(BRIEF, "--method=noloco")[0])
+    in_full = call(FULL)[0]
     assert list(shown(in_full))[: len(MAIN) + 2] == ["preset", "workdir", *MAIN]
     assert list(shown(in_full))[-len(DEVELOPER) :] == list(DEVELOPER)
 
 
 def test_values_are_the_preset_s_and_those_given(call):
     for preset in ("smoke", "tiny", "1b"):
-        found = shown(call(Program, f"--preset={preset}", "--method=diloco")[1])
+        found = shown(call(FULL, f"--preset={preset}", "--method=diloco")[0])
         config = PRESETS[preset].replace(method="diloco")
         for name in ("steps", "width", "inner_lr", "sequence_length"):
             section = getattr(config, LEAVES[name].section)
@@ -88,23 +79,21 @@ def test_values_are_the_preset_s_and_those_given(call):
         assert found["sync_interval"] == str(config.method.values["sync_interval"])
         assert "mixing_alpha" not in found
     given = ("--steps=70", "--method=streaming_diloco", "--noscan_layers")
-    found = shown(call(Program, *given)[1])
+    found = shown(call(FULL, *given)[0])
     assert (found["steps"], found["scan_layers"]) == ("70", "false")
     assert found["mixing_alpha"] == "0.5"
 
 
 def test_of_several_methods_all_arguments_are_explained(call):
-    found = shown(call(Several, "--preset=tiny")[1])
+    found = shown(call(SEVERAL, "--preset=tiny")[0])
     assert found.keys() >= {name for method in METHODS for name in defaults(method)}
     # What holds for whoever takes it; else the method's own, which are not alike.
     assert (found["sync_interval"], found["outer_lr"]) == ("40", "")
     assert found["partition"] == "source"
 
 
-def test_a_wrong_flag_beside_is_said(call):
-    code, out, error = call(Program, "--preset=tinny")
-    assert (code, out) == (2, "")
-    assert error.startswith("error: --preset='tinny' is unknown")
+def test_a_wrong_flag_beside_is_said(refused):
+    assert refused(FULL, "--preset=tinny").startswith("--preset='tinny' is unknown")
 
 
 # How fragments are cut is checked against the model.

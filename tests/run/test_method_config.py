@@ -8,13 +8,9 @@ import typing
 import pytest
 
 import cocodc_jax as cc
+from cocodc_jax.run import method_config
 from cocodc_jax.run.leaves import COUNT_OR_WORD, leaf_type, notes_of
-from cocodc_jax.run.method_config import (
-    ARGUMENTS,
-    MethodConfig,
-    check_taken,
-    method_leaves,
-)
+from cocodc_jax.run.method_config import ARGUMENTS, MethodConfig, check_taken
 from cocodc_jax.run.presets import PRESETS
 
 
@@ -123,7 +119,7 @@ def mine(sync_interval: int = 10, boldness: "float | None" = None):
 
 
 def test_a_new_method_s_arguments_are_known_from_its_function():
-    leaves = method_leaves({**cc.methods.METHODS, "mine": mine})
+    leaves = method_config.method_leaves({**cc.methods.METHODS, "mine": mine})
     assert leaves.keys() - ARGUMENTS.keys() == {"boldness"}
     leaf = leaves["boldness"]
     assert leaf.type is float
@@ -156,7 +152,7 @@ def test_an_argument_without_explanation_or_type_is_refused():
     for method, why in ((silent, "is not documented"), (untyped, "has no type")):
         name = method.__name__
         with pytest.raises(ValueError, match=f"'zeal' of method '{name}' {why}"):
-            method_leaves({name: method})
+            method_config.method_leaves({name: method})
 
 
 def test_types_of_leaves():

@@ -16,13 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import cocodc_jax
 from cocodc_jax.network.faults import Finding
 from cocodc_jax.run import live_metrics, monitor
-from cocodc_jax.run.live_metrics import (
-    COUNTER,
-    METRICS,
-    LiveMetrics,
-    PortError,
-    serving,
-)
+from cocodc_jax.run.live_metrics import COUNTER, METRICS, LiveMetrics, serving
 from cocodc_jax.run.monitor import EVENTS, Event, EventCommand, Monitor, Monitoring
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
@@ -140,7 +134,9 @@ def test_a_port_that_is_taken_is_one_line():
         port = taken.getsockname()[1]
         for bad in (port, 70_000):
             with (
-                pytest.raises(PortError, match=f"port {bad}: .*; name a free one"),
+                pytest.raises(
+                    live_metrics.PortError, match=f"port {bad}: .*; name a free one"
+                ),
                 serving(bad, live_at([0.0]), LABELS),
             ):
                 pass
@@ -243,18 +239,17 @@ def test_every_process_has_its_own_port(own_region, port, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "line"),
+    ("flag", "line"),
     [
-        (["--metrics_port=-1"], "--metrics_port=-1 must be a port, at most 65535"),
-        (["--metrics_port=9100"], "--metrics_port=9100 needs a package that is not"),
+        ("--metrics_port=-1", "--metrics_port=-1 must be a port, at most 65535"),
+        ("--metrics_port=9100", "--metrics_port=9100 needs a package that is not"),
     ],
 )
-def test_flags(flags, line, call, tmp_path, monkeypatch):
+def test_flags(flag, line, refused, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     workdir = tmp_path / "run"
-    code, _, err = call(train, "--preset=smoke", f"--workdir={workdir}", *flags)
-    assert code == 2
-    assert err.startswith(f"error: {line}")
+    said = refused(train, "--preset=smoke", f"--workdir={workdir}", flag)
+    assert said.startswith(line)
     assert not workdir.exists()
 
 

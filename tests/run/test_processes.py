@@ -22,55 +22,42 @@ def test_a_port_in_use_is_refused():
     [
         ({"num_processes": -1}, "num_processes=-1 must be at least 1, or 0"),
         ({"num_processes": 2}, "coordinator_address='' must be host:port"),
-        (
-            {"num_processes": 2, "coordinator_address": "here", "process_id": 0},
-            "coordinator_address='here' must be host:port",
-        ),
-        (
-            {"num_processes": 2, "coordinator_address": "here:1", "process_id": 2},
-            "process_id=2 must be 0 to 1",
-        ),
-        (
-            {"num_processes": 2, "coordinator_address": "here:1"},
-            "process_id=-1 must be 0 to 1",
-        ),
-        (
-            {"coordinator_address": "here:1"},
-            "coordinator_address='here:1' was given, but num_processes is 1; say how",
-        ),
+        ({"num_processes": 2, "coordinator_address": "here", "process_id": 0},
+         "coordinator_address='here' must be host:port"),
+        ({"num_processes": 2, "coordinator_address": "here:1", "process_id": 2},
+         "process_id=2 must be 0 to 1"),
+        ({"num_processes": 2, "coordinator_address": "here:1"},
+         "process_id=-1 must be 0 to 1"),
+        ({"coordinator_address": "here:1"},
+         "coordinator_address='here:1' was given, but num_processes is 1; say how"),
         ({"process_id": 1}, "process_id=1 was given, but num_processes is 1; say how"),
-        (
-            {"num_processes": 0, "process_id": 1},
-            "process_id=1 was given, but num_processes is 0; leave it out",
-        ),
+        ({"num_processes": 0, "process_id": 1},
+         "process_id=1 was given, but num_processes is 0; leave it out"),
         ({"start_timeout_s": 0}, "start_timeout_s=0 must be at least 1"),
         ({"heartbeat_timeout_s": -1}, "heartbeat_timeout_s=-1 must be at least 1"),
     ],
-)
+)  # fmt: skip
 def test_what_can_be_refused_alone_is(told, message):
     with pytest.raises(ValueError, match=message):
         Processes(**told)
 
 
-def test_regions_are_shared_out_whole():
+def test_regions_are_shared_out_whole_and_each_of_them_evenly():
     check_shares(4, 2)
-    with pytest.raises(ValueError, match="num_processes=3 must divide regions=4"):
-        check_shares(4, 3)
-    with pytest.raises(ValueError, match="num_processes=6 must divide regions=4, so"):
-        Processes("127.0.0.1:1", 6, 1).start(num_regions=4)
-
-
-def test_processes_share_a_region_out_evenly():
     check_shares(2, 4, devices_per_region=6)
-    with pytest.raises(
-        ValueError,
-        match=r"num_processes=8 makes 2 processes of each of regions=4, .*stages \* "
-        r"data_axis \* sequence_axis \* model_axis = 3 devices; .*multiple of 2, as "
-        "with data_axis=2, or use num_processes=4",
-    ):
-        check_shares(4, 8, devices_per_region=3)
-    with pytest.raises(ValueError, match="model_axis = 1 devices; .*num_processes=4"):
-        Processes("127.0.0.1:1", 8, 1).start(num_regions=4)
+    for call, message in (
+        (lambda: check_shares(4, 3), "num_processes=3 must divide regions=4"),
+        (lambda: Processes("127.0.0.1:1", 6, 1).start(num_regions=4),
+         "num_processes=6 must divide regions=4, so"),
+        (lambda: check_shares(4, 8, devices_per_region=3),
+         r"num_processes=8 makes 2 processes of each of regions=4, .*stages \* "
+         r"data_axis \* sequence_axis \* model_axis = 3 devices; .*multiple of 2, as "
+         "with data_axis=2, or use num_processes=4"),
+        (lambda: Processes("127.0.0.1:1", 8, 1).start(num_regions=4),
+         "model_axis = 1 devices; .*num_processes=4"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -86,15 +73,11 @@ def test_losses_go_on_where_their_regions_are(
     monkeypatch, process, count, regions, window, ratios
 ):
     saved = [
-        {
-            "progress": {"window": [[1.0, 2.0], [3.0, 4.0]], "ratios": [0.5]},
-            "stream": {"regions": {"0": {}, "1": {}}},
-        },
-        {
-            "progress": {"window": [[5.0, 6.0], [7.0, 8.0]], "ratios": [0.75]},
-            "stream": {"regions": {"2": {}, "3": {}}},
-        },
-    ]
+        {"progress": {"window": [[1.0, 2.0], [3.0, 4.0]], "ratios": [0.5]},
+         "stream": {"regions": {"0": {}, "1": {}}}},
+        {"progress": {"window": [[5.0, 6.0], [7.0, 8.0]], "ratios": [0.75]},
+         "stream": {"regions": {"2": {}, "3": {}}}},
+    ]  # fmt: skip
     monkeypatch.setattr(resume.jax, "process_index", lambda: process)
     monkeypatch.setattr(resume.jax, "process_count", lambda: count)
     found = resume.progress(saved, regions)

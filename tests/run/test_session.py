@@ -32,10 +32,7 @@ def small(tmp_path: pathlib.Path) -> str:
     [
         ({"num_fragments": 5, "sync_interval": 20}, "num_fragments=5 does not fit"),
         ({"model_axis": 3}, "model_axis|model=3"),
-        (
-            {"fragment_strategy": "experts"},
-            "experts has no meaning for a model without",
-        ),
+        ({"fragment_strategy": "experts"}, "experts has no meaning for a model with"),
         ({"expert_weights": "tokens"}, "expert_weights=tokens has no meaning for a"),
         ({"transmission_score": "load"}, "transmission_score=load has no meaning"),
         ({"num_experts": 4}, "expert_width=0 is not a size"),
@@ -65,15 +62,10 @@ def test_a_corpus_too_small_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [
-        (b"", "it is no JSON"),
-        (b"\xff{}", "it is no JSON"),
-        (b"[]", "no JSON object"),
-        (b'{"preset": "smoke", "run": 3}', "section 'run' is 3"),
-        ({"steps": "48"}, "another type"),
-        ({"regions": None}, "another type"),
-    ],
-)
+    [(b"", "it is no JSON"), (b"\xff{}", "it is no JSON"), (b"[]", "no JSON object"),
+     (b'{"preset": "smoke", "run": 3}', "section 'run' is 3"),
+     ({"steps": "48"}, "another type"), ({"regions": None}, "another type")],
+)  # fmt: skip
 def test_a_damaged_configuration_is_refused_with_what_to_do(tmp_path, content, why):
     config = PRESET.resolve()
     if isinstance(content, dict):
@@ -135,45 +127,38 @@ def test_a_folder_of_results_is_made_or_named(tmp_path):
         resume.make_folder(tmp_path / "file" / "run")
 
 
+def take(folder):
+    with lock.only_writer(folder):
+        pass
+
+
 def test_a_folder_has_one_writer(tmp_path):
     with lock.only_writer(tmp_path / "run"):
-        own = f"process {os.getpid()} on "
-        with (
-            pytest.raises(
-                lock.FolderInUseError, match=rf"workdir='{tmp_path}/run' .* by {own}"
-            ),
-            lock.only_writer(tmp_path / "run"),
-        ):
-            pass
+        told = rf"workdir='{tmp_path}/run' .* by process {os.getpid()} on "
+        with pytest.raises(lock.FolderInUseError, match=told):
+            take(tmp_path / "run")
         # Another process of the same run has a folder of its own.
-        with lock.only_writer(tmp_path / "run" / "process_1"):
-            pass
-    with lock.only_writer(tmp_path / "run"):
-        pass
+        take(tmp_path / "run" / "process_1")
+    take(tmp_path / "run")
 
 
 def test_a_killed_process_gives_its_folder_back(tmp_path):
-    code = (
-        "import pathlib, sys, time\n"
-        "from cocodc_jax.run.lock import only_writer\n"
-        "with only_writer(pathlib.Path(sys.argv[1])):\n"
-        "    print('has it', flush=True)\n"
-        "    time.sleep(60)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE
-    ) as other:
+    code = """
+import pathlib, sys, time
+from cocodc_jax.run.lock import only_writer
+with only_writer(pathlib.Path(sys.argv[1])):
+    print('has it', flush=True)
+    time.sleep(60)
+"""
+    words = [sys.executable, "-c", code, tmp_path]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"has it\n"
-        with (
-            pytest.raises(lock.FolderInUseError, match=f"process {other.pid} on"),
-            lock.only_writer(tmp_path),
-        ):
-            pass
+        with pytest.raises(lock.FolderInUseError, match=f"process {other.pid} on"):
+            take(tmp_path)
         other.send_signal(signal.SIGKILL)
         other.wait()
-    with lock.only_writer(tmp_path):
-        pass
+    take(tmp_path)
 
 
 class TestRecordsOfAnotherNumberOfProcesses:

@@ -48,23 +48,6 @@ def test_steps_without_a_sync_have_nothing_to_be_held_against():
     assert quiet == 1.0
 
 
-def test_exposed_is_what_is_sent_while_nothing_is_computed():
-    """Ten seconds. Waited 2 to 4, with a flight until 3; 6 to 8, with two of them.
-
-    And from 7 to 8.5 for another: 1 and 2.5 seconds are exposed, not what was computed
-    beside (0 to 2), nor the wait without a flight (3 to 4).
-    """
-    syncs = (
-        SyncRecord((0,), 0, 2, 0.0, 3.0, 4.0, 2.0, 2.0, (1.0,)),
-        SyncRecord((1,), 3, 4, 5.0, 8.0, 8.0, 2.0, 2.0, (1.0,)),
-        SyncRecord((0,), 3, 5, 5.5, 8.5, 8.5, 1.5, 1.5, (1.0,)),
-    )
-    marks = ((0, (0.0,)), (5, (10.0,)))
-    found = Timeline(("process 0",), syncs, 5, (1.0,), marks, (4.5,), (3.0,))
-    assert found.exposed_s == 1.0 + 2.5
-    assert found.exposed_share == found.summary()["exposed_share"] == 0.35
-
-
 def test_what_is_exposed_of_a_run_is_read_from_its_files(recorded_run):
     """Sync 1 is on its way until 5, and waited for from 4.5 to 5.5, of 7.5 seconds."""
     found = timeline.exposed_share(recorded_run, 2)
@@ -144,7 +127,6 @@ def test_a_run_that_went_on_keeps_what_came_before_its_checkpoint(
     assert [(s["start_step"], s["apply_step"]) for s in found["syncs"]] == [
         (0, 2), (2, 4), (4, 6),
     ]  # fmt: skip
-    timeline.save(
-        recorded_run, again, first_step=0
-    )  # From the beginning: nothing is kept.
+    # From the beginning: nothing is kept.
+    timeline.save(recorded_run, again, first_step=0)
     assert json.loads((recorded_run / "timeline.json").read_text()) == again

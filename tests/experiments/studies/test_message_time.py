@@ -3,10 +3,9 @@
 from experiments.studies import message_time
 
 
-def test_both_channels_are_timed(tmp_path, capsys):
+def test_both_channels_are_timed(tmp_path, call):
     words = [f"--via={tmp_path}", "--kib=1", "--syncs=2", "--regions=3"]
-    assert message_time.main(["message_time", *words]) == 0
-    sockets, folder = capsys.readouterr().out.splitlines()
+    sockets, folder = call(message_time, *words)[0].splitlines()
     assert "1 KiB sockets" in sockets
     assert f"1 KiB via {tmp_path.name}" in folder
     assert not list(tmp_path.iterdir())

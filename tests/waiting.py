@@ -1,0 +1,20 @@
+"""Waiting for what other processes do."""
+
+import pathlib
+import time
+
+
+def wait_until(condition, seconds=240.0):
+    """Return when the condition holds; fail if it does not for so long."""
+    end_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end_s, f"not so within {seconds} s"
+        time.sleep(0.01)
+
+
+def is_over(pid):
+    """Return whether a process is gone or a zombie."""
+    try:
+        return ") Z " in pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
