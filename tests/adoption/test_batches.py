@@ -86,10 +86,13 @@ def test_a_donated_state_is_refused_not_read(program, state):
     old = state
     new, _ = program.advance(old, TOKENS[None])
     calls = (
-        lambda: program.advance(old, TOKENS[None]), lambda: program.mean_params(old),
-        lambda: program.outer_params(old), lambda: program.region_drift(old),
-        lambda: program.finite_regions(old), lambda: program.synchronize(old),
-    )  # fmt: skip
+        lambda: program.advance(old, TOKENS[None]),
+        lambda: program.mean_params(old),
+        lambda: program.outer_params(old),
+        lambda: program.region_drift(old),
+        lambda: program.finite_regions(old),
+        lambda: program.synchronize(old),
+    )
     for call in calls:
         with pytest.raises(ValueError, match="state of step 0 was donated to"):
             call()

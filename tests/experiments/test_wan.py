@@ -344,9 +344,12 @@ def test_a_signal_to_the_lab_leaves_nothing(number, code, lab, tmp_path):
     words = python(LINGER + "time.sleep(60)")
     process = subprocess.Popen(
         [sys.executable, "-m", "experiments.wan", f"--logdir={tmp_path}", *words],
-        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,  # as a shell does, for Ctrl-C
-    )  # fmt: skip
+    )
     logs = [tmp_path / f"region_{i}.log" for i in range(2)]
     wait_until(lambda: all(p.exists() and "net:[" in p.read_text() for p in logs))
     started = family(process.pid)

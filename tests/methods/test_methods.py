@@ -265,9 +265,14 @@ class TestQuorum:
     )
     def test_by_hand(self, answers, quorum, grace, delay, participating):
         method = methods.get(
-            "decoupled_diloco", answer_steps=answers, quorum=quorum, grace_steps=grace,
-            sync_interval=100, num_fragments=4, delay_steps=7,
-        )  # fmt: skip
+            "decoupled_diloco",
+            answer_steps=answers,
+            quorum=quorum,
+            grace_steps=grace,
+            sync_interval=100,
+            num_fragments=4,
+            delay_steps=7,
+        )
         assert method.schedule.delay_steps == delay
         assert method.schedule.participating == participating
         _, event = method.schedule.next_event(method.schedule.init(), 25)

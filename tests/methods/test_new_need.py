@@ -35,8 +35,10 @@ def merged_by(rule):
     program = RegionProgram(
         lambda params, batch, key: (jnp.sum(params["w"]) * batch.mean(), {}),
         optax.sgd(0.5, 0.0),  # With a trace, which is the gradient.
-        method, params, 2,
-    )  # fmt: skip
+        method,
+        params,
+        2,
+    )
     state = program.init(params, jax.random.key(0))
     batches = iter(np.array(GRADIENTS, np.float32)[..., None])
     *_, (state, _) = run(program, state, batches, 6)

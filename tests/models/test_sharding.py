@@ -46,9 +46,11 @@ _REGIONS = 4
 def _mesh(**axes):
     sizes = tuple(axes.values())
     return jax.make_mesh(
-        sizes, tuple(axes), axis_types=(AxisType.Auto,) * len(axes),
+        sizes,
+        tuple(axes),
+        axis_types=(AxisType.Auto,) * len(axes),
         devices=jax.devices()[: int(np.prod(sizes))],
-    )  # fmt: skip
+    )
 
 
 def _step(config, make=make_loss_fn):
@@ -200,8 +202,11 @@ def test_bfloat16_gradients_of_a_divided_loss_are_as_long_as_those_of_the_plain_
     def divided(hidden, head):
         sums = jax.shard_map(
             lambda *args: divided_cross_entropy(*args, targets, 2048, Layout()),
-            mesh=_mesh(data=1, model=1), in_specs=P(), out_specs=P(), check_vma=False,
-        )  # fmt: skip
+            mesh=_mesh(data=1, model=1),
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
+        )
         return sums(hidden, head).loss / targets.size
 
     def plain(hidden, head):

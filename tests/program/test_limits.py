@@ -105,10 +105,11 @@ def test_gauss_newton_of_a_linear_model_is_the_hessian():
     ours, exact, none = (
         train(methods.get("cocodc", curvature=name, **options | more))[0]
         for name, more in (
-            ("gauss_newton", {}), ("hessian_vector", {}),
+            ("gauss_newton", {}),
+            ("hessian_vector", {}),
             ("none", {"curvature_units": None}),
         )
-    )  # fmt: skip
+    )
     assert_within_ulps(ours, exact)
     assert max(np.abs(ours[n] - none[n]).max() for n in PARAMS) > 1e-3
 

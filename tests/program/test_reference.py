@@ -52,9 +52,10 @@ def quadratic(seed, names, params, groups, num_devices):
     """Of tensors with these shapes, which it couples."""
     rng = np.random.default_rng(seed)
     params = jax.tree.map(
-        lambda shape: rng.normal(size=shape).astype(np.float32), params,
+        lambda shape: rng.normal(size=shape).astype(np.float32),
+        params,
         is_leaf=lambda x: isinstance(x, tuple),
-    )  # fmt: skip
+    )
     shapes = {name: x.shape for name, x in names(params).items()}
     size = sum(map(math.prod, shapes.values()))
     root = rng.normal(size=(size, size)) / 3
@@ -110,10 +111,12 @@ def run_program(problem, method, inner, num_steps, dtype):
     program = RegionProgram(
         problem.loss_fn,
         optax.sgd(LR) if inner == "sgd" else optax.adamw(LR, **ADAM),
-        method, params, NUM_REGIONS,
+        method,
+        params,
+        NUM_REGIONS,
         mesh=make_mesh(NUM_REGIONS, devices=jax.devices()[: problem.num_devices]),
         user_inputs=UserInputs(LR, adam_second_moment(ADAM["b2"])),
-    )  # fmt: skip
+    )
     state, batches = program.init(params, jax.random.key(0)), problem.batches
     state, outputs = follow(program, state, cast(batches, dtype), num_steps)
     return program, state, [sync for output in outputs for sync in output.syncs]

@@ -36,9 +36,13 @@ def loss_fn(params, batch, key):
 
 def make(method, regions=SPEEDS, optimizer=None):
     return RegionProgram(
-        loss_fn, optimizer or optax.sgd(1.0), method, PARAMS, regions,
+        loss_fn,
+        optimizer or optax.sgd(1.0),
+        method,
+        PARAMS,
+        regions,
         mesh=make_mesh(NUM_REGIONS),
-    )  # fmt: skip
+    )
 
 
 def states(program, num_steps):
@@ -79,8 +83,12 @@ def test_only_the_region_that_comes_takes_the_outer_parameters():
     a region goes on from that, though others have moved it since it last came.
     """
     method = methods.get(
-        "mla", sync_interval=2, outer_lr=1.0, outer_momentum=0.0, dynamic_steps=False,
-    )  # fmt: skip
+        "mla",
+        sync_interval=2,
+        outer_lr=1.0,
+        outer_momentum=0.0,
+        dynamic_steps=False,
+    )
     program = make(method)
     seen = {step: region.params["w"][:, 0] for step, region, _ in states(program, 6)}
     # Region 0 took 1 + 10; the others' own batches are of ticks 1 (10) and none.

@@ -251,11 +251,15 @@ def test_a_models_state_goes_along():
     diloco = cc.methods.get("diloco", sync_interval=9)
     old, new, other = (
         cc.RegionProgram(
-            stateful, SGD, diloco, PARAMS, regions,
+            stateful,
+            SGD,
+            diloco,
+            PARAMS,
+            regions,
             model_state=cc.ModelState({name: jnp.zeros(3)}),
         )
         for regions, name in ((4, "mean"), (2, "mean"), (2, "var"))
-    )  # fmt: skip
+    )
     state = finish(old, start(old), 4)
     mean = host(state.region.model_state["mean"]).mean(0)
     state, kept, _ = new.adopt(state, old)

@@ -143,9 +143,11 @@ def _tokens(num_steps):
 def _program(method):
     return cc.RegionProgram(
         models.make_loss_fn(_MODEL),
-        models.experts.counting(optax.adamw(1e-2, weight_decay=0.5)), method,
-        _params(False), 2,
-    )  # fmt: skip
+        models.experts.counting(optax.adamw(1e-2, weight_decay=0.5)),
+        method,
+        _params(False),
+        2,
+    )
 
 
 def _advanced(program, num_steps):
@@ -161,9 +163,12 @@ def _advanced(program, num_steps):
 def test_a_run_takes_the_means_of_regions_by_tokens():
     alone = _advanced(_program(methods.get("apart")), 3).region.params
     method = methods.get(
-        "diloco", sync_interval=3, outer_lr=1.0, outer_momentum=0.0,
+        "diloco",
+        sync_interval=3,
+        outer_lr=1.0,
+        outer_momentum=0.0,
         expert_weights="tokens",
-    )  # fmt: skip
+    )
     program = _program(method)
     state = _advanced(program, 3)
     for layer in range(2):
@@ -188,9 +193,13 @@ def test_a_run_takes_the_means_of_regions_by_tokens():
 
 def test_a_mix_keeps_the_share_of_counts_that_it_keeps_of_progress():
     method = methods.get(
-        "streaming_diloco", sync_interval=2, num_fragments=2, delay_steps=0,
-        mixing_alpha=0.25, fragment_strategy="experts",
-    )  # fmt: skip
+        "streaming_diloco",
+        sync_interval=2,
+        num_fragments=2,
+        delay_steps=0,
+        mixing_alpha=0.25,
+        fragment_strategy="experts",
+    )
     state = _advanced(_program(method), 2)
     counts = state.region.params["blocks"][0]["moe"]["experts"]["tokens"]
     # Merged after one step; two experts a token, before and after.
@@ -223,9 +232,15 @@ def test_the_load_score_prefers_what_more_tokens_need():
 
 def test_a_run_by_load_serves_every_fragment_within_an_interval():
     method = methods.get(
-        "cocodc", sync_interval=6, num_fragments=3, delay_steps=1, syncs_per_interval=6,
-        transmission_score="load", fragment_strategy="experts", expert_weights="tokens",
-    )  # fmt: skip
+        "cocodc",
+        sync_interval=6,
+        num_fragments=3,
+        delay_steps=1,
+        syncs_per_interval=6,
+        transmission_score="load",
+        fragment_strategy="experts",
+        expert_weights="tokens",
+    )
     program = _program(method)
     state = _advanced(program, 14)
     assert min(state.sync.schedule.last_start) >= 14 - 6

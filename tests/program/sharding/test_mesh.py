@@ -44,9 +44,13 @@ def test_the_region_axis_is_as_long_as_devices_and_regions_allow(
 def test_stages_lie_between_regions_and_data_and_positions_after_it():
     mesh = make_mesh(2, data=1, stage=2, sequence=2)
     assert tuple(mesh.shape.items()) == (
-        ("region", 2), ("stage", 2), ("data", 1), ("expert", 1), ("sequence", 2),
+        ("region", 2),
+        ("stage", 2),
+        ("data", 1),
+        ("expert", 1),
+        ("sequence", 2),
         ("model", 1),
-    )  # fmt: skip
+    )
     assert list(mesh.devices.flat) == jax.devices()[:8]
 
 

@@ -58,10 +58,17 @@ class Run:
                 stopping=lambda: self.stopping.append(checkpoints.latest_step),
             )
             self.result = train(
-                program, state, batches or tiny.stream(state.step), num_steps,
-                tokens_at, cadence=cadence, hooks=hooks, checkpoints=checkpoints,
-                progress=progress, **options,
-            )  # fmt: skip
+                program,
+                state,
+                batches or tiny.stream(state.step),
+                num_steps,
+                tokens_at,
+                cadence=cadence,
+                hooks=hooks,
+                checkpoints=checkpoints,
+                progress=progress,
+                **options,
+            )
 
     def of_kind(self, kind):
         return [record for record in self.records if record["kind"] == kind]
@@ -87,9 +94,13 @@ def test_one_program_leaves_records_and_timeline_as_they_are(tiny, tmp_path):
             "streaming_diloco", mesh, transport=Transport("program", overlap=overlap)
         )
         run = Run(
-            tiny, program, 13, folder=tmp_path / overlap, evaluate=evaluate,
+            tiny,
+            program,
+            13,
+            folder=tmp_path / overlap,
+            evaluate=evaluate,
             cadence={"eval_every": 3, "checkpoint_every": 4},
-        )  # fmt: skip
+        )
         norms = [r.pop("pseudo_gradient_norm") for r in run.of_kind("sync")]
         flights = run.result.timeline["syncs"]
         names = ("fragment", "start_step", "apply_step", "num_bytes")

@@ -88,9 +88,11 @@ def test_n_equal_to_k_is_the_fixed_round():
 def test_of_equal_scores_the_fragment_that_waits_longest_goes(score):
     """Nothing moves, so every score is 0. H = 12, N = 6: deadlines are far off."""
     found = starts(
-        adaptive(12, 3, 0, 6, score), 16, see=norms(lambda p, _: (0.0, 1)),
+        adaptive(12, 3, 0, 6, score),
+        16,
+        see=norms(lambda p, _: (0.0, 1)),
         drift=lambda _: (0.0, 0.0, 0.0),
-    )  # fmt: skip
+    )
     assert found == [
         (2, 0), (4, 1), (6, 2), (8, 0), (10, 1), (12, 2), (14, 0), (16, 1)
     ]  # fmt: skip
@@ -134,9 +136,14 @@ def test_a_fragment_on_its_way_is_remembered():
     schedule = adaptive(12, 2, 5, 4)
     *_, (_, state, _) = walk(schedule, schedule.init(), 9, norms(lambda p, _: (6.0, 2)))
     assert state == AdaptiveState(
-        step=9, in_flight=(Pending(1, 6, 11), Pending(0, 9, 14)), last_start=(9, 6),
-        interval=(6, 6), norm=(6.0, 0.0), size=(2, 0), observed_interval=(3, 0),
-    )  # fmt: skip
+        step=9,
+        in_flight=(Pending(1, 6, 11), Pending(0, 9, 14)),
+        last_start=(9, 6),
+        interval=(6, 6),
+        norm=(6.0, 0.0),
+        size=(2, 0),
+        observed_interval=(3, 0),
+    )
 
 
 # --- What a network allows, and errors ----------------------------------------

@@ -103,8 +103,10 @@ def test_one_step_stale_begins_with_messages_of_zero():
     assert one_step_stale(4).init().in_flight == (Pending(0, 0, 4),)
     assert table(one_step_stale(4), 12) == {4: "+0 -0", 8: "+0 -0", 12: "+0 -0"}
     assert one_step_stale(6, 3).init().in_flight == (
-        Pending(1, -4, 2), Pending(2, -2, 4), Pending(0, 0, 6),
-    )  # fmt: skip
+        Pending(1, -4, 2),
+        Pending(2, -2, 4),
+        Pending(0, 0, 6),
+    )
     assert table(one_step_stale(6, 3), 8) == {
         2: "+1 -1", 4: "+2 -2", 6: "+0 -0", 8: "+1 -1",
     }  # fmt: skip
