@@ -40,13 +40,13 @@ TOLD = (
     "outer_momentum",
 )  # fmt: skip
 # The sizes on which the recommended recipe was measured: one or two bits with error
-# feedback and a fragment at every step or two. The least and the most of each, on
-# i.i.d. text. A range holds over the sweeps in `experiments/results`, which a test
-# reads; not every combination was run. Outside of it the order of methods is a guess,
+# feedback and a fragment at every step or two. The least and the most of each. A
+# range holds over the sweeps in `experiments/results`, which a test reads; not every
+# combination was run. Outside of it the order of methods is a guess,
 # and a loss is another model's.
 MEASURED: Mapping[str, tuple[float, float]] = {
     "parameters": (49_952, 6_496_512),
-    "regions": (4, 4),
+    "regions": (2, 16),
     "tokens a parameter": (0.315, 19.67),
 }
 # Rounding of a division, not another size.
