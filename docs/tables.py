@@ -116,6 +116,7 @@ _NAMED = {
     "two bits": ("streaming_diloco", "ef+stat2"),
     "streaming": ("streaming_diloco", None),
     "diloco": ("diloco", None),
+    "data parallel": ("data_parallel", None),
 }
 
 
@@ -139,6 +140,19 @@ def across(files, what, names):
         )
     heads = ["one bit less streaming", "steps of one bit to streaming's last loss"]
     return table([what, *names, *heads], rows)
+
+
+def beside(name, lines):
+    """Return a table of a sweep's losses beside those of other sweeps."""
+    mixture, rows = read(name)["cells"], []
+    for words, (column, other) in lines.items():
+        of = _NAMED[words.split(",")[0]]
+        both = [
+            next(c for c in found if _is(c["flags"], *of))["columns"][column]
+            for found in (mixture, read(other)["cells"])
+        ]
+        rows.append([words, *(interval(c["loss"]) for c in both)])
+    return table(["", "mixture", "dense"], rows)
 
 
 def _is(flags, method, compress):

@@ -259,7 +259,10 @@ def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) 
         held = _other_file(cell.config for cell in found)
     else:
         held = reference.find(found, flags.value("reference"))
-    made = report.Report(found, held, flags.value("reference_column"), other)
+    column = flags.value("reference_column")
+    if column == cells.PUBLISHED and list(held.columns) == [cells.TUNED]:
+        column = cells.TUNED  # As of a part (--only) without the published settings.
+    made = report.Report(found, held, column, other)
     write_whole(workdir / "cells.json", dumps(results.to_json(made)))
     plots.save_png(made.figure(), str(workdir / "frontier.png"))
     text = made.markdown(commands.command_line("sweep", sys.argv[1:]))
@@ -341,7 +344,10 @@ def define() -> None:
             "Cell to compare others with, as method=diloco,sync_interval=40. "
             "Default: the worst published one.",
         ),
-        ("reference_column", "published", "Column of the reference, or tuned."),
+        (
+            *("reference_column", "published"),
+            "Column of the reference, or tuned; tuned, too, if it is the only one.",
+        ),
         (
             *("reference_from", ""),
             "cells.json of another sweep, of the same model and data, that has the "

@@ -103,6 +103,16 @@ def test_rows_are_held_against_another_sweep_seed_by_seed(kept, call, tmp_path):
     assert "| reference |" not in text  # It has no line of its own.
 
 
+def test_tuned_settings_alone_are_compared_as_tuned(call, tmp_path):
+    train(tmp_path, GRID.replace("[base]", 'tuned = ["outer_lr"]\n[base]'))
+    path = tmp_path / rows.FILE
+    text = path.read_text().replace('"published": true', '"published": false')
+    path.write_text(text)
+    call(sweep, "--report", f"--workdir={tmp_path}")
+    made = json.loads((tmp_path / "cells.json").read_text())
+    assert made["reference"]["column"] == "tuned"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
