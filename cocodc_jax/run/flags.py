@@ -19,7 +19,8 @@ from cocodc_jax.run.attend import NO_TRACKING, Tracking
 from cocodc_jax.run.compile_cache import keep_programs
 from cocodc_jax.run.config import LEAVES, OLD_NAMES, TrainConfig, in_new_words
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
-from cocodc_jax.run.help import by_use, options, render, run_sections
+from cocodc_jax.run.help import options, render
+from cocodc_jax.run.leaf_help import by_use, run_sections
 from cocodc_jax.run.leaves import COUNT_OR_WORD, Leaf, leaves_of
 from cocodc_jax.run.messages import as_a_command, one_line, say_once
 from cocodc_jax.run.method_config import ARGUMENTS, check_taken
