@@ -55,12 +55,3 @@ def modules_of(path: Iterable[str], packages: bool = False) -> dict[str, str]:
     """Return the places of a package's own public modules."""
     found = [m for m in pkgutil.iter_modules(path) if m.ispkg or not packages]
     return {module.name: module.name for module in found if module.name[0] != "_"}
-
-
-def places_of(names: Mapping[str, str]) -> dict[str, str]:
-    """Return the places of names, which are given by module.
-
-    >>> places_of({"merge": "Merge replace"})
-    {'Merge': 'merge:Merge', 'replace': 'merge:replace'}
-    """
-    return {n: f"{module}:{n}" for module in names for n in names[module].split()}

@@ -6,7 +6,7 @@ it. Names are imported when they are first used.
 
 from typing import TYPE_CHECKING
 
-from cocodc_jax._lazy import attach, places_of
+from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
     from cocodc_jax.models import attention, backward, experts, hugging_face, lora
@@ -65,21 +65,4 @@ __all__ = [
     "stage_bytes",
 ]
 
-_MODULES = ("attention", "backward", "experts", "hugging_face", "lora")
-_PLACES = {name: name for name in _MODULES} | places_of(
-    {
-        "config": "TransformerConfig",
-        "divided": "make_divided_loss_fn",
-        "layout": "Layout",
-        "loss": "make_accumulated_loss_fn",
-        "pipeline": "make_pipelined_loss_fn",
-        "presets": "PRESETS get",
-        "sharding": "check_divisible check_pipeline partition_specs",
-        "stage_links": "StageCodec stage_bytes",
-        "subspace": "Subspace confine confined",
-        "transformer": "LossFn Params apply flops_per_token init_params make_loss_fn"
-        " make_outputs num_params",
-    }
-)
-
-__getattr__, __dir__ = attach(__name__, _PLACES)
+__getattr__, __dir__ = attach(__name__)

@@ -14,10 +14,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Output", "RegionProgram"]
 
-# Where each is: MODULE, or MODULE:NAME.
-_PLACES = {
-    "Output": "region_program:Output",
-    "RegionProgram": "region_program:RegionProgram",
-}
-
-__getattr__, __dir__ = attach(__name__, _PLACES)
+__getattr__, __dir__ = attach(__name__)

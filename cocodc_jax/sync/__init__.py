@@ -12,7 +12,7 @@ ValueError that names them. Names are imported lazily.
 
 from typing import TYPE_CHECKING
 
-from cocodc_jax._lazy import attach, places_of
+from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
     from cocodc_jax.sync import merge, schedules
@@ -64,22 +64,4 @@ __all__ = [
     "schedules",
 ]
 
-_PLACES = {"merge": "merge", "schedules": "schedules"} | places_of(
-    {
-        "averages": "Average RadialDirectional SharedMask",
-        "cutting": "cut cut_by_patterns",
-        "fragments": "Fragments LeafSlice",
-        "merge": "Merge",
-        "messages": "AsIs Compressed Message Ranked",
-        "method": "Inner Method Sync",
-        "moments": "Moments",
-        "needs": "NEEDS MergeContext Need UserInputs",
-        "outer": "RegionalOuter SharedOuter nesterov",
-        "per_step": "PerStep",
-        "regions": "Regions matchings",
-        "schedules.base": "events_at",
-        "summed": "ByRings SummedFactors",
-    }
-)
-
-__getattr__, __dir__ = attach(__name__, _PLACES)
+__getattr__, __dir__ = attach(__name__)

@@ -16,7 +16,7 @@ kind, by a ValueError that names it. Modules are imported when they are first us
 
 from typing import TYPE_CHECKING
 
-from cocodc_jax._lazy import attach, places_of
+from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
     from cocodc_jax.transforms import (
@@ -76,14 +76,4 @@ __all__ = [
     "threshold",
 ]
 
-# The others are modules.
-_NAMES = places_of(
-    {
-        "compensation": "DelayCompensationState delay_compensation",
-        "compressor": "Compressor message_bytes",
-        "curvature": "Curvature",
-        "second_moment": "adam_second_moment",
-    }
-)
-
-__getattr__, __dir__ = attach(__name__, {name: name for name in __all__} | _NAMES)
+__getattr__, __dir__ = attach(__name__)
