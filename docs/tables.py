@@ -125,10 +125,7 @@ def across(files, what, names):
     rows = []
     for size, name in files.items():
         found = read(name)["cells"]
-        by_name = {
-            n: _last(next(c for c in found if _is(c["flags"], *_NAMED[n])))
-            for n in names
-        }
+        by_name = {n: _last(_named(found, n)) for n in names}
         one = by_name["one bit"]
         rows.append(
             [
@@ -146,17 +143,16 @@ def beside(name, lines):
     """Return a table of a sweep's losses beside those of other sweeps."""
     mixture, rows = read(name)["cells"], []
     for words, (column, other) in lines.items():
-        of = _NAMED[words.split(",")[0]]
-        both = [
-            next(c for c in found if _is(c["flags"], *of))["columns"][column]
-            for found in (mixture, read(other)["cells"])
-        ]
-        rows.append([words, *(interval(c["loss"]) for c in both)])
+        contender, *_ = words.split(",")
+        both = [_named(found, contender) for found in (mixture, read(other)["cells"])]
+        losses = [cell["columns"][column]["loss"] for cell in both]
+        rows.append([words, *map(interval, losses)])
     return table(["", "mixture", "dense"], rows)
 
 
-def _is(flags, method, compress):
-    return (flags["method"], flags.get("compress")) == (method, compress)
+def _named(found, name):
+    flags = [(c["flags"]["method"], c["flags"].get("compress")) for c in found]
+    return found[flags.index(_NAMED[name])]
 
 
 def frontier(name, keep=lambda cell: True):
