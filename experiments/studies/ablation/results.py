@@ -4,6 +4,7 @@ Comparisons are paired: a rule and its reference share the seed, so also the fir
 parameters and every batch, and what is averaged is the ratio within a seed.
 """
 
+import itertools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,10 +75,9 @@ def _against(job: dict, reference: dict, steps_per_run: int) -> dict[str, Any]:
         if final is None or target is None:
             counts.append(None)
             continue
-        # A loss of None, where a run diverges, is followed by no number.
         pairs = zip(job["steps"], curve, strict=True)
-        known = [(step, loss) for step, loss in pairs if loss is not None]
-        counts.append(steps_to_loss(known, target))
+        known = itertools.takewhile(lambda pair: pair[1] is not None, pairs)
+        counts.append(steps_to_loss([*known], target))
         differences.append(final - target)
     reached = [count for count in counts if count is not None]
     bounded = [steps_per_run if count is None else count for count in counts]
