@@ -17,6 +17,7 @@ class Heard(NamedTuple):
     boot: int
     when: float  # Time of its last message, in seconds.
     step: int | None = None  # Of its checkpoint, while it takes no part.
+    has_begun: bool = False  # A `Beat` has come: it takes part until this life ends.
     oldest_step: int = 0  # From its last `Beat`.
     has_left: bool = False
     hears_us: bool = False  # It says that it receives this region's messages;
@@ -47,10 +48,12 @@ class Hearing:
             return False
         heard = heard._replace(when=now)
         match message:
+            case m.Join() if heard.has_begun:
+                return False  # It was overtaken, as in a store.
             case m.Join(step, hears):
                 heard = heard._replace(step=step, oldest_step=0)
             case m.Beat(oldest_step=oldest, hears=hears):
-                heard = heard._replace(step=None, oldest_step=oldest)
+                heard = heard._replace(step=None, has_begun=True, oldest_step=oldest)
             case _:
                 self.last[sender] = heard._replace(
                     has_left=isinstance(message, m.Leave)

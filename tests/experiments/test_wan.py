@@ -79,7 +79,7 @@ else:
         sock.sendto(bytes([question]), ("region0", 5000))
         sock.recv(99)
         times.append(time.monotonic() - begin)
-    print(sorted(times)[4])
+    print(min(times))  # Others may need the processor.
 """
 
 

@@ -201,7 +201,6 @@ def adaptive(
     transmission_score: str = "pseudo_gradient",
 ) -> Adaptive:
     """Start `syncs_per_interval` syncs per interval, of what changes fastest."""
-    check_choice("transmission_score", transmission_score, SCORES)
     check_at_least("num_fragments", num_fragments, 1)
     check_at_least("sync_interval", sync_interval, 1)
     check_at_least("syncs_per_interval", syncs_per_interval, 0)

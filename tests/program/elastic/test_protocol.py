@@ -11,7 +11,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cocodc_jax.elastic.messages import Choice, Install, Propose, Row
+from cocodc_jax.elastic.messages import (
+    Beat,
+    Choice,
+    Install,
+    Join,
+    Propose,
+    Row,
+    Seat,
+    View,
+)
 from cocodc_jax.elastic.place import Place, Timing
 from cocodc_jax.elastic.protocol import Member
 
@@ -226,6 +235,25 @@ def until(world, kind):
                 world.train(region)
             world.tick(0.5)
     raise AssertionError(kind)
+
+
+def test_a_request_to_join_that_a_beat_overtook_changes_nothing():
+    """A region that is not in yet must not take the others for beginners too."""
+    world = World(2)
+    world.kill(1)
+    request = Join(0, ())
+    world.boot(1)
+    late, boot = world.members[1], world.members[0].boot
+    late.receive(0, boot, request, 1.0)
+    assert not late.hears_others()
+    late.receive(0, boot, Beat(View(2, {0: Seat(boot, 0)}), 2, 6, (), 1.0), 1.0)
+    late.receive(0, boot, request, 1.0)
+    assert late.hears_others()
+    assert late.have_come_to(6, 1.0)
+    assert not late.have_come_to(7, 1.0)
+    # One of a new life is none that was overtaken.
+    late.receive(0, boot + 9, request, 1.0)
+    assert not late.hears_others()
 
 
 def test_what_one_survivor_knows_of_a_dead_coordinator_holds_for_all():
