@@ -108,12 +108,20 @@ def _check_report(plan: Plan | None, workdir: pathlib.Path) -> None:
         networks.networks(flags.value("networks"))
     written = []
     if plan and flags.value("workdir"):
-        written = schedule.assign(rows.read(workdir), plan.grid)
+        written = _written(workdir, plan.grid)
     words, column = flags.value("reference"), flags.value("reference_column")
     if not flags.value("reference_from"):
         reference.check(words, column, plan, written)
     elif plan:
         _other_file(reference.configs(plan, written))
+
+
+def _written(workdir: pathlib.Path, of_grid: grid.Grid | None) -> list[rows.Row]:
+    """Return the finished rows that have the flags of --only."""
+    written = schedule.assign(rows.read(workdir), of_grid)
+    if words := flags.value("only"):
+        return [row for row in written if reference.has_flags(row["config"], words)]
+    return written
 
 
 def _other_file(configs: Iterable[Mapping[str, Any]]) -> cells.Cell:
@@ -244,9 +252,7 @@ def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) 
     halving, chosen = workdir / HALVING_FILE, None
     if halving.exists() and (of_grid is None or of_grid.halving):
         chosen = read_table(halving)["chosen"]
-    written = schedule.assign(rows.read(workdir), of_grid)
-    if words := flags.value("only"):
-        written = [row for row in written if reference.has_flags(row["config"], words)]
+    written = _written(workdir, of_grid)
     found = cells.cells(written, chosen)
     if not found:
         raise ValueError(f"workdir={str(workdir)!r} has no final rows yet")

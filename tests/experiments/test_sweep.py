@@ -512,6 +512,11 @@ def test_rows_of_some_flags_alone(halved, call, tmp_path):
     call(sweep, *words)
     made = json.loads((folder / "cells.json").read_text())["cells"]
     assert [cell["flags"]["compress"] for cell in made] == ["none", "ef+int4"]
+    # Of two cells of the folder, one is the reference: the other is left out.
+    words = ["--only=compress=ef+int4", "--reference=method=streaming_diloco"]
+    call(sweep, f"--grid={path}", "--report", f"--workdir={folder}", *words)
+    made = json.loads((folder / "cells.json").read_text())
+    assert [cell["flags"]["method"] for cell in made["cells"]] == ["streaming_diloco"]
 
 
 def test_a_reference_is_a_setting_of_the_grid_or_a_row_that_is_there():
