@@ -203,11 +203,16 @@ class MaskedCore(Message):
 
     core: Compressor  # Compressor of the core.
     density: float  # Share of the entries that a region owns.
-    seed: int = 0  # Of the owned entries, equal in every region.
+    seed: int | None = 0  # Of the owned entries, equal in every region.
     num_regions: int = 1  # M, set by `bind`.
 
     only_weighted = _NOT_EVERY_ENTRY
     is_numbered = True
+
+    def encoded(self, part: PyTree, rank: int = 0) -> PyTree:
+        """Return the shapes of a message, without drawing an order of the entries."""
+        unordered = dataclasses.replace(self, seed=None)
+        return super(MaskedCore, unordered).encoded(part, rank)
 
     def compressor(self, rank: int = 0) -> Compressor:
         """Return the compressor, the same for every rank."""

@@ -42,7 +42,7 @@ class MaskedState(NamedTuple):
 
 
 def masked(
-    core: Compressor, density: float, num_regions: int, seed: int = 0
+    core: Compressor, density: float, num_regions: int, seed: int | None = 0
 ) -> Compressor:
     """Send a core, and what it leaves of the entries that the region owns.
 
@@ -52,7 +52,7 @@ def masked(
       core: of all entries.
       density: share of the entries that a region owns, in (0, 1].
       num_regions: M.
-      seed: of the order of the entries.
+      seed: of the order of the entries; None leaves it as it is.
 
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.sparsify import top_k
@@ -122,8 +122,10 @@ def weigh_owned(
     return {**messages, "owned": own}
 
 
-def _order(size: int, seed: int) -> jax.Array:
+def _order(size: int, seed: int | None) -> jax.Array:
     """Return the order of `size` entries, int32 `[size]`."""
+    if seed is None:
+        return jnp.arange(size)
     if size > _MOST_CONSTANT:
         return jax.random.permutation(jax.random.key(seed), size)
     impl = jax.config.jax_default_prng_impl  # pyright: ignore
