@@ -55,9 +55,16 @@ def planned(config: TrainConfig, says_why: bool = True) -> TrainConfig:
         told = " ".join(f"--{k}={v}" for k, v in best.choice.flags.items())
         print(f"plan: {best.explain()}\nplan: {told}", file=sys.stderr)
         num_params = models.num_params(config.model)
-        tokens = config.run.steps * config.tokens_per_step
+        length = config.run.steps * config.tokens_per_step / num_params
+        measured = best.choice.tokens_per_parameter
+        if length > 2 * measured:
+            print(
+                f"plan: these losses are of {measured:.3g} tokens a parameter, the run "
+                f"has {length:.3g}: the longer it is, the less syncing often gains",
+                file=sys.stderr,
+            )
         request = {"parameters": num_params, "regions": config.run.regions}
-        request |= {"tokens a parameter": tokens / num_params}
+        request |= {"tokens a parameter": length}
         if warning := advice.warning(request):
             print(f"plan: {warning}", file=sys.stderr)
     return config.replace(**best.choice.flags)

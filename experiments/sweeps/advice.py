@@ -47,7 +47,7 @@ TOLD = (
 MEASURED: Mapping[str, tuple[float, float]] = {
     "parameters": (49_952, 6_496_512),
     "regions": (2, 16),
-    "tokens a parameter": (0.315, 19.67),
+    "tokens a parameter": (0.315, 78.66),
 }
 # Rounding of a division, not another size.
 _SLACK = 1e-2
@@ -75,6 +75,12 @@ class Choice:
     def size(self) -> tuple[int, int, int]:
         """Parameters, steps and tokens of its runs."""
         return self.parameters, self.steps, self.steps * self.config.tokens_per_step
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        """Of its runs."""
+        parameters, _, tokens = self.size
+        return tokens / parameters
 
     @property
     def flags(self) -> dict[str, Any]:

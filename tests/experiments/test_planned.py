@@ -71,6 +71,15 @@ def test_sizes_that_were_not_measured_are_named(read, plan, capsys):
     assert said.startswith("plan: extrapolated, not measured: regions 32 (measured: ")
 
 
+def test_a_longer_run_than_was_measured_is_told(read, plan, capsys):
+    read(*plan, "--steps=480")
+    assert "syncing often" not in capsys.readouterr().err
+    read(*plan, "--steps=2400")
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("plan: these losses are of 10.2 tokens a parameter, the run")
+    assert said.endswith(" has 24.6: the longer it is, the less syncing often gains")
+
+
 def test_all_that_made_a_cell_is_chosen_with_it(read, tmp_path):
     """Also what is seldom tuned: the run is the cell's, but for its links."""
     table = tomllib.loads(UNUSUAL)
