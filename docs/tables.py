@@ -111,32 +111,54 @@ def _settings(flags, hide):
     return ", ".join(said) or "-"
 
 
-_NAMED = {
-    "one bit": ("streaming_diloco", "ef+sign"),
-    "two bits": ("streaming_diloco", "ef+stat2"),
-    "streaming": ("streaming_diloco", None),
-    "diloco": ("diloco", None),
-    "data parallel": ("data_parallel", None),
+# Contenders by their flags; where a flag is not named, that of the first cell.
+NAMED = {
+    "one bit": {"method": "streaming_diloco", "compress": "ef+sign"},
+    "two bits": {"method": "streaming_diloco", "compress": "ef+stat2"},
+    "streaming": {"method": "streaming_diloco", "compress": None, "sync_interval": 40},
+    "diloco": {"method": "diloco"},
+    "cocodc": {"method": "cocodc", "sync_interval": 40},
+    "rule=code": {"method": "cocodc_paper", "rule": "code"},
+    "rule=text": {"method": "cocodc_paper", "rule": "text"},
+    "data parallel": {"method": "data_parallel"},
+    "mix": {"method": "streaming_diloco", "merge_feedback": None},
+    "feedback": {"method": "streaming_diloco", "merge_feedback": True},
+    "isotropic": {"method": "cocodc", "curvature": "isotropic"},
+    "normalised": {"method": "cocodc", "curvature": "normalized_outer_product"},
 }
+CONTENDERS = list(NAMED)[:8]
 
 
-def across(files, what, names):
-    """Return a table of sweeps by a size: tuned losses, one bit less the rest."""
+def across(files, what, shown=CONTENDERS, less=("one bit", "cocodc")):
+    """Return a table of sweeps: tuned losses, differences from the reference, steps."""
     rows = []
     for size, name in files.items():
         found = read(name)["cells"]
-        by_name = {n: _last(_named(found, n)) for n in names}
-        one = by_name["one bit"]
-        rows.append(
-            [
-                size,
-                *(interval(by_name[n]["loss"]) for n in names),
-                interval(one["difference"], "+.3f"),
-                interval(one["steps_to_reference"], ".0f"),
-            ]
-        )
-    heads = ["one bit less streaming", "steps of one bit to streaming's last loss"]
-    return table([what, *names, *heads], rows)
+        last = {n: _last(cell) for n in shown if (cell := _named(found, n))}
+        rows.append([size, *(interval(_loss(last.get(n))) for n in shown)])
+        for one in map(last.get, less):
+            both = _less_and_fewer(one) if one else ("-", "-")
+            rows[-1] += both
+    heads = [
+        words for n in less for words in (f"{n} less the reference", "fewer steps")
+    ]
+    return table([what, *shown, *heads], rows)
+
+
+def _loss(column):
+    """Return a loss without its interval, most of which is the seeds' text."""
+    return column and {"mean": column["loss"]["mean"]}
+
+
+def _less_and_fewer(column):
+    """Return the difference from the reference, and the steps saved to its loss."""
+    steps, total = column["steps_to_reference"], column["curve"][-1][0]
+    fewer = steps and {
+        "mean": 100 - 100 * steps["mean"] / total,
+        "half": steps["half"] and 100 * steps["half"] / total,
+    }
+    words = interval(fewer, ".0f")
+    return interval(column["difference"], "+.3f"), words + "\u00a0%" * bool(fewer)
 
 
 def beside(name, lines):
@@ -151,8 +173,17 @@ def beside(name, lines):
 
 
 def _named(found, name):
-    flags = [(c["flags"]["method"], c["flags"].get("compress")) for c in found]
-    return found[flags.index(_NAMED[name])]
+    """Return the first cell with the flags of a contender; None if there is none."""
+    for cell in found:
+        column = _last(cell)
+        flags = cell["flags"] | (column["config"] or {}).get("method", {})
+        plain = {
+            k: None if flags.get(k) in ("none", False) else flags.get(k)
+            for k in NAMED[name]
+        }
+        if plain == NAMED[name]:
+            return cell
+    return None
 
 
 def frontier(name, keep=lambda cell: True):

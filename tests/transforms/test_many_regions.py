@@ -202,6 +202,15 @@ def test_the_seed_says_who_owns_what():
     assert (one != other).any()
 
 
+def test_a_message_is_as_large_as_it_says_before_it_is_drawn():
+    part = {"a": jnp.ones((3, 4)), "b": jnp.ones(5, jnp.bfloat16)}
+    message = MaskedCore(top_k(0.25), 0.5, seed=3, num_regions=2)
+    compressor = message.compressor()
+    sent, _ = compressor.encode(part, compressor.init(part))
+    kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
+    assert kinds(message.encoded(part)) == kinds(sent)
+
+
 def test_bytes_are_the_core_the_values_and_whose_they_are():
     compressor = masked(low_rank(1), 0.25, NUM_REGIONS)
     message, _ = compressor.encode(REGIONS[0], compressor.init(REGIONS[0]))
