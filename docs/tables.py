@@ -135,30 +135,28 @@ def across(files, what, shown=CONTENDERS, less=("one bit", "cocodc")):
     for size, name in files.items():
         found = read(name)["cells"]
         last = {n: _last(cell) for n in shown if (cell := _named(found, n))}
-        rows.append([size, *(interval(_loss(last.get(n))) for n in shown)])
-        for one in map(last.get, less):
-            both = _less_and_fewer(one) if one else ("-", "-")
-            rows[-1] += both
-    heads = [
-        words for n in less for words in (f"{n} less the reference", "fewer steps")
-    ]
-    return table([what, *shown, *heads], rows)
+        both = [_less_and_fewer(last.get(n)) for n in less]
+        rows.append([size, *sum(both, ()), *(_loss(last.get(n)) for n in shown)])
+    heads = [words for n in less for words in (f"{n}, less", "fewer steps")]
+    return table([what, *heads, *shown], rows)
 
 
 def _loss(column):
     """Return a loss without its interval, most of which is the seeds' text."""
-    return column and {"mean": column["loss"]["mean"]}
+    return interval(column and {"mean": column["loss"]["mean"]})
 
 
 def _less_and_fewer(column):
     """Return the difference from the reference, and the steps saved to its loss."""
+    if column is None:
+        return "-", "-"
     steps, total = column["steps_to_reference"], column["curve"][-1][0]
     fewer = steps and {
         "mean": 100 - 100 * steps["mean"] / total,
         "half": steps["half"] and 100 * steps["half"] / total,
     }
-    words = interval(fewer, ".0f")
-    return interval(column["difference"], "+.3f"), words + "\u00a0%" * bool(fewer)
+    words = interval(fewer, ".0f") + "\u00a0%" * bool(fewer)
+    return interval(column["difference"], "+.3f"), words
 
 
 def beside(name, lines):

@@ -55,16 +55,15 @@ def planned(config: TrainConfig, says_why: bool = True) -> TrainConfig:
         told = " ".join(f"--{k}={v}" for k, v in best.choice.flags.items())
         print(f"plan: {best.explain()}\nplan: {told}", file=sys.stderr)
         num_params = models.num_params(config.model)
-        length = config.run.steps * config.tokens_per_step / num_params
-        measured = best.choice.tokens_per_parameter
-        if length > 2 * measured:
+        tokens = config.run.steps * config.tokens_per_step
+        request = {"parameters": num_params, "regions": config.run.regions}
+        request |= {"tokens a parameter": tokens / num_params}
+        if config.run.steps > 2 * best.choice.steps:
             print(
-                f"plan: these losses are of {measured:.3g} tokens a parameter, the run "
-                f"has {length:.3g}: the longer it is, the less syncing often gains",
+                f"plan: these losses are of runs of {best.choice.steps} steps, and this"
+                f" one has {config.run.steps}: with more, syncing often gains less",
                 file=sys.stderr,
             )
-        request = {"parameters": num_params, "regions": config.run.regions}
-        request |= {"tokens a parameter": length}
         if warning := advice.warning(request):
             print(f"plan: {warning}", file=sys.stderr)
     return config.replace(**best.choice.flags)

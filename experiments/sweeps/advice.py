@@ -77,12 +77,6 @@ class Choice:
         return self.parameters, self.steps, self.steps * self.config.tokens_per_step
 
     @property
-    def tokens_per_parameter(self) -> float:
-        """Of its runs."""
-        parameters, _, tokens = self.size
-        return tokens / parameters
-
-    @property
     def flags(self) -> dict[str, Any]:
         """What to give to `experiments.train`."""
         name, values = self.config.method.method, self.config.method.values
