@@ -112,7 +112,7 @@ def _settings(flags, hide):
 
 
 # Contenders by their flags; where a flag is not named, that of the first cell.
-NAMED = {
+CONTENDERS = {
     "one bit": {"method": "streaming_diloco", "compress": "ef+sign"},
     "two bits": {"method": "streaming_diloco", "compress": "ef+stat2"},
     "streaming": {"method": "streaming_diloco", "compress": None, "sync_interval": 40},
@@ -121,15 +121,17 @@ NAMED = {
     "rule=code": {"method": "cocodc_paper", "rule": "code"},
     "rule=text": {"method": "cocodc_paper", "rule": "text"},
     "data parallel": {"method": "data_parallel"},
+}
+# Rules of a merge whose mean comes late.
+LATE = {
     "mix": {"method": "streaming_diloco", "merge_feedback": None},
     "feedback": {"method": "streaming_diloco", "merge_feedback": True},
     "isotropic": {"method": "cocodc", "curvature": "isotropic"},
     "normalised": {"method": "cocodc", "curvature": "normalized_outer_product"},
 }
-CONTENDERS = list(NAMED)[:8]
 
 
-def across(files, what, shown=CONTENDERS, less=("one bit", "cocodc")):
+def across(files, what, shown=tuple(CONTENDERS), less=("one bit", "cocodc")):
     """Return a table of sweeps: tuned losses, differences from the reference, steps."""
     rows = []
     for size, name in files.items():
@@ -172,14 +174,11 @@ def beside(name, lines):
 
 def _named(found, name):
     """Return the first cell with the flags of a contender; None if there is none."""
+    wanted = (CONTENDERS | LATE)[name]
     for cell in found:
-        column = _last(cell)
-        flags = cell["flags"] | (column["config"] or {}).get("method", {})
-        plain = {
-            k: None if flags.get(k) in ("none", False) else flags.get(k)
-            for k in NAMED[name]
-        }
-        if plain == NAMED[name]:
+        flags = cell["flags"] | (_last(cell)["config"] or {}).get("method", {})
+        plain = {k: None if v in ("none", False) else v for k, v in flags.items()}
+        if all(plain.get(k) == v for k, v in wanted.items()):
             return cell
     return None
 
