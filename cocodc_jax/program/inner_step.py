@@ -149,7 +149,7 @@ def make_step(
 
     def step(state: RegionState, xs: tuple[PyTree, jax.Array | None]):
         batch, participating = xs
-        out, model_state, grads, key = local.map_products(gradient)(
+        out, model_state, grads, key = local.map(gradient)(
             state.params, state.model_state, batch, state.key
         )
         if averages_state:

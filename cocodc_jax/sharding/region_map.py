@@ -39,8 +39,6 @@ class LocalRegions:
 
     size: int  # How many.
     one_by_one: bool  # Map over them in turn (`lax.map`), not all at once (`vmap`).
-    # Have `map_products` map over batches of one region each.
-    in_batches_of_one: bool = False
 
     @classmethod
     def of(
@@ -57,8 +55,7 @@ class LocalRegions:
         every step slices each array of a region out of those of all and puts it back,
         by a small program each; but only one region's activations exist at a time. In a
         batch there are fewer and larger kernels. On one core, steps of four regions
-        took 0.75 to 0.98 of the time in a batch at 50,000 parameters, and 0.87 at
-        840,000.
+        took 0.67 of the time in a batch at 50,000 parameters, and 0.87 at 840,000.
         """
         check_how(how)
         # With several devices per region the compiler lays out matrix products.
@@ -67,9 +64,7 @@ class LocalRegions:
         one_by_one = how == "in_turn"
         if how == "auto":
             one_by_one = is_cpu(mesh) and not (is_whole and is_small)
-        size = num_regions // mesh.shape[REGION]
-        in_batches_of_one = is_cpu(mesh) and is_whole and (one_by_one or size == 1)
-        return cls(size, one_by_one, in_batches_of_one)
+        return cls(num_regions // mesh.shape[REGION], one_by_one)
 
     def map(self, fn: Callable, in_axes: Any = 0) -> Callable:
         """Map `fn`, written for one region, over the block; one path for all sizes.
@@ -92,20 +87,6 @@ class LocalRegions:
             return jax.lax.map(one, each) if self.one_by_one else jax.vmap(one)(each)
 
         return mapped
-
-    def map_products(self, fn: Callable) -> Callable:
-        """Map a gradient, whose matrix products dominate a step.
-
-        Like `map`, but on a CPU over batches of one region. XLA transposes the operands
-        of a batched product so that they are read in order. It leaves operands of plain
-        products in the backward pass transposed, which its CPU kernels read more
-        slowly: a tenth of a small transformer's step.
-        """
-        if not self.in_batches_of_one:
-            return self.map(fn)
-        if self.size == 1:
-            return jax.vmap(fn)
-        return lambda *args: jax.lax.map(lambda each: fn(*each), args, batch_size=1)
 
 
 def check_how(how: str) -> None:

@@ -83,15 +83,6 @@ def test_the_check_catches_the_gradient_of_replicated_parameters():
     assert not found(varying=True)
 
 
-def test_the_host_check_catches_a_print():
-    def step(carry, x):
-        jax.debug.print("{}", x)
-        return carry, x
-
-    jaxpr = jax.make_jaxpr(lambda xs: jax.lax.scan(step, 0, xs))(jnp.arange(3))
-    assert list(filter(TALKS_TO_HOST.search, primitives(jaxpr)))
-
-
 @pytest.mark.parametrize(("length", "data", "model"), [(4, 1, 1), (2, 2, 2)])
 def test_compiled_steps_send_nothing_to_another_region(length, data, model):
     """The jaxpr cannot show what the compiler adds for axes inside a region."""
@@ -133,38 +124,19 @@ def test_a_block_maps_over_its_regions(size, one_by_one):
     np.testing.assert_array_equal(mapped(x, jnp.float32(3))["y"], 3 * x)
 
 
-@pytest.mark.parametrize("in_batches_of_one", [True, False])
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_gradient_is_mapped_over_regions_one_by_one(size, in_batches_of_one):
-    local = LocalRegions(size, one_by_one=True, in_batches_of_one=in_batches_of_one)
-    gradient = jax.grad(lambda w, x: jnp.square(x @ w).sum())
-    w = jnp.arange(6.0 * size).reshape(size, 3, 2)
-    x = jnp.arange(12.0 * size).reshape(size, 4, 3)
-    found = local.map_products(gradient)(w, x)
-    np.testing.assert_allclose(found, jax.vmap(gradient)(w, x), rtol=1e-6)
-    text = str(jax.make_jaxpr(local.map_products(gradient))(w, x))
-    assert "dot_general" in text
-    has_plain_products = "([], [])" in text  # Of no batch dimension.
-    assert has_plain_products != in_batches_of_one
-
-
 def test_small_models_of_regions_on_one_cpu_are_one_batch():
     one, small = make_mesh(4, devices=jax.devices()[:1]), 50_000
     batched = LocalRegions(4, one_by_one=False)
     assert LocalRegions.of(one, 4, num_params=small) == batched
     assert LocalRegions.of(one, 4, "batched") == batched
-    in_turn = LocalRegions(4, one_by_one=True, in_batches_of_one=True)
+    in_turn = LocalRegions(4, one_by_one=True)
     assert LocalRegions.of(one, 4, num_params=100 * small) == in_turn
     assert LocalRegions.of(one, 4) == in_turn
     assert LocalRegions.of(one, 4, "in_turn", small) == in_turn
     for how in ("auto", "batched", "in_turn"):  # One region of a device.
-        local = LocalRegions.of(make_mesh(4), 4, how, 1000)
-        assert (local.size, local.in_batches_of_one) == (1, True)
+        assert LocalRegions.of(make_mesh(4), 4, how, 1000).size == 1
     two = LocalRegions.of(make_mesh(4, data=2, devices=jax.devices()[:4]), 4)
-    assert two.one_by_one
-    assert not two.in_batches_of_one  # Regions of several devices keep their products.
-    with pytest.raises(ValueError, match="local_regions='together' is unknown"):
-        LocalRegions.of(make_mesh(4), 4, "together")
+    assert two.one_by_one  # Regions of several devices.
 
 
 # --- Steps whose number is an argument, against `lax.scan` of as many ---
