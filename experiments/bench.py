@@ -91,7 +91,7 @@ def main() -> None:
         cc.use_cpu_devices(regions + 1)
         layouts = _layouts(regions)
         cases = [make_case(name, regions, interval) for name in names]
-    console = Console()
+    console = Console(highlight=False)
     for case in cases:
         for num_devices in layouts:
             compare(case, num_devices, rounds, console, wanted)
@@ -102,13 +102,12 @@ def main() -> None:
 def _layouts(regions: int) -> list[int]:
     """Return the number of devices of each layout."""
     layouts = flags.numbers("devices", flags.value("devices"), int)
+    there = len(jax.devices())  # Of a CPU as many as are asked for, of GPUs those.
     for num_devices in layouts:
         if num_devices < 1 or regions % num_devices:
             raise ValueError(
                 f"devices={num_devices} does not divide regions={regions} evenly"
             )
-    there = len(jax.devices())  # Of a CPU as many as are asked for, of GPUs those.
-    for num_devices in layouts:
         if num_devices > there:
             raise ValueError(
                 f"devices={num_devices} is more than there are; use at most {there}"
@@ -226,19 +225,14 @@ def compare(
     if case.gpt and importlib.util.find_spec("torch"):
         makers["torch"] = partial(contenders.torch_diloco, case)
     elif case.gpt and not wanted:
-        console.print(
-            "PyTorch is not installed, so its row is missing.", highlight=False
-        )
+        console.print("PyTorch is not installed, so its row is missing.")
     if wanted:
         makers = {name: make for name, make in makers.items() if name in wanted}
     timings = take_turns(makers, rounds)
     where = "one device" if num_devices == 1 else f"{num_devices} devices"
     title = f"{case.name}: {case.regions} regions on {where}, H {case.interval}"
     console.print(speeds(title, case.tokens, timings))
-    console.print(
-        f"Rounds: {rounds}, medians of them. A ratio of 2 is twice as fast.",
-        highlight=False,
-    )
+    console.print(f"Rounds: {rounds}, medians of them. A ratio of 2 is twice as fast.")
 
 
 def show_growth(name: str, interval: int, rounds: int, console: Console) -> None:
@@ -255,10 +249,8 @@ def show_growth(name: str, interval: int, rounds: int, console: Console) -> None
         for size, t in timings.items()
     ]
     console.print(_table(heads, rows, _what_grows(name, interval)))
-    console.print(
-        f"Rounds: {rounds}, medians of them. A ratio of 2 takes twice as long.",
-        highlight=False,
-    )
+    what = "A ratio of 2 takes twice as long."
+    console.print(f"Rounds: {rounds}, medians of them. {what}")
 
 
 def _what_grows(name: str, interval: int) -> str:

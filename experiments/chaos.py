@@ -101,8 +101,7 @@ def main(argv: Sequence[str]) -> int:
     own = program.own_flags(*OWN_FLAGS)
     flags.define()
     with flags.usage_errors():
-        if (train_flags := program.parse(own, argv, __doc__)) is None:
-            return 0
+        train_flags = program.parse(own, argv, __doc__)
         if not own.workdir:
             raise ValueError("workdir=None is missing; name a folder")
         check_own(own)

@@ -23,7 +23,7 @@ import math
 import pathlib
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from absl.flags import FlagValues
@@ -41,7 +41,8 @@ from . import commands, program
 from .networks import cases, lab_run, report
 from .networks.lab_run import LabRunError, Measured, Pace
 
-APART, EVERY_STEP = "apart", "data_parallel"
+# Without a network, and over the fastest one of the lab with an exchange a step.
+REFERENCES = ("apart", "data_parallel")
 WIDTH = 132  # of the table, also where the output is no terminal
 # Set here, because the comparison is about speed only.
 FIXED = {"warmup_steps": 0, "eval_every": 0, "checkpoint_every": 0}
@@ -66,126 +67,104 @@ def define_flags() -> FlagValues:
     )
 
 
-class Comparison:
-    """A checked comparison; `rows` runs it."""
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One method over one network."""
 
-    def __init__(self, values: FlagValues, train: Sequence[str]):
-        """Check all flags; run nothing."""
-        if not values.workdir:
-            raise ValueError("workdir=None is missing; name a folder for the results")
-        self._workdir = pathlib.Path(values.workdir)
-        self._methods = _distinct("methods", values.methods)
-        for name in self._methods:
-            lab_run.check(methods.get(name))
-        _distinct("networks", values.networks)
-        self._base = train_config(train, self._methods)
-        self._given = [n for n in LEAVES if n not in WITHOUT and flags.given(n)]
-        regions = self._base.run.regions
-        if regions < 2:
-            raise ValueError(f"regions={regions} has no network; use 2 or more")
-        self._networks = [cases.network(word, regions) for word in values.networks]
-        self._wide = cases.network(cases.WIDE, regions)
-        _distinct("networks", [network.name for network in self._networks])
-        self._intervals, self._limit_s = values.intervals, values.limit_s
-        if not self._limit_s < threading.TIMEOUT_MAX:
-            raise ValueError(
-                f"limit_s={self._limit_s} must be at most {threading.TIMEOUT_MAX:g}"
-            )
-        self._check_folders()
+    network: cases.Network
+    method: str
+    config: TrainConfig  # Without the number of steps.
+    stretch: cases.Stretch
+    folder: pathlib.Path
+    command: list[str]
+    limit_s: float
 
-    def _check_folders(self) -> None:
-        """Refuse folders that have, or would get, the result of another run."""
-        controls = [(self._wide, method) for method in (APART, EVERY_STEP)]
-        planned: dict[pathlib.Path, list[str]] = {}
-        for each in (*controls, *itertools.product(self._networks, self._methods)):
-            command, folder = self._command(*each)
-            if planned.setdefault(folder, command) != command:
-                raise ValueError(
-                    f"networks={each[0].name} is what others are held against, run "
-                    f"otherwise with {each[1]}; use another network, or a file of "
-                    "another name"
-                )
-            lab_run.held(command, folder, each[0].links)
+    def measured(self) -> Measured:
+        """Return the measurements of the run; run it if it is not done."""
+        given = self.command, self.folder, self.stretch
+        return lab_run.measured(*given, self.limit_s, self.network.links)
 
-    def apart(self) -> Measured:
-        """Return the run without a network, also in the lab."""
-        return self._measured(self._wide, APART)
-
-    def host_bytes_per_s(self, alone: Measured) -> float:
-        """Return the bytes of messages that hosts prepare in a second."""
-        run = self._measured(self._wide, EVERY_STEP)
-        expected, _ = self._predicted(self._wide, EVERY_STEP, run, alone, math.inf)
-        return lab_run.host_bytes_per_s(run, expected)
-
-    def rows(
-        self, alone: Measured, host_bytes_per_s: float
-    ) -> Iterator[dict[str, Any]]:
-        """Run every method over every network."""
-        for network, method in itertools.product(self._networks, self._methods):
-            try:
-                run = self._measured(network, method)
-            except LabRunError as error:
-                yield report.failure(network.name, method, error)
-                continue
-            given = network, method, run, alone, host_bytes_per_s
-            pace, wire_bytes = self._predicted(*given)
-            yield report.row(network.name, method, run, pace, wire_bytes, alone)
-
-    def _predicted(
-        self,
-        network: cases.Network,
-        method: str,
-        run: Measured,
-        alone: Measured,
-        host_bytes_per_s: float,
+    def predicted(
+        self, run: Measured, alone: Measured, host_bytes_per_s: float = math.inf
     ) -> tuple[Pace, float]:
+        """Return the predicted pace, and the bytes of the full run."""
         return lab_run.predict(
-            network,
-            self._config(network, method).method.build(),
-            self._stretch(network, method),
+            self.network,
+            self.config.method.build(),
+            self.stretch,
             run,
             alone.region_step_s,
-            self._base.run.all_reduce,
+            self.config.run.all_reduce,
             host_bytes_per_s,
         )
 
-    def _measured(self, network: cases.Network, method: str) -> Measured:
-        given = *self._command(network, method), self._stretch(network, method)
-        return lab_run.measured(*given, self._limit_s, network.links)
+    def row(self, alone: Measured, host_bytes_per_s: float) -> dict[str, Any]:
+        """Run it, and return its row of the results."""
+        try:
+            run = self.measured()
+        except LabRunError as error:
+            return report.failure(self.network.name, self.method, error)
+        found = self.predicted(run, alone, host_bytes_per_s)
+        return report.row(self.network.name, self.method, run, *found, alone)
 
-    def _stretch(self, network: cases.Network, method: str) -> cases.Stretch:
-        config = self._config(network, method)
-        given = config.method.build(), config.run.log_every, self._intervals
-        return cases.stretch(*given)
 
-    def _command(
-        self, network: cases.Network, method: str
-    ) -> tuple[list[str], pathlib.Path]:
-        """Return the command of a run, and its folder."""
-        folder = self._workdir / network.name / method
-        last_step = self._stretch(network, method).last_step
-        train = self._train_flags(network, method, last_step)
-        return lab_run.lab_command(network, folder, train), folder
+def read_jobs(values: FlagValues, train: Sequence[str]) -> list[Job]:
+    """Check all flags; return the two runs that are references, then the others."""
+    if not values.workdir:
+        raise ValueError("workdir=None is missing; name a folder for the results")
+    names = _distinct("methods", values.methods)
+    for name in names:
+        lab_run.check(methods.get(name))
+    _distinct("networks", values.networks)
+    base = train_config(train, names)
+    regions, limit_s = base.run.regions, values.limit_s
+    if regions < 2:
+        raise ValueError(f"regions={regions} has no network; use 2 or more")
+    networks = [cases.network(word, regions) for word in values.networks]
+    wide = cases.network(cases.WIDE, regions)
+    _distinct("networks", [network.name for network in networks])
+    if not limit_s < threading.TIMEOUT_MAX:
+        raise ValueError(f"limit_s={limit_s} must be at most {threading.TIMEOUT_MAX:g}")
+    # The references send nothing, or everything uncompressed.
+    control = base.where(compress=None)
+    found = [_job(values, wide, control, name, ["compress"]) for name in REFERENCES]
+    each = itertools.product(networks, names)
+    found += [_job(values, network, base, name) for network, name in each]
+    planned: dict[pathlib.Path, list[str]] = {}
+    for job in found:
+        if planned.setdefault(job.folder, job.command) != job.command:
+            raise ValueError(
+                f"networks={job.network.name} is what others are held against, run "
+                f"otherwise with {job.method}; use another network, or a file of "
+                "another name"
+            )
+        lab_run.held(job.command, job.folder, job.network.links)
+    return found
 
-    def _config(self, network: cases.Network, method: str) -> TrainConfig:
-        # The references send nothing, or everything uncompressed.
-        is_control = network is self._wide
-        base = self._base.where(compress=None) if is_control else self._base
-        return base.replace(method=method)
 
-    def _train_flags(
-        self, network: cases.Network, method: str, num_steps: int
-    ) -> list[str]:
-        """Return the given flags that this method takes, and the fixed ones."""
-        taken = methods.defaults(method)
-        leaves = {"preset": self._base.preset}
-        for name in self._given:
-            if name == "compress" and network is self._wide:
-                continue
-            if LEAVES[name].section != "method" or name in taken:
-                leaves[name] = flags.value(name)
-        leaves |= {"method": method, "steps": num_steps, **FIXED}
-        return [f"--{name}={value}" for name, value in leaves.items()]
+def _job(
+    values: FlagValues,
+    network: cases.Network,
+    base: TrainConfig,
+    method: str,
+    without: Sequence[str] = (),
+) -> Job:
+    """Return a job with the given flags that the method takes, and the fixed ones."""
+    config, taken = base.replace(method=method), methods.defaults(method)
+    stretch = cases.stretch(
+        config.method.build(), config.run.log_every, values.intervals
+    )
+    leaves = {"preset": base.preset}
+    for name in LEAVES:
+        if name in (*WITHOUT, *without) or not flags.given(name):
+            continue
+        if LEAVES[name].section != "method" or name in taken:
+            leaves[name] = flags.value(name)
+    leaves |= {"method": method, "steps": stretch.last_step, **FIXED}
+    train = [f"--{name}={value}" for name, value in leaves.items()]
+    folder = pathlib.Path(values.workdir) / network.name / method
+    command = lab_run.lab_command(network, folder, train)
+    return Job(network, method, config, stretch, folder, command, values.limit_s)
 
 
 def train_config(train: Sequence[str], methods: Sequence[str]) -> TrainConfig:
@@ -206,12 +185,13 @@ def _distinct(name: str, words: Sequence[str]) -> list[str]:
     return list(words)
 
 
-def run(comparison: Comparison, workdir: pathlib.Path, command: str) -> int:
+def run(jobs: Sequence[Job], workdir: pathlib.Path, command: str) -> int:
     """Run everything and write reports; return the exit code, 1 if a run failed."""
-    console = Console(width=WIDTH)
+    console, (apart, every_step, *others) = Console(width=WIDTH), jobs
     try:
-        alone = comparison.apart()
-        host_bytes_per_s = comparison.host_bytes_per_s(alone)
+        alone, sent = apart.measured(), every_step.measured()
+        expected, _ = every_step.predicted(sent, alone)
+        host_bytes_per_s = lab_run.host_bytes_per_s(sent, expected)
     except LabRunError as error:
         print(f"error: before the comparison: {error}", file=sys.stderr)
         return 1
@@ -222,9 +202,9 @@ def run(comparison: Comparison, workdir: pathlib.Path, command: str) -> int:
         "host_bytes_per_s": host_bytes_per_s if host_bytes_per_s < math.inf else None,
         "rows": rows,
     }
-    for entry in comparison.rows(alone, host_bytes_per_s):
-        rows.append(entry)
-        print(*report.cells(entry)[:5], sep="  ", file=sys.stderr)
+    for job in others:
+        rows.append(job.row(alone, host_bytes_per_s))
+        print(*report.cells(rows[-1])[:5], sep="  ", file=sys.stderr)
         write_whole(workdir / "networks.json", dumps(result))
     write_whole(workdir / "networks.md", report.markdown(rows, alone, command))
     if any("error" not in entry for entry in rows):
@@ -237,21 +217,13 @@ def run(comparison: Comparison, workdir: pathlib.Path, command: str) -> int:
 def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
     values = define_flags()
-    try:
-        if (train := program.parse(values, argv, __doc__)) is None:
-            return 0
-        comparison = Comparison(values, train)
+    with program.usage_errors(values, flags.FLAGS):
+        jobs = read_jobs(values, program.parse(values, argv, __doc__))
         if lacks := region.missing():
             raise ValueError(f"the network lab lacks {'; and '.join(lacks)}")
         workdir = pathlib.Path(values.workdir)
         make_folder(workdir)
-        command = commands.command_line("compare_networks", argv[1:])
-        return run(comparison, workdir, command)
-    except program.REFUSED as error:
-        return program.refuse(error, {*values, *flags.FLAGS})
-    except lab_run.StoppedError:
-        print("stopped; the same command resumes", file=sys.stderr)
-        return 130
+        return run(jobs, workdir, commands.command_line("compare_networks", argv[1:]))
 
 
 cli = program.with_own_flags(main)

@@ -101,16 +101,13 @@ def compile_run(job: Job, console: Console) -> dict[str, Any]:
         console.print(line, soft_wrap=True)
     if not summary["fits"]:
         console.print("[red]It does not fit.[/red]" + _advice(summary))
-    return (
-        dict(
-            preset=job.config.preset,
-            method=job.config.method.method,
-            target=str(job.target),
-            slices=job.target.slices,
-        )
-        | summary
-        | dict(about=about, programs=programs, config=job.config.to_json())
-    )
+    config, target = job.config, job.target
+    return {
+        **{"preset": config.preset, "method": config.method.method},
+        **{"target": str(target), "slices": target.slices},
+        **summary,
+        **{"about": about, "programs": programs, "config": config.to_json()},
+    }
 
 
 @contextlib.contextmanager

@@ -55,13 +55,11 @@ def launch(
     with children.on_signals(group.stop):
         try:
             for number in range(count):
-                log = None
-                if number:
-                    log = workdir / f"process_{number}" / "output.log"
+                log = workdir / f"process_{number}" / "output.log" if number else None
+                if log:
                     log.parent.mkdir(parents=True, exist_ok=True)
-                group.start(
-                    command, os.environ | told | {processes.ID: str(number)}, log
-                )
+                env = os.environ | told | {processes.ID: str(number)}
+                group.start(command, env, log)
             return group.wait()
         finally:
             group.kill()
@@ -109,8 +107,7 @@ def main(argv: Sequence[str]) -> int:
     absl_flags.DEFINE_alias("jobs", "elastic", flag_values=own)
     train.define()
     with flags.usage_errors():
-        if (train_flags := program.parse(own, argv, __doc__)) is None:
-            return 0
+        train_flags = program.parse(own, argv, __doc__)
         if own.regions:
             flags.parse([argv[0], *train_flags])
             if flags.given("regions"):

@@ -135,12 +135,8 @@ def _topology(num_regions: int) -> Topology:
     path = flags.value("plan_links")
     if path is None:
         gbps, ms = flags.value("plan_gbps"), flags.value("plan_latency_ms")
-        try:
+        with program.about(f"plan_gbps={gbps}, plan_latency_ms={ms}"):
             return uniform(num_regions, Link(gbps, ms / 1000))
-        except ValueError as error:
-            raise ValueError(f"plan_gbps={gbps}, plan_latency_ms={ms}: {error}") from (
-                error
-            )
     topology = named("plan_links", path, world.load_topology)
     if topology.num_regions != num_regions:
         raise ValueError(

@@ -120,24 +120,21 @@ def read_links(values: FlagValues, num: int) -> LinkState | None:
     cap_bps = gbps * 1e9 or math.inf
     conditions = plan.conditions_over_time(usual, cap_bps)[0]
     mtu = values.mtu or plan.usual_mtu_bytes(conditions)
-    state = topology.at()
-    rate = np.minimum(state.bytes_per_s, cap_bps / 8)
-    share = gloo.payload_share(mtu)
-    line = min(state.line_bytes_per_s, cap_bps / 8)
-    return LinkState(rate * share, state.delay_s, line * share)
+    state, share = topology.at(), gloo.payload_share(mtu)
+    rate, line = (
+        share * np.minimum(x, cap_bps / 8)
+        for x in (state.bytes_per_s, state.line_bytes_per_s)
+    )
+    return LinkState(rate, state.delay_s, float(line))
 
 
 def _check_told(values: FlagValues) -> None:
     """Refuse flags of links that would have no effect."""
     if values["latency_ms"].present and (values.links or not values.bandwidth_mbit):
-        raise ValueError(
-            f"latency_ms={values.latency_ms:g} "
-            + (
-                f"does not go with --links={values.links}, which says it already"
-                if values.links
-                else "needs --bandwidth_mbit"
-            )
-        )
+        why = "needs --bandwidth_mbit"
+        if values.links:
+            why = f"does not go with --links={values.links}, which says it already"
+        raise ValueError(f"latency_ms={values.latency_ms:g} {why}")
     if values.mtu and not (values.links or values.bandwidth_mbit):
         raise ValueError(f"mtu={values.mtu} needs --bandwidth_mbit or --links")
 
@@ -176,9 +173,8 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
     values = define_flags()
-    try:
-        if program.parse(values, argv, __doc__, has_words=False) is None:
-            return 0
+    with program.usage_errors(values):
+        program.parse(values, argv, __doc__, has_words=False)
         processes = Processes.from_environment()
         if processes.num_processes < 2:
             raise ValueError(
@@ -191,8 +187,6 @@ def main(argv: Sequence[str]) -> int:
         if values.workdir and processes.process_id < 1:
             make_folder(pathlib.Path(values.workdir))
         processes.start(processes.num_processes)
-    except program.REFUSED as error:
-        return program.refuse(error, values)
     with failing_alone(), while_writable():
         rows = [
             probe(name, num_values, values.repeats, values.pause_s, links)

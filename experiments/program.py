@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from absl import flags as absl_flags
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Value = TypeVar("Value")
-REFUSED = (ValueError, absl_flags.Error)
 # Name, default and help of a flag. In place of a default, a type means none, and a
 # tuple is the default with the possible words.
 Row = tuple[str, Any, str]
@@ -71,8 +71,8 @@ def parse(
     doc: str | None,
     sections: Mapping[str, Sequence[Row]] | None = None,
     has_words: bool = True,
-) -> list[str] | None:
-    """Return the words after a program's own flags; None once help is printed.
+) -> list[str]:
+    """Return the words after a program's own flags; exit once help is printed.
 
     Help has one section, or those given by title.
     """
@@ -84,14 +84,27 @@ def parse(
     found = {"Flags": options(values)}
     if sections is not None:
         found = {t: options(values, [row[0] for row in s]) for t, s in sections.items()}
-    print(render(shown(doc), found))
-    return None
+    print(render(shown(doc), found), flush=True)
+    sys.exit(0)
 
 
-def refuse(error: Exception, known: Any) -> int:
-    """Print an error as one line, and return the exit code of wrong flags."""
-    print(f"error: {one_line(error, known)}", file=sys.stderr)
-    return 2
+@contextlib.contextmanager
+def usage_errors(*known: Iterable[str]) -> Iterator[None]:
+    """Print an error about known flags as one line, and exit with code 2."""
+    try:
+        yield
+    except (ValueError, absl_flags.Error) as error:
+        print(f"error: {one_line(error, set().union(*known))}", file=sys.stderr)
+        sys.exit(2)
+
+
+@contextlib.contextmanager
+def about(what: str) -> Iterator[None]:
+    """Have an error of a value say what it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def named(flag: str, path: str, read: Callable[[str], Value]) -> Value:
@@ -109,10 +122,8 @@ def topology(values: Any, gbps: float) -> Topology:
     if values.links:
         return named("links", values.links, world.load_topology)
     if values.world:
-        try:
+        with about(f"--world={values.world}"):
             return world.world(tuple(values.world.split(",")), gbps)
-        except ValueError as error:
-            raise ValueError(f"--world={values.world}: {error}") from error
     numbers = values.latency_ms / 1000, values.jitter_ms / 1000, values.loss
     return uniform(values.regions, Link(gbps, *numbers))
 
@@ -141,9 +152,7 @@ def table(
 
 
 def with_run_flags(
-    main: Callable[[], None],
-    doc: str | None,
-    define: Callable[[], None] = lambda: None,
+    main: Callable[[], None], doc: str | None, define: Callable[[], None]
 ) -> Callable[[], None]:
     """Return the command of a program whose flags are in `flags.FLAGS`."""
 

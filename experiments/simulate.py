@@ -32,13 +32,14 @@ from collections.abc import Sequence
 
 import rich
 import rich.console
-from absl import flags
+from absl.flags import FlagValues
 from rich.table import Table
 
 from cocodc_jax.files import write_whole
 from cocodc_jax.network import exchanges, placement, plan, published, swarm, trace
 from cocodc_jax.network.faults import Finding, watch_links
 from cocodc_jax.network.links import Topology
+from cocodc_jax.network.placement import Placement
 from cocodc_jax.network.simulator import simulate_method
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.report.runs import steps_to_loss
@@ -52,7 +53,7 @@ from .sweeps import advice
 ADVICE_LINES = 5
 
 
-def run_simulation(values: flags.FlagValues) -> None:
+def run_simulation(values: FlagValues) -> None:
     """Simulate, print the summary and write the files."""
     topology = described.build_topology(values)
     method = described.build_method(values)
@@ -99,7 +100,7 @@ def _print_summary(summary: dict[str, float | str | None]) -> None:
     rich.print(table)
 
 
-def _folder(values: flags.FlagValues) -> pathlib.Path | None:
+def _folder(values: FlagValues) -> pathlib.Path | None:
     """Return the folder for results; create it before the work begins."""
 
     def make(path: str) -> pathlib.Path:
@@ -109,13 +110,15 @@ def _folder(values: flags.FlagValues) -> pathlib.Path | None:
     return named("workdir", values.workdir, make) if values.workdir else None
 
 
-def _write_json(path: pathlib.Path, value: dict) -> None:
-    write_whole(path, json.dumps(value, indent=1))
+def _write_json(folder: pathlib.Path | None, name: str, value: dict) -> None:
+    """Write a result, if there is a folder for results."""
+    if folder:
+        write_whole(folder / name, json.dumps(value, indent=1))
 
 
 def _write(
     folder: pathlib.Path,
-    values: flags.FlagValues,
+    values: FlagValues,
     summary: dict,
     timeline: Timeline,
     faulty: Sequence[tuple[float, Finding]],
@@ -128,13 +131,13 @@ def _write(
         "syncs": [dataclasses.asdict(sync) for sync in timeline.syncs],
         "faulty": [{"time_s": at} | dataclasses.asdict(x) for at, x in faulty],
     }
-    _write_json(folder / "simulation.json", result)
+    _write_json(folder, "simulation.json", result)
     trace.write_trace(timeline, folder / "timeline.json")
     title = f"{values.method}, simulated; utilization {timeline.utilization():.1%}"
     trace.plot_timeline(timeline, folder / "timeline.png", title)
 
 
-def run_plan(values: flags.FlagValues) -> None:
+def run_plan(values: FlagValues) -> None:
     """Choose a plan and print why."""
     choices = None
     if values.frontier is not None:
@@ -163,15 +166,12 @@ def run_plan(values: flags.FlagValues) -> None:
         print(f"- {warning[0].upper()}{warning[1:]}.")
     names = ("num_fragments", "sync_interval", "syncs_per_interval", "delay_steps")
     print(*(f"--{name}={getattr(chosen, name)}" for name in (*names, "collective")))
-    if folder:
-        _write_json(folder / "plan.json", dataclasses.asdict(chosen))
+    _write_json(folder, "plan.json", dataclasses.asdict(chosen))
     if choices is not None:
         _report_advice(values, choices, topology, times, folder)
 
 
-def _place(
-    values: flags.FlagValues, topology: Topology, job: plan.Job
-) -> placement.Placement:
+def _place(values: FlagValues, topology: Topology, job: plan.Job) -> Placement:
     """Place stages on sites, for the interval of averages that the job has."""
     if values.activation_mb is None:
         raise ValueError(f"stages={values.stages} needs --activation_mb too")
@@ -185,7 +185,7 @@ def _place(
 
 
 def _report_placement(
-    topology: Topology, placed: placement.Placement, folder: pathlib.Path | None
+    topology: Topology, placed: Placement, folder: pathlib.Path | None
 ) -> None:
     """Print which site runs which stage; write placement.json to `folder`."""
     sites = [[topology.regions[i] for i in stage] for stage in placed.stages]
@@ -196,14 +196,11 @@ def _report_placement(
         f"- That is {how}: {placed.pipeline_s:.3g} s of activations a step, "
         f"{placed.sync_s:.3g} s of averaging spread over the steps of an interval."
     )
-    if folder:
-        _write_json(
-            folder / "placement.json", dataclasses.asdict(placed) | {"sites": sites}
-        )
+    _write_json(folder, "placement.json", dataclasses.asdict(placed) | {"sites": sites})
 
 
 def _report_swarm(
-    values: flags.FlagValues,
+    values: FlagValues,
     topology: Topology,
     stages: placement.Stages,
     job: plan.Job,
@@ -237,7 +234,7 @@ def _report_swarm(
 
 
 def _report_advice(
-    values: flags.FlagValues,
+    values: FlagValues,
     choices: Sequence[advice.Choice],
     topology: Topology,
     times: Sequence[float],
@@ -249,11 +246,10 @@ def _report_advice(
     for place, each in enumerate(found[:ADVICE_LINES], 1):
         print(f"{place}. {each.explain()}.")
     print(*(f"--{name}={value}" for name, value in found[0].choice.flags.items()))
-    if folder:
-        _write_json(folder / "advice.json", {"choices": [x.to_json() for x in found]})
+    _write_json(folder, "advice.json", {"choices": [x.to_json() for x in found]})
 
 
-def _job(values: flags.FlagValues, step_time_s: float) -> plan.Job:
+def _job(values: FlagValues, step_time_s: float) -> plan.Job:
     given = {name: getattr(values, name) for name in options.WISHES}
     if values.collective is not None:
         given["collectives"] = (values.collective,)
@@ -301,10 +297,8 @@ def _entries(
 def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
     values = options.define_flags()
-    try:
-        given = values, argv, __doc__, options.SECTIONS
-        if program.parse(*given, has_words=False) is None:
-            return 0
+    with program.usage_errors(values):
+        program.parse(values, argv, __doc__, options.SECTIONS, has_words=False)
         options.check(values)
         if values.table:
             run_table()
@@ -312,8 +306,6 @@ def main(argv: Sequence[str]) -> int:
             run_plan(values)
         else:
             run_simulation(values)
-    except program.REFUSED as error:
-        return program.refuse(error, values)
     return 0
 
 

@@ -257,20 +257,19 @@ def main(argv: Sequence[str]) -> int:
     values = program.own_flags()
     now, rows, lines = time.time(), [], []
     try:
-        targets = program.parse(values, argv, __doc__, {})
-        if targets is None:
-            return 0
-        if not targets:
-            raise ValueError("name the folder of a run, or HOST:PORT of its metrics")
-        for target in targets:
-            if re.fullmatch(r"[^/]+:\d+", target):
-                found = of_address(target, now)
-            else:
-                found = of_folder(folder_here(target), now)
-            rows += found[0]
-            lines += found[1]
-    except program.REFUSED as error:
-        return program.refuse(error, values)
+        with program.usage_errors(values):
+            targets = program.parse(values, argv, __doc__, {})
+            if not targets:
+                raise ValueError(
+                    "name the folder of a run, or HOST:PORT of its metrics"
+                )
+            for target in targets:
+                if re.fullmatch(r"[^/]+:\d+", target):
+                    found = of_address(target, now)
+                else:
+                    found = of_folder(folder_here(target), now)
+                rows += found[0]
+                lines += found[1]
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -19,18 +19,18 @@ Several processes, or machines with one DIR, share the rows: --shard=1/3, 2/3, 3
 """
 
 import collections
+import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import re
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.report import plots
@@ -38,7 +38,7 @@ from cocodc_jax.report.units import format_bytes, format_duration
 from cocodc_jax.run import flags
 from cocodc_jax.run.attend import stop_signal
 from cocodc_jax.run.config import dumps
-from cocodc_jax.run.resume import check_folder, unwritable
+from cocodc_jax.run.resume import check_folder, make_folder
 from cocodc_jax.run.session import RUN_ERRORS
 
 from . import commands, program
@@ -58,7 +58,7 @@ from .sweeps.schedule import Plan, Progress
 from .trials import StoppedError
 
 GRID_FILE, HALVING_FILE = "grid.toml", "halving.json"
-T = TypeVar("T")
+_say = functools.partial(print, flush=True)
 POLL_S = 5.0  # between looks at what other shards have written
 
 
@@ -75,28 +75,19 @@ def main() -> None:
             raise ValueError("grid=None is missing; name a grid file")
         _check_report(plan, workdir)
     if plan is not None and flags.value("list"):
-        _list(plan, console)
+        _list(plan)
         return
     if plan is not None and not flags.value("report"):
         with flags.usage_errors():
-            _make(workdir)
+            make_folder(workdir)
+            kept = pathlib.Path(flags.value("grid")).read_bytes()
+            write_whole(workdir / GRID_FILE, kept)
         _train(plan, workdir, console)
     with flags.usage_errors():
         of_grid, kept = plan and plan.grid, workdir / GRID_FILE
         if of_grid is None and kept.exists():
             of_grid = grid.read(kept)
         _report(workdir, console, of_grid)
-
-
-def _make(workdir: pathlib.Path) -> None:
-    """Create the folder with a copy of the grid."""
-    path, kept = pathlib.Path(flags.value("grid")), workdir / GRID_FILE
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if not kept.exists() or not kept.samefile(path):
-            shutil.copyfile(path, kept)
-    except OSError as error:
-        raise unwritable(workdir, error) from error
 
 
 def _check_report(plan: Plan | None, workdir: pathlib.Path) -> None:
@@ -178,13 +169,13 @@ def _shard() -> tuple[int, int]:
     raise ValueError(f"shard={text!r} must be i/n with 1 <= i <= n, such as 2/3")
 
 
-def _list(plan: Plan, console: Console) -> None:
+def _list(plan: Plan) -> None:
     """Print the settings of the grid."""
     for setting in plan.grid.settings:
         note = "  (published)" if setting.published and plan.grid.tuned else ""
-        _say(console, setting.name + note)
+        _say(setting.name + note)
     num, num_rows = len(plan.grid.settings), plan.total()[0]
-    _say(console, f"{num} settings, at most {num_rows} rows in all")
+    _say(f"{num} settings, at most {num_rows} rows in all")
 
 
 def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
@@ -201,7 +192,7 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
         done = set()
         if most:
             todo = [r for r in stage if r.row_id in own and r.row_id not in found]
-            done = _train_batches(batches, todo, most, workdir, progress, console)
+            done = _train_batches(batches, todo, most, workdir, progress)
         for row in stage:
             if row.row_id in done:
                 continue
@@ -209,13 +200,14 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
                 trainer.forget(row)  # Where a kill came between the two.
                 progress.found(row)
             elif row.row_id in own:
-                _say(console, progress.line(row))
-                record = _or_exit(row, lambda row=row: trainer.train(row))
+                _say(progress.line(row))
+                with _exits(row):
+                    record = trainer.train(row)
                 rows.append(workdir, record)
                 trainer.forget(row)
                 progress.trained(row)
-                _say(console, _came_to(record))
-        _wait(stage, written, console)
+                _say(_came_to(record))
+        _wait(stage, written)
         if plan.history:
             write_whole(workdir / HALVING_FILE, dumps(plan.to_json()))
 
@@ -226,24 +218,23 @@ def _train_batches(
     most: int,
     workdir: pathlib.Path,
     progress: Progress,
-    console: Console,
 ) -> set[str]:
     """Train rows in batches of `most` trials; return those that were."""
     found, alone = batched.batches(todo, most)
     for why, num in collections.Counter(alone.values()).items():
-        _say(console, f"{num} rows are trained one by one: {why}")
+        _say(f"{num} rows are trained one by one: {why}")
     done = set()
     for number, batch in enumerate(found, 1):
         row = batch.rows[0]
         text = f"batch {number}/{len(found)}, {len(batch.rows)} trials with "
-        _say(console, text + progress.line(row))
-        with stop_signal() as should_stop:
-            records = _or_exit(row, lambda b=batch: trainer.train(b, should_stop))
+        _say(text + progress.line(row))
+        with _exits(row), stop_signal() as should_stop:
+            records = trainer.train(batch, should_stop)
         for row, record in zip(batch.rows, records, strict=True):
             rows.append(workdir, record)
             progress.trained(row)
             done.add(row.row_id)
-            _say(console, f"{row.setting.name}, seed {row.seed}: {_came_to(record)}")
+            _say(f"{row.setting.name}, seed {row.seed}: {_came_to(record)}")
     return done
 
 
@@ -275,14 +266,13 @@ def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) 
     if flags.value("networks"):
         text += _over_networks(made, workdir)
     write_whole(workdir / "report.md", text)
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("cell", overflow="fold")  # On a narrow terminal names give way.
-    for head in made.short_heads():
-        table.add_column(head, justify="right", no_wrap=True)
-    for line in made.short_lines():
-        table.add_row(*line)
+    table = program.table(("cell", *made.short_heads()), made.short_lines())
+    for column in table.columns:
+        column.no_wrap = True
+    # On a narrow terminal names give way.
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     console.print(table)
-    _say(console, f"Report: {workdir / 'report.md'}")
+    _say(f"Report: {workdir / 'report.md'}")
 
 
 def _over_networks(made: report.Report, workdir: pathlib.Path) -> str:
@@ -293,10 +283,11 @@ def _over_networks(made: report.Report, workdir: pathlib.Path) -> str:
     return "\n" + networks.markdown(made, found, step_s)
 
 
-def _or_exit(row: runs.Row, train: Callable[[], T]) -> T:
-    """Return what training gives; exit if it fails or is stopped."""
+@contextlib.contextmanager
+def _exits(row: runs.Row) -> Iterator[None]:
+    """Exit with one line if training fails or is stopped."""
     try:
-        return train()
+        yield
     except StoppedError as stopped:
         print(f"stopped: {stopped}; the same command resumes", file=sys.stderr)
         sys.exit(0)
@@ -307,20 +298,14 @@ def _or_exit(row: runs.Row, train: Callable[[], T]) -> T:
 
 
 def _wait(
-    stage: Sequence[runs.Row],
-    written: Callable[[], dict[str, rows.Row]],
-    console: Console,
+    stage: Sequence[runs.Row], written: Callable[[], dict[str, rows.Row]]
 ) -> None:
     """Wait for the rows of other shards: a choice needs all of them."""
     asked = {row.row_id for row in stage}
     if missing := asked - written().keys():
-        _say(console, f"waiting for {len(missing)} rows of other shards")
+        _say(f"waiting for {len(missing)} rows of other shards")
     while asked - written().keys():
         time.sleep(POLL_S)
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def _came_to(record: rows.Row) -> str:

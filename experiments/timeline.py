@@ -29,9 +29,8 @@ def main(argv: Sequence[str]) -> int:
     values = program.own_flags(
         ("workdir", str, "Folder of the run."), ("since_step", int, text)
     )
-    try:
-        if program.parse(values, argv, __doc__, has_words=False) is None:
-            return 0
+    with program.usage_errors(values):
+        program.parse(values, argv, __doc__, has_words=False)
         if values.workdir is None:
             raise ValueError("workdir=None is missing; name the folder of a run")
         workdir = pathlib.Path(values.workdir)
@@ -40,8 +39,6 @@ def main(argv: Sequence[str]) -> int:
             since = timeline.first_warm_step(workdir)
         since = timeline.first_marked_step(workdir, since)
         found = timeline.read(workdir, since)
-    except program.REFUSED as error:
-        return program.refuse(error, values)
     summary = found.summary()
     timeline.write(workdir, found, f"{workdir.name}, measured from step {since}")
     for name in PRINTED:

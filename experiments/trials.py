@@ -56,8 +56,8 @@ class Inner(OptimizerConfig):
         self, steps: int, method: cc.methods.Method | None = None
     ) -> optax.Schedule:
         """Return the schedule for a peak of 1, times `inner_lr`."""
-        given: dict[str, Any] = dataclasses.asdict(self) | {"inner_lr": 1.0}
-        of_one = OptimizerConfig.learning_rate(Inner(**given), steps, method)
+        at_one = dataclasses.replace(self, inner_lr=1.0)
+        of_one = OptimizerConfig.learning_rate(at_one, steps, method)
         return lambda step: self.inner_lr * of_one(step)
 
 
@@ -87,8 +87,10 @@ class Trials:
     make: Make  # Of a trial's numbers; structure must not depend on their values.
     example: Mapping[str, float]  # Numbers of one trial, for shapes and checks.
     num_regions: int  # M.
-    # Whether trials are computed one after another; None is on CPUs.
-    in_turn: bool | None = None
+    # Whether trials are computed one after another.
+    in_turn: bool = dataclasses.field(
+        default_factory=lambda: jax.default_backend() == "cpu"
+    )
 
     @functools.cached_property
     def method(self) -> cc.methods.Method:
@@ -101,7 +103,7 @@ class Trials:
 
         def one(params: PyTree, numbers: Numbers) -> State:
             axes, num = cc.sync_axes(self.method), self.num_regions
-            sync = jax.vmap(self._transform(numbers).init, None, axes, axis_size=num)
+            sync = jax.vmap(self.transform(numbers).init, None, axes, axis_size=num)
             every = jax.tree.map(lambda x: jnp.stack([x] * num), params)
             none = jnp.zeros(())
             return State(every, sync(params), none, none.astype(jnp.int32))
@@ -116,21 +118,16 @@ class Trials:
         which of S a trial reads. Returns the state and losses, float32 `[E, T, R]`.
         """
 
-        def one(state: State, numbers: Numbers, stream: jax.Array, tokens: PyTree):
-            def step(state: State, batches: PyTree):
-                own = jax.tree.map(lambda x: x[stream], batches)
-                return self._step(state, numbers, own)
-
-            return jax.lax.scan(step, state, tokens)
-
         def every(state: State, numbers: Numbers, tokens: PyTree, stream: jax.Array):
-            if self._in_turn:
-                return jax.lax.map(
-                    lambda x: one(x[0], x[1], x[2], tokens), (state, numbers, stream)
-                )
-            axes = self._axes
-            mapped = jax.vmap(one, (axes, 0, 0, None), (axes, 0))
-            return mapped(state, numbers, stream, tokens)
+            def one(state: State, numbers: Numbers, stream: jax.Array):
+                def step(state: State, batches: PyTree):
+                    own = jax.tree.map(lambda x: x[stream], batches)
+                    return self._step(state, numbers, own)
+
+                return jax.lax.scan(step, state, tokens)
+
+            mapped = self._map(one, (self._axes, 0, 0), (self._axes, 0))
+            return mapped(state, numbers, stream)
 
         return jax.jit(every, donate_argnums=0)
 
@@ -138,46 +135,44 @@ class Trials:
     def evaluate(self) -> Callable[[State, PyTree], Evaluation]:
         """`evaluate(state, batches)`: leaves `[N, ...]`, the same for all trials."""
 
-        def one(state: State, batches: PyTree) -> Evaluation:
+        def every(state: State, batches: PyTree) -> Evaluation:
             def loss(params: PyTree) -> jax.Array:
                 of_batch = lambda x: self.loss_fn(params, x, jax.random.key(0))[0]  # noqa: E731
                 return jax.lax.map(of_batch, batches).astype(jnp.float32).mean()
 
-            mean = jax.tree.map(lambda x: x.mean(0), state.params)
-            outer = jax.tree.map(
-                lambda o, x: o.astype(x.dtype), self._outer(state, mean), mean
-            )
-            losses = jax.lax.map(
-                loss, jax.tree.map(lambda *x: jnp.stack(x), mean, outer)
-            )
-            return Evaluation(losses[0], losses[1], region_drift(state.params))
+            def one(state: State) -> Evaluation:
+                mean = jax.tree.map(lambda x: x.mean(0), state.params)
+                both = jax.tree.map(
+                    lambda x, outer: jnp.stack([x, outer.astype(x.dtype)]),
+                    *(mean, self._outer(state, mean)),
+                )
+                losses = jax.lax.map(loss, both)
+                return Evaluation(losses[0], losses[1], region_drift(state.params))
 
-        def every(state: State, batches: PyTree) -> Evaluation:
-            if self._in_turn:
-                return jax.lax.map(lambda state: one(state, batches), state)
-            return jax.vmap(one, (self._axes, None))(state, batches)
+            return self._map(one, (self._axes,))(state)
 
         return jax.jit(every)
 
-    @property
-    def _in_turn(self) -> bool:
-        if self.in_turn is not None:
-            return self.in_turn
-        return jax.default_backend() == "cpu"
+    def _map(self, one: Callable, in_axes: Any, out_axes: Any = 0) -> Callable:
+        """Map a function of one trial over all."""
+        if self.in_turn:
+            return lambda *every: jax.lax.map(lambda each: one(*each), every)
+        return jax.vmap(one, in_axes, out_axes)
 
     @functools.cached_property
     def _axes(self) -> State:
         """Axes of trials. Equal predicates without an axis stay branches."""
         schedule = self.method.schedule
         every = SynchronizedState(*[0] * len(SynchronizedState._fields))
-        if self._in_turn or isinstance(schedule, Adaptive):
+        if self.in_turn or isinstance(schedule, Adaptive):
             return State(0, every, 0, 0)
         shared: dict[str, Any] = {"step": None, "counts": None, "message_bytes": None}
         if schedule is not None:
             shared["times"] = traced.Times(None, None, None, None, norm=0)
         return State(0, every._replace(**shared), 0, 0)
 
-    def _transform(self, numbers: Numbers) -> optax.GradientTransformationExtraArgs:
+    def transform(self, numbers: Numbers) -> optax.GradientTransformationExtraArgs:
+        """Return a trial's optimizer with its method."""
         inner, method, user_inputs = self.make(numbers)
         return cc.synchronized(
             inner,
@@ -189,7 +184,7 @@ class Trials:
 
     def _step(self, state: State, numbers: Numbers, batches: PyTree):
         """One step of all regions of one trial; returns losses `[R]` too."""
-        transform, axes = self._transform(numbers), cc.sync_axes(self.method)
+        transform, axes = self.transform(numbers), cc.sync_axes(self.method)
 
         def region(params: PyTree, sync: Any, batch: PyTree):
             def loss_of(params: PyTree) -> jax.Array:
@@ -290,7 +285,6 @@ def train(
     num_steps: int,
     eval_batches: PyTree,
     eval_every: int = 0,
-    eval_first: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Train trials to their last step."""
@@ -299,9 +293,6 @@ def train(
     eval_batches = jax.tree.map(jnp.asarray, eval_batches)
     state = trials.init(params, given)
     step, losses, steps, found, counts = 0, [], [], [], []
-    if eval_first:
-        steps, found = [0], [trials.evaluate(state, eval_batches)]
-        counts = [jnp.copy(state.sync.counts)]
     while step < num_steps:
         next_eval = (step // (eval_every or num_steps) + 1) * (eval_every or num_steps)
         end = min(step + MOST_STEPS, next_eval, num_steps)

@@ -177,15 +177,12 @@ def build_plan(values: FlagValues, command: Sequence[str]) -> Plan:
 def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
     values = define_flags()
-    try:
-        if (command := program.parse(values, argv, __doc__, SECTIONS)) is None:
-            return 0
+    with program.usage_errors(values):
+        command = program.parse(values, argv, __doc__, SECTIONS)
         check_command(command)
         if lacks := region.missing():
-            raise PermissionError(f"the network lab lacks {'; and '.join(lacks)}")
+            raise ValueError(f"the network lab lacks {'; and '.join(lacks)}")
         plan = build_plan(values, command)
-    except (*program.REFUSED, PermissionError) as error:
-        return program.refuse(error, values)
     print(
         f"wan: {len(plan.regions)} regions, packets of {plan.mtu_bytes} bytes; logs in "
         f"{plan.logdir}",

@@ -55,10 +55,10 @@ authors' code, N and gamma from memory, the units and the plus sign derived here
 Differs from the paper: a fragment in flight is never chosen again, and each starts
 within H steps strictly (there a slot serves one fragment, whatever is overdue).
 Defaults: published H 100, K 4, tau 5, N 8, eta 0.4, mu 0.9, lambda 0.5; `cocodc` has
-lambda 0.3 (won at tau/H 0.05 to 0.5; 0.5 at 1).
-Measured here: at equal bytes, tau/H 0.2, each tuned, six seeds: isotropic 2.198, "text"
-2.241, mix(0.5) 2.210 (`experiments.studies.ablate_compensation`). One seed of the tiny
-preset: docs/results/archive/methods.md.
+lambda 0.3.
+Measured here: at equal bytes, tau/H 0.2, each tuned, five seeds: isotropic 2.201,
+"text" 2.295, "code" 2.281, mix(0.5) 2.191 (`experiments/grids/compensation.toml`). One
+seed of the tiny preset: docs/results/archive/methods.md.
 """
 
 import dataclasses

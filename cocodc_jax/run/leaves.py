@@ -95,8 +95,3 @@ def notes_of(documented: Any, heading: str) -> dict[str, str]:
         elif line:  # The next section.
             break
     return {name: " ".join(lines).strip() for name, lines in notes.items()}
-
-
-def attribute_notes(cls: type) -> dict[str, str]:
-    """Return the notes of a class's "Attributes"."""
-    return notes_of(cls, "Attributes")

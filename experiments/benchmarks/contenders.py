@@ -66,13 +66,8 @@ def transform(case: Case, method: str, num_devices: int, **arguments: Any) -> Tu
     # State that is equal in all regions is kept once.
     axes = (0, cc.sync_axes(chosen))
     layout = (where, cc.sync_axes(chosen, where, everywhere))
-    run = jax.vmap(
-        make_loop(case, tx),
-        (axes, 0),
-        (axes, 0),
-        axis_name="region",
-        spmd_axis_name="region" if num_devices > 1 else None,
-    )
+    over, spmd = (axes, 0), "region" if num_devices > 1 else None
+    run = jax.vmap(make_loop(case, tx), over, over, "region", spmd_axis_name=spmd)
     spread = jax.vmap(lambda x: x, None, axes, axis_size=case.regions)
     first = spread((case.params, tx.init(case.params)))
     loop = jax.jit(run, donate_argnums=0, out_shardings=(layout, where))
@@ -110,11 +105,7 @@ def scan_alone(case: Case, num_devices: int) -> Turn:
     _, where = _shardings("region", num_devices)
     over = where.spec
     run = jax.shard_map(
-        block,
-        mesh=where.mesh,
-        in_specs=(over, over),
-        out_specs=(over, over),
-        check_vma=False,
+        block, mesh=where.mesh, in_specs=over, out_specs=over, check_vma=False
     )
     first = (case.params, case.optimizer.init(case.params))
     loop = jax.jit(run, donate_argnums=0)

@@ -10,7 +10,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cocodc_jax.files import append_line, read_lines, read_table
@@ -25,6 +25,7 @@ from .. import commands
 _POLL_S, _SAY_S = 0.1, 30.0
 # Lives of a region in a row that end by themselves before the region takes part.
 _VAIN_LIVES = 5
+Return = tuple[int, float, float]  # Region, time of a kill, time of its next return.
 KILLS_FILE, ENDS_FILE = "kills.jsonl", "ends.jsonl"
 
 
@@ -41,16 +42,14 @@ class Chaos:
     """The regions of a run, which it kills and restarts."""
 
     def __init__(self, workdir: pathlib.Path, regions: Sequence[children.Region]):
-        """Take the regions of the run in `workdir`, which are not started yet."""
         self._workdir, self.regions = workdir, list(regions)
         self.kills = lines(workdir / KILLS_FILE)
         self.ends = lines(workdir / ENDS_FILE)
         self.is_stopped = False
         self._vain = [0] * len(self.regions)
 
-    def stop(self, code: int) -> None:
+    def stop(self, _: int = 0) -> None:
         """Ask all regions to write checkpoints and leave; for signal handlers."""
-        del code
         number = signal.SIGKILL if self.is_stopped else signal.SIGTERM
         self.is_stopped = True
         for region in self.regions:
@@ -206,13 +205,14 @@ def judge(
             losses.append(read_table(folder / "summary.json")["eval_loss_outer"])
     differ = {str(key): found for key, found in digests.items() if len(found) > 1}
     back = [j for j in joins if j["from_peer"]]
+    returns = _returns(kills, back)
     return {
         "kills": len(kills),
         "kills_of_coordinator": sum(k["coordinated"] for k in kills),
         "kills_of_regions_not_in": sum(not k["was_in"] for k in kills),
         "returns": len(back),
         "seconds_from_kill_to_return": sorted(
-            round(then - at, 1) for _, at, then in _returns(kills, back)
+            round(then - at, 1) for _, at, then in returns
         ),
         "seconds_let_in": sorted(round(j["seconds"]["let_in"], 2) for j in back),
         "regions_at_the_end": len(losses),
@@ -222,20 +222,18 @@ def judge(
         "merges_that_differ": differ,
         "eval_loss_outer": losses,
         "goodput": done / (num_regions * steps),
-        "goodput_simulated": _simulated(kills, back, num_regions * seconds),
+        "goodput_simulated": _simulated(returns, num_regions * seconds),
     }
 
 
-def _simulated(
-    kills: Sequence[dict], back: Sequence[dict], all_s: float
-) -> float | None:
+def _simulated(returns: Sequence[Return], all_s: float) -> float | None:
     """Return the predicted goodput for failures as frequent and long as these.
 
     A region that is killed again before it returns is down once, from its first kill.
     `all_s` is the sum of the seconds of all regions.
     """
     began: dict[tuple[int, float], float] = {}
-    for region, at, back_at in _returns(kills, back):
+    for region, at, back_at in returns:
         began[region, back_at] = min(at, began.get((region, back_at), math.inf))
     down_s = sum(back_at - at for (_, back_at), at in began.items())
     if not began or down_s >= all_s:
@@ -244,15 +242,14 @@ def _simulated(
     return goodput.alone(failures, sync_s=0)
 
 
-def _returns(
-    kills: Sequence[dict], back: Sequence[dict]
-) -> Iterator[tuple[int, float, float]]:
-    """Yield region, time and time of the next return of each kill that has one."""
+def _returns(kills: Sequence[dict], back: Sequence[dict]) -> list[Return]:
+    """Return the returns from those kills that have one."""
+    found = []
     for kill in kills:
         region, at = kill["region"], kill["time"]
         later = [j["time"] for j in back if j["region"] == region and j["time"] > at]
-        if later:
-            yield region, at, min(later)
+        found += [(region, at, min(later))] if later else []
+    return found
 
 
 def is_good(result: dict[str, Any], num_regions: int, tolerance: float) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import pathlib
 import shutil
 import statistics
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -39,10 +39,6 @@ USUAL = ("data_parallel", "diloco", "streaming_diloco", "cocodc")
 
 class LabRunError(RuntimeError):
     """A run in the lab failed."""
-
-
-class StoppedError(Exception):
-    """This program was asked to stop."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,26 +147,22 @@ def held(
 
 
 def _run(command: Sequence[str], log: pathlib.Path, limit_s: float) -> None:
-    group, is_late = children.Group(_GRACE_S), threading.Event()
-    signals: list[int] = []
+    group, reasons = children.Group(_GRACE_S), []
 
-    def stop(code: int) -> None:
-        signals.append(code)
+    def stop(reason: int | str) -> None:
+        reasons.append(reason)
         group.stop()
 
-    def give_up() -> None:
-        is_late.set()
-        group.stop()
-
-    timer = threading.Timer(limit_s, give_up)
+    timer = threading.Timer(limit_s, stop, ["late"])
     with children.on_signals(stop):
         group.start(command, dict(os.environ), log)
         timer.start()
         code = group.wait()
         timer.cancel()
-    if signals:
-        raise StoppedError
-    if is_late.is_set():
+    if {*reasons} - {"late"}:
+        print("stopped; the same command resumes", file=sys.stderr)
+        sys.exit(130)
+    if reasons:
         raise LabRunError(f"not done after {limit_s:g} s; see {log}")
     if code:
         raise LabRunError(f"exit code {code}: {last_line(log)}")
@@ -191,8 +183,8 @@ def read(folder: pathlib.Path, stretch: Stretch) -> Measured:
         whole = timeline.read(run)
     except ValueError as error:
         raise LabRunError(str(error)) from error
-    summary = json.loads((run / "summary.json").read_text())
-    traffic = json.loads((folder / "net" / "traffic.json").read_text())
+    summary = read_table(run / "summary.json")
+    traffic = read_table(folder / "net" / "traffic.json")
     sent, steps = summary["bytes_sent_per_region"], summary["steps"]
     sizes = {sync.fragments[0]: sync.bytes_sent[0] for sync in whole.syncs}
     return Measured(

@@ -162,14 +162,9 @@ def slowdowns(rows: Sequence[dict[str, Any]]) -> Figure:
         for place, (which, look) in enumerate(looks.items()):
             height, at = entry[which]["slowdown"], left + place * width
             look = {"edgecolor": color[name], "linewidth": 0.8} | look
-            axes.bar(at, height - _LOWEST, width, _LOWEST, align="edge", **look)
-            axes.annotate(
-                f"{height:.2f}" if height < 9.95 else f"{height:.0f}",
-                (at + width / 2, height),
-                **{"xytext": (0, 2), "textcoords": "offset points", "ha": "center"},
-                fontsize=7,
-                rotation=90,
-            )
+            bar = axes.bar(at, height - _LOWEST, width, _LOWEST, align="edge", **look)
+            text = f"{height:.2f}" if height < 9.95 else f"{height:.0f}"
+            axes.bar_label(bar, [text], padding=2, fontsize=7, rotation=90)
     axes.set_yscale("log")
     axes.set_ylim(bottom=_LOWEST)
     axes.axhline(1, color="#999999", linewidth=0.6)

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from absl import flags
+from absl.flags import FlagValues
 
 from cocodc_jax import methods
 from cocodc_jax.methods import Method
@@ -21,7 +21,7 @@ from cocodc_jax.network.workload import Workload
 from cocodc_jax.report.records import read_records
 
 from .. import program
-from .options import ARGUMENTS, COUNTS_OR_AUTO, check_finite
+from .options import ARGUMENTS, COUNTS_OR_AUTO
 
 AUTO = "auto"
 
@@ -32,13 +32,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_topology(values: flags.FlagValues) -> Topology:
+def build_topology(values: FlagValues) -> Topology:
     """Return the network the flags describe."""
-    check_finite(values, "latency_ms", "jitter_ms")
     return program.topology(values, values.bandwidth_gbps)
 
 
-def build_method(values: flags.FlagValues) -> Method:
+def build_method(values: FlagValues) -> Method:
     """Return the method the flags describe."""
     name = values.method
     taken = methods.defaults(name)
@@ -66,9 +65,7 @@ def build_method(values: flags.FlagValues) -> Method:
     return method
 
 
-def build_workload(
-    values: flags.FlagValues, method: Method, num_regions: int
-) -> Workload:
+def build_workload(values: FlagValues, method: Method, num_regions: int) -> Workload:
     """Return the workload: bytes and step times, with fragments of equal bytes."""
     times = step_times(values, num_regions)
     num, share = method.num_fragments, exchanges.message_share(method)
@@ -80,21 +77,14 @@ def build_workload(
 
 
 def goodput_of(
-    values: flags.FlagValues, num_regions: int, sync_s: float, utilization: float
+    values: FlagValues, num_regions: int, sync_s: float, utilization: float
 ) -> dict[str, float]:
     """Return the predicted goodput by policy; `{}` without a rate of failures."""
     if values.hours_between_failures is None:
         return {}
-    try:
-        failing = goodput.Failures(
-            3600 * values.hours_between_failures, values.repair_s
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"--hours_between_failures={values.hours_between_failures}, --repair_s="
-            f"{values.repair_s}: {error}"
-        ) from error
-    check_finite(values, "checkpoint_s")
+    hours, repair_s = values.hours_between_failures, values.repair_s
+    with program.about(f"--hours_between_failures={hours}, --repair_s={repair_s}"):
+        failing = goodput.Failures(3600 * hours, repair_s)
     if values.least_regions > num_regions:
         raise ValueError(
             f"least_regions={values.least_regions} must be at most the number of "
@@ -114,7 +104,7 @@ def goodput_of(
     }
 
 
-def failures(values: flags.FlagValues, names: Sequence[str]) -> list[Failure]:
+def failures(values: FlagValues, names: Sequence[str]) -> list[Failure]:
     """Return outages of sites, given as `name@start` or `name@start-end`."""
     found = []
     for text in filter(None, values.failures.split(",")):
@@ -127,16 +117,12 @@ def failures(values: flags.FlagValues, names: Sequence[str]) -> list[Failure]:
                 f"--failures={values.failures}: {text!r} must be a site of "
                 f"{', '.join(names)}, and from when to when, as {names[0]}@60-90"
             ) from error
-        try:
+        with program.about(f"--failures={values.failures}: {text!r}"):
             found.append(Failure(site, *times))
-        except ValueError as error:
-            raise ValueError(
-                f"--failures={values.failures}: {text!r}: {error}"
-            ) from error
     return found
 
 
-def model_bytes(values: flags.FlagValues) -> float:
+def model_bytes(values: FlagValues) -> float:
     """Return the bytes of all parameters, before a method's encoding."""
     for name in ("params", "bits_per_param"):
         value = getattr(values, name)
@@ -145,7 +131,7 @@ def model_bytes(values: flags.FlagValues) -> float:
     return values.params * values.bits_per_param / 8
 
 
-def step_times(values: flags.FlagValues, num_regions: int) -> tuple[float, ...]:
+def step_times(values: FlagValues, num_regions: int) -> tuple[float, ...]:
     """Return the seconds of a step in each region."""
     text = values.step_time_s
     try:

@@ -7,12 +7,13 @@ when a method sends, and how much.
 import itertools
 import math
 
-from absl import flags
+from absl.flags import FlagValues
 
 from cocodc_jax.methods import METHODS
 from cocodc_jax.network import world
 from cocodc_jax.network.collectives import COLLECTIVES
 from cocodc_jax.network.flights import SHARINGS
+from cocodc_jax.run.messages import check_numbers
 
 from .. import program
 
@@ -138,13 +139,13 @@ _NOT_NEGATIVE = (
 )  # fmt: skip
 
 
-def define_flags() -> flags.FlagValues:
+def define_flags() -> FlagValues:
     """Return this program's flags, apart from those of other programs."""
     bounds = dict.fromkeys(_AT_LEAST_1, 1) | dict.fromkeys(_NOT_NEGATIVE, 0)
     return program.own_flags(*itertools.chain(*SECTIONS.values()), **bounds)
 
 
-def check(values: flags.FlagValues) -> None:
+def check(values: FlagValues) -> None:
     """Refuse flags that would have no effect, and numbers out of range."""
     others = [name for name in values if name not in ("table", "help")]
     for mode, names in ({"table": others} | UNREAD).items():
@@ -164,13 +165,5 @@ def check(values: flags.FlagValues) -> None:
         value = values[name].value
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name}={value} must be positive and finite")
-    if values.target_loss is not None:
-        check_finite(values, "target_loss")
-
-
-def check_finite(values: flags.FlagValues, *names: str) -> None:
-    """Refuse NaN and infinite numbers."""
-    for name in names:
-        value = getattr(values, name)
-        if not math.isfinite(value):
-            raise ValueError(f"{name}={value} must be finite")
+    names = ("latency_ms", "jitter_ms", "checkpoint_s", "target_loss")
+    check_numbers({name: values[name] for name in names})

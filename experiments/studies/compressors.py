@@ -37,7 +37,7 @@ Tensors = dict[str, list[np.ndarray]]
 
 def main() -> None:
     """Read the flags, train, print the table."""
-    console = Console()
+    console = Console(highlight=False)
     with flags.usage_errors():
         compressors = _compressors()
         interval, rounds = flags.value("interval"), flags.value("rounds")
@@ -55,8 +55,7 @@ def main() -> None:
     console.print(program.table(("numbers", *compressors), rows))
     console.print(
         f"Relative errors of {rounds} x {config.run.regions} pseudo-gradients of "
-        f"{interval} steps, preset {config.preset}, seed {config.run.seed}.",
-        highlight=False,
+        f"{interval} steps, preset {config.preset}, seed {config.run.seed}."
     )
 
 

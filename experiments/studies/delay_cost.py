@@ -4,7 +4,7 @@
 
 Runs without delay are followed; at every sync their regions go two ways for tau steps,
 with the mean and without it, and each rule is compared by its distance to the way with
-the mean, and by its loss there (experiments/studies/ablation/recovery.py). Writes
+the mean, and by its loss there (experiments/studies/recovery.py). Writes
 DIR/delay_cost.json and delay_cost.png, and prints a table for every delay: means over
 the second half of the syncs, with intervals over the seeds.
 """
@@ -29,14 +29,9 @@ from cocodc_jax.transforms.numerics import check_rate
 
 from .. import commands, program
 from ..sweeps.cells import Interval
-from .ablation import recovery, rules
-from .ablation.jobs import Settings
+from . import merge_rules, recovery
+from .recovery import Settings
 
-RULES = (
-    "mix_0", "mix_0.25", "mix_0.5", "mix_0.75", "replay", "paper", "isotropic",
-    "secant", "outer_product", "normalized_outer_product", "adam_second_moment",
-    "hessian_vector",
-)  # fmt: skip
 DRAWN = ("mix_0.5", "replay", "isotropic", "hessian_vector")
 
 
@@ -45,18 +40,17 @@ def main() -> None:
     console = Console(width=max(80, Console().width))
     with flags.usage_errors():
         settings = _settings()
-        names, delays = rules.asked(RULES, settings.sync_interval)
+        names, delays = _asked(settings.sync_interval)
         command = commands.command_line("studies.delay_cost", sys.argv[1:])
         path, rows = _results(pathlib.Path(flags.value("workdir")), command)
     for delay in delays:
         if all(row["delay_steps"] != delay for row in rows):
-            found = recovery.measure(settings, delay, names, flags.value("outer_lr"))
+            found = recovery.measure(settings, delay, names)
             rows += _rows(delay, found)
             summary = {
                 "command": command,
                 "machine": describe_machine(jax.devices()),
                 "settings": dataclasses.asdict(settings),
-                "outer_lr": flags.value("outer_lr"),
                 "rows": rows,
             }
             # After every delay: another one takes minutes.
@@ -90,25 +84,38 @@ def _results(
 
 
 def _settings() -> Settings:
-    names = ("steps", "batch_per_region", "sync_interval")
-    values = {name: flags.value(name) for name in names}
-    for name in ("seeds", "sync_interval"):
-        if flags.value(name) < 1:
-            raise ValueError(f"{name}={flags.value(name)} must be at least 1")
-    seeds = tuple(range(flags.value("seeds")))
-    check_rate("outer_lr", flags.value("outer_lr"))
+    values = {x.name: flags.value(x.name) for x in dataclasses.fields(Settings)}
+    for name in ("seeds", "sync_interval", "batch_per_region"):
+        if values[name] < 1:
+            raise ValueError(f"{name}={values[name]} must be at least 1")
+    check_rate("outer_lr", values["outer_lr"])
     if values["steps"] < 2 * values["sync_interval"]:
         raise ValueError(
             f"steps={values['steps']} must be at least two sync intervals of "
             f"{values['sync_interval']}"
         )
-    return Settings(
-        test_seeds=seeds,
-        eval_every=values["steps"],
-        num_fragments=1,  # The whole model is one here.
-        warmup_steps=min(Settings.warmup_steps, values["steps"] - 1),
-        **values,
-    )
+    return Settings(**values)
+
+
+def _asked(sync_interval: int) -> tuple[list[str], tuple[int, ...]]:
+    """Return the rules of --rules, by default all, and the distinct --delays."""
+    known = merge_rules.table(sync_interval)
+    names = flags.value("rules") or [*known]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"rules={name!r} is unknown; use some of {sorted(known)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"rules={','.join(names)} names one twice")
+    delays = flags.numbers("delays", flags.value("delays"), int)
+    if not delays:
+        raise ValueError("delays=() is empty; name at least one")
+    for delay in delays:
+        if not 1 <= delay <= sync_interval:
+            raise ValueError(
+                f"delays={delay} must be at least 1 and at most sync_interval="
+                f"{sync_interval}"
+            )
+    return names, tuple(dict.fromkeys(delays))
 
 
 def _rows(delay: int, found: recovery.Recovery) -> list[dict[str, Any]]:
@@ -204,13 +211,16 @@ def define() -> None:
     """Define the program's flags."""
     program.define(
         ("workdir", "runs/delay_cost", "Folder of the results."),
-        ("rules", list, f"Rules to judge. Default: {', '.join(RULES)}."),
+        ("rules", list, "Rules to judge. Default: all of them."),
         ("delays", ["2", "10", "20"], "Delays tau, in inner steps."),
-        ("seeds", 5, "Runs, each with a seed of its own."),
-        ("steps", 400, "Inner steps of a run."),
-        ("sync_interval", 20, "H, steps between syncs."),
-        ("batch_per_region", 4, "Sequences of a region's step; more leave less noise."),
-        ("outer_lr", 0.7, "Of the outer Nesterov optimizer."),
+        ("seeds", Settings.seeds, "Runs, each with a seed of its own."),
+        ("steps", Settings.steps, "Inner steps of a run."),
+        ("sync_interval", Settings.sync_interval, "H, steps between syncs."),
+        (
+            *("batch_per_region", Settings.batch_per_region),
+            "Sequences of a region's step; more leave less noise.",
+        ),
+        ("outer_lr", Settings.outer_lr, "Of the outer Nesterov optimizer."),
     )
 
 

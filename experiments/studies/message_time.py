@@ -46,8 +46,7 @@ def main(argv: Sequence[str]) -> int:
         syncs=1,
     )
     with flags.usage_errors():
-        if program.parse(own, argv, __doc__) is None:
-            return 0
+        program.parse(own, argv, __doc__)
         sizes = [1024 * int(size) for size in own.kib]
         via = own.via or tempfile.mkdtemp()
         beat_s = BUCKET_BEAT_S if is_bucket(via) else 0.5

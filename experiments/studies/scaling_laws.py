@@ -176,22 +176,15 @@ def to_json(laws: Mapping[str, Law], found: Observations, at: float) -> dict[str
         made[name] = {
             "A": law.scale,
             "exponents": {
-                factor: {"mean": e.mean, "half": e.half}
+                factor: dataclasses.asdict(e)
                 for factor in FACTORS
                 if (e := law.exponent(factor))
             },
             "residual": law.residual,
             "fitted_over": law.sizes,
             "largest_foretold_to": _foretold(found[name]),
-            "extrapolated": {
-                "loss": loss,
-                "low": low,
-                "high": high,
-                "factors": factors,
-            },
-            "observations": [
-                {**seen.factors, "loss": seen.loss} for seen in found[name]
-            ],
+            "extrapolated": dict(loss=loss, low=low, high=high, factors=factors),
+            "observations": [{**x.factors, "loss": x.loss} for x in found[name]],
         }
     return made
 
@@ -228,13 +221,10 @@ def figure(laws: Mapping[str, Law], found: Observations) -> Figure:
 
 def told(name: str, law: Law, seen: Sequence[Observation], at: float) -> list[str]:
     """Return a law in three lines."""
-    powers = " ".join(
-        f"{factor}^({e:+.4f})" for factor in FACTORS if (e := law.exponent(factor))
-    )
-    smallest, largest = law.sizes
-    foretold = _foretold(seen)
+    exponents = {factor: e for factor in FACTORS if (e := law.exponent(factor))}
+    powers = " ".join(f"{factor}^({e:+.4f})" for factor, e in exponents.items())
+    (smallest, largest), foretold, factors = law.sizes, _foretold(seen), _at(seen, at)
     off = "too few sizes" if foretold is None else f"{foretold:.2%} off"
-    factors = _at(seen, at)
     loss, low, high = law.predict(factors)
     return [
         f"{name}: L = {law.scale:.3f} {powers}, residual {law.residual:.2%}, "

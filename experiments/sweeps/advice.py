@@ -135,7 +135,12 @@ class Advice:
 
 def read(paths: str | pathlib.Path) -> list[Choice]:
     """Return what sweeps measured: of each cell the tuned column, or the only one."""
-    found = [choice for path in str(paths).split(",") for choice in _read(path)]
+    found: list[Choice] = []
+    for path in str(paths).split(","):
+        whole = read_cells(path, lambda cells: list(filter(None, map(_choice, cells))))
+        if not whole:
+            raise ValueError(f"frontier={path} has no cell whose seeds all ended well")
+        found += whole
     sizes = {choice.size for choice in found}
     if len(sizes) > 1:
         several = " and ".join(
@@ -146,14 +151,6 @@ def read(paths: str | pathlib.Path) -> list[Choice]:
             "runs of one size alone; give the files of one"
         )
     return found
-
-
-def _read(path: str) -> list[Choice]:
-    found = read_cells(path, lambda found: [_choice(cell) for cell in found])
-    whole = [choice for choice in found if choice is not None]
-    if not whole:
-        raise ValueError(f"frontier={path} has no cell whose seeds all ended well")
-    return whole
 
 
 def _choice(cell: Mapping[str, Any]) -> Choice | None:
@@ -200,16 +197,12 @@ def advise(
                 choice,
                 loss if steps >= choice.curve[0][0] else math.inf,
                 steps,
-                1 - timeline.utilization() / _alone(times),
+                # Waiting for the slowest region's steps is no wait for messages.
+                1 - timeline.utilization() * max(times) / float(np.mean(times)),
                 scale * choice.bytes_per_step,
             )
         )
     return sorted(found, key=lambda advice: (advice.loss, advice.bytes_per_step))
-
-
-def _alone(step_time_s: Sequence[float]) -> float:
-    """Return the utilization if regions waited for nothing but the slowest of them."""
-    return float(np.mean(step_time_s)) / max(step_time_s)
 
 
 def _steps_done(timeline: Timeline, most: int, seconds: float) -> float:

@@ -62,14 +62,7 @@ def why_alone(config: TrainConfig) -> str | None:
     if config.model.lora_rank:
         return f"lora_rank={config.model.lora_rank}"
     try:
-        inner, method, user_inputs = _make(config, _kernels(config, config.model), {})
-        cc.synchronized(
-            inner,
-            method,
-            axis_name=trials.REGION,
-            num_regions=run.regions,
-            user_inputs=user_inputs,
-        )
+        _trials(config, config.model).transform({})
     except ValueError as error:
         return str(error)
     return None
@@ -77,15 +70,9 @@ def why_alone(config: TrainConfig) -> str | None:
 
 def group_key(config: TrainConfig) -> str:
     """Return what the rows of a group have in common."""
-    found = completed(config.to_json())
+    numbers, found = numbers_of(config), completed(config.replace(seed=0).to_json())
     for section, names in INPUTS.items():
-        numbers = numbers_of(config)
-        found[section] = {
-            name: None if name in names and name in numbers else value
-            for name, value in found[section].items()
-        }
-    for section in ("run", "data"):
-        found[section] = {n: v for n, v in found[section].items() if n != "seed"}
+        found[section] |= {name: None for name in names if name in numbers}
     return json.dumps(found, sort_keys=True)
 
 
@@ -140,7 +127,6 @@ class BatchTrainer:
     """Trains batches; batches of one group share compiled programs."""
 
     def __init__(self):
-        """Prepare to train."""
         self._open_text = functools.lru_cache(maxsize=64)(load)
         self._programs: dict[str, trials.Trials] = {}
 
@@ -158,7 +144,10 @@ class BatchTrainer:
             self._open_text(of_seed[seed].data, first.run.regions) for seed in seeds
         ]
         model = model_of(first, texts[0].tokenizer)
-        program = self._program(first, model)
+        key = group_key(first)
+        if key not in self._programs:  # Of the last group only.
+            self._programs = {key: _trials(first, model)}
+        program = self._programs[key]
         numbers = [numbers_of(config) for config in configs]
         with contextlib.ExitStack() as stack:
             streams = [
@@ -182,31 +171,18 @@ class BatchTrainer:
             for trial, row in enumerate(batch.rows)
         ]
 
-    def _program(
-        self, config: TrainConfig, model: models.TransformerConfig
-    ) -> trials.Trials:
-        key = group_key(config)
-        if key not in self._programs:
-            model = _kernels(config, model)
-            self._programs = {  # Of the last group only.
-                key: trials.Trials(
-                    models.make_accumulated_loss_fn(
-                        models.make_loss_fn(model), config.run.accumulate_steps
-                    ),
-                    functools.partial(_make, config, model),
-                    numbers_of(config),
-                    config.run.regions,
-                )
-            }
-        return self._programs[key]
 
-
-def _kernels(
-    config: TrainConfig, model: models.TransformerConfig
-) -> models.TransformerConfig:
-    """Return the model with its attention and backward passes, as on one device."""
-    return losses.with_kernels_of(
+def _trials(config: TrainConfig, model: models.TransformerConfig) -> trials.Trials:
+    """Return trials with the attention and backward passes of one device."""
+    model = losses.with_kernels_of(
         config, model, config.method.build(), jax.devices()[0], is_divided=False
+    )
+    loss_fn = models.make_loss_fn(model)
+    return trials.Trials(
+        models.make_accumulated_loss_fn(loss_fn, config.run.accumulate_steps),
+        functools.partial(_make, config, model),
+        numbers_of(config),
+        config.run.regions,
     )
 
 

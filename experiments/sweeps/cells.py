@@ -15,9 +15,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from cocodc_jax.report.runs import steps_to_loss
+from cocodc_jax.run.config import flat
 
 from .rows import Row
-from .schedule import FINAL, cell_of, differing, leaves
+from .schedule import FINAL, cell_of, differing
 
 PUBLISHED, TUNED = "published", "tuned"
 COLUMNS = (PUBLISHED, TUNED)
@@ -98,7 +99,7 @@ class Cell:
     # where there was nothing to choose.
     tried: int
     tuning_steps: int  # That this took, over the seeds.
-    config: Mapping[str, Any]  # Of one of its runs.
+    config: dict[str, Any]  # Of one of its runs.
 
     @property
     def label(self) -> str:
@@ -143,11 +144,11 @@ def cells(rows: Sequence[Row], chosen: Collection[str] | None = None) -> list[Ce
         else:
             key = cell_of(row["config"], (*row["tuned"], "steps"))
             rungs.setdefault(key, []).append(row)
-    every = [leaves(group[0]["config"]) for group in finals.values()]
+    every = [flat(group[0]["config"]) for group in finals.values()]
     found = []
     for group in finals.values():
         key = cell_of(group[0]["config"], (*group[0]["tuned"], "steps"))
-        flags, settings = leaves(group[0]["config"]), {row["setting"] for row in group}
+        flags, settings = flat(group[0]["config"]), {row["setting"] for row in group}
         # Rungs chose for runs of one length: other lengths may be in the folder too.
         is_tuned = chosen is None or not settings.isdisjoint(chosen)
         tuning = rungs.get(key, []) if is_tuned else []
@@ -188,7 +189,7 @@ def _columns(group: Sequence[Row], chosen: Collection[str] | None) -> dict[str, 
 
 
 def _column(rows: Sequence[Row]) -> Column:
-    flags = leaves(rows[0]["config"])
+    flags = flat(rows[0]["config"])
     rows = sorted(rows, key=lambda row: row["seed"])
     return Column(
         tuple(row for row in rows if row["loss"] is not None),

@@ -23,6 +23,7 @@ from cocodc_jax.run.leaves import COUNT_OR_WORD
 from cocodc_jax.run.method_config import ARGUMENTS
 from cocodc_jax.run.presets import PRESETS, with_warmup
 
+from ..program import about
 from .halving import Halving, check_seeds
 from .rows import setting_key
 
@@ -52,10 +53,8 @@ class Setting:
 
     def at(self, steps: int) -> Setting:
         """Return the setting with another number of steps."""
-        try:
+        with about(f"{self.name}, at a rung"):
             config = self.config.replace(steps=steps)
-        except ValueError as error:
-            raise ValueError(f"{self.name}, at a rung: {error}") from None
         return dataclasses.replace(self, config=config)
 
 
@@ -136,7 +135,7 @@ def _base_config(base: Mapping[str, Any]) -> TrainConfig:
     """Return the preset with the base flags, for whichever method takes them."""
     leaves = dict(base)
     preset = leaves.pop("preset", "tiny")
-    try:
+    with about("base"):
         checked = {name: _checked(name, value) for name, value in leaves.items()}
         where = {n: checked.pop(n) for n in ARGUMENTS if n in checked}
         if type(preset) is not str or preset not in PRESETS:
@@ -145,8 +144,6 @@ def _base_config(base: Mapping[str, Any]) -> TrainConfig:
             )
         start = PRESETS[preset]
         return start.where(**where).replace(**with_warmup(start, checked))
-    except ValueError as error:
-        raise ValueError(f"base: {error}") from None
 
 
 def _settings(
@@ -160,15 +157,11 @@ def _settings(
         published = {n: v for n, v in flags.items() if n not in tuned}
         both = [published, flags] if adds and published != flags else [flags]
         names = [f"{group}: " + " ".join(f"{n}={x[n]}" for n in x) for x in both]
-        try:
+        with about(f"groups.{group}, row {number} ({names[-1]})"):
             found = [
                 Setting(name, _config(start, x), x == published)
                 for name, x in zip(names, both, strict=True)
             ]
-        except ValueError as error:
-            raise ValueError(
-                f"groups.{group}, row {number} ({names[-1]}): {error}"
-            ) from None
         for setting in found:
             if setting.key not in seen or setting.published:
                 seen.add(setting.key)

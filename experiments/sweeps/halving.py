@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -33,7 +34,6 @@ class Halving:
     winners: int = 1  # Settings of each key that get the final seeds.
 
     def __post_init__(self):
-        """Check the numbers."""
         rungs = _listed(self.rungs)
         if not _are_whole(rungs) or rungs != sorted(set(rungs)) or rungs[0] < 1:
             raise ValueError(
@@ -125,15 +125,11 @@ def best(
     losses: Sequence[Sequence[float | None]],
 ) -> list[T]:
     """Return the settings that go on, in the order they have."""
-    means = [_mean(each) for each in losses]
+    finite = ([math.inf if x is None else x for x in each] for each in losses)
+    means = [*map(statistics.fmean, finite)]
     kept: set[int] = set()
     for key in dict.fromkeys(keys):
         rivals = [i for i, k in enumerate(keys) if k == key]
         rivals.sort(key=lambda i: (means[i], i))
         kept.update(rivals[: halving.survivors(len(rivals), rung)])
     return [setting for i, setting in enumerate(settings) if i in kept]
-
-
-def _mean(losses: Sequence[float | None]) -> float:
-    known = [loss for loss in losses if loss is not None]
-    return math.fsum(known) / len(known) if len(known) == len(losses) else math.inf

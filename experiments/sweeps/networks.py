@@ -161,8 +161,7 @@ def to_json(found: Sequence[Arrival], step_seconds: float) -> dict[str, Any]:
         "step_seconds": step_seconds,
         "arrivals": [
             {
-                "mbit": a.network.mbit,
-                "latency_ms": a.network.latency_ms,
+                **dataclasses.asdict(a.network),
                 "cell": a.cell.label,
                 "column": a.column,
                 "seconds": a.seconds if math.isfinite(a.seconds) else None,

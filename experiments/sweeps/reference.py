@@ -3,11 +3,13 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from cocodc_jax.run.config import flat
+
 from . import results
 from .cells import COLUMNS, PUBLISHED, TUNED, Cell, mean_loss
 from .rows import Row as Written
 from .rows import completed
-from .schedule import FINAL, Plan, cell_of, differing, leaves, rows_of
+from .schedule import FINAL, Plan, cell_of, differing, rows_of
 
 # Where these differ, losses are of other models or texts; the rest is what is compared.
 SAME = ("model", "data")
@@ -95,7 +97,7 @@ def check(
     if words is None:
         return
     fitting = {
-        cell_of(config, plan.grid.tuned): leaves(config)
+        cell_of(config, plan.grid.tuned): flat(config)
         for config in configs(plan, written)
         if has_flags(config, words)
     }
@@ -118,19 +120,19 @@ def check(
         )
 
 
-def configs(plan: Plan, written: Sequence[Written]) -> Iterator[Mapping[str, Any]]:
+def configs(plan: Plan, written: Sequence[Written]) -> Iterator[dict[str, Any]]:
     """Yield the configurations of final runs, that are there and that are to be."""
     yield from (row["config"] for row in written if row["stage"] == FINAL)
     final = rows_of(plan.grid, plan.grid.settings, plan.grid.seeds, FINAL)
     yield from (completed(row.config.to_json()) for row in final)
 
 
-def has_flags(config: Mapping[str, Any], words: str) -> bool:
+def has_flags(config: dict[str, Any], words: str) -> bool:
     """Tell whether a configuration, as JSON has it, has these flags.
 
     >>> has_flags({"run": {"steps": 480}, "method": {"method": "snoo"}}, "steps=480")
     True
     """
-    flags = leaves(config)
+    flags = flat(config)
     parts = (part.partition("=") for part in words.split(","))
     return all(n in flags and str(flags[n]) == value for n, _, value in parts)

@@ -34,7 +34,6 @@ class Report:
     reference_from: str = ""
 
     def __post_init__(self):
-        """Check that the reference was run."""
         if self.reference_column not in self.reference.columns:
             raise ValueError(
                 f"reference_column={self.reference_column!r} was not run for "

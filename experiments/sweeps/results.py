@@ -109,17 +109,15 @@ def load(path: str | pathlib.Path) -> list[Cell]:
     Their rows have seeds and last losses, which is what differences and steps to a loss
     need of a reference, and no curves.
     """
-    return read_cells(path, lambda found: [c for cell in found for c in _cells(cell)])
+    return read_cells(path, lambda found: list(filter(None, map(_cell, found))))
 
 
-def _cells(kept: Mapping[str, Any]) -> list[Cell]:
-    """Return a cell in a list, empty if every seed of every column diverged."""
+def _cell(kept: Mapping[str, Any]) -> Cell | None:
+    """Return a cell; None if every seed of every column diverged."""
     columns = {name: _column(column) for name, column in kept["columns"].items()}
     configs = [row["config"] for column in columns.values() for row in column.rows]
-    if not configs:
-        return []
-    flags, tried, took = kept["flags"], kept["tried"], kept["tuning_steps"]
-    return [Cell(flags, columns, tried, took, configs[0])]
+    given = kept["flags"], columns, kept["tried"], kept["tuning_steps"]
+    return Cell(*given, configs[0]) if configs else None
 
 
 def _column(kept: Mapping[str, Any]) -> Column:

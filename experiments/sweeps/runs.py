@@ -32,6 +32,7 @@ from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.session import Session
 from cocodc_jax.train.finite import NonFiniteLossError
 
+from ..program import about
 from ..trials import StoppedError
 from .grid import Setting
 from .rows import completed, run_key
@@ -79,16 +80,18 @@ class Row:
 
 def check(settings: Sequence[Setting]) -> None:
     """Build the program of every setting, and none twice; compiles nothing."""
-    # JAX makes its CPU devices once: as many as the row that needs most.
-    for setting in sorted(settings, key=_num_devices, reverse=True)[:1]:
-        _of_setting(setting, use_devices, setting.config.run, 1)
     seen: set[tuple] = set()
-    for setting in settings:
-        config = setting.config
-        key = (*program_key(config), config.model, config.run.regions)
-        if key not in seen:
-            seen.add(key)
-            _of_setting(setting, _build, config)
+    # JAX makes its CPU devices once: as many as the row that needs most.
+    for setting in sorted(settings, key=_num_devices, reverse=True):
+        config, run = setting.config, setting.config.run
+        key = (*program_key(config), config.model, run.regions)
+        if key in seen:
+            continue
+        seen.add(key)
+        with about(setting.name):
+            check_model(config, config.model)
+            mesh = mesh_of(run, use_devices(run, 1))
+            build_program(config, config.model, mesh)
 
 
 def _num_devices(setting: Setting) -> int:
@@ -96,26 +99,10 @@ def _num_devices(setting: Setting) -> int:
     return max(run.regions * run.devices_per_region, run.devices) + run.outer_channels
 
 
-def _of_setting(setting: Setting, function: Any, *args: Any) -> None:
-    try:
-        function(*args)
-    except ValueError as error:
-        raise ValueError(f"{setting.name}: {error}") from None
-
-
-def _build(config: TrainConfig) -> None:
-    run = config.run
-    check_model(config, config.model)
-    devices = use_devices(run, 1)
-    mesh = mesh_of(run, devices)
-    build_program(config, config.model, mesh)
-
-
 class Trainer:
     """Trains rows; what the row before has built is used again where it is the same."""
 
     def __init__(self, folder: pathlib.Path, keep_runs: bool, console: Console):
-        """Prepare to train."""
         self._folder, self._keep, self._console = folder / RUNS, keep_runs, console
         self._open_text = functools.lru_cache(maxsize=8)(load)
         self._before: Session | None = None
@@ -125,9 +112,7 @@ class Trainer:
         """Train a row to its end, from its newest checkpoint if it has one."""
         folder = self._folder / row.row_id
         before = self._before
-        earlier = (
-            [before] if before and _same_evaluation(before.config, row.config) else []
-        )
+        earlier = [s for s in (before,) if s and _same_evaluation(s.config, row.config)]
         session = self._before = prepare(row.config, folder, self._open_text, earlier)
         if before is None or before.program is not session.program:
             self._num_programs += 1
@@ -156,10 +141,8 @@ class Trainer:
 
 def _same_evaluation(a: TrainConfig, b: TrainConfig) -> bool:
     """Whether what judges one run can judge the other: the same validation batches."""
-    return (
-        dataclasses.replace(a.data, seed=0) == dataclasses.replace(b.data, seed=0)
-        and a.run.eval_batches == b.run.eval_batches
-    )
+    a, b = a.replace(seed=0), b.replace(seed=0)
+    return (a.data, a.run.eval_batches) == (b.data, b.run.eval_batches)
 
 
 def trained(

@@ -3,12 +3,14 @@
 import collections
 import dataclasses
 import json
+import operator
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cocodc_jax.report.units import format_duration
+from cocodc_jax.run.config import flat
 
 from .grid import Grid, Setting
 from .halving import best
@@ -20,16 +22,10 @@ FINAL = "final"
 BESIDES = ("seed", "log_every", "eval_every", "checkpoint_every")
 
 
-def leaves(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leaves of a configuration as JSON has it, by name."""
-    sections = (value for value in config.values() if isinstance(value, Mapping))
-    return {name: value for section in sections for name, value in section.items()}
-
-
-def cell_of(config: Mapping[str, Any], tuned: Sequence[str]) -> str:
+def cell_of(config: dict[str, Any], tuned: Sequence[str]) -> str:
     """Return what runs have in common that differ in seed and what is tuned."""
     without = {*BESIDES, *tuned}
-    same = {n: v for n, v in leaves(config).items() if n not in without}
+    same = {n: v for n, v in flat(config).items() if n not in without}
     return json.dumps(same, sort_keys=True)
 
 
@@ -43,11 +39,6 @@ def differing(configs: Sequence[Mapping[str, Any]], tuned: Sequence[str]) -> lis
         if name not in without
         and any(flags.get(name) != configs[0].get(name) for flags in configs)
     ]
-
-
-def rung_name(number: int) -> str:
-    """Return the stage of a rung, counted from 0."""
-    return f"rung {number + 1}"
 
 
 def rows_of(
@@ -73,8 +64,8 @@ def assign(written: Sequence[Written], grid: Grid | None) -> list[Written]:
         return list(written)
     rows: list[Row] = []
     if halving := grid.halving:
-        for number, steps in enumerate(halving.rungs):
-            stage = rung_name(number), steps
+        for number, steps in enumerate(halving.rungs, 1):
+            stage = f"rung {number}", steps
             rows += rows_of(grid, grid.settings, halving.tuning_seeds, *stage)
     rows += rows_of(grid, grid.settings, grid.seeds, FINAL)
     roles = {row.row_id: row.role for row in rows}
@@ -98,7 +89,7 @@ class Plan:
         config, halving = setting.config.to_json(), self.grid.halving
         if halving is None or not halving.by:
             return cell_of(config, self.grid.tuned)
-        found = leaves(config)
+        found = flat(config)
         return tuple(str(found.get(name)) for name in halving.by)
 
     def stages(
@@ -112,7 +103,7 @@ class Plan:
             seeds, steps = halving.tuning_seeds, halving.rungs[rung]
             num_rivals = collections.Counter(map(self._key, settings))
             rivals = [s for s in settings if num_rivals[self._key(s)] > halving.winners]
-            rows = rows_of(self.grid, rivals, seeds, rung_name(rung), steps)
+            rows = rows_of(self.grid, rivals, seeds, f"rung {rung + 1}", steps)
             yield rows
             written, num = results(), len(seeds)
             losses = [written[row.row_id]["loss"] for row in rows]
@@ -142,24 +133,24 @@ class Plan:
     def total(self) -> tuple[int, float]:
         """Return the rows of all stages, of all shards, and what they cost."""
         final = rows_of(self.grid, self.grid.settings, self.grid.seeds, FINAL)
-        halving, num_final, cost, count = self.grid.halving, len(final), 0.0, 0
-        if halving:
-            num_final, seeds = 0, len(halving.tuning_seeds)
-            groups: dict[Hashable, list[Setting]] = {}
-            for setting in self.grid.settings:
-                groups.setdefault(self._key(setting), []).append(setting)
-            for group in groups.values():
-                per_step = statistics.fmean(s.cost_per_step for s in group)
-                counts = halving.counts(len(group))
-                for steps, num in zip(halving.rungs, counts, strict=True):
-                    count += num * seeds
-                    cost += num * seeds * steps * per_step
-                # Fewer where what is published wins.
-                published = sum(s.published for s in group)
-                num = min(halving.winners + published, len(group))
-                num_final += num * len(self.grid.seeds)
-        per_row = statistics.fmean(row.cost for row in final)
-        return count + num_final, cost + num_final * per_row
+        costs, halving = [row.cost for row in final], self.grid.halving
+        if halving is None:
+            return len(final), sum(costs)
+        num_final, cost, count, seeds = 0, 0.0, 0, len(halving.tuning_seeds)
+        groups: dict[Hashable, list[Setting]] = {}
+        for setting in self.grid.settings:
+            groups.setdefault(self._key(setting), []).append(setting)
+        for group in groups.values():
+            per_step = statistics.fmean(s.cost_per_step for s in group)
+            counts = halving.counts(len(group))
+            count += sum(counts) * seeds
+            steps = sum(map(operator.mul, counts, halving.rungs))
+            cost += steps * seeds * per_step
+            # Fewer where what is published wins.
+            published = sum(s.published for s in group)
+            num = min(halving.winners + published, len(group))
+            num_final += num * len(self.grid.seeds)
+        return count + num_final, cost + num_final * statistics.fmean(costs)
 
     def to_json(self) -> dict[str, Any]:
         """Return the rungs that are over, and what won once all are."""
@@ -170,7 +161,6 @@ class Progress:
     """How far a sweep is, and how long the rest takes at the pace of this process."""
 
     def __init__(self, plan: Plan, clock: Callable[[], float] = time.monotonic):
-        """Begin the clock."""
         self._plan, self._clock = plan, clock
         self._num, self._cost = plan.total()
         self._num_done, self._cost_done, self._own_cost = 0, 0.0, 0.0

@@ -12,18 +12,30 @@ import pytest
 import cocodc_jax as cc
 from cocodc_jax.expert_leaves import TOKEN_UNIT
 from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.train.run_steps import run
 from experiments import sweep, trials
 from experiments.sweeps import batched, rows
 from experiments.sweeps.grid import Setting
 from experiments.sweeps.runs import Row
-
-from .studies.test_ablate import init_params, loss_fn
 
 REGIONS, STEPS = 2, 9
 SMOKE = PRESETS["smoke"].replace(
     regions=REGIONS, steps=STEPS, warmup_steps=2, eval_batches=2
 )
 WHERE = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
+
+
+def init_params(trial):
+    rng = np.random.default_rng(trial)
+    draw = lambda *shape: rng.normal(0, 0.4, shape).astype(np.float32)  # noqa: E731
+    return {"embed": draw(3, 6), "blocks": {"w": draw(2, 6, 6)}, "head": draw(6, 2)}
+
+
+def loss_fn(params, batch, key):
+    x = jnp.tanh(batch["x"] @ params["embed"])
+    for i in range(2):
+        x = x + jnp.tanh(x @ params["blocks"]["w"][i])
+    return jnp.mean((x @ params["head"] - batch["y"]) ** 2), {}
 
 
 def config(method, **leaves):
@@ -38,7 +50,7 @@ def stream(seed):
         yield {"x": x, "y": np.sin(2 * x[..., :2])}
 
 
-def make_trials(found, in_turn=None, numbers=None):
+def make_trials(found, in_turn=True, numbers=None):
     make = functools.partial(batched._make, found, found.model)
     if numbers is not None:  # Not inputs, but constants of the program.
         fixed = make(numbers)
@@ -94,6 +106,32 @@ def test_a_trial_is_a_run_with_its_numbers(method, in_turn):
     losses = together.evaluations[-1].loss
     assert abs(losses[0] - losses[1]) > 1e-3
     assert (together.merges > 0).all() or method == "data_parallel"
+
+
+@pytest.mark.parametrize("delay_steps", [2, 4])
+@pytest.mark.parametrize("method", ["cocodc", "streaming_diloco"])
+def test_a_trial_is_a_run_of_the_region_program(method, delay_steps):
+    """With a delay of H a fragment is in flight at all times, across every cycle."""
+    found = config(method, compress="ef+int4", delay_steps=delay_steps)
+    if method == "streaming_diloco":
+        found = found.replace(merge_feedback=True).resolve()
+    numbers = batched.numbers_of(found)
+    outcome = outcome_of(make_trials(found, True), [3], [numbers])
+    inner, built, user_inputs = batched._make(found, found.model, numbers)
+    program = cc.RegionProgram(
+        loss_fn, inner, built, init_params(3), REGIONS,
+        mesh=cc.make_mesh(REGIONS, devices=jax.devices()[:1]), user_inputs=user_inputs,
+    )  # fmt: skip
+    state, ratios, num_syncs = program.init(init_params(3), jax.random.key(0)), [], 0
+    for new, output in run(program, state, stream(3), STEPS):
+        state = new
+        num_syncs += len(output.syncs)
+        for sync in output.syncs:
+            ratios.append(sync.metrics.get("correction_ratio", jnp.zeros(REGIONS)))
+    jax.tree.map(lambda a, b: close(a[0], b), outcome.params, state.region.params)
+    close(outcome.ratios[0] / num_syncs, np.mean(ratios))
+    assert outcome.merges[0] == num_syncs > 1
+    assert outcome.bytes_sent[-1][0] == state.bytes_sent
 
 
 ALONE = ("dilocox", "delayed_nesterov", "mla", "heloco")

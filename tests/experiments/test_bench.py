@@ -139,7 +139,6 @@ def test_torch_by_itself_has_one_case(refused, monkeypatch):
     [
         (["--cases=huge"], "cases='huge' is unknown"),
         (["--repeats=0"], "repeats=0 must be at least 1"),
-        (["--regions=0"], "regions=0 must be at least 1"),
         (["--interval=4"], "interval=4 must be a multiple of 4 and at least 8"),
         (["--devices=3"], "devices=3 does not divide regions=4 evenly"),
         (["--regions=16", "--devices=1,16"], "devices=16 is more than there are; use"),

@@ -19,7 +19,7 @@ from experiments import (
     launch_local,
     probe_network,
 )
-from experiments.studies import ablate_compensation, delay_cost
+from experiments.studies import delay_cost
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = commands.programs()
@@ -119,7 +119,6 @@ SMOKE = ("--", "--preset=smoke", "--regions=2")
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        (ablate_compensation, ()),
         (delay_cost, ()),
         (compile, ("--target=v5e:2x2", "--preset=smoke", "--regions=2")),
         (chaos, ("--regions=2", *SMOKE[:2])),

@@ -157,9 +157,7 @@ def test_a_region_moves_what_fsdp_has_to_and_nothing_with_its_batch(run, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
+@needs_libtpu
 def test_a_window_of_experts_that_devices_share_is_compiled_for_a_tpu():
     target = Target.parse("v5e:2x2", 2)
     model = SMALL | dict(

@@ -8,17 +8,13 @@ import optax
 import pytest
 
 from cocodc_jax.sync.needs import UserInputs
-from experiments.studies import delay_cost
-from experiments.studies.ablation import jobs, recovery
-from experiments.studies.ablation.jobs import Settings
+from experiments.studies import delay_cost, merge_rules, recovery
+from experiments.studies.recovery import REGIONS, Settings
 
-REGIONS, SEEDS, STEPS, H = 4, 2, 14, 4
+SEEDS, STEPS, H = 2, 14, 4
 LR, OUTER_LR, MU = 0.1, 0.5, 0.9
 DRAWN = np.random.default_rng(0).normal(size=(STEPS, SEEDS, REGIONS, 5))
-SETTINGS = Settings(
-    steps=STEPS, sync_interval=H, num_fragments=1, warmup_steps=0, regions=REGIONS,
-    test_seeds=(0, 1), tuning_seeds=(9,), eval_every=STEPS,
-)  # fmt: skip
+SETTINGS = Settings(steps=STEPS, sync_interval=H, seeds=SEEDS, outer_lr=OUTER_LR)
 RUN = (f"--steps={STEPS}", f"--sync_interval={H}", "--seeds=2")
 
 
@@ -29,19 +25,18 @@ def linear(monkeypatch):
     def loss_fn(params, batch, key):
         return jnp.sum(params["w"] * batch), {}
 
-    def make_inner(inner_lr):
-        return optax.sgd(LR, 0.0), UserInputs(lambda step: LR)
-
-    def init_params(settings, seeds):
-        return {"w": jnp.ones((len(seeds), 5))}
+    inner, user_inputs = optax.sgd(LR, 0.0), UserInputs(lambda step: LR)
 
     def tokens(settings, seed):
         return DRAWN[:, seed].astype(np.float32)
 
-    monkeypatch.setattr(jobs, "parts", lambda settings: (loss_fn, make_inner))
-    monkeypatch.setattr(jobs, "init_params", init_params)
-    monkeypatch.setattr(jobs, "tokens", tokens)
-    monkeypatch.setattr(jobs, "eval_tokens", lambda settings: jnp.arange(5.0)[None])
+    for name, value in {
+        "parts": lambda settings: (loss_fn, inner, user_inputs),
+        "init_params": lambda settings: {"w": jnp.ones((SEEDS, 5))},
+        "tokens": tokens,
+        "eval_tokens": lambda settings: jnp.arange(5.0)[None],
+    }.items():
+        monkeypatch.setattr(recovery, name, value)
 
 
 def by_hand(alpha, strength, tau, syncs):
@@ -68,7 +63,7 @@ def by_hand(alpha, strength, tau, syncs):
 @pytest.mark.parametrize(("tau", "syncs"), [(2, [4, 8, 12]), (H, [4, 8])])
 def test_distances_are_those_by_hand(linear, tau, syncs):
     """A delay of H ends in the step of the next sync."""
-    found = recovery.measure(SETTINGS, tau, ["mix_0.25", "isotropic"], OUTER_LR)
+    found = recovery.measure(SETTINGS, tau, ["mix_0.25", "isotropic"])
     late, mixed, pulled, gap = by_hand(0.25, 0.3, tau, syncs)
     assert found.steps == syncs
     np.testing.assert_allclose(found.cost, np.sqrt(late / gap), rtol=1e-5)
@@ -147,19 +142,11 @@ def test_what_diverges_costs_no_other_number_and_what_is_done_is_kept(
     assert [row["delay_steps"] for row in rows] == [1, 1, 1, 2, 2, 2]
 
 
-def test_any_interval_and_few_steps_make_settings(call, monkeypatch, tmp_path):
-    made = []
-
-    def measure(settings, *_):
-        made.append(settings)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(recovery, "measure", measure)
-    words = "--sync_interval=10", "--steps=40", "--delays=2", f"--workdir={tmp_path}"
-    with pytest.raises(KeyboardInterrupt):
-        call(delay_cost, *words)
-    assert made[0].num_fragments == 1
-    assert 0 < made[0].optimizer.learning_rate(40)(38) < 1
+def test_strengths_fall_with_the_delay_where_they_say_so():
+    table = merge_rules.table(20)
+    assert table["isotropic"].strengths_at(10) == table["isotropic"].strengths
+    one, ten = (table["outer_product"].strengths_at(tau) for tau in (1, 10))
+    np.testing.assert_allclose(np.array(one) / 10, ten)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +155,8 @@ def test_any_interval_and_few_steps_make_settings(call, monkeypatch, tmp_path):
         ("--delays=", "--delays=() is empty; name at least one"),
         ("--delays=21", "--delays=21 must be at least 1 and at most sync_interval=20"),
         ("--rules=best", "--rules='best' is unknown; use some of ['adam_second_mom"),
+        ("--rules=mix_0,mix_0", "--rules=mix_0,mix_0 names one twice"),
+        ("--delays=x", "--delays=x must be numbers separated by commas"),
         ("--seeds=0", "--seeds=0 must be at least 1"),
         ("--seeds=-1", "--seeds=-1 must be at least 1"),
         ("--outer_lr=nan", "--outer_lr=nan must be positive and finite"),

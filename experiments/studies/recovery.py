@@ -23,24 +23,47 @@ Both ways are methods: DiLoCo, and one fragment tau steps late with each rule's 
 They share the steps up to the last before the mean arrives, where their states branch.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cocodc_jax import models
+from cocodc_jax.data import DataConfig, load
+from cocodc_jax.run.optimizer_config import OptimizerConfig
 from cocodc_jax.sync import merge, needs
-from cocodc_jax.sync.schedules import staggered
+from cocodc_jax.sync.method import Method, Sync
+from cocodc_jax.sync.outer import nesterov
+from cocodc_jax.sync.schedules import Schedule, staggered
+from cocodc_jax.transforms.second_moment import adam_second_moment
 
-from ...trials import State, Trials
-from . import jobs, rules
-from .jobs import Settings
+from .. import trials
+from ..trials import State, Trials
+from . import merge_rules
 
 PyTree = Any
 Key = tuple[str, float | None]
 KEEP, REPLAY = "keep", "replay"
+MODEL = models.get("smoke")
+REGIONS, SEQUENCE_LENGTH, EVAL_SEQUENCES = 4, 32, 128
+INNER_LR, WARMUP_STEPS = 3e-3, 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Sizes of the runs that are followed, with the whole model as one fragment."""
+
+    steps: int = 400  # Inner steps of each run.
+    sync_interval: int = 20  # H.
+    batch_per_region: int = 4  # Sequences of a region's step.
+    seeds: int = 5  # Runs, each with a seed of its own.
+    outer_lr: float = 0.7  # Of the outer Nesterov optimizer, of momentum 0.9.
 
 
 class Recovery(NamedTuple):
@@ -60,10 +83,9 @@ def measure(
     settings: Settings,
     delay_steps: int,
     names: Sequence[str],
-    outer_lr: float,
 ) -> Recovery:
-    """Follow runs without delay, a trial a test seed, and judge rules at each sync."""
-    ways = _Ways(settings, delay_steps, names, outer_lr)
+    """Follow runs without delay, a trial a seed, and judge rules at each sync."""
+    ways = _Ways(settings, delay_steps, names)
     found, steps, interval = [], [], settings.sync_interval
     state, now = ways.begin(), 0
     for sync in range(interval, settings.steps - delay_steps + 1, interval):
@@ -79,51 +101,36 @@ def measure(
 
 
 class _Ways:
-    """Compiled trials of both ways, one trial a test seed."""
+    """Compiled trials of both ways, one trial a seed."""
 
-    def __init__(self, settings, delay_steps: int, names, outer_lr: float):
+    def __init__(self, settings: Settings, delay_steps: int, names: Sequence[str]):
         """Build the methods; compile nothing."""
         self._settings, self._delay = settings, delay_steps
-        table, interval = rules.table(settings.sync_interval), settings.sync_interval
+        interval = settings.sync_interval
+        table = merge_rules.table(interval)
         self._rules = [
             (name, table[name], [*table[name].strengths_at(delay_steps)] or [None])
             for name in dict.fromkeys([REPLAY, *names])
             if delay_steps >= table[name].least_delay
         ]
-        wanted = [rule.make(0.5, delay_steps).needs for _, rule, _ in self._rules]
+        wanted = [rule.make(0.5).needs for _, rule, _ in self._rules]
         copies = needs.copies({"staged"}.union(*wanted))
         keeps = {"later_params"} if needs.HALFWAY in copies else {"staged"}
         keep = dataclasses.replace(merge.keep(), needs=frozenset(keeps))
         late, replace = staggered(interval, 1, delay_steps), merge.replace()
-
-        def of(schedule, make) -> Trials:
-            def method(outer_lr, strength):
-                # What is fed back has no next message here.
-                rule = dataclasses.replace(make(strength), feedback_weight=0.0)
-                return jobs.with_merge(rule, schedule, outer_lr)
-
-            return jobs.trials_of(settings, method)
-
+        of = functools.partial(_trials_of, settings)
         self.prompt = of(staggered(interval), lambda _: replace)
         # The last step of a delay of H is a slot again, and has no sync yet.
         self._quiet = of(staggered(settings.steps + 1), lambda _: replace)
         self._keep = of(late, lambda _: keep)
-        self._merges = {
-            name: of(late, lambda x, rule=rule: rule.make(x, delay_steps))
-            for name, rule, _ in self._rules
-        }
-        runs = [
-            jobs.Trial(seed, rules.INNER_LR, outer_lr, None)
-            for seed in settings.test_seeds
-        ]
-        self._given = {k: jnp.asarray(x) for k, x in jobs.numbers(runs).items()}
-        each = [jobs.tokens(settings, seed) for seed in settings.test_seeds]
+        self._merges = {name: of(late, rule.make) for name, rule, _ in self._rules}
+        self._given = {"strength": jnp.zeros(settings.seeds)}
+        each = [tokens(settings, seed) for seed in range(settings.seeds)]
         self._tokens = np.stack(each, axis=1)
 
     def begin(self) -> State:
         """Return the state before the first step."""
-        params = jobs.init_params(self._settings, self._settings.test_seeds)
-        return self.prompt.init(params, self._given)
+        return self.prompt.init(init_params(self._settings), self._given)
 
     def advance(
         self, trials: Trials, state: State, first: int, last: int, strength: float = 0.0
@@ -131,8 +138,8 @@ class _Ways:
         """Train a copy of a state from step `first` to `last`."""
         if first == last:
             return state
-        stream = jnp.arange(len(self._settings.test_seeds))
-        given = self._given | {"strength": jnp.full(len(stream), strength)}
+        stream = jnp.arange(self._settings.seeds)
+        given = {"strength": jnp.full(len(stream), strength)}
         state = jax.tree.map(jnp.copy, state)
         return trials.advance(state, given, self._tokens[first:last], stream)[0]
 
@@ -181,7 +188,7 @@ class _Ways:
 
     def _loss(self, state: State) -> np.ndarray:
         """Return the loss of the regions' mean, `[E]`."""
-        batch = jobs.eval_tokens(self._settings)
+        batch = eval_tokens(self._settings)
         return np.asarray(self._quiet.evaluate(state, batch).loss)
 
 
@@ -199,3 +206,63 @@ def _squared(a: PyTree, b: PyTree) -> jax.Array:
 
 def _by_rule(found: Sequence[dict]) -> dict:
     return {key: np.stack([each[key] for each in found]) for key in found[0]}
+
+
+def _trials_of(
+    settings: Settings, schedule: Schedule, make_rule: Callable[[Any], merge.Merge]
+) -> Trials:
+    """Return trials whose one number is the strength of the merge rule."""
+    loss_fn, inner, user_inputs = parts(settings)
+    outer = nesterov(settings.outer_lr, 0.9)
+
+    def make(given: trials.Numbers):
+        rule = make_rule(given["strength"])
+        sync = Sync(schedule=schedule, outer=outer, merge=rule)
+        return inner, Method(name=rule.name, sync=sync), user_inputs
+
+    return Trials(loss_fn, make, {"strength": 0.5}, REGIONS)
+
+
+def parts(settings: Settings) -> tuple[Callable, Any, needs.UserInputs]:
+    """Return the loss, the inner optimizer, and what merges may ask of both."""
+    config = OptimizerConfig(
+        inner_lr=INNER_LR,
+        warmup_steps=min(WARMUP_STEPS, settings.steps - 1),
+        beta2=0.99,
+        final_lr_fraction=1.0,  # A step means the same at all times.
+    )
+    user_inputs = needs.UserInputs(
+        config.learning_rate(settings.steps),
+        adam_second_moment(config.second_moment_decay()),
+        models.make_outputs(MODEL),
+    )
+    return models.make_loss_fn(MODEL), config.build(settings.steps), user_inputs
+
+
+def init_params(settings: Settings) -> models.Params:
+    """Return initial parameters by seed, leaves `[E, ...]`."""
+    return trials.init_params(MODEL, range(settings.seeds))
+
+
+def tokens(settings: Settings, seed: int) -> np.ndarray:
+    """Return the text of one run, int32 `[steps, R, B, L + 1]`."""
+    stream = _text(settings, seed).train_stream()
+    with contextlib.closing(stream):
+        return np.stack(list(itertools.islice(stream, settings.steps)))
+
+
+@functools.cache
+def eval_tokens(settings: Settings) -> jax.Array:
+    """Return the validation text as one batch, int32 `[1, sequences, L + 1]`."""
+    num_batches = -(-EVAL_SEQUENCES // settings.batch_per_region)
+    batches = list(_text(settings, 0).eval_tokens(num_batches))
+    return jnp.asarray(np.concatenate(batches))[None]
+
+
+def _text(settings: Settings, seed: int):
+    config = DataConfig(
+        sequence_length=SEQUENCE_LENGTH,
+        batch_per_region=settings.batch_per_region,
+        seed=seed,
+    )
+    return load(config, REGIONS)
