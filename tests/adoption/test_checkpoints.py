@@ -67,9 +67,3 @@ def test_what_is_in_flight_lands_where_it_left(saved, method, message):
         pytest.raises(ValueError, match=f"checkpoint of step 3 in .*{message}"),
     ):
         checkpoints.restore(make(method))
-
-
-def test_it_goes_on_where_it_was(saved):
-    with Checkpoints(saved) as checkpoints:
-        state, _ = checkpoints.restore(make(STREAMING))
-    assert (state.step, len(state.sync.in_flight)) == (3, 1)

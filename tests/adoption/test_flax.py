@@ -1,7 +1,6 @@
 """Flax models: kernels that say how they are divided, and running statistics."""
 
 import contextlib
-import dataclasses
 import itertools
 
 import flax.linen as nn
@@ -282,30 +281,3 @@ def test_flax_nnx():
     params, stats = train_with_state(loss_fn, params, stats)
     model = nnx.merge(graph, params, stats)
     check_statistics(model.norm.mean[...], model.norm.var[...])
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Norm:
-    """As Equinox's stateful layers: called with a state, returns the next one."""
-
-    scale: jax.Array
-
-    def __call__(self, x, state):
-        mean, var = x.mean(0), x.var(0)
-        new = {"mean": 0.9 * state["mean"] + 0.1 * mean}
-        new["var"] = 0.9 * state["var"] + 0.1 * var
-        return self.scale * (x - mean) / jnp.sqrt(var + 1e-5), new
-
-
-def test_a_module_that_returns_its_state():
-    model = {"norm": Norm(jnp.ones(4)), "out": jnp.ones((4, 1)) / 4, "b": jnp.zeros(1)}
-    state = {"mean": jnp.zeros(4), "var": jnp.ones(4)}
-
-    def loss_fn(model, state, batch, key):
-        hidden, state = model["norm"](batch["x"], state)
-        predicted = hidden @ model["out"] + model["b"]
-        return jnp.mean((predicted - batch["y"]) ** 2), ({}, state)
-
-    _, state = train_with_state(loss_fn, model, state)
-    check_statistics(**state)

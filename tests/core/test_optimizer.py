@@ -370,18 +370,6 @@ def test_trials_choose_each_for_itself(tx, expected, is_around):
     np.testing.assert_array_equal(state.times.last_start, jnp.stack(last, axis))
 
 
-def test_without_syncs_updates_are_the_optimizers():
-    method = cc.methods.get("diloco", sync_interval=100)
-    tx = cc.synchronized(ADAM, method, axis_name="region")
-    params = tiny.make_params()
-    grads = jax.tree.map(lambda x: x * 1e-3, params)
-    state = for_all(tx.init(params), 2)
-    given = for_all(grads, 2), state, for_all(params, 2)
-    found, kept = jax.vmap(tx.update, axis_name="region")(*given)
-    wanted = jax.vmap(ADAM.update)(given[0], state.inner, given[2])
-    tiny.assert_same((found, kept.inner), wanted)
-
-
 FROZEN = {"embed": "frozen", "blocks": "trained", "head": "trained"}
 IS_TRAINED = {"embed": False, "blocks": True, "head": True}
 DILOCO = cc.methods.get("diloco", sync_interval=4)

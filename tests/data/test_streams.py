@@ -97,15 +97,6 @@ def test_a_region_reads_the_same_on_any_process(config):
     np.testing.assert_array_equal(swapped, every[:, [2, 0]])
 
 
-def test_the_seed_and_the_epoch_change_the_order(config):
-    first = _take(load(config, 2).train_stream(), 60)
-    other = _take(load(dataclasses.replace(config, seed=1), 2).train_stream(), 60)
-    assert not np.array_equal(first[0], other[0])
-    # No batch comes twice, in whichever epoch.
-    flat = first.reshape(60 * 2, -1)
-    assert len(np.unique(flat, axis=0)) == len(flat)
-
-
 def test_the_seed_changes_which_documents_share_a_window(config):
     texts = [text.encode() for text in open_corpus(config).train]
     first = set()

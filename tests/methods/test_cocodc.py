@@ -74,12 +74,6 @@ def test_a_rule_chooses_the_score_too():
     assert scores == {"text": "pseudo_gradient", "code": "drift"}
 
 
-def test_of_two_halves_it_keeps_copies():
-    made = methods.get("cocodc", curvature="secant")
-    assert made.sync.merge.needs == {"staged", "later_gradient", "later_params"}
-    assert made.sync.copies == {"staged", "midway"}
-
-
 def test_numbers_that_follow_the_network():
     made = methods.get("cocodc", delay_steps="auto", syncs_per_interval="auto")
     assert isinstance(made.schedule, Measured)

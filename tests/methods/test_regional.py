@@ -11,19 +11,9 @@ import pytest
 from cocodc_jax import methods
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
-from cocodc_jax.sync.outer import RegionalOuter
-from cocodc_jax.train.run_steps import run
 from cocodc_jax.transforms.compressor import identity
 from cocodc_jax.transforms.outer import group_heavy_ball
-
-
-def test_its_parts():
-    method = methods.get("noloco", pair_seed=5)
-    outer = method.sync.outer
-    assert isinstance(outer, RegionalOuter)
-    assert (outer.name, outer.group, outer.seed) == ("noisy_pairs", "pairs", 5)
-    assert method.schedule == methods.get("diloco", sync_interval=50).schedule
-    assert method.sync.merge.name == "replace"
+from tests.program.tiny import follow
 
 
 def moments(momentum, pull):
@@ -85,12 +75,6 @@ def test_many_regions_that_meet_at_random_part_at_that_border(momentum):
         rate = (path[-1] - path[20]) / (len(path) - 21)
         np.testing.assert_allclose(rate, np.log(growth(momentum, pull)) / 2, atol=0.02)
         assert (rate < 0) == (pull < border)
-
-
-@pytest.mark.parametrize(("momentum", "pull"), [(0.5, 0.1), (0.9, 0.3), (0.5, 0.7)])
-def test_a_pull_below_the_momentum_does_no_harm(momentum, pull):
-    assert growth(momentum, pull) < 1
-    assert methods.get("noloco", outer_momentum=momentum, pair_pull=pull)
 
 
 def test_the_pull_is_the_learning_rate_unless_it_is_given():
@@ -199,8 +183,7 @@ def test_regions_come_to_the_exact_minimiser(graph, compress):
         minimisers = np.stack([MINIMISERS, 2 - MINIMISERS], 1)
         curvatures = np.stack([CURVATURES, CURVATURES], 1)
         batch = np.stack([curvatures, minimisers], 1)
-        for new, _ in run(program, state, iter([batch] * 3 * ROUNDS), 3 * ROUNDS):
-            state = new
+        state, _ = follow(program, state, [batch] * 3 * ROUNDS, 3 * ROUNDS)
         local = np.asarray(state.region.params["w"])
         outer = np.asarray(program.outer_params(state)["w"])
     expected = np.array([OPTIMUM, 2 - OPTIMUM])

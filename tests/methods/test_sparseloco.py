@@ -13,8 +13,8 @@ from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.sync.schedules import staggered
-from cocodc_jax.train.run_steps import run
 from cocodc_jax.transforms import compression
+from tests.program.tiny import follow
 
 
 def test_a_region_that_takes_no_part_is_no_sender():
@@ -43,8 +43,7 @@ def test_regions_that_come_late_are_not_counted_either_way():
             transport=Transport(exchange),
         )  # fmt: skip
         state = program.init(params, jax.random.key(0))
-        for after, _ in run(program, state, iter([gradients] * 3), 3):
-            state = after
+        state, _ = follow(program, state, [gradients] * 3, 3)
         ends.append(program.outer_params(state)["w"])
         assert np.asarray(state.sync.compressors[0].residual["w"])[3].tolist() == [0, 0]
     # Two steps each: 8 and 4 at 0, 6 at 1.
@@ -76,7 +75,7 @@ def test_each_tensor_is_clipped_at_the_median_norm(exchange, mean, options):
         method, params, 3, transport=Transport(exchange),
     )  # fmt: skip
     state = program.init(params, jax.random.key(0))
-    state, _ = next(iter(run(program, state, iter([gradients]), 1)))
+    state, _ = follow(program, state, [gradients], 1)
     for name, each in gradients.items():
         smallest = np.argsort(abs(each), axis=1)[:, :4]
         sent = each.copy()

@@ -90,13 +90,6 @@ def test_read_gives_back_what_was_written(config, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, drawn_params(config))
 
 
-def test_scanned_and_unscanned_read_the_same_file(folder):
-    stacked = hugging_face.read(folder, SCANNED)["blocks"]
-    for layer, block in hugging_face.read(folder, APART)["blocks"].items():
-        at_layer = jax.tree.map(lambda x, i=layer: x[i], stacked)
-        jax.tree.map(np.testing.assert_array_equal, at_layer, block)
-
-
 def test_several_files_in_bfloat16(folder):
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()

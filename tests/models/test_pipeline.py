@@ -19,7 +19,6 @@ from cocodc_jax.models import (
 )
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh, regional
-from cocodc_jax.train.run_steps import run
 from tests.jaxprs import equations
 from tests.models.pipelined import (
     ADAPTED,
@@ -43,7 +42,7 @@ from tests.models.pipelined import (
     step,
     tokens,
 )
-from tests.numerics import assert_within_ulps
+from tests.program.tiny import follow
 
 _REGIONS = 2
 
@@ -63,14 +62,6 @@ class TestOneRegion:
             expected = plain(config if config in (UNTIED, ADAPTED) else CONFIG)
             assert_close(program(placed, tokens(), KEY), expected)
         assert "collective-permute" in str(program.as_text())
-
-    def test_one_stage_and_one_microbatch_are_the_plain_model(self):
-        config = dataclasses.replace(CONFIG, num_layers=1)
-        arguments = (draw(config), tokens(), KEY)
-        with jax.set_mesh(make_mesh(1)):
-            actual = jax.jit(step(make_pipelined_loss_fn(config, 1, 1)))(*arguments)
-        expected = jax.jit(step(make_loss_fn(config)))(*arguments)
-        assert_within_ulps(actual, expected)
 
     def test_a_scaled_loss_scales_its_gradient_and_hessian_vector_product(self):
         params = draw(CONFIG)
@@ -160,14 +151,10 @@ class TestProgram:
             loss_fn, optax.adam(1e-2), methods.get("diloco", sync_interval=2),
             draw(CONFIG), _REGIONS, mesh=mesh, param_specs=specs,
         )  # fmt: skip
-        state = start = program.init(draw(CONFIG), KEY)
         stream = (tokens(_REGIONS)[:, ::way] for way in (1, -1, 1, -1))
-        losses = []
-        for after, output in run(program, start, stream, 4):
-            state = after
-            losses.append(np.asarray(output.losses))
+        state, outputs = follow(program, program.init(draw(CONFIG), KEY), stream, 4)
         outer = jax.device_get(program.outer_params(state))
-        return state.region, (np.concatenate(losses), outer)
+        return state.region, (np.concatenate([x.losses for x in outputs]), outer)
 
     def test_diloco_is_the_same_run(self):
         mesh = make_mesh(_REGIONS, data=2, stage=2)

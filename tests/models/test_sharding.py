@@ -279,8 +279,3 @@ def test_unknown_parameters_are_refused():
 def test_indivisible_dimensions_are_named(changes, data, model, message):
     with pytest.raises(ValueError, match=message):
         check_divisible(dataclasses.replace(_CONFIG, **changes), data, model)
-
-
-def test_dividing_meshes_pass():
-    check_divisible(_CONFIG, data=2, model=2)
-    check_divisible(_CONFIG, data=16, model=1)

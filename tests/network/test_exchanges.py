@@ -119,6 +119,3 @@ def test_a_method_that_leaves_no_choice_refuses_one():
     for name in ("noloco", "multi_ring", "heloco"):
         with pytest.raises(ValueError, match=f"collective='tree' .*'{name}'"):
             exchanges.crossing(methods.get(name), "tree")
-    work = Workload((1.0,), (1.0, 1.0))
-    with pytest.raises(ValueError, match="regions=2 must be 1 for method='snoo'"):
-        simulate_method(uniform(2, LINK), work, methods.get("snoo"), 20)

@@ -337,14 +337,6 @@ def test_a_restored_run_goes_on_bit_for_bit(real, tmp_path, which, after):
     tiny.assert_same(tiny.numbers(again.synchronize(state)), expected)
 
 
-def test_where_a_run_is_cut_changes_no_number(real):
-    program, expected, _ = real
-    state = start(program)
-    for cut in (7, 9, 10, 21, NUM_STEPS):
-        state, _ = train(program, state, cut)
-    tiny.assert_same(tiny.numbers(program.synchronize(state)), expected)
-
-
 def test_each_rank_is_compiled_once():
     """A turn from one rank to another compiles nothing when it comes again."""
     turns = []

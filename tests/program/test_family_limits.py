@@ -58,14 +58,10 @@ LIMITS = {
     "sparseloco, nothing left out": (
         of("sparseloco", sync_interval=4, outer_lr=1.0, compress="none"), AVERAGING, 4
     ),
-    "qsparse, nothing left out": (
-        of("qsparse", sync_interval=4, outer_lr=1.0, compress="none"), AVERAGING, 4
-    ),
     "senders of everything": (
         of("sparseloco", sparse_mean="senders", **SPARSE),
         of("sparseloco", sparse_mean="all", **SPARSE), 4,
     ),
-    "muloco": (of("muloco", compress="none", **ALONE), DILOCO, 4),
     "masks of everything, whatever the core": (
         of("masked_core", sync_interval=4, mask_density=1.0, rank=1), AVERAGING, 4
     ),
@@ -127,14 +123,6 @@ LIMITS = {
 def test_at_a_limit_it_is_a_simpler_method(limit):
     method, simpler, regions = LIMITS[limit]
     assert_within_ulps(trained(method, regions), trained(simpler, regions))
-
-
-def test_the_comparison_can_fail():
-    with pytest.raises(AssertionError):
-        assert_within_ulps(trained(DILOCO), trained(AVERAGING))
-    (ring, _), (apart, _) = trained(RING, 3), trained(of("apart"), 3)
-    with pytest.raises(AssertionError):
-        assert_within_ulps(ring, apart, 1e5)
 
 
 def train(method, targets=TARGETS, **options):

@@ -186,6 +186,14 @@ CASES = {
         "muloco", EACH_2,
         twin(ref.synchronous, 2, 0.9, 0.8, feedback(ref.matrices(ref.stat2), 0.9)),
     ),
+    "multi_ring": Case(
+        "multi_ring", {"sync_interval": 4},
+        twin(ref.synchronous, 4, 1.0, 0.0, lambda: ref.plain),
+    ),
+    "multi_ring, odd": Case(
+        "multi_ring", {"sync_interval": 4},
+        twin(ref.synchronous, 4, 1.0, 0.0, lambda: ref.plain, num_regions=3), 3, 3,
+    ),
     "co2": Case("co2", CO2, twin(ref.co2, 2, 1.0, 0.6, 0.6, False)),
     "co2, a measured gap": Case(
         "co2", CO2 | {"staleness_gap": "measured"},

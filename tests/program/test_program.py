@@ -1,4 +1,4 @@
-"""The region program: donation, copies, compilation, cuts of a run, bad input."""
+"""The region program: donation, copies, compilation, batches, bad input."""
 
 import itertools
 import types
@@ -31,12 +31,9 @@ def stacked(first, last):
     )
 
 
-def cut_run(program, cuts):
-    """Runs to each of `cuts` in turn with a program that is asked anew each time."""
-    state, outputs = tiny.start(program), []
-    for cut in cuts:
-        state, more = tiny.finish(program, state, cut - state.step)
-        outputs += more
+def trained(program):
+    """What a run of 12 steps comes to."""
+    state, outputs = tiny.finish(program, tiny.start(program), 12)
     losses = np.concatenate([output.losses for output in outputs])
     syncs = [tiny.host(sync) for output in outputs for sync in output.syncs]
     return tiny.numbers(state), losses, syncs
@@ -106,9 +103,9 @@ class TestArrays:
     def test_where_the_outer_state_lies_changes_no_number(self, monkeypatch, name):
         """Nor that events are among the inner steps there."""
         mesh = make_mesh(4, devices=jax.devices()[:1])
-        beside = cut_run(tiny.make_program(name, mesh), [12])
+        beside = trained(tiny.make_program(name, mesh))
         monkeypatch.setattr(outer_placement, "is_one_cpu", lambda mesh: False)
-        apart = cut_run(tiny.make_program(name, mesh), [12])
+        apart = trained(tiny.make_program(name, mesh))
         assert_within_ulps(beside, apart)
 
     def test_bfloat16_parameters_have_float32_outer_ones(self):
@@ -212,17 +209,7 @@ class TestCompilation:
         assert is_ready == [False] * 5
 
 
-class TestCuts:
-    def test_where_a_run_is_cut_changes_no_number(self, method_name):
-        program = tiny.shared_program(method_name)
-        whole = cut_run(program, (24,))
-        tiny.assert_same(cut_run(program, (9, 10, 24)), whole)
-
-    def test_run_yields_at_every_event(self):
-        program = tiny.shared_program("streaming_diloco")
-        ends = [s.step for s, _ in run(program, tiny.start(program), tiny.stream(), 9)]
-        assert ends == [2, 4, 6, 8, 9]
-
+class TestBatches:
     @pytest.mark.parametrize("ahead", [None, 500])
     def test_long_stretches_without_events_are_scanned_in_parts(self, ahead):
         def advance(state, batches):

@@ -270,16 +270,6 @@ def test_a_models_state_goes_along():
     assert lost == {"model_state": "mean was float32[3] and is not there"}
 
 
-def test_a_checkpoint_of_another_program(tmp_path):
-    old, new = streaming(), make("diloco", 2, sync_interval=6)
-    with cc.Checkpoints(tmp_path) as checkpoints:
-        state = checkpoints.save(old, finish(old, start(old), 4), {})
-        checkpoints.wait()
-        expected = host(new.adopt(state, old).state)
-        state, _ = checkpoints.restore(old)
-    assert_same(host(new.adopt(state, old).state), expected)
-
-
 def test_another_model_is_refused():
     old = make("diloco")
     params = PARAMS | {"b": np.zeros(4, np.float32)}

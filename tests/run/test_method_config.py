@@ -9,7 +9,7 @@ import pytest
 
 import cocodc_jax as cc
 from cocodc_jax.run import method_config
-from cocodc_jax.run.leaves import COUNT_OR_WORD, leaf_type, notes_of
+from cocodc_jax.run.leaves import COUNT_OR_WORD, leaf_type
 from cocodc_jax.run.method_config import ARGUMENTS, MethodConfig, check_taken
 from cocodc_jax.run.presets import PRESETS
 
@@ -163,11 +163,3 @@ def test_types_of_leaves():
     for wrong in ((int, float), (list,), (bool, str)):
         with pytest.raises(ValueError, match="no flag can be made for"):
             leaf_type(*wrong)
-
-
-def test_notes_end_where_the_next_section_begins():
-    assert notes_of(mine, "Args") == {
-        "sync_interval": "H.",
-        "boldness": "how far a region goes, from 0 to 1; None is 0.5, which did best.",
-    }
-    assert notes_of(mine, "Attributes") == {}

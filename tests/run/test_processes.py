@@ -26,8 +26,6 @@ def test_a_port_in_use_is_refused():
          "coordinator_address='here' must be host:port"),
         ({"num_processes": 2, "coordinator_address": "here:1", "process_id": 2},
          "process_id=2 must be 0 to 1"),
-        ({"num_processes": 2, "coordinator_address": "here:1"},
-         "process_id=-1 must be 0 to 1"),
         ({"coordinator_address": "here:1"},
          "coordinator_address='here:1' was given, but num_processes is 1; say how"),
         ({"process_id": 1}, "process_id=1 was given, but num_processes is 1; say how"),

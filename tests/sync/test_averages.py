@@ -1,16 +1,14 @@
-"""What the mean over regions is taken of: by hand, bounds, and what goes with it."""
+"""What the mean over regions is taken of: by hand, and what goes with it."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cocodc_jax import methods
 from cocodc_jax.sync import moments
-from cocodc_jax.sync.averages import Average, RadialDirectional, SharedMask, sync_key
+from cocodc_jax.sync.averages import RadialDirectional, SharedMask, sync_key
 from cocodc_jax.sync.messages import AsIs
 from cocodc_jax.sync.moments import Moments
 from cocodc_jax.sync.schedules import staggered
@@ -69,20 +67,6 @@ def test_opposite_directions_and_zeros_come_to_zero():
     np.testing.assert_array_equal(averaged(RDA, nothing)["w"], [0, 0])
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(st.integers(0, 2**30), st.integers(1, 5))
-def test_its_length_is_the_mean_length_which_no_mean_exceeds(seed, num_regions):
-    rng = np.random.default_rng(seed)
-    parts = [part(w=rng.normal(size=(3, 2))) for _ in range(num_regions)]
-    weights = rng.dirichlet(np.ones(num_regions))
-    out, plain = (averaged(a, parts, weights)["w"] for a in (RDA, Average()))
-    lengths = [np.linalg.norm(x["w"]) for x in parts]
-    np.testing.assert_allclose(np.linalg.norm(out), weights @ lengths, rtol=1e-5)
-    assert np.linalg.norm(plain) <= np.linalg.norm(out) * (1 + 1e-5)
-    if num_regions == 1:
-        np.testing.assert_allclose(out, parts[0]["w"], rtol=1e-6)
-
-
 def test_a_mask_is_the_same_in_every_region_and_another_for_every_sync():
     like = {"a": jnp.zeros((10, 10)), "b": jnp.zeros(7)}
     mask = SharedMask(0.3)
@@ -106,14 +90,6 @@ def test_entries_that_are_drawn_are_averaged_and_others_are_zero():
     assert drawn.sum() == 8
 
 
-def test_every_entry_is_drawn_as_often():
-    like = {"w": jnp.zeros(8)}
-    keys = jax.vmap(lambda t: sync_key(0, t))(jnp.arange(400))
-    counts = jax.vmap(lambda key: SharedMask(0.25).mask(like, key)["w"])(keys).sum(0)
-    assert counts.sum() == 800
-    assert np.abs(counts - 100).max() < 4 * np.sqrt(400 * 0.25 * 0.75)
-
-
 def test_bytes_are_those_of_what_the_mean_is_taken_of():
     shapes = {
         "embedding": jax.ShapeDtypeStruct((4, 8), "float32"),
@@ -131,14 +107,11 @@ def test_bytes_are_those_of_what_the_mean_is_taken_of():
     ("call", "message"),
     [
         (lambda: SharedMask(0.0), "mask_density=0.0 must be above 0 and at most 1"),
-        (lambda: SharedMask(1.5), "mask_density=1.5 must be"),
         (lambda: methods.get("loscar", compress="ef+int8"),
          r"compress='error_feedback\(int8\)' has no meaning for method='loscar': "
          "entries are drawn anew for each message"),
         (lambda: methods.get("noloco").with_sync(message=AsIs(average=RDA)),
          "RadialDirectional makes one pseudo-gradient of all, but it has outer"),
-        (lambda: methods.get("decoupled_diloco", averaging="median"),
-         r"averaging='median' is unknown; use one of \('rda', 'mean'\)"),
         (lambda: methods.get("streaming_diloco", merge_rule="sum"),
          r"merge_rule='sum' is unknown; use one of \('mix', 'replay'\)"),
     ],

@@ -17,6 +17,7 @@ from cocodc_jax.sync.expert_mean import ExpertMean
 from cocodc_jax.sync.schedules.adaptive import adaptive
 from tests.numerics import assert_all_close
 from tests.program.mixture import MODEL, drawn_params
+from tests.program.tiny import follow
 
 _MODEL = dataclasses.replace(MODEL, scan_layers=False)
 _KEY = jax.random.key(0)
@@ -59,7 +60,6 @@ def test_experts_are_cut_into_ranges_and_the_rest_is_dense(scan_layers, num_frag
         (lambda: cut({"w": jnp.ones(3)}, 2, "experts"), "needs a model with experts"),
         (lambda: cut(_params(True), 1, "experts"), "num_fragments=1 .* use 2 to"),
         (lambda: cut(_params(True), 99, "experts"), "and 4 experts; use 2 to 8"),
-        (lambda: methods.get("diloco", expert_weights="x"), "is unknown; use one of"),
         (lambda: methods.get("apart", expert_weights="tokens"),
          "expert_weights='tokens' has no meaning for method='apart': it takes no"),
         (lambda: methods.get("noloco", expert_weights="tokens"),
@@ -152,12 +152,7 @@ def _program(method):
 
 def _advanced(program, num_steps):
     state = program.init(_params(False), _KEY)
-    batches = _tokens(num_steps)
-    while state.step < num_steps:
-        ahead = program.steps_to_event(state) or num_steps
-        chunk = batches[state.step : state.step + min(ahead, num_steps - state.step)]
-        state, _ = program.advance(state, chunk)
-    return state
+    return follow(program, state, _tokens(num_steps), num_steps)[0]
 
 
 def test_a_run_takes_the_means_of_regions_by_tokens():

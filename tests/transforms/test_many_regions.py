@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.sync.messages import MaskedCore
 from cocodc_jax.transforms import compression
@@ -52,56 +51,14 @@ def test_mean_over_senders(regions):
     np.testing.assert_allclose(reference.join(actual), expected, atol=1e-10)
 
 
-@pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(
-    "text", ["dct_top_k(16, 4)", "chunked_top_k(16, 4)", "top_k(1.0)"]
-)
-def test_of_everything_sent_it_is_the_mean(text, regions):
-    compressor = compression.parse(text)
-    actual = averaged(encode_all(compressor, regions), compressor)
-    np.testing.assert_allclose(actual, regions.mean(0), atol=1e-10)
-
-
-def test_of_one_region_it_is_decode(regions):
-    compressor = compression.parse("dct_top_k(3, 4, values=int2(3))")
-    messages = encode_all(compressor, regions[:1])
-    one = jax.tree.map(lambda x: np.asarray(x)[0], messages)
-    actual = averaged(messages, compressor)
-    decoded = jax.jit(compressor.decode)(one)
-    np.testing.assert_allclose(actual, decoded, rtol=1e-6, atol=1e-7)
-
-
 def test_compressed_values_are_decoded_before_they_are_averaged():
     regions = np.array([[127.0, 0, 0, 1], [0, 254.0, 0, 1], [127.0, 2.0, 0, 0]])
     compressor = compression.parse("top_k(0.5, values=int8())")
     actual = averaged(encode_all(compressor, regions), compressor)
     # 254 has steps of 2: region 1 sends its 1 as 0 or 2.
     np.testing.assert_allclose(actual[:3], [127, 128, 0], rtol=1e-6)
-
-
-def test_trees_and_dtypes_in_shard_map_after_all_gather():
-    compressor = compression.parse("dct_top_k(4, 4, values=int8())")
-    rng = np.random.default_rng(1)
-    tree = {
-        "w": rng.normal(size=(M, 2, 5, 4)).astype(np.float32),
-        "b": [jnp.asarray(rng.normal(size=(M, 7)), jnp.bfloat16), None],
-    }
-    mesh = jax.make_mesh((M,), ("region",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def body(x):
-        x = jax.tree.map(lambda leaf: leaf[0], x)
-        message, _ = compressor.encode(x, ())
-        combined = average_duplicates(jax.lax.all_gather(message, "region"), compressor)
-        return jax.tree.map(lambda leaf: leaf[None], combined)
-
-    specs = P("region")
-    go = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs))
-    actual = go(tree)
-    assert actual["b"][0].dtype == jnp.bfloat16
-    wanted = averaged(encode_all(compressor, tree), compressor)
-    for a, w in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
-        for region in np.asarray(a, np.float32):
-            np.testing.assert_allclose(region, np.asarray(w, np.float32), atol=1e-6)
+    half = jnp.asarray(regions, jnp.bfloat16)
+    assert averaged(encode_all(compressor, half), compressor).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("text", ["int4", "ef+lowrank:2", "threshold"])
@@ -180,26 +137,6 @@ def test_the_order_is_the_same_as_a_constant_and_drawn_in_the_program(
     assert sorts()
     again = jax.jit(jax.vmap(lambda message: compressor.decode(message)))
     assert_within_ulps(again(messages(compressor)), found)
-
-
-def test_equal_weights_change_nothing():
-    compressor = masked(identity(), 0.4, NUM_REGIONS)
-    sent = messages(compressor)
-    scaled = weigh_owned(sent, jnp.full(4, 0.25), identity(), 0.4)
-    np.testing.assert_array_equal(scaled["owned"], sent["owned"])
-
-
-def test_of_everything_nothing_is_lost():
-    compressor = masked(low_rank(1), 1.0, NUM_REGIONS)
-    np.testing.assert_allclose(decoded(compressor), REGIONS, atol=1e-6)
-
-
-def test_the_seed_says_who_owns_what():
-    one, same, other = (
-        decoded(masked(top_k(1 / 30), 0.25, NUM_REGIONS, seed)) for seed in (0, 0, 1)
-    )
-    np.testing.assert_array_equal(one, same)
-    assert (one != other).any()
 
 
 def test_a_message_is_as_large_as_it_says_before_it_is_drawn():

@@ -58,11 +58,6 @@ def test_short_and_long_form_send_the_same(text):
     assert message == other_message
 
 
-def test_another_decay_is_not_the_same():
-    programs = [program_of(compression.parse(f"ef:{b}+topk:0.25")) for b in (0.5, 0.6)]
-    assert programs[0][0] != programs[1][0]
-
-
 def test_every_name_is_covered():
     used = {part.partition(":")[0] for text in PAIRS for part in text.split("+")}
     assert used == set(compression._PARTS)
@@ -81,26 +76,18 @@ def test_every_name_is_covered():
         ("fp4+int4", "'fp4' takes nothing after it, but has 'int4'"),
         ("lowrank:4+", "compress='lowrank:4\\+': '' is not one of"),
         ("ef", r"'ef' needs what it wraps, as in 'ef\+topk:0\.01'"),
-        (
-            "ef+matrices",
-            r"'matrices' needs what it wraps, as in 'matrices\+topk:0\.01'",
-        ),
-        ("stat2:4", "'stat2:4' takes no number"),
         ("topk:2", "compress='topk:2': density=2.0 must be above 0 and at most 1"),
         ("ef:1.5+fp4", r"decay=1\.5 must be between 0 and 1"),
         ("dct:-1", "k=-1 must be positive"),
         ("topk:0.1+ef+int4", r"error_feedback\(int4\) keeps a state"),
         ("", "compress='': '' is not one of"),
-        ("int3", "'int3' is not one of"),
         ("int4(", "compress='int4\\('"),
         ("int4(blocks=3)", "unexpected keyword argument 'blocks'"),
         ("int4(block_size=0)", "block_size=0 must be positive"),
         ("os.system('true')", r"'os\.system' is not one of"),
-        ("top_k(density=2)", "density=2 must be"),
         ("chunked_top_k(k=0)", "k=0 must be positive"),
         ("dct_top_k(chunk_side=0)", "chunk_side=0 must be positive"),
         ("low_rank(rank=0)", "rank=0 must be positive"),
-        ("error_feedback(int4, decay=1.5)", r"decay=1\.5 must be"),
         ("error_feedback", "missing 1 required positional argument: 'inner'"),
         ("top_k(values=error_feedback(int4))", "keeps a state"),
         ("low_rank(factors=low_rank())", "keeps a state"),
@@ -109,10 +96,8 @@ def test_every_name_is_covered():
         ("threshold(every=0)", "every=0 must be positive"),
         ("threshold(slack=1e999)", "slack=inf must be at least 1 and finite"),
         ("threshold(values=low_rank())", "keeps a state"),
-        ("0.5", r"compress='0\.5': '0\.5' is not one of"),
         ("(0.5)", r"compress='\(0\.5\)' is not a call of"),
         ("int8(block_size=2.5)", "block_size=2.5 must be positive, a whole numb"),
-        ("int8(block_size='64')", "block_size='64' must be positive, a whole numb"),
         ("chunked_top_k(k=2.5)", "k=2.5 must be positive, a whole numb"),
         ("dct_top_k(chunk_side=8.5)", "chunk_side=8.5 must be positive, a whole numb"),
         ("low_rank(rank=1.5)", "rank=1.5 must be positive, a whole numb"),

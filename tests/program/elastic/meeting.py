@@ -2,6 +2,7 @@
 
 from cocodc_jax.elastic.place import Place, Timing
 from cocodc_jax.netlab.children import free_addresses
+from tests.waiting import wait_until
 
 KEY = b"k" * 32
 # A machine that is busy is not to be taken for a dead one.
@@ -20,6 +21,12 @@ def places(num, via=None, **options):
 
 def join(*links):
     assert [link.join(30) for link in links] == [None] * len(links)
+
+
+def let_in(first, copy):
+    """Send a copy to region 1, once it asks to take part."""
+    wait_until(lambda: first.at(copy.step))
+    first.let_in(1, first.at(copy.step)[1], copy, copy.step)
 
 
 def mean(links, step, rows=(b"a", b"b")):

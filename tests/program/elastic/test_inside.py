@@ -88,13 +88,7 @@ def test_all_processes_are_let_in_with_one_copy_and_fall_behind_together(regions
     back = meet(place, 3)
     regions[1][:] = back
     copy = Snapshot(9, {"x": [1, 2]}, (b"abc", b""))
-
-    def let_in():
-        while not (waiting := single.at(9)):
-            time.sleep(0.01)
-        single.let_in(1, waiting[1], copy, 9)
-
-    thread = threading.Thread(target=let_in)
+    thread = threading.Thread(target=meeting.let_in, args=(single, copy))
     thread.start()
     assert at_once(lambda link: link.join(30), back) == [copy] * 3
     thread.join(30)

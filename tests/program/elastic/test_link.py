@@ -15,16 +15,7 @@ from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import Decision, Row, Snapshot
 from cocodc_jax.elastic.place import read_key
 from tests.program.elastic import meeting
-from tests.program.elastic.meeting import KEY, TIMING, join, mean
-
-
-def let_in(first, copy):
-    """Send a copy to the region that asks to take part."""
-    end = time.monotonic() + 30
-    while not (waiting := first.at(copy.step)):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    first.let_in(1, waiting[1], copy, copy.step)
+from tests.program.elastic.meeting import KEY, TIMING, join, let_in, mean
 
 
 @pytest.fixture(params=["sockets", "folder"])

@@ -15,6 +15,7 @@ from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.objects import Objects, RefusedError, opened, seal, unseal
 from cocodc_jax.elastic.place import Place, Timing
 from tests.program.elastic.meeting import KEY, TIMING, join, mean, places
+from tests.waiting import wait_until
 
 NAME = "001-0000-0000-1"
 
@@ -22,13 +23,6 @@ NAME = "001-0000-0000-1"
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
     monkeypatch.setattr(objects, "_STAY_S", 0.2)
-
-
-def until(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @given(frames=st.lists(st.binary(max_size=40), min_size=1, max_size=5), data=st.data())
@@ -70,7 +64,7 @@ def test_a_large_message_is_one_object_for_all(tmp_path):
             found[region] += channel.receive(0.01)
         return len(found[1]) == 1 and len(found[2]) == 2
 
-    until(all_there)
+    wait_until(all_there)
     assert found[:2] == [[], [[b"a", rows[0]]]]
     assert sorted(found[2]) == [[b"a", rows[0]], [b"b", rows[1], b""]]
     assert len(list(tmp_path.iterdir())) == 2
@@ -97,7 +91,7 @@ def test_who_has_not_the_key_is_not_heard_and_said_once(tmp_path, capfd):
             errors.append(capfd.readouterr().err)
             return said in "".join(errors)
 
-        until(is_said)
+        wait_until(is_said)
         assert "".join(errors).count(said) == 1
         assert one.strangers == 0
 
@@ -129,7 +123,7 @@ def test_what_is_old_is_removed_by_its_writer_and_read_by_nobody(tmp_path):
     other = Objects(places(2, tmp_path)[1], 1, 1000)
     timing = Timing(beat_s=0.05, dead_after_s=0.1)
     later = Objects(places(2, tmp_path, timing=timing)[0], 2, 1000)
-    until(lambda: not names(0))
+    wait_until(lambda: not names(0))
     assert not list(tmp_path.glob(".*"))
     later.send([1], [b"new"])
     assert other.receive(20) == [[b"new"]]
@@ -137,7 +131,7 @@ def test_what_is_old_is_removed_by_its_writer_and_read_by_nobody(tmp_path):
     time.sleep(0.4)
     later.send([1], [b"newer"])
     assert other.receive(20) == [[b"newer"]]
-    until(lambda: len(names(0)) == 1)
+    wait_until(lambda: len(names(0)) == 1)
     later.close()
     other.close()
 

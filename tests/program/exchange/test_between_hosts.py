@@ -167,10 +167,3 @@ def test_channels_need_as_many_spare_devices():
     with pytest.raises(ValueError, match=why):
         program(2, mesh)
     program(1, mesh)
-
-
-def test_the_first_channel_is_the_only_one_of_one():
-    one, two = program(1).shardings, program(2).shardings
-    assert one.channels == two.channels[:1]
-    used = [channel.host.device_set for channel in two.channels]
-    assert not used[0] & used[1]

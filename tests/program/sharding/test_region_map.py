@@ -137,8 +137,3 @@ CASES = [(name, 2, 2) for name in METHODS] + [
 def test_one_region_on_several_devices(name, data, model):
     found, expected = result(name, data, model), on_one_device(name)
     assert_all_close(found, expected, rtol=RTOL, atol=ATOL)
-
-
-def test_another_run_is_not_close():
-    (_, losses), (_, others) = on_one_device("snoo"), on_one_device("cocodc")
-    assert np.abs(losses - others).max() > 1e-3

@@ -1,12 +1,10 @@
-"""Ensembles of experts and their routers, against NumPy and at their limits."""
+"""Ensembles of experts and their routers, against NumPy."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cocodc_jax.sharding.mesh import make_mesh, regional
 from cocodc_jax.train import experts
@@ -21,25 +19,17 @@ def logits_fn(params, tokens):
     return jnp.tanh(seen / count[None, :, None]) @ params["head"]
 
 
-def make_params(seed, num_regions=REGIONS):
-    rng = np.random.default_rng(seed)
+def make_params():
+    rng = np.random.default_rng(1)
     return {
-        "embedding": rng.normal(0, 2, (num_regions, VOCAB, WIDTH)).astype(np.float32),
-        "head": rng.normal(0, 1, (num_regions, WIDTH, VOCAB)).astype(np.float32),
+        "embedding": rng.normal(0, 2, (REGIONS, VOCAB, WIDTH)).astype(np.float32),
+        "head": rng.normal(0, 1, (REGIONS, WIDTH, VOCAB)).astype(np.float32),
     }
 
 
-def make_tokens(seed=0):
+def make_tokens():
     shape = (BATCHES, BATCH, LENGTH + 1)
-    return np.random.default_rng(seed).integers(0, VOCAB, shape).astype(np.int32)
-
-
-def scores_of(params, tokens, length=4, data=1):
-    num_regions = len(params["head"])
-    mesh = make_mesh(num_regions, data, devices=jax.devices()[: length * data])
-    assert mesh.shape["region"] == min(length, num_regions)
-    placed = jax.device_put(params, regional(mesh))
-    return experts.make_score(logits_fn, mesh, num_regions)(placed, tokens)
+    return np.random.default_rng(0).integers(0, VOCAB, shape).astype(np.int32)
 
 
 def numpy_log_softmax(x):
@@ -72,8 +62,11 @@ def random_weights(seed, *shape):
 
 @pytest.mark.parametrize(("length", "data"), [(4, 1), (2, 1), (1, 1), (2, 2), (1, 2)])
 def test_scores_are_of_each_expert_where_it_lives(length, data):
-    params, tokens = make_params(1), make_tokens()
-    scores = scores_of(params, tokens, length, data)
+    params, tokens = make_params(), make_tokens()
+    mesh = make_mesh(REGIONS, data, devices=jax.devices()[: length * data])
+    assert mesh.shape["region"] == length
+    placed = jax.device_put(params, regional(mesh))
+    scores = experts.make_score(logits_fn, mesh, REGIONS)(placed, tokens)
     logits = numpy_logits(params, tokens)
     assert scores.experts.shape == (REGIONS, BATCHES, BATCH, LENGTH)
     assert scores.experts.is_fully_replicated
@@ -86,27 +79,9 @@ def test_scores_are_of_each_expert_where_it_lives(length, data):
 def test_scores_gather_a_number_a_token_and_sum_the_logits():
     mesh = make_mesh(REGIONS)
     score = experts.make_score(logits_fn, mesh, REGIONS)
-    text = str(jax.make_jaxpr(score)(make_params(1), make_tokens()))
+    text = str(jax.make_jaxpr(score)(make_params(), make_tokens()))
     assert text.count("psum") == 1
     assert "all_gather" not in text
-
-
-def test_equal_experts_are_the_model_itself():
-    one, tokens = make_params(2, 1), make_tokens()
-    alone = scores_of(one, tokens, 1)
-    params = jax.tree.map(lambda x: np.repeat(x, REGIONS, 0), one)
-    scores = scores_of(params, tokens)
-    expected = np.asarray(alone.experts[0])
-    # Sums of four equal numbers in float32.
-    for found in (
-        scores.experts[2],
-        scores.mean_logits,
-        alone.mean_logits,
-        experts.mixture(alone.experts),
-        experts.mixture(scores.experts),
-        experts.routed(scores.experts, experts.posterior(scores.experts), 3),
-    ):
-        np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 def test_mixture_is_the_log_of_the_mean_probability():
@@ -145,17 +120,6 @@ def test_the_best_weights_are_kept_and_sum_to_one(top_k):
 def test_ties_keep_as_many_as_were_asked_for():
     found = experts.keep_top(jnp.log(jnp.full((4, 1), 0.25)), 2)
     np.testing.assert_allclose(np.exp(found)[:, 0], [0.5, 0.5, 0, 0])
-
-
-@settings(deadline=None)  # The first example compiles.
-@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.floats(0.1, 10.0))
-def test_an_even_mixture_is_no_worse_than_the_mean_expert(seed, regions, spread):
-    log_probs = spread * random_log_probs(seed, regions, 2, 3)
-    mixed = experts.mixture(jnp.asarray(log_probs, jnp.float32))
-    # Jensen's inequality, token by token; one part in a million for float32.
-    assert np.all(-mixed <= -log_probs.mean(0) * (1 + 1e-6) + 1e-6)
-    # Nor can it be better than the best expert of each token.
-    assert np.all(-mixed >= -log_probs.max(0) * (1 - 1e-6) - 1e-6)
 
 
 def toy(num_sequences, seed):

@@ -160,13 +160,6 @@ class TestRecords:
         has_ratios = "cocodc" in method_name
         assert run.result.correction_ratio == (np.mean(ratios) if has_ratios else None)
 
-    def test_data_parallel_sends_the_model_every_step(self, tiny):
-        program = tiny.shared_program("data_parallel")
-        run = Run(tiny, program, 12, cadence={"log_every": 4})
-        sent = [r["bytes_sent_per_region"] for r in run.of_kind("train")]
-        assert sent == [n * sum(program.fragments.num_bytes) for n in (4, 8, 12)]
-        assert [r["tokens"] for r in run.of_kind("train")] == [64, 128, 192]
-
     def test_evaluation_judges_the_mean_and_the_outer_model(self, tiny, evaluate):
         program = tiny.shared_program("streaming_diloco")
         run = Run(tiny, program, 8, cadence={"eval_every": 5}, evaluate=evaluate)

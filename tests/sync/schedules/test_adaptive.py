@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cocodc_jax.sync.schedules import START, Adaptive, Pending, adaptive, syncs_that_fit
+from cocodc_jax.sync.schedules import START, Pending, adaptive, syncs_that_fit
 from cocodc_jax.sync.schedules.adaptive import SCORES, AdaptiveState
 from tests.sync.schedules.walks import World, assert_on_time, starts, table, walk
 
@@ -174,19 +174,6 @@ def test_syncs_that_fit(arguments, expected):
          "sync_interval=10"),
         (lambda: adaptive(10, 4, 0, 11), "syncs_per_interval=11 must be at least"),
         (lambda: adaptive(10, 4, 0, 4.5), "syncs_per_interval=4.5 must be a whole num"),
-        (lambda: adaptive(10, 2, 0, 2, "loudest"),
-         r"transmission_score='loudest' is unknown; use one of \('pseudo_grad"),
-        (
-            lambda: adaptive(10, 2, 0, 2, None),
-            "transmission_score=None is unknown; use one of",
-        ),  # type: ignore
-        (lambda: Adaptive(2, 10, 0, 5, transmission_score="loudest"),
-         r"transmission_score='loudest' is unknown; use one of \('pseudo_grad"),
-        (lambda: Adaptive(3, 10, 0, 5, transmission_score="aged"),
-         "slot_steps=5 gives 2 starts in sync_interval=10, too few for "
-         "num_fragments=3; lower slot_steps or raise sync_interval"),
-        (lambda: Adaptive(3, 10, 0, 0, transmission_score="aged"),
-         "slot_steps=0 must be at least 1"),
         (lambda: starts(adaptive(12, 2, 0, 4, "drift"), 9),
          "the schedule needs 'drift', which nobody measures here"),
         (lambda: syncs_that_fit(100, 4, 0.0, 1.0, 1.0),

@@ -1,6 +1,5 @@
 """Regions that come one by one: when, in which order, and after how many steps."""
 
-import dataclasses
 import math
 from fractions import Fraction
 
@@ -89,11 +88,3 @@ def test_each_region_keeps_its_own_time(tenths, interval, is_dynamic):
         # It has done just so many steps since it came before.
         done = [regions.steps_done(t)[m] for t in ticks]
         assert done == [count * i for i in range(1, len(ticks) + 1)]
-
-
-def test_a_run_may_be_asked_between_arrivals():
-    schedule = made([1.0, 2.0], 4)
-    state, none = schedule.next_event(schedule.init(), 3)
-    assert none is None
-    assert schedule.next_step(state) == 4
-    assert schedule.next_step(dataclasses.replace(state, step=4)) == 8

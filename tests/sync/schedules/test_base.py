@@ -62,12 +62,6 @@ def through_json(schedule, state):
 
 
 @every_schedule
-def test_its_first_state_goes_through_json(name):
-    schedule = SCHEDULES[name]
-    assert through_json(schedule, schedule.init()) == schedule.init()
-
-
-@every_schedule
 @some
 @given(st.integers(0, 2**30), st.integers(1, 60))
 def test_a_state_from_json_has_the_same_future(name, seed, stop):

@@ -53,11 +53,6 @@ def test_a_region_that_knows_nothing_yet_changes_nothing():
         assert state == schedule.init()
 
 
-def test_the_bound_holds():
-    schedule = staggered(40, 4, "auto", max_delay_steps=6)
-    assert set(delays(schedule, 100, lambda _: [(0.1, 99.0)])) == {6}
-
-
 def test_as_many_slots_as_the_network_carries():
     schedule = adaptive(40, 4, 2, "auto", network_share=0.5)
     starts = walks.starts(schedule, 80, see=seen_at(lambda _: [(0.1, 0.25)]))

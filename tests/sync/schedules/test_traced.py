@@ -6,7 +6,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,12 +13,9 @@ from cocodc_jax.sync.schedules import (
     FINISH,
     MIDWAY,
     START,
-    Measured,
     OneStepStale,
     adaptive,
-    asynchronous,
     one_step_stale,
-    ranked_rounds,
     staggered,
     traced,
 )
@@ -103,20 +99,3 @@ def test_both_forms_choose_alike(schedule, seed):
         seen = {(kind, int(k)) for kind in found for k in np.nonzero(found[kind][i])[0]}
         assert seen == events
         assert due[i] or not events
-
-
-@pytest.mark.parametrize(
-    ("schedule", "why"),
-    [
-        (staggered(8, 2, 3), None),
-        (adaptive(8, 2, 3, 4), None),
-        (adaptive(8, 2, 3, 4, "drift"), None),
-        (one_step_stale(8, 2), None),
-        (Measured(staggered(8, 2, 3), 3), "the host measures"),
-        (asynchronous(8), "one by one"),
-        (ranked_rounds(8, 4, 1), "RankedRounds is a schedule of the host"),
-    ],
-)
-def test_what_can_be_had_in_a_program(schedule, why):
-    found = traced.why_not(schedule)
-    assert found is None if why is None else why in found
