@@ -47,7 +47,7 @@ TOLD = (
 MEASURED: Mapping[str, tuple[float, float]] = {
     "parameters": (49_952, 6_496_512),
     "regions": (2, 16),
-    "tokens a parameter": (0.315, 78.66),
+    "tokens a parameter": (0.315, 80.01),
 }
 # Rounding of a division, not another size.
 _SLACK = 1e-2
