@@ -223,7 +223,12 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"the network lab lacks {'; and '.join(lacks)}")
         workdir = pathlib.Path(values.workdir)
         make_folder(workdir)
-        return run(jobs, workdir, commands.command_line("compare_networks", argv[1:]))
+        command = commands.command_line("compare_networks", argv[1:])
+        try:
+            return run(jobs, workdir, command)
+        except lab_run.StoppedError:
+            print("stopped; the same command resumes", file=sys.stderr)
+            return 130
 
 
 cli = program.with_own_flags(main)

@@ -103,10 +103,14 @@ def compile_run(job: Job, console: Console) -> dict[str, Any]:
         console.print("[red]It does not fit.[/red]" + _advice(summary))
     config, target = job.config, job.target
     return {
-        **{"preset": config.preset, "method": config.method.method},
-        **{"target": str(target), "slices": target.slices},
+        "preset": config.preset,
+        "method": config.method.method,
+        "target": str(target),
+        "slices": target.slices,
         **summary,
-        **{"about": about, "programs": programs, "config": config.to_json()},
+        "about": about,
+        "programs": programs,
+        "config": config.to_json(),
     }
 
 

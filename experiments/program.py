@@ -11,7 +11,7 @@ from absl import flags as absl_flags
 
 from cocodc_jax.network.links import Link, Topology, uniform
 from cocodc_jax.run.help import options, render
-from cocodc_jax.run.messages import as_a_command, one_line
+from cocodc_jax.run.messages import as_a_command, refuse
 
 from .commands import shown
 
@@ -94,8 +94,7 @@ def usage_errors(*known: Iterable[str]) -> Iterator[None]:
     try:
         yield
     except (ValueError, absl_flags.Error) as error:
-        print(f"error: {one_line(error, set().union(*known))}", file=sys.stderr)
-        sys.exit(2)
+        refuse(error, set().union(*known))
 
 
 @contextlib.contextmanager

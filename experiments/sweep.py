@@ -38,7 +38,7 @@ from cocodc_jax.report.units import format_bytes, format_duration
 from cocodc_jax.run import flags
 from cocodc_jax.run.attend import stop_signal
 from cocodc_jax.run.config import dumps
-from cocodc_jax.run.resume import check_folder, make_folder
+from cocodc_jax.run.resume import check_folder, make_folder, unwritable
 from cocodc_jax.run.session import RUN_ERRORS
 
 from . import commands, program
@@ -79,15 +79,23 @@ def main() -> None:
         return
     if plan is not None and not flags.value("report"):
         with flags.usage_errors():
-            make_folder(workdir)
-            kept = pathlib.Path(flags.value("grid")).read_bytes()
-            write_whole(workdir / GRID_FILE, kept)
+            _make(workdir)
         _train(plan, workdir, console)
     with flags.usage_errors():
         of_grid, kept = plan and plan.grid, workdir / GRID_FILE
         if of_grid is None and kept.exists():
             of_grid = grid.read(kept)
         _report(workdir, console, of_grid)
+
+
+def _make(workdir: pathlib.Path) -> None:
+    """Create the folder with a copy of the grid."""
+    make_folder(workdir)
+    try:
+        kept = pathlib.Path(flags.value("grid")).read_bytes()
+        write_whole(workdir / GRID_FILE, kept)
+    except OSError as error:
+        raise unwritable(workdir, error) from error
 
 
 def _check_report(plan: Plan | None, workdir: pathlib.Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from cocodc_jax._extras import extra
 from cocodc_jax.methods import METHODS
@@ -22,7 +22,8 @@ from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.leaf_help import by_use, run_sections
 from cocodc_jax.run.leaves import COUNT_OR_WORD, Leaf, leaves_of
-from cocodc_jax.run.messages import as_a_command, one_line, say_once
+from cocodc_jax.run.messages import USAGE_ERROR as USAGE_ERROR
+from cocodc_jax.run.messages import as_a_command, refuse, say_once
 from cocodc_jax.run.method_config import ARGUMENTS, check_taken
 from cocodc_jax.run.monitor import NO_MONITORING, Monitoring
 from cocodc_jax.run.presets import PRESETS, with_warmup
@@ -31,7 +32,6 @@ from cocodc_jax.run.processes import Processes
 with extra("train"):
     from absl import app, flags, logging
 
-USAGE_ERROR = 2
 RUN_FOLDER = "Folder of the run, or gs://BUCKET/RUN; an interrupted run goes on there."
 ELASTIC = leaves_of("elastic", ElasticFlags)
 MONITORING = leaves_of("monitoring", Monitoring)
@@ -256,7 +256,7 @@ def usage_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, flags.Error) as error:
-        _exit(str(error))
+        refuse(error, FLAGS)
 
 
 def parse(argv: Sequence[str]) -> None:
@@ -266,16 +266,11 @@ def parse(argv: Sequence[str]) -> None:
 
 def _check_flags_only(words: Sequence[str]) -> None:
     if len(words) > 1:
-        _exit(f"unexpected argument {words[1]!r}; flags begin with --")
+        refuse(f"unexpected argument {words[1]!r}; flags begin with --", FLAGS)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
     try:
         return FLAGS(["--helpfull" if word == "--help=all" else word for word in argv])
     except flags.Error as error:
-        _exit(str(error))
-
-
-def _exit(message: str) -> NoReturn:
-    print(f"error: {one_line(message, FLAGS)}", file=sys.stderr)
-    sys.exit(USAGE_ERROR)
+        refuse(error, FLAGS)

@@ -10,9 +10,11 @@ import signal
 import sys
 import threading
 from collections.abc import Container, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from cocodc_jax.files import UnwritableError
+
+USAGE_ERROR = 2
 
 
 def one_line(error: Exception | str, flags: Container[str]) -> str:
@@ -24,6 +26,12 @@ def one_line(error: Exception | str, flags: Container[str]) -> str:
     line = " ".join(str(error).split())
     name = re.match(r"[a-z_0-9]+(?==)", line)
     return f"--{line}" if name and name[0] in flags else line
+
+
+def refuse(error: Exception | str, flags: Container[str]) -> NoReturn:
+    """Print an error of a command line as one line, and exit."""
+    print(f"error: {one_line(error, flags)}", file=sys.stderr)
+    sys.exit(USAGE_ERROR)
 
 
 @contextlib.contextmanager

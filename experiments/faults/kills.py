@@ -248,7 +248,8 @@ def _returns(kills: Sequence[dict], back: Sequence[dict]) -> list[Return]:
     for kill in kills:
         region, at = kill["region"], kill["time"]
         later = [j["time"] for j in back if j["region"] == region and j["time"] > at]
-        found += [(region, at, min(later))] if later else []
+        if later:
+            found.append((region, at, min(later)))
     return found
 
 

@@ -8,7 +8,6 @@ import os
 import pathlib
 import shutil
 import statistics
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +38,10 @@ USUAL = ("data_parallel", "diloco", "streaming_diloco", "cocodc")
 
 class LabRunError(RuntimeError):
     """A run in the lab failed."""
+
+
+class StoppedError(Exception):
+    """This program was asked to stop."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,22 +150,26 @@ def held(
 
 
 def _run(command: Sequence[str], log: pathlib.Path, limit_s: float) -> None:
-    group, reasons = children.Group(_GRACE_S), []
+    group, is_late = children.Group(_GRACE_S), threading.Event()
+    signals: list[int] = []
 
-    def stop(reason: int | str) -> None:
-        reasons.append(reason)
+    def stop(code: int) -> None:
+        signals.append(code)
         group.stop()
 
-    timer = threading.Timer(limit_s, stop, ["late"])
+    def give_up() -> None:
+        is_late.set()
+        group.stop()
+
+    timer = threading.Timer(limit_s, give_up)
     with children.on_signals(stop):
         group.start(command, dict(os.environ), log)
         timer.start()
         code = group.wait()
         timer.cancel()
-    if {*reasons} - {"late"}:
-        print("stopped; the same command resumes", file=sys.stderr)
-        sys.exit(130)
-    if reasons:
+    if signals:
+        raise StoppedError
+    if is_late.is_set():
         raise LabRunError(f"not done after {limit_s:g} s; see {log}")
     if code:
         raise LabRunError(f"exit code {code}: {last_line(log)}")

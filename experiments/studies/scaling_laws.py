@@ -223,7 +223,8 @@ def told(name: str, law: Law, seen: Sequence[Observation], at: float) -> list[st
     """Return a law in three lines."""
     exponents = {factor: e for factor in FACTORS if (e := law.exponent(factor))}
     powers = " ".join(f"{factor}^({e:+.4f})" for factor, e in exponents.items())
-    (smallest, largest), foretold, factors = law.sizes, _foretold(seen), _at(seen, at)
+    smallest, largest = law.sizes
+    foretold, factors = _foretold(seen), _at(seen, at)
     off = "too few sizes" if foretold is None else f"{foretold:.2%} off"
     loss, low, high = law.predict(factors)
     return [

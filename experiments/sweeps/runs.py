@@ -80,9 +80,12 @@ class Row:
 
 def check(settings: Sequence[Setting]) -> None:
     """Build the program of every setting, and none twice; compiles nothing."""
-    seen: set[tuple] = set()
     # JAX makes its CPU devices once: as many as the row that needs most.
-    for setting in sorted(settings, key=_num_devices, reverse=True):
+    for setting in sorted(settings, key=_num_devices, reverse=True)[:1]:
+        with about(setting.name):
+            use_devices(setting.config.run, 1)
+    seen: set[tuple] = set()
+    for setting in settings:
         config, run = setting.config, setting.config.run
         key = (*program_key(config), config.model, run.regions)
         if key in seen:
@@ -112,7 +115,9 @@ class Trainer:
         """Train a row to its end, from its newest checkpoint if it has one."""
         folder = self._folder / row.row_id
         before = self._before
-        earlier = [s for s in (before,) if s and _same_evaluation(s.config, row.config)]
+        earlier = []
+        if before is not None and _same_evaluation(before.config, row.config):
+            earlier.append(before)
         session = self._before = prepare(row.config, folder, self._open_text, earlier)
         if before is None or before.program is not session.program:
             self._num_programs += 1

@@ -12,11 +12,11 @@ import pytest
 import cocodc_jax as cc
 from cocodc_jax.expert_leaves import TOKEN_UNIT
 from cocodc_jax.run.presets import PRESETS
-from cocodc_jax.train.run_steps import run
 from experiments import sweep, trials
 from experiments.sweeps import batched, rows
 from experiments.sweeps.grid import Setting
 from experiments.sweeps.runs import Row
+from tests.program.tiny import follow
 
 REGIONS, STEPS = 2, 9
 SMOKE = PRESETS["smoke"].replace(
@@ -122,15 +122,14 @@ def test_a_trial_is_a_run_of_the_region_program(method, delay_steps):
         loss_fn, inner, built, init_params(3), REGIONS,
         mesh=cc.make_mesh(REGIONS, devices=jax.devices()[:1]), user_inputs=user_inputs,
     )  # fmt: skip
-    state, ratios, num_syncs = program.init(init_params(3), jax.random.key(0)), [], 0
-    for new, output in run(program, state, stream(3), STEPS):
-        state = new
-        num_syncs += len(output.syncs)
-        for sync in output.syncs:
-            ratios.append(sync.metrics.get("correction_ratio", jnp.zeros(REGIONS)))
+    state = program.init(init_params(3), jax.random.key(0))
+    state, outputs = follow(program, state, stream(3), STEPS)
+    syncs = [sync for output in outputs for sync in output.syncs]
+    none = jnp.zeros(REGIONS)
+    ratios = [sync.metrics.get("correction_ratio", none) for sync in syncs]
     jax.tree.map(lambda a, b: close(a[0], b), outcome.params, state.region.params)
-    close(outcome.ratios[0] / num_syncs, np.mean(ratios))
-    assert outcome.merges[0] == num_syncs > 1
+    close(outcome.ratios[0] / len(syncs), np.mean(ratios))
+    assert outcome.merges[0] == len(syncs) > 1
     assert outcome.bytes_sent[-1][0] == state.bytes_sent
 
 
