@@ -276,13 +276,13 @@ def _curvature(
                 f"{curvature.name!r} is made already; choose its units there"
             )
         return curvature
-    has_none = ValueError(
+    has_none = (
         f"curvature_units={units!r} was given, but curvature={curvature!r} has no "
         "choice of units; leave it out"
     )
-    if curvature == "secant" and units is not None:
-        raise has_none
     if curvature == "secant":
+        if units is not None:
+            raise ValueError(has_none)
         # More than the whole of D would go past the staged point.
         return secant(isotropic(), max_weight=1.0)
     options: dict[str, Any] = {}
@@ -295,4 +295,4 @@ def _curvature(
     try:
         return get_curvature(curvature, **options)
     except TypeError:
-        raise has_none from None
+        raise ValueError(has_none) from None
