@@ -68,49 +68,42 @@ def make_crossing(
     inner steps can hide.
     """
     message = spec.sync.message
-    if isinstance(message, ByRings):
-        make = make_ringed
-    elif isinstance(message, SummedFactors):
-        make = make_factored
-    elif message.compressor(rank) is None:
-        make = make_summed
-    else:
+    if message.compressor(rank) is not None:
         return make_decoded(spec, fragment_id, rank, in_one_buffer)
+    outgoing = make_messages(spec, fragment_id, rank)
     restore = make_restore(spec, fragment_id)
+    sum_by_rings = None
+    if isinstance(message, ByRings):
+        sum_by_rings = make_ring_sum(spec.mesh, message)
+
+    def of_shard(params, stale_params, state, weights, *rest):
+        staged, sent, state = outgoing(params, stale_params, state, weights, *rest)
+        delta, weights, told = filter_block(spec, sent, weights)
+
+        def summed(each):
+            return psum_over_regions(sum_of_block(each, weights))
+
+        if isinstance(message, SummedFactors):
+            mean, state = reduce.factored(
+                delta, state, weights, summed, spec.local.map, lambda x: x[0]
+            )
+        elif sum_by_rings is None:
+            mean = summed(delta)
+        else:
+            mean = jax.tree.map(lambda x: x[None], sum_of_block(delta, weights))
+        return staged, (mean, told), state
+
+    mapped = over_regions(spec, of_shard, (P(REGION) if sum_by_rings else P(), P()))
+
+    def leave(*arguments):
+        staged, (mean, told), state = mapped(*arguments)
+        return staged, (sum_by_rings(mean) if sum_by_rings else mean, told), state
 
     def arrive(crossed, start_step):
         mean, told = crossed
         return restore(mean, start_step), told
 
-    return Crossing(make(spec, fragment_id, rank), arrive)
-
-
-def make_filtered(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
-    """Make the half that all sums share: the messages of a shard, filtered.
-
-    Returns:
-      `filtered(...) -> (staged, state, messages, weights, verdicts)`, with arguments as
-      for `Crossing.leave`.
-    """
-    outgoing = make_messages(spec, fragment_id, rank)
-
-    def filtered(params, stale_params, state, weights, *rest):
-        staged, sent, state = outgoing(params, stale_params, state, weights, *rest)
-        return staged, state, *filter_block(spec, sent, weights)
-
-    return filtered
-
-
-def make_summed(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
-    """Make `Crossing.leave` by an all-reduce; its `crossed` is `(mean, told)`."""
-    filtered = make_filtered(spec, fragment_id, rank)
-
-    def summed(*arguments):
-        staged, state, delta, weights, told = filtered(*arguments)
-        mean = psum_over_regions(sum_of_block(delta, weights))
-        return staged, (mean, told), state
-
-    return over_regions(spec, summed, P())
+    return Crossing(leave, arrive)
 
 
 def over_regions(spec: SyncSpec, leave: Callable, of_crossed: Any) -> Callable:
@@ -147,44 +140,6 @@ def make_decoded(
     cross = functools.partial(shares_everywhere, spec.mesh)
     join = functools.partial(joined, spec.mesh, shapes=(shapes, weight))
     return Crossing(leave, arrive)
-
-
-def make_ringed(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
-    """Make `Crossing.leave` by several rings at once, like `make_summed`."""
-    filtered = make_filtered(spec, fragment_id, rank)
-    assert isinstance(spec.sync.message, ByRings)
-    sum_by_rings = make_ring_sum(spec.mesh, spec.sync.message)
-
-    def partial(*arguments):
-        staged, state, delta, weights, told = filtered(*arguments)
-        own = jax.tree.map(lambda x: x[None], sum_of_block(delta, weights))
-        return staged, (own, told), state
-
-    mapped = over_regions(spec, partial, (P(REGION), P()))
-
-    def ringed(*arguments):
-        staged, (own, told), state = mapped(*arguments)
-        return staged, (sum_by_rings(own), told), state
-
-    return ringed
-
-
-def make_factored(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
-    """Make `Crossing.leave` by sums of low-rank factors, see `core.reduce.factored`."""
-    filtered = make_filtered(spec, fragment_id, rank)
-
-    def factored(*arguments):
-        staged, old, delta, weights, told = filtered(*arguments)
-
-        def summed(each):
-            return psum_over_regions(sum_of_block(each, weights))
-
-        mean, new = reduce.factored(
-            delta, old, weights, summed, spec.local.map, lambda x: x[0]
-        )
-        return staged, (mean, told), new
-
-    return over_regions(spec, factored, P())
 
 
 def shares_everywhere(mesh: Mesh, messages: PyTree) -> jax.Array:
