@@ -34,7 +34,6 @@ class SharedOuterModel:
         assert isinstance(outer, SharedOuter)
         self._spec, self._outer, self._exchange = spec, outer, exchange
         self._place, self._devices = spec.place, spec.devices
-        self.compressors = Compressors(spec)
         each = range(len(spec.fragments))
         self._step = self._make_steps()
         self._broadcast = [
@@ -49,8 +48,8 @@ class SharedOuterModel:
         self._start = self._devices.jit(outer.start) if outer.start else None
         self._join = self._make_join()
         shapes = self.shapes(spec.sync.schedule.init())
-        self._where = spec.place.lay_sync(shapes)
-        outer = self._where.outer
+        self.where = spec.place.lay_sync(shapes)  # Without what is in flight.
+        outer = self.where.outer
         if self._place.has_channels:  # One program, so one channel.
             outer = self._on_one_channel(shapes.outer)
         self._new_outer = self._devices.jit(self._outer_of, out_shardings=outer)
@@ -65,7 +64,7 @@ class SharedOuterModel:
         """
         outer = self._new_outer(self._devices.move(params, self._place.params()))
         if self._place.has_channels:
-            outer = self._devices.move(outer, self._where.outer)
+            outer = self._devices.move(outer, self.where.outer)
         rank = schedule.rank
         if rank not in self._new_regional:
             self._new_regional[rank] = self._make_regional(schedule)
@@ -90,7 +89,30 @@ class SharedOuterModel:
         parts, num = outer_parts(self._spec.fragments, params), self._spec.regions.num
         stale = parts if self._spec.sync.schedule.is_by_region else ()
         spread = functools.partial(for_all_regions, num_regions=num)
-        return self.compressors.init(parts, rank), tuple(map(spread, stale))
+        return self.compressors(parts, rank), tuple(map(spread, stale))
+
+    def compressors(self, parts: tuple[Fragment, ...], rank: int) -> tuple:
+        """Return the initial states of the regions' compressors."""
+        message, num = self._spec.sync.message, self._spec.regions.num
+        states = (for_all_regions(message.init(part, rank), num) for part in parts)
+        return tuple(map(message.of_regions, states))
+
+    def resized(self, sync: SyncState, rank: int) -> tuple:
+        """Return the compressors' states resized to messages of `rank`."""
+        each = enumerate(sync.compressors)
+        return tuple(self._resize(k, rank)(state) for k, state in each)
+
+    @functools.cache  # noqa: B019  (as long as the programs)
+    def _resize(self, fragment_id: int, rank: int) -> Callable:
+        message = self._spec.sync.message
+        assert isinstance(message, Ranked | SummedFactors)
+        part = self._spec.outer_shapes[fragment_id]
+        # Which leaves are factored depends on the rank.
+        (state,) = jax.eval_shape(lambda x: self.compressors((x,), rank), part)
+        return self._devices.jit(
+            jax.vmap(lambda state: message.resize(state, part, rank)),
+            out_shardings=self._spec.shardings.of_regions(fragment_id, state),
+        )
 
     def shapes(self, schedule: Any) -> SyncState:
         """Return shapes of the state of a schedule, without what is in flight."""
@@ -122,17 +144,20 @@ class SharedOuterModel:
         """Start a sync, see `Exchange.send`; return the state and what is in flight."""
         k, rank = event.fragment_id, event.rank
         if rank != sync.schedule.rank:  # Of earlier messages.
-            states = self.compressors.resized(sync, rank)
+            states = self.resized(sync, rank)
             sync = dataclasses.replace(sync, compressors=states)
         kept = {}
         if STALE in self._spec.sync.copies:  # The outer step donates them.
             kept[STALE] = self._copied(sync.outer.params[k])
         stale = sync.stale_params[k] if sync.stale_params else self.on_mesh(sync, k)
+        if not self._spec.sync.robust:  # Which looks at all parameters.
+            only = self._spec.fragments.only(region.params, k)
+            region = region._replace(params=only)
         staged, mean, told, state = self._exchange.send(
             event,
             weights,
             times,
-            self._sending(k, region),
+            region,
             stale,
             sync.compressors[k],
         )
@@ -142,13 +167,6 @@ class SharedOuterModel:
         compressors = replaced(sync.compressors, k, state)
         sync = dataclasses.replace(sync, compressors=compressors)
         return sync, InFlight(mean, kept)
-
-    def _sending(self, fragment_id: int, region: RegionState) -> RegionState:
-        """Return the leaves that hold some of the fragment; all for a robust mean."""
-        if self._spec.sync.robust:
-            return region
-        only = self._spec.fragments.only(region.params, fragment_id)
-        return region._replace(params=only)
 
     def receive(
         self, fragment_id: int, flight: InFlight, sync: SyncState
@@ -220,7 +238,8 @@ class SharedOuterModel:
         """Make the outer step of each fragment; it donates the state."""
         place, optimizer = self._place, self._outer.optimizer
         own, shapes = functools.partial(outer_step, optimizer), self._spec.outer_shapes
-        if not place.is_divided:  # One program for all fragments of equal shapes.
+        # One device has it all: one program for all fragments of equal shapes.
+        if place.kind in ("host", "device"):
             return [self._devices.jit(own, donate_argnums=(0, 1))] * len(shapes)
 
         def on_mesh(k, *arguments):
@@ -290,40 +309,3 @@ def _take(stale: Fragment, outer: Fragment, participating: jax.Array) -> Fragmen
         lambda o, a: jnp.broadcast_to(o[None], a.shape).astype(a.dtype), outer, stale
     )
     return where_participating(participating, spread, stale)
-
-
-class Compressors:
-    """Initial states and shardings of compressors, and programs that change ranks."""
-
-    def __init__(self, spec: SyncSpec):
-        """Compile nothing."""
-        self._spec = spec
-
-    def init(self, parts: tuple[Fragment, ...], rank: int) -> tuple:
-        """Return the initial states of the regions' compressors."""
-        spread = functools.partial(for_all_regions, num_regions=self._spec.regions.num)
-        message = self._spec.sync.message
-        return tuple(
-            message.of_regions(spread(message.init(part, rank))) for part in parts
-        )
-
-    def where(self, fragment_id: int, rank: int = 0) -> PyTree:
-        """Return the shardings of a fragment's compressor states."""
-        part = self._spec.outer_shapes[fragment_id]
-        (kept,) = jax.eval_shape(lambda x: self.init((x,), rank), part)
-        return self._spec.shardings.of_regions(fragment_id, kept)
-
-    def resized(self, sync: SyncState, rank: int) -> tuple:
-        """Return the states of `sync` resized to messages of `rank`."""
-        each = enumerate(sync.compressors)
-        return tuple(self._resize(k, rank)(state) for k, state in each)
-
-    @functools.cache  # noqa: B019  (as long as the programs)
-    def _resize(self, fragment_id: int, rank: int) -> Callable:
-        message = self._spec.sync.message
-        assert isinstance(message, Ranked | SummedFactors)
-        shapes = self._spec.outer_shapes[fragment_id]
-        return self._spec.devices.jit(
-            jax.vmap(lambda state: message.resize(state, shapes, rank)),
-            out_shardings=self.where(fragment_id, rank),
-        )

@@ -167,7 +167,7 @@ class Executor:
                     spec.devices.jit(
                         make_remember(spec, k),
                         donate_argnums=2,
-                        out_shardings=self._outer.compressors.where(k),
+                        out_shardings=self._outer.where.compressors[k],
                     )
                     for k in each
                 ]
@@ -578,7 +578,7 @@ class Executor:
         """Return the regions' compressor states, resized to messages of `rank`."""
         if rank == sync.schedule.rank or isinstance(self._outer, RegionalOuterModels):
             return sync.compressors
-        return self._outer.compressors.resized(sync, rank)
+        return self._outer.resized(sync, rank)
 
     def copy(self, region: RegionState, fragment_id: int) -> PyTree:
         """Return a copy of the regions' current fragment."""

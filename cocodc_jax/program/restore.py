@@ -133,7 +133,7 @@ def make_restore(
         anew = tuple(
             where_participating(bad, message.restored(old, new), old)
             for old, new in zip(
-                compressors, model.compressors.init(outer, rank), strict=True
+                compressors, model.compressors(outer, rank), strict=True
             )
         )
         stale = tuple(from_outer(k, part) for k, part in enumerate(stale_params))

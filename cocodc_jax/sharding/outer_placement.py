@@ -84,11 +84,6 @@ class OuterPlacement:
         return self.kind in ("mesh", "pinned", "regional")
 
     @property
-    def is_divided(self) -> bool:
-        """Whether several devices share the state of one fragment."""
-        return self.kind in ("processes", "mesh", "pinned")
-
-    @property
     def is_pinned(self) -> bool:
         """Whether a program has to load the state before it computes with it."""
         return self.kind == "pinned"
