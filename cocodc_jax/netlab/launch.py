@@ -2,10 +2,10 @@
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import pathlib
+import pickle
 import selectors
 import socket
 import subprocess
@@ -57,6 +57,10 @@ class _Lab:
     def __init__(self, plan: Plan):
         self.exit_code = 0
         self._plan = plan
+        # As the lab's processes read it, which run in another folder.
+        changes = plan.changes_path and plan.changes_path.absolute()
+        logdir = plan.logdir.absolute()
+        self._told = dataclasses.replace(plan, logdir=logdir, changes_path=changes)
         self._selector = selectors.DefaultSelector()
         self._regions: dict[int, subprocess.Popen] = {}
         self._running: set[int] = set()
@@ -114,30 +118,11 @@ class _Lab:
             self._selector.close()
 
     def _start_region(self, region_id: int, socket_fd: int) -> None:
-        plan = self._plan
-        settings = region.Settings(
-            region_id=region_id,
-            num_regions=len(plan.regions),
-            command=plan.region_command(region_id),
-            folder=os.getcwd(),
-            mtu_bytes=plan.mtu_bytes,
-            window_bytes=plan.window_bytes,
-            congestion_control=plan.congestion_control,
-            restarts_slowly=plan.restarts_slowly,
-            grace_s=plan.grace_s,
-            hosts_path=str(plan.logdir.absolute() / f"region_{region_id}.hosts"),
-            socket_fd=socket_fd,
-            parent_pid=os.getpid(),
-        )
-        with plan.log_path(region_id).open("wb") as log:
+        told = self._told, region_id, os.getcwd(), socket_fd, os.getpid()
+        with self._plan.log_path(region_id).open("wb") as log:
             out = log if region_id else subprocess.PIPE  # Region 0 is shown.
             process = _start_module(
-                region.__name__,
-                json.dumps(dataclasses.asdict(settings)),
-                pass_fds=[socket_fd],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
+                region.__name__, told, pass_fds=[socket_fd], stdout=out, stderr=out
             )
         self._regions[region_id] = process
         self._running.add(region_id)
@@ -147,24 +132,11 @@ class _Lab:
             self._show(process.stderr, _STDERR)
 
     def _start_relay(self, devices: Sequence[int]) -> None:
-        plan = self._plan
-        settings = relay.Settings(
-            regions=list(plan.regions),
-            tun_fds=list(devices),
-            conditions=list(plan.conditions),
-            buffer_s=plan.buffer_s,
-            seed=plan.seed,
-            traffic_path=str(plan.traffic_path.absolute()),
-            changes_path=str(plan.changes_path.absolute()) if plan.changes_path else "",
-            parent_pid=os.getpid(),
+        told = self._told, devices, os.getpid()
+        self._relay = _start_module(
+            relay.__name__, told, pass_fds=devices, stdout=subprocess.PIPE
         )
-        pipe = subprocess.PIPE
-        name = relay.__name__
-        self._relay = _start_module(name, pass_fds=devices, stdin=pipe, stdout=pipe)
-        assert self._relay.stdin
         assert self._relay.stdout
-        with self._relay.stdin as pipe:
-            pipe.write(json.dumps(dataclasses.asdict(settings)).encode())
         with self._relay.stdout as pipe:
             if pipe.readline() != b"ready\n":
                 raise LabError("the relay did not start; see its message above")
@@ -228,14 +200,20 @@ class _Lab:
         self._selector.register(pipe, selectors.EVENT_READ, copy)
 
 
-def _start_module(name: str, *arguments: str, **settings) -> subprocess.Popen:
+def _start_module(name: str, told: tuple, **settings) -> subprocess.Popen:
+    """Start a process of the lab, which reads `told` from its standard input."""
     # Ctrl-C goes to the lab alone, which ends the others in order.
-    return subprocess.Popen(
-        [sys.executable, "-m", name, *arguments],
+    process = subprocess.Popen(
+        [sys.executable, "-m", name],
         cwd=_ROOT,
+        stdin=subprocess.PIPE,
         start_new_session=True,
         **settings,
     )
+    assert process.stdin
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+        pickle.dump(told, pipe)
+    return process
 
 
 def _receive_device(region_id: int, connection: socket.socket) -> int:

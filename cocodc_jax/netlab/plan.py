@@ -8,10 +8,12 @@ import json
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cocodc_jax.netlab.shaper import Conditions
-from cocodc_jax.network.links import LinkChange, Topology
+
+if TYPE_CHECKING:  # The lab's processes read plans, and load no NumPy.
+    from cocodc_jax.network.links import LinkChange, Topology
 
 _INTERNET_MTU_BYTES, _LARGEST_MTU_BYTES = 1500, 65000
 _PACKET_S = 0.001

@@ -1,10 +1,11 @@
 """The process that keeps one region: its namespaces, its device, its command.
 
-`python -m cocodc_jax.netlab.region JSON` (the fields of `Settings`) makes the region,
-sends its TUN device over the given socket, waits there for a byte, runs the command,
-and ends with its exit code (128 + n after signal n). Whatever the command leaves
-running is killed. On SIGTERM, and when the lab is gone, the command has `grace_s` to
-end.
+`python -m cocodc_jax.netlab.region` reads from standard input what the lab has pickled
+(the plan, the region's number, the folder to run in, a socket to the lab, the lab's
+process). It makes the region, sends its TUN device over the socket, waits there for a
+byte, runs the command, and ends with its exit code (128 + n after signal n). Whatever
+the command leaves running is killed. On SIGTERM, and when the lab is gone, the command
+has `grace_s` to end.
 
 Network and mount namespaces are anonymous: nothing names them, so the kernel takes
 them down, with the device in them, when the last process or descriptor in them is
@@ -14,22 +15,21 @@ gone. No clean-up can be forgotten, also after kill -9. (A user looks inside one
 
 import contextlib
 import ctypes
-import dataclasses
 import fcntl
 import functools
 import ipaddress
-import json
 import os
 import pathlib
+import pickle
 import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
 
 from cocodc_jax.netlab import children
+from cocodc_jax.netlab.plan import Plan
 
 DEVICE = "wan0"
 MAX_REGIONS = 250
@@ -49,24 +49,6 @@ _COORDINATOR_PORT = 29400  # free: the namespace is new
 _SHORTEST_GRACE_S = 1e-3
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What a region is given; what is not named here is as in `plan.Plan`."""
-
-    region_id: int  # From 0 to num_regions - 1.
-    num_regions: int
-    command: Sequence[str]
-    folder: str  # In which the command runs.
-    mtu_bytes: int
-    window_bytes: int
-    congestion_control: str
-    restarts_slowly: bool
-    grace_s: float
-    hosts_path: str  # Where the region's hosts file goes.
-    socket_fd: int  # To the lab.
-    parent_pid: int  # The lab's process; the region ends with it.
 
 
 def missing() -> list[str]:
@@ -114,32 +96,32 @@ def hosts(text: str, hostname: str, region_id: int, num_regions: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def environment(settings: Settings) -> dict[str, str]:
+def environment(region_id: int, num_regions: int) -> dict[str, str]:
     """Return the command's environment: the lab's, who it is, and no proxies.
 
     A proxy cannot be reached from inside, and gRPC would ask it for the coordinator.
     """
     kept = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
     return kept | {
-        "COCODC_PROCESS_ID": str(settings.region_id),
-        "COCODC_NUM_PROCESSES": str(settings.num_regions),
+        "COCODC_PROCESS_ID": str(region_id),
+        "COCODC_NUM_PROCESSES": str(num_regions),
         "COCODC_COORDINATOR_ADDRESS": f"{address(0)}:{_COORDINATOR_PORT}",
-        "COCODC_LOCAL_ADDRESS": address(settings.region_id),
+        "COCODC_LOCAL_ADDRESS": address(region_id),
     }
 
 
-def _make(settings: Settings) -> int:
+def _make(plan: Plan, region_id: int) -> int:
     """Make the region; returns its TUN device."""
     _call(_libc.unshare, _CLONE_NEWNET | _CLONE_NEWNS)
     # Mounts made from here on stay here.
     _mount(b"none", b"/", _MS_REC | _MS_PRIVATE)
     usual = pathlib.Path("/etc/hosts")
-    path = pathlib.Path(settings.hosts_path)
-    numbers = settings.region_id, settings.num_regions
+    path = plan.logdir / f"region_{region_id}.hosts"
+    numbers = region_id, len(plan.regions)
     path.write_text(hosts(usual.read_text(), socket.gethostname(), *numbers))
     _mount(os.fsencode(path), os.fsencode(usual), _MS_BIND)
-    _set_tcp(settings)
-    return _open_tun(settings.region_id, settings.mtu_bytes)
+    _set_tcp(plan)
+    return _open_tun(region_id, plan.mtu_bytes)
 
 
 def _open_tun(region_id: int, mtu_bytes: int) -> int:
@@ -159,15 +141,15 @@ addr add {address(region_id)}/{_NETWORK.prefixlen} dev {DEVICE}
     return fd
 
 
-def _set_tcp(settings: Settings) -> None:
+def _set_tcp(plan: Plan) -> None:
     """Set TCP in this network namespace."""
-    least = max(settings.window_bytes, _FIRST_WINDOW_PACKETS * settings.mtu_bytes)
+    least = max(plan.window_bytes, _FIRST_WINDOW_PACKETS * plan.mtu_bytes)
     for name in ("tcp_rmem", "tcp_wmem"):
         low, usual, high = map(int, (_TCP / name).read_text().split())
         usual = max(usual, least)
         (_TCP / name).write_text(f"{low} {usual} {max(usual, high)}")
-    (_TCP / "tcp_congestion_control").write_text(settings.congestion_control)
-    (_TCP / "tcp_slow_start_after_idle").write_text(str(int(settings.restarts_slowly)))
+    (_TCP / "tcp_congestion_control").write_text(plan.congestion_control)
+    (_TCP / "tcp_slow_start_after_idle").write_text(str(int(plan.restarts_slowly)))
 
 
 def _mount(source: bytes, target: bytes, flags: int) -> None:
@@ -180,19 +162,19 @@ def _call(function, *arguments) -> None:
         raise OSError(number, f"{function.__name__}: {os.strerror(number)}")
 
 
-def _run(settings: Settings) -> int:
+def _run(plan: Plan, region_id: int, folder: str) -> int:
     """Run the command to its end; returns its exit code."""
 
     def stop(number, _):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         # A timer of 0 would never ring.
-        signal.setitimer(signal.ITIMER_REAL, max(settings.grace_s, _SHORTEST_GRACE_S))
+        signal.setitimer(signal.ITIMER_REAL, max(plan.grace_s, _SHORTEST_GRACE_S))
 
     process = subprocess.Popen(
-        settings.command,
-        cwd=settings.folder,
-        env=environment(settings),
+        plan.region_command(region_id),
+        cwd=folder,
+        env=environment(region_id, len(plan.regions)),
         stdin=subprocess.DEVNULL,
         start_new_session=True,
         preexec_fn=functools.partial(_prepare_command, os.getpid()),
@@ -226,13 +208,13 @@ def _end_all() -> None:
 
 def main() -> int:
     """Run the region; returns the command's exit code."""
-    settings = Settings(**json.loads(sys.argv[1]))
-    children.die_with_parent(settings.parent_pid, signal.SIGTERM)
+    plan, region_id, folder, socket_fd, parent_pid = pickle.load(sys.stdin.buffer)
+    children.die_with_parent(parent_pid, signal.SIGTERM)
     # Descendants whose parents end become children of this process.
     _call(_libc.prctl, _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    with socket.socket(fileno=settings.socket_fd) as lab:
+    with socket.socket(fileno=socket_fd) as lab:
         try:
-            device = _make(settings)
+            device = _make(plan, region_id)
         except (OSError, subprocess.CalledProcessError) as error:
             detail = getattr(error, "stderr", None) or ""
             lab.sendall(f"{error} {detail}".strip().encode())
@@ -244,9 +226,10 @@ def main() -> int:
     # Until the handlers stand, a request to end waits.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        return _run(settings)
+        return _run(plan, region_id, folder)
     except OSError as error:
-        print(f"cannot run {settings.command[0]}: {error.strerror}", file=sys.stderr)
+        program = plan.region_command(region_id)[0]
+        print(f"cannot run {program}: {error.strerror}", file=sys.stderr)
         return 127
     finally:
         _end_all()

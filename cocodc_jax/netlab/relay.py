@@ -1,9 +1,9 @@
 """The process that carries packets between the regions' TUN devices.
 
-`python -m cocodc_jax.netlab.relay` reads one JSON object from standard input (the
-fields of `Settings`), has the devices' file descriptors from its parent, prints
-"ready", and runs until SIGTERM. It uses the standard library only, one thread, and
-sleeps whenever no packet is due; a packet may be handed over up to `TICK_S` late.
+`python -m cocodc_jax.netlab.relay` reads from standard input what the lab has pickled
+(the plan, the devices' file descriptors, the lab's process), prints "ready", and runs
+until SIGTERM. It uses the standard library only, one thread, and sleeps whenever no
+packet is due; a packet may be handed over up to `TICK_S` late.
 """
 
 import contextlib
@@ -11,15 +11,17 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
+import pickle
 import select
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from cocodc_jax.netlab import children, region
-from cocodc_jax.netlab.shaper import Conditions, Shaper
+from cocodc_jax.netlab.plan import Plan
+from cocodc_jax.netlab.shaper import Shaper
 
 TICK_S = 0.0005
 _MAX_PACKET_BYTES = 65536
@@ -29,49 +31,28 @@ _PRIORITY = 1  # the lowest of the real-time ones
 _IDLE_S = 0.1  # select does not return when a signal asks to stop
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What the relay is given; what is not named here is as in `plan.Plan`."""
-
-    regions: list[str]
-    tun_fds: list[int]  # One non-blocking file descriptor per region.
-    conditions: list[Conditions]
-    buffer_s: float
-    seed: int
-    traffic_path: str  # Where the counters go, every second and at the end.
-    # A file; the conditions' clock begins when it is there, at once for "".
-    changes_path: str
-    parent_pid: int  # The lab's process; the relay ends with it.
-
-    @classmethod
-    def from_json(cls, text: str) -> "Settings":
-        """Return the settings that `dataclasses.asdict` and JSON have written."""
-        table = json.loads(text)
-        table["conditions"] = [Conditions(**entry) for entry in table["conditions"]]
-        return cls(**table)
-
-
 class Relay:
     """Reads packets, lets the shaper hold them, and writes those that are due."""
 
-    def __init__(self, settings: Settings):
-        self._settings = settings
-        self._shaper = Shaper(settings.conditions, settings.buffer_s, settings.seed)
-        if settings.changes_path:
+    def __init__(self, plan: Plan, devices: Sequence[int]):
+        """Idle; `devices` has one non-blocking file descriptor per region."""
+        self._plan, self._devices = plan, devices
+        self._shaper = Shaper(plan.conditions, plan.buffer_s, plan.seed)
+        if plan.changes_path:
             self._shaper.changes_from_s = math.inf
-        regions = range(len(settings.tun_fds))
+        regions = range(len(devices))
         self._region_of = {region.packed_address(i): i for i in regions}
-        self._source_of = {settings.tun_fds[i]: i for i in regions}
+        self._source_of = {devices[i]: i for i in regions}
         self._start_s, self._is_stopped = time.monotonic(), False
         self._handed_over = 0  # packets
         self._late_s = self._max_late_s = 0.0  # their sum, and the most of one
 
     def run(self) -> None:
         """Carry packets until `stop` is called, then writes the counters."""
-        fds, report_s, look_s = self._settings.tun_fds, 0.0, 0.0
+        report_s = look_s = 0.0
         while not self._is_stopped:
             wait_s = min(self._shaper.next_s - self._now_s(), _IDLE_S)
-            ready, _, _ = select.select(fds, (), (), max(TICK_S, wait_s))
+            ready, _, _ = select.select(self._devices, (), (), max(TICK_S, wait_s))
             for fd in ready:
                 self._read(fd)
             self._write_due()
@@ -90,14 +71,14 @@ class Relay:
     def report(self) -> None:
         """Write the counters; a reader never sees half a file."""
         table = {
-            "regions": self._settings.regions,
+            "regions": self._plan.regions,
             "wall_s": self._now_s(),
             "relay_cpu_s": time.process_time(),
             "mean_late_s": self._late_s / max(1, self._handed_over),
             "max_late_s": self._max_late_s,
             **dataclasses.asdict(self._shaper.traffic),
         }
-        path = pathlib.Path(self._settings.traffic_path)
+        path = self._plan.traffic_path
         partial = path.with_name(f"{path.name}.partial")
         lines = (f'"{name}": {json.dumps(value)}' for name, value in table.items())
         partial.write_text("{" + ",\n ".join(lines) + "}\n")
@@ -105,8 +86,8 @@ class Relay:
 
     def _look_for_changes(self) -> None:
         """Begin the conditions' clock where the file is there that it waits for."""
-        path = self._settings.changes_path
-        if math.isinf(self._shaper.changes_from_s) and os.path.exists(path):
+        path = self._plan.changes_path
+        if math.isinf(self._shaper.changes_from_s) and path and path.exists():
             self._shaper.changes_from_s = self._now_s()
 
     def _now_s(self) -> float:
@@ -131,7 +112,7 @@ class Relay:
         for target, packet in due:
             # To a device that the command has taken down: as to a cut cable.
             with contextlib.suppress(OSError):
-                os.write(self._settings.tun_fds[target], packet)
+                os.write(self._devices[target], packet)
         if due:  # The first of a batch is the latest.
             self._handed_over += len(due)
             self._late_s += len(due) * late_s
@@ -140,12 +121,12 @@ class Relay:
 
 def main() -> None:
     """Run the relay until SIGTERM or until the parent is gone."""
-    settings = Settings.from_json(sys.stdin.read())
-    children.die_with_parent(settings.parent_pid, signal.SIGTERM)
+    plan, devices, parent_pid = pickle.load(sys.stdin.buffer)
+    children.die_with_parent(parent_pid, signal.SIGTERM)
     # Ahead of the commands, which may use every core; where it may not, it may not.
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(_PRIORITY))
-    relay = Relay(settings)
+    relay = Relay(plan, devices)
     signal.signal(signal.SIGTERM, relay.stop)
     print("ready", flush=True)
     relay.run()
