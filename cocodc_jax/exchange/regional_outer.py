@@ -33,7 +33,7 @@ from cocodc_jax.sync.needs import STAGED
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import matchings
 from cocodc_jax.sync.schedules.base import Event
-from cocodc_jax.transforms.compressor import Compressor, identity, message_bytes
+from cocodc_jax.transforms.compressor import Compressor, identity
 
 PyTree = Any
 
@@ -112,17 +112,8 @@ class RegionalOuterModels:
         """Return the bytes of one region's message; 0 for a single region."""
         if self._spec.regions.num == 1:
             return 0
-        part, state = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
-            self.shapes(None).outer.entry(fragment_id),
-        )
-        message, _ = jax.eval_shape(
-            lambda p, s, key: self._outer.send(p, s, p, self._compressor, key),
-            part,
-            state,
-            jax.eval_shape(lambda: jax.random.key(0)),
-        )
-        return message_bytes(message)
+        part = self._spec.outer_shapes[fragment_id]
+        return self._outer.num_bytes(part, self._compressor)
 
     def send(
         self,

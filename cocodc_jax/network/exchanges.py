@@ -28,7 +28,7 @@ from cocodc_jax.network.collectives import (
     cost_of,
 )
 from cocodc_jax.network.links import LinkState, Topology
-from cocodc_jax.sync.method import Method, Sync
+from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import matchings
 from cocodc_jax.sync.schedules import Schedule, staggered
@@ -81,7 +81,8 @@ def message_share(method: Method) -> float:
     elif method.sync is None or isinstance(method.sync.message, ByRings):
         return 1.0  # What rings pass on is told by their crossing.
     elif isinstance(method.sync.outer, RegionalOuter):
-        num_bytes = _regional_bytes(method.sync, method.sync.outer, shapes)
+        compressor = method.sync.message.compressor() or identity()
+        num_bytes = method.sync.outer.num_bytes(shapes, compressor)
     else:
         num_bytes = method.sync.message.num_bytes(shapes, 1)
     return num_bytes / message_bytes(shapes) + _moments_share(method)
@@ -95,17 +96,6 @@ def _moments_share(method: Method) -> float:
     num_first = 2 if method.inner.optimizer == "mt_adam" else 1
     every = ((num_first, moments.first), (1, moments.second))
     return sum(count / n for count, n in every if n)
-
-
-def _regional_bytes(sync: Sync, outer: RegionalOuter, shapes: dict) -> int:
-    compressor = sync.message.compressor() or identity()
-
-    def message(part, key):
-        state = outer.init(part, compressor)
-        return outer.send(part, state, part, compressor, key)[0]
-
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return message_bytes(jax.eval_shape(message, shapes, key))
 
 
 def crossing(method: Method, collective: str | None = None) -> str | Crossing:

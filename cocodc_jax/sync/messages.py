@@ -53,10 +53,6 @@ class Message:
     # Whether a region needs its index.
     is_numbered: ClassVar[bool] = False
 
-    def clipped(self) -> Message | None:
-        """Return the same with each tensor clipped by itself, None if it cannot be."""
-        return None
-
     def compressor(self, rank: int = 0) -> Compressor | None:
         """Return the compressor of messages of `rank`; None if uncompressed."""
         return None
@@ -147,12 +143,6 @@ class Compressed(Message):
     def only_weighted(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Why its mean must be a weighted one; None if it need not."""
         return _NOT_EVERY_ENTRY if self.by.is_sparse else None
-
-    def clipped(self) -> Message | None:
-        """Return the same with each tensor clipped, if messages are sparse."""
-        if isinstance(self.by, SparseCompressor):
-            return dataclasses.replace(self, clip=True)
-        return None
 
     def compressor(self, rank: int = 0) -> Compressor:
         """Return the compressor, the same for every rank."""

@@ -17,15 +17,16 @@ from typing import Any
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.expert_mean import with_expert_mean
 from cocodc_jax.sync.merge import Merge
-from cocodc_jax.sync.messages import AsIs, Message
+from cocodc_jax.sync.messages import AsIs, Compressed, Message
 from cocodc_jax.sync.moments import Moments
-from cocodc_jax.sync.outer import Outer, check_placement
+from cocodc_jax.sync.outer import PLACEMENTS, Outer
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.sync.regions import Regions, Weigh
 from cocodc_jax.sync.robust import Robust
 from cocodc_jax.sync.schedules.base import Schedule
 from cocodc_jax.transforms.compressor import Compressor, identity
 from cocodc_jax.transforms.numerics import check_choice
+from cocodc_jax.transforms.sparsify import SparseCompressor
 
 WEIGHTS = ("equal", "tokens")
 
@@ -174,7 +175,7 @@ class Method:
         """Return the same method with its outer state placed as `SharedOuter` says."""
         if self.sync is None and outer_placement == "host":
             return self
-        check_placement(outer_placement)
+        check_choice("outer_placement", outer_placement, PLACEMENTS)
         with self._refusing(f"outer_placement={outer_placement!r}"):
             if self.sync is None:
                 raise ValueError("it has no one outer model to divide")
@@ -231,8 +232,9 @@ class Method:
             if self.sync is None:
                 raise ValueError("it has no outer parameters to restore a region from")
             message = self.sync.message
-            if robust.mean == "clip" and (clipped := message.clipped()) is not None:
-                message = clipped
+            is_sparse = isinstance(message.compressor(), SparseCompressor)
+            if robust.mean == "clip" and isinstance(message, Compressed) and is_sparse:
+                message = dataclasses.replace(message, clip=True)  # By tensors.
                 robust = dataclasses.replace(robust, mean="weighted")
             if robust.mean == "trim" and message.compressor() is None:
                 if message.only_weighted is None:  # Gathered, not all-reduced.

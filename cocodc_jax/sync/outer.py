@@ -27,7 +27,7 @@ import jax
 import optax
 
 from cocodc_jax.sync.averages import Average
-from cocodc_jax.transforms.compressor import Compressor
+from cocodc_jax.transforms.compressor import Compressor, message_bytes
 from cocodc_jax.transforms.error_feedback import check_no_feedback
 from cocodc_jax.transforms.numerics import check_choice, check_rate
 
@@ -58,7 +58,7 @@ class SharedOuter:
     start: Callable[[PyTree, PyTree], PyTree] | None = None
 
     def __post_init__(self):
-        check_placement(self.placement)
+        check_choice("outer_placement", self.placement, PLACEMENTS)
 
     @property
     def only_in_program(self) -> str | None:
@@ -114,6 +114,16 @@ class RegionalOuter:
     def __post_init__(self):
         check_choice("group", self.group, GROUPS)
 
+    def num_bytes(self, part: PyTree, compressor: Compressor) -> int:
+        """Return the bytes of one region's message of a fragment of shapes `part`."""
+
+        def message(part, key):
+            state = self.init(part, compressor)
+            return self.send(part, state, part, compressor, key)[0]
+
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return message_bytes(jax.eval_shape(message, part, key))
+
     def placed(self, placement: str) -> RegionalOuter:
         """Refuse any placement but "host", the default."""
         if placement == "host":
@@ -149,11 +159,6 @@ class RegionalOuter:
 
 
 Outer = SharedOuter | RegionalOuter
-
-
-def check_placement(placement: str) -> None:
-    """Refuse a placement that is not in `PLACEMENTS`."""
-    check_choice("outer_placement", placement, PLACEMENTS)
 
 
 def nesterov(
