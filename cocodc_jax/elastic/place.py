@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
+from cocodc_jax.transforms.numerics import check_choice
+
 MIN_KEY_BYTES = 32
 BUCKET_BEAT_S = 2.0
 LATE = {"late_mean": ("wait", "merge"), "late_message": ("keep", "drop")}
@@ -82,10 +84,7 @@ class Place:
         if not 1 <= self.min_regions <= num:
             raise ValueError(f"min_regions={self.min_regions} must be 1 to {num}")
         for name, words in LATE.items():
-            if getattr(self, name) not in words:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown; use one of {words}"
-                )
+            check_choice(name, getattr(self, name), words)
         if not 1 <= self.timing.quorum <= num:
             raise ValueError(f"quorum_regions={self.timing.quorum} must be 1 to {num}")
         if len(self.key) < MIN_KEY_BYTES:

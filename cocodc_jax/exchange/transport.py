@@ -26,6 +26,7 @@ from cocodc_jax.sync.model_state import ModelState
 from cocodc_jax.sync.needs import HALFWAY, MEASURED_NOW
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.regions import Regions
+from cocodc_jax.transforms.numerics import check_choice
 
 EXCHANGES = ("auto", "program", "outer", "elastic")
 OVERLAPS = ("auto", "yes", "no")
@@ -64,8 +65,7 @@ class Transport:
             ("all_reduce", self.all_reduce, ALL_REDUCES),
             ("overlap", self.overlap, OVERLAPS),
         ):
-            if value not in known:
-                raise ValueError(f"{name}={value!r} is unknown; use one of {known}")
+            check_choice(name, value, known)
         if self.outer_channels < 1:
             raise ValueError(f"outer_channels={self.outer_channels} must be at least 1")
         if self.exchange == "elastic" and self.outer_channels > 1:

@@ -36,6 +36,7 @@ from typing import Any
 from cocodc_jax.network.collectives import point_to_point_s
 from cocodc_jax.network.links import LinkState
 from cocodc_jax.network.placement import Stages, best_move, check_sizes
+from cocodc_jax.transforms.numerics import check_choice
 
 WIRINGS = ("stochastic", "fixed")
 _SMOOTHING = 0.1  # weight of the newest in the mean of what batches took
@@ -118,8 +119,7 @@ def simulate_swarm(
         raise ValueError(f"duration_s={duration_s} must be positive and finite")
     if not rebalance_s > 0:
         raise ValueError(f"rebalance_s={rebalance_s} must be positive")
-    if wiring not in WIRINGS:
-        raise ValueError(f"wiring={wiring!r} is unknown; use one of {WIRINGS}")
+    check_choice("wiring", wiring, WIRINGS)
     sizes = {len(sites) for sites in swarm.stages}
     if wiring == "fixed" and len(sizes) > 1:
         raise ValueError(

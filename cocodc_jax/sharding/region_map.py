@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.sharding.mesh import REGION, is_cpu
+from cocodc_jax.transforms.numerics import check_choice
 
 PyTree = Any
 
@@ -57,7 +58,7 @@ class LocalRegions:
         batch there are fewer and larger kernels. On one core, steps of four regions
         took 0.67 of the time in a batch at 50,000 parameters, and 0.87 at 840,000.
         """
-        check_how(how)
+        check_choice("local_regions", how, HOW_MAPPED)
         # With several devices per region the compiler lays out matrix products.
         is_whole = mesh.size == mesh.shape[REGION]
         is_small = num_params is not None and num_params <= _MAX_BATCHED_PARAMS
@@ -87,12 +88,6 @@ class LocalRegions:
             return jax.lax.map(one, each) if self.one_by_one else jax.vmap(one)(each)
 
         return mapped
-
-
-def check_how(how: str) -> None:
-    """Refuse a value that is not in `HOW_MAPPED`."""
-    if how not in HOW_MAPPED:
-        raise ValueError(f"local_regions={how!r} is unknown; use one of {HOW_MAPPED}")
 
 
 def for_all_regions(tree: PyTree, num_regions: int) -> PyTree:

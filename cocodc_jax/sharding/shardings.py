@@ -27,6 +27,7 @@ from cocodc_jax.sharding.outer_mesh import check_channels, outer_rows, outer_sha
 from cocodc_jax.sharding.transfer import PINNED
 from cocodc_jax.sync.fragments import Fragments, LeafSlice
 from cocodc_jax.sync.method import Method
+from cocodc_jax.transforms.numerics import check_choice
 
 PyTree = Any
 MEMORIES = ("device", "host")  # Of the inner optimizer's state.
@@ -179,20 +180,12 @@ def named(shardings: ByPath, path: Any) -> Any:
     return shardings.get(key) if isinstance(key, str) else None
 
 
-def check_memory(memory: str) -> None:
-    """Refuse a value that is not in `MEMORIES`."""
-    if memory not in MEMORIES:
-        raise ValueError(
-            f"optimizer_memory={memory!r} is unknown; use one of {MEMORIES}"
-        )
-
-
 def memory_kind(memory: str, mesh: Mesh, method: Method) -> str | None:
     """Return JAX's memory kind for `memory`; None is the devices' default.
 
     Refused where a method uses the state outside inner steps and merges.
     """
-    check_memory(memory)
+    check_choice("optimizer_memory", memory, MEMORIES)
     if memory == "device":
         return None
     device = mesh.devices.flat[0]
