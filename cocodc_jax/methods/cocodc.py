@@ -67,8 +67,7 @@ from typing import Any
 import jax
 import optax
 
-from cocodc_jax.sync import Method, Sync, merge, nesterov
-from cocodc_jax.sync.schedules import measured
+from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules
 from cocodc_jax.sync.schedules.base import check_at_least
 from cocodc_jax.transforms.compensation import delay_compensation
 from cocodc_jax.transforms.curvature import (
@@ -152,7 +151,7 @@ def cocodc(
     return Method(
         name="cocodc",
         sync=Sync(
-            schedule=measured.adaptive(
+            schedule=schedules.adaptive(
                 sync_interval,
                 num_fragments,
                 delay_steps,

@@ -29,8 +29,7 @@ Measured here: last loss 1.845 with 10.1 MB sent by a region, DiLoCo 1.838 with 
 (docs/results/methods.md).
 """
 
-from cocodc_jax.sync import AsIs, Method, SharedMask, Sync, merge, nesterov
-from cocodc_jax.sync.schedules import measured
+from cocodc_jax.sync import AsIs, Method, SharedMask, Sync, merge, nesterov, schedules
 
 
 def loscar(
@@ -53,7 +52,9 @@ def loscar(
     return Method(
         name="loscar",
         sync=Sync(
-            schedule=measured.staggered(sync_interval, 1, delay_steps, max_delay_steps),
+            schedule=schedules.staggered(
+                sync_interval, 1, delay_steps, max_delay_steps=max_delay_steps
+            ),
             outer=nesterov(1.0, 0.0),
             merge=merge.where_drawn(merge.replay(), mask),
             message=AsIs(average=mask),

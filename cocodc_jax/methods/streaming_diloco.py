@@ -43,8 +43,7 @@ Measured here: last loss 1.803, DiLoCo's last after 421 of 480 steps, the same 4
 sent by a region, no stall (docs/results/methods.md; tau 5).
 """
 
-from cocodc_jax.sync import Method, Sync, merge, nesterov
-from cocodc_jax.sync.schedules import measured
+from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules
 from cocodc_jax.transforms.numerics import check_choice
 
 
@@ -90,8 +89,8 @@ def streaming_diloco(
     return Method(
         name="streaming_diloco",
         sync=Sync(
-            schedule=measured.staggered(
-                sync_interval, num_fragments, delay_steps, max_delay_steps, phase_steps
+            schedule=schedules.staggered(
+                sync_interval, num_fragments, delay_steps, phase_steps, max_delay_steps
             ),
             outer=nesterov(outer_lr, outer_momentum),
             merge=rule,

@@ -35,7 +35,8 @@ from cocodc_jax.network.simulator import simulate
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.sync.schedules.base import Observe, ScheduleState
-from cocodc_jax.sync.schedules.slotted import Slotted, ahead, free_fragments, staggered
+from cocodc_jax.sync.schedules.measured import staggered
+from cocodc_jax.sync.schedules.slotted import Slotted, ahead, free_fragments
 
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
 

@@ -362,5 +362,5 @@ def test_a_measured_delay_keeps_its_bound(case, bound):
     assume(type(case[0]) is type(staggered(1)))
     interval, num = case[0].sync_interval, case[0].num_fragments
     bound = min(bound, interval)
-    schedule = measured.staggered(interval, num, "auto", bound)
+    schedule = measured.staggered(interval, num, "auto", max_delay_steps=bound)
     assert all(1 <= delay <= bound for delay in delays(run(case, schedule=schedule)))

@@ -14,7 +14,7 @@ from cocodc_jax.core.sync import gap
 from cocodc_jax.expert_leaves import TOKEN_UNIT, expert_axis
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.expert_mean import ExpertMean
-from cocodc_jax.sync.schedules.adaptive import adaptive
+from cocodc_jax.sync.schedules import adaptive
 from tests.numerics import assert_all_close
 from tests.program.mixture import MODEL, drawn_params
 from tests.program.tiny import follow
@@ -217,10 +217,15 @@ def test_tokens_behind_a_gap_are_counted_over_regions():
 def test_the_load_score_prefers_what_more_tokens_need():
     schedule = adaptive(16, 4, 0, 8, "load")
     age = np.array([6, 6, 4, 2])
-    arguments = (np, 10 - age, np.ones(4), np.full(4, 4), np.full(4, 8), 10)
+    state = dataclasses.replace(
+        schedule.init(),
+        last_start=tuple(10 - age),
+        norm=(1.0,) * 4,
+        observed_interval=(8,) * 4,
+    )
     # Fragment 0 is dense; of the others the counted tokens stand in for the age.
     tokens = {"tokens": [-1.0, 1.5, 7.0, 0.1]}
-    found = schedule.scores(*arguments, tokens.__getitem__)
+    found = schedule.scores(np, state, (4,) * 4, 10, tokens.__getitem__)
     np.testing.assert_allclose(found, 1 / 2 * np.array([6, 1.5, 7, 0.1]) / 8)
     assert schedule.needs == {"tokens", "norm"}
 

@@ -1,6 +1,6 @@
 """When fragments start and are applied; each kind has a state of its own."""
 
-from cocodc_jax.sync.schedules.adaptive import Adaptive, adaptive, syncs_that_fit
+from cocodc_jax.sync.schedules.adaptive import Adaptive, syncs_that_fit
 from cocodc_jax.sync.schedules.asynchronous import Asynchronous, asynchronous
 from cocodc_jax.sync.schedules.base import (
     FINISH,
@@ -13,14 +13,13 @@ from cocodc_jax.sync.schedules.base import (
     ScheduleState,
     events_at,
 )
-from cocodc_jax.sync.schedules.measured import Measured
+from cocodc_jax.sync.schedules.measured import Measured, adaptive, staggered
 from cocodc_jax.sync.schedules.ranked import RankedRounds, ranked_rounds
 from cocodc_jax.sync.schedules.slotted import (
     OneStepStale,
     Slotted,
     Staggered,
     one_step_stale,
-    staggered,
 )
 
 __all__ = [

@@ -45,7 +45,6 @@ from cocodc_jax.sync.schedules.base import (
     Applied,
     Observe,
     ScheduleState,
-    check_at_least,
     replaced,
 )
 from cocodc_jax.sync.schedules.slotted import Slotted, free_fragments
@@ -125,15 +124,7 @@ class Adaptive(Slotted):
         last_start = np.array(state.last_start)
         chosen = int(self.forced(np, free, last_start, step, slot_steps))
         if chosen == self.num_fragments:
-            scores = self.scores(
-                np,
-                last_start,
-                np.array(state.norm),
-                np.array(state.size),
-                np.array(state.observed_interval),
-                step,
-                observe,
-            )
+            scores = self.scores(np, state, state.size, step, observe)
             chosen = int(highest(np, free, last_start, scores))
         return state, chosen
 
@@ -151,17 +142,13 @@ class Adaptive(Slotted):
         return xp.where(is_tight, _least(xp, free, since), first)
 
     def scores(
-        self,
-        xp: Any,
-        last_start: Any,
-        norm: Any,
-        size: Any,
-        observed_interval: Any,
-        step: Any,
-        observe: Observe,
+        self, xp: Any, state: Any, size: Any, step: Any, observe: Observe
     ) -> Any:
-        """Return the score of each fragment `[K]`, see the module."""
-        kind, age = self.transmission_score, step - last_start
+        """Return the score of each fragment `[K]`, see the module.
+
+        `state` is an `AdaptiveState`, or `traced.Times`; `size` has the parameters.
+        """
+        kind, age = self.transmission_score, step - xp.asarray(state.last_start)
         if kind == "round_robin":
             return age
         if kind == "drift":
@@ -169,7 +156,8 @@ class Adaptive(Slotted):
         if kind == "gain":
             return xp.asarray(observe("distance"))
         # A fragment whose first sync is in flight has norm 0.
-        size, interval = xp.maximum(size, 1), xp.maximum(observed_interval, 1)
+        size, norm = xp.maximum(xp.asarray(size), 1), xp.asarray(state.norm)
+        interval = xp.maximum(xp.asarray(state.observed_interval), 1)
         if kind == "pseudo_gradient":
             return norm / size / interval
         if kind == "load":
@@ -191,27 +179,6 @@ def highest(xp: Any, free: Any, last_start: Any, scores: Any) -> Any:
 def _least(xp: Any, mask: Any, values: Any) -> Any:
     """Return the first index of the minimum where the mask is true."""
     return xp.argmin(xp.where(mask, values, 2**31 - 1))
-
-
-def adaptive(
-    sync_interval: int,
-    num_fragments: int,
-    delay_steps: int,
-    syncs_per_interval: int,
-    transmission_score: str = "pseudo_gradient",
-) -> Adaptive:
-    """Start `syncs_per_interval` syncs per interval, of what changes fastest."""
-    check_at_least("num_fragments", num_fragments, 1)
-    check_at_least("sync_interval", sync_interval, 1)
-    check_at_least("syncs_per_interval", syncs_per_interval, 0)
-    if not num_fragments <= syncs_per_interval <= sync_interval:
-        raise ValueError(
-            f"syncs_per_interval={syncs_per_interval} must be at least num_fragments="
-            f"{num_fragments} and at most sync_interval={sync_interval}"
-        )
-    numbers = num_fragments, sync_interval, delay_steps
-    slot_steps = sync_interval // syncs_per_interval
-    return Adaptive(*numbers, slot_steps, transmission_score=transmission_score)
 
 
 def syncs_that_fit(

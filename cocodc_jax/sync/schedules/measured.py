@@ -32,20 +32,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules.adaptive import Adaptive, syncs_that_fit
-from cocodc_jax.sync.schedules.adaptive import adaptive as plain_adaptive
 from cocodc_jax.sync.schedules.base import (
     Applied,
     Observe,
     Pending,
     Schedule,
+    check_at_least,
     nothing,
 )
-from cocodc_jax.sync.schedules.slotted import Slotted, Staggered, ahead, check_delay
-from cocodc_jax.sync.schedules.slotted import staggered as plain_staggered
+from cocodc_jax.sync.schedules.slotted import (
+    Slotted,
+    Staggered,
+    ahead,
+    check_delay,
+    even_slots,
+)
 
 AUTO = "auto"
 
@@ -226,16 +231,24 @@ def staggered(
     sync_interval: int,
     num_fragments: int = 1,
     delay_steps: int | str = 0,
-    max_delay_steps: int | None = None,
     phase_steps: int = 0,
+    max_delay_steps: int | None = None,
 ) -> Staggered | Measured:
-    """Make a `slotted.staggered` schedule, with a delay that may be measured."""
-    _check_delay(delay_steps, max_delay_steps)
-    if isinstance(delay_steps, int):
-        return plain_staggered(sync_interval, num_fragments, delay_steps, phase_steps)
-    base = plain_staggered(sync_interval, num_fragments, phase_steps=phase_steps)
-    longest = sync_interval if max_delay_steps is None else max_delay_steps
-    return Measured(base, longest)
+    """Start each fragment every `sync_interval` steps, evenly spaced.
+
+    With `delay_steps` "auto" the delay is measured, and at most `max_delay_steps`.
+    """
+    is_measured = _is_auto("delay_steps", delay_steps, max_delay_steps=max_delay_steps)
+    base = Staggered(
+        num_fragments,
+        sync_interval,
+        0 if is_measured else cast(int, delay_steps),
+        even_slots(sync_interval, num_fragments),
+        phase_steps=phase_steps,
+    )
+    if not is_measured:
+        return base
+    return Measured(base, sync_interval if max_delay_steps is None else max_delay_steps)
 
 
 def adaptive(
@@ -247,39 +260,52 @@ def adaptive(
     max_delay_steps: int | None = None,
     network_share: float | None = None,
 ) -> Adaptive | Measured:
-    """Make an adaptive schedule, with a delay and slots that may be measured."""
-    _check_delay(delay_steps, max_delay_steps)
-    _check_count_or_auto("syncs_per_interval", syncs_per_interval)
-    share = None
-    if not isinstance(syncs_per_interval, int):
+    """Start `syncs_per_interval` syncs per interval, of what changes fastest.
+
+    With `delay_steps` "auto" the delay is measured, and at most `max_delay_steps`; with
+    `syncs_per_interval` "auto" the slots, for `network_share` of the network, by
+    default 0.4.
+    """
+    is_measured = _is_auto("delay_steps", delay_steps, max_delay_steps=max_delay_steps)
+    share, first = None, syncs_per_interval
+    if _is_auto("syncs_per_interval", first, network_share=network_share):
         share = 0.4 if network_share is None else network_share
-    elif network_share is not None:
+        first = num_fragments
+    check_at_least("num_fragments", num_fragments, 1)
+    check_at_least("sync_interval", sync_interval, 1)
+    first = cast(int, first)
+    if not num_fragments <= first <= sync_interval:
         raise ValueError(
-            f"network_share={network_share} has no meaning with syncs_per_interval="
-            f"{syncs_per_interval}; leave it out, or use syncs_per_interval={AUTO!r}"
+            f"syncs_per_interval={first} must be at least num_fragments="
+            f"{num_fragments} and at most sync_interval={sync_interval}"
         )
-    first = num_fragments if share is not None else syncs_per_interval
-    base = plain_adaptive(
-        sync_interval, num_fragments, 0, int(first), transmission_score
+    is_fixed = not is_measured and share is None
+    base = Adaptive(
+        num_fragments,
+        sync_interval,
+        cast(int, delay_steps) if is_fixed else 0,
+        sync_interval // first,
+        transmission_score=transmission_score,
     )
-    if isinstance(delay_steps, int):
-        if share is None:
-            return dataclasses.replace(base, delay_steps=delay_steps)
-        return Measured(base, delay_steps, False, share)
-    longest = base.longest_delay if share is None else sync_interval
-    longest = longest if max_delay_steps is None else max_delay_steps
-    return Measured(base, longest, True, share)
+    if is_fixed:
+        return base
+    longest = cast(int, delay_steps)
+    if is_measured:
+        longest = base.longest_delay if share is None else sync_interval
+        longest = longest if max_delay_steps is None else max_delay_steps
+    return Measured(base, longest, is_measured, share)
 
 
-def _check_delay(delay_steps: int | str, max_delay_steps: int | None) -> None:
-    _check_count_or_auto("delay_steps", delay_steps)
-    if isinstance(delay_steps, int) and max_delay_steps is not None:
-        raise ValueError(
-            f"max_delay_steps={max_delay_steps} has no meaning with delay_steps="
-            f"{delay_steps}; leave it out, or use delay_steps={AUTO!r}"
-        )
-
-
-def _check_count_or_auto(name: str, value: int | str) -> None:
-    if not isinstance(value, int) and value != AUTO:
+def _is_auto(name: str, value: int | str, **of_auto: float | None) -> bool:
+    """Return whether a number is to be measured; `of_auto` has no meaning if not."""
+    if value == AUTO:
+        return True
+    if not hasattr(value, "__index__"):
         raise ValueError(f"{name}={value!r} must be a whole number or {AUTO!r}")
+    for other, given in of_auto.items():
+        if given is not None:
+            raise ValueError(
+                f"{other}={given} has no meaning with {name}={value}; leave it out, or "
+                f"use {name}={AUTO!r}"
+            )
+    return False

@@ -158,7 +158,7 @@ class Slotted(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class Staggered(Slotted):
-    """Slot j serves fragment j mod K; see `staggered`."""
+    """Slot j serves fragment j mod K; see `measured.staggered`."""
 
     def init(self) -> ScheduleState:
         """Return the state before the first step."""
@@ -227,26 +227,14 @@ class OneStepStale(Staggered):
         return self.arrive(state, step)
 
 
-def staggered(
-    sync_interval: int,
-    num_fragments: int = 1,
-    delay_steps: int = 0,
-    phase_steps: int = 0,
-) -> Staggered:
-    """Start each fragment every `sync_interval` steps, evenly spaced."""
-    slot_steps = _slot_steps(sync_interval, num_fragments)
-    return Staggered(
-        num_fragments, sync_interval, delay_steps, slot_steps, phase_steps=phase_steps
-    )
-
-
 def one_step_stale(sync_interval: int, num_fragments: int = 1) -> OneStepStale:
     """Start each fragment every `sync_interval` steps, applied at its next start."""
-    slot_steps = _slot_steps(sync_interval, num_fragments)
+    slot_steps = even_slots(sync_interval, num_fragments)
     return OneStepStale(num_fragments, sync_interval, sync_interval, slot_steps)
 
 
-def _slot_steps(sync_interval: int, num_fragments: int) -> int:
+def even_slots(sync_interval: int, num_fragments: int) -> int:
+    """Return the steps between the slots of fragments that start evenly spaced."""
     check_at_least("num_fragments", num_fragments, 1)
     check_at_least("sync_interval", sync_interval, 1)
     if sync_interval % num_fragments:

@@ -87,15 +87,8 @@ def leaving(
     if not isinstance(schedule, Adaptive):
         return open_to & (schedule.slot(cast(Any, step)) % len(each) == each)
     chosen = schedule.forced(jnp, free, times.last_start, step, schedule.slot_steps)
-    scores = schedule.scores(
-        jnp,
-        times.last_start,
-        times.norm,
-        np.array(num_params, np.float32),
-        times.observed_interval,
-        step,
-        observe,
-    )
+    size = np.array(num_params, np.float32)
+    scores = schedule.scores(jnp, times, size, step, observe)
     best = highest(jnp, free, times.last_start, scores)
     return open_to & (jnp.where(chosen < len(each), chosen, best) == each)
 
