@@ -17,7 +17,6 @@ import math
 import numpy as np
 
 from cocodc_jax.network.exchanges import Cost
-from cocodc_jax.network.timeline import SyncRecord
 from cocodc_jax.sync.schedules import Event
 
 SHARINGS = ("fair", "fifo")
@@ -134,17 +133,3 @@ class Flight:
     def arrival_s(self) -> float:
         """When all of it is there, as of `Channel.arrival_s`."""
         return max(self.channel.arrival_s(i) for _, i in self.layers)
-
-    def record(self, step: int, merge_s: float, stall_s: np.ndarray) -> SyncRecord:
-        """Return what is reported of it after its merge."""
-        return SyncRecord(
-            (self.start.fragment_id,),
-            self.start.start_step,
-            step,
-            self.start_s,
-            self.arrival_s,
-            merge_s,
-            float(np.max(stall_s)),
-            float(np.mean(stall_s)),
-            tuple(self.bytes_sent.tolist()),
-        )

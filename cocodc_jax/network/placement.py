@@ -18,10 +18,11 @@ sites from the fastest stage to the slowest while that gets faster (SWARM, arXiv
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cocodc_jax.network.collectives import (
     Order,
@@ -83,48 +84,6 @@ class Placement:
         return self.pipeline_s + self.sync_s
 
 
-class _Costs:
-    """Costs of arrangements, with what is asked twice remembered."""
-
-    def __init__(self, state: LinkState, pipeline: Pipeline):
-        self._state, self.pipeline = state, pipeline
-        self._rings: dict[Order, float] = {}
-        sites = range(state.num_regions)
-        size = pipeline.activation_bytes
-        self._hops = [
-            [point_to_point_s(state, i, j, size) if i != j else 0.0 for j in sites]
-            for i in sites
-        ]
-
-    def ring_s(self, sites: Order) -> float:
-        """Averaging among some sites, in their best ring."""
-        key = tuple(sorted(sites))
-        if key not in self._rings:
-            state, size = self._state.subset(key), self.pipeline.stage_bytes
-            order = best_order(state, "ring", size)
-            self._rings[key] = collective_cost(state, "ring", size, order).seconds
-        return self._rings[key]
-
-    def parts(self, flat: Order) -> tuple[float, float]:
-        """(pipeline_s, sync_s) of an arrangement, stage after stage."""
-        stages = self.split(flat)
-        replicas = zip(*stages, strict=True)
-        hops = self._hops
-        pipeline_s = max(
-            sum(hops[a][b] + hops[b][a] for a, b in itertools.pairwise(path))
-            for path in replicas
-        )
-        sync_s = max(self.ring_s(sites) for sites in stages)
-        return pipeline_s, sync_s / self.pipeline.sync_interval
-
-    def split(self, flat: Order) -> tuple[Order, ...]:
-        width = len(flat) // self.pipeline.num_stages
-        return tuple(flat[i : i + width] for i in range(0, len(flat), width))
-
-    def key(self, flat: Order) -> tuple[float, Order]:
-        return sum(self.parts(flat)), flat
-
-
 def place(
     state: LinkState,
     pipeline: Pipeline,
@@ -142,18 +101,45 @@ def place(
         raise ValueError(
             f"num_stages={pipeline.num_stages} must divide the number of sites, {num}"
         )
-    costs = _Costs(state, pipeline)
+    width, size = num // pipeline.num_stages, pipeline.activation_bytes
+    hop_s = [
+        [point_to_point_s(state, i, j, size) if i != j else 0.0 for j in range(num)]
+        for i in range(num)
+    ]
+
+    @functools.cache
+    def ring_s(sites: frozenset[int]) -> float:
+        """Return the seconds of averaging among some sites, in their best ring."""
+        links, size = state.subset(sorted(sites)), pipeline.stage_bytes
+        order = best_order(links, "ring", size)
+        return collective_cost(links, "ring", size, order).seconds
+
+    def split(flat: Order) -> Stages:
+        return tuple(flat[i : i + width] for i in range(0, num, width))
+
+    def parts(flat: Order) -> tuple[float, float]:
+        """Return `pipeline_s` and `sync_s` of an arrangement, stage after stage."""
+        stages = split(flat)
+        pipeline_s = max(
+            sum(hop_s[a][b] + hop_s[b][a] for a, b in itertools.pairwise(path))
+            for path in zip(*stages, strict=True)
+        )
+        sync_s = max(ring_s(frozenset(sites)) for sites in stages)
+        return pipeline_s, sync_s / pipeline.sync_interval
+
+    def cost(flat: Order) -> tuple[float, Order]:
+        return sum(parts(flat)), flat
+
     if num <= exact_sites:
-        best = min(itertools.permutations(range(num)), key=costs.key)
+        best = min(itertools.permutations(range(num)), key=cost)
     else:
         shuffler, sites = random.Random(seed), range(num)
         others = (tuple(shuffler.sample(sites, num)) for _ in range(num_starts - 1))
         starts = [tuple(sites), *others]
-        best = min((_descend(start, costs) for start in starts), key=costs.key)
-    pipeline_s, sync_s = costs.parts(best)
-    stages = costs.split(best)
-    slowest = max(range(len(stages)), key=lambda s: costs.ring_s(stages[s]))
-    return Placement(stages, pipeline_s, sync_s, slowest, num <= exact_sites)
+        best = min((_descend(start, cost) for start in starts), key=cost)
+    stages = split(best)
+    slowest = max(range(len(stages)), key=lambda s: ring_s(frozenset(stages[s])))
+    return Placement(stages, *parts(best), slowest, num <= exact_sites)
 
 
 def rebalanced(stages: Stages, rates: Sequence[float]) -> Stages:
@@ -193,17 +179,17 @@ def best_move(
     return site if pace(rates[site]) > pace(0) * (1 + 1e-9) else None
 
 
-def _descend(flat: Order, costs: _Costs) -> Order:
+def _descend(flat: Order, cost: Callable[[Order], tuple[float, Order]]) -> Order:
     """Take the best swap of two sites until none helps."""
     pairs = [(0, 0), *itertools.combinations(range(len(flat)), 2)]
+
+    def swapped(i: int, j: int) -> Order:
+        out = list(flat)
+        out[i], out[j] = out[j], out[i]
+        return tuple(out)
+
     while True:
-        best = min((_swapped(flat, i, j) for i, j in pairs), key=costs.key)
-        if costs.key(best)[0] >= costs.key(flat)[0]:
+        best = min((swapped(i, j) for i, j in pairs), key=cost)
+        if cost(best)[0] >= cost(flat)[0]:
             return flat
         flat = best
-
-
-def _swapped(flat: Order, i: int, j: int) -> Order:
-    out = list(flat)
-    out[i], out[j] = out[j], out[i]
-    return tuple(out)

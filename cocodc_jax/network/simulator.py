@@ -290,7 +290,18 @@ class _Run:
         self.clocks = self.clocks + stall
         self.stall_s = self.stall_s + stall
         merge_s = float(np.max(self.clocks[merging]))
-        self.records.append(flight.record(step, merge_s, stall))
+        record = SyncRecord(
+            (flight.start.fragment_id,),
+            flight.start.start_step,
+            step,
+            flight.start_s,
+            flight.arrival_s,
+            merge_s,
+            float(np.max(stall)),
+            float(np.mean(stall)),
+            tuple(flight.bytes_sent.tolist()),
+        )
+        self.records.append(record)
 
     def stall(self, flight: Flight) -> np.ndarray:
         """Return how long each region waits for a sync that it merges now, `[M]`.

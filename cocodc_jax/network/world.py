@@ -16,8 +16,9 @@ from cocodc_jax.network.links import Link, LinkChange, Topology
 with extra("train"):
     import yaml
 
-# Round trips in milliseconds; row i holds the pairs (i, i+1), (i, i+2), ...
-_NAMES = (
+# What `world` knows, and their round trips in milliseconds; row i holds the pairs
+# (i, i+1), (i, i+2), ...
+REGIONS = (
     "us-east", "us-west", "europe-west", "europe-central", "asia-south",
     "asia-southeast", "asia-northeast", "australia", "south-america",
 )  # fmt: skip
@@ -47,10 +48,10 @@ def world(regions: tuple[str, ...], bandwidth_gbps: float) -> Topology:
     0.035
     """
     for name in regions:
-        if name not in _NAMES:
-            raise ValueError(f"region {name!r} is unknown; known are {list(_NAMES)}")
+        if name not in REGIONS:
+            raise ValueError(f"region {name!r} is unknown; known are {list(REGIONS)}")
     numbers = itertools.chain.from_iterable(_ROUND_TRIPS_MS)
-    pairs = (frozenset[str](x) for x in itertools.combinations(_NAMES, 2))
+    pairs = (frozenset[str](x) for x in itertools.combinations(REGIONS, 2))
     round_trip_ms = dict(zip(pairs, numbers, strict=True))
 
     def link(a: str, b: str) -> Link:
@@ -58,11 +59,6 @@ def world(regions: tuple[str, ...], bandwidth_gbps: float) -> Topology:
 
     links = tuple(tuple(link(a, b) for b in regions) for a in regions)
     return Topology(tuple(regions), links, line_gbps=bandwidth_gbps)
-
-
-def world_regions() -> tuple[str, ...]:
-    """Return the names that `world` knows."""
-    return _NAMES
 
 
 def load_topology(path: str | pathlib.Path) -> Topology:

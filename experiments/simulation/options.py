@@ -86,7 +86,7 @@ SECTIONS = {
         ("loss", 0.0, "share of packets lost, in [0, 1)"),
         (
             *("world", str),
-            f"cloud regions, comma-separated, of {', '.join(world.world_regions())}",
+            f"cloud regions, comma-separated, of {', '.join(world.REGIONS)}",
         ),
         ("links", str, "YAML file with regions, links, changes"),
         (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cocodc_jax.network import collectives
 from cocodc_jax.network.collectives import ROUNDS, best_order, collective_cost, rounds_s
 from cocodc_jax.network.links import Link, LinkState, uniform
-from cocodc_jax.network.world import world, world_regions
+from cocodc_jax.network.world import REGIONS, world
 from tests.network.made_up_links import random_links, states
 
 ALL_REDUCES = ("ring", "tree", "pairs")
@@ -172,7 +172,7 @@ def test_larger_searches_come_near_the_exact_one(monkeypatch):
 
 
 def test_nine_regions_of_the_world():
-    state = world(world_regions(), 1.0).at()
+    state = world(REGIONS, 1.0).at()
     found = best_order(state, "ring", 1e6)
     assert sorted(found) == list(range(9))
     # The best of all 40,320 rings, enumerated once; as given it takes 0.939 s.

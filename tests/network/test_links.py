@@ -9,11 +9,11 @@ import pytest
 
 from cocodc_jax.network.links import Link, LinkChange, Topology, uniform
 from cocodc_jax.network.world import (
+    REGIONS,
     load_changes,
     load_topology,
     parse_topology,
     world,
-    world_regions,
 )
 
 
@@ -100,7 +100,7 @@ changes:
 
 
 def test_world_is_symmetric_and_complete():
-    topology = world(world_regions(), 2.0)
+    topology = world(REGIONS, 2.0)
     delay = topology.at().delay_s
     assert (delay == delay.T).all()
     # us-east, us-west: 65 ms there and back.
