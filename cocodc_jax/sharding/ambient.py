@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -14,23 +14,14 @@ from jax.sharding import AbstractMesh
 Class = TypeVar("Class", bound=type)
 
 
-def no_ambient_mesh() -> contextlib.AbstractContextManager:
-    """Return a context without the mesh that a caller set (`jax.set_mesh`)."""
-    try:
-        return jax.set_mesh(None)  # pyright: ignore[reportArgumentType]
-    except ValueError:  # Inside a trace, whose mesh must stay.
-        return contextlib.nullcontext()
-
-
-def in_own_context(function: Callable) -> Callable:
-    """Decorate a function (not a generator) to run as if no mesh were set."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with no_ambient_mesh():
-            return function(*args, **kwargs)
-
-    return call
+@contextlib.contextmanager
+def in_own_context() -> Iterator[None]:
+    """Run as if no mesh were set; a context, or a decorator of a function."""
+    hidden: contextlib.AbstractContextManager = contextlib.nullcontext()
+    with contextlib.suppress(ValueError):  # Inside a trace, whose mesh must stay.
+        hidden = jax.set_mesh(None)  # pyright: ignore[reportArgumentType]
+    with hidden:
+        yield
 
 
 def methods_in_own_context(cls: Class) -> Class:
@@ -38,7 +29,7 @@ def methods_in_own_context(cls: Class) -> Class:
     for name, value in list(vars(cls).items()):
         is_public = not name.startswith("_") or name == "__init__"
         if is_public and inspect.isfunction(value):
-            setattr(cls, name, in_own_context(value))
+            setattr(cls, name, in_own_context()(value))
     return cls
 
 

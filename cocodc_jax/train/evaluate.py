@@ -24,7 +24,7 @@ from cocodc_jax.sync.model_state import AnyLossFn
 PyTree = Any
 
 
-@in_own_context
+@in_own_context()
 def make_evaluate(
     loss_fn: AnyLossFn, mesh: Mesh, batches: PyTree
 ) -> Callable[..., jax.Array]:
@@ -48,7 +48,7 @@ def make_evaluate(
         )
     batches = transfer.put(batches, NamedSharding(mesh, P(REGION, batch_axes(mesh))))
     compiled = _jit_evaluate(loss_fn, mesh)
-    return in_own_context(lambda *judged: compiled(judged, batches))
+    return in_own_context()(lambda *judged: compiled(judged, batches))
 
 
 def list_evaluate(
