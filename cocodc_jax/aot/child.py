@@ -53,7 +53,7 @@ def main(job_file: str, records_file: str) -> None:
     num_devices, chip = built.mesh.size, device_of(built.target, built.mesh)
     about = dict(
         num_devices=num_devices,
-        mesh=_shape(built),
+        mesh=dict(built.mesh.shape),
         hbm_bytes=chip.hbm_bytes,
         peak_flops=chip.flops,
         scan_steps=built.scan_steps,
@@ -74,10 +74,6 @@ def main(job_file: str, records_file: str) -> None:
         for number, listed in enumerate(chosen, 1):
             write(begins=[listed.name, number, len(chosen)])
             write(program=compile_one(built, listed, job["hlo_dir"]))
-
-
-def _shape(built: Built) -> dict[str, int]:
-    return {name: int(size) for name, size in built.mesh.shape.items()}
 
 
 def compile_one(
@@ -130,7 +126,7 @@ def compile_one(
 
 def _measured(text: str, built: Built) -> dict[str, Any]:
     """Read what a scheduled program computes and moves."""
-    module, mesh_shape = hlo.parse(text), _shape(built)
+    module, mesh_shape = hlo.parse(text), dict(built.mesh.shape)
     if built.target.slices > 1:  # One slice's module: it numbers its own devices only.
         mesh_shape[REGION] //= built.target.slices
     found = collectives(module, mesh_shape)
