@@ -13,8 +13,6 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from cocodc_jax.files import parse_lines, writing
 from cocodc_jax.report.events import OpenMirror, scalars, tensorboard
 
@@ -22,30 +20,6 @@ METRICS_FILE = "metrics.jsonl"
 TIMING_FILE = "timing.jsonl"
 
 Record = dict[str, Any]
-
-# Quantities end in their unit; steps are inner steps, losses nats per token.
-FIELDS: Mapping[str, tuple[str, ...]] = {
-    "train": ("step", "tokens", "loss", "loss_regions", "bytes_sent_per_region"),
-    "eval": (
-        "step", "tokens", "bytes_sent_per_region", "eval_loss", "eval_perplexity",
-        "eval_loss_outer", "region_drift",
-    ),
-    "sync": (
-        "step", "fragment", "start_step", "apply_step", "bytes", "pseudo_gradient_norm",
-        "correction_ratio",
-    ),
-    "experts": ("step", "balance", "z", "entropy", "load_max", "divergence", "dead"),
-    "spike": ("step", "region", "loss", "usual", "score"),
-}  # fmt: skip
-
-# Fields that only some runs have: bytes that a pipeline's stages sent in the last step;
-# of each region why a mean left it out: 0 it did not, 1 not finite, 2 an outlier; the
-# load of each expert, by region and layer.
-OPTIONAL_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "train": ("stage_bytes",),
-    "sync": ("left_out",),
-    "experts": ("load_regions",),
-}
 
 
 class MetricsWriter:
@@ -100,18 +74,16 @@ class MetricsWriter:
         """Append one record.
 
         Args:
-          record: "kind" and exactly the fields that `FIELDS` lists for it, besides
-            those of `OPTIONAL_FIELDS`; values are numbers, lists of numbers, or None
-            where the method, or a region, has no such quantity. NumPy and JAX scalars
-            are converted.
+          record: "kind", "step" and further fields, as `train.records` makes them;
+            values are plain numbers, lists of numbers, or None where the method, or a
+            region, has no such quantity.
 
         Raises:
-          ValueError: unknown kind, missing or unknown field, or a value that is NaN or
-            infinite (the trainer stops such a run before it is recorded).
+          ValueError: a value is NaN or infinite (the trainer stops such a run before it
+            is recorded).
         """
-        checked = check_record(record)
-        _append(self._file, checked)
-        self._show(checked)
+        _append(self._file, record)
+        self._show(record)
 
     def write_timing(
         self,
@@ -154,22 +126,6 @@ class MetricsWriter:
             self.close()
 
 
-def check_record(record: Mapping[str, Any]) -> Record:
-    """Return the record with plain numbers, its fields in the order of `FIELDS`."""
-    kind = record.get("kind", "")
-    if kind not in FIELDS:
-        raise ValueError(f"kind={kind!r} of a record is none of {', '.join(FIELDS)}")
-    extra = [x for x in OPTIONAL_FIELDS.get(kind, ()) if x in record]
-    given, expected = record.keys() - {"kind", *extra}, set(FIELDS[kind])
-    if given != expected:
-        raise ValueError(
-            f"a {kind!r} record has the fields {', '.join(FIELDS[kind])}; "
-            f"missing: {sorted(expected - given)}, unknown: {sorted(given - expected)}"
-        )
-    plain = {field: _plain(record[field], field) for field in (*FIELDS[kind], *extra)}
-    return {"kind": kind, **plain}
-
-
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
     """Read a `metrics.jsonl` or `timing.jsonl`, also one that is being written.
 
@@ -203,25 +159,6 @@ def _parse(path: str | os.PathLike[str], data: bytes) -> list[Record]:
         return value
 
     return parse_lines(path, data, record, "record")
-
-
-def _plain(value: Any, field: str) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, list) and None in value:  # Some region has none.
-        return [_plain(each, field) for each in value]
-    number = np.asarray(value)
-    if number.dtype.kind in "bOSU":
-        raise ValueError(f"{field}={number.tolist()!r} of a record is not a number")
-    if not np.issubdtype(number.dtype, np.number):
-        # bfloat16 and its kin are no np.number, yet convert exactly.
-        number = number.astype(np.float64)
-    if not np.all(np.isfinite(number)):
-        raise ValueError(
-            f"{field}={value} of a record is not finite; metrics.jsonl holds finite "
-            "numbers, or None where there is no such quantity"
-        )
-    return number.tolist()
 
 
 def _append(file: BinaryIO, record: Mapping[str, Any]) -> None:

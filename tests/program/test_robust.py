@@ -2,6 +2,7 @@
 `sync.robust` and of the methods, one region and one step at a time."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ import pytest
 from cocodc_jax import methods
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.report.records import check_record
 from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.robust import told
@@ -247,8 +247,7 @@ def test_one_region_does_not_end_the_run(tmp_path):
     left_out = [r["left_out"] for r in records if r["kind"] == "sync"]
     assert [0, 0, 1, 0] in left_out
     assert [2, 0, 0, 0] in left_out
-    for record in records:
-        check_record(record)
+    json.dumps(records, allow_nan=False)
     assert whole.left_out["region 2: not finite"] >= 1
     losses = [r for r in records if r["kind"] == "train"]
     assert all(r["loss"] is not None for r in losses)
