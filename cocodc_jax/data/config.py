@@ -3,8 +3,9 @@
 import dataclasses
 import os
 import pathlib
-from typing import Literal
+from typing import Literal, get_args
 
+from cocodc_jax.checks import check_choices, check_least
 from cocodc_jax.files import UnwritableError, ensure_folder
 from cocodc_jax.kinds import Kind, free, of_kind
 
@@ -12,7 +13,6 @@ MAX_LOADER_THREADS = 64
 # Of `bpe:`: at least the bytes and end of text. The library takes memory for all it is
 # asked for, or ends the process.
 _LEAST_TOKENS, _MOST_TOKENS = 257, 1 << 24
-UNDECODABLE = ("refuse", "replace", "skip")
 
 Partition = Literal["iid", "source"]
 Undecodable = Literal["refuse", "replace", "skip"]
@@ -69,25 +69,16 @@ class DataConfig:
                 f"'hf:/folder', and dataset={self.dataset!r}; leave it out"
             )
         _check_tokenizer(self.tokenizer)
-        for name in ("sequence_length", "batch_per_region", "loader_threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is too small; use at least 1"
-                )
+        check_least(self, 1, "sequence_length", "batch_per_region", "loader_threads")
         if self.loader_threads > MAX_LOADER_THREADS:
             raise ValueError(
                 f"loader_threads={self.loader_threads} is too many, as each holds a "
                 "window of shuffle_window_bytes of text in memory; use at most "
                 f"{MAX_LOADER_THREADS}"
             )
-        if self.partition not in ("iid", "source"):
-            raise ValueError(
-                f"partition={self.partition!r} is unknown; use 'iid' or 'source'"
-            )
-        if self.undecodable not in UNDECODABLE:
-            raise ValueError(
-                f"undecodable={self.undecodable!r} is unknown; use one of {UNDECODABLE}"
-            )
+        check_choices(
+            self, partition=get_args(Partition), undecodable=get_args(Undecodable)
+        )
         if self.undecodable != "refuse" and not self.dataset.startswith(
             ("text:", "hf:")
         ):

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from cocodc_jax.checks import check_choices, check_least
 from cocodc_jax.kinds import free
 
 # Beyond these nothing can be compiled or indexed: layers are counted in one program,
@@ -15,13 +16,6 @@ ATTENTIONS = ("auto", "plain", "blocks", "cudnn", "splash")
 BACKWARDS = ("auto", "plain", "cpu")
 DISPATCHES = ("auto", "ragged", "blocks")
 COMPUTE_DTYPES = ("float32", "bfloat16")
-_CHOICES = {
-    "remat": REMAT_POLICIES,
-    "attention": ATTENTIONS,
-    "backward": BACKWARDS,
-    "compute_dtype": COMPUTE_DTYPES,
-    "expert_dispatch": DISPATCHES,
-}
 # Matrices of a block, which may have adapters, and where those are in its parameters.
 LORA = "lora"
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
@@ -121,13 +115,10 @@ class TransformerConfig:
 
     def __post_init__(self):
         for name in _SIZES:
-            size = getattr(self, name)
             most = MAX_LAYERS if name == "num_layers" else MAX_SIZE
-            if size < 1:
-                raise ValueError(f"{name}={size} is not a size; use 1 or more")
-            if size > most:
+            if not 1 <= getattr(self, name) <= most:
                 raise ValueError(
-                    f"{name}={size} is more than a model can have; use {most} or less"
+                    f"{name}={getattr(self, name)} is not a size; use 1 to {most}"
                 )
         if not 1 < self.rope_theta < math.inf:
             raise ValueError(
@@ -138,12 +129,14 @@ class TransformerConfig:
                 f"norm_epsilon={self.norm_epsilon} must be above 0 and below 1, as in "
                 "1e-6"
             )
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(
-                    f"{name}={value!r} is unknown; use one of {list(choices)}"
-                )
+        check_choices(
+            self,
+            remat=REMAT_POLICIES,
+            attention=ATTENTIONS,
+            backward=BACKWARDS,
+            compute_dtype=COMPUTE_DTYPES,
+            expert_dispatch=DISPATCHES,
+        )
         self._check_heads()
         self._check_lora()
         self._check_experts()
@@ -172,8 +165,7 @@ class TransformerConfig:
                 f"{self.num_experts} use 1 or more, such as mlp_width / "
                 f"experts_per_token = {self.mlp_width // self.experts_per_token}"
             )
-        if self.shared_experts < 0:
-            raise ValueError(f"shared_experts={self.shared_experts} must be at least 0")
+        check_least(self, 0, "shared_experts")
         if self.moe_every < 1 or self.num_layers % self.moe_every:
             raise ValueError(
                 f"moe_every={self.moe_every} does not divide num_layers="

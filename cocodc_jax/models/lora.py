@@ -8,8 +8,6 @@ first, and computes with
 They are `blocks/../lora/NAME/{a, b}` in the parameters, beside `blocks/../NAME`.
 """
 
-import dataclasses
-
 import jax
 
 from cocodc_jax.models.config import LORA, TransformerConfig
@@ -19,11 +17,6 @@ from cocodc_jax.models.transformer import Params, init_params
 def is_adapter(path: str) -> bool:
     """Tell whether a parameter is of an adapter, by its path, parts joined by "/"."""
     return LORA in path.split("/")
-
-
-def without(config: TransformerConfig) -> TransformerConfig:
-    """Return the model without adapters."""
-    return dataclasses.replace(config, lora_rank=0)
 
 
 def adapted(base: Params, config: TransformerConfig, key: jax.Array) -> Params:

@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 from cocodc_jax import models
 from cocodc_jax._extras import check_installed, extra
+from cocodc_jax.checks import check_choices
 from cocodc_jax.chips import mfu
 from cocodc_jax.report.events import OpenMirror, tensorboard, weights_and_biases
 from cocodc_jax.report.progress import RunProgress
@@ -153,9 +154,6 @@ def _exposed_share(session: Session) -> float | None:
     return timeline.exposed_share(session.own_dir, warm_step)
 
 
-MODES = ("online", "offline", "disabled")
-
-
 @dataclasses.dataclass(frozen=True)
 class Tracking:
     """Where process 0 shows its records, besides TensorBoard.
@@ -173,10 +171,7 @@ class Tracking:
     wandb_mode: str = ""
 
     def __post_init__(self):
-        if self.wandb_mode not in ("", *MODES):
-            raise ValueError(
-                f"wandb_mode={self.wandb_mode!r} is unknown; use one of {MODES}"
-            )
+        check_choices(self, wandb_mode=("", "online", "offline", "disabled"))
         if self.wandb_mode and not self.wandb:
             raise ValueError(
                 f"wandb_mode={self.wandb_mode} has no project; add --wandb=PROJECT"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from cocodc_jax.checks import check_choices, check_least
 from cocodc_jax.elastic.objects import reach
 from cocodc_jax.elastic.place import Place, Timing, read_key
 from cocodc_jax.run.fault_watch import ON_FAULT
@@ -65,14 +66,8 @@ class ElasticFlags:
         for name in ("beat_s", "grace_s", "start_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
-        if self.max_behind_syncs < 1:
-            raise ValueError(
-                f"max_behind_syncs={self.max_behind_syncs} must be 1 or more"
-            )
-        if self.on_fault not in ON_FAULT:
-            raise ValueError(
-                f"on_fault={self.on_fault!r} is unknown; use one of {ON_FAULT}"
-            )
+        check_least(self, 1, "max_behind_syncs")
+        check_choices(self, on_fault=ON_FAULT)
         if not 3 * self.beat_s <= self.dead_after_s < float("inf"):
             raise ValueError(
                 f"dead_after_s={self.dead_after_s} must be at least three times "

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from typing import get_args
 
 import cocodc_jax as cc
-from cocodc_jax.data.config import UNDECODABLE, Partition
+from cocodc_jax.data.config import Partition, Undecodable
 from cocodc_jax.exchange.collectives import ALL_REDUCES
 from cocodc_jax.exchange.transport import EXCHANGES, OVERLAPS
 from cocodc_jax.methods import METHODS
@@ -60,7 +60,7 @@ CHOICES: dict[str, Collection[str]] = {
     "sparse_mean": MEANS,
     "staleness_gap": GAPS,
     "transmission_score": SCORES,
-    "undecodable": UNDECODABLE,
+    "undecodable": get_args(Undecodable),
 }
 
 # Flags that most runs set, which `--help` explains first.

@@ -8,10 +8,11 @@ from typing import Any
 
 import optax
 
+from cocodc_jax.checks import check_choices, check_least
 from cocodc_jax.methods import Method
 from cocodc_jax.transforms.mt_adam import mt_adam
 from cocodc_jax.transforms.muon import B2, muon
-from cocodc_jax.transforms.numerics import check_finite
+from cocodc_jax.transforms.numerics import check_finite, check_positive
 
 OPTIMIZERS = ("adamw", "mt_adam", "muon", "sgd")
 _ADAM_B2 = 0.999
@@ -60,16 +61,11 @@ class OptimizerConfig:
     final_lr_fraction: float = 0.1
 
     def __post_init__(self):
-        if self.inner_optimizer not in ("", *OPTIMIZERS):
-            raise ValueError(
-                f"inner_optimizer={self.inner_optimizer!r} is unknown; use one of "
-                f"{OPTIMIZERS}"
-            )
+        check_choices(self, inner_optimizer=("", *OPTIMIZERS))
         for name, value in dataclasses.asdict(self).items():
             check_finite(name, value)
         for name in ("inner_lr", "sign_lr_fraction"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+            check_positive(name, getattr(self, name))
         for name in ("beta1", "beta2", "slow_beta"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
@@ -80,9 +76,7 @@ class OptimizerConfig:
                 f"fast_weight={self.fast_weight} and slow_weight={self.slow_weight} "
                 "must be at least 0 and add up to 1 at most"
             )
-        for name in ("weight_decay", "grad_clip", "warmup_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        check_least(self, 0, "weight_decay", "grad_clip", "warmup_steps")
         if not 0 <= self.final_lr_fraction <= 1:
             raise ValueError(
                 f"final_lr_fraction={self.final_lr_fraction} must be in [0, 1]"

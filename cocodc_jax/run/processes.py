@@ -31,6 +31,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import cocodc_jax as cc
+from cocodc_jax.checks import check_least
 from cocodc_jax.run.config import flat
 
 # Set by `experiments.wan` and `experiments.launch_local` for their processes.
@@ -63,9 +64,7 @@ class Processes:
     heartbeat_timeout_s: int = 30
 
     def __post_init__(self):
-        for name in ("start_timeout_s", "heartbeat_timeout_s"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_least(self, 1, "start_timeout_s", "heartbeat_timeout_s")
         if self.num_processes < 0:
             raise ValueError(
                 f"num_processes={self.num_processes} must be at least 1, or 0 for what "

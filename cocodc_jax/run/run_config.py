@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from cocodc_jax.checks import check_least
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.kinds import Kind, free, of_kind
 from cocodc_jax.models import StageCodec
@@ -134,12 +135,11 @@ class RunConfig:
     max_rollbacks: int = 0
 
     def __post_init__(self):
-        for name in (
-            "steps", "regions", "data_axis", "model_axis", "expert_axis",
+        check_least(
+            self, 1, "steps", "regions", "data_axis", "model_axis", "expert_axis",
             "sequence_axis", "accumulate_steps", "outer_channels", "stages",
             "microbatches", "eval_batches", "keep_checkpoints",
-        ):  # fmt: skip
-            _check_at_least(name, getattr(self, name), 1)
+        )  # fmt: skip
         if self.regions * self.devices_per_region > MAX_DEVICES:
             raise ValueError(
                 f"regions={self.regions} of stages={self.stages} * data_axis="
@@ -147,8 +147,7 @@ class RunConfig:
                 f"{self.sequence_axis} * model_axis={self.model_axis} devices each are "
                 f"more than {MAX_DEVICES} devices; lower one of them"
             )
-        for name in ("devices", "seed", "stage_subspace", "max_rollbacks"):
-            _check_at_least(name, getattr(self, name), 0)
+        check_least(self, 0, "devices", "seed", "stage_subspace", "max_rollbacks")
         self.spikes(self.max_rollbacks)
         if self.max_rollbacks and self.exchange == "elastic":
             raise ValueError(
@@ -273,11 +272,6 @@ def _numbers(name: str, text: str, count: int, kind: Callable) -> tuple:
             "each region"
         )
     return values
-
-
-def _check_at_least(name: str, value: float, least: float) -> None:
-    if value < least:
-        raise ValueError(f"{name}={value} must be at least {least}")
 
 
 def build_codec(text: str) -> StageCodec:

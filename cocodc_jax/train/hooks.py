@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from cocodc_jax.checks import check_least
 from cocodc_jax.core.state import TrainState
 from cocodc_jax.program.region_program import Output, RegionProgram
 from cocodc_jax.train.records import Record
@@ -27,13 +28,8 @@ class Cadence:
     checkpoint_every: int = 0
 
     def __post_init__(self):
-        if self.log_every < 1:
-            raise ValueError(f"log_every={self.log_every} must be at least 1 step")
-        for name in ("eval_every", "checkpoint_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} must be at least 0 (0 is never)"
-                )
+        check_least(self, 1, "log_every")
+        check_least(self, 0, "eval_every", "checkpoint_every")
 
     def steps_to_cut(
         self, program: RegionProgram, state: TrainState, num_steps: int

@@ -54,7 +54,7 @@ def test_unknown_preset_is_named():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 0}, "vocab_size=0 is not a size; use 1 or more"),
+        ({"vocab_size": 0}, "vocab_size=0 is not a size; use 1 to 2147483647"),
         ({"num_layers": -1}, "num_layers=-1 is not a size"),
         ({"num_kv_heads": 0}, "num_kv_heads=0 is not a size"),
         ({"loss_chunk_tokens": 0}, "loss_chunk_tokens=0 is not a size"),

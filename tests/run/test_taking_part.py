@@ -118,7 +118,7 @@ def test_what_is_missing_is_named(key_file, fields, exchange, message):
     ("fields", "message"),
     [
         ({"beat_s": 0.0}, "beat_s=0.0 must be above 0"),
-        ({"max_behind_syncs": 0}, "max_behind_syncs=0 must be 1 or more"),
+        ({"max_behind_syncs": 0}, "max_behind_syncs=0 must be at least 1"),
         ({"grace_s": float("inf")}, "grace_s=inf must be above 0"),
         ({"dead_after_s": 1.0}, "dead_after_s=1.0 must be at least three times beat_s"),
     ],
