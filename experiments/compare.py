@@ -28,6 +28,7 @@ from cocodc_jax.report.comparison import compare
 from cocodc_jax.report.runs import DamagedRunError, Run, load_run
 from cocodc_jax.report.units import format_bytes
 from cocodc_jax.run import flags
+from cocodc_jax.run.attend import Tracking
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.optimizer_config import OPTIMIZERS
 from cocodc_jax.run.preparing import prepare
@@ -69,7 +70,7 @@ def main() -> None:
         sessions: list[Session] = []
         for folder, config in configs.items():
             given = config, folder, open_text, sessions
-            sessions.append(prepare(*given, tracking=flags.tracking()))
+            sessions.append(prepare(*given, tracking=flags.read(Tracking)))
     runs: list[Run] = []
     diverged: dict[str, str] = {}
     for session, name in zip(sessions, [*methods] * seeds, strict=True):
@@ -204,7 +205,7 @@ def _print_table(comparison: dict, target: str | None, console: Console) -> None
 def define() -> None:
     """Define the program's flags."""
     flags.define(WITHOUT, "Folder of the runs and the report; they resume there.")
-    flags.define_tracking()
+    flags.define_fields(Tracking)
     program.define(
         (
             *("methods", "data_parallel,diloco,streaming_diloco,cocodc"),

@@ -14,7 +14,9 @@ import sys
 import jax
 
 from cocodc_jax.run import flags
+from cocodc_jax.run.attend import Tracking
 from cocodc_jax.run.config import TrainConfig, dumps
+from cocodc_jax.run.monitor import Monitoring
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.processes import failing_alone
 from cocodc_jax.run.resume import ResumeError
@@ -29,14 +31,14 @@ def main() -> None:
         config, workdir = read_flags()
         processes = flags.processes()
         processes.start(config.run.own_regions, config.run.devices_per_region)
-        tracking = flags.tracking()
+        tracking = flags.read(Tracking)
         session = prepare(
             config,
             workdir,
             processes=processes,
             tracking=tracking,
             elastic=flags.elastic(),
-            monitoring=flags.monitoring(),
+            monitoring=flags.read(Monitoring),
         )
     try:
         summary = session.train()
@@ -65,8 +67,8 @@ def define() -> None:
     """Define the program's flags."""
     flags.define()
     planned.define()
-    flags.define_tracking()
-    flags.define_monitoring()
+    flags.define_fields(Tracking)
+    flags.define_fields(Monitoring)
 
 
 cli = program.with_run_flags(failing_alone()(main), __doc__, define)

@@ -45,6 +45,7 @@ import jax
 import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16, which most files are in.)
 import numpy as np
 
+from cocodc_jax._extras import extra
 from cocodc_jax.expert_leaves import EXPERTS, TOKENS
 from cocodc_jax.models.config import LORA, TransformerConfig
 from cocodc_jax.models.llama_config import (
@@ -133,7 +134,9 @@ def _write(
     config: TransformerConfig,
 ) -> None:
     """Write tensors, and the JSON file of what is said of them."""
-    save_file = _safetensors().numpy.save_file
+    with extra("hf"):
+        from safetensors.numpy import save_file
+
     tensors = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not (names := _names_of(path, config)):
@@ -295,7 +298,9 @@ def _files_of(folder: pathlib.Path) -> dict[str, pathlib.Path]:
 
 @contextlib.contextmanager
 def _opened(file: pathlib.Path) -> Iterator[Any]:
-    safetensors = _safetensors()
+    with extra("hf"):
+        import safetensors
+
     try:
         opened = safetensors.safe_open(file, framework="numpy")
     except (safetensors.SafetensorError, OSError) as error:
@@ -307,15 +312,3 @@ def _opened(file: pathlib.Path) -> Iterator[Any]:
 def _first(names: list[str]) -> str:
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return f"{names[0]!r}{more}"
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError as error:
-        raise ValueError(
-            "Hugging Face's model files need the package safetensors; "
-            "pip install 'cocodc_jax[hf]'"
-        ) from error
-    return safetensors

@@ -115,6 +115,11 @@ def summarize(
     run = session.config.run
     evaluated, step = result.last_eval or {}, result.state.step
     of_eval = ("eval_loss", "eval_perplexity", "eval_loss_outer", "region_drift")
+    method, exposed_share = session.program.method, None
+    # Exchanges at every step are part of the step's program, and cannot be separated.
+    if not method.per_step:
+        warm_step = method.schedule.warm_up_steps if method.schedule else 0
+        exposed_share = timeline.exposed_share(session.own_dir, warm_step)
     others: dict[str, Any] = {}
     if result.left_out is not None:
         others["left_out"] = result.left_out
@@ -133,25 +138,13 @@ def summarize(
         "bytes_sent_per_region": result.state.bytes_sent,
         "seconds": seconds,
         "stall_seconds": result.stall_seconds,
-        "exposed_share": _exposed_share(session),
+        "exposed_share": exposed_share,
         "goodput": timeline.goodput(session.own_dir, step, wall_s),
         "tokens_per_second": result.tokens_per_second,
         "mfu": mfu(result.tokens_per_second, session.peak_tokens_per_second),
         "correction_ratio": result.correction_ratio,
         **others,
     }
-
-
-def _exposed_share(session: Session) -> float | None:
-    """Return the share of time with exposed communication.
-
-    Exchanges at every step are part of the step's own program, and cannot be separated.
-    """
-    method = session.program.method
-    if method.per_step:
-        return None
-    warm_step = method.schedule.warm_up_steps if method.schedule else 0
-    return timeline.exposed_share(session.own_dir, warm_step)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,23 +9,21 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from cocodc_jax._extras import extra
+from cocodc_jax._extras import MissingExtraError, extra
 from cocodc_jax.methods import METHODS
 from cocodc_jax.methods import get as get_method
 from cocodc_jax.run import optimizer_config
-from cocodc_jax.run.attend import NO_TRACKING, Tracking
 from cocodc_jax.run.compile_cache import keep_programs
 from cocodc_jax.run.config import LEAVES, OLD_NAMES, TrainConfig, in_new_words
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.help import options, render
 from cocodc_jax.run.leaf_help import by_use, run_sections
-from cocodc_jax.run.leaves import COUNT_OR_WORD, Leaf, leaves_of
+from cocodc_jax.run.leaves import COUNT_OR_WORD, leaves_of
 from cocodc_jax.run.messages import USAGE_ERROR as USAGE_ERROR
 from cocodc_jax.run.messages import as_a_command, refuse, say_once
 from cocodc_jax.run.method_config import ARGUMENTS, check_taken
-from cocodc_jax.run.monitor import NO_MONITORING, Monitoring
 from cocodc_jax.run.presets import PRESETS, with_warmup
 from cocodc_jax.run.processes import Processes
 
@@ -34,9 +32,8 @@ with extra("train"):
 
 RUN_FOLDER = "Folder of the run, or gs://BUCKET/RUN; an interrupted run goes on there."
 ELASTIC = leaves_of("elastic", ElasticFlags)
-MONITORING = leaves_of("monitoring", Monitoring)
 PROCESSES = leaves_of("processes", Processes)
-TRACKING = leaves_of("tracking", Tracking)
+T = TypeVar("T")
 
 # The program's flags; tests replace them.
 FLAGS = flags.FLAGS
@@ -78,7 +75,7 @@ def define(without: Sequence[str] = (), workdir: str = RUN_FOLDER) -> None:
     presets = ", ".join(PRESETS)
     define_one(str, "preset", "tiny", f"Named configuration: {presets}.")
     define_one(str, "workdir", None, workdir)
-    _define_section(PROCESSES)
+    define_fields(Processes, is_unset=True)
     for name, leaf in ELASTIC.items():
         default = getattr(NOT_ELASTIC, name)
         text = f"With exchange=elastic: {leaf.help} Default: {default!r}."
@@ -91,30 +88,16 @@ def define(without: Sequence[str] = (), workdir: str = RUN_FOLDER) -> None:
             flags.DEFINE_alias(old, name, flag_values=FLAGS)
 
 
-def _define_section(section: dict[str, Leaf], defaults: Any = None) -> None:
-    """Define flags that are no part of a configuration, unset without defaults."""
-    for name, leaf in section.items():
-        define_one(leaf.type, name, getattr(defaults, name, None), leaf.help)
+def define_fields(settings: type, is_unset: bool = False) -> None:
+    """Define a flag for each field of a dataclass outside of the configuration."""
+    for name, leaf in leaves_of("", settings).items():
+        default = None if is_unset else getattr(settings, name)
+        define_one(leaf.type, name, default, leaf.help)
 
 
-def define_tracking() -> None:
-    """Define the flags of `Tracking`, for programs that train whole runs."""
-    _define_section(TRACKING, NO_TRACKING)
-
-
-def define_monitoring() -> None:
-    """Define the flags of `Monitoring`, for programs that train one run."""
-    _define_section(MONITORING, NO_MONITORING)
-
-
-def tracking() -> Tracking:
-    """Return where to show runs."""
-    return Tracking(**{name: value(name) for name in TRACKING})
-
-
-def monitoring() -> Monitoring:
-    """Return how the run is watched from outside."""
-    return Monitoring(**{name: value(name) for name in MONITORING})
+def read(settings: type[T]) -> T:
+    """Return a dataclass with the values of its flags."""
+    return settings(**{name: value(name) for name in leaves_of("", settings)})
 
 
 def given(name: str) -> bool:
@@ -255,7 +238,7 @@ def usage_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, flags.Error) as error:
+    except (ValueError, MissingExtraError, flags.Error) as error:
         refuse(error, FLAGS)
 
 

@@ -171,10 +171,6 @@ _TIMEOUT_S = 5.0
 _POLL_S = 0.1  # How soon it ends.
 
 
-class PortError(OSError):
-    """The port of the metrics cannot be listened at."""
-
-
 class _Server(socketserver.TCPServer):
     allow_reuse_address = True
     request_queue_size = 16
@@ -222,7 +218,7 @@ def serving(
         server = _Server(("", port), handler)
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else "there is none"
-        raise PortError(
+        raise OSError(
             f"metrics_port: this process cannot listen on port {port}: {reason}; name "
             "a free one (each process takes its own, from --metrics_port on)"
         ) from error

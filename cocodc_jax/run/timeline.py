@@ -10,7 +10,6 @@ import math
 import pathlib
 import statistics
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,18 +32,20 @@ def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
     """
     found = _files(workdir)
     steps = _marked(workdir, found, since_step)
-    found = _on_one_clock(found)
+    _set_clocks(found)
     marks = [dict(each["marks"]) for each in found]
     first = steps[0]
     zero = min(each[first] for each in marks)
     rows = [tuple(each[step] - zero for each in marks) for step in steps]
+    took_s = np.diff(np.array(rows).T)
     merged = [[s for s in each["syncs"] if s["merge_s"] is not None] for each in found]
     merged = [[s for s in each if s["start_step"] >= first] for each in merged]
     return Timeline(
         regions=tuple(f"process {i}" for i in range(len(found))),
         syncs=tuple(_syncs(merged, first, zero)),
         num_steps=steps[-1] - first,
-        step_time_s=tuple(_step_times(steps, rows)),
+        # The median over stretches between marks.
+        step_time_s=tuple(np.median(took_s / np.diff(steps), axis=1).tolist()),
         marks=tuple((s - first, row) for s, row in zip(steps, rows, strict=True)),
         stall_s=tuple(sum(s["stall_s"] or 0.0 for s in each) for each in merged),
         bytes_sent=tuple(float(sum(s["num_bytes"] for s in each)) for each in merged),
@@ -79,39 +80,24 @@ def _marked(
     return steps
 
 
-def _on_one_clock(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the files with times on the clock of the first."""
+def _set_clocks(found: list[dict[str, Any]]) -> None:
+    """Move the times of all files to the clock of the first."""
     arrivals = [
         {(s["start_step"], s["fragment"]): s["arrival_s"] for s in each["syncs"]}
         for each in found
     ]
-    out = []
     for each, own in zip(found, arrivals, strict=True):
         gaps = [
             theirs - own[sync]
             for sync, theirs in arrivals[0].items()
             if theirs is not None and own.get(sync) is not None
         ]
-        out.append(_later(each, statistics.median(gaps) if gaps else 0.0))
-    return out
-
-
-def _later(found: dict[str, Any], seconds: float) -> dict[str, Any]:
-    def shift(sync: dict[str, Any]) -> dict[str, Any]:
-        times = {name: sync[name] for name in ("start_s", "arrival_s", "merge_s")}
-        return sync | {n: x + seconds for n, x in times.items() if x is not None}
-
-    return {
-        "marks": [(step, second + seconds) for step, second in found["marks"]],
-        "syncs": [shift(sync) for sync in found["syncs"]],
-    }
-
-
-def _step_times(steps: Sequence[int], rows: Sequence[tuple[float, ...]]) -> list[float]:
-    """Return the seconds of one step: the median over stretches between marks."""
-    lengths = np.diff(steps)
-    seconds = np.diff(np.array(rows), axis=0)
-    return [statistics.median(column / lengths) for column in seconds.T]
+        later_s = statistics.median(gaps) if gaps else 0.0
+        each["marks"] = [(step, second + later_s) for step, second in each["marks"]]
+        for sync in each["syncs"]:
+            for name in ("start_s", "arrival_s", "merge_s"):
+                if sync[name] is not None:
+                    sync[name] += later_s
 
 
 def _syncs(files: list[list[dict]], first_step: int, zero: float) -> list[SyncRecord]:

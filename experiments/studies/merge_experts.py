@@ -32,6 +32,7 @@ from cocodc_jax.files import write_whole
 from cocodc_jax.methods import METHODS
 from cocodc_jax.report import plots
 from cocodc_jax.run import flags
+from cocodc_jax.run.attend import Tracking
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.preparing import prepare
@@ -107,7 +108,7 @@ def main() -> None:
         routing = _routing(config)
         default = f"runs/merge_{config.preset}_{config.data.partition}"
         workdir = pathlib.Path(flags.value("workdir") or default)
-        tracking = flags.tracking()
+        tracking = flags.read(Tracking)
         folders = {METHOD: workdir}
         folders |= {name: workdir / "references" / name for name in references}
         sessions: list[Session] = []
@@ -311,7 +312,7 @@ def _row(log_probs: Any, prefix: int, passes: float) -> Row:
 def define() -> None:
     """Define the program's flags."""
     flags.define(WITHOUT, "Folder of the runs and the results; they resume there.")
-    flags.define_tracking()
+    flags.define_fields(Tracking)
     program.define(
         ("partition", "source", "How regions share the corpus: source or iid."),
         ("top_k", 2, "Experts that a sparse router keeps."),

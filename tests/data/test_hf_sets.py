@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cocodc_jax._extras import MissingExtraError
 from cocodc_jax.data import DataConfig, load
 from cocodc_jax.data.corpora.corpus import open_corpus
 from cocodc_jax.data.corpora.hf_sets import _split
@@ -273,5 +274,5 @@ def test_a_gz_is_unpacked_once_and_named_in_errors(tmp_path):
 def test_without_pyarrow_it_is_named(tmp_path, monkeypatch):
     write(tmp_path / "a.parquet", TEXTS[:9])
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(RecordError, match=r"pip install 'cocodc_jax\[hf\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'cocodc_jax\[hf\]'"):
         open_corpus(config_of(tmp_path / "a.parquet", tmp_path))

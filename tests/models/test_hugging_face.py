@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from cocodc_jax._extras import MissingExtraError
 from cocodc_jax.models import TransformerConfig, apply, hugging_face
 from tests.models import oracle
 from tests.program.mixture import drawn_params
@@ -230,7 +231,7 @@ def test_a_mixture_is_held_against_its_file(tmp_path):
 
 def test_without_the_package_it_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ValueError, match=r"pip install 'cocodc_jax\[hf\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'cocodc_jax\[hf\]'"):
         hugging_face.read(folder, APART)
 
 

@@ -13,14 +13,14 @@ import abc
 import bisect
 import contextlib
 import functools
-import importlib
 import itertools
 import json
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-INSTALL = "pip install 'cocodc_jax[hf]'"
+from cocodc_jax._extras import extra
+
 _CACHED_ROW_GROUPS = 4
 
 
@@ -146,7 +146,9 @@ class Parquet(_Columns):
 
     def __init__(self, path: pathlib.Path, field: str, chunk_bytes: int):
         self.path, self._field = path, field
-        parquet = _pyarrow("parquet", path)
+        with extra("hf"):
+            import pyarrow.parquet as parquet
+
         with _reading(path), parquet.ParquetFile(path) as file:
             _check_column(path, file.schema_arrow, field)
             about = file.metadata
@@ -168,9 +170,12 @@ class Arrow(_Columns):
 
     def __init__(self, path: pathlib.Path, field: str, chunk_bytes: int):
         self.path = path
-        arrow, ipc = _pyarrow("", path), _pyarrow("ipc", path)
+        with extra("hf"):
+            import pyarrow.ipc as ipc
+            from pyarrow import memory_map
+
         with _reading(path):
-            mapped = arrow.memory_map(str(path))
+            mapped = memory_map(str(path))
             is_file = mapped.read(6) == b"ARROW1"
             mapped.seek(0)
             table = (ipc.open_file if is_file else ipc.open_stream)(mapped).read_all()
@@ -194,7 +199,9 @@ def _clean(text: str | None) -> str | None:
 @functools.lru_cache(_CACHED_ROW_GROUPS)
 def _row_group(path: pathlib.Path, group: int, field: str) -> Any:
     """Return a column of a row group, as text in Arrow's own layout."""
-    with _pyarrow("parquet", path).ParquetFile(path) as file:
+    import pyarrow.parquet as parquet
+
+    with parquet.ParquetFile(path) as file:
         return file.read_row_group(group, columns=[field]).column(0)
 
 
@@ -220,10 +227,3 @@ def _reading(path: pathlib.Path) -> Iterator[None]:
         raise
     except (ValueError, OSError) as error:  # Arrow's own are of these kinds.
         raise RecordError(f"{path} cannot be read: {error}") from error
-
-
-def _pyarrow(module: str, path: pathlib.Path) -> Any:
-    try:
-        return importlib.import_module(f"pyarrow.{module}" if module else "pyarrow")
-    except ImportError as error:
-        raise RecordError(f"{path} needs the package pyarrow; {INSTALL}") from error
