@@ -68,15 +68,12 @@ class TokenizedDocuments:
                 ids = self._tokenizer.encode(text)
                 parts.append(np.append(ids, self._tokenizer.eos_id).astype(self.dtype))
             tokens = np.concatenate(parts)
-            self._keep(index, tokens)
+            with self._lock:  # two regions' worker threads may read the same document
+                room = _CACHED_TOKENS - self._num_cached_tokens
+                if index not in self._cache and len(tokens) <= room:
+                    self._cache[index] = tokens
+                    self._num_cached_tokens += len(tokens)
         return tokens
-
-    def _keep(self, index: int, tokens: np.ndarray) -> None:
-        with self._lock:  # two regions' worker threads may read the same document
-            room = _CACHED_TOKENS - self._num_cached_tokens
-            if index not in self._cache and len(tokens) <= room:
-                self._cache[index] = tokens
-                self._num_cached_tokens += len(tokens)
 
     def first(self, indices: Iterable[int], num_tokens: int) -> list[np.ndarray]:
         """Return documents until they have so many tokens, or all."""
@@ -172,7 +169,8 @@ def region_batches(
     # Grain adds the epoch to a seed; hashing keeps neighbouring seeds and regions
     # from running into one another's epochs.
     order_seed, sequence_seed = np.random.SeedSequence(seed_words).generate_state(2)
-    size = _even_size(len(indices), window_documents)
+    # Documents per window such that the windows of an epoch are about equal.
+    size = -(-len(indices) // max(1, round(len(indices) / window_documents)))
     most_empty = max(-(-len(indices) // size), _LEAST_EMPTY)
     empty: list[int] = []  # Windows since the last sequence, by any thread.
 
@@ -206,9 +204,3 @@ def region_batches(
     return grain.experimental.RebatchIterDataset(
         windows.to_iter_dataset(threads), config.batch_per_region
     )
-
-
-def _even_size(num_documents: int, window_documents: float) -> int:
-    """Choose documents per window such that the windows of an epoch are about equal."""
-    num_windows = max(1, round(num_documents / window_documents))
-    return -(-num_documents // num_windows)

@@ -63,7 +63,12 @@ class TextData:
             )
         self.config, self.tokenizer = config, tokenizer
         self.num_regions, self.regions = num_regions, tuple(regions)
-        self.fingerprint = _fingerprint(config, corpus, tokenizer, num_regions)
+        self.fingerprint = (
+            f"{corpus.fingerprint}, {tokenizer.fingerprint}, length "
+            f"{config.sequence_length}, batch {config.batch_per_region}, window "
+            f"{config.shuffle_window_bytes}, seed {config.seed}, {config.partition} "
+            f"{num_regions}"
+        )
         self.num_train_documents = len(corpus.train)
         self.num_train_bytes = corpus.train.num_bytes
         self._train = TokenizedDocuments(corpus.train, tokenizer)
@@ -78,10 +83,20 @@ class TextData:
 
     def train_stream(self) -> TrainStream:
         """Start an endless stream of int32 `[len(regions), B, L + 1]` batches."""
-        return TrainStream(
-            {region: iter(self._region_batches(region)) for region in self.regions},
-            self.fingerprint,
-        )
+        mean_bytes = self.num_train_bytes / self.num_train_documents
+        iterators = {
+            region: iter(
+                region_batches(
+                    self._train,
+                    self._documents[region],
+                    self.config,
+                    window_documents=self.config.shuffle_window_bytes / mean_bytes,
+                    seed_words=(self.config.seed, region, self.num_regions),
+                )
+            )
+            for region in self.regions
+        }
+        return TrainStream(iterators, self.fingerprint)
 
     def eval_tokens(self, num_batches: int) -> np.ndarray:
         """Return validation sequences, the same for every seed, region and method.
@@ -103,16 +118,6 @@ class TextData:
             )
         chosen = np.random.default_rng(_EVAL_SEED).permutation(sequences)[:needed]
         return chosen.reshape(num_batches, batch, length).astype(np.int32)
-
-    def _region_batches(self, region: int):
-        mean_bytes = self.num_train_bytes / self.num_train_documents
-        return region_batches(
-            self._train,
-            self._documents[region],
-            self.config,
-            window_documents=self.config.shuffle_window_bytes / mean_bytes,
-            seed_words=(self.config.seed, region, self.num_regions),
-        )
 
     def _check_size(self) -> None:
         batch, length = self.config.batch_per_region, self.config.sequence_length + 1
@@ -142,7 +147,7 @@ def load(
     corpus = open_corpus(config)
     tokenizer = load_tokenizer(
         config.tokenizer,
-        _first_texts(corpus.train, _BPE_TRAINING_CHARS),
+        _first_texts(corpus.train),
         corpus.fingerprint,
         cache_dir(config.data_dir) / "tokenizers",
     )
@@ -193,20 +198,9 @@ def deal_sources(sizes: Mapping[str, int], num_regions: int) -> list[list[str]]:
     return dealt
 
 
-def _first_texts(documents: Documents, num_chars: int) -> Iterator[str]:
+def _first_texts(documents: Documents) -> Iterator[str]:
     sizes = itertools.accumulate(map(len, documents), initial=0)
     for text, size_before in zip(documents, sizes, strict=False):
-        if size_before >= num_chars:
+        if size_before >= _BPE_TRAINING_CHARS:
             return
         yield text
-
-
-def _fingerprint(
-    config: DataConfig, corpus: Corpus, tokenizer: Tokenizer, num_regions: int
-) -> str:
-    return (
-        f"{corpus.fingerprint}, {tokenizer.fingerprint}, length "
-        f"{config.sequence_length}, batch {config.batch_per_region}, window "
-        f"{config.shuffle_window_bytes}, seed {config.seed}, {config.partition} "
-        f"{num_regions}"
-    )

@@ -11,7 +11,6 @@ are never produced.
 from __future__ import annotations
 
 import abc
-import dataclasses
 import hashlib
 import json
 import os
@@ -105,61 +104,46 @@ class ByteTokenizer(Tokenizer):
         return _files_of(tokenizer, EOS_TOKEN)
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenizerFolder:
-    """A tokenizer's folder as Hugging Face keeps it.
+def _read_folder(path: pathlib.Path) -> dict[str, bytes]:
+    """Return the content of the files that Hugging Face keeps a tokenizer in, by name.
 
     `tokenizer.json` is the tokenizer, `tokenizer_config.json` tells which tokens are
-    special, and where a model is in the folder too, `config.json` tells how many rows
-    its embedding has.
+    special.
     """
+    if not (path / JSON).is_file():
+        pieces = sorted(path.glob("*.model"))
+        instead = f"; use sentencepiece:{pieces[0]}" if pieces else ""
+        raise ValueError(f"the folder has no {JSON}{instead}")
+    names = (JSON, CONFIG, *_BESIDE)
+    return {n: (path / n).read_bytes() for n in names if (path / n).is_file()}
 
-    path: pathlib.Path
-    files: dict[str, bytes]  # Their content, by name.
 
-    @classmethod
-    def read(cls, path: pathlib.Path) -> TokenizerFolder:
-        """Read the files that are there."""
-        if not (path / JSON).is_file():
-            pieces = sorted(path.glob("*.model"))
-            instead = f"; use sentencepiece:{pieces[0]}" if pieces else ""
-            raise ValueError(f"the folder has no {JSON}{instead}")
-        names = (JSON, CONFIG, *_BESIDE)
-        found = {n: (path / n).read_bytes() for n in names if (path / n).is_file()}
-        return cls(path, found)
+def _check_folder(path: pathlib.Path, said: dict[str, Any], tokenizer: Any) -> None:
+    """Check that a folder's files agree with one another.
 
-    @property
-    def eos_token(self) -> str | None:
-        """The token that ends a text, None if the files do not say."""
-        return _content(self._config.get("eos_token"))
-
-    def check(self, tokenizer: Any) -> None:
-        """Check that the files agree with one another."""
-        said = self._config
-        for name in _CHECKED:
-            token = _content(said.get(name))
-            if token is not None and tokenizer.token_to_id(token) is None:
-                raise ValueError(
-                    f"{name} is {token!r} in {CONFIG}, and {JSON} has no such token"
-                )
-        for there, entry in said.get("added_tokens_decoder", {}).items():
-            here = tokenizer.token_to_id(_content(entry))
-            if here != int(there):
-                raise ValueError(
-                    f"{_content(entry)!r} has the id {there} in {CONFIG} and {here} in "
-                    f"{JSON}"
-                )
-        model = self.path / "config.json"
-        rows = json.loads(model.read_bytes()).get("vocab_size") if model.exists() else 0
-        if rows and rows < (needed := _num_ids(tokenizer)):
+    Where a model is in the folder too, `config.json` tells how many rows its embedding
+    has.
+    """
+    for name in _CHECKED:
+        token = _content(said.get(name))
+        if token is not None and tokenizer.token_to_id(token) is None:
             raise ValueError(
-                f"{JSON} has ids up to {needed - 1}, and vocab_size is {rows} in the "
-                "model's config.json beside it"
+                f"{name} is {token!r} in {CONFIG}, and {JSON} has no such token"
             )
-
-    @property
-    def _config(self) -> dict[str, Any]:
-        return json.loads(self.files.get(CONFIG, b"{}"))
+    for there, entry in said.get("added_tokens_decoder", {}).items():
+        here = tokenizer.token_to_id(_content(entry))
+        if here != int(there):
+            raise ValueError(
+                f"{_content(entry)!r} has the id {there} in {CONFIG} and {here} in "
+                f"{JSON}"
+            )
+    model = path / "config.json"
+    rows = json.loads(model.read_bytes()).get("vocab_size") if model.exists() else 0
+    if rows and rows < (needed := _num_ids(tokenizer)):
+        raise ValueError(
+            f"{JSON} has ids up to {needed - 1}, and vocab_size is {rows} in the "
+            "model's config.json beside it"
+        )
 
 
 def _content(token: Any) -> Any:
@@ -196,12 +180,14 @@ def _files_of(tokenizer: Any, eos_token: str) -> dict[str, bytes]:
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer`, from a `tokenizer.json` or trained by `train_bpe`."""
 
-    def __init__(self, tokenizer: Any, folder: TokenizerFolder | None = None):
+    def __init__(self, tokenizer: Any, folder: pathlib.Path | None = None):
+        files = {} if folder is None else _read_folder(folder)
+        config = json.loads(files.get(CONFIG, b"{}"))
         if folder is not None:
-            folder.check(tokenizer)
-        said = folder and folder.eos_token
+            _check_folder(folder, config, tokenizer)
+        said = _content(config.get("eos_token"))
         self._eos_token = said or _find_eos_token(tokenizer)
-        self._tokenizer, self._folder = tokenizer, folder
+        self._tokenizer, self._files = tokenizer, files if said else None
         # A document that spells out a special token is text like any other.
         tokenizer.encode_special_tokens = True
         # A file keeps what its tokenizer was called or trained with, by which documents
@@ -226,9 +212,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def files(self) -> dict[str, bytes]:
         """Return the folder's files, or what stands for them."""
-        if self._folder is not None and self._folder.eos_token:
-            return self._folder.files
-        return _files_of(self._tokenizer, self._eos_token)
+        return self._files or _files_of(self._tokenizer, self._eos_token)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -281,10 +265,13 @@ def load_tokenizer(
     try:
         if kind == "sentencepiece":
             return SentencePieceTokenizer(place.read_bytes())
+        with extra("data"):
+            import tokenizers as hf
+
         if kind == "hf" and place.is_dir():
-            files = TokenizerFolder.read(place)
-            return _load_huggingface(files.files[JSON], files)
-        return _load_huggingface(place.read_bytes())
+            whole = hf.Tokenizer.from_buffer(_read_folder(place)[JSON])
+            return HuggingFaceTokenizer(whole, place)
+        return HuggingFaceTokenizer(hf.Tokenizer.from_buffer(place.read_bytes()))
     # The two libraries raise bare Exception and RuntimeError for a malformed file.
     except Exception as error:
         why = f"{error}; remove {path} to train again" if kind == "bpe" else error
@@ -319,15 +306,6 @@ def _cached_bpe(
         # Another process sees no file or a whole one, and other users may read it.
         write_whole(path, train_bpe(texts, vocab_size)._tokenizer.to_str())
     return str(path)
-
-
-def _load_huggingface(
-    content: bytes, folder: TokenizerFolder | None = None
-) -> HuggingFaceTokenizer:
-    with extra("data"):
-        import tokenizers as hf
-
-    return HuggingFaceTokenizer(hf.Tokenizer.from_buffer(content), folder)
 
 
 def round_up(num_tokens: int) -> int:

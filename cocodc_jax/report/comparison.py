@@ -47,7 +47,12 @@ def compare(
     rows = {name: _row(group) for name, group in groups.items()}
     losses = {name: row["eval_loss"]["mean"] for name, row in rows.items()}
     target = losses[target_method] if target_method else max(losses.values())
-    whose, budget = _equal_bytes(rows, target_method)
+    sent = {name: row["evaluated_bytes"][1] for name, row in rows.items()}
+    sent = {name: size for name, size in sent.items() if size > 0}
+    whose = target_method
+    if whose not in sent:
+        whose = min(sent, key=sent.__getitem__, default=None)
+    budget = None if whose is None else sent[whose]
     first = next(iter(rows.values()))
     for name, group in groups.items():
         row = rows[name]
@@ -59,9 +64,9 @@ def compare(
         row["loss_at_equal_bytes"] = budget and spread(
             [loss_at_bytes(run, budget) for run in group]
         )
-        sent = "bytes_sent_per_region"
+        key = "bytes_sent_per_region"
         row["ratios"] = {
-            "bytes": _ratio(row[sent]["mean"], first[sent]["mean"]),
+            "bytes": _ratio(row[key]["mean"], first[key]["mean"]),
             "steps_to_target": _ratio(row["steps_to_target"], first["steps_to_target"]),
         }
     return {
@@ -72,19 +77,6 @@ def compare(
         "methods": rows,
         "diverged": dict(diverged or {}),
     }
-
-
-def _equal_bytes(
-    rows: Mapping[str, Mapping[str, Any]], target_method: str | None
-) -> tuple[str | None, float | None]:
-    """Return whose bytes all methods are compared at, and how many they are."""
-    sent = {name: row["evaluated_bytes"][1] for name, row in rows.items()}
-    sent = {name: size for name, size in sent.items() if size > 0}
-    if not sent:
-        return None, None
-    if target_method not in sent:
-        target_method = min(sent, key=sent.__getitem__)
-    return target_method, sent[target_method]
 
 
 def spread(values: Sequence[float | None]) -> dict[str, float] | None:

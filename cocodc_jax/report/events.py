@@ -8,7 +8,7 @@ import json
 import os
 import pathlib
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from cocodc_jax._extras import extra
@@ -108,30 +108,21 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     >>> scalars({"kind": "train", "step": 3, "loss_regions": [2.0, 1.5]})
     {'train/loss_regions/region_0': 2.0, 'train/loss_regions/region_1': 1.5}
     """
-    return dict(_scalars(record))
-
-
-def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     suffix = f"/fragment_{record['fragment']}" if "fragment" in record else ""
-    for field, value in record.items():
-        if field in ("kind", "step", "fragment") or value is None:
-            continue
-        name = f"{record['kind']}/{field}{suffix}"
+    found: dict[str, float] = {}
+
+    def add(name: str, value: Any, *axes: str) -> None:
         if isinstance(value, list):
             for i, one in enumerate(value):
-                yield from _of_region(f"{name}/region_{i}", one)
-        else:
-            yield name, value
+                add(f"{name}/{axes[0]}_{i}", one, *axes[1:])
+        elif value is not None:
+            found[name] = value
 
-
-def _of_region(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Return a region's number, or its numbers by layer and expert."""
-    if isinstance(value, list):
-        for layer, loads in enumerate(value):
-            for expert, load in enumerate(loads):
-                yield f"{name}/layer_{layer}/expert_{expert}", load
-    elif value is not None:
-        yield name, value
+    for field, value in record.items():
+        if field not in ("kind", "step", "fragment"):
+            name = f"{record['kind']}/{field}{suffix}"
+            add(name, value, "region", "layer", "expert")
+    return found
 
 
 def _run_id(path: pathlib.Path) -> str:

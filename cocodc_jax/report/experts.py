@@ -24,7 +24,18 @@ CAPTION = (
 def figures(runs: Sequence[Run]) -> dict[str, tuple[Figure, str]]:
     """Return the plot of routing and its caption by name; none for dense models."""
     groups = by_method(run for run in runs if run.of_kind("experts"))
-    return {"experts": (_figure(groups), CAPTION)} if groups else {}
+    if not groups:
+        return {}
+    found = {name: loads(group[0]) for name, group in groups.items()}
+    maps = {name: load for name, load in found.items() if load is not None}
+    heights = [2.6, *(0.5 + 0.2 * len(load) for load in maps.values())]
+    figure = new_figure(sum(heights))
+    parts = figure.subfigures(len(heights), height_ratios=heights, squeeze=False)
+    _draw_lines(parts[0, 0], groups)
+    highest = max((load.max() for load in maps.values()), default=1)
+    for part, (name, load_RNE) in zip(parts[1:, 0], maps.items(), strict=True):
+        _draw_map(part, name, load_RNE, highest)
+    return {"experts": (figure, CAPTION)}
 
 
 def loads(run: Run) -> np.ndarray | None:
@@ -38,19 +49,6 @@ def loads(run: Run) -> np.ndarray | None:
     last = records[-max(1, len(records) // 4) :]
     load_RNE = np.mean([r["load_regions"] for r in last], axis=0)
     return load_RNE / load_RNE.mean(axis=2, keepdims=True)
-
-
-def _figure(groups: Mapping[str, Sequence[Run]]) -> Figure:
-    found = {name: loads(group[0]) for name, group in groups.items()}
-    maps = {name: load for name, load in found.items() if load is not None}
-    heights = [2.6, *(0.5 + 0.2 * len(load) for load in maps.values())]
-    figure = new_figure(sum(heights))
-    parts = figure.subfigures(len(heights), height_ratios=heights, squeeze=False)
-    _draw_lines(parts[0, 0], groups)
-    highest = max((load.max() for load in maps.values()), default=1)
-    for part, (name, load_RNE) in zip(parts[1:, 0], maps.items(), strict=True):
-        _draw_map(part, name, load_RNE, highest)
-    return figure
 
 
 def _draw_lines(part: Any, groups: Mapping[str, Sequence[Run]]) -> None:

@@ -57,10 +57,27 @@ def _label(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
         size = label.get_window_extent(renderer)
         label.remove()
         boxes = ((place, _box(at, place, size, scale)) for place in _places())
-        free = (place for place, box in boxes if _is_free(box, taken, inside))
+        free = (
+            place
+            for place, box in boxes
+            if np.all(box.min >= inside.min)
+            and np.all(box.max <= inside.max)
+            and not any(box.overlaps(other) for other in taken)
+        )
         place = next(free, (7.0, 0.0))  # Over others, rather than not at all.
         taken.append(_box(at, place, size, scale))
-        _write(axes, name, point, place)
+        is_right = place[0] >= 0
+        line = LEADER | {"relpos": (0.0 if is_right else 1.0, 0.5), "shrinkA": 0}
+        axes.annotate(
+            name,
+            xy=point,
+            xytext=place,
+            textcoords="offset points",
+            ha="left" if is_right else "right",
+            va="center",
+            fontsize=_FONT_SIZE,
+            arrowprops=line if np.hypot(*place) > 12 else None,
+        )
 
 
 def _box(at: np.ndarray, place: tuple[float, float], size: Bbox, scale: float) -> Bbox:
@@ -70,34 +87,12 @@ def _box(at: np.ndarray, place: tuple[float, float], size: Bbox, scale: float) -
     return Bbox.from_bounds(left, y - size.height / 2, size.width, size.height)
 
 
-def _is_free(box: Bbox, taken: list[Bbox], inside: Bbox) -> bool:
-    is_inside = np.all(box.min >= inside.min) and np.all(box.max <= inside.max)
-    return bool(is_inside) and not any(box.overlaps(other) for other in taken)
-
-
 def _places() -> Iterator[tuple[float, float]]:
     """Yield offsets of a name from its point, in points of type, the nearest first."""
     yield from ((7, 0), (-7, 0))
     for radius in range(9, 150, 3):
         for angle in np.linspace(0, 2 * np.pi, 24, endpoint=False):
             yield radius * np.cos(angle), radius * np.sin(angle)
-
-
-def _write(
-    axes: Axes, name: str, point: tuple[float, float], place: tuple[float, float]
-) -> None:
-    is_right = place[0] >= 0
-    line = LEADER | {"relpos": (0.0 if is_right else 1.0, 0.5), "shrinkA": 0}
-    axes.annotate(
-        name,
-        xy=point,
-        xytext=place,
-        textcoords="offset points",
-        ha="left" if is_right else "right",
-        va="center",
-        fontsize=_FONT_SIZE,
-        arrowprops=line if np.hypot(*place) > 12 else None,
-    )
 
 
 def frontier(points: Sequence[Point], published: Sequence[Point] = ()) -> Figure:
@@ -128,7 +123,14 @@ def frontier(points: Sequence[Point], published: Sequence[Point] = ()) -> Figure
     axes.set_xlabel("bytes that a region sends a step (log scale)")
     axes.set_ylabel("evaluation loss after all steps (nats per token)")
     _name(axes, edge, families)
-    _add_legend(figure, axes, families, bool(published))
+    for index, family in enumerate(families):
+        marker, color = MARKERS[index % len(MARKERS)], COLORS[index % len(COLORS)]
+        axes.plot([], [], marker, color=color, label=family)
+    axes.plot([], [], "o", color=_GREY, label="never worth it")
+    if published:
+        label = "published hyperparameters"
+        axes.plot([], [], "o", color=_FAINT, markerfacecolor="white", label=label)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize="small")
     return figure
 
 
@@ -180,16 +182,3 @@ def _name(axes: Axes, edge: Sequence[Point], families: Sequence[str]) -> None:
             fontsize="small",
             annotation_clip=False,
         )
-
-
-def _add_legend(
-    figure: Figure, axes: Axes, families: Sequence[str], has_published: bool
-) -> None:
-    for index, family in enumerate(families):
-        marker, color = MARKERS[index % len(MARKERS)], COLORS[index % len(COLORS)]
-        axes.plot([], [], marker, color=color, label=family)
-    axes.plot([], [], "o", color=_GREY, label="never worth it")
-    if has_published:
-        label = "published hyperparameters"
-        axes.plot([], [], "o", color=_FAINT, markerfacecolor="white", label=label)
-    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize="small")

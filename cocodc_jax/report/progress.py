@@ -42,7 +42,15 @@ class RunProgress:
         self._num_steps, self._start_step, self._label = num_steps, start_step, label
         self._console, self._clock = console or Console(), clock
         self._begin_s, self._last_line_s = clock(), float("-inf")
-        self._bar = _bar(self._console) if self._console.is_terminal else None
+        self._bar = None
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=20),
+                TextColumn("{task.completed}/{task.total}"),
+                TextColumn("{task.fields[status]}", markup=False),
+                console=self._console,
+            )
 
     def __enter__(self) -> "RunProgress":
         self._begin_s = self._clock()
@@ -92,13 +100,3 @@ class RunProgress:
             return "?"
         step_s = (self._clock() - self._begin_s) / done_steps
         return format_duration(step_s * (self._num_steps - step))
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        TextColumn("{task.completed}/{task.total}"),
-        TextColumn("{task.fields[status]}", markup=False),
-        console=console,
-    )

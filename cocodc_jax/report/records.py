@@ -56,7 +56,10 @@ class MetricsWriter:
             kept = _parse(metrics, _bytes_before(metrics, resume_offset))
         self._file = _open_at(metrics, resume_offset or 0)
         is_new = resume_offset is None
-        self._timing = _open_at(timing, 0 if is_new else _complete_bytes(timing))
+        # Without a last line that a kill cut off.
+        has_lines = timing.exists() and not is_new
+        timing_bytes = timing.read_bytes().rfind(b"\n") + 1 if has_lines else 0
+        self._timing = _open_at(timing, timing_bytes)
         first_step = kept[-1]["step"] + 1 if kept else None
         self._mirrors = [open_mirror(directory, first_step) for open_mirror in mirrors]
 
@@ -184,8 +187,3 @@ def _bytes_before(path: pathlib.Path, offset: int) -> bytes:
             "in another workdir"
         )
     return kept
-
-
-def _complete_bytes(path: pathlib.Path) -> int:
-    """Measure a file without a last line that a kill cut off."""
-    return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0

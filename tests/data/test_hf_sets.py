@@ -18,7 +18,12 @@ from cocodc_jax._extras import MissingExtraError
 from cocodc_jax.data import DataConfig, load
 from cocodc_jax.data.corpora.corpus import open_corpus
 from cocodc_jax.data.corpora.hf_sets import _split
-from cocodc_jax.data.corpora.row_files import Arrow, JsonLines, Parquet, RecordError
+from cocodc_jax.data.corpora.row_files import (
+    JsonLines,
+    RecordError,
+    open_arrow,
+    open_parquet,
+)
 
 RNG = np.random.default_rng(0)
 TEXTS = [
@@ -75,10 +80,10 @@ def test_chunks_of_json_lines_are_every_line_once(tmp_path_factory, lines, size)
     assert sum(found, []) == [line for line in lines if line.strip()]
 
 
-@pytest.mark.parametrize("kind", [Parquet, Arrow])
+@pytest.mark.parametrize("kind", [open_parquet, open_arrow])
 @pytest.mark.parametrize("size", [1, 700, 10**6])
 def test_chunks_of_columns_are_every_row_once(tmp_path, kind, size):
-    path = tmp_path / f"a.{kind.__name__.lower()}"
+    path = tmp_path / f"a.{kind.__name__.removeprefix('open_')}"
     texts = [None if i % 9 == 4 else text for i, text in enumerate(TEXTS[:130])]
     write(path, texts)
     file = kind(path, "text", size)
@@ -94,7 +99,7 @@ def test_an_arrow_file_that_is_no_stream(tmp_path):
     table = pa.table({"text": TEXTS[:5]})
     with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
         file.write_table(table)
-    assert Arrow(tmp_path / "a.arrow", "text", 10**6).texts(0) == TEXTS[:5]
+    assert open_arrow(tmp_path / "a.arrow", "text", 10**6).texts(0) == TEXTS[:5]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json.gz", "parquet", "arrow"])

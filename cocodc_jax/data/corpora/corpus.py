@@ -63,8 +63,13 @@ def open_corpus(config: DataConfig) -> Corpus:
     if kind == "text":
         made, undecodable = TextFiles, config.undecodable
         found = list_text_files(_at_hand(rest.split(","), config), undecodable)
-        if undecodable == "skip":
-            _tell_of_skipped(unreadable(found), len(found))
+        if undecodable == "skip" and (skipped := unreadable(found)):
+            more = f" and {len(skipped) - 3} more" if len(skipped) > 3 else ""
+            print(
+                f"warning: undecodable=skip leaves out {len(skipped)} of {len(found)} "
+                f"files of the text: {', '.join(map(str, skipped[:3]))}{more}",
+                file=sys.stderr,
+            )
     else:
         # Some of its own tests are in other encodings on purpose.
         made, undecodable, found = StdlibSource, "skip", list_stdlib_files()
@@ -86,16 +91,6 @@ def _at_hand(names: Sequence[str], config: DataConfig) -> list[str]:
         return [str(fetched(x, cache)) if is_in_bucket(x) else x for x in names]
     except (ValueError, OSError) as error:
         raise ValueError(f"dataset={config.dataset!r}: {error}") from error
-
-
-def _tell_of_skipped(skipped: Sequence[pathlib.Path], num_files: int) -> None:
-    if skipped:
-        more = f" and {len(skipped) - 3} more" if len(skipped) > 3 else ""
-        print(
-            f"warning: undecodable=skip leaves out {len(skipped)} of {num_files} files "
-            f"of the text: {', '.join(map(str, skipped[:3]))}{more}",
-            file=sys.stderr,
-        )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -130,7 +125,11 @@ class TextCorpus(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         threshold = _split_threshold([content for *_, content in named], self._config)
         metadata = self.info.metadata
         assert metadata is not None  # set in _info
-        metadata["content"] = _corpus_digest(named, threshold)
+        # A key decides where its document is stored.
+        digest = hashlib.sha256(repr(threshold).encode())
+        for entry in sorted(named):
+            digest.update(repr(entry).encode())
+        metadata["content"] = digest.hexdigest()[:16]
         return {
             "train": self._generate_examples(threshold, is_validation=False),
             "validation": self._generate_examples(threshold, is_validation=True),
@@ -166,26 +165,12 @@ def _split_threshold(hashes: Sequence[float], config: CorpusConfig) -> float:
     distinct = np.unique(np.array(hashes, np.float64))
     if len(distinct) < 2:
         held = "one document" if len(distinct) else "no readable UTF-8 text"
+        where = os.path.commonpath([file.path for file in config.files])
         raise ValueError(
-            f"{_common_folder(config.files)} holds {held}; at least two different "
-            "documents are needed, one to train on and one to validate on"
+            f"{where} holds {held}; at least two different documents are needed, one "
+            "to train on and one to validate on"
         )
     return float(np.clip(config.validation_fraction, distinct[0], distinct[-2]))
-
-
-def _corpus_digest(named: list[tuple[str, str, float]], threshold: float) -> str:
-    """Digest keys, sources and texts: a key decides where its document is stored."""
-    digest = hashlib.sha256(repr(threshold).encode())
-    for entry in sorted(named):
-        digest.update(repr(entry).encode())
-    return digest.hexdigest()[:16]
-
-
-def _common_folder(files: Sequence[CorpusFile]) -> pathlib.Path:
-    if len(files) == 1:
-        return files[0].path
-    shared = set.intersection(*(set(file.path.parents) for file in files))
-    return max(shared, key=lambda path: len(path.parts))
 
 
 def _prepare(

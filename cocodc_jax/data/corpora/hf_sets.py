@@ -182,12 +182,11 @@ def _open(
     path: pathlib.Path, shown: pathlib.Path, config: DataConfig, size: int
 ) -> RowFile:
     if path.suffix == ".parquet":
-        return row_files.Parquet(
-            path, config.text_field, min(size, _MOST_BYTES_OF_PARQUET)
-        )
+        most = min(size, _MOST_BYTES_OF_PARQUET)
+        return row_files.open_parquet(path, config.text_field, most)
     size = min(size, _MOST_BYTES)
     if path.suffix == ".arrow":
-        return row_files.Arrow(path, config.text_field, size)
+        return row_files.open_arrow(path, config.text_field, size)
     return row_files.JsonLines(path, config.text_field, size, config.undecodable, shown)
 
 

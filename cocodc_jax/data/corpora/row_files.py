@@ -16,7 +16,7 @@ import functools
 import itertools
 import json
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from cocodc_jax._extras import extra
@@ -113,22 +113,25 @@ class JsonLines(RowFile):
         return f"{self._shown}, line {number}"
 
 
-class _Columns(RowFile):
+class Columns(RowFile):
     """Groups of rows, each a column of text, cut into chunks of about a size."""
 
-    def _cut(self, rows: Sequence[int], sizes: Sequence[int], chunk_bytes: int) -> None:
-        """Cut groups of so many rows and bytes."""
-        parts = [
+    def __init__(
+        self,
+        path: pathlib.Path,
+        rows: Sequence[int],
+        sizes: Sequence[int],
+        chunk_bytes: int,
+        column: Callable[[int], Any],
+    ):
+        """Cut groups of so many rows and bytes, each of whose text `column` returns."""
+        self.path, self._rows, self._column = path, rows, column
+        self._parts = [
             max(1, min(n, -(-size // chunk_bytes)))
             for n, size in zip(rows, sizes, strict=True)
         ]
-        self._rows, self._parts = rows, parts
-        self._ends = list(itertools.accumulate(parts))
-        self.num_bytes, self.num_chunks = sum(sizes), sum(parts)
-
-    @abc.abstractmethod
-    def _column(self, group: int) -> Any:
-        """Return the text of a group, as Arrow has it."""
+        self._ends = list(itertools.accumulate(self._parts))
+        self.num_bytes, self.num_chunks = sum(sizes), sum(self._parts)
 
     def texts(self, chunk: int) -> list[str]:
         """Return the texts of a chunk's rows."""
@@ -141,51 +144,41 @@ class _Columns(RowFile):
         return [text for text in map(_clean, found) if text is not None]
 
 
-class Parquet(_Columns):
-    """A Parquet file."""
+def open_parquet(path: pathlib.Path, field: str, chunk_bytes: int) -> Columns:
+    """Open a Parquet file."""
+    with extra("hf"):
+        import pyarrow.parquet as parquet
 
-    def __init__(self, path: pathlib.Path, field: str, chunk_bytes: int):
-        self.path, self._field = path, field
-        with extra("hf"):
-            import pyarrow.parquet as parquet
-
-        with _reading(path), parquet.ParquetFile(path) as file:
-            _check_column(path, file.schema_arrow, field)
-            about = file.metadata
-            groups = [about.row_group(g) for g in range(about.num_row_groups)]
-        sizes = [
-            group.column(i).total_uncompressed_size
-            for group in groups
-            for i in range(group.num_columns)
-            if group.column(i).path_in_schema == field
-        ]
-        self._cut([g.num_rows for g in groups], sizes, chunk_bytes)
-
-    def _column(self, group: int) -> Any:
-        return _row_group(self.path, group, self._field)
+    with _reading(path), parquet.ParquetFile(path) as file:
+        _check_column(path, file.schema_arrow, field)
+        about = file.metadata
+        groups = [about.row_group(g) for g in range(about.num_row_groups)]
+    sizes = [
+        group.column(i).total_uncompressed_size
+        for group in groups
+        for i in range(group.num_columns)
+        if group.column(i).path_in_schema == field
+    ]
+    rows = [group.num_rows for group in groups]
+    column = functools.partial(_row_group, path, field)
+    return Columns(path, rows, sizes, chunk_bytes, column)
 
 
-class Arrow(_Columns):
-    """An Arrow stream, as `datasets` saves it, or an Arrow file."""
+def open_arrow(path: pathlib.Path, field: str, chunk_bytes: int) -> Columns:
+    """Open an Arrow stream, as `datasets` saves it, or an Arrow file."""
+    with extra("hf"):
+        import pyarrow.ipc as ipc
+        from pyarrow import memory_map
 
-    def __init__(self, path: pathlib.Path, field: str, chunk_bytes: int):
-        self.path = path
-        with extra("hf"):
-            import pyarrow.ipc as ipc
-            from pyarrow import memory_map
-
-        with _reading(path):
-            mapped = memory_map(str(path))
-            is_file = mapped.read(6) == b"ARROW1"
-            mapped.seek(0)
-            table = (ipc.open_file if is_file else ipc.open_stream)(mapped).read_all()
-        _check_column(path, table.schema, field)
-        self._batches = table.column(field).chunks
-        sizes = [batch.nbytes for batch in self._batches]
-        self._cut([len(batch) for batch in self._batches], sizes, chunk_bytes)
-
-    def _column(self, group: int) -> Any:
-        return self._batches[group]
+    with _reading(path):
+        mapped = memory_map(str(path))
+        is_file = mapped.read(6) == b"ARROW1"
+        mapped.seek(0)
+        table = (ipc.open_file if is_file else ipc.open_stream)(mapped).read_all()
+    _check_column(path, table.schema, field)
+    batches = table.column(field).chunks
+    rows, sizes = map(len, batches), [batch.nbytes for batch in batches]
+    return Columns(path, list(rows), sizes, chunk_bytes, batches.__getitem__)
 
 
 def _clean(text: str | None) -> str | None:
@@ -197,7 +190,7 @@ def _clean(text: str | None) -> str | None:
 
 
 @functools.lru_cache(_CACHED_ROW_GROUPS)
-def _row_group(path: pathlib.Path, group: int, field: str) -> Any:
+def _row_group(path: pathlib.Path, field: str, group: int) -> Any:
     """Return a column of a row group, as text in Arrow's own layout."""
     import pyarrow.parquet as parquet
 
