@@ -100,7 +100,12 @@ def _multiplied(x_TD, ids_TK, weights, dispatch: str) -> jax.Array:
             .set(jnp.arange(flat_N.size) // per_token, unique_indices=True)
         )
         rows_ND = x_TD.at[from_N].get(mode="fill", fill_value=0)
-        multiply = functools.partial(_times_owner, owner_B=owner_B)
+
+        def multiply(rows_ND, w_EDF):
+            blocks_BSD = rows_ND.reshape(owner_B.size, -1, rows_ND.shape[1])
+            out_BSF = jnp.einsum("bsd,bdf->bsf", blocks_BSD, w_EDF[owner_B])
+            return out_BSF.reshape(rows_ND.shape[0], -1)
+
     hidden_NF = jax.nn.silu(multiply(rows_ND, gate_EDF)) * multiply(rows_ND, up_EDF)
     return multiply(hidden_NF, down_EFD)[place_N].reshape(-1, per_token, width)
 
@@ -248,9 +253,3 @@ def _blocks(flat_N, order_N, sizes_E, size: int) -> tuple[jax.Array, jax.Array]:
         jnp.arange(num_experts), blocks_E, total_repeat_length=num_blocks
     )
     return place_N, owner_B
-
-
-def _times_owner(rows_ND: jax.Array, w_EDF: jax.Array, owner_B: jax.Array):
-    blocks_BSD = rows_ND.reshape(owner_B.size, -1, rows_ND.shape[1])
-    out_BSF = jnp.einsum("bsd,bdf->bsf", blocks_BSD, w_EDF[owner_B])
-    return out_BSF.reshape(rows_ND.shape[0], -1)

@@ -96,7 +96,7 @@ def divided_cross_entropy(
 
     def one(chunk):
         hidden_BCD, targets_BC = chunk
-        return _sums(_wide_product(hidden_BCD, whole_DV), targets_BC, layout)[0]
+        return _sums(logits_from_hidden(hidden_BCD, whole_DV), targets_BC, layout)[0]
 
     chunks = _split(hidden_BLD, targets_BL, chunk_tokens)
     if chunks is None:
@@ -109,7 +109,7 @@ def _forward(hidden_BLD, head_DV, targets_BL, chunk_tokens, layout):
 
     def one(grad_DV, chunk):
         hidden_BCD, targets_BC = chunk
-        logits_BCV = _wide_product(hidden_BCD, whole_DV)
+        logits_BCV = logits_from_hidden(hidden_BCD, whole_DV)
         sums, (exp_BCV, total_BC, is_target_BCV) = _sums(logits_BCV, targets_BC, layout)
         dz_BCV = exp_BCV / total_BC[..., None] - is_target_BCV
         dz_BCV = jnp.where((targets_BC >= 0)[..., None], dz_BCV, 0.0)
@@ -140,10 +140,6 @@ def _backward(chunk_tokens, layout, grads, cotangents):
 
 
 divided_cross_entropy.defvjp(_forward, _backward)
-
-
-def _wide_product(hidden_BLD: jax.Array, head_DV: jax.Array) -> jax.Array:
-    return jnp.matmul(hidden_BLD, head_DV, preferred_element_type=jnp.float32)
 
 
 def _sums(logits_BLV, targets_BL, layout: Layout | None = None):

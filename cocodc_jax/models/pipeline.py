@@ -215,7 +215,7 @@ class _Stage:
         )
         hidden_BLD = self._part(hidden_BLD, padding=0)
         targets_BL, *own = [self._part(x, padding=-1) for x in ids]
-        if self._shares_out:
+        if self.codec is None:
             hidden_BLD = self._decode(model, hidden_BLD, own)
         loss, accuracy = cross_entropy(
             model.norm(hidden_BLD),
@@ -245,7 +245,7 @@ class _Stage:
             came_BLD = self._decode(model, coded, ids[1:])
             x_BLD, _ = model.run_blocks(entered(fresh_BLD, came_BLD))
             coded = self._encode(x_BLD)
-            done = (coded if self._shares_out else x_BLD, ids)
+            done = (coded if self.codec is None else x_BLD, ids)
             if self.codec is None:
                 return (self.links.ahead((coded, ids), shift), ahead, back), done
             # This stage works on microbatch `now - stage`, the one before on the next.
@@ -317,14 +317,9 @@ class _Stage:
         cut = done[self.num_stages - 1 :].swapaxes(0, 1)
         return cut.reshape(-1, *cut.shape[2:])
 
-    @property
-    def _shares_out(self) -> bool:
-        """Whether each stage computes a part of the logits."""
-        return self.codec is None
-
     def _part(self, x_BL: jax.Array, padding: int) -> jax.Array:
         """Give each stage its part of the last stage's positions, axis 1."""
-        if not self._shares_out:
+        if self.codec:
             # All for the last stage, as sharing out would send what no codec wrote.
             is_last = jax.lax.axis_index(STAGE) == self.num_stages - 1
             return jnp.where(is_last, x_BL, jnp.full_like(x_BL, padding))

@@ -16,7 +16,6 @@ A third axis, where asked for, divides the layers of scanned blocks between the
 stages of a pipeline (`pipeline.py`).
 """
 
-import math
 from typing import Any
 
 import jax
@@ -49,10 +48,46 @@ def partition_specs(
       expert: name of the mesh axis, among those of the width, that divides the experts
         of a mixture; it then does not divide their width.
     """
-    rest = (*axes, stage, divides_embedding, expert)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _leaf_spec(path, leaf.ndim, *rest), params
-    )
+    data, model = axes
+    known = {
+        "scale": (None,),
+        "tokens": (None,),
+        "router": (None, None),
+        "embedding": (model, data if divides_embedding else None),
+        **dict.fromkeys(_READS_WIDTH, (data, model)),
+        **dict.fromkeys(_WRITES_WIDTH, (model, data)),
+    }
+
+    def spec(path: Any, leaf: Any) -> PartitionSpec:
+        name, part = path[-1].key, None
+        if len(path) > 2 and path[-3].key == LORA:
+            name, part = path[-2].key, name
+        if name not in known:
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)} is not a parameter of the transformer; "
+                "its sharding has to be given by hand"
+            )
+        sides = known[name]
+        if len(path) > 1 and path[-2].key == EXPERTS and len(sides) > 1:
+            if expert is not None:  # It divides experts in place of their width.
+                rest = [name for name in data if name != expert]
+                width = tuple(rest) if len(rest) > 1 else rest[0]
+                sides = tuple(width if side == data else side for side in sides)
+            sides = (expert, *sides)
+        if part is not None:  # The product lies as the matrix that it is added to.
+            sides = (sides[0], None) if part == "a" else (None, sides[-1])
+        has_layers = leaf.ndim > len(sides)
+        if stage is not None and path[0].key == "blocks" and not has_layers:
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)} has no layer axis for stage={stage!r} "
+                "to divide; use scan_layers=True"
+            )
+        if not any(sides) and not (stage and has_layers):
+            return PartitionSpec()
+        # Scanned blocks have a layer axis in front, which only stages divide.
+        return PartitionSpec(*(stage,) * has_layers, *sides)
+
+    return jax.tree_util.tree_map_with_path(spec, params)
 
 
 def check_divisible(
@@ -98,21 +133,12 @@ def check_divisible(
     for name, (axis, devices) in needs.items():
         size = getattr(config, name)
         if size % devices:
-            fitting = _largest_divisor(size, devices)
+            below = range(min(devices, size), 0, -1)
+            fitting = next(n for n in below if size % n == 0)
             raise ValueError(
                 f"{name}={size} is not a multiple of the mesh's {axis}={devices}; "
                 f"use {name}={-(-size // devices) * devices} or {axis}={fitting}"
             )
-
-
-def _largest_divisor(size: int, below: int) -> int:
-    """Return the largest divisor of a size that is less than `below`.
-
-    >>> _largest_divisor(12, 6), _largest_divisor(12, 10**18)
-    (4, 12)
-    """
-    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
-    return max(n for n in (*small, *(size // n for n in small)) if n < below)
 
 
 def check_pipeline(
@@ -146,49 +172,3 @@ def check_pipeline(
             f"= {microbatches} * {data}; use batch_per_region="
             f"{-(-batch // parts) * parts} or other microbatches"
         )
-
-
-def _leaf_spec(
-    path,
-    ndim: int,
-    data: str | tuple[str, ...],
-    model: str,
-    stage: str | None,
-    divides_embedding: bool,
-    expert: str | None,
-) -> PartitionSpec:
-    name, part = path[-1].key, None
-    if len(path) > 2 and path[-3].key == LORA:
-        name, part = path[-2].key, name
-    known = {
-        "scale": (None,),
-        "tokens": (None,),
-        "router": (None, None),
-        "embedding": (model, data if divides_embedding else None),
-        **dict.fromkeys(_READS_WIDTH, (data, model)),
-        **dict.fromkeys(_WRITES_WIDTH, (model, data)),
-    }
-    if name not in known:
-        raise ValueError(
-            f"{jax.tree_util.keystr(path)} is not a parameter of the transformer; "
-            "its sharding has to be given by hand"
-        )
-    sides = known[name]
-    if len(path) > 1 and path[-2].key == EXPERTS and len(sides) > 1:
-        if expert is not None:  # It divides experts in place of their width.
-            rest = [name for name in data if name != expert]
-            width = tuple(rest) if len(rest) > 1 else rest[0]
-            sides = tuple(width if side == data else side for side in sides)
-        sides = (expert, *sides)
-    if part is not None:  # The product lies as the matrix that it is added to.
-        sides = (sides[0], None) if part == "a" else (None, sides[-1])
-    has_layers = ndim > len(sides)
-    if stage is not None and path[0].key == "blocks" and not has_layers:
-        raise ValueError(
-            f"{jax.tree_util.keystr(path)} has no layer axis for stage={stage!r} to "
-            "divide; use scan_layers=True"
-        )
-    if not any(sides) and not (stage and has_layers):
-        return PartitionSpec()
-    # Scanned blocks have a layer axis in front, which only stages divide.
-    return PartitionSpec(*(stage,) * has_layers, *sides)

@@ -60,27 +60,27 @@ class Links:
 
     def ahead(self, message: Any, shift: jax.Array) -> Any:
         """Hand a message to the next stage, `shift` regions on; stage 0 gets zeros."""
-        return self._send(message, shift, lambda pairs: pairs)
+        return self._send(message, shift, is_back=False)
 
     def back(self, message: Any, shift: jax.Array) -> Any:
         """Hand a message to where `ahead` brought one from; the last gets zeros."""
-        return self._send(message, shift, lambda pairs: [(b, a) for a, b in pairs])
+        return self._send(message, shift, is_back=True)
 
-    def _send(self, message: Any, shift: jax.Array, turn: Callable) -> Any:
-        if self.num_regions == 1:
-            pairs = turn([(s, s + 1) for s in range(self.num_stages - 1)])
-            return jax.lax.ppermute(message, STAGE, pairs)
+    def _send(self, message: Any, shift: jax.Array, is_back: bool) -> Any:
         regions, stages = self.num_regions, self.num_stages
 
         def shifted(shift: int) -> Callable[[Any], Any]:
-            pairs = turn(
-                [
-                    (r * stages + s, (r + shift) % regions * stages + s + 1)
-                    for r in range(regions)
-                    for s in range(stages - 1)
-                ]
-            )
-            return lambda x: jax.lax.ppermute(x, (REGION, STAGE), pairs)
+            pairs = [
+                (r * stages + s, (r + shift) % regions * stages + s + 1)
+                for r in range(regions)
+                for s in range(stages - 1)
+            ]
+            pairs = [(b, a) for a, b in pairs] if is_back else pairs
+            axes = STAGE if regions == 1 else (REGION, STAGE)
+            return lambda x: jax.lax.ppermute(x, axes, pairs)
+
+        if regions == 1:
+            return shifted(0)(message)
 
         return jax.lax.switch(shift, [*map(shifted, range(regions))], message)
 

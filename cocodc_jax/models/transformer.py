@@ -99,7 +99,13 @@ class Transformer(nnx.Module):
 
     def run_blocks(self, x_BLD: jax.Array) -> tuple[jax.Array, Routed | None]:
         """Pass the residual stream [B, L, D] through all blocks; see `__call__`."""
-        rotation = self._rotation(x_BLD.shape[1])
+        # Rotary tables of the device's own positions.
+        sequence = self.layout.sequence if self.layout else None
+        length = x_BLD.shape[1] * (jax.lax.axis_size(sequence) if sequence else 1)
+        rotation = rotary_tables(length, self.config.head_width, self.config.rope_theta)
+        if self.layout is not None:
+            cos, sin = (self.layout.own_part(table, 0) for table in rotation)
+            rotation = cos, sin
         run = _rematerialise(
             lambda graph, params, x: nnx.merge(graph, params)(
                 checkpoint_name(x, BLOCK_INPUT), rotation
@@ -121,16 +127,6 @@ class Transformer(nnx.Module):
             lambda x, params: run(graph, params, x), x_BLD, stacked
         )
         return x_BLD, routed[0] if routed else None
-
-    def _rotation(self, num_own: int) -> tuple[jax.Array, jax.Array]:
-        """Return the rotary tables of the device's own positions."""
-        sequence = self.layout.sequence if self.layout else None
-        length = num_own * (jax.lax.axis_size(sequence) if sequence else 1)
-        tables = rotary_tables(length, self.config.head_width, self.config.rope_theta)
-        if self.layout is None:
-            return tables
-        cos, sin = (self.layout.own_part(table, 0) for table in tables)
-        return cos, sin
 
 
 def init_params(config: TransformerConfig, key: jax.Array) -> Params:

@@ -58,10 +58,15 @@ class FaultWatch:
             Finding("gone", (r,), np.inf, 0.0, np.inf)
             for r in sorted(self._seen - set(present))
         ]
-        named = {(x.kind, x.where): x for x in found}
+        named: dict[tuple, Finding] = {(x.kind, x.where): x for x in found}
         self._tell_changes(self._named, named)
         self._named = named
-        return self._to_do(named)
+        shunned = {where[0] for kind, where in named if kind in _OF_A_REGION}
+        detours = {where for kind, where in named if kind == "link"}
+        return (
+            frozenset(shunned if self._on_fault == "exclude" else ()),
+            frozenset(detours if self._on_fault == "route" else ()),
+        )
 
     def silent(self, silences: Mapping[int, Silence]) -> None:
         """Add which regions are silent; see `elastic.link.Watch`."""
@@ -78,14 +83,6 @@ class FaultWatch:
             self._tell("begins", now[key])
         for key in sorted(before.keys() - now.keys()):
             self._tell("ends", before[key])
-
-    def _to_do(self, named: dict[tuple, Finding]) -> Faulty:
-        shunned = {where[0] for kind, where in named if kind in _OF_A_REGION}
-        detours = {where for kind, where in named if kind == "link"}
-        return (
-            frozenset(shunned if self._on_fault == "exclude" else ()),
-            frozenset(detours if self._on_fault == "route" else ()),
-        )
 
     def _tell(self, what: str, finding: Finding) -> None:
         units = {"slow": "s a step", "silent": "s"}

@@ -7,6 +7,7 @@ the flags that were given; it is rebuilt from them, so its own checks always run
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -49,12 +50,8 @@ class _CountOrWord(flags.ArgumentParser):
         return int(text) if text.lstrip("-").isdecimal() else text
 
 
-def _define_count_or_word(name: str, default: Any, text: str, **settings: Any) -> None:
-    flags.DEFINE(_CountOrWord(), name, default, text, **settings)
-
-
 _DEFINE = {
-    COUNT_OR_WORD: _define_count_or_word,
+    COUNT_OR_WORD: functools.partial(flags.DEFINE, _CountOrWord()),
     int: flags.DEFINE_integer,
     float: flags.DEFINE_float,
     bool: flags.DEFINE_boolean,

@@ -6,14 +6,11 @@ import dataclasses
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from cocodc_jax import models
-from cocodc_jax.data import load
-from cocodc_jax.data.text_data import TextData
 from cocodc_jax.data.tokenizers import Tokenizer, round_up
 from cocodc_jax.files import ensure_folder, read_table
 from cocodc_jax.run.config import TrainConfig
@@ -61,7 +58,6 @@ def export(
     out: str | os.PathLike[str],
     step: int | None = None,
     params: str = "outer",
-    open_text: Callable[..., TextData] = load,
     adapter: bool = False,
 ) -> dict[str, Any]:
     """Write a run's parameters as a folder that `LlamaForCausalLM` loads.
@@ -75,7 +71,6 @@ def export(
       out: the folder; missing or empty.
       step: of the checkpoint; None is the newest.
       params: "outer" or "mean".
-      open_text: as in `cocodc_jax.run.prepare`.
       adapter: write the adapters alone, as `peft` loads them onto the run's base model.
 
     Returns:
@@ -107,7 +102,7 @@ def export(
         ensure_folder(out.parent)
     except OSError as error:
         raise OSError(f"out={str(out)!r} cannot be made: {error}") from error
-    session = prepare(config, workdir, open_text)
+    session = prepare(config, workdir)
     program = session.program
     with (
         only_writer(workdir),

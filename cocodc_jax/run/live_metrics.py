@@ -179,20 +179,6 @@ class _Server(socketserver.TCPServer):
         """Say nothing: a client went away, or took too long."""
 
 
-def _collect(live: LiveMetrics, labels: Mapping[str, str]) -> Iterator[Any]:
-    """Yield the families of all metrics, as they are when they are scraped."""
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    values = live.values()
-    for metric in METRICS:
-        make = CounterMetricFamily if metric.kind == COUNTER else GaugeMetricFamily
-        family = make(metric.name, metric.help, labels=(*labels, *metric.labels))
-        for own, value in values.get(metric.name, {}).items():
-            if value is not None:
-                family.add_metric([*labels.values(), *own], value)
-        yield family
-
-
 @contextlib.contextmanager
 def serving(
     port: int, live: LiveMetrics, labels: Mapping[str, str]
@@ -204,12 +190,24 @@ def serving(
     scrapes and not the training.
     """
     with extra("monitoring"):
-        from prometheus_client import CollectorRegistry, MetricsHandler
+        from prometheus_client import CollectorRegistry, MetricsHandler, core
     registry = CollectorRegistry(auto_describe=False)
 
     class Collector:
         def collect(self) -> Iterator[Any]:
-            return _collect(live, labels)
+            """Yield the families of all metrics, as they are when they are scraped."""
+            values = live.values()
+            for metric in METRICS:
+                is_counter = metric.kind == COUNTER
+                make = (
+                    core.CounterMetricFamily if is_counter else core.GaugeMetricFamily
+                )
+                names = [*labels, *metric.labels]
+                family = make(metric.name, metric.help, labels=names)
+                for own, value in values.get(metric.name, {}).items():
+                    if value is not None:
+                        family.add_metric([*labels.values(), *own], value)
+                yield family
 
     registry.register(Collector())  # pyright: ignore[reportArgumentType]
     handler: Any = MetricsHandler.factory(registry)

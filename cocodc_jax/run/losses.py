@@ -204,6 +204,9 @@ def paced(loss_fn: LossFn, step_seconds: float, block: LocalRegions) -> LossFn:
     # In turn, each takes its share of the time.
     seconds = step_seconds / block.size if block.one_by_one else step_seconds
 
+    def begin(*_):
+        return np.int32(_now_ms()), np.int32(0)
+
     def until(began_ms, *_):
         time.sleep(max(0.0, seconds - (_now_ms() - int(began_ms)) / 1000))
         return np.bool_(True)
@@ -214,26 +217,20 @@ def paced(loss_fn: LossFn, step_seconds: float, block: LocalRegions) -> LossFn:
 
     def backward(began_ms, grads):
         is_over = _call(until, _BOOL, began_ms, *_parts(grads))
-        return jax.lax.cond(is_over, lambda g: g, _never, grads), None
+        # The compiler cannot prove that the gradient is what comes back.
+        return jax.lax.cond(
+            is_over, lambda g: g, lambda g: jax.tree.map(jnp.negative, g), grads
+        ), None
 
     gate.defvjp(lambda params, began_ms: (params, began_ms), backward)
 
     def paced_loss(params, batch, key):
         before = _parts(jax.lax.stop_gradient(params))
-        began_ms, zero = _call(_begin, (_INT, _INT), *before)
+        began_ms, zero = _call(begin, (_INT, _INT), *before)
         batch = jax.tree.map(lambda x: x + zero.astype(x.dtype), batch)
         return loss_fn(gate(params, began_ms), batch, key)
 
     return paced_loss
-
-
-def _begin(*_):
-    return np.int32(_now_ms()), np.int32(0)
-
-
-def _never(grads: PyTree) -> PyTree:
-    """Return a value that the compiler cannot prove equal to the gradient."""
-    return jax.tree.map(jnp.negative, grads)
 
 
 def _now_ms() -> int:

@@ -287,13 +287,10 @@ class Monitor:
             age = record["apply_step"] - record["start_step"]
             if self._delay_steps is not None and age > self._delay_steps:
                 self.live.count("cocodc_syncs_total", "late")
-            self._left_out(record)
-
-    def _left_out(self, record: dict[str, Any]) -> None:
-        """Report regions whose message was not finite, until one of theirs is."""
-        verdict = record.get("left_out", ())
-        now = {region for region, why in enumerate(verdict) if why == NOT_FINITE}
-        for region in sorted(now - self._not_finite):
-            text = f"the message of region {region} is not finite, and is left out"
-            self._notify(Event("non_finite", text, record["step"], region))
-        self._not_finite = now
+            # Regions whose message was not finite, until one of theirs is.
+            verdict = record.get("left_out", ())
+            now = {region for region, why in enumerate(verdict) if why == NOT_FINITE}
+            for region in sorted(now - self._not_finite):
+                text = f"the message of region {region} is not finite, and is left out"
+                self._notify(Event("non_finite", text, record["step"], region))
+            self._not_finite = now

@@ -33,6 +33,7 @@ from jax.experimental import multihost_utils
 import cocodc_jax as cc
 from cocodc_jax.checks import check_least
 from cocodc_jax.run.config import flat
+from cocodc_jax.train.checkpoint import first_line
 
 # Set by `experiments.wan` and `experiments.launch_local` for their processes.
 ADDRESS, COUNT = "COCODC_COORDINATOR_ADDRESS", "COCODC_NUM_PROCESSES"
@@ -141,13 +142,13 @@ class Processes:
         if self.num_processes == 0:  # JAX's message says little.
             return (
                 "num_processes=0 asks the cluster who takes part, and JAX did not find "
-                f"out ({_first_line(error)}); give coordinator_address, num_processes "
+                f"out ({first_line(error)}); give coordinator_address, num_processes "
                 "and process_id"
             )
         return (
             f"coordinator_address={self.coordinator_address!r}: process "
             f"{self.process_id} of {self.num_processes} did not meet the others within "
-            f"start_timeout_s={self.start_timeout_s} ({_first_line(error)}); check "
+            f"start_timeout_s={self.start_timeout_s} ({first_line(error)}); check "
             "that process 0 runs there, that the address can be reached, and that as "
             "many processes were started as num_processes says"
         )
@@ -224,7 +225,7 @@ def _report(error: BaseException) -> int:
     if isinstance(error, jax.errors.JaxRuntimeError) and _NETWORK.search(str(error)):
         print(
             f"error: another process has ended, or cannot be reached: "
-            f"{_first_line(error)}; see its output. The same command in all processes "
+            f"{first_line(error)}; see its output. The same command in all processes "
             "resumes from the last checkpoint",
             file=sys.stderr,
         )
@@ -243,10 +244,6 @@ def _number(name: str) -> int:
     except ValueError as error:
         rule = "in the environment must be a whole number"
         raise ValueError(f"{name}={text!r} {rule}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def gather(value: Any) -> list[Any]:

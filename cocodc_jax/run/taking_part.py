@@ -109,7 +109,9 @@ class Attendance:
                 "time": time.time(),
             }
             if self._digests:
-                line["digest"] = _digest(state.sync.outer.params[k])
+                leaves = jax.tree.leaves(state.sync.outer.params[k])
+                content = b"".join(np.asarray(leaf).tobytes() for leaf in leaves)
+                line["digest"] = hashlib.sha256(content).hexdigest()[:16]
             append_line(self._folder / SYNCS_FILE, line)
 
     def _note_shared(self, state: TrainState) -> None:
@@ -125,13 +127,6 @@ class Attendance:
                 self._shared = jax.tree.map(jax.numpy.copy, state.sync.outer.params)
         elif self._view.seats.keys() - before.seats.keys():
             self._shared = None
-
-
-def _digest(fragment: Any) -> str:
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(fragment):
-        digest.update(np.asarray(leaf).tobytes())
-    return digest.hexdigest()[:16]
 
 
 def last_merge(folder: pathlib.Path) -> int:

@@ -218,7 +218,7 @@ class Checkpoints:
             is_whole = checksums.are_in(self._directory / str(step))
             if is_whole or jax.process_count() > 1:
                 raise
-            raise _DamagedError(f"it cannot be read: {_first_line(error)}") from error
+            raise _DamagedError(f"it cannot be read: {first_line(error)}") from error
 
     def _write_checksums(self) -> None:
         """Write the checksums of a finished checkpoint before it becomes visible."""
@@ -245,7 +245,8 @@ class Checkpoints:
             ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return what an exception of a library says first, else its name."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
