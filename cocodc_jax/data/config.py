@@ -93,7 +93,14 @@ class DataConfig:
             )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} is outside 0 ... 2**32 - 1")
-        _check_window(self.shuffle_window_bytes, self.sequence_length)
+        # A token of a large vocabulary is about 4 bytes of text, so this keeps at least
+        # some 16 sequences per window: fewer lose much text at window ends.
+        smallest = 64 * (self.sequence_length + 1)
+        if self.shuffle_window_bytes < smallest:
+            raise ValueError(
+                f"shuffle_window_bytes={self.shuffle_window_bytes} is too small for "
+                f"sequence_length={self.sequence_length}; use at least {smallest}"
+            )
 
 
 def _check_dataset(dataset: str) -> None:
@@ -124,17 +131,6 @@ def _check_tokenizer(name: str) -> None:
         raise ValueError(
             f"tokenizer={name!r} is unknown; use 'bytes', 'bpe:VOCAB', "
             "'hf:/folder', 'hf:/path/tokenizer.json' or 'sentencepiece:/path.model'"
-        )
-
-
-def _check_window(window_bytes: int, sequence_length: int) -> None:
-    # A token of a large vocabulary is about 4 bytes of text, so this keeps at least
-    # some 16 sequences per window: fewer lose much text at window ends.
-    smallest = 64 * (sequence_length + 1)
-    if window_bytes < smallest:
-        raise ValueError(
-            f"shuffle_window_bytes={window_bytes} is too small for sequence_length="
-            f"{sequence_length}; use at least {smallest}"
         )
 
 

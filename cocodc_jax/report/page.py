@@ -88,23 +88,23 @@ def render(
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{_text(heading)}</title>
+<title>{html.escape(heading)}</title>
 <style>{_STYLE}</style>
 </head>
 <body>
-<h1>{_text(heading)}</h1>
-<p>{_text(facts)}</p>
+<h1>{html.escape(heading)}</h1>
+<p>{html.escape(facts)}</p>
 {results(comparison)}
-<p class="note">{_text(results_note(comparison))}</p>
+<p class="note">{html.escape(results_note(comparison))}</p>
 {figures}
 <h2>Further measures</h2>
 {further(comparison)}
-<p class="note">{_text(FURTHER_NOTE)}</p>
+<p class="note">{html.escape(FURTHER_NOTE)}</p>
 <h2>Command</h2>
-<pre>{_text(command)}</pre>
+<pre>{html.escape(command)}</pre>
 <details>
 <summary>Configuration</summary>
-<pre>{_text(json.dumps(config, indent=2))}</pre>
+<pre>{html.escape(json.dumps(config, indent=2))}</pre>
 </details>
 </body>
 </html>
@@ -122,15 +122,11 @@ def describe_machine(devices: Sequence[Any]) -> str:
 
 
 def _figure(caption: str, png: bytes) -> str:
-    data, caption = base64.b64encode(png).decode(), _text(caption)
+    data, caption = base64.b64encode(png).decode(), html.escape(caption)
     return (
         f'<figure><img src="data:image/png;base64,{data}" alt="{caption}">'
         f"<figcaption>{caption}</figcaption></figure>"
     )
-
-
-def _text(value: str) -> str:
-    return html.escape(value, quote=True)
 
 
 def results(comparison: Mapping[str, Any]) -> str:

@@ -62,7 +62,12 @@ def loss_by_steps(runs: Sequence[Run]) -> Figure:
         for axes in (whole, late):
             _draw(axes, curve, curve.steps, index)
     whole.set_ylabel("evaluation loss (nats per token)")
-    _zoom_on_second_half(late, list(curves.values()))
+    half = max(curve.steps[-1] for curve in curves.values()) / 2
+    low = min(curve.low[curve.steps >= half].min() for curve in curves.values())
+    high = max(curve.high[curve.steps >= half].max() for curve in curves.values())
+    margin = 0.05 * (high - low) or 0.05
+    late.set_xlim(half, 2 * half)
+    late.set_ylim(low - margin, high + margin)
     _label_ends(late, curves)
     whole.set_title("whole run", fontsize="medium")
     late.set_title("second half", fontsize="medium")
@@ -203,15 +208,6 @@ def _draw(axes: Axes, curve: Curve, abscissa: np.ndarray, index: int) -> None:
         linewidth=1.6,
     )
     tidy(axes)
-
-
-def _zoom_on_second_half(axes: Axes, curves: Sequence[Curve]) -> None:
-    half = max(curve.steps[-1] for curve in curves) / 2
-    low = min(curve.low[curve.steps >= half].min() for curve in curves)
-    high = max(curve.high[curve.steps >= half].max() for curve in curves)
-    margin = 0.05 * (high - low) or 0.05
-    axes.set_xlim(half, 2 * half)
-    axes.set_ylim(low - margin, high + margin)
 
 
 def _label_ends(axes: Axes, curves: dict[str, Curve]) -> None:

@@ -14,6 +14,7 @@ from cocodc_jax.elastic.messages import SyncId
 from cocodc_jax.elastic.times import Measured, Silence
 from cocodc_jax.files import append_line
 from cocodc_jax.network.faults import Finding, Messages, Regions
+from cocodc_jax.train.records import finite_or_none
 
 FAULTS_FILE = "faults.jsonl"
 ON_FAULT = ("warn", "exclude", "route")
@@ -96,15 +97,10 @@ class FaultWatch:
             "where": finding.where,
             "fragment": fragment,
             "start_step": start_step,
-            "seconds": _plain(finding.seconds),
+            "seconds": finite_or_none(finding.seconds),
             "usual": finding.usual,
-            "score": _plain(finding.score),
+            "score": finite_or_none(finding.score),
             "time": time.time(),
         }
         append_line(self._path, line)
         self._observe(what == "begins", finding, text)
-
-
-def _plain(number: float) -> float | None:
-    """Return a JSON number; None for a message that never came."""
-    return number if np.isfinite(number) else None

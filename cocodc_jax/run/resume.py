@@ -14,17 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
-import cocodc_jax as cc
-from cocodc_jax.core.state import TrainState
-from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.files import append_line, ensure_folder, read_table, write_whole
 from cocodc_jax.kinds import Kind
 from cocodc_jax.report.events import OpenMirror, tensorboard
 from cocodc_jax.report.records import METRICS_FILE, MetricsWriter, bytes_until
 from cocodc_jax.run.config import TrainConfig, dumps, kind_of
 from cocodc_jax.run.lock import FolderInUseError, only_writer
-from cocodc_jax.train.checkpoint import Checkpoints, steps_in
-from cocodc_jax.train.spikes import LossSpikeError
+from cocodc_jax.train.checkpoint import steps_in
 
 CONFIG_FILE, CHECKPOINTS = "config.json", "checkpoints"
 CHANGES_FILE = "changes.jsonl"
@@ -181,7 +177,7 @@ def go_on(config: TrainConfig, workdir: pathlib.Path, step: int) -> None:
     changes = found.changes(config)
     line = {"step": step, "changes": {n: list(pair) for n, pair in changes.items()}}
     append_line(workdir / CHANGES_FILE, line)
-    print(f"goes on from step {step} with {_listed(changes)}", file=sys.stderr)
+    print(f"goes on from step {step} with {listed(changes)}", file=sys.stderr)
     if "steps" in changes and config.optimizer.follows_length:
         method = config.method.build()
         before, after = (
@@ -195,45 +191,9 @@ def go_on(config: TrainConfig, workdir: pathlib.Path, step: int) -> None:
     write_whole(path, dumps(config.to_json()))
 
 
-def say_unused(changes: Changes, workdir: pathlib.Path) -> None:
-    """Print that the changes make no difference to a finished run."""
-    if changes:
-        print(
-            f"note: the run in {workdir} is finished; it was not run again with "
-            f"{_listed(changes)}",
-            file=sys.stderr,
-        )
-
-
-def _listed(changes: Changes) -> str:
+def listed(changes: Changes) -> str:
+    """Describe changes of a configuration."""
     return ", ".join(f"{name}={b} (was {a})" for name, (a, b) in changes.items())
-
-
-def restored(
-    saved: Checkpoints,
-    program: cc.RegionProgram,
-    stream: TrainStream,
-    regions: Sequence[int],
-) -> tuple[TrainState, dict, dict] | None:
-    """Restore the newest checkpoint, None if there is none."""
-    newest = saved.restore(program)
-    if newest is None:
-        return None
-    state, extra = newest
-    found = position(extra["processes"])
-    stream.set_state(found["stream"])
-    return state, progress(extra["processes"], regions), found
-
-
-def rolled_back(error: LossSpikeError, saved: Checkpoints) -> dict[str, Any]:
-    """Print that a run goes back, and return its entry of the summary."""
-    if jax.process_index() == 0:
-        print(
-            f"warning: {error}; the run returns to it, or else to its start, and "
-            "continues with the next data",
-            file=sys.stderr,
-        )
-    return {**error.spikes[0]._asdict(), "to_step": saved.latest_step or 0}
 
 
 def finished_summary(path: pathlib.Path, steps: int) -> dict[str, Any] | None:

@@ -142,7 +142,14 @@ class Session:
                     monitor.notify("region_lost", f"{error}: coming back")
                     carried = error.state
                 except LossSpikeError as error:
-                    rollbacks.append(resume.rolled_back(error, saved))
+                    to_step = saved.latest_step or 0
+                    rollbacks.append({**error.spikes[0]._asdict(), "to_step": to_step})
+                    if jax.process_index() == 0:
+                        print(
+                            f"warning: {error}; the run returns to it, or else to its "
+                            "start, and continues with the next data",
+                            file=sys.stderr,
+                        )
 
     def _finished(self, saved: Checkpoints) -> dict[str, Any] | None:
         """Write the configuration; return the summary, if the run is finished.
@@ -165,8 +172,12 @@ class Session:
             summary = resume.finished_summary(self.own_dir / SUMMARY_FILE, steps)
         if not all(gather(summary is not None)):
             return None
-        if jax.process_index() == 0:
-            resume.say_unused(changed, self.workdir)
+        if changed and jax.process_index() == 0:
+            print(
+                f"note: the run in {self.workdir} is finished; it was not run again "
+                f"with {resume.listed(changed)}",
+                file=sys.stderr,
+            )
         return summary
 
     def _train_on(
@@ -263,9 +274,13 @@ class Session:
     def begin(self, saved: Checkpoints, stream: TrainStream) -> Begun:
         """Return state, progress and positions at the newest checkpoint, or step 0."""
         try:
-            found = resume.restored(saved, self.program, stream, self.text.regions)
-            source = None if found else Source.of(self.config)
-            if source:
+            if (newest := saved.restore(self.program)) is not None:
+                state, extra = newest
+                found = resume.position(extra["processes"])
+                stream.set_state(found["stream"])
+                progress = resume.progress(extra["processes"], self.text.regions)
+                return state, progress, found
+            if source := Source.of(self.config):
                 state = source.adopt(self.program, self.model, self.mesh, stream)
                 return state, None, {}
         except ValueError as error:
@@ -273,9 +288,7 @@ class Session:
                 f"the run in {self.workdir} cannot go on: {error}; restore what was "
                 "changed, or name another workdir"
             ) from error
-        if found is None:
-            return self.program.init(*self.first_params()), None, {}
-        return found
+        return self.program.init(*self.first_params()), None, {}
 
     @property
     def checkpoint_dir(self) -> Any:

@@ -53,10 +53,8 @@ def damage(folder: pathlib.Path, parts: tuple[str, ...]) -> str | None:
         rows = [
             (name, int(size), str(digest)) for name, (size, digest) in noted.items()
         ]
-    except (KeyError, TypeError, AttributeError) as error:
-        return f"{FILE} cannot be read: no list of files ({error!r})"
-    except (ValueError, OSError) as error:
-        return f"{FILE} cannot be read: {error}"
+    except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
+        return f"{FILE} cannot be read: {error!r}"
     for name, size, digest in rows:
         path = folder / name
         try:

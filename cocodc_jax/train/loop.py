@@ -88,8 +88,8 @@ def train(
     """
     batches = iter(batches)  # A list would restart at every turn.
     with FlightRecorder(earlier_s) as flights:
-        loop = _Loop(program, tokens_at, cadence, hooks, checkpoints, flights, spikes)
-        loop.continue_from(state.step, progress)
+        parts = cadence, hooks, checkpoints, flights, spikes
+        loop = _Loop(program, tokens_at, *parts, state.step, progress)
         while state.step < num_steps and not hooks.should_stop():
             state = loop.turn(state, batches, num_steps)
             if evaluate and is_due(cadence.eval_every, state.step, num_steps):
@@ -120,8 +120,9 @@ class _Loop:
     """State of the loop: unread turns, and sums for the records."""
 
     def __init__(
-        self, program, tokens_at, cadence, hooks, checkpoints, flights, spikes
-    ):
+        self, program, tokens_at, cadence, hooks, checkpoints, flights, spikes,
+        first_step, progress,
+    ):  # fmt: skip
         self._program, self._tokens_at, self._cadence = program, tokens_at, cadence
         self._hooks, self._checkpoints, self._flights = hooks, checkpoints, flights
         self._finite = FiniteWatch(program, checkpoints)
@@ -131,18 +132,14 @@ class _Loop:
         self._records = Records(hooks.record, cadence.log_every, tokens_at, watch)
         schedule = program.method.schedule
         self._is_measured = schedule is not None and schedule.is_measured
+        self._warm_step = first_step + (schedule.warm_up_steps if schedule else 0)
+        if progress:  # The sums of a checkpoint.
+            self._records.continue_from(progress)
         self._lengths_seen: set[int] = set()
         # Whether the last turn read compiled nothing, and when it ended.
         self._was_warm = True
         self._began_s = self._free_s = time.perf_counter()
         self._steady_tokens, self._steady_s = 0, 0.0
-
-    def continue_from(self, step: int, progress: dict | None) -> None:
-        """Start at `step`, with the sums of a checkpoint."""
-        schedule = self._program.method.schedule
-        self._warm_step = step + (schedule.warm_up_steps if schedule else 0)
-        if progress:
-            self._records.continue_from(progress)
 
     def turn(self, state: TrainState, batches, num_steps: int) -> TrainState:
         """Dispatch the work up to the next cut, and read the previous turn."""

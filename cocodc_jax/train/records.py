@@ -88,8 +88,8 @@ class Records:
             "kind": "train",
             "step": step,
             "tokens": self._tokens_at(step),
-            "loss": _plain(finite_mean(regions)),
-            "loss_regions": [_plain(x) for x in regions],
+            "loss": finite_or_none(finite_mean(regions)),
+            "loss_regions": [finite_or_none(x) for x in regions],
             "bytes_sent_per_region": bytes_sent,
         }
         if "stage_bytes" in aux:
@@ -146,7 +146,7 @@ def finite_mean(values: np.ndarray, dtype: Any = None) -> Any:
     return np.mean(finite, dtype=dtype) if len(finite) else np.float64(np.nan)
 
 
-def _plain(value: Any) -> float | None:
+def finite_or_none(value: Any) -> float | None:
     """Return a JSON number: None if it is not finite."""
     return float(value) if np.isfinite(value) else None
 
