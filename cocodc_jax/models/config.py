@@ -199,25 +199,18 @@ class TransformerConfig:
             )
 
     def _check_heads(self):
-        if self.width % self.num_heads:
+        pairs = 2 * self.num_heads
+        if self.width % pairs:
+            nearest = max(1, round(self.width / pairs)) * pairs
             raise ValueError(
-                f"width={self.width} is not a multiple of num_heads="
-                f"{self.num_heads}; use {self._nearest_width(self.num_heads)}"
-            )
-        if self.head_width % 2:
-            raise ValueError(
-                f"width={self.width} with num_heads={self.num_heads} makes heads of "
-                f"{self.head_width} features, and RoPE turns pairs; use width="
-                f"{self._nearest_width(2 * self.num_heads)}"
+                f"width={self.width} is not a multiple of 2 * num_heads={pairs}, and "
+                f"RoPE turns pairs of a head's features; use width={nearest}"
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads="
                 f"{self.num_kv_heads}; use one of {_divisors(self.num_heads)}"
             )
-
-    def _nearest_width(self, multiple: int) -> int:
-        return max(1, round(self.width / multiple)) * multiple
 
     @property
     def lora_names(self) -> tuple[str, ...]:

@@ -42,8 +42,7 @@ MINI = _of_bytes(num_layers=8, width=256, mlp_width=704, num_heads=8, num_kv_hea
 
 # The smallest of Streaming DiLoCo (arXiv 2501.18512, appendix): 6 layers, width
 # 512, 8 heads, vocabulary 32,000. Its feed-forward of 2,048 has two matrices; 1,376
-# with SwiGLU's three holds as many parameters. Published evaluation loss on C4:
-# 3.51 data parallel, 3.54 DiLoCo, 3.53 streaming, H 30. 35,364,096 parameters.
+# with SwiGLU's three holds as many parameters. 35,364,096 parameters.
 SMALL = TransformerConfig(
     vocab_size=32_000,
     num_layers=6,
@@ -56,10 +55,8 @@ SMALL = TransformerConfig(
 )
 
 # The model of CoCoDC's experiment (arXiv 2504.17672), sizes read from the authors'
-# code: C4, length 1024, 256 sequences per region and step, bf16. The head count is not
-# published; 16 heads of 64 as in OpenDiLoCo's 150M (arXiv 2407.07852). "150M" are
-# the blocks alone. Perplexity 20.0 at step 10,292 with CoCoDC, 10,821 with DiLoCo,
-# 13,021 streaming. 214,983,680 parameters.
+# code, bf16. The head count is not published; 16 heads of 64 as in OpenDiLoCo's 150M
+# (arXiv 2407.07852). "150M" are the blocks alone. 214,983,680 parameters.
 PAPER_150M = _large(
     vocab_size=32_000,
     num_layers=12,
@@ -70,8 +67,8 @@ PAPER_150M = _large(
 )
 
 # The 1B of Streaming DiLoCo's bandwidth tables: 24 layers, width 2,048, 32 heads,
-# its feed-forward of 8,192 again as SwiGLU. Loss on C4: 2.49 data parallel, 2.48
-# streaming, H 30. 1,279,890,432 parameters, 5.1 GB a float32 copy.
+# its feed-forward of 8,192 again as SwiGLU. 1,279,890,432 parameters, 5.1 GB a float32
+# copy.
 ONE_B = dataclasses.replace(
     SMALL,
     num_layers=24,

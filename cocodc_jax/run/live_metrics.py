@@ -192,18 +192,15 @@ def serving(
     with extra("monitoring"):
         from prometheus_client import CollectorRegistry, MetricsHandler, core
     registry = CollectorRegistry(auto_describe=False)
+    makes = {COUNTER: core.CounterMetricFamily, GAUGE: core.GaugeMetricFamily}
 
     class Collector:
         def collect(self) -> Iterator[Any]:
             """Yield the families of all metrics, as they are when they are scraped."""
             values = live.values()
             for metric in METRICS:
-                is_counter = metric.kind == COUNTER
-                make = (
-                    core.CounterMetricFamily if is_counter else core.GaugeMetricFamily
-                )
                 names = [*labels, *metric.labels]
-                family = make(metric.name, metric.help, labels=names)
+                family = makes[metric.kind](metric.name, metric.help, labels=names)
                 for own, value in values.get(metric.name, {}).items():
                     if value is not None:
                         family.add_metric([*labels.values(), *own], value)
