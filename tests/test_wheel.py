@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PROGRAMS = list(commands.programs())
 
 # Who can say what they do without any extra.
-EXPLAINED = {"timeline"}
+EXPLAINED = {"message-time", "timeline"}
 
 # A transform by itself, and a method around a loss; nothing else is there.
 CORE = """
