@@ -118,6 +118,11 @@ def _read_folder(path: pathlib.Path) -> dict[str, bytes]:
     return {n: (path / n).read_bytes() for n in names if (path / n).is_file()}
 
 
+def _said(files: dict[str, bytes]) -> dict[str, Any]:
+    """Return what a folder's files say of its tokens."""
+    return json.loads(files.get(CONFIG, b"{}"))
+
+
 def _check_folder(path: pathlib.Path, said: dict[str, Any], tokenizer: Any) -> None:
     """Check that a folder's files agree with one another.
 
@@ -180,12 +185,8 @@ def _files_of(tokenizer: Any, eos_token: str) -> dict[str, bytes]:
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer`, from a `tokenizer.json` or trained by `train_bpe`."""
 
-    def __init__(self, tokenizer: Any, folder: pathlib.Path | None = None):
-        files = {} if folder is None else _read_folder(folder)
-        config = json.loads(files.get(CONFIG, b"{}"))
-        if folder is not None:
-            _check_folder(folder, config, tokenizer)
-        said = _content(config.get("eos_token"))
+    def __init__(self, tokenizer: Any, files: dict[str, bytes] | None = None):
+        said = _content(_said(files or {}).get("eos_token"))
         self._eos_token = said or _find_eos_token(tokenizer)
         self._tokenizer, self._files = tokenizer, files if said else None
         # A document that spells out a special token is text like any other.
@@ -269,8 +270,10 @@ def load_tokenizer(
             import tokenizers as hf
 
         if kind == "hf" and place.is_dir():
-            whole = hf.Tokenizer.from_buffer(_read_folder(place)[JSON])
-            return HuggingFaceTokenizer(whole, place)
+            files = _read_folder(place)
+            whole = hf.Tokenizer.from_buffer(files[JSON])
+            _check_folder(place, _said(files), whole)
+            return HuggingFaceTokenizer(whole, files)
         return HuggingFaceTokenizer(hf.Tokenizer.from_buffer(place.read_bytes()))
     # The two libraries raise bare Exception and RuntimeError for a malformed file.
     except Exception as error:

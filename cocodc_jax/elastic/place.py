@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from cocodc_jax.transforms.numerics import check_choice
+from cocodc_jax.checks import check_choices
 
 MIN_KEY_BYTES = 32
 BUCKET_BEAT_S = 2.0
@@ -83,8 +83,7 @@ class Place:
             )
         if not 1 <= self.min_regions <= num:
             raise ValueError(f"min_regions={self.min_regions} must be 1 to {num}")
-        for name, words in LATE.items():
-            check_choice(name, getattr(self, name), words)
+        check_choices(self, **LATE)
         if not 1 <= self.timing.quorum <= num:
             raise ValueError(f"quorum_regions={self.timing.quorum} must be 1 to {num}")
         if len(self.key) < MIN_KEY_BYTES:

@@ -14,6 +14,7 @@ import dataclasses
 import jax
 from jax.sharding import Mesh
 
+from cocodc_jax.checks import check_choices, check_least
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.exchange.base import Exchange, SyncSpec
 from cocodc_jax.exchange.between_hosts import OnOuterMesh
@@ -26,7 +27,6 @@ from cocodc_jax.sync.model_state import ModelState
 from cocodc_jax.sync.needs import HALFWAY, MEASURED_NOW
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.transforms.numerics import check_choice
 
 EXCHANGES = ("auto", "program", "outer", "elastic")
 OVERLAPS = ("auto", "yes", "no")
@@ -60,14 +60,10 @@ class Transport:
 
     def __post_init__(self):
         """Validate the names and the number."""
-        for name, value, known in (
-            ("exchange", self.exchange, EXCHANGES),
-            ("all_reduce", self.all_reduce, ALL_REDUCES),
-            ("overlap", self.overlap, OVERLAPS),
-        ):
-            check_choice(name, value, known)
-        if self.outer_channels < 1:
-            raise ValueError(f"outer_channels={self.outer_channels} must be at least 1")
+        check_choices(
+            self, exchange=EXCHANGES, all_reduce=ALL_REDUCES, overlap=OVERLAPS
+        )
+        check_least(self, 1, "outer_channels")
         if self.exchange == "elastic" and self.outer_channels > 1:
             raise ValueError(
                 f"outer_channels={self.outer_channels} has no meaning for exchange="

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.checks import check_least
+from cocodc_jax.checks import check_choices, check_least
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.kinds import Kind, free, of_kind
 from cocodc_jax.models import StageCodec
@@ -20,7 +20,6 @@ from cocodc_jax.train.hooks import Cadence
 from cocodc_jax.train.spikes import SpikeWatch
 from cocodc_jax.transforms.compression import parse
 from cocodc_jax.transforms.compressor import Packed, message_bytes
-from cocodc_jax.transforms.numerics import check_choice
 from cocodc_jax.transforms.packing import index_bits
 
 # More than any system has today: a typo.
@@ -173,8 +172,7 @@ class RunConfig:
         for name in ("expert_axis", "sequence_axis"):
             if self.is_pipelined and (size := getattr(self, name)) > 1:
                 raise ValueError(f"{name}={size} is not for pipelines; leave it out")
-        check_choice("local_regions", self.local_regions, HOW_MAPPED)
-        check_choice("optimizer_memory", self.optimizer_memory, MEMORIES)
+        check_choices(self, local_regions=HOW_MAPPED, optimizer_memory=MEMORIES)
         self._check_pace()
         if self.stage_compress and self.stages == 1:
             raise ValueError(
