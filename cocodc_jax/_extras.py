@@ -28,11 +28,7 @@ class MissingExtraError(ModuleNotFoundError):
 
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Import what comes with an extra, or say which one that is.
-
-    Raises:
-      MissingExtraError: if a package is not installed, with the command that brings it.
-    """
+    """Import what comes with an extra; a `MissingExtraError` says how to install it."""
     try:
         yield
     except MissingExtraError:  # It knows better which one.
@@ -57,17 +53,12 @@ def check_installed(package: str, name: str, flag: str) -> None:
         )
 
 
-class _Later:
-    """A module that is imported when something of it is first asked for."""
-
-    def __init__(self, module: str, extra_name: str):
-        self._module, self._extra = module, extra_name
-
-    def __getattr__(self, name: str) -> Any:
-        with extra(self._extra):
-            return getattr(importlib.import_module(self._module), name)
-
-
 def later(module: str, extra_name: str) -> Any:
     """Stand for a module that comes with an extra, and is imported on use."""
-    return _Later(module, extra_name)
+
+    class Later:
+        def __getattr__(self, name: str) -> Any:
+            with extra(extra_name):
+                return getattr(importlib.import_module(module), name)
+
+    return Later()

@@ -12,8 +12,6 @@ from typing import Any
 
 from cocodc_jax._extras import extra
 
-BUCKETS = ("gs://",)
-
 
 def is_in_bucket(path: str | os.PathLike[str]) -> bool:
     """Tell whether a path names something in a bucket.
@@ -21,7 +19,7 @@ def is_in_bucket(path: str | os.PathLike[str]) -> bool:
     >>> is_in_bucket("gs://models/run"), is_in_bucket("runs/gs")
     (True, False)
     """
-    return str(path).startswith(BUCKETS)
+    return str(path).startswith("gs://")
 
 
 def in_bucket(path: str | os.PathLike[str]) -> Any:
@@ -70,16 +68,14 @@ def fetch(source: Any, folder: pathlib.Path, is_deep: bool = False) -> None:
     for entry in sorted(entries, key=lambda entry: entry.name):
         if not _is_ours(entry.name, is_deep):
             continue
-        if entry.is_dir():
-            if is_deep:
-                fetch(entry, folder / entry.name, is_deep)
-            continue
-        names.add(entry.name)
-        fetch_file(entry, folder / entry.name)
+        if not entry.is_dir():
+            names.add(entry.name)
+            fetch_file(entry, folder / entry.name)
+        elif is_deep:
+            fetch(entry, folder / entry.name, is_deep)
     for path in folder.iterdir():
-        if path.name in names or not path.is_file():
-            continue
-        if _is_ours(path.name, is_deep):
+        is_gone = path.is_file() and path.name not in names
+        if is_gone and _is_ours(path.name, is_deep):
             path.unlink(missing_ok=True)
 
 

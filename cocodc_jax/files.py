@@ -43,11 +43,7 @@ def ensure_folder(folder: pathlib.Path) -> None:
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file that is there with all of its content or not at all.
-
-    Raises:
-      UnwritableError: if that cannot be; what was there before is there still.
-    """
+    """Write a file whole, or leave it as it was and raise an `UnwritableError`."""
     path = pathlib.Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with writing(path):
@@ -90,14 +86,8 @@ def read_lines(
     A last line without its end is left out: it is still being written, or a kill has
     cut it off.
 
-    Args:
-      path: the file.
-      parse: takes the value of a line; what it raises says that the line is damaged.
-      what: a line is, for the error.
-      skips_damaged: leave damaged lines out in place of refusing the file.
-
-    Raises:
-      ValueError: naming the file and the line that is damaged.
+    A line is damaged if `parse` raises an error on its value: it is left out with
+    `skips_damaged`, else a `ValueError` names it and the file, and `what` a line is.
     """
     if not path.exists():
         return []

@@ -22,14 +22,12 @@ some of them, if all take too long to compile. `--growth` uses models and layout
 own, and prints them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 from rich.console import Console
@@ -150,7 +148,7 @@ class Timing(NamedTuple):
         """Seconds of the start, without the first turn's training."""
         return max(self.start_s - self.median_s, 0.0)
 
-    def ratios(self, other: Timing) -> list[float]:
+    def ratios(self, other: Self) -> list[float]:
         """Return how many times as fast it was as another in each round, sorted."""
         pairs = zip(self.seconds, other.seconds, strict=True)
         return sorted(theirs / own for own, theirs in pairs)
@@ -184,15 +182,9 @@ def speeds(title: str, tokens: int, timings: Mapping[str, Timing]) -> Table:
     for name, timing in timings.items():
         ratios = [statistics.median(timing.ratios(timings[x])) for x in against]
         low, high = (tokens / end(timing.seconds) / 1000 for end in (max, min))
-        rows.append(
-            (
-                name,
-                *(f"{ratio:.2f}" for ratio in ratios),
-                f"{tokens / timing.median_s / 1000:.2f}",
-                f"{low:.2f}, {high:.2f}",
-                f"{timing.compile_s:.1f}",
-            )
-        )
+        cells = [f"{ratio:.2f}" for ratio in ratios]
+        cells += [f"{tokens / timing.median_s / 1000:.2f}", f"{low:.2f}, {high:.2f}"]
+        rows.append((name, *cells, f"{timing.compile_s:.1f}"))
     return _table(heads, rows, title)
 
 

@@ -134,15 +134,11 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
         with flags.usage_errors():
             loss = unbroken_loss(train_flags, workdir / "unbroken")
     train = [*commands.python_m("train"), *train_flags, "--outer_digests"]
-    where = workdir, own.regions
-    told = children.region_commands(train, *where, flags.value("via") or "")
-    logs = children.region_logs(*where)
+    given = train, workdir, own.regions, flags.value("via")
+    chaos = Chaos(workdir, children.make_regions(*given))
     # Each life compiles the same programs.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(workdir / "compiled"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    chaos = Chaos(
-        workdir, [children.Region(*each) for each in zip(told, logs, strict=True)]
-    )
     began_s, steps = time.time(), config.run.steps
     try:
         with children.on_signals(chaos.stop):

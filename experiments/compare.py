@@ -24,8 +24,7 @@ from rich.console import Console
 from cocodc_jax.data import load
 from cocodc_jax.files import write_whole
 from cocodc_jax.methods import METHODS
-from cocodc_jax.report.comparison import compare
-from cocodc_jax.report.runs import DamagedRunError, Run, load_run
+from cocodc_jax.report.comparison import DamagedRunError, Run, compare, load_run
 from cocodc_jax.report.units import format_bytes
 from cocodc_jax.run import flags
 from cocodc_jax.run.attend import Tracking

@@ -38,7 +38,7 @@ from cocodc_jax.run.config import LEAVES, TrainConfig, dumps
 from cocodc_jax.run.resume import make_folder
 
 from . import commands, program
-from .networks import cases, lab_run, report
+from .networks import lab_run, report
 from .networks.lab_run import LabRunError, Measured, Pace
 
 # Without a network, and over the fastest one of the lab with an exchange a step.
@@ -55,7 +55,7 @@ def define_flags() -> FlagValues:
         ("workdir", str, "folder for results"),
         (
             *("networks", ["100", "1000", "20", "unequal"]),
-            f"Mbit/s of each pair of regions at {cases.LATENCY_MS} ms one way; or "
+            f"Mbit/s of each pair of regions at {lab_run.LATENCY_MS} ms one way; or "
             "unequal (three regions near, one far); or a YAML file of links "
             "(network/world.py)",
         ),
@@ -71,10 +71,10 @@ def define_flags() -> FlagValues:
 class Job:
     """One method over one network."""
 
-    network: cases.Network
+    network: lab_run.Network
     method: str
     config: TrainConfig  # Without the number of steps.
-    stretch: cases.Stretch
+    stretch: lab_run.Stretch
     folder: pathlib.Path
     command: list[str]
     limit_s: float
@@ -116,12 +116,19 @@ def read_jobs(values: FlagValues, train: Sequence[str]) -> list[Job]:
     for name in names:
         lab_run.check(methods.get(name))
     _distinct("networks", values.networks)
-    base = train_config(train, names)
+    flags.define(WITHOUT)
+    flags.parse(["experiments.train", *train])
+    for name in ("workdir", *flags.PROCESSES):
+        if flags.given(name):
+            raise ValueError(
+                f"{name}={flags.value(name)} is set for each run; leave it out after --"
+            )
+    base = flags.config(WITHOUT, names)  # That all runs share.
     regions, limit_s = base.run.regions, values.limit_s
     if regions < 2:
         raise ValueError(f"regions={regions} has no network; use 2 or more")
-    networks = [cases.network(word, regions) for word in values.networks]
-    wide = cases.network(cases.WIDE, regions)
+    networks = [lab_run.network(word, regions) for word in values.networks]
+    wide = lab_run.network(lab_run.WIDE, regions)
     _distinct("networks", [network.name for network in networks])
     if not limit_s < threading.TIMEOUT_MAX:
         raise ValueError(f"limit_s={limit_s} must be at most {threading.TIMEOUT_MAX:g}")
@@ -144,14 +151,14 @@ def read_jobs(values: FlagValues, train: Sequence[str]) -> list[Job]:
 
 def _job(
     values: FlagValues,
-    network: cases.Network,
+    network: lab_run.Network,
     base: TrainConfig,
     method: str,
     without: Sequence[str] = (),
 ) -> Job:
     """Return a job with the given flags that the method takes, and the fixed ones."""
     config, taken = base.replace(method=method), methods.defaults(method)
-    stretch = cases.stretch(
+    stretch = lab_run.stretch(
         config.method.build(), config.run.log_every, values.intervals
     )
     leaves = {"preset": base.preset}
@@ -163,20 +170,10 @@ def _job(
     leaves |= {"method": method, "steps": stretch.last_step, **FIXED}
     train = [f"--{name}={value}" for name, value in leaves.items()]
     folder = pathlib.Path(values.workdir) / network.name / method
-    command = lab_run.lab_command(network, folder, train)
+    lab = (*commands.python_m("wan"), *network.flags, f"--logdir={folder / 'net'}")
+    run = (*commands.python_m("train"), *train, f"--workdir={folder / 'run'}")
+    command = [*lab, "--", *run]
     return Job(network, method, config, stretch, folder, command, values.limit_s)
-
-
-def train_config(train: Sequence[str], methods: Sequence[str]) -> TrainConfig:
-    """Return the configuration that all runs share."""
-    flags.define(WITHOUT)
-    flags.parse(["experiments.train", *train])
-    for name in ("workdir", *flags.PROCESSES):
-        if flags.given(name):
-            raise ValueError(
-                f"{name}={flags.value(name)} is set for each run; leave it out after --"
-            )
-    return flags.config(WITHOUT, methods)
 
 
 def _distinct(name: str, words: Sequence[str]) -> list[str]:

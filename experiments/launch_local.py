@@ -72,15 +72,11 @@ def launch_elastic(
     restarts: bool,
     grace_s: float,
     num_processes: int = 1,
-    via: str = "",
+    via: str | None = None,
 ) -> int:
     """Start every region as a run of its own, and wait for their end."""
     command = [*commands.python_m("train"), *train_flags]
-    each = children.region_commands(command, workdir, count, via)
-    logs = children.region_logs(workdir, count)
-    regions = [
-        children.Region(*its, num_processes) for its in zip(each, logs, strict=True)
-    ]
+    regions = children.make_regions(command, workdir, count, via, num_processes)
     asked_s: list[float] = []
 
     def stop(_: int) -> None:
@@ -138,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
                 own.restart,
                 own.grace_s,
                 each,
-                flags.value("via") or "",
+                flags.value("via"),
             )
         count = own.processes or config.run.regions
         processes.check_shares(config.run.regions, count, config.run.devices_per_region)

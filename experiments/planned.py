@@ -81,19 +81,8 @@ def _best(config: TrainConfig) -> advice.Advice | None:
             )
         return None
     _check(given)
-    found = advice.advise(
-        _that_fit(config.model.num_layers),
-        _topology(config.run.regions),
-        models.num_params(config.model),
-        [flags.value("plan_step_s")],
-    )
-    _refuse(found[0].choice.flags)
-    return found[0]
-
-
-def _that_fit(num_layers: int) -> list[advice.Choice]:
-    """Return the frontier's settings with at most as many fragments as blocks."""
     path = flags.value("plan_frontier")
+    num_layers = config.model.num_layers
     choices = named("plan_frontier", path, advice.read)
     fit = [x for x in choices if x.config.method.build().num_fragments <= num_layers]
     if not fit:
@@ -102,11 +91,17 @@ def _that_fit(num_layers: int) -> list[advice.Choice]:
             f"num_layers={num_layers}, the blocks of the model; give the file of a "
             "sweep that has one"
         )
-    return fit
+    found = advice.advise(
+        fit,
+        _topology(config.run.regions),
+        models.num_params(config.model),
+        [flags.value("plan_step_s")],
+    )
+    _refuse(found[0].choice.flags)
+    return found[0]
 
 
 def _refuse(chosen: Iterable[str]) -> None:
-    """Refuse flags that the plan chooses."""
     for name in chosen:
         if flags.given(name):
             raise ValueError(

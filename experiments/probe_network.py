@@ -71,8 +71,8 @@ def define_flags() -> FlagValues:
     )
 
 
-def read_sizes(values: FlagValues) -> list[int]:
-    """Return the sizes to measure, in float32 values."""
+def read_exchanges(values: FlagValues) -> list[tuple[str, int]]:
+    """Return the collectives to measure, each at all sizes, in float32 values."""
     try:
         sizes = [round(float(word) * 1e6 / 4) for word in values.sizes_mb.split(",")]
     except (ValueError, OverflowError):  # No number; infinity.
@@ -81,18 +81,13 @@ def read_sizes(values: FlagValues) -> list[int]:
         raise ValueError(
             f"sizes_mb={values.sizes_mb!r} must be positive numbers, comma-separated"
         )
-    return sizes
-
-
-def read_collectives(values: FlagValues) -> list[str]:
-    """Return the names of the collectives to measure."""
     names = values.collectives.split(",")
     for name in names:
         if name not in COLLECTIVES:
             raise ValueError(
                 f"collectives={name!r} is unknown; use {', '.join(COLLECTIVES)}"
             )
-    return names
+    return list(itertools.product(names, sizes))
 
 
 def read_links(values: FlagValues, num: int) -> LinkState | None:
@@ -102,7 +97,13 @@ def read_links(values: FlagValues, num: int) -> LinkState | None:
     """
     if values.bandwidth_mbit == 0:
         raise ValueError("bandwidth_mbit=0 must be positive")
-    _check_told(values)
+    if values["latency_ms"].present and (values.links or not values.bandwidth_mbit):
+        why = "needs --bandwidth_mbit"
+        if values.links:
+            why = f"does not go with --links={values.links}, which says it already"
+        raise ValueError(f"latency_ms={values.latency_ms:g} {why}")
+    if values.mtu and not (values.links or values.bandwidth_mbit):
+        raise ValueError(f"mtu={values.mtu} needs --bandwidth_mbit or --links")
     gbps = (values.bandwidth_mbit or 0) / 1000
     if values.links:
         topology = program.named("links", values.links, world.load_topology)
@@ -126,17 +127,6 @@ def read_links(values: FlagValues, num: int) -> LinkState | None:
         for x in (state.bytes_per_s, state.line_bytes_per_s)
     )
     return LinkState(rate, state.delay_s, float(line))
-
-
-def _check_told(values: FlagValues) -> None:
-    """Refuse flags of links that would have no effect."""
-    if values["latency_ms"].present and (values.links or not values.bandwidth_mbit):
-        why = "needs --bandwidth_mbit"
-        if values.links:
-            why = f"does not go with --links={values.links}, which says it already"
-        raise ValueError(f"latency_ms={values.latency_ms:g} {why}")
-    if values.mtu and not (values.links or values.bandwidth_mbit):
-        raise ValueError(f"mtu={values.mtu} needs --bandwidth_mbit or --links")
 
 
 def probe(
@@ -183,14 +173,14 @@ def main(argv: Sequence[str]) -> int:
             )
         check_numbers(values)
         links = read_links(values, processes.num_processes)
-        sizes, names = read_sizes(values), read_collectives(values)
+        exchanges = read_exchanges(values)
         if values.workdir and processes.process_id < 1:
             make_folder(pathlib.Path(values.workdir))
         processes.start(processes.num_processes)
     with failing_alone(), while_writable():
         rows = [
             probe(name, num_values, values.repeats, values.pause_s, links)
-            for name, num_values in itertools.product(names, sizes)
+            for name, num_values in exchanges
         ]
         if jax.process_index() == 0:
             show(rows, Console())

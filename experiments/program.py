@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from absl import flags as absl_flags
 
 from cocodc_jax.network.links import Link, Topology, uniform
-from cocodc_jax.run.help import options, render
-from cocodc_jax.run.messages import as_a_command, refuse
+from cocodc_jax.run.messages import as_a_command, options, refuse, render
 
 from .commands import shown
 

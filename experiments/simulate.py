@@ -42,11 +42,11 @@ from cocodc_jax.network.links import Topology
 from cocodc_jax.network.placement import Placement
 from cocodc_jax.network.simulator import simulate_method
 from cocodc_jax.network.timeline import Timeline
-from cocodc_jax.report.runs import steps_to_loss
+from cocodc_jax.report.comparison import steps_to_loss
 
 from . import program
 from .program import named
-from .simulation import described, options
+from .simulation import described
 from .simulation.described import read_curve
 from .sweeps import advice
 
@@ -55,7 +55,7 @@ ADVICE_LINES = 5
 
 def run_simulation(values: FlagValues) -> None:
     """Simulate, print the summary and write the files."""
-    topology = described.build_topology(values)
+    topology = program.topology(values, values.bandwidth_gbps)
     method = described.build_method(values)
     work = described.build_workload(values, method, topology.num_regions)
     schedule = exchanges.schedule_of(method)
@@ -143,13 +143,12 @@ def run_plan(values: FlagValues) -> None:
     if values.frontier is not None:
         choices = named("frontier", values.frontier, advice.read)
     folder = _folder(values)
-    topology = described.build_topology(values)
+    topology = program.topology(values, values.bandwidth_gbps)
     times = described.step_times(values, topology.num_regions)
     failures = described.failures(values, topology.regions)
     job = _job(values, max(times))
     if values.stages > 1:
-        placed = _place(values, topology, job)
-        _report_placement(topology, placed, folder)
+        placed = _place(values, topology, job, folder)
         if values.swarm_s is not None:
             _report_swarm(values, topology, placed.stages, job, times, failures)
         # A site averages its stage with the sites that run the same stage.
@@ -171,8 +170,10 @@ def run_plan(values: FlagValues) -> None:
         _report_advice(values, choices, topology, times, folder)
 
 
-def _place(values: FlagValues, topology: Topology, job: plan.Job) -> Placement:
-    """Place stages on sites, for the interval of averages that the job has."""
+def _place(
+    values: FlagValues, topology: Topology, job: plan.Job, folder: pathlib.Path | None
+) -> Placement:
+    """Place stages on sites, print them, and write placement.json to `folder`."""
     if values.activation_mb is None:
         raise ValueError(f"stages={values.stages} needs --activation_mb too")
     pipeline = placement.Pipeline(
@@ -181,13 +182,7 @@ def _place(values: FlagValues, topology: Topology, job: plan.Job) -> Placement:
         job.model_bytes / values.stages,
         job.sync_interval,
     )
-    return placement.place(topology.at(), pipeline)
-
-
-def _report_placement(
-    topology: Topology, placed: Placement, folder: pathlib.Path | None
-) -> None:
-    """Print which site runs which stage; write placement.json to `folder`."""
+    placed = placement.place(topology.at(), pipeline)
     sites = [[topology.regions[i] for i in stage] for stage in placed.stages]
     for stage, names in enumerate(sites):
         print(f"- Stage {stage} on {', '.join(names)}.")
@@ -197,6 +192,7 @@ def _report_placement(
         f"{placed.sync_s:.3g} s of averaging spread over the steps of an interval."
     )
     _write_json(folder, "placement.json", dataclasses.asdict(placed) | {"sites": sites})
+    return placed
 
 
 def _report_swarm(
@@ -250,7 +246,7 @@ def _report_advice(
 
 
 def _job(values: FlagValues, step_time_s: float) -> plan.Job:
-    given = {name: getattr(values, name) for name in options.WISHES}
+    given = {name: getattr(values, name) for name in described.WISHES}
     if values.collective is not None:
         given["collectives"] = (values.collective,)
     return plan.Job(
@@ -296,10 +292,10 @@ def _entries(
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
-    values = options.define_flags()
+    values = described.define_flags()
     with program.usage_errors(values):
-        program.parse(values, argv, __doc__, options.SECTIONS, has_words=False)
-        options.check(values)
+        program.parse(values, argv, __doc__, described.SECTIONS, has_words=False)
+        described.check(values)
         if values.table:
             run_table()
         elif values.plan:

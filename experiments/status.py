@@ -25,8 +25,7 @@ from cocodc_jax.report.records import METRICS_FILE, TIMING_FILE, Record, read_re
 from cocodc_jax.report.units import format_bytes, format_count, format_duration
 from cocodc_jax.run.bucket import folder_here
 from cocodc_jax.run.fault_watch import FAULTS_FILE
-from cocodc_jax.run.lock import owner_of
-from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE
+from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE, owner_of
 from cocodc_jax.run.session import SUMMARY_FILE
 from cocodc_jax.run.taking_part import SYNCS_FILE
 from cocodc_jax.train.checkpoint import steps_in

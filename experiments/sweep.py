@@ -27,7 +27,7 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -49,7 +49,6 @@ from .sweeps import (
     networks,
     reference,
     report,
-    results,
     rows,
     runs,
     schedule,
@@ -75,27 +74,26 @@ def main() -> None:
             raise ValueError("grid=None is missing; name a grid file")
         _check_report(plan, workdir)
     if plan is not None and flags.value("list"):
-        _list(plan)
+        for setting in plan.grid.settings:
+            note = "  (published)" if setting.published and plan.grid.tuned else ""
+            _say(setting.name + note)
+        num, num_rows = len(plan.grid.settings), plan.total()[0]
+        _say(f"{num} settings, at most {num_rows} rows in all")
         return
     if plan is not None and not flags.value("report"):
         with flags.usage_errors():
-            _make(workdir)
+            make_folder(workdir)
+            try:
+                text = pathlib.Path(flags.value("grid")).read_bytes()
+                write_whole(workdir / GRID_FILE, text)
+            except OSError as error:
+                raise unwritable(workdir, error) from error
         _train(plan, workdir, console)
     with flags.usage_errors():
         of_grid, kept = plan and plan.grid, workdir / GRID_FILE
         if of_grid is None and kept.exists():
             of_grid = grid.read(kept)
         _report(workdir, console, of_grid)
-
-
-def _make(workdir: pathlib.Path) -> None:
-    """Create the folder with a copy of the grid."""
-    make_folder(workdir)
-    try:
-        kept = pathlib.Path(flags.value("grid")).read_bytes()
-        write_whole(workdir / GRID_FILE, kept)
-    except OSError as error:
-        raise unwritable(workdir, error) from error
 
 
 def _check_report(plan: Plan | None, workdir: pathlib.Path) -> None:
@@ -177,15 +175,6 @@ def _shard() -> tuple[int, int]:
     raise ValueError(f"shard={text!r} must be i/n with 1 <= i <= n, such as 2/3")
 
 
-def _list(plan: Plan) -> None:
-    """Print the settings of the grid."""
-    for setting in plan.grid.settings:
-        note = "  (published)" if setting.published and plan.grid.tuned else ""
-        _say(setting.name + note)
-    num, num_rows = len(plan.grid.settings), plan.total()[0]
-    _say(f"{num} settings, at most {num_rows} rows in all")
-
-
 def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
     """Train every row of this process; exit if one cannot be trained."""
     trainer = runs.Trainer(workdir, flags.value("keep_runs"), console)
@@ -215,7 +204,12 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
                 trainer.forget(row)
                 progress.trained(row)
                 _say(_came_to(record))
-        _wait(stage, written)
+        # Of other shards too: a choice needs all of them.
+        wanted = {row.row_id for row in stage}
+        if missing := wanted - written().keys():
+            _say(f"waiting for {len(missing)} rows of other shards")
+        while wanted - written().keys():
+            time.sleep(POLL_S)
         if plan.history:
             write_whole(workdir / HALVING_FILE, dumps(plan.to_json()))
 
@@ -247,7 +241,6 @@ def _train_batches(
 
 
 def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) -> None:
-    """Write the report of the finished rows."""
     halving, chosen = workdir / HALVING_FILE, None
     if halving.exists() and (of_grid is None or of_grid.halving):
         chosen = read_table(halving)["chosen"]
@@ -268,11 +261,14 @@ def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) 
     if column == cells.PUBLISHED and list(held.columns) == [cells.TUNED]:
         column = cells.TUNED  # As of a part (--only) without the published settings.
     made = report.Report(found, held, column, other)
-    write_whole(workdir / "cells.json", dumps(results.to_json(made)))
+    write_whole(workdir / "cells.json", dumps(report.to_json(made)))
     plots.save_png(made.figure(), str(workdir / "frontier.png"))
     text = made.markdown(commands.command_line("sweep", sys.argv[1:]))
-    if flags.value("networks"):
-        text += _over_networks(made, workdir)
+    if words := flags.value("networks"):
+        step_s = flags.value("step_seconds")
+        arrived = list(networks.arrivals(made, networks.networks(words), step_s))
+        write_whole(workdir / "networks.json", dumps(networks.to_json(arrived, step_s)))
+        text += "\n" + networks.markdown(made, arrived, step_s)
     write_whole(workdir / "report.md", text)
     table = program.table(("cell", *made.short_heads()), made.short_lines())
     for column in table.columns:
@@ -281,14 +277,6 @@ def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) 
     table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     console.print(table)
     _say(f"Report: {workdir / 'report.md'}")
-
-
-def _over_networks(made: report.Report, workdir: pathlib.Path) -> str:
-    """Write the simulated times on each network, and return them as a table."""
-    step_s, on = flags.value("step_seconds"), networks.networks(flags.value("networks"))
-    found = list(networks.arrivals(made, on, step_s))
-    write_whole(workdir / "networks.json", dumps(networks.to_json(found, step_s)))
-    return "\n" + networks.markdown(made, found, step_s)
 
 
 @contextlib.contextmanager
@@ -303,17 +291,6 @@ def _exits(row: runs.Row) -> Iterator[None]:
         name = f"{row.setting.name}, seed {row.seed}"
         print(f"error: {name}: {error}", file=sys.stderr)
         sys.exit(1)
-
-
-def _wait(
-    stage: Sequence[runs.Row], written: Callable[[], dict[str, rows.Row]]
-) -> None:
-    """Wait for the rows of other shards: a choice needs all of them."""
-    asked = {row.row_id for row in stage}
-    if missing := asked - written().keys():
-        _say(f"waiting for {len(missing)} rows of other shards")
-    while asked - written().keys():
-        time.sleep(POLL_S)
 
 
 def _came_to(record: rows.Row) -> str:

@@ -104,7 +104,16 @@ def define_flags() -> FlagValues:
 
 def build_topology(values: FlagValues) -> Topology:
     """Return the network the flags describe."""
-    topology = _links(values)
+    for source in ("links", "world"):
+        others = (*_LINK_FLAGS, *({"links", "world"} - {source}))
+        given = [name for name in others if values[name].present]
+        if values[source].value and given:
+            raise ValueError(
+                f"--{given[0]}={values[given[0]].value} does not combine with "
+                f"--{source}, which sets it; leave one out"
+            )
+    gbps = (values.bandwidth_mbit or _DEFAULT_MBIT) / 1000
+    topology = program.topology(values, gbps)
     if topology.num_regions > region.MAX_REGIONS:
         raise ValueError(
             f"--links={values.links} has {topology.num_regions} regions; at most "
@@ -115,30 +124,6 @@ def build_topology(values: FlagValues) -> Topology:
     read = functools.partial(world.load_changes, regions=topology.regions)
     changes = program.named("schedule", values.schedule, read)
     return dataclasses.replace(topology, changes=topology.changes + changes)
-
-
-def _links(values: FlagValues) -> Topology:
-    for source in ("links", "world"):
-        others = (*_LINK_FLAGS, *({"links", "world"} - {source}))
-        given = [name for name in others if values[name].present]
-        if values[source].value and given:
-            raise ValueError(
-                f"--{given[0]}={values[given[0]].value} does not combine with "
-                f"--{source}, which sets it; leave one out"
-            )
-    return program.topology(values, (values.bandwidth_mbit or _DEFAULT_MBIT) / 1000)
-
-
-def check_command(command: Sequence[str]) -> None:
-    """Refuse a missing command, or a flag in its place."""
-    if not command:
-        raise ValueError("no command given; write it after --")
-    if command[0].startswith("-"):
-        train = commands.shown("python -m experiments.train")
-        raise ValueError(
-            f"the command begins with {command[0]!r}, which is a flag; write the "
-            f"program before it, as in -- {train} {command[0]}"
-        )
 
 
 def build_plan(values: FlagValues, command: Sequence[str]) -> Plan:
@@ -179,7 +164,14 @@ def main(argv: Sequence[str]) -> int:
     values = define_flags()
     with program.usage_errors(values):
         command = program.parse(values, argv, __doc__, SECTIONS)
-        check_command(command)
+        if not command:
+            raise ValueError("no command given; write it after --")
+        if command[0].startswith("-"):
+            train = commands.shown("python -m experiments.train")
+            raise ValueError(
+                f"the command begins with {command[0]!r}, which is a flag; write the "
+                f"program before it, as in -- {train} {command[0]}"
+            )
         if lacks := region.missing():
             raise ValueError(f"the network lab lacks {'; and '.join(lacks)}")
         plan = build_plan(values, command)

@@ -7,9 +7,9 @@ operations, collectives, and which of these overlap the inner steps
 
 - `targets`: the machines, what a chip of each can do, and what must be installed.
 - `hlo`: scheduled HLO as values; `collectives`, `costs`: what follows.
-- `programs`: the programs that a run compiles; `written`: operations before compiling.
-- `child`: the process that compiles, in its own environment, and the least time of a
-  step by a roofline; `job` starts it, and `report` sums up.
+- `programs`: the programs that a run compiles.
+- `job`: the process that compiles, in its own environment, and the least time of a
+  step by a roofline; `report` sums up.
 """
 
 from cocodc_jax._lazy import attach, modules_of

@@ -15,58 +15,37 @@ asynchronous collective spans lies between its start and its end in the schedule
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 
 import numpy as np
 
+from cocodc_jax.aot import hlo
 from cocodc_jax.aot.costs import flops
-from cocodc_jax.aot.hlo import (
-    Array,
-    Computation,
-    Instruction,
-    Module,
-    arrays,
-    elements,
-)
+from cocodc_jax.aot.hlo import Array, Computation, Instruction, Module
 
 KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast",
+)  # fmt: skip
 # Of a mesh over several slices: what the hosts carry.
 BETWEEN_SLICES = "slice"
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a program.
+    """One collective of a program."""
 
-    Attributes:
-      kind: one of `KINDS`, or send.
-      axes: of the mesh, over which its groups lie; `BETWEEN_SLICES` where hosts carry
-        it.
-      num_bytes: that a device receives in one execution.
-      times: how often it runs in one call of the program.
-      is_async: whether other work can run between its start and its end.
-      spans: whether a loop that multiplies matrices does.
-      array: its largest result.
-      name: of its instruction.
-    """
-
-    kind: str
+    kind: str  # One of `KINDS`, or send.
+    # Of the mesh, over which its groups lie; `BETWEEN_SLICES` where hosts carry it.
     axes: tuple[str, ...]
-    num_bytes: float
-    times: int
-    is_async: bool
-    spans: bool
-    array: Array
-    name: str
+    num_bytes: float  # That a device receives in one execution.
+    times: int  # How often it runs in one call of the program.
+    is_async: bool  # Whether other work can run between its start and its end.
+    spans: bool  # Whether a loop that multiplies matrices does.
+    array: Array  # Its largest result.
+    name: str  # Of its instruction.
 
 
 def collectives(module: Module, mesh_shape: dict[str, int]) -> list[Collective]:
@@ -76,17 +55,15 @@ def collectives(module: Module, mesh_shape: dict[str, int]) -> list[Collective]:
     meanwhile; all steps carry its channel's number, and count once. 1 is no such
     number: JAX gives it to all that a `shard_map` names.
 
-    `mesh_shape` has the sizes of the mesh's axes, in the order of its devices. Where
-    the hosts carry collectives, the module is one slice's, and numbers its devices
-    alone.
+    `mesh_shape` has the axes in the order of devices. Where the hosts carry
+    collectives, the module is one slice's, and numbers its devices alone.
     """
     busy = _busy_loops(module)
     found: dict[tuple, Collective] = {}
     for computation in module:
         times = module.executions[computation.name]
         for each in computation.instructions if times else ():
-            one = _read(each, computation, module, mesh_shape, busy)
-            if one is None:
+            if (one := _read(each, computation, module, mesh_shape, busy)) is None:
                 continue
             channel = re.search(r"channel_id=(\d+)", each.attributes)
             # Hosts' transfers are numbered for themselves.
@@ -121,8 +98,8 @@ def _read(
     result = each.shape
     # A start's result is a tuple of operands, results and contexts; but for this one.
     if each.opcode.endswith("-start") and each.opcode != "all-reduce-start":
-        result = elements(result)[1]
-    all_arrays = arrays(result)
+        result = hlo.elements(result)[1]
+    all_arrays = hlo.arrays(result)
     num_bytes = float(sum(array.num_bytes for array in all_arrays))
     if kind == "reduce-scatter":
         num_bytes *= size  # Whole before it.
@@ -163,22 +140,19 @@ def _read_send(
 ) -> Collective:
     """Read a transfer by the hosts, from the end that sends.
 
-    It spans what lies before the end of receiving: sending ends as soon as the host has
-    taken the bytes, which may be before the network has carried them.
+    It spans what is before the end of receiving: sending ends once the host has taken
+    the bytes, before the network has carried them.
     """
     named = dict(re.findall(r'(_xla_\w+)="([^"]*)"', each.attributes))
     kind = named.get("_xla_megascale_transfer_type", "send").lower().replace("_", "-")
     array = each.arrays[0]
-    rendezvous = named.get("_xla_host_transfer_rendezvous")
-    halves = [
-        other
-        for other in inside.instructions
-        if other.opcode == "recv"
-        and rendezvous
-        and f'_xla_host_transfer_rendezvous="{rendezvous}"' in other.attributes
-    ]
+    halves = []
+    if rendezvous := named.get("_xla_host_transfer_rendezvous"):
+        said = f'_xla_host_transfer_rendezvous="{rendezvous}"'
+        recvs = (x for x in inside.instructions if x.opcode == "recv")
+        halves = [x for x in recvs if said in x.attributes]
     # What is gathered arrives whole; of a sum each device has its own share only.
-    received = [other.arrays[0].num_bytes for other in halves]
+    received = [half.arrays[0].num_bytes for half in halves]
     return Collective(
         kind=kind,
         axes=(BETWEEN_SLICES,),
@@ -192,29 +166,25 @@ def _read_send(
 
 
 def _spans(start: Instruction, inside: Computation, busy: frozenset[str]) -> bool:
-    begin = inside.position[start.name]
-    ends = [
-        i
-        for i, other in enumerate(inside.instructions)
-        if other.opcode.endswith("-done") and start.name in other.operands
-    ]
-    return bool(ends) and any(
-        other.name in busy for other in inside.instructions[begin : min(ends)]
-    )
+    begin = [*inside.by_name].index(start.name)
+    names = []
+    for other in inside.instructions[begin:]:
+        if other.opcode.endswith("-done") and start.name in other.operands:
+            return not busy.isdisjoint(names)
+        names.append(other.name)
+    return False
 
 
 def _busy_loops(module: Module) -> frozenset[str]:
     """Loops that multiply matrices, the inner scan among them."""
-    return frozenset(
-        each.name
-        for computation in module
-        for each in computation.instructions
-        if each.opcode == "while"
-        and any(
-            flops(dataclasses.replace(module, entry=body)) > 0
-            for body in each.called.get("body", ())
-        )
-    )
+
+    def multiplies(loop: Instruction) -> bool:
+        bodies = loop.called.get("body", ())
+        return any(flops(dataclasses.replace(module, entry=x)) > 0 for x in bodies)
+
+    every = itertools.chain(*(computation.instructions for computation in module))
+    loops = (each for each in every if each.opcode == "while")
+    return frozenset(each.name for each in loops if multiplies(each))
 
 
 def _axes(groups: np.ndarray | None, mesh_shape: dict[str, int]) -> tuple[str, ...]:

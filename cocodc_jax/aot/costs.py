@@ -1,8 +1,8 @@
-"""Operations and memory traffic of a compiled program, loops counted as they run.
+"""Operations and memory traffic of a program, loops counted as they run.
 
 XLA's own cost analysis counts a loop's body once, and these programs are loops in
-loops: of steps, of layers, of chunks of the loss. Here every instruction counts as
-often as it runs. Only matrix products count as operations, as in a model's own count.
+loops. Here every instruction counts as often as it runs. Only matrix products count as
+operations, as in a model's own count.
 
 Kernels are calls that a compiler cannot count. With P pairs of positions and heads of d
 features every product of attention takes `2 P d`. Forward there are two, of scores and
@@ -10,31 +10,42 @@ of values. Backward, cuDNN takes five; splash attention seven in two kernels, th
 queries and four for keys and values, as each computes the scores and their derivative
 again. Products of groups of rows, each by its own expert's matrix, take one product a
 row.
+
+A compiled program computes the model's products, those that a rematerialisation policy
+asks for again, and what the compiler adds. In the program as it is written (its jaxpr)
+there are only the first two: `written_flops` with a policy, less without one, are the
+operations computed again.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
+from jax.interpreters import partial_eval
 
 from cocodc_jax.aot.hlo import Computation, Instruction, Module, arrays
-from cocodc_jax.models import splash
+from cocodc_jax.models.attention import splash_share
+from cocodc_jax.models.dispatch import FURTHER_ROUND
 
+# Primitives whose body is an attention kernel's, and counted by its name.
+_KERNELS = (
+    "pallas_call", "dot_product_attention_fwd_wrapper",
+    "dot_product_attention_bwd_wrapper",
+)  # fmt: skip
 # What moves nothing by itself: names for parts, or what its own callees are counted by.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call "
     "after-all partition-id replica-id opt-barrier optimization-barrier".split()
 )
 _SPLASH = {"fwd": 2, "dq": 3, "dkv": 4}
-# Names of kernels that multiply groups.
-_GROUPED = r"%?(ragged-dot|tgmm)"
+_GROUPED = r"%?(ragged-dot|tgmm)"  # names of kernels that multiply groups
 _FLOATS = ("bf16", "f32", "bfloat16", "float32")
 
-# Dtype and shape of an operand.
-Operand = tuple[str, tuple[int, ...]]
+Operand = tuple[str, tuple[int, ...]]  # Dtype and shape.
 
 
 def flops(module: Module, even_share: float = 1.0) -> float:
@@ -46,8 +57,8 @@ def flops(module: Module, even_share: float = 1.0) -> float:
     """
 
     def cost(each: Instruction, inside: Computation) -> float:
-        is_grouped = re.match(_GROUPED, each.name) is not None
-        return _flops_of(each, inside) * (even_share if is_grouped else 1.0)
+        share = even_share if re.match(_GROUPED, each.name) else 1.0
+        return _flops_of(each, inside) * share
 
     return _summed(cost, module)
 
@@ -63,18 +74,13 @@ def _summed(cost: Callable[[Instruction, Computation], float], module: Module) -
 
 def _flops_of(each: Instruction, inside: Computation) -> float:
     if each.opcode == "dot":
-        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", each.attributes)
-        return _dot_flops(each, inside, contracted[1] if contracted else "")
+        return _dot_flops(each, inside, r"lhs_contracting_dims=\{([\d,]*)\}")
     if each.opcode == "convolution":
         return _convolution_flops(each, inside)
     if each.opcode != "custom-call":
         return 0.0
     if "__cublas" in each.attributes:
-        contracted = re.search(
-            r'"lhs_contracting_dimensions":\[([^\]]*)\]', each.attributes
-        )
-        numbers = contracted[1].replace('"', "") if contracted else ""
-        return _dot_flops(each, inside, numbers)
+        return _dot_flops(each, inside, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
     operands = [
         (array.dtype, array.dims)
         for name in each.operands
@@ -88,9 +94,11 @@ def _flops_of(each: Instruction, inside: Computation) -> float:
 
 
 def _dot_flops(each: Instruction, inside: Computation, contracted: str) -> float:
+    """Count a product whose contracted axes a pattern finds in its attributes."""
     left = _dims(inside, each.operands[0])
-    size = math.prod(left[int(axis)] for axis in contracted.split(",") if axis)
-    return 2.0 * math.prod(each.arrays[0].dims) * size
+    found = re.search(contracted, each.attributes)
+    axes = re.findall(r"\d+", found[1]) if found else ()
+    return 2.0 * math.prod(each.arrays[0].dims) * math.prod(left[int(x)] for x in axes)
 
 
 def _convolution_flops(each: Instruction, inside: Computation) -> float:
@@ -131,9 +139,8 @@ def _dims(inside: Computation, name: str) -> tuple[int, ...]:
 def _grouped_flops(operands: Sequence[Operand]) -> float:
     """Return the operations of a product of groups of rows.
 
-    The last two operands are rows `[m, k]`, and matrices `[E, k, n]` or, for the
-    gradient of these, rows `[m, n]`. A kernel without any only finds where groups
-    begin.
+    The last two operands are rows `[m, k]`, and matrices `[E, k, n]` or, for their
+    gradient, rows `[m, n]`. A kernel without any only finds where groups begin.
 
     >>> _grouped_flops([("bf16", (8, 2)), ("bf16", (4, 2, 3))])
     96.0
@@ -148,10 +155,7 @@ def _grouped_flops(operands: Sequence[Operand]) -> float:
 
 
 def splash_flops(name: str, operands: Sequence[Operand]) -> float:
-    """Return the operations of a kernel of splash attention; 0 if it is none.
-
-    `name` holds the kernel's own.
-    """
+    """Return the operations of the splash attention kernel in `name`; 0 if none is."""
     kernel = re.search(r"splash_m[hq]a_(fwd|dq|dkv)", name)
     if kernel is None:
         return 0.0
@@ -160,7 +164,7 @@ def splash_flops(name: str, operands: Sequence[Operand]) -> float:
     (*batch, num_own, width), (*_, length, _) = [
         dims for dtype, dims in operands if len(dims) >= 3 and dtype in _FLOATS
     ][:2]
-    pairs = math.prod(batch) * num_own * length * splash.share(length, num_own)
+    pairs = math.prod(batch) * num_own * length * splash_share(length, num_own)
     return 2.0 * _SPLASH[kernel[1]] * pairs * width
 
 
@@ -205,23 +209,18 @@ def _moved_by_fusion(each: Instruction, inside: Computation, module: Module) -> 
     total = 0.0
     for number, line in _parameters(fused).items():
         operand = inside.by_name[each.operands[number]]
-        part = _part_read(line.name, fused, module)
         if any(array.is_in_hbm for array in operand.arrays):
-            whole = operand.num_bytes
-            total += whole if part is None else min(part, whole)
+            total += min(_part_read(line.name, fused, module), operand.num_bytes)
     return total + _written(each, fused)
 
 
 def _parameters(fused: Computation) -> dict[int, Instruction]:
-    return {
-        int(line.operands[0]): line
-        for line in fused.instructions
-        if line.opcode == "parameter"
-    }
+    lines = (line for line in fused.instructions if line.opcode == "parameter")
+    return {int(line.operands[0]): line for line in lines}
 
 
-def _part_read(name: str, fused: Computation, module: Module) -> float | None:
-    """Return the bytes that a fused computation reads of a value; None is all."""
+def _part_read(name: str, fused: Computation, module: Module) -> float:
+    """Return the bytes that a fused computation reads of a value; infinity is all."""
     part = 0.0
     for user in fused.instructions:
         for place, operand in enumerate(user.operands):
@@ -237,28 +236,101 @@ def _part_read(name: str, fused: Computation, module: Module) -> float | None:
                 inner = module.computations[user.called["calls"][0]]
                 read = _part_read(_parameters(inner)[place].name, inner, module)
             else:
-                read = None
-            if read is None:
-                return None
+                read = math.inf
             part += read
     return part
 
 
 def _written(each: Instruction, fused: Computation) -> float:
-    root = fused.root
+    root, total = fused.root, 0
     results = root.operands if root.opcode == "tuple" else (root.name,)
-    total = 0
-    for name, array in zip(results, arrays(each.shape), strict=False):
-        line = fused.by_name[name]
+    for name, array in zip(results, each.arrays, strict=False):
+        line, written = fused.by_name[name], array
         while line.opcode == "bitcast":
             line = fused.by_name[line.operands[0]]
         if line.opcode == "dynamic-update-slice":
-            array_bytes = fused.by_name[line.operands[1]].num_bytes
-        else:
-            array_bytes = array.num_bytes
-        total += array_bytes if array.is_in_hbm else 0
+            written = fused.by_name[line.operands[1]]
+        total += written.num_bytes if array.is_in_hbm else 0
     return total
 
 
 def _in_hbm(shape: str) -> int:
     return sum(array.num_bytes for array in arrays(shape) if array.is_in_hbm)
+
+
+def written_flops(jaxpr: Any, even_share: float = 1.0) -> float:
+    """Return the operations of all products of a jaxpr on all devices, 2 a product.
+
+    Products that no result depends on are left out: a policy leaves such where a
+    kernel's outputs are kept. Loops of `lax.scan` count as often as they run, those of
+    `lax.while_loop` once; of the branches of a condition the one that computes most
+    (the one that computes least for rounds of rows to experts after the first); what a
+    `jax.shard_map` computes on each device, for every device along its axes.
+    `even_share` is as for `flops`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x = jnp.zeros((2, 3))
+    >>> written_flops(jax.make_jaxpr(lambda x: x @ x.T)(x))
+    24.0
+    """
+    whole = _open(jaxpr)
+    used, _ = partial_eval.dce_jaxpr(whole, [True] * len(whole.outvars))
+    return _summed_over(used, even_share)
+
+
+def _summed_over(jaxpr: Any, even_share: float) -> float:
+    return sum(_written_flops_of(each, even_share) for each in _open(jaxpr).eqns)
+
+
+def _written_flops_of(each: Any, even_share: float) -> float:
+    name, params = each.primitive.name, each.params
+    if name == "dot_general":
+        contracted = params["dimension_numbers"][0][0]
+        left, out = each.invars[0].aval.shape, each.outvars[0].aval.shape
+        size = math.prod(left[axis] for axis in contracted)
+        return 2.0 * math.prod(out) * size
+    if name == "ragged_dot_general":
+        return _ragged_flops(each) * even_share
+    if name in _KERNELS:
+        return _kernel_flops(each)
+    inside = [_summed_over(jaxpr, even_share) for jaxpr in _bodies(params)]
+    if name == "cond":
+        is_further = FURTHER_ROUND in str(each.source_info.name_stack)
+        return min(inside) if is_further else max(inside)
+    times = 1
+    if name == "scan":
+        times = params["length"]
+    if name == "shard_map":
+        mesh, axes = params["mesh"], params["newly_manual_axes"]
+        times = math.prod(mesh.shape[axis] for axis in axes)
+    return sum(inside) * times
+
+
+def _ragged_flops(each: Any) -> float:
+    """Count a product of groups: each row is multiplied by one group's matrix."""
+    numbers = each.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    left, right, *_ = (x.aval.shape for x in each.invars)
+    others = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    free = [size for axis, size in enumerate(right) if axis not in others]
+    return 2.0 * math.prod(left) * math.prod(free)
+
+
+def _kernel_flops(each: Any) -> float:
+    name = each.primitive.name
+    avals = [x.aval for x in each.invars]
+    if name != "pallas_call":
+        return cudnn_flops("_bwd_" in name, avals[0].shape)
+    operands = [(str(aval.dtype), aval.shape) for aval in avals]
+    return splash_flops(str(each.params.get("name")), operands)
+
+
+def _bodies(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(_open(one), "eqns"):
+                yield one
+
+
+def _open(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -33,17 +34,11 @@ _OPENS, _CLOSES = "({[", ")}]"
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An array of a shape.
+    """An array of a shape."""
 
-    Attributes:
-      dtype: as HLO writes it, such as bf16.
-      dims: sizes of its axes.
-      is_in_hbm: whether it is in the device's main memory, not in a TPU's VMEM.
-    """
-
-    dtype: str
+    dtype: str  # As HLO writes it, such as bf16.
     dims: tuple[int, ...]
-    is_in_hbm: bool = True
+    is_in_hbm: bool = True  # In the device's main memory, not in a TPU's VMEM.
 
     @property
     def num_bytes(self) -> int:
@@ -53,23 +48,14 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line.
+    """One line."""
 
-    Attributes:
-      name: of its result, unique in the module.
-      shape: of its result, as written.
-      opcode: such as fusion.
-      operands: names, or for a constant what it is.
-      attributes: all that follows, as written.
-      is_root: whether it is the computation's result.
-    """
-
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: str = ""
-    is_root: bool = False
+    name: str  # Of its result, unique in the module.
+    shape: str  # Of its result, as written.
+    opcode: str  # Such as fusion.
+    operands: tuple[str, ...]  # Names, or for a constant its value.
+    attributes: str = ""  # All that follows, as written.
+    is_root: bool = False  # Whether it is the computation's result.
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -94,25 +80,15 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """Instructions in the order in which they run.
+    """Instructions in the order in which they run."""
 
-    Attributes:
-      name: unique in the module.
-      instructions: in order.
-    """
-
-    name: str
+    name: str  # Unique in the module.
     instructions: tuple[Instruction, ...]
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
-        """The instructions by their names."""
+        """The instructions by their names, in order."""
         return {each.name: each for each in self.instructions}
-
-    @functools.cached_property
-    def position(self) -> dict[str, int]:
-        """Where each instruction stands."""
-        return {each.name: i for i, each in enumerate(self.instructions)}
 
     @property
     def root(self) -> Instruction:
@@ -122,15 +98,10 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program.
+    """A compiled program."""
 
-    Attributes:
-      computations: by name.
-      entry: name of the one that the program is.
-    """
-
-    computations: dict[str, Computation]
-    entry: str
+    computations: dict[str, Computation]  # By name.
+    entry: str  # Name of the one that the program is.
 
     def __iter__(self) -> Iterator[Computation]:
         """Iterate over the computations."""
@@ -142,8 +113,7 @@ class Module:
         As the compiler has noted it; else the constant that the condition compares
         with, as a scan counts from 0 in steps of 1; else 1.
         """
-        noted = _TRIPS.search(loop.attributes)
-        if noted:
+        if noted := _TRIPS.search(loop.attributes):
             return int(noted[1])
         constants = [
             int(each.operands[0])
@@ -164,8 +134,7 @@ class Module:
         """How often each computation runs; of a conditional every branch counts.
 
         Rounds of rows to experts after the first, which an even router does not need,
-        run 0 times. What an instruction applies to single elements, as a reduction its
-        sum, is not called in this sense, and runs 0 times.
+        run 0 times, and so does what is applied to single elements (a reduction's sum).
         """
         times = dict.fromkeys(self.computations, 0)
 
@@ -233,17 +202,14 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
     return Instruction(name, shape, opcode, operands, rest[end + 1 :], is_root)
 
 
-def _depths(text: str) -> Iterator[tuple[int, str, int]]:
-    """Go through the characters: where each stands, and the brackets open after it."""
-    depth = 0
-    for i, char in enumerate(text):
-        depth += (char in _OPENS) - (char in _CLOSES)
-        yield i, char, depth
+def _depths(text: str) -> Iterator[int]:
+    """Return how many brackets are open after each character."""
+    return itertools.accumulate((c in _OPENS) - (c in _CLOSES) for c in text)
 
 
 def _closing(text: str) -> int:
     """Return the position after the bracket that closes the first one."""
-    return next((i + 1 for i, _, depth in _depths(text) if depth == 0), len(text))
+    return next((i for i, depth in enumerate(_depths(text), 1) if not depth), len(text))
 
 
 def split(text: str) -> list[str]:
@@ -252,9 +218,10 @@ def split(text: str) -> list[str]:
     >>> split("f32[2,3]{1,0} %a, (b, c)")
     ['f32[2,3]{1,0} %a', '(b, c)']
     """
-    commas = [i for i, char, depth in _depths(text) if char == "," and depth == 0]
-    begins, ends = [0, *(i + 1 for i in commas)], [*commas, len(text)]
-    return [text[i:j].strip() for i, j in zip(begins, ends, strict=True)]
+    depths = enumerate(_depths(text))
+    commas = [i for i, depth in depths if text[i] == "," and not depth]
+    ends = itertools.pairwise([-1, *commas, len(text)])
+    return [text[i + 1 : j].strip() for i, j in ends]
 
 
 def elements(shape: str) -> list[str]:
@@ -269,15 +236,12 @@ def arrays(shape: str) -> tuple[Array, ...]:
     >>> arrays("(bf16[2,8]{1,0:T(8,128)(2,1)S(1)}, u32[], token[])")[0]
     Array(dtype='bf16', dims=(2, 8), is_in_hbm=False)
     """
-    return tuple(
-        Array(
-            dtype,
-            tuple(int(size) for size in dims.split(",") if size),
-            "S(" not in layout or "S(0)" in layout,
-        )
-        for dtype, dims, layout in _ARRAY.findall(shape)
-        if dtype not in ("token", "opaque")
-    )
+    found = []
+    for dtype, dims, layout in _ARRAY.findall(shape):
+        if dtype not in ("token", "opaque"):
+            sizes = tuple(int(size) for size in dims.split(",") if size)
+            found.append(Array(dtype, sizes, "S(" not in layout or "S(0)" in layout))
+    return tuple(found)
 
 
 def dtype_bits(dtype: str) -> int:

@@ -1,4 +1,17 @@
-"""Starting the process that compiles, and reading what it found."""
+"""Compiles a run's programs in a process of its own, and reads what it found.
+
+`Job.run` starts `python -m cocodc_jax.aot.job JOB RECORDS`, as JAX reads a target's
+environment when it starts. JOB is JSON; to RECORDS goes a line of JSON for each
+program, one when it begins and one when it is done, so that a process that dies tells
+where.
+
+What a program takes at least is a roofline of what a chip can do. A device computes,
+reads and writes its memory, and takes part in collectives inside its slice at the same
+time, each at its full published rate; the longest of the three is the estimate. What
+crosses between regions adds to it unless the schedule shows it to span the steps.
+Nothing runs faster; what runs slower has its reason in something not counted here
+(latencies, other work than matrix products, padding).
+"""
 
 from __future__ import annotations
 
@@ -6,16 +19,29 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
+import jax
+
+from cocodc_jax.aot import costs, hlo, programs
+from cocodc_jax.aot.collectives import BETWEEN_SLICES, Collective, collectives
+from cocodc_jax.aot.programs import Built, device_of
 from cocodc_jax.aot.targets import Target
+from cocodc_jax.chips import Chip
+from cocodc_jax.exchange.programs import LoweredProgram
 from cocodc_jax.netlab import children
 from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.sharding.mesh import REGION
 
 Begins = Callable[[str, int, int], None]
+Record = dict[str, Any]
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_BETWEEN = {REGION, BETWEEN_SLICES}  # axes over which messages between regions lie
 
 
 class CompileError(Exception):
@@ -28,35 +54,25 @@ class UnknownProgramError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to compile.
+    """What to compile."""
 
-    Attributes:
-      config: of the run, as `programs.place` gives it.
-      target: the machine.
-      programs: regular expression that is found in the names of those to compile.
-      hlo_dir: folder for the scheduled programs, or None.
-    """
-
-    config: TrainConfig
+    config: TrainConfig  # Of the run, as `programs.place` gives it.
     target: Target
-    programs: str = ""
-    hlo_dir: pathlib.Path | None = None
+    programs: str = ""  # Regular expression found in the names of those to compile.
+    hlo_dir: pathlib.Path | None = None  # Folder for the scheduled programs.
 
     def run(
         self, begins: Begins = lambda name, number, total: None
-    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    ) -> tuple[Record, list[Record]]:
         """Compile, in a process with the target's environment.
 
-        `begins` is called with each program as it begins: its name, its number from 1,
-        and how many there are. Returns what holds for all programs, and a record of
-        each, as `child` writes them.
-
-        Raises:
-          CompileError: with the last lines that the process wrote.
-          UnknownProgramError: if no program has such a name.
+        `begins` is called with the name of each program as it begins, its number from
+        1, and how many there are. Returns what holds for all programs, and a record of
+        each, as `main` writes them. Raises `CompileError` or `UnknownProgramError`.
         """
         with tempfile.TemporaryDirectory() as folder:
-            job, records = (pathlib.Path(folder) / name for name in ("job", "records"))
+            names = ("job", "records", "log")
+            job, records, log = (pathlib.Path(folder) / name for name in names)
             records.touch()
             told = dict(
                 config=self.config.to_json(),
@@ -66,12 +82,11 @@ class Job:
                 hlo_dir=self.hlo_dir and str(self.hlo_dir),
             )
             job.write_text(json.dumps(told))
-            log = pathlib.Path(folder) / "log"
-            command = (sys.executable, "-m", "cocodc_jax.aot.child", job, records)
-            found: list[dict[str, Any]] = []
+            found: list[Record] = []
             with records.open() as stream:
+                words = ("-m", "cocodc_jax.aot.job", str(job), str(records))
                 code = children.run(
-                    [str(part) for part in command],
+                    [sys.executable, *words],
                     os.environ | self.target.environment(),
                     log,
                     lambda: _follow(stream, found, begins),
@@ -88,7 +103,7 @@ class Job:
         return about, programs
 
 
-def _follow(stream: TextIO, found: list[dict[str, Any]], begins: Begins) -> None:
+def _follow(stream: TextIO, found: list[Record], begins: Begins) -> None:
     """Read the lines that have come since, and tell of programs that begin."""
     at = stream.tell()
     while (line := stream.readline()).endswith("\n"):
@@ -99,12 +114,205 @@ def _follow(stream: TextIO, found: list[dict[str, Any]], begins: Begins) -> None
     stream.seek(at)  # The rest of a line is still being written.
 
 
-def _why(code: int, found: list[dict[str, Any]], log: str) -> str:
+def _why(code: int, found: list[Record], log: str) -> str:
     started = [line["begins"] for line in found if "begins" in line]
     name = started[-1][0] if started else "what comes first"
     tail = "\n".join(log.strip().splitlines()[-12:])
-    is_killed = code > 128
-    how = (
-        f"was killed by signal {code - 128}" if is_killed else f"ended with code {code}"
-    )
+    how = f"ended with code {code}"
+    if code > 128:
+        how = f"was killed by signal {code - 128}"
     return f"the process that compiles {how} at {name!r}; its last lines:\n{tail}"
+
+
+def main(job_file: str, records_file: str) -> None:
+    """Compile the programs of a job, and write what was found."""
+    job = json.loads(pathlib.Path(job_file).read_text())
+    config = TrainConfig.from_json(job["config"])
+    built = programs.build(config, Target.parse(job["target"], job["slices"]))
+    num_devices, chip = built.mesh.size, device_of(built.target, built.mesh)
+    about = dict(
+        num_devices=num_devices,
+        mesh=dict(built.mesh.shape),
+        hbm_bytes=chip.hbm_bytes,
+        peak_flops=chip.flops,
+        scan_steps=built.scan_steps,
+        syncs_per_step=built.syncs_per_step,
+        num_fragments=len(built.program.fragments),
+        model_flops=programs.model_flops(config, num_devices),
+        recomputed_flops=programs.recomputed_flops(built, config),
+        least_bytes_inside=programs.least_bytes_inside(built, config),
+    )
+    with open(records_file, "w", buffering=1) as records:
+
+        def write(**values: Any) -> None:
+            records.write(json.dumps(values) + "\n")
+
+        write(about=about)
+        write(names=[listed.name for listed in built.listed])
+        chosen = [x for x in built.listed if re.search(job["programs"], x.name)]
+        for number, listed in enumerate(chosen, 1):
+            write(begins=[listed.name, number, len(chosen)])
+            write(program=compile_one(built, listed, job["hlo_dir"]))
+
+
+def compile_one(built: Built, listed: LoweredProgram, hlo_dir: str | None) -> Record:
+    """Compile a program; returns its record, with `refused` where it does not fit."""
+    began = time.perf_counter()
+    record: Record = dict(
+        name=listed.name,
+        calls_steps=listed.num_steps or None,
+        sent_bytes=listed.sent_bytes,
+        options=dict(listed.options),
+        held_bytes=programs.held_bytes(built, listed),
+    )
+    traced = listed.program.trace(*listed.arguments)
+    lowered = traced.lower(lowering_platforms=(built.target.chip.platform,))
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        needed = needed_bytes(str(error))
+        if needed is None:
+            raise
+        return record | dict(
+            fits=False,
+            seconds=time.perf_counter() - began,
+            refused=str(error).splitlines()[0],
+            temp_bytes=needed,
+        )
+    record["seconds"] = time.perf_counter() - began
+    text = compiled.as_text()
+    if hlo_dir:
+        name = listed.name.replace(" ", "_") + ".txt"
+        (pathlib.Path(hlo_dir) / name).write_text(text)
+    memory = compiled.memory_analysis()
+    record |= dict(
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        code_bytes=memory.generated_code_size_in_bytes,
+        host_bytes=memory.host_argument_size_in_bytes,
+        host_temp_bytes=memory.host_temp_size_in_bytes,
+    )
+    record |= _measured(text, built)
+    peak = record["argument_bytes"] + record["output_bytes"] - record["alias_bytes"]
+    peak += record["temp_bytes"] + record["code_bytes"] + record["held_bytes"]
+    hbm_bytes = device_of(built.target, built.mesh).hbm_bytes
+    return record | dict(peak_bytes=peak, fits=peak <= hbm_bytes)
+
+
+def _measured(text: str, built: Built) -> Record:
+    """Read what a scheduled program computes and moves."""
+    module, mesh_shape = hlo.parse(text), dict(built.mesh.shape)
+    if built.target.slices > 1:  # One slice's module: it numbers its own devices only.
+        mesh_shape[REGION] //= built.target.slices
+    found = collectives(module, mesh_shape)
+    flops = costs.flops(module, built.even_share)
+    moved = costs.hbm_bytes(module)
+    least = estimate(device_of(built.target, built.mesh), flops, moved, found)
+    sums = dict(seconds=least.seconds, limit=least.limit)
+    return dict(
+        flops=flops,
+        hbm_moved_bytes=moved,
+        estimate=dataclasses.asdict(least) | sums,
+        collectives=_grouped(found),
+    )
+
+
+def _is_between(each: Collective) -> bool:
+    return bool(_BETWEEN & set(each.axes))
+
+
+def _grouped(found: Sequence[Collective]) -> list[Record]:
+    """Sum collectives that are alike; those that move most come first."""
+    groups: dict[tuple, list[Collective]] = {}
+    for each in found:
+        where = "between" if _is_between(each) else "inside"
+        key = each.kind, where, each.axes, each.is_async, each.spans
+        groups.setdefault(key, []).append(each)
+    rows = []
+    for key, alike in groups.items():
+        largest = max((each.array for each in alike), key=lambda x: x.num_bytes)
+        row = zip(("kind", "where", "axes", "is_async", "spans"), key, strict=True)
+        rows.append(
+            dict(row)
+            | dict(
+                count=len(alike),
+                executions=sum(each.times for each in alike),
+                num_bytes=sum(each.num_bytes * each.times for each in alike),
+                largest=f"{largest.dtype}[{','.join(map(str, largest.dims))}]",
+            )
+        )
+    return sorted(rows, key=lambda row: -row["num_bytes"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Seconds of one call of a program."""
+
+    compute_s: float  # Of matrix products.
+    hbm_s: float  # Of main memory.
+    link_s: float  # Of collectives inside regions.
+    network_s: float  # Of collectives between regions that nothing hides.
+    hidden_s: float  # Of those that span the inner steps.
+
+    @property
+    def seconds(self) -> float:
+        """The least time: what spans the steps may take longer than they do."""
+        beside = max(self.compute_s, self.hbm_s, self.link_s, self.hidden_s)
+        return beside + self.network_s
+
+    @property
+    def limit(self) -> str:
+        """What it is limited by most."""
+        parts = {
+            "compute": self.compute_s,
+            "memory": self.hbm_s,
+            "links": self.link_s,
+            "network": max(self.network_s, self.hidden_s),
+        }
+        return max(parts, key=parts.__getitem__)
+
+
+def estimate(
+    chip: Chip, flops: float, hbm_bytes: float, found: Sequence[Collective]
+) -> Estimate:
+    """Estimate one call of a program by what one device computes and moves in it."""
+
+    def seconds(rate: float, is_between: bool, spans: bool | None = None) -> float:
+        return sum(
+            each.num_bytes * each.times / rate
+            for each in found
+            if _is_between(each) == is_between and spans in (None, each.spans)
+        )
+
+    return Estimate(
+        flops / chip.flops,
+        hbm_bytes / chip.hbm_bps,
+        seconds(chip.link_bps, False),
+        seconds(chip.network_bps, True, False),
+        seconds(chip.network_bps, True, True),
+    )
+
+
+def needed_bytes(message: str) -> int | None:
+    """Read from a compiler's refusal how much memory a program needs.
+
+    None if it is no such refusal; 0 if it gives no number.
+    """
+    if "RESOURCE_EXHAUSTED" not in message:
+        return None
+    number = r"([\d.]+)\s?([KMGT]?)(?:iB|B)?"
+    for around in (
+        rf"temporaries \({number}\)",
+        rf"Used {number} of",
+        rf"allocate {number}",
+        rf"requires? {number}",
+    ):
+        if found := re.search(around, message):
+            return int(float(found[1]) * _UNITS[found[2]])
+    return 0
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

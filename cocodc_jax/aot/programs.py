@@ -12,51 +12,37 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from cocodc_jax import models
-from cocodc_jax.aot import written
-from cocodc_jax.aot.collectives import BETWEEN_SLICES
+from cocodc_jax.aot.costs import written_flops
 from cocodc_jax.aot.targets import GPUS_PER_HOST, Target
 from cocodc_jax.chips import Chip
 from cocodc_jax.exchange.programs import LoweredProgram
 from cocodc_jax.expert_leaves import expert_axis
 from cocodc_jax.models.dispatch import rows_of_a_round
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.run.build import build_program, check_model, list_evaluation, mesh_of
+from cocodc_jax.run.build import build_program, check_model, mesh_of
 from cocodc_jax.run.config import TrainConfig
-from cocodc_jax.run.losses import torus_steps
+from cocodc_jax.run.losses import judge, torus_steps
 from cocodc_jax.sharding.mesh import DATA, EXPERT, REGION, SEQUENCE
 from cocodc_jax.sharding.transfer import PINNED
 from cocodc_jax.sync.schedules.base import START, events_at
+from cocodc_jax.train.evaluate import list_evaluate
 from cocodc_jax.train.run_steps import MAX_SCAN_STEPS
 
-PyTree = Any
 FIRST_STATE, INNER_STEPS = "first state", "inner steps"
-# Axes over which messages between regions lie.
-BETWEEN = frozenset({REGION, BETWEEN_SLICES})
 
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A run for a machine.
-
-    Attributes:
-      target: the machine.
-      program: of the method.
-      mesh: of devices that can only be compiled for.
-      listed: what is compiled.
-      scan_steps: T, inner steps in one call.
-      syncs_per_step: that start, on average.
-      state: abstract, with as much in flight as ever.
-      even_share: of the rows of a round to experts, what an even router sends; 1
-        without an expert axis.
-    """
+    """A run for a machine."""
 
     target: Target
-    program: RegionProgram
-    mesh: Mesh
-    listed: list[LoweredProgram]
-    scan_steps: int
-    syncs_per_step: float
-    state: Any
+    program: RegionProgram  # Of the method.
+    mesh: Mesh  # Of devices that can only be compiled for.
+    listed: list[LoweredProgram]  # What is compiled.
+    scan_steps: int  # T, inner steps in one call.
+    syncs_per_step: float  # That start, on average.
+    state: Any  # Abstract, with as much in flight as ever.
+    # Of the rows of a round to experts, what an even router sends; 1 without an axis.
     even_share: float
 
 
@@ -64,10 +50,7 @@ def place(config: TrainConfig, target: Target, keep_data_axis: bool) -> TrainCon
     """Divide a machine over a run's regions; returns the configuration of that.
 
     The data axis is as long as there are chips, unless `keep_data_axis`. Messages cross
-    in the program, as where regions share a fabric.
-
-    Raises:
-      ValueError: naming the flag, its value and what would be right.
+    in the program, as where regions share a fabric. A `ValueError` names the flag.
     """
     run, num_chips = config.run, target.num_chips
     if num_chips % run.regions:
@@ -91,8 +74,7 @@ def place(config: TrainConfig, target: Target, keep_data_axis: bool) -> TrainCon
         )
     if not keep_data_axis:
         config = config.replace(data_axis=own // inside)
-    is_auto = config.run.exchange == "auto"
-    return config.replace(exchange="program") if is_auto else config
+    return config.replace(exchange="program") if run.exchange == "auto" else config
 
 
 def build(config: TrainConfig, target: Target) -> Built:
@@ -103,21 +85,22 @@ def build(config: TrainConfig, target: Target) -> Built:
     run, model = config.run, config.model
     check_model(config, model)
     devices = target.devices()
-    if len(devices) > target.num_chips:  # Each chip shows as several.
-        shown = len(devices) // target.num_chips
-        config = config.replace(data_axis=run.data_axis * shown)
-        run = config.run
-    mesh = mesh_of(run, devices)
+    shown = len(devices) // target.num_chips  # A chip may show as several.
+    config = config.replace(data_axis=run.data_axis * shown)
+    mesh = mesh_of(config.run, devices)
     program = build_program(config, model, mesh)
     scan_steps, syncs_per_step, schedule = _walk(program, run.log_every)
     data = config.data
     shape = (scan_steps, run.regions, data.batch_per_region, data.sequence_length + 1)
     batches = jax.ShapeDtypeStruct(shape, jnp.int32)
+    shape = (run.eval_batches, *shape[2:])
+    loss_fn = judge(config, model, mesh)
+    evaluation = list_evaluate(loss_fn, mesh, program.param_shapes, shape)
     return Built(
         target,
         program,
         mesh,
-        [*program.list_programs(batches), list_evaluation(config, model, program)],
+        [*program.list_programs(batches), evaluation],
         scan_steps,
         syncs_per_step,
         program.abstract(schedule),
@@ -171,8 +154,8 @@ def model_flops(config: TrainConfig, num_devices: int) -> float:
 def recomputed_flops(built: Built, config: TrainConfig) -> float:
     """Count what one step computes again in its backward pass, of each device.
 
-    The products of the inner steps as they are written, less those that are written
-    where every activation is kept. `config` is what `built` was built from.
+    That is the products of the inner steps as they are written, less those where every
+    activation is kept. `config` is what `built` was built from.
     """
     if config.model.remat == "none":
         return 0.0
@@ -181,7 +164,7 @@ def recomputed_flops(built: Built, config: TrainConfig) -> float:
     def count(built: Built) -> float:
         steps = next(each for each in built.listed if each.name == INNER_STEPS)
         jaxpr = steps.program.trace(*steps.arguments).jaxpr
-        return written.flops(jaxpr, built.even_share)
+        return written_flops(jaxpr, built.even_share)
 
     return (count(built) - count(kept)) / built.scan_steps / built.mesh.size
 
@@ -189,26 +172,22 @@ def recomputed_flops(built: Built, config: TrainConfig) -> float:
 def least_bytes_inside(built: Built, config: TrainConfig) -> float:
     """Count what one inner step has to move over its tokens' axes, to a device.
 
-    What attention gathers over a sequence axis is not in it.
-
     Fully sharded data parallelism's own: each weight is gathered twice, as it is
     computed with (forward and backward), and its float32 gradient reduce-scattered;
     gradients of what is whole on every device are all-reduced. Over an expert axis
     each row of a token and one of its experts goes there and back, and so do
-    cotangents; weights of experts are not gathered over it.
+    cotangents; weights of experts are not gathered over it. What attention gathers
+    over a sequence axis is not counted.
     """
     mesh, model = built.mesh, config.model
     itemsize = jnp.dtype(model.compute_dtype).itemsize
     total = 0.0
-    params = built.state.region.params
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    leaves = jax.tree_util.tree_leaves_with_path(built.state.region.params)
+    for path, leaf in leaves:
         named = jax.tree.leaves(tuple(leaf.sharding.spec))
         over = [axis for axis in (DATA, EXPERT, SEQUENCE) if axis in named]
-        is_experts = (
-            expert_axis(jax.tree_util.keystr(path, simple=True, separator="/"))
-            is not None
-        )
-        if over and is_experts and EXPERT in over:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if EXPERT in over and expert_axis(name) is not None:
             over.remove(EXPERT)
         gathered = over or (DATA, EXPERT, SEQUENCE)
         size = math.prod(mesh.shape[axis] for axis in gathered)
@@ -223,7 +202,7 @@ def least_bytes_inside(built: Built, config: TrainConfig) -> float:
     return total + 4 * layers * rows * share * model.width * itemsize
 
 
-def device_bytes(tree: PyTree, mesh: Mesh) -> int:
+def device_bytes(tree: Any, mesh: Mesh) -> int:
     """Return a device's bytes of abstract arrays, without those in host memory."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -236,20 +215,15 @@ def device_bytes(tree: PyTree, mesh: Mesh) -> int:
 
 def held_bytes(built: Built, listed: LoweredProgram) -> int:
     """Return what a device holds of the run's state besides a program's arguments."""
-
-    def key(leaf: Any) -> tuple:
-        return leaf.shape, str(leaf.dtype), leaf.sharding
-
     if listed.name == FIRST_STATE:
         return 0
-    state = built.state
-    taken = collections.Counter(
-        key(x) for x in jax.tree.leaves(listed.arguments) if hasattr(x, "sharding")
-    )
-    held = []
+    state, held = built.state, []
+    given = (x for x in jax.tree.leaves(listed.arguments) if hasattr(x, "sharding"))
+    taken = collections.Counter((x.shape, str(x.dtype), x.sharding) for x in given)
     for leaf in jax.tree.leaves((state.region, state.sync and state.sync.arrays)):
-        if taken[key(leaf)] > 0:
-            taken[key(leaf)] -= 1
+        key = leaf.shape, str(leaf.dtype), leaf.sharding
+        if taken[key] > 0:
+            taken[key] -= 1
         else:
             held.append(leaf)
     return device_bytes(held, built.mesh)

@@ -19,7 +19,7 @@ _HEADS += ("spans", "least", "limit", "compiled")
 
 
 def summarise(about: Record, programs: list[Record]) -> Record:
-    """Sum up a run's programs, from what `child` wrote of all and of each.
+    """Sum up a run's programs, from what `job` has of all and of each.
 
     Returns:
       `fits`, `overlapped` (every message between regions crosses while the inner steps
@@ -138,14 +138,14 @@ def lines(
             yield f"{record['name']}: {record['refused']}"
         for option, value in record.get("options", {}).items():
             yield f"{record['name']}: the run compiles it with {option}={value}"
-        is_steps = record["name"] == INNER_STEPS
-        if is_steps and (held := record.get("host_bytes")):
+        of_steps = record if record["name"] == INNER_STEPS else {}
+        if held := of_steps.get("host_bytes"):
             yield (
                 f"{INNER_STEPS}: {size(held)} of the optimizer's state are in host "
                 f"memory; a step loads and stores them, {size(2 * held)} in all, which "
                 "the least time leaves out"
             )
-        if is_steps and (kept := record.get("host_temp_bytes")):
+        if kept := of_steps.get("host_temp_bytes"):
             yield (
                 f"{INNER_STEPS}: {size(kept)} of temporaries are in host memory: "
                 f"what remat={config.model.remat} keeps; a step stores and loads them, "

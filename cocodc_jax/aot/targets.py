@@ -18,7 +18,6 @@ GPUS_PER_HOST = 8
 # What each platform's compiler comes with, and the extra that installs it.
 _MODULES = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
 
-
 # What CUDA tells of a device of compute capability 9.0, which H100 and H200 share.
 _GPU_LIMITS = {
     "threads_per_block_limit": 1024,
@@ -48,11 +47,8 @@ _GPUS = {
 
 def _gpu_config(name: str, memory_bytes: int, memory_bps: int) -> str:
     """Return what XLA asks of a GPU, in the text form of its `GpuTargetConfigProto`."""
-    numbers = _GPU_LIMITS | {
-        "device_memory_size": memory_bytes,
-        "memory_bandwidth": memory_bps,
-    }
-    info = " ".join(f"{key}: {value}" for key, value in numbers.items())
+    own = {"device_memory_size": memory_bytes, "memory_bandwidth": memory_bps}
+    info = " ".join(f"{key}: {value}" for key, value in (_GPU_LIMITS | own).items())
     return (
         f"gpu_device_info {{ {info} cuda_compute_capability {{ major: 9 }} "
         'runtime_version: "12.8.0" driver_version: "12.8.0" '
@@ -64,25 +60,15 @@ def _gpu_config(name: str, memory_bytes: int, memory_bps: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A machine.
+    """A machine."""
 
-    Attributes:
-      chip: what it is made of.
-      shape: of one slice in chips, or of GPUs the number of hosts.
-      slices: how many; 1 for GPUs.
-    """
-
-    chip: Chip
-    shape: tuple[int, ...]
-    slices: int = 1
+    chip: Chip  # What it is made of.
+    shape: tuple[int, ...]  # Of one slice in chips, or of GPUs the number of hosts.
+    slices: int = 1  # 1 for GPUs.
 
     @classmethod
     def parse(cls, text: str, slices: int = 1) -> Target:
-        """Read `v5e:4x4`, and how many such slices; a GPU's hosts are in its shape.
-
-        Raises:
-          ValueError: naming the flag, its value and what would be right.
-        """
+        """Read `v5e:4x4`, and how many such slices; a `ValueError` names the flag."""
         name, _, shape = text.lower().partition(":")
         chip = CHIPS.get(name.removeprefix("tpu"))
         if chip is None:
@@ -96,12 +82,13 @@ class Target:
                 f"{chip.name}:{example}"
                 f"{', in hosts of 8 GPUs' if chip.platform == 'cuda' else ''}"
             )
-        if slices < 1 or (slices > 1 and chip.platform == "cuda"):
+        if slices < 1:
+            raise ValueError(f"slices={slices} must be at least 1")
+        if slices > 1 and chip.platform == "cuda":
+            hosts = math.prod(dims) * slices
             raise ValueError(
-                f"slices={slices} must be at least 1"
-                if slices < 1
-                else f"slices={slices} is of TPUs; give GPUs' hosts as "
-                f"target={chip.name}:{math.prod(dims) * slices}"
+                f"slices={slices} is of TPUs; give GPUs' hosts as "
+                f"target={chip.name}:{hosts}"
             )
         return cls(chip, dims, slices)
 
@@ -128,10 +115,8 @@ class Target:
         """
         always = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
         if self.chip.platform == "cuda":
-            return always | {
-                "CUDA_VISIBLE_DEVICES": "-1",
-                "XLA_FLAGS": "--xla_gpu_autotune_level=0",
-            }
+            untuned = "--xla_gpu_autotune_level=0"
+            return always | {"CUDA_VISIBLE_DEVICES": "-1", "XLA_FLAGS": untuned}
         return always | {
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_ACCELERATOR_TYPE": "",
@@ -169,13 +154,14 @@ class Target:
 
         JAX shows a 7x chip as two devices.
         """
-        share = self.num_chips / num_devices
-        numbers = {
-            name: getattr(self.chip, name) * share
-            for name in ("flops", "hbm_bps", "link_bps", "network_bps")
-        }
+        share, chip = self.num_chips / num_devices, self.chip
         return dataclasses.replace(
-            self.chip, hbm_bytes=int(self.chip.hbm_bytes * share), **numbers
+            chip,
+            hbm_bytes=int(chip.hbm_bytes * share),
+            flops=chip.flops * share,
+            hbm_bps=chip.hbm_bps * share,
+            link_bps=chip.link_bps * share,
+            network_bps=chip.network_bps * share,
         )
 
     def __str__(self) -> str:

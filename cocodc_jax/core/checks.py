@@ -26,11 +26,10 @@ def check_accumulation(optimizer: Any, method: Method) -> None:
 
     Checks a constant number of accumulation steps; a schedule of them is not checked.
     """
-    if not isinstance(optimizer, optax.MultiSteps):  # A bound `update` of one.
-        optimizer = getattr(optimizer.update, "__self__", None)
-    if not isinstance(optimizer, optax.MultiSteps) or method.schedule is None:
+    accumulation = getattr(optimizer.update, "__self__", None)
+    if not isinstance(accumulation, optax.MultiSteps) or method.schedule is None:
         return
-    every_k = optimizer._every_k_schedule(np.int32(0))
+    every_k = accumulation._every_k_schedule(np.int32(0))
     if not isinstance(every_k, int) or every_k == 1:
         return
     if method.schedule.is_measured or (method.sync and method.sync.message.is_ranked):
@@ -115,12 +114,8 @@ def check_feedback(method: Method, fragments: Fragments, params: PyTree) -> None
         return
     part = jax.eval_shape(lambda x: fragments.take(x, 0), params)
     state = jax.eval_shape(method.sync.message.init, part)
-    has_residual = isinstance(state, ErrorFeedbackState)
-    shapes = [
-        {path: x.shape for path, x in named_leaves(tree)}
-        for tree in (state.residual if has_residual else (), part)
-    ]
-    if shapes[0] != shapes[1]:
+    residual = state.residual if isinstance(state, ErrorFeedbackState) else ()
+    if jax.tree.map(np.shape, residual) != jax.tree.map(np.shape, part):
         raise ValueError(
             f"merge_feedback=True needs messages of method={method.name!r} with error "
             "feedback of whole fragments, such as compress='ef+int4'"

@@ -10,8 +10,9 @@ an inner optimizer step, then applies the events that are due:
 
 The compiled program decides what is due (`sync.schedules.traced`). It decides from
 numbers that are equal in all regions; otherwise collectives would be mismatched and
-hang. Each fragment runs in a loop of zero or one iterations. A `lax.cond` copies the
-operands that its branches pass through; a loop of zero iterations costs nothing.
+hang. Each fragment runs in a loop of zero or one iterations for its arrival, and in one
+for its departure. A `lax.cond` copies the operands that its branches pass through; a
+loop of zero iterations costs nothing.
 
 Results equal those of `RegionProgram` up to XLA's rounding and random draws, whose keys
 are derived from step and region here. The mean is computed when a fragment starts, and
@@ -27,7 +28,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cocodc_jax import methods
-from cocodc_jax.core import reduce, regional, turn
+from cocodc_jax.core import reduce, turn
 from cocodc_jax.core.checks import (
     check_accumulation,
     check_arrays,
@@ -37,6 +38,7 @@ from cocodc_jax.core.checks import (
     checked_fragments,
     unboxed,
 )
+from cocodc_jax.core.sync import make_correct
 from cocodc_jax.sync import moments
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.fragments import Fragments
@@ -44,7 +46,7 @@ from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.transforms.layers import named_leaves
+from cocodc_jax.transforms.layers import named_leaves, nodes_of
 from cocodc_jax.transforms.numerics import check_transform, vary_like
 
 PyTree = Any
@@ -165,7 +167,7 @@ def synchronized(
         found = unboxed(fragments or cut(params, method.num_fragments, strategy))
         step, times = reduce.same_in_all((state.step + 1, state.times), axis_name)
         state = state._replace(step=step, times=times)
-        correct = regional.make_correct(bound.sync, found, num)
+        correct = make_correct(bound.sync, found, num)
         if correct is not None:
             updates = correct(updates, params, (state.outer, state.opt_states))
         if bound.per_step:
@@ -217,8 +219,7 @@ def sync_metrics(state: PyTree) -> dict[str, jax.Array]:
       mean pseudo-gradient, the `correction_ratio` of the last merge, and
       `fragments_in_flight`. Scalars, or `[R]` if the state has a region axis.
     """
-    is_one = lambda x: isinstance(x, SynchronizedState)  # noqa: E731
-    found = [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
+    found = nodes_of(SynchronizedState, state)
     if len(found) != 1:
         raise ValueError(
             f"state holds {len(found)} states of synchronized, but must hold one"
@@ -252,11 +253,9 @@ def sync_axes(
     """
     method = methods.get(method) if isinstance(method, str) else method
     outer = method.sync and method.sync.outer
-    is_regional = isinstance(outer, RegionalOuter)
-    is_told_apart = is_regional and outer.group != "all"
     own = {"inner", "per_step", "memories", "copies", "correction_ratio"}
-    own |= {"outer", "opt_states"} if is_regional else set()
-    own |= {"means"} if is_told_apart else set()
+    if isinstance(outer, RegionalOuter):
+        own |= {"outer", "opt_states"} | ({"means"} if outer.group != "all" else set())
     fields = SynchronizedState._fields
     return SynchronizedState(*(regional if x in own else shared for x in fields))
 

@@ -55,16 +55,17 @@ def weighted_mean(
     """Make the `reduce` argument of `core.sync.start`; weights `[M]` of sum 1."""
     weight = jnp.asarray(weights, float)[jax.lax.axis_index(axis_name)]
 
+    def weighed(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x * weight.astype(x.dtype), tree)
+
     def summed(tree: PyTree) -> PyTree:
-        each = jax.tree.map(lambda x: x * weight.astype(x.dtype), tree)
-        return jax.lax.psum(each, axis_name)
+        return jax.lax.psum(weighed(tree), axis_name)
 
     def reduce(sent: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
         if isinstance(message, SummedFactors):
             return factored(sent, memory, weight, summed, lambda fn: fn, lambda x: x)
         if isinstance(message, ByRings):
-            own = jax.tree.map(lambda x: x * weight.astype(x.dtype), sent)
-            total = ring_sum(own, message, axis_name)
+            total = ring_sum(weighed(sent), message, axis_name)
             return same_in_all(total, axis_name), memory
         if message.compressor() is None:
             return summed(sent), memory
@@ -136,13 +137,9 @@ def factored(
 ) -> tuple[PyTree, PyTree]:
     """Average low-rank factors, see `transforms.power_sgd`; return also the new memory.
 
-    Args:
-      delta: pseudo-gradients of one region, or of several with a leading axis.
-      memory: `PowerSgdState`s; a state of weight 0 keeps its residual.
-      weight: weight in the mean.
-      summed: computes the weighted sum over all regions.
-      each: maps a function over a leading region axis, if there is one.
-      one: takes the first region's entry.
+    `delta` and `memory` are of one region, or of several with a leading axis, which
+    `each` maps a function over and of which `one` takes the first entry. `summed` is
+    the weighted sum over all regions; a state of `weight` 0 keeps its residual.
     """
     right = jax.tree.map(one, memory.right)  # Q is equal in all regions.
     meant = each(power_sgd.meant)(delta, memory)

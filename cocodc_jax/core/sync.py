@@ -16,7 +16,8 @@ axis or a `jax.vmap` axis (`reduce.py`), or a mean between hosts.
 
 A program that places arrays on several devices maps `encode`, `outer_step` and `merge`
 over the regions itself. Where all arrays are in one place, as in an Optax transform,
-`start` and `finish` are the whole algorithm.
+`start` and `finish` are the whole algorithm. Regional outer models have `send` and
+`receive` in their place.
 """
 
 from collections.abc import Callable
@@ -30,9 +31,10 @@ from cocodc_jax.expert_leaves import TOKEN_UNIT, is_token_count
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.method import Sync
-from cocodc_jax.sync.outer import SharedOuter, pseudo_gradient
+from cocodc_jax.sync.outer import RegionalOuter, SharedOuter, pseudo_gradient
 from cocodc_jax.sync.robust import length
-from cocodc_jax.transforms.numerics import vary_like, wide_dtype
+from cocodc_jax.transforms.compressor import Compressor
+from cocodc_jax.transforms.numerics import cast_like, vary_like, wide_dtype
 
 PyTree = Any
 
@@ -55,17 +57,14 @@ def start(
 ) -> tuple[Fragment, PyTree]:
     """Send one region's fragment; return the mean, equal in all, and the new memory.
 
-    Args:
-      sync: synchronization of the method.
-      part: the region's local fragment.
-      anchor: the outer fragment as the regions received it.
-      memory: state of the region's compressor.
-      key_data: data of the region's PRNG key.
-      reduce: `reduce(message, memory) -> (mean, memory)` over all regions.
-      sync_key: see `sync.averages.sync_key`; None unless the average draws.
+    `part` is the region's local fragment, `anchor` the outer one as regions received
+    it, `memory` the state of the region's compressor, `key_data` that of its PRNG key.
+    `reduce(message, memory) -> (mean, memory)` is over all regions. `sync_key` (see
+    `sync.averages`) is None unless the average draws.
     """
-    own = part, anchor, memory, key_data
-    message, memory = encode(sync, None, *own, sync_key=sync_key)
+    message, memory = encode(
+        sync, None, part, anchor, memory, key_data, sync_key=sync_key
+    )
     mean, memory = reduce(message, memory)
     return sync.message.average.after(mean, anchor, sync_key), memory
 
@@ -83,11 +82,8 @@ def finish(
 
     `seen` is the context of the merge rule, whose `local` and `outer` are filled in
     here; its `kept` has the staged copy if the rule needs it or feeds back what it
-    drops.
-
-    Returns:
-      The region's fragment, the outer fragment, its optimizer's state, the compressor's
-      state, the norm of the mean (float32 scalar), and the merge's metrics.
+    drops. Returns the region's fragment, the outer one, its optimizer's state, the
+    compressor's, the norm of the mean (float32 scalar), and the merge's metrics.
     """
     assert isinstance(sync.outer, SharedOuter)
     if sync.merge.has_feedback:
@@ -181,10 +177,8 @@ def remember(
     """Put the local progress that a merge drops into the error-feedback residual.
 
     A merge that keeps the share 1 - s of the progress `part - staged` drops s of it,
-    which no message has carried. As a pseudo-gradient, old minus new, it is added to
-    the residual of the region's error feedback: `e <- e - s (part - staged)`, and is
-    sent with the next message. Averaged over regions it is less noisy. Ours; no source.
-    `memory` is an `ErrorFeedbackState`.
+    which no message has carried. As a pseudo-gradient it is added to `memory`, an
+    `ErrorFeedbackState`: `e <- e - s (part - staged)`. Ours; no source.
     """
     residual = jax.tree.map(
         lambda e, x, s: e - share * (x.astype(e.dtype) - s.astype(e.dtype)),
@@ -244,3 +238,52 @@ def message_key(key_data: jax.Array) -> jax.Array:
 def merge_key(key_data: jax.Array) -> jax.Array:
     """Make one region's key for its merge; the next step's split uses folds 0 and 1."""
     return jax.random.fold_in(jax.random.wrap_key_data(key_data), 2)
+
+
+def send(
+    outer: RegionalOuter,
+    compressor: Compressor,
+    part: Fragment,
+    params: Fragment,
+    state: PyTree,
+    key_data: jax.Array,
+) -> tuple[PyTree, PyTree]:
+    """Make the message of a regional outer model, of its local `part` and `params`."""
+    message, new = outer.send(params, state, part, compressor, message_key(key_data))
+    return message, vary_like(new, state)
+
+
+def receive(
+    outer: RegionalOuter,
+    params: Fragment,
+    state: PyTree,
+    arrived: PyTree,
+    num_regions: int,
+) -> tuple[Fragment, PyTree, jax.Array]:
+    """Step one region's own outer model; the last result is the norm of the mean."""
+    new, new_state = outer.receive(params, state, arrived, num_regions)
+    norm = optax.tree_utils.tree_norm(arrived).astype(jnp.float32)
+    return cast_like(new, params), vary_like(new_state, state), norm
+
+
+def make_correct(
+    sync: Sync | None, fragments: Fragments, num_regions: int
+) -> Callable | None:
+    """Make `correct(gradient, params, outer) -> gradient` of one region, or None.
+
+    It bends inner gradients; `outer` has the outer fragments, and their states.
+    """
+    outer = sync and sync.outer
+    if not isinstance(outer, RegionalOuter) or outer.correct is None:
+        return None
+    of_fragment = outer.correct
+
+    def correct(gradient: PyTree, params: PyTree, kept: PyTree) -> PyTree:
+        for k, (part, state) in enumerate(zip(*kept, strict=True)):
+            own = fragments.take(gradient, k)
+            local = fragments.take(params, k)
+            bent = of_fragment(own, local, part, state, num_regions)
+            gradient = fragments.put(gradient, k, cast_like(bent, own))
+        return gradient
+
+    return correct

@@ -1,8 +1,4 @@
-"""The events after one region's inner step, inside a program; see `optimizer.py`.
-
-Each fragment's part of the state passes through a loop of zero or one iterations for
-its arrival, and another for its departure. Predicates are equal in all regions.
-"""
+"""The events after one region's inner step, inside a program; see `optimizer.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from cocodc_jax.core import reduce, regional
+from cocodc_jax.core import reduce
 from cocodc_jax.core import sync as core
 from cocodc_jax.sync import moments, needs
 from cocodc_jax.sync.averages import sync_key
@@ -26,7 +22,7 @@ from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules import OneStepStale, Slotted, traced
-from cocodc_jax.transforms.compressor import Compressor, identity, message_bytes
+from cocodc_jax.transforms.compressor import Compressor, identity
 from cocodc_jax.transforms.numerics import vary_like, wide_dtype, widen
 
 PyTree = Any
@@ -98,9 +94,12 @@ def first(sync: Sync, fragments: Fragments, params: PyTree) -> dict[str, Any]:
     for k, own in enumerate(core.outer_parts(fragments, params)):
         mean = own
         if isinstance(sync.outer, RegionalOuter):
-            part = Part(own, sync.outer.init(own, _compressor(sync)), ())
-            message = _message_shape(sync, own, part.opt_states)
-            mean = jax.eval_shape(_compressor(sync).decode, message)
+            compressor = _compressor(sync)
+            part = Part(own, sync.outer.init(own, compressor), ())
+            send = functools.partial(core.send, sync.outer, compressor)
+            key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+            message, _ = jax.eval_shape(send, own, own, part.opt_states, key)
+            mean = jax.eval_shape(compressor.decode, message)
         else:
             part = Part(own, sync.outer.optimizer.init(own), sync.message.init(own))
         if sync.schedule.delay_steps:
@@ -119,8 +118,7 @@ def num_bytes(sync: Sync, state: Any, num_regions: int) -> list[int]:
     if num_regions == 1:
         return [0] * len(state.counts)
     if isinstance(sync.outer, RegionalOuter):
-        pairs = zip(state.outer, state.opt_states, strict=True)
-        found = [message_bytes(_message_shape(sync, *pair)) for pair in pairs]
+        found = [sync.outer.num_bytes(x, _compressor(sync)) for x in state.outer]
     else:
         found = [sync.message.num_bytes(part, num_regions) for part in state.outer]
     for name in (moments.FIRST, moments.SECOND) if sync.moments else ():
@@ -281,7 +279,7 @@ class Turn:
         key, data = sync_key(k, region.step), self.key_data(region)
         if isinstance(sync.outer, RegionalOuter):
             compressor = _compressor(sync)
-            message, opt_state = regional.send(
+            message, opt_state = core.send(
                 sync.outer, compressor, own, part.outer, part.opt_states, data
             )
             draw = jax.random.fold_in(key, sync.outer.seed)
@@ -309,7 +307,7 @@ class Turn:
         sync, own, memory = self.sync, self.local(k, part, region), part.memories
         seen = self.seen(k, part, region)
         if isinstance(sync.outer, RegionalOuter):
-            outer, opt_state, norm = regional.receive(
+            outer, opt_state, norm = core.receive(
                 sync.outer, part.outer, part.opt_states, part.means, self.num_regions
             )
             norm = jnp.sqrt(jax.lax.pmean(norm**2, self.axis_name))
@@ -407,11 +405,3 @@ def _slotted(sync: Sync) -> Slotted:
 
 def _compressor(sync: Sync) -> Compressor:
     return sync.message.compressor() or identity()
-
-
-def _message_shape(sync: Sync, own: Fragment, opt_state: PyTree) -> PyTree:
-    """Return the shapes of a message to regional outer models."""
-    assert isinstance(sync.outer, RegionalOuter)
-    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    send = functools.partial(regional.send, sync.outer, _compressor(sync))
-    return jax.eval_shape(send, own, own, opt_state, key)[0]

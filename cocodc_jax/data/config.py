@@ -5,13 +5,11 @@ import os
 import pathlib
 from typing import Literal, get_args
 
-from cocodc_jax.checks import check_choices, check_least
+from cocodc_jax.fields import Kind, check_choices, check_least, free, of_kind
 from cocodc_jax.files import UnwritableError, ensure_folder
-from cocodc_jax.kinds import Kind, free, of_kind
 
 MAX_LOADER_THREADS = 64
-# Of `bpe:`: at least the bytes and end of text. The library takes memory for all it is
-# asked for, or ends the process.
+# Of `bpe:`. The library takes memory for all it is asked for, or ends the process.
 _LEAST_TOKENS, _MOST_TOKENS = 257, 1 << 24
 
 Partition = Literal["iid", "source"]
@@ -79,9 +77,8 @@ class DataConfig:
         check_choices(
             self, partition=get_args(Partition), undecodable=get_args(Undecodable)
         )
-        if self.undecodable != "refuse" and not self.dataset.startswith(
-            ("text:", "hf:")
-        ):
+        has_choice = self.dataset.startswith(("text:", "hf:"))
+        if self.undecodable != "refuse" and not has_choice:
             raise ValueError(
                 f"undecodable={self.undecodable!r} is of files, dataset='text:/path' "
                 f"or 'hf:/folder', and dataset={self.dataset!r}; leave it out"
@@ -136,21 +133,16 @@ def _check_tokenizer(name: str) -> None:
 
 def cache_dir(data_dir: str = "") -> pathlib.Path:
     """Return the folder that prepared corpora and trained tokenizers are kept in."""
-    asked = f"data_dir={data_dir!r}"
-    if data_dir:
-        return expanded(data_dir, asked)
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return expanded(base, asked) / "cocodc_jax"
+    base = data_dir or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = expanded(base, f"data_dir={data_dir!r}")
+    return folder if data_dir else folder / "cocodc_jax"
 
 
 def expanded(name: str, asked: str) -> pathlib.Path:
-    """Return the absolute path of a name that may begin with ~ or ~USER.
-
-    No home may be known, as in containers whose user has no entry.
-    """
+    """Return the absolute path of a name that may begin with ~ or ~USER."""
     try:
         return pathlib.Path(name).expanduser().absolute()
-    except RuntimeError as error:
+    except RuntimeError as error:  # As in containers whose user has no entry.
         raise ValueError(
             f"{asked}: {name} is below a home that is not known; name the folder "
             "without ~"

@@ -1,17 +1,12 @@
 """Endless streams of training batches, one per region, that can stop and go on.
 
-One path serves a corpus of 31 MB and one of a terabyte: windows. A region's documents
-are put in a new random order each epoch and cut into windows of about
-`shuffle_window_bytes` of text. A window is read, tokenised, joined, cut into sequences
-and its sequences are shuffled. The sequences of a batch then come from many documents,
-which consecutive sequences of one document would not. Nothing is tokenised before it is
-needed, which rules out a token cache of the whole corpus (days for C4 on a laptop);
-and unlike a shuffle buffer, a window is a pure function of (seed, region, index), so
-Grain can make windows in worker threads and the state of a stream is two integers per
-region.
-
-A Grain element is a whole window, thousands of sequences, so Grain's cost per
-element is not paid per sequence: a training step only slices arrays.
+A region's documents are put in a new random order each epoch and cut into windows of
+about `shuffle_window_bytes` of text. A window is read, tokenised, joined, cut into
+sequences and its sequences are shuffled, so that those of a batch come from many
+documents. Nothing is tokenised before it is needed (all of C4 would take days on a
+laptop). Unlike a shuffle buffer, a window is a pure function of (seed, region, index):
+Grain can make windows in worker threads, and the state of a stream is two integers per
+region. A Grain element is a window, so its cost is not paid per sequence.
 """
 
 from __future__ import annotations
@@ -40,14 +35,11 @@ _LEAST_EMPTY = 1000
 
 
 class TokenizedDocuments:
-    """Documents as arrays of ids, each ending in the end-of-text token.
-
-    Documents that are only read together, as a chunk, come as one array.
+    """Documents, or chunks of them, as arrays of ids that end in end-of-text tokens.
 
     Up to 2**26 tokens are kept in memory (128 MB, or 256 MB if the vocabulary is above
-    65,536), so a corpus like the default one is tokenised once per process, not once
-    per epoch, region and method. Of a corpus larger than that, the rest is tokenised
-    whenever it is read.
+    65,536), so a corpus like the default one is tokenised once per process. The rest is
+    tokenised whenever it is read.
     """
 
     def __init__(self, documents: Documents, tokenizer: Tokenizer):
@@ -87,10 +79,7 @@ class TokenizedDocuments:
 
 
 def pack_sequences(documents: Sequence[np.ndarray], length: int) -> np.ndarray:
-    """Join documents end to end and cut the result into sequences.
-
-    A sequence may hold the end of one document and the start of the next. What is left
-    at the end, fewer than `length` tokens, is dropped.
+    """Join documents end to end and cut the result into sequences, dropping the rest.
 
     >>> pack_sequences([np.array([1, 2, 9]), np.array([3, 4, 5, 9])], length=3)
     array([[1, 2, 9],
@@ -164,10 +153,9 @@ def region_batches(
     config: DataConfig,
     window_documents: float,
     seed_words: tuple[int, ...],
-) -> grain.IterDataset:
-    """Build one region's endless pipeline."""
-    # Grain adds the epoch to a seed; hashing keeps neighbouring seeds and regions
-    # from running into one another's epochs.
+) -> grain.DatasetIterator:
+    """Start one region's endless pipeline."""
+    # Grain adds the epoch to a seed; hashing keeps neighbours out of other epochs.
     order_seed, sequence_seed = np.random.SeedSequence(seed_words).generate_state(2)
     # Documents per window such that the windows of an epoch are about equal.
     size = -(-len(indices) // max(1, round(len(indices) / window_documents)))
@@ -201,6 +189,6 @@ def region_batches(
     threads = grain.ReadOptions(
         num_threads=config.loader_threads, prefetch_buffer_size=config.loader_threads
     )
-    return grain.experimental.RebatchIterDataset(
-        windows.to_iter_dataset(threads), config.batch_per_region
-    )
+    sequences = windows.to_iter_dataset(threads)
+    batch = config.batch_per_region
+    return iter(grain.experimental.RebatchIterDataset(sequences, batch))

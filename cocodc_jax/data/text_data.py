@@ -1,10 +1,9 @@
 """Text for every region of a run: one call from a configuration to token streams.
 
-Each region reads its own training documents for a whole run. `partition=iid` deals
-documents in turn. They are stored in the order of a hash, so every region gets a random
-sample of equal size (in documents). `source` deals whole sources, the largest first and
-each to the region that has the fewest bytes so far, which is the
-longest-processing-time rule for balancing loads (Graham, 1969).
+Each region reads its own training documents. `partition=iid` deals documents in turn;
+they are stored in the order of a hash, so every region gets a random sample. `source`
+deals whole sources, the largest first and each to the region that has the fewest bytes
+so far (the longest-processing-time rule; Graham, 1969).
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class TextData:
 
     Attributes:
       config: the configuration it was made with.
+      tokenizer: text to ids and back.
       num_regions: number of regions of the run.
       regions: the regions that this process feeds.
-      tokenizer: text to ids and back.
       fingerprint: text that two processes share only if a region's batches are the
         same on both: worth comparing before a run on several hosts.
       num_train_documents: documents to train on, of all regions; of `hf:` sets,
@@ -74,7 +73,17 @@ class TextData:
         self._train = TokenizedDocuments(corpus.train, tokenizer)
         self._validation = TokenizedDocuments(corpus.validation, tokenizer)
         self._documents = region_documents(corpus, config.partition, num_regions)
-        self._check_size()
+        batch, length = config.batch_per_region, config.sequence_length + 1
+        needed = batch * length
+        for region, indices in enumerate(self._documents):
+            available = sum(map(len, self._train.first(indices, needed)))
+            if available < needed:
+                raise ValueError(
+                    f"dataset={config.dataset!r} is too small: region {region} of "
+                    f"{num_regions} has {available} training tokens, and "
+                    f"batch_per_region={batch} sequences of {length} tokens need "
+                    f"{needed}"
+                )
 
     @property
     def vocab_size(self) -> int:
@@ -84,19 +93,16 @@ class TextData:
     def train_stream(self) -> TrainStream:
         """Start an endless stream of int32 `[len(regions), B, L + 1]` batches."""
         mean_bytes = self.num_train_bytes / self.num_train_documents
-        iterators = {
-            region: iter(
-                region_batches(
-                    self._train,
-                    self._documents[region],
-                    self.config,
-                    window_documents=self.config.shuffle_window_bytes / mean_bytes,
-                    seed_words=(self.config.seed, region, self.num_regions),
-                )
+        window_documents = self.config.shuffle_window_bytes / mean_bytes
+
+        def batches(region: int) -> Iterator[np.ndarray]:
+            words = (self.config.seed, region, self.num_regions)
+            mine = self._documents[region]
+            return region_batches(
+                self._train, mine, self.config, window_documents, words
             )
-            for region in self.regions
-        }
-        return TrainStream(iterators, self.fingerprint)
+
+        return TrainStream({r: batches(r) for r in self.regions}, self.fingerprint)
 
     def eval_tokens(self, num_batches: int) -> np.ndarray:
         """Return validation sequences, the same for every seed, region and method.
@@ -119,19 +125,6 @@ class TextData:
         chosen = np.random.default_rng(_EVAL_SEED).permutation(sequences)[:needed]
         return chosen.reshape(num_batches, batch, length).astype(np.int32)
 
-    def _check_size(self) -> None:
-        batch, length = self.config.batch_per_region, self.config.sequence_length + 1
-        needed = batch * length
-        for region, indices in enumerate(self._documents):
-            available = sum(map(len, self._train.first(indices, needed)))
-            if available < needed:
-                raise ValueError(
-                    f"dataset={self.config.dataset!r} is too small: region {region} of "
-                    f"{self.num_regions} has {available} training tokens, and "
-                    f"batch_per_region={batch} sequences of {length} tokens need "
-                    f"{needed}"
-                )
-
 
 def load(
     config: DataConfig, num_regions: int, regions: Sequence[int] | None = None
@@ -151,8 +144,8 @@ def load(
         corpus.fingerprint,
         cache_dir(config.data_dir) / "tokenizers",
     )
-    local = range(num_regions) if regions is None else regions
-    return TextData(config, corpus, tokenizer, num_regions, local)
+    regions = range(num_regions) if regions is None else regions
+    return TextData(config, corpus, tokenizer, num_regions, regions)
 
 
 def region_documents(

@@ -1,11 +1,8 @@
 """Text to token ids and back: bytes, trained BPE, Hugging Face and SentencePiece.
 
-Every tokenizer reports a `vocab_size` rounded up to a multiple of 16, so that the
-embedding and the output layer split evenly over a model axis of 2, 4, 8 or 16 devices.
-For bytes that is 272: 256 bytes, one end-of-text token and 15 rows that are never
-used, which cost a model of width 128 under 4,000 parameters (384, a multiple of a TPU's
-128 lanes, would cost eight times as much). Ids at or above the count of real tokens
-are never produced.
+Every tokenizer reports a `vocab_size` rounded up to a multiple of 16, so that a model
+axis of 2, 4, 8 or 16 devices divides the embedding and the output layer. For bytes that
+is 272: 256 bytes, end of text, and 15 rows whose ids are never produced.
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ from cocodc_jax._extras import extra
 from cocodc_jax.data.config import expanded, make_writable
 from cocodc_jax.files import write_whole
 
-_VOCAB_MULTIPLE = 16
-_NUM_BYTES = 256
+_VOCAB_MULTIPLE, _NUM_BYTES = 16, 256
 EOS_TOKEN = "<|endoftext|>"
 _EOS_CANDIDATES = (
     EOS_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]",
@@ -105,11 +101,7 @@ class ByteTokenizer(Tokenizer):
 
 
 def _read_folder(path: pathlib.Path) -> dict[str, bytes]:
-    """Return the content of the files that Hugging Face keeps a tokenizer in, by name.
-
-    `tokenizer.json` is the tokenizer, `tokenizer_config.json` tells which tokens are
-    special.
-    """
+    """Return what is in the files that Hugging Face keeps a tokenizer in, by name."""
     if not (path / JSON).is_file():
         pieces = sorted(path.glob("*.model"))
         instead = f"; use sentencepiece:{pieces[0]}" if pieces else ""
@@ -124,11 +116,7 @@ def _said(files: dict[str, bytes]) -> dict[str, Any]:
 
 
 def _check_folder(path: pathlib.Path, said: dict[str, Any], tokenizer: Any) -> None:
-    """Check that a folder's files agree with one another.
-
-    Where a model is in the folder too, `config.json` tells how many rows its embedding
-    has.
-    """
+    """Check that a folder's files agree with one another, and with a model's there."""
     for name in _CHECKED:
         token = _content(said.get(name))
         if token is not None and tokenizer.token_to_id(token) is None:
@@ -156,30 +144,20 @@ def _content(token: Any) -> Any:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _find_eos_token(tokenizer: Any) -> str:
-    for token in _EOS_CANDIDATES:
-        if tokenizer.token_to_id(token) is not None:
-            return token
-    raise ValueError(
-        "the tokenizer has no end-of-text token; it needs one of "
-        f"{', '.join(_EOS_CANDIDATES)}, or an eos_token in {CONFIG}"
-    )
-
-
 def _num_ids(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def _files_of(tokenizer: Any, eos_token: str) -> dict[str, bytes]:
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": eos_token,
-        "clean_up_tokenization_spaces": False,
-    }
-    return {
-        JSON: tokenizer.to_str().encode(),
-        CONFIG: json.dumps(config, indent=2).encode(),
-    }
+    config = _config(
+        "PreTrainedTokenizerFast", eos_token, clean_up_tokenization_spaces=False
+    )
+    return {JSON: tokenizer.to_str().encode(), CONFIG: config}
+
+
+def _config(tokenizer_class: str, eos_token: str, **more: bool) -> bytes:
+    said = {"tokenizer_class": tokenizer_class, "eos_token": eos_token, **more}
+    return json.dumps(said, indent=2).encode()
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -187,12 +165,17 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, tokenizer: Any, files: dict[str, bytes] | None = None):
         said = _content(_said(files or {}).get("eos_token"))
-        self._eos_token = said or _find_eos_token(tokenizer)
+        there = [x for x in _EOS_CANDIDATES if tokenizer.token_to_id(x) is not None]
+        if not (said or there):
+            raise ValueError(
+                "the tokenizer has no end-of-text token; it needs one of "
+                f"{', '.join(_EOS_CANDIDATES)}, or an eos_token in {CONFIG}"
+            )
+        self._eos_token = said or there[0]
         self._tokenizer, self._files = tokenizer, files if said else None
         # A document that spells out a special token is text like any other.
         tokenizer.encode_special_tokens = True
-        # A file keeps what its tokenizer was called or trained with, by which documents
-        # would be cut, end in padding, or be encoded by chance (BPE-dropout).
+        # What a file keeps would cut documents, pad them, or encode them by chance.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if getattr(tokenizer.model, "dropout", None):
@@ -203,9 +186,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Encode text as int32 `[num_tokens]`, adding no special tokens."""
-        return np.array(
-            self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32
-        )
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
         """Decode ids, leaving out special tokens."""
@@ -242,15 +224,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def files(self) -> dict[str, bytes]:
         """Return the model as `LlamaTokenizer` reads it."""
-        config = {
-            "tokenizer_class": "LlamaTokenizer",
-            "eos_token": self._processor.IdToPiece(self.eos_id),
-            "add_bos_token": False,
-        }
-        return {
-            "tokenizer.model": self._model,
-            CONFIG: json.dumps(config, indent=2).encode(),
-        }
+        eos_token = self._processor.IdToPiece(self.eos_id)
+        config = _config("LlamaTokenizer", eos_token, add_bos_token=False)
+        return {"tokenizer.model": self._model, CONFIG: config}
 
 
 def load_tokenizer(

@@ -1,15 +1,14 @@
 """A region of several processes: process 0 has the link and forwards its answers.
 
 The processes of a region are one JAX job and run the same program, call for call.
-Process 0 holds the `Link` to the other regions (`Speaker`). It forwards its answers, in
-the order of its calls, and every decision, by its sync, to the other processes. They
-have a `Listener` with the same methods as the link. So all processes take the same
-means at the same steps, and admit regions, fall behind and end together. If a process
-dies, JAX ends the job, and the other regions see a dead region.
+Process 0 has a `Speaker`, which forwards the answers of its `Link`, in the order of the
+calls, and every decision, by its sync. The others have a `Listener` with the same
+methods. So all take the same means at the same steps, and admit regions, fall behind
+and end together. If a process dies, JAX ends the job, and the other regions see a dead
+region.
 
 ZeroMQ carries these messages too, encrypted with the shared key. They are lost only if
-a process dies. They run no device program, so a process that waits for a decision
-delays no step.
+a process dies. They run no device program, so a process that waits delays no step.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class Ears:
     """The socket by which process 0 reaches its region's other processes."""
 
     def __init__(self, place: Place):
-        """Listen on any free port, before there is a link."""
         with extra("elastic"):
             import zmq
         self._zmq, self._context = zmq, zmq.Context()
@@ -88,15 +86,10 @@ class Ears:
 
 
 class SharedLink(abc.ABC):
-    """A region's `Link` as each of its processes has it.
-
-    Attributes:
-      place: the region's place.
-      view: the regions that take part, as of the last call.
-    """
+    """A region's `Link` as each of its processes has it."""
 
     place: Place
-    view: View
+    view: View  # As of the last call.
 
     def __enter__(self) -> Self:
         return self
@@ -139,9 +132,9 @@ class Speaker(SharedLink):
     """A `Link` that forwards its answers to the other processes of the region."""
 
     def __init__(self, link: Link, ears: Ears):
-        """Wrap `link`; all processes of the region must be connected to `ears`."""
         self._link, self._ears, self._calls = link, ears, 0
         self.place, self.view = link.place, link.view
+        self.leave, self.let_in = link.leave, link.let_in
 
     def __exit__(self, *exception: Any) -> None:
         self._link.close()
@@ -163,14 +156,6 @@ class Speaker(SharedLink):
             head = {"call": self._calls, "value": value, "error": error}
             self._ears.tell(head | {"view": [self.view.epoch, seats]}, frames)
 
-    def leave(self) -> None:
-        """See `Link.leave`."""
-        self._link.leave()
-
-    def let_in(self, region: int, boot: int, copy: Snapshot, oldest_step: int) -> None:
-        """See `Link.let_in`."""
-        self._link.let_in(region, boot, copy, oldest_step)
-
     def send(self, sync: SyncId, row: bytes, step_s: float = 0.0) -> Future:
         """See `Link.send`."""
         return self._decided(self._link.send(sync, row, step_s))
@@ -184,9 +169,9 @@ class Speaker(SharedLink):
 
         def tell(done: Future) -> None:
             decision: Decision = done.result()
-            rows = decision.rows
             head = {"sync": decision.sync, "epoch": decision.epoch}
-            self._ears.tell(head | {"regions": list(rows)}, list(rows.values()))
+            head["regions"] = list(decision.rows)
+            self._ears.tell(head, list(decision.rows.values()))
 
         future.add_done_callback(tell)
         return future
@@ -196,7 +181,6 @@ class Listener(SharedLink):
     """The `Link` of a region's other processes; it receives process 0's answers."""
 
     def __init__(self, place: Place, address: str, process: int):
-        """Connect to process 0, whose `Ears` have this address."""
         with extra("elastic"):
             import zmq
         self.place, self.view, self._calls = place, View(), 0
@@ -207,9 +191,8 @@ class Listener(SharedLink):
         self._zmq, self._context = zmq, zmq.Context()
         self._socket = secured(self._context, zmq.DEALER, place.key, listens=False)
         self._socket.identity = f"process {process}".encode()
-        self._socket.rcvhwm = 0
+        self._socket.rcvhwm = self._socket.linger = 0
         self._socket.rcvtimeo = 100
-        self._socket.linger = 0
         self._socket.connect(address)
         self._socket.send(_HELLO)
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -227,18 +210,18 @@ class Listener(SharedLink):
                 continue
             told = json.loads(head)
             if "sync" in told:
-                sync = (told["sync"][0], told["sync"][1])
+                fragment_id, start_step = told["sync"]
                 rows = dict(zip(told["regions"], frames, strict=True))
-                future = self.expect(sync)
+                decision = Decision(told["epoch"], (fragment_id, start_step), rows)
+                future = self.expect(decision.sync)
                 if not future.done():
-                    future.set_result(Decision(told["epoch"], sync, rows))
+                    future.set_result(decision)
             else:
                 self._answers.put((told, frames))
         self._socket.close()
         self._context.term()
 
     def _same(self, call: Callable[[Link], Answer]) -> Answer:
-        """Return, or raise, what process 0 got from the same call."""
         del call
         self._calls += 1
         told, frames = self._answers.get()

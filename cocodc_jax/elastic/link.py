@@ -1,7 +1,4 @@
-"""One region's connection to the others: a thread between protocol and channel.
-
-Other threads compute the steps, so nothing here delays them.
-"""
+"""One region's connection to the others: a thread between protocol and channel."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from cocodc_jax.elastic import wire
-from cocodc_jax.elastic.messages import Decision, Join, Message, Snapshot, SyncId, View
+from cocodc_jax.elastic import messages as m
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.protocol import Member
 from cocodc_jax.elastic.times import Measured, Silence
@@ -34,15 +30,12 @@ class Channel(Protocol):
 
     def send(self, regions: Sequence[int], frames: list[bytes]) -> None:
         """Send one message to some regions, without waiting for them."""
-        ...
 
     def wake(self) -> None:
         """Have `receive` return now; any thread may call this."""
-        ...
 
     def close(self) -> None:
         """Send what is still to be sent, for a few seconds."""
-        ...
 
 
 def open_channel(place: Place, boot: int, max_frame_bytes: int) -> Channel:
@@ -69,7 +62,6 @@ class Watch(Protocol):
 
     def silent(self, silences: Mapping[int, Silence]) -> None:
         """Process which regions are silent now."""
-        ...
 
 
 class LeftBehindError(RuntimeError):
@@ -91,24 +83,19 @@ class Link:
         is_announced: bool = True,
         watch: Watch | None = None,
     ):
-        """Listen, and announce this region to the others; see `open_channel`.
+        """Listen, and announce this region to the others, at once or at `join`.
 
-        Args:
-          place: the region's place.
-          run: identifies the run; messages of another run are ignored.
-          max_frame_bytes: size of the largest valid row or array.
-          step: step of the region's own checkpoint, 0 for none.
-          boot: see `Seat`; the time by default.
-          is_announced: whether to ask to take part at once, or at `join`.
-          watch: receives message times, and names what is faulty.
+        Messages of another `run` are ignored. `max_frame_bytes` is the size of the
+        largest valid row or array, `step` that of the region's own checkpoint, 0 for
+        none, and `boot` its life, see `Seat`, the time by default.
         """
         self.place, self._run, self._step = place, run, step
         self.boot = time.time_ns() if boot is None else boot
         self._member = Member(place, self.boot, step, time.monotonic())
         self._member.is_announced = is_announced
         self._lock = threading.Condition()  # Told of every turn of the thread.
-        self._futures: dict[SyncId, Future] = {}
-        self._snapshots: dict[int, Snapshot] = {}
+        self._futures: dict[m.SyncId, Future] = {}
+        self._snapshots: dict[int, m.Snapshot] = {}
         self._ended, self._answered_s, self._watch = False, 0.0, watch
         self.strangers = 0
         self._channel = open_channel(place, self.boot, max_frame_bytes)
@@ -127,7 +114,7 @@ class Link:
         return self.place.region
 
     @property
-    def view(self) -> View:
+    def view(self) -> m.View:
         """The regions that take part, as this region knows it."""
         with self._lock:
             return self._member.view
@@ -157,14 +144,13 @@ class Link:
     def leave(self) -> None:
         """Announce that this region leaves, so that no other region waits for it.
 
-        All decisions that it waits for must have arrived. The region may continue on
-        its own, to write a checkpoint for example.
+        All decisions that it waits for must have arrived.
         """
         with self._lock:
             self._member.leave()
             self._channel.wake()
 
-    def send(self, sync: SyncId, row: bytes, step_s: float = 0.0) -> Future:
+    def send(self, sync: m.SyncId, row: bytes, step_s: float = 0.0) -> Future:
         """Send this region's message of a sync; the future's result is the decision.
 
         If the others continue without this region, that is an empty decision of epoch
@@ -176,7 +162,7 @@ class Link:
             self._member.offer(sync, row, time.monotonic())
             return self._future(sync)
 
-    def expect(self, sync: SyncId) -> Future:
+    def expect(self, sync: m.SyncId) -> Future:
         """Return the future of a sync's decision without sending a message."""
         with self._lock:
             self._member.expect(sync, time.monotonic())
@@ -202,14 +188,16 @@ class Link:
                 lambda: not self._member.is_needed(time.monotonic()), timeout_s
             )
 
-    def let_in(self, region: int, boot: int, copy: Snapshot, oldest_step: int) -> None:
+    def let_in(
+        self, region: int, boot: int, copy: m.Snapshot, oldest_step: int
+    ) -> None:
         """Send a region a copy to start from, and propose a view with it."""
         with self._lock:
             self._member.outbox.append((region, copy))
             self._member.admit(region, boot, copy.step, oldest_step)
             self._channel.wake()
 
-    def join(self, timeout_s: float) -> Snapshot | None:
+    def join(self, timeout_s: float) -> m.Snapshot | None:
         """Wait until this region takes part; return the copy that it starts from.
 
         None where the run begins, or continues from this region's own checkpoint.
@@ -231,14 +219,11 @@ class Link:
         """Return whether this region has a seat, and what it starts from."""
         self._check()
         seat = self._member.view.seats.get(self.region)
-        if seat is None:
-            return False
         is_first = self._member.coordinator == self.region
         own = {0, self._step} if is_first else {0}
-        return seat.since_step in own | self._snapshots.keys()
+        return seat is not None and seat.since_step in own | self._snapshots.keys()
 
-    def _future(self, sync: SyncId) -> Future:
-        """Return the future of a decision; it may be there already."""
+    def _future(self, sync: m.SyncId) -> Future:
         future = self._futures.setdefault(sync, Future())
         self._hand_out()
         self._channel.wake()
@@ -249,15 +234,13 @@ class Link:
             raise LeftBehindError(f"region {self.region}: {self._member.is_over}")
 
     def _hand_out(self) -> None:
-        for decision in self._member.delivered:
-            future = self._futures.pop(decision.sync, None)
-            if future is not None:
-                future.set_result(decision)
+        found = list(self._member.delivered)
         self._member.delivered.clear()
         if self._member.is_over:
-            for sync, future in self._futures.items():
-                future.set_result(Decision(0, sync, {}))
-            self._futures.clear()
+            found += [m.Decision(0, sync, {}) for sync in self._futures]
+        for decision in found:
+            if future := self._futures.pop(decision.sync, None):
+                future.set_result(decision)
         self._lock.notify_all()
 
     def _serve(self) -> None:
@@ -286,8 +269,8 @@ class Link:
                 measured = self._member.times.finished(present, now)
                 silences = self._member.silent(now)
             for regions, message in _shared(out):
-                letter = wire.Letter(self._run, self.region, self.boot, message)
-                self._channel.send(regions, wire.pack(letter))
+                letter = m.Letter(self._run, self.region, self.boot, message)
+                self._channel.send(regions, m.pack(letter))
             if ended:
                 self._channel.close()
                 return
@@ -300,15 +283,15 @@ class Link:
 
     def _take(self, frames: Sequence[bytes], now: float) -> None:
         try:
-            letter = wire.unpack(frames, self.place.num_regions)
-        except wire.WireError:
+            letter = m.unpack(frames, self.place.num_regions)
+        except m.WireError:
             self.strangers += 1
             return
         if letter.run != self._run:
             self.strangers += 1
-            if isinstance(letter.message, Join):
+            if isinstance(letter.message, m.Join):
                 self._meet_another_run(letter.sender, now)
-        elif isinstance(letter.message, Snapshot):
+        elif isinstance(letter.message, m.Snapshot):
             self._snapshots = {letter.message.step: letter.message}
         else:
             self._member.receive(letter.sender, letter.boot, letter.message, now)
@@ -318,7 +301,7 @@ class Link:
         member = self._member
         if now - self._answered_s >= self.place.timing.beat_s:
             self._answered_s = now
-            member.outbox.append((sender, Join(0, ())))
+            member.outbox.append((sender, m.Join(0, ())))
         if not member.is_over and not member.is_in:
             member.is_over = (
                 f"region {sender} is of another run (method, model, data or code "
@@ -326,9 +309,9 @@ class Link:
             )
 
 
-def _shared(out: Sequence[tuple[int, Message]]) -> list[tuple[list[int], Message]]:
+def _shared(out: Sequence[tuple[int, m.Message]]) -> list[tuple[list[int], m.Message]]:
     """Group the regions that are told the same, so that it is written once."""
-    found: list[tuple[list[int], Message]] = []
+    found: list[tuple[list[int], m.Message]] = []
     for region, message in out:
         for regions, said in found:
             if said == message and region not in regions:

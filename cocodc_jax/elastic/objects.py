@@ -36,7 +36,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cocodc_jax._extras import extra
-from cocodc_jax.elastic import wire
+from cocodc_jax.elastic.messages import MAX_HEADER_BYTES
 from cocodc_jax.elastic.place import Place, is_bucket
 
 FOLDER_POLL_S, BUCKET_POLL_S = 0.05, 1.0
@@ -96,7 +96,7 @@ class Objects:
         self._region, self._boot = place.region, boot
         self._key = hashlib.sha256(b"cocodc_jax objects" + place.key).digest()
         self._keep_s = _KEPT * place.timing.dead_after_s
-        self._limit = max(wire.MAX_HEADER_BYTES, max_frame_bytes)
+        self._limit = max(MAX_HEADER_BYTES, max_frame_bytes)
         self._numbers = itertools.count()
         self._written: collections.deque[tuple[float, str]] = collections.deque()
         self._inbox: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
@@ -148,7 +148,7 @@ class Objects:
         self._thread.join(_FAREWELL_S)
         gone = []
         while self._written:  # Late writes may still add to it.
-            name = self._written.popleft()[1]
+            _, name = self._written.popleft()
             gone.append(self._small.submit(self._remove, name))
         concurrent.futures.wait(gone, _FAREWELL_S)
         for lane in (self._small, self._large):
@@ -166,13 +166,12 @@ class Objects:
             self._store.rm_file(f"{self._root}/{name}")
 
     def _write(self, name: str, frames: list[bytes]) -> None:
-        data = seal(self._key, name, frames)
+        data, path = seal(self._key, name, frames), f"{self._root}/{name}"
+        first = path if self._puts else f"{self._root}/.{name}"
         with self._reporting(f"writing to {self._root}"):
-            if self._puts:
-                self._store.pipe_file(f"{self._root}/{name}", data)
-            else:
-                self._store.pipe_file(f"{self._root}/.{name}", data)
-                self._store.mv(f"{self._root}/.{name}", f"{self._root}/{name}")
+            self._store.pipe_file(first, data)
+            if first != path:
+                self._store.mv(first, path)
             self._written.append((time.monotonic(), name))
 
     def _poll(self) -> None:
@@ -207,9 +206,7 @@ class Objects:
             else:
                 self._large.submit(self._take_rest, name, first, lengths, start)
 
-    def _take_rest(
-        self, name: str, first: bytes, lengths: tuple[int, ...], start: int
-    ) -> None:
+    def _take_rest(self, name: str, first: bytes, lengths: Any, start: int) -> None:
         with self._reading():
             data = first + self._read(name, len(first), start + sum(lengths))
             self._inbox.put(opened(name, data, lengths, start))
@@ -258,10 +255,9 @@ def unseal(
     if not count or start > len(first) or not is_signed:
         raise RefusedError(f"{name} is not signed with the key of this run")
     lengths = struct.unpack_from(f"<{count}Q", first, table_at)
-    if max(lengths) > limit:
-        raise RefusedError(
-            f"{name} has a frame of {max(lengths)} bytes, more than {limit}"
-        )
+    longest = max(lengths)
+    if longest > limit:
+        raise RefusedError(f"{name} has a frame of {longest} bytes, more than {limit}")
     return lengths, start
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from cocodc_jax.checks import check_choices
+from cocodc_jax.fields import check_choices
 
 MIN_KEY_BYTES = 32
 BUCKET_BEAT_S = 2.0
@@ -52,7 +52,6 @@ class Place:
     regions: int = 0  # Number of possible regions, with `via`.
 
     def __post_init__(self):
-        """Validate the settings."""
         for address in self.addresses:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal():

@@ -9,17 +9,14 @@ from cocodc_jax.elastic import messages as m
 
 
 class Heard(NamedTuple):
-    """What a region's last messages said.
+    """What a region's last messages said."""
 
-    `boot` is its life, and `has_left` says that it left on purpose.
-    """
-
-    boot: int
+    boot: int  # Its life.
     when: float  # Time of its last message, in seconds.
     step: int | None = None  # Of its checkpoint, while it takes no part.
     has_begun: bool = False  # A `Beat` has come: it takes part until this life ends.
     oldest_step: int = 0  # From its last `Beat`.
-    has_left: bool = False
+    has_left: bool = False  # On purpose.
     hears_us: bool = False  # It says that it receives this region's messages;
     deaf_since: float | None = None  # that it does not, since this time.
     is_elsewhere: bool = False  # In a later view without this region.
@@ -29,8 +26,7 @@ class Hearing:
     """What is known of every other region from its last messages."""
 
     def __init__(self, region: int, silence_s: float):
-        """Start without messages; after `silence_s` a region counts as dead."""
-        self._region, self._silence_s = region, silence_s
+        self._region, self._silence_s = region, silence_s  # Then it counts as dead.
         self.last: dict[int, Heard] = {}
 
     def hear(
@@ -102,7 +98,6 @@ class Book:
     """The messages and the decision of each sync, until every region has applied it."""
 
     def __init__(self):
-        """Start without messages."""
         # All regions have applied all syncs that started before this step; their
         # messages are dropped, and late ones are ignored.
         self.floor = 0

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cocodc_jax._extras import extra
-from cocodc_jax.elastic import wire
+from cocodc_jax.elastic.messages import MAX_HEADER_BYTES
 from cocodc_jax.elastic.place import Place
 
 _QUEUE = 256  # The most messages that wait for one region.
@@ -59,11 +59,7 @@ def secured(context: Any, kind: int, key: bytes, listens: bool) -> Any:
 
 
 class Sockets:
-    """A `Channel` of sockets; see `open_channel`.
-
-    ZeroMQ (`pip install cocodc_jax[elastic]`) reconnects by itself and has bounded
-    queues. CURVE encrypts everything and proves on both sides that they have the key.
-    """
+    """A `Channel` of sockets; see `open_channel`."""
 
     def __init__(self, place: Place, max_frame_bytes: int):
         with extra("elastic"):
@@ -80,7 +76,7 @@ class Sockets:
         self._asked.bind("inproc://zeromq.zap.01")
         self._in = self._secured(zmq.PULL, listens=True)
         self._in.zap_domain = b"regions"
-        largest = max(max_frame_bytes, wire.MAX_HEADER_BYTES)
+        largest = max(max_frame_bytes, MAX_HEADER_BYTES)
         self._in.setsockopt(zmq.MAXMSGSIZE, largest + _CURVE_BYTES)
         self._door = Door(self._in, self._context)
         self._out: dict[int, Any] = {}
@@ -93,9 +89,8 @@ class Sockets:
                 f"region_addresses: region {place.region} cannot listen on port {port}"
                 f" ({error.strerror}); name a free port"
             ) from error
-        for region in range(place.num_regions):
-            if region != place.region:
-                self._out[region] = self._connected(region)
+        others = set(range(place.num_regions)) - {place.region}
+        self._out |= {region: self._connected(region) for region in others}
         self._refused_s: dict[int, float] = {}
         self._poller = zmq.Poller()
         for readable in (self._in, self._asked, self._waked):
@@ -174,11 +169,10 @@ class Door:
     """Limits the number of connections that have not shown the key yet.
 
     Each connection takes a file descriptor before its handshake. An attacker who opens
-    connections faster than ZeroMQ drops them could take all descriptors, and the region
-    could open no file. So only a share of the descriptors may wait for a handshake.
-    Beyond it, the oldest waiting connection is closed. A handshake takes a few round
-    trips, so members finish theirs during a flood too. A peer that has sent a message
-    has shown the key, and its connection is never closed here.
+    connections faster than ZeroMQ drops them could take all descriptors. So only a
+    share of them may wait for a handshake; beyond it, the oldest waiting connection is
+    closed. A handshake takes a few round trips, so members finish theirs during a flood
+    too. A peer that has sent a message has shown the key.
     """
 
     def __init__(self, listener: Any, context: Any):

@@ -71,12 +71,10 @@ class Times:
     """One region's measurements, and the reports of the others."""
 
     def __init__(self, region: int, num_regions: int, wait_s: float):
-        """Start without measurements; `num_regions` is M.
-
-        `wait_s` seconds after a decision no more messages are waited for; reports of
-        the others may take twice as long.
-        """
-        self._region, self._num, self.wait_s = region, num_regions, wait_s
+        # Seconds after a decision in which messages are waited for; reports of the
+        # others may take twice as long.
+        self.wait_s = wait_s
+        self._region, self._num = region, num_regions
         self._least: dict[Life, _Recent] = {}
         self._came: dict[SyncId, dict[int, float]] = {}
         self._decided: dict[SyncId, tuple[float, frozenset[int]]] = {}
@@ -172,7 +170,6 @@ class Silences:
     """Times of the other regions' messages, as one region receives them."""
 
     def __init__(self, beat_s: float):
-        """Start without messages; `beat_s` is the time between two heartbeats."""
         self._beat_s = beat_s
         self._heard: dict[Life, _Heard] = {}
         self._between: collections.deque[float] = collections.deque(maxlen=9)

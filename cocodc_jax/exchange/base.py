@@ -1,7 +1,15 @@
 """What the programs of a run are made from, and how messages cross regions.
 
 A `SyncSpec` specifies the syncs. An `Exchange` sends a fragment's message and never
-waits: the mean that it returns arrives later; `transport.py` chooses one.
+waits: the mean that it returns arrives later; `transport.py` chooses one. The functions
+encode each region's pseudo-gradient, Delta = theta^g - theta^m: old minus new, at least
+float32, and measured from `stale_params`. These are the outer fragment, equal in all
+regions, or the one that each region last received, if regions are asynchronous.
+
+A robust mean filters messages by their lengths (`sync.robust`), measured as fragments
+are sent. In the program, lengths are all-reduced before the messages, one number each.
+On the outer mesh they travel with encoded messages; uncompressed messages wait for
+them, one more network delay.
 """
 
 from __future__ import annotations
@@ -9,27 +17,33 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.core.sync import outer_parts
+from cocodc_jax.core.sync import Measured, encode, outer_parts
 from cocodc_jax.exchange.programs import Devices
+from cocodc_jax.sharding.mesh import REGION
 from cocodc_jax.sharding.outer_placement import OuterPlacement
-from cocodc_jax.sharding.region_map import LocalRegions
+from cocodc_jax.sharding.region_map import (
+    LocalRegions,
+    psum_over_regions,
+    region_shard_map,
+)
 from cocodc_jax.sharding.shardings import Shardings
-from cocodc_jax.sync.fragments import Fragment, Fragments
+from cocodc_jax.sync.averages import sync_key
+from cocodc_jax.sync.fragments import Fragment, Fragments, PyTree
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
 from cocodc_jax.sync.needs import STAGED, UserInputs
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.robust import LENGTH_BYTES, VERDICT
+from cocodc_jax.sync.robust import LENGTH_BYTES, VERDICT, without
 from cocodc_jax.sync.schedules.base import Event
-
-PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +83,9 @@ class SyncSpec:
         needed = STAGED in self.sync.copies
         return self.shardings.staged[fragment_id] if needed else None
 
-    def start_step(self, event: Event) -> np.int32 | None:
+    def start_step(self, step: int) -> np.int32 | None:
         """Return the step that a sync's key derives from; None if no average draws."""
-        draws = self.sync.message.average.draws
-        return np.int32(event.start_step) if draws else None
+        return np.int32(step) if self.sync.message.average.draws else None
 
     @functools.cached_property
     def outer_shapes(self) -> tuple[Fragment, ...]:
@@ -80,6 +93,7 @@ class SyncSpec:
         return jax.eval_shape(lambda x: outer_parts(self.fragments, x), self.params)
 
 
+Weights = tuple[float, ...]  # Of the regions in a mean, of sum 1.
 # Measured seconds of an inner step and of a sync, 0 if not yet known.
 Times = tuple[float, float]
 # The staged copy if a merge needs it, the mean in flight, what arrives with it by name,
@@ -103,19 +117,12 @@ class Exchange(abc.ABC):
         return self._spec.regions.num
 
     @abc.abstractmethod
-    def send(
-        self, event: Event, weights: tuple[float, ...], times: Times, *arrays: Any
-    ) -> Sent:
-        """Send a fragment.
+    def send(self, event: Event, weights: Weights, times: Times, *arrays: Any) -> Sent:
+        """Send a fragment; a region of weight 0 does not send.
 
-        Args:
-          event: the start.
-          weights: of the regions in the mean, of sum 1. A region of weight 0 does not
-            send.
-          times: sent with the message if the schedule is measured.
-          *arrays: a `RegionState`, which is only read; the outer fragment on the mesh,
-            or what each region last received; and the compressors' state of the
-            message's rank.
+        `times` are sent too if the schedule is measured. `arrays` are a `RegionState`,
+        which is only read; the outer fragment on the mesh, or what each region last
+        received; and the compressors' state of the message's rank.
         """
 
     def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
@@ -142,3 +149,101 @@ class Exchange(abc.ABC):
     def own_verdict(self, verdict: np.ndarray) -> np.ndarray:
         """Select this program's regions from a verdict on all regions."""
         return verdict
+
+
+def make_messages(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
+    """Make the encoding of a fragment on a shard, for `region_shard_map`.
+
+    `outgoing(params, stale_params, state, weights, keys, start_step) -> (staged,
+    message, state)`: the current fragment if a merge needs it, else None; the value to
+    average (see `sync.averages`), encoded if the method compresses, and `Measured` for
+    a robust mean; and the compressors' state, which a region of weight 0 keeps.
+    """
+    sync, is_by_region = spec.sync, spec.sync.schedule.is_by_region
+    keeps = STAGED in sync.copies
+
+    def outgoing(params, stale_params, state, weights, keys, start_step):
+        staged = spec.fragments.take(params, fragment_id, lead=1)
+        key = None if start_step is None else sync_key(fragment_id, start_step)
+
+        def one_region(anchor, whole, part, memory, weight, key_data):
+            return encode(
+                sync, whole, part, anchor, memory, key_data, weight, key, rank
+            )
+
+        axes = (0 if is_by_region else None, 0, 0, 0, 0, 0)
+        message, new = spec.local.map(one_region, axes)(
+            stale_params, params, staged, state, weights, keys
+        )
+        if sync.message.compressor(rank) is not None:
+            state = new
+        return staged if keeps else None, message, state
+
+    return outgoing
+
+
+def over_regions(spec: SyncSpec, leave: Callable, crossed: Any) -> Callable:
+    """Map a function like `make_messages`'s over the shards of regions.
+
+    `crossed` are the specs of its second result.
+    """
+    stale = P(REGION) if spec.sync.schedule.is_by_region else P()
+    in_specs = (P(REGION), stale, *(P(REGION),) * 3, P())
+    out_specs = (P(REGION), crossed, P(REGION))
+    return region_shard_map(leave, spec.mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def make_restore(spec: SyncSpec, fragment_id: int) -> Callable:
+    """Make `restore(mean, start_step) -> mean pseudo-gradient`, see `sync.averages`."""
+    like = spec.outer_shapes[fragment_id]
+
+    def restore(mean, start_step):
+        key = None if start_step is None else sync_key(fragment_id, start_step)
+        return spec.sync.message.average.after(mean, like, key)
+
+    return restore
+
+
+def with_length(spec: SyncSpec, shapes: PyTree, rank: int) -> PyTree:
+    """Return the shapes of a message as sent: `Measured` if it is filtered."""
+    if spec.sync.robust is None:
+        return shapes
+    is_summed = spec.sync.message.compressor(rank) is None
+    dtype = jax.tree.leaves(shapes)[0].dtype if is_summed else jnp.float32
+    return Measured(shapes, jax.ShapeDtypeStruct((), dtype))
+
+
+def filter_block(
+    spec: SyncSpec, sent: PyTree, weights: jax.Array
+) -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:
+    """Filter a shard's messages by those of all regions, inside `region_shard_map`.
+
+    `sent` is `Measured`, or the messages if there is no filter. Returns messages and
+    weights to sum, and the verdicts of all regions, `{}` without a filter.
+    """
+    robust = spec.sync.robust
+    if robust is None:
+        return sent, weights, {}
+    size = len(weights)
+    first = jax.lax.axis_index(REGION) * size
+
+    def of_all(x):
+        nowhere = jnp.zeros(spec.regions.num, x.dtype)
+        own = jax.lax.dynamic_update_slice_in_dim(nowhere, x, first, 0)
+        return psum_over_regions(own)
+
+    verdict, counted = robust.judge(of_all(sent.length), of_all(weights))
+    weights = jax.lax.dynamic_slice_in_dim(counted, first, size)
+    return without(sent.message, weights), weights, {VERDICT: verdict}
+
+
+def robust_mean(
+    spec: SyncSpec, rank: int, sent: PyTree, weights: jax.Array
+) -> tuple[PyTree, dict[str, jax.Array]]:
+    """Return the mean of all regions' messages, and verdicts; see `filter_block`."""
+    message, robust = spec.sync.message, spec.sync.robust
+    if robust is None:
+        return message.combine(sent, weights, rank), {}
+    verdict, weights = robust.judge(sent.length, weights)
+    found = without(sent.message, weights)
+    return robust.combine(message, found, weights, rank), {VERDICT: verdict}

@@ -2,14 +2,11 @@
 
 One program encodes every region's message on the inner mesh into a flat buffer, each
 device its own part (`flat_buffer.ShardBuffer`). Each process moves the columns of its
-own devices to its outer device. Another program communicates there with the
-corresponding processes of the other regions and averages those columns, while the inner
-mesh computes. The matching part of the outer state is there too. The result goes back
-to each device's shard.
-
-Uncompressed pseudo-gradients are all-reduced. Compressed messages are all-gathered, and
-each process decodes them. Arrays that every device of a region holds in full are shared
-out evenly over its processes, and the result is gathered inside the region.
+own devices to its outer device, where the matching part of the outer state is. Another
+program averages them there with those of the other regions' corresponding processes,
+while the inner mesh computes: uncompressed pseudo-gradients are all-reduced; compressed
+messages are all-gathered and decoded by each process. The result goes back to each
+device's shard.
 
 Measured times travel in the same flat buffer: appended to a compressed message; for a
 pseudo-gradient in separate columns of each region, to which the others add zeros.
@@ -29,28 +26,25 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from cocodc_jax.exchange import flat_buffer
-from cocodc_jax.exchange.base import Exchange, Sent, SyncSpec, Times
-from cocodc_jax.exchange.collectives import (
-    gather_from_processes,
-    sum_over_processes,
-)
-from cocodc_jax.exchange.flat_buffer import ShardBuffer
-from cocodc_jax.exchange.pseudo_gradient import (
-    in_specs,
+from cocodc_jax.exchange.base import (
+    Exchange,
+    Sent,
+    SyncSpec,
+    Times,
+    Weights,
     make_messages,
     make_restore,
+    over_regions,
     robust_mean,
     with_length,
 )
+from cocodc_jax.exchange.collectives import gather_from_processes, sum_over_processes
+from cocodc_jax.exchange.flat_buffer import ShardBuffer
 from cocodc_jax.sharding.mesh import REGION, regional
 from cocodc_jax.sharding.outer_mesh import outer_device, process_grid
-from cocodc_jax.sharding.region_map import region_shard_map
-from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.fragments import Fragment, PyTree
 from cocodc_jax.sync.robust import VERDICT, without
 from cocodc_jax.sync.schedules.base import Event
-from cocodc_jax.transforms.compressor import Compressor
-
-PyTree = Any
 
 
 class OnOuterMesh(Exchange):
@@ -63,92 +57,79 @@ class OnOuterMesh(Exchange):
         super().__init__(spec)
         self.all_reduce = all_reduce
         self._num_times = spec.regions.num if spec.is_measured else 0
-        self._programs: dict[tuple[int, int], tuple[Callable, Callable]] = {}
+        self._encoders: dict[tuple[int, int], Callable] = {}  # By fragment and rank.
+        self.row_shape = functools.cache(self._row_shape)
 
-    def send(
-        self, event: Event, weights: tuple[float, ...], times: Times, *arrays: Any
-    ) -> Sent:
+    def send(self, event: Event, weights: Weights, times: Times, *arrays: Any) -> Sent:
         """Send a fragment; see `Exchange.send`."""
-        staged, buffer, state, arriving = self.encoded(event, weights, times, *arrays)
+        staged, buffer, state = self.encoded(event, weights, times, *arrays)
         channel = self._spec.shardings.channel(event.fragment_id)
         rows = self._spec.devices.gather_rows(buffer, channel.rows)
-        mean, measured, told = arriving(rows, weights)
-        told = told if measured is None else {**told, "times": measured}
+        mean, told = self.arriving(event.sync_id, event.rank)(rows, weights)
         return staged, mean, told, state
 
     def encoded(
-        self, event: Event, weights: tuple[float, ...], times: Times, *arrays: Any
-    ) -> tuple[Fragment | None, jax.Array, PyTree, Callable]:
+        self, event: Event, weights: Weights, times: Times, *arrays: Any
+    ) -> tuple[Fragment | None, jax.Array, PyTree]:
         """Encode a fragment without sending it; arguments as for `send`.
 
-        Returns:
-          The staged copy; the buffer to send, `[R, n]`; the compressors' state after
-          it; and a function from all regions' rows and weights on the outer device to
-          `(mean, times, verdicts)`.
+        Returns the staged copy, the buffer to send, `[R, n]`, and the compressors'
+        state after it.
         """
         region, stale_params, compressor_state = arrays
-        k, rank = event.fragment_id, event.rank
-        if (k, rank) not in self._programs:
-            self._programs[k, rank] = self._make(k, rank, compressor_state)
-        encode, combine = self._programs[k, rank]
-        host = self.places(k)[0]
-        told = self._of_own_regions(times) if self._num_times else None
-        inside = self._spec.devices.weights(weights, regional(self._spec.mesh))
-        start_step = self._spec.start_step(event)
-        staged, buffer, state = encode(
+        k, rank, spec, told = event.fragment_id, event.rank, self._spec, None
+        if (k, rank) not in self._encoders:
+            self._encoders[k, rank] = self._make_encoder(k, rank, compressor_state)
+        if self._num_times:  # Other processes set their own rows.
+            rows = np.array([times] * self._num_times, np.float32)
+            told = spec.devices.put(rows, cast(Sharding, spec.shardings.region.key))
+        return self._encoders[k, rank](
             region.params,
             stale_params,
             compressor_state,
-            inside,
+            spec.devices.weights(weights, regional(spec.mesh)),
             region.key,
-            start_step,
+            spec.start_step(event.start_step),
             told,
         )
-        return staged, buffer, state, self._arriving(combine, host, start_step)
 
-    def arriving(self, sync_id: tuple[int, int], rank: int) -> tuple[Callable, Any]:
-        """Return the function that averages a sync, and the shape of the rows sent."""
+    def arriving(self, sync_id: tuple[int, int], rank: int) -> Callable:
+        """Return the function that averages a sync.
+
+        From all regions' rows, on the outer device, and weights to the mean and what
+        arrives with it.
+        """
         k, start_step = sync_id
-        host, sent = self.places(k)[0], self._message_shapes(k, rank)
+        host, combine = self.places(k)[0], self._make_combine(k, rank)
+        place, step = self._spec.devices.weights, self._spec.start_step(start_step)
+        return lambda rows, weights: combine(rows, place(weights, host), step)
+
+    def _row_shape(self, k: int, rank: int) -> jax.ShapeDtypeStruct:
+        """Return the shape of one region's row, `[1, n]`, without times."""
+        sent = self._message_shapes(k, rank)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), sent)
-        like = jax.eval_shape(flat_buffer.pack, one)
-        draws = self._spec.sync.message.average.draws
-        step = np.int32(start_step) if draws else None
-        return self._arriving(self._make_combine(k, rank), host, step), like
+        return jax.eval_shape(flat_buffer.pack, one)
 
-    def _arriving(
-        self, combine: Callable, host: Sharding, start_step: np.int32 | None
-    ) -> Callable:
-        place = self._spec.devices.weights
-        return lambda rows, weights: combine(rows, place(weights, host), start_step)
+    def _make_encoder(self, k: int, rank: int, kept: PyTree) -> Callable:
+        """Make the program that encodes; `kept` are the compressors' states `[R, ...]`.
 
-    def _make(self, k: int, rank: int, kept: PyTree) -> tuple[Callable, Callable]:
-        """Make the programs that encode, but do not send, and that average.
-
-        `kept` are the compressors' states, `[R, ...]`. A flat buffer without a layout
-        is replicated inside each region.
+        A flat buffer without a layout is replicated inside each region.
         """
         spec, layout = self._spec, self._layout(k, rank)
         compressor = spec.sync.message.compressor(rank)
-        of_shard = make_messages(spec, k, rank)
-        outgoing = region_shard_map(
-            of_shard, spec.mesh, in_specs=in_specs(spec), out_specs=P(REGION)
-        )
+        outgoing = over_regions(spec, make_messages(spec, k, rank), P(REGION))
 
-        def encode(params, stale_params, state, weights, keys, start_step, times):
-            staged, out, state = outgoing(
-                params, stale_params, state, weights, keys, start_step
-            )
-            return staged, make_buffer(out, times, compressor, layout), state
+        def encode(*arguments):
+            staged, out, state = outgoing(*arguments[:-1])  # The last are times.
+            return staged, make_buffer(out, arguments[-1], compressor, layout), state
 
         where = layout.sharding if layout else spec.shardings.region.key
-        jitted = spec.devices.jit(
+        return spec.devices.jit(
             encode,
             f"send fragment {k}",
             self.num_bytes(k, rank),
             out_shardings=(spec.staged(k), where, spec.shardings.of_regions(k, kept)),
         )
-        return jitted, self._make_combine(k, rank)
 
     def _message_shapes(self, k: int, rank: int) -> PyTree:
         """Return shapes of one region's message, with its length for a robust mean."""
@@ -173,7 +154,7 @@ class OnOuterMesh(Exchange):
 
     @functools.cache  # noqa: B019  (as long as the programs)
     def _make_combine(self, k: int, rank: int) -> Callable:
-        """Make `(rows, weights, start_step) -> (mean, times, verdicts)`."""
+        """Make `(rows, weights, start_step) -> (mean, what arrives with it)`."""
         spec, host, robust = self._spec, self.places(k)[0], self._spec.sync.robust
         is_summed = spec.sync.message.compressor(rank) is None
         mean_of = None if is_summed else functools.partial(robust_mean, spec, rank)
@@ -185,14 +166,13 @@ class OnOuterMesh(Exchange):
         # Each process its part, if a region's processes shard the outer state.
         mean = host if self.is_alone else spec.place.lay(k, spec.outer_shapes[k])
 
-        def combine(rows, weights):
+        def combine(rows, weights, start_step):
             told = {}
             if robust is not None and is_summed:
                 sizes = [math.prod(x.shape) for x in jax.tree.leaves(shapes)]
                 # A message's length is its last leaf.
-                at = (
-                    sum(sizes[:-1]) if layout is None else layout.column(len(sizes) - 1)
-                )
+                last = len(sizes) - 1
+                at = layout.pieces[last].start if layout else sum(sizes[:last])
                 lengths = jax.lax.with_sharding_constraint(rows[:, at], host)
                 told[VERDICT], weights = robust.judge(lengths, weights)
                 rows = without(rows, weights)
@@ -201,13 +181,10 @@ class OnOuterMesh(Exchange):
                 mean, told = mean
             elif robust is not None:
                 mean = mean.message
-            return mean, times, told
+            told = told if times is None else {**told, "times": times}
+            return restore(mean, start_step), told
 
-        def arriving(rows, weights, start_step):
-            mean, times, told = combine(rows, weights)
-            return restore(mean, start_step), times, told
-
-        return spec.devices.jit(arriving, out_shardings=(mean, host, host))
+        return spec.devices.jit(combine, out_shardings=(mean, host))
 
     def places(self, k: int) -> tuple[Sharding, Sharding]:
         """Return the sharding that a fragment is averaged in, and that of its mean."""
@@ -216,31 +193,16 @@ class OnOuterMesh(Exchange):
             return SingleDeviceSharding(outer_device(self._spec.mesh)), host
         return host, host
 
-    def _of_own_regions(self, times: tuple[float, float]) -> jax.Array:
-        """Place `times` as regional `[R, 2]`; other processes set their own rows."""
-        where = cast(Sharding, self._spec.shardings.region.key)
-        shape = (self._num_times, 2)
-        rows = np.broadcast_to(np.asarray(times, np.float32), shape)
-        return self._spec.devices.put(rows, where)
-
 
 def make_buffer(
-    message: PyTree,
-    times: jax.Array | None,
-    compressor: Compressor | None,
-    layout: ShardBuffer | None = None,
+    message: PyTree, times: Any, compressor: Any, layout: ShardBuffer | None = None
 ) -> jax.Array:
-    """Pack what regions send into a flat buffer, `[R, n]`; see `sent_shapes`.
-
-    `times` are measured seconds of each region, float32 `[R, 2]`, or None; with a
-    `layout` each device packs its shards.
-    """
+    """Pack what regions send, and their times `[R, 2]`, if any; see `sent_shapes`."""
     if times is not None and compressor is None:
         dtype = jax.tree.leaves(message)[0].dtype
         own = jnp.eye(len(times), dtype=dtype)
         times = own[:, :, None] * times[:, None].astype(dtype)
-    sent = (message, times)
-    return flat_buffer.pack(sent) if layout is None else layout.pack(sent)
+    return (layout.pack if layout else flat_buffer.pack)((message, times))
 
 
 def make_combine(
@@ -253,19 +215,14 @@ def make_combine(
 ) -> Callable:
     """Make the program that averages messages over the outer mesh.
 
-    Args:
-      mean_of: `mean_of(messages, weights)`, the mean of all regions' encoded messages;
-        None for uncompressed pseudo-gradients.
-      everywhere: sharding that replicates to every process's outer device.
-      shapes: of one region's message.
-      num_times: regions whose times are sent too; 0 for none.
-      all_reduce: one of `collectives.ALL_REDUCES`.
-      layout: of the rows, unless they are a `flat_buffer`.
+    `combine(rows [R, n], weights [R]) -> (mean, times)`: `rows` are `make_buffer`'s,
+    on their regions' processes; further columns are ignored. `times` are float32
+    `[R, 2]`, or None; those of a region of weight 0 are 0.
 
-    Returns:
-      `combine(rows [R, n], weights [R]) -> (mean, times)`. `rows` are `make_buffer`'s,
-      on their regions' processes; further columns are ignored. `times` are float32
-      `[R, 2]`, or None; those of a region of weight 0 are 0.
+    `mean_of(messages, weights)` is the mean of all regions' encoded messages, None for
+    uncompressed pseudo-gradients. `everywhere` replicates to every process's outer
+    device, `shapes` are of one region's message, `num_times` is the number of regions
+    whose times are sent too, and `layout` that of the rows, None for a `flat_buffer`.
     """
     sent = sent_shapes(mean_of is not None, shapes, num_times)
     how = everywhere, all_reduce, layout is not None

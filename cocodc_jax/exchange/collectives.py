@@ -34,11 +34,9 @@ from cocodc_jax.sharding.region_map import (
 )
 from cocodc_jax.sync.model_state import is_float
 from cocodc_jax.sync.robust import without
-from cocodc_jax.transforms.numerics import wide_dtype, widen
+from cocodc_jax.transforms.numerics import cast_like, wide_dtype, widen
 
 PyTree = Any
-
-
 ALL_REDUCES = ("direct", "ring")
 
 
@@ -67,8 +65,7 @@ def sum_over_processes(
 
     Rows are on their regions' processes, columns sharded over those of a region.
     `weights` `[R]` have the rows' dtype. `everywhere` replicates to every process's
-    outer device. `in_shares` leaves each process its columns: no communication inside
-    regions.
+    outer device; `in_shares` leaves each process its columns instead.
     """
     if kind == "direct" and isinstance(everywhere, NamedSharding):
         num = everywhere.mesh.shape[PROCESS]
@@ -165,7 +162,7 @@ def _reduced(tree: PyTree, mean: Callable, in_flat_buffer: bool) -> PyTree:
         means = flat_buffer.unpack(mean(buffer[0]), shapes)
     else:
         means = jax.tree.map(lambda x: mean(of_block(x)), tree)
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), means, tree)
+    return cast_like(means, tree)
 
 
 def averaged(
@@ -184,29 +181,18 @@ def averaged(
     which = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
     if not which:
         return tree
-    own = [leaves[i] for i in which]
-    if counted is None:
-        new = for_all_regions(mean_for_all(own, all_reduce), local.size)
-    else:
-        new = _mean_of_counted(own, local, all_reduce, counted)
+    own = sent = [leaves[i] for i in which]
+    if counted is not None:  # The count is sent as one more number.
+        sent = [*without(own, counted), counted.astype(jnp.float32)]
+    new = for_all_regions(mean_for_all(sent, all_reduce), local.size)
+    if counted is not None:
+        share = new.pop()  # 1 if all count: exact.
+
+        def of_counted(x, old):
+            part = share.reshape(-1, *(1,) * (x.ndim - 1))
+            return jnp.where(part > 0, (widen(x) / part).astype(x.dtype), old)
+
+        new = map(of_counted, new, own)
     for i, leaf in zip(which, new, strict=True):
         leaves[i] = leaf
     return treedef.unflatten(leaves)
-
-
-def _mean_of_counted(
-    own: list[jax.Array],
-    local: LocalRegions,
-    all_reduce: str | None,
-    counted: jax.Array,
-) -> list[jax.Array]:
-    """Average as `averaged` does; the count is sent as one more number."""
-    sent = [*without(own, counted), counted.astype(jnp.float32)]
-    mean = for_all_regions(mean_for_all(sent, all_reduce), local.size)
-    share = mean.pop()  # 1 if all count: exact.
-
-    def of_counted(x: jax.Array, old: jax.Array) -> jax.Array:
-        part = share.reshape(-1, *(1,) * (x.ndim - 1))
-        return jnp.where(part > 0, (widen(x) / part).astype(x.dtype), old)
-
-    return list(map(of_counted, mean, own))

@@ -1,16 +1,15 @@
 """Exchange between elastic regions: host to host, on threads.
 
-Each region is a JAX process that does not see the others' devices. The outer mesh's
-program encodes its message into one flat row. A thread copies the row to the host once
-it is computed, passes it to the `Link`, and waits for the decision which messages are
-averaged. All rows then go to the outer device, where the outer mesh's program averages
-them. The numbers equal those of one process with all regions.
+Each region is a JAX process that does not see the others' devices. A thread copies its
+encoded message, one flat row, to the host once it is computed, passes it to the `Link`,
+and waits for the decision which messages are averaged. All rows then go to the outer
+device, where the outer mesh's program averages them. The numbers equal those of one
+process with all regions.
 
 There are always M rows. A region that is not in the mean has weight 0 and a copy of
 another row, so nothing is recompiled when a region dies or comes back. Inner steps
-never wait. At the merge the main thread waits for a late mean, if `Place.late_mean`
-says so. A region decodes its own message if it came too late for the mean, so that its
-work can be kept.
+never wait; the merge waits for a late mean, if `Place.late_mean` says so. A region
+decodes its own message if it came too late for the mean, so that its work can be kept.
 """
 
 from __future__ import annotations
@@ -23,24 +22,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from cocodc_jax.core.state import (
-    UNCOUNTED,
-    VERDICT_OF_ALL,
-    InFlight,
-    PendingMean,
-)
+from cocodc_jax.core.state import UNCOUNTED, VERDICT_OF_ALL, InFlight, PendingMean
 from cocodc_jax.elastic.inside import Listener, Speaker
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.messages import Decision, SyncId
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.exchange.base import Sent, SyncSpec, Times
+from cocodc_jax.exchange.base import Sent, SyncSpec, Times, Weights
 from cocodc_jax.exchange.between_hosts import OnOuterMesh
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.robust import VERDICT
 from cocodc_jax.sync.schedules.base import Event
-
-PyTree = Any
+from cocodc_jax.transforms.compressor import message_bytes
 
 _REMEMBERED = 256  # Syncs whose members are remembered until read.
 
@@ -74,11 +67,9 @@ class ElasticExchange(OnOuterMesh):
         """Select this region from a verdict on all regions, `[1]`."""
         return verdict[self.region, None]
 
-    def send(
-        self, event: Event, weights: tuple[float, ...], times: Times, *arrays: Any
-    ) -> Sent:
+    def send(self, event: Event, weights: Weights, times: Times, *arrays: Any) -> Sent:
         """Send a fragment; see `Exchange.send`."""
-        staged, buffer, state, arriving = self.encoded(event, weights, times, *arrays)
+        staged, buffer, state = self.encoded(event, weights, times, *arrays)
         sync, link = event.sync_id, self.link
         if not self._spec.devices.is_real:
             return staged, self._spec.outer_shapes[sync[0]], {}, state
@@ -89,14 +80,18 @@ class ElasticExchange(OnOuterMesh):
                 return row, Decision(0, sync, {self.region: row})
             return row, link.send(sync, row, times[0]).result()
 
-        mean = self._in_thread(sync, decide, arriving, buffer)
-        return staged, mean, {}, state
+        return staged, self._in_thread(sync, event.rank, decide), {}, state
 
-    def _in_thread(
-        self, sync: SyncId, decide: Callable, arriving: Callable, like: Any
-    ) -> PendingMean:
+    def awaited(self, sync: SyncId, rank: int = 0) -> PendingMean:
+        """Wait for the mean of a sync that this region sent no message for."""
+        assert self.link is not None
+        future = self.link.expect(sync)
+        return self._in_thread(sync, rank, lambda: (None, future.result()))
+
+    def _in_thread(self, sync: SyncId, rank: int, decide: Callable) -> PendingMean:
         """Average on a thread, which waits for `decide() -> (own row, decision)`."""
         future: Future = Future()
+        arriving, like = self.arriving(sync, rank), self.row_shape(sync[0], rank)
 
         def carry() -> None:
             try:
@@ -104,9 +99,8 @@ class ElasticExchange(OnOuterMesh):
                 self.in_mean[sync] = tuple(sorted(decision.rows))
                 while len(self.in_mean) > _REMEMBERED:
                     self.in_mean.pop(next(iter(self.in_mean)), None)
-                future.set_result(
-                    self._landed(sync, row, decision.rows, arriving, like)
-                )
+                landed = self._landed(sync, row, decision.rows, arriving, like)
+                future.set_result(landed)
             except BaseException as error:  # The main thread raises it at the merge.
                 future.set_exception(error)
 
@@ -119,17 +113,15 @@ class ElasticExchange(OnOuterMesh):
         own: bytes | None,
         rows: Mapping[int, bytes],
         arriving: Callable,
-        like: Any,
+        like: jax.ShapeDtypeStruct,
     ) -> InFlight:
         """Average the messages that were decided on."""
         # Of each process; equal in all processes of a region.
         here, host = self.places(sync[0])
 
         def mean_of(rows: Mapping[int, bytes]) -> tuple[Fragment, dict]:
-            table, weights = _table(
-                rows, self.num_regions, like.shape[1], like.dtype, own
-            )
-            mean, _, told = arriving(jax.device_put(table, here), weights)
+            table, weights = _table(rows, self.num_regions, like, own)
+            mean, told = arriving(jax.device_put(table, here), weights)
             return transfer.declare((mean, told), host)
 
         mean, told = mean_of(rows)
@@ -139,23 +131,12 @@ class ElasticExchange(OnOuterMesh):
             kept[UNCOUNTED], _ = mean_of({self.region: own})
         return InFlight(mean, kept)
 
-    def awaited(self, sync: SyncId, rank: int = 0) -> PendingMean:
-        """Wait for the mean of a sync that this region sent no message for."""
-        assert self.link is not None
-        future = self.link.expect(sync)
-        arriving, like = self.arriving(sync, rank)
-        return self._in_thread(sync, lambda: (None, future.result()), arriving, like)
-
     @property
     def max_row_bytes(self) -> int:
         """Maximum bytes of a row, over all fragments."""
         sync = self._spec.sync
         encoded = map(sync.message.encoded, self._spec.outer_shapes)
-        sizes = [
-            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
-            for shapes in encoded
-        ]
-        return max(sizes) + (8 if sync.robust else 0)
+        return max(map(message_bytes, encoded)) + (8 if sync.robust else 0)
 
     def arrives_with(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return `{}`: all that arrives with a mean is in its `PendingMean`."""
@@ -163,14 +144,13 @@ class ElasticExchange(OnOuterMesh):
 
 
 def _table(
-    rows: Mapping[int, bytes],
-    num_regions: int,
-    width: int,
-    dtype: Any,
-    spare: bytes | None = None,
+    rows: Mapping[int, bytes], num_regions: int, like: Any, spare: bytes | None = None
 ) -> tuple[np.ndarray, tuple[float, ...]]:
-    """Stack the rows `[M, n]` of a mean and their weights; `spare` fills gaps."""
-    size = width * np.dtype(dtype).itemsize
+    """Stack the rows `[M, n]` of a mean and their weights; `spare` fills gaps.
+
+    `like` has the shape of one row, `[1, n]`, and its dtype.
+    """
+    size = like.shape[1] * np.dtype(like.dtype).itemsize
     for region, row in rows.items():
         if len(row) != size:
             raise ValueError(
@@ -178,8 +158,7 @@ def _table(
             )
     # Every region that had a row is gone: the mean is zero.
     blank = rows[min(rows)] if rows else spare or bytes(size)
-    table = np.stack(
-        [np.frombuffer(rows.get(r, blank), dtype) for r in range(num_regions)]
-    )
+    each = [rows.get(region, blank) for region in range(num_regions)]
+    table = np.stack([np.frombuffer(row, like.dtype) for row in each])
     share = 1 / max(len(rows), 1)
     return table, tuple(share if r in rows else 0.0 for r in range(num_regions))

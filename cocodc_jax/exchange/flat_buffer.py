@@ -1,14 +1,13 @@
 """Pack many small arrays into one flat buffer, so that a message is one transfer.
 
-A collective takes several network round trips. A fragment of ten separate arrays would
-take ten times the round trips.
+A collective takes several network round trips, and ten arrays would take ten times as
+many.
 
-If a region has several devices, its parameters and messages are sharded over them.
-Concatenated by `pack`, every device would have to hold the full message. In a
+If a region has several devices, its parameters and messages are sharded over them. In a
 `ShardBuffer` each device packs its own shard of each array. If several devices hold the
 same shard, each packs an equal part of it, padded with zeros at the end. So nothing
-moves inside a region, no device materializes the full message, and a byte leaves a
-region once.
+moves inside a region, no device materializes the full message, as it would by `pack`,
+and a byte leaves a region once.
 
     column of the buffer = (device of the region, array, index in the device's part)
 
@@ -47,13 +46,12 @@ def unpack(buffer: jax.Array, shapes: PyTree) -> PyTree:
     """Invert `pack`: `[..., n]` to a tree like one region's, with leading axes."""
     leaves, structure = jax.tree.flatten(shapes)
     is_bytes = len({x.dtype for x in leaves}) > 1
-    out, at = [], 0
+    out, at, lead = [], 0, buffer.shape[:-1]
     for like in leaves:
         width = like.dtype.itemsize if is_bytes else 1
         size = math.prod(like.shape) * width
         part = buffer[..., at : at + size]
         at += size
-        lead = buffer.shape[:-1]
         if is_bytes:
             part = from_bytes(part.reshape(*lead, -1, width), like.dtype)
         out.append(part.reshape(*lead, *like.shape))
@@ -127,11 +125,6 @@ class ShardBuffer:
         return self.pieces[-1].start + self.pieces[-1].share
 
     @property
-    def num_columns(self) -> int:
-        """Columns per region."""
-        return self.width * _length(self.mesh.shape, INSIDE)
-
-    @property
     def sharding(self) -> NamedSharding:
         """Sharding of the buffer `[R, n]` on the inner mesh."""
         return NamedSharding(self.mesh, P(REGION, INSIDE))
@@ -164,10 +157,6 @@ class ShardBuffer:
     @property
     def _is_bytes(self) -> bool:
         return len({piece.dtype for piece in self.pieces}) > 1
-
-    def column(self, leaf: int) -> int:
-        """Return the column of a scalar of the message."""
-        return self.pieces[leaf].start
 
     def unpack(self, buffer: jax.Array, everywhere: Sharding) -> PyTree:
         """Reassemble the arrays `[..., *shape]` from the columns of all devices.
@@ -237,11 +226,10 @@ def _divided(
     entries = (*spec, *(None,) * (len(shape) - len(spec)))[: len(shape)]
     axes = tuple(spec_axes(entries))
     counts = [_length(sizes, each) for each in axes]
-    if len(spec) > len(shape) or any(
-        size % count for size, count in zip(shape, counts, strict=True)
-    ):
+    parts = list(map(divmod, shape, counts))
+    if len(spec) > len(shape) or any(rest for _, rest in parts):
         return ((),) * len(shape), shape
-    return axes, tuple(size // count for size, count in zip(shape, counts, strict=True))
+    return axes, tuple(size for size, _ in parts)
 
 
 def _length(sizes: Sizes, axes: Iterable[str]) -> int:

@@ -25,22 +25,21 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.core import reduce
 from cocodc_jax.core.reduce import ring_sum
 from cocodc_jax.exchange import flat_buffer
-from cocodc_jax.exchange.base import Exchange, Sent, SyncSpec, Times
-from cocodc_jax.exchange.pseudo_gradient import (
+from cocodc_jax.exchange.base import (
+    Exchange,
+    Sent,
+    SyncSpec,
+    Times,
+    Weights,
     filter_block,
-    in_specs,
     make_messages,
     make_restore,
+    over_regions,
     robust_mean,
     with_length,
 )
 from cocodc_jax.sharding.mesh import INSIDE, REGION, regional
-from cocodc_jax.sharding.region_map import (
-    everywhere,
-    psum_over_regions,
-    region_shard_map,
-    sum_of_block,
-)
+from cocodc_jax.sharding.region_map import everywhere, psum_over_regions, sum_of_block
 from cocodc_jax.sync.schedules.base import Event
 from cocodc_jax.sync.summed import ByRings, SummedFactors
 
@@ -52,7 +51,7 @@ class Crossing(NamedTuple):
 
     # `leave(params, stale_params, state, weights, keys, start_step) -> (staged,
     # crossed, state)`, with arguments and other results as for
-    # `pseudo_gradient.make_messages`; `crossed` is on every device that needs it.
+    # `make_messages`; `crossed` is on every device that needs it.
     leave: Callable
     # `arrive(crossed, start_step) -> (mean, verdicts)`: the mean pseudo-gradient, and
     # the verdicts by name.
@@ -72,9 +71,8 @@ def make_crossing(
         return make_decoded(spec, fragment_id, rank, in_one_buffer)
     outgoing = make_messages(spec, fragment_id, rank)
     restore = make_restore(spec, fragment_id)
-    sum_by_rings = None
-    if isinstance(message, ByRings):
-        sum_by_rings = make_ring_sum(spec.mesh, message)
+    is_by_rings = isinstance(message, ByRings)
+    by_rings = make_ring_sum(spec.mesh, message) if is_by_rings else None
 
     def of_shard(params, stale_params, state, weights, *rest):
         staged, sent, state = outgoing(params, stale_params, state, weights, *rest)
@@ -87,31 +85,23 @@ def make_crossing(
             mean, state = reduce.factored(
                 delta, state, weights, summed, spec.local.map, lambda x: x[0]
             )
-        elif sum_by_rings is None:
+        elif by_rings is None:
             mean = summed(delta)
         else:
             mean = jax.tree.map(lambda x: x[None], sum_of_block(delta, weights))
         return staged, (mean, told), state
 
-    mapped = over_regions(spec, of_shard, (P(REGION) if sum_by_rings else P(), P()))
+    mapped = over_regions(spec, of_shard, (P(REGION) if by_rings else P(), P()))
 
     def leave(*arguments):
         staged, (mean, told), state = mapped(*arguments)
-        return staged, (sum_by_rings(mean) if sum_by_rings else mean, told), state
+        return staged, (by_rings(mean) if by_rings else mean, told), state
 
     def arrive(crossed, start_step):
         mean, told = crossed
         return restore(mean, start_step), told
 
     return Crossing(leave, arrive)
-
-
-def over_regions(spec: SyncSpec, leave: Callable, of_crossed: Any) -> Callable:
-    """Map a `Crossing.leave` over the shards of regions."""
-    out_specs = P(REGION), of_crossed, P(REGION)
-    return region_shard_map(
-        leave, spec.mesh, in_specs=in_specs(spec), out_specs=out_specs
-    )
 
 
 def make_decoded(
@@ -145,13 +135,10 @@ def make_decoded(
 def shares_everywhere(mesh: Mesh, messages: PyTree) -> jax.Array:
     """All-gather messages of all regions as one flat buffer, a share to each device.
 
-    It is one transfer for all arrays. Between two regions no byte crosses twice: each
-    device of a region sends and receives an equal part of the columns.
-
-    Returns:
-      `[D, R / D, n]`, columns sharded over the devices of each region, replicated
-      otherwise; D is the size of the region axis. It keeps the layout of the
-      all-gather: any change of it must come after the steps that hide the collective.
+    Returns `[D, R / D, n]`, D the size of the region axis: columns sharded over the
+    devices of each region, so that no byte crosses twice between two regions. It keeps
+    the layout of the all-gather: any change of it must come after the steps that hide
+    the collective.
     """
     buffer = flat_buffer.pack(messages)
     num_shares = math.prod(mesh.shape[axis] for axis in INSIDE)
@@ -204,9 +191,7 @@ class InProgram(Exchange):
         self._in_one_buffer = in_one_buffer
         self._programs: dict[tuple[int, int], Callable] = {}
 
-    def send(
-        self, event: Event, weights: tuple[float, ...], times: Times, *arrays: Any
-    ) -> Sent:
+    def send(self, event: Event, weights: Weights, times: Times, *arrays: Any) -> Sent:
         """Send a fragment; see `Exchange.send`."""
         del times  # Only the outer mesh sends times.
         region, stale_params, compressor_state = arrays
@@ -219,28 +204,27 @@ class InProgram(Exchange):
             compressor_state,
             self._spec.devices.weights(weights, regional(self._spec.mesh)),
             region.key,
-            self._spec.start_step(event),
+            self._spec.start_step(event.start_step),
         )
         return staged, mean, told, state
 
     def _make(self, fragment_id: int, rank: int, compressor_state: PyTree) -> Callable:
-        shardings = self._spec.shardings
-        out_shardings = (
-            self._spec.staged(fragment_id),
-            shardings.fragments[fragment_id],
-            shardings.of_regions(fragment_id, compressor_state),
-            NamedSharding(self._spec.mesh, P()),
-        )
-        crossing = make_crossing(self._spec, fragment_id, rank, self._in_one_buffer)
+        spec, shardings = self._spec, self._spec.shardings
+        crossing = make_crossing(spec, fragment_id, rank, self._in_one_buffer)
 
         def sent(*arguments):
             staged, crossed, state = crossing.leave(*arguments)
             mean, told = crossing.arrive(crossed, arguments[-1])
             return staged, mean, state, told
 
-        return self._spec.devices.jit(
+        return spec.devices.jit(
             sent,
             f"send fragment {fragment_id}",
             self.num_bytes(fragment_id, rank),
-            out_shardings=out_shardings,
+            out_shardings=(
+                spec.staged(fragment_id),
+                shardings.fragments[fragment_id],
+                shardings.of_regions(fragment_id, compressor_state),
+                NamedSharding(spec.mesh, P()),
+            ),
         )

@@ -1,8 +1,8 @@
 """What compiles and runs the programs of a run: devices, or a recorder that lists them.
 
-All parts of a program get one of both. With a `Recorder` the same code that trains goes
-through a schedule with shapes in place of arrays. So what is listed, for compiling
-ahead, is what a run compiles, with the arguments that it passes.
+With a `Recorder` the same code that trains goes through a schedule with shapes in place
+of arrays. So what is listed, for compiling ahead, is what a run compiles, with the
+arguments that it passes.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Devices:
         """Move device arrays; see `transfer.move`."""
         return transfer.move(tree, shardings)
 
-    def gather_rows(self, rows: jax.Array, sharding: Sharding) -> jax.Array:
+    def gather_rows(self, tree: PyTree, shardings: Any) -> PyTree:
         """Move regional arrays; see `transfer.gather_rows`."""
-        return transfer.gather_rows(rows, sharding)
+        return transfer.gather_rows(tree, shardings)
 
     def at(self, tree: PyTree, index: int) -> PyTree:
         """Select an entry of the leading axis of every leaf."""
@@ -95,12 +95,10 @@ class Recorder(Devices):
 
         def record(*arguments: Any) -> Any:
             if name and name not in self.found:
+                shapes = jax.tree.map(_shape, arguments)
+                how = options.get("compiler_options") or {}
                 self.found[name] = LoweredProgram(
-                    name,
-                    program,
-                    jax.tree.map(_shape, arguments),
-                    sent_bytes,
-                    options=options.get("compiler_options") or {},
+                    name, program, shapes, sent_bytes, options=how
                 )
             return program.eval_shape(*arguments)
 
@@ -116,11 +114,7 @@ class Recorder(Devices):
             shardings,
         )
 
-    move = put
-
-    def gather_rows(self, rows: Any, sharding: Sharding) -> Any:
-        """Return the rows' shape with this sharding."""
-        return self.put(rows, sharding)
+    move = gather_rows = put
 
     def at(self, tree: PyTree, index: int) -> PyTree:
         """Return the shapes of an entry."""
@@ -129,8 +123,7 @@ class Recorder(Devices):
 
     def read(self, x: Any) -> np.ndarray:
         """Return ones, or zeros of integers."""
-        is_measured = np.issubdtype(x.dtype, np.floating)
-        return np.full(x.shape, 1 if is_measured else 0, x.dtype)
+        return np.full(x.shape, np.issubdtype(x.dtype, np.floating), x.dtype)
 
 
 def _kind(x: Any) -> tuple[tuple[int, ...], Any]:

@@ -14,10 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core import reduce
-from cocodc_jax.core import regional as core
+from cocodc_jax.core import sync as core
 from cocodc_jax.core.state import InFlight, OuterState, RegionState, SyncState
-from cocodc_jax.core.sync import outer_parts
-from cocodc_jax.exchange.base import SyncSpec, Times
+from cocodc_jax.exchange.base import SyncSpec, Times, Weights
 from cocodc_jax.sharding.mesh import REGION
 from cocodc_jax.sharding.region_map import (
     LocalRegions,
@@ -27,15 +26,13 @@ from cocodc_jax.sharding.region_map import (
     pmean_over_regions,
     region_shard_map,
 )
-from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.fragments import Fragment, PyTree
 from cocodc_jax.sync.messages import mean_of_decoded
 from cocodc_jax.sync.needs import STAGED
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import matchings
 from cocodc_jax.sync.schedules.base import Event
 from cocodc_jax.transforms.compressor import Compressor, identity
-
-PyTree = Any
 
 
 class RegionalOuterModels:
@@ -82,7 +79,7 @@ class RegionalOuterModels:
         return SyncState(self._new_outer(params), schedule)
 
     def _make(self, params: PyTree) -> OuterState:
-        parts = outer_parts(self._spec.fragments, params)
+        parts = core.outer_parts(self._spec.fragments, params)
         spread = functools.partial(for_all_regions, num_regions=self._spec.regions.num)
         return OuterState(
             tuple(map(spread, parts)),
@@ -95,17 +92,12 @@ class RegionalOuterModels:
 
     def flight_shapes(self, fragment_id: int) -> InFlight:
         """Return shapes of a fragment that was just sent, without its staged copy."""
-        num_regions = self._spec.regions.num
-        params = jax.eval_shape(
-            functools.partial(for_all_regions, num_regions=num_regions),
-            self._spec.params,
-        )
+        num_regions, send = self._spec.regions.num, self._make_send(fragment_id)
+        spread = functools.partial(for_all_regions, num_regions=num_regions)
+        params = jax.eval_shape(spread, self._spec.params)
         keys = jax.ShapeDtypeStruct((num_regions, 2), jnp.uint32)
         matching = jax.ShapeDtypeStruct((), jnp.int32)
-        own, send = (
-            self.shapes(None).outer.entry(fragment_id),
-            self._make_send(fragment_id),
-        )
+        own = self.shapes(None).outer.entry(fragment_id)
         return InFlight(jax.eval_shape(send, params, *own, keys, matching)[1], {})
 
     def num_bytes(self, fragment_id: int) -> int:
@@ -118,21 +110,19 @@ class RegionalOuterModels:
     def send(
         self,
         event: Event,
-        weights: tuple[float, ...],
+        weights: Weights,
         times: Times,
         region: RegionState,
         sync: SyncState,
     ) -> tuple[SyncState, InFlight]:
         """Start a sync; see `SharedOuterModel.send`."""
         del weights, times  # Not supported by regional outer models.
-        k, step = event.fragment_id, event.start_step
+        k, outer = event.fragment_id, sync.outer
         # The same draw in every region, and after a restart.
-        rng = np.random.default_rng((self._outer.seed, step, k))
-        matching = self._spec.devices.put(
-            np.int32(rng.integers(len(self._partners))),
-            NamedSharding(self._spec.mesh, P()),
-        )
-        outer = sync.outer
+        rng = np.random.default_rng((self._outer.seed, event.start_step, k))
+        row = np.int32(rng.integers(len(self._partners)))
+        everywhere = NamedSharding(self._spec.mesh, P())
+        matching = self._spec.devices.put(row, everywhere)
         staged, arrived, kept = self._send[k](
             region.params, outer.params[k], outer.opt_states[k], region.key, matching
         )
@@ -179,11 +169,9 @@ def make_regional_send(
 ) -> Callable:
     """Make the program that sends one fragment.
 
-    Returns:
-      `send(params, outer_params, state, keys, matching) -> (staged, arrived, state)`,
-      all regional, except `arrived` if every region receives the same mean. `matching`
-      is an int32 scalar, the row to use of `partners`, int `[N, R]`: each region's
-      partner in each matching.
+    `send(params, outer_params, state, keys, matching) -> (staged, arrived, state)`, all
+    regional, except `arrived` if every region receives the same mean. `matching` is an
+    int32 scalar, the row to use of `partners`, int `[N, R]`: each region's partner.
     """
     local, mesh, keeps = spec.local, spec.mesh, STAGED in spec.sync.copies
 
@@ -222,19 +210,15 @@ def make_regional_step(spec: SyncSpec, outer: RegionalOuter) -> Callable:
     All regional; `arrived` is the result of `send`; the norm is of the means, the root
     mean square over regions.
     """
-    is_for_all, num_regions = outer.group == "all", spec.regions.num
+    is_for_all = outer.group == "all"
+
+    def receive(params, state, arrived):
+        return core.receive(outer, params, state, arrived, spec.regions.num)
 
     def step(outer_params, state, arrived):
         if is_for_all:
-            arrived = jax.tree.map(
-                lambda x: jax.lax.pcast(x, REGION, to="varying"), arrived
-            )
-
-        def receive(params, state, arrived):
-            return core.receive(outer, params, state, arrived, num_regions)
-
-        axes = (0, 0, None if is_for_all else 0)
-        mapped = spec.local.map(receive, axes)
+            arrived = jax.lax.pcast(arrived, REGION, to="varying")
+        mapped = spec.local.map(receive, (0, 0, None if is_for_all else 0))
         params, state, norms = mapped(outer_params, state, arrived)
         return params, state, jnp.sqrt(pmean_over_regions((norms**2).mean()))
 
@@ -257,8 +241,7 @@ def from_neighbour(
     if local.size == 1:
         return reduce.from_neighbour(message, by, num_regions, REGION)
     first = jax.lax.axis_index(REGION) * local.size
-    whose = (first + jnp.arange(local.size) + by) % num_regions
-    return _of_regions(message, whose)
+    return _of_regions(message, (first + jnp.arange(local.size) + by) % num_regions)
 
 
 def from_partner(
@@ -268,14 +251,11 @@ def from_partner(
     if local.size == 1:
         return reduce.from_partner(message, matching, partners, REGION)
     first = jax.lax.axis_index(REGION) * local.size
-    mine = jax.lax.dynamic_slice_in_dim(
-        jnp.asarray(partners)[matching], first, local.size
-    )
-    return _of_regions(message, mine)
+    row = jnp.asarray(partners)[matching]
+    return _of_regions(message, jax.lax.dynamic_slice_in_dim(row, first, local.size))
 
 
 def _of_regions(message: PyTree, whose: jax.Array) -> PyTree:
     """Gather the messages of all regions, and select those of `whose`."""
-    return jax.tree.map(
-        lambda x: jnp.take(x, whose, axis=0), all_gather_regions(message)
-    )
+    gathered = all_gather_regions(message)
+    return jax.tree.map(lambda x: jnp.take(x, whose, axis=0), gathered)

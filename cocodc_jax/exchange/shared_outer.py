@@ -13,16 +13,15 @@ import numpy as np
 
 from cocodc_jax.core.state import InFlight, OuterState, RegionState, SyncState
 from cocodc_jax.core.sync import outer_parts, outer_step
-from cocodc_jax.exchange.base import Exchange, SyncSpec, Times
+from cocodc_jax.exchange.base import Exchange, SyncSpec, Times, Weights
 from cocodc_jax.sharding.region_map import for_all_regions, where_participating
-from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.fragments import Fragment, PyTree
 from cocodc_jax.sync.messages import Ranked
 from cocodc_jax.sync.needs import STAGED, STALE
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.schedules.base import Event, replaced
 from cocodc_jax.sync.summed import SummedFactors
-
-PyTree = Any
+from cocodc_jax.transforms.numerics import cast_like
 
 
 class SharedOuterModel:
@@ -34,19 +33,15 @@ class SharedOuterModel:
         assert isinstance(outer, SharedOuter)
         self._spec, self._outer, self._exchange = spec, outer, exchange
         self._place, self._devices = spec.place, spec.devices
-        each = range(len(spec.fragments))
         self._step = self._make_steps()
         self._broadcast = [
-            self._devices.jit(
-                functools.partial(self.broadcast, k),
-                out_shardings=spec.shardings.fragments[k],
-            )
-            for k in each
+            self._devices.jit(functools.partial(self.broadcast, k), out_shardings=where)
+            for k, where in enumerate(spec.shardings.fragments)
         ]
         self._copy = self._devices.jit(_copies)
         self._take = self._devices.jit(_take, donate_argnums=0)
         self._start = self._devices.jit(outer.start) if outer.start else None
-        self._join = self._make_join()
+        self._join = self._devices.jit(self._joined, out_shardings=spec.place.params())
         shapes = self.shapes(spec.sync.schedule.init())
         self.where = spec.place.lay_sync(shapes)  # Without what is in flight.
         outer = self.where.outer
@@ -76,10 +71,10 @@ class SharedOuterModel:
         found = shapes.compressors, shapes.stale_params
         if not jax.tree.leaves(found):  # Most compressors have no state.
             return lambda _: found
-        where = self._place.lay_sync(shapes)
+        laid = self._place.lay_sync(shapes)
         make = functools.partial(self._regional_of, rank=schedule.rank)
-        found = where.compressors, where.stale_params
-        return self._devices.jit(make, out_shardings=found)
+        where = laid.compressors, laid.stale_params
+        return self._devices.jit(make, out_shardings=where)
 
     def _outer_of(self, params: PyTree) -> OuterState:
         parts = outer_parts(self._spec.fragments, params)
@@ -88,8 +83,8 @@ class SharedOuterModel:
     def _regional_of(self, params: PyTree, rank: int) -> tuple[tuple, tuple]:
         parts, num = outer_parts(self._spec.fragments, params), self._spec.regions.num
         stale = parts if self._spec.sync.schedule.is_by_region else ()
-        spread = functools.partial(for_all_regions, num_regions=num)
-        return self.compressors(parts, rank), tuple(map(spread, stale))
+        each = tuple(for_all_regions(part, num) for part in stale)
+        return self.compressors(parts, rank), each
 
     def compressors(self, parts: tuple[Fragment, ...], rank: int) -> tuple:
         """Return the initial states of the regions' compressors."""
@@ -99,8 +94,8 @@ class SharedOuterModel:
 
     def resized(self, sync: SyncState, rank: int) -> tuple:
         """Return the compressors' states resized to messages of `rank`."""
-        each = enumerate(sync.compressors)
-        return tuple(self._resize(k, rank)(state) for k, state in each)
+        states = enumerate(sync.compressors)
+        return tuple(self._resize(k, rank)(state) for k, state in states)
 
     @functools.cache  # noqa: B019  (as long as the programs)
     def _resize(self, fragment_id: int, rank: int) -> Callable:
@@ -136,7 +131,7 @@ class SharedOuterModel:
     def send(
         self,
         event: Event,
-        weights: tuple[float, ...],
+        weights: Weights,
         times: Times,
         region: RegionState,
         sync: SyncState,
@@ -144,8 +139,7 @@ class SharedOuterModel:
         """Start a sync, see `Exchange.send`; return the state and what is in flight."""
         k, rank = event.fragment_id, event.rank
         if rank != sync.schedule.rank:  # Of earlier messages.
-            states = self.resized(sync, rank)
-            sync = dataclasses.replace(sync, compressors=states)
+            sync = dataclasses.replace(sync, compressors=self.resized(sync, rank))
         kept = {}
         if STALE in self._spec.sync.copies:  # The outer step donates them.
             kept[STALE] = self._copied(sync.outer.params[k])
@@ -154,19 +148,11 @@ class SharedOuterModel:
             only = self._spec.fragments.only(region.params, k)
             region = region._replace(params=only)
         staged, mean, told, state = self._exchange.send(
-            event,
-            weights,
-            times,
-            region,
-            stale,
-            sync.compressors[k],
+            event, weights, times, region, stale, sync.compressors[k]
         )
-        if staged is not None:
-            kept[STAGED] = staged
-        kept |= told
-        compressors = replaced(sync.compressors, k, state)
-        sync = dataclasses.replace(sync, compressors=compressors)
-        return sync, InFlight(mean, kept)
+        kept |= told if staged is None else {STAGED: staged, **told}
+        states = replaced(sync.compressors, k, state)
+        return dataclasses.replace(sync, compressors=states), InFlight(mean, kept)
 
     def receive(
         self, fragment_id: int, flight: InFlight, sync: SyncState
@@ -227,12 +213,9 @@ class SharedOuterModel:
         stale_params: Fragment | None,
     ) -> tuple[PyTree, PyTree, jax.Array]:
         """Take an `outer_step` in a program of the mesh, on loaded state."""
-        place = self._place
-        loaded = (
-            place.load(fragment_id, tree)
-            for tree in (params, opt_state, mean, stale_params)
-        )
-        return outer_step(self._outer.optimizer, *loaded)
+        load = functools.partial(self._place.load, fragment_id)
+        trees = params, opt_state, mean, stale_params
+        return outer_step(self._outer.optimizer, *map(load, trees))
 
     def _make_steps(self) -> list[Callable]:
         """Make the outer step of each fragment; it donates the state."""
@@ -261,17 +244,11 @@ class SharedOuterModel:
             for k, part in enumerate(shapes)
         ]
 
-    def _make_join(self) -> Callable:
-        """Make `join(outer fragments) -> parameters`, a copy."""
-        place, fragments = self._place, self._spec.fragments
-
-        def join(parts):
-            if place.on_mesh:
-                parts = tuple(map(place.load, range(len(parts)), parts))
-            # A copy: an output that aliases an input would be donated later.
-            return _copies(fragments.join(parts))
-
-        return self._devices.jit(join, out_shardings=place.params())
+    def _joined(self, parts: tuple[Fragment, ...]) -> PyTree:
+        if self._place.on_mesh:
+            parts = tuple(map(self._place.load, range(len(parts)), parts))
+        # A copy: an output that aliases an input would be donated later.
+        return _copies(self._spec.fragments.join(parts))
 
     def whole(self, sync: SyncState, region: RegionState, mean: Callable) -> PyTree:
         """Return all outer parameters, on the mesh; see `RegionalOuterModels.whole`."""
@@ -305,7 +282,5 @@ def _copies(tree: PyTree) -> PyTree:
 
 
 def _take(stale: Fragment, outer: Fragment, participating: jax.Array) -> Fragment:
-    spread = jax.tree.map(
-        lambda o, a: jnp.broadcast_to(o[None], a.shape).astype(a.dtype), outer, stale
-    )
-    return where_participating(participating, spread, stale)
+    spread = for_all_regions(outer, len(participating))
+    return where_participating(participating, cast_like(spread, stale), stale)

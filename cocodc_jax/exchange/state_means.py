@@ -34,7 +34,7 @@ from cocodc_jax.sync import moments
 from cocodc_jax.sync.model_state import is_float
 from cocodc_jax.sync.robust import is_finite
 from cocodc_jax.sync.schedules.base import Event
-from cocodc_jax.transforms.numerics import wide_dtype, widen
+from cocodc_jax.transforms.numerics import cast_like, wide_dtype, widen
 
 PyTree = Any
 
@@ -82,9 +82,8 @@ class MomentPrograms:
         if due not in self._programs:
             make = self._make_inside if self._inside else self._make_outside
             self._programs[due] = make(due)
-        spec = self._spec
-        where = spec.shardings.channel(0).host
-        where = regional(spec.mesh) if self._inside else where
+        spec, inside = self._spec, self._inside
+        where = regional(spec.mesh) if inside else spec.shardings.channel(0).host
         return self._programs[due](opt_state, spec.devices.weights(weights, where))
 
     def _make_inside(self, due: tuple[str, ...]) -> Callable:
@@ -98,10 +97,7 @@ class MomentPrograms:
 
         return spec.devices.jit(
             region_shard_map(
-                average,
-                spec.mesh,
-                in_specs=(P(REGION), P(REGION)),
-                out_specs=(P(REGION), P()),
+                average, spec.mesh, in_specs=P(REGION), out_specs=(P(REGION), P())
             ),
             f"mean of moments {', '.join(due)}",
             self.num_bytes(due),
@@ -118,8 +114,7 @@ class MomentPrograms:
         wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, common), shapes)
 
         def lay_out(opt_state):
-            found = moments.take(opt_state, due)
-            return flat_buffer.pack(jax.tree.map(lambda x: x.astype(common), found))
+            return flat_buffer.pack(cast_like(moments.take(opt_state, due), wide))
 
         pack = devices.jit(lay_out, out_shardings=spec.shardings.region.key)
         cross = devices.jit(
@@ -149,12 +144,8 @@ def _handed_out(
     opt_state: PyTree, mean: PyTree, due: tuple[str, ...], num_regions: int
 ) -> PyTree:
     """Replace the moments of `num_regions` regions by the mean."""
-    each = jax.tree.map(
-        lambda x, like: x.astype(like.dtype),
-        for_all_regions(mean, num_regions),
-        moments.take(opt_state, due),
-    )
-    return moments.put(opt_state, each)
+    each = for_all_regions(mean, num_regions)
+    return moments.put(opt_state, cast_like(each, moments.take(opt_state, due)))
 
 
 def _common_dtype(leaves: list) -> np.dtype:
@@ -175,18 +166,13 @@ def make_model_average(spec: SyncSpec) -> Callable | None:
     kind = "direct" if wants_flat_buffer(spec.mesh) else None
 
     def average(tree: PyTree, params: PyTree) -> tuple[PyTree, jax.Array]:
-        counted = None
-        if spec.sync.robust:
-            counted = jax.vmap(is_finite)((tree, params))
+        counted = jax.vmap(is_finite)((tree, params)) if spec.sync.robust else None
         new = averaged(tree, spec.local, kind, counted)
         first = next(filter(is_float, jax.tree.leaves(new)))
         return new, first.reshape(spec.local.size, -1)[:, 0]
 
-    mapped = region_shard_map(
-        average, spec.mesh, in_specs=P(REGION), out_specs=P(REGION)
-    )
     return spec.devices.jit(
-        mapped,
+        region_shard_map(average, spec.mesh, in_specs=P(REGION), out_specs=P(REGION)),
         "mean of model state",
         donate_argnums=0,
         out_shardings=regional(spec.mesh),

@@ -14,13 +14,13 @@ import dataclasses
 import jax
 from jax.sharding import Mesh
 
-from cocodc_jax.checks import check_choices, check_least
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.exchange.base import Exchange, SyncSpec
 from cocodc_jax.exchange.between_hosts import OnOuterMesh
 from cocodc_jax.exchange.collectives import ALL_REDUCES
 from cocodc_jax.exchange.elastic_exchange import ElasticExchange
 from cocodc_jax.exchange.in_program import InProgram
+from cocodc_jax.fields import check_choices, check_least
 from cocodc_jax.sharding.mesh import REGION, is_cpu
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.model_state import ModelState
@@ -83,9 +83,7 @@ class Transport:
                 f"regions={regions.num} but region_addresses has "
                 f"{self.place.num_regions}; one for each"
             )
-        if regions != Regions(
-            regions.step_times[:1] * regions.num, regions.batch_sizes[:1] * regions.num
-        ):
+        if len({*regions.step_times}) > 1 or len({*regions.batch_sizes}) > 1:
             raise ValueError(
                 f"step_times={regions.step_times} and batch_sizes="
                 f"{regions.batch_sizes} must be equal for exchange='elastic'"

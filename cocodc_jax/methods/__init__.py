@@ -6,51 +6,35 @@ A `Sync` has four parts: the schedule, *when* fragments start and are merged
 `sync.averages`); the outer optimizer, which steps on the mean (`sync.outer`); and the
 merge, what a region does with the result (`sync.merge`). Every method is an instance:
 
-=================  ==================  ================  ===================  ==========
-method             schedule            message           outer optimizer      merge
-=================  ==================  ================  ===================  ==========
-diloco             full, every H       as is             Nesterov 0.7, 0.9    replace
-snoo               full, every H       none: one region  Nesterov 0.7, 0.9    replace
-muloco             full, every H       2 bits, fed back  Nesterov 0.9, 0.8    replace
-sparseloco         full, every H       top of chunks,    plain 1.0, over      replace
-                                       2 bits, fed back  those who sent
-qsparse            full, every H       top tenth, int4,  plain 1.0            replace
-                                       fed back
-multi_ring         full, every H       as is, by rings   plain 1.0            replace
-masked_core        full, every H       low rank, and     plain 1.0            replace
-                                       entries of a
-                                       region's own
-des_loc            full, every H       as is; moments    plain 1.0            replace
-                                       more rarely
-mt_dao             the same, around an inner optimizer with a slow momentum
-noloco             full, every H       also parameters,  heavy ball and pull  replace
-                                       to one partner    0.7, 0.5; regional
-diloco_demo        full, every H       top of momentum   decoupled momentum   replace
-                                                         0.7, 0.9; regional
-lt_admm            full, every H       what changed,     ADMM's dual; bends   keep
-                                       8 bits, to two    the inner steps;
-                                       neighbours        regional
-streaming_diloco   staggered K, tau    as is             Nesterov 0.4, 0.9    mix 0.5
-decoupled_diloco   the same, from a    lengths and       Nesterov 0.4, 0.9    mix 0.5
-                   quorum              directions,
-                                       weighed
-loscar             full, every H,      a random share    plain 1.0            replay of
-                   tau                 of it                                  that share
-cocodc             adaptive N, tau     as is             Nesterov 0.4, 0.9    isotropic
-cocodc_paper       adaptive N, tau     as is             Nesterov 0.4, 0.9    g g D / H
-co2                one round late      as is             clipped momentum     replace
-                                                         1.0, 0.2
-eager              one round late      as is             Nesterov 0.4, 0.5    replace
-                                                         on own mean; regional
-dilocox            one round late, of  low rank, int4,   Nesterov 0.4, 0.5    replace
-                   a rank's length     fed back
-delayed_nesterov   regions alone       as is             delayed Nesterov     replace
-                                                         0.7, 0.9
-mla                regions alone       as is             averaged Nesterov    look-
-                                                         0.7, 0.9             ahead
-heloco             regions alone       as is             corrected by its     look-
-                                                         momentum 0.7, 0.9    ahead
-=================  ==================  ================  ===================  ==========
+=================  ================  ==================  ===================  ==========
+method             schedule          message             outer optimizer      merge
+=================  ================  ==================  ===================  ==========
+diloco             every H           as is               Nesterov 0.7, 0.9    replace
+snoo               every H           none: one region    Nesterov 0.7, 0.9    replace
+muloco             every H           ef+matrices+stat2   Nesterov 0.9, 0.8    replace
+sparseloco         every H           ef+chunked+stat2    plain 1.0            replace
+qsparse            every H           ef+topk+int4        plain 1.0            replace
+multi_ring         every H           as is, by rings     plain 1.0            replace
+masked_core        every H           core and own share  plain 1.0            replace
+des_loc            every H           as is; moments too  plain 1.0            replace
+mt_dao             every H           as is; moments too  plain 1.0            replace
+noloco             every H           also parameters     heavy ball 0.7, 0.5  replace *
+diloco_demo        every H           top of momentum     decoupled 0.7, 0.9   replace *
+lt_admm            every H           int8 of the change  ADMM's dual          keep *
+streaming_diloco   staggered K, tau  as is               Nesterov 0.4, 0.9    mix 0.5
+decoupled_diloco   staggered K, tau  radial-directional  Nesterov 0.4, 0.9    mix 0.5
+loscar             every H, tau      a random share      plain 1.0            replay
+cocodc             adaptive N, tau   as is               Nesterov 0.4, 0.9    isotropic
+cocodc_paper       adaptive N, tau   as is               Nesterov 0.4, 0.9    g g D / H
+co2                one round late    as is               clipped 1.0, 0.2     replace
+eager              one round late    as is               Nesterov 0.4, 0.5    replace *
+dilocox            one round late    ef+lowrank+int4     Nesterov 0.4, 0.5    replace
+delayed_nesterov   regions alone     as is               delayed 0.7, 0.9     replace
+mla                regions alone     as is               averaged 0.7, 0.9    look-ahead
+heloco             regions alone     as is               corrected 0.7, 0.9   look-ahead
+=================  ================  ==================  ===================  ==========
+
+(* each region has outer parameters of its own; ef is error feedback.)
 
 =================  ===============================  ====================================
 method             at every step, of a region       made of all regions' messages
@@ -62,13 +46,8 @@ distributed_lion   signs of its momentum            majority or mean of signs; S
 apart              nothing                          -
 =================  ===============================  ====================================
 
-The limits tie them together: `streaming_diloco` with one fragment, no delay and
-alpha 0 is `diloco`; `diloco` with H = 1, outer learning rate 1, no momentum and an
-inner SGD is `data_parallel`; `cocodc` with `syncs_per_interval` = K and alpha mixing
-in place of compensation is `streaming_diloco` up to the order of the fragments;
-`loscar` of all coordinates replays plain means; `decoupled_diloco` with plain means of
-strided blocks, where all answer at once with equal weights, is `streaming_diloco`;
-`heloco` without corrections is `mla`; `snoo` is `diloco` with one region.
+Each file says at which limit its method is another. `cocodc` with N = K and alpha
+mixing in place of compensation is `streaming_diloco` up to the order of the fragments.
 
 Each method is a file whose docstring has the full algorithm, its source and how sure we
 are. Those of `contrib` are from memory, in part or in full. What was measured is of one

@@ -22,14 +22,8 @@ Source: branch-train-merge and related methods; from memory, unchecked (the post
 too).
 Differs from the paper: not known.
 Defaults: it has no numbers of its own.
-Measured here: as a method it ends at 2.131, DiLoCo at 1.838 (docs/results/methods.md).
-
-As experts of different sources, in nats a token: one alone 1.967, the average of their
-parameters 2.231, an even mixture 1.833, the posterior 1.818, the linear router 1.810 (4
-passes a token each), DiLoCo on the same data 1.819 at one pass (one seed), by
-
-    python -m experiments.studies.merge_experts --preset=tiny \
-        --references=diloco,data_parallel --workdir=DIR
+Measured here: as a method and as experts of different sources, which
+`experiments.studies.merge_experts` merges: docs/results/methods.md.
 """
 
 from cocodc_jax.sync import Method

@@ -69,13 +69,9 @@ import optax
 
 from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules
 from cocodc_jax.sync.schedules.base import check_at_least
+from cocodc_jax.transforms import curvature as curvatures
 from cocodc_jax.transforms.compensation import delay_compensation
-from cocodc_jax.transforms.curvature import (
-    Curvature,
-    isotropic,
-    normalized_outer_product,
-)
-from cocodc_jax.transforms.curvature import get as get_curvature
+from cocodc_jax.transforms.curvature import Curvature
 from cocodc_jax.transforms.numerics import check_choice, check_finite
 from cocodc_jax.transforms.secant import secant
 
@@ -142,10 +138,13 @@ def cocodc(
     chosen = _curvature(curvature, curvature_units, sync_interval)
     if syncs_per_interval is None:
         syncs_per_interval = min(2 * num_fragments, sync_interval)
-    rule = merge.compensate(
-        _kept(progress_weight, delay_compensation(chosen, compensation_strength)),
-        chosen.needs,
-    )
+    is_number = isinstance(progress_weight, (int, float))  # Else traced.
+    if is_number and not 0 <= progress_weight <= 1:
+        raise ValueError(f"progress_weight={progress_weight} must be from 0 to 1")
+    compensation = delay_compensation(chosen, compensation_strength)
+    if not is_number or progress_weight != 1:
+        compensation = optax.chain(optax.scale(progress_weight), compensation)
+    rule = merge.compensate(compensation, chosen.needs)
     if merge_feedback:
         rule = merge.remembering(rule, progress_weight)
     return Method(
@@ -204,24 +203,24 @@ def cocodc_paper(
         tensor over that of its progress; None is 1.
     """
     check_choice("rule", rule, ("text", "code"))
-    if rule == "text" and relative_strength is not None:
-        raise ValueError(
-            f"relative_strength={relative_strength} has no meaning with rule='text'; "
-            "use rule='code' or compensation_strength"
-        )
-    is_number = isinstance(compensation_strength, int | float)  # Else traced.
-    if rule == "code" and is_number and compensation_strength != 0.5:
-        raise ValueError(
-            f"compensation_strength={compensation_strength} has no meaning with "
-            "rule='code'; use relative_strength"
-        )
-    if rule == "code":
-        check_finite("relative_strength", relative_strength)
-        strength = 1.0 if relative_strength is None else relative_strength
-        score, curvature = "drift", _as_coded()
-    else:
-        strength = compensation_strength
+    if rule == "text":
+        if relative_strength is not None:
+            raise ValueError(
+                f"relative_strength={relative_strength} has no meaning with "
+                "rule='text'; use rule='code' or compensation_strength"
+            )
         score, curvature = "pseudo_gradient", "outer_product"
+        strength = compensation_strength
+    else:
+        is_number = isinstance(compensation_strength, int | float)  # Else traced.
+        if is_number and compensation_strength != 0.5:
+            raise ValueError(
+                f"compensation_strength={compensation_strength} has no meaning with "
+                "rule='code'; use relative_strength"
+            )
+        check_finite("relative_strength", relative_strength)
+        score, curvature = "drift", _as_coded()
+        strength = 1.0 if relative_strength is None else relative_strength
     method = cocodc(
         sync_interval,
         num_fragments,
@@ -242,7 +241,7 @@ def cocodc_paper(
 def _as_coded() -> Curvature:
     """Return the authors' correction, whose norms are of the undivided progress."""
     # Their c is divided by 4e-4, a constant of the code, and guarded by 1e-8.
-    whole = normalized_outer_product(scope="layer", eps=1e-8 * 4e-4)
+    whole = curvatures.normalized_outer_product(scope="layer", eps=1e-8 * 4e-4)
 
     def product(gradient, displacement, *, delay_steps):
         progress = jax.tree.map(lambda u: u * delay_steps, gradient)
@@ -250,18 +249,6 @@ def _as_coded() -> Curvature:
         return jax.tree.map(lambda c: c / delay_steps, curved)
 
     return Curvature(whole.name, product, frozenset({"delay_steps"}))
-
-
-def _kept(
-    weight: float, compensation: optax.GradientTransformation
-) -> optax.GradientTransformation:
-    """Compensate for the delay what a region keeps of its progress."""
-    if isinstance(weight, (int, float)):
-        if not 0 <= weight <= 1:
-            raise ValueError(f"progress_weight={weight} must be from 0 to 1")
-        if weight == 1:
-            return compensation
-    return optax.chain(optax.scale(weight), compensation)
 
 
 def _curvature(
@@ -275,23 +262,18 @@ def _curvature(
                 f"{curvature.name!r} is made already; choose its units there"
             )
         return curvature
-    has_none = (
-        f"curvature_units={units!r} was given, but curvature={curvature!r} has no "
-        "choice of units; leave it out"
-    )
-    if curvature == "secant":
-        if units is not None:
-            raise ValueError(has_none)
-        # More than the whole of D would go past the staged point.
-        return secant(isotropic(), max_weight=1.0)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {} if units is None else {"units": units}
     if curvature == "outer_product":
         options["sync_interval"] = sync_interval
     if curvature in ("hessian_vector", "gauss_newton", "hutchinson"):
-        options["units"] = units or "adam"
-    elif units is not None:
-        options["units"] = units
+        options.setdefault("units", "adam")
     try:
-        return get_curvature(curvature, **options)
+        if curvature == "secant":
+            # More than the whole of D would go past the staged point.
+            return secant(curvatures.isotropic(), max_weight=1.0, **options)
+        return curvatures.get(curvature, **options)
     except TypeError:
-        raise ValueError(has_none) from None
+        raise ValueError(
+            f"curvature_units={units!r} was given, but curvature={curvature!r} has no "
+            "choice of units; leave it out"
+        ) from None

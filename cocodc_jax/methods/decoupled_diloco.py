@@ -46,8 +46,7 @@ regions mix (as in streaming), is ours.
 Defaults: published H 24, 24 fragments, tau 2, Q 1; here the same, all answers taking
 tau if `answer_steps` does not say, G 2 and streaming's eta 0.4, mu 0.9, alpha 0.5. A
 model of fewer than K tensors is refused.
-Measured here: last loss 1.748 against DiLoCo's 1.838, both 40.3 MB sent by a region;
-with plain means and strided blocks 1.796 (docs/results/methods.md).
+Measured here: docs/results/methods.md; with plain means and strided blocks 1.796.
 """
 
 import dataclasses

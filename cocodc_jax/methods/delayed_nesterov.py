@@ -32,8 +32,7 @@ Source: asynchronous local SGD, Liu et al., arXiv 2401.09135; read from the auth
 code, dynamic local updates too.
 Differs from the paper: nothing known. Time is simulated in steps of the fastest region.
 Defaults: published c 0; here H 50, N 4 (the regions), c 0 and DiLoCo's eta 0.7, mu 0.9.
-Measured here: last loss 2.133 against DiLoCo's 1.838, both 40.3 MB sent by a region; no
-stall (docs/results/methods.md; equally fast regions).
+Measured here: docs/results/methods.md (equally fast regions).
 """
 
 from cocodc_jax.sync import Method, SharedOuter, Sync, merge, schedules

@@ -34,11 +34,7 @@ Derived here: `sync_moments=0,0` is `diloco` with eta 1 and mu 0; with the same 
 everywhere it is one region's AdamW.
 Differs from the paper: nothing known.
 Defaults: published H 32 to 256, K_u 3 H, K_v 6 H; here H 30 and the same factors.
-Measured here: last loss 2.683 with 5.79 MB sent by a region, plain averaging without
-moments 2.686 with 4.00 MB (the smoke preset, H 8, 160 steps, 4 regions, one seed), by
-
-    python -m experiments.train --preset=smoke --method=des_loc --steps=160 \
-        --warmup_steps=8 --sync_interval=8
+Measured here: docs/results/methods.md; docs/results/archive/methods.md (smoke).
 """
 
 from cocodc_jax.sync import Method, Moments, Sync, merge, nesterov, schedules

@@ -27,11 +27,8 @@ later code. Derived here: with H = 1, eta = 1, mu = 0 and SGD inside it is
 Differs from the paper: nothing known.
 Defaults: published H 500, eta 0.7, mu 0.9, AdamW 4e-4 with weight decay 0.1, 1000 steps
 of warm-up, cosine, clip 1.0, length 1024; H, eta and mu here are the same.
-Measured here: last loss 1.838, 40.3 MB sent by a region, 0.37 s of stall
-(docs/results/methods.md).
-
-The published eta and mu are poor in so short a run: plain averaging (eta 1, mu 0, which
-is `multi_ring` up to rounding) ends at 1.764.
+Measured here: docs/results/methods.md. The published eta and mu are poor in so short a
+run: plain averaging (`multi_ring`) is ahead.
 """
 
 from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules

@@ -33,9 +33,8 @@ length is 4e12 after 60 rounds, and 178 over all M (with M = 2 243 and 190), by
 tests/methods/test_regional.py.
 Defaults: published beta 0.95, k 32, chunk 64, H 128 to 500, eta 0.7 to 0.8; here beta
 0.9, k 32, H 128, eta 0.7.
-Measured here: last loss 2.293 with 493 kB sent by a region, DiLoCo 1.838 with 40.3 MB;
-regions drift by 0.65 (docs/results/methods.md). It was made for thousands of steps;
-this is a short run.
+Measured here: docs/results/methods.md. It was made for thousands of steps; that is a
+short run.
 """
 
 from typing import Any, NamedTuple

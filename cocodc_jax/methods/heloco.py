@@ -51,10 +51,8 @@ is there a weight by worker or delay, 1 without one; here one number.
 Defaults: published c_ok 0.2, k_s 0.5, k_d 1, kappa 3, b_max 0.5, eta 0.7, mu 0.9, rho
 1; here the same, H 50. Derived here: with four regions and rho 1 a quadratic of which a
 round covers half of the way or more diverges, with rho 1/4 it does not.
-Measured here: last loss 2.866 against DiLoCo's 1.838 and `mla`'s 2.642, all 40.3 MB
-sent by a region: with the published numbers, four arrivals a round each make a full
-step, which is too long in so short a run; eta 0.2 and momentum 0.5 with another rule
-gave 1.910 (docs/results/methods.md).
+Measured here: docs/results/methods.md. With the published numbers four arrivals a round
+each make a full step, which is too long in so short a run.
 """
 
 import dataclasses

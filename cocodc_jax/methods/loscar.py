@@ -25,8 +25,7 @@ there regions may do unequal numbers of steps (`step_times`), and the inner step
 plain SGD.
 Defaults: the published ones were not found; here H 25, tau 5, a quarter of the
 coordinates, so that each is averaged about once in 100 steps.
-Measured here: last loss 1.845 with 10.1 MB sent by a region, DiLoCo 1.838 with 40.3 MB
-(docs/results/methods.md).
+Measured here: docs/results/methods.md.
 """
 
 from cocodc_jax.sync import AsIs, Method, SharedMask, Sync, merge, nesterov, schedules

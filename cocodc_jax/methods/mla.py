@@ -21,8 +21,7 @@ momentum look-ahead; momentum and look-ahead as in that paper's published table.
 Differs from the paper of its own: unknown, it was not available.
 Defaults: HeLoCo's published eta 0.7, mu 0.9, rho 1; here the same, H 50. With mu = 0 it
 is `delayed_nesterov` with N = 1 and no momentum.
-Measured here: last loss 2.642 against DiLoCo's 1.838, both 40.3 MB sent by a region:
-too long a step for so short a run (docs/results/methods.md).
+Measured here: docs/results/methods.md; too long a step for so short a run.
 """
 
 from cocodc_jax.sync import Method, SharedOuter, Sync, merge, schedules

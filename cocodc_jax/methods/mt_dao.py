@@ -34,12 +34,7 @@ first moments share one.
 Defaults: published slow decay 0.999 (0.99 to 0.995 in short runs, where the memory may
 not be longer than the run); weights not found, here 0.7 fast, 0.2 slow, 0.1 gradient,
 an example in the authors' code; 3 and 6 are DES-LOC's; H 30.
-Measured here: last loss 2.678 with 6.99 MB sent by a region (2.733 with weights of 0.5
-and 0.5), `des_loc` 2.683 with 5.79 MB (the smoke preset, whose slow decay is 0.99, H 8,
-160 steps, 4 regions, one seed), by
-
-    python -m experiments.train --preset=smoke --method=mt_dao --steps=160 \
-        --warmup_steps=8 --sync_interval=8
+Measured here: docs/results/methods.md; weights in docs/results/archive/methods.md.
 """
 
 import dataclasses

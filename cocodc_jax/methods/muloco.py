@@ -38,9 +38,8 @@ of layers is one tensor for the 2-bit code's mean and spread.
 Defaults: published H 30, b 0.9 without Nesterov, beta 0.9, eta 0.9 and mu 0.8 with 8
 regions (0.6 and 0.7 with one; 0.7 and 0.6 in a later version); here H 30, b 0.9, beta
 0.9, eta 0.9, mu 0.8.
-Measured here: last loss 1.891 with 2.57 MB sent by a region, DiLoCo with the same Muon
-inside 1.908 with 40.3 MB, DiLoCo with AdamW 1.838; all at AdamW's learning rate of
-2e-3, which is little for this Muon (docs/results/methods.md).
+Measured here: docs/results/methods.md, all at AdamW's learning rate of 2e-3, which is
+little for this Muon.
 """
 
 from cocodc_jax.sync import Compressed, Inner, Method, Sync, merge, nesterov, schedules

@@ -40,9 +40,7 @@ Differs from the paper: matchings come from a round-robin tournament, where ever
 is equally likely, but of more than four regions not every matching.
 Defaults: published H 50, eta 0.7, mu 0.5, c = eta; here the same (c follows eta unless
 it is given).
-Measured here: last loss 1.825 (DiLoCo 1.838) with 80.5 MB sent by a region, twice
-DiLoCo's, as outer parameters are sent too; regions are 2 % of their length apart
-(docs/results/methods.md).
+Measured here: docs/results/methods.md; outer parameters are sent too.
 """
 
 from typing import Any, NamedTuple

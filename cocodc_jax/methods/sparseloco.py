@@ -36,9 +36,8 @@ Differs from the paper's code: k of smaller chunks, and chunks at a tensor's far
 are padded with zeros, where the authors take smaller ones that divide it.
 Defaults: published beta 0.95, k 128 (a sweep; 64 in a later deployment, with eta 0.4),
 eta 1.0, H 15 to 30; here beta 0.95, k 128, eta 1.0, H 15.
-Measured here: last loss 1.892 with 594 kB sent by a region, DiLoCo 1.838 with 40.3 MB;
-with even 2-bit levels, k 32 and a mean over all it was 2.230 with 165 kB
-(docs/results/methods.md).
+Measured here: docs/results/methods.md; with even 2-bit levels, k 32 and a mean over all
+in docs/results/archive/methods.md.
 """
 
 from cocodc_jax.sync import Compressed, Method, Sync, merge, nesterov, schedules

@@ -12,14 +12,15 @@ the forward pass kept, its result and a number for each row.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from cocodc_jax.models import splash
 from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.layout import own_share
 
 # What policies of rematerialisation can keep of a flash kernel.
 ATTENTION = "attention"
@@ -29,6 +30,8 @@ _AMPERE, _HOPPER = 8, 9  # first numbers of NVIDIA's compute capabilities
 # Blocks of queries of plain attention: how many, and positions of one at least. More
 # are more products of few rows, and more to compile.
 BLOCKS, LEAST_QUERIES = (4, 2), 64
+# Positions of a block of splash attention, the largest that divides a device's own.
+_SPLASH_BLOCKS = (512, 256, 128)
 
 
 def attend(
@@ -45,16 +48,13 @@ def attend(
       query_BLHd: of H heads; of the device's own positions, where there is `sequence`.
       key_BLKd: of K heads, each for H / K of the query's, and of all positions.
       value_BLKd: likewise.
-      kernel: plain, blocks, cudnn, splash; auto is plain, as nothing here knows the
-        device.
-      sequence: mesh axis over which the query's positions lie, inside a
-        `jax.shard_map`; None is none. Not for cudnn and blocks.
-      interpret: whether splash is carried out as any platform can, slowly.
+      kernel: plain, blocks, cudnn, splash; auto is plain.
+      sequence: mesh axis that divides the query's positions, inside a `jax.shard_map`;
+        not for cudnn and blocks.
+      interpret: whether any platform carries out splash, slowly.
     """
     if kernel == "splash":
-        return splash.attend(
-            query_BLHd, key_BLKd, value_BLKd, ATTENTION, sequence, interpret
-        )
+        return _splash(query_BLHd, key_BLKd, value_BLKd, sequence, interpret)
     if kernel == "blocks":
         return _in_blocks(query_BLHd, key_BLKd, value_BLKd)
     if kernel != "cudnn":
@@ -73,9 +73,9 @@ def _plain(
 ) -> jax.Array:
     """Attend as `jax.nn.dot_product_attention` does, up to rounding.
 
-    With heads before positions its products are plain ones of a batch, and dividing
-    what was gathered, in place of each weight, leaves the backward pass no sum over all
-    pairs of positions: on CPUs a training step of tiny takes a twelfth less.
+    With heads before positions its products are plain ones of a batch, and what was
+    gathered is divided in place of each weight, so the backward pass sums over no pairs
+    of positions: on CPUs a training step of tiny takes a twelfth less.
     """
     shape, num_kv, width = query_BLHd.shape, key_BSKd.shape[2], query_BLHd.shape[3]
     # The G heads that share a key are more rows of one product.
@@ -129,6 +129,79 @@ def num_blocks(length: int) -> int:
     return next(fitting, 1)
 
 
+def splash_share(length: int, num_own: int | None = None) -> float:
+    """Return the share of all pairs of positions that splash attention computes.
+
+    >>> splash_share(512), splash_share(2048)
+    (1.0, 0.625)
+    """
+    num_blocks = length // _splash_block(num_own or length)
+    return (num_blocks + 1) / (2 * num_blocks)
+
+
+def _splash_block(length: int) -> int:
+    return next(size for size in _SPLASH_BLOCKS if length % size == 0)
+
+
+def _splash(query_BLHd, key_BLKd, value_BLKd, sequence, interpret) -> jax.Array:
+    """Attend by JAX's Pallas kernel for TPUs, on the positions of a device."""
+    _, num_own, num_heads, head_width = query_BLHd.shape
+    length = key_BLKd.shape[1]
+    run = _splash_kernel(length, length // num_own, num_heads, interpret)
+    if sequence is not None:
+        run = _own_blocks(run, sequence)
+    query_BLHd *= np.asarray(head_width**-0.5, query_BLHd.dtype)
+    heads_first = (x.swapaxes(1, 2) for x in (query_BLHd, key_BLKd, value_BLKd))
+    mixed_BHLd = cast(jax.Array, jax.vmap(run)(*heads_first))  # And no residuals.
+    return mixed_BHLd.swapaxes(1, 2)
+
+
+def _own_blocks(kernel, sequence: str):
+    """Take, of a kernel for sequences that devices share, what one of them computes.
+
+    As its `manual_sharding_spec` does: blocks of the mask and positions are cut by
+    those of the query; the mask of a block on the diagonal is the same for all.
+    """
+
+    def own(x, axis: int):
+        return None if x is None else own_share(jnp.asarray(x), sequence, axis)
+
+    def of(info):
+        return info and info._replace(
+            data_next=own(info.data_next, 1),
+            mask_next=own(info.mask_next, 1),
+            block_mask=own(info.block_mask, 1),
+            q_sequence=own(info.q_sequence, 0),
+        )
+
+    infos, kwargs = kernel.tree_flatten()
+    return type(kernel).tree_unflatten(kwargs, [of(info) for info in infos])
+
+
+def _splash_kernel(length: int, num_shards: int, num_heads: int, interpret: bool):
+    # Half a second to import, which only a TPU's program needs.
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+    )
+
+    block = _splash_block(length // num_shards)
+    names = (
+        "block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv",
+        "block_kv_dkv_compute", "block_q_dq", "block_kv_dq",
+    )  # fmt: skip
+    return splash.make_splash_mha(
+        masks.MultiHeadMask([masks.CausalMask((length, length))] * num_heads),
+        block_sizes=splash.BlockSizes(**dict.fromkeys(names, block)),
+        head_shards=1,
+        q_seq_shards=num_shards,
+        residual_checkpoint_name=ATTENTION,
+        interpret=interpret,
+    )
+
+
 def choose(
     config: TransformerConfig,
     platform: str,
@@ -140,18 +213,16 @@ def choose(
 ) -> TransformerConfig:
     """Return the model with the kernel that `attention` names, or auto means.
 
-    Args:
-      config: the model.
-      platform: of the devices that it is for.
-      length: positions of a sequence.
-      is_divided: whether the program names every axis itself (`divided.py`), as
-        kernels need.
-      needs_forward_mode: whether gradients are differentiated again, as no kernel is.
-      sequence_axis: devices that share the positions of a sequence.
-      most_head_width: as `head_width_of` the devices; 0 where cuDNN has no kernel.
+    Kernels need a program that is divided, that is one that names every axis itself
+    (`divided.py`), and no forward mode over gradients. `sequence_axis` devices share
+    the positions of a sequence; `most_head_width` is the devices' `head_width_of`.
     """
     is_gpu = platform in ("gpu", "cuda")
     no_sequence = f"does not support sequence_axis={sequence_axis}", sequence_axis > 1
+    of_kernels = (
+        ("is not for pipelines", not is_divided),
+        ("has no second derivatives, which the method takes", needs_forward_mode),
+    )
     against = {
         "plain": (),
         "blocks": (
@@ -165,11 +236,12 @@ def choose(
         "splash": (
             ("runs on TPUs only", platform != "tpu"),
             (
-                f"takes lengths that are multiples of {splash.LEAST_BLOCK}, and "
+                f"takes lengths that are multiples of {_SPLASH_BLOCKS[-1]}, and "
                 f"sequence_length={length}"
                 + (f" over sequence_axis={sequence_axis}" * (sequence_axis > 1)),
-                length % (splash.LEAST_BLOCK * sequence_axis) != 0,
+                length % (_SPLASH_BLOCKS[-1] * sequence_axis) != 0,
             ),
+            *of_kernels,
         ),
         "cudnn": (
             ("runs on GPUs only", not is_gpu),
@@ -186,25 +258,19 @@ def choose(
                 config.head_width % HEAD_MULTIPLE != 0
                 or config.head_width > (most_head_width or MOST_HEAD_WIDTH),
             ),
+            *of_kernels,
         ),
     }
-    of_kernels = (
-        ("is not for pipelines", not is_divided),
-        ("has no second derivatives, which the method takes", needs_forward_mode),
-    )
     auto = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash", "cpu": "blocks"}
-    wanted = config.attention
-    if wanted == "auto":
+    wanted, is_auto = config.attention, config.attention == "auto"
+    if is_auto:
         wanted = auto.get(platform, "plain")
-    of_all = of_kernels if wanted in ("cudnn", "splash") else ()
-    reasons = [text for text, is_so in (*against[wanted], *of_all) if is_so]
-    if reasons and config.attention == "auto":
-        return dataclasses.replace(config, attention="plain")
-    if reasons:
+    reasons = [text for text, is_so in against[wanted] if is_so]
+    if reasons and not is_auto:
         raise ValueError(
             f"attention={wanted!r} {' and '.join(reasons)}; use attention='auto'"
         )
-    return dataclasses.replace(config, attention=wanted)
+    return dataclasses.replace(config, attention="plain" if reasons else wanted)
 
 
 def head_width_of(device: Any) -> int:
@@ -213,9 +279,7 @@ def head_width_of(device: Any) -> int:
     None, 0, before Ampere (T4, V100) and on those of other makers: AMD's call what they
     can compute "gfx90a" (both from memory).
     """
-    capability = getattr(device, "compute_capability", None)
-    if capability is None:
-        return MOST_HEAD_WIDTH
+    capability = getattr(device, "compute_capability", None) or _HOPPER
     generation = str(capability).partition(".")[0]
     if not generation.isdecimal() or int(generation) < _AMPERE:
         return 0

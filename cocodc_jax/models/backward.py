@@ -1,13 +1,12 @@
 """Backward passes of products and norms, in the order in which CPUs are quick.
 
-A product y = x W of tokens gives its weight the gradient x' g. JAX writes (g' x)', so
-that XLA's CPU backend turns g, often the wider of the two, for each weight by itself;
-here it is x that is turned, once for all weights that read it. A number that scales a
-row gets a sum over that row, which the same backend is slow at; spread over the row as
-a product with ones it gets a product.
+A product y = x W of tokens gives its weight the gradient x' g. JAX writes (g' x)', and
+XLA's CPU backend then transposes g, often the wider of the two, for each weight; here
+it transposes x, once for all weights that read it. A number that scales a row has a sum
+over that row as its gradient, which the same backend is slow at; spread over the row by
+a product with ones it has a product.
 
-Gradients are what JAX's own are, up to the order of float32 sums. They cannot be
-differentiated in forward mode (`jax.jvp`).
+Gradients are JAX's own up to the order of float32 sums, without forward mode over them.
 """
 
 from typing import Any

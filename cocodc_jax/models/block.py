@@ -13,8 +13,8 @@ may have a mixture of experts in place of its feed-forward (`experts.py`), and n
 it a feed-forward of `shared` experts for every token; both are added.
 """
 
+import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,11 @@ import numpy as np
 
 from cocodc_jax._extras import extra
 from cocodc_jax.models.attention import attend
-from cocodc_jax.models.backward import PLAIN, spread
-from cocodc_jax.models.config import TransformerConfig
+from cocodc_jax.models.backward import spread
+from cocodc_jax.models.config import WRITERS, TransformerConfig
 from cocodc_jax.models.drawn import matrix
 from cocodc_jax.models.experts import MixtureOfExperts, Routed
-from cocodc_jax.models.layout import Adapter, Layout, read, shared, write
+from cocodc_jax.models.layout import Layout, multiply, shared, summed
 
 with extra("train"):
     from flax import nnx
@@ -35,9 +35,9 @@ with extra("train"):
 class RMSNorm(nnx.Module):
     """Divides by the root mean square over the last axis, then scales."""
 
-    def __init__(self, width: int, epsilon: float, backward: str = PLAIN):
+    def __init__(self, config: TransformerConfig, width: int):
         self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
-        self.epsilon, self.backward = epsilon, backward
+        self.epsilon, self.backward = config.norm_epsilon, config.backward
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise `x`; statistics and product are float32, the result x's dtype."""
@@ -66,27 +66,30 @@ class Multiplying(nnx.Module):
     ) -> None:
         """Add adapters to those of the module's matrices that are to have some."""
         self.config, self.layout = config, layout
-        found = {name: getattr(self, name, None) for name in config.lora_names}
-        if found := {name: x for name, x in found.items() if x is not None}:
-            self.lora = nnx.Dict(
-                {name: Thin(rngs, x, config.lora_rank) for name, x in found.items()}
-            )
+        if names := [name for name in config.lora_names if hasattr(self, name)]:
+            thin = {n: Thin(rngs, getattr(self, n), config.lora_rank) for n in names}
+            self.lora = nnx.Dict(thin)
 
-    def times(self, multiply: Callable, x: jax.Array, name: str) -> jax.Array:
-        """Multiply by a matrix, by `read` or `write`."""
-        config, adapter = self.config, None
+    def times(self, x: jax.Array, name: str) -> jax.Array:
+        """Multiply by a matrix; writers sum over the devices that share features."""
+        config, layout, is_writer = self.config, self.layout, name in WRITERS
+        times = functools.partial(
+            multiply, side=int(is_writer), backward=config.backward
+        )
+        out = times(x, getattr(self, name)[...], layout)
         if name in config.lora_names:
-            thin = self.lora[name]
-            adapter = Adapter(thin.a[...], thin.b[...], config.lora_scale)
-        w = getattr(self, name)[...]
-        return multiply(x, w, self.layout, config.backward, adapter)
+            # Data divides the residual width alone, one side of one thin matrix.
+            reader, writer = (None, layout) if is_writer else (layout, None)
+            low = times(x, self.lora[name].a[...], reader)
+            out += config.lora_scale * times(low, self.lora[name].b[...], writer)
+        return summed(out, layout) if is_writer else out
 
 
 class Attention(Multiplying):
     """Causal grouped-query attention with rotary positions."""
 
     def __init__(
-        self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None = None
+        self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None
     ):
         kv_width = config.num_kv_heads * config.head_width
         self.query = matrix(rngs, config.width, config.width)
@@ -94,33 +97,28 @@ class Attention(Multiplying):
         self.value = matrix(rngs, config.width, kv_width)
         self.output = matrix(rngs, config.width, config.width, gain=_residual(config))
         if config.qk_norm:
-            self.query_norm = norm(config, config.head_width)
-            self.key_norm = norm(config, config.head_width)
+            self.query_norm = RMSNorm(config, config.head_width)
+            self.key_norm = RMSNorm(config, config.head_width)
         self.adapt(config, rngs, layout)
 
     def __call__(self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]):
         """Attend within each sequence; `rotation` comes from `rotary_tables`."""
         x_BLD = shared(x_BLD, self.layout)
-        query_BLHd = self._heads(x_BLD, "query")
-        key_BLHd = self._heads(x_BLD, "key")
-        value_BLHd = self._heads(x_BLD, "value")
+        heads = (*x_BLD.shape[:2], -1, self.config.head_width)
+        query_BLHd, key_BLHd, value_BLHd = (
+            self.times(x_BLD, name).reshape(heads) for name in ("query", "key", "value")
+        )
         if self.config.qk_norm:
             query_BLHd = self.query_norm(query_BLHd)
             key_BLHd = self.key_norm(key_BLHd)
         query_BLHd, key_BLHd = (rotate(x, *rotation) for x in (query_BLHd, key_BLHd))
-        sequence = None
+        sequence = self.layout.sequence if self.layout else None
         if self.layout is not None:
-            sequence = self.layout.sequence
             key_BLHd, value_BLHd = map(self.layout.whole, (key_BLHd, value_BLHd))
         mixed_BLHd = attend(
             query_BLHd, key_BLHd, value_BLHd, self.config.attention, sequence
         )
-        mixed_BLF = mixed_BLHd.reshape(*x_BLD.shape[:2], -1)
-        return self.times(write, mixed_BLF, "output")
-
-    def _heads(self, x_BLD: jax.Array, name: str):
-        flat = self.times(read, x_BLD, name)
-        return flat.reshape(*x_BLD.shape[:2], -1, self.config.head_width)
+        return self.times(mixed_BLHd.reshape(*x_BLD.shape[:2], -1), "output")
 
 
 class MLP(Multiplying):
@@ -130,10 +128,9 @@ class MLP(Multiplying):
         self,
         config: TransformerConfig,
         rngs: nnx.Rngs,
-        layout: Layout | None = None,
-        mlp_width: int = 0,
+        layout: Layout | None,
+        mlp_width: int,
     ):
-        mlp_width = mlp_width or config.mlp_width
         self.gate = matrix(rngs, config.width, mlp_width)
         self.up = matrix(rngs, config.width, mlp_width)
         self.down = matrix(rngs, mlp_width, config.width, gain=_residual(config))
@@ -142,9 +139,8 @@ class MLP(Multiplying):
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Map each position by itself."""
         x_BLD = shared(x_BLD, self.layout)
-        gate_BLF = jax.nn.silu(self.times(read, x_BLD, "gate"))
-        gated_BLF = gate_BLF * self.times(read, x_BLD, "up")
-        return self.times(write, gated_BLF, "down")
+        gate_BLF = jax.nn.silu(self.times(x_BLD, "gate"))
+        return self.times(gate_BLF * self.times(x_BLD, "up"), "down")
 
 
 class Block(nnx.Module):
@@ -154,15 +150,15 @@ class Block(nnx.Module):
         self,
         config: TransformerConfig,
         rngs: nnx.Rngs,
-        layout: Layout | None = None,
-        has_experts: bool = False,
+        layout: Layout | None,
+        has_experts: bool,
     ):
-        self.attention_norm = norm(config, config.width)
+        self.attention_norm = RMSNorm(config, config.width)
         self.attention = Attention(config, rngs, layout)
-        self.mlp_norm = norm(config, config.width)
+        self.mlp_norm = RMSNorm(config, config.width)
         self.has_experts = has_experts
         if not has_experts:
-            self.mlp = MLP(config, rngs, layout)
+            self.mlp = MLP(config, rngs, layout, config.mlp_width)
             return
         self.moe = MixtureOfExperts(config, rngs, _residual(config), layout)
         if config.shared_experts:
@@ -187,7 +183,7 @@ class Group(nnx.Module):
     """Blocks of which the last has experts: what is scanned where not all have."""
 
     def __init__(
-        self, config: TransformerConfig, keys: jax.Array, layout: Layout | None = None
+        self, config: TransformerConfig, keys: jax.Array, layout: Layout | None
     ):
         self.names = tuple(f"layer_{i}" for i in range(config.moe_every))
         for i, name in enumerate(self.names):
@@ -207,15 +203,11 @@ def rotary_tables(
 ) -> tuple[jax.Array, jax.Array]:
     """Return cos and sin of each position's angles, float32 [L, head_width / 2].
 
-    Pair i of position t turns by `t * theta ** (-2 i / head_width)`. Computed in
-    float64 while tracing, so that the tables are constants of the program.
+    They are constants of the program, computed in float64 while tracing.
     """
     frequency = theta ** (-np.arange(0, head_width, 2) / head_width)
     angle = np.outer(np.arange(length), frequency)
-    return (
-        jnp.asarray(np.cos(angle), jnp.float32),
-        jnp.asarray(np.sin(angle), jnp.float32),
-    )
+    return jnp.float32(np.cos(angle)), jnp.float32(np.sin(angle))
 
 
 def rotate(x_BLHd: jax.Array, cos_Ld: jax.Array, sin_Ld: jax.Array) -> jax.Array:
@@ -224,11 +216,6 @@ def rotate(x_BLHd: jax.Array, cos_Ld: jax.Array, sin_Ld: jax.Array) -> jax.Array
     first, second = jnp.split(x_BLHd.astype(jnp.float32), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(turned, axis=-1).astype(x_BLHd.dtype)
-
-
-def norm(config: TransformerConfig, width: int) -> RMSNorm:
-    """Return a norm of the last `width` features, as the model has them."""
-    return RMSNorm(width, config.norm_epsilon, config.backward)
 
 
 def _residual(config: TransformerConfig) -> float:

@@ -3,8 +3,7 @@
 import dataclasses
 import math
 
-from cocodc_jax.checks import check_choices, check_least
-from cocodc_jax.kinds import free
+from cocodc_jax.fields import check_choices, check_least, free
 
 # Beyond these nothing can be compiled or indexed: layers are counted in one program,
 # and an index of a dimension has 31 bits.
@@ -19,6 +18,7 @@ COMPUTE_DTYPES = ("float32", "bfloat16")
 # Matrices of a block, which may have adapters, and where those are in its parameters.
 LORA = "lora"
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
+WRITERS = ("output", "down")  # Those that give the residual width; the others take it.
 
 _SIZES = (
     "vocab_size",

@@ -7,16 +7,13 @@ N = T k assignments of its T tokens, cross to their experts' devices and back:
 
     rows [X, C, D]  all-to-all  ->  own experts  ->  [X, C, D]  all-to-all  ->  sum
 
-Shapes are static, and no token is dropped: a device sends another at most
-C = ceil(1.5 N / X) rows in a round, and rounds follow until every device has sent all
-of its rows. One is enough unless experts of one device are wanted more than 1.5 times
-as often as an even router would have them; at worst there are X / 1.5, rounded up. A
-round has 1.5 N rows of D features on each side of either all-to-all, and padding is
-sent but not multiplied. Each round is computed again in the backward pass, so that
-memory does not grow with their number.
-
-A router that sends whole devices' tokens to expert parallelism is GShard's (Lepikhin
-et al., arXiv 2006.16668, section 3), which drops what is over a capacity.
+Shapes are static, and no token is dropped, where GShard (arXiv 2006.16668, section 3)
+drops what is over a capacity: a device sends another at most C = ceil(1.5 N / X) rows
+in a round, and rounds follow until every device has sent all of its rows. One is enough
+unless experts of one device are wanted more than 1.5 times as often as an even router
+would have them; at worst there are X / 1.5, rounded up. Padding is sent but not
+multiplied. Each further round is computed again in the backward pass, so that memory
+does not grow with their number.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ def mix(
     Args:
       x_TD: tokens.
       ids_TK: int, the experts of each.
-      weights_TK: of the experts.
+      weights_TK: of these experts.
       weights: gate `[E, D, F]`, up `[E, D, F]` and down `[E, F, D]`, in x's dtype; with
         `layout.expert` those of the device's own experts.
       dispatch: "ragged" multiplies groups by `jax.lax.ragged_dot`, a kernel on TPUs,
@@ -112,7 +109,6 @@ def _multiplied(x_TD, ids_TK, weights, dispatch: str) -> jax.Array:
 
 def _mix_over(x_TD, ids_TK, weights_TK, weights, dispatch: str, layout: Layout):
     """As `mix`, of experts that are divided over an axis."""
-    assert layout.expert is not None
     num_devices, num_own = jax.lax.axis_size(layout.expert), len(weights[0])
     (num_tokens, per_token), num_rows = ids_TK.shape, ids_TK.size
     room = rows_of_a_round(num_rows, num_devices)
@@ -122,13 +118,8 @@ def _mix_over(x_TD, ids_TK, weights_TK, weights, dispatch: str, layout: Layout):
     counts_X = jnp.bincount(device_N, length=num_devices)
     start_X = jnp.cumsum(counts_X) - counts_X
     rank_N = jnp.argsort(order_N) - start_X[device_N]
-    cross = functools.partial(
-        jax.lax.all_to_all,
-        axis_name=layout.expert,
-        split_axis=0,
-        concat_axis=0,
-        tiled=True,
-    )
+    axes = {"axis_name": layout.expert, "split_axis": 0, "concat_axis": 0}
+    cross = functools.partial(jax.lax.all_to_all, **axes, tiled=True)
     # Only "ragged" leaves out rows of no expert; elsewhere they are zero.
     no_expert = num_own if dispatch == "ragged" else num_own - 1
 
@@ -206,26 +197,22 @@ def _sum_by_group(rows_NK: jax.Array, grad_NF: jax.Array, sizes_E: jax.Array):
     dtype = jnp.promote_types(rows_NK.dtype, jnp.float32)
     numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
-    def plain(rows_NK, grad_NF, sizes_E):
-        return jax.lax.ragged_dot_general(
-            rows_NK, grad_NF, sizes_E, numbers, preferred_element_type=dtype
-        )
-
-    def kernel(rows_NK, grad_NF, sizes_E):
-        assert tgmm is not None
-        return tgmm(
-            rows_NK.T,
-            grad_NF,
-            sizes_E,
-            preferred_element_type=dtype,
-            tiling=(tile, _MOST_TILE, _MOST_TILE),
-        )
-
+    plain = functools.partial(
+        jax.lax.ragged_dot_general,
+        ragged_dot_dimension_numbers=numbers,
+        preferred_element_type=dtype,
+    )
     tile = math.gcd(len(rows_NK), _MOST_TILE)
     if tgmm is None or tile < _LEAST_ROWS:
         return plain(rows_NK, grad_NF, sizes_E)
+    tiling = (tile, _MOST_TILE, _MOST_TILE)
+    kernel = functools.partial(tgmm, preferred_element_type=dtype, tiling=tiling)
     return jax.lax.platform_dependent(
-        rows_NK, grad_NF, sizes_E, tpu=kernel, default=plain
+        rows_NK,
+        grad_NF,
+        sizes_E,
+        tpu=lambda rows_NK, *rest: kernel(rows_NK.T, *rest),
+        default=plain,
     )
 
 
@@ -249,7 +236,5 @@ def _blocks(flat_N, order_N, sizes_E, size: int) -> tuple[jax.Array, jax.Array]:
     sorted_N = flat_N[order_N]
     rows_N = first_E[sorted_N] + jnp.arange(flat_N.size) - start_E[sorted_N]
     place_N = jnp.zeros_like(rows_N).at[order_N].set(rows_N, unique_indices=True)
-    owner_B = jnp.repeat(
-        jnp.arange(num_experts), blocks_E, total_repeat_length=num_blocks
-    )
-    return place_N, owner_B
+    ids_E = jnp.arange(num_experts)
+    return place_N, jnp.repeat(ids_E, blocks_E, total_repeat_length=num_blocks)

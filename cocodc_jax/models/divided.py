@@ -1,10 +1,9 @@
 """The transformer's loss as the devices of a region compute it together.
 
 Each has its share of the batch and a part of every weight (`sharding.py`), and computes
-with them in a `jax.shard_map` that is manual over every axis, as Pallas kernels need;
-which weights are gathered when, and what is summed, is written in `layout.py`. It may
-lie inside another `shard_map` over "region". The gradient is taken inside, as that of
-a pipeline is (`pipeline.py`): of the device's share of the loss, so that gradients of
+in a `jax.shard_map` that is manual over every axis, as Pallas kernels need, with the
+collectives of `layout.py`; another `shard_map` over "region" may be around it. The
+gradient is taken inside, of the device's share of the loss, so that gradients of
 weights come out summed over the batch.
 """
 
@@ -19,12 +18,7 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.models.config import LORA, TransformerConfig
 from cocodc_jax.models.experts import router_aux, router_loss
 from cocodc_jax.models.layout import Layout, sum_over
-from cocodc_jax.models.loss import (
-    TokenSums,
-    accumulated,
-    divided_cross_entropy,
-    with_gradient,
-)
+from cocodc_jax.models.loss import accumulated, divided_cross_entropy, with_gradient
 from cocodc_jax.models.sharding import partition_specs
 from cocodc_jax.models.transformer import LossFn, Params, bind
 
@@ -85,7 +79,7 @@ class _Device:
         model = bind(self.config, params, self.layout)
         targets_BL = self.layout.own_part(tokens[:, 1:])
         hidden_BLD, routed = model(self.layout.own_part(tokens[:, :-1]))
-        sums: TokenSums = divided_cross_entropy(
+        sums: tuple[jax.Array, jax.Array] = divided_cross_entropy(
             hidden_BLD,
             model.output_head(),
             targets_BL,
@@ -93,7 +87,7 @@ class _Device:
             self.layout,
         )
         count = targets_BL.size * jax.lax.axis_size(self.layout.tokens)
-        loss, aux = sums.loss / count, {"accuracy": sums.num_correct / count}
+        loss, aux = sums[0] / count, {"accuracy": sums[1] / count}
         if routed is not None:
             return loss + router_loss(self.config, routed), aux | router_aux(routed)
         return loss, aux

@@ -5,8 +5,9 @@ A router gives each token x to its k best of E experts, each a SwiGLU:
     p = softmax(x R)                    float32, over all experts
     y = sum over the k largest of  p_e / (sum of these p) expert_e(x)
 
-No token is dropped (`dispatch.py`). With f_e the share of all assignments that expert e
-got, two losses keep the router in order:
+Weights of the k best are renormalised as in Mixtral (arXiv 2401.04088, section 2.1) and
+Qwen3 (from memory). No token is dropped (`dispatch.py`). With f_e the share of all
+assignments that expert e got, two losses keep the router in order:
 
     balance   E sum_e f_e mean(p_e)     1 if all get the same (Switch, arXiv 2101.03961,
               section 2.2; there for k = 1)
@@ -17,13 +18,9 @@ the cross-entropy alone, so that losses of all models can be compared.
 
 `experts/tokens` is no weight. It counts what each expert was given, in batches: the
 loss has the gradient -(share of the batch's tokens) there, and `counting` adds that up.
-So the count is part of a region's parameters: it is reset where they are replaced by
-outer ones, kept with the share of the region's own progress that a merge keeps, stored
-in checkpoints, and sent with the pseudo-gradients of its experts
-(`sync.expert_mean`). The unit is so small that the count does not show in norms.
-
-Weights of the k best are renormalised as in Mixtral (arXiv 2401.04088, section 2.1) and
-Qwen3 (from memory).
+So the count is part of a region's parameters: it is reset where outer ones replace
+them, merged, stored and sent as they are (`sync.expert_mean`). The unit is so small
+that the count does not show in norms.
 """
 
 from __future__ import annotations
@@ -40,14 +37,7 @@ from cocodc_jax.expert_leaves import TOKEN_UNIT, is_token_count
 from cocodc_jax.models.config import TransformerConfig
 from cocodc_jax.models.dispatch import mix
 from cocodc_jax.models.drawn import matrix
-from cocodc_jax.models.layout import (
-    Layout,
-    gather,
-    scatter,
-    shared,
-    sum_over,
-    summed,
-)
+from cocodc_jax.models.layout import Layout, gather, scatter, shared, sum_over, summed
 
 with extra("train"):
     from flax import nnx
@@ -57,36 +47,22 @@ class Routed(NamedTuple):
     """What a router did with a batch; means over the batch's tokens.
 
     With a `Layout`, what the device's tokens add to the means over the region's.
-
-    Attributes:
-      balance: the load-balancing loss.
-      z: the z loss.
-      entropy: of the router's distribution, in nats.
-      load: `[E]`, share of the tokens that each expert got; of sum k.
-      counted: zero, with the gradient that `counting` adds up.
     """
 
-    balance: jax.Array
-    z: jax.Array
-    entropy: jax.Array
-    load: jax.Array
-    counted: jax.Array
+    balance: jax.Array  # The load-balancing loss.
+    z: jax.Array  # The z loss.
+    entropy: jax.Array  # Of the router's distribution, in nats.
+    load: jax.Array  # [E], share of the tokens that each expert got; of sum k.
+    counted: jax.Array  # Zero, with the gradient that `counting` adds up.
 
 
 class Choice(NamedTuple):
-    """The experts of each token.
+    """The experts of each token."""
 
-    Attributes:
-      ids: int32 `[T, k]`, best first.
-      weights: `[T, k]`, of sum 1.
-      probs: `[T, E]`, the router's distribution.
-      logits: `[T, E]`.
-    """
-
-    ids: jax.Array
-    weights: jax.Array
-    probs: jax.Array
-    logits: jax.Array
+    ids: jax.Array  # int32 [T, k], best first.
+    weights: jax.Array  # [T, k], of sum 1.
+    probs: jax.Array  # [T, E], the router's distribution.
+    logits: jax.Array  # [T, E].
 
 
 def choose(x_TD: jax.Array, router_DE: jax.Array, per_token: int) -> Choice:
@@ -124,14 +100,14 @@ class Experts(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """A router, its experts, and experts that every token passes."""
+    """A router and its experts."""
 
     def __init__(
         self,
         config: TransformerConfig,
         rngs: nnx.Rngs,
         residual: float,
-        layout: Layout | None = None,
+        layout: Layout | None,
     ):
         self.router = matrix(rngs, config.width, config.num_experts)
         self.experts = Experts(config, rngs, residual)
@@ -158,10 +134,8 @@ class MixtureOfExperts(nnx.Module):
         layout, number = self.layout, self.config.num_experts
         devices = 1 if layout is None else jax.lax.axis_size(layout.tokens)
         share = 1 / (choice.ids.shape[0] * devices)
-        load_E = share * jnp.bincount(choice.ids.reshape(-1), length=number).astype(
-            choice.probs.dtype
-        )
-        load_E = jax.lax.stop_gradient(load_E)
+        counts_E = jnp.bincount(choice.ids.reshape(-1), length=number)
+        load_E = jax.lax.stop_gradient(share * counts_E.astype(choice.probs.dtype))
         whole_E = load_E if layout is None else sum_over(load_E, layout.tokens)
         mean_E = share * choice.probs.sum(axis=0)
         log_total_T = jax.nn.logsumexp(choice.logits, axis=-1)
@@ -178,9 +152,7 @@ class MixtureOfExperts(nnx.Module):
 def router_loss(config: TransformerConfig, routed: Routed) -> jax.Array:
     """Return a term that is zero and whose gradient the router and the counts get.
 
-    Args:
-      config: the model.
-      routed: of all layers with experts, leaves `[layers, ...]`.
+    Leaves of `routed` are those of all layers with experts, `[layers, ...]`.
     """
     losses = (
         config.balance_loss * routed.balance.mean()
@@ -191,14 +163,10 @@ def router_loss(config: TransformerConfig, routed: Routed) -> jax.Array:
 
 
 def router_aux(routed: Routed) -> dict[str, jax.Array]:
-    """Return what is reported of a batch: means over layers, and every layer's load.
+    """Return what is reported of a region's batch, from all layers with experts.
 
-    Args:
-      routed: of all layers with experts, leaves `[layers, ...]`; of the region.
-
-    Returns:
-      `router_balance`, `router_z` and `router_entropy` (nats), float32 scalars, and
-      `expert_load` `[layers, E]`.
+    That is `router_balance`, `router_z` and `router_entropy` (nats), means over layers,
+    float32 scalars, and `expert_load` `[layers, E]`.
     """
     return {
         "router_balance": routed.balance.mean(),
@@ -213,12 +181,8 @@ def counting(
 ) -> optax.GradientTransformationExtraArgs:
     """Let an optimizer train a model with experts, and add up their token counts.
 
-    Args:
-      optimizer: any, its updates those that are added to the parameters. It sees
-        gradients of zero in place of counts.
-
-    Returns:
-      A transformation with the optimizer's own state.
+    The optimizer sees gradients of zero in place of counts, and its updates are those
+    that are added to the parameters. The state is the optimizer's own.
     """
     inner = optax.with_extra_args_support(optimizer)
 
@@ -232,11 +196,12 @@ def counting(
 
 
 def _at_counts(change, tree: Any, *others: Any) -> Any:
-    def one(path, x, *rest):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return change(x, *rest) if is_token_count(name) else x
-
-    return jax.tree_util.tree_map_with_path(one, tree, *others)
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *x: change(*x) if is_token_count(name(path)) else x[0],
+        tree,
+        *others,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))

@@ -20,16 +20,14 @@ an expert:
 Counts of tokens are not written, and are zero once read.
 
 A matrix is [in, out] here and [out, in] there, as in `torch.nn.Linear`; the embedding
-is [V, D] in both. Heads lie side by side in both, a key head serves neighbouring query
-heads in both, and rotary pairs are features (i, i + d / 2) in both (`rotate_half`), so
-that nothing is permuted. Adapters (`lora.py`) are files of their own, as `peft` loads
-them: `adapter_config.json`, and in `adapter_model.safetensors` for the n-th layer's
-query
+is [V, D] in both. The order of heads, which query heads share a key head, and rotary
+pairs (`rotate_half`) are the same, so that nothing is permuted. Adapters (`lora.py`)
+are files of their own, as `peft` loads them: `adapter_config.json`, and in
+`adapter_model.safetensors` for the n-th layer's query
 
     base_model.model.model.layers.n.self_attn.q_proj.lora_{A,B}.weight
 
-Checked against transformers' own code, which gives the same
-logits (`tests/models/test_hugging_face.py`).
+transformers' own code gives the same logits (`tests/models/test_hugging_face.py`).
 """
 
 import contextlib
@@ -115,8 +113,7 @@ def write_adapter(
 ) -> None:
     """Write a model's adapters as `peft` loads them, in float32.
 
-    The first arguments are those of `write`; `base` is the folder or name of the model
-    that they are of.
+    Arguments are those of `write`; `base` is the folder or name of the adapted model.
     """
     check_llama(config)
     theirs = {ours[1]: name.split(".")[1] for ours, name in _NAMES_IN_BLOCK.items()}
@@ -139,11 +136,10 @@ def _write(
 
     tensors = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not (names := _names_of(path, config)):
-            continue
         array = np.asarray(leaf, np.float32)
         parts = array.reshape(-1, *array.shape[_num_stacked(path, config) :])
-        for name, part in zip(names, parts, strict=True):
+        # Counts of tokens have no names.
+        for name, part in zip(_names_of(path, config), parts, strict=False):
             # The file is written from memory as it lies.
             tensors[name] = np.ascontiguousarray(part.T if _is_turned(name) else part)
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,8 +154,8 @@ def read(folder: str | os.PathLike[str], config: TransformerConfig) -> Params:
     """Read the parameters of a model, as `init_params` makes them, in float32.
 
     They are a nested dict of NumPy arrays, scanned or not as `config` says. Rows of the
-    vocabulary that the files do not have, because it was rounded up here, are the mean
-    of those they have. The folder is checked as `check` does.
+    vocabulary that the files lack, because it was rounded up here, are the mean of
+    those they have. The folder is checked as `check` does.
     """
     files = check(folder, config)
 
@@ -170,13 +166,12 @@ def read(folder: str | os.PathLike[str], config: TransformerConfig) -> Params:
         lead = wanted.shape[: _num_stacked(path, config)]
         return _padded(np.stack(parts).reshape(*lead, *parts[0].shape), wanted.shape)
 
+    def read_one(name):
+        tensor = opened[files[name]].get_tensor(name).astype(np.float32)
+        return tensor.T if _is_turned(name) else tensor
+
     with contextlib.ExitStack() as stack:
         opened = {f: stack.enter_context(_opened(f)) for f in {*files.values()}}
-
-        def read_one(name):
-            tensor = opened[files[name]].get_tensor(name).astype(np.float32)
-            return tensor.T if _is_turned(name) else tensor
-
         return jax.tree_util.tree_map_with_path(read_leaf, _shapes(config))
 
 
@@ -232,30 +227,24 @@ def _names_of(path: Any, config: TransformerConfig) -> list[str]:
     keys = tuple(key.key for key in path)
     if keys[0] != "blocks":
         return [_NAMES[keys]]
-    stacked = _is_stacked(path, config)
-    layers = range(config.num_layers) if stacked else (keys[1],)
-    inside, wrapped = keys[1:] if stacked else keys[2:], ""
+    layers = range(config.num_layers) if config.scan_layers else (keys[1],)
+    inside = keys[1:] if config.scan_layers else keys[2:]
     if inside == ("moe", EXPERTS, TOKENS):
         return []
-    if EXPERTS in inside:
-        at = [f"model.layers.{layer}.{_NAMES_IN_BLOCK[inside]}" for layer in layers]
-        return [name.format(e) for name in at for e in range(config.num_experts)]
-    if LORA not in inside:
-        name = _NAMES_IN_BLOCK[inside]
-    else:
+    if LORA in inside:
         module, _, matrix, part = inside
-        weight, wrapped = f"lora_{part.upper()}.weight", "base_model.model."
+        weight = f"lora_{part.upper()}.weight"
         name = _NAMES_IN_BLOCK[module, matrix].replace("weight", weight)
-    return [f"{wrapped}model.layers.{layer}.{name}" for layer in layers]
-
-
-def _is_stacked(path: Any, config: TransformerConfig) -> bool:
-    return config.scan_layers and path[0].key == "blocks"
+        return [f"base_model.model.model.layers.{layer}.{name}" for layer in layers]
+    at = [f"model.layers.{layer}.{_NAMES_IN_BLOCK[inside]}" for layer in layers]
+    experts = range(config.num_experts) if EXPERTS in inside else (0,)
+    return [name.format(e) for name in at for e in experts]
 
 
 def _num_stacked(path: Any, config: TransformerConfig) -> int:
     """Return how many leading axes count tensors: of layers, of experts, of both."""
-    return _is_stacked(path, config) + any(key.key == EXPERTS for key in path)
+    keys = [key.key for key in path]
+    return (config.scan_layers and keys[0] == "blocks") + (EXPERTS in keys)
 
 
 def _is_turned(name: str) -> bool:

@@ -1,10 +1,9 @@
 """Products and lookups of weights that lie divided over the devices of a region.
 
-`sharding.py` says how parameters lie. With them and the batch over one axis a compiler
-may as well gather the batch as the weights, and does: activations of the whole region
-then stand on each device. Here every device computes with its own sequences, inside a
-`jax.shard_map` that is manual over all axes (`divided.py`), and each collective is
-written down:
+`sharding.py` says how. Left to itself, a compiler gathers the batch as well as the
+weights, and each device holds activations of the whole region. Here every device
+computes with its own sequences, inside a `jax.shard_map` that is manual over all axes
+(`divided.py`), with explicit collectives:
 
     a weight     is cast to the compute dtype, gathered over "data" where it is used,
                  and gathered again for the backward pass if that computes again
@@ -20,8 +19,7 @@ values are equal on all devices of an axis.
 
 A TPU's compiler (libtpu 0.0.42) has no gather and no scatter over three axes of a torus
 at once, and for some sizes none over two: it makes them sums of whole arrays, of twice
-the bytes. So they go in `Layout.steps`, one after another along the torus: bytes are
-those of one, since all steps but the last gather parts.
+the bytes. `Layout.steps` along the torus, one after another, cost the bytes of one.
 """
 
 from __future__ import annotations
@@ -29,25 +27,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from cocodc_jax.models.backward import PLAIN, product
+from cocodc_jax.models.backward import product
 
 # What no policy of rematerialisation keeps: it would be the whole model on each device.
 WEIGHTS = "weights"
-
-
-class Adapter(NamedTuple):
-    """What adds `scale * x a b` to a product with a weight [D, F]; see `lora.py`."""
-
-    a: jax.Array  # [D, r], divided over devices as the weight's rows are.
-    b: jax.Array  # [r, F], divided as its columns are.
-    scale: float  # Of the product.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +45,15 @@ class Layout:
     """Axes inside a region.
 
     Attributes:
-      data: over which the batch lies, and the width of weights.
-      model: over which heads, features and vocabulary lie.
+      data: divides the batch, and the width of weights.
+      model: divides heads, features and vocabulary.
       steps: in which weights are gathered over data, and their gradients scattered in
         turn: first among that many neighbours, then among as many such groups; their
         product is data's length. Empty is at once.
-      sequence: over which positions lie, and with data the width of weights; None
-        leaves sequences whole.
-      expert: over which the batch lies too, with data the width of weights, and the
-        experts of a mixture; None has all experts on each device.
+      sequence: divides positions, and with data the width of weights; None leaves
+        sequences whole.
+      expert: divides the batch too, with data the width of weights, and the experts of
+        a mixture; None has all experts on each device.
     """
 
     data: str = "data"
@@ -93,11 +83,11 @@ class Layout:
         """Return the device's own positions of what has those of whole sequences."""
         return x if self.sequence is None else own_share(x, self.sequence, axis)
 
-    def whole(self, x: jax.Array, axis: int = 1) -> jax.Array:
+    def whole(self, x: jax.Array) -> jax.Array:
         """Undo `own_part`: gather positions; cotangents are summed and scattered."""
         if self.sequence is None:
             return x
-        return jax.lax.all_gather(x, self.sequence, axis=axis, tiled=True)
+        return jax.lax.all_gather(x, self.sequence, axis=1, tiled=True)
 
     def groups(self) -> list[list[list[int]] | None]:
         """Return who gathers together in each step; None is everybody on data."""
@@ -127,39 +117,10 @@ def own_share(x: jax.Array, name: str, axis: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, first, size, axis)
 
 
-def read(
-    x_BLD: jax.Array,
-    w_DF: jax.Array,
-    layout: Layout | None,
-    backward: str = PLAIN,
-    adapter: Adapter | None = None,
-) -> jax.Array:
-    """Multiply the residual width by a weight; own features, in x's dtype."""
-    out = _times(x_BLD, w_DF, layout, 0, backward)
-    if adapter is None:
-        return out
-    low = _times(x_BLD, adapter.a, layout, 0, backward)
-    return out + adapter.scale * _times(low, adapter.b, None, 0, backward)
-
-
-def write(
-    x_BLF: jax.Array,
-    w_FD: jax.Array,
-    layout: Layout | None,
-    backward: str = PLAIN,
-    adapter: Adapter | None = None,
-) -> jax.Array:
-    """Multiply features by a weight that gives the residual width, summed over them."""
-    out = _times(x_BLF, w_FD, layout, 1, backward)
-    if adapter is not None:
-        low = _times(x_BLF, adapter.a, None, 1, backward)
-        out += adapter.scale * _times(low, adapter.b, layout, 1, backward)
-    return summed(out, layout)
-
-
-def _times(
+def multiply(
     x: jax.Array, w: jax.Array, layout: Layout | None, side: int, backward: str
 ) -> jax.Array:
+    """Multiply by a weight, one side of which is sharded over data; in x's dtype."""
     if layout is None:
         return product(x, w.astype(x.dtype), backward)
     return _product(x, w, layout, side)
@@ -171,7 +132,7 @@ def summed(x: jax.Array, layout: Layout | None) -> jax.Array:
 
 
 def shared(x: jax.Array, layout: Layout | None) -> jax.Array:
-    """Mark activations that several products `read`: their cotangents are summed."""
+    """Mark activations that several products read: their cotangents are summed."""
     return x if layout is None else _shared(x, layout)
 
 
@@ -219,7 +180,6 @@ def sum_over(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _product(x: jax.Array, w: jax.Array, layout: Layout, side: int) -> jax.Array:
-    """Multiply by a weight, one side of which is sharded over data."""
     return _product_forward(x, w, layout, side)[0]
 
 

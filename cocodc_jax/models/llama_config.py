@@ -41,12 +41,12 @@ def read_config(
     path = pathlib.Path(folder) / CONFIG_FILE
     found = read_json(path)
     kind = found.get("model_type")
-    kinds = ("llama", "mixtral")
-    if config is not None and kind in kinds:
-        kinds = (kinds[bool(config.num_experts)],)
+    have = {"llama": "no experts", "mixtral": "experts (--num_experts)"}
+    kinds = known = tuple(have)
+    if config is not None and kind in known:
+        kinds = (known[bool(config.num_experts)],)
     if kind not in kinds:
-        have = "no experts" if kind == "llama" else "experts (--num_experts)"
-        why = f"; one with {have}" * (kind in ("llama", "mixtral"))
+        why = f"; one with {have[kind]}" if kind in known else ""
         raise ValueError(
             f"{path}: model_type is {kind!r} there{why}, and only "
             f"{' and '.join(map(repr, kinds))} can be read here"
@@ -90,16 +90,13 @@ def check_shape(folder: pathlib.Path, config: TransformerConfig) -> None:
     there = {ours: found.get(*where) for ours, where in _shape(config).items()}
     there["num_kv_heads"] = found.get("num_key_value_heads") or there["num_heads"]
     there["rope_theta"] = rope.get("rope_theta", found.get("rope_theta", 10_000.0))
-    wrong = {n: v for n, v in there.items() if v != getattr(config, n)}
-    if wrong:
+    if wrong := {n: v for n, v in there.items() if v != getattr(config, n)}:
+        said = [
+            f"{n} is {v} there and {getattr(config, n)} here" for n, v in wrong.items()
+        ]
+        flags = [f"--{n}={str(v).lower()}" for n, v in wrong.items()]
         raise ValueError(
-            f"{path} is of another model: "
-            + "; ".join(
-                f"{n} is {v} there and {getattr(config, n)} here"
-                for n, v in wrong.items()
-            )
-            + "; give "
-            + " ".join(f"--{n}={str(v).lower()}" for n, v in wrong.items())
+            f"{path} is of another model: {'; '.join(said)}; give {' '.join(flags)}"
         )
     if (found.get("head_dim") or config.head_width) != config.head_width:
         raise ValueError(
@@ -117,17 +114,17 @@ def to_json(
     config: TransformerConfig, max_length: int, eos_id: int | None
 ) -> dict[str, Any]:
     """Return what `config.json` says of a model, as transformers 4 and 5 read it."""
-    kind, of_experts = ("LlamaForCausalLM", "llama"), {}
+    kind, of_experts = "llama", {}
     if config.num_experts:
-        kind = ("MixtralForCausalLM", "mixtral")
+        kind = "mixtral"
         of_experts = {
             "router_aux_loss_coef": config.balance_loss,
             "output_router_logits": False,
             "sliding_window": None,
         }
     return {
-        "architectures": [kind[0]],
-        "model_type": kind[1],
+        "architectures": [f"{kind.title()}ForCausalLM"],
+        "model_type": kind,
         "vocab_size": config.vocab_size,
         **{there: getattr(config, ours) for ours, (there, _) in _shape(config).items()},
         **of_experts,

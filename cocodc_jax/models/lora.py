@@ -32,12 +32,11 @@ def merged(config: TransformerConfig, params: Params) -> Params:
     """Return the parameters of the model without adapters that computes the same."""
     if not config.lora_rank:
         return params
-    found = {}
-    for name, part in params.items():
-        if isinstance(part, dict) and name != LORA:
-            found[name] = merged(config, part)
-        elif name != LORA:
-            found[name] = part
+    found = {
+        name: merged(config, part) if isinstance(part, dict) else part
+        for name, part in params.items()
+        if name != LORA
+    }
     for name, thin in params.get(LORA, {}).items():
         found[name] = found[name] + config.lora_scale * (thin["a"] @ thin["b"])
     return found

@@ -5,29 +5,24 @@ With logits z = h W of hidden states h and a head W, targets y and p = softmax(z
     loss = sum over tokens of  logsumexp(z) - z[y],     dz = p - onehot(y)
     dh = dz W^T,                                        dW = h^T dz
 
-The logits z of all tokens would take `B L V` float32 values, twice with their
-cotangent, which for vocabularies of 32,000 is most of a step's memory. Here the
-sequence is cut into chunks, and one chunk's logits exist at a time. The chunks cut the
-length axis and leave the batch axis whole: sharding over "data" stays as it was.
+All logits would take `B L V` float32 values, twice with their cotangent, which for
+vocabularies of 32,000 is most of a step's memory. Here one chunk's exist at a time.
+Chunks cut the length axis alone, so sharding of the batch axis stays as it was.
 
 - `cross_entropy`: each chunk is rematerialised in the backward pass.
 - `divided_cross_entropy`: of one device's sequences, with sequences sharded over "data"
   and the vocabulary over "model". A chunk's logits give its loss and its gradient at
-  once: nothing is computed twice, and nothing of a chunk is kept but dh. The head is
-  gathered once for all chunks, and dW summed over them in float32, then
-  reduce-scattered.
+  once: nothing is computed twice, and only dh is kept. The head is gathered once for
+  all chunks; dW is summed over them in float32, then reduce-scattered.
 
-`make_accumulated_loss_fn` takes a batch in parts, one after another, and their mean:
+`make_accumulated_loss_fn` takes a batch in parts of one size, one after another:
 
     g = 1/A sum over a of  grad loss(params, part a)
-
-The parts are of one size, so that the mean of their means is that of the batch. One
-part's activations exist at a time.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +33,6 @@ from cocodc_jax.models.layout import Layout, gather, scatter, sum_over
 PyTree = Any
 # `(loss, aux), gradient` of `(params, batch)`.
 GradientFn = Callable[[PyTree, PyTree], tuple[tuple[jax.Array, PyTree], PyTree]]
-
-
-class TokenSums(NamedTuple):
-    """Sums over tokens, float32 scalars."""
-
-    loss: jax.Array
-    num_correct: jax.Array
 
 
 def logits_from_hidden(
@@ -67,20 +55,23 @@ def cross_entropy(
     A token counts as predicted when its logit reaches the largest one.
     """
 
-    def one(hidden_BCD, targets_BC):
+    def one(chunk):
+        hidden_BCD, targets_BC = chunk
         logits_BCV = logits_from_hidden(hidden_BCD, head_DV, backward)
         return _sums(logits_BCV, targets_BC)[0]
 
+    loss, num_correct = _over_chunks(one, hidden_BLD, targets_BL, chunk_tokens)
+    return loss / targets_BL.size, num_correct / targets_BL.size
+
+
+def _over_chunks(one: Callable, hidden_BLD, targets_BL, chunk_tokens: int):
+    """Return the sums of `one(chunk)`, which is computed again in backward."""
     chunks = _split(hidden_BLD, targets_BL, chunk_tokens)
     if chunks is None:
-        sums = one(hidden_BLD, targets_BL)
-    else:
-        # The sums leave the scan as stacked outputs: a carry begun from a constant
-        # would not vary over a manual mesh axis as the sums do.
-        again = jax.checkpoint(one)
-        _, sums = jax.lax.scan(lambda _, chunk: (None, again(*chunk)), None, chunks)
-        sums = jax.tree.map(jnp.sum, sums)
-    return sums.loss / targets_BL.size, sums.num_correct / targets_BL.size
+        return one((hidden_BLD, targets_BL))
+    # The sums leave the loop as stacked outputs: a carry begun from a constant would
+    # not vary over a manual mesh axis as they do.
+    return jax.tree.map(jnp.sum, jax.lax.map(jax.checkpoint(one), chunks))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -90,18 +81,18 @@ def divided_cross_entropy(
     targets_BL: jax.Array,
     chunk_tokens: int,
     layout: Layout,
-) -> TokenSums:
-    """Return the sums over one device's tokens, equal along the model axis."""
+) -> tuple[jax.Array, jax.Array]:
+    """Return the sums of losses and of correct predictions over a device's tokens.
+
+    They are equal along the model axis.
+    """
     whole_DV = gather(head_DV, hidden_BLD.dtype, 0, layout)
 
     def one(chunk):
         hidden_BCD, targets_BC = chunk
         return _sums(logits_from_hidden(hidden_BCD, whole_DV), targets_BC, layout)[0]
 
-    chunks = _split(hidden_BLD, targets_BL, chunk_tokens)
-    if chunks is None:
-        return one((hidden_BLD, targets_BL))
-    return jax.tree.map(jnp.sum, jax.lax.map(one, chunks))
+    return _over_chunks(one, hidden_BLD, targets_BL, chunk_tokens)
 
 
 def _forward(hidden_BLD, head_DV, targets_BL, chunk_tokens, layout):
@@ -135,7 +126,7 @@ def _backward(chunk_tokens, layout, grads, cotangents):
     grad_BLD, grad_DV = grads
     # In float32: one over a count that is no power of two is off by up to 0.4% in
     # bfloat16, for all tokens alike, and every gradient but the head's would be.
-    scale = cotangents.loss
+    scale = cotangents[0]
     return (grad_BLD * scale).astype(grad_BLD.dtype), grad_DV * scale, None
 
 
@@ -143,7 +134,7 @@ divided_cross_entropy.defvjp(_forward, _backward)
 
 
 def _sums(logits_BLV, targets_BL, layout: Layout | None = None):
-    """Return the sums of a chunk, and what the loss's derivative is made of.
+    """Return the sums of a chunk, and what the loss's derivative consists of.
 
     That is exp(z - max z), its sum over the vocabulary, and which logits are targets. A
     padded target, -1, is none.
@@ -169,9 +160,7 @@ def _sums(logits_BLV, targets_BL, layout: Layout | None = None):
     loss_BL = jnp.log(total_BL) + max_BL - target_BL
     is_token_BL = targets_BL >= 0
     is_correct_BL = is_token_BL & (target_BL >= max_BL)
-    sums = TokenSums(
-        loss_BL.sum(where=is_token_BL), is_correct_BL.sum(dtype=jnp.float32)
-    )
+    sums = loss_BL.sum(where=is_token_BL), is_correct_BL.sum(dtype=jnp.float32)
     return sums, (exp_BLV, total_BL, is_target_BLV)
 
 

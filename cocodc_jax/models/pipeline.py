@@ -3,23 +3,20 @@
 Stage s of S holds layers s n/S to (s+1) n/S of n, and everything that is not a
 block. A batch goes through in M microbatches; at tick t stage s works on microbatch
 t - s, so all is done after M + S - 1 ticks, and a stage is idle for S - 1 of them
-(GPipe, Huang et al., arXiv 1811.06965, section 2.3). Between ticks every stage hands
-its activations on by `ppermute`; backward runs the same schedule in reverse, by
-differentiation. What leaves the last stage is shared out between the stages by
+(GPipe, Huang et al., arXiv 1811.06965, section 2.3). Differentiation runs the same
+schedule in reverse. What leaves the last stage is shared out between the stages by
 position in the sequence, so that each computes the logits and the loss of a part.
 
 With random routing (NoLoCo, arXiv 2506.10911) activations of region r go on to the
-next stage of region (r + shift) mod R, and the gradients come back the same way. So a
-microbatch is wired anew from stage to stage, as in SWARM (arXiv 2301.11913), but
-evenly: replicas of one program in step cannot take more or less than one each.
+next stage of region (r + shift) mod R, and the gradients come back the same way.
 Differs from the paper: each tick draws one shift, the same for all regions and
 stages, where the paper may draw any permutation. A region is met with probability
 1/R either way; a cyclic shift is one collective among R compiled ones.
 
-Everything runs in a `jax.shard_map` over "stage", which may lie inside another over
-"region". The gradient is taken inside: what JAX 0.10.2 itself would save between
-forward and backward leaves the inner `shard_map` sharded over both axes, and is
-refused by the compiler (github.com/jax-ml/jax/pull/26588).
+Everything runs in a `jax.shard_map` over "stage", perhaps inside another over "region".
+The gradient is taken inside: what JAX 0.10.2 itself would save between forward and
+backward leaves the inner `shard_map` sharded over both axes, and the compiler refuses
+that (github.com/jax-ml/jax/pull/26588).
 """
 
 from __future__ import annotations
@@ -46,10 +43,6 @@ from cocodc_jax.models.stage_links import (
 from cocodc_jax.models.subspace import Subspace
 from cocodc_jax.models.transformer import LossFn, Params, Transformer, bind
 
-# A microbatch on its way: activations [B, L, D], the targets [B, L] they are for, and
-# the tokens [B, L] that they come from where these are needed to read activations.
-Message = tuple[jax.Array, tuple[jax.Array, ...]]
-
 
 def make_pipelined_loss_fn(
     config: TransformerConfig,
@@ -63,16 +56,15 @@ def make_pipelined_loss_fn(
 
     The same function of the same parameters as `make_loss_fn`, but for the order of
     float32 sums. It has to be called under a mesh (`jax.set_mesh`, or inside a
-    `jax.shard_map` over other axes) with an axis "stage" of `num_stages` devices,
-    and is fast when blocks lie as `partition_specs(..., stage="stage")` says.
+    `jax.shard_map` over other axes) with an axis "stage" of `num_stages` devices, and
+    is fast when blocks are sharded by `partition_specs(..., stage="stage")`.
 
     First derivatives in reverse mode, and forward mode over these.
 
     Args:
       config: the model, with `scan_layers`.
       num_stages: S, divides `config.num_layers`.
-      num_microbatches: M, divides the sequences of a batch. A stage is idle for
-        `(S - 1) / (M + S - 1)` of the ticks.
+      num_microbatches: M, divides the sequences of a batch.
       num_routed_regions: R, to route activations between that many regions at
         random; the loss must then be called inside a `shard_map` over "region" with
         one region a device. None keeps them at home.
@@ -85,17 +77,15 @@ def make_pipelined_loss_fn(
     Returns:
       `loss_fn(params, tokens, key) -> (loss, aux)` as `make_loss_fn`'s. With a subspace
       or a codec aux has `stage_bytes` too: what the stages of a region sent one another
-      for this batch, backward included where a gradient is taken. With routing
-      it is the loss of the microbatches that ended in this region, the gradient is
-      that of the sum of all regions' losses with respect to this region's
-      parameters, and the shifts come from the key of region 0.
+      for this batch, backward included where a gradient is taken. With routing it is
+      the loss of the microbatches that ended in this region, with the gradient of all
+      regions' losses by this region's parameters; shifts come from region 0's key.
     """
     check_pipeline(config, num_stages, num_microbatches)
     # The same blocks, fewer of them.
     own = dataclasses.replace(config, num_layers=config.num_layers // num_stages)
     links = Links(num_stages, num_routed_regions or 1)
     stage = _Stage(own, num_microbatches, links, subspace, codec)
-
     return with_gradient(
         functools.partial(_over_stages, stage, stage.loss),
         functools.partial(_over_stages, stage, stage.loss_and_grad),
@@ -145,12 +135,8 @@ def _draw_shifts(stage: _Stage, key: jax.Array) -> jax.Array:
     own = jax.random.key_data(key)
     is_chosen = jax.lax.axis_index(REGION) == 0
     shared = jax.lax.psum(jnp.where(is_chosen, own, jnp.zeros_like(own)), REGION)
-    return jax.random.randint(
-        jax.random.wrap_key_data(shared, impl=jax.random.key_impl(key)),
-        (stage.num_ticks,),
-        0,
-        stage.links.num_regions,
-    )
+    key = jax.random.wrap_key_data(shared, impl=jax.random.key_impl(key))
+    return jax.random.randint(key, (stage.num_ticks,), 0, stage.links.num_regions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,8 +216,12 @@ class _Stage:
             seen["stage_bytes"] = num_bytes
         return loss * weight, seen
 
-    def _run(self, model: Transformer, way_back, batch: Message, shifts: jax.Array):
-        """Send a batch through the stages; the last stage's result is the batch's."""
+    def _run(self, model: Transformer, way_back, batch, shifts: jax.Array):
+        """Send a batch through the stages; the last stage's result is the batch's.
+
+        It has activations [B, L, D], and what they are for and from: the targets
+        [B, L], and with a subspace the tokens [B, L].
+        """
         stage = jax.lax.axis_index(STAGE)
         is_first, is_last = stage == 0, stage == self.num_stages - 1
 
@@ -247,7 +237,7 @@ class _Stage:
             coded = self._encode(x_BLD)
             done = (coded if self.codec is None else x_BLD, ids)
             if self.codec is None:
-                return (self.links.ahead((coded, ids), shift), ahead, back), done
+                return (self.links.send((coded, ids), shift), ahead, back), done
             # This stage works on microbatch `now - stage`, the one before on the next.
             has_sent = self._is_batch(now - stage) & ~is_last
             has_received = self._is_batch(now - stage + 1) & ~is_first
@@ -255,24 +245,22 @@ class _Stage:
             coded, ahead, back = hop(coded, ahead, back, shift, has_sent, has_received)
             num_ids = sum(x.size * x.dtype.itemsize for x in ids)
             ahead = (ahead[0], ahead[1] + jnp.where(has_sent, num_ids, 0))
-            return ((coded, self.links.ahead(ids, shift)), ahead, back), done
+            return ((coded, self.links.send(ids, shift)), ahead, back), done
 
         entering = jax.tree.map(self._microbatches, batch)
         # What stage 0 receives is never used; so chosen, zeros vary over every mesh
         # axis that messages vary over.
         one = jax.tree.map(lambda x: x[0], entering)
         x_BLD, ids = entered(one, jax.tree.map(jnp.zeros_like, one))
-        nothing = (self._encode(x_BLD), ids)
-        ahead = ()
+        coded, ahead = self._encode(x_BLD), ()
         if self.codec:
-            first = Hop(self.links, self.codec).init(nothing[0])
+            first = Hop(self.links, self.codec).init(coded)
             # Zeros that vary as they do on the way back.
             zeros = jax.lax.stop_gradient(way_back)
             ahead = jax.tree.map(jnp.add, first, zeros)
-        start = (nothing, ahead, way_back)
-        (_, ahead, _), done = jax.lax.scan(
-            tick, start, (entering, shifts, jnp.arange(self.num_ticks))
-        )
+        steps = (entering, shifts, jnp.arange(self.num_ticks))
+        start = ((coded, ids), ahead, way_back)
+        (_, ahead, _), done = jax.lax.scan(tick, start, steps)
         return jax.tree.map(self._batch, done), ahead or ((), 0.0)
 
     def _way_back(self, params: Params, tokens: jax.Array):
@@ -282,10 +270,8 @@ class _Stage:
         batch, length = tokens.shape
         width = self.subspace.rank if self.subspace else self.config.width
         shape = (batch // self.num_microbatches, length - 1, width)
-        memory = jax.eval_shape(
-            Hop(self.links, self.codec).init,
-            jax.ShapeDtypeStruct(shape, self.config.compute_dtype),
-        )
+        sent = jax.ShapeDtypeStruct(shape, self.config.compute_dtype)
+        memory = jax.eval_shape(Hop(self.links, self.codec).init, sent)
         own = params["embedding"][0, 0]
         return jax.tree.map(
             lambda x: jnp.where(own == own, jnp.zeros(x.shape), jnp.zeros(x.shape)),
@@ -305,9 +291,11 @@ class _Stage:
         return self.subspace.decode(coded, model.embedding[...], inputs[0])
 
     def _microbatches(self, x: jax.Array) -> jax.Array:
-        """Cut `[B, ...]` to what enters at each tick, `[ticks, B / M, ...]`."""
-        # Microbatch m is every M-th sequence from m on, so that a batch divided over
-        # "data" makes microbatches that are divided as well.
+        """Cut `[B, ...]` to what enters at each tick, `[ticks, B / M, ...]`.
+
+        Microbatch m is every M-th sequence from m on, so that a batch divided over
+        "data" makes microbatches that are divided as well.
+        """
         cut = x.reshape(-1, self.num_microbatches, *x.shape[1:]).swapaxes(0, 1)
         idle = [(0, self.num_stages - 1)] + [(0, 0)] * x.ndim
         return jnp.pad(cut, idle)
@@ -334,8 +322,7 @@ class _Stage:
 def _as_own(params: Params) -> Params:
     """Give every stage parameters of its own, so that gradients are summed once.
 
-    Left replicated, they would be summed where they are used: at every tick, and in
-    the compute dtype.
+    Of replicated ones they would be at every tick, and in the compute dtype.
     """
     return {
         name: part if name == "blocks" else jax.lax.pcast(part, STAGE, to="varying")

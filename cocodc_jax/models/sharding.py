@@ -1,19 +1,15 @@
 """How one region's parameters are sharded over its devices.
 
-Two mesh axes divide every matrix. Over "model" goes the side that tensor
-parallelism splits without communication between the two matrices of a pair:
-attention heads, feed-forward features, vocabulary (Megatron-LM, Shoeybi et al.,
-arXiv 1909.08053, section 3). Over "data" goes the residual width, gathered before
-use (fully sharded data parallelism; ZeRO stage 3, arXiv 1910.02054). Each expert is
+"model" divides the side of a matrix that tensor parallelism splits without
+communication between the two matrices of a pair: attention heads, feed-forward
+features, vocabulary (Megatron-LM, arXiv 1909.08053, section 3). "data" divides the
+residual width, gathered before use (ZeRO stage 3, arXiv 1910.02054). Each expert is
 divided as a feed-forward is; an "expert" axis divides which there are, and the width of
 all other weights with "data". Norm scales, routers and counts of experts' tokens
 are on every device. So is, but for "model", the embedding where the compiler derives
 the rest: a lookup whose table and token ids share the "data" axis, inside a `shard_map`
 that is manual over regions, ends the process in XLA's partitioner (JAX 0.10.2, CPU).
 `divided.py` does its own lookup, of a table divided over both.
-
-A third axis, where asked for, divides the layers of scanned blocks between the
-stages of a pipeline (`pipeline.py`).
 """
 
 from typing import Any
@@ -22,11 +18,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from cocodc_jax.expert_leaves import EXPERTS
-from cocodc_jax.models.config import LORA, TransformerConfig
-
-# Which side of each matrix each axis divides, by the parameter's own name.
-_READS_WIDTH = ("query", "key", "value", "gate", "up", "head")
-_WRITES_WIDTH = ("output", "down")
+from cocodc_jax.models.config import LORA, MATRICES, WRITERS, TransformerConfig
 
 
 def partition_specs(
@@ -40,28 +32,27 @@ def partition_specs(
 
     Args:
       params: one region's parameters (or their shapes) as `init_params` makes them.
-      axes: names of the mesh axes that shard the width (one, or several as one) and
-        that shard heads, feed-forward features and vocabulary.
-      stage: name of the mesh axis that divides the layers of scanned blocks, for a
-        pipeline; None leaves every layer on all devices.
+      axes: mesh axes that shard the width (one, or several as one), and that shard
+        heads, feed-forward features and vocabulary.
+      stage: mesh axis that divides the layers of scanned blocks, for a pipeline.
       divides_embedding: whether the first axis divides the embedding too.
-      expert: name of the mesh axis, among those of the width, that divides the experts
-        of a mixture; it then does not divide their width.
+      expert: mesh axis, among those of the width, that divides the experts of a mixture
+        in place of their width.
     """
     data, model = axes
+    # Which side of each matrix each axis divides, by the parameter's own name.
     known = {
         "scale": (None,),
         "tokens": (None,),
         "router": (None, None),
         "embedding": (model, data if divides_embedding else None),
-        **dict.fromkeys(_READS_WIDTH, (data, model)),
-        **dict.fromkeys(_WRITES_WIDTH, (model, data)),
+        **dict.fromkeys((*MATRICES, "head"), (data, model)),
+        **dict.fromkeys(WRITERS, (model, data)),
     }
 
     def spec(path: Any, leaf: Any) -> PartitionSpec:
-        name, part = path[-1].key, None
-        if len(path) > 2 and path[-3].key == LORA:
-            name, part = path[-2].key, name
+        is_thin = len(path) > 2 and path[-3].key == LORA
+        name = path[-2 if is_thin else -1].key
         if name not in known:
             raise ValueError(
                 f"{jax.tree_util.keystr(path)} is not a parameter of the transformer; "
@@ -74,8 +65,8 @@ def partition_specs(
                 width = tuple(rest) if len(rest) > 1 else rest[0]
                 sides = tuple(width if side == data else side for side in sides)
             sides = (expert, *sides)
-        if part is not None:  # The product lies as the matrix that it is added to.
-            sides = (sides[0], None) if part == "a" else (None, sides[-1])
+        if is_thin:  # The product is divided as the matrix that it is added to.
+            sides = (sides[0], None) if path[-1].key == "a" else (None, sides[-1])
         has_layers = leaf.ndim > len(sides)
         if stage is not None and path[0].key == "blocks" and not has_layers:
             raise ValueError(
@@ -98,11 +89,7 @@ def check_divisible(
     sequence: int = 1,
     expert: int = 1,
 ):
-    """Check that devices along the axes of a mesh divide the model's dimensions.
-
-    Those of data share the width, of model heads, features and vocabulary, of stages
-    layers, of sequence positions and of expert experts, both the width too.
-    """
+    """Check that devices along the axes of a mesh divide the model's dimensions."""
     for axis, devices in {"data": data, "model": model, "stages": stages}.items():
         if devices < 1:
             raise ValueError(f"{axis}={devices} must be at least 1")
@@ -119,17 +106,15 @@ def check_divisible(
     with_data = {"expert_axis": expert, "sequence_axis": sequence}
     shared = [name for name, size in with_data.items() if size > 1]
     width_over = " * ".join(["data_axis", *shared]) if shared else "data"
+    of_model = ("num_heads", "num_kv_heads", "mlp_width", "vocab_size")
     needs = {
         "num_layers": ("stages", stages),
         "width": (width_over, data * expert * sequence),
-    } | dict.fromkeys(
-        ("num_heads", "num_kv_heads", "mlp_width", "vocab_size"), ("model", model)
-    )
-    if config.num_experts:
-        needs |= {
-            "expert_width": ("model", model),
-            "num_experts": ("expert_axis", expert),
-        }
+        **dict.fromkeys(of_model, ("model", model)),
+        # Zero, which all divide, without experts.
+        "expert_width": ("model", model),
+        "num_experts": ("expert_axis", expert),
+    }
     for name, (axis, devices) in needs.items():
         size = getattr(config, name)
         if size % devices:

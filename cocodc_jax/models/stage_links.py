@@ -8,9 +8,8 @@ that keeps what reaches a threshold, both ways:
 
 so the gradient is taken as if decoding gave back what was encoded (straight through).
 a and b are the codec's memory (thresholds, what error feedback has not sent yet) of one
-stage, from the first microbatch of a step to its last; each step begins without, as a
-loss is a function of parameters and batch only. Backward goes through the
-microbatches in reverse, and so does b.
+stage within a step: a loss is a function of parameters and batch only. Backward goes
+through the microbatches in reverse, and so does b.
 """
 
 import dataclasses
@@ -39,10 +38,9 @@ def stage_bytes(
 
     Every position crosses S - 1 borders, with its target (and with a subspace its
     token), and its gradient comes back; then S - 1 of S parts of the last stage's
-    result go to the others, and their gradients come back. Idle ticks, in which the
-    program sends zeros, are not counted; nor are the gradients of parameters that every
-    stage has. However many microbatches, it is the same. `num_ways` is 2 with
-    gradients, 1 without.
+    result go to the others, and their gradients come back. The zeros of idle ticks are
+    not counted, nor are gradients of parameters that every stage has. `num_ways` is 2
+    with gradients, 1 without.
     """
     width = subspace.rank if subspace else config.width
     num_ids = 2 if subspace else 1
@@ -58,15 +56,11 @@ class Links:
     num_stages: int
     num_regions: int
 
-    def ahead(self, message: Any, shift: jax.Array) -> Any:
-        """Hand a message to the next stage, `shift` regions on; stage 0 gets zeros."""
-        return self._send(message, shift, is_back=False)
+    def send(self, message: Any, shift: jax.Array, is_back: bool = False) -> Any:
+        """Hand a message to the next stage, `shift` regions on; stage 0 gets zeros.
 
-    def back(self, message: Any, shift: jax.Array) -> Any:
-        """Hand a message to where `ahead` brought one from; the last gets zeros."""
-        return self._send(message, shift, is_back=True)
-
-    def _send(self, message: Any, shift: jax.Array, is_back: bool) -> Any:
+        Or back to where such a message came from; the last stage then gets zeros.
+        """
         regions, stages = self.num_regions, self.num_stages
 
         def shifted(shift: int) -> Callable[[Any], Any]:
@@ -81,7 +75,6 @@ class Links:
 
         if regions == 1:
             return shifted(0)(message)
-
         return jax.lax.switch(shift, [*map(shifted, range(regions))], message)
 
 
@@ -122,7 +115,7 @@ class Hop:
         @jax.custom_vjp
         def hop(x, ahead, back, shift, has_sent, has_received):
             message, ahead = self._encode(x, ahead, has_sent)
-            return self.codec.decode(self.links.ahead(message, shift)), ahead, back
+            return self.codec.decode(self.links.send(message, shift)), ahead, back
 
         def forward(x, ahead, back, shift, has_sent, has_received):
             out = hop(x, ahead, back, shift, has_sent, has_received)
@@ -135,7 +128,7 @@ class Hop:
             state = jax.tree.map(jnp.add, first, change)
             message, (state, sent) = self._encode(gradient, (state, none), has_received)
             change = jax.tree.map(jnp.subtract, state, first)
-            gradient = self.codec.decode(self.links.back(message, shift))
+            gradient = self.codec.decode(self.links.send(message, shift, is_back=True))
             # Of an idle tick's activations there is none, whatever the codec still had.
             gradient = jnp.where(has_sent, gradient, jnp.zeros_like(gradient))
             nothing = jax.tree.map(jnp.zeros_like, ahead)

@@ -6,12 +6,9 @@ position with token t, kept by construction for every layer l:
     x_l(t) - fixed(t)  in  span(U),      fixed(t) = (I - P) embedding[t]
 
 A pipeline stage therefore hands on c = U^T x_l and the token, and the next one has
-
-    x_l = U c + fixed(t)
-
-to rounding: D / k times fewer bytes ahead, and back, where dL/dc = U^T dL/dx. What
-keeps it so: every matrix that writes to the stream (attention output, MLP down) has its
-rows in span(U), and the embedding moves in span(U) only,
+x_l = U c + fixed(t) to rounding: D / k times fewer bytes ahead, and back, where dL/dc =
+U^T dL/dx. What keeps it so: every matrix that writes to the stream (attention output,
+MLP down) has its rows in span(U), and the embedding moves in span(U) only,
 
     before the optimizer:  g <- g P                       (the three of them)
     after it:              W + u <- (W + u) P,  and  u <- u P for the embedding
@@ -24,25 +21,24 @@ Source: Protocol Models (Ramasinghe et al., arXiv 2506.01260); the split of the
 embedding, which matrices are projected and what is sent as read from the authors'
 published code (Node0).
 Differs from it:
-- The embedding is one array here, E. Its fixed part is what of E is outside of the
-  subspace, so it needs no table of its own, and every other use of the parameters
-  (evaluation, averages, checkpoints) is that of the plain model. The authors add a
-  trained table in span(U) to a random one, which is the same split of their sum.
+- The embedding is one array, whose fixed part is what of it is outside of the subspace,
+  so that every other use of the parameters is that of the plain model. The authors add
+  a trained table in span(U) to a random one, which is the same split of their sum.
 - All layers are confined; theirs leave the last two free, as nothing is sent after
   them. Here the last stage shares its result out among the stages, in U as well.
 - With tied embeddings the head moves in span(U) with the table; theirs is untied, so
-  `tie_embeddings=False` is nearer. Norm scales and an untied head are free. Positions
-  are rotations of queries and keys, so there is no table of them to split.
+  `tie_embeddings=False` is nearer. Norm scales and an untied head are free. Rotary
+  positions have no table to split.
 - Matrices are projected at the start too (which makes them sqrt(k / D) as long), and
   the optimizer sees projected gradients, so that a run does not depend on where stages
   are cut. The paper changes AdamW's second moment to one a row instead (from memory);
-  here AdamW's step may leave the subspace by its elementwise division, and what left is
-  cut off, as in the published code.
+  here what AdamW's elementwise division takes out of the subspace is cut off, as in the
+  published code.
 - U is drawn once and never moves (the paper moves it rarely, from memory).
 
-An average of confined parameters is confined, so outer optimizers keep all this. What
-is quantized or cut on its way between regions is not: until the next inner step
-projects again, what is outside of the subspace does not cross between stages.
+An average of confined parameters is confined. What is quantized or cut between regions
+is not: until the next inner step projects again, what is outside of the subspace does
+not cross between stages.
 """
 
 import dataclasses
@@ -55,8 +51,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-# Whose rows (last axis, the width) are kept in the subspace, and whose changes are.
-_WRITERS, _SPLIT = ("output", "down"), ("embedding",)
+from cocodc_jax.models.config import WRITERS
+
+# Whose changes are kept in the subspace; of writers the rows (last axis, the width).
+_SPLIT = ("embedding",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +122,7 @@ class Subspace:
 
 def confine(params: Any, subspace: Subspace) -> Any:
     """Return parameters whose writing matrices are in the subspace."""
-    return _at(_WRITERS, subspace.project, params)
+    return _at(WRITERS, subspace.project, params)
 
 
 def confined(
@@ -142,11 +140,11 @@ def confined(
     def update(updates, state, params=None, **extra):
         if params is None:
             raise ValueError("params=None: a confined optimizer projects what they add")
-        inside = _at(_WRITERS + _SPLIT, subspace.project, updates)
+        inside = _at(WRITERS + _SPLIT, subspace.project, updates)
         updates, state = inner.update(inside, state, params, **extra)
         updates = _at(_SPLIT, subspace.project, updates)
         return _at(
-            _WRITERS, lambda u, w: subspace.project(w + u) - w, updates, params
+            WRITERS, lambda u, w: subspace.project(w + u) - w, updates, params
         ), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)

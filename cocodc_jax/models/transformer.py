@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 
 from cocodc_jax._extras import extra
 from cocodc_jax.models.attention import ATTENTION
-from cocodc_jax.models.block import Block, Group, norm, rotary_tables
+from cocodc_jax.models.block import Block, Group, RMSNorm, rotary_tables
 from cocodc_jax.models.config import TransformerConfig
 from cocodc_jax.models.drawn import matrix, normal
 from cocodc_jax.models.experts import Routed, router_aux, router_loss
@@ -72,7 +72,7 @@ class Transformer(nnx.Module):
             self.blocks = nnx.vmap(functools.partial(block, 0))(keys)
         else:
             self.blocks = nnx.List([block(*each) for each in enumerate(keys)])
-        self.norm = norm(config, width)
+        self.norm = RMSNorm(config, width)
         if not config.tie_embeddings:
             self.head = matrix(rngs, width, vocab)
         self.config, self.layout = config, layout
@@ -100,28 +100,26 @@ class Transformer(nnx.Module):
     def run_blocks(self, x_BLD: jax.Array) -> tuple[jax.Array, Routed | None]:
         """Pass the residual stream [B, L, D] through all blocks; see `__call__`."""
         # Rotary tables of the device's own positions.
-        sequence = self.layout.sequence if self.layout else None
-        length = x_BLD.shape[1] * (jax.lax.axis_size(sequence) if sequence else 1)
-        rotation = rotary_tables(length, self.config.head_width, self.config.rope_theta)
-        if self.layout is not None:
-            cos, sin = (self.layout.own_part(table, 0) for table in rotation)
-            rotation = cos, sin
+        layout, length = self.layout, x_BLD.shape[1]
+        if layout and layout.sequence:
+            length *= jax.lax.axis_size(layout.sequence)
+        cos, sin = rotary_tables(length, self.config.head_width, self.config.rope_theta)
+        if layout:
+            cos, sin = layout.own_part(cos, 0), layout.own_part(sin, 0)
         run = _rematerialise(
             lambda graph, params, x: nnx.merge(graph, params)(
-                checkpoint_name(x, BLOCK_INPUT), rotation
+                checkpoint_name(x, BLOCK_INPUT), (cos, sin)
             ),
             self.config.remat,
             in_scan=self.config.scan_layers,
-            is_divided=self.layout is not None,
+            is_divided=layout is not None,
         )
         if isinstance(self.blocks, nnx.List):
             each: list[Routed] = []
             for block in self.blocks:
                 x_BLD, routed = run(*nnx.split(block), x_BLD)
                 each += routed
-            if not each:
-                return x_BLD, None
-            return x_BLD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+            return x_BLD, jax.tree.map(lambda *x: jnp.stack(x), *each) if each else None
         graph, stacked = nnx.split(self.blocks)
         x_BLD, routed = jax.lax.scan(
             lambda x, params: run(graph, params, x), x_BLD, stacked
@@ -187,9 +185,9 @@ def make_outputs(
 
     They are `model(params, tokens) -> float32 logits [B, L, V]` and `loss(logits,
     tokens) -> float32 scalar`, convex in the logits; tokens are int32 `[B, L + 1]`.
-    Their composition is `make_loss_fn`'s loss, unchunked, in plain operations whatever
-    the configuration says: products need forward mode. With a layout parameters are
-    divided, and the compiler shares out the work.
+    They compose to `make_loss_fn`'s loss, unchunked and in plain operations, as
+    products need forward mode. With a layout parameters are divided, and the compiler
+    shares out the work.
     """
     config = dataclasses.replace(
         config, attention="plain", backward="plain", expert_dispatch="blocks"
@@ -205,9 +203,8 @@ def make_outputs(
         return apply(config, params, tokens[:, :-1])
 
     def loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits, tokens[:, 1:]
-        ).mean()
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels
+        return losses(logits, tokens[:, 1:]).mean()
 
     return model, loss
 
@@ -233,9 +230,8 @@ def flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
     frozen = 0
     if config.lora_rank:
         frozen = num_params(dataclasses.replace(config, lora_rank=0)) - table
-    idle = config.num_experts - config.experts_per_token
-    of_expert = 3 * config.width * config.expert_width
-    idle *= config.num_moe_layers * of_expert
+    idle = config.num_moe_layers * (config.num_experts - config.experts_per_token)
+    idle *= 3 * config.width * config.expert_width
     return float(6 * (num_params(config) - table - idle) - 2 * frozen + attention)
 
 
@@ -256,26 +252,26 @@ def _rematerialise(
     run: Callable, remat: str, in_scan: bool, is_divided: bool
 ) -> Callable:
     """Wrap `run(graph, params, x)` so that backward recomputes as `remat` says."""
-    policies = jax.checkpoint_policies
     if remat == "none" and not is_divided:
         return run
+    policies = jax.checkpoint_policies
     attention = policies.save_only_these_names(ATTENTION)
-    dots = policies.dots_with_no_batch_dims_saveable
-    offload = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[BLOCK_INPUT, ATTENTION],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
     return jax.checkpoint(
         run,
         policy={
             # What weights are gathered to is no activation.
             "none": policies.save_anything_except_these_names(WEIGHTS),
-            "dots": policies.save_from_both_policies(dots, attention),
+            "dots": policies.save_from_both_policies(
+                policies.dots_with_no_batch_dims_saveable, attention
+            ),
             "attention": attention,
             "full": policies.nothing_saveable,
-            "offload": offload,
+            "offload": policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=[BLOCK_INPUT, ATTENTION],
+                offload_src="device",
+                offload_dst="pinned_host",
+            ),
         }[remat],
         # Inside a scan the loop itself keeps XLA from undoing the recomputation.
         prevent_cse=not in_scan,

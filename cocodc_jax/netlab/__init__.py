@@ -23,14 +23,6 @@ if TYPE_CHECKING:
     from cocodc_jax.netlab.region import missing
     from cocodc_jax.netlab.shaper import Conditions, Shaper
 
-__all__ = [
-    "Conditions",
-    "LabError",
-    "Plan",
-    "Shaper",
-    "make_plan",
-    "missing",
-    "run",
-]
+__all__ = ["Conditions", "LabError", "Plan", "Shaper", "make_plan", "missing", "run"]
 
 __getattr__, __dir__ = attach(__name__)

@@ -1,7 +1,7 @@
 """Children, which end with their parent: one, a group, or regions that live alone.
 
-The processes of a `Group` end together. Of regions, unlike that, none ends because
-another one has; who has died may be started again, by itself or when it is asked for.
+The processes of a `Group` end together. A region does not end because another one has,
+and may be started again.
 """
 
 import contextlib
@@ -28,19 +28,21 @@ _REFUSED = 2
 _BRIEF_LIVES, _BRIEF_S = 5, 60.0
 _FAREWELL_S = 5.0  # for others to fail too, and say why
 
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call(function: Callable[..., int], *arguments: object) -> None:
+    """Call a function of `libc`; an `OSError` names it if it fails."""
+    if function(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function.__name__}: {os.strerror(number)}")
 
 
 def die_with_parent(parent_pid: int, signal_number: signal.Signals) -> None:
-    """Has the kernel send this process a signal when its parent is gone.
-
-    Linux only; elsewhere, a child may outlive a parent that is killed.
-    """
+    """Has the kernel send this process a signal when its parent is gone; Linux only."""
     if sys.platform != "linux":
         return
-    if _libc.prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl: {os.strerror(number)}")
+    call(libc.prctl, _PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
     # For a parent that went before the call, nothing is sent.
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -75,7 +77,7 @@ def run(
     """Run a process to its end, and return its exit code as a shell has it.
 
     A signal to this process is passed on as SIGTERM, the second one as SIGKILL; then
-    this one exits too. The kernel kills the process if this one is killed.
+    this one exits too.
     """
     codes: list[int] = []
 
@@ -122,14 +124,15 @@ def explain(who: str, code: int, log: pathlib.Path | None, tail: bool = True) ->
     where = f"; {log}" if log else ""
     print(f"{who} ended with exit code {code}{where}", file=sys.stderr)
     if log and tail:
-        lines = said(log.read_text(errors="replace"))[-_TAIL_LINES:]
-        print(*(f"  {line}" for line in lines), sep="\n", file=sys.stderr)
+        lines = (f"  {line}" for line in said(log)[-_TAIL_LINES:])
+        print(*lines, sep="\n", file=sys.stderr)
 
 
-def said(text: str) -> list[str]:
+def said(log: pathlib.Path) -> list[str]:
     """Return the lines of what a child wrote, up to the reason of its end."""
     # Where JAX's runtime ends a process, the reason stands above pages of stacks.
-    return text.partition("*** Check failure stack trace")[0].splitlines()
+    text, *_ = log.read_text(errors="replace").split("*** Check failure stack trace")
+    return text.splitlines()
 
 
 class Group:
@@ -139,13 +142,11 @@ class Group:
         self._grace_s = grace_s
         self._running: dict[int, subprocess.Popen] = {}
         self._logs: list[pathlib.Path | None] = []
-        self._kill_at_s = math.inf
-        self._is_asked = False
+        self._kill_at_s, self._is_asked = math.inf, False
 
     def start(self, command: Sequence[str], env: dict, log: pathlib.Path | None):
         """Start one more process."""
-        process = start_child(command, env, log)
-        self._running[len(self._logs)] = process
+        process = self._running[len(self._logs)] = start_child(command, env, log)
         self._logs.append(log)
         if self._is_asked:
             process.terminate()
@@ -195,13 +196,13 @@ class Region:
         self.lives += 1
         if self._log:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-        self.processes = []
-        (coordinator,) = free_addresses(1)
-        own = [f"--coordinator_address={coordinator}", f"--num_processes={self._num}"]
-        for number in range(self._num):
-            command = self._command
-            if self._num > 1:
-                command = [*command, *own, f"--process_id={number}"]
+        self.processes, commands = [], [self._command]
+        if self._num > 1:
+            (at,) = free_addresses(1)
+            own = [f"--coordinator_address={at}", f"--num_processes={self._num}"]
+            numbers = (f"--process_id={number}" for number in range(self._num))
+            commands = [[*self._command, *own, number] for number in numbers]
+        for number, command in enumerate(commands):
             log = self._log_of(number)
             self.processes.append(start_child(command, log=log, mode="ab"))
 
@@ -235,7 +236,7 @@ class Region:
         log = self._log_of(_to_blame([process.poll() for process in self.processes]))
         if log is None:
             return f"{self.code}"
-        lines = said(log.read_text(errors="replace")) if log.exists() else []
+        lines = said(log) if log.exists() else []
         last = next((line for line in reversed(lines) if line.strip()), "nothing in it")
         return f"{self.code}, see {log}: {last.strip()}"
 
@@ -277,20 +278,23 @@ def free_addresses(num: int) -> tuple[str, ...]:
         return tuple(f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
 
 
-def region_commands(
-    train: Sequence[str], workdir: pathlib.Path, num_regions: int, via: str = ""
-) -> list[list[str]]:
-    """Return the command of every region, at free ports of this machine or without."""
+def make_regions(
+    train: Sequence[str],
+    workdir: pathlib.Path,
+    num_regions: int,
+    via: str | None = None,
+    num_processes: int = 1,
+) -> list[Region]:
+    """Make regions that share a key, at free ports of this machine or `via` a store."""
     own = [f"--workdir={workdir}", "--exchange=elastic"]
     if not via:
         own.append(f"--region_addresses={','.join(free_addresses(num_regions))}")
     own.append(f"--key_file={make_key(workdir)}")
-    return [[*train, *own, f"--region_id={r}"] for r in range(num_regions)]
-
-
-def region_logs(workdir: pathlib.Path, num_regions: int) -> list[pathlib.Path]:
-    """Return where every region's output goes."""
-    return [workdir / f"region_{r}" / "output.log" for r in range(num_regions)]
+    each = [
+        (f"--region_id={r}", workdir / f"region_{r}" / "output.log")
+        for r in range(num_regions)
+    ]
+    return [Region([*train, *own, flag], log, num_processes) for flag, log in each]
 
 
 def wait(

@@ -166,11 +166,10 @@ def _holds(change: LinkChange, source: int, target: int) -> bool:
 
 
 def usual_mtu_bytes(conditions: Conditions) -> int:
-    """Return the packet size to emulate with.
+    """Return the packet size to emulate with: what the slowest meter passes in 1 ms.
 
-    As large as the slowest meter passes within a millisecond, since a packet costs the
-    relay the same whatever its size, but no larger, since a packet behind it waits. On
-    lossy links it is the Internet's 1500, since losses are counted by packets.
+    A packet costs the relay the same whatever its size, but a packet behind it waits.
+    On lossy links it is the Internet's 1500, since losses are counted by packets.
     """
     if any(_between(conditions.loss)):
         return _INTERNET_MTU_BYTES

@@ -67,12 +67,11 @@ def measure(send: Callable[[], jax.Array], repeats: int, pause_s: float) -> list
 
 def predict(name: str, num_bytes: int, links: LinkState) -> dict[str, float]:
     """Predicts the seconds of an exchange."""
-    kind = COLLECTIVES[name]
-    predicted = at_once = collective_cost(links, kind, num_bytes).seconds
-    together = [0.0] * links.num_regions
+    kind, together = COLLECTIVES[name], [0.0] * links.num_regions
     if kind in direct.PHASES:
         at_once = max(direct.seconds_of(links, kind, num_bytes, together))
-    elif kind in gloo.PHASES:
+    else:
         phases = gloo.PHASES[kind](links.num_regions, num_bytes)
         at_once = max(gloo.seconds_of(links, phases, together))
+    predicted = collective_cost(links, kind, num_bytes).seconds
     return {"predicted_s": predicted, "at_once_s": at_once}

@@ -29,6 +29,7 @@ import subprocess
 import sys
 
 from cocodc_jax.netlab import children
+from cocodc_jax.netlab.children import libc
 from cocodc_jax.netlab.plan import Plan
 
 DEVICE = "wan0"
@@ -47,8 +48,6 @@ _FIRST_WINDOW_PACKETS = 16
 _TCP = pathlib.Path("/proc/sys/net/ipv4")
 _COORDINATOR_PORT = 29400  # free: the namespace is new
 _SHORTEST_GRACE_S = 1e-3
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def missing() -> list[str]:
@@ -74,11 +73,6 @@ def missing() -> list[str]:
 def address(region_id: int) -> str:
     """Return the region's IPv4 address."""
     return str(_NETWORK[region_id + 1])
-
-
-def packed_address(region_id: int) -> bytes:
-    """Return the region's address as it stands in packets."""
-    return _NETWORK[region_id + 1].packed
 
 
 def congestion_controls() -> list[str]:
@@ -112,7 +106,7 @@ def environment(region_id: int, num_regions: int) -> dict[str, str]:
 
 def _make(plan: Plan, region_id: int) -> int:
     """Make the region; returns its TUN device."""
-    _call(_libc.unshare, _CLONE_NEWNET | _CLONE_NEWNS)
+    children.call(libc.unshare, _CLONE_NEWNET | _CLONE_NEWNS)
     # Mounts made from here on stay here.
     _mount(b"none", b"/", _MS_REC | _MS_PRIVATE)
     usual = pathlib.Path("/etc/hosts")
@@ -153,13 +147,7 @@ def _set_tcp(plan: Plan) -> None:
 
 
 def _mount(source: bytes, target: bytes, flags: int) -> None:
-    _call(_libc.mount, source, target, None, ctypes.c_ulong(flags), None)
-
-
-def _call(function, *arguments) -> None:
-    if function(*arguments) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{function.__name__}: {os.strerror(number)}")
+    children.call(libc.mount, source, target, None, ctypes.c_ulong(flags), None)
 
 
 def _run(plan: Plan, region_id: int, folder: str) -> int:
@@ -211,7 +199,7 @@ def main() -> int:
     plan, region_id, folder, socket_fd, parent_pid = pickle.load(sys.stdin.buffer)
     children.die_with_parent(parent_pid, signal.SIGTERM)
     # Descendants whose parents end become children of this process.
-    _call(_libc.prctl, _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    children.call(libc.prctl, _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with socket.socket(fileno=socket_fd) as lab:
         try:
             device = _make(plan, region_id)

@@ -14,6 +14,7 @@ import os
 import pickle
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ class Relay:
         if plan.changes_path:
             self._shaper.changes_from_s = math.inf
         regions = range(len(devices))
-        self._region_of = {region.packed_address(i): i for i in regions}
+        self._region_of = {socket.inet_aton(region.address(i)): i for i in regions}
         self._source_of = {devices[i]: i for i in regions}
         self._start_s, self._is_stopped = time.monotonic(), False
         self._handed_over = 0  # packets

@@ -17,6 +17,7 @@ rate and the delay of the moment it was sent.
 
 import dataclasses
 import heapq
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -65,10 +66,6 @@ class Traffic:
     outage_packets: list[list[int]]  # Sent while the link was out.
 
 
-def _square(num: int, value: float | int) -> list[list]:
-    return [[value] * num for _ in range(num)]
-
-
 class Shaper:
     """Holds packets until they are due. Times are seconds since the lab's start.
 
@@ -90,11 +87,11 @@ class Shaper:
         self._buffer_s, self._random = buffer_s, random.Random(seed)
         self._uplink_free_s = [0.0] * num
         self._downlink_free_s = [0.0] * num
-        self._link_free_s = _square(num, 0.0)
-        self._last_arrival_s = _square(num, 0.0)
+        zeros = lambda value: [[value] * num for _ in range(num)]  # noqa: E731
+        self._link_free_s, self._last_arrival_s = zeros(0.0), zeros(0.0)
         self._heap: list[tuple[float, int, int, int, int, bytes]] = []
-        self._order = 0  # breaks ties in the heap in favour of the older packet
-        self.traffic = Traffic(*(_square(num, 0) for _ in range(6)))
+        self._order = itertools.count()  # breaks ties in favour of the older packet
+        self.traffic = Traffic(*(zeros(0) for _ in range(6)))
 
     @property
     def next_s(self) -> float:
@@ -125,7 +122,10 @@ class Shaper:
         if loss and self._random.random() < loss:
             count.lost_packets[source][target] += 1
             return
-        arrives_s = departs_s + self._delay_s(links, source, target)
+        delay_s = links.delay_s[source][target]
+        if jitter_s := links.jitter_s[source][target]:
+            delay_s += self._random.uniform(-jitter_s, jitter_s)
+        arrives_s = departs_s + max(0.0, delay_s)
         # Order is kept: TCP takes packets out of order for lost ones.
         arrives_s = max(arrives_s, self._last_arrival_s[source][target])
         self._last_arrival_s[source][target] = arrives_s
@@ -160,14 +160,7 @@ class Shaper:
         return ready_s
 
     def _push(self, time_s: float, stage: int, *packet) -> None:
-        self._order += 1
-        heapq.heappush(self._heap, (time_s, self._order, stage, *packet))
-
-    def _delay_s(self, links: Conditions, source: int, target: int) -> float:
-        delay_s = links.delay_s[source][target]
-        if jitter_s := links.jitter_s[source][target]:
-            delay_s += self._random.uniform(-jitter_s, jitter_s)
-        return max(0.0, delay_s)
+        heapq.heappush(self._heap, (time_s, next(self._order), stage, *packet))
 
     def _links_at(self, now_s: float) -> Conditions:
         now_s -= self.changes_from_s

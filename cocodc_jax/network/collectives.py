@@ -15,15 +15,11 @@ B bytes, bandwidth w, delay a and M regions:
 "gloo" (all-reduce) and "gloo_gather" are no lists of rounds: they are what JAX's CPU
 processes do, step by step (`gloo.py`); "direct" (all-reduce) and "direct_gather" are
 this package's between them (`direct.py`). Over links of their own, with one region that
-begins late, they take
+begins late, the latter take 2 (2 a + 2 B / (M w)) and 2 a + 2 B / w.
 
-    direct           2 (2 a + 2 B / (M w))
-    direct_gather    2 a + 2 B / w
-
-The best order of regions in a ring, tree or cube is exact by enumeration for up to
-`EXACT_REGIONS`; beyond that it is the nearest-neighbour order from every start,
-improved by 2-opt (reversing a stretch) and by swaps until neither helps, which is a
-local optimum and no more.
+The best order of regions in a ring, tree or cube is exact for up to `EXACT_REGIONS`;
+beyond that it is the best nearest-neighbour order, improved by 2-opt (reversing a
+stretch) and by swaps until neither helps: a local optimum.
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication
 operations in MPICH", 2005 (ring, binomial tree, recursive doubling).
@@ -175,32 +171,19 @@ def collective_cost(
         raise ValueError(
             f"order={order!r} must be a permutation of 0..{state.num_regions - 1}"
         )
+    if name in ROUNDS:
+        return cost_of(state, ROUNDS[name](order, num_bytes))
+    ranks, num = state.subset(order), len(order)  # Process k is region order[k].
     if name in direct.PHASES:
-        return _direct_cost(state, name, num_bytes, order)
-    if name in gloo.PHASES:
-        return _gloo_cost(state, gloo.PHASES[name](len(order), num_bytes), order)
-    return cost_of(state, ROUNDS[name](order, num_bytes))
-
-
-def _direct_cost(
-    state: LinkState, name: str, num_bytes: float, order: Sequence[int]
-) -> CollectiveCost:
-    """Return the cost with `order[k]` as the k-th process."""
-    ranks, num = state.subset(order), len(order)
-    exchange = functools.partial(direct.seconds_of, ranks, name, num_bytes)
-    part = direct.part_bytes(name, num, num_bytes)
-    sent = (direct.PHASES[name] * (num - 1) * part,) * num
-    return CollectiveCost(settled_s(ranks, exchange), 0.0, sent)
-
-
-def _gloo_cost(
-    state: LinkState, phases: Sequence[gloo.Phase], order: Sequence[int]
-) -> CollectiveCost:
-    """Return the cost with `order[k]` as gloo's rank k."""
-    ranks = state.subset(order)
-    seconds = settled_s(ranks, functools.partial(gloo.seconds_of, ranks, phases))
-    by_region = dict(zip(order, gloo.bytes_sent(phases, len(order)), strict=True))
-    return CollectiveCost(seconds, 0.0, tuple(by_region[i] for i in range(len(order))))
+        exchange = functools.partial(direct.seconds_of, ranks, name, num_bytes)
+        part = direct.part_bytes(name, num, num_bytes)
+        sent = [direct.PHASES[name] * (num - 1) * part] * num
+    else:
+        phases = gloo.PHASES[name](num, num_bytes)
+        exchange = functools.partial(gloo.seconds_of, ranks, phases)
+        sent = gloo.bytes_sent(phases, num)
+    by_region = tuple(sent[order.index(i)] for i in range(num))
+    return CollectiveCost(settled_s(ranks, exchange), 0.0, by_region)
 
 
 def settled_s(
@@ -209,10 +192,10 @@ def settled_s(
     """Return the seconds that ranks wait for a collective that they do repeatedly.
 
     Each begins as long after its own end as the others do after theirs, as regions do
-    that wait for each other's fragments. At first each begins the longest delay there
-    and back after the rank before. It is the mean over ranks, who in the long run wait
-    equally, and over repeats where there is no end to the change. `exchange` returns
-    when each rank is done, of when each begins.
+    that wait for each other's fragments; at first the longest delay there and back
+    after the rank before. It is the mean over ranks, who in the long run wait equally,
+    and over repeats where the change never ends. `exchange` returns when each rank is
+    done, of when each begins.
     """
     late_s = 2 * float(state.delay_s.max())
     starts = [late_s * rank for rank in range(state.num_regions)]
@@ -256,15 +239,12 @@ def best_order(state: LinkState, name: str, num_bytes: float) -> Order:
 
 def _local_search(order: Order, cost: Callable[[Order], tuple[float, Order]]) -> Order:
     """Apply the first improving reversal or swap until there is none."""
-    seconds, _ = cost(order)
     while True:
-        for candidate in _neighbours(order):
-            found_s, _ = cost(candidate)
-            if found_s < seconds * (1 - 1e-12):
-                order, seconds = candidate, found_s
-                break
-        else:
+        enough_s = cost(order)[0] * (1 - 1e-12)
+        better = (x for x in _neighbours(order) if cost(x)[0] < enough_s)
+        if (found := next(better, None)) is None:
             return order
+        order = found
 
 
 def _neighbours(order: Order) -> Iterator[Order]:

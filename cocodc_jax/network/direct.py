@@ -10,12 +10,11 @@ Each process does, for one peer after the other:
     give its part to the connection, if the word of the peer has come; or when it comes
     say "ready" to the peer that it receives from, on the same connection
 
-so the word of a process that begins late waits behind that process's own parts, since
-its peers were ready before it; they send when those have come, and the exchange takes
-two parts' time besides the delays where one would do. Who is late in one exchange is
-late in the next, so that it stays so: it is what regions that wait for one another
-settle to. Where all regions send over one line each, parts wait for one another there
-too, in the order in which they were given.
+so the word of a process that begins late waits behind its own parts, since its peers
+were ready before it, and the exchange takes two parts' time besides the delays where
+one would do. Who is late in one exchange is late in the next: regions that wait for one
+another settle to that. Where all regions send over one line each, parts wait for one
+another there too, in the order in which they were given.
 
 TCP's windows are taken to be open: connections that have carried such messages before,
 and hosts that do not close windows after a rest
@@ -51,8 +50,7 @@ class _Exchange:
     """Some exchanges one after the other, event by event."""
 
     def __init__(self, state: LinkState, part_bytes: float, phases: int, packets: int):
-        self.phases = phases
-        self.num = state.num_regions
+        self.phases, self.num = phases, state.num_regions
         self.rate, self.delay = state.bytes_per_s.tolist(), state.delay_s.tolist()
         self.line = state.line_bytes_per_s
         self.size, self.packets = part_bytes / packets, packets
@@ -76,7 +74,11 @@ class _Exchange:
             if message is None:
                 self.begin(now, rank)
             elif message.target != rank:  # Has come to the target's line.
-                self.enter_downlink(now, message)
+                j, size = message.target, self.packet_bytes(message)
+                # Bits flow through: an idle line adds nothing to the one before it.
+                ready = max(now, self.downlink_free[j] + size / self.line)
+                self.downlink_free[j] = ready
+                self.push(ready, j, message)
             else:
                 self.receive(now, message)
         return self.ends_s
@@ -116,13 +118,6 @@ class _Exchange:
             self.uplink_free[i], self.link_free[i][j] = up, leaves
             each = dataclasses.replace(message, is_last=index == count - 1)
             self.push(leaves + self.delay[i][j], -1, each)
-
-    def enter_downlink(self, now: float, message: _Message) -> None:
-        j, size = message.target, self.packet_bytes(message)
-        # Bits flow through: an idle line adds nothing to the one before it.
-        ready = max(now, self.downlink_free[j] + size / self.line)
-        self.downlink_free[j] = ready
-        self.push(ready, j, message)
 
     def receive(self, now: float, message: _Message) -> None:
         rank, phase, source = message.target, message.phase, message.source

@@ -21,12 +21,8 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from cocodc_jax.network.collectives import (
-    CollectiveCost,
-    best_order,
-    collective_cost,
-    cost_of,
-)
+from cocodc_jax.network import collectives
+from cocodc_jax.network.collectives import CollectiveCost, collective_cost, cost_of
 from cocodc_jax.network.links import LinkState, Topology
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.outer import RegionalOuter
@@ -85,17 +81,12 @@ def message_share(method: Method) -> float:
         num_bytes = method.sync.outer.num_bytes(shapes, compressor)
     else:
         num_bytes = method.sync.message.num_bytes(shapes, 1)
-    return num_bytes / message_bytes(shapes) + _moments_share(method)
-
-
-def _moments_share(method: Method) -> float:
-    """As `message_share`, of the optimizer that belongs to the method."""
-    moments = method.sync and method.sync.moments
-    if not moments:
-        return 0.0
-    num_first = 2 if method.inner.optimizer == "mt_adam" else 1
-    every = ((num_first, moments.first), (1, moments.second))
-    return sum(count / n for count, n in every if n)
+    share = num_bytes / message_bytes(shapes)
+    if moments := method.sync and method.sync.moments:
+        num_first = 2 if method.inner.optimizer == "mt_adam" else 1
+        every = ((num_first, moments.first), (1, moments.second))
+        share += sum(count / n for count, n in every if n)
+    return share
 
 
 def crossing(method: Method, collective: str | None = None) -> str | Crossing:
@@ -139,12 +130,9 @@ def collective(
     topology: Topology, name: str, order: Sequence[int] | None, num_bytes: float
 ) -> Crossing:
     """Return a collective among all regions."""
-    chosen = best_order(topology.at(), name, num_bytes) if order is None else order
-
-    def cross(state: LinkState, size: float) -> CollectiveCost:
-        return collective_cost(state, name, size, chosen)
-
-    return cross
+    if order is None:
+        order = collectives.best_order(topology.at(), name, num_bytes)
+    return lambda state, size: collective_cost(state, name, size, order)
 
 
 def in_pairs(state: LinkState, num_bytes: float) -> CollectiveCost:
@@ -153,10 +141,9 @@ def in_pairs(state: LinkState, num_bytes: float) -> CollectiveCost:
     The two of a pair send each other `num_bytes`. Each matching of `sync.regions` is
     drawn equally often, so numbers are means over them.
     """
-    costs = []
-    for partner in matchings(state.num_regions).tolist():
-        round_ = [(i, j, num_bytes) for i, j in enumerate(partner) if i != j]
-        costs.append(cost_of(state, [round_]))
+    partners = map(enumerate, matchings(state.num_regions).tolist())
+    sends = ([(i, j, num_bytes) for i, j in each if i != j] for each in partners)
+    costs = [cost_of(state, [each]) for each in sends]
     return CollectiveCost(
         float(np.mean([cost.seconds for cost in costs])),
         float(np.mean([cost.latency_s for cost in costs])),
@@ -200,11 +187,8 @@ def by_rings(num_rings: int) -> Crossing:
 
 def answered(region: int, answer_share: float = 1.0) -> Crossing:
     """Return one region's message to the first region, and the answer back."""
-
-    def cross(state: LinkState, size: float) -> CollectiveCost:
-        if region == 0:
-            return cost_of(state, [])
-        back = [(0, region, size * answer_share)]
-        return cost_of(state, [[(region, 0, size)], back])
-
-    return cross
+    if region == 0:
+        return lambda state, size: cost_of(state, [])
+    return lambda state, size: cost_of(
+        state, [[(region, 0, size)], [(0, region, size * answer_share)]]
+    )

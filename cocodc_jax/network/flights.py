@@ -1,12 +1,11 @@
 """Messages of syncs on their way: when they leave, and when all of them are there.
 
-Every sync is a collective over all regions, so two syncs under way use the same links,
-as one shared resource. `sharing="fair"` gives each of k transfers 1/k of the links, as
-TCP streams on one bottleneck do (processor sharing); `sharing="fifo"` sends them one
-after the other in the order in which they became ready. Delays are not shared: a
-transfer gives up the links when its last byte has left and arrives one collective's
-latency later. Before a message enters the network its hosts encode, copy and sum it,
-one message after the other.
+Every sync is a collective over all regions, so two under way share the links as one
+resource. `sharing="fair"` gives each of k transfers 1/k of them, as TCP streams on one
+bottleneck have (processor sharing); `sharing="fifo"` sends one after the other in the
+order in which they became ready. Delays are not shared: a transfer gives up the links
+when its last byte has left and arrives one collective's latency later. Before that its
+hosts encode, copy and sum it, one message after the other.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class Channel:
     def send(self, ready_s: float, num_bytes: float) -> tuple[int, np.ndarray]:
         """Send a message; return its transfer's id and what each region sends.
 
-        Messages are sent in the order of their ready times, none before a moment that
-        the simulation has already passed.
+        Ready times must not decrease, nor be before what was simulated already.
         """
         host_s = num_bytes / self._host_bytes_per_s
         self._host_free_s = ready_s = max(ready_s, self._host_free_s) + host_s
@@ -121,8 +119,7 @@ class Flight:
     times: Times  # What each region had measured as it left.
     left_s: np.ndarray  # When each region was ready to send, `[M]`.
     start_s: float  # When its first byte could leave.
-    # (layer, transfer id), the one that is needed first in front.
-    layers: list[tuple[int, int]]
+    layers: list[tuple[int, int]]  # (layer, transfer id), in the order of their need.
     bytes_sent: np.ndarray  # Of each region, `[M]`.
 
     def arrived(self, time_s: float) -> bool:

@@ -18,16 +18,14 @@ with a delay of a seconds, longer than half a segment's x, and S even, M > 2 ran
 
 Of two ranks each is both neighbours of the other, and what it sends leaves through one
 connection in order: the word "ready" waits behind the segments that were given to the
-connection before it. Then it matters when they begin. Here an exchange begins where the
-one before has left the ranks, each as long after its own end, as regions do that wait
-for each other's fragments. Apart from each other so, an all-gather of two takes half as
-long again, besides the delays, as one that both begin at once.
+connection before it. Then it matters when they begin: apart from each other, as regions
+do that wait for each other's fragments, an all-gather of two takes half as long again,
+besides the delays, as at once.
 
 Not in the model: TCP, and a line that all connections of a region share. Windows and
-pacing make exchanges on connections that have carried little yet up to a fifth longer,
-lost packets more (`experiments.probe_network` measures). A send is done when its first
-byte leaves, as the socket's buffer holds a segment: that takes a `net.core.wmem_max` of
-1 MiB or more.
+pacing make exchanges on new connections up to a fifth longer, lost packets more
+(`experiments.probe_network` measures). A send is done when its first byte leaves, as
+the socket's buffer holds a segment: that takes a `net.core.wmem_max` of 1 MiB or more.
 
 Sources: github.com/pytorch/gloo: gloo/allreduce.cc (ring), gloo/allgather.cc,
 gloo/transport/tcp/pair.cc; github.com/openxla/xla,
@@ -109,9 +107,8 @@ def seconds_of(
 
 def bytes_sent(phases: Sequence[Phase], num_ranks: int) -> list[float]:
     """Return what each rank sends."""
-    return sum(
-        (phase.sizes.sum(axis=0) for phase in phases), np.zeros(num_ranks)
-    ).tolist()
+    each = (phase.sizes.sum(axis=0) for phase in phases)
+    return sum(each, np.zeros(num_ranks)).tolist()
 
 
 @dataclasses.dataclass

@@ -1,8 +1,7 @@
 """Goodput: the share of their time in which regions do steps that count.
 
-Steps do not count that are done again, or lost with a region; time does not that is
-spent broken or waiting for others. Where regions fail by themselves, at rate
-1/F each (F the mean time between failures, exponential), and what was done is kept
+Steps that are done again, or lost with a region, do not count. Where regions fail at
+rate 1/F each (F the mean time between failures, exponential), and what was done is kept
 every s seconds (a sync for a region alone, a checkpoint for all), the share is
 
     g = s / ((e^{rate s} - 1) (1 / rate + R))
@@ -37,8 +36,7 @@ class Failures:
     """How regions fail and come back."""
 
     between_s: float  # F, mean seconds that a region goes on before it fails.
-    # R, mean seconds until it goes on again, its time to join included.
-    repair_s: float
+    repair_s: float  # R, mean seconds until it goes on again, time to join included.
 
     def __post_init__(self):
         between_s, repair_s = self.between_s, self.repair_s
@@ -80,34 +78,30 @@ def simulated(
     """Draw failures, and return the goodput where a quorum must be there to go on.
 
     Times between failures and repairs are exponential. A region that waits neither
-    works nor loses anything, but can fail. What a region did since it last kept
-    something is lost when it fails; it keeps every `sync_s` seconds of its own work.
+    works nor loses anything, but can fail; it keeps every `sync_s` seconds of its work.
     """
-    if not 1 <= quorum <= num_regions:
-        rule = f"must be between 1 and the number of regions, {num_regions}"
-        raise ValueError(f"quorum={quorum} {rule}")
+    rule = f"between 1 and the number of regions, {num_regions}"
+    check(1 <= quorum <= num_regions, "quorum", quorum, rule)
     rng = np.random.default_rng(seed)
-    is_there, worked_s = [True] * num_regions, [0.0] * num_regions
+    is_there, worked_s = np.ones(num_regions, bool), np.zeros(num_regions)
     events = [(rng.exponential(failures.between_s), m) for m in range(num_regions)]
     heapq.heapify(events)
     now, kept_s = 0.0, 0.0
     while now < seconds:
         then, m = heapq.heappop(events)
         then = min(then, seconds)
-        if sum(is_there) >= quorum:
-            worked_s = [
-                s + (then - now) * t for s, t in zip(worked_s, is_there, strict=True)
-            ]
+        if is_there.sum() >= quorum:
+            worked_s += (then - now) * is_there
         now = then
         if now == seconds:
             break
         if is_there[m]:
-            kept_s += _kept(worked_s[m], sync_s)
+            kept_s += _kept(float(worked_s[m]), sync_s)
             worked_s[m] = 0.0
         mean_s = failures.repair_s if is_there[m] else failures.between_s
         is_there[m] = not is_there[m]
         heapq.heappush(events, (now + rng.exponential(mean_s), m))
-    kept_s += sum(_kept(work, sync_s) for work in worked_s)
+    kept_s += sum(_kept(work, sync_s) for work in worked_s.tolist())
     return kept_s / (num_regions * seconds)
 
 

@@ -11,10 +11,9 @@ averages add up, rather than overlap, is pessimistic. Up to `EXACT_SITES` sites 
 arrangement is tried; beyond that, swaps of two sites from several random starts, which
 finds a local optimum and proves nothing.
 
-Where sites are not equally fast, a pipeline that wires each batch anew (`swarm.py`) is
-as fast as its slowest stage, the sum of whose sites' rates is least. `rebalanced` moves
-sites from the fastest stage to the slowest while that gets faster (SWARM, arXiv
-2301.11913, which moves one every few minutes).
+A pipeline that wires each batch anew (`swarm.py`) is as fast as its slowest stage, the
+sum of whose sites' rates is least. `rebalanced` moves sites from the fastest stage to
+the slowest while that helps (SWARM, arXiv 2301.11913, one every few minutes).
 """
 
 import dataclasses
@@ -30,7 +29,7 @@ from cocodc_jax.network.collectives import (
     collective_cost,
     point_to_point_s,
 )
-from cocodc_jax.network.links import LinkState
+from cocodc_jax.network.links import LinkState, check
 from cocodc_jax.sync.schedules.base import check_at_least
 
 EXACT_SITES = 6
@@ -64,15 +63,14 @@ def check_sizes(activation_bytes: float, stage_bytes: float) -> None:
     """Refuse sizes of messages that are none."""
     sizes = {"activation_bytes": activation_bytes, "stage_bytes": stage_bytes}
     for name, value in sizes.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value} must be at least 0 and finite")
+        check(0 <= value < math.inf, name, value, "at least 0 and finite")
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """Sites of every stage and what they cost."""
 
-    stages: tuple[Order, ...]  # stages[s][d] is the site of replica d of stage s.
+    stages: Stages  # stages[s][d] is the site of replica d of stage s.
     pipeline_s: float  # Seconds of activations and their gradients in a step.
     sync_s: float  # Seconds of averaging, spread over the steps of an interval.
     slowest_stage: int  # The stage whose averaging takes longest.
@@ -93,8 +91,8 @@ def place(
 ) -> Placement:
     """Choose the sites of every stage, whose number divides that of the sites.
 
-    With at most `exact_sites` sites every arrangement is tried; with more, a local
-    search from `num_starts` random ones, drawn by `seed`.
+    With more than `exact_sites` sites a local search begins from `num_starts`
+    arrangements, drawn by `seed`.
     """
     num = state.num_regions
     if num % pipeline.num_stages:

@@ -18,7 +18,7 @@ import dataclasses
 import math
 
 from cocodc_jax.network.collectives import Order, best_order, collective_cost
-from cocodc_jax.network.links import Topology
+from cocodc_jax.network.links import Topology, check
 from cocodc_jax.network.simulator import simulate
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.sync.schedules import adaptive
@@ -52,18 +52,17 @@ class Job:
 
     def __post_init__(self):
         for name in ("model_bytes", "step_time_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+            value = getattr(self, name)
+            check(0 < value < math.inf, name, value, "positive")
         for name in ("num_fragments", "sync_interval", "max_delay_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         if self.max_fragments < self.num_fragments:
             raise ValueError(
                 f"max_fragments={self.max_fragments} must not be below num_fragments="
                 f"{self.num_fragments}"
             )
-        if not 0 < self.network_share <= 1:
-            raise ValueError(f"network_share={self.network_share} must be in (0, 1]")
+        share = self.network_share
+        check(0 < share <= 1, "network_share", share, "in (0, 1]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +99,6 @@ class NetworkPlan:
 def make_plan(topology: Topology, job: Job) -> NetworkPlan:
     """Choose a plan for the links as they are at time 0.
 
-    Args:
-      topology: regions and links.
-      job: what is to be trained, and the wishes.
-
     Raises:
       ValueError: if there is one region only, which needs no network.
     """
@@ -115,7 +110,6 @@ def make_plan(topology: Topology, job: Job) -> NetworkPlan:
     num = _fragments(topology, job, collective, order)
     collective, order, why_collective = _collective(topology, job, num)
     sync_s = _sync_s(topology, job.model_bytes / num, collective, order)
-    why_num = _explain_fragments(job, num, sync_s)
     delay = max(1, math.ceil(sync_s / job.step_time_s - 1e-9))
     interval, why_interval = _interval(job, num, sync_s, delay)
     fit = math.floor(job.network_share * interval * job.step_time_s / sync_s + 1e-9)
@@ -126,7 +120,10 @@ def make_plan(topology: Topology, job: Job) -> NetworkPlan:
     schedule = adaptive(interval, num, delay, syncs)
     timeline = simulate(topology, work, schedule, 3 * interval, collective, order)
     usage = timeline.utilization(since_step=interval)
-    why_rest = (
+    reasons = (
+        why_collective,
+        _explain_fragments(job, num, sync_s),
+        why_interval,
         f"tau = {delay} steps: a sync takes {sync_s:.3g} s, a step "
         f"{job.step_time_s:.3g} s, so it arrives within {delay} steps.",
         f"N = {syncs} syncs per {interval} steps (CoCoDC): {fit} would fit in "
@@ -135,7 +132,6 @@ def make_plan(topology: Topology, job: Job) -> NetworkPlan:
         f"Streaming DiLoCo sends {num}.",
         f"Simulated compute utilization: {usage:.1%}.",
     )
-    reasons = (why_collective, why_num, why_interval, *why_rest)
     return NetworkPlan(
         collective, order, num, interval, syncs, delay, sync_s, usage, reasons
     )
@@ -150,7 +146,7 @@ def _collective(topology: Topology, job: Job, num: int) -> tuple[str, Order, str
     size = job.model_bytes / num
     orders = {n: best_order(topology.at(), n, size) for n in job.collectives}
     seconds = {n: _sync_s(topology, size, n, order) for n, order in orders.items()}
-    best = min(seconds, key=lambda name: seconds[name])
+    best = min(seconds, key=seconds.__getitem__)
     listed = ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items())
     path = ", ".join(topology.regions[i] for i in orders[best])
     reason = (
@@ -194,13 +190,13 @@ def _interval(job: Job, num: int, sync_s: float, delay: int) -> tuple[int, str]:
     interval = math.ceil(max(needed, job.sync_interval) / num) * num
     usage = num * sync_s / (interval * job.step_time_s)
     used = f"{num} syncs use {usage:.1%} of the network's time, of {share:.0%} allowed."
+    why = f" instead of {job.sync_interval}, a multiple of {num}: {used}"
     if interval == job.sync_interval:
-        return interval, f"H = {interval} steps, no more needed: {used}"
-    if needed <= job.sync_interval:
-        why = f"instead of {job.sync_interval}, a multiple of {num}"
-        return interval, f"H = {interval} steps {why}: {used}"
-    return interval, (
-        f"H = {interval} steps instead of {job.sync_interval}: the least multiple "
-        f"of {num} in which {num} syncs of {sync_s:.3g} s fit in {share:.0%} of the "
-        "network's time and each arrives before its fragment is sent again."
-    )
+        why = f", no more needed: {used}"
+    elif needed > job.sync_interval:
+        why = (
+            f" instead of {job.sync_interval}: the least multiple of {num} in which "
+            f"{num} syncs of {sync_s:.3g} s fit in {share:.0%} of the network's time "
+            "and each arrives before its fragment is sent again."
+        )
+    return interval, f"H = {interval} steps{why}"

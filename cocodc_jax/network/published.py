@@ -77,9 +77,9 @@ class Spread(Slotted):
     slot_steps: int = 1
 
     @property
-    def _offsets(self) -> tuple[int, ...]:
-        num, interval = self.num_fragments, self.sync_interval
-        return tuple(p * interval // num for p in range(num))
+    def _offsets(self) -> list[int]:
+        num = self.num_fragments
+        return [p * self.sync_interval // num for p in range(num)]
 
     def init(self) -> ScheduleState:
         """Return the state before the first step."""
@@ -118,7 +118,6 @@ def table_utilization(
 ) -> float:
     """Return the simulated compute utilization of an entry at some bandwidth."""
     num_params, num_layers, step_time_s = SIZES[size]
-    topology = uniform(2, Link(gbps, 0.0))
     is_fp4 = "FP4" in row
     total_bytes = num_params * (4 if is_fp4 else 16) / 8
     if row == ROWS[0]:
@@ -129,10 +128,8 @@ def table_utilization(
         schedule = Spread(num, interval, 1 if is_fp4 else 0)
     work = Workload((total_bytes / num,) * num, (step_time_s,) * 2, num_layers)
     # The first cycle fills the network; the second is the steady state.
-    cycle = schedule.sync_interval if num > 1 else 2
-    timeline = simulate(
-        topology, work, schedule, 2 * cycle, order=(0, 1), sharing="fifo"
-    )
+    cycle, links = schedule.sync_interval if num > 1 else 2, uniform(2, Link(gbps, 0.0))
+    timeline = simulate(links, work, schedule, 2 * cycle, order=(0, 1), sharing="fifo")
     return timeline.utilization(since_step=cycle)
 
 

@@ -1,10 +1,9 @@
 """Timeline of a training run over a network, event by event.
 
-The events are those of a schedule of `cocodc_jax.sync.schedules`, in its order: at a
-start a message enters the network (`flights.Channel`), and at its finish a region that
-gets there before the message waits: that is the stall. A collective starts when the
-last region that takes part is ready and arrives everywhere at once. Seconds here are
-simulated (`sim_s`), never measured.
+The events are those of a schedule, in its order: at a start a message enters the
+network (`flights.Channel`), and at its finish a region that gets there before the
+message waits: that is the stall. A collective starts when the last region that takes
+part is ready and arrives everywhere at once. All seconds are simulated.
 
 Where regions come one by one (`is_by_region`), steps are those of the fastest region,
 each region has a clock of its own, and its message goes to the first region, where the
@@ -65,9 +64,22 @@ def simulate(
       ValueError: if the counts of regions or fragments do not match, or a name is
         unknown.
     """
-    _check_sizes(topology, workload, schedule, num_steps)
+    wanted = {"step_time_s": topology.num_regions}
+    if schedule is not None:
+        wanted["fragment_bytes"] = schedule.num_fragments
+    for name, expected in wanted.items():
+        values = getattr(workload, name)
+        if len(values) != expected:
+            raise ValueError(
+                f"{name}={values!r} has {len(values)} entries; {expected} are needed"
+            )
+    check_at_least("num_steps", num_steps, 1)
     if schedule is None:
-        return _undisturbed(topology, workload, num_steps)
+        zeros = (0.0,) * topology.num_regions
+        ends = tuple(num_steps * seconds for seconds in workload.step_time_s)
+        marks = ((0, zeros), (num_steps, ends))
+        steps_s = workload.step_time_s
+        return Timeline(topology.regions, (), num_steps, steps_s, marks, zeros, zeros)
     channels = _channels(topology, workload, schedule, collective, order, sharing)
     fastest = min(workload.step_time_s)
     ratios = tuple(seconds / fastest for seconds in workload.step_time_s)
@@ -114,31 +126,6 @@ def simulate_method(
     return simulate(topology, workload, schedule, num_steps, *given)
 
 
-def _check_sizes(
-    topology: Topology, workload: Workload, schedule: Schedule | None, num_steps: int
-) -> None:
-    wanted = {"step_time_s": topology.num_regions}
-    if schedule is not None:
-        wanted["fragment_bytes"] = schedule.num_fragments
-    for name, expected in wanted.items():
-        values = getattr(workload, name)
-        if len(values) != expected:
-            raise ValueError(
-                f"{name}={values!r} has {len(values)} entries; {expected} are needed"
-            )
-    check_at_least("num_steps", num_steps, 1)
-
-
-def _undisturbed(topology: Topology, workload: Workload, num_steps: int) -> Timeline:
-    """Return the timeline of regions that send nothing."""
-    zeros = (0.0,) * topology.num_regions
-    ends = tuple(num_steps * seconds for seconds in workload.step_time_s)
-    marks = ((0, zeros), (num_steps, ends))
-    return Timeline(
-        topology.regions, (), num_steps, workload.step_time_s, marks, zeros, zeros
-    )
-
-
 def _channels(
     topology: Topology,
     workload: Workload,
@@ -152,8 +139,8 @@ def _channels(
         each = range(topology.num_regions)
         ways = [exchanges.answered(m, workload.answer_share) for m in each]
     elif isinstance(collective, str):
-        whole = range(schedule.num_fragments)
-        largest = max(size for p in whole for _, size in workload.messages([p]))
+        each = range(schedule.num_fragments)
+        largest = max(size for p in each for _, size in workload.messages([p]))
         ways = [exchanges.collective(topology, collective, order, largest)]
     else:
         ways = [collective]
@@ -212,11 +199,10 @@ class _Run:
     def observe(self, name: str) -> Any:
         """Return what a schedule asks for, see `Schedule.next_event`.
 
-        Adaptive schedules rank fragments by how fast they change, which a network
-        model does not know. Here all change equally fast, per parameter and step, so
-        that of equals the one that has waited longest is served. What syncs and steps
-        take is simulated, and reported as in a run: each message carries what had been
-        measured as it left.
+        A network model does not know how fast fragments change. Here all change equally
+        fast, per parameter and step, so that the one that has waited longest is served.
+        What syncs and steps take is reported as in a run: each message carries what had
+        been measured as it left.
         """
         if name == "applied":
             new, self.new = self.new, []
@@ -284,24 +270,24 @@ class _Run:
         stall = self.stall(flight)
         merging = np.ones(len(stall), bool)
         if self.schedule.is_by_region:
-            alone = list(flight.start.participating or ())
-            merging = np.isin(np.arange(len(stall)), alone)
+            merging[:] = False
+            merging[list(flight.start.participating or ())] = True
             stall = np.where(merging, stall, 0.0)
         self.clocks = self.clocks + stall
         self.stall_s = self.stall_s + stall
-        merge_s = float(np.max(self.clocks[merging]))
-        record = SyncRecord(
-            (flight.start.fragment_id,),
-            flight.start.start_step,
-            step,
-            flight.start_s,
-            flight.arrival_s,
-            merge_s,
-            float(np.max(stall)),
-            float(np.mean(stall)),
-            tuple(flight.bytes_sent.tolist()),
+        self.records.append(
+            SyncRecord(
+                (flight.start.fragment_id,),
+                flight.start.start_step,
+                step,
+                flight.start_s,
+                flight.arrival_s,
+                float(np.max(self.clocks[merging])),
+                float(np.max(stall)),
+                float(np.mean(stall)),
+                tuple(flight.bytes_sent.tolist()),
+            )
         )
-        self.records.append(record)
 
     def stall(self, flight: Flight) -> np.ndarray:
         """Return how long each region waits for a sync that it merges now, `[M]`.

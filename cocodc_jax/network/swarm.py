@@ -6,11 +6,11 @@ expects to take there (interleaved weighted round-robin),
 
     i = argmin P,   P_i <- P_i + t_i,   t_i <- an exponential mean of what batches took
 
-so that sites serve in proportion to their throughput. A site that is gone is left out,
-and what was with it is sent again to another; one that joins begins at the least P of
-its stage. Every `rebalance_s` seconds a site moves from the stage with the fewest
-batches to the one with the most, if the slower of the two gets faster by it, after
-fetching the stage's parameters from the nearest site that has them.
+so that sites serve in proportion to their throughput. Batches of a site that is gone
+are sent again to another; one that joins begins at the least P of its stage. Every
+`rebalance_s` seconds a site moves from the stage with the fewest batches to the one
+with the most, if the slower of the two gets faster by it, after fetching the stage's
+parameters from the nearest site that has them.
 
 Source: SWARM (Ryabinin et al., arXiv 2301.11913). The wiring, with what is measured
 (from sending a batch to having it back) and its mean (0.1, unbiased), as read from the
@@ -34,11 +34,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cocodc_jax.network.collectives import point_to_point_s
-from cocodc_jax.network.links import LinkState
+from cocodc_jax.network.links import LinkState, check
 from cocodc_jax.network.placement import Stages, best_move, check_sizes
 from cocodc_jax.transforms.numerics import check_choice
 
-WIRINGS = ("stochastic", "fixed")
 _SMOOTHING = 0.1  # weight of the newest in the mean of what batches took
 
 
@@ -51,9 +50,8 @@ class Failure:
     end_s: float = math.inf
 
     def __post_init__(self):
-        if not 0 <= self.start_s < self.end_s:
-            rule = f"must be at least 0 and before end_s={self.end_s}"
-            raise ValueError(f"start_s={self.start_s} {rule}")
+        rule = f"at least 0 and before end_s={self.end_s}"
+        check(0 <= self.start_s < self.end_s, "start_s", self.start_s, rule)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +72,8 @@ class Swarm:
                 f"stages={self.stages} must have each of the {len(self.batch_s)} sites "
                 "of batch_s once, and no stage without any"
             )
-        if not all(0 < seconds < math.inf for seconds in self.batch_s):
-            raise ValueError(f"batch_s={self.batch_s} must be positive")
+        are_positive = all(0 < seconds < math.inf for seconds in self.batch_s)
+        check(are_positive, "batch_s", self.batch_s, "positive")
         check_sizes(self.activation_bytes, self.stage_bytes)
 
 
@@ -115,11 +113,9 @@ def simulate_swarm(
     seed: int = 0,
 ) -> SwarmRun:
     """Simulate a pipeline with so many batches under way."""
-    if not 0 < duration_s < math.inf:
-        raise ValueError(f"duration_s={duration_s} must be positive and finite")
-    if not rebalance_s > 0:
-        raise ValueError(f"rebalance_s={rebalance_s} must be positive")
-    check_choice("wiring", wiring, WIRINGS)
+    check(0 < duration_s < math.inf, "duration_s", duration_s, "positive and finite")
+    check(rebalance_s > 0, "rebalance_s", rebalance_s, "positive")
+    check_choice("wiring", wiring, ("stochastic", "fixed"))
     sizes = {len(sites) for sites in swarm.stages}
     if wiring == "fixed" and len(sizes) > 1:
         raise ValueError(
@@ -137,6 +133,10 @@ def simulate_swarm(
     return SwarmRun(
         tuple(run.finished_s), tuple(run.num_served), tuple(run.moves), run.stages
     )
+
+
+def _home(stages: Stages, site: int) -> int:
+    return next(s for s, sites in enumerate(stages) if site in sites)
 
 
 @dataclasses.dataclass(eq=False)
@@ -164,7 +164,9 @@ class _State:
         self._events: list[tuple[float, int, Callable, tuple[Any, ...]]] = []
         self._ids = itertools.count()
         # Where each site serves; None while it is gone, or fetches parameters.
-        self._stage_of: list[int | None] = [None] * num
+        self._stage_of: list[int | None] = [
+            _home(swarm.stages, site) for site in range(num)
+        ]
         self._queues = [collections.deque[_Batch]() for _ in range(num)]
         self._coming = [0] * num
         self._loads = [0.0] * num
@@ -172,9 +174,6 @@ class _State:
         self._means = [(0.0, 0.0)] * num
         self._epochs = [0] * num
         self._waiting: list[list[_Batch]] = [[] for _ in swarm.stages]
-        for stage, sites in enumerate(swarm.stages):
-            for site in sites:
-                self._stage_of[site] = stage
 
     @property
     def stages(self) -> Stages:
@@ -229,9 +228,8 @@ class _State:
             return
         batch = self._queues[site].popleft()
         self.num_served[site] += 1
-        total, weight = self._means[site]
-        keep, took_s = 1 - _SMOOTHING, self.now_s - batch.sent_s
-        total = keep * total + _SMOOTHING * took_s
+        (total, weight), keep = self._means[site], 1 - _SMOOTHING
+        total = keep * total + _SMOOTHING * (self.now_s - batch.sent_s)
         self._means[site] = total, keep * weight + _SMOOTHING
         if self._queues[site]:
             self._serve(site)
@@ -243,9 +241,9 @@ class _State:
 
     def recover(self, site: int) -> None:
         """Give a site back to its stage, or where sites choose to the most loaded."""
-        stages = range(len(self._waiting))
-        home = next(s for s in stages if site in self._swarm.stages[s])
-        self._join_later(site, home if self._is_fixed else max(stages, key=self._load))
+        most_loaded = max(range(len(self._waiting)), key=self._load)
+        home = _home(self._swarm.stages, site)
+        self._join_later(site, home if self._is_fixed else most_loaded)
 
     def rebalance(self) -> None:
         """Move a site from the stage with the fewest batches to that with the most."""

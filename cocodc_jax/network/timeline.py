@@ -83,9 +83,8 @@ class Timeline:
         each sync. What it waits for besides (slower regions, the outer step) is not
         counted.
         """
-        flights = self.flights()
+        flights, total, counted_s = self.flights(), 0.0, 0.0
         waits = [(sync.merge_s - sync.stall_s, sync.merge_s) for sync in self.syncs]
-        total, counted_s = 0.0, 0.0
         for since, until in sorted(waits):
             until = min(until, self.sim_s)
             total += flights.covered_s(max(since, counted_s), until)

@@ -83,12 +83,8 @@ def _sync_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         free_s[track : track + 1] = [sync.arrival_s]
         about = {n: getattr(sync, n) for n in ("start_step", "merge_step", "stall_s")}
         about["bytes_sent"] = max(sync.bytes_sent)
-        name, begin_s, end_s = (
-            f"fragment {sync.fragments[0]}",
-            sync.start_s,
-            sync.arrival_s,
-        )
-        yield _span(name, begin_s, end_s, _NETWORK_PID, track, **about)
+        given = f"fragment {sync.fragments[0]}", sync.start_s, sync.arrival_s
+        yield _span(*given, _NETWORK_PID, track, **about)
 
 
 def plot_timeline(

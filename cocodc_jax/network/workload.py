@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cocodc_jax.network.links import check
+
 FORWARD_SHARE = 1 / 3  # a backward pass costs two forward passes
 
 
@@ -32,11 +34,10 @@ class Workload:
     def __post_init__(self):
         for name in ("fragment_bytes", "step_time_s"):
             values = getattr(self, name)
-            if not values or not all(0 < v < np.inf for v in values):
-                raise ValueError(f"{name}={values!r} must be positive numbers")
+            are_positive = bool(values) and all(0 < v < np.inf for v in values)
+            check(are_positive, name, values, "positive numbers")
         for name in ("host_bytes_per_s", "answer_share"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be positive")
+            check(getattr(self, name) > 0, name, getattr(self, name), "positive")
         if self.num_layers != 1 and self.num_layers < len(self.fragment_bytes):
             raise ValueError(
                 f"num_layers={self.num_layers} must be 1 or at least the number of "
@@ -52,9 +53,8 @@ class Workload:
         """Return (layer, bytes) of a sync's messages, in the order they are ready."""
         if not self.is_layered:
             return [(0, sum(self.fragment_bytes[p] for p in fragments))]
-        num = len(self.fragment_bytes)
         out = []
         for p in fragments:
-            layers = range(p, self.num_layers, num)
+            layers = range(p, self.num_layers, len(self.fragment_bytes))
             out += [(layer, self.fragment_bytes[p] / len(layers)) for layer in layers]
         return sorted(out, reverse=True)

@@ -23,8 +23,8 @@ from cocodc_jax.core.checks import (
     check_params,
     checked_fragments,
 )
-from cocodc_jax.core.regional import make_correct
 from cocodc_jax.core.state import TrainState
+from cocodc_jax.core.sync import make_correct
 from cocodc_jax.exchange.base import Exchange, SyncSpec
 from cocodc_jax.exchange.programs import Devices
 from cocodc_jax.exchange.transport import Transport
@@ -34,8 +34,14 @@ from cocodc_jax.program.executor import Executor
 from cocodc_jax.program.frozen import Trainable, find_trained, split, without_masks
 from cocodc_jax.program.region_state import InitState, RegionMetrics
 from cocodc_jax.program.segment import InnerSteps
-from cocodc_jax.sharding.ambient import trace_without_mesh_if_needed
-from cocodc_jax.sharding.mesh import DATA, EXPERT, REGION, is_cpu, make_mesh
+from cocodc_jax.sharding.mesh import (
+    DATA,
+    EXPERT,
+    REGION,
+    is_cpu,
+    make_mesh,
+    trace_without_mesh_if_needed,
+)
 from cocodc_jax.sharding.outer_placement import OuterPlacement
 from cocodc_jax.sharding.region_map import LocalRegions
 from cocodc_jax.sharding.shardings import Shardings, memory_kind, with_shardings
@@ -107,7 +113,6 @@ def checked(
             "aux)"
         )
     check_transform("optimizer", optimizer, "optax.adam(1e-3)")
-    accumulates = optimizer
     if not isinstance(regions, Regions):
         regions = Regions.alike(regions)
     if isinstance(optimizer, optax.MultiSteps):  # Accepts `value=`.
@@ -131,7 +136,7 @@ def checked(
             )
     own = transport.own(regions, method)
     mesh = make_mesh(own.num) if mesh is None else mesh
-    check_mesh(mesh, own.num)
+    _check_mesh(mesh, own.num)
     check_arrays(params)
     whole = jax.eval_shape(lambda x: x, params)
     trained = find_trained(trainable, whole, optimizer)
@@ -139,7 +144,7 @@ def checked(
     check_params(params)
     needs.check(method.needs, user_inputs, f"method={method.name!r}")
     method = method.bind(regions)
-    check_accumulation(accumulates, method)
+    check_accumulation(optimizer, method)
     if model_state is not None:
         model_state.check(method)
         transport.check_model_state(model_state)
@@ -175,8 +180,7 @@ def checked(
     )
 
 
-def check_mesh(mesh: Mesh, num_regions: int) -> None:
-    """Refuse a mesh that lacks an axis, or cannot hold the regions."""
+def _check_mesh(mesh: Mesh, num_regions: int) -> None:
     missing = [axis for axis in (REGION, DATA) if axis not in mesh.axis_names]
     if missing:
         raise ValueError(
@@ -199,12 +203,8 @@ def check_like(params: PyTree, shapes: PyTree) -> None:
         raise ValueError(
             f"params has the structure {given}, but the program was made for {made}"
         )
-    pairs = zip(
-        named_leaves(jax.eval_shape(lambda x: x, params)),
-        jax.tree.leaves(shapes),
-        strict=True,
-    )
-    for (path, leaf), like in pairs:
+    leaves = named_leaves(jax.eval_shape(lambda x: x, params))
+    for (path, leaf), like in zip(leaves, jax.tree.leaves(shapes), strict=True):
         if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
             raise ValueError(
                 f"params has a leaf {path!r} of {leaf.dtype}{list(leaf.shape)}, but "
@@ -224,9 +224,8 @@ def check_alive(state: TrainState) -> None:
         )
 
 
-@functools.cache
+@functools.cache  # A state has many leaves of few types.
 def _is_of_arrays(kind: type) -> bool:
-    """Return whether it is of device arrays; a state has many leaves of few types."""
     return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
 
 
@@ -241,11 +240,9 @@ def assemble(
     method, mesh, transport = given.method, given.mesh, given.transport
     memory = memory_kind(optimizer_memory, mesh, method)
     specs = P() if param_specs is None else param_specs
+    leaves = jax.tree.leaves(jax.tree.broadcast(specs, given.whole))
     # Flax Linen boxes parameters but not their specs.
-    specs = jax.tree.unflatten(
-        jax.tree.structure(given.whole),
-        jax.tree.leaves(jax.tree.broadcast(specs, given.whole)),
-    )
+    specs = jax.tree.structure(given.whole).unflatten(leaves)
     where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     shardings = Shardings.of(
         mesh,

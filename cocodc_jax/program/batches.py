@@ -3,11 +3,9 @@
 On a CPU, compiling inner steps takes as long as hundreds of them. Every length of a
 `lax.scan` is a separate program, and events, evaluations and checkpoints cut a run into
 many lengths: eight with H 100, N 8, tau 5 and an evaluation at every 25th step. A loop
-whose number of steps is an argument is one program for all of them. Its inputs are
-padded to a multiple of `LENGTH_BUCKET`; the padding is never read. Large batches are
-not padded.
-
-On accelerators scans keep their lengths: the compiler may plan transfers with them.
+whose number of steps is an argument is one program for all of them. Its inputs, if
+small, are padded to a multiple of `LENGTH_BUCKET`; the padding is never read. On
+accelerators scans keep their lengths: the compiler may plan transfers with them.
 """
 
 from __future__ import annotations
@@ -29,11 +27,8 @@ from cocodc_jax.transforms.layers import named_leaves
 
 PyTree = Any
 
-# Steps; divides most intervals.
-LENGTH_BUCKET = 10
-
-# Bytes of padding that are cheaper than another program.
-_MOST_BYTES = 1 << 24
+LENGTH_BUCKET = 10  # Steps; divides most intervals.
+_MOST_BYTES = 1 << 24  # Of padding that is cheaper than another program.
 
 
 def scan(
@@ -53,10 +48,8 @@ def scan(
 
     def body(i: jax.Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         state, outs = carry
-        x = jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), xs
-        )
-        state, out = step(state, x)
+        take = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
+        state, out = step(state, jax.tree.map(take, xs))
         outs = jax.tree.map(
             lambda to, x: jax.lax.dynamic_update_index_in_dim(to, x, i, 0), outs, out
         )
@@ -100,7 +93,6 @@ class Batches:
     """
 
     def __init__(self, mesh: Mesh, num_regions: int, pads: bool):
-        """Map the regions of a program to its mesh."""
         self._mesh, self._num_regions = mesh, num_regions
         self.length_bucket = LENGTH_BUCKET if pads else None
         self._everywhere = NamedSharding(mesh, P())
@@ -110,26 +102,20 @@ class Batches:
     def own_regions(self) -> int:
         """Number of regions that this process has a part of."""
         mine, mesh = jax.process_index(), self._mesh
-        shards = [
-            any(d.process_index == mine for d in shard.flat)
-            for shard in np.moveaxis(mesh.devices, mesh.axis_names.index(REGION), 0)
-        ]
-        return sum(shards) * self._num_regions // len(shards)
+        shards = np.moveaxis(mesh.devices, mesh.axis_names.index(REGION), 0)
+        own = [any(d.process_index == mine for d in shard.flat) for shard in shards]
+        return sum(own) * self._num_regions // len(own)
 
     def num_steps(self, batches: PyTree) -> int:
         """Return T; see `check_batches`."""
         return check_batches(batches, self._num_regions, self.own_regions)
 
     def put(self, batches: PyTree) -> PyTree:
-        """Place host batches on the mesh.
-
-        With several processes, each passes the full rows of its own regions, including
-        regions that it shares with other processes.
-        """
+        """Place host batches: full rows of the regions that a process has a part of."""
 
         def put(x):
             where = self._where(np.ndim(x))
-            if is_on_mesh(x) or where.is_fully_addressable:
+            if _is_on_mesh(x) or where.is_fully_addressable:
                 return jax.device_put(x, where)
             return transfer.put_own(np.asarray(x), where, self._num_regions, axis=1)
 
@@ -142,16 +128,21 @@ class Batches:
         a fifth of the time of placing them first. `jax.transfer_guard` would reject
         that implicit transfer, so with a guard they are placed.
         """
-        leaves, num_steps = jax.tree.leaves(batches), None
+        leaves, number = jax.tree.leaves(batches), None
         if isinstance(leaves[0], jax.ShapeDtypeStruct):
             return self.abstract(batches)
         is_host = all(isinstance(x, np.ndarray) for x in leaves)
         if is_host and self._pads(batches):
-            num_steps = self._number(len(leaves[0]))
-            batches = padded(batches, len(leaves[0]))
-        if self._mesh.size == 1 and is_host and not _is_guarded():
-            return batches, num_steps
-        return self.put(batches), num_steps
+            num_steps = len(leaves[0])
+            batches = padded(batches, num_steps)
+            if num_steps not in self._numbers:
+                there = transfer.put(np.int32(num_steps), self._everywhere)
+                self._numbers[num_steps] = there
+            number = self._numbers[num_steps]
+        guard = jax.config.jax_transfer_guard_host_to_device  # pyright: ignore
+        if self._mesh.size == 1 and is_host and guard in (None, "allow"):
+            return batches, number
+        return self.put(batches), number
 
     def abstract(self, batches: PyTree) -> tuple[PyTree, jax.ShapeDtypeStruct | None]:
         """Return shapes, dtypes and shardings of the result of `for_steps`."""
@@ -168,20 +159,9 @@ class Batches:
     def _pads(self, batches: PyTree) -> bool:
         return self.length_bucket is not None and takes(batches)
 
-    def _number(self, value: int) -> jax.Array:
-        if value not in self._numbers:
-            self._numbers[value] = transfer.put(np.int32(value), self._everywhere)
-        return self._numbers[value]
-
     def _where(self, ndim: int) -> NamedSharding:
         inside = (batch_axes(self._mesh),) if ndim > 2 else ()
         return NamedSharding(self._mesh, P(None, REGION, *inside))
-
-
-def _is_guarded() -> bool:
-    """Return whether JAX checks for implicit transfers to devices."""
-    guard = jax.config.jax_transfer_guard_host_to_device  # pyright: ignore
-    return guard not in (None, "allow")
 
 
 def check_batches(batches: PyTree, num_regions: int, own_regions: int) -> int:
@@ -193,7 +173,7 @@ def check_batches(batches: PyTree, num_regions: int, own_regions: int) -> int:
     num_steps = np.shape(leaf)[:1]
     for path, leaf in named:
         shape = np.shape(leaf)
-        rows = num_regions if is_on_mesh(leaf) else own_regions
+        rows = num_regions if _is_on_mesh(leaf) else own_regions
         who = f"batches has a leaf {path!r} of shape {shape}"
         if len(shape) < 2:
             raise ValueError(
@@ -220,7 +200,7 @@ def check_batches(batches: PyTree, num_regions: int, own_regions: int) -> int:
     return num_steps[0]
 
 
-def is_on_mesh(leaf: Any) -> bool:
+def _is_on_mesh(leaf: Any) -> bool:
     """Return whether a leaf has all regions' rows, whatever the number of processes.
 
     So it is if it is sharded over devices of several processes, or only a shape.

@@ -40,12 +40,14 @@ from cocodc_jax.exchange.base import Exchange, SyncSpec, Times
 from cocodc_jax.exchange.regional_outer import RegionalOuterModels
 from cocodc_jax.exchange.shared_outer import SharedOuterModel
 from cocodc_jax.exchange.state_means import MomentPrograms, make_model_average
+from cocodc_jax.program.fit import shardings_of
 from cocodc_jax.program.merge import (
     make_gap,
     make_merge,
     make_remember,
     merge_arguments,
     merging,
+    tell_merge,
 )
 from cocodc_jax.program.restore import Restore
 from cocodc_jax.program.segment import InnerSteps, Merged, Segments
@@ -69,24 +71,6 @@ from cocodc_jax.sync.schedules.slotted import Slotted
 PyTree = Any
 
 
-class CollectiveGuard:
-    """Runs programs with collectives one at a time on CPUs, where they share threads.
-
-    Two concurrent collectives would take each other's threads and deadlock.
-    """
-
-    def __init__(self, is_needed: bool):
-        self._is_needed, self._last = is_needed, None
-
-    def run(self, program: Callable, proof: Callable) -> Any:
-        """Run `program()` after earlier programs have ended."""
-        if self._is_needed:
-            jax.block_until_ready(self._last)
-        out = program()
-        self._last = proof(out)
-        return out
-
-
 @dataclasses.dataclass
 class _Run:
     """Mutable context while one step's events are applied."""
@@ -104,12 +88,10 @@ class _Run:
 
     @classmethod
     def of(cls, state: TrainState, *rest: Any) -> _Run:
-        """Start from a state."""
         assert state.sync is not None
         return cls(state.region, state.sync, state.step, state.frozen, *rest)
 
     def replace(self, **changes: Any) -> None:
-        """Replace fields of the `SyncState`."""
         self.sync = dataclasses.replace(self.sync, **changes)
 
     def launch(self, sync_id: SyncId, flight: InFlight) -> None:
@@ -142,9 +124,8 @@ class Executor:
         steps: InnerSteps,
         overlap: bool,
     ):
-        """Wrap every program in one jit; compiles nothing."""
         self._spec, self._exchange = spec, exchange
-        self._devices = spec.devices
+        self._devices, jit = spec.devices, spec.devices.jit
         sync, self._schedule = spec.sync, spec.sync.schedule
         each = range(len(spec.fragments))
         self._moments = None
@@ -163,47 +144,44 @@ class Executor:
                     spec, self._outer, exchange, self._weights, steps
                 )
             if sync.merge.has_feedback:  # It donates the compressors' state.
+                where = self._outer.where.compressors
+                made = [make_remember(spec, k) for k in each]
                 self._remember = [
-                    spec.devices.jit(
-                        make_remember(spec, k),
-                        donate_argnums=2,
-                        out_shardings=self._outer.where.compressors[k],
-                    )
-                    for k in each
+                    jit(made[k], donate_argnums=2, out_shardings=where[k]) for k in each
                 ]
         self._average_state = make_model_average(spec)
         # On the outer mesh a message has its own device, and so its own threads.
         is_inside = is_cpu(spec.mesh) and exchange.shares_mesh
-        self._guard = CollectiveGuard(is_inside and spec.mesh.devices.size > 1)
-        self._copy = [
-            spec.devices.jit(
-                functools.partial(spec.fragments.take, fragment_id=k, lead=1),
-                out_shardings=spec.shardings.staged[k],
-            )
-            for k in each
-        ]
-        gaps = {name: make_gap(spec, name) for name in needs.MEASURED_NOW}
-        self._gaps = {name: spec.devices.jit(gap) for name, gap in gaps.items()}
+        self._runs_in_turn = is_inside and spec.mesh.devices.size > 1
+        self._last: Any = None  # Of the programs that run in turn.
+        take, staged = spec.fragments.take, spec.shardings.staged
+        takes = [functools.partial(take, fragment_id=k, lead=1) for k in each]
+        self._copy = [jit(takes[k], out_shardings=staged[k]) for k in each]
+        self._gaps = {n: jit(make_gap(spec, n)) for n in needs.MEASURED_NOW}
         self.merges = [self._make_merge(k) for k in each]  # After its usual delay.
         # A late mean is applied at the next slot; None waits for it when it is due.
         self._slots: Slotted | None = None
         if exchange.goes_on and isinstance(self._schedule, Slotted):
             self._slots = self._schedule
         self._restored_step = 0
-        self._keep = jax.jit(
-            lambda outer, own: jax.tree.map(
-                lambda o, d: o - d.astype(o.dtype), outer, own
-            )
-        )
-        self._see = spec.devices.jit(
-            functools.partial(needs.of_mean, self._schedule.needs)
-        )
+        keep = functools.partial(jax.tree.map, lambda o, d: o - d.astype(o.dtype))
+        self._keep = jax.jit(keep)
+        self._see = jit(functools.partial(needs.of_mean, self._schedule.needs))
         self._is_seen = needs.wants_mean(self._schedule.needs)
-        self._do = {
-            START: self._start,
-            MIDWAY: self._look_midway,
-            FINISH: self._finish_or_wait,
-        }
+        finish = self._finish_or_wait
+        self._do = {START: self._start, MIDWAY: self._look_midway, FINISH: finish}
+
+    def _run(self, program: Callable, *args: Any) -> Any:
+        """Run a program with collectives, on CPUs after the last one.
+
+        There devices share threads: two concurrent collectives would take each other's
+        threads and deadlock. The second output, which is not donated, is waited for.
+        """
+        if self._runs_in_turn:
+            jax.block_until_ready(self._last)
+        out = program(*args)
+        self._last = out[1].mean if isinstance(out[1], InFlight) else out[1]
+        return out
 
     # States.
 
@@ -213,10 +191,8 @@ class Executor:
         """Return the sync state before the first step."""
         schedule = self._schedule.init() if schedule is None else schedule
         sync = self._outer.init(params, schedule)
-        flights = {
-            pending.sync_id: self._message_of_zero(pending.fragment_id, params, region)
-            for pending in schedule.in_flight
-        }
+        zero = functools.partial(self._message_of_zero, params=params, region=region)
+        flights = {p.sync_id: zero(p.fragment_id) for p in schedule.in_flight}
         return dataclasses.replace(sync, in_flight=flights)
 
     def _message_of_zero(self, k: int, params: PyTree, region: RegionState) -> InFlight:
@@ -231,10 +207,9 @@ class Executor:
         stale = flight.kept.get(needs.STALE)
         if stale is not None:
             part = self._spec.fragments.take(params, k)
+            moved = transfer.move(part, shardings_of(stale))
             copy = jax.tree.map(
-                lambda x, like: jnp.array(x, like.dtype, copy=True),
-                transfer.move(part, jax.tree.map(_where, stale)),
-                stale,
+                lambda x, like: jnp.array(x, like.dtype, copy=True), moved, stale
             )
             flight = flight.with_kept(needs.STALE, copy)
         return flight
@@ -245,17 +220,15 @@ class Executor:
         for pending in schedule.in_flight:
             k = pending.fragment_id
             flight = self._outer.flight_shapes(k)
+            shapes = jax.eval_shape(self._copy[k], region.params)
+            copy = with_shardings(shapes, self._spec.shardings.staged[k])
             if needs.STAGED in copies:
-                flight = flight.with_kept(needs.STAGED, self._abstract_copy(k, region))
+                flight = flight.with_kept(needs.STAGED, copy)
             if needs.HALFWAY in copies and pending.midway_step is None:
-                flight = flight.with_kept(needs.HALFWAY, self._abstract_copy(k, region))
+                flight = flight.with_kept(needs.HALFWAY, copy)
             flights[pending.sync_id] = flight
         sync = dataclasses.replace(self._outer.shapes(schedule), in_flight=flights)
         return with_shardings(sync, self._spec.place.lay_sync(sync))
-
-    def _abstract_copy(self, k: int, region: RegionState) -> PyTree:
-        shapes = jax.eval_shape(self._copy[k], region.params)
-        return with_shardings(shapes, self._spec.shardings.staged[k])
 
     # Segments and events.
 
@@ -265,24 +238,21 @@ class Executor:
         """Run inner steps with the starts before them; None if there are none."""
         if self._segments is None or state.sync is None or not state.sync.leaving:
             return None
-        ahead = batches, participating, step, state.frozen
-        run = functools.partial(self._segments.run, state.region, state.sync, *ahead)
-        region, sync, outputs, merged = self._guard.run(run, lambda out: out[2])
-        return dataclasses.replace(state, region=region, sync=sync), outputs, merged
+        return self._run(self._segments.run, state, batches, participating, step)
 
     def run_events(
         self,
         state: TrainState,
         batches: PyTree,
         num_steps: int,
-        times: Times = (0.0, 0.0),
-        merged: dict[SyncId, Merged] | None = None,
+        times: Times,
+        merged: dict[SyncId, Merged],
     ) -> tuple[TrainState, tuple[AppliedSync, ...]]:
         """Apply the events of `state.step`."""
         last = None
         if needs.wants_batch(self._spec.sync.merge.needs):
             last = self._devices.at(batches, num_steps - 1)
-        run = _Run.of(state, last, times, merged or {})
+        run = _Run.of(state, last, times, merged)
         observe = functools.partial(self._observe, run)
         for schedule, event in events_at(
             self._schedule, run.sync.schedule, state.step, observe
@@ -313,15 +283,13 @@ class Executor:
     def _send(self, run: _Run, event: Event) -> None:
         """Send a fragment with its own program."""
         weights = self._weights(event)
-        send = functools.partial(
+        run.sync, flight = self._run(
             self._outer.send, event, weights, run.times, run.region, run.sync
         )
-        run.sync, flight = self._guard.run(send, lambda out: out[1].mean)
         if self._moments and (due := self._moments.due(event)):
-            average = functools.partial(
+            opt_state, _ = self._run(
                 self._moments.average, run.region.opt_state, weights, due
             )
-            opt_state, _ = self._guard.run(average, lambda out: out[1])
             run.region = run.region._replace(opt_state=opt_state)
         run.launch(event.sync_id, flight)
 
@@ -370,9 +338,7 @@ class Executor:
             slot = self._slots.next_slot(run.step - 1)
             if slot > run.step:
                 rest = event.participating, event.rank
-                run.late.append(
-                    Pending(event.fragment_id, event.start_step, slot, None, *rest)
-                )
+                run.late.append(Pending(*event.sync_id, slot, None, *rest))
                 return
         self._finish(run, event)
 
@@ -385,11 +351,10 @@ class Executor:
         flight = landed(run.take(event.sync_id))
         if done is None:
             self._remember_dropped(run, k, flight)
-            receive = functools.partial(self._outer.receive, k, flight, run.sync)
             if self._spec.place.on_mesh:
-                run.sync, norm = self._guard.run(receive, lambda out: out[1])
+                run.sync, norm = self._run(self._outer.receive, k, flight, run.sync)
             else:
-                run.sync, norm = receive()
+                run.sync, norm = self._outer.receive(k, flight, run.sync)
             flight = self._restore_left_out(run, event, flight)
             done = norm, self._merge(run, event, flight)
         norm, metrics = done
@@ -423,34 +388,33 @@ class Executor:
         if not (bad := left_out(verdict)).any():
             return flight
         self._restored_step = run.step
+        assert self._restore is not None
         run.launch(event.sync_id, flight)
-        run.region, run.sync = self.restore(run.region, run.sync, bad)
+        run.region, run.sync = self._restore(run.region, run.sync, bad)
         return run.take(event.sync_id)
 
     def _merge(self, run: _Run, event: Event, flight: InFlight) -> dict:
-        k, rule = event.fragment_id, self._spec.sync.merge.needs
+        k, spec = event.fragment_id, self._spec
         run.sync, outer, participating = self._outer.hand_out(event, run.sync)
         if (own := flight.kept.get(UNCOUNTED)) is not None:
             # Apply the region's own update if it missed the mean: the region keeps its
             # work and sends it with the next message.
-            outer = self._keep(outer, transfer.move(own, jax.tree.map(_where, outer)))
+            outer = self._keep(outer, transfer.move(own, shardings_of(outer)))
         age = run.step - event.start_step
         is_late = self._slots is not None and age > self._slots.delay_steps
         merge = self._late_merge(k) if is_late else self.merges[k]
         arguments = merge_arguments(
-            rule,
-            merging(self._spec, k, run.region),
+            spec.sync.merge.needs,
+            merging(spec, k, run.region),
             flight.kept,
             outer,
             run.batch,
-            self._spec.user_inputs.rate(run.step) if "learning_rate" in rule else None,
+            tell_merge(spec, run.step, event.start_step, run.frozen),
             participating,
             np.int32(max(age, 1)) if self._schedule.is_measured or is_late else None,
-            np.int32(event.start_step),
-            run.frozen,
         )
         merged, metrics = merge(*arguments)
-        params = self._spec.fragments.over(run.region.params, merged)
+        params = spec.fragments.over(run.region.params, merged)
         run.region = run.region._replace(params=params)
         return metrics
 
@@ -473,8 +437,7 @@ class Executor:
         assert self._spec.model_state is not None
         robust, region = self._spec.sync.robust, run.region
         checked = region.params if robust else None  # Decides which are averaged.
-        average = functools.partial(average, region.model_state, checked)
-        model_state, _ = self._guard.run(average, lambda out: out[1])
+        model_state, _ = self._run(average, region.model_state, checked)
         run.region = region._replace(model_state=model_state)
         run.bytes_sent += self._spec.model_state.averaged_bytes
         run.bytes_sent += LENGTH_BYTES if robust else 0
@@ -516,23 +479,15 @@ class Executor:
         """Number of intervals after which a run has compiled all its programs."""
         return self._moments.num_rounds if self._moments else 1
 
-    def settle(self, state: TrainState) -> TrainState:
-        """Send the starts that wait for inner steps, with their own programs."""
-        run = _Run.of(state)
-        if not run.sync.leaving:
-            return state
-        self._settle(run)
-        return run.after(state)
-
     def synchronize(self, state: TrainState) -> TrainState:
-        """Settle, and pass all observations to the schedule."""
-        state = self.settle(state)
-        assert state.sync is not None
-        schedule = state.sync.schedule
-        for applied in self._read(state.sync):
+        """Send the starts that wait, and pass all observations to the schedule."""
+        run = _Run.of(state)
+        self._settle(run)
+        schedule = run.sync.schedule
+        for applied in self._read(run.sync):
             schedule = self._schedule.learn(schedule, applied)
-        sync = dataclasses.replace(state.sync, schedule=schedule, observed=())
-        return dataclasses.replace(state, sync=sync)
+        run.replace(schedule=schedule, observed=())
+        return run.after(state)
 
     def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]:
         """Apply all fragments in flight now, oldest first, as if they had arrived.
@@ -562,12 +517,13 @@ class Executor:
         run.replace(schedule=self._schedule.landed(schedule), in_flight={})
         return run.after(state), dropped
 
-    def restore(
-        self, region: RegionState, sync: SyncState, bad: np.ndarray
-    ) -> tuple[RegionState, SyncState]:
-        """Restart the regions `bad`, bool `[R]`; see `restore.py`."""
+    def restore(self, state: TrainState, bad: np.ndarray) -> TrainState:
+        """Send the starts that wait, and restart the regions `bad`, bool `[R]`."""
         assert self._restore is not None
-        return self._restore(region, sync, bad)
+        run = _Run.of(state)
+        self._settle(run)
+        run.region, run.sync = self._restore(run.region, run.sync, bad)
+        return run.after(state)
 
     def outer_params(self, state: TrainState, mean: Any) -> PyTree:
         """Return the outer parameters on the mesh; `mean` averages regional ones."""
@@ -583,7 +539,3 @@ class Executor:
     def copy(self, region: RegionState, fragment_id: int) -> PyTree:
         """Return a copy of the regions' current fragment."""
         return self._copy[fragment_id](region.params)
-
-
-def _where(x: jax.Array) -> Any:
-    return x.sharding

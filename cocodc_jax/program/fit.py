@@ -35,11 +35,9 @@ def difference(old: PyTree, new: PyTree, lead: int = 0) -> str | None:
         for tree in (old, new)
     )
     for path in sorted(there.keys() | here.keys()):
-        if there.get(path) != here.get(path):
-            return (
-                f"{path} was {there.get(path, 'not there')} and is "
-                f"{here.get(path, 'not there')}"
-            )
+        was, now = (each.get(path, "not there") for each in (there, here))
+        if was != now:
+            return f"{path} was {was} and is {now}"
     is_alike = jax.tree.structure(old) == jax.tree.structure(new)
     return None if is_alike else "it is of another kind"
 
@@ -68,11 +66,11 @@ def _counted(count_of: Callable, *states: PyTree) -> PyTree:
     def one(x: Any, *others: Any) -> Any:
         if not _is_scheduled(x):
             return x
-        inside = {  # Schedules may be nested.
-            name: _counted(count_of, *(getattr(y, name) for y in (x, *others)))
-            for name in x._fields
-        }
-        return x._replace(**{**inside, "count": count_of(x, *others)})
+        # Schedules may be nested.
+        inside = [
+            _counted(count_of, *fields) for fields in zip(x, *others, strict=True)
+        ]
+        return type(x)(*inside)._replace(count=count_of(x, *others))
 
     return jax.tree.map(one, *states, is_leaf=_is_scheduled)
 
@@ -83,9 +81,12 @@ def _is_scheduled(x: Any) -> bool:
 
 def mean_over_all(x: jax.Array) -> jax.Array:
     """Average over the leading region axis; of counters take the maximum."""
-    if not is_float(x):
-        return x.max(0)
-    return widen(x).mean(0).astype(x.dtype)
+    return widen(x).mean(0).astype(x.dtype) if is_float(x) else x.max(0)
+
+
+def shardings_of(tree: PyTree) -> PyTree:
+    """Return the shardings of arrays, or of their shapes."""
+    return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def inside(tree: PyTree) -> PyTree:
@@ -105,7 +106,9 @@ def recut(
     """
     paths = [{part.path for part in slices} for slices in old.slices]
     flat = [
-        jax.tree.flatten(state, is_leaf=lambda x, own=own: _is_like(x, own))
+        jax.tree.flatten(
+            state, is_leaf=lambda x, own=own: isinstance(x, dict) and set(x) == own
+        )
         for state, own in zip(states, paths, strict=True)
     ]
     _, first = flat[0]
@@ -119,19 +122,16 @@ def recut(
         if not all(are_parts) and any(jnp.ndim(node) for node in column):
             return None
 
+    each = range(len(new))
+
     def cut(columns):
         rows = []
         for column in columns:
             if isinstance(column[0], dict):
                 whole = old.join(column)
-                rows.append([new.take(whole, k) for k in range(len(new))])
+                rows.append([new.take(whole, k) for k in each])
             else:
-                rows.append([jnp.stack(column).max(0)] * len(new))
-        return [list(nodes) for nodes in zip(*rows, strict=True)]
+                rows.append([jnp.stack(column).max(0)] * len(each))
+        return [[row[k] for row in rows] for k in each]
 
-    made = jax.jit(cut)(columns) if columns else [[] for _ in range(len(new))]
-    return tuple(first.unflatten(nodes) for nodes in made)
-
-
-def _is_like(node: Any, paths: set[str]) -> bool:
-    return isinstance(node, dict) and set(node) == paths
+    return tuple(first.unflatten(nodes) for nodes in jax.jit(cut)(columns))

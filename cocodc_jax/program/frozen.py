@@ -60,9 +60,7 @@ def find_trained(
 ) -> PyTree:
     """Return bools like the parameters, None if all of them are trained.
 
-    Warns if `trainable` is None and the optimizer never updates some leaves. Refuses
-    another structure than the parameters', what trains nothing, and a predicate or an
-    optimizer that freezes nothing.
+    Warns if `trainable` is None and the optimizer never updates some leaves.
     """
     treedef, paths = jax.tree.structure(params), [p for p, _ in named_leaves(params)]
     if trainable is None:
@@ -108,8 +106,9 @@ def _listed(trainable: PyTree, params: PyTree) -> list[bool]:
 
 def _warn_of_unchanged(params: PyTree, optimizer: optax.GradientTransformation) -> None:
     state = jax.eval_shape(optimizer.init, params)
-    nodes = jax.tree.leaves(state, is_leaf=_is_part)
-    if not any(map(_is_part, nodes)):  # Tracing an update is slow.
+    is_part = lambda node: isinstance(node, optax.MaskedState)  # noqa: E731
+    # Tracing an update is slow.
+    if not any(map(is_part, jax.tree.leaves(state, is_leaf=is_part))):
         return
     try:
         unchanged = _are_unchanged(params, optimizer)
@@ -130,10 +129,6 @@ def _warn_of_unchanged(params: PyTree, optimizer: optax.GradientTransformation) 
     )
 
 
-def _is_part(node: Any) -> bool:
-    return isinstance(node, optax.MaskedState)
-
-
 def _are_unchanged(
     params: PyTree, optimizer: optax.GradientTransformation
 ) -> list[bool]:
@@ -141,10 +136,9 @@ def _are_unchanged(
     update = optax.with_extra_args_support(optimizer).update
     shapes = jax.eval_shape(lambda x: x, params)
     state = jax.eval_shape(optimizer.init, shapes)
-    closed = jax.make_jaxpr(lambda *args: update(*args, value=jnp.float32(0))[0])(
-        shapes, state, shapes
-    )
-    return _zeros(closed.jaxpr, [False] * len(closed.jaxpr.invars))
+    update_of = jax.make_jaxpr(lambda *args: update(*args, value=jnp.float32(0))[0])
+    jaxpr = update_of(shapes, state, shapes).jaxpr
+    return _zeros(jaxpr, [False] * len(jaxpr.invars))
 
 
 def _zeros(jaxpr: jex_core.Jaxpr, given: list[bool]) -> list[bool]:
@@ -168,23 +162,18 @@ def _zeros(jaxpr: jex_core.Jaxpr, given: list[bool]) -> list[bool]:
         elif name == "cond":
             each = [_zeros(x.jaxpr, zero[1:]) for x in eqn.params["branches"]]
             found = [all(outputs) for outputs in zip(*each, strict=True)]
-        known.update(
-            (x, True) for x, is_so in zip(eqn.outvars, found, strict=False) if is_so
-        )
+        known.update(zip(eqn.outvars, found, strict=False))
     return [is_zero(x) for x in jaxpr.outvars]
 
 
 def without_masks(second_moment: Callable, params: PyTree) -> Callable:
     """Hide the masks of frozen leaves from the user's `second_moment` function."""
     treedef = jax.tree.structure(params)
-
-    def is_masked(x: Any) -> bool:
-        return isinstance(x, optax.MaskedNode)
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    unmasked = lambda x: None if is_masked(x) else x  # noqa: E731
 
     def without(state: PyTree) -> PyTree:
-        plain = jax.tree.map(
-            lambda x: None if is_masked(x) else x, state, is_leaf=is_masked
-        )
+        plain = jax.tree.map(unmasked, state, is_leaf=is_masked)
         leaves = jax.tree.leaves(second_moment(plain))
         if len(leaves) != treedef.num_leaves:  # Masked for another reason.
             return second_moment(state)

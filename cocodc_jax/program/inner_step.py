@@ -1,11 +1,10 @@
 """Inner steps: each region trains independently, in one scan under `shard_map`.
 
-The program is manual over the region axis, and all inputs and outputs are regional.
-Therefore `check_vma=False`: no value is replicated over regions, so there is nothing to
-check, and no gradient is summed over regions (with types on, gradients of *replicated*
-parameters are). Losses and optimizers that were not written for varying types can be
-traced (`optax.MultiSteps` makes plain zeros in one branch of a `lax.cond`). The only
-collective is that of methods which exchange something at every step.
+The program is manual over the region axis, and all inputs and outputs are regional. So
+with `check_vma=False` no gradient is summed over regions (with types on, gradients of
+*replicated* parameters are), and losses and optimizers that were not written for
+varying types can be traced (`optax.MultiSteps` makes plain zeros in one branch of a
+`lax.cond`). The only collective is that of methods which exchange at every step.
 """
 
 from __future__ import annotations
@@ -30,12 +29,7 @@ from cocodc_jax.sharding.region_map import (
     where_participating,
 )
 from cocodc_jax.sharding.shardings import load, offload
-from cocodc_jax.sync.model_state import (
-    AnyLossFn,
-    ModelState,
-    StatefulLossFn,
-    carried,
-)
+from cocodc_jax.sync.model_state import AnyLossFn, ModelState, StatefulLossFn, carried
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.transforms.numerics import widen
 
@@ -55,25 +49,16 @@ def make_steps(
 ) -> Callable:
     """Make T inner steps of all regions, one program over the mesh (not yet jitted).
 
-    Args:
-      loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a `model_state`
-        see there.
-      optimizer: the inner optimizer; see `make_step`.
-      mesh: the inner mesh.
-      local: how a device computes its regions.
-      per_step: what regions exchange at every step, if anything.
-      all_reduce: see `collectives.mean_for_all`; used where messages are flat buffers.
-      correct: see `core.regional.make_correct`.
-      model_state: of the model, None if it has none.
-      optimizer_lies: shardings of an optimizer state that is partly in host memory;
-        None if it is all on devices.
+    `all_reduce` is for flat buffers, see `collectives.mean_for_all`; `correct` is of
+    `core.sync.make_correct`. `optimizer_lies` are the shardings of an optimizer state
+    that is partly in host memory.
 
     Returns:
       `steps(state, batches, participating, num_steps, frozen) -> (state, (losses,
       aux))` with batches `[T, R, ...]`, participating bool `[T, R]` (who takes a step)
       or None, losses float32 (or wider) `[T, R]`, and aux a dict of the same shape. See
-      `batches.scan` for num_steps and `TrainState` for frozen. With `correct`
-      the regions' outer state is a sixth argument.
+      `batches.scan` for num_steps. With `correct`, of `core.sync.make_correct`, the
+      regions' outer state is a sixth argument.
     """
     kind = all_reduce if wants_flat_buffer(mesh) else None
     loss = carried(loss_fn, model_state)
@@ -101,13 +86,14 @@ def make_steps(
             step = _with_state_of_hosts(step, optimizer_lies)
         return scan(step, state, (batches, participating), num_steps)
 
-    of_outer = (P(REGION),) if correct else ()
+    regions, of_steps = P(REGION), P(None, REGION)
+    of_outer = (regions,) if correct else ()
     return jax.shard_map(
         of_device,
         mesh=mesh,
         axis_names={REGION},
-        in_specs=(P(REGION), *(P(None, REGION),) * 2, P(), P(), *of_outer),
-        out_specs=(P(REGION), P(None, REGION)),
+        in_specs=(regions, of_steps, of_steps, P(), P(), *of_outer),
+        out_specs=(regions, of_steps),
         check_vma=False,
     )
 
@@ -175,19 +161,14 @@ def _with_state_of_hosts(step: Callable, lies: PyTree) -> Callable:
     """Load the optimizer's state from host memory in each step, and store it back."""
 
     def whole(state: RegionState, xs: tuple):
-        on_devices = state._replace(opt_state=load(state.opt_state, lies))
-        new, out = step(on_devices, xs)
+        new, out = step(state._replace(opt_state=load(state.opt_state, lies)), xs)
         return new._replace(opt_state=offload(new.opt_state, lies)), out
 
     return whole
 
 
 def _exchange(
-    per_step: PerStep,
-    local: LocalRegions,
-    grads: PyTree,
-    state: RegionState,
-    all_reduce: str | None,
+    per_step: PerStep, local: LocalRegions, grads: PyTree, state: RegionState, how: Any
 ):
     """Exchange every region's gradient; return what each makes of all messages."""
 
@@ -198,7 +179,7 @@ def _exchange(
 
     message, kept = local.map(send)(grads, state.per_step, state.key)
     if per_step.receive is None:
-        made = mean_for_all(message, all_reduce)
+        made = mean_for_all(message, how)
     else:
-        made = per_step.receive(gather_all(message, all_reduce))
+        made = per_step.receive(gather_all(message, how))
     return for_all_regions(made, local.size), kept

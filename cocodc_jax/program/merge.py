@@ -1,8 +1,4 @@
-"""Programs that merge an arriving fragment into the regions.
-
-They run on the inner mesh: `sync/merge.py`'s rule, mapped over regions, with whatever
-else it needs.
-"""
+"""Programs that merge an arriving fragment: a rule of `sync/merge.py` over regions."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core import sync as core
@@ -36,15 +33,11 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
     """Make the program that merges one fragment into the regions.
 
     Returns:
-      `merge(params, opt_state, keys, kept, outer, batch, learning_rate, participating,
-      delay_steps, start_step) -> (params, metrics)`. An argument that the rule does not
-      need is None. `params`, `opt_state` and `keys` are the regions' (`params` may be
-      donated); `kept` are the copies that the rule needs; `batch` is the last batch
-      `[R, ...]` with the regions' `RegionState.model_state` and the frozen parameters;
-      `learning_rate` is a float32 scalar; `participating` is bool `[R]`, the regions
-      that merge, or None for all; `delay_steps` is an int32 scalar, at least 1, None
-      for the schedule's own delay (unless `is_late`); `start_step` is the sync's, an
-      int32 scalar. Metrics are float32 `[R]`.
+      `merge(params, opt_state, keys, kept, outer, batch, rate, participating, delay,
+      start) -> (params, metrics)`, with what `merge_arguments` returns; `params` may be
+      donated. `participating` is bool `[R]`, the regions that merge, or None for all.
+      `delay` is an int32 scalar, at least 1, or None for the schedule's own delay
+      (unless `is_late`). Metrics are float32 `[R]`.
     """
     sync, fragments, rule = spec.sync, spec.fragments, spec.sync.merge
     is_told = sync.schedule.is_measured or is_late
@@ -76,16 +69,7 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
         return core.merge(sync, seen)
 
     def merge(
-        params,
-        opt_state,
-        keys,
-        kept,
-        outer,
-        batch,
-        rate,
-        participating,
-        delay_steps,
-        start_step,
+        params, opt_state, keys, kept, outer, batch, rate, participating, delay, start
     ):
         if opt_state is not None:
             opt_state = load(opt_state, spec.shardings.region.opt_state)
@@ -94,7 +78,7 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
         frozen: PyTree = ()
         if batch is not None:
             *batch, frozen = batch
-        told = (rate, delay_steps, start_step, frozen)
+        told = (rate, delay, start, frozen)
         shared = told if is_regional else (outer, told)
         shared = jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), shared)
         outer, told = (outer, shared) if is_regional else shared
@@ -137,19 +121,28 @@ def merging(spec: SyncSpec, fragment_id: int, region: RegionState) -> RegionStat
     )
 
 
+def tell_merge(spec: SyncSpec, step: int, start_step: int, frozen: PyTree) -> tuple:
+    """Return frozen parameters, learning rate and start step for a merge at `step`.
+
+    The last two are scalars, float32 and int32; None if the rule does not need them.
+    """
+    rule = spec.sync.merge.needs
+    rate = spec.user_inputs.rate(step) if "learning_rate" in rule else None
+    return frozen, rate, np.int32(start_step) if "sync_key" in rule else None
+
+
 def merge_arguments(
     rule: Collection[str],
     region: RegionState,
     kept: PyTree,
     outer: PyTree,
     batch: PyTree,
-    rate: Any,
-    participating: Any,
-    delay_steps: Any,
-    start_step: Any,
-    frozen: PyTree,
+    told: tuple,
+    participating: Any = None,
+    delay: Any = None,
 ) -> tuple:
-    """Return the arguments of a merge, without those that its rule does not need."""
+    """Return the arguments of a merge, None for those that its rule does not need."""
+    frozen, rate, start = told
     return (
         region.params,
         region.opt_state if needs.wants_state(rule) else None,
@@ -157,10 +150,10 @@ def merge_arguments(
         {n: x for n, x in kept.items() if n in needs.REGIONAL_COPIES},
         outer,
         (batch, region.model_state, frozen) if needs.wants_batch(rule) else None,
-        rate if "learning_rate" in rule else None,
+        rate,
         participating,
-        delay_steps,
-        start_step if "sync_key" in rule else None,
+        delay,
+        start,
     )
 
 

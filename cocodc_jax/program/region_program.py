@@ -30,10 +30,11 @@ from cocodc_jax.program.assemble import (
     check_like,
     checked,
 )
+from cocodc_jax.program.fit import shardings_of
 from cocodc_jax.program.frozen import Trainable, copied, joined, split
 from cocodc_jax.program.warm_start import Adopted, adopt
 from cocodc_jax.sharding import transfer
-from cocodc_jax.sharding.ambient import methods_in_own_context
+from cocodc_jax.sharding.mesh import methods_in_own_context
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
@@ -135,7 +136,6 @@ class RegionProgram:
         self._use(self._assemble(Devices()))
 
     def _use(self, parts: Parts) -> None:
-        """Use the compiled functions of `parts`."""
         self.shardings, self.param_shapes = parts.shardings, parts.whole
         self.exchange, self._corrects = parts.exchange, parts.corrects
         self._first, self._batches, self._read = parts.first, parts.batches, parts.read
@@ -170,20 +170,13 @@ class RegionProgram:
         check_like(params, self.param_shapes)
         everywhere = NamedSharding(self.mesh, P())
         key_data = transfer.put(self._first.key_data(key), everywhere)
-        where = jax.tree.map(lambda x: x.sharding, self.param_shapes)
-        params = transfer.put(params, where)
+        params = transfer.put(params, shardings_of(self.param_shapes))
         return self.begin(params, key_data)
 
     def begin(
         self, params: PyTree, key_data: jax.Array, schedule: Any = None
     ) -> TrainState:
-        """Make an initial state of arrays that are on the mesh; see `init`.
-
-        Args:
-          params: one region's parameters.
-          key_data: data of the key.
-          schedule: the schedule's state; None for the initial one.
-        """
+        """Make an initial state of arrays on the mesh and a schedule's state."""
         params, frozen = split(params, self.trained)
         region, sync = self._first.make(params, key_data), None
         if self._syncs is not None:
@@ -222,10 +215,9 @@ class RegionProgram:
         recorder, listing = Recorder(), copy.copy(self)
         listing._use(self._assemble(recorder))
         params, _ = split(self.param_shapes, self.trained)
-        key_data = listing._first.shapes[1]
-        listing._first.make(
-            params, recorder.put(key_data, NamedSharding(self.mesh, P()))
-        )
+        everywhere = NamedSharding(self.mesh, P())
+        key_data = recorder.put(listing._first.shapes[1], everywhere)
+        listing._first.make(params, key_data)
         state, num_steps = self.abstract(), jax.tree.leaves(batches)[0].shape[0]
         listing._inner_steps(state, *listing._batches.abstract(batches), num_steps)
         listing._read.mean(state.region.params)
@@ -239,10 +231,9 @@ class RegionProgram:
         interval = self.method.sync.schedule.sync_interval
         missing = set(range(len(self.fragments)))
         while missing or state.step < rounds * interval:
-            num_steps = self.steps_to_event(state) or 0
+            n = self.steps_to_event(state) or 0
             of_steps = jax.tree.map(
-                lambda x, n=num_steps: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype),
-                batches,
+                lambda x, n=n: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batches
             )
             state, output = self.advance(state, of_steps)
             missing -= {each.fragment_id for each in output.syncs}
@@ -259,10 +250,7 @@ class RegionProgram:
 
     @property
     def length_bucket(self) -> int | None:
-        """The number of steps that batches are padded to a multiple of.
-
-        None if every number of steps has a program of its own.
-        """
+        """Steps that batches are padded to a multiple of; None if they are not."""
         return self._batches.length_bucket
 
     def steps_to_event(self, state: TrainState) -> int | None:
@@ -314,9 +302,8 @@ class RegionProgram:
             state, syncs = self._syncs.run_events(
                 state, batches, num_steps, times, merged
             )
-        of_events = state.bytes_sent - before
         sent = [before + i * self.bytes_per_step for i in range(1, num_steps + 1)]
-        sent[-1] += of_events
+        sent[-1] += state.bytes_sent - before
         state = dataclasses.replace(state, bytes_sent=sent[-1])
         return state, Output(losses, aux, syncs, tuple(sent))
 
@@ -361,11 +348,7 @@ class RegionProgram:
         return adopt(self, state, of)
 
     def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]:
-        """Apply all fragments in flight now; see `Executor.land`.
-
-        Returns:
-          The state after it, and what could not be applied.
-        """
+        """Apply all fragments in flight now; return what could not be applied too."""
         check_alive(state)
         return self._syncs.land(state) if self._syncs else (state, ())
 
@@ -394,10 +377,7 @@ class RegionProgram:
             raise ValueError(
                 f"method={self.method.name!r} restores no region; pass exclude_above"
             )
-        state = self._syncs.settle(state)
-        assert state.sync is not None
-        region, sync = self._syncs.restore(state.region, state.sync, bad)
-        return dataclasses.replace(state, region=region, sync=sync)
+        return self._syncs.restore(state, bad)
 
     def mean_params(self, state: TrainState) -> PyTree:
         """Return the mean of the regions' parameters, for evaluations."""
@@ -418,10 +398,7 @@ class RegionProgram:
         return self._read.drift(state.region.params)
 
     def are_equal(self, params: PyTree, others: PyTree) -> bool:
-        """Return whether two trees of one region's parameters are equal.
-
-        Waits for them.
-        """
+        """Return whether one region's parameters equal others; waits for them."""
         return bool(self._read.are_equal(params, others))
 
     def outer_params(self, state: TrainState) -> PyTree:
@@ -438,12 +415,7 @@ class RegionProgram:
         return self._syncs.copy(state.region, fragment_id)
 
     def compressors_of(self, state: TrainState, rank: int) -> PyTree:
-        """Return the regions' compressor states, resized to messages of another rank.
-
-        Args:
-          state: whose schedule has their current rank.
-          rank: see `messages.Ranked`; 0 if the schedule sets none.
-        """
+        """Return the regions' compressor states, resized to messages of `rank`."""
         assert self._syncs is not None
         assert state.sync is not None
         return self._syncs.compressors_of(state.sync, rank)

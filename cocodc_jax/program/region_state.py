@@ -44,7 +44,6 @@ class InitState:
         model_state: ModelState | None,
         devices: Devices,
     ):
-        """Compile nothing."""
         self._optimizer, self._per_step = optimizer, per_step
         self._model_state = () if model_state is None else model_state.init
         self._num_regions, self._own_keys, self._of_all = num_regions, own_keys, of_all
@@ -66,9 +65,8 @@ class InitState:
         try:
             given, data = str(jax.random.key_impl(key)), jax.random.key_data(key)
         except TypeError as error:
-            raise ValueError(
-                f"key={key!r} must be a PRNG key: jax.random.key(seed)"
-            ) from error
+            why = f"key={key!r} must be a PRNG key: jax.random.key(seed)"
+            raise ValueError(why) from error
         if data.ndim != 1:
             raise ValueError(
                 f"key has the shape {key.shape}, but must be one PRNG key: "
@@ -104,14 +102,10 @@ class RegionMetrics:
     """Compiled programs that read a `RegionState`, or outputs `[room, R]` (`first`)."""
 
     def __init__(self, mesh: Mesh, devices: Devices):
-        """Compile nothing."""
-        mean = functools.partial(
-            mean_over_regions, in_flat_buffer=wants_flat_buffer(mesh)
-        )
-        self.mean = devices.jit(
-            region_shard_map(mean, mesh, in_specs=P(REGION), out_specs=P()),
-            "mean of regions",
-        )
+        in_flat_buffer = wants_flat_buffer(mesh)
+        mean = functools.partial(mean_over_regions, in_flat_buffer=in_flat_buffer)
+        mean = region_shard_map(mean, mesh, in_specs=P(REGION), out_specs=P())
+        self.mean = devices.jit(mean, "mean of regions")
         # Small: replicated to every process.
         everywhere = NamedSharding(mesh, P())
         self.mean_state = jax.jit(mean_model_state, out_shardings=everywhere)
@@ -134,11 +128,9 @@ def _are_equal(params: PyTree, others: PyTree) -> jax.Array:
 
 def mean_model_state(model_state: PyTree) -> PyTree:
     """Average floating-point leaves, in at least float32; take the first of others."""
-
-    def mean(x: jax.Array) -> jax.Array:
-        return widen(x).mean(0).astype(x.dtype) if is_float(x) else x[0]
-
-    return jax.tree.map(mean, model_state)
+    return jax.tree.map(
+        lambda x: widen(x).mean(0).astype(x.dtype) if is_float(x) else x[0], model_state
+    )
 
 
 def are_finite(tree: PyTree) -> jax.Array:

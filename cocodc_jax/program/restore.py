@@ -21,7 +21,7 @@ import optax
 from cocodc_jax.core.state import InFlight, RegionState, SyncState
 from cocodc_jax.exchange.base import SyncSpec
 from cocodc_jax.exchange.shared_outer import SharedOuterModel
-from cocodc_jax.program.fit import with_counts
+from cocodc_jax.program.fit import shardings_of, with_counts
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.region_map import where_participating
 from cocodc_jax.sync.fragments import Fragment
@@ -40,7 +40,6 @@ class Restore:
         outer: SharedOuterModel,
         optimizer: optax.GradientTransformation,
     ):
-        """Compile nothing."""
         self._spec, self._outer, self._optimizer = spec, outer, optimizer
         self._programs: dict[Any, Callable] = {}
         self._mark = jax.jit(lambda verdict, bad: verdict | jnp.where(bad, RESTORED, 0))
@@ -55,23 +54,20 @@ class Restore:
             for name in REGIONAL_COPIES
             if name in flight.kept
         }
-        # By fragment; its start step makes no difference.
         order = sorted(copies)
-        of_fragments = [(sync_id[0], copies[sync_id]) for sync_id in order]
-        parts = [part for _, part in of_fragments]
+        parts = [copies[each] for each in order]
         found = region, sync.compressors, sync.stale_params, parts
-        which, rank = tuple(k for k, _ in of_fragments), sync.schedule.rank
+        # By fragment; its start step makes no difference.
+        which, rank = tuple(k for k, *_ in order), sync.schedule.rank
         if (which, rank) not in self._programs:
-            where = jax.tree.map(lambda x: x.sharding, found)
             self._programs[which, rank] = jax.jit(
                 make_restore(self._spec, self._outer, self._optimizer, which, rank),
-                out_shardings=where,
+                out_shardings=shardings_of(found),
             )
-        outer = tuple(
-            self._outer.on_mesh(sync, k) for k in range(len(self._spec.fragments))
-        )
+        each = range(len(self._spec.fragments))
+        outer = tuple(self._outer.on_mesh(sync, k) for k in each)
         mask = transfer.put(bad, self._spec.shardings.region.key)
-        region, compressors, stale_params, parts = self._programs[which, rank](
+        region, compressors, stale, parts = self._programs[which, rank](
             *found, outer, mask
         )
         copies = dict(zip(order, parts, strict=True))
@@ -79,12 +75,8 @@ class Restore:
             sync_id: self._marked(flight, sync_id, copies, bad)
             for sync_id, flight in sync.in_flight.items()
         }
-        return region, dataclasses.replace(
-            sync,
-            compressors=compressors,
-            stale_params=stale_params,
-            in_flight=flights,
-        )
+        changes = {"compressors": compressors, "stale_params": stale}
+        return region, dataclasses.replace(sync, **changes, in_flight=flights)
 
     def _marked(
         self, flight: InFlight, sync_id: tuple, copies: dict, bad: np.ndarray
@@ -105,23 +97,16 @@ def make_restore(
     which: tuple[int, ...],
     rank: int,
 ) -> Callable:
-    """Make the program that restores some of the regions.
+    """Make `restore(region, compressors, stale_params, copies, outer, bad)`.
 
-    Returns:
-      `restore(region, compressors, stale_params, copies, outer, bad) -> (region,
-      compressors, stale_params, copies)`: `outer` are the fragments that regions
-      receive, `bad` is bool `[R]`.
+    It returns the first four, restored. `outer` are the fragments that regions receive,
+    and the copies are of the fragments `which`.
     """
     fragments, message = spec.fragments, spec.sync.message
 
     def restore(region, compressors, stale_params, copies, outer, bad):
         def from_outer(k: int, part: Fragment) -> Fragment:
-            spread = jax.tree.map(
-                lambda o, x: jnp.broadcast_to(o[None], x.shape).astype(x.dtype),
-                outer[k],
-                part,
-            )
-            return where_participating(bad, spread, part)
+            return where_participating(bad, _spread(outer[k], part), part)
 
         params = region.params
         for k in range(len(fragments)):
@@ -130,31 +115,27 @@ def make_restore(
         fresh = jax.vmap(optimizer.init)(params)
         opt_state = where_participating(bad, fresh, region.opt_state)
         opt_state = with_counts(opt_state, region.opt_state)
+        pairs = zip(compressors, model.compressors(outer, rank), strict=True)
         anew = tuple(
             where_participating(bad, message.restored(old, new), old)
-            for old, new in zip(
-                compressors, model.compressors(outer, rank), strict=True
-            )
+            for old, new in pairs
         )
         stale = tuple(from_outer(k, part) for k, part in enumerate(stale_params))
         copies = [from_outer(k, part) for k, part in zip(which, copies, strict=True)]
+        model_state = region.model_state
+        if spec.model_state is not None:
+            first = _spread(spec.model_state.init, model_state)
+            model_state = where_participating(bad, first, model_state)
         region = region._replace(
-            params=params,
-            opt_state=opt_state,
-            model_state=_from_init(spec, bad, region.model_state),
+            params=params, opt_state=opt_state, model_state=model_state
         )
         return region, anew, stale, copies
 
     return restore
 
 
-def _from_init(spec: SyncSpec, bad: jax.Array, model_state: PyTree) -> PyTree:
-    """Return the models' states, reinitialized in the regions `bad`."""
-    if spec.model_state is None:
-        return model_state
-    first = jax.tree.map(
-        lambda x, like: jnp.broadcast_to(x[None], like.shape).astype(like.dtype),
-        spec.model_state.init,
-        model_state,
+def _spread(tree: PyTree, like: PyTree) -> PyTree:
+    """Return values for all regions, `[R, ...]`."""
+    return jax.tree.map(
+        lambda x, to: jnp.broadcast_to(x[None], to.shape).astype(to.dtype), tree, like
     )
-    return where_participating(bad, first, model_state)

@@ -10,22 +10,20 @@ Most segments contain steps only, and starts and finishes are separate programs.
 regions share a fabric (slices of a TPU, GPUs), a device runs programs one after
 another, so a message with its own program blocks the steps. In one program with the
 scan of inner steps, the compiler begins the collective before the scan and ends it
-after, so that the message travels while the device computes (`overlap`; tests check it
-in compiled programs).
+after (`overlap`; tests check it in compiled programs).
 
 A barrier ties the received message to the losses, and ties nothing else. Without it the
 compiler decodes a compressed message at once and waits for it. A barrier over more
 values would serialize the steps.
 
-**What overlaps.** A start waits for the segment that follows it; nothing comes between.
-If tau is at most the H / K steps between two starts, T is tau: one segment from a start
-to its merge. With a longer tau a segment ends at the next event of another fragment,
-and its mean stays in flight until it is due. The same happens where an evaluation or a
-checkpoint cuts the steps, and with robust means, which are checked before the merge. At
-a checkpoint exactly at a start, the fragment is sent by its own program, so that the
-saved state is the same. Never hidden are messages without a delay, those a full round
-late (they leave before a merge at the same step), and those of methods with
-asynchronous regions, adaptive message rank, or averaged inner moments.
+**What overlaps.** A start waits for the segment that follows it. If tau is at most the
+H / K steps between two starts, T is tau. With a longer tau a segment ends at the next
+event of another fragment, and its mean stays in flight until it is due. So it does
+where an evaluation or a checkpoint cuts the steps, and with robust means, which are
+checked before the merge. At a checkpoint exactly at a start, the fragment is sent by
+its own program, so that the saved state is the same. Never hidden are messages without
+a delay, those a full round late (they leave before a merge at the same step), and those
+of methods with asynchronous regions, adaptive message rank, or averaged inner moments.
 
 **How many programs.** One per fragment, times the lengths T that occur: with regular
 starts one (two if tau is longer than H / K, as the first round has no merge), and one
@@ -39,26 +37,25 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.core.state import InFlight, RegionState, SyncId, SyncState
+from cocodc_jax.core.state import InFlight, RegionState, SyncId, SyncState, TrainState
 from cocodc_jax.exchange.base import Exchange, SyncSpec
 from cocodc_jax.exchange.in_program import make_crossing
 from cocodc_jax.exchange.programs import Devices
 from cocodc_jax.exchange.shared_outer import SharedOuterModel
-from cocodc_jax.program.merge import make_merge, make_remember, merge_arguments
+from cocodc_jax.program.merge import (
+    make_merge,
+    make_remember,
+    merge_arguments,
+    tell_merge,
+)
 from cocodc_jax.sharding.mesh import regional
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.needs import STAGED, STALE
-from cocodc_jax.sync.schedules.base import (
-    FINISH,
-    Event,
-    nothing,
-    replaced,
-)
+from cocodc_jax.sync.schedules.base import FINISH, Event, nothing, replaced
 
 PyTree = Any
 # Norm of a mean (float32 scalar), and metrics of its merge (each `[R]`).
@@ -115,9 +112,7 @@ def make_segment(
     crossings = [
         make_crossing(spec, k, rank, in_one_buffer=True) for k, rank in segment.before
     ]
-    finish = None
-    if segment.after is not None:
-        finish = make_finish(spec, model, segment.after)
+    finish = None if segment.after is None else make_finish(spec, model, segment.after)
     is_seen = needs.wants_mean(spec.sync.schedule.needs)
 
     def run(region, batches, participating, starts, outer, told):
@@ -164,9 +159,8 @@ def make_finish(spec: SyncSpec, model: SharedOuterModel, fragment_id: int) -> Ca
       merged)`; see `make_segment`. `batch` is the last one, `[R, ...]`.
     """
     merge, rule = make_merge(spec, fragment_id), spec.sync.merge.needs
-    remember = None
-    if spec.sync.merge.has_feedback:
-        remember = make_remember(spec, fragment_id)
+    has_feedback = spec.sync.merge.has_feedback
+    remember = make_remember(spec, fragment_id) if has_feedback else None
 
     def finish(region: RegionState, outer, memory, flight: InFlight, batch, told):
         if remember is not None:
@@ -174,19 +168,8 @@ def make_finish(spec: SyncSpec, model: SharedOuterModel, fragment_id: int) -> Ca
         params, opt_state, norm = model.step_on_mesh(
             fragment_id, outer[0], outer[1], flight.mean, None
         )
-        frozen, rate, start_step = told
-        arguments = merge_arguments(
-            rule,
-            region,
-            flight.kept,
-            model.broadcast(fragment_id, params, opt_state),
-            batch,
-            rate,
-            participating=None,
-            delay_steps=None,
-            start_step=start_step,
-            frozen=frozen,
-        )
+        near = model.broadcast(fragment_id, params, opt_state)
+        arguments = merge_arguments(rule, region, flight.kept, near, batch, told)
         merged, metrics = merge(*arguments)
         outer = (spec.place.offload(fragment_id, x) for x in (params, opt_state))
         return merged, tuple(outer), memory, (norm, metrics)
@@ -202,10 +185,11 @@ class InnerSteps(NamedTuple):
     losses: NamedSharding  # Sharding of the losses `[T, R]`.
 
     def compiled(self, devices: Devices) -> Callable:
-        """Compile the steps alone; see `inner_step.make_steps`."""
+        """Compile the steps alone."""
         where = self.region, self.losses
-        name = "inner steps"
-        return devices.jit(self.run, name, donate_argnums=0, out_shardings=where)
+        return devices.jit(
+            self.run, "inner steps", donate_argnums=0, out_shardings=where
+        )
 
 
 class Segments:
@@ -219,10 +203,8 @@ class Segments:
         weights_of: Callable[[Event], tuple[float, ...]],
         steps: InnerSteps,
     ):
-        """Compile nothing."""
-        self._exchange = exchange
-        self._spec, self._outer, self._steps = spec, outer, steps
-        self._weights_of = weights_of
+        self._spec, self._outer, self._exchange = spec, outer, exchange
+        self._weights_of, self._steps = weights_of, steps
         self._programs: dict[Segment, Callable] = {}
 
     @staticmethod
@@ -237,26 +219,21 @@ class Segments:
         )
 
     def run(
-        self,
-        region: RegionState,
-        sync: SyncState,
-        batches: PyTree,
-        participating: PyTree,
-        step: int,
-        frozen: PyTree,
-    ) -> tuple[RegionState, SyncState, tuple, dict[SyncId, Merged]]:
+        self, state: TrainState, batches: PyTree, participating: PyTree, step: int
+    ) -> tuple[TrainState, tuple, dict[SyncId, Merged]]:
         """Run the segment that leads to `step`."""
-        segment, finish = plan(self._spec, sync, step)
+        spec, sync = self._spec, state.sync
+        assert sync is not None
+        segment, finish = plan(spec, sync, step)
         if segment not in self._programs:
             self._programs[segment] = self._make(segment, sync)
-        outer = None if finish is None else sync.outer.entry(finish.fragment_id)
+        starts = tuple(self._start(event, sync, segment) for event in sync.leaving)
+        outer, to_tell = None, (state.frozen, None, None)
+        if finish is not None:
+            outer = sync.outer.entry(finish.fragment_id)
+            to_tell = tell_merge(spec, step, finish.start_step, state.frozen)
         region, outputs, sent, outer, merged = self._programs[segment](
-            region,
-            batches,
-            participating,
-            tuple(self._start(event, sync, segment) for event in sync.leaving),
-            outer,
-            self._told(finish, step, frozen),
+            state.region, batches, participating, starts, outer, to_tell
         )
         memories, flights = sync.compressors, dict(sync.in_flight)
         for event, (flight, memory) in zip(sync.leaving, sent, strict=True):
@@ -265,11 +242,11 @@ class Segments:
         sync = dataclasses.replace(
             sync, compressors=memories, in_flight=flights, leaving=()
         )
-        if finish is None:
-            return region, sync, outputs, {}
-        new = sync.outer.updated(finish.fragment_id, *outer)
-        sync = dataclasses.replace(sync, outer=new)
-        return region, sync, outputs, {finish.sync_id: merged}
+        done = {}
+        if finish is not None:
+            new = sync.outer.updated(finish.fragment_id, *outer)
+            sync, done = dataclasses.replace(sync, outer=new), {finish.sync_id: merged}
+        return dataclasses.replace(state, region=region, sync=sync), outputs, done
 
     def _start(self, event: Event, sync: SyncState, segment: Segment) -> tuple:
         spec, k = self._spec, event.fragment_id
@@ -277,18 +254,7 @@ class Segments:
             None if k == segment.after else self._outer.given(*sync.outer.entry(k)),
             sync.compressors[k],
             spec.devices.weights(self._weights_of(event), regional(spec.mesh)),
-            spec.start_step(event),
-        )
-
-    def _told(self, finish: Event | None, step: int, frozen: PyTree) -> tuple:
-        """Return the last argument of a segment, None for what no merge needs."""
-        if finish is None:
-            return frozen, None, None
-        rule, rate = self._spec.sync.merge.needs, self._spec.user_inputs.rate
-        return (
-            frozen,
-            rate(step) if "learning_rate" in rule else None,
-            np.int32(finish.start_step) if "sync_key" in rule else None,
+            spec.start_step(event.start_step),
         )
 
     def _make(self, segment: Segment, sync: SyncState) -> Callable:
@@ -310,23 +276,13 @@ class Segments:
             merged = NamedSharding(spec.mesh, P()), shardings.region.key
         names = ", ".join(str(k) for k, _ in segment.before)
         merges = "" if segment.after is None else ", merge"
+        of_steps = self._steps.region, self._steps.losses
+        is_gpu = spec.mesh.devices.flat[0].platform in ("gpu", "cuda")
         return spec.devices.jit(
             make_segment(spec, self._outer, self._steps.run, segment),
             f"start fragment {names}, inner steps{merges}",
             sum(self._exchange.num_bytes(*each) for each in segment.before),
             donate_argnums=(0, 4),
-            out_shardings=(
-                self._steps.region,
-                self._steps.losses,
-                tuple(sent),
-                outer,
-                merged,
-            ),
-            compiler_options=dict(self._options),
+            out_shardings=(*of_steps, tuple(sent), outer, merged),
+            compiler_options=dict(_GPU_OPTIONS) if is_gpu else {},
         )
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        """Compiler options of the platform."""
-        platform = self._spec.mesh.devices.flat[0].platform
-        return _GPU_OPTIONS if platform in ("gpu", "cuda") else {}

@@ -26,6 +26,7 @@ optimizer; the model is the same. State that fits is kept, the rest is reported 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -36,7 +37,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import OuterState, RegionState, SyncState, TrainState
-from cocodc_jax.program.fit import at_step, difference, inside, mean_over_all, recut
+from cocodc_jax.program.fit import (
+    at_step,
+    difference,
+    inside,
+    mean_over_all,
+    recut,
+    shardings_of,
+)
 from cocodc_jax.program.frozen import joined, split
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.region_map import for_all_regions
@@ -46,6 +54,7 @@ from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules.base import Pending
+from cocodc_jax.transforms.numerics import cast_like
 
 PyTree = Any
 
@@ -87,6 +96,8 @@ class _Adoption:
     def __init__(self, program: _Program, of: _Program):
         self._new, self._old = program, of
         self._num, self._was = program.regions.num, of.regions.num
+        self._is_same_schedule = program.method.schedule == of.method.schedule
+        self._is_same_cut = program.fragments == of.fragments
         self._kept: dict[str, str] = {}
         self._lost: dict[str, str] = {}
 
@@ -96,9 +107,9 @@ class _Adoption:
         flies = self._flies_on(state)
         state = self._without_flights(state, flies)
         schedule = self._schedule(state, flies)
-        where = _shardings(self._new.param_shapes)
-        whole = transfer.move(self._old.outer_params(state), where)
-        narrow = jax.jit(lambda tree: _cast(tree, self._new.param_shapes))
+        shapes = self._new.param_shapes
+        whole = transfer.move(self._old.outer_params(state), shardings_of(shapes))
+        narrow = jax.jit(lambda tree: cast_like(tree, shapes))
         fresh = self._new.begin(narrow(whole), self._new_key(state), schedule)
         if self._num != self._was:
             self._lost["regions"] = (
@@ -112,37 +123,25 @@ class _Adoption:
             params = split(joined(region.params, shared), self._new.trained)[0]
             region = region._replace(params=params)
         region = self._region(region, fresh.region, state.step)
-        sync = fresh.sync
-        if sync is not None:
-            sync = self._sync(state.sync, sync, whole, flies)
-        elif state.sync is not None:
+        sync = fresh.sync and self._sync(state.sync, fresh.sync, whole, flies)
+        if sync is None and state.sync is not None:
             self._lost["outer model"] = "the method has none"
         adopted = TrainState(region, sync, state.step, state.bytes_sent, fresh.frozen)
         return Adopted(adopted, self._kept, self._lost)
 
     def _flies_on(self, state: TrainState) -> bool:
         """Return whether fragments in flight can stay so, in an equal schedule."""
-        if state.sync is None or not self._is_same_schedule():
-            return False
-        like = self._new.abstract(state.sync.schedule).sync
-        assert like is not None
         now = state.sync
-        return (
-            self._num == self._was
-            and self._is_same_cut()
-            and difference(now.in_flight, like.in_flight) is None
-            # Compressor states have the rank of their messages.
-            and not (
-                now.schedule.rank and difference(now.compressors, like.compressors)
-            )
-        )
-
-    def _is_same_schedule(self) -> bool:
-        schedule = self._new.method.schedule
-        return schedule is not None and schedule == self._old.method.schedule
-
-    def _is_same_cut(self) -> bool:
-        return self._new.fragments == self._old.fragments
+        if now is None or not self._is_same_schedule:
+            return False
+        like = self._new.abstract(now.schedule).sync
+        assert like is not None
+        if self._num != self._was or not self._is_same_cut:
+            return False
+        # Compressor states have the rank of their messages.
+        if now.schedule.rank and difference(now.compressors, like.compressors):
+            return False
+        return difference(now.in_flight, like.in_flight) is None
 
     def _without_flights(self, state: TrainState, flies: bool) -> TrainState:
         if state.sync is None or not state.sync.in_flight:
@@ -168,7 +167,7 @@ class _Adoption:
             return None
         if state.sync is not None:
             always_flies = bool(schedule.init().in_flight)
-            if self._is_same_schedule() and (flies or not always_flies):
+            if self._is_same_schedule and (flies or not always_flies):
                 self._kept["schedule"] = "where it was"
                 return state.sync.schedule
             self._lost["schedule"] = f"it begins after step {state.step}"
@@ -178,17 +177,16 @@ class _Adoption:
         """Derive a key for regions that have none."""
         everywhere = NamedSharding(self._old.mesh, P())
         first = jax.jit(lambda x: x[0], out_shardings=everywhere)(state.region.key)
-        key = jax.random.fold_in(
-            jax.random.wrap_key_data(jnp.asarray(np.asarray(first))), 4
-        )
+        data = jnp.asarray(np.asarray(first))
+        key = jax.random.fold_in(jax.random.wrap_key_data(data), 4)
         where = NamedSharding(self._new.mesh, P())
         return transfer.put(jax.random.key_data(key), where)
 
     def _region(self, old: RegionState, fresh: RegionState, step: int) -> RegionState:
-        opt_state = self._regional("inner optimizer", old.opt_state, fresh.opt_state)
+        begun = self._regional("inner optimizer", old.opt_state, fresh.opt_state)
+        opt_state = begun
         if "inner optimizer" in self._lost:
-            begun, done = opt_state, self._new.regions.steps_done(step)
-            opt_state = at_step(begun, done)
+            opt_state = at_step(begun, self._new.regions.steps_done(step))
             if opt_state is not begun:
                 self._kept["learning rate"] = "its schedule goes on"
         if self._num == self._was:
@@ -219,19 +217,19 @@ class _Adoption:
         if why is not None:
             self._lost[name] = why
             return fresh
-        where = _shardings(fresh)
+        where = shardings_of(fresh)
         if self._num == self._was:
             self._kept[name] = "of each region"
             return transfer.move(old, where)
         self._kept[name] = f"the mean of {self._was} regions"
         old = transfer.out_of_host_memory(old)
-        mean = jax.jit(
-            lambda tree: jax.tree.map(mean_over_all, tree), out_shardings=inside(old)
-        )(old)
+        average = functools.partial(jax.tree.map, mean_over_all)
+        mean = jax.jit(average, out_shardings=inside(old))(old)
+        mean = transfer.move(mean, inside(fresh))
         return jax.jit(
             lambda tree: of_regions(for_all_regions(tree, self._num)),
             out_shardings=where,
-        )(transfer.move(mean, inside(fresh)))
+        )(mean)
 
     def _sync(
         self, old: SyncState | None, fresh: SyncState, whole: PyTree, flies: bool
@@ -247,9 +245,9 @@ class _Adoption:
         if flies:
             like = self._new.abstract(fresh.schedule).sync
             assert like is not None
-            flights = transfer.move(old.in_flight, _shardings(like.in_flight))
+            flights = transfer.move(old.in_flight, shardings_of(like.in_flight))
         compressors = fresh.compressors
-        if self._is_same_cut():
+        if self._is_same_cut:
             assert self._new.method.sync is not None
             of_regions = self._new.method.sync.message.of_regions
             compressors = self._regional(
@@ -270,13 +268,12 @@ class _Adoption:
     def _outer_params(
         self, old: OuterState | None, fresh: tuple, whole: PyTree
     ) -> tuple:
-        if old is not None and self._is_same_cut():
-            if difference(old.params, fresh) is None:
-                self._kept["outer parameters"] = "as they were"
-                return transfer.move(old.params, _shardings(fresh))
-        self._kept["outer parameters"] = (
-            "the mean of the regions'" if old is None else "cut or spread anew"
-        )
+        where = shardings_of(fresh)
+        if old and self._is_same_cut and difference(old.params, fresh) is None:
+            self._kept["outer parameters"] = "as they were"
+            return transfer.move(old.params, where)
+        how = "the mean of the regions'" if old is None else "cut or spread anew"
+        self._kept["outer parameters"] = how
         fragments = self._new.fragments
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), fresh)
 
@@ -288,22 +285,20 @@ class _Adoption:
             parts = tuple(fragments.take(whole, k) for k in range(len(fragments)))
             return jax.tree.map(spread, parts, like)
 
-        return transfer.move(jax.jit(cut)(whole), _shardings(fresh))
+        return transfer.move(jax.jit(cut)(whole), where)
 
     def _outer_states(self, old: OuterState | None, fresh: OuterState) -> tuple:
         if old is None or not jax.tree.leaves(old.opt_states):
             return fresh.opt_states
         why = difference(old.opt_states, fresh.opt_states)
-        if self._is_same_cut() and why is None:
+        where = shardings_of(fresh.opt_states)
+        if self._is_same_cut and why is None:
             self._kept["outer optimizer"] = "as it was"
-            return transfer.move(old.opt_states, _shardings(fresh.opt_states))
+            return transfer.move(old.opt_states, where)
         before, states = self._old.method.sync, old.opt_states
-        trees = self._old.fragments.treedef, self._new.fragments.treedef
-        if (
-            self._is_same_cut()
-            or not (before and isinstance(before.outer, SharedOuter))
-            or trees[0] != trees[1]
-        ):
+        is_shared = before is not None and isinstance(before.outer, SharedOuter)
+        is_same_tree = self._old.fragments.treedef == self._new.fragments.treedef
+        if self._is_same_cut or not is_shared or not is_same_tree:
             self._lost["outer optimizer"] = why or "the model is cut otherwise"
             return fresh.opt_states
         if len(self._old.shardings.channels) > 1:  # Joined in one program.
@@ -316,21 +311,10 @@ class _Adoption:
             )
             return fresh.opt_states
         self._kept["outer optimizer"] = "cut anew"
-        return transfer.move(cut, _shardings(fresh.opt_states))
-
-
-def _shardings(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x.sharding, tree)
-
-
-def _cast(tree: PyTree, like: PyTree) -> PyTree:
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+        return transfer.move(cut, where)
 
 
 def _named(in_flight: tuple[Pending, ...]) -> str:
     """Name what is in flight; zero messages have no name."""
-    return ", ".join(
-        f"fragment {p.fragment_id} of step {p.start_step}"
-        for p in in_flight
-        if p.start_step > 0
-    )
+    named = [p.sync_id for p in in_flight if p.start_step > 0]
+    return ", ".join(f"fragment {k} of step {step}" for k, step in named)

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
-    from cocodc_jax.report.comparison import compare
+    from cocodc_jax.report.comparison import (
+        Run,
+        compare,
+        eval_curve,
+        load_run,
+        steps_to_loss,
+    )
     from cocodc_jax.report.page import render
     from cocodc_jax.report.plots import (
         fragments_in_flight,
@@ -20,7 +26,6 @@ if TYPE_CHECKING:
     )
     from cocodc_jax.report.progress import RunProgress
     from cocodc_jax.report.records import MetricsWriter, read_records
-    from cocodc_jax.report.runs import Run, eval_curve, load_run, steps_to_loss
 
 __all__ = [
     "MetricsWriter",

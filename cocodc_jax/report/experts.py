@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from cocodc_jax._extras import extra
+from cocodc_jax.report.comparison import Run, by_method
 from cocodc_jax.report.plots import COLORS, new_figure, tidy
-from cocodc_jax.report.runs import Run, by_method
 
 with extra("report"):
     from matplotlib.figure import Figure

@@ -2,8 +2,7 @@
 
 Images are embedded and nothing is fetched, so the file can be mailed or archived. The
 columns that most people look for come first, in a table that fits a window of 800
-pixels; the others have a table of their own. In a narrower window a row becomes a block
-with its columns' names in it.
+pixels; the others have a table of their own.
 """
 
 import base64

@@ -13,8 +13,8 @@ import numpy as np
 
 from cocodc_jax._extras import extra
 from cocodc_jax.files import write_whole
+from cocodc_jax.report.comparison import Curve, Run, by_method, eval_curve
 from cocodc_jax.report.records import Record
-from cocodc_jax.report.runs import Curve, Run, by_method, eval_curve
 from cocodc_jax.report.units import format_bytes
 
 with extra("report"):
@@ -52,7 +52,7 @@ def loss_by_steps(runs: Sequence[Run]) -> Figure:
     """Plot evaluation loss against inner steps, whole and, beside it, the second half.
 
     Several runs of one method become their mean and a band from the least to the
-    greatest. Each line of the right panel carries its name and last value.
+    greatest.
     """
     # Room for a label a method beside the curves.
     figure = new_figure(height_in=max(4.2, 0.26 * len(by_method(runs))))

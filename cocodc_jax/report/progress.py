@@ -29,15 +29,11 @@ class RunProgress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Prepare the display.
+        """Prepare the display of a run of `num_steps` inner steps.
 
-        Args:
-          num_steps: inner steps of the whole run.
-          start_step: inner steps done before, when the run is resumed.
-          label: what stands first, such as the method and seed.
-          console: where to write; standard output by default. It gets a bar if it is a
-            terminal, else a line each `PLAIN_INTERVAL_S` seconds and at the last step.
-          clock: seconds, monotonic.
+        A resumed run has done `start_step` of them. The console, by default standard
+        output, gets a bar if it is a terminal, else a line each `PLAIN_INTERVAL_S`
+        seconds and at the last step.
         """
         self._num_steps, self._start_step, self._label = num_steps, start_step, label
         self._console, self._clock = console or Console(), clock

@@ -1,25 +1,152 @@
-"""The run's records: `metrics.jsonl`, one JSON object a line, and how it is read.
+"""The run's records: how they are written, shown live, and read.
 
-A few kinds of record, all deterministic: the file of a run that was killed and
-resumed equals the unbroken run's byte for byte, so no clock may enter it. What the
-clock says goes to `timing.jsonl`, which only grows. Floats are written in the
-shortest form that reads back to the same float64, hence also to the same float32.
+`metrics.jsonl` has one JSON object a line, of a few kinds, all deterministic: the file
+of a run that was killed and resumed equals the unbroken run's byte for byte, so no
+clock may enter it. What the clock says goes to `timing.jsonl`, which only grows. Floats
+are written in the shortest form that reads back to the same float64, hence also to the
+same float32. Mirrors show the numbers live, under the same names in all of them.
 """
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
-from cocodc_jax.files import parse_lines, writing
-from cocodc_jax.report.events import OpenMirror, scalars, tensorboard
+from cocodc_jax._extras import extra
+from cocodc_jax.files import (
+    UnwritableError,
+    parse_lines,
+    read_table,
+    write_whole,
+    writing,
+)
+
+with extra("report"):
+    from tensorboardX import SummaryWriter
 
 METRICS_FILE = "metrics.jsonl"
 TIMING_FILE = "timing.jsonl"
+WANDB_FILE = "wandb.json"
 
 Record = dict[str, Any]
+
+
+class Mirror(NamedTuple):
+    """Where numbers go."""
+
+    # Takes an inner step and the numbers by name.
+    write: Callable[[int, Mapping[str, float]], None]
+    close: Callable[[], None]  # Flushes and ends it.
+
+
+# Takes the folder of the run, and the step from which on a resumed run writes again, or
+# None for a new one.
+OpenMirror = Callable[[pathlib.Path, int | None], Mirror]
+
+
+def tensorboard(folder: pathlib.Path, first_step: int | None = None) -> Mirror:
+    """Open event files in the run's `tb`, see `OpenMirror`.
+
+    TensorBoard hides events of older files at `first_step` and later.
+    """
+    path = folder / "tb"
+    writer = SummaryWriter(os.fspath(path), None, first_step, flush_secs=10)
+    events: Any = vars(writer.file_writer)["event_writer"]
+
+    def write(step: int, numbers: Mapping[str, float]) -> None:
+        # A full disk ends the thread that writes; its queue would fill up, and block.
+        if not events._worker.is_alive():
+            raise UnwritableError(errno.EIO, "its writer has ended", os.fspath(path))
+        for name, number in numbers.items():
+            writer.add_scalar(name, number, step)
+
+    def close() -> None:
+        try:
+            with writing(path):
+                writer.close()
+        finally:
+            events._closed = True  # The end of the process would try it once more.
+
+    return Mirror(write, close)
+
+
+def weights_and_biases(
+    folder: pathlib.Path,
+    first_step: int | None = None,
+    *,
+    project: str,
+    mode: str | None = None,
+    name: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Mirror:
+    """Open a run of Weights & Biases, or go on with the one that the folder had.
+
+    Its id is kept in `wandb.json`, so that all parts of a resumed run are one. Steps
+    that are written again come twice, with the same numbers. What is written offline
+    is in the run's `wandb`; `wandb sync --append` sends all parts of it.
+    """
+    with extra("wandb"):
+        import wandb  # pyright: ignore[reportMissingImports]
+
+    try:
+        run = wandb.init(
+            project=project,
+            id=_run_id(folder / WANDB_FILE),
+            name=name,
+            config=dict(config or {}),
+            dir=os.fspath(folder),
+            mode=mode,
+            # Offline there is nothing to ask; what is written has the id.
+            resume=None if mode == "offline" else "allow",
+        )
+    except wandb.Error as error:
+        raise ConnectionError(
+            f"Weights & Biases refused project {project!r} ({error}); log in, or use "
+            "--wandb_mode=offline"
+        ) from error
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+
+    def write(step: int, numbers: Mapping[str, float]) -> None:
+        run.log({"step": step, **numbers})
+
+    return Mirror(write, run.finish)
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record by the names that they are shown under.
+
+    >>> scalars({"kind": "train", "step": 3, "loss_regions": [2.0, 1.5]})
+    {'train/loss_regions/region_0': 2.0, 'train/loss_regions/region_1': 1.5}
+    """
+    suffix = f"/fragment_{record['fragment']}" if "fragment" in record else ""
+    found: dict[str, float] = {}
+
+    def add(name: str, value: Any, *axes: str) -> None:
+        if isinstance(value, list):
+            for i, one in enumerate(value):
+                add(f"{name}/{axes[0]}_{i}", one, *axes[1:])
+        elif value is not None:
+            found[name] = value
+
+    for field, value in record.items():
+        if field not in ("kind", "step", "fragment"):
+            name = f"{record['kind']}/{field}{suffix}"
+            add(name, value, "region", "layer", "expert")
+    return found
+
+
+def _run_id(path: pathlib.Path) -> str:
+    """Return the id of the folder's run, made at its first start."""
+    if path.exists():
+        return read_table(path)["id"]
+    run_id = uuid.uuid4().hex[:8]
+    write_whole(path, json.dumps({"id": run_id}))
+    return run_id
 
 
 class MetricsWriter:
@@ -40,13 +167,13 @@ class MetricsWriter:
         Args:
           workdir: directory of the run, made if missing.
           resume_offset: None to begin anew (older records are dropped); else the bytes
-            of `metrics.jsonl` to keep, as `offset` gave them when the checkpoint was
-            written. What lies behind is dropped: the resumed run writes it again.
-          mirrors: where the records go besides, see `events`.
+            of `metrics.jsonl` to keep, the `offset` at the checkpoint. The resumed run
+            writes the rest again.
+          mirrors: where the records go besides.
 
         Raises:
-          ValueError: resume_offset is not the end of a record of the existing file,
-            or a line before it is damaged; nothing is changed then.
+          ValueError: if resume_offset is not the end of a record, or a line before it
+            is damaged; nothing is changed then.
         """
         directory = pathlib.Path(workdir)
         directory.mkdir(parents=True, exist_ok=True)
@@ -55,9 +182,8 @@ class MetricsWriter:
         if resume_offset:
             kept = _parse(metrics, _bytes_before(metrics, resume_offset))
         self._file = _open_at(metrics, resume_offset or 0)
-        is_new = resume_offset is None
+        has_lines = timing.exists() and resume_offset is not None
         # Without a last line that a kill cut off.
-        has_lines = timing.exists() and not is_new
         timing_bytes = timing.read_bytes().rfind(b"\n") + 1 if has_lines else 0
         self._timing = _open_at(timing, timing_bytes)
         first_step = kept[-1]["step"] + 1 if kept else None
@@ -65,25 +191,15 @@ class MetricsWriter:
 
     @property
     def offset(self) -> int:
-        """Size of `metrics.jsonl` in bytes, all of them safely on the disk.
-
-        A checkpoint that remembers the offset must not outlive the records it counts,
-        hence the fsync.
-        """
+        """Size of `metrics.jsonl` in bytes, all of them safely on the disk."""
+        # A checkpoint that remembers it must not outlive the records that it counts.
         os.fsync(self._file.fileno())
         return self._file.tell()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record.
+        """Append one record, as `train.records` makes them.
 
-        Args:
-          record: "kind", "step" and further fields, as `train.records` makes them;
-            values are plain numbers, lists of numbers, or None where the method, or a
-            region, has no such quantity.
-
-        Raises:
-          ValueError: a value is NaN or infinite (the trainer stops such a run before it
-            is recorded).
+        A `ValueError` refuses NaN and infinity.
         """
         _append(self._file, record)
         self._show(record)
@@ -101,12 +217,12 @@ class MetricsWriter:
         `wall_s` counts from when this process began to train, `tokens_per_second` (of
         all regions) and `stall_s` (waiting for a mean to arrive) from the last record.
         """
-        numbers = {
-            "wall_s": wall_s,
-            "tokens_per_second": tokens_per_second,
-            "stall_s": stall_s,
-        } | ({} if mfu is None else {"mfu": mfu})
-        timing = {"step": int(step)} | {n: float(x) for n, x in numbers.items()}
+        timing = {
+            "step": int(step),
+            "wall_s": float(wall_s),
+            "tokens_per_second": float(tokens_per_second),
+            "stall_s": float(stall_s),
+        } | ({} if mfu is None else {"mfu": float(mfu)})
         _append(self._timing, timing)
         self._show({"kind": "timing", **timing})
 
@@ -132,15 +248,8 @@ class MetricsWriter:
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
     """Read a `metrics.jsonl` or `timing.jsonl`, also one that is being written.
 
-    Args:
-      path: the file; a last line without its newline is still being written, or was
-        cut off by a kill, and is left out.
-
-    Returns:
-      The records in the order they were written.
-
-    Raises:
-      ValueError: a complete line is not a JSON object with a step; names the line.
+    A last line without its newline, still being written or cut off by a kill, is left
+    out. A `ValueError` names a complete line that is no JSON object with a step.
     """
     return _parse(path, pathlib.Path(path).read_bytes())
 

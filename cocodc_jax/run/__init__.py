@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
-    from cocodc_jax.run.config import LEAVES, TrainConfig
+    from cocodc_jax.run.config import LEAVES, Leaf, TrainConfig
     from cocodc_jax.run.hugging_face import export
-    from cocodc_jax.run.leaves import Leaf
     from cocodc_jax.run.losses import paced
     from cocodc_jax.run.method_config import MethodConfig
     from cocodc_jax.run.optimizer_config import OptimizerConfig

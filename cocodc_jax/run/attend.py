@@ -16,11 +16,15 @@ from jax.experimental import multihost_utils
 
 from cocodc_jax import models
 from cocodc_jax._extras import check_installed, extra
-from cocodc_jax.checks import check_choices
 from cocodc_jax.chips import mfu
-from cocodc_jax.report.events import OpenMirror, tensorboard, weights_and_biases
+from cocodc_jax.fields import check_choices
 from cocodc_jax.report.progress import RunProgress
-from cocodc_jax.report.records import MetricsWriter
+from cocodc_jax.report.records import (
+    MetricsWriter,
+    OpenMirror,
+    tensorboard,
+    weights_and_biases,
+)
 from cocodc_jax.run import timeline
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.train.hooks import Clock, Result
@@ -72,9 +76,8 @@ def progress_bar(
 def stop_signal() -> Iterator[Callable[[], bool]]:
     """Stop the run after a checkpoint on SIGTERM, as schedulers send before they kill.
 
-    Ctrl-C does the same; a second one ends the run at once. With several processes, JAX
-    catches SIGTERM in any of them, and all return True at the same call: the first that
-    none of them has reached yet.
+    Ctrl-C does the same; a second one ends the run at once. With several processes, all
+    return True at the same call: the first that none of them has reached yet.
     """
     if jax.process_count() > 1:
         calls = itertools.count(1)
@@ -120,11 +123,7 @@ def summarize(
     if not method.per_step:
         warm_step = method.schedule.warm_up_steps if method.schedule else 0
         exposed_share = timeline.exposed_share(session.own_dir, warm_step)
-    others: dict[str, Any] = {}
-    if result.left_out is not None:
-        others["left_out"] = result.left_out
-    if run.max_rollbacks:
-        others["rollbacks"] = rollbacks
+    left_out = {} if result.left_out is None else {"left_out": result.left_out}
     return {
         "method": session.config.method.method,
         "preset": session.config.preset,
@@ -143,16 +142,14 @@ def summarize(
         "tokens_per_second": result.tokens_per_second,
         "mfu": mfu(result.tokens_per_second, session.peak_tokens_per_second),
         "correction_ratio": result.correction_ratio,
-        **others,
+        **left_out,
+        **({"rollbacks": rollbacks} if run.max_rollbacks else {}),
     }
 
 
 @dataclasses.dataclass(frozen=True)
 class Tracking:
-    """Where process 0 shows its records, besides TensorBoard.
-
-    Not part of the configuration: it changes no number, and may change when a run
-    resumes.
+    """Where process 0 shows its records, besides TensorBoard; changes no number.
 
     Attributes:
       wandb: project in Weights & Biases that shows the run. Default: none.
@@ -179,14 +176,9 @@ class Tracking:
         """Return where this process's records go."""
         if not self._is_here:
             return (tensorboard,)
-        wandb = functools.partial(
-            weights_and_biases,
-            project=self.wandb,
-            mode=self.wandb_mode or None,
-            name=name,
-            config=config,
-        )
-        return (tensorboard, wandb)
+        mode = self.wandb_mode or None
+        about = {"project": self.wandb, "mode": mode, "name": name, "config": config}
+        return (tensorboard, functools.partial(weights_and_biases, **about))
 
     @property
     def _is_here(self) -> bool:

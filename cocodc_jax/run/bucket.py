@@ -1,14 +1,12 @@
 """Runs whose folder is in a bucket: `--workdir=gs://BUCKET/RUN`.
 
-Orbax writes checkpoints to buckets itself, every process its own arrays. All other
-files of a run grow, line by line or in place, which a bucket does not support. So each
-process writes its own to a local folder, and uploads those that changed at every
-checkpoint, before the checkpoint refers to them, and when it ends. A resumed run first
-downloads its files: the bucket's files count, as the machine may be another.
+Orbax writes checkpoints to buckets itself. All other files of a run grow, which a
+bucket does not support: each process writes its own to a local folder, and uploads
+those that changed at every checkpoint, before the checkpoint refers to them, and when
+it ends. A resumed run first downloads its files, as the machine may be another.
 
-Unlike in a shared folder there is no lock. A process leaves a mark while it writes; one
-that finds another's mark reports it, and cannot know whether that process is alive. And
-checkpoints have no checksums of this package, as a bucket has its own.
+There is no lock. A process leaves a mark while it writes; one that finds another's mark
+reports it, and cannot know whether that process is alive.
 """
 
 from __future__ import annotations

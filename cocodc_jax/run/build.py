@@ -8,27 +8,26 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.data.text_data import TextData
 from cocodc_jax.elastic.place import MIN_KEY_BYTES, Place
-from cocodc_jax.exchange.programs import LoweredProgram
 from cocodc_jax.run import losses
 from cocodc_jax.run.config import RunConfig, TrainConfig
 from cocodc_jax.run.optimizer_config import OptimizerConfig
 from cocodc_jax.run.processes import check_shares, gather
 from cocodc_jax.sharding.mesh import (
     EXPERT,
+    MODEL,
     REGION,
     STAGE,
     Mesh,
     inner_devices,
     make_mesh,
 )
-from cocodc_jax.train.evaluate import list_evaluate, make_evaluate
+from cocodc_jax.train.evaluate import make_evaluate
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
 # Arguments of methods that only a mixture of experts has a meaning for.
@@ -227,7 +226,7 @@ def build_program(
             shapes,
             stage=STAGE if config.run.stages > 1 else None,
             divides_embedding=layout is not None,
-            axes=losses.weight_axes(config.run),
+            axes=(losses.axes(config.run).tokens, MODEL),
             expert=EXPERT if config.run.expert_axis > 1 else None,
         ),
         user_inputs=user_inputs,
@@ -263,17 +262,6 @@ def open_for(
     if jax.process_index() == 0:
         gather("process 0 has prepared it")
     return text
-
-
-def list_evaluation(
-    config: TrainConfig, model: models.TransformerConfig, program: cc.RegionProgram
-) -> LoweredProgram:
-    """Return the program of `build_evaluate`, for compiling without running it."""
-    data, mesh = config.data, program.mesh
-    shape = (config.run.eval_batches, data.batch_per_region, data.sequence_length + 1)
-    batches = jax.ShapeDtypeStruct(shape, jnp.int32)
-    judge = losses.judge(config, model, mesh)
-    return list_evaluate(judge, mesh, (program.param_shapes,), batches)
 
 
 def build_evaluate(

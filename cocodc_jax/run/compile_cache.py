@@ -1,9 +1,7 @@
 """Cache compiled programs on disk, so that a command compiles only what is new.
 
-JAX has a persistent compilation cache, which is off by default. Here every command uses
-one, in the user's cache folder. `JAX_COMPILATION_CACHE_DIR` sets another folder, and
-`JAX_ENABLE_COMPILATION_CACHE=false` disables it. A cached program is the same machine
-code, so no number changes.
+JAX's persistent compilation cache is off by default. `JAX_COMPILATION_CACHE_DIR` sets
+another folder than the user's, and `JAX_ENABLE_COMPILATION_CACHE=false` disables it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""A run's configuration: frozen dataclasses with one flag per leaf, and JSON.
-
-Leaf names are unique over the sections, because every leaf is a flag. The docstring of
-its class, or of a method's function for arguments of methods, documents each leaf and
-is also the flag's help text.
-"""
+"""A run's configuration: frozen dataclasses with one flag per leaf, and JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +7,8 @@ import json
 from typing import Any
 
 from cocodc_jax.data import DataConfig
-from cocodc_jax.kinds import Kind
+from cocodc_jax.fields import Kind, Leaf, leaves_of
 from cocodc_jax.models.config import TransformerConfig
-from cocodc_jax.run.leaves import Leaf, leaves_of
 from cocodc_jax.run.method_config import ARGUMENTS, WHERE_TAKEN, MethodConfig
 from cocodc_jax.run.optimizer_config import OptimizerConfig
 from cocodc_jax.run.run_config import RunConfig
@@ -133,8 +127,8 @@ class TrainConfig:
                 name: _from_dict(name, section, value.get(name))
                 for name, section in SECTIONS.items()
             }
-            if value.keys() != {"preset", *SECTIONS}:
-                wanted = ["preset", *SECTIONS]
+            wanted = ["preset", *SECTIONS]
+            if value.keys() != set(wanted):
                 raise ValueError(
                     f"configuration has keys {sorted(value)}, expected {wanted}"
                 )

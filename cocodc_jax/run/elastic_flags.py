@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from cocodc_jax.checks import check_choices, check_least
 from cocodc_jax.elastic.objects import reach
 from cocodc_jax.elastic.place import Place, Timing, read_key
+from cocodc_jax.fields import check_choices, check_least
 from cocodc_jax.run.fault_watch import ON_FAULT
 
 

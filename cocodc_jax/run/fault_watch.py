@@ -79,7 +79,6 @@ class FaultWatch:
         self._silent = found
 
     def _tell_changes(self, before: dict, now: dict) -> None:
-        """Report new findings, and those that ended."""
         for key in sorted(now.keys() - before.keys()):
             self._tell("begins", now[key])
         for key in sorted(before.keys() - now.keys()):

@@ -13,17 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from cocodc_jax._extras import MissingExtraError, extra
+from cocodc_jax.fields import COUNT_OR_WORD, leaves_of
 from cocodc_jax.methods import METHODS
 from cocodc_jax.methods import get as get_method
 from cocodc_jax.run import optimizer_config
 from cocodc_jax.run.compile_cache import keep_programs
 from cocodc_jax.run.config import LEAVES, OLD_NAMES, TrainConfig, in_new_words
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
-from cocodc_jax.run.help import options, render
 from cocodc_jax.run.leaf_help import by_use, run_sections
-from cocodc_jax.run.leaves import COUNT_OR_WORD, leaves_of
 from cocodc_jax.run.messages import USAGE_ERROR as USAGE_ERROR
-from cocodc_jax.run.messages import as_a_command, refuse, say_once
+from cocodc_jax.run.messages import as_a_command, options, refuse, render, say_once
 from cocodc_jax.run.method_config import ARGUMENTS, check_taken
 from cocodc_jax.run.presets import PRESETS, with_warmup
 from cocodc_jax.run.processes import Processes
@@ -162,8 +161,7 @@ def config(
 
 def check_methods(methods: Iterable[str]) -> None:
     """Refuse a flag that is an argument of other methods only."""
-    given_here = _given_leaves(tuple(LEAVES.keys() - ARGUMENTS.keys()))
-    check_taken(given_here, methods)
+    check_taken(_given_leaves(tuple(LEAVES.keys() - ARGUMENTS.keys())), methods)
 
 
 def check_optimizers(configs: Iterable[TrainConfig]) -> None:
@@ -228,11 +226,7 @@ def _is_own(name: str) -> bool:
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turn a `ValueError` of the set-up into one line and exit code 2.
-
-    Use it only around code before training starts: a `ValueError` of the training must
-    keep its traceback.
-    """
+    """Turn a `ValueError` of the set-up, not of training, into one line and exit."""
     try:
         yield
     except (ValueError, MissingExtraError, flags.Error) as error:

@@ -21,7 +21,7 @@ from cocodc_jax.models.config import (
     REMAT_POLICIES,
 )
 from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig
-from cocodc_jax.run.help import Option, Sections
+from cocodc_jax.run.messages import Option, Sections
 from cocodc_jax.run.optimizer_config import OPTIMIZERS
 from cocodc_jax.sharding.region_map import HOW_MAPPED
 from cocodc_jax.sharding.shardings import MEMORIES
@@ -30,9 +30,9 @@ from cocodc_jax.sync.messages import MEANS
 from cocodc_jax.sync.method import WEIGHTS
 from cocodc_jax.sync.outer import PLACEMENTS
 from cocodc_jax.sync.schedules.adaptive import SCORES
-from cocodc_jax.transforms.co2 import GAPS
 from cocodc_jax.transforms.curvature import NAMES
 from cocodc_jax.transforms.lion import RULES
+from cocodc_jax.transforms.outer import GAPS
 
 # Possible values of each leaf, if there are few.
 CHOICES: dict[str, Collection[str]] = {

@@ -1,8 +1,6 @@
 """What a process of a run is doing now, as numbers; hooks write them, scrapes read.
 
-Everything here comes from the host's own records of the loop: nothing waits for a
-device. Units are in the names, as Prometheus has it. `serving` exposes them over HTTP
-(`pip install cocodc_jax[monitoring]`).
+Nothing waits for a device. Units are in the names, as Prometheus has it.
 """
 
 from __future__ import annotations

@@ -74,18 +74,14 @@ def layout(run: RunConfig, mesh: Mesh) -> models.Layout | None:
     """
     if run.is_pipelined or (is_cpu(mesh) and run.devices_per_region == 1):
         return None
-    return _axes(run, torus_steps(mesh))
+    return axes(run, torus_steps(mesh))
 
 
-def _axes(run: RunConfig, steps: tuple[int, ...] = ()) -> models.Layout:
+def axes(run: RunConfig, steps: tuple[int, ...] = ()) -> models.Layout:
+    """Return the mesh axes over which a region's devices share its work."""
     expert = EXPERT if run.expert_axis > 1 else None
     sequence = SEQUENCE if run.sequence_axis > 1 else None
     return models.Layout(DATA, MODEL, steps, sequence, expert)
-
-
-def weight_axes(run: RunConfig) -> tuple[str | tuple[str, ...], str]:
-    """Return the axes that shard the width of weights, and those of their features."""
-    return _axes(run).tokens, MODEL
 
 
 def torus_steps(mesh: Mesh) -> tuple[int, ...]:
@@ -180,10 +176,9 @@ def paced(loss_fn: LossFn, step_seconds: float, block: LocalRegions) -> LossFn:
 
     It simulates an accelerator's step time, with the host's cores free meanwhile: if
     all regions of the lab share a few cores, computing takes time from sending and
-    relaying, which no deployment does. A paced loss computes the same numbers, and
-    makes each gradient last a given time, asleep. One callback reads the clock before
-    the loss. A second one sleeps after the gradient until the time is over, and so
-    before any exchange at every step. Waiting elsewhere is not counted.
+    relaying, which no deployment does. One callback reads the clock before the loss. A
+    second one sleeps after the gradient until the time is over, and so before any
+    exchange at every step.
 
     Data dependencies enforce the order. The first callback takes the parameters and
     returns the 0 that is added to the batch. The second takes the gradient and returns
@@ -191,9 +186,8 @@ def paced(loss_fn: LossFn, step_seconds: float, block: LocalRegions) -> LossFn:
     gradient instead made XLA compile the optimizer differently, and changed the last
     bits.
 
-    Call it like `inner_step.make_step`: in a `jax.shard_map` over regions, with one
-    device per region. Reverse mode only. If the program itself takes longer, nothing
-    sleeps.
+    Call it in a `jax.shard_map` over regions, with one device per region. Reverse mode
+    only.
 
     Args:
       loss_fn: `(params, batch, key) -> (loss, aux)` of one region; leaves of the batch

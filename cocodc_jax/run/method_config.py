@@ -1,8 +1,7 @@
 """The method of a run, and its arguments, which are read from the functions.
 
-Names, types and defaults of arguments are those of the signatures of the functions in
-`METHODS`, their help is in "Args" there. A new argument of such a function is a flag
-everywhere.
+Names, types and defaults are those of the signatures of the functions in `METHODS`,
+help is in "Args" there. A new argument of such a function is a flag everywhere.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import cocodc_jax as cc
-from cocodc_jax.kinds import Kind
-from cocodc_jax.run.leaves import Leaf, leaf_type, notes_of
+from cocodc_jax.fields import Kind, Leaf, leaf_type, notes_of
 from cocodc_jax.transforms.numerics import check_finite
 
 _FEW = 3  # methods that are named in the help of a flag

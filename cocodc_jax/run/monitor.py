@@ -1,8 +1,4 @@
-"""How a run is watched from outside: Prometheus metrics, and a command on events.
-
-Neither is part of the configuration: they change no number, and may change when a run
-resumes.
-"""
+"""How a run is watched from outside: Prometheus metrics, and a command on events."""
 
 from __future__ import annotations
 
@@ -51,14 +47,13 @@ EVENTS = (
 class EventCommand:
     """Runs one command at a time, in the order of events; use as a context manager.
 
-    A command that takes too long is killed, with its children. Events that come while
-    very many wait are dropped. Both, and exit codes, are lines on standard error.
+    A command that takes too long is killed, with its children; events that come while
+    very many wait are dropped. Standard error says so.
     """
 
     def __init__(self, command: str, workdir: str, timeout_s: float = TIMEOUT_S):
-        """Run nothing yet; an empty command never runs."""
-        self._command, self._workdir = command, workdir
-        self._timeout_s = timeout_s
+        # An empty command never runs.
+        self._command, self._workdir, self._timeout_s = command, workdir, timeout_s
         self._waiting: queue.Queue[Event | None] = queue.Queue(_WAITING)
         self._thread = threading.Thread(target=self._run_all, daemon=True)
 
@@ -207,7 +202,6 @@ class Monitor:
         own_region: int | None = None,
         delay_steps: int | None = None,
     ):
-        """Watch from the start of a process; see `Monitoring.watching`."""
         self.live, self._notify, self._own = live, notify, own_region
         self._delay_steps, self._step = delay_steps, 0
         self._not_finite: set[int] = set()

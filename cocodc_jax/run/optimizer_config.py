@@ -8,7 +8,7 @@ from typing import Any
 
 import optax
 
-from cocodc_jax.checks import check_choices, check_least
+from cocodc_jax.fields import check_choices, check_least
 from cocodc_jax.methods import Method
 from cocodc_jax.transforms.mt_adam import mt_adam
 from cocodc_jax.transforms.muon import B2, muon
@@ -102,8 +102,7 @@ class OptimizerConfig:
 
     def name(self, method: Method | None = None) -> str:
         """Return the name of the optimizer for `method`, None for any method."""
-        own = method.inner.optimizer if method else "adamw"
-        return self.inner_optimizer or own
+        return self.inner_optimizer or (method.inner.optimizer if method else "adamw")
 
     def second_moment_decay(self, method: Method | None = None) -> float:
         """Return `beta2`, or the optimizer's default."""
@@ -115,14 +114,14 @@ class OptimizerConfig:
         self, steps: int, method: Method | None = None
     ) -> optax.GradientTransformation:
         """Return the optimizer for so many steps of `method`, None for any."""
-        rate = self.learning_rate(steps, method)
+        rate, name = self.learning_rate(steps, method), self.name(method)
         b2 = self.second_moment_decay(method)
-        if self.name(method) == "sgd":
+        if name == "sgd":
             return optax.chain(
                 optax.add_decayed_weights(self.weight_decay),
                 optax.scale_by_learning_rate(rate),
             )
-        if self.name(method) == "mt_adam":
+        if name == "mt_adam":
             steps_by = mt_adam(
                 rate,
                 (self.beta1, self.slow_beta),
@@ -131,7 +130,7 @@ class OptimizerConfig:
                 weight_decay=self.weight_decay,
             )
         else:
-            make = muon if self.name(method) == "muon" else optax.adamw
+            make = muon if name == "muon" else optax.adamw
             steps_by = make(rate, weight_decay=self.weight_decay, b1=self.beta1, b2=b2)
         clip = optax.clip_by_global_norm(self.grad_clip)
         return optax.chain(clip if self.grad_clip else optax.identity(), steps_by)

@@ -1,7 +1,4 @@
-"""Make a session from its configuration, with all checks before it compiles.
-
-The checks are ordered by how helpful their errors are.
-"""
+"""Make a session from its configuration, with all checks before it compiles."""
 
 from __future__ import annotations
 

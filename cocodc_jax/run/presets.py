@@ -22,8 +22,7 @@ from cocodc_jax.run.run_config import RunConfig
 #
 #     python -m experiments.train --preset=smoke --workdir=/tmp/smoke
 #
-# For tests and for finding out whether an installation works. 50,000 parameters, 48
-# steps of 4 regions x 4 sequences x 32 bytes, an interval of 16 steps in 4 fragments.
+# For tests and for finding out whether an installation works; 50,000 parameters.
 SMOKE = TrainConfig(
     preset="smoke",
     run=RunConfig(
@@ -48,19 +47,13 @@ SMOKE = TrainConfig(
 # a few hundred steps fit; inner_lr was the best of 1e-3, 2e-3 and 4e-3 for data
 # parallel. Results are in docs/results/bytes.md and docs/results/methods.md, with their
 # commands.
-TINY = TrainConfig(
+TINY = dataclasses.replace(
+    SMOKE.replace(
+        steps=480, log_every=10, eval_every=40, eval_batches=32, checkpoint_every=240,
+        sequence_length=128, inner_lr=2e-3, warmup_steps=40,
+    ).where(sync_interval=40, delay_steps=5, rank=16),
     preset="tiny",
-    run=RunConfig(
-        steps=480, log_every=10, eval_every=40, eval_batches=32, checkpoint_every=240
-    ),
     model=models.get("tiny"),
-    data=DataConfig(sequence_length=128, batch_per_region=4),
-    method=MethodConfig(where_taken={
-        "sync_interval": 40, "num_fragments": 4, "delay_steps": 5, "rank": 16,
-    }),
-    optimizer=OptimizerConfig(
-        inner_lr=2e-3, warmup_steps=40, beta2=0.99, slow_beta=0.99
-    ),
 )  # fmt: skip
 
 # Tiny with a mixture of experts: minutes on two cores.
@@ -70,10 +63,9 @@ TINY = TrainConfig(
 # Text, steps and rates are those of `tiny`, whose work a token it has. Fragments are
 # one of everything that all tokens pass, and four of experts.
 MOE_TINY = dataclasses.replace(
-    TINY,
+    TINY.where(num_fragments=5, fragment_strategy="experts"),
     preset="moe_tiny",
     model=models.get("moe_tiny"),
-    method=TINY.method.where(num_fragments=5, fragment_strategy="experts"),
 )
 
 # The second size of a comparison: six million parameters and 1000 steps.
@@ -86,17 +78,13 @@ MOE_TINY = dataclasses.replace(
 # accelerator. The interval is tiny's, 1/25 of the run here. inner_lr is tiny's over
 # sqrt(2) for twice the width, not tuned.
 MINI = dataclasses.replace(
-    TINY,
+    TINY.replace(
+        steps=1000, eval_every=50, checkpoint_every=250, batch_per_region=8,
+        inner_lr=1.4e-3, warmup_steps=80,
+    ),
     preset="mini",
-    run=RunConfig(
-        steps=1000, log_every=10, eval_every=50, eval_batches=32, checkpoint_every=250
-    ),
     model=models.get("mini"),
-    data=DataConfig(sequence_length=128, batch_per_region=8),
-    optimizer=OptimizerConfig(
-        inner_lr=1.4e-3, warmup_steps=80, beta2=0.99, slow_beta=0.99
-    ),
-)
+)  # fmt: skip
 
 # Streaming DiLoCo's smallest model (arXiv 2501.18512), 35M parameters.
 #
@@ -130,14 +118,10 @@ SMALL = TrainConfig(
 # cosine. Published steps to validation perplexity 20.0: CoCoDC 10,292, DiLoCo 10,821,
 # Streaming DiLoCo 13,021 (one seed). Not measured here: it takes several accelerators
 # and C4.
-PAPER_150M = TrainConfig(
+PAPER_150M = dataclasses.replace(
+    SMALL.replace(steps=44_000, batch_per_region=256, final_lr_fraction=0.0),
     preset="paper_150m",
-    run=RunConfig(
-        steps=44_000, log_every=50, eval_every=500, eval_batches=16,
-        checkpoint_every=1000,
-    ),
     model=models.get("paper_150m"),
-    data=DataConfig(sequence_length=1024, batch_per_region=256, tokenizer="bpe:32000"),
     method=MethodConfig(
         "cocodc_paper",
         # So that --method=diloco and others keep what they have in common with it.
@@ -147,7 +131,6 @@ PAPER_150M = TrainConfig(
             "compensation_strength": 0.5,
         },
     ),
-    optimizer=OptimizerConfig(inner_lr=4e-4, warmup_steps=1000, final_lr_fraction=0.0),
 )  # fmt: skip
 
 # One billion parameters, the size of Streaming DiLoCo's bandwidth tables.
@@ -158,18 +141,13 @@ PAPER_150M = TrainConfig(
 # Published evaluation loss on C4 (arXiv 2501.18512; data parallel / DiLoCo H 30 /
 # streaming H 30 / streaming H 100): 2.49 / 2.49 / 2.48 / 2.50. Not measured here. Batch
 # size, learning rate and steps are our choice.
-ONE_B = TrainConfig(
+ONE_B = dataclasses.replace(
+    SMALL.replace(
+        steps=25_000, eval_every=1000, sequence_length=2048, batch_per_region=256,
+        inner_lr=2e-4,
+    ).where(num_fragments=8),
     preset="1b",
-    run=RunConfig(
-        steps=25_000, log_every=50, eval_every=1000, eval_batches=16,
-        checkpoint_every=1000,
-    ),
     model=models.get("1b"),
-    data=DataConfig(sequence_length=2048, batch_per_region=256, tokenizer="bpe:32000"),
-    method=MethodConfig(
-        where_taken={"sync_interval": 100, "num_fragments": 8, "delay_steps": 5}
-    ),
-    optimizer=OptimizerConfig(inner_lr=2e-4, warmup_steps=1000),
 )  # fmt: skip
 
 # Eight billion parameters, LLaMA 3 8B's shape (arXiv 2407.21783).
@@ -181,13 +159,13 @@ ONE_B = TrainConfig(
 # tokens, so that four regions have the four million a step that it began with; steps,
 # warmup and the numbers of the exchange are our choice. Not measured here.
 EIGHT_B = dataclasses.replace(
-    ONE_B,
+    ONE_B.replace(
+        steps=100_000, sequence_length=8192, batch_per_region=128, inner_lr=3e-4,
+        warmup_steps=2000,
+    ),
     preset="8b",
-    run=dataclasses.replace(ONE_B.run, steps=100_000),
     model=models.get("8b"),
-    data=DataConfig(sequence_length=8192, batch_per_region=128, tokenizer="bpe:32000"),
-    optimizer=OptimizerConfig(inner_lr=3e-4, warmup_steps=2000),
-)
+)  # fmt: skip
 
 # Thirty billion parameters, three for a token: the shape of Qwen3-30B-A3B, about.
 #
@@ -197,11 +175,11 @@ EIGHT_B = dataclasses.replace(
 # Compiled here and not trained. The shape is from memory (`models.presets`); batch,
 # steps, rates and the numbers of the exchange are our choice.
 MOE_30B_A3B = dataclasses.replace(
-    EIGHT_B,
+    EIGHT_B.replace(sequence_length=4096, batch_per_region=256).where(
+        num_fragments=10, fragment_strategy="experts"
+    ),
     preset="moe_30b_a3b",
     model=models.get("moe_30b_a3b"),
-    data=DataConfig(sequence_length=4096, batch_per_region=256, tokenizer="bpe:32000"),
-    method=ONE_B.method.where(num_fragments=10, fragment_strategy="experts"),
 )
 
 PRESETS = {

@@ -31,7 +31,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import cocodc_jax as cc
-from cocodc_jax.checks import check_least
+from cocodc_jax.fields import check_least
 from cocodc_jax.run.config import flat
 from cocodc_jax.train.checkpoint import first_line
 

@@ -1,29 +1,41 @@
-"""Resume a run: whether a folder holds it, what may have changed, where it stopped.
+"""A run's folder: who writes there, what may have changed, where the run stopped.
 
-See `kinds` for the kinds of fields. `changes.jsonl` has a line for each time that a run
-was resumed with changes, with the step.
+`changes.jsonl` has a line for each time that a run was resumed with changes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import os
 import pathlib
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from cocodc_jax.fields import Kind
 from cocodc_jax.files import append_line, ensure_folder, read_table, write_whole
-from cocodc_jax.kinds import Kind
-from cocodc_jax.report.events import OpenMirror, tensorboard
-from cocodc_jax.report.records import METRICS_FILE, MetricsWriter, bytes_until
+from cocodc_jax.report.records import (
+    METRICS_FILE,
+    MetricsWriter,
+    OpenMirror,
+    bytes_until,
+    tensorboard,
+)
 from cocodc_jax.run.config import TrainConfig, dumps, kind_of
-from cocodc_jax.run.lock import FolderInUseError, only_writer
 from cocodc_jax.train.checkpoint import steps_in
 
 CONFIG_FILE, CHECKPOINTS = "config.json", "checkpoints"
-CHANGES_FILE = "changes.jsonl"
+CHANGES_FILE, LOCK_FILE = "changes.jsonl", ".lock"
+_LOOK_S = 0.1
+# Errors of file systems without locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 Changes = Mapping[str, tuple[Any, Any]]
 
@@ -37,6 +49,56 @@ _OR_ELSE = {
 
 class ResumeError(Exception):
     """The newest checkpoint, or the folder, does not belong to this run."""
+
+
+class FolderInUseError(OSError):
+    """Another process writes to the folder."""
+
+
+@contextlib.contextmanager
+def only_writer(folder: pathlib.Path) -> Iterator[None]:
+    """Lock a process's own folder of a run against other processes.
+
+    The lock is the kernel's (`flock`), so it ends with the process.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK_FILE).open("a+") as file:
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # `owner_of` elsewhere holds it for an instant.
+                time.sleep(_LOOK_S)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            raise FolderInUseError(
+                f"workdir={str(folder)!r} is in use by {owner}; two runs cannot write "
+                "one folder: wait for that one, end it, or name another folder"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            print(
+                f"warning: the file system of {folder} has no locks "
+                f"({error.strerror}); see that no other run writes there",
+                file=sys.stderr,
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def owner_of(folder: pathlib.Path) -> str | None:
+    """Return which process writes to a folder now, None if none does."""
+    # There may be no lock, or a file system without.
+    with contextlib.suppress(OSError), (folder / LOCK_FILE).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read().strip() or "another process"
+    return None
 
 
 def check_folder(workdir: pathlib.Path) -> None:
@@ -126,10 +188,7 @@ def _check_changes(
 
 
 def check_exchange(folder: Any, is_elastic: bool) -> None:
-    """Refuse a folder of a run whose regions were not elastic if they are now.
-
-    And vice versa: each elastic region has checkpoints of its own region.
-    """
+    """Refuse a run whose regions were not elastic if they are now, and vice versa."""
     other = folder.parent if is_elastic else folder / "region_0"
     if (folder / CONFIG_FILE).exists() or not (other / CONFIG_FILE).exists():
         return
@@ -144,10 +203,7 @@ def check_exchange(folder: Any, is_elastic: bool) -> None:
 
 
 def claim(config: TrainConfig, workdir: pathlib.Path, checkpoints: Any = None) -> None:
-    """Write a run's configuration to its folder, unless another process trains there.
-
-    It is written just before training, so that a conflict is reported early.
-    """
+    """Write a run's configuration to its folder, unless another run uses it."""
     try:
         with only_writer(workdir):
             write_config(config, workdir, checkpoints)
@@ -235,8 +291,7 @@ def open_records(
 def position(saved: list[dict]) -> dict:
     """Return where this process resumes, in its own files and in its regions' data.
 
-    Its files are those of the process that had its id when the run was saved, if there
-    was one, whatever the number of processes now.
+    Its files are those of the process that had its id when the run was saved, if any.
     """
     process = jax.process_index()
     clock = {name: saved[0][name] for name in ("seconds", "began_s")}

@@ -9,9 +9,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.checks import check_choices, check_least
 from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.kinds import Kind, free, of_kind
+from cocodc_jax.fields import Kind, check_choices, check_least, free, of_kind
 from cocodc_jax.models import StageCodec
 from cocodc_jax.sharding.region_map import HOW_MAPPED
 from cocodc_jax.sharding.shardings import MEMORIES
@@ -279,17 +278,12 @@ def build_codec(text: str) -> StageCodec:
     activations and of their gradients: per microbatch, entries of at least a threshold
     are sent, and the threshold is recomputed every so many messages (`every`). The
     paper has thousands of steps between two. Here the loss is a function of parameters
-    and batch without state, so the interval is at most a step's microbatches. The paper
-    keeps error feedback for the gradients of parameters (from memory).
-    `ef+threshold:0.1` has it here too: what one microbatch's message left out is added
-    to the next one's, which is of other sequences; so it is not the default.
+    and batch without state, so the interval is at most a step's microbatches. With
+    `ef+threshold:0.1`, what one microbatch's message left out is added to the next
+    one's, which is of other sequences; so it is not the default.
 
-    Measured here (preset smoke, 2 stages, 4 microbatches, 320 steps of DiLoCo with 2
-    regions, one seed; loss at the end, and bytes that the stages of a region sent in
-    the last step): uncompressed 2.440 with 49,920; int8 2.440 with 8,832; a subspace of
-    8 of 32 dimensions 2.625 with 13,824, of 4 2.788 with 7,680; the quarter of the
-    entries that reach a threshold 3.916 with 11,722, with error feedback 4.103 with
-    11,872. Parameters are evaluated with the plain model, without a codec.
+    Parameters are evaluated with the plain model, without a codec; losses and bytes
+    measured here are in docs/results/archive/methods.md.
     """
     try:
         compressor = parse(text)

@@ -1,8 +1,4 @@
-"""One run from its configuration: data, model, devices, files; then the loop.
-
-`preparing.py` runs all checks of the user's settings before anything is compiled;
-`Session.train` is the run.
-"""
+"""One run from its configuration: data, model, devices, files; then the loop."""
 
 from __future__ import annotations
 
@@ -25,9 +21,9 @@ from cocodc_jax.data.streams import TrainStream, cut_to_sizes
 from cocodc_jax.data.text_data import TextData
 from cocodc_jax.elastic.link import LeftBehindError
 from cocodc_jax.elastic.place import Place
+from cocodc_jax.fields import Kind
 from cocodc_jax.files import write_whole
-from cocodc_jax.kinds import Kind
-from cocodc_jax.report.runs import SUMMARY_FILE
+from cocodc_jax.report.comparison import SUMMARY_FILE
 from cocodc_jax.run import attend, resume, timeline
 from cocodc_jax.run.adoption import Source
 from cocodc_jax.run.attend import NO_TRACKING, Tracking
@@ -36,10 +32,9 @@ from cocodc_jax.run.build import init_params
 from cocodc_jax.run.config import TrainConfig, dumps, kind_of
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.live_metrics import LiveMetrics
-from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.monitor import NO_MONITORING, Monitor, Monitoring
 from cocodc_jax.run.processes import gather
-from cocodc_jax.run.resume import CHECKPOINTS, ResumeError
+from cocodc_jax.run.resume import CHECKPOINTS, ResumeError, only_writer
 from cocodc_jax.run.taking_part import Attendance, Begun, taking_part
 from cocodc_jax.sharding.mesh import Mesh
 from cocodc_jax.train.checkpoint import Checkpoints
@@ -152,10 +147,7 @@ class Session:
                         )
 
     def _finished(self, saved: Checkpoints) -> dict[str, Any] | None:
-        """Write the configuration; return the summary, if the run is finished.
-
-        It is if every process has a summary of the full run.
-        """
+        """Write the configuration; return the summary if all processes are finished."""
         changed: resume.Changes = {}
         if jax.process_index() == 0:
             try:

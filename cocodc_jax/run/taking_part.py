@@ -1,13 +1,11 @@
 """A region that is a separate job: how it takes part in a run, and rejoins it.
 
-Each region runs the same command with another `--region_id`. First it checks whether
-the others have begun. If so, it compiles and runs its programs once before it asks to
-join, so that the others need not wait; then it continues from the memory of one of
-them. A region that all others went on without, cut off or only silent, rejoins as soon
-as it can reach them. It keeps its own inner optimizer, and starts from the outer
-parameters plus its progress since the last outer step that it had in common with them,
-so that its next messages contain this work. Its folder records the syncs that it
-merged, and when it joined.
+First it checks whether the others have begun. If so, it compiles and runs its programs
+once before it asks to join, so that the others need not wait; then it continues from
+the memory of one of them. A region that all others went on without, cut off or only
+silent, rejoins as soon as it can reach them. It keeps its own inner optimizer, and
+starts from the outer parameters plus its progress since the last outer step that it had
+in common with them. Its folder records the syncs that it merged, and when it joined.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import Snapshot, View
 from cocodc_jax.elastic.place import Place
+from cocodc_jax.fields import Kind
 from cocodc_jax.files import append_line, read_lines
-from cocodc_jax.kinds import Kind
 from cocodc_jax.program.region_program import Output, RegionProgram
 from cocodc_jax.run.config import TrainConfig, flat, kind_of
 from cocodc_jax.run.fault_watch import FaultWatch
@@ -154,10 +152,9 @@ def taking_part(
     monitor: Monitor,
     carried: joining.Carried | None,
 ) -> Iterator[tuple[Begun, Attendance]]:
-    """Take part in a run until the end of the context.
+    """Yield where this region starts, and its part in a run until the context ends.
 
-    Yields where this region starts, and its part; at the last step, the others then get
-    what they need of this region to end too.
+    At the last step, the others then get what they need of this region to end too.
     """
     (own, _, position), program, folder = begun, session.program, session.own_dir
     place = session.place

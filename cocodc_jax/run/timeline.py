@@ -1,7 +1,7 @@
 """Timeline of a run: when it computed, waited and had fragments in flight.
 
-Every process of a run writes a timeline.json; `read` merges them, and `show` writes a
-plot and a trace for ui.perfetto.dev.
+Every process writes a timeline.json; `read` merges them, and `show` writes a plot and a
+trace for ui.perfetto.dev.
 """
 
 import itertools
@@ -26,9 +26,8 @@ FILE, TRACE_FILE, PLOT_FILE = "timeline.json", "trace.json", "timeline.png"
 def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
     """Return the timeline of a run from the files of its processes.
 
-    It starts at the first mark from `since_step` on. Each process's clock starts with
-    it. A mean arrives at about the same time everywhere, within a network delay, so
-    clocks are aligned by the arrivals; without any they stay as they are.
+    It starts at the first mark from `since_step` on. A mean arrives at about the same
+    time everywhere, within a network delay, so clocks are aligned by the arrivals.
     """
     found = _files(workdir)
     steps = _marked(workdir, found, since_step)
@@ -181,11 +180,7 @@ def exposed_share(folder: pathlib.Path, warm_step: int) -> float | None:
 
 
 def goodput(folder: pathlib.Path, steps: int, seconds: float) -> float | None:
-    """Return the share of a run's time that its steps take when undisturbed.
-
-    The rest is compiling, evaluating, saving, waiting for others, repeated steps and
-    downtime.
-    """
+    """Return the share of a run's time that its steps take when undisturbed."""
     try:
         stretches = read(folder).stretches()
     except ValueError:  # Too short.

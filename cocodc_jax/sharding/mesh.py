@@ -1,4 +1,4 @@
-"""The inner mesh of regions, and its devices.
+"""The inner mesh of regions, its devices, and context meshes.
 
 The inner mesh has the axes `(region, stage, data, expert, sequence, model)`. Programs
 are manual over `region` only. Data and tensor parallelism inside a region are left to
@@ -8,20 +8,28 @@ pipeline stages); expert and sequence parallelism are always the loss function's
 With fewer devices than regions, each shard of the region axis holds a block of regions.
 With several processes, each holds full regions, or each region spans several full
 processes.
+
+The caller's context mesh is hidden from our code, and ours, if it must be, from the
+user's model.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
+import functools
+import inspect
 import math
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+Class = TypeVar("Class", bound=type)
 
 REGION, STAGE, DATA, MODEL = "region", "stage", "data", "model"
 EXPERT, SEQUENCE = "expert", "sequence"
@@ -60,19 +68,17 @@ def use_cpu_devices(num_devices: int) -> None:
 def keep_freed_memory() -> bool:
     """Keep memory that this process frees; call before JAX starts.
 
-    XLA's CPU backend allocates a program's temporaries at every call and frees them
-    afterwards. glibc maps such large blocks and returns them to the kernel, so each
-    call touches new pages, which the kernel must find and clear: a third of a second
-    for every scan of a small transformer in four regions. Pages that the process keeps
-    serve the next call. The price is about three times the memory, since blocks of many
-    sizes come and go.
+    XLA's CPU backend allocates a program's temporaries at every call. glibc maps such
+    large blocks and returns them to the kernel, which must find and clear new pages for
+    the next call: a third of a second for every scan of a small transformer in four
+    regions. Keeping them takes about three times the memory, since blocks of many sizes
+    come and go.
 
     Only glibc's first arena can hold blocks of any size, and a thread stays with the
     arena that it started in. So all threads that start after this call share one arena.
 
-    Returns:
-      Whether the C library does so: glibc, unless the environment configures it
-      (`GLIBC_TUNABLES`, `MALLOC_...`).
+    Returns whether the C library does so: glibc, unless the environment configures it
+    (`GLIBC_TUNABLES`, `MALLOC_...`).
     """
     if any(x == "GLIBC_TUNABLES" or x.startswith("MALLOC_") for x in os.environ):
         return False
@@ -212,3 +218,44 @@ def spec_axes(spec: Iterable[Any]) -> list[tuple[str, ...]]:
 def regional(mesh: Mesh, inside: Iterable[Any] = ()) -> NamedSharding:
     """Shard an array `[R, ...]`: regions over the mesh, the rest as `inside`."""
     return NamedSharding(mesh, PartitionSpec(REGION, *inside))
+
+
+@contextlib.contextmanager
+def in_own_context() -> Iterator[None]:
+    """Run as if no mesh were set; a context, or a decorator of a function."""
+    hidden: contextlib.AbstractContextManager = contextlib.nullcontext()
+    with contextlib.suppress(ValueError):  # Inside a trace, whose mesh must stay.
+        hidden = jax.set_mesh(None)  # pyright: ignore[reportArgumentType]
+    with hidden:
+        yield
+
+
+def methods_in_own_context(cls: Class) -> Class:
+    """Decorate a class to run `__init__` and public methods `in_own_context`."""
+    for name, value in list(vars(cls).items()):
+        is_public = not name.startswith("_") or name == "__init__"
+        if is_public and inspect.isfunction(value):
+            setattr(cls, name, in_own_context()(value))
+    return cls
+
+
+def trace_without_mesh_if_needed(function: Callable) -> Callable:
+    """Decorate a user's function to be traced without our mesh if it fails under it.
+
+    Flax Linen constrains boxed parameters when a mesh is in context, also by axes that
+    this mesh lacks, and in shapes that `nn.DenseGeneral` makes only later. A function
+    that can be traced under the mesh is, so that it can name the axes inside a region.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except ValueError as error:
+            try:
+                with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                    return function(*args, **kwargs)
+            except Exception:
+                raise error from None
+
+    return call

@@ -7,13 +7,13 @@ device too: nothing runs concurrently, and moving arrays would take more time th
 outer step.
 
 With several processes these devices form the *outer mesh*, over which messages cross
-while the inner mesh computes. Its axes are `(process, stage, data, sequence, model)`.
-If a region has several processes, each holds a block of the region's devices and has
-that block's position in the outer mesh. So an array that is sharded over the axes
-inside a region is sharded over its processes in the same way, and each process handles
-its devices' share of the message. A device runs one program after another. For several
-messages in flight at once there can be several outer meshes of the same shape, the
-*channels*: each has another spare device of every process, with its own connections.
+while the inner mesh computes. Its axes are `PROCESS` and those of `INSIDE`. If a region
+has several processes, each has the position of its block of the region's devices. So an
+array that is sharded over the axes inside a region is sharded over its processes in the
+same way, and each process handles its devices' share of the message. A device runs one
+program after another. For several messages in flight at once there can be several outer
+meshes of the same shape, the *channels*: each has another spare device of every
+process, with its own connections.
 """
 
 from __future__ import annotations
@@ -94,11 +94,9 @@ def outer_mesh(mesh: Mesh, channel: int = 0) -> Mesh:
             "of its own"
         )
     devices = np.array([outer_device(mesh, p, channel) for p in processes])
+    devices = devices.reshape(-1, *(process_grid(mesh) or (1, members, 1, 1, 1)))
     axes = (PROCESS, *INSIDE)
-    grid = process_grid(mesh) or (1, members, 1, 1, 1)
-    return Mesh(
-        devices.reshape(-1, *grid), axes, axis_types=(AxisType.Auto,) * len(axes)
-    )
+    return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def process_grid(mesh: Mesh) -> tuple[int, ...] | None:

@@ -13,12 +13,9 @@ the regions:
                 inner steps share a program on accelerators (`program/segment.py`)
     regional    one outer model for each region, on its devices
 
-Of P parameters of 4 bytes with Nesterov momentum a host keeps 8 P / (hosts of a region)
-bytes with "pinned", and an accelerator none: a program loads one fragment at a time,
-each device its own shard, and offloads it again. No device materializes a full fragment
-unless the regions themselves replicate it.
-
-Leaves that are not shaped like a parameter, such as a step count, stay on the devices.
+With "pinned" a program loads one fragment at a time, each device its own shard, and
+offloads it again. Leaves that are not shaped like a parameter, such as a step count,
+stay on the devices.
 """
 
 from __future__ import annotations
@@ -115,11 +112,10 @@ class OuterPlacement:
         """Return shardings of one set of parameters, of the first channel's kind."""
         if self.on_mesh or self.kind == "device":
             return self.shardings.params
-        host = self.shardings.channels[0].host
-        if self.kind == "host":
-            return jax.tree.map(lambda _: host, self.shardings.params)
+        host, divides = self.shardings.channels[0].host, self.kind == "processes"
         return jax.tree.map(
-            lambda x: self._over_processes(host, x), self.shardings.params
+            lambda x: self._over_processes(host, x) if divides else host,
+            self.shardings.params,
         )
 
     def lay_flight(self, fragment_id: int, flight: InFlight) -> InFlight:
@@ -137,16 +133,15 @@ class OuterPlacement:
     def lay_sync(self, sync: SyncState) -> SyncState:
         """Return the shardings of all arrays of the syncs: the only rule for them."""
 
-        def of_regions(trees):
-            return tuple(self.shardings.of_regions(k, x) for k, x in enumerate(trees))
+        def of_each(lay, trees):
+            return tuple(map(lay, range(len(trees)), trees))
 
-        outer = (tuple(map(self.lay, range(len(each)), each)) for each in sync.outer)
-        flights = sync.in_flight.items()
+        of_regions, flights = self.shardings.of_regions, sync.in_flight.items()
         return dataclasses.replace(
             sync,
-            outer=OuterState(*outer),
-            compressors=of_regions(sync.compressors),
-            stale_params=of_regions(sync.stale_params),
+            outer=OuterState(*(of_each(self.lay, trees) for trees in sync.outer)),
+            compressors=of_each(of_regions, sync.compressors),
+            stale_params=of_each(of_regions, sync.stale_params),
             in_flight={each: self.lay_flight(each[0], x) for each, x in flights},
         )
 

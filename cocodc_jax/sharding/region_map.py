@@ -15,6 +15,7 @@ returns them as such.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,12 +52,12 @@ class LocalRegions:
     ) -> LocalRegions:
         """Return how `num_regions` regions are placed on `mesh` and mapped over.
 
-        `how` is "batched", all at once; "in_turn"; or "auto": batched on accelerators,
-        and on a CPU if each region is on one device and its model is small. In turn,
-        every step slices each array of a region out of those of all and puts it back,
-        by a small program each; but only one region's activations exist at a time. In a
-        batch there are fewer and larger kernels. On one core, steps of four regions
-        took 0.67 of the time in a batch at 50,000 parameters, and 0.87 at 840,000.
+        `how` is "batched", all at once; "in_turn", so that only one region's
+        activations exist at a time; or "auto": batched on accelerators, and on a CPU if
+        each region is on one device and its model is small. On one core, steps of four
+        regions took 0.67 of the time in a batch at 50,000 parameters, and 0.87 at
+        840,000: in turn, each array of a region is sliced out of those of all and put
+        back, by a small program each.
         """
         check_choice("local_regions", how, HOW_MAPPED)
         # With several devices per region the compiler lays out matrix products.
@@ -75,11 +76,9 @@ class LocalRegions:
 
         def mapped(*args):
             axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-            mapped = [i for i, axis in enumerate(axes) if axis is not None]
-            each = [args[i] for i in mapped]
+            each = {i: args[i] for i, axis in enumerate(axes) if axis is not None}
 
-            def one(each):
-                own = dict(zip(mapped, each, strict=True))
+            def one(own):
                 return fn(*(own.get(i, arg) for i, arg in enumerate(args)))
 
             if self.size == 1:
@@ -114,13 +113,11 @@ def region_shard_map(
     As `jax.shard_map`; each of `out_specs` names the region axis, or is `P()` for a
     value that is replicated over shards.
     """
-
-    def mapped(fn: Callable, out_specs: PyTree) -> Callable:
-        specs = {"in_specs": in_specs, "out_specs": out_specs}
-        return jax.shard_map(fn, mesh=mesh, axis_names={REGION}, **specs)
-
+    mapped = functools.partial(
+        jax.shard_map, mesh=mesh, axis_names={REGION}, in_specs=in_specs
+    )
     if mesh.shape[REGION] > 1:
-        return mapped(fn, out_specs)
+        return mapped(fn, out_specs=out_specs)
 
     def for_shared(change: Callable, tree: PyTree) -> PyTree:
         """Apply `change` to the leaves that `out_specs` has as `P()`."""
@@ -132,7 +129,9 @@ def region_shard_map(
 
     # Replicated results get an axis of one shard, which is dropped outside.
     own_specs = for_shared(lambda _: P(REGION), out_specs)
-    own = mapped(lambda *args: for_shared(lambda x: x[None], fn(*args)), own_specs)
+    own = mapped(
+        lambda *args: for_shared(lambda x: x[None], fn(*args)), out_specs=own_specs
+    )
     return lambda *args: for_shared(lambda x: x[0], own(*args))
 
 

@@ -2,9 +2,8 @@
 
 Of P parameters of 4 bytes Adam keeps 8 P bytes that a step needs once, at its end. In
 the pinned memory of the accelerators' hosts they leave accelerator memory for
-activations. Each inner step loads a device's share and stores it back: 16 bytes per
-parameter over the host link, concurrently with matrix products if the compiler finds
-room. Leaves that are not shaped like a parameter stay on the devices.
+activations, at 16 bytes per parameter and step over the host link. Leaves that are not
+shaped like a parameter stay on the devices.
 
 In a segment with syncs (`program/segment.py`) a TPU's compiler (libtpu 0.0.42) then
 peels the last step off the scan, and makes a message arrive before that step.
@@ -25,11 +24,10 @@ from cocodc_jax.core.state import RegionState
 from cocodc_jax.sharding.mesh import DATA, EXPERT, regional, spec_axes
 from cocodc_jax.sharding.outer_mesh import check_channels, outer_rows, outer_sharding
 from cocodc_jax.sharding.transfer import PINNED
-from cocodc_jax.sync.fragments import Fragments, LeafSlice
+from cocodc_jax.sync.fragments import Fragments, LeafSlice, PyTree
 from cocodc_jax.sync.method import Method
 from cocodc_jax.transforms.numerics import check_choice
 
-PyTree = Any
 MEMORIES = ("device", "host")  # Of the inner optimizer's state.
 ByPath = dict[str, NamedSharding]
 
@@ -80,7 +78,7 @@ class Shardings:
         regions = unflatten([regional(mesh, spec) for spec in listed])
 
         def like_param(leaf, param, sharding):
-            if isinstance(leaf, optax.MaskedNode):
+            if _is_masked(leaf):
                 return leaf
             # Factored moments have other shapes than their parameters.
             if leaf.shape != param.shape:
@@ -96,7 +94,7 @@ class Shardings:
             shapes,
             regions,
             transform_non_params=lambda _: regional(mesh),
-            is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+            is_leaf=_is_masked,
         )
         of_regions = cast(Any, regional(mesh))
         parts = [
@@ -217,10 +215,11 @@ def offload(opt_state: PyTree, lies: PyTree) -> PyTree:
 
 def _moved(opt_state: PyTree, lies: PyTree, space: Any) -> PyTree:
     def one(x, sharding):
-        if isinstance(x, optax.MaskedNode):
-            return x
-        return jax.device_put(x, space) if sharding.memory_kind == PINNED else x
+        is_moved = not _is_masked(x) and sharding.memory_kind == PINNED
+        return jax.device_put(x, space) if is_moved else x
 
-    return jax.tree.map(
-        one, opt_state, lies, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
-    )
+    return jax.tree.map(one, opt_state, lies, is_leaf=_is_masked)
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)

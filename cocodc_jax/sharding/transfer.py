@@ -1,12 +1,11 @@
 """Move values between devices, in one process or in several.
 
 With several processes an array may be sharded over devices of all of them, and JAX
-cannot move such an array to other devices. But each process can address what it needs:
-a value that is equal in all regions is replicated on each process's devices, and a
-regional value's rows are with their regions. So each process moves its own shards: a
-device cuts its new shard out of one that its process holds, or joins it from several.
-The results are declared to be one global array, which no device materializes in full.
-Nothing here waits, or communicates between regions.
+cannot move such an array to other devices. But each process holds what it needs: all of
+a value that is equal in all regions, and its regions' rows of others. So each device
+cuts its new shard out of one that its process holds, or joins it from several, and the
+results are declared to be one global array. Nothing here waits, or communicates between
+regions.
 """
 
 from __future__ import annotations
@@ -166,7 +165,6 @@ def _start(shard: Any, axis: int) -> int:
 
 
 def _own_indices(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Any]:
-    """Return which part of an array each device of this process has."""
     return dict(sharding.addressable_devices_indices_map(shape))
 
 
@@ -218,17 +216,12 @@ def _are_at_hand(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> 
 
 def _moved(x: jax.Array, target: Sharding) -> jax.Array:
     """Move an array whose needed shards are addressable; waits for nothing."""
-    shape, source = x.shape, {}
+    shape, source, parts = x.shape, {}, []
     for shard in x.addressable_shards:
         source.setdefault(_box(shard.index, shape), shard.data)
-    parts = [
-        _made(
-            _box(index, shape),
-            source,
-            SingleDeviceSharding(device, memory_kind=target.memory_kind),
-        )
-        for device, index in target.addressable_devices_indices_map(shape).items()
-    ]
+    for device, index in target.addressable_devices_indices_map(shape).items():
+        where = SingleDeviceSharding(device, memory_kind=target.memory_kind)
+        parts.append(_made(_box(index, shape), source, where))
     return jax.make_array_from_single_device_arrays(shape, target, parts)
 
 
@@ -236,11 +229,13 @@ def _made(box: Box, source: dict[Box, jax.Array], where: Sharding) -> jax.Array:
     """Cut or join a part on its new device."""
     for other, data in source.items():
         if _is_inside(box, other):
-            return jax.device_put(_cut(data, box, other), where)
-    inside = sorted(other for other in source if _is_inside(other, box))
+            pairs = zip(box, other, strict=True)
+            cut = tuple(slice(a - first, b - first) for (a, b), (first, _) in pairs)
+            return jax.device_put(data if box == other else data[cut], where)
     parts = {
         tuple(first for first, _ in other): jax.device_put(source[other], where)
-        for other in inside
+        for other in sorted(source)
+        if _is_inside(other, box)
     }
     for dimension in reversed(range(len(box))):
         rows: dict[tuple[int, ...], list[jax.Array]] = {}
@@ -251,14 +246,6 @@ def _made(box: Box, source: dict[Box, jax.Array], where: Sharding) -> jax.Array:
             for starts, each in rows.items()
         }
     return parts[()]
-
-
-def _cut(x: jax.Array, box: Box, of: Box) -> jax.Array:
-    """Cut `box` out of the shard that is `of`."""
-    if box == of:
-        return x
-    pairs = zip(box, of, strict=True)
-    return x[tuple(slice(a - first, b - first) for (a, b), (first, _) in pairs)]
 
 
 def _is_covered(box: Box, there: set[Box]) -> bool:

@@ -17,12 +17,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.sync.fragments import is_stacked
+from cocodc_jax.sync.fragments import Fragment, PyTree, is_stacked
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.numerics import check_share
-
-PyTree = Any
-Fragment = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,10 +129,8 @@ class SharedMask(Average):
 
     def mask(self, like: PyTree, key: jax.Array | None) -> dict[str, jax.Array]:
         """Return which entries of a fragment are drawn, bool in its shapes."""
-        ones = {
-            path: jnp.ones(drawn.size, bool)
-            for path, drawn in self.indices(like, key).items()
-        }
+        drawn = self.indices(like, key)
+        ones = jax.tree.map(lambda at: jnp.ones(at.size, bool), drawn)
         return self.after(ones, like, key)
 
     def indices(self, like: PyTree, key: jax.Array | None) -> dict[str, jax.Array]:

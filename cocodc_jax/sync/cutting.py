@@ -21,6 +21,7 @@ Source: Streaming DiLoCo (Douillard et al., arXiv 2501.18512, section 2.2), and 
 unit order [embedding, blocks, norm, head] of CoCoDC (arXiv 2504.17672).
 """
 
+import collections
 import dataclasses
 import math
 import os
@@ -33,7 +34,7 @@ import jax.numpy as jnp
 
 from cocodc_jax.expert_leaves import expert_axis
 from cocodc_jax.sync import stacks
-from cocodc_jax.sync.fragments import Fragments, LeafSlice
+from cocodc_jax.sync.fragments import Fragments, LeafSlice, PyTree
 from cocodc_jax.transforms.layers import BLOCKS, distinct_leaves
 from cocodc_jax.transforms.numerics import check_choice
 
@@ -41,8 +42,6 @@ STRATEGIES = ("strided", "sequential", "balanced", "balanced_tensors", "experts"
 
 # Order of the units in the network, which differs from that of their names.
 UNIT_ORDER = ("embed", BLOCKS, "norm", "head")
-
-PyTree = Any
 
 
 def cut(
@@ -86,8 +85,7 @@ def cut(
             "fragments=cut(params, num_fragments, blocks=NAME), or "
             "cut_by_patterns(params, patterns)"
         )
-    owner = _assign([unit.num_bytes for unit in units], num_fragments, strategy)
-    groups = _grouped(units, owner, num_fragments)
+    groups = _grouped(units, num_fragments, strategy)
     return Fragments(jax.tree.structure(params), tuple(groups))
 
 
@@ -159,13 +157,12 @@ def _cut_experts(params: PyTree, units: list[_Unit], num_fragments: int) -> Frag
             f"num_fragments={num_fragments} does not fit fragment_strategy='experts' "
             f"with {len(dense)} dense units and {number} experts; use 2 to {most}"
         )
-    sizes = [unit.num_bytes for unit in dense]
+    of_dense = sum(unit.num_bytes for unit in dense)
     of_experts = sum(_slice(leaves[i][0], i, leaves[i][1]).num_bytes for i in found)
-    share = sum(sizes) / (sum(sizes) + of_experts)
+    share = of_dense / (of_dense + of_experts)
     num_dense = min(max(round(num_fragments * share), 1), len(dense), num_fragments - 1)
     num_dense = max(num_dense, num_fragments - number)
-    owner = _assign(sizes, num_dense, "strided")
-    groups = _grouped(dense, owner, num_dense)
+    groups = _grouped(dense, num_dense, "strided")
     num_rest = num_fragments - num_dense
     for k in range(num_rest):
         rows = tuple(range(k * number // num_rest, (k + 1) * number // num_rest))
@@ -179,7 +176,7 @@ def _units(params: PyTree, blocks: str | None) -> list[_Unit]:
     leaves = distinct_leaves(params)
     places = stacks.find(leaves, blocks)
     name_of = _namer([path for path, _ in leaves], places)
-    found: dict[tuple[int, str, int], list[LeafSlice]] = {}
+    found = collections.defaultdict(list)  # By rank, stack and layer.
     num_rows: dict[str, int] = {}
     for index, (path, leaf) in enumerate(leaves):
         stack, layer = places.get(path, (name_of(path), -1))
@@ -187,8 +184,7 @@ def _units(params: PyTree, blocks: str | None) -> list[_Unit]:
         ranks = (i for i, known in enumerate(UNIT_ORDER) if re.search(known, kind))
         rank = next(ranks, len(UNIT_ORDER))
         if layer is not None:
-            unit = (rank, stack, layer)
-            found.setdefault(unit, []).append(_slice(path, index, leaf))
+            found[rank, stack, layer].append(_slice(path, index, leaf))
             continue
         length = num_rows.setdefault(stack, leaf.shape[0] if leaf.shape else 0)
         if not leaf.shape or leaf.shape[0] != length:
@@ -197,9 +193,7 @@ def _units(params: PyTree, blocks: str | None) -> list[_Unit]:
                 f"holds {length} blocks along the leading axis"
             )
         for row in range(length):
-            found.setdefault((rank, stack, row), []).append(
-                _slice(path, index, leaf, (row,))
-            )
+            found[rank, stack, row].append(_slice(path, index, leaf, (row,)))
     return [_Unit(tuple(found[u]), is_block=u[2] >= 0) for u in sorted(found)]
 
 
@@ -245,29 +239,23 @@ def _assign(sizes: Sequence[int], num_fragments: int, strategy: str) -> list[int
 
 
 def _grouped(
-    units: list[_Unit], owner: list[int], num_fragments: int
+    units: list[_Unit], num_fragments: int, strategy: str
 ) -> list[tuple[LeafSlice, ...]]:
-    """Return the slices of each fragment, of which `owner` has one for each unit."""
-    pairs = list(zip(units, owner, strict=True))
-    return [
-        _merge_rows(part for unit, o in pairs if o == k for part in unit.slices)
-        for k in range(num_fragments)
-    ]
+    """Assign units to fragments; return each one's slices, rows of a leaf joined."""
+    owner = _assign([unit.num_bytes for unit in units], num_fragments, strategy)
+    groups: list[dict[int, LeafSlice]] = [{} for _ in range(num_fragments)]
+    for unit, k in zip(units, owner, strict=True):
+        for part in unit.slices:
+            held = groups[k].get(part.leaf)
+            groups[k][part.leaf] = part if held is None else _joined(held, part)
+    return [tuple(group[leaf] for leaf in sorted(group)) for group in groups]
 
 
-def _merge_rows(slices: Any) -> tuple[LeafSlice, ...]:
-    """Join one fragment's rows of the same stacked leaf."""
-    by_leaf: dict[int, LeafSlice] = {}
-    for part in slices:
-        held = by_leaf.get(part.leaf)
-        if held is not None:
-            assert held.rows is not None
-            assert part.rows is not None
-            part = dataclasses.replace(
-                part,
-                rows=tuple(sorted(held.rows + part.rows)),
-                num_params=held.num_params + part.num_params,
-                num_bytes=held.num_bytes + part.num_bytes,
-            )
-        by_leaf[part.leaf] = part
-    return tuple(by_leaf[leaf] for leaf in sorted(by_leaf))
+def _joined(one: LeafSlice, other: LeafSlice) -> LeafSlice:
+    """Join rows of one stacked leaf."""
+    return dataclasses.replace(
+        one,
+        rows=tuple(sorted((*(one.rows or ()), *(other.rows or ())))),
+        num_params=one.num_params + other.num_params,
+        num_bytes=one.num_bytes + other.num_bytes,
+    )

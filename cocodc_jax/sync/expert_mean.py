@@ -9,8 +9,7 @@ in region m since its parameters were last replaced by outer ones,
     Delta_e = 0                                                    if all c^m_e are 0
 
 so that an expert that nobody trained stays as it is, but for the outer optimizer's
-momentum from earlier syncs. Region weights w_m (quorums, tokens, absent regions) come
-on top. Routers and all other leaves have plain means.
+momentum. Region weights w_m come on top. All other leaves have plain means.
 
 The counts are a leaf of the parameters, `experts/tokens` (`models.experts`), so they
 are part of a message anyway: 4 bytes an expert and layer. Outer parameters hold none
@@ -21,17 +20,15 @@ federated mixtures (from memory).
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from cocodc_jax.expert_leaves import TOKEN_UNIT, count_of, expert_axis, is_token_count
-from cocodc_jax.sync.averages import Average, Fragment
+from cocodc_jax.sync.averages import Average
+from cocodc_jax.sync.fragments import Fragment, PyTree
 from cocodc_jax.sync.messages import Compressed, Message
 from cocodc_jax.transforms.compressor import Compressor
-
-PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +43,13 @@ class ExpertMean(Average):
 
     def after(self, mean: PyTree, like: PyTree, key: jax.Array | None) -> Fragment:
         """Return means by tokens, and the mean counts; see `Average.after`."""
-
-        def one(path: str, x: jax.Array) -> jax.Array:
+        means = dict(mean)
+        for path, x in mean.items():
             total = self._counts(path, x, mean)
-            if isinstance(total, int):
-                return x
-            return jnp.where(total > 0, x / jnp.where(total > 0, total, 1), 0)
-
-        return {path: one(path, x) for path, x in mean.items()}
+            if not isinstance(total, int):
+                share = x / jnp.where(total > 0, total, 1)
+                means[path] = jnp.where(total > 0, share, 0)
+        return means
 
     def _counts(self, path: str, x: jax.Array, part: Fragment) -> jax.Array | int:
         """Return counts that broadcast to a leaf of experts; 1 for other leaves."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cocodc_jax.expert_leaves import expert_axis
 from cocodc_jax.transforms.layers import BLOCKS, named_leaves
@@ -98,17 +99,10 @@ class Fragments:
         """
         leaves = self.treedef.flatten_up_to(tree)
         for part in self.slices[fragment_id]:
-            leaves[part.leaf] = _put_rows(
-                leaves[part.leaf],
-                part.rows,
-                value[part.path],
-                lead + part.axis,
-                self._is_shared(part),
-            )
+            is_shared = self.shares_experts and expert_axis(part.path) == part.axis
+            old, new, axis = leaves[part.leaf], value[part.path], lead + part.axis
+            leaves[part.leaf] = _put_rows(old, part.rows, new, axis, is_shared)
         return self.treedef.unflatten(leaves)
-
-    def _is_shared(self, part: LeafSlice) -> bool:
-        return self.shares_experts and expert_axis(part.path) == part.axis
 
     def only(self, tree: PyTree, fragment_id: int) -> PyTree:
         """Return `tree` with None for every leaf that has no part of a fragment.
@@ -226,10 +220,9 @@ def _put_rows(
 
 
 def _join_rows(shares: list[tuple[LeafSlice, jax.Array]]) -> jax.Array:
-    if shares[0][0].rows is None:
-        return shares[0][1]
+    first, value = shares[0]
+    if first.rows is None:
+        return value
     rows = [row for part, _ in shares for row in part.rows or ()]
-    axis = shares[0][0].axis
-    stacked = jnp.concatenate([value for _, value in shares], axis=axis)
-    order = sorted(range(len(rows)), key=rows.__getitem__)
-    return jnp.take(stacked, jnp.array(order), axis=axis)
+    stacked = jnp.concatenate([value for _, value in shares], axis=first.axis)
+    return jnp.take(stacked, np.argsort(rows), axis=first.axis)

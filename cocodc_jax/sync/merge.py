@@ -2,9 +2,7 @@
 
 theta^g is the new outer value, theta^m the local one at arrival, and `staged` the local
 one when the sync started, tau steps before. Each rule is a pure function of one
-region's fragment; programs map it over regions. `where_drawn` merges only the entries
-that were sent; `remembering` feeds the progress that a rule drops back into the next
-message.
+region's fragment; programs map it over regions.
 """
 
 import dataclasses
@@ -50,10 +48,6 @@ class Merge:
         """Whether progress is fed back; True for a traced weight."""
         weight = self.feedback_weight
         return not isinstance(weight, int | float) or weight != 0
-
-
-# Arguments that `compensate` always passes to its transform.
-_GIVEN = frozenset({"stale_params", "delay_steps"})
 
 
 def replace() -> Merge:
@@ -133,10 +127,9 @@ def compensate(
         found = optax.tree_utils.tree_get_all_with_path(state, "correction_ratio")
         if len(found) != 1:
             return merged, {}
-        ((_, ratio),) = found
-        return merged, {"correction_ratio": jnp.asarray(ratio, jnp.float32)}
+        return merged, {"correction_ratio": jnp.asarray(found[0][1], jnp.float32)}
 
-    needs = (needs - _GIVEN) | {"staged"}
+    needs = (needs - {"stale_params", "delay_steps"}) | {"staged"}  # Always passed.
     return Merge("compensate", apply, needs, reports_correction=True)
 
 

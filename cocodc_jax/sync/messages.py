@@ -16,14 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from cocodc_jax.sync.averages import Average
-from cocodc_jax.transforms.compressor import (
-    Compressor,
-    check_compressor,
-    message_bytes,
-)
+from cocodc_jax.transforms.compressor import Compressor, check_compressor, message_bytes
 from cocodc_jax.transforms.decoupled import average_duplicates
 from cocodc_jax.transforms.masked import masked, weigh_owned
-from cocodc_jax.transforms.numerics import check_choice, widen
+from cocodc_jax.transforms.numerics import cast_like, check_choice, widen
 from cocodc_jax.transforms.sparsify import SparseCompressor
 
 PyTree = Any
@@ -250,5 +246,5 @@ def weighted_sum_of_decoded(
         return jax.tree.map(jnp.add, total, decoded(i))
 
     total = jax.lax.fori_loop(1, weights.shape[0], add, decoded(0))
-    dtypes = jax.eval_shape(compressor.decode, jax.tree.map(lambda x: x[0], messages))
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), total, dtypes)
+    one = jax.tree.map(lambda x: x[0], messages)
+    return cast_like(total, jax.eval_shape(compressor.decode, one))

@@ -2,9 +2,7 @@
 
 A method is a composition of parts and never a subclass. Regions exchange a message at
 every step (`per_step`), or fragments of their parameters from time to time (`sync`), or
-nothing. A `Sync` is a schedule (when), a message (what is sent), an outer optimizer
-(which applies the mean) and a merge (how a region applies the result). Parts default to
-doing nothing. A part refuses others that it cannot be combined with.
+nothing. A part refuses others that it cannot be combined with.
 """
 
 from __future__ import annotations
@@ -82,12 +80,10 @@ class Sync:
     @property
     def only_in_program(self) -> str | None:
         """Why messages must cross inside a compiled program; None if they need not."""
-        alone = "a region that comes alone is answered at once"
-        return (
-            self.outer.only_in_program
-            or self.message.only_in_program
-            or (alone if self.schedule.is_by_region else None)
-        )
+        why = self.outer.only_in_program or self.message.only_in_program
+        if why is None and self.schedule.is_by_region:
+            why = "a region that comes alone is answered at once"
+        return why
 
     @property
     def copies(self) -> frozenset[str]:
@@ -96,8 +92,7 @@ class Sync:
 
     def bind(self, regions: Regions) -> Sync:
         """Return the sync for these regions, whose speeds its schedule may use."""
-        looks_midway = needs.HALFWAY in self.copies
-        schedule = self.schedule.bind(regions, looks_midway)
+        schedule = self.schedule.bind(regions, needs.HALFWAY in self.copies)
         message = self.message.bind(regions.num)
         return dataclasses.replace(self, schedule=schedule, message=message)
 
@@ -184,9 +179,7 @@ class Method:
     def weighted(self, region_weights: str | None) -> Method:
         """Return the same method with regions weighted in a mean.
 
-        Args:
-          region_weights: "tokens" weights a region by its tokens since the last sync,
-            "equal" weights all equally, None is the method's default.
+        By "tokens" since the last sync, or "equal"; None is the method's default.
         """
         if region_weights is None:
             return self
@@ -200,10 +193,8 @@ class Method:
     def expert_weighted(self, expert_weights: str | None) -> Method:
         """Return the same method with the experts of a mixture weighed in a mean.
 
-        Args:
-          expert_weights: "tokens" weighs a region by the tokens that an expert saw in
-            it since the last sync, see `sync.expert_mean`; "equal" and None as
-            everything else.
+        By the "tokens" that an expert saw in a region since the last sync, see
+        `sync.expert_mean`; "equal" and None as everything else.
         """
         check_choice("expert_weights", expert_weights or "equal", WEIGHTS)
         if expert_weights != "tokens":
@@ -216,11 +207,9 @@ class Method:
     def guarded(self, exclude_above: float | None, robust_mean: str | None) -> Method:
         """Return the same method with bad updates left out of its means.
 
-        Args:
-          exclude_above: see `robust.Robust`; None leaves out no region, or with a
-            `robust_mean` those whose messages are not finite.
-          robust_mean: "clip" or "trim:b", see `robust.Robust.of`; None is a weighted
-            mean.
+        For `exclude_above` see `robust.Robust`; None leaves out no region, or with a
+        `robust_mean` those whose messages are not finite. For `robust_mean` see
+        `robust.Robust.of`; None is a weighted mean.
         """
         if exclude_above is None and robust_mean is None:
             return self
@@ -236,9 +225,9 @@ class Method:
             if robust.mean == "clip" and isinstance(message, Compressed) and is_sparse:
                 message = dataclasses.replace(message, clip=True)  # By tensors.
                 robust = dataclasses.replace(robust, mean="weighted")
-            if robust.mean == "trim" and message.compressor() is None:
-                if message.only_weighted is None:  # Gathered, not all-reduced.
-                    message = message.compressed(identity())
+            is_summed = message.compressor() is None and message.only_weighted is None
+            if robust.mean == "trim" and is_summed:  # Gathered, not all-reduced.
+                message = message.compressed(identity())
             return self.with_sync(robust=robust, message=message)
 
     def bind(self, regions: Regions) -> Method:

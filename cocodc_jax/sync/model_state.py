@@ -100,8 +100,8 @@ def carried(loss_fn: AnyLossFn, model_state: ModelState | None) -> StatefulLossF
         return functools.partial(_checked, loss_fn)
 
     def without(params, state, batch, key):
-        form = "(loss, aux), aux a dict of scalars (`{}` is none)"
-        loss, aux = _two(loss_fn(params, batch, key), f"must return {form}")
+        must = "must return (loss, aux), aux a dict of scalars (`{}` is none)"
+        loss, aux = _two(loss_fn(params, batch, key), must)
         return loss, (aux, state)
 
     return without
@@ -148,9 +148,6 @@ def at_state(
 
     if user_inputs.outputs is not None:
         model, of_outputs = user_inputs.outputs
-
-        def outputs(params, batch):
-            return model(params, state, batch)
-
-        user_inputs = dataclasses.replace(user_inputs, outputs=(outputs, of_outputs))
+        outputs = (lambda params, batch: model(params, state, batch)), of_outputs
+        user_inputs = dataclasses.replace(user_inputs, outputs=outputs)
     return loss, user_inputs

@@ -1,11 +1,9 @@
 """Information that parts of a method can ask for by name: one table, `NEEDS`.
 
 A merge rule, a curvature, an outer optimizer and a schedule each name what they need in
-a frozenset called `needs`, and receive it under that name:
-
-- a merge (and its curvature) as extra arguments of `apply`;
-- an outer optimizer as extra arguments of `update`;
-- a schedule by `observe`: of applied updates, or measured on demand.
+a frozenset called `needs`, and receive it under that name: a merge (and its curvature)
+as extra arguments of `apply`, an outer optimizer of `update`, and a schedule by
+`observe`: of applied updates, or measured on demand.
 
 A new need is only an entry of the table. Entries are pure; the executor keeps the
 copies, passes the arrays to a merge's program, and passes observations to the schedule.
@@ -13,16 +11,15 @@ copies, passes the arrays to a merge's program, and passes observations to the s
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
+from cocodc_jax.sync.fragments import Fragment, PyTree
 from cocodc_jax.transforms import low_rank
 from cocodc_jax.transforms.layers import named_leaves
 
-PyTree = Any
-Fragment = dict[str, jax.Array]
 LossFn = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 
 # Copies of a fragment that can be kept while it is in flight.
@@ -134,11 +131,6 @@ def _gradient_fn(seen: MergeContext) -> Callable:
     return jax.grad(loss)
 
 
-def _second_moment(opt_state: PyTree, user_inputs: UserInputs) -> PyTree:
-    assert user_inputs.second_moment is not None
-    return user_inputs.second_moment(opt_state)
-
-
 def _outputs(seen: MergeContext) -> tuple[Callable, Callable]:
     assert seen.user_inputs.outputs is not None
     return seen.user_inputs.outputs
@@ -171,7 +163,7 @@ NEEDS: dict[str, Need] = {
     "second_moment": Need(
         "The inner Adam's second moment of the fragment, bias-corrected.",
         given_by=("second_moment", _MOMENT),
-        of_regions=_second_moment,
+        of_regions=lambda state, given: cast(Callable, given.second_moment)(state),
         of_region=lambda seen: seen.regional["second_moment"],
     ),
     "key": Need(

@@ -1,9 +1,8 @@
 """Outer optimizers: one model for all regions, or one per region.
 
-With one outer model (`SharedOuter`) a region sends its pseudo-gradient only, and the
-mean of them is the gradient of an Optax optimizer. If regions are never made equal
-(NoLoCo, decoupled momentum), or correct the mean by local information (eager updates),
-outer parameters and optimizer state are *regional* (`RegionalOuter`):
+If regions are never made equal (NoLoCo, decoupled momentum), or correct the mean by
+local information (eager updates), outer parameters and optimizer state are *regional*
+(`RegionalOuter`):
 
     message_m, state_m = send(params_m, state_m, local_m)
     params_m, state_m = receive(params_m, state_m, arrived_m)

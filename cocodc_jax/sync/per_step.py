@@ -54,11 +54,12 @@ class PerStep:
 
     def num_bytes(self, params: PyTree) -> int:
         """Return the bytes that one region, with parameters so shaped, sends a step."""
+
+        def message(gradient, key):
+            return self.send(gradient, self.init(gradient), key)[0]
+
         key = jax.eval_shape(lambda: jax.random.key(0))
-        message, _ = jax.eval_shape(
-            lambda g, key: self.send(g, self.init(g), key), params, key
-        )
-        return message_bytes(message)
+        return message_bytes(jax.eval_shape(message, params, key))
 
 
 def mean_gradients() -> PerStep:
@@ -76,7 +77,7 @@ def compressed_gradients(compressor: Compressor) -> PerStep:
     return PerStep(
         "compressed_gradients",
         compressor.init,
-        lambda gradient, state, key: compressor.encode(gradient, state, key),
+        compressor.encode,
         lambda messages: mean_of_decoded(messages, compressor),
         compressed_gradients,
     )

@@ -166,15 +166,12 @@ def without(messages: PyTree, weights: jax.Array) -> PyTree:
 
 def trimmed_mean(values: jax.Array, counted: jax.Array, trim: float) -> jax.Array:
     """Return the mean over `[M, ...]` without the largest and smallest, per entry."""
-    num = counted.sum()
+    num, shape = counted.sum(), (-1, *(1,) * (values.ndim - 1))
     cut = jnp.floor(trim * num + 1e-6).astype(num.dtype)
-    shape = (-1, *(1,) * (values.ndim - 1))
-    ordered = jnp.sort(
-        jnp.where(counted.reshape(shape), widen(values), jnp.inf), axis=0
-    )
+    known = jnp.where(counted.reshape(shape), widen(values), jnp.inf)
     place = jnp.arange(len(values))
     inside = (place >= cut) & (place < num - cut)
-    total = jnp.where(inside.reshape(shape), ordered, 0).sum(axis=0)
+    total = jnp.where(inside.reshape(shape), jnp.sort(known, axis=0), 0).sum(axis=0)
     return (total / jnp.maximum(inside.sum(), 1)).astype(values.dtype)
 
 
@@ -185,7 +182,5 @@ def left_out(verdict: np.ndarray) -> np.ndarray:
 
 def told(verdict: np.ndarray) -> dict[int, str]:
     """Return why regions were left out, by region."""
-    return {
-        int(m): REASONS[int(verdict[m]) % RESTORED]
-        for m in np.nonzero(verdict % RESTORED)[0]
-    }
+    codes = enumerate((verdict % RESTORED).tolist())
+    return {m: REASONS[code] for m, code in codes if code}

@@ -6,9 +6,8 @@ in the data and in the metrics file) is JSON in the same checkpoint. Orbax makes
 checkpoint visible only when all of it is on disk, so a killed process leaves a full
 checkpoint or none.
 
-Disks and copies can corrupt files silently. Each checkpoint therefore has checksums,
-written by the thread that finalizes it. `restore` skips checkpoints with corrupt files
-and restores the newest intact one.
+Disks and copies can corrupt files silently: each checkpoint has checksums, written by
+the thread that finalizes it, and `restore` takes the newest intact one.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from cocodc_jax._extras import later
 from cocodc_jax.buckets import is_in_bucket
 from cocodc_jax.core.state import TrainState
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding.ambient import methods_in_own_context
+from cocodc_jax.sharding.mesh import methods_in_own_context
 from cocodc_jax.train import checksums
 from cocodc_jax.transforms.layers import named_leaves
 
@@ -35,10 +34,7 @@ else:
 
 PyTree = Any
 
-
 _ITEMS = ("arrays", "rest")
-# Path prefix of fragments in flight.
-_IN_FLIGHT = "in_flight/"
 
 
 class CheckpointError(OSError):
@@ -64,16 +60,14 @@ class Checkpoints:
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1 checkpoint")
         self._in_bucket = is_in_bucket(directory)
-        path = directory if self._in_bucket else pathlib.Path(directory).absolute()
-        self._directory: Any = path
-        self._directory.mkdir(parents=True, exist_ok=True)
+        path: Any = directory if self._in_bucket else pathlib.Path(directory).absolute()
+        path.mkdir(parents=True, exist_ok=True)
         finishing = ocp.AsyncOptions(post_finalization_callback=self._write_checksums)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, async_options=finishing
         )
-        self._manager = ocp.CheckpointManager(
-            self._directory, item_names=_ITEMS, options=options
-        )
+        self._directory = path
+        self._manager = ocp.CheckpointManager(path, item_names=_ITEMS, options=options)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -171,10 +165,8 @@ class Checkpoints:
                 self._manager.reload()
             return found
         if step is not None:
-            raise CheckpointError(
-                f"the checkpoint of step {step} in {self._directory} is damaged: "
-                f"{damaged[step]}"
-            )
+            where = f"the checkpoint of step {step} in {self._directory}"
+            raise CheckpointError(f"{where} is damaged: {damaged[step]}")
         if damaged:
             raise CheckpointError(
                 f"all checkpoints in {self._directory} are damaged: "
@@ -195,14 +187,11 @@ class Checkpoints:
             _ = rest["method"], rest["schedule"], rest["shapes"]
         where = f"the checkpoint of step {step} in {self._directory}"
         abstract = _abstract(program, rest, where)
-        only_arrays = ocp.args.Composite(
-            arrays=ocp.args.StandardRestore(_arrays(abstract))
-        )
+        wanted = ocp.args.StandardRestore(_arrays(abstract))
+        only_arrays = ocp.args.Composite(arrays=wanted)
         with self._judged(step):
             arrays = self._manager.restore(step, args=only_arrays)["arrays"]
-        sync = abstract.sync
-        if sync is not None:
-            sync = sync.with_arrays(arrays["sync"])
+        sync = abstract.sync and abstract.sync.with_arrays(arrays["sync"])
         frozen = arrays.get("frozen", ())
         return TrainState(arrays["region"], sync, step, bytes_sent, frozen), extra
 
@@ -215,7 +204,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            is_whole = checksums.are_in(self._directory / str(step))
+            is_whole = (self._directory / str(step) / checksums.FILE).exists()
             if is_whole or jax.process_count() > 1:
                 raise
             raise _DamagedError(f"it cannot be read: {first_line(error)}") from error
@@ -261,10 +250,8 @@ def _abstract(program: RegionProgram, rest: dict, where: str) -> TrainState:
             wrong = "what the schedule remembers is of another kind"
     there, here = f"method={rest['method']!r}", f"method={program.method.name!r}"
     # First with nothing in flight: another method may have other fragments.
-    landed = None
-    if schedule:
-        landed = schedule.landed(schedule.init() if state is None else state)
-    lasting = {k: v for k, v in shapes.items() if not k.startswith(_IN_FLIGHT)}
+    landed = schedule and schedule.landed(state or schedule.init())
+    lasting = {k: v for k, v in shapes.items() if not k.startswith("in_flight/")}
     if other := _differences(lasting, _shapes(program.abstract(landed))):
         raise ValueError(
             f"{where} is of another model, method or number of regions (saved by "
@@ -290,18 +277,16 @@ def _shapes(state: TrainState) -> dict[str, str]:
 
 def _differences(saved: dict[str, str], here: dict[str, str]) -> str:
     """Describe the first difference and count the others; empty if there is none."""
-    wrong = [
-        f"{path} is {saved.get(path, 'missing')} there and "
-        f"{here.get(path, 'missing')} here"
-        for path in sorted(saved.keys() | here.keys())
-        if saved.get(path) != here.get(path)
-    ]
+    paths = sorted(saved.keys() | here.keys())
+    wrong = [path for path in paths if saved.get(path) != here.get(path)]
+    if not wrong:
+        return ""
+    there, now = (each.get(wrong[0], "missing") for each in (saved, here))
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    return wrong[0] + more if wrong else ""
+    return f"{wrong[0]} is {there} there and {now} here{more}"
 
 
 def _arrays(state: TrainState) -> dict[str, PyTree]:
-    """Return the arrays of a state."""
     sync = state.sync.arrays if state.sync else {}
     frozen = {"frozen": state.frozen} if jax.tree.leaves(state.frozen) else {}
     return {"region": state.region, "sync": sync, **frozen}

@@ -36,23 +36,16 @@ def write(folder: pathlib.Path) -> None:
     (folder / FILE).write_text(json.dumps({"blake2b": found}, indent=1) + "\n")
 
 
-def are_in(folder: pathlib.Path) -> bool:
-    """Return whether a checkpoint has checksums."""
-    return (folder / FILE).exists()
-
-
 def damage(folder: pathlib.Path, parts: tuple[str, ...]) -> str | None:
     """Return which file of a checkpoint is corrupt and how, None if none is."""
     for part in parts:
         if not (folder / part).is_dir():
             return f"{part} is missing"
-    if not are_in(folder):
+    if not (folder / FILE).exists():
         return None
     try:
         noted: Any = json.loads((folder / FILE).read_text())["blake2b"]
-        rows = [
-            (name, int(size), str(digest)) for name, (size, digest) in noted.items()
-        ]
+        rows = [(name, int(size), str(told)) for name, (size, told) in noted.items()]
     except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
         return f"{FILE} cannot be read: {error!r}"
     for name, size, digest in rows:
@@ -86,12 +79,12 @@ def set_aside(
     if jax.process_index() == 0:
         names = {step: f"damaged_{step}" for step in damaged}
         for step, name in names.items():
-            old: Any = directory / name
-            if isinstance(old, pathlib.Path):
-                shutil.rmtree(old, ignore_errors=True)
-            elif old.exists():  # In a bucket.
-                old.rmtree(missing_ok=True)
-            (directory / str(step)).rename(directory / name)
+            new: Any = directory / name
+            if isinstance(new, pathlib.Path):
+                shutil.rmtree(new, ignore_errors=True)
+            elif new.exists():  # In a bucket.
+                new.rmtree(missing_ok=True)
+            (directory / str(step)).rename(new)
         print(
             f"warning: damaged in {directory}: {listed(damaged)}; moved to "
             f"{', '.join(names.values())}, and step {restored} is restored instead",

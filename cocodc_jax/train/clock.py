@@ -1,10 +1,8 @@
 """Timeline of the devices: when steps ended, and syncs started, arrived and merged.
 
-The host dispatches work ahead of the devices and does not wait for them. So threads
-wait for arrays and read the clock: one for the steps, in order, and one for each
-message in flight (a few at a time).
-
-All times are seconds since the recorder started, plus the seconds of earlier runs.
+The host dispatches work ahead of the devices. So threads wait for arrays and read the
+clock: one for the steps, in order, and one for each message in flight. All times are
+seconds since the recorder started, plus the seconds of earlier runs.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from cocodc_jax.program.region_program import Output
 
 PyTree = Any
 
-# Number of scans to take the minimum step time over.
-_STEPS = 9
+_STEPS = 9  # Scans to take the minimum step time over.
 
 
 @dataclasses.dataclass
@@ -56,9 +53,9 @@ class FlightRecorder:
         self._steps: queue.SimpleQueue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._marked = threading.Condition()
-        self._open: dict[tuple[int, int], Flight] = {}
+        self._open: dict[SyncId, Flight] = {}
         self._leaving: dict[SyncId, jax.Array] = {}
-        self._of_elastic: set[tuple[int, int]] = set()  # Means of other regions.
+        self._of_elastic: set[SyncId] = set()  # Means of other regions.
         self.recent_step_s = self.sync_s = self.stall_s = 0.0
         self._went_on_s = 0.0
         self._step_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
@@ -83,21 +80,18 @@ class FlightRecorder:
 
     @property
     def step_s(self) -> float:
-        """Recent seconds of an inner step, 0 before the first.
-
-        The minimum over some scans: one that compiles first takes many times as long.
-        """
+        """Recent seconds of an inner step, 0 before the first."""
         with self._marked:
+            # A scan that compiles first takes many times as long.
             return min(self._step_s, default=0.0)
 
     def done_s(self, step: int) -> float:
         """Return when the devices ended inner step `step`, waiting for it."""
         with self._marked:
             self._marked.wait_for(lambda: self._error or self._is_marked(step))
-            for marked, seconds in reversed(self.marks):
-                if marked == step:
-                    return self._zero + seconds
-        return time.perf_counter()
+            marks = reversed(self.marks)
+            marked_s = next((s for marked, s in marks if marked == step), None)
+        return time.perf_counter() if marked_s is None else self._zero + marked_s
 
     def _is_marked(self, step: int) -> bool:
         return bool(self.marks) and self.marks[-1][0] >= step
@@ -113,11 +107,10 @@ class FlightRecorder:
             if start_step > before:
                 self.started(fragment_id, start_step, output.losses, flight.mean)
         # Syncs that waited for these inner steps left with them.
-        norms = {sync[:2]: sync.norm for sync in output.syncs}
+        means = {sync[:2]: sync.norm for sync in output.syncs}
+        means |= {sync_id: flight.mean for sync_id, flight in in_flight.items()}
         for sync_id, losses in self._leaving.items():
-            is_there = sync_id in in_flight
-            mean = in_flight[sync_id].mean if is_there else norms[sync_id]
-            self.started(*sync_id, losses, mean)
+            self.started(*sync_id, losses, means[sync_id])
         leaving = state.sync.leaving if state.sync else ()
         self._leaving = {each.sync_id: output.losses for each in leaving}
         self.stepped(state.step, output.losses, output.syncs)
@@ -130,8 +123,8 @@ class FlightRecorder:
         last = jax.tree.leaves(mean)[-1]
         if isinstance(last, PendingMean):
             self._of_elastic.add((fragment, step))
-        thread = threading.Thread(target=self._arrive, args=(flight, inner, last))
-        thread.daemon = True
+        watched = flight, inner, last
+        thread = threading.Thread(target=self._arrive, args=watched, daemon=True)
         thread.start()
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
 
@@ -186,10 +179,10 @@ class FlightRecorder:
                 self._of_elastic.discard(sync_id)
                 stall += max(min(flight.arrival_s, begin) - self._went_on_s, 0.0)
             self.stall_s += stall
+            self._went_on_s = self._now()
             if flight is not None:  # Else it started in an earlier process.
                 flight.apply_step, flight.stall_s = sync.apply_step, stall
-                flight.num_bytes, flight.merge_s = sync.num_bytes, self._now()
-            self._went_on_s = self._now()
+                flight.num_bytes, flight.merge_s = sync.num_bytes, self._went_on_s
 
     def _mark(self, step: int) -> None:
         now = self._now()

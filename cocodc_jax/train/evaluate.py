@@ -1,8 +1,4 @@
-"""Evaluation, equal for every method: one set of parameters, fixed batches.
-
-Two models are evaluated at the same steps: the mean of the regions' parameters, and the
-outer parameters. The batches are sharded over the mesh's region axis.
-"""
+"""Evaluation, equal for every method: one set of parameters, fixed batches."""
 
 from __future__ import annotations
 
@@ -16,8 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.exchange.programs import LoweredProgram
 from cocodc_jax.sharding import transfer
-from cocodc_jax.sharding.ambient import in_own_context, trace_without_mesh_if_needed
-from cocodc_jax.sharding.mesh import REGION, batch_axes
+from cocodc_jax.sharding.mesh import (
+    REGION,
+    batch_axes,
+    in_own_context,
+    trace_without_mesh_if_needed,
+)
 from cocodc_jax.sharding.region_map import pmean_over_regions, region_shard_map
 from cocodc_jax.sync.model_state import AnyLossFn
 
@@ -52,14 +52,16 @@ def make_evaluate(
 
 
 def list_evaluate(
-    loss_fn: AnyLossFn, mesh: Mesh, judged: tuple[PyTree, ...], batches: PyTree
+    loss_fn: AnyLossFn, mesh: Mesh, params: PyTree, shape: tuple[int, ...]
 ) -> LoweredProgram:
-    """Return the program of `make_evaluate`, for compiling without running it."""
+    """Return the program of `make_evaluate`, for compiling without running it.
+
+    `shape` is that of the batches of tokens, `[E, B, L]`.
+    """
     where = NamedSharding(mesh, P(REGION, batch_axes(mesh)))
-    placed = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), batches
-    )
-    return LoweredProgram("evaluation", _jit_evaluate(loss_fn, mesh), (judged, placed))
+    batches = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+    evaluate = _jit_evaluate(loss_fn, mesh)
+    return LoweredProgram("evaluation", evaluate, ((params,), batches))
 
 
 def _jit_evaluate(loss_fn: AnyLossFn, mesh: Mesh) -> Callable:

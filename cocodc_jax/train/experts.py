@@ -11,9 +11,7 @@ A router chooses w from the first tokens of a sequence, x_1 .. x_P:
     linear           w = softmax(W f + b), f the hashed n-grams of the prefix
 
 The first P tokens are themselves predicted with equal weights. So every choice is a
-distribution over full sequences, whose loss can be compared with any model's. A
-mixture's loss needs each expert's log-probability of the target token only: experts are
-evaluated on their own devices, and one number per token is gathered.
+distribution over full sequences, whose loss can be compared with any model's.
 
 Sources, from memory: the posterior of experts is Bayes' rule with a uniform prior, as
 in DEMix (Gururangan et al., arXiv 2108.05036). Weights from features of the context,
@@ -65,18 +63,11 @@ def make_score(
 ) -> Callable[[PyTree, Any], Scores]:
     """Compile `score(params, tokens) -> Scores`, every expert on its own devices.
 
-    Between regions it sends one number per token and expert, and for the mean of the
-    logits a sum of V numbers per token. Only one batch's logits exist at a time.
-
-    Args:
-      logits_fn: `(params, tokens) -> logits`, int32 `[B, L]` to float `[B, L, V]`, of
-        one region's parameters.
-      mesh: the inner mesh.
-      num_regions: R.
-
-    Returns:
-      A function of parameters `[R, ...]` on the mesh and int32 tokens `[E, B, L + 1]`
-      on the host, B a multiple of the data axis; its results are replicated.
+    Parameters are `[R, ...]` on the mesh, tokens int32 `[E, B, L + 1]` on the host, B a
+    multiple of the data axis; results are replicated. `logits_fn` is of one region,
+    int32 `[B, L]` to float `[B, L, V]`. Between regions it sends one number per token
+    and expert, and for the mean of the logits a sum of V numbers per token. Only one
+    batch's logits exist at a time.
     """
     block = LocalRegions.of(mesh, num_regions)
 

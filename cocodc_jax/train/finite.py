@@ -1,8 +1,4 @@
-"""Non-finite values end a run, or restore a region.
-
-A finite loss can hide a non-finite parameter, and a merge can spread one region's: both
-are checked.
-"""
+"""Non-finite values end a run, or restore a region; a finite loss can hide them."""
 
 from __future__ import annotations
 
@@ -19,15 +15,10 @@ from cocodc_jax.train.checkpoint import CheckpointError, Checkpoints
 
 
 class NonFiniteLossError(ArithmeticError):
-    """A loss, a parameter or a message became NaN or infinite.
+    """A loss, a parameter or a message became NaN or infinite."""
 
-    Attributes:
-      step: inner steps done then.
-      region: where, None if it is not of one region.
-    """
-
-    step: int | None = None
-    region: int | None = None
+    step: int | None = None  # Inner steps done then.
+    region: int | None = None  # Where, None if it is not of one region.
 
 
 class FiniteWatch:
@@ -40,32 +31,32 @@ class FiniteWatch:
         self, first_step: int, losses: np.ndarray, first_region: int
     ) -> None:
         """Refuse non-finite losses, unless the method restores regions."""
-        bad = np.argwhere(~np.isfinite(losses))
-        if len(bad) and not self._program.method.can_restore:
-            step = first_step + int(bad[0][0]) + 1
-            region = first_region + int(bad[0][1])
-            self.stop(f"loss is {losses[tuple(bad[0])]}", step, region)
+        bad = np.argwhere(~np.isfinite(losses)).tolist()
+        if bad and not self._program.method.can_restore:
+            i, m = bad[0]
+            self.stop(f"loss is {losses[i, m]}", first_step + i + 1, first_region + m)
 
     def check_sync(self, sync: AppliedSync, state: TrainState) -> None:
         """Refuse a merge with non-finite numbers; later losses may be finite."""
+        k = sync.fragment_id
         if sync.verdict is not None:
             out = told(np.asarray(sync.verdict))
             if len(out) == self._program.regions.num:
                 why = ", ".join(f"region {m}: {reason}" for m, reason in out.items())
-                what = f"no message of fragment {sync.fragment_id} was fit for a mean"
-                self.stop(f"{what} ({why})", sync.apply_step, "all regions")
+                what = f"no message of fragment {k} was fit for a mean ({why})"
+                self.stop(what, sync.apply_step, "all regions")
         ratios = sync.metrics.get("correction_ratio")
         if ratios is not None and sync.verdict is None:
             (bad,) = np.nonzero(~np.isfinite(transfer.local_rows(ratios)))
             if len(bad):
                 region = transfer.first_local_row(ratios) + int(bad[0])
-                what = f"correction_ratio of fragment {sync.fragment_id}"
-                self.stop(f"{what} is not finite", sync.apply_step, region)
+                what = f"correction_ratio of fragment {k} is not finite"
+                self.stop(what, sync.apply_step, region)
         if not np.isfinite(float(sync.norm)):
             (bad,) = np.nonzero(~np.asarray(self._program.finite_regions(state)))
             where = int(bad[0]) if len(bad) else "the mean of all regions"
-            what = f"pseudo_gradient_norm of fragment {sync.fragment_id}"
-            self.stop(f"{what} is not finite", sync.apply_step, where)
+            what = f"pseudo_gradient_norm of fragment {k} is not finite"
+            self.stop(what, sync.apply_step, where)
 
     def restored(self, state: TrainState) -> TrainState:
         """Restore, or refuse, non-finite parameters."""

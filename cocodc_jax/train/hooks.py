@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cocodc_jax.checks import check_least
 from cocodc_jax.core.state import TrainState
+from cocodc_jax.fields import check_least
 from cocodc_jax.program.region_program import Output, RegionProgram
 from cocodc_jax.train.records import Record
 from cocodc_jax.train.run_steps import scan_steps
@@ -31,20 +31,18 @@ class Cadence:
         check_least(self, 1, "log_every")
         check_least(self, 0, "eval_every", "checkpoint_every")
 
-    def steps_to_cut(
-        self, program: RegionProgram, state: TrainState, num_steps: int
-    ) -> int:
+    def steps_to_cut(self, program: RegionProgram, state: TrainState, last: int) -> int:
         """Return the inner steps to dispatch at once: up to the next thing that is due.
 
-        `num_steps` is the step that the run ends at.
+        `last` is the step that the run ends at.
         """
-        ahead = [num_steps - state.step]
+        ahead = [last - state.step]
+        every = [self.eval_every, self.checkpoint_every]
         event = program.steps_to_event(state)
         if event is not None:
             ahead.append(event)
-        every = (self.eval_every, self.checkpoint_every)
-        # Without events, long scans would delay records.
-        every += () if event is not None else (self.log_every,)
+        else:  # Long scans would delay records.
+            every.append(self.log_every)
         ahead.extend(n - state.step % n for n in every if n)
         schedule = program.method.schedule
         num_steps = scan_steps(program, min(ahead))

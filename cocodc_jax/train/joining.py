@@ -8,14 +8,10 @@ its schedules), fresh compressors and a new key. It receives the syncs that are 
 flight, and takes part in the means of those that start after the copy.
 
 A region that was only cut off, or silent, still has its work. With theta_m its
-parameters and theta_s the last outer parameters that it had in common with the others,
-it continues from
-
-    theta_g + (theta_m - theta_s)
-
-with its own inner optimizer and compressors: its next pseudo-gradients contain its
-work. Messages that it sent before, and that were counted without its knowledge, are
-counted twice.
+parameters and theta_s the last outer parameters in common with the others, it continues
+from theta_g + (theta_m - theta_s) with its own inner optimizer and compressors: its
+next pseudo-gradients contain its work. Messages that it sent before, and that were
+counted without its knowledge, are counted twice.
 """
 
 from __future__ import annotations
@@ -39,13 +35,10 @@ PyTree = Any
 
 
 class Carried(NamedTuple):
-    """A region's own state when the others went on without it.
-
-    `shared` are the last outer parameters that it had in common with the others; None
-    is those of `state`.
-    """
+    """A region's own state when the others went on without it."""
 
     state: TrainState
+    # The last outer parameters in common with the others; None is those of `state`.
     shared: tuple[Fragment, ...] | None = None
 
 
@@ -115,10 +108,9 @@ def adopt(
         region = region._replace(opt_state=mine.opt_state, model_state=mine.model_state)
     region = region._replace(opt_state=at_step(region.opt_state, done))
     state = dataclasses.replace(state, region=region)
-    flights = {
-        sync: _flight(program, state, abstract, sync, copy, frames)
-        for sync in sorted(abstract.in_flight)
-    }
+    of_copy = abstract, copy, frames
+    order = sorted(abstract.in_flight)
+    flights = {sync: _flight(program, state, sync, *of_copy) for sync in order}
     if next(frames, None) is not None:
         raise ValueError("the copy has more arrays than this program's state")
     return with_outer(state, flights)
@@ -140,8 +132,8 @@ def _work(program: RegionProgram, carried: Carried) -> PyTree:
 def _flight(
     program: RegionProgram,
     state: TrainState,
-    abstract: SyncState,
     sync: SyncId,
+    abstract: SyncState,
     copy: Snapshot,
     frames: Iterator[bytes],
 ) -> InFlight:
@@ -153,12 +145,11 @@ def _flight(
     else:
         (rank,) = (p.rank for p in abstract.schedule.in_flight if p.sync_id == sync)
         mean = program.elastic.awaited(sync, rank)
-    kept = {}
-    for name, shape in like.kept.items():
-        if name == STALE:
-            kept[name] = _read(frames, shape)
-        else:  # As if it had no progress.
-            kept[name] = program.copy_fragment(state, k)
+    # Copies are as if it had no progress.
+    kept = {
+        name: _read(frames, x) if name == STALE else program.copy_fragment(state, k)
+        for name, x in like.kept.items()
+    }
     return InFlight(mean, kept)
 
 

@@ -19,7 +19,6 @@ are cut changes no number.
 
 from __future__ import annotations
 
-import collections
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -136,8 +135,7 @@ class _Loop:
         if progress:  # The sums of a checkpoint.
             self._records.continue_from(progress)
         self._lengths_seen: set[int] = set()
-        # Whether the last turn read compiled nothing, and when it ended.
-        self._was_warm = True
+        self._was_warm = True  # The last turn that was read compiled nothing.
         self._began_s = self._free_s = time.perf_counter()
         self._steady_tokens, self._steady_s = 0, 0.0
 
@@ -160,18 +158,14 @@ class _Loop:
         return state
 
     def flush(self, state: TrainState) -> None:
-        """Read every dispatched turn, and write its records."""
         for turn in self._unread:
             self._read(turn, state)
         self._unread = []
 
     def synchronize(self, state: TrainState) -> TrainState:
-        """Read everything: a state that is evaluated, saved or returned is finite.
-
-        Waits for messages in flight: the collectives that follow must not overtake
-        them.
-        """
+        """Read everything: a state that is evaluated, saved or returned is finite."""
         self.flush(state)
+        # The collectives that follow must not overtake messages in flight.
         jax.block_until_ready(state.sync.in_flight if state.sync else ())
         return self._finite.restored(state)
 
@@ -181,15 +175,13 @@ class _Loop:
         self._finite.check_losses(turn.first_step, losses, first_region)
         recorded = recorded_of(turn.output.aux).items()
         aux = {name: transfer.local_rows(x, axis=1) for name, x in recorded}
-        syncs = collections.deque(turn.output.syncs)
         for i, loss in enumerate(losses):
             step = turn.first_step + i + 1
             of_step, sent = {n: x[i] for n, x in aux.items()}, turn.output.bytes_sent[i]
             self._records.step(step, loss, sent, first_region, of_step)
-            while syncs and syncs[0].apply_step == step:
-                sync = syncs.popleft()
-                self._finite.check_sync(sync, state)
-                self._records.sync(sync)
+        for sync in turn.output.syncs:  # Applied after the last step.
+            self._finite.check_sync(sync, state)
+            self._records.sync(sync)
         self._tell_clock(turn, losses)
 
     def _tell_clock(self, turn: _Turn, losses: np.ndarray) -> None:
@@ -249,15 +241,14 @@ class _Loop:
         if self._rolls_back:
             if found := sum(self._hooks.of_all(self._records.spikes), []):
                 self._checkpoints.wait()
-                spikes = [Spike(*each) for each in found]
-                raise LossSpikeError(spikes, self._checkpoints.latest_step)
+                last_good = self._checkpoints.latest_step
+                raise LossSpikeError([Spike(*each) for each in found], last_good)
         extra = self._hooks.snapshot(self._records.progress())
         state = self._checkpoints.save(self._program, state, extra)
         self._free_s = time.perf_counter()
         return state
 
     def result(self, state: TrainState) -> Result:
-        """Return the result of the run."""
         records, steady_s = self._records, self._steady_s
         return Result(
             state,

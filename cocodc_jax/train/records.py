@@ -6,6 +6,7 @@ A resumed run repeats them bit for bit: they have no times. Losses are nats per 
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,7 +36,7 @@ class Records:
         self.spikes: list[Spike] = []
         self._window: list[np.ndarray] = []
         self._ratios: list[float] = []
-        self.left_out: dict[str, int] = {}
+        self.left_out: collections.Counter[str] = collections.Counter()
         self.last_eval: Record | None = None
 
     @property
@@ -58,7 +59,7 @@ class Records:
         self._window = [np.array(x, np.float32) for x in progress["window"]]
         self._ratios = list(progress["ratios"])
         self.last_eval = progress["last_eval"]
-        self.left_out = dict(progress["left_out"])
+        self.left_out = collections.Counter(progress["left_out"])
         if self._spikes:
             self._spikes.continue_from(progress["spikes"])
 
@@ -100,10 +101,9 @@ class Records:
 
     def sync(self, sync: AppliedSync) -> None:
         """Write the record of an applied sync; waits for its numbers."""
-        ratio = None
-        if "correction_ratio" in sync.metrics:
-            ratios = transfer.local_rows(sync.metrics["correction_ratio"])
-            ratio = float(finite_mean(ratios, np.float64))
+        ratio = sync.metrics.get("correction_ratio")
+        if ratio is not None:
+            ratio = float(finite_mean(transfer.local_rows(ratio), np.float64))
             self._ratios.append(ratio)
         record = {
             "kind": "sync",
@@ -119,8 +119,7 @@ class Records:
             verdict = np.asarray(sync.verdict)
             record["left_out"] = (verdict % RESTORED).tolist()
             for m, reason in told(verdict).items():
-                name = f"region {m}: {reason}"
-                self.left_out[name] = self.left_out.get(name, 0) + 1
+                self.left_out[f"region {m}: {reason}"] += 1
         self._write(record)
 
     def evaluation(
@@ -152,7 +151,7 @@ def finite_or_none(value: Any) -> float | None:
 
 
 # Numbers of one region's load that are written one by one, at most.
-MOST_LOADS = 256
+_MOST_LOADS = 256
 _ROUTING = ("router_balance", "router_z", "router_entropy", "expert_load")
 
 
@@ -178,17 +177,15 @@ def record_of(step: int, routing: Mapping[str, np.ndarray]) -> dict[str, Any]:
     load_RNE = np.asarray(routing["expert_load"], np.float64)
     per_token = load_RNE[0, 0].sum()
     mean_NE = load_RNE.mean(axis=0)
-    means = {
-        name: routing[f"router_{name}"].mean(dtype=np.float64)
-        for name in ("balance", "z", "entropy")
-    }
+    names = "balance", "z", "entropy"
+    means = {n: routing[f"router_{n}"].mean(dtype=np.float64) for n in names}
     numbers = means | {
         "load_max": mean_NE.max(axis=1).mean() * mean_NE.shape[1] / per_token,
         "divergence": np.abs(load_RNE - mean_NE).sum(axis=2).mean() / (2 * per_token),
         "dead": (mean_NE == 0).sum(),
     }
-    record: Record = {n: float(x) for n, x in numbers.items()}
-    record = {"kind": "experts", "step": step} | record
-    if mean_NE.size <= MOST_LOADS:
+    record: Record = {"kind": "experts", "step": step}
+    record |= {name: float(x) for name, x in numbers.items()}
+    if mean_NE.size <= _MOST_LOADS:
         record["load_regions"] = load_RNE.tolist()
     return record

@@ -50,7 +50,6 @@ def run(
 
 
 def _stream(batches: Iterable[PyTree]) -> Iterator[PyTree]:
-    """Return an iterator of one step's batches."""
     kind = type(batches).__name__
     try:
         if not isinstance(batches, Mapping):  # Iterating a batch yields names.

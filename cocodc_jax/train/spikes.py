@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 WINDOW, LEAST_PAST, LOOKED_AT, PATIENCE = 64, 16, 5, 3
-_FLOOR = 0.01
 
 
 class Spike(NamedTuple):
@@ -56,9 +55,7 @@ class SpikeWatch:
     """Whether to look for spikes, and what to do about one."""
 
     zscore: float = 0.0  # The threshold; 0 looks for none.
-    # Whether a run with a spike refuses to save, and ends with a `LossSpikeError`
-    # instead.
-    rolls_back: bool = False
+    rolls_back: bool = False  # To refuse to save after one, by a `LossSpikeError`.
 
     def __post_init__(self):
         if not 0 <= self.zscore < math.inf:
@@ -110,7 +107,7 @@ class Spikes:
         past = np.array(self._past[i])
         median = float(np.median(past))
         mad = float(np.median(np.abs(past - median)))
-        scale = max(1.4826 * mad, _FLOOR * abs(median), 1e-12)
+        scale = max(1.4826 * mad, 0.01 * abs(median), 1e-12)
         score = (loss - median) / scale if math.isfinite(loss) else math.inf
         return median, min(score, 1e6)
 

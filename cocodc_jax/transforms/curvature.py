@@ -5,14 +5,11 @@ A curvature turns a gradient `g`, taken at stale parameters, and a displacement
 
     gradient(params) = g + strength * H D.
 
-Sign: `g` is gradient-like (old minus new; descent is minus `g`) and `D` points from
-where `g` was taken to where it is needed, therefore the term is **added**.
-
-Units: `g` is either a true gradient ("gradient" units) or a per-step
-pseudo-gradient `u = (staged - local) / delay_steps`, a difference of parameters
-("parameter" units; for SGD `u` is `learning_rate * gradient`). `H D` must be in the
-units of `g`. Every factory says which it returns; those that offer `units` bring a
-gradient-unit product `c` over by
+Signs are those of `compensation.py`. Units: `g` is either a true gradient ("gradient"
+units) or a per-step pseudo-gradient `u`, a difference of parameters ("parameter" units;
+for SGD `u` is `learning_rate * gradient`). `H D` must be in the units of `g`. Every
+factory says which it returns; those that offer `units` bring a gradient-unit product
+`c` over by
 
     "gradient"    c                                         for true gradients
     "parameter"   learning_rate * c                         the inner optimizer is SGD

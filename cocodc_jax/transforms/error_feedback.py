@@ -56,16 +56,14 @@ def error_feedback(inner: Compressor, decay: float | jax.Array = 1.0) -> Compres
     check_compressor("inner", inner)
     check_no_feedback(inner)
 
-    def residuals(state):
-        return jax.tree.leaves(state.residual)
-
     def init(tree):
         residual = jax.tree.map(lambda x: 0 * widen(x), tree)
         return ErrorFeedbackState(residual, inner.init(tree))
 
     def encode(tree, state, key=None):
         shapes = [jnp.shape(x) for x in jax.tree.leaves(tree)]
-        check_state(name, state, ErrorFeedbackState, residuals, tree, shapes)
+        held = lambda state: jax.tree.leaves(state.residual)  # noqa: E731
+        check_state(name, state, ErrorFeedbackState, held, tree, shapes)
         meant = jax.tree.map(lambda e, x: decay * e + widen(x), state.residual, tree)
         # Encoded in the tree's dtype, which decode restores; the residual also keeps
         # what this cast loses.

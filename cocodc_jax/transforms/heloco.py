@@ -16,9 +16,8 @@ and regions go on from the look-ahead point theta - learning_rate mu m, where th
 momentum alone would lead (`look_ahead`). Without the correction this is momentum
 look-ahead, `mla`.
 
-Source: HeLoCo, arXiv 2606.00271, from a published table of the rule; the look-ahead and
-the form of the momentum likewise. While m (or D) is zero there is no angle, and D is
-kept: of this the table says nothing.
+Source: HeLoCo, arXiv 2606.00271, from a published table of the rule. While m (or D) is
+zero there is no angle, and D is kept: of this the table says nothing.
 """
 
 from collections.abc import Callable
@@ -28,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from cocodc_jax.transforms.layers import nodes_of
 from cocodc_jax.transforms.numerics import (
     cast_like,
     check_between,
@@ -172,12 +172,8 @@ def look_ahead(
     [3.5]
     """
 
-    def is_state(x) -> bool:
-        return isinstance(x, AveragedMomentumState)
-
     def start(params, state):
-        found = filter(is_state, jax.tree.leaves(state, is_leaf=is_state))
-        momenta = [inner.momentum for inner in found]
+        momenta = [inner.momentum for inner in nodes_of(AveragedMomentumState, state)]
         if len(momenta) != 1:
             raise ValueError(
                 f"state holds {len(momenta)} momenta of heloco or mla, but look_ahead "

@@ -36,6 +36,12 @@ def distinct_leaves(tree) -> list[tuple[str, Any]]:
     return leaves
 
 
+def nodes_of(kind: type, tree) -> list:
+    """Return every node of a kind, such as an optimizer's state in that of a chain."""
+    is_one = lambda x: isinstance(x, kind)  # noqa: E731
+    return list(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
+
+
 def is_block(path: str, blocks: str = BLOCKS) -> bool:
     """Tell whether a leaf is of one block or several."""
     return blocks in path.split("/")

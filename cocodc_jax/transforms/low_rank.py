@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cocodc_jax.transforms.compressor import (
     Compressor,
@@ -70,8 +71,8 @@ def low_rank(rank: int = 4, factors: Compressor | None = None) -> Compressor:
 
     def encode(tree, state, key=None):
         check_floats(name, tree)
-        shapes = [_right_shape(path, x, rank) for path, x in named_leaves(tree)]
-        shapes = [(0,) if shape is None else shape for shape in shapes]  # Of ().
+        fresh = jax.eval_shape(lambda: start(tree, rank))
+        shapes = [np.shape(q) for q in fresh]  # (0,) of ().
         check_state(name, state, LowRankState, lambda s: s.right, tree, shapes)
         leaves, structure = jax.tree.flatten(tree)
         parts, right = [], []
@@ -174,21 +175,13 @@ def start(tree, rank: int) -> tuple:
     """Return random right factors, equal in all regions; () for what is sent whole."""
 
     def of_leaf(index, path, x):
-        shape = _right_shape(path, x, rank)
-        if shape is None:
+        stack, (rows, columns) = _matrices(path, jnp.shape(x))
+        if rank * (rows + columns) >= rows * columns:
             return ()
         key = jax.random.fold_in(jax.random.key(0), index)
-        return jax.random.normal(key, shape, jnp.float32)
+        return jax.random.normal(key, (*stack, columns, rank), jnp.float32)
 
     return tuple(of_leaf(i, *named) for i, named in enumerate(named_leaves(tree)))
-
-
-def _right_shape(path, x, rank: int) -> tuple[int, ...] | None:
-    """Return the shape of a leaf's right factor, None if it is sent whole."""
-    stack, (rows, columns) = _matrices(path, jnp.shape(x))
-    if rank * (rows + columns) >= rows * columns:
-        return None
-    return (*stack, columns, rank)
 
 
 def fold(x: jax.Array, right: jax.Array) -> jax.Array:

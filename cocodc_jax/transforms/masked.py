@@ -14,8 +14,7 @@ At density 1 / M each is owned once (but for a few where M does not divide their
 number); at density 1 by all, and nothing is lost whatever the core. Positions are never
 sent: a message says whose it is.
 
-Source: partially masked networks with a low-rank core, from DiLoCoX's list of related
-work; from memory, and all that is said of masks and owners here is ours.
+Source: see `methods/contrib/masked_core.py`; all that is said of owners here is ours.
 """
 
 import functools

@@ -7,8 +7,7 @@ Compensating an Adam update by sqrt(nu) (`curvature.adam_second_moment`) gives
     w = strength * delay_steps * inner_lr * sqrt(nu)
 
 so it pulls `theta_g + progress` back toward the staged parameters where nu is high. In
-those units w is about 1e-7 and does nothing. Here only the shape of sqrt(nu) is
-kept and its size is set by the mean that the caller asks for:
+those units w is about 1e-7 and does nothing. Here only the shape of sqrt(nu) is kept:
 
     w = min(1, mean_weight * sqrt(nu) / mean(sqrt(nu)))
 

@@ -5,10 +5,9 @@
     step  = ((1 - sum_j w_j) g + sum_j w_j u_j / (1 - b_j^t))
             / (sqrt(v / (1 - b2^t)) + eps)
 
-A slow momentum (b 0.999) remembers over hundreds of steps what regions agreed on when
-they last averaged it, where Adam's (b 0.9) has forgotten it after twenty; the gradient
-and the fast one keep the step responsive. One momentum of weight 1 is Adam, one of less
-is quasi-hyperbolic Adam (arXiv 1810.06801).
+The gradient and the fast momentum keep the step responsive, the slow one remembers (see
+`methods/mt_dao.py`). One momentum of weight 1 is Adam, one of less is quasi-hyperbolic
+Adam (arXiv 1810.06801).
 
 Source: MT-DAO, Iacob, Jovanovic et al., arXiv 2510.05361; the formula and 0.999 (0.99
 to 0.995 in short runs) from a digest, a bias correction for each momentum and the
@@ -93,9 +92,9 @@ def scale_by_mt_adam(
     rest = rest if rest > _ROUNDING else 0.0
 
     def init_fn(params: PyTree) -> optax.ScaleByAdamState:
-        zeros = lambda: optax.tree.zeros_like(params)  # noqa: E731
-        mu = tuple(zeros() for _ in b1s)
-        return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, zeros())
+        mu = tuple(optax.tree.zeros_like(params) for _ in b1s)
+        nu = optax.tree.zeros_like(params)
+        return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None):
         count = optax.safe_increment(state.count)
@@ -117,11 +116,7 @@ def scale_by_mt_adam(
         scaled = jax.tree.map(
             step, updates, optax.tree.bias_correction(nu, b2, count), *corrected
         )
-        momenta = tuple(
-            optax.tree.cast_like(new, old)
-            for new, old in zip(momenta, state.mu, strict=True)
-        )
-        nu = optax.tree.cast_like(nu, state.nu)
-        return scaled, optax.ScaleByAdamState(count, momenta, nu)
+        moments = optax.tree.cast_like((momenta, nu), (state.mu, state.nu))
+        return scaled, optax.ScaleByAdamState(count, *moments)
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -130,16 +131,22 @@ def check_choice(argument: str, value, choices) -> None:
         raise ValueError(f"{argument}={value!r} is unknown; use one of {choices}")
 
 
-def check_finite(argument: str, value) -> None:
-    """Raise ValueError for a Python float that is not finite; others pass unchecked."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{argument}={value} must be a finite number")
+def _check(is_right: Callable[[float], bool], words: str) -> Callable[..., None]:
+    """Make `check(argument, value)`; what is no Python number passes unchecked."""
+
+    def check(argument: str, value) -> None:
+        if isinstance(value, (int, float)) and not is_right(value):
+            raise ValueError(f"{argument}={value} must be {words}")
+
+    return check
 
 
-def check_unit_interval(argument: str, value) -> None:
-    """Raise ValueError unless a Python number is in [0, 1); arrays pass unchecked."""
-    if isinstance(value, (int, float)) and not 0 <= value < 1:
-        raise ValueError(f"{argument}={value} must be at least 0 and below 1")
+check_finite = _check(lambda x: -math.inf < x < math.inf, "a finite number")
+check_unit_interval = _check(lambda x: 0 <= x < 1, "at least 0 and below 1")
+check_positive = _check(lambda x: x > 0, "positive")
+check_not_negative = _check(lambda x: 0 <= x < math.inf, "at least 0 and finite")
+check_rate = _check(lambda x: 0 < x < math.inf, "positive and finite")
+check_whole = _check(lambda x: x % 1 == 0, "a whole number")
 
 
 def check_between(argument: str, value, least, most) -> None:
@@ -148,28 +155,10 @@ def check_between(argument: str, value, least, most) -> None:
         raise ValueError(f"{argument}={value} must be between {least} and {most}")
 
 
-def check_positive(argument: str, value) -> None:
-    """Raise ValueError unless a Python number is positive; arrays pass unchecked."""
-    if isinstance(value, (int, float)) and not value > 0:
-        raise ValueError(f"{argument}={value} must be positive")
-
-
-def check_not_negative(argument: str, value) -> None:
-    """Raise ValueError for a Python number below 0, or none; arrays pass unchecked."""
-    if isinstance(value, (int, float)) and not 0 <= value < math.inf:
-        raise ValueError(f"{argument}={value} must be at least 0 and finite")
-
-
 def check_share(argument: str, value) -> None:
     """Raise ValueError unless a number is in (0, 1]."""
     if not 0 < value <= 1:
         raise ValueError(f"{argument}={value} must be above 0 and at most 1")
-
-
-def check_rate(argument: str, value) -> None:
-    """Raise ValueError unless a Python number is positive and finite."""
-    if isinstance(value, (int, float)) and not 0 < value < math.inf:
-        raise ValueError(f"{argument}={value} must be positive and finite")
 
 
 def check_transform(argument: str, value, made_by: str) -> None:
@@ -185,9 +174,3 @@ def check_count(argument: str, value) -> None:
     """Raise ValueError unless a static number is whole and positive, as shapes are."""
     if not hasattr(value, "__index__") or value < 1:
         raise ValueError(f"{argument}={value!r} must be positive, a whole number")
-
-
-def check_whole(argument: str, value) -> None:
-    """Raise ValueError unless a Python number is whole; arrays pass unchecked."""
-    if isinstance(value, float) and not value.is_integer():
-        raise ValueError(f"{argument}={value} must be a whole number")

@@ -80,11 +80,6 @@ def snoo(
             outer_state=outer.init(params),
         )
 
-    def outer_step(fast, state):
-        gradient = jax.tree.map(jnp.subtract, state.slow_params, fast)
-        step, outer_state = outer.update(gradient, state.outer_state, state.slow_params)
-        return optax.apply_updates(state.slow_params, step), outer_state
-
     def update_fn(updates, state, params=None, **extra):
         if params is None:
             raise ValueError("snoo needs params: pass update(updates, state, params)")
@@ -93,10 +88,13 @@ def snoo(
         )
         num_steps = state.num_steps + 1
         is_sync = num_steps >= sync_interval
-        slow, outer_state = outer_step(optax.apply_updates(params, fast_step), state)
+        old, fast = state.slow_params, optax.apply_updates(params, fast_step)
+        gradient = jax.tree.map(jnp.subtract, old, fast)
+        step, outer_state = outer.update(gradient, state.outer_state, old)
+        slow = optax.apply_updates(old, step)
         jump = jax.tree.map(lambda x, w: (x - w).astype(x.dtype), slow, params)
         slow, outer_state = _where(
-            is_sync, (slow, outer_state), (state.slow_params, state.outer_state)
+            is_sync, (slow, outer_state), (old, state.outer_state)
         )
         num_steps = jnp.where(is_sync, 0, num_steps)
         new_state = SnooState(num_steps, slow, inner_state, outer_state)

@@ -16,17 +16,15 @@ are 1 by `chunk_side`). The transform is orthonormal, so the largest coefficient
 leave the smallest squared error.
 
 Source: DeMo (arXiv 2411.19870) for the chunked transform, SparseLoCo (arXiv 2508.15706)
-for chunks without it, both as read from the authors' code. SparseLoCo's rule is
-`error_feedback(chunked_top_k(k=128, values=stat2()), decay=0.95)`. Its k is of the
-4096 entries of a whole chunk; a smaller chunk, as of a vector, sends its share of them
-(otherwise one of 64 entries would be sent whole). DeMo's k is not scaled.
+for chunks without it, both as read from the authors' code. SparseLoCo's k is of a whole
+chunk (otherwise one of 64 entries would be sent whole), DeMo's is not scaled.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,13 +72,14 @@ def top_k(density: float = 0.01, values: Compressor | None = None) -> SparseComp
     [ 0. -3.  0.  2.]
     """
     check_share("density", density)
-    rows = _Rows(
+    return _sparse(
+        "top_k",
+        values,
+        count=lambda size: min(size, max(1, round(density * size))),
         split=lambda x: x.reshape(1, -1),
         join=lambda coefficients, shape: coefficients.reshape(shape),
-        size=math.prod,
+        row_size=math.prod,
     )
-    count = lambda size: min(size, max(1, round(density * size)))  # noqa: E731
-    return _sparse("top_k", count, rows, values)
 
 
 def chunked_top_k(
@@ -134,9 +133,8 @@ def _chunked(name, k, chunk_side, values, transform, count):
 
     def split(x):
         chunks = _to_chunks(x.reshape(matrix_shape(x.shape)), chunk_side)
-        return transform(chunks, False).reshape(
-            len(chunks), math.prod(chunks.shape[1:])
-        )
+        rows = len(chunks), math.prod(chunks.shape[1:])
+        return transform(chunks, False).reshape(rows)
 
     def sides(shape):
         return _sides(*matrix_shape(shape), chunk_side)
@@ -146,25 +144,21 @@ def _chunked(name, k, chunk_side, values, transform, count):
         chunks = transform(chunks, True)
         return _from_chunks(chunks, *matrix_shape(shape)).reshape(shape)
 
-    rows = _Rows(split, join, lambda shape: math.prod(sides(shape)))
-    return _sparse(name, count, rows, values)
+    row_size = lambda shape: math.prod(sides(shape))  # noqa: E731
+    return _sparse(name, values, count, split, join, row_size)
 
 
-class _Rows(NamedTuple):
-    """A leaf to its coefficients [rows, size], back, and that size from its shape."""
+def _sparse(name, values, count, split, join, row_size):
+    """Build the compressor that sends the `count(size)` largest of each row.
 
-    split: Callable[[jax.Array], jax.Array]
-    join: Callable[[jax.Array, tuple[int, ...]], jax.Array]
-    size: Callable[[tuple[int, ...]], int]
-
-
-def _sparse(name, count, rows, values):
-    """Build the compressor that sends the `count(size)` largest of each row."""
+    `split(leaf)` gives coefficients [rows, size], `join(coefficients, shape)` undoes
+    it, and `row_size(shape)` is that size.
+    """
     inner = stateless("values", values)
     name = name if values is None else f"{name}({inner.name})"
 
     def encode_leaf(x, key):
-        coefficients = rows.split(x)
+        coefficients = split(x)
         size = coefficients.shape[1]
         _, indices = jax.lax.top_k(jnp.abs(coefficients), count(size))
         chosen = jnp.take_along_axis(coefficients, indices, axis=1)
@@ -174,21 +168,19 @@ def _sparse(name, count, rows, values):
 
     def read(arrays, shape):
         chosen = inner.decode(arrays["values"])
-        bits = index_bits(rows.size(shape))
+        bits = index_bits(row_size(shape))
         places = unpack(arrays["indices"], bits, chosen.size)
         return places.reshape(chosen.shape).astype(jnp.int32), chosen
 
     def decode_leaf(arrays, shape):
         places, chosen = read(arrays, shape)
-        zeros = jnp.zeros((len(chosen), rows.size(shape)), chosen.dtype)
+        zeros = jnp.zeros((len(chosen), row_size(shape)), chosen.dtype)
         each = np.arange(len(chosen))[:, None]
-        return rows.join(zeros.at[each, places].set(chosen), shape)
+        return join(zeros.at[each, places].set(chosen), shape)
 
     plain = per_leaf(name, encode_leaf, decode_leaf)
     plain = dataclasses.replace(plain, is_sparse=True)
-    return SparseCompressor(
-        **vars(plain), row_size=rows.size, read=read, invert=rows.join
-    )
+    return SparseCompressor(**vars(plain), row_size=row_size, read=read, invert=join)
 
 
 def _sides(rows, columns, side):

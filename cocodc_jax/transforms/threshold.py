@@ -95,7 +95,10 @@ def threshold(
         places, chosen = [], []
         for x, t in zip(leaves, thresholds, strict=True):
             capacity = min(x.size, max(1, round(slack * density * x.size)))
-            places.append(_places(x, t, capacity))
+            # Not "at least t": a nan reaches every threshold, so it is not hidden.
+            size = _size(x)
+            is_sent = ~(size < t) & (size != 0)
+            places.append(_first_true(is_sent, capacity))
             chosen.append(x.reshape(-1).at[places[-1]].get(mode="fill", fill_value=0))
         encoded, _ = inner.encode(chosen, (), key)
         packed = []
@@ -123,14 +126,6 @@ def _kth_largest(x, density):
         return jnp.zeros([], jnp.float32)
     k = max(1, round(density * x.size))
     return jax.lax.top_k(_size(x), k)[0][-1]
-
-
-def _places(x, threshold, capacity):
-    """Find the positions of the entries to send, in order, then x.size as padding."""
-    size = _size(x)
-    # Not "size >= threshold": a nan reaches every threshold, so it is not hidden.
-    is_sent = ~(size < threshold) & (size != 0)
-    return _first_true(is_sent, capacity)
 
 
 def _first_true(mask, count, width=32):

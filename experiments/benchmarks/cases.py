@@ -79,10 +79,8 @@ class Gpt:
                 hidden = _norm(x_BLD, block["mlp_norm"]) @ block["up"]
                 x_BLD = x_BLD + jax.nn.gelu(hidden) @ block["down"]
             logits = _norm(x_BLD, params["norm"]) @ params["embedding"].T
-            losses = optax.softmax_cross_entropy_with_integer_labels(
-                logits, tokens[:, 1:]
-            )
-            return losses.mean(), {}
+            loss_of = optax.softmax_cross_entropy_with_integer_labels
+            return loss_of(logits, tokens[:, 1:]).mean(), {}
 
         return loss_fn
 
@@ -108,9 +106,8 @@ def torch_loss(gpt: Gpt, params: Params, tokens: Tensor) -> Tensor:
     from torch.nn import functional  # pyright: ignore[reportMissingImports]
 
     def norm(x_BLD: Tensor, part: Params) -> Tensor:
-        return functional.layer_norm(
-            x_BLD, x_BLD.shape[-1:], part["scale"], part["bias"]
-        )
+        width = x_BLD.shape[-1:]
+        return functional.layer_norm(x_BLD, width, part["scale"], part["bias"])
 
     x_BLD = params["embedding"][tokens[:, :-1]] + params["positions"]
     for layer in range(gpt.num_layers):

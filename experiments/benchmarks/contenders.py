@@ -91,8 +91,7 @@ def plain_loops(case: Case) -> Turn:
 def scan_alone(case: Case, num_devices: int) -> Turn:
     """Return a turn of a `shard_map` of a scan without any sync.
 
-    It is the upper limit of the inner step's speed: a method without cost. Regions that
-    share a device are one batch, which is faster for such small models.
+    Regions that share a device are one batch, which is faster for such small models.
     """
     scan = make_loop(case)
 
@@ -163,9 +162,8 @@ def torch_diloco(case: Case) -> Turn:
         )
 
     outer, regions = tensors(), [tensors() for _ in range(case.regions)]
-    outer_optimizer = torch.optim.SGD(
-        jax.tree.leaves(outer), OUTER_LR, OUTER_MOMENTUM, nesterov=True
-    )
+    leaves = jax.tree.leaves(outer)
+    outer_optimizer = torch.optim.SGD(leaves, OUTER_LR, OUTER_MOMENTUM, nesterov=True)
     optimizers = [
         torch.optim.AdamW(jax.tree.leaves(region), 1e-3, weight_decay=1e-4)
         for region in regions
@@ -180,7 +178,7 @@ def torch_diloco(case: Case) -> Turn:
                 optimizer.step()
         with torch.no_grad():
             ends = zip(*map(jax.tree.leaves, regions), strict=True)
-            for old, new in zip(jax.tree.leaves(outer), ends, strict=True):
+            for old, new in zip(leaves, ends, strict=True):
                 old.grad = old - torch.stack(new).mean(0)
             outer_optimizer.step()
             for region in regions:

@@ -65,10 +65,8 @@ class Chaos:
 
     def step(self) -> int:
         """Return the latest step at which any region has merged."""
-        syncs = (
-            lines(self._workdir / f"region_{r}" / SYNCS_FILE)
-            for r in range(len(self.regions))
-        )
+        folders = (self._workdir / f"region_{r}" for r in range(len(self.regions)))
+        syncs = (lines(folder / SYNCS_FILE) for folder in folders)
         return max((each[-1]["apply_step"] for each in syncs if each), default=0)
 
     def run(
@@ -211,9 +209,7 @@ def judge(
         "kills_of_coordinator": sum(k["coordinated"] for k in kills),
         "kills_of_regions_not_in": sum(not k["was_in"] for k in kills),
         "returns": len(back),
-        "seconds_from_kill_to_return": sorted(
-            round(then - at, 1) for _, at, then in returns
-        ),
+        "seconds_from_kill_to_return": sorted(round(x - at, 1) for _, at, x in returns),
         "seconds_let_in": sorted(round(j["seconds"]["let_in"], 2) for j in back),
         "regions_at_the_end": len(losses),
         "gaps_in_steps": gaps,
@@ -280,7 +276,7 @@ def unbroken_loss(train_flags: Sequence[str], workdir: pathlib.Path) -> float:
     print(f"the unbroken run trains first; {log}", file=sys.stderr, flush=True)
     code = children.run([*command, f"--workdir={workdir}"], log=log)
     if code or not (workdir / "summary.json").exists():
-        lines = children.said(log.read_text(errors="replace"))
+        lines = children.said(log)
         last = lines[-1].removeprefix("error: ") if lines else "it printed nothing"
         raise ValueError(f"the unbroken run ended with {code}: {last}")
     return read_table(workdir / "summary.json")["eval_loss_outer"]

@@ -146,9 +146,8 @@ def run(
 
     acting = threading.Thread(target=act, daemon=True)
     acting.start()
-    code = netlab.run(
-        dataclasses.replace(plan, conditions=over_time, changes_path=begun.path)
-    )
+    plan = dataclasses.replace(plan, conditions=over_time, changes_path=begun.path)
+    code = netlab.run(plan)
     begun.ended.set()
     acting.join()
     at = begun.time + own.at_s

@@ -1,6 +1,7 @@
-"""One method over one network: a run in the lab, and the simulator's prediction."""
+"""One method over one network: a run in the lab, and the simulator's prediction.
 
-from __future__ import annotations
+Also networks by name, and the steps of a method that are measured.
+"""
 
 import dataclasses
 import math
@@ -10,11 +11,12 @@ import shutil
 import statistics
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from cocodc_jax.files import read_table, write_whole
-from cocodc_jax.netlab import children
-from cocodc_jax.network import exchanges
+from cocodc_jax.netlab import children, plan
+from cocodc_jax.network import exchanges, gloo
+from cocodc_jax.network.links import Topology
 from cocodc_jax.network.simulator import simulate_method
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.network.workload import Workload
@@ -22,18 +24,20 @@ from cocodc_jax.run import timeline
 from cocodc_jax.run.config import dumps
 from cocodc_jax.sync.method import Method
 
-from .. import commands
-from .cases import Network, Stretch
+from .. import wan
 
+LATENCY_MS = 50  # one way, of networks that are named by their Mbit/s
+WIDE, WIDE_MBIT = "wide", 10_000  # as fast as the lab can be, where only delays count
+UNEQUAL = pathlib.Path(__file__).with_name("unequal.yaml")
+# Steps to measure without intervals: an exchange at every step is slow, and the run
+# without a network is the reference of all others.
+EXCHANGE_STEPS, ALONE_STEPS = 20, 100
 RESULT, LOG = "result.json", "log.txt"
 _GRACE_S = 20.0  # the lab's own, to end its regions in order, is shorter
 # Collectives of the lab's processes; compressed messages are gathered.
 REDUCE = {"direct": "direct", "ring": "gloo"}
 GATHER = {"direct": "direct_gather", "ring": "gloo_gather"}
-# Syncs are sent one after the other, as in training.
-SHARING = "fifo"
-# The methods compared by default.
-USUAL = ("data_parallel", "diloco", "streaming_diloco", "cocodc")
+USUAL = ("data_parallel", "diloco", "streaming_diloco", "cocodc")  # by default
 
 
 class LabRunError(RuntimeError):
@@ -42,6 +46,71 @@ class LabRunError(RuntimeError):
 
 class StoppedError(Exception):
     """This program was asked to stop."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A network of the lab."""
+
+    name: str  # Name in folders and tables.
+    flags: tuple[str, ...]  # Flags of `experiments.wan`.
+    topology: Topology  # The same network without packet headers, for the simulator.
+    links: str | None = None  # Content of the file of links; None without one.
+
+
+def network(text: str, num_regions: int) -> Network:
+    """Return the network that a word names."""
+    is_number = text.replace(".", "", 1).isdigit()
+    is_known = is_number or text in (WIDE, "unequal")
+    name = text if is_known else pathlib.Path(text).stem
+    path = None if is_number or text == WIDE else pathlib.Path(text)
+    if text == "unequal":
+        path = UNEQUAL
+    flags = (f"--links={path}",)
+    if path is None:
+        mbit = WIDE_MBIT if text == WIDE else text
+        flags = (f"--bandwidth_mbit={mbit}", f"--latency_ms={LATENCY_MS}")
+        flags = (f"--regions={num_regions}", *flags)
+    values = wan.define_flags()
+    values(["wan", *flags])
+    try:
+        if is_number and not 0 < float(text) < math.inf:
+            raise ValueError("a bandwidth must be positive")
+        topology = wan.build_topology(values)
+    except ValueError as error:
+        raise ValueError(
+            f"networks: {text!r} is not a network ({error}); use Mbit/s, unequal, or a "
+            "YAML file of links"
+        ) from error
+    if topology.num_regions != num_regions:
+        raise ValueError(
+            f"networks: {text!r} has {topology.num_regions} regions, but the run has "
+            f"regions={num_regions}"
+        )
+    mtu = plan.usual_mtu_bytes(plan.conditions_over_time(topology)[0])
+    links = None if path is None else path.read_text()
+    return Network(name, flags, topology.scaled(gloo.payload_share(mtu)), links)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """The steps of a run that are measured."""
+
+    first_step: int  # The first; by then every program is compiled.
+    last_step: int  # The last step, also of the run.
+
+
+def stretch(method: Method, log_every: int, num_intervals: int) -> Stretch:
+    """Return the steps to measure: full intervals, or a fixed number without any."""
+    if method.schedule is None:
+        window = ALONE_STEPS if method.per_step is None else EXCHANGE_STEPS
+        # Here the clock is read every `log_every` steps; regions that do not wait for
+        # one another must all have compiled before.
+        first = log_every * math.ceil(window / 2 / log_every)
+        return Stretch(first, first + log_every * math.ceil(window / log_every))
+    interval = method.schedule.sync_interval
+    first = method.schedule.warm_up_steps
+    return Stretch(first, first + num_intervals * interval)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +143,8 @@ def pace(timeline: Timeline, first_step: int = 0) -> Pace:
     if not syncs:
         return Pace(step_s, None, None)
     stall_s = sum(s.mean_stall_s for s in syncs) / (last - first_step) * 100
-    return Pace(
-        step_s, stall_s, statistics.fmean(s.arrival_s - s.start_s for s in syncs)
-    )
+    sync_s = statistics.fmean(s.arrival_s - s.start_s for s in syncs)
+    return Pace(step_s, stall_s, sync_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,18 +163,11 @@ class Measured:
     relayed_bytes: int
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Measured:
+    def from_json(cls, value: dict[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict`, after JSON."""
         lists = {n: tuple(x) for n, x in value.items() if isinstance(x, list)}
         fields: dict[str, Any] = value | lists | {"pace": Pace(**value["pace"])}
         return cls(**fields)
-
-
-def lab_command(network: Network, folder: pathlib.Path, train: Sequence[str]):
-    """Return the command of a run whose files go to `folder`."""
-    lab = (*commands.python_m("wan"), *network.flags, f"--logdir={folder / 'net'}")
-    run = (*commands.python_m("train"), *train, f"--workdir={folder / 'run'}")
-    return [*lab, "--", *run]
 
 
 def measured(
@@ -123,8 +184,8 @@ def measured(
     folder.mkdir(parents=True)
     _run(command, folder / LOG, limit_s)
     result = read(folder, stretch)
-    measured = dataclasses.asdict(result)
-    entry = {"command": list(command), "links": links, "measured": measured}
+    entry: dict[str, Any] = {"command": list(command), "links": links}
+    entry["measured"] = dataclasses.asdict(result)
     write_whole(folder / RESULT, dumps(entry))
     return result
 
@@ -172,14 +233,10 @@ def _run(command: Sequence[str], log: pathlib.Path, limit_s: float) -> None:
     if is_late.is_set():
         raise LabRunError(f"not done after {limit_s:g} s; see {log}")
     if code:
-        raise LabRunError(f"exit code {code}: {last_line(log)}")
-
-
-def last_line(log: pathlib.Path) -> str:
-    """Return the last line of a log, preferably of an error."""
-    lines = log.read_text(errors="replace").splitlines()
-    errors = [line for line in lines if "rror" in line]
-    return (errors or lines or ["it printed nothing"])[-1].strip()
+        lines = log.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if "rror" in line]
+        last = (errors or lines or ["it printed nothing"])[-1].strip()
+        raise LabRunError(f"exit code {code}: {last}")
 
 
 def read(folder: pathlib.Path, stretch: Stretch) -> Measured:
@@ -240,6 +297,6 @@ def predict(
         stretch.last_step,
         reduce_or_gather[all_reduce],
         order=range(network.topology.num_regions),  # gloo takes them as they come
-        sharing=SHARING,
+        sharing="fifo",  # one after the other, as in training
     )
     return pace(found, stretch.first_step), max(found.bytes_sent)

@@ -11,6 +11,7 @@ from rich.table import Table
 from cocodc_jax.report.plots import COLORS, WIDTH_IN
 from cocodc_jax.report.units import format_bytes
 
+from .. import program
 from .lab_run import Measured, Pace
 
 HEADS = (
@@ -82,6 +83,8 @@ def cells(entry: dict[str, Any]) -> list[str]:
         return names + ["failed"] + [""] * (len(HEADS) - 3)
     lab, simulated = entry["measured"], entry["simulated"]
     ratios = entry["simulated_over_measured"]
+    least_s = _LEAST_STALL * 100 * lab["step_s"]
+    is_stalled = lab["stall_s"] is not None and lab["stall_s"] >= least_s
     return names + [
         f"{lab['step_s']:.3f}",
         f"{lab['slowdown']:.2f}",
@@ -89,7 +92,7 @@ def cells(entry: dict[str, Any]) -> list[str]:
         _number(ratios["step_s"]),
         _number(lab["stall_s"]),
         _number(simulated["stall_s"]),
-        _number(ratios["stall_s"] if _is_stalled(lab) else None),
+        _number(ratios["stall_s"] if is_stalled else None),
         _number(lab["sync_s"]),
         _number(ratios["sync_s"]),
         format_bytes(entry["sent_bytes"]),
@@ -98,24 +101,17 @@ def cells(entry: dict[str, Any]) -> list[str]:
     ]
 
 
-def _is_stalled(lab: dict[str, Any]) -> bool:
-    """Return whether the stall is long enough for a ratio to be meaningful."""
-    stall_s = lab["stall_s"]
-    return stall_s is not None and stall_s >= _LEAST_STALL * 100 * lab["step_s"]
-
-
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Return the table for a terminal."""
-    out = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for i, head in enumerate(HEADS):
-        out.add_column(head, justify="left" if i < 2 else "right", no_wrap=True)
-    for entry in rows:
-        out.add_row(*cells(entry))
-    return out
+    made = program.table(HEADS, map(cells, rows))
+    for column in made.columns:
+        column.no_wrap = True
+    made.columns[1].justify = "left"
+    return made
 
 
 def note(alone: Measured) -> str:
@@ -172,14 +168,11 @@ def slowdowns(rows: Sequence[dict[str, Any]]) -> Figure:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel("seconds per step / without network (log)")
-    axes.set_xticks(range(len(networks)), [_label(name) for name in networks])
+    ticks = [f"{x} Mbit/s" if x.replace(".", "", 1).isdigit() else x for x in networks]
+    axes.set_xticks(range(len(networks)), ticks)
     axes.spines[["top", "right"]].set_visible(False)
     for name in methods:
         axes.bar(0, 0, color=color[name], label=name)
     axes.bar(0, 0, edgecolor="#333333", label="simulated", **hatched)
     figure.legend(loc="outside upper center", ncols=5, frameon=False)
     return figure
-
-
-def _label(network: str) -> str:
-    return f"{network} Mbit/s" if network.replace(".", "", 1).isdigit() else network

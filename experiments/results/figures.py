@@ -11,7 +11,6 @@ import dataclasses
 import json
 import pathlib
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cocodc_jax import methods
@@ -50,15 +49,13 @@ def crossing() -> Figure:
     )
     figure = Figure(figsize=(plots.WIDTH_IN, 3.4), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, FRAGMENTS + 1))
-    longest_s = 0.0
-    for axes, method, num_fragments in (
-        (above, blocking, 1),
-        (below, beside, FRAGMENTS),
-    ):
+    longest_s, drawn = 0.0, ((above, blocking, 1), (below, beside, FRAGMENTS))
+    for axes, method, num_fragments in drawn:
         found = _simulate(method, num_fragments)
         longest_s = max(longest_s, found.sim_s)
         trace.draw_timeline(axes, found)
-        _draw_steps(axes, found)
+        ends = [float(found.times_s(step)[0]) for step in range(STEPS)]
+        axes.vlines(ends, -0.35, 0.35, color="white", linewidth=0.5)
         axes.set_title(
             f"{method.name}: {STEPS} steps in {found.sim_s:.1f} s",
             loc="left",
@@ -73,27 +70,15 @@ def crossing() -> Figure:
 
 def _simulate(method: methods.Method, num_fragments: int) -> Timeline:
     """Return the timeline of one region; all regions have the same."""
-    found = simulate_method(
-        uniform(REGIONS, LINK),
-        Workload(
-            (4 * PARAMETERS / num_fragments,) * num_fragments, (STEP_S,) * REGIONS
-        ),
-        method,
-        STEPS,
-        "direct",
-        sharing="fifo",
-    )
+    sizes = (4 * PARAMETERS / num_fragments,) * num_fragments
+    work, topology = Workload(sizes, (STEP_S,) * REGIONS), uniform(REGIONS, LINK)
+    found = simulate_method(topology, work, method, STEPS, "direct", sharing="fifo")
     return dataclasses.replace(
         found,
         regions=("every region",),
         step_time_s=(STEP_S,),
         marks=tuple((step, seconds[:1]) for step, seconds in found.marks),
     )
-
-
-def _draw_steps(axes: Axes, timeline: Timeline) -> None:
-    ends = [float(timeline.times_s(step)[0]) for step in range(STEPS)]
-    axes.vlines(ends, -0.35, 0.35, color="white", linewidth=0.5)
 
 
 if __name__ == "__main__":

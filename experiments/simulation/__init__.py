@@ -1,1 +1,1 @@
-"""Parts of `experiments.simulate`: flags, the network they describe, stages."""
+"""Parts of `experiments.simulate`: its flags, and what they describe."""

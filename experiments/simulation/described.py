@@ -1,6 +1,7 @@
-"""What the flags of `experiments.simulate` describe: a network, a method, a job.
+"""Flags of `experiments.simulate`, and what they describe: a method, a job, a curve.
 
-And loss curves, which they name.
+Arguments of methods have the names that training uses. Only those exist that decide
+when a method sends, and how much.
 """
 
 import itertools
@@ -13,28 +14,170 @@ from typing import Any
 from absl.flags import FlagValues
 
 from cocodc_jax import methods
-from cocodc_jax.methods import Method
-from cocodc_jax.network import exchanges, goodput
-from cocodc_jax.network.links import Topology
+from cocodc_jax.methods import METHODS, Method
+from cocodc_jax.network import exchanges, goodput, world
+from cocodc_jax.network.collectives import COLLECTIVES
+from cocodc_jax.network.flights import SHARINGS
 from cocodc_jax.network.swarm import Failure
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.report.records import read_records
+from cocodc_jax.run.messages import check_numbers
 
 from .. import program
-from .options import ARGUMENTS, COUNTS_OR_AUTO
 
 AUTO = "auto"
-
 # Defaults of the simulation, so that methods can be compared.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "diloco": {"sync_interval": 100},
     "streaming_diloco": {"delay_steps": 5},
 }
 
+# Help of the methods' arguments.
+COUNTS = {
+    "sync_interval": "H, steps",
+    "num_fragments": "K",
+    "max_delay_steps": "the longest that --delay_steps=auto may choose",
+    "rank": "first rank of low-rank messages",
+    "min_rank": "smallest rank",
+    "quorum": "number of answers to wait for",
+    "num_rings": "rings at once",
+}
+STEPS = {"grace_steps": "steps to wait for more answers after the quorum"}
+COUNTS_OR_AUTO = {"delay_steps": "tau, or 'auto'", "syncs_per_interval": "N, or 'auto'"}
+TEXTS = {
+    "answer_steps": "steps until each region answers, as 1,1,2,9",
+    "compress": "compressor of the messages, as int8 or ef+topk:0.1",
+}
+ARGUMENTS = (*COUNTS, *STEPS, *COUNTS_OR_AUTO, *TEXTS, "network_share")
 
-def build_topology(values: FlagValues) -> Topology:
-    """Return the network the flags describe."""
-    return program.topology(values, values.bandwidth_gbps)
+# Arguments that a plan takes as given.
+WISHES = ("num_fragments", "sync_interval", "network_share")
+
+# Flags that have no meaning with another one; --table excludes all of them.
+UNREAD = {
+    "plan": (
+        "method", *(name for name in ARGUMENTS if name not in WISHES), "effective_rank",
+        "sharing", "host_mb_per_s", "num_layers", "steps", "loss_curve", "loss_key",
+        "target_loss", "hours_between_failures", "repair_s", "checkpoint_s",
+        "least_regions",
+    ),
+    "links": ("world", "regions", "bandwidth_gbps", "latency_ms", "jitter_ms", "loss"),
+    "world": ("regions", "latency_ms", "jitter_ms", "loss"),
+}  # fmt: skip
+
+# Flags that need another one.
+NEED = {
+    "plan": (
+        "frontier", "max_fragments", "stages", "activation_mb", "swarm_s",
+        "rebalance_s", "failures",
+    ),
+    "stages": ("activation_mb", "swarm_s"),
+    "swarm_s": ("rebalance_s", "failures"),
+    "loss_curve": ("target_loss", "loss_key"),
+    "target_loss": ("loss_curve",),
+    "hours_between_failures": ("repair_s", "checkpoint_s", "least_regions"),
+}  # fmt: skip
+
+SECTIONS = {
+    "What to do": (
+        ("plan", False, "choose K, H, N and tau for the network and say why"),
+        ("table", False, "compare with published numbers"),
+        (
+            *("frontier", str),
+            "cells.json of a sweep, or of several with commas: --plan recommends a "
+            "method, precision and H from it",
+        ),
+        ("workdir", str, "folder for results"),
+    ),
+    "The network": (
+        ("regions", 4, "regions"),
+        ("bandwidth_gbps", 1.0, "Gbit/s of each ordered pair of regions"),
+        ("latency_ms", 50.0, "milliseconds one way"),
+        ("jitter_ms", 0.0, "milliseconds in either direction"),
+        ("loss", 0.0, "share of packets lost, in [0, 1)"),
+        (
+            *("world", str),
+            f"cloud regions, comma-separated, of {', '.join(world.REGIONS)}",
+        ),
+        ("links", str, "YAML file with regions, links, changes"),
+        (
+            *("collective", (None, *sorted(COLLECTIVES))),
+            "how messages cross regions; default ring, or gather for encoded ones",
+        ),
+        ("sharing", ("fair", *SHARINGS), "how concurrent syncs share the links"),
+    ),
+    "The method: its arguments, where it has them": (
+        ("method", ("streaming_diloco", *sorted(METHODS)), "to simulate"),
+        *((name, int, note) for name, note in (COUNTS | STEPS).items()),
+        *((name, str, note) for name, note in (COUNTS_OR_AUTO | TEXTS).items()),
+        (
+            *("network_share", float),
+            "gamma, the share of the network for --plan (default 0.4) and N 'auto'",
+        ),
+        (
+            *("effective_rank", float),
+            "of the means, for methods whose rank follows it; default: above --rank",
+        ),
+    ),
+    "The model, its hosts and how they train": (
+        ("params", 1e9, "parameters of the model"),
+        ("bits_per_param", 32.0, "of each parameter, before a method's encoding"),
+        ("step_time_s", "0.1", "seconds of a step: one number or one per region"),
+        ("host_mb_per_s", math.inf, "10^6 bytes that a host prepares per second"),
+        ("num_layers", 1, "above 1, each layer is sent once it is ready"),
+        ("steps", int, "inner steps to simulate; default 3 H"),
+        ("loss_curve", str, "metrics.jsonl, or a JSON list of [step, loss]"),
+        ("loss_key", "eval_loss", "entry of metrics.jsonl to read"),
+        ("target_loss", float, "report the seconds until this loss"),
+        ("hours_between_failures", float, "mean of a region, for goodput"),
+        ("repair_s", 600.0, "seconds until a failed region resumes"),
+        ("checkpoint_s", 1800.0, "seconds between checkpoints"),
+        ("least_regions", 1, "fewest regions with which the run continues"),
+        ("max_fragments", 32, "K that --plan may choose"),
+        ("stages", 1, "pipeline stages that --plan places on sites"),
+        ("activation_mb", float, "10^6 bytes that a stage passes on in a step"),
+        ("swarm_s", float, "simulated seconds of the pipeline (network/swarm.py)"),
+        ("rebalance_s", float, "seconds between moves of sites between stages (SWARM)"),
+        ("failures", "", "outages of sites in seconds, as us-east@600-1200,asia@900"),
+    ),
+}
+_AT_LEAST_1 = (
+    "regions", *COUNTS, "num_layers", "steps", "least_regions", "max_fragments",
+    "stages",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "latency_ms", "jitter_ms", "loss", *STEPS, "repair_s", "checkpoint_s",
+)  # fmt: skip
+
+
+def define_flags() -> FlagValues:
+    """Return this program's flags, apart from those of other programs."""
+    bounds = dict.fromkeys(_AT_LEAST_1, 1) | dict.fromkeys(_NOT_NEGATIVE, 0)
+    return program.own_flags(*itertools.chain(*SECTIONS.values()), **bounds)
+
+
+def check(values: FlagValues) -> None:
+    """Refuse flags that would have no effect, and numbers out of range."""
+    others = [name for name in values if name not in ("table", "help")]
+    for mode, names in ({"table": others} | UNREAD).items():
+        for name in names:
+            if values[mode].value and values[name].present:
+                raise ValueError(
+                    f"{name}={values[name].value} has no meaning with --{mode}; "
+                    "leave it out"
+                )
+    for needed, names in NEED.items():
+        how = "--stages of 2 or more" if needed == "stages" else f"--{needed} too"
+        for name in names:
+            is_there = values[needed].value != values[needed].default
+            if values[name].present and not is_there:
+                raise ValueError(f"{name}={values[name].value} needs {how}")
+    for name in ("activation_mb", "swarm_s", "rebalance_s"):
+        value = values[name].value
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name}={value} must be positive and finite")
+    names = ("latency_ms", "jitter_ms", "checkpoint_s", "target_loss")
+    check_numbers({name: values[name] for name in names})
 
 
 def build_method(values: FlagValues) -> Method:
@@ -98,10 +241,7 @@ def goodput_of(
             failing, num_regions, values.least_regions, sync_s, seconds
         )
     one = goodput.together(failing, num_regions, values.checkpoint_s)
-    return {
-        "goodput_together": one * utilization,
-        "goodput_alone": apart * utilization,
-    }
+    return {"goodput_together": one * utilization, "goodput_alone": apart * utilization}
 
 
 def failures(values: FlagValues, names: Sequence[str]) -> list[Failure]:

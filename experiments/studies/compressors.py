@@ -60,7 +60,6 @@ def main() -> None:
 
 
 def _compressors() -> dict[str, Compressor]:
-    """Return the requested compressors by name."""
     whole = flags.value("compressors")
     texts = list(filter(None, whole.split(",")))
     if not texts:

@@ -29,7 +29,7 @@ from cocodc_jax.transforms.numerics import check_rate
 
 from .. import commands, program
 from ..sweeps.cells import Interval
-from . import merge_rules, recovery
+from . import recovery
 from .recovery import Settings
 
 DRAWN = ("mix_0.5", "replay", "isotropic", "hessian_vector")
@@ -99,7 +99,7 @@ def _settings() -> Settings:
 
 def _asked(sync_interval: int) -> tuple[list[str], tuple[int, ...]]:
     """Return the rules of --rules, by default all, and the distinct --delays."""
-    known = merge_rules.table(sync_interval)
+    known = recovery.rules(sync_interval)
     names = flags.value("rules") or [*known]
     for name in names:
         if name not in known:

@@ -34,9 +34,8 @@ from cocodc_jax.report import plots
 from cocodc_jax.run import flags
 from cocodc_jax.run.attend import Tracking
 from cocodc_jax.run.config import TrainConfig, dumps
-from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.preparing import prepare
-from cocodc_jax.run.resume import ResumeError
+from cocodc_jax.run.resume import ResumeError, only_writer
 from cocodc_jax.run.session import CHECKPOINTS, RUN_ERRORS, Session
 from cocodc_jax.train import experts
 from cocodc_jax.train.checkpoint import Checkpoints
@@ -102,9 +101,8 @@ def main() -> None:
                 "--method=apart, then merge that workdir in one process"
             )
         references = _references()
-        config = flags.config(WITHOUT, [METHOD, *references]).replace(
-            method=METHOD, partition=flags.value("partition")
-        )
+        config = flags.config(WITHOUT, [METHOD, *references])
+        config = config.replace(method=METHOD, partition=flags.value("partition"))
         routing = _routing(config)
         default = f"runs/merge_{config.preset}_{config.data.partition}"
         workdir = pathlib.Path(flags.value("workdir") or default)
@@ -124,7 +122,10 @@ def main() -> None:
                       "there")  # fmt: skip
                 sys.exit(0)
         rows = _merge(sessions[0], routing)
-        rows |= {s.config.method.method: _reference(s, routing) for s in sessions[1:]}
+        for session in sessions[1:]:
+            with _finished(session) as (state, _):
+                method = session.config.method.method
+                rows[method] = _average(session, routing, state)
     except RUN_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
@@ -215,12 +216,6 @@ def _merge(session: Session, routing: Routing) -> dict[str, Row]:
         "mean of logits": _row(scores.mean_logits, prefix, passes),
         **_routed(scores.experts, weights, routing),
     }
-
-
-def _reference(session: Session, routing: Routing) -> Row:
-    """Evaluate the mean of the regions of a finished run of any method."""
-    with _finished(session) as (state, _):
-        return _average(session, routing, state)
 
 
 @contextlib.contextmanager

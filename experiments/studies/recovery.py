@@ -21,6 +21,9 @@ The run then continues from theta^*, so that every rule is compared at the same 
 
 Both ways are methods: DiLoCo, and one fragment tau steps late with each rule's merge.
 They share the steps up to the last before the mean arrives, where their states branch.
+
+A rule's strength is the weight of its correction. Where a correction's size grows with
+the delay, so that a sensible strength falls as 1 / tau, `rules` says so.
 """
 
 import contextlib
@@ -41,11 +44,13 @@ from cocodc_jax.sync import merge, needs
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import nesterov
 from cocodc_jax.sync.schedules import Schedule, staggered
+from cocodc_jax.transforms import curvature
+from cocodc_jax.transforms.compensation import delay_compensation
+from cocodc_jax.transforms.secant import secant
 from cocodc_jax.transforms.second_moment import adam_second_moment
 
 from .. import trials
 from ..trials import State, Trials
-from . import merge_rules
 
 PyTree = Any
 Key = tuple[str, float | None]
@@ -66,6 +71,78 @@ class Settings:
     outer_lr: float = 0.7  # Of the outer Nesterov optimizer, of momentum 0.9.
 
 
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One merge rule."""
+
+    name: str  # As on the command line and in the results.
+    # Of a strength, which may be traced, and is None for a rule without one.
+    make: Callable[[Any], merge.Merge]
+    strengths: tuple[float, ...] = ()  # What is tried; empty for a rule without one.
+    falls_with_delay: bool = False  # Strengths are divided by the delay.
+    least_delay: int = 0  # Delay in steps below which the rule has no meaning.
+
+    def strengths_at(self, delay_steps: int) -> tuple[float, ...]:
+        """Return the strengths to try at this delay."""
+        divisor = max(1, delay_steps) if self.falls_with_delay else 1
+        return tuple(strength / divisor for strength in self.strengths)
+
+
+def _mix(alpha: float) -> Rule:
+    return Rule(f"mix_{alpha:g}", lambda _: merge.mix(alpha))
+
+
+def _taylor(
+    name: str,
+    kind: curvature.Curvature,
+    strengths: tuple[float, ...] = (),
+    **fields: Any,
+) -> Rule:
+    """Delay compensation; its strength is lambda, 0.5 where none is tried."""
+
+    def make(strength):
+        lambda_ = strength if strengths else 0.5
+        return merge.compensate(delay_compensation(kind, lambda_), kind.needs)
+
+    return Rule(name, make, strengths, **fields)
+
+
+def rules(sync_interval: int) -> dict[str, Rule]:
+    """Return all rules by name, with the strengths that are tried."""
+    isotropic, falling = curvature.isotropic(), {"falls_with_delay": True}
+    in_gradient_units = curvature.outer_product(units="gradient")
+    normalized = curvature.normalized_outer_product()
+    found = [
+        # Alpha on local; 0.5 is Streaming DiLoCo.
+        *map(_mix, (0.0, 0.25, 0.5, 0.75)),
+        # No curvature: all progress is kept.
+        _taylor("replay", curvature.none()),
+        # The outer product in parameter units, with 1/H.
+        _taylor("paper", curvature.outer_product(sync_interval)),
+        # c / tau times the identity.
+        _taylor("isotropic", isotropic, (0.15, 0.3, 0.5, 0.75)),
+        _taylor(  # Isotropic; c is measured from the overlap's two halves.
+            *("secant", secant(isotropic, max_weight=1.0), (0.25, 0.5, 1.0, 2.0)),
+            least_delay=2,
+        ),
+        # g * g * D; then the same scaled to lambda_0 of g.
+        _taylor("outer_product", in_gradient_units, (30.0, 300.0, 1e3, 3e3), **falling),
+        _taylor("normalized_outer_product", normalized, (0.1, 0.2, 0.5, 1.0)),
+        # lr * sqrt(nu) * D.
+        _taylor(
+            *("adam_second_moment", curvature.adam_second_moment()),
+            (1e3, 2e3, 4e3, 8e3),
+            **falling,
+        ),
+        # An exact product through Adam's scale. A batch of one region is a noisy
+        # Hessian: Taylor's own strength, 1, diverges at a delay of 4 and more.
+        _taylor(
+            "hessian_vector", curvature.hessian_vector("adam"), (0.4, 1.2), **falling
+        ),
+    ]
+    return {rule.name: rule for rule in found}
+
+
 class Recovery(NamedTuple):
     """What was measured at every sync."""
 
@@ -79,11 +156,7 @@ class Recovery(NamedTuple):
     loss: dict[Key, np.ndarray]
 
 
-def measure(
-    settings: Settings,
-    delay_steps: int,
-    names: Sequence[str],
-) -> Recovery:
+def measure(settings: Settings, delay_steps: int, names: Sequence[str]) -> Recovery:
     """Follow runs without delay, a trial a seed, and judge rules at each sync."""
     ways = _Ways(settings, delay_steps, names)
     found, steps, interval = [], [], settings.sync_interval
@@ -107,7 +180,7 @@ class _Ways:
         """Build the methods; compile nothing."""
         self._settings, self._delay = settings, delay_steps
         interval = settings.sync_interval
-        table = merge_rules.table(interval)
+        table = rules(interval)
         self._rules = [
             (name, table[name], [*table[name].strengths_at(delay_steps)] or [None])
             for name in dict.fromkeys([REPLAY, *names])
@@ -148,9 +221,8 @@ class _Ways:
         last = sync + self._delay
         prompt = self.advance(self.prompt, state, sync - 1, last - 1)
         target = self.advance(self._quiet, prompt, last - 1, last)
-        begun = self._keep.init(
-            jax.tree.map(lambda x: x[:, 0], state.params), self._given
-        )
+        first = jax.tree.map(lambda x: x[:, 0], state.params)
+        begun = self._keep.init(first, self._given)
         same = ("step", "inner", "outer", "opt_states")
         shared = {name: getattr(state.sync, name) for name in same}
         late = begun._replace(params=state.params, sync=begun.sync._replace(**shared))
@@ -177,9 +249,8 @@ class _Ways:
         (outer,), (part,) = target.sync.outer, late.sync.copies
         gap = jax.tree.map(lambda o, x: o[:, None] - x, outer, part[needs.STAGED])
         one = jax.tree.map(lambda x: x[0, 0], target.params)
-        rest = self.prompt.fragments(one).take(
-            jax.tree.map(jnp.subtract, target.params, replayed), 0, lead=2
-        )
+        missed = jax.tree.map(jnp.subtract, target.params, replayed)
+        rest = self.prompt.fragments(one).take(missed, 0, lead=2)
         length, left = _dot(gap, gap), _dot(rest, rest)
         # 0 where replay gets all of it back.
         along = _dot(rest, gap) ** 2 / (jnp.where(left > 0, left, 1.0) * length)

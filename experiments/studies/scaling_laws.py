@@ -27,10 +27,9 @@ from cocodc_jax.run.config import dumps
 
 from .. import program
 from ..sweeps.cells import CONFIDENCE, Interval
-from ..sweeps.results import column_of, read_cells
+from ..sweeps.report import column_of, read_cells
 
-PARAMETERS, REGIONS, INTERVAL = "N", "M", "H"
-FACTORS = (PARAMETERS, REGIONS, INTERVAL)
+FACTORS = ("N", "M", "H")  # Parameters, regions, the interval.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +85,9 @@ class Law:
 
 def fit(observations: Sequence[Observation]) -> Law:
     """Fit the law."""
-    names = tuple(
-        name for name in FACTORS if len({o.factors[name] for o in observations}) > 1
-    )
-    if PARAMETERS not in names:
+    values = {name: {o.factors[name] for o in observations} for name in FACTORS}
+    names = tuple(name for name in FACTORS if len(values[name]) > 1)
+    if "N" not in names:
         raise ValueError(
             "a scaling law needs models of several sizes; all have the same"
         )
@@ -111,7 +109,7 @@ def fit(observations: Sequence[Observation]) -> Law:
     residual = float(np.sqrt(np.sum((logs - design @ coefficients) ** 2) / freedom))
     from scipy import stats  # Takes a second to import.
 
-    sizes = [o.factors[PARAMETERS] for o in observations]
+    sizes = values["N"]
     return Law(
         names,
         coefficients,
@@ -124,12 +122,12 @@ def fit(observations: Sequence[Observation]) -> Law:
 
 def held_out(observations: Sequence[Observation]) -> list[tuple[float, float]]:
     """Return (predicted, observed) at the largest size, by the law of smaller ones."""
-    largest = max(o.factors[PARAMETERS] for o in observations)
-    law = fit([o for o in observations if o.factors[PARAMETERS] < largest])
+    largest = max(o.factors["N"] for o in observations)
+    law = fit([o for o in observations if o.factors["N"] < largest])
     return [
         (law.predict(o.factors)[0], o.loss)
         for o in observations
-        if o.factors[PARAMETERS] == largest
+        if o.factors["N"] == largest
     ]
 
 

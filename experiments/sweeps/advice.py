@@ -25,13 +25,12 @@ import numpy as np
 
 from cocodc_jax import methods
 from cocodc_jax.network.links import Topology
-from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.report.units import format_bytes
 from cocodc_jax.run.config import TrainConfig
 
 from .cells import label
 from .networks import simulated
-from .results import column_of, read_cells
+from .report import column_of, read_cells
 
 # Arguments of methods that are always named; others where they are not the default.
 TOLD = (
@@ -39,11 +38,10 @@ TOLD = (
     "transmission_score", "mixing_alpha", "compensation_strength", "outer_lr",
     "outer_momentum",
 )  # fmt: skip
-# The sizes on which the recommended recipe was measured: one or two bits with error
-# feedback and a fragment at every step or two. The least and the most of each. A
-# range holds over the sweeps in `experiments/results`, which a test reads; not every
-# combination was run. Outside of it the order of methods is a guess,
-# and a loss is another model's.
+# The least and the most of the sizes on which the recommended recipe was measured (one
+# or two bits with error feedback and a fragment at every step or two), over the sweeps
+# in `experiments/results`, which a test reads; not every combination was run. Outside
+# of it the order of methods is a guess, and a loss is another model's.
 MEASURED: Mapping[str, tuple[float, float]] = {
     "parameters": (49_952, 6_496_512),
     "regions": (2, 16),
@@ -115,17 +113,12 @@ class Advice:
 
     def explain(self) -> str:
         """Return its reasons in one line."""
-        waits = (
-            "nothing waits for the network"
-            if self.stall_share < 0.005
-            else f"{self.stall_share:.0%} of the time is spent waiting"
-        )
-        of = f"of {self.choice.seeds} seed{'s' * (self.choice.seeds > 1)}"
-        loss = (
-            f"loss {self.loss:.3f} ({of})"
-            if math.isfinite(self.loss)
-            else "not evaluated so early,"
-        )
+        waits = "nothing waits for the network"
+        if self.stall_share >= 0.005:
+            waits = f"{self.stall_share:.0%} of the time is spent waiting"
+        loss, seeds = "not evaluated so early,", self.choice.seeds
+        if math.isfinite(self.loss):
+            loss = f"loss {self.loss:.3f} (of {seeds} seed{'s' * (seeds > 1)})"
         return (
             f"{self.choice.label}: {loss} after {self.steps:.0f} "
             f"of {self.choice.steps:.0f} steps; {waits}; "
@@ -190,7 +183,10 @@ def advise(
             choice.steps,
             collective,
         )
-        steps = _steps_done(timeline, choice.steps, choice.steps * max(times))
+        # Those that all regions have done in the time.
+        done = range(choice.steps + 1)
+        seconds = [timeline.seconds_until(x) for x in done]
+        steps = float(np.interp(choice.steps * max(times), seconds, done))
         loss = float(np.interp(steps, *np.transpose(choice.curve)))
         found.append(
             Advice(
@@ -205,30 +201,14 @@ def advise(
     return sorted(found, key=lambda advice: (advice.loss, advice.bytes_per_step))
 
 
-def _steps_done(timeline: Timeline, most: int, seconds: float) -> float:
-    """Return the steps, at most `most`, that all regions have done in `seconds`."""
-    steps = range(most + 1)
-    return float(np.interp(seconds, [timeline.seconds_until(x) for x in steps], steps))
-
-
-def outside(request: Mapping[str, float]) -> list[str]:
-    """Return what of a request was not measured, each in a few words.
-
-    >>> outside({"parameters": 1e9, "regions": 4})
-    ['parameters 1,000,000,000 (measured: 49,952 to 6,496,512)']
-    """
+def warning(request: Mapping[str, float]) -> str | None:
+    """Return a sentence on what of a request was not measured; None if all was."""
     found = []
     for name, value in request.items():
         least, most = MEASURED[name]
         if not least * (1 - _SLACK) <= value <= most * (1 + _SLACK):
             measured = _size(least) + (f" to {_size(most)}" if most > least else "")
             found.append(f"{name} {_size(value)} (measured: {measured})")
-    return found
-
-
-def warning(request: Mapping[str, float]) -> str | None:
-    """Return a sentence on what is outside; None if nothing is."""
-    found = outside(request)
     if not found:
         return None
     return f"extrapolated, not measured: {', '.join(found)}; see docs/results/recipe.md"

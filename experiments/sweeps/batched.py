@@ -137,12 +137,11 @@ class BatchTrainer:
         began_s = time.perf_counter()
         padded = [*batch.rows, *[batch.rows[-1]] * (batch.size - len(batch.rows))]
         configs = [row.config for row in padded]
-        first = configs[0]
-        seeds = list(dict.fromkeys(config.run.seed for config in configs))
         of_seed = {config.run.seed: config for config in configs}
-        texts = [
-            self._open_text(of_seed[seed].data, first.run.regions) for seed in seeds
-        ]
+        first = configs[0]
+        seeds = list(of_seed)
+        regions = first.run.regions
+        texts = [self._open_text(one.data, regions) for one in of_seed.values()]
         model = model_of(first, texts[0].tokenizer)
         key = group_key(first)
         if key not in self._programs:  # Of the last group only.
@@ -150,10 +149,8 @@ class BatchTrainer:
         program = self._programs[key]
         numbers = [numbers_of(config) for config in configs]
         with contextlib.ExitStack() as stack:
-            streams = [
-                stack.enter_context(contextlib.closing(text.train_stream()))
-                for text in texts
-            ]
+            closing = (contextlib.closing(text.train_stream()) for text in texts)
+            streams = [stack.enter_context(each) for each in closing]
             outcome = trials.train(
                 program,
                 trials.init_params(model, [config.run.seed for config in configs]),
@@ -193,11 +190,10 @@ def _make(
     given = {n: x for n, x in numbers.items() if n in INPUTS["method"]}
     method = cc.methods.get(config.method.method, **config.method.values | given)
     own = {n: x for n, x in numbers.items() if n in INPUTS["optimizer"]}
-    given: dict[str, Any] = dataclasses.asdict(config.optimizer) | own
-    inner = trials.Inner(**given)
-    optimizer, user_inputs = build.training_parts(
-        model, method, inner, config.run.steps
-    )
+    fields: dict[str, Any] = dataclasses.asdict(config.optimizer) | own
+    inner = trials.Inner(**fields)
+    steps = config.run.steps
+    optimizer, user_inputs = build.training_parts(model, method, inner, steps)
     return optimizer, method, user_inputs
 
 

@@ -6,15 +6,13 @@ and the base flags have it, and "tuned", the setting that won. Intervals are Stu
 at 95 % over the seeds; a difference from the reference is of the same seeds, pairwise.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
-from cocodc_jax.report.runs import steps_to_loss
+from cocodc_jax.report.comparison import steps_to_loss
 from cocodc_jax.run.config import flat
 
 from .rows import Row
@@ -44,7 +42,7 @@ class Interval:
         return format(self.mean, form) + half
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Interval:
+    def of(cls, values: Sequence[float]) -> Self:
         """Return Student's interval of a mean.
 
         >>> Interval.of([1.0, 2.0, 3.0])

@@ -40,10 +40,10 @@ class Network:
 
     def __str__(self) -> str:
         """Return the name in tables."""
-        number, unit = self.mbit, "Mbit"
-        if number >= 1000:
-            number, unit = number / 1000, "Gbit"
-        return f"{number:g} {unit}/s, {self.latency_ms:g} ms"
+        rate = f"{self.mbit:g} Mbit/s"
+        if self.mbit >= 1000:
+            rate = f"{self.mbit / 1000:g} Gbit/s"
+        return f"{rate}, {self.latency_ms:g} ms"
 
 
 @dataclasses.dataclass(frozen=True)

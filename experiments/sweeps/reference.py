@@ -5,7 +5,7 @@ from typing import Any
 
 from cocodc_jax.run.config import flat
 
-from . import results
+from . import report
 from .cells import COLUMNS, PUBLISHED, TUNED, Cell, mean_loss
 from .rows import Row as Written
 from .rows import completed
@@ -20,9 +20,8 @@ def find(
 ) -> Cell:
     """Return the cell that others are held against."""
     if words is None:
-        held = [
-            c for c in found if PUBLISHED in c.columns and c.columns[PUBLISHED].loss
-        ]
+        published = [(c, c.columns.get(PUBLISHED)) for c in found]
+        held = [cell for cell, column in published if column and column.loss]
         first = lambda cell: next(iter(cell.columns.values()))  # noqa: E731
         return max(held or found, key=lambda cell: mean_loss(first(cell)))
     fitting = [cell for cell in found if has_flags(cell.config, words)]
@@ -41,7 +40,7 @@ def read(
 ) -> Cell:
     """Return the cell of a results file that runs are held against."""
     try:
-        found = results.load(path)
+        found = report.load(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(

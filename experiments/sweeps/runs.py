@@ -19,14 +19,8 @@ from rich.console import Console
 import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.data import load
-from cocodc_jax.report.runs import Run, load_run
-from cocodc_jax.run.build import (
-    build_program,
-    check_model,
-    mesh_of,
-    program_key,
-    use_devices,
-)
+from cocodc_jax.report.comparison import Run, load_run
+from cocodc_jax.run import build
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.session import Session
@@ -83,18 +77,18 @@ def check(settings: Sequence[Setting]) -> None:
     # JAX makes its CPU devices once: as many as the row that needs most.
     for setting in sorted(settings, key=_num_devices, reverse=True)[:1]:
         with about(setting.name):
-            use_devices(setting.config.run, 1)
+            build.use_devices(setting.config.run, 1)
     seen: set[tuple] = set()
     for setting in settings:
         config, run = setting.config, setting.config.run
-        key = (*program_key(config), config.model, run.regions)
+        key = (*build.program_key(config), config.model, run.regions)
         if key in seen:
             continue
         seen.add(key)
         with about(setting.name):
-            check_model(config, config.model)
-            mesh = mesh_of(run, use_devices(run, 1))
-            build_program(config, config.model, mesh)
+            build.check_model(config, config.model)
+            mesh = build.mesh_of(run, build.use_devices(run, 1))
+            build.build_program(config, config.model, mesh)
 
 
 def _num_devices(setting: Setting) -> int:
@@ -113,9 +107,7 @@ class Trainer:
 
     def train(self, row: Row) -> dict[str, Any]:
         """Train a row to its end, from its newest checkpoint if it has one."""
-        folder = self._folder / row.row_id
-        before = self._before
-        earlier = []
+        folder, before, earlier = self._folder / row.row_id, self._before, []
         if before is not None and _same_evaluation(before.config, row.config):
             earlier.append(before)
         session = self._before = prepare(row.config, folder, self._open_text, earlier)

@@ -12,8 +12,7 @@ from typing import Any
 from cocodc_jax.report.units import format_duration
 from cocodc_jax.run.config import flat
 
-from .grid import Grid, Setting
-from .halving import best
+from .grid import Grid, Setting, best
 from .rows import Row as Written
 from .runs import Row
 

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from cocodc_jax.aot import child
+from cocodc_jax.aot import job
 from cocodc_jax.aot.collectives import Collective
 from cocodc_jax.aot.hlo import Array
 from cocodc_jax.aot.programs import place
@@ -90,11 +90,11 @@ def test_a_machine_that_regions_cannot_share_is_refused(changes, target, message
 def test_the_compilers_refusals_are_read():
     tpu = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for "
     tpu += "HLO temporaries (36.57G) exceeds available HBM (15.75G)."
-    assert child.needed_bytes(tpu) == int(36.57 * 2**30)
+    assert job.needed_bytes(tpu) == int(36.57 * 2**30)
     used = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.26G of"
-    assert child.needed_bytes(used) == int(17.26 * 2**30)
-    assert child.needed_bytes("RESOURCE_EXHAUSTED: so much") == 0
-    assert child.needed_bytes("INTERNAL: 3 of 4") is None
+    assert job.needed_bytes(used) == int(17.26 * 2**30)
+    assert job.needed_bytes("RESOURCE_EXHAUSTED: so much") == 0
+    assert job.needed_bytes("INTERNAL: 3 of 4") is None
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_roofline_by_hand(hidden_s, seconds, limit):
         array = Array("f32", (1,))
         return Collective("all-reduce", axes, num_bytes, 2, True, spans, array, "x")
 
-    found = child.estimate(
+    found = job.estimate(
         chip,
         chip.flops * 3,
         chip.hbm_bps * 2,

@@ -27,14 +27,7 @@ class Run:
         flags = [*flags, f"--via={via}"] if via else flags
         train = [sys.executable, "-m", "experiments.train", *flags]
         self.workdir, self.num = workdir, num
-        self.regions = [
-            children.Region(*each, num_processes)
-            for each in zip(
-                children.region_commands(train, workdir, num, via),
-                children.region_logs(workdir, num),
-                strict=True,
-            )
-        ]
+        self.regions = children.make_regions(train, workdir, num, via, num_processes)
         for region in self.regions:
             region.start()
 
@@ -52,7 +45,7 @@ class Run:
             time.sleep(0.1)
 
     def tail(self):
-        paths = children.region_logs(self.workdir, self.num)
+        paths = sorted(self.workdir.glob("region_*/output.log"))
         return "\n".join(p.read_text()[-1000:] for p in paths if p.exists())
 
     def end(self):

@@ -15,29 +15,28 @@ from cocodc_jax.network.collectives import collective_cost
 from cocodc_jax.network.timeline import SyncRecord, Timeline
 from cocodc_jax.run import timeline
 from experiments import compare_networks
-from experiments.networks import cases, lab_run, report
-from experiments.networks.cases import Stretch
-from experiments.networks.lab_run import LabRunError, Measured, Pace
+from experiments.networks import lab_run, report
+from experiments.networks.lab_run import LabRunError, Measured, Pace, Stretch
 
 LACKS = region.missing()
 needs_lab = pytest.mark.skipif(bool(LACKS), reason=f"no lab: {'; '.join(LACKS)}")
 
 
 def test_networks_by_bandwidth_by_name_and_from_a_file(tmp_path):
-    found = cases.network("100", 4)
+    found = lab_run.network("100", 4)
     assert found.flags == ("--regions=4", "--bandwidth_mbit=100", "--latency_ms=50")
     link = found.topology.links[0][1]
     # Packets of a millisecond, 12,500 bytes, of which 52 are headers.
     assert (link.bandwidth_gbps, link.latency_s) == (0.1 * (1 - 52 / 12_500), 0.05)
-    unequal = cases.network("unequal", 4)
+    unequal = lab_run.network("unequal", 4)
     near, far = unequal.topology.links[0][1], unequal.topology.links[3][0]
     assert (near.latency_s, far.latency_s) == (0.02, 0.08)
     assert near.bandwidth_gbps == pytest.approx(4 * far.bandwidth_gbps)
     path = tmp_path / "mine.yaml"
     path.write_text("{regions: [a, b], default: {bandwidth_gbps: 1, latency_ms: 3}}")
-    mine = cases.network(str(path), 2)
+    mine = lab_run.network(str(path), 2)
     assert (mine.name, mine.flags) == ("mine", (f"--links={path}",))
-    wide = cases.network("wide", 3)
+    wide = lab_run.network("wide", 3)
     assert wide.flags == ("--regions=3", "--bandwidth_mbit=10000", "--latency_ms=50")
 
 
@@ -51,7 +50,7 @@ def test_networks_by_bandwidth_by_name_and_from_a_file(tmp_path):
 )
 def test_what_is_no_network(text, regions, message):
     with pytest.raises(ValueError, match=message):
-        cases.network(text, regions)
+        lab_run.network(text, regions)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_what_is_no_network(text, regions, message):
     ],
 )
 def test_whole_intervals_after_everything_is_compiled(name, arguments, expected):
-    found = cases.stretch(cc.methods.get(name, **arguments), 10, 4)
+    found = lab_run.stretch(cc.methods.get(name, **arguments), 10, 4)
     assert (found.first_step, found.last_step) == expected
 
 
@@ -136,7 +135,7 @@ def test_a_method_that_sends_at_every_step_has_one_message(tmp_path):
 
 RATE = 12.5e6 * (1 - 52 / 12_500)  # bytes a second of 100 Mbit/s, less headers
 ALONE = Measured(Pace(0.25, None, None), (0.25,) * 2, (), 0, 500_000)
-FOUR = cases.network("100", 4)
+FOUR = lab_run.network("100", 4)
 
 
 def of_four(method, stretch, fragment_bytes, collective="direct"):
@@ -178,7 +177,7 @@ def test_hosts_take_what_steps_took_longer_than_expected():
     assert lab_run.host_bytes_per_s(run, Pace(0.25, 0.1, 0.2)) == pytest.approx(20e6)
     assert lab_run.host_bytes_per_s(run, Pace(0.31, 0.1, 0.2)) == math.inf
     method = methods.get("diloco", sync_interval=10)
-    given = cases.network("100", 2), method, Stretch(10, 50), run, (0.25,) * 2
+    given = lab_run.network("100", 2), method, Stretch(10, 50), run, (0.25,) * 2
     without, _ = lab_run.predict(*given, "direct")
     found, _ = lab_run.predict(*given, "direct", host_bytes_per_s=20e6)
     assert found.sync_s == pytest.approx(without.sync_s + 0.05)
@@ -186,7 +185,10 @@ def test_hosts_take_what_steps_took_longer_than_expected():
 
 
 def test_the_simulator_has_the_slots_that_a_method_has():
-    network, run = cases.network("1000", 2), Measured(ALONE.pace, (), (1e5,) * 4, 0, 0)
+    network, run = (
+        lab_run.network("1000", 2),
+        Measured(ALONE.pace, (), (1e5,) * 4, 0, 0),
+    )
     given = network, methods.get("cocodc", sync_interval=40), Stretch(40, 80), run
     with_slots, sent = lab_run.predict(*given, (0.25,) * 2, "direct")
     assert sent == 16 * 1e5  # 2 K an interval, of which the last has just left.

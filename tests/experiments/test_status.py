@@ -10,7 +10,7 @@ import pytest
 
 from cocodc_jax.report.records import MetricsWriter
 from cocodc_jax.run.live_metrics import LiveMetrics, serving
-from cocodc_jax.run.lock import only_writer, owner_of
+from cocodc_jax.run.resume import only_writer, owner_of
 from cocodc_jax.train.hooks import Clock
 from experiments import status
 

@@ -12,7 +12,7 @@ from scipy import stats
 from cocodc_jax.files import UnwritableError
 from experiments import sweep
 from experiments.sweeps import cells, grid, reference, report, rows, schedule
-from experiments.sweeps.halving import Halving, best
+from experiments.sweeps.grid import Halving, best
 from experiments.sweeps.runs import Row
 from experiments.sweeps.schedule import Plan, Progress
 from tests.waiting import wait_until

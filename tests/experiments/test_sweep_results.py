@@ -13,7 +13,7 @@ from cocodc_jax.run.config import SECTIONS
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.run_config import RunConfig
 from experiments import sweep
-from experiments.sweeps import cells, reference, report, results, rows
+from experiments.sweeps import cells, reference, report, rows
 from experiments.sweeps.schedule import Plan
 
 from .test_sweep import table, written
@@ -58,13 +58,13 @@ def kept(tmp_path):
     found = cells.cells(rows.read(train(tmp_path / "first")))
     made = report.Report(found, reference.find(found, "method=diloco"))
     path = tmp_path / "first.json"
-    path.write_text(json.dumps(results.to_json(made)))
+    path.write_text(json.dumps(report.to_json(made)))
     return path
 
 
 def test_cells_come_back_as_references(kept):
     found = cells.cells(rows.read(kept.parent / "first"))
-    loaded = results.load(kept)
+    loaded = report.load(kept)
     assert [cell.label for cell in loaded] == [cell.label for cell in found]
     ours = found[0].columns["published"]
     for held, back in zip(found, loaded, strict=True):
@@ -151,7 +151,7 @@ def test_losses_of_another_model_are_no_reference(kept):
 
 def test_the_results_that_are_here_are_references():
     folder = pathlib.Path(__file__).parents[2] / "experiments" / "results"
-    found = results.load(folder / "one_bit.json")
+    found = report.load(folder / "one_bit.json")
     held = reference.find(found, "method=diloco").columns["published"]
     assert [row["seed"] for row in held.rows] == [0, 1, 2, 3, 4]
     assert held.loss.mean == pytest.approx(1.814, abs=5e-4)

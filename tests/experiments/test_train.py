@@ -12,8 +12,8 @@ import pytest
 
 from cocodc_jax.report.records import MetricsWriter, read_records
 from cocodc_jax.run.config import TrainConfig
-from cocodc_jax.run.lock import only_writer
 from cocodc_jax.run.preparing import prepare
+from cocodc_jax.run.resume import only_writer
 from cocodc_jax.run.session import CHECKPOINTS
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.spikes import Spike, Spikes

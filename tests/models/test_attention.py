@@ -11,8 +11,14 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.models import get, splash
-from cocodc_jax.models.attention import attend, choose, head_width_of, num_blocks
+from cocodc_jax.models import get
+from cocodc_jax.models.attention import (
+    attend,
+    choose,
+    head_width_of,
+    num_blocks,
+    splash_share,
+)
 from tests.numerics import assert_all_close
 
 
@@ -200,9 +206,9 @@ def test_gpus_without_a_kernel_have_plain_attention(capability):
 
 
 def test_blocks_above_the_diagonal_are_left_out():
-    assert splash.share(128) == 1
-    assert splash.share(1024) == 3 / 4
-    assert splash.share(384) == 4 / 6
+    assert splash_share(128) == 1
+    assert splash_share(1024) == 3 / 4
+    assert splash_share(384) == 4 / 6
     # Of two devices the first computes one block of four, the second two.
-    assert splash.share(1024, 512) == 3 / 4
-    assert splash.share(512, 256) == 3 / 4
+    assert splash_share(1024, 512) == 3 / 4
+    assert splash_share(512, 256) == 3 / 4

@@ -159,7 +159,7 @@ def test_what_is_kept_with_the_host_changes_no_gradient():
 def test_rms_norm_against_numpy():
     x = np.random.default_rng(0).normal(3, 2, (2, 5, 48)).astype(np.float32)
     x = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
-    norm = RMSNorm(48, 1e-6)
+    norm = RMSNorm(_SMALL, 48)
     norm.scale[...] = jnp.linspace(0.5, 2, 48)
     expected = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6)
     expected = expected * np.linspace(0.5, 2, 48)

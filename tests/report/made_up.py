@@ -2,7 +2,7 @@
 
 import math
 
-from cocodc_jax.report.runs import Run
+from cocodc_jax.report.comparison import Run
 
 NUM_PARAMETERS = 1_000_000
 

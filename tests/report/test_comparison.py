@@ -6,8 +6,14 @@ import re
 import pytest
 
 from cocodc_jax.report import page
-from cocodc_jax.report.comparison import compare, spread
-from cocodc_jax.report.runs import Run, eval_curve, loss_at_bytes, steps_to_loss
+from cocodc_jax.report.comparison import (
+    Run,
+    compare,
+    eval_curve,
+    loss_at_bytes,
+    spread,
+    steps_to_loss,
+)
 from tests.report.made_up import run
 
 

@@ -8,9 +8,14 @@ from tensorboardX.event_file_writer import _EventLoggerThread
 from tensorboardX.proto import event_pb2
 
 from cocodc_jax.files import UnwritableError
-from cocodc_jax.report.events import Mirror, tensorboard
-from cocodc_jax.report.records import MetricsWriter, bytes_until, read_records
-from cocodc_jax.report.runs import DamagedRunError, load_run
+from cocodc_jax.report.comparison import DamagedRunError, load_run
+from cocodc_jax.report.records import (
+    MetricsWriter,
+    Mirror,
+    bytes_until,
+    read_records,
+    tensorboard,
+)
 
 EVAL = {
     "kind": "eval", "step": 4, "tokens": 64, "bytes_sent_per_region": 128,

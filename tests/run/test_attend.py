@@ -15,9 +15,8 @@ from rich.console import Console
 import cocodc_jax
 from cocodc_jax.chips import peak_tokens_per_second
 from cocodc_jax.models import TransformerConfig, flops_per_token, num_params
-from cocodc_jax.report.events import weights_and_biases
 from cocodc_jax.report.progress import RunProgress
-from cocodc_jax.report.records import MetricsWriter
+from cocodc_jax.report.records import MetricsWriter, weights_and_biases
 from cocodc_jax.run.attend import Tracking, Watch
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import cocodc_jax as cc
+from cocodc_jax.fields import COUNT_OR_WORD
 from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig, dumps
-from cocodc_jax.run.leaves import COUNT_OR_WORD
 from cocodc_jax.run.method_config import ARGUMENTS, MethodConfig
 from cocodc_jax.run.optimizer_config import OPTIMIZERS, OptimizerConfig, check_taken
 from cocodc_jax.run.presets import PRESETS

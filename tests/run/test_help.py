@@ -9,8 +9,8 @@ from absl.flags import DEFINE_enum, DEFINE_integer, FlagValues
 from cocodc_jax.methods import METHODS, defaults
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import LEAVES, SECTIONS
-from cocodc_jax.run.help import Option, options, render
 from cocodc_jax.run.leaf_help import CHOICES, DEVELOPER, MAIN
+from cocodc_jax.run.messages import Option, options, render
 from cocodc_jax.run.method_config import ARGUMENTS
 from cocodc_jax.run.presets import PRESETS
 

@@ -8,8 +8,8 @@ import typing
 import pytest
 
 import cocodc_jax as cc
+from cocodc_jax.fields import COUNT_OR_WORD, leaf_type
 from cocodc_jax.run import method_config
-from cocodc_jax.run.leaves import COUNT_OR_WORD, leaf_type
 from cocodc_jax.run.method_config import ARGUMENTS, MethodConfig, check_taken
 from cocodc_jax.run.presets import PRESETS
 

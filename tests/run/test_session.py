@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from cocodc_jax.report.records import MetricsWriter, read_records
-from cocodc_jax.run import lock, resume
+from cocodc_jax.run import resume
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
 
@@ -76,7 +76,7 @@ def test_a_configuration_that_is_there_is_not_written_again(tmp_path):
 def test_a_run_that_began_meanwhile_keeps_its_configuration(tmp_path):
     config, other = PRESET.resolve(), PRESET.replace(seed=5).resolve()
     resume.check_workdir(other, tmp_path)
-    with lock.only_writer(tmp_path):
+    with resume.only_writer(tmp_path):
         resume.claim(other, tmp_path)  # Training tells that somebody is there.
     assert not (tmp_path / "config.json").exists()
     resume.claim(config, tmp_path)
@@ -114,14 +114,14 @@ def test_a_folder_of_results_is_made_or_named(tmp_path):
 
 
 def take(folder):
-    with lock.only_writer(folder):
+    with resume.only_writer(folder):
         pass
 
 
 def test_a_folder_has_one_writer(tmp_path):
-    with lock.only_writer(tmp_path / "run"):
+    with resume.only_writer(tmp_path / "run"):
         told = rf"workdir='{tmp_path}/run' .* by process {os.getpid()} on "
-        with pytest.raises(lock.FolderInUseError, match=told):
+        with pytest.raises(resume.FolderInUseError, match=told):
             take(tmp_path / "run")
         # Another process of the same run has a folder of its own.
         take(tmp_path / "run" / "process_1")
@@ -131,7 +131,7 @@ def test_a_folder_has_one_writer(tmp_path):
 def test_a_killed_process_gives_its_folder_back(tmp_path):
     code = """
 import pathlib, sys, time
-from cocodc_jax.run.lock import only_writer
+from cocodc_jax.run.resume import only_writer
 with only_writer(pathlib.Path(sys.argv[1])):
     print('has it', flush=True)
     time.sleep(60)
@@ -140,7 +140,7 @@ with only_writer(pathlib.Path(sys.argv[1])):
     with subprocess.Popen(words, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"has it\n"
-        with pytest.raises(lock.FolderInUseError, match=f"process {other.pid} on"):
+        with pytest.raises(resume.FolderInUseError, match=f"process {other.pid} on"):
             take(tmp_path)
         other.send_signal(signal.SIGKILL)
         other.wait()

@@ -16,7 +16,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.transforms import (
-    co2,
     curvature,
     dc_asgd,
     mt_adam,
@@ -62,7 +61,7 @@ CASES = {
     ),
     "group_heavy_ball": Case(outer.group_heavy_ball, {"learning_rate": 0.5}),
     "co2": Case(
-        co2.co2, {"momentum": 0.5, "max_abs": 0.7, "gap": "measured"}, ("gap",)
+        outer.co2, {"momentum": 0.5, "max_abs": 0.7, "gap": "measured"}, ("gap",)
     ),
     "mla": Case(outer.mla, {"momentum": 0.5, "weight": 0.7}),
     "heloco": Case(outer.heloco, {"momentum": 0.5, "keep_cosine": 0.9}),

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from cocodc_jax.transforms import co2, heloco, outer, snoo
+from cocodc_jax.transforms import heloco, outer, snoo
 from tests.program import family_reference as reference
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -49,7 +49,7 @@ def test_group_of_one_is_a_heavy_ball(arrivals):
 
 
 def test_staleness_gap_of_parameters_that_stand_still_is_one():
-    transform = co2.scale_by_staleness_gap()
+    transform = outer.scale_by_staleness_gap()
     zero = jnp.zeros(2)
     g, state = transform.update(zero + 3, transform.init(zero), zero, stale_params=zero)
     np.testing.assert_array_equal(g, [3.0, 3.0])
@@ -58,7 +58,7 @@ def test_staleness_gap_of_parameters_that_stand_still_is_one():
 
 def test_rounds_without_a_move_do_not_count_into_the_usual_move():
     moves, gaps = [0.0, 1.0, 3.0, 0.0, 4.0], [1.0, 1.0, 3.0, 1.0, 2.0]  # means 1, 2
-    transform = co2.scale_by_staleness_gap()
+    transform = outer.scale_by_staleness_gap()
     state = transform.init(jnp.zeros(2))
     for move, gap in zip(moves, gaps, strict=True):
         now, stale = jnp.array([0.6, 0.8]) * move, jnp.zeros(2)
@@ -86,8 +86,8 @@ def test_snoo_is_diloco_of_one_region(arrivals):
         (lambda: outer.delayed_nesterov(1.0, momentum=1.0), r"momentum=1\.0"),
         (lambda: outer.delayed_nesterov(1.0, buffer_size=0), "buffer_size=0"),
         (lambda: outer.group_heavy_ball(momentum=-0.1), r"momentum=-0\.1"),
-        (lambda: co2.co2(momentum=2.0), r"momentum=2\.0"),
-        (lambda: co2.co2(max_abs=0.0), r"max_abs=0\.0"),
+        (lambda: outer.co2(momentum=2.0), r"momentum=2\.0"),
+        (lambda: outer.co2(max_abs=0.0), r"max_abs=0\.0"),
         (lambda: snoo.snoo(optax.sgd(1.0), sync_interval=0), "sync_interval=0"),
         (lambda: heloco.heloco(momentum=1.0), r"momentum=1\.0"),
         (lambda: heloco.heloco(keep_cosine=1.5), r"keep_cosine=1\.5 must be between"),
@@ -115,7 +115,7 @@ def test_wrong_arguments_are_named(build, message):
     ("optimizer", "message"),
     [
         (outer.group_heavy_ball(), "params and group_mean_params"),
-        (co2.scale_by_staleness_gap(), "params and stale_params"),
+        (outer.scale_by_staleness_gap(), "params and stale_params"),
         (snoo.snoo(optax.sgd(1.0)), "snoo needs params"),
     ],
 )

@@ -1,15 +1,13 @@
 """Opens a corpus by name; one of text files is written to disk once, by a TFDS builder.
 
-Documents are split into train and validation by a hash of their text: a document never
-changes sides as others come and go, and equal documents are on the same side. TFDS
+A hash of its text decides whether a document is for training or for validation, so that
+equal documents are on the same side and none changes sides as others come and go. TFDS
 stores the examples of a split in the order of a hash of their keys, so neighbours in
 storage come from unrelated files.
 
-What is prepared is in `data_dir/BUILDER/FINGERPRINT/VERSION` as ArrayRecord files.
-Each process writes to a temporary folder beside it and renames that into place; a
-rename of a folder is atomic, so a process finds no data or whole data, and when
-two prepare at once the later one drops its copy. A change of any source file changes
-the fingerprint and so prepares anew.
+What is prepared is in `data_dir/BUILDER/FINGERPRINT/VERSION` as ArrayRecord files,
+anew if any source file changes. A process renames a temporary folder into place, which
+is atomic: others find no data or whole data.
 """
 
 import contextlib
@@ -64,7 +62,7 @@ def open_corpus(config: DataConfig) -> Corpus:
         made, undecodable = TextFiles, config.undecodable
         found = list_text_files(_at_hand(rest.split(","), config), undecodable)
         if undecodable == "skip" and (skipped := unreadable(found)):
-            more = f" and {len(skipped) - 3} more" if len(skipped) > 3 else ""
+            more = f" and {len(skipped) - 3} more" * (len(skipped) > 3)
             print(
                 f"warning: undecodable=skip leaves out {len(skipped)} of {len(found)} "
                 f"files of the text: {', '.join(map(str, skipped[:3]))}{more}",
@@ -73,8 +71,7 @@ def open_corpus(config: DataConfig) -> Corpus:
     else:
         # Some of its own tests are in other encodings on purpose.
         made, undecodable, found = StdlibSource, "skip", list_stdlib_files()
-    folder, share = cache_dir(config.data_dir), config.validation_fraction
-    builder = _prepare(made, found, share, folder, undecodable)
+    builder = _prepare(made, found, config, undecodable)
     content = (builder.info.metadata or {})["content"]
     return Corpus(
         train=StoredDocuments(builder, "train", "text"),
@@ -136,9 +133,9 @@ class TextCorpus(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         }
 
     def _generate_examples(self, threshold: float, is_validation: bool):
-        for each in self._documents():
-            if (content_hash(each.text) <= threshold) == is_validation:
-                yield each.key, {"text": each.text, "source": each.source}
+        for d in self._documents():
+            if (content_hash(d.text) <= threshold) == is_validation:
+                yield d.key, {"text": d.text, "source": d.source}
 
     def _documents(self) -> Iterator[Document]:
         config = self._config
@@ -176,18 +173,22 @@ def _split_threshold(hashes: Sequence[float], config: CorpusConfig) -> float:
 def _prepare(
     builder_class: type[TextCorpus],
     files: tuple[CorpusFile, ...],
-    validation_fraction: float,
-    data_dir: pathlib.Path,
+    data: DataConfig,
     undecodable: str,
 ) -> tfds.core.DatasetBuilder:
     """Return a builder whose data are on disk, preparing them if they are not."""
+    data_dir, share = cache_dir(data.data_dir), data.validation_fraction
     # Without those files nothing depends on the choice.
     choice = () if undecodable == "skip" else (undecodable,)
     fingerprint = files_fingerprint(
-        files, validation_fraction, builder_class.max_document_chars, *choice
+        files, share, builder_class.max_document_chars, *choice
     )
-    settings = {"validation_fraction": validation_fraction, "undecodable": undecodable}
-    config = CorpusConfig(name=fingerprint, files=files, **settings)
+    config = CorpusConfig(
+        name=fingerprint,
+        files=files,
+        validation_fraction=share,
+        undecodable=undecodable,
+    )
     target = data_dir / builder_class.name / fingerprint
     with _quiet():
         # Where Path.exists raises, as of folders that are closed, there is none.

@@ -76,12 +76,7 @@ class StoredDocuments(Documents):
 
 
 def open_tfds_set(name: str, data_dir: str, validation_fraction: float) -> Corpus:
-    """Open a prepared TFDS set from its files; its builder's code is not needed.
-
-    Train documents are those of split `train`. Validation documents are those of
-    `validation`, `valid`, `dev` or `test`, whichever there is first, or else the first
-    ones of `train`, which are not trained on then.
-    """
+    """Open a prepared TFDS set from its files; its builder's code is not needed."""
     builder = _find_prepared(name, data_dir)
     splits = _split_names(name, builder.info.splits, validation_fraction)
     features = dict(builder.info.features)
@@ -124,14 +119,13 @@ def _find_prepared(name: str, data_dir: str) -> Any:
 def _split_names(
     name: str, splits: Mapping[str, Any], validation_fraction: float
 ) -> tuple[str, str]:
-    """Name the train and validation splits, cutting `train` if there is only it."""
+    """Name the train and validation splits; of `train` alone the first are held out."""
     if "train" not in splits:
         raise ValueError(
             f"dataset='tfds:{name}' has no split 'train', only {sorted(splits)}"
         )
-    for split in _VALIDATION_SPLITS:
-        if split in splits:
-            return "train", split
+    if held_out := [split for split in _VALIDATION_SPLITS if split in splits]:
+        return "train", held_out[0]
     # TFDS stores examples in the order of a hash of their keys, so the first ones are
     # a random sample that stays the same.
     num_held = max(1, round(splits["train"].num_examples * validation_fraction))

@@ -13,6 +13,7 @@ import platform
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from cocodc_jax.data.config import expanded
 
@@ -25,12 +26,11 @@ class CorpusFile:
     """One file of a corpus."""
 
     path: pathlib.Path
-    key: str  # Its name in the corpus, the same wherever the corpus lies.
+    key: str  # Its name in the corpus, the same wherever the corpus is.
     source: str  # The group it belongs to, for a partition by source.
 
 
-@dataclasses.dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """One document: a unique key, its text, and the group it belongs to."""
 
     key: str
@@ -141,15 +141,11 @@ def walk(
     Links to files are followed. Those to folders may lead back here: they are left out,
     with a warning.
     """
-    for folder, subfolders, names in os.walk(
-        root, onerror=refuse if os.path.isdir(root) else None
-    ):
+    onerror = refuse if os.path.isdir(root) else None
+    for folder, subfolders, names in os.walk(root, onerror=onerror):
         # os.walk follows the order of this list, so sorting it fixes ours.
-        subfolders[:] = sorted(
-            name
-            for name in subfolders
-            if name not in _SKIPPED_FOLDERS and not name.startswith(".")
-        )
+        shown = (n for n in subfolders if not n.startswith("."))
+        subfolders[:] = sorted({*shown} - _SKIPPED_FOLDERS)
         for path in (os.path.join(folder, name) for name in subfolders):
             if os.path.islink(path):
                 warnings.warn(

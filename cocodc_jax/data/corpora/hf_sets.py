@@ -1,15 +1,13 @@
 """Text that Hugging Face's `datasets` made: a folder of JSON lines, Parquet or Arrow.
 
-Nothing is copied (but `.gz`, which is unpacked once): documents are read from the files
-as they are needed, a chunk at a time, and a chunk takes the place that a document has
-in other corpora. The chunks of all files are put in one random order, the same always;
-an epoch of a region goes through its own in an order of the run's seed.
+Nothing is copied (but `.gz`, which is unpacked once): files are read a chunk at a time,
+and a chunk takes the place that a document has in other corpora. The chunks of all
+files are in one random order, the same always.
 """
 
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import gzip
 import hashlib
 import itertools
@@ -20,6 +18,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,12 +48,9 @@ _LEAST_BYTES, _MOST_BYTES, _MOST_BYTES_OF_PARQUET = 1 << 12, 1 << 18, 1 << 22
 _SAMPLE_BYTES = 1 << 12
 
 
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    """A file of rows: where it is, its name in the set, and what it belongs to."""
-
+class _Found(NamedTuple):
     path: pathlib.Path
-    key: str
+    key: str  # Its name in the set.
     split: str
     source: str
 
@@ -99,14 +95,13 @@ def open_hf_set(folder: str, config: DataConfig) -> Corpus:
     """Open a folder of rows, or one file of them.
 
     Files with `train` in their name or in a folder's are trained on, or all where none
-    says so. Validation documents are those of files that say `validation`, `valid`,
-    `val` or `dev`, else `test`, or else a share of the documents by a hash of their
-    text, which are not trained on then.
+    has. Validation documents are those of files that say `validation`, `valid`, `val`
+    or `dev`, else `test`, or else a share of the documents by a hash of their text.
     """
     found = _find(expanded(folder, f"dataset='hf:{folder}'"))
     paths = [_unpacked(f.path, cache_dir(config.data_dir)) for f in found]
-    total = sum(path.stat().st_size for path in paths)
-    size = max(total // _NUM_CHUNKS, _LEAST_BYTES)
+    size = sum(path.stat().st_size for path in paths) // _NUM_CHUNKS
+    size = max(size, _LEAST_BYTES)
     splits: dict[str, list[tuple[RowFile, str]]] = {}
     for file, path in zip(found, paths, strict=True):
         opened = _open(path, file.path, config, size)
@@ -142,8 +137,7 @@ def _find(root: pathlib.Path) -> list[_Found]:
     if not rows:
         there = sorted({"".join(path.suffixes[-2:]) or path.name for path in files})
         what = f"only {', '.join(there[:8])}" if files else "nothing at all"
-        if not (is_file or is_folder):
-            what = "as it is not there"
+        what = what if is_file or is_folder else "as it is not there"
         raise RecordError(
             f"dataset='hf:{root}' has no file of {', '.join(_KNOWN)}, {what}"
         )

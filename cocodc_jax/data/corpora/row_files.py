@@ -1,10 +1,9 @@
 """Files with a document in each row, read a chunk of rows at a time.
 
 JSON lines, Parquet, and the Arrow files of `datasets`' `save_to_disk`. Any chunk can be
-read without those before it: a chunk of JSON lines is the lines that begin in a range
-of bytes, so that no index of lines is needed; one of Parquet is a part of the rows of a
-row group, which is decoded whole; one of Arrow is a part of a record batch, which is
-mapped into memory. Nothing is held but the chunk, and the last few row groups.
+read without those before it: of JSON lines it is the lines that begin in a range of
+bytes; of Parquet a part of a row group, which is decoded whole; of Arrow a part of a
+record batch, which is mapped into memory. Memory holds the last few row groups.
 """
 
 from __future__ import annotations

@@ -39,8 +39,7 @@ Differs from the paper's code: there the clip is computed and its result dropped
 it clips.
 Defaults: published mu 0.2 to 0.6 with the model's size, eta 1, phi 1, gap 1; here mu
 0.2, eta 1, phi 1, gap 1, H 48.
-Measured here: last loss 2.295 against DiLoCo's 1.838, both 40.3 MB sent by a region;
-with the measured gap 2.274 (docs/results/methods.md).
+Measured here: docs/results/methods.md; with the measured gap 2.274.
 """
 
 from cocodc_jax.sync import Method, SharedOuter, Sync, merge, schedules

@@ -50,8 +50,7 @@ Differs from the paper: there AdamW's state and the outer momentum are both divi
 a region's pipeline stages; here the latter is with `outer_placement="divided"`.
 Defaults: published H 125, r 64 (1.3B) or 2048 (107B); here H 125, r 64, r_min 4, and
 eta 0.4, mu 0.5, ours (0.7 and 0.9 one round late diverge on a quadratic).
-Measured here: last loss 2.214 with 1.02 MB sent by a region, DiLoCo 1.838 with 40.3 MB
-(docs/results/methods.md; r 16).
+Measured here: docs/results/methods.md (r 16).
 """
 
 from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules

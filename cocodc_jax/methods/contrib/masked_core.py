@@ -30,11 +30,7 @@ Differs from the paper: there a region trains its mask and the core alone, here 
 its weights until the next sync; how masks are drawn, and that an entry is averaged over
 its owners, is ours.
 Defaults: published ones unknown; here H 30, density 0.25, rank 8, eta 1, no momentum.
-Measured here: last loss 2.686 with 2.61 MB sent by a region, plain averaging 2.686 with
-4.00 MB (the smoke preset, H 8, 160 steps, 4 regions, one seed), by
-
-    python -m experiments.train --preset=smoke --method=masked_core --steps=160 \
-        --warmup_steps=8 --sync_interval=8
+Measured here: docs/results/methods.md; docs/results/archive/methods.md (smoke).
 """
 
 from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules

@@ -41,12 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from cocodc_jax.sync.schedules.base import (
-    Applied,
-    Observe,
-    ScheduleState,
-    replaced,
-)
+from cocodc_jax.sync.schedules.base import Applied, Observe, ScheduleState, replaced
 from cocodc_jax.sync.schedules.slotted import Slotted, free_fragments
 from cocodc_jax.transforms.numerics import check_choice
 

@@ -25,7 +25,6 @@ from cocodc_jax.sync.schedules.base import (
     ScheduleState,
     check_at_least,
     nothing,
-    replaced,
 )
 
 
@@ -86,13 +85,8 @@ class Asynchronous(Schedule):
         for region, last in enumerate(state.last_start):
             if max(last, 0) < step == self.arrival(region, step - 1):
                 pending = Pending(0, step, step, participating=(region,))
-                state = dataclasses.replace(
-                    state,
-                    step=step,
-                    in_flight=(pending,),
-                    last_start=replaced(state.last_start, region, step),
-                )
-                return state, pending.event(START, max(last, 0))
+                event = pending.event(START, max(last, 0))
+                return state.sent(pending, region), event
         return dataclasses.replace(state, step=step), None
 
 

@@ -98,6 +98,13 @@ class ScheduleState:
     # Rank of the messages sent now; 0 if the schedule sets none.
     rank: ClassVar[int] = 0
 
+    def sent(self, pending: Pending, index: int, **changes: Any) -> Any:
+        """Return the state after a start, the last of `last_start`'s entry `index`."""
+        start, flying = pending.start_step, (*self.in_flight, pending)
+        last = replaced(self.last_start, index, start)
+        changes |= {"step": start, "in_flight": flying, "last_start": last}
+        return dataclasses.replace(self, **changes)
+
     def to_json(self) -> dict:
         """Return plain values, for a checkpoint."""
         return dataclasses.asdict(self)
@@ -152,15 +159,15 @@ class Schedule(abc.ABC):
     def arrive(self, state: Any, step: int) -> tuple[Any, Event | None]:
         """Return the next `MIDWAY` or `FINISH` of `step`, if any."""
         state = dataclasses.replace(state, step=step)
-        for pending in state.in_flight:
+        flying = state.in_flight
+        for i, pending in enumerate(flying):
             if pending.midway_step == step:
-                looked = pending._replace(midway_step=None)
-                flying = tuple(looked if p is pending else p for p in state.in_flight)
+                flying = replaced(flying, i, pending._replace(midway_step=None))
                 state = dataclasses.replace(state, in_flight=flying)
                 return state, pending.event(MIDWAY)
-        for pending in state.in_flight:
+        for i, pending in enumerate(flying):
             if pending.apply_step <= step:
-                flying = tuple(p for p in state.in_flight if p is not pending)
+                flying = (*flying[:i], *flying[i + 1 :])
                 state = dataclasses.replace(state, in_flight=flying)
                 return state, pending.event(FINISH)
         return state, None
@@ -179,11 +186,11 @@ class Schedule(abc.ABC):
         Every fragment counts as sent then; observations of other schedules are not
         used.
         """
-        state = self.landed(self.init())
+        state = self.init()
         if not step:
-            return self.init()
+            return state
         last_start = (step,) * len(state.last_start)
-        return dataclasses.replace(state, step=step, last_start=last_start)
+        return dataclasses.replace(self.landed(state), step=step, last_start=last_start)
 
     def restore(self, value: dict) -> Any:
         """Return the state that `to_json` was called on."""

@@ -168,14 +168,12 @@ class Measured(Schedule):
             return state, event
         for applied in observe("applied"):
             state = self.learn(state, applied)
-        slot_steps = self._slot_steps(state)
+        delay, slot_steps = self._delay(state), self._slot_steps(state)
 
         def seen_already(name: str) -> Any:  # Updates have been passed on.
             return [] if name == "applied" else observe(name)
 
-        base, event = self.base.leave(
-            state.base, step, seen_already, self._delay(state), slot_steps
-        )
+        base, event = self.base.leave(state.base, step, seen_already, delay, slot_steps)
         state = dataclasses.replace(state, base=base)
         if self.network_share is None:
             return state, event

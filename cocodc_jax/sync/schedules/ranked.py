@@ -99,15 +99,7 @@ class RankedRounds(Schedule):
             steps = self.steps_of(rank)
             pending = Pending(0, step, step + steps, rank=rank)
             event = pending.event(START, step - state.round_steps)
-            state = dataclasses.replace(
-                state,
-                step=step,
-                in_flight=(*state.in_flight, pending),
-                last_start=(step,),
-                sent_rank=rank,
-                round_steps=steps,
-            )
-            return state, event
+            return state.sent(pending, 0, sent_rank=rank, round_steps=steps), event
         return self.arrive(state, step)
 
     def learn(self, state: RankedState, applied: Applied) -> RankedState:

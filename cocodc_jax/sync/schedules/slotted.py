@@ -13,11 +13,10 @@ the schedules here. `measured.py` moves the slots themselves.
   applied. The message of the round before the first is zero, so that at the first slot
   the regions go back to the outer parameters: an update never counts twice.
 
-At a step, arriving fragments are applied before others are sent: with tau >= H / K, a
-fragment that starts where another one arrives is sent with that one merged already. The
-same holds for a single fragment with tau = H: it arrives in the step of its next start,
-is merged first, and the merged one is sent, with a pseudo-gradient measured from the
-new outer fragment. Only one-step-stale messages have the opposite order.
+At a step, arriving fragments are applied before others are sent, which see them merged
+already. So a single fragment with tau = H is merged in the step of its next start, and
+then sent with a pseudo-gradient measured from the new outer fragment. Only
+one-step-stale messages have the opposite order.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from cocodc_jax.sync.schedules.base import (
     ScheduleState,
     check_at_least,
     nothing,
-    replaced,
 )
 
 
@@ -138,22 +136,11 @@ class Slotted(Schedule):
         self, state: Any, step: int, fragment_id: int, delay_steps: int
     ) -> tuple[Any, Event]:
         """Return the start of a fragment at `step`, and the state after it."""
-        k = fragment_id
-        since = max(state.last_start[k], 0)
-        pending = Pending(
-            k,
-            step,
-            step + delay_steps,
-            step + delay_steps // 2 if self.looks_midway else None,
-            self.participating,
-        )
-        state = dataclasses.replace(
-            state,
-            step=step,
-            in_flight=(*state.in_flight, pending),
-            last_start=replaced(state.last_start, k, step),
-        )
-        return state, pending.event(START, since)
+        k, arrival = fragment_id, step + delay_steps
+        midway = step + delay_steps // 2 if self.looks_midway else None
+        pending = Pending(k, step, arrival, midway, self.participating)
+        event = pending.event(START, max(state.last_start[k], 0))
+        return state.sent(pending, k), event
 
 
 @dataclasses.dataclass(frozen=True)

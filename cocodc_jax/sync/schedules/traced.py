@@ -47,8 +47,7 @@ def first_times(schedule: Slotted) -> Times:
         apply_step[pending.fragment_id] = pending.apply_step
     never = jnp.full(len(apply_step), _NEVER, jnp.int32)
     none = jnp.zeros(len(apply_step), jnp.int32)
-    times = never, jnp.asarray(apply_step), none, none, none.astype(jnp.float32)
-    return Times(*times)
+    return Times(never, jnp.asarray(apply_step), none, none, none.astype(jnp.float32))
 
 
 def is_slot(schedule: Slotted, step: jax.Array) -> jax.Array:

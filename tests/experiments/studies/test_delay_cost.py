@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from cocodc_jax.sync.needs import UserInputs
-from experiments.studies import delay_cost, merge_rules, recovery
+from experiments.studies import delay_cost, recovery
 from experiments.studies.recovery import REGIONS, Settings
 
 SEEDS, STEPS, H = 2, 14, 4
@@ -143,7 +143,7 @@ def test_what_diverges_costs_no_other_number_and_what_is_done_is_kept(
 
 
 def test_strengths_fall_with_the_delay_where_they_say_so():
-    table = merge_rules.table(20)
+    table = recovery.rules(20)
     assert table["isotropic"].strengths_at(10) == table["isotropic"].strengths
     one, ten = (table["outer_product"].strengths_at(tau) for tau in (1, 10))
     np.testing.assert_allclose(np.array(one) / 10, ten)

@@ -10,7 +10,7 @@ import time
 import pytest
 import zmq
 
-from cocodc_jax.elastic import objects, place, sockets, wire
+from cocodc_jax.elastic import messages, objects, place, sockets
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import Decision, Row, Snapshot
 from cocodc_jax.elastic.place import read_key
@@ -70,7 +70,7 @@ def test_one_that_is_killed_is_gone_and_its_next_life_comes_in(places):
 def test_a_stranger_is_not_heard(kind):
     """Somebody who knows an address, and perhaps some key."""
     (place,) = meeting.places(1)
-    letter = wire.pack(wire.Letter("run", 0, 2**40, Row(1, (0, 1), b"x" * 100)))
+    letter = messages.pack(messages.Letter("run", 0, 2**40, Row(1, (0, 1), b"x" * 100)))
     with Link(place, "run", 1000) as link:
         assert link.join(20) is None
         if kind == "bytes":
@@ -125,14 +125,14 @@ def test_a_frame_that_is_too_large_never_arrives():
     one, two = meeting.places(2)
     with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
         join(first, second)
-        too_large = bytes(wire.MAX_HEADER_BYTES + 100)
+        too_large = bytes(messages.MAX_HEADER_BYTES + 100)
         second.let_in(0, 0, Snapshot(3, {}, (too_large,)), 0)
         mean([first, second], 4)  # The connection is made anew.
         assert not first._snapshots
 
 
 def test_the_largest_row_that_can_be_right_arrives(places):
-    size = wire.MAX_HEADER_BYTES + 1000
+    size = messages.MAX_HEADER_BYTES + 1000
     one, two = places(2)
     with Link(one, "run", size) as first, Link(two, "run", size) as second:
         join(first, second)

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax.elastic import messages as m
-from cocodc_jax.elastic import wire
 from cocodc_jax.elastic.times import Times
 
 VIEW = m.View(9, {0: m.Seat(5, 0), 2: m.Seat(7, 40)})
@@ -35,14 +34,14 @@ MESSAGES = [
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda x: type(x).__name__)
 def test_there_and_back(message):
-    letter = wire.Letter("run", 2, 77, message)
-    assert wire.unpack(wire.pack(letter), 3) == letter
+    letter = m.Letter("run", 2, 77, message)
+    assert m.unpack(m.pack(letter), 3) == letter
 
 
 @given(st.data())
 @settings(max_examples=200)
 def test_anything_else_is_refused_and_nothing_else_happens(data):
-    frames = wire.pack(wire.Letter("run", 1, 7, data.draw(st.sampled_from(MESSAGES))))
+    frames = m.pack(m.Letter("run", 1, 7, data.draw(st.sampled_from(MESSAGES))))
     header = json.loads(frames[0])
     odd = st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
@@ -61,8 +60,8 @@ def test_anything_else_is_refused_and_nothing_else_happens(data):
     if where != "raw":
         frames[0] = json.dumps(header).encode()
     try:
-        letter = wire.unpack(frames, 3)
-    except wire.WireError:
+        letter = m.unpack(frames, 3)
+    except m.WireError:
         return
     assert letter.sender < 3  # By chance it was one.
 
@@ -73,7 +72,7 @@ def test_anything_else_is_refused_and_nothing_else_happens(data):
         lambda frames: frames[:-1],
         lambda frames: [*frames, b"more"],
         lambda frames: [],
-        lambda frames: [b" " * (wire.MAX_HEADER_BYTES + 1), *frames[1:]],
+        lambda frames: [b" " * (m.MAX_HEADER_BYTES + 1), *frames[1:]],
         lambda frames: [frames[0].replace(b'"rows": [[0, 0]', b'"rows": [[0, 1]')],
         lambda frames: [frames[0].replace(b"[2, 1]", b"[3, 1]"), *frames[1:]],
         lambda frames: [frames[0].replace(b'"from": [1', b'"from": [3'), *frames[1:]],
@@ -82,9 +81,9 @@ def test_anything_else_is_refused_and_nothing_else_happens(data):
     ],
 )
 def test_frames_and_regions_that_are_not_there(change):
-    frames = wire.pack(wire.Letter("run", 1, 7, DECISION))
-    with pytest.raises(wire.WireError, match="not a message of this protocol"):
-        wire.unpack(change(frames), 3)
+    frames = m.pack(m.Letter("run", 1, 7, DECISION))
+    with pytest.raises(m.WireError, match="not a message of this protocol"):
+        m.unpack(change(frames), 3)
 
 
 # --- What messages took ---

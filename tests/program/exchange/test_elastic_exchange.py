@@ -309,9 +309,10 @@ def test_places_that_cannot_be_are_refused():
 
 def test_rows_of_another_size_are_named():
     rows = {0: np.float32([1, 2]).tobytes(), 2: b"\0" * 4}
+    like = np.empty((1, 2), np.float32)
     with pytest.raises(ValueError, match="message of region 2 has 4 bytes, not 8"):
-        _table(rows, 4, 2, np.float32)
-    table, weights = _table({2: rows[0]}, 3, 2, np.float32)
+        _table(rows, 4, like)
+    table, weights = _table({2: rows[0]}, 3, like)
     assert weights == (0, 0, 1)
     np.testing.assert_array_equal(table, [[1, 2]] * 3)
-    assert _table({}, 2, 2, np.float32)[1] == (0, 0)
+    assert _table({}, 2, like)[1] == (0, 0)

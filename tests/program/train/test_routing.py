@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cocodc_jax.report.events import scalars
+from cocodc_jax.report.records import scalars
 from cocodc_jax.train.records import record_of, recorded_of
 
 # Two regions, one layer, four experts, two a token.
