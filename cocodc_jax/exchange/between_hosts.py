@@ -58,7 +58,9 @@ class OnOuterMesh(Exchange):
         self.all_reduce = all_reduce
         self._num_times = spec.regions.num if spec.is_measured else 0
         self._encoders: dict[tuple[int, int], Callable] = {}  # By fragment and rank.
+        # Caches of the object, so that they end with it.
         self.row_shape = functools.cache(self._row_shape)
+        self._combine = functools.cache(self._make_combine)
 
     def send(self, event: Event, weights: Weights, times: Times, *arrays: Any) -> Sent:
         """Send a fragment; see `Exchange.send`."""
@@ -100,7 +102,7 @@ class OnOuterMesh(Exchange):
         arrives with it.
         """
         k, start_step = sync_id
-        host, combine = self.places(k)[0], self._make_combine(k, rank)
+        host, combine = self.places(k)[0], self._combine(k, rank)
         place, step = self._spec.devices.weights, self._spec.start_step(start_step)
         return lambda rows, weights: combine(rows, place(weights, host), step)
 
@@ -152,7 +154,6 @@ class OnOuterMesh(Exchange):
         where = spec.shardings.of_all(k, sent)
         return ShardBuffer.of(mesh, sent, jax.tree.map(lambda x: x.spec, where))
 
-    @functools.cache  # noqa: B019  (as long as the programs)
     def _make_combine(self, k: int, rank: int) -> Callable:
         """Make `(rows, weights, start_step) -> (mean, what arrives with it)`."""
         spec, host, robust = self._spec, self.places(k)[0], self._spec.sync.robust

@@ -136,10 +136,11 @@ def _write(
 
     tensors = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not (names := _names_of(path, config)):
+            continue
         array = np.asarray(leaf, np.float32)
         parts = array.reshape(-1, *array.shape[_num_stacked(path, config) :])
-        # Counts of tokens have no names.
-        for name, part in zip(_names_of(path, config), parts, strict=False):
+        for name, part in zip(names, parts, strict=True):
             # The file is written from memory as it lies.
             tensors[name] = np.ascontiguousarray(part.T if _is_turned(name) else part)
     folder.mkdir(parents=True, exist_ok=True)

@@ -220,12 +220,14 @@ class Executor:
         for pending in schedule.in_flight:
             k = pending.fragment_id
             flight = self._outer.flight_shapes(k)
-            shapes = jax.eval_shape(self._copy[k], region.params)
-            copy = with_shardings(shapes, self._spec.shardings.staged[k])
-            if needs.STAGED in copies:
-                flight = flight.with_kept(needs.STAGED, copy)
-            if needs.HALFWAY in copies and pending.midway_step is None:
-                flight = flight.with_kept(needs.HALFWAY, copy)
+            kept = copies & {needs.STAGED, needs.HALFWAY}
+            if pending.midway_step is not None:
+                kept -= {needs.HALFWAY}
+            if kept:  # Tracing a copy takes time at a restore.
+                shapes = jax.eval_shape(self._copy[k], region.params)
+                copy = with_shardings(shapes, self._spec.shardings.staged[k])
+                for name in kept:
+                    flight = flight.with_kept(name, copy)
             flights[pending.sync_id] = flight
         sync = dataclasses.replace(self._outer.shapes(schedule), in_flight=flights)
         return with_shardings(sync, self._spec.place.lay_sync(sync))
