@@ -289,13 +289,10 @@ class Turn:
             weights = Regions.alike(self.num_regions).weights(
                 0, 1, sync.weigh, self.schedule.participating
             )
-            memory = part.memories
-            if sync.message.is_numbered:
-                memory = memory._replace(region=jax.lax.axis_index(self.axis_name))
             draw = key if sync.message.average.draws else None
             mean_of = reduce.weighted_mean(sync.message, self.axis_name, weights)
             mean, memory = core.start(
-                sync, own, self.given(part), memory, data, mean_of, draw
+                sync, own, self.given(part), part.memories, data, mean_of, draw
             )
             part = part._replace(memories=memory)
         copies = dict.fromkeys(sorted(sync.copies & set(needs.REGIONAL_COPIES)), own)

@@ -89,8 +89,7 @@ class SharedOuterModel:
     def compressors(self, parts: tuple[Fragment, ...], rank: int) -> tuple:
         """Return the initial states of the regions' compressors."""
         message, num = self._spec.sync.message, self._spec.regions.num
-        states = (for_all_regions(message.init(part, rank), num) for part in parts)
-        return tuple(map(message.of_regions, states))
+        return tuple(for_all_regions(message.init(part, rank), num) for part in parts)
 
     def resized(self, sync: SyncState, rank: int) -> tuple:
         """Return the compressors' states resized to messages of `rank`."""

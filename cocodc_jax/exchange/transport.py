@@ -194,8 +194,6 @@ def _not_elastic(method: Method) -> str | None:
         return "each region has outer parameters of its own"
     if sync.only_in_program:
         return sync.only_in_program
-    if sync.message.is_numbered:
-        return "each region sends a part of its own, by its number in the program"
     if sync.moments:
         return "it averages the inner optimizer's state too"
     if sync.schedule.is_by_region:

@@ -15,7 +15,6 @@ muloco             every H           ef+matrices+stat2   Nesterov 0.9, 0.8    re
 sparseloco         every H           ef+chunked+stat2    plain 1.0            replace
 qsparse            every H           ef+topk+int4        plain 1.0            replace
 multi_ring         every H           as is, by rings     plain 1.0            replace
-masked_core        every H           core and own share  plain 1.0            replace
 des_loc            every H           as is; moments too  plain 1.0            replace
 mt_dao             every H           as is; moments too  plain 1.0            replace
 noloco             every H           also parameters     heavy ball 0.7, 0.5  replace *
@@ -73,7 +72,6 @@ from cocodc_jax.methods.contrib.co2 import co2
 from cocodc_jax.methods.contrib.dct_threshold import dct_threshold
 from cocodc_jax.methods.contrib.dilocox import dilocox
 from cocodc_jax.methods.contrib.eager import eager
-from cocodc_jax.methods.contrib.masked_core import masked_core
 from cocodc_jax.methods.contrib.multi_ring import multi_ring
 from cocodc_jax.methods.contrib.qsparse import qsparse
 from cocodc_jax.methods.data_parallel import data_parallel
@@ -121,7 +119,6 @@ METHODS: dict[str, Callable[..., Method]] = {
     "muloco": muloco,
     "multi_ring": multi_ring,
     "qsparse": qsparse,
-    "masked_core": masked_core,
     "des_loc": des_loc,
     "mt_dao": mt_dao,
     "snoo": snoo,

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -203,13 +202,7 @@ class _Adoption:
             self._regional("model_state", old.model_state, fresh.model_state),
         )
 
-    def _regional(
-        self,
-        name: str,
-        old: PyTree,
-        fresh: PyTree,
-        of_regions: Callable = lambda tree: tree,
-    ) -> PyTree:
+    def _regional(self, name: str, old: PyTree, fresh: PyTree) -> PyTree:
         """Return `old`, leaves `[R, ...]`, for the new regions, if it fits."""
         if not jax.tree.leaves(old) or name in self._lost:
             return fresh
@@ -227,7 +220,7 @@ class _Adoption:
         mean = jax.jit(average, out_shardings=inside(old))(old)
         mean = transfer.move(mean, inside(fresh))
         return jax.jit(
-            lambda tree: of_regions(for_all_regions(tree, self._num)),
+            lambda tree: for_all_regions(tree, self._num),
             out_shardings=where,
         )(mean)
 
@@ -248,14 +241,7 @@ class _Adoption:
             flights = transfer.move(old.in_flight, shardings_of(like.in_flight))
         compressors = fresh.compressors
         if self._is_same_cut:
-            assert self._new.method.sync is not None
-            of_regions = self._new.method.sync.message.of_regions
-            compressors = self._regional(
-                "compressors",
-                old.compressors,
-                compressors,
-                lambda states: tuple(map(of_regions, states)),
-            )
+            compressors = self._regional("compressors", old.compressors, compressors)
         elif jax.tree.leaves(old.compressors):
             self._lost["compressors"] = "the model is cut into other fragments"
         stale = fresh.stale_params

@@ -18,14 +18,12 @@ import jax.numpy as jnp
 from cocodc_jax.sync.averages import Average
 from cocodc_jax.transforms.compressor import Compressor, check_compressor, message_bytes
 from cocodc_jax.transforms.decoupled import average_duplicates
-from cocodc_jax.transforms.masked import masked, weigh_owned
 from cocodc_jax.transforms.numerics import cast_like, check_choice, widen
 from cocodc_jax.transforms.sparsify import SparseCompressor
 
 PyTree = Any
 
 MEANS = ("senders", "all")
-_NOT_EVERY_ENTRY = "a region's message does not have every entry"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +44,6 @@ class Message:
     why_uncompressed: ClassVar[str | None] = None
     # Whether the schedule must set a rank for each message.
     is_ranked: ClassVar[bool] = False
-    # Whether a region needs its index.
-    is_numbered: ClassVar[bool] = False
 
     def compressor(self, rank: int = 0) -> Compressor | None:
         """Return the compressor of messages of `rank`; None if uncompressed."""
@@ -91,14 +87,6 @@ class Message:
         assert compressor is not None
         return weighted_sum_of_decoded(messages, weights, compressor)
 
-    def bind(self, num_regions: int) -> Message:
-        """Return the message for this number of regions."""
-        return self
-
-    def of_regions(self, state: PyTree) -> PyTree:
-        """Return the regions' initial states of `init`'s, which are all equal."""
-        return state
-
     def restored(self, state: PyTree, fresh: PyTree) -> PyTree:
         """Return the states of regions that restart, of current and initial ones."""
         return fresh
@@ -138,7 +126,11 @@ class Compressed(Message):
     @property
     def only_weighted(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Why its mean must be a weighted one; None if it need not."""
-        return _NOT_EVERY_ENTRY if self.by.is_sparse else None
+        return (
+            "a region's message does not have every entry"
+            if self.by.is_sparse
+            else None
+        )
 
     def compressor(self, rank: int = 0) -> Compressor:
         """Return the compressor, the same for every rank."""
@@ -181,45 +173,6 @@ class Ranked(Message):
     def compressor(self, rank: int = 0) -> Compressor:
         """Return the compressor of `rank`; 0 is the first."""
         return self.of(rank or self.first)
-
-
-@dataclasses.dataclass(frozen=True)
-class MaskedCore(Message):
-    """A core of everything, and the residual of the entries that a region owns."""
-
-    core: Compressor  # Compressor of the core.
-    density: float  # Share of the entries that a region owns.
-    seed: int | None = 0  # Of the owned entries, equal in every region.
-    num_regions: int = 1  # M, set by `bind`.
-
-    only_weighted = _NOT_EVERY_ENTRY
-    is_numbered = True
-
-    def encoded(self, part: PyTree, rank: int = 0) -> PyTree:
-        """Return the shapes of a message, without drawing an order of the entries."""
-        unordered = dataclasses.replace(self, seed=None)
-        return super(MaskedCore, unordered).encoded(part, rank)
-
-    def compressor(self, rank: int = 0) -> Compressor:
-        """Return the compressor, the same for every rank."""
-        return masked(self.core, self.density, self.num_regions, self.seed)
-
-    def compressed(self, compressor: Compressor) -> Message:
-        """Return the message with another core."""
-        return dataclasses.replace(self, core=compressor)
-
-    def combine(self, messages: PyTree, weights: jax.Array, rank: int = 0) -> PyTree:
-        """Return the mean of cores over all, of entries over their owners."""
-        messages = weigh_owned(messages, weights, self.core, self.density)
-        return super().combine(messages, weights, rank)
-
-    def bind(self, num_regions: int) -> Message:
-        """Return the message for this number of regions."""
-        return dataclasses.replace(self, num_regions=num_regions)
-
-    def of_regions(self, state: PyTree) -> PyTree:
-        """Return the regions' compressor states, each with its index."""
-        return state._replace(region=jnp.arange(self.num_regions, dtype=jnp.int32))
 
 
 def mean_of_decoded(messages: PyTree, compressor: Compressor) -> PyTree:

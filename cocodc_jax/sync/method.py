@@ -93,8 +93,7 @@ class Sync:
     def bind(self, regions: Regions) -> Sync:
         """Return the sync for these regions, whose speeds its schedule may use."""
         schedule = self.schedule.bind(regions, needs.HALFWAY in self.copies)
-        message = self.message.bind(regions.num)
-        return dataclasses.replace(self, schedule=schedule, message=message)
+        return dataclasses.replace(self, schedule=schedule)
 
 
 @dataclasses.dataclass(frozen=True)

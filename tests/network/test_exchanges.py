@@ -65,8 +65,7 @@ def test_messages_in_bytes_of_parameters():
 def test_encoded_messages_are_gathered_and_others_summed():
     gathered = {n for n in methods.METHODS if exchanges.is_gathered(methods.get(n))}
     assert gathered == {"sparseloco", "muloco", "qsparse", "dilocox", "demo",
-                        "masked_core", "diloco_demo", "distributed_lion",
-                        "dct_threshold"}  # fmt: skip
+                        "diloco_demo", "distributed_lion", "dct_threshold"}  # fmt: skip
     assert exchanges.crossing(methods.get("diloco")) == "ring"
     assert exchanges.crossing(methods.get("sparseloco")) == "gather"
     assert exchanges.crossing(methods.get("sparseloco"), "tree") == "tree"

@@ -240,35 +240,6 @@ class Feedback:
         return sent
 
 
-@dataclasses.dataclass
-class Masked:
-    """What a core says, and of what it leaves M / n at the entries region m owns.
-
-    `order` is that in which all entries, end to end, are dealt.
-    """
-
-    core: object
-    density: float
-    region: int
-    num_regions: int
-    order: np.ndarray
-
-    def __call__(self, x):
-        sent = self.core(x)
-        rest, own = x - sent, np.zeros(x.size)
-        dealt = [self._places(m, x.size) for m in range(self.num_regions)]
-        for place in dealt[self.region]:
-            owners = sum(place in places for places in dealt)
-            entry = self.order[place]
-            own[entry] = rest[entry] * self.num_regions / owners
-        return sent + own
-
-    def _places(self, m, size):
-        start = m * size // self.num_regions
-        count = max(1, round(self.density * size))
-        return {(start + j) % size for j in range(count)}
-
-
 # --- Rounds that everybody is part of -----------------------------------------
 
 

@@ -46,7 +46,6 @@ OPTIONS = {
     "noloco": {"sync_interval": 2},
     "diloco_demo": {"sync_interval": 2, "outer_momentum": 0.5, "compress": "dct:8"},
     "lt_admm": {"sync_interval": 2, "admm_penalty": 0.5},
-    "masked_core": {"sync_interval": 2, "rank": 2},
     "des_loc": {"sync_interval": 2, "sync_moments": "2,3"},
     "mt_dao": {"sync_interval": 2, "sync_moments": "2,3"},
     "delayed_nesterov": {"sync_interval": 4},

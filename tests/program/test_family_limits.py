@@ -62,9 +62,6 @@ LIMITS = {
         of("sparseloco", sparse_mean="senders", **SPARSE),
         of("sparseloco", sparse_mean="all", **SPARSE), 4,
     ),
-    "masks of everything, whatever the core": (
-        of("masked_core", sync_interval=4, mask_density=1.0, rank=1), AVERAGING, 4
-    ),
     "diloco, compressed with nothing": (
         of("diloco", compress="none", **ALONE), DILOCO, 4
     ),

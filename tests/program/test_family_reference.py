@@ -8,7 +8,6 @@ else is said.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -132,16 +131,6 @@ def des_loc_twin(b1s, weights):
     return lambda: ref.des_loc(problem(), 2, 2, 3, ref.Momenta(LR, b1s, weights, 0.9))
 
 
-def masked_by_region():
-    """A maker of senders, one region's after the other's."""
-    numbers = itertools.count()
-    order = np.asarray(jax.random.permutation(jax.random.key(5), SIZE))
-    core = ref.top_k(0.25)
-    return lambda: ref.Masked(
-        core, 0.4, next(numbers) % NUM_REGIONS, NUM_REGIONS, order
-    )
-
-
 def apart_twin():
     local = problem().round(problem().copies(), 0, NUM_STEPS)
     return local, local.mean(0)
@@ -205,11 +194,6 @@ CASES = {
     "diloco_demo": Case(
         "diloco_demo", EACH_2 | {"compress": "dct_top_k(k=3, chunk_side=3)"},
         twin(ref.diloco_demo, 2, 0.7, 0.9, ref.chunked(3, 3, is_cosine=True)),
-    ),
-    "masked_core": Case(
-        "masked_core",
-        EACH_2 | OUTER | {"mask_density": 0.4, "mask_seed": 5, "compress": "topk:0.25"},
-        twin(ref.synchronous, 2, 0.4, 0.9, masked_by_region()),
     ),
     "des_loc": Case(
         "des_loc", EACH_2 | {"sync_moments": "2,3"}, des_loc_twin((0.8,), (1.0,)),

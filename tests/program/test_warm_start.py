@@ -112,19 +112,6 @@ def test_regions_that_are_alike_may_be_any_number():
     assert len({key.tobytes() for key in np.asarray(state.region.key)}) == 8
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
-def test_each_region_owns_entries_of_its_own(before, after):
-    program, other = (
-        make("masked_core", num, sync_interval=4, rank=1, mask_density=0.25)
-        for num in (before, after)
-    )
-    state, kept, _ = adopted(other, program, 5)
-    assert kept["compressors"] == f"the mean of {before} regions"
-    for compressor in state.sync.compressors:
-        assert compressor.region.tolist() == list(range(after))
-    assert finish(other, state, 4).step == 9
-
-
 def test_what_regions_did_since_the_last_sync_is_in_the_mean():
     program, fewer = make("diloco", sync_interval=5), make("diloco", 2, sync_interval=5)
     state = finish(program, start(program), 7)

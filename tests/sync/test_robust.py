@@ -156,7 +156,6 @@ class TestArguments:
                 {"robust_mean": "clip", "sum_factors": True},
                 "its factors are summed on their",
             ),
-            ("masked_core", {"robust_mean": "clip"}, "does not have every entry"),
             ("sparseloco", {"robust_mean": "trim:0.2"}, "does not have every entry"),
             ("delayed_nesterov", {"robust_mean": "clip"}, "come one by one"),
             ("decoupled_diloco", {"robust_mean": "clip"}, "lengths and directions"),

@@ -238,7 +238,6 @@ def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
         ("des_loc", "it averages the inner optimizer's state too"),
         ("co2", "its outer state is divided over the inner mesh"),
         ("delayed_nesterov", "."),
-        ("masked_core", "each region sends a part of its own, by its number"),
     ],
 )
 def test_what_cannot_be_jobs_is_refused_by_name(name, why):
