@@ -234,17 +234,12 @@ def best_order(state: LinkState, name: str, num_bytes: float) -> Order:
         rest = itertools.permutations(range(len(fixed), num))
         return min(cost(fixed + tail) for tail in rest)[1]
     starts = (_nearest_neighbours(state, first, num_bytes) for first in range(num))
-    return _local_search(min(starts, key=cost), cost)
-
-
-def _local_search(order: Order, cost: Callable[[Order], tuple[float, Order]]) -> Order:
-    """Apply the first improving reversal or swap until there is none."""
-    while True:
-        enough_s = cost(order)[0] * (1 - 1e-12)
-        better = (x for x in _neighbours(order) if cost(x)[0] < enough_s)
-        if (found := next(better, None)) is None:
+    best = min(map(cost, starts))
+    while True:  # Take the first improving reversal or swap until there is none.
+        enough_s, order = best[0] * (1 - 1e-12), best[1]
+        better = (x for x in map(cost, _neighbours(order)) if x[0] < enough_s)
+        if (best := next(better, None)) is None:
             return order
-        order = found
 
 
 def _neighbours(order: Order) -> Iterator[Order]:
