@@ -136,28 +136,17 @@ class Shaper:
         due = []
         while self._heap and self._heap[0][0] <= now_s:
             time_s, _, stage, source, target, packet = heapq.heappop(self._heap)
-            if stage == _ON_THE_WAY:
-                ready_s = self._enter_downlink(time_s, source, target, len(packet))
-                if ready_s is None:
-                    continue
-                if ready_s > now_s:
-                    self._push(ready_s, _IN_DOWNLINK, source, target, packet)
-                    continue
-            self.traffic.delivered_bytes[source][target] += len(packet)
-            due.append((target, packet))
+            size, free_s = len(packet), self._downlink_free_s[target]
+            if stage == _IN_DOWNLINK:
+                self.traffic.delivered_bytes[source][target] += size
+                due.append((target, packet))
+            elif free_s - time_s > self._buffer_s:
+                self.traffic.overflow_packets[source][target] += 1
+            else:
+                free_s += 8 * size / self._links.downlink_bps[target]
+                self._downlink_free_s[target] = ready_s = max(time_s, free_s)
+                self._push(ready_s, _IN_DOWNLINK, source, target, packet)
         return due
-
-    def _enter_downlink(
-        self, time_s: float, source: int, target: int, size: int
-    ) -> float | None:
-        """When a packet has passed the downlink's meter; None if its queue is full."""
-        free_s = self._downlink_free_s[target]
-        if free_s - time_s > self._buffer_s:
-            self.traffic.overflow_packets[source][target] += 1
-            return None
-        ready_s = max(time_s, free_s + 8 * size / self._links.downlink_bps[target])
-        self._downlink_free_s[target] = ready_s
-        return ready_s
 
     def _push(self, time_s: float, stage: int, *packet) -> None:
         heapq.heappush(self._heap, (time_s, next(self._order), stage, *packet))

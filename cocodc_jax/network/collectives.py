@@ -26,7 +26,6 @@ operations in MPICH", 2005 (ring, binomial tree, recursive doubling).
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 import statistics
@@ -109,7 +108,9 @@ ROUNDS: dict[str, Callable[[Sequence[int], float], list[Round]]] = {
     "pairs": pairs_rounds,
     "gather": gather_rounds,
 }
-COLLECTIVES = (*ROUNDS, *gloo.PHASES, *direct.PHASES)
+# Of what processes do, which is no list of rounds.
+MODELS = dict.fromkeys(gloo.PHASES, gloo) | dict.fromkeys(direct.PHASES, direct)
+COLLECTIVES = (*ROUNDS, *MODELS)
 
 
 def rounds_s(
@@ -173,17 +174,10 @@ def collective_cost(
         )
     if name in ROUNDS:
         return cost_of(state, ROUNDS[name](order, num_bytes))
-    ranks, num = state.subset(order), len(order)  # Process k is region order[k].
-    if name in direct.PHASES:
-        exchange = functools.partial(direct.seconds_of, ranks, name, num_bytes)
-        part = direct.part_bytes(name, num, num_bytes)
-        sent = [direct.PHASES[name] * (num - 1) * part] * num
-    else:
-        phases = gloo.PHASES[name](num, num_bytes)
-        exchange = functools.partial(gloo.seconds_of, ranks, phases)
-        sent = gloo.bytes_sent(phases, num)
-    by_region = tuple(sent[order.index(i)] for i in range(num))
-    return CollectiveCost(settled_s(ranks, exchange), 0.0, by_region)
+    ranks = state.subset(order)  # Process k is region order[k].
+    seconds_of, sent = MODELS[name].exchange(ranks, name, num_bytes)
+    by_region = tuple(sent[order.index(i)] for i in range(len(order)))
+    return CollectiveCost(settled_s(ranks, seconds_of), 0.0, by_region)
 
 
 def settled_s(

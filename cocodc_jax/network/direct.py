@@ -72,7 +72,7 @@ class _Exchange:
         """Begin the next phase of a rank, or note that it is done."""
         self.phase[rank] += 1
         phase = self.phase[rank]
-        if phase == self.phases:
+        if phase == self.phases or self.num == 1:
             self.ends_s[rank] = now
             return
         self.left[rank] = 2 * (self.num - 1)
@@ -120,18 +120,15 @@ class _Exchange:
             self.at(now if is_last else now + _BETWEEN_S, self.begin, rank)
 
 
-def part_bytes(name: str, num_regions: int, num_bytes: float) -> float:
-    """Return the bytes that a region sends every other in each exchange."""
-    return num_bytes / num_regions if name == "direct" else num_bytes
-
-
-def seconds_of(
-    state: LinkState, name: str, num_bytes: float, starts_s: Sequence[float]
-) -> list[float]:
-    """Return when each region is done, in seconds."""
+def exchange(
+    state: LinkState, name: str, num_bytes: float
+) -> tuple[Callable[[Sequence[float]], list[float]], list[float]]:
+    """Return when each rank is done, of when each begins, and what each sends."""
     num, phases = state.num_regions, PHASES[name]
-    if num == 1:
-        return list(starts_s)
+    part = num_bytes / num if name == "direct" else num_bytes
     packets = min(max(_PACKETS // (phases * num * num), 2), 32)
-    size = part_bytes(name, num, num_bytes)
-    return _Exchange(state, size, phases, packets).run(starts_s)
+
+    def seconds_of(starts_s: Sequence[float]) -> list[float]:
+        return _Exchange(state, part, phases, packets).run(starts_s)
+
+    return seconds_of, [phases * (num - 1) * part] * num
