@@ -74,13 +74,7 @@ class Shaper:
     """
 
     def __init__(self, conditions: Sequence[Conditions], buffer_s: float, seed: int):
-        """Set up idle links.
-
-        Args:
-          conditions: in the order of their starts, the first at 0.
-          buffer_s: a packet that would wait longer at a meter is dropped.
-          seed: of loss and jitter.
-        """
+        """Set up idle links; `conditions` are in the order of their starts."""
         num = conditions[0].num_regions
         self.changes_from_s = 0.0
         self._links, *self._later = conditions
@@ -100,7 +94,9 @@ class Shaper:
 
     def send(self, now_s: float, source: int, target: int, packet: bytes) -> None:
         """Take a packet that a region sends."""
-        links, count, size = self._links_at(now_s), self.traffic, len(packet)
+        while self._later and now_s - self.changes_from_s >= self._later[0].start_s:
+            self._links = self._later.pop(0)
+        links, count, size = self._links, self.traffic, len(packet)
         count.sent_bytes[source][target] += size
         count.sent_packets[source][target] += 1
         rate = links.rate_bps[source][target]
@@ -150,9 +146,3 @@ class Shaper:
 
     def _push(self, time_s: float, stage: int, *packet) -> None:
         heapq.heappush(self._heap, (time_s, next(self._order), stage, *packet))
-
-    def _links_at(self, now_s: float) -> Conditions:
-        now_s -= self.changes_from_s
-        while self._later and now_s >= self._later[0].start_s:
-            self._links = self._later.pop(0)
-        return self._links

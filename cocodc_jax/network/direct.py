@@ -82,12 +82,11 @@ class _Exchange:
             word = self.give_part, phase, source, rank
             self.give(now, rank, source, [_WORD_BYTES], *word)
 
-    def give_part(self, now: float, *part: int) -> None:
-        """Give (phase, source, target) to its connection once both sides are ready."""
-        if part not in self.ready:
-            self.ready.add(part)
+    def give_part(self, now: float, phase: int, source: int, target: int) -> None:
+        """Give a part to its connection at the second call, when both are ready."""
+        if (phase, source, target) not in self.ready:
+            self.ready.add((phase, source, target))
             return
-        _, source, target = part
         self.give(now, source, target, self.part, self.count, target)
         self.count(now, source)
 

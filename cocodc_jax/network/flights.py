@@ -29,6 +29,7 @@ class Transfer:
 
     ready_s: float
     num_bytes: float
+    bytes_sent: np.ndarray  # by each region, `[M]`
     left: float = 1.0  # share of its transfer time still to go
     arrival_s: float = math.inf  # once that is known
 
@@ -51,8 +52,8 @@ class Channel:
         self._is_fifo, self._now_s = sharing == "fifo", 0.0
         self._unfinished: list[Transfer] = []  # in order of readiness
 
-    def send(self, ready_s: float, num_bytes: float) -> tuple[Transfer, np.ndarray]:
-        """Send a message; return its transfer and what each region sends.
+    def send(self, ready_s: float, num_bytes: float) -> Transfer:
+        """Send a message.
 
         Ready times must not decrease, nor be before what was simulated already.
         """
@@ -60,10 +61,10 @@ class Channel:
         self._host_free_s = ready_s = max(ready_s, self._host_free_s) + host_s
         earliest_s = max([self._now_s, *(x.ready_s for x in self._unfinished)])
         assert ready_s >= earliest_s - 1e-9, (ready_s, earliest_s)
-        self._unfinished.append(Transfer(ready_s, num_bytes))
         sent = np.asarray(self._cost(ready_s, num_bytes).bytes_sent)
         self.bytes_sent = self.bytes_sent + sent
-        return self._unfinished[-1], sent
+        self._unfinished.append(Transfer(ready_s, num_bytes, sent))
+        return self._unfinished[-1]
 
     def arrived(self, transfer: Transfer, time_s: float) -> bool:
         """Whether a transfer has arrived by `time_s`, which all else must have too."""
@@ -115,7 +116,6 @@ class Flight:
     left_s: np.ndarray  # When each region was ready to send, `[M]`.
     start_s: float  # When its first byte could leave.
     layers: list[tuple[int, Transfer]]  # Each layer's, in the order of their need.
-    bytes_sent: np.ndarray  # Of each region, `[M]`.
 
     def arrived(self, time_s: float) -> bool:
         """Whether all of it is there; `time_s` as of `Channel.arrived`."""

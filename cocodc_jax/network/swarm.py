@@ -24,14 +24,13 @@ authors' code; rebalancing and its period as in digests of the paper. Differs fr
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import heapq
 import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cocodc_jax.network.collectives import point_to_point_s
 from cocodc_jax.network.links import LinkState, check
@@ -77,8 +76,7 @@ class Swarm:
         check_sizes(self.activation_bytes, self.stage_bytes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """A site that went from one stage to another."""
 
     time_s: float
@@ -121,7 +119,7 @@ def simulate_swarm(
         raise ValueError(
             f"wiring='fixed' needs stages of equal size, not {swarm.stages}"
         )
-    run = _State(swarm, state, wiring == "fixed", random.Random(seed))
+    run = _State(swarm, state, wiring == "fixed", seed)
     for failure in failures:
         run.at(failure.start_s, run.leave, failure.site)
         run.at(failure.end_s, run.recover, failure.site)
@@ -155,19 +153,15 @@ class _Site:
     load: float = 0.0
     total_s: float = 0.0  # Of the exponential mean of what batches took,
     weight: float = 0.0  # which is this sum over that of its weights.
-    queue: collections.deque[_Batch] = dataclasses.field(
-        default_factory=collections.deque
-    )
+    queue: list[_Batch] = dataclasses.field(default_factory=list)
 
 
 class _State:
     """The state of a simulation, and what happens in it, event by event."""
 
-    def __init__(
-        self, swarm: Swarm, links: LinkState, is_fixed: bool, shuffler: random.Random
-    ):
+    def __init__(self, swarm: Swarm, links: LinkState, is_fixed: bool, seed: int):
         self._swarm, self._links, self._is_fixed = swarm, links, is_fixed
-        self._shuffler, self.now_s = shuffler, 0.0
+        self._shuffler, self.now_s = random.Random(seed), 0.0
         self.finished_s: list[float] = []
         self.moves: list[Move] = []
         self.num_served = [0] * len(swarm.batch_s)
@@ -233,7 +227,7 @@ class _State:
     def _finish(self, site: _Site) -> None:
         if self._is_gone(site):
             return
-        batch = site.queue.popleft()
+        batch = site.queue.pop(0)
         self.num_served[site.id] += 1
         keep, took_s = 1 - _SMOOTHING, self.now_s - batch.sent_s
         site.total_s = keep * site.total_s + _SMOOTHING * took_s
