@@ -80,7 +80,11 @@ class _Lab:
                     self._start_region(region_id, theirs.fileno())
             devices = []
             for region_id, connection in enumerate(connections):
-                devices.append(_receive_device(region_id, connection))
+                message, found, _, _ = socket.recv_fds(connection, 4096, 1)
+                if not found:
+                    reason = message.decode() or "its process ended"
+                    raise LabError(f"region {region_id} could not be made: {reason}")
+                devices += found
                 stack.callback(os.close, devices[-1])
             self._start_relay(devices)
             for connection in connections:
@@ -211,11 +215,3 @@ def _start_module(name: str, told: tuple, **settings) -> subprocess.Popen:
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
         pickle.dump(told, pipe)
     return process
-
-
-def _receive_device(region_id: int, connection: socket.socket) -> int:
-    message, devices, _, _ = socket.recv_fds(connection, 4096, 1)
-    if not devices:
-        reason = message.decode() or "its process ended"
-        raise LabError(f"region {region_id} could not be made: {reason}")
-    return devices[0]

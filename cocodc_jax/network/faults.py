@@ -105,10 +105,7 @@ class _Past:
 
     def _usual(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Return medians of the past, and what deviations of each are measured by."""
-        if not self._values:
-            nothing = np.full(shape, np.nan)
-            return nothing, nothing
-        past = np.stack(self._values)
+        past = np.stack([np.full(shape, np.nan), *self._values])
         known = np.isfinite(past).sum(0) >= _LEAST_PAST
         median = _median(past)
         scale = _scale(median, _median(np.abs(past - median)), self._floor)

@@ -90,10 +90,7 @@ def all_gather_phases(num_ranks: int, num_bytes: float) -> list[Phase]:
     return [Phase(np.repeat(halves[:, None], num_ranks, axis=1), 1, True)]
 
 
-PHASES: dict[str, Callable[[int, float], list[Phase]]] = {
-    "gloo": all_reduce_phases,
-    "gloo_gather": all_gather_phases,
-}
+PHASES = {"gloo": all_reduce_phases, "gloo_gather": all_gather_phases}
 
 
 def seconds_of(
