@@ -94,14 +94,14 @@ class _Exchange:
         self, now: float, i: int, j: int, packets: Sequence[float], *then: Any
     ) -> None:
         """Hand a message to its connection; all windows are open."""
-        for left, size in enumerate(packets, 1 - len(packets)):
+        for number, size in enumerate(packets, 1):
             begin = max(now, self.uplink_free[i])
             up = begin + size / self.line
             busy_s = transfer_s(size, self.rate[i][j])
             leaves = max(max(begin, self.link_free[i][j]) + busy_s, up)
             self.uplink_free[i], self.link_free[i][j] = up, leaves
-            more = () if left else then
-            self.at(leaves + self.delay[i][j], self.arrive, j, size, *more)
+            after = then if number == len(packets) else ()
+            self.at(leaves + self.delay[i][j], self.arrive, j, size, *after)
 
     def arrive(self, now: float, j: int, size: float, *then: Any) -> None:
         """Let a packet through the target's line; then happens what follows."""
