@@ -4,12 +4,6 @@ A chip's compiler needs no chip. It takes a description of the machine and retur
 scheduled program and its memory, or refuses it. From the program's text follow bytes,
 operations, collectives, and which of these overlap the inner steps
 (`experiments.compile`).
-
-- `targets`: the machines, what a chip of each can do, and what must be installed.
-- `hlo`: scheduled HLO as values; `collectives`, `costs`: what follows.
-- `programs`: the programs that a run compiles.
-- `job`: the process that compiles, in its own environment, and the least time of a
-  step by a roofline; `report` sums up.
 """
 
 from cocodc_jax._lazy import attach, modules_of

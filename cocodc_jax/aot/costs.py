@@ -31,11 +31,8 @@ from cocodc_jax.aot.hlo import Computation, Instruction, Module, arrays
 from cocodc_jax.models.attention import splash_share
 from cocodc_jax.models.dispatch import FURTHER_ROUND
 
-# Primitives whose body is an attention kernel's, and counted by its name.
-_KERNELS = (
-    "pallas_call", "dot_product_attention_fwd_wrapper",
-    "dot_product_attention_bwd_wrapper",
-)  # fmt: skip
+# Primitives of attention by cuDNN.
+_CUDNN = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
 # What moves nothing by itself: names for parts, or what its own callees are counted by.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call "
@@ -291,8 +288,12 @@ def _written_flops_of(each: Any, even_share: float) -> float:
         return 2.0 * math.prod(out) * size
     if name == "ragged_dot_general":
         return _ragged_flops(each) * even_share
-    if name in _KERNELS:
-        return _kernel_flops(each)
+    avals = [x.aval for x in each.invars]
+    if name in _CUDNN:
+        return cudnn_flops("_bwd_" in name, avals[0].shape)
+    if name == "pallas_call":
+        operands = [(str(aval.dtype), aval.shape) for aval in avals]
+        return splash_flops(str(params.get("name")), operands)
     inside = [_summed_over(jaxpr, even_share) for jaxpr in _bodies(params)]
     if name == "cond":
         is_further = FURTHER_ROUND in str(each.source_info.name_stack)
@@ -314,15 +315,6 @@ def _ragged_flops(each: Any) -> float:
     others = {*contracted, *batch, *numbers.rhs_group_dimensions}
     free = [size for axis, size in enumerate(right) if axis not in others]
     return 2.0 * math.prod(left) * math.prod(free)
-
-
-def _kernel_flops(each: Any) -> float:
-    name = each.primitive.name
-    avals = [x.aval for x in each.invars]
-    if name != "pallas_call":
-        return cudnn_flops("_bwd_" in name, avals[0].shape)
-    operands = [(str(aval.dtype), aval.shape) for aval in avals]
-    return splash_flops(str(each.params.get("name")), operands)
 
 
 def _bodies(params: dict[str, Any]) -> Iterator[Any]:

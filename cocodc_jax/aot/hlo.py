@@ -155,18 +155,13 @@ class Module:
     def fused(self) -> frozenset[str]:
         """Computations inside fusions: what they hold between never is an array."""
         found: set[str] = set()
-        new = {
-            name
-            for computation in self
-            for each in computation.instructions
-            if each.opcode == "fusion"
-            for name in each.called.get("calls", ())
-        }
-        while new:
+        every = itertools.chain(*(computation.instructions for computation in self))
+        callers = [each for each in every if each.opcode == "fusion"]
+        while callers:
+            new = {n for x in callers for names in x.called.values() for n in names}
+            new -= found
             found |= new
-            inside = [x for n in new for x in self.computations[n].instructions]
-            called = {n for x in inside for names in x.called.values() for n in names}
-            new = called - found
+            callers = [x for n in new for x in self.computations[n].instructions]
         return frozenset(found)
 
 

@@ -19,26 +19,15 @@ GPUS_PER_HOST = 8
 _MODULES = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
 
 # What CUDA tells of a device of compute capability 9.0, which H100 and H200 share.
-_GPU_LIMITS = {
-    "threads_per_block_limit": 1024,
-    "threads_per_warp": 32,
-    "shared_memory_per_block": 48 * 2**10,
-    "shared_memory_per_block_optin": 227 * 2**10,
-    "shared_memory_per_core": 228 * 2**10,
-    "threads_per_core_limit": 2048,
-    "core_count": 132,
-    "fpus_per_core": 128,
-    "block_dim_limit_x": 2**31 - 1,
-    "block_dim_limit_y": 2**16 - 1,
-    "block_dim_limit_z": 2**16 - 1,
-    "thread_dim_limit_x": 1024,
-    "thread_dim_limit_y": 1024,
-    "thread_dim_limit_z": 64,
-    "l2_cache_size": 50 * 2**20,
-    "clock_rate_ghz": 1.98,
-    "registers_per_core_limit": 2**16,
-    "registers_per_block_limit": 2**16,
-}
+_GPU_LIMITS = f"""
+threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+shared_memory_per_block: {48 * 2**10} shared_memory_per_block_optin: {227 * 2**10}
+shared_memory_per_core: {228 * 2**10} core_count: 132 fpus_per_core: 128
+block_dim_limit_x: {2**31 - 1} block_dim_limit_y: {2**16 - 1}
+block_dim_limit_z: {2**16 - 1} thread_dim_limit_x: 1024 thread_dim_limit_y: 1024
+thread_dim_limit_z: 64 l2_cache_size: {50 * 2**20} clock_rate_ghz: 1.98
+registers_per_core_limit: {2**16} registers_per_block_limit: {2**16}
+"""
 _GPUS = {
     "h100": ("NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320_000_000),
     "h200": ("NVIDIA H200", 151_397_597_184, 4_800_000_000_000),
@@ -47,10 +36,9 @@ _GPUS = {
 
 def _gpu_config(name: str, memory_bytes: int, memory_bps: int) -> str:
     """Return what XLA asks of a GPU, in the text form of its `GpuTargetConfigProto`."""
-    own = {"device_memory_size": memory_bytes, "memory_bandwidth": memory_bps}
-    info = " ".join(f"{key}: {value}" for key, value in (_GPU_LIMITS | own).items())
     return (
-        f"gpu_device_info {{ {info} cuda_compute_capability {{ major: 9 }} "
+        f"gpu_device_info {{ {_GPU_LIMITS} device_memory_size: {memory_bytes} "
+        f"memory_bandwidth: {memory_bps} cuda_compute_capability {{ major: 9 }} "
         'runtime_version: "12.8.0" driver_version: "12.8.0" '
         f'dnn_version: "9.8.0" name: "{name}" }} '
         'platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } '

@@ -1,7 +1,4 @@
-"""How regions agree on views, and on the messages that each mean is of.
-
-`protocol.py` has the rules.
-"""
+"""How regions agree on views, and on the messages of a mean; rules: `protocol.py`."""
 
 from __future__ import annotations
 

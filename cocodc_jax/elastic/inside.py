@@ -20,13 +20,18 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from cocodc_jax._extras import extra
+from cocodc_jax._extras import later
+from cocodc_jax.elastic import messages as m
 from cocodc_jax.elastic.link import LeftBehindError, Link
-from cocodc_jax.elastic.messages import Decision, Seat, Snapshot, SyncId, View
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.sockets import Door, secured
+
+if TYPE_CHECKING:
+    import zmq
+else:
+    zmq = later("zmq", "elastic")
 
 _ERRORS = {x.__name__: x for x in (LeftBehindError, TimeoutError)}
 _HELLO = b"hello"
@@ -39,9 +44,7 @@ class Ears:
     """The socket by which process 0 reaches its region's other processes."""
 
     def __init__(self, place: Place):
-        with extra("elastic"):
-            import zmq
-        self._zmq, self._context = zmq, zmq.Context()
+        self._context = zmq.Context()
         self._socket = secured(self._context, zmq.ROUTER, place.key, listens=True)
         self._socket.sndhwm = 0  # Nothing is dropped, and nobody waits.
         self._door = Door(self._socket, self._context)
@@ -59,7 +62,7 @@ class Ears:
         while len(self._others) < num:
             try:
                 frames = self._socket.recv_multipart(copy=False)
-            except self._zmq.Again as error:
+            except zmq.Again as error:
                 raise TimeoutError(
                     f"{num - len(self._others)} processes of this region did not "
                     f"connect to {self.address} within {timeout_s:.0f} s"
@@ -89,7 +92,7 @@ class SharedLink(abc.ABC):
     """A region's `Link` as each of its processes has it."""
 
     place: Place
-    view: View  # As of the last call.
+    view: m.View  # As of the last call.
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +112,7 @@ class SharedLink(abc.ABC):
         """See `Link.wait_for_step`."""
         return self._same(lambda link: (link.wait_for_step(step, timeout_s), ()))[0]
 
-    def join(self, timeout_s: float) -> Snapshot | None:
+    def join(self, timeout_s: float) -> m.Snapshot | None:
         """See `Link.join`."""
 
         def call(link: Link) -> Answer:
@@ -117,7 +120,7 @@ class SharedLink(abc.ABC):
             return ([copy.step, copy.header], copy.arrays) if copy else (None, ())
 
         value, frames = self._same(call)
-        return Snapshot(value[0], value[1], tuple(frames)) if value else None
+        return m.Snapshot(value[0], value[1], tuple(frames)) if value else None
 
     def at(self, oldest_step: int) -> dict[int, int]:
         """See `Link.at`."""
@@ -156,11 +159,11 @@ class Speaker(SharedLink):
             head = {"call": self._calls, "value": value, "error": error}
             self._ears.tell(head | {"view": [self.view.epoch, seats]}, frames)
 
-    def send(self, sync: SyncId, row: bytes, step_s: float = 0.0) -> Future:
+    def send(self, sync: m.SyncId, row: bytes, step_s: float = 0.0) -> Future:
         """See `Link.send`."""
         return self._decided(self._link.send(sync, row, step_s))
 
-    def expect(self, sync: SyncId) -> Future:
+    def expect(self, sync: m.SyncId) -> Future:
         """See `Link.expect`."""
         return self._decided(self._link.expect(sync))
 
@@ -168,10 +171,8 @@ class Speaker(SharedLink):
         """Forward the decision to the other processes when it arrives."""
 
         def tell(done: Future) -> None:
-            decision: Decision = done.result()
-            head = {"sync": decision.sync, "epoch": decision.epoch}
-            head["regions"] = list(decision.rows)
-            self._ears.tell(head, list(decision.rows.values()))
+            frames = m.pack(m.Letter("", self.place.region, 0, done.result()))
+            self._ears.tell({"decided": True}, frames)
 
         future.add_done_callback(tell)
         return future
@@ -181,14 +182,12 @@ class Listener(SharedLink):
     """The `Link` of a region's other processes; it receives process 0's answers."""
 
     def __init__(self, place: Place, address: str, process: int):
-        with extra("elastic"):
-            import zmq
-        self.place, self.view, self._calls = place, View(), 0
+        self.place, self.view, self._calls = place, m.View(), 0
         self._lock = threading.Lock()
-        self._futures: dict[SyncId, Future] = {}
+        self._futures: dict[m.SyncId, Future] = {}
         self._answers: queue.SimpleQueue = queue.SimpleQueue()
         self._ended = False
-        self._zmq, self._context = zmq, zmq.Context()
+        self._context = zmq.Context()
         self._socket = secured(self._context, zmq.DEALER, place.key, listens=False)
         self._socket.identity = f"process {process}".encode()
         self._socket.rcvhwm = self._socket.linger = 0
@@ -206,13 +205,11 @@ class Listener(SharedLink):
         while not self._ended:
             try:
                 head, *frames = self._socket.recv_multipart()
-            except self._zmq.Again:
+            except zmq.Again:
                 continue
             told = json.loads(head)
-            if "sync" in told:
-                fragment_id, start_step = told["sync"]
-                rows = dict(zip(told["regions"], frames, strict=True))
-                decision = Decision(told["epoch"], (fragment_id, start_step), rows)
+            if "decided" in told:
+                decision: Any = m.unpack(frames, self.place.num_regions).message
                 future = self.expect(decision.sync)
                 if not future.done():
                     future.set_result(decision)
@@ -236,7 +233,7 @@ class Listener(SharedLink):
                 "processes of this region do not run the same program"
             )
         epoch, seats = told["view"]
-        self.view = View(epoch, {r: Seat(boot, since) for r, boot, since in seats})
+        self.view = m.View(epoch, {r: m.Seat(boot, since) for r, boot, since in seats})
         if told["error"]:
             name, text = told["error"]
             raise _ERRORS[name](text)
@@ -252,14 +249,16 @@ class Listener(SharedLink):
     def leave(self) -> None:
         """Do nothing: process 0 leaves for the region."""
 
-    def let_in(self, region: int, boot: int, copy: Snapshot, oldest_step: int) -> None:
+    def let_in(
+        self, region: int, boot: int, copy: m.Snapshot, oldest_step: int
+    ) -> None:
         """Do nothing: process 0 sends the copy."""
 
-    def send(self, sync: SyncId, row: bytes, step_s: float = 0.0) -> Future:
+    def send(self, sync: m.SyncId, row: bytes, step_s: float = 0.0) -> Future:
         """Return the future of the decision; process 0 sends the region's message."""
         return self.expect(sync)
 
-    def expect(self, sync: SyncId) -> Future:
+    def expect(self, sync: m.SyncId) -> Future:
         """Return the future of a decision, for the caller and the receiving thread."""
         with self._lock:
             return self._futures.setdefault(sync, Future())

@@ -79,18 +79,17 @@ class Link:
         run: str,
         max_frame_bytes: int,
         step: int = 0,
-        boot: int | None = None,
         is_announced: bool = True,
         watch: Watch | None = None,
     ):
         """Listen, and announce this region to the others, at once or at `join`.
 
         Messages of another `run` are ignored. `max_frame_bytes` is the size of the
-        largest valid row or array, `step` that of the region's own checkpoint, 0 for
-        none, and `boot` its life, see `Seat`, the time by default.
+        largest valid row or array, and `step` that of the region's own checkpoint, 0
+        for none.
         """
         self.place, self._run, self._step = place, run, step
-        self.boot = time.time_ns() if boot is None else boot
+        self.boot = time.time_ns()
         self._member = Member(place, self.boot, step, time.monotonic())
         self._member.is_announced = is_announced
         self._lock = threading.Condition()  # Told of every turn of the thread.

@@ -2,7 +2,7 @@
 
 The first frame is a JSON header: the kind of the message and its plain fields. Rows and
 arrays follow as separate frames. Anything else is refused. Nothing is unpickled, and
-the type of every field is checked.
+every field is checked against its annotation.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
+Region = Annotated[int, "index of a region"]
 SyncId = tuple[int, int]
 # A region and its boot, see `Seat`.
-Life = tuple[int, int]
+Life = tuple[Region, int]
 
 
 class Seat(NamedTuple):
@@ -32,7 +33,7 @@ class View:
     # Round * M + the region that proposed the view and coordinates it; 0 for no view.
     epoch: int = 0
     # A seat for each region that takes part.
-    seats: Mapping[int, Seat] = dataclasses.field(default_factory=dict)
+    seats: Mapping[Region, Seat] = dataclasses.field(default_factory=dict)
 
     def has(self, life: Life) -> bool:
         """Return whether a region has a seat in this life."""
@@ -50,7 +51,7 @@ class Join:
     """I ask to take part; `step` is that of my own checkpoint."""
 
     step: int
-    hears: tuple[int, ...]
+    hears: tuple[Region, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Beat:
     view: View
     promised: int
     oldest_step: int
-    hears: tuple[int, ...]
+    hears: tuple[Region, ...]
     clock_s: float = 0.0
 
 
@@ -91,7 +92,7 @@ class Decision:
 
     epoch: int
     sync: SyncId
-    rows: Mapping[int, bytes]
+    rows: Mapping[Region, bytes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Choice:
     epoch: int
     sync: SyncId
     members: tuple[Life, ...]
-    rows: Mapping[int, bytes]
+    rows: Mapping[Region, bytes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Report:
     """
 
     sync: SyncId
-    seconds: tuple[tuple[int, float], ...]
+    seconds: tuple[tuple[Region, float], ...]
     step_s: float
 
 
@@ -169,6 +170,10 @@ Message = _OfViews | _OfSyncs
 MAX_HEADER_BYTES = 1 << 20
 
 _KINDS = {kind.__name__: kind for kind in typing.get_args(Message)}
+_FIELDS = {
+    kind: typing.get_type_hints(kind, include_extras=True)
+    for kind in (*_KINDS.values(), View, Seat)
+}
 
 
 class WireError(ValueError):
@@ -188,8 +193,7 @@ def pack(letter: Letter) -> list[bytes]:
     """Write a letter as frames."""
     run, *sender, message = letter
     data: list[bytes] = []
-    names = [field.name for field in dataclasses.fields(message)]
-    body = {name: _plain(getattr(message, name), data) for name in names}
+    body = {name: _plain(value, data) for name, value in vars(message).items()}
     kind = type(message).__name__
     header = {"run": run, "from": sender, "kind": kind, "body": body}
     return [json.dumps(header).encode(), *data]
@@ -201,17 +205,16 @@ def unpack(frames: Sequence[bytes], num_regions: int) -> Letter:
         if not frames or len(frames[0]) > MAX_HEADER_BYTES:
             raise ValueError("the header is missing or too long")
         header = json.loads(bytes(frames[0]))
-        sender, boot = map(_count, header["from"])
         reader = _Reader(frames[1:], num_regions)
         kind, body = _KINDS[header["kind"]], header["body"]
-        names = [field.name for field in dataclasses.fields(kind)]
-        if set(body) != set(names):
+        fields = _FIELDS[kind]
+        if set(body) != set(fields):
             raise ValueError("wrong fields")
-        values = {name: _READ[name](reader, body[name]) for name in names}
+        values = {name: reader.read(x, body[name]) for name, x in fields.items()}
         if len(reader.used) != len(frames) - 1:
             raise ValueError("the header does not name all frames")
-        run = _of_type(header["run"], str)
-        return Letter(run, reader.region(sender), boot, kind(**values))
+        sender, boot = reader.read(Life, header["from"])
+        return Letter(reader.read(str, header["run"]), sender, boot, kind(**values))
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise WireError(f"not a message of this protocol: {error!r}") from error
 
@@ -222,14 +225,12 @@ def _plain(value: Any, data: list[bytes]) -> Any:
         case bytes():
             data.append(value)
             return len(data) - 1
-        case View(epoch, seats):
-            return [epoch, [[r, *seat] for r, seat in sorted(seats.items())]]
-        case Decision(epoch, sync, rows):
-            return [epoch, sync, _plain(rows, data)]
+        case View() | Decision():
+            return _plain(tuple(vars(value).values()), data)
         case tuple():
             return [_plain(x, data) for x in value]
     if isinstance(value, dict) and value and isinstance(next(iter(value)), int):
-        return [[r, _plain(row, data)] for r, row in value.items()]
+        return [[r, _plain(x, data)] for r, x in sorted(value.items())]
     return value
 
 
@@ -239,73 +240,38 @@ class _Reader:
     def __init__(self, frames: Sequence[bytes], num_regions: int):
         self._frames, self.used, self._num_regions = frames, set(), num_regions
 
-    def frame(self, index: Any) -> bytes:
-        if _count(index) in self.used:
-            raise ValueError(f"frame {index} is used twice")
-        self.used.add(index)
-        return bytes(self._frames[index])
-
-    def region(self, value: Any) -> int:
-        if _count(value) >= self._num_regions:
+    def read(self, kind: Any, value: Any) -> Any:
+        """Return a value of an annotated type, as `_plain` wrote it."""
+        origin, args = typing.get_origin(kind) or kind, typing.get_args(kind)
+        if kind in _FIELDS:
+            return kind(*self.each(_FIELDS[kind].values(), value))
+        if origin is tuple and args[-1] is ...:
+            return tuple(self.read(args[0], x) for x in value)
+        if origin is tuple:
+            return self.each(args, value)
+        if origin is Mapping:
+            return dict(self.each(args, pair) for pair in value or ())
+        if kind == Region and _count(value) >= self._num_regions:
             raise ValueError(f"region {value} must be below {self._num_regions}")
+        if kind in (int, Region):
+            return _count(value)
+        if kind is bytes:
+            if _count(value) in self.used:
+                raise ValueError(f"frame {value} is used twice")
+            self.used.add(value)
+            return bytes(self._frames[value])
+        if kind is float and type(value) in (int, float) and abs(value) < 1e15:
+            return float(value)
+        if kind is float or not isinstance(value, origin):
+            raise ValueError(f"{value!r} is not of type {origin.__name__}")
         return value
 
-    def sync(self, value: Any) -> SyncId:
-        fragment_id, start_step = map(_count, value)
-        return fragment_id, start_step
-
-    def members(self, value: Any) -> tuple[Life, ...]:
-        return tuple((self.region(r), _count(boot)) for r, boot in value)
-
-    def durations(self, value: Any) -> tuple[tuple[int, float], ...]:
-        return tuple((self.region(r), _seconds(s)) for r, s in value)
-
-    def view(self, value: Any) -> View:
-        epoch, seats = value
-        found = {self.region(r): Seat(*map(_count, seat)) for r, *seat in seats}
-        return View(_count(epoch), found)
-
-    def rows(self, value: Any) -> dict[int, bytes]:
-        return {self.region(r): self.frame(i) for r, i in value or ()}
-
-    def decisions(self, value: Any) -> tuple[Decision, ...]:
-        return tuple(
-            Decision(_count(epoch), self.sync(sync), self.rows(rows))
-            for epoch, sync, rows in value
-        )
+    def each(self, kinds: Iterable[Any], values: Any) -> tuple:
+        """Return values of several types."""
+        return tuple(self.read(*pair) for pair in zip(kinds, values, strict=True))
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{value!r} is not a count")
     return value
-
-
-def _seconds(value: Any) -> float:
-    if type(value) not in (int, float) or not abs(value) < 1e15:
-        raise ValueError(f"{value!r} is not a time")
-    return float(value)
-
-
-def _of_type(value: Any, kind: type) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"{value!r} is not of type {kind.__name__}")
-    return value
-
-
-_COUNTS = "step", "epoch", "base_epoch", "promised", "oldest_step"
-_READ: dict[str, Callable[[_Reader, Any], Any]] = {
-    **dict.fromkeys(_COUNTS, lambda _, value: _count(value)),
-    **dict.fromkeys(("clock_s", "step_s"), lambda _, value: _seconds(value)),
-    "view": _Reader.view,
-    "hears": lambda reader, value: tuple(map(reader.region, value)),
-    "sync": _Reader.sync,
-    "known": lambda reader, value: tuple(map(reader.sync, value)),
-    "members": _Reader.members,
-    "row": _Reader.frame,
-    "rows": _Reader.rows,
-    "arrays": lambda reader, value: tuple(map(reader.frame, value)),
-    "seconds": _Reader.durations,
-    "decisions": _Reader.decisions,
-    "header": lambda _, value: _of_type(value, dict),
-}

@@ -35,13 +35,10 @@ of the same messages. The rules:
   other restart from it, and their work since the cut is lost. With `min_regions` above
   M / 2 there is never a second view: the smaller part waits.
 
-What a death leaves behind depends on its moment. In the inner steps, nothing was sent
-and the others continue without the region. A message counts if the coordinator has
-received all of it. If the coordinator dies before it decides, its successor collects
-the messages again, without that of the dead region. If it dies after some regions
-received its decision, the decision holds for all; if none did, it never existed. A
-death at the merge or in a checkpoint is like one in the inner steps, as neither
-involves other regions.
+So a message of a region that dies counts if the coordinator has received all of it. If
+the coordinator dies before it decides, its successor collects the messages again. If it
+dies after some regions received its decision, the decision holds for all; if none did,
+it never existed.
 """
 
 from __future__ import annotations

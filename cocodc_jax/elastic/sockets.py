@@ -16,11 +16,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cocodc_jax._extras import extra
+from cocodc_jax._extras import later
 from cocodc_jax.elastic.messages import MAX_HEADER_BYTES
 from cocodc_jax.elastic.place import Place
+
+if TYPE_CHECKING:
+    import zmq
+    from zmq.utils import z85
+else:
+    zmq, z85 = later("zmq", "elastic"), later("zmq.utils.z85", "elastic")
 
 _QUEUE = 256  # The most messages that wait for one region.
 _FAREWELL_MS = 5000
@@ -37,11 +43,7 @@ _SAY_S = 60.0
 
 def key_pair(key: bytes) -> tuple[bytes, bytes]:
     """Return the public and the secret CURVE key, derived from the shared `key`."""
-    import zmq
-    import zmq.utils.z85
-
-    digest = hashlib.sha256(b"cocodc_jax regions" + key).digest()
-    secret = zmq.utils.z85.encode(digest)
+    secret = z85.encode(hashlib.sha256(b"cocodc_jax regions" + key).digest())
     return zmq.curve_public(secret), secret
 
 
@@ -62,11 +64,8 @@ class Sockets:
     """A `Channel` of sockets; see `open_channel`."""
 
     def __init__(self, place: Place, max_frame_bytes: int):
-        with extra("elastic"):
-            import zmq
-            import zmq.utils.z85
-        self._zmq, self._place = zmq, place
-        self._known = zmq.utils.z85.decode(key_pair(place.key)[0])
+        self._place = place
+        self._known = z85.decode(key_pair(place.key)[0])
         self._wake, self._waked = socket.socketpair()
         self._waked.setblocking(False)
         self._context = zmq.Context()
@@ -102,12 +101,12 @@ class Sockets:
         return found
 
     def _connected(self, region: int) -> Any:
-        out = self._secured(self._zmq.PUSH, listens=False)
+        out = self._secured(zmq.PUSH, listens=False)
         out.immediate = True  # No queue for a peer that is not connected.
-        out.setsockopt(self._zmq.RECONNECT_IVL, 100)
-        out.setsockopt(self._zmq.RECONNECT_IVL_MAX, 1000)
-        out.setsockopt(self._zmq.HEARTBEAT_IVL, _PING_MS)
-        out.setsockopt(self._zmq.HEARTBEAT_TIMEOUT, _PONG_MS)
+        out.setsockopt(zmq.RECONNECT_IVL, 100)
+        out.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        out.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
+        out.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PONG_MS)
         out.connect(f"tcp://{self._place.addresses[region]}")
         return out
 
@@ -118,12 +117,12 @@ class Sockets:
             while self._waked.recv(4096):
                 pass
         found = []
-        with contextlib.suppress(self._zmq.Again):
+        with contextlib.suppress(zmq.Again):
             while True:
-                self._answer(self._asked.recv_multipart(self._zmq.NOBLOCK))
-        with contextlib.suppress(self._zmq.Again):
+                self._answer(self._asked.recv_multipart(zmq.NOBLOCK))
+        with contextlib.suppress(zmq.Again):
             while len(found) < _QUEUE:
-                frames = self._in.recv_multipart(self._zmq.NOBLOCK, copy=False)
+                frames = self._in.recv_multipart(zmq.NOBLOCK, copy=False)
                 self._door.saw_message(frames[0])
                 found.append([frame.bytes for frame in frames])
         return found
@@ -144,9 +143,9 @@ class Sockets:
         """See `Channel.send`; it is dropped where nobody is."""
         for region in regions:
             try:
-                self._out[region].send_multipart(frames, self._zmq.NOBLOCK, copy=False)
+                self._out[region].send_multipart(frames, zmq.NOBLOCK, copy=False)
                 self._refused_s.pop(region, None)
-            except self._zmq.Again:
+            except zmq.Again:
                 now = time.monotonic()
                 if now - self._refused_s.setdefault(region, now) > _GIVE_UP_S:
                     del self._refused_s[region]
@@ -177,10 +176,8 @@ class Door:
 
     def __init__(self, listener: Any, context: Any):
         """Watch `listener`, a ZeroMQ socket of `context` that is not bound yet."""
-        import zmq
-
         limit = min(_MAX_WAITING, most_descriptors() // _SHARE)
-        self._zmq, self._limit, self._closed = zmq, limit, 0
+        self._limit, self._closed = limit, 0
         self._said_s = -_SAY_S
         # The peer of each descriptor, oldest first.
         self._waiting: dict[int, Any] = {}
@@ -200,7 +197,7 @@ class Door:
     def saw_message(self, frame: Any) -> None:
         """Note that the sender of this frame has the key."""
         with self._lock:
-            self._waiting.pop(frame.get(self._zmq.SRCFD), None)
+            self._waiting.pop(frame.get(zmq.SRCFD), None)
 
     def close(self) -> None:
         """Stop; the listening socket must be closed already."""
@@ -212,12 +209,12 @@ class Door:
         while not self._ended:
             try:
                 event = self._events.recv_multipart()[0]
-            except self._zmq.Again:
+            except zmq.Again:
                 continue
             kind, descriptor = struct.unpack("=hi", event)
             with self._lock:
                 self._waiting.pop(descriptor, None)
-                if kind == self._zmq.EVENT_ACCEPTED:
+                if kind == zmq.EVENT_ACCEPTED:
                     with contextlib.suppress(OSError), _borrowed(descriptor) as new:
                         self._waiting[descriptor] = new.getpeername()
                 # Unread events may say that some of the connections are closed.

@@ -78,8 +78,8 @@ class Times:
         self._least: dict[Life, _Recent] = {}
         self._came: dict[SyncId, dict[int, float]] = {}
         self._decided: dict[SyncId, tuple[float, frozenset[int]]] = {}
-        self._told: dict[SyncId, dict[int, Report]] = {}
-        self._told_s: dict[SyncId, float] = {}
+        # Since when each sync is reported, and by whom.
+        self._told: dict[SyncId, tuple[float, dict[int, Report]]] = {}
         self._done: collections.deque[SyncId] = collections.deque(maxlen=_REMEMBERED)
         self.step_s = 0.0  # Of an inner step here, 0 if not measured.
 
@@ -119,16 +119,15 @@ class Times:
     def told(self, sender: int, report: Report, now: float) -> None:
         """Record a region's report."""
         if report.sync not in self._done:
-            self._told.setdefault(report.sync, {})[sender] = report
-            self._told_s.setdefault(report.sync, now)
+            self._told.setdefault(report.sync, (now, {}))[1][sender] = report
 
     def finished(self, regions: Collection[int], now: float) -> list[Measured]:
         """Return the syncs that all `regions` have reported, or that are old."""
         found = []
-        for sync, told in sorted(self._told.items(), key=lambda each: each[0][1]):
-            is_old = now - self._told_s[sync] > 2 * self.wait_s
-            if set(regions) <= told.keys() or is_old:
-                del self._told[sync], self._told_s[sync]
+        in_order = sorted(self._told.items(), key=lambda each: each[0][1])
+        for sync, (since, told) in in_order:
+            if set(regions) <= told.keys() or now - since > 2 * self.wait_s:
+                del self._told[sync]
                 self._done.append(sync)
                 found.append(self._matrix(sync, told, regions))
         return found

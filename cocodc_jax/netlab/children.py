@@ -1,8 +1,4 @@
-"""Children, which end with their parent: one, a group, or regions that live alone.
-
-The processes of a `Group` end together. A region does not end because another one has,
-and may be started again.
-"""
+"""Children, which end with their parent: one, a group, or regions that live alone."""
 
 import contextlib
 import ctypes
@@ -182,7 +178,7 @@ class Group:
 
 
 class Region:
-    """One region's processes, and those it has been before."""
+    """One region's processes; it may be started again, and ends by itself."""
 
     def __init__(
         self, command: Sequence[str], log: pathlib.Path | None, num_processes: int = 1

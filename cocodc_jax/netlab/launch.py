@@ -62,8 +62,7 @@ class _Lab:
         logdir = plan.logdir.absolute()
         self._told = dataclasses.replace(plan, logdir=logdir, changes_path=changes)
         self._selector = selectors.DefaultSelector()
-        self._regions: dict[int, subprocess.Popen] = {}
-        self._running: set[int] = set()
+        self._regions: dict[int, subprocess.Popen] = {}  # that run
         self._asked_to_end: set[int] = set()
         self._open_pipes = 0
         self._relay: subprocess.Popen | None = None
@@ -81,7 +80,11 @@ class _Lab:
                     self._start_region(region_id, theirs.fileno())
             devices = []
             for region_id, connection in enumerate(connections):
-                devices.append(_receive_device(region_id, connection))
+                message, found, _, _ = socket.recv_fds(connection, 4096, 1)
+                if not found:
+                    reason = message.decode() or "its process ended"
+                    raise LabError(f"region {region_id} could not be made: {reason}")
+                devices += found
                 stack.callback(os.close, devices[-1])
             self._start_relay(devices)
             for connection in connections:
@@ -91,11 +94,11 @@ class _Lab:
         """Wait until every region has ended and all output is copied."""
         if self.exit_code:  # stopped, perhaps before there was anything to stop
             self._stop_regions()
-        while self._running:
+        while self._regions:
             self._step()
             if time.monotonic() > self._kill_at_s:
-                for region_id in self._running:
-                    self._regions[region_id].kill()
+                for process in self._regions.values():
+                    process.kill()
         while self._open_pipes and self._step():
             pass
         if self._relay_broke:
@@ -125,7 +128,6 @@ class _Lab:
                 region.__name__, told, pass_fds=[socket_fd], stdout=out, stderr=out
             )
         self._regions[region_id] = process
-        self._running.add(region_id)
         self._on_end(process, lambda: self._region_ended(region_id))
         if process.stdout and process.stderr:
             self._show(process.stdout, _STDOUT)
@@ -160,8 +162,7 @@ class _Lab:
         self._selector.register(fd, selectors.EVENT_READ, ended)
 
     def _region_ended(self, region_id: int) -> None:
-        code = children.exit_code(self._regions[region_id].wait())
-        self._running.discard(region_id)
+        code = children.exit_code(self._regions.pop(region_id).wait())
         if code and not self.exit_code:
             log = self._plan.log_path(region_id)
             # Region 0 has been on the terminal already.
@@ -169,13 +170,13 @@ class _Lab:
             self.stop(code)
 
     def _relay_ended(self) -> None:
-        if self._running:
+        if self._regions:
             self._relay_broke = True
             self._stop_regions()
 
     def _stop_regions(self) -> None:
         # Once each: a region counts its grace from the last time it is asked.
-        for region_id in self._running - self._asked_to_end:
+        for region_id in self._regions.keys() - self._asked_to_end:
             self._asked_to_end.add(region_id)
             self._regions[region_id].terminate()
             self._kill_at_s = time.monotonic() + self._plan.grace_s + _SPARE_S
@@ -214,11 +215,3 @@ def _start_module(name: str, told: tuple, **settings) -> subprocess.Popen:
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
         pickle.dump(told, pipe)
     return process
-
-
-def _receive_device(region_id: int, connection: socket.socket) -> int:
-    message, devices, _, _ = socket.recv_fds(connection, 4096, 1)
-    if not devices:
-        reason = message.decode() or "its process ended"
-        raise LabError(f"region {region_id} could not be made: {reason}")
-    return devices[0]

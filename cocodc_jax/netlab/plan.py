@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cocodc_jax.netlab.shaper import Conditions
 
 if TYPE_CHECKING:  # The lab's processes read plans, and load no NumPy.
-    from cocodc_jax.network.links import LinkChange, Topology
+    from cocodc_jax.network.links import Topology
 
 _INTERNET_MTU_BYTES, _LARGEST_MTU_BYTES = 1500, 65000
 _PACKET_S = 0.001
@@ -133,16 +133,12 @@ def _conditions_at(topology: Topology, time_s: float, region_bps: float) -> Cond
     ids = range(topology.num_regions)
     active = [c for c in topology.changes if c.start_s <= time_s < c.end_s]
 
-    def matrix(entry):
-        return tuple(tuple(entry(i, j) for j in ids) for i in ids)
+    def of_links(entry):
+        return tuple(tuple(map(entry, row)) for row in topology.links)
 
-    def rate(i: int, j: int) -> float:
-        factors = [c.bandwidth_factor for c in active if _holds(c, i, j)]
-        return topology.links[i][j].bandwidth_gbps * 1e9 * math.prod(factors)
-
-    def delay(i: int, j: int) -> float:
-        extra = sum(c.extra_latency_s for c in active if _holds(c, i, j))
-        return topology.links[i][j].latency_s + extra
+    # Its rates without what one TCP stream reaches, its delays without jitter.
+    plain = of_links(lambda x: dataclasses.replace(x, jitter_s=0.0, loss=0.0))
+    state = dataclasses.replace(topology, links=plain).at(time_s)
 
     def cap(*ends: int | None) -> float:
         whole = [c for c in active if (c.source, c.target) in (ends, (None, None))]
@@ -152,17 +148,13 @@ def _conditions_at(topology: Topology, time_s: float, region_bps: float) -> Cond
 
     return Conditions(
         start_s=time_s,
-        rate_bps=matrix(rate),
-        delay_s=matrix(delay),
-        jitter_s=matrix(lambda i, j: topology.links[i][j].jitter_s),
-        loss=matrix(lambda i, j: topology.links[i][j].loss),
+        rate_bps=(8 * state.bytes_per_s).tolist(),
+        delay_s=state.delay_s.tolist(),
+        jitter_s=of_links(lambda link: link.jitter_s),
+        loss=of_links(lambda link: link.loss),
         uplink_bps=tuple(cap(i, None) for i in ids),
         downlink_bps=tuple(cap(None, j) for j in ids),
     )
-
-
-def _holds(change: LinkChange, source: int, target: int) -> bool:
-    return change.source in (None, source) and change.target in (None, target)
 
 
 def usual_mtu_bytes(conditions: Conditions) -> int:

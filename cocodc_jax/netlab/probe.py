@@ -15,8 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cocodc_jax.exchange import between_hosts, collectives
-from cocodc_jax.network import direct, gloo
-from cocodc_jax.network.collectives import collective_cost
+from cocodc_jax.network.collectives import MODELS, collective_cost
 from cocodc_jax.network.links import LinkState
 from cocodc_jax.sharding import mesh, transfer
 from cocodc_jax.sharding.outer_mesh import outer_rows, outer_sharding
@@ -67,11 +66,8 @@ def measure(send: Callable[[], jax.Array], repeats: int, pause_s: float) -> list
 
 def predict(name: str, num_bytes: int, links: LinkState) -> dict[str, float]:
     """Predicts the seconds of an exchange."""
-    kind, together = COLLECTIVES[name], [0.0] * links.num_regions
-    if kind in direct.PHASES:
-        at_once = max(direct.seconds_of(links, kind, num_bytes, together))
-    else:
-        phases = gloo.PHASES[kind](links.num_regions, num_bytes)
-        at_once = max(gloo.seconds_of(links, phases, together))
+    kind = COLLECTIVES[name]
+    seconds_of, _ = MODELS[kind].exchange(links, kind, num_bytes)
+    at_once = max(seconds_of([0.0] * links.num_regions))
     predicted = collective_cost(links, kind, num_bytes).seconds
     return {"predicted_s": predicted, "at_once_s": at_once}

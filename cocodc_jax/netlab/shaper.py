@@ -74,13 +74,7 @@ class Shaper:
     """
 
     def __init__(self, conditions: Sequence[Conditions], buffer_s: float, seed: int):
-        """Set up idle links.
-
-        Args:
-          conditions: in the order of their starts, the first at 0.
-          buffer_s: a packet that would wait longer at a meter is dropped.
-          seed: of loss and jitter.
-        """
+        """Set up idle links; `conditions` are in the order of their starts."""
         num = conditions[0].num_regions
         self.changes_from_s = 0.0
         self._links, *self._later = conditions
@@ -100,7 +94,9 @@ class Shaper:
 
     def send(self, now_s: float, source: int, target: int, packet: bytes) -> None:
         """Take a packet that a region sends."""
-        links, count, size = self._links_at(now_s), self.traffic, len(packet)
+        while self._later and now_s - self.changes_from_s >= self._later[0].start_s:
+            self._links = self._later.pop(0)
+        links, count, size = self._links, self.traffic, len(packet)
         count.sent_bytes[source][target] += size
         count.sent_packets[source][target] += 1
         rate = links.rate_bps[source][target]
@@ -136,34 +132,17 @@ class Shaper:
         due = []
         while self._heap and self._heap[0][0] <= now_s:
             time_s, _, stage, source, target, packet = heapq.heappop(self._heap)
-            if stage == _ON_THE_WAY:
-                ready_s = self._enter_downlink(time_s, source, target, len(packet))
-                if ready_s is None:
-                    continue
-                if ready_s > now_s:
-                    self._push(ready_s, _IN_DOWNLINK, source, target, packet)
-                    continue
-            self.traffic.delivered_bytes[source][target] += len(packet)
-            due.append((target, packet))
+            size, free_s = len(packet), self._downlink_free_s[target]
+            if stage == _IN_DOWNLINK:
+                self.traffic.delivered_bytes[source][target] += size
+                due.append((target, packet))
+            elif free_s - time_s > self._buffer_s:
+                self.traffic.overflow_packets[source][target] += 1
+            else:
+                free_s += 8 * size / self._links.downlink_bps[target]
+                self._downlink_free_s[target] = ready_s = max(time_s, free_s)
+                self._push(ready_s, _IN_DOWNLINK, source, target, packet)
         return due
-
-    def _enter_downlink(
-        self, time_s: float, source: int, target: int, size: int
-    ) -> float | None:
-        """When a packet has passed the downlink's meter; None if its queue is full."""
-        free_s = self._downlink_free_s[target]
-        if free_s - time_s > self._buffer_s:
-            self.traffic.overflow_packets[source][target] += 1
-            return None
-        ready_s = max(time_s, free_s + 8 * size / self._links.downlink_bps[target])
-        self._downlink_free_s[target] = ready_s
-        return ready_s
 
     def _push(self, time_s: float, stage: int, *packet) -> None:
         heapq.heappush(self._heap, (time_s, next(self._order), stage, *packet))
-
-    def _links_at(self, now_s: float) -> Conditions:
-        now_s -= self.changes_from_s
-        while self._later and now_s >= self._later[0].start_s:
-            self._links = self._later.pop(0)
-        return self._links

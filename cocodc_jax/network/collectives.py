@@ -26,7 +26,6 @@ operations in MPICH", 2005 (ring, binomial tree, recursive doubling).
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 import statistics
@@ -109,7 +108,9 @@ ROUNDS: dict[str, Callable[[Sequence[int], float], list[Round]]] = {
     "pairs": pairs_rounds,
     "gather": gather_rounds,
 }
-COLLECTIVES = (*ROUNDS, *gloo.PHASES, *direct.PHASES)
+# Of what processes do, which is no list of rounds.
+MODELS = dict.fromkeys(gloo.PHASES, gloo) | dict.fromkeys(direct.PHASES, direct)
+COLLECTIVES = (*ROUNDS, *MODELS)
 
 
 def rounds_s(
@@ -173,17 +174,10 @@ def collective_cost(
         )
     if name in ROUNDS:
         return cost_of(state, ROUNDS[name](order, num_bytes))
-    ranks, num = state.subset(order), len(order)  # Process k is region order[k].
-    if name in direct.PHASES:
-        exchange = functools.partial(direct.seconds_of, ranks, name, num_bytes)
-        part = direct.part_bytes(name, num, num_bytes)
-        sent = [direct.PHASES[name] * (num - 1) * part] * num
-    else:
-        phases = gloo.PHASES[name](num, num_bytes)
-        exchange = functools.partial(gloo.seconds_of, ranks, phases)
-        sent = gloo.bytes_sent(phases, num)
-    by_region = tuple(sent[order.index(i)] for i in range(num))
-    return CollectiveCost(settled_s(ranks, exchange), 0.0, by_region)
+    ranks = state.subset(order)  # Process k is region order[k].
+    seconds_of, sent = MODELS[name].exchange(ranks, name, num_bytes)
+    by_region = tuple(sent[order.index(i)] for i in range(len(order)))
+    return CollectiveCost(settled_s(ranks, seconds_of), 0.0, by_region)
 
 
 def settled_s(
@@ -234,17 +228,12 @@ def best_order(state: LinkState, name: str, num_bytes: float) -> Order:
         rest = itertools.permutations(range(len(fixed), num))
         return min(cost(fixed + tail) for tail in rest)[1]
     starts = (_nearest_neighbours(state, first, num_bytes) for first in range(num))
-    return _local_search(min(starts, key=cost), cost)
-
-
-def _local_search(order: Order, cost: Callable[[Order], tuple[float, Order]]) -> Order:
-    """Apply the first improving reversal or swap until there is none."""
-    while True:
-        enough_s = cost(order)[0] * (1 - 1e-12)
-        better = (x for x in _neighbours(order) if cost(x)[0] < enough_s)
-        if (found := next(better, None)) is None:
+    best = min(map(cost, starts))
+    while True:  # Take the first improving reversal or swap until there is none.
+        enough_s, order = best[0] * (1 - 1e-12), best[1]
+        better = (x for x in map(cost, _neighbours(order)) if x[0] < enough_s)
+        if (best := next(better, None)) is None:
             return order
-        order = found
 
 
 def _neighbours(order: Order) -> Iterator[Order]:

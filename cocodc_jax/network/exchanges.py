@@ -3,13 +3,6 @@
 All of it is read off the method itself, a `cocodc_jax.sync.method.Method`. Its way is a
 *crossing*, which gives the cost of one exchange over links as they are at a moment;
 `Cost` is the same over links that change.
-
-- `collective`: a named collective among all regions (`collectives.py`).
-- `in_pairs`: every region with one other, drawn anew each time (NoLoCo).
-- `to_neighbours`: every region with the one before it and the one after it (lt_admm).
-- `by_rings`: several rings at once, each with its share (multi_ring).
-- `answered`: one region's message to the first region, where the outer model is taken
-  to be, and the answer back, over the links of that pair.
 """
 
 from __future__ import annotations
@@ -136,7 +129,7 @@ def collective(
 
 
 def in_pairs(state: LinkState, num_bytes: float) -> CollectiveCost:
-    """Return the expected cost of an exchange in pairs, of which the slowest counts.
+    """Return the expected cost of an exchange in pairs (NoLoCo); the slowest counts.
 
     The two of a pair send each other `num_bytes`. Each matching of `sync.regions` is
     drawn equally often, so numbers are means over them.
@@ -152,7 +145,7 @@ def in_pairs(state: LinkState, num_bytes: float) -> CollectiveCost:
 
 
 def to_neighbours(state: LinkState, num_bytes: float) -> CollectiveCost:
-    """Return the cost of telling both neighbours on a ring of the regions.
+    """Return the cost of telling both neighbours on a ring of the regions (lt_admm).
 
     A region's line carries one message after the other, and nobody waits in between.
     """

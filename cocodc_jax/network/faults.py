@@ -105,10 +105,7 @@ class _Past:
 
     def _usual(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Return medians of the past, and what deviations of each are measured by."""
-        if not self._values:
-            nothing = np.full(shape, np.nan)
-            return nothing, nothing
-        past = np.stack(self._values)
+        past = np.stack([np.full(shape, np.nan), *self._values])
         known = np.isfinite(past).sum(0) >= _LEAST_PAST
         median = _median(past)
         scale = _scale(median, _median(np.abs(past - median)), self._floor)
@@ -254,7 +251,7 @@ def explain(
     num = len(bad)
     there = ~(np.eye(num, dtype=bool) if unknown is None else unknown)
     np.fill_diagonal(there, False)
-    left, lines = bad & there, []
+    left = bad & there
     if not left.any():
         return []
     if part := _cut_off(left):
@@ -262,27 +259,26 @@ def explain(
     shares = [left.sum(axis) > there.sum(axis) / 2 for axis in (0, 1)]
     if num > 2 and np.all(shares):
         return [("network", (), left)]
+    cells = {("sender", i): np.s_[i, :] for i in range(num)}
+    cells |= {("receiver", i): np.s_[:, i] for i in range(num)}
+    lines: dict[tuple[str, int], np.ndarray] = {}
     while True:
-        each = [
-            (int(left[cells].sum()), kind, i, cells)
-            for i in range(num)
-            for kind, cells in (("sender", np.s_[i, :]), ("receiver", np.s_[:, i]))
-        ]
-        most = [x for x in each if x[0] > 1 and 2 * x[0] > there[x[3]].sum()]
+        bad_in = {key: left[x].sum() for key, x in cells.items()}
+        most = [k for k, n in bad_in.items() if n > 1 and 2 * n > there[cells[k]].sum()]
         if not most:
             break
-        _, kind, i, cells = max(most, key=lambda found: found[0])
-        line = np.zeros_like(left)
-        line[cells] = left[cells]
+        # Of equal ones the first region's, the sender before the receiver.
+        key = min(most, key=lambda key: (-bad_in[key], key[1]))
+        lines[key] = line = np.zeros_like(left)
+        line[cells[key]] = left[cells[key]]
         left = left & ~line
-        lines.append((kind, i, line))
     found = []
-    for kind, i, line in lines:
-        other = [x for x in lines if x[1] == i and x[0] != kind]
-        if not other:
+    for (kind, i), line in lines.items():
+        twin = lines.get(("receiver" if kind == "sender" else "sender", i))
+        if twin is None:
             found.append((kind, (i,), line))
         elif kind == "sender":
-            found.append(("region", (i,), line | other[0][2]))
+            found.append(("region", (i,), line | twin))
     for i, j in np.argwhere(left):
         cell = np.zeros_like(left)
         cell[i, j] = True

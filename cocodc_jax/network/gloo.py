@@ -33,6 +33,7 @@ xla/backends/cpu/collectives/gloo_communicator.cc for what is chosen of it.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -89,10 +90,7 @@ def all_gather_phases(num_ranks: int, num_bytes: float) -> list[Phase]:
     return [Phase(np.repeat(halves[:, None], num_ranks, axis=1), 1, True)]
 
 
-PHASES: dict[str, Callable[[int, float], list[Phase]]] = {
-    "gloo": all_reduce_phases,
-    "gloo_gather": all_gather_phases,
-}
+PHASES = {"gloo": all_reduce_phases, "gloo_gather": all_gather_phases}
 
 
 def seconds_of(
@@ -105,10 +103,13 @@ def seconds_of(
     return clock
 
 
-def bytes_sent(phases: Sequence[Phase], num_ranks: int) -> list[float]:
-    """Return what each rank sends."""
-    each = (phase.sizes.sum(axis=0) for phase in phases)
-    return sum(each, np.zeros(num_ranks)).tolist()
+def exchange(
+    state: LinkState, name: str, num_bytes: float
+) -> tuple[Callable[[Sequence[float]], list[float]], list[float]]:
+    """Return when each rank is done, of when each begins, and what each sends."""
+    phases = PHASES[name](state.num_regions, num_bytes)
+    sent = sum((x.sizes.sum(axis=0) for x in phases), np.zeros(state.num_regions))
+    return functools.partial(seconds_of, state, phases), sent.tolist()
 
 
 @dataclasses.dataclass

@@ -12,8 +12,7 @@ arrangement is tried; beyond that, swaps of two sites from several random starts
 finds a local optimum and proves nothing.
 
 A pipeline that wires each batch anew (`swarm.py`) is as fast as its slowest stage, the
-sum of whose sites' rates is least. `rebalanced` moves sites from the fastest stage to
-the slowest while that helps (SWARM, arXiv 2301.11913, one every few minutes).
+sum of whose sites' rates is least.
 """
 
 import dataclasses
@@ -83,15 +82,11 @@ class Placement:
 
 
 def place(
-    state: LinkState,
-    pipeline: Pipeline,
-    num_starts: int = 8,
-    seed: int = 0,
-    exact_sites: int = EXACT_SITES,
+    state: LinkState, pipeline: Pipeline, num_starts: int = 8, seed: int = 0
 ) -> Placement:
     """Choose the sites of every stage, whose number divides that of the sites.
 
-    With more than `exact_sites` sites a local search begins from `num_starts`
+    With more than `EXACT_SITES` sites a local search begins from `num_starts`
     arrangements, drawn by `seed`.
     """
     num = state.num_regions
@@ -128,7 +123,7 @@ def place(
     def cost(flat: Order) -> tuple[float, Order]:
         return sum(parts(flat)), flat
 
-    if num <= exact_sites:
+    if num <= EXACT_SITES:
         best = min(itertools.permutations(range(num)), key=cost)
     else:
         shuffler, sites = random.Random(seed), range(num)
@@ -137,11 +132,11 @@ def place(
         best = min((_descend(start, cost) for start in starts), key=cost)
     stages = split(best)
     slowest = max(range(len(stages)), key=lambda s: ring_s(frozenset(stages[s])))
-    return Placement(stages, *parts(best), slowest, num <= exact_sites)
+    return Placement(stages, *parts(best), slowest, num <= EXACT_SITES)
 
 
 def rebalanced(stages: Stages, rates: Sequence[float]) -> Stages:
-    """Move sites from the fastest to the slowest stage until that helps no more.
+    """Move sites from the fastest to the slowest stage while that helps (SWARM).
 
     >>> rebalanced(((0, 1, 2), (3,)), rates=[1, 1, 1, 1])
     ((1, 2), (3, 0))

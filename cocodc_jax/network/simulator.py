@@ -80,15 +80,24 @@ def simulate(
         marks = ((0, zeros), (num_steps, ends))
         steps_s = workload.step_time_s
         return Timeline(topology.regions, (), num_steps, steps_s, marks, zeros, zeros)
-    channels = _channels(topology, workload, schedule, collective, order, sharing)
+    # The way of all messages, or one for each region that comes alone.
+    ways: list[Any] = [collective]
+    if schedule.is_by_region:
+        each = range(topology.num_regions)
+        ways = [exchanges.answered(m, workload.answer_share) for m in each]
+    elif isinstance(collective, str):
+        each = range(schedule.num_fragments)
+        largest = max(size for p in each for _, size in workload.messages([p]))
+        ways = [exchanges.collective(topology, collective, order, largest)]
+    costs = [exchanges.over_time(topology, way) for way in ways]
+    times_s, host_bytes_per_s = topology.change_times_s, workload.host_bytes_per_s
+    channels = [Channel(cost, times_s, sharing, host_bytes_per_s) for cost in costs]
     fastest = min(workload.step_time_s)
     ratios = tuple(seconds / fastest for seconds in workload.step_time_s)
     bound = schedule.bind(Regions(ratios, (1,) * len(ratios)))
     run = _Run(workload, bound, channels, effective_rank)
     run.run(num_steps)
-    bytes_sent = np.zeros(topology.num_regions)
-    for channel in channels:
-        bytes_sent += channel.bytes_sent
+    bytes_sent = np.zeros(topology.num_regions) + sum(x.bytes_sent for x in channels)
     return Timeline(
         topology.regions,
         tuple(run.records),
@@ -106,11 +115,9 @@ def simulate_method(
     method: Method,
     num_steps: int,
     collective: str | None = None,
-    order: Sequence[int] | None = None,
-    sharing: str = "fair",
-    effective_rank: float | None = None,
+    **settings: Any,
 ) -> Timeline:
-    """Simulate a method, see `simulate`.
+    """Simulate a method; `settings` are further arguments of `simulate`.
 
     Raises:
       ValueError: as `simulate`, or if the method is for another number of regions or
@@ -121,32 +128,11 @@ def simulate_method(
         raise ValueError(
             f"regions={num} must be {method.num_regions} for method={method.name!r}"
         )
-    schedule = exchanges.schedule_of(method)
-    given = exchanges.crossing(method, collective), order, sharing, effective_rank
-    return simulate(topology, workload, schedule, num_steps, *given)
-
-
-def _channels(
-    topology: Topology,
-    workload: Workload,
-    schedule: Schedule,
-    collective: str | exchanges.Crossing,
-    order: Sequence[int] | None,
-    sharing: str,
-) -> list[Channel]:
-    """Return the way of all messages, or one for each region that comes alone."""
-    if schedule.is_by_region:
-        each = range(topology.num_regions)
-        ways = [exchanges.answered(m, workload.answer_share) for m in each]
-    elif isinstance(collective, str):
-        each = range(schedule.num_fragments)
-        largest = max(size for p in each for _, size in workload.messages([p]))
-        ways = [exchanges.collective(topology, collective, order, largest)]
-    else:
-        ways = [collective]
-    costs = [exchanges.over_time(topology, way) for way in ways]
-    times_s, host_bytes_per_s = topology.change_times_s, workload.host_bytes_per_s
-    return [Channel(cost, times_s, sharing, host_bytes_per_s) for cost in costs]
+    schedule, way = (
+        exchanges.schedule_of(method),
+        exchanges.crossing(method, collective),
+    )
+    return simulate(topology, workload, schedule, num_steps, way, **settings)
 
 
 class _Run:
@@ -242,15 +228,12 @@ class _Run:
                 channel = self.channels[who[0]]
         scale = event.rank / self.first_rank if event.rank else 1.0
         times = self.measured() if self.schedule.is_measured else []
-        sent = np.zeros_like(self.clocks)
-        flight = Flight(event, channel, times, self.clocks, np.inf, [], sent)
+        flight = Flight(event, channel, times, self.clocks, np.inf, [])
         for layer, num_bytes in self.workload.messages((event.fragment_id,)):
             lead = (1 - FORWARD_SHARE) * layer / self.workload.num_layers
             ready_s = float(np.max((self.clocks - lead * self.step_s)[who]))
             flight.start_s = min(flight.start_s, ready_s)
-            transfer, sent = channel.send(ready_s, num_bytes * scale)
-            flight.layers.insert(0, (layer, transfer))
-            flight.bytes_sent = flight.bytes_sent + sent
+            flight.layers.insert(0, (layer, channel.send(ready_s, num_bytes * scale)))
         if self.schedule.is_measured:
             self.unseen.append(flight)
         return flight
@@ -275,6 +258,7 @@ class _Run:
             stall = np.where(merging, stall, 0.0)
         self.clocks = self.clocks + stall
         self.stall_s = self.stall_s + stall
+        sent = [transfer.bytes_sent for _, transfer in flight.layers[::-1]]
         self.records.append(
             SyncRecord(
                 (flight.start.fragment_id,),
@@ -285,7 +269,7 @@ class _Run:
                 float(np.max(self.clocks[merging])),
                 float(np.max(stall)),
                 float(np.mean(stall)),
-                tuple(flight.bytes_sent.tolist()),
+                tuple(np.sum(sent, axis=0).tolist()),
             )
         )
 

@@ -24,14 +24,13 @@ authors' code; rebalancing and its period as in digests of the paper. Differs fr
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import heapq
 import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cocodc_jax.network.collectives import point_to_point_s
 from cocodc_jax.network.links import LinkState, check
@@ -77,8 +76,7 @@ class Swarm:
         check_sizes(self.activation_bytes, self.stage_bytes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """A site that went from one stage to another."""
 
     time_s: float
@@ -121,7 +119,7 @@ def simulate_swarm(
         raise ValueError(
             f"wiring='fixed' needs stages of equal size, not {swarm.stages}"
         )
-    run = _State(swarm, state, wiring == "fixed", random.Random(seed))
+    run = _State(swarm, state, wiring == "fixed", seed)
     for failure in failures:
         run.at(failure.start_s, run.leave, failure.site)
         run.at(failure.end_s, run.recover, failure.site)
@@ -135,10 +133,6 @@ def simulate_swarm(
     )
 
 
-def _home(stages: Stages, site: int) -> int:
-    return next(s for s, sites in enumerate(stages) if site in sites)
-
-
 @dataclasses.dataclass(eq=False)
 class _Batch:
     """A batch on its way: who follows it, to which stage, from where, since when."""
@@ -149,35 +143,39 @@ class _Batch:
     sent_s: float = 0.0
 
 
+@dataclasses.dataclass(eq=False)
+class _Site:
+    """A site until it leaves; when it is back, it is another one."""
+
+    id: int
+    # Where it serves; None while it is gone, or fetches parameters.
+    stage: int | None = None
+    load: float = 0.0
+    total_s: float = 0.0  # Of the exponential mean of what batches took,
+    weight: float = 0.0  # which is this sum over that of its weights.
+    queue: list[_Batch] = dataclasses.field(default_factory=list)
+
+
 class _State:
     """The state of a simulation, and what happens in it, event by event."""
 
-    def __init__(
-        self, swarm: Swarm, links: LinkState, is_fixed: bool, shuffler: random.Random
-    ):
-        num = len(swarm.batch_s)
+    def __init__(self, swarm: Swarm, links: LinkState, is_fixed: bool, seed: int):
         self._swarm, self._links, self._is_fixed = swarm, links, is_fixed
-        self._shuffler, self.now_s = shuffler, 0.0
+        self._shuffler, self.now_s = random.Random(seed), 0.0
         self.finished_s: list[float] = []
         self.moves: list[Move] = []
-        self.num_served = [0] * num
+        self.num_served = [0] * len(swarm.batch_s)
+        self._coming = [0] * len(swarm.batch_s)
+        self._home = {i: s for s, sites in enumerate(swarm.stages) for i in sites}
+        self._sites = [_Site(i, s) for i, s in sorted(self._home.items())]
+        self._waiting: list[list[_Batch]] = [[] for _ in swarm.stages]
         self._events: list[tuple[float, int, Callable, tuple[Any, ...]]] = []
         self._ids = itertools.count()
-        # Where each site serves; None while it is gone, or fetches parameters.
-        self._stage_of: list[int | None] = [
-            _home(swarm.stages, site) for site in range(num)
-        ]
-        self._queues = [collections.deque[_Batch]() for _ in range(num)]
-        self._coming = [0] * num
-        self._loads = [0.0] * num
-        # Sums of the exponential mean and of its weights, see `_expected_s`.
-        self._means = [(0.0, 0.0)] * num
-        self._epochs = [0] * num
-        self._waiting: list[list[_Batch]] = [[] for _ in swarm.stages]
 
     @property
     def stages(self) -> Stages:
-        return tuple(tuple(self._serving(s)) for s in range(len(self._waiting)))
+        each = map(self._serving, range(len(self._waiting)))
+        return tuple(tuple(site.id for site in sites) for sites in each)
 
     def at(self, time_s: float, happen: Callable, *arguments: Any) -> None:
         """Have something happen at a time, after what was to happen then already."""
@@ -196,45 +194,48 @@ class _State:
             self._waiting[batch.stage].append(batch)
             return
         batch.sent_s = self.now_s
-        self._loads[site] += self._expected_s(site)
-        self._coming[site] += 1
-        arrival_s = self.now_s + self._transfer_s(batch.origin, site)
-        self.at(arrival_s, self._arrive, batch, site, self._epochs[site])
+        batch_s = self._swarm.batch_s[site.id]
+        site.load += site.total_s / site.weight if site.weight else batch_s
+        self._coming[site.id] += 1
+        arrival_s = self.now_s + self._transfer_s(batch.origin, site.id)
+        self.at(arrival_s, self._arrive, batch, site)
 
-    def _choose(self, batch: _Batch) -> int | None:
+    def _choose(self, batch: _Batch) -> _Site | None:
         if self._is_fixed:
             sites = self._swarm.stages[batch.stage]
-            site = sites[batch.trainer % len(sites)]
-            return site if self._stage_of[site] is not None else None
+            site = self._sites[sites[batch.trainer % len(sites)]]
+            return site if site.stage is not None else None
         sites = self._serving(batch.stage)
-        ties = {site: (self._loads[site], self._shuffler.random()) for site in sites}
-        return min(ties, key=ties.__getitem__, default=None)
+        ties = [(site.load, self._shuffler.random()) for site in sites]
+        return sites[ties.index(min(ties))] if sites else None
 
-    def _arrive(self, batch: _Batch, site: int, epoch: int) -> None:
-        self._coming[site] -= 1
-        if epoch != self._epochs[site]:
+    def _arrive(self, batch: _Batch, site: _Site) -> None:
+        self._coming[site.id] -= 1
+        if self._is_gone(site):
             self.send(batch)
             return
-        self._queues[site].append(batch)
-        if len(self._queues[site]) == 1:
+        site.queue.append(batch)
+        if len(site.queue) == 1:
             self._serve(site)
 
-    def _serve(self, site: int) -> None:
-        done_s = self.now_s + self._swarm.batch_s[site]
-        self.at(done_s, self._finish, site, self._epochs[site])
+    def _is_gone(self, site: _Site) -> bool:
+        return self._sites[site.id] is not site
 
-    def _finish(self, site: int, epoch: int) -> None:
-        if epoch != self._epochs[site]:
+    def _serve(self, site: _Site) -> None:
+        self.at(self.now_s + self._swarm.batch_s[site.id], self._finish, site)
+
+    def _finish(self, site: _Site) -> None:
+        if self._is_gone(site):
             return
-        batch = self._queues[site].popleft()
-        self.num_served[site] += 1
-        (total, weight), keep = self._means[site], 1 - _SMOOTHING
-        total = keep * total + _SMOOTHING * (self.now_s - batch.sent_s)
-        self._means[site] = total, keep * weight + _SMOOTHING
-        if self._queues[site]:
+        batch = site.queue.pop(0)
+        self.num_served[site.id] += 1
+        keep, took_s = 1 - _SMOOTHING, self.now_s - batch.sent_s
+        site.total_s = keep * site.total_s + _SMOOTHING * took_s
+        site.weight = keep * site.weight + _SMOOTHING
+        if site.queue:
             self._serve(site)
         if batch.stage + 1 < len(self._waiting):
-            self.send(_Batch(batch.trainer, batch.stage + 1, site))
+            self.send(_Batch(batch.trainer, batch.stage + 1, site.id))
         else:
             self.finished_s.append(self.now_s)
             self.send(_Batch(batch.trainer, 0, None))
@@ -242,8 +243,7 @@ class _State:
     def recover(self, site: int) -> None:
         """Give a site back to its stage, or where sites choose to the most loaded."""
         most_loaded = max(range(len(self._waiting)), key=self._load)
-        home = _home(self._swarm.stages, site)
-        self._join_later(site, home if self._is_fixed else most_loaded)
+        self._join_later(site, self._home[site] if self._is_fixed else most_loaded)
 
     def rebalance(self) -> None:
         """Move a site from the stage with the fewest batches to that with the most."""
@@ -259,42 +259,35 @@ class _State:
 
     def leave(self, site: int) -> None:
         """Take a site away; what was with it is sent again."""
-        self._epochs[site] += 1
-        self._stage_of[site] = None
-        left, self._queues[site] = self._queues[site], collections.deque()
-        for batch in left:
+        left, self._sites[site] = self._sites[site], _Site(site)
+        for batch in left.queue:
             self.send(batch)
 
     def _join_later(self, site: int, stage: int) -> None:
-        peers = [i for i in self._serving(stage) if i != site]
         size = self._swarm.stage_bytes
+        peers = [peer.id for peer in self._serving(stage) if peer.id != site]
         fetch_s = (point_to_point_s(self._links, i, site, size) for i in peers)
         # The last one of a stage has its parameters itself.
         ready_s = self.now_s + min(fetch_s, default=0.0)
-        self.at(ready_s, self._join, site, stage, self._epochs[site])
+        self.at(ready_s, self._join, self._sites[site], stage)
 
-    def _join(self, site: int, stage: int, epoch: int) -> None:
-        if epoch != self._epochs[site]:  # Gone again meanwhile.
+    def _join(self, site: _Site, stage: int) -> None:
+        if self._is_gone(site):  # Gone again meanwhile.
             return
-        peers = self._serving(stage)
-        self._loads[site] = min((self._loads[i] for i in peers), default=0.0)
-        self._means[site] = (0.0, 0.0)
-        self._stage_of[site] = stage
+        site.load = min((peer.load for peer in self._serving(stage)), default=0.0)
+        site.total_s = site.weight = 0.0
+        site.stage = stage
         waiting, self._waiting[stage] = self._waiting[stage], []
         for batch in waiting:
             self.send(batch)
 
-    def _serving(self, stage: int) -> list[int]:
-        return [i for i, s in enumerate(self._stage_of) if s == stage]
+    def _serving(self, stage: int) -> list[_Site]:
+        return [site for site in self._sites if site.stage == stage]
 
     def _load(self, stage: int) -> int:
         sites = self._serving(stage)
-        there = sum(len(self._queues[i]) + self._coming[i] for i in sites)
+        there = sum(len(site.queue) + self._coming[site.id] for site in sites)
         return there + len(self._waiting[stage])
-
-    def _expected_s(self, site: int) -> float:
-        total, weight = self._means[site]
-        return total / weight if weight else self._swarm.batch_s[site]
 
     def _transfer_s(self, origin: int | None, site: int) -> float:
         if origin is None or origin == site:

@@ -8,13 +8,11 @@ import numpy as np
 from cocodc_jax._extras import extra
 from cocodc_jax.report.comparison import Point, pareto
 from cocodc_jax.report.plots import COLORS, LEADER, MARKERS, by_bytes, new_figure, tidy
-from cocodc_jax.report.units import format_bytes
 
 with extra("report"):
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
     from matplotlib.transforms import Bbox
 
 _GREY, _FAINT = "#b0b0b0", "#d8d8d8"
@@ -28,10 +26,9 @@ def last_loss_by_bytes(methods: Mapping[str, Mapping[str, Any]]) -> Figure:
     sent = {n: row["bytes_sent_per_region"]["mean"] for n, row in methods.items()}
     losses = {name: row["eval_loss"]["mean"] for name, row in methods.items()}
     points = {n: (size, losses[n]) for n, size in sent.items() if size > 0}
-    axes.set_xscale("log")
+    by_bytes(axes, 0)
     axes.scatter(*zip(*points.values(), strict=True), color=COLORS[2], s=22, zorder=3)
     axes.margins(x=0.08, y=0.06)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
     silent = [f"{n} {losses[n]:.3f}" for n in methods if not sent[n]]
     nothing = f"; nothing: {', '.join(silent)}" if silent else ""
     axes.set_xlabel(f"bytes sent by each region (log scale){nothing}")

@@ -62,18 +62,16 @@ def check_channels(mesh: Mesh, outer_channels: int) -> None:
             )
 
 
-def outer_sharding(mesh: Mesh, channel: int = 0) -> Sharding:
-    """Return the sharding that replicates to every process's outer device."""
+def outer_sharding(mesh: Mesh, channel: int = 0, spec: P | None = None) -> Sharding:
+    """Return the sharding over the outer devices; it replicates by default."""
     if jax.process_count() == 1:
         return SingleDeviceSharding(outer_device(mesh, channel=channel))
-    return NamedSharding(outer_mesh(mesh, channel), P())
+    return NamedSharding(outer_mesh(mesh, channel), spec or P())
 
 
 def outer_rows(mesh: Mesh, channel: int = 0) -> Sharding:
     """Shard messages `[R, n]` by rows over regions, by columns over their processes."""
-    if jax.process_count() == 1:
-        return SingleDeviceSharding(outer_device(mesh, channel=channel))
-    return NamedSharding(outer_mesh(mesh, channel), P(PROCESS, INSIDE))
+    return outer_sharding(mesh, channel, P(PROCESS, INSIDE))
 
 
 def outer_mesh(mesh: Mesh, channel: int = 0) -> Mesh:

@@ -128,7 +128,9 @@ def gather_rows(tree: PyTree, sharding: Sharding) -> PyTree:
             return _moved(x, sharding)
         if sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
-        num_shares = _num_shares(sharding)
+        assert isinstance(sharding, NamedSharding)
+        over = sharding.spec[1] if len(sharding.spec) > 1 else ()
+        num_shares = math.prod(sharding.mesh.shape[axis] for axis in over or ())
         width = -(-x.shape[1] // num_shares)
         shape = (x.shape[0], width * num_shares)
         ((device, index),) = _own_indices(sharding, shape).items()
@@ -149,8 +151,6 @@ def local_rows(x: jax.Array, axis: int = 0) -> np.ndarray:
 
 def first_local_row(x: jax.Array, axis: int = 0) -> int:
     """Return the index of this process's first region in such an array."""
-    if x.is_fully_addressable:
-        return 0
     return min(_start(shard, axis) for shard in x.addressable_shards)
 
 
@@ -166,13 +166,6 @@ def _start(shard: Any, axis: int) -> int:
 
 def _own_indices(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Any]:
     return dict(sharding.addressable_devices_indices_map(shape))
-
-
-def _num_shares(sharding: Sharding) -> int:
-    """Return how many parts `sharding` cuts the columns of an array `[R, n]` into."""
-    assert isinstance(sharding, NamedSharding)
-    over = sharding.spec[1] if len(sharding.spec) > 1 else ()
-    return math.prod(sharding.mesh.shape[axis] for axis in over or ())
 
 
 def _has_divided_columns(x: jax.Array) -> bool:

@@ -19,7 +19,7 @@ def settled(state, num_bytes):
 
 
 def seconds_of(state, num_bytes, starts):
-    return direct.seconds_of(state, "direct", num_bytes, starts)
+    return direct.exchange(state, "direct", num_bytes)[0](starts)
 
 
 def about(*seconds):
@@ -46,9 +46,9 @@ def test_two_of_which_one_is_late_by_hand():
 def test_messages_are_gathered_in_one_exchange_by_hand():
     # Messages of 4 s. At once: 10 for the word, in at 24. Rank 1 late: its message and
     # its word are in at 34; rank 0's is in at 48.
-    gathered = functools.partial(direct.seconds_of, own_links(2, 10.0), "direct_gather")
-    assert gathered(4e6, [0, 0]) == about(24, 24)
-    assert gathered(4e6, [0, 20]) == about(34, 48)
+    gathered, _ = direct.exchange(own_links(2, 10.0), "direct_gather", 4e6)
+    assert gathered([0, 0]) == about(24, 24)
+    assert gathered([0, 20]) == about(34, 48)
 
 
 def test_three_over_one_line_each_by_hand():

@@ -14,8 +14,8 @@ def seconds_are_bytes(time_s, num_bytes):
 
 
 def arrivals(channel, jobs):
-    ids = [channel.send(ready_s, size)[0] for ready_s, size in jobs]
-    return [channel.arrival_s(i) for i in ids]
+    sent = [channel.send(ready_s, size) for ready_s, size in jobs]
+    return [channel.arrival_s(transfer) for transfer in sent]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_congestion_slows_what_is_left():
 
 def test_arrived_does_not_look_ahead():
     channel = Channel(seconds_are_bytes)
-    first, _ = channel.send(0.0, 2.0)
+    first = channel.send(0.0, 2.0)
     assert not channel.arrived(first, 1.0)
     # Sent after the question, and still in time to slow the first down.
     channel.send(1.0, 2.0)
