@@ -1,7 +1,5 @@
 """Run a program over an iterator of batches."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -18,7 +16,7 @@ PyTree = Any
 MAX_SCAN_STEPS = 100
 
 
-def run(
+def run_steps(
     program: RegionProgram, state: TrainState, batches: Iterable[PyTree], num_steps: int
 ) -> Iterator[tuple[TrainState, Output]]:
     """Run `num_steps` inner steps and yield after every scan.
