@@ -1,12 +1,11 @@
 """Endless streams of training batches, one per region, that can stop and go on.
 
 A region's documents are put in a new random order each epoch and cut into windows of
-about `shuffle_window_bytes` of text. A window is read, tokenised, joined, cut into
-sequences and its sequences are shuffled, so that those of a batch come from many
-documents. Nothing is tokenised before it is needed (all of C4 would take days on a
-laptop). Unlike a shuffle buffer, a window is a pure function of (seed, region, index):
-Grain can make windows in worker threads, and the state of a stream is two integers per
-region. A Grain element is a window, so its cost is not paid per sequence.
+about `shuffle_window_bytes` of text. A window, one Grain element, is read, tokenised,
+joined, cut into sequences and its sequences are shuffled, so that those of a batch come
+from many documents. Unlike a shuffle buffer, a window is a pure function of (seed,
+region, index): Grain can make windows in worker threads, and the state of a stream is
+two integers per region.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class TokenizedDocuments:
     """Documents, or chunks of them, as arrays of ids that end in end-of-text tokens.
 
     Up to 2**26 tokens are kept in memory (128 MB, or 256 MB if the vocabulary is above
-    65,536), so a corpus like the default one is tokenised once per process. The rest is
-    tokenised whenever it is read.
+    65,536). The rest is tokenised whenever it is read.
     """
 
     def __init__(self, documents: Documents, tokenizer: Tokenizer):

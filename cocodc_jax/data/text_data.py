@@ -42,9 +42,6 @@ class TextData:
       regions: the regions that this process feeds.
       fingerprint: text that two processes share only if a region's batches are the
         same on both: worth comparing before a run on several hosts.
-      num_train_documents: documents to train on, of all regions; of `hf:` sets,
-        chunks of them.
-      num_train_bytes: their size as stored, in bytes.
     """
 
     def __init__(
@@ -68,8 +65,7 @@ class TextData:
             f"{config.shuffle_window_bytes}, seed {config.seed}, {config.partition} "
             f"{num_regions}"
         )
-        self.num_train_documents = len(corpus.train)
-        self.num_train_bytes = corpus.train.num_bytes
+        self._mean_bytes = corpus.train.num_bytes / len(corpus.train)
         self._train = TokenizedDocuments(corpus.train, tokenizer)
         self._validation = TokenizedDocuments(corpus.validation, tokenizer)
         self._documents = region_documents(corpus, config.partition, num_regions)
@@ -85,24 +81,20 @@ class TextData:
                     f"{needed}"
                 )
 
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding that this data needs."""
-        return self.tokenizer.vocab_size
-
     def train_stream(self) -> TrainStream:
         """Start an endless stream of int32 `[len(regions), B, L + 1]` batches."""
-        mean_bytes = self.num_train_bytes / self.num_train_documents
-        window_documents = self.config.shuffle_window_bytes / mean_bytes
-
-        def batches(region: int) -> Iterator[np.ndarray]:
-            words = (self.config.seed, region, self.num_regions)
-            mine = self._documents[region]
-            return region_batches(
-                self._train, mine, self.config, window_documents, words
+        window_documents = self.config.shuffle_window_bytes / self._mean_bytes
+        iterators = {
+            region: region_batches(
+                self._train,
+                self._documents[region],
+                self.config,
+                window_documents,
+                (self.config.seed, region, self.num_regions),
             )
-
-        return TrainStream({r: batches(r) for r in self.regions}, self.fingerprint)
+            for region in self.regions
+        }
+        return TrainStream(iterators, self.fingerprint)
 
     def eval_tokens(self, num_batches: int) -> np.ndarray:
         """Return validation sequences, the same for every seed, region and method.
