@@ -11,8 +11,6 @@ bandwidths, the DCN of v4, v6e and 7x, the GPUs' 400 Gbit/s of network each, the
 of the A100, and what JAX calls the GPUs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from typing import Any

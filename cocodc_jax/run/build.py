@@ -209,8 +209,8 @@ def build_program(
         lambda key: models.init_params(model, key), jax.random.key(0)
     )
     method = config.method.build()
-    model = losses.with_kernels(config, model, method, mesh)
-    layout = losses.layout(config.run, mesh)
+    layout, device = losses.layout(config.run, mesh), mesh.devices.flat[0]
+    model = losses.with_kernels(config, model, method, device, layout is not None)
     subspace = losses.subspace_of(config.run, model)
     optimizer, user_inputs = training_parts(
         model, method, config.optimizer, config.run.steps, layout, subspace

@@ -55,8 +55,10 @@ def judge(
     config: TrainConfig, model: models.TransformerConfig, mesh: Mesh
 ) -> models.LossFn:
     """Return the evaluation loss: the same, without stages and simulated time."""
-    model = with_kernels(config, model, config.method.build(), mesh)
-    return _plain(model, layout(config.run, mesh), 1)
+    over, method = layout(config.run, mesh), config.method.build()
+    device = mesh.devices.flat[0]
+    model = with_kernels(config, model, method, device, over is not None)
+    return _plain(model, over, 1)
 
 
 def _plain(
@@ -118,21 +120,13 @@ def with_kernels(
     config: TrainConfig,
     model: models.TransformerConfig,
     method: cc.methods.Method,
-    mesh: Mesh,
-) -> models.TransformerConfig:
-    """Return the model with its kernels and backward passes chosen."""
-    is_divided = layout(config.run, mesh) is not None
-    return with_kernels_of(config, model, method, mesh.devices.flat[0], is_divided)
-
-
-def with_kernels_of(
-    config: TrainConfig,
-    model: models.TransformerConfig,
-    method: cc.methods.Method,
     device: Any,
     is_divided: bool,
 ) -> models.TransformerConfig:
-    """Return the same for a device whose share of the loss is divided or not."""
+    """Return the model with its kernels and backward passes chosen for a device.
+
+    `is_divided` is whether devices share a region's loss, see `layout`.
+    """
     needs_forward_mode = "gradient_fn" in method.needs
     backward = models.backward.choose(
         model.backward,

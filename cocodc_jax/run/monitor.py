@@ -1,7 +1,5 @@
 """How a run is watched from outside: Prometheus metrics, and a command on events."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -14,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -52,20 +50,16 @@ class EventCommand:
     """
 
     def __init__(self, command: str, workdir: str, timeout_s: float = TIMEOUT_S):
-        # An empty command never runs.
         self._command, self._workdir, self._timeout_s = command, workdir, timeout_s
         self._waiting: queue.Queue[Event | None] = queue.Queue(_WAITING)
         self._thread = threading.Thread(target=self._run_all, daemon=True)
 
-    def __enter__(self) -> EventCommand:
-        if self._command:
-            self._thread.start()
+    def __enter__(self) -> Self:
+        self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Wait for the commands that wait and run, for twice the time of one."""
-        if not self._command:
-            return
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=self._timeout_s)
         self._thread.join(2 * self._timeout_s)
@@ -74,8 +68,6 @@ class EventCommand:
 
     def __call__(self, event: Event) -> None:
         """Hand over an event; returns at once."""
-        if not self._command:
-            return
         try:
             self._waiting.put_nowait(event)
         except queue.Full:
@@ -122,74 +114,6 @@ class EventCommand:
 
 def _say(line: str) -> None:
     print(f"warning: --on_event: {line}", file=sys.stderr, flush=True)
-
-
-MAX_PORT = 65535
-
-
-@dataclasses.dataclass(frozen=True)
-class Monitoring:
-    """Flags of a run that is watched from outside.
-
-    Attributes:
-      metrics_port: where process 0 serves Prometheus metrics, on all addresses of its
-        machine; process N of region R, of so many processes each, has metrics_port + R
-        * processes + N, with R 0 unless regions are elastic. 0 serves none.
-      on_event: shell command that is run on faults, lost and returned regions, loss
-        spikes, numbers that are not finite, and the end of the run; it gets the event
-        as JSON on standard input, and in COCODC_EVENT, COCODC_STEP, COCODC_REGION,
-        COCODC_MESSAGE and COCODC_WORKDIR. Empty runs none.
-    """
-
-    metrics_port: int = 0
-    on_event: str = ""
-
-    def __post_init__(self):
-        if not 0 <= self.metrics_port <= MAX_PORT:
-            raise ValueError(
-                f"metrics_port={self.metrics_port} must be a port, at most {MAX_PORT}, "
-                "or 0 to serve no metrics"
-            )
-
-    def check(self) -> None:
-        """Refuse metrics if the package that serves them is missing."""
-        if self.metrics_port:
-            flag = f"metrics_port={self.metrics_port}"
-            check_installed("prometheus_client", "monitoring", flag)
-
-    @contextlib.contextmanager
-    def watching(
-        self,
-        live: LiveMetrics,
-        workdir: str,
-        regions: Sequence[int],
-        own_region: int | None,
-        delay_steps: int | None,
-    ) -> Iterator[Monitor]:
-        """Watch a run; an exception that ends it is an event."""
-        place = (own_region or 0) * jax.process_count() + jax.process_index()
-        labels = {
-            "region": ",".join(map(str, regions)),
-            "process": str(jax.process_index()),
-        }
-        with contextlib.ExitStack() as stack:
-            if self.metrics_port:
-                port = self.metrics_port + place
-                host, port = stack.enter_context(serving(port, live, labels))
-                print(f"metrics at http://{host}:{port}/metrics", file=sys.stderr)
-            notify = stack.enter_context(EventCommand(self.on_event, workdir))
-            monitor = Monitor(live, notify, own_region, delay_steps)
-            try:
-                yield monitor
-            except NonFiniteLossError as error:
-                monitor.notify("non_finite", str(error), error.step, error.region)
-                raise
-            except Exception as error:
-                monitor.notify("failed", str(error))
-                raise
-
-
-NO_MONITORING = Monitoring()
 
 
 class Monitor:
@@ -288,3 +212,74 @@ class Monitor:
                 text = f"the message of region {region} is not finite, and is left out"
                 self._notify(Event("non_finite", text, record["step"], region))
             self._not_finite = now
+
+
+MAX_PORT = 65535
+
+
+@dataclasses.dataclass(frozen=True)
+class Monitoring:
+    """Flags of a run that is watched from outside.
+
+    Attributes:
+      metrics_port: where process 0 serves Prometheus metrics, on all addresses of its
+        machine; process N of region R, of so many processes each, has metrics_port + R
+        * processes + N, with R 0 unless regions are elastic. 0 serves none.
+      on_event: shell command that is run on faults, lost and returned regions, loss
+        spikes, numbers that are not finite, and the end of the run; it gets the event
+        as JSON on standard input, and in COCODC_EVENT, COCODC_STEP, COCODC_REGION,
+        COCODC_MESSAGE and COCODC_WORKDIR. Empty runs none.
+    """
+
+    metrics_port: int = 0
+    on_event: str = ""
+
+    def __post_init__(self):
+        if not 0 <= self.metrics_port <= MAX_PORT:
+            raise ValueError(
+                f"metrics_port={self.metrics_port} must be a port, at most {MAX_PORT}, "
+                "or 0 to serve no metrics"
+            )
+
+    def check(self) -> None:
+        """Refuse metrics if the package that serves them is missing."""
+        if self.metrics_port:
+            flag = f"metrics_port={self.metrics_port}"
+            check_installed("prometheus_client", "monitoring", flag)
+
+    @contextlib.contextmanager
+    def watching(
+        self,
+        live: LiveMetrics,
+        workdir: str,
+        regions: Sequence[int],
+        own_region: int | None,
+        delay_steps: int | None,
+    ) -> Iterator[Monitor]:
+        """Watch a run; an exception that ends it is an event."""
+        place = (own_region or 0) * jax.process_count() + jax.process_index()
+        labels = {
+            "region": ",".join(map(str, regions)),
+            "process": str(jax.process_index()),
+        }
+        with contextlib.ExitStack() as stack:
+            if self.metrics_port:
+                port = self.metrics_port + place
+                host, port = stack.enter_context(serving(port, live, labels))
+                print(f"metrics at http://{host}:{port}/metrics", file=sys.stderr)
+            command = contextlib.nullcontext(lambda event: None)
+            if self.on_event:
+                command = EventCommand(self.on_event, workdir)
+            notify = stack.enter_context(command)
+            monitor = Monitor(live, notify, own_region, delay_steps)
+            try:
+                yield monitor
+            except NonFiniteLossError as error:
+                monitor.notify("non_finite", str(error), error.step, error.region)
+                raise
+            except Exception as error:
+                monitor.notify("failed", str(error))
+                raise
+
+
+NO_MONITORING = Monitoring()

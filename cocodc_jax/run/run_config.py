@@ -1,7 +1,5 @@
 """Length and placement of a run: its steps, regions, devices and files."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

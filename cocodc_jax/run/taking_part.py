@@ -1,11 +1,9 @@
 """A region that is a separate job: how it takes part in a run, and rejoins it.
 
-First it checks whether the others have begun. If so, it compiles and runs its programs
-once before it asks to join, so that the others need not wait; then it continues from
-the memory of one of them. A region that all others went on without, cut off or only
-silent, rejoins as soon as it can reach them. It keeps its own inner optimizer, and
-starts from the outer parameters plus its progress since the last outer step that it had
-in common with them. Its folder records the syncs that it merged, and when it joined.
+If the others have begun, it compiles and runs its programs once before it asks to join,
+so that they need not wait; then it continues from the memory of one of them, see
+`train.joining`. A region that all others went on without rejoins as soon as it can
+reach them. Its folder records the syncs that it merged, and when it joined.
 """
 
 from __future__ import annotations

@@ -1,21 +1,16 @@
 """Save and restore the full state of a run, including fragments in flight.
 
 Orbax saves arrays asynchronously: training continues once they are copied to the host.
-Everything else (the schedule's state, bytes sent, and what the caller adds: positions
-in the data and in the metrics file) is JSON in the same checkpoint. Orbax makes a
-checkpoint visible only when all of it is on disk, so a killed process leaves a full
-checkpoint or none.
-
-Disks and copies can corrupt files silently: each checkpoint has checksums, written by
-the thread that finalizes it, and `restore` takes the newest intact one.
+Everything else (the schedule's state, bytes sent, and what the caller adds) is JSON in
+the same checkpoint. Orbax makes a checkpoint visible only when all of it is on disk, so
+a killed process leaves a full checkpoint or none. Disks and copies can corrupt files
+silently: each checkpoint has checksums, and `restore` takes the newest intact one.
 """
-
-from __future__ import annotations
 
 import contextlib
 import pathlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
@@ -69,7 +64,7 @@ class Checkpoints:
         self._directory = path
         self._manager = ocp.CheckpointManager(path, item_names=_ITEMS, options=options)
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: Any) -> None:

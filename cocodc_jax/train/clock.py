@@ -5,15 +5,13 @@ clock: one for the steps, in order, and one for each message in flight. All time
 seconds since the recorder started, plus the seconds of earlier runs.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -65,7 +63,7 @@ class FlightRecorder:
         self._walker = threading.Thread(target=self._walk, daemon=True)
         self._walker.start()
 
-    def __enter__(self) -> FlightRecorder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind, *exception) -> None:

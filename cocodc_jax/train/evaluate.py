@@ -1,7 +1,5 @@
 """Evaluation, equal for every method: one set of parameters, fixed batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

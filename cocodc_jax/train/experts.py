@@ -19,8 +19,6 @@ and the best k of them, are as in c-BTM (Gururangan et al., arXiv 2303.14177), w
 takes distances to cluster centers where this learns a linear map.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -14,8 +14,6 @@ next pseudo-gradients contain its work. Messages that it sent before, and that w
 counted without its knowledge, are counted twice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple

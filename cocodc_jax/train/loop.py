@@ -12,12 +12,7 @@ The order is a contract. Each turn
 If the method restores regions (`sync.robust`), a non-finite loss ends nothing, and 3.
 restores regions with non-finite parameters. A sync that leaves out all regions ends the
 run.
-
-A resumed run repeats all records bit for bit; times go to `Clock` instead. Where scans
-are cut changes no number.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator

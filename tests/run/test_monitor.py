@@ -200,8 +200,10 @@ class TestEventCommand:
         assert 7 <= len(said) <= 8
         assert all("32 events wait; fault is dropped (number" in x for x in said)
 
-    def test_no_command_runs_nothing(self, tmp_path):
-        self.run("", [Event("fault", "x")], tmp_path)
+    def test_no_command_runs_nothing(self):
+        live = live_at([0.0])
+        with Monitoring().watching(live, "run", [0], None, None) as monitor:
+            monitor.notify("fault", "x")
 
 
 @pytest.mark.parametrize(
