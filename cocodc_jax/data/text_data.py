@@ -6,8 +6,6 @@ deals whole sources, the largest first and each to the region that has the fewes
 so far (the longest-processing-time rule; Graham, 1969).
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,14 +38,13 @@ class TextData:
       tokenizer: text to ids and back.
       num_regions: number of regions of the run.
       regions: the regions that this process feeds.
-      fingerprint: text that two processes share only if a region's batches are the
-        same on both: worth comparing before a run on several hosts.
+      fingerprint: two processes share it only if a region's batches are equal on both.
     """
 
     def __init__(
         self,
         config: DataConfig,
-        corpus: Corpus,
+        corpus: "Corpus",
         tokenizer: Tokenizer,
         num_regions: int,
         regions: Sequence[int],
@@ -97,10 +94,7 @@ class TextData:
         return TrainStream(iterators, self.fingerprint)
 
     def eval_tokens(self, num_batches: int) -> np.ndarray:
-        """Return validation sequences, the same for every seed, region and method.
-
-        They are a fixed random choice among the sequences of many documents.
-        """
+        """Return validation sequences, the same for every seed, region and method."""
         batch, length = self.config.batch_per_region, self.config.sequence_length + 1
         needed = num_batches * batch
         # Many more sequences than needed where there are, so that those chosen come
@@ -141,7 +135,7 @@ def load(
 
 
 def region_documents(
-    corpus: Corpus, partition: Partition, num_regions: int
+    corpus: "Corpus", partition: Partition, num_regions: int
 ) -> list[Sequence[int]]:
     """Deal the training documents to regions."""
     if partition == "iid":
@@ -183,7 +177,7 @@ def deal_sources(sizes: Mapping[str, int], num_regions: int) -> list[list[str]]:
     return dealt
 
 
-def _first_texts(documents: Documents) -> Iterator[str]:
+def _first_texts(documents: "Documents") -> Iterator[str]:
     sizes = itertools.accumulate(map(len, documents), initial=0)
     for text, size_before in zip(documents, sizes, strict=False):
         if size_before >= _BPE_TRAINING_CHARS:

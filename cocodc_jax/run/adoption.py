@@ -77,9 +77,7 @@ class Source:
         stream: TrainStream,
     ) -> TrainState:
         """Return the new run's initial state, and print what was kept and lost."""
-        run = self.config.run
-        devices = list(mesh.devices.flat)
-        old_mesh = mesh_of(run, devices)
+        old_mesh = mesh_of(self.config.run, list(mesh.devices.flat))
         old = build_program(self.config, model, old_mesh)
         with Checkpoints(self.folder / CHECKPOINTS) as saved:
             restored = saved.restore(old, self.step)

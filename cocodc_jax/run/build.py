@@ -181,10 +181,7 @@ def training_parts(
     layout: models.Layout | None = None,
     subspace: models.Subspace | None = None,
 ) -> tuple[optax.GradientTransformation, cc.UserInputs]:
-    """Return inner optimizer and user inputs of a model's training.
-
-    A model with experts counts their tokens.
-    """
+    """Return inner optimizer and user inputs of a model's training."""
     optimizer = inner.build(steps, method)
     if subspace is not None:
         optimizer = models.confined(optimizer, subspace)

@@ -177,11 +177,7 @@ PRESETS = {
 
 
 def with_warmup(preset: TrainConfig, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return leaves for a preset, with its warm-up scaled to a run that is too short.
-
-    The warm-up is then the same share of the run, and a note says so. A warm-up among
-    the leaves stays as it is.
-    """
+    """Return leaves for a preset; its warm-up is scaled to a run that is too short."""
     steps, warmup = leaves.get("steps", 0), preset.optimizer.warmup_steps
     if "warmup_steps" in leaves or not 0 < steps <= warmup:
         return dict(leaves)

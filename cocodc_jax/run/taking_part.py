@@ -6,8 +6,6 @@ so that they need not wait; then it continues from the memory of one of them, se
 reach them. Its folder records the syncs that it merged, and when it joined.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
@@ -144,7 +142,7 @@ def run_digest(config: TrainConfig, fingerprint: str) -> str:
 
 @contextlib.contextmanager
 def taking_part(
-    session: Session,
+    session: "Session",
     begun: Begun,
     stream: TrainStream,
     monitor: Monitor,
@@ -229,11 +227,10 @@ def _begins(place: Place, view: View, own_step: int, reached: int) -> None:
         f"regions {missing} {waited}: region {place.region} goes on without them, from "
         f"{'its own ' if own_step else ''}step {own_step}",
         file=sys.stderr,
-        flush=True,
     )
 
 
-def _rehearse(session: Session, stream: TrainStream) -> None:
+def _rehearse(session: "Session", stream: TrainStream) -> None:
     """Compile and run the programs of a full round, alone, and discard the result."""
     program = session.program
     schedule = program.method.schedule
@@ -249,7 +246,7 @@ def _rehearse(session: Session, stream: TrainStream) -> None:
 
 
 def _go_on(
-    session: Session,
+    session: "Session",
     copy: Snapshot,
     own_step: int,
     stream: TrainStream,

@@ -1,7 +1,4 @@
-"""Training loops around a program: steps, records, evaluation, checkpoints.
-
-Names are imported lazily.
-"""
+"""Training loops around a program: steps, records, evaluation, checkpoints."""
 
 from typing import TYPE_CHECKING
 

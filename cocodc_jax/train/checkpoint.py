@@ -16,7 +16,7 @@ import jax
 
 from cocodc_jax._extras import later
 from cocodc_jax.buckets import is_in_bucket
-from cocodc_jax.core.state import TrainState
+from cocodc_jax.core.state import PyTree, TrainState
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import methods_in_own_context
 from cocodc_jax.train import checksums
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 else:
     ocp = later("orbax.checkpoint", "train")
-
-PyTree = Any
 
 _ITEMS = ("arrays", "rest")
 

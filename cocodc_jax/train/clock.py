@@ -15,10 +15,8 @@ from typing import Any, Self
 
 import jax
 
-from cocodc_jax.core.state import AppliedSync, PendingMean, SyncId, TrainState
+from cocodc_jax.core.state import AppliedSync, PendingMean, PyTree, SyncId, TrainState
 from cocodc_jax.program.region_program import Output
-
-PyTree = Any
 
 _STEPS = 9  # Scans to take the minimum step time over.
 

@@ -33,12 +33,12 @@ from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import REGION, batch_axes
 from cocodc_jax.sharding.region_map import (
     LocalRegions,
+    PyTree,
     psum_over_regions,
     region_shard_map,
 )
 from cocodc_jax.transforms.numerics import widen
 
-PyTree = Any
 LogitsFn = Callable[[PyTree, jax.Array], jax.Array]
 
 

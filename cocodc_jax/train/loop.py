@@ -16,12 +16,12 @@ run.
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from cocodc_jax.core.state import TrainState
+from cocodc_jax.core.state import PyTree, TrainState
 from cocodc_jax.program.region_program import Output, RegionProgram
 from cocodc_jax.sharding import transfer
 from cocodc_jax.train.checkpoint import Checkpoints
@@ -39,8 +39,6 @@ from cocodc_jax.train.hooks import (
 from cocodc_jax.train.records import Records, finite_mean, recorded_of
 from cocodc_jax.train.run_steps import take_batches
 from cocodc_jax.train.spikes import NO_SPIKES, LossSpikeError, Spike, Spikes, SpikeWatch
-
-PyTree = Any
 
 
 def train(

@@ -2,15 +2,12 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import jax
 import numpy as np
 
-from cocodc_jax.core.state import TrainState
+from cocodc_jax.core.state import PyTree, TrainState
 from cocodc_jax.program.region_program import Output, RegionProgram
-
-PyTree = Any
 
 # Maximum steps per scan: all their batches are on the device at once.
 MAX_SCAN_STEPS = 100

@@ -1,9 +1,7 @@
 """Opens a corpus by name; one of text files is written to disk once, by a TFDS builder.
 
 A hash of its text decides whether a document is for training or for validation, so that
-equal documents are on the same side and none changes sides as others come and go. TFDS
-stores the examples of a split in the order of a hash of their keys, so neighbours in
-storage come from unrelated files.
+equal documents are on the same side and none changes sides as others come and go.
 
 What is prepared is in `data_dir/BUILDER/FINGERPRINT/VERSION` as ArrayRecord files,
 anew if any source file changes. A process renames a temporary folder into place, which
