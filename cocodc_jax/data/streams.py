@@ -8,8 +8,6 @@ region, index): Grain can make windows in worker threads, and the state of a str
 two integers per region.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -40,7 +38,7 @@ class TokenizedDocuments:
     65,536). The rest is tokenised whenever it is read.
     """
 
-    def __init__(self, documents: Documents, tokenizer: Tokenizer):
+    def __init__(self, documents: "Documents", tokenizer: Tokenizer):
         self._documents, self._tokenizer = documents, tokenizer
         self.dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
         self._cache: dict[int, np.ndarray] = {}
@@ -151,7 +149,7 @@ def region_batches(
     config: DataConfig,
     window_documents: float,
     seed_words: tuple[int, ...],
-) -> grain.DatasetIterator:
+) -> "grain.DatasetIterator":
     """Start one region's endless pipeline."""
     # Grain adds the epoch to a seed; hashing keeps neighbours out of other epochs.
     order_seed, sequence_seed = np.random.SeedSequence(seed_words).generate_state(2)
