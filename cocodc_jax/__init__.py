@@ -11,52 +11,29 @@ names the extra that brings it. Names and subpackages (`cocodc_jax.models`) are 
 when they are first used.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
-from cocodc_jax._lazy import attach, modules_of, typed_imports
+from cocodc_jax._lazy import attach, modules_of
 
 if TYPE_CHECKING:
-    from cocodc_jax import methods
-    from cocodc_jax._version import __version__
-    from cocodc_jax.core.optimizer import (
-        sync_axes,
-        sync_metrics,
-        sync_shardings,
-        synchronized,
+    from cocodc_jax import methods as methods
+    from cocodc_jax._version import __version__ as __version__
+    from cocodc_jax.core.optimizer import sync_axes as sync_axes
+    from cocodc_jax.core.optimizer import sync_metrics as sync_metrics
+    from cocodc_jax.core.optimizer import sync_shardings as sync_shardings
+    from cocodc_jax.core.optimizer import synchronized as synchronized
+    from cocodc_jax.exchange.transport import Transport as Transport
+    from cocodc_jax.program.region_program import RegionProgram as RegionProgram
+    from cocodc_jax.sharding.mesh import make_mesh as make_mesh
+    from cocodc_jax.sharding.mesh import use_cpu_devices as use_cpu_devices
+    from cocodc_jax.sync.cutting import cut as cut
+    from cocodc_jax.sync.model_state import ModelState as ModelState
+    from cocodc_jax.sync.needs import UserInputs as UserInputs
+    from cocodc_jax.sync.regions import Regions as Regions
+    from cocodc_jax.train.checkpoint import Checkpoints as Checkpoints
+    from cocodc_jax.train.run_steps import run_steps as run_steps
+    from cocodc_jax.transforms.second_moment import (
+        adam_second_moment as adam_second_moment,
     )
-    from cocodc_jax.exchange.transport import Transport
-    from cocodc_jax.program.region_program import RegionProgram
-    from cocodc_jax.sharding.mesh import make_mesh, use_cpu_devices
-    from cocodc_jax.sync.cutting import cut
-    from cocodc_jax.sync.model_state import ModelState
-    from cocodc_jax.sync.needs import UserInputs
-    from cocodc_jax.sync.regions import Regions
-    from cocodc_jax.train.checkpoint import Checkpoints
-    from cocodc_jax.train.run_steps import run as run_steps
-    from cocodc_jax.transforms.second_moment import adam_second_moment
 
-__all__ = [
-    "Checkpoints",
-    "ModelState",
-    "RegionProgram",
-    "Regions",
-    "UserInputs",
-    "Transport",
-    "__version__",
-    "adam_second_moment",
-    "cut",
-    "make_mesh",
-    "methods",
-    "run_steps",
-    "sync_axes",
-    "sync_metrics",
-    "sync_shardings",
-    "synchronized",
-    "use_cpu_devices",
-]
-
-__getattr__, __dir__ = attach(
-    __name__, typed_imports(__name__) | modules_of(__path__, packages=True)
-)
+__getattr__, __dir__ = attach(__name__, modules_of(__path__, packages=True))

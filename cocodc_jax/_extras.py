@@ -1,19 +1,12 @@
 """What an extra of the installation brings, and one line where it is missing.
 
-The core needs JAX and Optax alone. What needs more imports it so:
-
-    with extra("train"):
-        import orbax.checkpoint as ocp
-
-and what takes long to import, and not every command needs, when it is first used:
+What takes long to import, and not every command needs, is imported on use:
 
     if TYPE_CHECKING:
         import orbax.checkpoint as ocp
     else:
         ocp = later("orbax.checkpoint", "train")
 """
-
-from __future__ import annotations
 
 import contextlib
 import importlib

@@ -4,25 +4,26 @@ Who needs one part of a package then does not load the others: a relay of
 `cocodc_jax.netlab` starts without JAX.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
 def attach(
-    package: str, places: Mapping[str, str] | None = None
+    package: str, modules: Iterable[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make a module's `__getattr__` and `__dir__`, as PEP 562 has them.
+    """Make a package's `__getattr__` and `__dir__`, as PEP 562 has them.
 
-    Names are found at `places`, MODULE or MODULE:NAME, by default those of the imports
-    for type checkers.
+    Its names are those that it imports for type checkers, which are also its `__all__`,
+    and these modules.
     """
-    places = typed_imports(package) if places is None else places
+    named = typed_imports(package)
+    places = named | {name: name for name in modules}
+    if named:
+        vars(sys.modules[package])["__all__"] = sorted(named)
 
     def find(name: str) -> Any:
         if name not in places:
@@ -38,7 +39,7 @@ def attach(
 
 
 def typed_imports(package: str) -> dict[str, str]:
-    """Return the places of what a package imports under `if TYPE_CHECKING`."""
+    """Return MODULE or MODULE:NAME of what a package imports for type checkers."""
     source = pkgutil.get_data(package, "__init__.py") or b""
     blocks = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
     places = {}
@@ -51,7 +52,7 @@ def typed_imports(package: str) -> dict[str, str]:
     return places
 
 
-def modules_of(path: Iterable[str], packages: bool = False) -> dict[str, str]:
-    """Return the places of a package's own public modules."""
-    found = [m for m in pkgutil.iter_modules(path) if m.ispkg or not packages]
-    return {module.name: module.name for module in found if module.name[0] != "_"}
+def modules_of(path: Iterable[str], packages: bool = False) -> list[str]:
+    """Return the names of a package's own public modules."""
+    found = [m.name for m in pkgutil.iter_modules(path) if m.ispkg or not packages]
+    return [name for name in found if name[0] != "_"]

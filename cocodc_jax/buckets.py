@@ -4,13 +4,12 @@ What grows is written here and sent there whole (`send`), and is fetched from th
 first (`fetch`). What reaches buckets is imported only where one is named.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 from typing import Any
 
 from cocodc_jax._extras import extra
+from cocodc_jax.files import write_whole
 
 
 def is_in_bucket(path: str | os.PathLike[str]) -> bool:
@@ -85,10 +84,8 @@ def fetch_file(source: Any, path: pathlib.Path) -> None:
     there = path.stat() if path.exists() else None
     if there and (there.st_size, int(there.st_mtime)) == (stat.length, stat.mtime):
         return
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(source.read_bytes())
-    os.utime(partial, (stat.mtime, stat.mtime))
-    partial.replace(path)
+    write_whole(path, source.read_bytes())
+    os.utime(path, (stat.mtime, stat.mtime))
 
 
 def send(folder: pathlib.Path, target: Any, sent: dict[str, tuple[int, int]]) -> None:

@@ -11,8 +11,6 @@ bandwidths, the DCN of v4, v6e and 7x, the GPUs' 400 Gbit/s of network each, the
 of the A100, and what JAX calls the GPUs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
@@ -48,24 +46,20 @@ CHIPS = {
         Chip("h200", "cuda", 141*GB, 989*TERA, 4800*GB, 450*GB, 50*GB, 1, "h200"),
     )
 }  # fmt: skip
-# Names by `jax.Device.device_kind`; libtpu's own, and those that JAX has had for them.
-_KINDS = {
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "7x",
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H200": "h200",
-}
-_DEVICES_PER_CHIP = {"7x": 2}  # As JAX shows them.
-# Chips that nothing is compiled for here.
-_OTHER_PEAKS = {
-    "NVIDIA A100-SXM4-40GB": 312.0 * TERA,
-    "NVIDIA A100-SXM4-80GB": 312.0 * TERA,
+# By `jax.Device.device_kind`: libtpu's own names, and those that JAX has had for them.
+_PEAKS = {
+    "TPU v4": CHIPS["v4"].flops,
+    "TPU v5 lite": CHIPS["v5e"].flops,
+    "TPU v5e": CHIPS["v5e"].flops,
+    "TPU v5": CHIPS["v5p"].flops,
+    "TPU v5p": CHIPS["v5p"].flops,
+    "TPU v6 lite": CHIPS["v6e"].flops,
+    "TPU v6e": CHIPS["v6e"].flops,
+    "TPU7x": CHIPS["7x"].flops / 2,  # JAX shows a chip as two devices.
+    "NVIDIA H100 80GB HBM3": CHIPS["h100"].flops,
+    "NVIDIA H200": CHIPS["h200"].flops,
+    "NVIDIA A100-SXM4-40GB": 312 * TERA,
+    "NVIDIA A100-SXM4-80GB": 312 * TERA,
 }
 
 
@@ -73,12 +67,9 @@ def peak_flops(device_kind: str) -> float | None:
     """Return the dense bf16 operations a second that one JAX device can do.
 
     >>> peak_flops("TPU v5 lite"), peak_flops("cpu")
-    (197000000000000.0, None)
+    (197000000000000, None)
     """
-    name = _KINDS.get(device_kind)
-    if name is None:
-        return _OTHER_PEAKS.get(device_kind)
-    return float(CHIPS[name].flops / _DEVICES_PER_CHIP.get(name, 1))
+    return _PEAKS.get(device_kind)
 
 
 def peak_tokens_per_second(

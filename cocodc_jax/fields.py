@@ -4,8 +4,6 @@ A field is documented once, in the docstring of the class or function that takes
 kind is in its metadata.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import inspect

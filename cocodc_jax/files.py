@@ -4,8 +4,6 @@ Written beside, then renamed: a process that is killed, and a disk that is full,
 the file that was there before. Files that grow line by line are read by `read_lines`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -37,8 +37,7 @@ def main(argv: Sequence[str]) -> int:
         since = values.since_step
         if since is None:
             since = timeline.first_warm_step(workdir)
-        since = timeline.first_marked_step(workdir, since)
-        found = timeline.read(workdir, since)
+        found, since = timeline.measured(workdir, since)
     summary = found.summary()
     timeline.write(workdir, found, f"{workdir.name}, measured from step {since}")
     for name in PRINTED:

@@ -7,16 +7,12 @@
 is int32 `[4, 8, 129]`, and `data.eval_tokens(num_batches=2)` is int32 `[2, 8, 129]`.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
-    from cocodc_jax.data.config import DataConfig
-    from cocodc_jax.data.text_data import load
-
-__all__ = ["DataConfig", "load"]
+    from cocodc_jax.data.config import DataConfig as DataConfig
+    from cocodc_jax.data.text_data import load as load
 
 __getattr__, __dir__ = attach(__name__)

@@ -1,15 +1,12 @@
 """Endless streams of training batches, one per region, that can stop and go on.
 
 A region's documents are put in a new random order each epoch and cut into windows of
-about `shuffle_window_bytes` of text. A window is read, tokenised, joined, cut into
-sequences and its sequences are shuffled, so that those of a batch come from many
-documents. Nothing is tokenised before it is needed (all of C4 would take days on a
-laptop). Unlike a shuffle buffer, a window is a pure function of (seed, region, index):
-Grain can make windows in worker threads, and the state of a stream is two integers per
-region. A Grain element is a window, so its cost is not paid per sequence.
+about `shuffle_window_bytes` of text. A window, one Grain element, is read, tokenised,
+joined, cut into sequences and its sequences are shuffled, so that those of a batch come
+from many documents. Unlike a shuffle buffer, a window is a pure function of (seed,
+region, index): Grain can make windows in worker threads, and the state of a stream is
+two integers per region.
 """
-
-from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,11 +35,10 @@ class TokenizedDocuments:
     """Documents, or chunks of them, as arrays of ids that end in end-of-text tokens.
 
     Up to 2**26 tokens are kept in memory (128 MB, or 256 MB if the vocabulary is above
-    65,536), so a corpus like the default one is tokenised once per process. The rest is
-    tokenised whenever it is read.
+    65,536). The rest is tokenised whenever it is read.
     """
 
-    def __init__(self, documents: Documents, tokenizer: Tokenizer):
+    def __init__(self, documents: "Documents", tokenizer: Tokenizer):
         self._documents, self._tokenizer = documents, tokenizer
         self.dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
         self._cache: dict[int, np.ndarray] = {}
@@ -153,7 +149,7 @@ def region_batches(
     config: DataConfig,
     window_documents: float,
     seed_words: tuple[int, ...],
-) -> grain.DatasetIterator:
+) -> "grain.DatasetIterator":
     """Start one region's endless pipeline."""
     # Grain adds the epoch to a seed; hashing keeps neighbours out of other epochs.
     order_seed, sequence_seed = np.random.SeedSequence(seed_words).generate_state(2)

@@ -6,8 +6,6 @@ deals whole sources, the largest first and each to the region that has the fewes
 so far (the longest-processing-time rule; Graham, 1969).
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,17 +38,13 @@ class TextData:
       tokenizer: text to ids and back.
       num_regions: number of regions of the run.
       regions: the regions that this process feeds.
-      fingerprint: text that two processes share only if a region's batches are the
-        same on both: worth comparing before a run on several hosts.
-      num_train_documents: documents to train on, of all regions; of `hf:` sets,
-        chunks of them.
-      num_train_bytes: their size as stored, in bytes.
+      fingerprint: two processes share it only if a region's batches are equal on both.
     """
 
     def __init__(
         self,
         config: DataConfig,
-        corpus: Corpus,
+        corpus: "Corpus",
         tokenizer: Tokenizer,
         num_regions: int,
         regions: Sequence[int],
@@ -68,8 +62,7 @@ class TextData:
             f"{config.shuffle_window_bytes}, seed {config.seed}, {config.partition} "
             f"{num_regions}"
         )
-        self.num_train_documents = len(corpus.train)
-        self.num_train_bytes = corpus.train.num_bytes
+        self._mean_bytes = corpus.train.num_bytes / len(corpus.train)
         self._train = TokenizedDocuments(corpus.train, tokenizer)
         self._validation = TokenizedDocuments(corpus.validation, tokenizer)
         self._documents = region_documents(corpus, config.partition, num_regions)
@@ -85,30 +78,23 @@ class TextData:
                     f"{needed}"
                 )
 
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding that this data needs."""
-        return self.tokenizer.vocab_size
-
     def train_stream(self) -> TrainStream:
         """Start an endless stream of int32 `[len(regions), B, L + 1]` batches."""
-        mean_bytes = self.num_train_bytes / self.num_train_documents
-        window_documents = self.config.shuffle_window_bytes / mean_bytes
-
-        def batches(region: int) -> Iterator[np.ndarray]:
-            words = (self.config.seed, region, self.num_regions)
-            mine = self._documents[region]
-            return region_batches(
-                self._train, mine, self.config, window_documents, words
+        window_documents = self.config.shuffle_window_bytes / self._mean_bytes
+        iterators = {
+            region: region_batches(
+                self._train,
+                self._documents[region],
+                self.config,
+                window_documents,
+                (self.config.seed, region, self.num_regions),
             )
-
-        return TrainStream({r: batches(r) for r in self.regions}, self.fingerprint)
+            for region in self.regions
+        }
+        return TrainStream(iterators, self.fingerprint)
 
     def eval_tokens(self, num_batches: int) -> np.ndarray:
-        """Return validation sequences, the same for every seed, region and method.
-
-        They are a fixed random choice among the sequences of many documents.
-        """
+        """Return validation sequences, the same for every seed, region and method."""
         batch, length = self.config.batch_per_region, self.config.sequence_length + 1
         needed = num_batches * batch
         # Many more sequences than needed where there are, so that those chosen come
@@ -149,7 +135,7 @@ def load(
 
 
 def region_documents(
-    corpus: Corpus, partition: Partition, num_regions: int
+    corpus: "Corpus", partition: Partition, num_regions: int
 ) -> list[Sequence[int]]:
     """Deal the training documents to regions."""
     if partition == "iid":
@@ -191,7 +177,7 @@ def deal_sources(sizes: Mapping[str, int], num_regions: int) -> list[list[str]]:
     return dealt
 
 
-def _first_texts(documents: Documents) -> Iterator[str]:
+def _first_texts(documents: "Documents") -> Iterator[str]:
     sizes = itertools.accumulate(map(len, documents), initial=0)
     for text, size_before in zip(documents, sizes, strict=False):
         if size_before >= _BPE_TRAINING_CHARS:

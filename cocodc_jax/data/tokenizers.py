@@ -5,8 +5,6 @@ axis of 2, 4, 8 or 16 devices divides the embedding and the output layer. For by
 is 272: 256 bytes, end of text, and 15 rows whose ids are never produced.
 """
 
-from __future__ import annotations
-
 import abc
 import hashlib
 import json

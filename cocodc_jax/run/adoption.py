@@ -1,10 +1,9 @@
 """Start a new run from another run's checkpoint, see `RegionProgram.adopt`."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import sys
+from typing import Self
 
 import jax
 
@@ -30,7 +29,7 @@ class Source:
     config: TrainConfig
 
     @classmethod
-    def of(cls, config: TrainConfig) -> Source | None:
+    def of(cls, config: TrainConfig) -> Self | None:
         """Find the run of `--adopt_from`, None if the flag is empty."""
         text = config.run.adopt_from
         if not text:
@@ -78,9 +77,7 @@ class Source:
         stream: TrainStream,
     ) -> TrainState:
         """Return the new run's initial state, and print what was kept and lost."""
-        run = self.config.run
-        devices = list(mesh.devices.flat)
-        old_mesh = mesh_of(run, devices)
+        old_mesh = mesh_of(self.config.run, list(mesh.devices.flat))
         old = build_program(self.config, model, old_mesh)
         with Checkpoints(self.folder / CHECKPOINTS) as saved:
             restored = saved.restore(old, self.step)

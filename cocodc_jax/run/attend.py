@@ -1,7 +1,5 @@
 """What a run shows while it trains and where, the request to stop, its summary."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -108,7 +106,7 @@ def stop_signal() -> Iterator[Callable[[], bool]]:
 
 
 def summarize(
-    session: Session,
+    session: "Session",
     result: Result,
     seconds: float,
     wall_s: float,

@@ -1,15 +1,10 @@
 """Runs whose folder is in a bucket: `--workdir=gs://BUCKET/RUN`.
 
-Orbax writes checkpoints to buckets itself. All other files of a run grow, which a
-bucket does not support: each process writes its own to a local folder, and uploads
-those that changed at every checkpoint, before the checkpoint refers to them, and when
-it ends. A resumed run first downloads its files, as the machine may be another.
-
-There is no lock. A process leaves a mark while it writes; one that finds another's mark
-reports it, and cannot know whether that process is alive.
+Orbax writes checkpoints to buckets itself. Each process writes all other files to a
+local folder, and uploads those that changed at every checkpoint, before the checkpoint
+refers to them, and when it ends. A resumed run first downloads its files: the machine
+may be another. There is no lock, only a mark that a process leaves while it writes.
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -18,7 +13,7 @@ import pathlib
 import socket
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 from cocodc_jax.buckets import fetch, fetch_file, here_of, in_bucket, is_in_bucket, send
 from cocodc_jax.data.config import cache_dir
@@ -40,13 +35,13 @@ class Bucket:
 
     folder: Any  # In the bucket, an `etils.epath.Path`.
     workdir: pathlib.Path
-    # See `buckets.send`, by folder.
-    sent: dict[str, dict[str, tuple[int, int]]] = dataclasses.field(
+    # See `buckets.send`.
+    sent: dict[str, tuple[int, int]] = dataclasses.field(
         default_factory=dict, compare=False
     )
 
     @classmethod
-    def of(cls, workdir: str | os.PathLike[str]) -> Bucket | None:
+    def of(cls, workdir: str | os.PathLike[str]) -> Self | None:
         """Open the bucket that `workdir` names, None if it names a folder."""
         if not is_in_bucket(workdir):
             return None
@@ -62,7 +57,7 @@ class Bucket:
     def send(self, process: int) -> None:
         """Upload the files of a process that changed."""
         target, folder = self._own(process)
-        send(folder, target, self.sent.setdefault(str(folder), {}))
+        send(folder, target, self.sent)
 
     @contextlib.contextmanager
     def writing(self, process: int) -> Iterator[None]:

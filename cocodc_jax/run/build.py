@@ -181,10 +181,7 @@ def training_parts(
     layout: models.Layout | None = None,
     subspace: models.Subspace | None = None,
 ) -> tuple[optax.GradientTransformation, cc.UserInputs]:
-    """Return inner optimizer and user inputs of a model's training.
-
-    A model with experts counts their tokens.
-    """
+    """Return inner optimizer and user inputs of a model's training."""
     optimizer = inner.build(steps, method)
     if subspace is not None:
         optimizer = models.confined(optimizer, subspace)
@@ -209,8 +206,8 @@ def build_program(
         lambda key: models.init_params(model, key), jax.random.key(0)
     )
     method = config.method.build()
-    model = losses.with_kernels(config, model, method, mesh)
-    layout = losses.layout(config.run, mesh)
+    layout, device = losses.layout(config.run, mesh), mesh.devices.flat[0]
+    model = losses.with_kernels(config, model, method, device, layout is not None)
     subspace = losses.subspace_of(config.run, model)
     optimizer, user_inputs = training_parts(
         model, method, config.optimizer, config.run.steps, layout, subspace

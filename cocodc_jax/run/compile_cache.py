@@ -4,8 +4,6 @@ JAX's persistent compilation cache is off by default. `JAX_COMPILATION_CACHE_DIR
 another folder than the user's, and `JAX_ENABLE_COMPILATION_CACHE=false` disables it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,10 +1,8 @@
 """A run's configuration: frozen dataclasses with one flag per leaf, and JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from typing import Any
+from typing import Any, Self
 
 from cocodc_jax.data import DataConfig
 from cocodc_jax.fields import Kind, Leaf, leaves_of
@@ -86,7 +84,7 @@ class TrainConfig:
         of_region = self.data.batch_per_region * self.data.sequence_length
         return self.run.regions * of_region
 
-    def replace(self, **leaves: Any) -> TrainConfig:
+    def replace(self, **leaves: Any) -> Self:
         """Return a copy with leaves replaced by name, in any section."""
         sections: dict[str, dict[str, Any]] = {}
         for name, value in leaves.items():
@@ -102,11 +100,11 @@ class TrainConfig:
             changed[section] = dataclasses.replace(getattr(self, section), **values)
         return dataclasses.replace(self, **changed)
 
-    def where(self, **arguments: Any) -> TrainConfig:
+    def where(self, **arguments: Any) -> Self:
         """Return a copy with arguments for those methods that take them."""
         return dataclasses.replace(self, method=self.method.where(**arguments))
 
-    def resolve(self) -> TrainConfig:
+    def resolve(self) -> Self:
         """Return a copy with the method's defaults filled in, as recorded with runs."""
         beta2 = self.optimizer.second_moment_decay(self.method.build())
         return dataclasses.replace(
@@ -120,7 +118,7 @@ class TrainConfig:
         return dataclasses.asdict(self) | {"method": self.method.to_json()}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> TrainConfig:
+    def from_json(cls, value: dict[str, Any]) -> Self:
         """Invert `to_json`; a field that is missing takes its default."""
         try:
             sections = {
@@ -136,13 +134,13 @@ class TrainConfig:
         except (TypeError, AttributeError, KeyError) as error:
             raise ValueError(f"a value is of another type ({error})") from error
 
-    def changes(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    def changes(self, other: Self) -> dict[str, tuple[Any, Any]]:
         """Return the values of both, by name, where two configurations differ."""
         mine, theirs = flat(self.to_json()), flat(other.to_json())
         pairs = {n: (mine.get(n), theirs.get(n)) for n in mine | theirs}
         return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
 
-    def differences(self, other: TrainConfig) -> str:
+    def differences(self, other: Self) -> str:
         """Describe differences to `other`, as `name: mine, not theirs`."""
         pairs = self.changes(other).items()
         return "; ".join(f"{name}: {a}, not {b}" for name, (a, b) in pairs)

@@ -1,7 +1,5 @@
 """Flags of a run whose regions are elastic: addresses, and timeouts."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from cocodc_jax.elastic.objects import reach

@@ -1,7 +1,5 @@
 """Detect faulty regions and links among elastic regions, while they train."""
 
-from __future__ import annotations
-
 import pathlib
 import sys
 import time

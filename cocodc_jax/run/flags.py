@@ -4,8 +4,6 @@ The only file of the package that imports absl. A run's configuration is its pre
 the flags that were given; it is rebuilt from them, so its own checks always run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys
@@ -182,7 +180,6 @@ def run_main(main: Callable[[], None], doc: str = "") -> None:
     def call(argv: Sequence[str]) -> None:
         logging.set_verbosity(logging.WARNING)  # Orbax logs every file.
         say_once(logging.get_absl_handler())
-        _check_flags_only(argv)
         if value("help") or value("helpfull"):
             with usage_errors():
                 print(help_of(doc, value("helpfull")))
@@ -194,7 +191,7 @@ def run_main(main: Callable[[], None], doc: str = "") -> None:
     # In place of absl's, which does not know defaults that depend on other flags.
     for name in ("help", "helpfull"):
         define_one(bool, name, False, "Print this and exit.", allow_override=True)
-    app.run(call, flags_parser=_parse)
+    app.run(call, flags_parser=parse)
 
 
 def help_of(doc: str, is_full: bool = False) -> str:
@@ -233,18 +230,12 @@ def usage_errors() -> Iterator[None]:
         refuse(error, FLAGS)
 
 
-def parse(argv: Sequence[str]) -> None:
-    """Parse a command line that has flags only."""
-    _check_flags_only(_parse(argv))
-
-
-def _check_flags_only(words: Sequence[str]) -> None:
-    if len(words) > 1:
-        refuse(f"unexpected argument {words[1]!r}; flags begin with --", FLAGS)
-
-
-def _parse(argv: Sequence[str]) -> list[str]:
+def parse(argv: Sequence[str]) -> list[str]:
+    """Parse a command line that has flags only; return its first word, the program."""
     try:
-        return FLAGS(["--helpfull" if word == "--help=all" else word for word in argv])
+        words = FLAGS(["--helpfull" if word == "--help=all" else word for word in argv])
     except flags.Error as error:
         refuse(error, FLAGS)
+    if len(words) > 1:
+        refuse(f"unexpected argument {words[1]!r}; flags begin with --", FLAGS)
+    return words

@@ -1,7 +1,5 @@
 """Start runs from a Hugging Face LLaMA, and export runs as one."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pathlib
@@ -108,8 +106,7 @@ def export(
         Checkpoints(workdir / CHECKPOINTS, config.run.keep_checkpoints) as saved,
     ):
         restored = saved.restore(program, step)
-    if restored is None:
-        raise ValueError(f"workdir={str(workdir)!r} has no checkpoint")
+    assert restored is not None  # There are checkpoints.
     state, _ = restored
     take = program.outer_params if params == "outer" else program.mean_params
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".exporting-") as folder:

@@ -1,7 +1,5 @@
 """Leaves of the configuration in `--help`: their order, values and choices."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterable
 from typing import get_args

@@ -3,8 +3,6 @@
 Nothing waits for a device. Units are in the names, as Prometheus has it.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import socketserver

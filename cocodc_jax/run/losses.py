@@ -17,7 +17,7 @@ import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.run.config import RunConfig, TrainConfig
 from cocodc_jax.sharding.mesh import DATA, EXPERT, INSIDE, MODEL, SEQUENCE, Mesh, is_cpu
-from cocodc_jax.sharding.region_map import LocalRegions
+from cocodc_jax.sharding.region_map import LocalRegions, PyTree
 from cocodc_jax.sync.needs import LossFn
 
 
@@ -55,8 +55,10 @@ def judge(
     config: TrainConfig, model: models.TransformerConfig, mesh: Mesh
 ) -> models.LossFn:
     """Return the evaluation loss: the same, without stages and simulated time."""
-    model = with_kernels(config, model, config.method.build(), mesh)
-    return _plain(model, layout(config.run, mesh), 1)
+    over, method = layout(config.run, mesh), config.method.build()
+    device = mesh.devices.flat[0]
+    model = with_kernels(config, model, method, device, over is not None)
+    return _plain(model, over, 1)
 
 
 def _plain(
@@ -118,21 +120,13 @@ def with_kernels(
     config: TrainConfig,
     model: models.TransformerConfig,
     method: cc.methods.Method,
-    mesh: Mesh,
-) -> models.TransformerConfig:
-    """Return the model with its kernels and backward passes chosen."""
-    is_divided = layout(config.run, mesh) is not None
-    return with_kernels_of(config, model, method, mesh.devices.flat[0], is_divided)
-
-
-def with_kernels_of(
-    config: TrainConfig,
-    model: models.TransformerConfig,
-    method: cc.methods.Method,
     device: Any,
     is_divided: bool,
 ) -> models.TransformerConfig:
-    """Return the same for a device whose share of the loss is divided or not."""
+    """Return the model with its kernels and backward passes chosen for a device.
+
+    `is_divided` is whether devices share a region's loss, see `layout`.
+    """
     needs_forward_mode = "gradient_fn" in method.needs
     backward = models.backward.choose(
         model.backward,
@@ -159,12 +153,9 @@ def subspace_of(
     run: RunConfig, model: models.TransformerConfig
 ) -> models.Subspace | None:
     """Return the subspace of the residual stream, None if there is none."""
-    if not run.stage_subspace:
-        return None
-    return models.Subspace(model.width, run.stage_subspace)
+    size = run.stage_subspace
+    return models.Subspace(model.width, size) if size else None
 
-
-PyTree = Any
 
 _INT = jax.ShapeDtypeStruct((), jnp.int32)
 _BOOL = jax.ShapeDtypeStruct((), jnp.bool_)
@@ -176,24 +167,17 @@ def paced(loss_fn: LossFn, step_seconds: float, block: LocalRegions) -> LossFn:
 
     It simulates an accelerator's step time, with the host's cores free meanwhile: if
     all regions of the lab share a few cores, computing takes time from sending and
-    relaying, which no deployment does. One callback reads the clock before the loss. A
-    second one sleeps after the gradient until the time is over, and so before any
-    exchange at every step.
+    relaying, which no deployment does. The time is of the gradients of all regions of a
+    block.
 
-    Data dependencies enforce the order. The first callback takes the parameters and
-    returns the 0 that is added to the batch. The second takes the gradient and returns
-    the predicate of a conditional that passes the gradient on. Adding a number to the
-    gradient instead made XLA compile the optimizer differently, and changed the last
-    bits.
+    Data dependencies enforce the order. A callback that reads the clock takes the
+    parameters and returns the 0 that is added to the batch, of integers. One that
+    sleeps until the time is over takes the gradient and returns the predicate of a
+    conditional that passes the gradient on. Adding a number to the gradient instead
+    made XLA compile the optimizer differently, and changed the last bits.
 
     Call it in a `jax.shard_map` over regions, with one device per region. Reverse mode
     only.
-
-    Args:
-      loss_fn: `(params, batch, key) -> (loss, aux)` of one region; leaves of the batch
-        are integers.
-      step_seconds: of the gradients of all regions of a block.
-      block: number of regions on a device.
     """
     # In turn, each takes its share of the time.
     seconds = step_seconds / block.size if block.one_by_one else step_seconds

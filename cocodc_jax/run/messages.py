@@ -3,8 +3,6 @@
 Needs no JAX: the network lab's programs start without it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

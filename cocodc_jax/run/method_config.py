@@ -4,14 +4,12 @@ Names, types and defaults are those of the signatures of the functions in `METHO
 help is in "Args" there. A new argument of such a function is a flag everywhere.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import cocodc_jax as cc
 from cocodc_jax.fields import Kind, Leaf, leaf_type, notes_of
@@ -147,21 +145,21 @@ class MethodConfig:
         defaults = cc.methods.defaults(self.method)
         return {name: given.get(name, default) for name, default in defaults.items()}
 
-    def replace(self, method: str | None = None, **arguments: Any) -> MethodConfig:
+    def replace(self, method: str | None = None, **arguments: Any) -> Self:
         """Return a copy with another method or more arguments, which it must take."""
-        return MethodConfig(
-            method or self.method, self.given | arguments, self.where_taken
+        arguments = self.given | arguments
+        return dataclasses.replace(
+            self, method=method or self.method, arguments=arguments
         )
 
-    def where(self, **arguments: Any) -> MethodConfig:
+    def where(self, **arguments: Any) -> Self:
         """Return a copy with more arguments for those methods that take them."""
-        return MethodConfig(
-            self.method, self.arguments, dict(self.where_taken) | arguments
-        )
+        where_taken = dict(self.where_taken) | arguments
+        return dataclasses.replace(self, where_taken=where_taken)
 
-    def resolve(self) -> MethodConfig:
+    def resolve(self) -> Self:
         """Return a copy with the method's defaults filled in, as recorded with runs."""
-        return MethodConfig(self.method, self.values)
+        return dataclasses.replace(self, arguments=self.values, where_taken=())
 
     def build(self) -> cc.methods.Method:
         """Return the method as a value."""
@@ -173,7 +171,7 @@ class MethodConfig:
         return {"method": self.method, **self.given, **others}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> MethodConfig:
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Invert `to_json`.
 
         Also reads files of earlier versions, which have the arguments of all methods:

@@ -1,7 +1,5 @@
 """How a run is watched from outside: Prometheus metrics, and a command on events."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -44,152 +42,77 @@ EVENTS = (
 )  # fmt: skip
 
 
-class EventCommand:
-    """Runs one command at a time, in the order of events; use as a context manager.
+@contextlib.contextmanager
+def running(
+    command: str, workdir: str, timeout_s: float = TIMEOUT_S
+) -> Iterator[Callable[[Event], None]]:
+    """Run a command for each event that is handed over, one at a time and in order.
 
     A command that takes too long is killed, with its children; events that come while
-    very many wait are dropped. Standard error says so.
+    very many wait are dropped. The end waits for commands for twice the time of one.
+    Standard error says so.
     """
+    waiting: queue.Queue[Event | None] = queue.Queue(_WAITING)
 
-    def __init__(self, command: str, workdir: str, timeout_s: float = TIMEOUT_S):
-        # An empty command never runs.
-        self._command, self._workdir, self._timeout_s = command, workdir, timeout_s
-        self._waiting: queue.Queue[Event | None] = queue.Queue(_WAITING)
-        self._thread = threading.Thread(target=self._run_all, daemon=True)
-
-    def __enter__(self) -> EventCommand:
-        if self._command:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Wait for the commands that wait and run, for twice the time of one."""
-        if not self._command:
-            return
-        with contextlib.suppress(queue.Full):
-            self._waiting.put(None, timeout=self._timeout_s)
-        self._thread.join(2 * self._timeout_s)
-        if self._thread.is_alive():
-            _say("commands still run or wait; the program ends without them")
-
-    def __call__(self, event: Event) -> None:
-        """Hand over an event; returns at once."""
-        if not self._command:
-            return
+    def hand_over(event: Event) -> None:
         try:
-            self._waiting.put_nowait(event)
+            waiting.put_nowait(event)
         except queue.Full:
             _say(f"{_WAITING} events wait; {event.name} is dropped ({event.message})")
 
-    def _run_all(self) -> None:
-        while (event := self._waiting.get()) is not None:
+    def run_all() -> None:
+        while (event := waiting.get()) is not None:
             try:
-                self._run(event)
+                _run(command, workdir, timeout_s, event)
             except Exception as error:  # Whatever it is: the run goes on.
                 _say(f"{event.name}: {error}")
 
-    def _run(self, event: Event) -> None:
-        about = event._asdict() | {"workdir": self._workdir, "time": time.time()}
-        about["event"] = about.pop("name")
-        environment = {
-            f"COCODC_{name.upper()}": "" if about[name] is None else str(about[name])
-            for name in ("event", "step", "region", "message", "workdir")
-        }
-        with tempfile.TemporaryFile() as said:
-            process = subprocess.Popen(
-                self._command,
-                shell=True,
-                env=os.environ | environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=said,
-                start_new_session=True,  # So that all of it can be killed.
-            )
-            try:
-                process.communicate(json.dumps(about).encode(), self._timeout_s)
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                _say(f"{event.name}: killed after {self._timeout_s:g} s")
-                return
-            if process.returncode:
-                said.seek(0)
-                lines = said.read().decode(errors="replace").strip().splitlines()
-                end = f" ({lines[-1][:200]})" if lines else ""
-                _say(f"{event.name}: exit code {process.returncode}{end}")
+    thread = threading.Thread(target=run_all, daemon=True)
+    thread.start()
+    try:
+        yield hand_over
+    finally:
+        with contextlib.suppress(queue.Full):
+            waiting.put(None, timeout=timeout_s)
+        thread.join(2 * timeout_s)
+        if thread.is_alive():
+            _say("commands still run or wait; the program ends without them")
+
+
+def _run(command: str, workdir: str, timeout_s: float, event: Event) -> None:
+    about = event._asdict() | {"workdir": workdir, "time": time.time()}
+    about["event"] = about.pop("name")
+    environment = {
+        f"COCODC_{name.upper()}": "" if about[name] is None else str(about[name])
+        for name in ("event", "step", "region", "message", "workdir")
+    }
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            command,
+            shell=True,
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            start_new_session=True,  # So that all of it can be killed.
+        )
+        try:
+            process.communicate(json.dumps(about).encode(), timeout_s)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            _say(f"{event.name}: killed after {timeout_s:g} s")
+            return
+        if process.returncode:
+            said.seek(0)
+            lines = said.read().decode(errors="replace").strip().splitlines()
+            end = f" ({lines[-1][:200]})" if lines else ""
+            _say(f"{event.name}: exit code {process.returncode}{end}")
 
 
 def _say(line: str) -> None:
     print(f"warning: --on_event: {line}", file=sys.stderr, flush=True)
-
-
-MAX_PORT = 65535
-
-
-@dataclasses.dataclass(frozen=True)
-class Monitoring:
-    """Flags of a run that is watched from outside.
-
-    Attributes:
-      metrics_port: where process 0 serves Prometheus metrics, on all addresses of its
-        machine; process N of region R, of so many processes each, has metrics_port + R
-        * processes + N, with R 0 unless regions are elastic. 0 serves none.
-      on_event: shell command that is run on faults, lost and returned regions, loss
-        spikes, numbers that are not finite, and the end of the run; it gets the event
-        as JSON on standard input, and in COCODC_EVENT, COCODC_STEP, COCODC_REGION,
-        COCODC_MESSAGE and COCODC_WORKDIR. Empty runs none.
-    """
-
-    metrics_port: int = 0
-    on_event: str = ""
-
-    def __post_init__(self):
-        if not 0 <= self.metrics_port <= MAX_PORT:
-            raise ValueError(
-                f"metrics_port={self.metrics_port} must be a port, at most {MAX_PORT}, "
-                "or 0 to serve no metrics"
-            )
-
-    def check(self) -> None:
-        """Refuse metrics if the package that serves them is missing."""
-        if self.metrics_port:
-            flag = f"metrics_port={self.metrics_port}"
-            check_installed("prometheus_client", "monitoring", flag)
-
-    @contextlib.contextmanager
-    def watching(
-        self,
-        live: LiveMetrics,
-        workdir: str,
-        regions: Sequence[int],
-        own_region: int | None,
-        delay_steps: int | None,
-    ) -> Iterator[Monitor]:
-        """Watch a run; an exception that ends it is an event."""
-        place = (own_region or 0) * jax.process_count() + jax.process_index()
-        labels = {
-            "region": ",".join(map(str, regions)),
-            "process": str(jax.process_index()),
-        }
-        with contextlib.ExitStack() as stack:
-            if self.metrics_port:
-                port = self.metrics_port + place
-                host, port = stack.enter_context(serving(port, live, labels))
-                print(f"metrics at http://{host}:{port}/metrics", file=sys.stderr)
-            notify = stack.enter_context(EventCommand(self.on_event, workdir))
-            monitor = Monitor(live, notify, own_region, delay_steps)
-            try:
-                yield monitor
-            except NonFiniteLossError as error:
-                monitor.notify("non_finite", str(error), error.step, error.region)
-                raise
-            except Exception as error:
-                monitor.notify("failed", str(error))
-                raise
-
-
-NO_MONITORING = Monitoring()
 
 
 class Monitor:
@@ -288,3 +211,74 @@ class Monitor:
                 text = f"the message of region {region} is not finite, and is left out"
                 self._notify(Event("non_finite", text, record["step"], region))
             self._not_finite = now
+
+
+MAX_PORT = 65535
+
+
+@dataclasses.dataclass(frozen=True)
+class Monitoring:
+    """Flags of a run that is watched from outside.
+
+    Attributes:
+      metrics_port: where process 0 serves Prometheus metrics, on all addresses of its
+        machine; process N of region R, of so many processes each, has metrics_port + R
+        * processes + N, with R 0 unless regions are elastic. 0 serves none.
+      on_event: shell command that is run on faults, lost and returned regions, loss
+        spikes, numbers that are not finite, and the end of the run; it gets the event
+        as JSON on standard input, and in COCODC_EVENT, COCODC_STEP, COCODC_REGION,
+        COCODC_MESSAGE and COCODC_WORKDIR. Empty runs none.
+    """
+
+    metrics_port: int = 0
+    on_event: str = ""
+
+    def __post_init__(self):
+        if not 0 <= self.metrics_port <= MAX_PORT:
+            raise ValueError(
+                f"metrics_port={self.metrics_port} must be a port, at most {MAX_PORT}, "
+                "or 0 to serve no metrics"
+            )
+
+    def check(self) -> None:
+        """Refuse metrics if the package that serves them is missing."""
+        if self.metrics_port:
+            flag = f"metrics_port={self.metrics_port}"
+            check_installed("prometheus_client", "monitoring", flag)
+
+    @contextlib.contextmanager
+    def watching(
+        self,
+        live: LiveMetrics,
+        workdir: str,
+        regions: Sequence[int],
+        own_region: int | None,
+        delay_steps: int | None,
+    ) -> Iterator[Monitor]:
+        """Watch a run; an exception that ends it is an event."""
+        place = (own_region or 0) * jax.process_count() + jax.process_index()
+        labels = {
+            "region": ",".join(map(str, regions)),
+            "process": str(jax.process_index()),
+        }
+        with contextlib.ExitStack() as stack:
+            if self.metrics_port:
+                port = self.metrics_port + place
+                host, port = stack.enter_context(serving(port, live, labels))
+                print(f"metrics at http://{host}:{port}/metrics", file=sys.stderr)
+            command = contextlib.nullcontext(lambda event: None)
+            if self.on_event:
+                command = running(self.on_event, workdir)
+            notify = stack.enter_context(command)
+            monitor = Monitor(live, notify, own_region, delay_steps)
+            try:
+                yield monitor
+            except NonFiniteLossError as error:
+                monitor.notify("non_finite", str(error), error.step, error.region)
+                raise
+            except Exception as error:
+                monitor.notify("failed", str(error))
+                raise
+
+
+NO_MONITORING = Monitoring()

@@ -1,7 +1,5 @@
 """The inner optimizer of a run, and its learning rate schedule."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Make a session from its configuration, with all checks before it compiles."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 from collections.abc import Callable, Sequence

@@ -1,10 +1,13 @@
 """Presets: named values of `TrainConfig`, each with a lab note.
 
-The default corpus is embedded in this package, so that every preset runs without a
-download; the loss then compares with no published one.
-"""
+    python -m experiments.train --preset=tiny --workdir=DIR
 
-from __future__ import annotations
+The default corpus is Python's own source, so that every preset runs without a download;
+the loss then compares with no published one. For C4, and a region of four devices:
+
+    python -m experiments.train --preset=1b --dataset=tfds:c4/en \
+        --tokenizer=sentencepiece:/path/c4.model --model_axis=4 --workdir=DIR
+"""
 
 import dataclasses
 import sys
@@ -18,11 +21,8 @@ from cocodc_jax.run.method_config import MethodConfig
 from cocodc_jax.run.optimizer_config import OptimizerConfig
 from cocodc_jax.run.run_config import RunConfig
 
-# Seconds on two cores: every mechanism, no result.
-#
-#     python -m experiments.train --preset=smoke --workdir=/tmp/smoke
-#
-# For tests and for finding out whether an installation works; 50,000 parameters.
+# Seconds on two cores: every mechanism, no result. For tests and for finding out
+# whether an installation works; 50,000 parameters.
 SMOKE = TrainConfig(
     preset="smoke",
     run=RunConfig(
@@ -56,12 +56,9 @@ TINY = dataclasses.replace(
     model=models.get("tiny"),
 )  # fmt: skip
 
-# Tiny with a mixture of experts: minutes on two cores.
-#
-#     python -m experiments.train --preset=moe_tiny --workdir=DIR
-#
-# Text, steps and rates are those of `tiny`, whose work a token it has. Fragments are
-# one of everything that all tokens pass, and four of experts.
+# Tiny with a mixture of experts: minutes on two cores. Text, steps and rates are those
+# of `tiny`, whose work a token it has. Fragments are one of everything that all tokens
+# pass, and four of experts.
 MOE_TINY = dataclasses.replace(
     TINY.where(num_fragments=5, fragment_strategy="experts"),
     preset="moe_tiny",
@@ -88,9 +85,6 @@ MINI = dataclasses.replace(
 
 # Streaming DiLoCo's smallest model (arXiv 2501.18512), 35M parameters.
 #
-#     python -m experiments.train --preset=small --dataset=tfds:c4/en \
-#         --tokenizer=sentencepiece:/path/c4.model --workdir=DIR
-#
 # Published evaluation loss on C4 (data parallel / DiLoCo H 30 / streaming H 30 /
 # streaming H 100): 3.51 / 3.54 / 3.53 / 3.56. Not measured here: C4 is not on the
 # machines this was built on. Batch size, learning rate and steps are not in the
@@ -109,10 +103,7 @@ SMALL = TrainConfig(
     optimizer=OptimizerConfig(inner_lr=4e-4, warmup_steps=1000),
 )  # fmt: skip
 
-# CoCoDC's own experiment (arXiv 2504.17672).
-#
-#     python -m experiments.train --preset=paper_150m --dataset=tfds:c4/en \
-#         --tokenizer=sentencepiece:/path/llama.model --workdir=DIR
+# CoCoDC's own experiment (arXiv 2504.17672), with the tokenizer of LLaMA.
 #
 # C4, length 1024, four regions, 256 sequences per region and step, 44,000 steps of
 # cosine. Published steps to validation perplexity 20.0: CoCoDC 10,292, DiLoCo 10,821,
@@ -135,9 +126,6 @@ PAPER_150M = dataclasses.replace(
 
 # One billion parameters, the size of Streaming DiLoCo's bandwidth tables.
 #
-#     python -m experiments.train --preset=1b --dataset=tfds:c4/en \
-#         --tokenizer=sentencepiece:/path/c4.model --model_axis=4 --workdir=DIR
-#
 # Published evaluation loss on C4 (arXiv 2501.18512; data parallel / DiLoCo H 30 /
 # streaming H 30 / streaming H 100): 2.49 / 2.49 / 2.48 / 2.50. Not measured here. Batch
 # size, learning rate and steps are our choice.
@@ -150,10 +138,8 @@ ONE_B = dataclasses.replace(
     model=models.get("1b"),
 )  # fmt: skip
 
-# Eight billion parameters, LLaMA 3 8B's shape (arXiv 2407.21783).
-#
-#     python -m experiments.train --preset=8b --dataset=tfds:c4/en \
-#         --tokenizer=hf:/path/llama3 --data_axis=64 --workdir=DIR
+# Eight billion parameters, LLaMA 3 8B's shape (arXiv 2407.21783), for
+# --tokenizer=hf:/path/llama3 and --data_axis=64.
 #
 # Length 8,192 and a learning rate of 3e-4 as published. A region's batch is a million
 # tokens, so that four regions have the four million a step that it began with; steps,
@@ -191,11 +177,7 @@ PRESETS = {
 
 
 def with_warmup(preset: TrainConfig, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return leaves for a preset, with its warm-up scaled to a run that is too short.
-
-    The warm-up is then the same share of the run, and a note says so. A warm-up among
-    the leaves stays as it is.
-    """
+    """Return leaves for a preset; its warm-up is scaled to a run that is too short."""
     steps, warmup = leaves.get("steps", 0), preset.optimizer.warmup_steps
     if "warmup_steps" in leaves or not 0 < steps <= warmup:
         return dict(leaves)

@@ -1,15 +1,11 @@
 """Several JAX processes that train one model: how they connect, and their checks.
 
-Every process runs the same command. Process 0 is the coordinator that the others
-connect to; on SLURM, Cloud TPU pods, GKE and under MPI, JAX detects all of that by
-itself. A process holds full regions, or a region spans several consecutive processes.
+A process holds full regions, or a region spans several consecutive processes.
 
 When one process ends, so do all. Its connections close, so the next collective fails in
 the others within about a second. If its machine or network fails silently, they are
 ended after `heartbeat_timeout_s`.
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -24,7 +20,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from importlib import metadata
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -95,7 +91,7 @@ class Processes:
             )
 
     @classmethod
-    def from_environment(cls, **given: Any) -> Processes:
+    def from_environment(cls, **given: Any) -> Self:
         """Return what a launcher has set, or one process; `given` takes precedence."""
         found: dict[str, Any] = {}
         if os.environ.get(COUNT, "1") != "1":

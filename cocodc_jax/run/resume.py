@@ -3,8 +3,6 @@
 `changes.jsonl` has a line for each time that a run was resumed with changes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

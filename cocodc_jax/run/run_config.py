@@ -1,7 +1,5 @@
 """Length and placement of a run: its steps, regions, devices and files."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable
@@ -272,15 +270,14 @@ def _numbers(name: str, text: str, count: int, kind: Callable) -> tuple:
 
 
 def build_codec(text: str) -> StageCodec:
-    """Return the codec of `stage_compress`, a compressor's short form or expression.
+    """Return the codec of `stage_compress`.
 
     `threshold:0.1` is DCT, dynamic communication thresholding (arXiv 2010.08899), of
     activations and of their gradients: per microbatch, entries of at least a threshold
     are sent, and the threshold is recomputed every so many messages (`every`). The
-    paper has thousands of steps between two. Here the loss is a function of parameters
-    and batch without state, so the interval is at most a step's microbatches. With
-    `ef+threshold:0.1`, what one microbatch's message left out is added to the next
-    one's, which is of other sequences; so it is not the default.
+    paper has thousands of steps between two; here they are at most a step's
+    microbatches, as the loss has no state. With `ef+threshold:0.1`, what one
+    microbatch's message left out is added to the next one's, of other sequences.
 
     Parameters are evaluated with the plain model, without a codec; losses and bytes
     measured here are in docs/results/archive/methods.md.

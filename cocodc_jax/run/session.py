@@ -300,12 +300,10 @@ class Session:
     @property
     def peak_tokens_per_second(self) -> float | None:
         """Tokens per second of all regions at an MFU of 1; None on CPUs."""
-        length = self.config.data.sequence_length
-        flops = models.flops_per_token(self.model, length)
+        flops = models.flops_per_token(self.model, self.config.data.sequence_length)
         return peak_tokens_per_second(self.mesh.devices.flat, flops)
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens that all regions together have trained on by `step`."""
-        data = self.config.data
         sequences = self.program.regions.sequences_done(step).sum()
-        return int(sequences) * data.sequence_length
+        return int(sequences) * self.config.data.sequence_length

@@ -1,14 +1,10 @@
 """A region that is a separate job: how it takes part in a run, and rejoins it.
 
-First it checks whether the others have begun. If so, it compiles and runs its programs
-once before it asks to join, so that the others need not wait; then it continues from
-the memory of one of them. A region that all others went on without, cut off or only
-silent, rejoins as soon as it can reach them. It keeps its own inner optimizer, and
-starts from the outer parameters plus its progress since the last outer step that it had
-in common with them. Its folder records the syncs that it merged, and when it joined.
+If the others have begun, it compiles and runs its programs once before it asks to join,
+so that they need not wait; then it continues from the memory of one of them, see
+`train.joining`. A region that all others went on without rejoins as soon as it can
+reach them. Its folder records the syncs that it merged, and when it joined.
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -146,7 +142,7 @@ def run_digest(config: TrainConfig, fingerprint: str) -> str:
 
 @contextlib.contextmanager
 def taking_part(
-    session: Session,
+    session: "Session",
     begun: Begun,
     stream: TrainStream,
     monitor: Monitor,
@@ -231,11 +227,10 @@ def _begins(place: Place, view: View, own_step: int, reached: int) -> None:
         f"regions {missing} {waited}: region {place.region} goes on without them, from "
         f"{'its own ' if own_step else ''}step {own_step}",
         file=sys.stderr,
-        flush=True,
     )
 
 
-def _rehearse(session: Session, stream: TrainStream) -> None:
+def _rehearse(session: "Session", stream: TrainStream) -> None:
     """Compile and run the programs of a full round, alone, and discard the result."""
     program = session.program
     schedule = program.method.schedule
@@ -251,7 +246,7 @@ def _rehearse(session: Session, stream: TrainStream) -> None:
 
 
 def _go_on(
-    session: Session,
+    session: "Session",
     copy: Snapshot,
     own_step: int,
     stream: TrainStream,

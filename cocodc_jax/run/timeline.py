@@ -24,13 +24,27 @@ FILE, TRACE_FILE, PLOT_FILE = "timeline.json", "trace.json", "timeline.png"
 
 
 def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
-    """Return the timeline of a run from the files of its processes.
+    """Return the timeline of a run, see `measured`."""
+    return measured(workdir, since_step)[0]
 
-    It starts at the first mark from `since_step` on. A mean arrives at about the same
+
+def measured(workdir: pathlib.Path, since_step: int) -> tuple[Timeline, int]:
+    """Return the timeline of a run from the files of its processes, and its first step.
+
+    That is of the first mark from `since_step` on. A mean arrives at about the same
     time everywhere, within a network delay, so clocks are aligned by the arrivals.
     """
-    found = _files(workdir)
-    steps = _marked(workdir, found, since_step)
+    paths = [workdir / FILE, *sorted(workdir.glob(f"process_*/{FILE}"))]
+    found = [_table(path) for path in paths if path.exists()]
+    if not found:
+        raise ValueError(f"workdir={str(workdir)!r} holds no {FILE}; train there first")
+    marked = [{step for step, _ in each["marks"]} for each in found]
+    steps = sorted(s for s in set.intersection(*marked) if s >= since_step)
+    if len(steps) < 2:
+        raise ValueError(
+            f"workdir={str(workdir)!r} holds fewer than two marks after step "
+            f"{since_step}; train longer"
+        )
     _set_clocks(found)
     marks = [dict(each["marks"]) for each in found]
     first = steps[0]
@@ -39,7 +53,7 @@ def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
     took_s = np.diff(np.array(rows).T)
     merged = [[s for s in each["syncs"] if s["merge_s"] is not None] for each in found]
     merged = [[s for s in each if s["start_step"] >= first] for each in merged]
-    return Timeline(
+    timeline = Timeline(
         regions=tuple(f"process {i}" for i in range(len(found))),
         syncs=tuple(_syncs(merged, first, zero)),
         num_steps=steps[-1] - first,
@@ -49,34 +63,7 @@ def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
         stall_s=tuple(sum(s["stall_s"] or 0.0 for s in each) for each in merged),
         bytes_sent=tuple(float(sum(s["num_bytes"] for s in each)) for each in merged),
     )
-
-
-def first_marked_step(workdir: pathlib.Path, since_step: int) -> int:
-    """Return the step that `read` starts at, with the same errors."""
-    return _marked(workdir, _files(workdir), since_step)[0]
-
-
-def _files(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """Return the file of every process."""
-    paths = [workdir / FILE, *sorted(workdir.glob(f"process_*/{FILE}"))]
-    found = [_table(path) for path in paths if path.exists()]
-    if not found:
-        raise ValueError(f"workdir={str(workdir)!r} holds no {FILE}; train there first")
-    return found
-
-
-def _marked(
-    workdir: pathlib.Path, found: list[dict[str, Any]], since_step: int
-) -> list[int]:
-    """Return the steps from `since_step` on that every process has a mark of."""
-    marked = [{step for step, _ in each["marks"]} for each in found]
-    steps = sorted(s for s in set.intersection(*marked) if s >= since_step)
-    if len(steps) < 2:
-        raise ValueError(
-            f"workdir={str(workdir)!r} holds fewer than two marks after step "
-            f"{since_step}; train longer"
-        )
-    return steps
+    return timeline, first
 
 
 def _set_clocks(found: list[dict[str, Any]]) -> None:
@@ -193,8 +180,7 @@ def show(workdir: pathlib.Path) -> None:
     """Write a run's trace and plot, if it is longer than its first two intervals."""
     since = first_warm_step(workdir)
     try:
-        since = first_marked_step(workdir, since)
-        timeline = read(workdir, since)
+        timeline, since = measured(workdir, since)
     except ValueError:  # Too short: compiling in all steps.
         return
     write(workdir, timeline, f"{workdir.name}, measured from step {since}")

@@ -1,27 +1,22 @@
 """Save and restore the full state of a run, including fragments in flight.
 
 Orbax saves arrays asynchronously: training continues once they are copied to the host.
-Everything else (the schedule's state, bytes sent, and what the caller adds: positions
-in the data and in the metrics file) is JSON in the same checkpoint. Orbax makes a
-checkpoint visible only when all of it is on disk, so a killed process leaves a full
-checkpoint or none.
-
-Disks and copies can corrupt files silently: each checkpoint has checksums, written by
-the thread that finalizes it, and `restore` takes the newest intact one.
+Everything else (the schedule's state, bytes sent, and what the caller adds) is JSON in
+the same checkpoint. Orbax makes a checkpoint visible only when all of it is on disk, so
+a killed process leaves a full checkpoint or none. Disks and copies can corrupt files
+silently: each checkpoint has checksums, and `restore` takes the newest intact one.
 """
-
-from __future__ import annotations
 
 import contextlib
 import pathlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
 from cocodc_jax._extras import later
 from cocodc_jax.buckets import is_in_bucket
-from cocodc_jax.core.state import TrainState
+from cocodc_jax.core.state import PyTree, TrainState
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import methods_in_own_context
 from cocodc_jax.train import checksums
@@ -31,8 +26,6 @@ if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 else:
     ocp = later("orbax.checkpoint", "train")
-
-PyTree = Any
 
 _ITEMS = ("arrays", "rest")
 
@@ -69,7 +62,7 @@ class Checkpoints:
         self._directory = path
         self._manager = ocp.CheckpointManager(path, item_names=_ITEMS, options=options)
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -4,8 +4,6 @@ Sizes and checksums are written into a checkpoint just before it becomes visible
 that each complete one has them. A checkpoint without is checked for missing parts.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -5,22 +5,18 @@ clock: one for the steps, in order, and one for each message in flight. All time
 seconds since the recorder started, plus the seconds of earlier runs.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 
-from cocodc_jax.core.state import AppliedSync, PendingMean, SyncId, TrainState
+from cocodc_jax.core.state import AppliedSync, PendingMean, PyTree, SyncId, TrainState
 from cocodc_jax.program.region_program import Output
-
-PyTree = Any
 
 _STEPS = 9  # Scans to take the minimum step time over.
 
@@ -65,7 +61,7 @@ class FlightRecorder:
         self._walker = threading.Thread(target=self._walk, daemon=True)
         self._walker.start()
 
-    def __enter__(self) -> FlightRecorder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind, *exception) -> None:

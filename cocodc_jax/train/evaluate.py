@@ -1,9 +1,6 @@
 """Evaluation, equal for every method: one set of parameters, fixed batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +16,7 @@ from cocodc_jax.sharding.mesh import (
     trace_without_mesh_if_needed,
 )
 from cocodc_jax.sharding.region_map import pmean_over_regions, region_shard_map
-from cocodc_jax.sync.model_state import AnyLossFn
-
-PyTree = Any
+from cocodc_jax.sync.model_state import AnyLossFn, PyTree
 
 
 @in_own_context()

@@ -19,8 +19,6 @@ and the best k of them, are as in c-BTM (Gururangan et al., arXiv 2303.14177), w
 takes distances to cluster centers where this learns a linear map.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,12 +33,12 @@ from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import REGION, batch_axes
 from cocodc_jax.sharding.region_map import (
     LocalRegions,
+    PyTree,
     psum_over_regions,
     region_shard_map,
 )
 from cocodc_jax.transforms.numerics import widen
 
-PyTree = Any
 LogitsFn = Callable[[PyTree, jax.Array], jax.Array]
 
 

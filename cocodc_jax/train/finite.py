@@ -1,7 +1,5 @@
 """Non-finite values end a run, or restore a region; a finite loss can hide them."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import NoReturn
 

@@ -1,7 +1,5 @@
 """How often the loop does what, its callbacks, and its result."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple

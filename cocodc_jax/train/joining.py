@@ -2,10 +2,10 @@
 
 The copy has what is equal in all regions, after the events of one step: outer
 parameters, outer optimizer states, the schedule's state, and the outer fragments that
-the syncs in flight were measured from. Regional state is not in it. The region that
-joins starts from the outer parameters, with a fresh inner optimizer (except the step of
-its schedules), fresh compressors and a new key. It receives the syncs that are in
-flight, and takes part in the means of those that start after the copy.
+the syncs in flight were measured from. The region that joins starts from the outer
+parameters, with a fresh inner optimizer (except the step of its schedules), fresh
+compressors and a new key. It receives the syncs that are in flight, and takes part in
+the means of those that start after the copy.
 
 A region that was only cut off, or silent, still has its work. With theta_m its
 parameters and theta_s the last outer parameters in common with the others, it continues
@@ -14,24 +14,20 @@ next pseudo-gradients contain its work. Messages that it sent before, and that w
 counted without its knowledge, are counted twice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from cocodc_jax.core.state import InFlight, PendingMean, SyncState, TrainState
+from cocodc_jax.core.state import InFlight, PendingMean, PyTree, SyncState, TrainState
 from cocodc_jax.elastic.messages import Snapshot, SyncId
 from cocodc_jax.program.fit import at_step
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.needs import STALE
-
-PyTree = Any
 
 
 class Carried(NamedTuple):

@@ -12,21 +12,16 @@ The order is a contract. Each turn
 If the method restores regions (`sync.robust`), a non-finite loss ends nothing, and 3.
 restores regions with non-finite parameters. A sync that leaves out all regions ends the
 run.
-
-A resumed run repeats all records bit for bit; times go to `Clock` instead. Where scans
-are cut changes no number.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from cocodc_jax.core.state import TrainState
+from cocodc_jax.core.state import PyTree, TrainState
 from cocodc_jax.program.region_program import Output, RegionProgram
 from cocodc_jax.sharding import transfer
 from cocodc_jax.train.checkpoint import Checkpoints
@@ -44,8 +39,6 @@ from cocodc_jax.train.hooks import (
 from cocodc_jax.train.records import Records, finite_mean, recorded_of
 from cocodc_jax.train.run_steps import take_batches
 from cocodc_jax.train.spikes import NO_SPIKES, LossSpikeError, Spike, Spikes, SpikeWatch
-
-PyTree = Any
 
 
 def train(

@@ -1,10 +1,8 @@
 """Records of a run: one per so many steps, per sync, and per evaluation.
 
-A resumed run repeats them bit for bit: they have no times. Losses are nats per token,
-`bytes_sent_per_region` is what one region has sent by that step.
+They have no times. Losses are nats per token, `bytes_sent_per_region` is what one
+region has sent by that step.
 """
-
-from __future__ import annotations
 
 import collections
 import math

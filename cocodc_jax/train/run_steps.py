@@ -1,24 +1,19 @@
 """Run a program over an iterator of batches."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import jax
 import numpy as np
 
-from cocodc_jax.core.state import TrainState
+from cocodc_jax.core.state import PyTree, TrainState
 from cocodc_jax.program.region_program import Output, RegionProgram
-
-PyTree = Any
 
 # Maximum steps per scan: all their batches are on the device at once.
 MAX_SCAN_STEPS = 100
 
 
-def run(
+def run_steps(
     program: RegionProgram, state: TrainState, batches: Iterable[PyTree], num_steps: int
 ) -> Iterator[tuple[TrainState, Output]]:
     """Run `num_steps` inner steps and yield after every scan.

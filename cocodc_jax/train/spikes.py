@@ -14,8 +14,6 @@ trained (arXiv 2204.02311, section 5.1: from some hundred steps before, without 
 batches around the spike).
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

@@ -171,7 +171,7 @@ class BatchTrainer:
 
 def _trials(config: TrainConfig, model: models.TransformerConfig) -> trials.Trials:
     """Return trials with the attention and backward passes of one device."""
-    model = losses.with_kernels_of(
+    model = losses.with_kernels(
         config, model, config.method.build(), jax.devices()[0], is_divided=False
     )
     loss_fn = models.make_loss_fn(model)

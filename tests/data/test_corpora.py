@@ -166,16 +166,19 @@ def test_names_and_folders_are_part_of_the_fingerprint(tmp_path):
 
 
 def test_the_later_of_two_preparations_gives_way(text_folder, tmp_path, monkeypatch):
-    make = prepare._make_builder
+    beside = prepare._prepare_beside
 
-    def make_after_another(builder_class, config, data_dir):
+    def prepare_after_another(make, target):
         # Between this process's look and its rename, another one prepares the same.
-        if ".preparing-" in str(data_dir):
-            monkeypatch.setattr(prepare, "_make_builder", make)
-            _open(text_folder, tmp_path)
-        return make(builder_class, config, data_dir)
+        monkeypatch.setattr(prepare, "_prepare_beside", beside)
 
-    monkeypatch.setattr(prepare, "_make_builder", make_after_another)
+        def make_after_another(data_dir):
+            _open(text_folder, tmp_path)
+            return make(data_dir=data_dir)
+
+        beside(make_after_another, target)
+
+    monkeypatch.setattr(prepare, "_prepare_beside", prepare_after_another)
     corpus = _open(text_folder, tmp_path)
     assert len(corpus.train) + len(corpus.validation) == 60
     assert [path.name for path in tmp_path.iterdir()] == ["text_files"]

@@ -42,7 +42,9 @@ def _owners(sequence, documents):
 def test_an_epoch_of_one_window_is_every_sequence_once(config):
     config = dataclasses.replace(config, shuffle_window_bytes=1 << 30)
     data = load(config, num_regions=1)
-    num_tokens = sum(len(t.encode()) + 1 for t in open_corpus(config).train)
+    train = open_corpus(config).train
+    num_documents = len(train)
+    num_tokens = sum(len(t.encode()) + 1 for t in train)
     num_sequences = num_tokens // (LENGTH + 1)
     batches = _take(data.train_stream(), -(-2 * num_sequences // BATCH))
     sequences = batches.reshape(-1, LENGTH + 1)
@@ -52,7 +54,7 @@ def test_an_epoch_of_one_window_is_every_sequence_once(config):
         _, counts = np.unique(epoch, return_counts=True)
         assert counts.sum() == num_sequences * (LENGTH + 1)
         ends = (epoch == 256).sum()
-        assert data.num_train_documents - 1 <= ends <= data.num_train_documents
+        assert num_documents - 1 <= ends <= num_documents
     assert not np.array_equal(*epochs)
 
 
@@ -88,7 +90,7 @@ def test_a_region_reads_the_same_on_any_process(config):
     every = _take(data.train_stream(), 40)
     assert every.shape == (40, 3, BATCH, LENGTH + 1)
     assert every.dtype == np.int32
-    assert data.vocab_size == 272
+    assert data.tokenizer.vocab_size == 272
     assert 0 <= every.min() < every.max() <= 256
     for region in range(3):
         alone = _take(load(config, 3, regions=[region]).train_stream(), 40)
@@ -251,12 +253,12 @@ def test_trained_tokenizer_end_to_end(config):
 def test_standard_library(tmp_path):
     config = DataConfig(data_dir=str(tmp_path))
     data = load(config, num_regions=4)
-    assert data.num_train_documents > 500
-    assert data.num_train_bytes > 5_000_000
     sequences = data.eval_tokens(num_batches=4)
     assert b"self" in sequences[sequences < 256].astype(np.uint8).tobytes()
     corpus = open_corpus(config)
     texts = [text.encode() for text in corpus.train]
+    assert len(texts) > 500
+    assert corpus.train.num_bytes > 5_000_000
     sources = {corpus.train.source_and_bytes(i)[0] for i in range(len(texts))}
     assert {"asyncio", "json", "argparse"} <= sources
     assert not {"site-packages", "__pycache__"} & sources

@@ -15,7 +15,7 @@ from cocodc_jax.sync.merge import Merge
 from cocodc_jax.sync.needs import NEEDS, Need
 from cocodc_jax.sync.outer import nesterov
 from cocodc_jax.sync.schedules import staggered
-from cocodc_jax.train.run_steps import run
+from cocodc_jax.train.run_steps import run_steps as run
 
 # Each region's gradient at steps 1 to 6; the last one is of another batch.
 GRADIENTS = [(1.0, 3.0)] * 5 + [(1.0, 9.0)]

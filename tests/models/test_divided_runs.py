@@ -9,7 +9,7 @@ from cocodc_jax import models
 from cocodc_jax.run.build import build_program, check_model, init_params, mesh_of
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.sharding.mesh import make_mesh
-from cocodc_jax.train.run_steps import run
+from cocodc_jax.train.run_steps import run_steps as run
 from tests.numerics import assert_all_close
 
 STEPS, BATCH, LENGTH = 3, 4, 8

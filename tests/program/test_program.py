@@ -19,7 +19,8 @@ from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sharding.outer_mesh import outer_device
 from cocodc_jax.sync import cutting, merge
 from cocodc_jax.sync.needs import UserInputs
-from cocodc_jax.train.run_steps import MAX_SCAN_STEPS, run
+from cocodc_jax.train.run_steps import MAX_SCAN_STEPS
+from cocodc_jax.train.run_steps import run_steps as run
 from tests.numerics import assert_within_ulps
 from tests.program import tiny
 

@@ -19,7 +19,7 @@ from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sharding.outer_mesh import outer_sharding
 from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.train.run_steps import run
+from cocodc_jax.train.run_steps import run_steps as run
 from cocodc_jax.transforms import compression
 from tests.numerics import assert_all_close
 from tests.program import tiny

@@ -11,7 +11,7 @@ import pytest
 import cocodc_jax as cc
 from cocodc_jax import make_mesh, models
 from cocodc_jax.run.build import build_program, program_key
-from cocodc_jax.run.losses import gather_steps, paced, with_kernels
+from cocodc_jax.run.losses import gather_steps, layout, paced, with_kernels
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.sharding.region_map import LocalRegions
 from tests.numerics import assert_within_ulps
@@ -67,7 +67,10 @@ def _configured(**flags):
 def test_regions_of_one_cpu_device_have_backward_passes_for_it(flags, expected):
     config = _configured(**flags)
     mesh = make_mesh(2, data=config.run.data_axis)
-    chosen = with_kernels(config, config.model, config.method.build(), mesh)
+    is_divided = layout(config.run, mesh) is not None
+    chosen = with_kernels(
+        config, config.model, config.method.build(), jax.devices()[0], is_divided
+    )
     assert (chosen.backward, chosen.attention) == (expected, "plain")
 
 

@@ -17,7 +17,7 @@ import cocodc_jax
 from cocodc_jax.network.faults import Finding
 from cocodc_jax.run import live_metrics, monitor
 from cocodc_jax.run.live_metrics import COUNTER, METRICS, LiveMetrics, serving
-from cocodc_jax.run.monitor import EVENTS, Event, EventCommand, Monitor, Monitoring
+from cocodc_jax.run.monitor import EVENTS, Event, Monitor, Monitoring, running
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.train.finite import NonFiniteLossError
@@ -152,9 +152,9 @@ def test_connections_that_are_held_open_take_no_descriptors(monkeypatch):
             assert each.recv(1) == b""
 
 
-class TestEventCommand:
+class TestCommands:
     def run(self, command, events, tmp_path, **settings):
-        with EventCommand(command, str(tmp_path), **settings) as notify:
+        with running(command, str(tmp_path), **settings) as notify:
             for event in events:
                 notify(event)
 
@@ -192,7 +192,7 @@ class TestEventCommand:
         """Commands that wait for this test's own file to be written."""
         gate = tmp_path / "gate"
         command = f"while [ ! -e {gate} ]; do sleep 0.01; done"
-        with EventCommand(command, str(tmp_path)) as notify:
+        with running(command, str(tmp_path)) as notify:
             for i in range(40):
                 notify(Event("fault", f"number {i}"))
             gate.touch()
@@ -200,8 +200,10 @@ class TestEventCommand:
         assert 7 <= len(said) <= 8
         assert all("32 events wait; fault is dropped (number" in x for x in said)
 
-    def test_no_command_runs_nothing(self, tmp_path):
-        self.run("", [Event("fault", "x")], tmp_path)
+    def test_no_command_runs_nothing(self):
+        live = live_at([0.0])
+        with Monitoring().watching(live, "run", [0], None, None) as monitor:
+            monitor.notify("fault", "x")
 
 
 @pytest.mark.parametrize(

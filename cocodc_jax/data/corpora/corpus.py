@@ -1,9 +1,7 @@
 """Opens a corpus by name; one of text files is written to disk once, by a TFDS builder.
 
 A hash of its text decides whether a document is for training or for validation, so that
-equal documents are on the same side and none changes sides as others come and go. TFDS
-stores the examples of a split in the order of a hash of their keys, so neighbours in
-storage come from unrelated files.
+equal documents are on the same side and none changes sides as others come and go.
 
 What is prepared is in `data_dir/BUILDER/FINGERPRINT/VERSION` as ArrayRecord files,
 anew if any source file changes. A process renames a temporary folder into place, which
@@ -12,6 +10,7 @@ is atomic: others find no data or whole data.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import io
 import logging
@@ -19,7 +18,7 @@ import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -189,27 +188,26 @@ def _prepare(
         validation_fraction=share,
         undecodable=undecodable,
     )
+    make = functools.partial(builder_class, config=config, file_format="array_record")
     target = data_dir / builder_class.name / fingerprint
     with _quiet():
         # Where Path.exists raises, as of folders that are closed, there is none.
         if not os.path.exists(target):
             _logger.info("preparing %s (%d files)", target, len(files))
-            _prepare_beside(builder_class, config, target)
-        builder = _make_builder(builder_class, config, data_dir)
+            _prepare_beside(make, target)
+        builder = make(data_dir=data_dir)
     _check_whole(builder, target)
     return builder
 
 
-def _prepare_beside(
-    builder_class: type[TextCorpus], config: CorpusConfig, target: pathlib.Path
-) -> None:
+def _prepare_beside(make: Callable[..., TextCorpus], target: pathlib.Path) -> None:
     data_dir = target.parent.parent
     make_writable(data_dir)
     make_writable(target.parent)
     with tempfile.TemporaryDirectory(dir=data_dir, prefix=".preparing-") as folder:
-        _make_builder(builder_class, config, folder).download_and_prepare()
+        make(data_dir=folder).download_and_prepare()
         try:
-            os.rename(pathlib.Path(folder, builder_class.name, config.name), target)
+            os.rename(pathlib.Path(folder, *target.parts[-2:]), target)
         except OSError:
             # Renaming onto a folder that is not empty fails: another process was
             # quicker, and its data are the same as ours.
@@ -228,12 +226,6 @@ def _check_whole(builder: tfds.core.DatasetBuilder, target: pathlib.Path) -> Non
             f"the prepared data in {target} lack {lost[0] if lost else 'their notes'}; "
             "remove that folder, and they are prepared again"
         )
-
-
-def _make_builder(
-    builder_class: type[TextCorpus], config: CorpusConfig, data_dir
-) -> tfds.core.DatasetBuilder:
-    return builder_class(data_dir=data_dir, config=config, file_format="array_record")
 
 
 @contextlib.contextmanager

@@ -3,8 +3,6 @@
 An element is one document, or a chunk of those that are only read together.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import itertools

@@ -5,8 +5,6 @@ and a chunk takes the place that a document has in other corpora. The chunks of 
 files are in one random order, the same always.
 """
 
-from __future__ import annotations
-
 import bisect
 import gzip
 import hashlib

@@ -6,10 +6,6 @@ bytes; of Parquet a part of a row group, which is decoded whole; of Arrow a part
 record batch, which is mapped into memory. Memory holds the last few row groups.
 """
 
-from __future__ import annotations
-
-import abc
-import bisect
 import contextlib
 import functools
 import itertools
@@ -27,19 +23,7 @@ class RecordError(ValueError):
     """A row that is not what was asked for, or a file of rows that cannot be read."""
 
 
-class RowFile(abc.ABC):
-    """A file of rows."""
-
-    path: pathlib.Path
-    num_bytes: int  # About the size of its text.
-    num_chunks: int  # How many pieces it can be read in.
-
-    @abc.abstractmethod
-    def texts(self, chunk: int) -> list[str]:
-        """Return the texts of a chunk, without rows that have none."""
-
-
-class JsonLines(RowFile):
+class JsonLines:
     """One JSON object a line."""
 
     def __init__(
@@ -51,7 +35,7 @@ class JsonLines(RowFile):
         shown: pathlib.Path,
     ):
         """Look at the first line: it must be an object with that field."""
-        self.path, self._field, self._shown = path, field, shown
+        self._path, self._field, self._shown = path, field, shown
         self._chunk_bytes, self._undecodable = chunk_bytes, undecodable
         self.num_bytes = path.stat().st_size
         self.num_chunks = -(-self.num_bytes // chunk_bytes)
@@ -64,7 +48,7 @@ class JsonLines(RowFile):
         return list(self._texts(start, start + self._chunk_bytes))
 
     def _texts(self, start: int, end: int) -> Iterator[str]:
-        with _reading(self._shown), self.path.open("rb") as file:
+        with _reading(self._shown), self._path.open("rb") as file:
             if start:
                 # The line that the byte before is in, or ends, is another chunk's.
                 file.seek(start - 1)
@@ -106,13 +90,13 @@ class JsonLines(RowFile):
 
     def _where(self, at: int) -> str:
         """Name the file and the line that begins at a byte, by counting."""
-        with self.path.open("rb") as file:
+        with self._path.open("rb") as file:
             pieces = iter(lambda: file.read(min(1 << 20, at - file.tell())), b"")
             number = 1 + sum(piece.count(b"\n") for piece in pieces)
         return f"{self._shown}, line {number}"
 
 
-class Columns(RowFile):
+class Columns:
     """Groups of rows, each a column of text, cut into chunks of about a size."""
 
     def __init__(
@@ -124,23 +108,23 @@ class Columns(RowFile):
         column: Callable[[int], Any],
     ):
         """Cut groups of so many rows and bytes, each of whose text `column` returns."""
-        self.path, self._rows, self._column = path, rows, column
-        self._parts = [
-            max(1, min(n, -(-size // chunk_bytes)))
-            for n, size in zip(rows, sizes, strict=True)
-        ]
-        self._ends = list(itertools.accumulate(self._parts))
-        self.num_bytes, self.num_chunks = sum(sizes), sum(self._parts)
+        self._path, self._column = path, column
+        self._chunks: list[tuple[int, slice]] = []  # Groups, and rows in them.
+        for group, (n, size) in enumerate(zip(rows, sizes, strict=True)):
+            parts = max(1, min(n, -(-size // chunk_bytes)))
+            bounds = [part * n // parts for part in range(parts + 1)]
+            self._chunks += [(group, slice(*x)) for x in itertools.pairwise(bounds)]
+        self.num_bytes, self.num_chunks = sum(sizes), len(self._chunks)
 
     def texts(self, chunk: int) -> list[str]:
         """Return the texts of a chunk's rows."""
-        group = bisect.bisect_right(self._ends, chunk)
-        parts, rows = self._parts[group], self._rows[group]
-        part = chunk - (self._ends[group] - parts)
-        wanted = slice(part * rows // parts, (part + 1) * rows // parts)
-        with _reading(self.path):
-            found = self._column(group)[wanted].to_pylist()
+        group, rows = self._chunks[chunk]
+        with _reading(self._path):
+            found = self._column(group)[rows].to_pylist()
         return [text for text in map(_clean, found) if text is not None]
+
+
+RowFile = JsonLines | Columns  # It has `num_bytes`, about the size of its text.
 
 
 def open_parquet(path: pathlib.Path, field: str, chunk_bytes: int) -> Columns:

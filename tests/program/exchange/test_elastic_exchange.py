@@ -21,7 +21,7 @@ from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.robust import RESTORED
-from cocodc_jax.train.run_steps import run
+from cocodc_jax.train.run_steps import run_steps as run
 from tests.numerics import assert_within_ulps
 from tests.program import mixture
 from tests.program.elastic.meeting import KEY, places

@@ -21,7 +21,7 @@ from cocodc_jax.sharding import outer_placement, transfer
 from cocodc_jax.sharding import shardings as shardings_module
 from cocodc_jax.sharding.mesh import INSIDE, make_mesh
 from cocodc_jax.sharding.outer_mesh import PROCESS, outer_device, process_grid
-from cocodc_jax.train.run_steps import run
+from cocodc_jax.train.run_steps import run_steps as run
 from tests.numerics import assert_within_ulps
 from tests.program import tiny
 

@@ -13,7 +13,7 @@ from cocodc_jax.elastic.link import Link
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.train import joining
-from cocodc_jax.train.run_steps import run
+from cocodc_jax.train.run_steps import run_steps as run
 from tests.program.elastic.meeting import places
 
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation")
