@@ -18,9 +18,8 @@ the cross-entropy alone, so that losses of all models can be compared.
 
 `experts/tokens` is no weight. It counts what each expert was given, in batches: the
 loss has the gradient -(share of the batch's tokens) there, and `counting` adds that up.
-So the count is part of a region's parameters: it is reset where outer ones replace
-them, merged, stored and sent as they are (`sync.expert_mean`). The unit is so small
-that the count does not show in norms.
+As a parameter the count is reset where outer ones replace it, merged, stored and sent
+(`sync.expert_mean`). Its unit is so small that it does not show in norms.
 """
 
 from __future__ import annotations
@@ -163,10 +162,9 @@ def router_loss(config: TransformerConfig, routed: Routed) -> jax.Array:
 
 
 def router_aux(routed: Routed) -> dict[str, jax.Array]:
-    """Return what is reported of a region's batch, from all layers with experts.
+    """Return what is reported of a region's batch, means over its layers but for load.
 
-    That is `router_balance`, `router_z` and `router_entropy` (nats), means over layers,
-    float32 scalars, and `expert_load` `[layers, E]`.
+    The entropy is in nats, the load `[layers, E]`.
     """
     return {
         "router_balance": routed.balance.mean(),
@@ -181,8 +179,7 @@ def counting(
 ) -> optax.GradientTransformationExtraArgs:
     """Let an optimizer train a model with experts, and add up their token counts.
 
-    The optimizer sees gradients of zero in place of counts, and its updates are those
-    that are added to the parameters. The state is the optimizer's own.
+    In place of counts it sees gradients of zero. The state is the optimizer's own.
     """
     inner = optax.with_extra_args_support(optimizer)
 

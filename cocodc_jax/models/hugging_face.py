@@ -19,9 +19,8 @@ an expert:
 
 Counts of tokens are not written, and are zero once read.
 
-A matrix is [in, out] here and [out, in] there, as in `torch.nn.Linear`; the embedding
-is [V, D] in both. The order of heads, which query heads share a key head, and rotary
-pairs (`rotate_half`) are the same, so that nothing is permuted. Adapters (`lora.py`)
+A matrix is [in, out] here and [out, in] there; the embedding is [V, D] in both. Heads
+and rotary pairs are in the same order, so nothing is permuted. Adapters (`lora.py`)
 are files of their own, as `peft` loads them: `adapter_config.json`, and in
 `adapter_model.safetensors` for the n-th layer's query
 
@@ -111,10 +110,7 @@ def write(
 def write_adapter(
     folder: str | os.PathLike[str], config: TransformerConfig, params: Params, base: str
 ) -> None:
-    """Write a model's adapters as `peft` loads them, in float32.
-
-    Arguments are those of `write`; `base` is the folder or name of the adapted model.
-    """
+    """Write a model's adapters as `write` does; `base` is the adapted model's name."""
     check_llama(config)
     theirs = {ours[1]: name.split(".")[1] for ours, name in _NAMES_IN_BLOCK.items()}
     targets = [theirs[name] for name in config.lora_names]
@@ -152,11 +148,10 @@ def _write(
 
 
 def read(folder: str | os.PathLike[str], config: TransformerConfig) -> Params:
-    """Read the parameters of a model, as `init_params` makes them, in float32.
+    """Read the parameters of a model, as `init_params` makes them, as NumPy arrays.
 
-    They are a nested dict of NumPy arrays, scanned or not as `config` says. Rows of the
-    vocabulary that the files lack, because it was rounded up here, are the mean of
-    those they have. The folder is checked as `check` does.
+    Rows of the vocabulary that the files lack, because it was rounded up here, are the
+    mean of those they have. The folder is checked as `check` does.
     """
     files = check(folder, config)
 
@@ -253,11 +248,8 @@ def _is_turned(name: str) -> bool:
 
 
 def _padded(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    for axis, size in enumerate(shape):
-        if missing := size - array.shape[axis]:
-            mean = array.mean(axis, keepdims=True)
-            array = np.concatenate([array, np.repeat(mean, missing, axis)], axis)
-    return np.ascontiguousarray(array)
+    missing = [(0, n - own) for n, own in zip(shape, array.shape, strict=True)]
+    return np.ascontiguousarray(np.pad(array, missing, mode="mean"))
 
 
 def _files_of(folder: pathlib.Path) -> dict[str, pathlib.Path]:

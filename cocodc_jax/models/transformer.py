@@ -145,10 +145,7 @@ def apply(config: TransformerConfig, params: Params, tokens: jax.Array) -> jax.A
 
 
 def make_loss_fn(config: TransformerConfig) -> LossFn:
-    """Make the language-model loss of one region, on one device.
-
-    `make_divided_loss_fn` is that of several; this one can be compiled for them too,
-    if the compiler is to choose what they share.
+    """Make the language-model loss of one region, on one device or as XLA divides it.
 
     Returns:
       `loss_fn(params, tokens, key) -> (loss, aux)` for int32 tokens [B, L + 1]:
@@ -184,10 +181,9 @@ def make_outputs(
     """Make the loss in two parts, for Gauss-Newton products: logits, and their loss.
 
     They are `model(params, tokens) -> float32 logits [B, L, V]` and `loss(logits,
-    tokens) -> float32 scalar`, convex in the logits; tokens are int32 `[B, L + 1]`.
-    They compose to `make_loss_fn`'s loss, unchunked and in plain operations, as
-    products need forward mode. With a layout parameters are divided, and the compiler
-    shares out the work.
+    tokens) -> float32 scalar`; tokens are int32 `[B, L + 1]`. They compose to
+    `make_loss_fn`'s loss, unchunked and in plain operations, as products need forward
+    mode. With a layout the compiler shares out the work.
     """
     config = dataclasses.replace(
         config, attention="plain", backward="plain", expert_dispatch="blocks"
