@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cocodc_jax.sync.regions import Regions
     from cocodc_jax.train.checkpoint import Checkpoints
     from cocodc_jax.train.run_steps import run as run_steps
-    from cocodc_jax.transforms.second_moment import adam_second_moment
+    from cocodc_jax.transforms.compensation import adam_second_moment
 
 __all__ = [
     "Checkpoints",

@@ -5,11 +5,9 @@ DeMo, every step, in region i with d_i from zero:
     d_i <- b d_i + x_i;   q_i = top-k of the chunked 2-D DCT of d_i;   d_i <- d_i - q_i
     Q = mean over the senders of each coefficient of q_1 .. q_M, transformed back
 
-The two steps of the region are
-`error_feedback(dct_top_k(k=32, chunk_side=64), decay=b)`, whose residual is d_i; the
-combination of all regions' messages is `average_duplicates`. Parameters then move by
-the sign of Q. DiLoCo with decoupled momentum takes x_i = the pseudo-gradient and the
-mean over all regions (of the decoded messages), which it adds to its residual.
+The first line is `error_feedback(dct_top_k(k=32, chunk_side=64), decay=b)`, whose
+residual is d_i, the second `average_duplicates`. Parameters then move by the sign of Q.
+DiLoCo with decoupled momentum adds the mean over all regions to its residual.
 
 Source: DeMo (arXiv 2411.19870) and DiLoCo with decoupled momentum (arXiv 2510.03371),
 both as read from the authors' code. Differs from the code of the second, which averages
