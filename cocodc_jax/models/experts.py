@@ -78,11 +78,11 @@ def choose(x_TD: jax.Array, router_DE: jax.Array, per_token: int) -> Choice:
 class Experts(nnx.Module):
     """The weights of E experts, and how often each was used."""
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, residual: float):
-        number, width = config.num_experts, config.width
-        self.gate = matrix(rngs, number, width, config.expert_width)
-        self.up = matrix(rngs, number, width, config.expert_width)
-        self.down = matrix(rngs, number, config.expert_width, width, gain=residual)
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        number, width, inside = config.num_experts, config.width, config.expert_width
+        self.gate = matrix(rngs, number, width, inside)
+        self.up = matrix(rngs, number, width, inside)
+        self.down = matrix(rngs, number, inside, width, gain=config.residual_gain)
         self.tokens = nnx.Param(jnp.zeros(number, jnp.float32))
 
     def weights(
@@ -102,14 +102,10 @@ class MixtureOfExperts(nnx.Module):
     """A router and its experts."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        rngs: nnx.Rngs,
-        residual: float,
-        layout: Layout | None,
+        self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None
     ):
         self.router = matrix(rngs, config.width, config.num_experts)
-        self.experts = Experts(config, rngs, residual)
+        self.experts = Experts(config, rngs)
         self.config, self.layout = config, layout
 
     def __call__(self, x_BLD: jax.Array) -> tuple[jax.Array, Routed]:

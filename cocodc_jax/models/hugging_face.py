@@ -198,8 +198,14 @@ def check(
         )
     rows = read_config(folder, config)["vocab_size"]
     for file in sorted({*files.values()}):
+        own = {name for name, place in files.items() if place == file}
         with _opened(file) as tensors:
-            for name in wanted.keys() & {n for n, f in files.items() if f == file}:
+            if lost := sorted(own - {*tensors.keys()}):
+                raise ValueError(
+                    f"{file} has no tensor {_first(lost)}, which "
+                    f"{folder / _INDEX_FILE} says is there"
+                )
+            for name in wanted.keys() & own:
                 there = tuple(tensors.get_slice(name).get_shape())
                 here = wanted[name][::-1] if _is_turned(name) else wanted[name]
                 if name in (_NAMES["embedding",], _HEAD):
@@ -266,16 +272,7 @@ def _files_of(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
         raise ValueError(f"{index} has no weight_map")
-    files = {name: folder / str(file) for name, file in places.items()}
-    for file in sorted({*files.values()}):
-        with _opened(file) as tensors:
-            lost = {n for n, f in files.items() if f == file} - {*tensors.keys()}
-        if lost:
-            raise ValueError(
-                f"{file} has no tensor {_first(sorted(lost))}, which {index} says is "
-                "there"
-            )
-    return files
+    return {name: folder / str(file) for name, file in places.items()}
 
 
 @contextlib.contextmanager
