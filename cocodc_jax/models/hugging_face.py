@@ -1,23 +1,10 @@
 """LLaMA-shaped parameters in the files that Hugging Face's `LlamaForCausalLM` loads.
 
 A folder holds the shape, `config.json`, and the tensors: `model.safetensors`, or the
-files that `model.safetensors.index.json` names for each tensor. With n a layer:
-
-    embedding                model.embed_tokens.weight
-    blocks  attention_norm   model.layers.n.input_layernorm.weight
-            attention        model.layers.n.self_attn.{q,k,v,o}_proj.weight
-            mlp_norm         model.layers.n.post_attention_layernorm.weight
-            mlp              model.layers.n.mlp.{gate,up,down}_proj.weight
-    norm                     model.norm.weight
-    head                     lm_head.weight, absent with tied embeddings
-
-A model with experts in every block is a `MixtralForCausalLM` (arXiv 2401.04088), with e
-an expert:
-
-    blocks  moe router       model.layers.n.block_sparse_moe.gate.weight
-            moe experts      ...experts.e.{w1,w3,w2}.weight    gate, up, down
-
-Counts of tokens are not written, and are zero once read.
+files that `model.safetensors.index.json` names for each tensor. A model with experts in
+every block is a `MixtralForCausalLM` (arXiv 2401.04088). `_NAMES` and `_NAMES_IN_BLOCK`
+have what arrays are called there; counts of tokens are not written, and are zero once
+read.
 
 A matrix is [in, out] here and [out, in] there; the embedding is [V, D] in both. Heads
 and rotary pairs are in the same order, so nothing is permuted. Adapters (`lora.py`)

@@ -45,9 +45,8 @@ class Layout:
     Attributes:
       data: divides the batch, and the width of weights.
       model: divides heads, features and vocabulary.
-      steps: in which weights are gathered over data, and their gradients scattered in
-        turn: first among that many neighbours, then among as many such groups; their
-        product is data's length. Empty is at once.
+      steps: in which weights are gathered over data, first among that many neighbours,
+        then among as many such groups, and gradients scattered; empty is at once.
       sequence: divides positions, and with data the width of weights; None leaves
         sequences whole.
       expert: divides the batch too, with data the width of weights, and the experts of

@@ -226,12 +226,9 @@ def with_gradient(loss_fn: Callable, loss_and_grad: Callable) -> Callable:
     mode, and in forward mode over these.
     """
 
-    @jax.custom_vjp
-    def loss(params, batch, key):
-        return loss_fn(params, batch, key)
-
     def backward(grads, cotangents):
         return jax.tree.map(lambda g: g * cotangents[0], grads), None, None
 
+    loss = jax.custom_vjp(loss_fn)
     loss.defvjp(loss_and_grad, backward)
     return loss

@@ -1,8 +1,7 @@
 """A LLaMA-style decoder in Flax NNX, used through pure functions.
 
-The NNX modules define the parameters and the forward pass; `block.py` has what is in
-a block. Outside these two files a model is a `TransformerConfig` and a nested dict of
-float32 arrays:
+`block.py` has what is in a block. Outside these two files a model is a
+`TransformerConfig` and a nested dict of float32 arrays:
 
     embedding [V, D]
     blocks    attention: query, key, value, output, (query_norm, key_norm: scale)
@@ -78,10 +77,7 @@ class Transformer(nnx.Module):
         self.config, self.layout = config, layout
 
     def __call__(self, tokens_BL: jax.Array) -> tuple[jax.Array, Routed | None]:
-        """Return the normed hidden states [B, L, D] in the compute dtype.
-
-        And what routers did, leaves `[layers with experts, ...]`; None without any.
-        """
+        """Return the normed hidden states [B, L, D], and what `run_blocks` does."""
         x_BLD, routed = self.run_blocks(self.embed(tokens_BL))
         return self.norm(x_BLD), routed
 
@@ -98,7 +94,10 @@ class Transformer(nnx.Module):
         return self.head[...]
 
     def run_blocks(self, x_BLD: jax.Array) -> tuple[jax.Array, Routed | None]:
-        """Pass the residual stream [B, L, D] through all blocks; see `__call__`."""
+        """Pass the residual stream [B, L, D] through all blocks.
+
+        The second result is what routers did, leaves `[layers with experts, ...]`.
+        """
         # Rotary tables of the device's own positions.
         layout, length = self.layout, x_BLD.shape[1]
         if layout and layout.sequence:
