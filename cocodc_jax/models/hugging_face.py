@@ -147,7 +147,9 @@ def read(folder: str | os.PathLike[str], config: TransformerConfig) -> Params:
         if not parts:
             return np.zeros(wanted.shape, np.float32)
         lead = wanted.shape[: _num_stacked(path, config)]
-        return _padded(np.stack(parts).reshape(*lead, *parts[0].shape), wanted.shape)
+        whole = np.stack(parts).reshape(*lead, *parts[0].shape)
+        missing = [(0, n - m) for n, m in zip(wanted.shape, whole.shape, strict=True)]
+        return np.ascontiguousarray(np.pad(whole, missing, mode="mean"))
 
     def read_one(name):
         tensor = opened[files[name]].get_tensor(name).astype(np.float32)
@@ -238,11 +240,6 @@ def _num_stacked(path: Any, config: TransformerConfig) -> int:
 
 def _is_turned(name: str) -> bool:
     return "_proj." in name or "block_sparse_moe." in name or name == _HEAD
-
-
-def _padded(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    missing = [(0, n - own) for n, own in zip(shape, array.shape, strict=True)]
-    return np.ascontiguousarray(np.pad(array, missing, mode="mean"))
 
 
 def _files_of(folder: pathlib.Path) -> dict[str, pathlib.Path]:

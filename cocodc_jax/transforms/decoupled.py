@@ -73,7 +73,8 @@ def average_duplicates(
         counts = jnp.ones(len(places)) if weights is None else weights
         counts = counts.astype(coefficients.dtype)
         if clip:
-            coefficients = _clipped(coefficients, counts > 0)
+            norms = jnp.sqrt(jnp.square(coefficients).sum((1, 2)))
+            coefficients *= down_to_median(norms, counts > 0)[:, None, None]
         counts = counts[:, None, None]
         where = (np.arange(num_rows)[None, :, None], places)
         size = compressor.row_size(packed.shape)
@@ -85,9 +86,3 @@ def average_duplicates(
         return compressor.invert(total / jnp.where(sent > 0, sent, 1), packed.shape)
 
     return map_packed(combine, messages)
-
-
-def _clipped(coefficients: jax.Array, counted: jax.Array) -> jax.Array:
-    """Shorten what regions `[M, rows, k]` send to the median norm of those counted."""
-    norms = jnp.sqrt(jnp.square(coefficients).sum((1, 2)))
-    return coefficients * down_to_median(norms, counted)[:, None, None]

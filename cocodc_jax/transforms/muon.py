@@ -60,9 +60,7 @@ def muon(
         {
             "muon": optax.chain(
                 contrib.scale_by_muon(
-                    beta=momentum,
-                    nesterov=False,
-                    weight_dimension_numbers=matrix_axes,
+                    beta=momentum, nesterov=False, weight_dimension_numbers=matrix_axes
                 ),
                 optax.stateless(lambda steps, _: jax.tree.map(_scaled, steps)),
                 optax.add_decayed_weights(weight_decay),
