@@ -45,19 +45,24 @@ def nodes_of(kind: type, tree) -> list:
     return list(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
-def is_stack(path: str) -> bool:
+def is_block(path: str, blocks: str = BLOCKS) -> bool:
+    """Tell whether a leaf is of one block or several."""
+    return blocks in path.split("/")
+
+
+def is_stack(path: str, blocks: str = BLOCKS) -> bool:
     """Tell whether a leaf's first axis is one of layers, which are below `blocks`.
 
     >>> is_stack("blocks/mlp/up"), is_stack("blocks/0/mlp/up"), is_stack("head")
     (True, False, False)
     """
-    parts = path.split("/")
-    if BLOCKS not in parts:
+    if not is_block(path, blocks):
         return False
-    after = parts[parts.index(BLOCKS) + 1 :]
+    parts = path.split("/")
+    after = parts[parts.index(blocks) + 1 :]
     return not (after and after[0].isdecimal())
 
 
-def is_matrix(path: str, num_axes: int) -> bool:
+def is_matrix(path: str, num_axes: int, blocks: str = BLOCKS) -> bool:
     """Tell whether a leaf, or each layer of it, has at least two axes."""
-    return num_axes - is_stack(path) >= 2
+    return num_axes - is_stack(path, blocks) >= 2

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from cocodc_jax.transforms.layers import BLOCKS, is_matrix, path_of
+from cocodc_jax.transforms.layers import BLOCKS, is_block, is_matrix, path_of
 
 B2 = 0.99
 """Decay of the second moment of the Adam beside Muon."""
@@ -35,6 +35,7 @@ def muon(
     momentum: float | jax.Array = 0.9,
     b1: float | jax.Array = 0.9,
     b2: float | jax.Array = B2,
+    blocks: str = BLOCKS,
 ) -> optax.GradientTransformation:
     """Build Muon for matrices below `blocks` and AdamW for everything else.
 
@@ -46,6 +47,7 @@ def muon(
       momentum: of Muon.
       b1: of Adam.
       b2: of Adam.
+      blocks: key of the blocks in the parameter tree.
 
     Returns:
       A transformation to the step to add; `update` needs `params`.
@@ -53,14 +55,16 @@ def muon(
 
     def whose(params):
         return jax.tree_util.tree_map_with_path(
-            lambda path, x: "muon" if _axes(path, x) else "adam", params
+            lambda path, x: "muon" if _axes(path, x, blocks) else "adam", params
         )
 
     return optax.partition(
         {
             "muon": optax.chain(
                 contrib.scale_by_muon(
-                    beta=momentum, nesterov=False, weight_dimension_numbers=matrix_axes
+                    beta=momentum,
+                    nesterov=False,
+                    weight_dimension_numbers=lambda tree: matrix_axes(tree, blocks),
                 ),
                 optax.stateless(lambda steps, _: jax.tree.map(_scaled, steps)),
                 optax.add_decayed_weights(weight_decay),
@@ -78,7 +82,7 @@ def _scaled(step):
     return step * jnp.sqrt(fan_out / fan_in).astype(step.dtype)
 
 
-def matrix_axes(params):
+def matrix_axes(params, blocks: str = BLOCKS):
     """Tell which leaves are matrices, and in which axes.
 
     `params` has `blocks` as a key: the leaves of all layers stacked along a leading
@@ -93,11 +97,11 @@ def matrix_axes(params):
     >>> axes["blocks"]["query"]
     MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
     """
-    return jax.tree_util.tree_map_with_path(_axes, params)
+    return jax.tree_util.tree_map_with_path(lambda p, x: _axes(p, x, blocks), params)
 
 
-def _axes(keys, x):
-    path = path_of(keys)
-    if BLOCKS not in path.split("/") or not is_matrix(path, x.ndim):
+def _axes(path, x, blocks):
+    name = path_of(path)
+    if not is_block(name, blocks) or not is_matrix(name, x.ndim, blocks):
         return None
     return contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
