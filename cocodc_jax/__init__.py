@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from cocodc_jax.sync.regions import Regions as Regions
     from cocodc_jax.train.checkpoint import Checkpoints as Checkpoints
     from cocodc_jax.train.run_steps import run_steps as run_steps
-    from cocodc_jax.transforms.second_moment import (
+    from cocodc_jax.transforms.compensation import (
         adam_second_moment as adam_second_moment,
     )
 

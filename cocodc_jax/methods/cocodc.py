@@ -47,7 +47,8 @@ $$
   $\lambda_0 = 1$, with "drift" as the score and a constant N. The correction is as long
   as the progress, and does not shrink as D does.
 - `cocodc` (ours): $C(u, D) = D / \tau$, "isotropic", so $\theta^m_{t+\tau} \leftarrow
-  \theta^g - \lambda D + \rho \, (\theta^m_{t+\tau} - \theta^m_t)$.
+  \theta^g - \lambda D + \rho \, (\theta^m_{t+\tau} - \theta^m_t)$. It did best among
+  the rules that need nothing else.
 - Others are in `transforms.curvature`.
 
 Source: CoCoDC, sections 3.1 and 3.2; rule, scores and compensation read from the
@@ -94,9 +95,6 @@ def cocodc(
     merge_feedback: bool = False,
 ) -> Method:
     """Build CoCoDC (arXiv 2504.17672): compensation and adaptive transmission.
-
-    The curvature is the isotropic one, which did best among the rules that need nothing
-    else; the published one is numerically nothing in its units (`cocodc_paper`).
 
     Args:
       sync_interval: H, inner steps in which every fragment starts at least once.
@@ -181,9 +179,6 @@ def cocodc_paper(
     relative_strength: float | None = None,
 ) -> Method:
     """Build CoCoDC as its paper has it, or as its authors' code (arXiv 2504.17672).
-
-    By the text the correction is numerically nothing, by the code it is as long as the
-    progress times `relative_strength`.
 
     Args:
       sync_interval: H, inner steps in which every fragment starts at least once.

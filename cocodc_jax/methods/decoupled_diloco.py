@@ -129,7 +129,7 @@ def _merged_at(
             f"answer_steps={answer_steps!r} must be numbers of steps, at least 0, "
             "separated by commas, one for each region"
         )
-    if not 1 <= quorum <= len(answers):
+    if quorum > len(answers):
         raise ValueError(
             f"quorum={quorum} must be at least 1 and at most the {len(answers)} "
             "regions of answer_steps"

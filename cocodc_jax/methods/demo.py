@@ -68,15 +68,13 @@ def decoupled_momentum(decay: float, compressor: Compressor) -> PerStep:
     check_unit_interval("momentum_decay", decay)
     kept = error_feedback(compressor, decay)
 
-    def receive(messages):
-        has_positions = isinstance(compressor, SparseCompressor)
-        combine = average_duplicates if has_positions else mean_of_decoded
-        return jax.tree.map(jnp.sign, combine(messages, compressor))
+    has_positions = isinstance(compressor, SparseCompressor)
+    combine = average_duplicates if has_positions else mean_of_decoded
 
     return PerStep(
         "decoupled_momentum",
         kept.init,
-        lambda gradient, state, key: kept.encode(gradient, state, key),
-        receive,
+        kept.encode,
+        lambda messages: jax.tree.map(jnp.sign, combine(messages, compressor)),
         lambda other: decoupled_momentum(decay, other),
     )

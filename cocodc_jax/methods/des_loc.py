@@ -37,7 +37,10 @@ Defaults: published H 32 to 256, K_u 3 H, K_v 6 H; here H 30 and the same factor
 Measured here: docs/results/methods.md; docs/results/archive/methods.md (smoke).
 """
 
-from cocodc_jax.sync import Method, Moments, Sync, merge, nesterov, schedules
+import dataclasses
+
+from cocodc_jax.methods.diloco import diloco
+from cocodc_jax.sync import Method, Moments
 
 
 def des_loc(
@@ -55,12 +58,6 @@ def des_loc(
       outer_lr: eta, learning rate of the outer step; 1 is the mean.
       outer_momentum: mu, its Nesterov momentum, in [0, 1).
     """
-    return Method(
-        name="des_loc",
-        sync=Sync(
-            schedule=schedules.staggered(sync_interval),
-            outer=nesterov(outer_lr, outer_momentum),
-            merge=merge.replace(),
-            moments=Moments.parse(sync_moments),
-        ),
-    )
+    method = diloco(sync_interval, outer_lr, outer_momentum)
+    method = method.with_sync(moments=Moments.parse(sync_moments))
+    return dataclasses.replace(method, name="des_loc")

@@ -37,18 +37,16 @@ Measured here: docs/results/methods.md. It was made for thousands of steps; that
 short run.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from cocodc_jax.sync import Compressed, Method, RegionalOuter, Sync, merge, schedules
-from cocodc_jax.sync.outer import pseudo_gradient
+from cocodc_jax.sync.outer import PyTree, pseudo_gradient
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.error_feedback import ErrorFeedbackState, error_feedback
 from cocodc_jax.transforms.numerics import check_rate, check_unit_interval
-
-PyTree = Any
 
 
 def diloco_demo(

@@ -48,17 +48,15 @@ Defaults: published ones are of small convex problems; here H 30, r 0.01, ring, 
 Measured here: docs/results/methods.md; several r in docs/results/archive/methods.md.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from cocodc_jax.sync import Compressed, Method, RegionalOuter, Sync, merge, schedules
-from cocodc_jax.sync.outer import pseudo_gradient
+from cocodc_jax.sync.outer import PyTree, pseudo_gradient
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.numerics import check_choice, check_rate
-
-PyTree = Any
 
 # Graph to the group of `RegionalOuter` that hears it.
 GRAPHS = {"ring": "ring", "complete": "all"}

@@ -12,14 +12,8 @@ s^m &\leftarrow b s^m + (1 - b) \, g^m \odot g^m \\
 \end{align*}
 $$
 
-Hats are bias-corrected. Parameters are averaged at every sync, all $u_j$ at every
-third, s at every sixth:
-
-$$
-\theta^m \leftarrow \frac{1}{M} \sum_n \theta^n, \qquad
-u^m_j \leftarrow \frac{1}{M} \sum_n u^n_j, \qquad
-s^m \leftarrow \frac{1}{M} \sum_n s^n
-$$
+Hats are bias-corrected. As in `des_loc`, parameters are averaged at every sync, all
+$u_j$ at every third, s at every sixth.
 
 After H = 30 steps a momentum of decay 0.9 holds 4 % of what regions had agreed on, one
 of 0.999 holds 97 %: it pulls all of them the same way while they train apart. Decays

@@ -42,7 +42,10 @@ Measured here: docs/results/methods.md, all at AdamW's learning rate of 2e-3, wh
 little for this Muon.
 """
 
-from cocodc_jax.sync import Compressed, Inner, Method, Sync, merge, nesterov, schedules
+import dataclasses
+
+from cocodc_jax.methods.diloco import diloco
+from cocodc_jax.sync import Compressed, Inner, Method
 from cocodc_jax.transforms import compression
 
 
@@ -60,13 +63,6 @@ def muloco(
       outer_momentum: its momentum, in [0, 1).
       compress: the compressor with its error feedback.
     """
-    return Method(
-        name="muloco",
-        sync=Sync(
-            schedule=schedules.staggered(sync_interval),
-            outer=nesterov(outer_lr, outer_momentum),
-            merge=merge.replace(),
-            message=Compressed(compression.parse(compress)),
-        ),
-        inner=Inner("muon"),
-    )
+    method = diloco(sync_interval, outer_lr, outer_momentum)
+    method = method.with_sync(message=Compressed(compression.parse(compress)))
+    return dataclasses.replace(method, name="muloco", inner=Inner("muon"))

@@ -43,16 +43,14 @@ it is given).
 Measured here: docs/results/methods.md; outer parameters are sent too.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optax
 
 from cocodc_jax.sync import Method, RegionalOuter, Sync, merge, schedules
-from cocodc_jax.sync.outer import pseudo_gradient
+from cocodc_jax.sync.outer import PyTree, pseudo_gradient
 from cocodc_jax.transforms.numerics import check_rate, check_unit_interval
 from cocodc_jax.transforms.outer import group_heavy_ball
-
-PyTree = Any
 
 
 def noloco(
@@ -109,9 +107,8 @@ def noisy_pairs(
         return {"params": params, "pseudo_gradient": pseudo_gradient(params, local)}
 
     def init(params, compressor):
-        return PairState(
-            optimizer.init(params), compressor.init(payload(params, params))
-        )
+        sent = payload(params, params)
+        return PairState(optimizer.init(params), compressor.init(sent))
 
     def send(params, state, local, compressor, key):
         message, kept = compressor.encode(payload(params, local), state.compressor, key)

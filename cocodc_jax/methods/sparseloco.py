@@ -40,7 +40,10 @@ Measured here: docs/results/methods.md; with even 2-bit levels, k 32 and a mean 
 in docs/results/archive/methods.md.
 """
 
-from cocodc_jax.sync import Compressed, Method, Sync, merge, nesterov, schedules
+import dataclasses
+
+from cocodc_jax.methods.diloco import diloco
+from cocodc_jax.sync import Compressed, Method
 from cocodc_jax.transforms import compression
 
 
@@ -62,12 +65,6 @@ def sparseloco(
       clip: whether each tensor of a region's message is cut to the median norm of that
         tensor in all messages, as in the authors' deployment.
     """
-    return Method(
-        name="sparseloco",
-        sync=Sync(
-            schedule=schedules.staggered(sync_interval),
-            outer=nesterov(outer_lr, 0.0),
-            merge=merge.replace(),
-            message=Compressed(compression.parse(compress), sparse_mean, clip),
-        ),
-    )
+    method = diloco(sync_interval, outer_lr, outer_momentum=0.0)
+    message = Compressed(compression.parse(compress), sparse_mean, clip)
+    return dataclasses.replace(method.with_sync(message=message), name="sparseloco")

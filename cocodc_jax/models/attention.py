@@ -44,14 +44,10 @@ def attend(
 ) -> jax.Array:
     """Return what each position gathers from itself and those before it.
 
-    Args:
-      query_BLHd: of H heads; of the device's own positions, where there is `sequence`.
-      key_BLKd: of K heads, each for H / K of the query's, and of all positions.
-      value_BLKd: likewise.
-      kernel: plain, blocks, cudnn, splash; auto is plain.
-      sequence: mesh axis that divides the query's positions, inside a `jax.shard_map`;
-        not for cudnn and blocks.
-      interpret: whether any platform carries out splash, slowly.
+    Each of the K heads of keys and values is for H / K of the query's. `sequence` is
+    the mesh axis that divides the query's positions, and only these, inside a
+    `jax.shard_map`; not for cudnn and blocks. The kernel auto is plain; with
+    `interpret` any platform carries out splash, slowly.
     """
     if kernel == "splash":
         return _splash(query_BLHd, key_BLKd, value_BLKd, sequence, interpret)
@@ -73,9 +69,8 @@ def _plain(
 ) -> jax.Array:
     """Attend as `jax.nn.dot_product_attention` does, up to rounding.
 
-    With heads before positions its products are plain ones of a batch, and what was
-    gathered is divided in place of each weight, so the backward pass sums over no pairs
-    of positions: on CPUs a training step of tiny takes a twelfth less.
+    What was gathered is divided in place of each weight, so the backward pass sums over
+    no pairs of positions: on CPUs a training step of tiny takes a twelfth less.
     """
     shape, num_kv, width = query_BLHd.shape, key_BSKd.shape[2], query_BLHd.shape[3]
     # The G heads that share a key are more rows of one product.
@@ -159,8 +154,7 @@ def _splash(query_BLHd, key_BLKd, value_BLKd, sequence, interpret) -> jax.Array:
 def _own_blocks(kernel, sequence: str):
     """Take, of a kernel for sequences that devices share, what one of them computes.
 
-    As its `manual_sharding_spec` does: blocks of the mask and positions are cut by
-    those of the query; the mask of a block on the diagonal is the same for all.
+    As its `manual_sharding_spec` does; a diagonal block has the same mask on all.
     """
 
     def own(x, axis: int):
@@ -213,9 +207,8 @@ def choose(
 ) -> TransformerConfig:
     """Return the model with the kernel that `attention` names, or auto means.
 
-    Kernels need a program that is divided, that is one that names every axis itself
-    (`divided.py`), and no forward mode over gradients. `sequence_axis` devices share
-    the positions of a sequence; `most_head_width` is the devices' `head_width_of`.
+    A program `is_divided` if it names every axis itself (`divided.py`); `sequence_axis`
+    devices share a sequence; `most_head_width` is the devices' `head_width_of`.
     """
     is_gpu = platform in ("gpu", "cuda")
     no_sequence = f"does not support sequence_axis={sequence_axis}", sequence_axis > 1
@@ -276,8 +269,7 @@ def choose(
 def head_width_of(device: Any) -> int:
     """Return the most features of a head that cuDNN takes on a GPU.
 
-    None, 0, before Ampere (T4, V100) and on those of other makers: AMD's call what they
-    can compute "gfx90a" (both from memory).
+    None, 0, before Ampere (T4, V100) and on AMD's, of "gfx90a" (both from memory).
     """
     capability = getattr(device, "compute_capability", None) or _HOPPER
     generation = str(capability).partition(".")[0]

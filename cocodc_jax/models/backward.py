@@ -4,9 +4,7 @@ A product y = x W of tokens gives its weight the gradient x' g. JAX writes (g' x
 XLA's CPU backend then transposes g, often the wider of the two, for each weight; here
 it transposes x, once for all weights that read it. A number that scales a row has a sum
 over that row as its gradient, which the same backend is slow at; spread over the row by
-a product with ones it has a product.
-
-Gradients are JAX's own up to the order of float32 sums, without forward mode over them.
+a product with ones it has a product. There is no forward mode over such gradients.
 """
 
 from typing import Any

@@ -14,7 +14,6 @@ it a feed-forward of `shared` experts for every token; both are added.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +94,9 @@ class Attention(Multiplying):
         self.query = matrix(rngs, config.width, config.width)
         self.key = matrix(rngs, config.width, kv_width)
         self.value = matrix(rngs, config.width, kv_width)
-        self.output = matrix(rngs, config.width, config.width, gain=_residual(config))
+        self.output = matrix(
+            rngs, config.width, config.width, gain=config.residual_gain
+        )
         if config.qk_norm:
             self.query_norm = RMSNorm(config, config.head_width)
             self.key_norm = RMSNorm(config, config.head_width)
@@ -133,7 +134,7 @@ class MLP(Multiplying):
     ):
         self.gate = matrix(rngs, config.width, mlp_width)
         self.up = matrix(rngs, config.width, mlp_width)
-        self.down = matrix(rngs, mlp_width, config.width, gain=_residual(config))
+        self.down = matrix(rngs, mlp_width, config.width, gain=config.residual_gain)
         self.adapt(config, rngs, layout)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
@@ -160,7 +161,7 @@ class Block(nnx.Module):
         if not has_experts:
             self.mlp = MLP(config, rngs, layout, config.mlp_width)
             return
-        self.moe = MixtureOfExperts(config, rngs, _residual(config), layout)
+        self.moe = MixtureOfExperts(config, rngs, layout)
         if config.shared_experts:
             width = config.shared_experts * config.expert_width
             self.shared = MLP(config, rngs, layout, width)
@@ -216,7 +217,3 @@ def rotate(x_BLHd: jax.Array, cos_Ld: jax.Array, sin_Ld: jax.Array) -> jax.Array
     first, second = jnp.split(x_BLHd.astype(jnp.float32), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(turned, axis=-1).astype(x_BLHd.dtype)
-
-
-def _residual(config: TransformerConfig) -> float:
-    return 1 / math.sqrt(2 * config.num_layers)

@@ -223,6 +223,11 @@ class TransformerConfig:
         return self.lora_alpha / self.lora_rank
 
     @property
+    def residual_gain(self) -> float:
+        """What matrices that write to the residual stream are scaled by (GPT-2)."""
+        return 1 / math.sqrt(2 * self.num_layers)
+
+    @property
     def num_moe_layers(self) -> int:
         """Blocks that have experts."""
         return self.num_layers // self.moe_every if self.num_experts else 0

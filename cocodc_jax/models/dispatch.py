@@ -9,11 +9,9 @@ N = T k assignments of its T tokens, cross to their experts' devices and back:
 
 Shapes are static, and no token is dropped, where GShard (arXiv 2006.16668, section 3)
 drops what is over a capacity: a device sends another at most C = ceil(1.5 N / X) rows
-in a round, and rounds follow until every device has sent all of its rows. One is enough
-unless experts of one device are wanted more than 1.5 times as often as an even router
-would have them; at worst there are X / 1.5, rounded up. Padding is sent but not
-multiplied. Each further round is computed again in the backward pass, so that memory
-does not grow with their number.
+in a round, and rounds follow until every device has sent all of its rows, at worst
+X / 1.5, rounded up. Padding is sent but not multiplied. Each further round is computed
+again in the backward pass, so that memory does not grow with their number.
 """
 
 from __future__ import annotations
@@ -51,17 +49,11 @@ def mix(
 ) -> jax.Array:
     """Return the weighted sum of what each token's experts give, `[T, D]`.
 
-    Args:
-      x_TD: tokens.
-      ids_TK: int, the experts of each.
-      weights_TK: of these experts.
-      weights: gate `[E, D, F]`, up `[E, D, F]` and down `[E, F, D]`, in x's dtype; with
-        `layout.expert` those of the device's own experts.
-      dispatch: "ragged" multiplies groups by `jax.lax.ragged_dot`, a kernel on TPUs,
-        with Megablox's for the gradient of weights; elsewhere it multiplies all tokens
-        by all experts. It has no second derivatives. "blocks" pads groups to blocks of
-        equal length, each multiplied by its expert's weights.
-      layout: axes inside the region; None is one device.
+    `weights` are gate `[E, D, F]`, up `[E, D, F]` and down `[E, F, D]`, in x's dtype;
+    with `layout.expert` those of the device's own experts. The dispatch "ragged"
+    multiplies groups by `jax.lax.ragged_dot`, a kernel on TPUs, with Megablox's for the
+    gradient of weights; elsewhere it multiplies all tokens by all experts. It has no
+    second derivatives. "blocks" pads groups to blocks of equal length.
     """
     if layout is not None and layout.expert is not None:
         return _mix_over(x_TD, ids_TK, weights_TK, weights, dispatch, layout)

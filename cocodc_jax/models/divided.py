@@ -1,10 +1,9 @@
 """The transformer's loss as the devices of a region compute it together.
 
-Each has its share of the batch and a part of every weight (`sharding.py`), and computes
-in a `jax.shard_map` that is manual over every axis, as Pallas kernels need, with the
-collectives of `layout.py`; another `shard_map` over "region" may be around it. The
-gradient is taken inside, of the device's share of the loss, so that gradients of
-weights come out summed over the batch.
+Each computes with its share of the batch and a part of every weight (`sharding.py`) in
+a `jax.shard_map` that is manual over every axis, as Pallas kernels need; another over
+"region" may be around it. The gradient is taken inside, of the device's share of the
+loss, so that gradients of weights come out summed over the batch.
 """
 
 import functools

@@ -18,9 +18,8 @@ the cross-entropy alone, so that losses of all models can be compared.
 
 `experts/tokens` is no weight. It counts what each expert was given, in batches: the
 loss has the gradient -(share of the batch's tokens) there, and `counting` adds that up.
-So the count is part of a region's parameters: it is reset where outer ones replace
-them, merged, stored and sent as they are (`sync.expert_mean`). The unit is so small
-that the count does not show in norms.
+As a parameter the count is reset where outer ones replace it, merged, stored and sent
+(`sync.expert_mean`). Its unit is so small that it does not show in norms.
 """
 
 from __future__ import annotations
@@ -79,11 +78,11 @@ def choose(x_TD: jax.Array, router_DE: jax.Array, per_token: int) -> Choice:
 class Experts(nnx.Module):
     """The weights of E experts, and how often each was used."""
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, residual: float):
-        number, width = config.num_experts, config.width
-        self.gate = matrix(rngs, number, width, config.expert_width)
-        self.up = matrix(rngs, number, width, config.expert_width)
-        self.down = matrix(rngs, number, config.expert_width, width, gain=residual)
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        number, width, inside = config.num_experts, config.width, config.expert_width
+        self.gate = matrix(rngs, number, width, inside)
+        self.up = matrix(rngs, number, width, inside)
+        self.down = matrix(rngs, number, inside, width, gain=config.residual_gain)
         self.tokens = nnx.Param(jnp.zeros(number, jnp.float32))
 
     def weights(
@@ -103,14 +102,10 @@ class MixtureOfExperts(nnx.Module):
     """A router and its experts."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        rngs: nnx.Rngs,
-        residual: float,
-        layout: Layout | None,
+        self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None
     ):
         self.router = matrix(rngs, config.width, config.num_experts)
-        self.experts = Experts(config, rngs, residual)
+        self.experts = Experts(config, rngs)
         self.config, self.layout = config, layout
 
     def __call__(self, x_BLD: jax.Array) -> tuple[jax.Array, Routed]:
@@ -163,10 +158,9 @@ def router_loss(config: TransformerConfig, routed: Routed) -> jax.Array:
 
 
 def router_aux(routed: Routed) -> dict[str, jax.Array]:
-    """Return what is reported of a region's batch, from all layers with experts.
+    """Return what is reported of a region's batch, means over its layers but for load.
 
-    That is `router_balance`, `router_z` and `router_entropy` (nats), means over layers,
-    float32 scalars, and `expert_load` `[layers, E]`.
+    The entropy is in nats, the load `[layers, E]`.
     """
     return {
         "router_balance": routed.balance.mean(),
@@ -181,8 +175,7 @@ def counting(
 ) -> optax.GradientTransformationExtraArgs:
     """Let an optimizer train a model with experts, and add up their token counts.
 
-    The optimizer sees gradients of zero in place of counts, and its updates are those
-    that are added to the parameters. The state is the optimizer's own.
+    In place of counts it sees gradients of zero. The state is the optimizer's own.
     """
     inner = optax.with_extra_args_support(optimizer)
 

@@ -1,27 +1,13 @@
 """LLaMA-shaped parameters in the files that Hugging Face's `LlamaForCausalLM` loads.
 
 A folder holds the shape, `config.json`, and the tensors: `model.safetensors`, or the
-files that `model.safetensors.index.json` names for each tensor. With n a layer:
+files that `model.safetensors.index.json` names for each tensor. A model with experts in
+every block is a `MixtralForCausalLM` (arXiv 2401.04088). `_NAMES` and `_NAMES_IN_BLOCK`
+have what arrays are called there; counts of tokens are not written, and are zero once
+read.
 
-    embedding                model.embed_tokens.weight
-    blocks  attention_norm   model.layers.n.input_layernorm.weight
-            attention        model.layers.n.self_attn.{q,k,v,o}_proj.weight
-            mlp_norm         model.layers.n.post_attention_layernorm.weight
-            mlp              model.layers.n.mlp.{gate,up,down}_proj.weight
-    norm                     model.norm.weight
-    head                     lm_head.weight, absent with tied embeddings
-
-A model with experts in every block is a `MixtralForCausalLM` (arXiv 2401.04088), with e
-an expert:
-
-    blocks  moe router       model.layers.n.block_sparse_moe.gate.weight
-            moe experts      ...experts.e.{w1,w3,w2}.weight    gate, up, down
-
-Counts of tokens are not written, and are zero once read.
-
-A matrix is [in, out] here and [out, in] there, as in `torch.nn.Linear`; the embedding
-is [V, D] in both. The order of heads, which query heads share a key head, and rotary
-pairs (`rotate_half`) are the same, so that nothing is permuted. Adapters (`lora.py`)
+A matrix is [in, out] here and [out, in] there; the embedding is [V, D] in both. Heads
+and rotary pairs are in the same order, so nothing is permuted. Adapters (`lora.py`)
 are files of their own, as `peft` loads them: `adapter_config.json`, and in
 `adapter_model.safetensors` for the n-th layer's query
 
@@ -111,10 +97,7 @@ def write(
 def write_adapter(
     folder: str | os.PathLike[str], config: TransformerConfig, params: Params, base: str
 ) -> None:
-    """Write a model's adapters as `peft` loads them, in float32.
-
-    Arguments are those of `write`; `base` is the folder or name of the adapted model.
-    """
+    """Write a model's adapters as `write` does; `base` is the adapted model's name."""
     check_llama(config)
     theirs = {ours[1]: name.split(".")[1] for ours, name in _NAMES_IN_BLOCK.items()}
     targets = [theirs[name] for name in config.lora_names]
@@ -152,11 +135,10 @@ def _write(
 
 
 def read(folder: str | os.PathLike[str], config: TransformerConfig) -> Params:
-    """Read the parameters of a model, as `init_params` makes them, in float32.
+    """Read the parameters of a model, as `init_params` makes them, as NumPy arrays.
 
-    They are a nested dict of NumPy arrays, scanned or not as `config` says. Rows of the
-    vocabulary that the files lack, because it was rounded up here, are the mean of
-    those they have. The folder is checked as `check` does.
+    Rows of the vocabulary that the files lack, because it was rounded up here, are the
+    mean of those they have. The folder is checked as `check` does.
     """
     files = check(folder, config)
 
@@ -165,7 +147,9 @@ def read(folder: str | os.PathLike[str], config: TransformerConfig) -> Params:
         if not parts:
             return np.zeros(wanted.shape, np.float32)
         lead = wanted.shape[: _num_stacked(path, config)]
-        return _padded(np.stack(parts).reshape(*lead, *parts[0].shape), wanted.shape)
+        whole = np.stack(parts).reshape(*lead, *parts[0].shape)
+        missing = [(0, n - m) for n, m in zip(wanted.shape, whole.shape, strict=True)]
+        return np.ascontiguousarray(np.pad(whole, missing, mode="mean"))
 
     def read_one(name):
         tensor = opened[files[name]].get_tensor(name).astype(np.float32)
@@ -203,8 +187,14 @@ def check(
         )
     rows = read_config(folder, config)["vocab_size"]
     for file in sorted({*files.values()}):
+        own = {name for name, place in files.items() if place == file}
         with _opened(file) as tensors:
-            for name in wanted.keys() & {n for n, f in files.items() if f == file}:
+            if lost := sorted(own - {*tensors.keys()}):
+                raise ValueError(
+                    f"{file} has no tensor {_first(lost)}, which "
+                    f"{folder / _INDEX_FILE} says is there"
+                )
+            for name in wanted.keys() & own:
                 there = tuple(tensors.get_slice(name).get_shape())
                 here = wanted[name][::-1] if _is_turned(name) else wanted[name]
                 if name in (_NAMES["embedding",], _HEAD):
@@ -252,14 +242,6 @@ def _is_turned(name: str) -> bool:
     return "_proj." in name or "block_sparse_moe." in name or name == _HEAD
 
 
-def _padded(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    for axis, size in enumerate(shape):
-        if missing := size - array.shape[axis]:
-            mean = array.mean(axis, keepdims=True)
-            array = np.concatenate([array, np.repeat(mean, missing, axis)], axis)
-    return np.ascontiguousarray(array)
-
-
 def _files_of(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """Tell which file of a folder each tensor is in."""
     index, whole = folder / _INDEX_FILE, folder / TENSORS_FILE
@@ -274,16 +256,7 @@ def _files_of(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
         raise ValueError(f"{index} has no weight_map")
-    files = {name: folder / str(file) for name, file in places.items()}
-    for file in sorted({*files.values()}):
-        with _opened(file) as tensors:
-            lost = {n for n, f in files.items() if f == file} - {*tensors.keys()}
-        if lost:
-            raise ValueError(
-                f"{file} has no tensor {_first(sorted(lost))}, which {index} says is "
-                "there"
-            )
-    return files
+    return {name: folder / str(file) for name, file in places.items()}
 
 
 @contextlib.contextmanager

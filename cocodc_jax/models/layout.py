@@ -1,9 +1,8 @@
 """Products and lookups of weights that lie divided over the devices of a region.
 
 `sharding.py` says how. Left to itself, a compiler gathers the batch as well as the
-weights, and each device holds activations of the whole region. Here every device
-computes with its own sequences, inside a `jax.shard_map` that is manual over all axes
-(`divided.py`), with explicit collectives:
+weights. Here every device computes with its own sequences, in a `jax.shard_map` that is
+manual over all axes (`divided.py`), with explicit collectives:
 
     a weight     is cast to the compute dtype, gathered over "data" where it is used,
                  and gathered again for the backward pass if that computes again
@@ -14,8 +13,7 @@ computes with its own sequences, inside a `jax.shard_map` that is manual over al
     activations  are summed over "model" after each pair of matrices, and their
                  cotangents before it (Megatron-LM, arXiv 1909.08053, section 3)
 
-Each function has its derivative by hand, since nothing tells a transposition which
-values are equal on all devices of an axis.
+Derivatives are by hand: no transposition knows which values are equal on an axis.
 
 A TPU's compiler (libtpu 0.0.42) has no gather and no scatter over three axes of a torus
 at once, and for some sizes none over two: it makes them sums of whole arrays, of twice
@@ -47,9 +45,8 @@ class Layout:
     Attributes:
       data: divides the batch, and the width of weights.
       model: divides heads, features and vocabulary.
-      steps: in which weights are gathered over data, and their gradients scattered in
-        turn: first among that many neighbours, then among as many such groups; their
-        product is data's length. Empty is at once.
+      steps: in which weights are gathered over data, first among that many neighbours,
+        then among as many such groups, and gradients scattered; empty is at once.
       sequence: divides positions, and with data the width of weights; None leaves
         sequences whole.
       expert: divides the batch too, with data the width of weights, and the experts of

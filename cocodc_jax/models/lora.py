@@ -1,11 +1,7 @@
 """Adapters of a frozen model (LoRA; Hu et al., arXiv 2106.09685).
 
-Beside a matrix W [in, out] a block has A [in, r], normal, and B [r, out], zero at
-first, and computes with
-
-    W + (lora_alpha / r) A B
-
-They are `blocks/../lora/NAME/{a, b}` in the parameters, beside `blocks/../NAME`.
+Beside a matrix W [in, out], `blocks/../NAME`, a block has A [in, r], normal, and B [r,
+out], zero at first, in `blocks/../lora/NAME/{a, b}`: W + (lora_alpha / r) A B.
 """
 
 import jax

@@ -9,15 +9,10 @@ All logits would take `B L V` float32 values, twice with their cotangent, which 
 vocabularies of 32,000 is most of a step's memory. Here one chunk's exist at a time.
 Chunks cut the length axis alone, so sharding of the batch axis stays as it was.
 
-- `cross_entropy`: each chunk is rematerialised in the backward pass.
-- `divided_cross_entropy`: of one device's sequences, with sequences sharded over "data"
-  and the vocabulary over "model". A chunk's logits give its loss and its gradient at
-  once: nothing is computed twice, and only dh is kept. The head is gathered once for
-  all chunks; dW is summed over them in float32, then reduce-scattered.
-
-`make_accumulated_loss_fn` takes a batch in parts of one size, one after another:
-
-    g = 1/A sum over a of  grad loss(params, part a)
+`cross_entropy` computes each chunk again in the backward pass. In
+`divided_cross_entropy`, with sequences sharded over "data" and the vocabulary over
+"model", a chunk's logits give its loss and its gradient at once, and only dh is kept.
+The head is gathered once; dW is summed in float32, then reduce-scattered.
 """
 
 import functools
@@ -134,10 +129,9 @@ divided_cross_entropy.defvjp(_forward, _backward)
 
 
 def _sums(logits_BLV, targets_BL, layout: Layout | None = None):
-    """Return the sums of a chunk, and what the loss's derivative consists of.
+    """Return a chunk's sums, exp(z - max z), its sum, and which logits are targets.
 
-    That is exp(z - max z), its sum over the vocabulary, and which logits are targets. A
-    padded target, -1, is none.
+    A padded target, -1, is none.
     """
     axis = layout.model if layout else None
     axis = axis if axis and jax.lax.axis_size(axis) > 1 else None
@@ -205,10 +199,10 @@ def accumulated(gradient: GradientFn, num_parts: int) -> GradientFn:
 
 
 def make_accumulated_loss_fn(loss_fn: Callable, num_parts: int) -> Callable:
-    """Make a loss whose gradient is accumulated: the same, but for rounding of sums.
+    """Make a loss whose gradient is the mean over equal parts of a batch, in turn.
 
     `loss_fn(params, batch, key) -> (loss, aux)` gives means over the batch but for
-    aux's `num_tokens`, a sum. All A parts get the same key.
+    aux's `num_tokens`, a sum. All parts get the same key.
     """
     if num_parts == 1:
         return loss_fn
@@ -232,12 +226,9 @@ def with_gradient(loss_fn: Callable, loss_and_grad: Callable) -> Callable:
     mode, and in forward mode over these.
     """
 
-    @jax.custom_vjp
-    def loss(params, batch, key):
-        return loss_fn(params, batch, key)
-
     def backward(grads, cotangents):
         return jax.tree.map(lambda g: g * cotangents[0], grads), None, None
 
+    loss = jax.custom_vjp(loss_fn)
     loss.defvjp(loss_and_grad, backward)
     return loss

@@ -13,10 +13,9 @@ Differs from the paper: each tick draws one shift, the same for all regions and
 stages, where the paper may draw any permutation. A region is met with probability
 1/R either way; a cyclic shift is one collective among R compiled ones.
 
-Everything runs in a `jax.shard_map` over "stage", perhaps inside another over "region".
-The gradient is taken inside: what JAX 0.10.2 itself would save between forward and
-backward leaves the inner `shard_map` sharded over both axes, and the compiler refuses
-that (github.com/jax-ml/jax/pull/26588).
+The gradient is taken inside the `jax.shard_map`: what JAX 0.10.2 itself would save
+between forward and backward leaves it sharded over "stage" and "region", and the
+compiler refuses that (github.com/jax-ml/jax/pull/26588).
 """
 
 from __future__ import annotations
@@ -219,8 +218,7 @@ class _Stage:
     def _run(self, model: Transformer, way_back, batch, shifts: jax.Array):
         """Send a batch through the stages; the last stage's result is the batch's.
 
-        It has activations [B, L, D], and what they are for and from: the targets
-        [B, L], and with a subspace the tokens [B, L].
+        That is activations [B, L, D], targets, and with a subspace tokens [B, L].
         """
         stage = jax.lax.axis_index(STAGE)
         is_first, is_last = stage == 0, stage == self.num_stages - 1
@@ -293,8 +291,7 @@ class _Stage:
     def _microbatches(self, x: jax.Array) -> jax.Array:
         """Cut `[B, ...]` to what enters at each tick, `[ticks, B / M, ...]`.
 
-        Microbatch m is every M-th sequence from m on, so that a batch divided over
-        "data" makes microbatches that are divided as well.
+        Every M-th sequence makes a microbatch, which "data" then divides as the batch.
         """
         cut = x.reshape(-1, self.num_microbatches, *x.shape[1:]).swapaxes(0, 1)
         idle = [(0, self.num_stages - 1)] + [(0, 0)] * x.ndim
@@ -320,10 +317,7 @@ class _Stage:
 
 
 def _as_own(params: Params) -> Params:
-    """Give every stage parameters of its own, so that gradients are summed once.
-
-    Of replicated ones they would be at every tick, and in the compute dtype.
-    """
+    """Give every stage its own parameters: else gradients are summed at every tick."""
     return {
         name: part if name == "blocks" else jax.lax.pcast(part, STAGE, to="varying")
         for name, part in params.items()

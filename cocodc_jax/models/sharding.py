@@ -5,11 +5,10 @@ communication between the two matrices of a pair: attention heads, feed-forward
 features, vocabulary (Megatron-LM, arXiv 1909.08053, section 3). "data" divides the
 residual width, gathered before use (ZeRO stage 3, arXiv 1910.02054). Each expert is
 divided as a feed-forward is; an "expert" axis divides which there are, and the width of
-all other weights with "data". Norm scales, routers and counts of experts' tokens
-are on every device. So is, but for "model", the embedding where the compiler derives
-the rest: a lookup whose table and token ids share the "data" axis, inside a `shard_map`
-that is manual over regions, ends the process in XLA's partitioner (JAX 0.10.2, CPU).
-`divided.py` does its own lookup, of a table divided over both.
+all other weights with "data". Where the compiler derives the rest, "data" does not
+divide the embedding: a lookup whose table and token ids share that axis, inside a
+`shard_map` that is manual over regions, ends the process in XLA's partitioner (JAX
+0.10.2, CPU). `divided.py` does its own lookup.
 """
 
 from typing import Any

@@ -8,8 +8,7 @@ that keeps what reaches a threshold, both ways:
 
 so the gradient is taken as if decoding gave back what was encoded (straight through).
 a and b are the codec's memory (thresholds, what error feedback has not sent yet) of one
-stage within a step: a loss is a function of parameters and batch only. Backward goes
-through the microbatches in reverse, and so does b.
+stage within a step. Backward goes through the microbatches in reverse, and so does b.
 """
 
 import dataclasses
@@ -37,10 +36,9 @@ def stage_bytes(
     """Count the bytes that a region's stages send one another for a batch.
 
     Every position crosses S - 1 borders, with its target (and with a subspace its
-    token), and its gradient comes back; then S - 1 of S parts of the last stage's
-    result go to the others, and their gradients come back. The zeros of idle ticks are
-    not counted, nor are gradients of parameters that every stage has. `num_ways` is 2
-    with gradients, 1 without.
+    token); then S - 1 of S parts of the last stage's result go to the others. With
+    gradients (`num_ways` 2, else 1) all but ids come back. The zeros of idle ticks are
+    not counted, nor are gradients of parameters that every stage has.
     """
     width = subspace.rank if subspace else config.width
     num_ids = 2 if subspace else 1
@@ -103,10 +101,7 @@ class Hop:
     codec: StageCodec
 
     def init(self, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Return what is remembered before the first message: state and bytes sent.
-
-        All floats, because the state of the way back lies where cotangents do.
-        """
+        """Return the first state and bytes sent; floats, as cotangents have to be."""
         return _floats(self.codec.init(jnp.zeros_like(x))), jnp.float32(0)
 
     def __call__(self, x, ahead, back, shift, has_sent, has_received):

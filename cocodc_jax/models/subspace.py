@@ -7,38 +7,33 @@ position with token t, kept by construction for every layer l:
 
 A pipeline stage therefore hands on c = U^T x_l and the token, and the next one has
 x_l = U c + fixed(t) to rounding: D / k times fewer bytes ahead, and back, where dL/dc =
-U^T dL/dx. What keeps it so: every matrix that writes to the stream (attention output,
-MLP down) has its rows in span(U), and the embedding moves in span(U) only,
+U^T dL/dx. Every matrix that writes to the stream (attention output, MLP down) keeps its
+rows in span(U), and the embedding moves in span(U) only:
 
     before the optimizer:  g <- g P                       (the three of them)
     after it:              W + u <- (W + u) P,  and  u <- u P for the embedding
 
-The loss, and the gradient after the first line, are those of the plain model with these
-parameters: what P takes from a gradient at a stage's border reaches nothing but what P
-takes from the gradients of those three.
+The loss, and the gradient after the first line, are those of the plain model: what P
+takes from a gradient at a stage's border reaches only what P takes from those three.
 
 Source: Protocol Models (Ramasinghe et al., arXiv 2506.01260); the split of the
 embedding, which matrices are projected and what is sent as read from the authors'
 published code (Node0).
 Differs from it:
-- The embedding is one array, whose fixed part is what of it is outside of the subspace,
-  so that every other use of the parameters is that of the plain model. The authors add
-  a trained table in span(U) to a random one, which is the same split of their sum.
+- The embedding is one array, whose fixed part is what of it is outside of the subspace.
+  The authors add a trained table in span(U) to a random one: the same split.
 - All layers are confined; theirs leave the last two free, as nothing is sent after
   them. Here the last stage shares its result out among the stages, in U as well.
 - With tied embeddings the head moves in span(U) with the table; theirs is untied, so
-  `tie_embeddings=False` is nearer. Norm scales and an untied head are free. Rotary
-  positions have no table to split.
+  `tie_embeddings=False` is nearer. Norm scales and an untied head are free.
 - Matrices are projected at the start too (which makes them sqrt(k / D) as long), and
   the optimizer sees projected gradients, so that a run does not depend on where stages
-  are cut. The paper changes AdamW's second moment to one a row instead (from memory);
-  here what AdamW's elementwise division takes out of the subspace is cut off, as in the
-  published code.
+  are cut. What AdamW's elementwise division takes out of the subspace is cut off, as in
+  the published code; the paper has one second moment a row instead (from memory).
 - U is drawn once and never moves (the paper moves it rarely, from memory).
 
 An average of confined parameters is confined. What is quantized or cut between regions
-is not: until the next inner step projects again, what is outside of the subspace does
-not cross between stages.
+is not until the next inner step: what is outside does not cross between stages.
 """
 
 import dataclasses

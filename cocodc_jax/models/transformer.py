@@ -1,8 +1,7 @@
 """A LLaMA-style decoder in Flax NNX, used through pure functions.
 
-The NNX modules define the parameters and the forward pass; `block.py` has what is in
-a block. Outside these two files a model is a `TransformerConfig` and a nested dict of
-float32 arrays:
+`block.py` has what is in a block. Outside these two files a model is a
+`TransformerConfig` and a nested dict of float32 arrays:
 
     embedding [V, D]
     blocks    attention: query, key, value, output, (query_norm, key_norm: scale)
@@ -78,10 +77,7 @@ class Transformer(nnx.Module):
         self.config, self.layout = config, layout
 
     def __call__(self, tokens_BL: jax.Array) -> tuple[jax.Array, Routed | None]:
-        """Return the normed hidden states [B, L, D] in the compute dtype.
-
-        And what routers did, leaves `[layers with experts, ...]`; None without any.
-        """
+        """Return the normed hidden states [B, L, D], and what `run_blocks` does."""
         x_BLD, routed = self.run_blocks(self.embed(tokens_BL))
         return self.norm(x_BLD), routed
 
@@ -98,7 +94,10 @@ class Transformer(nnx.Module):
         return self.head[...]
 
     def run_blocks(self, x_BLD: jax.Array) -> tuple[jax.Array, Routed | None]:
-        """Pass the residual stream [B, L, D] through all blocks; see `__call__`."""
+        """Pass the residual stream [B, L, D] through all blocks.
+
+        The second result is what routers did, leaves `[layers with experts, ...]`.
+        """
         # Rotary tables of the device's own positions.
         layout, length = self.layout, x_BLD.shape[1]
         if layout and layout.sequence:
@@ -145,10 +144,7 @@ def apply(config: TransformerConfig, params: Params, tokens: jax.Array) -> jax.A
 
 
 def make_loss_fn(config: TransformerConfig) -> LossFn:
-    """Make the language-model loss of one region, on one device.
-
-    `make_divided_loss_fn` is that of several; this one can be compiled for them too,
-    if the compiler is to choose what they share.
+    """Make the language-model loss of one region, on one device or as XLA divides it.
 
     Returns:
       `loss_fn(params, tokens, key) -> (loss, aux)` for int32 tokens [B, L + 1]:
@@ -184,10 +180,9 @@ def make_outputs(
     """Make the loss in two parts, for Gauss-Newton products: logits, and their loss.
 
     They are `model(params, tokens) -> float32 logits [B, L, V]` and `loss(logits,
-    tokens) -> float32 scalar`, convex in the logits; tokens are int32 `[B, L + 1]`.
-    They compose to `make_loss_fn`'s loss, unchunked and in plain operations, as
-    products need forward mode. With a layout parameters are divided, and the compiler
-    shares out the work.
+    tokens) -> float32 scalar`; tokens are int32 `[B, L + 1]`. They compose to
+    `make_loss_fn`'s loss, unchunked and in plain operations, as products need forward
+    mode. With a layout the compiler shares out the work.
     """
     config = dataclasses.replace(
         config, attention="plain", backward="plain", expert_dispatch="blocks"

@@ -28,7 +28,7 @@ from cocodc_jax.sharding.mesh import (
     make_mesh,
 )
 from cocodc_jax.train.evaluate import make_evaluate
-from cocodc_jax.transforms.second_moment import adam_second_moment
+from cocodc_jax.transforms.compensation import adam_second_moment
 
 # Arguments of methods that only a mixture of experts has a meaning for.
 _OF_EXPERTS = {

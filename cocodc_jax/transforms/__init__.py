@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     )
     from cocodc_jax.transforms.compensation import (
         DelayCompensationState,
+        adam_second_moment,
         delay_compensation,
     )
     from cocodc_jax.transforms.compressor import Compressor, message_bytes
     from cocodc_jax.transforms.curvature import Curvature
-    from cocodc_jax.transforms.second_moment import adam_second_moment
 
 __all__ = [
     "Compressor",

@@ -4,9 +4,8 @@
     g~ = g + strength * curvature(g, D)
 
 The first-order Taylor expansion of the gradient field: with the true Hessian, strength
-1 and a quadratic loss, `g~` is the gradient at `params`.
-
-Sign: `g` is gradient-like, old minus new, descent is minus `g`; the term is added.
+1 and a quadratic loss, `g~` is the gradient at `params`. `g` is gradient-like, old
+minus new; the term is added.
 
 Units: `g` may be a true gradient (a stale-gradient loop) or a per-step pseudo-gradient
 in parameter units. In the region program it is the latter,
@@ -15,27 +14,30 @@ in parameter units. In the region program it is the latter,
     g~ = delay_compensation(...)(u, params=theta_g, stale_params=staged)
     local <- theta_g - delay_steps * g~
 
-so the curvature must return parameter units too; `curvature.py` says how each does.
+so the curvature must return parameter units too (`curvature.py`).
 
 Source: CoCoDC (arXiv 2504.17672) and DC-ASGD (arXiv 1609.08326), both as read from the
-authors' code. The sign is derived here: with the exact Hessian of a quadratic the plus
-gives the gradient at `params`. `max_ratio` is ours.
+authors' code. The sign is derived here; `max_ratio` is ours.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from cocodc_jax.transforms import curvature as curvatures
+from cocodc_jax.transforms.layers import nodes_of
 from cocodc_jax.transforms.numerics import (
     check_positive,
+    difference,
     fill_holes,
     has_holes,
     match_holes,
     matched,
     safe_norm,
+    wide_dtype,
     widen,
 )
 
@@ -103,12 +105,11 @@ def delay_compensation(
     def update_fn(updates, state, params=None, *, stale_params=None, **extra):
         extra = _needed_extras(curvature, updates, params, stale_params, extra)
         gradient = jax.tree.map(widen, updates)
-        now, stale = matched(updates, params=params, stale_params=stale_params)
-        displacement = jax.tree.map(lambda x, y: widen(x) - widen(y), now, stale)
+        both = matched(updates, params=params, stale_params=stale_params)
         scale = strength(state.update_count) if callable(strength) else strength
         correction = jax.tree.map(
             lambda c: scale * widen(c),
-            curvature.product(gradient, displacement, **extra),
+            curvature.product(gradient, difference(*both), **extra),
         )
         correction, ratio = _limit(correction, gradient, max_ratio)
         compensated = jax.tree.map(
@@ -118,6 +119,43 @@ def delay_compensation(
         return compensated, DelayCompensationState(count, ratio)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def adam_second_moment(b2: float | jax.Array) -> Callable[[Any], Any]:
+    """Find Adam's second moment in an optimizer state, and correct its bias.
+
+    Args:
+      b2: the decay the inner optimizer was made with.
+
+    Returns:
+      A function of a regional optimizer state, every leaf `[R, ...]`, that gives a
+      tree like the parameters, nu / (1 - b2^count), and nu itself, zeros, of a region
+      whose Adam has made no step yet. The state must hold one Adam's nu of each.
+    """
+
+    def second_moment(opt_state):
+        adam = nodes_of(optax.ScaleByAdamState, opt_state)
+        if len(adam) != 1:
+            raise ValueError(
+                "the merge needs the inner Adam's second moment, but the optimizer's "
+                f"state holds {len(adam)} Adam states; pass `second_moment`"
+            )
+        if nodes_of(optax.MaskedNode, adam[0].nu):
+            raise ValueError(
+                "the merge needs the inner Adam's second moment of every parameter, "
+                "but the optimizer leaves some to others (optax.partition, Muon); pass "
+                "`second_moment`, or use another curvature"
+            )
+
+        def correct(nu):
+            count, wide = adam[0].count, wide_dtype(nu.dtype)
+            # Before the first step 0 / 0: of a region that was restored, or that waits.
+            scale = jnp.where(count == 0, 1, 1 - b2 ** count.astype(wide))
+            return nu / scale.reshape(-1, *(1,) * (nu.ndim - 1)).astype(nu.dtype)
+
+        return jax.tree.map(correct, adam[0].nu)
+
+    return second_moment
 
 
 _TREES = frozenset({"stale_params", "second_moment", "later_gradient", "later_params"})

@@ -44,11 +44,11 @@ from cocodc_jax.transforms.compressor import (
     Compressor,
     Packed,
     identity,
+    matrices,
     message_bytes,
 )
 from cocodc_jax.transforms.error_feedback import error_feedback
 from cocodc_jax.transforms.low_rank import low_rank
-from cocodc_jax.transforms.matrices import matrices
 from cocodc_jax.transforms.quantize import (
     bfloat16,
     float16,

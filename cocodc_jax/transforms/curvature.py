@@ -5,11 +5,10 @@ A curvature turns a gradient `g`, taken at stale parameters, and a displacement
 
     gradient(params) = g + strength * H D.
 
-Signs are those of `compensation.py`. Units: `g` is either a true gradient ("gradient"
-units) or a per-step pseudo-gradient `u`, a difference of parameters ("parameter" units;
-for SGD `u` is `learning_rate * gradient`). `H D` must be in the units of `g`. Every
-factory says which it returns; those that offer `units` bring a gradient-unit product
-`c` over by
+Units: `g` is either a true gradient ("gradient" units) or a per-step pseudo-gradient
+`u`, a difference of parameters ("parameter" units; for SGD `u` is `learning_rate *
+gradient`). `H D` must be in the units of `g`. Every factory says which it returns;
+those that offer `units` bring a gradient-unit product `c` over by
 
     "gradient"    c                                         for true gradients
     "parameter"   learning_rate * c                         the inner optimizer is SGD
@@ -50,7 +49,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from cocodc_jax.transforms.layers import is_stack
+from cocodc_jax.transforms.layers import is_stack, path_of
 from cocodc_jax.transforms.numerics import (
     cast_like,
     check_choice,
@@ -183,9 +182,8 @@ def normalized_outer_product(
             weight = jnp.minimum(weight, max_weight)
         return jax.tree.map(lambda c: weight.astype(c.dtype) * c, curved)
 
-    def of_layers(path, gradient, displacement):
-        path = jax.tree_util.keystr(path, simple=True, separator="/")
-        each = jax.vmap(normalized) if is_stack(path) else normalized
+    def of_layers(keys, gradient, displacement):
+        each = jax.vmap(normalized) if is_stack(path_of(keys)) else normalized
         return each(gradient, displacement)
 
     def product(gradient, displacement):

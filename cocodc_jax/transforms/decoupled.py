@@ -5,11 +5,9 @@ DeMo, every step, in region i with d_i from zero:
     d_i <- b d_i + x_i;   q_i = top-k of the chunked 2-D DCT of d_i;   d_i <- d_i - q_i
     Q = mean over the senders of each coefficient of q_1 .. q_M, transformed back
 
-The two steps of the region are
-`error_feedback(dct_top_k(k=32, chunk_side=64), decay=b)`, whose residual is d_i; the
-combination of all regions' messages is `average_duplicates`. Parameters then move by
-the sign of Q. DiLoCo with decoupled momentum takes x_i = the pseudo-gradient and the
-mean over all regions (of the decoded messages), which it adds to its residual.
+The first line is `error_feedback(dct_top_k(k=32, chunk_side=64), decay=b)`, whose
+residual is d_i, the second `average_duplicates`. Parameters then move by the sign of Q.
+DiLoCo with decoupled momentum adds the mean over all regions to its residual.
 
 Source: DeMo (arXiv 2411.19870) and DiLoCo with decoupled momentum (arXiv 2510.03371),
 both as read from the authors' code. Differs from the code of the second, which averages
@@ -75,7 +73,8 @@ def average_duplicates(
         counts = jnp.ones(len(places)) if weights is None else weights
         counts = counts.astype(coefficients.dtype)
         if clip:
-            coefficients = _clipped(coefficients, counts > 0)
+            norms = jnp.sqrt(jnp.square(coefficients).sum((1, 2)))
+            coefficients *= down_to_median(norms, counts > 0)[:, None, None]
         counts = counts[:, None, None]
         where = (np.arange(num_rows)[None, :, None], places)
         size = compressor.row_size(packed.shape)
@@ -87,9 +86,3 @@ def average_duplicates(
         return compressor.invert(total / jnp.where(sent > 0, sent, 1), packed.shape)
 
     return map_packed(combine, messages)
-
-
-def _clipped(coefficients: jax.Array, counted: jax.Array) -> jax.Array:
-    """Shorten what regions `[M, rows, k]` send to the median norm of those counted."""
-    norms = jnp.sqrt(jnp.square(coefficients).sum((1, 2)))
-    return coefficients * down_to_median(norms, counted)[:, None, None]

@@ -13,8 +13,7 @@ Here beta c ||D|| v is a share beta of D's part along m, which opposes it. Then
     G = rho D^;   m <- mu m + (1 - mu) G;   theta <- theta - learning_rate (G + mu m)
 
 and regions go on from the look-ahead point theta - learning_rate mu m, where the
-momentum alone would lead (`look_ahead`). Without the correction this is momentum
-look-ahead, `mla`.
+momentum alone would lead (`look_ahead`). Without the correction this is `mla`.
 
 Source: HeLoCo, arXiv 2606.00271, from a published table of the rule. While m (or D) is
 zero there is no angle, and D is kept: of this the table says nothing.
@@ -99,12 +98,7 @@ def scale_by_heloco(
 def scale_by_mla(
     momentum: float | jax.Array = 0.9, weight: float | jax.Array = 1.0
 ) -> optax.GradientTransformation:
-    """Do the same without a correction: m <- mu m + (1 - mu) G; direction G + mu m.
-
-    Args:
-      momentum: mu, in [0, 1).
-      weight: rho, positive; G = rho D.
-    """
+    """Do the same without a correction; arguments are as of `scale_by_heloco`."""
     return _look_ahead_momentum(momentum, weight, lambda g, m: g)
 
 

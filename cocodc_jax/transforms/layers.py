@@ -12,15 +12,18 @@ import jax
 BLOCKS = "blocks"
 
 
+def path_of(keys) -> str:
+    """Join the keys on the way to a leaf by "/"."""
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
 def named_leaves(tree) -> list[tuple[str, Any]]:
     """Return every leaf with its path, parts joined by "/".
 
     The flat dict of a fragment, whose keys are paths, gives the same as a nested tree.
     """
-    return [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(path_of(keys), leaf) for keys, leaf in leaves]
 
 
 def distinct_leaves(tree) -> list[tuple[str, Any]]:

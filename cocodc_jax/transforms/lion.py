@@ -12,10 +12,9 @@ and of the d_i of all M regions
 then everywhere theta <- theta - eta (d + wd theta), which is
 `optax.chain(optax.add_decayed_weights(wd), optax.scale_by_learning_rate(eta))`.
 
-Differs from the paper: a bit has no room for a zero, which is sent as +1, a nan as -1.
-
 Source: Distributed Lion, arXiv 2404.00438, both of its rules; not checked against the
-authors' code.
+authors' code. Differs from the paper: a bit has no room for a zero, sent as +1 (a nan
+as -1).
 """
 
 import math

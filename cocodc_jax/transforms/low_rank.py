@@ -91,7 +91,7 @@ def low_rank(rank: int = 4, factors: Compressor | None = None) -> Compressor:
         part = inner.decode(packed.arrays)
         if not isinstance(part, dict):
             return part
-        return product(part["left"], transposed(part["right"]))
+        return product(part["left"], part["right"].mT)
 
     def decode(message):
         return map_packed(decode_leaf, message)
@@ -134,8 +134,7 @@ def effective_rank(tree) -> jax.Array:
     The values of a product P Q' whose P is orthonormal are those of Q, so of
     the last message it costs next to nothing: `effective_rank(state.right)` with the
     state that `encode` returned (not one of `init` or `resize`, which hold random
-    columns, and not of stacks, which only their paths tell from tensors). Such a rank
-    is at most the message's. Of whole matrices it costs their singular values.
+    columns, and not of stacks, which only their paths tell from tensors).
 
     Args:
       tree: matrices, or tensors folded as `low_rank` folds them, a stack of layers
@@ -200,14 +199,9 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def transposed(x: jax.Array) -> jax.Array:
-    """Swap rows and columns of a matrix or of each of a stack."""
-    return jnp.swapaxes(x, -1, -2)
-
-
 def _factorise(x, right):
     """Take one power iteration; return the factors and the next right factor."""
     matrix = fold(jnp.asarray(x).astype(jnp.float32), right)
     left, _ = jnp.linalg.qr(product(matrix, right))
-    new_right = product(transposed(matrix), left)
+    new_right = product(matrix.mT, left)
     return {"left": left, "right": new_right}, refreshed(new_right, right)

@@ -6,12 +6,10 @@ Compensating an Adam update by sqrt(nu) (`curvature.adam_second_moment`) gives
                                           D = theta_g - staged,
     w = strength * delay_steps * inner_lr * sqrt(nu)
 
-so it pulls `theta_g + progress` back toward the staged parameters where nu is high. In
-those units w is about 1e-7 and does nothing. Here only the shape of sqrt(nu) is kept:
+In those units w is about 1e-7 and does nothing. Here only the shape of sqrt(nu) is
+kept, so a constant nu gives the isotropic compensation with c = mean_weight:
 
     w = min(1, mean_weight * sqrt(nu) / mean(sqrt(nu)))
-
-A constant nu gives the isotropic compensation with c = mean_weight.
 
 No published source; the formulas are derived here, from CoCoDC's merge (arXiv
 2504.17672) with the diagonal that Adam holds.

@@ -15,7 +15,6 @@ weights below from the authors' public code, where they are an example.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ import optax
 
 from cocodc_jax.transforms.numerics import check_unit_interval, safe_sqrt
 
-PyTree = Any
 _ROUNDING = 1e-6  # of a sum of weights that is meant to be 1
 
 
@@ -91,12 +89,12 @@ def scale_by_mt_adam(
     rest = 1 - sum(weights)
     rest = rest if rest > _ROUNDING else 0.0
 
-    def init_fn(params: PyTree) -> optax.ScaleByAdamState:
+    def init_fn(params) -> optax.ScaleByAdamState:
         mu = tuple(optax.tree.zeros_like(params) for _ in b1s)
         nu = optax.tree.zeros_like(params)
         return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
 
-    def update_fn(updates: PyTree, state: Any, params: PyTree = None):
+    def update_fn(updates, state, params=None):
         count = optax.safe_increment(state.count)
         momenta = tuple(
             optax.tree.update_moment(updates, u, b, 1)

@@ -7,10 +7,9 @@ Under `blocks`, every matrix [in, out], or every layer's of a scanned stack
 
 UV' the polar factor of B, its singular values made about equal by five Newton-Schulz
 iterations. sqrt(out / in) makes the largest change of an output's root mean square
-the same for every shape; it is not cut at 1. A square matrix of width d moves by a root
-mean square of lr / sqrt(d), far less than by Adam in a wide model, so that its learning
-rate has to be larger (the authors' default is 0.02). Embedding, head, norms and other
-vectors take AdamW with b2 = 0.99. All share one learning rate.
+the same for every shape. A square matrix of width d moves by a root mean square of lr /
+sqrt(d), far less than by Adam in a wide model, so that its learning rate has to be
+larger (the authors' default is 0.02). All else takes AdamW with b2 = 0.99.
 
 Source: Muon, Jordan et al. 2024, by `optax.contrib.scale_by_muon`, here given the axes
 are matrices; the numbers are MuLoCo's (arXiv 2505.23725), read from the authors' code:
@@ -24,7 +23,7 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from cocodc_jax.transforms.layers import BLOCKS, is_block, is_matrix
+from cocodc_jax.transforms.layers import BLOCKS, is_block, is_matrix, path_of
 
 B2 = 0.99
 """Decay of the second moment of the Adam beside Muon."""
@@ -54,9 +53,6 @@ def muon(
       A transformation to the step to add; `update` needs `params`.
     """
 
-    def axes(params):
-        return matrix_axes(params, blocks)
-
     def whose(params):
         return jax.tree_util.tree_map_with_path(
             lambda path, x: "muon" if _axes(path, x, blocks) else "adam", params
@@ -66,7 +62,9 @@ def muon(
         {
             "muon": optax.chain(
                 contrib.scale_by_muon(
-                    beta=momentum, nesterov=False, weight_dimension_numbers=axes
+                    beta=momentum,
+                    nesterov=False,
+                    weight_dimension_numbers=lambda tree: matrix_axes(tree, blocks),
                 ),
                 optax.stateless(lambda steps, _: jax.tree.map(_scaled, steps)),
                 optax.add_decayed_weights(weight_decay),
@@ -103,7 +101,7 @@ def matrix_axes(params, blocks: str = BLOCKS):
 
 
 def _axes(path, x, blocks):
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    name = path_of(path)
     if not is_block(name, blocks) or not is_matrix(name, x.ndim, blocks):
         return None
     return contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)

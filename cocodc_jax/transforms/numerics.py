@@ -61,9 +61,12 @@ def inner_product(a, b) -> jax.Array:
     return functools.reduce(jnp.add, (x.astype(dtype) for x in products))
 
 
-def cast_like(tree, like):
-    """Cast every leaf to the dtype of its counterpart in `like`."""
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+def difference(a, b):
+    """Return a - b, of leaves of at least float32."""
+    return jax.tree.map(lambda x, y: widen(x) - widen(y), a, b)
+
+
+cast_like = optax.tree.cast_like
 
 
 def vary_like(tree, like):

@@ -29,6 +29,7 @@ from cocodc_jax.transforms.numerics import (
     check_positive,
     check_unit_interval,
     check_whole,
+    difference,
     matched,
     safe_norm,
     widen,
@@ -260,11 +261,8 @@ def scale_by_staleness_gap() -> optax.GradientTransformationExtraArgs:
     def update_fn(updates, state, params=None, *, stale_params=None, **extra):
         if params is None or stale_params is None:
             raise ValueError("scale_by_staleness_gap needs params and stale_params")
-        difference = jax.tree.map(
-            lambda now, stale: widen(now) - widen(stale),
-            *matched(updates, params=params, stale_params=stale_params),
-        )
-        move = safe_norm(difference).astype(jnp.float32)
+        both = matched(updates, params=params, stale_params=stale_params)
+        move = safe_norm(difference(*both)).astype(jnp.float32)
         is_first = state.mean_move == 0
         gap = jnp.where(is_first, 1.0, move / jnp.where(is_first, 1.0, state.mean_move))
         gap = jnp.maximum(1.0, gap)

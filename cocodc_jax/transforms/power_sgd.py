@@ -8,10 +8,9 @@ With A_m what region m means to send, and Q the same in all regions:
     A^  = P^ Q'                                      decoded, the same for everybody
     e_m <- A_m - A^                                  A_m = e_m + Delta_m
 
-A^ is P^ P^' times the mean of all A_m: the power iteration is that of the mean, where
-`low_rank` has one of each region's own tensor, whose factors cannot be added. A
-message's size does not grow with the regions, and a sync costs two round trips. Tensors
-that the factors would not shrink go whole with P.
+The power iteration is that of the mean, where `low_rank` has one of each region's own
+tensor, whose factors cannot be added. A sync costs two round trips. Tensors that the
+factors would not shrink go whole with P.
 
 Source: PowerSGD (Vogels et al., arXiv 1905.13727, algorithms 1 and 2); the residual is
 what the mean missed, as in the authors' code (from memory). Layers of a stack are
@@ -86,7 +85,7 @@ def second(tree, left: tuple, right: tuple) -> tuple:
     def of_leaf(x, p, q):
         if isinstance(q, tuple):
             return ()
-        return low_rank.product(low_rank.transposed(low_rank.fold(x, q)), p)
+        return low_rank.product(low_rank.fold(x, q).mT, p)
 
     return tuple(map(of_leaf, jax.tree.leaves(tree), left, right))
 
@@ -97,7 +96,7 @@ def decoded(left: tuple, sums: tuple, like):
 
     def of_leaf(x, p, q):
         whole = isinstance(q, tuple)
-        y = p if whole else low_rank.product(p, low_rank.transposed(q))
+        y = p if whole else low_rank.product(p, q.mT)
         return y.reshape(x.shape)
 
     return cast_like(structure.unflatten(map(of_leaf, leaves, left, sums)), like)

@@ -21,8 +21,6 @@ The 2 bits of SparseLoCo and MuLoCo are others, see `statistical.stat2`.
 """
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +43,7 @@ def bfloat16() -> Compressor:
 
 def int8(block_size: int = 256, stochastic: bool = False) -> Compressor:
     """Send one byte a value and 4 bytes a block."""
-    return _blockwise("int8", _uniform(255), 8, block_size, stochastic)
+    return _blockwise("int8", 8, *_uniform(255), block_size, stochastic)
 
 
 def int4(block_size: int = 256, stochastic: bool = False) -> Compressor:
@@ -59,33 +57,24 @@ def int4(block_size: int = 256, stochastic: bool = False) -> Compressor:
     >>> print(compressor.decode(message)["w"])
     [ 7.  2.  0. -7.]
     """
-    return _blockwise("int4", _uniform(15), 4, block_size, stochastic)
+    return _blockwise("int4", 4, *_uniform(15), block_size, stochastic)
 
 
 def int2(block_size: int = 256, stochastic: bool = False) -> Compressor:
     """Send four values a byte and 4 bytes a block; zero is not among the codes."""
-    return _blockwise("int2", _uniform(4), 2, block_size, stochastic)
+    return _blockwise("int2", 2, *_uniform(4), block_size, stochastic)
 
 
 def fp4(block_size: int = 256, stochastic: bool = False) -> Compressor:
     """Send two values a byte and 4 bytes a block: powers of two, finest near zero."""
-    return _blockwise("fp4", _Code(_fp4_encode, _fp4_decode), 4, block_size, stochastic)
+    return _blockwise("fp4", 4, _fp4_encode, _fp4_decode, block_size, stochastic)
 
 
 def sign(block_size: int = 256) -> Compressor:
     """Send eight values a byte and 4 bytes a block, the mean absolute value."""
-    code = _Code(
-        lambda fraction, noise: fraction >= 0,
-        lambda code: 2.0 * code.astype(jnp.float32) - 1.0,
-    )
-    return _blockwise("sign", code, 1, block_size, False, _mean_abs)
-
-
-class _Code(NamedTuple):
-    """Fractions in [-1, 1] to codes, with uniform noise in [0, 1) or None, and back."""
-
-    encode: Callable[[jax.Array, jax.Array | None], jax.Array]
-    decode: Callable[[jax.Array], jax.Array]
+    _, decode = _uniform(2)
+    encode = lambda fraction, noise: fraction >= 0  # noqa: E731
+    return _blockwise("sign", 1, encode, decode, block_size, False, _mean_abs)
 
 
 def _cast(name, dtype):
@@ -103,7 +92,7 @@ def _uniform(levels):
     def decode(code):
         return (2 * code.astype(jnp.float32) - (levels - 1)) / (levels - 1)
 
-    return _Code(encode, decode)
+    return encode, decode
 
 
 def _fp4_encode(fraction, noise):
@@ -145,8 +134,12 @@ def _mean_abs(blocks, counts):
     return jnp.sum(jnp.abs(blocks), axis=1) / counts
 
 
-def _blockwise(name, code, bits, block_size, stochastic, scale_of=_absmax):
-    """Build the compressor that sends a scale a block and a code a value."""
+def _blockwise(name, bits, encode, decode, block_size, stochastic, scale_of=_absmax):
+    """Build the compressor that sends a scale a block and a code a value.
+
+    `encode` makes codes of fractions in [-1, 1], with uniform noise in [0, 1) or None;
+    `decode` makes fractions of codes.
+    """
     check_count("block_size", block_size)
 
     def encode_leaf(x, key):
@@ -156,13 +149,13 @@ def _blockwise(name, code, bits, block_size, stochastic, scale_of=_absmax):
         scales = scale_of(blocks, counts)
         divisors = jnp.where(scales > 0, scales, 1.0)[:, None]
         noise = jax.random.uniform(key, blocks.shape) if stochastic else None
-        codes = code.encode(blocks / divisors, noise).astype(jnp.uint8)
+        codes = encode(blocks / divisors, noise).astype(jnp.uint8)
         return {"codes": pack(codes.reshape(-1)[: x.size], bits), "scales": scales}
 
     def decode_leaf(arrays, shape):
         size = math.prod(shape)
         codes = unpack(arrays["codes"], bits, size)
-        fractions, _ = _blocks(code.decode(codes), block_size)
+        fractions, _ = _blocks(decode(codes), block_size)
         return (fractions * arrays["scales"][:, None]).reshape(-1)[:size]
 
     return per_leaf(name, encode_leaf, decode_leaf)

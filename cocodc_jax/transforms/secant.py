@@ -11,9 +11,8 @@ and the product returned is `w B D`. With `isotropic`, w is the inverse of the l
 Barzilai-Borwein step; with the exact Hessian of a quadratic, w = 1. A negative w would
 mean that the curvature points the wrong way, so the correction is then left out.
 
-No published source, derived here: the Taylor expansion of `compensation` with a weight
-that is measured where CoCoDC (arXiv 2504.17672) fixes it. Costs one more product of B
-and three tree reductions, no gradient.
+No published source, derived here: CoCoDC (arXiv 2504.17672) has a fixed weight. Costs
+one more product of B and three tree reductions, no gradient.
 """
 
 import functools
@@ -25,8 +24,8 @@ from cocodc_jax.transforms.curvature import Curvature, as_curvature
 from cocodc_jax.transforms.numerics import (
     check_choice,
     check_positive,
+    difference,
     inner_product,
-    widen,
 )
 
 
@@ -76,8 +75,8 @@ def secant(
 
     def product(gradient, displacement, *, later_gradient, later_params, **extra):
         base_extra = {name: extra[name] for name in base.needs}
-        step = _difference(later_params, extra["stale_params"])
-        change = _difference(later_gradient, gradient)
+        step = difference(later_params, extra["stale_params"])
+        change = difference(later_gradient, gradient)
         predicted = base.product(gradient, step, **base_extra)
         curved = base.product(gradient, displacement, **base_extra)
         if scope == "tree":
@@ -95,7 +94,3 @@ def _power_of_two(tree):
     found = functools.reduce(jnp.maximum, (x.astype(jnp.float32) for x in largest))
     found = jax.lax.reduce_precision(found, exponent_bits=8, mantissa_bits=0)
     return jnp.where((found > 0) & jnp.isfinite(found), found, 1.0)
-
-
-def _difference(a, b):
-    return jax.tree.map(lambda x, y: widen(x) - widen(y), a, b)

@@ -1,14 +1,7 @@
 """Compressors that send only the largest values, and where they are.
 
-| compressor      | which values                                                       |
-|-----------------|--------------------------------------------------------------------|
-| `top_k`         | the k largest of a tensor                                          |
-| `chunked_top_k` | the k largest of each square chunk                                 |
-| `dct_top_k`     | the k largest coefficients of each chunk's 2-D cosine transform    |
-
-Indices are packed with as few bits as the chunk (or tensor) needs; the values go
-through another compressor (`values`), unchanged by default. What is not
-sent is lost: wrap them in `error_feedback`.
+Indices are packed with as few bits as the chunk (or tensor) needs. What is not sent is
+lost: wrap them in `error_feedback`.
 
 A tensor is folded into a matrix (`matrix_shape`) and padded with zeros to whole chunks
 of `chunk_side` by `chunk_side` (less where the matrix is smaller; a vector's chunks
@@ -114,7 +107,7 @@ def chunked_top_k(
 def dct_top_k(
     k: int = 32, chunk_side: int = 64, values: Compressor | None = None
 ) -> SparseCompressor:
-    """Send the k largest cosine coefficients of each chunk.
+    """Send the k largest coefficients of each chunk's 2-D cosine transform.
 
     Args:
       k: coefficients per chunk (all of a chunk that has fewer).

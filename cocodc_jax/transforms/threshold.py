@@ -3,10 +3,9 @@
     every `every`-th call:   t = the k-th largest |x| of the tensor, k = density * size
     every call:              send the entries with |x| >= t, at most capacity of them
 
-Between two sorts a call costs one comparison and counts. As the number of
-entries above an old threshold varies and the message's size must not, a message has
-room for `capacity = slack * k` entries, taken in order of position; unused room is
-sent as padding. Entries beyond the capacity are not sent: wrap the compressor in
+As the number of entries above an old threshold varies and the message's size must not,
+it has room for `capacity = slack * k` entries, taken in order of position; unused room
+is sent as padding. Entries beyond the capacity are not sent: wrap the compressor in
 `error_feedback`, whose residual grows until the next sort finds them.
 
 Source: arXiv 2010.08899 (thresholds per tensor, kept for L iterations, error feedback),

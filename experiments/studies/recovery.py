@@ -45,9 +45,8 @@ from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import nesterov
 from cocodc_jax.sync.schedules import Schedule, staggered
 from cocodc_jax.transforms import curvature
-from cocodc_jax.transforms.compensation import delay_compensation
+from cocodc_jax.transforms.compensation import adam_second_moment, delay_compensation
 from cocodc_jax.transforms.secant import secant
-from cocodc_jax.transforms.second_moment import adam_second_moment
 
 from .. import trials
 from ..trials import State, Trials

@@ -17,7 +17,7 @@ from cocodc_jax import methods
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.needs import UserInputs
-from cocodc_jax.transforms.second_moment import adam_second_moment
+from cocodc_jax.transforms.compensation import adam_second_moment
 from tests.numerics import assert_within
 from tests.program import family_reference, reference
 from tests.program.tiny import follow

@@ -18,8 +18,8 @@ from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.robust import told
 from cocodc_jax.sync.schedules import events_at
 from cocodc_jax.train.hooks import Cadence
+from cocodc_jax.transforms.compensation import adam_second_moment
 from cocodc_jax.transforms.compressor import identity
-from cocodc_jax.transforms.second_moment import adam_second_moment
 from tests.numerics import assert_all_close, assert_within_ulps
 from tests.program import tiny
 

@@ -18,7 +18,7 @@ from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.hooks import Hooks
 from cocodc_jax.train.loop import train
 from cocodc_jax.train.run_steps import run_steps as run
-from cocodc_jax.transforms.second_moment import adam_second_moment
+from cocodc_jax.transforms.compensation import adam_second_moment
 
 NUM_REGIONS = 4
 LEARNING_RATE = 0.05

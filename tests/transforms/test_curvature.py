@@ -17,9 +17,8 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from cocodc_jax.transforms import curvature
-from cocodc_jax.transforms.compensation import delay_compensation
+from cocodc_jax.transforms.compensation import adam_second_moment, delay_compensation
 from cocodc_jax.transforms.secant import secant
-from cocodc_jax.transforms.second_moment import adam_second_moment
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax.transforms import compression
-from cocodc_jax.transforms.matrices import matrices
+from cocodc_jax.transforms.compressor import matrices
 from cocodc_jax.transforms.statistical import stat2
 from tests.program import family_reference
 

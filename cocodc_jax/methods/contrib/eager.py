@@ -29,16 +29,14 @@ Defaults: published unknown; here H 30, eta 0.4, mu 0.5, ours. With Nesterov's 0
 Measured here: docs/results/methods.md.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from cocodc_jax.sync import Method, RegionalOuter, Sync, merge, schedules
-from cocodc_jax.sync.outer import nesterov_sgd, pseudo_gradient
-
-PyTree = Any
+from cocodc_jax.sync.outer import PyTree, nesterov_sgd, pseudo_gradient
 
 
 def eager(

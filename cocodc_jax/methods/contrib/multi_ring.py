@@ -26,7 +26,10 @@ Defaults: published ones unchecked; here H 30, two rings, eta 1.
 Measured here: docs/results/methods.md; in so short a run plain averaging is enough.
 """
 
-from cocodc_jax.sync import ByRings, Method, Sync, merge, nesterov, schedules
+import dataclasses
+
+from cocodc_jax.methods.diloco import diloco
+from cocodc_jax.sync import ByRings, Method
 
 
 def multi_ring(
@@ -39,12 +42,6 @@ def multi_ring(
       num_rings: rings that the regions average over at once, at least 1.
       outer_lr: eta, learning rate of the outer step.
     """
-    return Method(
-        name="multi_ring",
-        sync=Sync(
-            schedule=schedules.staggered(sync_interval),
-            outer=nesterov(outer_lr, 0.0),
-            merge=merge.replace(),
-            message=ByRings(num_rings),
-        ),
-    )
+    method = diloco(sync_interval, outer_lr, outer_momentum=0.0)
+    message = ByRings(num_rings)
+    return dataclasses.replace(method.with_sync(message=message), name="multi_ring")

@@ -26,7 +26,10 @@ Defaults: published ones unchecked; here H 30, eta 1, `ef+topk:0.1+int4`.
 Measured here: docs/results/methods.md.
 """
 
-from cocodc_jax.sync import Compressed, Method, Sync, merge, nesterov, schedules
+import dataclasses
+
+from cocodc_jax.methods.diloco import diloco
+from cocodc_jax.sync import Compressed, Method
 from cocodc_jax.transforms import compression
 
 
@@ -42,12 +45,6 @@ def qsparse(
       outer_lr: eta, learning rate of the outer step; 1 is the plain average.
       compress: the compressor with its error feedback.
     """
-    return Method(
-        name="qsparse",
-        sync=Sync(
-            schedule=schedules.staggered(sync_interval),
-            outer=nesterov(outer_lr, 0.0),
-            merge=merge.replace(),
-            message=Compressed(compression.parse(compress)),
-        ),
-    )
+    method = diloco(sync_interval, outer_lr, outer_momentum=0.0)
+    message = Compressed(compression.parse(compress))
+    return dataclasses.replace(method.with_sync(message=message), name="qsparse")
