@@ -1,8 +1,7 @@
 """What compiles and runs the programs of a run: devices, or a recorder that lists them.
 
-With a `Recorder` the same code that trains goes through a schedule with shapes in place
-of arrays. So what is listed, for compiling ahead, is what a run compiles, with the
-arguments that it passes.
+With a `Recorder` the code that trains goes through a schedule with shapes in place of
+arrays, so what is listed, for compiling ahead, is what a run compiles.
 """
 
 from __future__ import annotations
@@ -39,11 +38,7 @@ class Devices:
     def jit(
         self, function: Callable, name: str = "", sent_bytes: int = 0, **options: Any
     ) -> Callable:
-        """Compile a function by `jax.jit(function, **options)`.
-
-        Programs with a name are listed; see `LoweredProgram`. Others, such as those of
-        hosts, are not.
-        """
+        """Compile by `jax.jit`; a `Recorder` lists programs that have a name."""
         del name, sent_bytes
         return jax.jit(function, **options)
 
@@ -74,16 +69,11 @@ class Devices:
 
 
 class Recorder(Devices):
-    """Runs nothing: evaluates shapes, and lists the programs that are called.
-
-    What it reads is 1 if it is measured, so that all fragments are equal, and 0 if it
-    is a verdict or a count.
-    """
+    """Runs nothing: evaluates shapes, and lists the programs that are called."""
 
     is_real = False
 
     def __init__(self):
-        """List nothing yet."""
         # By name, with the arguments of their first call.
         self.found: dict[str, LoweredProgram] = {}
 
@@ -122,7 +112,7 @@ class Recorder(Devices):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
 
     def read(self, x: Any) -> np.ndarray:
-        """Return ones, or zeros of integers."""
+        """Return ones as measurements, all equal, zeros as verdicts and counts."""
         return np.full(x.shape, np.issubdtype(x.dtype, np.floating), x.dtype)
 
 

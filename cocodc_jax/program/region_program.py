@@ -32,7 +32,7 @@ from cocodc_jax.program.assemble import (
 )
 from cocodc_jax.program.fit import shardings_of
 from cocodc_jax.program.frozen import Trainable, copied, joined, split
-from cocodc_jax.program.warm_start import Adopted, adopt
+from cocodc_jax.program.warm_start import Adopted, Adoption
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import methods_in_own_context
 from cocodc_jax.sync.fragments import Fragments
@@ -345,7 +345,7 @@ class RegionProgram:
         """
         check_alive(state)
         check_like(of.param_shapes, self.param_shapes)
-        return adopt(self, state, of)
+        return Adoption(self, of).run(state)
 
     def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]:
         """Apply all fragments in flight now; return what could not be applied too."""
@@ -412,7 +412,7 @@ class RegionProgram:
     def copy_fragment(self, state: TrainState, fragment_id: int) -> PyTree:
         """Return a copy of the regions' current fragment, `[R, ...]`."""
         assert self._syncs is not None
-        return self._syncs.copy(state.region, fragment_id)
+        return self._syncs.copy[fragment_id](state.region.params)
 
     def compressors_of(self, state: TrainState, rank: int) -> PyTree:
         """Return the regions' compressor states, resized to messages of `rank`."""

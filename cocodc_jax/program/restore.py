@@ -20,11 +20,10 @@ import optax
 
 from cocodc_jax.core.state import InFlight, RegionState, SyncState
 from cocodc_jax.exchange.base import SyncSpec
-from cocodc_jax.exchange.shared_outer import SharedOuterModel
+from cocodc_jax.exchange.shared_outer import SharedOuterModel, taken
 from cocodc_jax.program.fit import shardings_of, with_counts
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.region_map import where_participating
-from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.needs import REGIONAL_COPIES
 from cocodc_jax.sync.robust import RESTORED, VERDICT
 
@@ -105,12 +104,9 @@ def make_restore(
     fragments, message = spec.fragments, spec.sync.message
 
     def restore(region, compressors, stale_params, copies, outer, bad):
-        def from_outer(k: int, part: Fragment) -> Fragment:
-            return where_participating(bad, _spread(outer[k], part), part)
-
         params = region.params
         for k in range(len(fragments)):
-            part = from_outer(k, fragments.take(params, k, lead=1))
+            part = taken(fragments.take(params, k, lead=1), outer[k], bad)
             params = fragments.put(params, k, part, lead=1)
         fresh = jax.vmap(optimizer.init)(params)
         opt_state = where_participating(bad, fresh, region.opt_state)
@@ -120,22 +116,15 @@ def make_restore(
             where_participating(bad, message.restored(old, new), old)
             for old, new in pairs
         )
-        stale = tuple(from_outer(k, part) for k, part in enumerate(stale_params))
-        copies = [from_outer(k, part) for k, part in zip(which, copies, strict=True)]
+        stale = tuple(taken(part, outer[k], bad) for k, part in enumerate(stale_params))
+        pairs = zip(which, copies, strict=True)
+        copies = [taken(part, outer[k], bad) for k, part in pairs]
         model_state = region.model_state
         if spec.model_state is not None:
-            first = _spread(spec.model_state.init, model_state)
-            model_state = where_participating(bad, first, model_state)
+            model_state = taken(model_state, spec.model_state.init, bad)
         region = region._replace(
             params=params, opt_state=opt_state, model_state=model_state
         )
         return region, anew, stale, copies
 
     return restore
-
-
-def _spread(tree: PyTree, like: PyTree) -> PyTree:
-    """Return values for all regions, `[R, ...]`."""
-    return jax.tree.map(
-        lambda x, to: jnp.broadcast_to(x[None], to.shape).astype(to.dtype), tree, like
-    )

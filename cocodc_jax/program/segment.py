@@ -1,7 +1,5 @@
 """Inner steps with the syncs around them, as one compiled program.
 
-A `Segment` says what one program contains:
-
     before    encode, send                  each fragment that starts at step s
     steps     inner steps s .. s + T
     after     decode, outer step, merge     one that started at s and is due at s + T
@@ -16,18 +14,14 @@ A barrier ties the received message to the losses, and ties nothing else. Withou
 compiler decodes a compressed message at once and waits for it. A barrier over more
 values would serialize the steps.
 
-**What overlaps.** A start waits for the segment that follows it. If tau is at most the
-H / K steps between two starts, T is tau. With a longer tau a segment ends at the next
-event of another fragment, and its mean stays in flight until it is due. So it does
-where an evaluation or a checkpoint cuts the steps, and with robust means, which are
-checked before the merge. At a checkpoint exactly at a start, the fragment is sent by
-its own program, so that the saved state is the same. Never hidden are messages without
-a delay, those a full round late (they leave before a merge at the same step), and those
-of methods with asynchronous regions, adaptive message rank, or averaged inner moments.
-
-**How many programs.** One per fragment, times the lengths T that occur: with regular
-starts one (two if tau is longer than H / K, as the first round has no merge), and one
-more for each way in which evaluations and checkpoints cut it.
+A start waits for the segment that follows it. If tau is at most the H / K steps between
+two starts, T is tau. With a longer tau a segment ends at the next event of another
+fragment, and its mean stays in flight until it is due. So it does where an evaluation
+or a checkpoint cuts the steps, and with robust means, which are checked before the
+merge. At a checkpoint exactly at a start, the fragment is sent by its own program, so
+that the saved state is the same. Never hidden are messages without a delay, and those
+that `Segments.can_wait` refuses. There is one program per fragment and length T that
+occurs.
 """
 
 from __future__ import annotations
@@ -99,15 +93,13 @@ def make_segment(
 ) -> Callable:
     """Make the program of a segment with starts, not yet jitted.
 
-    Returns:
-      `run(region, batches, participating, starts, outer, told) -> (region, (losses,
-      aux), sent, outer, merged)`. `starts` has for each of `before`: what
-      `SharedOuterModel.broadcast` takes (None for `after`, whose `outer` it is), the
-      compressor states, the weights `[R]` and the start step. `sent` has the fragments
-      in flight (without `after`) and the compressor states. `outer` is the outer
-      fragment and optimizer state of `after`; `told` the frozen parameters, and the
-      learning rate and start step of its merge; `merged` a `Merged`. The last two
-      results are None without `after`.
+    `run(region, batches, participating, starts, outer, told) -> (region, (losses, aux),
+    sent, outer, merged)`. `starts` has for each of `before`: what
+    `SharedOuterModel.broadcast` takes (None for `after`, whose `outer` it is), the
+    compressor states, the weights `[R]` and the start step. `sent` has the fragments in
+    flight (without `after`) and the compressor states. `outer` is the outer fragment
+    and optimizer state of `after`; `told` is of `tell_merge`; `merged` a `Merged`. The
+    last two results are None without `after`.
     """
     crossings = [
         make_crossing(spec, k, rank, in_one_buffer=True) for k, rank in segment.before
@@ -152,11 +144,10 @@ def make_segment(
 
 
 def make_finish(spec: SyncSpec, model: SharedOuterModel, fragment_id: int) -> Callable:
-    """Make outer step and merge of a fragment as one program of the mesh.
+    """Make outer step and merge of a fragment, in a program of the mesh.
 
-    Returns:
-      `finish(region, outer, memory, flight, batch, told) -> (params, outer, memory,
-      merged)`; see `make_segment`. `batch` is the last one, `[R, ...]`.
+    `finish(region, outer, memory, flight, batch, told) -> (params, outer, memory,
+    merged)`; see `make_segment`. `batch` is the last one, `[R, ...]`.
     """
     merge, rule = make_merge(spec, fragment_id), spec.sync.merge.needs
     has_feedback = spec.sync.merge.has_feedback
@@ -228,7 +219,7 @@ class Segments:
         if segment not in self._programs:
             self._programs[segment] = self._make(segment, sync)
         starts = tuple(self._start(event, sync, segment) for event in sync.leaving)
-        outer, to_tell = None, (state.frozen, None, None)
+        outer, to_tell = None, (state.frozen, None, None, None)
         if finish is not None:
             outer = sync.outer.entry(finish.fragment_id)
             to_tell = tell_merge(spec, step, finish.start_step, state.frozen)

@@ -28,12 +28,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import OuterState, RegionState, SyncState, TrainState
@@ -48,13 +48,12 @@ from cocodc_jax.program.fit import (
 from cocodc_jax.program.frozen import joined, split
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.region_map import for_all_regions
-from cocodc_jax.sharding.shardings import Shardings
-from cocodc_jax.sync.fragments import Fragments
-from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.outer import SharedOuter
-from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules.base import Pending
 from cocodc_jax.transforms.numerics import cast_like
+
+if TYPE_CHECKING:
+    from cocodc_jax.program.region_program import RegionProgram
 
 PyTree = Any
 
@@ -67,33 +66,10 @@ class Adopted(NamedTuple):
     lost: dict[str, str]  # What was lost, and why, by name.
 
 
-class _Program(Protocol):
-    """The part of `RegionProgram` that is used here."""
-
-    regions: Regions
-    method: Method
-    fragments: Fragments
-    shardings: Shardings
-    mesh: Mesh
-    param_shapes: PyTree
-    trained: PyTree
-
-    def synchronize(self, state: TrainState) -> TrainState: ...
-    def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]: ...
-    def outer_params(self, state: TrainState) -> PyTree: ...
-    def abstract(self, schedule: Any = None) -> TrainState: ...
-    def begin(self, params: PyTree, key_data: Any, schedule: Any) -> TrainState: ...
-
-
-def adopt(program: _Program, state: TrainState, of: _Program) -> Adopted:
-    """Convert a running state of another program to `program`'s."""
-    return _Adoption(program, of).run(state)
-
-
-class _Adoption:
+class Adoption:
     """One conversion: both programs, and what to report."""
 
-    def __init__(self, program: _Program, of: _Program):
+    def __init__(self, program: RegionProgram, of: RegionProgram):
         self._new, self._old = program, of
         self._num, self._was = program.regions.num, of.regions.num
         self._is_same_schedule = program.method.schedule == of.method.schedule
@@ -102,6 +78,7 @@ class _Adoption:
         self._lost: dict[str, str] = {}
 
     def run(self, state: TrainState) -> Adopted:
+        """Convert a running state of the old program to the new one's."""
         state = self._old.synchronize(state)
         self._kept["step"], self._kept["bytes_sent"] = "as it was", "as it was"
         flies = self._flies_on(state)

@@ -55,11 +55,10 @@ class PerStep:
     def num_bytes(self, params: PyTree) -> int:
         """Return the bytes that one region, with parameters so shaped, sends a step."""
 
-        def message(gradient, key):
-            return self.send(gradient, self.init(gradient), key)[0]
+        def message(gradient):
+            return self.send(gradient, self.init(gradient), jax.random.key(0))[0]
 
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        return message_bytes(jax.eval_shape(message, params, key))
+        return message_bytes(jax.eval_shape(message, params))
 
 
 def mean_gradients() -> PerStep:

@@ -13,6 +13,7 @@ the thread that finalizes it, and `restore` takes the newest intact one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,7 @@ class Checkpoints:
         state = program.synchronize(state)
         rest = {
             "method": program.method.name,
-            "schedule": state.sync.schedule.to_json() if state.sync else None,
+            "schedule": state.sync and dataclasses.asdict(state.sync.schedule),
             "bytes_sent": state.bytes_sent,
             "shapes": _shapes(state),
             "extra": extra,

@@ -1,6 +1,7 @@
 """A tiny regression in four regions, small enough to compile for every method."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 
@@ -151,7 +152,7 @@ def host(tree):
 
 def numbers(state):
     """Everything a run consists of, on the host, for comparing two runs."""
-    memory = state.sync and state.sync.schedule.to_json()
+    memory = state.sync and dataclasses.asdict(state.sync.schedule)
     arrays = host((state.region, state.sync and state.sync.arrays))
     return arrays, memory, state.step, state.bytes_sent
 

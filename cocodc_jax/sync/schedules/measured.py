@@ -77,10 +77,6 @@ class MeasuredState:
         """Syncs not yet applied, oldest first."""
         return self.base.in_flight
 
-    def to_json(self) -> dict:
-        """Return plain values, for a checkpoint."""
-        return dataclasses.asdict(self)
-
 
 @dataclasses.dataclass(frozen=True)
 class Measured(Schedule):
@@ -132,7 +128,7 @@ class Measured(Schedule):
         return MeasuredState(self.base.init(), next_slot=self.slot_steps)
 
     def restore(self, value: dict) -> MeasuredState:
-        """Return the state that `to_json` was called on."""
+        """Return a state; see `Schedule.restore`."""
         times = {k: tuple(value[k]) for k in ("step_times", "sync_times")}
         base = self.base.restore(value["base"])
         return MeasuredState(base, value["next_slot"], **times)
