@@ -1,9 +1,7 @@
 """Means over regions inside a program, by the name of a mapped axis.
 
-The axis is one of a mesh inside `jax.shard_map`, or of `jax.vmap`. Uncompressed
-pseudo-gradients use an all-reduce. Encoded messages are all-gathered and decoded in
-every region. Low-rank factors use two all-reduces; the second depends on the first.
-Pairwise and ring averages use one permutation.
+The axis is one of a mesh inside `jax.shard_map`, or of `jax.vmap`. Pairwise and ring
+averages use one permutation, as others are in `exchange/in_program.py`.
 """
 
 import functools

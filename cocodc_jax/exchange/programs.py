@@ -42,22 +42,14 @@ class Devices:
         del name, sent_bytes
         return jax.jit(function, **options)
 
-    def put(self, tree: PyTree, shardings: Any) -> PyTree:
-        """Place host values; see `transfer.put`."""
-        return transfer.put(tree, shardings)
+    put = staticmethod(transfer.put)
+    move = staticmethod(transfer.move)
+    gather_rows = staticmethod(transfer.gather_rows)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019  (lives as long as the programs)
     def weights(self, weights: tuple[float, ...], sharding: Sharding) -> jax.Array:
         """Place the regions' weights in a mean, once for all syncs."""
         return self.put(np.array(weights, float), sharding)
-
-    def move(self, tree: PyTree, shardings: Any) -> PyTree:
-        """Move device arrays; see `transfer.move`."""
-        return transfer.move(tree, shardings)
-
-    def gather_rows(self, tree: PyTree, shardings: Any) -> PyTree:
-        """Move regional arrays; see `transfer.gather_rows`."""
-        return transfer.gather_rows(tree, shardings)
 
     def at(self, tree: PyTree, index: int) -> PyTree:
         """Select an entry of the leading axis of every leaf."""
@@ -94,7 +86,8 @@ class Recorder(Devices):
 
         return record
 
-    def put(self, tree: PyTree, shardings: Any) -> PyTree:
+    @staticmethod
+    def put(tree: PyTree, shardings: Any) -> PyTree:
         """Return shapes with these shardings."""
         if isinstance(shardings, Sharding):
             shardings = jax.tree.map(lambda _: shardings, tree)

@@ -286,7 +286,7 @@ def assemble(
         None if memory is None else shardings.region.opt_state,
     )
     # Losses are replicated inside a region: a process reads its own regions'.
-    inner = InnerSteps(steps, first.lies, NamedSharding(mesh, P(None, REGION)))
+    losses = NamedSharding(mesh, P(None, REGION))
     exchange = syncs = None
     if (sync := method.sync) is not None:
         kind, overlap = given.exchange, given.overlap
@@ -303,6 +303,7 @@ def assemble(
             given.model_state,
         )
         exchange = transport.exchange_of(spec, kind, overlap)
+        inner = InnerSteps(steps, first.lies, losses)
         syncs = Executor(spec, exchange, given.optimizer, inner, overlap)
     return Parts(
         shardings,
@@ -311,7 +312,9 @@ def assemble(
         Batches(mesh, given.own.num, pads=is_cpu(mesh) and not given.overlap),
         RegionMetrics(mesh, devices),
         correct is not None,
-        inner.compiled(devices),
+        devices.jit(
+            steps, "inner steps", donate_argnums=0, out_shardings=(first.lies, losses)
+        ),
         exchange,
         syncs,
     )

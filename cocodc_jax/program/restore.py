@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from cocodc_jax.core.state import InFlight, RegionState, SyncState
+from cocodc_jax.core.state import RegionState, SyncState
 from cocodc_jax.exchange.base import SyncSpec
 from cocodc_jax.exchange.shared_outer import SharedOuterModel, taken
 from cocodc_jax.program.fit import shardings_of, with_counts
@@ -47,17 +47,12 @@ class Restore:
         self, region: RegionState, sync: SyncState, bad: np.ndarray
     ) -> tuple[RegionState, SyncState]:
         """Restart the regions `bad`."""
-        copies = {
-            (*sync_id, name): flight.kept[name]
-            for sync_id, flight in sync.in_flight.items()
-            for name in REGIONAL_COPIES
-            if name in flight.kept
-        }
-        order = sorted(copies)
-        parts = [copies[each] for each in order]
-        found = region, sync.compressors, sync.stale_params, parts
+        order = sorted(sync.in_flight)
+        each = (sync.in_flight[sync_id].kept.items() for sync_id in order)
+        copies = [{n: x for n, x in kept if n in REGIONAL_COPIES} for kept in each]
+        found = region, sync.compressors, sync.stale_params, copies
         # By fragment; its start step makes no difference.
-        which, rank = tuple(k for k, *_ in order), sync.schedule.rank
+        which, rank = tuple(k for k, _ in order), sync.schedule.rank
         if (which, rank) not in self._programs:
             self._programs[which, rank] = jax.jit(
                 make_restore(self._spec, self._outer, self._optimizer, which, rank),
@@ -66,27 +61,18 @@ class Restore:
         each = range(len(self._spec.fragments))
         outer = tuple(self._outer.on_mesh(sync, k) for k in each)
         mask = transfer.put(bad, self._spec.shardings.region.key)
-        region, compressors, stale, parts = self._programs[which, rank](
+        region, compressors, stale, copies = self._programs[which, rank](
             *found, outer, mask
         )
-        copies = dict(zip(order, parts, strict=True))
-        flights = {
-            sync_id: self._marked(flight, sync_id, copies, bad)
-            for sync_id, flight in sync.in_flight.items()
-        }
+        flights = dict(sync.in_flight)
+        for sync_id, new in zip(order, copies, strict=True):
+            flight = flights[sync_id]
+            if VERDICT in flight.kept:  # Else it arrives with the mean of others.
+                # Marked so that it restores only once.
+                new[VERDICT] = self._mark(flight.kept[VERDICT], bad)
+            flights[sync_id] = flight._replace(kept=flight.kept | new)
         changes = {"compressors": compressors, "stale_params": stale}
         return region, dataclasses.replace(sync, **changes, in_flight=flights)
-
-    def _marked(
-        self, flight: InFlight, sync_id: tuple, copies: dict, bad: np.ndarray
-    ) -> InFlight:
-        """Return a flight with the new copies, marked so that it restores only once."""
-        for name in REGIONAL_COPIES:
-            if (*sync_id, name) in copies:
-                flight = flight.with_kept(name, copies[*sync_id, name])
-        if VERDICT not in flight.kept:  # Arrives with the mean of other regions.
-            return flight
-        return flight.with_kept(VERDICT, self._mark(flight.kept[VERDICT], bad))
 
 
 def make_restore(
@@ -117,8 +103,10 @@ def make_restore(
             for old, new in pairs
         )
         stale = tuple(taken(part, outer[k], bad) for k, part in enumerate(stale_params))
-        pairs = zip(which, copies, strict=True)
-        copies = [taken(part, outer[k], bad) for k, part in pairs]
+        copies = [
+            {name: taken(part, outer[k], bad) for name, part in each.items()}
+            for k, each in zip(which, copies, strict=True)
+        ]
         model_state = region.model_state
         if spec.model_state is not None:
             model_state = taken(model_state, spec.model_state.init, bad)

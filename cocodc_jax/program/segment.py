@@ -37,7 +37,6 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.core.state import InFlight, RegionState, SyncId, SyncState, TrainState
 from cocodc_jax.exchange.base import Exchange, SyncSpec
 from cocodc_jax.exchange.in_program import make_crossing
-from cocodc_jax.exchange.programs import Devices
 from cocodc_jax.exchange.shared_outer import SharedOuterModel
 from cocodc_jax.program.merge import (
     make_merge,
@@ -49,7 +48,7 @@ from cocodc_jax.sharding.mesh import regional
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.needs import STAGED, STALE
-from cocodc_jax.sync.schedules.base import FINISH, Event, nothing, replaced
+from cocodc_jax.sync.schedules.base import FINISH, Event, replaced
 
 PyTree = Any
 # Norm of a mean (float32 scalar), and metrics of its merge (each `[R]`).
@@ -80,12 +79,11 @@ def plan(spec: SyncSpec, sync: SyncState, step: int) -> tuple[Segment, Event | N
         for pending in sync.schedule.in_flight
         if pending.apply_step == step
     } & {event.sync_id for event in sync.leaving}
-    if not due or spec.sync.robust:
-        return Segment(leaving), None
-    _, event = spec.sync.schedule.next_event(sync.schedule, step, nothing)
-    if event is None or event.kind != FINISH or event.sync_id not in due:
-        return Segment(leaving), None
-    return Segment(leaving, event.fragment_id), event
+    if due and not spec.sync.robust:
+        _, event = spec.sync.schedule.next_event(sync.schedule, step)
+        if event is not None and event.kind == FINISH and event.sync_id in due:
+            return Segment(leaving, event.fragment_id), event
+    return Segment(leaving), None
 
 
 def make_segment(
@@ -174,13 +172,6 @@ class InnerSteps(NamedTuple):
     run: Callable  # Of `inner_step.make_steps`, not jitted.
     region: RegionState  # Shardings of the `RegionState`.
     losses: NamedSharding  # Sharding of the losses `[T, R]`.
-
-    def compiled(self, devices: Devices) -> Callable:
-        """Compile the steps alone."""
-        where = self.region, self.losses
-        return devices.jit(
-            self.run, "inner steps", donate_argnums=0, out_shardings=where
-        )
 
 
 class Segments:

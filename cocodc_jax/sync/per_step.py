@@ -2,11 +2,7 @@
 
 Every region turns its gradient into a message. From all messages each region computes
 the same gradient for its inner optimizer. In data parallelism the message is the
-gradient, and the result is the mean:
-
-    message_m, state_m = send(gradient_m, state_m);    gradient = receive(messages)
-
-Each is a pure function of one region's tree; programs map `send` over regions.
+gradient, and the result is the mean. Programs map `send` over regions.
 """
 
 from __future__ import annotations
