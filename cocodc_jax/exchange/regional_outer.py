@@ -230,8 +230,7 @@ def from_neighbour(
 ) -> PyTree:
     """Fetch the messages, `[block, ...]`, of the regions `by` positions ahead, 1 or -1.
 
-    With one region per shard this is one permutation. A device with several regions
-    gathers all of them: there is no network to spare then.
+    One permutation; a device with several regions gathers all, as no network is spared.
     """
     if local.size == 1:
         return reduce.from_neighbour(message, by, num_regions, REGION)

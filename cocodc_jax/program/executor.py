@@ -188,8 +188,6 @@ class Executor:
         self._last = out[1].mean if isinstance(out[1], InFlight) else out[1]
         return out
 
-    # States.
-
     def init(
         self, params: PyTree, region: RegionState, schedule: Any = None
     ) -> SyncState:
@@ -237,8 +235,6 @@ class Executor:
         sync = dataclasses.replace(self._outer.shapes(schedule), in_flight=flights)
         return with_shardings(sync, self._spec.place.lay_sync(sync))
 
-    # Segments and events.
-
     def run_segment(
         self, state: TrainState, batches: PyTree, participating: PyTree, step: int
     ) -> tuple[TrainState, tuple, dict[SyncId, Merged]] | None:
@@ -274,8 +270,6 @@ class Executor:
         if run.applied and self._average_state is not None:
             self._average_model_state(run, self._average_state)
         return run.after(state), tuple(run.applied)
-
-    # Start.
 
     def _start(self, run: _Run, event: Event) -> None:
         """Start a fragment, now or with the inner steps that follow."""
@@ -326,16 +320,12 @@ class Executor:
             return self._outer.num_bytes(fragment_id)
         return self._exchange.num_bytes(fragment_id, rank)
 
-    # Midway.
-
     def _look_midway(self, run: _Run, event: Event) -> None:
         """Keep a copy of a fragment halfway to its merge."""
         self._settle(run)
         copy = self.copy[event.fragment_id](run.region.params)
         flight = run.sync.in_flight[event.sync_id].with_kept(needs.HALFWAY, copy)
         run.launch(event.sync_id, flight)
-
-    # Finish.
 
     def _finish_or_wait(self, run: _Run, event: Event) -> None:
         """Apply a mean, or put it off to the next slot if it has not arrived."""
@@ -446,8 +436,6 @@ class Executor:
         run.bytes_sent += self._spec.model_state.averaged_bytes
         run.bytes_sent += LENGTH_BYTES if robust else 0
 
-    # What the schedule observes.
-
     def _note(self, run: _Run, k: int, flight: InFlight, norm: jax.Array) -> None:
         """Keep on device what the schedule needs to know of an applied mean."""
         seen = {needs.NORM: norm, "times": flight.kept.get("times")}
@@ -476,8 +464,6 @@ class Executor:
             for each in sync.observed
             for k, seen in each.items()
         ]
-
-    # Between steps.
 
     @property
     def num_rounds(self) -> int:

@@ -186,12 +186,8 @@ class RegionProgram:
     def abstract(self, schedule: Any = None) -> TrainState:
         """Return shapes, dtypes and shardings of a state, for restoring a checkpoint.
 
-        Args:
-          schedule: the schedule's state, which lists what is in flight; None for the
-            initial one, with nothing in flight.
-
-        Returns:
-          A `TrainState` of `jax.ShapeDtypeStruct`s.
+        The `schedule`'s state lists what is in flight; None is the initial one, with
+        nothing in flight.
         """
         region = self._first.abstract()
         _, frozen = split(self.param_shapes, self.trained)
@@ -207,10 +203,8 @@ class RegionProgram:
         """List the programs of the inner mesh that a run compiles; compiles nothing.
 
         The mesh may be of devices that do not exist here
-        (`jax.experimental.topologies`).
-
-        Args:
-          batches: shapes and dtypes of the batches of one scan, `[T, R, B, ...]`.
+        (`jax.experimental.topologies`). `batches` are shapes and dtypes of those of one
+        scan, `[T, R, B, ...]`.
         """
         recorder, listing = Recorder(), copy.copy(self)
         listing._use(self._assemble(recorder))
@@ -329,16 +323,9 @@ class RegionProgram:
     def adopt(self, state: TrainState, of: RegionProgram) -> Adopted:
         """Continue from the state of another program of the same model.
 
-        It may have another number of regions, mesh, schedule, method or optimizer.
-        State that fits is kept, the rest is reported by name; see `warm_start` for the
-        rules.
-
-        Args:
-          state: donated.
-          of: the program that `state` belongs to.
-
-        Returns:
-          This program's state, what was kept and what was lost.
+        The other program is `of`; its `state` is donated. It may have another number of
+        regions, mesh, schedule, method or optimizer. State that fits is kept, the rest
+        is reported by name; see `warm_start` for the rules.
 
         Raises:
           ValueError: if `of` has other parameters.

@@ -55,8 +55,7 @@ class Restore:
         which, rank = tuple(k for k, _ in order), sync.schedule.rank
         if (which, rank) not in self._programs:
             self._programs[which, rank] = jax.jit(
-                make_restore(self._spec, self._outer, self._optimizer, which, rank),
-                out_shardings=shardings_of(found),
+                self._make(which, rank), out_shardings=shardings_of(found)
             )
         each = range(len(self._spec.fragments))
         outer = tuple(self._outer.on_mesh(sync, k) for k in each)
@@ -74,45 +73,41 @@ class Restore:
         changes = {"compressors": compressors, "stale_params": stale}
         return region, dataclasses.replace(sync, **changes, in_flight=flights)
 
+    def _make(self, which: tuple[int, ...], rank: int) -> Callable:
+        """Make `restore(region, compressors, stale_params, copies, outer, bad)`.
 
-def make_restore(
-    spec: SyncSpec,
-    model: SharedOuterModel,
-    optimizer: optax.GradientTransformation,
-    which: tuple[int, ...],
-    rank: int,
-) -> Callable:
-    """Make `restore(region, compressors, stale_params, copies, outer, bad)`.
+        It returns the first four, restored. `outer` are the fragments that regions
+        receive, and the copies are of the fragments `which`.
+        """
+        spec, model, optimizer = self._spec, self._outer, self._optimizer
+        fragments, message = spec.fragments, spec.sync.message
 
-    It returns the first four, restored. `outer` are the fragments that regions receive,
-    and the copies are of the fragments `which`.
-    """
-    fragments, message = spec.fragments, spec.sync.message
+        def restore(region, compressors, stale_params, copies, outer, bad):
+            params = region.params
+            for k in range(len(fragments)):
+                part = taken(fragments.take(params, k, lead=1), outer[k], bad)
+                params = fragments.put(params, k, part, lead=1)
+            fresh = jax.vmap(optimizer.init)(params)
+            opt_state = where_participating(bad, fresh, region.opt_state)
+            opt_state = with_counts(opt_state, region.opt_state)
+            pairs = zip(compressors, model.compressors(outer, rank), strict=True)
+            anew = tuple(
+                where_participating(bad, message.restored(old, new), old)
+                for old, new in pairs
+            )
+            stale = tuple(
+                taken(part, outer[k], bad) for k, part in enumerate(stale_params)
+            )
+            copies = [
+                {name: taken(part, outer[k], bad) for name, part in each.items()}
+                for k, each in zip(which, copies, strict=True)
+            ]
+            model_state = region.model_state
+            if spec.model_state is not None:
+                model_state = taken(model_state, spec.model_state.init, bad)
+            region = region._replace(
+                params=params, opt_state=opt_state, model_state=model_state
+            )
+            return region, anew, stale, copies
 
-    def restore(region, compressors, stale_params, copies, outer, bad):
-        params = region.params
-        for k in range(len(fragments)):
-            part = taken(fragments.take(params, k, lead=1), outer[k], bad)
-            params = fragments.put(params, k, part, lead=1)
-        fresh = jax.vmap(optimizer.init)(params)
-        opt_state = where_participating(bad, fresh, region.opt_state)
-        opt_state = with_counts(opt_state, region.opt_state)
-        pairs = zip(compressors, model.compressors(outer, rank), strict=True)
-        anew = tuple(
-            where_participating(bad, message.restored(old, new), old)
-            for old, new in pairs
-        )
-        stale = tuple(taken(part, outer[k], bad) for k, part in enumerate(stale_params))
-        copies = [
-            {name: taken(part, outer[k], bad) for name, part in each.items()}
-            for k, each in zip(which, copies, strict=True)
-        ]
-        model_state = region.model_state
-        if spec.model_state is not None:
-            model_state = taken(model_state, spec.model_state.init, bad)
-        region = region._replace(
-            params=params, opt_state=opt_state, model_state=model_state
-        )
-        return region, anew, stale, copies
-
-    return restore
+        return restore

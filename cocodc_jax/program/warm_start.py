@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -152,9 +151,7 @@ class Adoption:
 
     def _new_key(self, state: TrainState) -> jax.Array:
         """Derive a key for regions that have none."""
-        everywhere = NamedSharding(self._old.mesh, P())
-        first = jax.jit(lambda x: x[0], out_shardings=everywhere)(state.region.key)
-        data = jnp.asarray(np.asarray(first))
+        data = jnp.asarray(transfer.whole(state.region.key)[0])
         key = jax.random.fold_in(jax.random.wrap_key_data(data), 4)
         where = NamedSharding(self._new.mesh, P())
         return transfer.put(jax.random.key_data(key), where)
