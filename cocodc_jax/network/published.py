@@ -85,6 +85,10 @@ class Spread(Slotted):
         """Return the state before the first step."""
         return ScheduleState(0, (), (-1,) * self.num_fragments)
 
+    def restore(self, value: dict) -> ScheduleState:
+        """Return the state that `to_json` was called on."""
+        return ScheduleState.from_json(value)
+
     def next_step(self, state: ScheduleState) -> int:
         """Return the first step after `state.step` at which something happens."""
         phase = state.step % self.sync_interval

@@ -13,7 +13,6 @@ the thread that finalizes it, and `restore` takes the newest intact one.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import pathlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -108,7 +107,7 @@ class Checkpoints:
         state = program.synchronize(state)
         rest = {
             "method": program.method.name,
-            "schedule": state.sync and dataclasses.asdict(state.sync.schedule),
+            "schedule": state.sync.schedule.to_json() if state.sync else None,
             "bytes_sent": state.bytes_sent,
             "shapes": _shapes(state),
             "extra": extra,

@@ -53,7 +53,7 @@ def copy_of(program: RegionProgram, state: TrainState) -> Snapshot:
         arrays += [flight.mean] if has_mean else []
         arrays += [flight.kept[STALE]] if STALE in flight.kept else []
     header = {
-        "schedule": dataclasses.asdict(told.sync.schedule),
+        "schedule": told.sync.schedule.to_json(),
         "bytes_sent": told.bytes_sent,
         "has_mean": flights,
     }

@@ -1,7 +1,6 @@
 """A tiny regression in four regions, small enough to compile for every method."""
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 
@@ -152,7 +151,7 @@ def host(tree):
 
 def numbers(state):
     """Everything a run consists of, on the host, for comparing two runs."""
-    memory = state.sync and dataclasses.asdict(state.sync.schedule)
+    memory = state.sync and state.sync.schedule.to_json()
     arrays = host((state.region, state.sync and state.sync.arrays))
     return arrays, memory, state.step, state.bytes_sent
 

@@ -105,6 +105,17 @@ class ScheduleState:
         changes |= {"step": start, "in_flight": flying, "last_start": last}
         return dataclasses.replace(self, **changes)
 
+    def to_json(self) -> dict:
+        """Return plain values, for a checkpoint."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict) -> Any:
+        """Invert `to_json`, also after a round trip through JSON text."""
+        fields = {k: _tuples(v) for k, v in value.items()}
+        fields["in_flight"] = tuple(Pending(*p) for p in fields["in_flight"])
+        return cls(**fields)
+
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
@@ -180,10 +191,8 @@ class Schedule(abc.ABC):
         return dataclasses.replace(state, step=step, last_start=last_start)
 
     def restore(self, value: dict) -> Any:
-        """Return the state that became `value` by `dataclasses.asdict`, and JSON."""
-        fields = {k: _tuples(v) for k, v in value.items()}
-        fields["in_flight"] = tuple(Pending(*p) for p in fields["in_flight"])
-        return type(self.init())(**fields)
+        """Return the state that `to_json` was called on."""
+        return type(self.init()).from_json(value)
 
     def bind(self, regions: Regions, looks_midway: bool = False) -> Schedule:
         """Return the schedule for these regions, or refuse what does not fit."""

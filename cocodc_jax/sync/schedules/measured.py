@@ -76,6 +76,10 @@ class MeasuredState:
         """Syncs not yet applied, oldest first."""
         return self.base.in_flight
 
+    def to_json(self) -> dict:
+        """Return plain values, for a checkpoint."""
+        return dataclasses.asdict(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class Measured(Schedule):

@@ -58,7 +58,7 @@ class World(walks.World):
 
 
 def through_json(schedule, state):
-    return schedule.restore(json.loads(json.dumps(dataclasses.asdict(state))))
+    return schedule.restore(json.loads(json.dumps(state.to_json())))
 
 
 @every_schedule
