@@ -8,11 +8,10 @@ an inner optimizer step, then applies the events that are due:
     each fragment whose mean is due:    outer step and merge    `core.sync.finish`
     each fragment whose slot has come:  encode and reduce       `core.sync.start`
 
-The compiled program decides what is due (`sync.schedules.traced`). It decides from
-numbers that are equal in all regions; otherwise collectives would be mismatched and
-hang. Each fragment runs in a loop of zero or one iterations for its arrival, and in one
-for its departure. A `lax.cond` copies the operands that its branches pass through; a
-loop of zero iterations costs nothing.
+The compiled program decides what is due, from numbers that are equal in all regions
+(`sync.schedules.traced`). Each fragment runs in a loop of zero or one iterations for
+its arrival, and in one for its departure. A `lax.cond` copies the operands that its
+branches pass through; a loop of zero iterations costs nothing.
 
 Results equal those of `RegionProgram` up to XLA's rounding and random draws, whose keys
 are derived from step and region here. The mean is computed when a fragment starts, and

@@ -1,9 +1,7 @@
 """Means over regions inside a program, by the name of a mapped axis.
 
-The axis is one of a mesh inside `jax.shard_map`, or of `jax.vmap`. Uncompressed
-pseudo-gradients use an all-reduce. Encoded messages are all-gathered and decoded in
-every region. Low-rank factors use two all-reduces; the second depends on the first.
-Pairwise and ring averages use one permutation.
+The axis is one of a mesh inside `jax.shard_map`, or of `jax.vmap`. Pairwise and ring
+averages use one permutation, as others are in `exchange/in_program.py`.
 """
 
 import functools
@@ -76,28 +74,27 @@ def weighted_mean(
 
 
 def group_mean(
-    outer: RegionalOuter, compressor: Compressor, axis_name: Any, key: jax.Array
-) -> Callable[[PyTree], PyTree]:
-    """Make a function that averages the decoded messages of a region's group.
+    outer: RegionalOuter,
+    compressor: Compressor,
+    message: PyTree,
+    axis_name: Any,
+    key: jax.Array,
+) -> PyTree:
+    """Average the decoded messages of a region's group.
 
     The key, equal in every region, draws pairs.
     """
+    if outer.group == "all":
+        gathered = jax.lax.all_gather(message, axis_name)
+        return mean_of_decoded(gathered, compressor)
     num_regions = jax.lax.axis_size(axis_name)
-
-    def mean(message: PyTree) -> PyTree:
-        if outer.group == "all":
-            gathered = jax.lax.all_gather(message, axis_name)
-            return mean_of_decoded(gathered, compressor)
-        if outer.group == "pairs":
-            partners = matchings(num_regions)
-            matching = jax.random.randint(key, (), 0, len(partners))
-            two = message, from_partner(message, matching, partners, axis_name)
-        else:
-            fetch = functools.partial(from_neighbour, message, axis_name=axis_name)
-            two = (fetch(by, num_regions) for by in (-1, 1))
-        return mean_of_two(compressor, *two)
-
-    return mean
+    if outer.group == "pairs":
+        partners = matchings(num_regions)
+        matching = jax.random.randint(key, (), 0, len(partners))
+        two = message, from_partner(message, matching, partners, axis_name)
+    else:
+        two = (from_neighbour(message, i, num_regions, axis_name) for i in (-1, 1))
+    return mean_of_two(compressor, *two)
 
 
 def mean_of_two(compressor: Compressor, one: PyTree, other: PyTree) -> PyTree:

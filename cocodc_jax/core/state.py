@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -80,7 +79,6 @@ class PendingMean:
     """
 
     def __init__(self, future: Future[InFlight]):
-        """Wrap a future without waiting for it."""
         self._future = future
 
     def is_ready(self) -> bool:
@@ -121,9 +119,17 @@ class AppliedSync(NamedTuple):
     verdict: jax.Array | None = None
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["outer", "compressors", "stale_params", "in_flight", "observed"],
+    meta_fields=["schedule", "leaving"],
+)
 @dataclasses.dataclass(frozen=True)
 class SyncState:
-    """State of the exchange between regions; tuples have one entry per fragment."""
+    """State of the exchange between regions; tuples have one entry per fragment.
+
+    The schedule's state has plain values: no leaves, but part of the tree structure.
+    """
 
     outer: OuterState  # Outer parameters and optimizer states.
     schedule: Any  # The schedule's state.
@@ -135,9 +141,9 @@ class SyncState:
     stale_params: tuple[Fragment, ...] = ()
     # Syncs started and not yet applied, by fragment and start.
     in_flight: dict[SyncId, InFlight] = dataclasses.field(default_factory=dict)
-    # (fragment, observations by name of a need) of applied updates that the schedule
-    # has not read yet. They stay on their devices until it has to choose.
-    observed: tuple[tuple[int, dict[str, jax.Array]], ...] = ()
+    # Observations of applied updates that the schedule has not read yet, by fragment
+    # and name of a need. They stay on their devices until it has to choose.
+    observed: tuple[dict[int, dict[str, jax.Array]], ...] = ()
     # Starts of this step that wait for the inner steps after it, see
     # `program/segment.py`; never in a checkpoint.
     leaving: tuple[Event, ...] = ()
@@ -171,29 +177,6 @@ class SyncState:
             for name, flight in arrays["in_flight"].items()
         }
         return dataclasses.replace(self, **{**arrays, "in_flight": flights})
-
-
-def _sync_children(sync: SyncState) -> tuple[tuple, tuple]:
-    key = jax.tree_util.GetAttrKey
-    names = ("outer", "compressors", "stale_params", "in_flight")
-    children = [(key(name), getattr(sync, name)) for name in names]
-    ids = tuple(fragment_id for fragment_id, _ in sync.observed)
-    seen = tuple(each for _, each in sync.observed)
-    return (*children, (key("observed"), seen)), (sync.schedule, ids, sync.leaving)
-
-
-def _sync_of_children(static: tuple, children: Iterable[Any]) -> SyncState:
-    *arrays, seen = children
-    schedule, ids, leaving = static
-    observed = tuple(zip(ids, seen, strict=True))
-    outer, compressors, stale_params, in_flight = arrays
-    return SyncState(
-        outer, schedule, compressors, stale_params, in_flight, observed, leaving
-    )
-
-
-# A schedule's state has plain values: no leaves, but part of the tree structure.
-jax.tree_util.register_pytree_with_keys(SyncState, _sync_children, _sync_of_children)
 
 
 @functools.partial(

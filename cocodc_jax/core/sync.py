@@ -11,13 +11,12 @@ other regions, travels while the inner steps go on, and comes back as a mean:
 
 Every function here is of one region and one fragment, a flat dict of arrays. Pseudo-
 gradients Delta are old minus new, so that descent is minus. `theta^g_p` and the outer
-state are equal in all regions. The caller passes `reduce`: a collective over a mesh
-axis or a `jax.vmap` axis (`reduce.py`), or a mean between hosts.
+state are equal in all regions. The caller passes `reduce`, a collective over a mesh
+axis or a `jax.vmap` axis (`reduce.py`).
 
 A program that places arrays on several devices maps `encode`, `outer_step` and `merge`
-over the regions itself. Where all arrays are in one place, as in an Optax transform,
-`start` and `finish` are the whole algorithm. Regional outer models have `send` and
-`receive` in their place.
+over the regions itself; in an Optax transform `start` and `finish` are the whole
+algorithm. Regional outer models have `send` and `receive` in their place.
 """
 
 from collections.abc import Callable

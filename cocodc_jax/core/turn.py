@@ -34,8 +34,7 @@ OF_FRAGMENTS = ("outer", "opt_states", "memories", "means", "copies", "stale")
 class Part(NamedTuple):
     """Carry of a fragment's loops: its entries of the state, and what a merge reports.
 
-    `updates` are the leaves that contain part of the fragment, `norm` that of the mean
-    that is applied now, else 0.
+    `updates` are the leaves with part of it, `norm` is of a mean applied now, else 0.
     """
 
     outer: Fragment
@@ -121,7 +120,7 @@ def num_bytes(sync: Sync, state: Any, num_regions: int) -> list[int]:
         found = [sync.outer.num_bytes(x, _compressor(sync)) for x in state.outer]
     else:
         found = [sync.message.num_bytes(part, num_regions) for part in state.outer]
-    for name in (moments.FIRST, moments.SECOND) if sync.moments else ():
+    for name in sync.moments.every if sync.moments else ():
         leaves = jax.tree.leaves(moments.take(state.inner, (name,)))
         found.append(sum(x.size * wide_dtype(x.dtype).itemsize for x in leaves))
     return found
@@ -283,8 +282,10 @@ class Turn:
                 sync.outer, compressor, own, part.outer, part.opt_states, data
             )
             draw = jax.random.fold_in(key, sync.outer.seed)
-            mean_of = reduce.group_mean(sync.outer, compressor, self.axis_name, draw)
-            mean, part = mean_of(message), part._replace(opt_states=opt_state)
+            mean = reduce.group_mean(
+                sync.outer, compressor, message, self.axis_name, draw
+            )
+            part = part._replace(opt_states=opt_state)
         else:
             weights = Regions.alike(self.num_regions).weights(
                 0, 1, sync.weigh, self.schedule.participating
@@ -365,8 +366,7 @@ class Turn:
             return inner, []
         number, sent = step // self.schedule.sync_interval, []
         mean = functools.partial(mean_of_all, axis_name=self.axis_name)
-        every = self.sync.moments.first, self.sync.moments.second
-        for name, n in zip((moments.FIRST, moments.SECOND), every, strict=True):
+        for name, n in self.sync.moments.every.items():
             sent.append(begun & (number % n == 0 if n else False))
             due = _if(sent[-1][0], mean, moments.take(inner, (name,)))
             inner = moments.put(inner, due)

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.sync import Measured, encode, outer_parts
 from cocodc_jax.exchange.programs import Devices
-from cocodc_jax.sharding.mesh import REGION
+from cocodc_jax.sharding.mesh import REGION, regional
 from cocodc_jax.sharding.outer_placement import OuterPlacement
 from cocodc_jax.sharding.region_map import (
     LocalRegions,
@@ -108,8 +108,8 @@ class Exchange(abc.ABC):
     goes_on: bool = False  # Inner steps go on while a mean is late.
 
     def __init__(self, spec: SyncSpec):
-        """Compile nothing."""
         self._spec = spec
+        self._programs: dict[tuple[int, int], Callable] = {}  # By fragment and rank.
 
     @property
     def num_regions(self) -> int:
@@ -124,6 +124,26 @@ class Exchange(abc.ABC):
         which is only read; the outer fragment on the mesh, or what each region last
         received; and the compressors' state of the message's rank.
         """
+
+    @abc.abstractmethod
+    def _make(self, fragment_id: int, rank: int, compressor_state: PyTree) -> Callable:
+        """Make the program of the mesh that encodes a fragment, see `make_messages`."""
+
+    def _run(self, event: Event, weights: Weights, arrays: tuple, *rest: Any) -> Any:
+        """Run the program of `_make`; `arrays` are those of `send`."""
+        region, stale_params, compressor_state = arrays
+        k, rank, spec = event.fragment_id, event.rank, self._spec
+        if (k, rank) not in self._programs:
+            self._programs[k, rank] = self._make(k, rank, compressor_state)
+        return self._programs[k, rank](
+            region.params,
+            stale_params,
+            compressor_state,
+            spec.devices.weights(weights, regional(spec.mesh)),
+            region.key,
+            spec.start_step(event.start_step),
+            *rest,
+        )
 
     def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
         """Return the bytes of one region's message; 0 for a single region."""
@@ -145,10 +165,6 @@ class Exchange(abc.ABC):
         if spec.is_measured:
             found["times"] = jax.ShapeDtypeStruct((spec.regions.num, 2), jnp.float32)
         return found
-
-    def own_verdict(self, verdict: np.ndarray) -> np.ndarray:
-        """Select this program's regions from a verdict on all regions."""
-        return verdict
 
 
 def make_messages(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:

@@ -40,7 +40,7 @@ from cocodc_jax.exchange.base import (
 )
 from cocodc_jax.exchange.collectives import gather_from_processes, sum_over_processes
 from cocodc_jax.exchange.flat_buffer import ShardBuffer
-from cocodc_jax.sharding.mesh import REGION, regional
+from cocodc_jax.sharding.mesh import REGION
 from cocodc_jax.sharding.outer_mesh import outer_device, process_grid
 from cocodc_jax.sync.fragments import Fragment, PyTree
 from cocodc_jax.sync.robust import VERDICT, without
@@ -53,11 +53,9 @@ class OnOuterMesh(Exchange):
     is_alone = False  # Whether the outer mesh has one of several elastic regions.
 
     def __init__(self, spec: SyncSpec, all_reduce: str):
-        """Compile nothing; `all_reduce` is one of `collectives.ALL_REDUCES`."""
         super().__init__(spec)
-        self.all_reduce = all_reduce
+        self.all_reduce = all_reduce  # One of `collectives.ALL_REDUCES`.
         self._num_times = spec.regions.num if spec.is_measured else 0
-        self._encoders: dict[tuple[int, int], Callable] = {}  # By fragment and rank.
         # Caches of the object, so that they end with it.
         self.row_shape = functools.cache(self._row_shape)
         self._combine = functools.cache(self._make_combine)
@@ -78,22 +76,11 @@ class OnOuterMesh(Exchange):
         Returns the staged copy, the buffer to send, `[R, n]`, and the compressors'
         state after it.
         """
-        region, stale_params, compressor_state = arrays
-        k, rank, spec, told = event.fragment_id, event.rank, self._spec, None
-        if (k, rank) not in self._encoders:
-            self._encoders[k, rank] = self._make_encoder(k, rank, compressor_state)
+        spec, told = self._spec, None
         if self._num_times:  # Other processes set their own rows.
             rows = np.array([times] * self._num_times, np.float32)
             told = spec.devices.put(rows, cast(Sharding, spec.shardings.region.key))
-        return self._encoders[k, rank](
-            region.params,
-            stale_params,
-            compressor_state,
-            spec.devices.weights(weights, regional(spec.mesh)),
-            region.key,
-            spec.start_step(event.start_step),
-            told,
-        )
+        return self._run(event, weights, arrays, told)
 
     def arriving(self, sync_id: tuple[int, int], rank: int) -> Callable:
         """Return the function that averages a sync.
@@ -112,12 +99,13 @@ class OnOuterMesh(Exchange):
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), sent)
         return jax.eval_shape(flat_buffer.pack, one)
 
-    def _make_encoder(self, k: int, rank: int, kept: PyTree) -> Callable:
-        """Make the program that encodes; `kept` are the compressors' states `[R, ...]`.
+    def _make(self, fragment_id: int, rank: int, compressor_state: PyTree) -> Callable:
+        """Make the program that encodes, and packs the message and times.
 
         A flat buffer without a layout is replicated inside each region.
         """
-        spec, layout = self._spec, self._layout(k, rank)
+        k, spec = fragment_id, self._spec
+        layout = self._layout(k, rank)
         compressor = spec.sync.message.compressor(rank)
         outgoing = over_regions(spec, make_messages(spec, k, rank), P(REGION))
 
@@ -130,7 +118,11 @@ class OnOuterMesh(Exchange):
             encode,
             f"send fragment {k}",
             self.num_bytes(k, rank),
-            out_shardings=(spec.staged(k), where, spec.shardings.of_regions(k, kept)),
+            out_shardings=(
+                spec.staged(k),
+                where,
+                spec.shardings.of_regions(k, compressor_state),
+            ),
         )
 
     def _message_shapes(self, k: int, rank: int) -> PyTree:
@@ -216,14 +208,12 @@ def make_combine(
 ) -> Callable:
     """Make the program that averages messages over the outer mesh.
 
-    `combine(rows [R, n], weights [R]) -> (mean, times)`: `rows` are `make_buffer`'s,
-    on their regions' processes; further columns are ignored. `times` are float32
-    `[R, 2]`, or None; those of a region of weight 0 are 0.
-
-    `mean_of(messages, weights)` is the mean of all regions' encoded messages, None for
-    uncompressed pseudo-gradients. `everywhere` replicates to every process's outer
-    device, `shapes` are of one region's message, `num_times` is the number of regions
-    whose times are sent too, and `layout` that of the rows, None for a `flat_buffer`.
+    `combine(rows [R, n], weights [R]) -> (mean, times)`: `rows` are `make_buffer`'s, on
+    their regions' processes; further columns are ignored. `times` are float32 `[R, 2]`,
+    or None; those of a region of weight 0 are 0. `mean_of(messages, weights)` is the
+    mean of all regions' encoded messages, None for uncompressed pseudo-gradients.
+    `everywhere` replicates to every process's outer device, `shapes` are of one
+    region's message, `num_times` is the number of regions whose times are sent too.
     """
     sent = sent_shapes(mean_of is not None, shapes, num_times)
     how = everywhere, all_reduce, layout is not None

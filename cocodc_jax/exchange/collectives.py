@@ -15,11 +15,11 @@ cross as one flat buffer, otherwise the compiler chooses.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.exchange import flat_buffer
@@ -40,16 +40,17 @@ PyTree = Any
 ALL_REDUCES = ("direct", "ring")
 
 
-def direct_sum(x: jax.Array, axis_name: str, num: int) -> jax.Array:
-    """Sum `x` `[n]` over the `num` shards of an axis."""
+def direct_sum(x: jax.Array, axis_name: str) -> jax.Array:
+    """Sum `x` `[n]` over the shards of an axis."""
+    num = jax.lax.axis_size(axis_name)
     parts = jnp.pad(x, (0, -len(x) % num)).reshape(num, -1)
     summed = jax.lax.all_to_all(parts, axis_name, 0, 0).sum(0)
-    return direct_gather(summed, axis_name, num)[: len(x)]
+    return direct_gather(summed, axis_name)[: len(x)]
 
 
-def direct_gather(x: jax.Array, axis_name: str, num: int) -> jax.Array:
-    """Gather the rows `x` `[r, ...]` of `num` shards of an axis, `[num * r, ...]`."""
-    copies = jnp.broadcast_to(x, (num, *x.shape))
+def direct_gather(x: jax.Array, axis_name: str) -> jax.Array:
+    """Gather the rows `x` `[r, ...]` of D shards of an axis, `[D * r, ...]`."""
+    copies = jnp.broadcast_to(x, (jax.lax.axis_size(axis_name), *x.shape))
     found = jax.lax.all_to_all(copies, axis_name, 0, 0)
     return found.reshape(-1, *x.shape[1:])
 
@@ -68,15 +69,10 @@ def sum_over_processes(
     outer device; `in_shares` leaves each process its columns instead.
     """
     if kind == "direct" and isinstance(everywhere, NamedSharding):
-        num = everywhere.mesh.shape[PROCESS]
-
-        def of_process(rows, weights):
-            return direct_sum(jnp.tensordot(weights, rows, axes=1), PROCESS, num)
-
         # The type system cannot see that all processes compute equal values.
         total = jax.shard_map(
-            of_process,
-            mesh=cast(Mesh, everywhere.mesh),
+            lambda x, weights: direct_sum(jnp.tensordot(weights, x, axes=1), PROCESS),
+            mesh=everywhere.mesh,
             in_specs=(P(PROCESS, INSIDE), P(PROCESS)),
             out_specs=P(INSIDE),
             check_vma=False,
@@ -91,9 +87,8 @@ def gather_from_processes(
 ) -> jax.Array:
     """Gather `rows` `[R, n]` in full on all processes; see `sum_over_processes`."""
     if kind == "direct" and isinstance(everywhere, NamedSharding):
-        num = everywhere.mesh.shape[PROCESS]
         rows = jax.shard_map(
-            lambda x: direct_gather(x, PROCESS, num),
+            lambda x: direct_gather(x, PROCESS),
             mesh=everywhere.mesh,
             in_specs=P(PROCESS, INSIDE),
             out_specs=P(None, INSIDE),
@@ -129,9 +124,8 @@ def mean_for_all(message: PyTree, all_reduce: str | None) -> PyTree:
     if all_reduce != "direct":
         return as_varying(mean_over_regions(message, all_reduce is not None))
     num = jax.lax.axis_size(REGION)
-    return _reduced(
-        message, lambda x: direct_sum(x, REGION, num) / num, in_flat_buffer=True
-    )
+    mean = lambda x: direct_sum(x, REGION) / num  # noqa: E731
+    return _reduced(message, mean, in_flat_buffer=True)
 
 
 def gather_all(message: PyTree, all_reduce: str | None) -> PyTree:
@@ -141,7 +135,7 @@ def gather_all(message: PyTree, all_reduce: str | None) -> PyTree:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), message)
     buffer = flat_buffer.pack(message)
     if all_reduce == "direct":
-        rows = direct_gather(buffer, REGION, jax.lax.axis_size(REGION))
+        rows = direct_gather(buffer, REGION)
     else:
         rows = all_gather_regions(buffer)
     return flat_buffer.unpack(rows, shapes)

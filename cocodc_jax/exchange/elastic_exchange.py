@@ -44,7 +44,6 @@ class ElasticExchange(OnOuterMesh):
     is_alone = True
 
     def __init__(self, spec: SyncSpec, place: Place):
-        """Compile nothing."""
         super().__init__(spec, "direct")
         self._place = place
         self.goes_on = place.late_mean == "merge"
@@ -62,10 +61,6 @@ class ElasticExchange(OnOuterMesh):
     def region(self) -> int:
         """Index of this region."""
         return self._place.region
-
-    def own_verdict(self, verdict: np.ndarray) -> np.ndarray:
-        """Select this region from a verdict on all regions, `[1]`."""
-        return verdict[self.region, None]
 
     def send(self, event: Event, weights: Weights, times: Times, *arrays: Any) -> Sent:
         """Send a fragment; see `Exchange.send`."""

@@ -36,10 +36,10 @@ PyTree = Any
 
 def pack(tree: PyTree) -> jax.Array:
     """Concatenate regional arrays, `[R, n]`: in their one dtype, or as bytes, uint8."""
-    leaves = jax.tree.leaves(tree)
+    leaves = [x.reshape(x.shape[0], -1) for x in jax.tree.leaves(tree)]
     if len({x.dtype for x in leaves}) > 1:
-        leaves = [as_bytes(x) for x in leaves]
-    return jnp.concatenate([x.reshape(x.shape[0], -1) for x in leaves], axis=1)
+        leaves = [x.view(jnp.uint8) for x in leaves]
+    return jnp.concatenate(leaves, axis=1)
 
 
 def unpack(buffer: jax.Array, shapes: PyTree) -> PyTree:
@@ -48,32 +48,12 @@ def unpack(buffer: jax.Array, shapes: PyTree) -> PyTree:
     is_bytes = len({x.dtype for x in leaves}) > 1
     out, at, lead = [], 0, buffer.shape[:-1]
     for like in leaves:
-        width = like.dtype.itemsize if is_bytes else 1
-        size = math.prod(like.shape) * width
+        size = math.prod(like.shape) * (like.dtype.itemsize if is_bytes else 1)
         part = buffer[..., at : at + size]
         at += size
-        if is_bytes:
-            part = from_bytes(part.reshape(*lead, -1, width), like.dtype)
+        part = part.view(like.dtype) if is_bytes else part
         out.append(part.reshape(*lead, *like.shape))
     return jax.tree.unflatten(structure, out)
-
-
-def as_bytes(x: jax.Array) -> jax.Array:
-    """Return `[r, ...]` as its bytes, uint8 `[r, n]`."""
-    rows = x.reshape(x.shape[0], -1)
-    if rows.dtype == jnp.bool_:
-        return rows.astype(jnp.uint8)
-    flat = jax.lax.bitcast_convert_type(rows, jnp.uint8)
-    return flat.reshape(x.shape[0], -1)
-
-
-def from_bytes(x: jax.Array, dtype: Any) -> jax.Array:
-    """Invert `as_bytes`: uint8 `[..., itemsize]` to `[...]`."""
-    if dtype == jnp.bool_:
-        return x[..., 0].astype(dtype)
-    if dtype.itemsize == 1:
-        return jax.lax.bitcast_convert_type(x[..., 0], dtype)
-    return jax.lax.bitcast_convert_type(x, dtype)
 
 
 Sizes = Mapping[str, int]
@@ -146,7 +126,7 @@ class ShardBuffer:
     def _part(self, piece: Piece, x: jax.Array) -> jax.Array:
         """Return a device's part of its shard `[r, ...]`, inside the mesh."""
         rows = x.reshape(len(x), -1)
-        rows = as_bytes(rows) if self._is_bytes else rows
+        rows = rows.view(jnp.uint8) if self._is_bytes else rows
         num = _length(self.mesh.shape, piece.free)
         rows = jnp.pad(rows, ((0, 0), (0, num * piece.share - rows.shape[1])))
         if num == 1:
@@ -207,8 +187,7 @@ class ShardBuffer:
         counts = [sizes[axis] for axis in used]
         x = x.reshape(*lead, *counts, -1)
         x = x[..., : math.prod(piece.shard) * piece.width]
-        if self._is_bytes:
-            x = from_bytes(x.reshape(*x.shape[:-1], -1, piece.width), piece.dtype)
+        x = x.view(piece.dtype) if self._is_bytes else x
         x = x.reshape(*lead, *counts, *piece.shard)
         # From (blocks of all dimensions, shard) to (blocks, shard) per dimension.
         turned, shape, at = [*range(first)], [*lead], first

@@ -186,26 +186,13 @@ class InProgram(Exchange):
     shares_mesh = True
 
     def __init__(self, spec: SyncSpec, in_one_buffer: bool):
-        """Compile nothing."""
         super().__init__(spec)
         self._in_one_buffer = in_one_buffer
-        self._programs: dict[tuple[int, int], Callable] = {}
 
     def send(self, event: Event, weights: Weights, times: Times, *arrays: Any) -> Sent:
         """Send a fragment; see `Exchange.send`."""
         del times  # Only the outer mesh sends times.
-        region, stale_params, compressor_state = arrays
-        k, rank = event.fragment_id, event.rank
-        if (k, rank) not in self._programs:
-            self._programs[k, rank] = self._make(k, rank, compressor_state)
-        staged, mean, state, told = self._programs[k, rank](
-            region.params,
-            stale_params,
-            compressor_state,
-            self._spec.devices.weights(weights, regional(self._spec.mesh)),
-            region.key,
-            self._spec.start_step(event.start_step),
-        )
+        staged, mean, state, told = self._run(event, weights, arrays)
         return staged, mean, told, state
 
     def _make(self, fragment_id: int, rank: int, compressor_state: PyTree) -> Callable:

@@ -1,8 +1,7 @@
 """What compiles and runs the programs of a run: devices, or a recorder that lists them.
 
-With a `Recorder` the same code that trains goes through a schedule with shapes in place
-of arrays. So what is listed, for compiling ahead, is what a run compiles, with the
-arguments that it passes.
+With a `Recorder` the code that trains goes through a schedule with shapes in place of
+arrays, so what is listed, for compiling ahead, is what a run compiles.
 """
 
 from __future__ import annotations
@@ -39,30 +38,18 @@ class Devices:
     def jit(
         self, function: Callable, name: str = "", sent_bytes: int = 0, **options: Any
     ) -> Callable:
-        """Compile a function by `jax.jit(function, **options)`.
-
-        Programs with a name are listed; see `LoweredProgram`. Others, such as those of
-        hosts, are not.
-        """
+        """Compile by `jax.jit`; a `Recorder` lists programs that have a name."""
         del name, sent_bytes
         return jax.jit(function, **options)
 
-    def put(self, tree: PyTree, shardings: Any) -> PyTree:
-        """Place host values; see `transfer.put`."""
-        return transfer.put(tree, shardings)
+    put = staticmethod(transfer.put)
+    move = staticmethod(transfer.move)
+    gather_rows = staticmethod(transfer.gather_rows)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019  (lives as long as the programs)
     def weights(self, weights: tuple[float, ...], sharding: Sharding) -> jax.Array:
         """Place the regions' weights in a mean, once for all syncs."""
         return self.put(np.array(weights, float), sharding)
-
-    def move(self, tree: PyTree, shardings: Any) -> PyTree:
-        """Move device arrays; see `transfer.move`."""
-        return transfer.move(tree, shardings)
-
-    def gather_rows(self, tree: PyTree, shardings: Any) -> PyTree:
-        """Move regional arrays; see `transfer.gather_rows`."""
-        return transfer.gather_rows(tree, shardings)
 
     def at(self, tree: PyTree, index: int) -> PyTree:
         """Select an entry of the leading axis of every leaf."""
@@ -74,16 +61,11 @@ class Devices:
 
 
 class Recorder(Devices):
-    """Runs nothing: evaluates shapes, and lists the programs that are called.
-
-    What it reads is 1 if it is measured, so that all fragments are equal, and 0 if it
-    is a verdict or a count.
-    """
+    """Runs nothing: evaluates shapes, and lists the programs that are called."""
 
     is_real = False
 
     def __init__(self):
-        """List nothing yet."""
         # By name, with the arguments of their first call.
         self.found: dict[str, LoweredProgram] = {}
 
@@ -104,7 +86,8 @@ class Recorder(Devices):
 
         return record
 
-    def put(self, tree: PyTree, shardings: Any) -> PyTree:
+    @staticmethod
+    def put(tree: PyTree, shardings: Any) -> PyTree:
         """Return shapes with these shardings."""
         if isinstance(shardings, Sharding):
             shardings = jax.tree.map(lambda _: shardings, tree)
@@ -122,7 +105,7 @@ class Recorder(Devices):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
 
     def read(self, x: Any) -> np.ndarray:
-        """Return ones, or zeros of integers."""
+        """Return ones as measurements, all equal, zeros as verdicts and counts."""
         return np.full(x.shape, np.issubdtype(x.dtype, np.floating), x.dtype)
 
 

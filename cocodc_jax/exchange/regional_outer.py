@@ -32,26 +32,22 @@ from cocodc_jax.sync.needs import STAGED
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import matchings
 from cocodc_jax.sync.schedules.base import Event
-from cocodc_jax.transforms.compressor import Compressor, identity
+from cocodc_jax.transforms.compressor import identity
 
 
 class RegionalOuterModels:
     """Compiled programs of one outer model per region."""
 
     def __init__(self, spec: SyncSpec):
-        """Wrap every program in one jit."""
         outer = spec.sync.outer
         assert isinstance(outer, RegionalOuter)
         self._spec, self._outer = spec, outer
         self._compressor = spec.sync.message.compressor() or identity()
-        self._partners = matchings(spec.regions.num)
-        self._make_send = functools.partial(
-            make_regional_send, spec, outer, self._compressor, self._partners
-        )
+        self._num_matchings = len(matchings(spec.regions.num))
         each, where = range(len(spec.fragments)), spec.place.lay_sync(self.shapes(None))
         self._send = [
             spec.devices.jit(
-                self._make_send(k),
+                make_regional_send(spec, k),
                 f"send fragment {k}",
                 self.num_bytes(k),
                 out_shardings=(
@@ -62,7 +58,7 @@ class RegionalOuterModels:
             )
             for k in each
         ]
-        step = make_regional_step(spec, outer)
+        step = make_regional_step(spec)
         self._step = [
             spec.devices.jit(
                 step,
@@ -92,9 +88,10 @@ class RegionalOuterModels:
 
     def flight_shapes(self, fragment_id: int) -> InFlight:
         """Return shapes of a fragment that was just sent, without its staged copy."""
-        num_regions, send = self._spec.regions.num, self._make_send(fragment_id)
+        spec, num_regions = self._spec, self._spec.regions.num
+        send = make_regional_send(spec, fragment_id)
         spread = functools.partial(for_all_regions, num_regions=num_regions)
-        params = jax.eval_shape(spread, self._spec.params)
+        params = jax.eval_shape(spread, spec.params)
         keys = jax.ShapeDtypeStruct((num_regions, 2), jnp.uint32)
         matching = jax.ShapeDtypeStruct((), jnp.int32)
         own = self.shapes(None).outer.entry(fragment_id)
@@ -120,7 +117,7 @@ class RegionalOuterModels:
         k, outer = event.fragment_id, sync.outer
         # The same draw in every region, and after a restart.
         rng = np.random.default_rng((self._outer.seed, event.start_step, k))
-        row = np.int32(rng.integers(len(self._partners)))
+        row = np.int32(rng.integers(self._num_matchings))
         everywhere = NamedSharding(self._spec.mesh, P())
         matching = self._spec.devices.put(row, everywhere)
         staged, arrived, kept = self._send[k](
@@ -160,20 +157,18 @@ class RegionalOuterModels:
         return mean(params)
 
 
-def make_regional_send(
-    spec: SyncSpec,
-    outer: RegionalOuter,
-    compressor: Compressor,
-    partners: np.ndarray,
-    fragment_id: int,
-) -> Callable:
+def make_regional_send(spec: SyncSpec, fragment_id: int) -> Callable:
     """Make the program that sends one fragment.
 
     `send(params, outer_params, state, keys, matching) -> (staged, arrived, state)`, all
     regional, except `arrived` if every region receives the same mean. `matching` is an
-    int32 scalar, the row to use of `partners`, int `[N, R]`: each region's partner.
+    int32 scalar, the row to use of `matchings`.
     """
     local, mesh, keeps = spec.local, spec.mesh, STAGED in spec.sync.copies
+    outer, compressor = spec.sync.outer, spec.sync.message.compressor() or identity()
+    assert isinstance(outer, RegionalOuter)
+    num_regions = spec.regions.num
+    partners = matchings(num_regions)
 
     def one_region(outer_params, state, own, key_data):
         return core.send(outer, compressor, own, outer_params, state, key_data)
@@ -185,7 +180,6 @@ def make_regional_send(
             theirs = from_partner(message, matching, partners, local)
             message = local.map(mean_of_two)(message, theirs)
         elif outer.group == "ring":
-            num_regions = spec.regions.num
             two = (from_neighbour(message, by, num_regions, local) for by in (-1, 1))
             message = local.map(mean_of_two)(*two)
         return staged if keeps else None, message, state
@@ -204,12 +198,13 @@ def make_regional_send(
     return send
 
 
-def make_regional_step(spec: SyncSpec, outer: RegionalOuter) -> Callable:
+def make_regional_step(spec: SyncSpec) -> Callable:
     """Make `step(outer_params, state, arrived) -> (outer_params, state, norm)`.
 
-    All regional; `arrived` is the result of `send`; the norm is of the means, the root
-    mean square over regions.
+    All regional; the norm is of the means, the root mean square over regions.
     """
+    outer = spec.sync.outer
+    assert isinstance(outer, RegionalOuter)
     is_for_all = outer.group == "all"
 
     def receive(params, state, arrived):
@@ -235,8 +230,7 @@ def from_neighbour(
 ) -> PyTree:
     """Fetch the messages, `[block, ...]`, of the regions `by` positions ahead, 1 or -1.
 
-    With one region per shard this is one permutation. A device with several regions
-    gathers all of them: there is no network to spare then.
+    One permutation; a device with several regions gathers all, as no network is spared.
     """
     if local.size == 1:
         return reduce.from_neighbour(message, by, num_regions, REGION)

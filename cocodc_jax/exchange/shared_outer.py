@@ -28,7 +28,6 @@ class SharedOuterModel:
     """Compiled programs of one outer model."""
 
     def __init__(self, spec: SyncSpec, exchange: Exchange):
-        """Wrap every program in one jit."""
         outer = spec.sync.outer
         assert isinstance(outer, SharedOuter)
         self._spec, self._outer, self._exchange = spec, outer, exchange
@@ -39,7 +38,7 @@ class SharedOuterModel:
             for k, where in enumerate(spec.shardings.fragments)
         ]
         self._copy = self._devices.jit(_copies)
-        self._take = self._devices.jit(_take, donate_argnums=0)
+        self._take = self._devices.jit(taken, donate_argnums=0)
         self._start = self._devices.jit(outer.start) if outer.start else None
         self._join = self._devices.jit(self._joined, out_shardings=spec.place.params())
         shapes = self.shapes(spec.sync.schedule.init())
@@ -93,6 +92,8 @@ class SharedOuterModel:
 
     def resized(self, sync: SyncState, rank: int) -> tuple:
         """Return the compressors' states resized to messages of `rank`."""
+        if rank == sync.schedule.rank:
+            return sync.compressors
         states = enumerate(sync.compressors)
         return tuple(self._resize(k, rank)(state) for k, state in states)
 
@@ -136,10 +137,8 @@ class SharedOuterModel:
         sync: SyncState,
     ) -> tuple[SyncState, InFlight]:
         """Start a sync, see `Exchange.send`; return the state and what is in flight."""
-        k, rank = event.fragment_id, event.rank
-        if rank != sync.schedule.rank:  # Of earlier messages.
-            sync = dataclasses.replace(sync, compressors=self.resized(sync, rank))
-        kept = {}
+        k = event.fragment_id
+        compressors, kept = self.resized(sync, event.rank), {}
         if STALE in self._spec.sync.copies:  # The outer step donates them.
             kept[STALE] = self._copied(sync.outer.params[k])
         stale = sync.stale_params[k] if sync.stale_params else self.on_mesh(sync, k)
@@ -147,10 +146,10 @@ class SharedOuterModel:
             only = self._spec.fragments.only(region.params, k)
             region = region._replace(params=only)
         staged, mean, told, state = self._exchange.send(
-            event, weights, times, region, stale, sync.compressors[k]
+            event, weights, times, region, stale, compressors[k]
         )
         kept |= told if staged is None else {STAGED: staged, **told}
-        states = replaced(sync.compressors, k, state)
+        states = replaced(compressors, k, state)
         return dataclasses.replace(sync, compressors=states), InFlight(mean, kept)
 
     def receive(
@@ -280,6 +279,7 @@ def _copies(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
 
 
-def _take(stale: Fragment, outer: Fragment, participating: jax.Array) -> Fragment:
-    spread = for_all_regions(outer, len(participating))
-    return where_participating(participating, cast_like(spread, stale), stale)
+def taken(old: PyTree, new: PyTree, participating: jax.Array) -> PyTree:
+    """Return `old`, leaves `[R, ...]`, with `new` in the regions that participate."""
+    spread = for_all_regions(new, len(participating))
+    return where_participating(participating, cast_like(spread, old), old)

@@ -43,7 +43,6 @@ class MomentPrograms:
     """Compiled programs that average moments."""
 
     def __init__(self, spec: SyncSpec, exchange: Exchange, opt_state: PyTree):
-        """Compile nothing."""
         self._spec, self._exchange, self._shapes = spec, exchange, opt_state
         assert spec.sync.moments is not None
         self._every, self._inside = spec.sync.moments, exchange.shares_mesh

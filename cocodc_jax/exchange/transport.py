@@ -59,7 +59,6 @@ class Transport:
     overlap: str = "auto"
 
     def __post_init__(self):
-        """Validate the names and the number."""
         check_choices(
             self, exchange=EXCHANGES, all_reduce=ALL_REDUCES, overlap=OVERLAPS
         )

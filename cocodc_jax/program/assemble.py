@@ -286,8 +286,25 @@ def assemble(
         None if memory is None else shardings.region.opt_state,
     )
     # Losses are replicated inside a region: a process reads its own regions'.
-    inner = InnerSteps(steps, first.lies, NamedSharding(mesh, P(None, REGION)))
-    exchange, syncs = _syncs(given, shardings, local, inner, devices)
+    losses = NamedSharding(mesh, P(None, REGION))
+    exchange = syncs = None
+    if (sync := method.sync) is not None:
+        kind, overlap = given.exchange, given.overlap
+        spec = SyncSpec(
+            sync,
+            given.own,
+            given.fragments,
+            OuterPlacement.resolve(sync.outer, shardings, kind, overlap),
+            given.params,
+            given.loss_fn,
+            given.user_inputs,
+            local,
+            devices,
+            given.model_state,
+        )
+        exchange = transport.exchange_of(spec, kind, overlap)
+        inner = InnerSteps(steps, first.lies, losses)
+        syncs = Executor(spec, exchange, given.optimizer, inner, overlap)
     return Parts(
         shardings,
         with_shardings(given.whole, where),
@@ -295,33 +312,9 @@ def assemble(
         Batches(mesh, given.own.num, pads=is_cpu(mesh) and not given.overlap),
         RegionMetrics(mesh, devices),
         correct is not None,
-        inner.compiled(devices),
+        devices.jit(
+            steps, "inner steps", donate_argnums=0, out_shardings=(first.lies, losses)
+        ),
         exchange,
         syncs,
     )
-
-
-def _syncs(
-    given: Given,
-    shardings: Shardings,
-    local: LocalRegions,
-    inner: InnerSteps,
-    devices: Devices,
-) -> tuple[Exchange | None, Executor | None]:
-    if given.method.sync is None:
-        return None, None
-    sync, overlap = given.method.sync, given.overlap
-    spec = SyncSpec(
-        sync,
-        given.own,
-        given.fragments,
-        OuterPlacement.resolve(sync.outer, shardings, given.exchange, overlap),
-        given.params,
-        given.loss_fn,
-        given.user_inputs,
-        local,
-        devices,
-        given.model_state,
-    )
-    exchange = given.transport.exchange_of(spec, given.exchange, overlap)
-    return exchange, Executor(spec, exchange, given.optimizer, inner, overlap)

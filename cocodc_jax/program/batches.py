@@ -96,7 +96,10 @@ class Batches:
         self._mesh, self._num_regions = mesh, num_regions
         self.length_bucket = LENGTH_BUCKET if pads else None
         self._everywhere = NamedSharding(mesh, P())
-        self._numbers: dict[int, jax.Array] = {}  # On the mesh.
+        # Placed on the mesh once.
+        self._number = functools.cache(
+            lambda number: transfer.put(np.int32(number), self._everywhere)
+        )
 
     @functools.cached_property
     def own_regions(self) -> int:
@@ -135,10 +138,7 @@ class Batches:
         if is_host and self._pads(batches):
             num_steps = len(leaves[0])
             batches = padded(batches, num_steps)
-            if num_steps not in self._numbers:
-                there = transfer.put(np.int32(num_steps), self._everywhere)
-                self._numbers[num_steps] = there
-            number = self._numbers[num_steps]
+            number = self._number(num_steps)
         guard = jax.config.jax_transfer_guard_host_to_device  # pyright: ignore
         if self._mesh.size == 1 and is_host and guard in (None, "allow"):
             return batches, number

@@ -1,7 +1,7 @@
 """Execute a schedule: segments of inner steps, starts and finishes.
 
-The life of a fragment in one place. Each start and each finish is a compiled program of
-its own, or part of the segment of inner steps between them (`segment.py`):
+Each start and each finish is a compiled program of its own, or part of the segment of
+inner steps between them (`segment.py`):
 
     start     `Outer.send` encodes the fragment and passes it to the exchange
     midway    a copy of the regions' fragments, for merges that compare two halves
@@ -37,6 +37,7 @@ from cocodc_jax.core.state import (
     landed,
 )
 from cocodc_jax.exchange.base import Exchange, SyncSpec, Times
+from cocodc_jax.exchange.elastic_exchange import ElasticExchange
 from cocodc_jax.exchange.regional_outer import RegionalOuterModels
 from cocodc_jax.exchange.shared_outer import SharedOuterModel
 from cocodc_jax.exchange.state_means import MomentPrograms, make_model_average
@@ -156,9 +157,13 @@ class Executor:
         self._last: Any = None  # Of the programs that run in turn.
         take, staged = spec.fragments.take, spec.shardings.staged
         takes = [functools.partial(take, fragment_id=k, lead=1) for k in each]
-        self._copy = [jit(takes[k], out_shardings=staged[k]) for k in each]
+        self.copy = [jit(takes[k], out_shardings=staged[k]) for k in each]
         self._gaps = {n: jit(make_gap(spec, n)) for n in needs.MEASURED_NOW}
         self.merges = [self._make_merge(k) for k in each]  # After its usual delay.
+        # These take the delay as an argument.
+        self._late_merge = functools.cache(
+            functools.partial(self._make_merge, is_late=True)
+        )
         # A late mean is applied at the next slot; None waits for it when it is due.
         self._slots: Slotted | None = None
         if exchange.goes_on and isinstance(self._schedule, Slotted):
@@ -183,8 +188,6 @@ class Executor:
         self._last = out[1].mean if isinstance(out[1], InFlight) else out[1]
         return out
 
-    # States.
-
     def init(
         self, params: PyTree, region: RegionState, schedule: Any = None
     ) -> SyncState:
@@ -203,7 +206,7 @@ class Executor:
             lambda x, to: jnp.zeros(x.shape, x.dtype, device=to), shapes, where
         )
         if needs.STAGED in self._spec.sync.copies:
-            flight = flight.with_kept(needs.STAGED, self._copy[k](region.params))
+            flight = flight.with_kept(needs.STAGED, self.copy[k](region.params))
         stale = flight.kept.get(needs.STALE)
         if stale is not None:
             part = self._spec.fragments.take(params, k)
@@ -224,15 +227,13 @@ class Executor:
             if pending.midway_step is not None:
                 kept -= {needs.HALFWAY}
             if kept:  # Tracing a copy takes time at a restore.
-                shapes = jax.eval_shape(self._copy[k], region.params)
+                shapes = jax.eval_shape(self.copy[k], region.params)
                 copy = with_shardings(shapes, self._spec.shardings.staged[k])
                 for name in kept:
                     flight = flight.with_kept(name, copy)
             flights[pending.sync_id] = flight
         sync = dataclasses.replace(self._outer.shapes(schedule), in_flight=flights)
         return with_shardings(sync, self._spec.place.lay_sync(sync))
-
-    # Segments and events.
 
     def run_segment(
         self, state: TrainState, batches: PyTree, participating: PyTree, step: int
@@ -269,8 +270,6 @@ class Executor:
         if run.applied and self._average_state is not None:
             self._average_model_state(run, self._average_state)
         return run.after(state), tuple(run.applied)
-
-    # Start.
 
     def _start(self, run: _Run, event: Event) -> None:
         """Start a fragment, now or with the inner steps that follow."""
@@ -321,16 +320,12 @@ class Executor:
             return self._outer.num_bytes(fragment_id)
         return self._exchange.num_bytes(fragment_id, rank)
 
-    # Midway.
-
     def _look_midway(self, run: _Run, event: Event) -> None:
         """Keep a copy of a fragment halfway to its merge."""
         self._settle(run)
-        copy = self._copy[event.fragment_id](run.region.params)
+        copy = self.copy[event.fragment_id](run.region.params)
         flight = run.sync.in_flight[event.sync_id].with_kept(needs.HALFWAY, copy)
         run.launch(event.sync_id, flight)
-
-    # Finish.
 
     def _finish_or_wait(self, run: _Run, event: Event) -> None:
         """Apply a mean, or put it off to the next slot if it has not arrived."""
@@ -382,7 +377,8 @@ class Executor:
         if (of_all := flight.kept.get(VERDICT_OF_ALL)) is not None:
             # A message sent before the last restore must not trigger another.
             is_new = event.start_step >= self._restored_step
-            verdict = self._exchange.own_verdict(np.asarray(of_all)) * is_new
+            assert isinstance(self._exchange, ElasticExchange)
+            verdict = np.asarray(of_all)[self._exchange.region, None] * is_new
         elif VERDICT in flight.kept:
             verdict = self._devices.read(flight.kept[VERDICT])
         else:
@@ -405,15 +401,16 @@ class Executor:
         age = run.step - event.start_step
         is_late = self._slots is not None and age > self._slots.delay_steps
         merge = self._late_merge(k) if is_late else self.merges[k]
+        is_told = self._schedule.is_measured or is_late
+        delay = np.int32(max(age, 1)) if is_told else None
         arguments = merge_arguments(
             spec.sync.merge.needs,
             merging(spec, k, run.region),
             flight.kept,
             outer,
             run.batch,
-            tell_merge(spec, run.step, event.start_step, run.frozen),
+            tell_merge(spec, run.step, event.start_step, run.frozen, delay),
             participating,
-            np.int32(max(age, 1)) if self._schedule.is_measured or is_late else None,
         )
         merged, metrics = merge(*arguments)
         params = spec.fragments.over(run.region.params, merged)
@@ -430,11 +427,6 @@ class Executor:
             out_shardings=(only.params, where.key),
         )
 
-    @functools.cache  # noqa: B019  (as long as the programs)
-    def _late_merge(self, fragment_id: int) -> Callable:
-        """Return the merge program that takes the delay as an argument."""
-        return self._make_merge(fragment_id, is_late=True)
-
     def _average_model_state(self, run: _Run, average: Callable) -> None:
         assert self._spec.model_state is not None
         robust, region = self._spec.sync.robust, run.region
@@ -444,8 +436,6 @@ class Executor:
         run.bytes_sent += self._spec.model_state.averaged_bytes
         run.bytes_sent += LENGTH_BYTES if robust else 0
 
-    # What the schedule observes.
-
     def _note(self, run: _Run, k: int, flight: InFlight, norm: jax.Array) -> None:
         """Keep on device what the schedule needs to know of an applied mean."""
         seen = {needs.NORM: norm, "times": flight.kept.get("times")}
@@ -453,7 +443,7 @@ class Executor:
         if self._is_seen:  # Off the regions' critical path.
             wanted |= self._see(self._outer.arrived(k, flight, run.sync))
         if wanted:
-            run.replace(observed=(*run.sync.observed, (k, wanted)))
+            run.replace(observed=(*run.sync.observed, {k: wanted}))
 
     def _observe(self, run: _Run, name: str) -> Any:
         """Answer a schedule's query, see `Schedule.next_event`; waits for devices."""
@@ -471,10 +461,9 @@ class Executor:
         size, read = self._spec.fragments.num_params, self._devices.read
         return [
             Applied(k, size[k], {name: read(x).tolist() for name, x in seen.items()})
-            for k, seen in sync.observed
+            for each in sync.observed
+            for k, seen in each.items()
         ]
-
-    # Between steps.
 
     @property
     def num_rounds(self) -> int:
@@ -534,10 +523,5 @@ class Executor:
 
     def compressors_of(self, sync: SyncState, rank: int) -> PyTree:
         """Return the regions' compressor states, resized to messages of `rank`."""
-        if rank == sync.schedule.rank or isinstance(self._outer, RegionalOuterModels):
-            return sync.compressors
+        assert isinstance(self._outer, SharedOuterModel)
         return self._outer.resized(sync, rank)
-
-    def copy(self, region: RegionState, fragment_id: int) -> PyTree:
-        """Return a copy of the regions' current fragment."""
-        return self._copy[fragment_id](region.params)

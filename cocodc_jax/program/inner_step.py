@@ -49,16 +49,13 @@ def make_steps(
 ) -> Callable:
     """Make T inner steps of all regions, one program over the mesh (not yet jitted).
 
-    `all_reduce` is for flat buffers, see `collectives.mean_for_all`; `correct` is of
-    `core.sync.make_correct`. `optimizer_lies` are the shardings of an optimizer state
+    `steps(state, batches, participating, num_steps, frozen) -> (state, (losses, aux))`
+    with batches `[T, R, ...]`, participating bool `[T, R]` (who takes a step) or None,
+    losses float32 (or wider) `[T, R]`, and aux a dict of the same shape; for num_steps
+    see `batches.scan`. With `correct`, of `core.sync.make_correct`, the regions' outer
+    state is a sixth argument. `all_reduce` is for flat buffers, see
+    `collectives.mean_for_all`; `optimizer_lies` are the shardings of an optimizer state
     that is partly in host memory.
-
-    Returns:
-      `steps(state, batches, participating, num_steps, frozen) -> (state, (losses,
-      aux))` with batches `[T, R, ...]`, participating bool `[T, R]` (who takes a step)
-      or None, losses float32 (or wider) `[T, R]`, and aux a dict of the same shape. See
-      `batches.scan` for num_steps. With `correct`, of `core.sync.make_correct`, the
-      regions' outer state is a sixth argument.
     """
     kind = all_reduce if wants_flat_buffer(mesh) else None
     loss = carried(loss_fn, model_state)
@@ -109,15 +106,13 @@ def make_step(
 ) -> Callable:
     """Make one inner step of the regions of a shard, the body of a scan.
 
+    `step(state, (batch, participating)) -> (state, (loss, aux))`, every leaf `[block,
+    ...]`; `participating` is bool `[block]`, or None if every region steps.
+
     The optimizer receives `value=`, the region's loss, for
     `optax.contrib.reduce_on_plateau` and the like. With an exchange at every step it is
     the mean loss of all regions, so that regions stay equal. XLA drops that collective
-    if the optimizer does not read the value. It is not counted among the bytes of a
-    step.
-
-    Returns:
-      `step(state, (batch, participating)) -> (state, (loss, aux))`, every leaf
-      `[block, ...]`; `participating` is bool `[block]`, or None if every region steps.
+    if the optimizer does not read the value; its bytes are not counted.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 

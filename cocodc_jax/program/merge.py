@@ -32,12 +32,10 @@ PyTree = Any
 def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Callable:
     """Make the program that merges one fragment into the regions.
 
-    Returns:
-      `merge(params, opt_state, keys, kept, outer, batch, rate, participating, delay,
-      start) -> (params, metrics)`, with what `merge_arguments` returns; `params` may be
-      donated. `participating` is bool `[R]`, the regions that merge, or None for all.
-      `delay` is an int32 scalar, at least 1, or None for the schedule's own delay
-      (unless `is_late`). Metrics are float32 `[R]`.
+    `merge(params, opt_state, keys, kept, outer, batch, participating, told) -> (params,
+    metrics)`, of the result of `merge_arguments`; `params` may be donated.
+    `participating` is bool `[R]`, the regions that merge, or None for all. Metrics are
+    float32 `[R]`.
     """
     sync, fragments, rule = spec.sync, spec.fragments, spec.sync.merge
     is_told = sync.schedule.is_measured or is_late
@@ -45,7 +43,7 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
     is_regional = spec.place.is_regional
 
     def one_region(local, kept, outer, moments, params, batch, key_data, told):
-        learning_rate, delay_steps, start_step, frozen = told
+        frozen, learning_rate, start_step, delay_steps = told
         steps = delay_steps if fixed_delay is None else fixed_delay
         loss_fn, user_inputs = spec.loss_fn, spec.user_inputs
         if batch is not None:
@@ -68,17 +66,11 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
         )
         return core.merge(sync, seen)
 
-    def merge(
-        params, opt_state, keys, kept, outer, batch, rate, participating, delay, start
-    ):
+    def merge(params, opt_state, keys, kept, outer, batch, participating, told):
         if opt_state is not None:
             opt_state = load(opt_state, spec.shardings.region.opt_state)
         found = needs.regional(rule.needs, opt_state, spec.user_inputs)
         moments = {n: fragments.take(x, fragment_id, lead=1) for n, x in found.items()}
-        frozen: PyTree = ()
-        if batch is not None:
-            *batch, frozen = batch
-        told = (rate, delay, start, frozen)
         shared = told if is_regional else (outer, told)
         shared = jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), shared)
         outer, told = (outer, shared) if is_regional else shared
@@ -93,13 +85,10 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
         return fragments.put(params, fragment_id, merged, lead=1), metrics
 
     of_outer = P(REGION) if is_regional else P()
-    of_batch: Any = P(REGION)
-    if needs.wants_batch(rule.needs):
-        of_batch = (P(REGION), P(REGION), P())
     return region_shard_map(
         merge,
         spec.mesh,
-        in_specs=(*(P(REGION),) * 4, of_outer, of_batch, P(), P(REGION), P(), P()),
+        in_specs=(*(P(REGION),) * 4, of_outer, P(REGION), P(REGION), P()),
         out_specs=(P(REGION), P(REGION)),
     )
 
@@ -121,14 +110,17 @@ def merging(spec: SyncSpec, fragment_id: int, region: RegionState) -> RegionStat
     )
 
 
-def tell_merge(spec: SyncSpec, step: int, start_step: int, frozen: PyTree) -> tuple:
-    """Return frozen parameters, learning rate and start step for a merge at `step`.
+def tell_merge(
+    spec: SyncSpec, step: int, start_step: int, frozen: PyTree, delay: Any = None
+) -> tuple:
+    """Return frozen parameters, learning rate, start step and delay of a merge.
 
-    The last two are scalars, float32 and int32; None if the rule does not need them.
+    The last three are scalars, float32 and int32. Rate and start step are None if the
+    rule does not need them; the delay, at least 1, is None for the schedule's own.
     """
     rule = spec.sync.merge.needs
     rate = spec.user_inputs.rate(step) if "learning_rate" in rule else None
-    return frozen, rate, np.int32(start_step) if "sync_key" in rule else None
+    return frozen, rate, np.int32(start_step) if "sync_key" in rule else None, delay
 
 
 def merge_arguments(
@@ -139,21 +131,19 @@ def merge_arguments(
     batch: PyTree,
     told: tuple,
     participating: Any = None,
-    delay: Any = None,
 ) -> tuple:
     """Return the arguments of a merge, None for those that its rule does not need."""
-    frozen, rate, start = told
+    frozen, *rest = told
+    wants_batch = needs.wants_batch(rule)
     return (
         region.params,
         region.opt_state if needs.wants_state(rule) else None,
         region.key if needs.wants_key(rule) else None,
         {n: x for n, x in kept.items() if n in needs.REGIONAL_COPIES},
         outer,
-        (batch, region.model_state, frozen) if needs.wants_batch(rule) else None,
-        rate,
+        (batch, region.model_state) if wants_batch else None,
         participating,
-        delay,
-        start,
+        (frozen if wants_batch else (), *rest),
     )
 
 

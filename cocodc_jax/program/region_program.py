@@ -32,7 +32,7 @@ from cocodc_jax.program.assemble import (
 )
 from cocodc_jax.program.fit import shardings_of
 from cocodc_jax.program.frozen import Trainable, copied, joined, split
-from cocodc_jax.program.warm_start import Adopted, adopt
+from cocodc_jax.program.warm_start import Adopted, Adoption
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import methods_in_own_context
 from cocodc_jax.sync.fragments import Fragments
@@ -186,12 +186,8 @@ class RegionProgram:
     def abstract(self, schedule: Any = None) -> TrainState:
         """Return shapes, dtypes and shardings of a state, for restoring a checkpoint.
 
-        Args:
-          schedule: the schedule's state, which lists what is in flight; None for the
-            initial one, with nothing in flight.
-
-        Returns:
-          A `TrainState` of `jax.ShapeDtypeStruct`s.
+        The `schedule`'s state lists what is in flight; None is the initial one, with
+        nothing in flight.
         """
         region = self._first.abstract()
         _, frozen = split(self.param_shapes, self.trained)
@@ -207,10 +203,8 @@ class RegionProgram:
         """List the programs of the inner mesh that a run compiles; compiles nothing.
 
         The mesh may be of devices that do not exist here
-        (`jax.experimental.topologies`).
-
-        Args:
-          batches: shapes and dtypes of the batches of one scan, `[T, R, B, ...]`.
+        (`jax.experimental.topologies`). `batches` are shapes and dtypes of those of one
+        scan, `[T, R, B, ...]`.
         """
         recorder, listing = Recorder(), copy.copy(self)
         listing._use(self._assemble(recorder))
@@ -329,23 +323,16 @@ class RegionProgram:
     def adopt(self, state: TrainState, of: RegionProgram) -> Adopted:
         """Continue from the state of another program of the same model.
 
-        It may have another number of regions, mesh, schedule, method or optimizer.
-        State that fits is kept, the rest is reported by name; see `warm_start` for the
-        rules.
-
-        Args:
-          state: donated.
-          of: the program that `state` belongs to.
-
-        Returns:
-          This program's state, what was kept and what was lost.
+        The other program is `of`; its `state` is donated. It may have another number of
+        regions, mesh, schedule, method or optimizer. State that fits is kept, the rest
+        is reported by name; see `warm_start` for the rules.
 
         Raises:
           ValueError: if `of` has other parameters.
         """
         check_alive(state)
         check_like(of.param_shapes, self.param_shapes)
-        return adopt(self, state, of)
+        return Adoption(self, of).run(state)
 
     def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]:
         """Apply all fragments in flight now; return what could not be applied too."""
@@ -412,7 +399,7 @@ class RegionProgram:
     def copy_fragment(self, state: TrainState, fragment_id: int) -> PyTree:
         """Return a copy of the regions' current fragment, `[R, ...]`."""
         assert self._syncs is not None
-        return self._syncs.copy(state.region, fragment_id)
+        return self._syncs.copy[fragment_id](state.region.params)
 
     def compressors_of(self, state: TrainState, rank: int) -> PyTree:
         """Return the regions' compressor states, resized to messages of `rank`."""

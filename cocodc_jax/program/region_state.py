@@ -20,6 +20,7 @@ from cocodc_jax.sharding.region_map import for_all_regions, region_shard_map
 from cocodc_jax.sharding.shardings import Shardings, with_shardings
 from cocodc_jax.sync.model_state import ModelState, is_float
 from cocodc_jax.sync.per_step import PerStep
+from cocodc_jax.sync.robust import is_finite
 from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
@@ -28,8 +29,8 @@ PyTree = Any
 class InitState:
     """Makes the state of all regions of a program, equal except for their keys.
 
-    `make(params, key_data) -> RegionState` is compiled and takes arrays on the mesh, of
-    these `shapes`; `lies` has the shardings of its result.
+    `make(params, key_data) -> RegionState` takes arrays on the mesh, of these `shapes`;
+    `lies` has the shardings of its result.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class RegionMetrics:
         # Small: replicated to every process.
         everywhere = NamedSharding(mesh, P())
         self.mean_state = jax.jit(mean_model_state, out_shardings=everywhere)
-        self.are_finite = jax.jit(are_finite, out_shardings=everywhere)
+        self.are_finite = jax.jit(jax.vmap(is_finite), out_shardings=everywhere)
         self.drift = jax.jit(region_drift, out_shardings=everywhere)
         self.are_equal = jax.jit(_are_equal, out_shardings=everywhere)
         self.first = devices.jit(
@@ -131,14 +132,6 @@ def mean_model_state(model_state: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x: widen(x).mean(0).astype(x.dtype) if is_float(x) else x[0], model_state
     )
-
-
-def are_finite(tree: PyTree) -> jax.Array:
-    """Return whether all numbers of each region are finite, bool `[R]`."""
-    each = [
-        jnp.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(tree)
-    ]
-    return jnp.stack(each).all(axis=0)
 
 
 def region_drift(params: PyTree) -> jax.Array:

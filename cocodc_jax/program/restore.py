@@ -18,13 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from cocodc_jax.core.state import InFlight, RegionState, SyncState
+from cocodc_jax.core.state import RegionState, SyncState
 from cocodc_jax.exchange.base import SyncSpec
-from cocodc_jax.exchange.shared_outer import SharedOuterModel
+from cocodc_jax.exchange.shared_outer import SharedOuterModel, taken
 from cocodc_jax.program.fit import shardings_of, with_counts
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.region_map import where_participating
-from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.needs import REGIONAL_COPIES
 from cocodc_jax.sync.robust import RESTORED, VERDICT
 
@@ -48,94 +47,67 @@ class Restore:
         self, region: RegionState, sync: SyncState, bad: np.ndarray
     ) -> tuple[RegionState, SyncState]:
         """Restart the regions `bad`."""
-        copies = {
-            (*sync_id, name): flight.kept[name]
-            for sync_id, flight in sync.in_flight.items()
-            for name in REGIONAL_COPIES
-            if name in flight.kept
-        }
-        order = sorted(copies)
-        parts = [copies[each] for each in order]
-        found = region, sync.compressors, sync.stale_params, parts
+        order = sorted(sync.in_flight)
+        each = (sync.in_flight[sync_id].kept.items() for sync_id in order)
+        copies = [{n: x for n, x in kept if n in REGIONAL_COPIES} for kept in each]
+        found = region, sync.compressors, sync.stale_params, copies
         # By fragment; its start step makes no difference.
-        which, rank = tuple(k for k, *_ in order), sync.schedule.rank
+        which, rank = tuple(k for k, _ in order), sync.schedule.rank
         if (which, rank) not in self._programs:
             self._programs[which, rank] = jax.jit(
-                make_restore(self._spec, self._outer, self._optimizer, which, rank),
-                out_shardings=shardings_of(found),
+                self._make(which, rank), out_shardings=shardings_of(found)
             )
         each = range(len(self._spec.fragments))
         outer = tuple(self._outer.on_mesh(sync, k) for k in each)
         mask = transfer.put(bad, self._spec.shardings.region.key)
-        region, compressors, stale, parts = self._programs[which, rank](
+        region, compressors, stale, copies = self._programs[which, rank](
             *found, outer, mask
         )
-        copies = dict(zip(order, parts, strict=True))
-        flights = {
-            sync_id: self._marked(flight, sync_id, copies, bad)
-            for sync_id, flight in sync.in_flight.items()
-        }
+        flights = dict(sync.in_flight)
+        for sync_id, new in zip(order, copies, strict=True):
+            flight = flights[sync_id]
+            if VERDICT in flight.kept:  # Else it arrives with the mean of others.
+                # Marked so that it restores only once.
+                new[VERDICT] = self._mark(flight.kept[VERDICT], bad)
+            flights[sync_id] = flight._replace(kept=flight.kept | new)
         changes = {"compressors": compressors, "stale_params": stale}
         return region, dataclasses.replace(sync, **changes, in_flight=flights)
 
-    def _marked(
-        self, flight: InFlight, sync_id: tuple, copies: dict, bad: np.ndarray
-    ) -> InFlight:
-        """Return a flight with the new copies, marked so that it restores only once."""
-        for name in REGIONAL_COPIES:
-            if (*sync_id, name) in copies:
-                flight = flight.with_kept(name, copies[*sync_id, name])
-        if VERDICT not in flight.kept:  # Arrives with the mean of other regions.
-            return flight
-        return flight.with_kept(VERDICT, self._mark(flight.kept[VERDICT], bad))
+    def _make(self, which: tuple[int, ...], rank: int) -> Callable:
+        """Make `restore(region, compressors, stale_params, copies, outer, bad)`.
 
+        It returns the first four, restored. `outer` are the fragments that regions
+        receive, and the copies are of the fragments `which`.
+        """
+        spec, model, optimizer = self._spec, self._outer, self._optimizer
+        fragments, message = spec.fragments, spec.sync.message
 
-def make_restore(
-    spec: SyncSpec,
-    model: SharedOuterModel,
-    optimizer: optax.GradientTransformation,
-    which: tuple[int, ...],
-    rank: int,
-) -> Callable:
-    """Make `restore(region, compressors, stale_params, copies, outer, bad)`.
+        def restore(region, compressors, stale_params, copies, outer, bad):
+            params = region.params
+            for k in range(len(fragments)):
+                part = taken(fragments.take(params, k, lead=1), outer[k], bad)
+                params = fragments.put(params, k, part, lead=1)
+            fresh = jax.vmap(optimizer.init)(params)
+            opt_state = where_participating(bad, fresh, region.opt_state)
+            opt_state = with_counts(opt_state, region.opt_state)
+            pairs = zip(compressors, model.compressors(outer, rank), strict=True)
+            anew = tuple(
+                where_participating(bad, message.restored(old, new), old)
+                for old, new in pairs
+            )
+            stale = tuple(
+                taken(part, outer[k], bad) for k, part in enumerate(stale_params)
+            )
+            copies = [
+                {name: taken(part, outer[k], bad) for name, part in each.items()}
+                for k, each in zip(which, copies, strict=True)
+            ]
+            model_state = region.model_state
+            if spec.model_state is not None:
+                model_state = taken(model_state, spec.model_state.init, bad)
+            region = region._replace(
+                params=params, opt_state=opt_state, model_state=model_state
+            )
+            return region, anew, stale, copies
 
-    It returns the first four, restored. `outer` are the fragments that regions receive,
-    and the copies are of the fragments `which`.
-    """
-    fragments, message = spec.fragments, spec.sync.message
-
-    def restore(region, compressors, stale_params, copies, outer, bad):
-        def from_outer(k: int, part: Fragment) -> Fragment:
-            return where_participating(bad, _spread(outer[k], part), part)
-
-        params = region.params
-        for k in range(len(fragments)):
-            part = from_outer(k, fragments.take(params, k, lead=1))
-            params = fragments.put(params, k, part, lead=1)
-        fresh = jax.vmap(optimizer.init)(params)
-        opt_state = where_participating(bad, fresh, region.opt_state)
-        opt_state = with_counts(opt_state, region.opt_state)
-        pairs = zip(compressors, model.compressors(outer, rank), strict=True)
-        anew = tuple(
-            where_participating(bad, message.restored(old, new), old)
-            for old, new in pairs
-        )
-        stale = tuple(from_outer(k, part) for k, part in enumerate(stale_params))
-        copies = [from_outer(k, part) for k, part in zip(which, copies, strict=True)]
-        model_state = region.model_state
-        if spec.model_state is not None:
-            first = _spread(spec.model_state.init, model_state)
-            model_state = where_participating(bad, first, model_state)
-        region = region._replace(
-            params=params, opt_state=opt_state, model_state=model_state
-        )
-        return region, anew, stale, copies
-
-    return restore
-
-
-def _spread(tree: PyTree, like: PyTree) -> PyTree:
-    """Return values for all regions, `[R, ...]`."""
-    return jax.tree.map(
-        lambda x, to: jnp.broadcast_to(x[None], to.shape).astype(to.dtype), tree, like
-    )
+        return restore

@@ -1,7 +1,5 @@
 """Inner steps with the syncs around them, as one compiled program.
 
-A `Segment` says what one program contains:
-
     before    encode, send                  each fragment that starts at step s
     steps     inner steps s .. s + T
     after     decode, outer step, merge     one that started at s and is due at s + T
@@ -16,18 +14,14 @@ A barrier ties the received message to the losses, and ties nothing else. Withou
 compiler decodes a compressed message at once and waits for it. A barrier over more
 values would serialize the steps.
 
-**What overlaps.** A start waits for the segment that follows it. If tau is at most the
-H / K steps between two starts, T is tau. With a longer tau a segment ends at the next
-event of another fragment, and its mean stays in flight until it is due. So it does
-where an evaluation or a checkpoint cuts the steps, and with robust means, which are
-checked before the merge. At a checkpoint exactly at a start, the fragment is sent by
-its own program, so that the saved state is the same. Never hidden are messages without
-a delay, those a full round late (they leave before a merge at the same step), and those
-of methods with asynchronous regions, adaptive message rank, or averaged inner moments.
-
-**How many programs.** One per fragment, times the lengths T that occur: with regular
-starts one (two if tau is longer than H / K, as the first round has no merge), and one
-more for each way in which evaluations and checkpoints cut it.
+A start waits for the segment that follows it. If tau is at most the H / K steps between
+two starts, T is tau. With a longer tau a segment ends at the next event of another
+fragment, and its mean stays in flight until it is due. So it does where an evaluation
+or a checkpoint cuts the steps, and with robust means, which are checked before the
+merge. At a checkpoint exactly at a start, the fragment is sent by its own program, so
+that the saved state is the same. Never hidden are messages without a delay, and those
+that `Segments.can_wait` refuses. There is one program per fragment and length T that
+occurs.
 """
 
 from __future__ import annotations
@@ -43,7 +37,6 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.core.state import InFlight, RegionState, SyncId, SyncState, TrainState
 from cocodc_jax.exchange.base import Exchange, SyncSpec
 from cocodc_jax.exchange.in_program import make_crossing
-from cocodc_jax.exchange.programs import Devices
 from cocodc_jax.exchange.shared_outer import SharedOuterModel
 from cocodc_jax.program.merge import (
     make_merge,
@@ -55,7 +48,7 @@ from cocodc_jax.sharding.mesh import regional
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.needs import STAGED, STALE
-from cocodc_jax.sync.schedules.base import FINISH, Event, nothing, replaced
+from cocodc_jax.sync.schedules.base import FINISH, Event, replaced
 
 PyTree = Any
 # Norm of a mean (float32 scalar), and metrics of its merge (each `[R]`).
@@ -86,12 +79,11 @@ def plan(spec: SyncSpec, sync: SyncState, step: int) -> tuple[Segment, Event | N
         for pending in sync.schedule.in_flight
         if pending.apply_step == step
     } & {event.sync_id for event in sync.leaving}
-    if not due or spec.sync.robust:
-        return Segment(leaving), None
-    _, event = spec.sync.schedule.next_event(sync.schedule, step, nothing)
-    if event is None or event.kind != FINISH or event.sync_id not in due:
-        return Segment(leaving), None
-    return Segment(leaving, event.fragment_id), event
+    if due and not spec.sync.robust:
+        _, event = spec.sync.schedule.next_event(sync.schedule, step)
+        if event is not None and event.kind == FINISH and event.sync_id in due:
+            return Segment(leaving, event.fragment_id), event
+    return Segment(leaving), None
 
 
 def make_segment(
@@ -99,15 +91,13 @@ def make_segment(
 ) -> Callable:
     """Make the program of a segment with starts, not yet jitted.
 
-    Returns:
-      `run(region, batches, participating, starts, outer, told) -> (region, (losses,
-      aux), sent, outer, merged)`. `starts` has for each of `before`: what
-      `SharedOuterModel.broadcast` takes (None for `after`, whose `outer` it is), the
-      compressor states, the weights `[R]` and the start step. `sent` has the fragments
-      in flight (without `after`) and the compressor states. `outer` is the outer
-      fragment and optimizer state of `after`; `told` the frozen parameters, and the
-      learning rate and start step of its merge; `merged` a `Merged`. The last two
-      results are None without `after`.
+    `run(region, batches, participating, starts, outer, told) -> (region, (losses, aux),
+    sent, outer, merged)`. `starts` has for each of `before`: what
+    `SharedOuterModel.broadcast` takes (None for `after`, whose `outer` it is), the
+    compressor states, the weights `[R]` and the start step. `sent` has the fragments in
+    flight (without `after`) and the compressor states. `outer` is the outer fragment
+    and optimizer state of `after`; `told` is of `tell_merge`; `merged` a `Merged`. The
+    last two results are None without `after`.
     """
     crossings = [
         make_crossing(spec, k, rank, in_one_buffer=True) for k, rank in segment.before
@@ -152,11 +142,10 @@ def make_segment(
 
 
 def make_finish(spec: SyncSpec, model: SharedOuterModel, fragment_id: int) -> Callable:
-    """Make outer step and merge of a fragment as one program of the mesh.
+    """Make outer step and merge of a fragment, in a program of the mesh.
 
-    Returns:
-      `finish(region, outer, memory, flight, batch, told) -> (params, outer, memory,
-      merged)`; see `make_segment`. `batch` is the last one, `[R, ...]`.
+    `finish(region, outer, memory, flight, batch, told) -> (params, outer, memory,
+    merged)`; see `make_segment`. `batch` is the last one, `[R, ...]`.
     """
     merge, rule = make_merge(spec, fragment_id), spec.sync.merge.needs
     has_feedback = spec.sync.merge.has_feedback
@@ -183,13 +172,6 @@ class InnerSteps(NamedTuple):
     run: Callable  # Of `inner_step.make_steps`, not jitted.
     region: RegionState  # Shardings of the `RegionState`.
     losses: NamedSharding  # Sharding of the losses `[T, R]`.
-
-    def compiled(self, devices: Devices) -> Callable:
-        """Compile the steps alone."""
-        where = self.region, self.losses
-        return devices.jit(
-            self.run, "inner steps", donate_argnums=0, out_shardings=where
-        )
 
 
 class Segments:
@@ -228,7 +210,7 @@ class Segments:
         if segment not in self._programs:
             self._programs[segment] = self._make(segment, sync)
         starts = tuple(self._start(event, sync, segment) for event in sync.leaving)
-        outer, to_tell = None, (state.frozen, None, None)
+        outer, to_tell = None, (state.frozen, None, None, None)
         if finish is not None:
             outer = sync.outer.entry(finish.fragment_id)
             to_tell = tell_merge(spec, step, finish.start_step, state.frozen)

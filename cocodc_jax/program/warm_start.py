@@ -31,7 +31,6 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -84,12 +83,7 @@ class _Program(Protocol):
     def begin(self, params: PyTree, key_data: Any, schedule: Any) -> TrainState: ...
 
 
-def adopt(program: _Program, state: TrainState, of: _Program) -> Adopted:
-    """Convert a running state of another program to `program`'s."""
-    return _Adoption(program, of).run(state)
-
-
-class _Adoption:
+class Adoption:
     """One conversion: both programs, and what to report."""
 
     def __init__(self, program: _Program, of: _Program):
@@ -101,6 +95,7 @@ class _Adoption:
         self._lost: dict[str, str] = {}
 
     def run(self, state: TrainState) -> Adopted:
+        """Convert a running state of the old program to the new one's."""
         state = self._old.synchronize(state)
         self._kept["step"], self._kept["bytes_sent"] = "as it was", "as it was"
         flies = self._flies_on(state)
@@ -174,9 +169,7 @@ class _Adoption:
 
     def _new_key(self, state: TrainState) -> jax.Array:
         """Derive a key for regions that have none."""
-        everywhere = NamedSharding(self._old.mesh, P())
-        first = jax.jit(lambda x: x[0], out_shardings=everywhere)(state.region.key)
-        data = jnp.asarray(np.asarray(first))
+        data = jnp.asarray(transfer.whole(state.region.key)[0])
         key = jax.random.fold_in(jax.random.wrap_key_data(data), 4)
         where = NamedSharding(self._new.mesh, P())
         return transfer.put(jax.random.key_data(key), where)

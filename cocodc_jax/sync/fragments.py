@@ -58,7 +58,6 @@ class Fragments:
     shares_experts: bool = False
 
     def __len__(self) -> int:
-        """Return the number of fragments, K."""
         return len(self.slices)
 
     @property
@@ -72,17 +71,10 @@ class Fragments:
         return tuple(sum(p.num_bytes for p in each) for each in self.slices)
 
     def take(self, tree: PyTree, fragment_id: int, lead: int = 0) -> Fragment:
-        """Take one fragment out of `tree`.
+        """Take one fragment out of `tree`, of the structure that was cut.
 
-        Args:
-          tree: a tree of the structure that was cut (parameters, or an optimizer's
-            second moment), each leaf with `lead` leading axes.
-          fragment_id: which fragment, 0 to K - 1.
-          lead: number of leading axes (1 if leaves have a region axis).
-
-        Returns:
-          Flat dict from path to array; stacked leaves keep their layer axis. Full
-          leaves are the tree's own arrays.
+        Each leaf has `lead` leading axes (1 if leaves have a region axis). Stacked
+        leaves keep their layer axis. Full leaves are the tree's own arrays.
         """
         leaves = self.treedef.flatten_up_to(tree)
         return {

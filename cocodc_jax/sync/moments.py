@@ -16,7 +16,6 @@ import jax
 import optax
 
 PyTree = Any
-FIRST, SECOND = "mu", "nu"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +57,12 @@ class Moments:
         >>> [Moments(1, 2).due(n) for n in (1, 2)]
         [('mu',), ('mu', 'nu')]
         """
-        every = {FIRST: self.first, SECOND: self.second}
-        return tuple(name for name, n in every.items() if n and sync % n == 0)
+        return tuple(name for name, n in self.every.items() if n and sync % n == 0)
+
+    @property
+    def every(self) -> dict[str, int]:
+        """Interval of each kind of moments."""
+        return {"mu": self.first, "nu": self.second}
 
     def check(self, schedule: Any) -> None:
         """Refuse all but syncs of the full model in all regions, without a delay."""

@@ -258,24 +258,17 @@ def copies(needs: Iterable[str]) -> frozenset[str]:
     return frozenset(copy for name in needs for copy in NEEDS[name].keeps)
 
 
-def wants_batch(needs: Iterable[str]) -> bool:
-    """Return whether the last batch is needed."""
-    return any(NEEDS[name].wants_batch for name in needs)
+def _wants(*fields: str) -> Callable[[Iterable[str]], bool]:
+    """Make a function of needs: whether any has one of these fields of `Need`."""
+    return lambda needs: any(
+        getattr(NEEDS[n], field) for n in needs for field in fields
+    )
 
 
-def wants_state(needs: Iterable[str]) -> bool:
-    """Return whether the inner optimizer's state is needed."""
-    return any(NEEDS[name].of_regions for name in needs)
-
-
-def wants_key(needs: Iterable[str]) -> bool:
-    """Return whether a key is needed."""
-    return any(NEEDS[name].wants_batch or NEEDS[name].wants_key for name in needs)
-
-
-def wants_mean(needs: Iterable[str]) -> bool:
-    """Return whether an applied mean pseudo-gradient is observed."""
-    return any(NEEDS[name].of_mean for name in needs)
+wants_batch = _wants("wants_batch")
+wants_state = _wants("of_regions")
+wants_key = _wants("wants_batch", "wants_key")
+wants_mean = _wants("of_mean")
 
 
 def regional(

@@ -2,18 +2,9 @@
 
 If regions are never made equal (NoLoCo, decoupled momentum), or correct the mean by
 local information (eager updates), outer parameters and optimizer state are *regional*
-(`RegionalOuter`):
-
-    message_m, state_m = send(params_m, state_m, local_m)
-    params_m, state_m = receive(params_m, state_m, arrived_m)
-
-where `arrived_m` is the mean of the decoded messages of the region's group. Such a
-model can also correct the inner gradients until the next sync (ADMM):
-
-    gradient_m = correct(gradient_m, local_m, params_m, state_m)
-
-Each is a pure function of one region's fragment; programs map it over regions.
-Pseudo-gradients are old minus new, everywhere.
+(`RegionalOuter`). Such a model can also correct the inner gradients until the next sync
+(ADMM). Its parts are pure functions of one region's fragment; programs map them over
+regions. Pseudo-gradients are old minus new, everywhere.
 """
 
 from __future__ import annotations
@@ -84,7 +75,8 @@ class RegionalOuter:
       send: `send(params, state, local, compressor, key) -> (message, state)`: `params`
         is the region's outer fragment, `local` its local one; pseudo-gradients are old
         minus new, `params - local`. The message is the result of `compressor.encode`.
-      receive: `receive(params, state, arrived, num_regions) -> (params, state)`.
+      receive: `receive(params, state, arrived, num_regions) -> (params, state)`;
+        `arrived` is the mean of the decoded messages of the region's group.
       group: regions whose messages are averaged: "all", "pairs" (itself and a partner,
         drawn anew for every sync) or "ring" (the previous and the next region, without
         its own).
@@ -116,12 +108,11 @@ class RegionalOuter:
     def num_bytes(self, part: PyTree, compressor: Compressor) -> int:
         """Return the bytes of one region's message of a fragment of shapes `part`."""
 
-        def message(part, key):
+        def message(part):
             state = self.init(part, compressor)
-            return self.send(part, state, part, compressor, key)[0]
+            return self.send(part, state, part, compressor, jax.random.key(0))[0]
 
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        return message_bytes(jax.eval_shape(message, part, key))
+        return message_bytes(jax.eval_shape(message, part))
 
     def placed(self, placement: str) -> RegionalOuter:
         """Refuse any placement but "host", the default."""

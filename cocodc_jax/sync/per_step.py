@@ -2,11 +2,7 @@
 
 Every region turns its gradient into a message. From all messages each region computes
 the same gradient for its inner optimizer. In data parallelism the message is the
-gradient, and the result is the mean:
-
-    message_m, state_m = send(gradient_m, state_m);    gradient = receive(messages)
-
-Each is a pure function of one region's tree; programs map `send` over regions.
+gradient, and the result is the mean. Programs map `send` over regions.
 """
 
 from __future__ import annotations
@@ -55,11 +51,10 @@ class PerStep:
     def num_bytes(self, params: PyTree) -> int:
         """Return the bytes that one region, with parameters so shaped, sends a step."""
 
-        def message(gradient, key):
-            return self.send(gradient, self.init(gradient), key)[0]
+        def message(gradient):
+            return self.send(gradient, self.init(gradient), jax.random.key(0))[0]
 
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        return message_bytes(jax.eval_shape(message, params, key))
+        return message_bytes(jax.eval_shape(message, params))
 
 
 def mean_gradients() -> PerStep:

@@ -122,16 +122,10 @@ def matchings(num_regions: int) -> np.ndarray:
     """
     if num_regions < 1:
         raise ValueError(f"num_regions={num_regions} must be at least 1")
-    players = num_regions + num_regions % 2  # A bye if odd.
-    circle = players - 1
-    rounds = []
-    for turn in range(circle):
-        partner = np.arange(players)
-        for i in range(circle):
-            other = (turn - i) % circle
-            partner[i] = players - 1 if other == i else other
-            if other == i:
-                partner[players - 1] = i
-        alone = partner[:num_regions] >= num_regions
-        rounds.append(np.where(alone, np.arange(num_regions), partner[:num_regions]))
-    return np.stack(rounds)
+    last = num_regions - 1 + num_regions % 2  # A bye if M is odd.
+    rounds, players = np.mgrid[:last, :last]
+    partners = (rounds - players) % last
+    partners[partners == players] = last
+    of_last = np.argmax(partners == last, axis=1)
+    partners = np.column_stack([partners, of_last])[:, :num_regions]
+    return np.where(partners < num_regions, partners, np.arange(num_regions))

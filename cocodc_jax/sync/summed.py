@@ -46,10 +46,9 @@ class ByRings(Message):
         check_count("num_rings", self.num)
 
     def num_bytes(self, part: PyTree, num_regions: int, rank: int = 0) -> int:
-        """Return the bytes that a region passes on, including padding.
+        """Return the bytes that a region passes on: 2 (M - 1) / M, and padding.
 
-        Reduce-scatter and all-gather: 2 (M - 1) / M of the fragment. Each region counts
-        as a shard, also if shards hold several.
+        Each region counts as a shard, also if shards hold several.
         """
         flat = jax.eval_shape(lambda x: ravel_pytree(x)[0], part)
         return self.num_sent(flat.size, num_regions) * flat.dtype.itemsize
@@ -75,8 +74,6 @@ class ByRings(Message):
 
     def num_sent(self, size: int, num_shards: int) -> int:
         """Return how many numbers each shard sends to sum `size` of them over all.
-
-        M - 1 chunks of the reduce-scatter, and as many of the all-gather.
 
         >>> ByRings(2).num_sent(1200, 4)
         1800

@@ -10,12 +10,11 @@ Source: CoCoDC (arXiv 2504.17672, section 3.2). The rule, both measures of the r
 the later score were read from the authors' code; N from the network is from memory.
 What differs from the paper is in `methods.cocodc`.
 
-All regions must make the same choice, or collectives would be mismatched and hang. So
-scores come from reduced values only: the mean pseudo-gradients of applied syncs, or
-gaps between outer and local parameters that are reduced over regions. The scores of a
-fragment of n parameters, with D the last applied mean pseudo-gradient, I the steps that
-it was accumulated over, a the steps since p's last start, and theta^g - theta^m the gap
-of region m now:
+Scores come from reduced values only (`base.py`): the mean pseudo-gradients of applied
+syncs, or gaps between outer and local parameters that are reduced over regions. Those
+of a fragment of n parameters, with D the last applied mean pseudo-gradient, I the steps
+that it was accumulated over, a the steps since p's last start, and theta^g - theta^m
+the gap of region m now:
 
     pseudo_gradient   ||D|| / n / I                      the paper's: favors small ones
     aged              ||D|| / sqrt(n) a / I              the authors' later one

@@ -187,10 +187,8 @@ class Schedule(abc.ABC):
         used.
         """
         state = self.init()
-        if not step:
-            return state
-        last_start = (step,) * len(state.last_start)
-        return dataclasses.replace(self.landed(state), step=step, last_start=last_start)
+        last_start = (step or -1,) * len(state.last_start)
+        return dataclasses.replace(state, step=step, last_start=last_start)
 
     def restore(self, value: dict) -> Any:
         """Return the state that `to_json` was called on."""

@@ -18,8 +18,7 @@ minimum over regions: the last region to send waits only for the network. Of the
 few syncs, T_c is the median; T_s is the maximum for the delay (a late sync blocks all
 regions, an early one none), and the median for the slots.
 
-A delay is chosen when its sync starts. Waiting for the arrivals instead would need
-another network round trip for each.
+A delay is chosen when its sync starts: to wait for arrivals costs a round trip each.
 
 When h changes between two slots, the next slot may come sooner than h after the last,
 so that all deadlines can still be met: with d_0 <= d_1 <= ... the last steps by which
@@ -132,7 +131,7 @@ class Measured(Schedule):
         return MeasuredState(self.base.init(), next_slot=self.slot_steps)
 
     def restore(self, value: dict) -> MeasuredState:
-        """Return the state that `to_json` was called on."""
+        """Return a state; see `Schedule.restore`."""
         times = {k: tuple(value[k]) for k in ("step_times", "sync_times")}
         base = self.base.restore(value["base"])
         return MeasuredState(base, value["next_slot"], **times)

@@ -12,8 +12,6 @@ later, when the next one is sent (`slotted.one_step_stale`). A mean is measured 
 is applied and read when the next message is sent, so nothing waits for it. Ranks come
 in buckets, as every rank compiles its own programs.
 
-All regions make the same choice: an effective rank is that of a reduced mean.
-
 Source: DiLoCoX (arXiv 2506.21263), from memory. The buckets and their rounding upwards
 are ours.
 """
@@ -68,16 +66,13 @@ class RankedRounds(Schedule):
 
     def init(self) -> RankedState:
         """Return the initial state, with a zero message in flight."""
-        first, steps = self.ranks[0], self.sync_interval
-        return RankedState(0, (Pending(0, 0, steps, rank=first),), (-1,), first, steps)
+        return self.begin_at(0)
 
     def begin_at(self, step: int) -> RankedState:
         """Return the state at the start of a round, with a zero message in flight."""
-        first = self.init()
-        (pending,) = first.in_flight
-        flying = (pending._replace(apply_step=step + self.sync_interval),)
-        last = (step,) if step else first.last_start
-        return dataclasses.replace(first, step=step, in_flight=flying, last_start=last)
+        first, steps = self.ranks[0], self.sync_interval
+        flying = (Pending(0, 0, step + steps, rank=first),)
+        return RankedState(step, flying, (step or -1,), first, steps)
 
     def steps_of(self, rank: int) -> int:
         """Return H_t, the steps of a round that hides a message of this rank."""

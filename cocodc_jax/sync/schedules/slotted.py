@@ -177,27 +177,20 @@ class OneStepStale(Staggered):
 
     def init(self) -> ScheduleState:
         """Return the state with zero messages, sent a round before the first."""
-        flying = []
-        for j in range(1 - self.num_fragments, 1):
-            start = j * self.slot_steps
-            apply_step, midway = start + self.delay_steps, start + self.delay_steps // 2
-            halfway = midway if self.looks_midway and midway > 0 else None
-            flying.append(Pending(j % self.num_fragments, start, apply_step, halfway))
-        return dataclasses.replace(super().init(), in_flight=tuple(flying))
+        return self.begin_at(0)
 
     def begin_at(self, step: int) -> ScheduleState:
         """Return the state with zero messages, each to arrive at its next slot."""
-        if not step:
-            return self.init()
-        flying, half = [], self.delay_steps - self.delay_steps // 2
-        for pending in self.init().in_flight:
-            rounds = (step - pending.apply_step) // self.sync_interval + 1
-            apply_step = pending.apply_step + rounds * self.sync_interval
-            is_ahead = self.looks_midway and apply_step - half > step
-            midway = apply_step - half if is_ahead else None
-            flying.append(pending._replace(apply_step=apply_step, midway_step=midway))
+        flying, num, interval = [], self.num_fragments, self.sync_interval
+        for j in range(1 - num, 1):
+            start = j * self.slot_steps
+            apply_step = start + ((step - start) // interval + 1) * interval
+            midway = apply_step - self.delay_steps + self.delay_steps // 2
+            is_ahead = self.looks_midway and midway > step
+            halfway = midway if is_ahead else None
+            flying.append(Pending(j % num, start, apply_step, halfway))
         flying.sort(key=lambda pending: pending.apply_step)
-        return dataclasses.replace(super().begin_at(step), in_flight=tuple(flying))
+        return ScheduleState(step, tuple(flying), (step or -1,) * num)
 
     def next_event(self, state, step, observe: Observe = nothing):
         """Return starts, then arrivals; see `Schedule.next_event`."""

@@ -84,7 +84,7 @@ def on_regions(fn, mesh):
 
 @functools.cache
 def direct(num):
-    own = lambda x: collectives.direct_sum(x[0], REGION, num)[None]  # noqa: E731
+    own = lambda x: collectives.direct_sum(x[0], REGION)[None]  # noqa: E731
     return on_regions(own, make_mesh(num))
 
 

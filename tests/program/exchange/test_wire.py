@@ -30,7 +30,7 @@ from cocodc_jax.sharding.shardings import Shardings
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.messages import AsIs, Compressed
 from cocodc_jax.sync.needs import UserInputs
-from cocodc_jax.sync.regions import Regions, matchings
+from cocodc_jax.sync.regions import Regions
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.compressor import identity, message_bytes
 from tests.program.tiny import assert_same
@@ -152,7 +152,7 @@ def sent_to_neighbours(mesh, sync):
     spec = make_setting(mesh, sync)
     outer, part = sync.outer, spec.fragments.take(PARAMS, 0)
     compressor = sync.message.compressor() or identity()
-    send = make_regional_send(spec, outer, compressor, matchings(NUM_REGIONS), 0)
+    send = make_regional_send(spec, 0)
     state = jax.eval_shape(lambda p: outer.init(p, compressor), part)
     each = of_regions(mesh, (PARAMS, part, state, np.ones(2, np.uint32)))
     return collectives(send, *each, of_all(mesh, np.int32(0))), part

@@ -119,7 +119,7 @@ def test_norms_that_the_schedule_has_not_seen_are_saved(tiny, tmp_path):
     )
     program = tiny.program_of(method)
     state, _ = tiny.finish(program, tiny.start(program), 5)
-    ((fragment, seen),) = state.sync.observed
+    ((fragment, seen),) = state.sync.observed[0].items()
     assert set(seen) == {"norm"}
     save(tmp_path, state, program)
     restored, _ = restore(tmp_path, program)
