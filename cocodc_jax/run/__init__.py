@@ -1,6 +1,6 @@
 """Configuration, session, processes, flags and presets of training programs.
 
-    from cocodc_jax import run as run
+    from cocodc_jax import run
 
     config = run.PRESETS["tiny"].replace(method="diloco", steps=100)
     summary = run.prepare(config, "runs/mine").train()

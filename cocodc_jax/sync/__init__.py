@@ -15,53 +15,36 @@ from typing import TYPE_CHECKING
 from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
-    from cocodc_jax.sync import merge, schedules
-    from cocodc_jax.sync.averages import Average, RadialDirectional, SharedMask
-    from cocodc_jax.sync.cutting import cut, cut_by_patterns
-    from cocodc_jax.sync.fragments import Fragments, LeafSlice
-    from cocodc_jax.sync.merge import Merge
-    from cocodc_jax.sync.messages import AsIs, Compressed, Message, Ranked
-    from cocodc_jax.sync.method import Inner, Method, Sync
-    from cocodc_jax.sync.moments import Moments
-    from cocodc_jax.sync.needs import NEEDS, MergeContext, Need, UserInputs
-    from cocodc_jax.sync.outer import RegionalOuter, SharedOuter, nesterov
-    from cocodc_jax.sync.per_step import PerStep
-    from cocodc_jax.sync.regions import Regions, matchings
-    from cocodc_jax.sync.schedules.base import events_at
-    from cocodc_jax.sync.summed import ByRings, SummedFactors
-
-__all__ = [
-    "AsIs",
-    "Average",
-    "ByRings",
-    "Compressed",
-    "Fragments",
-    "Inner",
-    "LeafSlice",
-    "Merge",
-    "Message",
-    "Method",
-    "Moments",
-    "NEEDS",
-    "Need",
-    "PerStep",
-    "RadialDirectional",
-    "Ranked",
-    "RegionalOuter",
-    "Regions",
-    "MergeContext",
-    "SharedMask",
-    "SharedOuter",
-    "SummedFactors",
-    "UserInputs",
-    "Sync",
-    "cut",
-    "cut_by_patterns",
-    "events_at",
-    "matchings",
-    "merge",
-    "nesterov",
-    "schedules",
-]
+    from cocodc_jax.sync import merge as merge
+    from cocodc_jax.sync import schedules as schedules
+    from cocodc_jax.sync.averages import Average as Average
+    from cocodc_jax.sync.averages import RadialDirectional as RadialDirectional
+    from cocodc_jax.sync.averages import SharedMask as SharedMask
+    from cocodc_jax.sync.cutting import cut as cut
+    from cocodc_jax.sync.cutting import cut_by_patterns as cut_by_patterns
+    from cocodc_jax.sync.fragments import Fragments as Fragments
+    from cocodc_jax.sync.fragments import LeafSlice as LeafSlice
+    from cocodc_jax.sync.merge import Merge as Merge
+    from cocodc_jax.sync.messages import AsIs as AsIs
+    from cocodc_jax.sync.messages import Compressed as Compressed
+    from cocodc_jax.sync.messages import Message as Message
+    from cocodc_jax.sync.messages import Ranked as Ranked
+    from cocodc_jax.sync.method import Inner as Inner
+    from cocodc_jax.sync.method import Method as Method
+    from cocodc_jax.sync.method import Sync as Sync
+    from cocodc_jax.sync.moments import Moments as Moments
+    from cocodc_jax.sync.needs import NEEDS as NEEDS
+    from cocodc_jax.sync.needs import MergeContext as MergeContext
+    from cocodc_jax.sync.needs import Need as Need
+    from cocodc_jax.sync.needs import UserInputs as UserInputs
+    from cocodc_jax.sync.outer import RegionalOuter as RegionalOuter
+    from cocodc_jax.sync.outer import SharedOuter as SharedOuter
+    from cocodc_jax.sync.outer import nesterov as nesterov
+    from cocodc_jax.sync.per_step import PerStep as PerStep
+    from cocodc_jax.sync.regions import Regions as Regions
+    from cocodc_jax.sync.regions import matchings as matchings
+    from cocodc_jax.sync.schedules.base import events_at as events_at
+    from cocodc_jax.sync.summed import ByRings as ByRings
+    from cocodc_jax.sync.summed import SummedFactors as SummedFactors
 
 __getattr__, __dir__ = attach(__name__)

@@ -19,61 +19,36 @@ from typing import TYPE_CHECKING
 from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
-    from cocodc_jax.transforms import (
-        compression,
-        curvature,
-        dc_asgd,
-        decoupled,
-        error_feedback,
-        heloco,
-        lion,
-        low_rank,
-        mix,
-        mt_adam,
-        muon,
-        outer,
-        power_sgd,
-        quantize,
-        secant,
-        snoo,
-        sparsify,
-        statistical,
-        threshold,
+    from cocodc_jax.transforms import compression as compression
+    from cocodc_jax.transforms import curvature as curvature
+    from cocodc_jax.transforms import dc_asgd as dc_asgd
+    from cocodc_jax.transforms import decoupled as decoupled
+    from cocodc_jax.transforms import error_feedback as error_feedback
+    from cocodc_jax.transforms import heloco as heloco
+    from cocodc_jax.transforms import lion as lion
+    from cocodc_jax.transforms import low_rank as low_rank
+    from cocodc_jax.transforms import mix as mix
+    from cocodc_jax.transforms import mt_adam as mt_adam
+    from cocodc_jax.transforms import muon as muon
+    from cocodc_jax.transforms import outer as outer
+    from cocodc_jax.transforms import power_sgd as power_sgd
+    from cocodc_jax.transforms import quantize as quantize
+    from cocodc_jax.transforms import secant as secant
+    from cocodc_jax.transforms import snoo as snoo
+    from cocodc_jax.transforms import sparsify as sparsify
+    from cocodc_jax.transforms import statistical as statistical
+    from cocodc_jax.transforms import threshold as threshold
+    from cocodc_jax.transforms.compensation import (
+        DelayCompensationState as DelayCompensationState,
     )
     from cocodc_jax.transforms.compensation import (
-        DelayCompensationState,
-        adam_second_moment,
-        delay_compensation,
+        adam_second_moment as adam_second_moment,
     )
-    from cocodc_jax.transforms.compressor import Compressor, message_bytes
-    from cocodc_jax.transforms.curvature import Curvature
-
-__all__ = [
-    "Compressor",
-    "Curvature",
-    "DelayCompensationState",
-    "adam_second_moment",
-    "compression",
-    "curvature",
-    "dc_asgd",
-    "decoupled",
-    "delay_compensation",
-    "error_feedback",
-    "heloco",
-    "lion",
-    "low_rank",
-    "message_bytes",
-    "mix",
-    "mt_adam",
-    "muon",
-    "outer",
-    "power_sgd",
-    "quantize",
-    "secant",
-    "snoo",
-    "sparsify",
-    "statistical",
-    "threshold",
-]
+    from cocodc_jax.transforms.compensation import (
+        delay_compensation as delay_compensation,
+    )
+    from cocodc_jax.transforms.compressor import Compressor as Compressor
+    from cocodc_jax.transforms.compressor import message_bytes as message_bytes
+    from cocodc_jax.transforms.curvature import Curvature as Curvature
 
 __getattr__, __dir__ = attach(__name__)
