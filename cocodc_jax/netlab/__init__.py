@@ -11,8 +11,6 @@ between them (`shaper` decides when each arrives). `missing` lists what this mac
 lacks. `probe` measures exchanges over any network.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from cocodc_jax._lazy import attach

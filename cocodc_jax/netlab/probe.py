@@ -4,8 +4,6 @@ A vector of float32 crosses between CPU devices of several processes as a fragme
 in training: averaged by either all-reduce, or gathered.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable

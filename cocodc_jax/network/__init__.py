@@ -10,8 +10,6 @@ The package is independent of devices, models, data and reports. Names are impor
 when they are first used.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from cocodc_jax._lazy import attach

@@ -5,8 +5,6 @@ All of it is read off the method itself, a `cocodc_jax.sync.method.Method`. Its 
 `Cost` is the same over links that change.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 from collections.abc import Callable, Sequence

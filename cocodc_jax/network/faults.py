@@ -28,8 +28,6 @@ the patience are ours. `Regions` does the same with times of steps, against a re
 own past, and how many times it against the others.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Iterable

@@ -8,8 +8,6 @@ when its last byte has left and arrives one collective's latency later. Before t
 hosts encode, copy and sum it, one message after the other.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

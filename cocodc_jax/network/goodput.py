@@ -20,8 +20,6 @@ until it succeeds: e^{rate s} - 1 times the mean time of one failure and repair.
   but there is no formula for what they lose, and `simulated` draws it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import math

@@ -22,8 +22,6 @@ authors' code; rebalancing and its period as in digests of the paper. Differs fr
   has such a rule is not known; without it two stages hand a site to and fro).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import itertools
