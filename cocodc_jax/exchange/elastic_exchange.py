@@ -62,6 +62,10 @@ class ElasticExchange(OnOuterMesh):
         """Index of this region."""
         return self._place.region
 
+    def own_verdict(self, verdict: np.ndarray) -> np.ndarray:
+        """Select this region from a verdict on all regions, `[1]`."""
+        return verdict[self.region, None]
+
     def send(self, event: Event, weights: Weights, times: Times, *arrays: Any) -> Sent:
         """Send a fragment; see `Exchange.send`."""
         staged, buffer, state = self.encoded(event, weights, times, *arrays)

@@ -37,7 +37,6 @@ from cocodc_jax.core.state import (
     landed,
 )
 from cocodc_jax.exchange.base import Exchange, SyncSpec, Times
-from cocodc_jax.exchange.elastic_exchange import ElasticExchange
 from cocodc_jax.exchange.regional_outer import RegionalOuterModels
 from cocodc_jax.exchange.shared_outer import SharedOuterModel
 from cocodc_jax.exchange.state_means import MomentPrograms, make_model_average
@@ -377,8 +376,7 @@ class Executor:
         if (of_all := flight.kept.get(VERDICT_OF_ALL)) is not None:
             # A message sent before the last restore must not trigger another.
             is_new = event.start_step >= self._restored_step
-            assert isinstance(self._exchange, ElasticExchange)
-            verdict = np.asarray(of_all)[self._exchange.region, None] * is_new
+            verdict = self._exchange.own_verdict(np.asarray(of_all)) * is_new
         elif VERDICT in flight.kept:
             verdict = self._devices.read(flight.kept[VERDICT])
         else:
@@ -523,5 +521,6 @@ class Executor:
 
     def compressors_of(self, sync: SyncState, rank: int) -> PyTree:
         """Return the regions' compressor states, resized to messages of `rank`."""
-        assert isinstance(self._outer, SharedOuterModel)
+        if isinstance(self._outer, RegionalOuterModels):
+            return sync.compressors
         return self._outer.resized(sync, rank)
