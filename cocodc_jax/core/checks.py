@@ -112,14 +112,16 @@ def check_feedback(method: Method, fragments: Fragments, params: PyTree) -> None
     """Refuse `merge_feedback` if messages have no error-feedback residual."""
     if method.sync is None or not method.sync.merge.has_feedback:
         return
-    part = jax.eval_shape(lambda x: fragments.take(x, 0), params)
-    state = jax.eval_shape(method.sync.message.init, part)
-    residual = state.residual if isinstance(state, ErrorFeedbackState) else ()
-    if jax.tree.map(np.shape, residual) != jax.tree.map(np.shape, part):
-        raise ValueError(
-            f"merge_feedback=True needs messages of method={method.name!r} with error "
-            "feedback of whole fragments, such as compress='ef+int4'"
-        )
+    for k in range(len(fragments)):
+        part = jax.eval_shape(lambda x, k=k: fragments.take(x, k), params)
+        state = jax.eval_shape(method.sync.message.init, part)
+        residual = state.residual if isinstance(state, ErrorFeedbackState) else ()
+        if jax.tree.map(np.shape, residual) != jax.tree.map(np.shape, part):
+            raise ValueError(
+                f"merge_feedback=True needs messages of method={method.name!r} with "
+                "error feedback of whole fragments, such as compress='ef+int4' without "
+                f"expert_weights; fragment {k} has other ones"
+            )
 
 
 def check_inside(method: Method, user_inputs: UserInputs) -> None:

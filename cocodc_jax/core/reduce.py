@@ -147,16 +147,13 @@ def factored(
     mean = power_sgd.decoded(left, sums, jax.tree.map(one, delta))
     shared = power_sgd.refreshed(sums, right)
 
-    def remembered(meant, old, weight):
-        residual = jax.tree.map(
-            lambda a, sent, e: jnp.where(weight > 0, a - sent.astype(a.dtype), e),
-            meant,
-            mean,
-            old.residual,
-        )
+    def remembered(meant, own, old, weight):
+        missed = power_sgd.missed(meant, left, own)
+        pick = functools.partial(jnp.where, weight > 0)
+        residual = jax.tree.map(pick, missed, old.residual)
         return vary_like(power_sgd.PowerSgdState(residual, shared), old)
 
-    return mean, each(remembered)(meant, memory, weight)
+    return mean, each(remembered)(meant, seconds, memory, weight)
 
 
 def ring_sum(tree: PyTree, rings: ByRings, axis_name: Any) -> PyTree:

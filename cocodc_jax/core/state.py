@@ -157,7 +157,9 @@ class SyncState:
     def arrays(self) -> dict[str, PyTree]:
         """All arrays to checkpoint; waits for means that come from other regions.
 
-        Observations are not included: the schedule reads them before a save.
+        Observations are not included: the schedule reads them before a save. Nor is
+        what has arrived with a mean that is not merged yet, such as `UNCOUNTED` and
+        `VERDICT_OF_ALL`: after a restore, the mean is merged without them.
         """
         return {
             "outer": self.outer,

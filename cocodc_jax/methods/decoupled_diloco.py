@@ -118,6 +118,7 @@ def _merged_at(
     """Return the steps to a merge, the regions in it, and how many there must be."""
     check_at_least("grace_steps", grace_steps, 0)
     check_at_least("quorum", quorum, 1)
+    check_at_least("delay_steps", delay_steps, 0)
     if not answer_steps:
         return delay_steps, None, None
     try:

@@ -49,6 +49,7 @@ import optax
 
 from cocodc_jax.sync import Method, RegionalOuter, Sync, merge, schedules
 from cocodc_jax.sync.outer import PyTree, pseudo_gradient
+from cocodc_jax.sync.schedules.base import check_at_least
 from cocodc_jax.transforms.numerics import check_rate, check_unit_interval
 from cocodc_jax.transforms.outer import group_heavy_ball
 
@@ -72,6 +73,7 @@ def noloco(
     """
     check_rate("outer_lr", outer_lr)
     check_unit_interval("outer_momentum", outer_momentum)
+    check_at_least("pair_seed", pair_seed, 0)
     pull = outer_lr if pair_pull is None else pair_pull
     limit = 2 * (1 - outer_momentum**2)
     numbers = (int, float)  # Arrays are not checked.

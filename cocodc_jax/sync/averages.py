@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.sync.fragments import Fragment, PyTree, is_stacked
+from cocodc_jax.sync.fragments import Fragment, PyTree
 from cocodc_jax.transforms.compressor import Compressor
+from cocodc_jax.transforms.layers import is_stack
 from cocodc_jax.transforms.numerics import check_share
 
 
@@ -165,7 +166,7 @@ def sync_key(fragment_id: int, start_step: int | jax.Array) -> jax.Array:
 
 def _length(path: str, x: jax.Array) -> jax.Array:
     """Return the length of a tensor, or of each layer of a stack, keeping axes."""
-    axes = tuple(range(int(is_stacked(path)), x.ndim))
+    axes = tuple(range(int(is_stack(path)), x.ndim))
     return jnp.sqrt(jnp.sum(jnp.square(x), axes, keepdims=True))
 
 

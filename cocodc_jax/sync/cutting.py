@@ -234,7 +234,7 @@ def _assign(sizes: Sequence[int], num_fragments: int, strategy: str) -> list[int
     owner, load = [0] * len(sizes), [0] * num_fragments
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         owner[i] = load.index(min(load))
-        load[owner[i]] += sizes[i]
+        load[owner[i]] += max(sizes[i], 1)  # An empty tensor fills a fragment too.
     return owner
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cocodc_jax.expert_leaves import expert_axis
-from cocodc_jax.transforms.layers import BLOCKS, named_leaves
+from cocodc_jax.transforms.layers import named_leaves
 
 PyTree = Any
 Fragment = dict[str, jax.Array]
@@ -161,16 +161,6 @@ def check_partition(fragments: Fragments, params: PyTree) -> None:
                 f"rows {found if None not in rows else rows}, but every row must be in "
                 f"exactly one fragment; {told}"
             )
-
-
-def is_stacked(path: str) -> bool:
-    """Return whether a leaf stacks several blocks.
-
-    >>> is_stacked("blocks/mlp/up"), is_stacked("blocks/3/mlp/up"), is_stacked("head")
-    (True, False, False)
-    """
-    parts = path.split("/")
-    return BLOCKS in parts[:-1] and not parts[parts.index(BLOCKS) + 1].isdigit()
 
 
 def _stride(rows: tuple[int, ...]) -> int | None:

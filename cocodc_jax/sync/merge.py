@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from cocodc_jax.sync.averages import SharedMask
-from cocodc_jax.transforms.mix import curvature_weighted_mix, curvature_weights
-from cocodc_jax.transforms.numerics import cast_like, check_transform, safe_norm
+from cocodc_jax.transforms.numerics import cast_like, check_transform
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
@@ -170,30 +169,3 @@ def where_drawn(rule: Merge, mask: SharedMask) -> Merge:
 
     name, needs = f"{rule.name} where drawn", rule.needs | {"sync_key"}
     return dataclasses.replace(rule, name=name, apply=apply, needs=needs)
-
-
-def curvature_mix(mean_weight: float | jax.Array) -> Merge:
-    """Mix at the staged point, most where the inner Adam's nu is large (ours).
-
-    theta^m <- theta^g + (theta^m - staged) - w (theta^g - staged), with w in [0, 1]
-    from `transforms.mix.curvature_weights`: w = 0 everywhere is the replay, w = 1 keeps
-    the local fragment. `mean_weight` is the mean of w over each tensor before it is
-    clipped at 1, in [0, 1].
-    """
-    if isinstance(mean_weight, (int, float)) and not 0 <= mean_weight <= 1:
-        raise ValueError(f"mean_weight={mean_weight} must be in [0, 1]")
-
-    def apply(local, staged, outer, *, delay_steps, second_moment, **extra):
-        staged = cast_like(staged, outer)
-        weights = curvature_weights(second_moment, mean_weight)
-        merged = curvature_weighted_mix(outer, staged, local, weights)
-        correction = jax.tree.map(lambda w, o, s: w * (o - s), weights, outer, staged)
-        progress = jax.tree.map(lambda x, s: x - s, cast_like(local, outer), staged)
-        length = safe_norm(progress)
-        ratio = jnp.where(
-            length > 0, safe_norm(correction) / jnp.where(length > 0, length, 1.0), 0.0
-        )
-        return merged, {"correction_ratio": ratio.astype(jnp.float32)}
-
-    needs = frozenset({"staged", "second_moment"})
-    return Merge("curvature_mix", apply, needs, reports_correction=True)

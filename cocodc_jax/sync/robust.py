@@ -9,8 +9,9 @@ with the messages, so that every region reaches the same verdict:
     weights:               those of the others, rescaled to sum 1
 
 If no region is left the mean is 0. A region that was left out is restored when the sync
-is applied: parameters from the outer ones, a fresh inner optimizer, no residual. Of two
-regions none is ever an outlier (their median is their mean), nor if the median is 0.
+is applied: parameters from the outer ones, a fresh inner optimizer, no residual. With
+an exclude_above of 2 or more none of two regions is ever an outlier (their median is
+their mean), and none of more if the median is 0.
 This protects from faults, not from regions that report false lengths. A bad update can
 reach the model state before a message: see `sync.model_state`.
 

@@ -3,7 +3,6 @@
 - `delay_compensation`: correct a gradient for its delay. `curvature` has the curvatures
   that it takes, `secant` chooses their weight, `dc_asgd` has the recipes for
   asynchronous SGD.
-- `mix`: a merge with a weight for each parameter.
 - `outer`: outer optimizers that Optax lacks.
 - `compression`: pairs of encode and decode with true sizes, error feedback, `parse`.
 - `decoupled`, `lion`: combine the messages of all regions to one update (DeMo, Lion).
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from cocodc_jax.transforms import heloco as heloco
     from cocodc_jax.transforms import lion as lion
     from cocodc_jax.transforms import low_rank as low_rank
-    from cocodc_jax.transforms import mix as mix
     from cocodc_jax.transforms import mt_adam as mt_adam
     from cocodc_jax.transforms import muon as muon
     from cocodc_jax.transforms import outer as outer

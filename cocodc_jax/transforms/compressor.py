@@ -245,6 +245,11 @@ def stateless(argument: str, compressor: Compressor | None) -> Compressor:
             f"{argument}={compressor.name} keeps a state and cannot be used inside "
             "another compressor; wrap the outer one instead"
         )
+    if compressor.name.startswith("matrices("):
+        raise ValueError(
+            f"{argument}={compressor.name} is given values without the model's shapes; "
+            "put matrices before the compressor that sends them"
+        )
     return compressor
 
 

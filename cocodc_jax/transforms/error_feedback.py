@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from cocodc_jax.transforms.compressor import Compressor, check_compressor, check_state
-from cocodc_jax.transforms.numerics import cast_like, check_between, widen
+from cocodc_jax.transforms.numerics import cast_like, check_between, wide_zeros, widen
 
 _NAME = "error_feedback"
 
@@ -57,7 +57,7 @@ def error_feedback(inner: Compressor, decay: float | jax.Array = 1.0) -> Compres
     check_no_feedback(inner)
 
     def init(tree):
-        residual = jax.tree.map(lambda x: 0 * widen(x), tree)
+        residual = jax.tree.map(wide_zeros, tree)
         return ErrorFeedbackState(residual, inner.init(tree))
 
     def encode(tree, state, key=None):

@@ -53,14 +53,14 @@ def is_block(path: str, blocks: str = BLOCKS) -> bool:
 def is_stack(path: str, blocks: str = BLOCKS) -> bool:
     """Tell whether a leaf's first axis is one of layers, which are below `blocks`.
 
-    >>> is_stack("blocks/mlp/up"), is_stack("blocks/0/mlp/up"), is_stack("head")
+    >>> is_stack("blocks/mlp/up"), is_stack("blocks/0/mlp/up"), is_stack("blocks")
     (True, False, False)
     """
     if not is_block(path, blocks):
         return False
     parts = path.split("/")
     after = parts[parts.index(blocks) + 1 :]
-    return not (after and after[0].isdecimal())
+    return bool(after) and not after[0].isdecimal()
 
 
 def is_matrix(path: str, num_axes: int, blocks: str = BLOCKS) -> bool:

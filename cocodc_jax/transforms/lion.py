@@ -25,7 +25,12 @@ import jax.numpy as jnp
 import optax
 
 from cocodc_jax.transforms.compressor import Compressor, per_leaf
-from cocodc_jax.transforms.numerics import cast_like, check_unit_interval, widen
+from cocodc_jax.transforms.numerics import (
+    cast_like,
+    check_unit_interval,
+    wide_zeros,
+    widen,
+)
 from cocodc_jax.transforms.packing import pack, unpack
 
 RULES = ("average", "majority")
@@ -58,7 +63,7 @@ def sign_bits() -> Compressor:
 
 def init(params) -> LionState:
     """Return the state of a region whose parameters are `params`."""
-    return LionState(jax.tree.map(lambda p: 0 * widen(p), params))
+    return LionState(jax.tree.map(wide_zeros, params))
 
 
 def send(

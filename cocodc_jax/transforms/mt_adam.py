@@ -20,7 +20,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from cocodc_jax.transforms.numerics import check_unit_interval, safe_sqrt
+from cocodc_jax.transforms.numerics import (
+    check_unit_interval,
+    safe_sqrt,
+    wide_zeros,
+    widen,
+)
 
 _ROUNDING = 1e-6  # of a sum of weights that is meant to be 1
 
@@ -90,17 +95,19 @@ def scale_by_mt_adam(
     rest = rest if rest > _ROUNDING else 0.0
 
     def init_fn(params) -> optax.ScaleByAdamState:
-        mu = tuple(optax.tree.zeros_like(params) for _ in b1s)
-        nu = optax.tree.zeros_like(params)
+        # In bfloat16, 0.999 of a momentum would be rounded back to it.
+        mu = tuple(jax.tree.map(wide_zeros, params) for _ in b1s)
+        nu = jax.tree.map(wide_zeros, params)
         return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
 
     def update_fn(updates, state, params=None):
         count = optax.safe_increment(state.count)
+        wide = jax.tree.map(widen, updates)
         momenta = tuple(
-            optax.tree.update_moment(updates, u, b, 1)
+            optax.tree.update_moment(wide, u, b, 1)
             for u, b in zip(state.mu, b1s, strict=True)
         )
-        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2)
+        nu = optax.tree.update_moment_per_elem_norm(wide, state.nu, b2, 2)
         corrected = [
             optax.tree.bias_correction(u, b, count)
             for u, b in zip(momenta, b1s, strict=True)
@@ -108,7 +115,7 @@ def scale_by_mt_adam(
 
         def step(g, v, *us):
             mixed = sum(w * u for w, u in zip(weights, us, strict=True))
-            mixed = mixed + rest * g if rest else mixed
+            mixed = mixed + rest * widen(g) if rest else mixed
             return (mixed / (safe_sqrt(v) + eps)).astype(g.dtype)
 
         scaled = jax.tree.map(

@@ -24,6 +24,11 @@ def widen(x) -> jax.Array:
     return jnp.asarray(x, wide_dtype(jnp.result_type(x)))
 
 
+def wide_zeros(x) -> jax.Array:
+    """Return zeros like `x`, float32 at least, that vary over the axes that it does."""
+    return vary_like(jnp.zeros_like(widen(x)), x)
+
+
 def safe_norm(tree) -> jax.Array:
     """Return the length of all leaves together, with gradient 0 (not nan) at 0."""
     return safe_sqrt(inner_product(tree, tree))

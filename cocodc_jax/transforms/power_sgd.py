@@ -6,15 +6,16 @@ With A_m what region m means to send, and Q the same in all regions:
     P^  = orthonormalise(P)
     Q   <- sum_m w_m A_m' P^                         the second
     A^  = P^ Q'                                      decoded, the same for everybody
-    e_m <- A_m - A^                                  A_m = e_m + Delta_m
+    e_m <- A_m - P^ P^' A_m                          A_m = e_m + Delta_m
 
 The power iteration is that of the mean, where `low_rank` has one of each region's own
 tensor, whose factors cannot be added. A sync costs two round trips. Tensors that the
 factors would not shrink go whole with P.
 
-Source: PowerSGD (Vogels et al., arXiv 1905.13727, algorithms 1 and 2); the residual is
-what the mean missed, as in the authors' code (from memory). Layers of a stack are
-factorised each by itself.
+Source: PowerSGD (Vogels et al., arXiv 1905.13727, algorithms 1 and 2, from memory). The
+residuals' mean is what the mean missed, as with A_m - A^, but less of the regions'
+disagreement is in them, which shows when a region is left out: none of a tensor that is
+sent whole. Layers of a stack are factorised each by itself.
 
 Each function is of one region; who calls them takes the two sums in between.
 """
@@ -25,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from cocodc_jax.transforms import low_rank
-from cocodc_jax.transforms.numerics import cast_like, widen
+from cocodc_jax.transforms.numerics import cast_like, wide_zeros, widen
 
 
 class PowerSgdState(NamedTuple):
@@ -39,7 +40,7 @@ class PowerSgdState(NamedTuple):
 
 def init(tree, rank: int) -> PowerSgdState:
     """Return the state before the first message."""
-    residual = jax.tree.map(lambda x: 0 * widen(x), tree)
+    residual = jax.tree.map(wide_zeros, tree)
     return PowerSgdState(residual, _as_wide(low_rank.start(tree, rank), residual))
 
 
@@ -100,6 +101,13 @@ def decoded(left: tuple, sums: tuple, like):
         return y.reshape(x.shape)
 
     return cast_like(structure.unflatten(map(of_leaf, leaves, left, sums)), like)
+
+
+def missed(tree, left: tuple, own: tuple):
+    """Return what P^ leaves out of A, given the region's own second factors."""
+    rows = zip(jax.tree.leaves(tree), left, own, strict=True)
+    left = tuple(x if isinstance(q, tuple) else p for x, p, q in rows)
+    return jax.tree.map(jnp.subtract, tree, decoded(left, own, tree))
 
 
 def refreshed(sums: tuple, right: tuple) -> tuple:

@@ -91,6 +91,8 @@ def secant(
 def _power_of_two(tree):
     """Return one near the largest entry: what is divided by it is not rounded."""
     largest = [jnp.max(jnp.abs(x), initial=0.0) for x in jax.tree.leaves(tree)]
-    found = functools.reduce(jnp.maximum, (x.astype(jnp.float32) for x in largest))
+    found = functools.reduce(
+        jnp.maximum, (x.astype(jnp.float32) for x in largest), jnp.float32(0)
+    )
     found = jax.lax.reduce_precision(found, exponent_bits=8, mantissa_bits=0)
     return jnp.where((found > 0) & jnp.isfinite(found), found, 1.0)

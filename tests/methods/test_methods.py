@@ -90,6 +90,8 @@ def test_defaults_are_the_papers():
         ("sparseloco", {"compress": "int4", "clip": True},
          "clip=True has no meaning for compress='int"),
         ("decoupled_diloco", {"grace_steps": -1}, "grace_steps=-1 must be at least 0"),
+        ("decoupled_diloco", {"delay_steps": "auto"}, "delay_steps='auto' must be"),
+        ("noloco", {"pair_seed": -1}, "pair_seed=-1 must be at least 0"),
         ("decoupled_diloco", {"quorum": 0}, "quorum=0 must be at least 1"),
         ("decoupled_diloco", {"answer_steps": "1,2", "quorum": 3},
          "quorum=3 must .* at most the 2 reg"),

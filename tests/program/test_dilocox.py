@@ -131,20 +131,21 @@ def warm(old, rank):
 
 
 def send(meant, right, is_summed):
-    """What arrives of each region's message, and the next right factors.
+    """What arrives of each region's message, what of its own, the next right factors.
 
     Or of all regions' factors, summed one after the other.
     """
     mean = (lambda x: copies(x.mean(0))) if is_summed else (lambda x: x)
-    arrives, factors = {}, {}
+    arrives, own, factors = {}, {}, {}
     for name, x in meant.items():
         if name not in right:
-            arrives[name] = mean(x)
+            arrives[name], own[name] = mean(x), x
             continue
         p, _ = np.linalg.qr(mean(x @ right[name]))
         factors[name] = mean(x.swapaxes(1, 2) @ p)
         arrives[name] = p @ factors[name].swapaxes(1, 2)
-    return arrives, factors
+        own[name] = p @ (p.swapaxes(1, 2) @ x)
+    return arrives, own, factors
 
 
 def num_bytes(rank, itemsize=4, of_factors=4):
@@ -183,8 +184,8 @@ def reference(first_rank, ranks, sync_interval, itemsize=4, is_summed=False):
                 right = warm(right, new)
             rank = new
         meant = {n: residual[n] + outer[n] - local[n] for n in SHAPES}
-        arrives, right = send(meant, right, is_summed)
-        residual = {n: meant[n] - arrives[n] for n in SHAPES}
+        arrives, own, right = send(meant, right, is_summed)
+        residual = {n: meant[n] - own[n] for n in SHAPES}
         if started > 0:
             measured.append(measure(flight))
         syncs = [(started, flight_bytes)]

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from cocodc_jax import methods
+from cocodc_jax.core.checks import check_feedback
 from cocodc_jax.sync import merge
+from cocodc_jax.sync.cutting import cut
 from cocodc_jax.transforms.compensation import delay_compensation
 from cocodc_jax.transforms.curvature import hessian_vector
 from tests.numerics import assert_all_close, assert_within_ulps
@@ -155,6 +157,19 @@ def test_what_compensation_drops_is_told_as_what_the_mix_drops():
 def test_where_nothing_can_be_remembered_it_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         regression(0, delay_steps=2, merge_feedback=True, **options)
+
+
+def test_every_fragment_must_have_what_remembers():
+    params = {"a": jnp.ones((4, 4)), "b": jnp.ones(4)}
+    method = methods.get(
+        "streaming_diloco",
+        num_fragments=2,
+        compress="matrices+ef+int8",
+        merge_feedback=True,
+    )
+    fragments = cut(params, 2, "balanced_tensors")
+    with pytest.raises(ValueError, match="fragment 1 has other ones"):
+        check_feedback(method, fragments, params)
 
 
 def test_compensation_that_keeps_all_progress_has_nothing_to_tell():

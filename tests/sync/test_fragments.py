@@ -147,6 +147,10 @@ def test_fragments_of_tensors_are_of_nearly_equal_size(num_fragments):
     loads = cut(params, num_fragments, "balanced_tensors").num_params
     assert sum(loads) == 4 * sum(sizes) + 85
     assert max(loads) - min(loads) <= max(sizes)
+    empty = cut(
+        {"a": np.zeros(4), "b": np.zeros(0), "c": np.zeros(0)}, 3, "balanced_tensors"
+    )
+    assert all(empty.slices)
     message = "num_fragments=28 does not fit a model of 27 tensors; use 1"
     with pytest.raises(ValueError, match=message):
         cut(params, 28, "balanced_tensors")

@@ -59,14 +59,6 @@ def outer_product(x, s, o, nu):
     return o - 3 * (g + 2 * g * g * (o - s) / 7)
 
 
-def weighed_by_curvature(share):
-    def formula(x, s, o, nu):
-        root = np.sqrt(nu)
-        return o + (x - s) - np.minimum(1, share * root / root.mean()) * (o - s)
-
-    return formula
-
-
 PUBLISHED = delay_compensation(curvatures.get("outer_product", sync_interval=7), 2.0)
 OF_ADAM = curvatures.get("adam_second_moment")
 HALVED = optax.chain(delay_compensation("isotropic", 0.5), optax.scale(0.5))
@@ -88,13 +80,8 @@ RULES = {
         merge.compensate(HALVED), 4,
         lambda x, s, o, nu: o - 0.5 * ((s - x) + 0.5 * (o - s)),
     ),
-    "curvature mix, none": (merge.curvature_mix(0.0), 3, weighed_by_curvature(0.0)),
-    "curvature mix": (merge.curvature_mix(0.3), 3, weighed_by_curvature(0.3)),
-    "curvature mix, most": (merge.curvature_mix(0.9), 3, weighed_by_curvature(0.9)),
 }  # fmt: skip
-HAVE_A_RATIO = {name for name in RULES if "curvature" in name} | {
-    "outer product", "adam", "chain",
-}  # fmt: skip
+HAVE_A_RATIO = {"no curvature", "outer product", "adam", "chain"}
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -135,7 +122,7 @@ def test_parts_of_a_fragment_compensated_differently_have_no_ratio_of_all(parts)
         close(merged[key], alone[key])
 
 
-@pytest.mark.parametrize("name", ["replace", "mix", "no curvature", "curvature mix"])
+@pytest.mark.parametrize("name", ["replace", "mix", "no curvature"])
 def test_bfloat16_regions_merge_in_the_outer_precision(name):
     """Local bfloat16, outer float32: the result is rounded once, at the end."""
     local, staged = (
@@ -155,21 +142,11 @@ def test_bfloat16_regions_merge_in_the_outer_precision(name):
         )
 
 
-def test_curvature_mix_without_progress_reports_no_ratio(parts, moment):
-    _, staged, outer = parts
-    rule = merge.curvature_mix(0.5)
-    merged, metrics = apply(rule, staged, staged, outer, second_moment=moment)
-    assert metrics["correction_ratio"] == 0
-    assert all(np.isfinite(x).all() for x in merged.values())
-
-
 @pytest.mark.parametrize("weight", [-0.1, 1.1, float("nan")])
 def test_a_weight_is_one(weight):
     message = rf"mixing_alpha={weight} must be in \[0, 1\], the weight on local"
     with pytest.raises(ValueError, match=message):
         merge.mix(weight)
-    with pytest.raises(ValueError, match=rf"mean_weight={weight} must be in"):
-        merge.curvature_mix(weight)
     message = "merge_feedback=True has" if weight > 1 else f"kept={weight} must be at"
     with pytest.raises(ValueError, match=message):
         merge.remembering(merge.mix(0.25), weight)

@@ -82,7 +82,7 @@ def test_a_method_needs_what_its_parts_need():
         sync=synced(
             schedule=methods.get("cocodc", transmission_score="drift").schedule,
             outer=SharedOuter(optax.sgd(1.0), needs=frozenset({"stale_params"})),
-            merge=merge.curvature_mix(0.5),
+            merge=merge.compensate(optax.identity(), frozenset({"second_moment"})),
         ),
     )
     assert method.needs == {"drift", "stale_params", "staged", "second_moment"}

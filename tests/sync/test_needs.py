@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cocodc_jax.methods import METHODS
-from cocodc_jax.sync import merge, needs
+from cocodc_jax.sync import needs
 from cocodc_jax.sync.needs import HALFWAY, NEEDS, STAGED, STALE, Need, UserInputs
 from cocodc_jax.transforms import curvature
 
@@ -41,7 +41,6 @@ def close(actual, expected):
 def test_whoever_needs_something_finds_it_in_the_table():
     named = set().union(*(make().needs for make in METHODS.values()))
     named |= set().union(*(curvature.get(name).needs for name in curvature.NAMES))
-    named |= merge.curvature_mix(0.5).needs
     # What `compensate` gives by itself is no need.
     assert named - {"delay_steps"} <= set(NEEDS)
 

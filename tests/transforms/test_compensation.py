@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from cocodc_jax.transforms import curvature, dc_asgd, mix, secant
+from cocodc_jax.transforms import curvature, dc_asgd, secant
 from cocodc_jax.transforms.compensation import delay_compensation
 
 
@@ -240,12 +240,3 @@ def test_secant_cap_and_arguments():
 def test_secant_of_a_name_is_that_of_its_defaults():
     named, made = secant.secant("isotropic"), secant.secant(curvature.isotropic())
     assert (named.name, named.needs) == (made.name, made.needs)
-
-
-def test_weights_of_curvatures_are_their_share_of_the_mean_root():
-    weights = mix.curvature_weights(
-        {"a": jnp.array([0.0, 1.0, 16.0]), "b": jnp.zeros(2)}
-    )
-    # roots 0, 1, 4 with mean 5/3, times 0.5, cut at 1
-    np.testing.assert_allclose(weights["a"], [0, 0.3, 1.0], rtol=1e-6)
-    np.testing.assert_array_equal(weights["b"], [0.5, 0.5])

@@ -457,6 +457,11 @@ def test_what_was_sent_and_the_residual_are_what_was_meant(inner):
     assert max(residuals[10:]) < 2.5 * max(residuals[:10])
 
 
+def test_no_residual_begins_with_what_is_not_finite():
+    tree = jnp.array([jnp.inf, jnp.nan, 1.0])
+    assert not compression.parse("ef+int8").init(tree).residual.any()
+
+
 def test_bfloat16_trees_keep_a_float32_residual():
     x = jnp.array([1.0, 2.0**-9], jnp.bfloat16)
     text = "error_feedback(int4)"

@@ -287,6 +287,14 @@ def test_the_scale_of_a_secants_base_does_not_matter(scope):
     np.testing.assert_allclose(found, 5 * weight * curved, rtol=1e-5)
 
 
+def test_a_secant_of_no_leaves_is_none():
+    """As of a label of `optax.multi_transform` that no parameter has."""
+    found = secant(curvature.outer_product(1), scope="tree").product(
+        {}, {}, stale_params={}, later_params={}, later_gradient={}
+    )
+    assert found == {}
+
+
 def test_float64_and_traced_delays_are_not_promoted():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         transform = delay_compensation("isotropic", strength=0.5, max_ratio=10.0)

@@ -161,6 +161,19 @@ def test_with_one_momentum_of_weight_one_it_is_adamw():
     np.testing.assert_allclose(*steps, rtol=1e-5)
 
 
+def test_moments_of_narrow_parameters_are_wide():
+    """In bfloat16 0.999 of a momentum is rounded back to it: it would not turn."""
+    params = jnp.zeros(3, jnp.bfloat16)
+    optimizer = scale_by_mt_adam((0.999,), (1.0,))
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for step in range(600):
+        gradient = jnp.full(3, 1.0 if step < 200 else -1.0, jnp.bfloat16)
+        steps, state = update(gradient, state, params)
+    assert steps.dtype == jnp.bfloat16
+    expected = 1 - 2 * 0.999**400 + 0.999**600
+    np.testing.assert_allclose(state.mu[0], -expected, rtol=1e-3)
+
+
 def test_errors():
     with pytest.raises(ValueError, match=r"weights=\(0.5,\) must be one for each of"):
         scale_by_mt_adam(B1S, (0.5,))

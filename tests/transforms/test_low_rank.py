@@ -187,7 +187,7 @@ def power_sgd_round(trees, states):
     )
     sums = mean([power_sgd.second(x, left, right) for x in meant])
     arrived = power_sgd.decoded(left, sums, trees[0])
-    kept = [jax.tree.map(lambda a, b: a - b, x, arrived) for x in meant]
+    kept = [power_sgd.missed(x, left, power_sgd.second(x, left, right)) for x in meant]
     right = power_sgd.refreshed(sums, right)
     return arrived, [power_sgd.PowerSgdState(e, right) for e in kept]
 
@@ -213,5 +213,19 @@ def test_of_many_regions_it_is_low_rank_of_their_mean():
     np.testing.assert_allclose(arrived["w"], built.decode(message)["w"], atol=1e-4)
     assert np.linalg.matrix_rank(arrived["w"], tol=1e-4) == 2
     np.testing.assert_allclose(states[1].right[0], state.right[0], atol=1e-4)
-    kept = trees[2]["w"] - arrived["w"]
+    # What their mean missed, and nothing of how they differ.
+    missed = np.mean([s.residual["w"] for s in states], axis=0)
+    np.testing.assert_allclose(missed, mean - arrived["w"], atol=1e-5)
+    left = np.linalg.qr(mean @ power_sgd.init({"w": mean}, 2).right[0])[0]
+    kept = trees[2]["w"] - left @ (left.T @ trees[2]["w"])
     np.testing.assert_allclose(states[2].residual["w"], kept, atol=1e-5)
+
+
+def test_of_what_arrives_whole_nothing_is_remembered():
+    """However much regions disagree, as for A_m - A^ it would be."""
+    trees = [{"b": np.ones(3, np.float32)}, {"b": -np.ones(3, np.float32)}]
+    states = [power_sgd.init(t, 6) for t in trees]
+    for _ in range(2):
+        arrived, states = power_sgd_round(trees, states)
+        assert not arrived["b"].any()
+        assert not states[0].residual["b"].any()

@@ -79,6 +79,7 @@ def test_every_name_is_covered():
         ("topk:2", "compress='topk:2': density=2.0 must be above 0 and at most 1"),
         ("ef:1.5+fp4", r"decay=1\.5 must be between 0 and 1"),
         ("dct:-1", "k=-1 must be positive"),
+        ("lowrank:4+matrices+int8", r"matrices\(int8\) is given values without"),
         ("topk:0.1+ef+int4", r"error_feedback\(int4\) keeps a state"),
         ("", "compress='': '' is not one of"),
         ("int4(", "compress='int4\\('"),

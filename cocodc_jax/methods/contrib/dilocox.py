@@ -40,7 +40,7 @@ $$
 \begin{align*}
 P &= \mathrm{orthonormal}\left(\frac{1}{M} \sum_m A^m Q\right), \qquad
 Q \leftarrow \frac{1}{M} \sum_m (A^m)^\top P \\
-\Delta &= P Q^\top, \qquad e^m \leftarrow A^m - \Delta
+\Delta &= P Q^\top, \qquad e^m \leftarrow A^m - P P^\top A^m
 \end{align*}
 $$
 
