@@ -12,8 +12,6 @@ carries out ("megascale"); which one it is stands in its attributes. What an
 asynchronous collective spans lies between its start and its end in the schedule.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

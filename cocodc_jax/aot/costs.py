@@ -17,8 +17,6 @@ there are only the first two: `written_flops` with a policy, less without one, a
 operations computed again.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ Only what measuring needs: instructions in the order in which they run, which
 computations they call, how often each computation runs, and bytes of shapes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -13,8 +13,6 @@ Nothing runs faster; what runs slower has its reason in something not counted he
 (latencies, other work than matrix products, padding).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

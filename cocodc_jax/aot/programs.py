@@ -1,7 +1,5 @@
 """What a run compiles for a machine, and what it would have to move at least."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """What the compiled programs of a run say together: one summary, and a table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

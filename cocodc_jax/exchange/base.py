@@ -12,8 +12,6 @@ On the outer mesh they travel with encoded messages; uncompressed messages wait 
 them, one more network delay.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import functools

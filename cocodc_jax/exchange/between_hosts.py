@@ -12,8 +12,6 @@ Measured times travel in the same flat buffer: appended to a compressed message;
 pseudo-gradient in separate columns of each region, to which the others add zeros.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -12,8 +12,6 @@ bits. An all-gather takes one delay: each shard sends its message to every other
 cross as one flat buffer, otherwise the compiler chooses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -12,8 +12,6 @@ never wait; the merge waits for a late mean, if `Place.late_mean` says so. A reg
 decodes its own message if it came too late for the mean, so that its work can be kept.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future

@@ -10,8 +10,6 @@ low-rank factors. A compressed message stays compressed: the encoded arrays are
 all-gathered, and each device decodes them.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

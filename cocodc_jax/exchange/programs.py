@@ -4,8 +4,6 @@ With a `Recorder` the code that trains goes through a schedule with shapes in pl
 arrays, so what is listed, for compiling ahead, is what a run compiles.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Regional outer models: sharded over the mesh, never on a host."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

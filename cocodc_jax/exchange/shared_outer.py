@@ -1,7 +1,5 @@
 """One outer model for all regions: where it is, how fragments leave and arrive."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -5,8 +5,6 @@ buffer, averaged between hosts, and copied back. Both sum in at least float32, a
 the bytes so.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -7,8 +7,6 @@
   and come back; threads carry messages from host to host.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -14,8 +14,6 @@ X / 1.5, rounded up. Padding is sent but not multiplied. Each further round is c
 again in the backward pass, so that memory does not grow with their number.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

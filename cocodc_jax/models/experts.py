@@ -22,8 +22,6 @@ As a parameter the count is reset where outer ones replace it, merged, stored an
 (`sync.expert_mean`). Its unit is so small that it does not show in norms.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

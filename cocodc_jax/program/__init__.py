@@ -3,8 +3,6 @@
 Names are imported lazily.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from cocodc_jax._lazy import attach

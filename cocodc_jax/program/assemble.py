@@ -3,8 +3,6 @@
 Checks shapes, types and placement only; never reads a value or waits for a device.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any, NamedTuple

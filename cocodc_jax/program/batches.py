@@ -8,8 +8,6 @@ small, are padded to a multiple of `LENGTH_BUCKET`; the padding is never read. O
 accelerators scans keep their lengths: the compiler may plan transfers with them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

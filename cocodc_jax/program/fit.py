@@ -1,7 +1,5 @@
 """Adapt a state to another program: keep it, average it, or cut it differently."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

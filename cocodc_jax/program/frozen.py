@@ -5,8 +5,6 @@ messages and checkpoints never see those. The frozen tree has None for the train
 There is one copy of it for all regions, sharded inside a region like the parameters.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -7,8 +7,6 @@ varying types can be traced (`optax.MultiSteps` makes plain zeros in one branch 
 `lax.cond`). The only collective is that of methods which exchange at every step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

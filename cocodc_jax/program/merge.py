@@ -1,7 +1,5 @@
 """Programs that merge an arriving fragment: a rule of `sync/merge.py` over regions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 

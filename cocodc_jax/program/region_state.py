@@ -1,7 +1,5 @@
 """Make the regions' initial state, and read metrics of any state of theirs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, cast

@@ -7,8 +7,6 @@ region without progress. Its key stays, and so do the counts of learning rate sc
 so that it continues at the learning rate of the other regions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

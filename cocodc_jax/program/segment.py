@@ -24,8 +24,6 @@ that `Segments.can_wait` refuses. There is one program per fragment and length T
 occurs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple

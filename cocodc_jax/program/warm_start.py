@@ -23,8 +23,6 @@ optimizer; the model is the same. State that fits is kept, the rest is reported 
   step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any, NamedTuple, Protocol

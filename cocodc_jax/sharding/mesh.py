@@ -13,8 +13,6 @@ The caller's context mesh is hidden from our code, and ours, if it must be, from
 user's model.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import ctypes

@@ -16,8 +16,6 @@ meshes of the same shape, the *channels*: each has another spare device of every
 process, with its own connections.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -8,8 +8,6 @@ results are declared to be one global array. Nothing here waits, or communicates
 regions.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
