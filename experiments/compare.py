@@ -130,7 +130,7 @@ def _train(session: Session, console: Console) -> Run | str:
         sys.exit(1)
     print(f"stopped: {method}, seed {run.seed}, at step {summary['steps']}; "
           "the same command resumes there")  # fmt: skip
-    sys.exit(0)
+    sys.exit(flags.STOPPED)
 
 
 def _write_report(

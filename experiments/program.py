@@ -150,7 +150,7 @@ def table(
 
 
 def with_run_flags(
-    main: Callable[[], None], doc: str | None, define: Callable[[], None]
+    main: Callable[[], int | None], doc: str | None, define: Callable[[], None]
 ) -> Callable[[], None]:
     """Return the command of a program whose flags are in `flags.FLAGS`."""
 

@@ -286,7 +286,7 @@ def _exits(row: runs.Row) -> Iterator[None]:
         yield
     except StoppedError as stopped:
         print(f"stopped: {stopped}; the same command resumes", file=sys.stderr)
-        sys.exit(0)
+        sys.exit(flags.STOPPED)
     except (ValueError, *RUN_ERRORS) as error:
         name = f"{row.setting.name}, seed {row.seed}"
         print(f"error: {name}: {error}", file=sys.stderr)

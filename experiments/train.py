@@ -25,7 +25,7 @@ from cocodc_jax.run.session import RUN_ERRORS
 from . import planned, program
 
 
-def main() -> None:
+def main() -> int:
     """Read the flags, train, print the summary."""
     with flags.usage_errors():
         config, workdir = read_flags()
@@ -47,13 +47,14 @@ def main() -> None:
         # A folder that does not fit is refused next time too, like a wrong flag, so a
         # launcher must not restart the run.
         sys.exit(flags.USAGE_ERROR if isinstance(error, ResumeError) else 1)
-    if jax.process_index() > 0:
-        return  # Process 0 reports.
-    if summary["steps"] < config.run.steps:
-        step = summary["steps"]
-        print(f"stopped at step {step}; the same command resumes there")
-        return
-    print(dumps(summary), end="")
+    step, reports = summary["steps"], jax.process_index() == 0
+    if step < config.run.steps:
+        if reports:
+            print(f"stopped at step {step}; the same command resumes there")
+        return flags.STOPPED
+    if reports:
+        print(dumps(summary), end="")
+    return 0
 
 
 def read_flags(says_plan: bool = True) -> tuple[TrainConfig, str]:

@@ -19,7 +19,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _TAIL_LINES = 10
 _POLL_S = 0.1
-_REFUSED = 2
+_REFUSED, _STOPPED = 2, 75
 # Lives of a region, one after another, that end badly so soon that none will do better.
 _BRIEF_LIVES, _BRIEF_S = 5, 60.0
 _FAREWELL_S = 5.0  # for others to fail too, and say why
@@ -161,8 +161,10 @@ class Group:
         while self._running:
             for number in [n for n, p in self._running.items() if p.poll() is not None]:
                 ended = exit_code(self._running.pop(number).returncode)
-                if ended and not code:
+                if ended and code in (0, _STOPPED):
                     code = ended
+                    if code == _STOPPED:  # The others stop at the same step.
+                        continue
                     explain(f"process {number}", code, self._logs[number])
                     end_s = time.monotonic() + _FAREWELL_S
                     self._kill_at_s = min(self._kill_at_s, end_s)
@@ -308,7 +310,7 @@ def wait(
             code = region.code
             is_brief = time.monotonic() - begun_s[number] < _BRIEF_S
             brief[number] = brief[number] + 1 if is_brief else 0
-            is_vain = code in (0, _REFUSED) or brief[number] == _BRIEF_LIVES
+            is_vain = code in (0, _REFUSED, _STOPPED) or brief[number] == _BRIEF_LIVES
             if is_vain or not restarts():
                 ended[number] = code
                 if code:

@@ -47,6 +47,11 @@ class Source:
             found = TrainConfig.from_json(read_table(path / CONFIG_FILE)).resolve()
         except ValueError as error:
             raise ValueError(f"adopt_from={text!r} cannot be read: {error}") from error
+        if "elastic" in (config.run.exchange, found.run.exchange):
+            raise ValueError(
+                f"adopt_from={text!r} is not possible with exchange='elastic', of this "
+                "run or of that one; leave out one of the two"
+            )
         others = [n for n in found.changes(config) if kind_of(n) is Kind.MODEL]
         if others or found.data.tokenizer != config.data.tokenizer:
             raise ValueError(

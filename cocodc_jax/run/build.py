@@ -139,9 +139,10 @@ def program_key(config: TrainConfig) -> tuple:
     """Return a key that is equal for runs that can share a compiled program."""
     run, regions = config.run, config.run.unequal(config.data.batch_per_region)
     return (
-        config.method, config.optimizer, regions, run.transport, run.steps,
-        run.how_mapped, run.optimizer_memory, run.step_seconds, run.accumulate_steps,
-        run.microbatches, run.random_routing, run.stage_subspace, run.stage_compress,
+        config.method, config.optimizer, regions, config.data.sequence_length,
+        run.transport, run.steps, run.how_mapped, run.optimizer_memory,
+        run.step_seconds, run.accumulate_steps, run.microbatches, run.random_routing,
+        run.stage_subspace, run.stage_compress,
     )  # fmt: skip
 
 

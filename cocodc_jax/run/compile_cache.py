@@ -33,9 +33,9 @@ def keep_programs() -> pathlib.Path | None:
     try:
         # Its content is executed: no other user may write there.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:  # Home is not writable: no cache.
+        _forget_unused(folder)
+    except OSError:  # Not writable, or another user's: no cache.
         return None
-    _forget_unused(folder)
     os.environ[DIR] = str(folder)
     os.environ.setdefault(MIN_TIME, str(_MIN_COMPILE_S))
     if jax is not None:  # Imported: it has read its environment.

@@ -19,6 +19,7 @@ from cocodc_jax.run.compile_cache import keep_programs
 from cocodc_jax.run.config import LEAVES, OLD_NAMES, TrainConfig, in_new_words
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.leaf_help import by_use, run_sections
+from cocodc_jax.run.messages import STOPPED as STOPPED
 from cocodc_jax.run.messages import USAGE_ERROR as USAGE_ERROR
 from cocodc_jax.run.messages import as_a_command, options, refuse, render, say_once
 from cocodc_jax.run.method_config import ARGUMENTS, check_taken
@@ -173,19 +174,19 @@ def _given_leaves(without: Sequence[str]) -> dict[str, Any]:
     return in_new_words({name: value(name) for name in names})
 
 
-def run_main(main: Callable[[], None], doc: str = "") -> None:
-    """Parse the flags and call `main`; a wrong flag exits with code 2."""
+def run_main(main: Callable[[], int | None], doc: str = "") -> None:
+    """Parse the flags and call `main`; exit with its code, 2 for a wrong flag."""
 
     @as_a_command()
-    def call(argv: Sequence[str]) -> None:
+    def call(argv: Sequence[str]) -> int | None:
         logging.set_verbosity(logging.WARNING)  # Orbax logs every file.
         say_once(logging.get_absl_handler())
         if value("help") or value("helpfull"):
             with usage_errors():
                 print(help_of(doc, value("helpfull")))
-            return
+            return 0
         keep_programs()
-        main()
+        return main()
 
     app.define_help_flags()
     # In place of absl's, which does not know defaults that depend on other flags.

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from cocodc_jax.files import UnwritableError
 
 USAGE_ERROR = 2
+STOPPED = 75  # EX_TEMPFAIL: the same command goes on, so that schedulers try again.
 _WIDTH, _COLUMN = 88, 28
 
 

@@ -3,6 +3,7 @@
 import os
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -74,8 +75,9 @@ def prepare(
     model = model_of(config, text.tokenizer)
     build.check_model(config, model)
     alike = [s for s in earlier if (s.model, s.mesh) == (model, mesh)]
-    key = build.program_key(config)
+    key, judged = build.program_key(config), _evaluation(config)
     twins = [s for s in alike if build.program_key(s.config) == key]
+    judges = [s.evaluate for s in alike if _evaluation(s.config) == judged]
     session = Session(
         config,
         workdir,
@@ -83,7 +85,7 @@ def prepare(
         model,
         mesh,
         twins[0].program if twins else build.build_program(config, model, mesh, place),
-        alike[0].evaluate if alike else build.build_evaluate(config, model, mesh, text),
+        judges[0] if judges else build.build_evaluate(config, model, mesh, text),
         tracking,
         monitoring,
         place,
@@ -93,3 +95,8 @@ def prepare(
     if jax.process_index() == 0:
         claim(config, workdir, folder / CHECKPOINTS)
     return session
+
+
+def _evaluation(config: TrainConfig) -> Any:
+    """Return what the validation batches depend on."""
+    return config.replace(seed=0).data, config.run.eval_batches

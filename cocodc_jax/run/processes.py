@@ -157,10 +157,10 @@ class Processes:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("", int(port)))
-            except OSError as error:
+            except (OSError, OverflowError) as error:  # The latter above 65535.
                 raise ValueError(
                     f"coordinator_address={self.coordinator_address!r}: process 0 "
-                    f"cannot listen on port {port}: {error.strerror}; name a free port"
+                    f"cannot listen on port {port}: {error}; name a free port"
                 ) from error
 
 
@@ -182,8 +182,8 @@ def check_shares(
         raise ValueError(
             f"num_processes={num_processes} makes {members} processes of each of "
             f"regions={num_regions}, which cannot share its stages * data_axis * "
-            f"sequence_axis * model_axis = {devices_per_region} devices; make that a "
-            f"multiple of {members}, as with data_axis={members}, or use "
+            f"expert_axis * sequence_axis * model_axis = {devices_per_region} devices; "
+            f"make that a multiple of {members}, as with data_axis={members}, or use "
             f"num_processes={num_regions}"
         )
 

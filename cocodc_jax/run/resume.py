@@ -164,6 +164,8 @@ def _check_changes(
     names = {kind: [n for n in changes if kind_of(n) is kind] for kind in Kind}
     told = []
     for kind, other in _OR_ELSE.items():
+        if kind is Kind.COMPUTED and config.run.exchange == "elastic":
+            other = " as before, or begin in another workdir"  # No run adopts it.
         if names[kind]:
             pairs = ((n, changes[n][0]) for n in names[kind])
             before = " ".join(f"--{n}={x}" for n, x in pairs if x is not None)

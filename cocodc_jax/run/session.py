@@ -105,21 +105,25 @@ class Session:
             only_writer(self.own_dir),
             self.bucket.writing(process) if self.bucket else contextlib.nullcontext(),
             contextlib.closing(stream),
-            Checkpoints(self.checkpoint_dir, run.keep_checkpoints) as saved,
+            Checkpoints(self.checkpoint_dir, run.keep_checkpoints, True) as saved,
             self._watched() as monitor,
+            contextlib.ExitStack() as stack,
         ):
             if (finished := self._finished(saved)) is not None:
                 return finished
             began_s, rollbacks = time.time(), []
             carried: Carried | None = None
+            should_stop: Callable[[], bool] | None = None
             while True:
                 # A rollback continues with the next data.
                 ahead = stream.get_state() if rollbacks else None
                 try:
                     if carried is None:
                         begun = self.begin(saved, stream)
+                        began_s = begun[2].get("began_s", began_s)
                     else:
-                        begun = carried.state, None, {"seconds": time.time() - began_s}
+                        times = {"seconds": time.time() - began_s, "began_s": began_s}
+                        begun = carried.state, None, times
                     among = contextlib.nullcontext((begun, None))
                     if self.place is not None:
                         among = taking_part(self, begun, stream, monitor, carried)
@@ -128,8 +132,14 @@ class Session:
                             saved.forget_after(begun[0].step)
                         if ahead is not None:
                             stream.set_state(ahead)
+                        # A stop that is asked for while a run rolls back still holds.
+                        should_stop = should_stop or stack.enter_context(
+                            attend.stop_signal()
+                        )
                         others = attendance, monitor, console, began_s, rollbacks
-                        return self._train_on(saved, stream, begun, *others)
+                        return self._train_on(
+                            saved, stream, begun, should_stop, *others
+                        )
                 except LeftBehindError as error:
                     if error.state is None:
                         raise
@@ -177,6 +187,7 @@ class Session:
         saved: Checkpoints,
         stream: TrainStream,
         begun: Begun,
+        should_stop: Callable[[], bool],
         attendance: Attendance | None,
         monitor: Monitor,
         console: Console | None,
@@ -195,7 +206,6 @@ class Session:
         with (
             resume.open_records(self.own_dir, position, state.step, mirrors) as writer,
             attend.progress_bar(self.config, state.step, console) as bar,
-            attend.stop_signal() as should_stop,
         ):
             earlier_s = position.get("seconds", 0.0)
             began_s = position.get("began_s", began_s)

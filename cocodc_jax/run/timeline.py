@@ -38,6 +38,9 @@ def measured(workdir: pathlib.Path, since_step: int) -> tuple[Timeline, int]:
     found = [_table(path) for path in paths if path.exists()]
     if not found:
         raise ValueError(f"workdir={str(workdir)!r} holds no {FILE}; train there first")
+    # Of fewer processes than before: the others have left theirs.
+    ends = [each["marks"][-1:] and each["marks"][-1][0] for each in found]
+    found = [each for each, end in zip(found, ends, strict=True) if end == ends[0]]
     marked = [{step for step, _ in each["marks"]} for each in found]
     steps = sorted(s for s in set.intersection(*marked) if s >= since_step)
     if len(steps) < 2:

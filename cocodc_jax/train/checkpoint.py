@@ -47,9 +47,17 @@ def steps_in(directory: Any) -> list[int]:
 
 @methods_in_own_context
 class Checkpoints:
-    """The checkpoints of one run, newest last; use as a context manager."""
+    """The checkpoints of one run, newest last; use as a context manager.
 
-    def __init__(self, directory: str | pathlib.Path, keep: int = 2):
+    Args:
+      directory: a folder, or one of a bucket; made if missing.
+      keep: how many of the newest to keep.
+      cleans: remove what saves have left that were killed; nobody else may save here.
+    """
+
+    def __init__(
+        self, directory: str | pathlib.Path, keep: int = 2, cleans: bool = False
+    ):
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1 checkpoint")
         self._in_bucket = is_in_bucket(directory)
@@ -57,7 +65,9 @@ class Checkpoints:
         path.mkdir(parents=True, exist_ok=True)
         finishing = ocp.AsyncOptions(post_finalization_callback=self._write_checksums)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, async_options=finishing
+            max_to_keep=keep,
+            async_options=finishing,
+            cleanup_tmp_directories=cleans,
         )
         self._directory = path
         self._manager = ocp.CheckpointManager(path, item_names=_ITEMS, options=options)

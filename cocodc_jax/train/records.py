@@ -101,8 +101,9 @@ class Records:
         """Write the record of an applied sync; waits for its numbers."""
         ratio = sync.metrics.get("correction_ratio")
         if ratio is not None:
-            ratio = float(finite_mean(transfer.local_rows(ratio), np.float64))
-            self._ratios.append(ratio)
+            # A region that becomes NaN after it has sent a finite message has none.
+            ratio = finite_or_none(finite_mean(transfer.local_rows(ratio), np.float64))
+            self._ratios += [] if ratio is None else [ratio]
         record = {
             "kind": "sync",
             "step": sync.apply_step,
@@ -176,14 +177,14 @@ def record_of(step: int, routing: Mapping[str, np.ndarray]) -> dict[str, Any]:
     per_token = load_RNE[0, 0].sum()
     mean_NE = load_RNE.mean(axis=0)
     names = "balance", "z", "entropy"
-    means = {n: routing[f"router_{n}"].mean(dtype=np.float64) for n in names}
+    means = {n: finite_mean(routing[f"router_{n}"], np.float64) for n in names}
     numbers = means | {
         "load_max": mean_NE.max(axis=1).mean() * mean_NE.shape[1] / per_token,
         "divergence": np.abs(load_RNE - mean_NE).sum(axis=2).mean() / (2 * per_token),
         "dead": (mean_NE == 0).sum(),
     }
     record: Record = {"kind": "experts", "step": step}
-    record |= {name: float(x) for name, x in numbers.items()}
+    record |= {name: finite_or_none(x) for name, x in numbers.items()}
     if mean_NE.size <= _MOST_LOADS:
         record["load_regions"] = load_RNE.tolist()
     return record

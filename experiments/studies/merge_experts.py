@@ -120,7 +120,7 @@ def main() -> None:
                 method = session.config.method.method
                 print(f"stopped: {method} at step {steps}; the same command resumes "
                       "there")  # fmt: skip
-                sys.exit(0)
+                sys.exit(flags.STOPPED)
         rows = _merge(sessions[0], routing)
         for session in sessions[1:]:
             with _finished(session) as (state, _):

@@ -44,7 +44,7 @@ INPUTS = {
 }
 # Flags of a run that trials do not have.
 _ALONE = (
-    "init_from", "step_times", "batch_sizes", "data_axis", "model_axis",
+    "init_from", "step_times", "batch_sizes", "data_axis", "model_axis", "expert_axis",
     "sequence_axis", "optimizer_memory", "stages", "microbatches", "random_routing",
     "stage_subspace", "step_seconds", "adopt_from", "spike_zscore", "max_rollbacks",
 )  # fmt: skip

@@ -107,9 +107,8 @@ class Trainer:
 
     def train(self, row: Row) -> dict[str, Any]:
         """Train a row to its end, from its newest checkpoint if it has one."""
-        folder, before, earlier = self._folder / row.row_id, self._before, []
-        if before is not None and _same_evaluation(before.config, row.config):
-            earlier.append(before)
+        folder, before = self._folder / row.row_id, self._before
+        earlier = [before] if before else []
         session = self._before = prepare(row.config, folder, self._open_text, earlier)
         if before is None or before.program is not session.program:
             self._num_programs += 1
@@ -134,12 +133,6 @@ class Trainer:
         """Delete the files of a row that is written down, unless they are to stay."""
         if not self._keep:
             shutil.rmtree(self._folder / row.row_id, ignore_errors=True)
-
-
-def _same_evaluation(a: TrainConfig, b: TrainConfig) -> bool:
-    """Whether what judges one run can judge the other: the same validation batches."""
-    a, b = a.replace(seed=0), b.replace(seed=0)
-    return (a.data, a.run.eval_batches) == (b.data, b.run.eval_batches)
 
 
 def trained(

@@ -177,6 +177,7 @@ def test_numbers_of_every_method_are_inputs_or_why_not_is_said(name):
         ({"method": "mla"}, "its regions come one by one"),
         ({"delay_steps": "auto"}, "its events follow times that the host measures"),
         ({"data_axis": 2}, "data_axis=2"),
+        ({"expert_axis": 2}, "expert_axis=2"),
         ({"exclude_above": 3.0}, "robust_mean have the host restore regions"),
     ],
 )

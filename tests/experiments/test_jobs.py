@@ -8,6 +8,7 @@ import time
 import pytest
 
 from cocodc_jax.netlab import children
+from cocodc_jax.run.messages import STOPPED
 from experiments.faults import kills
 
 pytestmark = pytest.mark.slow
@@ -78,7 +79,7 @@ def test_one_is_asked_to_stop_and_one_is_silent_for_a_while(three):
     three.until(lambda: min(map(three.step, range(3))) > 20)
     three.regions[0].send(signal.SIGTERM)  # Whichever coordinates.
     three.until(lambda: three.regions[0].code is not None)
-    assert three.regions[0].code == 0
+    assert three.regions[0].code == STOPPED
     at = three.step(1)
     three.until(lambda: three.step(1) > at + 20, seconds=60)
     three.regions[0].start()
@@ -110,6 +111,28 @@ def test_all_die_and_come_back_from_checkpoints(three):
     ends = [three.lines(r, "joins.jsonl")[-1] for r in range(3)]
     assert sorted(end["from_peer"] for end in ends) == [False, True, True]
     assert max(end["own_step"] for end in ends) >= 40
+
+
+def test_both_of_two_go_on_once_the_one_that_was_killed_is_back(tmp_path, corpus):
+    """With min_regions, the one that is left waits; it coordinates, then not."""
+    flags = [*FLAGS, "--regions=2", "--min_regions=2", "--start_s=20", *corpus]
+    run = Run(tmp_path, flags, 2)
+    try:
+        for lost in (1, 0):
+            at = run.step(0)
+            run.until(lambda at=at: min(map(run.step, range(2))) > at + 20)
+            run.regions[lost].send(signal.SIGKILL)
+            run.until(lambda lost=lost: not run.regions[lost].is_running)
+            time.sleep(8)  # It counts as dead, and the other one waits.
+            run.regions[lost].start()
+            stays = 1 - lost
+            run.until(lambda r=stays: run.lines(r, "joins.jsonl")[-1]["carried"])
+        result = run.finish()
+    finally:
+        run.kill()
+    assert not result["merges_that_differ"]
+    assert [region.lives for region in run.regions] == [2, 2]
+    assert [len(run.lines(r, "joins.jsonl")) for r in range(2)] == [3, 3]
 
 
 def test_the_numbers_are_the_same_through_a_folder(tmp_path, corpus):

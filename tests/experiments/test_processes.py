@@ -14,6 +14,7 @@ import time
 import pytest
 
 from cocodc_jax.netlab import children
+from cocodc_jax.run.messages import STOPPED
 from experiments import launch_local, train
 from tests.waiting import wait_until
 
@@ -253,7 +254,7 @@ def test_sigterm_to_one_stops_all_at_one_step(command, run, corpus, tmp_path):
     _, one = children_of(launcher.pid)
     os.kill(one, signal.SIGTERM)
     out, err = launcher.communicate(timeout=120)
-    assert launcher.returncode == 0, err
+    assert launcher.returncode == STOPPED, err
     (saved,) = (tmp_path / "checkpoints").iterdir()
     assert f"stopped at step {saved.name}; the same command resumes there" in out
 

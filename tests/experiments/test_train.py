@@ -187,13 +187,16 @@ def test_a_finished_run_whose_summary_is_damaged_is_summed_up_again(
 
 
 @pytest.mark.slow
-def test_a_run_goes_back_from_a_spike(call, corpus, tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_run_goes_back_from_a_spike(call, corpus, tmp_path, monkeypatch, is_stopped):
     """One that is told at step 12: back to 8, and on with other data."""
     told = []
 
     def observe(self, step, losses, first_region):
         if step == 12 and not told:
             told.append(Spike(step, 1, 9.0, 5.0, 40.0))
+            if is_stopped:
+                signal.raise_signal(signal.SIGTERM)
             return told
         return []
 
@@ -201,9 +204,12 @@ def test_a_run_goes_back_from_a_spike(call, corpus, tmp_path, monkeypatch):
     flags = ["--preset=smoke", "--method=diloco", "--steps=24", "--checkpoint_every=8"]
     flags += ["--regions=2", "--eval_batches=2"]
     flags += ["--spike_zscore=10", "--max_rollbacks=2", "--exclude_above=50"]
-    _, err = call(train, *flags, *corpus, f"--workdir={tmp_path}")
+    out, err = call(train, *flags, *corpus, f"--workdir={tmp_path}")
     assert "loss 9.0 at step 12 in region 1 is a spike (usually 5, z = 40)" in err
     assert "last good checkpoint: step 8; the run returns to it" in err
+    if is_stopped:
+        assert "stopped at step 8;" in out
+        return
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [(x["step"], x["to_step"]) for x in summary["rollbacks"]] == [(12, 8)]
     assert summary["steps"] == 24

@@ -1,6 +1,7 @@
 """Compiled programs are kept for the next command, in a folder that can be chosen."""
 
 import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -50,8 +51,13 @@ def test_what_was_chosen_stays(unset, monkeypatch):
     assert DIR not in os.environ
 
 
-def test_a_folder_that_cannot_be_made_is_done_without(unset):
-    (unset / "cocodc_jax").write_text("a file")
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_folder_that_cannot_be_used_is_done_without(unset, monkeypatch, is_there):
+    if is_there:  # Another user's.
+        (unset / "cocodc_jax").mkdir()
+        monkeypatch.setattr(pathlib.Path, "iterdir", lambda _: os.listdir("/nowhere"))
+    else:
+        (unset / "cocodc_jax").write_text("a file")
     assert keep_programs() is None
     assert DIR not in os.environ
 

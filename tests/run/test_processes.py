@@ -15,6 +15,8 @@ def test_a_port_in_use_is_refused():
         told = Processes(address, 2, 0)
         with pytest.raises(ValueError, match=f"{address}': process 0 cannot listen on"):
             told.start(num_regions=4)
+    with pytest.raises(ValueError, match="cannot listen on port 99999"):
+        Processes("127.0.0.1:99999", 2, 0).start(num_regions=4)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +51,8 @@ def test_regions_are_shared_out_whole_and_each_of_them_evenly():
          "num_processes=6 must divide regions=4, so"),
         (lambda: check_shares(4, 8, devices_per_region=3),
          r"num_processes=8 makes 2 processes of each of regions=4, .*stages \* "
-         r"data_axis \* sequence_axis \* model_axis = 3 devices; .*multiple of 2, as "
-         "with data_axis=2, or use num_processes=4"),
+         r"data_axis \* expert_axis \* sequence_axis \* model_axis = 3 devices; .*"
+         "multiple of 2, as with data_axis=2, or use num_processes=4"),
         (lambda: Processes("127.0.0.1:1", 8, 1).start(num_regions=4),
          "model_axis = 1 devices; .*num_processes=4"),
     ):  # fmt: skip

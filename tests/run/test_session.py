@@ -13,6 +13,8 @@ import pytest
 
 from cocodc_jax.report.records import MetricsWriter, read_records
 from cocodc_jax.run import resume
+from cocodc_jax.run.adoption import Source
+from cocodc_jax.run.config import dumps
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
 
@@ -44,6 +46,14 @@ def test_what_set_up_refuses_before_anything_compiles(
     with pytest.raises(ValueError, match=message):
         prepare(base.replace(**leaves), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_no_elastic_run_starts_from_another(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text(dumps(PRESET.to_json()))
+    config = PRESET.replace(adopt_from=str(tmp_path), exchange="elastic")
+    with pytest.raises(ValueError, match="is not possible with exchange='elastic'"):
+        Source.of(config)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Where elastic regions are, what is refused, and where one begins if left alone."""
 
+import contextlib
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 from absl.flags import FlagValues
@@ -66,7 +68,55 @@ def test_regions_may_differ_in_where_and_how_they_run(leaves, is_same):
 def test_a_checkpoint_ahead_of_what_the_others_begin_with_is_refused():
     told = "the run is at step 4, and this region's own checkpoint at step 8: of an"
     with pytest.raises(ResumeError, match=told):
-        taking_part._go_on(None, Snapshot(4, {}, ()), 8, None, None)
+        taking_part._go_on(None, Snapshot(4, {}, ()), 8, None)
+
+
+@pytest.mark.parametrize(("copy_step", "begins_at"), [(48, 48), (44, 45), (None, 8)])
+def test_data_are_skipped_before_the_others_wait(
+    monkeypatch, tmp_path, copy_step, begins_at
+):
+    """They are at step 45; then it gets a copy, or they have ended meanwhile."""
+    stream, own = Counting(8), SimpleNamespace(step=8)
+
+    class Others(contextlib.nullcontext):
+        view = view(0, 1, 2)
+
+        def join(self, timeout_s):
+            assert stream.at == 45
+            return copy_step and Snapshot(copy_step, {}, ())
+
+    others = Others()
+    others.__enter__ = others.hears_others = lambda *_: True
+    others.wait_for_step = lambda step, timeout_s: 45
+    monkeypatch.setattr(taking_part.inside, "of_process", lambda *_: others)
+    monkeypatch.setattr(taking_part.joining, "max_frame_bytes", lambda program: 1)
+    monkeypatch.setattr(taking_part.joining, "adopt", lambda *_: own)
+    monkeypatch.setattr(taking_part, "_rehearse", lambda session, stream: next(stream))
+    session = SimpleNamespace(
+        program=SimpleNamespace(elastic=SimpleNamespace(in_mean={}, link=None)),
+        own_dir=tmp_path, place=PLACE, config=PRESETS["smoke"],
+        text=SimpleNamespace(fingerprint="text"), elastic=ElasticFlags(),
+        first_params=lambda: (None, None),
+    )  # fmt: skip
+    monitor = SimpleNamespace(fault=None, live=SimpleNamespace())
+    with taking_part.taking_part(session, (own, None, {}), stream, monitor, None):
+        assert stream.at == begins_at
+
+
+class Counting:
+    """A stream that knows where it is."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def __next__(self):
+        self.at += 1
+
+    def get_state(self):
+        return self.at
+
+    def set_state(self, at):
+        self.at = at
 
 
 ADDRESSES = "a:1,b:2"

@@ -24,6 +24,15 @@ def test_processes_are_laid_side_by_side(recorded_run):
     assert (second.start_s, second.arrival_s, second.merge_s) == (2.5, 5.0, 5.5)
 
 
+def test_a_process_of_an_earlier_start_is_left_out(recorded_run):
+    expected = timeline.read(recorded_run)
+    stale = json.loads((recorded_run / "process_1" / "timeline.json").read_text())
+    stale["marks"] = stale["marks"][:-1]
+    (recorded_run / "process_2").mkdir()
+    (recorded_run / "process_2" / "timeline.json").write_text(json.dumps(stale))
+    assert timeline.read(recorded_run) == expected
+
+
 def test_steps_beside_a_sync_are_told_from_steps_alone():
     """2 s a step with a sync on its way, 1 s without; waiting is neither.
 

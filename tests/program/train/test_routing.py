@@ -1,9 +1,11 @@
 """What is recorded of a mixture of experts."""
 
+import jax.numpy as jnp
 import numpy as np
 
+from cocodc_jax.core.state import AppliedSync
 from cocodc_jax.report.records import scalars
-from cocodc_jax.train.records import record_of, recorded_of
+from cocodc_jax.train.records import Records, record_of, recorded_of
 
 # Two regions, one layer, four experts, two a token.
 LOADS = np.array([[[1.0, 1.0, 0, 0]], [[1.0, 0.5, 0.5, 0]]], np.float32)
@@ -31,6 +33,20 @@ def test_a_record_says_how_even_and_how_equal_loads_are():
     shown = scalars(record)
     assert shown["experts/load_regions/region_1/layer_0/expert_1"] == 0.5
     assert shown["experts/dead"] == 1.0
+
+
+def test_a_region_that_is_not_finite_leaves_numbers_that_are_json():
+    worse = {name: np.where([[True], [False]], np.nan, AUX[name][:, None])
+             for name in AUX if name != "expert_load"}  # fmt: skip
+    record = record_of(7, AUX | worse)
+    assert (record["balance"], record["z"], record["entropy"]) == (2.0, 5.0, 0.5)
+    found = []
+    records = Records(found.append, 10, lambda step: step)
+    for ratio in (np.nan, 0.5):
+        ratios = {"correction_ratio": jnp.array([ratio])}
+        records.sync(AppliedSync(0, 1, 2, 3, jnp.ones(()), ratios))
+    assert [each["correction_ratio"] for each in found] == [None, 0.5]
+    assert records.correction_ratio == 0.5
 
 
 def test_many_experts_are_recorded_without_their_single_loads():
