@@ -101,7 +101,7 @@ def _row(
     )
     last = {record["kind"]: record for record in records}
     sent = [r["bytes_sent_per_region"] for r in records if r["kind"] != "sync"]
-    syncs = read_lines(own / SYNCS_FILE, dict)
+    syncs = read_lines(own / SYNCS_FILE, dict, skips_damaged=True)
     now_row = timing[-1] if timing else {}
     step = max((each["step"] for each in (*records[-1:], *timing[-1:])), default=0)
     state = "stopped" if records or timing else "not begun"
@@ -164,7 +164,7 @@ def _seconds_left(timing: Sequence[Record], steps: int) -> float | None:
 def _faults(own: pathlib.Path) -> list[str]:
     """Return a line for each fault that is named and has not ended."""
     named: dict[tuple, str] = {}
-    for line in read_lines(own / FAULTS_FILE, dict):
+    for line in read_lines(own / FAULTS_FILE, dict, skips_damaged=True):
         key = line["kind"], *line["where"]
         named.pop(key, None)
         if line["fault"] == "begins":
