@@ -18,8 +18,7 @@ Each contender trains one model with the same batches and inner optimizer:
 All are timed in turn, round by round, within one process: the speed of a machine
 changes with the other work on it, so compare by the ratios. A ratio says how many times
 as fast the row is as the column. It is the median over rounds. `--contenders` selects
-some of them, if all take too long to compile. `--growth` uses models and layouts of its
-own, and prints them.
+some of them. `--growth` uses models and layouts of its own, and prints them.
 """
 
 import importlib.util

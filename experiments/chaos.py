@@ -13,15 +13,13 @@ one takes part and has the run in memory. Then the records must show that
 - every killed region returned, and all reached the end;
 - the last loss is near that of a run of one process without kills.
 
-A region that ends by itself is restarted too, and reported. The result is printed and
-written to DIR/chaos.json. Goodput is the share of all regions' steps that were done.
-The prediction of `network.goodput` for the same times between kills and returns is
-printed with it. Ctrl-C or SIGTERM stops all regions with checkpoints, and the same
-command resumes with the remaining kills.
+A region that ends by itself is restarted too, and reported. The result is printed, with
+the goodput that `network.goodput` predicts, and written to DIR/chaos.json. Goodput is
+the share of all regions' steps that were done. Ctrl-C or SIGTERM stops all regions with
+checkpoints, and the same command resumes with the remaining kills.
 
-With `--scenario` no region is killed. Instead the network between the regions has a
-fault for a while, and the regions must name it within five syncs
-(`faults/scenarios.py`).
+With `--scenario` the network has a fault for a while instead, which the regions must
+name within five syncs (`faults/scenarios.py`).
 """
 
 import math

@@ -9,6 +9,7 @@ import difflib
 import importlib
 import pathlib
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -43,7 +44,7 @@ def as_installed(text: str) -> str:
 
 def command_line(program: str, words: Sequence[str]) -> str:
     """Return the command line of a program and its flags, to record with results."""
-    return " ".join([shown(f"python -m experiments.{program}"), *words])
+    return " ".join([shown(f"python -m experiments.{program}"), shlex.join(words)])
 
 
 def programs() -> dict[str, pathlib.Path]:

@@ -184,7 +184,9 @@ def _print_table(comparison: dict, target: str | None, console: Console) -> None
     for name, row in comparison["methods"].items():
         loss, outer, sent, kept, drift = (row[key]["mean"] for key in _PRINTED)
         sizes, steps = map(format_bytes, (sent, kept)), row["steps_to_target"]
+        reached, num = row["seeds_at_target"], len(row["seeds"])
         to_target = "-" if steps is None else f"{steps:.0f} steps"
+        to_target += f" ({reached} of {num} seeds)" * (0 < reached < num)
         losses = (f"{loss:.4f}", f"{outer:.4f}")
         rows.append((name, *losses, *sizes, f"{drift:.1e}", to_target))
     rows += [(name, "diverged") for name in comparison["diverged"]]

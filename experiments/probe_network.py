@@ -18,7 +18,6 @@ times. If they start at once, a collective may take less. WORKDIR/probe.json has
 measured seconds. Exit code 2 and one line on standard error for bad flags.
 """
 
-import dataclasses
 import itertools
 import json
 import math
@@ -117,9 +116,9 @@ def read_links(values: FlagValues, num: int) -> LinkState | None:
     else:
         return None
     # As the lab, which caps regions, and takes links as they are without changes.
-    usual = dataclasses.replace(topology, changes=())
+    topology = topology.undisturbed
     cap_bps = gbps * 1e9 or math.inf
-    conditions = plan.conditions_over_time(usual, cap_bps)[0]
+    conditions = plan.conditions_over_time(topology, cap_bps)[0]
     mtu = values.mtu or plan.usual_mtu_bytes(conditions)
     state, share = topology.at(), gloo.payload_share(mtu)
     rate, line = (

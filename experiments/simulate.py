@@ -20,13 +20,13 @@ timeline.png. All times are simulated seconds.
   regions that are separate jobs.
 - `--table` compares the simulator with published numbers.
 
-Exit code 2 and one line on standard error for bad flags. The flags describe a network,
-not a model, so they are not those of training (cocodc_jax/run/flags.py).
+The flags describe a network, not a model, so they are not those of training.
 """
 
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 
@@ -123,8 +123,9 @@ def _write(
     timeline: Timeline,
     faulty: Sequence[tuple[float, Finding]],
 ) -> None:
+    given = values.flag_values_dict().items()
     result = {
-        "flags": {k: v for k, v in values.flag_values_dict().items() if k != "help"},
+        "flags": {k: v for k, v in given if k != "help" and v != math.inf},
         "summary": summary,
         "stall_s": timeline.stall_s,
         "bytes_sent": timeline.bytes_sent,
@@ -237,7 +238,8 @@ def _report_advice(
     folder: pathlib.Path | None,
 ) -> None:
     """Print the best settings of a sweep's frontier on these links."""
-    found = advice.advise(choices, topology, values.params, times, values.collective)
+    params = values.params / values.stages
+    found = advice.advise(choices, topology, params, times, values.collective)
     print("By measured losses, in the time of the run's steps without a network:")
     for place, each in enumerate(found[:ADVICE_LINES], 1):
         print(f"{place}. {each.explain()}.")

@@ -10,6 +10,7 @@ whether it still runs. HOST:PORT is where a process of `experiments.train
 """
 
 import datetime
+import http.client
 import pathlib
 import re
 import shutil
@@ -100,7 +101,7 @@ def _row(
         for name in (METRICS_FILE, TIMING_FILE)
     )
     last = {record["kind"]: record for record in records}
-    sent = [r["bytes_sent_per_region"] for r in records if r["kind"] != "sync"]
+    sent = [r["bytes_sent_per_region"] for r in records if "bytes_sent_per_region" in r]
     syncs = read_lines(own / SYNCS_FILE, dict, skips_damaged=True)
     now_row = timing[-1] if timing else {}
     step = max((each["step"] for each in (*records[-1:], *timing[-1:])), default=0)
@@ -179,7 +180,7 @@ def of_address(address: str, now: float) -> tuple[list[Row], list[str]]:
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
             text = answer.read().decode(errors="replace")
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise OSError(f"nothing answers at {url} ({reason})") from error
     found = _samples(text)

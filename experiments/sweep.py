@@ -185,6 +185,8 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
         return {row["row"]: row for row in rows.read(workdir)}
 
     for stage in plan.stages(written):
+        if plan.history:
+            _note_halving(plan, workdir / HALVING_FILE)
         own, found = {row.row_id for row in plan.own(stage)}, written()
         done = set()
         if most:
@@ -204,14 +206,21 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
                 trainer.forget(row)
                 progress.trained(row)
                 _say(_came_to(record))
+            else:
+                progress.found(row)  # Another shard is about as far.
         # Of other shards too: a choice needs all of them.
         wanted = {row.row_id for row in stage}
         if missing := wanted - written().keys():
             _say(f"waiting for {len(missing)} rows of other shards")
         while wanted - written().keys():
             time.sleep(POLL_S)
-        if plan.history:
-            write_whole(workdir / HALVING_FILE, dumps(plan.to_json()))
+
+
+def _note_halving(plan: Plan, path: pathlib.Path) -> None:
+    """Write what the rungs chose, beside what was chosen of another part (--only)."""
+    others = set(read_table(path)["chosen"]) if path.exists() else set()
+    others -= {setting.key for setting in plan.grid.settings}
+    write_whole(path, dumps(plan.to_json(others)))
 
 
 def _train_batches(

@@ -325,4 +325,5 @@ def wait(
             for region in regions:
                 region.send(signal.SIGKILL)
         time.sleep(_POLL_S)
-    return next((code for code in ended.values() if code), 0)
+    bad = [code for code in ended.values() if code]
+    return next((code for code in bad if code != _STOPPED), max(bad, default=0))

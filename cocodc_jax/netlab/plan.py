@@ -104,8 +104,7 @@ def make_plan(
       mtu_bytes: largest packet; None is what the slowest link passes in a millisecond.
       **settings: further fields of `Plan`.
     """
-    undisturbed = dataclasses.replace(topology, changes=())
-    usual = conditions_over_time(undisturbed, region_bps)[0]
+    usual = conditions_over_time(topology.undisturbed, region_bps)[0]
     return Plan(
         regions=topology.regions,
         command=tuple(command),

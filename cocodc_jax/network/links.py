@@ -8,6 +8,7 @@ Mahdavi, Ott, "The macroscopic behavior of the TCP congestion avoidance algorith
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -57,10 +58,15 @@ class Link:
     @property
     def bytes_per_s(self) -> float:
         """Rate one stream reaches, after loss, in bytes per second."""
-        wire = self.bandwidth_gbps * 1e9 / 8
-        if self.loss == 0 or self.latency_s == 0:
+        return self.changed_bytes_per_s(1.0, 0.0)
+
+    def changed_bytes_per_s(self, factor: float, extra_latency_s: float) -> float:
+        """Return that of a link of `factor` times the bandwidth, and later."""
+        wire = factor * self.bandwidth_gbps * 1e9 / 8
+        latency_s = self.latency_s + extra_latency_s
+        if self.loss == 0 or latency_s == 0:
             return wire * (1 - self.loss)
-        stream = _SEGMENT_BYTES / (2 * self.latency_s) * math.sqrt(1.5 / self.loss)
+        stream = _SEGMENT_BYTES / (2 * latency_s) * math.sqrt(1.5 / self.loss)
         return min(wire * (1 - self.loss), stream)
 
     @property
@@ -168,6 +174,11 @@ class Topology:
         times = {t for c in self.changes for t in (c.start_s, c.end_s)}
         return tuple(sorted(times))
 
+    @property
+    def undisturbed(self) -> "Topology":
+        """The same links, which never change."""
+        return dataclasses.replace(self, changes=())
+
     def scaled(self, share: float) -> "Topology":
         """Return the same regions with a share of all bandwidths."""
 
@@ -191,14 +202,18 @@ class Topology:
 
     def at(self, time_s: float = 0.0) -> LinkState:
         """Return the links as they are at a moment in simulated seconds."""
-        rate = np.array([[link.bytes_per_s for link in row] for row in self.links])
         delay = np.array([[link.delay_s for link in row] for row in self.links])
+        factor, extra = np.ones_like(delay), np.zeros_like(delay)
         for change in self.changes:
             if change.start_s <= time_s < change.end_s:
                 ends = change.source, change.target
                 where = tuple(slice(None) if end is None else end for end in ends)
-                rate[where] *= change.bandwidth_factor
-                delay[where] += change.extra_latency_s
+                factor[where] *= change.bandwidth_factor
+                extra[where] += change.extra_latency_s
+        delay += extra
+        cells = zip(itertools.chain(*self.links), factor.flat, extra.flat, strict=True)
+        rates = [link.changed_bytes_per_s(*change) for link, *change in cells]
+        rate = np.reshape(rates, delay.shape)
         np.fill_diagonal(rate, np.inf)
         np.fill_diagonal(delay, 0.0)
         return LinkState(rate, delay, self.line_gbps * 1e9 / 8)

@@ -97,13 +97,14 @@ class NetworkPlan:
 
 
 def make_plan(topology: Topology, job: Job) -> NetworkPlan:
-    """Choose a plan for the links as they are at time 0.
+    """Choose a plan for the links as they are without their changes.
 
     Raises:
       ValueError: if there is one region only, which needs no network.
     """
     if topology.num_regions < 2:
         raise ValueError("a plan needs at least two regions")
+    topology = topology.undisturbed
     # K is found with the collective that suits the K asked for; smaller fragments may
     # suit another one, which can only be faster.
     collective, order, _ = _collective(topology, job, job.num_fragments)

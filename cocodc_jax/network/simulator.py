@@ -266,7 +266,7 @@ class _Run:
                 step,
                 flight.start_s,
                 flight.arrival_s,
-                float(np.max(self.clocks[merging])),
+                float(np.max(self.clocks[merging & (stall == np.max(stall))])),
                 float(np.max(stall)),
                 float(np.mean(stall)),
                 tuple(np.sum(sent, axis=0).tolist()),

@@ -120,7 +120,9 @@ def simulate_swarm(
     run = _State(swarm, state, wiring == "fixed", seed)
     for failure in failures:
         run.at(failure.start_s, run.leave, failure.site)
-        run.at(failure.end_s, run.recover, failure.site)
+        again = [f for f in failures if f.site == failure.site]
+        if not any(f.start_s < failure.end_s < f.end_s for f in again):
+            run.at(failure.end_s, run.recover, failure.site)
     for k in range(1, math.ceil(duration_s / rebalance_s)):
         run.at(k * rebalance_s, run.rebalance)
     for trainer in range(batches_per_site * len(swarm.batch_s)):

@@ -25,7 +25,7 @@ class SyncRecord:
       merge_step: inner steps done when it was merged.
       start_s: when its first byte could leave (the slowest region was ready).
       arrival_s: when all of it had come in.
-      merge_s: when the last region merged it.
+      merge_s: when the region that waited longest merged it, the last of several.
       stall_s: longest time a region waited for it.
       mean_stall_s: mean over regions of the time they waited for it.
       bytes_sent: bytes each region sent for it.

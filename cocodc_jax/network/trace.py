@@ -58,10 +58,14 @@ def _span(name: str, begin_s: float, end_s: float, pid: int, tid: int, **args: A
 def region_spans(
     timeline: Timeline, region: int
 ) -> Iterator[tuple[str, float, float, int, int]]:
-    """Yield (kind, begin_s, end_s, first step, last step) of a region's time."""
+    """Yield (kind, begin_s, end_s, first step, last step) of a region's time.
+
+    A "stall" is what steps took above their usual time; of a run that was measured that
+    is the median, so half of all stretches have a little.
+    """
     for (step, times), (next_step, next_times) in itertools.pairwise(timeline.marks):
         begin, end = times[region], next_times[region]
-        busy = begin + (next_step - step) * timeline.step_time_s[region]
+        busy = min(end, begin + (next_step - step) * timeline.step_time_s[region])
         yield "compute", begin, busy, step, next_step
         # Rounding of the clocks is no stall.
         if end - busy > 1e-9 * max(1.0, end):
@@ -121,6 +125,8 @@ def draw_timeline(axes: Axes, timeline: Timeline) -> None:
     num_regions, fragments = len(timeline.regions), _fragments(timeline)
     for region in range(num_regions):
         for kind, begin, end, _, _ in region_spans(timeline, region):
+            if begin > limit:
+                break
             _bar(axes, region, begin, end, kind)
     rows = {p: num_regions + i for i, p in enumerate(fragments)}
     for sync in shown:

@@ -108,7 +108,7 @@ def _read(path: str | pathlib.Path, parse: Callable[[Any], Read]) -> Read:
     text = pathlib.Path(path).read_text()
     try:
         return parse(yaml.safe_load(text))
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, TypeError, ValueError) as error:
         message = " ".join(str(error).split())
         raise ValueError(f"{path}: {message}") from error
 
@@ -172,15 +172,20 @@ def _pairs(
     def index(name: Any) -> int | None:
         if name is None:
             return None
+        name = str(name)
         if name not in names:
             raise ValueError(f"{where}: region {name!r} is not among {names}")
         return names.index(name)
 
     if "between" not in entry:
-        return [(index(entry.get("from")), index(entry.get("to")))]
+        pair = index(entry.get("from")), index(entry.get("to"))
+        if pair[0] == pair[1] is not None:
+            raise ValueError(f"{where}: {entry!r} must name two regions")
+        return [pair]
     ends = entry["between"]
-    if not isinstance(ends, list) or len(ends) != 2 or ends[0] == ends[1]:
-        raise ValueError(f"{where}: between={ends!r} must name two regions")
+    is_pair = isinstance(ends, list) and len(ends) == 2 and ends[0] != ends[1]
+    if not is_pair or {"from", "to"} & entry.keys():
+        raise ValueError(f"{where}: between={ends!r} must name two regions, alone")
     first, second = index(ends[0]), index(ends[1])
     return [(first, second), (second, first)]
 

@@ -156,7 +156,7 @@ def fragments_in_flight(runs: Sequence[Run]) -> Figure:
     full = [events for events in syncs.values() if len(events) > MAX_SYNCS]
     shown_steps = min([num_steps, *(e[MAX_SYNCS - 1]["apply_step"] for e in full)])
     # With room for a mark at the last step.
-    panels[-1].set_xlim(0, shown_steps + num_steps / 400)
+    panels[-1].set_xlim(0, shown_steps * 401 / 400)
     panels[-1].set_xlabel(
         "inner steps"
         if shown_steps == num_steps

@@ -101,7 +101,7 @@ def _syncs(files: list[list[dict]], first_step: int, zero: float) -> list[SyncRe
             merge_step=group[0]["apply_step"] - first_step,
             start_s=max(s["start_s"] for s in group) - zero,
             arrival_s=max(s["arrival_s"] for s in group) - zero,
-            merge_s=max(s["merge_s"] for s in group) - zero,
+            merge_s=max((s["stall_s"], s["merge_s"]) for s in group)[1] - zero,
             stall_s=max(s["stall_s"] for s in group),
             mean_stall_s=statistics.fmean(s["stall_s"] for s in group),
             bytes_sent=tuple(float(s["num_bytes"]) for s in group),

@@ -87,7 +87,7 @@ def network(text: str, num_regions: int) -> Network:
             f"networks: {text!r} has {topology.num_regions} regions, but the run has "
             f"regions={num_regions}"
         )
-    mtu = plan.usual_mtu_bytes(plan.conditions_over_time(topology)[0])
+    mtu = plan.usual_mtu_bytes(plan.conditions_over_time(topology.undisturbed)[0])
     links = None if path is None else path.read_text()
     return Network(name, flags, topology.scaled(gloo.payload_share(mtu)), links)
 
@@ -266,6 +266,8 @@ def check(method: Method) -> None:
     why = method.sync.only_in_program if method.sync else None
     if method.num_regions is not None:
         why = "it is for a single region"
+    if method.sync is None and method.per_step is None:
+        why = "it exchanges nothing"
     if why:
         raise ValueError(
             f"methods={method.name} cannot be run by several processes: {why}"

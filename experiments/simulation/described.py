@@ -212,11 +212,13 @@ def build_workload(values: FlagValues, method: Method, num_regions: int) -> Work
     """Return the workload: bytes and step times, with fragments of equal bytes."""
     times = step_times(values, num_regions)
     num, share = method.num_fragments, exchanges.message_share(method)
-    size = model_bytes(values) * share / num
+    # A compressor's messages are as long whatever the parameters are.
+    sent = (4 * values.params if share < 1 else model_bytes(values)) * share
     host = values.host_mb_per_s
     if not host > 0:
         raise ValueError(f"--host_mb_per_s={host} must be positive")
-    return Workload((size,) * num, times, values.num_layers, host * 1e6, 1 / share)
+    answer = model_bytes(values) / sent
+    return Workload((sent / num,) * num, times, values.num_layers, host * 1e6, answer)
 
 
 def goodput_of(

@@ -18,12 +18,8 @@ the squared distance d over all regions and parameters,
                pull on D can get back of it
 
 The run then continues from theta^*, so that every rule is compared at the same states.
-
-Both ways are methods: DiLoCo, and one fragment tau steps late with each rule's merge.
-They share the steps up to the last before the mean arrives, where their states branch.
-
-A rule's strength is the weight of its correction. Where a correction's size grows with
-the delay, so that a sensible strength falls as 1 / tau, `rules` says so.
+Both ways are methods, DiLoCo and one fragment tau steps late, and branch at the last
+step before the mean arrives. A rule's strength is the weight of its correction.
 """
 
 import contextlib
@@ -87,10 +83,6 @@ class Rule:
         return tuple(strength / divisor for strength in self.strengths)
 
 
-def _mix(alpha: float) -> Rule:
-    return Rule(f"mix_{alpha:g}", lambda _: merge.mix(alpha))
-
-
 def _taylor(
     name: str,
     kind: curvature.Curvature,
@@ -113,7 +105,10 @@ def rules(sync_interval: int) -> dict[str, Rule]:
     normalized = curvature.normalized_outer_product()
     found = [
         # Alpha on local; 0.5 is Streaming DiLoCo.
-        *map(_mix, (0.0, 0.25, 0.5, 0.75)),
+        *(
+            Rule(f"mix_{x:g}", lambda _, x=x: merge.mix(x))
+            for x in (0.0, 0.25, 0.5, 0.75)
+        ),
         # No curvature: all progress is kept.
         _taylor("replay", curvature.none()),
         # The outer product in parameter units, with 1/H.

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from cocodc_jax import methods
+from cocodc_jax.network import exchanges
 from cocodc_jax.network.links import Topology
 from cocodc_jax.report.units import format_bytes
 from cocodc_jax.run.config import TrainConfig
@@ -175,13 +176,18 @@ def advise(
     found = []
     for choice in choices:
         scale = num_params / choice.parameters
+        method = choice.config.method.build()
+        try:
+            exchanges.crossing(method, way := collective)
+        except ValueError:  # Its messages have one of their own.
+            way = None
         timeline = simulated(
-            choice.config.method.build(),
+            method,
             topology,
             [scale * size for size in choice.fragment_bytes],
             times,
             choice.steps,
-            collective,
+            way,
         )
         # Those that all regions have done in the time.
         done = range(choice.steps + 1)

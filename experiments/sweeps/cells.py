@@ -165,7 +165,7 @@ def cells(rows: Sequence[Row], chosen: Collection[str] | None = None) -> list[Ce
                 group[0]["config"],
             )
         )
-    return found
+    return [cell for cell in found if cell.columns]  # Else nothing has won yet.
 
 
 def _columns(group: Sequence[Row], chosen: Collection[str] | None) -> dict[str, Column]:
@@ -181,8 +181,7 @@ def _columns(group: Sequence[Row], chosen: Collection[str] | None) -> dict[str, 
     won = [s for key, s in by_setting.items() if chosen is None or key in chosen]
     best = min(map(_column, won), key=mean_loss, default=None)
     if best is not None:
-        is_late = chosen is None and len(won) > 1
-        columns[TUNED] = dataclasses.replace(best, chosen_here=is_late)
+        columns[TUNED] = dataclasses.replace(best, chosen_here=len(won) > 1)
     return columns
 
 

@@ -129,9 +129,14 @@ def configs(plan: Plan, written: Sequence[Written]) -> Iterator[dict[str, Any]]:
 def has_flags(config: dict[str, Any], words: str) -> bool:
     """Tell whether a configuration, as JSON has it, has these flags.
 
-    >>> has_flags({"run": {"steps": 480}, "method": {"method": "snoo"}}, "steps=480")
+    >>> has_flags({"run": {"steps": 480}, "method": {"outer_lr": 1.0}}, "outer_lr=1")
     True
     """
     flags = flat(config)
     parts = (part.partition("=") for part in words.split(","))
-    return all(n in flags and str(flags[n]) == value for n, _, value in parts)
+    return all(n in flags and value in _texts(flags[n]) for n, _, value in parts)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """Return how a value may be given: a grid may have 1 where the flag is 1.0."""
+    return (str(value), f"{value:g}") if type(value) is float else (str(value),)

@@ -6,7 +6,7 @@ import json
 import operator
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cocodc_jax.report.units import format_duration
@@ -151,9 +151,9 @@ class Plan:
             num_final += num * len(self.grid.seeds)
         return count + num_final, cost + num_final * statistics.fmean(costs)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the rungs that are over, and what won once all are."""
-        return {"rungs": self.history, "chosen": sorted(self.chosen)}
+    def to_json(self, others: Collection[str] = ()) -> dict[str, Any]:
+        """Return the rungs that are over, and what won once all are, beside others."""
+        return {"rungs": self.history, "chosen": sorted({*self.chosen, *others})}
 
 
 class Progress:

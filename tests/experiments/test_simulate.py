@@ -63,7 +63,7 @@ def test_files_and_numbers(simulated, tmp_path, capsys):
         ("data_parallel", 30 * 3.5), ("diloco", 300 + 3 * 2.5), ("apart", 30),
         ("streaming_diloco", 300), ("cocodc", 300),
         # Signs at every step; three rounds, hidden; region 1 alone every 50 steps.
-        ("distributed_lion", 30 * (1 + 2 / 32 + 0.25)), ("co2", 3 * 48),
+        ("distributed_lion", 30 * (1 + 4 / 32 + 0.25)), ("co2", 3 * 48),
         ("heloco", 150 + 3 * 4.5),
     ],
 )  # fmt: skip
@@ -167,7 +167,7 @@ def test_failures_that_cannot_be(failures, why, refused):
 def test_arguments_of_a_method_reach_it(simulated):
     sent = simulated("--method=diloco", "--compress=int8")["bytes_sent"][0]
     # Gathered from two regions, three times; a scale for 256 numbers besides.
-    assert sent == pytest.approx(3 * 2e9 * (1 / 4 + 4 / 1024))
+    assert sent == pytest.approx(3 * 4e9 * (1 / 4 + 4 / 1024))
     late = ("--answer_steps=1,9", "--grace_steps=3", "--quorum=1")
     found = simulated("--method=decoupled_diloco", *late)
     assert found["summary"]["max_delay_steps"] == 4

@@ -73,6 +73,11 @@ def test_links_change_and_come_back():
     usual, out = (1e9, 1e9, 0.5), (0.0, 0.0, 0.75)
     assert seen == [usual, (5e8, 1e9, 0.5), out, out, usual]
     assert np.isinf(np.diag(topology.at(2.5).bytes_per_s)).all()
+    changes = LinkChange(0.0, 1.0, 0.1), LinkChange(1.0, 1.0, extra_latency_s=0.1)
+    lossy = uniform(2, Link(1.0, 0.05, loss=0.001), changes)
+    narrow, far = Link(0.1, 0.05, loss=0.001), Link(1.0, 0.15, loss=0.001)
+    found = [lossy.at(t).bytes_per_s[0, 1] for t in (0.5, 1.5)]
+    assert found == pytest.approx([narrow.bytes_per_s, far.bytes_per_s])
 
 
 def test_a_subset_keeps_its_order_its_links_and_their_changes():
@@ -147,6 +152,7 @@ def test_file_is_read_as_documented(tmp_path):
          "links: region 'c' is not among"),
         ({"regions": ["a", "b"], "links": [{"between": ["a", "a"]}]},
          "between=.* must name two regions"),
+        ({"regions": [1, 2], "links": [{"from": 1, "to": 1}]}, "must name two regions"),
     ],
 )  # fmt: skip
 def test_bad_tables(table, message):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cocodc_jax.network.links import Link, uniform
+from cocodc_jax.network.links import Link, LinkChange, uniform
 from cocodc_jax.network.plan import Job, make_plan
 from cocodc_jax.network.world import world
 from cocodc_jax.sync.schedules import adaptive, staggered
@@ -98,6 +98,13 @@ def test_a_plan_keeps_its_inequalities_and_does_not_stall(
     assert plan.num_fragments <= plan.syncs_per_interval <= plan.sync_interval
     assert plan.delay_steps == max(1, math.ceil(plan.sync_time_s / step_time_s - 1e-9))
     assert plan.utilization == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_change_at_time_0_does_not_count():
+    outage = LinkChange(0.0, 1.0, bandwidth_factor=0.0)
+    ways = [uniform(2, Link(1.0, 0.01), changes) for changes in ((), (outage,))]
+    one, other = (make_plan(way, Job(1e6, 1.0)) for way in ways)
+    assert one == other
 
 
 def test_errors():

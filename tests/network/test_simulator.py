@@ -224,6 +224,12 @@ def test_times_between_events():
         timeline.times_s(7)
 
 
+def test_what_is_exposed_is_of_the_region_that_waits():
+    """The fast one from 25 to 28, all of the flight; the slow one merges at 31.25."""
+    slow = work(2, step_time_s=(1.0, 1.25))
+    assert simulate(PAIR, slow, staggered(20, 1, 5), 25).exposed_s == 3.0
+
+
 def test_summary_by_hand():
     assert simulate(PAIR, work(2), staggered(4), 9).summary() == {
         "steps": 9, "sim_s": 15.0, "sim_s_per_step": 15 / 9,
