@@ -64,11 +64,11 @@ def place(config: TrainConfig, target: Target, keep_data_axis: bool) -> TrainCon
     own = num_chips // run.regions
     inside = run.stages * run.expert_axis * run.sequence_axis * run.model_axis
     inside *= run.data_axis if keep_data_axis else 1
-    if own % inside:
+    if own % inside or (keep_data_axis and own != inside):
         raise ValueError(
             f"stages * data_axis * expert_axis * sequence_axis * model_axis = {inside} "
-            f"do not divide the {own} chips of a region of target={target}; use "
-            "divisors"
+            f"do not divide the {own} chips of a region of target={target} with none "
+            "left; use divisors, and leave out data_axis, which then takes the rest"
         )
     if not keep_data_axis:
         config = config.replace(data_axis=own // inside)
@@ -231,7 +231,7 @@ def device_of(target: Target, mesh: Mesh) -> Chip:
     """Return what a device of the mesh can do, with the links that its region has.
 
     A region of several GPU hosts has the network between its devices; regions of one
-    TPU slice have the slice's links between them. Weights that are gathered axis by
+    TPU slice or GPU host have its links between them. Weights that are gathered axis by
     axis of a torus have the links of one axis at a time.
     """
     chip = target.per_device(mesh.size)
@@ -239,6 +239,7 @@ def device_of(target: Target, mesh: Mesh) -> Chip:
         chip = dataclasses.replace(chip, link_bps=chip.link_bps / chip.axes)
     if chip.platform == "cuda" and mesh.size // mesh.shape[REGION] > GPUS_PER_HOST:
         return dataclasses.replace(chip, link_bps=chip.network_bps)
-    if chip.platform == "tpu" and target.slices == 1:
+    is_host = chip.platform == "cuda" and target.num_chips <= GPUS_PER_HOST
+    if is_host or (chip.platform == "tpu" and target.slices == 1):
         return dataclasses.replace(chip, network_bps=chip.link_bps)
     return chip

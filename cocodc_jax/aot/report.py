@@ -217,9 +217,9 @@ def remedies(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
         parts *= 2
         yield changed(accumulate_steps=parts)
     for axis in (2, 4, 8):
-        is_longer = axis > run.model_axis and run.data_axis % axis == 0
-        if is_longer and config.model.num_kv_heads % (axis * run.model_axis) == 0:
-            yield changed(data_axis=run.data_axis // axis, model_axis=axis)
+        model_axis = axis * run.model_axis
+        if run.data_axis % axis == 0 and config.model.num_kv_heads % model_axis == 0:
+            yield changed(data_axis=run.data_axis // axis, model_axis=model_axis)
     batch = data.batch_per_region
     while batch % (2 * run.devices_per_batch) == 0:
         batch //= 2

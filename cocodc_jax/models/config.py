@@ -148,7 +148,8 @@ class TransformerConfig:
             )
         if not self.num_experts:
             given = ("expert_width", "shared_experts")
-            if odd := [name for name in given if getattr(self, name)]:
+            odd = [name for name in given if getattr(self, name)]
+            if odd := odd + ["moe_every"] * (self.moe_every != 1):
                 raise ValueError(
                     f"{odd[0]}={getattr(self, odd[0])} has no meaning with "
                     "num_experts=0; leave it out, or use num_experts=8"

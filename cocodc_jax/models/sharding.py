@@ -60,8 +60,9 @@ def partition_specs(
         sides = known[name]
         if len(path) > 1 and path[-2].key == EXPERTS and len(sides) > 1:
             if expert is not None:  # It divides experts in place of their width.
-                rest = [name for name in data if name != expert]
-                width = tuple(rest) if len(rest) > 1 else rest[0]
+                names = (data,) if isinstance(data, str) else data
+                rest = [name for name in names if name != expert]
+                width = tuple(rest) if len(rest) > 1 else (*rest, None)[0]
                 sides = tuple(width if side == data else side for side in sides)
             sides = (expert, *sides)
         if is_thin:  # The product is divided as the matrix that it is added to.

@@ -88,7 +88,9 @@ class Subspace:
 
     def project(self, x: jax.Array) -> jax.Array:
         """Return `x P` for rows on the last axis, [..., D]."""
-        return (x @ self.basis) @ self.basis.T
+        # As a TPU multiplies by default, parameters would be rounded to bfloat16.
+        times = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+        return times(times(x, self.basis), self.basis.T)
 
     def encode(self, x_BLD: jax.Array) -> jax.Array:
         """Return what is sent of the residual stream, `U^T x`, [B, L, k] as x."""

@@ -222,11 +222,11 @@ def flops_per_token(config: TransformerConfig, sequence_length: int) -> float:
     # A tied table is a head and counts; an untied one has its head beside it.
     table = 0 if config.tie_embeddings else config.vocab_size * config.width
     attention = 12 * config.num_layers * config.width * sequence_length
-    frozen = 0
-    if config.lora_rank:
-        frozen = num_params(dataclasses.replace(config, lora_rank=0)) - table
     idle = config.num_moe_layers * (config.num_experts - config.experts_per_token)
     idle *= 3 * config.width * config.expert_width
+    frozen = 0
+    if config.lora_rank:
+        frozen = num_params(dataclasses.replace(config, lora_rank=0)) - table - idle
     return float(6 * (num_params(config) - table - idle) - 2 * frozen + attention)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,6 +58,11 @@ def prepare(
     run = build.own_part(config, place)
     devices = build.use_devices(run, processes.num_processes)
     mesh = build.mesh_of(run, devices)
+    left = len(jax.devices()) - mesh.size
+    if left and not run.devices and devices[0].platform != "cpu":
+        if jax.process_index() == 0:
+            told = f"{left} devices are not used: --data_axis gives a region more"
+            print(f"note: {told}", file=sys.stderr)
     monitoring.check()
     tracking.check()  # Asks JAX which process this is: after the devices are made.
     check_alike(config.to_json())

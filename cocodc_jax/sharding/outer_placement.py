@@ -188,7 +188,8 @@ class OuterPlacement:
 
         def sharding(path, x):
             known = named(fragment, path)
-            if not known or math.prod(x.shape) <= 1:
+            # A factored optimizer's rows and columns have fewer axes.
+            if not known or x.ndim < len(known.spec) or math.prod(x.shape) <= 1:
                 return NamedSharding(mesh, P())
             spec = (*known.spec, *(None,) * (x.ndim - len(known.spec)))
             if DATA not in jax.tree.leaves(spec):

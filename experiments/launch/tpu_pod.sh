@@ -23,9 +23,9 @@ workdir=/mnt/shared/runs/cocodc    # EDIT: seen by all hosts
 # num_processes=0: JAX finds coordinator, count and id in the TPU's metadata.
 train="python -m experiments.train \
   --num_processes=0 \
-  --preset=paper_150m --method=cocodc --regions=4 --exchange=program \
+  --preset=paper_150m --method=cocodc --regions=4 --data_axis=4 --exchange=program \
   --checkpoint_every=500 \
-  --workdir=$workdir"              # EDIT: the run
+  --workdir=$workdir"              # EDIT: the run; data_axis: chips of a region
 
 # exec: what ends the connection ends the training. worker=all: on every host at once.
 gcloud compute tpus tpu-vm ssh "$tpu" --zone="$zone" --worker=all \

@@ -71,7 +71,10 @@ def test_regions_share_a_machine_out():
     assert config.run.exchange == "program"
     wide = PRESETS["1b"].replace(model_axis=4)
     assert place(wide, Target.parse("v5p:4x4x4"), False).run.data_axis == 4
-    assert place(wide, Target.parse("v5p:4x4x4"), True).run.data_axis == 1
+    kept = place(wide.replace(data_axis=4), Target.parse("v5p:4x4x4"), True)
+    assert kept.run.data_axis == 4
+    with pytest.raises(ValueError, match="do not divide the 16 chips .* none left"):
+        place(wide, Target.parse("v5p:4x4x4"), True)
 
 
 @pytest.mark.parametrize(

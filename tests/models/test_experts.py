@@ -262,7 +262,10 @@ def test_tokens_cross_to_their_experts_and_back_and_experts_are_not_gathered():
 def test_only_the_experts_of_a_token_are_counted_as_work():
     dense = dataclasses.replace(_DENSE, mlp_width=24)
     same = dataclasses.replace(_MOE, experts_per_token=2, expert_width=12)
-    extra = models.flops_per_token(same, 8) - models.flops_per_token(dense, 8)
+    adapted = dataclasses.replace(same, lora_rank=2, lora_targets="query")
+    trained, frozen = (models.flops_per_token(x, 8) for x in (same, adapted))
+    assert 0.6 < frozen / trained < 1
+    extra = trained - models.flops_per_token(dense, 8)
     # A router's matrix, and the counts.
     assert extra == 6 * 2 * (16 * 4 + 4)
 
