@@ -30,7 +30,7 @@ class Agreement:
         # whose messages it forwards.
         self.shunned: frozenset[int] = frozenset()
         self.detours: frozenset[tuple[int, int]] = frozenset()
-        self._entered_at = now
+        self.entered_at = now  # The present view.
         self._promised, self._promised_at = 0, now
         self._vows: set[int] = set()
         self._proposal: m.View | None = None
@@ -93,12 +93,13 @@ class Agreement:
         self._admitted = {
             r: (seat, oldest)
             for r, (seat, oldest) in self._admitted.items()
-            if self._is_alive(r, seat.boot, now)
+            if self._hearing.sends(r, seat.boot, now)  # It receives after its copy.
         }
         seats = alive | {r: seat for r, (seat, _) in self._admitted.items()}
         is_same = seats == dict(self.view.seats) and self._promised == self.view.epoch
         is_same &= leader == self.coordinator
-        if leader != self.region or is_same or len(seats) < self._min:
+        least = min(self._min, len(self.view.seats))  # A run may begin with one.
+        if leader != self.region or is_same or len(seats) < least:
             return None
         return seats
 
@@ -107,7 +108,7 @@ class Agreement:
         faulty = self.shunned | {region for pair in self.detours for region in pair}
         well = [r for r in alive if r not in faulty] or list(alive)
         # For a while, regions may disagree on what is faulty.
-        is_new = now - self._entered_at <= self._timing.dead_after_s
+        is_new = now - self.entered_at <= self._timing.dead_after_s
         if self.coordinator in (alive if is_new else well):
             return self.coordinator
         return min(well)
@@ -180,7 +181,7 @@ class Agreement:
 
     def _enter(self, view: m.View, decisions: Iterable[m.Decision], now: float) -> None:
         is_led_by_another = view.epoch % self._num != self.coordinator
-        self.view, self._proposal, self._entered_at = view, None, now
+        self.view, self._proposal, self.entered_at = view, None, now
         self._promised = view.epoch
         if is_led_by_another:
             self._book.forget_rows_but([(r, x.boot) for r, x in view.seats.items()])
@@ -262,31 +263,25 @@ class Agreement:
     def _choose(self, sync: m.SyncId, rows: dict[m.Life, bytes]) -> None:
         """Decide a sync with the messages that have arrived, and announce it."""
         members = self._members_of(rows)
+        found = {life[0]: rows[life] for life in members}
         for region, seat in self.view.seats.items():
-            # A region that joined since lacks all; a dead one may not have sent to all.
+            is_new = seat.since_step >= sync[1]  # It has received none of them.
             lacks = {
-                life[0]: rows[life]
-                for life in members
-                if seat.since_step >= sync[1]
-                or not self.view.has(life)
-                or (life[0], region) in self.detours
+                r: row
+                for r, row in found.items()
+                if is_new or (r, region) in self.detours
             }
             self._tell(region, m.Choice(self.view.epoch, sync, members, lacks))
-        found = {life[0]: rows[life] for life in members}
         self._book.learn(m.Decision(self.view.epoch, sync, found))
 
-    def _members_of(self, rows: Iterable[m.Life]) -> tuple[m.Life, ...]:
-        """Return one life of each region that has sent, the one with a seat if there.
+    def _members_of(self, rows: Collection[m.Life]) -> tuple[m.Life, ...]:
+        """Return the lives of the view that have sent a message.
 
-        Shunned regions are left out unless no other region has sent a message.
+        Shunned regions are left out unless no other region has sent one.
         """
-        found: dict[int, int] = {}
-        for region, boot in sorted(rows):
-            seat = self.view.seats.get(region)
-            if seat is not None and found.get(region) != seat.boot:
-                found[region] = boot
-        kept = {r: boot for r, boot in found.items() if r not in self.shunned}
-        return tuple(sorted((kept or found).items()))
+        lives = sorted((r, seat.boot) for r, seat in self.view.seats.items())
+        found = tuple(life for life in lives if life in rows)
+        return tuple(life for life in found if life[0] not in self.shunned) or found
 
     def _trim(self) -> None:
         """Forget what every region has applied, joining regions included."""

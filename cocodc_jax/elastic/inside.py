@@ -47,6 +47,7 @@ class Ears:
         self._context = zmq.Context()
         self._socket = secured(self._context, zmq.ROUTER, place.key, listens=True)
         self._socket.sndhwm = 0  # Nothing is dropped, and nobody waits.
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 1024)  # It receives hellos only.
         self._door = Door(self._socket, self._context)
         port = self._socket.bind_to_random_port("tcp://*")
         host = socket.gethostname()
@@ -108,7 +109,7 @@ class SharedLink(abc.ABC):
         """See `Link.hears_others`."""
         return self._same(lambda link: (link.hears_others(seconds), ()))[0]
 
-    def wait_for_step(self, step: int, timeout_s: float) -> bool:
+    def wait_for_step(self, step: int, timeout_s: float) -> int:
         """See `Link.wait_for_step`."""
         return self._same(lambda link: (link.wait_for_step(step, timeout_s), ()))[0]
 

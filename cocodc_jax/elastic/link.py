@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -133,12 +134,18 @@ class Link:
             self._channel.wake()
         self._thread.join()
 
-    def wait_for_step(self, step: int, timeout_s: float) -> bool:
-        """Return whether the others reach a step, after at most `timeout_s`."""
+    def wait_for_step(self, step: int, timeout_s: float) -> int:
+        """Wait until the others reach a step; return the one that all have reached.
+
+        Waits for `timeout_s` at most. Returns 0 if no others take part, or they end.
+        """
+        member = self._member
         with self._lock:
-            return self._lock.wait_for(
-                lambda: self._member.have_come_to(step, time.monotonic()), timeout_s
+            self._lock.wait_for(
+                lambda: member.others_step(time.monotonic()) >= step, timeout_s
             )
+            reached = member.others_step(time.monotonic())
+        return reached if reached < sys.maxsize else 0
 
     def leave(self) -> None:
         """Announce that this region leaves, so that no other region waits for it.
@@ -212,7 +219,8 @@ class Link:
                 )
             seat = self._member.view.seats[self.region]
             # Copies of one step are equal, whichever region sent them.
-            return self._snapshots.get(seat.since_step)
+            copies, self._snapshots = self._snapshots, {}
+            return copies.get(seat.since_step)
 
     def _can_begin(self) -> bool:
         """Return whether this region has a seat, and what it starts from."""
@@ -220,7 +228,17 @@ class Link:
         seat = self._member.view.seats.get(self.region)
         is_first = self._member.coordinator == self.region
         own = {0, self._step} if is_first else {0}
-        return seat is not None and seat.since_step in own | self._snapshots.keys()
+        if seat is None or seat.since_step in own | self._snapshots.keys():
+            return seat is not None
+        # Sockets deliver the copy before the seat; in a store it may take longer.
+        timing = self.place.timing
+        limit_s = timing.start_s if self.place.via else timing.dead_after_s
+        if time.monotonic() - self._member.entered_at > limit_s:
+            raise TimeoutError(
+                f"the copy of the others' state for region {self.region} did not come "
+                f"within {limit_s:.0f} s: it was lost; start the region again"
+            )
+        return False
 
     def _future(self, sync: m.SyncId) -> Future:
         future = self._futures.setdefault(sync, Future())
@@ -251,6 +269,8 @@ class Link:
                 self._member.is_over = f"its link broke: {error!r}"
                 self._hand_out()
             raise
+        finally:
+            self._channel.close()
 
     def _serve_on(self) -> None:
         pause = self.place.timing.beat_s / 2
@@ -271,7 +291,6 @@ class Link:
                 letter = m.Letter(self._run, self.region, self.boot, message)
                 self._channel.send(regions, m.pack(letter))
             if ended:
-                self._channel.close()
                 return
             if self._watch is not None:
                 self._watch.silent(silences)

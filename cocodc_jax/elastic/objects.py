@@ -196,33 +196,37 @@ class Objects:
                 elif is_for_this and not (is_first or is_own or name.startswith(".")):
                     self._small.submit(self._take, name)
 
-    def _take(self, name: str) -> None:
-        with self._reading():
-            first = self._read(name, 0, _FIRST_BYTES)
-            lengths, start = unseal(self._key, name, first, self._limit)
+    def _take(self, name: str, first: bytes = b"") -> None:
+        """Read an object; the other lane reads on after the `first` bytes."""
+        with self._reading(name):
+            data = first or self._read(name, 0, _FIRST_BYTES)
+            lengths, start = unseal(self._key, name, data, self._limit)
             end = start + sum(lengths)
-            if end <= len(first):
-                self._inbox.put(opened(name, first, lengths, start))
-            else:
-                self._large.submit(self._take_rest, name, first, lengths, start)
-
-    def _take_rest(self, name: str, first: bytes, lengths: Any, start: int) -> None:
-        with self._reading():
-            data = first + self._read(name, len(first), start + sum(lengths))
+            if end > len(data) and not first:
+                self._large.submit(self._take, name, data)
+                return
+            if first:
+                data += self._read(name, len(first), end)
             self._inbox.put(opened(name, data, lengths, start))
 
     def _read(self, name: str, start: int, end: int) -> bytes:
         return self._store.cat_file(f"{self._root}/{name}", start=start, end=end)
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _reading(self, name: str) -> Iterator[None]:
         with self._reporting(f"reading from {self._root}"):
-            with contextlib.suppress(FileNotFoundError):  # Its writer removed it.
+            try:
                 yield
+            except FileNotFoundError:
+                pass  # Its writer removed it.
+            except Exception as error:
+                if not isinstance(error, RefusedError):
+                    self._seen.discard(name)  # The next look reads it again.
+                raise
 
     @contextlib.contextmanager
     def _reporting(self, what: str) -> Iterator[None]:
-        """Go on after an error: what was not written or read is asked for again."""
+        """Go on after an error, as if the message was lost."""
         try:
             yield
         except Exception as error:  # Clients of stores raise what they like.

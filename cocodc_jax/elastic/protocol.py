@@ -22,6 +22,9 @@ of the same messages. The rules:
 - **Result.** No two regions of a view ever apply different means of a sync, at whatever
   moment a region dies. A region that was only silent finds that the others continued
   without it. It takes part no more (`is_over`), and restarts.
+- **Too few.** If fewer than `min_regions` of a view are left, no view follows it. They
+  wait until another region is there. Then they end (`is_over`) and begin again with it:
+  the furthest continues with its state, and the others start from a copy.
 - **Leaving.** A region that is asked to stop announces it and counts as dead at once.
   Its last checkpoint delays no other region.
 - **The end.** A region that has finished stays until all live regions have applied the
@@ -35,10 +38,10 @@ of the same messages. The rules:
   other restart from it, and their work since the cut is lost. With `min_regions` above
   M / 2 there is never a second view: the smaller part waits.
 
-So a message of a region that dies counts if the coordinator has received all of it. If
-the coordinator dies before it decides, its successor collects the messages again. If it
-dies after some regions received its decision, the decision holds for all; if none did,
-it never existed.
+So a message of a region that dies counts if all other messages arrive before the region
+counts as dead; later it does not. If the coordinator dies before it decides, its
+successor collects the messages again. If it dies after some regions received its
+decision, the decision holds for all; if none did, it never existed.
 """
 
 from __future__ import annotations
@@ -76,10 +79,11 @@ class Member(Agreement):
         """Return whether others take part already."""
         return any(heard.step is None for heard in self._hearing.last.values())
 
-    def have_come_to(self, step: int, now: float) -> bool:
-        """Return whether all live regions of a view have reached a step."""
+    def others_step(self, now: float) -> int:
+        """Return the last step that all live regions of a view have reached."""
         alive = self._hearing.alive(now).values()
-        return all(x.oldest_step >= step for x in alive if x.step is None)
+        steps = [x.oldest_step for x in alive if x.step is None]
+        return min(steps, default=sys.maxsize)
 
     def joiners(self, now: float) -> dict[int, int]:
         """Return the lives of the regions that wait for this one to admit them."""
@@ -144,6 +148,9 @@ class Member(Agreement):
         if now - self._beat_at >= self._timing.beat_s:
             self._beat_at = now
             self._beat(now)
+        if self._has_to_begin_again(now):
+            self.is_over = "fewer than min_regions are left, and others are there"
+            return
         seats = self._next_seats(now)
         if seats is not None:
             self._propose(seats, now)
@@ -221,6 +228,17 @@ class Member(Agreement):
             f"max_behind_syncs={self._timing.max_behind}"
         )
         return True
+
+    def _has_to_begin_again(self, now: float) -> bool:
+        """Return whether this view is too small for ever, but another is possible.
+
+        This region may wait for a mean that cannot be decided, and admits nobody then.
+        """
+        alive = self._hearing.alive(now)
+        left = [r for r, heard in alive.items() if self.view.has((r, heard.boot))]
+        has_too_few = len(left) + 1 < self._min <= len(self.view.seats)
+        others = [heard for r, heard in alive.items() if r not in left]
+        return self.is_in and has_too_few and any(x.hears_us for x in others)
 
     def _beat(self, now: float) -> None:
         hears = self._hearing.of_late(now)

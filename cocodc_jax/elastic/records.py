@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 from cocodc_jax.elastic import messages as m
 
+# A life is forgotten after so many times `silence_s`. No message is on its way as long.
+_FORGET = 4
+
 
 class Heard(NamedTuple):
     """What a region's last messages said."""
@@ -34,11 +37,13 @@ class Hearing:
     ) -> bool:
         """Record a message; return whether to process it.
 
-        Messages of an earlier life of the sender, and of one that left, are ignored.
+        Messages of an earlier life of the sender, and of one that left, are ignored. If
+        the later life has been silent for long, the clock was set back.
         `are_we_told` says whether this region has announced itself.
         """
         heard = self.last.get(sender, Heard(boot, now))
-        if boot > heard.boot:
+        is_silent = now - heard.when > _FORGET * self._silence_s
+        if boot > heard.boot or (boot != heard.boot and is_silent):
             heard = Heard(boot, now)
         if boot < heard.boot or heard.has_left:
             return False
@@ -69,17 +74,21 @@ class Hearing:
         """List the regions whose last message is recent."""
         return tuple(r for r, x in self.last.items() if now - x.when <= self._silence_s)
 
-    def is_alive(self, region: int, boot: int, now: float) -> bool:
-        """Return whether a region lives this life, takes part here, and receives."""
+    def sends(self, region: int, boot: int, now: float) -> bool:
+        """Return whether a region lives this life, and has sent something lately."""
         heard = self.last.get(region)
         return (
             heard is not None
             and heard.boot == boot
             and not heard.has_left
-            and not heard.is_elsewhere
             and now - heard.when <= self._silence_s
-            and now - (heard.deaf_since or now) <= self._silence_s
         )
+
+    def is_alive(self, region: int, boot: int, now: float) -> bool:
+        """Return whether a region lives this life, takes part here, and receives."""
+        if not self.sends(region, boot, now) or self.last[region].is_elsewhere:
+            return False
+        return now - (self.last[region].deaf_since or now) <= self._silence_s
 
     def alive(self, now: float) -> dict[int, Heard]:
         """Return what is known of each live region."""
@@ -91,7 +100,8 @@ class Hearing:
         if heard is None or heard.boot < boot:
             self.last[region] = Heard(boot, now)
         elif heard.boot == boot:
-            self.last[region] = heard._replace(step=None)
+            # A copy of the state has delayed what it receives.
+            self.last[region] = heard._replace(step=None, deaf_since=None)
 
 
 class Book:

@@ -25,7 +25,8 @@ class ElasticFlags:
         the two parts of a cut network from both going on.
       beat_s: seconds between two heartbeats.
       dead_after_s: seconds of silence after which a region counts as dead; longer than
-        a message takes on the slowest link, as heartbeats wait behind it.
+        a message takes on the slowest link, as heartbeats wait behind it. The copy that
+        a region starts from may take longer: the others wait for it.
       grace_s: seconds to wait for further messages of a sync after a quorum has
         arrived.
       quorum_regions: number of messages of a sync to wait for without a timeout, or all

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from cocodc_jax.core.state import TrainState
+from cocodc_jax.core.state import TrainState, landed
 from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
@@ -84,6 +84,10 @@ class Attendance:
         try:
             waiting = self._link.at(oldest)
         except LeftBehindError as error:
+            # If it leads the run again, the others receive no mean of this link.
+            flights = {k: landed(x) for k, x in state.sync.in_flight.items()}
+            sync = dataclasses.replace(state.sync, in_flight=flights)
+            state = dataclasses.replace(state, sync=sync)
             error.state = joining.Carried(state, self._shared)
             raise
         for region, boot in waiting.items():
@@ -170,30 +174,38 @@ def taking_part(
     with link:
         listen_s = _LISTEN_BEATS * timing.beat_s
         seconds = {"listened": listen_s, "rehearsed": 0.0}
-        initial = stream.get_state()
-        if link.hears_others(listen_s) and carried is None:
-            _rehearse(session, stream)
-            stream.set_state(initial)
-            seconds["rehearsed"] = time.monotonic() - began_s - listen_s
+        initial, done = stream.get_state(), own.step
+        if link.hears_others(listen_s):
+            if carried is None:
+                _rehearse(session, stream)
+                stream.set_state(initial)
+                seconds["rehearsed"] = time.monotonic() - began_s - listen_s
             # A region that was asked to stop saved all its steps, and may return before
             # the others have done as many: data never go back.
-            link.wait_for_step(own.step, timing.start_s)
+            least = own.step if carried is None else 0
+            done = max(done, link.wait_for_step(least, timing.start_s))
+            _skip(stream, done - own.step)  # Nobody waits for it yet.
         asked_s = time.monotonic()
         # The others have this long to start, and again to end a turn.
         copy = link.join(2 * timing.start_s + timing.grace_s)
+        is_from_peer = copy is not None
         if copy is None:
+            stream.set_state(initial)
             _begins(place, link.view, own.step, max(gather(last_merge(folder))))
         program.elastic.in_mean.clear()
         program.elastic.link = link
         if copy is not None:
-            state = _go_on(session, copy, own.step, stream, carried)
-            begun = state, None, {"seconds": position.get("seconds", 0.0)}
+            state = _go_on(session, copy, own.step, carried)
+            _skip(stream, copy.step - done)
+            copy = None  # It is as large as the outer model.
+            times = position.keys() & {"seconds", "began_s"}
+            begun = state, None, {name: position[name] for name in times}
         attendance = Attendance(program, link, folder, session.elastic.outer_digests)
         seconds["let_in"] = time.monotonic() - asked_s
         line = {
             "step": begun[0].step,
             "own_step": own.step,
-            "from_peer": copy is not None,
+            "from_peer": is_from_peer,
             "carried": carried is not None,
             "epoch": link.view.epoch,
             "regions": sorted(link.view.seats),
@@ -249,10 +261,9 @@ def _go_on(
     session: "Session",
     copy: Snapshot,
     own_step: int,
-    stream: TrainStream,
     carried: joining.Carried | None,
 ) -> TrainState:
-    """Return the state made from a copy, with the data at its position, or further."""
+    """Return the state made from a copy."""
     if own_step > copy.step and carried is None:
         raise ResumeError(
             f"the run is at step {copy.step}, and this region's own checkpoint at step "
@@ -261,7 +272,10 @@ def _go_on(
         )
     print(f"going on from another region's step {copy.step}", file=sys.stderr)
     params, key = session.first_params()
-    state = joining.adopt(session.program, params, key, copy, carried)
-    for _ in range(copy.step - own_step):
+    return joining.adopt(session.program, params, key, copy, carried)
+
+
+def _skip(stream: TrainStream, num_steps: int) -> None:
+    """Move the data to a later step; they never go back."""
+    for _ in range(num_steps):
         next(stream)
-    return state

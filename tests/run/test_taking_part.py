@@ -1,10 +1,9 @@
 """Where elastic regions are, what is refused, and where one begins if left alone."""
 
-import contextlib
 import json
 import re
 import sys
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from absl.flags import FlagValues
@@ -71,52 +70,29 @@ def test_a_checkpoint_ahead_of_what_the_others_begin_with_is_refused():
         taking_part._go_on(None, Snapshot(4, {}, ()), 8, None)
 
 
-@pytest.mark.parametrize(("copy_step", "begins_at"), [(48, 48), (44, 45), (None, 8)])
-def test_data_are_skipped_before_the_others_wait(
-    monkeypatch, tmp_path, copy_step, begins_at
-):
-    """They are at step 45; then it gets a copy, or they have ended meanwhile."""
-    stream, own = Counting(8), SimpleNamespace(step=8)
-
-    class Others(contextlib.nullcontext):
-        view = view(0, 1, 2)
-
-        def join(self, timeout_s):
-            assert stream.at == 45
-            return copy_step and Snapshot(copy_step, {}, ())
-
-    others = Others()
-    others.__enter__ = others.hears_others = lambda *_: True
-    others.wait_for_step = lambda step, timeout_s: 45
-    monkeypatch.setattr(taking_part.inside, "of_process", lambda *_: others)
-    monkeypatch.setattr(taking_part.joining, "max_frame_bytes", lambda program: 1)
-    monkeypatch.setattr(taking_part.joining, "adopt", lambda *_: own)
-    monkeypatch.setattr(taking_part, "_rehearse", lambda session, stream: next(stream))
-    session = SimpleNamespace(
-        program=SimpleNamespace(elastic=SimpleNamespace(in_mean={}, link=None)),
-        own_dir=tmp_path, place=PLACE, config=PRESETS["smoke"],
-        text=SimpleNamespace(fingerprint="text"), elastic=ElasticFlags(),
-        first_params=lambda: (None, None),
+@pytest.mark.parametrize(("at", "then"), [(48, 3), (44, -1), (None, "back")])
+def test_data_are_skipped_before_it_asks_to_join(monkeypatch, tmp_path, at, then):
+    """The others are at step 45; then a copy comes, or they have ended meanwhile."""
+    done, own = [], mock.Mock(step=8)
+    copy = at and Snapshot(at, {}, ())
+    link = mock.MagicMock(view=view(0, 1, 2))
+    link.__exit__.return_value = None
+    link.wait_for_step.return_value = 45
+    link.join.side_effect = lambda timeout_s: done.append("join") or copy
+    monkeypatch.setattr(taking_part.inside, "of_process", lambda *_: link)
+    monkeypatch.setattr(
+        taking_part, "joining", mock.Mock(**{"adopt.return_value": own})
+    )
+    monkeypatch.setattr(taking_part, "_rehearse", lambda *_: done.append("rehearse"))
+    monkeypatch.setattr(taking_part, "_skip", lambda stream, num: done.append(num))
+    stream = mock.Mock(set_state=lambda state: done.append("back"))
+    session = mock.MagicMock(
+        own_dir=tmp_path, place=PLACE, config=PRESETS["smoke"], elastic=ElasticFlags(),
+        text=mock.Mock(fingerprint="text"), first_params=lambda: (None, None),
     )  # fmt: skip
-    monitor = SimpleNamespace(fault=None, live=SimpleNamespace())
-    with taking_part.taking_part(session, (own, None, {}), stream, monitor, None):
-        assert stream.at == begins_at
-
-
-class Counting:
-    """A stream that knows where it is."""
-
-    def __init__(self, at):
-        self.at = at
-
-    def __next__(self):
-        self.at += 1
-
-    def get_state(self):
-        return self.at
-
-    def set_state(self, at):
-        self.at = at
+    begun = own, None, {}
+    with taking_part.taking_part(session, begun, stream, mock.Mock(), None):
+        assert done == ["rehearse", "back", 37, "join", then]
 
 
 ADDRESSES = "a:1,b:2"

@@ -6,6 +6,7 @@ import functools
 import os
 import socket
 import time
+import types
 
 import pytest
 import zmq
@@ -47,6 +48,7 @@ def test_two_meet_agree_and_part_and_one_comes_back(places):
             copy = Snapshot(9, {"x": 1}, (b"abc",))
             let_in(first, copy)
             assert second.join(30) == copy
+            assert not second._snapshots
             mean([first, second], 12)
 
 
@@ -163,6 +165,33 @@ def test_nobody_lets_it_in(places):
         link.join(0.5)
 
 
+def test_who_has_a_seat_and_no_copy_gives_up(places):
+    timing = dataclasses.replace(TIMING, dead_after_s=1, start_s=2)
+    one, two = places(2, timing=timing)
+    with Link(one, "run", 1000) as first:
+        assert first.join(30) is None
+        with Link(two, "run", 1000) as second:
+            too_large = bytes(messages.MAX_HEADER_BYTES + 100)
+            let_in(first, Snapshot(9, {}, (too_large,)))
+            with pytest.raises(TimeoutError, match=r"within \d s: it was lost"):
+                second.join(30)
+        assert dict(first.send((0, 12), b"c").result(20).rows) == {0: b"c"}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_link_that_breaks_leaves_its_port(places):
+    def fail(silences):
+        raise OSError("disk full")
+
+    (place,) = places(1)
+    watch = types.SimpleNamespace(silent=fail)
+    with Link(place, "run", 1000, watch=watch) as link:
+        with pytest.raises(LeftBehindError, match="its link broke.*disk full"):
+            link.join(30)
+    with Link(place, "run", 1000) as link:
+        assert link.join(30) is None
+
+
 def test_a_port_that_is_taken_is_named():
     (place,) = meeting.places(1)
     with Link(place, "run", 10), pytest.raises(OSError, match="cannot listen"):
@@ -197,9 +226,9 @@ def test_who_was_further_waits_until_the_others_have_come_there(places):
         with Link(two, "run", 1000, step=7, is_announced=False) as second:
             assert second.hears_others(20)
             first.at(6)
-            assert not second.wait_for_step(7, 0.3)
+            assert second.wait_for_step(7, 0.3) == 6
             first.at(7)
-            assert second.wait_for_step(7, 20)
+            assert second.wait_for_step(7, 20) == 7
 
 
 def test_who_is_at_its_end_waits_for_the_others(places):

@@ -114,6 +114,26 @@ def test_a_store_that_fails_now_and_then_is_asked_again(tmp_path, capfd):
     assert "503 try later" in capfd.readouterr().err
 
 
+def test_what_could_not_be_read_is_read_again(tmp_path, capfd):
+    one, two = (Objects(each, 1, 1 << 20) for each in places(2, tmp_path))
+    read, failed = two._read, set()
+
+    def reads_twice(name, start, end):
+        if (name, start) not in failed:
+            failed.add((name, start))
+            raise OSError("503 try later")
+        return read(name, start, end)
+
+    two._read = reads_twice
+    row = os.urandom(objects._FIRST_BYTES + 100)
+    one.send([1], [b"a", row])
+    assert two.receive(20) == [[b"a", row]]
+    assert len(failed) == 2
+    for channel in (one, two):
+        channel.close()
+    assert "503 try later" in capfd.readouterr().err
+
+
 def test_what_is_old_is_removed_by_its_writer_and_read_by_nobody(tmp_path):
     def names(region):
         return {x.name for x in tmp_path.iterdir() if x.name.startswith(f"00{region}")}

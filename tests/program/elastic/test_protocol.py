@@ -37,14 +37,16 @@ class World:
         self.place = Place(0, (), b"k" * 32, timing, min_regions, via="/", regions=num)
         self.boots = 0
         self.members, self.logs, self.steps, self.waits = {}, {}, {}, {}
-        self.network, self.copies = [], {}
+        self.network, self.copies, self.own_steps = [], {}, {}
         for region in range(num):
             self.boot(region)
 
-    def boot(self, region):
+    def boot(self, region, step=0):
+        """Start a region, from its own checkpoint at `step` if that is not 0."""
         self.boots += 1
         place = dataclasses.replace(self.place, region=region)
-        self.members[region] = Member(place, self.boots, 0, self.now)
+        self.members[region] = Member(place, self.boots, step, self.now)
+        self.own_steps[region] = step
         self.logs[region], self.steps[region] = {}, None
         self.waits[region] = set()
 
@@ -76,35 +78,42 @@ class World:
             self.post(region)
 
     def train(self, region):
-        """Take a step, and send its message, unless two are on their way."""
+        """Take a step, and send its message, unless two are on their way.
+
+        Then the region waits for a mean, as a run does, and lets nobody in.
+        """
         member = self.members[region]
         if not member.is_in:
             return
         if self.steps[region] is None and not self.begin(region):
             return
+        if len(self.waits[region]) >= 2:
+            return
         for joiner, boot in member.joiners(self.now).items():
             step = self.steps[region]
             member.admit(joiner, boot, step, member.oldest_step)
             copy = dict(self.logs[region]), set(self.waits[region]), member.oldest_step
-            self.copies[joiner, boot, region, step] = copy
-        if len(self.waits[region]) < 2:
-            self.steps[region] += 1
-            sync = (0, self.steps[region])
-            self.waits[region].add(sync)
-            member.offer(sync, b"%d %d" % (region, self.steps[region]), self.now)
+            self.copies[joiner, boot, region, step] = *copy, self.own_steps[region]
+        self.steps[region] += 1
+        sync = (0, self.steps[region])
+        self.waits[region].add(sync)
+        member.offer(sync, b"%d %d" % (region, self.steps[region]), self.now)
         self.post(region)
 
     def begin(self, region):
         """Go on from the copy that belongs to the seat; whether there is one."""
         member = self.members[region]
         since = member.view.seats[region].since_step
-        if since == 0:
-            self.steps[region] = 0
+        if since == 0 or (
+            self.own_steps[region] == since and member.coordinator == region
+        ):
+            self.steps[region] = since
             return True
         key = region, member.boot, member.coordinator, since
         if key not in self.copies:
             return False
-        self.logs[region], self.waits[region], member.oldest_step = self.copies[key]
+        self.logs[region], self.waits[region], *rest = self.copies[key]
+        member.oldest_step, self.own_steps[region] = rest
         self.steps[region] = since
         for sync in list(self.waits[region]):
             member.expect(sync, self.now)
@@ -120,7 +129,8 @@ class World:
                 log, first = self.logs[region], self.logs[other]
                 for sync in log.keys() & first.keys():
                     assert log[sync] == first[sync], (sync, region, other)
-                assert len(log) >= self.steps[region] - len(self.waits[region])
+                done = self.steps[region] - len(self.waits[region])
+                assert len(log) >= done - self.own_steps[region]
 
     def turn(self, regions=None, arrives=lambda dest, sender: True, seconds=1.0):
         """Regions train; all that arrives does so in order, the rest is lost."""
@@ -249,8 +259,7 @@ def test_a_request_to_join_that_a_beat_overtook_changes_nothing():
     late.receive(0, boot, Beat(View(2, {0: Seat(boot, 0)}), 2, 6, (), 1.0), 1.0)
     late.receive(0, boot, request, 1.0)
     assert late.hears_others()
-    assert late.have_come_to(6, 1.0)
-    assert not late.have_come_to(7, 1.0)
+    assert late.others_step(1.0) == 6
     # One of a new life is none that was overtaken.
     late.receive(0, boot + 9, request, 1.0)
     assert not late.hears_others()
@@ -331,6 +340,105 @@ def test_too_few_wait_where_a_number_is_asked_for():
     assert world.steps[0] <= before + 3 < world.steps[4]
     world.settle(5)
     assert {r for r, m in world.members.items() if m.is_over} == {0, 1}
+
+
+def come_back(world, seconds):
+    """Who is to restart does, from its own state, as in a run."""
+    for _ in range(seconds):
+        world.turn()
+        world.check()
+        for region, member in list(world.members.items()):
+            if member.is_over:
+                world.boot(region, world.steps[region] or 0)
+
+
+@pytest.mark.parametrize(("num", "stays"), [(2, 0), (2, 1), (3, 0), (3, 1)])
+def test_fewer_than_a_number_go_on_once_others_are_back(num, stays):
+    """The one that stays coordinates or not, and waits for a mean."""
+    world = settled(num, min_regions=2)
+    stays = (world.members[0].coordinator + stays) % num
+    lost = [region for region in range(num) if region != stays]
+    for region in lost:
+        world.kill(region)
+    world.settle(30)
+    before = world.steps[stays]
+    assert set(world.members[stays].view.seats) == set(range(num))
+    for region in lost:
+        world.boot(region)
+    come_back(world, 60)
+    assert min(world.steps.values()) > before + 10
+    assert all(len(m.view.seats) == num for m in world.members.values())
+
+
+def test_who_began_alone_goes_on_after_a_joiner_died():
+    """A view of fewer than min_regions, which a run begins with, can be taken up."""
+    world = World(2, min_regions=2)
+    world.boot(0, 100)
+    while world.steps[0] is None:
+        world.turn()
+    world.train(0)
+    assert world.members[0]._admitted
+    world.kill(1)
+    world.settle(20)
+    world.boot(1)
+    come_back(world, 40)
+    assert min(world.steps.values()) > 110
+
+
+def test_who_missed_that_the_others_began_anew_follows_them():
+    """Their epochs may be lower than that of its view."""
+    world = settled(3, min_regions=2)
+    for _ in range(3):  # Of later views.
+        world.kill(1)
+        world.settle(12)
+        world.boot(1)
+        come_back(world, 30)
+    silent = world.members.pop(2)
+    world.network.clear()
+    for region in (0, 1):
+        world.kill(region)
+        world.boot(region, 60)
+    world.settle(40)
+    assert world.members[0].view.epoch < silent.view.epoch
+    world.members[2] = silent
+    come_back(world, 60)
+    assert all(len(m.view.seats) == 3 for m in world.members.values())
+
+
+@pytest.mark.parametrize("seconds", [3, 8, 12, 40])
+def test_a_copy_that_takes_long_is_waited_for_once(seconds):
+    """Messages of a region to another wait behind a copy, as on a connection."""
+    world = settled(3)
+    world.kill(2)
+    world.settle(12)
+    world.boot(2)
+    first, held, until_s = world.members[0].coordinator, [], 0.0
+
+    def arrives(dest, sender):
+        waits = (dest, sender) == (2, first) and world.now < until_s
+        held.extend(world.network[:waits])
+        return not waits
+
+    for _ in range(2 * seconds + 30):
+        if world.copies and not until_s:
+            until_s = world.now + seconds
+        if world.now >= until_s:
+            world.network, held = held + world.network, []
+        world.turn(arrives=arrives)
+    assert len(world.copies) == 1
+    assert world.steps[2] > world.copies.popitem()[0][3] + 20
+    assert all(len(m.view.seats) == 3 for m in world.members.values())
+
+
+def test_a_clock_that_is_set_back_does_not_shut_a_region_out():
+    world = settled(3)
+    world.kill(2)
+    world.settle(10)
+    world.boots -= 2
+    world.boot(2)
+    world.boots += 2
+    world.settle(30)
+    assert 2 in world.members[0].view.seats
 
 
 def test_who_is_asked_to_stop_says_it_until_it_is_heard():
