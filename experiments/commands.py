@@ -44,7 +44,7 @@ def as_installed(text: str) -> str:
 
 def command_line(program: str, words: Sequence[str]) -> str:
     """Return the command line of a program and its flags, to record with results."""
-    return " ".join([shown(f"python -m experiments.{program}"), shlex.join(words)])
+    return f"{shown('python -m experiments.' + program)} {shlex.join(words)}".rstrip()
 
 
 def programs() -> dict[str, pathlib.Path]:

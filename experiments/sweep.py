@@ -218,8 +218,8 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
 
 def _note_halving(plan: Plan, path: pathlib.Path) -> None:
     """Write what the rungs chose, beside what was chosen of another part (--only)."""
-    others = set(read_table(path)["chosen"]) if path.exists() else set()
-    others -= {setting.key for setting in plan.grid.settings}
+    own = {setting.key for setting in plan.grid.settings}
+    others = set(read_table(path)["chosen"]) - own if path.exists() else ()
     write_whole(path, dumps(plan.to_json(others)))
 
 
