@@ -196,17 +196,18 @@ class Objects:
                 elif is_for_this and not (is_first or is_own or name.startswith(".")):
                     self._small.submit(self._take, name)
 
-    def _take(self, name: str, first: bytes = b"") -> None:
-        """Read an object; the other lane reads on after the `first` bytes."""
+    def _take(self, name: str) -> None:
         with self._reading(name):
-            data = first or self._read(name, 0, _FIRST_BYTES)
-            lengths, start = unseal(self._key, name, data, self._limit)
-            end = start + sum(lengths)
-            if end > len(data) and not first:
-                self._large.submit(self._take, name, data)
-                return
-            if first:
-                data += self._read(name, len(first), end)
+            first = self._read(name, 0, _FIRST_BYTES)
+            lengths, start = unseal(self._key, name, first, self._limit)
+            if start + sum(lengths) <= len(first):
+                self._inbox.put(opened(name, first, lengths, start))
+            else:
+                self._large.submit(self._take_rest, name, first, lengths, start)
+
+    def _take_rest(self, name: str, first: bytes, lengths: Any, start: int) -> None:
+        with self._reading(name):
+            data = first + self._read(name, len(first), start + sum(lengths))
             self._inbox.put(opened(name, data, lengths, start))
 
     def _read(self, name: str, start: int, end: int) -> bytes:

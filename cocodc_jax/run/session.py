@@ -105,7 +105,9 @@ class Session:
             only_writer(self.own_dir),
             self.bucket.writing(process) if self.bucket else contextlib.nullcontext(),
             contextlib.closing(stream),
-            Checkpoints(self.checkpoint_dir, run.keep_checkpoints, True) as saved,
+            Checkpoints(
+                self.checkpoint_dir, run.keep_checkpoints, cleans=True
+            ) as saved,
             self._watched() as monitor,
             contextlib.ExitStack() as stack,
         ):
@@ -208,7 +210,6 @@ class Session:
             attend.progress_bar(self.config, state.step, console) as bar,
         ):
             earlier_s = position.get("seconds", 0.0)
-            began_s = position.get("began_s", began_s)
             watch = attend.Watch(writer, bar, earlier_s, self.peak_tokens_per_second)
 
             def snapshot(progress: dict) -> dict:
