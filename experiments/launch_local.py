@@ -19,8 +19,6 @@ import signal
 import time
 from collections.abc import Sequence
 
-from absl import flags as absl_flags
-
 from cocodc_jax.netlab import children
 from cocodc_jax.run import flags, processes
 from cocodc_jax.run.bucket import folder_here
@@ -100,7 +98,6 @@ def launch_elastic(
 def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
     own = program.own_flags(*OWN_FLAGS, regions=1, processes=1, grace_s=0)
-    absl_flags.DEFINE_alias("jobs", "elastic", flag_values=own)
     train.define()
     with flags.usage_errors():
         train_flags = program.parse(own, argv, __doc__)

@@ -181,20 +181,6 @@ def _leaves() -> dict[str, Leaf]:
 
 
 LEAVES = _leaves()
-# What earlier versions called fields and their values.
-OLD_NAMES = {"fuse_syncs": "overlap"}
-_OLD_VALUES = {("exchange", "jobs"): "elastic"}
-
-
-def in_new_words(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return fields of flags or of a saved configuration under their present names.
-
-    >>> in_new_words({"fuse_syncs": "no", "exchange": "jobs"})
-    {'overlap': 'no', 'exchange': 'elastic'}
-    """
-    named = {OLD_NAMES.get(name, name): value for name, value in fields.items()}
-    new = {name: x for (name, old), x in _OLD_VALUES.items() if named.get(name) == old}
-    return named | new
 
 
 def _from_dict(name: str, cls: Any, value: Any) -> Any:
@@ -202,7 +188,6 @@ def _from_dict(name: str, cls: Any, value: Any) -> Any:
         raise ValueError(f"section {name!r} is {value!r}; it must be a table")
     if cls is MethodConfig:
         return MethodConfig.from_json(value)
-    value = in_new_words(value)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     needed = {n for n, field in fields.items() if field.default is dataclasses.MISSING}
     if odd := sorted((set(value) - set(fields)) | (needed - set(value))):

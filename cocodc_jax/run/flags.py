@@ -16,7 +16,7 @@ from cocodc_jax.methods import METHODS
 from cocodc_jax.methods import get as get_method
 from cocodc_jax.run import optimizer_config
 from cocodc_jax.run.compile_cache import keep_programs
-from cocodc_jax.run.config import LEAVES, OLD_NAMES, TrainConfig, in_new_words
+from cocodc_jax.run.config import LEAVES, TrainConfig
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.leaf_help import by_use, run_sections
 from cocodc_jax.run.messages import STOPPED as STOPPED
@@ -78,9 +78,6 @@ def define(without: Sequence[str] = (), workdir: str = RUN_FOLDER) -> None:
     for name, leaf in LEAVES.items():
         if name not in without:
             define_one(leaf.type, name, None, leaf.help)
-    for old, name in OLD_NAMES.items():
-        if name not in without:
-            flags.DEFINE_alias(old, name, flag_values=FLAGS)
 
 
 def define_fields(settings: type, is_unset: bool = False) -> None:
@@ -97,8 +94,7 @@ def read(settings: type[T]) -> T:
 
 def given(name: str) -> bool:
     """Return whether the flag is on the command line."""
-    names = [name, *(old for old, new in OLD_NAMES.items() if new == name)]
-    return any(FLAGS[each].present for each in names if each in FLAGS)
+    return name in FLAGS and bool(FLAGS[name].present)
 
 
 def check_not_given(before: Sequence[str], nowhere: Sequence[str] = ()) -> None:
@@ -129,7 +125,7 @@ def numbers(name: str, texts: Sequence[str], kind: type) -> tuple:
 def processes() -> Processes:
     """Return which processes take part: the flags, over what a launcher has set."""
     told = {name: value(name) for name in PROCESSES if given(name)}
-    if "region_id" in FLAGS and given("region_id"):
+    if given("region_id"):
         return Processes(**told)  # A separate job, whatever its launcher has set.
     return Processes.from_environment(**told)
 
@@ -165,13 +161,16 @@ def check_methods(methods: Iterable[str]) -> None:
 
 def check_optimizers(configs: Iterable[TrainConfig]) -> None:
     """Refuse a flag that no inner optimizer of the runs uses."""
-    optimizers = [c.optimizer.name(get_method(c.method.method)) for c in configs]
-    optimizer_config.check_taken(_given_leaves(()), optimizers)
+    pairs = [(c.optimizer, get_method(c.method.method)) for c in configs]
+    optimizer_config.check_taken(
+        _given_leaves(()),
+        (optimizer.name(method) for optimizer, method in pairs),
+        any(method.inner.steps_by_sign for _, method in pairs),
+    )
 
 
 def _given_leaves(without: Sequence[str]) -> dict[str, Any]:
-    names = [n for n in LEAVES if n not in without and n in FLAGS and given(n)]
-    return in_new_words({name: value(name) for name in names})
+    return {n: value(n) for n in LEAVES if n not in without and given(n)}
 
 
 def run_main(main: Callable[[], int | None], doc: str = "") -> None:

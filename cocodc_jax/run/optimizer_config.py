@@ -134,9 +134,16 @@ class OptimizerConfig:
         return optax.chain(clip if self.grad_clip else optax.identity(), steps_by)
 
 
-def check_taken(arguments: Mapping[str, Any], optimizers: Iterable[str]) -> None:
-    """Refuse arguments that none of the optimizers uses."""
+def check_taken(
+    arguments: Mapping[str, Any], optimizers: Iterable[str], steps_by_sign: bool
+) -> None:
+    """Refuse arguments that none of the optimizers uses, or no method (by a sign)."""
     optimizers = sorted(set(optimizers))
+    if "sign_lr_fraction" in arguments and not steps_by_sign:
+        raise ValueError(
+            f"sign_lr_fraction={arguments['sign_lr_fraction']} has no meaning for "
+            "methods that do not step by a sign; leave it out"
+        )
     taken = {name for optimizer in optimizers for name in _GOES_BY[optimizer]}
     for name in (*_OF_ADAM, *_SLOW):
         if name in arguments and name not in taken:

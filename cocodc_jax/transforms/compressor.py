@@ -37,6 +37,7 @@ class Compressor:
         raises ValueError for a state that is not its own, or of another tree.
       decode: `decode(message) -> tree`, with the structure, shapes and dtypes encoded.
       is_sparse: whether messages do not have every entry of a leaf: others decode to 0.
+      needs_model: whether it reads the names and shapes of a model's leaves.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Compressor:
     encode: Callable[..., tuple[Any, Any]]
     decode: Callable[[Any], Any]
     is_sparse: bool = dataclasses.field(default=False, kw_only=True)
+    needs_model: bool = dataclasses.field(default=False, kw_only=True)
 
 
 @functools.partial(
@@ -178,6 +180,7 @@ def matrices(inner: Compressor) -> Compressor:
         encode,
         decode,
         is_sparse=inner.is_sparse,
+        needs_model=True,
     )
 
 
@@ -245,7 +248,7 @@ def stateless(argument: str, compressor: Compressor | None) -> Compressor:
             f"{argument}={compressor.name} keeps a state and cannot be used inside "
             "another compressor; wrap the outer one instead"
         )
-    if compressor.name.startswith("matrices("):
+    if compressor.needs_model:
         raise ValueError(
             f"{argument}={compressor.name} is given values without the model's shapes; "
             "put matrices before the compressor that sends them"

@@ -51,14 +51,6 @@ def test_a_run_is_its_preset_with_the_flags_given(call):
     assert call(Program, *words)[0] == "diloco 64 3 3\n"
 
 
-def test_names_of_earlier_versions_are_still_read(call):
-    _, err = call(Program, "--preset=smoke", "--fuse_syncs=no", "--exchange=jobs")
-    assert not err
-    run = flags.config().run
-    assert (run.overlap, run.exchange) == ("no", "elastic")
-    assert flags.given("overlap")
-
-
 @pytest.mark.parametrize(
     ("steps", "warmup"), [(1, 0), (20, 2), (40, 3), (41, 40), (480, 40)]
 )
