@@ -65,6 +65,7 @@ def main() -> None:
             for name, leaves in methods.items()
         }
         flags.check_optimizers(configs.values())
+        flags.check_one_process()
         # Check all runs before the first trains: a wrong flag costs no hour.
         sessions: list[Session] = []
         for folder, config in configs.items():

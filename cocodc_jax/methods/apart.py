@@ -15,8 +15,7 @@ w_m \propto \prod_{i \le P} p_m(x_i \mid x_{<i})
 $$
 
 The weights are even, or the posterior over experts from the first P tokens of a text
-(the second equation), or those of a linear router over hashed n-grams; each also with
-the best few experts only.
+(the second equation), of all experts or the best few.
 
 Source: branch-train-merge and related methods; from memory, unchecked (the posterior
 too).

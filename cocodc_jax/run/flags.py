@@ -130,6 +130,15 @@ def processes() -> Processes:
     return Processes.from_environment(**told)
 
 
+def check_one_process() -> None:
+    """Refuse flags or a launcher of several processes."""
+    if (count := processes().num_processes) != 1:
+        raise ValueError(
+            f"num_processes={count} is not possible: this program is one process; "
+            "leave it out, or use experiments.train"
+        )
+
+
 def elastic() -> ElasticFlags:
     """Return the flags of elastic regions."""
     return ElasticFlags(**{name: value(name) for name in ELASTIC if given(name)})

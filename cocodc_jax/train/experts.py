@@ -1,4 +1,4 @@
-"""Ensembles of regions that were trained independently: mixtures, and routers.
+"""Ensembles of regions that were trained independently: mixtures, and a router.
 
 With p_r(y | x) an expert's next-token distribution and w_r its weight, sum_r w_r = 1,
 
@@ -8,15 +8,13 @@ With p_r(y | x) an expert's next-token distribution and w_r its weight, sum_r w_
 A router chooses w from the first tokens of a sequence, x_1 .. x_P:
 
     posterior        w_r ~ (prod_{t <= P} p_r(x_t | x_<t))^(1 / temperature)
-    linear           w = softmax(W f + b), f the hashed n-grams of the prefix
 
 The first P tokens are themselves predicted with equal weights. So every choice is a
 distribution over full sequences, whose loss can be compared with any model's.
 
 Sources, from memory: the posterior of experts is Bayes' rule with a uniform prior, as
-in DEMix (Gururangan et al., arXiv 2108.05036). Weights from features of the context,
-and the best k of them, are as in c-BTM (Gururangan et al., arXiv 2303.14177), which
-takes distances to cluster centers where this learns a linear map.
+in DEMix (Gururangan et al., arXiv 2108.05036). The best k of the weights are as in
+c-BTM (Gururangan et al., arXiv 2303.14177).
 """
 
 import math
@@ -25,7 +23,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -47,13 +44,6 @@ class Scores(NamedTuple):
 
     experts: jax.Array  # Of each expert alone, `[R, ..., L]`.
     mean_logits: jax.Array  # Of the experts' mean logits, `[..., L]`.
-
-
-class Router(NamedTuple):
-    """A linear map from features of a prefix to log-weights."""
-
-    kernel: jax.Array  # W, float32 `[F, R]`.
-    bias: jax.Array  # b, float32 `[R]`.
 
 
 def make_score(
@@ -138,57 +128,9 @@ def keep_top(log_weights: jax.Array, top_k: int) -> jax.Array:
 def passes_per_token(
     num_regions: int, top_k: int, prefix_tokens: int, length: int
 ) -> float:
-    """Forward passes a token of `routed`: all experts read the prefix, k the rest.
-
-    The features of a linear router need none. Where a prefix is given and need not be
-    predicted, a linear router costs k throughout.
-    """
+    """Forward passes a token of `routed`: all experts read the prefix, k the rest."""
     rest = length - prefix_tokens
     return (num_regions * prefix_tokens + top_k * rest) / length
-
-
-def hashed_ngrams(tokens: jax.Array, num_features: int) -> jax.Array:
-    """How often single tokens and pairs occur, hashed: features for a linear router."""
-    # Multiplicative hashing (Knuth): high bits of products with odd constants.
-    single = tokens.astype(jnp.uint32) * jnp.uint32(2654435761)
-    pair = (single[..., :-1] ^ single[..., 1:] << 1) * jnp.uint32(2246822519)
-    buckets = (jnp.concatenate([single, pair], axis=-1) >> 12) % num_features
-    flat = buckets.reshape(-1, buckets.shape[-1])
-    counts = jax.vmap(lambda row: jnp.bincount(row, length=num_features))(flat)
-    counts = counts.astype(jnp.float32).reshape(*tokens.shape[:-1], num_features)
-    return counts / jnp.linalg.norm(counts, axis=-1, keepdims=True)
-
-
-def weigh(router: Router, features: jax.Array) -> jax.Array:
-    """Log-weights `[R, ...]` that a router gives to features `[..., F]`."""
-    scores = jnp.moveaxis(features @ router.kernel, -1, 0)
-    bias = router.bias.reshape(-1, *(1,) * (scores.ndim - 1))
-    return jax.nn.log_softmax(scores + bias, axis=0)
-
-
-def train_router(
-    features: jax.Array,
-    log_probs: jax.Array,
-    optimizer: optax.GradientTransformation,
-    num_steps: int,
-) -> tuple[Router, jax.Array]:
-    """Fit a router to the loss of its mixture, all sequences at each step."""
-
-    def loss_fn(router: Router) -> jax.Array:
-        return -mixture(log_probs, weigh(router, features)).mean()
-
-    def step(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], jax.Array]:
-        router, state = carry
-        loss, grads = jax.value_and_grad(loss_fn)(router)
-        updates, state = optimizer.update(grads, state, router)
-        return (optax.apply_updates(router, updates), state), loss
-
-    num_features, num_regions = features.shape[-1], len(log_probs)
-    first = Router(jnp.zeros((num_features, num_regions)), jnp.zeros(num_regions))
-    (router, _), losses = jax.lax.scan(
-        step, (first, optimizer.init(first)), length=num_steps
-    )
-    return router, losses
 
 
 def _of_targets(log_probs_BLV: jax.Array, targets_BL: jax.Array) -> jax.Array:

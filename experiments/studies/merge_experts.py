@@ -15,11 +15,9 @@ import functools
 import math
 import pathlib
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from rich.console import Console
@@ -27,7 +25,6 @@ from rich.console import Console
 from cocodc_jax import models
 from cocodc_jax.core.state import TrainState
 from cocodc_jax.data import load
-from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.files import write_whole
 from cocodc_jax.methods import METHODS
 from cocodc_jax.report import plots
@@ -45,8 +42,6 @@ from .. import program
 
 METHOD = "apart"
 WITHOUT = ("method", "partition")
-# Hashed n-grams of a prefix, and how a linear map of them is fitted.
-NUM_FEATURES, ROUTER_LR, ROUTER_DECAY, ROUTER_STEPS = 2048, 0.05, 0.1, 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +51,6 @@ class Routing:
     top_k: int  # Experts that a sparse router keeps.
     prefix_tokens: int  # P, predicted tokens that a router reads.
     temperature: float
-    batches: int  # Training batches of each region for the linear router.
 
     def check(self, config: TrainConfig) -> None:
         """Check the numbers for a run."""
@@ -76,8 +70,6 @@ class Routing:
             )
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature} must be positive")
-        if self.batches < 1:
-            raise ValueError(f"router_batches={self.batches} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +86,7 @@ def main() -> None:
     console = Console()
     open_text = functools.lru_cache(load)
     with flags.usage_errors():
-        count = flags.processes().num_processes
-        if count != 1:
-            raise ValueError(
-                f"num_processes={count} cannot merge: train with experiments.train "
-                "--method=apart, then merge that workdir in one process"
-            )
+        flags.check_one_process()  # Several can train --method=apart before.
         references = _references()
         config = flags.config(WITHOUT, [METHOD, *references])
         config = config.replace(method=METHOD, partition=flags.value("partition"))
@@ -123,9 +110,8 @@ def main() -> None:
                 sys.exit(flags.STOPPED)
         rows = _merge(sessions[0], routing)
         for session in sessions[1:]:
-            with _finished(session) as (state, _):
-                method = session.config.method.method
-                rows[method] = _average(session, routing, state)
+            method = session.config.method.method
+            rows[method] = _average(session, routing, _finished(session))
     except RUN_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
@@ -144,11 +130,11 @@ def _references() -> list[str]:
 
 
 def _routing(config: TrainConfig) -> Routing:
-    names = ("top_k", "prefix_tokens", "temperature", "router_batches")
-    k, prefix, temperature, batches = map(flags.value, names)
+    names = ("top_k", "prefix_tokens", "temperature")
+    k, prefix, temperature = map(flags.value, names)
     if prefix is None:
         prefix = max(1, config.data.sequence_length // 4)
-    routing = Routing(k, prefix, temperature, batches)
+    routing = Routing(k, prefix, temperature)
     routing.check(config)
     return routing
 
@@ -189,24 +175,16 @@ def _write(
 
 def _merge(session: Session, routing: Routing) -> dict[str, Row]:
     """Evaluate every way to merge the experts of a finished run."""
-    with _finished(session) as (state, stream):
-        params = state.region.params
-        # The run's next training batches, which the experts have not seen yet.
-        batches = [next(stream) for _ in range(routing.batches)]
-    texts = _cut(np.concatenate(batches), session.config)
+    state = _finished(session)
     tokens, prefix = _eval_tokens(session), routing.prefix_tokens
     score = experts.make_score(
         functools.partial(models.apply, session.model),
         session.mesh,
         session.program.num_regions,
     )
-    scores = jax.device_get(score(params, tokens))
-    router = _fit_router(texts, jax.device_get(score(params, texts).experts), prefix)
+    scores = jax.device_get(score(state.region.params, tokens))
     prefixes = scores.experts[..., :prefix]
-    weights = {
-        "posterior": experts.posterior(prefixes, routing.temperature),
-        "linear router": experts.weigh(router, _features(tokens, prefix)),
-    }
+    weights = experts.posterior(prefixes, routing.temperature)
     passes = float(len(scores.experts))
     return {
         **{f"expert {r}": _row(x, prefix, 1.0) for r, x in enumerate(scores.experts)},
@@ -218,9 +196,8 @@ def _merge(session: Session, routing: Routing) -> dict[str, Row]:
     }
 
 
-@contextlib.contextmanager
-def _finished(session: Session) -> Iterator[tuple[TrainState, TrainStream]]:
-    """Return the state of a finished run, and its data from that step on."""
+def _finished(session: Session) -> TrainState:
+    """Return the state of a finished run."""
     keep = session.config.run.keep_checkpoints
     with (
         only_writer(session.own_dir),
@@ -234,7 +211,7 @@ def _finished(session: Session) -> Iterator[tuple[TrainState, TrainStream]]:
                 f"{session.config.run.steps}, as its last checkpoint was damaged; the "
                 "same command trains the rest again"
             )
-        yield state, stream
+        return state
 
 
 def _average(session: Session, routing: Routing, state: TrainState) -> Row:
@@ -250,40 +227,17 @@ def _average(session: Session, routing: Routing, state: TrainState) -> Row:
     return Row(float(session.evaluate(params)), float(evaluate(params)), 1.0)
 
 
-def _routed(
-    log_probs: Any, weights: dict[str, jax.Array], routing: Routing
-) -> dict[str, Row]:
-    """Return each router with all experts and, if that is fewer, with the best k."""
+def _routed(log_probs: Any, log_weights: jax.Array, routing: Routing) -> dict[str, Row]:
+    """Return the router with all experts and, if that is fewer, with the best k."""
     (regions, *_, length), prefix = log_probs.shape, routing.prefix_tokens
     rows = {}
-    for name, log_weights in weights.items():
-        for k in sorted({routing.top_k, regions}, reverse=True):
-            kept = experts.keep_top(log_weights, k)
-            passes = experts.passes_per_token(regions, k, prefix, length)
-            mixed = experts.routed(log_probs, kept, prefix)
-            label = name if k == regions else f"{name}, top {k}"
-            rows[label] = _row(mixed, prefix, passes)
+    for k in sorted({routing.top_k, regions}, reverse=True):
+        kept = experts.keep_top(log_weights, k)
+        passes = experts.passes_per_token(regions, k, prefix, length)
+        mixed = experts.routed(log_probs, kept, prefix)
+        label = "posterior" if k == regions else f"posterior, top {k}"
+        rows[label] = _row(mixed, prefix, passes)
     return rows
-
-
-def _fit_router(
-    texts: np.ndarray, log_probs: np.ndarray, prefix: int
-) -> experts.Router:
-    """Train a linear router by its mixture's loss on `texts`, `[E, B, L + 1]`."""
-    fit = functools.partial(
-        experts.train_router,
-        optimizer=optax.adamw(ROUTER_LR, weight_decay=ROUTER_DECAY),
-        num_steps=ROUTER_STEPS,
-    )
-    features = _features(texts, prefix).reshape(-1, NUM_FEATURES)
-    rest = log_probs[..., prefix:]
-    router, _ = jax.jit(fit)(features, rest.reshape(len(rest), -1, rest.shape[-1]))
-    return router
-
-
-def _features(tokens: np.ndarray, prefix: int) -> jax.Array:
-    # The first token is an input only, so P predictions need P + 1 tokens.
-    return experts.hashed_ngrams(jnp.asarray(tokens[..., : prefix + 1]), NUM_FEATURES)
 
 
 def _eval_tokens(session: Session) -> np.ndarray:
@@ -313,7 +267,6 @@ def define() -> None:
         ("top_k", 2, "Experts that a sparse router keeps."),
         ("prefix_tokens", int, "Tokens that a router reads. Default: a quarter."),
         ("temperature", 1.0, "Temperature of the posterior; 1 is Bayes' rule."),
-        ("router_batches", 64, "A region's training batches for the linear router."),
         ("references", "", "Methods to compare with, comma-separated."),
     )
 

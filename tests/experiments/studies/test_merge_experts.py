@@ -15,7 +15,7 @@ from experiments.studies.merge_experts import Routing
 def merged(call_once, corpus, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("merged")
     flags = [
-        "--preset=smoke", "--steps=16", "--router_batches=4", "--top_k=1",
+        "--preset=smoke", "--steps=16", "--top_k=1",
         "--prefix_tokens=8", "--references=data_parallel", "--num_layers=1", *corpus,
         f"--workdir={workdir}",
     ]  # fmt: skip
@@ -35,7 +35,7 @@ def test_every_way_to_merge_is_reported(merged):
     assert list(rows) == [
         *(f"expert {r}" for r in range(4)), "mean of experts", "parameter average",
         "even mixture", "mean of logits", "posterior", "posterior, top 1",
-        "linear router", "linear router, top 1", "data_parallel",
+        "data_parallel",
     ]  # fmt: skip
     loss = {name: row["loss"] for name, row in rows.items()}
     assert all(0 < x < math.log(272) for x in loss.values())
@@ -47,7 +47,7 @@ def test_every_way_to_merge_is_reported(merged):
     assert loss["mean of logits"] < loss["mean of experts"]
     passes = {name: row["passes_per_token"] for name, row in rows.items()}
     # Four experts read 8 tokens of 32, one the others.
-    assert passes["posterior, top 1"] == passes["linear router, top 1"] == 1.75
+    assert passes["posterior, top 1"] == 1.75
     assert (passes["expert 0"], passes["even mixture"]) == (1, 4)
     for name in rows:
         assert name in out
@@ -71,7 +71,7 @@ def test_routers_are_even_within_the_prefix(merged):
     def within(row):
         return 32 * row["loss"] - 24 * row["loss_after_prefix"]
 
-    for name in ("posterior", "posterior, top 1", "linear router"):
+    for name in ("posterior", "posterior, top 1"):
         assert within(rows[name]) == pytest.approx(within(rows["even mixture"]))
         assert rows[name]["loss"] != rows["even mixture"]["loss"]
 
@@ -91,7 +91,7 @@ def test_the_same_command_again_trains_nothing(merged, call):
         ("--top_k=5", "--top_k=5 must be from 1 to regions=4"),
         ("--references=diloco,nodiloco", "--references=diloco,nodiloco names"),
         ("--num_processes=2 --process_id=0 --coordinator_address=here:1",
-         "--num_processes=2 cannot merge"),
+         "--num_processes=2 is not possible: this program is one process"),
         ("--outer_lr=0.5", "--outer_lr=0.5 has no meaning for apart"),
     ],
 )  # fmt: skip
@@ -109,11 +109,10 @@ def test_wrong_flags(flags, line, refused, tmp_path):
         (4, {"prefix_tokens": 0}, "prefix_tokens=0 must be from 1 to 31"),
         (4, {"prefix_tokens": 32}, "prefix_tokens=32 must be from 1 to 31"),
         (4, {"temperature": 0.0}, "temperature=0.0 must be positive"),
-        (4, {"batches": 0}, "router_batches=0 must be at least 1"),
     ],
 )
 def test_routing_that_does_not_fit_the_run(regions, wrong, message):
-    routing = Routing(top_k=1, prefix_tokens=8, temperature=1.0, batches=4)
+    routing = Routing(top_k=1, prefix_tokens=8, temperature=1.0)
     config = PRESETS["smoke"].replace(regions=regions)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(routing, **wrong).check(config)

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from cocodc_jax.sharding.mesh import make_mesh, regional
@@ -120,56 +119,6 @@ def test_the_best_weights_are_kept_and_sum_to_one(top_k):
 def test_ties_keep_as_many_as_were_asked_for():
     found = experts.keep_top(jnp.log(jnp.full((4, 1), 0.25)), 2)
     np.testing.assert_allclose(np.exp(found)[:, 0], [0.5, 0.5, 0, 0])
-
-
-def toy(num_sequences, seed):
-    """Two kinds of text, and their features; each of two experts knows one."""
-    rng = np.random.default_rng(seed)
-    kind = rng.integers(0, 2, num_sequences)
-    prefixes = kind[:, None] * 4 + rng.integers(0, 4, (num_sequences, 8))
-    knows = kind == np.arange(2)[:, None]
-    log_probs = np.log(np.where(knows, 0.5, 0.05))[..., None].repeat(3, -1)
-    features = experts.hashed_ngrams(jnp.asarray(prefixes.astype(np.int32)), 64)
-    return kind, features, log_probs.astype(np.float32)
-
-
-def test_a_router_learns_what_can_be_told_apart():
-    _, features, log_probs = toy(64, 0)
-    router, losses = experts.train_router(features, log_probs, optax.adam(0.1), 100)
-    np.testing.assert_allclose(losses[0], -np.log((0.5 + 0.05) / 2), rtol=1e-5)
-    assert losses[-1] < -np.log(0.49)
-    kind, features, _ = toy(32, 1)
-    chosen = experts.weigh(router, features).argmax(0)
-    np.testing.assert_array_equal(chosen, kind)
-
-
-def test_a_router_that_can_tell_nothing_stays_even():
-    """Equal experts: no gradient, whatever the features."""
-    _, features, _ = toy(8, 0)
-    log_probs = jnp.full((3, 8, 2), -1.0)
-    router, losses = experts.train_router(features, log_probs, optax.sgd(1.0), 5)
-    np.testing.assert_allclose(
-        np.exp(experts.weigh(router, features)), np.full((3, 8), 1 / 3), rtol=1e-5
-    )
-    np.testing.assert_allclose(losses, 1.0, rtol=1e-6)
-
-
-def test_ngrams_count_tokens_and_pairs_in_their_order():
-    def features(*tokens):
-        return np.asarray(experts.hashed_ngrams(jnp.asarray(tokens), 4096))
-
-    once = features(1, 2, 3)
-    np.testing.assert_allclose(np.linalg.norm(once), 1, rtol=1e-6)
-    assert sorted(once[once > 0]) == pytest.approx([5**-0.5] * 5)
-    # The same three tokens in two, one and no pair.
-    assert once @ features(1, 2, 3) == pytest.approx(1)
-    assert once @ features(3, 1, 2) == pytest.approx(4 / 5)
-    assert once @ features(3, 2, 1) == pytest.approx(3 / 5)
-    assert once @ features(7, 8, 9) == 0
-    # Large vocabularies too, and any leading axes.
-    many = jnp.asarray([[[1, 2, 3], [32_000, 31_999, 5]]])
-    assert experts.hashed_ngrams(many, 4096).shape == (1, 2, 4096)
-    np.testing.assert_allclose(experts.hashed_ngrams(many, 4096)[0, 0], once)
 
 
 def test_passes_per_token():
