@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cocodc_jax.files import append_line, write_whole
-from cocodc_jax.netlab import children
+from cocodc_jax.netlab import LabError, children
 from cocodc_jax.run import flags
 from cocodc_jax.run.build import check_elastic
 from cocodc_jax.run.config import TrainConfig, dumps
@@ -117,9 +117,14 @@ def main(argv: Sequence[str]) -> int:
         check_elastic(config)
         make_folder(workdir)
     if own.scenario:
-        with flags.usage_errors():
-            result = scenarios.run(own, config, train_flags, workdir)
-        write_whole(workdir / scenarios.RESULT_FILE, dumps(result))
+        try:
+            with flags.usage_errors():
+                result = scenarios.run(own, config, train_flags, workdir)
+        except LabError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        if result["exit_code"] <= 128:  # Else it was stopped, and may go on.
+            write_whole(workdir / scenarios.RESULT_FILE, dumps(result))
         print(dumps(result), end="")
         return 0 if result["named"] else 1
     return wreck(own, config, train_flags, workdir)

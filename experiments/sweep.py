@@ -190,8 +190,10 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
         own, found = {row.row_id for row in plan.own(stage)}, written()
         done = set()
         if most:
-            todo = [r for r in stage if r.row_id in own and r.row_id not in found]
-            done = _train_batches(batches, todo, most, workdir, progress)
+            todo = {
+                r.row_id: r for r in stage if r.row_id in own and r.row_id not in found
+            }
+            done = _train_batches(batches, [*todo.values()], most, workdir, progress)
         for row in stage:
             if row.row_id in done:
                 continue
@@ -203,6 +205,7 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
                 with _exits(row):
                     record = trainer.train(row)
                 rows.append(workdir, record)
+                done.add(row.row_id)  # A rung has one row of several lengths.
                 trainer.forget(row)
                 progress.trained(row)
                 _say(_came_to(record))

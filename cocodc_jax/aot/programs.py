@@ -181,7 +181,8 @@ def least_bytes_inside(built: Built, config: TrainConfig) -> float:
     itemsize = jnp.dtype(model.compute_dtype).itemsize
     total = 0.0
     leaves = jax.tree_util.tree_leaves_with_path(built.state.region.params)
-    for path, leaf in leaves:
+    frozen = jax.tree_util.tree_leaves_with_path(built.state.frozen)  # No gradients.
+    for at, (path, leaf) in enumerate(leaves + frozen):
         named = jax.tree.leaves(tuple(leaf.sharding.spec))
         over = [axis for axis in (DATA, EXPERT, SEQUENCE) if axis in named]
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -191,7 +192,8 @@ def least_bytes_inside(built: Built, config: TrainConfig) -> float:
         size = math.prod(mesh.shape[axis] for axis in gathered)
         whole = device_bytes([leaf], mesh) // leaf.dtype.itemsize
         whole *= size if over else 1
-        each = 2 * itemsize + leaf.dtype.itemsize if over else 2 * leaf.dtype.itemsize
+        of_gradient = leaf.dtype.itemsize if at < len(leaves) else 0
+        each = 2 * itemsize + of_gradient if over else 2 * of_gradient
         total += whole * each * (size - 1) / size
     rows = model.experts_per_token * config.data.batch_per_region
     rows *= config.data.sequence_length // (mesh.shape[DATA] * mesh.shape[SEQUENCE])
@@ -218,7 +220,8 @@ def held_bytes(built: Built, listed: LoweredProgram) -> int:
     state, held = built.state, []
     given = (x for x in jax.tree.leaves(listed.arguments) if hasattr(x, "sharding"))
     taken = collections.Counter((x.shape, str(x.dtype), x.sharding) for x in given)
-    for leaf in jax.tree.leaves((state.region, state.sync and state.sync.arrays)):
+    kept = state.region, state.frozen, state.sync and state.sync.arrays
+    for leaf in jax.tree.leaves(kept):
         key = leaf.shape, str(leaf.dtype), leaf.sharding
         if taken[key] > 0:
             taken[key] -= 1

@@ -89,8 +89,8 @@ class RegionalOuterModels:
         spec, num_regions = self._spec, self._spec.regions.num
         send = make_regional_send(spec, fragment_id)
         spread = functools.partial(for_all_regions, num_regions=num_regions)
-        params = jax.eval_shape(spread, spec.params)
-        keys = jax.ShapeDtypeStruct((num_regions, 2), jnp.uint32)
+        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        params, keys = jax.eval_shape(spread, (spec.params, key))
         matching = jax.ShapeDtypeStruct((), jnp.int32)
         own = self.shapes(None).outer.entry(fragment_id)
         return InFlight(jax.eval_shape(send, params, *own, keys, matching)[1], {})

@@ -141,6 +141,11 @@ def cocodc(
         raise ValueError(f"progress_weight={progress_weight} must be from 0 to 1")
     compensation = delay_compensation(chosen, compensation_strength)
     if not is_number or progress_weight != 1:
+        if "later_gradient" in chosen.needs:
+            raise ValueError(
+                f"progress_weight={progress_weight} must be 1 with curvature='secant', "
+                "which is fitted to all of the progress"
+            )
         compensation = optax.chain(optax.scale(progress_weight), compensation)
     rule = merge.compensate(compensation, chosen.needs)
     if merge_feedback:

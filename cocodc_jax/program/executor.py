@@ -167,7 +167,7 @@ class Executor:
         self._slots: Slotted | None = None
         if exchange.goes_on and isinstance(self._schedule, Slotted):
             self._slots = self._schedule
-        self._restored_step = 0
+        self._sent_before: frozenset = frozenset()  # The last restore.
         keep = functools.partial(jax.tree.map, lambda o, d: o - d.astype(o.dtype))
         self._keep = jax.jit(keep)
         self._see = jit(functools.partial(needs.of_mean, self._schedule.needs))
@@ -375,7 +375,7 @@ class Executor:
         """Restore the regions that a mean left out; waits for the verdict."""
         if (of_all := flight.kept.get(VERDICT_OF_ALL)) is not None:
             # A message sent before the last restore must not trigger another.
-            is_new = event.start_step >= self._restored_step
+            is_new = event.sync_id not in self._sent_before
             verdict = self._exchange.own_verdict(np.asarray(of_all)) * is_new
         elif VERDICT in flight.kept:
             verdict = self._devices.read(flight.kept[VERDICT])
@@ -383,9 +383,9 @@ class Executor:
             return flight
         if not (bad := left_out(verdict)).any():
             return flight
-        self._restored_step = run.step
         assert self._restore is not None
         run.launch(event.sync_id, flight)
+        self._sent_before = frozenset(run.sync.in_flight)
         run.region, run.sync = self._restore(run.region, run.sync, bad)
         return run.take(event.sync_id)
 
@@ -511,6 +511,7 @@ class Executor:
         assert self._restore is not None
         run = _Run.of(state)
         self._settle(run)
+        self._sent_before = frozenset(run.sync.in_flight)
         run.region, run.sync = self._restore(run.region, run.sync, bad)
         return run.after(state)
 

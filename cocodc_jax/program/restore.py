@@ -51,16 +51,15 @@ class Restore:
         found = region, sync.compressors, sync.stale_params, copies
         # By fragment; its start step makes no difference.
         which, rank = tuple(k for k, _ in order), sync.schedule.rank
-        if (which, rank) not in self._programs:
-            self._programs[which, rank] = jax.jit(
+        key = which, rank, tuple(map(tuple, copies))  # Those of midway come and go.
+        if key not in self._programs:
+            self._programs[key] = jax.jit(
                 self._make(which, rank), out_shardings=shardings_of(found)
             )
         each = range(len(self._spec.fragments))
         outer = tuple(self._outer.on_mesh(sync, k) for k in each)
         mask = transfer.put(bad, self._spec.shardings.region.key)
-        region, compressors, stale, copies = self._programs[which, rank](
-            *found, outer, mask
-        )
+        region, compressors, stale, copies = self._programs[key](*found, outer, mask)
         flights = dict(sync.in_flight)
         for sync_id, new in zip(order, copies, strict=True):
             flight = flights[sync_id]

@@ -38,7 +38,7 @@ class Source:
         if not (at and step.isdecimal()):
             folder, step = text, ""
         path = pathlib.Path(folder)
-        if not (path / CONFIG_FILE).exists() or not (path / CHECKPOINTS).is_dir():
+        if not (path / CONFIG_FILE).exists() or not steps_in(path / CHECKPOINTS):
             raise ValueError(
                 f"adopt_from={text!r} holds no run with checkpoints; name the workdir "
                 "of one, or WORKDIR@STEP"

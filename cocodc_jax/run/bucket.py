@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from cocodc_jax.buckets import fetch, fetch_file, here_of, in_bucket, is_in_bucket, send
 from cocodc_jax.data.config import cache_dir
-from cocodc_jax.run.resume import CONFIG_FILE
+from cocodc_jax.run.resume import CONFIG_FILE, FolderInUseError, only_writer
 
 MARK = ".writer"
 
@@ -49,7 +49,10 @@ class Bucket:
 
     def begin(self, process: int) -> None:
         """Download a process's files of the run, and the configuration."""
-        fetch(*self._own(process))
+        target, folder = self._own(process)
+        # A run that goes on here has newer files, and has them open.
+        with contextlib.suppress(FolderInUseError), only_writer(folder):
+            fetch(target, folder)
         config = self.folder / CONFIG_FILE
         if process and config.exists():
             fetch_file(config, self.workdir / CONFIG_FILE)

@@ -86,7 +86,14 @@ def export(
         raise ValueError(f"out={str(out)!r} is not empty; name another folder")
     if not (workdir / CONFIG_FILE).is_file():
         raise ValueError(f"workdir={str(workdir)!r} has no {CONFIG_FILE} of a run")
-    config = TrainConfig.from_json(read_table(workdir / CONFIG_FILE))
+    try:
+        config = TrainConfig.from_json(read_table(workdir / CONFIG_FILE))
+        if config.run.exchange == "elastic":
+            raise ValueError("it is of a region with exchange='elastic'")
+    except ValueError as error:
+        raise ValueError(
+            f"workdir={str(workdir)!r} cannot be exported: {error}"
+        ) from error
     models.hugging_face.check_llama(config.model)
     if adapter and not config.model.lora_rank:
         raise ValueError(

@@ -106,7 +106,12 @@ def check_folder(workdir: pathlib.Path) -> None:
             f"workdir='gs://{pathlib.PurePath(*workdir.parts[1:])}' is in a bucket, "
             "which this program does not write to; name a folder of this machine"
         )
-    if workdir.exists() and not workdir.is_dir():
+    try:  # The second is of a closed folder.
+        is_file = workdir.exists() and not (workdir / CONFIG_FILE).exists()
+        is_file = is_file and not workdir.is_dir()
+    except OSError as error:
+        raise unwritable(workdir, error) from error
+    if is_file:
         raise ValueError(f"workdir={str(workdir)!r} is a file; name a folder")
 
 
@@ -307,10 +312,16 @@ def progress(saved: list[dict], regions: Sequence[int]) -> dict:
     """Return the records' sums of this process, with losses of its regions."""
     process = jax.process_index()
     own = saved[process] if len(saved) == jax.process_count() else saved[0]
-    losses = {
-        region: [row[i] for row in each["progress"]["window"]]
+    of = {
+        region: (i, each["progress"])
         for each in saved
         for i, region in enumerate(each["stream"]["regions"])
     }
-    window = np.array([losses[str(region)] for region in regions]).T
-    return {**own["progress"], "window": list(window)}
+    each = [of[str(region)] for region in regions]
+    losses = [[row[i] for row in found["window"]] for i, found in each]
+    past = {
+        name: [x for i, found in each for x in found["spikes"][name][i : i + 1]]
+        for name in own["progress"].get("spikes", ())
+    }
+    spikes = {"spikes": past} if past else {}
+    return {**own["progress"], "window": list(np.array(losses).T), **spikes}

@@ -202,7 +202,7 @@ def first_warm_step(workdir: pathlib.Path) -> int:
         raise ValueError(f"workdir={str(workdir)!r} holds no run; name that of one")
     try:
         method = MethodConfig.from_json(read_table(path)["method"])
-    except (KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: it names no method") from error
     schedule = method.build().schedule
     return schedule.warm_up_steps if schedule else 0

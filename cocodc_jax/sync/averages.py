@@ -55,8 +55,8 @@ class RadialDirectional(Average):
         after:  mean length * unit(mean direction)
 
     If regions disagree, a mean of pseudo-gradients is short; this keeps its length.
-    Each layer of a scanned stack is a tensor. Directions that cancel give 0. A length
-    is sent with each tensor, in its dtype.
+    Each layer of a scanned stack is a tensor. Directions that cancel give 0. Lengths
+    are sent beside the tensor, as one of the message's tensors.
 
     Source: Decoupled DiLoCo, arXiv 2604.21428, from a published summary.
 
@@ -67,6 +67,11 @@ class RadialDirectional(Average):
     averaged: str = "embed"
 
     is_linear = False
+
+    def check_compressor(self, compressor: Compressor) -> None:
+        """Refuse a sparse compressor, which would drop lengths of layers."""
+        if compressor.is_sparse:
+            raise ValueError("lengths of layers that are not sent would be 0")
 
     def before(self, part: Fragment, key: jax.Array | None) -> PyTree:
         """Return lengths and directions; see `Average.before`."""

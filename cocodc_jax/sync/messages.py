@@ -105,7 +105,7 @@ class Compressed(Message):
       by: the compressor.
       mean_over: regions that an entry is averaged over: "all", where an entry that a
         region did not send counts as zero, or "senders", the regions whose messages
-        have it. Messages that do not say which entries they have, have all.
+        have it; messages that are not sparse have all.
       clip: whether each tensor of a message is clipped to the median norm that it has
         in the regions' messages; of sparse messages only.
     """
@@ -121,6 +121,12 @@ class Compressed(Message):
             raise ValueError(
                 f"clip=True has no meaning for compress={self.by.name!r}, whose "
                 "messages are not sparse; pass robust_mean='clip'"
+            )
+        is_untold = self.by.is_sparse and not isinstance(self.by, SparseCompressor)
+        if self.mean_over == "senders" and is_untold:
+            raise ValueError(
+                f"sparse_mean='senders' needs messages that tell which entries they "
+                f"have, and those of compress={self.by.name!r} do not; pass 'all'"
             )
 
     @property

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from cocodc_jax.sync.fragments import Fragment, PyTree
 from cocodc_jax.transforms import low_rank
 from cocodc_jax.transforms.layers import named_leaves
+from cocodc_jax.transforms.numerics import widen
 
 LossFn = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 
@@ -146,7 +147,8 @@ def _later_gradient(seen: MergeContext) -> Fragment:
         whole = (staged - local) / steps
         return whole + (middle - local) / rest - (staged - middle) / first
 
-    return jax.tree.map(later, seen.kept[STAGED], seen.kept[HALFWAY], seen.local)
+    each = seen.kept[STAGED], seen.kept[HALFWAY], seen.local
+    return jax.tree.map(later, *(jax.tree.map(widen, x) for x in each))
 
 
 _MOMENT = "second_moment=adam_second_moment(b2) with the optimizer's b2"

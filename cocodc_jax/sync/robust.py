@@ -99,11 +99,13 @@ class Robust:
             ) from None
 
     def check(self, sync: Any) -> None:
-        """Refuse syncs without a robust mean."""
-        if self.mean == "weighted":
-            return
-        if sync.schedule.is_by_region:
+        """Refuse syncs without a robust mean, or without others to compare with."""
+        is_plain = self.mean == "weighted"
+        compares = not is_plain or self.exclude_above < math.inf
+        if sync.schedule.is_by_region and compares:
             raise ValueError("its regions come one by one")
+        if is_plain:
+            return
         why = sync.message.only_weighted
         if why is None and not sync.message.average.is_linear:
             why = "what it takes the mean of are lengths and directions"

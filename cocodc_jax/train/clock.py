@@ -68,7 +68,7 @@ class FlightRecorder:
         """Wait for all watched arrays; an exception in the body takes precedence."""
         self._steps.put(None)
         self._walker.join()
-        for thread in self._threads:
+        for thread in self._threads if kind is None else ():
             thread.join()
         if kind is None and self._error is not None:
             why = f"the timeline could not be measured: {self._error}"

@@ -62,7 +62,7 @@ class FiniteWatch:
         (bad,) = np.nonzero(is_bad)
         if not len(bad):
             return state
-        if self._program.method.can_restore and not is_bad.all():
+        if self._program.method.can_restore and len(bad) < self._program.regions.num:
             return self._program.restore_regions(state, is_bad)
         self.stop("a parameter is not finite", state.step, int(bad[0]))
 

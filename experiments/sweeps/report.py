@@ -288,9 +288,10 @@ def read_cells(
     path: str | pathlib.Path, make: Callable[[Sequence[Mapping[str, Any]]], T]
 ) -> T:
     """Return what `make` makes of the cells in a cells.json."""
+    table = read_table(path)
     try:
-        return make(read_table(path)["cells"])
-    except (KeyError, TypeError, IndexError) as error:
+        return make(table["cells"])
+    except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ValueError(
             f"{path} is no cells.json of experiments.sweep ({error!r})"
         ) from error

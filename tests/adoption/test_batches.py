@@ -170,14 +170,20 @@ def test_what_is_of_another_kind_is_named(arguments, message):
 
 
 @pytest.mark.parametrize("data", [1, 2])
-@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
-def test_keys_are_of_jaxs_default_whatever_jax_comes_with(impl, data):
+@pytest.mark.parametrize(
+    ("impl", "name", "options"),
+    [  # Messages are drawn too: rounded at random.
+        ("rbg", "diloco", {"compress": "int8(stochastic=True)"}),
+        ("unsafe_rbg", "diloco", {"compress": "int8(stochastic=True)"}),
+        ("rbg", "noloco", {}),
+    ],
+)
+def test_keys_are_of_jaxs_default_whatever_jax_comes_with(impl, name, options, data):
     def loss_fn(params, batch, key):
         kept = jax.random.bernoulli(key, 0.5, batch.shape)
         return jnp.mean((kept * batch @ params["out"]) ** 2), {"kept": kept.sum()}
 
-    # Messages are drawn too: rounded at random.
-    method = cc.methods.get("diloco", sync_interval=2, compress="int8(stochastic=True)")
+    method = cc.methods.get(name, sync_interval=2, **options)
     mesh = cc.make_mesh(4, data=data)
     with jax.default_prng_impl(impl):
         program = cc.RegionProgram(

@@ -237,6 +237,21 @@ def train_in(folder, num_steps, **options):
     )
 
 
+def test_a_region_is_restored_before_and_after_the_middle_of_a_delay():
+    method = methods.get(
+        "cocodc", curvature="secant", sync_interval=4, num_fragments=1, delay_steps=4,
+        syncs_per_interval=1, exclude_above=5.0,
+    )  # fmt: skip
+    program = make_program(method)
+    state, batches, kept = start(program), stream(), set()
+    for _ in range(9):
+        state, _ = tiny.follow(program, state, batches, 1)
+        state = program.restore_regions(state, np.array([False, False, True, False]))
+        kept |= {tuple(sorted(f.kept)) for f in state.sync.in_flight.values()}
+    assert len(kept) == 2
+    assert np.asarray(program.finite_regions(state)).all()
+
+
 def test_one_region_does_not_end_the_run(tmp_path):
     """And it goes on from its middle: region 2 is restored as the run is saved.
 

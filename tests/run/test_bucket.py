@@ -16,6 +16,7 @@ from cocodc_jax._extras import MissingExtraError
 from cocodc_jax.run.bucket import Bucket
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.resume import only_writer
 from cocodc_jax.train.checkpoint import Checkpoints
 
 NAME = "gs://bucket/runs/one"
@@ -185,6 +186,9 @@ def test_a_process_sends_its_own_files_when_they_changed(gs, tmp_path, monkeypat
     assert written.read_text() == "1\n2\n"
     # What is here and not there is of no run.
     (run.workdir / "config.json").write_text("{}")
+    with only_writer(run.workdir):  # A run that goes on here keeps its files.
+        run.begin(0)
+    assert (run.workdir / "config.json").exists()
     run.begin(0)
     assert not (run.workdir / "config.json").exists()
     (there / "config.json").write_text('{"a": 1}')

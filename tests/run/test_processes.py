@@ -83,8 +83,11 @@ def test_losses_go_on_where_their_regions_are(
     found = resume.progress(saved, regions)
     assert np.array(found["window"]).tolist() == window
     assert found["ratios"] == ratios
-    for each in saved:
-        each["progress"]["window"] = []
+    for each, past in zip(saved, ([[0.1], [1.1]], [[2.1], [3.1]]), strict=True):
+        each["progress"] |= {"window": [], "spikes": {"past": past, "is_on": []}}
+    pasts = [[r + 0.1] for r in regions]
+    spikes = {"past": pasts, "is_on": []}
+    assert resume.progress(saved, regions)["spikes"] == spikes
     assert resume.progress(saved, regions)["window"] == []
 
 

@@ -52,6 +52,9 @@ def test_no_elastic_run_starts_from_another(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_text(dumps(PRESET.to_json()))
     config = PRESET.replace(adopt_from=str(tmp_path), exchange="elastic")
+    with pytest.raises(ValueError, match="holds no run with checkpoints"):
+        Source.of(config)
+    (tmp_path / "checkpoints" / "8").mkdir()
     with pytest.raises(ValueError, match="is not possible with exchange='elastic'"):
         Source.of(config)
 
@@ -117,6 +120,10 @@ def test_a_folder_of_results_is_made_or_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"workdir='.*file' is a file; name a folder"):
         resume.make_folder(tmp_path / "file")
+    with pytest.raises(
+        ValueError, match=r"workdir='.*' cannot be written to \(File na"
+    ):
+        resume.check_folder(tmp_path / ("x" * 300))
     with pytest.raises(ValueError, match="workdir='gs://models/run' is in a bucket"):
         resume.make_folder(pathlib.Path("gs://models/run"))
     with pytest.raises(ValueError, match="run' cannot be written to .Not a dir"):

@@ -158,6 +158,7 @@ class TestArguments:
             ),
             ("sparseloco", {"robust_mean": "trim:0.2"}, "does not have every entry"),
             ("delayed_nesterov", {"robust_mean": "clip"}, "come one by one"),
+            ("mla", {"exclude_above": 9.0}, "come one by one"),
             ("decoupled_diloco", {"robust_mean": "clip"}, "lengths and directions"),
             ("noloco", {"exclude_above": 9.0}, "none to restore one from"),
             ("data_parallel", {"exclude_above": 9.0}, "no outer parameters to restore"),

@@ -19,7 +19,7 @@ from cocodc_jax.train import loop
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.clock import FlightRecorder
 from cocodc_jax.train.evaluate import make_evaluate
-from cocodc_jax.train.finite import NonFiniteLossError
+from cocodc_jax.train.finite import FiniteWatch, NonFiniteLossError
 from cocodc_jax.train.hooks import NO_HOOKS, Cadence, Hooks
 from cocodc_jax.train.loop import train
 from cocodc_jax.train.run_steps import MAX_SCAN_STEPS
@@ -468,6 +468,15 @@ class TestNotFinite:
         options = {"folder": tmp_path, "cadence": {"checkpoint_every": 4}}
         self.fails(tiny, programs[loss_plus_bad], why, (value, 7, 2), **options)
         assert [path.name for path in tmp_path.iterdir()] == ["4"]
+
+    def test_an_elastic_region_is_restored_though_its_program_has_no_other(self):
+        one = types.SimpleNamespace(
+            finite_regions=lambda state: np.array([False]),
+            method=types.SimpleNamespace(can_restore=True),
+            regions=types.SimpleNamespace(num=4),
+            restore_regions=lambda state, bad: bad,
+        )
+        assert FiniteWatch(one, None).restored(None) == [True]
 
     def test_a_loss_before_any_checkpoint(self, tiny, tmp_path, programs):
         program, why = programs[loss_plus_bad], "step 3 in .* 1.*there is none"
