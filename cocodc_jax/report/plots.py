@@ -6,7 +6,7 @@ drawing has no global state and needs no display.
 
 import io
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -95,40 +95,6 @@ def loss_by_bytes(runs: Sequence[Run]) -> Figure:
     axes.set_ylabel("evaluation loss (nats per token)")
     # Above the axes no legend can cover a curve.
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
-    return figure
-
-
-def losses(values: Mapping[str, float], faint: Collection[str] = ()) -> Figure:
-    """Draw a row a model, a dot at its loss, the value written beside it.
-
-    Dots and not bars: the axis begins near the least loss, and a bar's length would
-    then tell nothing.
-    """
-    figure = new_figure(0.28 * len(values) + 0.7)
-    axes = figure.subplots()
-    for row, (name, loss) in enumerate(values.items()):
-        color = "#999999" if name in faint else COLORS[2]
-        axes.plot(loss, row, marker="o", markersize=6, color=color)
-        axes.annotate(
-            f"{loss:.3f}",
-            xy=(loss, row),
-            xytext=(7, 0),
-            textcoords="offset points",
-            verticalalignment="center",
-            fontsize="small",
-            color=color,
-        )
-    axes.set_yticks(range(len(values)), list(values))
-    axes.set_ylim(len(values) - 0.5, -0.5)
-    # Room for the number beside the last dot.
-    low, high = min(values.values()), max(values.values())
-    span = high - low or 0.1
-    axes.set_xlim(low - 0.05 * span, high + 0.12 * span)
-    axes.set_xlabel("evaluation loss (nats per token)")
-    tidy(axes, "x")
-    axes.set_axisbelow(True)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
     return figure
 
 

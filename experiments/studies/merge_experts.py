@@ -5,8 +5,8 @@
 Trains method `apart`, or uses the finished run in DIR. Each region has its own sources
 unless --partition=iid. Evaluates on the same held-out batches as all programs: each
 expert, the average of their parameters, even mixtures, and mixtures weighted by a
-router that reads the first --prefix_tokens of a sequence. Writes merge.json and
-merge.png to DIR. The same command resumes an interrupted one.
+router that reads the first --prefix_tokens of a sequence. Writes merge.json to DIR. The
+same command resumes an interrupted one.
 """
 
 import contextlib
@@ -27,7 +27,6 @@ from cocodc_jax.core.state import TrainState
 from cocodc_jax.data import load
 from cocodc_jax.files import write_whole
 from cocodc_jax.methods import METHODS
-from cocodc_jax.report import plots
 from cocodc_jax.run import flags
 from cocodc_jax.run.attend import Tracking
 from cocodc_jax.run.config import TrainConfig, dumps
@@ -156,9 +155,6 @@ def _write(
         "models": {name: dataclasses.asdict(row) for name, row in rows.items()},
     }
     write_whole(workdir / "merge.json", dumps(merged))
-    faint = [name for name in rows if "expert" in name]
-    figure = plots.losses({name: row.loss for name, row in rows.items()}, faint)
-    plots.save_png(figure, str(workdir / "merge.png"))
     heads = ("model", "loss", "perplexity", "loss after prefix", "passes/token")
     lines = []
     for name, row in rows.items():

@@ -63,25 +63,6 @@ def test_gantt_shows_the_whole_run_or_says_what_it_leaves_out(monkeypatch):
     )
 
 
-def test_a_row_a_model_from_the_top_with_its_number():
-    values = {"expert 0": 2.0, "average": 3.25, "mixture": 1.5}
-    (axes,) = plots.losses(values, ["expert 0"]).axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == list(values)
-    places = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines]
-    assert places == [(2.0, 0), (3.25, 1), (1.5, 2)]
-    assert [text.get_text() for text in axes.texts] == ["2.000", "3.250", "1.500"]
-    bottom, top = axes.get_ylim()
-    assert bottom > top
-    grey, *others = [line.get_color() for line in axes.lines]
-    assert grey not in others
-
-
-@pytest.mark.parametrize("values", [{"one": 1.0}, {"one": 1.0, "same": 1.0}])
-def test_losses_that_do_not_differ_still_have_an_axis(values):
-    low, high = plots.losses(values).axes[0].get_xlim()
-    assert low < 1.0 < high
-
-
 def routed(method, load):
     """A run with two records of two regions, a layer and two experts."""
     record = {"kind": "experts", "divergence": 0.25, "dead": 1.0}
