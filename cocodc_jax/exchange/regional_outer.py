@@ -133,6 +133,14 @@ class RegionalOuterModels:
         *new, norm = self._step[k](*outer.entry(k), flight.mean)
         return dataclasses.replace(sync, outer=outer.updated(k, *new)), norm
 
+    def landing(self, fragment_id: int, sync: SyncState) -> SyncState:
+        """Return the state before its last mean is applied; see `RegionalOuter`."""
+        if self._outer.land is None:
+            return sync
+        params, state = sync.outer.entry(fragment_id)
+        outer = sync.outer.updated(fragment_id, params, self._outer.land(state))
+        return dataclasses.replace(sync, outer=outer)
+
     def arrived(self, fragment_id: int, flight: InFlight, sync: SyncState) -> PyTree:
         """Return the mean, in its current placement."""
         return flight.mean

@@ -501,7 +501,10 @@ class Executor:
                     start = pending.event(START)._replace(since_step=max(last, 0))
                     self._start(run, start)
                     flying.append(pending)
-        for pending in flying:
+        for i, pending in enumerate(flying):
+            is_last = all(x.fragment_id != pending.fragment_id for x in flying[i + 1 :])
+            if is_last and isinstance(self._outer, RegionalOuterModels):
+                run.sync = self._outer.landing(pending.fragment_id, run.sync)
             self._finish(run, pending.event(FINISH))
         run.replace(schedule=self._schedule.landed(schedule), in_flight={})
         return run.after(state), dropped

@@ -6,6 +6,7 @@ import functools
 import itertools
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -109,10 +110,10 @@ def summarize(
     session: "Session",
     result: Result,
     seconds: float,
-    wall_s: float,
+    began: tuple[int, float],
     rollbacks: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the numbers of a finished run."""
+    """Return the numbers of a finished run, which `began` at a step and a time."""
     run = session.config.run
     evaluated, step = result.last_eval or {}, result.state.step
     of_eval = ("eval_loss", "eval_perplexity", "eval_loss_outer", "region_drift")
@@ -136,7 +137,9 @@ def summarize(
         "seconds": seconds,
         "stall_seconds": result.stall_seconds,
         "exposed_share": exposed_share,
-        "goodput": timeline.goodput(session.own_dir, step, wall_s),
+        "goodput": timeline.goodput(
+            session.own_dir, step - began[0], time.time() - began[1]
+        ),
         "tokens_per_second": result.tokens_per_second,
         "mfu": mfu(result.tokens_per_second, session.peak_tokens_per_second),
         "correction_ratio": result.correction_ratio,

@@ -82,7 +82,7 @@ class LiveMetrics:
         self.members: Callable[[], int | None] = lambda: num_regions
         self._now, self._tokens_at, self._peak = now, tokens_at, peak_tokens_per_second
         self._lock = threading.Lock()
-        self._step, self._began_s, self._stall_s = 0, now(), 0.0
+        self._step, self._began, self._stall_s = 0, (0, now()), 0.0
         self._step_s: collections.deque[float] = collections.deque(maxlen=_TURNS)
         self._values: Values = {
             "cocodc_planned_steps": {(): planned_steps},
@@ -104,9 +104,11 @@ class LiveMetrics:
             of = self._values[name]
             of[labels] = (of.get(labels) or 0) + 1
 
-    def begin(self, step: int, began_s: float, saved_step: int | None) -> None:
-        """Note where training starts."""
-        self._step, self._began_s, self._stall_s = step, began_s, 0.0
+    def begin(
+        self, step: int, began: tuple[int, float], saved_step: int | None
+    ) -> None:
+        """Note where training starts, and the run began: at a step and a time."""
+        self._step, self._began, self._stall_s = step, began, 0.0
         self.put("cocodc_step", step)
         self.put("cocodc_checkpoint_step", saved_step)
         self.put("cocodc_stall_seconds_total", 0.0)
@@ -157,10 +159,10 @@ class LiveMetrics:
 
     def _goodput(self) -> float | None:
         """See `timeline.goodput`, with the turns of this process alone."""
-        seconds = self._now() - self._began_s
+        steps, seconds = self._step - self._began[0], self._now() - self._began[1]
         if not self._step_s or seconds <= 0:
             return None
-        return min(self._step * statistics.median(self._step_s) / seconds, 1.0)
+        return min(steps * statistics.median(self._step_s) / seconds, 1.0)
 
 
 _TIMEOUT_S = 5.0

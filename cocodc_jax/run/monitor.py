@@ -130,11 +130,11 @@ class Monitor:
         self._not_finite: set[int] = set()
 
     def told_by(
-        self, hooks: Hooks, step: int, began_s: float, saved_step: int | None
+        self, hooks: Hooks, step: int, began: tuple[int, float], saved_step: int | None
     ) -> Hooks:
         """Return a loop's hooks, extended to be watched."""
         self._step = step
-        self.live.begin(step, began_s, saved_step)
+        self.live.begin(step, began, saved_step)
 
         def record(each: dict[str, Any]) -> None:
             hooks.record(each)

@@ -35,6 +35,9 @@ _LOOK_S = 0.1
 # Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
+# What a process that is new takes of another's clock.
+CLOCK = "seconds", "began_step", "began_s"
+
 Changes = Mapping[str, tuple[Any, Any]]
 
 _OR_ELSE = {
@@ -299,7 +302,7 @@ def position(saved: list[dict]) -> dict:
     Its files are those of the process that had its id when the run was saved, if any.
     """
     process = jax.process_index()
-    clock = {name: saved[0][name] for name in ("seconds", "began_s")}
+    clock = {name: saved[0][name] for name in CLOCK if name in saved[0]}
     own = saved[process] if process < len(saved) else clock
     regions: dict = {}
     for each in saved:

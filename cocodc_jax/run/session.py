@@ -114,6 +114,7 @@ class Session:
             if (finished := self._finished(saved)) is not None:
                 return finished
             began_s, rollbacks = time.time(), []
+            began_step: int | None = None  # Not 0 where it goes on from another run.
             carried: Carried | None = None
             should_stop: Callable[[], bool] | None = None
             while True:
@@ -122,7 +123,6 @@ class Session:
                 try:
                     if carried is None:
                         begun = self.begin(saved, stream)
-                        began_s = begun[2].get("began_s", began_s)
                     else:
                         times = {"seconds": time.time() - began_s, "began_s": began_s}
                         begun = carried.state, None, times
@@ -132,13 +132,18 @@ class Session:
                     with among as (begun, attendance):
                         if carried is not None:  # It may be ahead of the others.
                             saved.forget_after(begun[0].step)
+                        began_s = begun[2].get("began_s", began_s)
+                        if began_step is None:
+                            first = 0 if "began_s" in begun[2] else begun[0].step
+                            began_step = begun[2].get("began_step", first)
+                        began = began_step, began_s
                         if ahead is not None:
                             stream.set_state(ahead)
                         # A stop that is asked for while a run rolls back still holds.
                         should_stop = should_stop or stack.enter_context(
                             attend.stop_signal()
                         )
-                        others = attendance, monitor, console, began_s, rollbacks
+                        others = attendance, monitor, console, began, rollbacks
                         return self._train_on(
                             saved, stream, begun, should_stop, *others
                         )
@@ -193,7 +198,7 @@ class Session:
         attendance: Attendance | None,
         monitor: Monitor,
         console: Console | None,
-        began_s: float,
+        began: tuple[int, float],
         rollbacks: list[dict[str, Any]],
     ) -> dict[str, Any]:
         """Train from the run's current step; see `train`."""
@@ -218,14 +223,15 @@ class Session:
                     "stream": stream.get_state(),
                     "metrics_bytes": writer.offset,
                     "seconds": watch.seconds,
-                    "began_s": began_s,
+                    "began_step": began[0],
+                    "began_s": began[1],
                 }
                 if self.bucket:  # The files that the checkpoint refers to.
                     self.bucket.send(jax.process_index())
                 return {"processes": gather(own)}
 
             hooks = Hooks(writer.write, watch, snapshot, should_stop, of_all=gather)
-            hooks = monitor.told_by(hooks, state.step, began_s, saved.latest_step)
+            hooks = monitor.told_by(hooks, state.step, began, saved.latest_step)
             if attendance is not None:
                 hooks = attendance.told_by(hooks, monitor.merged)
             result = train(
@@ -246,8 +252,8 @@ class Session:
         gather("every process has written its own")
         if jax.process_index() == 0:
             timeline.show(self.workdir)
-        seconds, wall_s = earlier_s + result.seconds, time.time() - began_s
-        summary = attend.summarize(self, result, seconds, wall_s, rollbacks)
+        seconds = earlier_s + result.seconds
+        summary = attend.summarize(self, result, seconds, began, rollbacks)
         if result.state.step == run.steps:
             write_whole(self.own_dir / SUMMARY_FILE, dumps(summary))
         if jax.process_index() == 0:

@@ -32,7 +32,7 @@ from cocodc_jax.run.config import TrainConfig, flat, kind_of
 from cocodc_jax.run.fault_watch import FaultWatch
 from cocodc_jax.run.monitor import Monitor
 from cocodc_jax.run.processes import code_digest, gather
-from cocodc_jax.run.resume import ResumeError
+from cocodc_jax.run.resume import CLOCK, ResumeError
 from cocodc_jax.train import joining
 from cocodc_jax.train.hooks import Hooks
 from cocodc_jax.train.run_steps import MAX_SCAN_STEPS, scan_steps
@@ -198,7 +198,7 @@ def taking_part(
             state = _go_on(session, copy, own.step, carried)
             _skip(stream, copy.step - done)
             copy = None  # It is as large as the outer model.
-            times = position.keys() & {"seconds", "began_s"}
+            times = position.keys() & set(CLOCK)
             begun = state, None, {name: position[name] for name in times}
         attendance = Attendance(program, link, folder, session.elastic.outer_digests)
         seconds["let_in"] = time.monotonic() - asked_s

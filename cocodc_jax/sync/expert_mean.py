@@ -55,6 +55,11 @@ class ExpertMean(Average):
         """Return counts that broadcast to a leaf of experts; 1 for other leaves."""
         if is_token_count(path) or expert_axis(path) is None:
             return 1
+        if count_of(path) not in part:
+            raise ValueError(
+                f"expert_weights='tokens' needs {count_of(path)!r} in the fragment of "
+                f"{path!r}; pass fragment_strategy='strided' or 'experts'"
+            )
         # A pseudo-gradient is old minus new.
         counts = jnp.maximum(-part[count_of(path)] / TOKEN_UNIT, 0)
         return counts.reshape(counts.shape + (1,) * (x.ndim - counts.ndim))

@@ -84,6 +84,8 @@ class RegionalOuter:
       correct: `correct(gradient, local, params, state, num_regions) -> gradient`, at
         every inner step; `params` and `state` are of the last sync. None is the
         identity.
+      land: `land(state) -> state`, before the last mean on its way is applied and no
+        other is sent. None is the identity.
       has_feedback: whether what a compressor loses is sent later without error
         feedback.
       why_uncompressed: why its messages cannot be compressed; None if they can.
@@ -96,6 +98,7 @@ class RegionalOuter:
     group: str = "all"
     seed: int = 0
     correct: Callable[..., PyTree] | None = None
+    land: Callable[[PyTree], PyTree] | None = None
     has_feedback: bool = False
     why_uncompressed: str | None = None
 

@@ -154,7 +154,7 @@ def test_a_folder_of_runs_that_have_not_begun(tmp_path, capsys):
 
 def test_an_address(capsys):
     live = LiveMetrics(100, lambda step: 8 * step, 3, now=lambda: NOW - 5)
-    live.begin(0, NOW - 100, saved_step=None)
+    live.begin(0, (0, NOW - 100), saved_step=None)
     live.turn(Clock(10, 2.5, 6.0, 16.0, 1.0, 2, 4096))
     live.count("cocodc_syncs_total", "applied")
     live.fault("link", "0-2", True)

@@ -13,6 +13,7 @@ from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.transforms.compressor import identity
 from cocodc_jax.transforms.outer import group_heavy_ball
+from tests.program import tiny
 from tests.program.tiny import follow
 
 
@@ -192,3 +193,14 @@ def test_regions_come_to_the_exact_minimiser(graph, compress):
     atol = 1e-5 if compress == "int8" else 1e-9
     np.testing.assert_allclose(local, np.tile(expected, (4, 1)), atol=atol)
     np.testing.assert_allclose(outer, expected, atol=atol)
+
+
+@pytest.mark.parametrize("num_steps", [6, 7])
+def test_a_landed_region_has_every_mean_of_eager_once(num_steps):
+    """At a slot and between two: all regions end at one outer model."""
+    method = methods.get("eager", sync_interval=3, outer_lr=0.5, outer_momentum=0.0)
+    program = tiny.program_of(method)
+    state, _ = tiny.finish(program, tiny.start(program), num_steps)
+    state, _ = program.land(state)
+    for leaf in jax.tree.leaves(state.sync.outer.params):
+        np.testing.assert_allclose(leaf, np.broadcast_to(leaf[:1], leaf.shape), 1e-5)

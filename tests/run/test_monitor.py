@@ -53,12 +53,12 @@ def live_at(times, **more):
 def test_turns_are_scraped():
     live = live_at([0.0, 7.0, 7.5, 10.0], peak_tokens_per_second=64.0)
     live.members = lambda: 2
-    live.begin(step=20, began_s=-190.0, saved_step=20)
+    live.begin(step=20, began=(10, -190.0), saved_step=20)
     # 10 steps, 80 tokens, 5 s of which one was a stall: 0.4 s a step undisturbed.
     live.turn(Clock(30, 2.5, 6.0, 16.0, 1.0, 2, 4096))
     live.saving()
     found = scrape(live)
-    assert found["cocodc_goodput_ratio",] == pytest.approx(30 * 0.4 / 200)
+    assert found["cocodc_goodput_ratio",] == pytest.approx(20 * 0.4 / 200)
     expected = {
         "step": 30, "planned_steps": 100, "loss": 2.5, "tokens_per_second": 16,
         "mfu_ratio": 0.25, "fragments_in_flight": 2, "members": 2,
@@ -81,7 +81,7 @@ def watched():
     events = []
     live = LiveMetrics(100, lambda step: 8 * step, 3)
     each = Monitor(live, events.append, own_region=1, delay_steps=5)
-    hooks = each.told_by(NO_HOOKS, 0, began_s=0.0, saved_step=None)
+    hooks = each.told_by(NO_HOOKS, 0, began=(0, 0.0), saved_step=None)
     return each, hooks, events
 
 

@@ -245,3 +245,10 @@ def test_a_run_by_load_serves_every_fragment_within_an_interval():
     state = _advanced(program, 14)
     assert min(state.sync.schedule.last_start) >= 14 - 6
     assert state.region.params["norm"]["scale"].shape == (2, 8)
+
+
+def test_experts_in_a_fragment_without_their_counts_are_named():
+    part = {"moe/experts/up": jnp.ones((2, 3))}
+    why = "needs 'moe/experts/tokens' in the fragment of 'moe/experts/up'"
+    with pytest.raises(ValueError, match=why):
+        ExpertMean().before(part, None)

@@ -92,4 +92,8 @@ def eager_outer(optimizer: optax.GradientTransformation) -> RegionalOuter:
         step, kept = optimizer.update(fresh, state.optimizer, params)
         return optax.apply_updates(params, step), state._replace(optimizer=kept)
 
-    return RegionalOuter("eager", init, send, receive)
+    def land(state):
+        nothing = jax.tree.map(jnp.zeros_like, state.newest)
+        return state._replace(newest=nothing, arriving=state.newest)
+
+    return RegionalOuter("eager", init, send, receive, land=land)
