@@ -118,6 +118,7 @@ def summarize(
     evaluated, step = result.last_eval or {}, result.state.step
     of_eval = ("eval_loss", "eval_perplexity", "eval_loss_outer", "region_drift")
     method, exposed_share = session.program.method, None
+    lived = step - began[0], time.time() - began[1]
     # Exchanges at every step are part of the step's program, and cannot be separated.
     if not method.per_step:
         warm_step = method.schedule.warm_up_steps if method.schedule else 0
@@ -137,9 +138,7 @@ def summarize(
         "seconds": seconds,
         "stall_seconds": result.stall_seconds,
         "exposed_share": exposed_share,
-        "goodput": timeline.goodput(
-            session.own_dir, step - began[0], time.time() - began[1]
-        ),
+        "goodput": timeline.goodput(session.own_dir, *lived),
         "tokens_per_second": result.tokens_per_second,
         "mfu": mfu(result.tokens_per_second, session.peak_tokens_per_second),
         "correction_ratio": result.correction_ratio,

@@ -89,11 +89,9 @@ def export(
     try:
         config = TrainConfig.from_json(read_table(workdir / CONFIG_FILE))
         if config.run.exchange == "elastic":
-            raise ValueError("it is of a region with exchange='elastic'")
+            raise ValueError("exchange='elastic' cannot be exported")
     except ValueError as error:
-        raise ValueError(
-            f"workdir={str(workdir)!r} cannot be exported: {error}"
-        ) from error
+        raise ValueError(f"workdir={str(workdir)!r} has a run: {error}") from error
     models.hugging_face.check_llama(config.model)
     if adapter and not config.model.lora_rank:
         raise ValueError(

@@ -19,13 +19,7 @@ from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.hugging_face import model_of
 from cocodc_jax.run.monitor import NO_MONITORING, Monitoring
 from cocodc_jax.run.processes import ONE_PROCESS, Processes, check_alike
-from cocodc_jax.run.resume import (
-    CHECKPOINTS,
-    check_exchange,
-    check_folder,
-    check_workdir,
-    claim,
-)
+from cocodc_jax.run.resume import CHECKPOINTS, check_exchange, check_workdir, claim
 from cocodc_jax.run.session import Session
 from cocodc_jax.train.checkpoint import steps_in
 
@@ -79,7 +73,6 @@ def prepare(
         bucket.begin(jax.process_index())
     workdir = bucket.workdir if bucket else pathlib.Path(workdir)
     folder = bucket.folder if bucket else workdir
-    check_folder(folder)
     check_exchange(folder, is_elastic=place is not None)
     check_workdir(config, workdir, folder / CHECKPOINTS)
     if not steps_in(folder / CHECKPOINTS):

@@ -197,6 +197,7 @@ def _check_changes(
 
 def check_exchange(folder: Any, is_elastic: bool) -> None:
     """Refuse a run whose regions were not elastic if they are now, and vice versa."""
+    check_folder(folder)
     other = folder.parent if is_elastic else folder / "region_0"
     if (folder / CONFIG_FILE).exists() or not (other / CONFIG_FILE).exists():
         return

@@ -33,12 +33,22 @@ from cocodc_jax.transforms.compressor import Compressor
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMean(Average):
-    """The weighted mean, of experts by their tokens."""
+    """The weighted mean, of experts by their tokens.
+
+    If messages are encoded, counts multiply what is decoded. Residuals are then of the
+    updates alone, and a round of many tokens leaves no more than one of few.
+    """
+
+    is_encoded: bool = False
 
     is_linear = False
 
     def before(self, part: Fragment, key: jax.Array | None) -> Fragment:
-        """Return pseudo-gradients times counts; see `Average.before`."""
+        """Return what is sent of pseudo-gradients; see `Average.before`."""
+        return part if self.is_encoded else self.times_counts(part)
+
+    def times_counts(self, part: Fragment) -> Fragment:
+        """Return pseudo-gradients times counts."""
         return {path: x * self._counts(path, x, part) for path, x in part.items()}
 
     def after(self, mean: PyTree, like: PyTree, key: jax.Array | None) -> Fragment:
@@ -69,16 +79,16 @@ def with_expert_mean(message: Message) -> Message:
     """Return a message whose mean knows experts; it must have every entry."""
     if message.average not in (Average(), ExpertMean()):
         raise ValueError("what it takes the mean of are no pseudo-gradients")
-    average, compressor = ExpertMean(), message.compressor()
+    compressor, average = message.compressor(), ExpertMean(is_encoded=True)
     if compressor is None:
-        return dataclasses.replace(message, average=average)
+        return dataclasses.replace(message, average=ExpertMean())
     if not isinstance(message, Compressed) or compressor.is_sparse:
         raise ValueError("its messages do not have every entry, nor every count")
     return dataclasses.replace(message, by=counts_exact(compressor), average=average)
 
 
 def counts_exact(compressor: Compressor) -> Compressor:
-    """Return a compressor of fragments that leaves counts of tokens as they are."""
+    """Return a compressor that sends counts as they are, and decodes by them."""
 
     def split(tree: Fragment) -> tuple[Fragment, Fragment]:
         counts = {path: x for path, x in tree.items() if is_token_count(path)}
@@ -91,7 +101,7 @@ def counts_exact(compressor: Compressor) -> Compressor:
 
     def decode(message):
         counts, rest = message
-        return compressor.decode(rest) | counts
+        return ExpertMean().times_counts(compressor.decode(rest) | counts)
 
     return dataclasses.replace(
         compressor,

@@ -130,7 +130,13 @@ def test_a_compressed_message_has_exact_counts():
     memory = message.init(parts[0])
     sent, memory = message.by.encode(message.average.before(parts[0], None), memory)
     assert path not in memory.residual
-    np.testing.assert_array_equal(message.by.decode(sent)[path], parts[0][path])
+    arrived = message.by.decode(sent)
+    np.testing.assert_array_equal(arrived[path], parts[0][path])
+    # What is left is of the update, however many tokens the expert was given.
+    name = "blocks/moe/experts/up"
+    counts = -parts[0][path][..., None, None] / TOKEN_UNIT
+    left = counts * (parts[0][name] - memory.residual[name])
+    np.testing.assert_allclose(arrived[name], left, rtol=1e-4, atol=1e-5)
 
 
 def _tokens(num_steps):
