@@ -180,6 +180,8 @@ def test_a_run_of_an_earlier_version_ends_as_it_would_have(call, tmp_path):
         (text / f"{i}.txt").write_text(words)
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(workdir, filter="data")
+    config = workdir / "config.json"  # The changelog names what to change in it.
+    config.write_text(config.read_text().replace('"fuse_syncs"', '"overlap"'))
     where = [f"--dataset=text:{text}", f"--data_dir={tmp_path / 'data'}"]
     _, err = call(train, *OLD_FLAGS, *where, f"--workdir={workdir}")
     assert "from step 7" in err
