@@ -135,7 +135,7 @@ class Session:
                         began_s = begun[2].get("began_s", began_s)
                         if began_step is None:
                             first = 0 if "began_s" in begun[2] else begun[0].step
-                            began_step = begun[2].get("began_step", first)
+                            began_step = int(begun[2].get("began_step", first))
                         began = began_step, began_s
                         if ahead is not None:
                             stream.set_state(ahead)
