@@ -44,9 +44,7 @@ def ensure_folder(folder: pathlib.Path) -> None:
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file whole, or leave it as it was and raise an `UnwritableError`."""
     path = pathlib.Path(path)
-    partial = path.with_name(
-        f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial"
-    )
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     with writing(path):
         try:
             with partial.open("wb") as file:

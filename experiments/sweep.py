@@ -185,15 +185,15 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
         return {row["row"]: row for row in rows.read(workdir)}
 
     for stage in plan.stages(written):
+        # A rung has one row of settings that differ in their length alone.
+        stage = list({row.row_id: row for row in stage}.values())
         if plan.history:
             _note_halving(plan, workdir / HALVING_FILE)
         own, found = {row.row_id for row in plan.own(stage)}, written()
         done = set()
         if most:
-            todo = {
-                r.row_id: r for r in stage if r.row_id in own and r.row_id not in found
-            }
-            done = _train_batches(batches, [*todo.values()], most, workdir, progress)
+            todo = [r for r in stage if r.row_id in own and r.row_id not in found]
+            done = _train_batches(batches, todo, most, workdir, progress)
         for row in stage:
             if row.row_id in done:
                 continue
@@ -205,7 +205,6 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
                 with _exits(row):
                     record = trainer.train(row)
                 rows.append(workdir, record)
-                done.add(row.row_id)  # A rung has one row of several lengths.
                 trainer.forget(row)
                 progress.trained(row)
                 _say(_came_to(record))
