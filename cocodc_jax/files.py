@@ -69,9 +69,11 @@ def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def append_line(path: pathlib.Path, value: Any) -> None:
-    """Append a JSON value to a file, as a line."""
-    with path.open("a") as file:
-        file.write(json.dumps(value) + "\n")
+    """Append a JSON value to a file, as a line, also after one that is cut off."""
+    with path.open("a+b") as file:
+        file.seek(max(file.tell() - 1, 0))
+        ends = b"" if file.read() in (b"", b"\n") else b"\n"
+        file.write(ends + json.dumps(value).encode() + b"\n")
 
 
 def read_lines(

@@ -118,7 +118,7 @@ def read_jobs(values: FlagValues, train: Sequence[str]) -> list[Job]:
     _distinct("networks", values.networks)
     flags.define(WITHOUT)
     flags.parse(["experiments.train", *train])
-    for name in ("workdir", *flags.PROCESSES):
+    for name in ("workdir", *flags.PROCESSES, *flags.ELASTIC):
         if flags.given(name):
             raise ValueError(
                 f"{name}={flags.value(name)} is set for each run; leave it out after --"

@@ -66,3 +66,13 @@ def test_lines_are_read_without_one_that_is_cut_off(tmp_path):
     assert steps == [1, 3]
     with pytest.raises(ValueError, match=f"^{path}, line 2 is no sync: b'{{\"ste{{"):
         files.read_lines(path, dict, "sync")
+
+
+def test_a_line_is_appended_after_one_that_is_cut_off(tmp_path):
+    path = tmp_path / "syncs.jsonl"
+    for step in (1, 2):
+        files.append_line(path, step)
+    with path.open("ab") as file:
+        file.write(b'{"ste')
+    files.append_line(path, 3)
+    assert path.read_bytes() == b'1\n2\n{"ste\n3\n'

@@ -259,9 +259,10 @@ def receive(
     arrived: PyTree,
     num_regions: int,
 ) -> tuple[Fragment, PyTree, jax.Array]:
-    """Step one region's own outer model; the last result is the norm of the mean."""
+    """Step one region's own outer model; the last is the pseudo-gradient's norm."""
     new, new_state = outer.receive(params, state, arrived, num_regions)
-    norm = optax.tree_utils.tree_norm(arrived).astype(jnp.float32)
+    mean = getattr(arrived, "pseudo_gradient", arrived)
+    norm = optax.tree_utils.tree_norm(mean).astype(jnp.float32)
     return cast_like(new, params), vary_like(new_state, state), norm
 
 

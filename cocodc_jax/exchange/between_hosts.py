@@ -52,6 +52,15 @@ class OnOuterMesh(Exchange):
 
     def __init__(self, spec: SyncSpec, all_reduce: str):
         super().__init__(spec)
+        of_parts = (
+            {x.dtype.name for x in jax.tree.leaves(p)} for p in spec.outer_shapes
+        )
+        names = sorted(max(of_parts, key=len))
+        if len(names) > 1 and spec.sync.message.compressor() is None:
+            raise ValueError(  # Bytes would be summed.
+                f"parameters of {' and '.join(names)} cannot be averaged between "
+                "hosts; use one dtype, exchange='program', or compressed messages"
+            )
         self.all_reduce = all_reduce  # One of `collectives.ALL_REDUCES`.
         self._num_times = spec.regions.num if spec.is_measured else 0
         # Caches of the object, so that they end with it.

@@ -92,6 +92,13 @@ def noloco(
     )
 
 
+class PairMessage(NamedTuple):
+    """What a region sends its partner."""
+
+    params: PyTree  # Its outer parameters.
+    pseudo_gradient: PyTree
+
+
 class PairState(NamedTuple):
     """State of `noisy_pairs`: of `group_heavy_ball`, and of the compressor."""
 
@@ -106,7 +113,7 @@ def noisy_pairs(
     optimizer = group_heavy_ball(learning_rate, momentum, pull)
 
     def payload(params, local):
-        return {"params": params, "pseudo_gradient": pseudo_gradient(params, local)}
+        return PairMessage(params, pseudo_gradient(params, local))
 
     def init(params, compressor):
         sent = payload(params, params)
@@ -117,11 +124,9 @@ def noisy_pairs(
         return message, state._replace(compressor=kept)
 
     def receive(params, state, arrived, num_regions):
+        mean = arrived.pseudo_gradient
         step, kept = optimizer.update(
-            arrived["pseudo_gradient"],
-            state.optimizer,
-            params,
-            group_mean_params=arrived["params"],
+            mean, state.optimizer, params, group_mean_params=arrived.params
         )
         return optax.apply_updates(params, step), state._replace(optimizer=kept)
 

@@ -24,16 +24,11 @@ _TINY = _of_bytes(num_layers=4, width=128, mlp_width=352, num_heads=4, num_kv_he
 # 2,048 has two matrices; 1,376 with SwiGLU's three holds as many parameters. 35,364,096
 # parameters.
 _SMALL = TransformerConfig(
-    vocab_size=32_000,
-    num_layers=6,
-    width=512,
-    mlp_width=1376,
-    num_heads=8,
-    num_kv_heads=8,
-    qk_norm=True,
-    compute_dtype="bfloat16",
-)
+    vocab_size=32_000, num_layers=6, width=512, mlp_width=1376, num_heads=8,
+    num_kv_heads=8, qk_norm=True, compute_dtype="bfloat16",
+)  # fmt: skip
 
+# fmt: off
 PRESETS = {
     # For tests: every mechanism at the least cost, and four blocks, so that four
     # fragments can be cut. 49,952 parameters.
@@ -54,54 +49,31 @@ PRESETS = {
     # code. The head count is not published; 16 heads of 64 as in OpenDiLoCo's 150M
     # (arXiv 2407.07852). "150M" are the blocks alone. 214,983,680 parameters.
     "paper_150m": _large(
-        vocab_size=32_000,
-        num_layers=12,
-        width=1024,
-        mlp_width=2688,
-        num_heads=16,
+        vocab_size=32_000, num_layers=12, width=1024, mlp_width=2688, num_heads=16,
         num_kv_heads=16,
     ),
     # The 1B of Streaming DiLoCo's bandwidth tables, its feed-forward of 8,192 again as
     # SwiGLU. 1,279,890,432 parameters, 5.1 GB a float32 copy.
     "1b": dataclasses.replace(
-        _SMALL,
-        num_layers=24,
-        width=2048,
-        mlp_width=5504,
-        num_heads=32,
-        num_kv_heads=32,
-        remat="attention",
+        _SMALL, num_layers=24, width=2048, mlp_width=5504, num_heads=32,
+        num_kv_heads=32, remat="attention",
     ),
     # LLaMA 3 8B (arXiv 2407.21783, table 3); 256 of the vocabulary are special ids. Its
     # `config.json` has the epsilon. 8,030,261,248 parameters, 32.1 GB a float32 copy.
     "8b": _large(
-        vocab_size=128_256,
-        num_layers=32,
-        width=4096,
-        mlp_width=14_336,
-        num_heads=32,
-        num_kv_heads=8,
-        rope_theta=500_000.0,
-        norm_epsilon=1e-5,
+        vocab_size=128_256, num_layers=32, width=4096, mlp_width=14_336, num_heads=32,
+        num_kv_heads=8, rope_theta=500_000.0, norm_epsilon=1e-5,
     ),
     # Like Qwen3-30B-A3B, from memory. There 32 query heads of 128 make 4,096 features;
     # here heads share out the width, so there are 16. 30,129,475,584 parameters,
     # 2,950,385,664 for a token.
     "moe_30b_a3b": _large(
-        vocab_size=151_936,
-        num_layers=48,
-        width=2048,
-        mlp_width=6144,
-        num_heads=16,
-        num_kv_heads=4,
-        rope_theta=1_000_000.0,
-        qk_norm=True,
-        num_experts=128,
-        experts_per_token=8,
-        expert_width=768,
-        balance_loss=0.001,
+        vocab_size=151_936, num_layers=48, width=2048, mlp_width=6144, num_heads=16,
+        num_kv_heads=4, rope_theta=1_000_000.0, qk_norm=True,
+        num_experts=128, experts_per_token=8, expert_width=768, balance_loss=0.001,
     ),
 }
+# fmt: on
 
 
 def get(name: str) -> TransformerConfig:

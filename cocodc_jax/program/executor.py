@@ -194,18 +194,26 @@ class Executor:
         schedule = self._schedule.init() if schedule is None else schedule
         sync = self._outer.init(params, schedule)
         zero = functools.partial(self._message_of_zero, params=params, region=region)
-        flights = {p.sync_id: zero(p.fragment_id) for p in schedule.in_flight}
+        flights = {p.sync_id: zero(p) for p in schedule.in_flight}
         return dataclasses.replace(sync, in_flight=flights)
 
-    def _message_of_zero(self, k: int, params: PyTree, region: RegionState) -> InFlight:
+    def _regional_copies(self, pending: Pending) -> frozenset[str]:
+        """Return the names of the regions' copies that a sync on its way has."""
+        copies = self._spec.sync.copies & {*needs.REGIONAL_COPIES}
+        return copies if pending.midway_step is None else copies - {needs.HALFWAY}
+
+    def _message_of_zero(
+        self, pending: Pending, params: PyTree, region: RegionState
+    ) -> InFlight:
         """Make the zero message that arrives at a stale schedule's first slot."""
+        k = pending.fragment_id
         shapes = self._outer.flight_shapes(k)
         where = self._spec.place.lay_flight(k, shapes)
         flight: InFlight = jax.tree.map(
             lambda x, to: jnp.zeros(x.shape, x.dtype, device=to), shapes, where
         )
-        if needs.STAGED in self._spec.sync.copies:
-            flight = flight.with_kept(needs.STAGED, self.copy[k](region.params))
+        for name in self._regional_copies(pending):
+            flight = flight.with_kept(name, self.copy[k](region.params))
         stale = flight.kept.get(needs.STALE)
         if stale is not None:
             part = self._spec.fragments.take(params, k)
@@ -218,14 +226,12 @@ class Executor:
 
     def abstract(self, schedule: Any, region: RegionState) -> SyncState:
         """Return shapes and shardings of the state at which `schedule` was taken."""
-        flights, copies = {}, self._spec.sync.copies
+        flights = {}
         for pending in schedule.in_flight:
             k = pending.fragment_id
             flight = self._outer.flight_shapes(k)
-            kept = copies & {needs.STAGED, needs.HALFWAY}
-            if pending.midway_step is not None:
-                kept -= {needs.HALFWAY}
-            if kept:  # Tracing a copy takes time at a restore.
+            # Tracing a copy takes time at a restore.
+            if kept := self._regional_copies(pending):
                 shapes = jax.eval_shape(self.copy[k], region.params)
                 copy = with_shardings(shapes, self._spec.shardings.staged[k])
                 for name in kept:

@@ -211,8 +211,7 @@ class Adoption:
         mean = jax.jit(average, out_shardings=inside(old))(old)
         mean = transfer.move(mean, inside(fresh))
         return jax.jit(
-            lambda tree: for_all_regions(tree, self._num),
-            out_shardings=where,
+            lambda tree: for_all_regions(tree, self._num), out_shardings=where
         )(mean)
 
     def _sync(

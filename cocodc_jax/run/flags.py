@@ -131,7 +131,12 @@ def processes() -> Processes:
 
 
 def check_one_process() -> None:
-    """Refuse flags or a launcher of several processes."""
+    """Refuse flags or a launcher of several processes, and of an elastic region."""
+    if told := [name for name in ELASTIC if given(name)]:
+        raise ValueError(
+            f"{told[0]}={value(told[0])} is of one elastic region, and this program "
+            "trains all regions; leave it out, or use experiments.train"
+        )
     if (count := processes().num_processes) != 1:
         raise ValueError(
             f"num_processes={count} is not possible: this program is one process; "

@@ -258,10 +258,7 @@ def _rehearse(session: "Session", stream: TrainStream) -> None:
 
 
 def _go_on(
-    session: "Session",
-    copy: Snapshot,
-    own_step: int,
-    carried: joining.Carried | None,
+    session: "Session", copy: Snapshot, own_step: int, carried: joining.Carried | None
 ) -> TrainState:
     """Return the state made from a copy."""
     if own_step > copy.step and carried is None:

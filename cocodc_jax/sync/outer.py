@@ -76,7 +76,8 @@ class RegionalOuter:
         is the region's outer fragment, `local` its local one; pseudo-gradients are old
         minus new, `params - local`. The message is the result of `compressor.encode`.
       receive: `receive(params, state, arrived, num_regions) -> (params, state)`;
-        `arrived` is the mean of the decoded messages of the region's group.
+        `arrived` is the mean of the decoded messages of the region's group. Its norm
+        is recorded, or that of its `pseudo_gradient` if it is a named tuple with one.
       group: regions whose messages are averaged: "all", "pairs" (itself and a partner,
         drawn anew for every sync) or "ring" (the previous and the next region, without
         its own).

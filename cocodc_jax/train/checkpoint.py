@@ -65,9 +65,7 @@ class Checkpoints:
         path.mkdir(parents=True, exist_ok=True)
         finishing = ocp.AsyncOptions(post_finalization_callback=self._write_checksums)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            async_options=finishing,
-            cleanup_tmp_directories=cleans,
+            max_to_keep=keep, async_options=finishing, cleanup_tmp_directories=cleans
         )
         self._directory = path
         self._manager = ocp.CheckpointManager(path, item_names=_ITEMS, options=options)

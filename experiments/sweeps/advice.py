@@ -170,13 +170,18 @@ def advise(
     step_time_s: Sequence[float],
     collective: str | None = None,
 ) -> list[Advice]:
-    """Return what may be expected of each choice, the least loss first."""
+    """Return what may be expected of each choice, the least loss first.
+
+    Those of methods for another number of regions are left out.
+    """
     regions = topology.num_regions
     times = tuple(step_time_s) * (regions if len(step_time_s) == 1 else 1)
     found = []
     for choice in choices:
         scale = num_params / choice.parameters
         method = choice.config.method.build()
+        if method.num_regions not in (None, regions):
+            continue
         try:
             exchanges.crossing(method, way := collective)
         except ValueError:  # Its messages have one of their own.
@@ -204,6 +209,8 @@ def advise(
                 scale * choice.bytes_per_step,
             )
         )
+    if not found:
+        raise ValueError(f"the frontier has no method for regions={regions}")
     return sorted(found, key=lambda advice: (advice.loss, advice.bytes_per_step))
 
 

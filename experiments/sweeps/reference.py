@@ -95,11 +95,10 @@ def check(
         )
     if words is None:
         return
-    fitting = {
-        cell_of(config, plan.grid.tuned): flat(config)
-        for config in configs(plan, written)
-        if has_flags(config, words)
-    }
+    cells: dict[str, dict[str, Any]] = {}
+    for config in configs(plan, written):  # A cell's first is what `find` looks at.
+        cells.setdefault(cell_of(config, plan.grid.tuned), config)
+    fitting = [flat(config) for config in cells.values() if has_flags(config, words)]
     if not fitting:
         method = plan.grid.settings[0].config.method
         interval = method.values.get("sync_interval")
@@ -109,9 +108,9 @@ def check(
             f"--list shows them, such as method={method.method}{more}"
         )
     if len(fitting) > 1:
-        found, named = list(fitting.values()), []
-        for name in differing(found, plan.grid.tuned):
-            values = dict.fromkeys(str(flags.get(name)) for flags in found)
+        named = []
+        for name in differing(fitting, plan.grid.tuned):
+            values = dict.fromkeys(str(flags.get(name)) for flags in fitting)
             named.append(f"{name} ({', '.join(values)})")
         raise ValueError(
             f"reference={words!r} is {len(fitting)} cells; say as well "

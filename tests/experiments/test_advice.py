@@ -1,5 +1,6 @@
 """What a sweep's frontier recommends on a network, by hand."""
 
+import dataclasses
 import json
 import pathlib
 import tomllib
@@ -82,6 +83,17 @@ def test_between_them_the_loss_is_read_off_the_curve(cells):
     sync_s = 6 * (1000 / (1000 * MBIT) + 0.05)
     assert second.steps == pytest.approx(20 / (1 + sync_s), abs=1e-4)
     assert second.loss == pytest.approx(2 + (20 - second.steps) / 10, abs=1e-4)
+
+
+def test_a_method_of_one_region_is_left_out(cells):
+    first, second = advice.read(cells)
+    config = first.config.replace(method="snoo", regions=1)
+    given = uniform(4, Link(1, 0.05)), 1000, [1.0]
+    alone = dataclasses.replace(first, config=config)
+    (found,) = advice.advise([alone, second], *given)
+    assert found.choice is second
+    with pytest.raises(ValueError, match="the frontier has no method for regions=4"):
+        advice.advise([alone], *given)
 
 
 def test_the_plan_says_it_and_how_to_get_it(cells, capsys, tmp_path):

@@ -289,6 +289,7 @@ marks = [[2, 1.0], [4, 3.0]]
         ("--workdir={} --intervals=0", "flag --intervals=0"),
         # Flags of training.
         ("--workdir={} -- --workdir=x", "workdir=x is set for each run"),
+        ("--workdir={} -- --region_id=1", "region_id=1 is set for each run"),
         ("--workdir={} -- --regions=1", "--regions=1 has no network; use 2 or more"),
         ("--workdir={} -- --steps=9", "Unknown command line flag 'steps'"),
         ("--workdir={} -- --rank=9", "rank=9 has no meaning for"),

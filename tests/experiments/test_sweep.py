@@ -509,6 +509,10 @@ def test_rows_of_some_flags_alone(halved, call, tmp_path):
 def test_a_reference_is_a_setting_of_the_grid_or_a_row_that_is_there():
     plan = Plan(table(GRID))
     reference.check("method=diloco,sync_interval=16", "tuned", plan, [])
+    rates = "method=streaming_diloco,compress=none,outer_lr="  # A cell has its first.
+    reference.check(rates + "0.4", "tuned", plan, [])
+    with pytest.raises(ValueError, match="outer_lr=0.7' is no setting of the grid"):
+        reference.check(rates + "0.7", "tuned", plan, [])
     plain = Plan(table(seeded([3])))
     reference.check("method=diloco,seed=3", "published", plain, [])
     with pytest.raises(ValueError, match="reference_column='tuned' is of grids that"):

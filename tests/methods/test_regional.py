@@ -9,6 +9,8 @@ import optax
 import pytest
 
 from cocodc_jax import methods
+from cocodc_jax.core.sync import receive
+from cocodc_jax.methods.noloco import PairMessage
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.transforms.compressor import identity
@@ -82,10 +84,11 @@ def test_the_pull_is_the_learning_rate_unless_it_is_given():
     params = jnp.float32(2)
     for options in ({"outer_lr": 0.4}, {"outer_lr": 0.9, "pair_pull": 0.4}):
         outer = methods.get("noloco", **options).sync.outer
-        arrived = {"params": jnp.float32(1), "pseudo_gradient": jnp.float32(0)}
+        arrived = PairMessage(jnp.float32(1), jnp.float32(0))
         state = outer.init(params, identity())
-        moved, _ = outer.receive(params, state, arrived, 4)
+        moved, _, norm = receive(outer, params, state, arrived, 4)
         np.testing.assert_allclose(moved, 2 - 0.4, rtol=1e-6)
+        assert norm == 0  # Of the pseudo-gradient, without the parameters.
 
 
 # --- DiLoCo with decoupled momentum ---

@@ -16,7 +16,7 @@ from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.robust import told
-from cocodc_jax.sync.schedules import events_at
+from cocodc_jax.sync.schedules import events_at, one_step_stale
 from cocodc_jax.train.hooks import Cadence
 from cocodc_jax.transforms.compensation import adam_second_moment
 from cocodc_jax.transforms.compressor import identity
@@ -237,12 +237,13 @@ def train_in(folder, num_steps, **options):
     )
 
 
-def test_a_region_is_restored_before_and_after_the_middle_of_a_delay():
+@pytest.mark.parametrize("changes", [{}, {"schedule": one_step_stale(4, 2)}])
+def test_a_region_is_restored_before_and_after_the_middle_of_a_delay(changes):
     method = methods.get(
         "cocodc", curvature="secant", sync_interval=4, num_fragments=1, delay_steps=4,
         syncs_per_interval=1, exclude_above=5.0,
     )  # fmt: skip
-    program = make_program(method)
+    program = make_program(method.with_sync(**changes))
     state, batches, kept = start(program), stream(), set()
     for _ in range(9):
         state, _ = tiny.follow(program, state, batches, 1)

@@ -42,6 +42,5 @@ def dct_threshold(compress: str = "ef+threshold:0.01") -> Method:
       compress: the compressor with its error feedback.
     """
     return Method(
-        name="dct_threshold",
-        per_step=compressed_gradients(compression.parse(compress)),
+        name="dct_threshold", per_step=compressed_gradients(compression.parse(compress))
     )

@@ -34,9 +34,7 @@ from cocodc_jax.transforms import compression
 
 
 def qsparse(
-    sync_interval: int = 30,
-    outer_lr: float = 1.0,
-    compress: str = "ef+topk:0.1+int4",
+    sync_interval: int = 30, outer_lr: float = 1.0, compress: str = "ef+topk:0.1+int4"
 ) -> Method:
     """Build Qsparse-local-SGD (arXiv 1906.02367): sparsify, then quantize, and average.
 

@@ -89,6 +89,7 @@ def test_the_same_command_again_trains_nothing(merged, call):
     [
         ("--top_k=5", "--top_k=5 must be from 1 to regions=4"),
         ("--references=diloco,nodiloco", "--references=diloco,nodiloco names"),
+        ("--region_id=1", "--region_id=1 is of one elastic region, and this program"),
         ("--num_processes=2 --process_id=0 --coordinator_address=here:1",
          "--num_processes=2 is not possible: this program is one process"),
         ("--outer_lr=0.5", "--outer_lr=0.5 has no meaning for apart"),

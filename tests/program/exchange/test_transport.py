@@ -1,11 +1,15 @@
 """Which way messages take: what "auto" comes to, and what cannot be had."""
 
+import jax
+import numpy as np
+import optax
 import pytest
 
 from cocodc_jax import methods
 from cocodc_jax.exchange.between_hosts import OnOuterMesh
 from cocodc_jax.exchange.in_program import InProgram
 from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.program.region_program import RegionProgram
 from tests.program import tiny
 
 FRAGMENTS = {"sync_interval": 4, "num_fragments": 2}
@@ -31,6 +35,16 @@ def test_what_must_stay_in_the_program_is_refused_outside(name, why):
     assert Transport("auto").resolve(method, num_processes=4) == "program"
     with pytest.raises(ValueError, match=f"exchange='outer' is not possible.*{why}"):
         Transport("outer").resolve(method, num_processes=4)
+
+
+def test_parameters_of_two_dtypes_are_not_summed_as_bytes():
+    method = methods.get("diloco", sync_interval=2)
+    with jax.enable_x64(True):
+        params = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float64)}
+        given = tiny.loss_fn, optax.sgd(0.1), method, params, 2
+        RegionProgram(*given, transport=Transport("program"))
+        with pytest.raises(ValueError, match="float32 and float64 cannot be averaged"):
+            RegionProgram(*given, transport=Transport("outer"))
 
 
 def test_automatic_is_outside_for_several_processes_only():
