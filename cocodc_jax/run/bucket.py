@@ -81,7 +81,7 @@ class Bucket:
             yield
         finally:
             self.send(process)
-        mark.unlink(missing_ok=True)
+            mark.unlink(missing_ok=True)
 
     def _own(self, process: int) -> tuple[Any, pathlib.Path]:
         """Return the remote and the local folder of a process."""

@@ -115,8 +115,9 @@ def test_a_run_in_a_bucket_is_killed_and_goes_on_elsewhere(
         return state
 
     def send(*given):
-        if "killed" not in steps:
-            buckets.send(*given)
+        if "killed" in steps:
+            raise KilledError
+        buckets.send(*given)
 
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoints, "save", save_twice)
@@ -194,6 +195,9 @@ def test_a_process_sends_its_own_files_when_they_changed(gs, tmp_path, monkeypat
     (there / "config.json").write_text('{"a": 1}')
     run.begin(1)
     assert (run.workdir / "config.json").read_text() == '{"a": 1}'
+    with pytest.raises(KeyError), run.writing(1):  # It has ended by itself.
+        raise KeyError
+    assert not list(there.rglob(".writer"))
 
 
 @pytest.mark.parametrize(
