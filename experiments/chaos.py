@@ -1,7 +1,7 @@
 r"""Kills elastic regions at random moments while they train, and checks the run.
 
     python -m experiments.chaos --regions=3 --kills=8 --seed=0 --workdir=DIR -- \
-        --preset=smoke --steps=600 --step_seconds=0.2
+        --preset=smoke --steps=600 --eval_batches=6 --step_seconds=0.2
 
 Every region trains in a process of its own (`--exchange=elastic`). Repeatedly a random
 region is sent SIGKILL, and restarted once all others take part again. With
@@ -150,12 +150,11 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
     except RefusedError as error:
         print(f"error: {error}", file=sys.stderr)
         return flags.USAGE_ERROR
-    seconds = time.time() - began_s
+    append_line(workdir / PARTS_FILE, {"seconds": time.time() - began_s})
     if chaos.is_stopped:
-        append_line(workdir / PARTS_FILE, {"seconds": seconds})
         print(f"stopped after {len(chaos.kills)} kills; the same command resumes")
         return 1
-    seconds += sum(part["seconds"] for part in lines(workdir / PARTS_FILE))
+    seconds = sum(part["seconds"] for part in lines(workdir / PARTS_FILE))
     result = {
         **judge(workdir, own.regions, steps, chaos.kills, seconds),
         "kills_asked": own.kills,

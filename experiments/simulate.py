@@ -129,7 +129,9 @@ def _write(
         "summary": summary,
         "stall_s": timeline.stall_s,
         "bytes_sent": timeline.bytes_sent,
-        "syncs": [dataclasses.asdict(sync) for sync in timeline.syncs],
+        "syncs": [
+            dataclasses.asdict(s) | {"stall_s": s.stall_s} for s in timeline.syncs
+        ],
         "faulty": [{"time_s": at} | dataclasses.asdict(x) for at, x in faulty],
     }
     _write_json(folder, "simulation.json", result)

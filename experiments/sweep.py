@@ -21,6 +21,7 @@ Several processes, or machines with one DIR, share the rows: --shard=1/3, 2/3, 3
 import collections
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import math
 import pathlib
@@ -117,7 +118,13 @@ def _written(workdir: pathlib.Path, of_grid: grid.Grid | None) -> list[rows.Row]
     """Return the finished rows that have the flags of --only."""
     written = schedule.assign(rows.read(workdir), of_grid)
     if words := flags.value("only"):
-        return [row for row in written if reference.has_flags(row["config"], words)]
+        # Rungs, of fewer steps, are those of the final rows that are left.
+        return [
+            row
+            for row in written
+            if row["stage"] != schedule.FINAL
+            or reference.has_flags(row["config"], words)
+        ]
     return written
 
 
@@ -221,8 +228,10 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
 def _note_halving(plan: Plan, path: pathlib.Path) -> None:
     """Write what the rungs chose, beside what was chosen of another part (--only)."""
     own = {setting.key for setting in plan.grid.settings}
-    others = set(read_table(path)["chosen"]) - own if path.exists() else ()
-    write_whole(path, dumps(plan.to_json(others)))
+    with path.with_suffix(".lock").open("w") as lock:  # Parts may be beside this one.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        others = set(read_table(path)["chosen"]) - own if path.exists() else ()
+        write_whole(path, dumps(plan.to_json(others)))
 
 
 def _train_batches(

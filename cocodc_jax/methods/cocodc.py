@@ -140,12 +140,13 @@ def cocodc(
     if is_number and not 0 <= progress_weight <= 1:
         raise ValueError(f"progress_weight={progress_weight} must be from 0 to 1")
     compensation = delay_compensation(chosen, compensation_strength)
-    if not is_number or progress_weight != 1:
-        if "later_gradient" in chosen.needs:
+    if "later_gradient" in chosen.needs:
+        if is_number and progress_weight != 1:
             raise ValueError(
                 f"progress_weight={progress_weight} must be 1 with curvature='secant', "
                 "which is fitted to all of the progress"
             )
+    elif not is_number or progress_weight != 1:
         compensation = optax.chain(optax.scale(progress_weight), compensation)
     rule = merge.compensate(compensation, chosen.needs)
     if merge_feedback:

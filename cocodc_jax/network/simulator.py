@@ -267,8 +267,7 @@ class _Run:
                 flight.start_s,
                 flight.arrival_s,
                 float(np.max(self.clocks[merging & (stall == np.max(stall))])),
-                float(np.max(stall)),
-                float(np.mean(stall)),
+                tuple(stall.tolist()),
                 tuple(np.sum(sent, axis=0).tolist()),
             )
         )

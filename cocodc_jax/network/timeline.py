@@ -26,8 +26,7 @@ class SyncRecord:
       start_s: when its first byte could leave (the slowest region was ready).
       arrival_s: when all of it had come in.
       merge_s: when the region that waited longest merged it, the last of several.
-      stall_s: longest time a region waited for it.
-      mean_stall_s: mean over regions of the time they waited for it.
+      stalls_s: time each region waited for it.
       bytes_sent: bytes each region sent for it.
     """
 
@@ -37,9 +36,13 @@ class SyncRecord:
     start_s: float
     arrival_s: float
     merge_s: float
-    stall_s: float
-    mean_stall_s: float
+    stalls_s: tuple[float, ...]
     bytes_sent: tuple[float, ...]
+
+    @property
+    def stall_s(self) -> float:
+        """Longest time a region waited for it."""
+        return max(self.stalls_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +113,11 @@ class Timeline:
         at, seconds = [mark for mark in self.marks if mark[0] <= step][-1]
         return np.asarray(seconds) + (step - at) * np.asarray(self.step_time_s)
 
-    def waited_s(self) -> dict[int, float]:
-        """Return the longest waiting after each mark, by its step: 0 for others."""
-        waited = collections.defaultdict(float)
+    def waited_s(self) -> dict[int, np.ndarray]:
+        """Return each region's waiting after each mark, by its step: 0 for others."""
+        waited = collections.defaultdict(lambda: np.zeros(len(self.regions)))
         for sync in self.syncs:  # A mark is made before the waiting that follows it.
-            waited[sync.merge_step] += sync.stall_s
+            waited[sync.merge_step] += sync.stalls_s
         return waited
 
     def stretches(self) -> list[tuple[int, np.ndarray]]:

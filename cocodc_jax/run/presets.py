@@ -156,7 +156,7 @@ EIGHT_B = dataclasses.replace(
 # Thirty billion parameters, three for a token: the shape of Qwen3-30B-A3B, about.
 #
 #     python -m experiments.compile --preset=moe_30b_a3b --target=v5p:4x4x4 --slices=2 \
-#         --method=streaming_diloco --data_axis=64
+#         --method=streaming_diloco --regions=2
 #
 # Compiled here and not trained. The shape is from memory (`models.presets`); batch,
 # steps, rates and the numbers of the exchange are our choice.

@@ -4,6 +4,7 @@ Every process writes a timeline.json; `read` merges them, and `show` writes a pl
 trace for ui.perfetto.dev.
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -53,20 +54,20 @@ def measured(workdir: pathlib.Path, since_step: int) -> tuple[Timeline, int]:
     first = steps[0]
     zero = min(each[first] for each in marks)
     rows = [tuple(each[step] - zero for each in marks) for step in steps]
-    took_s = np.diff(np.array(rows).T)
     merged = [[s for s in each["syncs"] if s["merge_s"] is not None] for each in found]
     merged = [[s for s in each if s["start_step"] >= first] for each in merged]
     timeline = Timeline(
         regions=tuple(f"process {i}" for i in range(len(found))),
         syncs=tuple(_syncs(merged, first, zero)),
         num_steps=steps[-1] - first,
-        # The median over stretches between marks.
-        step_time_s=tuple(np.median(took_s / np.diff(steps), axis=1).tolist()),
+        step_time_s=(),  # Follows.
         marks=tuple((s - first, row) for s, row in zip(steps, rows, strict=True)),
         stall_s=tuple(sum(s["stall_s"] or 0.0 for s in each) for each in merged),
         bytes_sent=tuple(float(sum(s["num_bytes"] for s in each)) for each in merged),
     )
-    return timeline, first
+    # The median over stretches between marks.
+    step_s = np.median([each for _, each in timeline.stretches()], axis=0)
+    return dataclasses.replace(timeline, step_time_s=tuple(step_s.tolist())), first
 
 
 def _set_clocks(found: list[dict[str, Any]]) -> None:
@@ -91,23 +92,27 @@ def _set_clocks(found: list[dict[str, Any]]) -> None:
 
 def _syncs(files: list[list[dict]], first_step: int, zero: float) -> list[SyncRecord]:
     """Return merged syncs; of several processes the latest time counts."""
-    by_id: dict[tuple[int, int], list[dict]] = {}
-    for sync in itertools.chain(*files):
-        by_id.setdefault((sync["start_step"], sync["fragment"]), []).append(sync)
-    records = [
-        SyncRecord(
-            fragments=(fragment,),
-            start_step=start - first_step,
-            merge_step=group[0]["apply_step"] - first_step,
-            start_s=max(s["start_s"] for s in group) - zero,
-            arrival_s=max(s["arrival_s"] for s in group) - zero,
-            merge_s=max((s["stall_s"], s["merge_s"]) for s in group)[1] - zero,
-            stall_s=max(s["stall_s"] for s in group),
-            mean_stall_s=statistics.fmean(s["stall_s"] for s in group),
-            bytes_sent=tuple(float(s["num_bytes"]) for s in group),
+    by_id: dict[tuple[int, int], dict[int, dict]] = {}
+    for process, syncs in enumerate(files):
+        for sync in syncs:
+            by_id.setdefault((sync["start_step"], sync["fragment"]), {})[process] = sync
+    records = []
+    for (start, fragment), own in by_id.items():
+        group, stalls = [*own.values()], [0.0] * len(files)
+        for process, sync in own.items():
+            stalls[process] = sync["stall_s"]
+        records.append(
+            SyncRecord(
+                fragments=(fragment,),
+                start_step=start - first_step,
+                merge_step=group[0]["apply_step"] - first_step,
+                start_s=max(s["start_s"] for s in group) - zero,
+                arrival_s=max(s["arrival_s"] for s in group) - zero,
+                merge_s=max((s["stall_s"], s["merge_s"]) for s in group)[1] - zero,
+                stalls_s=tuple(stalls),
+                bytes_sent=tuple(float(s["num_bytes"]) for s in group),
+            )
         )
-        for (start, fragment), group in by_id.items()
-    ]
     return sorted(records, key=lambda record: record.merge_s)
 
 
@@ -140,8 +145,8 @@ def step_s_in_flight(timeline: Timeline) -> tuple[float, float]:
     waited, flights = timeline.waited_s(), timeline.flights()
     quiet, beside = [], []
     for (step, begins), (next_step, ends) in itertools.pairwise(timeline.marks):
-        wait_s = waited[step]
-        took_s = max(np.subtract(ends, begins)) - wait_s
+        own_s = np.subtract(ends, begins) - waited[step]
+        took_s, wait_s = max(zip(own_s, waited[step], strict=True))
         overlap_s = flights.covered_s(max(begins), max(ends)) - wait_s
         if overlap_s < _LEAST_OVERLAP * took_s:
             quiet.append(took_s / (next_step - step))
@@ -172,10 +177,9 @@ def exposed_share(folder: pathlib.Path, warm_step: int) -> float | None:
 def goodput(folder: pathlib.Path, steps: int, seconds: float) -> float | None:
     """Return the share of a run's time that its steps take when undisturbed."""
     try:
-        stretches = read(folder).stretches()
+        step_s = max(read(folder).step_time_s)
     except ValueError:  # Too short.
         return None
-    step_s = np.median([each for _, each in stretches], axis=0).max()
     return float(min(steps * step_s / seconds, 1.0)) if seconds > 0 else None
 
 

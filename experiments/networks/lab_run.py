@@ -142,7 +142,8 @@ def pace(timeline: Timeline, first_step: int = 0) -> Pace:
     syncs = [s for s in timeline.syncs if first_step <= s.start_step < last]
     if not syncs:
         return Pace(step_s, None, None)
-    stall_s = sum(s.mean_stall_s for s in syncs) / (last - first_step) * 100
+    waited_s = sum(statistics.fmean(sync.stalls_s) for sync in syncs)
+    stall_s = waited_s / (last - first_step) * 100
     sync_s = statistics.fmean(s.arrival_s - s.start_s for s in syncs)
     return Pace(step_s, stall_s, sync_s)
 

@@ -142,11 +142,14 @@ FAST = (*ALONE, "eager", "des_loc", "noloco", "dct_threshold")  # A kind each.
     [
         name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
         for name in cc.methods.METHODS
-    ],
+    ]
+    + ["cocodc+secant"],
 )
 def test_numbers_of_every_method_are_inputs_or_why_not_is_said(name):
     """Traced only: what needs a number's value, or an axis of trials, would fail."""
-    found = config(name, regions=cc.methods.get(name).num_regions or REGIONS)
+    name, _, curvature = name.partition("+")
+    more = {"curvature": curvature} if curvature else {}
+    found = config(name, regions=cc.methods.get(name).num_regions or REGIONS, **more)
     why = batched.why_alone(found)
     assert (why is not None) == (name in ALONE)
     if why is not None:

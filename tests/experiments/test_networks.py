@@ -69,7 +69,7 @@ def test_whole_intervals_after_everything_is_compiled(name, arguments, expected)
 
 def sync(fragment, start, merge, start_s, arrival_s, stall_s):
     return SyncRecord((fragment,), start, merge, start_s, arrival_s, arrival_s,
-                      stall_s + 0.5, stall_s, (64.0,) * 2)  # fmt: skip
+                      (stall_s + 0.5, stall_s - 0.5), (64.0,) * 2)  # fmt: skip
 
 
 # Two regions; 1 s a step, and 3 s and 1 s of waiting after steps 4 and 8.

@@ -499,6 +499,11 @@ def test_rows_of_some_flags_alone(halved, call, tmp_path):
     call(sweep, *words)
     made = json.loads((folder / "cells.json").read_text())["cells"]
     assert [cell["flags"]["compress"] for cell in made] == ["none", "ef+int4"]
+    # Rungs, of fewer steps, count.
+    tried = [(cell["tried"], cell["tuning_steps"]) for cell in made]
+    call(sweep, "--only=method=streaming_diloco,steps=32", *words[1:])
+    made = json.loads((folder / "cells.json").read_text())["cells"]
+    assert [(cell["tried"], cell["tuning_steps"]) for cell in made] == tried
     # Of two cells of the folder, one is the reference: the other is left out.
     words = ["--only=compress=ef+int4", "--reference=method=streaming_diloco"]
     call(sweep, f"--grid={path}", "--report", f"--workdir={folder}", *words)

@@ -50,7 +50,7 @@ def test_what_is_exposed_is_counted_second_by_second(given_syncs):
         arrival = begin + flight
         merge = arrival + late
         times = (float(begin), float(arrival), float(merge), float(stall))
-        syncs.append(SyncRecord((0,), 0, 1, *times, float(stall), 0.0))
+        syncs.append(SyncRecord((0,), 0, 1, *times[:3], times[3:], ()))
         flying |= set(range(begin, arrival))
         waiting |= set(range(merge - stall, merge))
     end = 20

@@ -41,12 +41,24 @@ def test_steps_beside_a_sync_are_told_from_steps_alone():
     """
     times = {0: 0.0, 2: 3.0, 4: 5.0, 6: 9.0, 8: 12.0}
     syncs = (
-        SyncRecord((0,), 0, 2, 0.0, 2.0, 3.0, 0.0, 0.0, (1.0,)),
-        SyncRecord((1,), 4, 6, 5.0, 10.0, 10.0, 1.0, 1.0, (1.0,)),
+        SyncRecord((0,), 0, 2, 0.0, 2.0, 3.0, (0.0,), (1.0,)),
+        SyncRecord((1,), 4, 6, 5.0, 10.0, 10.0, (1.0,), (1.0,)),
     )
     marks = tuple((step, (second,)) for step, second in times.items())
     found = Timeline(("process 0",), syncs, 8, (1.0,), marks, (1.0,), (2.0,))
     assert timeline.step_s_in_flight(found) == (2.0, 1.0)
+
+
+def test_a_slow_process_is_seen_though_the_others_wait_for_it():
+    syncs = tuple(
+        SyncRecord((0,), n - 1, n, 0.0, 0.0, 0.0, (2.0, 0.0), (1.0, 1.0))
+        for n in range(4)
+    )
+    marks = tuple((n, (2.5 * n, 2.5 * n)) for n in range(5))
+    found = Timeline(("0", "1"), syncs, 4, (0.5, 2.5), marks, (8.0, 0.0), (4.0, 4.0))
+    assert [each.tolist() for _, each in found.stretches()] == [[0.5, 2.5]] * 4
+    assert timeline.step_s_in_flight(found)[1] == 2.5
+    assert found.utilization() == 0.6
 
 
 def test_steps_without_a_sync_have_nothing_to_be_held_against():
