@@ -320,7 +320,8 @@ class Link:
         if now - self._answered_s >= self.place.timing.beat_s:
             self._answered_s = now
             member.outbox.append((sender, m.Join(0, ())))
-        if not member.is_over and not member.is_in:
+        # Where others of its own run take part, the stranger is the other one.
+        if not (member.is_over or member.is_in or member.hears_others()):
             member.is_over = (
                 f"region {sender} is of another run (method, model, data or code "
                 "differ): start all regions with the same command"

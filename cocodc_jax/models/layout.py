@@ -203,8 +203,7 @@ def _shared(x: jax.Array, layout: Layout) -> jax.Array:
 
 
 _shared.defvjp(
-    lambda x, layout: (x, None),
-    lambda layout, _, grad: (sum_over(grad, layout.model),),
+    lambda x, layout: (x, None), lambda layout, _, grad: (sum_over(grad, layout.model),)
 )
 
 
@@ -214,8 +213,7 @@ def _summed(x: jax.Array, layout: Layout) -> jax.Array:
 
 
 _summed.defvjp(
-    lambda x, layout: (sum_over(x, layout.model), None),
-    lambda layout, _, grad: (grad,),
+    lambda x, layout: (sum_over(x, layout.model), None), lambda layout, _, grad: (grad,)
 )
 
 

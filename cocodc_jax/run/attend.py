@@ -75,12 +75,18 @@ def progress_bar(
 def stop_signal() -> Iterator[Callable[[], bool]]:
     """Stop the run after a checkpoint on SIGTERM, as schedulers send before they kill.
 
-    Ctrl-C does the same; a second one ends the run at once. With several processes, all
-    return True at the same call: the first that none of them has reached yet.
+    So does Ctrl-C with one process; a second one ends the run at once. Several return
+    True from the same call on: the first that none of them has reached yet.
     """
     if jax.process_count() > 1:
-        calls = itertools.count(1)
-        yield lambda: multihost_utils.reached_preemption_sync_point(next(calls))
+        calls, is_asked = itertools.count(1), [False]
+
+        def should_stop() -> bool:
+            reached = multihost_utils.reached_preemption_sync_point
+            is_asked[0] = is_asked[0] or reached(next(calls))  # True at one call only.
+            return is_asked[0]
+
+        yield should_stop
         return
     received: list[int] = []
 

@@ -33,9 +33,7 @@ SMOKE = TrainConfig(
     method=MethodConfig(where_taken={
         "sync_interval": 16, "num_fragments": 4, "delay_steps": 2, "rank": 8,
     }),
-    optimizer=OptimizerConfig(
-        inner_lr=3e-3, warmup_steps=5, beta2=0.99, slow_beta=0.99
-    ),
+    optimizer=OptimizerConfig(inner_lr=3e-3, warmup_steps=5, beta2=0.99, slow_beta=0.99)
 )  # fmt: skip
 
 # The laptop comparison: about one million parameters, minutes on two cores.
@@ -52,8 +50,7 @@ TINY = dataclasses.replace(
         steps=480, log_every=10, eval_every=40, eval_batches=32, checkpoint_every=240,
         sequence_length=128, inner_lr=2e-3, warmup_steps=40,
     ).where(sync_interval=40, delay_steps=5, rank=16),
-    preset="tiny",
-    model=models.get("tiny"),
+    preset="tiny", model=models.get("tiny"),
 )  # fmt: skip
 
 # Tiny with a mixture of experts: minutes on two cores. Text, steps and rates are those
@@ -61,9 +58,8 @@ TINY = dataclasses.replace(
 # pass, and four of experts.
 MOE_TINY = dataclasses.replace(
     TINY.where(num_fragments=5, fragment_strategy="experts"),
-    preset="moe_tiny",
-    model=models.get("moe_tiny"),
-)
+    preset="moe_tiny", model=models.get("moe_tiny"),
+)  # fmt: skip
 
 # The second size of a comparison: six million parameters and 1000 steps.
 #
@@ -79,8 +75,7 @@ MINI = dataclasses.replace(
         steps=1000, eval_every=50, checkpoint_every=250, batch_per_region=8,
         inner_lr=1.4e-3, warmup_steps=80,
     ),
-    preset="mini",
-    model=models.get("mini"),
+    preset="mini", model=models.get("mini"),
 )  # fmt: skip
 
 # Streaming DiLoCo's smallest model (arXiv 2501.18512), 35M parameters.
@@ -111,8 +106,7 @@ SMALL = TrainConfig(
 # and C4.
 PAPER_150M = dataclasses.replace(
     SMALL.replace(steps=44_000, batch_per_region=256, final_lr_fraction=0.0),
-    preset="paper_150m",
-    model=models.get("paper_150m"),
+    preset="paper_150m", model=models.get("paper_150m"),
     method=MethodConfig(
         "cocodc_paper",
         # So that --method=diloco and others keep what they have in common with it.
@@ -134,8 +128,7 @@ ONE_B = dataclasses.replace(
         steps=25_000, eval_every=1000, sequence_length=2048, batch_per_region=256,
         inner_lr=2e-4,
     ).where(num_fragments=8),
-    preset="1b",
-    model=models.get("1b"),
+    preset="1b", model=models.get("1b"),
 )  # fmt: skip
 
 # Eight billion parameters, LLaMA 3 8B's shape (arXiv 2407.21783), for
@@ -149,8 +142,7 @@ EIGHT_B = dataclasses.replace(
         steps=100_000, sequence_length=8192, batch_per_region=128, inner_lr=3e-4,
         warmup_steps=2000,
     ),
-    preset="8b",
-    model=models.get("8b"),
+    preset="8b", model=models.get("8b"),
 )  # fmt: skip
 
 # Thirty billion parameters, three for a token: the shape of Qwen3-30B-A3B, about.
@@ -164,16 +156,12 @@ MOE_30B_A3B = dataclasses.replace(
     EIGHT_B.replace(sequence_length=4096, batch_per_region=256).where(
         num_fragments=10, fragment_strategy="experts"
     ),
-    preset="moe_30b_a3b",
-    model=models.get("moe_30b_a3b"),
-)
+    preset="moe_30b_a3b", model=models.get("moe_30b_a3b"),
+)  # fmt: skip
 
-PRESETS = {
-    config.preset: config
-    for config in (
-        SMOKE, TINY, MOE_TINY, MINI, SMALL, PAPER_150M, ONE_B, EIGHT_B, MOE_30B_A3B,
-    )
-}  # fmt: skip
+PRESETS = {config.preset: config for config in (
+    SMOKE, TINY, MOE_TINY, MINI, SMALL, PAPER_150M, ONE_B, EIGHT_B, MOE_30B_A3B,
+)}  # fmt: skip
 
 
 def with_warmup(preset: TrainConfig, leaves: Mapping[str, Any]) -> dict[str, Any]:

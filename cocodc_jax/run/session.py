@@ -132,6 +132,7 @@ class Session:
                     with among as (begun, attendance):
                         if carried is not None:  # It may be ahead of the others.
                             saved.forget_after(begun[0].step)
+                        carried = None
                         began_s = begun[2].get("began_s", began_s)
                         if began_step is None:
                             first = 0 if "began_s" in begun[2] else begun[0].step

@@ -156,7 +156,9 @@ def taking_part(
 
     At the last step, the others then get what they need of this region to end too.
     """
-    (own, _, position), program, folder = begun, session.program, session.own_dir
+    # Of its own state nothing but this is kept, as it may get another's.
+    own_step, position = begun[0].step, begun[2]
+    program, folder = session.program, session.own_dir
     place = session.place
     assert place is not None
     began_s = time.monotonic()
@@ -168,13 +170,13 @@ def taking_part(
         place,
         jax.process_index(),
         jax.process_count(),
-        lambda: Link(place, run, largest, own.step, is_announced=False, watch=watch),
+        lambda: Link(place, run, largest, own_step, is_announced=False, watch=watch),
         gather,
     )
     with link:
         listen_s = _LISTEN_BEATS * timing.beat_s
         seconds = {"listened": listen_s, "rehearsed": 0.0}
-        initial, done = stream.get_state(), own.step
+        initial, done = stream.get_state(), own_step
         if link.hears_others(listen_s):
             if carried is None:
                 _rehearse(session, stream)
@@ -182,20 +184,21 @@ def taking_part(
                 seconds["rehearsed"] = time.monotonic() - began_s - listen_s
             # A region that was asked to stop saved all its steps, and may return before
             # the others have done as many: data never go back.
-            least = own.step if carried is None else 0
-            done = max(done, link.wait_for_step(least, timing.start_s))
-            _skip(stream, done - own.step)  # Nobody waits for it yet.
+            least = own_step if carried is None else 0
+            while (reached := link.wait_for_step(least, timing.start_s)) > done:
+                _skip(stream, reached - done)  # Nobody waits for it yet.
+                done = reached
         asked_s = time.monotonic()
         # The others have this long to start, and again to end a turn.
         copy = link.join(2 * timing.start_s + timing.grace_s)
         is_from_peer = copy is not None
         if copy is None:
             stream.set_state(initial)
-            _begins(place, link.view, own.step, max(gather(last_merge(folder))))
+            _begins(place, link.view, own_step, max(gather(last_merge(folder))))
         program.elastic.in_mean.clear()
         program.elastic.link = link
         if copy is not None:
-            state = _go_on(session, copy, own.step, carried)
+            state = _go_on(session, copy, own_step, carried)
             _skip(stream, copy.step - done)
             copy = None  # It is as large as the outer model.
             times = position.keys() & set(CLOCK)
@@ -204,7 +207,7 @@ def taking_part(
         seconds["let_in"] = time.monotonic() - asked_s
         line = {
             "step": begun[0].step,
-            "own_step": own.step,
+            "own_step": own_step,
             "from_peer": is_from_peer,
             "carried": carried is not None,
             "epoch": link.view.epoch,
@@ -213,6 +216,7 @@ def taking_part(
             "time": time.time(),
         }
         append_line(folder / JOINS_FILE, line)
+        carried = None  # So is what it carried.
         monitor.live.members = lambda: len(link.view.seats)
         try:
             yield begun, attendance

@@ -51,8 +51,10 @@ class FiniteWatch:
                 what = f"correction_ratio of fragment {k} is not finite"
                 self.stop(what, sync.apply_step, region)
         if not np.isfinite(float(sync.norm)):
-            (bad,) = np.nonzero(~np.asarray(self._program.finite_regions(state)))
-            where = int(bad[0]) if len(bad) else "the mean of all regions"
+            finite = np.asarray(self._program.finite_regions(state))
+            where = "the mean of all regions"  # Which may be merged in all of them.
+            if 0 < sum(finite) < len(finite):
+                where = int(finite.argmin())
             what = f"pseudo_gradient_norm of fragment {k} is not finite"
             self.stop(what, sync.apply_step, where)
 
@@ -73,6 +75,8 @@ class FiniteWatch:
             with contextlib.suppress(CheckpointError):  # That one is not the last good.
                 self._checkpoints.wait()
             saved = self._checkpoints.latest_step
+        if isinstance(where, int):  # An elastic program has one region.
+            where = getattr(self._program.exchange, "region", where)
         last_good = "there is none" if saved is None else f"step {saved}"
         place = f"region {where}" if isinstance(where, int) else where
         error = NonFiniteLossError(

@@ -165,6 +165,8 @@ class _Loop:
     def _read(self, turn: _Turn, state: TrainState) -> None:
         losses = transfer.local_rows(turn.output.losses, axis=1)
         first_region = transfer.first_local_row(turn.output.losses, axis=1)
+        # An elastic program has one row, of its own region.
+        first_region += getattr(self._program.exchange, "region", 0)
         self._finite.check_losses(turn.first_step, losses, first_region)
         recorded = recorded_of(turn.output.aux).items()
         aux = {name: transfer.local_rows(x, axis=1) for name, x in recorded}

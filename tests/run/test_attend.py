@@ -17,6 +17,7 @@ from cocodc_jax.chips import peak_tokens_per_second
 from cocodc_jax.models import TransformerConfig, flops_per_token, num_params
 from cocodc_jax.report.progress import RunProgress
 from cocodc_jax.report.records import MetricsWriter, weights_and_biases
+from cocodc_jax.run import attend
 from cocodc_jax.run.attend import Tracking, Watch
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
@@ -199,3 +200,11 @@ def test_the_share_goes_to_the_line_and_to_timing(tmp_path, peak, share):
     (line,) = (tmp_path / "timing.jsonl").read_text().splitlines()
     assert json.loads(line).get("mfu") == share
     assert ("MFU 25.0 %" in out.getvalue()) == (share is not None)
+
+
+def test_several_processes_stop_at_one_call_and_stay_stopped(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    reached = attend.multihost_utils
+    monkeypatch.setattr(reached, "reached_preemption_sync_point", lambda n: n == 3)
+    with attend.stop_signal() as should_stop:
+        assert [should_stop() for _ in range(5)] == [False] * 2 + [True] * 3

@@ -149,6 +149,17 @@ def test_another_run_is_told_apart(places):
                 link.join(30)
 
 
+@pytest.mark.parametrize("hears", [True, False])
+def test_another_run_is_in_the_way_of_who_hears_no_other_of_its_own(hears):
+    member = types.SimpleNamespace(
+        outbox=[], is_over="", is_in=False, hears_others=lambda: hears
+    )
+    at = types.SimpleNamespace(timing=TIMING)
+    link = types.SimpleNamespace(_member=member, _answered_s=0.0, place=at)
+    Link._meet_another_run(link, 2, 60.0)
+    assert bool(member.is_over) != hears
+
+
 def test_who_is_left_behind_hears_it_at_a_turns_end(places):
     (place,) = places(1)
     with Link(place, "run", 1000) as link:

@@ -493,7 +493,7 @@ class TestNotFinite:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
     def test_a_parameter_of_the_last_step(self, tiny, programs):
-        why = "not finite at step 12 in region"
+        why = "not finite at step 12 in the mean of all regions"
         self.fails(tiny, programs[loss_with_bad_gradient], why, (1, 12, 1))
 
     def test_records_before_it_were_written(self, tiny, programs):
