@@ -13,7 +13,7 @@ from cocodc_jax.sync import needs
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.fragments import Fragments, check_partition
 from cocodc_jax.sync.method import Method
-from cocodc_jax.sync.needs import UserInputs
+from cocodc_jax.sync.needs import HALFWAY, UserInputs
 from cocodc_jax.sync.schedules import traced
 from cocodc_jax.transforms.error_feedback import ErrorFeedbackState
 from cocodc_jax.transforms.layers import distinct_leaves, named_leaves
@@ -47,6 +47,12 @@ def check_accumulation(optimizer: Any, method: Method) -> None:
                 "optax.MultiSteps accumulates, so that fragments would leave or arrive "
                 f"in the middle of it; use {below} or {below + every_k}"
             )
+    delay = method.schedule.delay_steps
+    if method.sync and HALFWAY in method.sync.copies and delay % (2 * every_k):
+        raise ValueError(
+            f"delay_steps={delay} must be a multiple of {2 * every_k}, as the secant "
+            f"looks at its middle, and optax.MultiSteps accumulates {every_k} steps"
+        )
 
 
 def check_arrays(params: PyTree) -> None:
@@ -143,8 +149,10 @@ def unboxed(fragments: Fragments) -> Fragments:
 
     Flax NNX gives `init` its variables, and `update` what is in them.
     """
+    paths = [x.path for each in fragments.slices for x in each]
+    box = "/value" if all(path.endswith("/value") for path in paths) else ""
     slices = [
-        tuple(dataclasses.replace(x, path=x.path.removesuffix("/value")) for x in each)
+        tuple(dataclasses.replace(x, path=x.path.removesuffix(box)) for x in each)
         for each in fragments.slices
     ]
     return dataclasses.replace(fragments, slices=tuple(slices))

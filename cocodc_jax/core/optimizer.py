@@ -277,14 +277,16 @@ def sync_shardings(
         for those that are equal in all regions, see `sync_axes`.
       axis_name: name of the mesh's region axis.
     """
-    known = {_path(path): sharding for path, sharding in named_leaves(shardings)}
+    known = {}
+    for path, sharding in named_leaves(shardings):
+        known |= {_path(path): sharding, path: sharding}
     if not known:
         raise ValueError("shardings has no leaves; pass those of one region's params")
     mesh = next(iter(known.values())).mesh
 
     def of_leaf(path: str, x: Any, axis: int | None) -> NamedSharding:
-        parts = _path(path).split("/")
-        ends = ("/".join(parts[i:]) for i in range(len(parts)))
+        each = path.split("/"), _path(path).split("/")
+        ends = ("/".join(parts[i:]) for parts in each for i in range(len(parts)))
         spec = next((known[end].spec for end in ends if end in known), PartitionSpec())
         if len(spec) > x.ndim or not _divides(NamedSharding(mesh, spec), x.shape):
             spec = PartitionSpec()

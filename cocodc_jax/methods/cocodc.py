@@ -115,7 +115,8 @@ def cocodc(
       compensation_strength: lambda, weight of the compensation's correction.
       progress_weight: rho, how much of its own progress during the delay a region
         keeps, in [0, 1]: g~ = rho g + lambda C(rho g, D). With the isotropic curvature
-        and rho = lambda it is Streaming DiLoCo's mix with alpha = lambda.
+        and rho = lambda it is Streaming DiLoCo's mix with alpha = lambda. Without a
+        delay regions take the outer parameters, whatever rho and lambda are.
       outer_lr: learning rate of the outer Nesterov optimizer.
       outer_momentum: its momentum, in [0, 1).
       fragment_strategy: "strided", "sequential", "balanced" or "experts".
@@ -223,19 +224,12 @@ def cocodc_paper(
         score, curvature = "drift", _as_coded()
         strength = 1.0 if relative_strength is None else relative_strength
     method = cocodc(
-        sync_interval,
-        num_fragments,
-        delay_steps,
-        syncs_per_interval,
-        transmission_score=score,
-        curvature=curvature,
-        compensation_strength=strength,
-        outer_lr=outer_lr,
-        outer_momentum=outer_momentum,
-        fragment_strategy=fragment_strategy,
-        max_delay_steps=max_delay_steps,
+        sync_interval, num_fragments, delay_steps, syncs_per_interval,
+        transmission_score=score, curvature=curvature, compensation_strength=strength,
+        outer_lr=outer_lr, outer_momentum=outer_momentum,
+        fragment_strategy=fragment_strategy, max_delay_steps=max_delay_steps,
         network_share=network_share,
-    )
+    )  # fmt: skip
     return dataclasses.replace(method, name="cocodc_paper")
 
 

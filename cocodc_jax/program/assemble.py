@@ -160,22 +160,10 @@ def checked(
         found = without_masks(user_inputs.second_moment, params)
         user_inputs = dataclasses.replace(user_inputs, second_moment=found)
     return Given(
-        trace_without_mesh_if_needed(loss_fn),
-        optimizer,
-        method,
-        whole,
-        trained,
-        params,
-        regions,
-        own,
-        mesh,
-        fragments,
-        user_inputs,
-        transport,
-        model_state,
-        exchange,
-        overlap,
-    )
+        trace_without_mesh_if_needed(loss_fn), optimizer, method, whole, trained,
+        params, regions, own, mesh, fragments, user_inputs, transport, model_state,
+        exchange, overlap,
+    )  # fmt: skip
 
 
 def _check_mesh(mesh: Mesh, num_regions: int) -> None:

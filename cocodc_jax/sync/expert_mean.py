@@ -43,6 +43,10 @@ class ExpertMean(Average):
 
     is_linear = False
 
+    def check_compressor(self, compressor: Compressor) -> None:
+        """Refuse any, as residuals and counts would be encoded together."""
+        raise ValueError("its mean is by tokens already; compress first")
+
     def before(self, part: Fragment, key: jax.Array | None) -> Fragment:
         """Return what is sent of pseudo-gradients; see `Average.before`."""
         return part if self.is_encoded else self.times_counts(part)
@@ -81,6 +85,8 @@ def with_expert_mean(message: Message) -> Message:
         raise ValueError("what it takes the mean of are no pseudo-gradients")
     compressor, average = message.compressor(), ExpertMean(is_encoded=True)
     if compressor is None:
+        if message.only_weighted:
+            raise ValueError("what it keeps would be of updates times tokens")
         return dataclasses.replace(message, average=ExpertMean())
     if not isinstance(message, Compressed) or compressor.is_sparse:
         raise ValueError("its messages do not have every entry, nor every count")

@@ -15,6 +15,7 @@ import jax
 
 from cocodc_jax.sync.messages import mean_of_decoded
 from cocodc_jax.transforms.compressor import Compressor, message_bytes
+from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
 
@@ -52,7 +53,9 @@ class PerStep:
         """Return the bytes that one region, with parameters so shaped, sends a step."""
 
         def message(gradient):
-            return self.send(gradient, self.init(gradient), jax.random.key(0))[0]
+            sent = self.send(gradient, self.init(gradient), jax.random.key(0))[0]
+            # What is not decoded is summed as it is, in at least float32.
+            return sent if self.receive else jax.tree.map(widen, sent)
 
         return message_bytes(jax.eval_shape(message, params))
 

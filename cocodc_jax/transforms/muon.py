@@ -24,6 +24,7 @@ import optax
 from optax import contrib
 
 from cocodc_jax.transforms.layers import BLOCKS, is_block, is_matrix, path_of
+from cocodc_jax.transforms.numerics import check_unit_interval
 
 B2 = 0.99
 """Decay of the second moment of the Adam beside Muon."""
@@ -47,11 +48,12 @@ def muon(
       momentum: of Muon.
       b1: of Adam.
       b2: of Adam.
-      blocks: key of the blocks in the parameter tree.
+      blocks: key of the blocks in the parameter tree; without it all is AdamW's.
 
     Returns:
       A transformation to the step to add; `update` needs `params`.
     """
+    check_unit_interval("momentum", momentum)
 
     def whose(params):
         return jax.tree_util.tree_map_with_path(

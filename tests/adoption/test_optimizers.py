@@ -129,6 +129,7 @@ def test_a_loss_that_is_wrong_says_so_itself():
         (dict(sync_interval=16), "delay_steps=5 is not a multiple of the 4 .* 4 or 8"),
         (dict(sync_interval=12, delay_steps=4, syncs_per_interval=6), "slot_steps=2 "),
         (dict(sync_interval=16, delay_steps="auto"), "needs events at multiples of"),
+        (dict(sync_interval=16, delay_steps=4, curvature="secant"), "a multiple of 8,"),
         (dict(sync_interval=16, delay_steps=4), None),
     ],
 )

@@ -15,8 +15,11 @@ MESH = Mesh(
     ("region", "data"),
     axis_types=(AxisType.Auto,) * 2,
 )
-PARAMS = {"layer": {"w": jnp.zeros((4, 6)), "b": jnp.zeros(3)}, "w": jnp.zeros((6, 4))}
-SPECS = {"layer": {"w": P(None, "data"), "b": P()}, "w": P("data")}
+PARAMS = {
+    "layer": {"w": jnp.zeros((4, 6)), "b": jnp.zeros(3)},
+    "value": jnp.zeros((6, 4)),
+}
+SPECS = {"layer": {"w": P(None, "data"), "b": P()}, "value": P("data")}
 WHERE = jax.tree.map(
     lambda spec: NamedSharding(MESH, spec), SPECS, is_leaf=lambda x: isinstance(x, P)
 )
@@ -24,18 +27,18 @@ WHERE = jax.tree.map(
 
 @pytest.mark.parametrize(("axis", "lead"), [(0, ("region",)), (None, ())])
 def test_a_leaf_is_sharded_as_the_parameter_that_its_path_ends_with(axis, lead):
-    outer = {"layer/w": PARAMS["layer"]["w"], "w": PARAMS["w"]}
+    outer = {"layer/w": PARAMS["layer"]["w"], "value": PARAMS["value"]}
     tree = {"mu": PARAMS, "outer": (outer,), "count": jnp.zeros((), int)}
     found = cc.sync_shardings(tree, WHERE, axis)
     assert found["mu"]["layer"]["w"].spec == P(*lead, None, "data")
     assert found["mu"]["layer"]["b"].spec == P(*lead)
     assert found["outer"][0]["layer/w"].spec == P(*lead, None, "data")
-    assert found["outer"][0]["w"].spec == P(*lead, "data")
+    assert found["outer"][0]["value"].spec == P(*lead, "data")
     assert found["count"].spec == P(*lead)
 
 
 def test_factors_that_do_not_divide_are_replicated_inside_a_region():
-    factors = {"layer": {"w": jnp.zeros((4, 1))}, "w": jnp.zeros(())}
+    factors = {"layer": {"w": jnp.zeros((4, 1))}, "value": jnp.zeros(())}
     found = cc.sync_shardings(factors, WHERE)
     assert {x.spec for x in jax.tree.leaves(found)} == {P("region")}
 
@@ -45,7 +48,7 @@ def test_a_state_is_laid_out_by_its_axes():
     shapes = jax.eval_shape(tx.init, PARAMS)
     where = cc.sync_shardings(shapes, WHERE, cc.sync_axes("diloco"))
     assert jax.tree.structure(where) == jax.tree.structure(shapes)
-    assert where.inner[0].mu["w"].spec == P("region", "data")
+    assert where.inner[0].mu["value"].spec == P("region", "data")
     assert where.outer[0]["layer/w"].spec == P(None, "data")
     assert where.step.spec == P()
 

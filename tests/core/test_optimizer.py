@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import cocodc_jax as cc
 from cocodc_jax.aot import hlo
+from cocodc_jax.core.checks import unboxed
 from cocodc_jax.sync.cutting import cut
 from tests.jaxprs import equations
 from tests.numerics import assert_all_close
@@ -491,3 +492,11 @@ def test_what_is_known_later_is_refused_then():
             update(method, **options)
     with pytest.raises(ValueError, match="holds 0 states of synchronized"):
         cc.sync_metrics(ADAM.init(params))
+
+
+def test_a_parameter_may_be_called_as_what_holds_it():
+    """Flax NNX gives `init` variables, a level deeper than what `update` has."""
+    plain = {"attention": {"value": jnp.ones(2), "key": jnp.ones(2)}}
+    boxed = jax.tree.map(lambda x: {"value": x}, plain)
+    paths = [[x.path for x in unboxed(cut(t, 1)).slices[0]] for t in (plain, boxed)]
+    assert paths[0] == paths[1] == ["attention/key", "attention/value"]

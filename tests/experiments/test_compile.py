@@ -161,18 +161,10 @@ def test_a_region_moves_what_fsdp_has_to_and_nothing_with_its_batch(run, tmp_pat
 def test_a_window_of_experts_that_devices_share_is_compiled_for_a_tpu():
     target = Target.parse("v5e:2x2", 2)
     model = SMALL | dict(
-        num_experts=4,
-        expert_width=128,
-        width=128,
-        sequence_length=64,
-        remat="none",
-        num_fragments=3,
-        fragment_strategy="experts",
-        sync_interval=6,
-        delay_steps=2,
-        expert_axis=2,
-        method="streaming_diloco",
-    )
+        num_experts=4, expert_width=128, width=128, sequence_length=64, remat="none",
+        num_fragments=3, fragment_strategy="experts", sync_interval=6, delay_steps=2,
+        expert_axis=2, method="streaming_diloco",
+    )  # fmt: skip
     config = place(PRESETS["smoke"].replace(**model), target, False)
     about, (found,) = Job(config, target, "^start fragment 1, inner").run()
     # An even router needs the rows of one round of two, and no padding.

@@ -15,6 +15,7 @@ from cocodc_jax.expert_leaves import TOKEN_UNIT, expert_axis
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.expert_mean import ExpertMean
 from cocodc_jax.sync.schedules import adaptive
+from cocodc_jax.transforms.quantize import int4
 from tests.numerics import assert_all_close
 from tests.program.mixture import MODEL, drawn_params
 from tests.program.tiny import follow
@@ -68,6 +69,10 @@ def test_experts_are_cut_into_ranges_and_the_rest_is_dense(scan_layers, num_frag
          "do not have every entry, nor every count"),
         (lambda: methods.get("loscar", expert_weights="tokens"),
          "are no pseudo-gradients"),
+        (lambda: methods.get("dilocox", sum_factors=True, expert_weights="tokens"),
+         "what it keeps would be of updates times tokens"),
+        (lambda: methods.get("diloco", expert_weights="tokens").compressed(int4()),
+         "its mean is by tokens already; compress first"),
     ],
 )  # fmt: skip
 def test_what_knows_no_experts_is_refused(call, message):
@@ -194,13 +199,9 @@ def test_a_run_takes_the_means_of_regions_by_tokens():
 
 def test_a_mix_keeps_the_share_of_counts_that_it_keeps_of_progress():
     method = methods.get(
-        "streaming_diloco",
-        sync_interval=2,
-        num_fragments=2,
-        delay_steps=0,
-        mixing_alpha=0.25,
-        fragment_strategy="experts",
-    )
+        "streaming_diloco", sync_interval=2, num_fragments=2, delay_steps=0,
+        mixing_alpha=0.25, fragment_strategy="experts",
+    )  # fmt: skip
     state = _advanced(_program(method), 2)
     counts = state.region.params["blocks"][0]["moe"]["experts"]["tokens"]
     # Merged after one step; two experts a token, before and after.
@@ -238,15 +239,9 @@ def test_the_load_score_prefers_what_more_tokens_need():
 
 def test_a_run_by_load_serves_every_fragment_within_an_interval():
     method = methods.get(
-        "cocodc",
-        sync_interval=6,
-        num_fragments=3,
-        delay_steps=1,
-        syncs_per_interval=6,
-        transmission_score="load",
-        fragment_strategy="experts",
-        expert_weights="tokens",
-    )
+        "cocodc", sync_interval=6, num_fragments=3, delay_steps=1, syncs_per_interval=6,
+        transmission_score="load", fragment_strategy="experts", expert_weights="tokens",
+    )  # fmt: skip
     program = _program(method)
     state = _advanced(program, 14)
     assert min(state.sync.schedule.last_start) >= 14 - 6

@@ -124,6 +124,7 @@ def test_mean_gradients_need_no_gathering():
     assert made.receive is None
     assert made.init(jnp.ones(2)) == ()
     assert made.send(3.0, (), None) == (3.0, ())
+    assert made.num_bytes(jnp.zeros(3, jnp.bfloat16)) == 12  # Summed in float32.
 
 
 def test_compressed_gradients_with_memory():
