@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import GetAttrKey
 
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.cutting import cut
@@ -16,7 +17,7 @@ from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.needs import HALFWAY, UserInputs
 from cocodc_jax.sync.schedules import traced
 from cocodc_jax.transforms.error_feedback import ErrorFeedbackState
-from cocodc_jax.transforms.layers import distinct_leaves, named_leaves
+from cocodc_jax.transforms.layers import distinct_leaves, named_leaves, path_of
 
 PyTree = Any
 
@@ -144,15 +145,20 @@ def check_inside(method: Method, user_inputs: UserInputs) -> None:
     needs.check(method.needs, user_inputs, f"method={method.name!r}")
 
 
-def unboxed(fragments: Fragments) -> Fragments:
+def unboxed(fragments: Fragments, params: PyTree) -> Fragments:
     """Return fragments of the same names whether leaves are boxed or not.
 
-    Flax NNX gives `init` its variables, and `update` what is in them.
+    Flax NNX gives `init` its variables, and `update` what is in them. A parameter of a
+    dict may be called `value` too.
     """
-    paths = [x.path for each in fragments.slices for x in each]
-    box = "/value" if all(path.endswith("/value") for path in paths) else ""
+    leaves, box = jax.tree_util.tree_leaves_with_path(params), (GetAttrKey("value"),)
+    plain = {path_of(keys) for keys, _ in leaves if keys[-1:] != box}
+
+    def name(path):
+        return path if path in plain else path.removesuffix("/value")
+
     slices = [
-        tuple(dataclasses.replace(x, path=x.path.removesuffix(box)) for x in each)
+        tuple(dataclasses.replace(x, path=name(x.path)) for x in each)
         for each in fragments.slices
     ]
     return dataclasses.replace(fragments, slices=tuple(slices))

@@ -122,7 +122,7 @@ def synchronized(
     def init(params: PyTree) -> SynchronizedState:
         check_arrays(params)
         check_params(params)
-        found = unboxed(checked_fragments(method, params, fragments))
+        found = unboxed(checked_fragments(method, params, fragments), params)
         check_feedback(method, found, params)
         nothing = jnp.zeros((), jnp.float32)
         of_moments = 2 if sync and sync.moments else 0
@@ -163,7 +163,8 @@ def synchronized(
                 f"axis_name={axis_name!r}"
             )
         bound, sizes = method.bind(Regions.alike(num)), [0]
-        found = unboxed(fragments or cut(params, method.num_fragments, strategy))
+        found = fragments or cut(params, method.num_fragments, strategy)
+        found = unboxed(found, params)
         step, times = reduce.same_in_all((state.step + 1, state.times), axis_name)
         state = state._replace(step=step, times=times)
         correct = make_correct(bound.sync, found, num)

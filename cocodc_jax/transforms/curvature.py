@@ -310,16 +310,10 @@ def hutchinson(num_samples: int = 1, units: str = "gradient") -> Curvature:
 _FACTORIES = {
     factory.__name__: factory
     for factory in (
-        none,
-        isotropic,
-        outer_product,
-        normalized_outer_product,
-        adam_second_moment,
-        hessian_vector,
-        gauss_newton,
-        hutchinson,
+        none, isotropic, outer_product, normalized_outer_product,
+        adam_second_moment, hessian_vector, gauss_newton, hutchinson,
     )
-}
+}  # fmt: skip
 NAMES = tuple(_FACTORIES)
 """Names that `get` knows."""
 

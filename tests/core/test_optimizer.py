@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -497,6 +498,8 @@ def test_what_is_known_later_is_refused_then():
 def test_a_parameter_may_be_called_as_what_holds_it():
     """Flax NNX gives `init` variables, a level deeper than what `update` has."""
     plain = {"attention": {"value": jnp.ones(2), "key": jnp.ones(2)}}
-    boxed = jax.tree.map(lambda x: {"value": x}, plain)
-    paths = [[x.path for x in unboxed(cut(t, 1)).slices[0]] for t in (plain, boxed)]
-    assert paths[0] == paths[1] == ["attention/key", "attention/value"]
+    boxed = jax.tree.map(nnx.Param, plain)
+    found = [unboxed(cut(tree, 1), tree).slices[0] for tree in (plain, boxed)]
+    assert [[x.path for x in each] for each in found] == [
+        ["attention/key", "attention/value"]
+    ] * 2
