@@ -225,7 +225,8 @@ class Trials:
         """Return how one region's parameters are cut."""
         sync = self.method.sync
         strategy = sync.fragment_strategy if sync else "strided"
-        return unboxed(cut(params, self.method.num_fragments, strategy))
+        found = cut(params, self.method.num_fragments, strategy)
+        return unboxed(found, params)
 
 
 @functools.partial(jax.jit, static_argnums=0)
