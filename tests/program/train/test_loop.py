@@ -272,7 +272,7 @@ class FakeProgram:
     """Takes its time over steps of a length it has not seen, as a compiler does."""
 
     length_bucket = 10
-    model_state = None
+    model_state = exchange = None
     bytes_per_step = 0
     method = types.SimpleNamespace(schedule=None, sync=None, can_restore=False)
 
