@@ -25,7 +25,6 @@ import optax
 
 import cocodc_jax as cc
 from cocodc_jax import models
-from cocodc_jax.core.checks import unboxed
 from cocodc_jax.core.optimizer import SynchronizedState
 from cocodc_jax.program.region_state import region_drift
 from cocodc_jax.run.optimizer_config import OptimizerConfig
@@ -225,8 +224,7 @@ class Trials:
         """Return how one region's parameters are cut."""
         sync = self.method.sync
         strategy = sync.fragment_strategy if sync else "strided"
-        found = cut(params, self.method.num_fragments, strategy)
-        return unboxed(found, params)
+        return cut(params, self.method.num_fragments, strategy)
 
 
 @functools.partial(jax.jit, static_argnums=0)
