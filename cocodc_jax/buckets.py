@@ -6,10 +6,11 @@ first (`fetch`). What reaches buckets is imported only where one is named.
 
 import os
 import pathlib
+import shutil
 from typing import Any
 
 from cocodc_jax._extras import extra
-from cocodc_jax.files import write_whole
+from cocodc_jax.files import TransientError, write_whole
 
 
 def is_in_bucket(path: str | os.PathLike[str]) -> bool:
@@ -32,7 +33,7 @@ def in_bucket(path: str | os.PathLike[str]) -> Any:
         except ImportError as error:
             raise ModuleNotFoundError(str(error), name="gcsfs") from error
         except Exception as error:  # Clients of buckets raise what they like.
-            raise ValueError(f"{path} cannot be reached: {error}") from error
+            raise TransientError(f"{path} cannot be reached: {error}") from error
     return found
 
 
@@ -67,15 +68,18 @@ def fetch(source: Any, folder: pathlib.Path, is_deep: bool = False) -> None:
     for entry in sorted(entries, key=lambda entry: entry.name):
         if not _is_ours(entry.name, is_deep):
             continue
+        names.add(entry.name)
         if not entry.is_dir():
-            names.add(entry.name)
             fetch_file(entry, folder / entry.name)
         elif is_deep:
             fetch(entry, folder / entry.name, is_deep)
     for path in folder.iterdir():
-        is_gone = path.is_file() and path.name not in names
-        if is_gone and _is_ours(path.name, is_deep):
+        if path.name in names or not _is_ours(path.name, is_deep):
+            continue
+        if path.is_file():
             path.unlink(missing_ok=True)
+        elif is_deep:
+            shutil.rmtree(path)
 
 
 def fetch_file(source: Any, path: pathlib.Path) -> None:

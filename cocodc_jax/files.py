@@ -16,6 +16,10 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class TransientError(ValueError):
+    """The same command may work later."""
+
+
 class UnwritableError(OSError):
     """A file cannot be written; says which, as the system does not of a full disk."""
 

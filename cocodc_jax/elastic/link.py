@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -97,6 +97,8 @@ class Link:
         self._futures: dict[m.SyncId, Future] = {}
         self._snapshots: dict[int, m.Snapshot] = {}
         self._ended, self._answered_s, self._watch = False, 0.0, watch
+        # Whether to wait no more for means that too few regions are left to decide.
+        self.should_stop: Callable[[], bool] = lambda: False
         self.strangers = 0
         self._channel = open_channel(place, self.boot, max_frame_bytes)
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -247,7 +249,7 @@ class Link:
         return future
 
     def _check(self) -> None:
-        if self._member.is_over:
+        if self._member.is_over and not self._member.gave_up:
             raise LeftBehindError(f"region {self.region}: {self._member.is_over}")
 
     def _hand_out(self) -> None:
@@ -281,6 +283,8 @@ class Link:
                 for frames in arrived:
                     self._take(frames, now)
                 self._member.tick(now)
+                if self.should_stop():
+                    self._member.give_up(now)
                 self._hand_out()
                 out, self._member.outbox = self._member.outbox, []
                 ended = self._ended

@@ -38,6 +38,7 @@ from typing import Any
 from cocodc_jax._extras import extra
 from cocodc_jax.elastic.messages import MAX_HEADER_BYTES
 from cocodc_jax.elastic.place import Place, is_bucket
+from cocodc_jax.files import TransientError
 
 FOLDER_POLL_S, BUCKET_POLL_S = 0.05, 1.0
 _KEPT = 3  # Times `dead_after_s`.
@@ -75,7 +76,8 @@ def reach(via: str) -> None:
         except Exception as error:  # Clients of stores raise what they like.
             if isinstance(error, ImportError) and client:
                 raise ModuleNotFoundError(str(error), name=_CLIENTS[client]) from error
-            raise ValueError(f"via={via!r} cannot be reached: {error}") from error
+            kind = TransientError if client else ValueError  # Of a folder, a flag.
+            raise kind(f"via={via!r} cannot be reached: {error}") from error
 
 
 def _open(via: str) -> tuple[Any, str]:

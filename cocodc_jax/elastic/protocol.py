@@ -70,7 +70,7 @@ class Member(Agreement):
         """
         super().__init__(place, boot, step, now)
         self._beat_at, self._looked_at = -float("inf"), now
-        self.is_announced, self._has_left = True, False
+        self.is_announced, self._has_left, self.gave_up = True, False, False
         beat_s = place.timing.beat_s
         self._silences = Silences(beat_s)
         self.times = Times(self.region, self._num, _TELL_BEATS * beat_s)
@@ -136,6 +136,12 @@ class Member(Agreement):
         if not self.is_over:
             self._tell_all(m.Leave())
             self.is_over, self._has_left = "it has left", True
+
+    def give_up(self, now: float) -> None:
+        """Wait no more for means that too few regions are left to decide."""
+        if self._has_too_few(now):
+            self.leave()
+            self.gave_up = True
 
     def tick(self, now: float) -> None:
         """Do what time has made due."""
@@ -234,11 +240,17 @@ class Member(Agreement):
 
         This region may wait for a mean that cannot be decided, and admits nobody then.
         """
-        alive = self._hearing.alive(now)
-        left = [r for r, heard in alive.items() if self.view.has((r, heard.boot))]
-        has_too_few = len(left) + 1 < self._min <= len(self.view.seats)
-        others = [heard for r, heard in alive.items() if r not in left]
-        return self.is_in and has_too_few and any(x.hears_us for x in others)
+        alive = self._hearing.alive(now).items()
+        others = [x for r, x in alive if not self.view.has((r, x.boot))]
+        was_enough = self._min <= len(self.view.seats)
+        is_short = was_enough and self._has_too_few(now)
+        return is_short and any(x.hears_us for x in others)
+
+    def _has_too_few(self, now: float) -> bool:
+        """Return whether no view can follow this one."""
+        alive = self._hearing.alive(now).items()
+        left = [r for r, heard in alive if self.view.has((r, heard.boot))]
+        return self.is_in and len(left) + 1 < min(self._min, len(self.view.seats))
 
     def _beat(self, now: float) -> None:
         hears = self._hearing.of_late(now)

@@ -51,9 +51,11 @@ OpenMirror = Callable[[pathlib.Path, int | None], Mirror]
 def tensorboard(folder: pathlib.Path, first_step: int | None = None) -> Mirror:
     """Open event files in the run's `tb`, see `OpenMirror`.
 
-    TensorBoard hides events of older files at `first_step` and later.
+    TensorBoard hides events of older files at `first_step` and later, or all.
     """
     path = folder / "tb"
+    if first_step is None and path.exists():
+        first_step = 0
     writer = SummaryWriter(os.fspath(path), None, first_step, flush_secs=10)
     events: Any = vars(writer.file_writer)["event_writer"]
 

@@ -34,32 +34,16 @@ from cocodc_jax.transforms.outer import GAPS
 
 # Possible values of each leaf, if there are few.
 CHOICES: dict[str, Collection[str]] = {
-    "all_reduce": ALL_REDUCES,
-    "attention": ATTENTIONS,
-    "averaging": AVERAGES,
-    "backward": BACKWARDS,
-    "compute_dtype": COMPUTE_DTYPES,
-    "curvature": NAMES,
-    "exchange": EXCHANGES,
-    "expert_dispatch": DISPATCHES,
-    "expert_weights": WEIGHTS,
-    "fragment_strategy": STRATEGIES,
-    "overlap": OVERLAPS,
-    "graph": GRAPHS,
-    "inner_optimizer": OPTIMIZERS,
-    "lion_vote": RULES,
-    "local_regions": HOW_MAPPED,
-    "method": METHODS,
-    "optimizer_memory": MEMORIES,
-    "outer_placement": PLACEMENTS,
-    "partition": get_args(Partition),
-    "region_weights": WEIGHTS,
-    "remat": REMAT_POLICIES,
-    "sparse_mean": MEANS,
-    "staleness_gap": GAPS,
-    "transmission_score": SCORES,
-    "undecodable": get_args(Undecodable),
-}
+    "all_reduce": ALL_REDUCES, "attention": ATTENTIONS, "averaging": AVERAGES,
+    "backward": BACKWARDS, "compute_dtype": COMPUTE_DTYPES, "curvature": NAMES,
+    "exchange": EXCHANGES, "expert_dispatch": DISPATCHES, "expert_weights": WEIGHTS,
+    "fragment_strategy": STRATEGIES, "overlap": OVERLAPS, "graph": GRAPHS,
+    "inner_optimizer": OPTIMIZERS, "lion_vote": RULES, "local_regions": HOW_MAPPED,
+    "method": METHODS, "optimizer_memory": MEMORIES, "outer_placement": PLACEMENTS,
+    "partition": get_args(Partition), "region_weights": WEIGHTS,
+    "remat": REMAT_POLICIES, "sparse_mean": MEANS, "staleness_gap": GAPS,
+    "transmission_score": SCORES, "undecodable": get_args(Undecodable),
+}  # fmt: skip
 
 # Flags that most runs set, which `--help` explains first.
 MAIN = (

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from cocodc_jax.files import UnwritableError
+from cocodc_jax.files import TransientError, UnwritableError
 
 USAGE_ERROR = 2
 STOPPED = 75  # EX_TEMPFAIL: the same command goes on, so that schedulers try again.
@@ -38,7 +38,7 @@ def one_line(error: Exception | str, flags: Container[str]) -> str:
 def refuse(error: Exception | str, flags: Container[str]) -> NoReturn:
     """Print an error of a command line as one line, and exit."""
     print(f"error: {one_line(error, flags)}", file=sys.stderr)
-    sys.exit(USAGE_ERROR)
+    sys.exit(1 if isinstance(error, TransientError) else USAGE_ERROR)
 
 
 @contextlib.contextmanager

@@ -78,6 +78,7 @@ def prepare(
     if not steps_in(folder / CHECKPOINTS):
         Source.of(config)  # For its checks; a run that has begun does not use it.
     text = build.open_for(open_text, config, mesh, place)
+    check_alike({"text": text.fingerprint})
     model = model_of(config, text.tokenizer)
     build.check_model(config, model)
     alike = [s for s in earlier if (s.model, s.mesh) == (model, mesh)]
@@ -85,19 +86,11 @@ def prepare(
     twins = [s for s in alike if build.program_key(s.config) == key]
     judges = [s.evaluate for s in alike if _evaluation(s.config) == judged]
     session = Session(
-        config,
-        workdir,
-        text,
-        model,
-        mesh,
+        config, workdir, text, model, mesh,
         twins[0].program if twins else build.build_program(config, model, mesh, place),
         judges[0] if judges else build.build_evaluate(config, model, mesh, text),
-        tracking,
-        monitoring,
-        place,
-        elastic,
-        bucket,
-    )
+        tracking, monitoring, place, elastic, bucket,
+    )  # fmt: skip
     if jax.process_index() == 0:
         claim(config, workdir, folder / CHECKPOINTS)
     return session

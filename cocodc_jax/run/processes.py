@@ -28,6 +28,7 @@ from jax.experimental import multihost_utils
 
 import cocodc_jax as cc
 from cocodc_jax.fields import check_least
+from cocodc_jax.files import TransientError
 from cocodc_jax.run.config import flat
 from cocodc_jax.train.checkpoint import first_line
 
@@ -120,7 +121,8 @@ class Processes:
         if meeting.is_alive():
             failures = [TimeoutError("nobody answered")]
         if failures:
-            raise ValueError(self._explain(failures[0])) from failures[0]
+            kind = TransientError if self.num_processes else ValueError
+            raise kind(self._explain(failures[0])) from failures[0]
 
     def _meet(self, failures: list[Exception]) -> None:
         try:

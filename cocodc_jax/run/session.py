@@ -31,6 +31,7 @@ from cocodc_jax.run.bucket import Bucket
 from cocodc_jax.run.build import init_params
 from cocodc_jax.run.config import TrainConfig, dumps, kind_of
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
+from cocodc_jax.run.fault_watch import FaultWatch
 from cocodc_jax.run.live_metrics import LiveMetrics
 from cocodc_jax.run.monitor import NO_MONITORING, Monitor, Monitoring
 from cocodc_jax.run.processes import gather
@@ -114,9 +115,15 @@ class Session:
             if (finished := self._finished(saved)) is not None:
                 return finished
             began_s, rollbacks = time.time(), []
+            seconds, entered_s = 0.0, began_s
             began_step: int | None = None  # Not 0 where it goes on from another run.
             carried: Carried | None = None
             should_stop: Callable[[], bool] | None = None
+            # One for all links: faults end after a return too.
+            flags = self.elastic
+            least_s = flags.beat_s / 10
+            watch = FaultWatch(self.own_dir, flags.on_fault, least_s, monitor.fault)
+            told = monitor, watch
             while True:
                 # A rollback continues with the next data.
                 ahead = stream.get_state() if rollbacks else None
@@ -124,11 +131,11 @@ class Session:
                     if carried is None:
                         begun = self.begin(saved, stream)
                     else:
-                        times = {"seconds": time.time() - began_s, "began_s": began_s}
+                        times = {"seconds": seconds, "began_s": began_s}
                         begun = carried.state, None, times
                     among = contextlib.nullcontext((begun, None))
                     if self.place is not None:
-                        among = taking_part(self, begun, stream, monitor, carried)
+                        among = taking_part(self, begun, stream, carried, *told)
                     with among as (begun, attendance):
                         if carried is not None:  # It may be ahead of the others.
                             saved.forget_after(begun[0].step)
@@ -138,6 +145,7 @@ class Session:
                             first = 0 if "began_s" in begun[2] else begun[0].step
                             began_step = int(begun[2].get("began_step", first))
                         began = began_step, began_s
+                        entered_s, seconds = time.time(), begun[2].get("seconds", 0.0)
                         if ahead is not None:
                             stream.set_state(ahead)
                         # A stop that is asked for while a run rolls back still holds.
@@ -153,7 +161,7 @@ class Session:
                         raise
                     print(f"{error}: coming back", file=sys.stderr, flush=True)
                     monitor.notify("region_lost", f"{error}: coming back")
-                    carried = error.state
+                    carried, seconds = error.state, seconds + time.time() - entered_s
                 except LossSpikeError as error:
                     to_step = saved.latest_step or 0
                     rollbacks.append({**error.spikes[0]._asdict(), "to_step": to_step})
@@ -236,19 +244,13 @@ class Session:
             if attendance is not None:
                 hooks = attendance.told_by(hooks, monitor.merged)
             result = train(
-                self.program,
-                state,
+                self.program, state,
                 cut_to_sizes(stream, sizes, self.config.data.batch_per_region),
-                run.steps,
-                self.tokens_at,
-                cadence=run.cadence,
-                hooks=hooks,
-                evaluate=self.evaluate,
-                checkpoints=saved,
-                progress=progress,
+                run.steps, self.tokens_at, cadence=run.cadence, hooks=hooks,
+                evaluate=self.evaluate, checkpoints=saved, progress=progress,
                 earlier_s=earlier_s,
                 spikes=run.spikes(run.max_rollbacks - len(rollbacks)),
-            )
+            )  # fmt: skip
         timeline.save(self.own_dir, result.timeline, state.step)
         gather("every process has written its own")
         if jax.process_index() == 0:
@@ -319,7 +321,9 @@ class Session:
     def peak_tokens_per_second(self) -> float | None:
         """Tokens per second of all regions at an MFU of 1; None on CPUs."""
         flops = models.flops_per_token(self.model, self.config.data.sequence_length)
-        return peak_tokens_per_second(self.mesh.devices.flat, flops)
+        own = peak_tokens_per_second(self.mesh.devices.flat, flops)
+        # As `tokens_at`, also where the mesh has one region's devices.
+        return own and own * self.program.regions.num / self.program.num_regions
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens that all regions together have trained on by `step`."""

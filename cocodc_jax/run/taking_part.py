@@ -14,7 +14,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -58,14 +58,15 @@ class Attendance:
     ):
         self._program, self._exchange, self._link = program, program.elastic, link
         self._folder, self._digests = folder, digests
-        self._view = link.view
+        self._view, self._missed, self._shared = link.view, frozenset(), None
         self.step = 0  # The last one that was reported to the others.
-        self._shared: Any = None
         self._merged: Callable[[bool], None] = lambda own_counts: None
 
     def told_by(self, hooks: Hooks, merged: Callable[[bool], None]) -> Hooks:
         """Return a loop's hooks, extended to report to the other regions."""
         self._merged = merged
+        if isinstance(self._link, Link):  # Several processes stop at a common step.
+            self._link.should_stop = hooks.should_stop
         own = {"handed_out": self._handed_out, "stopping": self._leave}
         return dataclasses.replace(hooks, **own)
 
@@ -88,7 +89,7 @@ class Attendance:
             flights = {k: landed(x) for k, x in state.sync.in_flight.items()}
             sync = dataclasses.replace(state.sync, in_flight=flights)
             state = dataclasses.replace(state, sync=sync)
-            error.state = joining.Carried(state, self._shared)
+            error.state = joining.Carried(state, self._shared, self._missed)
             raise
         for region, boot in waiting.items():
             copy = joining.copy_of(self._program, state)
@@ -115,15 +116,17 @@ class Attendance:
     def _note_shared(self, state: TrainState) -> None:
         """Keep the last outer parameters that both parts of a cut network share.
 
-        Those are from the end of the turn in which regions were first missed; it is not
-        yet known which part goes on.
+        Those are from the end of the turn in which the regions of the other part were
+        missed; it is not yet known which part goes on.
         """
         assert state.sync is not None
         before, self._view = self._view, self._link.view
-        if before.seats.keys() - self._view.seats.keys():
-            if self._shared is None:
-                self._shared = jax.tree.map(jax.numpy.copy, state.sync.outer.params)
-        elif self._view.seats.keys() - before.seats.keys():
+        now = self._view.seats.keys()
+        if missed := before.seats.keys() - now:
+            self._missed = frozenset(missed)
+            self._shared = jax.tree.map(jax.numpy.copy, state.sync.outer.params)
+        self._missed -= now
+        if not self._missed:
             self._shared = None
 
 
@@ -149,8 +152,9 @@ def taking_part(
     session: "Session",
     begun: Begun,
     stream: TrainStream,
-    monitor: Monitor,
     carried: joining.Carried | None,
+    monitor: Monitor,
+    watch: FaultWatch,
 ) -> Iterator[tuple[Begun, Attendance]]:
     """Yield where this region starts, and its part in a run until the context ends.
 
@@ -163,9 +167,7 @@ def taking_part(
     assert place is not None
     began_s = time.monotonic()
     run = run_digest(session.config, session.text.fingerprint)
-    timing, on_fault = place.timing, session.elastic.on_fault
-    watch = FaultWatch(folder, on_fault, timing.beat_s / 10, monitor.fault)
-    largest = joining.max_frame_bytes(program)
+    timing, largest = place.timing, joining.max_frame_bytes(program)
     link = inside.of_process(
         place,
         jax.process_index(),
@@ -197,6 +199,9 @@ def taking_part(
             _begins(place, link.view, own_step, max(gather(last_merge(folder))))
         program.elastic.in_mean.clear()
         program.elastic.link = link
+        leader = link.view.epoch % place.num_regions  # The copy is its state.
+        if carried is not None and leader not in carried.missed:
+            carried = carried._replace(shared=None)
         if copy is not None:
             state = _go_on(session, copy, own_step, carried)
             _skip(stream, copy.step - done)

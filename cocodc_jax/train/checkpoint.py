@@ -45,6 +45,13 @@ def steps_in(directory: Any) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
+class _Manager(ocp.CheckpointManager):
+    def reached_preemption(self, step: int) -> bool:
+        """Return False: the loop alone asks, as JAX counts the calls."""
+        del step
+        return False
+
+
 @methods_in_own_context
 class Checkpoints:
     """The checkpoints of one run, newest last; use as a context manager.
@@ -68,7 +75,7 @@ class Checkpoints:
             max_to_keep=keep, async_options=finishing, cleanup_tmp_directories=cleans
         )
         self._directory = path
-        self._manager = ocp.CheckpointManager(path, item_names=_ITEMS, options=options)
+        self._manager = _Manager(path, item_names=_ITEMS, options=options)
 
     def __enter__(self) -> Self:
         return self
@@ -200,13 +207,14 @@ class Checkpoints:
     def _judged(self, step: int) -> Iterator[None]:
         """Treat Orbax's errors as corruption if there are no checksums.
 
-        With several processes only one of them may see it; then all end.
+        With several processes only one of them may see it, and of a bucket it may pass;
+        then all end.
         """
         try:
             yield
         except Exception as error:
             is_whole = (self._directory / str(step) / checksums.FILE).exists()
-            if is_whole or jax.process_count() > 1:
+            if is_whole or self._in_bucket or jax.process_count() > 1:
                 raise
             raise _DamagedError(f"it cannot be read: {first_line(error)}") from error
 

@@ -34,8 +34,10 @@ class Carried(NamedTuple):
     """A region's own state when the others went on without it."""
 
     state: TrainState
-    # The last outer parameters in common with the others; None is those of `state`.
+    # The last outer parameters in common with the regions of the last loss, and those
+    # regions; with others, those of `state`.
     shared: tuple[Fragment, ...] | None = None
+    missed: frozenset[int] = frozenset()
 
 
 def copy_of(program: RegionProgram, state: TrainState) -> Snapshot:

@@ -91,6 +91,8 @@ def train(
         if state.step < num_steps:
             state = loop.synchronize(state)
             hooks.stopping()
+        elif evaluate and not loop.is_evaluated(state):  # It began at its last step.
+            state = loop.evaluate(state, evaluate)
         if checkpoints and checkpoints.latest_step != state.step:
             state = loop.save(state)  # Asked to stop between two checkpoints.
         state = loop.synchronize(state)
@@ -204,6 +206,9 @@ class _Loop:
             bytes_sent=turn.output.bytes_sent[-1],
         )
         self._hooks.clock(clock)
+
+    def is_evaluated(self, state: TrainState) -> bool:
+        return (self._records.last_eval or {}).get("step") == state.step
 
     def evaluate(self, state: TrainState, evaluate) -> TrainState:
         """Evaluate the regions' mean and the outer parameters, and record it."""

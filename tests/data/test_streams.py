@@ -19,13 +19,9 @@ LENGTH, BATCH = 15, 4
 def config(text_folder, data_dir):
     # A window of 1 KiB is a few documents, so streams cross many windows and epochs.
     return DataConfig(
-        dataset=f"text:{text_folder}",
-        data_dir=data_dir,
-        sequence_length=LENGTH,
-        batch_per_region=BATCH,
-        shuffle_window_bytes=1024,
-        validation_fraction=0.2,
-    )
+        dataset=f"text:{text_folder}", data_dir=data_dir, sequence_length=LENGTH,
+        batch_per_region=BATCH, shuffle_window_bytes=1024, validation_fraction=0.2,
+    )  # fmt: skip
 
 
 def _take(stream, count):

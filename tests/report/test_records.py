@@ -145,6 +145,13 @@ def test_tensorboard_events_hold_the_numbers(tmp_path):
     assert 1.25 in found.values()
     assert 1.5 in found.values()
     assert {step for _, step in found} == {3, 4}
+    again = tensorboard(tmp_path)  # Nothing was kept: what is there is hidden.
+    again.close()
+    files = (tmp_path / "tb").iterdir()
+    starts = [
+        e for x in files for e in tf_events(x.read_bytes()) if e.session_log.status
+    ]
+    assert [event.step for event in starts] == [0]
 
 
 def tf_events(data):

@@ -13,6 +13,7 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from cocodc_jax import buckets
 from cocodc_jax._extras import MissingExtraError
+from cocodc_jax.files import TransientError
 from cocodc_jax.run.bucket import Bucket
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
@@ -163,6 +164,8 @@ def test_a_text_of_a_bucket_is_read_as_it_is_there(gs, tmp_path):
     assert here() == {"a.txt": "other", "deep/b.txt": first["deep/b.txt"]}
     one = buckets.fetched("gs://bucket/texts/deep/b.txt", tmp_path / "other")
     assert one.read_text() == first["deep/b.txt"]
+    shutil.rmtree(folder / "deep")
+    assert here() == {"a.txt": "other"}
     with pytest.raises(ValueError, match="gs://bucket/none does not exist"):
         buckets.fetched("gs://bucket/none", tmp_path)
 
@@ -206,7 +209,7 @@ def test_a_process_sends_its_own_files_when_they_changed(gs, tmp_path, monkeypat
         (ImportError("Please install gcsfs to access Google Storage"),
          MissingExtraError, r"gcsfs is not installed: pip .*cocodc_jax\[gcs\]"),
         (RuntimeError("401 anonymous caller"),
-         ValueError, "gs://.*one cannot be reached: 401 anony"),
+         TransientError, "gs://.*one cannot be reached: 401 anony"),
     ],
 )  # fmt: skip
 def test_what_reaches_no_bucket_is_told_at_once(raised, kind, message, monkeypatch):

@@ -113,6 +113,11 @@ def test_versions_of_the_code_are_told_apart(monkeypatch, tmp_path):
     digest = processes.code_digest()
     with pytest.raises(ValueError, match=f"code is '{digest}' in process 0, '0123456"):
         check_alike({"run": {"steps": 3}})
+    monkeypatch.setattr(
+        processes, "gather", lambda value: [value, {**value, "text": 1}]
+    )
+    with pytest.raises(ValueError, match="text is 'a' in process 0, 1 in 1"):
+        check_alike({"text": "a"})
     monkeypatch.setattr(processes, "gather", lambda value: [value, value])
     check_alike({"run": {"steps": 3}})
     (tmp_path / "a.py").write_text("x = 1\n")

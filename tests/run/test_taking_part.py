@@ -5,6 +5,7 @@ import re
 import sys
 from unittest import mock
 
+import numpy as np
 import pytest
 from absl.flags import FlagValues
 
@@ -70,8 +71,33 @@ def test_a_checkpoint_ahead_of_what_the_others_begin_with_is_refused():
         taking_part._go_on(None, Snapshot(4, {}, ()), 8, None)
 
 
+def test_what_was_last_in_common_is_of_the_regions_that_are_missed():
+    def state(value):
+        outer = mock.Mock(params=(np.full(2, value),))
+        return mock.Mock(sync=mock.Mock(outer=outer))
+
+    link = mock.Mock(view=view(0, 1, 2, 3))
+    attendance = taking_part.Attendance(mock.Mock(), link, None, False)
+    for value, regions, missed, common in (
+        (1, (1, 2, 3), {0}, 1),
+        (2, (1, 2, 3), {0}, 1),
+        (3, (2, 3), {1}, 3),  # Of 0 no more: what all others have done since is more.
+        (4, (0, 2, 3), {1}, 3),
+        (5, (1, 2, 3), {0}, 5),
+        (6, (0, 1, 2, 3), set(), None),
+    ):
+        link.view = view(*regions)
+        attendance._note_shared(state(value))
+        shared = attendance._shared and int(attendance._shared[0][0])
+        assert (attendance._missed, shared) == (missed, common)
+
+
+# Of those that are missed since there was something in common; region 1 leads.
+@pytest.mark.parametrize("missed", [None, {1}, {0}])
 @pytest.mark.parametrize(("at", "then"), [(48, 3), (44, -1), (None, "back")])
-def test_data_are_skipped_before_it_asks_to_join(monkeypatch, tmp_path, at, then):
+def test_data_are_skipped_before_it_asks_to_join(
+    monkeypatch, tmp_path, at, then, missed
+):
     """The others are at step 43, and at 45 when that is read; then a copy comes, or
     they have ended meanwhile."""
     done, own = [], mock.Mock(step=8)
@@ -91,9 +117,12 @@ def test_data_are_skipped_before_it_asks_to_join(monkeypatch, tmp_path, at, then
         own_dir=tmp_path, place=PLACE, config=PRESETS["smoke"], elastic=ElasticFlags(),
         text=mock.Mock(fingerprint="text"), first_params=lambda: (None, None),
     )  # fmt: skip
-    begun = own, None, {}
-    with taking_part.taking_part(session, begun, stream, mock.Mock(), None):
-        assert done == ["rehearse", "back", 35, 2, "join", then]
+    begun, carried = (own, None, {}), missed and mock.Mock(missed=missed)
+    watched = mock.Mock(), mock.Mock()
+    with taking_part.taking_part(session, begun, stream, carried, *watched):
+        alone = [] if carried else ["rehearse", "back"]
+        assert done == [*alone, 35, 2, "join", then]
+    assert not carried or carried._replace.called == (missed == {0})
 
 
 ADDRESSES = "a:1,b:2"

@@ -197,6 +197,8 @@ def _unpacked(path: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
             try:
                 with gzip.open(path) as packed:
                     shutil.copyfileobj(packed, file, 1 << 20)
+                file.flush()
+                os.fsync(file.fileno())
             except (OSError, EOFError, zlib.error) as error:
                 os.unlink(file.name)
                 raise RecordError(f"{path} cannot be unpacked: {error}") from error

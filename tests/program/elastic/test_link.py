@@ -230,6 +230,21 @@ def test_who_was_asked_to_stop_is_not_waited_for_while_it_saves(places):
         assert dict(first.send((0, 8), b"c").result(20).rows) == {0: b"c"}
 
 
+def test_who_waits_for_too_few_can_be_asked_to_stop(places):
+    one, two = places(2, min_regions=2)
+    asked = []
+    with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
+        join(first, second)
+        first.should_stop = lambda: bool(asked)
+        second.leave()
+        waits = first.send((0, 8), b"c")
+        time.sleep(0.3)
+        assert not waits.done()
+        asked.append(True)
+        assert waits.result(20) == Decision(0, (0, 8), {})
+        assert first.at(9) == {}  # It ends, and was not left behind.
+
+
 def test_who_was_further_waits_until_the_others_have_come_there(places):
     one, two = places(2, timing=dataclasses.replace(TIMING, start_s=0))
     with Link(one, "run", 1000) as first:

@@ -16,20 +16,13 @@ from cocodc_jax.elastic.times import Times
 VIEW = m.View(9, {0: m.Seat(5, 0), 2: m.Seat(7, 40)})
 DECISION = m.Decision(9, (1, 30), {0: b"abc", 2: b"defg"})
 MESSAGES = [
-    m.Join(12, (1,)),
-    m.Beat(VIEW, 12, 30, (0, 2), 3.25),
-    m.Row(9, (0, 4), b"\0\1", 7.5),
-    m.Choice(9, (0, 4), ((0, 5), (2, 7)), {2: b"x"}),
-    m.Report((0, 4), ((0, 0.25),), 1.5),
-    m.Want(9, (0, 4)),
-    DECISION,
-    m.Decision(9, (0, 4), {}),
-    m.Propose(VIEW, 6, ((0, 1), (1, 2))),
-    m.Promise(9, (), (DECISION, DECISION)),
-    m.Install(VIEW, ()),
-    m.Leave(),
+    m.Join(12, (1,)), m.Beat(VIEW, 12, 30, (0, 2), 3.25),
+    m.Row(9, (0, 4), b"\0\1", 7.5), m.Choice(9, (0, 4), ((0, 5), (2, 7)), {2: b"x"}),
+    m.Report((0, 4), ((0, 0.25),), 1.5), m.Want(9, (0, 4)), DECISION,
+    m.Decision(9, (0, 4), {}), m.Propose(VIEW, 6, ((0, 1), (1, 2))),
+    m.Promise(9, (), (DECISION, DECISION)), m.Install(VIEW, ()), m.Leave(),
     m.Snapshot(7, {"schedule": {"step": 7}}, (b"", b"xy")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda x: type(x).__name__)

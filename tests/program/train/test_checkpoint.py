@@ -1,5 +1,6 @@
 """Checkpoints: all of a run, at any moment, whole or not at all."""
 
+import dataclasses
 import errno
 import json
 import pathlib
@@ -11,6 +12,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from jax.experimental import multihost_utils
 
 from cocodc_jax import methods
 from cocodc_jax.train import checksums
@@ -96,13 +98,9 @@ def check_restored(tiny, tmp_path, method_name, cut, again):
 def test_a_copy_from_midway_is_saved(tiny, tmp_path, cut):
     """Started at 8, midway at 10, merged at 13."""
     method = methods.get(
-        "cocodc",
-        sync_interval=8,
-        num_fragments=1,
-        delay_steps=5,
-        curvature="secant",
+        "cocodc", sync_interval=8, num_fragments=1, delay_steps=5, curvature="secant",
         syncs_per_interval=1,
-    )
+    )  # fmt: skip
     program = tiny.program_of(method)
     whole, _ = tiny.finish(program, tiny.start(program), 15)
     state, _ = tiny.finish(program, tiny.start(program), cut)
@@ -281,6 +279,27 @@ class TestFailure:
         assert files - set(noted) <= later
         assert any(name.startswith("arrays/") for name in noted)
         assert checksums.damage(folder / "4", ("arrays", "rest")) is None
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    def test_what_a_bucket_does_not_give_now_is_not_called_damaged(self, copied):
+        program, folder = copied
+        damage(folder / "4", "truncate")
+        (folder / "4" / checksums.FILE).unlink()
+        with Checkpoints(folder) as checkpoints:
+            checkpoints._in_bucket = True
+            with pytest.raises(Exception, match="arrays"):
+                checkpoints.restore(program)
+            assert checkpoints.latest_step == 4
+
+    def test_a_save_does_not_ask_whether_the_run_is_to_stop(self, copied, monkeypatch):
+        """Processes agree by the number of their calls; the loop's count."""
+        (program, folder), asked = copied, []
+        name = "reached_preemption_sync_point"
+        monkeypatch.setattr(multihost_utils, name, asked.append)
+        with Checkpoints(folder) as checkpoints:
+            state, _ = checkpoints.restore(program)
+            checkpoints.save(program, dataclasses.replace(state, step=6), {})
+        assert not asked
 
     @pytest.mark.parametrize(
         ("harm", "has_checksums", "why"),

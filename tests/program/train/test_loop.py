@@ -16,7 +16,7 @@ from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program.region_program import Output
 from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.train import loop
-from cocodc_jax.train.checkpoint import Checkpoints
+from cocodc_jax.train.checkpoint import Checkpoints, steps_in
 from cocodc_jax.train.clock import FlightRecorder
 from cocodc_jax.train.evaluate import make_evaluate
 from cocodc_jax.train.finite import FiniteWatch, NonFiniteLossError
@@ -58,17 +58,10 @@ class Run:
                 stopping=lambda: self.stopping.append(checkpoints.latest_step),
             )
             self.result = train(
-                program,
-                state,
-                batches or tiny.stream(state.step),
-                num_steps,
-                tokens_at,
-                cadence=cadence,
-                hooks=hooks,
-                checkpoints=checkpoints,
-                progress=progress,
-                **options,
-            )
+                program, state, batches or tiny.stream(state.step), num_steps,
+                tokens_at, cadence=cadence, hooks=hooks, checkpoints=checkpoints,
+                progress=progress, **options,
+            )  # fmt: skip
 
     def of_kind(self, kind):
         return [record for record in self.records if record["kind"] == kind]
@@ -94,13 +87,9 @@ def test_one_program_leaves_records_and_timeline_as_they_are(tiny, tmp_path):
             "streaming_diloco", mesh, transport=Transport("program", overlap=overlap)
         )
         run = Run(
-            tiny,
-            program,
-            13,
-            folder=tmp_path / overlap,
-            evaluate=evaluate,
+            tiny, program, 13, folder=tmp_path / overlap, evaluate=evaluate,
             cadence={"eval_every": 3, "checkpoint_every": 4},
-        )
+        )  # fmt: skip
         norms = [r.pop("pseudo_gradient_norm") for r in run.of_kind("sync")]
         flights = run.result.timeline["syncs"]
         names = ("fragment", "start_step", "apply_step", "num_bytes")
@@ -426,6 +415,16 @@ class TestResuming:
         second = Run(tiny, program, 4, folder=tmp_path, evaluate=evaluate)
         assert second.records == []
         assert second.result.last_eval == first.result.last_eval
+
+    def test_a_run_that_begins_at_its_last_step_is_evaluated(
+        self, tiny, tmp_path, evaluate
+    ):
+        program = tiny.shared_program("diloco")
+        Run(tiny, program, 9, folder=tmp_path, stop=iter([False, True]).__next__)
+        (latest,) = steps_in(tmp_path)
+        run = Run(tiny, program, latest, folder=tmp_path, evaluate=evaluate)
+        assert run.result.last_eval["step"] == latest < 9
+        assert [record["kind"] for record in run.records] == ["eval"]
 
 
 def loss_plus_bad(params, batch, key):
