@@ -158,7 +158,7 @@ def lines(
                 f"{row['largest']}{', spans the inner steps' if row['spans'] else ''}"
             )
         if record["sent_bytes"] and _rows(record, "between"):
-            own = record["sent_bytes"] / config.run.devices_per_region
+            own = record["sent_bytes"] * config.run.regions / about["num_devices"]
             yield (
                 f"{record['name']}: the run counts {size(record['sent_bytes'])} sent "
                 f"by a region, {size(own)} a device if divided"

@@ -22,7 +22,9 @@ from cocodc_jax.transforms.layers import distinct_leaves, named_leaves, path_of
 PyTree = Any
 
 
-def check_accumulation(optimizer: Any, method: Method) -> None:
+def check_accumulation(
+    optimizer: Any, method: Method, step_times: tuple[float, ...] = (1.0,)
+) -> None:
     """Refuse syncs in the middle of an `optax.MultiSteps` accumulation.
 
     Checks a constant number of accumulation steps; a schedule of them is not checked.
@@ -33,6 +35,11 @@ def check_accumulation(optimizer: Any, method: Method) -> None:
     every_k = accumulation._every_k_schedule(np.int32(0))
     if not isinstance(every_k, int) or every_k == 1:
         return
+    if max(step_times) > 1:
+        raise ValueError(
+            f"step_times={step_times} with optax.MultiSteps of {every_k} steps would "
+            "have syncs in the middle of it; use regions of equal speed"
+        )
     if method.schedule.is_measured or (method.sync and method.sync.message.is_ranked):
         raise ValueError(
             f"optax.MultiSteps of {every_k} steps needs events at multiples of them, "

@@ -44,9 +44,11 @@ class Devices:
     move = staticmethod(transfer.move)
     gather_rows = staticmethod(transfer.gather_rows)
 
-    @functools.lru_cache(maxsize=256)  # noqa: B019  (lives as long as the programs)
-    def weights(self, weights: tuple[float, ...], sharding: Sharding) -> jax.Array:
-        """Place the regions' weights in a mean, once for all syncs."""
+    def __init__(self):
+        # Places the regions' weights in a mean, once for all syncs.
+        self.weights = functools.lru_cache(maxsize=256)(self._weights)
+
+    def _weights(self, weights: tuple[float, ...], sharding: Sharding) -> jax.Array:
         return self.put(np.array(weights, float), sharding)
 
     def at(self, tree: PyTree, index: int) -> PyTree:
@@ -64,6 +66,7 @@ class Recorder(Devices):
     is_real = False
 
     def __init__(self):
+        super().__init__()
         # By name, with the arguments of their first call.
         self.found: dict[str, LoweredProgram] = {}
 

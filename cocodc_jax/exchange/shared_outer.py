@@ -31,6 +31,7 @@ class SharedOuterModel:
         self._spec, self._outer, self._exchange = spec, outer, exchange
         self._place, self._devices = spec.place, spec.devices
         self._step = self._make_steps()
+        self._resize = functools.cache(self._make_resize)
         self._broadcast = [
             self._devices.jit(functools.partial(self.broadcast, k), out_shardings=where)
             for k, where in enumerate(spec.shardings.fragments)
@@ -95,8 +96,7 @@ class SharedOuterModel:
         states = enumerate(sync.compressors)
         return tuple(self._resize(k, rank)(state) for k, state in states)
 
-    @functools.cache  # noqa: B019  (as long as the programs)
-    def _resize(self, fragment_id: int, rank: int) -> Callable:
+    def _make_resize(self, fragment_id: int, rank: int) -> Callable:
         message = self._spec.sync.message
         assert isinstance(message, Ranked | SummedFactors)
         part = self._spec.outer_shapes[fragment_id]

@@ -37,8 +37,8 @@ class Transport:
     Attributes:
       exchange: "program" averages messages in a program of the inner mesh; "outer" on
         the outer mesh, concurrently with the inner steps; "elastic" makes every
-        region a run of its own; "auto" is "outer" if there are several processes and
-        the method allows it, else "program".
+        region a run of its own; "auto" is "outer" if the schedule is measured, or there
+        are several processes and the method allows it, else "program".
       all_reduce: algorithm between processes, where this package chooses: "direct" or
         "ring", see `collectives.py`.
       outer_channels: number of outer meshes; fragment k uses number k mod
@@ -61,6 +61,8 @@ class Transport:
             self, exchange=EXCHANGES, all_reduce=ALL_REDUCES, overlap=OVERLAPS
         )
         check_least(self, 1, "outer_channels")
+        if self.place is not None and self.exchange != "elastic":
+            raise ValueError(f"place has no meaning for exchange={self.exchange!r}")
         if self.exchange == "elastic" and self.outer_channels > 1:
             raise ValueError(
                 f"outer_channels={self.outer_channels} has no meaning for exchange="

@@ -33,8 +33,8 @@ from cocodc_jax.program.frozen import Trainable, find_trained, split, without_ma
 from cocodc_jax.program.region_state import InitState, RegionMetrics
 from cocodc_jax.program.segment import InnerSteps
 from cocodc_jax.sharding.mesh import (
-    DATA,
     EXPERT,
+    INSIDE,
     REGION,
     is_cpu,
     make_mesh,
@@ -142,7 +142,7 @@ def checked(
     check_params(params)
     needs.check(method.needs, user_inputs, f"method={method.name!r}")
     method = method.bind(regions)
-    check_accumulation(optimizer, method)
+    check_accumulation(optimizer, method, regions.step_times)
     if model_state is not None:
         model_state.check(method)
         transport.check_model_state(model_state)
@@ -167,12 +167,10 @@ def checked(
 
 
 def _check_mesh(mesh: Mesh, num_regions: int) -> None:
-    missing = [axis for axis in (REGION, DATA) if axis not in mesh.axis_names]
-    if missing:
+    if mesh.axis_names != (axes := (REGION, *INSIDE)):
         raise ValueError(
-            f"mesh has the axes {mesh.axis_names}, but no {missing[0]!r}; use "
-            "make_mesh(regions, data=..., model=...), which gives the axes "
-            "('region', 'stage', 'data', 'expert', 'sequence', 'model')"
+            f"mesh has the axes {mesh.axis_names}, which must be {axes}; use "
+            "make_mesh(regions, data=..., model=...)"
         )
     if num_regions % mesh.shape[REGION]:
         raise ValueError(
@@ -240,16 +238,9 @@ def assemble(
         optimizer_memory=memory,
     )
     first = InitState(
-        given.params,
-        given.optimizer,
-        shardings,
-        given.own.num,
-        transport.own_keys,
-        given.regions.num,
-        method.per_step,
-        given.model_state,
-        devices,
-    )
+        given.params, given.optimizer, shardings, given.own.num, transport.own_keys,
+        given.regions.num, method.per_step, given.model_state, devices,
+    )  # fmt: skip
     if "second_moment" in method.needs:  # It refuses an optimizer without one.
         assert given.user_inputs.second_moment is not None
         # Its memory, of devices or hosts, makes no difference here.
@@ -277,17 +268,10 @@ def assemble(
     if (sync := method.sync) is not None:
         kind, overlap = given.exchange, given.overlap
         spec = SyncSpec(
-            sync,
-            given.own,
-            given.fragments,
-            OuterPlacement.resolve(sync.outer, shardings, kind, overlap),
-            given.params,
-            given.loss_fn,
-            given.user_inputs,
-            local,
-            devices,
-            given.model_state,
-        )
+            sync, given.own, given.fragments,
+            OuterPlacement.resolve(sync.outer, shardings, kind, overlap), given.params,
+            given.loss_fn, given.user_inputs, local, devices, given.model_state,
+        )  # fmt: skip
         exchange = transport.exchange_of(spec, kind, overlap)
         inner = InnerSteps(steps, first.lies, losses)
         syncs = Executor(spec, exchange, given.optimizer, inner, overlap)

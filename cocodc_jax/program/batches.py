@@ -173,6 +173,8 @@ def check_batches(batches: PyTree, num_regions: int, own_regions: int) -> int:
         shape = np.shape(leaf)
         rows = num_regions if _is_on_mesh(leaf) else own_regions
         who = f"batches has a leaf {path!r} of shape {shape}"
+        if shape[:1] == (0,):
+            raise ValueError(f"{who}, of no steps; it needs one at least")
         if len(shape) < 2:
             raise ValueError(
                 f"{who}, without an axis of regions: leaves are [T, R, B, ...], T "

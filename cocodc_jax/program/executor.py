@@ -159,6 +159,8 @@ class Executor:
         self.copy = [jit(takes[k], out_shardings=staged[k]) for k in each]
         self._gaps = {n: jit(make_gap(spec, n)) for n in needs.MEASURED_NOW}
         self.merges = [self._make_merge(k) for k in each]  # After its usual delay.
+        # Bytes of one region's message of a fragment and rank; 0 for a single region.
+        self.message_bytes = functools.cache(self._message_bytes)
         # These take the delay as an argument.
         self._late_merge = functools.cache(
             functools.partial(self._make_merge, is_late=True)
@@ -318,9 +320,7 @@ class Executor:
             num_bytes += self._moments.num_bytes(self._moments.due(event))
         return num_bytes
 
-    @functools.cache  # noqa: B019  (as long as the programs)
-    def message_bytes(self, fragment_id: int, rank: int = 0) -> int:
-        """Return the bytes of one region's message; 0 for a single region."""
+    def _message_bytes(self, fragment_id: int, rank: int = 0) -> int:
         if isinstance(self._outer, RegionalOuterModels):
             return self._outer.num_bytes(fragment_id)
         return self._exchange.num_bytes(fragment_id, rank)
@@ -405,7 +405,8 @@ class Executor:
         age = run.step - event.start_step
         is_late = self._slots is not None and age > self._slots.delay_steps
         merge = self._late_merge(k) if is_late else self.merges[k]
-        is_told = self._schedule.is_measured or is_late
+        is_measured = self._schedule.is_measured and self._schedule.delay_steps > 0
+        is_told = is_measured or is_late
         delay = np.int32(max(age, 1)) if is_told else None
         arguments = merge_arguments(
             spec.sync.merge.needs,

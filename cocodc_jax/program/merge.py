@@ -36,8 +36,9 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
     float32 `[R]`.
     """
     sync, fragments, rule = spec.sync, spec.fragments, spec.sync.merge
-    is_told = sync.schedule.is_measured or is_late
-    fixed_delay = None if is_told else sync.schedule.delay_steps
+    schedule = sync.schedule
+    is_told = is_late or (schedule.is_measured and schedule.delay_steps > 0)
+    fixed_delay = None if is_told else schedule.delay_steps
     is_regional = spec.place.is_regional
 
     def one_region(local, kept, outer, moments, params, batch, key_data, told):

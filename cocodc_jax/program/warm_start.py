@@ -88,7 +88,7 @@ class Adoption:
         self._new, self._old = program, of
         self._num, self._was = program.regions.num, of.regions.num
         self._is_same_schedule = program.method.schedule == of.method.schedule
-        self._is_same_cut = program.fragments == of.fragments
+        self._is_same_cut = program.fragments.slices == of.fragments.slices
         self._kept: dict[str, str] = {}
         self._lost: dict[str, str] = {}
 

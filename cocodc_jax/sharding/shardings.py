@@ -158,7 +158,7 @@ def _spec(mesh: Mesh, part: LeafSlice, spec: Any, shape: tuple[int, ...]) -> Any
             if DATA in axes and shape[i] % math.prod(mesh.shape[a] for a in more) == 0:
                 rest[i] = more
         return P(*rest)
-    if len(part.rows) % mesh.shape[spec[axis]] == 0:
+    if len(part.rows) % math.prod(mesh.shape[a] for a in spec_axes(spec)[axis]) == 0:
         return spec
     return P(*rest)
 

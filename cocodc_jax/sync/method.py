@@ -65,6 +65,11 @@ class Sync:
                     f"{name}={getattr(self, name)!r} must be a part such as {made_by}"
                 )
         self.outer.check(self)
+        if self.merge.has_feedback and self.schedule.init().in_flight:
+            raise ValueError(
+                "merge.remembering(...) with a schedule that is one sync late would "
+                "send the same progress twice; use one of them"
+            )
         if self.moments:
             self.moments.check(self.schedule)
         if self.robust:

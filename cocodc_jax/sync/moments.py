@@ -67,6 +67,9 @@ class Moments:
     def check(self, schedule: Any) -> None:
         """Refuse all but syncs of the full model in all regions, without a delay."""
         is_whole = schedule.num_fragments == 1 and schedule.delay_steps == 0
+        # They count intervals.
+        slots = getattr(schedule, "slot_steps", 0), getattr(schedule, "phase_steps", 0)
+        is_whole &= slots == (schedule.sync_interval, 0)
         if not is_whole or schedule.is_by_region or schedule.is_measured:
             raise ValueError(
                 f"sync_moments={self.first},{self.second} goes with syncs of the whole "

@@ -62,7 +62,12 @@ class SharedOuter:
         return dataclasses.replace(self, placement=placement)
 
     def check(self, sync: Any) -> None:
-        """Accept any schedule, message and weights."""
+        """Refuse `stale_params` of regions that began at different times."""
+        if sync.schedule.is_by_region and "stale_params" in self.needs:
+            raise ValueError(
+                "needs={'stale_params'} is of one outer model that all regions began "
+                "from, but with asynchronous(...) each has its own; leave it out"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,10 +136,11 @@ class RegionalOuter:
             raise ValueError(self.why_uncompressed)
         if compressor is not None and self.has_feedback:
             check_no_feedback(compressor)
-        if sync.schedule.is_by_region or sync.weigh is not None:
+        some = sync.schedule.is_by_region or getattr(sync.schedule, "participating", ())
+        if some or sync.weigh is not None or sync.merge.has_feedback:
             raise ValueError(
                 "it has outer parameters in every region, and can neither weigh "
-                "regions nor take them in alone"
+                "regions, nor take in some of them alone, nor remember what merges drop"
             )
         if sync.message.only_in_program:
             raise ValueError(

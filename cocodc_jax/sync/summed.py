@@ -50,7 +50,7 @@ class ByRings(Message):
 
         Each region counts as a shard, also if shards hold several.
         """
-        flat = jax.eval_shape(lambda x: ravel_pytree(x)[0], part)
+        flat = jax.eval_shape(lambda x: ravel_pytree(x)[0], self.encoded(part))
         return self.num_sent(flat.size, num_regions) * flat.dtype.itemsize
 
     def strides(self, num_shards: int) -> tuple[int, ...]:

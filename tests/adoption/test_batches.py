@@ -45,6 +45,11 @@ def test_a_batch_without_the_regions_is_refused(program, state, batch, message):
         next(cc.run_steps(program, state, iter([batch]), 1))
 
 
+def test_no_steps_at_all_are_refused(program, state):
+    with pytest.raises(ValueError, match=r"shape \(0, 4, .*, of no steps"):
+        program.advance(state, np.asarray(TOKENS)[None][:0])
+
+
 @pytest.mark.parametrize("batches", [{"x": TOKENS}, None, lambda: iter([TOKENS])])
 def test_batches_come_one_by_one(program, state, batches):
     message = f"^batches is a {type(batches).__name__}, but must be an iterator of them"
@@ -86,13 +91,10 @@ def test_a_donated_state_is_refused_not_read(program, state):
     old = state
     new, _ = program.advance(old, TOKENS[None])
     calls = (
-        lambda: program.advance(old, TOKENS[None]),
-        lambda: program.mean_params(old),
-        lambda: program.outer_params(old),
-        lambda: program.region_drift(old),
-        lambda: program.finite_regions(old),
-        lambda: program.synchronize(old),
-    )
+        lambda: program.advance(old, TOKENS[None]), lambda: program.mean_params(old),
+        lambda: program.outer_params(old), lambda: program.region_drift(old),
+        lambda: program.finite_regions(old), lambda: program.synchronize(old),
+    )  # fmt: skip
     for call in calls:
         with pytest.raises(ValueError, match="state of step 0 was donated to"):
             call()
@@ -144,7 +146,7 @@ jax.tree_util.register_pytree_with_keys(
         ({"method": cc.methods.METHODS["diloco"]}, "method=<function .* must be a Met"),
         ({"method": None}, r"method=None must be a Method: methods.get\(NAME, "),
         ({"mesh": jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))},
-         r"axes \('data',\), but no 'region'; use make"),
+         r"axes \('data',\), which must be \('region', 'stage'"),
         ({"mesh": "cpu"}, r"mesh='cpu' must be a Mesh: make_mesh\("),
         ({"fragments": 4}, r"fragments=4 must be a Fragments: cut\(params"),
         ({"user_inputs": {}}, r"user_inputs={} must be a UserInputs: UserInputs\("),

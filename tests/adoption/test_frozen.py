@@ -48,15 +48,11 @@ def make(method="diloco", trainable="optimizer", mesh="one device", **options):
     num, data = MESHES[mesh]
     options = {"optimizer": OPTIMIZER, "params": PARAMS, **options}
     return cc.RegionProgram(
-        loss_fn,
-        method=cc.methods.get(method, **METHODS[method]),
-        regions=4,
+        loss_fn, method=cc.methods.get(method, **METHODS[method]), regions=4,
         mesh=cc.make_mesh(4, data=data, devices=jax.devices()[: num * data]),
         param_specs={"base": P("data"), "lora": P()},
-        user_inputs=cc.UserInputs(learning_rate=1e-2),
-        trainable=trainable,
-        **options,
-    )
+        user_inputs=cc.UserInputs(learning_rate=1e-2), trainable=trainable, **options,
+    )  # fmt: skip
 
 
 def run(program, state=None, num_steps=12):

@@ -100,13 +100,11 @@ def test_a_step_in_a_loop_does_not_multiply_what_follows_outside():
     step = "f32[4] all-gather(%{}), channel_id=7, replica_groups={{{{0,1}}}}"
     inside = LOOP.replace("%y = f32", f"%g1 = {step.format('x')}\n  %y = f32")
     found = read(
-        "%i = (s32[], f32[4,4]) parameter(0)",
-        "%a = f32[2] parameter(1)",
-        WHILE,
+        "%i = (s32[], f32[4,4]) parameter(0)", "%a = f32[2] parameter(1)", WHILE,
         f"%g2 = {step.format('a')}",
         "%r = f32[2] all-reduce(%a), channel_id=9, replica_groups={{0,4}}",
         before=inside,
-    )
+    )  # fmt: skip
     times = {each.kind: each.times for each in found}
     assert times == {"all-gather": 5, "all-reduce": 1}
 
@@ -162,18 +160,13 @@ def test_a_collective_of_the_hosts_spans_what_comes_before_its_arrival(num_early
     early, late = ends[:num_early], ends[num_early:]
     # A gather of the devices has the same number.
     inside, found = read(
-        "%a = f32[2] parameter(0)",
-        "%i = (s32[], f32[4,4]) parameter(1)",
+        "%a = f32[2] parameter(0)", "%i = (s32[], f32[4,4]) parameter(1)",
         "%g = f32[8] all-gather(%a), channel_id=2, replica_groups={{0,1,2,3}}",
         "%t = token[] after-all()",
         f"%s = (f32[2], u32[], token[]) send(%a, %t), channel_id=2, {attributes}",
-        f"%r = (f32[8], u32[], token[]) recv(%t), channel_id=1, {attributes}",
-        *early,
-        WHILE,
-        *late,
-        before=LOOP,
-        mesh={"region": 1, "data": 4},
-    )
+        f"%r = (f32[8], u32[], token[]) recv(%t), channel_id=1, {attributes}", *early,
+        WHILE, *late, before=LOOP, mesh={"region": 1, "data": 4},
+    )  # fmt: skip
     assert (found.kind, found.axes) == ("all-gather", (BETWEEN_SLICES,))
     assert (found.num_bytes, found.spans) == (32, num_early < 2)
     assert (inside.axes, inside.num_bytes) == (("data",), 24)

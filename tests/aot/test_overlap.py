@@ -50,15 +50,9 @@ def main(name, slices, *cases):
         method, options = case.split("=", 1)
         made = methods.get(method, **json.loads(options))
         program = RegionProgram(
-            loss_fn,
-            optax.sgd(0.1),
-            made,
-            SHAPES,
-            NUM_REGIONS,
-            mesh=mesh,
-            param_specs=P("data"),
-            transport=Transport("program"),
-        )
+            loss_fn, optax.sgd(0.1), made, SHAPES, NUM_REGIONS, mesh=mesh,
+            param_specs=P("data"), transport=Transport("program"),
+        )  # fmt: skip
         batches = jax.ShapeDtypeStruct((NUM_STEPS, NUM_REGIONS, 64, WIDTH), jnp.float32)
         found[case] = rows = []
         for each in program.list_programs(batches):

@@ -24,8 +24,10 @@ def test_defaults_are_the_papers():
     assert cocodc_jax.methods is methods
     assert methods.defaults("data_parallel") == methods.COMMON
     assert methods.defaults("diloco") == methods.COMMON | {
-        "sync_interval": 500, "outer_lr": 0.7, "outer_momentum": 0.9,
-    }  # fmt: skip
+        "sync_interval": 500,
+        "outer_lr": 0.7,
+        "outer_momentum": 0.9,
+    }
     streaming = methods.defaults("streaming_diloco")
     assert (streaming["outer_lr"], streaming["mixing_alpha"]) == (0.4, 0.5)
     cocodc = methods.defaults("cocodc")
@@ -186,14 +188,9 @@ class TestQuorum:
     )
     def test_by_hand(self, answers, quorum, grace, delay, participating):
         method = methods.get(
-            "decoupled_diloco",
-            answer_steps=answers,
-            quorum=quorum,
-            grace_steps=grace,
-            sync_interval=100,
-            num_fragments=4,
-            delay_steps=7,
-        )
+            "decoupled_diloco", answer_steps=answers, quorum=quorum, grace_steps=grace,
+            sync_interval=100, num_fragments=4, delay_steps=7,
+        )  # fmt: skip
         assert method.schedule.delay_steps == delay
         assert method.schedule.participating == participating
         _, event = method.schedule.next_event(method.schedule.init(), 25)

@@ -176,13 +176,9 @@ def test_regions_come_to_the_exact_minimiser(graph, compress):
             "lt_admm", sync_interval=3, admm_penalty=RHO, graph=graph, compress=compress
         )
         program = RegionProgram(
-            loss_fn,
-            optax.sgd(LR),
-            method,
-            params,
-            4,
+            loss_fn, optax.sgd(LR), method, params, 4,
             mesh=make_mesh(4, devices=jax.devices()[:1]),
-        )
+        )  # fmt: skip
         state = program.init(params, jax.random.key(0))
         minimisers = np.stack([MINIMISERS, 2 - MINIMISERS], 1)
         curvatures = np.stack([CURVATURES, CURVATURES], 1)

@@ -109,14 +109,11 @@ def run_program(problem, method, inner, num_steps, dtype):
     """The package's run: the last state, all syncs, and the program."""
     params = cast(problem.params, dtype)
     program = RegionProgram(
-        problem.loss_fn,
-        optax.sgd(LR) if inner == "sgd" else optax.adamw(LR, **ADAM),
-        method,
-        params,
-        NUM_REGIONS,
+        problem.loss_fn, optax.sgd(LR) if inner == "sgd" else optax.adamw(LR, **ADAM),
+        method, params, NUM_REGIONS,
         mesh=make_mesh(NUM_REGIONS, devices=jax.devices()[: problem.num_devices]),
         user_inputs=UserInputs(LR, adam_second_moment(ADAM["b2"])),
-    )
+    )  # fmt: skip
     state, batches = program.init(params, jax.random.key(0)), problem.batches
     state, outputs = follow(program, state, cast(batches, dtype), num_steps)
     return program, state, [sync for output in outputs for sync in output.syncs]
@@ -131,13 +128,11 @@ def run_reference(problem, method, inner, num_steps, dtype):
     )
     batches = problem.batches[:num_steps]
     return reference.Run(
-        problem.oracle,
-        method,
-        reference.Sgd(LR) if inner == "sgd" else adam,
+        problem.oracle, method, reference.Sgd(LR) if inner == "sgd" else adam,
         problem.oracle.join(problem.names(problem.params)).astype(np.float64),
         [[of_region(b, m) for m in range(NUM_REGIONS)] for b in batches],
         np.dtype(dtype).itemsize,
-    )
+    )  # fmt: skip
 
 
 def assert_agree(problem, pair, dtype):
@@ -194,8 +189,11 @@ class Pair:
 
 
 SHORT = {
-    "sync_interval": 13, "num_fragments": 2, "delay_steps": 3, "syncs_per_interval": 4,
-}  # fmt: skip
+    "sync_interval": 13,
+    "num_fragments": 2,
+    "delay_steps": 3,
+    "syncs_per_interval": 4,
+}
 COMPENSATED = {"interval": 13, "slot": 3, "tau": 3, "merge": "compensate"}
 
 

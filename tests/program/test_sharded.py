@@ -31,15 +31,13 @@ def result(program):
     """What a run came to, on the host: all of it that is comparable across meshes."""
     state, outputs = tiny.finish(program, tiny.start(program), NUM_STEPS)
     arrays = {
-        "region": state.region,
-        "outer": state.sync and state.sync.outer,
+        "region": state.region, "outer": state.sync and state.sync.outer,
         "in_flight": state.sync and state.sync.in_flight,
         "losses": np.concatenate([np.asarray(o.losses) for o in outputs]),
         "draws": np.concatenate([np.asarray(o.aux["draw"]) for o in outputs]),
         "syncs": [sync for o in outputs for sync in o.syncs],
-        "mean": program.mean_params(state),
-        "outer_params": program.outer_params(state),
-    }
+        "mean": program.mean_params(state), "outer_params": program.outer_params(state),
+    }  # fmt: skip
     return tiny.host(arrays), state.sync and state.sync.schedule.in_flight
 
 

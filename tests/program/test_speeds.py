@@ -36,13 +36,9 @@ def loss_fn(params, batch, key):
 
 def make(method, regions=SPEEDS, optimizer=None):
     return RegionProgram(
-        loss_fn,
-        optimizer or optax.sgd(1.0),
-        method,
-        PARAMS,
-        regions,
+        loss_fn, optimizer or optax.sgd(1.0), method, PARAMS, regions,
         mesh=make_mesh(NUM_REGIONS),
-    )
+    )  # fmt: skip
 
 
 def states(program, num_steps):
@@ -58,6 +54,15 @@ def test_a_region_steps_when_its_step_ends():
     """The batches of ticks 0, 1, 2 ... are 1, 10, 100 ...: sums show the ticks."""
     *_, (_, region, _) = states(make(methods.get("apart")), 6)
     assert region.params["w"][:, 0].tolist() == [111111, 101010, 100100]
+
+
+def test_accumulation_with_unequal_speeds_is_refused():
+    with pytest.raises(ValueError, match=r"^step_times=\(1.0, 2.0, 3.0\) with optax"):
+        make(
+            methods.get("diloco", sync_interval=4),
+            SPEEDS,
+            optax.MultiSteps(optax.sgd(1.0), 2),
+        )
 
 
 def test_a_region_at_rest_keeps_all_of_its_state():
@@ -83,11 +88,7 @@ def test_only_the_region_that_comes_takes_the_outer_parameters():
     a region goes on from that, though others have moved it since it last came.
     """
     method = methods.get(
-        "mla",
-        sync_interval=2,
-        outer_lr=1.0,
-        outer_momentum=0.0,
-        dynamic_steps=False,
+        "mla", sync_interval=2, outer_lr=1.0, outer_momentum=0.0, dynamic_steps=False
     )
     program = make(method)
     seen = {step: region.params["w"][:, 0] for step, region, _ in states(program, 6)}
@@ -146,6 +147,18 @@ def test_a_fast_network_makes_more_syncs():
     program = make_tiny("cocodc", sync_interval=8, **options)
     few, more = (train(program, (1.0, t))[1] for t in (9.0, 1.0))
     assert len(more) > 2 * len(few)
+
+
+def test_without_a_delay_regions_take_the_outer_parameters_in_measured_slots():
+    program = make_tiny("cocodc", delay_steps=0, syncs_per_interval="auto")
+    state, seen = train(program, (1.0, 0.1), num_steps=8)
+    last, start, apply = seen[-1]
+    assert start == apply == 8
+    for one in (program.mean_params(state), program.outer_params(state)):
+        parts = program.fragments.take(one, last)
+    own = program.fragments.take(state.region.params, last, lead=1)
+    whole = jax.tree.map(lambda x, like: np.broadcast_to(x, like.shape), parts, own)
+    assert_all_close(own, whole)
 
 
 @pytest.mark.parametrize("compress", [None, "int8", "ef+topk:0.1"])

@@ -1,5 +1,8 @@
 """A running state goes on in another program; what is lost is named."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,11 +29,11 @@ def loss_fn(params, batch, key):
 FRAGMENTS = {"sync_interval": 6, "num_fragments": 2, "delay_steps": 2}
 
 
-def make(name, regions=4, optimizer=SGD, **options):
+def make(name, regions=4, optimizer=SGD, mesh=None, **options):
     method = cc.methods.get(name, **options)
     user_inputs = cc.UserInputs(0.1, cc.adam_second_moment(0.999))
     return cc.RegionProgram(
-        loss_fn, optimizer, method, PARAMS, regions, user_inputs=user_inputs
+        loss_fn, optimizer, method, PARAMS, regions, mesh=mesh, user_inputs=user_inputs
     )
 
 
@@ -142,6 +145,23 @@ def test_another_method_and_cut():
     assert after.sync.schedule.last_start != (7, 7)
 
 
+def test_another_mesh_cuts_nothing_anew():
+    def on(**axes):
+        mesh = cc.make_mesh(2, devices=jax.devices()[:4], **axes)
+        return make("streaming_diloco", 2, mesh=mesh, **FRAGMENTS, compress="ef+int4")
+
+    old = on(data=2)
+    assert on(expert=2).adopt(start(old), old).lost == {}
+
+
+def test_a_program_that_is_used_no_more_is_freed():
+    program = make("streaming_diloco", **FRAGMENTS)
+    state, executor = finish(program, start(program), 9), weakref.ref(program._syncs)
+    del program, state
+    gc.collect()
+    assert executor() is None
+
+
 def test_another_interval_loses_the_schedule_alone():
     new = make("diloco", sync_interval=4)
     state, _, lost = adopted(new, make("diloco", sync_interval=5), 7)
@@ -244,7 +264,7 @@ def test_a_models_state_goes_along():
             PARAMS,
             regions,
             model_state=cc.ModelState({name: jnp.zeros(3)}),
-        )
+        )  # fmt: skip
         for regions, name in ((4, "mean"), (2, "mean"), (2, "var"))
     )
     state = finish(old, start(old), 4)

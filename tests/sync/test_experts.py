@@ -154,11 +154,9 @@ def _tokens(num_steps):
 def _program(method):
     return cc.RegionProgram(
         models.make_loss_fn(_MODEL),
-        models.experts.counting(optax.adamw(1e-2, weight_decay=0.5)),
-        method,
-        _params(False),
-        2,
-    )
+        models.experts.counting(optax.adamw(1e-2, weight_decay=0.5)), method,
+        _params(False), 2,
+    )  # fmt: skip
 
 
 def _advanced(program, num_steps):
@@ -169,12 +167,9 @@ def _advanced(program, num_steps):
 def test_a_run_takes_the_means_of_regions_by_tokens():
     alone = _advanced(_program(methods.get("apart")), 3).region.params
     method = methods.get(
-        "diloco",
-        sync_interval=3,
-        outer_lr=1.0,
-        outer_momentum=0.0,
+        "diloco", sync_interval=3, outer_lr=1.0, outer_momentum=0.0,
         expert_weights="tokens",
-    )
+    )  # fmt: skip
     program = _program(method)
     state = _advanced(program, 3)
     for layer in range(2):

@@ -9,6 +9,7 @@ import pytest
 
 from cocodc_jax.methods.demo import decoupled_momentum
 from cocodc_jax.sync import per_step
+from cocodc_jax.sync.averages import SharedMask
 from cocodc_jax.sync.messages import (
     AsIs,
     Compressed,
@@ -178,6 +179,8 @@ def test_bytes_are_twice_all_but_one_share():
     shapes = {"w": jax.ShapeDtypeStruct((60, 20), np.float32)}
     assert ByRings(2).num_bytes(shapes, 4) == 4 * 1200 * 2 * 3 / 4
     assert ByRings(2).num_bytes(shapes, 1) == 0
+    tenth = ByRings(2, average=SharedMask(0.1))
+    assert tenth.num_bytes(shapes, 4) == ByRings(2).num_bytes(shapes, 4) / 10
     # 1201 numbers do not divide by 8: each chunk has 151.
     assert ByRings(2).num_sent(1201, 4) == 2 * 2 * 3 * 151
 

@@ -13,6 +13,7 @@ from cocodc_jax.methods.noloco import noisy_pairs
 from cocodc_jax.sync import merge
 from cocodc_jax.sync.messages import AsIs, Compressed, Ranked
 from cocodc_jax.sync.method import Method, Sync
+from cocodc_jax.sync.moments import Moments
 from cocodc_jax.sync.outer import (
     SharedOuter,
     nesterov,
@@ -22,6 +23,7 @@ from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules import (
     RankedRounds,
     asynchronous,
+    one_step_stale,
     ranked_rounds,
     staggered,
 )
@@ -30,6 +32,7 @@ from cocodc_jax.transforms import compression
 
 PAIRS = noisy_pairs(0.7, 0.5, 0.7, 0)
 SHARED = nesterov(0.7, 0.9)
+REMEMBERING = merge.remembering(merge.mix(0.5), 0.5)
 
 
 def synced(**parts):
@@ -55,6 +58,15 @@ RANKED = Ranked(lambda rank: INT8, lambda state, tree, r: state, 4)
          r"^message=Comp.* must be a part .* Compressed\(a "),
         ({"outer": PAIRS, "schedule": asynchronous(4)}, WEIGHS_NOT),
         ({"outer": PAIRS, "weigh": lambda steps, tokens: tokens}, WEIGHS_NOT),
+        ({"outer": PAIRS, "merge": REMEMBERING}, WEIGHS_NOT),
+        ({"outer": PAIRS, "schedule": dataclasses.replace(staggered(4),
+                                                          participating=(0, 1))},
+         WEIGHS_NOT),
+        ({"outer": SharedOuter(optax.sgd(1.0), needs=frozenset({"stale_params"})),
+          "schedule": asynchronous(4)}, r"^needs=\{'stale_params'\} is of one outer"),
+        ({"merge": REMEMBERING, "schedule": one_step_stale(4)}, "send the same progr"),
+        ({"moments": Moments(1, 1), "schedule": staggered(4, phase_steps=1)},
+         "^sync_moments=1,1 goes with syncs of the whole model"),
         ({"outer": PAIRS, "message": ByRings(2)},
          "ByRings sums pseudo-gradients on their way, for one outer model, but it"),
     ],

@@ -35,6 +35,7 @@ class Watched(Devices):
     """Devices that remember what programs with names were called with."""
 
     def __init__(self):
+        super().__init__()
         self.calls = {}
 
     def jit(self, function, name="", sent_bytes=0, **options):

@@ -6,6 +6,7 @@ import optax
 import pytest
 
 from cocodc_jax import methods
+from cocodc_jax.elastic.place import Place
 from cocodc_jax.exchange.between_hosts import OnOuterMesh
 from cocodc_jax.exchange.in_program import InProgram
 from cocodc_jax.exchange.transport import Transport
@@ -19,6 +20,8 @@ def test_no_channels_are_refused_at_once():
     """So are other words than the choices, see `run/test_help.py`."""
     with pytest.raises(ValueError, match="outer_channels=0 must be at least 1"):
         Transport(outer_channels=0)
+    with pytest.raises(ValueError, match="place has no meaning for exchange='auto'"):
+        Transport(place=Place(0, ("a:1",), b"k" * 32))
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,12 @@ def test_a_fragment_in_flight_is_passed_over():
 
 def test_a_slot_stays_empty_when_all_are_in_flight():
     assert table(adaptive(12, 2, 9, 4), 15) == {
-        3: "+0", 6: "+1", 9: "", 12: "-0 +0", 15: "-1 +1",
-    }  # fmt: skip
+        3: "+0",
+        6: "+1",
+        9: "",
+        12: "-0 +0",
+        15: "-1 +1",
+    }
 
 
 def test_n_equal_to_k_is_the_fixed_round():
@@ -136,14 +140,9 @@ def test_a_fragment_on_its_way_is_remembered():
     schedule = adaptive(12, 2, 5, 4)
     *_, (_, state, _) = walk(schedule, schedule.init(), 9, norms(lambda p, _: (6.0, 2)))
     assert state == AdaptiveState(
-        step=9,
-        in_flight=(Pending(1, 6, 11), Pending(0, 9, 14)),
-        last_start=(9, 6),
-        interval=(6, 6),
-        norm=(6.0, 0.0),
-        size=(2, 0),
-        observed_interval=(3, 0),
-    )
+        step=9, in_flight=(Pending(1, 6, 11), Pending(0, 9, 14)), last_start=(9, 6),
+        interval=(6, 6), norm=(6.0, 0.0), size=(2, 0), observed_interval=(3, 0),
+    )  # fmt: skip
 
 
 # --- What a network allows, and errors ----------------------------------------

@@ -119,13 +119,9 @@ def test_it_may_begin_at_any_step(name, seed, first):
     # Those who are late are so from the first message on; others have none to wait for.
     assert len(state.in_flight) == len(schedule.init().in_flight)
     walks.assert_on_time(
-        schedule,
-        state,
-        6 * schedule.sync_interval,
-        flies_once=not schedule.init().in_flight,
-        see=world.see,
-        drift=world.drift,
-    )
+        schedule, state, 6 * schedule.sync_interval,
+        flies_once=not schedule.init().in_flight, see=world.see, drift=world.drift,
+    )  # fmt: skip
 
 
 def _stepped(state):

@@ -70,13 +70,9 @@ def test_every_fragment_is_on_time_whatever_the_network_does(data):
     bound = data.draw(st.integers(1, interval), label="bound")
     is_fixed = data.draw(st.booleans(), label="fixed delay")
     schedule = adaptive(
-        interval,
-        num,
-        bound if is_fixed else "auto",
-        "auto",
-        max_delay_steps=None if is_fixed else bound,
-        network_share=share,
-    )
+        interval, num, bound if is_fixed else "auto", "auto",
+        max_delay_steps=None if is_fixed else bound, network_share=share,
+    )  # fmt: skip
     syncs = data.draw(st.lists(st.floats(0.01, 60), min_size=1, max_size=8))
 
     def times(step):
