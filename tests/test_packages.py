@@ -90,12 +90,9 @@ for code in SAYS:
         print(error)
 """.replace("SAYS", str(list(SAYS)))
     done = subprocess.run(
-        [sys.executable, "-c", CORE_ONLY + code],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
+        [sys.executable, "-c", CORE_ONLY + code], capture_output=True, text=True,
+        check=False, cwd=ROOT,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     for (code, end), line in zip(SAYS.items(), lines, strict=True):

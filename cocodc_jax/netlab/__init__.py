@@ -1,6 +1,9 @@
 """The network lab: an emulated wide-area network under unmodified programs.
 
+    import pathlib
+
     from cocodc_jax import netlab
+    from cocodc_jax.network import Link, uniform
 
     topology = uniform(2, Link(bandwidth_gbps=0.1, latency_s=0.05))
     plan = netlab.make_plan(topology, ["hostname"], pathlib.Path("logs"))

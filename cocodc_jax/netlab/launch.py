@@ -118,6 +118,9 @@ class _Lab:
             if self._relay:
                 self._relay.terminate()
                 self._relay.wait()
+            for key in list(self._selector.get_map().values()):
+                if isinstance(key.fileobj, int):  # Of who was not waited for.
+                    os.close(key.fileobj)
             self._selector.close()
 
     def _start_region(self, region_id: int, socket_fd: int) -> None:

@@ -140,19 +140,12 @@ def _mark(
     is_open: bool = False,
 ) -> None:
     axes.errorbar(
-        point.bytes_per_step,
-        point.loss,
-        yerr=point.half or None,
-        marker=MARKERS[families.index(point.family) % len(MARKERS)],
-        markersize=size,
-        markerfacecolor="white" if is_open else color,
-        markeredgecolor=color,
-        ecolor=color,
-        elinewidth=0.8,
-        capsize=0,
-        linestyle="none",
+        point.bytes_per_step, point.loss, yerr=point.half or None,
+        marker=MARKERS[families.index(point.family) % len(MARKERS)], markersize=size,
+        markerfacecolor="white" if is_open else color, markeredgecolor=color,
+        ecolor=color, elinewidth=0.8, capsize=0, linestyle="none",
         zorder=2 if color in (_GREY, _FAINT) else 3,
-    )
+    )  # fmt: skip
 
 
 def _name(axes: Axes, edge: Sequence[Point], families: Sequence[str]) -> None:

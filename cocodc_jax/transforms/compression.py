@@ -63,28 +63,10 @@ from cocodc_jax.transforms.statistical import stat2
 from cocodc_jax.transforms.threshold import threshold
 
 __all__ = [
-    "FACTORIES",
-    "Compressor",
-    "Packed",
-    "bfloat16",
-    "chunked_top_k",
-    "dct_top_k",
-    "error_feedback",
-    "float16",
-    "fp4",
-    "identity",
-    "int2",
-    "int4",
-    "int8",
-    "low_rank",
-    "matrices",
-    "message_bytes",
-    "parse",
-    "sign",
-    "stat2",
-    "threshold",
-    "top_k",
-]
+    "FACTORIES", "Compressor", "Packed", "bfloat16", "chunked_top_k", "dct_top_k",
+    "error_feedback", "float16", "fp4", "identity", "int2", "int4", "int8", "low_rank",
+    "matrices", "message_bytes", "parse", "sign", "stat2", "threshold", "top_k",
+]  # fmt: skip
 
 
 class _Part(NamedTuple):

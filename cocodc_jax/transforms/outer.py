@@ -37,19 +37,10 @@ from cocodc_jax.transforms.numerics import (
 from cocodc_jax.transforms.snoo import snoo
 
 __all__ = [
-    "co2",
-    "delayed_nesterov",
-    "group_heavy_ball",
-    "heloco",
-    "look_ahead",
-    "mla",
-    "scale_by_clipped_momentum",
-    "scale_by_delayed_nesterov",
-    "scale_by_heloco",
-    "scale_by_mla",
-    "scale_by_staleness_gap",
-    "snoo",
-]
+    "co2", "delayed_nesterov", "group_heavy_ball", "heloco", "look_ahead", "mla",
+    "scale_by_clipped_momentum", "scale_by_delayed_nesterov", "scale_by_heloco",
+    "scale_by_mla", "scale_by_staleness_gap", "snoo",
+]  # fmt: skip
 
 GAPS = ("constant", "measured")
 

@@ -12,7 +12,7 @@ float32 scale s, and per value a code of a few bits that stands for a fraction o
 | `sign`     | 1    | -1, 1                              | mean    | not bounded by s  |
 
 To the nearest code, or with `stochastic=True` to one of the two neighbours at random
-such that the mean is the value (unbiased, twice the error at most). FP4's is
+such that the mean is the value (unbiased, twice the error at most, of `fp4` x). FP4 is
 1 sign, 3 exponent and 0 mantissa bits (code 0 is zero) as in Streaming DiLoCo (arXiv
 2501.18512), whose scale is not published: per-block absmax is our choice. `sign` is
 scaled so that the squared error is least.

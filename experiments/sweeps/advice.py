@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from cocodc_jax import methods
-from cocodc_jax.network import exchanges
 from cocodc_jax.network.links import Topology
 from cocodc_jax.report.units import format_bytes
 from cocodc_jax.run.config import TrainConfig
@@ -182,17 +181,13 @@ def advise(
         method = choice.config.method.build()
         if method.num_regions not in (None, regions):
             continue
-        try:
-            exchanges.crossing(method, way := collective)
-        except ValueError:  # Its messages have one of their own.
-            way = None
         timeline = simulated(
             method,
             topology,
             [scale * size for size in choice.fragment_bytes],
             times,
             choice.steps,
-            way,
+            collective,
         )
         # Those that all regions have done in the time.
         done = range(choice.steps + 1)

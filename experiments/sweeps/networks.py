@@ -118,13 +118,22 @@ def simulated(
     num_steps: int,
     collective: str | None = None,
 ) -> Timeline:
-    """Simulate as much of a run as shows its pace."""
+    """Simulate as much of a run as shows its pace.
+
+    By default messages cross as processes send them: directly, one exchange after the
+    other.
+    """
     schedule = exchanges.schedule_of(method)
     interval = schedule.sync_interval if schedule else 1
     steps = min(num_steps, max(INTERVALS * interval, LEAST_STEPS))
     sizes = tuple(map(float, fragment_bytes)) or (1.0,)
     work = Workload(sizes, tuple(step_time_s))
-    return simulate_method(topology, work, method, steps, collective)
+    way = collective or ("direct_gather" if exchanges.is_gathered(method) else "direct")
+    try:
+        exchanges.crossing(method, way)
+    except ValueError:  # Its messages have one of their own.
+        way = None
+    return simulate_method(topology, work, method, steps, way, sharing="fifo")
 
 
 def markdown(report: Report, found: Sequence[Arrival], step_seconds: float) -> str:

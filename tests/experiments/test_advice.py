@@ -51,7 +51,7 @@ def cells(tmp_path):
 
 def test_where_links_are_fast_the_least_loss_wins(cells):
     links = uniform(4, Link(100, 0))
-    first, second = advice.advise(advice.read(cells), links, 1000, [1.0])
+    first, second = advice.advise(advice.read(cells), links, 1000, [1.0], "ring")
     assert first.choice.label == "data_parallel float32"
     assert first.loss == pytest.approx(2, abs=1e-4)
     assert first.steps == pytest.approx(20, abs=1e-3)
@@ -63,7 +63,7 @@ def test_where_they_are_slow_who_waits_does_fewer_steps(cells):
     """A ring of four: 6 messages of a quarter, each with its delay."""
     links = uniform(4, Link(0.001, 0.05))
     num = 100_000  # A hundred times the parameters that were run.
-    first, second = advice.advise(advice.read(cells), links, num, [2.0])
+    first, second = advice.advise(advice.read(cells), links, num, [2.0], "ring")
     assert first.choice.flags["method"] == "streaming_diloco"
     assert (first.loss, first.steps) == (2.4, 20)
     sync_s = 6 * (4 * num / 4 / MBIT + 0.05)
@@ -79,10 +79,12 @@ def test_where_they_are_slow_who_waits_does_fewer_steps(cells):
 
 def test_between_them_the_loss_is_read_off_the_curve(cells):
     links = uniform(4, Link(1, 0.05))
-    _, second = advice.advise(advice.read(cells), links, 1000, [1.0])
+    _, second = advice.advise(advice.read(cells), links, 1000, [1.0], "ring")
     sync_s = 6 * (1000 / (1000 * MBIT) + 0.05)
     assert second.steps == pytest.approx(20 / (1 + sync_s), abs=1e-4)
     assert second.loss == pytest.approx(2 + (20 - second.steps) / 10, abs=1e-4)
+    first, _ = advice.advise(advice.read(cells), links, 1000, [1.0])
+    assert first.steps == pytest.approx(20 / (1 + 4 * 0.05), rel=2e-3)  # Directly.
 
 
 def test_a_method_of_one_region_is_left_out(cells):

@@ -63,16 +63,10 @@ def outcome_of(program, seeds, numbers, **others):
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(init_params, seeds))
     names = numbers[0] if numbers else ()
     return trials.train(
-        program,
-        stacked,
-        {name: [each[name] for each in numbers] for name in names},
-        [stream(seed) for seed in seeds],
-        range(len(seeds)),
-        STEPS,
-        next(stream(9)),
-        4,
+        program, stacked, {name: [each[name] for each in numbers] for name in names},
+        [stream(seed) for seed in seeds], range(len(seeds)), STEPS, next(stream(9)), 4,
         **others,
-    )
+    )  # fmt: skip
 
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)

@@ -285,15 +285,9 @@ changes:
 """)
     failing = (f"--hours_between_failures={100 / 3600}", "--repair_s=25")
     found = simulated(
-        f"--links={links}",
-        "--params=1e8",
-        "--method=diloco",
-        "--sync_interval=4",
-        "--steps=80",
-        *failing,
-        "--checkpoint_s=10",
-        base=MODEL,
-    )
+        f"--links={links}", "--params=1e8", "--method=diloco", "--sync_interval=4",
+        "--steps=80", *failing, "--checkpoint_s=10", base=MODEL,
+    )  # fmt: skip
     assert "link from b to a" in capsys.readouterr().out
     assert found["faulty"][0]["kind"] == "link"
     summary = found["summary"]

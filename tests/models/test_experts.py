@@ -91,13 +91,9 @@ def test_the_kernel_of_tpus_sums_each_group():
     rng, sizes = np.random.default_rng(0), np.array([10, 0, 30, 24], np.int32)
     rows, grad = rng.normal(size=(64, 8)), rng.normal(size=(64, 12))
     found = dispatching.tgmm(
-        jnp.float32(rows.T),
-        jnp.float32(grad),
-        sizes,
-        preferred_element_type=jnp.float32,
-        tiling=(64, 512, 512),
-        interpret=True,
-    )
+        jnp.float32(rows.T), jnp.float32(grad), sizes,
+        preferred_element_type=jnp.float32, tiling=(64, 512, 512), interpret=True,
+    )  # fmt: skip
     ends = np.cumsum(sizes)
     wanted = [
         rows[e - n : e].T @ grad[e - n : e] for e, n in zip(ends, sizes, strict=True)

@@ -202,11 +202,8 @@ def test_bfloat16_gradients_of_a_divided_loss_are_as_long_as_those_of_the_plain_
     def divided(hidden, head):
         sums = jax.shard_map(
             lambda *args: divided_cross_entropy(*args, targets, 2048, Layout()),
-            mesh=_mesh(data=1, model=1),
-            in_specs=P(),
-            out_specs=P(),
-            check_vma=False,
-        )
+            mesh=_mesh(data=1, model=1), in_specs=P(), out_specs=P(), check_vma=False,
+        )  # fmt: skip
         return sums(hidden, head)[0] / targets.size
 
     def plain(hidden, head):

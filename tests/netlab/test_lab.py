@@ -26,14 +26,10 @@ def conditions(num=2, *, mbit=10.0, delay_s=0.1, region_mbit=math.inf, **fields)
 
     cap = [region_mbit * 1e6] * num
     base = Conditions(
-        start_s=0.0,
-        rate_bps=full(mbit * 1e6),
-        delay_s=full(delay_s),
-        jitter_s=full(fields.pop("jitter_s", 0.0)),
-        loss=full(fields.pop("loss", 0.0)),
-        uplink_bps=cap,
-        downlink_bps=cap,
-    )
+        start_s=0.0, rate_bps=full(mbit * 1e6), delay_s=full(delay_s),
+        jitter_s=full(fields.pop("jitter_s", 0.0)), loss=full(fields.pop("loss", 0.0)),
+        uplink_bps=cap, downlink_bps=cap,
+    )  # fmt: skip
     return dataclasses.replace(base, **fields)
 
 

@@ -101,13 +101,9 @@ def test_a_chain_by_hand():
     # 1 MB there and back at 1 MB/s with half a second each way: 3 s more a batch.
     state = own_links(2, 0.5, 1e6)
     done = run(
-        ((0,), (1,)),
-        [1.0, 2.0],
-        13,
-        batches_per_site=1,
-        activation_bytes=1e6,
+        ((0,), (1,)), [1.0, 2.0], 13, batches_per_site=1, activation_bytes=1e6,
         state=state,
-    )
+    )  # fmt: skip
     # The first arrives at 4, the second, done at 2, at 5; they begin again at 6 and 8.
     assert done.finished_s == (6, 8, 12)
 

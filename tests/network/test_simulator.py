@@ -275,13 +275,10 @@ def schedules(draw):
 
 
 runs = st.tuples(
-    schedules(),
-    st.integers(2, 4),
-    st.floats(0.1, 100.0),
-    st.floats(0.0, 2.0),
+    schedules(), st.integers(2, 4), st.floats(0.1, 100.0), st.floats(0.0, 2.0),
     st.sampled_from(["fair", "fifo"]),
     st.sampled_from(["ring", "tree", "pairs", "gather"]),
-)
+)  # fmt: skip
 
 
 def run(case, gbps_factor=1.0, extra_latency_s=0.0, schedule=None, num_layers=1):

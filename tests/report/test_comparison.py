@@ -146,12 +146,9 @@ class Checker(html.parser.HTMLParser):
 
 def render(runs):
     text = page.render(
-        compare(runs),
-        {"A <caption>": b"\x89PNG"},
-        "python -m x --a='<b>'",
-        {"key": "</pre><script>"},
-        "Some machine.",
-    )
+        compare(runs), {"A <caption>": b"\x89PNG"}, "python -m x --a='<b>'",
+        {"key": "</pre><script>"}, "Some machine.",
+    )  # fmt: skip
     checker = Checker()
     checker.feed(text)
     assert not checker.open
@@ -181,9 +178,7 @@ def test_page_says_what_there_is_none_of():
     rows = page.results(compare(runs, "target")).split("<tr>")[2:]
     cells = [re.findall(r"<td[^>]*><div>(.*?)</div>", row)[2:4] for row in rows]
     less, later = "<small>sends less</small>", "<small>from 30 B</small>"
-    assert cells == [
-        ["20", "2.0000"], ["<small>never</small>", less], ["45", later],
-    ]  # fmt: skip
+    assert cells == [["20", "2.0000"], ["<small>never</small>", less], ["45", later]]
     note = page.results_note(compare(runs, "target"))
     assert "a loss of 2.0000, the last of target, linear" in note
     assert "Loss at 20 B: when a region has sent what target sends" in note

@@ -220,12 +220,9 @@ def test_secant_cap_and_arguments():
     one = jnp.ones(2)
     chosen = secant.secant(curvature.isotropic(), max_weight=0.5)
     fresh, _ = apply(
-        delay_compensation(chosen, 1.0),
-        *(one, one + 1, one),
-        later_gradient=one + 3,
-        later_params=one + 1,
-        delay_steps=1,
-    )
+        delay_compensation(chosen, 1.0), *(one, one + 1, one), later_gradient=one + 3,
+        later_params=one + 1, delay_steps=1,
+    )  # fmt: skip
     np.testing.assert_allclose(fresh, 1.5 * np.ones(2))
     with pytest.raises(ValueError, match="scope='leaf'"):
         secant.secant(curvature.none(), scope="leaf")

@@ -249,12 +249,9 @@ def test_samples_of_bfloat16_are_summed_wide():
     """Of a diagonal Hessian every sample is the diagonal itself."""
     scale, place = jnp.bfloat16(1.1015625), jnp.ones(3, jnp.bfloat16)
     found = curvature.hutchinson(num_samples=512).product(
-        place,
-        jnp.ones(3),
-        gradient_fn=lambda x: scale * x,
-        stale_params=place,
+        place, jnp.ones(3), gradient_fn=lambda x: scale * x, stale_params=place,
         key=jax.random.key(0),
-    )
+    )  # fmt: skip
     np.testing.assert_array_equal(found, np.full(3, 1.1015625, np.float32))
 
 
@@ -262,12 +259,9 @@ def test_a_rate_of_float16_does_not_underflow():
     """1e-5 times 1e-3 is below what float16 has."""
     place = jnp.ones(1, jnp.float16)
     found = curvature.hessian_vector(units="parameter").product(
-        place,
-        jnp.ones(1),
-        gradient_fn=lambda x: jnp.float16(1e-3) * x,
-        stale_params=place,
-        learning_rate=1e-5,
-    )
+        place, jnp.ones(1), gradient_fn=lambda x: jnp.float16(1e-3) * x,
+        stale_params=place, learning_rate=1e-5,
+    )  # fmt: skip
     np.testing.assert_allclose(found, [1e-8], rtol=1e-3)
 
 
@@ -276,12 +270,9 @@ def test_the_scale_of_a_secants_base_does_not_matter(scope):
     """A gradient that grows twice as fast as the parameters; H 100, late training."""
     move, base = np.float32([1e-6, 3e-6]), curvature.outer_product(100)
     found = secant(base, scope=scope).product(
-        jnp.asarray(move),
-        jnp.asarray(5 * move),
-        stale_params=jnp.zeros(2),
-        later_params=jnp.asarray(move),
-        later_gradient=jnp.asarray(3 * move),
-    )
+        jnp.asarray(move), jnp.asarray(5 * move), stale_params=jnp.zeros(2),
+        later_params=jnp.asarray(move), later_gradient=jnp.asarray(3 * move),
+    )  # fmt: skip
     curved = move.astype(float) ** 3 / 100  # Of s = move; D is five times that.
     weight = (2 * move * curved).sum() / (curved**2).sum()
     np.testing.assert_allclose(found, 5 * weight * curved, rtol=1e-5)
