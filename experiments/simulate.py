@@ -35,6 +35,7 @@ import rich.console
 from absl.flags import FlagValues
 from rich.table import Table
 
+from cocodc_jax.exchange.collectives import ALL_REDUCES
 from cocodc_jax.files import write_whole
 from cocodc_jax.network import exchanges, placement, plan, published, swarm, trace
 from cocodc_jax.network.faults import Finding, watch_links
@@ -251,8 +252,9 @@ def _report_advice(
 
 def _job(values: FlagValues, step_time_s: float) -> plan.Job:
     given = {name: getattr(values, name) for name in described.WISHES}
-    if values.collective is not None:
-        given["collectives"] = (values.collective,)
+    # By default those of processes, see `--all_reduce` of `experiments.train`.
+    own = values.collective
+    given["collectives"] = ALL_REDUCES if own is None else (own,)
     return plan.Job(
         model_bytes=described.model_bytes(values),
         step_time_s=step_time_s,

@@ -102,7 +102,8 @@ SECTIONS = {
         ("links", str, "YAML file with regions, links, changes"),
         (
             *("collective", (None, *sorted(COLLECTIVES))),
-            "how messages cross regions; default ring, or gather for encoded ones",
+            "how messages cross regions; default ring, or gather for encoded ones; "
+            "for plans what processes do",
         ),
         ("sharing", ("fair", *SHARINGS), "how concurrent syncs share the links"),
     ),
