@@ -147,8 +147,9 @@ class Measured(Schedule):
     def bind(self, regions: Regions, looks_midway: bool = False) -> Measured:
         """Return the schedule for these regions; see `Schedule.bind`."""
         if looks_midway:
+            name = "delay_steps" if self.measures_delay else "syncs_per_interval"
             raise ValueError(
-                f"delay_steps={AUTO!r} is not possible where a merge compares the two "
+                f"{name}={AUTO!r} is not possible where a merge compares the two "
                 "halves of the delay; use a number"
             )
         return dataclasses.replace(self, base=self.base.bind(regions))
