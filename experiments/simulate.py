@@ -253,8 +253,7 @@ def _report_advice(
 def _job(values: FlagValues, step_time_s: float) -> plan.Job:
     given = {name: getattr(values, name) for name in described.WISHES}
     # By default those of processes, see `--all_reduce` of `experiments.train`.
-    own = values.collective
-    given["collectives"] = ALL_REDUCES if own is None else (own,)
+    given["collectives"] = (values.collective,) if values.collective else ALL_REDUCES
     return plan.Job(
         model_bytes=described.model_bytes(values),
         step_time_s=step_time_s,

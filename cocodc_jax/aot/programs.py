@@ -195,9 +195,8 @@ def least_bytes_inside(built: Built, config: TrainConfig) -> float:
         of_gradient = leaf.dtype.itemsize if at < len(leaves) else 0
         each = 2 * itemsize + of_gradient if over else 2 * of_gradient
         total += whole * each * (size - 1) / size
-    rows = model.experts_per_token * config.data.batch_per_region
-    rows *= config.data.sequence_length
-    rows //= mesh.shape[DATA] * mesh.shape[SEQUENCE]
+    tokens = config.data.batch_per_region * config.data.sequence_length
+    rows = model.experts_per_token * tokens // (mesh.shape[DATA] * mesh.shape[SEQUENCE])
     layers = model.num_layers // model.moe_every if model.num_experts else 0
     share = (mesh.shape[EXPERT] - 1) / mesh.shape[EXPERT] ** 2
     return total + 4 * layers * rows * share * model.width * itemsize

@@ -242,8 +242,7 @@ class Member(Agreement):
         """
         alive = self._hearing.alive(now).items()
         others = [x for r, x in alive if not self.view.has((r, x.boot))]
-        was_enough = self._min <= len(self.view.seats)
-        is_short = was_enough and self._has_too_few(now)
+        is_short = self._min <= len(self.view.seats) and self._has_too_few(now)
         return is_short and any(x.hears_us for x in others)
 
     def _has_too_few(self, now: float) -> bool:

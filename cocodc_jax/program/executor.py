@@ -42,6 +42,7 @@ from cocodc_jax.exchange.shared_outer import SharedOuterModel
 from cocodc_jax.exchange.state_means import MomentPrograms, make_model_average
 from cocodc_jax.program.fit import shardings_of
 from cocodc_jax.program.merge import (
+    is_told,
     make_gap,
     make_merge,
     make_remember,
@@ -405,9 +406,7 @@ class Executor:
         age = run.step - event.start_step
         is_late = self._slots is not None and age > self._slots.delay_steps
         merge = self._late_merge(k) if is_late else self.merges[k]
-        is_measured = self._schedule.is_measured and self._schedule.delay_steps > 0
-        is_told = is_measured or is_late
-        delay = np.int32(max(age, 1)) if is_told else None
+        delay = np.int32(max(age, 1)) if is_told(spec.sync, is_late) else None
         arguments = merge_arguments(
             spec.sync.merge.needs,
             merging(spec, k, run.region),

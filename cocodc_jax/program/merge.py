@@ -27,6 +27,11 @@ from cocodc_jax.sync.model_state import at_state
 PyTree = Any
 
 
+def is_told(sync: Any, is_late: bool) -> bool:
+    """Return whether a merge takes its delay as an argument."""
+    return is_late or (sync.schedule.is_measured and sync.schedule.delay_steps > 0)
+
+
 def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Callable:
     """Make the program that merges one fragment into the regions.
 
@@ -36,9 +41,7 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
     float32 `[R]`.
     """
     sync, fragments, rule = spec.sync, spec.fragments, spec.sync.merge
-    schedule = sync.schedule
-    is_told = is_late or (schedule.is_measured and schedule.delay_steps > 0)
-    fixed_delay = None if is_told else schedule.delay_steps
+    fixed_delay = None if is_told(sync, is_late) else sync.schedule.delay_steps
     is_regional = spec.place.is_regional
 
     def one_region(local, kept, outer, moments, params, batch, key_data, told):
