@@ -280,7 +280,6 @@ class TestFailure:
         assert any(name.startswith("arrays/") for name in noted)
         assert checksums.damage(folder / "4", ("arrays", "rest")) is None
 
-    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_what_a_bucket_does_not_give_now_is_not_called_damaged(self, copied):
         program, folder = copied
         damage(folder / "4", "truncate")
@@ -314,8 +313,6 @@ class TestFailure:
             ("empty", False, "arrays is missing"),
         ],
     )
-    # Orbax gives up at the first array, and its reads of the others find no loop.
-    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_a_damaged_one_is_passed_over(
         self, tiny, copied, harm, has_checksums, why, capsys
     ):
