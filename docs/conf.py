@@ -70,11 +70,13 @@ def setup(app):
     app.connect("autodoc-process-docstring", docstrings.process, priority=400)
     app.connect("autodoc-skip-member", skip_field)
     app.connect("source-read", keep_intervals)
+    app.connect("include-read", keep_intervals)
     app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
 
 
-def keep_intervals(app, name, source):
+def keep_intervals(app, *names_and_source):
     """Keep means and intervals in one piece, by spaces that do not break."""
+    source = names_and_source[-1]
     source[0] = source[0].replace(" ± ", "\u00a0±\u00a0")
 
 

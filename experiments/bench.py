@@ -79,11 +79,12 @@ def main() -> None:
                 raise ValueError(f"growth={name!r} is unknown; use {list(GROWTHS)}")
         if not growths and not names:
             raise ValueError("cases= is empty; name some, or add --growth")
-        if flags.value("devices") and not names:
-            raise ValueError(
-                f"devices={','.join(flags.value('devices'))} lays out cases, but "
-                "cases= is empty; --growth has a layout of its own"
-            )
+        for name in ("devices", "contenders", "regions"):
+            if flags.given(name) and not names:
+                raise ValueError(
+                    f"{flags.FLAGS[name].serialize()[2:]} is for cases, but cases= is "
+                    f"empty; --growth has its own {name}"
+                )
         wanted = _wanted(names)
         cc.use_cpu_devices(regions + 1)
         layouts = _layouts(regions)

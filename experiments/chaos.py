@@ -137,6 +137,7 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
         with flags.usage_errors():
             loss = unbroken_loss(train_flags, workdir / "unbroken")
     train = [*commands.python_m("train"), *train_flags, "--outer_digests"]
+    train.append(f"--workdir={workdir}")
     given = train, workdir, own.regions, flags.value("via")
     chaos = Chaos(workdir, children.make_regions(*given))
     # Each life compiles the same programs.
@@ -153,7 +154,7 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
     append_line(workdir / PARTS_FILE, {"seconds": time.time() - began_s})
     if chaos.is_stopped:
         print(f"stopped after {len(chaos.kills)} kills; the same command resumes")
-        return 1
+        return flags.STOPPED
     seconds = sum(part["seconds"] for part in lines(workdir / PARTS_FILE))
     result = {
         **judge(workdir, own.regions, steps, chaos.kills, seconds),

@@ -88,15 +88,9 @@ class Job:
         self, run: Measured, alone: Measured, host_bytes_per_s: float = math.inf
     ) -> tuple[Pace, float]:
         """Return the predicted pace, and the bytes of the full run."""
-        return lab_run.predict(
-            self.network,
-            self.config.method.build(),
-            self.stretch,
-            run,
-            alone.region_step_s,
-            self.config.run.all_reduce,
-            host_bytes_per_s,
-        )
+        method, all_reduce = self.config.method.build(), self.config.run.all_reduce
+        given = self.network, method, self.stretch, run, alone.region_step_s
+        return lab_run.predict(*given, all_reduce, host_bytes_per_s)
 
     def row(self, alone: Measured, host_bytes_per_s: float) -> dict[str, Any]:
         """Run it, and return its row of the results."""
@@ -137,6 +131,7 @@ def read_jobs(values: FlagValues, train: Sequence[str]) -> list[Job]:
     found = [_job(values, wide, control, name, ["compress"]) for name in REFERENCES]
     each = itertools.product(networks, names)
     found += [_job(values, network, base, name) for network, name in each]
+    flags.check_optimizers(job.config for job in found)
     planned: dict[pathlib.Path, list[str]] = {}
     for job in found:
         if planned.setdefault(job.folder, job.command) != job.command:
@@ -225,7 +220,7 @@ def main(argv: Sequence[str]) -> int:
             return run(jobs, workdir, command)
         except lab_run.StoppedError:
             print("stopped; the same command resumes", file=sys.stderr)
-            return 130
+            return flags.STOPPED
 
 
 cli = program.with_own_flags(main)

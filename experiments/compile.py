@@ -22,7 +22,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from cocodc_jax._extras import extra
+from rich.console import Console
+
 from cocodc_jax.aot import report
 from cocodc_jax.aot.job import CompileError, Job, UnknownProgramError
 from cocodc_jax.aot.programs import INNER_STEPS, place
@@ -35,9 +36,6 @@ from cocodc_jax.run.config import dumps
 from cocodc_jax.run.resume import make_folder
 
 from . import program
-
-with extra("train"):
-    from rich.console import Console
 
 RESULT_FILE = "compile.json"
 # Columns of the table, also if it goes to a file.
@@ -73,7 +71,10 @@ def read_flags() -> tuple[Job, pathlib.Path]:
             "of a name, as in 'fragment 0'"
         ) from None
     target = Target.parse(flags.value("target"), flags.value("slices"))
+    flags.check_one_process()
     config = place(flags.config(), target, flags.given("data_axis"))
+    if config.run.exchange == "elastic":
+        raise ValueError("exchange='elastic' has a run for each region; leave it out")
     check_model(config, config.model)
     target.check_installed()
     default = pathlib.Path("runs") / f"compile_{config.preset}_{config.method.method}"

@@ -6,7 +6,8 @@ Writes model.safetensors and config.json of a LlamaForCausalLM in float32, and t
 of the run's tokenizer. `AutoModelForCausalLM.from_pretrained(DIR)` loads the model, and
 `--init_from=DIR` starts another run from it. Adapters of `--lora_rank` are merged;
 `--adapter` writes them alone, for `peft` to load onto the base model. The run's data
-must be where they were. Needs `pip install 'cocodc_jax[hf]'`.
+must be where they were. Runs of elastic regions cannot be exported. Needs `pip install
+'cocodc_jax[hf]'`.
 """
 
 import sys
@@ -25,13 +26,8 @@ def main() -> None:
             if not flags.value(name):
                 raise ValueError(f"{name}={flags.value(name)} is no folder; name one")
         try:
-            written = export(
-                flags.value("workdir"),
-                flags.value("out"),
-                flags.value("step"),
-                flags.value("params"),
-                adapter=flags.value("adapter"),
-            )
+            given = map(flags.value, ("workdir", "out", "step", "params", "adapter"))
+            written = export(*given)
         except OSError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)

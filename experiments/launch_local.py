@@ -124,15 +124,9 @@ def main(argv: Sequence[str]) -> int:
                     f"regions={config.run.regions}, each of so many processes"
                 )
             make_folder(workdir)
-            return launch_elastic(
-                train_flags,
-                workdir,
-                config.run.regions,
-                own.restart,
-                own.grace_s,
-                each,
-                flags.value("via"),
-            )
+            train_flags.append(f"--workdir={named}")
+            given = train_flags, workdir, config.run.regions, own.restart, own.grace_s
+            return launch_elastic(*given, each, flags.value("via"))
         count = own.processes or config.run.regions
         processes.check_shares(config.run.regions, count, config.run.devices_per_region)
         make_folder(workdir)

@@ -91,12 +91,11 @@ def _best(config: TrainConfig) -> advice.Advice | None:
             f"num_layers={num_layers}, the blocks of the model; give the file of a "
             "sweep that has one"
         )
-    found = advice.advise(
-        fit,
+    topology, num_params = (
         _topology(config.run.regions),
         models.num_params(config.model),
-        [flags.value("plan_step_s")],
     )
+    found = advice.advise(fit, topology, num_params, [flags.value("plan_step_s")])
     _refuse(found[0].choice.flags)
     return found[0]
 

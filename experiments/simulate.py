@@ -33,7 +33,6 @@ from collections.abc import Sequence
 import rich
 import rich.console
 from absl.flags import FlagValues
-from rich.table import Table
 
 from cocodc_jax.exchange.collectives import ALL_REDUCES
 from cocodc_jax.files import write_whole
@@ -44,6 +43,7 @@ from cocodc_jax.network.placement import Placement
 from cocodc_jax.network.simulator import simulate_method
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.report.comparison import steps_to_loss
+from cocodc_jax.run.resume import make_folder
 
 from . import program
 from .program import named
@@ -62,15 +62,9 @@ def run_simulation(values: FlagValues) -> None:
     schedule = exchanges.schedule_of(method)
     steps = values.steps or 3 * max(schedule.sync_interval if schedule else 0, 10)
     folder = _folder(values)
-    timeline = simulate_method(
-        topology,
-        work,
-        method,
-        steps,
-        values.collective,
-        sharing=values.sharing,
-        effective_rank=values.effective_rank,
-    )
+    settings = {name: values[name].value for name in ("sharing", "effective_rank")}
+    given = topology, work, method, steps, values.collective
+    timeline = simulate_method(*given, **settings)
     summary: dict[str, float | str | None] = {"method": values.method}
     summary |= timeline.summary()
     interval_s = timeline.sim_s / steps * (schedule.sync_interval if schedule else 0)
@@ -92,23 +86,19 @@ def run_simulation(values: FlagValues) -> None:
 
 
 def _print_summary(summary: dict[str, float | str | None]) -> None:
-    table = Table(title="simulated")
-    table.add_column("quantity")
-    table.add_column("value", justify="right")
-    for name, value in summary.items():
-        text = f"{value:,.6g}" if isinstance(value, int | float) else str(value)
-        table.add_row(name, text)
-    rich.print(table)
+    rows = [
+        (name, f"{value:,.6g}" if isinstance(value, int | float) else str(value))
+        for name, value in summary.items()
+    ]
+    rich.print(program.table(("quantity", "value"), rows, title="simulated"))
 
 
 def _folder(values: FlagValues) -> pathlib.Path | None:
     """Return the folder for results; create it before the work begins."""
-
-    def make(path: str) -> pathlib.Path:
-        pathlib.Path(path).mkdir(parents=True, exist_ok=True)
-        return pathlib.Path(path)
-
-    return named("workdir", values.workdir, make) if values.workdir else None
+    folder = pathlib.Path(values.workdir) if values.workdir else None
+    if folder:
+        make_folder(folder)
+    return folder
 
 
 def _write_json(folder: pathlib.Path | None, name: str, value: dict) -> None:
@@ -264,17 +254,16 @@ def _job(values: FlagValues, step_time_s: float) -> plan.Job:
 
 def run_table() -> None:
     """Print simulated and published bandwidths, and DiLoCoX's speed-up."""
-    table = Table(title="Gbit/s needed: simulated/published grid point = ratio")
-    for name in ("model", "method", *(f"{t:.0%}" for t in published.TARGETS)):
-        table.add_column(name, no_wrap=True)
+    heads, rows = ("model", "method", *(f"{t:.0%}" for t in published.TARGETS)), []
     for (size, row), printed in published.PUBLISHED_GBPS.items():
-        table.add_row(size, row, *_entries(size, row, printed, None))
+        rows.append((size, row, *_entries(size, row, printed, None)))
         interval = published.FITTED_INTERVAL.get((size, row))
         if interval is not None:
             label = "  with a fragment every step"
-            table.add_row("", label, *_entries(size, row, printed, interval))
+            rows.append(("", label, *_entries(size, row, printed, interval)))
+    title = "Gbit/s needed: simulated/published grid point = ratio"
     # Wide enough for every column, also if the output is not a terminal.
-    rich.console.Console(width=140).print(table)
+    rich.console.Console(width=140).print(program.table(heads, rows, title=title))
     speedup = published.dilocox_speedup()
     print(
         "DiLoCoX, 107B over 1 Gbit/s, 32,768 tokens a step (assumed): all-reduce "

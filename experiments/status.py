@@ -37,6 +37,7 @@ _RECENT = 50  # Lines of timing.jsonl that the time left is estimated from.
 _ANSWER_S = 10.0
 
 Row = dict[str, str]
+Found = tuple[list[Row], list[str]]
 # How columns are written that are no text.
 SHOW: Mapping[str, Callable[[Any], str]] = {
     "left": format_duration,
@@ -52,22 +53,25 @@ SHOW: Mapping[str, Callable[[Any], str]] = {
 }
 
 
-def of_folder(folder: pathlib.Path, now: float) -> tuple[list[Row], list[str]]:
-    """Return the rows of a folder, and lines about faults."""
+def runs_in(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Return the folders of the runs that a folder holds, or is."""
     runs = [folder]
     if not (folder / CONFIG_FILE).exists():
         paths = (folder.glob(f"{depth}/{CONFIG_FILE}") for depth in ("*", "*/*"))
         runs = _sorted(path.parent for each in paths for path in each)
     if not runs:
         raise ValueError(f"{str(folder)!r} holds no run; name the folder of one")
-    rows, lines = [], []
-    for run in runs:
-        config = _config(run)
-        for own in (run, *_sorted(x for x in run.glob("process_*") if x.is_dir())):
-            name = own.name if run == folder else str(own.relative_to(folder))
-            faults = _faults(own)
-            lines += [f"{name}: {line}" for line in faults]
-            rows.append({"run": name} | _row(own, run, config, len(faults), now))
+    return runs
+
+
+def of_run(run: pathlib.Path, folder: pathlib.Path, now: float) -> Found:
+    """Return the rows of a run in a folder, and lines about faults."""
+    rows, lines, config = [], [], _config(run)
+    for own in (run, *_sorted(x for x in run.glob("process_*") if x.is_dir())):
+        name = own.name if run == folder else str(own.relative_to(folder))
+        faults = _faults(own)
+        lines += [f"{name}: {line}" for line in faults]
+        rows.append({"run": name} | _row(own, run, config, len(faults), now))
     return rows, lines
 
 
@@ -174,7 +178,7 @@ def _faults(own: pathlib.Path) -> list[str]:
     return list(named.values())
 
 
-def of_address(address: str, now: float) -> tuple[list[Row], list[str]]:
+def of_address(address: str, now: float) -> Found:
     """Return the row of a process that answers at HOST:PORT, and lines about faults."""
     url = f"http://{address}/metrics"
     try:
@@ -255,7 +259,7 @@ def _aligned(lines: Sequence[Sequence[str]]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     values = program.own_flags()
-    now, rows, lines = time.time(), [], []
+    now, rows, lines, finds, code = time.time(), [], [], [], 0
     try:
         with program.usage_errors(values):
             targets = program.parse(values, argv, __doc__, {})
@@ -265,19 +269,26 @@ def main(argv: Sequence[str]) -> int:
                 )
             for target in targets:
                 if re.fullmatch(r"[^/]+:\d+", target):
-                    found = of_address(target, now)
+                    finds.append((target, "no answer", of_address, target))
                 else:
-                    found = of_folder(folder_here(target), now)
-                rows += found[0]
-                lines += found[1]
+                    at = folder_here(target)
+                    finds += [(x.name, "damaged", of_run, x, at) for x in runs_in(at)]
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    for name, state, find, *given in finds:  # Whoever cannot be read hides no other.
+        try:
+            found = find(*given, now)
+        except (OSError, ValueError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            found, code = ([{"run": name, "method": "", "state": state}], []), 1
+        rows += found[0]
+        lines += found[1]
     print(f"{datetime.datetime.fromtimestamp(now):%Y-%m-%d %H:%M:%S}")
     print(table(rows, shutil.get_terminal_size().columns))
     for line in lines:
         print(f"fault: {line}")
-    return 0
+    return code
 
 
 cli = program.with_own_flags(main)

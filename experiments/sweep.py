@@ -84,6 +84,7 @@ def main() -> None:
     if plan is not None and not flags.value("report"):
         with flags.usage_errors():
             make_folder(workdir)
+            runs.check_data(plan.grid.settings, plan.grid.seeds[0])
             try:
                 text = pathlib.Path(flags.value("grid")).read_bytes()
                 write_whole(workdir / GRID_FILE, text)
@@ -267,7 +268,9 @@ def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) 
     written = _written(workdir, of_grid)
     found = cells.cells(written, chosen)
     if not found:
-        raise ValueError(f"workdir={str(workdir)!r} has no final rows yet")
+        words, where = flags.value("only"), f"workdir={str(workdir)!r}"
+        told = f"only={words!r} is no final row of {where}; give flags of some"
+        raise ValueError(told if words else f"{where} has no final rows yet")
     if chosen and not {row["setting"] for row in written}.intersection(chosen):
         raise ValueError(
             f"{halving} chose settings that no row has; run the sweep's command again, "
@@ -277,19 +280,18 @@ def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) 
         held = _other_file(cell.config for cell in found)
     else:
         held = reference.find(found, flags.value("reference"))
-    column = flags.value("reference_column")
-    if column == cells.PUBLISHED and list(held.columns) == [cells.TUNED]:
-        column = cells.TUNED  # As of a part (--only) without the published settings.
+    column = reference.column_of(held, flags.value("reference_column"))
     made = report.Report(found, held, column, other)
     write_whole(workdir / "cells.json", dumps(report.to_json(made)))
     plots.save_png(made.figure(), str(workdir / "frontier.png"))
     text = made.markdown(commands.command_line("sweep", sys.argv[1:]))
+    write_whole(workdir / "report.md", text)
     if words := flags.value("networks"):
         step_s = flags.value("step_seconds")
         arrived = list(networks.arrivals(made, networks.networks(words), step_s))
         write_whole(workdir / "networks.json", dumps(networks.to_json(arrived, step_s)))
         text += "\n" + networks.markdown(made, arrived, step_s)
-    write_whole(workdir / "report.md", text)
+        write_whole(workdir / "report.md", text)
     table = program.table(("cell", *made.short_heads()), made.short_lines())
     for column in table.columns:
         column.no_wrap = True

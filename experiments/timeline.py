@@ -40,14 +40,13 @@ def main(argv: Sequence[str]) -> int:
         found, since = timeline.measured(workdir, since)
     summary = found.summary()
     timeline.write(workdir, found, f"{workdir.name}, measured from step {since}")
-    for name in PRINTED:
-        print(f"{name:18} {summary[name]:.4g}")
-    print(f"{'seconds':18} {summary['sim_s']:.4g}")
-    print(f"{'seconds a step':18} {max(found.step_time_s):.4g}")
+    told = {name: summary[name] for name in PRINTED} | {"seconds": summary["sim_s"]}
+    told["seconds a step"] = max(found.step_time_s)
     busy, quiet = timeline.step_s_in_flight(found)
     if busy > 0 and quiet > 0:
-        print(f"{'  sync in flight':18} {busy:.4g}")
-        print(f"{'  none':18} {quiet:.4g}")
+        told |= {"  sync in flight": busy, "  none": quiet}
+    for name, value in told.items():
+        print(f"{name:18} {value:.4g}")
     for step, finding in watch_steps(found):
         print(f"after step {since + step}: {finding.explain(found.regions)}")
     return 0

@@ -267,12 +267,12 @@ class Outcome(NamedTuple):
         """Bytes that one region had sent at each evaluation, int64 `[E]`."""
         return [counts @ self.message_bytes for counts in self.counts]
 
-    def fragment_bytes(self, trial: int) -> list[float]:
+    def fragment_bytes(self, trial: int) -> dict[int, float]:
         """Mean bytes of a message of each fragment that was sent, with its moments."""
         counts, num = self.counts[-1][trial], self.num_fragments or 1
         moments = counts[num:] @ self.message_bytes[num:] / max(counts[:num].sum(), 1)
         sizes = self.message_bytes[:num] + moments
-        return [float(x) for x, n in zip(sizes, counts, strict=False) if n and x]
+        return {k: float(x) for k, x in enumerate(sizes) if counts[k] and x}
 
 
 def train(

@@ -95,7 +95,8 @@ def synchronized(
       inner: optimizer of a region's own steps.
       method: from `cocodc_jax.methods`, or the name of one, with its defaults. Not
         supported: asynchronous regions, measured schedules, adaptive rank, and robust
-        means.
+        means. Ignored: where a `SharedOuter` is placed (the caller's mesh says), and
+        `Method.inner`, also that a sign needs another learning rate than a gradient.
       axis_name: name of the region axis.
       num_regions: M, checked before tracing; None takes the axis size.
       fragments: how to cut the parameters; by default as the method does.

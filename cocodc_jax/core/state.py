@@ -190,8 +190,7 @@ class SyncState:
 class TrainState:
     """State of a whole run at one step.
 
-    A pytree of its arrays. Python numbers and the schedule's state are part of the tree
-    structure.
+    A pytree of its arrays. Numbers and the schedule's state are part of its structure.
 
     Attributes:
       region: regional arrays, on the inner mesh.

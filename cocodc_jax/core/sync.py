@@ -19,6 +19,7 @@ over the regions itself; in an Optax transform `start` and `finish` are the whol
 algorithm. Regional outer models have `send` and `receive` in their place.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -53,17 +54,22 @@ def start(
     key_data: jax.Array,
     reduce: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
     sync_key: jax.Array | None = None,
+    weight: jax.Array | None = None,
 ) -> tuple[Fragment, PyTree]:
     """Send one region's fragment; return the mean, equal in all, and the new memory.
 
     `part` is the region's local fragment, `anchor` the outer one as regions received
     it, `memory` the state of the region's compressor, `key_data` that of its PRNG key.
     `reduce(message, memory) -> (mean, memory)` is over all regions. `sync_key` (see
-    `sync.averages`) is None unless the average draws.
+    `sync.averages`) is None unless the average draws. `weight` is the region's in the
+    mean; None if no region has weight 0.
     """
     message, memory = encode(
-        sync, None, part, anchor, memory, key_data, sync_key=sync_key
+        sync, None, part, anchor, memory, key_data, weight, sync_key
     )
+    if weight is not None:  # 0 times NaN is NaN.
+        counted = functools.partial(jnp.where, weight > 0)
+        message = jax.tree.map(lambda x: counted(x, jnp.zeros_like(x)), message)
     mean, memory = reduce(message, memory)
     return sync.message.average.after(mean, anchor, sync_key), memory
 

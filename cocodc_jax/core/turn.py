@@ -292,8 +292,10 @@ class Turn:
             )
             draw = key if sync.message.average.draws else None
             mean_of = reduce.weighted_mean(sync.message, self.axis_name, weights)
+            own_weight = jnp.asarray(weights)[jax.lax.axis_index(self.axis_name)]
+            weight = None if weights.all() else own_weight
             mean, memory = core.start(
-                sync, own, self.given(part), part.memories, data, mean_of, draw
+                sync, own, self.given(part), part.memories, data, mean_of, draw, weight
             )
             part = part._replace(memories=memory)
         copies = dict.fromkeys(sorted(sync.copies & set(needs.REGIONAL_COPIES)), own)
@@ -376,8 +378,7 @@ class Turn:
 def _if(condition: jax.Array, do: Callable, value: PyTree, *rest: PyTree) -> PyTree:
     """Return `do(value, *rest)` if the condition holds, else `value`.
 
-    The barrier keeps XLA from hoisting the loop-invariant body, which would then run at
-    every step.
+    The barrier keeps XLA from hoisting the loop-invariant body to every step.
     """
 
     def body(i: jax.Array, value: PyTree) -> PyTree:

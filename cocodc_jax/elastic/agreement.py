@@ -8,10 +8,14 @@ from cocodc_jax.elastic import messages as m
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.records import Book, Hearing
 
-# Beats after which a failed proposal is made again.
-_PROPOSE_BEATS = 4
-# Beats after which a region asks for what is missing, and how often this doubles.
-_ASK_BEATS, _ASK_DOUBLINGS = 4, 4
+# Beats after which a region proposes, asks or announces again, and how often this
+# doubles at most: what it waits for may be large, and is not lost because it is slow.
+AGAIN_BEATS, _DOUBLINGS = 4, 4
+
+
+def patience(times: int) -> int:
+    """Return the beats to wait for an answer that did not come `times` times."""
+    return AGAIN_BEATS << min(times, _DOUBLINGS)
 
 
 class Agreement:
@@ -35,7 +39,9 @@ class Agreement:
         self._vows: set[int] = set()
         self._proposal: m.View | None = None
         self._promises: dict[int, m.Promise] = {}
-        self._highest = 0
+        self._failed = 0  # Proposals since the present view began.
+        self._repeated: dict[int, int] = {}  # To whom the view was, and how often.
+        self._highest, self._highest_at = 0, now
         self._hearing = Hearing(self.region, self._timing.dead_after_s)
         self._admitted: dict[int, tuple[m.Seat, int]] = {}
         self._book = Book()
@@ -79,7 +85,7 @@ class Agreement:
 
     def _next_seats(self, now: float) -> dict[int, m.Seat] | None:
         """Return the seats to propose now, None if it is not this region's turn."""
-        pause_s = _PROPOSE_BEATS * self._timing.beat_s
+        pause_s = patience(self._failed) * self._timing.beat_s
         if self._promised > self.view.epoch and now - self._promised_at <= pause_s:
             return None  # A proposal is pending.
         if not self.is_in:
@@ -98,6 +104,8 @@ class Agreement:
         seats = alive | {r: seat for r, (seat, _) in self._admitted.items()}
         is_same = seats == dict(self.view.seats) and self._promised == self.view.epoch
         is_same &= leader == self.coordinator
+        # One may have promised a view that did not come about: it needs another.
+        is_same &= self._highest <= self._promised or now - self._highest_at <= pause_s
         least = min(self._min, len(self.view.seats))  # A run may begin with one.
         if leader != self.region or is_same or len(seats) < least:
             return None
@@ -133,8 +141,8 @@ class Agreement:
     def _propose(self, seats: dict[int, m.Seat], now: float) -> None:
         highest = max(self._highest, self._promised, self.view.epoch)
         epoch = (highest // self._num + 1) * self._num + self.region
-        self._proposal = m.View(epoch, seats)
-        self._promises = {}
+        self._failed += self._proposal is not None
+        self._proposal, self._promises = m.View(epoch, seats), {}
         self._promised, self._promised_at = epoch, now
         self._book.choices.clear()
         for region in seats:
@@ -167,14 +175,16 @@ class Agreement:
 
     def _count_promise(self, sender: int, promise: m.Promise, now: float) -> None:
         view = self._proposal
-        if view is None or promise.epoch != view.epoch:
+        if view is None or not self.view.epoch < promise.epoch <= view.epoch:
+            return
+        if promise.epoch < view.epoch:  # Too late, but its decisions hold.
+            self._learn(promise.decisions)
             return
         self._promises[sender] = promise
         if self._promises.keys() < view.seats.keys():
             return
         for each in self._promises.values():
-            for decision in each.decisions:
-                self._book.learn(decision)
+            self._learn(each.decisions)
         for region, each in self._promises.items():
             self._tell(region, m.Install(view, self._book.beyond(each.known)))
         self._enter(view, (), now)
@@ -193,12 +203,15 @@ class Agreement:
             if region in self._admitted:
                 oldest = self._admitted.pop(region)[1]
                 self._hearing.note(region, oldest_step=oldest)
-        for decision in decisions:
-            self._book.learn(decision)
-        self._asked = {}
+        self._learn(decisions)
+        self._asked, self._repeated, self._failed = {}, {}, 0
         for sync in [s for s in self._book.waiting if s in self._book.own]:
             self._book.collect((self.region, self.boot), sync, self._book.own[sync])
             self._send_row(self.coordinator, sync, now)
+
+    def _learn(self, decisions: Iterable[m.Decision]) -> None:
+        for decision in decisions:
+            self._book.learn(decision)
 
     # Means.
 
@@ -223,8 +236,7 @@ class Agreement:
         self._asked = {s: n for s, n in self._asked.items() if s in waiting}
         for sync, since in waiting.items():
             asked = self._asked.get(sync, 0)
-            beats = _ASK_BEATS * 2 ** min(asked, _ASK_DOUBLINGS)
-            beats *= max(asked - _ASK_DOUBLINGS, 0) + 1
+            beats = patience(asked) * (max(asked - _DOUBLINGS, 0) + 1)
             if now - since > beats * self._timing.beat_s and not self._leads:
                 self._asked[sync] = asked + 1
                 self._tell(self.coordinator, m.Want(self.view.epoch, sync))
@@ -285,8 +297,8 @@ class Agreement:
 
     def _trim(self) -> None:
         """Forget what every region has applied, joining regions included."""
-        if not self.is_in:
-            return
+        if not self.is_in or self._promised > self.view.epoch:
+            return  # The next view may have a region that needs them.
         others = [r for r in self.view.seats if r != self.region]
         last = self._hearing.last
         oldest = [last[r].oldest_step for r in others if r in last]

@@ -283,5 +283,10 @@ def of_process(
     address, *_ = gather(ears.address if ears else None)
     if ears is None:
         return Listener(place, address, process)
-    ears.wait_for(num_processes - 1, place.timing.start_s)
-    return Speaker(make_link(), ears)
+    try:
+        ears.wait_for(num_processes - 1, place.timing.start_s)
+        return Speaker(make_link(), ears)
+    except BaseException as error:  # The others wait for its answers.
+        ears.tell({"ended": str(error)})
+        ears.close()
+        raise

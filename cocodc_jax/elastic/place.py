@@ -54,7 +54,8 @@ class Place:
     def __post_init__(self):
         for address in self.addresses:
             host, _, port = address.rpartition(":")
-            if not host or not port.isdecimal():
+            is_port = port.isdecimal() and 0 < int(port) < 1 << 16
+            if not is_port or not host or any(map(str.isspace, host)):
                 raise ValueError(
                     f"region_addresses has {address!r}; it must be host:port"
                 )

@@ -18,7 +18,7 @@ of the same messages. The rules:
 - **Promises.** A region that promises a view reports every decision it knows, and takes
   no decision of an earlier view from then on. Once all have promised, the view holds.
   Every decision that one of them knows holds in it. Only syncs without a decision are
-  decided again.
+  decided again. If a promised view does not come about, another one is proposed.
 - **Result.** No two regions of a view ever apply different means of a sync, at whatever
   moment a region dies. A region that was only silent finds that the others continued
   without it. It takes part no more (`is_over`), and restarts.
@@ -49,7 +49,7 @@ from __future__ import annotations
 import sys
 
 from cocodc_jax.elastic import messages as m
-from cocodc_jax.elastic.agreement import Agreement
+from cocodc_jax.elastic.agreement import AGAIN_BEATS, Agreement
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.times import Silence, Silences, Times
 
@@ -180,15 +180,16 @@ class Member(Agreement):
         self._silences.heard(life, now)
         match message:
             case m.Join() if self.view.has(life) and self._holds:
-                self._repeat_view(sender)
+                self._repeat_view(sender, now)
             case m.Beat(view, promised, clock_s=clock_s):
-                self._highest = max(self._highest, promised, view.epoch)
+                if (highest := max(promised, view.epoch)) > self._highest:
+                    self._highest, self._highest_at = highest, now
                 is_ahead = (
                     self.region not in view.seats and view.epoch > self.view.epoch
                 )
                 self._hearing.note(sender, is_elsewhere=self.is_in and is_ahead)
                 self.times.sign(life, clock_s, now)
-                self._compare(sender, view)
+                self._compare(sender, view, now)
             case m.Row(epoch, sync, row, clock_s):
                 self.times.came(life, sync, clock_s, self._there(now))
                 if epoch in (self.view.epoch, self._promised):
@@ -214,9 +215,12 @@ class Member(Agreement):
         for region in range(self._num):
             self._tell(region, message)
 
-    def _repeat_view(self, region: int) -> None:
-        """Announce the view again: the message that it holds was lost."""
-        self._tell(region, m.Install(self.view, self._book.beyond(())))
+    def _repeat_view(self, region: int, now: float) -> None:
+        """Announce the view again: the message that it holds may have been lost."""
+        times = self._repeated.get(region, 0)
+        if now - self.entered_at > (AGAIN_BEATS << times) * self._timing.beat_s:
+            self._repeated[region] = times + 1
+            self._tell(region, m.Install(self.view, self._book.beyond(())))
 
     # Heartbeats, and views that continued without this region.
 
@@ -259,7 +263,7 @@ class Member(Agreement):
         self._tell_all(m.Beat(self.view, self._promised, self.oldest_step, hears, now))
         self._ask(now)
 
-    def _compare(self, sender: int, theirs: m.View) -> None:
+    def _compare(self, sender: int, theirs: m.View, now: float) -> None:
         """Check whether the others continued without this region."""
         if not self.is_in:
             return
@@ -278,7 +282,7 @@ class Member(Agreement):
                     else f"region {sender} and others went on without this one"
                 )
         elif theirs.epoch < self.view.epoch and sender in mine and self._holds:
-            self._repeat_view(sender)
+            self._repeat_view(sender, now)
 
     # Times of messages.
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 else:
     zmq, z85 = later("zmq", "elastic"), later("zmq.utils.z85", "elastic")
 
-_QUEUE = 256  # The most messages that wait for one region.
+_QUEUE = 256  # The most messages that wait to be read.
+_SENDING = 1 << 14  # And for one region: small ones queue behind a copy for minutes.
 _FAREWELL_MS = 5000
 _CURVE_BYTES = 64  # More than encryption adds to a frame (33), which ZeroMQ counts.
 # ZeroMQ never retries a connection whose handshake failed, which happens when the other
@@ -97,7 +98,7 @@ class Sockets:
 
     def _secured(self, kind: int, listens: bool) -> Any:
         found = secured(self._context, kind, self._place.key, listens)
-        found.sndhwm = found.rcvhwm = _QUEUE
+        found.sndhwm, found.rcvhwm = _SENDING, _QUEUE
         return found
 
     def _connected(self, region: int) -> Any:

@@ -17,8 +17,7 @@ $$
 The weights are even, or the posterior over experts from the first P tokens of a text
 (the second equation), of all experts or the best few.
 
-Source: branch-train-merge and related methods; from memory, unchecked (the posterior
-too).
+Source: branch-train-merge and related methods; all from memory, unchecked.
 Differs from the paper: not known.
 Defaults: it has no numbers of its own.
 Measured here: as a method and as experts of different sources, which

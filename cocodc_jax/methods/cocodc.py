@@ -69,11 +69,18 @@ import jax
 import optax
 
 from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules
-from cocodc_jax.sync.schedules.base import check_at_least
 from cocodc_jax.transforms import curvature as curvatures
 from cocodc_jax.transforms.compensation import delay_compensation
 from cocodc_jax.transforms.curvature import Curvature
-from cocodc_jax.transforms.numerics import check_choice, check_finite
+from cocodc_jax.transforms.numerics import (
+    check_at_least,
+    check_between,
+    check_choice,
+    check_not_negative,
+    check_number,
+    check_unused,
+    is_number,
+)
 from cocodc_jax.transforms.secant import secant
 
 
@@ -128,7 +135,7 @@ def cocodc(
     """
     check_at_least("sync_interval", sync_interval, 1)
     check_at_least("num_fragments", num_fragments, 1)
-    check_finite("compensation_strength", compensation_strength)
+    check_number("compensation_strength", compensation_strength)
     if callable(compensation_strength):
         raise ValueError(
             f"compensation_strength={compensation_strength!r} must be a number: every "
@@ -137,38 +144,31 @@ def cocodc(
     chosen = _curvature(curvature, curvature_units, sync_interval)
     if syncs_per_interval is None:
         syncs_per_interval = min(2 * num_fragments, sync_interval)
-    is_number = isinstance(progress_weight, (int, float))  # Else traced.
-    if is_number and not 0 <= progress_weight <= 1:
-        raise ValueError(f"progress_weight={progress_weight} must be from 0 to 1")
+    check_between("progress_weight", progress_weight, 0, 1)
+    is_partial = not is_number(progress_weight) or progress_weight != 1
     compensation = delay_compensation(chosen, compensation_strength)
     if "later_gradient" in chosen.needs:
-        if is_number and progress_weight != 1:
+        if is_partial and is_number(progress_weight):
             raise ValueError(
                 f"progress_weight={progress_weight} must be 1 with curvature='secant', "
                 "which is fitted to all of the progress"
             )
-    elif not is_number or progress_weight != 1:
+    elif is_partial:
         compensation = optax.chain(optax.scale(progress_weight), compensation)
     rule = merge.compensate(compensation, chosen.needs)
     if merge_feedback:
         rule = merge.remembering(rule, progress_weight)
-    return Method(
-        name="cocodc",
-        sync=Sync(
-            schedule=schedules.adaptive(
-                sync_interval,
-                num_fragments,
-                delay_steps,
-                syncs_per_interval,
-                transmission_score,
-                max_delay_steps,
-                network_share,
-            ),
-            outer=nesterov(outer_lr, outer_momentum),
-            merge=rule,
-            fragment_strategy=fragment_strategy,
-        ),
+    schedule = schedules.adaptive(
+        sync_interval, num_fragments, delay_steps, syncs_per_interval,
+        transmission_score, max_delay_steps, network_share,
+    )  # fmt: skip
+    sync = Sync(
+        schedule=schedule,
+        outer=nesterov(outer_lr, outer_momentum),
+        merge=rule,
+        fragment_strategy=fragment_strategy,
     )
+    return Method(name="cocodc", sync=sync)
 
 
 def cocodc_paper(
@@ -206,23 +206,15 @@ def cocodc_paper(
     """
     check_choice("rule", rule, ("text", "code"))
     if rule == "text":
-        if relative_strength is not None:
-            raise ValueError(
-                f"relative_strength={relative_strength} has no meaning with "
-                "rule='text'; use rule='code' or compensation_strength"
-            )
+        check_unused("relative_strength", relative_strength, None, "rule='text'")
         score, curvature = "pseudo_gradient", "outer_product"
         strength = compensation_strength
     else:
-        is_number = isinstance(compensation_strength, int | float)  # Else traced.
-        if is_number and compensation_strength != 0.5:
-            raise ValueError(
-                f"compensation_strength={compensation_strength} has no meaning with "
-                "rule='code'; use relative_strength"
-            )
-        check_finite("relative_strength", relative_strength)
+        given = compensation_strength
+        check_unused("compensation_strength", given, 0.5, "rule='code'")
         score, curvature = "drift", _as_coded()
         strength = 1.0 if relative_strength is None else relative_strength
+        check_not_negative("relative_strength", strength)
     method = cocodc(
         sync_interval, num_fragments, delay_steps, syncs_per_interval,
         transmission_score=score, curvature=curvature, compensation_strength=strength,
@@ -257,6 +249,7 @@ def _curvature(
                 f"{curvature.name!r} is made already; choose its units there"
             )
         return curvature
+    check_choice("curvature", curvature, (*curvatures.NAMES, "secant"))
     options: dict[str, Any] = {} if units is None else {"units": units}
     if curvature == "outer_product":
         options["sync_interval"] = sync_interval

@@ -53,8 +53,7 @@ import dataclasses
 
 from cocodc_jax.sync import AsIs, Method, Sync, merge, nesterov, schedules
 from cocodc_jax.sync.averages import Average, RadialDirectional
-from cocodc_jax.sync.schedules.base import check_at_least
-from cocodc_jax.transforms.numerics import check_choice
+from cocodc_jax.transforms.numerics import check_at_least, check_choice
 
 AVERAGES = {"rda": RadialDirectional(), "mean": Average()}
 
@@ -123,7 +122,7 @@ def _merged_at(
         return delay_steps, None, None
     try:
         answers = [int(part) for part in answer_steps.split(",")]
-    except ValueError:
+    except (AttributeError, ValueError):
         answers = [-1]
     if min(answers) < 0:
         raise ValueError(

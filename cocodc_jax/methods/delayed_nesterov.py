@@ -36,12 +36,7 @@ Measured here: docs/results/methods.md (equally fast regions).
 """
 
 from cocodc_jax.sync import Method, SharedOuter, Sync, merge, schedules
-from cocodc_jax.transforms.numerics import (
-    check_count,
-    check_finite,
-    check_rate,
-    check_unit_interval,
-)
+from cocodc_jax.transforms.numerics import check_at_least, check_number, check_outer
 from cocodc_jax.transforms.outer import delayed_nesterov as delayed_nesterov_optimizer
 
 
@@ -65,18 +60,15 @@ def delayed_nesterov(
       dynamic_steps: whether slower regions, which come alone, do fewer steps between
         two arrivals.
     """
-    check_rate("outer_lr", outer_lr)
-    check_unit_interval("outer_momentum", outer_momentum)
-    check_count("arrivals_per_momentum", arrivals_per_momentum)
-    check_finite("momentum_spread", momentum_spread)
+    check_outer(outer_lr, outer_momentum)
+    check_at_least("arrivals_per_momentum", arrivals_per_momentum, 1)
+    check_number("momentum_spread", momentum_spread)
     optimizer = delayed_nesterov_optimizer(
         outer_lr, outer_momentum, arrivals_per_momentum, momentum_spread
     )
-    return Method(
-        name="delayed_nesterov",
-        sync=Sync(
-            schedule=schedules.asynchronous(sync_interval, dynamic_steps),
-            outer=SharedOuter(optimizer),
-            merge=merge.replace(),
-        ),
+    sync = Sync(
+        schedule=schedules.asynchronous(sync_interval, dynamic_steps),
+        outer=SharedOuter(optimizer),
+        merge=merge.replace(),
     )
+    return Method(name="delayed_nesterov", sync=sync)

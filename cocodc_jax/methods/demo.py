@@ -31,8 +31,7 @@ Source: DeMo, Peng et al., arXiv 2411.19870; read from the authors' code.
 Differs from the paper: there the momentum adds the gradient times the learning rate,
 which is left out here: it matters only while it changes, as the step is a sign.
 Defaults: published beta 0.999, chunk 64, k 32 of 4096; here the same.
-Measured here: docs/results/methods.md. It was made for thousands of steps; that is a
-short run.
+Measured here: docs/results/methods.md. It was made for thousands of steps.
 """
 
 import jax
@@ -53,8 +52,7 @@ def demo(momentum_decay: float = 0.999, compress: str = "dct:32") -> Method:
 
     Args:
       momentum_decay: decay beta of the momentum that is taken from, in [0, 1).
-      compress: what is taken out of the momentum; without error feedback, which the
-        method is.
+      compress: what is taken out of the momentum; without error feedback of its own.
     """
     return Method(
         name="demo",

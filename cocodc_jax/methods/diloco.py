@@ -44,11 +44,9 @@ def diloco(
       outer_lr: eta, learning rate of the outer optimizer.
       outer_momentum: mu, momentum of the outer optimizer, in [0, 1).
     """
-    return Method(
-        name="diloco",
-        sync=Sync(
-            schedule=schedules.staggered(sync_interval),
-            outer=nesterov(outer_lr, outer_momentum),
-            merge=merge.replace(),
-        ),
+    sync = Sync(
+        schedule=schedules.staggered(sync_interval),
+        outer=nesterov(outer_lr, outer_momentum),
+        merge=merge.replace(),
     )
+    return Method(name="diloco", sync=sync)

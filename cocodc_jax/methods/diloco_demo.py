@@ -32,9 +32,8 @@ in the next round. With random input of length 64, M = 4 and beta 0.95, the mome
 length is 4e12 after 60 rounds, and 178 over all M (with M = 2 243 and 190), by
 tests/methods/test_regional.py.
 Defaults: published beta 0.95, k 32, chunk 64, H 128 to 500, eta 0.7 to 0.8; here beta
-0.9, k 32, H 128, eta 0.7.
-Measured here: docs/results/methods.md. It was made for thousands of steps; that is a
-short run.
+0.9 (not tuned here), k 32, H 128, eta 0.7.
+Measured here: docs/results/methods.md. It was made for thousands of steps.
 """
 
 from typing import NamedTuple
@@ -46,7 +45,7 @@ from cocodc_jax.sync import Compressed, Method, RegionalOuter, Sync, merge, sche
 from cocodc_jax.sync.outer import PyTree, pseudo_gradient
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.error_feedback import ErrorFeedbackState, error_feedback
-from cocodc_jax.transforms.numerics import check_rate, check_unit_interval
+from cocodc_jax.transforms.numerics import check_outer
 
 
 def diloco_demo(
@@ -61,18 +60,15 @@ def diloco_demo(
       sync_interval: H, inner steps between syncs, 128 to 500.
       outer_lr: eta, learning rate of the outer step.
       outer_momentum: beta, decay of the momentum, 0.9 or 0.95.
-      compress: what is taken out of the momentum; without error feedback, which the
-        method is.
+      compress: what is taken out of the momentum; without error feedback of its own.
     """
-    return Method(
-        name="diloco_demo",
-        sync=Sync(
-            schedule=schedules.staggered(sync_interval),
-            outer=decoupled_momentum(outer_lr, outer_momentum),
-            merge=merge.replace(),
-            message=Compressed(compression.parse(compress)),
-        ),
+    sync = Sync(
+        schedule=schedules.staggered(sync_interval),
+        outer=decoupled_momentum(outer_lr, outer_momentum),
+        merge=merge.replace(),
+        message=Compressed(compression.parse(compress)),
     )
+    return Method(name="diloco_demo", sync=sync)
 
 
 class DecoupledState(NamedTuple):
@@ -84,8 +80,7 @@ class DecoupledState(NamedTuple):
 
 def decoupled_momentum(learning_rate: float, momentum: float) -> RegionalOuter:
     """Share only what stands out of the momentum; regions are never made equal."""
-    check_rate("outer_lr", learning_rate)
-    check_unit_interval("outer_momentum", momentum)
+    check_outer(learning_rate, momentum)
 
     def feedback(compressor):
         return error_feedback(compressor, decay=momentum)
@@ -101,12 +96,8 @@ def decoupled_momentum(learning_rate: float, momentum: float) -> RegionalOuter:
 
     def receive(params, state, arrived, num_regions):
         d = jax.tree.map(jnp.add, state.feedback.residual, arrived)
-        params = jax.tree.map(
-            lambda x, g, m: x - learning_rate * (g + momentum * m),
-            params,
-            state.pseudo_gradient,
-            d,
-        )
+        step = lambda x, g, m: x - learning_rate * (g + momentum * m)  # noqa: E731
+        params = jax.tree.map(step, params, state.pseudo_gradient, d)
         return params, state._replace(feedback=state.feedback._replace(residual=d))
 
     return RegionalOuter("decoupled_momentum", init, send, receive, has_feedback=True)

@@ -83,10 +83,8 @@ def heloco(
       outer_momentum: mu, in [0, 1).
       keep_cosine: c_ok, cosine to the outer momentum from which on a late tensor is
         kept as it is; at -1 all are.
-      removal_rate: k_s, how fast more is taken off a late tensor that opposes the
-        momentum.
-      turn_rate: k_d, how fast a late tensor that lies across the momentum is turned to
-        it.
+      removal_rate: k_s, how fast more is taken off a tensor that opposes the momentum.
+      turn_rate: k_d, how fast a tensor that lies across the momentum is turned to it.
       confidence_scale: kappa; the larger, the less a late tensor that is short beside
         the momentum is changed.
       max_removal: b_max, the most that is taken off of what opposes, in [0, 1].

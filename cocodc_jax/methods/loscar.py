@@ -48,14 +48,12 @@ def loscar(
       max_delay_steps: the longest that "auto" may choose; None is H.
     """
     mask = SharedMask(mask_density, mask_seed)
-    return Method(
-        name="loscar",
-        sync=Sync(
-            schedule=schedules.staggered(
-                sync_interval, 1, delay_steps, max_delay_steps=max_delay_steps
-            ),
-            outer=nesterov(1.0, 0.0),
-            merge=merge.where_drawn(merge.replay(), mask),
-            message=AsIs(average=mask),
+    sync = Sync(
+        schedule=schedules.staggered(
+            sync_interval, 1, delay_steps, max_delay_steps=max_delay_steps
         ),
+        outer=nesterov(1.0, 0.0),
+        merge=merge.where_drawn(merge.replay(), mask),
+        message=AsIs(average=mask),
     )
+    return Method(name="loscar", sync=sync)

@@ -78,15 +78,13 @@ def lt_admm(
       compress: how the change since the last message is sent; without error
         feedback, which the method has.
     """
-    return Method(
-        name="lt_admm",
-        sync=Sync(
-            schedule=schedules.staggered(sync_interval),
-            outer=admm(admm_penalty, graph),
-            merge=merge.keep(),
-            message=Compressed(compression.parse(compress)),
-        ),
+    sync = Sync(
+        schedule=schedules.staggered(sync_interval),
+        outer=admm(admm_penalty, graph),
+        merge=merge.keep(),
+        message=Compressed(compression.parse(compress)),
     )
+    return Method(name="lt_admm", sync=sync)
 
 
 class AdmmState(NamedTuple):
@@ -118,11 +116,8 @@ def admm(penalty: float, graph: str) -> RegionalOuter:
 
     def receive(params, state, arrived, num_regions):
         if graph == "complete" and num_regions > 1:  # Of all, so take out one's own.
-            arrived = jax.tree.map(
-                lambda mean, own: (num_regions * mean - own) / (num_regions - 1),
-                arrived,
-                state.told,
-            )
+            less = lambda mean, x: (num_regions * mean - x) / (num_regions - 1)  # noqa: E731
+            arrived = jax.tree.map(less, arrived, state.told)
         params = jax.tree.map(jnp.add, params, state.told)
         neighbours = jax.tree.map(jnp.add, state.neighbours, arrived)
         rate = penalty * degree(num_regions) / 2
@@ -133,21 +128,11 @@ def admm(penalty: float, graph: str) -> RegionalOuter:
 
     def correct(gradient, local, params, state, num_regions):
         stiffness = penalty * degree(num_regions)
-        return jax.tree.map(
-            lambda g, x, h, m, dual: g + stiffness * (x - (h + m) / 2) - dual,
-            gradient,
-            local,
-            params,
-            state.neighbours,
-            state.dual,
-        )
+        bend = lambda g, x, h, m, dual: g + stiffness * (x - (h + m) / 2) - dual  # noqa: E731
+        of_edges = state.neighbours, state.dual
+        return jax.tree.map(bend, gradient, local, params, *of_edges)
 
     return RegionalOuter(
-        "admm",
-        init,
-        send,
-        receive,
-        group=GRAPHS[graph],
-        correct=correct,
+        "admm", init, send, receive, group=GRAPHS[graph], correct=correct,
         has_feedback=True,
-    )
+    )  # fmt: skip

@@ -25,7 +25,7 @@ Measured here: docs/results/methods.md; too long a step for so short a run.
 """
 
 from cocodc_jax.sync import Method, SharedOuter, Sync, merge, schedules
-from cocodc_jax.transforms.numerics import check_rate, check_unit_interval
+from cocodc_jax.transforms.numerics import check_outer, check_rate
 from cocodc_jax.transforms.outer import look_ahead
 from cocodc_jax.transforms.outer import mla as mla_optimizer
 
@@ -47,15 +47,12 @@ def mla(
         number of regions makes a round of arrivals weigh as one.
       dynamic_steps: whether slower regions do fewer steps between arrivals.
     """
-    check_rate("outer_lr", outer_lr)
-    check_unit_interval("outer_momentum", outer_momentum)
+    check_outer(outer_lr, outer_momentum)
     check_rate("arrival_weight", arrival_weight)
     optimizer = mla_optimizer(outer_lr, outer_momentum, arrival_weight)
-    return Method(
-        name="mla",
-        sync=Sync(
-            schedule=schedules.asynchronous(sync_interval, dynamic_steps),
-            outer=SharedOuter(optimizer, start=look_ahead(outer_lr, outer_momentum)),
-            merge=merge.replace(),
-        ),
+    sync = Sync(
+        schedule=schedules.asynchronous(sync_interval, dynamic_steps),
+        outer=SharedOuter(optimizer, start=look_ahead(outer_lr, outer_momentum)),
+        merge=merge.replace(),
     )
+    return Method(name="mla", sync=sync)

@@ -34,8 +34,7 @@ $$
 which has an eigenvalue of 1 at $c = 2 (1 - \mu^2)$. With as few as two regions, which
 always meet, the range is wider.
 
-Source: NoLoCo, arXiv 2506.10911; update, order and defaults read from the authors'
-code.
+Source: NoLoCo, arXiv 2506.10911; update, order and defaults as in the authors' code.
 Differs from the paper: matchings come from a round-robin tournament, where every pair
 is equally likely, but of more than four regions not every matching.
 Defaults: published H 50, eta 0.7, mu 0.5, c = eta; here the same (c follows eta unless
@@ -49,8 +48,7 @@ import optax
 
 from cocodc_jax.sync import Method, RegionalOuter, Sync, merge, schedules
 from cocodc_jax.sync.outer import PyTree, pseudo_gradient
-from cocodc_jax.sync.schedules.base import check_at_least
-from cocodc_jax.transforms.numerics import check_rate, check_unit_interval
+from cocodc_jax.transforms.numerics import check_at_least, check_outer, is_number
 from cocodc_jax.transforms.outer import group_heavy_ball
 
 
@@ -71,25 +69,21 @@ def noloco(
         below 2 (1 - mu^2), where regions stay together; None is `outer_lr`.
       pair_seed: seed of the draw of pairs, the same on every region.
     """
-    check_rate("outer_lr", outer_lr)
-    check_unit_interval("outer_momentum", outer_momentum)
+    check_outer(outer_lr, outer_momentum)
     check_at_least("pair_seed", pair_seed, 0)
     pull = outer_lr if pair_pull is None else pair_pull
     limit = 2 * (1 - outer_momentum**2)
-    numbers = (int, float)  # Arrays are not checked.
-    if isinstance(pull * limit, numbers) and not 0 < pull < limit:
+    if is_number(pull * limit) and not 0 < pull < limit:  # Arrays are not checked.
         raise ValueError(
             f"pair_pull={pull} must be above 0 and below 2 (1 - outer_momentum^2) = "
             f"{limit:.4g} with outer_momentum={outer_momentum}, or regions drift apart"
         )
-    return Method(
-        name="noloco",
-        sync=Sync(
-            schedule=schedules.staggered(sync_interval),
-            outer=noisy_pairs(outer_lr, outer_momentum, pull, pair_seed),
-            merge=merge.replace(),
-        ),
+    sync = Sync(
+        schedule=schedules.staggered(sync_interval),
+        outer=noisy_pairs(outer_lr, outer_momentum, pull, pair_seed),
+        merge=merge.replace(),
     )
+    return Method(name="noloco", sync=sync)
 
 
 class PairMessage(NamedTuple):
@@ -131,12 +125,7 @@ def noisy_pairs(
         return optax.apply_updates(params, step), state._replace(optimizer=kept)
 
     return RegionalOuter(
-        "noisy_pairs",
-        init,
-        send,
-        receive,
-        "pairs",
-        seed,
+        *("noisy_pairs", init, send, receive, "pairs", seed),
         why_uncompressed="its regions send their parameters, which are no change that "
         "could be sent in part",
     )

@@ -43,7 +43,7 @@ Measured here: docs/results/methods.md (tau 5).
 """
 
 from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules
-from cocodc_jax.transforms.numerics import check_choice
+from cocodc_jax.transforms.numerics import check_choice, check_unused
 
 
 def streaming_diloco(
@@ -85,14 +85,14 @@ def streaming_diloco(
     if merge_feedback:
         kept = 1.0 if merge_rule == "replay" else mixing_alpha
         rule = merge.remembering(rule, kept)
-    return Method(
-        name="streaming_diloco",
-        sync=Sync(
-            schedule=schedules.staggered(
-                sync_interval, num_fragments, delay_steps, phase_steps, max_delay_steps
-            ),
-            outer=nesterov(outer_lr, outer_momentum),
-            merge=rule,
-            fragment_strategy=fragment_strategy,
+    if merge_rule == "replay":
+        check_unused("mixing_alpha", mixing_alpha, 0.5, "merge_rule='replay'")
+    sync = Sync(
+        schedule=schedules.staggered(
+            sync_interval, num_fragments, delay_steps, phase_steps, max_delay_steps
         ),
+        outer=nesterov(outer_lr, outer_momentum),
+        merge=rule,
+        fragment_strategy=fragment_strategy,
     )
+    return Method(name="streaming_diloco", sync=sync)

@@ -82,14 +82,17 @@ def check_shape(folder: pathlib.Path, config: TransformerConfig) -> None:
             f"{path}: rotary positions are scaled by {kind!r} there, and not here; a "
             "model without rope_scaling can be read"
         )
-    for name, value in _ALWAYS.items():
+    for name, value in (_ALWAYS | {"sliding_window": None}).items():
         if found.get(name, value) != value:
             raise ValueError(
                 f"{path}: {name} is {found[name]!r} there, and {value!r} here always"
             )
     there = {ours: found.get(*where) for ours, where in _shape(config).items()}
-    there["num_kv_heads"] = found.get("num_key_value_heads") or there["num_heads"]
-    there["rope_theta"] = rope.get("rope_theta", found.get("rope_theta", 10_000.0))
+    # What transformers takes for what is not said: (of Mixtral, of LLaMA).
+    theta, heads = (1e6, 8) if config.num_experts else (1e4, None)
+    heads = found.get("num_key_value_heads", heads)
+    there["num_kv_heads"] = heads or there["num_heads"]
+    there["rope_theta"] = rope.get("rope_theta", found.get("rope_theta", theta))
     if wrong := {n: v for n, v in there.items() if v != getattr(config, n)}:
         said = [
             f"{n} is {v} there and {getattr(config, n)} here" for n, v in wrong.items()

@@ -278,18 +278,18 @@ def free_addresses(num: int) -> tuple[str, ...]:
 
 def make_regions(
     train: Sequence[str],
-    workdir: pathlib.Path,
+    logs: pathlib.Path,
     num_regions: int,
     via: str | None = None,
     num_processes: int = 1,
 ) -> list[Region]:
     """Make regions that share a key, at free ports of this machine or `via` a store."""
-    own = [f"--workdir={workdir}", "--exchange=elastic"]
+    own = ["--exchange=elastic"]
     if not via:
         own.append(f"--region_addresses={','.join(free_addresses(num_regions))}")
-    own.append(f"--key_file={make_key(workdir)}")
+    own.append(f"--key_file={make_key(logs)}")
     each = [
-        (f"--region_id={r}", workdir / f"region_{r}" / "output.log")
+        (f"--region_id={r}", logs / f"region_{r}" / "output.log")
         for r in range(num_regions)
     ]
     return [Region([*train, *own, flag], log, num_processes) for flag, log in each]

@@ -80,19 +80,21 @@ def message_share(method: Method) -> float:
     return share
 
 
+def own_crossing(method: Method) -> str | Crossing | None:
+    """Return the way of messages that cannot choose one; None if a method's can."""
+    if method.sync is None:
+        return None
+    outer, message = method.sync.outer, method.sync.message
+    if method.sync.schedule.is_by_region:
+        return "ring"  # None of them is used.
+    if isinstance(outer, RegionalOuter) and outer.group != "all":
+        return in_pairs if outer.group == "pairs" else to_neighbours
+    return by_rings(message.num) if isinstance(message, ByRings) else None
+
+
 def crossing(method: Method, collective: str | None = None) -> str | Crossing:
     """Return the way of a method's messages, refusing a choice that there is not."""
-    way = None
-    if method.sync is not None:
-        outer, message = method.sync.outer, method.sync.message
-        if method.sync.schedule.is_by_region:
-            way = "ring"  # None of them is used.
-        elif isinstance(outer, RegionalOuter) and outer.group == "pairs":
-            way = in_pairs
-        elif isinstance(outer, RegionalOuter) and outer.group == "ring":
-            way = to_neighbours
-        elif isinstance(message, ByRings):
-            way = by_rings(message.num)
+    way = own_crossing(method)
     if way is None:
         return collective or ("gather" if is_gathered(method) else "ring")
     if collective is not None:

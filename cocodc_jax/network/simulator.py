@@ -98,15 +98,8 @@ def simulate(
     run = _Run(workload, bound, channels, effective_rank)
     run.run(num_steps)
     bytes_sent = np.zeros(topology.num_regions) + sum(x.bytes_sent for x in channels)
-    return Timeline(
-        topology.regions,
-        tuple(run.records),
-        num_steps,
-        tuple(run.step_s.tolist()),
-        tuple(run.marks),
-        tuple(run.stall_s.tolist()),
-        tuple(bytes_sent.tolist()),
-    )
+    own: Any = run.step_s.tolist(), run.marks, run.stall_s.tolist(), bytes_sent.tolist()
+    return Timeline(topology.regions, tuple(run.records), num_steps, *map(tuple, own))
 
 
 def simulate_method(
@@ -123,11 +116,10 @@ def simulate_method(
       ValueError: as `simulate`, or if the method is for another number of regions or
         leaves no choice of a collective.
     """
-    num = topology.num_regions
-    if method.num_regions not in (None, num):
-        raise ValueError(
-            f"regions={num} must be {method.num_regions} for method={method.name!r}"
-        )
+    num, least = topology.num_regions, method.min_regions
+    if method.num_regions not in (None, num) or num < least:
+        wanted = method.num_regions or f"at least {least}"
+        raise ValueError(f"regions={num} must be {wanted} for method={method.name!r}")
     schedule, way = (
         exchanges.schedule_of(method),
         exchanges.crossing(method, collective),

@@ -105,9 +105,8 @@ def load_changes(
 
 
 def _read(path: str | pathlib.Path, parse: Callable[[Any], Read]) -> Read:
-    text = pathlib.Path(path).read_text()
     try:
-        return parse(yaml.safe_load(text))
+        return parse(yaml.safe_load(pathlib.Path(path).read_text()))
     except (yaml.YAMLError, TypeError, ValueError) as error:
         message = " ".join(str(error).split())
         raise ValueError(f"{path}: {message}") from error

@@ -23,13 +23,15 @@ optimizer; the model is the same. State that fits is kept, the rest is reported 
   step.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import OuterState, RegionState, SyncState, TrainState
@@ -44,13 +46,12 @@ from cocodc_jax.program.fit import (
 from cocodc_jax.program.frozen import joined, split
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.region_map import for_all_regions
-from cocodc_jax.sharding.shardings import Shardings
-from cocodc_jax.sync.fragments import Fragments
-from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.outer import SharedOuter
-from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules.base import Pending
 from cocodc_jax.transforms.numerics import cast_like
+
+if TYPE_CHECKING:
+    from cocodc_jax.program.region_program import RegionProgram
 
 PyTree = Any
 
@@ -63,28 +64,10 @@ class Adopted(NamedTuple):
     lost: dict[str, str]  # What was lost, and why, by name.
 
 
-class _Program(Protocol):
-    """The part of `RegionProgram` that is used here."""
-
-    regions: Regions
-    method: Method
-    fragments: Fragments
-    shardings: Shardings
-    mesh: Mesh
-    param_shapes: PyTree
-    trained: PyTree
-
-    def synchronize(self, state: TrainState) -> TrainState: ...
-    def land(self, state: TrainState) -> tuple[TrainState, tuple[Pending, ...]]: ...
-    def outer_params(self, state: TrainState) -> PyTree: ...
-    def abstract(self, schedule: Any = None) -> TrainState: ...
-    def begin(self, params: PyTree, key_data: Any, schedule: Any) -> TrainState: ...
-
-
 class Adoption:
     """One conversion: both programs, and what to report."""
 
-    def __init__(self, program: _Program, of: _Program):
+    def __init__(self, program: RegionProgram, of: RegionProgram):
         self._new, self._old = program, of
         self._num, self._was = program.regions.num, of.regions.num
         self._is_same_schedule = program.method.schedule == of.method.schedule

@@ -185,7 +185,8 @@ def compare(
       "loss_at_equal_bytes" a method's loss there (`loss_at_bytes`), None where
       a seed's evaluations do not reach; "evaluated_bytes" the bytes at the first and
       the last evaluation that all of its seeds span. "ratios" are to the first method:
-      "bytes" and "steps_to_target". "diverged" is as given.
+      "bytes" and "steps_to_target", None where a seed of either misses the target.
+      "diverged" is as given.
     """
     groups = by_method(runs)
     rows = {name: _row(group) for name, group in groups.items()}
@@ -207,10 +208,13 @@ def compare(
         row["loss_at_equal_bytes"] = budget and spread(
             [loss_at_bytes(run, budget) for run in group]
         )
+        # Means over other seeds than the first method's are not comparable.
+        whole = [r for r in (row, first) if r["seeds_at_target"] == len(r["seeds"])]
+        steps = [r["steps_to_target"] for r in whole]
         key = "bytes_sent_per_region"
         row["ratios"] = {
             "bytes": _ratio(row[key]["mean"], first[key]["mean"]),
-            "steps_to_target": _ratio(row["steps_to_target"], first["steps_to_target"]),
+            "steps_to_target": _ratio(*steps) if len(steps) == 2 else None,
         }
     return {
         "target_method": target_method,

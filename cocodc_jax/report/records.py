@@ -25,9 +25,6 @@ from cocodc_jax.files import (
     writing,
 )
 
-with extra("report"):
-    from tensorboardX import SummaryWriter
-
 METRICS_FILE = "metrics.jsonl"
 TIMING_FILE = "timing.jsonl"
 WANDB_FILE = "wandb.json"
@@ -56,6 +53,8 @@ def tensorboard(folder: pathlib.Path, first_step: int | None = None) -> Mirror:
     path = folder / "tb"
     if first_step is None and path.exists():
         first_step = 0
+    with extra("report"):
+        from tensorboardX import SummaryWriter
     writer = SummaryWriter(os.fspath(path), None, first_step, flush_secs=10)
     events: Any = vars(writer.file_writer)["event_writer"]
 

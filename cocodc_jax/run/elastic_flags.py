@@ -90,7 +90,7 @@ class ElasticFlags:
             raise ValueError("exchange='elastic' needs key_file; see --help=all")
         place = Place(
             self.region_id,
-            tuple(filter(None, self.region_addresses.split(","))),
+            tuple(filter(None, map(str.strip, self.region_addresses.split(",")))),
             read_key(self.key_file),
             Timing(
                 self.beat_s, self.dead_after_s, self.grace_s, self.start_s,

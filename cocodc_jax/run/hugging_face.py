@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from cocodc_jax import models
+from cocodc_jax.buckets import is_in_bucket
 from cocodc_jax.data.tokenizers import Tokenizer, round_up
 from cocodc_jax.files import ensure_folder, read_table
 from cocodc_jax.run.config import TrainConfig
@@ -79,15 +80,20 @@ def export(
     """
     from cocodc_jax.run.preparing import prepare
 
+    for name, folder in (("workdir", workdir), ("out", out)):
+        if is_in_bucket(folder):
+            raise ValueError(f"{name}={str(folder)!r} is in a bucket; name a folder")
     workdir, out = pathlib.Path(workdir), pathlib.Path(out).expanduser().absolute()
     if params not in PARAMS:
         raise ValueError(f"params={params!r} is unknown; use one of {PARAMS}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={str(out)!r} is not empty; name another folder")
-    if not (workdir / CONFIG_FILE).is_file():
+    # Elastic regions have one each.
+    paths = (x / CONFIG_FILE for x in (workdir, workdir / "region_0"))
+    if (path := next(filter(pathlib.Path.is_file, paths), None)) is None:
         raise ValueError(f"workdir={str(workdir)!r} has no {CONFIG_FILE} of a run")
     try:
-        config = TrainConfig.from_json(read_table(workdir / CONFIG_FILE))
+        config = TrainConfig.from_json(read_table(path))
         if config.run.exchange == "elastic":
             raise ValueError("exchange='elastic' cannot be exported")
     except ValueError as error:

@@ -236,19 +236,21 @@ def _begins(place: Place, view: View, own_step: int, reached: int) -> None:
     missing = [r for r in range(place.num_regions) if r not in view.seats]
     if not missing:
         return
-    waited = f"did not answer within start_s={place.timing.start_s:g}"
+    waited = f"regions {missing} did not answer within start_s={place.timing.start_s:g}"
     if not own_step and reached:
         raise ResumeError(
             f"region {place.region} took part in this run up to step {reached} and has "
-            f"no checkpoint of it, and regions {missing} {waited}: they have ended, or "
-            "cannot be reached. Start them again, wait for longer, or name another "
-            "workdir to begin anew"
+            f"no checkpoint of it, and {waited}: they have ended, or cannot be "
+            "reached. Start them again, wait for longer, or name another workdir to "
+            "begin anew"
         )
-    print(
-        f"regions {missing} {waited}: region {place.region} goes on without them, from "
-        f"{'its own ' if own_step else ''}step {own_step}",
-        file=sys.stderr,
-    )
+    goes_on = f"{waited}: region {place.region} goes on without them, from step 0"
+    if own_step:  # It has waited for nobody.
+        goes_on = (
+            f"region {place.region} leads the run from its own step {own_step}; "
+            f"regions {missing} start from its copy when they are there"
+        )
+    print(goes_on, file=sys.stderr)
 
 
 def _rehearse(session: "Session", stream: TrainStream) -> None:

@@ -2,8 +2,7 @@
 
 - `Method`: `Sync` (a schedule, a message, an outer optimizer, a merge) or `PerStep`.
 - `schedules`: when fragments start and are applied; `events_at` iterates over events.
-- `merge`: how a region applies what arrives; `NEEDS`: information that parts can ask
-  for.
+- `merge`: how a region applies what arrives; `NEEDS`: what parts can ask for.
 - `cut`, `Fragments`: the partition of parameters into fragments.
 
 Values that make no sense, and parts that do not fit together, are refused by a

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from cocodc_jax.sync.fragments import Fragment, PyTree
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.layers import is_stack
-from cocodc_jax.transforms.numerics import check_share
+from cocodc_jax.transforms.numerics import check_at_least, check_share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +116,7 @@ class SharedMask(Average):
 
     def __post_init__(self):
         check_share("mask_density", self.density)
+        check_at_least("mask_seed", self.seed, 0)
 
     def before(self, part: Fragment, key: jax.Array | None) -> PyTree:
         """Return the entries drawn, flat; see `Average.before`."""

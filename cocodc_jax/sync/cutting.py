@@ -78,9 +78,9 @@ def cut(
     if strategy == "balanced_tensors":
         units = [_Unit((part,), u.is_block) for u in units for part in u.slices]
         most, what = len(units), "tensors"
-    if not 1 <= num_fragments <= most:
+    if not hasattr(num_fragments, "__index__") or not 1 <= num_fragments <= most:
         raise ValueError(
-            f"num_fragments={num_fragments} does not fit a model of {most} {what}; "
+            f"num_fragments={num_fragments!r} does not fit a model of {most} {what}; "
             f"use 1 to {most}, or say what the blocks are: "
             "fragments=cut(params, num_fragments, blocks=NAME), or "
             "cut_by_patterns(params, patterns)"
@@ -201,8 +201,7 @@ def _namer(paths: list[str], places: dict[str, stacks.Place]) -> Callable[[str],
     """Return a function that names the unit of a leaf outside of blocks.
 
     That is an entry next to layers, or next to their parents; without layers, one of
-    the first entries of which there are several. So `{"params": ...}` is cut like its
-    content.
+    the first entries of which there are several. So `{"params": x}` is cut like x.
     """
     split = [tuple(path.split("/")) for path in paths]
     above = {

@@ -109,9 +109,5 @@ def counts_exact(compressor: Compressor) -> Compressor:
         counts, rest = message
         return ExpertMean().times_counts(compressor.decode(rest) | counts)
 
-    return dataclasses.replace(
-        compressor,
-        init=lambda tree: compressor.init(split(tree)[1]),
-        encode=encode,
-        decode=decode,
-    )
+    init = lambda tree: compressor.init(split(tree)[1])  # noqa: E731
+    return dataclasses.replace(compressor, init=init, encode=encode, decode=decode)

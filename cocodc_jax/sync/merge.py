@@ -14,7 +14,13 @@ import jax.numpy as jnp
 import optax
 
 from cocodc_jax.sync.averages import SharedMask
-from cocodc_jax.transforms.numerics import cast_like, check_transform
+from cocodc_jax.transforms.numerics import (
+    cast_like,
+    check_between,
+    check_transform,
+    check_unit_interval,
+    is_number,
+)
 
 PyTree = Any
 Metrics = dict[str, jax.Array]
@@ -46,7 +52,7 @@ class Merge:
     def has_feedback(self) -> bool:
         """Whether progress is fed back; True for a traced weight."""
         weight = self.feedback_weight
-        return not isinstance(weight, int | float) or weight != 0
+        return not is_number(weight) or weight != 0
 
 
 def replace() -> Merge:
@@ -76,8 +82,7 @@ def mix(alpha: float | jax.Array) -> Merge:
       alpha: weight on *local*, in [0, 1]: 1 never synchronizes, 0 drops what was
         learned during the overlap. Arrays are not checked.
     """
-    if isinstance(alpha, (int, float)) and not 0 <= alpha <= 1:
-        raise ValueError(f"mixing_alpha={alpha} must be in [0, 1], the weight on local")
+    check_between("mixing_alpha", alpha, 0, 1)
 
     def apply(local, staged, outer, *, delay_steps, **extra):
         wide = cast_like(local, outer)  # So that a merge rounds once.
@@ -113,14 +118,8 @@ def compensate(
             return cast_like(outer, local), {}
         wide = (cast_like(x, outer) for x in (staged, local))
         g = jax.tree.map(lambda s, x: (s - x) / delay_steps, *wide)
-        compensated, state = transform.update(
-            g,
-            transform.init(outer),
-            outer,
-            stale_params=staged,
-            delay_steps=delay_steps,
-            **extra,
-        )
+        given = {"stale_params": staged, "delay_steps": delay_steps} | extra
+        compensated, state = transform.update(g, transform.init(outer), outer, **given)
         merged = jax.tree.map(lambda o, u: o - delay_steps * u, outer, compensated)
         merged = cast_like(merged, local)
         found = optax.tree_utils.tree_get_all_with_path(state, "correction_ratio")
@@ -147,14 +146,12 @@ def remembering(rule: Merge, kept: float | jax.Array) -> Merge:
     Error feedback of the merge, see `core.sync.remember`. The rule keeps a fixed share
     of the progress during the delay, `kept` in [0, 1): alpha of the mix.
     """
-    is_number = isinstance(kept, (int, float))  # Arrays are not checked.
-    if is_number and not kept >= 0:
-        raise ValueError(f"kept={kept} must be at least 0 and below 1")
-    if is_number and kept >= 1:
+    if is_number(kept) and kept >= 1:
         raise ValueError(
             "merge_feedback=True has nothing to tell where regions keep all of their "
             "progress; leave it out, or lower mixing_alpha or progress_weight"
         )
+    check_unit_interval("kept", kept)  # Arrays are not checked.
     needs = rule.needs | {"staged"}
     return dataclasses.replace(rule, needs=needs, feedback_weight=1 - kept)
 

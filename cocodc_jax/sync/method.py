@@ -20,7 +20,7 @@ from cocodc_jax.sync.moments import Moments
 from cocodc_jax.sync.outer import PLACEMENTS, Outer
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.sync.regions import Regions, Weigh
-from cocodc_jax.sync.robust import Robust
+from cocodc_jax.sync.robust import Robust, without
 from cocodc_jax.sync.schedules.base import Schedule
 from cocodc_jax.transforms.compressor import Compressor, identity
 from cocodc_jax.transforms.numerics import check_choice
@@ -91,6 +91,16 @@ class Sync:
         return why
 
     @property
+    def has_weights(self) -> bool:
+        """Whether regions may have other weights in a mean than their share, or 0."""
+        some = getattr(self.schedule, "participating", None) is not None
+        return some or self.schedule.is_by_region or self.weigh is not None
+
+    def counted(self, messages: Any, weights: Any) -> Any:
+        """Replace messages `[M, ...]` of weight 0 by zeros, if there may be such."""
+        return without(messages, weights) if self.has_weights else messages
+
+    @property
     def copies(self) -> frozenset[str]:
         """Names of the copies kept of a fragment in flight, see `sync.needs`."""
         return needs.copies(self.merge.needs | self.outer.needs)
@@ -134,6 +144,13 @@ class Method:
     inner: Inner = Inner()
     num_regions: int | None = None
     min_regions: int = 1
+
+    def __post_init__(self):
+        if self.sync is not None and self.per_step is not None:
+            raise ValueError(
+                f"method={self.name!r} has a sync and exchanges at every step too; "
+                "leave sync or per_step out"
+            )
 
     @property
     def can_restore(self) -> bool:

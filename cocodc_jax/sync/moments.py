@@ -42,7 +42,7 @@ class Moments:
         """Parse "3,6"; "0,0" and the empty text are None."""
         if not text:
             return None
-        numbers = text.split(",")
+        numbers = str(text).split(",")
         if len(numbers) != 2 or not all(n.strip().isdecimal() for n in numbers):
             raise ValueError(
                 f"sync_moments={text!r} must be two numbers of syncs, of first and "

@@ -19,7 +19,7 @@ import optax
 from cocodc_jax.sync.averages import Average
 from cocodc_jax.transforms.compressor import Compressor, message_bytes
 from cocodc_jax.transforms.error_feedback import check_no_feedback
-from cocodc_jax.transforms.numerics import check_choice, check_rate
+from cocodc_jax.transforms.numerics import check_choice, check_outer, is_number
 
 PyTree = Any
 
@@ -38,8 +38,7 @@ class SharedOuter:
         devices of each region, as ZeRO does; see `sharding/outer_placement.py`.
       needs: the extra arguments of its `update`, see `sync.needs`.
       start: `start(params, opt_state) -> params`, the point that regions receive,
-        continue from, and measure their pseudo-gradients from; None is the outer
-        parameters.
+        continue from, and measure pseudo-gradients from; None is `params`.
     """
 
     optimizer: optax.GradientTransformation
@@ -88,12 +87,10 @@ class RegionalOuter:
         its own).
       seed: of the draw of pairs, equal in every region.
       correct: `correct(gradient, local, params, state, num_regions) -> gradient`, at
-        every inner step; `params` and `state` are of the last sync. None is the
-        identity.
+        every inner step; `params` and `state` are of the last sync. None is no change.
       land: `land(state) -> state`, before the last mean on its way is applied and no
         other is sent. None is the identity.
-      has_feedback: whether what a compressor loses is sent later without error
-        feedback.
+      has_feedback: whether what compressors lose is sent later without error feedback.
       why_uncompressed: why its messages cannot be compressed; None if they can.
     """
 
@@ -136,8 +133,7 @@ class RegionalOuter:
             raise ValueError(self.why_uncompressed)
         if compressor is not None and self.has_feedback:
             check_no_feedback(compressor)
-        some = sync.schedule.is_by_region or getattr(sync.schedule, "participating", ())
-        if some or sync.weigh is not None or sync.merge.has_feedback:
+        if sync.has_weights or sync.merge.has_feedback:
             raise ValueError(
                 "it has outer parameters in every region, and can neither weigh "
                 "regions, nor take in some of them alone, nor remember what merges drop"
@@ -176,12 +172,11 @@ def nesterov_sgd(
     outer_lr: float | jax.Array, outer_momentum: float | jax.Array
 ) -> optax.GradientTransformation:
     """Make the optimizer of `nesterov` alone."""
-    check_rate("outer_lr", outer_lr)
-    if not isinstance(outer_momentum, (int, float)):  # Traced: 0 keeps a trace too.
-        return optax.sgd(outer_lr, outer_momentum, nesterov=True)
-    if not 0 <= outer_momentum < 1:
-        raise ValueError(f"outer_momentum={outer_momentum} must be in [0, 1)")
-    return optax.sgd(outer_lr, outer_momentum or None, nesterov=outer_momentum > 0)
+    check_outer(outer_lr, outer_momentum)
+    # A traced momentum of 0 keeps a trace too.
+    has_trace = not is_number(outer_momentum) or outer_momentum > 0
+    momentum = outer_momentum if has_trace else None
+    return optax.sgd(outer_lr, momentum, nesterov=bool(has_trace))
 
 
 def pseudo_gradient(params: PyTree, local: PyTree) -> PyTree:

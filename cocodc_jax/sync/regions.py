@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from cocodc_jax.transforms.numerics import check_at_least
+
 # `weigh(steps, tokens) -> weights`, each float64 [R]: each region's steps and tokens
 # since the last sync, and its weight in the mean, up to a common factor.
 Weigh = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -48,10 +50,7 @@ class Regions:
     @classmethod
     def alike(cls, num_regions: int) -> Regions:
         """Make regions of equal speed and batch size."""
-        if not hasattr(num_regions, "__index__") or num_regions < 1:
-            raise ValueError(
-                f"regions={num_regions!r} must be a whole number, at least 1"
-            )
+        check_at_least("regions", num_regions, 1)
         return cls((1.0,) * num_regions, (1,) * num_regions)
 
     @property
@@ -120,8 +119,7 @@ def matchings(num_regions: int) -> np.ndarray:
      [1 0 3 2]
      [2 3 0 1]]
     """
-    if num_regions < 1:
-        raise ValueError(f"num_regions={num_regions} must be at least 1")
+    check_at_least("num_regions", num_regions, 1)
     last = num_regions - 1 + num_regions % 2  # A bye if M is odd.
     rounds, players = np.mgrid[:last, :last]
     partners = (rounds - players) % last

@@ -42,6 +42,7 @@ from cocodc_jax.sync.messages import Message
 from cocodc_jax.transforms.numerics import (
     check_choice,
     down_to_median,
+    is_number,
     masked_median,
     widen,
 )
@@ -69,10 +70,10 @@ class Robust:
     trim: float = 0.0  # b, share of the values dropped at either end, for "trim".
 
     def __post_init__(self):
-        if not self.exclude_above > 1:
+        if not (is_number(self.exclude_above) and self.exclude_above > 1):
             raise ValueError(
-                f"exclude_above={self.exclude_above} must be above 1, times the median "
-                "length of the regions' messages"
+                f"exclude_above={self.exclude_above!r} must be above 1, times the "
+                "median length of the regions' messages"
             )
         check_choice("mean", self.mean, MEANS)
         if not 0 <= self.trim < 0.5:

@@ -21,13 +21,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cocodc_jax.transforms.layers import BLOCKS
+from cocodc_jax.transforms.layers import BLOCKS, STACKED, layer_number
 
 Path = tuple[str, ...]
 
 # Siblings: a name that ends with a number.
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
-_STACKED = re.compile(r"layers|blocks|stack|scan", re.IGNORECASE)
 
 
 class Place(NamedTuple):
@@ -62,8 +61,7 @@ def _called(name: str, shapes: dict[Path, tuple]) -> dict[Path, Place]:
     for path in shapes:
         if name in path[:-1]:
             at = path.index(name) + 1
-            layer = int(path[at]) if path[at].isdigit() else None
-            found[path] = Place("/".join(path[:at]), layer)
+            found[path] = Place("/".join(path[:at]), layer_number(path[at]))
     return found
 
 
@@ -121,7 +119,7 @@ def _are_layers(members: list[list[Path]], depth: int) -> bool:
 
 def _is_stacked(name: str, shapes: list[tuple]) -> bool:
     """Return whether leaves have a stack's name, and share an axis of layers."""
-    if not _STACKED.search(name) or len(shapes) < 2:
+    if not STACKED.search(name) or len(shapes) < 2:
         return False
     lengths = {shape[0] if shape else 0 for shape in shapes}
     return len(lengths) == 1 and lengths.pop() > 1 and any(len(s) > 2 for s in shapes)

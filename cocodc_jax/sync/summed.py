@@ -8,8 +8,7 @@
   of which depends on the first, see `transforms.power_sgd`. `messages.Ranked` sends
   each region's own factors instead.
 
-Source of the rings: Ravnest (arXiv 2401.01728), from memory. The choice of orders is
-ours.
+Source of the rings: Ravnest (arXiv 2401.01728), from memory. The orders are ours.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ from jax.flatten_util import ravel_pytree
 
 from cocodc_jax.sync.messages import Message
 from cocodc_jax.transforms import power_sgd
-from cocodc_jax.transforms.numerics import check_count, check_positive
+from cocodc_jax.transforms.numerics import check_at_least
 
 PyTree = Any
 
@@ -43,7 +42,7 @@ class ByRings(Message):
     )
 
     def __post_init__(self):
-        check_count("num_rings", self.num)
+        check_at_least("num_rings", self.num, 1)
 
     def num_bytes(self, part: PyTree, num_regions: int, rank: int = 0) -> int:
         """Return the bytes that a region passes on: 2 (M - 1) / M, and padding.
@@ -99,7 +98,7 @@ class SummedFactors(Message):
     why_uncompressed = "its factors are summed as they are; pass sum_factors=False"
 
     def __post_init__(self):
-        check_positive("rank", self.first)
+        check_at_least("rank", self.first, 1)
 
     @property
     def is_ranked(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -11,7 +11,8 @@ A region that was only cut off, or silent, still has its work. With theta_m its
 parameters and theta_s the last outer parameters in common with the others, it continues
 from theta_g + (theta_m - theta_s) with its own inner optimizer and compressors: its
 next pseudo-gradients contain its work. Messages that it sent before, and that were
-counted without its knowledge, are counted twice.
+counted without its knowledge, are counted twice. Work that its own part of a cut
+network has merged in the turn in which it missed the others is in theta_s, and lost.
 """
 
 import dataclasses

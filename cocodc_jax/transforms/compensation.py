@@ -30,7 +30,9 @@ import optax
 from cocodc_jax.transforms import curvature as curvatures
 from cocodc_jax.transforms.layers import nodes_of
 from cocodc_jax.transforms.numerics import (
+    check_number,
     check_positive,
+    check_unit_interval,
     difference,
     fill_holes,
     has_holes,
@@ -96,7 +98,9 @@ def delay_compensation(
     [0.5 3. ] [0.5 3. ]
     """
     curvature = curvatures.as_curvature("curvature", curvature)
-    check_positive("max_ratio", max_ratio)
+    check_number("strength", strength)
+    if max_ratio is not None:
+        check_positive("max_ratio", max_ratio)
 
     def init_fn(params):
         zero = jnp.zeros([], jnp.int32)
@@ -132,6 +136,7 @@ def adam_second_moment(b2: float | jax.Array) -> Callable[[Any], Any]:
       tree like the parameters, nu / (1 - b2^count), and nu itself, zeros, of a region
       whose Adam has made no step yet. The state must hold one Adam's nu of each.
     """
+    check_unit_interval("b2", b2)
 
     def second_moment(opt_state):
         adam = nodes_of(optax.ScaleByAdamState, opt_state)

@@ -18,8 +18,7 @@ The short form is
 
     form = part { "+" part }            part = name [ ":" number ]
 
-A part hands what it sends to the part after it; each may be used alone but `matrices`
-and `ef`.
+A part hands what it sends to the one after it; all but `matrices` and `ef` stand alone.
 
 | name                                  | number     | after `+`     |
 |---------------------------------------|------------|---------------|

@@ -174,14 +174,9 @@ def matrices(inner: Compressor) -> Compressor:
         found = inner.decode(message.matrices) | whole.decode(message.vectors)
         return message.structure.unflatten([found[path] for path in message.paths])
 
-    return Compressor(
-        f"matrices({inner.name})",
-        lambda tree: inner.init(split(tree)[0]),
-        encode,
-        decode,
-        is_sparse=inner.is_sparse,
-        needs_model=True,
-    )
+    name, init = f"matrices({inner.name})", lambda tree: inner.init(split(tree)[0])
+    kinds = {"is_sparse": inner.is_sparse, "needs_model": True}
+    return Compressor(name, init, encode, decode, **kinds)
 
 
 def check_floats(name: str, tree: Any) -> None:

@@ -52,10 +52,11 @@ import optax
 from cocodc_jax.transforms.layers import is_stack, path_of
 from cocodc_jax.transforms.numerics import (
     cast_like,
+    check_at_least,
     check_choice,
-    check_count,
     check_not_negative,
     check_positive,
+    is_number,
     safe_norm,
     vary_like,
     wide_dtype,
@@ -103,8 +104,8 @@ def isotropic() -> Curvature:
     """
 
     def product(gradient, displacement, *, delay_steps):
-        if isinstance(delay_steps, (int, float)) and not delay_steps >= 1:
-            raise ValueError(f"delay_steps={delay_steps} must be at least 1")
+        if is_number(delay_steps):
+            check_at_least("delay_steps", delay_steps, 1)
         return jax.tree.map(
             lambda d: d / jnp.asarray(delay_steps, d.dtype), displacement
         )
@@ -128,8 +129,8 @@ def outer_product(sync_interval: int = 1, units: str = "parameter") -> Curvature
       sync_interval: the divisor H of CoCoDC in steps; 1 for DC-ASGD.
       units: units in which `g` is squared, "parameter" or "gradient".
     """
-    if isinstance(sync_interval, (int, float)) and not sync_interval >= 1:
-        raise ValueError(f"sync_interval={sync_interval} must be at least 1 step")
+    if is_number(sync_interval):
+        check_at_least("sync_interval", sync_interval, 1)
     check_choice("units", units, ("parameter", "gradient"))
 
     def product(gradient, displacement, learning_rate=1.0):
@@ -170,7 +171,8 @@ def normalized_outer_product(
       eps: at least 0, keeps `w` finite; in the units of `c`, 1e-8 as in the authors'
         code. `w` is 0 where `||c|| + eps` is.
     """
-    check_positive("max_weight", max_weight)
+    if max_weight is not None:
+        check_positive("max_weight", max_weight)
     check_not_negative("eps", eps)
     check_choice("scope", scope, ("tensor", "layer", "tree"))
 
@@ -183,7 +185,8 @@ def normalized_outer_product(
         return jax.tree.map(lambda c: weight.astype(c.dtype) * c, curved)
 
     def of_layers(keys, gradient, displacement):
-        each = jax.vmap(normalized) if is_stack(path_of(keys)) else normalized
+        has_layers = gradient.ndim and is_stack(path_of(keys))
+        each = jax.vmap(normalized) if has_layers else normalized
         return each(gradient, displacement)
 
     def product(gradient, displacement):
@@ -276,7 +279,7 @@ def hutchinson(num_samples: int = 1, units: str = "gradient") -> Curvature:
     per sample; one more tree holds the running sum. A diagonal cannot see how
     parameters interact: exact only where the Hessian is diagonal.
     """
-    check_count("num_samples", num_samples)
+    check_at_least("num_samples", num_samples, 1)
     check_choice("units", units, tuple(_UNIT_NEEDS))
 
     def product(gradient, displacement, *, gradient_fn, stale_params, key, **scales):

@@ -23,7 +23,13 @@ import optax
 
 from cocodc_jax.transforms import curvature
 from cocodc_jax.transforms.compensation import delay_compensation
-from cocodc_jax.transforms.numerics import check_unit_interval, widen
+from cocodc_jax.transforms.numerics import (
+    cast_like,
+    check_rate,
+    check_unit_interval,
+    wide_zeros,
+    widen,
+)
 
 
 def dc_asgd(
@@ -70,7 +76,7 @@ def dc_asgd_adaptive(
 class AdaptiveDelayCompensationState(NamedTuple):
     """State of `adaptive_delay_compensation`."""
 
-    # tree like the parameters, running mean of the squared updates.
+    # tree like the parameters, float32 or wider, running mean of the squared updates.
     mean_square: optax.Updates
     # `DelayCompensationState` of the inner `delay_compensation`.
     compensation: optax.OptState
@@ -86,24 +92,24 @@ def adaptive_delay_compensation(
     Args:
       strength: lambda_0.
       decay: b, of the running mean square MS of the updates, in [0, 1).
-      eps: added to MS under the root, in squared units of the updates.
+      eps: added to MS under the root, positive, in squared units of the updates.
 
     Returns:
       A transformation whose `update` needs `params` and `stale_params=...`.
     """
     check_unit_interval("decay", decay)
+    check_rate("eps", eps)
     compensate = delay_compensation(_size_weighted_outer_product(eps), strength)
 
     def init_fn(params):
-        mean_square = optax.tree.zeros_like(params)
+        # Squares of float16 would overflow in it.
+        mean_square = jax.tree.map(wide_zeros, params)
         return AdaptiveDelayCompensationState(mean_square, compensate.init(params))
 
     def update_fn(updates, state, params=None, *, stale_params=None, **extra):
-        mean_square = jax.tree.map(
-            lambda u, m: (decay * m + (1 - decay) * widen(u) ** 2).astype(m.dtype),
-            updates,
-            state.mean_square,
-        )
+        mix = lambda u, m: decay * m + (1 - decay) * widen(u) ** 2  # noqa: E731
+        mean_square = jax.tree.map(mix, updates, state.mean_square)
+        mean_square = cast_like(mean_square, state.mean_square)
         given = {"stale_params": stale_params, "second_moment": mean_square}
         updates, compensation = compensate.update(
             updates, state.compensation, params, **given

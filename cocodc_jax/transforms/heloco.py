@@ -124,18 +124,9 @@ def heloco(
     >>> print(step.round(4))  # 0.3 of the -3 is taken off: D^ = [-2.1, 4]
     [ 2.375 -5.   ]
     """
-    return optax.chain(
-        scale_by_heloco(
-            momentum,
-            keep_cosine,
-            removal_rate,
-            turn_rate,
-            confidence_scale,
-            max_removal,
-            weight,
-        ),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    numbers = keep_cosine, removal_rate, turn_rate, confidence_scale, max_removal
+    corrected = scale_by_heloco(momentum, *numbers, weight)
+    return optax.chain(corrected, optax.scale_by_learning_rate(learning_rate))
 
 
 def mla(

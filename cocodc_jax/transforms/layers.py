@@ -5,11 +5,16 @@ A model that is scanned keeps the blocks' leaves stacked along a leading layer a
 (`blocks/0/mlp/up`). What is stated of a tensor holds for each layer of a stack.
 """
 
+import re
 from typing import Any
 
 import jax
 
 BLOCKS = "blocks"
+# Names of a subtree that may be a stack of layers, and of a single layer. Scanned
+# layers have parts with numbers too, such as `blocks/norm1` and `blocks/Dense_0`.
+STACKED = re.compile(r"layers|blocks|stack|scan", re.IGNORECASE)
+_LAYER = re.compile(r"(|layer|block|.*(layers|blocks|stack))_?(\d+)", re.IGNORECASE)
 
 
 def path_of(keys) -> str:
@@ -51,16 +56,26 @@ def is_block(path: str, blocks: str = BLOCKS) -> bool:
 
 
 def is_stack(path: str, blocks: str = BLOCKS) -> bool:
-    """Tell whether a leaf's first axis is one of layers, which are below `blocks`.
+    """Tell whether a leaf's first axis is one of layers.
+
+    They are below `blocks`, or the first part with a name as `STACKED` has it.
 
     >>> is_stack("blocks/mlp/up"), is_stack("blocks/0/mlp/up"), is_stack("blocks")
     (True, False, False)
     """
-    if not is_block(path, blocks):
-        return False
     parts = path.split("/")
-    after = parts[parts.index(blocks) + 1 :]
-    return bool(after) and not after[0].isdecimal()
+    above = [part for part in parts[:-1] if part == blocks or STACKED.search(part)]
+    if not above:
+        return False
+    stack = blocks if blocks in above else above[0]
+    after = parts[parts.index(stack) + 1]
+    return layer_number(stack) is None and layer_number(after) is None
+
+
+def layer_number(part: str) -> int | None:
+    """Return the number of a layer, from its part of a path; None if it is none."""
+    match = _LAYER.fullmatch(part)
+    return int(match[3]) if match else None
 
 
 def is_matrix(path: str, num_axes: int, blocks: str = BLOCKS) -> bool:

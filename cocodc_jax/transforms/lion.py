@@ -13,8 +13,7 @@ then everywhere theta <- theta - eta (d + wd theta), which is
 `optax.chain(optax.add_decayed_weights(wd), optax.scale_by_learning_rate(eta))`.
 
 Source: Distributed Lion, arXiv 2404.00438, both of its rules; not checked against the
-authors' code. Differs from the paper: a bit has no room for a zero, sent as +1 (a nan
-as -1).
+authors' code. Differs from the paper: a bit has no zero, sent as +1 (a nan as -1).
 """
 
 import math
@@ -27,6 +26,7 @@ import optax
 from cocodc_jax.transforms.compressor import Compressor, per_leaf
 from cocodc_jax.transforms.numerics import (
     cast_like,
+    check_choice,
     check_unit_interval,
     wide_zeros,
     widen,
@@ -109,8 +109,7 @@ def combine(messages, rule: str = "average"):
     >>> print(combine(messages, "majority"))
     [ 1. -1.]
     """
-    if rule not in RULES:
-        raise ValueError(f"rule={rule!r} is not one of {RULES}")
+    check_choice("rule", rule, RULES)
     signs = jax.vmap(sign_bits().decode)(messages)
     if rule == "average":
         return jax.tree.map(lambda d: jnp.mean(d, axis=0), signs)

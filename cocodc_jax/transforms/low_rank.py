@@ -33,7 +33,7 @@ from cocodc_jax.transforms.compressor import (
     stateless,
 )
 from cocodc_jax.transforms.layers import is_stack, named_leaves
-from cocodc_jax.transforms.numerics import check_count
+from cocodc_jax.transforms.numerics import check_at_least
 
 
 class LowRankState(NamedTuple):
@@ -63,7 +63,7 @@ def low_rank(rank: int = 4, factors: Compressor | None = None) -> Compressor:
     >>> bool(jnp.allclose(compressor.decode(message), matrix, rtol=1e-4, atol=1e-4))
     True
     """
-    check_count("rank", rank)
+    check_at_least("rank", rank, 1)
     inner = stateless("factors", factors)
 
     def init(tree):
@@ -114,7 +114,7 @@ def resize(state: LowRankState, tree, rank: int) -> LowRankState:
       A state with the shapes of `low_rank(rank).init(tree)`; a tensor sent whole at
       one rank and not at the other starts afresh.
     """
-    check_count("rank", rank)
+    check_at_least("rank", rank, 1)
 
     def resized(fresh, old):
         if isinstance(fresh, tuple) or isinstance(old, tuple):

@@ -80,7 +80,7 @@ def scale_by_mt_adam(
     [1.2738] (Array([1.], dtype=float32), Array([0.625], dtype=float32))
     """
     b1s, weights = tuple(b1s), tuple(weights)
-    if len(b1s) != len(weights) or min(weights, default=0.0) < 0:
+    if len(b1s) != len(weights) or not all(w >= 0 for w in weights):
         raise ValueError(
             f"weights={weights} must be one for each of b1s={b1s}, none below 0"
         )

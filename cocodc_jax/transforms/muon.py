@@ -66,9 +66,10 @@ def muon(
                 contrib.scale_by_muon(
                     beta=momentum,
                     nesterov=False,
+                    mu_dtype=jnp.float32,
                     weight_dimension_numbers=lambda tree: matrix_axes(tree, blocks),
                 ),
-                optax.stateless(lambda steps, _: jax.tree.map(_scaled, steps)),
+                optax.stateless(lambda *trees: jax.tree.map(_scaled, *trees)),
                 optax.add_decayed_weights(weight_decay),
                 optax.scale_by_learning_rate(learning_rate),
             ),
@@ -78,10 +79,11 @@ def muon(
     )
 
 
-def _scaled(step):
-    """Multiply matrices [..., in, out] by sqrt(out / in)."""
+def _scaled(step, param):
+    """Multiply matrices [..., in, out] by sqrt(out / in), in the parameter's dtype."""
     fan_in, fan_out = step.shape[-2:]
-    return step * jnp.sqrt(fan_out / fan_in).astype(step.dtype)
+    scale = jnp.sqrt(fan_out / max(fan_in, 1))
+    return (step * scale.astype(step.dtype)).astype(param.dtype)
 
 
 def matrix_axes(params, blocks: str = BLOCKS):

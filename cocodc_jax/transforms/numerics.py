@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -139,34 +140,54 @@ def check_choice(argument: str, value, choices) -> None:
         raise ValueError(f"{argument}={value!r} is unknown; use one of {choices}")
 
 
+def is_number(value) -> TypeGuard[float]:
+    """Tell whether a value is a number of Python or NumPy, and no array."""
+    return isinstance(value, (int, float, np.number))
+
+
 def _check(is_right: Callable[[float], bool], words: str) -> Callable[..., None]:
-    """Make `check(argument, value)`; what is no Python number passes unchecked."""
+    """Make `check(argument, value)`; arrays, and schedules, pass unchecked."""
 
     def check(argument: str, value) -> None:
-        if isinstance(value, (int, float)) and not is_right(value):
-            raise ValueError(f"{argument}={value} must be {words}")
+        is_none = value is None or isinstance(value, str)
+        if is_none or (is_number(value) and not is_right(value)):
+            raise ValueError(f"{argument}={value!r} must be {words}")
 
     return check
 
 
-check_finite = _check(lambda x: -math.inf < x < math.inf, "a finite number")
+check_number = _check(lambda x: -math.inf < x < math.inf, "a finite number")
 check_unit_interval = _check(lambda x: 0 <= x < 1, "at least 0 and below 1")
 check_positive = _check(lambda x: x > 0, "positive")
 check_not_negative = _check(lambda x: 0 <= x < math.inf, "at least 0 and finite")
 check_rate = _check(lambda x: 0 < x < math.inf, "positive and finite")
-check_whole = _check(lambda x: x % 1 == 0, "a whole number")
+check_count = _check(lambda x: x >= 1 and x % 1 == 0, "a whole number, at least 1")
+check_share = _check(lambda x: 0 < x <= 1, "above 0 and at most 1")
+
+
+def check_finite(argument: str, value) -> None:
+    """Raise ValueError for a number that is not finite; what is none passes."""
+    if is_number(value):
+        check_number(argument, value)
+
+
+def check_outer(outer_lr, outer_momentum) -> None:
+    """Raise ValueError unless the rate and the momentum of an outer step are ones."""
+    check_rate("outer_lr", outer_lr)
+    check_unit_interval("outer_momentum", outer_momentum)
+
+
+def check_unused(argument: str, value, default, where: str) -> None:
+    """Raise ValueError for a number that is given where it has no meaning."""
+    if is_number(value) and value != default:
+        raise ValueError(
+            f"{argument}={value} has no meaning with {where}; leave it out"
+        )
 
 
 def check_between(argument: str, value, least, most) -> None:
-    """Raise ValueError unless a Python number is in a range; arrays pass unchecked."""
-    if isinstance(value, (int, float)) and not least <= value <= most:
-        raise ValueError(f"{argument}={value} must be between {least} and {most}")
-
-
-def check_share(argument: str, value) -> None:
-    """Raise ValueError unless a number is in (0, 1]."""
-    if not 0 < value <= 1:
-        raise ValueError(f"{argument}={value} must be above 0 and at most 1")
+    """Raise ValueError unless a number is in a range; arrays pass unchecked."""
+    _check(lambda x: least <= x <= most, f"between {least} and {most}")(argument, value)
 
 
 def check_transform(argument: str, value, made_by: str) -> None:
@@ -178,7 +199,10 @@ def check_transform(argument: str, value, made_by: str) -> None:
         )
 
 
-def check_count(argument: str, value) -> None:
-    """Raise ValueError unless a static number is whole and positive, as shapes are."""
-    if not hasattr(value, "__index__") or value < 1:
-        raise ValueError(f"{argument}={value!r} must be positive, a whole number")
+def check_at_least(argument: str, value, least: int) -> None:
+    """Raise ValueError unless a static number is whole, and at least `least`."""
+    words = f"a whole number, at least {least}"
+    if not hasattr(value, "__index__"):
+        raise ValueError(f"{argument}={value!r} must be {words}")
+    if value < least:
+        raise ValueError(f"{argument}={value} must be at least {least}")

@@ -26,9 +26,10 @@ from cocodc_jax.transforms.heloco import (
 from cocodc_jax.transforms.numerics import (
     cast_like,
     check_choice,
+    check_count,
+    check_not_negative,
     check_positive,
     check_unit_interval,
-    check_whole,
     difference,
     matched,
     safe_norm,
@@ -73,8 +74,7 @@ def scale_by_delayed_nesterov(
       A transformation to a descent direction. With N = 1 it is Nesterov's.
     """
     check_unit_interval("momentum", momentum)
-    check_positive("buffer_size", buffer_size)
-    check_whole("buffer_size", buffer_size)
+    check_count("buffer_size", buffer_size)
 
     def init_fn(params):
         # Arrays of its own for each: a state that is donated holds none twice.
@@ -159,7 +159,9 @@ def group_heavy_ball(
       A transformation whose `update(updates, state, params, *, group_mean_params)`
       gives the step to add; `group_mean_params` is a tree like `params`, *regional*.
     """
+    check_not_negative("learning_rate", learning_rate)
     check_unit_interval("momentum", momentum)
+    check_not_negative("pull", pull)
 
     def init_fn(params):
         return GroupHeavyBallState(optax.tree.zeros_like(params))
@@ -205,11 +207,8 @@ def scale_by_clipped_momentum(
         return ClippedMomentumState(optax.tree.zeros_like(params))
 
     def update_fn(updates, state, params=None):
-        clipped = jax.tree.map(
-            lambda u, m: jnp.clip(momentum * m + u, -max_abs, max_abs),
-            updates,
-            state.momentum,
-        )
+        clip = lambda u, m: jnp.clip(momentum * m + u, -max_abs, max_abs)  # noqa: E731
+        clipped = jax.tree.map(clip, updates, state.momentum)
         return cast_like(clipped, updates), ClippedMomentumState(
             cast_like(clipped, state.momentum)
         )

@@ -27,12 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from cocodc_jax.transforms.compressor import Compressor, per_leaf
-from cocodc_jax.transforms.numerics import check_count
+from cocodc_jax.transforms.numerics import check_at_least, widen
 from cocodc_jax.transforms.packing import pack, unpack
 
 
 def float16() -> Compressor:
-    """Send two bytes a value: 11 significant bits, from 6e-8 to 65504."""
+    """Send two bytes a value: 11 significant bits, from 6e-8 to 65504, the most."""
     return _cast("float16", jnp.float16)
 
 
@@ -78,7 +78,14 @@ def sign(block_size: int = 256) -> Compressor:
 
 
 def _cast(name, dtype):
-    return per_leaf(name, lambda x, key: x.astype(dtype), lambda arrays, shape: arrays)
+    most = float(jnp.finfo(dtype).max)
+
+    def encode_leaf(x, key):
+        # An infinity of its own would stay in a residual for ever.
+        inside = jnp.clip(widen(x), -most, most)
+        return jnp.where(jnp.isfinite(x), inside, widen(x)).astype(dtype)
+
+    return per_leaf(name, encode_leaf, lambda arrays, shape: arrays)
 
 
 def _uniform(levels):
@@ -140,7 +147,7 @@ def _blockwise(name, bits, encode, decode, block_size, stochastic, scale_of=_abs
     `encode` makes codes of fractions in [-1, 1], with uniform noise in [0, 1) or None;
     `decode` makes fractions of codes.
     """
-    check_count("block_size", block_size)
+    check_at_least("block_size", block_size, 1)
 
     def encode_leaf(x, key):
         if stochastic and key is None:

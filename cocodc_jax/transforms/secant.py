@@ -36,9 +36,9 @@ def secant(
 
     Besides what `base` needs, `delay_compensation(...).update` must be given
     `later_gradient` (a tree like the updates and in their units and sign) and
-    `later_params` (where it was taken). In the region program they are the per-step
-    pseudo-gradients of the first and the last part of the overlap, and the points
-    where those parts began.
+    `later_params` (where it was taken). In the region program the updates are the
+    per-step pseudo-gradient of the whole overlap, `later_gradient` is that plus the
+    change from its first half to the second, and `later_params` is halfway.
 
     Args:
       base: the curvature to weigh, or the name of one with its default options; its
@@ -62,7 +62,8 @@ def secant(
     True
     """
     base = as_curvature("base", base)
-    check_positive("max_weight", max_weight)
+    if max_weight is not None:
+        check_positive("max_weight", max_weight)
     check_choice("scope", scope, ("tensor", "tree"))
 
     def fit(change, predicted):

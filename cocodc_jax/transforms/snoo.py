@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import optax
 
 from cocodc_jax.transforms.numerics import (
-    check_positive,
+    check_count,
+    check_rate,
     check_transform,
     check_unit_interval,
-    check_whole,
+    difference,
+    widen,
 )
 
 
@@ -29,7 +31,7 @@ class SnooState(NamedTuple):
     """State of `snoo`."""
 
     num_steps: jax.Array  # int32 scalar, inner steps since the last outer step.
-    slow_params: optax.Params  # tree like the parameters, x.
+    slow_params: optax.Params  # tree like the parameters, x, float32 or wider.
     # State of the inner optimizer, left as it is by an outer step.
     inner_state: optax.OptState
     outer_state: optax.OptState  # State of the outer `optax.sgd`.
@@ -65,20 +67,17 @@ def snoo(
     [-0.4]
     """
     check_transform("inner", inner, "optax.adamw(1e-3)")
+    check_rate("learning_rate", learning_rate)
     check_unit_interval("momentum", momentum)
-    check_positive("sync_interval", sync_interval)
-    check_whole("sync_interval", sync_interval)
+    check_count("sync_interval", sync_interval)
     inner = optax.with_extra_args_support(inner)
     outer = optax.sgd(learning_rate, momentum, nesterov=True)
 
     def init_fn(params):
-        return SnooState(
-            num_steps=jnp.zeros([], jnp.int32),
-            # A copy: parameters and optimizer state may both be donated.
-            slow_params=jax.tree.map(lambda p: jnp.array(p, copy=True), params),
-            inner_state=inner.init(params),
-            outer_state=outer.init(params),
-        )
+        # A copy: parameters and optimizer state may both be donated.
+        slow = jax.tree.map(lambda p: jnp.array(widen(p), copy=True), params)
+        num_steps = jnp.zeros([], jnp.int32)
+        return SnooState(num_steps, slow, inner.init(params), outer.init(slow))
 
     def update_fn(updates, state, params=None, **extra):
         if params is None:
@@ -88,11 +87,12 @@ def snoo(
         )
         num_steps = state.num_steps + 1
         is_sync = num_steps >= sync_interval
-        old, fast = state.slow_params, optax.apply_updates(params, fast_step)
-        gradient = jax.tree.map(jnp.subtract, old, fast)
+        # In bfloat16 most outer steps would be rounded away.
+        old, wide = state.slow_params, jax.tree.map(widen, params)
+        gradient = difference(old, optax.apply_updates(wide, fast_step))
         step, outer_state = outer.update(gradient, state.outer_state, old)
         slow = optax.apply_updates(old, step)
-        jump = jax.tree.map(lambda x, w: (x - w).astype(x.dtype), slow, params)
+        jump = jax.tree.map(jnp.subtract, slow, wide)
         slow, outer_state = _where(
             is_sync, (slow, outer_state), (old, state.outer_state)
         )

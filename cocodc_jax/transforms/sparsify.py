@@ -29,7 +29,7 @@ from cocodc_jax.transforms.compressor import (
     per_leaf,
     stateless,
 )
-from cocodc_jax.transforms.numerics import check_count, check_share, widen
+from cocodc_jax.transforms.numerics import check_at_least, check_share, widen
 from cocodc_jax.transforms.packing import index_bits, pack, unpack
 
 
@@ -81,8 +81,7 @@ def chunked_top_k(
     """Send the k largest values of each chunk.
 
     Args:
-      k: values of a whole chunk; of a smaller one in proportion to its entries, at
-        least one.
+      k: values of a whole chunk; of a smaller one its share of them, at least one.
       chunk_side: rows and columns of a chunk.
       values: stateless compressor for the values, `identity()` if None. It sees
         [chunks, k] of a tensor at once.
@@ -94,14 +93,9 @@ def chunked_top_k(
     ...        message.items()})
     {'b': 2, 'w': 128}
     """
-    return _chunked(
-        "chunked_top_k",
-        k,
-        chunk_side,
-        values,
-        lambda chunks, _: chunks,
-        lambda size: min(size, max(1, round(k * size / chunk_side**2))),
-    )
+    count = lambda size: min(size, max(1, round(k * size / chunk_side**2)))  # noqa: E731
+    as_is = lambda chunks, is_inverse: chunks  # noqa: E731
+    return _chunked("chunked_top_k", k, chunk_side, values, as_is, count)
 
 
 def dct_top_k(
@@ -121,8 +115,8 @@ def dct_top_k(
 
 def _chunked(name, k, chunk_side, values, transform, count):
     """Build a compressor of chunks; `transform(chunks, is_inverse)`, `count(size)`."""
-    check_count("k", k)
-    check_count("chunk_side", chunk_side)
+    check_at_least("k", k, 1)
+    check_at_least("chunk_side", chunk_side, 1)
 
     def split(x):
         chunks = _to_chunks(x.reshape(matrix_shape(x.shape)), chunk_side)

@@ -27,7 +27,12 @@ from cocodc_jax.transforms.compressor import (
     map_packed,
     stateless,
 )
-from cocodc_jax.transforms.numerics import check_count, check_share, vary_like
+from cocodc_jax.transforms.numerics import (
+    check_at_least,
+    check_share,
+    is_number,
+    vary_like,
+)
 from cocodc_jax.transforms.packing import index_bits, pack, unpack
 
 _BEYOND = np.iinfo(np.int32).max
@@ -71,9 +76,9 @@ def threshold(
     [ 0. -6.  0.  4.]
     """
     check_share("density", density)
-    if not 1 <= slack < math.inf:
-        raise ValueError(f"slack={slack} must be at least 1 and finite")
-    check_count("every", every)
+    if not (is_number(slack) and 1 <= slack < math.inf):
+        raise ValueError(f"slack={slack!r} must be at least 1 and finite")
+    check_at_least("every", every, 1)
     inner = stateless("values", values)
     name = f"threshold({inner.name})" if values else "threshold"
 

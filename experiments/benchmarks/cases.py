@@ -179,13 +179,9 @@ def make_case(
     if num_layers is not None:
         model = dataclasses.replace(model, num_layers=num_layers, scan_layers=True)
     sizes = (interval, regions, data.batch_per_region, data.sequence_length + 1)
-    return Case(
-        name,
-        models.make_loss_fn(model),
-        config.optimizer.build(10**6),
-        models.init_params(model, jax.random.key(0)),
-        _tokens(model.vocab_size, sizes),
-    )
+    params = models.init_params(model, jax.random.key(0))
+    optimizer, batches = config.optimizer.build(10**6), _tokens(model.vocab_size, sizes)
+    return Case(name, models.make_loss_fn(model), optimizer, params, batches)
 
 
 def _tokens(vocab_size: int, sizes: tuple[int, ...]) -> np.ndarray:

@@ -125,14 +125,10 @@ def run(
     children.make_key(workdir)
     addresses = ",".join(f"region{r}:{_PORT}" for r in range(num_regions))
     command = [
-        *commands.python_m("train"),
-        *train,
-        f"--workdir={workdir}",
-        "--exchange=elastic",
-        f"--region_addresses={addresses}",
-        "--region_id={region}",
-        f"--key_file={workdir / 'key'}",
-    ]
+        *commands.python_m("train"), *train, f"--workdir={workdir}",
+        "--exchange=elastic", f"--region_addresses={addresses}",
+        "--region_id={region}", f"--key_file={workdir / 'key'}",
+    ]  # fmt: skip
     topology = uniform(num_regions, Link(bandwidth_gbps=0.1, latency_s=0.02))
     plan = netlab.make_plan(topology, command, workdir / "lab", seed=own.seed)
     over_time = disturbed(scenario, plan.conditions[0], own.at_s, own.fault_s)

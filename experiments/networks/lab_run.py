@@ -63,9 +63,8 @@ def network(text: str, num_regions: int) -> Network:
     is_number = text.replace(".", "", 1).isdigit()
     is_known = is_number or text in (WIDE, "unequal")
     name = text if is_known else pathlib.Path(text).stem
-    path = None if is_number or text == WIDE else pathlib.Path(text)
-    if text == "unequal":
-        path = UNEQUAL
+    path = UNEQUAL if text == "unequal" else pathlib.Path(text)
+    path = None if is_number or text == WIDE else path
     flags = (f"--links={path}",)
     if path is None:
         mbit = WIDE_MBIT if text == WIDE else text

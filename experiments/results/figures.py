@@ -10,6 +10,7 @@ compare_all.json. The simulation takes a second and is the same on every machine
 import dataclasses
 import json
 import pathlib
+import sys
 
 from matplotlib.figure import Figure
 
@@ -20,6 +21,8 @@ from cocodc_jax.network.simulator import simulate_method
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.report import plots, points
+
+from .. import program
 
 RESULTS = pathlib.Path(__file__).parent
 
@@ -82,4 +85,6 @@ def _simulate(method: methods.Method, num_fragments: int) -> Timeline:
 
 
 if __name__ == "__main__":
+    with program.usage_errors():
+        program.parse(program.own_flags(), sys.argv, __doc__, has_words=False)
     main()

@@ -75,6 +75,7 @@ NEED = {
     "swarm_s": ("rebalance_s", "failures"),
     "loss_curve": ("target_loss", "loss_key"),
     "target_loss": ("loss_curve",),
+    "answer_steps": ("grace_steps",),
     "hours_between_failures": ("repair_s", "checkpoint_s", "least_regions"),
 }  # fmt: skip
 
@@ -173,7 +174,7 @@ def check(values: FlagValues) -> None:
             is_there = values[needed].value != values[needed].default
             if values[name].present and not is_there:
                 raise ValueError(f"{name}={values[name].value} needs {how}")
-    for name in ("activation_mb", "swarm_s", "rebalance_s"):
+    for name in ("activation_mb", "swarm_s", "rebalance_s", "effective_rank"):
         value = values[name].value
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name}={value} must be positive and finite")

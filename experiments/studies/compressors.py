@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 
 import cocodc_jax as cc
+from cocodc_jax.data.streams import cut_to_sizes
 from cocodc_jax.run import flags
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.session import Session
@@ -27,7 +28,7 @@ from cocodc_jax.transforms.layers import named_leaves
 
 from .. import program
 
-WITHOUT = ("method", "steps")
+WITHOUT = ("method", "steps", "exchange", "adopt_from", "eval_every", "spike_zscore")
 _LARGEST = compression.chunked_top_k(k=128)
 TOP = "top 128 of 4096"
 NUM_RANDOM = 1 << 18
@@ -39,6 +40,7 @@ def main() -> None:
     """Read the flags, train, print the table."""
     console = Console(highlight=False)
     with flags.usage_errors():
+        flags.check_one_process()
         compressors = _compressors()
         interval, rounds = flags.value("interval"), flags.value("rounds")
         for name in ("interval", "rounds"):
@@ -85,7 +87,8 @@ def pseudo_gradients(session: Session, interval: int, rounds: int) -> Tensors:
     program, key = session.program, jax.random.key(session.config.run.seed)
     params = session.init_params(jax.random.fold_in(key, 0))
     state = program.init(params, jax.random.fold_in(key, 1))
-    stream = session.text.train_stream()
+    sizes, full = program.regions.batch_sizes, session.config.data.batch_per_region
+    stream = cut_to_sizes(session.text.train_stream(), sizes, full)
     before = jax.device_get(state.region.params)
     kinds: Tensors = {}
     for _ in range(rounds):

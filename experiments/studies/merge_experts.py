@@ -89,6 +89,8 @@ def main() -> None:
         references = _references()
         config = flags.config(WITHOUT, [METHOD, *references])
         config = config.replace(method=METHOD, partition=flags.value("partition"))
+        each = (config.replace(method=name) for name in (METHOD, *references))
+        flags.check_optimizers(each)
         routing = _routing(config)
         default = f"runs/merge_{config.preset}_{config.data.partition}"
         workdir = pathlib.Path(flags.value("workdir") or default)

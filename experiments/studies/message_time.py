@@ -45,9 +45,11 @@ def main(argv: Sequence[str]) -> int:
         regions=1,
         syncs=1,
     )
-    with flags.usage_errors():
-        program.parse(own, argv, __doc__)
-        sizes = [1024 * int(size) for size in own.kib]
+    with program.usage_errors(own):
+        program.parse(own, argv, __doc__, has_words=False)
+        sizes = [1024 * size for size in flags.numbers("kib", own.kib, int)]
+        if min(sizes, default=0) < 1:
+            raise ValueError(f"kib={','.join(own.kib)} must be numbers of at least 1")
         via = own.via or tempfile.mkdtemp()
         beat_s = BUCKET_BEAT_S if is_bucket(via) else 0.5
         given = {"key": secrets.token_bytes(32), "timing": Timing(beat_s, 60, 600)}

@@ -35,13 +35,15 @@ import numpy as np
 
 from cocodc_jax import models
 from cocodc_jax.data import DataConfig, load
+from cocodc_jax.methods import get as get_method
+from cocodc_jax.run.build import training_parts
 from cocodc_jax.run.optimizer_config import OptimizerConfig
 from cocodc_jax.sync import merge, needs
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.outer import nesterov
 from cocodc_jax.sync.schedules import Schedule, staggered
 from cocodc_jax.transforms import curvature
-from cocodc_jax.transforms.compensation import adam_second_moment, delay_compensation
+from cocodc_jax.transforms.compensation import delay_compensation
 from cocodc_jax.transforms.secant import secant
 
 from .. import trials
@@ -296,12 +298,8 @@ def parts(settings: Settings) -> tuple[Callable, Any, needs.UserInputs]:
         beta2=0.99,
         final_lr_fraction=1.0,  # A step means the same at all times.
     )
-    user_inputs = needs.UserInputs(
-        config.learning_rate(settings.steps),
-        adam_second_moment(config.second_moment_decay()),
-        models.make_outputs(MODEL),
-    )
-    return models.make_loss_fn(MODEL), config.build(settings.steps), user_inputs
+    given = MODEL, get_method("diloco"), config, settings.steps
+    return models.make_loss_fn(MODEL), *training_parts(*given)
 
 
 def init_params(settings: Settings) -> models.Params:

@@ -28,8 +28,14 @@ from cocodc_jax.run.config import dumps
 from .. import program
 from ..sweeps.cells import CONFIDENCE, Interval
 from ..sweeps.report import column_of, read_cells
+from ..sweeps.schedule import differing
 
 FACTORS = ("N", "M", "H")  # Parameters, regions, the interval.
+# Flags by which the factors are varied, and what goes with them.
+SIZES = (
+    "num_layers", "width", "mlp_width", "num_heads", "steps", "warmup_steps", "regions",
+    "batch_per_region", "eval_batches", "sync_interval",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +44,7 @@ class Observation:
 
     factors: Mapping[str, float]
     loss: float
+    flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 Observations = dict[str, list[Observation]]
@@ -85,6 +92,11 @@ class Law:
 
 def fit(observations: Sequence[Observation]) -> Law:
     """Fit the law."""
+    if apart := differing([o.flags for o in observations], SIZES):
+        raise ValueError(
+            f"settings differ in {', '.join(apart)} besides; keep one kind of them, by "
+            "--report --only of experiments.sweep"
+        )
     values = {name: {o.factors[name] for o in observations} for name in FACTORS}
     names = tuple(name for name in FACTORS if len(values[name]) > 1)
     if "N" not in names:
@@ -150,7 +162,7 @@ def observations(cells: Sequence[Mapping[str, Any]]) -> Observations:
             "H": float(cell["flags"].get("sync_interval") or 1),
         }
         method = found.setdefault(cell["flags"]["method"], [])
-        method.append(Observation(factors, column["loss"]["mean"]))
+        method.append(Observation(factors, column["loss"]["mean"], cell["flags"]))
     return found
 
 

@@ -181,14 +181,9 @@ def advise(
         method = choice.config.method.build()
         if method.num_regions not in (None, regions):
             continue
-        timeline = simulated(
-            method,
-            topology,
-            [scale * size for size in choice.fragment_bytes],
-            times,
-            choice.steps,
-            collective,
-        )
+        sizes = [scale * size for size in choice.fragment_bytes]
+        given = method, topology, sizes, times, choice.steps
+        timeline = simulated(*given, collective)
         # Those that all regions have done in the time.
         done = range(choice.steps + 1)
         seconds = [timeline.seconds_until(x) for x in done]

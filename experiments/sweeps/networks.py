@@ -88,13 +88,9 @@ def arrivals(
             method, regions = _method_of(cell, row), row["config"]["run"]["regions"]
             for network in on:
                 link = Link(network.mbit / 1000, network.latency_ms / 1000)
-                timeline = simulated(
-                    method,
-                    uniform(regions, link),
-                    row["fragment_bytes"],
-                    (step_seconds,) * regions,
-                    row["steps"],
-                )
+                links, times = uniform(regions, link), (step_seconds,) * regions
+                sizes = row["fragment_bytes"]
+                timeline = simulated(method, links, sizes, times, row["steps"])
                 seconds = timeline.seconds_until(needed.mean)
                 lost = 1 - timeline.utilization()
                 yield Arrival(network, cell, name, seconds, lost)
@@ -126,13 +122,12 @@ def simulated(
     schedule = exchanges.schedule_of(method)
     interval = schedule.sync_interval if schedule else 1
     steps = min(num_steps, max(INTERVALS * interval, LEAST_STEPS))
-    sizes = tuple(map(float, fragment_bytes)) or (1.0,)
+    sizes = tuple(map(float, fragment_bytes)) or (1.0,) * method.num_fragments
     work = Workload(sizes, tuple(step_time_s))
-    way = collective or ("direct_gather" if exchanges.is_gathered(method) else "direct")
-    try:
-        exchanges.crossing(method, way)
-    except ValueError:  # Its messages have one of their own.
-        way = None
+    way = None
+    if exchanges.own_crossing(method) is None:
+        direct = "direct_gather" if exchanges.is_gathered(method) else "direct"
+        way = collective or direct
     return simulate_method(topology, work, method, steps, way, sharing="fifo")
 
 

@@ -50,7 +50,7 @@ def read(
     if not found:
         raise ValueError(f"reference_from={path} has no cell that ended well")
     held = find(found, words, f"of {path}")
-    if column not in held.columns:
+    if column_of(held, column) not in held.columns:
         raise ValueError(
             f"reference_column={column!r} was not run for {held.label} of {path}; it "
             f"has {list(held.columns)}"
@@ -64,6 +64,11 @@ def read(
             "one another; name results of the same"
         )
     return held
+
+
+def column_of(held: Cell, column: str) -> str:
+    """Return the reference's column: tuned, too, if it is the only one."""
+    return TUNED if column == PUBLISHED and [*held.columns] == [TUNED] else column
 
 
 def _apart(

@@ -22,6 +22,7 @@ from cocodc_jax.data import load
 from cocodc_jax.report.comparison import Run, load_run
 from cocodc_jax.run import build
 from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.hugging_face import model_of
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.session import Session
 from cocodc_jax.train.finite import NonFiniteLossError
@@ -35,6 +36,7 @@ RUNS = "runs"
 # Settings whose compiled programs stay, 180 MB each (tiny). When they are dropped, the
 # next setting compiles small programs anew that it shares with them, in seconds.
 _KEPT_PROGRAMS = 8
+open_text = functools.lru_cache(maxsize=8)(load)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +93,23 @@ def check(settings: Sequence[Setting]) -> None:
             build.build_program(config, config.model, mesh)
 
 
+def check_data(settings: Sequence[Setting], seed: int) -> None:
+    """Open the data of every setting, and none twice, as `prepare` will."""
+    seen: set[tuple] = set()
+    for setting in settings:
+        config, run = setting.config.replace(seed=seed), setting.config.run
+        key = config.data, config.model, run.regions, run.eval_batches, run.init_from
+        if key in seen:
+            continue
+        seen.add(key)
+        with about(setting.name):
+            text = open_text(config.data, run.regions, None)
+            model = model_of(config, text.tokenizer)
+            build.check_model(config, model)
+            mesh = build.mesh_of(run, build.use_devices(run, 1))
+            build.build_evaluate(config, model, mesh, text)
+
+
 def _num_devices(setting: Setting) -> int:
     run = setting.config.run
     return max(run.regions * run.devices_per_region, run.devices) + run.outer_channels
@@ -101,7 +120,6 @@ class Trainer:
 
     def __init__(self, folder: pathlib.Path, keep_runs: bool, console: Console):
         self._folder, self._keep, self._console = folder / RUNS, keep_runs, console
-        self._open_text = functools.lru_cache(maxsize=8)(load)
         self._before: Session | None = None
         self._num_programs = 0
 
@@ -109,7 +127,7 @@ class Trainer:
         """Train a row to its end, from its newest checkpoint if it has one."""
         folder, before = self._folder / row.row_id, self._before
         earlier = [before] if before else []
-        session = self._before = prepare(row.config, folder, self._open_text, earlier)
+        session = self._before = prepare(row.config, folder, open_text, earlier)
         if before is None or before.program is not session.program:
             self._num_programs += 1
             if self._num_programs % _KEPT_PROGRAMS == 0:
@@ -140,10 +158,13 @@ def trained(
     model: models.TransformerConfig,
     summary: Mapping[str, Any],
     curve: Sequence[Sequence[float]],
-    fragment_bytes: Sequence[float],
+    fragment_bytes: Mapping[int, float],
 ) -> dict[str, Any]:
     """Return a finished row as it is to be written."""
     sent, steps = summary["bytes_sent_per_region"], summary["steps"]
+    # One that none of its messages arrived of is taken to be like the others.
+    usual = sum(fragment_bytes.values()) / max(len(fragment_bytes), 1)
+    every = range(row.config.method.build().num_fragments if fragment_bytes else 0)
     return {
         **_head(row, model),
         "loss": summary["eval_loss"],
@@ -154,7 +175,7 @@ def trained(
         "tokens": summary["tokens"],
         "bytes": sent,
         "bytes_per_step": sent / steps,
-        "fragment_bytes": fragment_bytes,
+        "fragment_bytes": [fragment_bytes.get(k, usual) for k in every],
         "seconds": summary["seconds"],
         "tokens_per_second": summary["tokens_per_second"],
         "curve": curve,
@@ -188,11 +209,11 @@ def _head(row: Row, model: models.TransformerConfig) -> dict[str, Any]:
     }
 
 
-def _fragment_bytes(session: Session, run: Run) -> list[float]:
+def _fragment_bytes(session: Session, run: Run) -> dict[int, float]:
     """Return the mean bytes of each fragment's messages; of a step, if all go."""
     if session.program.bytes_per_step:
-        return [float(session.program.bytes_per_step)]
+        return {0: float(session.program.bytes_per_step)}
     sizes: dict[int, list[float]] = {}
     for record in run.of_kind("sync"):
         sizes.setdefault(record["fragment"], []).append(record["bytes"])
-    return [sum(sizes[k]) / len(sizes[k]) for k in sorted(sizes)]
+    return {k: sum(each) / len(each) for k, each in sizes.items()}

@@ -168,13 +168,10 @@ def alone(loss_fn, optimizer, params):
 @pytest.mark.parametrize(
     ("model", "unboxed"),
     [
-        (NANODO, True),
-        (NANODO, False),
-        (Attention(), False),
-        (Einsum(), False),
+        (NANODO, True), (NANODO, False), (Attention(), False), (Einsum(), False),
         (Scanned(), False),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_trains_by_itself_trains_here(model, unboxed):
     params = model.init(jax.random.key(0), TOKENS[0, 0])
     params = nn.unbox(params) if unboxed else params

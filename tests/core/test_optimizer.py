@@ -123,8 +123,7 @@ assert_near = functools.partial(assert_all_close, rtol=0)
 
 
 @pytest.mark.parametrize(
-    "case",
-    [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES],
+    "case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
 )
 def test_every_method_is_the_region_program(case):
     check_case(case, tiny.make_params(), np.float32, 1e-6)
@@ -155,6 +154,29 @@ def test_in_wide_numbers_but_for_their_last_bits(case):
     with jax.enable_x64(True):
         params = jax.tree.map(np.float64, tiny.make_params())
         check_case(case, params, np.float64, 1e-12)
+
+
+@pytest.mark.parametrize("compress", [None, "ef+topk:0.34"])
+def test_a_region_that_is_late_keeps_its_memory_and_spoils_no_mean(compress):
+    """The third, whose batches are NaN from the second step on."""
+    method = cc.methods.get(
+        "decoupled_diloco", sync_interval=1, num_fragments=1, averaging="mean",
+        answer_steps="0,0,9,0", grace_steps=0, mixing_alpha=0.0, compress=compress,
+    )  # fmt: skip
+    tx, axes = cc.synchronized(SGD, method, axis_name="region"), cc.sync_axes(method)
+    program, params = tiny.program_of(method, optimizer=SGD), tiny.make_params()
+    carry = laid_out((0, axes), (params, tx.init(params)), 4)
+    go = jax.jit(mapped(make_step(tiny.loss_fn, tx), (0, axes)))
+    state = program.init(params, jax.random.key(0))
+    for i in range(3):
+        batch = tiny.make_batch(i)
+        batch["x"][2] *= np.nan if i else 1
+        carry, _ = go(carry, batch)
+        state, _ = program.advance(state, jax.tree.map(lambda x: x[None], batch))
+    assert np.isfinite(carry[0]["head"]).all((1, 2)).tolist() == [1, 1, 0, 1]
+    assert_near(carry[0], state.region.params, atol=1e-6)
+    assert_near(carry[1].memories, state.sync.compressors, atol=1e-6)
+    assert all((x[2] == 0).all() for x in jax.tree.leaves(carry[1].memories))
 
 
 # Adaptive, with a delay.
@@ -199,9 +221,8 @@ def on_a_mesh(step, carry, batches):
     lay = functools.partial(NamedSharding, regions_mesh())
     where = jax.tree.map(lay, specs, is_leaf=lambda x: isinstance(x, P))
     carry = jax.device_put(laid_out(axes, carry, 4), where)
-    scan = mapped(
-        lambda carry, xs: jax.lax.scan(step, carry, xs), axes, spmd_axis_name="region"
-    )
+    scan = lambda carry, xs: jax.lax.scan(step, carry, xs)  # noqa: E731
+    scan = mapped(scan, axes, spmd_axis_name="region")
     carry, _ = scan(carry, jax.device_put(batches, lay(P("region"))))
     return jax.lax.with_sharding_constraint(carry, where)
 
@@ -212,9 +233,8 @@ def in_shard_map(step, carry, batches, check_vma=True, is_one=False):
     specs = jax.tree.broadcast(where, carry, is_leaf=lambda x: isinstance(x, P))
 
     def change(fn, carry):
-        return jax.tree.map(
-            lambda x, spec: fn(x) if spec == P("region") else x, carry, specs
-        )
+        pick = lambda x, spec: fn(x) if spec == P("region") else x  # noqa: E731
+        return jax.tree.map(pick, carry, specs)
 
     def of_region(carry, xs):
         own = change(lambda x: x[0], carry), jax.tree.map(lambda x: x[0], xs)
@@ -295,14 +315,11 @@ def test_loops_stay_loops_where_regions_are_mapped(tx, is_one):
 @pytest.mark.parametrize(
     ("name", "options", "regional", "shared"),
     [
-        ("data_parallel", {}, 2, 0),
-        ("diloco", {}, 2, 2),
-        ("streaming_diloco", SHORT, 2, 3),
-        ("cocodc", SHORT, 3, 3),
-        ("cocodc", SHORT | {"compress": "ef+int8"}, 4, 3),
-        ("noloco", {}, 4, 0),
+        ("data_parallel", {}, 2, 0), ("diloco", {}, 2, 2),
+        ("streaming_diloco", SHORT, 2, 3), ("cocodc", SHORT, 3, 3),
+        ("cocodc", SHORT | {"compress": "ef+int8"}, 4, 3), ("noloco", {}, 4, 0),
     ],
-)
+)  # fmt: skip
 def test_what_the_state_costs(name, options, regional, shared):
     """In sets of parameters, as the documentation has it."""
     params = {"blocks": {str(i): jnp.zeros((64, 64)) for i in range(2)}}
@@ -431,9 +448,8 @@ def test_narrow_parameters_are_merged_but_for_a_rounding():
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
     merged = jax.vmap(optax.apply_updates, (None, 0))(params, updates)
     merged = jax.tree.map(np.float32, merged)
-    outer = for_all(
-        cut(params, 1).join([jax.tree.map(lambda x: x[0], state.outer[0])]), 2
-    )
+    one = jax.tree.map(lambda x: x[0], state.outer[0])
+    outer = for_all(cut(params, 1).join([one]), 2)
     assert_all_close(merged, outer, rtol=2**-7, atol=2**-9)
 
 
@@ -441,17 +457,15 @@ def test_narrow_parameters_are_merged_but_for_a_rounding():
     ("method", "says"),
     [
         (cc.methods.get("mla"), "'mla' .* its regions come one by one"),
-        (
-            cc.methods.get("cocodc", delay_steps="auto"),
-            "'cocodc' .* times that the host measures; give numbers; use RegionProgram",
-        ),
+        (cc.methods.get("cocodc", delay_steps="auto"),
+         "'cocodc' .* times that the host measures; give numbers; use RegionProgram"),
         (cc.methods.get("dilocox"), "RankedRounds is a schedule of the host"),
         (cc.methods.get("diloco", exclude_above=3.0), "have the host restore regions"),
         (cc.methods.get("cocodc", curvature="adam_second_moment"), "pass UserInputs"),
         (cc.methods.get("snoo"), "regions=4 must be 1"),
         ("dilco", "method='dilco' is unknown"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_had_is_refused_by_name(method, says):
     with pytest.raises(ValueError, match=says):
         cc.synchronized(optax.sgd(0.1), method, axis_name="region", num_regions=4)
@@ -483,12 +497,9 @@ def test_what_is_known_later_is_refused_then():
         (by_loss, {}, "value_fn=lambda params: loss"),
         (by_outputs, {}, "model's outputs of the last batch: pass"),
         ("streaming_diloco", {}, "num_fragments=4 does not fit a model of 2 blocks"),
-        (
-            by_fives,
-            {"inner": optax.MultiSteps(ADAM, 2)},
-            "sync_interval=5 is not a multiple of the 2 steps",
-        ),
-    ):
+        (by_fives, {"inner": optax.MultiSteps(ADAM, 2)},
+         "sync_interval=5 is not a multiple of the 2 steps"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=says):
             update(method, **options)
     with pytest.raises(ValueError, match="holds 0 states of synchronized"):

@@ -125,14 +125,11 @@ def test_files_of_several_sweeps_are_one_frontier(cells, tmp_path):
         advice.read(",".join(map(str, paths)))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{}", "is no cells.json of experiments.sweep (KeyError('cells'))"),
-        ('{"cells": []}', "has no cell whose seeds all ended well"),
-        (None, "No such file or directory"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("{}", "is no cells.json of experiments.sweep (KeyError('cells'))"),
+    ('{"cells": []}', "has no cell whose seeds all ended well"),
+    (None, "No such file or directory"),
+])  # fmt: skip
 def test_a_file_that_is_none_is_named(text, message, tmp_path, refused):
     path = tmp_path / "cells.json"
     if text is not None:

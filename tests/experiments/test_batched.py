@@ -166,18 +166,15 @@ def test_numbers_of_every_method_are_inputs_or_why_not_is_said(name):
     assert jax.eval_shape(program.evaluate, after, held_out).loss.shape == (2,)
 
 
-@pytest.mark.parametrize(
-    ("leaves", "why"),
-    [
-        ({"step_times": "1,2"}, "step_times=1,2"),
-        ({"exchange": "elastic"}, "exchange='elastic'"),
-        ({"method": "mla"}, "its regions come one by one"),
-        ({"delay_steps": "auto"}, "its events follow times that the host measures"),
-        ({"data_axis": 2}, "data_axis=2"),
-        ({"expert_axis": 2}, "expert_axis=2"),
-        ({"exclude_above": 3.0}, "robust_mean have the host restore regions"),
-    ],
-)
+@pytest.mark.parametrize(("leaves", "why"), [
+    ({"step_times": "1,2"}, "step_times=1,2"),
+    ({"exchange": "elastic"}, "exchange='elastic'"),
+    ({"method": "mla"}, "its regions come one by one"),
+    ({"delay_steps": "auto"}, "its events follow times that the host measures"),
+    ({"data_axis": 2}, "data_axis=2"),
+    ({"expert_axis": 2}, "expert_axis=2"),
+    ({"exclude_above": 3.0}, "robust_mean have the host restore regions"),
+])  # fmt: skip
 def test_what_is_trained_alone_is_said(leaves, why):
     found = config("cocodc") if "method" not in leaves else config(leaves["method"])
     assert why in batched.why_alone(found.replace(**leaves).resolve())
@@ -229,13 +226,10 @@ def test_trials_stop_when_asked():
         outcome_of(make_trials(found), [0], numbers, should_stop=lambda: True)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--batch_trials=-1"], "--batch_trials=-1 must be at least 0"),
-        (["--batch_trials=2", "--keep_runs"], "--keep_runs=True keeps folders"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["--batch_trials=-1"], "--batch_trials=-1 must be at least 0"),
+    (["--batch_trials=2", "--keep_runs"], "--keep_runs=True keeps folders"),
+])  # fmt: skip
 def test_wrong_flags(words, message, refused, tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text('[base]\npreset = "smoke"\n[groups.a]\nmethod = "diloco"\n')

@@ -134,38 +134,35 @@ def test_torch_by_itself_has_one_case(refused, monkeypatch):
     assert said == "--contenders=torch trains the case gpt alone; use --cases=gpt"
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--cases=huge"], "cases='huge' is unknown"),
-        (["--repeats=0"], "repeats=0 must be at least 1"),
-        (["--interval=4"], "interval=4 must be a multiple of 4 and at least 8"),
-        (["--devices=3"], "devices=3 does not divide regions=4 evenly"),
-        (["--regions=16", "--devices=1,16"], "devices=16 is more than there are; use"),
-        (["--devices=a"], "devices=a must be numbers separated by commas"),
-        (["--cases="], "cases= is empty"),
-        (["--cases=", "--growth=regions", "--devices=2"],
-         "devices=2 lays out cases, but cases= is empty"),
-        (["--contenders=drjax"], "contenders='drjax' is not installed"),
-        (["--growth=width"], "growth='width' is unknown"),
-        (["--contenders=diloco,jax"], "contenders='jax' is unknown; use some of dilo"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "says"), [
+    (["--cases=huge"], "cases='huge' is unknown"),
+    (["--repeats=0"], "repeats=0 must be at least 1"),
+    (["--interval=4"], "interval=4 must be a multiple of 4 and at least 8"),
+    (["--devices=3"], "devices=3 does not divide regions=4 evenly"),
+    (["--regions=16", "--devices=1,16"], "devices=16 is more than there are; use"),
+    (["--devices=a"], "devices=a must be numbers separated by commas"),
+    (["--cases="], "cases= is empty"),
+    *(
+        (["--cases=", "--growth=regions", f"--{word}"],
+         f"{word} is for cases, but cases= is empty; --growth has its own")
+        for word in ("devices=2", "regions=16", "contenders=torch")
+    ),
+    (["--contenders=drjax"], "contenders='drjax' is not installed"),
+    (["--growth=width"], "growth='width' is unknown"),
+    (["--contenders=diloco,jax"], "contenders='jax' is unknown; use some of dilo"),
+])  # fmt: skip
 def test_wrong_flags_are_told(refused, monkeypatch, words, says):
     monkeypatch.setattr(bench.cc, "use_cpu_devices", lambda _: None)
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: None)
     assert says in refused(bench, *words)
 
 
-@pytest.mark.parametrize(
-    ("words", "layouts"),
-    [
-        ([], [1, 4]),
-        (["--regions=1"], [1]),
-        (["--devices=2,2,1"], [2, 1]),
-        (["--regions=16"], [1]),  # As where there is one GPU.
-    ],
-)
+@pytest.mark.parametrize(("words", "layouts"), [
+    ([], [1, 4]),
+    (["--regions=1"], [1]),
+    (["--devices=2,2,1"], [2, 1]),
+    (["--regions=16"], [1]),  # As where there is one GPU.
+])  # fmt: skip
 def test_layouts_are_those_that_there_are_devices_for(
     call, monkeypatch, case, words, layouts
 ):

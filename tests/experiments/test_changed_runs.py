@@ -127,16 +127,13 @@ def test_a_schedule_that_follows_the_length_changes_where_that_is_asked_for(
     assert json.loads(out[out.index("{") :])["steps"] == 20
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--outer_lr=0.3"], "lr: 0.4, not 0.3.: for outer_lr give --outer_lr=0.4 as "),
-        (["--outer_lr=0.3"], "or train in another workdir with --adopt_from={}, which"),
-        (["--width=64", "--devices=1"], "for width give --width=32 as before, or begi"),
-        (["--init_from=x"], "for init_from give --init_from=, which the run began wi"),
-        (["--seed=1", "--num_layers=1"], "for seed give .*; for num_layers give "),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["--outer_lr=0.3"], "lr: 0.4, not 0.3.: for outer_lr give --outer_lr=0.4 as "),
+    (["--outer_lr=0.3"], "or train in another workdir with --adopt_from={}, which"),
+    (["--width=64", "--devices=1"], "for width give --width=32 as before, or begi"),
+    (["--init_from=x"], "for init_from give --init_from=, which the run began wi"),
+    (["--seed=1", "--num_layers=1"], "for seed give .*; for num_layers give "),
+])  # fmt: skip
 def test_a_refusal_says_what_to_do_for_each_field(
     finished, refused, corpus, words, message
 ):

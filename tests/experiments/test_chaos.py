@@ -157,25 +157,22 @@ def test_nobody_is_killed_before_all_take_part(tmp_path):
     assert [kill["was_in"] for kill in hit.kills] == [True] * 3
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--regions=1"], "--regions=1 leaves no region when one is killed; use 2 or"),
-        (["--kills=-1"], "--kills=-1 must be 0 or more"),
-        (["--regions=2", "--scenario=link"], "--regions=2 is too few for --scenario=l"),
-        (["--regions=1", "--scenario=cut"], "--regions=1 is too few for --scenario=cu"),
-        (["--gap_s=nan"], "--gap_s=nan must be 0 or more, and finite"),
-        (["--tolerance=-1"], "--tolerance=-1.0 must be 0 or more, and finite"),
-        (["--scenario=cut", "--kills=3"], "--kills=3 has no meaning with --scenario;"),
-        (["--at_s=9"], "--at_s=9.0 has no meaning without --scenario; leave it out"),
-        (["--", "--regions=3"], "--regions=3 after -- is decided here; leave it out,"),
-        (["--scenario=cut", "--regions=3", "--", "--via=x"],
-         "--via=x after -- is decided here; leave it out"),
-        (["--", "--log_every=3"], "--log_every=3 after -- is decided here; leave it o"),
-        (["--", "--exchange=outer"], "--exchange='outer' is not how elastic regions"),
-        (["--", "--method=mla"], "--exchange='elastic' is not possible for method='ml"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "message"), [
+    (["--regions=1"], "--regions=1 leaves no region when one is killed; use 2 or"),
+    (["--kills=-1"], "--kills=-1 must be 0 or more"),
+    (["--regions=2", "--scenario=link"], "--regions=2 is too few for --scenario=l"),
+    (["--regions=1", "--scenario=cut"], "--regions=1 is too few for --scenario=cu"),
+    (["--gap_s=nan"], "--gap_s=nan must be 0 or more, and finite"),
+    (["--tolerance=-1"], "--tolerance=-1.0 must be 0 or more, and finite"),
+    (["--scenario=cut", "--kills=3"], "--kills=3 has no meaning with --scenario;"),
+    (["--at_s=9"], "--at_s=9.0 has no meaning without --scenario; leave it out"),
+    (["--", "--regions=3"], "--regions=3 after -- is decided here; leave it out,"),
+    (["--scenario=cut", "--regions=3", "--", "--via=x"],
+     "--via=x after -- is decided here; leave it out"),
+    (["--", "--log_every=3"], "--log_every=3 after -- is decided here; leave it o"),
+    (["--", "--exchange=outer"], "--exchange='outer' is not how elastic regions"),
+    (["--", "--method=mla"], "--exchange='elastic' is not possible for method='ml"),
+])  # fmt: skip
 def test_what_cannot_be_hit_is_refused(words, message, refused, tmp_path):
     own = [f"--workdir={tmp_path / 'run'}", *words, *["--"] * ("--" not in words)]
     assert refused(chaos, *own, "--preset=smoke").startswith(message)

@@ -49,16 +49,13 @@ def test_a_command_line_that_is_shown_is_one_that_can_be_pasted(path):
     assert not [line for line in text.splitlines() if len(line) > 88]
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "text"),
-    [
-        ("simulate --help", 0, "The network\n  --regions=4"),
-        ("simulate --help=all", 0, "The network\n  --regions=4"),
-        ("wan --help", 0, "The links\n  --regions=2"),
-        ("probe-network --help", 0, "Flags\n  --sizes_mb=16,4,1,0.1"),
-        ("simulate --regions=x", 2, "error: flag --regions=x"),
-    ],
-)
+@pytest.mark.parametrize(("words", "code", "text"), [
+    ("simulate --help", 0, "The network\n  --regions=4"),
+    ("simulate --help=all", 0, "The network\n  --regions=4"),
+    ("wan --help", 0, "The links\n  --regions=2"),
+    ("probe-network --help", 0, "Flags\n  --sizes_mb=16,4,1,0.1"),
+    ("simulate --regions=x", 2, "error: flag --regions=x"),
+])  # fmt: skip
 def test_a_command_runs_the_program(words, code, text, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["cocodc", *words.split()])
     with pytest.raises(SystemExit) as ended:
@@ -116,18 +113,15 @@ def test_openblas_takes_one_thread_unless_told_otherwise(chosen, holds):
 SMOKE = ("--", "--preset=smoke", "--regions=2")
 
 
-@pytest.mark.parametrize(
-    ("program", "words"),
-    [
-        (delay_cost, ()),
-        (compile, ("--target=v5e:2x2", "--preset=smoke", "--regions=2")),
-        (chaos, ("--regions=2", *SMOKE[:2])),
-        (compare_networks, ("--networks=100", *SMOKE)),
-        (launch_local, (*SMOKE, "--workdir={}")),
-        (launch_local, ("--elastic", *SMOKE, "--workdir={}")),
-        (probe_network, ()),
-    ],
-)
+@pytest.mark.parametrize(("program", "words"), [
+    (delay_cost, ()),
+    (compile, ("--target=v5e:2x2", "--preset=smoke", "--regions=2")),
+    (chaos, ("--regions=2", *SMOKE[:2])),
+    (compare_networks, ("--networks=100", *SMOKE)),
+    (launch_local, (*SMOKE, "--workdir={}")),
+    (launch_local, ("--elastic", *SMOKE, "--workdir={}")),
+    (probe_network, ()),
+])  # fmt: skip
 def test_a_folder_that_cannot_be_made_is_told_before_the_work(
     program, words, refused, tmp_path, monkeypatch
 ):
@@ -147,7 +141,10 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_work(
     )
 
 
-def test_the_lab_starts_without_jax():
-    code = "import sys, experiments.wan; print('jax' in sys.modules)"
+@pytest.mark.parametrize(
+    ("name", "lacks"), [("wan", "jax"), ("status", "tensorboardX")]
+)
+def test_programs_start_without_what_they_do_not_need(name, lacks):
+    code = f"import sys, experiments.{name}; print({lacks!r} in sys.modules)"
     said = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)
     assert said == b"False\n"

@@ -87,25 +87,22 @@ def test_the_same_command_again_trains_nothing(compared, call):
     assert time.monotonic() - began < 120
 
 
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        (["--methods=diloco,dilocoo"], "--methods=diloco,dilocoo names 'diloco"),
-        (["--methods="], "--methods='' is empty"),
-        (["--methods=diloco,diloco+lion"], "--methods=diloco,diloco+lion names"),
-        (["--methods=diloco+muon,diloco+muon"], "--methods=diloco+muon,diloco"),
-        (["--seeds=0"], "--seeds=0 must be at least 1"),
-        (["--methods=diloco", "--curvature=none"], "--curvature=none has no"),
-        (["--methods=diloco,streaming_diloco", "--rank=8"],
-         "--rank=8 has no meaning for diloco, streaming_diloco, which take"),
-        (["--methods=demo,diloco+muon", "--slow_beta=0.9"],
-         "--slow_beta=0.9 has no meaning for the inner optimizer muon or sgd"),
-        # A flag that one of them takes is no error; this is the next one.
-        (["--methods=diloco,streaming_diloco", "--mixing_alpha=0.25", "--seeds=0"],
-         "--seeds=0 must be at least 1"),
-        (["--methods=all", "--curvature=none", "--sync_intervl=3"], "Unknown c"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "line"), [
+    (["--methods=diloco,dilocoo"], "--methods=diloco,dilocoo names 'diloco"),
+    (["--methods="], "--methods='' is empty"),
+    (["--methods=diloco,diloco+lion"], "--methods=diloco,diloco+lion names"),
+    (["--methods=diloco+muon,diloco+muon"], "--methods=diloco+muon,diloco"),
+    (["--seeds=0"], "--seeds=0 must be at least 1"),
+    (["--methods=diloco", "--curvature=none"], "--curvature=none has no"),
+    (["--methods=diloco,streaming_diloco", "--rank=8"],
+     "--rank=8 has no meaning for diloco, streaming_diloco, which take"),
+    (["--methods=demo,diloco+muon", "--slow_beta=0.9"],
+     "--slow_beta=0.9 has no meaning for the inner optimizer muon or sgd"),
+    # A flag that one of them takes is no error; this is the next one.
+    (["--methods=diloco,streaming_diloco", "--mixing_alpha=0.25", "--seeds=0"],
+     "--seeds=0 must be at least 1"),
+    (["--methods=all", "--curvature=none", "--sync_intervl=3"], "Unknown c"),
+])  # fmt: skip
 def test_wrong_flags(flags, line, refused, tmp_path):
     said = refused(compare, "--preset=smoke", *flags, f"--workdir={tmp_path}")
     assert said.startswith(line)

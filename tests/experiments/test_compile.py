@@ -184,6 +184,12 @@ def test_what_is_refused(refused):
     assert said.startswith("--target=None is no machine; use one of v4, v5e")
     said = refused(program, "--preset=smoke", "--target=v5e:1x2", "--programs=(")
     assert "programs='(' is not a regular expression" in said
+    words = ["--preset=smoke", "--target=v5e:1x2", "--regions=2"]
+    said = refused(program, *words, "--exchange=elastic")
+    assert said.startswith("--exchange='elastic' has a run for each region")
+    assert "--region_id=2 is of one elastic" in refused(
+        program, *words, "--region_id=2"
+    )
 
 
 @pytest.mark.parametrize(

@@ -92,18 +92,17 @@ def test_the_outer_parameters_are_written_and_begin_another_run(
     assert "width is 16 there and 64 here; give --width=16" in said
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--out={tmp}/new --step=3", "--step=3 has no checkpoint in .* steps 4, 8"),
-        ("--out={tmp}/new --params=best", "--params='best' is unknown"),
-        ("--out={run}", "--out='.*' is not empty; name another"),
-        ("--workdir={tmp} --out={tmp}/new", "--workdir='.*' has no config.json"),
-        ("", "--out=None is no folder"),
-        ("--out={tmp}/none --adapter",
-         ".*adapter=True asks for the adapters of a run that has none"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "message"), [
+    ("--out={tmp}/new --step=3", "--step=3 has no checkpoint in .* steps 4, 8"),
+    ("--out={tmp}/new --params=best", "--params='best' is unknown"),
+    ("--out={run}", "--out='.*' is not empty; name another"),
+    ("--workdir={tmp} --out={tmp}/new", "--workdir='.*' has no config.json"),
+    ("", "--out=None is no folder"),
+    ("--workdir={tmp} --out=gs://x/y", "--out='gs://x/y' is in a bucket; name a"),
+    ("--workdir=gs://x/y --out={tmp}/new", "--workdir='gs://x/y' is in a bucket"),
+    ("--out={tmp}/none --adapter",
+     ".*adapter=True asks for the adapters of a run that has none"),
+])  # fmt: skip
 def test_what_cannot_be_exported_is_named(trained, tmp_path, refused, words, message):
     words = words.format(tmp=tmp_path, run=trained[0]).split()
     said = refused(export, f"--workdir={trained[0]}", *words)

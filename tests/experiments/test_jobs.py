@@ -27,6 +27,7 @@ class Run:
     def __init__(self, workdir, flags, num=3, num_processes=1, via=""):
         flags = [*flags, f"--via={via}"] if via else flags
         train = [sys.executable, "-m", "experiments.train", *flags]
+        train.append(f"--workdir={workdir}")
         self.workdir, self.num = workdir, num
         self.regions = children.make_regions(train, workdir, num, via, num_processes)
         for region in self.regions:

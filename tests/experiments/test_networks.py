@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+import unittest.mock
 
 import pytest
 from absl.flags import FlagValues
@@ -40,28 +41,22 @@ def test_networks_by_bandwidth_by_name_and_from_a_file(tmp_path):
     assert wide.flags == ("--regions=3", "--bandwidth_mbit=10000", "--latency_ms=50")
 
 
-@pytest.mark.parametrize(
-    ("text", "regions", "message"),
-    [
-        ("0", 4, "'0' is not a network .*bandwidth"),
-        ("/no/such", 4, "'/no/such' is not a network .*No such file"),
-        ("unequal", 3, "'unequal' has 4 regions, but the run has regions=3"),
-    ],
-)
+@pytest.mark.parametrize(("text", "regions", "message"), [
+    ("0", 4, "'0' is not a network .*bandwidth"),
+    ("/no/such", 4, "'/no/such' is not a network .*No such file"),
+    ("unequal", 3, "'unequal' has 4 regions, but the run has regions=3"),
+])  # fmt: skip
 def test_what_is_no_network(text, regions, message):
     with pytest.raises(ValueError, match=message):
         lab_run.network(text, regions)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "expected"),
-    [
-        ("diloco", {"sync_interval": 40}, (80, 240)),
-        ("cocodc", {"sync_interval": 40, "delay_steps": 5}, (85, 245)),
-        ("data_parallel", {}, (10, 30)),
-        ("apart", {}, (50, 150)),
-    ],
-)
+@pytest.mark.parametrize(("name", "arguments", "expected"), [
+    ("diloco", {"sync_interval": 40}, (80, 240)),
+    ("cocodc", {"sync_interval": 40, "delay_steps": 5}, (85, 245)),
+    ("data_parallel", {}, (10, 30)),
+    ("apart", {}, (50, 150)),
+])  # fmt: skip
 def test_whole_intervals_after_everything_is_compiled(name, arguments, expected):
     found = lab_run.stretch(cc.methods.get(name, **arguments), 10, 4)
     assert (found.first_step, found.last_step) == expected
@@ -293,6 +288,7 @@ marks = [[2, 1.0], [4, 3.0]]
         ("--workdir={} -- --regions=1", "--regions=1 has no network; use 2 or more"),
         ("--workdir={} -- --steps=9", "Unknown command line flag 'steps'"),
         ("--workdir={} -- --rank=9", "rank=9 has no meaning for"),
+        ("--workdir={} -- --slow_beta=0.5", "slow_beta=0.5 has no "),
     ],
 )
 def test_bad_flags_are_refused_before_anything_runs(tmp_path, refused, words, message):
@@ -342,6 +338,14 @@ def test_folders_of_other_runs_are_refused_before_anything_runs(
     own = [f"--workdir={tmp_path}", "--methods=data_parallel,diloco"]
     words = [*own, *words.format(tmp_path).split(), "--preset=smoke", "--regions=2"]
     assert message in refused(compare_networks, *words)
+
+
+def test_a_stop_has_the_code_of_every_program(call, monkeypatch, tmp_path):
+    stopped = unittest.mock.Mock(side_effect=lab_run.StoppedError)
+    monkeypatch.setattr(compare_networks, "run", stopped)
+    monkeypatch.setattr(region, "missing", list)
+    words = f"--workdir={tmp_path} --networks=20 -- --preset=smoke"
+    assert "the same command" in call(compare_networks, *words.split(), code=75)[1]
 
 
 @needs_lab

@@ -104,21 +104,18 @@ def test_the_plan_is_that_of_the_simulator(read, cells):
     assert found[0].choice.flags.keys() <= set(planned._CHOSEN)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--plan=always", "plan='always' is unknown; use 'auto' or 'none'"),
-        ("--plan_step_s=1", "plan_step_s=1.0 has no meaning without --plan=auto"),
-        ("--plan=auto", "plan=auto needs --plan_frontier: cells.json"),
-        ("--plan=auto --plan_frontier=x", "plan=auto needs --plan_step_s: Sec"),
-        ("--plan=auto --plan_frontier=x --plan_step_s=1 --method=co2",
-         "method=co2 is what --plan=auto chooses"),
-        ("--plan=auto --plan_frontier=x --plan_step_s=0",
-         "plan_step_s=0.0 must be positive"),
-        ("--plan=auto --plan_frontier=/no/x --plan_step_s=1",
-         "--plan_frontier=/no/x: No such file"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "message"), [
+    ("--plan=always", "plan='always' is unknown; use 'auto' or 'none'"),
+    ("--plan_step_s=1", "plan_step_s=1.0 has no meaning without --plan=auto"),
+    ("--plan=auto", "plan=auto needs --plan_frontier: cells.json"),
+    ("--plan=auto --plan_frontier=x", "plan=auto needs --plan_step_s: Sec"),
+    ("--plan=auto --plan_frontier=x --plan_step_s=1 --method=co2",
+     "method=co2 is what --plan=auto chooses"),
+    ("--plan=auto --plan_frontier=x --plan_step_s=0",
+     "plan_step_s=0.0 must be positive"),
+    ("--plan=auto --plan_frontier=/no/x --plan_step_s=1",
+     "--plan_frontier=/no/x: No such file"),
+])  # fmt: skip
 def test_what_cannot_be_planned_is_refused_by_name(read, words, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         read(*words.split())

@@ -310,25 +310,38 @@ def test_others_that_do_not_come_are_given_up(run, port, process):
     assert time.monotonic() - begin_s < 60  # 6 s where there is time to spare.
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--processes=3 --",
-         "--num_processes=3 must divide regions=4, so that each process has full "
-         "regions, or be a multiple of it, so that each region has equally many "
-         "processes"),
-        ("--processes=8 --", "--num_processes=8 makes 2 processes of each of"),
-        ("--regions=2 -- --regions=4", "--regions=4 after -- is decided before it"),
-        ("--regions=2 -- --step=3", "Unknown command line flag 'step'"),
-        ("--elastic -- --method=mla",
-         "--exchange='elastic' is not possible for method='mla'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "message"), [
+    ("--processes=3 --",
+     "--num_processes=3 must divide regions=4, so that each process has full "
+     "regions, or be a multiple of it, so that each region has equally many "
+     "processes"),
+    ("--processes=8 --", "--num_processes=8 makes 2 processes of each of"),
+    ("--regions=2 -- --regions=4", "--regions=4 after -- is decided before it"),
+    ("--regions=2 -- --step=3", "Unknown command line flag 'step'"),
+    ("--elastic -- --method=mla",
+     "--exchange='elastic' is not possible for method='mla'"),
+])  # fmt: skip
 def test_the_launcher_says_what_is_wrong_once(refused, tmp_path, words, message):
     workdir = f"--workdir={tmp_path / 'run'}"
     said = refused(launch_local, *words.split(), "--preset=smoke", workdir)
     assert said.startswith(message)
     assert not (tmp_path / "run").exists()
+
+
+def test_elastic_regions_are_told_the_bucket_and_log_here(call, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(children, "wait", lambda found, *_: started.extend(found) or 0)
+    monkeypatch.setattr(children.Region, "start", lambda region: None)
+    started = []
+    words = "--elastic --regions=2 -- --preset=smoke --workdir=gs://bucket/run"
+    call(launch_local, *words.split())
+    here = tmp_path / "cocodc_jax" / "buckets" / "gs" / "bucket" / "run"
+    for number, region in enumerate(started):
+        values = dict(word.split("=", 1) for word in region._command if "=" in word)
+        assert values["--workdir"] == "gs://bucket/run"
+        assert values["--key_file"] == str(here / "key")
+        assert region._log == here / f"region_{number}" / "output.log"
+    assert len(started) == 2
 
 
 # Has its launcher told to stop as soon as it does not listen itself.

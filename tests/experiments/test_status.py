@@ -65,10 +65,12 @@ def make_run(folder, records=(), steps=20, regions=2, saved=None):
     return folder
 
 
-def shown(capsys, *words):
+def shown(capsys, *words, code=0, says=()):
     """Return the columns of each row by their names, and the lines below."""
-    assert status.main(["status", *map(str, words)]) == 0
-    _, *lines = capsys.readouterr().out.splitlines()
+    assert status.main(["status", *map(str, words)]) == code
+    out, err = capsys.readouterr()
+    assert all(word in line for word, line in zip(says, err.splitlines(), strict=True))
+    _, *lines = out.splitlines()
     table, below = (
         [x for x in lines if x.startswith("fault: ") == b] for b in (False, True)
     )
@@ -170,24 +172,21 @@ def test_an_address(capsys):
     assert below == [f"fault: localhost:{port}: link 0-2"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "'{folder}' holds no run; name the folder of one"),
-        ("{}", "{folder}/config.json is damaged: it names no run"),
-        ("", "{folder}/config.json"),
-    ],
-)
-def test_folders_that_are_no_runs(content, message, tmp_path, refused):
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    assert refused(status, tmp_path).startswith(message.format(folder=tmp_path))
-
-
-def test_what_else_is_refused(refused):
+@pytest.mark.parametrize("content", ["{}", ""])
+def test_one_that_cannot_be_read_hides_no_other(content, tmp_path, capsys):
+    make_run(tmp_path / "good")
+    path = make_run(tmp_path / "bad") / "config.json"
+    path.write_text(content)
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-        said = refused(status, address, code=1)
-    assert said.startswith(f"nothing answers at http://{address}")
+        rows, _ = shown(capsys, address, tmp_path, code=1, says=(address, str(path)))
+    assert [(row["run"], row["state"]) for row in rows] == [
+        (address, "no answer"), ("bad", "damaged"), ("good", "not begun"),
+    ]  # fmt: skip
+
+
+def test_what_is_refused(tmp_path, refused):
+    said = refused(status, tmp_path)
+    assert said == f"'{tmp_path}' holds no run; name the folder of one"
     assert "name the folder of a run" in refused(status)

@@ -1,5 +1,6 @@
 """`experiments.sweep`: grids that are refused, halving, reports of rows, and a kill."""
 
+import collections
 import json
 import math
 import re
@@ -13,7 +14,7 @@ from cocodc_jax.files import UnwritableError
 from experiments import sweep
 from experiments.sweeps import cells, grid, reference, report, rows, schedule
 from experiments.sweeps.grid import Halving, best
-from experiments.sweeps.runs import Row
+from experiments.sweeps.runs import Row, trained
 from experiments.sweeps.schedule import Plan, Progress
 from tests.waiting import wait_until
 
@@ -71,65 +72,53 @@ def test_a_grid_is_the_product_of_its_axes_and_what_is_published():
     assert len(table(again).settings) == 8
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("steps = 32", "step = 32", "base: step=32: 'step' is no flag of a run; did"),
-        ("steps = 32", "steps = 2.5", "base: steps=2.5 must be of type int"),
-        ("steps = 32", "seed = 1", "base: seed=1 is not a flag of a row; use seeds"),
-        ('"smoke"', '"tinny"', "base: preset='tinny' is unknown; use one of"),
-        ("[base]", "[bases]", "grid has unknown keys ['bases']"),
-        ("outer_lr = 1.0", "outer_lr = -1.0",
-         "groups.streaming, row 1 (streaming: method=streaming_diloco compress=none "
-         "outer_lr=-1.0 outer_momentum=0.0): "),
-        ("outer = [", 'outer_lr = [0.1]\nouter = [',
-         "groups.streaming sets outer_lr twice in one row"),
-        ('compress = ["none", "ef+int4"]', "compress = []",
-         "groups.streaming.compress=[] is an axis without values"),
-        ('["diloco", "data_parallel"]', '["diloco"]\nmixing_alpha = 0.5',
-         "groups.other, row 1 (other: method=diloco mixing_alpha=0.5): mixing_alpha=0.5"
-         " has no meaning for diloco"),
-        ('_momentum"]', '_momentun"]', "tuned: 'outer_momentun' is no flag of a"),
-        ("tuned = [", "seeds = [1, 1]\ntuned = [", "seeds=[1, 1] must be a list of"),
-        ("tuned = [", "seeds = [4294967296]\ntuned = [",
-         "seeds=[4294967296] must be a list of whole numbers from 0 to 4294967295,"),
-        ("tuned = [", "published = 5\ntuned = [", "published=5 must be true or false"),
-        ("tuned = [", "tuned = 5  # ", "tuned=5 must be a list of names of flags, su"),
-        ("tuned = [", 'tuned = [["x"]]  # ', "tuned: ['x'] is no flag of a run"),
-        ("[base]", "[base]\nouter_lr = inf", "base: outer_lr=inf must be a finite num"),
-        ('"smoke"', '["tiny"]', "base: preset=['tiny'] is unknown; use one of"),
-        ("[base]", "base = 5\n[groups.empty]", "base=5 must be a table, as [base]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("steps = 32", "step = 32", "base: step=32: 'step' is no flag of a run; did"),
+    ("steps = 32", "steps = 2.5", "base: steps=2.5 must be of type int"),
+    ("steps = 32", "seed = 1", "base: seed=1 is not a flag of a row; use seeds"),
+    ('"smoke"', '"tinny"', "base: preset='tinny' is unknown; use one of"),
+    ("[base]", "[bases]", "grid has unknown keys ['bases']"),
+    ("outer_lr = 1.0", "outer_lr = -1.0",
+     "groups.streaming, row 1 (streaming: method=streaming_diloco compress=none "
+     "outer_lr=-1.0 outer_momentum=0.0): "),
+    ("outer = [", 'outer_lr = [0.1]\nouter = [',
+     "groups.streaming sets outer_lr twice in one row"),
+    ('compress = ["none", "ef+int4"]', "compress = []",
+     "groups.streaming.compress=[] is an axis without values"),
+    ('["diloco", "data_parallel"]', '["diloco"]\nmixing_alpha = 0.5',
+     "groups.other, row 1 (other: method=diloco mixing_alpha=0.5): mixing_alpha=0.5"
+     " has no meaning for diloco"),
+    ('_momentum"]', '_momentun"]', "tuned: 'outer_momentun' is no flag of a"),
+    ("tuned = [", "seeds = [1, 1]\ntuned = [", "seeds=[1, 1] must be a list of"),
+    ("tuned = [", "seeds = [4294967296]\ntuned = [",
+     "seeds=[4294967296] must be a list of whole numbers from 0 to 4294967295,"),
+    ("tuned = [", "published = 5\ntuned = [", "published=5 must be true or false"),
+    ("tuned = [", "tuned = 5  # ", "tuned=5 must be a list of names of flags, su"),
+    ("tuned = [", 'tuned = [["x"]]  # ', "tuned: ['x'] is no flag of a run"),
+    ("[base]", "[base]\nouter_lr = inf", "base: outer_lr=inf must be a finite num"),
+    ('"smoke"', '["tiny"]', "base: preset=['tiny'] is unknown; use one of"),
+    ("[base]", "base = 5\n[groups.empty]", "base=5 must be a table, as [base]"),
+    ("[8, 16]", "[16, 8]", "rungs=[16, 8] must be increasing"),
+    ("keep = 0.5", "keep = 1.0", "keep=1.0 must be in (0, 1)"),
+    ("[0, 1]", "[0, 8]", "final_seeds=[0, 8] must be others than tuning_seeds"),
+    ("[7, 8]", "[7, 7]", "tuning_seeds=[7, 7] must be a list of whole"),
+    ("keep", "keeps", "[halving] has missing or unknown keys ['keeps']"),
+    ("keep = 0.5", 'by = ["methods"]', "by: 'methods' is no flag of a run"),
+    ("keep = 0.5", "by = 5", "by=5 must be a list of names of flags, such as"),
+    ("keep = 0.5", "keep = true", "keep=True must be in (0, 1)"),
+    ("keep = 0.5", "winners = 1.5", "winners=1.5 must be a whole number of at lea"),
+    ("[8, 16]", "[4.5, 6]", "rungs=[4.5, 6] must be increasing whole numbers of"),
+    ("[8, 16]", "8", "rungs=8 must be increasing whole numbers of steps"),
+    ("[7, 8]", "[-1]", "tuning_seeds=[-1] must be a list of whole numbers from 0"),
+    ("[7, 8]", '["a"]', "tuning_seeds=['a'] must be a list of whole numbers from"),
+    ("[8, 16]", "[4, 16]", "warmup_steps=5 must be less than steps=4"),
+    ("tuned = [", "seeds = [1]\ntuned = [", "seeds=[1] has no meaning beside"),
+])  # fmt: skip
 def test_grids_that_are_refused(old, new, message):
-    assert old in GRID
+    text = GRID + HALVING * (old not in GRID or "beside" in message)
+    assert old in text
     with pytest.raises(ValueError, match=re.escape(message)):
-        table(GRID.replace(old, new, 1))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("[8, 16]", "[16, 8]", "rungs=[16, 8] must be increasing"),
-        ("keep = 0.5", "keep = 1.0", "keep=1.0 must be in (0, 1)"),
-        ("[0, 1]", "[0, 8]", "final_seeds=[0, 8] must be others than tuning_seeds"),
-        ("[7, 8]", "[7, 7]", "tuning_seeds=[7, 7] must be a list of whole"),
-        ("keep", "keeps", "[halving] has missing or unknown keys ['keeps']"),
-        ("keep = 0.5", 'by = ["methods"]', "by: 'methods' is no flag of a run"),
-        ("keep = 0.5", "by = 5", "by=5 must be a list of names of flags, such as"),
-        ("keep = 0.5", "keep = true", "keep=True must be in (0, 1)"),
-        ("keep = 0.5", "winners = 1.5", "winners=1.5 must be a whole number of at lea"),
-        ("[8, 16]", "[4.5, 6]", "rungs=[4.5, 6] must be increasing whole numbers of"),
-        ("[8, 16]", "8", "rungs=8 must be increasing whole numbers of steps"),
-        ("[7, 8]", "[-1]", "tuning_seeds=[-1] must be a list of whole numbers from 0"),
-        ("[7, 8]", '["a"]', "tuning_seeds=['a'] must be a list of whole numbers from"),
-        ("[8, 16]", "[4, 16]", "warmup_steps=5 must be less than steps=4"),
-        ("tuned = [", "seeds = [1]\ntuned = [", "no meaning beside"),
-    ],
-)
-def test_halvings_that_are_refused(old, new, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        table((GRID + HALVING).replace(old, new, 1))
+        table(text.replace(old, new, 1))
 
 
 def test_the_best_of_each_key_go_on():
@@ -457,27 +446,25 @@ def test_winners_of_a_halving_that_was_given_up_do_not_count(halved, call):
     assert made["cells"][0]["columns"]["tuned"]["chosen_here"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("", "--grid=None is missing; name a grid file"),
-        ("--grid=missing.toml", "--grid=missing.toml cannot be read (No such"),
-        ("--grid={grid} --shard=3/2", "--shard='3/2' must be i/n with"),
-        ("--report", "--workdir='"),
-        ("--grid={grid} --workdir={grid}", "--workdir='{grid}' is a file;"),
-        ("--grid={grid} --workdir=/proc/no",
-         "--workdir='/proc/no' cannot be written to (No such file or direct"),
-        ("--grid={grid} --reference=method=cocodc",
-         "--reference='method=cocodc' is no setting of the grid; give flags "
-         "of one as --list shows them, such as method=streaming_diloco,sync_interv"),
-        ("--grid={grid} --reference_column=best",
-         "--reference_column='best' is unknown; use one of ['published', 't"),
-        ("--grid={grid} --only=method=cocodc",
-         "--only='method=cocodc' is no setting of the grid; give flags of"),
-        ("--grid={grid} --networks=fast", "--networks='fast' names 'fast'"),
-        ("--grid={grid} --step_seconds=nan", "--step_seconds=nan must be"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "message"), [
+    ("", "--grid=None is missing; name a grid file"),
+    ("--grid=missing.toml", "--grid=missing.toml cannot be read (No such"),
+    ("--grid={grid} --shard=3/2", "--shard='3/2' must be i/n with"),
+    ("--report", "--workdir='"),
+    ("--report --only=method=x", "--only='method=x' is no final row of workdir='"),
+    ("--grid={grid} --workdir={grid}", "--workdir='{grid}' is a file;"),
+    ("--grid={grid} --workdir=/proc/no",
+     "--workdir='/proc/no' cannot be written to (No such file or direct"),
+    ("--grid={grid} --reference=method=cocodc",
+     "--reference='method=cocodc' is no setting of the grid; give flags "
+     "of one as --list shows them, such as method=streaming_diloco,sync_interv"),
+    ("--grid={grid} --reference_column=best",
+     "--reference_column='best' is unknown; use one of ['published', 't"),
+    ("--grid={grid} --only=method=cocodc",
+     "--only='method=cocodc' is no setting of the grid; give flags of"),
+    ("--grid={grid} --networks=fast", "--networks='fast' names 'fast'"),
+    ("--grid={grid} --step_seconds=nan", "--step_seconds=nan must be"),
+])  # fmt: skip
 def test_wrong_flags(words, message, refused, tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text(GRID)
@@ -485,6 +472,36 @@ def test_wrong_flags(words, message, refused, tmp_path):
     said = refused(sweep, f"--workdir={tmp_path / 'out'}", *words)
     assert said.startswith(message.format(grid=path))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ('dataset = "text:/no/such"', "/no/such does not exist"),
+        ("eval_batches = 40000", "eval_batches=40000: num_batches=40000"),
+        ("batch_per_region = 100000", " is too small: region 0 of 4 has"),
+        ('init_from = "/no/such"', "init_from='/no/such'"),
+    ],
+)
+def test_data_are_opened_before_the_first_row_trains(
+    base, message, refused, call, corpus, tmp_path
+):
+    pairs = (flag[2:].partition("=") for flag in corpus)
+    data = "\n".join(f'{name} = "{value}"' for name, _, value in pairs)
+    start = GRID.partition("[groups")[0].replace("batch_per_region = 2", data)
+    groups = f'[groups.a]\nmethod = "diloco"\n[groups.b]\nmethod = "diloco"\n{base}\n'
+    (tmp_path / "grid.toml").write_text(start + groups)
+    words = [f"--grid={tmp_path}/grid.toml", f"--workdir={tmp_path}/out"]
+    assert message in refused(sweep, *words)
+    assert not list((tmp_path / "out").iterdir())
+    call(sweep, *words, "--list")  # Which opens none.
+
+
+def test_a_fragment_that_never_arrived_counts_as_the_others():
+    row = Row(table(GRID).settings[0], 0, "final", ())
+    given = row, row.config.model, collections.defaultdict(lambda: 1), []
+    assert trained(*given, {0: 4.0, 2: 8.0})["fragment_bytes"] == [4, 6, 8, 6]
+    assert trained(*given, {})["fragment_bytes"] == []
 
 
 def test_rows_of_some_flags_alone(halved, call, tmp_path):

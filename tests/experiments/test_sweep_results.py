@@ -109,23 +109,22 @@ def test_tuned_settings_alone_are_compared_as_tuned(call, tmp_path):
     text = path.read_text().replace('"published": true', '"published": false')
     path.write_text(text)
     call(sweep, "--report", f"--workdir={tmp_path}")
-    made = json.loads((tmp_path / "cells.json").read_text())
-    assert made["reference"]["column"] == "tuned"
+    kept = tmp_path / "cells.json"
+    assert json.loads(kept.read_text())["reference"]["column"] == "tuned"
+    call(sweep, "--report", f"--workdir={tmp_path}", f"--reference_from={kept}")
+    assert json.loads(kept.read_text())["reference"]["column"] == "tuned"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--reference_from=none.json",
-         "--reference_from=none.json cannot be read (No such file"),
-        ("--reference_from={folder}/rows.jsonl",
-         "--reference_from={folder}/rows.jsonl cannot be read ("),
-        ("--reference_from={kept} --reference=method=cocodc",
-         "--reference='method=cocodc' is no cell of {kept}; they are streaming"),
-        ("--reference_from={kept} --reference_column=tuned",
-         "--reference_column='tuned' was not run for diloco H 16 float32 of "),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "message"), [
+    ("--reference_from=none.json",
+     "--reference_from=none.json cannot be read (No such file"),
+    ("--reference_from={folder}/rows.jsonl",
+     "--reference_from={folder}/rows.jsonl cannot be read ("),
+    ("--reference_from={kept} --reference=method=cocodc",
+     "--reference='method=cocodc' is no cell of {kept}; they are streaming"),
+    ("--reference_from={kept} --reference_column=tuned",
+     "--reference_column='tuned' was not run for diloco H 16 float32 of "),
+])  # fmt: skip
 @pytest.mark.parametrize("before_training", [False, True])
 def test_references_that_are_refused(words, message, before_training, kept, refused):
     folder = kept.parent / "first"

@@ -260,18 +260,15 @@ def test_a_flag_the_inner_optimizer_does_not_go_by_is_refused(
     assert said.startswith(line)
 
 
-@pytest.mark.parametrize(
-    ("flags", "what", "good"),
-    [
-        (["--inner_lr=1e30", "--grad_clip=0", "--warmup_steps=0"],
-         "(loss is|a parameter is not finite)", "[12]"),
-        (["--outer_lr=1e9", "--checkpoint_every=4"],
-         "(loss|pseudo_|correction_ratio|a parameter)", r"\d"),
-        pytest.param(["--compensation_strength=1e38"],
-                     "(loss|correction_ratio|a param)", "[34]",
-                     marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "what", "good"), [
+    (["--inner_lr=1e30", "--grad_clip=0", "--warmup_steps=0"],
+     "(loss is|a parameter is not finite)", "[12]"),
+    (["--outer_lr=1e9", "--checkpoint_every=4"],
+     "(loss|pseudo_|correction_ratio|a parameter)", r"\d"),
+    pytest.param(["--compensation_strength=1e38"],
+                 "(loss|correction_ratio|a param)", "[34]",
+                 marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_diverging_run_names_step_region_and_checkpoint(
     call, corpus, tmp_path, flags, what, good
 ):

@@ -429,29 +429,26 @@ def test_world_and_links_have_their_caps(tmp_path):
     assert plan(f"--links={links}").mtu_bytes == 65_000
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--regions=0 -- x", "flag --regions=0: 0 is not"),
-        ("--bandwidth_mbit=0 -- x", "--bandwidth_mbit=0 must be positive"),
-        ("--latency_ms=-1 -- x", "flag --latency_ms=-1: -1.0 is not"),
-        ("--loss=1 -- x", "--loss=1.0 must be in [0, 1)"),
-        ("--mtu=100 -- x", "flag --mtu=100: 100 is not"),
-        ("--grace_s=inf -- x", "--grace_s=inf must be below 86400, a day"),
-        ("--bandwidth_mbit=nan -- x", "--bandwidth_mbit=nan must be finite"),
-        ("--latency=1 -- x", "Unknown command line flag 'latency'. Did you"),
-        ("--congestion_control=mine -- x", "--congestion_control=mine is not"),
-        ("", "no command given; write it after --"),
-        ("-- --preset=tiny",
-         "the command begins with '--preset=tiny', which is a flag; write the "
-         "program before it, as in -- python -m experiments.train --preset=tiny"),
-        ("--links=/no/such -- x", "--links=/no/such: No such file"),
-        ("--schedule=/no/such -- x", "--schedule=/no/such: No such file"),
-        ("--world=mars,us-east -- x", "--world=mars,us-east: region 'mars'"),
-        ("--world=us-east --regions=2 -- x", "--regions=2 does not combine"),
-        ("--links=a --world=b -- x", "--world=b does not combine with --li"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "message"), [
+    ("--regions=0 -- x", "flag --regions=0: 0 is not"),
+    ("--bandwidth_mbit=0 -- x", "--bandwidth_mbit=0 must be positive"),
+    ("--latency_ms=-1 -- x", "flag --latency_ms=-1: -1.0 is not"),
+    ("--loss=1 -- x", "--loss=1.0 must be in [0, 1)"),
+    ("--mtu=100 -- x", "flag --mtu=100: 100 is not"),
+    ("--grace_s=inf -- x", "--grace_s=inf must be below 86400, a day"),
+    ("--bandwidth_mbit=nan -- x", "--bandwidth_mbit=nan must be finite"),
+    ("--latency=1 -- x", "Unknown command line flag 'latency'. Did you"),
+    ("--congestion_control=mine -- x", "--congestion_control=mine is not"),
+    ("", "no command given; write it after --"),
+    ("-- --preset=tiny",
+     "the command begins with '--preset=tiny', which is a flag; write the "
+     "program before it, as in -- python -m experiments.train --preset=tiny"),
+    ("--links=/no/such -- x", "--links=/no/such: No such file"),
+    ("--schedule=/no/such -- x", "--schedule=/no/such: No such file"),
+    ("--world=mars,us-east -- x", "--world=mars,us-east: region 'mars'"),
+    ("--world=us-east --regions=2 -- x", "--regions=2 does not combine"),
+    ("--links=a --world=b -- x", "--world=b does not combine with --li"),
+])  # fmt: skip
 def test_bad_flags(words, message, monkeypatch, refused):
     monkeypatch.setattr(region, "missing", list)
     assert refused(wan, *words.split()).startswith(message)

@@ -30,12 +30,12 @@ def test_a_region_that_takes_no_part_is_no_sender():
 
 
 def test_regions_that_come_late_are_not_counted_either_way():
-    """The fourth of four sends nothing, and keeps its memory."""
+    """The fourth of four sends nothing, and keeps its memory; NaN stays its own."""
     method = methods.get("sparseloco", compress="ef+topk:0.5")
     rounds = dataclasses.replace(staggered(2), participating=(0, 1, 2))
     method = method.with_sync(schedule=rounds)
     params = {"w": jnp.zeros(2)}
-    gradients = np.float32([[4, 1], [2, 1], [1, 3], [90, 80]])
+    gradients = np.float32([[4, 1], [2, 1], [1, 3], [np.nan, 80]])
     ends = []
     for exchange in ("program", "outer"):
         program = RegionProgram(
@@ -54,12 +54,10 @@ def test_regions_that_come_late_are_not_counted_either_way():
 @pytest.mark.parametrize(
     ("exchange", "mean", "options"),
     [
-        ("program", "senders", {"clip": True}),
-        ("program", "all", {"clip": True}),
-        ("outer", "senders", {"clip": True}),
-        ("outer", "all", {"robust_mean": "clip"}),
+        ("program", "senders", {"clip": True}), ("program", "all", {"clip": True}),
+        ("outer", "senders", {"clip": True}), ("outer", "all", {"robust_mean": "clip"}),
     ],
-)
+)  # fmt: skip
 def test_each_tensor_is_clipped_at_the_median_norm(exchange, mean, options):
     """Half of each tensor is sent; one region is long in one of them only."""
     rng = np.random.default_rng(0)

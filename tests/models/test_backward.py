@@ -40,13 +40,11 @@ def _gradients(config):
 @pytest.mark.parametrize(
     ("changes", "tolerance"),
     [
-        ({}, 2e-6),
-        ({"scan_layers": False, "qk_norm": True}, 2e-6),
+        ({}, 2e-6), ({"scan_layers": False, "qk_norm": True}, 2e-6),
         ({"tie_embeddings": False, "loss_chunk_tokens": 4}, 2e-6),
-        ({"remat": "dots"}, 2e-6),
-        ({"compute_dtype": "bfloat16"}, 2e-2),
+        ({"remat": "dots"}, 2e-6), ({"compute_dtype": "bfloat16"}, 2e-2),
     ],
-)
+)  # fmt: skip
 def test_gradients_are_those_of_jax_up_to_rounding(changes, tolerance):
     """Of every parameter, with regions in one batch, under strict promotion."""
     config = dataclasses.replace(_SMALL, **changes)
@@ -109,15 +107,12 @@ def test_a_spread_number_scales_its_row(backward):
 @pytest.mark.parametrize(
     ("backward", "platform", "is_shared", "needs_forward_mode", "expected"),
     [
-        ("auto", "cpu", False, False, "cpu"),
-        ("auto", "cpu", True, False, "plain"),
-        ("auto", "cpu", False, True, "plain"),
-        ("auto", "gpu", False, False, "plain"),
-        ("auto", "tpu", False, False, "plain"),
-        ("plain", "cpu", False, False, "plain"),
+        ("auto", "cpu", False, False, "cpu"), ("auto", "cpu", True, False, "plain"),
+        ("auto", "cpu", False, True, "plain"), ("auto", "gpu", False, False, "plain"),
+        ("auto", "tpu", False, False, "plain"), ("plain", "cpu", False, False, "plain"),
         ("cpu", "cpu", False, False, "cpu"),
     ],
-)
+)  # fmt: skip
 def test_the_platform_chooses(
     backward, platform, is_shared, needs_forward_mode, expected
 ):

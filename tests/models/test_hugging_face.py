@@ -154,6 +154,7 @@ def test_config_of_transformers_5(folder):
         ({"tie_word_embeddings": True}, "give --tie_embeddings=true"),
         ({"head_dim": 8}, "head_dim is 8 there, and width / num_heads = 4 here"),
         ({"attention_bias": True}, "attention_bias is True there, and False here"),
+        ({"sliding_window": 64}, "sliding_window is 64 there, and None here always"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu' there, and 'silu' here"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "positions are scaled by 'llama3'"),
         ({"model_type": "qwen3"}, "model_type is 'qwen3' there, and only 'llama'"),
@@ -227,6 +228,13 @@ def test_a_mixture_is_held_against_its_file(tmp_path):
     shared = dataclasses.replace(MIXTRAL, shared_experts=1)
     with pytest.raises(ValueError, match="shared_experts=1 is not what Mixtral"):
         hugging_face.write(tmp_path, shared, drawn_params(shared))
+    # What transformers takes for a Mixtral where nothing is said.
+    path = tmp_path / "config.json"
+    said = json.loads(path.read_text())
+    del said["rope_theta"], said["num_key_value_heads"]
+    path.write_text(json.dumps(said))
+    with pytest.raises(ValueError, match="num_kv_heads is 8 there.*rope_theta is 1000"):
+        hugging_face.read(tmp_path, MIXTRAL)
 
 
 def test_without_the_package_it_is_named(folder, monkeypatch):

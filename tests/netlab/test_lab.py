@@ -256,11 +256,10 @@ def test_environment_has_who_and_no_proxy(monkeypatch):
     assert found["KEPT"] == "yes"
     mine = {k: v for k, v in found.items() if k.startswith("COCODC_")}
     assert mine == {
-        "COCODC_PROCESS_ID": "2",
-        "COCODC_NUM_PROCESSES": "4",
+        "COCODC_PROCESS_ID": "2", "COCODC_NUM_PROCESSES": "4",
         "COCODC_COORDINATOR_ADDRESS": "10.77.0.1:29400",
         "COCODC_LOCAL_ADDRESS": "10.77.0.3",
-    }
+    }  # fmt: skip
 
 
 def test_missing_permissions_are_named():

@@ -138,31 +138,29 @@ def test_file_is_read_as_documented(tmp_path):
     assert topology.at(95).delay_s[1, 0] == pytest.approx(0.152)
 
 
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ([1], "topology=.* must be a table"),
-        ({"regions": ["a"], "lnks": []}, "topology: unknown key 'lnks'"),
-        ({"regions": "a"}, "regions='a' must be a list"),
-        ({"regions": ["a", "b"]}, "link a to b: bandwidth_gbps=None must be a number"),
-        ({"regions": ["a", "b"], "default": {"bandwidth_gbps": 1, "latency_ms": -1}},
-         "link a to b: latency_s=-0.001 must be finite"),
-        ({"regions": ["a", "b"], "links": [{"from": "a"}]}, "must name two regions"),
-        ({"regions": ["a", "b"], "links": [{"from": "a", "to": "c"}]},
-         "links: region 'c' is not among"),
-        ({"regions": ["a", "b"], "links": [{"between": ["a", "a"]}]},
-         "between=.* must name two regions"),
-        ({"regions": [1, 2], "links": [{"from": 1, "to": 1}]}, "must name two regions"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("table", "message"), [
+    ([1], "topology=.* must be a table"),
+    ({"regions": ["a"], "lnks": []}, "topology: unknown key 'lnks'"),
+    ({"regions": "a"}, "regions='a' must be a list"),
+    ({"regions": ["a", "b"]}, "link a to b: bandwidth_gbps=None must be a number"),
+    ({"regions": ["a", "b"], "default": {"bandwidth_gbps": 1, "latency_ms": -1}},
+     "link a to b: latency_s=-0.001 must be finite"),
+    ({"regions": ["a", "b"], "links": [{"from": "a"}]}, "must name two regions"),
+    ({"regions": ["a", "b"], "links": [{"from": "a", "to": "c"}]},
+     "links: region 'c' is not among"),
+    ({"regions": ["a", "b"], "links": [{"between": ["a", "a"]}]},
+     "between=.* must name two regions"),
+    ({"regions": [1, 2], "links": [{"from": 1, "to": 1}]}, "must name two regions"),
+])  # fmt: skip
 def test_bad_tables(table, message):
     with pytest.raises(ValueError, match=message):
         parse_topology(table)
 
 
-def test_bad_file_is_named_on_one_line(tmp_path):
+@pytest.mark.parametrize("content", [b"regions: [a\nlinks: ]", b"\xff\xfe\x00"])
+def test_bad_file_is_named_on_one_line(content, tmp_path):
     path = tmp_path / "links.yaml"
-    path.write_text("regions: [a\nlinks: ]")
+    path.write_bytes(content)
     with pytest.raises(ValueError, match="links.yaml: ") as error:
         load_topology(path)
     assert "\n" not in str(error.value)

@@ -205,28 +205,25 @@ CHAIN = ((0,), (1,))
 PAIR_S = (1.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: place(two_clusters(), Pipeline(3, 1.0, 1.0)),
-         "num_stages=3 must divide the number of sit"),
-        (lambda: Pipeline(0, 1.0, 1.0), "num_stages=0 must be at least 1"),
-        (lambda: Pipeline(1, 1.0, -1), "stage_bytes=-1 must be at least 0 and fin"),
-        (lambda: Pipeline(1, math.nan, 1.0),
-         "activation_bytes=nan must be at least 0 an"),
-        (lambda: Failure(0, 5, 5), "start_s=5 must be .* before end_s=5"),
-        (lambda: Swarm(((0,), (0,)), PAIR_S), "must have each of the 2 sites of batch"),
-        (lambda: Swarm(CHAIN, (1.0, 0.0)), r"batch_s=\(1.0, 0.0\) must be positive"),
-        (lambda: Swarm(CHAIN, PAIR_S, activation_bytes=math.nan),
-         "activation_bytes=nan must be at least 0 an"),
-        (lambda: run(CHAIN, PAIR_S, 1, wiring="star"), "wiring='star' is unknown; use"),
-        (lambda: run(((0, 1), (2,)), [1.0] * 3, 1, wiring="fixed"),
-         "wiring='fixed' needs stages of equal size"),
-        (lambda: run(CHAIN, PAIR_S, 0), "duration_s=0 must be positive and finite"),
-        (lambda: run(CHAIN, PAIR_S, 1, rebalance_s=0),
-         "rebalance_s=0 must be positive"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: place(two_clusters(), Pipeline(3, 1.0, 1.0)),
+     "num_stages=3 must divide the number of sit"),
+    (lambda: Pipeline(0, 1.0, 1.0), "num_stages=0 must be at least 1"),
+    (lambda: Pipeline(1, 1.0, -1), "stage_bytes=-1 must be at least 0 and fin"),
+    (lambda: Pipeline(1, math.nan, 1.0),
+     "activation_bytes=nan must be at least 0 an"),
+    (lambda: Failure(0, 5, 5), "start_s=5 must be .* before end_s=5"),
+    (lambda: Swarm(((0,), (0,)), PAIR_S), "must have each of the 2 sites of batch"),
+    (lambda: Swarm(CHAIN, (1.0, 0.0)), r"batch_s=\(1.0, 0.0\) must be positive"),
+    (lambda: Swarm(CHAIN, PAIR_S, activation_bytes=math.nan),
+     "activation_bytes=nan must be at least 0 an"),
+    (lambda: run(CHAIN, PAIR_S, 1, wiring="star"), "wiring='star' is unknown; use"),
+    (lambda: run(((0, 1), (2,)), [1.0] * 3, 1, wiring="fixed"),
+     "wiring='fixed' needs stages of equal size"),
+    (lambda: run(CHAIN, PAIR_S, 0), "duration_s=0 must be positive and finite"),
+    (lambda: run(CHAIN, PAIR_S, 1, rebalance_s=0),
+     "rebalance_s=0 must be positive"),
+])  # fmt: skip
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()

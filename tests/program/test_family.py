@@ -63,11 +63,9 @@ UNEVEN = {
 }
 # Signs have no size: the step is the learning rate.
 OPTIMIZERS = {
-    "demo": optax.sgd(0.01),
-    "distributed_lion": optax.sgd(0.01),
-    "des_loc": optax.adam(0.02),
-    "mt_dao": mt_adam(0.02),
-}
+    "demo": optax.sgd(0.01), "distributed_lion": optax.sgd(0.01),
+    "des_loc": optax.adam(0.02), "mt_dao": mt_adam(0.02),
+}  # fmt: skip
 
 
 @pytest.fixture(params=list(methods.METHODS))

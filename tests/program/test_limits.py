@@ -180,11 +180,9 @@ def test_compensation_that_keeps_all_progress_has_nothing_to_tell():
 # --- One region, and regions in another order ---
 
 METHODS = {
-    "data_parallel": {},
-    "diloco": {"sync_interval": 4, **OUTER},
-    "streaming_diloco": SHORT,
-    "cocodc": SHORT,
-}
+    "data_parallel": {}, "diloco": {"sync_interval": 4, **OUTER},
+    "streaming_diloco": SHORT, "cocodc": SHORT,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -189,11 +189,8 @@ class Pair:
 
 
 SHORT = {
-    "sync_interval": 13,
-    "num_fragments": 2,
-    "delay_steps": 3,
-    "syncs_per_interval": 4,
-}
+    "sync_interval": 13, "num_fragments": 2, "delay_steps": 3, "syncs_per_interval": 4,
+}  # fmt: skip
 COMPENSATED = {"interval": 13, "slot": 3, "tau": 3, "merge": "compensate"}
 
 
@@ -253,12 +250,11 @@ CURVATURES = {
 @pytest.mark.parametrize(
     ("problem", "dtype"),
     [
-        ("plain", np.float32),
-        ("plain", np.float64),
+        ("plain", np.float32), ("plain", np.float64),
         pytest.param("stacked", np.float32, marks=pytest.mark.slow),
         ("stacked", np.float64),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("name", METHODS)
 def test_each_method_is_its_formula(problem, name, dtype):
     assert_agree(PROBLEMS[problem], METHODS[name], dtype)

@@ -58,8 +58,7 @@ SLOW = ("cocodc, Hessian", "streaming, exclude", "streaming, whole")
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES],
+    "case", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES]
 )
 def test_both_forms_give_the_same_numbers(case):
     (plain, before), (fused, after) = (

@@ -1,5 +1,6 @@
 """A comparison worked by hand, and the page that shows it."""
 
+import dataclasses
 import html.parser
 import re
 
@@ -115,6 +116,13 @@ def test_a_seed_that_misses_the_target_is_counted():
     ]
     row = compare(runs)["methods"]["a"]
     assert (row["seeds_at_target"], row["steps_to_target"]) == (1, 17.5)
+    # The other reaches it with both seeds, and has nothing to be compared with.
+    runs += [dataclasses.replace(run, method="b") for run in runs[:1] * 2]
+    other = compare(runs, "a")["methods"]["b"]
+    assert (other["seeds_at_target"], other["steps_to_target"]) == (2, 17.5)
+    assert (
+        row["ratios"]["steps_to_target"] is other["ratios"]["steps_to_target"] is None
+    )
 
 
 def test_spread_of_something_missing_is_none():

@@ -40,7 +40,7 @@ def test_a_run_that_it_was_in_is_not_begun_anew_alone(tmp_path):
     ("regions", "own_step", "reached", "told"),
     [
         ((0, 1, 2), 0, 44, ""),  # All of them begin anew.
-        ((1,), 40, 44, "region 1 goes on without them, from its own step 40"),
+        ((1,), 40, 44, "region 1 leads the run from its own step 40; regions [0, 2]"),
         ((0, 1), 0, 0, "regions [2] did not answer within start_s=7: region 1 goes on"),
     ],
 )

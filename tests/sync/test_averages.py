@@ -48,23 +48,15 @@ def test_lengths_and_directions_by_hand():
 def test_embeddings_are_averaged_plainly_and_layers_one_by_one():
     stacked = np.array([[6.0, 0.0], [1.0, 0.0]])
     other = np.array([[0.0, 2.0], [3.0, 0.0]])
-    parts = [
-        part(embedding_w=stacked, blocks_w=stacked),
-        part(embedding_w=other, blocks_w=other),
-    ]
-    out = averaged(RDA, parts)
+    out = averaged(RDA, [part(embedding_w=x, blocks_w=x) for x in (stacked, other)])
     np.testing.assert_array_equal(out["embedding/w"], [[3, 1], [2, 0]])
-    diagonal = 4 / np.sqrt(2)
-    np.testing.assert_allclose(
-        out["blocks/w"], [[diagonal, diagonal], [2, 0]], rtol=1e-6
-    )
+    expected = [[4 / np.sqrt(2)] * 2, [2, 0]]
+    np.testing.assert_allclose(out["blocks/w"], expected, rtol=1e-6)
 
 
 def test_opposite_directions_and_zeros_come_to_zero():
-    opposite = [part(w=[3.0]), part(w=[-1.0])]
-    np.testing.assert_array_equal(averaged(RDA, opposite)["w"], [0])
-    nothing = [part(w=[0.0, 0.0])] * 2
-    np.testing.assert_array_equal(averaged(RDA, nothing)["w"], [0, 0])
+    for parts in ([part(w=[3.0]), part(w=[-1.0])], [part(w=[0.0])] * 2):
+        np.testing.assert_array_equal(averaged(RDA, parts)["w"], [0])
 
 
 def test_a_mask_is_the_same_in_every_region_and_another_for_every_sync():
@@ -107,6 +99,11 @@ def test_bytes_are_those_of_what_the_mean_is_taken_of():
     ("call", "message"),
     [
         (lambda: SharedMask(0.0), "mask_density=0.0 must be above 0 and at most 1"),
+        (lambda: methods.get("loscar", mask_seed=0.5), "mask_seed=0.5 must be a whole"),
+        (lambda: methods.get("streaming_diloco", merge_rule="replay", mixing_alpha=0.3),
+         "mixing_alpha=0.3 has no meaning with merge_rule='replay'; leave"),
+        (lambda: methods.get("des_loc", sync_moments=(3, 6)),
+         r"sync_moments=\(3, 6\) must be two numbers"),
         (lambda: methods.get("loscar", compress="ef+int8"),
          r"compress='error_feedback\(int8\)' has no meaning for method='loscar': "
          "entries are drawn anew for each message"),

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cocodc_jax.sync import cutting
+from cocodc_jax.sync import cutting, stacks
 from cocodc_jax.sync.cutting import cut, cut_by_patterns
+from cocodc_jax.transforms.layers import is_stack, named_leaves
 
 STRATEGIES = [x for x in cutting.STRATEGIES if x != "experts"]  # These trees have none.
 SETTINGS = settings(max_examples=25)
@@ -228,6 +229,25 @@ def test_what_is_a_block(params, options, expected):
     assert found == expected
 
 
+TWO = {"w": np.zeros((3, 4, 4)), "norm1": {"scale": np.zeros((3, 4))}}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_scanned"),
+    [("blocks", True), ("layers", True), ("stack", True), ("scan", True),
+     ("ScanBlock_0", True), ("blocks/{}", False), ("blocks/block_{}", False),
+     ("layers/{}", False), ("layers_{}", False), ("encoder_layers_{}", False)],
+)  # fmt: skip
+def test_cuts_and_transforms_see_the_same_stacks(name, is_scanned):
+    paths = {name.format(i): TWO for i in range(1 if is_scanned else 3)}
+    leaves = named_leaves({"embedding": np.zeros((9, 4))} | paths)
+    places = stacks.find(leaves)
+    assert {path for path, _ in leaves} - places.keys() == {"embedding"}
+    for path, _ in leaves:
+        is_one = path in places and places[path].layer is None
+        assert is_stack(path) == is_one == (is_scanned and path in places)
+
+
 def test_put_keeps_the_dtype_of_the_tree():
     params = {"blocks": {"w": jnp.zeros((2, 3), jnp.bfloat16)}}
     fragments = cut(params, 2)
@@ -253,6 +273,7 @@ def test_patterns_take_what_earlier_ones_left():
          "num_fragments=4 does not fit a model of 3 blocks; use 1 to 3"),
         (lambda: cut(tree(3, False), 0),
          "num_fragments=0 does not fit a model of 3 blocks; use 1 to 3"),
+        (lambda: cut(tree(3, False), 2.0), "num_fragments=2.0 does not fit"),
         (lambda: cut(tree(0, False), 4),
          "num_fragments=4 does not fit a model of 3 units; use 1 to 3"),
         (lambda: cut({"blocks": {"a": np.zeros((2, 1)), "b": np.zeros((3, 1))}}, 2),

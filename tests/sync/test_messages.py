@@ -56,28 +56,16 @@ def test_compressed():
     assert 64 * 32 < message.num_bytes(PART, 4) < 1.1 * 64 * 32
     other = message.compressed(compression.parse("bfloat16"))
     assert other.num_bytes(PART, 4) == 2 * 64 * 32
-
-
-def test_a_compressor_remembers_from_zero():
-    part = {"w": jnp.ones((4, 2))}
-    state = Compressed(compression.parse("ef+int8")).init(part)
+    state = message.init({"w": jnp.ones((4, 2))})  # A compressor remembers from zero.
     np.testing.assert_array_equal(state.residual["w"], jnp.zeros((4, 2)))
 
 
-@pytest.mark.parametrize("rank", [2, 8])
-def test_of_a_rank_the_factors_are_sent(rank):
-    message = ranked()
-    assert message.is_ranked
-    assert message.num_bytes(PART, 4, rank) == 4 * rank * (64 + 32)
-
-
-def test_before_a_schedule_has_set_a_rank_it_is_the_first():
-    message = ranked()
-    assert message.num_bytes(PART, 4) == message.num_bytes(PART, 4, 8)
-
-
-def test_a_state_follows_the_rank():
+def test_of_a_rank_the_factors_are_sent():
+    """Before a schedule has set a rank it is the first, 8."""
     message, part = ranked(), {"w": jnp.ones((64, 32))}
+    assert message.is_ranked
+    for rank, sent in ((2, 2), (8, 8), (0, 8)):
+        assert message.num_bytes(PART, 4, rank) == 4 * sent * (64 + 32)
     small = message.resize(message.init(part, 8), part, 2)
     like = message.init(part, 2)
     assert jax.tree.map(jnp.shape, small) == jax.tree.map(jnp.shape, like)
@@ -88,6 +76,8 @@ def test_messages_are_values():
     assert ByRings(2) == ByRings(2) != ByRings(3)
     by = compression.parse("int8")
     assert hash(Compressed(by)) == hash(Compressed(by))
+    assert ByRings(2).only_in_program == "its rings use the inner mesh"
+    assert ByRings(2).compressor() is None
     assert all(issubclass(kind, Message) for kind in (AsIs, Compressed, ByRings))
 
 
@@ -185,11 +175,6 @@ def test_bytes_are_twice_all_but_one_share():
     assert ByRings(2).num_sent(1201, 4) == 2 * 2 * 3 * 151
 
 
-def test_they_lie_on_the_inner_mesh():
-    assert ByRings(2).only_in_program == "its rings use the inner mesh"
-    assert ByRings(2).compressor() is None
-
-
 ODD = per_step.PerStep("odd", lambda params: (), lambda g, state, key: (g, state))
 
 
@@ -197,7 +182,7 @@ ODD = per_step.PerStep("odd", lambda params: (), lambda g, state, key: (g, state
     ("call", "message"),
     [
         (lambda: ODD.compressed(identity()), "its messages cannot be encoded further"),
-        (lambda: ByRings(0), "num_rings=0 must be positive"),
+        (lambda: ByRings(0), "num_rings=0 must be at least 1"),
         (lambda: matchings(0), "num_regions=0 must be at least 1"),
     ],
 )

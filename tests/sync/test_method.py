@@ -14,11 +14,7 @@ from cocodc_jax.sync import merge
 from cocodc_jax.sync.messages import AsIs, Compressed, Ranked
 from cocodc_jax.sync.method import Method, Sync
 from cocodc_jax.sync.moments import Moments
-from cocodc_jax.sync.outer import (
-    SharedOuter,
-    nesterov,
-    pseudo_gradient,
-)
+from cocodc_jax.sync.outer import SharedOuter, nesterov, pseudo_gradient
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules import (
     RankedRounds,
@@ -78,14 +74,17 @@ def test_parts_of_another_kind_or_that_take_one_outer_model_are_named(parts, mes
 
 def test_parts_that_do_nothing_are_left_at_their_defaults():
     method = Method(name="mine", sync=synced())
-    assert method.sync.message == AsIs()
-    assert method.sync.weigh is None
-    assert method.needs == frozenset()
-    assert method.num_fragments == 1
+    assert (method.sync.message, method.sync.weigh) == (AsIs(), None)
     nothing = Method(name="nothing")
     assert (nothing.sync, nothing.per_step, nothing.schedule) == (None, None, None)
-    assert nothing.needs == frozenset()
-    assert nothing.num_fragments == 1
+    for each in (method, nothing):
+        assert (each.needs, each.num_fragments) == (frozenset(), 1)
+
+
+def test_a_method_exchanges_at_every_step_or_from_time_to_time():
+    per_step = methods.get("data_parallel").per_step
+    with pytest.raises(ValueError, match="^method='mine' has a sync and exchanges at"):
+        Method(name="mine", sync=synced(), per_step=per_step)
 
 
 def test_a_method_needs_what_its_parts_need():
@@ -126,8 +125,6 @@ class TestCompressed:
         assert method.per_step.name == "compressed_gradients"
         assert method.per_step.receive is not None
         assert methods.get("data_parallel").per_step.receive is None
-
-    def test_by_none_it_stays(self):
         assert methods.get("diloco", compress=None).sync.message == AsIs()
 
     @pytest.mark.parametrize(
@@ -142,10 +139,8 @@ class TestCompressed:
         ],
     )
     def test_nothing_to_compress(self, name, why):
-        with pytest.raises(
-            ValueError,
-            match=f"compress='int8' has no meaning for method='{name}': {why}",
-        ):
+        message = f"compress='int8' has no meaning for method='{name}': {why}"
+        with pytest.raises(ValueError, match=message):
             methods.get(name, compress="int8")
 
     @pytest.mark.parametrize(
@@ -167,10 +162,9 @@ class TestWeighted:
     def test_by_name(self):
         assert methods.get("diloco").sync.weigh is None
         assert methods.get("diloco", region_weights="tokens").sync.weigh(1, 5) == 5
-        assert (
-            methods.get("decoupled_diloco", region_weights="equal").sync.weigh is None
-        )
-        assert methods.get("decoupled_diloco").sync.weigh is not None
+        name = "decoupled_diloco"
+        assert methods.get(name, region_weights="equal").sync.weigh is None
+        assert methods.get(name).sync.weigh is not None
 
     @pytest.mark.parametrize(
         ("name", "weights", "message"),
@@ -227,10 +221,8 @@ class TestBind:
         regions = Regions((1.0, 2.0), (1, 1))
         method = methods.get("heloco").bind(regions)
         assert method.schedule.step_times == (1.0, 2.0)
-        assert methods.get("diloco").bind(regions).schedule == (
-            methods.get("diloco").schedule
-        )
-        apart = methods.get("apart")
+        diloco, apart = methods.get("diloco"), methods.get("apart")
+        assert diloco.bind(regions).schedule == diloco.schedule
         assert apart.bind(regions) is apart
 
     def test_a_schedule_looks_midway_where_a_merge_compares_two_halves(self):

@@ -57,11 +57,8 @@ def test_an_entry_says_what_it_is(name):
 
 
 def test_an_unknown_need():
-    with pytest.raises(
-        ValueError,
-        match=r"merge 'odd' needs \['luck'\], which nothing here can give; known are "
-        r"\['distance', 'drift', ",
-    ):
+    message = r"merge 'odd' needs \['luck'\], .*; known are \['distance', 'drift', "
+    with pytest.raises(ValueError, match=message):
         needs.check({"luck", "staged"}, UserInputs(), "merge 'odd'")
 
 
@@ -69,10 +66,7 @@ def test_an_unknown_need():
     ("need", "what"),
     [
         ("learning_rate", r"UserInputs\(learning_rate=, the inner optimizer's\)"),
-        (
-            "second_moment",
-            r"UserInputs\(second_moment=adam_second_moment\(b2\) with the",
-        ),
+        ("second_moment", r"UserInputs\(second_moment=adam_second_moment\(b2\) with"),
         ("model_fn", r"UserInputs\(outputs=\(model, loss\)\)"),
         ("output_loss_fn", r"UserInputs\(outputs=\(model, loss\)\)"),
     ],

@@ -139,6 +139,7 @@ class TestArguments:
         ("options", "match"),
         [
             ({"exclude_above": 1.0}, "exclude_above=1.0 must be above 1"),
+            ({"exclude_above": "3"}, "exclude_above='3' must be above 1"),
             ({"robust_mean": "trim:0.5"}, "robust_mean='trim:0.5' must be 'clip', or"),
             ({"robust_mean": "median"}, "robust_mean='median' must be"),
         ],

@@ -15,15 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.transforms import (
-    curvature,
-    dc_asgd,
-    mt_adam,
-    muon,
-    outer,
-    secant,
-    snoo,
-)
+from cocodc_jax.transforms import curvature, dc_asgd, mt_adam, muon, outer, secant, snoo
 from cocodc_jax.transforms.compensation import delay_compensation
 
 NUM_REGIONS = 4
@@ -56,8 +48,7 @@ CASES = {
     "dc_asgd": Case(dc_asgd.dc_asgd, {"learning_rate": 0.1}),
     "dc_asgd_adaptive": Case(dc_asgd.dc_asgd_adaptive, {"learning_rate": 0.1}),
     "delayed_nesterov": Case(
-        outer.delayed_nesterov,
-        {"learning_rate": 0.1, "buffer_size": 2, "spread": 0.3},
+        outer.delayed_nesterov, {"learning_rate": 0.1, "buffer_size": 2, "spread": 0.3}
     ),
     "group_heavy_ball": Case(outer.group_heavy_ball, {"learning_rate": 0.5}),
     "co2": Case(

@@ -194,8 +194,11 @@ def test_exact_values_survive():
         "int8": np.arange(-127, 128, dtype=np.float32),
         "sign": np.float32([2, -2, -2, 2]),
         "top_k(1.0)": np.float32([2, -2, 0, 1e-30]),
+        "float16": np.float32([65504, -65504, np.inf, np.nan]),
     }.items():
         np.testing.assert_allclose(round_trip(text, x), x, rtol=1e-6)
+    # What is too large for a float16 is its largest.
+    assert round_trip("float16", np.float32([7e4, -1e30])).tolist() == [65504, -65504]
 
 
 @pytest.mark.parametrize(
@@ -241,11 +244,9 @@ def test_stochastic_rounding_is_unbiased_and_nearest_is_not(name):
     assert np.all(np.abs(samples.mean(0) - x) <= 4.5 * error + 1e-6)
     nearest = round_trip(name, x)
     assert np.any(np.abs(nearest - x) > 4.5 * error + 1e-6)
-
-
-def test_stochastic_rounding_asks_for_a_key():
-    with pytest.raises(ValueError, match=r"int4\(stochastic=True\).encode needs a key"):
-        round_trip("int4(stochastic=True)", np.ones(3, np.float32), None)
+    message = rf"{name}\(stochastic=True\).encode needs a key"
+    with pytest.raises(ValueError, match=message):
+        round_trip(f"{name}(stochastic=True)", x, None)
 
 
 @pytest.mark.parametrize(
@@ -382,13 +383,10 @@ def test_low_rank_recovers_after_a_matrix_of_zeros():
 @pytest.mark.parametrize(
     ("shape", "matrix"),
     [
-        ((), (1, 1)),
-        ((5,), (1, 5)),
-        ((12, 1024, 2688), (12288, 2688)),
-        ((1024, 16, 64), (1024, 1024)),
-        ((12, 1024, 16, 64), (12288, 1024)),
+        ((), (1, 1)), ((5,), (1, 5)), ((12, 1024, 2688), (12288, 2688)),
+        ((1024, 16, 64), (1024, 1024)), ((12, 1024, 16, 64), (12288, 1024)),
     ],
-)
+)  # fmt: skip
 def test_matrix_shape(shape, matrix):
     assert compressor.matrix_shape(shape) == matrix
 
@@ -496,14 +494,11 @@ def test_one_message_per_region_under_vmap(text):
 @pytest.mark.parametrize(
     ("argument", "build"),
     [
-        ("inner", compression.error_feedback),
-        ("inner", compression.matrices),
-        ("values", compression.top_k),
-        ("values", compression.dct_top_k),
-        ("values", compression.threshold),
-        ("factors", compression.low_rank),
+        ("inner", compression.error_feedback), ("inner", compression.matrices),
+        ("values", compression.top_k), ("values", compression.dct_top_k),
+        ("values", compression.threshold), ("factors", compression.low_rank),
     ],
-)
+)  # fmt: skip
 def test_names_and_factories_are_no_compressors(monkeypatch, argument, build, value):
     build = inspect.unwrap(build)
     if argument != "inner":

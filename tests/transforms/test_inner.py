@@ -12,7 +12,7 @@ from cocodc_jax.transforms.mt_adam import mt_adam, scale_by_mt_adam
 from cocodc_jax.transforms.muon import matrix_axes, muon
 from tests.program.family_reference import Momenta
 
-LAYERS, WIDTH, MLP, VOCAB = 2, 4, 6, 11
+LAYERS, WIDTH, MLP, VOCAB, ONES = 2, 4, 6, 11, np.ones(2, np.float32)
 
 
 def params(seed=0, is_scanned=True):
@@ -174,27 +174,16 @@ def test_moments_of_narrow_parameters_are_wide():
     np.testing.assert_allclose(state.mu[0], -expected, rtol=1e-3)
 
 
-def test_errors():
-    with pytest.raises(ValueError, match=r"weights=\(0.5,\) must be one for each of"):
-        scale_by_mt_adam(B1S, (0.5,))
-    with pytest.raises(ValueError, match=r"weights=\(0.5, -0.1\) .* none below 0"):
-        scale_by_mt_adam(B1S, (0.5, -0.1))
-    with pytest.raises(ValueError, match=r"weights=\(0.6, 0.5\) must add up to 1"):
-        scale_by_mt_adam(B1S, (0.6, 0.5))
-    with pytest.raises(ValueError, match="b1s=1.0 must be at least 0 and below 1"):
-        scale_by_mt_adam((1.0,), (0.5,))
-
-
 # --- Distributed Lion ---
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_small_numbers_keep_their_sign(dtype):
-    gradient = jnp.array([-1e-7, 1e-7], dtype)
+def test_small_numbers_keep_their_sign_and_zeros_are_sent_as_plus_one(dtype):
+    gradient = jnp.array([-1e-7, 1e-7, 0.0, -0.0], dtype)
     message, _ = lion.send(gradient, lion.init(gradient))
     direction = lion.combine(jax.tree.map(lambda x: x[None], message))
     assert direction.dtype == dtype
-    assert direction.tolist() == [-1, 1]
+    assert direction.tolist() == [-1, 1, 1, 1]
 
 
 def test_one_bit_a_value_exactly():
@@ -206,17 +195,19 @@ def test_one_bit_a_value_exactly():
     assert jax.eval_shape(lambda: back) == jax.eval_shape(lambda: params)
 
 
-def test_zeros_are_sent_as_plus_one():
-    zeros = jnp.array([0.0, -0.0])
-    message, _ = lion.send(zeros, lion.init(zeros))
-    np.testing.assert_array_equal(lion.sign_bits().decode(message), [1, 1])
-
-
-def test_wrong_arguments_are_named():
-    x = jnp.ones(2)
-    with pytest.raises(ValueError, match=r"b1=1\.0 must be"):
-        lion.send(x, lion.init(x), b1=1.0)
-    with pytest.raises(ValueError, match="b2=-1 must be"):
-        lion.send(x, lion.init(x), b2=-1)
-    with pytest.raises(ValueError, match="rule='vote' is not one of"):
-        lion.combine((), "vote")
+@pytest.mark.parametrize(
+    ("call", "options", "message"),
+    [
+        (scale_by_mt_adam, (B1S, (0.5,)), r"weights=\(0.5,\) must be one for each of"),
+        (scale_by_mt_adam, (B1S, (0.5, -0.1)), r"weights=.* none below 0"),
+        (scale_by_mt_adam, (B1S, (0.5, np.nan)), r"weights=.*nan.* none below 0"),
+        (scale_by_mt_adam, (B1S, (0.6, 0.5)), r"weights=\(0.6, 0.5\) must add up to 1"),
+        (scale_by_mt_adam, ((1.0,), (0.5,)), "b1s=1.0 must be at least 0 and below 1"),
+        (lion.send, (ONES, lion.init(ONES), 1.0), r"b1=1\.0 must be"),
+        (lion.send, (ONES, lion.init(ONES), 0.9, -1), "b2=-1 must be"),
+        (lion.combine, ((), "vote"), "rule='vote' is unknown; use one of"),
+    ],
+)
+def test_wrong_arguments_are_named(call, options, message):
+    with pytest.raises(ValueError, match=message):
+        call(*options)

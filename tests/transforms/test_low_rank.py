@@ -115,7 +115,7 @@ def test_shapes_are_enough_and_a_wrong_rank_is_named():
     shapes = jax.eval_shape(lambda: TREE)
     resized = low_rank.resize(compressor.init(TREE), shapes, 3)
     assert resized.right[2].shape == (10, 3)
-    with pytest.raises(ValueError, match="rank=0 must be positive"):
+    with pytest.raises(ValueError, match="rank=0 must be at least 1"):
         low_rank.resize(compressor.init(TREE), shapes, 0)
 
 

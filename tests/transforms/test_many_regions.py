@@ -21,9 +21,7 @@ def regions():
 
 
 def encode_all(compressor, regions):
-    def of_one(x):
-        return compressor.encode(x, compressor.init(x))[0]
-
+    of_one = lambda x: compressor.encode(x, compressor.init(x))[0]  # noqa: E731
     return jax.jit(jax.vmap(of_one))(regions)
 
 

@@ -80,6 +80,14 @@ def test_snoo_is_diloco_of_one_region(arrivals):
         np.testing.assert_allclose(actual[t], w, rtol=1e-12)
 
 
+def test_outer_steps_of_bfloat16_are_not_rounded_away():
+    optimizer = snoo.snoo(optax.sgd(1.0), 0.2, 0.0, 1)
+    path, state = run(optimizer, [jnp.full(1, 2**-7, jnp.bfloat16)] * 6,
+                      jnp.ones(1, jnp.bfloat16))  # fmt: skip
+    assert (path.dtype, state.slow_params.dtype) == (jnp.bfloat16, np.float32)
+    assert path[-1] < 1
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -97,6 +105,13 @@ def test_snoo_is_diloco_of_one_region(arrivals):
         (lambda: heloco.heloco(confidence_scale=-3.0), r"confidence_scale=-3\.0"),
         (lambda: heloco.heloco(weight=0.0), r"weight=0\.0 must be positive"),
         (lambda: snoo.snoo(optax.sgd(1.0), momentum=1.5), r"momentum=1\.5"),
+        (lambda: snoo.snoo(optax.sgd(1.0), -1.0), r"learning_rate=-1\.0"),
+        (lambda: outer.group_heavy_ball(np.nan), "learning_rate=nan"),
+        (lambda: outer.group_heavy_ball(pull=-1.0), r"pull=-1\.0"),
+        (lambda: unwrap(outer.group_heavy_ball)(momentum=np.float32(-1)),
+         r"momentum=np.float32\(-1.0\) must be at least 0"),
+        (lambda: unwrap(outer.group_heavy_ball)(momentum=None), "momentum=None must"),
+        (lambda: unwrap(outer.group_heavy_ball)(momentum="1"), "momentum='1' must"),
         # Unwrapped, as users have them: only in tests are types checked at every call.
         (lambda: unwrap(snoo.snoo)(optax.sgd(1.0), sync_interval=2.5),
          r"sync_interval=2\.5 must be a whole number"),

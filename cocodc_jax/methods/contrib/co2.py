@@ -35,19 +35,14 @@ region's devices, as ZeRO does (`outer_placement`).
 Source: CO2, Sun et al., arXiv 2401.16265. The rule with a gap of 1 is read from the
 public code. That a staleness gap divides what is late is from memory; the measured one
 is ours, as no formula was found.
-Differs from the paper's code: there the clip is computed and its result dropped; here
-it clips.
+Differs from the paper's code: there the clip's result is dropped; here it clips.
 Defaults: published mu 0.2 to 0.6 with the model's size, eta 1, phi 1, gap 1; here mu
 0.2, eta 1, phi 1, gap 1, H 48.
 Measured here: docs/results/methods.md; with the measured gap 2.274.
 """
 
 from cocodc_jax.sync import Method, SharedOuter, Sync, merge, schedules
-from cocodc_jax.transforms.numerics import (
-    check_positive,
-    check_rate,
-    check_unit_interval,
-)
+from cocodc_jax.transforms.numerics import check_outer, check_positive
 from cocodc_jax.transforms.outer import co2 as co2_optimizer
 
 
@@ -70,19 +65,16 @@ def co2(
         public code, "measured" how far the parameters have moved since, in usual moves.
       outer_placement: "divided" over the devices of each region, or "host".
     """
-    check_rate("outer_lr", outer_lr)
-    check_unit_interval("outer_momentum", outer_momentum)
+    check_outer(outer_lr, outer_momentum)
     check_positive("momentum_clip", momentum_clip)
     is_measured = staleness_gap == "measured"
-    return Method(
-        name="co2",
-        sync=Sync(
-            schedule=schedules.one_step_stale(sync_interval),
-            outer=SharedOuter(
-                co2_optimizer(outer_lr, outer_momentum, momentum_clip, staleness_gap),
-                outer_placement,
-                frozenset({"stale_params"} if is_measured else ()),
-            ),
-            merge=merge.replace(),
+    sync = Sync(
+        schedule=schedules.one_step_stale(sync_interval),
+        outer=SharedOuter(
+            co2_optimizer(outer_lr, outer_momentum, momentum_clip, staleness_gap),
+            outer_placement,
+            frozenset({"stale_params"} if is_measured else ()),
         ),
+        merge=merge.replace(),
     )
+    return Method(name="co2", sync=sync)

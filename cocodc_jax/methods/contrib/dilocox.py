@@ -32,8 +32,8 @@ $$
 H_{t+1} = \lceil H_1 \, r_{t+1} / r_1 \rceil
 $$
 
-A tensor that the factors would not shrink is sent in full; the layers of a stack are
-factorized one by one. Each region's factors are gathered (`messages.Ranked`). With
+A tensor that the factors would not shrink is sent in int4 itself; the layers of a stack
+are factorized one by one. Each region's factors are gathered (`messages.Ranked`). With
 `sum_factors` the order is PowerSGD's own (`sync.summed`), in float32:
 
 $$
@@ -59,6 +59,7 @@ from cocodc_jax.sync.summed import SummedFactors
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.error_feedback import error_feedback
 from cocodc_jax.transforms.low_rank import low_rank, resize
+from cocodc_jax.transforms.numerics import check_at_least
 from cocodc_jax.transforms.quantize import int4
 
 
@@ -77,8 +78,7 @@ def dilocox(
     Args:
       sync_interval: H_1, inner steps of a round at the first rank.
       rank: r_1, rank of the factors in the first rounds, and the largest. A matrix
-        too small for it is sent in full; a lower rank then shortens rounds more than
-        messages.
+        too small for it goes unfactored; a lower rank then shortens rounds the most.
       min_rank: r_min, the least that an adaptive rank becomes.
       adaptive_rank: whether rank and interval follow the effective rank of the means.
       sum_factors: all-reduce the first factors, then the second, as PowerSGD does, in
@@ -87,6 +87,7 @@ def dilocox(
       outer_momentum: its momentum, in [0, 1).
       outer_placement: "host", or "divided" over the devices of each region.
     """
+    check_at_least("min_rank", min_rank, 1)
     schedule: schedules.Schedule = schedules.one_step_stale(sync_interval)
     message: Message = Compressed(_low_rank_int4(rank))
     if adaptive_rank:
@@ -94,15 +95,13 @@ def dilocox(
         message = Ranked(_low_rank_int4, _resize, rank)
     if sum_factors:
         message = SummedFactors(rank, adaptive_rank)
-    return Method(
-        name="dilocox",
-        sync=Sync(
-            schedule=schedule,
-            outer=nesterov(outer_lr, outer_momentum).placed(outer_placement),
-            merge=merge.replace(),
-            message=message,
-        ),
+    sync = Sync(
+        schedule=schedule,
+        outer=nesterov(outer_lr, outer_momentum).placed(outer_placement),
+        merge=merge.replace(),
+        message=message,
     )
+    return Method(name="dilocox", sync=sync)
 
 
 def _low_rank_int4(rank: int) -> Compressor:

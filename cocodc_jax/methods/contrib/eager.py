@@ -18,8 +18,7 @@ $$
 
 The region takes its own stale share out of the mean and puts its fresh one in. The
 message of the round before the first is zero. A region's share is what its message
-decodes to (`newest`, `arriving`), so with `compress` it never adds values that were not
-sent.
+decodes to (`newest`, `arriving`), so with `compress` it adds only what was sent.
 
 Source: eager updates, arXiv 2502.12996. "Current local plus a delayed mixture of all
 others" from a published digest, which this is; written out from memory.
@@ -49,14 +48,12 @@ def eager(
       outer_lr: learning rate of the outer Nesterov optimizer.
       outer_momentum: its momentum, in [0, 1).
     """
-    return Method(
-        name="eager",
-        sync=Sync(
-            schedule=schedules.one_step_stale(sync_interval),
-            outer=eager_outer(nesterov_sgd(outer_lr, outer_momentum)),
-            merge=merge.replace(),
-        ),
+    sync = Sync(
+        schedule=schedules.one_step_stale(sync_interval),
+        outer=eager_outer(nesterov_sgd(outer_lr, outer_momentum)),
+        merge=merge.replace(),
     )
+    return Method(name="eager", sync=sync)
 
 
 class EagerState(NamedTuple):
@@ -83,12 +80,10 @@ def eager_outer(optimizer: optax.GradientTransformation) -> RegionalOuter:
         return message, EagerState(state.optimizer, kept, own, state.newest)
 
     def receive(params, state, arrived, num_regions):
-        fresh = jax.tree.map(
-            lambda mean, new, old: mean + (new - old) / num_regions,
-            arrived,
-            state.newest,
-            state.arriving,
-        )
+        def corrected(mean, new, old):
+            return mean + (new - old) / num_regions
+
+        fresh = jax.tree.map(corrected, arrived, state.newest, state.arriving)
         step, kept = optimizer.update(fresh, state.optimizer, params)
         return optax.apply_updates(params, step), state._replace(optimizer=kept)
 

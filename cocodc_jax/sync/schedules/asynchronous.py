@@ -23,7 +23,7 @@ from cocodc_jax.sync.schedules.base import (
     Pending,
     Schedule,
     ScheduleState,
-    check_at_least,
+    check_whole_fields,
     nothing,
 )
 
@@ -45,7 +45,7 @@ class Asynchronous(Schedule):
     is_by_region = True
 
     def __post_init__(self):
-        check_at_least("sync_interval", self.sync_interval, 1)
+        check_whole_fields(self, sync_interval=1)
 
     def bind(self, regions: Regions, looks_midway: bool = False) -> Asynchronous:
         """Return the schedule for these regions; see `Schedule.bind`."""

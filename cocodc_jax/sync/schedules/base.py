@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from cocodc_jax.sync.regions import Regions
+from cocodc_jax.transforms.numerics import check_at_least
 
 START, MIDWAY, FINISH = "start", "midway", "finish"
 
@@ -183,8 +185,7 @@ class Schedule(abc.ABC):
     def begin_at(self, step: int) -> Any:
         """Return the state of a schedule whose first step comes after `step`.
 
-        Every fragment counts as sent then; observations of other schedules are not
-        used.
+        Every fragment counts as sent then; other schedules' observations go unused.
         """
         state = self.init()
         last_start = (step or -1,) * len(state.last_start)
@@ -223,9 +224,11 @@ def replaced(values: tuple, index: int, value: Any) -> tuple:
     return (*values[:index], value, *values[index + 1 :])
 
 
-def check_at_least(name: str, value: int, least: int) -> None:
-    """Refuse a value that is not a whole number of at least `least`."""
-    if not hasattr(value, "__index__"):
-        raise ValueError(f"{name}={value!r} must be a whole number, at least {least}")
-    if value < least:
-        raise ValueError(f"{name}={value} must be at least {least}")
+def check_whole_fields(schedule: Schedule, **least: int) -> None:
+    """Refuse fields that are not whole or too small; make the others Python's `int`.
+
+    An integer of NumPy is not written to JSON, and passes for a traced number.
+    """
+    for name, lowest in least.items():
+        check_at_least(name, getattr(schedule, name), lowest)
+        object.__setattr__(schedule, name, operator.index(getattr(schedule, name)))

@@ -40,7 +40,7 @@ from cocodc_jax.sync.schedules.base import (
     Observe,
     Pending,
     Schedule,
-    check_at_least,
+    check_whole_fields,
     nothing,
 )
 from cocodc_jax.sync.schedules.slotted import (
@@ -50,6 +50,7 @@ from cocodc_jax.sync.schedules.slotted import (
     check_delay,
     even_slots,
 )
+from cocodc_jax.transforms.numerics import check_at_least, check_unused
 
 AUTO = "auto"
 
@@ -97,7 +98,10 @@ class Measured(Schedule):
         # Measured slots can wait for a fragment, up to its deadline.
         fixed = self.network_share is None
         longest = self.base.longest_delay if fixed else self.sync_interval
-        if self.measures_delay and not 1 <= self.delay_steps <= longest:
+        if self.measures_delay:
+            check_at_least("max_delay_steps", self.delay_steps, 1)
+        check_whole_fields(self, delay_steps=0, window=1)
+        if self.measures_delay and self.delay_steps > longest:
             raise ValueError(
                 f"max_delay_steps={self.delay_steps} must be at least 1 and at most "
                 f"{longest}: a fragment must arrive before it starts again"
@@ -215,14 +219,9 @@ class Measured(Schedule):
     def _slot_steps(self, state: MeasuredState) -> int:
         if self.network_share is None or not state.sync_times:
             return self.slot_steps
-        num_syncs = syncs_that_fit(
-            self.sync_interval,
-            self.num_fragments,
-            statistics.median(state.step_times),
-            statistics.median(state.sync_times),
-            self.network_share,
-        )
-        return self.sync_interval // num_syncs
+        step, sync = map(statistics.median, (state.step_times, state.sync_times))
+        known = self.sync_interval, self.num_fragments, step, sync
+        return self.sync_interval // syncs_that_fit(*known, self.network_share)
 
 
 def staggered(
@@ -237,13 +236,10 @@ def staggered(
     With `delay_steps` "auto" the delay is measured, and at most `max_delay_steps`.
     """
     is_measured = _is_auto("delay_steps", delay_steps, max_delay_steps=max_delay_steps)
-    base = Staggered(
-        num_fragments,
-        sync_interval,
-        0 if is_measured else cast(int, delay_steps),
-        even_slots(sync_interval, num_fragments),
-        phase_steps=phase_steps,
-    )
+    delay = 0 if is_measured else cast(int, delay_steps)
+    slot_steps = even_slots(sync_interval, num_fragments)
+    how = num_fragments, sync_interval, delay, slot_steps
+    base = Staggered(*how, phase_steps=phase_steps)
     if not is_measured:
         return base
     return Measured(base, sync_interval if max_delay_steps is None else max_delay_steps)
@@ -278,13 +274,9 @@ def adaptive(
             f"{num_fragments} and at most sync_interval={sync_interval}"
         )
     is_fixed = not is_measured and share is None
-    base = Adaptive(
-        num_fragments,
-        sync_interval,
-        cast(int, delay_steps) if is_fixed else 0,
-        sync_interval // first,
-        transmission_score=transmission_score,
-    )
+    delay = cast(int, delay_steps) if is_fixed else 0
+    how = num_fragments, sync_interval, delay, sync_interval // first
+    base = Adaptive(*how, transmission_score=transmission_score)
     if is_fixed:
         return base
     longest = cast(int, delay_steps)
@@ -296,14 +288,10 @@ def adaptive(
 
 def _is_auto(name: str, value: int | str, **of_auto: float | None) -> bool:
     """Return whether a number is to be measured; `of_auto` has no meaning if not."""
-    if value == AUTO:
-        return True
     if not hasattr(value, "__index__"):
-        raise ValueError(f"{name}={value!r} must be a whole number or {AUTO!r}")
+        if value != AUTO:
+            raise ValueError(f"{name}={value!r} must be a whole number or {AUTO!r}")
+        return True
     for other, given in of_auto.items():
-        if given is not None:
-            raise ValueError(
-                f"{other}={given} has no meaning with {name}={value}; leave it out, or "
-                f"use {name}={AUTO!r}"
-            )
+        check_unused(other, given, None, f"{name}={value}")
     return False

@@ -12,11 +12,11 @@ later, when the next one is sent (`slotted.one_step_stale`). A mean is measured 
 is applied and read when the next message is sent, so nothing waits for it. Ranks come
 in buckets, as every rank compiles its own programs.
 
-Source: DiLoCoX (arXiv 2506.21263), from memory. The buckets and their rounding upwards
-are ours.
+Source: DiLoCoX (arXiv 2506.21263), from memory. Buckets, rounded up, are ours.
 """
 
 import dataclasses
+import operator
 import statistics
 
 from cocodc_jax.sync.schedules.base import (
@@ -26,9 +26,10 @@ from cocodc_jax.sync.schedules.base import (
     Pending,
     Schedule,
     ScheduleState,
-    check_at_least,
+    check_whole_fields,
     nothing,
 )
+from cocodc_jax.transforms.numerics import check_at_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,8 @@ class RankedRounds(Schedule):
     needs = frozenset({"effective_rank"})
 
     def __post_init__(self):
-        check_at_least("sync_interval", self.sync_interval, 1)
+        check_whole_fields(self, sync_interval=1, window=1)
+        object.__setattr__(self, "ranks", tuple(map(operator.index, self.ranks)))
 
     @property
     def delay_steps(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -109,10 +111,10 @@ def ranked_rounds(sync_interval: int, rank: int, min_rank: int) -> RankedRounds:
     >>> ranked_rounds(125, 64, 4).ranks
     (64, 32, 16, 8, 4)
     """
-    if not 1 <= min_rank <= rank:
-        raise ValueError(
-            f"min_rank={min_rank} must be at least 1 and at most rank={rank}"
-        )
+    check_at_least("rank", rank, 1)
+    check_at_least("min_rank", min_rank, 1)
+    if min_rank > rank:
+        raise ValueError(f"min_rank={min_rank} must be at most rank={rank}")
     ranks = [rank]
     while ranks[-1] > min_rank:
         ranks.append(max(ranks[-1] // 2, min_rank))

@@ -35,9 +35,10 @@ from cocodc_jax.sync.schedules.base import (
     Pending,
     Schedule,
     ScheduleState,
-    check_at_least,
+    check_whole_fields,
     nothing,
 )
+from cocodc_jax.transforms.numerics import check_at_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +56,10 @@ class Slotted(Schedule):
     phase_steps: int = dataclasses.field(default=0, kw_only=True)
 
     def __post_init__(self):
-        check_at_least("num_fragments", self.num_fragments, 1)
-        check_at_least("sync_interval", self.sync_interval, 1)
-        check_at_least("delay_steps", self.delay_steps, 0)
-        check_at_least("slot_steps", self.slot_steps, 1)
-        if not hasattr(self.phase_steps, "__index__"):
-            raise ValueError(f"phase_steps={self.phase_steps!r} must be a whole number")
+        check_whole_fields(
+            self, num_fragments=1, sync_interval=1, delay_steps=0, slot_steps=1,
+            phase_steps=0,
+        )  # fmt: skip
         slots = self.sync_interval // self.slot_steps
         if slots < self.num_fragments:
             raise ValueError(
@@ -68,7 +67,7 @@ class Slotted(Schedule):
                 f"{self.sync_interval}, too few for num_fragments="
                 f"{self.num_fragments}; lower slot_steps or raise sync_interval"
             )
-        if not 0 <= self.phase_steps < self.slot_steps:
+        if self.phase_steps >= self.slot_steps:
             raise ValueError(
                 f"phase_steps={self.phase_steps} must be at least 0 and below "
                 f"{self.slot_steps}, the steps between two starts"

@@ -34,18 +34,17 @@ def test_the_command(call, corpus):
     assert rows["normal"] == ["0.597", "0.423"]
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--compressors=int2,int3", "--compressors=int2,int3: 'int3': 'int3' is not"),
-        ("--compressors=,", "--compressors=, is empty; name some"),
-        ("--interval=0", "--interval=0 must be at least 1"),
-        ("--rounds=0", "--rounds=0 must be at least 1"),
-        ("--warmup_steps=120", "--warmup_steps=120 must be less than steps=120"),
-        ("--steps=7", "Unknown command line flag 'steps'"),
-        ("--workdir=gs://models/run", "--workdir='gs://models/run' is in a bucket"),
-    ],
-)
+@pytest.mark.parametrize(("flag", "message"), [
+    ("--compressors=int2,int3", "--compressors=int2,int3: 'int3': 'int3' is not"),
+    ("--compressors=,", "--compressors=, is empty; name some"),
+    ("--interval=0", "--interval=0 must be at least 1"),
+    ("--rounds=0", "--rounds=0 must be at least 1"),
+    ("--warmup_steps=120", "--warmup_steps=120 must be less than steps=120"),
+    ("--steps=7", "Unknown command line flag 'steps'"),
+    ("--adopt_from=x", "Unknown command line flag 'adopt_from'"),
+    ("--region_id=1", "--region_id=1 is of one elastic region, and this program"),
+    ("--workdir=gs://models/run", "--workdir='gs://models/run' is in a bucket"),
+])  # fmt: skip
 def test_a_wrong_flag_is_one_line(refused, monkeypatch, tmp_path, flag, message):
     monkeypatch.chdir(tmp_path)
     assert refused(compressors, "--preset=smoke", flag).startswith(message)

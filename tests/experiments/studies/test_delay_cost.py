@@ -149,20 +149,17 @@ def test_strengths_fall_with_the_delay_where_they_say_so():
     np.testing.assert_allclose(np.array(one) / 10, ten)
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--delays=", "--delays=() is empty; name at least one"),
-        ("--delays=21", "--delays=21 must be at least 1 and at most sync_interval=20"),
-        ("--rules=best", "--rules='best' is unknown; use some of ['adam_second_mom"),
-        ("--rules=mix_0,mix_0", "--rules=mix_0,mix_0 names one twice"),
-        ("--delays=x", "--delays=x must be numbers separated by commas"),
-        ("--seeds=0", "--seeds=0 must be at least 1"),
-        ("--seeds=-1", "--seeds=-1 must be at least 1"),
-        ("--outer_lr=nan", "--outer_lr=nan must be positive and finite"),
-        ("--sync_interval=0", "--sync_interval=0 must be at least 1"),
-        ("--steps=30", "--steps=30 must be at least two sync intervals of 20"),
-    ],
-)
+@pytest.mark.parametrize(("flag", "message"), [
+    ("--delays=", "--delays=() is empty; name at least one"),
+    ("--delays=21", "--delays=21 must be at least 1 and at most sync_interval=20"),
+    ("--rules=best", "--rules='best' is unknown; use some of ['adam_second_mom"),
+    ("--rules=mix_0,mix_0", "--rules=mix_0,mix_0 names one twice"),
+    ("--delays=x", "--delays=x must be numbers separated by commas"),
+    ("--seeds=0", "--seeds=0 must be at least 1"),
+    ("--seeds=-1", "--seeds=-1 must be at least 1"),
+    ("--outer_lr=nan", "--outer_lr=nan must be positive and finite"),
+    ("--sync_interval=0", "--sync_interval=0 must be at least 1"),
+    ("--steps=30", "--steps=30 must be at least two sync intervals of 20"),
+])  # fmt: skip
 def test_a_wrong_flag_is_one_line(refused, tmp_path, flag, message):
     assert refused(delay_cost, f"--workdir={tmp_path}", flag).startswith(message)

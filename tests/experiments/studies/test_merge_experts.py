@@ -84,33 +84,28 @@ def test_the_same_command_again_trains_nothing(merged, call):
     assert read(workdir) == before
 
 
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        ("--top_k=5", "--top_k=5 must be from 1 to regions=4"),
-        ("--references=diloco,nodiloco", "--references=diloco,nodiloco names"),
-        ("--region_id=1", "--region_id=1 is of one elastic region, and this program"),
-        ("--num_processes=2 --process_id=0 --coordinator_address=here:1",
-         "--num_processes=2 is not possible: this program is one process"),
-        ("--outer_lr=0.5", "--outer_lr=0.5 has no meaning for apart"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "line"), [
+    ("--top_k=5", "--top_k=5 must be from 1 to regions=4"),
+    ("--references=diloco,nodiloco", "--references=diloco,nodiloco names"),
+    ("--region_id=1", "--region_id=1 is of one elastic region, and this program"),
+    ("--num_processes=2 --process_id=0 --coordinator_address=here:1",
+     "--num_processes=2 is not possible: this program is one process"),
+    ("--outer_lr=0.5", "--outer_lr=0.5 has no meaning for apart"),
+    ("--slow_beta=0.5", "--slow_beta=0.5 has no "),
+])  # fmt: skip
 def test_wrong_flags(flags, line, refused, tmp_path):
     words = ["--preset=smoke", *flags.split(), f"--workdir={tmp_path}"]
     assert refused(merge_experts, *words).startswith(line)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("regions", "wrong", "message"),
-    [
-        (1, {}, "regions=1 leaves nothing to merge"),
-        (4, {"top_k": 0}, "top_k=0 must be from 1 to regions=4"),
-        (4, {"prefix_tokens": 0}, "prefix_tokens=0 must be from 1 to 31"),
-        (4, {"prefix_tokens": 32}, "prefix_tokens=32 must be from 1 to 31"),
-        (4, {"temperature": 0.0}, "temperature=0.0 must be positive"),
-    ],
-)
+@pytest.mark.parametrize(("regions", "wrong", "message"), [
+    (1, {}, "regions=1 leaves nothing to merge"),
+    (4, {"top_k": 0}, "top_k=0 must be from 1 to regions=4"),
+    (4, {"prefix_tokens": 0}, "prefix_tokens=0 must be from 1 to 31"),
+    (4, {"prefix_tokens": 32}, "prefix_tokens=32 must be from 1 to 31"),
+    (4, {"temperature": 0.0}, "temperature=0.0 must be positive"),
+])  # fmt: skip
 def test_routing_that_does_not_fit_the_run(regions, wrong, message):
     routing = Routing(top_k=1, prefix_tokens=8, temperature=1.0)
     config = PRESETS["smoke"].replace(regions=regions)

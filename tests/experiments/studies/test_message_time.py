@@ -9,3 +9,13 @@ def test_both_channels_are_timed(tmp_path, call):
     assert "1 KiB sockets" in sockets
     assert f"1 KiB via {tmp_path.name}" in folder
     assert not list(tmp_path.iterdir())
+
+
+def test_wrong_flags(refused):
+    for words, message in {
+        "--kib=-1": "--kib=-1 must be numbers of at least 1",
+        "--kib=": "--kib= must be numbers of at least 1",
+        "--kib=abc": "--kib=abc must be numbers separated by commas",
+        "1024": "unexpected argument '1024'; flags begin with --",
+    }.items():
+        assert refused(message_time, words) == message

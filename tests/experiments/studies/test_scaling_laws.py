@@ -76,14 +76,14 @@ def test_what_cannot_be_fitted_is_refused():
         scaling_laws.fit(together)
 
 
-def cell(method, observed, diverged=False):
+def cell(method, observed, diverged=False, **others):
     factors = observed.factors
     column = {
         "loss": None if diverged else {"mean": observed.loss, "half": None},
         "parameters": factors["N"],
         "config": {"run": {"regions": factors["M"]}},
     }
-    flags = {"method": method, "sync_interval": factors["H"]}
+    flags = {"method": method, "sync_interval": factors["H"], **others}
     return {"flags": flags, "columns": {"published": column}}
 
 
@@ -105,15 +105,12 @@ def test_the_program_writes_what_it_prints(call, tmp_path):
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
-    ("at", "says"),
-    [
-        (1e9, "an extrapolation, 5,000 times the largest"),
-        (3e5, "an extrapolation, 1.5 times the largest"),
-        (1e5, "within the sizes that were run"),
-        (1e3, "an extrapolation, 0.1 times the smallest"),
-    ],
-)
+@pytest.mark.parametrize(("at", "says"), [
+    (1e9, "an extrapolation, 5,000 times the largest"),
+    (3e5, "an extrapolation, 1.5 times the largest"),
+    (1e5, "within the sizes that were run"),
+    (1e3, "an extrapolation, 0.1 times the smallest"),
+])  # fmt: skip
 def test_only_what_is_outside_is_an_extrapolation(at, says):
     seen = grid(0.01)
     assert says in scaling_laws.told("diloco", scaling_laws.fit(seen), seen, at)[2]
@@ -126,9 +123,11 @@ def test_only_what_is_outside_is_an_extrapolation(at, says):
         ([cell("diloco", grid()[0])], "has no method to fit: diloco: a scaling"),
         ([cell("diloco", o, diverged=True) for o in grid()],
          "has no method to fit: every row diverged"),
+        ([cell("diloco", o, compress=c) for o in grid() for c in ("int8", "none")],
+         "has no method to fit: diloco: settings differ in compress besides; keep"),
         ([{"flags": {}}], "cells.json is no cells.json of"),
     ],
-    ids=["none", "one", "diverged", "no cells"],
+    ids=["none", "one", "diverged", "two precisions", "no cells"],
 )  # fmt: skip
 def test_cells_that_have_no_law(cells, message, refused, tmp_path):
     if cells:

@@ -1,6 +1,7 @@
 """A region of several processes: all are told what one of them hears."""
 
 import concurrent.futures
+import functools
 import threading
 import time
 
@@ -28,7 +29,7 @@ def at_once(act, things):
         pool.shutdown(wait=False)
 
 
-def meet(place, num):
+def meet(place, num, make_link=None):
     """The links of all processes of a region."""
     said, barrier = [None] * num, threading.Barrier(num)
 
@@ -38,8 +39,8 @@ def meet(place, num):
             barrier.wait(30)
             return list(said)
 
-        make_link = lambda: Link(place, "run", 1000)  # noqa: E731
-        return inside.of_process(place, process, num, make_link, gather)
+        make = make_link or functools.partial(Link, place, "run", 1000)
+        return inside.of_process(place, process, num, make, gather)
 
     return at_once(come, range(num))
 
@@ -105,6 +106,16 @@ def test_who_waits_for_a_process_that_has_ended_hears_it(regions):
     assert all(isinstance(error, ConnectionError) for error in errors)
     assert {*map(str, errors)} == {"process 0 of region 1 has ended: disk full"}
     three.pop(0)
+
+
+def test_a_process_hears_that_its_region_has_no_link():
+    def taken():
+        raise OSError("port 5 is taken")
+
+    error, listener = meet(meeting.places(2)[1], 2, taken)
+    assert isinstance(error, OSError)
+    with listener, pytest.raises(ConnectionError, match="has ended: port 5 is taken"):
+        listener.hears_others(0.1)
 
 
 def test_calls_that_are_not_alike_are_said(regions):

@@ -11,16 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cocodc_jax.elastic.messages import (
-    Beat,
-    Choice,
-    Install,
-    Join,
-    Propose,
-    Row,
-    Seat,
-    View,
-)
+from cocodc_jax.elastic import messages
 from cocodc_jax.elastic.place import Place, Timing
 from cocodc_jax.elastic.protocol import Member
 
@@ -251,12 +242,17 @@ def test_a_request_to_join_that_a_beat_overtook_changes_nothing():
     """A region that is not in yet must not take the others for beginners too."""
     world = World(2)
     world.kill(1)
-    request = Join(0, ())
+    request = messages.Join(0, ())
     world.boot(1)
     late, boot = world.members[1], world.members[0].boot
     late.receive(0, boot, request, 1.0)
     assert not late.hears_others()
-    late.receive(0, boot, Beat(View(2, {0: Seat(boot, 0)}), 2, 6, (), 1.0), 1.0)
+    late.receive(
+        0,
+        boot,
+        messages.Beat(messages.View(2, {0: messages.Seat(boot, 0)}), 2, 6, (), 1.0),
+        1.0,
+    )
     late.receive(0, boot, request, 1.0)
     assert late.hears_others()
     assert late.others_step(1.0) == 6
@@ -267,11 +263,13 @@ def test_a_request_to_join_that_a_beat_overtook_changes_nothing():
 
 def test_what_one_survivor_knows_of_a_dead_coordinator_holds_for_all():
     world = settled(3)
-    told = until(world, Choice)
+    told = until(world, messages.Choice)
     dest, sender, _, choice = world.network[told]
     assert sender == 0
     for at in reversed(range(told)):  # What the coordinator has sent before.
-        if world.network[at][0] == dest and isinstance(world.network[at][3], Row):
+        if world.network[at][0] == dest and isinstance(
+            world.network[at][3], messages.Row
+        ):
             world.deliver(at)
             told -= 1
     world.deliver(told)
@@ -285,7 +283,7 @@ def test_what_one_survivor_knows_of_a_dead_coordinator_holds_for_all():
 
 def test_what_nobody_knows_is_decided_anew_without_the_dead():
     world = settled(3)
-    told = until(world, Choice)
+    told = until(world, messages.Choice)
     sync = world.network[told][3].sync
     world.kill(0)
     world.settle(30)
@@ -314,6 +312,46 @@ def test_a_coordinator_that_was_only_silent_finds_the_others_gone_on():
     world.boot(0)
     world.settle(20)
     assert set(world.members[2].view.seats) == {0, 1, 2}
+
+
+def test_a_promise_of_a_view_that_never_came_about_is_made_good():
+    """The coordinator only seemed dead to the one that proposed it."""
+    world = settled(3)
+    world.members[1]._propose(world.members[1].view.seats, world.now)
+    world.members[1].outbox.clear()
+    world.settle(30)
+    assert {(m.view.epoch, m._promised) for m in world.members.values()} == {(9, 9)}
+    assert all(set(log[max(log)]) == {0, 1, 2} for log in world.logs.values())
+
+
+def test_a_promise_may_take_longer_than_until_the_next_proposal():
+    world = settled(3, timing=dataclasses.replace(TIMING, dead_after_s=20))
+    world.kill(2)
+    world.settle(30)
+    world.boot(2)
+    late = []  # All messages from and to region 2 take 6 s.
+    for _ in range(120):
+        for region in list(world.members):
+            world.train(region)
+        late += [(world.now + 6 * (2 in x[:2]), x) for x in world.network]
+        world.network = [x for at, x in late if at <= world.now]
+        late = [each for each in late if each[0] > world.now]
+        while world.network:
+            world.deliver(0)
+        world.tick()
+    assert {tuple(m.view.seats) for m in world.members.values()} == {(0, 1, 2)}
+
+
+def test_what_the_next_view_may_need_is_not_forgotten():
+    world = settled(3)
+    _, follower, _ = world.members.values()
+    follower._promised += 3
+    floor = follower._book.floor
+    world.turn([])
+    assert follower._book.floor == floor
+    follower._promised -= 3
+    world.turn([])
+    assert follower._book.floor > floor
 
 
 def cut_in_two(world, left, seconds):
@@ -531,9 +569,9 @@ def test_what_is_kept_for_a_straggler_has_an_end(straggler):
 def test_a_view_that_was_promised_and_never_came_is_proposed_again():
     world = settled(3)
     del world.members[2]
-    at = until(world, Propose)
+    at = until(world, messages.Propose)
     world.deliver(at)
-    lost = Propose | Install
+    lost = messages.Propose | messages.Install
     world.network = [m for m in world.network if not isinstance(m[3], lost)]
     world.settle(30)
     assert set(world.members[1].view.seats) == {0, 1}

@@ -127,10 +127,7 @@ def with_nonsense(tiny):
             {"sync_interval": 2, "rank": 2, "min_rank": 1, "exclude_above": 3.0},
             marks=pytest.mark.slow,
         ),
-        (
-            "streaming_diloco",
-            SHORT | {"compress": "int8", "robust_mean": "trim:0.25"},
-        ),
+        ("streaming_diloco", SHORT | {"compress": "int8", "robust_mean": "trim:0.25"}),
     ],
 )
 def test_nonsense_is_judged_alike_in_all_regions(tiny, name, options):
@@ -303,6 +300,8 @@ def test_places_that_cannot_be_are_refused():
         Transport("elastic", outer_channels=2)
     for change, message in (
         ({"addresses": ("a:1", "b")}, "region_addresses has 'b'"),
+        ({"addresses": ("a:1", "b:70000")}, "region_addresses has 'b:70000'"),
+        ({"addresses": ("a:1", "b c:5")}, "region_addresses has 'b c:5'"),
         ({"addresses": ("a:1", "a:1")}, "one address twice"),
         ({"region": 2}, "region_id=2 must be 0 to 1"),
         ({"min_regions": 3}, "min_regions=3 must be 1 to 2"),

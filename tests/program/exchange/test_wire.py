@@ -183,11 +183,10 @@ def loss_fn(params, batch, key):
         ("data_parallel", {}, "all-reduce"),
         ("data_parallel", {"compress": "fp4"}, "all-gather"),
         ("demo", {"compress": "dct:8"}, "all-gather"),
-        ("distributed_lion", {}, "all-gather"),
-        ("apart", {}, None),
+        ("distributed_lion", {}, "all-gather"), ("apart", {}, None),
         ("diloco", {}, None),
     ],
-)
+)  # fmt: skip
 def test_every_step(mesh, name, options, kind):
     method = methods.get(name, **options)
     made = method.per_step

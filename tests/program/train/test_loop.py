@@ -33,15 +33,7 @@ class Run:
     """One call of `train`, with everything it told its hooks."""
 
     def __init__(
-        self,
-        tiny,
-        program,
-        num_steps,
-        *,
-        folder=None,
-        stop=None,
-        batches=None,
-        **options,
+        self, tiny, program, num_steps, folder=None, stop=None, batches=None, **options
     ):
         self.records, self.clocks, self.stopping = [], [], []
         state, progress = tiny.start(program), None

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ from tests.sync.schedules import walks
 EVEN = Regions.alike(3)
 SCHEDULES = {
     "whole": staggered(7),
-    "staggered": staggered(12, 3, 5),
+    "staggered": staggered(np.int64(12), np.int32(3), np.int64(5)),
     "longest delay": staggered(12, 3, 12),
     "phase": staggered(12, 3, 5, 2),
     "midway": staggered(12, 3, 5).bind(EVEN, looks_midway=True),
@@ -40,10 +41,10 @@ SCHEDULES = {
     "adaptive, midway": adaptive(20, 3, 4, 5).bind(EVEN, looks_midway=True),
     "measured delay": measured.staggered(12, 3, "auto").bind(EVEN),
     "measured delay of what changes": measured.adaptive(20, 3, "auto", 5, "aged"),
-    "measured slots": measured.adaptive(20, 3, 4, "auto", network_share=0.9),
+    "measured slots": measured.adaptive(20, 3, np.int8(4), "auto", network_share=0.9),
     "measured": measured.adaptive(20, 3, "auto", "auto", "drift"),
-    "ranked": ranked_rounds(9, 8, 1),
-    "by region": asynchronous(5).bind(Regions((1.0, 2.5, 1.3), (1, 1, 1))),
+    "ranked": ranked_rounds(np.int64(9), np.int64(8), 1),
+    "by region": asynchronous(np.int64(5)).bind(Regions((1.0, 2.5, 1.3), (1, 1, 1))),
     "by region, equal steps": asynchronous(5, False).bind(
         Regions((1.0, 2.5, 1.3), (1, 1, 1))
     ),

@@ -115,6 +115,8 @@ def test_numbers_that_are_given_make_the_plain_schedule():
          "max_delay_steps=41 must be at least 1"),
         (lambda: staggered(40, 4, "auto", max_delay_steps=0),
          "max_delay_steps=0 must be at least 1"),
+        (lambda: staggered(40, 4, "auto", max_delay_steps=5.5),
+         "max_delay_steps=5.5 must be a whole number"),
         (lambda: adaptive(40, 4, 5, "many"), "syncs_per_interval='many' must be"),
         (lambda: adaptive(40, 4, 5, 8, network_share=0.5), "network_share=0.5 has no"),
         (lambda: adaptive(40, 4, 41, "auto"),

@@ -29,12 +29,10 @@ def walk(rounds, measured, state=None):
 @pytest.mark.parametrize(
     ("rank", "min_rank", "ranks"),
     [
-        (64, 4, (64, 32, 16, 8, 4)),
-        (48, 5, (48, 24, 12, 6, 5)),
-        (7, 7, (7,)),
+        (64, 4, (64, 32, 16, 8, 4)), (48, 5, (48, 24, 12, 6, 5)), (7, 7, (7,)),
         (3, 1, (3, 1)),
     ],
-)
+)  # fmt: skip
 def test_buckets_are_halves(rank, min_rank, ranks):
     assert ranked_rounds(10, rank, min_rank).ranks == ranks
 
@@ -77,7 +75,10 @@ def test_the_event_of_a_message_has_the_rank_it_left_with():
     assert rounds.next_event(state, 13)[1] == Event(FINISH, 0, 12, rank=1)
 
 
-@pytest.mark.parametrize(("rank", "min_rank"), [(4, 0), (4, 5)])
-def test_a_smallest_rank_out_of_range(rank, min_rank):
-    with pytest.raises(ValueError, match=f"min_rank={min_rank} must be .* rank={rank}"):
+@pytest.mark.parametrize(
+    ("rank", "min_rank", "message"),
+    [(4, 0, "at least 1"), (4, 5, "at most rank=4"), (4, 1.5, "a whole number")],
+)
+def test_a_smallest_rank_out_of_range(rank, min_rank, message):
+    with pytest.raises(ValueError, match=f"min_rank={min_rank} must be {message}"):
         ranked_rounds(8, rank, min_rank)
