@@ -62,9 +62,10 @@ def run_simulation(values: FlagValues) -> None:
     schedule = exchanges.schedule_of(method)
     steps = values.steps or 3 * max(schedule.sync_interval if schedule else 0, 10)
     folder = _folder(values)
-    settings = {name: values[name].value for name in ("sharing", "effective_rank")}
-    given = topology, work, method, steps, values.collective
-    timeline = simulate_method(*given, **settings)
+    timeline = simulate_method(
+        topology, work, method, steps, values.collective,
+        sharing=values.sharing, effective_rank=values.effective_rank,
+    )  # fmt: skip
     summary: dict[str, float | str | None] = {"method": values.method}
     summary |= timeline.summary()
     interval_s = timeline.sim_s / steps * (schedule.sync_interval if schedule else 0)

@@ -19,7 +19,6 @@ over the regions itself; in an Optax transform `start` and `finish` are the whol
 algorithm. Regional outer models have `send` and `receive` in their place.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -68,8 +67,8 @@ def start(
         sync, None, part, anchor, memory, key_data, weight, sync_key
     )
     if weight is not None:  # 0 times NaN is NaN.
-        counted = functools.partial(jnp.where, weight > 0)
-        message = jax.tree.map(lambda x: counted(x, jnp.zeros_like(x)), message)
+        kept = lambda x: jnp.where(weight > 0, x, jnp.zeros_like(x))  # noqa: E731
+        message = jax.tree.map(kept, message)
     mean, memory = reduce(message, memory)
     return sync.message.average.after(mean, anchor, sync_key), memory
 

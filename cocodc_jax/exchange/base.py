@@ -241,7 +241,7 @@ def filter_block(
     """
     robust = spec.sync.robust
     if robust is None:
-        return sent, weights, {}
+        return spec.sync.counted(sent, weights), weights, {}
     size = len(weights)
     first = jax.lax.axis_index(REGION) * size
 
@@ -260,6 +260,7 @@ def robust_mean(
 ) -> tuple[PyTree, dict[str, jax.Array]]:
     """Return the mean of all regions' messages, and verdicts; see `filter_block`."""
     message, robust = spec.sync.message, spec.sync.robust
+    sent = spec.sync.counted(sent, weights)
     if robust is None:
         return message.combine(sent, weights, rank), {}
     verdict, weights = robust.judge(sent.length, weights)

@@ -155,17 +155,12 @@ class OnOuterMesh(Exchange):
 
     def _make_combine(self, k: int, rank: int) -> Callable:
         """Make `(rows, weights, start_step) -> (mean, what arrives with it)`."""
-        spec, host, sync = self._spec, self.places(k)[0], self._spec.sync
-        robust = sync.robust
+        spec, host, robust = self._spec, self.places(k)[0], self._spec.sync.robust
         is_summed = spec.sync.message.compressor(rank) is None
-
-        def mean_of(messages, weights):
-            return robust_mean(spec, rank, sync.counted(messages, weights), weights)
-
+        mean_of = None if is_summed else functools.partial(robust_mean, spec, rank)
         shapes, layout = self._message_shapes(k, rank), self._layout(k, rank)
         crossing = make_combine(
-            None if is_summed else mean_of,
-            *(host, shapes, self._num_times, self.all_reduce, layout),
+            mean_of, host, shapes, self._num_times, self.all_reduce, layout
         )
         restore = make_restore(spec, k)
         # Each process its part, if a region's processes shard the outer state.
@@ -182,7 +177,7 @@ class OnOuterMesh(Exchange):
                 told[VERDICT], weights = robust.judge(lengths, weights)
                 rows = without(rows, weights)
             elif is_summed:
-                rows = sync.counted(rows, weights)
+                rows = spec.sync.counted(rows, weights)
             mean, times = crossing(rows, weights)
             if not is_summed:
                 mean, told = mean

@@ -75,7 +75,6 @@ def make_crossing(
     def of_shard(params, stale_params, state, weights, *rest):
         staged, sent, state = outgoing(params, stale_params, state, weights, *rest)
         delta, weights, told = filter_block(spec, sent, weights)
-        delta = spec.sync.counted(delta, weights)
 
         def summed(each):
             return psum_over_regions(sum_of_block(each, weights))
@@ -117,7 +116,6 @@ def make_decoded(
 
     def arrive(crossed, start_step):
         message, weights = join(crossed)
-        message = spec.sync.counted(message, weights)
         mean, told = robust_mean(spec, rank, message, weights)
         return restore(mean, start_step), told
 

@@ -125,7 +125,7 @@ def noisy_pairs(
         return optax.apply_updates(params, step), state._replace(optimizer=kept)
 
     return RegionalOuter(
-        *("noisy_pairs", init, send, receive, "pairs", seed),
+        "noisy_pairs", init, send, receive, "pairs", seed,
         why_uncompressed="its regions send their parameters, which are no change that "
         "could be sent in part",
-    )
+    )  # fmt: skip
