@@ -99,7 +99,7 @@ def main() -> None:
 
 def _layouts(regions: int) -> list[int]:
     """Return the number of devices of each layout."""
-    layouts = flags.numbers("devices", flags.value("devices"), int)
+    layouts = program.numbers("devices", flags.value("devices"))
     there = len(jax.devices())  # Of a CPU as many as are asked for, of GPUs those.
     for num_devices in layouts:
         if num_devices < 1 or regions % num_devices:

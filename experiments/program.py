@@ -113,6 +113,15 @@ def named(flag: str, path: str, read: Callable[[str], Value]) -> Value:
         raise ValueError(f"--{flag}={path}: {error.strerror}") from error
 
 
+def numbers(flag: str, texts: Sequence[str]) -> list[int]:
+    """Read the whole numbers of a flag."""
+    try:
+        return [int(text) for text in texts]
+    except ValueError:
+        given = f"{flag}={','.join(texts)}"
+        raise ValueError(f"{given} must be whole numbers separated by commas") from None
+
+
 def topology(values: Any, gbps: float) -> Topology:
     """Return the network of --links or --world, or equal links between --regions."""
     from cocodc_jax.network import world  # YAML, which not every program needs.

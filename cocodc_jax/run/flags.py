@@ -112,16 +112,6 @@ def value(name: str) -> Any:
     return FLAGS[name].value
 
 
-def numbers(name: str, texts: Sequence[str], kind: type) -> tuple:
-    """Read the numbers of a flag."""
-    try:
-        return tuple(kind(text) for text in texts)
-    except ValueError:
-        raise ValueError(
-            f"{name}={','.join(texts)} must be numbers separated by commas"
-        ) from None
-
-
 def processes() -> Processes:
     """Return which processes take part: the flags, over what a launcher has set."""
     told = {name: value(name) for name in PROCESSES if given(name)}

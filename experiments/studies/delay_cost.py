@@ -106,7 +106,7 @@ def _asked(sync_interval: int) -> tuple[list[str], tuple[int, ...]]:
             raise ValueError(f"rules={name!r} is unknown; use some of {sorted(known)}")
     if len(set(names)) < len(names):
         raise ValueError(f"rules={','.join(names)} names one twice")
-    delays = flags.numbers("delays", flags.value("delays"), int)
+    delays = program.numbers("delays", flags.value("delays"))
     if not delays:
         raise ValueError("delays=() is empty; name at least one")
     for delay in delays:

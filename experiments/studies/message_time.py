@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.place import BUCKET_BEAT_S, Place, Timing, is_bucket
 from cocodc_jax.netlab.children import free_addresses
-from cocodc_jax.run import flags
 
 from .. import program
 
@@ -47,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     )
     with program.usage_errors(own):
         program.parse(own, argv, __doc__, has_words=False)
-        sizes = [1024 * size for size in flags.numbers("kib", own.kib, int)]
+        sizes = [1024 * size for size in program.numbers("kib", own.kib)]
         if min(sizes, default=0) < 1:
             raise ValueError(f"kib={','.join(own.kib)} must be numbers of at least 1")
         via = own.via or tempfile.mkdtemp()

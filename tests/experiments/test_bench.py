@@ -140,7 +140,7 @@ def test_torch_by_itself_has_one_case(refused, monkeypatch):
     (["--interval=4"], "interval=4 must be a multiple of 4 and at least 8"),
     (["--devices=3"], "devices=3 does not divide regions=4 evenly"),
     (["--regions=16", "--devices=1,16"], "devices=16 is more than there are; use"),
-    (["--devices=a"], "devices=a must be numbers separated by commas"),
+    (["--devices=a"], "devices=a must be whole numbers separated by commas"),
     (["--cases="], "cases= is empty"),
     *(
         (["--cases=", "--growth=regions", f"--{word}"],

@@ -154,7 +154,7 @@ def test_strengths_fall_with_the_delay_where_they_say_so():
     ("--delays=21", "--delays=21 must be at least 1 and at most sync_interval=20"),
     ("--rules=best", "--rules='best' is unknown; use some of ['adam_second_mom"),
     ("--rules=mix_0,mix_0", "--rules=mix_0,mix_0 names one twice"),
-    ("--delays=x", "--delays=x must be numbers separated by commas"),
+    ("--delays=x", "--delays=x must be whole numbers separated by commas"),
     ("--seeds=0", "--seeds=0 must be at least 1"),
     ("--seeds=-1", "--seeds=-1 must be at least 1"),
     ("--outer_lr=nan", "--outer_lr=nan must be positive and finite"),

@@ -15,7 +15,7 @@ def test_wrong_flags(refused):
     for words, message in {
         "--kib=-1": "--kib=-1 must be numbers of at least 1",
         "--kib=": "--kib= must be numbers of at least 1",
-        "--kib=abc": "--kib=abc must be numbers separated by commas",
+        "--kib=abc": "--kib=abc must be whole numbers separated by commas",
         "1024": "unexpected argument '1024'; flags begin with --",
     }.items():
         assert refused(message_time, words) == message
