@@ -205,11 +205,10 @@ def compare(
         for name, arguments in METHODS.items()
     }
     for name, method in TRANSFORMS.items():
-        arguments = dict(METHODS.get(method, {}))
+        own = dict(METHODS.get(method, {}))
         if method == "cocodc":
-            arguments["syncs_per_interval"] = case.interval
-        given = case, method, num_devices
-        makers[name] = partial(contenders.transform, *given, **arguments)
+            own["syncs_per_interval"] = case.interval
+        makers[name] = partial(contenders.transform, case, method, num_devices, **own)
     makers["scan alone"] = partial(contenders.scan_alone, case, num_devices)
     makers["plain loops"] = partial(contenders.plain_loops, case)
     if importlib.util.find_spec("drjax"):

@@ -138,8 +138,8 @@ def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int
             loss = unbroken_loss(train_flags, workdir / "unbroken")
     train = [*commands.python_m("train"), *train_flags, "--outer_digests"]
     train.append(f"--workdir={workdir}")
-    given = train, workdir, own.regions, flags.value("via")
-    chaos = Chaos(workdir, children.make_regions(*given))
+    regions = children.make_regions(train, workdir, own.regions, flags.value("via"))
+    chaos = Chaos(workdir, regions)
     # Each life compiles the same programs.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(workdir / "compiled"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

@@ -67,13 +67,13 @@ def main() -> None:
         flags.check_optimizers(configs.values())
         flags.check_one_process()
         # Check all runs before the first trains: a wrong flag costs no hour.
-        sessions: list[Session] = []
+        ready: list[Session] = []
+        tracking = flags.read(Tracking)
         for folder, config in configs.items():
-            given = config, folder, open_text, sessions
-            sessions.append(prepare(*given, tracking=flags.read(Tracking)))
+            ready.append(prepare(config, folder, open_text, ready, tracking=tracking))
     runs: list[Run] = []
     diverged: dict[str, str] = {}
-    for session, name in zip(sessions, [*methods] * seeds, strict=True):
+    for session, name in zip(ready, [*methods] * seeds, strict=True):
         found = _train(session, console)
         if isinstance(found, Run):
             runs.append(dataclasses.replace(found, method=name))

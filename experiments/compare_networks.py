@@ -81,8 +81,9 @@ class Job:
 
     def measured(self) -> Measured:
         """Return the measurements of the run; run it if it is not done."""
-        given = self.command, self.folder, self.stretch
-        return lab_run.measured(*given, self.limit_s, self.network.links)
+        return lab_run.measured(
+            self.command, self.folder, self.stretch, self.limit_s, self.network.links
+        )
 
     def predicted(
         self, run: Measured, alone: Measured, host_bytes_per_s: float = math.inf

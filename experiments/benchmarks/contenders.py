@@ -27,8 +27,9 @@ def region_program(case: Case, method: str, num_devices: int, **arguments: Any) 
     """Return a turn of this package's `RegionProgram`."""
     chosen = cc.methods.get(method, sync_interval=case.interval, **arguments)
     mesh = cc.make_mesh(case.regions, devices=jax.devices()[:num_devices])
-    given = case.loss_fn, case.optimizer, chosen, case.params, case.regions
-    program = cc.RegionProgram(*given, mesh=mesh)
+    program = cc.RegionProgram(
+        case.loss_fn, case.optimizer, chosen, case.params, case.regions, mesh=mesh
+    )
     held = [program.init(case.params, jax.random.key(0))]
 
     def turn() -> PyTree:

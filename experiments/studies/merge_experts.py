@@ -97,20 +97,20 @@ def main() -> None:
         tracking = flags.read(Tracking)
         folders = {METHOD: workdir}
         folders |= {name: workdir / "references" / name for name in references}
-        sessions: list[Session] = []
+        ready: list[Session] = []
         for name, folder in folders.items():
-            given = config.replace(method=name), folder, open_text, sessions
-            sessions.append(prepare(*given, tracking=tracking))
+            own = config.replace(method=name)
+            ready.append(prepare(own, folder, open_text, ready, tracking=tracking))
     try:
-        for session in sessions:
+        for session in ready:
             steps = session.train(console)["steps"]
             if steps < session.config.run.steps:
                 method = session.config.method.method
                 print(f"stopped: {method} at step {steps}; the same command resumes "
                       "there")  # fmt: skip
                 sys.exit(flags.STOPPED)
-        rows = _merge(sessions[0], routing)
-        for session in sessions[1:]:
+        rows = _merge(ready[0], routing)
+        for session in ready[1:]:
             method = session.config.method.method
             rows[method] = _average(session, routing, _finished(session))
     except RUN_ERRORS as error:

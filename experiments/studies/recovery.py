@@ -298,8 +298,8 @@ def parts(settings: Settings) -> tuple[Callable, Any, needs.UserInputs]:
         beta2=0.99,
         final_lr_fraction=1.0,  # A step means the same at all times.
     )
-    given = MODEL, get_method("diloco"), config, settings.steps
-    return models.make_loss_fn(MODEL), *training_parts(*given)
+    parts = training_parts(MODEL, get_method("diloco"), config, settings.steps)
+    return models.make_loss_fn(MODEL), *parts
 
 
 def init_params(settings: Settings) -> models.Params:

@@ -182,8 +182,7 @@ def advise(
         if method.num_regions not in (None, regions):
             continue
         sizes = [scale * size for size in choice.fragment_bytes]
-        given = method, topology, sizes, times, choice.steps
-        timeline = simulated(*given, collective)
+        timeline = simulated(method, topology, sizes, times, choice.steps, collective)
         # Those that all regions have done in the time.
         done = range(choice.steps + 1)
         seconds = [timeline.seconds_until(x) for x in done]

@@ -21,7 +21,6 @@ import optax
 
 import cocodc_jax as cc
 from cocodc_jax import models
-from cocodc_jax.data import load
 from cocodc_jax.run import build, losses
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.hugging_face import model_of
@@ -29,7 +28,7 @@ from cocodc_jax.run.hugging_face import model_of
 from .. import trials
 from .grid import Setting
 from .rows import completed
-from .runs import Row, diverged, trained
+from .runs import Row, diverged, open_text, trained
 
 # Numbers that are inputs of a program, by section of the configuration.
 INPUTS = {
@@ -127,7 +126,6 @@ class BatchTrainer:
     """Trains batches; batches of one group share compiled programs."""
 
     def __init__(self):
-        self._open_text = functools.lru_cache(maxsize=64)(load)
         self._programs: dict[str, trials.Trials] = {}
 
     def train(
@@ -141,7 +139,7 @@ class BatchTrainer:
         first = configs[0]
         seeds = list(of_seed)
         regions = first.run.regions
-        texts = [self._open_text(one.data, regions) for one in of_seed.values()]
+        texts = [open_text(one.data, regions, None) for one in of_seed.values()]
         model = model_of(first, texts[0].tokenizer)
         key = group_key(first)
         if key not in self._programs:  # Of the last group only.

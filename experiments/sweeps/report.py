@@ -319,8 +319,9 @@ def _cell(kept: Mapping[str, Any]) -> Cell | None:
     """Return a cell; None if every seed of every column diverged."""
     columns = {name: _column(column) for name, column in kept["columns"].items()}
     configs = [row["config"] for column in columns.values() for row in column.rows]
-    given = kept["flags"], columns, kept["tried"], kept["tuning_steps"]
-    return Cell(*given, configs[0]) if configs else None
+    if not configs:
+        return None
+    return Cell(kept["flags"], columns, kept["tried"], kept["tuning_steps"], configs[0])
 
 
 def _column(kept: Mapping[str, Any]) -> Column:
