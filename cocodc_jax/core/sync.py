@@ -31,7 +31,7 @@ from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.outer import RegionalOuter, SharedOuter, pseudo_gradient
-from cocodc_jax.sync.robust import length
+from cocodc_jax.sync.robust import length, without
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.numerics import cast_like, vary_like, wide_dtype
 
@@ -66,9 +66,8 @@ def start(
     message, memory = encode(
         sync, None, part, anchor, memory, key_data, weight, sync_key
     )
-    if weight is not None:  # 0 times NaN is NaN.
-        kept = lambda x: jnp.where(weight > 0, x, jnp.zeros_like(x))  # noqa: E731
-        message = jax.tree.map(kept, message)
+    if weight is not None:
+        message = without(message, weight)
     mean, memory = reduce(message, memory)
     return sync.message.average.after(mean, anchor, sync_key), memory
 

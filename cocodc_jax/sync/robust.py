@@ -159,11 +159,15 @@ def is_finite(tree: PyTree) -> jax.Array:
 
 
 def without(messages: PyTree, weights: jax.Array) -> PyTree:
-    """Replace messages `[M, ...]` of weight 0 by zeros, as 0 times NaN is NaN."""
+    """Replace messages of weight 0 by zeros, as 0 times NaN is NaN.
+
+    Messages `[M, ...]` have weights `[M]`, and a single one has a scalar.
+    """
     counts = weights > 0
 
     def kept(x):
-        return jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x))
+        shape = *counts.shape, *(1,) * (x.ndim - counts.ndim)
+        return jnp.where(counts.reshape(shape), x, jnp.zeros_like(x))
 
     return jax.tree.map(kept, messages)
 

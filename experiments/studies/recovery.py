@@ -298,8 +298,9 @@ def parts(settings: Settings) -> tuple[Callable, Any, needs.UserInputs]:
         beta2=0.99,
         final_lr_fraction=1.0,  # A step means the same at all times.
     )
-    parts = training_parts(MODEL, get_method("diloco"), config, settings.steps)
-    return models.make_loss_fn(MODEL), *parts
+    method = get_method("diloco")
+    optimizer, inputs = training_parts(MODEL, method, config, settings.steps)
+    return models.make_loss_fn(MODEL), optimizer, inputs
 
 
 def init_params(settings: Settings) -> models.Params:

@@ -36,7 +36,7 @@ RUNS = "runs"
 # Settings whose compiled programs stay, 180 MB each (tiny). When they are dropped, the
 # next setting compiles small programs anew that it shares with them, in seconds.
 _KEPT_PROGRAMS = 8
-open_text = functools.lru_cache(maxsize=64)(load)
+open_text = functools.lru_cache(maxsize=8)(load)
 
 
 @dataclasses.dataclass(frozen=True)
