@@ -74,7 +74,7 @@ def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def append_line(path: pathlib.Path, value: Any) -> None:
     """Append a JSON value to a file, as a line, also after one that is cut off."""
-    with path.open("a+b") as file:
+    with writing(path), path.open("a+b") as file:
         file.seek(max(file.tell() - 1, 0))
         ends = b"" if file.read() in (b"", b"\n") else b"\n"
         file.write(ends + json.dumps(value).encode() + b"\n")

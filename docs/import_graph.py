@@ -27,7 +27,12 @@ def graph(folders: str) -> tuple[dict[str, set[str]], int]:
     arrows: dict[str, set[str]] = {}
     for module, text in texts.items():
         names = set()
-        for node in ast.walk(ast.parse(text)):
+        nodes = list(ast.walk(ast.parse(text)))
+        # What only types need makes no arrow: nothing is imported for it.
+        ifs = [n for n in nodes if isinstance(n, ast.If)]
+        typed = [n for n in ifs if ast.unparse(n.test) == "TYPE_CHECKING"]
+        unused = {id(n) for each in typed for n in each.body}
+        for node in (n for n in nodes if id(n) not in unused):
             if isinstance(node, ast.ImportFrom) and node.module:
                 names |= {node.module}
                 names |= {f"{node.module}.{each.name}" for each in node.names}

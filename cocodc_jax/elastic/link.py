@@ -95,7 +95,7 @@ class Link:
         self._member.is_announced = is_announced
         self._lock = threading.Condition()  # Told of every turn of the thread.
         self._futures: dict[m.SyncId, Future] = {}
-        self._snapshots: dict[int, m.Snapshot] = {}
+        self._snapshots: dict[int, m.Snapshot] = {}  # By sender, as parts may differ.
         self._ended, self._answered_s, self._watch = False, 0.0, watch
         # Whether to wait no more for means that too few regions are left to decide.
         self.should_stop: Callable[[], bool] = lambda: False
@@ -209,20 +209,27 @@ class Link:
         """Wait until this region takes part; return the copy that it starts from.
 
         None where the run begins, or continues from this region's own checkpoint.
-        Raises `LeftBehindError` if others begin without it meanwhile.
+        Raises `LeftBehindError` if others begin without it, or it should stop.
         """
         with self._lock:
             if not self._member.is_announced:
                 self._member.announce(time.monotonic())
                 self._channel.wake()
-            if not self._lock.wait_for(self._can_begin, timeout_s):
+            waits = self._lock.wait_for
+            if not waits(lambda: self._can_begin() or self.should_stop(), timeout_s):
                 raise TimeoutError(
                     f"no region admitted region {self.region} within {timeout_s:.0f} s"
                 )
+            if not self._can_begin():
+                raise LeftBehindError(f"region {self.region} was asked to stop")
             seat = self._member.view.seats[self.region]
-            # Copies of one step are equal, whichever region sent them.
-            copies, self._snapshots = self._snapshots, {}
-            return copies.get(seat.since_step)
+            copy, self._snapshots = self._copy(seat.since_step), {}
+            return copy
+
+    def _copy(self, step: int) -> m.Snapshot | None:
+        """Return a copy of a step, the leader's own if it is among them."""
+        found = {r: x for r, x in self._snapshots.items() if x.step == step}
+        return found.get(self._member.coordinator, next(iter(found.values()), None))
 
     def _can_begin(self) -> bool:
         """Return whether this region has a seat, and what it starts from."""
@@ -230,7 +237,7 @@ class Link:
         seat = self._member.view.seats.get(self.region)
         is_first = self._member.coordinator == self.region
         own = {0, self._step} if is_first else {0}
-        if seat is None or seat.since_step in own | self._snapshots.keys():
+        if seat is None or seat.since_step in own or self._copy(seat.since_step):
             return seat is not None
         # Sockets deliver the copy before the seat; in a store it may take longer.
         timing = self.place.timing
@@ -314,7 +321,7 @@ class Link:
             if isinstance(letter.message, m.Join):
                 self._meet_another_run(letter.sender, now)
         elif isinstance(letter.message, m.Snapshot):
-            self._snapshots = {letter.message.step: letter.message}
+            self._snapshots[letter.sender] = letter.message
         else:
             self._member.receive(letter.sender, letter.boot, letter.message, now)
 

@@ -171,9 +171,13 @@ class Objects:
         data, path = seal(self._key, name, frames), f"{self._root}/{name}"
         first = path if self._puts else f"{self._root}/.{name}"
         with self._reporting(f"writing to {self._root}"):
-            self._store.pipe_file(first, data)
-            if first != path:
-                self._store.mv(first, path)
+            try:
+                self._store.pipe_file(first, data)
+                if first != path:
+                    self._store.mv(first, path)
+            except Exception:
+                self._remove(first.rpartition("/")[2])  # What fitted on a full disk.
+                raise
             self._written.append((time.monotonic(), name))
 
     def _poll(self) -> None:

@@ -55,7 +55,7 @@ class Place:
         for address in self.addresses:
             host, _, port = address.rpartition(":")
             is_port = port.isdecimal() and 0 < int(port) < 1 << 16
-            if not is_port or not host or any(map(str.isspace, host)):
+            if not is_port or not host or any(x.isspace() or x in "/*" for x in host):
                 raise ValueError(
                     f"region_addresses has {address!r}; it must be host:port"
                 )

@@ -99,6 +99,7 @@ class Sockets:
     def _secured(self, kind: int, listens: bool) -> Any:
         found = secured(self._context, kind, self._place.key, listens)
         found.sndhwm, found.rcvhwm = _SENDING, _QUEUE
+        found.ipv6 = any("]" in address for address in self._place.addresses)
         return found
 
     def _connected(self, region: int) -> Any:

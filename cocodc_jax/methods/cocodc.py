@@ -148,7 +148,7 @@ def cocodc(
     is_partial = not is_number(progress_weight) or progress_weight != 1
     compensation = delay_compensation(chosen, compensation_strength)
     if "later_gradient" in chosen.needs:
-        if is_partial and is_number(progress_weight):
+        if is_partial:
             raise ValueError(
                 f"progress_weight={progress_weight} must be 1 with curvature='secant', "
                 "which is fitted to all of the progress"
@@ -244,9 +244,10 @@ def _curvature(
     """Return a curvature whose product is in parameter units, as the merge wants it."""
     if not isinstance(curvature, str):
         if units is not None:
+            name = getattr(curvature, "name", curvature)
             raise ValueError(
                 f"curvature_units={units!r} was given, but curvature="
-                f"{curvature.name!r} is made already; choose its units there"
+                f"{name!r} is made already; choose its units there"
             )
         return curvature
     check_choice("curvature", curvature, (*curvatures.NAMES, "secant"))

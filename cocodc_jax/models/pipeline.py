@@ -66,7 +66,7 @@ def make_pipelined_loss_fn(
       num_microbatches: M, divides the sequences of a batch.
       num_routed_regions: R, to route activations between that many regions at
         random; the loss must then be called inside a `shard_map` over "region" with
-        one region a device. None keeps them at home.
+        one region a device and `check_vma=False`. None keeps them at home.
       subspace: what of the residual stream is sent. Lossless if the parameters are
         confined to it, by `confine` and `confined`.
       codec: how activations and gradients are written on their way, with or without a
@@ -100,6 +100,8 @@ def _over_stages(stage: _Stage, compute: Callable, params, tokens, key):
         axis_names={STAGE},
         in_specs=(specs, P(), P()),
         out_specs=((P(), P()), specs) if compute == stage.loss_and_grad else P(),
+        # The map over regions around this one does not say what varies over them.
+        check_vma=stage.links.num_regions == 1,
     )
     return mapped(params, tokens, _draw_shifts(stage, key))
 

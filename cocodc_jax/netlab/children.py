@@ -14,6 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from cocodc_jax.files import writing
+
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _PR_SET_PDEATHSIG = 1
@@ -194,15 +196,15 @@ class Region:
         self.lives += 1
         if self._log:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-        self.processes, commands = [], [self._command]
+        commands = [self._command]
         if self._num > 1:
             (at,) = free_addresses(1)
             own = [f"--coordinator_address={at}", f"--num_processes={self._num}"]
             numbers = (f"--process_id={number}" for number in range(self._num))
             commands = [[*self._command, *own, number] for number in numbers]
         for number, command in enumerate(commands):
-            log = self._log_of(number)
-            self.processes.append(start_child(command, log=log, mode="ab"))
+            child = start_child(command, log=self._log_of(number), mode="ab")
+            self.processes = [*self.processes, child] if number else [child]
 
     def _log_of(self, process: int) -> pathlib.Path | None:
         log = self._log
@@ -261,8 +263,11 @@ def make_key(workdir: pathlib.Path) -> pathlib.Path:
     """Make the key that the regions share, unless it is there; return where it is."""
     key = workdir / "key"
     workdir.mkdir(parents=True, exist_ok=True)
-    if not key.exists():
-        with open(os.open(key, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file:
+    if not key.exists() or not key.stat().st_size:  # Nothing fitted on a full disk.
+        with (
+            writing(key),
+            open(os.open(key, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file,
+        ):
             file.write(secrets.token_bytes(32))
     return key
 
@@ -295,6 +300,11 @@ def make_regions(
     return [Region([*train, *own, flag], log, num_processes) for flag, log in each]
 
 
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # Who read it is gone; the regions go on.
+        print(line, file=sys.stderr)
+
+
 def wait(
     regions: Sequence[Region],
     restarts: Callable[[], bool],
@@ -314,11 +324,12 @@ def wait(
             if is_vain or not restarts():
                 ended[number] = code
                 if code:
-                    print(f"region {number} ended with {region.end()}", file=sys.stderr)
+                    _say(f"region {number} ended with {region.end()}")
             else:
                 begun_s[number] = time.monotonic()
-                print(f"region {number} ended with {code}: again", file=sys.stderr)
-                region.start()
+                _say(f"region {number} ended with {code}: again")
+                with contextlib.suppress(OSError):  # It is tried again.
+                    region.start()
                 if not restarts():  # Told to stop while it was started.
                     region.send(signal.SIGTERM)
         if time.monotonic() > kill_at_s():

@@ -47,7 +47,6 @@ from cocodc_jax.program.frozen import joined, split
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.region_map import for_all_regions
 from cocodc_jax.sync.outer import SharedOuter
-from cocodc_jax.sync.schedules.base import Pending
 from cocodc_jax.transforms.numerics import cast_like
 
 if TYPE_CHECKING:
@@ -121,7 +120,9 @@ class Adoption:
     def _without_flights(self, state: TrainState, flies: bool) -> TrainState:
         if state.sync is None or not state.sync.in_flight:
             return state
-        names = _named(state.sync.schedule.in_flight)
+        # Zero messages, of step 0, have no name.
+        ids = (p.sync_id for p in state.sync.schedule.in_flight if p.start_step > 0)
+        names = ", ".join(f"fragment {k} of step {step}" for k, step in ids)
         if flies:
             self._kept["in flight"] = names
             return state
@@ -271,9 +272,3 @@ class Adoption:
             return fresh.opt_states
         self._kept["outer optimizer"] = "cut anew"
         return transfer.move(cut, where)
-
-
-def _named(in_flight: tuple[Pending, ...]) -> str:
-    """Name what is in flight; zero messages have no name."""
-    named = [p.sync_id for p in in_flight if p.start_step > 0]
-    return ", ".join(f"fragment {k} of step {step}" for k, step in named)

@@ -76,11 +76,12 @@ class ElasticFlags:
     def place(self, exchange: str, regions: int) -> Place | None:
         """Return the place of this region, None if regions are not elastic."""
         if exchange != "elastic":
-            if self != NOT_ELASTIC:
-                raise ValueError(
-                    "region_addresses, region_id and what goes with them have no "
-                    f"meaning for exchange={exchange!r}; use exchange='elastic'"
-                )
+            for name, value in vars(self).items():
+                if value != getattr(NOT_ELASTIC, name):
+                    raise ValueError(
+                        f"{name}={value!r} has no meaning for exchange={exchange!r}; "
+                        "use exchange='elastic'"
+                    )
             return None
         if not self.region_addresses and not self.via:
             raise ValueError(

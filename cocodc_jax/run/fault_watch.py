@@ -1,5 +1,6 @@
 """Detect faulty regions and links among elastic regions, while they train."""
 
+import contextlib
 import pathlib
 import sys
 import time
@@ -87,7 +88,6 @@ class FaultWatch:
         text = finding.explain(unit=units.get(finding.kind, "s a message"))
         fragment, start_step = self._last
         told = f"fault {what} at the sync of step {start_step}: {text}"
-        print(told, file=sys.stderr, flush=True)
         line = {
             "fault": what,
             "kind": finding.kind,
@@ -99,5 +99,7 @@ class FaultWatch:
             "score": finite_or_none(finding.score),
             "time": time.time(),
         }
-        append_line(self._path, line)
+        with contextlib.suppress(OSError):  # The link's thread goes on.
+            append_line(self._path, line)
+            print(told, file=sys.stderr, flush=True)
         self._observe(what == "begins", finding, text)

@@ -35,9 +35,9 @@ from cocodc_jax.transforms.outer import GAPS
 # Possible values of each leaf, if there are few.
 CHOICES: dict[str, Collection[str]] = {
     "all_reduce": ALL_REDUCES, "attention": ATTENTIONS, "averaging": AVERAGES,
-    "backward": BACKWARDS, "compute_dtype": COMPUTE_DTYPES, "curvature": NAMES,
-    "exchange": EXCHANGES, "expert_dispatch": DISPATCHES, "expert_weights": WEIGHTS,
-    "fragment_strategy": STRATEGIES, "overlap": OVERLAPS, "graph": GRAPHS,
+    "backward": BACKWARDS, "compute_dtype": COMPUTE_DTYPES, "exchange": EXCHANGES,
+    "curvature": (*NAMES, "secant"), "expert_dispatch": DISPATCHES, "graph": GRAPHS,
+    "expert_weights": WEIGHTS, "fragment_strategy": STRATEGIES, "overlap": OVERLAPS,
     "inner_optimizer": OPTIMIZERS, "lion_vote": RULES, "local_regions": HOW_MAPPED,
     "method": METHODS, "optimizer_memory": MEMORIES, "outer_placement": PLACEMENTS,
     "partition": get_args(Partition), "region_weights": WEIGHTS,

@@ -183,7 +183,7 @@ def serving(
 ) -> Iterator[tuple[str, int]]:
     """Serve the metrics on all addresses of this machine.
 
-    One connection is served at a time, each for a few seconds at most: further ones
+    One connection is served at a time, each read for a few seconds at most: others
     wait in the system's queue and take no file descriptors, so a flood can hold up
     scrapes and not the training.
     """
@@ -223,5 +223,5 @@ def serving(
         try:
             yield server.server_address[:2]  # pyright: ignore[reportReturnType]
         finally:
-            server.shutdown()
-            thread.join()
+            threading.Thread(target=server.shutdown, daemon=True).start()
+            thread.join(_TIMEOUT_S)  # A slow client holds neither up.

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import cocodc_jax as cc
 from cocodc_jax.fields import Kind, Leaf, leaf_type, notes_of
-from cocodc_jax.transforms.numerics import check_finite
+from cocodc_jax.transforms.numerics import check_number, is_number
 
 _FEW = 3  # methods that are named in the help of a flag
 
@@ -67,7 +67,7 @@ def method_leaves(methods: Mapping[str, Callable]) -> dict[str, Leaf]:
     for name, note in _OF_ALL.items():
         kind = Kind.FREE if name == "outer_placement" else Kind.COMPUTED
         hint = float if name == "exclude_above" else str
-        leaves[name] = Leaf("method", hint, f"{note}. For all methods.", kind)
+        leaves[name] = Leaf("method", hint, f"{note}. For most methods.", kind)
     return leaves
 
 
@@ -96,7 +96,7 @@ Pairs = tuple[tuple[str, Any], ...]
 WHERE_TAKEN = "where_taken"
 ARGUMENTS = method_leaves(cc.methods.METHODS)
 # Limits that nothing reaches then.
-_MAY_BE_INFINITE = ("exclude_above", "momentum_clip")
+_MAY_BE_INF = ("exclude_above", "momentum_clip")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,14 +123,16 @@ class MethodConfig:
     def __post_init__(self):
         """Build the method once, so that its own checks run."""
         for name in ("arguments", WHERE_TAKEN):
-            object.__setattr__(self, name, _pairs(getattr(self, name)))
+            given = dict(getattr(self, name)).items()
+            pairs = tuple(sorted((k, v) for k, v in given if v is not None))
+            object.__setattr__(self, name, pairs)  # Sorted, for equality.
         check_taken(self.given, [self.method])
         for name, value in self.where_taken:
             if name not in ARGUMENTS:
                 raise ValueError(f"{name}={value} is no argument of any method")
         for name, value in (*self.arguments, *self.where_taken):
-            if not (value == math.inf and name in _MAY_BE_INFINITE):
-                check_finite(name, value)
+            if is_number(value) and not (value == math.inf and name in _MAY_BE_INF):
+                check_number(name, value)
         self.build()
 
     @property
@@ -184,8 +186,3 @@ class MethodConfig:
             raise ValueError(f"section 'method' has unknown fields: {odd}")
         others = {n: given.pop(n) for n in given.keys() - taken.keys()}
         return cls(method, given, where | others)
-
-
-def _pairs(arguments: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Pairs:
-    """Return sorted pairs, for equality, without arguments that are None."""
-    return tuple(sorted((k, v) for k, v in dict(arguments).items() if v is not None))

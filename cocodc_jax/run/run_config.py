@@ -37,7 +37,7 @@ class RunConfig:
         1,1,2,4; empty is regions of equal speed.
       batch_sizes: sequences per step of each region, as 8,8,4,4, each a divisor of
         batch_per_region; empty is batch_per_region for all.
-      devices: number of devices for the regions; 0 uses as many as help.
+      devices: number of devices for the regions; 0 uses as many as the regions can use.
       local_regions: how a device with several regions computes them: batched, all at
         once; in_turn, one after another; auto is batched on accelerators, and on a CPU
         for small models.

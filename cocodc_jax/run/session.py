@@ -123,10 +123,9 @@ class Session:
             flags = self.elastic
             least_s = flags.beat_s / 10
             watch = FaultWatch(self.own_dir, flags.on_fault, least_s, monitor.fault)
-            told = monitor, watch
             while True:
-                # A rollback continues with the next data.
-                ahead = stream.get_state() if rollbacks else None
+                at = stream.get_state()
+                ahead = at if rollbacks else None  # It continues with the next data.
                 try:
                     if carried is None:
                         begun = self.begin(saved, stream)
@@ -134,8 +133,9 @@ class Session:
                         times = {"seconds": seconds, "began_s": began_s}
                         begun = carried.state, None, times
                     among = contextlib.nullcontext((begun, None))
-                    if self.place is not None:
-                        among = taking_part(self, begun, stream, carried, *told)
+                    if self.place is not None and not (should_stop and should_stop()):
+                        parts = carried, monitor, watch, should_stop
+                        among = taking_part(self, begun, stream, *parts)
                     with among as (begun, attendance):
                         if carried is not None:  # It may be ahead of the others.
                             saved.forget_after(begun[0].step)
@@ -149,14 +149,14 @@ class Session:
                         if ahead is not None:
                             stream.set_state(ahead)
                         # A stop that is asked for while a run rolls back still holds.
-                        should_stop = should_stop or stack.enter_context(
-                            attend.stop_signal()
-                        )
-                        others = attendance, monitor, console, began, rollbacks
-                        return self._train_on(
-                            saved, stream, begun, should_stop, *others
-                        )
+                        if should_stop is None:
+                            should_stop = stack.enter_context(attend.stop_signal())
+                        rest = attendance, monitor, console, began, rollbacks
+                        return self._train_on(saved, stream, begun, should_stop, *rest)
                 except LeftBehindError as error:
+                    if carried is not None and should_stop and should_stop():
+                        stream.set_state(at)
+                        continue  # It was not let in yet: save what it carries.
                     if error.state is None:
                         raise
                     print(f"{error}: coming back", file=sys.stderr, flush=True)

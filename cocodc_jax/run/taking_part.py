@@ -155,6 +155,7 @@ def taking_part(
     carried: joining.Carried | None,
     monitor: Monitor,
     watch: FaultWatch,
+    should_stop: Callable[[], bool] | None = None,
 ) -> Iterator[tuple[Begun, Attendance]]:
     """Yield where this region starts, and its part in a run until the context ends.
 
@@ -175,6 +176,8 @@ def taking_part(
         lambda: Link(place, run, largest, own_step, is_announced=False, watch=watch),
         gather,
     )
+    if should_stop and isinstance(link, Link):
+        link.should_stop = should_stop
     with link:
         listen_s = _LISTEN_BEATS * timing.beat_s
         seconds = {"listened": listen_s, "rehearsed": 0.0}
@@ -273,7 +276,7 @@ def _go_on(
 ) -> TrainState:
     """Return the state made from a copy."""
     if own_step > copy.step and carried is None:
-        raise ResumeError(
+        raise LeftBehindError(
             f"the run is at step {copy.step}, and this region's own checkpoint at step "
             f"{own_step}: of another run, or the others lost theirs; restore theirs, "
             "start it again when they have come so far, or name another workdir"

@@ -59,12 +59,8 @@ class RadialDirectional(Average):
     are sent beside the tensor, as one of the message's tensors.
 
     Source: Decoupled DiLoCo, arXiv 2604.21428, from a published summary.
-
-    Attributes:
-      averaged: regular expression of the paths that are averaged plainly.
+    Embeddings are averaged plainly.
     """
-
-    averaged: str = "embed"
 
     is_linear = False
 
@@ -82,13 +78,13 @@ class RadialDirectional(Average):
         return {path: self._join(path, x) for path, x in mean.items()}
 
     def _split(self, path: str, x: jax.Array) -> Any:
-        if re.search(self.averaged, path):
+        if re.search(r"(?<!un)embed", path):
             return x
         length = _length(path, x)
         return {"direction": _unit(x, length), "length": length}
 
     def _join(self, path: str, mean: Any) -> jax.Array:
-        if re.search(self.averaged, path):
+        if re.search(r"(?<!un)embed", path):
             return mean
         direction = mean["direction"]
         return mean["length"] * _unit(direction, _length(path, direction))
@@ -156,11 +152,11 @@ class SharedMask(Average):
         return drawn
 
     def check_compressor(self, compressor: Compressor) -> None:
-        """Refuse a compressor with state, since positions change."""
-        if compressor.init({"w": jnp.zeros(1)}) != ():
+        """Refuse a compressor with state or of shapes: other entries, in a row."""
+        if compressor.needs_model or compressor.init({"w": jnp.zeros(1)}) != ():
             raise ValueError(
-                "entries are drawn anew for each message, and it remembers what was "
-                "left of others"
+                "entries are drawn anew for each message, in a row, and it remembers "
+                "what was left of others, or reads a tensor's shape"
             )
 
 

@@ -41,7 +41,7 @@ from cocodc_jax.transforms.numerics import check_choice
 STRATEGIES = ("strided", "sequential", "balanced", "balanced_tensors", "experts")
 
 # Order of the units in the network, which differs from that of their names.
-UNIT_ORDER = ("embed", BLOCKS, "norm", "head")
+UNIT_ORDER = (r"(?<!un)embed", BLOCKS, "norm", "head")
 
 
 def cut(
@@ -152,9 +152,9 @@ def _cut_experts(params: PyTree, units: list[_Unit], num_fragments: int) -> Frag
         if (kept := tuple(p for p in unit.slices if p.leaf not in found))
     ]
     most = len(dense) + number
-    if not 2 <= num_fragments <= most:
+    if num_fragments not in range(2, most + 1):
         raise ValueError(
-            f"num_fragments={num_fragments} does not fit fragment_strategy='experts' "
+            f"num_fragments={num_fragments!r} does not fit fragment_strategy='experts' "
             f"with {len(dense)} dense units and {number} experts; use 2 to {most}"
         )
     of_dense = sum(unit.num_bytes for unit in dense)

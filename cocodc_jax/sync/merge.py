@@ -148,7 +148,7 @@ def remembering(rule: Merge, kept: float | jax.Array) -> Merge:
     """
     if is_number(kept) and kept >= 1:
         raise ValueError(
-            "merge_feedback=True has nothing to tell where regions keep all of their "
+            "merge_feedback=True has no effect where regions keep all of their "
             "progress; leave it out, or lower mixing_alpha or progress_weight"
         )
     check_unit_interval("kept", kept)  # Arrays are not checked.

@@ -22,7 +22,7 @@ from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.sync.regions import Regions, Weigh
 from cocodc_jax.sync.robust import Robust, without
 from cocodc_jax.sync.schedules.base import Schedule
-from cocodc_jax.transforms.compressor import Compressor, identity
+from cocodc_jax.transforms.compressor import Compressor, check_compressor, identity
 from cocodc_jax.transforms.numerics import check_choice
 from cocodc_jax.transforms.sparsify import SparseCompressor
 
@@ -177,6 +177,7 @@ class Method:
 
     def compressed(self, compressor: Compressor) -> Method:
         """Return the same method with its messages compressed."""
+        check_compressor("compressor", compressor)
         with self._refusing(f"compress={compressor.name!r}"):
             if self.num_regions == 1:
                 raise ValueError("a region alone sends nothing")

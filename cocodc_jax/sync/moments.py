@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import optax
 
+from cocodc_jax.transforms.numerics import check_at_least
+
 PyTree = Any
 
 
@@ -31,11 +33,8 @@ class Moments:
     second: int
 
     def __post_init__(self):
-        if min(self.first, self.second) < 0:
-            raise ValueError(
-                f"sync_moments={self.first},{self.second} must be numbers of syncs, 0 "
-                "for never"
-            )
+        check_at_least("first", self.first, 0)
+        check_at_least("second", self.second, 0)
 
     @classmethod
     def parse(cls, text: str) -> Moments | None:

@@ -48,6 +48,8 @@ class SharedOuter:
 
     def __post_init__(self):
         check_choice("outer_placement", self.placement, PLACEMENTS)
+        for need in self.needs:
+            check_choice("needs", need, ("stale_params",))
 
     @property
     def only_in_program(self) -> str | None:
@@ -143,6 +145,9 @@ class RegionalOuter:
                 f"{type(sync.message).__name__} sums pseudo-gradients on their way, "
                 "for one outer model, but it has outer parameters in every region"
             )
+        mean_over = getattr(sync.message, "mean_over", "all")
+        if mean_over != "all" or getattr(sync.message, "clip", False):
+            raise ValueError("it takes plain means: use sparse_mean='all', clip=False")
         if sync.message.average != Average():
             raise ValueError(
                 f"{type(sync.message.average).__name__} makes one pseudo-gradient of "

@@ -87,17 +87,17 @@ class Robust:
             return cls(above)
         if robust_mean == "clip":
             return cls(above, "clip")
-        name, _, share = robust_mean.partition(":")
+        name, _, share = str(robust_mean).partition(":")
         try:
             if name != "trim":
                 raise ValueError
-            return cls(above, "trim", float(share))
+            trim = float(share)
         except ValueError:
             raise ValueError(
                 f"robust_mean={robust_mean!r} must be 'clip', or 'trim:b' with b, the "
-                "share dropped at either end, at least 0 and below 0.5; and "
-                f"exclude_above={above} above 1"
+                "share dropped at either end, at least 0 and below 0.5"
             ) from None
+        return cls(above, "trim", trim)
 
     def check(self, sync: Any) -> None:
         """Refuse syncs without a robust mean, or without others to compare with."""

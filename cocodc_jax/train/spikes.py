@@ -63,8 +63,8 @@ class SpikeWatch:
             )
         if self.rolls_back and not self.zscore:
             raise ValueError(
-                "max_rollbacks goes back from spikes of the loss, and spike_zscore=0 "
-                "looks for none; set it, as to 10"
+                "max_rollbacks needs spike_zscore above 0, such as 10: spike_zscore=0 "
+                "finds no spikes"
             )
 
 

@@ -54,9 +54,9 @@ from cocodc_jax.transforms.numerics import (
     cast_like,
     check_at_least,
     check_choice,
+    check_count,
     check_not_negative,
     check_positive,
-    is_number,
     safe_norm,
     vary_like,
     wide_dtype,
@@ -104,8 +104,7 @@ def isotropic() -> Curvature:
     """
 
     def product(gradient, displacement, *, delay_steps):
-        if is_number(delay_steps):
-            check_at_least("delay_steps", delay_steps, 1)
+        check_count("delay_steps", delay_steps)
         return jax.tree.map(
             lambda d: d / jnp.asarray(delay_steps, d.dtype), displacement
         )
@@ -129,8 +128,7 @@ def outer_product(sync_interval: int = 1, units: str = "parameter") -> Curvature
       sync_interval: the divisor H of CoCoDC in steps; 1 for DC-ASGD.
       units: units in which `g` is squared, "parameter" or "gradient".
     """
-    if is_number(sync_interval):
-        check_at_least("sync_interval", sync_interval, 1)
+    check_count("sync_interval", sync_interval)
     check_choice("units", units, ("parameter", "gradient"))
 
     def product(gradient, displacement, learning_rate=1.0):

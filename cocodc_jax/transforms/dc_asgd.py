@@ -27,6 +27,7 @@ from cocodc_jax.transforms.numerics import (
     cast_like,
     check_rate,
     check_unit_interval,
+    descend,
     wide_zeros,
     widen,
 )
@@ -53,8 +54,7 @@ def dc_asgd(
     [-0.]
     """
     return optax.chain(
-        delay_compensation(curvature.outer_product(), strength),
-        optax.scale_by_learning_rate(learning_rate),
+        delay_compensation(curvature.outer_product(), strength), descend(learning_rate)
     )
 
 
@@ -68,8 +68,7 @@ def dc_asgd_adaptive(
     All arguments but the learning rate are those of `adaptive_delay_compensation`.
     """
     return optax.chain(
-        adaptive_delay_compensation(strength, decay),
-        optax.scale_by_learning_rate(learning_rate),
+        adaptive_delay_compensation(strength, decay), descend(learning_rate)
     )
 
 

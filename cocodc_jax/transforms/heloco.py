@@ -33,6 +33,7 @@ from cocodc_jax.transforms.numerics import (
     check_not_negative,
     check_positive,
     check_unit_interval,
+    descend,
     fill_holes,
     inner_product,
     match_holes,
@@ -126,7 +127,7 @@ def heloco(
     """
     numbers = keep_cosine, removal_rate, turn_rate, confidence_scale, max_removal
     corrected = scale_by_heloco(momentum, *numbers, weight)
-    return optax.chain(corrected, optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(corrected, descend(learning_rate))
 
 
 def mla(
@@ -135,9 +136,7 @@ def mla(
     weight: float | jax.Array = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     """Take outer steps of momentum look-ahead; eta, and `scale_by_mla`'s arguments."""
-    return optax.chain(
-        scale_by_mla(momentum, weight), optax.scale_by_learning_rate(learning_rate)
-    )
+    return optax.chain(scale_by_mla(momentum, weight), descend(learning_rate))
 
 
 def look_ahead(

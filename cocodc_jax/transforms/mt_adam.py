@@ -22,6 +22,7 @@ import optax
 
 from cocodc_jax.transforms.numerics import (
     check_unit_interval,
+    descend,
     safe_sqrt,
     wide_zeros,
     widen,
@@ -54,7 +55,7 @@ def mt_adam(
     return optax.chain(
         scale_by_mt_adam(b1s, weights, b2, eps),
         optax.add_decayed_weights(weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
+        descend(learning_rate),
     )
 
 

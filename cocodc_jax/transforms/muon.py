@@ -24,7 +24,7 @@ import optax
 from optax import contrib
 
 from cocodc_jax.transforms.layers import BLOCKS, is_block, is_matrix, path_of
-from cocodc_jax.transforms.numerics import check_unit_interval
+from cocodc_jax.transforms.numerics import check_unit_interval, descend
 
 B2 = 0.99
 """Decay of the second moment of the Adam beside Muon."""
@@ -53,7 +53,8 @@ def muon(
     Returns:
       A transformation to the step to add; `update` needs `params`.
     """
-    check_unit_interval("momentum", momentum)
+    for name, decay in (("momentum", momentum), ("b1", b1), ("b2", b2)):
+        check_unit_interval(name, decay)
 
     def whose(params):
         return jax.tree_util.tree_map_with_path(
@@ -71,7 +72,7 @@ def muon(
                 ),
                 optax.stateless(lambda *trees: jax.tree.map(_scaled, *trees)),
                 optax.add_decayed_weights(weight_decay),
-                optax.scale_by_learning_rate(learning_rate),
+                descend(learning_rate),
             ),
             "adam": optax.adamw(learning_rate, b1, b2, weight_decay=weight_decay),
         },

@@ -145,18 +145,18 @@ def is_number(value) -> TypeGuard[float]:
     return isinstance(value, (int, float, np.number))
 
 
-def _check(is_right: Callable[[float], bool], words: str) -> Callable[..., None]:
-    """Make `check(argument, value)`; arrays, and schedules, pass unchecked."""
+def _check(is_right: Callable[..., bool], words: str, *kinds) -> Callable[..., None]:
+    """Make `check(argument, value)`; arrays, and what is of `kinds`, pass unchecked."""
 
     def check(argument: str, value) -> None:
-        is_none = value is None or isinstance(value, str)
-        if is_none or (is_number(value) and not is_right(value)):
+        passes = hasattr(value, "dtype") or isinstance(value, kinds)
+        if not (is_right(value) if is_number(value) else passes):
             raise ValueError(f"{argument}={value!r} must be {words}")
 
     return check
 
 
-check_number = _check(lambda x: -math.inf < x < math.inf, "a finite number")
+check_number = _check(lambda x: -math.inf < x < math.inf, "a finite number", Callable)
 check_unit_interval = _check(lambda x: 0 <= x < 1, "at least 0 and below 1")
 check_positive = _check(lambda x: x > 0, "positive")
 check_not_negative = _check(lambda x: 0 <= x < math.inf, "at least 0 and finite")
@@ -165,16 +165,16 @@ check_count = _check(lambda x: x >= 1 and x % 1 == 0, "a whole number, at least 
 check_share = _check(lambda x: 0 < x <= 1, "above 0 and at most 1")
 
 
-def check_finite(argument: str, value) -> None:
-    """Raise ValueError for a number that is not finite; what is none passes."""
-    if is_number(value):
-        check_number(argument, value)
-
-
 def check_outer(outer_lr, outer_momentum) -> None:
     """Raise ValueError unless the rate and the momentum of an outer step are ones."""
     check_rate("outer_lr", outer_lr)
     check_unit_interval("outer_momentum", outer_momentum)
+
+
+def descend(learning_rate) -> optax.GradientTransformation:
+    """Scale by minus the rate; Optax takes None for no scaling, without the minus."""
+    check_number("learning_rate", learning_rate)
+    return optax.scale_by_learning_rate(learning_rate)
 
 
 def check_unused(argument: str, value, default, where: str) -> None:

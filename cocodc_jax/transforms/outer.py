@@ -28,8 +28,10 @@ from cocodc_jax.transforms.numerics import (
     check_choice,
     check_count,
     check_not_negative,
+    check_number,
     check_positive,
     check_unit_interval,
+    descend,
     difference,
     matched,
     safe_norm,
@@ -75,6 +77,7 @@ def scale_by_delayed_nesterov(
     """
     check_unit_interval("momentum", momentum)
     check_count("buffer_size", buffer_size)
+    check_number("spread", spread)
 
     def init_fn(params):
         # Arrays of its own for each: a state that is donated holds none twice.
@@ -125,8 +128,7 @@ def delayed_nesterov(
     [-1.] [-3.5]
     """
     return optax.chain(
-        scale_by_delayed_nesterov(momentum, buffer_size, spread),
-        optax.scale_by_learning_rate(learning_rate),
+        scale_by_delayed_nesterov(momentum, buffer_size, spread), descend(learning_rate)
     )
 
 
@@ -295,7 +297,5 @@ def co2(
     check_choice("staleness_gap", gap, GAPS)
     penalty = scale_by_staleness_gap() if gap == "measured" else optax.identity()
     return optax.chain(
-        penalty,
-        scale_by_clipped_momentum(momentum, max_abs),
-        optax.scale_by_learning_rate(learning_rate),
+        penalty, scale_by_clipped_momentum(momentum, max_abs), descend(learning_rate)
     )

@@ -64,10 +64,8 @@ def train(says, data, is_boxed=True):
             shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS[0, 0])
         params = jax.tree.map(
             lambda box, x: box.replace_boxed(x) if nn.meta.is_axis_metadata(box) else x,
-            shapes,
-            params,
-            is_leaf=nn.meta.is_axis_metadata,
-        )
+            shapes, params, is_leaf=nn.meta.is_axis_metadata,
+        )  # fmt: skip
     specs = nn.get_partition_spec(params) if says and is_boxed else None
     optimizer = optax.MultiSteps(optax.adamw(0.01), 1)
     program = cc.RegionProgram(
@@ -142,12 +140,10 @@ class Scanned(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(VOCABULARY, WIDTH)(tokens)
         layers = nn.scan(
-            nn.remat(Layer, prevent_cse=False),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=2,
+            nn.remat(Layer, prevent_cse=False), variable_axes={"params": 0},
+            split_rngs={"params": True}, length=2,
             metadata_params={nn.PARTITION_NAME: "layers"},
-        )
+        )  # fmt: skip
         x, _ = layers()(x, None)
         return nn.Dense(VOCABULARY)(x)
 
@@ -236,11 +232,9 @@ def test_flax_linen():
 
     def loss_fn(params, batch_stats, batch, key):
         predicted, new = model.apply(
-            {"params": params, "batch_stats": batch_stats},
-            batch["x"],
-            train=True,
+            {"params": params, "batch_stats": batch_stats}, batch["x"], train=True,
             mutable=["batch_stats"],
-        )
+        )  # fmt: skip
         loss = jnp.mean((predicted - batch["y"]) ** 2)
         return loss, ({}, new["batch_stats"])
 

@@ -241,12 +241,9 @@ def in_shard_map(step, carry, batches, check_vma=True, is_one=False):
         return change(lambda x: x[None], scan_of(step)(*own))
 
     go = jax.shard_map(
-        of_region,
-        mesh=regions_mesh(),
-        in_specs=(specs, P("region")),
-        out_specs=specs,
+        of_region, mesh=regions_mesh(), in_specs=(specs, P("region")), out_specs=specs,
         check_vma=check_vma,
-    )
+    )  # fmt: skip
     return go(change(lambda x: jnp.stack([x] * 4), carry), batches)
 
 

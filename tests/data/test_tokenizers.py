@@ -157,11 +157,9 @@ def test_files_of_bytes_and_bpe_encode_alike(tmp_path, bpe, text):
 def test_sentencepiece_file(tmp_path):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(t for t in TEXTS),
-        model_writer=model,
-        vocab_size=100,
+        sentence_iterator=iter(t for t in TEXTS), model_writer=model, vocab_size=100,
         minloglevel=2,
-    )
+    )  # fmt: skip
     path = tmp_path / "m.model"
     path.write_bytes(model.getvalue())
     tokenizer = _load(f"sentencepiece:{path}", tmp_path)

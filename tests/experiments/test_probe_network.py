@@ -44,11 +44,9 @@ def test_two_processes(command, tmp_path):
     ]
     # Delays of 10 ms, and how often a message's own time: as predicted, and at once.
     times = {
-        "direct": (0.04, 2, 1),
-        "direct_gather": (0.02, 2, 1),
-        "ring": (0.04, 1, None),
+        "direct": (0.04, 2, 1), "direct_gather": (0.02, 2, 1), "ring": (0.04, 1, None),
         "ring_gather": (0.02, 1.5, 1),
-    }
+    }  # fmt: skip
     for row in rows:
         assert np.shape(row["seconds"]) == (2, 3)
         medians = np.median(row["seconds"], axis=1)

@@ -46,11 +46,9 @@ _REGIONS = 4
 def _mesh(**axes):
     sizes = tuple(axes.values())
     return jax.make_mesh(
-        sizes,
-        tuple(axes),
-        axis_types=(AxisType.Auto,) * len(axes),
+        sizes, tuple(axes), axis_types=(AxisType.Auto,) * len(axes),
         devices=jax.devices()[: int(np.prod(sizes))],
-    )
+    )  # fmt: skip
 
 
 def _step(config, make=make_loss_fn):

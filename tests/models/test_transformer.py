@@ -86,11 +86,9 @@ def test_scanned_and_unscanned_models_are_one():
     tokens, params = _tokens(2, 9), drawn_params(scanned)
     unstacked = oracle.unstacked(scanned, params)
     np.testing.assert_allclose(
-        _logits(scanned, params, tokens),
-        _logits(_UNTIED, unstacked, tokens),
-        rtol=1e-5,
-        atol=1e-6,
-    )
+        _logits(scanned, params, tokens), _logits(_UNTIED, unstacked, tokens),
+        rtol=1e-5, atol=1e-6,
+    )  # fmt: skip
     assert_all_close(
         oracle.unstacked(scanned, _grad(scanned, params, tokens)),
         _grad(_UNTIED, unstacked, tokens),

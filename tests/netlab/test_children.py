@@ -155,6 +155,19 @@ def test_who_dies_at_once_again_and_again_is_given_up(tmp_path, capfd):
     assert last == f"region 0 ended with 1, see {tmp_path / 'log'}: error: no room"
 
 
+def test_others_go_on_if_one_cannot_start_and_nobody_reads(tmp_path, monkeypatch):
+    region = started("raise SystemExit(1)", tmp_path / "log")
+    region._log = tmp_path / "log" / "no folder"
+    with open(os.devnull) as unwritable:
+        monkeypatch.setattr(sys, "stderr", unwritable)
+        assert children.wait([region], lambda: True) == 1
+
+
+def test_a_key_that_did_not_fit_on_the_disk_is_made_again(tmp_path):
+    (tmp_path / "key").touch()
+    assert len(children.make_key(tmp_path).read_bytes()) == 32
+
+
 def test_who_lived_for_long_is_started_again(tmp_path, monkeypatch):
     monkeypatch.setattr(children, "_BRIEF_S", 0.0)
     region = started("raise SystemExit(1)", tmp_path / "log")

@@ -195,11 +195,9 @@ def test_conditions_are_the_topology_in_bits_and_seconds():
 
 def test_changes_hold_while_they_last_and_multiply():
     changes = (
-        LinkChange(1, 2, 0.5, 0.02, source=0, target=1),
-        LinkChange(2, 2, 0.1),
-        LinkChange(5, 1, 0.0, target=2),
-        LinkChange(7, 1, 0.25, source=1),
-    )
+        LinkChange(1, 2, 0.5, 0.02, source=0, target=1), LinkChange(2, 2, 0.1),
+        LinkChange(5, 1, 0.0, target=2), LinkChange(7, 1, 0.25, source=1),
+    )  # fmt: skip
     topology = dataclasses.replace(uniform(3, Link(1, 0.05)), changes=changes)
     found = plan.conditions_over_time(topology, 1e9)
     assert [c.start_s for c in found] == [0, 1, 2, 3, 4, 5, 6, 7, 8]

@@ -89,12 +89,9 @@ def test_regions_with_links_of_their_own_wait_for_two_parts(num, megabytes, meas
 
 
 @given(
-    st.integers(2, 5),
-    st.floats(0, 1),
-    st.floats(1e4, 1e7),
-    st.lists(st.floats(0, 3), min_size=5, max_size=5),
-    st.booleans(),
-)
+    st.integers(2, 5), st.floats(0, 1), st.floats(1e4, 1e7),
+    st.lists(st.floats(0, 3), min_size=5, max_size=5), st.booleans(),
+)  # fmt: skip
 @settings(max_examples=50, deadline=None)
 def test_it_is_never_below_its_links_nor_above_all_in_turn(
     num, delay_s, num_bytes, starts, has_line

@@ -89,11 +89,9 @@ def test_rare_spikes_are_not_named():
 # Seconds of the messages over a link that loses a third of its packets, as they came
 # in the network lab: 50 kB in packets of 12.5 kB, round trips of 40 ms.
 LOSSY = [
-    (0.705, 0.424, 0.415, 0.097, 0.171),
-    (0.066, np.inf, np.inf, np.inf, np.inf),
-    (0.185, 0.378, 0.384, 1.093, 0.293),
-    (0.109, 0.113, 0.838, 0.129, 0.106),
-]
+    (0.705, 0.424, 0.415, 0.097, 0.171), (0.066, np.inf, np.inf, np.inf, np.inf),
+    (0.185, 0.378, 0.384, 1.093, 0.293), (0.109, 0.113, 0.838, 0.129, 0.106),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("came", LOSSY)

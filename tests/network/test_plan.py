@@ -74,12 +74,9 @@ def test_the_ring_is_named_region_by_region():
 
 @settings(deadline=None, max_examples=30)
 @given(
-    st.floats(1e6, 1e11),
-    st.floats(0.05, 5.0),
-    st.integers(1, 6),
-    st.integers(1, 200),
+    st.floats(1e6, 1e11), st.floats(0.05, 5.0), st.integers(1, 6), st.integers(1, 200),
     st.floats(0.1, 1.0),
-)
+)  # fmt: skip
 def test_a_plan_keeps_its_inequalities_and_does_not_stall(
     model_bytes, step_time_s, num, interval, share
 ):

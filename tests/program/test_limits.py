@@ -162,11 +162,9 @@ def test_where_nothing_can_be_remembered_it_is_refused(options, message):
 def test_every_fragment_must_have_what_remembers():
     params = {"a": jnp.ones((4, 4)), "b": jnp.ones(4)}
     method = methods.get(
-        "streaming_diloco",
-        num_fragments=2,
-        compress="matrices+ef+int8",
+        "streaming_diloco", num_fragments=2, compress="matrices+ef+int8",
         merge_feedback=True,
-    )
+    )  # fmt: skip
     fragments = cut(params, 2, "balanced_tensors")
     with pytest.raises(ValueError, match="fragment 1 has other ones"):
         check_feedback(method, fragments, params)

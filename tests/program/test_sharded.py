@@ -163,11 +163,9 @@ def test_one_device_in_all_is_enough():
     """In a process of its own: the regions and the outer state share the device."""
     words = ("-c", ONE_DEVICE, str(NUM_STEPS), "data_parallel", "cocodc")
     done = subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
+        [sys.executable, *words], capture_output=True, text=True,
         cwd=pathlib.Path(__file__).parents[2],
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for name, losses in json.loads(done.stdout).items():
         expected = four_devices(name)[0]["losses"]

@@ -132,7 +132,7 @@ def test_help_names_the_methods_where_they_are_few():
     assert "For cocodc (0.3), cocodc_paper (0.5)." in (
         ARGUMENTS["compensation_strength"].help
     )
-    assert ARGUMENTS["compress"].help.endswith("For all methods.")
+    assert ARGUMENTS["compress"].help.endswith("For most methods.")
     taking = [m for m in cc.methods.METHODS if "outer_lr" in cc.methods.defaults(m)]
     assert ARGUMENTS["outer_lr"].help.endswith(f"For {len(taking)} methods.")
     assert ARGUMENTS["outer_placement"].type is str

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from absl.flags import FlagValues
 
+from cocodc_jax.elastic.link import LeftBehindError
 from cocodc_jax.elastic.messages import Seat, Snapshot, View
 from cocodc_jax.elastic.place import Place, Timing
 from cocodc_jax.run import flags, taking_part
@@ -67,7 +68,7 @@ def test_regions_may_differ_in_where_and_how_they_run(leaves, is_same):
 
 def test_a_checkpoint_ahead_of_what_the_others_begin_with_is_refused():
     told = "the run is at step 4, and this region's own checkpoint at step 8: of an"
-    with pytest.raises(ResumeError, match=told):
+    with pytest.raises(LeftBehindError, match=told):
         taking_part._go_on(None, Snapshot(4, {}, ()), 8, None)
 
 
@@ -156,8 +157,8 @@ BOTH = {"region_addresses": ADDRESSES, "key_file": "KEY"}
 @pytest.mark.parametrize(
     ("fields", "exchange", "message"),
     [
-        ({"region_id": 0}, "outer", "have no meaning for exchange='outer'"),
-        ({"via": "x"}, "outer", "have no meaning for exchange='outer'"),
+        ({"region_id": 0}, "outer", "region_id=0 has no meaning for exchange='outer'"),
+        ({"via": "x"}, "outer", "via='x' has no meaning for exchange='outer'"),
         ({}, "elastic", "exchange='elastic' needs region_addresses or via"),
         ({"via": "x"}, "elastic", "exchange='elastic' needs key_file"),
         (BOTH, "elastic", "region_id=-1 must be 0 to 1"),

@@ -140,7 +140,7 @@ def test_a_text_is_read(text, expected):
 def test_no_such_text(text):
     with pytest.raises(ValueError, match=f"sync_moments='{text}' must be two numbers"):
         methods.get("des_loc", sync_moments=text)
-    with pytest.raises(ValueError, match="sync_moments=-1,2 must be numbers of syncs"):
+    with pytest.raises(ValueError, match="first=-1 must be at least 0"):
         Moments(-1, 2)
 
 

@@ -220,11 +220,9 @@ def test_the_load_score_prefers_what_more_tokens_need():
     schedule = adaptive(16, 4, 0, 8, "load")
     age = np.array([6, 6, 4, 2])
     state = dataclasses.replace(
-        schedule.init(),
-        last_start=tuple(10 - age),
-        norm=(1.0,) * 4,
+        schedule.init(), last_start=tuple(10 - age), norm=(1.0,) * 4,
         observed_interval=(8,) * 4,
-    )
+    )  # fmt: skip
     # Fragment 0 is dense; of the others the counted tokens stand in for the age.
     tokens = {"tokens": [-1.0, 1.5, 7.0, 0.1]}
     found = schedule.scores(np, state, (4,) * 4, 10, tokens.__getitem__)

@@ -53,11 +53,9 @@ def units_of(fragments):
 
 
 trees = st.builds(
-    tree,
-    num_blocks=st.integers(1, 6),
-    is_stacked=st.booleans(),
+    tree, num_blocks=st.integers(1, 6), is_stacked=st.booleans(),
     other=st.sets(st.sampled_from(["embedding", "norm", "head", "extra"])),
-)
+)  # fmt: skip
 
 
 @SETTINGS

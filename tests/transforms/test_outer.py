@@ -111,6 +111,8 @@ def test_outer_steps_of_bfloat16_are_not_rounded_away():
         (lambda: unwrap(outer.group_heavy_ball)(momentum=np.float32(-1)),
          r"momentum=np.float32\(-1.0\) must be at least 0"),
         (lambda: unwrap(outer.group_heavy_ball)(momentum=None), "momentum=None must"),
+        (lambda: unwrap(outer.group_heavy_ball)(momentum=[0.9]), r"momentum=\[0.9\]"),
+        (lambda: unwrap(heloco.mla)(None), "learning_rate=None must be a finite"),
         (lambda: unwrap(outer.group_heavy_ball)(momentum="1"), "momentum='1' must"),
         # Unwrapped, as users have them: only in tests are types checked at every call.
         (lambda: unwrap(snoo.snoo)(optax.sgd(1.0), sync_interval=2.5),

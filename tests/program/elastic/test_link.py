@@ -141,6 +141,25 @@ def test_the_largest_row_that_can_be_right_arrives(places):
         mean([first, second], 4, [os.urandom(size)] * 2)
 
 
+def test_a_copy_is_of_the_part_that_lets_a_region_in():
+    (place, *_) = meeting.places(3)
+    with Link(place, "run", 1000, is_announced=False) as link:
+        for sender in (1, 2):
+            letter = messages.Letter("run", sender, 1, Snapshot(9, {"of": sender}, ()))
+            link._take(messages.pack(letter), 0.0)
+        for leader in (1, 2):
+            link._member.view = dataclasses.replace(link.view, epoch=leader)
+            assert link._copy(9).header == {"of": leader}
+
+
+def test_who_waits_to_come_back_stops_when_it_is_asked():
+    (place, _) = meeting.places(2)
+    with Link(place, "run", 1000) as link:
+        link.should_stop = lambda: True
+        with pytest.raises(LeftBehindError, match="region 0 was asked to stop"):
+            link.join(60)
+
+
 def test_another_run_is_told_apart(places):
     one, two = places(2)
     with Link(one, "run", 1000) as first, Link(two, "other", 1000) as second:

@@ -4,6 +4,7 @@ import itertools
 import os
 import sys
 import time
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -112,6 +113,14 @@ def test_a_store_that_fails_now_and_then_is_asked_again(tmp_path, capfd):
         for step in range(4, 12):
             mean([one, two], step)
     assert "503 try later" in capfd.readouterr().err
+
+
+def test_what_fitted_of_a_write_that_failed_is_removed(tmp_path, monkeypatch):
+    one, _ = (Objects(each, 1, 1000) for each in places(2, tmp_path))
+    failed = mock.Mock(side_effect=OSError("no space"))
+    monkeypatch.setattr(type(one._store), "mv", failed)
+    one.send([1], [b"a"])
+    wait_until(lambda: failed.called and not [*tmp_path.iterdir()])
 
 
 def test_what_could_not_be_read_is_read_again(tmp_path, capfd):

@@ -302,6 +302,7 @@ def test_places_that_cannot_be_are_refused():
         ({"addresses": ("a:1", "b")}, "region_addresses has 'b'"),
         ({"addresses": ("a:1", "b:70000")}, "region_addresses has 'b:70000'"),
         ({"addresses": ("a:1", "b c:5")}, "region_addresses has 'b c:5'"),
+        ({"addresses": ("a:1", "tcp://b:5")}, "region_addresses has 'tcp://b:5'"),
         ({"addresses": ("a:1", "a:1")}, "one address twice"),
         ({"region": 2}, "region_id=2 must be 0 to 1"),
         ({"min_regions": 3}, "min_regions=3 must be 1 to 2"),

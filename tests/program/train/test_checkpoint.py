@@ -132,11 +132,9 @@ def test_a_state_may_be_donated_as_soon_as_it_is_handed_over(tiny, tmp_path):
     """Large enough that writing takes longer than the steps that overwrite it."""
     params = {"w": np.zeros((512, 1024), np.float32)}
     program = tiny.program_of(
-        methods.get("diloco", sync_interval=1),
-        optimizer=optax.sgd(1.0),
-        params=params,
+        methods.get("diloco", sync_interval=1), optimizer=optax.sgd(1.0), params=params,
         loss=lambda p, batch, key: ((p["w"] - batch.mean()).sum(), {}),
-    )
+    )  # fmt: skip
     state = program.init(params, jax.random.key(0))
     batch = np.zeros((1, 4, 1), np.float32)
     for _ in range(2):

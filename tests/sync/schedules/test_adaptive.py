@@ -73,12 +73,8 @@ def test_a_fragment_in_flight_is_passed_over():
 
 def test_a_slot_stays_empty_when_all_are_in_flight():
     assert table(adaptive(12, 2, 9, 4), 15) == {
-        3: "+0",
-        6: "+1",
-        9: "",
-        12: "-0 +0",
-        15: "-1 +1",
-    }
+        3: "+0", 6: "+1", 9: "", 12: "-0 +0", 15: "-1 +1",
+    }  # fmt: skip
 
 
 def test_n_equal_to_k_is_the_fixed_round():
@@ -92,11 +88,9 @@ def test_n_equal_to_k_is_the_fixed_round():
 def test_of_equal_scores_the_fragment_that_waits_longest_goes(score):
     """Nothing moves, so every score is 0. H = 12, N = 6: deadlines are far off."""
     found = starts(
-        adaptive(12, 3, 0, 6, score),
-        16,
-        see=norms(lambda p, _: (0.0, 1)),
+        adaptive(12, 3, 0, 6, score), 16, see=norms(lambda p, _: (0.0, 1)),
         drift=lambda _: (0.0, 0.0, 0.0),
-    )
+    )  # fmt: skip
     assert found == [
         (2, 0), (4, 1), (6, 2), (8, 0), (10, 1), (12, 2), (14, 0), (16, 1)
     ]  # fmt: skip
