@@ -70,6 +70,7 @@ class InFlight(NamedTuple):
 VERDICT_OF_ALL = "verdict_of_all"
 # A region's own decoded message, if the mean left it out and the region keeps its work.
 UNCOUNTED = "uncounted"
+ARRIVED = VERDICT_OF_ALL, UNCOUNTED
 
 
 class PendingMean:
@@ -158,8 +159,7 @@ class SyncState:
         """All arrays to checkpoint; waits for means that come from other regions.
 
         Observations are not included: the schedule reads them before a save. Nor is
-        what has arrived with a mean that is not merged yet, such as `UNCOUNTED` and
-        `VERDICT_OF_ALL`: after a restore, the mean is merged without them.
+        what `ARRIVED` with a mean: after a restore, it is merged without.
         """
         return {
             "outer": self.outer,
@@ -167,7 +167,10 @@ class SyncState:
             "stale_params": self.stale_params,
             # Dict keys must be strings.
             "in_flight": {
-                f"{k}_{s}": flight._replace(mean=landed(flight).mean)
+                f"{k}_{s}": InFlight(
+                    landed(flight).mean,
+                    {n: x for n, x in flight.kept.items() if n not in ARRIVED},
+                )
                 for (k, s), flight in self.in_flight.items()
             },
         }

@@ -244,10 +244,9 @@ def _curvature(
     """Return a curvature whose product is in parameter units, as the merge wants it."""
     if not isinstance(curvature, str):
         if units is not None:
-            name = getattr(curvature, "name", curvature)
             raise ValueError(
                 f"curvature_units={units!r} was given, but curvature="
-                f"{name!r} is made already; choose its units there"
+                f"{curvature.name!r} is made already; choose its units there"
             )
         return curvature
     check_choice("curvature", curvature, (*curvatures.NAMES, "secant"))

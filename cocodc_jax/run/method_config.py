@@ -123,9 +123,8 @@ class MethodConfig:
     def __post_init__(self):
         """Build the method once, so that its own checks run."""
         for name in ("arguments", WHERE_TAKEN):
-            given = dict(getattr(self, name)).items()
-            pairs = tuple(sorted((k, v) for k, v in given if v is not None))
-            object.__setattr__(self, name, pairs)  # Sorted, for equality.
+            given = sorted(dict(getattr(self, name)).items())  # For equality.
+            object.__setattr__(self, name, tuple(p for p in given if p[1] is not None))
         check_taken(self.given, [self.method])
         for name, value in self.where_taken:
             if name not in ARGUMENTS:

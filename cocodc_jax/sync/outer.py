@@ -48,8 +48,7 @@ class SharedOuter:
 
     def __post_init__(self):
         check_choice("outer_placement", self.placement, PLACEMENTS)
-        for need in self.needs:
-            check_choice("needs", need, ("stale_params",))
+        check_choice("needs", self.needs, (set(), {"stale_params"}))
 
     @property
     def only_in_program(self) -> str | None:
