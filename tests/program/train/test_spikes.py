@@ -65,7 +65,7 @@ def test_it_goes_on_from_what_it_knew():
 def test_refusals():
     with pytest.raises(ValueError, match="spike_zscore=-1.0 must be a positive number"):
         SpikeWatch(-1.0)
-    with pytest.raises(ValueError, match="spike_zscore=0 looks for none"):
+    with pytest.raises(ValueError, match="spike_zscore=0 finds no spikes"):
         SpikeWatch(0.0, True)
 
 
