@@ -101,5 +101,6 @@ class FaultWatch:
         }
         with contextlib.suppress(OSError):  # The link's thread goes on.
             append_line(self._path, line)
+        with contextlib.suppress(OSError):
             print(told, file=sys.stderr, flush=True)
         self._observe(what == "begins", finding, text)

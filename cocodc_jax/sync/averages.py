@@ -152,11 +152,11 @@ class SharedMask(Average):
         return drawn
 
     def check_compressor(self, compressor: Compressor) -> None:
-        """Refuse a compressor with state or of shapes: other entries, in a row."""
+        """Refuse a compressor that keeps state or reads shapes; see `before`."""
         if compressor.needs_model or compressor.init({"w": jnp.zeros(1)}) != ():
             raise ValueError(
-                "entries are drawn anew for each message, in a row, and it remembers "
-                "what was left of others, or reads a tensor's shape"
+                "entries are drawn anew for each message, as flat vectors, and it "
+                "remembers what was left of others, or reads a tensor's shape"
             )
 
 

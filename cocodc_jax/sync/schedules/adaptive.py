@@ -182,7 +182,7 @@ def syncs_that_fit(
     sync_time: float,
     network_share: float,
 ) -> int:
-    """Return N = min(H, max(K, floor(gamma H T_c / T_s))), CoCoDC's in an interval."""
+    """Return N = min(H, max(K, floor(gamma H T_c / T_s))), CoCoDC's syncs."""
     if step_time <= 0 or sync_time <= 0:
         raise ValueError(
             f"step_time={step_time} and sync_time={sync_time} must be positive seconds"
