@@ -148,7 +148,7 @@ def cocodc(
     is_partial = not is_number(progress_weight) or progress_weight != 1
     compensation = delay_compensation(chosen, compensation_strength)
     if "later_gradient" in chosen.needs:
-        if is_partial:
+        if is_partial and is_number(progress_weight):
             raise ValueError(
                 f"progress_weight={progress_weight} must be 1 with curvature='secant', "
                 "which is fitted to all of the progress"

@@ -150,8 +150,8 @@ def test_what_compensation_drops_is_told_as_what_the_mix_drops():
     [
         ({}, "merge_feedback=True needs messages"),
         ({"compress": "int8"}, "such as compress='ef"),
-        ({"mixing_alpha": 1.0}, "has nothing to tell"),
-        ({"merge_rule": "replay"}, "has nothing to tell"),
+        ({"mixing_alpha": 1.0}, "has no effect where"),
+        ({"merge_rule": "replay"}, "has no effect where"),
     ],
 )
 def test_where_nothing_can_be_remembered_it_is_refused(options, message):
