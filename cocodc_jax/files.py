@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import secrets
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -43,6 +44,12 @@ def ensure_folder(folder: pathlib.Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def say(line: str) -> None:
+    """Print to stderr, if it can be written to: whoever read it may be gone."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:

@@ -14,6 +14,7 @@ import sys
 PACKAGE = pathlib.Path(__file__).parent.parent / "cocodc_jax"
 FOLDERS = ("core", "exchange", "program", "sharding", "train", "elastic", "sync")
 ALL = "core+exchange+program"
+_TYPED = "TYPE_CHECKING"
 
 
 def graph(folders: str) -> tuple[dict[str, set[str]], int]:
@@ -27,12 +28,14 @@ def graph(folders: str) -> tuple[dict[str, set[str]], int]:
     arrows: dict[str, set[str]] = {}
     for module, text in texts.items():
         names = set()
-        nodes = list(ast.walk(ast.parse(text)))
+        tree = ast.parse(text)
         # What only types need makes no arrow: nothing is imported for it.
-        ifs = [n for n in nodes if isinstance(n, ast.If)]
-        typed = [n for n in ifs if ast.unparse(n.test) == "TYPE_CHECKING"]
-        unused = {id(n) for each in typed for n in each.body}
-        for node in (n for n in nodes if id(n) not in unused):
+        tree.body = [
+            node
+            for node in tree.body
+            if not (isinstance(node, ast.If) and ast.unparse(node.test) == _TYPED)
+        ]
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
                 names |= {node.module}
                 names |= {f"{node.module}.{each.name}" for each in node.names}

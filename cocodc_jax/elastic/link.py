@@ -215,13 +215,10 @@ class Link:
             if not self._member.is_announced:
                 self._member.announce(time.monotonic())
                 self._channel.wake()
-            waits = self._lock.wait_for
-            if not waits(lambda: self._can_begin() or self.should_stop(), timeout_s):
+            if not self._lock.wait_for(self._can_begin, timeout_s):
                 raise TimeoutError(
                     f"no region admitted region {self.region} within {timeout_s:.0f} s"
                 )
-            if not self._can_begin():
-                raise LeftBehindError(f"region {self.region} was asked to stop")
             seat = self._member.view.seats[self.region]
             copy, self._snapshots = self._copy(seat.since_step), {}
             return copy
@@ -237,8 +234,12 @@ class Link:
         seat = self._member.view.seats.get(self.region)
         is_first = self._member.coordinator == self.region
         own = {0, self._step} if is_first else {0}
-        if seat is None or seat.since_step in own or self._copy(seat.since_step):
-            return seat is not None
+        if seat and (seat.since_step in own or self._copy(seat.since_step)):
+            return True
+        if self.should_stop():
+            raise LeftBehindError(f"region {self.region} was asked to stop")
+        if seat is None:
+            return False
         # Sockets deliver the copy before the seat; in a store it may take longer.
         timing = self.place.timing
         limit_s = timing.start_s if self.place.via else timing.dead_after_s

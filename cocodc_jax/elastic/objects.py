@@ -29,7 +29,6 @@ import itertools
 import queue
 import re
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -38,7 +37,7 @@ from typing import Any
 from cocodc_jax._extras import extra
 from cocodc_jax.elastic.messages import MAX_HEADER_BYTES
 from cocodc_jax.elastic.place import Place, is_bucket
-from cocodc_jax.files import TransientError
+from cocodc_jax.files import TransientError, say
 
 FOLDER_POLL_S, BUCKET_POLL_S = 0.05, 1.0
 _KEPT = 3  # Times `dead_after_s`.
@@ -168,15 +167,15 @@ class Objects:
             self._store.rm_file(f"{self._root}/{name}")
 
     def _write(self, name: str, frames: list[bytes]) -> None:
-        data, path = seal(self._key, name, frames), f"{self._root}/{name}"
-        first = path if self._puts else f"{self._root}/.{name}"
+        data = seal(self._key, name, frames)
+        first = name if self._puts else f".{name}"
         with self._reporting(f"writing to {self._root}"):
             try:
-                self._store.pipe_file(first, data)
-                if first != path:
-                    self._store.mv(first, path)
+                self._store.pipe_file(f"{self._root}/{first}", data)
+                if first != name:
+                    self._store.mv(f"{self._root}/{first}", f"{self._root}/{name}")
             except Exception:
-                self._remove(first.rpartition("/")[2])  # What fitted on a full disk.
+                self._remove(first)  # What fitted on a full disk.
                 raise
             self._written.append((time.monotonic(), name))
 
@@ -240,7 +239,7 @@ class Objects:
             now = time.monotonic()
             if now - self._said_s.get(what, -_SAY_S) >= _SAY_S:
                 self._said_s[what] = now
-                print(f"{what}: {error}", file=sys.stderr, flush=True)
+                say(f"{what}: {error}")
 
 
 def seal(key: bytes, name: str, frames: Sequence[bytes]) -> bytes:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from cocodc_jax._extras import later
 from cocodc_jax.elastic.messages import MAX_HEADER_BYTES
 from cocodc_jax.elastic.place import Place
+from cocodc_jax.files import say
 
 if TYPE_CHECKING:
     import zmq
@@ -234,11 +235,9 @@ class Door:
                     oldest.shutdown(socket.SHUT_RDWR)  # ZeroMQ closes it then.
         if time.monotonic() - self._said_s > _SAY_S:
             self._said_s = time.monotonic()
-            print(
+            say(
                 f"more than {self._limit} open connections have not shown the key; "
-                f"{self._closed} closed so far",
-                file=sys.stderr,
-                flush=True,
+                f"{self._closed} closed so far"
             )
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from cocodc_jax.files import writing
+from cocodc_jax.files import say, writing
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -202,9 +202,10 @@ class Region:
             own = [f"--coordinator_address={at}", f"--num_processes={self._num}"]
             numbers = (f"--process_id={number}" for number in range(self._num))
             commands = [[*self._command, *own, number] for number in numbers]
+        started = []
         for number, command in enumerate(commands):
-            child = start_child(command, log=self._log_of(number), mode="ab")
-            self.processes = [*self.processes, child] if number else [child]
+            started.append(start_child(command, log=self._log_of(number), mode="ab"))
+            self.processes = started  # Of the last life if none can be started.
 
     def _log_of(self, process: int) -> pathlib.Path | None:
         log = self._log
@@ -300,11 +301,6 @@ def make_regions(
     return [Region([*train, *own, flag], log, num_processes) for flag, log in each]
 
 
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # Who read it is gone; the regions go on.
-        print(line, file=sys.stderr)
-
-
 def wait(
     regions: Sequence[Region],
     restarts: Callable[[], bool],
@@ -324,10 +320,10 @@ def wait(
             if is_vain or not restarts():
                 ended[number] = code
                 if code:
-                    _say(f"region {number} ended with {region.end()}")
+                    say(f"region {number} ended with {region.end()}")
             else:
                 begun_s[number] = time.monotonic()
-                _say(f"region {number} ended with {code}: again")
+                say(f"region {number} ended with {code}: again")
                 with contextlib.suppress(OSError):  # It is tried again.
                     region.start()
                 if not restarts():  # Told to stop while it was started.

@@ -2,7 +2,6 @@
 
 import contextlib
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -11,7 +10,7 @@ import numpy as np
 from cocodc_jax.elastic.link import Faulty
 from cocodc_jax.elastic.messages import SyncId
 from cocodc_jax.elastic.times import Measured, Silence
-from cocodc_jax.files import append_line
+from cocodc_jax.files import append_line, say
 from cocodc_jax.network.faults import Finding, Messages, Regions
 from cocodc_jax.train.records import finite_or_none
 
@@ -87,7 +86,6 @@ class FaultWatch:
         units = {"slow": "s a step", "silent": "s"}
         text = finding.explain(unit=units.get(finding.kind, "s a message"))
         fragment, start_step = self._last
-        told = f"fault {what} at the sync of step {start_step}: {text}"
         line = {
             "fault": what,
             "kind": finding.kind,
@@ -101,6 +99,5 @@ class FaultWatch:
         }
         with contextlib.suppress(OSError):  # The link's thread goes on.
             append_line(self._path, line)
-        with contextlib.suppress(OSError):
-            print(told, file=sys.stderr, flush=True)
+        say(f"fault {what} at the sync of step {start_step}: {text}")
         self._observe(what == "begins", finding, text)

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import cocodc_jax as cc
 from cocodc_jax.fields import Kind, Leaf, leaf_type, notes_of
-from cocodc_jax.transforms.numerics import check_number, is_number
+from cocodc_jax.transforms.numerics import check_finite
 
 _FEW = 3  # methods that are named in the help of a flag
 
@@ -96,7 +96,7 @@ Pairs = tuple[tuple[str, Any], ...]
 WHERE_TAKEN = "where_taken"
 ARGUMENTS = method_leaves(cc.methods.METHODS)
 # Limits that nothing reaches then.
-_MAY_BE_INF = ("exclude_above", "momentum_clip")
+_MAY_BE_INFINITE = ("exclude_above", "momentum_clip")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +130,8 @@ class MethodConfig:
             if name not in ARGUMENTS:
                 raise ValueError(f"{name}={value} is no argument of any method")
         for name, value in (*self.arguments, *self.where_taken):
-            if is_number(value) and not (value == math.inf and name in _MAY_BE_INF):
-                check_number(name, value)
+            if not (value == math.inf and name in _MAY_BE_INFINITE):
+                check_finite(name, value)
         self.build()
 
     @property

@@ -10,7 +10,7 @@ from cocodc_jax.fields import check_choices, check_least
 from cocodc_jax.methods import Method
 from cocodc_jax.transforms.mt_adam import mt_adam
 from cocodc_jax.transforms.muon import B2, muon
-from cocodc_jax.transforms.numerics import check_number, check_positive, is_number
+from cocodc_jax.transforms.numerics import check_finite, check_positive
 
 OPTIMIZERS = ("adamw", "mt_adam", "muon", "sgd")
 _ADAM_B2 = 0.999
@@ -61,8 +61,7 @@ class OptimizerConfig:
     def __post_init__(self):
         check_choices(self, inner_optimizer=("", *OPTIMIZERS))
         for name, value in dataclasses.asdict(self).items():
-            if is_number(value):
-                check_number(name, value)
+            check_finite(name, value)
         for name in ("inner_lr", "sign_lr_fraction"):
             check_positive(name, getattr(self, name))
         for name in ("beta1", "beta2", "slow_beta"):

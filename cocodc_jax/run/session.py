@@ -125,7 +125,6 @@ class Session:
             watch = FaultWatch(self.own_dir, flags.on_fault, least_s, monitor.fault)
             while True:
                 at = stream.get_state()
-                ahead = at if rollbacks else None  # It continues with the next data.
                 try:
                     if carried is None:
                         begun = self.begin(saved, stream)
@@ -146,8 +145,8 @@ class Session:
                             began_step = int(begun[2].get("began_step", first))
                         began = began_step, began_s
                         entered_s, seconds = time.time(), begun[2].get("seconds", 0.0)
-                        if ahead is not None:
-                            stream.set_state(ahead)
+                        if rollbacks:  # The run continues with the next data.
+                            stream.set_state(at)
                         # A stop that is asked for while a run rolls back still holds.
                         if should_stop is None:
                             should_stop = stack.enter_context(attend.stop_signal())

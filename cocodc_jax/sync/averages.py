@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from cocodc_jax.sync.fragments import Fragment, PyTree
 from cocodc_jax.transforms.compressor import Compressor
-from cocodc_jax.transforms.layers import is_stack
+from cocodc_jax.transforms.layers import EMBEDDING, is_stack
 from cocodc_jax.transforms.numerics import check_at_least, check_share
 
 
@@ -78,13 +78,13 @@ class RadialDirectional(Average):
         return {path: self._join(path, x) for path, x in mean.items()}
 
     def _split(self, path: str, x: jax.Array) -> Any:
-        if re.search(r"(?<!un)embed", path):
+        if re.search(EMBEDDING, path):
             return x
         length = _length(path, x)
         return {"direction": _unit(x, length), "length": length}
 
     def _join(self, path: str, mean: Any) -> jax.Array:
-        if re.search(r"(?<!un)embed", path):
+        if re.search(EMBEDDING, path):
             return mean
         direction = mean["direction"]
         return mean["length"] * _unit(direction, _length(path, direction))

@@ -35,13 +35,13 @@ import jax.numpy as jnp
 from cocodc_jax.expert_leaves import expert_axis
 from cocodc_jax.sync import stacks
 from cocodc_jax.sync.fragments import Fragments, LeafSlice, PyTree
-from cocodc_jax.transforms.layers import BLOCKS, distinct_leaves
+from cocodc_jax.transforms.layers import BLOCKS, EMBEDDING, distinct_leaves
 from cocodc_jax.transforms.numerics import check_choice
 
 STRATEGIES = ("strided", "sequential", "balanced", "balanced_tensors", "experts")
 
 # Order of the units in the network, which differs from that of their names.
-UNIT_ORDER = (r"(?<!un)embed", BLOCKS, "norm", "head")
+UNIT_ORDER = (EMBEDDING, BLOCKS, "norm", "head")
 
 
 def cut(

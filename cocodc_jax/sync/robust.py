@@ -89,14 +89,15 @@ class Robust:
             return cls(above, "clip")
         name, _, share = str(robust_mean).partition(":")
         try:
-            if name != "trim" or not 0 <= float(share) < 0.5:
+            if name != "trim":
                 raise ValueError
+            trimmed = cls(mean="trim", trim=float(share))
         except ValueError:
             raise ValueError(
                 f"robust_mean={robust_mean!r} must be 'clip', or 'trim:b' with b, the "
                 "share dropped at either end, at least 0 and below 0.5"
             ) from None
-        return cls(above, "trim", float(share))
+        return dataclasses.replace(trimmed, exclude_above=above)
 
     def check(self, sync: Any) -> None:
         """Refuse syncs without a robust mean, or without others to compare with."""

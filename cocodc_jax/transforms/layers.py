@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 BLOCKS = "blocks"
+EMBEDDING = r"(?<!un)embed"
 # Names of a subtree that may be a stack of layers, and of a single layer. Scanned
 # layers have parts with numbers too, such as `blocks/norm1` and `blocks/Dense_0`.
 STACKED = re.compile(r"layers|blocks|stack|scan", re.IGNORECASE)

@@ -157,6 +157,7 @@ def _check(is_right: Callable[..., bool], words: str, *kinds) -> Callable[..., N
 
 
 check_number = _check(lambda x: -math.inf < x < math.inf, "a finite number", Callable)
+check_finite = _check(lambda x: -math.inf < x < math.inf, "a finite number", object)
 check_unit_interval = _check(lambda x: 0 <= x < 1, "at least 0 and below 1")
 check_positive = _check(lambda x: x > 0, "positive")
 check_not_negative = _check(lambda x: 0 <= x < math.inf, "at least 0 and finite")
