@@ -4,6 +4,7 @@
   Optax transformations, for any JAX code.
 - `cocodc_jax.methods`: CoCoDC, DiLoCo, data parallel and twenty-four more, as values.
 - `cocodc_jax.RegionProgram` and `cocodc_jax.run_steps`: a method around your own loss.
+- `cocodc_jax.RegionSync`: one line after the step of anybody's trainer.
 - `cocodc_jax.run`: complete runs, from a configuration to files, as the programs do.
 
 All but the last need JAX and Optax alone. If another package is missing, the error
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
     from cocodc_jax.core.optimizer import sync_metrics as sync_metrics
     from cocodc_jax.core.optimizer import sync_shardings as sync_shardings
     from cocodc_jax.core.optimizer import synchronized as synchronized
+    from cocodc_jax.elastic.place import Place as Place
+    from cocodc_jax.elastic.place import Timing as Timing
     from cocodc_jax.exchange.transport import Transport as Transport
     from cocodc_jax.program.region_program import RegionProgram as RegionProgram
+    from cocodc_jax.region_sync.after_step import RegionSync as RegionSync
     from cocodc_jax.sharding.mesh import make_mesh as make_mesh
     from cocodc_jax.sharding.mesh import use_cpu_devices as use_cpu_devices
     from cocodc_jax.sync.cutting import cut as cut

@@ -43,8 +43,9 @@ from cocodc_jax.netlab.probe import (
 from cocodc_jax.network import gloo, world
 from cocodc_jax.network.links import Link, LinkState, uniform
 from cocodc_jax.run.messages import check_numbers, while_writable
-from cocodc_jax.run.processes import COUNT, Processes, failing_alone, gather
+from cocodc_jax.run.processes import COUNT, Processes, failing_alone
 from cocodc_jax.run.resume import make_folder
+from cocodc_jax.sharding.gather import gather
 
 from . import program
 

@@ -301,6 +301,23 @@ class RegionProgram:
         state = dataclasses.replace(state, bytes_sent=sent[-1])
         return state, Output(losses, aux, syncs, tuple(sent))
 
+    def apply_events(
+        self, state: TrainState, last_batch: PyTree = None, times: Times = (0.0, 0.0)
+    ) -> tuple[TrainState, tuple[AppliedSync, ...]]:
+        """Apply the events that are due after steps that the caller has done.
+
+        Args:
+          state: donated; its `step` and parameters are those after the steps.
+          last_batch: the batch of the last step, leaves `[R, B, ...]`, for merges that
+            need it.
+          times: as of `advance`.
+        """
+        check_alive(state)
+        if self._syncs is None:
+            return state, ()
+        batches = jax.tree.map(lambda x: x[None], last_batch)
+        return self._syncs.run_events(state, batches, 1, times, {})
+
     def _inner_steps(
         self, state: TrainState, batches: PyTree, counted: Any, num_steps: int
     ) -> tuple[TrainState, tuple, dict]:

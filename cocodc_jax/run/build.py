@@ -17,7 +17,8 @@ from cocodc_jax.elastic.place import MIN_KEY_BYTES, Place
 from cocodc_jax.run import losses
 from cocodc_jax.run.config import RunConfig, TrainConfig
 from cocodc_jax.run.optimizer_config import OptimizerConfig
-from cocodc_jax.run.processes import check_shares, gather
+from cocodc_jax.run.processes import check_shares
+from cocodc_jax.sharding.gather import gather
 from cocodc_jax.sharding.mesh import (
     EXPERT,
     MODEL,

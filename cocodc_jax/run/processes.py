@@ -10,7 +10,6 @@ ended after `heartbeat_timeout_s`.
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import pathlib
 import re
@@ -23,13 +22,12 @@ from importlib import metadata
 from typing import Any, Self
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 import cocodc_jax as cc
 from cocodc_jax.fields import check_least
 from cocodc_jax.files import TransientError
 from cocodc_jax.run.config import flat
+from cocodc_jax.sharding.gather import gather
 from cocodc_jax.train.checkpoint import first_line
 
 # Set by `experiments.wan` and `experiments.launch_local` for their processes.
@@ -242,21 +240,6 @@ def _number(name: str) -> int:
     except ValueError as error:
         rule = "in the environment must be a whole number"
         raise ValueError(f"{name}={text!r} {rule}") from error
-
-
-def gather(value: Any) -> list[Any]:
-    """Return every process's value, in the order of their ids; waits for all."""
-    if jax.process_count() == 1:
-        return [value]
-    # Later collectives use all devices, including the outer mesh. Two concurrent ones
-    # between the same devices could start in different orders in different processes.
-    jax.block_until_ready(jax.live_arrays())
-    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    longest = int(np.max(multihost_utils.process_allgather(np.array(len(mine)))))
-    padded = np.full(longest, ord(" "), np.uint8)
-    padded[: len(mine)] = mine
-    rows = multihost_utils.process_allgather(padded)
-    return [json.loads(np.asarray(row).tobytes()) for row in rows]
 
 
 def check_alike(config: dict[str, Any]) -> None:

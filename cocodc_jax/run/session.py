@@ -34,9 +34,9 @@ from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.fault_watch import FaultWatch
 from cocodc_jax.run.live_metrics import LiveMetrics
 from cocodc_jax.run.monitor import NO_MONITORING, Monitor, Monitoring
-from cocodc_jax.run.processes import gather
 from cocodc_jax.run.resume import CHECKPOINTS, ResumeError, only_writer
 from cocodc_jax.run.taking_part import Attendance, Begun, taking_part
+from cocodc_jax.sharding.gather import gather
 from cocodc_jax.sharding.mesh import Mesh
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.finite import NonFiniteLossError

@@ -31,8 +31,9 @@ from cocodc_jax.program.region_program import Output, RegionProgram
 from cocodc_jax.run.config import TrainConfig, flat, kind_of
 from cocodc_jax.run.fault_watch import FaultWatch
 from cocodc_jax.run.monitor import Monitor
-from cocodc_jax.run.processes import code_digest, gather
+from cocodc_jax.run.processes import code_digest
 from cocodc_jax.run.resume import CLOCK, ResumeError
+from cocodc_jax.sharding.gather import gather
 from cocodc_jax.train import joining
 from cocodc_jax.train.hooks import Hooks
 from cocodc_jax.train.run_steps import MAX_SCAN_STEPS, scan_steps

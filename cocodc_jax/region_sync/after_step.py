@@ -1,0 +1,588 @@
+"""One line after anybody's step: `RegionSync`.
+
+    sync = cc.RegionSync("streaming_diloco", params, regions=4)
+    state = sync.init(params)
+    for batch in data:
+        train_state, metrics = train_step(train_state, batch)   # The trainer's own.
+        params, state = sync.after_step(params_of(train_state), state)
+
+The trainer owns its step, mesh, optimizer, data, evaluation and checkpoints. What
+crosses between regions is here: fragments in flight, the outer model, the schedule, and
+membership where regions may leave and return. The seam is the parameters' tree.
+
+It is a `RegionProgram` whose inner steps the trainer has done: the same executor, so
+the same numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import numpy as np
+import optax
+
+from cocodc_jax import methods
+from cocodc_jax.core.state import AppliedSync, RegionState, SyncState, TrainState
+from cocodc_jax.elastic.link import LeftBehindError
+from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.region_sync.layout import copied, first_region, layout_of
+from cocodc_jax.region_sync.membership import Membership, say_return
+from cocodc_jax.region_sync.trees import Leaves, Selection
+from cocodc_jax.sharding.mesh import in_own_context
+from cocodc_jax.sync import needs
+from cocodc_jax.sync.fragments import Fragments
+from cocodc_jax.sync.method import Method
+from cocodc_jax.sync.needs import LossFn, UserInputs
+from cocodc_jax.sync.outer import RegionalOuter
+from cocodc_jax.sync.regions import Regions
+
+PyTree = Any
+
+NOTHING, AUTO = UserInputs(), Transport()
+
+# The engine's inner optimizer: its state is like the parameters, so that a trainer's
+# second moments can take its place.
+_NO_OPTIMIZER = optax.GradientTransformation(
+    init=lambda params: params,
+    update=lambda updates, state, params=None: (updates, state),
+)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["sync", "keys"],
+    meta_fields=["step", "next_step", "bytes_sent"],
+    drop_fields=["applied"],
+)
+@dataclasses.dataclass(frozen=True)
+class RegionSyncState:
+    """State of the syncs beside a trainer's own.
+
+    Attributes:
+      sync: outer model, fragments in flight, compressors; arrays and the schedule.
+      keys: PRNG key data of the regions, uint32 `[R, 2]`.
+      step: steps that the trainer has done.
+      next_step: the step of the next event; before it `after_step` does nothing.
+      bytes_sent: bytes that one region has sent.
+      applied: the syncs that the last `after_step` merged.
+    """
+
+    sync: SyncState
+    keys: jax.Array
+    step: int = 0
+    next_step: int = 0
+    bytes_sent: int = 0
+    applied: tuple[AppliedSync, ...] = ()
+
+
+class RegionSync:
+    """Sends and merges fragments between the steps of any trainer.
+
+    Attributes:
+      method: bound to the regions.
+      fragments: how the averaged arrays are cut; a fragment is a flat dict by path.
+    """
+
+    def __init__(
+        self,
+        method: Method | str,
+        params: PyTree,
+        regions: int,
+        *,
+        transport: Transport = AUTO,
+        fragments: Fragments | None = None,
+        user_inputs: UserInputs = NOTHING,
+        loss_fn: LossFn | None = None,
+        donate: bool = True,
+        run: str = "",
+        should_stop: Callable[[], bool] = lambda: False,
+    ):
+        """Prepare the syncs; nothing is compiled before the first one.
+
+        Args:
+          method: from `cocodc_jax.methods`, or the name of one, with its defaults. Its
+            inner optimizer is the trainer's business.
+          params: the trainer's parameters, or their shapes with shardings. Floating-
+            point arrays are averaged; all other leaves stay the region's own. Leaves
+            are `[R, ...]` where one program trains all regions, over any axis of any
+            mesh, and `[...]` where each region is a process of a `jax.distributed`
+            job, or a job of its own (`exchange="elastic"`).
+          regions: R, the regions of the run.
+          transport: how messages cross regions.
+          fragments: how to cut one region's parameters; by default as the method does.
+          user_inputs: what only the user knows, for merges that need it.
+          loss_fn: `(params, batch, key) -> (loss, aux)` of one region, for merges that
+            need the gradient of the last batch.
+          donate: whether `after_step` may use the memory of the parameters it is given
+            where it changes them, so that the old tree is gone.
+          run: of elastic regions, what tells this run from others; regions of another
+            one are ignored. Name what must be equal and is not in the method, such as
+            the data and the trainer's settings.
+          should_stop: of elastic regions, whether this one was asked to stop: it then
+            waits for nobody.
+
+        Raises:
+          ValueError: for a method that exchanges messages at every step or needs the
+            inner optimizer, and for arguments that do not fit together.
+        """
+        if isinstance(method, str):
+            method = methods.get(method)
+        _check_method(method)
+        self._selection = Selection.of(params)
+        arrays = self._selection.take(params)
+        self._layout = layout_of(arrays, regions, _form(arrays, transport))
+        self._donates = donate
+
+        self._program = RegionProgram(
+            self._loss_of(loss_fn, method, params),
+            _NO_OPTIMIZER,
+            method,
+            self._one_region(arrays),
+            Regions.alike(regions),
+            mesh=self._layout.mesh,
+            param_specs=self._layout.specs,
+            fragments=fragments and self._selection.fragments(fragments),
+            user_inputs=self._inputs(user_inputs),
+            transport=dataclasses.replace(transport, overlap="no"),
+        )
+        self._wants_batch = needs.wants_batch(self.method.needs)
+        self._second_moment = user_inputs.second_moment
+        self._keys_at = jax.jit(_keys_at)
+        self._run_key = jax.random.key(0)
+        self._membership: Membership | None = None
+        if transport.exchange == "elastic":
+            assert transport.place is not None
+            self._membership = Membership(
+                self._program, transport.place, run, should_stop
+            )
+
+    @property
+    def method(self) -> Method:
+        """The method, bound to the regions."""
+        return self._program.method
+
+    @property
+    def fragments(self) -> Fragments:
+        """The cut of the averaged arrays."""
+        return self._program.fragments
+
+    @in_own_context()
+    def init(self, params: PyTree, key: jax.Array | None = None) -> RegionSyncState:
+        """Make the state before the first step; reads `params` and keeps none of them.
+
+        Args:
+          params: the trainer's. Where leaves are `[R, ...]` all regions must be equal;
+            the first one becomes the outer model.
+          key: PRNG key, equal in all regions, for compressors and merges that draw;
+            None is `jax.random.key(0)`.
+        """
+        self._run_key = jax.random.key(0) if key is None else key
+        arrays = self._layout.first(self._selection.take(params))
+        made = self._program.init(arrays, self._run_key)
+        return self._state(made)
+
+    @in_own_context()
+    def join(
+        self, params: PyTree, state: RegionSyncState
+    ) -> tuple[PyTree, RegionSyncState]:
+        """Take part in a run of elastic regions; elsewhere this changes nothing.
+
+        Where the others have begun, parameters and state are those of the step that
+        they are at: `state.step` has changed, and the trainer moves its data there. It
+        is for the trainer to say what its own optimizer starts from.
+
+        Args:
+          params: the trainer's, new or from its checkpoint; donated.
+          state: from `init` or `restore`.
+
+        Raises:
+          TimeoutError: if no region lets this one in.
+          LeftBehindError: if `state` is ahead of the others.
+        """
+        if self._membership is None:
+            return params, state
+        first = self._layout.first(self._selection.take(params))
+        run = TrainState(
+            self._no_region(state), state.sync, state.step, state.bytes_sent
+        )
+        joined = self._membership.join(run, first, self._run_key)
+        if joined is run:
+            return params, state
+        return self._left(params, joined), self._state(joined)
+
+    @property
+    def regions(self) -> tuple[int, ...]:
+        """Indices of the regions that take part now, as this one knows it."""
+        if self._membership is None:
+            return tuple(range(self._program.num_regions))
+        return self._membership.regions
+
+    def finish(self) -> None:
+        """Wait until the other regions need nothing of this one, at the end of a run.
+
+        Leaving the context without an exception does so.
+        """
+        if self._membership is not None:
+            self._membership.finish()
+
+    def leave(self) -> None:
+        """Say that this region stops, so that no other one waits for it."""
+        if self._membership is not None:
+            self._membership.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, *exception: Any) -> None:
+        if self._membership is None:
+            return
+        try:
+            if kind is None:
+                self._membership.finish()
+        finally:
+            self._membership.close()
+
+    def steps_to_event(self, state: RegionSyncState) -> int:
+        """Return the steps until `after_step` has something to do."""
+        return state.next_step - state.step
+
+    def after_step(
+        self,
+        params: PyTree,
+        state: RegionSyncState,
+        *,
+        num_steps: int = 1,
+        batch: PyTree = None,
+        opt_state: PyTree = None,
+    ) -> tuple[PyTree, RegionSyncState]:
+        """Start, receive and merge what is due after the trainer's step.
+
+        On steps without an event it returns `params` itself and costs a few
+        microseconds. It never waits for the network, but for a mean that is due.
+
+        Args:
+          params: the trainer's, after its step; those of a step with an event are
+            donated, see `donate`.
+          state: the state of the step before.
+          num_steps: steps done since, at most `steps_to_event(state)`.
+          batch: the last batch, leaves `[R, B, ...]` (`[B, ...]` where parameters have
+            no axis of regions), for methods that need it.
+          opt_state: the inner optimizer's state, for methods that need its moments.
+
+        Returns:
+          The parameters, with the trainer's structure and shardings, and the state.
+
+        Raises:
+          ValueError: if `num_steps` leads past the next event, or the method needs a
+            batch or moments that were not given.
+        """
+        step = state.step + num_steps
+        if step < state.next_step:
+            state = dataclasses.replace(state, step=step, applied=())
+            if self._membership is not None and self._membership.is_due():
+                return self.meet(params, state)
+            return params, state
+        if step > state.next_step:
+            raise ValueError(
+                f"num_steps={num_steps} leads past the next event, which is "
+                f"{self.steps_to_event(state)} steps ahead; call after_step there"
+            )
+        return self._events(params, state, batch, opt_state)
+
+    @in_own_context()
+    def _events(
+        self, params: PyTree, state: RegionSyncState, batch: PyTree, opt_state: PyTree
+    ) -> tuple[PyTree, RegionSyncState]:
+        """Apply the events of the next step."""
+        entered = self._entered(params, state, state.next_step, opt_state)
+        run, applied = self._program.apply_events(entered, self._batch(batch))
+        if self._membership is not None:
+            try:
+                self._membership.report(run)
+            except LeftBehindError as error:
+                return self._come_back(params, run, error)
+        return self._left(params, run), self._state(run, state.keys, applied)
+
+    @in_own_context()
+    def meet(
+        self, params: PyTree, state: RegionSyncState
+    ) -> tuple[PyTree, RegionSyncState]:
+        """Let in the elastic regions that wait, between two steps.
+
+        `after_step` does so at every event, and about once a beat. A trainer that does
+        something long between two steps, an evaluation, may call it meanwhile.
+        """
+        if self._membership is None:
+            return params, state
+        run = TrainState(
+            self._no_region(state), state.sync, state.step, state.bytes_sent
+        )
+        try:
+            self._membership.report(run)
+        except LeftBehindError as error:
+            run = self._entered(params, state, state.step)
+            return self._come_back(params, run, error)
+        return params, state
+
+    def _come_back(
+        self, params: PyTree, run: TrainState, error: LeftBehindError
+    ) -> tuple[PyTree, RegionSyncState]:
+        """Rejoin the others, who went on without this region, with its work."""
+        assert self._membership is not None
+        if error.state is None:
+            raise error
+        carried = error.state
+        carried = carried._replace(
+            state=dataclasses.replace(carried.state, region=run.region)
+        )
+        say_return(error)
+        first = {path: x[0] for path, x in run.region.params.items()}
+        joined = self._membership.join(run, first, self._run_key, carried)
+        return self._left(params, joined), self._state(joined)
+
+    @in_own_context()
+    def land(
+        self, params: PyTree, state: RegionSyncState
+    ) -> tuple[PyTree, RegionSyncState]:
+        """Apply all fragments in flight now, as at the end of a run; donates `params`.
+
+        Raises:
+          ValueError: if the method's merges need a batch, so that they cannot.
+        """
+        run, dropped = self._program.land(self._entered(params, state, state.step))
+        if dropped:
+            raise ValueError(
+                f"method={self.method.name!r} cannot merge {len(dropped)} fragments in "
+                "flight early: its merge needs the batch of the step that it is due at"
+            )
+        return self._left(params, run), self._state(run, state.keys)
+
+    @in_own_context()
+    def outer_params(self, state: RegionSyncState, like: PyTree) -> PyTree:
+        """Return the outer model, one region's parameters.
+
+        Leaves that are not averaged are those of `like`, of the first region where it
+        has an axis of regions. Regional outer models are averaged.
+        """
+        run = TrainState(self._no_region(state), state.sync, state.step)
+        if self._is_regional:
+            run = self._entered(like, state, state.step, copies=True)
+        return self._one_tree(like, self._program.outer_params(run))
+
+    @in_own_context()
+    def mean_params(self, params: PyTree, state: RegionSyncState) -> PyTree:
+        """Return the mean of the parameters of the regions that this program trains."""
+        run = self._entered(params, state, state.step, copies=True)
+        return self._one_tree(params, self._program.mean_params(run))
+
+    @in_own_context()
+    def checkpoint(self, state: RegionSyncState) -> tuple[dict[str, PyTree], dict]:
+        """Return a state as arrays and a JSON value, for any checkpoint library.
+
+        Waits for means that other regions have not sent yet, and for what the schedule
+        has to read.
+        """
+        run = TrainState(self._no_region(state), state.sync, state.step)
+        run = self._program.synchronize(run)
+        assert run.sync is not None
+        arrays = {"sync": run.sync.arrays, "keys": state.keys}
+        note = {
+            "method": self.method.name,
+            "schedule": run.sync.schedule.to_json(),
+            "step": state.step,
+            "bytes_sent": state.bytes_sent,
+        }
+        return arrays, note
+
+    @in_own_context()
+    def abstract(self, note: dict) -> dict[str, PyTree]:
+        """Return shapes, dtypes and shardings of a checkpoint's arrays.
+
+        Args:
+          note: the JSON value that was saved with them.
+
+        Raises:
+          ValueError: if it is of another method.
+        """
+        made = self._program.abstract(self._schedule(note))
+        assert made.sync is not None
+        return {"sync": made.sync.arrays, "keys": made.region.key}
+
+    @in_own_context()
+    def restore(self, arrays: dict[str, PyTree], note: dict) -> RegionSyncState:
+        """Return the state of a checkpoint; inverts `checkpoint`."""
+        made = self._program.abstract(self._schedule(note))
+        assert made.sync is not None
+        run = TrainState(
+            made.region,
+            made.sync.with_arrays(arrays["sync"]),
+            note["step"],
+            note["bytes_sent"],
+        )
+        return self._state(run, arrays["keys"])
+
+    def _schedule(self, note: dict) -> Any:
+        if note["method"] != self.method.name:
+            raise ValueError(
+                f"the checkpoint is of method={note['method']!r}, but this RegionSync "
+                f"is of {self.method.name!r}"
+            )
+        assert self.method.schedule is not None
+        return self.method.schedule.restore(note["schedule"])
+
+    @property
+    def _is_regional(self) -> bool:
+        assert self.method.sync is not None
+        return isinstance(self.method.sync.outer, RegionalOuter)
+
+    def _state(
+        self,
+        run: TrainState,
+        keys: jax.Array | None = None,
+        applied: tuple[AppliedSync, ...] = (),
+    ) -> RegionSyncState:
+        assert run.sync is not None
+        assert self.method.schedule is not None
+        return RegionSyncState(
+            sync=run.sync,
+            keys=run.region.key if keys is None else keys,
+            step=run.step,
+            next_step=self.method.schedule.next_step(run.sync.schedule),
+            bytes_sent=run.bytes_sent,
+            applied=applied,
+        )
+
+    def _entered(
+        self,
+        params: PyTree,
+        state: RegionSyncState,
+        step: int,
+        opt_state: PyTree = None,
+        copies: bool = False,
+    ) -> TrainState:
+        """Return the engine's state at a step, with the trainer's parameters."""
+        arrays = self._selection.take(params)
+        if copies or not self._donates:
+            arrays = jax.tree.map(copied, arrays)
+        moments = ()
+        if self._second_moment is not None and needs.wants_state(self.method.needs):
+            if opt_state is None:
+                raise ValueError(
+                    f"method={self.method.name!r} needs the inner optimizer's second "
+                    "moment: pass after_step(..., opt_state=)"
+                )
+            found = self._selection.take(self._second_moment(opt_state))
+            moments = self._layout.enter(jax.tree.map(copied, found))
+        region = RegionState(
+            params=self._layout.enter(arrays),
+            opt_state=moments,
+            key=self._keys_at(state.keys, np.int32(step)),
+        )
+        return TrainState(region, state.sync, step, state.bytes_sent)
+
+    def _no_region(self, state: RegionSyncState) -> RegionState:
+        return RegionState(params={}, opt_state=(), key=state.keys)
+
+    def _left(self, params: PyTree, run: TrainState) -> PyTree:
+        """Return the trainer's tree and shardings with the engine's parameters."""
+        given = self._selection.take(params)
+        shardings = {path: x.sharding for path, x in given.items()}
+        arrays = self._layout.leave(run.region.params, shardings)
+        return self._selection.put(params, arrays)
+
+    def _batch(self, batch: PyTree) -> PyTree:
+        if not self._wants_batch:
+            return None
+        if batch is None:
+            raise ValueError(
+                f"method={self.method.name!r} needs the last batch: pass "
+                "after_step(..., batch=)"
+            )
+        if self._layout.has_region_axis:
+            return batch
+        return jax.tree.map(lambda x: x[None], batch)
+
+    def _one_tree(self, like: PyTree, arrays: Leaves) -> PyTree:
+        """Return one region's tree, with the leaves of `like` that are not averaged."""
+        if self._layout.has_region_axis:
+            like = self._selection.map_others(first_region, like)
+        return self._selection.put(like, arrays)
+
+    def _one_region(self, arrays: Leaves) -> Leaves:
+        """Return the shapes of one region's arrays."""
+        lead = 1 if self._layout.has_region_axis else 0
+        return {
+            path: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype)
+            for path, x in arrays.items()
+        }
+
+    def _loss_of(
+        self, loss_fn: LossFn | None, method: Method, params: PyTree
+    ) -> Callable:
+        """Return the loss as a function of the flat dict."""
+        if not needs.wants_batch(method.needs):
+            return _no_loss
+        if loss_fn is None:
+            raise ValueError(
+                f"method={method.name!r} needs the gradient of the last batch: pass "
+                "loss_fn="
+            )
+
+        def loss(arrays: Leaves, batch: PyTree, key: jax.Array):
+            return loss_fn(self._selection.put(params, arrays), batch, key)
+
+        return loss
+
+    def _inputs(self, given: UserInputs) -> UserInputs:
+        """Return the user's inputs as functions of the flat dict."""
+        second_moment = None if given.second_moment is None else lambda moment: moment
+        return dataclasses.replace(given, second_moment=second_moment)
+
+
+def _form(arrays: Leaves, transport: Transport) -> str:
+    """Return the form of `layout_of` in which a trainer has its regions."""
+    if transport.exchange == "elastic":
+        return "own"
+    if jax.process_count() > 1:
+        shardings = [getattr(x, "sharding", None) for x in arrays.values()]
+        if all(x is None or x.is_fully_addressable for x in shardings):
+            return "processes"
+    return "stacked"
+
+
+def _keys_at(keys: jax.Array, step: jax.Array) -> jax.Array:
+    """Return the regions' keys of a step, from those of the run."""
+
+    def one(key_data: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(key_data), step)
+        return jax.random.key_data(key)
+
+    return jax.vmap(one)(keys)
+
+
+def _no_loss(params: PyTree, batch: PyTree, key: jax.Array):
+    raise AssertionError("a RegionSync takes no inner steps")
+
+
+def _check_method(method: Method) -> None:
+    """Refuse methods that need more of a trainer than its parameters."""
+    why = None
+    if method.per_step is not None:
+        why = "it exchanges messages at every step; use synchronized or RegionProgram"
+    elif method.sync is None:
+        why = "its regions exchange nothing; leave RegionSync out"
+    elif method.sync.moments:
+        why = "it averages the optimizer's moments; use synchronized or RegionProgram"
+    elif method.sync.robust:
+        why = "exclude_above and robust_mean restore regions; use RegionProgram"
+    elif method.sync.schedule.is_measured:
+        why = "its schedule follows measured times; use numbers for delay_steps"
+    elif getattr(method.sync.outer, "correct", None) is not None:
+        why = "it corrects every gradient; use synchronized or RegionProgram"
+    if why is not None:
+        raise ValueError(f"method={method.name!r} is none for RegionSync: {why}")

@@ -1,0 +1,299 @@
+"""A trainer's arrays under the engine's mesh, and back; no byte moves.
+
+The engine's programs are written for a mesh with the axes `(region, stage, data,
+expert, sequence, model)`, all automatic. A trainer has a mesh of its own: other names,
+other axes, perhaps Explicit ones. Both are views of the same devices, so an array
+changes its mesh by declaring its shards to be those of an array over the other one.
+
+Regions are found in one of three forms:
+
+- *stacked*: leaves `[R, ...]`, the regions over the axes of the trainer's mesh that
+  shard the leading axis, or all on every device;
+- *own*: leaves `[...]` of the one region that this program trains;
+- *processes*: leaves `[...]` on the devices of this process, and every process of a
+  `jax.distributed` job is one region.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.region_sync.trees import Leaves
+from cocodc_jax.sharding import transfer
+from cocodc_jax.sharding.mesh import (
+    DATA,
+    EXPERT,
+    INSIDE,
+    MODEL,
+    REGION,
+    SEQUENCE,
+    STAGE,
+    spec_axes,
+)
+
+# In this order the trainer's axes inside a region take the engine's names. Of those
+# the engine gives a meaning to `data` (outer state is divided over it) and `expert`.
+_NAMES = (DATA, MODEL, STAGE, SEQUENCE, EXPERT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a trainer's arrays are placed.
+
+    Attributes:
+      form: "stacked", "own" or "processes".
+      mesh: the engine's mesh, over the trainer's devices.
+      specs: of one region's leaves over `mesh`, by path.
+    """
+
+    form: str
+    mesh: Mesh
+    specs: dict[str, P]
+
+    @property
+    def has_region_axis(self) -> bool:
+        """Whether the trainer's leaves have a leading axis of regions."""
+        return self.form == "stacked"
+
+    def enter(self, arrays: Leaves) -> Leaves:
+        """Return the trainer's arrays as the engine's, `[R, ...]`.
+
+        Where leaves have no axis of regions the arrays are donated.
+        """
+        if not self.has_region_axis:
+            arrays = _with_axis(arrays)
+        return {
+            path: relabeled(x, self._regional(path), self._shape(x))
+            for path, x in arrays.items()
+        }
+
+    def first(self, arrays: Leaves) -> Leaves:
+        """Return a copy of the first region's arrays on the engine's mesh, `[...]`.
+
+        Where leaves have no axis of regions: of this program's region, which must be
+        equal to all others.
+        """
+        where = {
+            path: NamedSharding(self.mesh, spec) for path, spec in self.specs.items()
+        }
+        if self.form == "processes":
+            return transfer.put(jax.tree.map(np.asarray, arrays), where)
+        if self.form == "own":
+            return jax.device_put(jax.tree.map(copied, arrays), where)
+        take = jax.jit(
+            lambda arrays: {path: x[0] for path, x in arrays.items()},
+            out_shardings=where,
+        )
+        return take(self.enter(arrays))
+
+    def leave(self, arrays: Leaves, shardings: dict[str, Sharding]) -> Leaves:
+        """Return the engine's arrays under the trainer's shardings; donates them."""
+        if self.form == "processes":
+            arrays = {path: _own_part(x) for path, x in arrays.items()}
+        if not self.has_region_axis:
+            arrays = _without_axis(arrays)
+        return {path: relabeled(x, shardings[path]) for path, x in arrays.items()}
+
+    def _shape(self, x: jax.Array) -> tuple[int, ...]:
+        if self.form != "processes":
+            return x.shape
+        return (jax.process_count(), *x.shape[1:])
+
+    def _regional(self, path: str) -> NamedSharding:
+        return NamedSharding(self.mesh, P(REGION, *self.specs[path]))
+
+
+def layout_of(arrays: Leaves, num_regions: int, form: str) -> Layout:
+    """Find the layout of a trainer's arrays, or of their shapes with shardings.
+
+    Raises:
+      ValueError: if leaves have no leading axis of `num_regions` in the form "stacked",
+        are not all over one mesh, or more than five axes of it are inside a region.
+    """
+    if form == "stacked":
+        _check_stacked(arrays, num_regions)
+    shardings = {path: _named(path, x) for path, x in arrays.items()}
+    mesh = _one_mesh(shardings)
+    specs = {
+        path: [*spec_axes(sharding.spec), *[()] * arrays[path].ndim]
+        for path, sharding in shardings.items()
+    }
+    # An axis of one device shards nothing.
+    specs = {
+        path: [
+            tuple(axis for axis in axes if mesh.shape[axis] > 1)
+            for axes in spec[: arrays[path].ndim]
+        ]
+        for path, spec in specs.items()
+    }
+
+    regions: tuple[str, ...] = ()
+    if form == "stacked":
+        regions = _region_axes(specs)
+        specs = {path: spec[1:] for path, spec in specs.items()}
+    inside = [
+        axis for axis in mesh.axis_names
+        if axis not in regions and mesh.shape[axis] > 1
+    ]  # fmt: skip
+    if len(inside) > len(_NAMES):
+        raise ValueError(
+            f"params are over a mesh with the axes {inside} inside a region; use at "
+            f"most {len(_NAMES)} of more than one device"
+        )
+
+    names = dict(zip(inside, _NAMES, strict=False))
+    renamed = {
+        path: P(*(tuple(names[axis] for axis in axes) or None for axes in spec))
+        for path, spec in specs.items()
+    }
+    return Layout(form, _own_mesh(mesh, regions, names, form), renamed)
+
+
+def relabeled(
+    x: jax.Array, sharding: Sharding, shape: tuple[int, ...] | None = None
+) -> jax.Array:
+    """Declare an array's shards to be those of an array of another sharding.
+
+    Where the other one needs other shards, the array is moved.
+    """
+    shape = x.shape if shape is None else shape
+    if x.sharding == sharding and x.shape == shape:
+        return x
+    if shape == x.shape and not _has_same_shards(x.sharding, sharding, shape):
+        return jax.device_put(x, sharding)
+    shards = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def copied(x: jax.Array) -> jax.Array:
+    """Return a copy that donating the original leaves alone."""
+    return jnp.array(x, copy=True)
+
+
+def first_region(x: Any) -> Any:
+    """Return the first entry of an array `[R, ...]` of any sharding."""
+    if not hasattr(x, "shape"):
+        return x
+    if isinstance(x.sharding, NamedSharding):
+        inside = NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:]))
+        return x.at[0].get(out_sharding=inside)
+    return x[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_same_shards(a: Sharding, b: Sharding, shape: tuple[int, ...]) -> bool:
+    return a.devices_indices_map(shape) == b.devices_indices_map(shape)
+
+
+def _check_stacked(arrays: Leaves, num_regions: int) -> None:
+    for path, x in arrays.items():
+        if not x.ndim or x.shape[0] != num_regions:
+            raise ValueError(
+                f"params has a leaf {path!r} of shape {tuple(x.shape)}, whose leading "
+                f"axis must be the regions={num_regions}: stack the regions' "
+                "parameters, or name the exchange between the processes or jobs that "
+                "are the regions"
+            )
+
+
+def _named(path: str, x: Any) -> NamedSharding:
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        return sharding
+    if sharding is None or isinstance(sharding, SingleDeviceSharding):
+        devices = [jax.local_devices()[0]] if sharding is None else sharding.device_set
+        return NamedSharding(Mesh(np.array(list(devices)), ("alone",)), P())
+    raise ValueError(
+        f"params has a leaf {path!r} with a {type(sharding).__name__}; give it a "
+        "NamedSharding, or keep it on one device"
+    )
+
+
+def _one_mesh(shardings: dict[str, NamedSharding]) -> Mesh:
+    meshes = {}
+    for path, sharding in shardings.items():
+        mesh = sharding.mesh
+        assert isinstance(mesh, Mesh)
+        devices = mesh.devices.shape, tuple(mesh.devices.flat)
+        meshes.setdefault((mesh.axis_names, devices), (path, mesh))
+    if len(meshes) > 1:
+        (path, mesh), (other_path, other), *_ = meshes.values()
+        raise ValueError(
+            f"params has a leaf {path!r} over the mesh {dict(mesh.shape)} and "
+            f"{other_path!r} over {dict(other.shape)}; all leaves must be over one mesh"
+        )
+    ((_, mesh),) = meshes.values()
+    return mesh
+
+
+def _region_axes(specs: dict[str, list[tuple[str, ...]]]) -> tuple[str, ...]:
+    axes = {spec[0]: path for path, spec in specs.items()}
+    if len(axes) > 1:
+        (first, path), (second, other), *_ = axes.items()
+        raise ValueError(
+            f"params has the regions of {path!r} over the mesh axes {first} and of "
+            f"{other!r} over {second}; all leaves must have them over the same"
+        )
+    return next(iter(axes))
+
+
+def _own_mesh(
+    mesh: Mesh, regions: tuple[str, ...], names: Mapping[Any, str], form: str
+) -> Mesh:
+    """Return the engine's mesh of the trainer's devices."""
+    inside = {name: axis for axis, name in names.items()}
+    order = [*regions, *(inside[name] for name in INSIDE if name in inside)]
+    rest = [axis for axis in mesh.axis_names if axis not in order]
+    grid = mesh.devices.transpose([mesh.axis_names.index(a) for a in [*order, *rest]])
+    sizes = [mesh.shape[inside[name]] if name in inside else 1 for name in INSIDE]
+    length = math.prod(mesh.shape[axis] for axis in regions)
+    if form == "processes":
+        grid = _of_all_processes(grid)
+        length = len(grid)
+    grid = grid.reshape(length, *sizes)
+    axes = (REGION, *INSIDE)
+    return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def _of_all_processes(grid: np.ndarray) -> np.ndarray:
+    """Return the devices of every process that lie as `grid` does in this one."""
+    index = {device: i for i, device in enumerate(jax.local_devices())}
+    places = [index[device] for device in grid.flat]
+    by_process: dict[int, list[Any]] = {}
+    for device in jax.devices():
+        by_process.setdefault(device.process_index, []).append(device)
+    rows = [[by_process[p][i] for i in places] for p in sorted(by_process)]
+    return np.array(rows)
+
+
+_with_axis = jax.jit(
+    lambda arrays: {path: x[None] for path, x in arrays.items()}, donate_argnums=0
+)
+_without_axis = jax.jit(
+    lambda arrays: {path: x[0] for path, x in arrays.items()}, donate_argnums=0
+)
+
+
+def _own_part(x: jax.Array) -> jax.Array:
+    """Return this process's region of an array over processes, `[1, ...]`."""
+    shape = (1, *x.shape[1:])
+    sharding = x.sharding
+    assert isinstance(sharding, NamedSharding)
+    assert isinstance(sharding.mesh, Mesh)
+    row = jax.process_index()
+    own = Mesh(
+        sharding.mesh.devices[row : row + 1],
+        sharding.mesh.axis_names,
+        axis_types=(AxisType.Auto,) * len(sharding.mesh.axis_names),
+    )
+    return relabeled(x, NamedSharding(own, sharding.spec), shape)

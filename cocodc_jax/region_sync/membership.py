@@ -1,0 +1,229 @@
+"""One region of a run that others train without, and that may come back.
+
+The regions of `exchange="elastic"` are separate jobs. This one announces itself, starts
+from another region's memory where the others have begun, tells them how far it is, and
+hands out copies to regions that wait. Where the others went on without it, it returns
+with the work that it has done since (`train.joining`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cocodc_jax._version import __version__
+from cocodc_jax.core.state import InFlight, SyncId, TrainState, landed
+from cocodc_jax.elastic import inside
+from cocodc_jax.elastic.link import LeftBehindError, Link
+from cocodc_jax.elastic.place import Place
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding.gather import gather
+from cocodc_jax.train import joining
+
+PyTree = Any
+
+# Beats in which a region that starts listens for others that have begun.
+_LISTEN_BEATS = 4
+
+
+class Membership:
+    """A region's part in a run, from its first `join` to `close`.
+
+    Attributes:
+      regions: indices of the regions that take part, as this region knows it.
+    """
+
+    def __init__(
+        self,
+        program: RegionProgram,
+        place: Place,
+        run: str,
+        should_stop: Callable[[], bool],
+    ):
+        self._program, self._place = program, place
+        self._run = _digest(program, run)
+        self._should_stop = should_stop
+        self._link: Any = None
+        # The last outer parameters in common with the regions that were missed, and
+        # those regions.
+        self._missed: frozenset[int] = frozenset()
+        self._shared: PyTree = None
+        self._seats: frozenset[int] = frozenset()
+        self._next_report_s = 0.0
+        self._in_flight: dict[SyncId, InFlight] = {}
+
+    @property
+    def regions(self) -> tuple[int, ...]:
+        """Indices of the regions that take part, as this region knows it."""
+        return tuple(sorted(self._link.view.seats)) if self._link else ()
+
+    def join(
+        self,
+        state: TrainState,
+        params: PyTree,
+        key: jax.Array,
+        carried: joining.Carried | None = None,
+    ) -> TrainState:
+        """Take part; return where this region starts: its own state, or the others'.
+
+        Args:
+          state: its own, new or from its checkpoint.
+          params: one region's, of the program's shapes.
+          key: PRNG key of the run.
+          carried: the work of a region that the others went on without.
+
+        Raises:
+          TimeoutError: if no region lets this one in.
+          LeftBehindError: if its checkpoint is ahead of the others.
+        """
+        self.close()
+        place, timing = self._place, self._place.timing
+        link = inside.of_process(
+            place,
+            jax.process_index(),
+            jax.process_count(),
+            lambda: Link(
+                place,
+                self._run,
+                joining.max_frame_bytes(self._program),
+                state.step,
+                is_announced=False,
+            ),
+            gather,
+        )
+        link.__enter__()
+        if isinstance(link, Link):
+            link.should_stop = self._should_stop
+        self._link = link
+
+        if link.hears_others(_LISTEN_BEATS * timing.beat_s) and carried is None:
+            self._rehearse(params, key)
+        copy = link.join(2 * timing.start_s + timing.grace_s)
+        self._program.elastic.in_mean.clear()
+        self._program.elastic.link = link
+        self._seats = frozenset(link.view.seats)
+
+        if copy is not None:
+            if carried is None and state.step > copy.step:
+                raise LeftBehindError(
+                    f"the run is at step {copy.step}, and this region's own state at "
+                    f"step {state.step}: of another run, or the others lost theirs"
+                )
+            leader = link.view.epoch % place.num_regions
+            if carried is not None and leader not in carried.missed:
+                carried = carried._replace(shared=None)
+            state = joining.adopt(self._program, params, key, copy, carried)
+        self._missed, self._shared = frozenset(), None
+        return state
+
+    def report(self, state: TrainState) -> None:
+        """Tell the others how far this region is, and let in those that wait.
+
+        Raises:
+          LeftBehindError: if the others went on without this region; `state` of the
+            error is what it carries.
+        """
+        assert state.sync is not None
+        self._in_flight = state.sync.in_flight
+        starts = [start for _, start in state.sync.in_flight]
+        oldest = min(starts, default=state.step)
+        self._note_shared(state)
+        try:
+            waiting = self._link.at(oldest)
+        except LeftBehindError as error:
+            flights = {k: landed(x) for k, x in state.sync.in_flight.items()}
+            sync = dataclasses.replace(state.sync, in_flight=flights)
+            state = dataclasses.replace(state, sync=sync)
+            error.state = joining.Carried(state, self._shared, self._missed)
+            raise
+        for region, boot in waiting.items():
+            copy = joining.copy_of(self._program, state)
+            self._link.let_in(region, boot, copy, oldest)
+
+    def is_due(self) -> bool:
+        """Return whether the last report was a beat ago, or more."""
+        now_s = time.monotonic()
+        if now_s < self._next_report_s:
+            return False
+        self._next_report_s = now_s + self._place.timing.beat_s
+        return True
+
+    def _note_shared(self, state: TrainState) -> None:
+        """Keep the outer parameters that both parts of a cut network share."""
+        assert state.sync is not None
+        now = frozenset(self._link.view.seats)
+        missed = self._seats - now
+        self._seats = now
+        if missed:
+            self._missed = missed
+            self._shared = jax.tree.map(jnp.copy, state.sync.outer.params)
+        self._missed -= now
+        if not self._missed:
+            self._shared = None
+
+    def finish(self) -> None:
+        """Wait at the end of a run until the others need no decision of this region."""
+        if self._link is not None:
+            # What is in flight at the end is decided with the others still here.
+            for flight in self._in_flight.values():
+                landed(flight)
+            self._link.finish(self._place.timing.grace_s)
+
+    def leave(self) -> None:
+        """Say that this region leaves, so that no other one waits for it."""
+        if self._link is not None:
+            self._link.leave()
+
+    def close(self) -> None:
+        """End the link."""
+        if self._link is not None:
+            self._program.elastic.link = None
+            self._link.__exit__(None, None, None)
+            self._link = None
+
+    def _rehearse(self, params: PyTree, key: jax.Array) -> None:
+        """Compile and run the programs of a full round, alone."""
+        program, schedule = self._program, self._program.method.schedule
+        assert schedule is not None
+        state = program.init(params, key)
+        end = schedule.sync_interval + schedule.delay_steps + 1
+        while (ahead := program.steps_to_event(state)) and state.step + ahead <= end:
+            state = dataclasses.replace(state, step=state.step + ahead)
+            state, _ = program.apply_events(state)
+        jax.block_until_ready(state.region.params)
+
+
+def say_return(error: LeftBehindError) -> None:
+    """Print that this region was left behind, and comes back."""
+    print(f"{error}: coming back", file=sys.stderr, flush=True)
+
+
+def _digest(program: RegionProgram, run: str) -> str:
+    """Return a digest that is equal for two regions of one run."""
+    sync = program.method.sync
+    assert sync is not None
+    same = {
+        "run": run,
+        "version": __version__,
+        "method": program.method.name,
+        # Functions are shown with their addresses, which differ.
+        "schedule": re.sub(r" at 0x[0-9a-f]+", "", repr(sync.schedule)),
+        "merge": sync.merge.name,
+        "params": {
+            path: f"{x.dtype}{x.shape}" for path, x in program.param_shapes.items()
+        },
+        "rows": [
+            repr(program.elastic.row_shape(k, 0)) for k in range(len(program.fragments))
+        ],
+    }
+    text = json.dumps(same, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

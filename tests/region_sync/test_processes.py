@@ -1,0 +1,37 @@
+"""Regions that are processes of one job, in both forms that a trainer may have."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cocodc_jax as cc
+from cocodc_jax.netlab.children import free_addresses
+from tests.region_sync import regression as plain
+from tests.region_sync import worker
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("form", ["stacked", "processes"])
+def test_two_processes_are_one_program(form, tmp_path):
+    (address,) = free_addresses(1)
+    paths = [tmp_path / f"{process}.npz" for process in range(2)]
+    command = [sys.executable, "-m", "tests.region_sync.worker", address, "2"]
+    children = [
+        subprocess.Popen([*command, str(process), form, str(path)], cwd=ROOT)
+        for process, path in enumerate(paths)
+    ]
+    assert [child.wait(120) for child in children] == [0, 0]
+
+    name, options = worker.METHOD
+    method, params = cc.methods.get(name, **options), plain.stacked(plain.make_params())
+    sync = cc.RegionSync(method, params, plain.NUM_REGIONS)
+    params, _, state = plain.train(sync, params, worker.NUM_STEPS)
+    outer = sync.outer_params(state, params)["head"]
+    for process, path in enumerate(paths):
+        own, outer_there = np.load(path).values()
+        np.testing.assert_allclose(own, params["head"][process], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(outer_there, outer, rtol=1e-5, atol=1e-6)
