@@ -89,6 +89,7 @@ class Parts(NamedTuple):
     steps: Any  # The inner steps, `(region, batches, participating, counted, *outer)`.
     exchange: Exchange | None  # How messages cross regions; None without syncs.
     syncs: Executor | None  # Programs of the syncs; None without syncs.
+    devices: Devices  # What compiles and runs programs.
 
 
 def checked(
@@ -287,4 +288,5 @@ def assemble(
         ),
         exchange,
         syncs,
+        devices,
     )

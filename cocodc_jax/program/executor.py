@@ -178,6 +178,11 @@ class Executor:
         finish = self._finish_or_wait
         self._do = {START: self._start, MIDWAY: self._look_midway, FINISH: finish}
 
+    def use_steps(self, steps: InnerSteps) -> None:
+        """Take other inner steps for segments with syncs."""
+        if self._segments is not None:
+            self._segments.use_steps(steps)
+
     def _run(self, program: Callable, *args: Any) -> Any:
         """Run a program with collectives, on CPUs after the last one.
 

@@ -32,6 +32,7 @@ from cocodc_jax.program.assemble import (
 )
 from cocodc_jax.program.fit import shardings_of
 from cocodc_jax.program.frozen import Trainable, copied, joined, split
+from cocodc_jax.program.segment import InnerSteps
 from cocodc_jax.program.warm_start import Adopted, Adoption
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import methods_in_own_context
@@ -136,6 +137,7 @@ class RegionProgram:
         self._use(self._assemble(Devices()))
 
     def _use(self, parts: Parts) -> None:
+        self._devices = parts.devices
         self.shardings, self.param_shapes = parts.shardings, parts.whole
         self.exchange, self._corrects = parts.exchange, parts.corrects
         self._first, self._batches, self._read = parts.first, parts.batches, parts.read
@@ -206,8 +208,7 @@ class RegionProgram:
         (`jax.experimental.topologies`). `batches` are shapes and dtypes of those of one
         scan, `[T, R, B, ...]`.
         """
-        recorder, listing = Recorder(), copy.copy(self)
-        listing._use(self._assemble(recorder))
+        listing, recorder = self.recording()
         params, _ = split(self.param_shapes, self.trained)
         everywhere = NamedSharding(self.mesh, P())
         key_data = recorder.put(listing._first.shapes[1], everywhere)
@@ -218,6 +219,12 @@ class RegionProgram:
         if self._syncs is not None:
             listing._list_syncs(state, batches, self._syncs.num_rounds)
         return [self._listed(each, num_steps) for each in recorder.found.values()]
+
+    def recording(self) -> tuple[RegionProgram, Recorder]:
+        """Return a copy that compiles and runs nothing, and what it would run."""
+        recorder, listing = Recorder(), copy.copy(self)
+        listing._use(self._assemble(recorder))
+        return listing, recorder
 
     def _list_syncs(self, state: TrainState, batches: PyTree, rounds: int) -> None:
         """Follow the schedule until every fragment was sent and merged."""
@@ -317,6 +324,38 @@ class RegionProgram:
             return state, ()
         batches = jax.tree.map(lambda x: x[None], last_batch)
         return self._syncs.run_events(state, batches, 1, times, {})
+
+    def use_steps(self, steps: InnerSteps) -> None:
+        """Take other inner steps than those of the loss and the optimizer.
+
+        Args:
+          steps: `run(region, batches, participating, num_steps, frozen) -> (region,
+            (outputs, {}))`, of all regions, not jitted.
+        """
+        self._steps = self._devices.jit(
+            steps.run,
+            "inner steps",
+            donate_argnums=0,
+            out_shardings=(steps.region, steps.losses),
+        )
+        if self._syncs is not None:
+            self._syncs.use_steps(steps)
+
+    def run_segment(
+        self, state: TrainState, batches: PyTree, num_steps: int
+    ) -> tuple[TrainState, PyTree, tuple[AppliedSync, ...]]:
+        """Run inner steps and events on batches in the form that the steps take.
+
+        As `advance`, which places batches and counts bytes by step.
+        """
+        state, outputs, merged = self._inner_steps(state, batches, None, num_steps)
+        state = dataclasses.replace(state, step=state.step + num_steps)
+        if self._syncs is None:
+            return state, outputs, ()
+        state, syncs = self._syncs.run_events(
+            state, batches, num_steps, (0.0, 0.0), merged
+        )
+        return state, outputs, syncs
 
     def _inner_steps(
         self, state: TrainState, batches: PyTree, counted: Any, num_steps: int

@@ -169,7 +169,8 @@ class InnerSteps(NamedTuple):
 
     run: Callable  # Of `inner_step.make_steps`, not jitted.
     region: RegionState  # Shardings of the `RegionState`.
-    losses: NamedSharding  # Sharding of the losses `[T, R]`.
+    # Sharding of the losses `[T, R]`; None leaves it to the compiler.
+    losses: NamedSharding | None
 
 
 class Segments:
@@ -186,6 +187,11 @@ class Segments:
         self._spec, self._outer, self._exchange = spec, outer, exchange
         self._weights_of, self._steps = weights_of, steps
         self._programs: dict[Segment, Callable] = {}
+
+    def use_steps(self, steps: InnerSteps) -> None:
+        """Take other inner steps; segments compile again."""
+        self._steps = steps
+        self._programs.clear()
 
     @staticmethod
     def can_wait(sync: Sync) -> bool:

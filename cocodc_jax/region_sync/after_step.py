@@ -33,6 +33,7 @@ from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.region_sync.layout import copied, first_region, layout_of
 from cocodc_jax.region_sync.membership import Membership, say_return
 from cocodc_jax.region_sync.trees import Leaves, Selection
+from cocodc_jax.region_sync.window import Step, Window
 from cocodc_jax.sharding.mesh import in_own_context
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragments
@@ -86,6 +87,9 @@ class RegionSync:
     Attributes:
       method: bound to the regions.
       fragments: how the averaged arrays are cut; a fragment is a flat dict by path.
+      selection: which leaves of the trainer's tree are averaged.
+      layout: how they are placed on the trainer's devices.
+      program: the engine, whose inner steps are the trainer's.
     """
 
     def __init__(
@@ -133,43 +137,46 @@ class RegionSync:
         if isinstance(method, str):
             method = methods.get(method)
         _check_method(method)
-        self._selection = Selection.of(params)
-        arrays = self._selection.take(params)
-        self._layout = layout_of(arrays, regions, _form(arrays, transport))
+        self.selection = Selection.of(params)
+        arrays = self.selection.take(params)
+        self.layout = layout_of(arrays, regions, _form(arrays, transport))
         self._donates = donate
 
-        self._program = RegionProgram(
+        self.program = RegionProgram(
             self._loss_of(loss_fn, method, params),
             _NO_OPTIMIZER,
             method,
             self._one_region(arrays),
             Regions.alike(regions),
-            mesh=self._layout.mesh,
-            param_specs=self._layout.specs,
-            fragments=fragments and self._selection.fragments(fragments),
+            mesh=self.layout.mesh,
+            param_specs=self.layout.specs,
+            fragments=fragments and self.selection.fragments(fragments),
             user_inputs=self._inputs(user_inputs),
-            transport=dataclasses.replace(transport, overlap="no"),
+            transport=transport
+            if transport.overlap == "yes"
+            else dataclasses.replace(transport, overlap="no"),
         )
         self._wants_batch = needs.wants_batch(self.method.needs)
         self._second_moment = user_inputs.second_moment
-        self._keys_at = jax.jit(_keys_at)
+        self._fold = jax.jit(_keys_at)
         self._run_key = jax.random.key(0)
+        self._overlaps = transport.overlap == "yes"
         self._membership: Membership | None = None
         if transport.exchange == "elastic":
             assert transport.place is not None
             self._membership = Membership(
-                self._program, transport.place, run, should_stop
+                self.program, transport.place, run, should_stop
             )
 
     @property
     def method(self) -> Method:
         """The method, bound to the regions."""
-        return self._program.method
+        return self.program.method
 
     @property
     def fragments(self) -> Fragments:
         """The cut of the averaged arrays."""
-        return self._program.fragments
+        return self.program.fragments
 
     @in_own_context()
     def init(self, params: PyTree, key: jax.Array | None = None) -> RegionSyncState:
@@ -182,9 +189,9 @@ class RegionSync:
             None is `jax.random.key(0)`.
         """
         self._run_key = jax.random.key(0) if key is None else key
-        arrays = self._layout.first(self._selection.take(params))
-        made = self._program.init(arrays, self._run_key)
-        return self._state(made)
+        arrays = self.layout.first(self.selection.take(params))
+        made = self.program.init(arrays, self._run_key)
+        return self.state_of(made)
 
     @in_own_context()
     def join(
@@ -206,20 +213,20 @@ class RegionSync:
         """
         if self._membership is None:
             return params, state
-        first = self._layout.first(self._selection.take(params))
+        first = self.layout.first(self.selection.take(params))
         run = TrainState(
             self._no_region(state), state.sync, state.step, state.bytes_sent
         )
         joined = self._membership.join(run, first, self._run_key)
         if joined is run:
             return params, state
-        return self._left(params, joined), self._state(joined)
+        return self._left(params, joined), self.state_of(joined)
 
     @property
     def regions(self) -> tuple[int, ...]:
         """Indices of the regions that take part now, as this one knows it."""
         if self._membership is None:
-            return tuple(range(self._program.num_regions))
+            return tuple(range(self.program.num_regions))
         return self._membership.regions
 
     def finish(self) -> None:
@@ -246,6 +253,27 @@ class RegionSync:
                 self._membership.finish()
         finally:
             self._membership.close()
+
+    def window(
+        self, step: Step, params_of: Callable[[PyTree], PyTree], carry: PyTree
+    ) -> Window:
+        """Return a scan of the trainer's step whose messages cross while it computes.
+
+        For regions that share a fabric in one program, with
+        `Transport("program", overlap="yes")`; elsewhere it is a scan with the events
+        after it. Call it in place of step and `after_step`.
+
+        Args:
+          step: `step(carry, batch) -> (carry, outputs)` of all regions, traceable.
+          params_of: picks the parameters out of a carry.
+          carry: the first one, or its shapes with shardings.
+        """
+        if not self.layout.has_region_axis:
+            raise ValueError(
+                "window needs the regions in one program, leaves [R, ...]; call "
+                "after_step between steps"
+            )
+        return Window(self, step, params_of, carry)
 
     def steps_to_event(self, state: RegionSyncState) -> int:
         """Return the steps until `after_step` has something to do."""
@@ -282,6 +310,11 @@ class RegionSync:
             batch or moments that were not given.
         """
         step = state.step + num_steps
+        if self._overlaps:
+            raise ValueError(
+                "overlap='yes' has messages cross in the trainer's own program: call "
+                "window(step, params_of, carry) in place of the step and after_step"
+            )
         if step < state.next_step:
             state = dataclasses.replace(state, step=step, applied=())
             if self._membership is not None and self._membership.is_due():
@@ -300,13 +333,13 @@ class RegionSync:
     ) -> tuple[PyTree, RegionSyncState]:
         """Apply the events of the next step."""
         entered = self._entered(params, state, state.next_step, opt_state)
-        run, applied = self._program.apply_events(entered, self._batch(batch))
+        run, applied = self.program.apply_events(entered, self._batch(batch))
         if self._membership is not None:
             try:
                 self._membership.report(run)
             except LeftBehindError as error:
                 return self._come_back(params, run, error)
-        return self._left(params, run), self._state(run, state.keys, applied)
+        return self._left(params, run), self.state_of(run, state.keys, applied)
 
     @in_own_context()
     def meet(
@@ -343,7 +376,7 @@ class RegionSync:
         say_return(error)
         first = {path: x[0] for path, x in run.region.params.items()}
         joined = self._membership.join(run, first, self._run_key, carried)
-        return self._left(params, joined), self._state(joined)
+        return self._left(params, joined), self.state_of(joined)
 
     @in_own_context()
     def land(
@@ -354,13 +387,13 @@ class RegionSync:
         Raises:
           ValueError: if the method's merges need a batch, so that they cannot.
         """
-        run, dropped = self._program.land(self._entered(params, state, state.step))
+        run, dropped = self.program.land(self._entered(params, state, state.step))
         if dropped:
             raise ValueError(
                 f"method={self.method.name!r} cannot merge {len(dropped)} fragments in "
                 "flight early: its merge needs the batch of the step that it is due at"
             )
-        return self._left(params, run), self._state(run, state.keys)
+        return self._left(params, run), self.state_of(run, state.keys)
 
     @in_own_context()
     def outer_params(self, state: RegionSyncState, like: PyTree) -> PyTree:
@@ -372,13 +405,13 @@ class RegionSync:
         run = TrainState(self._no_region(state), state.sync, state.step)
         if self._is_regional:
             run = self._entered(like, state, state.step, copies=True)
-        return self._one_tree(like, self._program.outer_params(run))
+        return self._one_tree(like, self.program.outer_params(run))
 
     @in_own_context()
     def mean_params(self, params: PyTree, state: RegionSyncState) -> PyTree:
         """Return the mean of the parameters of the regions that this program trains."""
         run = self._entered(params, state, state.step, copies=True)
-        return self._one_tree(params, self._program.mean_params(run))
+        return self._one_tree(params, self.program.mean_params(run))
 
     @in_own_context()
     def checkpoint(self, state: RegionSyncState) -> tuple[dict[str, PyTree], dict]:
@@ -388,7 +421,7 @@ class RegionSync:
         has to read.
         """
         run = TrainState(self._no_region(state), state.sync, state.step)
-        run = self._program.synchronize(run)
+        run = self.program.synchronize(run)
         assert run.sync is not None
         arrays = {"sync": run.sync.arrays, "keys": state.keys}
         note = {
@@ -409,14 +442,14 @@ class RegionSync:
         Raises:
           ValueError: if it is of another method.
         """
-        made = self._program.abstract(self._schedule(note))
+        made = self.program.abstract(self._schedule(note))
         assert made.sync is not None
         return {"sync": made.sync.arrays, "keys": made.region.key}
 
     @in_own_context()
     def restore(self, arrays: dict[str, PyTree], note: dict) -> RegionSyncState:
         """Return the state of a checkpoint; inverts `checkpoint`."""
-        made = self._program.abstract(self._schedule(note))
+        made = self.program.abstract(self._schedule(note))
         assert made.sync is not None
         run = TrainState(
             made.region,
@@ -424,7 +457,7 @@ class RegionSync:
             note["step"],
             note["bytes_sent"],
         )
-        return self._state(run, arrays["keys"])
+        return self.state_of(run, arrays["keys"])
 
     def _schedule(self, note: dict) -> Any:
         if note["method"] != self.method.name:
@@ -440,12 +473,13 @@ class RegionSync:
         assert self.method.sync is not None
         return isinstance(self.method.sync.outer, RegionalOuter)
 
-    def _state(
+    def state_of(
         self,
         run: TrainState,
         keys: jax.Array | None = None,
         applied: tuple[AppliedSync, ...] = (),
     ) -> RegionSyncState:
+        """Return the trainer's part of the engine's state."""
         assert run.sync is not None
         assert self.method.schedule is not None
         return RegionSyncState(
@@ -466,7 +500,7 @@ class RegionSync:
         copies: bool = False,
     ) -> TrainState:
         """Return the engine's state at a step, with the trainer's parameters."""
-        arrays = self._selection.take(params)
+        arrays = self.selection.take(params)
         if copies or not self._donates:
             arrays = jax.tree.map(copied, arrays)
         moments = ()
@@ -476,24 +510,28 @@ class RegionSync:
                     f"method={self.method.name!r} needs the inner optimizer's second "
                     "moment: pass after_step(..., opt_state=)"
                 )
-            found = self._selection.take(self._second_moment(opt_state))
-            moments = self._layout.enter(jax.tree.map(copied, found))
+            found = self.selection.take(self._second_moment(opt_state))
+            moments = self.layout.enter(jax.tree.map(copied, found))
         region = RegionState(
-            params=self._layout.enter(arrays),
+            params=self.layout.enter(arrays),
             opt_state=moments,
-            key=self._keys_at(state.keys, np.int32(step)),
+            key=self.keys_at(state, step),
         )
         return TrainState(region, state.sync, step, state.bytes_sent)
+
+    def keys_at(self, state: RegionSyncState, step: int) -> jax.Array:
+        """Return the regions' PRNG key data of a step, uint32 `[R, 2]`."""
+        return self._fold(state.keys, np.int32(step))
 
     def _no_region(self, state: RegionSyncState) -> RegionState:
         return RegionState(params={}, opt_state=(), key=state.keys)
 
     def _left(self, params: PyTree, run: TrainState) -> PyTree:
         """Return the trainer's tree and shardings with the engine's parameters."""
-        given = self._selection.take(params)
+        given = self.selection.take(params)
         shardings = {path: x.sharding for path, x in given.items()}
-        arrays = self._layout.leave(run.region.params, shardings)
-        return self._selection.put(params, arrays)
+        arrays = self.layout.leave(run.region.params, shardings)
+        return self.selection.put(params, arrays)
 
     def _batch(self, batch: PyTree) -> PyTree:
         if not self._wants_batch:
@@ -503,19 +541,19 @@ class RegionSync:
                 f"method={self.method.name!r} needs the last batch: pass "
                 "after_step(..., batch=)"
             )
-        if self._layout.has_region_axis:
+        if self.layout.has_region_axis:
             return batch
         return jax.tree.map(lambda x: x[None], batch)
 
     def _one_tree(self, like: PyTree, arrays: Leaves) -> PyTree:
         """Return one region's tree, with the leaves of `like` that are not averaged."""
-        if self._layout.has_region_axis:
-            like = self._selection.map_others(first_region, like)
-        return self._selection.put(like, arrays)
+        if self.layout.has_region_axis:
+            like = self.selection.map_others(first_region, like)
+        return self.selection.put(like, arrays)
 
     def _one_region(self, arrays: Leaves) -> Leaves:
         """Return the shapes of one region's arrays."""
-        lead = 1 if self._layout.has_region_axis else 0
+        lead = 1 if self.layout.has_region_axis else 0
         return {
             path: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype)
             for path, x in arrays.items()
@@ -534,7 +572,7 @@ class RegionSync:
             )
 
         def loss(arrays: Leaves, batch: PyTree, key: jax.Array):
-            return loss_fn(self._selection.put(params, arrays), batch, key)
+            return loss_fn(self.selection.put(params, arrays), batch, key)
 
         return loss
 

@@ -54,11 +54,16 @@ class Layout:
       form: "stacked", "own" or "processes".
       mesh: the engine's mesh, over the trainer's devices.
       specs: of one region's leaves over `mesh`, by path.
+      regions: the trainer's axes over which the regions are; none if all are on every
+        device.
+      names: the engine's name of each of the trainer's axes inside a region.
     """
 
     form: str
     mesh: Mesh
     specs: dict[str, P]
+    regions: tuple[str, ...] = ()
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def has_region_axis(self) -> bool:
@@ -103,6 +108,33 @@ class Layout:
         if not self.has_region_axis:
             arrays = _without_axis(arrays)
         return {path: relabeled(x, shardings[path]) for path, x in arrays.items()}
+
+    def sharding_of(self, x: Any) -> NamedSharding:
+        """Return the engine's sharding of any array of the trainer's.
+
+        Raises:
+          ValueError: if it is sharded over a part of the regions' axes only.
+        """
+        sharding = x.sharding
+        if not isinstance(sharding, NamedSharding):
+            return NamedSharding(self.mesh, P())
+        return NamedSharding(
+            self.mesh, P(*map(self._renamed, spec_axes(sharding.spec)))
+        )
+
+    def _renamed(self, axes: tuple[str, ...]) -> tuple[str, ...] | None:
+        names = []
+        if self.regions and axes[: len(self.regions)] == self.regions:
+            names, axes = [REGION], axes[len(self.regions) :]
+        split = set(axes) & set(self.regions)
+        if split:
+            raise ValueError(
+                f"an array is sharded over {sorted(split)}, a part of the axes "
+                f"{self.regions} over which the regions are"
+            )
+        # Axes of one device have no name here, and shard nothing.
+        names += [self.names[axis] for axis in axes if axis in self.names]
+        return tuple(names) or None
 
     def _shape(self, x: jax.Array) -> tuple[int, ...]:
         if self.form != "processes":
@@ -156,17 +188,20 @@ def layout_of(arrays: Leaves, num_regions: int, form: str) -> Layout:
         path: P(*(tuple(names[axis] for axis in axes) or None for axes in spec))
         for path, spec in specs.items()
     }
-    return Layout(form, _own_mesh(mesh, regions, names, form), renamed)
+    own = _own_mesh(mesh, regions, names, form)
+    return Layout(form, own, renamed, regions, {str(k): v for k, v in names.items()})
 
 
-def relabeled(
-    x: jax.Array, sharding: Sharding, shape: tuple[int, ...] | None = None
-) -> jax.Array:
+def relabeled(x: Any, sharding: Sharding, shape: tuple[int, ...] | None = None) -> Any:
     """Declare an array's shards to be those of an array of another sharding.
 
-    Where the other one needs other shards, the array is moved.
+    Where the other one needs other shards, the array is moved. Of a shape with a
+    sharding the result is one too.
     """
-    shape = x.shape if shape is None else shape
+    if shape is None:
+        shape = tuple(x.shape)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
     if x.sharding == sharding and x.shape == shape:
         return x
     if shape == x.shape and not _has_same_shards(x.sharding, sharding, shape):

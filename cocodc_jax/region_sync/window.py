@@ -1,0 +1,223 @@
+"""Steps of a trainer in one program with the messages that cross meanwhile.
+
+On accelerators whose regions share a fabric a device runs one program after another, so
+a message in a program of its own blocks the steps. A window is a scan of the trainer's
+step with the starts before it and the merge after it, as `program/segment.py` builds it
+from inner steps of our own: the compiler begins the collective before the loop and ends
+it after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cocodc_jax.core.state import RegionState, TrainState
+from cocodc_jax.exchange.programs import LoweredProgram
+from cocodc_jax.program.segment import InnerSteps
+from cocodc_jax.region_sync.layout import relabeled
+from cocodc_jax.sharding.mesh import in_own_context
+
+if TYPE_CHECKING:
+    from cocodc_jax.region_sync.after_step import RegionSync, RegionSyncState
+
+PyTree = Any
+
+# `step(carry, batch) -> (carry, outputs)` of all regions, as `jax.lax.scan` takes it.
+Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+
+
+class Window:
+    """A trainer's step, scanned; made by `RegionSync.window`."""
+
+    def __init__(
+        self,
+        sync: RegionSync,
+        step: Step,
+        params_of: Callable[[PyTree], PyTree],
+        carry: PyTree,
+    ):
+        """Prepare the programs, for carries like `carry`; compiles nothing."""
+        self._sync, self._step, self._params_of = sync, step, params_of
+        leaves, self._treedef = jax.tree.flatten(carry)
+        self._places = _places(leaves, jax.tree.leaves(params_of(carry)))
+        # Of all leaves of a carry but the averaged arrays.
+        selection, layout = sync.selection, sync.layout
+        self._averaged = [
+            place
+            for place, path in zip(self._places, selection.paths, strict=True)
+            if path is not None
+        ]
+        self._rest = [i for i in range(len(leaves)) if i not in set(self._averaged)]
+
+        regional = {
+            path: NamedSharding(layout.mesh, P("region", *spec))
+            for path, spec in layout.specs.items()
+        }
+        self._steps = InnerSteps(
+            run=self._run,
+            region=RegionState(
+                params=regional,
+                opt_state=[layout.sharding_of(leaves[i]) for i in self._rest],
+                key=sync.program.shardings.region.key,
+            ),
+            losses=None,
+        )
+        sync.program.use_steps(self._steps)
+
+    @in_own_context()
+    def __call__(
+        self, carry: PyTree, batches: PyTree, state: RegionSyncState
+    ) -> tuple[PyTree, PyTree, RegionSyncState]:
+        """Run the next steps, and the events that are due around them.
+
+        Args:
+          carry: what the step carries; donated.
+          batches: leaves `[T, ...]`, T at most `steps_to_event(state)`.
+          state: of the syncs.
+
+        Returns:
+          The carry, the step's outputs `[T, ...]`, and the state.
+
+        Raises:
+          ValueError: if T leads past the next event.
+        """
+        num_steps = jax.tree.leaves(batches)[0].shape[0]
+        ahead = self._sync.steps_to_event(state)
+        if num_steps > ahead:
+            raise ValueError(
+                f"batches has {num_steps} steps, which lead past the next event, "
+                f"{ahead} steps ahead; pass at most steps_to_event(state)"
+            )
+        leaves = self._treedef.flatten_up_to(carry)
+        entered = self._entered(leaves, state)
+        batches = jax.tree.map(self._batch, batches)
+        run, (outputs, _), applied = self._sync.program.run_segment(
+            entered, batches, num_steps
+        )
+        return (
+            self._left(leaves, run.region),
+            outputs,
+            self._sync.state_of(run, state.keys, applied),
+        )
+
+    @in_own_context()
+    def list_programs(self, carry: PyTree, batches: PyTree) -> list[LoweredProgram]:
+        """List the programs with steps that a run compiles; compiles nothing.
+
+        Args:
+          carry: shapes, dtypes and shardings; of devices that may not exist here.
+          batches: of one step, leaves `[...]`.
+        """
+        listing, recorder = self._sync.program.recording()
+        listing.use_steps(self._steps)
+        leaves = [
+            relabeled(x, self._sync.layout.sharding_of(x))
+            for x in self._treedef.flatten_up_to(carry)
+        ]
+        state = listing.abstract()
+        state = dataclasses.replace(
+            state,
+            region=self._region(leaves, state.region.key),
+        )
+        assert listing.method.sync is not None
+        interval = listing.method.sync.schedule.sync_interval
+        while state.step < 2 * interval:
+            num_steps = listing.steps_to_event(state) or interval
+            of_steps = jax.tree.map(
+                lambda x, n=num_steps: jax.ShapeDtypeStruct(
+                    (n, *x.shape),
+                    x.dtype,
+                    sharding=_with_steps(self._batch(x).sharding),
+                ),
+                batches,
+            )
+            state, _, _ = listing.run_segment(state, of_steps, num_steps)
+        names = [name for name in recorder.found if "inner steps" in name]
+        return [recorder.found[name] for name in names]
+
+    def _run(
+        self, region: RegionState, batches: PyTree, *unused: Any
+    ) -> tuple[RegionState, tuple[PyTree, dict]]:
+        """Scan the trainer's step; traced in the engine's programs."""
+        del unused
+        leaves: list[Any] = [None] * (len(self._averaged) + len(self._rest))
+        for place, path in zip(self._averaged, self._paths, strict=True):
+            leaves[place] = region.params[path]
+        for place, x in zip(self._rest, region.opt_state, strict=True):
+            leaves[place] = x
+        carry = self._treedef.unflatten(leaves)
+        carry, outputs = jax.lax.scan(self._step, carry, batches)
+        return self._region(self._treedef.flatten_up_to(carry), region.key), (
+            outputs,
+            {},
+        )
+
+    @property
+    def _paths(self) -> list[str]:
+        return [path for path in self._sync.selection.paths if path is not None]
+
+    def _region(self, leaves: list[Any], key: Any) -> RegionState:
+        return RegionState(
+            params={
+                path: leaves[place]
+                for place, path in zip(self._averaged, self._paths, strict=True)
+            },
+            opt_state=[leaves[i] for i in self._rest],
+            key=key,
+        )
+
+    def _entered(self, leaves: list[Any], state: RegionSyncState) -> TrainState:
+        sharding_of = self._sync.layout.sharding_of
+        entered = [relabeled(x, sharding_of(x)) for x in map(jax.numpy.asarray, leaves)]
+        keys = self._sync.keys_at(state, state.step)
+        return TrainState(
+            self._region(entered, keys), state.sync, state.step, state.bytes_sent
+        )
+
+    def _left(self, leaves: list[Any], region: RegionState) -> PyTree:
+        """Return the trainer's carry, with the shardings that it had."""
+        new: list[Any] = list(leaves)
+        for place, path in zip(self._averaged, self._paths, strict=True):
+            new[place] = region.params[path]
+        for place, x in zip(self._rest, region.opt_state, strict=True):
+            new[place] = x
+        new = [
+            relabeled(x, old.sharding) if hasattr(old, "sharding") else x
+            for x, old in zip(new, leaves, strict=True)
+        ]
+        return self._treedef.unflatten(new)
+
+    def _batch(self, x: Any) -> Any:
+        if isinstance(getattr(x, "sharding", None), NamedSharding):
+            return relabeled(x, self._sync.layout.sharding_of(x))
+        return x
+
+
+def _places(leaves: list[Any], params: list[Any]) -> list[int]:
+    """Return where the leaves of the parameters are among those of the carry."""
+    index = {id(leaf): i for i, leaf in enumerate(leaves)}
+    if len(index) < len(leaves):
+        raise ValueError(
+            "carry holds one array twice; give a carry whose arrays differ, such as "
+            "the one that a step returned"
+        )
+    missing = [leaf for leaf in params if id(leaf) not in index]
+    if missing:
+        raise ValueError(
+            "params_of(carry) returns arrays that are not in the carry: it must pick "
+            "the parameters out of it, as lambda carry: carry.params does"
+        )
+    return [index[id(leaf)] for leaf in params]
+
+
+def _with_steps(sharding: Any) -> Any:
+    """Return the sharding of a stack of steps."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, P(None, *sharding.spec))
