@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from cocodc_jax.sharding.mesh import make_mesh as make_mesh
     from cocodc_jax.sharding.mesh import use_cpu_devices as use_cpu_devices
     from cocodc_jax.sync.cutting import cut as cut
+    from cocodc_jax.sync.inner_state import merge_opt_state as merge_opt_state
     from cocodc_jax.sync.model_state import ModelState as ModelState
     from cocodc_jax.sync.needs import UserInputs as UserInputs
     from cocodc_jax.sync.regions import Regions as Regions

@@ -10,39 +10,52 @@ import numpy as np
 import optax
 from jax.tree_util import GetAttrKey
 
-from cocodc_jax.sync import needs
+from cocodc_jax.sync import inner_keys, inner_state, needs
+from cocodc_jax.sync.accumulation import Accumulation
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.fragments import Fragments, check_partition
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.needs import HALFWAY, UserInputs
 from cocodc_jax.sync.schedules import traced
 from cocodc_jax.transforms.error_feedback import ErrorFeedbackState
-from cocodc_jax.transforms.layers import distinct_leaves, named_leaves, path_of
+from cocodc_jax.transforms.layers import (
+    distinct_leaves,
+    named_leaves,
+    nodes_of,
+    path_of,
+)
 
 PyTree = Any
 
 
 def check_accumulation(
-    optimizer: Any, method: Method, step_times: tuple[float, ...] = (1.0,)
+    accumulation: Accumulation, method: Method, step_times: tuple[float, ...] = (1.0,)
 ) -> None:
-    """Refuse syncs in the middle of an `optax.MultiSteps` accumulation.
+    """Refuse syncs in the middle of an accumulation of gradients.
 
-    Checks a constant number of accumulation steps; a schedule of them is not checked.
+    Where the number of accumulated steps is not known, says what a method counts.
     """
-    accumulation = getattr(optimizer.update, "__self__", None)
-    if not isinstance(accumulation, optax.MultiSteps) or method.schedule is None:
+    every_k = accumulation.steps
+    if method.schedule is None or every_k == 1:
         return
-    every_k = accumulation._every_k_schedule(np.int32(0))
-    if not isinstance(every_k, int) or every_k == 1:
+    who = " and ".join(accumulation.names)
+    if every_k is None:
+        warnings.warn(
+            f"sync_interval={method.schedule.sync_interval} counts calls of the "
+            f"optimizer, of which {who} makes an update after a number that is not "
+            "known before the run (a schedule, or calls that may be left out): "
+            "fragments may leave or arrive in the middle of it",
+            stacklevel=4,
+        )
         return
     if max(step_times) > 1:
         raise ValueError(
-            f"step_times={step_times} with optax.MultiSteps of {every_k} steps would "
+            f"step_times={step_times} with {who} of {every_k} steps would "
             "have syncs in the middle of it; use regions of equal speed"
         )
     if method.schedule.is_measured or (method.sync and method.sync.message.is_ranked):
         raise ValueError(
-            f"optax.MultiSteps of {every_k} steps needs events at multiples of them, "
+            f"{who} of {every_k} steps needs events at multiples of them, "
             f"but those of method={method.name!r} follow what is measured; use numbers "
             "for delay_steps, syncs_per_interval and the interval"
         )
@@ -51,15 +64,67 @@ def check_accumulation(
         if value % every_k:
             below = value // every_k * every_k
             raise ValueError(
-                f"{name}={value} is not a multiple of the {every_k} steps that "
-                "optax.MultiSteps accumulates, so that fragments would leave or arrive "
-                f"in the middle of it; use {below} or {below + every_k}"
+                f"{name}={value} is not a multiple of the {every_k} steps of an update "
+                f"by {who}, so that fragments would leave or arrive in the middle of "
+                f"it; use {f'{below} or ' if below else ''}{below + every_k}"
             )
     delay = method.schedule.delay_steps
     if method.sync and HALFWAY in method.sync.copies and delay % (2 * every_k):
         raise ValueError(
             f"delay_steps={delay} must be a multiple of {2 * every_k}, as the secant "
-            f"looks at its middle, and optax.MultiSteps accumulates {every_k} steps"
+            f"looks at its middle, and {who} makes an update of {every_k} steps"
+        )
+
+
+def check_inner_state(
+    optimizer: Any, method: Method, params: PyTree, user_inputs: UserInputs
+) -> inner_state.Copies:
+    """Refuse an inner optimizer whose state a merge would make wrong.
+
+    Returns:
+      The copies in its state, and the shapes of the state of one region.
+    """
+    copies = inner_state.find_copies(optimizer, params)
+    kinds = inner_state.kinds_in(copies.state)
+    if method.per_step is None:
+        inner_keys.warn_of_raw_keys(copies.state)
+    elif "DifferentiallyPrivateAggregateState" in kinds:
+        raise ValueError(
+            "differentially_private_aggregate takes the gradient of each example, but "
+            f"regions of method={method.name!r} exchange their sum; use a method that "
+            "exchanges parameters, such as 'diloco'"
+        )
+    if method.sync is None:
+        return copies
+
+    for kind, why in inner_state.REFUSED.items():
+        if kind in kinds:
+            raise ValueError(f"the inner optimizer is not for regions: {why}")
+    if copies.unknown and user_inputs.on_merge is None:
+        raise ValueError(
+            f"the inner optimizer's state has a copy of the parameters at "
+            f"{copies.unknown[0]!r}, and a merge replaces the parameters alone; pass "
+            "UserInputs(on_merge=...), which returns the state after a merge (as it "
+            "is, if the copy is to stay)"
+        )
+    jax.eval_shape(inner_state.merge_opt_state, copies.state, params, params)
+    return copies
+
+
+def check_passed(state: PyTree) -> None:
+    """Refuse an optimizer that needs what `RegionProgram` does not pass to it."""
+    kinds = inner_state.kinds_in(state)
+    for kind, why in inner_state.REFUSED.items():
+        if kind in kinds:
+            raise ValueError(f"the inner optimizer is not for regions: {why}")
+    reasons = [why for kind, why in inner_state.NOT_IN_PROGRAM.items() if kind in kinds]
+    if any(sam.cache is None for sam in nodes_of(optax.contrib.SAMState, state)):
+        reasons.append("needs grad_fn")
+    if reasons:
+        raise ValueError(
+            f"the inner optimizer {reasons[0]}, but RegionProgram passes the gradient "
+            "of a batch and value to it, in a scan; use cc.synchronized in a loop of "
+            "your own, which passes on what it gets, or another optimizer"
         )
 
 

@@ -32,19 +32,23 @@ from cocodc_jax.core.checks import (
     check_accumulation,
     check_arrays,
     check_feedback,
+    check_inner_state,
     check_inside,
     check_params,
     checked_fragments,
     unboxed,
 )
 from cocodc_jax.core.sync import make_correct
-from cocodc_jax.sync import moments
+from cocodc_jax.sync import inner_keys, moments
+from cocodc_jax.sync.accumulation import NONE, of_multi_steps
+from cocodc_jax.sync.accumulation import find as find_accumulation
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import Regions
+from cocodc_jax.transforms.extra_args import with_named_extras
 from cocodc_jax.transforms.layers import named_leaves, nodes_of
 from cocodc_jax.transforms.numerics import check_transform, vary_like
 
@@ -86,10 +90,12 @@ def synchronized(
     `init` takes one region's parameters, equal in all regions, and needs no axis.
     `update` needs `params`, and runs where `axis_name` is bound. Pass its updates to
     `optax.apply_updates` to get the merged parameters, up to rounding in their dtype.
-    Extra arguments are passed on to `inner`. If the method exchanges messages at every
-    step, `value` is averaged over regions first. A merge that needs the gradient of the
-    last batch takes it from the extra argument `value_fn(params) -> loss`, and one that
-    needs the model's outputs takes the batch from `batch`.
+    Extra arguments are passed on to `inner`, if it takes them. If the method exchanges
+    messages at every step, `value` is averaged over regions first; otherwise random
+    state of `inner` (PRNG keys) is drawn anew for each region at the first update. A
+    merge that needs the gradient of the last batch takes it from the extra argument
+    `value_fn(params) -> loss`, and one that needs the model's outputs takes the batch
+    from `batch`.
 
     Args:
       inner: optimizer of a region's own steps.
@@ -100,7 +106,8 @@ def synchronized(
       axis_name: name of the region axis.
       num_regions: M, checked before tracing; None takes the axis size.
       fragments: how to cut the parameters; by default as the method does.
-      user_inputs: what only the user knows, for merges that need it.
+      user_inputs: what only the user knows, for merges that need it, and `on_merge` for
+        an `inner` that holds a copy of the parameters.
 
     >>> tx = synchronized(optax.sgd(0.1), "diloco", axis_name="region", num_regions=2)
     >>> state = tx.init({"w": jnp.zeros(3)})
@@ -112,11 +119,12 @@ def synchronized(
     check_inside(method, user_inputs)
     if num_regions is not None:
         method.bind(Regions.alike(num_regions))
-    check_accumulation(inner, method)
     if isinstance(inner, optax.MultiSteps):
         each: Any = inner.init, inner.update
         inner = optax.GradientTransformationExtraArgs(*each)
-    inner = optax.with_extra_args_support(inner)
+    check_accumulation(of_multi_steps(inner), method)
+    optimizer = inner
+    inner = with_named_extras(optimizer)
     sync = method.sync
     strategy = sync.fragment_strategy if sync else "strided"
 
@@ -125,6 +133,9 @@ def synchronized(
         check_params(params)
         found = unboxed(checked_fragments(method, params, fragments), params)
         check_feedback(method, found, params)
+        if of_multi_steps(optimizer) is NONE:  # Else it is checked already.
+            check_accumulation(find_accumulation(optimizer, params), method)
+        check_inner_state(optimizer, method, params, user_inputs)
         nothing = jnp.zeros((), jnp.float32)
         of_moments = 2 if sync and sync.moments else 0
         counts = jnp.zeros(method.num_fragments + of_moments, jnp.int32)
@@ -167,7 +178,11 @@ def synchronized(
         found = fragments or cut(params, method.num_fragments, strategy)
         found = unboxed(found, params)
         step, times = reduce.same_in_all((state.step + 1, state.times), axis_name)
+        is_first = step == 1
         state = state._replace(step=step, times=times)
+        if num > 1 and not bound.per_step and inner_keys.has_keys(state.inner):
+            keyed = turn.with_own_keys(state.inner, is_first, axis_name)
+            state = state._replace(inner=keyed)
         correct = make_correct(bound.sync, found, num)
         if correct is not None:
             updates = correct(updates, params, (state.outer, state.opt_states))

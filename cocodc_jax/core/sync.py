@@ -33,6 +33,7 @@ from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.outer import RegionalOuter, SharedOuter, pseudo_gradient
 from cocodc_jax.sync.robust import length, without
 from cocodc_jax.transforms.compressor import Compressor
+from cocodc_jax.transforms.extra_args import with_named_extras
 from cocodc_jax.transforms.numerics import cast_like, vary_like, wide_dtype
 
 PyTree = Any
@@ -153,7 +154,7 @@ def outer_step(
         path: jnp.zeros_like(x) if is_token_count(path) else x
         for path, x in mean_pseudo_gradient.items()
     }
-    updates, opt_state = optax.with_extra_args_support(optimizer).update(
+    updates, opt_state = with_named_extras(optimizer).update(
         mean_pseudo_gradient, opt_state, params, **extra
     )
     norm = optax.tree_utils.tree_norm(mean_pseudo_gradient).astype(jnp.float32)

@@ -13,9 +13,10 @@ import optax
 
 from cocodc_jax.core import reduce
 from cocodc_jax.core import sync as core
-from cocodc_jax.sync import moments, needs
+from cocodc_jax.sync import inner_keys, inner_state, moments, needs
 from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.fragments import Fragment, Fragments
+from cocodc_jax.sync.inner_state import OnMerge
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.needs import HALFWAY, STALE, UserInputs
 from cocodc_jax.sync.outer import RegionalOuter
@@ -65,6 +66,12 @@ def region_key(step: jax.Array, axis_name: Any) -> jax.Array:
     """Make a region's key of a step."""
     key = jax.random.fold_in(jax.random.key(0), step)
     return jax.random.fold_in(key, jax.lax.axis_index(axis_name))
+
+
+def with_own_keys(inner: PyTree, is_first: jax.Array, axis_name: Any) -> PyTree:
+    """Give a region random state of its own at the first update, by its index."""
+    index = jax.lax.axis_index(axis_name)
+    return inner_keys.fold_keys(inner, jnp.where(is_first, index, 0))
 
 
 def exchange(
@@ -153,11 +160,19 @@ class Turn:
         Its `inner` is empty before and the region's after.
         """
         is_due = traced.is_due(self.schedule, state.times, region.step)
-        own = region.updates, region.inner if self.sync.moments else (), state
-        updates, inner, state = _if(is_due, self._events, own, self._read(region))
-        return updates, state._replace(
-            inner=inner if self.sync.moments else region.inner
-        )
+        on_merge = self._on_merge(region.inner)
+        is_carried = bool(self.sync.moments) or on_merge is not None
+        own = region.updates, region.inner if is_carried else (), state
+        events = functools.partial(self._events, on_merge)
+        updates, inner, state = _if(is_due, events, own, self._read(region))
+        return updates, state._replace(inner=inner if is_carried else region.inner)
+
+    def _on_merge(self, inner: PyTree) -> OnMerge | None:
+        """Return what a merge does to the inner optimizer's state, None if nothing."""
+        hook = self.user_inputs.on_merge
+        if hook is None and not inner_state.is_moved(inner):
+            return None
+        return functools.partial(inner_state.merge_opt_state, on_merge=hook)
 
     def _read(self, region: Region, k: int | None = None) -> Region:
         """Return what of a region is read, by fragment k if given.
@@ -173,7 +188,9 @@ class Turn:
             inner=region.inner if needs.wants_state(rule) else (),
         )
 
-    def _events(self, value: tuple, region: Region) -> tuple[PyTree, PyTree, Any]:
+    def _events(
+        self, on_merge: OnMerge | None, value: tuple, region: Region
+    ) -> tuple[PyTree, PyTree, Any]:
         updates, inner, state = value
         region, step, times = region._replace(updates=updates), region.step, state.times
         schedule, tau = self.schedule, self.schedule.delay_steps
@@ -212,6 +229,10 @@ class Turn:
             begun = self.leaving(times, region, parts)
             once(begun, self.start)
             times = traced.started(times, begun, step, tau)
+        if on_merge is not None:
+            old = optax.apply_updates(region.params, updates)
+            new = optax.apply_updates(region.params, region.updates)
+            inner = _if(done.any(), on_merge, inner, old, new)
         inner, of_moments = self.average_moments(inner, step, begun)
         ratio = jnp.stack([part.correction_ratio for part in parts]).sum()
         sent = jnp.concatenate([begun, *of_moments])

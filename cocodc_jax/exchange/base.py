@@ -36,6 +36,7 @@ from cocodc_jax.sharding.region_map import (
 from cocodc_jax.sharding.shardings import Shardings
 from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.fragments import Fragment, Fragments, PyTree
+from cocodc_jax.sync.inner_state import OnMerge
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
 from cocodc_jax.sync.needs import STAGED, UserInputs
@@ -60,6 +61,8 @@ class SyncSpec:
     local: LocalRegions  # How a device computes its regions.
     devices: Devices  # What compiles and runs programs.
     model_state: ModelState | None = None  # Of the model, None if it has none.
+    # What a merge does to one region's inner optimizer state, None if nothing.
+    on_merge: OnMerge | None = None
 
     @property
     def shardings(self) -> Shardings:

@@ -18,7 +18,9 @@ from cocodc_jax.core.checks import (
     check_accumulation,
     check_arrays,
     check_feedback,
+    check_inner_state,
     check_params,
+    check_passed,
     checked_fragments,
 )
 from cocodc_jax.core.state import TrainState
@@ -44,7 +46,10 @@ from cocodc_jax.sharding.outer_placement import OuterPlacement
 from cocodc_jax.sharding.region_map import LocalRegions
 from cocodc_jax.sharding.shardings import Shardings, memory_kind, with_shardings
 from cocodc_jax.sync import needs
+from cocodc_jax.sync.accumulation import Accumulation
+from cocodc_jax.sync.accumulation import find as find_accumulation
 from cocodc_jax.sync.fragments import Fragments
+from cocodc_jax.sync.inner_state import OnMerge, is_moved, merge_opt_state
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
 from cocodc_jax.sync.needs import UserInputs
@@ -75,6 +80,10 @@ class Given:
     model_state: ModelState | None
     exchange: str  # Name of the exchange, as `Transport.resolve` returns it.
     overlap: bool  # Whether syncs and inner steps share a program.
+    accumulation: Accumulation  # Of gradients, by the optimizer.
+    holds_copies: bool  # Whether its state holds a copy of the parameters.
+    # What a merge does to one region's optimizer state, None if nothing.
+    on_merge: OnMerge | None
 
 
 class Parts(NamedTuple):
@@ -143,7 +152,10 @@ def checked(
     check_params(params)
     needs.check(method.needs, user_inputs, f"method={method.name!r}")
     method = method.bind(regions)
-    check_accumulation(optimizer, method, regions.step_times)
+    accumulation = find_accumulation(optimizer, params)
+    check_accumulation(accumulation, method, regions.step_times)
+    copies = check_inner_state(optimizer, method, params, user_inputs)
+    check_passed(copies.state)
     if model_state is not None:
         model_state.check(method)
         transport.check_model_state(model_state)
@@ -160,11 +172,29 @@ def checked(
     if trained is not None and user_inputs.second_moment is not None:
         found = without_masks(user_inputs.second_moment, params)
         user_inputs = dataclasses.replace(user_inputs, second_moment=found)
+    on_merge = None
+    if user_inputs.on_merge is not None or is_moved(copies.state):
+        on_merge = functools.partial(merge_opt_state, on_merge=user_inputs.on_merge)
     return Given(
-        trace_without_mesh_if_needed(loss_fn), optimizer, method, whole, trained,
-        params, regions, own, mesh, fragments, user_inputs, transport, model_state,
-        exchange, overlap,
-    )  # fmt: skip
+        loss_fn=trace_without_mesh_if_needed(loss_fn),
+        optimizer=optimizer,
+        method=method,
+        whole=whole,
+        trained=trained,
+        params=params,
+        regions=regions,
+        own=own,
+        mesh=mesh,
+        fragments=fragments,
+        user_inputs=user_inputs,
+        transport=transport,
+        model_state=model_state,
+        exchange=exchange,
+        overlap=overlap,
+        accumulation=accumulation,
+        holds_copies=copies.some,
+        on_merge=on_merge,
+    )
 
 
 def _check_mesh(mesh: Mesh, num_regions: int) -> None:
@@ -272,6 +302,7 @@ def assemble(
             sync, given.own, given.fragments,
             OuterPlacement.resolve(sync.outer, shardings, kind, overlap), given.params,
             given.loss_fn, given.user_inputs, local, devices, given.model_state,
+            given.on_merge,
         )  # fmt: skip
         exchange = transport.exchange_of(spec, kind, overlap)
         inner = InnerSteps(steps, first.lies, losses)

@@ -413,7 +413,7 @@ class Executor:
         merge = self._late_merge(k) if is_late else self.merges[k]
         delay = np.int32(max(age, 1)) if is_told(spec.sync, is_late) else None
         arguments = merge_arguments(
-            spec.sync.merge.needs,
+            spec,
             merging(spec, k, run.region),
             flight.kept,
             outer,
@@ -421,19 +421,23 @@ class Executor:
             tell_merge(spec, run.step, event.start_step, run.frozen, delay),
             participating,
         )
-        merged, metrics = merge(*arguments)
+        merged, opt_state, metrics = merge(*arguments)
         params = spec.fragments.over(run.region.params, merged)
         run.region = run.region._replace(params=params)
+        if spec.on_merge is not None:
+            run.region = run.region._replace(opt_state=opt_state)
         return metrics
 
     def _make_merge(self, fragment_id: int, is_late: bool = False) -> Callable:
         where = self._spec.shardings.region
         only = merging(self._spec, fragment_id, where)
+        moves = self._spec.on_merge is not None
+        opt_state = where.opt_state if moves else ()
         return self._devices.jit(
             make_merge(self._spec, fragment_id, is_late=is_late),
             f"merge fragment {fragment_id}",
-            donate_argnums=0,
-            out_shardings=(only.params, where.key),
+            donate_argnums=(0, 1) if moves else 0,
+            out_shardings=(only.params, opt_state, where.key),
         )
 
     def _average_model_state(self, run: _Run, average: Callable) -> None:

@@ -1,6 +1,5 @@
 """Adapt a state to another program: keep it, average it, or cut it differently."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,20 +9,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.sharding import transfer
+from cocodc_jax.sync.accumulation import NONE, Accumulation
 from cocodc_jax.sync.fragments import Fragments
+from cocodc_jax.sync.inner_counts import at_steps, has_counts
 from cocodc_jax.sync.model_state import is_float
 from cocodc_jax.transforms.layers import named_leaves
 from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
-
-# Optax states, not all public, whose `count` is a schedule's position.
-_SCHEDULED = (
-    "ScaleByScheduleState",
-    "WrappedScheduleState",
-    "InjectHyperparamsState",
-    "InjectStatefulHyperparamsState",
-)
 
 
 def difference(old: PyTree, new: PyTree, lead: int = 0) -> str | None:
@@ -40,45 +33,37 @@ def difference(old: PyTree, new: PyTree, lead: int = 0) -> str | None:
     return None if is_alike else "it is of another kind"
 
 
-def at_step(opt_state: PyTree, steps_done: np.ndarray) -> PyTree:
+def at_step(
+    opt_state: PyTree, steps_done: np.ndarray, accumulation: Accumulation = NONE
+) -> PyTree:
     """Set the step counts of an optimizer's schedules, and nothing else.
 
-    Moments and the counts of their bias correction stay.
+    Moments and the counts of their bias correction stay. Inside of an accumulation of k
+    gradients (`optax.MultiSteps`) a schedule counts updates, so it is set to 1 / k of
+    the steps; where k is not known, it stays.
+
+    Args:
+      opt_state: of the optimizer, leaves `[R, ...]`.
+      steps_done: int `[R]`, steps of each region.
+      accumulation: the optimizer's.
     """
 
-    def count(x: Any) -> jax.Array:  # One array each: the state is donated.
-        return transfer.put(steps_done.astype(x.count.dtype), x.count.sharding)
+    def put(count: np.ndarray, old: jax.Array) -> jax.Array:
+        # One array each: the state is donated.
+        return transfer.put(count.astype(old.dtype), old.sharding)
 
-    found = jax.tree.leaves(opt_state, is_leaf=_is_scheduled)
-    return _counted(count, opt_state) if any(map(_is_scheduled, found)) else opt_state
-
-
-def with_counts(opt_state: PyTree, counted: PyTree) -> PyTree:
-    """Return a state with the schedule counts of another state."""
-    return _counted(lambda _, like: like.count, opt_state, counted)
-
-
-def _counted(count_of: Callable, *states: PyTree) -> PyTree:
-    """Return the first state, its schedules at `count_of` those of all states."""
-
-    def one(x: Any, *others: Any) -> Any:
-        if not _is_scheduled(x):
-            return x
-        # Schedules may be nested.
-        inside = [
-            _counted(count_of, *fields) for fields in zip(x, *others, strict=True)
-        ]
-        return type(x)(*inside)._replace(count=count_of(x, *others))
-
-    return jax.tree.map(one, *states, is_leaf=_is_scheduled)
-
-
-def _is_scheduled(x: Any) -> bool:
-    return type(x).__name__ in _SCHEDULED
+    if not has_counts(opt_state):
+        return opt_state
+    return at_steps(opt_state, steps_done, accumulation.periods, put)
 
 
 def mean_over_all(x: jax.Array) -> jax.Array:
-    """Average over the leading region axis; of counters take the maximum."""
+    """Average over the leading region axis; of counters take the maximum.
+
+    Of PRNG keys take the first.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x[0]
     return widen(x).mean(0).astype(x.dtype) if is_float(x) else x.max(0)
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from cocodc_jax.transforms.extra_args import with_named_extras
 from cocodc_jax.transforms.layers import named_leaves
 
 PyTree = Any
@@ -131,7 +132,7 @@ def _are_unchanged(
     params: PyTree, optimizer: optax.GradientTransformation
 ) -> list[bool]:
     """Return for each leaf whether its update is zero for any gradient."""
-    update = optax.with_extra_args_support(optimizer).update
+    update = with_named_extras(optimizer).update
     shapes = jax.eval_shape(lambda x: x, params)
     state = jax.eval_shape(optimizer.init, shapes)
     update_of = jax.make_jaxpr(lambda *args: update(*args, value=jnp.float32(0))[0])

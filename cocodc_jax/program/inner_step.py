@@ -29,6 +29,7 @@ from cocodc_jax.sharding.region_map import (
 from cocodc_jax.sharding.shardings import load, offload
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState, StatefulLossFn, carried
 from cocodc_jax.sync.per_step import PerStep
+from cocodc_jax.transforms.extra_args import with_named_extras
 from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
@@ -112,7 +113,7 @@ def make_step(
     the mean loss of all regions, so that regions stay equal. XLA drops that collective
     if the optimizer does not read the value; its bytes are not counted.
     """
-    optimizer = optax.with_extra_args_support(optimizer)
+    optimizer = with_named_extras(optimizer)
 
     def gradient(params, model_state, batch, key_data):
         key, use = jax.random.split(jax.random.wrap_key_data(key_data))

@@ -1,6 +1,6 @@
 """Programs that merge an arriving fragment: a rule of `sync/merge.py` over regions."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from cocodc_jax.sharding.region_map import (
     region_shard_map,
     where_participating,
 )
-from cocodc_jax.sharding.shardings import load
+from cocodc_jax.sharding.shardings import load, offload
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.fragments import Fragment
@@ -36,9 +36,10 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
     """Make the program that merges one fragment into the regions.
 
     `merge(params, opt_state, keys, kept, outer, batch, participating, told) -> (params,
-    metrics)`, of the result of `merge_arguments`; `params` may be donated.
-    `participating` is bool `[R]`, the regions that merge, or None for all. Metrics are
-    float32 `[R]`.
+    opt_state, metrics)`, of the result of `merge_arguments`; `params` may be donated.
+    `participating` is bool `[R]`, the regions that merge, or None for all. The new
+    optimizer state is `()` if a merge does not change it (`SyncSpec.on_merge`). Metrics
+    are float32 `[R]`.
     """
     sync, fragments, rule = spec.sync, spec.fragments, spec.sync.merge
     fixed_delay = None if is_told(sync, is_late) else sync.schedule.delay_steps
@@ -84,14 +85,21 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
         )
         if participating is not None:
             merged = where_participating(participating, merged, local)
-        return fragments.put(params, fragment_id, merged, lead=1), metrics
+        new = fragments.put(params, fragment_id, merged, lead=1)
+        if spec.on_merge is None:
+            return new, (), metrics
+
+        moved = spec.local.map(spec.on_merge)(opt_state, params, new)
+        if participating is not None:
+            moved = where_participating(participating, moved, opt_state)
+        return new, offload(moved, spec.shardings.region.opt_state), metrics
 
     of_outer = P(REGION) if is_regional else P()
     return region_shard_map(
         merge,
         spec.mesh,
         in_specs=(*(P(REGION),) * 4, of_outer, P(REGION), P(REGION), P()),
-        out_specs=(P(REGION), P(REGION)),
+        out_specs=(P(REGION), P(REGION), P(REGION)),
     )
 
 
@@ -99,17 +107,24 @@ def merging(spec: SyncSpec, fragment_id: int, region: RegionState) -> RegionStat
     """Return the part of the regions' state that a merge reads; None for the rest.
 
     Of the parameters: the leaves that contain some of the fragment, or all if the rule
-    needs the loss of the full model.
+    needs the loss of the full model, or a merge changes the optimizer's state.
     """
     rule, params = spec.sync.merge.needs, region.params
     wants_batch = needs.wants_batch(rule)
+    if not wants_batch and spec.on_merge is None:
+        params = spec.fragments.only(params, fragment_id)
     return region._replace(
-        params=params if wants_batch else spec.fragments.only(params, fragment_id),
-        opt_state=region.opt_state if needs.wants_state(rule) else None,
+        params=params,
+        opt_state=region.opt_state if _reads_state(spec) else None,
         key=region.key if needs.wants_key(rule) else None,
         per_step=(),
         model_state=region.model_state if wants_batch else (),
     )
+
+
+def _reads_state(spec: SyncSpec) -> bool:
+    """Return whether a merge reads the inner optimizer's state."""
+    return needs.wants_state(spec.sync.merge.needs) or spec.on_merge is not None
 
 
 def tell_merge(
@@ -126,7 +141,7 @@ def tell_merge(
 
 
 def merge_arguments(
-    rule: Collection[str],
+    spec: SyncSpec,
     region: RegionState,
     kept: PyTree,
     outer: PyTree,
@@ -134,12 +149,13 @@ def merge_arguments(
     told: tuple,
     participating: Any = None,
 ) -> tuple:
-    """Return the arguments of a merge, None for those that its rule does not need."""
+    """Return the arguments of a merge, None for those that it does not need."""
+    rule = spec.sync.merge.needs
     frozen, *rest = told
     wants_batch = needs.wants_batch(rule)
     return (
         region.params,
-        region.opt_state if needs.wants_state(rule) else None,
+        region.opt_state if _reads_state(spec) else None,
         region.key if needs.wants_key(rule) else None,
         {n: x for n, x in kept.items() if n in needs.REGIONAL_COPIES},
         outer,

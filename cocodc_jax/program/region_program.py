@@ -74,6 +74,9 @@ class RegionProgram:
     Attributes:
       param_shapes: shapes and shardings of one region's parameters.
       trained: bools like them, None if all are trained.
+      accumulation: gradients that the inner optimizer accumulates for an update.
+      on_merge: what a merge does to its state, None if nothing.
+      holds_copies: whether its state holds a copy of the parameters.
     """
 
     def __init__(
@@ -110,7 +113,8 @@ class RegionProgram:
           fragments: how to cut the parameters; by default as the method does.
           param_specs: tree of `PartitionSpec`s over the mesh axes inside a region (Flax
             Linen: `nn.get_partition_spec(params)`); by default replicated.
-          user_inputs: what only the user knows, for merges that need it.
+          user_inputs: what only the user knows, for merges that need it, and `on_merge`
+            for an optimizer that holds a copy of the parameters.
           transport: how messages cross regions.
           model_state: non-trained state, such as BatchNorm statistics, and whether
             regions average it.
@@ -131,6 +135,8 @@ class RegionProgram:
         self.mesh, self.method = given.mesh, given.method
         self.fragments = given.fragments
         self.model_state, self.trained = given.model_state, given.trained
+        self.accumulation, self.on_merge = given.accumulation, given.on_merge
+        self.holds_copies = given.holds_copies
         self._assemble = functools.partial(
             assemble, given, param_specs, local_regions, optimizer_memory
         )
@@ -174,6 +180,10 @@ class RegionProgram:
         key_data = transfer.put(self._first.key_data(key), everywhere)
         params = transfer.put(params, shardings_of(self.param_shapes))
         return self.begin(params, key_data)
+
+    def opt_state_of(self, params: PyTree) -> PyTree:
+        """Return the inner optimizer's first state at all regions' parameters."""
+        return self._first.opt_state_of(params)
 
     def begin(
         self, params: PyTree, key_data: jax.Array, schedule: Any = None
@@ -423,7 +433,11 @@ class RegionProgram:
         return self._syncs.restore(state, bad)
 
     def mean_params(self, state: TrainState) -> PyTree:
-        """Return the mean of the regions' parameters, for evaluations."""
+        """Return the mean of the regions' parameters, for evaluations.
+
+        With `optax.contrib.schedule_free` these are y, at which gradients are taken,
+        as are the outer parameters. For those to evaluate, x, see `docs/start`.
+        """
         check_alive(state)
         return joined(self._read.mean(state.region.params), state.frozen)
 
@@ -445,7 +459,10 @@ class RegionProgram:
         return bool(self._read.are_equal(params, others))
 
     def outer_params(self, state: TrainState) -> PyTree:
-        """Return the outer parameters on the mesh; the mean if they are regional."""
+        """Return the outer parameters on the mesh; the mean if they are regional.
+
+        They are of the same kind as `mean_params`.
+        """
         check_alive(state)
         if self._syncs is None:
             return self.mean_params(state)

@@ -16,6 +16,7 @@ from cocodc_jax.exchange.programs import Devices
 from cocodc_jax.sharding.mesh import REGION, regional, wants_flat_buffer
 from cocodc_jax.sharding.region_map import for_all_regions, region_shard_map
 from cocodc_jax.sharding.shardings import Shardings, with_shardings
+from cocodc_jax.sync.inner_keys import fold_keys, has_keys
 from cocodc_jax.sync.model_state import ModelState, is_float
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.sync.robust import is_finite
@@ -25,7 +26,7 @@ PyTree = Any
 
 
 class InitState:
-    """Makes the state of all regions of a program, equal except for their keys.
+    """Makes the state of all regions of a program, equal except for random state.
 
     `make(params, key_data) -> RegionState` takes arrays on the mesh, of these `shapes`;
     `lies` has the shardings of its result.
@@ -46,6 +47,8 @@ class InitState:
         self._optimizer, self._per_step = optimizer, per_step
         self._model_state = () if model_state is None else model_state.init
         self._num_regions, self._own_keys, self._of_all = num_regions, own_keys, of_all
+        # Regions that exchange something at every step stay equal.
+        self._has_own_keys = of_all > 1 and per_step is None
         # Compiled programs wrap keys by the implementation that is the default now.
         self._key_impl = str(cast(Any, jax.config).jax_default_prng_impl)
         key_data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
@@ -57,6 +60,10 @@ class InitState:
         )
         self.lies = shardings.region._replace(per_step=kept, model_state=of_model)
         self.make = devices.jit(self._make, "first state", out_shardings=self.lies)
+        self.opt_state_of = jax.jit(
+            lambda params: self._with_own_keys(jax.vmap(optimizer.init)(params)),
+            out_shardings=self.lies.opt_state,
+        )
 
     def key_data(self, key: jax.Array) -> jax.Array:
         """Return the data of one key, which must be of the program's implementation."""
@@ -84,13 +91,20 @@ class InitState:
         """Return shapes, dtypes and shardings of the state."""
         return with_shardings(jax.eval_shape(self._make, *self.shapes), self.lies)
 
+    def _with_own_keys(self, opt_state: PyTree) -> PyTree:
+        """Give each region random state of its own, the first the optimizer's."""
+        if not (self._has_own_keys and has_keys(opt_state)):
+            return opt_state
+        numbers = self._own_keys(jnp.arange(self._of_all))
+        return jax.vmap(fold_keys)(opt_state, numbers)
+
     def _make(self, params: PyTree, key_data: jax.Array) -> RegionState:
         key = jax.random.wrap_key_data(key_data)
         spread = functools.partial(for_all_regions, num_regions=self._num_regions)
         per_step = () if self._per_step is None else self._per_step.init(params)
         return RegionState(
             spread(params),
-            spread(self._optimizer.init(params)),
+            self._with_own_keys(spread(self._optimizer.init(params))),
             self._own_keys(jax.random.key_data(jax.random.split(key, self._of_all))),
             spread(per_step),
             spread(jax.tree.map(jnp.asarray, self._model_state)),

@@ -3,8 +3,9 @@
 All state that the bad update may have reached is replaced: parameters, the inner
 optimizer's and the model's state, the compressor's residual, the outer parameters that
 the region last received, and its copies of fragments in flight, which become those of a
-region without progress. Its key stays, and so do the counts of learning rate schedules,
-so that it continues at the learning rate of the other regions.
+region without progress. Its keys stay, and so do the counts of learning rate schedules
+and of accumulated steps, so that it continues at the learning rate of the other
+regions.
 """
 
 import dataclasses
@@ -19,9 +20,11 @@ import optax
 from cocodc_jax.core.state import RegionState, SyncState
 from cocodc_jax.exchange.base import SyncSpec
 from cocodc_jax.exchange.shared_outer import SharedOuterModel, taken
-from cocodc_jax.program.fit import shardings_of, with_counts
+from cocodc_jax.program.fit import shardings_of
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.region_map import where_participating
+from cocodc_jax.sync.inner_counts import with_counts
+from cocodc_jax.sync.inner_keys import with_keys_of
 from cocodc_jax.sync.needs import REGIONAL_COPIES
 from cocodc_jax.sync.robust import RESTORED, VERDICT
 
@@ -87,6 +90,7 @@ class Restore:
             fresh = jax.vmap(optimizer.init)(params)
             opt_state = where_participating(bad, fresh, region.opt_state)
             opt_state = with_counts(opt_state, region.opt_state)
+            opt_state = with_keys_of(opt_state, region.opt_state)
             pairs = zip(compressors, model.compressors(outer, rank), strict=True)
             anew = tuple(
                 where_participating(bad, message.restored(old, new), old)

@@ -128,10 +128,9 @@ def make_segment(
             if k == segment.after:
                 assert finish is not None
                 batch = jax.tree.map(lambda x: x[-1], batches)
-                params, outer, memory, merged = finish(
+                region, outer, memory, merged = finish(
                     region, outer, memory, flight, batch, told
                 )
-                region = region._replace(params=params)
                 flight = InFlight(mean if is_seen else None, told_along)
             sent.append((flight, memory))
         return region, (losses, aux), tuple(sent), outer, merged
@@ -142,10 +141,10 @@ def make_segment(
 def make_finish(spec: SyncSpec, model: SharedOuterModel, fragment_id: int) -> Callable:
     """Make outer step and merge of a fragment, in a program of the mesh.
 
-    `finish(region, outer, memory, flight, batch, told) -> (params, outer, memory,
+    `finish(region, outer, memory, flight, batch, told) -> (region, outer, memory,
     merged)`; see `make_segment`. `batch` is the last one, `[R, ...]`.
     """
-    merge, rule = make_merge(spec, fragment_id), spec.sync.merge.needs
+    merge = make_merge(spec, fragment_id)
     has_feedback = spec.sync.merge.has_feedback
     remember = make_remember(spec, fragment_id) if has_feedback else None
 
@@ -156,10 +155,13 @@ def make_finish(spec: SyncSpec, model: SharedOuterModel, fragment_id: int) -> Ca
             fragment_id, outer[0], outer[1], flight.mean, None
         )
         near = model.broadcast(fragment_id, params, opt_state)
-        arguments = merge_arguments(rule, region, flight.kept, near, batch, told)
-        merged, metrics = merge(*arguments)
+        arguments = merge_arguments(spec, region, flight.kept, near, batch, told)
+        merged, inner_state, metrics = merge(*arguments)
+        region = region._replace(params=merged)
+        if spec.on_merge is not None:
+            region = region._replace(opt_state=inner_state)
         outer = (spec.place.offload(fragment_id, x) for x in (params, opt_state))
-        return merged, tuple(outer), memory, (norm, metrics)
+        return region, tuple(outer), memory, (norm, metrics)
 
     return finish
 

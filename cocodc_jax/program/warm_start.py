@@ -13,7 +13,8 @@ optimizer; the model is the same. State that fits is kept, the rest is reported 
   from the first region's, and the entries of messages that each region owns
   (`sync.messages`) are assigned anew.
 - An optimizer's state is kept if it has the same structure. Otherwise the new optimizer
-  is initialized, but its learning rate schedules continue at the step.
+  is initialized at the regions' parameters, but its learning rate schedules continue at
+  the step: inside of an accumulation of k gradients, at 1 / k of it.
 - The outer optimizer's state is kept if it has the same structure, and is cut anew if
   the fragments differ.
 - An equal schedule keeps its state, and what is in flight stays in flight if it has the
@@ -46,6 +47,7 @@ from cocodc_jax.program.fit import (
 from cocodc_jax.program.frozen import joined, split
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.region_map import for_all_regions
+from cocodc_jax.sync.inner_keys import fold_keys, has_keys, with_keys_of
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.transforms.numerics import cast_like
 
@@ -157,12 +159,14 @@ class Adoption:
         return transfer.put(jax.random.key_data(key), where)
 
     def _region(self, old: RegionState, fresh: RegionState, step: int) -> RegionState:
-        begun = self._regional("inner optimizer", old.opt_state, fresh.opt_state)
-        opt_state = begun
+        opt_state = self._regional("inner optimizer", old.opt_state, fresh.opt_state)
+        if "inner optimizer" not in self._lost:
+            opt_state = self._with_own_keys(opt_state, fresh.opt_state, step)
+        elif self._new.holds_copies:
+            params = self._regional("parameters", old.params, fresh.params)
+            opt_state = self._new.opt_state_of(params)
         if "inner optimizer" in self._lost:
-            opt_state = at_step(begun, self._new.regions.steps_done(step))
-            if opt_state is not begun:
-                self._kept["learning rate"] = "its schedule goes on"
+            opt_state = self._at_step(opt_state, step)
         if self._num == self._was:
             key = transfer.move(old.key, fresh.key.sharding)
             self._kept["keys"] = "of each region"
@@ -176,6 +180,38 @@ class Adoption:
             self._regional("per_step", old.per_step, fresh.per_step),
             self._regional("model_state", old.model_state, fresh.model_state),
         )
+
+    def _at_step(self, begun: PyTree, step: int) -> PyTree:
+        """Return a new optimizer's state with its schedules at the step."""
+        accumulation = self._new.accumulation
+        done = self._new.regions.steps_done(step)
+        opt_state = at_step(begun, done, accumulation)
+        if opt_state is begun:
+            return begun
+
+        every_k = accumulation.steps
+        if every_k is None:
+            self._lost["learning rate"] = (
+                f"its schedule begins again: {' and '.join(accumulation.names)} makes "
+                "an update after a number of steps that is not known"
+            )
+            return opt_state
+        self._kept["learning rate"] = "its schedule goes on"
+        if left := -step % every_k:
+            self._lost["accumulation"] = (
+                f"the first update has gradients of {left} steps, not {every_k}"
+            )
+        return opt_state
+
+    def _with_own_keys(self, state: PyTree, fresh: PyTree, step: int) -> PyTree:
+        """Draw random state of other regions' anew, from the first one and the step."""
+        if self._num == self._was or not has_keys(state):
+            return state
+        draw = jax.vmap(lambda x: fold_keys(x, step))
+        return jax.jit(
+            lambda state, fresh: with_keys_of(state, draw(fresh)),
+            out_shardings=shardings_of(fresh),
+        )(state, fresh)
 
     def _regional(self, name: str, old: PyTree, fresh: PyTree) -> PyTree:
         """Return `old`, leaves `[R, ...]`, for the new regions, if it fits."""

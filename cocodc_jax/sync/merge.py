@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from cocodc_jax.sync.averages import SharedMask
+from cocodc_jax.transforms.extra_args import with_named_extras
 from cocodc_jax.transforms.numerics import (
     cast_like,
     check_between,
@@ -111,7 +112,7 @@ def compensate(
       needs: the extra arguments that `transform` takes, see `sync.needs`.
     """
     check_transform("transform", transform, "delay_compensation(NAME)")
-    transform = optax.with_extra_args_support(transform)
+    transform = with_named_extras(transform)
 
     def apply(local, staged, outer, *, delay_steps, **extra):
         if isinstance(delay_steps, int) and delay_steps == 0:  # No local progress.

@@ -34,7 +34,7 @@ MEASURED_NOW = frozenset({"drift", "distance", "tokens"})
 
 @dataclasses.dataclass(frozen=True)
 class UserInputs:
-    """The user's inputs that some merges need; see `RegionProgram`.
+    """What only the user knows: inputs of some merges, and of some inner optimizers.
 
     Attributes:
       learning_rate: of the inner optimizer, a constant or a schedule of the step.
@@ -43,11 +43,16 @@ class UserInputs:
       outputs: the loss in two parts, `model(params, batch) -> outputs` and
         `loss(outputs, batch) -> scalar`. With a `ModelState` the model is
         `model(params, model_state, batch) -> outputs`.
+      on_merge: `(opt_state, old_params, new_params) -> opt_state` of one region, for an
+        inner optimizer that holds a copy of the parameters: called after each merge. It
+        gets a state in which Optax's own copies are moved already, and what it returns
+        has the same structure. See `sync/inner_state.py`.
     """
 
     learning_rate: float | Callable[[int], Any] | None = None
     second_moment: Callable[[PyTree], PyTree] | None = None
     outputs: tuple[Callable, Callable] | None = None
+    on_merge: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None
 
     def rate(self, step: int) -> jax.Array:
         """Return the learning rate of the inner step that led to `step`."""

@@ -28,6 +28,7 @@ from cocodc_jax.program.fit import at_step
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.inner_keys import fold_keys, has_keys
 from cocodc_jax.sync.needs import STALE
 
 
@@ -104,8 +105,16 @@ def adopt(
     region = state.region
     if carried is not None:
         mine = carried.state.region
-        region = region._replace(opt_state=mine.opt_state, model_state=mine.model_state)
-    region = region._replace(opt_state=at_step(region.opt_state, done))
+        opt_state = mine.opt_state
+        if program.on_merge is not None:  # Its parameters moved to `region.params`.
+            moved = jax.jit(jax.vmap(program.on_merge))
+            opt_state = moved(opt_state, mine.params, region.params)
+        region = region._replace(opt_state=opt_state, model_state=mine.model_state)
+    elif has_keys(region.opt_state):
+        fold = jax.vmap(lambda state: fold_keys(state, copy.step))
+        region = region._replace(opt_state=jax.jit(fold)(region.opt_state))
+    opt_state = at_step(region.opt_state, done, program.accumulation)
+    region = region._replace(opt_state=opt_state)
     state = dataclasses.replace(state, region=region)
     of_copy = abstract, copy, frames
     order = sorted(abstract.in_flight)

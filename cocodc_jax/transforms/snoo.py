@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from cocodc_jax.transforms.extra_args import with_named_extras
 from cocodc_jax.transforms.numerics import (
     check_count,
     check_rate,
@@ -70,7 +71,7 @@ def snoo(
     check_rate("learning_rate", learning_rate)
     check_unit_interval("momentum", momentum)
     check_count("sync_interval", sync_interval)
-    inner = optax.with_extra_args_support(inner)
+    inner = with_named_extras(inner)
     outer = optax.sgd(learning_rate, momentum, nesterov=True)
 
     def init_fn(params):

@@ -1,5 +1,7 @@
 """Optimizers and losses of other people's inside the program, against plain Optax."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,4 +152,156 @@ def test_where_accumulation_is_a_schedule_nothing_is_known_before():
     optimizer = optax.MultiSteps(
         optax.adam(0.1), lambda step: jnp.where(step > 9, 4, 2)
     )
-    run(optimizer, cc.methods.get("diloco", sync_interval=5))
+    with pytest.warns(UserWarning, match="sync_interval=5 counts calls of the optim"):
+        run(optimizer, cc.methods.get("diloco", sync_interval=5))
+
+
+FOUR = optax.MultiSteps(optax.adam(0.1), 4).gradient_transformation()
+WRAPPED = {
+    "chain": optax.chain(optax.clip(1.0), FOUR),
+    "masked": optax.masked(FOUR, {"w": True}),
+    "multi_transform": optax.multi_transform({"all": FOUR}, {"w": "all"}),
+    "inject_hyperparams": optax.inject_hyperparams(
+        lambda rate: optax.MultiSteps(optax.adam(rate), 4).gradient_transformation()
+    )(0.1),
+    "with_extra_args_support": optax.with_extra_args_support(FOUR),
+    "apply_every": optax.chain(optax.apply_every(4), optax.sgd(0.1)),
+    "sam": optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), sync_period=4),
+}
+
+
+def made(form, optimizer, method, user_inputs=None):
+    """A program, or the first state of a transform."""
+    user_inputs = user_inputs or cc.UserInputs()
+    if form == "program":
+        return cc.RegionProgram(
+            loss_fn, optimizer, method, PARAMS, 2, user_inputs=user_inputs
+        )
+    tx = cc.synchronized(optimizer, method, axis_name="region", user_inputs=user_inputs)
+    return tx.init(PARAMS)
+
+
+@pytest.mark.parametrize("form", ["program", "synchronized"])
+@pytest.mark.parametrize("name", WRAPPED)
+def test_an_accumulation_is_seen_in_a_wrapper(name, form):
+    who = {"sam": "optax.contrib.sam", "apply_every": "optax.apply_every"}
+    message = (
+        f"sync_interval=6 is .* 4 steps of an update by {who.get(name, 'optax.M')}"
+    )
+    with pytest.raises(ValueError, match=message):
+        made(form, WRAPPED[name], cc.methods.get("diloco", sync_interval=6))
+    made(form, WRAPPED[name], cc.methods.get("diloco", sync_interval=8))
+
+
+@pytest.mark.parametrize("form", ["program", "synchronized"])
+def test_what_the_interval_counts_is_said_where_calls_are_left_out(form):
+    optimizer = optax.apply_if_finite(FOUR, 3)
+    message = "of which optax.MultiSteps makes an update after a number that is not kn"
+    with pytest.warns(UserWarning, match=message):
+        made(form, optimizer, cc.methods.get("diloco", sync_interval=8))
+    made(form, optimizer, cc.methods.get("data_parallel"))
+
+
+# --- Extra arguments ---
+
+
+def with_value(name):
+    """A user's own optimizer, which names one extra argument and takes no other."""
+
+    def of_value(updates, state, params=None, *, value):
+        return jax.tree.map(lambda g: -0.1 * value * g, updates), state
+
+    def of_curvature(updates, state, params=None, *, curvature):
+        return updates, state
+
+    update = {"value": of_value, "curvature": of_curvature}[name]
+    return optax.GradientTransformationExtraArgs(lambda params: (), update)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_an_optimizer_gets_the_extra_arguments_that_it_names(plain):
+    optimizer = with_value("value")
+    if plain:  # Optax itself would pass nothing.
+        optimizer = optax.GradientTransformation(*optimizer)
+    found, _ = run(optimizer, "apart")
+    wanted = [alone(with_value("value"), [i]) for i in range(2)]
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)
+
+
+def test_an_optimizer_that_takes_none_gets_none_inside_of_a_chain_either():
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2)
+    found, _ = run(optax.chain(optax.clip(10.0), sam), "apart")
+    direct, _ = run(sam, "apart")
+    np.testing.assert_allclose(found, direct, rtol=1e-6)
+
+
+def test_an_extra_argument_that_is_missing_is_named():
+    message = r"the inner optimizer needs curvature: pass it .*RegionProgram passes va"
+    with pytest.raises(ValueError, match=message):
+        run(with_value("curvature"), "apart")
+    tx = cc.synchronized(with_value("curvature"), "diloco", axis_name="region")
+
+    def step(params, state, **extra):
+        return tx.update(params, state, params, batch=None, **extra)
+
+    of_all = functools.partial(jax.vmap, axis_name="region", axis_size=2)
+    with pytest.raises(ValueError, match="the inner optimizer needs curvature"):
+        of_all(step, (None, None))(PARAMS, tx.init(PARAMS))
+    of_all(functools.partial(step, curvature=1.0), (None, None))(
+        PARAMS, tx.init(PARAMS)
+    )
+
+
+# --- Random state ---
+
+
+def noise_of(method, regions=2):
+    """Updates of an optimizer that adds noise to zero gradients, `[R, 3, 2]`."""
+    optimizer = optax.noisy_sgd(1.0, key=3)
+    flat = lambda params, batch, key: (0.0 * jnp.sum(params["w"]), {})  # noqa: E731
+    program = cc.RegionProgram(flat, optimizer, method, PARAMS, regions)
+    state = program.init(PARAMS, jax.random.key(0))
+    state, _ = program.advance(state, BATCHES[:1, :regions])
+    return np.asarray(state.region.params["w"]) - np.asarray(PARAMS["w"])
+
+
+def test_regions_draw_noise_of_their_own():
+    one, two = noise_of("apart")
+    assert abs(np.corrcoef(one.ravel(), two.ravel())[0, 1]) < 0.9
+    assert not np.isclose(one, two).any()
+    # One region draws what Optax draws, and so does the first of several.
+    optimizer = optax.noisy_sgd(1.0, key=3)
+    zero = jax.tree.map(jnp.zeros_like, PARAMS)
+    wanted, _ = optimizer.update(zero, optimizer.init(PARAMS), PARAMS)
+    for found in (one, noise_of("apart", 1)[0]):
+        np.testing.assert_allclose(found, wanted["w"], rtol=1e-5)
+
+
+def test_regions_that_exchange_every_step_draw_the_same():
+    one, two = noise_of("data_parallel")
+    np.testing.assert_array_equal(one, two)
+
+
+def test_a_transforms_keys_differ_from_the_first_update_on():
+    tx = cc.synchronized(
+        optax.contrib.sophia(0.1, update_interval=1), "diloco", axis_name="region"
+    )
+
+    def step(params, state, batch):
+        loss = lambda params: loss_fn(params, batch, None)[0]  # noqa: E731
+        updates, state = tx.update(jax.grad(loss)(params), state, params, obj_fn=loss)
+        return optax.apply_updates(params, updates), state
+
+    axes = (0, cc.sync_axes("diloco"))
+    step = jax.jit(jax.vmap(step, (*axes, 0), axes, axis_name="region"))
+    first = jax.vmap(lambda x: x, None, axes, axis_size=2)((PARAMS, tx.init(PARAMS)))
+    state = step(*first, BATCHES[0])[1]
+    keys = [np.asarray(state.inner[0].hessian_fn_state.key)]
+    # A restored state keeps its keys: the next ones follow from them alone.
+    later = step(first[0], state, BATCHES[1])[1]
+    keys.append(np.asarray(later.inner[0].hessian_fn_state.key))
+    wanted = [jax.random.split(jax.random.PRNGKey(0))[0]]
+    own = jax.random.fold_in(jax.random.PRNGKey(0), 1)
+    wanted.append(jax.random.split(own)[0])
+    np.testing.assert_array_equal(keys[0], wanted)
+    np.testing.assert_array_equal(keys[1], [jax.random.split(x)[0] for x in wanted])

@@ -273,3 +273,22 @@ def test_one_region_does_not_end_the_run(tmp_path):
     result, _ = train_in(tmp_path / "parts", 12, exclude_above=5.0)
     assert result.left_out == whole.left_out
     tiny.assert_same(result.state.region.params, whole.state.region.params)
+
+
+def test_a_region_that_is_restored_keeps_its_keys_and_counts():
+    noise = optax.add_noise(0.1, 0.5, key=3)
+    optimizer = optax.chain(
+        noise, optax.MultiSteps(optax.sgd(LR), 2).gradient_transformation()
+    )
+    program = RegionProgram(loss_fn, optimizer, DILOCO(exclude_above=5.0), PARAMS, R)
+    state, _ = tiny.follow(program, start(program), stream(), 3)
+    before = jax.tree.map(np.asarray, _noise_and_counts(state))
+    state = program.restore_regions(state, np.array([False, False, True, False]))
+    tiny.assert_same(jax.tree.map(np.asarray, _noise_and_counts(state)), before)
+    assert len({key.tobytes() for key in before[0]}) == R
+
+
+def _noise_and_counts(state):
+    noise, multi_steps = state.region.opt_state
+    counts = noise.count, multi_steps.mini_step, multi_steps.gradient_step
+    return jax.random.key_data(noise.rng_key), *counts

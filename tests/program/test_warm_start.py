@@ -12,6 +12,7 @@ import pytest
 import cocodc_jax as cc
 from cocodc_jax.core.state import TrainState
 from cocodc_jax.program.fit import at_step
+from cocodc_jax.transforms.layers import nodes_of
 from tests.numerics import assert_all_close, assert_within_ulps
 from tests.program.tiny import assert_same, host
 
@@ -19,6 +20,7 @@ PARAMS = {"blocks": {"w": np.ones((2, 3), np.float32)}, "b": np.zeros(3, np.floa
 RNG = np.random.default_rng(0)
 BATCHES = RNG.normal(size=(40, 8, 3)).astype(np.float32)
 SGD = optax.sgd(0.1, 0.9)
+MULTI_STEPS, SCHEDULE = optax.MultiStepsState, optax.ScaleByScheduleState
 
 
 def loss_fn(params, batch, key):
@@ -307,3 +309,74 @@ def test_schedules_count_the_steps_and_nothing_else_does():
     assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
     without = regional(optax.adam(0.1))
     assert at_step(without, np.array([7, 3])) is without
+
+
+def test_a_schedule_inside_of_an_accumulation_goes_on_at_its_updates():
+    """Step 12 is update 3 of four steps each: not 12, at which the rate is lower."""
+    rate = optax.linear_schedule(0.1, 0.0, 20)
+    every_four = optax.MultiSteps(optax.sgd(rate), 4)
+    wrapped = optax.chain(optax.clip(9.0), every_four.gradient_transformation())
+    for optimizer in (every_four, wrapped):
+        new = make("diloco", optimizer=optimizer, sync_interval=4)
+        state, kept, lost = adopted(new, make("diloco", sync_interval=4), 12)
+        assert kept["learning rate"] == "its schedule goes on"
+        assert "accumulation" not in lost
+        (node,) = nodes_of(MULTI_STEPS, state.region.opt_state)
+        assert node.gradient_step.tolist() == [3] * 4
+        (schedule,) = nodes_of(SCHEDULE, node.inner_opt_state)
+        assert schedule.count.tolist() == [3] * 4
+
+
+def test_an_accumulation_that_begins_between_two_updates_keeps_time():
+    """Or it would make its updates between the events, at 9, 13, ..."""
+    new = make("diloco", optimizer=optax.MultiSteps(SGD, 4), sync_interval=4)
+    state, _, lost = adopted(new, make("diloco", sync_interval=4), 5)
+    assert lost["accumulation"] == "the first update has gradients of 3 steps, not 4"
+    assert state.region.opt_state.mini_step.tolist() == [1] * 4
+    before = host(state.region.params)
+    after = host(finish(new, state, 2).region.params)
+    assert_same(before, after)
+
+
+def test_a_schedule_of_unknown_updates_is_reported():
+    rate = optax.linear_schedule(0.1, 0.0, 20)
+    by_step = optax.MultiSteps(optax.sgd(rate), lambda step: jnp.where(step > 1, 4, 2))
+    with pytest.warns(UserWarning, match="counts calls of the optimizer"):
+        new = make("diloco", optimizer=by_step, sync_interval=4)
+    state, kept, lost = adopted(new, make("diloco", sync_interval=4), 8)
+    assert "learning rate" not in kept
+    assert "optax.MultiSteps makes an update after a num" in lost["learning rate"]
+    (schedule,) = nodes_of(SCHEDULE, state.region.opt_state)
+    assert schedule.count.tolist() == [0] * 4
+
+
+def test_a_new_optimizers_copy_is_of_each_regions_parameters():
+    free = optax.contrib.schedule_free_sgd(0.1)
+    new = make("diloco", optimizer=free, sync_interval=10)
+    state, _, lost = adopted(new, make("diloco", sync_interval=10), 4)
+    assert "inner optimizer" in lost
+    assert_same(host(state.region.opt_state.z), host(state.region.params))
+    assert state.region.opt_state.step_count.tolist() == [5] * 4
+    assert len({x.tobytes() for x in host(state.region.params)["b"]}) == 4
+
+
+def test_other_regions_draw_noise_of_their_own():
+    noisy = optax.noisy_sgd(0.1, key=3)
+    old = make("diloco", 4, optimizer=noisy, sync_interval=5)
+    new = make("diloco", 2, optimizer=noisy, sync_interval=5)
+
+    def keys(state):
+        return np.asarray(jax.random.key_data(state.region.opt_state[0].rng_key))
+
+    before = finish(old, start(old), 3)
+    drawn = {key.tobytes() for key in (*keys(before), *keys(start(new)))}
+    state, kept, _ = new.adopt(before, old)
+    assert kept["inner optimizer"] == "the mean of 4 regions"
+    found = {key.tobytes() for key in keys(state)}
+    assert len(found) == 2
+    assert not found & drawn
+    assert state.region.opt_state[0].count.tolist() == [3] * 2
+    # The same regions keep theirs.
+    again = make("diloco", 2, optimizer=noisy, sync_interval=7)
+    wanted = keys(state)
+    np.testing.assert_array_equal(keys(again.adopt(state, new).state), wanted)

@@ -113,6 +113,33 @@ def test_schedules_go_on_and_moments_are_fresh(tiny):
     assert scheduled.count.sharding == adam.count.sharding
 
 
+def test_a_copy_of_the_parameters_moves_with_a_region_that_comes_back(tiny):
+    program = make_program(tiny, optimizer=optax.contrib.schedule_free_sgd(0.1))
+    copy, state = copy_and_step(tiny, program)
+    before, z = tiny.host((state.region.params, state.region.opt_state.z))
+    carried = joining.Carried(state)
+    args = tiny.make_params(), jax.random.key(0), copy, carried
+    found = joining.adopt(program, *args).region
+    wanted = jax.tree.map(lambda z, x, y: z + y - x, z, before, found.params)
+    for x, y in zip(*map(jax.tree.leaves, (found.opt_state.z, wanted)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    # One that has nothing begins at what it received.
+    fresh = joining.adopt(program, *args[:3]).region
+    tiny.assert_same(tiny.host(fresh.opt_state.z), tiny.host(fresh.params))
+
+
+def test_noise_is_drawn_anew_by_a_region_that_joins(tiny):
+    program = make_program(tiny, optimizer=optax.noisy_sgd(0.1, key=3))
+    state = tiny.start(program)
+    key = np.asarray(jax.random.key_data(state.region.opt_state[0].rng_key))
+    copy = joining.copy_of(program, state)
+    later = copy.__class__(40, copy.header, copy.arrays)
+    found = joining.adopt(program, tiny.make_params(), jax.random.key(0), later)
+    noise = found.region.opt_state[0]
+    assert not np.array_equal(jax.random.key_data(noise.rng_key), key)
+    assert noise.count.tolist() == [40]
+
+
 def copy_and_step(tiny, program):
     """Another region's copy, of other parameters; and the state after a step."""
     other = program.init(tiny.make_params(3), jax.random.key(0))
