@@ -49,7 +49,7 @@ NOTHING, AUTO = UserInputs(), Transport()
 # The engine's inner optimizer: its state is like the parameters, so that a trainer's
 # second moments can take its place.
 _NO_OPTIMIZER = optax.GradientTransformation(
-    init=lambda params: params,
+    init=lambda params: jax.tree.map(jax.numpy.zeros_like, params),
     update=lambda updates, state, params=None: (updates, state),
 )
 

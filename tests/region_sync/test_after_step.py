@@ -195,6 +195,28 @@ def test_the_mean_of_the_regions():
     assert not params["a"].is_deleted()
 
 
+def test_copies_of_the_weights_in_the_trainers_optimizer_move_with_a_merge():
+    method = cc.methods.get("diloco", sync_interval=3)
+    optimizer = optax.contrib.schedule_free_sgd(0.02)
+    _, expected = plain.train_by_program(method, optimizer, 7)
+
+    def one_step(params, opt_state, batch):
+        grads = jax.grad(lambda p: plain.loss_fn(p, batch, None)[0])(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = plain.stacked(plain.make_params())
+    sync = cc.RegionSync(method, params, plain.NUM_REGIONS, donate=False)
+    state, opt_state = sync.init(params), jax.vmap(optimizer.init)(params)
+    step = jax.jit(jax.vmap(one_step))
+    for i in range(7):
+        old, opt_state = step(params, opt_state, plain.batch_of(i))
+        params, state = sync.after_step(old, state)
+        if state.applied:
+            opt_state = cc.merge_opt_state(opt_state, old, params)
+    assert_all_close(opt_state.z, expected.region.opt_state.z, rtol=1e-5, atol=1e-6)
+
+
 def test_a_merge_gets_the_trainers_batch_and_moments():
     params = plain.make_params()
     # It takes the gradient of the last batch, and Adam's second moment.
