@@ -10,9 +10,11 @@ import numpy as np
 import optax
 from jax.tree_util import GetAttrKey
 
+from cocodc_jax.expert_leaves import count_of, expert_axis
 from cocodc_jax.sync import inner_keys, inner_state, needs
 from cocodc_jax.sync.accumulation import Accumulation
 from cocodc_jax.sync.cutting import cut
+from cocodc_jax.sync.expert_mean import ExpertMean
 from cocodc_jax.sync.fragments import Fragments, check_partition
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.needs import HALFWAY, UserInputs
@@ -200,6 +202,39 @@ def check_feedback(method: Method, fragments: Fragments, params: PyTree) -> None
                 f"merge_feedback=True needs messages of method={method.name!r} with "
                 "error feedback of whole fragments, such as compress='ef+int4' without "
                 f"expert_weights; fragment {k} has other ones"
+            )
+
+
+def check_counts(
+    method: Method, fragments: Fragments, user_inputs: UserInputs, params: PyTree
+) -> None:
+    """Refuse marks of token counts that mark nothing, or not what a mean reads.
+
+    `params` are all parameters, also those that are not trained.
+    """
+    is_count = user_inputs.token_counts
+    if is_count is not None and not callable(is_count):
+        raise ValueError(
+            f"token_counts={is_count!r} must be a function of a leaf's path, such as "
+            "models.experts.is_token_count"
+        )
+    sent = {part.path for slices in fragments.slices for part in slices}
+    paths = sent | {path for path, _ in named_leaves(params)}
+    marked = {path for path in paths if is_count is not None and is_count(path)}
+    if is_count is not None and not marked:
+        some = ", ".join(map(repr, sorted(paths)[:3]))
+        raise ValueError(
+            f"token_counts={is_count!r} marks none of the leaves {some}, ...: leave it "
+            "out of UserInputs"
+        )
+    if method.sync and isinstance(method.sync.message.average, ExpertMean):
+        experts = {path for path in sent if expert_axis(path) is not None}
+        missing = sorted({count_of(path) for path in experts} - marked)
+        if missing:
+            raise ValueError(
+                f"expert_weights='tokens' reads the counts {missing[0]!r}, which are "
+                "not marked: pass UserInputs(token_counts="
+                "models.experts.is_token_count), or a function of your own"
             )
 
 

@@ -19,6 +19,7 @@ applied when it is due. Unlike in `RegionProgram`, it does not overlap with the 
 steps in between.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -28,9 +29,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cocodc_jax import methods
 from cocodc_jax.core import reduce, turn
+from cocodc_jax.core.auto_axes import with_auto_axes
 from cocodc_jax.core.checks import (
     check_accumulation,
     check_arrays,
+    check_counts,
     check_feedback,
     check_inner_state,
     check_inside,
@@ -49,7 +52,7 @@ from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.transforms.extra_args import with_named_extras
-from cocodc_jax.transforms.layers import named_leaves, nodes_of
+from cocodc_jax.transforms.layers import named_leaves
 from cocodc_jax.transforms.numerics import check_transform, vary_like
 
 PyTree = Any
@@ -136,6 +139,7 @@ def synchronized(
         if of_multi_steps(optimizer) is NONE:  # Else it is checked already.
             check_accumulation(find_accumulation(optimizer, params), method)
         check_inner_state(optimizer, method, params, user_inputs)
+        check_counts(method, found, user_inputs, params)
         nothing = jnp.zeros((), jnp.float32)
         of_moments = 2 if sync and sync.moments else 0
         counts = jnp.zeros(method.num_fragments + of_moments, jnp.int32)
@@ -219,7 +223,7 @@ def synchronized(
         region = turn.Region(step, params, updates, kept)
         return due.events(region, state._replace(inner=()))
 
-    both: Any = init, update
+    both: Any = init, with_auto_axes(update)
     return optax.GradientTransformationExtraArgs(*both)
 
 
@@ -228,32 +232,48 @@ def sync_metrics(state: PyTree) -> dict[str, jax.Array]:
 
     Args:
       state: a `SynchronizedState`, or a state that contains one (`optax.chain`,
-        `optax.masked`).
+        `optax.masked`, an `nnx.Optimizer`, its `nnx.State` or a pure dict of that).
 
     Returns:
       `bytes_sent` by one region (float32: seven digits), the `norm` of the last applied
       mean pseudo-gradient, the `correction_ratio` of the last merge, and
       `fragments_in_flight`. Scalars, or `[R]` if the state has a region axis.
     """
-    found = nodes_of(SynchronizedState, state)
+    found = jax.tree.leaves(state, is_leaf=_is_state)
+    found = [node for node in found if _is_state(node)]
     if len(found) != 1:
         raise ValueError(
             f"state holds {len(found)} states of synchronized, but must hold one"
         )
-    (state,) = found
-    counts, sizes, step = map(
-        jnp.asarray, (state.counts, state.message_bytes, state.step)
+    fields = _fields_of(found[0])
+    counts, sizes, step = (
+        jnp.asarray(fields[name]) for name in ("counts", "message_bytes", "step")
     )
     flying = jnp.zeros_like(step)
-    if state.times:
-        due = jnp.asarray(state.times.apply_step)
+    if times := fields.get("times"):
+        due = jnp.asarray(_fields_of(times)["apply_step"])
         flying = (due >= 0).sum(-1, dtype=jnp.int32)
     return {
         "bytes_sent": (counts * sizes).sum(-1),
-        "norm": jnp.asarray(state.norm),
-        "correction_ratio": jnp.asarray(state.correction_ratio),
+        "norm": jnp.asarray(fields["norm"]),
+        "correction_ratio": jnp.asarray(fields["correction_ratio"]),
         "fragments_in_flight": flying,
     }
+
+
+# Fields that hold arrays whatever the method.
+_ALWAYS = {"step", "counts", "message_bytes", "norm", "correction_ratio"}
+
+
+def _is_state(node: Any) -> bool:
+    """Return whether a node is a state; Flax NNX makes mappings of named tuples."""
+    if isinstance(node, Mapping):
+        return _ALWAYS <= set(node) <= set(SynchronizedState._fields)
+    return isinstance(node, SynchronizedState)
+
+
+def _fields_of(node: Any) -> Mapping[str, Any]:
+    return node if isinstance(node, Mapping) else node._asdict()
 
 
 def sync_axes(

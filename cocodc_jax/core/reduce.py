@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from cocodc_jax.sync.messages import Message, mean_of_decoded
+from cocodc_jax.sync.messages import Message, mean_of_finite
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import matchings
 from cocodc_jax.sync.summed import ByRings, SummedFactors
 from cocodc_jax.transforms import power_sgd
-from cocodc_jax.transforms.compressor import Compressor
-from cocodc_jax.transforms.numerics import vary_like
+from cocodc_jax.transforms.compressor import Compressor, zeroed
+from cocodc_jax.transforms.numerics import is_finite, vary_like
 
 PyTree = Any
 
@@ -80,13 +80,13 @@ def group_mean(
     axis_name: Any,
     key: jax.Array,
 ) -> PyTree:
-    """Average the decoded messages of a region's group.
+    """Average the decoded messages of a region's group that are finite.
 
     The key, equal in every region, draws pairs.
     """
     if outer.group == "all":
         gathered = jax.lax.all_gather(message, axis_name)
-        return mean_of_decoded(gathered, compressor)
+        return mean_of_finite(gathered, compressor)
     num_regions = jax.lax.axis_size(axis_name)
     if outer.group == "pairs":
         partners = matchings(num_regions)
@@ -98,9 +98,18 @@ def group_mean(
 
 
 def mean_of_two(compressor: Compressor, one: PyTree, other: PyTree) -> PyTree:
-    """Return the mean of two decoded messages."""
-    both = compressor.decode(one), compressor.decode(other)
-    return jax.tree.map(lambda x, y: (x + y) / 2, *both)
+    """Return the mean of two decoded messages, or the one that is finite."""
+    one_decoded = compressor.decode(one)
+    other_decoded = compressor.decode(other)
+    one_finite = is_finite(one)
+    other_finite = is_finite(other)
+
+    def mean(x, y):
+        first = jnp.where(one_finite, x, y)
+        second = jnp.where(other_finite, y, x)
+        return (first + second) / 2
+
+    return jax.tree.map(mean, one_decoded, other_decoded)
 
 
 def from_neighbour(
@@ -136,24 +145,55 @@ def factored(
 
     `delta` and `memory` are of one region, or of several with a leading axis, which
     `each` maps a function over and of which `one` takes the first entry. `summed` is
-    the weighted sum over all regions; a state of `weight` 0 keeps its residual.
+    the weighted sum over all regions; a state of `weight` 0 keeps its residual, and so
+    does that of a region whose `delta` is not finite, which is left out of the sums.
     """
     right = jax.tree.map(one, memory.right)  # Q is equal in all regions.
-    meant = each(power_sgd.meant)(delta, memory)
-    firsts = each(power_sgd.first)(meant, memory.right)
-    left = power_sgd.orthonormal(summed(firsts), right)
-    seconds = each(lambda tree: power_sgd.second(tree, left, right))(meant)
-    sums = summed(seconds)
-    mean = power_sgd.decoded(left, sums, jax.tree.map(one, delta))
-    shared = power_sgd.refreshed(sums, right)
 
-    def remembered(meant, own, old, weight):
+    def counted(delta, old):
+        meant = power_sgd.meant(delta, old)
+        finite = is_finite(meant)
+        return zeroed(meant, finite), finite
+
+    meant, finite = each(counted)(delta, memory)
+    firsts = each(power_sgd.first)(meant, memory.right)
+    firsts, shares = summed((firsts, each(shares_of)(finite)))
+    left = power_sgd.orthonormal(rescaled(firsts, shares), right)
+    seconds = each(lambda tree: power_sgd.second(tree, left, right))(meant)
+    sums = rescaled(summed(seconds), shares)
+    mean = power_sgd.decoded(left, sums, jax.tree.map(one, delta))
+    # Without any, Q stays, as it is multiplied with what regions send next.
+    shared = jax.tree.map(
+        lambda new, old: jnp.where(shares[0] > 0, new, old),
+        power_sgd.refreshed(sums, right),
+        right,
+    )
+
+    def remembered(meant, own, old, weight, finite):
         missed = power_sgd.missed(meant, left, own)
-        pick = functools.partial(jnp.where, weight > 0)
+        pick = functools.partial(jnp.where, (weight > 0) & finite)
         residual = jax.tree.map(pick, missed, old.residual)
         return vary_like(power_sgd.PowerSgdState(residual, shared), old)
 
-    return mean, each(remembered)(meant, seconds, memory, weight)
+    return mean, each(remembered)(meant, seconds, memory, weight, finite)
+
+
+def shares_of(finite: jax.Array) -> jax.Array:
+    """Return float32 `[..., 2]`: whether a region counts, and whether it does not.
+
+    Their weighted sums over regions are the `shares` of `rescaled`.
+    """
+    return jnp.stack([finite, ~finite], axis=-1).astype(jnp.float32)
+
+
+def rescaled(sums: PyTree, shares: jax.Array) -> PyTree:
+    """Return weighted sums of which some regions were left out, as those of weight 1.
+
+    `shares` `[2]` are the weights in the sum, and those left out. Sums without any are
+    NaN. If no region was left out, nothing changes, not by a bit.
+    """
+    factor = jnp.where(shares[1] > 0, 1 / shares[0], 1)
+    return jax.tree.map(lambda x: x * factor.astype(x.dtype), sums)
 
 
 def ring_sum(tree: PyTree, rings: ByRings, axis_name: Any) -> PyTree:

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from cocodc_jax.expert_leaves import TOKEN_UNIT, is_token_count
+from cocodc_jax.expert_leaves import TOKEN_UNIT
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.method import Sync
@@ -34,7 +34,12 @@ from cocodc_jax.sync.outer import RegionalOuter, SharedOuter, pseudo_gradient
 from cocodc_jax.sync.robust import length, without
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.extra_args import with_named_extras
-from cocodc_jax.transforms.numerics import cast_like, vary_like, wide_dtype
+from cocodc_jax.transforms.numerics import (
+    cast_like,
+    is_finite,
+    vary_like,
+    wide_dtype,
+)
 
 PyTree = Any
 
@@ -96,7 +101,12 @@ def finish(
         memory = remember(sync.merge.feedback_weight, part, staged, memory)
     stale = seen.kept.get(needs.STALE)
     outer, opt_state, norm = outer_step(
-        sync.outer.optimizer, outer, opt_state, mean, stale
+        sync.outer.optimizer,
+        outer,
+        opt_state,
+        mean,
+        stale,
+        seen.user_inputs.token_counts,
     )
     given = sync.outer.start(outer, opt_state) if sync.outer.start else outer
     merged, metrics = merge(sync, seen._replace(local=part, outer=given))
@@ -142,18 +152,20 @@ def outer_step(
     opt_state: PyTree,
     mean_pseudo_gradient: Fragment,
     stale_params: Fragment | None,
+    token_counts: Callable[[str], bool] | None = None,
 ) -> tuple[PyTree, PyTree, jax.Array]:
     """Step the outer optimizer on one fragment, by a mean that is old minus new.
 
     The optimizer receives `stale_params`, the outer fragment that the mean was measured
-    from, if not None. The last result is the norm of the mean, a float32 scalar.
+    from, if not None. For `token_counts` see `UserInputs`. The last result is the norm
+    of the mean, a float32 scalar.
     """
     extra = {} if stale_params is None else {"stale_params": stale_params}
-    # Outer parameters have no counts of experts' tokens.
-    mean_pseudo_gradient = {
-        path: jnp.zeros_like(x) if is_token_count(path) else x
-        for path, x in mean_pseudo_gradient.items()
-    }
+    if token_counts is not None:
+        mean_pseudo_gradient = {
+            path: jnp.zeros_like(x) if token_counts(path) else x
+            for path, x in mean_pseudo_gradient.items()
+        }
     updates, opt_state = with_named_extras(optimizer).update(
         mean_pseudo_gradient, opt_state, params, **extra
     )
@@ -182,7 +194,8 @@ def remember(
 
     A merge that keeps the share 1 - s of the progress `part - staged` drops s of it,
     which no message has carried. As a pseudo-gradient it is added to `memory`, an
-    `ErrorFeedbackState`: `e <- e - s (part - staged)`. Ours; no source.
+    `ErrorFeedbackState`: `e <- e - s (part - staged)`, unless it is not finite. Ours;
+    no source.
     """
     residual = jax.tree.map(
         lambda e, x, s: e - share * (x.astype(e.dtype) - s.astype(e.dtype)),
@@ -190,18 +203,29 @@ def remember(
         part,
         staged,
     )
+    finite = is_finite(residual)
+    residual = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old), residual, memory.residual
+    )
     return memory._replace(residual=residual)
 
 
-def gap(name: str, outer: Fragment, local: Fragment, num_regions: int) -> jax.Array:
+def gap(
+    name: str,
+    outer: Fragment,
+    local: Fragment,
+    num_regions: int,
+    token_counts: Callable[[str], bool] | None = None,
+) -> jax.Array:
     """Measure how far regions are from an outer fragment, per parameter.
 
     "drift" is the sum over regions of |theta^g - theta^m|, "distance" the mean over
-    regions of its square, "tokens" what experts saw; see `sync.needs`. Where `local` is
-    of some regions, `[R, ...]`, sum the result over all.
+    regions of its square, "tokens" what experts saw; see `sync.needs`, also for
+    `token_counts`. Where `local` is of some regions, `[R, ...]`, sum the result over
+    all.
     """
     if name == "tokens":
-        return _tokens(outer, local) / num_regions
+        return _tokens(outer, local, token_counts) / num_regions
     of_entry = {"drift": jnp.abs, "distance": jnp.square}[name]
     share = 1 / num_regions if name == "distance" else 1
     gaps = jax.tree.map(
@@ -211,14 +235,16 @@ def gap(name: str, outer: Fragment, local: Fragment, num_regions: int) -> jax.Ar
     return jnp.asarray(sum(jax.tree.leaves(gaps)) * share / size)
 
 
-def _tokens(outer: Fragment, local: Fragment) -> jax.Array:
+def _tokens(
+    outer: Fragment, local: Fragment, token_counts: Callable[[str], bool] | None
+) -> jax.Array:
     """Return the mean count of a fragment's experts, summed over some regions."""
     counts = [
         ((local[path] - x[None]) / TOKEN_UNIT).reshape(len(local[path]), -1)
         for path, x in outer.items()
-        if is_token_count(path)
+        if token_counts is not None and token_counts(path)
     ]
-    if not counts:
+    if not counts:  # -1 for each region.
         return jnp.float32(-len(jax.tree.leaves(local)[0]))
     return jnp.concatenate(counts, axis=1).mean(axis=1).sum()
 
@@ -264,11 +290,21 @@ def receive(
     arrived: PyTree,
     num_regions: int,
 ) -> tuple[Fragment, PyTree, jax.Array]:
-    """Step one region's own outer model; the last is the pseudo-gradient's norm."""
+    """Step one region's own outer model; the last is the pseudo-gradient's norm.
+
+    A region that no other, nor itself, sent a finite message takes no step, but reports
+    the norm. If a mean is of all regions, they step by it, so that it is seen.
+    """
     new, new_state = outer.receive(params, state, arrived, num_regions)
     mean = getattr(arrived, "pseudo_gradient", arrived)
     norm = optax.tree_utils.tree_norm(mean).astype(jnp.float32)
-    return cast_like(new, params), vary_like(new_state, state), norm
+    new, new_state = cast_like(new, params), vary_like(new_state, state)
+    if outer.group != "all":
+        finite = is_finite(arrived)
+        new, new_state = jax.tree.map(
+            lambda x, old: jnp.where(finite, x, old), (new, new_state), (params, state)
+        )
+    return new, new_state, norm
 
 
 def make_correct(

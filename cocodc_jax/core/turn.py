@@ -23,8 +23,14 @@ from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules import OneStepStale, Slotted, traced
-from cocodc_jax.transforms.compressor import Compressor, identity
-from cocodc_jax.transforms.numerics import vary_like, wide_dtype, widen
+from cocodc_jax.transforms.compressor import Compressor, identity, zeroed
+from cocodc_jax.transforms.numerics import (
+    cast_like,
+    is_finite,
+    vary_like,
+    wide_dtype,
+    widen,
+)
 
 PyTree = Any
 
@@ -104,7 +110,11 @@ def first(sync: Sync, fragments: Fragments, params: PyTree) -> dict[str, Any]:
             part = Part(own, sync.outer.init(own, compressor), ())
             send = functools.partial(core.send, sync.outer, compressor)
             key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-            message, _ = jax.eval_shape(send, own, own, part.opt_states, key)
+            # Without shardings: here mesh axes may be Explicit.
+            shapes = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (own, part.opt_states)
+            )
+            message, _ = jax.eval_shape(send, shapes[0], *shapes, key)
             mean = jax.eval_shape(compressor.decode, message)
         else:
             part = Part(own, sync.outer.optimizer.init(own), sync.message.init(own))
@@ -253,7 +263,14 @@ class Turn:
             for k, part in enumerate(parts):
                 own = self.local(k, part._replace(updates=region.updates), region)
                 own = jax.tree.map(lambda x: x[None], own)
-                each.append(core.gap(name, self.given(part), own, self.num_regions))
+                gap = core.gap(
+                    name,
+                    self.given(part),
+                    own,
+                    self.num_regions,
+                    self.user_inputs.token_counts,
+                )
+                each.append(gap)
             total = jax.lax.psum(jnp.stack(each), self.axis_name)
             return total.astype(jnp.float32)
 
@@ -388,7 +405,15 @@ class Turn:
         if self.sync.moments is None:
             return inner, []
         number, sent = step // self.schedule.sync_interval, []
-        mean = functools.partial(mean_of_all, axis_name=self.axis_name)
+
+        def mean(value: PyTree) -> PyTree:
+            """Average the moments of the regions where they are finite."""
+            finite = is_finite(value)
+            wide = jax.tree.map(widen, zeroed(value, finite))
+            shares = reduce.shares_of(finite)
+            sums, shares = jax.lax.pmean((wide, shares), self.axis_name)
+            return cast_like(reduce.rescaled(sums, shares), value)
+
         for name, n in self.sync.moments.every.items():
             sent.append(begun & (number % n == 0 if n else False))
             due = _if(sent[-1][0], mean, moments.take(inner, (name,)))

@@ -25,7 +25,7 @@ from cocodc_jax.sharding.region_map import (
     region_shard_map,
 )
 from cocodc_jax.sync.fragments import Fragment, PyTree
-from cocodc_jax.sync.messages import mean_of_decoded
+from cocodc_jax.sync.messages import mean_of_finite
 from cocodc_jax.sync.needs import STAGED
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import matchings
@@ -198,7 +198,7 @@ def make_regional_send(spec: SyncSpec, fragment_id: int) -> Callable:
     def send(params, outer_params, state, keys, matching):
         staged, out, state = mapped(params, outer_params, state, keys, matching)
         if outer.group == "all":
-            out = mean_of_decoded(everywhere(mesh, out), compressor)
+            out = mean_of_finite(everywhere(mesh, out), compressor)
         return staged, out, state
 
     return send

@@ -211,12 +211,18 @@ class SharedOuterModel:
         """Take an `outer_step` in a program of the mesh, on loaded state."""
         load = functools.partial(self._place.load, fragment_id)
         trees = params, opt_state, mean, stale_params
-        return outer_step(self._outer.optimizer, *map(load, trees))
+        return outer_step(
+            self._outer.optimizer,
+            *map(load, trees),
+            token_counts=self._spec.user_inputs.token_counts,
+        )
 
     def _make_steps(self) -> list[Callable]:
         """Make the outer step of each fragment; it donates the state."""
         place, optimizer = self._place, self._outer.optimizer
-        own, shapes = functools.partial(outer_step, optimizer), self._spec.outer_shapes
+        counts = self._spec.user_inputs.token_counts
+        own = functools.partial(outer_step, optimizer, token_counts=counts)
+        shapes = self._spec.outer_shapes
         # One device has it all: one program for all fragments of equal shapes.
         if place.kind in ("host", "device"):
             return [self._devices.jit(own, donate_argnums=(0, 1))] * len(shapes)

@@ -2,7 +2,9 @@
 
 Inside a program moments are all-reduced. On the outer mesh they are packed into a flat
 buffer, averaged between hosts, and copied back. Both sum in at least float32, and count
-the bytes so.
+the bytes so. A region whose moments are not finite is left out, and receives the mean
+of the others; what that takes, two numbers that are summed with the moments, is not
+counted.
 """
 
 import functools
@@ -16,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax.core import reduce
 from cocodc_jax.exchange import flat_buffer
 from cocodc_jax.exchange.base import Exchange, SyncSpec
 from cocodc_jax.exchange.between_hosts import OnOuterMesh, make_combine
@@ -30,9 +33,9 @@ from cocodc_jax.sharding.region_map import (
 )
 from cocodc_jax.sync import moments
 from cocodc_jax.sync.model_state import is_float
-from cocodc_jax.sync.robust import is_finite
 from cocodc_jax.sync.schedules.base import Event
-from cocodc_jax.transforms.numerics import cast_like, wide_dtype, widen
+from cocodc_jax.transforms.compressor import zeroed
+from cocodc_jax.transforms.numerics import cast_like, is_finite, wide_dtype, widen
 
 PyTree = Any
 
@@ -87,8 +90,9 @@ class MomentPrograms:
         spec = self._spec
 
         def average(opt_state, weights):
-            wide = jax.tree.map(widen, moments.take(opt_state, due))
-            mean = psum_over_regions(sum_of_block(wide, weights))
+            wide, shares = _finite(moments.take(opt_state, due))
+            sums = sum_of_block((jax.tree.map(widen, wide), shares), weights)
+            mean = reduce.rescaled(*psum_over_regions(sums))
             new = _handed_out(opt_state, as_varying(mean), due, spec.local.size)
             return new, jax.tree.leaves(mean)[0].reshape(-1)[0]
 
@@ -110,12 +114,18 @@ class MomentPrograms:
         common = _common_dtype(jax.tree.leaves(shapes))
         wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, common), shapes)
 
+        shares = jax.ShapeDtypeStruct((2,), common)
+        sent = wide, shares
+
         def lay_out(opt_state):
-            return flat_buffer.pack(cast_like(moments.take(opt_state, due), wide))
+            return flat_buffer.pack(
+                cast_like(_finite(moments.take(opt_state, due)), sent)
+            )
 
         pack = devices.jit(lay_out, out_shardings=spec.shardings.region.key)
+        combine = make_combine(None, channel.host, sent, all_reduce=exchange.all_reduce)
         cross = devices.jit(
-            make_combine(None, channel.host, wide, all_reduce=exchange.all_reduce),
+            lambda rows, weights: reduce.rescaled(*combine(rows, weights)[0]),
             out_shardings=channel.host,
         )
         inside = jax.tree.map(
@@ -130,11 +140,17 @@ class MomentPrograms:
 
         def average(opt_state, weights):
             rows = devices.gather_rows(pack(opt_state), channel.rows)
-            mean, _ = cross(rows, weights)
+            mean = cross(rows, weights)
             one = jax.tree.leaves(mean)[0]
             return hand_out(opt_state, devices.move(mean, inside)), one
 
         return average
+
+
+def _finite(found: list) -> tuple[list, jax.Array]:
+    """Return regional moments, zero where a region's are not finite, and its shares."""
+    finite = jax.vmap(is_finite)(found)
+    return zeroed(found, finite), reduce.shares_of(finite)
 
 
 def _handed_out(

@@ -73,6 +73,6 @@ def decoupled_momentum(decay: float, compressor: Compressor) -> PerStep:
         "decoupled_momentum",
         kept.init,
         kept.encode,
-        lambda messages: jax.tree.map(jnp.sign, combine(messages, compressor)),
+        lambda messages: jax.tree.map(jnp.sign, combine(messages, kept)),
         lambda other: decoupled_momentum(decay, other),
     )

@@ -44,8 +44,9 @@ import jax.numpy as jnp
 from cocodc_jax.sync import Compressed, Method, RegionalOuter, Sync, merge, schedules
 from cocodc_jax.sync.outer import PyTree, pseudo_gradient
 from cocodc_jax.transforms import compression
+from cocodc_jax.transforms.compressor import zeroed
 from cocodc_jax.transforms.error_feedback import ErrorFeedbackState, error_feedback
-from cocodc_jax.transforms.numerics import check_outer
+from cocodc_jax.transforms.numerics import check_outer, is_finite
 
 
 def diloco_demo(
@@ -92,6 +93,8 @@ def decoupled_momentum(learning_rate: float, momentum: float) -> RegionalOuter:
     def send(params, state, local, compressor, key):
         gradient = pseudo_gradient(params, local)
         message, kept = feedback(compressor).encode(gradient, state.feedback, key)
+        # Of a pseudo-gradient that is not finite nothing is sent, nor applied.
+        gradient = zeroed(gradient, is_finite(message))
         return message, DecoupledState(kept, gradient)
 
     def receive(params, state, arrived, num_regions):

@@ -56,7 +56,8 @@ import jax.numpy as jnp
 from cocodc_jax.sync import Compressed, Method, RegionalOuter, Sync, merge, schedules
 from cocodc_jax.sync.outer import PyTree, pseudo_gradient
 from cocodc_jax.transforms import compression
-from cocodc_jax.transforms.numerics import check_choice, check_rate
+from cocodc_jax.transforms.compressor import zeroed
+from cocodc_jax.transforms.numerics import check_choice, check_rate, is_finite
 
 # Graph to the group of `RegionalOuter` that hears it.
 GRAPHS = {"ring": "ring", "complete": "all"}
@@ -110,7 +111,13 @@ def admm(penalty: float, graph: str) -> RegionalOuter:
 
     def send(params, state, local, compressor, key):
         change = jax.tree.map(jnp.negative, pseudo_gradient(params, local))
-        message, kept = compressor.encode(change, state.compressor, key)
+        # Neighbors add up what they receive: a change that is not finite is sent as
+        # none, so that what they know of the region stays what it knows itself.
+        finite = is_finite(change)
+        message, new = compressor.encode(zeroed(change, finite), state.compressor, key)
+        kept = jax.tree.map(
+            lambda x, old: jnp.where(finite, x, old), new, state.compressor
+        )
         told = compressor.decode(message)
         return message, state._replace(compressor=kept, told=told)
 

@@ -23,6 +23,7 @@ As a parameter the count is reset where outer ones replace it, merged, stored an
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -170,29 +171,31 @@ def router_aux(routed: Routed) -> dict[str, jax.Array]:
 
 def counting(
     optimizer: optax.GradientTransformation,
+    token_counts: Callable[[str], bool] = is_token_count,
 ) -> optax.GradientTransformationExtraArgs:
     """Let an optimizer train a model with experts, and add up their token counts.
 
-    In place of counts it sees gradients of zero. The state is the optimizer's own.
+    In place of counts it sees gradients of zero. The state is the optimizer's own. The
+    program's `UserInputs` must have the same `token_counts(path) -> bool`; by default
+    those of the models of this package.
     """
     inner = optax.with_extra_args_support(optimizer)
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+
+    def at_counts(change: Callable, tree: Any, *others: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, *x: change(*x) if token_counts(name(path)) else x[0],
+            tree,
+            *others,
+        )
 
     def update(updates, state, params=None, **extra):
         steps, state = inner.update(
-            _at_counts(jnp.zeros_like, updates), state, params, **extra
+            at_counts(jnp.zeros_like, updates), state, params, **extra
         )
-        return _at_counts(lambda _, g: -TOKEN_UNIT * g, steps, updates), state
+        return at_counts(lambda _, g: -TOKEN_UNIT * g, steps, updates), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
-
-
-def _at_counts(change, tree: Any, *others: Any) -> Any:
-    name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-    return jax.tree_util.tree_map_with_path(
-        lambda path, *x: change(*x) if is_token_count(name(path)) else x[0],
-        tree,
-        *others,
-    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))

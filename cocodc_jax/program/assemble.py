@@ -17,6 +17,7 @@ from cocodc_jax import methods
 from cocodc_jax.core.checks import (
     check_accumulation,
     check_arrays,
+    check_counts,
     check_feedback,
     check_inner_state,
     check_params,
@@ -166,6 +167,7 @@ def checked(
         shares_experts=mesh.shape.get(EXPERT, 1) > 1,
     )
     check_feedback(method, fragments, params)
+    check_counts(method, fragments, user_inputs, whole)
     if user_inputs.outputs is not None:
         outputs = tuple(map(trace_without_mesh_if_needed, user_inputs.outputs))
         user_inputs = dataclasses.replace(user_inputs, outputs=outputs)

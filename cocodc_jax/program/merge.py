@@ -29,7 +29,8 @@ PyTree = Any
 
 def is_told(sync: Any, is_late: bool) -> bool:
     """Return whether a merge takes its delay as an argument."""
-    return is_late or (sync.schedule.is_measured and sync.schedule.delay_steps > 0)
+    is_measured = sync.schedule.is_measured and sync.schedule.delay_steps > 0
+    return is_late or is_measured or sync.message.is_ranked
 
 
 def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Callable:
@@ -171,15 +172,29 @@ def make_gap(spec: SyncSpec, name: str) -> Callable:
     It costs a reduction of K scalars over regions.
     """
     fragments, num_regions = spec.fragments, spec.regions.num
+    token_counts = spec.user_inputs.token_counts
+
+    def of_fragment(part: Fragment, local: Fragment) -> jax.Array:
+        return core.gap(name, part, local, num_regions, token_counts)
+
+    def of_region(part: Fragment, local: Fragment) -> jax.Array:
+        return of_fragment(part, jax.tree.map(lambda x: x[None], local))
 
     def gap(params: PyTree, outer: tuple[Fragment, ...]):
-        each = [
-            core.gap(name, part, fragments.take(params, k, lead=1), num_regions)
-            for k, part in enumerate(outer)
-        ]
+        local = [fragments.take(params, k, lead=1) for k in range(len(outer))]
+        if spec.place.is_regional:  # Each region has outer fragments of its own.
+            each = [
+                jax.vmap(of_region)(part, own).sum()
+                for part, own in zip(outer, local, strict=True)
+            ]
+        else:
+            each = list(map(of_fragment, outer, local))
         return psum_over_regions(jnp.stack(each))
 
-    return region_shard_map(gap, spec.mesh, in_specs=(P(REGION), P()), out_specs=P())
+    of_outer = P(REGION) if spec.place.is_regional else P()
+    return region_shard_map(
+        gap, spec.mesh, in_specs=(P(REGION), of_outer), out_specs=P()
+    )
 
 
 def make_remember(spec: SyncSpec, fragment_id: int) -> Callable:

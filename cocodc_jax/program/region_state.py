@@ -19,8 +19,7 @@ from cocodc_jax.sharding.shardings import Shardings, with_shardings
 from cocodc_jax.sync.inner_keys import fold_keys, has_keys
 from cocodc_jax.sync.model_state import ModelState, is_float
 from cocodc_jax.sync.per_step import PerStep
-from cocodc_jax.sync.robust import is_finite
-from cocodc_jax.transforms.numerics import widen
+from cocodc_jax.transforms.numerics import is_finite, widen
 
 PyTree = Any
 
@@ -147,7 +146,11 @@ def mean_model_state(model_state: PyTree) -> PyTree:
 
 
 def region_drift(params: PyTree) -> jax.Array:
-    """Return the RMS distance of regions to their mean, relative to its norm."""
+    """Return the RMS distance of regions to their mean, relative to its norm.
+
+    It is 0 for regions that are equal, also if they are 0, and infinite for others
+    whose mean is 0.
+    """
 
     def squares(x):
         x = widen(x)
@@ -156,4 +159,5 @@ def region_drift(params: PyTree) -> jax.Array:
 
     each = [squares(x) for x in jax.tree.leaves(params)]
     apart, length = (sum(column) for column in zip(*each, strict=True))
+    length = jnp.where(apart > 0, length, 1)
     return jnp.sqrt(apart / length).astype(jnp.float32)

@@ -193,6 +193,7 @@ def training_parts(
         inner.learning_rate(steps, method),
         adam_second_moment(inner.second_moment_decay(method)),
         models.make_outputs(model, layout),
+        token_counts=models.experts.is_token_count if model.num_experts else None,
     )
     return optimizer, user_inputs
 

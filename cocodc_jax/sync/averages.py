@@ -12,6 +12,7 @@ sent, or encoded and sent. `after` has the same result in every region.
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -60,7 +61,15 @@ class RadialDirectional(Average):
 
     Source: Decoupled DiLoCo, arXiv 2604.21428, from a published summary.
     Embeddings are averaged plainly.
+
+    Attributes:
+      embedding: regular expression that finds the paths of embeddings.
+      has_layers: whether a leaf's first axis is of layers; by default a guess by its
+        name.
     """
+
+    embedding: str = EMBEDDING
+    has_layers: Callable[[str], bool] = is_stack
 
     is_linear = False
 
@@ -78,16 +87,21 @@ class RadialDirectional(Average):
         return {path: self._join(path, x) for path, x in mean.items()}
 
     def _split(self, path: str, x: jax.Array) -> Any:
-        if re.search(EMBEDDING, path):
+        if re.search(self.embedding, path):
             return x
-        length = _length(path, x)
+        length = self._length(path, x)
         return {"direction": _unit(x, length), "length": length}
 
     def _join(self, path: str, mean: Any) -> jax.Array:
-        if re.search(EMBEDDING, path):
+        if re.search(self.embedding, path):
             return mean
         direction = mean["direction"]
-        return mean["length"] * _unit(direction, _length(path, direction))
+        return mean["length"] * _unit(direction, self._length(path, direction))
+
+    def _length(self, path: str, x: jax.Array) -> jax.Array:
+        """Return the length of a tensor, or of each layer of a stack, keeping axes."""
+        axes = tuple(range(int(self.has_layers(path)), x.ndim))
+        return jnp.sqrt(jnp.sum(jnp.square(x), axes, keepdims=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,12 +178,6 @@ def sync_key(fragment_id: int, start_step: int | jax.Array) -> jax.Array:
     """Return the PRNG key of a sync, equal in every region and after a restart."""
     words = jnp.stack([jnp.uint32(fragment_id), jnp.asarray(start_step, jnp.uint32)])
     return jax.random.wrap_key_data(words, impl="threefry2x32")
-
-
-def _length(path: str, x: jax.Array) -> jax.Array:
-    """Return the length of a tensor, or of each layer of a stack, keeping axes."""
-    axes = tuple(range(int(is_stack(path)), x.ndim))
-    return jnp.sqrt(jnp.sum(jnp.square(x), axes, keepdims=True))
 
 
 def _unit(x: jax.Array, length: jax.Array) -> jax.Array:

@@ -16,7 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from cocodc_jax.sync.averages import Average
-from cocodc_jax.transforms.compressor import Compressor, check_compressor, message_bytes
+from cocodc_jax.transforms.compressor import (
+    Compressor,
+    check_compressor,
+    message_bytes,
+    without_bad,
+)
 from cocodc_jax.transforms.decoupled import average_duplicates
 from cocodc_jax.transforms.numerics import cast_like, check_choice, widen
 from cocodc_jax.transforms.sparsify import SparseCompressor
@@ -81,7 +86,8 @@ class Message:
     def combine(self, messages: PyTree, weights: jax.Array, rank: int = 0) -> PyTree:
         """Return the mean of gathered, encoded messages, leaves `[M, ...]`.
 
-        The weights `[M]` have sum 1; 0 is a region that did not take part.
+        The weights `[M]` have sum 1; 0 is a region that did not take part. If the
+        compressor has a memory, messages that are not finite get weight 0 too.
         """
         compressor = self.compressor(rank)
         assert compressor is not None
@@ -187,15 +193,29 @@ def mean_of_decoded(messages: PyTree, compressor: Compressor) -> PyTree:
     Summed in at least float32, one message at a time: M decoded trees would take M
     times the memory.
     """
-    num_messages = jax.tree.leaves(messages)[0].shape[0]
-    weights = jnp.full(num_messages, 1 / num_messages)
+    return weighted_sum_of_decoded(messages, _equal_weights(messages), compressor)
+
+
+def mean_of_finite(messages: PyTree, compressor: Compressor) -> PyTree:
+    """Return the mean of those messages that are finite; see `mean_of_decoded`."""
+    messages, weights = without_bad(messages, _equal_weights(messages))
     return weighted_sum_of_decoded(messages, weights, compressor)
+
+
+def _equal_weights(messages: PyTree) -> jax.Array:
+    num_messages = jax.tree.leaves(messages)[0].shape[0]
+    return jnp.full(num_messages, 1 / num_messages)
 
 
 def weighted_sum_of_decoded(
     messages: PyTree, weights: jax.Array, compressor: Compressor
 ) -> PyTree:
-    """Return the sum of decoded messages, with weights `[M]`."""
+    """Return the sum of decoded messages, with weights `[M]`.
+
+    If the compressor has a memory, messages that are not finite are left out.
+    """
+    if compressor.has_memory:
+        messages, weights = without_bad(messages, weights)
 
     def decoded(i):
         message = compressor.decode(jax.tree.map(lambda x: x[i], messages))

@@ -47,12 +47,16 @@ class UserInputs:
         inner optimizer that holds a copy of the parameters: called after each merge. It
         gets a state in which Optax's own copies are moved already, and what it returns
         has the same structure. See `sync/inner_state.py`.
+      token_counts: `token_counts(path) -> bool`, which leaves of the parameters are no
+        weights, but count the tokens of a mixture's experts (`models.experts`); paths
+        are joined by "/". None if there are none. Outer parameters hold 0 there.
     """
 
     learning_rate: float | Callable[[int], Any] | None = None
     second_moment: Callable[[PyTree], PyTree] | None = None
     outputs: tuple[Callable, Callable] | None = None
     on_merge: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None
+    token_counts: Callable[[str], bool] | None = None
 
     def rate(self, step: int) -> jax.Array:
         """Return the learning rate of the inner step that led to `step`."""

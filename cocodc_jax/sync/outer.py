@@ -19,7 +19,12 @@ import optax
 from cocodc_jax.sync.averages import Average
 from cocodc_jax.transforms.compressor import Compressor, message_bytes
 from cocodc_jax.transforms.error_feedback import check_no_feedback
-from cocodc_jax.transforms.numerics import check_choice, check_outer, is_number
+from cocodc_jax.transforms.numerics import (
+    check_choice,
+    check_outer,
+    check_transform,
+    is_number,
+)
 
 PyTree = Any
 
@@ -47,6 +52,8 @@ class SharedOuter:
     start: Callable[[PyTree, PyTree], PyTree] | None = None
 
     def __post_init__(self):
+        made_by = "optax.sgd(0.7, 0.9, nesterov=True)"
+        check_transform("optimizer", self.optimizer, made_by)
         check_choice("outer_placement", self.placement, PLACEMENTS)
         check_choice("needs", self.needs, (set(), {"stale_params"}))
 

@@ -39,9 +39,11 @@ import numpy as np
 import optax
 
 from cocodc_jax.sync.messages import Message
+from cocodc_jax.transforms.compressor import zeroed
 from cocodc_jax.transforms.numerics import (
     check_choice,
     down_to_median,
+    is_finite,
     is_number,
     masked_median,
     widen,
@@ -153,23 +155,12 @@ def length(params: PyTree, delta: PyTree) -> jax.Array:
     return jnp.where(finite & jnp.isfinite(norm), norm, jnp.nan)
 
 
-def is_finite(tree: PyTree) -> jax.Array:
-    """Return whether all numbers of a non-empty tree are finite, bool scalar."""
-    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
-
-
 def without(messages: PyTree, weights: jax.Array) -> PyTree:
     """Replace messages of weight 0 by zeros, as 0 times NaN is NaN.
 
     Messages `[M, ...]` have weights `[M]`, and a single one has a scalar.
     """
-    counts = weights > 0
-
-    def kept(x):
-        shape = *counts.shape, *(1,) * (x.ndim - counts.ndim)
-        return jnp.where(counts.reshape(shape), x, jnp.zeros_like(x))
-
-    return jax.tree.map(kept, messages)
+    return zeroed(messages, weights > 0)
 
 
 def trimmed_mean(values: jax.Array, counted: jax.Array, trim: float) -> jax.Array:

@@ -13,15 +13,20 @@ the same structure: at least two, and at least half of them, with leaves of the 
 names. So an encoder and a decoder are not a stack of two layers, but each contains one.
 A stacked subtree must have a name of one (`layers`, `blocks`, `stack`, `scan`), several
 leaves, and among them one of three axes: by shapes alone the heads of an attention
-would look like layers.
+would look like layers. What was found is logged once, at the level INFO; `blocks` of
+`cut` overrides it.
 """
 
+import functools
+import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cocodc_jax.transforms.layers import BLOCKS, STACKED, layer_number
+from cocodc_jax.transforms.layers import BLOCKS, STACKED, number_below
+
+_logger = logging.getLogger(__name__)
 
 Path = tuple[str, ...]
 
@@ -52,7 +57,14 @@ def find(
             )
     if not found and blocks is None:
         found = dict(_look(shapes, (), list(shapes)))
+        _say(tuple(sorted({place.stack for place in found.values()})))
     return {"/".join(path): place for path, place in found.items()}
+
+
+@functools.cache
+def _say(names: tuple[str, ...]) -> None:
+    """Log once which subtrees a cut without `blocks` takes for layers."""
+    _logger.info("layers found by names and shapes: %s", ", ".join(names) or "none")
 
 
 def _called(name: str, shapes: dict[Path, tuple]) -> dict[Path, Place]:
@@ -61,7 +73,7 @@ def _called(name: str, shapes: dict[Path, tuple]) -> dict[Path, Place]:
     for path in shapes:
         if name in path[:-1]:
             at = path.index(name) + 1
-            found[path] = Place("/".join(path[:at]), layer_number(path[at]))
+            found[path] = Place("/".join(path[:at]), number_below(path[at]))
     return found
 
 

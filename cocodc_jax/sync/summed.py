@@ -13,6 +13,7 @@ Source of the rings: Ravnest (arXiv 2401.01728), from memory. The orders are our
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax.flatten_util import ravel_pytree
 
 from cocodc_jax.sync.messages import Message
 from cocodc_jax.transforms import power_sgd
+from cocodc_jax.transforms.layers import is_stack
 from cocodc_jax.transforms.numerics import check_at_least
 
 PyTree = Any
@@ -88,10 +90,13 @@ class SummedFactors(Message):
     Attributes:
       first: the rank, or the initial rank if a schedule sets it.
       follows_rank: whether a schedule sets it.
+      has_layers: whether a leaf's first axis is of layers; by default a guess by its
+        name.
     """
 
     first: int
     follows_rank: bool = False
+    has_layers: Callable[[str], bool] = is_stack
 
     only_in_program = "its second factors are made of the sum of all regions' first"
     only_weighted = "its factors are summed on their way"
@@ -107,7 +112,7 @@ class SummedFactors(Message):
 
     def init(self, part: PyTree, rank: int = 0) -> power_sgd.PowerSgdState:
         """Return one region's initial state."""
-        return power_sgd.init(part, rank or self.first)
+        return power_sgd.init(part, rank or self.first, self.has_layers)
 
     def restored(self, state: PyTree, fresh: PyTree) -> PyTree:
         """Reset the residual; the right factors are equal in all regions."""
@@ -115,7 +120,7 @@ class SummedFactors(Message):
 
     def resize(self, state: PyTree, tree: PyTree, rank: int) -> PyTree:
         """Resize a state of any rank to `rank`, for a `tree` of these shapes."""
-        return power_sgd.resize(state, tree, rank)
+        return power_sgd.resize(state, tree, rank, self.has_layers)
 
     def encoded(self, part: PyTree, rank: int = 0) -> PyTree:
         """Return the shapes of what one region adds to the two sums."""

@@ -9,6 +9,10 @@ region) and shard_map (where an all-gather of a message is an all-gather of its
 arrays). A message is a pytree whose array leaves are exactly what goes on the wire;
 the shape and dtype that `decode` restores are static metadata of its `Packed` nodes,
 which both ends know beforehand. `message_bytes` counts the leaves.
+
+A compressor with memory must survive one bad batch: a number that is not finite would
+stay in its memory for good. `keep_finite` makes it keep the old memory then, and marks
+the message, which a mean over regions leaves out (`without_bad`).
 """
 
 import dataclasses
@@ -21,7 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cocodc_jax.transforms.layers import distinct_leaves, is_matrix, named_leaves
+from cocodc_jax.transforms.layers import distinct_leaves, is_stack, named_leaves
+from cocodc_jax.transforms.numerics import is_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +43,8 @@ class Compressor:
       decode: `decode(message) -> tree`, with the structure, shapes and dtypes encoded.
       is_sparse: whether messages do not have every entry of a leaf: others decode to 0.
       needs_model: whether it reads the names and shapes of a model's leaves.
+      has_memory: whether it is a result of `keep_finite`: it keeps its state where a
+        message is not finite, and means over regions leave such messages out.
     """
 
     name: str
@@ -46,6 +53,7 @@ class Compressor:
     decode: Callable[[Any], Any]
     is_sparse: bool = dataclasses.field(default=False, kw_only=True)
     needs_model: bool = dataclasses.field(default=False, kw_only=True)
+    has_memory: bool = dataclasses.field(default=False, kw_only=True)
 
 
 @functools.partial(
@@ -74,6 +82,75 @@ def message_bytes(message) -> int:
     """
     leaves = jax.tree.leaves(message)
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves)
+
+
+def keep_finite(compressor: Compressor) -> Compressor:
+    """Let a compressor with memory survive values that are not finite.
+
+    If the message or the new state of a call has a number that is not finite, the state
+    stays as it was, and all floating-point arrays of the message become NaN, so that
+    whoever reads it can tell (`without_bad`). A message without any has no mark.
+
+    >>> import jax.numpy as jnp
+    >>> from cocodc_jax.transforms.error_feedback import error_feedback
+    >>> compressor = error_feedback(identity())  # As it is in its factory.
+    >>> state = compressor.init(jnp.zeros(2))
+    >>> message, state = compressor.encode(jnp.array([1.0, jnp.nan]), state)
+    >>> print(compressor.decode(message), state.residual)
+    [nan nan] [0. 0.]
+    """
+
+    def encode(tree, state, key=None):
+        message, new = compressor.encode(tree, state, key)
+        finite = is_finite((message, new))
+        state = jax.tree.map(lambda x, old: jnp.where(finite, x, old), new, state)
+        return marked(message, finite), state
+
+    return dataclasses.replace(compressor, encode=encode, has_memory=True)
+
+
+def marked(message, finite: jax.Array):
+    """Return a message whose floating-point arrays are NaN unless `finite`, a bool."""
+
+    def mark(x):
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return jnp.where(finite, x, jnp.nan).astype(x.dtype) if is_float else x
+
+    return jax.tree.map(mark, message)
+
+
+def without_bad(messages, weights: jax.Array):
+    """Give weight 0 to messages that are not finite, and their weight to the others.
+
+    If none is finite, all stay as they are: the mean is NaN, for everybody to see.
+
+    Args:
+      messages: of M regions as one tree, every array `[M, ...]`.
+      weights: `[M]` of the regions, of any sum, which is kept.
+
+    Returns:
+      The messages, zero where they have weight 0, and the weights.
+    """
+    bad = (weights > 0) & ~jax.vmap(is_finite)(messages)
+    rest = jnp.where(bad, 0, weights)
+    total = rest.sum()
+    is_some = bad.any() & (total > 0)
+    scale = weights.sum() / jnp.where(total > 0, total, 1)
+    weights = jnp.where(is_some, rest * scale, weights)
+    return zeroed(messages, ~(bad & is_some)), weights
+
+
+def zeroed(messages, kept: jax.Array):
+    """Replace messages `[M, ...]`, or a single one, by zeros unless `kept`, bool `[M]`.
+
+    A weight of 0 is not enough, as 0 times NaN is NaN.
+    """
+
+    def choose(x):
+        shape = *kept.shape, *(1,) * (x.ndim - kept.ndim)
+        return jnp.where(kept.reshape(shape), x, jnp.zeros_like(x))
+
+    return jax.tree.map(choose, messages)
 
 
 def per_leaf(
@@ -137,7 +214,9 @@ class Split:
     structure: Any  # Of the tree, static.
 
 
-def matrices(inner: Compressor) -> Compressor:
+def matrices(
+    inner: Compressor, has_layers: Callable[[str], bool] = is_stack
+) -> Compressor:
     """Encode matrices by `inner`, and send vectors and scalars as they are.
 
     Vectors are norm scales: one number in some thousands, by which every activation is
@@ -147,6 +226,8 @@ def matrices(inner: Compressor) -> Compressor:
 
     Args:
       inner: any compressor; it sees a flat dict from path to matrix.
+      has_layers: `has_layers(path) -> bool`, whether a leaf's first axis is of layers;
+        by default a guess by its name.
 
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.statistical import stat2
@@ -160,7 +241,7 @@ def matrices(inner: Compressor) -> Compressor:
 
     def split(tree):
         leaves = distinct_leaves(tree)
-        chosen = {path: x for path, x in leaves if is_matrix(path, x.ndim)}
+        chosen = {path: x for path, x in leaves if x.ndim - has_layers(path) >= 2}
         return chosen, {path: x for path, x in leaves if path not in chosen}
 
     def encode(tree, state, key=None):
@@ -176,7 +257,9 @@ def matrices(inner: Compressor) -> Compressor:
 
     name, init = f"matrices({inner.name})", lambda tree: inner.init(split(tree)[0])
     kinds = {"is_sparse": inner.is_sparse, "needs_model": True}
-    return Compressor(name, init, encode, decode, **kinds)
+    found = Compressor(name, init, encode, decode, **kinds)
+    # Vectors that are not finite must not reach the memory of matrices.
+    return keep_finite(found) if inner.has_memory else found
 
 
 def check_floats(name: str, tree: Any) -> None:

@@ -143,7 +143,10 @@ def outer_product(sync_interval: int = 1, units: str = "parameter") -> Curvature
 
 
 def normalized_outer_product(
-    max_weight: float | None = None, scope: str = "tensor", eps: float = 1e-8
+    max_weight: float | None = None,
+    scope: str = "tensor",
+    eps: float = 1e-8,
+    has_layers: Callable[[str], bool] = is_stack,
 ) -> Curvature:
     """Take H D = w g * g * D with w such that it is as long as g (DC-S3GD).
 
@@ -168,6 +171,8 @@ def normalized_outer_product(
         that stacks them (`layers.is_stack`), "tree" over all leaves at once.
       eps: at least 0, keeps `w` finite; in the units of `c`, 1e-8 as in the authors'
         code. `w` is 0 where `||c|| + eps` is.
+      has_layers: `has_layers(path) -> bool`, whether a leaf's first axis is of layers,
+        for scope "layer"; by default a guess by its name.
     """
     if max_weight is not None:
         check_positive("max_weight", max_weight)
@@ -183,8 +188,8 @@ def normalized_outer_product(
         return jax.tree.map(lambda c: weight.astype(c.dtype) * c, curved)
 
     def of_layers(keys, gradient, displacement):
-        has_layers = gradient.ndim and is_stack(path_of(keys))
-        each = jax.vmap(normalized) if has_layers else normalized
+        is_stacked = gradient.ndim and has_layers(path_of(keys))
+        each = jax.vmap(normalized) if is_stacked else normalized
         return each(gradient, displacement)
 
     def product(gradient, displacement):

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cocodc_jax.transforms.compressor import Compressor, map_packed
+from cocodc_jax.transforms.compressor import Compressor, map_packed, without_bad
 from cocodc_jax.transforms.numerics import down_to_median, widen
 from cocodc_jax.transforms.sparsify import SparseCompressor
 
@@ -36,7 +36,8 @@ def average_duplicates(
 
     A coefficient that one region sent keeps its size, where the mean over all M would
     divide it by M. A region that sent a zero counts as a sender; one of weight 0 does
-    not. What nobody sent is 0.
+    not, nor one whose message is not finite, if the compressor has a memory. What
+    nobody sent is 0.
 
     Args:
       messages: messages of M regions as one tree, a region axis M before every array:
@@ -64,6 +65,11 @@ def average_duplicates(
             f"average_duplicates cannot read messages of {compressor.name}; use top_k, "
             "chunked_top_k or dct_top_k, bare or in error_feedback"
         )
+
+    if compressor.has_memory:
+        if weights is None:
+            weights = jnp.ones(len(jax.tree.leaves(messages)[0]))
+        messages, weights = without_bad(messages, weights)
 
     def combine(packed):
         read = jax.vmap(lambda arrays: compressor.read(arrays, packed.shape))

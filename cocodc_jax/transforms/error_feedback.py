@@ -4,7 +4,8 @@
 
 With decay 1 nothing is ever lost: the sum of what was sent and the residual equals the
 sum of what was meant, so if the residual stays bounded the means agree. Decay below
-1 forgets old errors (SparseLoCo uses 0.95).
+1 forgets old errors (SparseLoCo uses 0.95). A call with numbers that are not finite
+leaves the residual as it was (`compressor.keep_finite`).
 
 Source: Karimireddy et al., arXiv 1901.09847. Decay 1 is also DiLoCoX's (arXiv
 2506.21263, from memory, unchecked); a decay below 1 is SparseLoCo's (arXiv 2508.15706)
@@ -17,7 +18,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.transforms.compressor import Compressor, check_compressor, check_state
+from cocodc_jax.transforms.compressor import (
+    Compressor,
+    check_compressor,
+    check_state,
+    keep_finite,
+)
 from cocodc_jax.transforms.numerics import cast_like, check_between, wide_zeros, widen
 
 _NAME = "error_feedback"
@@ -75,7 +81,7 @@ def error_feedback(inner: Compressor, decay: float | jax.Array = 1.0) -> Compres
 
     # Of the kind of the inner one: its messages can be read as before.
     name = f"{_NAME}({inner.name})"
-    return dataclasses.replace(inner, name=name, init=init, encode=encode)
+    return keep_finite(dataclasses.replace(inner, name=name, init=init, encode=encode))
 
 
 def check_no_feedback(compressor: Compressor) -> None:

@@ -3,12 +3,20 @@
 A model that is scanned keeps the blocks' leaves stacked along a leading layer axis
 (`blocks/mlp/up` is [layers, in, out]), one that is not has a subtree for each
 (`blocks/0/mlp/up`). What is stated of a tensor holds for each layer of a stack.
+
+A name is a guess. Under another name than `blocks` it is said once, by a warning of the
+logger of this module, and whatever goes by it has an argument that overrides it:
+`has_layers(path) -> bool`, or `blocks`.
 """
 
+import functools
+import logging
 import re
 from typing import Any
 
 import jax
+
+_logger = logging.getLogger(__name__)
 
 BLOCKS = "blocks"
 EMBEDDING = r"(?<!un)embed"
@@ -16,6 +24,8 @@ EMBEDDING = r"(?<!un)embed"
 # layers have parts with numbers too, such as `blocks/norm1` and `blocks/Dense_0`.
 STACKED = re.compile(r"layers|blocks|stack|scan", re.IGNORECASE)
 _LAYER = re.compile(r"(|layer|block|.*(layers|blocks|stack))_?(\d+)", re.IGNORECASE)
+# Below a stack's name, any name of a layer; `ScanDecoderLayer_0` itself is a stack.
+_BELOW = re.compile(r".*layer_?(\d+)", re.IGNORECASE)
 
 
 def path_of(keys) -> str:
@@ -63,6 +73,8 @@ def is_stack(path: str, blocks: str = BLOCKS) -> bool:
 
     >>> is_stack("blocks/mlp/up"), is_stack("blocks/0/mlp/up"), is_stack("blocks")
     (True, False, False)
+    >>> is_stack("blocks/DecoderLayer_0/mlp/up")
+    False
     """
     parts = path.split("/")
     above = [part for part in parts[:-1] if part == blocks or STACKED.search(part)]
@@ -70,13 +82,38 @@ def is_stack(path: str, blocks: str = BLOCKS) -> bool:
         return False
     stack = blocks if blocks in above else above[0]
     after = parts[parts.index(stack) + 1]
-    return layer_number(stack) is None and layer_number(after) is None
+    if layer_number(stack) is not None or number_below(after) is not None:
+        return False
+    if stack != blocks:
+        _say_of_stack("/".join(parts[: parts.index(stack) + 1]))
+    return True
+
+
+@functools.cache
+def _say_of_stack(stack: str) -> None:
+    """Say once that a subtree is taken for a stack of layers by its name alone."""
+    _logger.warning(
+        "the leaves below %r are taken for layers stacked along their first axis, by "
+        "their name: each layer counts as a tensor of its own. If they are not, pass "
+        "has_layers=lambda path: False to what compresses or compensates them",
+        stack,
+    )
 
 
 def layer_number(part: str) -> int | None:
     """Return the number of a layer, from its part of a path; None if it is none."""
     match = _LAYER.fullmatch(part)
     return int(match[3]) if match else None
+
+
+def number_below(part: str) -> int | None:
+    """Return the number of a layer whose name is right below that of a stack.
+
+    >>> number_below("DecoderLayer_1"), number_below("Dense_1")
+    (1, None)
+    """
+    match = _BELOW.fullmatch(part)
+    return int(match[1]) if match else layer_number(part)
 
 
 def is_matrix(path: str, num_axes: int, blocks: str = BLOCKS) -> bool:

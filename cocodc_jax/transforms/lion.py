@@ -12,22 +12,26 @@ and of the d_i of all M regions
 then everywhere theta <- theta - eta (d + wd theta), which is
 `optax.chain(optax.add_decayed_weights(wd), optax.scale_by_learning_rate(eta))`.
 
+A region whose gradient is not finite keeps its momentum and has no vote: beside the
+bits it sends a byte that says so. If no region has a vote, d is NaN.
+
 Source: Distributed Lion, arXiv 2404.00438, both of its rules; not checked against the
-authors' code. Differs from the paper: a bit has no zero, sent as +1 (a nan as -1).
+authors' code. Differs from the paper: a bit has no zero, sent as +1.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from cocodc_jax.transforms.compressor import Compressor, per_leaf
+from cocodc_jax.transforms.compressor import Compressor, per_leaf, zeroed
 from cocodc_jax.transforms.numerics import (
     cast_like,
     check_choice,
     check_unit_interval,
+    is_finite,
     wide_zeros,
     widen,
 )
@@ -40,6 +44,13 @@ class LionState(NamedTuple):
     """State of one region: `momentum`, tree like the parameters, float32 or wider."""
 
     momentum: optax.Updates
+
+
+class LionMessage(NamedTuple):
+    """What a region sends."""
+
+    signs: Any  # One bit a value, as `sign_bits` encodes them.
+    counted: jax.Array  # uint8 scalar, 0 if the region's gradient was not finite.
 
 
 def sign_bits() -> Compressor:
@@ -74,8 +85,9 @@ def send(
 ):
     """Encode the signs of a region's update and advance its momentum.
 
-    The message holds ceil(n / 8) bytes for a tensor of n values. b1 and b2 are in
-    [0, 1); gradients and state are *regional*.
+    The `LionMessage` holds ceil(n / 8) bytes for a tensor of n values, and one more. If
+    the gradients are not finite, the momentum stays as it was. b1 and b2 are in [0, 1);
+    gradients and state are *regional*.
     """
     check_unit_interval("b1", b1)
     check_unit_interval("b2", b2)
@@ -88,8 +100,12 @@ def send(
     # Decode restores the dtype that was encoded. A cast of the numbers themselves would
     # make zeros of small ones, whose sign is +.
     signs = jax.tree.map(lambda x: jnp.where(x >= 0, 1.0, -1.0), interpolate(b1))
-    message, _ = sign_bits().encode(cast_like(signs, gradients), ())
-    return message, LionState(interpolate(b2))
+    bits, _ = sign_bits().encode(cast_like(signs, gradients), ())
+
+    new = interpolate(b2)
+    finite = is_finite(new)
+    momentum = jax.tree.map(lambda x, m: jnp.where(finite, x, m), new, state.momentum)
+    return LionMessage(bits, finite.astype(jnp.uint8)), LionState(momentum)
 
 
 def combine(messages, rule: str = "average"):
@@ -98,10 +114,12 @@ def combine(messages, rule: str = "average"):
     Args:
       messages: messages of M regions as one tree, a region axis M before every array:
         what `jax.lax.all_gather` or `jax.vmap(send)` gives.
-      rule: "average", in [-1, 1], or "majority": -1, 1, or 0 for a tie.
+      rule: "average", in [-1, 1], or "majority": -1, 1, or 0 for a tie; of the regions
+        that count.
 
     Returns:
-      The direction, minus which is descent, in the shapes and dtypes of the gradients.
+      The direction, minus which is descent, in the shapes and dtypes of the gradients;
+      NaN if no region counts.
 
     >>> import jax, jax.numpy as jnp
     >>> gradients = jnp.array([[1.0, 2.0], [3.0, -1.0], [-1.0, -9.0]])
@@ -110,7 +128,12 @@ def combine(messages, rule: str = "average"):
     [ 1. -1.]
     """
     check_choice("rule", rule, RULES)
-    signs = jax.vmap(sign_bits().decode)(messages)
-    if rule == "average":
-        return jax.tree.map(lambda d: jnp.mean(d, axis=0), signs)
-    return jax.tree.map(lambda d: jnp.sign(jnp.sum(d, axis=0)), signs)
+    signs = jax.vmap(sign_bits().decode)(messages.signs)
+    counted = messages.counted > 0
+
+    def mean(d):
+        votes = zeroed(widen(d), counted).sum(axis=0)
+        return (votes / counted.sum().astype(votes.dtype)).astype(d.dtype)
+
+    means = jax.tree.map(mean, signs)
+    return means if rule == "average" else jax.tree.map(jnp.sign, means)

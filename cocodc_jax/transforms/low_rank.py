@@ -17,6 +17,7 @@ averaged over regions between the two products (`power_sgd` does that), here a r
 factorises its own tensor.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from cocodc_jax.transforms.compressor import (
     Packed,
     check_floats,
     check_state,
+    keep_finite,
     map_packed,
     matrix_shape,
     stateless,
@@ -45,13 +47,19 @@ class LowRankState(NamedTuple):
     right: tuple
 
 
-def low_rank(rank: int = 4, factors: Compressor | None = None) -> Compressor:
+def low_rank(
+    rank: int = 4,
+    factors: Compressor | None = None,
+    has_layers: Callable[[str], bool] = is_stack,
+) -> Compressor:
     """Send a rank-r approximation of each tensor.
 
     Args:
       rank: columns of both factors.
       factors: stateless compressor for the factors and for tensors sent whole,
         `identity()` if None.
+      has_layers: `has_layers(path) -> bool`, whether a leaf's first axis is of layers;
+        by default a guess by its name.
 
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.compressor import message_bytes
@@ -67,11 +75,11 @@ def low_rank(rank: int = 4, factors: Compressor | None = None) -> Compressor:
     inner = stateless("factors", factors)
 
     def init(tree):
-        return LowRankState(start(tree, rank))
+        return LowRankState(start(tree, rank, has_layers))
 
     def encode(tree, state, key=None):
         check_floats(name, tree)
-        fresh = jax.eval_shape(lambda: start(tree, rank))
+        fresh = jax.eval_shape(lambda: start(tree, rank, has_layers))
         shapes = [np.shape(q) for q in fresh]  # (0,) of ().
         check_state(name, state, LowRankState, lambda s: s.right, tree, shapes)
         leaves, structure = jax.tree.flatten(tree)
@@ -97,10 +105,17 @@ def low_rank(rank: int = 4, factors: Compressor | None = None) -> Compressor:
         return map_packed(decode_leaf, message)
 
     name = f"low_rank({factors.name})" if factors else "low_rank"
-    return Compressor(name, init, encode, decode, is_sparse=inner.is_sparse)
+    return keep_finite(
+        Compressor(name, init, encode, decode, is_sparse=inner.is_sparse)
+    )
 
 
-def resize(state: LowRankState, tree, rank: int) -> LowRankState:
+def resize(
+    state: LowRankState,
+    tree,
+    rank: int,
+    has_layers: Callable[[str], bool] = is_stack,
+) -> LowRankState:
     """Carry the warm start over to `low_rank(rank)`: crop columns or add random ones.
 
     The new columns are those a fresh start would have there, the same in all regions.
@@ -109,6 +124,7 @@ def resize(state: LowRankState, tree, rank: int) -> LowRankState:
       state: of `low_rank` with any rank; in `error_feedback` its `inner`.
       tree: what is compressed, or its shapes (`jax.ShapeDtypeStruct`).
       rank: the new rank, static.
+      has_layers: as of `low_rank`.
 
     Returns:
       A state with the shapes of `low_rank(rank).init(tree)`; a tensor sent whole at
@@ -122,11 +138,11 @@ def resize(state: LowRankState, tree, rank: int) -> LowRankState:
         kept = old[..., :rank]
         return jnp.concatenate([kept, fresh[..., kept.shape[-1] :]], axis=-1)
 
-    pairs = zip(start(tree, rank), state.right, strict=True)
+    pairs = zip(start(tree, rank, has_layers), state.right, strict=True)
     return LowRankState(tuple(resized(*pair) for pair in pairs))
 
 
-def effective_rank(tree) -> jax.Array:
+def effective_rank(tree, has_layers: Callable[[str], bool] = is_stack) -> jax.Array:
     """Return how many singular values matter: exp of their entropy (DiLoCoX's r).
 
         p = s / sum(s);   exp(-sum(p log p))      n for n equal values, 1 for one
@@ -139,6 +155,7 @@ def effective_rank(tree) -> jax.Array:
     Args:
       tree: matrices, or tensors folded as `low_rank` folds them, a stack of layers
         layer by layer; vectors have rank 1.
+      has_layers: as of `low_rank`.
 
     Returns:
       float32 scalar, the mean over the leaves, of a stack that over its layers; 1 for
@@ -152,11 +169,12 @@ def effective_rank(tree) -> jax.Array:
     leaves = named_leaves(tree)
     if not leaves:
         raise ValueError("effective_rank of a tree without leaves is undefined")
-    return jnp.mean(jnp.stack([_effective_rank(path, x) for path, x in leaves]))
+    ranks = [_effective_rank(has_layers(path), x) for path, x in leaves]
+    return jnp.mean(jnp.stack(ranks))
 
 
-def _effective_rank(path, x):
-    stack, shape = _matrices(path, x.shape)
+def _effective_rank(is_stacked, x):
+    stack, shape = _matrices(is_stacked, x.shape)
     matrices = x.astype(jnp.float32).reshape(*stack, *shape)
     values = jnp.linalg.svd(matrices, compute_uv=False)
     total = jnp.sum(values, axis=-1, keepdims=True)
@@ -164,17 +182,17 @@ def _effective_rank(path, x):
     return jnp.mean(jnp.exp(jnp.sum(jax.scipy.special.entr(shares), axis=-1)))
 
 
-def _matrices(path, shape):
+def _matrices(is_stacked, shape):
     """Return how a leaf folds: (layers,) or (), and each matrix's rows and columns."""
-    stack = shape[: int(is_stack(path))]
+    stack = shape[: int(is_stacked)]
     return stack, matrix_shape(shape[len(stack) :])
 
 
-def start(tree, rank: int) -> tuple:
+def start(tree, rank: int, has_layers: Callable[[str], bool] = is_stack) -> tuple:
     """Return random right factors, equal in all regions; () for what is sent whole."""
 
     def of_leaf(index, path, x):
-        stack, (rows, columns) = _matrices(path, jnp.shape(x))
+        stack, (rows, columns) = _matrices(has_layers(path), jnp.shape(x))
         if rank * (rows + columns) >= rows * columns:
             return ()
         key = jax.random.fold_in(jax.random.key(0), index)

@@ -18,6 +18,9 @@ tensors. Differs from that code: the iterations have Jordan's coefficients and a
 float32; there five sets of coefficients and bfloat16.
 """
 
+import functools
+import logging
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -25,6 +28,8 @@ from optax import contrib
 
 from cocodc_jax.transforms.layers import BLOCKS, is_block, is_matrix, path_of
 from cocodc_jax.transforms.numerics import check_unit_interval, descend
+
+_logger = logging.getLogger(__name__)
 
 B2 = 0.99
 """Decay of the second moment of the Adam beside Muon."""
@@ -57,9 +62,12 @@ def muon(
         check_unit_interval(name, decay)
 
     def whose(params):
-        return jax.tree_util.tree_map_with_path(
+        labels = jax.tree_util.tree_map_with_path(
             lambda path, x: "muon" if _axes(path, x, blocks) else "adam", params
         )
+        if "muon" not in jax.tree.leaves(labels):
+            _say_all_is_adams(blocks)
+        return labels
 
     return optax.partition(
         {
@@ -77,6 +85,16 @@ def muon(
             "adam": optax.adamw(learning_rate, b1, b2, weight_decay=weight_decay),
         },
         whose,
+    )
+
+
+@functools.cache
+def _say_all_is_adams(blocks):
+    """Say once that no leaf is Muon's."""
+    _logger.warning(
+        "muon finds no matrix below blocks=%r, so that all parameters are AdamW's; "
+        "pass blocks=NAME, the part of their paths that has the blocks below it",
+        blocks,
     )
 
 

@@ -41,6 +41,13 @@ def safe_sqrt(x: float | jax.Array) -> jax.Array:
     return jnp.where(x > 0, jnp.sqrt(positive), x)
 
 
+def is_finite(tree) -> jax.Array:
+    """Return whether all floating-point numbers of a tree are finite, bool scalar."""
+    leaves = (x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact))
+    finite = [jnp.isfinite(x).all() for x in leaves]
+    return jnp.stack(finite).all() if finite else jnp.ones((), bool)
+
+
 def masked_median(values: jax.Array, counted: jax.Array) -> jax.Array:
     """Return the median of the values `[M]` that count, bool `[M]`; 0 of none."""
     num = counted.sum()

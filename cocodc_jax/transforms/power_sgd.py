@@ -20,12 +20,14 @@ sent whole. Layers of a stack are factorised each by itself.
 Each function is of one region; who calls them takes the two sums in between.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from cocodc_jax.transforms import low_rank
+from cocodc_jax.transforms.layers import is_stack
 from cocodc_jax.transforms.numerics import cast_like, wide_zeros, widen
 
 
@@ -38,15 +40,25 @@ class PowerSgdState(NamedTuple):
     right: tuple
 
 
-def init(tree, rank: int) -> PowerSgdState:
+def init(
+    tree, rank: int, has_layers: Callable[[str], bool] = is_stack
+) -> PowerSgdState:
     """Return the state before the first message."""
     residual = jax.tree.map(wide_zeros, tree)
-    return PowerSgdState(residual, _as_wide(low_rank.start(tree, rank), residual))
+    return PowerSgdState(
+        residual, _as_wide(low_rank.start(tree, rank, has_layers), residual)
+    )
 
 
-def resize(state: PowerSgdState, tree, rank: int) -> PowerSgdState:
+def resize(
+    state: PowerSgdState,
+    tree,
+    rank: int,
+    has_layers: Callable[[str], bool] = is_stack,
+) -> PowerSgdState:
     """Carry the warm start over to another rank; see `low_rank.resize`."""
-    resized = low_rank.resize(low_rank.LowRankState(state.right), tree, rank).right
+    old = low_rank.LowRankState(state.right)
+    resized = low_rank.resize(old, tree, rank, has_layers).right
     return state._replace(right=_as_wide(resized, state.residual))
 
 

@@ -24,6 +24,7 @@ from cocodc_jax.transforms.compressor import (
     Packed,
     check_floats,
     check_state,
+    keep_finite,
     map_packed,
     stateless,
 )
@@ -122,7 +123,7 @@ def threshold(
     def decode(message):
         return map_packed(decode_leaf, message)
 
-    return Compressor(name, init, encode, decode, is_sparse=True)
+    return keep_finite(Compressor(name, init, encode, decode, is_sparse=True))
 
 
 def _kth_largest(x, density):

@@ -11,6 +11,7 @@ import optax
 from cocodc_jax import methods, models
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.sync.needs import UserInputs
 from tests.program.tiny import follow
 
 MODEL = models.TransformerConfig(
@@ -30,6 +31,7 @@ METHODS = {
     ),
 }  # fmt: skip
 OPTIMIZER = models.experts.counting(optax.adamw(1e-2, weight_decay=0.1))
+USER_INPUTS = UserInputs(token_counts=models.experts.is_token_count)
 _KEY = jax.random.key(0)
 loss_fn = models.make_loss_fn(MODEL)
 
@@ -65,8 +67,9 @@ def stream(first_step=0):
 
 def make_program(name):
     return RegionProgram(
-        loss_fn, OPTIMIZER, METHODS[name], make_params(), 2, mesh=make_mesh(2)
-    )
+        loss_fn, OPTIMIZER, METHODS[name], make_params(), 2, mesh=make_mesh(2),
+        user_inputs=USER_INPUTS,
+    )  # fmt: skip
 
 
 shared_program = functools.cache(make_program)

@@ -17,7 +17,7 @@ from cocodc_jax.sync.expert_mean import ExpertMean
 from cocodc_jax.sync.schedules import adaptive
 from cocodc_jax.transforms.quantize import int4
 from tests.numerics import assert_all_close
-from tests.program.mixture import MODEL, drawn_params
+from tests.program.mixture import MODEL, USER_INPUTS, drawn_params
 from tests.program.tiny import follow
 
 _MODEL = dataclasses.replace(MODEL, scan_layers=False)
@@ -155,7 +155,7 @@ def _program(method):
     return cc.RegionProgram(
         models.make_loss_fn(_MODEL),
         models.experts.counting(optax.adamw(1e-2, weight_decay=0.5)), method,
-        _params(False), 2,
+        _params(False), 2, user_inputs=USER_INPUTS,
     )  # fmt: skip
 
 
@@ -211,9 +211,11 @@ def test_tokens_behind_a_gap_are_counted_over_regions():
     local = {name: jnp.stack([x, x]) for name, x in part.items()}
     counts = TOKEN_UNIT * jnp.array([[1.0, 3.0], [5.0, 7.0]])
     local["blocks/0/moe/experts/tokens"] = counts
-    assert gap("tokens", part, local, 2) == 4.0
+    is_count = USER_INPUTS.token_counts
+    assert gap("tokens", part, local, 2, is_count) == 4.0
+    assert gap("tokens", part, local, 2) == -1.0  # By its name nothing is one.
     dense = {"norm": jnp.zeros(3)}
-    assert gap("tokens", dense, {"norm": jnp.zeros((1, 3))}, 2) == -0.5
+    assert gap("tokens", dense, {"norm": jnp.zeros((1, 3))}, 2, is_count) == -0.5
 
 
 def test_the_load_score_prefers_what_more_tokens_need():

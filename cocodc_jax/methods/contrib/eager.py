@@ -36,6 +36,8 @@ import optax
 
 from cocodc_jax.sync import Method, RegionalOuter, Sync, merge, schedules
 from cocodc_jax.sync.outer import PyTree, nesterov_sgd, pseudo_gradient
+from cocodc_jax.transforms.compressor import zeroed
+from cocodc_jax.transforms.numerics import is_finite
 
 
 def eager(
@@ -76,7 +78,8 @@ def eager_outer(optimizer: optax.GradientTransformation) -> RegionalOuter:
         message, kept = compressor.encode(
             pseudo_gradient(params, local), state.compressor, key
         )
-        own = compressor.decode(message)
+        # A message that is not finite is in no mean, so the region has no share.
+        own = zeroed(compressor.decode(message), is_finite(message))
         return message, EagerState(state.optimizer, kept, own, state.newest)
 
     def receive(params, state, arrived, num_regions):

@@ -42,7 +42,7 @@ def make_program(tiny, method, transport, num):
     return RegionProgram(
         tiny.loss_fn, tiny.OPTIMIZER, method, tiny.make_params(), num,
         mesh=make_mesh(1 if transport.exchange == "elastic" else num),
-        transport=transport,
+        transport=transport, user_inputs=tiny.USER_INPUTS,
     )  # fmt: skip
 
 

@@ -1,0 +1,129 @@
+"""Parts put together as no method of the table does, and states as others hold them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import cocodc_jax as cc
+from cocodc_jax.methods import Method, Sync
+from cocodc_jax.methods.diloco_demo import decoupled_momentum
+from cocodc_jax.program.region_state import region_drift
+from cocodc_jax.sync import merge, schedules
+from cocodc_jax.sync.merge import Merge
+from cocodc_jax.sync.outer import SharedOuter
+
+RNG = np.random.default_rng(0)
+PARAMS = {name: RNG.normal(size=(6, 4)).astype(np.float32) for name in "abc"}
+TARGETS = RNG.normal(size=(24, 2, 1, 6, 4)).astype(np.float32)
+
+
+def loss_fn(params, batch, key=None):
+    return sum(jnp.square(x - batch[0]).sum() for x in params.values()) / 2, {}
+
+
+def run(method, params=PARAMS, targets=TARGETS):
+    program = cc.RegionProgram(loss_fn, optax.sgd(0.05), method, params, 2)
+    first = program.init(params, jax.random.key(0))
+    syncs = []
+    for state, output in cc.run_steps(  # noqa: B007
+        program, first, iter(targets), num_steps=len(targets)
+    ):
+        syncs += output.syncs
+    return jax.device_get(state.region.params), syncs
+
+
+def test_an_outer_optimizer_that_is_none_is_refused_at_once():
+    with pytest.raises(ValueError, match="optimizer=None must be an optax.Gradient"):
+        SharedOuter(None)
+
+
+def test_a_merge_after_ranked_rounds_knows_how_long_its_round_was():
+    """Rounds get shorter with the rank; the merge is given the steps of its own."""
+
+    def apply(local, staged, outer, *, delay_steps, **extra):
+        return outer, {"steps": jnp.asarray(delay_steps, jnp.float32)}
+
+    method = cc.methods.get("dilocox", sync_interval=4, rank=4, min_rank=1)
+    zeros = {"a": np.zeros((6, 4), np.float32)}  # All updates have rank 1.
+    _, syncs = run(
+        method.with_sync(merge=Merge("steps", apply)), zeros, np.ones_like(TARGETS)
+    )
+    delays = [each.apply_step - each.start_step for each in syncs]
+    assert len(set(delays)) > 1
+    assert [each.metrics["steps"][0].item() for each in syncs] == delays
+
+
+@pytest.mark.parametrize("score", ["drift", "gain"])
+def test_scores_of_regional_outer_models(score):
+    """Each region is compared with its own outer fragment, in both forms."""
+    sync = Sync(
+        schedule=schedules.adaptive(6, 3, 0, 6, score),
+        outer=decoupled_momentum(0.7, 0.9),
+        merge=merge.replace(),
+    )
+    method = Method(name="mine", sync=sync)
+    found, syncs = run(method)
+    order = [each.fragment_id for each in syncs]
+    tx = cc.synchronized(optax.sgd(0.05), method, axis_name="region")
+
+    def of_region(batches):
+        def step(carry, batch):
+            params, state = carry
+            grads = jax.grad(lambda x: loss_fn(x, batch)[0])(params)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        params = jax.tree.map(jnp.asarray, PARAMS)
+        return jax.lax.scan(step, (params, tx.init(params)), batches)
+
+    runs = jax.vmap(of_region, axis_name="region")(TARGETS.swapaxes(0, 1))
+    expected = runs[0][0]
+    assert len(order) >= 6
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name], x, rtol=1e-4, atol=1e-5)
+
+
+def test_drift_of_parameters_that_are_zero():
+    zeros = {"w": jnp.zeros((2, 3))}
+    with jax.debug_nans(True):
+        assert jax.jit(region_drift)(zeros) == 0
+        assert jax.jit(region_drift)({"w": jnp.ones((2, 3))}) == 0
+    apart = {"w": jnp.array([[1.0, 3.0], [3.0, 1.0]])}
+    np.testing.assert_allclose(region_drift(apart), 0.5)
+    assert region_drift({"w": jnp.array([[1.0], [-1.0]])}) == np.inf
+    assert np.isnan(region_drift({"w": jnp.array([[1.0], [jnp.nan]])}))
+
+
+@pytest.mark.parametrize("is_chained", [False, True])
+def test_metrics_of_an_nnx_optimizer_and_of_its_state(is_chained):
+    method = cc.methods.get(
+        "streaming_diloco", sync_interval=2, num_fragments=1, delay_steps=1
+    )
+    tx = cc.synchronized(optax.adam(0.1), method, axis_name="region")
+    tx = optax.chain(optax.clip(1.0), tx) if is_chained else tx
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    graph, state = nnx.split((model, optimizer))
+
+    def step(state, _):
+        model, optimizer = nnx.merge(graph, state)
+        grads = nnx.grad(lambda model: model(jnp.ones((1, 3))).sum())(model)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer))
+
+    each = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+    for _ in range(2):
+        each = jax.vmap(step, axis_name="region")(each, jnp.zeros(2))
+    found = cc.sync_metrics(each)
+    assert found["fragments_in_flight"].tolist() == [1, 1]
+    assert found["bytes_sent"].tolist() == [4 * 8, 4 * 8]
+    nnx.update(optimizer, jax.tree.map(lambda x: x[0], each)[1])
+    for holder in (optimizer, nnx.state(optimizer), nnx.to_pure_dict(each)):
+        np.testing.assert_array_equal(
+            np.ravel(cc.sync_metrics(holder)["fragments_in_flight"])[0], 1
+        )
+    with pytest.raises(ValueError, match="state holds 0 states of synchronized"):
+        cc.sync_metrics({"step": 1})

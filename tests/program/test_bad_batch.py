@@ -1,0 +1,220 @@
+"""One batch that is not finite, in one region: memories survive, the others go on.
+
+In the first round region 1 of three has a NaN in its batch. What the others then agree
+on is what they agree on without it, and no memory has a NaN.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import cocodc_jax as cc
+from cocodc_jax.transforms import lion, quantize
+from cocodc_jax.transforms.compressor import keep_finite, without_bad
+from cocodc_jax.transforms.error_feedback import error_feedback
+
+SHAPES = {"w": (6, 4), "b": (4,)}
+RNG = np.random.default_rng(0)
+PARAMS = {name: RNG.normal(size=s).astype(np.float32) for name, s in SHAPES.items()}
+TARGETS = {
+    name: RNG.normal(size=(16, 3, 1, *s)).astype(np.float32)
+    for name, s in SHAPES.items()
+}
+BAD = {name: x.copy() for name, x in TARGETS.items()}
+BAD["w"][0, 1, 0, 2, 3] = np.nan
+EVERYWHERE = {name: x.copy() for name, x in TARGETS.items()}
+EVERYWHERE["w"][0, :, 0, 2, 3] = np.nan
+H = {"sync_interval": 4}
+
+# Name, options, steps of the first round, and whether the others then are as without.
+CASES = {
+    "distributed_lion": ({}, 1, True),
+    "distributed_lion average": ({"lion_vote": "average"}, 1, True),
+    "demo": ({"compress": "dct:4"}, 1, True),
+    "dct_threshold": ({}, 1, True),
+    "data_parallel": ({"compress": "ef+int4"}, 1, True),
+    "data_parallel threshold": ({"compress": "threshold:0.5"}, 1, True),
+    "diloco": (H | {"compress": "ef+int4"}, 4, True),
+    "diloco low rank": (H | {"compress": "ef+lowrank:1"}, 4, True),
+    "sparseloco": (H, 4, True),
+    "muloco": (H | {"compress": "ef+int4"}, 4, True),
+    "qsparse": (H, 4, True),
+    "diloco_demo": (H | {"compress": "dct:4"}, 4, True),
+    "noloco": (H, 4, False),
+    "eager": (H, 8, False),
+    "lt_admm": (H, 4, False),
+    "dilocox": (H | {"rank": 1, "min_rank": 1, "sum_factors": True,
+                     "adaptive_rank": False}, 8, True),
+}  # fmt: skip
+
+
+def loss_fn(params, batch, key=None):
+    gaps = (jnp.square(params[n] - batch[n][0]).sum() for n in SHAPES)
+    return sum(gaps) / 2, {}
+
+
+def method_of(case):
+    return cc.methods.get(case.split()[0], **CASES[case][0])
+
+
+def run_program(method, batches, num_steps, regions):
+    program = cc.RegionProgram(loss_fn, optax.sgd(0.1), method, PARAMS, regions)
+    state = program.init(PARAMS, jax.random.key(0))
+    each = (jax.tree.map(lambda x, t=t: x[t], batches) for t in range(num_steps))
+    *_, (state, _) = cc.run_steps(program, state, each, num_steps=num_steps)
+    kept = (state.region.per_step, state.sync.arrays if state.sync else ())
+    return jax.device_get((state.region.params, kept))
+
+
+def run_transform(method, batches, num_steps, regions):
+    tx = cc.synchronized(optax.sgd(0.1), method, axis_name="region")
+
+    def scan(carry, batches):
+        def step(carry, batch):
+            params, state = carry
+            grads = jax.grad(lambda x: loss_fn(x, batch)[0])(params)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, carry, batches)[0]
+
+    carry = jax.tree.map(lambda x: jnp.stack([x] * regions), (PARAMS, tx.init(PARAMS)))
+    batches = jax.tree.map(lambda x: np.moveaxis(x[:num_steps], 1, 0), batches)
+    params, state = jax.jit(jax.vmap(scan, axis_name="region"))(carry, batches)
+    return jax.device_get((params, state._replace(inner=())))
+
+
+FORMS = {"program": run_program, "transform": run_transform}
+
+
+def are_finite(tree):
+    floats = (x for x in jax.tree.leaves(tree) if np.issubdtype(x.dtype, np.floating))
+    return all(np.isfinite(x).all() for x in floats)
+
+
+def of_regions(tree, which):
+    return jax.tree.map(lambda x: x[:, which], tree)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_batch_of_one_region_leaves_no_trace_in_memories(case, form):
+    options, first, is_as_without = CASES[case]
+    run, method = FORMS[form], method_of(case)
+    params, kept = run(method, BAD, 16, 3)
+    assert are_finite(kept)
+    # A transform adds to parameters, so that NaN stays; lt_admm replaces none either.
+    keeps = method.sync and (form == "transform" or case == "lt_admm")
+    healthy = [0, 2] if keeps else [0, 1, 2]
+    assert are_finite({n: x[healthy] for n, x in params.items()})
+    if is_as_without:
+        found, _ = run(method, BAD, first, 3)
+        expected, _ = run(method, of_regions(TARGETS, [0, 2]), first, 2)
+        for name in SHAPES:
+            np.testing.assert_allclose(
+                found[name][[0, 2]], expected[name], rtol=2e-5, atol=2e-6
+            )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", ["distributed_lion", "demo", "diloco", "dilocox"])
+def test_if_every_region_is_bad_the_mean_says_so(case, form):
+    steps = 8 if case == "dilocox" else 4
+    params, kept = FORMS[form](method_of(case), EVERYWHERE, steps, 3)
+    assert np.isnan(params["w"]).any()
+    if method_of(case).per_step:  # What is sent once the user's optimizer has skipped.
+        assert are_finite(kept)
+
+
+@pytest.mark.parametrize("exchange", ["program", "outer"])
+def test_moments_that_are_not_finite_are_in_no_mean(exchange):
+    """Updates that are not finite are dropped, but Adam's moments would keep them."""
+    optimizer = optax.chain(optax.adam(0.1), optax.zero_nans())
+    method = cc.methods.get("des_loc", sync_interval=2, sync_moments="1,1")
+
+    def moments(targets, regions):
+        program = cc.RegionProgram(
+            loss_fn, optimizer, method, PARAMS, regions,
+            transport=cc.Transport(exchange=exchange),
+        )  # fmt: skip
+        state = program.init(PARAMS, jax.random.key(0))
+        each = (jax.tree.map(lambda x, t=t: x[t], targets) for t in range(2))
+        *_, (state, _) = cc.run_steps(program, state, each, num_steps=2)
+        return jax.device_get(state.region.opt_state[0][0])
+
+    found = moments(BAD, 3)
+    expected = moments(of_regions(TARGETS, [0, 2]), 2)
+    for name in ("mu", "nu"):
+        for path, x in getattr(found, name).items():
+            like = getattr(expected, name)[path][:1].repeat(3, 0)
+            np.testing.assert_allclose(x, like, rtol=1e-6)
+
+
+def test_moments_in_a_transform():
+    optimizer = optax.chain(optax.adam(0.1), optax.zero_nans())
+    method = cc.methods.get("des_loc", sync_interval=2, sync_moments="1,1")
+    tx = cc.synchronized(optimizer, method, axis_name="region")
+
+    @functools.partial(jax.vmap, axis_name="region")
+    def run(batches):
+        def step(carry, batch):
+            params, state = carry
+            grads = jax.grad(lambda x: loss_fn(x, batch)[0])(params)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), batches)[0][1].inner
+
+    def moments(targets):
+        batches = jax.tree.map(lambda x: np.moveaxis(x[:2], 1, 0), targets)
+        return jax.jit(run)(batches)[0][0]
+
+    found, expected = moments(BAD), moments(of_regions(TARGETS, [0, 2]))
+    for name in ("mu", "nu"):
+        for path, x in getattr(found, name).items():
+            like = np.asarray(getattr(expected, name)[path])[:1].repeat(3, 0)
+            np.testing.assert_allclose(x, like, rtol=1e-6)
+
+
+def test_weights_of_bad_messages_go_to_the_others():
+    messages = {"x": jnp.array([[1.0], [jnp.nan], [3.0]]), "codes": jnp.ones(3, int)}
+    found, weights = without_bad(messages, jnp.array([0.5, 0.25, 0.25]))
+    np.testing.assert_allclose(weights, [2 / 3, 0, 1 / 3], rtol=1e-6)
+    assert found["x"].tolist() == [[1], [0], [3]]
+    assert found["codes"].tolist() == [1, 0, 1]
+    weights = jnp.array([0.0, 1.0, 0.0])  # The others did not take part.
+    assert without_bad(messages, weights)[1].tolist() == [0, 1, 0]
+
+
+def test_a_compressor_that_hides_what_it_does_not_send():
+    """The NaN is not in the part that is sent, but would be in the residual."""
+
+    def encode(tree, state, key=None):
+        return tree[:1], state
+
+    pad = lambda message: jnp.pad(message, (0, 1))  # noqa: E731
+    first = cc.transforms.compressor.Compressor("first", lambda tree: (), encode, pad)
+    compressor = error_feedback(first)
+    state = compressor.init(jnp.zeros(2))
+    message, state = compressor.encode(jnp.array([1.0, jnp.nan]), state)
+    assert np.isnan(message).all()
+    assert state.residual.tolist() == [0, 0]
+    assert keep_finite(quantize.int8()).has_memory
+
+
+def test_a_region_without_a_vote():
+    gradients = jnp.array([[1.0, -1.0], [jnp.nan, 1.0], [1.0, -1.0], [-1.0, 1.0]])
+    state = lion.LionState(-10 * jnp.ones((4, 2)))
+    messages, new = jax.vmap(lion.send)(gradients, state)
+    assert new.momentum[1].tolist() == [-10, -10]
+    assert new.momentum[0].tolist() != [-10, -10]
+    state = jax.vmap(lion.init)(gradients)
+    messages, _ = jax.vmap(lion.send)(gradients, state)
+    np.testing.assert_allclose(lion.combine(messages), [1 / 3, -1 / 3])
+    assert lion.combine(messages, "majority").tolist() == [1, -1]
+    messages = messages._replace(counted=jnp.zeros(4, jnp.uint8))
+    assert np.isnan(lion.combine(messages, "majority")).all()
