@@ -7,6 +7,7 @@ kind is in its metadata.
 import dataclasses
 import enum
 import inspect
+import pathlib
 import re
 import types
 import typing
@@ -27,14 +28,15 @@ class Kind(enum.Enum):
     FREE = "where and how it runs: taken"
 
 
-def of_kind(kind: Kind, default: T) -> T:
-    """Return a dataclass field of a kind."""
-    return dataclasses.field(default=default, metadata={"kind": kind})
+def of_kind(kind: Kind, default: T, is_path: bool = False) -> T:
+    """Return a dataclass field of a kind; a path is one whose ~ is a home folder."""
+    metadata = {"kind": kind, "is_path": is_path}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def free(default: T) -> T:
+def free(default: T, is_path: bool = False) -> T:
     """Return a dataclass field that says where and how a run runs."""
-    return of_kind(Kind.FREE, default)
+    return of_kind(Kind.FREE, default, is_path)
 
 
 # A number, or a word such as "auto".
@@ -51,12 +53,19 @@ class Leaf:
       type: int, float, bool, str or `COUNT_OR_WORD`.
       help: its meaning, with its unit.
       kind: what a change means for a run that has begun.
+      is_path: whether it is a path, whose ~ is a home folder.
     """
 
     section: str
     type: Any
     help: str
     kind: Kind = Kind.COMPUTED
+    is_path: bool = False
+
+    @property
+    def flag_type(self) -> Any:
+        """Type of its flag: `type`, or `pathlib.Path`."""
+        return pathlib.Path if self.is_path else self.type
 
 
 def leaves_of(
@@ -66,7 +75,11 @@ def leaves_of(
     notes, hints = notes_of(cls, "Attributes"), typing.get_type_hints(cls)
     return {
         name: Leaf(
-            section, leaf_type(hints[name]), notes[name], x.metadata.get("kind", kind)
+            section,
+            leaf_type(hints[name]),
+            notes[name],
+            x.metadata.get("kind", kind),
+            x.metadata.get("is_path", False),
         )
         for name, x in cls.__dataclass_fields__.items()
         if name not in without

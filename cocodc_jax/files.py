@@ -4,6 +4,7 @@ Written beside, then renamed: a process that is killed, and a disk that is full,
 the file that was there before. Files that grow line by line are read by `read_lines`.
 """
 
+import codecs
 import contextlib
 import errno
 import json
@@ -66,6 +67,16 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def without_mark(content: bytes) -> bytes:
+    """Return UTF-8 text without the byte order mark that some editors begin it with."""
+    return content.removeprefix(codecs.BOM_UTF8)
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Return the text of a UTF-8 file that a user wrote, without a byte order mark."""
+    return without_mark(pathlib.Path(path).read_bytes()).decode()
 
 
 def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ OWN_FLAGS = (
         "fault",
     ),
     ("fault_s", 60.0, "with --scenario: seconds that the fault lasts"),
-    ("workdir", str, "folder of the run"),
+    ("workdir", pathlib.Path, "folder of the run"),
     ("unbroken", True, "also train a run without kills"),
     ("only_members", True, "wait with a kill until all regions take part"),
 )

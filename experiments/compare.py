@@ -206,7 +206,11 @@ def _print_table(comparison: dict, target: str | None, console: Console) -> None
 
 def define() -> None:
     """Define the program's flags."""
-    flags.define(WITHOUT, "Folder of the runs and the report; they resume there.")
+    flags.define(
+        WITHOUT,
+        "Folder of the runs and the report; they resume there. Default: "
+        "runs/compare_PRESET.",
+    )
     flags.define_fields(Tracking)
     program.define(
         (

@@ -52,7 +52,7 @@ WITHOUT = ("method", "steps", *FIXED)
 def define_flags() -> FlagValues:
     """Return this program's own flags, apart from those of training."""
     return program.own_flags(
-        ("workdir", str, "folder for results"),
+        ("workdir", pathlib.Path, "folder for results"),
         (
             *("networks", ["100", "1000", "20", "unequal"]),
             f"Mbit/s of each pair of regions at {lab_run.LATENCY_MS} ms one way; or "

@@ -158,7 +158,7 @@ def _advice(summary: dict[str, Any]) -> str:
 
 def define() -> None:
     """Define the flags."""
-    flags.define(workdir="Folder of the results.")
+    flags.define(workdir="Folder of the results. Default: runs/compile_PRESET_METHOD.")
     program.define(
         ("target", str, "Machine: v5e:4x4, a slice, or h100:4, hosts of 8 GPUs."),
         ("slices", 1, "Slices of that shape, joined by their hosts."),

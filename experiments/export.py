@@ -10,6 +10,7 @@ must be where they were. Runs of elastic regions cannot be exported. Needs `pip 
 'cocodc_jax[hf]'`.
 """
 
+import pathlib
 import sys
 
 from cocodc_jax.run import flags
@@ -37,8 +38,8 @@ def main() -> None:
 def define() -> None:
     """Define the program's flags."""
     program.define(
-        ("workdir", str, "Folder of the run."),
-        ("out", str, "Folder to write; missing or empty."),
+        ("workdir", pathlib.Path, "Folder of the run."),
+        ("out", pathlib.Path, "Folder to write; missing or empty."),
         ("step", int, "Step of the checkpoint. Default: the newest."),
         (
             *("params", "outer"),

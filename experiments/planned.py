@@ -10,6 +10,7 @@ command resumes a run.
 """
 
 import math
+import pathlib
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -29,9 +30,12 @@ AUTO, NONE = "auto", "none"
 _CHOSEN = ("method", *advice.TOLD, "inner_lr")
 # With `--plan=auto`: default, or the type where there is none, and help.
 _FLAGS: dict[str, tuple[Any, str]] = {
-    "plan_frontier": (str, "cells.json of a sweep, or of several, with their losses."),
+    "plan_frontier": (
+        pathlib.Path,
+        "cells.json of a sweep, or of several, with their losses.",
+    ),
     "plan_step_s": (float, "Seconds of an inner step."),
-    "plan_links": (str, "YAML file with regions and links."),
+    "plan_links": (pathlib.Path, "YAML file with regions and links."),
     "plan_gbps": (1.0, "Gbit/s of each ordered pair of regions, without plan_links."),
     "plan_latency_ms": (50.0, "Milliseconds one way, without plan_links."),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from absl import flags as absl_flags
 
 from cocodc_jax.network.links import Link, Topology, uniform
+from cocodc_jax.run import flag_types
 from cocodc_jax.run.messages import as_a_command, options, refuse, render
 
 from .commands import shown
@@ -19,15 +21,9 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 # Name, default and help of a flag. In place of a default, a type means none, and a
-# tuple is the default with the possible words.
+# tuple is the default with the possible words. A `pathlib.Path` is read as text, with a
+# home folder in place of its ~.
 Row = tuple[str, Any, str]
-_DEFINE = {
-    int: absl_flags.DEFINE_integer,
-    float: absl_flags.DEFINE_float,
-    bool: absl_flags.DEFINE_bool,
-    str: absl_flags.DEFINE_string,
-    list: absl_flags.DEFINE_list,
-}
 
 
 def own_flags(
@@ -38,19 +34,26 @@ def own_flags(
     The least value of a number is given by name, or the least and the most.
     """
     values = absl_flags.FlagValues()
-    absl_flags.DEFINE_bool("help", False, "print this and exit", flag_values=values)
+    flag_types.define(bool, "help", False, "print this and exit", values)
     for name, default, text in table:
-        ends = bounds.get(name, ())
-        ends = ends if isinstance(ends, tuple) else (ends,)
-        given = dict(zip(("lower_bound", "upper_bound"), ends, strict=False))
+        ends = bounds.get(name, (None, None))
+        least, most = ends if isinstance(ends, tuple) else (ends, None)
         if isinstance(default, tuple):
             first, *words = default
-            absl_flags.DEFINE_enum(name, first, words, text, flag_values=values)
-        elif isinstance(default, type):
-            _DEFINE[default](name, None, text, flag_values=values, **given)
+            flag_types.define_words(words, name, first, text, values)
         else:
-            _DEFINE[type(default)](name, default, text, flag_values=values, **given)
+            kind, usual = _kind_and_default(default)
+            flag_types.define(kind, name, usual, text, values, (least, most))
     return values
+
+
+def _kind_and_default(default: Any) -> tuple[Any, Any]:
+    """Return the type of a flag and its default, from a row."""
+    if isinstance(default, type):
+        return default, None
+    if isinstance(default, pathlib.Path):
+        return pathlib.Path, default
+    return type(default), default
 
 
 def define(*table: Row) -> None:
@@ -58,10 +61,8 @@ def define(*table: Row) -> None:
     from cocodc_jax.run import flags  # JAX, which `wan` starts without.
 
     for name, default, text in table:
-        if isinstance(default, type):
-            flags.define_one(default, name, None, text)
-        else:
-            flags.define_one(type(default), name, default, text)
+        kind, usual = _kind_and_default(default)
+        flags.define_one(kind, name, usual, text)
 
 
 def parse(

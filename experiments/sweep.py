@@ -327,8 +327,8 @@ def _came_to(record: rows.Row) -> str:
 def define() -> None:
     """Define the program's flags."""
     program.define(
-        ("grid", str, "Grid file, see experiments/grids."),
-        ("workdir", str, "Folder for the rows and the report."),
+        ("grid", pathlib.Path, "Grid file, see experiments/grids."),
+        ("workdir", pathlib.Path, "Folder for the rows and the report."),
         ("shard", "1/1", "Which share of the rows, as i/n."),
         (
             *("only", ""),
@@ -347,7 +347,7 @@ def define() -> None:
             "Column of the reference, or tuned; tuned, too, if it is the only one.",
         ),
         (
-            *("reference_from", ""),
+            *("reference_from", pathlib.Path),
             "cells.json of another sweep, of the same model and data, that has the "
             "reference, as in experiments/results. Default: these rows.",
         ),

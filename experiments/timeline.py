@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
     text = "First step. Default: after two intervals and a delay, if there are any."
     values = program.own_flags(
-        ("workdir", str, "Folder of the run."), ("since_step", int, text)
+        ("workdir", pathlib.Path, "Folder of the run."), ("since_step", int, text)
     )
     with program.usage_errors(values):
         program.parse(values, argv, __doc__, has_words=False)

@@ -5,15 +5,16 @@
 The same command resumes an interrupted run, bit for bit. It may change devices,
 placement and intervals, or add steps; changes.jsonl records what changed at which step.
 Writes to DIR: config.json, metrics.jsonl, timing.jsonl, TensorBoard events,
-checkpoints, summary.json. Exit code 2 for errors that a restart cannot mend, such as
-wrong flags or a folder that does not fit; 1 for errors during the run.
+checkpoints, summary.json, which `--json` prints. Exit code 2 for errors that a restart
+cannot mend, such as wrong flags or a folder that does not fit; 1 for errors during the
+run.
 """
 
 import sys
 
 import jax
 
-from cocodc_jax.run import flags
+from cocodc_jax.run import attend, flags
 from cocodc_jax.run.attend import Tracking
 from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.monitor import Monitoring
@@ -26,7 +27,7 @@ from . import planned, program
 
 
 def main() -> int:
-    """Read the flags, train, print the summary."""
+    """Read the flags, train, and print how it ended."""
     with flags.usage_errors():
         config, workdir = read_flags()
         processes = flags.processes()
@@ -52,8 +53,11 @@ def main() -> int:
         if reports:
             print(f"stopped at step {step}; the same command resumes there")
         return flags.STOPPED
-    if reports:
+    if reports and flags.value("json"):
         print(dumps(summary), end="")
+    elif reports:
+        lines = attend.ending(summary, session.workdir, config.run.steps)
+        print(program.shown("\n".join(lines)))
     return 0
 
 
@@ -70,6 +74,7 @@ def define() -> None:
     planned.define()
     flags.define_fields(Tracking)
     flags.define_fields(Monitoring)
+    program.define(("json", False, "Print summary.json in place of the last lines."))
 
 
 cli = program.with_run_flags(failing_alone()(main), __doc__, define)

@@ -58,11 +58,23 @@ SECTIONS = {
             *("world", str),
             f"cloud regions, comma-separated, of {', '.join(world.REGIONS)}",
         ),
-        ("links", str, "YAML file with regions, links, changes (network/world.py)"),
-        ("schedule", str, "YAML list of changes of the links (network/world.py)"),
+        (
+            "links",
+            pathlib.Path,
+            "YAML file with regions, links, changes (network/world.py)",
+        ),
+        (
+            "schedule",
+            pathlib.Path,
+            "YAML list of changes of the links (network/world.py)",
+        ),
     ),
     "The lab": (
-        ("logdir", str, "folder for logs and counters; default: a new one in /tmp"),
+        (
+            "logdir",
+            pathlib.Path,
+            "folder for logs and counters; default: a new one in /tmp",
+        ),
         (
             *("mtu", int),
             "bytes of a packet; default: what the slowest link carries in 1 ms, 1500 "

@@ -1,7 +1,6 @@
 """What text a run reads, how it is tokenised and how regions share it."""
 
 import dataclasses
-import os
 import pathlib
 from typing import Literal, get_args
 
@@ -47,7 +46,7 @@ class DataConfig:
     """
 
     dataset: str = of_kind(Kind.DATA, "stdlib")
-    data_dir: str = free("")
+    data_dir: str = free("", is_path=True)
     text_field: str = "text"
     tokenizer: str = of_kind(Kind.DATA, "bytes")
     sequence_length: int = 128
@@ -129,24 +128,6 @@ def _check_tokenizer(name: str) -> None:
             f"tokenizer={name!r} is unknown; use 'bytes', 'bpe:VOCAB', "
             "'hf:/folder', 'hf:/path/tokenizer.json' or 'sentencepiece:/path.model'"
         )
-
-
-def cache_dir(data_dir: str = "") -> pathlib.Path:
-    """Return the folder that prepared corpora and trained tokenizers are kept in."""
-    base = data_dir or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = expanded(base, f"data_dir={data_dir!r}")
-    return folder if data_dir else folder / "cocodc_jax"
-
-
-def expanded(name: str, asked: str) -> pathlib.Path:
-    """Return the absolute path of a name that may begin with ~ or ~USER."""
-    try:
-        return pathlib.Path(name).expanduser().absolute()
-    except RuntimeError as error:  # As in containers whose user has no entry.
-        raise ValueError(
-            f"{asked}: {name} is below a home that is not known; name the folder "
-            "without ~"
-        ) from error
 
 
 def make_writable(folder: pathlib.Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cocodc_jax.data.config import DataConfig, Partition, cache_dir
+from cocodc_jax.data.config import DataConfig, Partition
 from cocodc_jax.data.streams import (
     TokenizedDocuments,
     TrainStream,
@@ -21,6 +21,7 @@ from cocodc_jax.data.streams import (
     region_batches,
 )
 from cocodc_jax.data.tokenizers import Tokenizer, load_tokenizer
+from cocodc_jax.paths import cache_dir
 
 if TYPE_CHECKING:  # A command that is refused does not import TFDS.
     from cocodc_jax.data.corpora.documents import Corpus, Documents

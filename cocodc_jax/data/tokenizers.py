@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from cocodc_jax._extras import extra
-from cocodc_jax.data.config import expanded, make_writable
-from cocodc_jax.files import write_whole
+from cocodc_jax.data.config import make_writable
+from cocodc_jax.files import without_mark, write_whole
+from cocodc_jax.paths import expanded
 
 _VOCAB_MULTIPLE, _NUM_BYTES = 16, 256
 EOS_TOKEN = "<|endoftext|>"
@@ -245,10 +246,11 @@ def load_tokenizer(
 
         if kind == "hf" and place.is_dir():
             files = _read_folder(place)
-            whole = hf.Tokenizer.from_buffer(files[JSON])
+            whole = hf.Tokenizer.from_buffer(without_mark(files[JSON]))
             _check_folder(place, _said(files), whole)
             return HuggingFaceTokenizer(whole, files)
-        return HuggingFaceTokenizer(hf.Tokenizer.from_buffer(place.read_bytes()))
+        content = without_mark(place.read_bytes())
+        return HuggingFaceTokenizer(hf.Tokenizer.from_buffer(content))
     # The two libraries raise bare Exception and RuntimeError for a malformed file.
     except Exception as error:
         why = f"{error}; remove {path} to train again" if kind == "bpe" else error

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from cocodc_jax._extras import extra
+from cocodc_jax.files import read_text
 from cocodc_jax.network.links import Link, LinkChange, Topology
 
 with extra("train"):
@@ -106,7 +107,7 @@ def load_changes(
 
 def _read(path: str | pathlib.Path, parse: Callable[[Any], Read]) -> Read:
     try:
-        return parse(yaml.safe_load(pathlib.Path(path).read_text()))
+        return parse(yaml.safe_load(read_text(path)))
     except (yaml.YAMLError, TypeError, ValueError) as error:
         message = " ".join(str(error).split())
         raise ValueError(f"{path}: {message}") from error

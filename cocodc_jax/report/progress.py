@@ -11,13 +11,14 @@ with extra("train"):
     from rich.progress import BarColumn, Progress, TextColumn
 
 PLAIN_INTERVAL_S = 10.0
+_WIDE = 110  # Columns of a terminal that the bar with all numbers fits.
 
 
 class RunProgress:
     """Context manager that shows how far a run is; see `update`.
 
     >>> with RunProgress(num_steps=300, console=Console(width=120)) as progress:
-    ...     progress.update(300, 1.71, 22_000.0, in_flight=2, bytes_sent=1_200_000)
+    ...     progress.update(300, 1.71, 22_000.0, 2, 1_200_000, step_s=0.5)
     step 300/300  loss 1.710  22.0 k tokens/s  2 in flight  1.20 MB sent  0 s left
     """
 
@@ -37,23 +38,27 @@ class RunProgress:
         """
         self._num_steps, self._start_step, self._label = num_steps, start_step, label
         self._console, self._clock = console or Console(), clock
-        self._begin_s, self._last_line_s = clock(), float("-inf")
+        self._last_line_s = float("-inf")
+        self._is_narrow = self._console.width < _WIDE
         self._bar = None
         if self._console.is_terminal:
+            bar = [] if self._is_narrow else [BarColumn(bar_width=10)]
             self._bar = Progress(
                 TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=20),
+                *bar,
                 TextColumn("{task.completed}/{task.total}"),
                 TextColumn("{task.fields[status]}", markup=False),
                 console=self._console,
             )
 
     def __enter__(self) -> "RunProgress":
-        self._begin_s = self._clock()
         if self._bar is not None:
             self._bar.start()
             self._task = self._bar.add_task(
-                self._label, True, self._num_steps, self._start_step, status=""
+                self._label,
+                total=self._num_steps,
+                completed=self._start_step,
+                status="compiling",
             )
         return self
 
@@ -61,26 +66,44 @@ class RunProgress:
         if self._bar is not None:
             self._bar.stop()
 
+    def say(self, text: str) -> None:
+        """Print lines above the bar, or as they are."""
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
     def update(
         self,
         step: int,
         loss: float,
-        tokens_per_second: float,
+        tokens_per_second: float | None,
         in_flight: int,
         bytes_sent: float,
         mfu: float | None = None,
+        step_s: float | None = None,
     ) -> None:
         """Show the state of the run after `step` inner steps.
 
-        `tokens_per_second` is of all regions together, `in_flight` counts fragments,
-        `bytes_sent` is of one region; an `mfu` of None is not shown.
+        Args:
+          step: inner steps done.
+          loss: of the last one.
+          tokens_per_second: of all regions together, without the time of compilation;
+            None if that is not yet known.
+          in_flight: number of fragments.
+          bytes_sent: of one region.
+          mfu: model FLOPs utilization; None is not shown.
+          step_s: seconds of a step, for the time left; None if not yet known.
         """
-        share = "" if mfu is None else f"MFU {100 * mfu:.1f} %  "
-        status = (
-            f"loss {loss:.3f}  {format_count(tokens_per_second)} tokens/s  {share}"
-            f"{in_flight} in flight  {format_bytes(bytes_sent)} sent  "
-            f"{self._time_left(step)} left"
-        )
+        parts = [f"loss {loss:.3f}"]
+        if tokens_per_second is not None:
+            parts.append(f"{format_count(tokens_per_second)} tokens/s")
+        if mfu is not None:
+            parts.append(f"MFU {100 * mfu:.1f} %")
+        if self._bar is None or not self._is_narrow:
+            parts.append(f"{in_flight} in flight")
+        parts.append(f"{format_bytes(bytes_sent)} sent")
+        if step_s is not None:
+            left_s = step_s * (self._num_steps - step)
+            parts.append(f"{format_duration(left_s)} left")
+        status = "  ".join(parts)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, status=status)
             return
@@ -89,10 +112,3 @@ class RunProgress:
             self._last_line_s = now_s
             line = f"{self._label} step {step}/{self._num_steps}  {status}".lstrip()
             self._console.print(line, soft_wrap=True, highlight=False, markup=False)
-
-    def _time_left(self, step: int) -> str:
-        done_steps = step - self._start_step
-        if done_steps <= 0:
-            return "?"
-        step_s = (self._clock() - self._begin_s) / done_steps
-        return format_duration(step_s * (self._num_steps - step))

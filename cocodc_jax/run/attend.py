@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import pathlib
+import shlex
 import signal
 import sys
 import time
@@ -24,6 +26,7 @@ from cocodc_jax.report.records import (
     tensorboard,
     weights_and_biases,
 )
+from cocodc_jax.report.units import format_bytes, format_count, format_duration
 from cocodc_jax.run import timeline
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.train.hooks import Clock, Result
@@ -54,8 +57,16 @@ class Watch:
         """Show and write the progress."""
         self.seconds = self._earlier_s + clock.wall_s
         step, rate, sent = clock.step, clock.tokens_per_second, clock.bytes_sent
-        share = mfu(rate, self._peak)
-        self._bar.update(step, clock.loss, rate, clock.in_flight, sent, share)
+        share, steady = mfu(rate, self._peak), clock.steady_tokens_per_second
+        self._bar.update(
+            step,
+            clock.loss,
+            steady,
+            clock.in_flight,
+            sent,
+            mfu=mfu(steady, self._peak),
+            step_s=clock.step_s,
+        )
         stall_s, self._stall_s = clock.stall_s - self._stall_s, clock.stall_s
         self._writer.write_timing(step, clock.wall_s, rate, stall_s, share)
 
@@ -66,9 +77,71 @@ def progress_bar(
     """Return the bar of a run that starts at `step`; only process 0 shows it."""
     if jax.process_index() > 0:  # Process 0 reports.
         console = Console(quiet=True)
-    run, optimizer = config.run, config.optimizer.inner_optimizer
-    name = config.method.method + f"+{optimizer}" * bool(optimizer)
-    return RunProgress(run.steps, step, f"{name} seed {run.seed}", console)
+    run = config.run
+    return RunProgress(
+        run.steps, step, f"{_method_of(config)} seed {run.seed}", console
+    )
+
+
+def _method_of(config: TrainConfig) -> str:
+    """Return the name of a run's method, and of an inner optimizer that is not its."""
+    optimizer = config.optimizer.inner_optimizer
+    return config.method.method + (f"+{optimizer}" if optimizer else "")
+
+
+def beginning(session: "Session", step: int) -> str:
+    """Return what a run trains and where, before it compiles."""
+    config, devices = session.config, session.mesh.devices
+    run = config.run
+    regions = f"in {run.regions} regions"
+    if session.place is not None:
+        regions = f"in region {session.place.region} of {run.regions}"
+
+    kinds = sorted({device.device_kind for device in devices.flat})
+    kind = "CPU" if kinds == ["cpu"] else " and ".join(kinds)
+    where = f"on {devices.size} {kind} device{'s' if devices.size > 1 else ''}"
+    if jax.process_count() > 1:
+        where += f" of {jax.process_count()} processes"
+
+    num_params = format_count(models.num_params(session.model))
+    tokens = format_count(config.tokens_per_step)
+    steps = f"steps {step + 1} to {run.steps}" if step else f"{run.steps} steps"
+    return (
+        f"training {_method_of(config)} {regions} {where}: {num_params} parameters, "
+        f"{steps} of {tokens} tokens, in {session.workdir}\n"
+        "compiling; the first steps follow"
+    )
+
+
+def ending(summary: Mapping[str, Any], workdir: pathlib.Path, steps: int) -> list[str]:
+    """Return the end of a run in five lines: how it went, and what to do next.
+
+    Args:
+      summary: of the run, as in its `summary.json`.
+      workdir: its folder.
+      steps: that it was to do.
+    """
+    done = summary["steps"]
+    how = f"finished: {done} of {steps} steps in {format_duration(summary['seconds'])}"
+    if rate := summary.get("tokens_per_second"):
+        how += f", {format_count(rate)} tokens/s"
+    loss = "loss: not evaluated"
+    if summary.get("eval_loss") is not None:
+        loss = (
+            f"loss: {summary['eval_loss']:.4f} on validation text (perplexity "
+            f"{summary['eval_perplexity']:.2f})"
+        )
+        if summary.get("eval_loss_outer") is not None:
+            loss += f", {summary['eval_loss_outer']:.4f} of the outer model"
+    sent = f"sent: {format_bytes(summary['bytes_sent_per_region'])} by each region"
+    stall_s = summary.get("stall_seconds") or 0.0
+    if stall_s >= 1:
+        sent += f"; waited {format_duration(stall_s)} for messages"
+    place = shlex.quote(str(workdir))
+    files = f"files: {workdir}/summary.json, metrics.jsonl, checkpoints/{done}"
+    to_do = f"next: python -m experiments.timeline --workdir={place}; "
+    to_do += f"tensorboard --logdir={place}"
+    return [how, loss, sent, files, to_do]
 
 
 @contextlib.contextmanager

@@ -16,17 +16,20 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 from cocodc_jax.buckets import fetch, fetch_file, here_of, in_bucket, is_in_bucket, send
-from cocodc_jax.data.config import cache_dir
+from cocodc_jax.paths import cache_dir, without_tilde
 from cocodc_jax.run.resume import CONFIG_FILE, FolderInUseError, only_writer
 
 MARK = ".writer"
 
 
 def folder_here(workdir: str | os.PathLike[str]) -> pathlib.Path:
-    """Return the local folder that a run's files are first written to."""
+    """Return the local folder that a run's files are first written to.
+
+    The ~ of a path is a home folder.
+    """
     if is_in_bucket(workdir):
         return here_of(workdir, cache_dir())
-    return pathlib.Path(workdir)
+    return pathlib.Path(without_tilde(os.fspath(workdir)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import platform
 import sys
 import time
 
-from cocodc_jax.data.config import cache_dir
+from cocodc_jax.paths import cache_dir
 
 DIR = "JAX_COMPILATION_CACHE_DIR"
 MIN_TIME = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
@@ -29,12 +29,12 @@ def keep_programs() -> pathlib.Path | None:
     jax = sys.modules.get("jax")
     if jax is not None and jax.config.jax_compilation_cache_dir is not None:
         return None
-    folder = cache_dir() / "xla" / _machine()
     try:
+        folder = cache_dir() / "xla" / _machine()
         # Its content is executed: no other user may write there.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _forget_unused(folder)
-    except OSError:  # Not writable, or another user's: no cache.
+    except (OSError, ValueError):  # Not writable, another user's, or nowhere.
         return None
     os.environ[DIR] = str(folder)
     os.environ.setdefault(MIN_TIME, str(_MIN_COMPILE_S))

@@ -4,7 +4,7 @@ import dataclasses
 
 from cocodc_jax.elastic.objects import reach
 from cocodc_jax.elastic.place import Place, Timing, read_key
-from cocodc_jax.fields import check_choices, check_least
+from cocodc_jax.fields import check_choices, check_least, free
 from cocodc_jax.run.fault_watch import ON_FAULT
 
 
@@ -46,9 +46,9 @@ class ElasticFlags:
     """
 
     region_addresses: str = ""
-    via: str = ""
+    via: str = free("", is_path=True)
     region_id: int = -1
-    key_file: str = ""
+    key_file: str = free("", is_path=True)
     min_regions: int = 1
     beat_s: float = 0.5
     dead_after_s: float = 10.0

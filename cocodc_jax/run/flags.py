@@ -1,20 +1,20 @@
 """Flags from the configuration's leaves, and actionable errors.
 
-The only file of the package that imports absl. A run's configuration is its preset with
+Only this file and `flag_types` import absl. A run's configuration is its preset with
 the flags that were given; it is rebuilt from them, so its own checks always run.
 """
 
 import contextlib
-import functools
+import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from cocodc_jax._extras import MissingExtraError, extra
-from cocodc_jax.fields import COUNT_OR_WORD, leaves_of
+from cocodc_jax.fields import leaves_of
 from cocodc_jax.methods import METHODS
 from cocodc_jax.methods import get as get_method
-from cocodc_jax.run import optimizer_config
+from cocodc_jax.run import flag_types, optimizer_config
 from cocodc_jax.run.compile_cache import keep_programs
 from cocodc_jax.run.config import LEAVES, TrainConfig
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
@@ -29,7 +29,10 @@ from cocodc_jax.run.processes import Processes
 with extra("train"):
     from absl import app, flags, logging
 
-RUN_FOLDER = "Folder of the run, or gs://BUCKET/RUN; an interrupted run goes on there."
+RUN_FOLDER = (
+    "Folder of the run, or gs://BUCKET/RUN; an interrupted run goes on there. Default: "
+    "runs/PRESET_METHOD, such as runs/tiny_cocodc."
+)
 ELASTIC = leaves_of("elastic", ElasticFlags)
 PROCESSES = leaves_of("processes", Processes)
 T = TypeVar("T")
@@ -38,29 +41,9 @@ T = TypeVar("T")
 FLAGS = flags.FLAGS
 
 
-class _CountOrWord(flags.ArgumentParser):
-    """Parse whole numbers; the configuration validates words."""
-
-    syntactic_help = "a whole number or a word"
-
-    def parse(self, argument: int | str) -> int | str:
-        text = str(argument)
-        return int(text) if text.lstrip("-").isdecimal() else text
-
-
-_DEFINE = {
-    COUNT_OR_WORD: functools.partial(flags.DEFINE, _CountOrWord()),
-    int: flags.DEFINE_integer,
-    float: flags.DEFINE_float,
-    bool: flags.DEFINE_boolean,
-    str: flags.DEFINE_string,
-    list: flags.DEFINE_list,
-}
-
-
 def define_one(kind: Any, name: str, default: Any, text: str, **settings: Any) -> None:
     """Define one more flag of the program."""
-    _DEFINE[kind](name, default, text, flag_values=FLAGS, **settings)
+    flag_types.define(kind, name, default, text, FLAGS, **settings)
     # `--help` shows the key flags of the program.
     FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
 
@@ -69,22 +52,22 @@ def define(without: Sequence[str] = (), workdir: str = RUN_FOLDER) -> None:
     """Define `--preset`, `--workdir` and a flag for every leaf."""
     presets = ", ".join(PRESETS)
     define_one(str, "preset", "tiny", f"Named configuration: {presets}.")
-    define_one(str, "workdir", None, workdir)
+    define_one(pathlib.Path, "workdir", None, workdir)
     define_fields(Processes, is_unset=True)
     for name, leaf in ELASTIC.items():
         default = getattr(NOT_ELASTIC, name)
         text = f"With exchange=elastic: {leaf.help} Default: {default!r}."
-        define_one(leaf.type, name, None, text)
+        define_one(leaf.flag_type, name, None, text)
     for name, leaf in LEAVES.items():
         if name not in without:
-            define_one(leaf.type, name, None, leaf.help)
+            define_one(leaf.flag_type, name, None, leaf.help)
 
 
 def define_fields(settings: type, is_unset: bool = False) -> None:
     """Define a flag for each field of a dataclass outside of the configuration."""
     for name, leaf in leaves_of("", settings).items():
         default = None if is_unset else getattr(settings, name)
-        define_one(leaf.type, name, default, leaf.help)
+        define_one(leaf.flag_type, name, default, leaf.help)
 
 
 def read(settings: type[T]) -> T:

@@ -12,6 +12,8 @@ from cocodc_jax import models
 from cocodc_jax.buckets import is_in_bucket
 from cocodc_jax.data.tokenizers import Tokenizer, round_up
 from cocodc_jax.files import ensure_folder, read_table
+from cocodc_jax.paths import expanded
+from cocodc_jax.run.bucket import folder_here
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE, only_writer
 from cocodc_jax.train.checkpoint import Checkpoints, steps_in
@@ -83,7 +85,8 @@ def export(
     for name, folder in (("workdir", workdir), ("out", out)):
         if is_in_bucket(folder):
             raise ValueError(f"{name}={str(folder)!r} is in a bucket; name a folder")
-    workdir, out = pathlib.Path(workdir), pathlib.Path(out).expanduser().absolute()
+    workdir = folder_here(workdir)
+    out = expanded(os.fspath(out), f"out={os.fspath(out)!r}")
     if params not in PARAMS:
         raise ValueError(f"params={params!r} is unknown; use one of {PARAMS}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

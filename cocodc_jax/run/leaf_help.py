@@ -55,7 +55,7 @@ MAIN = (
 # A program's own that few runs need.
 RARE = (
     "plan_frontier", "plan_step_s", "plan_links", "plan_gbps", "plan_latency_ms",
-    "wandb_mode", "metrics_port", "on_event",
+    "wandb_mode", "metrics_port", "on_event", "json",
 )  # fmt: skip
 # Set to test or measure this package, and listed last.
 DEVELOPER = (

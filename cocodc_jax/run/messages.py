@@ -29,8 +29,12 @@ def one_line(error: Exception | str, flags: Container[str]) -> str:
 
     >>> one_line(ValueError("steps=0 must be at least 1"), ["steps"])
     '--steps=0 must be at least 1'
+    >>> one_line("flag --steps=ten: must be a whole number", ["steps"])
+    '--steps=ten must be a whole number'
     """
     line = " ".join(str(error).split())
+    # absl's form of what the parser of a flag says, see `flag_types`.
+    line = re.sub(r"^flag (--\w+=.*?): (?=must be )", r"\1 ", line)
     name = re.match(r"[a-z_0-9]+(?==)", line)
     return f"--{line}" if name and name[0] in flags else line
 

@@ -13,7 +13,7 @@ from cocodc_jax.data.text_data import TextData
 from cocodc_jax.run import build
 from cocodc_jax.run.adoption import Source
 from cocodc_jax.run.attend import NO_TRACKING, Tracking
-from cocodc_jax.run.bucket import Bucket
+from cocodc_jax.run.bucket import Bucket, folder_here
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.hugging_face import model_of
@@ -71,7 +71,7 @@ def prepare(
     bucket = Bucket.of(workdir)
     if bucket:
         bucket.begin(jax.process_index())
-    workdir = bucket.workdir if bucket else pathlib.Path(workdir)
+    workdir = bucket.workdir if bucket else folder_here(workdir)
     folder = bucket.folder if bucket else workdir
     check_exchange(folder, is_elastic=place is not None)
     check_workdir(config, workdir, folder / CHECKPOINTS)

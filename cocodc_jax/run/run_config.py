@@ -98,7 +98,7 @@ class RunConfig:
 
     steps: int = of_kind(Kind.LENGTH, 480)
     seed: int = 0
-    init_from: str = of_kind(Kind.BEGINNING, "")
+    init_from: str = of_kind(Kind.BEGINNING, "", is_path=True)
     regions: int = 4
     step_times: str = ""
     batch_sizes: str = ""
@@ -126,7 +126,7 @@ class RunConfig:
     checkpoint_every: int = free(0)
     keep_checkpoints: int = free(2)
     change_schedule: bool = free(False)
-    adopt_from: str = of_kind(Kind.BEGINNING, "")
+    adopt_from: str = of_kind(Kind.BEGINNING, "", is_path=True)
     spike_zscore: float = 0.0
     max_rollbacks: int = 0
 

@@ -222,6 +222,8 @@ class Session:
             resume.open_records(self.own_dir, position, state.step, mirrors) as writer,
             attend.progress_bar(self.config, state.step, console) as bar,
         ):
+            if state.step < run.steps:
+                bar.say(attend.beginning(self, state.step))
             earlier_s = position.get("seconds", 0.0)
             watch = attend.Watch(writer, bar, earlier_s, self.peak_tokens_per_second)
 

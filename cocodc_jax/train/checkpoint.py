@@ -2,7 +2,8 @@
 
 Orbax saves arrays asynchronously: training continues once they are copied to the host.
 Everything else (the schedule's state, bytes sent, and what the caller adds) is JSON in
-the same checkpoint. Orbax makes a checkpoint visible only when all of it is on disk, so
+the same checkpoint. Arrays without an entry, which Orbax cannot save, are restored from
+their shapes. Orbax makes a checkpoint visible only when all of it is on disk, so
 a killed process leaves a full checkpoint or none. Disks and copies can corrupt files
 silently: each checkpoint has checksums, and `restore` takes the newest intact one.
 """
@@ -13,11 +14,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
+import numpy as np
 
 from cocodc_jax._extras import later
 from cocodc_jax.buckets import is_in_bucket
 from cocodc_jax.core.state import PyTree, TrainState
 from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import methods_in_own_context
 from cocodc_jax.train import checksums
 from cocodc_jax.transforms.layers import named_leaves
@@ -121,7 +124,8 @@ class Checkpoints:
             "extra": extra,
         }
         items = ocp.args.Composite(
-            arrays=ocp.args.StandardSave(_arrays(state)), rest=ocp.args.JsonSave(rest)
+            arrays=ocp.args.StandardSave(_without_empty(_arrays(state))),
+            rest=ocp.args.JsonSave(rest),
         )
         with self._explained():
             self._manager.save(state.step, args=items)
@@ -195,10 +199,12 @@ class Checkpoints:
             _ = rest["method"], rest["schedule"], rest["shapes"]
         where = f"the checkpoint of step {step} in {self._directory}"
         abstract = _abstract(program, rest, where)
-        wanted = ocp.args.StandardRestore(_arrays(abstract))
+        shapes = _arrays(abstract)
+        wanted = ocp.args.StandardRestore(_without_empty(shapes))
         only_arrays = ocp.args.Composite(arrays=wanted)
         with self._judged(step):
-            arrays = self._manager.restore(step, args=only_arrays)["arrays"]
+            saved = self._manager.restore(step, args=only_arrays)["arrays"]
+        arrays = _with_empty(saved, shapes)
         sync = abstract.sync and abstract.sync.with_arrays(arrays["sync"])
         frozen = arrays.get("frozen", ())
         return TrainState(arrays["region"], sync, step, bytes_sent, frozen), extra
@@ -299,3 +305,19 @@ def _arrays(state: TrainState) -> dict[str, PyTree]:
     sync = state.sync.arrays if state.sync else {}
     frozen = {"frozen": state.frozen} if jax.tree.leaves(state.frozen) else {}
     return {"region": state.region, "sync": sync, **frozen}
+
+
+def _without_empty(arrays: PyTree) -> PyTree:
+    """Return a tree with an empty node in place of each array without an entry."""
+    return jax.tree.map(lambda x: () if x.size == 0 else x, arrays)
+
+
+def _with_empty(saved: PyTree, shapes: PyTree) -> PyTree:
+    """Return what `_without_empty` left, with the arrays that it took out."""
+
+    def one(shape: jax.ShapeDtypeStruct, found: Any) -> Any:
+        if shape.size:
+            return found
+        return transfer.put(np.zeros(shape.shape, shape.dtype), shape.sharding)
+
+    return jax.tree.map(one, shapes, saved)

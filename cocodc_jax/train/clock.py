@@ -55,6 +55,7 @@ class FlightRecorder:
         self.recent_step_s = self.sync_s = self.stall_s = 0.0
         self._went_on_s = 0.0
         self._step_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
+        self._own_step_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self.flights: list[Flight] = []
         self.marks: list[tuple[int, float]] = []
         self._error: Exception | None = None
@@ -80,6 +81,16 @@ class FlightRecorder:
         with self._marked:
             # A scan that compiles first takes many times as long.
             return min(self._step_s, default=0.0)
+
+    @property
+    def own_step_s(self) -> float | None:
+        """Seconds of an inner step from its dispatch, so without compilation.
+
+        None if it is not known yet, as where dispatching waits for the devices.
+        """
+        with self._marked:
+            recent = sorted(self._own_step_s)
+        return recent[len(recent) // 2] if recent else None
 
     def done_s(self, step: int) -> float:
         """Return when the devices ended inner step `step`, waiting for it."""
@@ -132,7 +143,11 @@ class FlightRecorder:
         Steps are watched before their events are dispatched: dispatching merges may
         wait for means of other regions, which is not time of the steps.
         """
-        self._steps.put((step, inner, merges))
+        # If they have ended already, dispatching them has waited for the devices. JAX
+        # crashes where it is asked whether a deleted array is ready.
+        has_ended = inner.is_deleted() or inner.is_ready()
+        handed_s = None if has_ended else self._now()
+        self._steps.put((step, inner, merges, handed_s))
 
     def _arrive(self, flight: Flight, inner: jax.Array, mean: jax.Array) -> None:
         try:
@@ -159,11 +174,15 @@ class FlightRecorder:
             self._marked.notify_all()
 
     def _follow(
-        self, step: int, inner: jax.Array, merges: Sequence[AppliedSync]
+        self,
+        step: int,
+        inner: jax.Array,
+        merges: Sequence[AppliedSync],
+        handed_s: float | None,
     ) -> None:
         inner.block_until_ready()
         if not self._is_marked(step):
-            self._mark(step)
+            self._mark(step, handed_s)
         for sync in merges:
             begin = self._now()
             sync.norm.block_until_ready()
@@ -180,13 +199,17 @@ class FlightRecorder:
                 flight.apply_step, flight.stall_s = sync.apply_step, stall
                 flight.num_bytes, flight.merge_s = sync.num_bytes, self._went_on_s
 
-    def _mark(self, step: int) -> None:
+    def _mark(self, step: int, handed_s: float | None) -> None:
         now = self._now()
         with self._marked:
             if self.marks:
                 seconds = now - self._went_on_s
-                self.recent_step_s = seconds / (step - self.marks[-1][0])
+                num_steps = step - self.marks[-1][0]
+                self.recent_step_s = seconds / num_steps
                 self._step_s.append(self.recent_step_s)
+                if handed_s is not None:
+                    own_s = now - max(handed_s, self._went_on_s)
+                    self._own_step_s.append(own_s / num_steps)
             self.marks.append((step, now))
             self._marked.notify_all()
         self._went_on_s = now

@@ -71,6 +71,9 @@ class Clock(NamedTuple):
     stall_s: float  # Total seconds that regions waited for an outer fragment.
     in_flight: int  # Fragments in flight.
     bytes_sent: int  # Bytes one region has sent.
+    # Without the time of compilation; None as long as it is not known.
+    steady_tokens_per_second: float | None = None  # As `tokens_per_second`.
+    step_s: float | None = None  # Seconds of an inner step.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,7 +132,9 @@ class _Loop:
         self._lengths_seen: set[int] = set()
         self._was_warm = True  # The last turn that was read compiled nothing.
         self._began_s = self._free_s = time.perf_counter()
-        self._steady_tokens, self._steady_s = 0, 0.0
+        # Of the turns that compiled nothing.
+        self._steady_tokens = self._steady_steps = 0
+        self._steady_s = 0.0
 
     def turn(self, state: TrainState, batches, num_steps: int) -> TrainState:
         """Dispatch the work up to the next cut, and read the previous turn."""
@@ -192,10 +194,19 @@ class _Loop:
         seconds, self._free_s = done_s - self._free_s, done_s
         tokens = self._tokens_at(done) - self._tokens_at(turn.first_step)
         # A turn waits for what the events of the turn before compile.
-        if turn.is_warm and self._was_warm:
+        is_steady = turn.is_warm and self._was_warm
+        if is_steady:
             self._steady_tokens += tokens
+            self._steady_steps += len(losses)
             self._steady_s += seconds
         self._was_warm = turn.is_warm
+        step_s = self._step_s()
+        rate = None
+        if is_steady:
+            rate = tokens / seconds
+        elif self._steady_steps:
+            assert step_s is not None
+            rate = tokens / (len(losses) * step_s)
         clock = Clock(
             step=done,
             loss=float(finite_mean(losses[-1])),
@@ -204,8 +215,16 @@ class _Loop:
             stall_s=self._flights.stall_s,
             in_flight=turn.in_flight,
             bytes_sent=turn.output.bytes_sent[-1],
+            steady_tokens_per_second=rate,
+            step_s=step_s,
         )
         self._hooks.clock(clock)
+
+    def _step_s(self) -> float | None:
+        """Return seconds of a step without compilation, None if not yet known."""
+        if self._steady_steps:
+            return self._steady_s / self._steady_steps
+        return self._flights.own_step_s  # Until all programs are compiled.
 
     def is_evaluated(self, state: TrainState) -> bool:
         return (self._records.last_eval or {}).get("step") == state.step

@@ -13,13 +13,14 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Self
 
-from cocodc_jax.files import read_table, write_whole
+from cocodc_jax.files import read_table, read_text, write_whole
 from cocodc_jax.netlab import children, plan
 from cocodc_jax.network import exchanges, gloo
 from cocodc_jax.network.links import Topology
 from cocodc_jax.network.simulator import simulate_method
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.network.workload import Workload
+from cocodc_jax.paths import expanded
 from cocodc_jax.run import timeline
 from cocodc_jax.run.config import dumps
 from cocodc_jax.sync.method import Method
@@ -63,7 +64,7 @@ def network(text: str, num_regions: int) -> Network:
     is_number = text.replace(".", "", 1).isdigit()
     is_known = is_number or text in (WIDE, "unequal")
     name = text if is_known else pathlib.Path(text).stem
-    path = UNEQUAL if text == "unequal" else pathlib.Path(text)
+    path = UNEQUAL if text == "unequal" else expanded(text, f"networks={text!r}")
     path = None if is_number or text == WIDE else path
     flags = (f"--links={path}",)
     if path is None:
@@ -87,7 +88,7 @@ def network(text: str, num_regions: int) -> Network:
             f"regions={num_regions}"
         )
     mtu = plan.usual_mtu_bytes(plan.conditions_over_time(topology.undisturbed)[0])
-    links = None if path is None else path.read_text()
+    links = None if path is None else read_text(path)
     return Network(name, flags, topology.scaled(gloo.payload_share(mtu)), links)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from absl.flags import FlagValues
 
 from cocodc_jax import methods
+from cocodc_jax.files import without_mark
 from cocodc_jax.methods import METHODS, Method
 from cocodc_jax.network import exchanges, goodput, world
 from cocodc_jax.network.collectives import COLLECTIVES
@@ -84,11 +85,11 @@ SECTIONS = {
         ("plan", False, "choose K, H, N and tau for the network and say why"),
         ("table", False, "compare with published numbers"),
         (
-            *("frontier", str),
+            *("frontier", pathlib.Path),
             "cells.json of a sweep, or of several with commas: --plan recommends a "
             "method, precision and H from it",
         ),
-        ("workdir", str, "folder for results"),
+        ("workdir", pathlib.Path, "folder for results"),
     ),
     "The network": (
         ("regions", 4, "regions"),
@@ -100,7 +101,7 @@ SECTIONS = {
             *("world", str),
             f"cloud regions, comma-separated, of {', '.join(world.REGIONS)}",
         ),
-        ("links", str, "YAML file with regions, links, changes"),
+        ("links", pathlib.Path, "YAML file with regions, links, changes"),
         (
             *("collective", (None, *sorted(COLLECTIVES))),
             "how messages cross regions; default ring, or gather for encoded ones; "
@@ -128,7 +129,7 @@ SECTIONS = {
         ("host_mb_per_s", math.inf, "10^6 bytes that a host prepares per second"),
         ("num_layers", 1, "above 1, each layer is sent once it is ready"),
         ("steps", int, "inner steps to simulate; default 3 H"),
-        ("loss_curve", str, "metrics.jsonl, or a JSON list of [step, loss]"),
+        ("loss_curve", pathlib.Path, "metrics.jsonl, or a JSON list of [step, loss]"),
         ("loss_key", "eval_loss", "entry of metrics.jsonl to read"),
         ("target_loss", float, "report the seconds until this loss"),
         ("hours_between_failures", float, "mean of a region, for goodput"),
@@ -296,7 +297,7 @@ def read_curve(
     path: str | pathlib.Path, key: str = "eval_loss"
 ) -> list[tuple[float, float]]:
     """Read (step, loss) pairs from JSON lines or from a JSON list of pairs."""
-    text = pathlib.Path(path).read_bytes()
+    text = without_mark(pathlib.Path(path).read_bytes())
     try:
         if text.lstrip().startswith(b"["):
             pairs = json.loads(text)

@@ -141,7 +141,10 @@ def _squares(x: np.ndarray) -> float:
 
 def define() -> None:
     """Define the program's flags."""
-    flags.define(WITHOUT, "Folder for config.json; the table is printed only.")
+    flags.define(
+        WITHOUT,
+        "Folder for config.json; the table is printed only. Default: one in /tmp.",
+    )
     program.define(
         ("compressors", "int2,stat2", "Compressors, comma-separated."),
         ("interval", 40, "Steps of a pseudo-gradient."),

@@ -210,7 +210,7 @@ def _figure(rows: list[dict[str, Any]], settings: Settings) -> Figure:
 def define() -> None:
     """Define the program's flags."""
     program.define(
-        ("workdir", "runs/delay_cost", "Folder of the results."),
+        ("workdir", pathlib.Path("runs/delay_cost"), "Folder of the results."),
         ("rules", list, "Rules to judge. Default: all of them."),
         ("delays", ["2", "10", "20"], "Delays tau, in inner steps."),
         ("seeds", Settings.seeds, "Runs, each with a seed of its own."),

@@ -258,7 +258,11 @@ def _row(log_probs: Any, prefix: int, passes: float) -> Row:
 
 def define() -> None:
     """Define the program's flags."""
-    flags.define(WITHOUT, "Folder of the runs and the results; they resume there.")
+    flags.define(
+        WITHOUT,
+        "Folder of the runs and the results; they resume there. Default: "
+        "runs/merge_PRESET_PARTITION.",
+    )
     flags.define_fields(Tracking)
     program.define(
         ("partition", "source", "How regions share the corpus: source or iid."),

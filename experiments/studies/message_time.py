@@ -37,7 +37,7 @@ def sync_seconds(links: Sequence[Link], row: bytes, step: int) -> float:
 def main(argv: Sequence[str]) -> int:
     """Run the program."""
     own = program.own_flags(
-        ("via", str, "folder or bucket"),
+        ("via", pathlib.Path, "folder or bucket"),
         ("kib", ["1", "1024", "16384"], "sizes of a message, KiB"),
         ("regions", 2, "M"),
         ("syncs", 20, "of each size"),

@@ -308,7 +308,7 @@ def main() -> None:
 def define() -> None:
     """Define the program's flags."""
     program.define(
-        ("workdir", str, "Folder of a sweep, with its cells.json."),
+        ("workdir", pathlib.Path, "Folder of a sweep, with its cells.json."),
         (
             *("predict", 1e9),
             "Parameters to extrapolate to, with the most regions and the longest "

@@ -18,7 +18,6 @@ import functools
 import itertools
 import math
 import os
-import pathlib
 import statistics
 import tomllib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -26,6 +25,8 @@ from typing import Any, Self, TypeVar
 
 from cocodc_jax import models
 from cocodc_jax.fields import COUNT_OR_WORD
+from cocodc_jax.files import read_text
+from cocodc_jax.paths import without_tilde
 from cocodc_jax.run.config import LEAVES, TrainConfig
 from cocodc_jax.run.method_config import ARGUMENTS
 from cocodc_jax.run.presets import PRESETS, with_warmup
@@ -179,7 +180,7 @@ class Grid:
 def read(path: str | os.PathLike[str]) -> Grid:
     """Read a grid file and check every row of it."""
     try:
-        table = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        table = tomllib.loads(read_text(path))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"grid={str(path)!r} is no TOML file: {error}") from error
     return from_table(table)
@@ -328,6 +329,8 @@ def _checked(name: str, value: Any) -> Any:
     if not is_right:
         what = "a whole number or a word" if kind == COUNT_OR_WORD else kind.__name__
         raise ValueError(f"{name}={value!r} must be of type {what}")
+    if LEAVES[name].is_path:
+        return without_tilde(value)
     return float(value) if kind is float else value
 
 

@@ -1,10 +1,8 @@
 """Every bad setting is refused when the configuration is made."""
 
-import pathlib
-
 import pytest
 
-from cocodc_jax.data.config import DataConfig, cache_dir
+from cocodc_jax.data.config import DataConfig
 
 
 @pytest.mark.parametrize(
@@ -39,11 +37,3 @@ from cocodc_jax.data.config import DataConfig, cache_dir
 def test_bad_setting_is_named(settings, message):
     with pytest.raises(ValueError, match=message):
         DataConfig(**settings)
-
-
-def test_cache_dir_follows_the_environment(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache_dir() == pathlib.Path("/somewhere/cocodc_jax")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_dir() == pathlib.Path.home() / ".cache" / "cocodc_jax"
-    assert cache_dir("/given") == pathlib.Path("/given")

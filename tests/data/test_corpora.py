@@ -420,3 +420,22 @@ def test_tfds_set_without_random_access(tmp_path):
     info.write_text(info.read_text().replace("array_record", "tfrecord"))
     with pytest.raises(ValueError, match=r"stored as \['tfrecord'\], which cannot be"):
         _open_toy(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    lines = "A first line\nand another \ufeffone\n"
+    texts = _write(tmp_path / "texts", {"a.txt": lines, "b.txt": "other"})
+    (texts / "a.txt").write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    found = files.list_text_files([str(texts)])
+    assert [d.text for d in files.read_documents(found)] == [lines, "other"]
+    kept = files.read_documents(found, keeps_marks=True)
+    assert next(kept).text == "\ufeff" + lines
+    corpus = _open(texts, tmp_path / "data")
+    train, validation = _texts(corpus)
+    assert {*train, *validation} == {lines, "other"}
+
+
+def test_files_without_a_mark_keep_their_fingerprint_of_text(tmp_path):
+    plain = _open(_write(tmp_path / "a", {"a.txt": "x", "b.txt": "y"}), tmp_path / "d")
+    marked = _write(tmp_path / "b", {"a.txt": "\ufeffx", "b.txt": "y"})
+    assert _open(marked, tmp_path / "d").fingerprint == plain.fingerprint

@@ -281,3 +281,18 @@ def test_without_pyarrow_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'cocodc_jax\[hf\]'"):
         open_corpus(config_of(tmp_path / "a.parquet", tmp_path))
+
+
+def test_byte_order_marks_of_json_lines_are_passed_over(tmp_path):
+    mark, lines = b"\xef\xbb\xbf", json_lines(TEXTS)
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    plain = JsonLines(*_json_file(tmp_path / "a.jsonl"))
+    # The second mark begins a file that was appended to the first.
+    (tmp_path / "b.jsonl").write_bytes(mark + lines + mark + lines)
+    marked = JsonLines(*_json_file(tmp_path / "b.jsonl"))
+    texts = [t for i in range(plain.num_chunks) for t in plain.texts(i)]
+    assert [t for i in range(marked.num_chunks) for t in marked.texts(i)] == 2 * texts
+
+
+def _json_file(path):
+    return path, "text", 1000, "refuse", path

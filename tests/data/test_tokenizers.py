@@ -101,6 +101,13 @@ def folder(tmp_path, bpe):
     return tmp_path
 
 
+def test_a_byte_order_mark_before_a_tokenizer_is_passed_over(folder, tmp_path):
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    for place in (folder, path):
+        assert _load(f"hf:{place}", tmp_path).num_tokens == 301
+
+
 def test_a_folder_says_what_ends_a_text(folder, bpe, tmp_path):
     loaded = _load(f"hf:{folder}", tmp_path)
     assert (loaded.eos_id, loaded.num_tokens, loaded.vocab_size) == (300, 301, 304)

@@ -54,7 +54,7 @@ def test_a_command_line_that_is_shown_is_one_that_can_be_pasted(path):
     ("simulate --help=all", 0, "The network\n  --regions=4"),
     ("wan --help", 0, "The links\n  --regions=2"),
     ("probe-network --help", 0, "Flags\n  --sizes_mb=16,4,1,0.1"),
-    ("simulate --regions=x", 2, "error: flag --regions=x"),
+    ("simulate --regions=x", 2, "error: --regions=x must be a whole number"),
 ])  # fmt: skip
 def test_a_command_runs_the_program(words, code, text, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["cocodc", *words.split()])

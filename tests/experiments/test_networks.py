@@ -281,7 +281,7 @@ marks = [[2, 1.0], [4, 3.0]]
         ("--workdir={} --methods=snoo", "methods=snoo cannot be run by several"),
         ("--workdir={} --methods=multi_ring", "its rings use the inner mesh"),
         ("--workdir={} --networks=20,20", "networks=20,20 must be names"),
-        ("--workdir={} --intervals=0", "flag --intervals=0"),
+        ("--workdir={} --intervals=0", "--intervals=0 must be at least 1"),
         # Flags of training.
         ("--workdir={} -- --workdir=x", "workdir=x is set for each run"),
         ("--workdir={} -- --region_id=1", "region_id=1 is set for each run"),

@@ -112,7 +112,7 @@ changes: [{from: here, start_s: 0, duration_s: 9, bandwidth_factor: 0.5}]
     ("flag", "message"),
     [
         ("--sizes_mb=inf", "sizes_mb='inf' must be positive numbers"),
-        ("--mtu=40", "flag --mtu=40"),
+        ("--mtu=40", "--mtu=40 must be "),
         ("--mtu=1500", "--mtu=1500 needs --bandwidth_mbit or --links"),
         ("--latency_ms=50", "--latency_ms=50 needs --bandwidth_mbit"),
         ("--links=x --latency_ms=5", "--latency_ms=5 does not go with --links=x"),
@@ -123,7 +123,7 @@ changes: [{from: here, start_s: 0, duration_s: 9, bandwidth_factor: 0.5}]
         ("--collectives=tree", "collectives='tree' is unknown; use direct"),
         ("--bandwidth_mbit=0", "bandwidth_mbit=0 must be positive"),
         ("--links=nowhere.yaml", "links=nowhere.yaml: No such file"),
-        ("--repeats=0", "flag --repeats=0"),
+        ("--repeats=0", "--repeats=0 must be at least 1"),
         ("often", "unexpected argument 'often'"),
     ],
 )

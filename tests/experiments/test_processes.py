@@ -111,7 +111,7 @@ def killed(command, run, corpus, tmp_path_factory):
 def test_two_processes_one_killed_and_resumed_are_one(killed, streaming_in_one):
     workdir, out = killed
     assert_same_run(workdir, streaming_in_one)
-    assert json.loads(out[out.index("{\n") :]) == summary(workdir)
+    assert f"loss: {summary(workdir)['eval_loss']:.4f} on validation text" in out
     # Process 0 reports; process 1 has its own records and says nothing.
     log = (workdir / "process_1" / "output.log").read_text()
     assert "step" not in log

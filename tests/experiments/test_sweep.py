@@ -506,7 +506,7 @@ def test_a_fragment_that_never_arrived_counts_as_the_others():
 
 def test_rows_of_some_flags_alone(halved, call, tmp_path):
     path = tmp_path / "grid.toml"
-    path.write_text(GRID)
+    path.write_text(GRID, encoding="utf-8-sig")  # As some editors write it.
     words = ["--only=compress=ef+int4,outer_lr=1.0"]
     out, _ = call(sweep, f"--grid={path}", "--list", *words)
     assert [line.split(":")[0] for line in out.splitlines()[:-1]] == ["streaming"]

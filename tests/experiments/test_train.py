@@ -61,7 +61,14 @@ def assert_same_run(one: pathlib.Path, other: pathlib.Path) -> None:
 def test_files_and_summary(unbroken):
     workdir, out = unbroken
     summary = json.loads((workdir / "summary.json").read_text())
-    assert json.loads(out[out.index("{") :]) == summary
+    first, *_, last = out.splitlines()
+    about = "on 4 CPU devices: 29.3 k parameters, 48 steps of 512 tokens, in "
+    assert first.startswith("training ")
+    assert about in first
+    assert out.splitlines()[1].startswith("compiling")
+    assert last.startswith(f"next: python -m experiments.timeline --workdir={workdir}")
+    assert out.splitlines()[-5].startswith("finished: 48 of 48 steps in ")
+    assert f"loss: {summary['eval_loss']:.4f} on validation text" in out
     assert list(summary) == [
         "method", "preset", "seed", "regions", "parameters", "steps", "tokens",
         "eval_loss", "eval_perplexity", "eval_loss_outer", "region_drift",
@@ -299,7 +306,7 @@ def test_another_run_goes_on_from_a_checkpoint(unbroken, call, corpus, tmp_path)
     # It has not begun anew: every loss is below those of the run's beginning.
     # (By how much is a matter of the processor's rounding: few, small batches.)
     assert max(r["loss"] for r in rows) < records(unbroken[0], "train")[0]["loss"]
-    assert json.loads(out[out.index("{") :])["steps"] == 52
+    assert "finished: 52 of 52 steps" in out
 
 
 @pytest.mark.parametrize(

@@ -430,11 +430,11 @@ def test_world_and_links_have_their_caps(tmp_path):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    ("--regions=0 -- x", "flag --regions=0: 0 is not"),
+    ("--regions=0 -- x", "--regions=0 must be from 1 to "),
     ("--bandwidth_mbit=0 -- x", "--bandwidth_mbit=0 must be positive"),
-    ("--latency_ms=-1 -- x", "flag --latency_ms=-1: -1.0 is not"),
+    ("--latency_ms=-1 -- x", "--latency_ms=-1 must be at least 0"),
     ("--loss=1 -- x", "--loss=1.0 must be in [0, 1)"),
-    ("--mtu=100 -- x", "flag --mtu=100: 100 is not"),
+    ("--mtu=100 -- x", "--mtu=100 must be from "),
     ("--grace_s=inf -- x", "--grace_s=inf must be below 86400, a day"),
     ("--bandwidth_mbit=nan -- x", "--bandwidth_mbit=nan must be finite"),
     ("--latency=1 -- x", "Unknown command line flag 'latency'. Did you"),

@@ -125,7 +125,7 @@ def test_world_has_the_regions_and_the_order_asked_for():
 
 def test_file_is_read_as_documented(tmp_path):
     path = tmp_path / "links.yaml"
-    path.write_text(TABLE)
+    path.write_text(TABLE, encoding="utf-8-sig")
     topology = load_topology(path)
     links = topology.links
     assert topology.regions == ("paris", "tokyo", "dallas")

@@ -113,6 +113,29 @@ def test_plain_lines_now_and_then_and_at_the_end():
     assert "loss 2.500  1.23 k tokens/s  1 in flight  2.00 MB sent" in lines[0]
 
 
+def test_the_time_left_is_of_steps_without_compilation():
+    out = io.StringIO()
+    with RunProgress(100, console=Console(file=out, width=140)) as bar:
+        bar.update(2, 2.5, None, in_flight=1, bytes_sent=2e6)
+    assert out.getvalue() == "step 2/100  loss 2.500  1 in flight  2.00 MB sent\n"
+    with RunProgress(100, console=Console(file=out, width=140)) as bar:
+        bar.update(40, 2.5, 512.0, in_flight=1, bytes_sent=2e6, step_s=2.0)
+    assert out.getvalue().endswith(
+        "512 tokens/s  1 in flight  2.00 MB sent  2 min 00 s left\n"
+    )
+
+
+def test_a_narrow_terminal_keeps_the_numbers(monkeypatch):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80)
+    with RunProgress(48, label="cocodc seed 0", console=console) as bar:
+        bar.update(48, 2.936, 21_400.0, 1, 1.23e6, step_s=0.1)
+    assert (
+        "cocodc seed 0 48/48 loss 2.936  21.4 k tokens/s  1.23 MB sent"
+        in out.getvalue()
+    )
+
+
 def test_a_bar_in_a_terminal():
     text = progress(True, itertools.count(step=1.0))
     assert "4/4" in text

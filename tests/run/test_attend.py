@@ -196,7 +196,7 @@ def test_the_share_goes_to_the_line_and_to_timing(tmp_path, peak, share):
     bar = RunProgress(4, console=Console(file=out, width=140))
     with MetricsWriter(tmp_path, mirrors=()) as writer, bar:
         watch = Watch(writer, bar, 0.0, peak)
-        watch(Clock(4, 2.0, 1.0, 100.0, 0.0, 1, 1000))
+        watch(Clock(4, 2.0, 1.0, 100.0, 0.0, 1, 1000, 100.0))
     (line,) = (tmp_path / "timing.jsonl").read_text().splitlines()
     assert json.loads(line).get("mfu") == share
     assert ("MFU 25.0 %" in out.getvalue()) == (share is not None)

@@ -25,7 +25,7 @@ import numpy as np
 
 from cocodc_jax._extras import extra
 from cocodc_jax.buckets import fetched, is_in_bucket
-from cocodc_jax.data.config import DataConfig, cache_dir, make_writable
+from cocodc_jax.data.config import DataConfig, make_writable
 from cocodc_jax.data.corpora.documents import Corpus, StoredDocuments, open_tfds_set
 from cocodc_jax.data.corpora.files import (
     TEXT_DOCUMENT_CHARS,
@@ -39,6 +39,7 @@ from cocodc_jax.data.corpora.files import (
     unreadable,
 )
 from cocodc_jax.data.corpora.hf_sets import open_hf_set
+from cocodc_jax.paths import cache_dir
 
 with extra("data"):
     import tensorflow_datasets as tfds
@@ -106,6 +107,7 @@ class TextCorpus(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     # not install on Python 3.9 and up; giving the path here avoids the import.
     code_path = pathlib.Path(__file__)  # pyright: ignore
     max_document_chars: int | None = None
+    keeps_marks = False
 
     def _info(self) -> tfds.core.DatasetInfo:
         text = tfds.features.Text
@@ -138,7 +140,12 @@ class TextCorpus(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _documents(self) -> Iterator[Document]:
         config = self._config
-        return read_documents(config.files, self.max_document_chars, config.undecodable)
+        return read_documents(
+            config.files,
+            self.max_document_chars,
+            config.undecodable,
+            keeps_marks=self.keeps_marks,
+        )
 
     @property
     def _config(self) -> CorpusConfig:
@@ -148,6 +155,9 @@ class TextCorpus(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 class StdlibSource(TextCorpus):
     """The Python standard library's own source, one document per file."""
+
+    # One of its own tests has a byte order mark, and measured losses are of that text.
+    keeps_marks = True
 
 
 class TextFiles(TextCorpus):
@@ -179,8 +189,10 @@ def _prepare(
     data_dir, share = cache_dir(data.data_dir), data.validation_fraction
     # Without those files nothing depends on the choice.
     choice = () if undecodable == "skip" else (undecodable,)
+    # Data that an earlier version prepared still have the marks.
+    marks = () if builder_class.keeps_marks else ("without byte order marks",)
     fingerprint = files_fingerprint(
-        files, share, builder_class.max_document_chars, *choice
+        files, share, builder_class.max_document_chars, *choice, *marks
     )
     config = CorpusConfig(
         name=fingerprint,

@@ -15,9 +15,10 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from cocodc_jax.data.config import expanded
+from cocodc_jax.paths import expanded
 
 TEXT_DOCUMENT_CHARS = 1 << 16
+BYTE_ORDER_MARK = "\ufeff"
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
@@ -76,8 +77,12 @@ def read_documents(
     files: Iterable[CorpusFile],
     max_document_chars: int | None = None,
     undecodable: str = "refuse",
+    keeps_marks: bool = False,
 ) -> Iterator[Document]:
-    """Read documents, passing over empty files, and bad ones if `undecodable=skip`."""
+    """Read documents, passing over empty files, and bad ones if `undecodable=skip`.
+
+    A byte order mark at the start of a file is no text, unless `keeps_marks`.
+    """
     for file in files:
         try:
             text = _read(file.path, undecodable)
@@ -85,6 +90,8 @@ def read_documents(
             if undecodable != "skip":
                 raise
             continue
+        if not keeps_marks:
+            text = text.removeprefix(BYTE_ORDER_MARK)
         for index, piece in enumerate(_pieces(text, max_document_chars)):
             if not piece.isspace():
                 yield Document(f"{file.key}#{index}", piece, file.source)

@@ -20,11 +20,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cocodc_jax.data.config import DataConfig, cache_dir, expanded, make_writable
+from cocodc_jax.data.config import DataConfig, make_writable
 from cocodc_jax.data.corpora import row_files
 from cocodc_jax.data.corpora.documents import Corpus, Documents
 from cocodc_jax.data.corpora.files import content_hash, walk
 from cocodc_jax.data.corpora.row_files import RecordError, RowFile
+from cocodc_jax.paths import cache_dir, expanded
 
 _JSON = (".jsonl", ".ndjson", ".json")
 _PACKED = tuple(f"{suffix}.gz" for suffix in _JSON)

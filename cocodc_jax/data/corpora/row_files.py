@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from cocodc_jax._extras import extra
+from cocodc_jax.files import without_mark
 
 _CACHED_ROW_GROUPS = 4
 
@@ -55,7 +56,8 @@ class JsonLines:
                 start += len(file.readline()) - 1
             while start < end and (line := file.readline()):
                 try:
-                    text = self._text(line)
+                    # A mark begins a file, or one that was appended to another.
+                    text = self._text(without_mark(line))
                 except ValueError as error:
                     raise RecordError(f"{self._where(start)}: {error}") from error
                 if text is not None:

@@ -21,6 +21,12 @@ class PendingMean:
     def block_until_ready(self):
         assert self.gate.wait(timeout=30)
 
+    def is_ready(self):
+        return self.gate.is_set()
+
+    def is_deleted(self):
+        return False
+
 
 READY = PendingMean()
 READY.gate.set()
@@ -87,6 +93,20 @@ def test_when_steps_were_done_is_told_once_they_are():
         assert begin + 0.05 < first <= time.perf_counter()
         later.gate.set()
         assert recorder.done_s(4) > first == recorder.done_s(2)
+
+
+def test_seconds_of_a_step_leave_out_what_was_compiled_before_it():
+    with FlightRecorder() as recorder:
+        recorder.stepped(2, READY, [])
+        recorder.done_s(2)
+        assert recorder.own_step_s is None  # They had ended when they were dispatched.
+        time.sleep(0.4)  # As compiling takes.
+        steps = PendingMean()
+        recorder.stepped(4, steps, [])
+        time.sleep(0.1)
+        steps.gate.set()
+        recorder.done_s(4)
+        assert recorder.own_step_s < 0.2 < recorder.recent_step_s + 0.05
 
 
 def test_what_is_under_way_at_the_end_has_no_merge():

@@ -336,8 +336,14 @@ def test_tokens_per_second_leave_compilation_out(monkeypatch):
     """Lengths 10, 10, 5, 5, ...: each turn is read after the next was handed out."""
     clock = FakeClock(monkeypatch, step_s=0.01, compile_s=3.0)
     program = FakeProgram(clock=clock)
-    result = train_fake(program, 50, Cadence(log_every=10, eval_every=25))
+    clocks = []
+    cadence, hooks = Cadence(log_every=10, eval_every=25), Hooks(clock=clocks.append)
+    result = train_fake(program, 50, cadence, hooks)
     assert program.lengths == [10, 10, 5, 5, 10, 10]
+    steady = [clock.steady_tokens_per_second for clock in clocks]
+    assert steady[0] is None
+    np.testing.assert_allclose([rate for rate in steady if rate is not None], 100)
+    np.testing.assert_allclose(clocks[-1].step_s, 0.01)
     assert result.seconds == pytest.approx(0.5 + 2 * 3)
     assert result.tokens_per_second == pytest.approx(100)
 
