@@ -20,6 +20,16 @@ checkpoints, and the same command resumes with the remaining kills.
 
 With `--scenario` the network has a fault for a while instead, which the regions must
 name within five syncs (`faults/scenarios.py`).
+
+    python -m experiments.chaos --plan=experiments/faults/sockets.toml \
+        --workdir=DIR -- --preset=smoke --steps=100000 --step_seconds=0.1
+
+With `--plan` a file says how many faults of each kind there are: kills, freezes, cuts
+of the network (for root), clocks that jump, harm to the folder of `--via`, and second
+lives of a region (`faults/plans.py` has the format). Its seed makes one story of them.
+After each fault all regions must merge with one another again. At the end all are asked
+to stop; outer parameters must have been equal after every merge, and DIR/report.md is a
+page on it.
 """
 
 import math
@@ -38,7 +48,7 @@ from cocodc_jax.run.config import TrainConfig, dumps
 from cocodc_jax.run.resume import make_folder
 
 from . import commands, program
-from .faults import scenarios
+from .faults import judged, plans, scenarios, story
 from .faults.kills import Chaos, RefusedError, is_good, judge, lines, unbroken_loss
 
 # No kills after this share of the steps: the last region to return needs time.
@@ -65,6 +75,7 @@ OWN_FLAGS = (
         "fault",
     ),
     ("fault_s", 60.0, "with --scenario: seconds that the fault lasts"),
+    ("plan", pathlib.Path, "TOML file with the faults of a run, in place of kills"),
     ("workdir", pathlib.Path, "folder of the run"),
     ("unbroken", True, "also train a run without kills"),
     ("only_members", True, "wait with a kill until all regions take part"),
@@ -73,6 +84,14 @@ OWN_FLAGS = (
 
 def check_own(own: Any) -> None:
     """Refuse numbers out of range, and flags that would have no effect."""
+    if own.plan:
+        for name in ("regions", "seed", "scenario", *_OF_KILLS, *_OF_SCENARIOS):
+            if own[name].present:
+                raise ValueError(
+                    f"--{name}={str(own[name].value).lower()} has no meaning with "
+                    "--plan; say it in the plan, or leave it out"
+                )
+        return
     for name in ("gap_s", "restart_s", "tolerance", "at_s", "fault_s"):
         if not 0 <= own[name].value < math.inf:
             raise ValueError(
@@ -104,6 +123,9 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError("workdir=None is missing; name a folder")
         check_own(own)
         workdir = pathlib.Path(own.workdir)
+        if own.plan:
+            plan = checked_plan(own.plan, argv[0], train_flags, workdir)
+            return follow(plan, argv, train_flags, workdir)
         if own.scenario:
             scenarios.check(own.scenario, own.regions, workdir)
         flags.parse([argv[0], *train_flags])
@@ -128,6 +150,42 @@ def main(argv: Sequence[str]) -> int:
         print(dumps(result), end="")
         return 0 if result["named"] else 1
     return wreck(own, config, train_flags, workdir)
+
+
+def checked_plan(
+    path: str, name: str, train_flags: list[str], workdir: pathlib.Path
+) -> plans.Plan:
+    """Return the plan, or refuse what it and the training's flags cannot do."""
+    plan = plans.read(path)
+    plan.check_possible()
+    if (workdir / story.RESULT_FILE).exists():
+        raise ValueError(
+            f"workdir={str(workdir)!r} has the result of a plan; name another folder "
+            "or delete it"
+        )
+    flags.parse([name, *train_flags])
+    of_plan = ("regions", "via", "dead_after_s", "min_regions", "outer_digests")
+    flags.check_not_given(("workdir",), nowhere=("log_every", *of_plan))
+    flags.parse([name, *train_flags, f"--regions={plan.regions}"])
+    check_elastic(flags.config())
+    make_folder(workdir)
+    return plan
+
+
+def follow(
+    plan: plans.Plan, argv: Sequence[str], train_flags: list[str], workdir: pathlib.Path
+) -> int:
+    """Tell the plan's story; return 0 if what is promised held."""
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(workdir / "compiled"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    command = commands.command_line("chaos", argv[1:])
+    try:
+        result = story.run(plan, train_flags, workdir, command)
+    except (RefusedError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(judged.report(result), end="")
+    return 0 if result["held"] else 1
 
 
 def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int:

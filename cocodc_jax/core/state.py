@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -76,11 +77,16 @@ ARRIVED = VERDICT_OF_ALL, UNCOUNTED
 class PendingMean:
     """A mean that arrives from other regions on a thread, a single leaf of a pytree.
 
-    Observers use `is_ready` and `block_until_ready`, as of an array; others `landed`.
+    Observers use `is_ready` and `block_until_ready`, as of an array. The program uses
+    `landed`, which calls `wait`: it may end the wait of a run that is asked to stop.
     """
 
-    def __init__(self, future: Future[InFlight]):
-        self._future = future
+    def __init__(
+        self,
+        future: Future[InFlight],
+        wait: Callable[[Future[InFlight]], InFlight] = Future.result,
+    ):
+        self._future, self._wait = future, wait
 
     def is_ready(self) -> bool:
         """Return whether the mean has arrived, without waiting."""
@@ -93,7 +99,7 @@ class PendingMean:
 
     def result(self) -> InFlight:
         """Wait for the mean and what arrives with it."""
-        return self._future.result()
+        return self._wait(self._future)
 
 
 def landed(flight: InFlight) -> InFlight:

@@ -18,13 +18,14 @@ import json
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self
 
 from cocodc_jax._extras import later
 from cocodc_jax.elastic import messages as m
-from cocodc_jax.elastic.link import LeftBehindError, Link
+from cocodc_jax.elastic.link import AskedToStopError, LeftBehindError, Link
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.sockets import Door, secured
 
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 else:
     zmq = later("zmq", "elastic")
 
-_ERRORS = {x.__name__: x for x in (LeftBehindError, TimeoutError)}
+_ERRORS = {x.__name__: x for x in (LeftBehindError, AskedToStopError, TimeoutError)}
+_POLL_MS = 250
 _HELLO = b"hello"
 
 # A value that JSON can hold, and data.
@@ -57,17 +59,24 @@ class Ears:
         self._others: list[bytes] = []
         self._lock = threading.Lock()
 
-    def wait_for(self, num: int, timeout_s: float) -> None:
+    def wait_for(
+        self, num: int, timeout_s: float, should_stop: Callable[[], bool]
+    ) -> None:
         """Wait until `num` other processes listen, for `timeout_s` at most."""
-        self._socket.rcvtimeo = round(timeout_s * 1000)
+        end = time.monotonic() + timeout_s
+        self._socket.rcvtimeo = _POLL_MS
         while len(self._others) < num:
             try:
                 frames = self._socket.recv_multipart(copy=False)
-            except zmq.Again as error:
+            except zmq.Again:
+                if should_stop():
+                    raise AskedToStopError("this region was asked to stop") from None
+                if time.monotonic() < end:
+                    continue
                 raise TimeoutError(
                     f"{num - len(self._others)} processes of this region did not "
                     f"connect to {self.address} within {timeout_s:.0f} s"
-                ) from error
+                ) from None
             self._door.saw_message(frames[-1])
             name, word = (frame.bytes for frame in frames)
             if word == _HELLO:
@@ -94,6 +103,8 @@ class SharedLink(abc.ABC):
 
     place: Place
     view: m.View  # As of the last call.
+    # See `Link.should_stop`. Process 0 ends the waits of all processes.
+    should_stop: Callable[[], bool]
 
     def __enter__(self) -> Self:
         return self
@@ -131,6 +142,10 @@ class SharedLink(abc.ABC):
         """See `Link.finish`."""
         self._same(lambda link: (link.finish(timeout_s), ()))
 
+    @abc.abstractmethod
+    def wait_for(self, future: Future) -> Any:
+        """See `Link.wait_for`."""
+
 
 class Speaker(SharedLink):
     """A `Link` that forwards its answers to the other processes of the region."""
@@ -139,6 +154,12 @@ class Speaker(SharedLink):
         self._link, self._ears, self._calls = link, ears, 0
         self.place, self.view = link.place, link.view
         self.leave, self.let_in = link.leave, link.let_in
+        self.should_stop = link.should_stop
+        link.should_stop = lambda: self.should_stop()
+
+    def wait_for(self, future: Future) -> Any:
+        """See `Link.wait_for`."""
+        return self._link.wait_for(future)
 
     def __exit__(self, *exception: Any) -> None:
         self._link.close()
@@ -184,6 +205,7 @@ class Listener(SharedLink):
 
     def __init__(self, place: Place, address: str, process: int):
         self.place, self.view, self._calls = place, m.View(), 0
+        self.should_stop = lambda: False
         self._lock = threading.Lock()
         self._futures: dict[m.SyncId, Future] = {}
         self._answers: queue.SimpleQueue = queue.SimpleQueue()
@@ -255,6 +277,10 @@ class Listener(SharedLink):
     ) -> None:
         """Do nothing: process 0 sends the copy."""
 
+    def wait_for(self, future: Future) -> Any:
+        """Return what arrives in a future; process 0 ends the wait."""
+        return future.result()
+
     def send(self, sync: m.SyncId, row: bytes, step_s: float = 0.0) -> Future:
         """Return the future of the decision; process 0 sends the region's message."""
         return self.expect(sync)
@@ -271,11 +297,13 @@ def of_process(
     num_processes: int,
     make_link: Callable[[], Link],
     gather: Callable[[Any], list[Any]],
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Link | Speaker | Listener:
     """Return the link of this process: a `Link`, a `Speaker` or a `Listener`.
 
     `make_link` is called in process 0 only. `gather` returns the argument that each
-    process of the region passes. Raises TimeoutError if one does not connect in time.
+    process of the region passes. Raises TimeoutError if one does not connect in time,
+    `AskedToStopError` if `should_stop` says so first.
     """
     if num_processes == 1:
         return make_link()
@@ -284,7 +312,7 @@ def of_process(
     if ears is None:
         return Listener(place, address, process)
     try:
-        ears.wait_for(num_processes - 1, place.timing.start_s)
+        ears.wait_for(num_processes - 1, place.timing.start_s, should_stop)
         return Speaker(make_link(), ears)
     except BaseException as error:  # The others wait for its answers.
         ears.tell({"ended": str(error)})

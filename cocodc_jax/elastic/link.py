@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import sys
 import threading
 import time
@@ -13,7 +14,11 @@ from cocodc_jax.elastic import messages as m
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.protocol import Member
 from cocodc_jax.elastic.times import Measured, Silence
+from cocodc_jax.files import say
 
+# How often a wait looks whether the region should stop, and for how long it then still
+# waits for a mean, which usually is on its way.
+_POLL_S, _GIVE_UP_S = 0.2, 0.4
 # Regions to leave out, and pairs `(sender, receiver)` whose messages to forward.
 Faulty = tuple[frozenset[int], frozenset[tuple[int, int]]]
 
@@ -71,6 +76,10 @@ class LeftBehindError(RuntimeError):
     state: Any = None  # This region's last state, if it can be restarted from.
 
 
+class AskedToStopError(LeftBehindError):
+    """The region was asked to stop while it waited to take part."""
+
+
 class Link:
     """A region among the others; use as a context manager."""
 
@@ -97,7 +106,7 @@ class Link:
         self._futures: dict[m.SyncId, Future] = {}
         self._snapshots: dict[int, m.Snapshot] = {}  # By sender, as parts may differ.
         self._ended, self._answered_s, self._watch = False, 0.0, watch
-        # Whether to wait no more for means that too few regions are left to decide.
+        # Whether it was asked to stop: every wait then ends. Any thread calls it.
         self.should_stop: Callable[[], bool] = lambda: False
         self.strangers = 0
         self._channel = open_channel(place, self.boot, max_frame_bytes)
@@ -124,7 +133,7 @@ class Link:
     def hears_others(self, seconds: float) -> bool:
         """Return whether others take part already, after at most `seconds`."""
         with self._lock:
-            return self._lock.wait_for(self._member.hears_others, seconds)
+            return self._wait_until(self._member.hears_others, seconds)
 
     def close(self) -> None:
         """Leave, after pending messages are sent."""
@@ -143,7 +152,7 @@ class Link:
         """
         member = self._member
         with self._lock:
-            self._lock.wait_for(
+            self._wait_until(
                 lambda: member.others_step(time.monotonic()) >= step, timeout_s
             )
             reached = member.others_step(time.monotonic())
@@ -192,7 +201,7 @@ class Link:
         with self._lock:
             self._member.finish(time.monotonic())
             self._channel.wake()
-            self._lock.wait_for(
+            self._wait_until(
                 lambda: not self._member.is_needed(time.monotonic()), timeout_s
             )
 
@@ -209,13 +218,15 @@ class Link:
         """Wait until this region takes part; return the copy that it starts from.
 
         None where the run begins, or continues from this region's own checkpoint.
-        Raises `LeftBehindError` if others begin without it, or it should stop.
+        Raises `LeftBehindError` if others begin without it, `AskedToStopError` if it
+        should stop.
         """
         with self._lock:
-            if not self._member.is_announced:
+            if not self._member.is_announced and not self.should_stop():
                 self._member.announce(time.monotonic())
                 self._channel.wake()
-            if not self._lock.wait_for(self._can_begin, timeout_s):
+            if not self._wait_until(self._can_begin, timeout_s):
+                self._check_not_stopped()
                 raise TimeoutError(
                     f"no region admitted region {self.region} within {timeout_s:.0f} s"
                 )
@@ -236,8 +247,7 @@ class Link:
         own = {0, self._step} if is_first else {0}
         if seat and (seat.since_step in own or self._copy(seat.since_step)):
             return True
-        if self.should_stop():
-            raise LeftBehindError(f"region {self.region} was asked to stop")
+        self._check_not_stopped()
         if seat is None:
             return False
         # Sockets deliver the copy before the seat; in a store it may take longer.
@@ -249,6 +259,47 @@ class Link:
                 f"within {limit_s:.0f} s: it was lost; start the region again"
             )
         return False
+
+    def _check_not_stopped(self) -> None:
+        if self.should_stop():
+            raise AskedToStopError(f"region {self.region} was asked to stop")
+
+    def _wait_until(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait, with the lock held, for a condition or a request to stop."""
+        end = time.monotonic() + timeout_s
+        while not is_met():
+            left_s = end - time.monotonic()
+            if left_s <= 0 or self.should_stop():
+                return False
+            self._lock.wait(min(left_s, _POLL_S))
+        return True
+
+    def wait_for(self, future: Future) -> Any:
+        """Return what arrives in a future that depends on a decision of `send`.
+
+        A region that is asked to stop waits for it no longer than a moment. Then it
+        leaves the others, and all decisions that it still waits for are empty.
+        """
+        asked_at = None
+        while not concurrent.futures.wait([future], _POLL_S).done:
+            if not self.should_stop():
+                continue
+            now = time.monotonic()
+            asked_at = now if asked_at is None else asked_at
+            if now - asked_at >= _GIVE_UP_S:
+                self._give_up()
+        return future.result()
+
+    def _give_up(self) -> None:
+        """Leave, and end the wait for decisions."""
+        with self._lock:
+            if self._member.is_over:
+                return
+            self._member.leave()
+            self._member.gave_up = True
+            self._hand_out()
+            self._channel.wake()
+        say(f"asked to stop: region {self.region} waits for no further messages")
 
     def _future(self, sync: m.SyncId) -> Future:
         future = self._futures.setdefault(sync, Future())
@@ -283,7 +334,7 @@ class Link:
             self._channel.close()
 
     def _serve_on(self) -> None:
-        pause = self.place.timing.beat_s / 2
+        pause = min(self.place.timing.beat_s / 2, _POLL_S)
         while True:
             arrived = self._channel.receive(pause)
             with self._lock:

@@ -3,26 +3,29 @@
 The store is a shared folder or a bucket, any URL of fsspec. A message is one object
 for all who are to read it, written once under a name of its own:
 
-    SENDER-BOOT-NUMBER-RECEIVERS
+    SENDER-BOOT-NUMBER-RECEIVERS-TAG
 
-in decimal, but the receivers, one bit each, in hexadecimal. A region lists the names
-now and then and reads those that are new and for it; what is there before it starts it
-takes for read. The sender removes an object after three times `dead_after_s` and when
-it ends, and when it starts what its earlier lives left.
+in decimal, but the receivers, one bit each, and the tag in hexadecimal. The tag is the
+start of HMAC-SHA256(key, the name before it), so a name that no member made is not even
+opened. A region lists the names now and then and reads those that are new and for it;
+what is there before it starts it takes for read. The sender removes an object after
+three times `dead_after_s` and when it ends, and when it starts what its earlier lives
+left.
 
     HMAC-SHA256(key, name, head) | head | frames
     head = SHA-256(frames) | number of frames | length of each
 
 So only who has the key is listened to, and the lengths are checked before anything but
 the first `_FIRST_BYTES` is read. Objects are signed, not encrypted: who may read the
-store reads the messages.
+store reads the messages. A call of the store that hangs is given up, as if the message
+was lost.
 """
 
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import hmac
 import itertools
@@ -37,6 +40,7 @@ from typing import Any
 from cocodc_jax._extras import extra
 from cocodc_jax.elastic.messages import MAX_HEADER_BYTES
 from cocodc_jax.elastic.place import Place, is_bucket
+from cocodc_jax.elastic.stores import Job, Lane, RefusedError, open_store, wait_for
 from cocodc_jax.files import TransientError, say
 
 FOLDER_POLL_S, BUCKET_POLL_S = 0.05, 1.0
@@ -47,13 +51,19 @@ _FAREWELL_S, _SAY_S = 5.0, 60.0
 _STAY_S, _STAY_POLLS = 1.0, 4  # How long the last messages can be read, at least.
 _FIRST_BYTES = 1 << 18
 _CLIENTS = {"gs": "gcsfs", "s3": "s3fs"}
-_NAME = re.compile(r"\.?(\d{1,9})-(\d{1,20})-\d{1,20}-([0-9a-f]{1,200})")
+_NAME = re.compile(
+    r"(?P<hidden>\.?)(?P<start>(?P<sender>\d{1,9})-(?P<boot>\d{1,20})-\d{1,20}"
+    r"-(?P<receivers>[0-9a-f]{1,200}))-(?P<tag>[0-9a-f]{16})"
+)
+_TAG_DIGITS = 16
+# A call hangs after this share of `dead_after_s`, but no sooner than after `_HANGS_S`,
+# and as much longer as its bytes take at the slowest.
+_HANGS_SHARE, _HANGS_S, _SLOWEST_BYTES_S = 0.5, 2.0, 1 << 20
+# So many times as long as a look takes is the pause after it, if the store is full of
+# strange names; and this share of `dead_after_s` at most.
+_REST, _LONGEST_PAUSE = 9, 0.1
 _MAC_BYTES = hashlib.sha256().digest_size
 _COUNT = struct.Struct("<I")
-
-
-class RefusedError(ValueError):
-    """An object is not signed with the key, or not as long as it may be."""
 
 
 def reach(via: str) -> None:
@@ -64,10 +74,10 @@ def reach(via: str) -> None:
     """
     client = next((x for x in _CLIENTS if via.startswith(f"{x}://")), "")
     with extra(client.replace("gs", "gcs") or "elastic"):
-        import fsspec  # noqa: F401
+        import fsspec
 
         try:
-            store, root = _open(via)
+            store, root = fsspec.url_to_fs(via, use_listings_cache=False)
             if not is_bucket(via):
                 store.makedirs(root, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
@@ -79,37 +89,29 @@ def reach(via: str) -> None:
             raise kind(f"via={via!r} cannot be reached: {error}") from error
 
 
-def _open(via: str) -> tuple[Any, str]:
-    """Return a file system of fsspec, which lists anew each time, and a path in it."""
-    import fsspec
-
-    store, root = fsspec.url_to_fs(via, use_listings_cache=False)
-    return store, root.rstrip("/")
-
-
 class Objects:
     """A `Channel` through a store; see `open_channel`."""
 
     def __init__(self, place: Place, boot: int, max_frame_bytes: int):
-        self._store, self._root = _open(place.via)
-        self._puts = is_bucket(place.via)  # A put is atomic; a file is renamed.
-        self._poll_s = BUCKET_POLL_S if self._puts else FOLDER_POLL_S
+        self._store, self._root = open_store(place.via), place.via
+        self._poll_s = BUCKET_POLL_S if is_bucket(place.via) else FOLDER_POLL_S
         self._region, self._boot = place.region, boot
         self._key = hashlib.sha256(b"cocodc_jax objects" + place.key).digest()
         self._keep_s = _KEPT * place.timing.dead_after_s
+        self._hangs_s = max(_HANGS_SHARE * place.timing.dead_after_s, _HANGS_S)
+        self._longest_pause_s = _LONGEST_PAUSE * place.timing.dead_after_s
         self._limit = max(MAX_HEADER_BYTES, max_frame_bytes)
         self._numbers = itertools.count()
         self._written: collections.deque[tuple[float, str]] = collections.deque()
         self._inbox: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
         self._said_s: dict[str, float] = {}
         # Signs of life do not wait behind what takes long to write or read.
-        self._small = concurrent.futures.ThreadPoolExecutor(_WORKERS)
-        self._large = concurrent.futures.ThreadPoolExecutor(_WORKERS)
-        self._writes: set[concurrent.futures.Future] = set()
+        self._small, self._large, self._lists = Lane(_WORKERS), Lane(_WORKERS), Lane(1)
+        self._writes: set[Job] = set()
         self._seen: set[str] = set()
         self._has_looked = False
-        self._look()
         self._ended = threading.Event()
+        self._look()
         self._thread = threading.Thread(target=self._poll, daemon=True)
         self._thread.start()
 
@@ -128,95 +130,135 @@ class Objects:
 
     def send(self, regions: Sequence[int], frames: list[bytes]) -> None:
         """See `Channel.send`; what more than `_QUEUE` messages wait for is dropped."""
-        self._writes = {write for write in self._writes if not write.done()}
+        self._writes = {write for write in self._writes if not write.done.is_set()}
         now = time.monotonic()
         while self._written and now - self._written[0][0] > self._keep_s:
-            self._small.submit(self._remove, self._written.popleft()[1])
+            self._remove(self._written.popleft()[1])
         if len(self._writes) >= _QUEUE:
             return
         mask = sum(1 << region for region in regions)
         number = next(self._numbers)
-        name = f"{self._region:03}-{self._boot:020}-{number:010}-{mask:x}"
-        is_large = sum(map(len, frames)) > _FIRST_BYTES
-        lane = self._large if is_large else self._small
-        self._writes.add(lane.submit(self._write, name, frames))
+        start = f"{self._region:03}-{self._boot:020}-{number:010}-{mask:x}"
+        name = f"{start}-{tag(self._key, start)}"
+        size = sum(map(len, frames))
+        lane = self._large if size > _FIRST_BYTES else self._small
+        write = functools.partial(self._write, name, frames)
+        self._writes.add(lane.submit(write, self._patience_s(size)))
 
     def close(self) -> None:
         """See `Channel.close`; nothing of this region is left in the store."""
         self._ended.set()
-        concurrent.futures.wait(self._writes, _FAREWELL_S)
-        time.sleep(max(_STAY_S, _STAY_POLLS * self._poll_s))
-        self._thread.join(_FAREWELL_S)
+        stay_s = max(_STAY_S, _STAY_POLLS * self._poll_s)
+        end = time.monotonic() + _FAREWELL_S + stay_s
+        wait_for(self._writes, end - stay_s)
+        time.sleep(stay_s)
+        self._thread.join(max(end - time.monotonic(), 0))
         gone = []
         while self._written:  # Late writes may still add to it.
-            _, name = self._written.popleft()
-            gone.append(self._small.submit(self._remove, name))
-        concurrent.futures.wait(gone, _FAREWELL_S)
-        for lane in (self._small, self._large):
-            lane.shutdown(wait=False, cancel_futures=True)
+            gone.append(self._remove(self._written.popleft()[1]))
+        wait_for(gone, max(end, time.monotonic() + _STAY_S))
+        for lane in (self._small, self._large, self._lists):
+            lane.close()
 
-    def _list(self) -> list[str]:
-        try:
-            paths = self._store.ls(self._root, detail=False)
-        except FileNotFoundError:
-            return []
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
+    def _patience_s(self, size: int) -> float:
+        """Return how long a call for so many bytes may take."""
+        return self._hangs_s + size / _SLOWEST_BYTES_S
 
-    def _remove(self, name: str) -> None:
-        with contextlib.suppress(Exception):  # It is gone, or will not go.
-            self._store.rm_file(f"{self._root}/{name}")
+    def _remove(self, name: str) -> Job:
+        def remove() -> None:
+            with contextlib.suppress(Exception):  # It is gone, or will not go.
+                self._store.remove(name)
+
+        return self._small.submit(remove, self._hangs_s)
 
     def _write(self, name: str, frames: list[bytes]) -> None:
         data = seal(self._key, name, frames)
-        first = name if self._puts else f".{name}"
         with self._reporting(f"writing to {self._root}"):
             try:
-                self._store.pipe_file(f"{self._root}/{first}", data)
-                if first != name:
-                    self._store.mv(f"{self._root}/{first}", f"{self._root}/{name}")
+                self._store.write(name, data)
             except Exception:
-                self._remove(first)  # What fitted on a full disk.
+                with contextlib.suppress(Exception):
+                    self._store.remove(name)  # What fitted on a full disk.
                 raise
             self._written.append((time.monotonic(), name))
 
     def _poll(self) -> None:
-        while not self._ended.wait(self._poll_s):
+        pause_s = self._poll_s
+        while not self._ended.wait(pause_s):
+            begin_s = time.monotonic()
             self._look()
+            for lane in (self._small, self._large):
+                self._give_up_hung(lane)
+            rest_s = _REST * (time.monotonic() - begin_s)
+            pause_s = max(self._poll_s, min(rest_s, self._longest_pause_s))
+
+    def _give_up_hung(self, lane: Lane) -> None:
+        if num := lane.give_up_hung():
+            self._report(f"calls of {self._root}", f"{num} hang and are given up")
+
+    def _names(self) -> list[str] | None:
+        """List the store; None if that fails or hangs, or the channel ends."""
+        names: list[list[str]] = []
+
+        def list_all() -> None:
+            with self._reporting(f"listing {self._root}"):
+                names.append(self._store.list())
+
+        if self._lists.is_stuck:
+            return None
+        job = self._lists.submit(list_all, self._hangs_s)
+        while not wait_for([job], time.monotonic() + self._poll_s):
+            self._give_up_hung(self._lists)
+            if self._ended.is_set():
+                return None
+        return names[0] if names else None
 
     def _look(self) -> None:
-        """Read what is new; at first take all for read, but remove what is old."""
-        with self._reporting(f"listing {self._root}"):
-            names = self._list()
-            is_first, self._has_looked = not self._has_looked, True
-            self._seen.intersection_update(names)
-            for name in names:
-                match = _NAME.fullmatch(name)
-                if name in self._seen or not match:
-                    continue
-                self._seen.add(name)
-                is_own = int(match[1]) == self._region
-                is_for_this = int(match[3], 16) >> self._region & 1
-                if is_first and is_own and int(match[2]) != self._boot:
-                    self._small.submit(self._remove, name)
-                elif is_for_this and not (is_first or is_own or name.startswith(".")):
-                    self._small.submit(self._take, name)
+        """Read what is new; at first take all for read, but remove what is old.
+
+        A name that no member made costs nothing but its place in `_seen`.
+        """
+        names = self._names()
+        if names is None:
+            return
+        is_first, self._has_looked = not self._has_looked, True
+        there = set(names)
+        new = there - self._seen
+        self._seen &= there
+        self._seen |= new
+        for name in sorted(new):
+            match = _NAME.fullmatch(name)
+            if match is None:
+                continue
+            is_own = int(match["sender"]) == self._region
+            is_old = is_first and is_own and int(match["boot"]) != self._boot
+            is_for_this = int(match["receivers"], 16) >> self._region & 1
+            is_for_this &= not (is_first or is_own or match["hidden"])
+            if not (is_old or is_for_this) or not self._is_tagged(match):
+                continue
+            if is_old:
+                self._remove(name.removeprefix("."))
+            else:
+                self._small.submit(functools.partial(self._take, name), self._hangs_s)
+
+    def _is_tagged(self, match: re.Match) -> bool:
+        return hmac.compare_digest(match["tag"], tag(self._key, match["start"]))
 
     def _take(self, name: str) -> None:
         with self._reading(name):
-            first = self._read(name, 0, _FIRST_BYTES)
+            first = self._store.read(name, 0, _FIRST_BYTES)
             lengths, start = unseal(self._key, name, first, self._limit)
-            if start + sum(lengths) <= len(first):
+            size = start + sum(lengths)
+            if size <= len(first):
                 self._inbox.put(opened(name, first, lengths, start))
-            else:
-                self._large.submit(self._take_rest, name, first, lengths, start)
+                return
+            rest = functools.partial(self._take_rest, name, first, lengths, start)
+            self._large.submit(rest, self._patience_s(size))
 
     def _take_rest(self, name: str, first: bytes, lengths: Any, start: int) -> None:
         with self._reading(name):
-            data = first + self._read(name, len(first), start + sum(lengths))
+            data = first + self._store.read(name, len(first), start + sum(lengths))
             self._inbox.put(opened(name, data, lengths, start))
-
-    def _read(self, name: str, start: int, end: int) -> bytes:
-        return self._store.cat_file(f"{self._root}/{name}", start=start, end=end)
 
     @contextlib.contextmanager
     def _reading(self, name: str) -> Iterator[None]:
@@ -236,10 +278,19 @@ class Objects:
         try:
             yield
         except Exception as error:  # Clients of stores raise what they like.
-            now = time.monotonic()
-            if now - self._said_s.get(what, -_SAY_S) >= _SAY_S:
-                self._said_s[what] = now
-                say(f"{what}: {error}")
+            self._report(what, error)
+
+    def _report(self, what: str, why: object) -> None:
+        """Say what failed, once a minute."""
+        now = time.monotonic()
+        if now - self._said_s.get(what, -_SAY_S) >= _SAY_S:
+            self._said_s[what] = now
+            say(f"{what}: {why}")
+
+
+def tag(key: bytes, start: str) -> str:
+    """Return the end of an object's name, which only who has the key can make."""
+    return _mac(key, start, b"")[: _TAG_DIGITS // 2].hex()
 
 
 def seal(key: bytes, name: str, frames: Sequence[bytes]) -> bytes:

@@ -102,7 +102,9 @@ class ElasticExchange(OnOuterMesh):
                 future.set_exception(error)
 
         threading.Thread(target=carry, name=f"sync {sync}", daemon=True).start()
-        return PendingMean(future)
+        if self.link is None:
+            return PendingMean(future)
+        return PendingMean(future, self.link.wait_for)
 
     def _landed(
         self,

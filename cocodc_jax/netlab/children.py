@@ -221,9 +221,10 @@ class Region:
         """How its last life ended, None while it lives.
 
         A process that has ended badly takes the others with it; the code is its own.
+        Those of a region that was asked to stop end by themselves.
         """
         codes = [process.poll() for process in self.processes]
-        if any(codes):
+        if any(code not in (None, 0, _STOPPED) for code in codes):
             self.send(signal.SIGKILL)
         if not codes or None in codes:
             return None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax._src import distributed
 from jax.experimental import multihost_utils
 
 from cocodc_jax import models
@@ -144,12 +145,57 @@ def ending(summary: Mapping[str, Any], workdir: pathlib.Path, steps: int) -> lis
     return [how, loss, sent, files, to_do]
 
 
+# Where JAX's runtime notes that one of a run's processes received SIGTERM.
+_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
+_ASK_S = 0.2
+
+
+class Stop:
+    """The request to end a run after a checkpoint; call it once in every turn.
+
+    With several processes, all of them return True from the same call on: the first
+    that none of them has reached yet.
+    """
+
+    def __init__(self, reached: Callable[[], bool], is_asked: Callable[[], bool]):
+        self._reached, self._is_asked = reached, is_asked
+
+    def __call__(self) -> bool:
+        """Return whether to end the run now; every process must call it."""
+        return self._reached()
+
+    def is_asked(self) -> bool:
+        """Return whether a process was asked to stop; any thread may call this."""
+        return self._is_asked()
+
+
+def _notices() -> Callable[[], bool]:
+    """Return a function that says whether some process of the run received SIGTERM.
+
+    They may be in the middle of a turn, where they cannot agree on a call of `Stop`.
+    """
+    asked, looked_s = [False], [-_ASK_S]
+
+    def is_asked() -> bool:
+        now = time.monotonic()
+        if not asked[0] and now - looked_s[0] >= _ASK_S:
+            looked_s[0] = now
+            client = distributed.global_state.client
+            # It raises an error as long as there is no notice.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                asked[0] = client is not None and bool(
+                    client.key_value_try_get(_NOTICE)
+                )
+        return asked[0]
+
+    return is_asked
+
+
 @contextlib.contextmanager
-def stop_signal() -> Iterator[Callable[[], bool]]:
+def stop_signal() -> Iterator[Stop]:
     """Stop the run after a checkpoint on SIGTERM, as schedulers send before they kill.
 
-    So does Ctrl-C with one process; a second one ends the run at once. Several return
-    True from the same call on: the first that none of them has reached yet.
+    So does Ctrl-C with one process; a second one ends the run at once.
     """
     if jax.process_count() > 1:
         calls, is_asked = itertools.count(1), [False]
@@ -159,7 +205,7 @@ def stop_signal() -> Iterator[Callable[[], bool]]:
             is_asked[0] = is_asked[0] or reached(next(calls))  # True at one call only.
             return is_asked[0]
 
-        yield should_stop
+        yield Stop(should_stop, _notices())
         return
     received: list[int] = []
 
@@ -179,7 +225,7 @@ def stop_signal() -> Iterator[Callable[[], bool]]:
     for number, handler in handlers.items():
         signal.signal(number, handler)
     try:
-        yield lambda: bool(received)
+        yield Stop(lambda: bool(received), lambda: bool(received))
     finally:
         for number in handlers:
             signal.signal(number, before[number])

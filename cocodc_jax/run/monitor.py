@@ -25,6 +25,8 @@ from cocodc_jax.train.hooks import Clock, Hooks
 
 TIMEOUT_S = 60.0
 _WAITING = 32
+# Of a run that was asked to stop, whose machine may be taken away soon.
+_STOPPED_S = 5.0
 
 
 class Event(NamedTuple):
@@ -49,12 +51,16 @@ def running(
     """Run a command for each event that is handed over, one at a time and in order.
 
     A command that takes too long is killed, with its children; events that come while
-    very many wait are dropped. The end waits for commands for twice the time of one.
-    Standard error says so.
+    very many wait are dropped. The end waits for commands for twice the time of one, or
+    for `_STOPPED_S` if the run was asked to stop. Standard error says so.
     """
     waiting: queue.Queue[Event | None] = queue.Queue(_WAITING)
+    patience_s = 2 * timeout_s
 
     def hand_over(event: Event) -> None:
+        nonlocal patience_s
+        if event.name == "stopped":
+            patience_s = _STOPPED_S
         try:
             waiting.put_nowait(event)
         except queue.Full:
@@ -72,9 +78,10 @@ def running(
     try:
         yield hand_over
     finally:
+        end = time.monotonic() + patience_s
         with contextlib.suppress(queue.Full):
-            waiting.put(None, timeout=timeout_s)
-        thread.join(2 * timeout_s)
+            waiting.put(None, timeout=patience_s / 2)
+        thread.join(max(end - time.monotonic(), 0))
         if thread.is_alive():
             _say("commands still run or wait; the program ends without them")
 

@@ -48,6 +48,9 @@ class Processes:
         the cluster (SLURM, GKE, TPU, MPI). Default: a launcher's, or 1.
       process_id: which of the processes this one is; JAX detects it with
         num_processes=0.
+      coordinator_bind_address: host:port that process 0's coordinator listens on, which
+        has no key: of an inner network, say. Default: coordinator_address if it is of
+        this machine alone (127.0.0.1, localhost), else all addresses.
       start_timeout_s: seconds to wait until all processes have started. Default: 300.
       heartbeat_timeout_s: seconds of silence after which a process is taken for dead
         and all others end; more than the longest outage of the network. Default: 30.
@@ -56,6 +59,7 @@ class Processes:
     coordinator_address: str = ""
     num_processes: int = 1
     process_id: int = -1
+    coordinator_bind_address: str = ""
     start_timeout_s: int = 300
     heartbeat_timeout_s: int = 30
 
@@ -66,6 +70,18 @@ class Processes:
                 f"num_processes={self.num_processes} must be at least 1, or 0 for what "
                 "the cluster says"
             )
+        bind_host, _, bind_port = self.coordinator_bind_address.rpartition(":")
+        if self.coordinator_bind_address:
+            if self.num_processes == 1:
+                raise ValueError(
+                    f"coordinator_bind_address={self.coordinator_bind_address!r} has "
+                    "no meaning for one process; leave it out"
+                )
+            if not bind_host or not bind_port.isdigit():
+                raise ValueError(
+                    f"coordinator_bind_address={self.coordinator_bind_address!r} must "
+                    "be host:port of this machine"
+                )
         if self.num_processes < 2:
             repair = "say how many there are"
             if self.num_processes == 0:
@@ -122,6 +138,19 @@ class Processes:
             kind = TransientError if self.num_processes else ValueError
             raise kind(self._explain(failures[0])) from failures[0]
 
+    @property
+    def bind_address(self) -> str | None:
+        """Where the coordinator listens; None for the port on all addresses.
+
+        >>> Processes("127.0.0.1:9876", 2, 0).bind_address
+        '127.0.0.1:9876'
+        """
+        if self.coordinator_bind_address:
+            return self.coordinator_bind_address
+        host = self.coordinator_address.rpartition(":")[0].strip("[]")
+        is_local = host == "localhost" or host.startswith("127.") or host == "::1"
+        return self.coordinator_address if is_local else None
+
     def _meet(self, failures: list[Exception]) -> None:
         try:
             jax.distributed.initialize(
@@ -130,6 +159,7 @@ class Processes:
                 None if self.process_id < 0 else self.process_id,
                 initialization_timeout=self.start_timeout_s + 60,
                 heartbeat_timeout_seconds=self.heartbeat_timeout_s,
+                coordinator_bind_address=self.bind_address,
             )
         except Exception as error:  # JAX passes on any exception of its runtime.
             failures.append(error)

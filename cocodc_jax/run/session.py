@@ -19,7 +19,7 @@ from cocodc_jax.chips import peak_tokens_per_second
 from cocodc_jax.data.corpora.row_files import RecordError
 from cocodc_jax.data.streams import TrainStream, cut_to_sizes
 from cocodc_jax.data.text_data import TextData
-from cocodc_jax.elastic.link import LeftBehindError
+from cocodc_jax.elastic.link import AskedToStopError, LeftBehindError
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.fields import Kind
 from cocodc_jax.files import write_whole
@@ -118,7 +118,14 @@ class Session:
             seconds, entered_s = 0.0, began_s
             began_step: int | None = None  # Not 0 where it goes on from another run.
             carried: Carried | None = None
-            should_stop: Callable[[], bool] | None = None
+            stop: attend.Stop | None = None
+            is_stopping = False
+
+            def listen() -> attend.Stop:
+                nonlocal stop
+                stop = stop or stack.enter_context(attend.stop_signal())
+                return stop
+
             # One for all links: faults end after a return too.
             flags = self.elastic
             least_s = flags.beat_s / 10
@@ -132,9 +139,11 @@ class Session:
                         times = {"seconds": seconds, "began_s": began_s}
                         begun = carried.state, None, times
                     among = contextlib.nullcontext((begun, None))
-                    if self.place is not None and not (should_stop and should_stop()):
-                        parts = carried, monitor, watch, should_stop
-                        among = taking_part(self, begun, stream, *parts)
+                    is_stopping = is_stopping or (stop is not None and stop())
+                    if self.place is not None and not is_stopping:
+                        among = taking_part(
+                            self, begun, stream, carried, monitor, watch, listen
+                        )
                     with among as (begun, attendance):
                         if carried is not None:  # It may be ahead of the others.
                             saved.forget_after(begun[0].step)
@@ -148,14 +157,17 @@ class Session:
                         if rollbacks:  # The run continues with the next data.
                             stream.set_state(at)
                         # A stop that is asked for while a run rolls back still holds.
-                        if should_stop is None:
-                            should_stop = stack.enter_context(attend.stop_signal())
+                        should_stop = (lambda: True) if is_stopping else listen()
                         rest = attendance, monitor, console, began, rollbacks
                         return self._train_on(saved, stream, begun, should_stop, *rest)
+                except AskedToStopError:
+                    step = begun[0].step
+                    if carried is None and step < run.steps:  # It has done nothing yet.
+                        monitor.ended(step, run.steps, None)
+                        return {"steps": step}
+                    stream.set_state(at)
+                    is_stopping = True  # It saves what it carries.
                 except LeftBehindError as error:
-                    if carried is not None and should_stop and should_stop():
-                        stream.set_state(at)
-                        continue  # It was not let in yet: save what it carries.
                     if error.state is None:
                         raise
                     print(f"{error}: coming back", file=sys.stderr, flush=True)

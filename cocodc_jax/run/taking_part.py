@@ -28,6 +28,7 @@ from cocodc_jax.elastic.place import Place
 from cocodc_jax.fields import Kind
 from cocodc_jax.files import append_line, read_lines
 from cocodc_jax.program.region_program import Output, RegionProgram
+from cocodc_jax.run.attend import Stop
 from cocodc_jax.run.config import TrainConfig, flat, kind_of
 from cocodc_jax.run.fault_watch import FaultWatch
 from cocodc_jax.run.monitor import Monitor
@@ -66,8 +67,6 @@ class Attendance:
     def told_by(self, hooks: Hooks, merged: Callable[[bool], None]) -> Hooks:
         """Return a loop's hooks, extended to report to the other regions."""
         self._merged = merged
-        if isinstance(self._link, Link):  # Several processes stop at a common step.
-            self._link.should_stop = hooks.should_stop
         own = {"handed_out": self._handed_out, "stopping": self._leave}
         return dataclasses.replace(hooks, **own)
 
@@ -156,11 +155,15 @@ def taking_part(
     carried: joining.Carried | None,
     monitor: Monitor,
     watch: FaultWatch,
-    should_stop: Callable[[], bool] | None = None,
+    listen: Callable[[], Stop],
 ) -> Iterator[tuple[Begun, Attendance]]:
     """Yield where this region starts, and its part in a run until the context ends.
 
     At the last step, the others then get what they need of this region to end too.
+    `listen` begins to listen for a request to stop, which then ends all waits. Before
+    it asks to join, a region of one process does not: SIGTERM ends it at once.
+
+    Raises `AskedToStopError` if the region should stop before it takes part.
     """
     # Of its own state nothing but this is kept, as it may get another's.
     own_step, position = begun[0].step, begun[2]
@@ -176,10 +179,11 @@ def taking_part(
         jax.process_count(),
         lambda: Link(place, run, largest, own_step, is_announced=False, watch=watch),
         gather,
+        listen().is_asked if jax.process_count() > 1 else lambda: False,
     )
-    if should_stop and isinstance(link, Link):
-        link.should_stop = should_stop
     with link:
+        if carried is not None or jax.process_count() > 1:
+            link.should_stop = listen().is_asked
         listen_s = _LISTEN_BEATS * timing.beat_s
         seconds = {"listened": listen_s, "rehearsed": 0.0}
         initial, done = stream.get_state(), own_step
@@ -188,12 +192,14 @@ def taking_part(
                 _rehearse(session, stream)
                 stream.set_state(initial)
                 seconds["rehearsed"] = time.monotonic() - began_s - listen_s
+            link.should_stop = listen().is_asked
             # A region that was asked to stop saved all its steps, and may return before
             # the others have done as many: data never go back.
             least = own_step if carried is None else 0
             while (reached := link.wait_for_step(least, timing.start_s)) > done:
                 _skip(stream, reached - done)  # Nobody waits for it yet.
                 done = reached
+        link.should_stop = listen().is_asked
         asked_s = time.monotonic()
         # The others have this long to start, and again to end a turn.
         copy = link.join(2 * timing.start_s + timing.grace_s)

@@ -5,11 +5,14 @@ Everything else (the schedule's state, bytes sent, and what the caller adds) is 
 the same checkpoint. Arrays without an entry, which Orbax cannot save, are restored from
 their shapes. Orbax makes a checkpoint visible only when all of it is on disk, so
 a killed process leaves a full checkpoint or none. Disks and copies can corrupt files
-silently: each checkpoint has checksums, and `restore` takes the newest intact one.
+silently: each checkpoint has checksums, and `restore` takes the newest intact one. It
+holds its step and the run that it is of, so that a folder that was renamed, copied or
+linked is not taken for what its name says.
 """
 
 import contextlib
 import pathlib
+import secrets
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,6 +22,7 @@ import numpy as np
 from cocodc_jax._extras import later
 from cocodc_jax.buckets import is_in_bucket
 from cocodc_jax.core.state import PyTree, TrainState
+from cocodc_jax.files import write_whole
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import methods_in_own_context
@@ -31,6 +35,8 @@ else:
     ocp = later("orbax.checkpoint", "train")
 
 _ITEMS = ("arrays", "rest")
+# Holds the identity of the run whose checkpoints are beside it, random digits.
+RUN_FILE = "run_id"
 
 
 class CheckpointError(OSError):
@@ -77,7 +83,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, async_options=finishing, cleanup_tmp_directories=cleans
         )
-        self._directory = path
+        self._directory, self._restored_run = path, ""
         self._manager = _Manager(path, item_names=_ITEMS, options=options)
 
     def __enter__(self) -> Self:
@@ -116,7 +122,11 @@ class Checkpoints:
                 f"step {state.step} cannot be saved; restore it, or use another folder"
             )
         state = program.synchronize(state)
+        with self._explained():
+            run = self._own_run()
         rest = {
+            "step": state.step,
+            "run": run,
             "method": program.method.name,
             "schedule": state.sync.schedule.to_json() if state.sync else None,
             "bytes_sent": state.bytes_sent,
@@ -130,6 +140,37 @@ class Checkpoints:
         with self._explained():
             self._manager.save(state.step, args=items)
         return state
+
+    def _own_run(self) -> str:
+        """Return the run's identity, which process 0 writes down at the first save."""
+        if jax.process_index():
+            return ""  # Process 0 saves it.
+        file = self._directory / RUN_FILE
+        if not file.exists():
+            run = self._restored_run or secrets.token_hex(8)
+            if self._in_bucket:
+                file.write_text(run)
+            else:
+                write_whole(file, run)
+        return file.read_text().strip()
+
+    def _check_identity(self, step: int, rest: dict) -> None:
+        """Raise `_DamagedError` if the contents are of another step or run.
+
+        Checkpoints of 0.38.0 and before say neither.
+        """
+        of_step, run = rest.get("step", step), rest.get("run", "")
+        if of_step != step:
+            raise _DamagedError(
+                f"it holds step {of_step}: the folder was renamed, copied or linked"
+            )
+        file = self._directory / RUN_FILE
+        here = file.read_text().strip() if file.exists() else ""
+        if run and here and run != here:
+            raise _DamagedError(
+                f"it is of another run ({run}, and {RUN_FILE} says {here})"
+            )
+        self._restored_run = run
 
     def forget_after(self, step: int) -> None:
         """Delete the checkpoints after a step, which the run will reach again."""
@@ -197,6 +238,7 @@ class Checkpoints:
             rest: dict = self._manager.restore(step, args=only_rest)["rest"]
             bytes_sent, extra = rest["bytes_sent"], rest["extra"]
             _ = rest["method"], rest["schedule"], rest["shapes"]
+        self._check_identity(step, rest)
         where = f"the checkpoint of step {step} in {self._directory}"
         abstract = _abstract(program, rest, where)
         shapes = _arrays(abstract)

@@ -79,6 +79,8 @@ def set_aside(
         for step, name in names.items():
             new: Any = directory / name
             if isinstance(new, pathlib.Path):
+                if new.is_symlink():
+                    new.unlink()
                 shutil.rmtree(new, ignore_errors=True)
             elif new.exists():  # In a bucket.
                 new.rmtree(missing_ok=True)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from cocodc_jax.core.state import PyTree, TrainState
+from cocodc_jax.core.state import PyTree, TrainState, landed
 from cocodc_jax.program.region_program import Output, RegionProgram
 from cocodc_jax.sharding import transfer
 from cocodc_jax.train.checkpoint import Checkpoints
@@ -162,8 +162,11 @@ class _Loop:
     def synchronize(self, state: TrainState) -> TrainState:
         """Read everything: a state that is evaluated, saved or returned is finite."""
         self.flush(state)
+        in_flight = state.sync.in_flight if state.sync else {}
+        for flight in in_flight.values():
+            landed(flight)  # Of other regions: a request to stop ends this wait.
         # The collectives that follow must not overtake messages in flight.
-        jax.block_until_ready(state.sync.in_flight if state.sync else ())
+        jax.block_until_ready(in_flight)
         return self._finite.restored(state)
 
     def _read(self, turn: _Turn, state: TrainState) -> None:

@@ -196,6 +196,8 @@ def judge(
                 if after - 1 not in begun or after <= before:
                     unexplained.append(f"region {region}: step {before} to {after}")
         for sync in lines(folder / SYNCS_FILE):
+            if sync.get("regions") == []:
+                continue  # It was asked to stop, and did not wait for the mean.
             key = sync["fragment"], sync["start_step"]
             found = digests.setdefault(key, {})
             found.setdefault(sync["digest"], []).append(region)

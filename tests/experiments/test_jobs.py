@@ -9,6 +9,7 @@ import pytest
 
 from cocodc_jax.netlab import children
 from cocodc_jax.run.messages import STOPPED
+from cocodc_jax.train.checkpoint import steps_in
 from experiments.faults import kills
 
 pytestmark = pytest.mark.slow
@@ -98,6 +99,30 @@ def test_one_is_asked_to_stop_and_one_is_silent_for_a_while(three):
     assert last["carried"]
     kinds = [(f["kind"], f["where"]) for f in three.lines(1, "faults.jsonl")]
     assert all(("gone", [region]) in kinds for region in (0, 2))
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_sigterm_ends_the_wait_for_a_region_that_is_frozen(
+    tmp_path, corpus, num_processes
+):
+    """Also where only the second process of a region is asked to stop."""
+    flags = ["--preset=smoke", "--steps=4000", "--eval_every=0", "--dead_after_s=120"]
+    flags += ["--regions=2", f"--data_axis={num_processes}", *corpus]
+    run = Run(tmp_path, flags, 2, num_processes)
+    first, frozen = run.regions
+    try:
+        run.until(lambda: min(map(run.step, range(2))) > 8)
+        frozen.send(signal.SIGSTOP)
+        time.sleep(5)  # All of its messages are merged: the other waits for it.
+        begin_s = time.monotonic()
+        first.processes[-1].send_signal(signal.SIGTERM)
+        run.until(lambda: first.code is not None, 30)
+        assert first.code == STOPPED
+        # The wait ends within two seconds; then the checkpoint is written.
+        assert time.monotonic() - begin_s < 15
+        assert max(steps_in(tmp_path / "region_0" / "checkpoints")) > 8
+    finally:
+        run.kill()
 
 
 def test_all_die_and_come_back_from_checkpoints(three):

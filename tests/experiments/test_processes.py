@@ -15,6 +15,7 @@ import pytest
 
 from cocodc_jax.netlab import children
 from cocodc_jax.run.messages import STOPPED
+from cocodc_jax.train.checkpoint import steps_in
 from experiments import launch_local, train
 from tests.waiting import wait_until
 
@@ -255,8 +256,8 @@ def test_sigterm_to_one_stops_all_at_one_step(command, run, corpus, tmp_path):
     os.kill(one, signal.SIGTERM)
     out, err = launcher.communicate(timeout=120)
     assert launcher.returncode == STOPPED, err
-    (saved,) = (tmp_path / "checkpoints").iterdir()
-    assert f"stopped at step {saved.name}; the same command resumes there" in out
+    (saved,) = steps_in(tmp_path / "checkpoints")
+    assert f"stopped at step {saved}; the same command resumes there" in out
 
 
 @pytest.mark.slow

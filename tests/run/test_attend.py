@@ -208,3 +208,25 @@ def test_several_processes_stop_at_one_call_and_stay_stopped(monkeypatch):
     monkeypatch.setattr(reached, "reached_preemption_sync_point", lambda n: n == 3)
     with attend.stop_signal() as should_stop:
         assert [should_stop() for _ in range(5)] == [False] * 2 + [True] * 3
+
+
+def test_any_thread_sees_that_a_process_of_the_run_is_to_stop(monkeypatch):
+    """Between two calls of all processes, which only agree on a later one."""
+    asked = []
+
+    class Client:
+        def key_value_try_get(self, key):
+            assert key == "RECEIVED_PREEMPTION_NOTICE"
+            if not asked:
+                raise jax.errors.JaxRuntimeError("NOT_FOUND")
+            return asked[0]
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(attend, "_ASK_S", 0)
+    monkeypatch.setattr(attend.distributed.global_state, "client", Client())
+    with attend.stop_signal() as should_stop:
+        assert not should_stop.is_asked()
+        asked.append("2026-11-28")
+        assert should_stop.is_asked()
+        asked.clear()  # The service ends before the process does.
+        assert should_stop.is_asked()

@@ -6,6 +6,8 @@ import pathlib
 import re
 import socket
 import sys
+import threading
+import time
 import urllib.request
 
 import jax
@@ -289,3 +291,41 @@ def test_a_run_is_scraped_by_its_own_command(tmp_path):
     assert sent == summary["bytes_sent_per_region"]
     for metric in METRICS:
         assert f"# HELP {metric.name}" in page.read_text()
+
+
+def test_a_flood_of_requests_takes_a_twentieth_of_the_time():
+    """Each of them keeps a processor busy for 20 ms."""
+
+    class Busy:
+        def values(self):
+            end = time.thread_time() + 0.02
+            while time.thread_time() < end:
+                pass
+            return {}
+
+    ends, answered = time.monotonic() + 2, []
+
+    def ask():
+        while time.monotonic() < ends:
+            with contextlib.suppress(OSError):
+                answered.append(fetch(port))
+
+    with serving(0, Busy(), LABELS) as (_, port):
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    # One in 0.4 s, and those that wait at the end.
+    assert 1 <= len(answered) <= 12
+
+
+def test_a_run_that_was_asked_to_stop_waits_for_its_command_a_moment(
+    monkeypatch, tmp_path, capfd
+):
+    monkeypatch.setattr(monitor, "_STOPPED_S", 0.3)
+    begin_s = time.monotonic()
+    with running("sleep 30", str(tmp_path), timeout_s=20) as notify:
+        notify(Event("stopped", "asked to stop"))
+    assert time.monotonic() - begin_s < 10
+    assert "the program ends without them" in capfd.readouterr().err

@@ -2,6 +2,7 @@
 
 import socket
 
+import jax
 import numpy as np
 import pytest
 
@@ -125,3 +126,42 @@ def test_versions_of_the_code_are_told_apart(monkeypatch, tmp_path):
     first = processes.code_digest()
     (tmp_path / "a.py").write_text("x = 2\n")
     assert len({digest, first, processes.code_digest()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "address"),
+    [
+        ({"coordinator_address": "localhost:5"}, "localhost:5"),
+        ({"coordinator_address": "[::1]:5"}, "[::1]:5"),
+        ({"coordinator_address": "host0:5"}, None),
+        (
+            {
+                "coordinator_address": "host0:5",
+                "coordinator_bind_address": "10.0.0.4:5",
+            },
+            "10.0.0.4:5",
+        ),
+    ],
+)
+def test_the_coordinator_listens_on_this_machine_alone_if_all_are_on_it(
+    monkeypatch, fields, address
+):
+    met = {}
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *args, **named: met.update(named)
+    )
+    Processes(**fields, num_processes=2, process_id=0)._meet([])
+    assert met["coordinator_bind_address"] == address
+
+
+@pytest.mark.parametrize(
+    ("num", "message"),
+    [
+        (1, "coordinator_bind_address='x' has no meaning for one process; leave it"),
+        (2, "coordinator_bind_address='x' must be host:port of this machine"),
+    ],
+)
+def test_a_bind_address_that_cannot_be_is_refused(num, message):
+    where = {"coordinator_address": "host0:5", "process_id": 0} if num > 1 else {}
+    with pytest.raises(ValueError, match=message):
+        Processes(**where, num_processes=num, coordinator_bind_address="x")

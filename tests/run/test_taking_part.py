@@ -119,10 +119,12 @@ def test_data_are_skipped_before_it_asks_to_join(
         text=mock.Mock(fingerprint="text"), first_params=lambda: (None, None),
     )  # fmt: skip
     begun, carried = (own, None, {}), missed and mock.Mock(missed=missed)
-    watched = mock.Mock(), mock.Mock()
-    with taking_part.taking_part(session, begun, stream, carried, *watched):
+    stop = mock.Mock()
+    others = carried, mock.Mock(), mock.Mock(), lambda: stop
+    with taking_part.taking_part(session, begun, stream, *others):
         alone = [] if carried else ["rehearse", "back"]
         assert done == [*alone, 35, 2, "join", then]
+        assert link.should_stop is stop.is_asked
     assert not carried or carried._replace.called == (missed == {0})
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from cocodc_jax.elastic import inside
-from cocodc_jax.elastic.link import LeftBehindError, Link
+from cocodc_jax.elastic.link import AskedToStopError, LeftBehindError, Link
 from cocodc_jax.elastic.messages import Snapshot
 from tests.program.elastic import meeting
 
@@ -131,8 +131,31 @@ def test_calls_that_are_not_alike_are_said(regions):
 def test_processes_that_do_not_come_are_waited_for_so_long():
     ears = inside.Ears(*meeting.places(1))
     with pytest.raises(TimeoutError, match="2 processes of this region did not con"):
-        ears.wait_for(2, 0.1)
+        ears.wait_for(2, 0.1, lambda: False)
+    with pytest.raises(AskedToStopError, match="this region was asked to stop"):
+        ears.wait_for(2, 60, lambda: True)
     ears.close()
+
+
+def test_process_0_ends_the_waits_of_all_processes_of_a_region(regions):
+    """Another region is frozen, and the others are asked to stop."""
+    (single,), three = regions
+    at_once(lambda link: link.join(30), [single, *three])
+    three[0].should_stop = lambda: True
+    begin_s = time.monotonic()
+    ends = at_once(lambda link: link.wait_for(link.send((0, 4), b"b")), three)
+    assert [dict(each.rows) for each in ends] == [{}] * 3
+    assert time.monotonic() - begin_s < 2
+    assert at_once(lambda link: link.at(5), three) == [{}] * 3
+
+
+def test_all_processes_of_a_region_stop_before_it_takes_part():
+    processes = meet(meeting.places(2)[1], 2)
+    processes[0].should_stop = lambda: True
+    errors = at_once(lambda link: link.join(60), processes)
+    assert [type(error) for error in errors] == [AskedToStopError] * 2
+    for link in reversed(processes):
+        link.__exit__(None, None, None)
 
 
 def test_a_region_of_one_process_has_its_link():

@@ -1,10 +1,12 @@
 """Real sockets: who has the key takes part, who has not is not heard."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import os
 import socket
+import threading
 import time
 import types
 
@@ -12,11 +14,13 @@ import pytest
 import zmq
 
 from cocodc_jax.elastic import messages, objects, place, sockets
-from cocodc_jax.elastic.link import LeftBehindError, Link
+from cocodc_jax.elastic.link import AskedToStopError, LeftBehindError, Link
 from cocodc_jax.elastic.messages import Decision, Row, Snapshot
 from cocodc_jax.elastic.place import read_key
 from tests.program.elastic import meeting
 from tests.program.elastic.meeting import KEY, TIMING, join, let_in, mean
+
+STOP_S = 2  # By then every wait of a region that is asked to stop has ended.
 
 
 @pytest.fixture(params=["sockets", "folder"])
@@ -152,12 +156,67 @@ def test_a_copy_is_of_the_part_that_lets_a_region_in():
             assert link._copy(9).header == {"of": leader}
 
 
-def test_who_waits_to_come_back_stops_when_it_is_asked():
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda link: link.hears_others(60),
+        lambda link: link.wait_for_step(5, 60),
+        lambda link: link.finish(60),
+        lambda link: link.join(60),
+    ],
+)
+def test_every_wait_ends_when_the_region_is_asked_to_stop(wait):
     (place, _) = meeting.places(2)
     with Link(place, "run", 1000) as link:
+        waits, is_asked = concurrent.futures.Future(), threading.Event()
+        link.should_stop = is_asked.is_set
+        link._member.is_needed = lambda now: True
+        link._member.others_step = lambda now: 1
+
+        def serve():
+            try:
+                waits.set_result(wait(link))
+            except AskedToStopError as error:
+                waits.set_result(str(error))
+
+        threading.Thread(target=serve, daemon=True).start()
+        time.sleep(0.3)
+        assert not waits.done()
+        is_asked.set()
+        ends = (False, 1, None, "region 0 was asked to stop")
+        assert waits.result(STOP_S) in ends
+
+
+def test_who_was_asked_to_stop_does_not_ask_to_join():
+    (place, _) = meeting.places(2)
+    with Link(place, "run", 1000, is_announced=False) as link:
         link.should_stop = lambda: True
-        with pytest.raises(LeftBehindError, match="region 0 was asked to stop"):
+        with pytest.raises(AskedToStopError):
             link.join(60)
+        assert not link._member.is_announced
+
+
+def test_a_wait_for_a_mean_ends_when_the_region_is_asked_to_stop(places, capfd):
+    """The other region is frozen: it counts as alive for a minute."""
+    one, two = places(2)
+    is_asked = threading.Event()
+    with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
+        join(first, second)
+        first.should_stop = is_asked.is_set
+        late = threading.Timer(0.2, second.send, [(0, 4), b"b"])
+        late.start()
+        is_asked.set()  # What is on its way still arrives.
+        assert len(first.wait_for(first.send((0, 4), b"a")).rows) == 2
+        is_asked.clear()
+        threading.Timer(0.3, is_asked.set).start()
+        begin_s = time.monotonic()
+        assert first.wait_for(first.send((0, 8), b"c")) == Decision(0, (0, 8), {})
+        assert 0.3 < time.monotonic() - begin_s < STOP_S
+        assert first.at(9) == {}  # It ends, and was not left behind.
+        # It said that it leaves.
+        assert dict(second.send((0, 12), b"d").result(20).rows) == {1: b"d"}
+    said = "asked to stop: region 0 waits for no further messages"
+    assert capfd.readouterr().err.count(said) == 1
 
 
 def test_another_run_is_told_apart(places):

@@ -1,8 +1,12 @@
 """Messages through a store: signed, written once, read by all, removed."""
 
+import hashlib
 import itertools
 import os
+import socket
+import subprocess
 import sys
+import threading
 import time
 from unittest import mock
 
@@ -11,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax._extras import MissingExtraError
-from cocodc_jax.elastic import objects
+from cocodc_jax.elastic import objects, stores
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.objects import Objects, RefusedError, opened, seal, unseal
 from cocodc_jax.elastic.place import Place, Timing
@@ -19,6 +23,12 @@ from tests.program.elastic.meeting import KEY, TIMING, join, mean, places
 from tests.waiting import wait_until
 
 NAME = "001-0000-0000-1"
+
+
+def signed(start):
+    """The name of an object that only a member can make."""
+    key = hashlib.sha256(b"cocodc_jax objects" + KEY).digest()
+    return f"{start}-{objects.tag(key, start)}"
 
 
 @pytest.fixture(autouse=True)
@@ -78,12 +88,14 @@ def test_who_has_not_the_key_is_not_heard_and_said_once(tmp_path, capfd):
     first, second = places(2, tmp_path)
     with Link(first, "run", 1000) as one, Link(second, "run", 1000) as two:
         join(one, two)
-        written = max(tmp_path.glob("001-*-1"))
+        written = max(tmp_path.glob("001-*-1-*"))
         for number in range(20):
-            name = f"001-{two.boot:020}-{10**9 + number}-1"
+            # As if a stranger had replaced what a member has written.
+            name = signed(f"001-{two.boot:020}-{10**9 + number}-1")
             (tmp_path / name).write_bytes(os.urandom(number * 20))
         # Under another name it is not what was signed.
-        (tmp_path / f"{name}1").write_bytes(written.read_bytes())
+        other = signed(f"001-{two.boot:020}-{10**10}-1")
+        (tmp_path / other).write_bytes(written.read_bytes())
         (tmp_path / "1-2-3-nothing of ours").mkdir()
         mean([one, two], 4)
         said, errors = "is not signed with the key of this run", []
@@ -118,14 +130,14 @@ def test_a_store_that_fails_now_and_then_is_asked_again(tmp_path, capfd):
 def test_what_fitted_of_a_write_that_failed_is_removed(tmp_path, monkeypatch):
     one, _ = (Objects(each, 1, 1000) for each in places(2, tmp_path))
     failed = mock.Mock(side_effect=OSError("no space"))
-    monkeypatch.setattr(type(one._store), "mv", failed)
+    monkeypatch.setattr(stores.os, "replace", failed)
     one.send([1], [b"a"])
     wait_until(lambda: failed.called and not [*tmp_path.iterdir()])
 
 
 def test_what_could_not_be_read_is_read_again(tmp_path, capfd):
     one, two = (Objects(each, 1, 1 << 20) for each in places(2, tmp_path))
-    read, failed = two._read, set()
+    read, failed = two._store.read, set()
 
     def reads_twice(name, start, end):
         if (name, start) not in failed:
@@ -133,7 +145,7 @@ def test_what_could_not_be_read_is_read_again(tmp_path, capfd):
             raise OSError("503 try later")
         return read(name, start, end)
 
-    two._read = reads_twice
+    two._store.read = reads_twice
     row = os.urandom(objects._FIRST_BYTES + 100)
     one.send([1], [b"a", row])
     assert two.receive(20) == [[b"a", row]]
@@ -143,11 +155,142 @@ def test_what_could_not_be_read_is_read_again(tmp_path, capfd):
     assert "503 try later" in capfd.readouterr().err
 
 
+def test_what_is_no_file_is_neither_waited_for_nor_followed(tmp_path, capfd):
+    """Six pipes were enough: reading them never returned, and nobody read the rest."""
+    first, second = places(2, tmp_path)
+    with Link(first, "run", 1000) as one, Link(second, "run", 1000) as two:
+        join(one, two)
+        written = max(tmp_path.glob("001-*-1-*"))
+        (tmp_path / "copy").write_bytes(written.read_bytes())
+        path = tmp_path / "socket"
+        with socket.socket(socket.AF_UNIX) as strange:
+            strange.bind(str(path))
+        for number in range(30):
+            name = tmp_path / signed(f"001-{two.boot:020}-{10**9 + number}-1")
+            if number < 12:
+                os.mkfifo(name)
+            elif number < 18:
+                name.symlink_to("/dev/zero" if number % 2 else written)
+            elif number < 24:
+                name.mkdir()
+            else:
+                os.link(path, name)
+        for step in range(4, 8):
+            mean([one, two], step)
+        said = []
+        wait_until(lambda: said.append(capfd.readouterr().err) or "".join(said))
+        assert "is not a regular file" in "".join(said)
+        assert one.strangers == 0
+
+
+def test_names_that_no_member_made_are_not_opened(tmp_path, monkeypatch):
+    opened = []
+    read = stores.Folder.read
+
+    def noting(store, name, start, end):
+        opened.append(name)
+        return read(store, name, start, end)
+
+    monkeypatch.setattr(stores.Folder, "read", noting)
+    first, second = places(2, tmp_path)
+    with Link(first, "run", 1000) as one, Link(second, "run", 1000) as two:
+        join(one, two)
+        strange = [f"001-{two.boot:020}-{10**9 + n:010}-1-{n:016x}" for n in range(500)]
+        for name in [*strange, *(f"strange {n}" for n in range(500))]:
+            (tmp_path / name).write_bytes(b"")
+        mean([one, two], 4)
+        wait_until(lambda: set(strange) <= one._channel._seen)
+        mean([one, two], 8)
+    assert opened
+    assert not {*opened} & {*strange}
+
+
+def test_a_store_whose_calls_hang_does_not_keep_the_others_waiting(tmp_path, capfd):
+    """As on a dead network file system: more reads hang than there are threads."""
+    timing = Timing(beat_s=0.05, dead_after_s=0.2)
+    one, two = (Objects(x, 1, 1 << 20) for x in places(2, tmp_path, timing=timing))
+    two._hangs_s = 0.3
+    read, ends, hung = two._store.read, threading.Event(), set()
+
+    def hang(name, start, end):
+        if len(hung) < 10:
+            hung.add(name)
+            ends.wait(60)
+        return read(name, start, end)
+
+    two._store.read = hang
+    for number in range(10):
+        one.send([1], [b"%d" % number])
+    wait_until(lambda: len(hung) == 10)
+    one.send([1], [b"last"])
+    assert two.receive(20) == [[b"last"]]
+    assert two._small._num_lost
+    ends.set()
+    wait_until(lambda: not two._small._num_lost)
+    # One hangs while the store is listed: other looks follow.
+    ends.clear()
+    list_all, looks = two._store.list, []
+
+    def hang_once():
+        looks.append(len(looks))
+        if len(looks) == 1:
+            ends.wait(60)
+        return list_all()
+
+    two._store.list = hang_once
+    wait_until(lambda: len(looks) > 2)
+    ends.set()
+    for channel in (one, two):
+        channel.close()
+    assert "hang and are given up" in capfd.readouterr().err
+
+
+def test_a_lane_begins_no_call_once_too_many_hang():
+    lane, ends = stores.Lane(2), threading.Event()
+    for _ in range(stores.MOST_LOST + 4):
+        lane.submit(lambda: ends.wait(60), 0.0)
+
+    def is_stuck():
+        lane.give_up_hung()
+        return lane.is_stuck
+
+    wait_until(is_stuck)
+    late = lane.submit(lambda: None, 0.0)
+    time.sleep(0.05)
+    assert lane.give_up_hung() == 0
+    assert not late.done.is_set()
+    ends.set()
+    assert stores.wait_for([late], time.monotonic() + 20)
+    lane.close()
+
+
+# The process ends with the last line, although a call never returns.
+HANGING = """
+import sys, threading
+from cocodc_jax.elastic import objects
+from tests.program.elastic.meeting import places
+
+objects._FAREWELL_S = objects._STAY_S = 0.2
+channel = objects.Objects(places(2, sys.argv[1])[0], 1, 1000)
+channel._store.write = lambda name, data: threading.Event().wait()
+channel._store.list = lambda: threading.Event().wait()
+channel.send([1], [b"a"])
+channel.close()
+print("the end", flush=True)
+"""
+
+
+def test_a_call_that_never_returns_does_not_keep_a_process_alive(tmp_path):
+    command = [sys.executable, "-c", HANGING, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
+
+
 def test_what_is_old_is_removed_by_its_writer_and_read_by_nobody(tmp_path):
     def names(region):
         return {x.name for x in tmp_path.iterdir() if x.name.startswith(f"00{region}")}
 
-    for name in ("000-1-8-2", ".000-1-9-2"):
+    for name in (signed("000-1-8-2"), f".{signed('000-1-9-2')}"):
         (tmp_path / name).write_bytes(seal(KEY, name, [b"of a life that was killed"]))
     other = Objects(places(2, tmp_path)[1], 1, 1000)
     timing = Timing(beat_s=0.05, dead_after_s=0.1)

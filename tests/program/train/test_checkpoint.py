@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from cocodc_jax import methods
 from cocodc_jax.train import checksums
-from cocodc_jax.train.checkpoint import CheckpointError, Checkpoints
+from cocodc_jax.train.checkpoint import RUN_FILE, CheckpointError, Checkpoints, steps_in
 from tests.program import mixture
 
 STREAMING = methods.get("streaming_diloco", sync_interval=4, num_fragments=2)
@@ -45,6 +45,14 @@ def damage(folder, harm):
         folder.mkdir()
     else:
         shutil.rmtree(folder / harm.removeprefix("no "))
+
+
+def change_rest(folder, **values):
+    """Rewrite what a checkpoint says of itself, and its checksums; None leaves out."""
+    file = folder / "rest" / "metadata"
+    rest = json.loads(file.read_text()) | values
+    file.write_text(json.dumps({k: v for k, v in rest.items() if v is not None}))
+    checksums.write(folder)
 
 
 def save(folder, state, program, extra=None):
@@ -174,7 +182,7 @@ def test_the_newest_are_kept(tiny, tmp_path):
         for _ in range(4):
             state, _ = tiny.finish(program, state, 2)
             state = checkpoints.save(program, state, {})
-    assert sorted(int(p.name) for p in tmp_path.iterdir()) == [6, 8]
+    assert steps_in(tmp_path) == [6, 8]
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step == 8
 
@@ -246,7 +254,7 @@ class TestFailure:
         monkeypatch.setattr(handler, "_save_fn", look)
         save(folder, state, program)
         assert "4" not in seen
-        assert sorted(path.name for path in folder.iterdir()) == ["2", "4"]
+        assert {path.name for path in folder.iterdir()} == {"2", "4", RUN_FILE}
 
     @pytest.mark.parametrize("when", ["start", "wait", "close"])
     def test_a_full_disk_is_named(self, tiny, saved, monkeypatch, when):
@@ -334,6 +342,65 @@ class TestFailure:
         assert (folder / "damaged_4").is_dir()
         assert not capsys.readouterr().err
 
+    @pytest.mark.parametrize("how", ["renamed", "copied", "linked", "of another run"])
+    def test_a_folder_that_is_not_what_its_name_says_is_passed_over(
+        self, tiny, copied, how, capsys
+    ):
+        """Its checksums are right: they are of its contents."""
+        program, folder = copied
+        why, at = "it holds step 4: the folder was renamed, copied or linked", 6
+        if how == "renamed":
+            (folder / "4").rename(folder / "6")
+        elif how == "copied":
+            shutil.copytree(folder / "4", folder / "6")
+        elif how == "linked":
+            (folder / "6").symlink_to("4")
+        else:
+            why, at = "it is of another run (", 4
+            (folder / RUN_FILE).write_text("0123456789abcdef")
+            change_rest(folder / "2", run="0123456789abcdef")
+        intact = 2 if how in ("renamed", "of another run") else 4
+        with Checkpoints(folder) as checkpoints:
+            state, extra = checkpoints.restore(program)
+            assert (state.step, extra) == (intact, {"at": intact})
+            said = capsys.readouterr().err
+            assert f"step {at}: {why}" in said
+            assert f"moved to damaged_{at}, and step {intact} is restored" in said
+            with pytest.raises(ValueError, match=f"step={at} has no checkpoint"):
+                checkpoints.restore(program, at)
+
+    def test_two_that_were_swapped_are_both_named(self, copied):
+        program, folder = copied
+        (folder / "2").rename(folder / "x")
+        (folder / "4").rename(folder / "2")
+        (folder / "x").rename(folder / "4")
+        why = "step 4: it holds step 2: .*; step 2: it holds step 4: "
+        with pytest.raises(CheckpointError, match=why):
+            restore(folder, program)
+
+    def test_one_that_says_neither_step_nor_run_is_restored(self, tiny, copied):
+        """As of 0.38.0 and before; the next ones say both."""
+        program, folder = copied
+        (folder / RUN_FILE).unlink()
+        for step in "24":
+            change_rest(folder / step, step=None, run=None)
+        with Checkpoints(folder) as checkpoints:
+            state, _ = checkpoints.restore(program)
+            assert state.step == 4
+            checkpoints.save(program, tiny.finish(program, state, 2)[0], {})
+        rest = json.loads((folder / "6" / "rest" / "metadata").read_text())
+        assert rest["step"] == 6
+        assert rest["run"] == (folder / RUN_FILE).read_text()
+
+    def test_checkpoints_that_were_moved_keep_their_run(self, tiny, copied):
+        program, folder = copied
+        run = (folder / RUN_FILE).read_text()
+        (folder / RUN_FILE).unlink()
+        with Checkpoints(folder) as checkpoints:
+            state, _ = checkpoints.restore(program)
+            checkpoints.save(program, tiny.finish(program, state, 2)[0], {})
+        assert (folder / RUN_FILE).read_text() == run
+
     def test_without_a_whole_one_nothing_is_touched(self, copied):
         program, folder = copied
         damage(folder / "2", "truncate")
@@ -341,7 +408,7 @@ class TestFailure:
         why = rf"all .* {folder} are damaged: step 4: arrays/.*; step 2: arr"
         with pytest.raises(CheckpointError, match=why):
             restore(folder, program)
-        assert sorted(path.name for path in folder.iterdir()) == ["2", "4"]
+        assert {path.name for path in folder.iterdir()} == {"2", "4", RUN_FILE}
 
     def test_a_folder_that_cannot_be_made(self, tmp_path):
         (tmp_path / "file").write_text("")

@@ -1,0 +1,45 @@
+"""Runs a program whose wall clock is shifted by what a file says, at any moment.
+
+    python -m experiments.faults.shifted FILE MODULE ARGUMENTS
+
+`time.time` and `time.time_ns` are changed; monotonic clocks are as they are. The file
+has the seconds as a number, and may change while the program runs.
+"""
+
+import pathlib
+import runpy
+import sys
+import time
+from collections.abc import Callable
+
+_LOOK_S = 0.1
+
+
+def shift(path: pathlib.Path) -> None:
+    """Shift this process's wall clock by the seconds in a file; none without it."""
+    time.time_ns = _shifted(time.time_ns, path, 1_000_000_000)  # pyright: ignore
+    time.time = _shifted(time.time, path, 1.0)  # pyright: ignore
+
+
+def _shifted(clock: Callable, path: pathlib.Path, unit: float) -> Callable:
+    seconds, looked_s = 0.0, -_LOOK_S
+
+    def shifted():
+        nonlocal seconds, looked_s
+        now = time.monotonic()
+        if now - looked_s >= _LOOK_S:
+            looked_s = now
+            try:
+                seconds = float(path.read_text())
+            except (OSError, ValueError):
+                seconds = 0.0
+        return clock() + type(unit)(seconds * unit)
+
+    return shifted
+
+
+if __name__ == "__main__":
+    _, file, module, *arguments = sys.argv
+    shift(pathlib.Path(file))
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

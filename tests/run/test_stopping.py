@@ -1,0 +1,52 @@
+"""Real signals to a region that waits for others: it leaves within two seconds."""
+
+import signal
+import subprocess
+import sys
+import time
+
+from cocodc_jax.elastic.link import Link
+from tests.program.elastic import meeting
+
+# A region without a model: it waits for a mean that never comes.
+PROGRAM = """
+import pathlib, sys
+from concurrent.futures import Future
+from cocodc_jax.core.state import InFlight, PendingMean, landed
+from cocodc_jax.elastic.link import Link
+from cocodc_jax.run.attend import stop_signal
+from tests.program.elastic import meeting
+
+addresses = tuple(sys.argv[1].split(","))
+options = {"addresses": addresses, "key": meeting.KEY, "timing": meeting.TIMING}
+place = meeting.Place(0, **options)
+with stop_signal() as stop, Link(place, "run", 1000) as link:
+    link.should_stop = stop.is_asked
+    link.join(30)
+    mean = PendingMean(link.send((0, 4), b"a"), link.wait_for)
+    print("waiting", flush=True)
+    print(dict(mean.result().rows), bool(stop()), flush=True)
+sys.exit(75)
+"""
+
+
+def test_sigterm_ends_the_wait_for_a_mean_and_the_others_hear_that_it_left():
+    _, place = meeting.places(2)
+    command = [sys.executable, "-c", PROGRAM, ",".join(place.addresses)]
+    with Link(place, "run", 1000) as frozen:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            frozen.join(60)
+            assert process.stdout.readline() == "waiting\n"
+            time.sleep(0.5)
+            begin_s = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            assert process.stdout.readline() == "{} True\n"
+            assert time.monotonic() - begin_s < 2
+            assert process.wait(20) == 75
+            # It counts as gone at once, not after a minute of silence.
+            assert dict(frozen.send((0, 8), b"b").result(5).rows) == {1: b"b"}
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
