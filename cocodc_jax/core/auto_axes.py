@@ -41,8 +41,8 @@ def with_auto_axes(update: Callable) -> Callable:
             return vary_like(steps, params), vary_like(new, state)
 
         both = where, _shardings(state)
-        inside = jax.sharding.auto_axes(inside, axes=axes, out_sharding=both)
-        return inside(updates, state, params, arrays)
+        auto: Any = jax.sharding.auto_axes(inside, axes=axes, out_sharding=both)
+        return auto(updates, state, params, arrays)
 
     return call
 

@@ -100,6 +100,10 @@ def synchronized(
     `value_fn(params) -> loss`, and one that needs the model's outputs takes the batch
     from `batch`.
 
+    Mesh axes may be Auto, Explicit or Manual. A region whose parameters are not finite
+    stays so, as updates are added to them: `optax.apply_if_finite` around `inner`
+    drops bad updates before.
+
     Args:
       inner: optimizer of a region's own steps.
       method: from `cocodc_jax.methods`, or the name of one, with its defaults. Not

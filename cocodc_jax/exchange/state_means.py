@@ -115,7 +115,7 @@ class MomentPrograms:
         wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, common), shapes)
 
         shares = jax.ShapeDtypeStruct((2,), common)
-        sent = wide, shares
+        sent: Any = wide, shares
 
         def lay_out(opt_state):
             return flat_buffer.pack(

@@ -87,9 +87,11 @@ class RegionalOuter:
       send: `send(params, state, local, compressor, key) -> (message, state)`: `params`
         is the region's outer fragment, `local` its local one; pseudo-gradients are old
         minus new, `params - local`. The message is the result of `compressor.encode`.
+        Where it is not finite, nothing of it may stay in the state.
       receive: `receive(params, state, arrived, num_regions) -> (params, state)`;
-        `arrived` is the mean of the decoded messages of the region's group. Its norm
-        is recorded, or that of its `pseudo_gradient` if it is a named tuple with one.
+        `arrived` is the mean of the decoded messages of the region's group that are
+        finite. Its norm is recorded, or that of its `pseudo_gradient` if it is a named
+        tuple with one.
       group: regions whose messages are averaged: "all", "pairs" (itself and a partner,
         drawn anew for every sync) or "ring" (the previous and the next region, without
         its own).

@@ -27,7 +27,9 @@ class PerStep:
     Attributes:
       name: for records and error messages.
       init: `init(params) -> state` of one region.
-      send: `send(gradient, state, key) -> (message, state)`.
+      send: `send(gradient, state, key) -> (message, state)`. Where the gradient is not
+        finite, the state must stay as it was, and `receive` leave the message out, as
+        with compressors of `keep_finite`.
       receive: `receive(messages) -> gradient`, every leaf of `messages` with a leading
         region axis, `[M, ...]`. None: the message is a tree like the gradient, and is
         averaged, without gathering.
