@@ -162,6 +162,10 @@ def check_params(params: PyTree) -> None:
             )
 
 
+class UnevenFragmentsWarning(UserWarning):
+    """Some fragments have more than twice the parameters of others."""
+
+
 def checked_fragments(
     method: Method, params: PyTree, fragments: Fragments | None
 ) -> Fragments:
@@ -177,6 +181,7 @@ def checked_fragments(
                 "syncs carry more than twice what others do; pass "
                 "fragments=cut(params, num_fragments, strategy='balanced'), with "
                 "blocks=NAME where the layers were not found",
+                UnevenFragmentsWarning,
                 stacklevel=3,
             )
     if len(fragments) != method.num_fragments:

@@ -18,6 +18,7 @@ from cocodc_jax.files import say, writing
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+_SIGNALLED = 128  # Plus the signal, as shells count exit codes.
 _PR_SET_PDEATHSIG = 1
 _TAIL_LINES = 10
 _POLL_S = 0.1
@@ -114,13 +115,24 @@ def on_signals(act: Callable[[int], None]) -> Iterator[None]:
 
 def exit_code(returncode: int) -> int:
     """Return what a shell would call it: 128 + n after signal n."""
-    return returncode if returncode >= 0 else 128 - returncode
+    return returncode if returncode >= 0 else _SIGNALLED - returncode
+
+
+def how_it_ended(code: int) -> str:
+    """Return an exit code in words.
+
+    >>> how_it_ended(137), how_it_ended(1)
+    ('was killed by signal 9', 'ended with exit code 1')
+    """
+    if code > _SIGNALLED:
+        return f"was killed by signal {code - _SIGNALLED}"
+    return f"ended with exit code {code}"
 
 
 def explain(who: str, code: int, log: pathlib.Path | None, tail: bool = True) -> None:
     """Say on standard error how a child ended, and the last lines of its log."""
     where = f"; {log}" if log else ""
-    print(f"{who} ended with exit code {code}{where}", file=sys.stderr)
+    print(f"{who} {how_it_ended(code)}{where}", file=sys.stderr)
     if log and tail:
         lines = (f"  {line}" for line in said(log)[-_TAIL_LINES:])
         print(*lines, sep="\n", file=sys.stderr)
@@ -231,16 +243,18 @@ class Region:
         return exit_code(codes[_to_blame(codes)] or 0)
 
     def end(self) -> str:
-        """Return how its last life ended: the code, where its output is, the last line.
+        """Return how its last life ended: in words, where its output is, the last line.
 
         Of several processes those are meant that ended badly by themselves.
         """
         log = self._log_of(_to_blame([process.poll() for process in self.processes]))
+        assert self.code is not None
+        how = how_it_ended(self.code)
         if log is None:
-            return f"{self.code}"
+            return how
         lines = said(log) if log.exists() else []
         last = next((line for line in reversed(lines) if line.strip()), "nothing in it")
-        return f"{self.code}, see {log}: {last.strip()}"
+        return f"{how}, see {log}: {last.strip()}"
 
     def wait(self) -> None:
         """Wait until all of its processes have ended."""
@@ -321,10 +335,10 @@ def wait(
             if is_vain or not restarts():
                 ended[number] = code
                 if code:
-                    say(f"region {number} ended with {region.end()}")
+                    say(f"region {number} {region.end()}")
             else:
                 begun_s[number] = time.monotonic()
-                say(f"region {number} ended with {code}: again")
+                say(f"region {number} {how_it_ended(code)}; starting it again")
                 with contextlib.suppress(OSError):  # It is tried again.
                     region.start()
                 if not restarts():  # Told to stop while it was started.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,14 @@ import optax
 
 import cocodc_jax as cc
 from cocodc_jax import models
+from cocodc_jax.core.checks import UnevenFragmentsWarning
 from cocodc_jax.data.text_data import TextData
 from cocodc_jax.elastic.place import MIN_KEY_BYTES, Place
+from cocodc_jax.files import say
 from cocodc_jax.run import losses
 from cocodc_jax.run.config import RunConfig, TrainConfig
 from cocodc_jax.run.optimizer_config import OptimizerConfig
+from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.processes import check_shares
 from cocodc_jax.sharding.gather import gather
 from cocodc_jax.sharding.mesh import (
@@ -205,6 +209,19 @@ def build_program(
     place: Place | None = None,
 ) -> cc.RegionProgram:
     """Return the method around the model's loss; compiles nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnevenFragmentsWarning)
+        program = _program(config, model, mesh, place)
+    _say_if_uneven(config, program)
+    return program
+
+
+def _program(
+    config: TrainConfig,
+    model: models.TransformerConfig,
+    mesh: Mesh,
+    place: Place | None,
+) -> cc.RegionProgram:
     shapes = jax.eval_shape(
         lambda key: models.init_params(model, key), jax.random.key(0)
     )
@@ -234,6 +251,30 @@ def build_program(
         local_regions=config.run.how_mapped,
         optimizer_memory=config.run.optimizer_memory,
         trainable=models.lora.is_adapter if model.lora_rank else None,
+    )
+
+
+def _say_if_uneven(config: TrainConfig, program: cc.RegionProgram) -> None:
+    """Name the flag that makes fragments even, unless a preset has them as they are."""
+    sizes = program.fragments.num_params
+    if max(sizes) <= 2 * min(sizes) or jax.process_index():
+        return
+    method, preset = config.method, PRESETS.get(config.preset)
+    strategy = method.values.get("fragment_strategy")
+    if strategy not in ("strided", "sequential"):
+        return
+
+    usual = cc.methods.defaults(method.method)
+    if preset is not None:
+        usual |= dict(preset.method.where_taken)
+    names = ("num_fragments", "fragment_strategy")
+    is_usual = all(method.values[name] == usual[name] for name in names)
+    if is_usual and (preset is None or preset.model == config.model):
+        return
+    say(
+        f"note: --num_fragments={len(sizes)} cuts the model into fragments of "
+        f"{', '.join(f'{size:,}' for size in sizes)} parameters, so that some syncs "
+        "carry more than twice what others do; --fragment_strategy=balanced evens them"
     )
 
 

@@ -82,7 +82,10 @@ def say_once(handler: logging.Handler) -> None:
 
 
 def _is_said_here_only(record: logging.LogRecord) -> bool:
-    is_of_saving = record.name == "asyncio" or "orbax" in record.pathname
+    is_of_orbax = "orbax" in record.pathname
+    if is_of_orbax and record.levelno < logging.ERROR:
+        return False  # About itself: nothing that a user can change.
+    is_of_saving = is_of_orbax or record.name == "asyncio"
     return not (record.exc_info and is_of_saving)
 
 

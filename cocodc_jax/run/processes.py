@@ -127,6 +127,7 @@ class Processes:
             self._check_port()
         # Without it CPU processes have no collectives; other platforms ignore it.
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        keep_for_python(sys.stdout)
         # In a thread, as JAX ends the process on its own timeout.
         failures: list[Exception] = []
         meeting = threading.Thread(target=self._meet, args=[failures], daemon=True)
@@ -195,6 +196,26 @@ class Processes:
 
 
 ONE_PROCESS = Processes()
+
+
+def keep_for_python(stdout: Any) -> None:
+    """Keep standard output for what Python prints: Gloo writes its connections there.
+
+    Errors of the runtime are on standard error, which stays as it is.
+    """
+    if stdout is None or stdout is not sys.__stdout__ or stdout.fileno() != 1:
+        return  # Closed, or captured.
+    stdout.flush()
+    sys.stdout = os.fdopen(
+        os.dup(1),
+        "w",
+        encoding=stdout.encoding,
+        errors=stdout.errors,
+        buffering=1 if stdout.line_buffering else -1,
+    )
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
 
 
 def check_shares(

@@ -72,7 +72,7 @@ def cut(
         return _cut_experts(params, units, num_fragments)
     num_blocks = sum(unit.is_block for unit in units)
     paths = (part.path.split("/") for unit in units for part in unit.slices)
-    most, what = len(units), "units"
+    most, what = len(units), "layers"
     if num_blocks and (blocks or any(BLOCKS in path[:-1] for path in paths)):
         most, what = num_blocks, "blocks"
     if strategy == "balanced_tensors":

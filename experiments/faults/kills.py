@@ -101,7 +101,7 @@ class Chaos:
             for region, each in enumerate(self.regions):
                 if each.code == flags.USAGE_ERROR:
                     self._kill_all()
-                    raise RefusedError(f"region {region} ended with {each.end()}")
+                    raise RefusedError(f"region {region} {each.end()}")
                 if each.code not in (None, 0) and region not in start_at:
                     self._ended_by_itself(region)
                     start_at[region] = now + restart_s

@@ -107,7 +107,7 @@ def test_what_a_region_refuses_ends_the_run(tmp_path):
         for number, program in enumerate(programs)
     ]
     hit = kills.Chaos(tmp_path, regions)
-    message = f"region 1 ended with 2, see {tmp_path / '1.log'}: error: no"
+    message = f"region 1 ended with exit code 2, see {tmp_path / '1.log'}: error: no"
     with pytest.raises(kills.RefusedError, match=message):
         hit.run(1, 8, seed=0, gap_s=1, restart_s=1)
     assert regions[1].lives == 1

@@ -103,7 +103,7 @@ def killed(command, run, corpus, tmp_path_factory):
     _, err = launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + signal.SIGKILL
     assert time.monotonic() - begin_s < 15  # 1.4 s on a machine with time to spare.
-    assert re.search(r"^process 1 ended with exit code 137; .*output\.log$", err, re.M)
+    assert re.search(r"^process 1 was killed by signal 9; .*output\.log$", err, re.M)
     assert not (workdir / "summary.json").exists()
     out, _ = run(LAUNCH, *flags)
     return workdir, out

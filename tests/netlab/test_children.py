@@ -142,7 +142,7 @@ def test_the_last_line_of_who_ended_badly_is_shown(restarts, tmp_path, capfd):
     log = tmp_path / "region_1" / "output.log"
     regions = [started("pass", tmp_path / "log"), started(REFUSED, log)]
     assert children.wait(regions, lambda: restarts) == 2
-    told = f"region 1 ended with 2, see {log}: error: --regions=0 is wrong\n"
+    told = f"region 1 ended with exit code 2, see {log}: error: --regions=0 is wrong\n"
     assert capfd.readouterr().err == told
 
 
@@ -151,8 +151,9 @@ def test_who_dies_at_once_again_and_again_is_given_up(tmp_path, capfd):
     assert children.wait([region], lambda: True) == 1
     assert region.lives == 5
     *again, last = capfd.readouterr().err.splitlines()
-    assert again == ["region 0 ended with 1: again"] * 4
-    assert last == f"region 0 ended with 1, see {tmp_path / 'log'}: error: no room"
+    assert again == ["region 0 ended with exit code 1; starting it again"] * 4
+    told = f"region 0 ended with exit code 1, see {tmp_path / 'log'}: error: no room"
+    assert last == told
 
 
 def test_others_go_on_if_one_cannot_start_and_nobody_reads(tmp_path, monkeypatch):
@@ -192,7 +193,7 @@ def test_what_one_of_several_processes_refuses_is_not_started_again(tmp_path):
 
 def test_what_is_written_to_the_terminal_is_not_told_again(capfd):
     assert children.wait([started("raise SystemExit(3)", None)], lambda: False) == 3
-    assert capfd.readouterr().err == "region 0 ended with 3\n"
+    assert capfd.readouterr().err == "region 0 ended with exit code 3\n"
 
 
 def test_who_dies_after_all_were_told_to_stop_is_not_started_again(tmp_path, capfd):
@@ -222,3 +223,11 @@ def test_who_is_started_as_all_are_told_to_stop_is_told_too(tmp_path):
     answers = iter([True, False, False])
     assert children.wait([region], lambda: next(answers)) == 128 + signal.SIGTERM
     assert region.lives == 2
+
+
+def test_a_region_that_was_killed_is_said_so(tmp_path, capfd):
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    region = children.Region([sys.executable, "-c", code], None)
+    region.start()
+    assert children.wait([region], lambda: False) == 137
+    assert capfd.readouterr().err == "region 0 was killed by signal 9\n"

@@ -1,6 +1,8 @@
 """How processes meet and what they agree on, as far as one process can tell."""
 
 import socket
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -165,3 +167,17 @@ def test_a_bind_address_that_cannot_be_is_refused(num, message):
     where = {"coordinator_address": "host0:5", "process_id": 0} if num > 1 else {}
     with pytest.raises(ValueError, match=message):
         Processes(**where, num_processes=num, coordinator_bind_address="x")
+
+
+def test_what_gloo_writes_to_standard_output_is_left_out():
+    code = (
+        "import os, sys\n"
+        "from cocodc_jax.run.processes import keep_for_python\n"
+        "print('first')\n"
+        "keep_for_python(sys.stdout)\n"
+        "os.write(1, b'[Gloo] Rank 0 is connected to 1 peer ranks\\n')\n"
+        "print('last')\n"
+    )
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout == "first\nlast\n"

@@ -273,7 +273,7 @@ def test_patterns_take_what_earlier_ones_left():
          "num_fragments=0 does not fit a model of 3 blocks; use 1 to 3"),
         (lambda: cut(tree(3, False), 2.0), "num_fragments=2.0 does not fit"),
         (lambda: cut(tree(0, False), 4),
-         "num_fragments=4 does not fit a model of 3 units; use 1 to 3"),
+         "num_fragments=4 does not fit a model of 3 layers; use 1 to 3"),
         (lambda: cut({"blocks": {"a": np.zeros((2, 1)), "b": np.zeros((3, 1))}}, 2),
          r"stacked parameter 'blocks/b' has shape \(3, 1\), but 'blocks' holds 2 "),
         (lambda: cut({"blocks": {"a": np.zeros((2, 1)), "s": np.zeros(())}}, 2),
