@@ -118,6 +118,7 @@ class Session:
             seconds, entered_s = 0.0, began_s
             began_step: int | None = None  # Not 0 where it goes on from another run.
             carried: Carried | None = None
+            own_step = 0
             stop: attend.Stop | None = None
             is_stopping = False
 
@@ -139,6 +140,7 @@ class Session:
                         times = {"seconds": seconds, "began_s": began_s}
                         begun = carried.state, None, times
                     among = contextlib.nullcontext((begun, None))
+                    own_step = begun[0].step
                     is_stopping = is_stopping or (stop is not None and stop())
                     if self.place is not None and not is_stopping:
                         among = taking_part(
@@ -161,10 +163,9 @@ class Session:
                         rest = attendance, monitor, console, began, rollbacks
                         return self._train_on(saved, stream, begun, should_stop, *rest)
                 except AskedToStopError:
-                    step = begun[0].step
-                    if carried is None and step < run.steps:  # It has done nothing yet.
-                        monitor.ended(step, run.steps, None)
-                        return {"steps": step}
+                    if carried is None and own_step < run.steps:
+                        monitor.ended(own_step, run.steps, None)
+                        return {"steps": own_step}  # It has done nothing yet.
                     stream.set_state(at)
                     is_stopping = True  # It saves what it carries.
                 except LeftBehindError as error:

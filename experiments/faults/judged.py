@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import signal
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,9 @@ from cocodc_jax.run.taking_part import JOINS_FILE, SYNCS_FILE
 
 from .kills import lines
 from .plans import Plan
+
+# How a region ends that is asked to stop; the latter if it was still starting.
+_STOPS = (STOPPED, 128 + signal.SIGTERM)
 
 
 def judge(plan: Plan, folders: Sequence[pathlib.Path]) -> dict[str, Any]:
@@ -55,7 +59,7 @@ def is_good(result: Mapping[str, Any]) -> bool:
         and not result["hangs"]
         and not result["two_lives"]
         and len(result["faults"]) == result["planned"]
-        and all(stop["code"] == STOPPED for stop in result["stops"])
+        and all(stop["code"] in _STOPS for stop in result["stops"])
     )
 
 
@@ -105,7 +109,7 @@ def report(result: Mapping[str, Any]) -> str:
     ]
     verdict = "held" if result["held"] else "NOT held"
     if not result["held"] and is_good({**result, "planned": len(result["faults"])}):
-        verdict = "held as far as it was told"  # It was stopped.
+        verdict = "held until it was stopped"
     head = [f"# Chaos: what is promised {verdict}", "", f"    {result['command']}", ""]
     return "\n".join([*head, *lists, "", *rows, ""])
 

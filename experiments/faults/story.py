@@ -64,7 +64,7 @@ class _Life:
 
 
 class Teller:
-    """The regions of a run, to which a story is told."""
+    """The regions of a run, and the faults that happen to them."""
 
     def __init__(self, plan: Plan, train: Sequence[str], workdir: pathlib.Path):
         self._plan, self._train, self._workdir = plan, list(train), workdir
@@ -81,7 +81,7 @@ class Teller:
         self.is_stopped = True
 
     def tell(self, story: Sequence[Fault]) -> list[dict[str, Any]]:
-        """Tell all faults; return what became of each."""
+        """Let all faults happen; return what became of each."""
         told: list[dict[str, Any]] = []
         needs_network = any(fault.kind == "cut" for fault in story)
         with contextlib.ExitStack() as stack:
@@ -99,7 +99,10 @@ class Teller:
             for fault in story:
                 if self.is_stopped:
                     break
-                told.append(self._one(fault))
+                outcome = self._one(fault)
+                if self.is_stopped and outcome["merged_after_s"] is None:
+                    break  # Before it was known what becomes of it.
+                told.append(outcome)
                 append_line(self._workdir / FAULTS_FILE, told[-1])
                 print(json.dumps(told[-1]), file=sys.stderr, flush=True)
                 if told[-1]["merged_after_s"] is None and not self._until_all_merge(

@@ -2,7 +2,7 @@
 
     python -m experiments.studies.metrics_flood
 
-A thread counts, by turns alone and while a process of its own asks for metrics as fast
+A thread counts, in turn alone and while a process of its own asks for metrics as fast
 as it can, over several connections at a time. Prints medians over the rounds: both
 counts a second, their ratio, and the requests answered.
 """

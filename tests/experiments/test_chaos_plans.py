@@ -234,7 +234,7 @@ def test_a_report_says_what_did_not_hold():
     assert "| kill | 1 | 1.0 to 1.0 | 2.0, 2.0 |" in page
     assert "7 of 8 steps were done (0.875)" in page
     early = result | {"planned": 2, "held": False}
-    assert judged.report(early).startswith("# Chaos: what is promised held as far as")
+    assert judged.report(early).startswith("# Chaos: what is promised held until")
     for change in (
         {"hangs": [fault]},
         {"two_lives": [fault]},
