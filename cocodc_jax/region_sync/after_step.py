@@ -132,7 +132,8 @@ class RegionSync:
 
         Raises:
           ValueError: for a method that exchanges messages at every step or needs the
-            inner optimizer, and for arguments that do not fit together.
+            inner optimizer, for arguments that do not fit together, and for a folder
+            of `Place.via` that cannot be reached.
         """
         if isinstance(method, str):
             method = methods.get(method)

@@ -24,6 +24,7 @@ from cocodc_jax._version import __version__
 from cocodc_jax.core.state import InFlight, SyncId, TrainState, landed
 from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
+from cocodc_jax.elastic.objects import reach
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.gather import gather
@@ -49,6 +50,8 @@ class Membership:
         run: str,
         should_stop: Callable[[], bool],
     ):
+        if place.via:
+            reach(place.via)  # A folder that is missing would lose all messages.
         self._program, self._place = program, place
         self._run = _digest(program, run)
         self._should_stop = should_stop

@@ -100,8 +100,9 @@ class Selection:
         """
         if fragments.treedef != self.treedef:
             raise ValueError(
-                f"fragments were cut of {fragments.treedef}, but params has the "
-                f"structure {self.treedef}; use fragments=cut(params, num_fragments)"
+                f"params has {_difference(fragments.treedef, self.treedef)} than the "
+                "tree that fragments were cut of; use fragments=cut(params, "
+                "num_fragments)"
             )
         names = sorted(path for path in self.paths if path is not None)
         index = {name: i for i, name in enumerate(names)}
@@ -126,10 +127,29 @@ class Selection:
         leaves, treedef = jax.tree.flatten(params)
         if treedef != self.treedef:
             raise ValueError(
-                f"params has the structure {treedef}, but this RegionSync was made for "
-                f"{self.treedef}"
+                f"params has {_difference(self.treedef, treedef)} than the tree that "
+                "this RegionSync was made for"
             )
         return leaves
+
+
+def _difference(made_for: Any, other: Any) -> str:
+    """Say how a tree's structure differs; all of a model's would fill pages."""
+    before, now = _paths(made_for), _paths(other)
+    more = [path for path in now if path not in before]
+    less = [path for path in before if path not in now]
+    if more:
+        return f"another leaf, {more[0]!r},"
+    if less:
+        return f"a leaf less, {less[0]!r},"
+    return "the same leaves in other containers, or with other metadata,"
+
+
+def _paths(treedef: Any) -> list[str]:
+    """Return the paths of the leaves of a structure."""
+    tree = treedef.unflatten([0] * treedef.num_leaves)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [path_of(_without_box(keys)) for keys, _ in leaves]
 
 
 def _without_box(keys: tuple[Any, ...]) -> tuple[Any, ...]:

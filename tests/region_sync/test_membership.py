@@ -143,6 +143,16 @@ def test_a_region_that_was_left_behind_returns_with_its_work():
         np.testing.assert_array_equal(outer, first.merged[step])
 
 
+def test_a_folder_for_messages_is_made_or_refused(tmp_path):
+    one, _ = places(2, via=tmp_path / "new")
+    Region(one)
+    assert (tmp_path / "new").is_dir()
+    (tmp_path / "file").touch()
+    one, _ = places(2, via=tmp_path / "file")
+    with pytest.raises(ValueError, match=r"via='.*file' cannot be reached"):
+        Region(one)
+
+
 def test_without_elastic_regions_joining_changes_nothing():
     params = {"w": jnp.zeros((2, 4))}
     sync = cc.RegionSync("diloco", params, 2)

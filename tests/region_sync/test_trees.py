@@ -56,10 +56,20 @@ def test_a_cut_of_the_trainers_tree_is_a_cut_of_the_paths():
     assert sizes == list(fragments.num_params)
 
 
-def test_a_tree_of_another_structure_is_refused():
-    selection = Selection.of({"w": jnp.ones(2)})
-    with pytest.raises(ValueError, match="this RegionSync was made for"):
-        selection.take({"v": jnp.ones(2)})
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"a": {"w": BOXED["w"], "v": jnp.ones(2)}}, "another leaf, 'a/v', than"),
+        ({"a": {}}, "a leaf less, 'a/w', than"),
+        ({"a": {"w": jnp.ones((2, 2))}}, "the same leaves in other containers"),
+    ],
+)
+def test_a_tree_of_another_structure_is_refused_in_one_line(tree, message):
+    boxed = {"a": {"w": BOXED["w"]}}
+    with pytest.raises(ValueError, match=f"^params has {message}.*was made for$"):
+        Selection.of(boxed).take(tree)
+    with pytest.raises(ValueError, match="than the tree that fragments were cut of"):
+        Selection.of(tree | {"n": jnp.ones(1)}).fragments(cut(boxed, 1))
 
 
 @pytest.mark.parametrize(
