@@ -6,14 +6,15 @@ The same command resumes an interrupted run, bit for bit. It may change devices,
 placement and intervals, or add steps; changes.jsonl records what changed at which step.
 Writes to DIR: config.json, metrics.jsonl, timing.jsonl, TensorBoard events,
 checkpoints, summary.json, which `--json` prints. Exit code 2 for errors that a restart
-cannot mend, such as wrong flags or a folder that does not fit; 1 for errors during the
-run.
+cannot mend, such as wrong flags, a folder that does not fit, or an elastic region that
+was started again elsewhere; 1 for errors during the run.
 """
 
 import sys
 
 import jax
 
+from cocodc_jax.elastic.link import SupersededError
 from cocodc_jax.run import attend, flags
 from cocodc_jax.run.attend import Tracking
 from cocodc_jax.run.config import TrainConfig, dumps
@@ -45,9 +46,10 @@ def main() -> int:
         summary = session.train()
     except RUN_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
-        # A folder that does not fit is refused next time too, like a wrong flag, so a
-        # launcher must not restart the run.
-        sys.exit(flags.USAGE_ERROR if isinstance(error, ResumeError) else 1)
+        # A folder that does not fit is refused next time too, like a wrong flag, and a
+        # region that was started elsewhere is not needed: a launcher must not restart.
+        is_vain = isinstance(error, ResumeError | SupersededError)
+        sys.exit(flags.USAGE_ERROR if is_vain else 1)
     step, reports = summary["steps"], jax.process_index() == 0
     if step < config.run.steps:
         if reports:

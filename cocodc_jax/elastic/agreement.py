@@ -8,6 +8,8 @@ from cocodc_jax.elastic import messages as m
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.records import Book, Hearing
 
+# Beats without a message after which a sender's next row is asked for at once.
+_CUT_OFF_BEATS = 4
 # Beats after which a region proposes, asks or announces again, and how often this
 # doubles at most: what it waits for may be large, and is not lost because it is slow.
 AGAIN_BEATS, _DOUBLINGS = 4, 4
@@ -35,28 +37,34 @@ class Agreement:
         self.shunned: frozenset[int] = frozenset()
         self.detours: frozenset[tuple[int, int]] = frozenset()
         self.entered_at = now  # The present view.
-        self._promised, self._promised_at = 0, now
-        self._vows: set[int] = set()
+        self._promised, self._promised_at = m.NO_EPOCH, now
+        self._vows: set[m.Epoch] = set()
         self._proposal: m.View | None = None
         self._promises: dict[int, m.Promise] = {}
         self._failed = 0  # Proposals since the present view began.
         self._repeated: dict[int, int] = {}  # To whom the view was, and how often.
-        self._highest, self._highest_at = 0, now
-        self._hearing = Hearing(self.region, self._timing.dead_after_s)
+        self._highest, self._highest_at = m.NO_EPOCH, now
+        self._hearing = Hearing(self.life, self._timing.dead_after_s)
         self._admitted: dict[int, tuple[m.Seat, int]] = {}
         self._book = Book()
         self._asked: dict[m.SyncId, int] = {}  # Begun anew in each view.
+        self._detoured: set[m.Life] = set()  # Whose last message came by another one.
         self.outbox: list[tuple[int, m.Message]] = []
+
+    @property
+    def life(self) -> m.Life:
+        """This region, in this life."""
+        return self.region, self.boot
 
     @property
     def is_in(self) -> bool:
         """Whether this region takes part."""
-        return self.view.epoch > 0 and not self.is_over
+        return self.view.epoch != m.NO_EPOCH and not self.is_over
 
     @property
     def coordinator(self) -> int:
         """The region that decides in the view."""
-        return self.view.epoch % self._num
+        return self.view.epoch.region
 
     @property
     def delivered(self) -> list[m.Decision]:
@@ -65,7 +73,7 @@ class Agreement:
 
     @property
     def _leads(self) -> bool:
-        return self.coordinator == self.region
+        return self.view.epoch.coordinator == self.life
 
     @property
     def _holds(self) -> bool:
@@ -134,13 +142,13 @@ class Agreement:
         if max(steps, key=lambda r: (steps[r], -r)) != self.region:
             return None
         if self._step:  # The others start from a copy of this one.
-            return {self.region: m.Seat(self.boot, self._step)}
+            return {self.region: m.Seat(self.boot, self._step, self.life)}
         boots = {r: heard.boot for r, heard in alive.items()} | {self.region: self.boot}
-        return {r: m.Seat(boots[r], 0) for r in sorted(steps)}
+        return {r: m.Seat(boots[r], 0, (r, boots[r])) for r in sorted(steps)}
 
     def _propose(self, seats: dict[int, m.Seat], now: float) -> None:
         highest = max(self._highest, self._promised, self.view.epoch)
-        epoch = (highest // self._num + 1) * self._num + self.region
+        epoch = m.Epoch(highest.round + 1, *self.life)
         self._failed += self._proposal is not None
         self._proposal, self._promises = m.View(epoch, seats), {}
         self._promised, self._promised_at = epoch, now
@@ -148,15 +156,15 @@ class Agreement:
         for region in seats:
             known = tuple(self._book.decided)
             self._tell(region, m.Propose(self._proposal, self.view.epoch, known))
-        self._count_promise(self.region, m.Promise(epoch, (), ()), now)
+        self._count_promise(self.life, m.Promise(epoch, (), ()), now)
 
-    def _descends(self, sender: m.Life, base_epoch: int) -> bool:
+    def _descends(self, sender: m.Life, base_epoch: m.Epoch) -> bool:
         """Return whether a region knows what this region's view has decided.
 
         It does if this region is in no view yet, if both are in one view, or if one has
         promised the other's view and does not know yet that it holds.
         """
-        if self.view.epoch == 0 or base_epoch == self.view.epoch:
+        if self.view.epoch == m.NO_EPOCH or base_epoch == self.view.epoch:
             return True
         if base_epoch < self.view.epoch:
             return self.view.has(sender)
@@ -165,7 +173,7 @@ class Agreement:
     def _promise(
         self, sender: int, view: m.View, known: Iterable[m.SyncId], now: float
     ):
-        if not view.has((self.region, self.boot)) or view.epoch <= self._promised:
+        if not view.has(self.life) or view.epoch <= self._promised:
             return
         self._promised, self._promised_at, self._proposal = view.epoch, now, None
         self._vows.add(view.epoch)
@@ -173,14 +181,18 @@ class Agreement:
         lacks = self._book.beyond(known)
         self._tell(sender, m.Promise(view.epoch, tuple(self._book.decided), lacks))
 
-    def _count_promise(self, sender: int, promise: m.Promise, now: float) -> None:
+    def _count_promise(self, sender: m.Life, promise: m.Promise, now: float) -> None:
         view = self._proposal
-        if view is None or not self.view.epoch < promise.epoch <= view.epoch:
+        if view is None or promise.epoch.coordinator != self.life:
+            return
+        if not self.view.epoch < promise.epoch <= view.epoch:
             return
         if promise.epoch < view.epoch:  # Too late, but its decisions hold.
             self._learn(promise.decisions)
             return
-        self._promises[sender] = promise
+        if not view.has(sender):
+            return
+        self._promises[sender[0]] = promise
         if self._promises.keys() < view.seats.keys():
             return
         for each in self._promises.values():
@@ -190,7 +202,7 @@ class Agreement:
         self._enter(view, (), now)
 
     def _enter(self, view: m.View, decisions: Iterable[m.Decision], now: float) -> None:
-        is_led_by_another = view.epoch % self._num != self.coordinator
+        is_led_by_another = view.epoch.coordinator != self.view.epoch.coordinator
         self.view, self._proposal, self.entered_at = view, None, now
         self._promised = view.epoch
         if is_led_by_another:
@@ -205,8 +217,9 @@ class Agreement:
                 self._hearing.note(region, oldest_step=oldest)
         self._learn(decisions)
         self._asked, self._repeated, self._failed = {}, {}, 0
+        self._book.chosen.clear()
         for sync in [s for s in self._book.waiting if s in self._book.own]:
-            self._book.collect((self.region, self.boot), sync, self._book.own[sync])
+            self._book.collect(self.life, sync, self._book.own[sync])
             self._send_row(self.coordinator, sync, now)
 
     def _learn(self, decisions: Iterable[m.Decision]) -> None:
@@ -219,7 +232,7 @@ class Agreement:
         """Send this region's message of a sync, and wait for the decision."""
         self._book.wait_for(sync, row, now)
         if sync in self._book.own and self.is_in:
-            self._book.collect((self.region, self.boot), sync, row)
+            self._book.collect(self.life, sync, row)
             for region in self.view.seats:
                 self._send_row(region, sync, now)
 
@@ -239,12 +252,35 @@ class Agreement:
             beats = patience(asked) * (max(asked - _DOUBLINGS, 0) + 1)
             if now - since > beats * self._timing.beat_s and not self._leads:
                 self._asked[sync] = asked + 1
-                self._tell(self.coordinator, m.Want(self.view.epoch, sync))
+                self._want(sync)
 
-    def _answer(self, sender: m.Life, sync: m.SyncId, now: float) -> None:
+    def _want(self, sync: m.SyncId) -> None:
+        """Ask the coordinator for a decision, or for its messages that are missing."""
+        lacks = tuple(region for region, _ in self._book.lacks(sync))
+        self._tell(self.coordinator, m.Want(self.view.epoch, sync, lacks))
+
+    def _choice_came(self, choice: m.Choice, now: float) -> None:
+        """Ask at once for messages whose senders do not reach this region."""
+        lacked = self._book.lacks(choice.sync)
+        self._detoured |= {life for life in lacked if life[0] in choice.rows}
+        self._book.choose(choice)
+        cut_off_s = _CUT_OFF_BEATS * self._timing.beat_s
+        if any(
+            life in self._detoured or self._hearing.silent_s(life, now) > cut_off_s
+            for life in self._book.lacks(choice.sync)
+        ):
+            self._want(choice.sync)
+
+    def _answer(
+        self, sender: m.Life, sync: m.SyncId, lacks: Collection[int], now: float
+    ) -> None:
         if not self._leads:
             if sync in self._book.own:
                 self._send_row(sender[0], sync, now)
+        elif lacks and sync in self._book.chosen:
+            members, decided = self._book.chosen[sync], self._book.decided[sync].rows
+            rows = {region: decided[region] for region in lacks if region in decided}
+            self._tell(sender[0], m.Choice(self.view.epoch, sync, members, rows))
         elif sync in self._book.decided:
             self._tell(sender[0], self._book.decided[sync])
         elif sender not in self._book.rows.get(sync, {}):
@@ -284,6 +320,7 @@ class Agreement:
                 if is_new or (r, region) in self.detours
             }
             self._tell(region, m.Choice(self.view.epoch, sync, members, lacks))
+        self._book.chosen[sync] = members
         self._book.learn(m.Decision(self.view.epoch, sync, found))
 
     def _members_of(self, rows: Collection[m.Life]) -> tuple[m.Life, ...]:

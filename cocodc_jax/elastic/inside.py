@@ -25,7 +25,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from cocodc_jax._extras import later
 from cocodc_jax.elastic import messages as m
-from cocodc_jax.elastic.link import AskedToStopError, LeftBehindError, Link
+from cocodc_jax.elastic.link import (
+    AskedToStopError,
+    LeftBehindError,
+    Link,
+    SupersededError,
+)
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.sockets import Door, secured
 
@@ -34,7 +39,8 @@ if TYPE_CHECKING:
 else:
     zmq = later("zmq", "elastic")
 
-_ERRORS = {x.__name__: x for x in (LeftBehindError, AskedToStopError, TimeoutError)}
+_ENDS = LeftBehindError, AskedToStopError, SupersededError, TimeoutError
+_ERRORS = {x.__name__: x for x in _ENDS}
 _POLL_MS = 250
 _HELLO = b"hello"
 
@@ -103,6 +109,7 @@ class SharedLink(abc.ABC):
 
     place: Place
     view: m.View  # As of the last call.
+    boot: int = 0  # The region's life, in process 0.
     # See `Link.should_stop`. Process 0 ends the waits of all processes.
     should_stop: Callable[[], bool]
 
@@ -134,9 +141,13 @@ class SharedLink(abc.ABC):
         value, frames = self._same(call)
         return m.Snapshot(value[0], value[1], tuple(frames)) if value else None
 
-    def at(self, oldest_step: int) -> dict[int, int]:
-        """See `Link.at`."""
-        return dict(self._same(lambda link: ([*link.at(oldest_step).items()], ()))[0])
+    def at(self, oldest_step: int, marks: Sequence[m.Mark] = ()) -> dict[int, int]:
+        """See `Link.at`; the marks of process 0 count."""
+
+        def call(link: Link) -> Answer:
+            return [*link.at(oldest_step, marks).items()], ()
+
+        return dict(self._same(call)[0])
 
     def finish(self, timeout_s: float) -> None:
         """See `Link.finish`."""
@@ -152,7 +163,7 @@ class Speaker(SharedLink):
 
     def __init__(self, link: Link, ears: Ears):
         self._link, self._ears, self._calls = link, ears, 0
-        self.place, self.view = link.place, link.view
+        self.place, self.view, self.boot = link.place, link.view, link.boot
         self.leave, self.let_in = link.leave, link.let_in
         self.should_stop = link.should_stop
         link.should_stop = lambda: self.should_stop()
@@ -177,7 +188,7 @@ class Speaker(SharedLink):
             raise
         finally:
             self.view = self._link.view
-            seats = [[r, *seat] for r, seat in self.view.seats.items()]
+            seats = [*self.view.seats.items()]
             head = {"call": self._calls, "value": value, "error": error}
             self._ears.tell(head | {"view": [self.view.epoch, seats]}, frames)
 
@@ -256,18 +267,24 @@ class Listener(SharedLink):
                 "processes of this region do not run the same program"
             )
         epoch, seats = told["view"]
-        self.view = m.View(epoch, {r: m.Seat(boot, since) for r, boot, since in seats})
+        self.view = m.View(
+            m.Epoch(*epoch),
+            {
+                region: m.Seat(boot, since_step, (source[0], source[1]))
+                for region, (boot, since_step, source) in seats
+            },
+        )
         if told["error"]:
             name, text = told["error"]
             raise _ERRORS[name](text)
         return told["value"], frames
 
-    def at(self, oldest_step: int) -> dict[int, int]:
+    def at(self, oldest_step: int, marks: Sequence[m.Mark] = ()) -> dict[int, int]:
         """See `Link.at`."""
         with self._lock:
             for sync in [s for s in self._futures if s[1] < oldest_step]:
                 del self._futures[sync]
-        return super().at(oldest_step)
+        return super().at(oldest_step, marks)
 
     def leave(self) -> None:
         """Do nothing: process 0 leaves for the region."""

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from cocodc_jax.elastic import lives
 from cocodc_jax.elastic import messages as m
+from cocodc_jax.elastic.marks import Finding
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.protocol import Member
 from cocodc_jax.elastic.times import Measured, Silence
@@ -80,6 +82,13 @@ class AskedToStopError(LeftBehindError):
     """The region was asked to stop while it waited to take part."""
 
 
+class SupersededError(RuntimeError):
+    """This region was started again elsewhere, and that life takes part.
+
+    It must not be started again: the two would push each other out.
+    """
+
+
 class Link:
     """A region among the others; use as a context manager."""
 
@@ -91,25 +100,29 @@ class Link:
         step: int = 0,
         is_announced: bool = True,
         watch: Watch | None = None,
+        last_boot: int | None = None,
     ):
         """Listen, and announce this region to the others, at once or at `join`.
 
         Messages of another `run` are ignored. `max_frame_bytes` is the size of the
         largest valid row or array, and `step` that of the region's own checkpoint, 0
-        for none.
+        for none. `last_boot` is the `boot` of this process's last link, None for the
+        first one: a region that returns is no newer than one that started since.
         """
         self.place, self._run, self._step = place, run, step
-        self.boot = time.time_ns()
-        self._member = Member(place, self.boot, step, time.monotonic())
+        is_new = last_boot is None
+        boot = lives.new_boot() if is_new else lives.returned(last_boot)
+        self._member = Member(place, boot, step, time.monotonic(), is_new)
         self._member.is_announced = is_announced
         self._lock = threading.Condition()  # Told of every turn of the thread.
         self._futures: dict[m.SyncId, Future] = {}
-        self._snapshots: dict[int, m.Snapshot] = {}  # By sender, as parts may differ.
+        self._snapshots: dict[m.Life, m.Snapshot] = {}  # By sender: parts may differ.
+        self._has_said_rounding = False
         self._ended, self._answered_s, self._watch = False, 0.0, watch
         # Whether it was asked to stop: every wait then ends. Any thread calls it.
         self.should_stop: Callable[[], bool] = lambda: False
         self.strangers = 0
-        self._channel = open_channel(place, self.boot, max_frame_bytes)
+        self._channel = open_channel(place, boot, max_frame_bytes)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -123,6 +136,12 @@ class Link:
     def region(self) -> int:
         """The index of this region."""
         return self.place.region
+
+    @property
+    def boot(self) -> int:
+        """The life of this region, see `lives.py`."""
+        with self._lock:
+            return self._member.boot
 
     @property
     def view(self) -> m.View:
@@ -170,9 +189,9 @@ class Link:
     def send(self, sync: m.SyncId, row: bytes, step_s: float = 0.0) -> Future:
         """Send this region's message of a sync; the future's result is the decision.
 
-        If the others continue without this region, that is an empty decision of epoch
-        0, and the next `at` raises. `step_s` are the seconds of an inner step in this
-        region, 0 if not measured.
+        If the others continue without this region, that is an empty decision of
+        `NO_EPOCH`, and the next `at` raises. `step_s` are the seconds of an inner step
+        in this region, 0 if not measured.
         """
         with self._lock:
             self._member.times.step_s = step_s
@@ -185,14 +204,17 @@ class Link:
             self._member.expect(sync, time.monotonic())
             return self._future(sync)
 
-    def at(self, oldest_step: int) -> dict[int, int]:
+    def at(self, oldest_step: int, marks: Sequence[m.Mark] = ()) -> dict[int, int]:
         """Report this region's progress; return the regions that wait for a copy.
 
-        This region has applied all syncs that started before `oldest_step`. Returns
-        lives by region. Raises `LeftBehindError` if the others continue without it.
+        This region has applied all syncs that started before `oldest_step`. `marks` are
+        what its outer fragments were after the last ones. Returns lives by region.
+        Raises `LeftBehindError` if the others continue without it, `SupersededError`
+        if this region was started again.
         """
         with self._lock:
             self._check()
+            self._member.mark(marks)
             self._member.oldest_step = oldest_step
             return self._member.joiners(time.monotonic())
 
@@ -219,7 +241,7 @@ class Link:
 
         None where the run begins, or continues from this region's own checkpoint.
         Raises `LeftBehindError` if others begin without it, `AskedToStopError` if it
-        should stop.
+        should stop, and `SupersededError` if this region was started again.
         """
         with self._lock:
             if not self._member.is_announced and not self.should_stop():
@@ -231,21 +253,23 @@ class Link:
                     f"no region admitted region {self.region} within {timeout_s:.0f} s"
                 )
             seat = self._member.view.seats[self.region]
-            copy, self._snapshots = self._copy(seat.since_step), {}
+            copy, self._snapshots = self._copy(seat), {}
             return copy
 
-    def _copy(self, step: int) -> m.Snapshot | None:
-        """Return a copy of a step, the leader's own if it is among them."""
-        found = {r: x for r, x in self._snapshots.items() if x.step == step}
-        return found.get(self._member.coordinator, next(iter(found.values()), None))
+    def _copy(self, seat: m.Seat) -> m.Snapshot | None:
+        """Return the copy that a seat goes with.
+
+        Two parts of a cut network may both admit this region at one step: a copy of the
+        other part is not what the regions of this view have.
+        """
+        copy = self._snapshots.get(seat.source)
+        return copy if copy and copy.step == seat.since_step else None
 
     def _can_begin(self) -> bool:
         """Return whether this region has a seat, and what it starts from."""
         self._check()
         seat = self._member.view.seats.get(self.region)
-        is_first = self._member.coordinator == self.region
-        own = {0, self._step} if is_first else {0}
-        if seat and (seat.since_step in own or self._copy(seat.since_step)):
+        if seat and (seat.source == self._member.life or self._copy(seat)):
             return True
         self._check_not_stopped()
         if seat is None:
@@ -265,13 +289,25 @@ class Link:
             raise AskedToStopError(f"region {self.region} was asked to stop")
 
     def _wait_until(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait, with the lock held, for a condition or a request to stop."""
-        end = time.monotonic() + timeout_s
+        """Wait, with the lock held, for a condition or a request to stop.
+
+        Time in which this process was held up does not count: a region that was frozen
+        while it waited then reads why it need not, in place of giving up and being
+        started again.
+        """
+        beat_s, held_up_s = self.place.timing.beat_s, self._member.held_up_s
+        end_s = time.monotonic() + timeout_s
         while not is_met():
-            left_s = end - time.monotonic()
-            if left_s <= 0 or self.should_stop():
+            rest_s = end_s + self._member.held_up_s - held_up_s - time.monotonic()
+            if rest_s <= 0:
+                return is_met()
+            if self.should_stop():
                 return False
-            self._lock.wait(min(left_s, _POLL_S))
+
+            wait_s, began_s = min(rest_s, beat_s, _POLL_S), time.monotonic()
+            self._lock.wait(wait_s)
+            if time.monotonic() - began_s > wait_s + beat_s:
+                self._lock.wait(beat_s)  # It was frozen: the thread notes it next.
         return True
 
     def wait_for(self, future: Future) -> Any:
@@ -308,6 +344,11 @@ class Link:
         return future
 
     def _check(self) -> None:
+        if self._member.is_superseded:
+            raise SupersededError(
+                f"region {self.region} was started again elsewhere, and its newer life "
+                "takes part; this one ends, and must not be started again"
+            )
         if self._member.is_over and not self._member.gave_up:
             raise LeftBehindError(f"region {self.region}: {self._member.is_over}")
 
@@ -315,7 +356,7 @@ class Link:
         found = list(self._member.delivered)
         self._member.delivered.clear()
         if self._member.is_over:
-            found += [m.Decision(0, sync, {}) for sync in self._futures]
+            found += [m.Decision(m.NO_EPOCH, sync, {}) for sync in self._futures]
         for decision in found:
             if future := self._futures.pop(decision.sync, None):
                 future.set_result(decision)
@@ -350,9 +391,13 @@ class Link:
                 present = tuple(self._member.view.seats)
                 measured = self._member.times.finished(present, now)
                 silences = self._member.silent(now)
+                findings, self._member.findings = self._member.findings, []
+                boot = self._member.boot
             for regions, message in _shared(out):
-                letter = m.Letter(self._run, self.region, self.boot, message)
+                letter = m.Letter(self._run, self.region, boot, message)
                 self._channel.send(regions, m.pack(letter))
+            for finding in findings:
+                self._say(finding)
             if ended:
                 return
             if self._watch is not None:
@@ -361,6 +406,22 @@ class Link:
                     faulty = self._watch(each, present)
                     with self._lock:
                         self._member.shunned, self._member.detours = faulty
+
+    def _say(self, finding: Finding) -> None:
+        """Report that outer models differ; if only by rounding, once."""
+        fragment, step = finding.sync
+        where = f"outer fragment {fragment} after the sync of step {step}"
+        if finding.astray:
+            say(
+                f"{where}: that of regions {[*finding.astray]} is not that of regions "
+                f"{[*finding.right]}; they take a copy"
+            )
+        elif not self._has_said_rounding:
+            self._has_said_rounding = True
+            say(
+                f"{where}: regions {[*finding.right]} differ by rounding only, as "
+                "different processors do; nothing is done"
+            )
 
     def _take(self, frames: Sequence[bytes], now: float) -> None:
         try:
@@ -373,7 +434,7 @@ class Link:
             if isinstance(letter.message, m.Join):
                 self._meet_another_run(letter.sender, now)
         elif isinstance(letter.message, m.Snapshot):
-            self._snapshots[letter.sender] = letter.message
+            self._snapshots[letter.sender, letter.boot] = letter.message
         else:
             self._member.receive(letter.sender, letter.boot, letter.message, now)
 

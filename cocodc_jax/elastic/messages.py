@@ -15,8 +15,27 @@ from typing import Annotated, Any, NamedTuple
 
 Region = Annotated[int, "index of a region"]
 SyncId = tuple[int, int]
-# A region and its boot, see `Seat`.
+# A region and its boot: one life of the region. See `lives.py`.
 Life = tuple[Region, int]
+
+
+class Epoch(NamedTuple):
+    """The name of a view: no two views ever have the same one.
+
+    A life proposes a view of each round at most, and no two lives are the same.
+    """
+
+    round: int = 0  # Grows with every proposal; 0 for no view.
+    region: Region = 0  # The region that proposed the view and coordinates it,
+    boot: int = 0  # and its life.
+
+    @property
+    def coordinator(self) -> Life:
+        """The life that decides in the view."""
+        return self.region, self.boot
+
+
+NO_EPOCH = Epoch()
 
 
 class Seat(NamedTuple):
@@ -24,14 +43,15 @@ class Seat(NamedTuple):
 
     boot: int  # The life of the region, a number that grows with every start.
     since_step: int  # The region takes part in syncs that start after this step.
+    # The life whose copy at that step the region starts from, itself for none.
+    source: Life
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
     """The regions that take part, by agreement of all of them."""
 
-    # Round * M + the region that proposed the view and coordinates it; 0 for no view.
-    epoch: int = 0
+    epoch: Epoch = NO_EPOCH
     # A seat for each region that takes part.
     seats: Mapping[Region, Seat] = dataclasses.field(default_factory=dict)
 
@@ -46,33 +66,50 @@ class View:
         return len(self.seats), -min(self.seats, default=0)
 
 
+class Mark(NamedTuple):
+    """What a region's outer fragment was after one sync; see `marks.py`."""
+
+    sync: SyncId
+    bits: int  # Hash of all bits of the fragment.
+    at: float  # A random projection of the fragment,
+    scale: float  # and the root mean square of its values.
+
+
 @dataclasses.dataclass(frozen=True)
 class Join:
-    """I ask to take part; `step` is that of my own checkpoint."""
+    """I ask to take part; `step` is that of my own checkpoint.
+
+    `hears` are the lives whose messages I receive, `knows` the last life of every
+    region that I know of.
+    """
 
     step: int
-    hears: tuple[Region, ...]
+    hears: tuple[Life, ...]
+    knows: tuple[Life, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
     """I am alive in `view`; I have applied all syncs that started before a step.
 
-    `hears` are the regions whose messages I receive. `clock_s` is my clock.
+    `hears` and `knows` are those of `Join`. `clock_s` is my clock, `marks` are of the
+    last syncs that I have applied.
     """
 
     view: View
-    promised: int
+    promised: Epoch
     oldest_step: int
-    hears: tuple[Region, ...]
+    hears: tuple[Life, ...]
     clock_s: float = 0.0
+    knows: tuple[Life, ...] = ()
+    marks: tuple[Mark, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """My message of a sync, for all; `clock_s` is my clock when I send it."""
 
-    epoch: int
+    epoch: Epoch
     sync: SyncId
     row: bytes
     clock_s: float = 0.0
@@ -80,17 +117,21 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Want:
-    """I miss your decision of a sync; from the coordinator: I miss your message."""
+    """I miss your decision of a sync; from the coordinator: I miss your message.
 
-    epoch: int
+    `lacks` are the regions whose messages I miss, if I know your choice.
+    """
+
+    epoch: Epoch
     sync: SyncId
+    lacks: tuple[Region, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """The messages that the mean of a sync is of, by region."""
 
-    epoch: int
+    epoch: Epoch
     sync: SyncId
     rows: Mapping[Region, bytes]
 
@@ -102,7 +143,7 @@ class Choice:
     `rows` are the messages that you may lack, by region.
     """
 
-    epoch: int
+    epoch: Epoch
     sync: SyncId
     members: tuple[Life, ...]
     rows: Mapping[Region, bytes]
@@ -128,7 +169,7 @@ class Propose:
     """
 
     view: View
-    base_epoch: int
+    base_epoch: Epoch
     known: tuple[SyncId, ...]
 
 
@@ -136,7 +177,7 @@ class Propose:
 class Promise:
     """I promise. I know the decisions of `known`; you lack `decisions`."""
 
-    epoch: int
+    epoch: Epoch
     known: tuple[SyncId, ...]
     decisions: tuple[Decision, ...]
 
@@ -172,7 +213,7 @@ MAX_HEADER_BYTES = 1 << 20
 _KINDS = {kind.__name__: kind for kind in typing.get_args(Message)}
 _FIELDS = {
     kind: typing.get_type_hints(kind, include_extras=True)
-    for kind in (*_KINDS.values(), View, Seat)
+    for kind in (*_KINDS.values(), View, Seat, Epoch, Mark)
 }
 
 

@@ -47,14 +47,19 @@ decision, the decision holds for all; if none did, it never existed.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
+from cocodc_jax.elastic import lives
 from cocodc_jax.elastic import messages as m
 from cocodc_jax.elastic.agreement import AGAIN_BEATS, Agreement
+from cocodc_jax.elastic.marks import Finding, Marks
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.elastic.times import Silence, Silences, Times
 
 # A region reads its messages at least twice a beat, unless its process is held up.
-_HELD_UP_BEATS = 2
+_HELD_UP_BEATS = 1
+# Times of messages are taken from the last look if it is further back.
+_LATE_LOOK_BEATS = 2
 # Beats, or share of a sync if longer, after which missing messages are reported.
 _TELL_BEATS, _TELL_SYNCS = 4, 0.5
 
@@ -62,14 +67,22 @@ _TELL_BEATS, _TELL_SYNCS = 4, 0.5
 class Member(Agreement):
     """What one region knows, and what it sends next."""
 
-    def __init__(self, place: Place, boot: int, step: int, now: float):
+    def __init__(
+        self, place: Place, boot: int, step: int, now: float, is_new: bool = True
+    ):
         """Start outside of any view; `now` are seconds of a monotonic clock.
 
-        `boot` is the region's life, see `Seat`, and `step` that of its own checkpoint,
-        0 for none.
+        `boot` is the region's life, and `step` that of its own checkpoint, 0 for none.
+        `is_new` says that it is the first life of its process, see `lives.py`.
         """
         super().__init__(place, boot, step, now)
+        self._is_new = is_new
+        self.is_superseded = False  # It is over because a newer life has its seat.
         self._beat_at, self._looked_at = -float("inf"), now
+        self._read_at = now
+        self.held_up_s = 0.0  # In all.
+        self._marks = Marks()
+        self.findings: list[Finding] = []  # The reader clears the list.
         self.is_announced, self._has_left, self.gave_up = True, False, False
         beat_s = place.timing.beat_s
         self._silences = Silences(beat_s)
@@ -104,7 +117,7 @@ class Member(Agreement):
         It starts from a copy of this region at `since_step`, in which all syncs that
         started before `oldest_step` are applied.
         """
-        self._admitted[region] = m.Seat(boot, since_step), oldest_step
+        self._admitted[region] = m.Seat(boot, since_step, self.life), oldest_step
 
     def silent(self, now: float) -> dict[int, Silence]:
         """Return which regions of the view are silent, but not yet counted as dead."""
@@ -143,8 +156,13 @@ class Member(Agreement):
             self.leave()
             self.gave_up = True
 
+    def mark(self, marks: Iterable[m.Mark]) -> None:
+        """Report what this region's outer fragments were after its last syncs."""
+        self._marks.note(self.life, marks)
+
     def tick(self, now: float) -> None:
         """Do what time has made due."""
+        self._note_gap(now)
         self._looked_at = now
         if self._has_left and now - self._beat_at >= self._timing.beat_s:
             self._beat_at = now
@@ -156,6 +174,8 @@ class Member(Agreement):
             self._beat(now)
         if self._has_to_begin_again(now):
             self.is_over = "fewer than min_regions are left, and others are there"
+            return
+        if self._has_gone_astray():
             return
         seats = self._next_seats(now)
         if seats is not None:
@@ -170,10 +190,14 @@ class Member(Agreement):
     def receive(self, sender: int, boot: int, message: m.Message, now: float) -> None:
         """Process another region's message, of any kind but `Snapshot`.
 
-        Messages of an earlier life, `boot`, of the sender are ignored.
+        Messages of an earlier life, `boot`, of the sender are ignored. Only the life
+        that coordinates a view may decide in it, propose it, and have it hold.
         """
+        self._note_gap(now)
         if self.is_over or sender == self.region:
             return
+        if isinstance(message, m.Join | m.Beat):
+            self._learn_of_own_lives(message, now)
         if not self._hearing.hear(sender, boot, message, now, self.is_announced):
             return
         life = sender, boot
@@ -181,35 +205,42 @@ class Member(Agreement):
         match message:
             case m.Join() if self.view.has(life) and self._holds:
                 self._repeat_view(sender, now)
-            case m.Beat(view, promised, clock_s=clock_s):
+            case m.Beat(view, promised):
                 if (highest := max(promised, view.epoch)) > self._highest:
                     self._highest, self._highest_at = highest, now
-                is_ahead = (
-                    self.region not in view.seats and view.epoch > self.view.epoch
-                )
+                is_ahead = not view.has(self.life) and view.epoch > self.view.epoch
                 self._hearing.note(sender, is_elsewhere=self.is_in and is_ahead)
-                self.times.sign(life, clock_s, now)
+                self.times.sign(life, message.clock_s, now)
+                self._marks.hear(life, message.marks)
                 self._compare(sender, view, now)
             case m.Row(epoch, sync, row, clock_s):
                 self.times.came(life, sync, clock_s, self._there(now))
+                self._detoured.discard(life)
                 if epoch in (self.view.epoch, self._promised):
                     self._book.collect(life, sync, row)
-            case m.Want(epoch, sync) if epoch == self.view.epoch:
-                self._answer(life, sync, now)
-            case m.Decision(epoch) if epoch == self.view.epoch == self._promised:
+            case m.Want(epoch, sync, lacks) if epoch == self.view.epoch:
+                if self.view.has(life):
+                    self._answer(life, sync, lacks, now)
+            case m.Decision() if self._is_decided_by(life, message.epoch):
                 self._book.learn(message)
-            case m.Choice(epoch) if epoch == self.view.epoch == self._promised:
-                self._book.choose(message)
+            case m.Choice() if self._is_decided_by(life, message.epoch):
+                self._choice_came(message, now)
             case m.Report():
                 self.times.told(sender, message, now)
             case m.Propose(view, base_epoch, known):
-                if self._descends(life, base_epoch):
+                is_its_own = view.epoch.coordinator == life
+                if is_its_own and self._descends(life, base_epoch):
                     self._promise(sender, view, known, now)
-            case m.Promise(epoch):
-                self._count_promise(sender, message, now)
-            case m.Install(view, decisions):
+            case m.Promise():
+                self._count_promise(life, message, now)
+            case m.Install(view, decisions) if view.epoch.coordinator == life:
                 if view.epoch == self._promised and view.epoch > self.view.epoch:
                     self._enter(view, decisions, now)
+
+    def _is_decided_by(self, life: m.Life, epoch: m.Epoch) -> bool:
+        """Return whether decisions of a view hold here that this life announces."""
+        is_present = epoch == self.view.epoch == self._promised
+        return is_present and epoch.coordinator == life
 
     def _tell_all(self, message: m.Message) -> None:
         for region in range(self._num):
@@ -221,6 +252,62 @@ class Member(Agreement):
         if now - self.entered_at > (AGAIN_BEATS << times) * self._timing.beat_s:
             self._repeated[region] = times + 1
             self._tell(region, m.Install(self.view, self._book.beyond(())))
+
+    # Time in which this process was held up, and other lives of this region.
+
+    def _note_gap(self, now: float) -> None:
+        """Leave out the time in which this process did not read its messages.
+
+        What the others have sent meanwhile may be read only after this.
+        """
+        gap_s, self._read_at = now - self._read_at, now
+        if gap_s <= _HELD_UP_BEATS * self._timing.beat_s:
+            return
+        self.held_up_s += gap_s
+        if gap_s > self._timing.dead_after_s:
+            self._is_new = False  # Another life may have begun meanwhile.
+        self._born += gap_s
+        self.entered_at += gap_s
+        self._promised_at += gap_s
+        self._highest_at += gap_s
+        self._hearing.spare(gap_s, now)
+        self._book.spare(gap_s)
+
+    def _learn_of_own_lives(self, message: m.Join | m.Beat, now: float) -> None:
+        """Take a number above all lives of this region, or end if a newer has a seat.
+
+        Only a region that has just started, and has said nothing yet, is newer than
+        every life that the others know.
+        """
+        known = [boot for region, boot in message.knows if region == self.region]
+        seat = None
+        if isinstance(message, m.Beat):
+            seat = message.view.seats.get(self.region)
+            known += [seat.boot] if seat else []
+        newest = max(known, default=0)
+        if newest <= self.boot:
+            return
+        has_just_begun = now - self._born <= self._timing.dead_after_s
+        if self._is_new and has_just_begun and not self.is_announced:
+            self.boot = lives.above(newest, self.boot)
+            self._hearing.life = self.life
+        elif seat is not None and seat.boot > self.boot:
+            self.is_superseded = True
+            self.is_over = "it was started again, and its newer life takes part"
+
+    def _has_gone_astray(self) -> bool:
+        """Leave if this region's outer model is not that of the others."""
+        for finding in self._marks.findings(self.view):
+            self.findings.append(finding)
+            if self.region in finding.astray:
+                self.leave()
+                fragment, step = finding.sync
+                self.is_over = (
+                    f"its outer fragment {fragment} was not that of regions "
+                    f"{[*finding.right]} after the sync of step {step}"
+                )
+                return True
+        return False
 
     # Heartbeats, and views that continued without this region.
 
@@ -256,11 +343,20 @@ class Member(Agreement):
         return self.is_in and len(left) + 1 < min(self._min, len(self.view.seats))
 
     def _beat(self, now: float) -> None:
-        hears = self._hearing.of_late(now)
+        hears, knows = self._hearing.of_late(now), self._hearing.lives
         if not self.is_in:
-            self._tell_all(m.Join(self._step, hears))
+            self._tell_all(m.Join(self._step, hears, knows))
             return
-        self._tell_all(m.Beat(self.view, self._promised, self.oldest_step, hears, now))
+        beat = m.Beat(
+            self.view,
+            self._promised,
+            self.oldest_step,
+            hears,
+            clock_s=now,
+            knows=knows,
+            marks=self._marks.last,
+        )
+        self._tell_all(beat)
         self._ask(now)
 
     def _compare(self, sender: int, theirs: m.View, now: float) -> None:
@@ -268,7 +364,7 @@ class Member(Agreement):
         if not self.is_in:
             return
         mine = self.view.seats
-        if self.region not in theirs.seats:
+        if not theirs.has(self.life):
             rest = m.View(
                 seats={r: x for r, x in mine.items() if r not in theirs.seats}
             )
@@ -291,7 +387,7 @@ class Member(Agreement):
 
         If this process was held up, the sender is not to blame.
         """
-        was_held_up = now - self._looked_at > _HELD_UP_BEATS * self._timing.beat_s
+        was_held_up = now - self._looked_at > _LATE_LOOK_BEATS * self._timing.beat_s
         return self._looked_at if was_held_up else now
 
     def _note_decided(self, now: float) -> None:

@@ -23,13 +23,15 @@ class Heard(NamedTuple):
     hears_us: bool = False  # It says that it receives this region's messages;
     deaf_since: float | None = None  # that it does not, since this time.
     is_elsewhere: bool = False  # In a later view without this region.
+    is_spared: bool = False  # Nothing came since this process was held up.
 
 
 class Hearing:
     """What is known of every other region from its last messages."""
 
-    def __init__(self, region: int, silence_s: float):
-        self._region, self._silence_s = region, silence_s  # Then it counts as dead.
+    def __init__(self, life: m.Life, silence_s: float):
+        self.life = life  # This region and its life.
+        self._silence_s = silence_s  # Then a region counts as dead.
         self.last: dict[int, Heard] = {}
 
     def hear(
@@ -47,21 +49,25 @@ class Hearing:
             heard = Heard(boot, now)
         if boot < heard.boot or heard.has_left:
             return False
-        heard = heard._replace(when=now)
+        heard = heard._replace(when=now, is_spared=False)
         match message:
             case m.Join() if heard.has_begun:
                 return False  # It was overtaken, as in a store.
-            case m.Join(step, hears):
+            case m.Join(step, hears, knows):
                 heard = heard._replace(step=step, oldest_step=0)
-            case m.Beat(oldest_step=oldest, hears=hears):
+            case m.Beat(oldest_step=oldest, hears=hears, knows=knows):
                 heard = heard._replace(step=None, has_begun=True, oldest_step=oldest)
             case _:
                 self.last[sender] = heard._replace(
                     has_left=isinstance(message, m.Leave)
                 )
                 return True
-        hears_us, since = self._region in hears, None
-        if are_we_told and not hears_us:  # Else this region has sent nothing yet.
+        hears_us, since = self.life in hears, None
+        knows_newer = any(
+            r == self.life[0] and boot > self.life[1] for r, boot in knows
+        )
+        # Else this region has sent nothing yet, or is taken for an earlier life.
+        if are_we_told and not hears_us and not knows_newer:
             since = now if heard.deaf_since is None else heard.deaf_since
         self.last[sender] = heard._replace(hears_us=hears_us, deaf_since=since)
         return True
@@ -70,9 +76,40 @@ class Hearing:
         """Change fields of a region's `Heard`."""
         self.last[region] = self.last[region]._replace(**what)
 
-    def of_late(self, now: float) -> tuple[int, ...]:
-        """List the regions whose last message is recent."""
-        return tuple(r for r, x in self.last.items() if now - x.when <= self._silence_s)
+    def spare(self, gap_s: float, now: float) -> None:
+        """Record that this process was held up for so long, and read nothing.
+
+        A region that was alive before counts as heard from now, once: if this process
+        is held up again before a message comes, only that time is left out.
+        """
+        for region, heard in self.last.items():
+            when, since = heard.when + gap_s, heard.deaf_since
+            if since is not None:
+                since = min(since + gap_s, now)
+            was_alive = now - when <= self._silence_s
+            if was_alive and not heard.is_spared:
+                when, since = now, None if since is None else now
+            self.last[region] = heard._replace(
+                when=min(when, now), deaf_since=since, is_spared=True
+            )
+
+    @property
+    def lives(self) -> tuple[m.Life, ...]:
+        """The last life of each region that was heard of."""
+        return tuple((r, x.boot) for r, x in sorted(self.last.items()))
+
+    def of_late(self, now: float) -> tuple[m.Life, ...]:
+        """List the lives whose last message is recent."""
+        return tuple(
+            (r, x.boot)
+            for r, x in sorted(self.last.items())
+            if now - x.when <= self._silence_s
+        )
+
+    def silent_s(self, life: m.Life, now: float) -> float:
+        """Return for how long nothing came from a life."""
+        heard = self.last.get(life[0])
+        return now - heard.when if heard and heard.boot == life[1] else float("inf")
 
     def sends(self, region: int, boot: int, now: float) -> bool:
         """Return whether a region lives this life, and has sent something lately."""
@@ -120,6 +157,8 @@ class Book:
         # The coordinator's choices whose messages are not all here yet.
         self.choices: dict[m.SyncId, m.Choice] = {}
         self.decided: dict[m.SyncId, m.Decision] = {}
+        # Whose messages the decisions of the present view are of, at its coordinator.
+        self.chosen: dict[m.SyncId, tuple[m.Life, ...]] = {}
         # Decisions that this region waited for, and all; the reader clears them.
         self.delivered: list[m.Decision] = []
         self.news: list[m.Decision] = []
@@ -149,6 +188,17 @@ class Book:
             if region in boots:
                 self.rows.setdefault(sync, {})[region, boots[region]] = row
         self._complete(sync)
+
+    def lacks(self, sync: m.SyncId) -> tuple[m.Life, ...]:
+        """List the lives whose messages the coordinator chose and are not here."""
+        choice, rows = self.choices.get(sync), self.rows.get(sync, {})
+        if choice is None:
+            return ()
+        return tuple(life for life in choice.members if life not in rows)
+
+    def spare(self, gap_s: float) -> None:
+        """Leave out the time that this process was held up."""
+        self.quorum_s = {sync: since + gap_s for sync, since in self.quorum_s.items()}
 
     def _complete(self, sync: m.SyncId) -> None:
         choice, rows = self.choices.get(sync), self.rows.get(sync, {})
@@ -183,7 +233,8 @@ class Book:
     def forget_before(self, floor: int) -> None:
         """Forget what every region has applied."""
         self.floor = floor
-        for table in (self.decided, self.rows, self.choices, self.quorum_s):
+        tables: tuple[dict, ...] = (self.rows, self.quorum_s, self.choices, self.chosen)
+        for table in (self.decided, *tables):
             for sync in [s for s in table if s[1] < floor]:
                 del table[sync]
 

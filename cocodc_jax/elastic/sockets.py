@@ -1,14 +1,24 @@
 """The sockets of one region: ZeroMQ with CURVE, both sides by the shared key.
 
 A peer without the key is refused in the handshake, before any of its bytes is read as a
-message. A frame larger than any valid one closes the connection before memory is
-allocated. Messages to a region that is gone are dropped.
+message. Messages to a region that is gone are dropped.
+
+ZeroMQ has one limit for the size of what it receives, of a handshake and of a message,
+and allocates up to it before it knows the key. A handshake is a few hundred bytes, a
+message as large as a model. So frames are cut into pieces of `PIECE_BYTES`, and the
+limit is that of a piece:
+
+    number of frames | their lengths, cut into pieces | each frame, cut into pieces
+
+every piece a part of one ZeroMQ message. What nobody has shown the key for takes
+`PIECE_BYTES` a connection at most, and `Door` bounds their number.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import resource
 import socket
 import struct
@@ -32,6 +42,8 @@ else:
 _QUEUE = 256  # The most messages that wait to be read.
 _SENDING = 1 << 14  # And for one region: small ones queue behind a copy for minutes.
 _FAREWELL_MS = 5000
+PIECE_BYTES = 1 << 14
+_COUNT = struct.Struct("<I")
 _CURVE_BYTES = 64  # More than encryption adds to a frame (33), which ZeroMQ counts.
 # ZeroMQ never retries a connection whose handshake failed, which happens when the other
 # side ends. If sending fails for so long, the connection is opened again.
@@ -77,8 +89,8 @@ class Sockets:
         self._asked.bind("inproc://zeromq.zap.01")
         self._in = self._secured(zmq.PULL, listens=True)
         self._in.zap_domain = b"regions"
-        largest = max(max_frame_bytes, MAX_HEADER_BYTES)
-        self._in.setsockopt(zmq.MAXMSGSIZE, largest + _CURVE_BYTES)
+        self._largest = max(max_frame_bytes, MAX_HEADER_BYTES)
+        self._in.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + _CURVE_BYTES)
         self._door = Door(self._in, self._context)
         self._out: dict[int, Any] = {}
         port = place.addresses[place.region].rpartition(":")[2]
@@ -125,9 +137,11 @@ class Sockets:
                 self._answer(self._asked.recv_multipart(zmq.NOBLOCK))
         with contextlib.suppress(zmq.Again):
             while len(found) < _QUEUE:
-                frames = self._in.recv_multipart(zmq.NOBLOCK, copy=False)
-                self._door.saw_message(frames[0])
-                found.append([frame.bytes for frame in frames])
+                first = self._in.recv(zmq.NOBLOCK, copy=False)
+                self._door.saw_message(first)
+                rest = self._in.recv_multipart() if self._in.rcvmore else []
+                with contextlib.suppress(ValueError):  # Nothing that a region sends.
+                    found.append(joined([first.bytes, *rest], self._largest))
         return found
 
     def _answer(self, asked: list[bytes]) -> None:
@@ -144,9 +158,10 @@ class Sockets:
 
     def send(self, regions: Sequence[int], frames: list[bytes]) -> None:
         """See `Channel.send`; it is dropped where nobody is."""
+        pieces = cut(frames)
         for region in regions:
             try:
-                self._out[region].send_multipart(frames, zmq.NOBLOCK, copy=False)
+                self._out[region].send_multipart(pieces, zmq.NOBLOCK)
                 self._refused_s.pop(region, None)
             except zmq.Again:
                 now = time.monotonic()
@@ -165,6 +180,52 @@ class Sockets:
         self._wake.close()
         self._waked.close()
         self._context.term()
+
+
+def cut(frames: Sequence[bytes]) -> list[bytes | memoryview]:
+    """Return frames as the pieces of one ZeroMQ message.
+
+    >>> [len(piece) for piece in cut([b"a", b"", bytes(PIECE_BYTES + 1)])]
+    [4, 24, 1, 16384, 1]
+    """
+    lengths = struct.pack(f"<{len(frames)}Q", *map(len, frames))
+    pieces: list[bytes | memoryview] = [_COUNT.pack(len(frames))]
+    for data in (lengths, *frames):
+        view = memoryview(data)
+        pieces += [view[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
+    return pieces
+
+
+def joined(pieces: Sequence[bytes], largest: int) -> list[bytes]:
+    """Return the frames of the pieces that `cut` made; a frame has `largest` bytes.
+
+    Raises ValueError if they are no such pieces, or a frame is larger.
+
+    >>> joined([*map(bytes, cut([b"a", b"", b"bcd"]))], 3)
+    [b'a', b'', b'bcd']
+    """
+    head, *rest = pieces
+    parts = iter(rest)
+
+    def take(size: int) -> bytes:
+        if size <= PIECE_BYTES:
+            return next(parts, b"") if size else b""
+        num = -(-size // PIECE_BYTES)
+        return b"".join(itertools.islice(parts, num))
+
+    if len(head) != _COUNT.size:
+        raise ValueError(f"the number of frames has {len(head)} bytes")
+    (count,) = _COUNT.unpack(head)
+    table = take(8 * count)
+    if len(table) != 8 * count:
+        raise ValueError(f"{len(table)} bytes are not the lengths of {count} frames")
+    lengths = struct.unpack(f"<{count}Q", table)
+    if max(lengths, default=0) > largest:
+        raise ValueError(f"a frame has {max(lengths)} bytes, more than {largest}")
+    frames = [take(length) for length in lengths]
+    if [*map(len, frames)] != [*lengths] or next(parts, None) is not None:
+        raise ValueError("the pieces are not as long as they say")
+    return frames
 
 
 class Door:

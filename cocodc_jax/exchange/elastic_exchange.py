@@ -23,10 +23,11 @@ import numpy as np
 from cocodc_jax.core.state import UNCOUNTED, VERDICT_OF_ALL, InFlight, PendingMean
 from cocodc_jax.elastic.inside import Listener, Speaker
 from cocodc_jax.elastic.link import Link
-from cocodc_jax.elastic.messages import Decision, SyncId
+from cocodc_jax.elastic.messages import NO_EPOCH, Decision, SyncId
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.exchange.base import Sent, SyncSpec, Times, Weights
 from cocodc_jax.exchange.between_hosts import OnOuterMesh
+from cocodc_jax.files import say
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.robust import VERDICT
@@ -74,7 +75,7 @@ class ElasticExchange(OnOuterMesh):
         def decide() -> tuple[bytes | None, Decision]:
             row = transfer.local_rows(buffer)[0].tobytes()  # Waits for the steps.
             if link is None:
-                return row, Decision(0, sync, {self.region: row})
+                return row, Decision(NO_EPOCH, sync, {self.region: row})
             return row, link.send(sync, row, times[0]).result()
 
         return staged, self._in_thread(sync, event.rank, decide), {}, state
@@ -93,10 +94,11 @@ class ElasticExchange(OnOuterMesh):
         def carry() -> None:
             try:
                 row, decision = decide()
-                self.in_mean[sync] = tuple(sorted(decision.rows))
+                rows = _sound(sync, decision.rows, like)
+                self.in_mean[sync] = tuple(sorted(rows))
                 while len(self.in_mean) > _REMEMBERED:
                     self.in_mean.pop(next(iter(self.in_mean)), None)
-                landed = self._landed(sync, row, decision.rows, arriving, like)
+                landed = self._landed(sync, row, rows, arriving, like)
                 future.set_result(landed)
             except BaseException as error:  # The main thread raises it at the merge.
                 future.set_exception(error)
@@ -142,6 +144,26 @@ class ElasticExchange(OnOuterMesh):
         return {}
 
 
+def _sound(sync: SyncId, rows: Mapping[int, bytes], like: Any) -> dict[int, bytes]:
+    """Return the rows of the right size, the same in all regions.
+
+    All regions have the same rows and know the same size, so they leave out the same
+    senders.
+    """
+    size = _row_bytes(like)
+    for region, row in sorted(rows.items()):
+        if len(row) != size:
+            say(
+                f"the message of region {region} for fragment {sync[0]} at step "
+                f"{sync[1]} has {len(row)} bytes, not {size}: it is left out"
+            )
+    return {region: row for region, row in rows.items() if len(row) == size}
+
+
+def _row_bytes(like: Any) -> int:
+    return like.shape[1] * np.dtype(like.dtype).itemsize
+
+
 def _table(
     rows: Mapping[int, bytes], num_regions: int, like: Any, spare: bytes | None = None
 ) -> tuple[np.ndarray, tuple[float, ...]]:
@@ -149,12 +171,7 @@ def _table(
 
     `like` has the shape of one row, `[1, n]`, and its dtype.
     """
-    size = like.shape[1] * np.dtype(like.dtype).itemsize
-    for region, row in rows.items():
-        if len(row) != size:
-            raise ValueError(
-                f"the message of region {region} has {len(row)} bytes, not {size}"
-            )
+    size = _row_bytes(like)
     # Every region that had a row is gone: the mean is zero.
     blank = rows[min(rows)] if rows else spare or bytes(size)
     each = [rows.get(region, blank) for region in range(num_regions)]

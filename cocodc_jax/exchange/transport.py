@@ -25,6 +25,7 @@ from cocodc_jax.sync.model_state import ModelState
 from cocodc_jax.sync.needs import HALFWAY, MEASURED_NOW
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.sync.regions import Regions
+from cocodc_jax.sync.schedules.base import most_in_flight
 
 EXCHANGES = ("auto", "program", "outer", "elastic")
 OVERLAPS = ("auto", "yes", "no")
@@ -93,6 +94,7 @@ class Transport:
                 f"{why}; use 'auto'"
             )
         assert method.sync is not None
+        self._check_behind(method, self.place)
         if self.place.late_mean == "merge" and HALFWAY in method.sync.copies:
             raise ValueError(
                 f"late_mean='merge' is not possible for method={method.name!r}: its "
@@ -100,6 +102,21 @@ class Transport:
                 "before; use late_mean='wait', or another curvature"
             )
         return Regions(regions.step_times[:1], regions.batch_sizes[:1])
+
+    def _check_behind(self, method: Method, place: Place) -> None:
+        """Refuse a bound on decided syncs that a region in step with all may exceed."""
+        schedule, most = method.schedule, place.timing.max_behind
+        assert schedule is not None
+        steps = 4 * (schedule.sync_interval + schedule.delay_steps)
+        least = most_in_flight(schedule, steps)
+        if place.late_mean == "merge":  # A fragment is in flight until it comes.
+            least = max(least, method.num_fragments)
+        if most < least and place.num_regions > 1:
+            raise ValueError(
+                f"max_behind_syncs={most} must be at least {least}: so many syncs of "
+                f"method={method.name!r} are in flight at once, so a region that "
+                "joins would be too far behind before it has begun"
+            )
 
     def check_model_state(self, model_state: ModelState) -> None:
         """Refuse a model state that elastic regions would have to average."""

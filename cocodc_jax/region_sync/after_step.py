@@ -27,7 +27,7 @@ import optax
 
 from cocodc_jax import methods
 from cocodc_jax.core.state import AppliedSync, RegionState, SyncState, TrainState
-from cocodc_jax.elastic.link import LeftBehindError
+from cocodc_jax.elastic.link import AskedToStopError, LeftBehindError
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.region_sync.layout import copied, first_region, layout_of
@@ -211,6 +211,7 @@ class RegionSync:
         Raises:
           TimeoutError: if no region lets this one in.
           LeftBehindError: if `state` is ahead of the others.
+          SupersededError: if this region was started again elsewhere: this life ends.
         """
         if self._membership is None:
             return params, state
@@ -309,6 +310,8 @@ class RegionSync:
         Raises:
           ValueError: if `num_steps` leads past the next event, or the method needs a
             batch or moments that were not given.
+          SupersededError: if this elastic region was started again elsewhere; it must
+            end, and not be started again.
         """
         step = state.step + num_steps
         if self._overlaps:
@@ -337,7 +340,7 @@ class RegionSync:
         run, applied = self.program.apply_events(entered, self._batch(batch))
         if self._membership is not None:
             try:
-                self._membership.report(run)
+                self._membership.report(run, applied)
             except LeftBehindError as error:
                 return self._come_back(params, run, error)
         return self._left(params, run), self.state_of(run, state.keys, applied)
@@ -376,7 +379,11 @@ class RegionSync:
         )
         say_return(error)
         first = {path: x[0] for path, x in run.region.params.items()}
-        joined = self._membership.join(run, first, self._run_key, carried)
+        try:
+            joined = self._membership.join(run, first, self._run_key, carried)
+        except AskedToStopError:  # The trainer saves what the region has.
+            self._membership.close()
+            joined = carried.state
         return self._left(params, joined), self.state_of(joined)
 
     @in_own_context()

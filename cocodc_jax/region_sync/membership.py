@@ -14,18 +14,20 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from cocodc_jax._version import __version__
-from cocodc_jax.core.state import InFlight, SyncId, TrainState, landed
+from cocodc_jax.core.state import AppliedSync, InFlight, SyncId, TrainState, landed
 from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.objects import reach
+from cocodc_jax.elastic.messages import Mark
 from cocodc_jax.elastic.place import Place
+from cocodc_jax.exchange.digests import Marker
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.gather import gather
 from cocodc_jax.train import joining
@@ -62,6 +64,7 @@ class Membership:
         self._shared: PyTree = None
         self._seats: frozenset[int] = frozenset()
         self._next_report_s = 0.0
+        self._marker = Marker()
         self._in_flight: dict[SyncId, InFlight] = {}
 
     @property
@@ -90,22 +93,27 @@ class Membership:
         """
         self.close()
         place, timing = self._place, self._place.timing
-        link = inside.of_process(
-            place,
-            jax.process_index(),
-            jax.process_count(),
-            lambda: Link(
+
+        def make_link() -> Link:
+            return Link(
                 place,
                 self._run,
                 joining.max_frame_bytes(self._program),
                 state.step,
                 is_announced=False,
-            ),
+                last_boot=carried.boot if carried else None,
+            )
+
+        link = inside.of_process(
+            place,
+            jax.process_index(),
+            jax.process_count(),
+            make_link,
             gather,
+            self._should_stop,
         )
         link.__enter__()
-        if isinstance(link, Link):
-            link.should_stop = self._should_stop
+        link.should_stop = self._should_stop
         self._link = link
 
         if link.hears_others(_LISTEN_BEATS * timing.beat_s) and carried is None:
@@ -121,32 +129,51 @@ class Membership:
                     f"the run is at step {copy.step}, and this region's own state at "
                     f"step {state.step}: of another run, or the others lost theirs"
                 )
-            leader = link.view.epoch % place.num_regions
-            if carried is not None and leader not in carried.missed:
+            is_led_by = link.view.epoch.region  # The copy is its state.
+            if carried is not None and is_led_by not in carried.missed:
                 carried = carried._replace(shared=None)
             state = joining.adopt(self._program, params, key, copy, carried)
         self._missed, self._shared = frozenset(), None
+        self._marker = Marker()
         return state
 
-    def report(self, state: TrainState) -> None:
-        """Tell the others how far this region is, and let in those that wait.
+    def report(self, state: TrainState, applied: Sequence[AppliedSync] = ()) -> None:
+        """Report to the others how far this region is, and let in those that wait.
+
+        Args:
+          state: after the events of its step.
+          applied: the syncs that were merged since the last report. Regions compare
+            what their outer models were after them.
 
         Raises:
-          LeftBehindError: if the others went on without this region; `state` of the
-            error is what it carries.
+          LeftBehindError: if the others went on without this region, or its outer model
+            is not theirs; `state` of the error is what it carries.
+          SupersededError: if this region was started again elsewhere.
         """
+        if self._link is None:
+            return
         assert state.sync is not None
         self._in_flight = state.sync.in_flight
         starts = [start for _, start in state.sync.in_flight]
         oldest = min(starts, default=state.step)
         self._note_shared(state)
+        marks: Sequence[Mark] = ()
+        # With late merges regions take the same outer steps at different times.
+        if self._place.late_mean == "wait":
+            for sync in applied:
+                k = sync.fragment_id
+                part = state.sync.outer.params[k]
+                self._marker.applied((k, sync.start_step), part)
+            marks = self._marker.ready()
         try:
-            waiting = self._link.at(oldest)
+            waiting = self._link.at(oldest, marks)
         except LeftBehindError as error:
             flights = {k: landed(x) for k, x in state.sync.in_flight.items()}
             sync = dataclasses.replace(state.sync, in_flight=flights)
             state = dataclasses.replace(state, sync=sync)
-            error.state = joining.Carried(state, self._shared, self._missed)
+            error.state = joining.Carried(
+                state, self._shared, self._missed, self._link.boot
+            )
             raise
         for region, boot in waiting.items():
             copy = joining.copy_of(self._program, state)

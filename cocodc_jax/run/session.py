@@ -19,7 +19,11 @@ from cocodc_jax.chips import peak_tokens_per_second
 from cocodc_jax.data.corpora.row_files import RecordError
 from cocodc_jax.data.streams import TrainStream, cut_to_sizes
 from cocodc_jax.data.text_data import TextData
-from cocodc_jax.elastic.link import AskedToStopError, LeftBehindError
+from cocodc_jax.elastic.link import (
+    AskedToStopError,
+    LeftBehindError,
+    SupersededError,
+)
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.fields import Kind
 from cocodc_jax.files import write_whole
@@ -50,7 +54,14 @@ with extra("train"):
 
 # Errors that a user can act on without a traceback: a non-finite loss, a full or
 # missing disk, a checkpoint of other data, rows without text, regions that went on.
-RUN_ERRORS = (NonFiniteLossError, OSError, ResumeError, RecordError, LeftBehindError)
+RUN_ERRORS = (
+    NonFiniteLossError,
+    OSError,
+    ResumeError,
+    RecordError,
+    LeftBehindError,
+    SupersededError,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +108,7 @@ class Session:
             run has begun in the folder since this one was prepared.
           LeftBehindError: if the other regions go on without this region, and it cannot
             rejoin.
+          SupersededError: if this region was started again elsewhere.
           OSError: if no region admits this one, or the disk fails; a `CheckpointError`
             names the last good one.
         """

@@ -13,7 +13,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -23,8 +23,9 @@ from cocodc_jax.core.state import TrainState, landed
 from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
-from cocodc_jax.elastic.messages import Snapshot, View
+from cocodc_jax.elastic.messages import Mark, Snapshot, View
 from cocodc_jax.elastic.place import Place
+from cocodc_jax.exchange.digests import Marker, digest, here
 from cocodc_jax.fields import Kind
 from cocodc_jax.files import append_line, read_lines
 from cocodc_jax.program.region_program import Output, RegionProgram
@@ -61,6 +62,9 @@ class Attendance:
         self._program, self._exchange, self._link = program, program.elastic, link
         self._folder, self._digests = folder, digests
         self._view, self._missed, self._shared = link.view, frozenset(), None
+        # With late merges, regions take the same outer steps at different times.
+        self._compares = link.place.late_mean == "wait"
+        self._marker = Marker()
         self.step = 0  # The last one that was reported to the others.
         self._merged: Callable[[bool], None] = lambda own_counts: None
 
@@ -82,14 +86,17 @@ class Attendance:
         starts = [start for _, start in state.sync.in_flight]
         self.step, oldest = state.step, min(starts, default=state.step)
         self._note_shared(state)
+        marks = self._mark(state, output) if self._compares else ()
         try:
-            waiting = self._link.at(oldest)
+            waiting = self._link.at(oldest, marks)
         except LeftBehindError as error:
             # If it leads the run again, the others receive no mean of this link.
             flights = {k: landed(x) for k, x in state.sync.in_flight.items()}
             sync = dataclasses.replace(state.sync, in_flight=flights)
             state = dataclasses.replace(state, sync=sync)
-            error.state = joining.Carried(state, self._shared, self._missed)
+            error.state = joining.Carried(
+                state, self._shared, self._missed, self._link.boot
+            )
             raise
         for region, boot in waiting.items():
             copy = joining.copy_of(self._program, state)
@@ -103,7 +110,7 @@ class Attendance:
                 "fragment": k,
                 "start_step": sync.start_step,
                 "apply_step": sync.apply_step,
-                "epoch": self._link.view.epoch,
+                "epoch": _number(self._link.view, self._link.place),
                 "regions": regions,
                 "time": time.time(),
             }
@@ -112,6 +119,14 @@ class Attendance:
                 content = b"".join(np.asarray(leaf).tobytes() for leaf in leaves)
                 line["digest"] = hashlib.sha256(content).hexdigest()[:16]
             append_line(self._folder / SYNCS_FILE, line)
+
+    def _mark(self, state: TrainState, output: Output) -> Sequence[Mark]:
+        """Return what outer fragments were after earlier syncs; waits for nothing."""
+        assert state.sync is not None
+        last = {sync.fragment_id: sync.start_step for sync in output.syncs}
+        for k, start_step in last.items():
+            self._marker.applied((k, start_step), state.sync.outer.params[k])
+        return self._marker.ready()
 
     def _note_shared(self, state: TrainState) -> None:
         """Keep the last outer parameters that both parts of a cut network share.
@@ -128,6 +143,11 @@ class Attendance:
         self._missed -= now
         if not self._missed:
             self._shared = None
+
+
+def _number(view: View, place: Place) -> int:
+    """Return the number of a view in the records: modulo M, it is its coordinator."""
+    return view.epoch.round * place.num_regions + view.epoch.region
 
 
 def last_merge(folder: pathlib.Path) -> int:
@@ -173,11 +193,23 @@ def taking_part(
     began_s = time.monotonic()
     run = run_digest(session.config, session.text.fingerprint)
     timing, largest = place.timing, joining.max_frame_bytes(program)
+
+    def make_link() -> Link:
+        return Link(
+            place,
+            run,
+            largest,
+            own_step,
+            is_announced=False,
+            watch=watch,
+            last_boot=carried.boot if carried else None,
+        )
+
     link = inside.of_process(
         place,
         jax.process_index(),
         jax.process_count(),
-        lambda: Link(place, run, largest, own_step, is_announced=False, watch=watch),
+        make_link,
         gather,
         listen().is_asked if jax.process_count() > 1 else lambda: False,
     )
@@ -209,7 +241,7 @@ def taking_part(
             _begins(place, link.view, own_step, max(gather(last_merge(folder))))
         program.elastic.in_mean.clear()
         program.elastic.link = link
-        leader = link.view.epoch % place.num_regions  # The copy is its state.
+        leader = link.view.epoch.region  # The copy is its state.
         if carried is not None and leader not in carried.missed:
             carried = carried._replace(shared=None)
         if copy is not None:
@@ -225,7 +257,8 @@ def taking_part(
             "own_step": own_step,
             "from_peer": is_from_peer,
             "carried": carried is not None,
-            "epoch": link.view.epoch,
+            "epoch": _number(link.view, place),
+            "life": link.boot,
             "regions": sorted(link.view.seats),
             "seconds": seconds,
             "time": time.time(),
@@ -275,7 +308,9 @@ def _rehearse(session: "Session", stream: TrainStream) -> None:
         ahead = program.steps_to_event(state) or MAX_SCAN_STEPS
         batches = np.stack([batch] * scan_steps(program, ahead))
         state, _ = program.advance(state, batches)
-    jax.block_until_ready(state.region)
+    assert state.sync is not None
+    made = [digest(here(part)) for part in state.sync.outer.params]
+    jax.block_until_ready((state.region, made))
 
 
 def _go_on(

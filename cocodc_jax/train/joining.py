@@ -40,6 +40,7 @@ class Carried(NamedTuple):
     # regions; with others, those of `state`.
     shared: tuple[Fragment, ...] | None = None
     missed: frozenset[int] = frozenset()
+    boot: int | None = None  # The life of the region that it had, see `elastic.lives`.
 
 
 def copy_of(program: RegionProgram, state: TrainState) -> Snapshot:

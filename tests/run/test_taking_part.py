@@ -10,7 +10,7 @@ import pytest
 from absl.flags import FlagValues
 
 from cocodc_jax.elastic.link import LeftBehindError
-from cocodc_jax.elastic.messages import Seat, Snapshot, View
+from cocodc_jax.elastic.messages import Epoch, Seat, Snapshot, View
 from cocodc_jax.elastic.place import Place, Timing
 from cocodc_jax.run import flags, taking_part
 from cocodc_jax.run.elastic_flags import ElasticFlags
@@ -24,7 +24,8 @@ PLACE = Place(1, ("a:1", "b:1", "c:1"), b"k" * 32, Timing(start_s=7))
 
 
 def view(*regions):
-    return View(1, {region: Seat(1, 0) for region in regions})
+    seats = {region: Seat(1, 0, (region, 1)) for region in regions}
+    return View(Epoch(1, 1, 1), seats)
 
 
 def test_a_run_that_it_was_in_is_not_begun_anew_alone(tmp_path):
@@ -103,7 +104,7 @@ def test_data_are_skipped_before_it_asks_to_join(
     they have ended meanwhile."""
     done, own = [], mock.Mock(step=8)
     copy = at and Snapshot(at, {}, ())
-    link = mock.MagicMock(view=view(0, 1, 2))
+    link = mock.MagicMock(view=view(0, 1, 2), boot=5)
     link.__exit__.return_value = None
     link.wait_for_step.side_effect = [43, 45, 45]
     link.join.side_effect = lambda timeout_s: done.append("join") or copy

@@ -219,6 +219,17 @@ def events_at(
             return
 
 
+def most_in_flight(schedule: Schedule, num_steps: int) -> int:
+    """Return how many syncs are in flight at once at most, in the first `num_steps`."""
+    state = schedule.init()
+    most = 0
+    while (step := schedule.next_step(state)) <= num_steps:
+        for after, _ in events_at(schedule, state, step):
+            state = after
+            most = max(most, len(state.in_flight))
+    return most
+
+
 def replaced(values: tuple, index: int, value: Any) -> tuple:
     """Return `values` with one entry replaced."""
     return (*values[:index], value, *values[index + 1 :])

@@ -15,7 +15,7 @@ import zmq
 
 from cocodc_jax.elastic import messages, objects, place, sockets
 from cocodc_jax.elastic.link import AskedToStopError, LeftBehindError, Link
-from cocodc_jax.elastic.messages import Decision, Row, Snapshot
+from cocodc_jax.elastic.messages import NO_EPOCH, Decision, Epoch, Row, Seat, Snapshot
 from cocodc_jax.elastic.place import read_key
 from tests.program.elastic import meeting
 from tests.program.elastic.meeting import KEY, TIMING, join, let_in, mean
@@ -76,7 +76,9 @@ def test_one_that_is_killed_is_gone_and_its_next_life_comes_in(places):
 def test_a_stranger_is_not_heard(kind):
     """Somebody who knows an address, and perhaps some key."""
     (place,) = meeting.places(1)
-    letter = messages.pack(messages.Letter("run", 0, 2**40, Row(1, (0, 1), b"x" * 100)))
+    letter = messages.pack(
+        messages.Letter("run", 0, 2**40, Row(Epoch(1), (0, 1), b"x" * 100))
+    )
     with Link(place, "run", 1000) as link:
         assert link.join(20) is None
         if kind == "bytes":
@@ -127,13 +129,52 @@ def test_a_flood_of_strangers_is_bounded_and_members_stay(monkeypatch, capfd):
     assert "have not shown the key" in capfd.readouterr().err
 
 
+def test_a_handshake_is_no_larger_than_a_piece_of_a_message():
+    """Before the key is shown, a stranger gets no memory for a model's frame."""
+    (place,) = meeting.places(1)
+    host, _, port = place.addresses[0].rpartition(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\3\1" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    with Link(place, "run", 1 << 26) as link:
+        assert link.join(20) is None
+        for size, is_open in ((sockets.PIECE_BYTES, True), (1 << 25, False)):
+            with socket.create_connection((host, int(port)), timeout=3) as raw:
+                raw.sendall(greeting + b"\6" + size.to_bytes(8, "big"))
+                left = len(greeting)
+                while left and (got := raw.recv(left)):
+                    left -= len(got)
+                raw.settimeout(1)
+                try:
+                    is_closed = raw.recv(1) == b""
+                except TimeoutError:
+                    is_closed = False
+                except ConnectionResetError:
+                    is_closed = True
+                assert is_closed != is_open
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"1"],
+        sockets.cut([b"ab"])[:-1],
+        [*sockets.cut([b"ab"]), b"c"],
+        [*sockets.cut([b"ab"])[:-1], b"c"],
+        sockets.cut([b"abcd"]),
+        [b"\xff" * 4, b"", b""],
+    ],
+)
+def test_pieces_that_are_no_message_are_refused(pieces):
+    with pytest.raises(ValueError, match=r"bytes|long"):
+        sockets.joined([bytes(piece) for piece in pieces], 3)
+
+
 def test_a_frame_that_is_too_large_never_arrives():
     one, two = meeting.places(2)
     with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
         join(first, second)
         too_large = bytes(messages.MAX_HEADER_BYTES + 100)
         second.let_in(0, 0, Snapshot(3, {}, (too_large,)), 0)
-        mean([first, second], 4)  # The connection is made anew.
+        mean([first, second], 4)  # What follows arrives.
         assert not first._snapshots
 
 
@@ -145,15 +186,18 @@ def test_the_largest_row_that_can_be_right_arrives(places):
         mean([first, second], 4, [os.urandom(size)] * 2)
 
 
-def test_a_copy_is_of_the_part_that_lets_a_region_in():
-    (place, *_) = meeting.places(3)
+def test_a_copy_is_of_the_life_that_admitted_a_region_or_it_waits():
+    """Parts of a cut network both admit it at step 9; of the third no copy came."""
+    (place, *_) = meeting.places(4)
     with Link(place, "run", 1000, is_announced=False) as link:
         for sender in (1, 2):
-            letter = messages.Letter("run", sender, 1, Snapshot(9, {"of": sender}, ()))
+            letter = messages.Letter("run", sender, 5, Snapshot(9, {"of": sender}, ()))
             link._take(messages.pack(letter), 0.0)
-        for leader in (1, 2):
-            link._member.view = dataclasses.replace(link.view, epoch=leader)
-            assert link._copy(9).header == {"of": leader}
+        for source in (1, 2):
+            copy = link._copy(Seat(link.boot, 9, (source, 5)))
+            assert copy.header == {"of": source}
+        for source, step in (((3, 5), 9), ((1, 4), 9), ((1, 5), 8)):
+            assert link._copy(Seat(link.boot, step, source)) is None
 
 
 @pytest.mark.parametrize(
@@ -210,7 +254,9 @@ def test_a_wait_for_a_mean_ends_when_the_region_is_asked_to_stop(places, capfd):
         is_asked.clear()
         threading.Timer(0.3, is_asked.set).start()
         begin_s = time.monotonic()
-        assert first.wait_for(first.send((0, 8), b"c")) == Decision(0, (0, 8), {})
+        assert first.wait_for(first.send((0, 8), b"c")) == Decision(
+            NO_EPOCH, (0, 8), {}
+        )
         assert 0.3 < time.monotonic() - begin_s < STOP_S
         assert first.at(9) == {}  # It ends, and was not left behind.
         # It said that it leaves.
@@ -243,7 +289,7 @@ def test_who_is_left_behind_hears_it_at_a_turns_end(places):
     with Link(place, "run", 1000) as link:
         assert link.join(20) is None
         link._member.is_over = "made up"
-        assert link.send((0, 3), b"r").result(20) == Decision(0, (0, 3), {})
+        assert link.send((0, 3), b"r").result(20) == Decision(NO_EPOCH, (0, 3), {})
         with pytest.raises(LeftBehindError, match="region 0: made up"):
             link.at(3)
 
@@ -319,7 +365,7 @@ def test_who_waits_for_too_few_can_be_asked_to_stop(places):
         time.sleep(0.3)
         assert not waits.done()
         asked.append(True)
-        assert waits.result(20) == Decision(0, (0, 8), {})
+        assert waits.result(20) == Decision(NO_EPOCH, (0, 8), {})
         assert first.at(9) == {}  # It ends, and was not left behind.
 
 

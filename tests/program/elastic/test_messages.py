@@ -13,14 +13,19 @@ from hypothesis import strategies as st
 from cocodc_jax.elastic import messages as m
 from cocodc_jax.elastic.times import Times
 
-VIEW = m.View(9, {0: m.Seat(5, 0), 2: m.Seat(7, 40)})
-DECISION = m.Decision(9, (1, 30), {0: b"abc", 2: b"defg"})
+NINE, SIX = m.Epoch(9, 2, 7), m.Epoch(6, 0, 5)
+VIEW = m.View(NINE, {0: m.Seat(5, 0, (0, 5)), 2: m.Seat(7, 40, (0, 5))})
+MARK = m.Mark((0, 4), 2**63 - 1, -0.5, 1.5)
+DECISION = m.Decision(NINE, (1, 30), {0: b"abc", 2: b"defg"})
 MESSAGES = [
-    m.Join(12, (1,)), m.Beat(VIEW, 12, 30, (0, 2), 3.25),
-    m.Row(9, (0, 4), b"\0\1", 7.5), m.Choice(9, (0, 4), ((0, 5), (2, 7)), {2: b"x"}),
-    m.Report((0, 4), ((0, 0.25),), 1.5), m.Want(9, (0, 4)), DECISION,
-    m.Decision(9, (0, 4), {}), m.Propose(VIEW, 6, ((0, 1), (1, 2))),
-    m.Promise(9, (), (DECISION, DECISION)), m.Install(VIEW, ()), m.Leave(),
+    m.Join(12, ((1, 6),)), m.Join(0, (), ((0, 5), (2, 7))),
+    m.Beat(VIEW, NINE, 30, ((0, 5), (2, 7)), 3.25, ((2, 8),), (MARK,)),
+    m.Row(NINE, (0, 4), b"\0\1", 7.5),
+    m.Choice(NINE, (0, 4), ((0, 5), (2, 7)), {2: b"x"}),
+    m.Report((0, 4), ((0, 0.25),), 1.5), m.Want(NINE, (0, 4)),
+    m.Want(NINE, (0, 4), (2,)), DECISION,
+    m.Decision(m.NO_EPOCH, (0, 4), {}), m.Propose(VIEW, SIX, ((0, 1), (1, 2))),
+    m.Promise(NINE, (), (DECISION, DECISION)), m.Install(VIEW, ()), m.Leave(),
     m.Snapshot(7, {"schedule": {"step": 7}}, (b"", b"xy")),
 ]  # fmt: skip
 
@@ -69,7 +74,7 @@ def test_anything_else_is_refused_and_nothing_else_happens(data):
         lambda frames: [frames[0].replace(b'"rows": [[0, 0]', b'"rows": [[0, 1]')],
         lambda frames: [frames[0].replace(b"[2, 1]", b"[3, 1]"), *frames[1:]],
         lambda frames: [frames[0].replace(b'"from": [1', b'"from": [3'), *frames[1:]],
-        lambda frames: [frames[0].replace(b'"epoch": 9', b'"epoch": true')],
+        lambda frames: [frames[0].replace(b'"epoch": [9', b'"epoch": [true')],
         lambda frames: [b"[" * 100000, *frames[1:]],
     ],
 )

@@ -15,7 +15,7 @@ from cocodc_jax import methods
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.messages import Decision
 from cocodc_jax.elastic.place import Place, Timing
-from cocodc_jax.exchange.elastic_exchange import _table
+from cocodc_jax.exchange.elastic_exchange import _sound, _table
 from cocodc_jax.exchange.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.mesh import make_mesh
@@ -284,6 +284,29 @@ def test_what_follows_all_regions_or_the_delay_is_refused(name, options, place, 
         own(name, options, **place)
 
 
+@pytest.mark.parametrize(
+    ("options", "late_mean", "least"),
+    [
+        ({"num_fragments": 4, "delay_steps": 7}, "wait", 4),
+        ({"num_fragments": 4, "delay_steps": 3}, "wait", 2),
+        ({"num_fragments": 4, "delay_steps": 2}, "wait", 1),
+        ({"num_fragments": 4, "delay_steps": 2}, "merge", 4),
+    ],
+)
+def test_fewer_syncs_behind_than_are_in_flight_are_refused(options, late_mean, least):
+    """By hand: a start every two steps of eight, each in flight for the delay."""
+
+    def behind(most):
+        given = {"sync_interval": 8} | options
+        timing = Timing(max_behind=most)
+        return own("streaming_diloco", given, late_mean=late_mean, timing=timing)
+
+    behind(least)
+    if least > 1:
+        with pytest.raises(ValueError, match=f"={least - 1} must be at least {least}:"):
+            behind(least - 1)
+
+
 def test_a_delay_that_is_looked_halfway_at_may_be_known_before():
     own("cocodc", SHORT | {"curvature": "secant"})
 
@@ -317,11 +340,14 @@ def test_places_that_cannot_be_are_refused():
     assert "key" not in repr(places(1)[0])
 
 
-def test_rows_of_another_size_are_named():
+def test_a_row_of_another_size_leaves_its_sender_out_with_a_word(capsys):
     rows = {0: np.float32([1, 2]).tobytes(), 2: b"\0" * 4}
     like = np.empty((1, 2), np.float32)
-    with pytest.raises(ValueError, match="message of region 2 has 4 bytes, not 8"):
-        _table(rows, 4, like)
+    assert _sound((1, 30), rows, like) == {0: rows[0]}
+    word = (
+        "message of region 2 for fragment 1 at step 30 has 4 bytes, not 8: it is left"
+    )
+    assert word in capsys.readouterr().err
     table, weights = _table({2: rows[0]}, 3, like)
     assert weights == (0, 0, 1)
     np.testing.assert_array_equal(table, [[1, 2]] * 3)

@@ -1,0 +1,430 @@
+r"""Explores every run of a few regions with a few faults: the protocol's specification.
+
+    python -m tests.program.elastic.explorer --members=3 --faults=2 --rounds=8
+
+Regions are the state machines themselves, `elastic.protocol.Member`. Time goes in
+rounds of one heartbeat: every region trains a step, all messages are delivered in the
+order in which they were sent, and time passes. A *fault* is one departure from that:
+
+    of a message   it is lost, comes a round later, or comes now and once more later
+    of a region    it dies (and starts again later), is frozen, is cut off, does not
+                   hear, is not heard, or is started a second time (with a clock that
+                   is ahead or behind)
+
+All runs with at most so many faults, each at every possible moment of the first rounds,
+are visited; states that are reached twice are visited once. After every step
+
+    one view         two lives that are in one epoch have the same seats;
+    one set of rows  two lives of one view have applied the same rows for a sync, and
+                     none left out;
+    one delivery     no life gets a decision twice;
+    what to start    a life starts from the copy of the life that its seat names;
+    from
+    enough           a view that follows another has min_regions of its seats, or all;
+
+and from every last state, once the faults are over, within some rounds
+
+    all go on        every region takes part in one view, in one life, and trains.
+"""
+
+import argparse
+import collections
+import dataclasses
+import io
+import itertools
+import pickle
+import time
+
+from cocodc_jax.elastic import lives
+from cocodc_jax.elastic import messages as m
+from cocodc_jax.elastic.place import Place, Timing
+from cocodc_jax.elastic.protocol import Member
+
+TIMING = Timing(beat_s=1, dead_after_s=4, grace_s=6, start_s=3)
+OF_A_MESSAGE = ("lost", "late", "twice")
+# Name and rounds.
+OF_A_REGION = (
+    ("dies", 2),
+    ("frozen", 2),
+    ("frozen", 7),
+    ("cut off", 3),
+    ("cut off", 7),
+    ("deaf", 7),
+    ("dumb", 7),
+    ("again ahead", 0),
+    ("again behind", 0),
+)
+LISTENS, SETTLES, AT_ONCE = 2, 90, 2
+
+
+class Unmeasured:
+    """In place of what only measures: it decides nothing."""
+
+    wait_s = sync_s = 0.0
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return ignored
+
+
+def ignored(*_):
+    return ()
+
+
+@dataclasses.dataclass
+class Life:
+    """One life of a region, and what its run has done."""
+
+    member: Member
+    born: int  # Round.
+    own_step: int = 0
+    step: int | None = None
+    asleep_until: int = 0
+    log: dict = dataclasses.field(default_factory=dict)
+    waits: set = dataclasses.field(default_factory=set)
+    inbox: list = dataclasses.field(default_factory=list)
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+def hold(condition, what):
+    if not condition:
+        raise Broken(what)
+
+
+class World:
+    """All lives, and the messages on their way; a value that can be copied."""
+
+    def __init__(self, num, min_regions):
+        self.num, self.round, self.boots = num, 0, 0
+        self.place = Place(0, (), b"k" * 32, TIMING, min_regions, via="/", regions=num)
+        self.lives: list[Life] = []
+        self.late: list = []
+        self.cuts: list = []  # (kind, region, until round).
+        self.starts: list = []  # (round, region) of lives to come.
+        self.copies: dict = {}
+        self.views: dict = {}  # Seats by epoch, and the epoch before it, as lives saw.
+        for region in range(num):
+            self.start(region)
+
+    def start(self, region, boot=None, step=0, is_new=True, **run):
+        self.boots += 1
+        # Whatever the clocks say, no two lives have one number.
+        boot = (boot or self.boots << 22) + (self.boots << 4) * is_new
+        place = dataclasses.replace(self.place, region=region)
+        member = Member(place, boot, step, float(self.round), is_new)
+        member.is_announced = not is_new or self.round == 0
+        member.times = member._silences = Unmeasured()  # type: ignore
+        self.lives.append(Life(member, self.round, own_step=step, **run))
+
+    # What the lives do.
+
+    def is_awake(self, life):
+        return life.asleep_until <= self.round
+
+    def post(self, life):
+        member = life.member
+        for region, message in member.outbox:
+            if not isinstance(message, m.Leave) or not member.is_superseded:
+                self.sent.append((region, member.region, member.boot, message))
+        member.outbox.clear()
+        for decision in member.delivered:
+            hold(decision.sync not in life.log, f"one delivery: {decision.sync}")
+            life.log[decision.sync] = dict(decision.rows)
+            life.waits.discard(decision.sync)
+        member.delivered.clear()
+        member.oldest_step = min((s for _, s in life.waits), default=life.step or 0)
+        self.check(life)
+
+    def train(self, life):
+        member = life.member
+        if not member.is_announced and self.round - life.born >= LISTENS:
+            member.announce(float(self.round))
+        if not member.is_in or (life.step is None and not self.begin(life)):
+            return
+        if len(life.waits) >= AT_ONCE:
+            return
+        for joiner, boot in member.joiners(float(self.round)).items():
+            member.admit(joiner, boot, life.step, member.oldest_step)
+            copy = dict(life.log), set(life.waits), member.oldest_step, life.own_step
+            self.copies[joiner, boot, member.life, life.step] = copy
+        life.step += 1
+        sync = 0, life.step
+        life.waits.add(sync)
+        row = b"%d %d %d" % (*member.life, life.step)
+        member.offer(sync, row, float(self.round))
+        self.post(life)
+
+    def begin(self, life):
+        member = life.member
+        seat = member.view.seats[member.region]
+        if seat.source != member.life:
+            key = (*member.life, seat.source, seat.since_step)
+            if key not in self.copies:
+                return False
+            life.log, life.waits, member.oldest_step, life.own_step = self.copies[key]
+            life.log, life.waits = dict(life.log), set(life.waits)
+        life.step = seat.since_step
+        for sync in sorted(life.waits):
+            member.expect(sync, float(self.round))
+        self.post(life)
+        return True
+
+    def deliver(self, message, life):
+        _, sender, boot, content = message
+        life.member.receive(sender, boot, content, float(self.round))
+        self.post(life)
+
+    def is_cut(self, sender, dest):
+        for kind, region, until in self.cuts:
+            if until > self.round and (
+                (kind == "cut off" and (sender == region) != (dest == region))
+                or (kind == "deaf" and dest == region)
+                or (kind == "dumb" and sender == region)
+            ):
+                return True
+        return False
+
+    # Invariants.
+
+    def check(self, life):
+        member = life.member
+        view = member.view
+        if view.epoch == m.NO_EPOCH:
+            return
+        seats = tuple(sorted(view.seats.items()))
+        known = self.views.setdefault(view.epoch, seats)
+        hold(known == seats, f"one view: {view.epoch}")
+        if member.is_over or life.step is None:
+            return
+        for other in self.lives:
+            if other is life or other.step is None or other.member.is_over:
+                continue
+            if other.member.view.epoch != view.epoch:
+                continue
+            for sync in life.log.keys() & other.log.keys():
+                same = life.log[sync] == other.log[sync]
+                hold(same, f"one set of rows: {sync} in {view.epoch}")
+        done = life.step - len(life.waits)
+        hold(len(life.log) >= done - life.own_step, "a sync was left out")
+
+
+def packed(world):
+    """The state as bytes: its copy, and its name among the states visited."""
+    out = io.BytesIO()
+    pickler = pickle.Pickler(out, pickle.HIGHEST_PROTOCOL)
+    pickler.fast = True  # Equal states are equal bytes, shared parts or not.
+    pickler.dump(world)
+    return out.getvalue()
+
+
+def faults_of_regions(world, region):
+    for kind, rounds in OF_A_REGION:
+        if not any(x.member.region == region for x in world.lives):
+            continue
+        yield kind, rounds
+
+
+def strike(world, region, kind, rounds):
+    """Have a fault begin."""
+    mine = [x for x in world.lives if x.member.region == region]
+    if kind == "dies":
+        world.lives = [x for x in world.lives if x.member.region != region]
+        world.starts.append((world.round + rounds, region))
+    elif kind == "frozen":
+        mine[-1].asleep_until = world.round + rounds
+    elif kind.startswith("again"):
+        newest = max(x.member.boot for x in mine)
+        boot = None if kind == "again ahead" else (newest >> 20) - 3 << 20
+        world.start(region, boot)
+    else:
+        world.cuts.append((kind, region, world.round + rounds))
+
+
+def play(world, faults):
+    """One round; `faults` are by number of the message. Returns how many there were."""
+    world.sent = collections.deque()
+    due = [region for at, region in world.starts if at <= world.round]
+    world.starts = [x for x in world.starts if x[0] > world.round]
+    for region in due:
+        world.start(region)
+    late, world.late = world.late, []
+    for life in list(world.lives):
+        if world.is_awake(life):
+            if life.inbox:  # It wakes: it looks at the time before it reads.
+                life.member.tick(float(world.round))
+                world.post(life)
+            world.train(life)
+    world.sent.extendleft(reversed(late))
+    num = 0
+    while True:
+        for life in list(world.lives):
+            if world.is_awake(life):
+                waiting, life.inbox = life.inbox, []
+                for message in waiting:
+                    world.deliver(message, life)
+        if not world.sent:
+            break
+        message = world.sent.popleft()
+        dest, sender, _, content = message
+        receivers = [x for x in world.lives if x.member.region == dest]
+        if not receivers or world.is_cut(sender, dest):
+            continue
+        fault = faults.get(num)
+        num += 1
+        if fault == "lost":
+            continue
+        if fault in ("late", "twice"):
+            world.late.append(message)
+            if fault == "late":
+                continue
+        for life in receivers:
+            life.inbox.append(message)
+    for life in list(world.lives):
+        if world.is_awake(life):
+            life.member.tick(float(world.round + 1))
+            life.member.findings.clear()
+            world.post(life)
+    world.late += world.sent
+    world.sent = collections.deque()
+    world.round += 1
+    come_back(world)
+    return num
+
+
+def come_back(world):
+    """A life that is over ends, or returns in its process."""
+    for life in list(world.lives):
+        member = life.member
+        if not member.is_over or not world.is_awake(life):
+            continue
+        world.lives.remove(life)
+        if not member.is_superseded:
+            boot, step = lives.returned(member.boot), life.step or 0
+            world.start(member.region, boot, step, is_new=False)
+
+
+def settles(world):
+    """Whether all go on once the faults are over; a run that ends begins again."""
+    for _ in range(SETTLES):
+        play(world, {})
+        for region in range(world.num):
+            is_there = any(x.member.region == region for x in world.lives)
+            if not is_there and region not in [r for _, r in world.starts]:
+                world.starts.append((world.round, region))
+        for life in [x for x in world.lives if x.member.is_in and x.step is None]:
+            if world.round - life.member.entered_at > TIMING.dead_after_s:
+                world.lives.remove(life)  # Its copy was lost: it is started again.
+    views = {x.member.view.epoch for x in world.lives}
+    steps = [x.step or 0 for x in world.lives]
+    for _ in range(6):
+        play(world, {})
+    regions = sorted(x.member.region for x in world.lives)
+    hold(regions == list(range(world.num)), f"all go on: lives of {regions}")
+    hold(len(views) == 1, f"all go on: in {views}")
+    on = [x.step or 0 for x in world.lives]
+    hold(
+        all(b > a for a, b in zip(steps, on, strict=True)), f"all go on: {steps}, {on}"
+    )
+
+
+@dataclasses.dataclass
+class Explored:
+    """How much was visited."""
+
+    states: int = 0
+    rounds: int = 0
+    ends: int = 0
+
+
+def explore(num, num_faults, rounds, min_regions=1, limit_s=float("inf"), every=1):
+    """Visit all runs; raises `Broken` with the faults that lead there."""
+    visited: dict[bytes, int] = {}
+    found, began_s = Explored(), time.monotonic()
+    stack = [(packed(World(num, min_regions)), num_faults, ())]
+    while stack:
+        if time.monotonic() - began_s > limit_s:
+            return found, False
+        state, left, path = stack.pop()
+        if visited.get(state, -1) >= left:
+            continue
+        visited[state] = left
+        found.states += 1
+        try:
+            after = list(rounds_from(state, left, found))
+            if not after or pickle.loads(state).round >= rounds:
+                found.ends += 1
+                if found.ends % every == 0:
+                    settles(pickle.loads(state))
+                continue
+        except Broken as error:
+            raise Broken(
+                f"{error}; after {(*path, *getattr(error, 'at', ()))}"
+            ) from error
+        stack += [(new, left - cost, (*path, *told)) for new, cost, told in after]
+    return found, True
+
+
+def rounds_from(state, left, found):
+    """Yield `(state, faults, what they were)` of all next rounds."""
+    number = pickle.loads(state).round
+    strikes = [()]
+    if left:
+        world = pickle.loads(state)
+        strikes += [
+            ((region, *fault),)
+            for region in range(world.num)
+            for fault in faults_of_regions(world, region)
+        ]
+    for struck in strikes:
+        world = pickle.loads(state)
+        for fault in struck:
+            strike(world, *fault)
+        base = packed(world)
+        rest = left - len(struck)
+        num = 1 << 30
+        for count in range(rest + 1):
+            if count and num == 1 << 30:
+                break
+            which = itertools.combinations(range(num), count) if count else [()]
+            for places in which:
+                for kinds in itertools.product(OF_A_MESSAGE, repeat=count):
+                    world = pickle.loads(base)
+                    faults = dict(zip(places, kinds, strict=True))
+                    told = [(number, *x) for x in (*struck, *faults.items())]
+                    try:
+                        sent = play(world, faults)
+                    except Broken as error:
+                        error.at = told
+                        raise
+                    found.rounds += 1
+                    if not count:
+                        num = sent
+                    yield packed(world), len(struck) + count, told
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    for name, default in (
+        ("members", 2), ("faults", 2), ("rounds", 8), ("min_regions", 1), ("every", 1)
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--limit_s", type=float, default=float("inf"))
+    own = parser.parse_args()
+    began_s = time.monotonic()
+    found, is_all = explore(
+        own.members, own.faults, own.rounds, own.min_regions, own.limit_s, own.every
+    )
+    print(
+        f"{own.members} members, {own.faults} faults in {own.rounds} rounds, "
+        f"min_regions={own.min_regions}: {found.states} states, {found.rounds} rounds, "
+        f"{found.ends} last states, {time.monotonic() - began_s:.0f} s"
+        + ("" if is_all else ", not all")
+    )
+
+
+if __name__ == "__main__":
+    main()

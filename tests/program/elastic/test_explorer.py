@@ -1,0 +1,33 @@
+"""All runs of a few regions with few faults hold the invariants; see `explorer.py`.
+
+Longer: `python -m tests.program.elastic.explorer --members=3 --faults=2`.
+"""
+
+import pytest
+
+from cocodc_jax.elastic.protocol import Member
+from tests.program.elastic.explorer import Broken, explore
+
+
+@pytest.mark.parametrize(
+    ("num", "rounds", "min_regions", "every"),
+    [(2, 6, 1, 3), (2, 5, 2, 3), (3, 4, 2, 8)],
+)
+def test_every_run_with_one_fault_holds(num, rounds, min_regions, every):
+    found, is_all = explore(num, 1, rounds, min_regions, every=every)
+    assert is_all
+    assert found.ends > 20 * num
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "instead", "broken"),
+    [
+        (Member, "_learn_of_own_lives", lambda self, message, now: None, "all go on"),
+        (Member, "_ask", lambda self, now: None, "all go on"),
+        (Member, "_count_promise", lambda *_: None, "all go on"),
+    ],
+)
+def test_a_protocol_without_a_rule_is_broken(monkeypatch, where, name, instead, broken):
+    monkeypatch.setattr(where, name, instead)
+    with pytest.raises(Broken, match=broken):
+        explore(2, 1, 6)
