@@ -24,8 +24,8 @@ from cocodc_jax._version import __version__
 from cocodc_jax.core.state import AppliedSync, InFlight, SyncId, TrainState, landed
 from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
-from cocodc_jax.elastic.objects import reach
 from cocodc_jax.elastic.messages import Mark
+from cocodc_jax.elastic.objects import reach
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.exchange.digests import Marker
 from cocodc_jax.program.region_program import RegionProgram
