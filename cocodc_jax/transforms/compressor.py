@@ -89,7 +89,7 @@ def keep_finite(compressor: Compressor) -> Compressor:
 
     If the message or the new state of a call has a number that is not finite, the state
     stays as it was, and all floating-point arrays of the message become NaN, so that
-    whoever reads it can tell (`without_bad`). A message without any has no mark.
+    its readers can tell (`without_bad`). A message without any has no mark.
 
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.error_feedback import error_feedback
