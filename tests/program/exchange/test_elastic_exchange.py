@@ -149,6 +149,9 @@ class Told:
         self.rows[sync] = row
         return self.futures.setdefault(sync, Future())
 
+    def wait_for(self, future):
+        return future.result()
+
     def decide(self, sync, *regions):
         """Of zeros from these regions; of this region's own message, if it is 0."""
         while sync not in self.rows:
