@@ -1,0 +1,3 @@
+"""What only the trainers' own environments can import is not collected."""
+
+collect_ignore = ["maxtext_job.py"]

@@ -1,0 +1,178 @@
+"""MaxText's own train step with `RegionSync` after it: `pytest -m trainers`.
+
+The children run in the environment that `environments.py` makes. Each prints nothing
+that is asserted here: what is compared are the parameters that they leave.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.integrations import environments
+from tests.integrations import maxtext_runs as runs
+
+pytestmark = pytest.mark.trainers
+
+# Of float32 parameters that moved by 0.05 to 0.15. Two programs sum in another order,
+# so the last bits differ; after 13 steps 1e-6 was seen.
+TOLERANCE = 5e-6
+AS_A_PLAIN_LOOP = ("diloco", "patterns", "layers")
+
+
+def start(folder, what, *numbers):
+    """Start a child in MaxText's environment, with nothing of pytest's."""
+    python = environments.python_of("maxtext")
+    if not python.exists():
+        pytest.fail(
+            f"{python} is not there; make the environment by "
+            f"{environments.command_for('maxtext')}",
+            pytrace=False,
+        )
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(environments.ROOT),
+    }
+    words = [python, "-m", "tests.integrations.maxtext_runs", what, folder, *numbers]
+    return subprocess.Popen(
+        [str(word) for word in words],
+        cwd=environments.ROOT,
+        env=env,
+        stdout=sys.stderr,
+    )
+
+
+def finish(*children, code=0):
+    try:
+        assert [child.wait(600) for child in children] == [code] * len(children)
+    finally:
+        for child in children:
+            child.kill()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """All runs of `alone`, `stacked` and two elastic regions."""
+    folder = tmp_path_factory.mktemp("maxtext")
+    finish(start(folder, "alone"))
+    finish(start(folder, "stacked"))
+    finish(*(start(folder, "region", index) for index in range(runs.NUM_REGIONS)))
+    return folder
+
+
+def params_of(folder, name, run):
+    return dict(np.load(folder / name / f"{run}.npz"))
+
+
+def facts_of(folder, name):
+    return json.loads((folder / name / "facts.json").read_text())
+
+
+def difference(one, other):
+    assert one.keys() == other.keys()
+    return max(np.abs(one[path] - other[path]).max() for path in one)
+
+
+@pytest.mark.parametrize("name", ["stacked", "region"])
+@pytest.mark.parametrize("run", AS_A_PLAIN_LOOP)
+def test_the_parameters_are_a_plain_loops(folder, run, name):
+    """DiLoCo at H 1 is data parallel; streaming by two cuts is a loop in NumPy."""
+    first = params_of(folder, "alone", "start")
+    for region in range(runs.NUM_REGIONS):
+        where = name if name == "stacked" else f"region{region}"
+        ours = params_of(folder, where, f"{run}{region}")
+        plain = params_of(folder, "alone", f"{run}{region}")
+        print(f"{run} {where} {region}: {difference(ours, plain):.2g}")
+        assert difference(ours, plain) < TOLERANCE
+        assert difference(plain, first) > 0.05
+
+
+def test_the_plain_loops_differ():
+    """Else the two cuts, or no cut at all, would pass as one another."""
+    shape = (2, 4, 3)
+    for path in ("['layers']['mlp']", "['layers']['attention']"):
+        where = [cut(path, shape) for cut in (runs.by_pattern, runs.by_layer)]
+        one, other = ([np.broadcast_to(x, shape[1:]) for x in w] for w in where)
+        assert not np.array_equal(one, other)
+        np.testing.assert_array_equal(sum(other), np.ones(shape[1:]))
+
+
+@pytest.mark.parametrize("run", ["cocodc", "one_bit"])
+def test_other_methods_run_and_learn(folder, run):
+    facts = [facts_of(folder, name)[run] for name in ("stacked", "region0")]
+    for fact in facts:
+        assert np.isfinite(fact["losses"]).all()
+        assert fact["losses"][-1] < fact["losses"][0]
+    assert facts[0]["bytes_sent"] == facts[1]["bytes_sent"]
+    if run == "cocodc":
+        stacked = params_of(folder, "stacked", "cocodc0")
+        elastic = params_of(folder, "region0", "cocodc0")
+        assert difference(stacked, elastic) < TOLERANCE
+    else:
+        plain = facts_of(folder, "stacked")["patterns"]["bytes_sent"]
+        assert facts[0]["bytes_sent"] < plain / 20
+
+
+@pytest.mark.parametrize("run", [*AS_A_PLAIN_LOOP, "cocodc", "one_bit"])
+def test_elastic_regions_have_one_outer_model(folder, run):
+    outer = [params_of(folder, f"region{r}", f"{run}_outer") for r in range(2)]
+    assert difference(*outer) == 0
+
+
+@pytest.mark.parametrize("name", ["stacked", "region0", "region1"])
+def test_maxtexts_state_keeps_its_form_and_its_program(folder, name):
+    for fact in facts_of(folder, name).values():
+        assert fact["same_form"]
+        assert fact["recompiled"] == 0
+
+
+def test_a_checkpoint_in_mid_flight_goes_on_bit_for_bit(folder):
+    resumed = facts_of(folder, "stacked")["patterns"]["resumed"]
+    assert resumed == {"in_flight": 1, "bit_for_bit": True}
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """Start regions of the documentation's launcher in new folders."""
+    numbers = itertools.count()
+
+    def make():
+        folder = tmp_path / str(next(numbers))
+        folder.mkdir()
+        (folder / "key").write_bytes(b"a shared secret of 32 bytes ....")
+        (folder / "key").chmod(0o600)
+        return folder
+
+    return make
+
+
+def test_maxtexts_own_loop_and_checkpoints_go_on_bit_for_bit(launched):
+    full, cut = launched(), launched()
+    finish(start(full, "launcher", 0, 1, 0))
+    finish(start(cut, "launcher", 0, 1, 10), code=-9)
+    finish(start(cut, "launcher", 0, 1, 10))
+    losses = [facts_of(folder, "launcher0")["losses"] for folder in (full, cut)]
+    assert min(map(int, losses[1])) == 7  # After MaxText's last checkpoint.
+    assert losses[1] == {step: losses[0][step] for step in losses[1]}
+    for run in ("params", "outer"):
+        one, other = (params_of(folder, "launcher0", run) for folder in (full, cut))
+        assert difference(one, other) == 0
+
+
+def test_a_region_of_maxtexts_own_loop_dies_and_comes_back(launched):
+    folder = launched()
+    stays = start(folder, "launcher", 0, 2, 17)
+    finish(start(folder, "launcher", 1, 2, 17), code=-9)
+    finish(start(folder, "launcher", 1, 2, 17), stays)
+    facts = [facts_of(folder, f"launcher{index}") for index in range(2)]
+    assert [fact["step"] for fact in facts] == [runs.LAUNCHED_STEPS] * 2
+    assert [fact["programs"] for fact in facts] == [1, 1]
+    assert min(map(int, facts[1]["losses"])) == runs.MEETING
+    outer = [params_of(folder, f"launcher{index}", "outer") for index in range(2)]
+    assert difference(*outer) == 0
