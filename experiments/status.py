@@ -26,7 +26,7 @@ from cocodc_jax.report.records import METRICS_FILE, TIMING_FILE, Record, read_re
 from cocodc_jax.report.units import format_bytes, format_count, format_duration
 from cocodc_jax.run.bucket import folder_here
 from cocodc_jax.run.fault_watch import FAULTS_FILE
-from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE, owner_of
+from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE, is_starting, owner_of
 from cocodc_jax.run.session import SUMMARY_FILE
 from cocodc_jax.run.taking_part import SYNCS_FILE
 from cocodc_jax.train.checkpoint import steps_in
@@ -110,11 +110,14 @@ def _row(
     now_row = timing[-1] if timing else {}
     step = max((each["step"] for each in (*records[-1:], *timing[-1:])), default=0)
     state = "stopped" if records or timing else "not begun"
-    if owner_of(own):
+    if is_starting(own):
+        state = "restarting" if records or timing else "starting"
+    elif owner_of(own):
         state = "running"
     elif (summary := own / SUMMARY_FILE).exists():
         if read_table(summary).get("steps") == config["steps"]:
             state = "finished"
+    is_training = state not in ("starting", "restarting")
     region = re.fullmatch(r"region_(\d+)", run.name)
     mean = [each["regions"] for each in syncs if each.get("regions") is not None]
     missed = sum(int(region[1]) not in regions for regions in mean) if region else None
@@ -133,18 +136,40 @@ def _row(
             "left": left,
             "loss": last.get("train", {}).get("loss"),
             "eval": last.get("eval", {}).get("eval_loss"),
-            "tokens/s": now_row.get("tokens_per_second"),
-            "MFU": now_row.get("mfu"),
+            "tokens/s": now_row.get("tokens_per_second") if is_training else None,
+            "MFU": now_row.get("mfu") if is_training else None,
             "stall": sum(x["stall_s"] for x in timing) if timing else None,
             "sent": sent[-1] if sent else None,
             "syncs": sum(r["kind"] == "sync" for r in records) or None,
             "missed": missed if mean else None,
-            "members": f"{len(mean[-1])} of {config['regions']}" if mean else "",
+            "members": _members(run, int(region[1]), config) if region else "",
             "faults": num_faults if syncs or num_faults else None,
             "checkpoint": checkpoint,
             "updated": _ago(newest, now),
         }
     )
+
+
+def _members(run: pathlib.Path, region: int, config: Mapping[str, Any]) -> str:
+    """Return how many regions were in the last mean that any region knows of.
+
+    A region that is not running knows only of those before it ended.
+    """
+    last: dict[str, Any] | None = None
+    for path in sorted(run.parent.glob(f"region_*/{SYNCS_FILE}")):
+        lines = read_lines(path, dict, skips_damaged=True)
+        lines = [line for line in lines if line.get("regions") is not None]
+        if lines and (last is None or _when(lines[-1]) > _when(last)):
+            last = lines[-1]
+    if last is None:
+        return ""
+    text = f"{len(last['regions'])} of {config['regions']}"
+    return text if region in last["regions"] else f"{text}, without it"
+
+
+def _when(line: Mapping[str, Any]) -> tuple[int, float]:
+    """Order merges by their view of the members, then by time."""
+    return line.get("epoch", 0), line.get("time", 0.0)
 
 
 def _shown(values: Mapping[str, Any]) -> Row:

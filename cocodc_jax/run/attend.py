@@ -48,7 +48,10 @@ class Watch:
         bar: RunProgress,
         earlier_s: float,
         peak_tokens_per_second: float | None = None,
+        trains: Callable[[], None] = lambda: None,
     ):
+        """Call `trains` at the first steps that are done."""
+        self._trains = trains
         self._writer, self._bar, self._earlier_s = writer, bar, earlier_s
         self._peak = peak_tokens_per_second
         self._stall_s = 0.0
@@ -56,6 +59,7 @@ class Watch:
 
     def __call__(self, clock: Clock) -> None:
         """Show and write the progress."""
+        self._trains()
         self.seconds = self._earlier_s + clock.wall_s
         step, rate, sent = clock.step, clock.tokens_per_second, clock.bytes_sent
         share, steady = mfu(rate, self._peak), clock.steady_tokens_per_second

@@ -11,14 +11,20 @@ import pathlib
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from cocodc_jax.fields import Kind
-from cocodc_jax.files import append_line, ensure_folder, read_table, write_whole
+from cocodc_jax.files import (
+    append_line,
+    ensure_folder,
+    read_table,
+    write_whole,
+    writing,
+)
 from cocodc_jax.report.records import (
     METRICS_FILE,
     MetricsWriter,
@@ -31,6 +37,7 @@ from cocodc_jax.train.checkpoint import steps_in
 
 CONFIG_FILE, CHECKPOINTS = "config.json", "checkpoints"
 CHANGES_FILE, LOCK_FILE = "changes.jsonl", ".lock"
+STARTING_FILE = ".starting"
 _LOOK_S = 0.1
 # Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -89,6 +96,27 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+@contextlib.contextmanager
+def starting(folder: pathlib.Path) -> Iterator[Callable[[], None]]:
+    """Mark a process's own folder until it trains; yields what takes the mark away.
+
+    A run that goes on has records of its earlier life, so these do not show whether it
+    still compiles.
+    """
+    mark = folder / STARTING_FILE
+    with writing(mark):
+        mark.touch()
+    try:
+        yield lambda: mark.unlink(missing_ok=True)
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def is_starting(folder: pathlib.Path) -> bool:
+    """Return whether the process that writes to a folder has not trained yet."""
+    return (folder / STARTING_FILE).exists() and owner_of(folder) is not None
 
 
 def owner_of(folder: pathlib.Path) -> str | None:

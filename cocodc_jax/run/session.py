@@ -145,6 +145,7 @@ class Session:
             watch = FaultWatch(self.own_dir, flags.on_fault, least_s, monitor.fault)
             while True:
                 at = stream.get_state()
+                trains = stack.enter_context(resume.starting(self.own_dir))
                 try:
                     if carried is None:
                         begun = self.begin(saved, stream)
@@ -172,7 +173,7 @@ class Session:
                             stream.set_state(at)
                         # A stop that is asked for while a run rolls back still holds.
                         should_stop = (lambda: True) if is_stopping else listen()
-                        rest = attendance, monitor, console, began, rollbacks
+                        rest = attendance, monitor, console, began, rollbacks, trains
                         return self._train_on(saved, stream, begun, should_stop, *rest)
                 except AskedToStopError:
                     if carried is None and own_step < run.steps:
@@ -233,6 +234,7 @@ class Session:
         console: Console | None,
         began: tuple[int, float],
         rollbacks: list[dict[str, Any]],
+        trains: Callable[[], None],
     ) -> dict[str, Any]:
         """Train from the run's current step; see `train`."""
         run, (state, progress, position) = self.config.run, begun
@@ -250,7 +252,9 @@ class Session:
             if state.step < run.steps:
                 bar.say(attend.beginning(self, state.step))
             earlier_s = position.get("seconds", 0.0)
-            watch = attend.Watch(writer, bar, earlier_s, self.peak_tokens_per_second)
+            watch = attend.Watch(
+                writer, bar, earlier_s, self.peak_tokens_per_second, trains
+            )
 
             def snapshot(progress: dict) -> dict:
                 own = {

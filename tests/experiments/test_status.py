@@ -10,7 +10,7 @@ import pytest
 
 from cocodc_jax.report.records import MetricsWriter
 from cocodc_jax.run.live_metrics import LiveMetrics, serving
-from cocodc_jax.run.resume import only_writer, owner_of
+from cocodc_jax.run.resume import only_writer, owner_of, starting
 from cocodc_jax.train.hooks import Clock
 from experiments import status
 
@@ -127,8 +127,28 @@ def test_elastic_regions_have_a_row_each(tmp_path, capsys):
     assert [row["run"] for row in rows] == ["region_0", "region_1", "region_10"]
     assert [row["missed"] for row in rows] == ["0", "0", "1"]
     assert [row["faults"] for row in rows] == ["1", "0", "0"]
-    assert {row["members"] for row in rows} == {"2 of 3"}
+    members = [row["members"] for row in rows]
+    assert members == ["2 of 3", "2 of 3", "2 of 3, without it"]
     assert below == ["fault: region_0: gone 10, since step 8"]
+
+
+def test_a_region_that_restarts_is_said_so(tmp_path, capsys):
+    """Its own records are those of its life before; the others know who takes part."""
+    runs = []
+    for region, regions in ((0, [0]), (1, [0, 1])):
+        run = make_run(tmp_path / f"region_{region}", [train(5), train(10)], regions=2)
+        line = {"fragment": 0, "apply_step": 4, "regions": regions, "epoch": 3 - region}
+        (run / "syncs.jsonl").write_text(json.dumps(line) + "\n")
+        runs.append(run)
+    with only_writer(runs[0]), only_writer(runs[1]), starting(runs[1]) as trains:
+        rows, _ = shown(capsys, tmp_path)
+        trains()
+        later, _ = shown(capsys, tmp_path)
+    assert [row["state"] for row in rows] == ["running", "restarting"]
+    assert [row["left"] for row in rows] == ["5 s", "-"]
+    assert [row["tokens/s"] for row in rows] == ["400", "-"]
+    assert [row["members"] for row in rows] == ["1 of 2", "1 of 2, without it"]
+    assert [row["state"] for row in later] == ["running", "running"]
 
 
 def test_processes_of_a_run_and_a_narrow_terminal(tmp_path, capsys, monkeypatch):
