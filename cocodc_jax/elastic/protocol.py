@@ -3,15 +3,20 @@
 Regions are jobs that may die at any moment. All that take part must apply the same mean
 of the same messages. The rules:
 
-- **Views.** A *view* is a set of regions with a number, the epoch. The region that
-  proposed it coordinates it. Each region sends its message of a sync to all. The
-  coordinator decides which messages the mean is of, and announces it. A region that
-  lacks a message asks the coordinator for it.
+- **Views.** A *view* is a set of regions with a name, the epoch. The life that
+  proposed it coordinates it, and no other decides in it. Each region sends its
+  message of a sync to all. The coordinator decides which messages the mean is of, and
+  announces it. A region that lacks a message asks the coordinator for it.
 - **Waiting.** The coordinator waits for every region of the view. Once `quorum`
   messages have arrived, it waits for `grace_s` at most.
 - **Death.** A region is dead if it sends nothing for `dead_after_s`, says that it does
   not receive, or returns in another life. Then the coordinator proposes the next view,
   or the lowest live region if the coordinator is dead.
+- **Lives.** A seat belongs to one life of a region, see `lives.py`. A life that sees a
+  newer one of its region with a seat ends for good (`is_superseded`).
+- **Held up.** A region whose process was held up for more than a beat leaves that time
+  out, and gives the others a fresh `dead_after_s`, because it may not have read yet
+  what they have sent.
 - **Faulty links.** If the coordinator is shunned, or has a faulty link that is to be
   routed around, the lowest healthy region proposes a view of its own. As coordinator it
   forwards what a faulty link delays.
@@ -33,6 +38,8 @@ of the same messages. The rules:
 - **Stragglers.** A decision is kept until every region of the view has applied it. A
   region that is `max_behind` decided syncs behind leaves by itself, and restarts at the
   step of the others. So every region keeps a bounded number of messages.
+- **Marks.** Regions compare digests of their outer fragments, see `marks.py`. A region
+  whose fragment differs from that of most leaves by itself, and starts from a copy.
 - **Two views.** If a network is cut in two, both parts may form a view. Once they meet,
   the larger continues, of equal ones that with the lowest region. The regions of the
   other restart from it, and their work since the cut is lost. With `min_regions` above

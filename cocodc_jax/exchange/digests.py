@@ -21,7 +21,7 @@ waits for it.
 import collections
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,8 @@ class Marker:
     """Makes the marks of a region's outer fragments."""
 
     def __init__(self):
-        self._pending: collections.deque[tuple[SyncId, jax.Array]] = collections.deque()
+        # Arrays; the type that JAX declares has no `is_ready`.
+        self._pending: collections.deque[tuple[SyncId, Any]] = collections.deque()
 
     def applied(self, sync: SyncId, part: Fragment) -> None:
         """Begin the digest of an outer fragment after a sync; does not wait."""
