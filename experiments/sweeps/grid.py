@@ -330,7 +330,7 @@ def _checked(name: str, value: Any) -> Any:
         what = "a whole number or a word" if kind == COUNT_OR_WORD else kind.__name__
         raise ValueError(f"{name}={value!r} must be of type {what}")
     if LEAVES[name].is_path:
-        return without_tilde(value)
+        return without_tilde(str(value))
     return float(value) if kind is float else value
 
 
