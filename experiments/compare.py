@@ -66,6 +66,7 @@ def main() -> None:
         }
         flags.check_optimizers(configs.values())
         flags.check_one_process()
+        flags.check_processes(configs.values(), 1)
         # Check all runs before the first trains: a wrong flag costs no hour.
         ready: list[Session] = []
         tracking = flags.read(Tracking)

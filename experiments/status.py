@@ -115,8 +115,13 @@ def _row(
     elif owner_of(own):
         state = "running"
     elif (summary := own / SUMMARY_FILE).exists():
-        if read_table(summary).get("steps") == config["steps"]:
+        found = read_table(summary)
+        if found.get("steps") == config["steps"]:
             state = "finished"
+            if "alone_since_step" in found:
+                state += f" alone since step {found['alone_since_step']}"
+            if "result_of_region" in found:
+                state += f", result of region {found['result_of_region']}"
     is_training = state not in ("starting", "restarting")
     region = re.fullmatch(r"region_(\d+)", run.name)
     mean = [each["regions"] for each in syncs if each.get("regions") is not None]

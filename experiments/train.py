@@ -32,6 +32,7 @@ def main() -> int:
     with flags.usage_errors():
         config, workdir = read_flags()
         processes = flags.processes()
+        flags.check_processes([config], processes.num_processes)
         processes.start(config.run.own_regions, config.run.devices_per_region)
         tracking = flags.read(Tracking)
         session = prepare(

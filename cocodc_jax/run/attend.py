@@ -34,6 +34,7 @@ from cocodc_jax.train.hooks import Clock, Result
 
 if TYPE_CHECKING:
     from cocodc_jax.run.session import Session
+    from cocodc_jax.run.taking_part import Attendance
 
 with extra("train"):
     from rich.console import Console
@@ -118,6 +119,22 @@ def beginning(session: "Session", step: int) -> str:
     )
 
 
+def alone_since(
+    session: "Session", attendance: "Attendance | None", step: int
+) -> int | None:
+    """Return since when a region has trained without the others, None if it has not.
+
+    The last interval does not count, in which the others may have ended a little
+    earlier.
+    """
+    if attendance is None or attendance.alone_since is None:
+        return None
+    schedule = session.program.method.schedule
+    interval = schedule.sync_interval if schedule else 0
+    is_long = step - attendance.alone_since > interval
+    return attendance.alone_since if is_long else None
+
+
 def ending(summary: Mapping[str, Any], workdir: pathlib.Path, steps: int) -> list[str]:
     """Return the end of a run in five lines: how it went, and what to do next.
 
@@ -128,6 +145,10 @@ def ending(summary: Mapping[str, Any], workdir: pathlib.Path, steps: int) -> lis
     """
     done = summary["steps"]
     how = f"finished: {done} of {steps} steps in {format_duration(summary['seconds'])}"
+    if (since := summary.get("alone_since_step")) is not None:
+        how = how.replace("finished", f"finished alone since step {since}", 1)
+    if (region := summary.get("result_of_region")) is not None:
+        how = how.replace("finished", f"finished with the result of region {region}", 1)
     if rate := summary.get("tokens_per_second"):
         how += f", {format_count(rate)} tokens/s"
     loss = "loss: not evaluated"

@@ -14,7 +14,7 @@ from cocodc_jax._extras import MissingExtraError, extra
 from cocodc_jax.fields import leaves_of
 from cocodc_jax.methods import METHODS
 from cocodc_jax.methods import get as get_method
-from cocodc_jax.run import flag_types, optimizer_config
+from cocodc_jax.run import effects, flag_types, optimizer_config
 from cocodc_jax.run.compile_cache import keep_programs
 from cocodc_jax.run.config import LEAVES, TrainConfig
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
@@ -103,6 +103,13 @@ def processes() -> Processes:
     return Processes.from_environment(**told)
 
 
+def check_processes(configs: Iterable[TrainConfig], num_processes: int) -> None:
+    """Refuse a flag that has no effect in runs of so many processes."""
+    names = [name for name in PROCESSES if given(name)]
+    flags_given = _given_leaves(()) | {name: value(name) for name in names}
+    effects.check_processes(flags_given, configs, num_processes)
+
+
 def check_one_process() -> None:
     """Refuse flags or a launcher of several processes, and of an elastic region."""
     if told := [name for name in ELASTIC if given(name)]:
@@ -147,7 +154,9 @@ def check_methods(methods: Iterable[str]) -> None:
 
 
 def check_optimizers(configs: Iterable[TrainConfig]) -> None:
-    """Refuse a flag that no inner optimizer of the runs uses."""
+    """Refuse a flag that no inner optimizer of the runs uses, or without an effect."""
+    configs = list(configs)
+    effects.check(_given_leaves(()), configs)
     pairs = [(c.optimizer, get_method(c.method.method)) for c in configs]
     optimizer_config.check_taken(
         _given_leaves(()),

@@ -287,6 +287,11 @@ class Session:
             timeline.show(self.workdir)
         seconds = earlier_s + result.seconds
         summary = attend.summarize(self, result, seconds, began, rollbacks)
+        if "result_of_region" in position:
+            summary["result_of_region"] = position["result_of_region"]
+        alone = attend.alone_since(self, attendance, result.state.step)
+        if alone is not None:
+            summary["alone_since_step"] = alone
         if result.state.step == run.steps:
             write_whole(self.own_dir / SUMMARY_FILE, dumps(summary))
         if jax.process_index() == 0:

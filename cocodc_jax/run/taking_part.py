@@ -31,6 +31,7 @@ from cocodc_jax.files import append_line, read_lines
 from cocodc_jax.program.region_program import Output, RegionProgram
 from cocodc_jax.run.attend import Stop
 from cocodc_jax.run.config import TrainConfig, flat, kind_of
+from cocodc_jax.run.ended import Ended, result_of_others
 from cocodc_jax.run.fault_watch import FaultWatch
 from cocodc_jax.run.monitor import Monitor
 from cocodc_jax.run.processes import code_digest
@@ -58,14 +59,18 @@ class Attendance:
         link: Link | inside.Speaker | inside.Listener,
         folder: pathlib.Path,
         digests: bool,
+        num_regions: int = 1,
     ):
         self._program, self._exchange, self._link = program, program.elastic, link
         self._folder, self._digests = folder, digests
+        self._num_regions = num_regions
         self._view, self._missed, self._shared = link.view, frozenset(), None
         # With late merges, regions take the same outer steps at different times.
         self._compares = link.place.late_mean == "wait"
         self._marker = Marker()
         self.step = 0  # The last one that was reported to the others.
+        # The step since which no other region takes part; None if one does.
+        self.alone_since: int | None = None
         self._merged: Callable[[bool], None] = lambda own_counts: None
 
     def told_by(self, hooks: Hooks, merged: Callable[[bool], None]) -> Hooks:
@@ -84,6 +89,7 @@ class Attendance:
         """Report this region's progress to the others, and admit regions that wait."""
         assert state.sync is not None
         starts = [start for _, start in state.sync.in_flight]
+        self._note_alone()
         self.step, oldest = state.step, min(starts, default=state.step)
         self._note_shared(state)
         marks = self._mark(state, output) if self._compares else ()
@@ -127,6 +133,13 @@ class Attendance:
         for k, start_step in last.items():
             self._marker.applied((k, start_step), state.sync.outer.params[k])
         return self._marker.ready()
+
+    def _note_alone(self) -> None:
+        """Note since which step this region has been the only one."""
+        if len(self._link.view.seats) > 1 or self._num_regions == 1:
+            self.alone_since = None
+        elif self.alone_since is None:
+            self.alone_since = self.step
 
     def _note_shared(self, state: TrainState) -> None:
         """Keep the last outer parameters that both parts of a cut network share.
@@ -176,15 +189,19 @@ def taking_part(
     monitor: Monitor,
     watch: FaultWatch,
     listen: Callable[[], Stop],
-) -> Iterator[tuple[Begun, Attendance]]:
+) -> Iterator[tuple[Begun, Attendance | None]]:
     """Yield where this region starts, and its part in a run until the context ends.
 
-    At the last step, the others then get what they need of this region to end too.
+    At the last step, the others then get what they need of this region to end too. If
+    all of them have ended, it starts at the result of one, and takes part in nothing.
     `listen` begins to listen for a request to stop, which then ends all waits. Before
     it asks to join, a region of one process does not: SIGTERM ends it at once.
 
     Raises `AskedToStopError` if the region should stop before it takes part.
     """
+    if carried is None and (ended := result_of_others(session)) is not None:
+        yield _begin_at(ended, begun), None
+        return
     # Of its own state nothing but this is kept, as it may get another's.
     own_step, position = begun[0].step, begun[2]
     program, folder = session.program, session.own_dir
@@ -236,6 +253,11 @@ def taking_part(
         # The others have this long to start, and again to end a turn.
         copy = link.join(2 * timing.start_s + timing.grace_s)
         is_from_peer = copy is not None
+        is_alone = copy is None and len(link.view.seats) == 1
+        if is_alone and carried is None:  # They may have ended while it waited.
+            if (ended := result_of_others(session)) is not None:
+                yield _begin_at(ended, begun), None
+                return
         if copy is None:
             stream.set_state(initial)
             _begins(place, link.view, own_step, max(gather(last_merge(folder))))
@@ -250,7 +272,14 @@ def taking_part(
             copy = None  # It is as large as the outer model.
             times = position.keys() & set(CLOCK)
             begun = state, None, {name: position[name] for name in times}
-        attendance = Attendance(program, link, folder, session.elastic.outer_digests)
+        attendance = Attendance(
+            program,
+            link,
+            folder,
+            session.elastic.outer_digests,
+            place.num_regions,
+        )
+        attendance.step = begun[0].step
         seconds["let_in"] = time.monotonic() - asked_s
         line = {
             "step": begun[0].step,
@@ -272,6 +301,12 @@ def taking_part(
                 link.finish(timing.grace_s)
         finally:
             program.elastic.link = None
+
+
+def _begin_at(ended: Ended, begun: Begun) -> Begun:
+    """Return where a region starts that takes another's result."""
+    clock = {name: begun[2][name] for name in CLOCK if name in begun[2]}
+    return ended.state, None, clock | {"result_of_region": ended.region}
 
 
 def _begins(place: Place, view: View, own_step: int, reached: int) -> None:

@@ -145,7 +145,7 @@ class FlightRecorder:
         """
         # If they have ended already, dispatching them has waited for the devices. JAX
         # crashes where it is asked whether a deleted array is ready.
-        has_ended = inner.is_deleted() or inner.is_ready()
+        has_ended = inner.is_deleted() or inner.is_ready()  # pyright: ignore
         handed_s = None if has_ended else self._now()
         self._steps.put((step, inner, merges, handed_s))
 

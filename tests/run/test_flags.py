@@ -194,3 +194,66 @@ def test_threads_of_others_are_heard(monkeypatch):
         thread.start()
         thread.join()
     assert [type(args.thread) for args in heard] == [threading.Thread]
+
+
+NO_EFFECT = [
+    ("--balance_loss=0.1", "for a model without experts"),
+    ("--router_z_loss=0.1", "for a model without experts"),
+    ("--experts_per_token=1", "for a model without experts"),
+    ("--expert_dispatch=blocks", "for a model without experts"),
+    ("--lora_alpha=8", "without adapters"),
+    ("--lora_targets=query", "without adapters"),
+    ("--compensation_strength=0.5 --curvature=none", "with --curvature=none"),
+    ("--random_routing", "with one stage"),
+]
+
+
+@pytest.mark.parametrize(("words", "why"), NO_EFFECT)
+def test_a_flag_without_effect_is_refused(words, why, refused):
+    said = refused(Program, "--preset=smoke", "--method=cocodc", *words.split())
+    name = words.split()[0].split("=")[0]
+    assert said.startswith(f"{name}=")
+    assert f" has no effect {why}" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--preset=moe_tiny --balance_loss=0.1 --expert_dispatch=blocks",
+        "--preset=moe_tiny --experts_per_token=1",  # Its preset has experts.
+        "--lora_rank=2 --lora_alpha=8 --init_from=there",
+        "--compensation_strength=0.5",
+        "--random_routing --stages=2",
+        "--preset=smoke",  # Defaults and presets are not given.
+    ],
+)
+def test_a_flag_with_an_effect_is_taken(words, call):
+    call(Program, *words.split())
+
+
+class Trains(Program):
+    """Of one process, or as many as are given."""
+
+    @staticmethod
+    def main():
+        with flags.usage_errors():
+            number = flags.processes().num_processes
+            flags.check_processes([flags.config()], number)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--heartbeat_timeout_s=60", "with one process"),
+        ("--start_timeout_s=60", "with one process"),
+        ("--all_reduce=ring", "where messages cross in the program"),
+    ],
+)
+def test_flags_of_several_processes_are_refused_for_one(words, why, refused, call):
+    assert f"{words} has no effect {why}" in refused(Trains, words)
+    several = "--num_processes=2 --process_id=0 --coordinator_address=localhost:1"
+    call(Trains, words, *several.split())
+
+
+def test_messages_on_the_outer_mesh_have_an_algorithm(call):
+    call(Trains, "--all_reduce=ring", "--exchange=outer")
