@@ -30,6 +30,9 @@ SAVED_AT = 4
 # Of the documentation's launcher: all steps, and where one region waits for another.
 LAUNCHED_STEPS, MEETING = 30, 21
 
+# DiLoCo that MaxText has, too.
+OWN = {"sync_interval": INTERVAL, "outer_lr": 0.7, "outer_momentum": MOMENTUM}
+
 # As MaxText runs all regions in one program over its own mesh axis. Its own syncs never
 # come due.
 STACKED = {
@@ -169,6 +172,7 @@ def methods() -> dict:
         "diloco": (cc.methods.get("diloco", **averaging), SGD),
         "patterns": (streaming(), ADAM),
         "layers": (streaming(), ADAM),
+        "own": (cc.methods.get("diloco", **OWN), ADAM),
         "cocodc": (cc.methods.get("cocodc", **same), ADAM),
         "one_bit": (streaming(compress="ef+sign"), ADAM),
     }
@@ -278,7 +282,24 @@ def stacked(folder: Path) -> None:
         if run == "patterns":
             job.state = jax.tree.map(jax.numpy.copy, first)
             facts[run]["resumed"] = resume(folder, job, method, batch_of, params)
+    for region, params in enumerate(maxtexts_own(folder, batch_of)):
+        results[f"maxtext{region}"] = params
     save(folder / "stacked", results, facts)
+
+
+def maxtexts_own(folder: Path, batch_of) -> list[dict]:
+    """Train by MaxText's own DiLoCo, without this package; return all regions."""
+    from tests.integrations import maxtext_job as mt
+
+    options = STACKED | ADAM
+    options["diloco_sync_period"] = OWN["sync_interval"]
+    options["diloco_outer_lr"] = OWN["outer_lr"]
+    options["diloco_outer_momentum"] = OWN["outer_momentum"]
+    job = mt.Job(folder, ici_fsdp_parallelism=2, **options)
+    for step in range(NUM_STEPS):
+        job.step(batch_of(step))
+    params = mt.numbers(job.params)
+    return [{path: x[r] for path, x in params.items()} for r in range(NUM_REGIONS)]
 
 
 def resume(folder: Path, job, method, batch_of, expected) -> dict:
@@ -375,7 +396,7 @@ def launcher(folder: Path, index: int, regions: int, die_at: int) -> None:
     def watched(device, python, fixed):
         step = python["step"]
         last.setdefault("step_fn", device["p_train_step"])
-        if is_last and is_first and step == die_at:
+        if is_last and is_first and step == die_at > 0:
             os.kill(os.getpid(), signal.SIGKILL)
         while die_at and not is_last and step == MEETING and not back.exists():
             region.sync.meet(device["state"], region.state)
@@ -383,7 +404,7 @@ def launcher(folder: Path, index: int, regions: int, die_at: int) -> None:
         metrics = with_sync(device, python, fixed)
         if is_last and not is_first and not back.exists():
             back.write_text(f"{region.state.step}")
-        losses[step] = float(metrics["scalar"]["learning/loss"])
+        losses[region.state.step - 1] = float(metrics["scalar"]["learning/loss"])
         last["state"] = device["state"]
         return metrics
 

@@ -1,7 +1,7 @@
 """MaxText's own train step with `RegionSync` after it: `pytest -m trainers`.
 
-The children run in the environment that `environments.py` makes. Each prints nothing
-that is asserted here: what is compared are the parameters that they leave.
+The children run in the environment that `environments.py` makes. What
+is compared are the parameters that they leave.
 """
 
 import itertools
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.trainers
 # so the last bits differ; after 13 steps 1e-6 was seen.
 TOLERANCE = 5e-6
 AS_A_PLAIN_LOOP = ("diloco", "patterns", "layers")
+RUNS = (*AS_A_PLAIN_LOOP, "own", "cocodc", "one_bit")
 
 
 def start(folder, what, *numbers):
@@ -93,6 +94,18 @@ def test_the_parameters_are_a_plain_loops(folder, run, name):
         assert difference(plain, first) > 0.05
 
 
+@pytest.mark.parametrize("region", range(runs.NUM_REGIONS))
+@pytest.mark.parametrize("name", ["stacked", "region"])
+def test_diloco_is_maxtexts_own(folder, name, region):
+    where = name if name == "stacked" else f"region{region}"
+    ours = params_of(folder, where, f"own{region}")
+    theirs = params_of(folder, "stacked", f"maxtext{region}")
+    print(f"MaxText's own DiLoCo, {where} {region}: {difference(ours, theirs):.2g}")
+    assert difference(ours, theirs) < TOLERANCE
+    other = params_of(folder, where, f"patterns{region}")
+    assert difference(other, theirs) > 0.01
+
+
 def test_the_plain_loops_differ():
     """Else the two cuts, or no cut at all, would pass as one another."""
     shape = (2, 4, 3)
@@ -119,7 +132,7 @@ def test_other_methods_run_and_learn(folder, run):
         assert facts[0]["bytes_sent"] < plain / 20
 
 
-@pytest.mark.parametrize("run", [*AS_A_PLAIN_LOOP, "cocodc", "one_bit"])
+@pytest.mark.parametrize("run", RUNS)
 def test_elastic_regions_have_one_outer_model(folder, run):
     outer = [params_of(folder, f"region{r}", f"{run}_outer") for r in range(2)]
     assert difference(*outer) == 0

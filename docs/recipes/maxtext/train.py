@@ -53,7 +53,7 @@ class Region:
         self.stack = contextlib.ExitStack()
         self.sync = None
 
-    def start(self, state, folder):
+    def start(self, state, config):
         """Take part; return MaxText's state, at the step of the others."""
         place = cc.Place(
             region=int(os.environ["REGION"]),
@@ -68,7 +68,8 @@ class Region:
         self.sync = self.stack.enter_context(sync)
 
         self.state = sync.init(params)
-        self.folder = epath.Path(folder).parent / "regions"
+        self.saves = config.enable_checkpointing
+        self.folder = epath.Path(config.checkpoint_dir).parent / "regions"
         step = int(state.optimizer.step.get_value())  # Of MaxText's own checkpoint.
         if step:
             note = json.loads((self.folder / f"{step}.json").read_text())
@@ -95,6 +96,8 @@ class Region:
 
     def save(self):
         """Save beside MaxText's own checkpoint of the same step."""
+        if not self.saves:
+            return
         arrays, note = self.sync.checkpoint(self.state)
         name = f"{self.state.step}"
         with ocp.StandardCheckpointer() as checkpointer:
@@ -111,11 +114,11 @@ def iteration(device, python, fixed):
     """MaxText's iteration of its loop, which calls the step and saves."""
     config = fixed["config"]
     if region.sync is None:
-        device["state"] = region.start(device["state"], config.checkpoint_dir)
+        device["state"] = region.start(device["state"], config)
         device["p_train_step"] = region.after(device["p_train_step"])
         python["step"] = region.state.step
     metrics = maxtext_iteration(device, python, fixed)
-    if config.enable_checkpointing and python["step"] % config.checkpoint_period == 0:
+    if python["step"] % config.checkpoint_period == 0:
         region.save()
     python["step"] = region.state.step - 1  # MaxText adds one.
     return metrics
