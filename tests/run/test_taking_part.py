@@ -5,6 +5,7 @@ import re
 import sys
 from unittest import mock
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.flags import FlagValues
@@ -206,3 +207,42 @@ def test_a_region_of_several_processes_sees_no_lateness_by_its_own_clock():
     ElasticFlags(late_mean="wait").check_several(4)
     with pytest.raises(ValueError, match=r"late_mean='merge' .*num_processes=4"):
         ElasticFlags(late_mean="merge").check_several(4)
+
+
+def test_marks_of_applied_syncs_are_reported_a_turn_later():
+    """Of two syncs of a fragment in one turn, what is there is of the last."""
+    link = mock.Mock(view=view(0, 1), place=PLACE)
+    attendance = taking_part.Attendance(mock.Mock(), link, None, False)
+    outer = mock.Mock(params=({"w": jnp.zeros(3)}, {"w": jnp.ones(3)}))
+    state = mock.Mock(sync=mock.Mock(outer=outer))
+    applied = [(1, 4), (0, 6), (1, 8)]
+    syncs = [mock.Mock(fragment_id=k, start_step=step) for k, step in applied]
+
+    marks = list(attendance._mark(state, mock.Mock(syncs=syncs)))
+    while len(marks) < 2:  # Nothing waits for a digest.
+        marks += attendance._mark(state, mock.Mock(syncs=[]))
+    assert [mark.sync for mark in marks] == [(1, 8), (0, 6)]
+    assert [mark.scale for mark in marks] == [1, 0]
+
+
+def test_a_life_that_returns_takes_the_next_number(monkeypatch, tmp_path):
+    """So it is older than any start since."""
+    made = {}
+
+    def of_process(place, process, num, make_link, *_):
+        make_link()
+        raise LeftBehindError("far enough")
+
+    monkeypatch.setattr(taking_part.inside, "of_process", of_process)
+    monkeypatch.setattr(taking_part, "Link", lambda *_, **given: made.update(given))
+    monkeypatch.setattr(taking_part, "joining", mock.Mock())
+    session = mock.MagicMock(
+        own_dir=tmp_path, place=PLACE, config=PRESETS["smoke"], elastic=ElasticFlags(),
+        text=mock.Mock(fingerprint="text"),
+    )  # fmt: skip
+    for carried, last in ((None, None), (mock.Mock(boot=77), 77)):
+        begun = mock.Mock(step=8), None, {}
+        given = session, begun, mock.Mock(), carried, *(mock.Mock() for _ in range(3))
+        with pytest.raises(LeftBehindError, match="far enough"):
+            taking_part.taking_part(*given).__enter__()
+        assert made["last_boot"] == last
