@@ -123,6 +123,8 @@ def test_sigterm_ends_the_wait_for_a_region_that_is_frozen(
         assert max(steps_in(tmp_path / "region_0" / "checkpoints")) > 8
     finally:
         run.kill()
+        for region in run.regions:
+            region.wait()
 
 
 def test_all_die_and_come_back_from_checkpoints(three):
