@@ -189,7 +189,11 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
     progress, most = Progress(plan), flags.value("batch_trials")
     batches = batched.BatchTrainer()
 
+    here = [_of_today(setting) for setting in plan.grid.settings]
+
     def written() -> dict[str, rows.Row]:
+        with flags.usage_errors():
+            rows.check_texts([*here, *rows.read(workdir)])
         return {row["row"]: row for row in rows.read(workdir)}
 
     for stage in plan.stages(written):
@@ -212,7 +216,7 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
                 _say(progress.line(row))
                 with _exits(row):
                     record = trainer.train(row)
-                rows.append(workdir, record)
+                rows.append(workdir, record | {"text": runs.text_of(row.config)})
                 trainer.forget(row)
                 progress.trained(row)
                 _say(_came_to(record))
@@ -224,6 +228,16 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
             _say(f"waiting for {len(missing)} rows of other shards")
         while wanted - written().keys():
             time.sleep(POLL_S)
+
+
+def _of_today(setting: schedule.Setting) -> rows.Row:
+    """Return what a row of a setting would say of its text."""
+    config = setting.config
+    return {
+        "row": "of today",
+        "config": config.to_json(),
+        "text": runs.text_of(config),
+    }
 
 
 def _note_halving(plan: Plan, path: pathlib.Path) -> None:
@@ -254,7 +268,7 @@ def _train_batches(
         with _exits(row), stop_signal() as should_stop:
             records = trainer.train(batch, should_stop)
         for row, record in zip(batch.rows, records, strict=True):
-            rows.append(workdir, record)
+            rows.append(workdir, record | {"text": runs.text_of(row.config)})
             progress.trained(row)
             done.add(row.row_id)
             _say(f"{row.setting.name}, seed {row.seed}: {_came_to(record)}")
@@ -266,6 +280,7 @@ def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) 
     if halving.exists() and (of_grid is None or of_grid.halving):
         chosen = read_table(halving)["chosen"]
     written = _written(workdir, of_grid)
+    rows.check_texts(written)
     found = cells.cells(written, chosen)
     if not found:
         words, where = flags.value("only"), f"workdir={str(workdir)!r}"

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cocodc_jax as cc
@@ -21,6 +21,8 @@ from cocodc_jax.files import read_lines, writing
 from cocodc_jax.run import config as run_config
 
 FILE = "rows.jsonl"
+# Settings that decide which text is read.
+_OF_TEXT = ("dataset", "text_field", "tokenizer", "undecodable", "validation_fraction")
 Row = dict[str, Any]
 Config = Mapping[str, Any]  # As `TrainConfig.to_json` has it.
 
@@ -53,6 +55,26 @@ def read(folder: pathlib.Path) -> list[Row]:
         rows = read_lines(path, _known, "row of a sweep")
         found |= {row["row"]: row for row in rows}
     return list(found.values())
+
+
+def check_texts(found: Sequence[Row]) -> None:
+    """Refuse rows of one data set whose text differs: their losses do not compare.
+
+    The same flags may read other files on another machine, or later. Rows of earlier
+    versions do not say what they read.
+    """
+    first: dict[str, Row] = {}
+    for row in found:
+        if "text" not in row:
+            continue
+        of_data = {name: row["config"]["data"].get(name) for name in _OF_TEXT}
+        other = first.setdefault(json.dumps(of_data), row)
+        if other["text"] != row["text"]:
+            raise ValueError(
+                f"dataset={of_data['dataset']!r} of row {row['row']} is another text "
+                f"({row['text']}) than that of row {other['row']} ({other['text']}): "
+                "their losses do not compare; keep the rows of one text in a folder"
+            )
 
 
 def _known(row: Row) -> Row:

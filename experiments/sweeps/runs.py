@@ -110,6 +110,12 @@ def check_data(settings: Sequence[Setting], seed: int) -> None:
             build.build_evaluate(config, model, mesh, text)
 
 
+def text_of(config: TrainConfig) -> str:
+    """Return a digest of the text and the tokenizer of a run, equal on all machines."""
+    text = open_text(config.data, config.run.regions, None)
+    return text.fingerprint.partition(", length ")[0]
+
+
 def _num_devices(setting: Setting) -> int:
     run = setting.config.run
     return max(run.regions * run.devices_per_region, run.devices) + run.outer_channels

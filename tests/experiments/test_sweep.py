@@ -376,6 +376,22 @@ def test_what_a_kill_left_of_a_line_is_dropped(tmp_path):
         rows.read(tmp_path)
 
 
+def test_rows_of_two_texts_are_refused(tmp_path):
+    """As of two machines with other files at the same path."""
+    first, second = (
+        written(Row(table(GRID).settings[0], seed, "final", ()), 1.0) for seed in (0, 1)
+    )
+    rows.append(tmp_path, first | {"text": "text-1, bytes"})
+    rows.append(tmp_path, second)  # Of an earlier version.
+    rows.check_texts(rows.read(tmp_path))
+    rows.append(tmp_path, second | {"text": "text-1, bytes"})
+    rows.check_texts(rows.read(tmp_path))
+    rows.append(tmp_path, second | {"text": "text-2, bytes"})
+    told = r"is another text \(text-2, bytes\) than that of row .* \(text-1, bytes\)"
+    with pytest.raises(ValueError, match=told):
+        rows.check_texts(rows.read(tmp_path))
+
+
 def test_a_row_that_cannot_be_written_names_its_file(tmp_path):
     (tmp_path / rows.FILE).mkdir()
     with pytest.raises(UnwritableError, match=r"rows.jsonl cannot be written \(Is a d"):
