@@ -211,9 +211,7 @@ def build_program(
     """Return the method around the model's loss; compiles nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnevenFragmentsWarning)
-        program = _program(config, model, mesh, place)
-    _say_if_uneven(config, program)
-    return program
+        return _program(config, model, mesh, place)
 
 
 def _program(
@@ -254,8 +252,11 @@ def _program(
     )
 
 
-def _say_if_uneven(config: TrainConfig, program: cc.RegionProgram) -> None:
-    """Name the flag that makes fragments even, unless a preset has them as they are."""
+def say_if_uneven(config: TrainConfig, program: cc.RegionProgram) -> None:
+    """Name the flag that makes fragments even, unless a preset has them as they are.
+
+    In place of the warning of `RegionProgram`, which names its argument.
+    """
     sizes = program.fragments.num_params
     if max(sizes) <= 2 * min(sizes) or jax.process_index():
         return

@@ -131,7 +131,16 @@ def define(
         parser = _CountOrWord()
     else:
         parser = flags.ArgumentParser()
-    flags.DEFINE(parser, name, default, text, flag_values=flag_values, **settings)
+    flags.DEFINE(
+        parser,
+        name,
+        default,
+        text,
+        flag_values=flag_values,
+        # Without one absl cannot write the flag as it was given.
+        serializer=flags.ArgumentSerializer(),
+        **settings,
+    )
 
 
 def define_words(
@@ -142,4 +151,11 @@ def define_words(
     flag_values: flags.FlagValues,
 ) -> None:
     """Define a flag whose value is one of a few words."""
-    flags.DEFINE(_Word(words), name, default, text, flag_values=flag_values)
+    flags.DEFINE(
+        _Word(words),
+        name,
+        default,
+        text,
+        flag_values=flag_values,
+        serializer=flags.ArgumentSerializer(),
+    )

@@ -32,7 +32,7 @@ from cocodc_jax.run import attend, resume, timeline
 from cocodc_jax.run.adoption import Source
 from cocodc_jax.run.attend import NO_TRACKING, Tracking
 from cocodc_jax.run.bucket import Bucket
-from cocodc_jax.run.build import init_params
+from cocodc_jax.run.build import init_params, say_if_uneven
 from cocodc_jax.run.config import TrainConfig, dumps, kind_of
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
 from cocodc_jax.run.fault_watch import FaultWatch
@@ -250,6 +250,7 @@ class Session:
             attend.progress_bar(self.config, state.step, console) as bar,
         ):
             if state.step < run.steps:
+                say_if_uneven(self.config, self.program)
                 bar.say(attend.beginning(self, state.step))
             earlier_s = position.get("seconds", 0.0)
             watch = attend.Watch(

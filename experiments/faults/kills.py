@@ -139,13 +139,13 @@ class Chaos:
         took_part, told = self._took_part(region), self.regions[region].end()
         self.ends.append({"region": region, "took_part": took_part, "ended": told})
         append_line(self._workdir / ENDS_FILE, self.ends[-1])
-        print(f"region {region} ended by itself with {told}", file=sys.stderr)
+        print(f"region {region} by itself {told}", file=sys.stderr)
         self._vain[region] = 0 if took_part else self._vain[region] + 1
         if self._vain[region] == _VAIN_LIVES:
             self._kill_all()
             raise RefusedError(
-                f"region {region} ended {_VAIN_LIVES} times before it took part, at "
-                f"last with {told}"
+                f"region {region} ended {_VAIN_LIVES} times before it took part: at "
+                f"last it {told}"
             )
 
     def _kill_all(self) -> None:

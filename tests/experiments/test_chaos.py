@@ -117,11 +117,16 @@ def test_what_a_region_refuses_ends_the_run(tmp_path):
 def test_a_region_that_ends_again_and_again_is_given_up(tmp_path, capsys):
     program = child("import sys; sys.exit('no room')")
     hit = kills.Chaos(tmp_path, [children.Region(program, tmp_path / "0.log")])
-    message = "region 0 ended 5 times before it took part, at last with 1, .*: no room"
+    message = (
+        "region 0 ended 5 times before it took part: at last it ended with exit code "
+        "1, .*: no room"
+    )
     with pytest.raises(kills.RefusedError, match=message):
         hit.run(0, 8, seed=0, gap_s=1, restart_s=0)
     assert hit.regions[0].lives == 5
-    assert capsys.readouterr().err.count("region 0 ended by itself with 1") == 5
+    assert (
+        capsys.readouterr().err.count("region 0 by itself ended with exit code 1") == 5
+    )
     end = {"region": 0, "took_part": False}
     assert [end | {"ended": x["ended"]} for x in hit.ends] == hit.ends
     assert kills.lines(tmp_path / kills.ENDS_FILE) == hit.ends
