@@ -75,7 +75,7 @@ OWN_FLAGS = (
         "fault",
     ),
     ("fault_s", 60.0, "with --scenario: seconds that the fault lasts"),
-    ("plan", pathlib.Path, "TOML file with the faults of a run, in place of kills"),
+    ("plan", pathlib.Path, "file (TOML) with the faults of a run, in place of kills"),
     ("workdir", pathlib.Path, "folder of the run"),
     ("unbroken", True, "also train a run without kills"),
     ("only_members", True, "wait with a kill until all regions take part"),
