@@ -51,7 +51,9 @@ def start_code(block, folder, **variables):
     """Run a block as a script of its own, in a folder that is not the checkout."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
-    words = [sys.executable, "-W", "error", "-c", block]
+    # Other processes write to the cache of compiled programs meanwhile.
+    half_written = "ignore:Error reading persistent compilation"
+    words = [sys.executable, "-W", "error", "-W", half_written, "-c", block]
     return subprocess.Popen(words, cwd=folder, env=environment, text=True, **pipes)
 
 
