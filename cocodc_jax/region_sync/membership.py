@@ -18,19 +18,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from cocodc_jax._version import __version__
 from cocodc_jax.core.state import AppliedSync, InFlight, SyncId, TrainState, landed
 from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
-from cocodc_jax.elastic.messages import Mark
 from cocodc_jax.elastic.objects import reach
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.exchange.digests import Marker
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sharding.gather import gather
 from cocodc_jax.train import joining
+from cocodc_jax.train.reporting import Reporter
 
 PyTree = Any
 
@@ -58,13 +56,8 @@ class Membership:
         self._run = _digest(program, run)
         self._should_stop = should_stop
         self._link: Any = None
-        # The last outer parameters in common with the regions that were missed, and
-        # those regions.
-        self._missed: frozenset[int] = frozenset()
-        self._shared: PyTree = None
-        self._seats: frozenset[int] = frozenset()
+        self._reporter: Reporter | None = None
         self._next_report_s = 0.0
-        self._marker = Marker()
         self._in_flight: dict[SyncId, InFlight] = {}
 
     @property
@@ -121,7 +114,7 @@ class Membership:
         copy = link.join(2 * timing.start_s + timing.grace_s)
         self._program.elastic.in_mean.clear()
         self._program.elastic.link = link
-        self._seats = frozenset(link.view.seats)
+        self._reporter = Reporter(self._program, link)
 
         if copy is not None:
             if carried is None and state.step > copy.step:
@@ -133,51 +126,15 @@ class Membership:
             if carried is not None and is_led_by not in carried.missed:
                 carried = carried._replace(shared=None)
             state = joining.adopt(self._program, params, key, copy, carried)
-        self._missed, self._shared = frozenset(), None
-        self._marker = Marker()
         return state
 
     def report(self, state: TrainState, applied: Sequence[AppliedSync] = ()) -> None:
-        """Report to the others how far this region is, and let in those that wait.
-
-        Args:
-          state: after the events of its step.
-          applied: the syncs that were merged since the last report. Regions compare
-            what their outer models were after them.
-
-        Raises:
-          LeftBehindError: if the others went on without this region, or its outer model
-            is not theirs; `state` of the error is what it carries.
-          SupersededError: if this region was started again elsewhere.
-        """
-        if self._link is None:
+        """Report to the others, see `Reporter.report`; nothing once the link ended."""
+        if self._link is None or self._reporter is None:
             return
         assert state.sync is not None
         self._in_flight = state.sync.in_flight
-        starts = [start for _, start in state.sync.in_flight]
-        oldest = min(starts, default=state.step)
-        self._note_shared(state)
-        marks: Sequence[Mark] = ()
-        # With late merges regions take the same outer steps at different times.
-        if self._place.late_mean == "wait":
-            for sync in applied:
-                k = sync.fragment_id
-                part = state.sync.outer.params[k]
-                self._marker.applied((k, sync.start_step), part)
-            marks = self._marker.ready()
-        try:
-            waiting = self._link.at(oldest, marks)
-        except LeftBehindError as error:
-            flights = {k: landed(x) for k, x in state.sync.in_flight.items()}
-            sync = dataclasses.replace(state.sync, in_flight=flights)
-            state = dataclasses.replace(state, sync=sync)
-            error.state = joining.Carried(
-                state, self._shared, self._missed, self._link.boot
-            )
-            raise
-        for region, boot in waiting.items():
-            copy = joining.copy_of(self._program, state)
-            self._link.let_in(region, boot, copy, oldest)
+        self._reporter.report(state, applied)
 
     def is_due(self) -> bool:
         """Return whether the last report was a beat ago, or more."""
@@ -186,19 +143,6 @@ class Membership:
             return False
         self._next_report_s = now_s + self._place.timing.beat_s
         return True
-
-    def _note_shared(self, state: TrainState) -> None:
-        """Keep the outer parameters that both parts of a cut network share."""
-        assert state.sync is not None
-        now = frozenset(self._link.view.seats)
-        missed = self._seats - now
-        self._seats = now
-        if missed:
-            self._missed = missed
-            self._shared = jax.tree.map(jnp.copy, state.sync.outer.params)
-        self._missed -= now
-        if not self._missed:
-            self._shared = None
 
     def finish(self) -> None:
         """Wait at the end of a run until the others need no decision of this region."""

@@ -13,19 +13,19 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from cocodc_jax.core.state import TrainState, landed
+from cocodc_jax.core.state import TrainState
 from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
-from cocodc_jax.elastic.messages import Mark, Snapshot, View
+from cocodc_jax.elastic.messages import Snapshot, View
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.exchange.digests import Marker, digest, here
+from cocodc_jax.exchange.digests import digest, here
 from cocodc_jax.fields import Kind
 from cocodc_jax.files import append_line, read_lines
 from cocodc_jax.program.region_program import Output, RegionProgram
@@ -39,6 +39,7 @@ from cocodc_jax.run.resume import CLOCK, ResumeError
 from cocodc_jax.sharding.gather import gather
 from cocodc_jax.train import joining
 from cocodc_jax.train.hooks import Hooks
+from cocodc_jax.train.reporting import Reporter
 from cocodc_jax.train.run_steps import MAX_SCAN_STEPS, scan_steps
 
 if TYPE_CHECKING:
@@ -61,13 +62,10 @@ class Attendance:
         digests: bool,
         num_regions: int = 1,
     ):
-        self._program, self._exchange, self._link = program, program.elastic, link
+        self._exchange, self._link = program.elastic, link
         self._folder, self._digests = folder, digests
         self._num_regions = num_regions
-        self._view, self._missed, self._shared = link.view, frozenset(), None
-        # With late merges, regions take the same outer steps at different times.
-        self._compares = link.place.late_mean == "wait"
-        self._marker = Marker()
+        self._reporter = Reporter(program, link)
         self.step = 0  # The last one that was reported to the others.
         # The step since which no other region takes part; None if one does.
         self.alone_since: int | None = None
@@ -88,25 +86,9 @@ class Attendance:
     def _handed_out(self, state: TrainState, output: Output) -> None:
         """Report this region's progress to the others, and admit regions that wait."""
         assert state.sync is not None
-        starts = [start for _, start in state.sync.in_flight]
         self._note_alone()
-        self.step, oldest = state.step, min(starts, default=state.step)
-        self._note_shared(state)
-        marks = self._mark(state, output) if self._compares else ()
-        try:
-            waiting = self._link.at(oldest, marks)
-        except LeftBehindError as error:
-            # If it leads the run again, the others receive no mean of this link.
-            flights = {k: landed(x) for k, x in state.sync.in_flight.items()}
-            sync = dataclasses.replace(state.sync, in_flight=flights)
-            state = dataclasses.replace(state, sync=sync)
-            error.state = joining.Carried(
-                state, self._shared, self._missed, self._link.boot
-            )
-            raise
-        for region, boot in waiting.items():
-            copy = joining.copy_of(self._program, state)
-            self._link.let_in(region, boot, copy, oldest)
+        self.step = state.step
+        self._reporter.report(state, output.syncs)
         for sync in output.syncs:
             k = sync.fragment_id
             regions = self._exchange.in_mean.pop((k, sync.start_step), None)
@@ -126,36 +108,12 @@ class Attendance:
                 line["digest"] = hashlib.sha256(content).hexdigest()[:16]
             append_line(self._folder / SYNCS_FILE, line)
 
-    def _mark(self, state: TrainState, output: Output) -> Sequence[Mark]:
-        """Return what outer fragments were after earlier syncs; waits for nothing."""
-        assert state.sync is not None
-        last = {sync.fragment_id: sync.start_step for sync in output.syncs}
-        for k, start_step in last.items():
-            self._marker.applied((k, start_step), state.sync.outer.params[k])
-        return self._marker.ready()
-
     def _note_alone(self) -> None:
         """Note since which step this region has been the only one."""
         if len(self._link.view.seats) > 1 or self._num_regions == 1:
             self.alone_since = None
         elif self.alone_since is None:
             self.alone_since = self.step
-
-    def _note_shared(self, state: TrainState) -> None:
-        """Keep the last outer parameters that both parts of a cut network share.
-
-        Those are from the end of the turn in which the regions of the other part were
-        missed; it is not yet known which part goes on.
-        """
-        assert state.sync is not None
-        before, self._view = self._view, self._link.view
-        now = self._view.seats.keys()
-        if missed := before.seats.keys() - now:
-            self._missed = frozenset(missed)
-            self._shared = jax.tree.map(jax.numpy.copy, state.sync.outer.params)
-        self._missed -= now
-        if not self._missed:
-            self._shared = None
 
 
 def _number(view: View, place: Place) -> int:

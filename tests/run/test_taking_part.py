@@ -19,6 +19,7 @@ from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.processes import Processes
 from cocodc_jax.run.resume import ResumeError
 from cocodc_jax.run.taking_part import SYNCS_FILE, last_merge, run_digest
+from cocodc_jax.train import reporting
 from experiments import train
 
 PLACE = Place(1, ("a:1", "b:1", "c:1"), b"k" * 32, Timing(start_s=7))
@@ -80,7 +81,7 @@ def test_what_was_last_in_common_is_of_the_regions_that_are_missed():
         return mock.Mock(sync=mock.Mock(outer=outer))
 
     link = mock.Mock(view=view(0, 1, 2, 3))
-    attendance = taking_part.Attendance(mock.Mock(), link, None, False)
+    reporter = reporting.Reporter(mock.Mock(), link)
     for value, regions, missed, common in (
         (1, (1, 2, 3), {0}, 1),
         (2, (1, 2, 3), {0}, 1),
@@ -90,9 +91,9 @@ def test_what_was_last_in_common_is_of_the_regions_that_are_missed():
         (6, (0, 1, 2, 3), set(), None),
     ):
         link.view = view(*regions)
-        attendance._note_shared(state(value))
-        shared = attendance._shared and int(attendance._shared[0][0])
-        assert (attendance._missed, shared) == (missed, common)
+        reporter.note_shared(state(value))
+        shared = reporter.shared and int(reporter.shared[0][0])
+        assert (reporter.missed, shared) == (missed, common)
 
 
 # Of those that are missed since there was something in common; region 1 leads.
@@ -212,15 +213,15 @@ def test_a_region_of_several_processes_sees_no_lateness_by_its_own_clock():
 def test_marks_of_applied_syncs_are_reported_a_turn_later():
     """Of two syncs of a fragment in one turn, what is there is of the last."""
     link = mock.Mock(view=view(0, 1), place=PLACE)
-    attendance = taking_part.Attendance(mock.Mock(), link, None, False)
+    reporter = reporting.Reporter(mock.Mock(), link)
     outer = mock.Mock(params=({"w": jnp.zeros(3)}, {"w": jnp.ones(3)}))
     state = mock.Mock(sync=mock.Mock(outer=outer))
     applied = [(1, 4), (0, 6), (1, 8)]
     syncs = [mock.Mock(fragment_id=k, start_step=step) for k, step in applied]
 
-    marks = list(attendance._mark(state, mock.Mock(syncs=syncs)))
+    marks = list(reporter.mark(state, syncs))
     while len(marks) < 2:  # Nothing waits for a digest.
-        marks += attendance._mark(state, mock.Mock(syncs=[]))
+        marks += reporter.mark(state, [])
     assert [mark.sync for mark in marks] == [(1, 8), (0, 6)]
     assert [mark.scale for mark in marks] == [1, 0]
 

@@ -1,0 +1,92 @@
+"""What a region reports to the others after its events, and whom it lets in."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from cocodc_jax.core.state import AppliedSync, PyTree, TrainState, landed
+from cocodc_jax.elastic import inside
+from cocodc_jax.elastic.link import LeftBehindError, Link
+from cocodc_jax.elastic.messages import Mark
+from cocodc_jax.exchange.digests import Marker
+from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.train import joining
+
+
+class Reporter:
+    """Reports a region's progress over one link.
+
+    Attributes:
+      missed: the regions that the last change of view has lost.
+      shared: the last outer parameters in common with them; None if none is missed.
+    """
+
+    def __init__(
+        self, program: RegionProgram, link: Link | inside.Speaker | inside.Listener
+    ):
+        self._program, self._link = program, link
+        self._view = link.view
+        self.missed: frozenset[int] = frozenset()
+        self.shared: PyTree = None
+        # With late merges, regions take the same outer steps at different times.
+        self._compares = link.place.late_mean == "wait"
+        self._marker = Marker()
+
+    def report(self, state: TrainState, syncs: Sequence[AppliedSync] = ()) -> None:
+        """Report how far this region is, and let in the regions that wait.
+
+        Args:
+          state: after the events of its step.
+          syncs: those that were merged since the last report. Regions compare what
+            their outer models were after them.
+
+        Raises:
+          LeftBehindError: if the others went on without this region, or its outer model
+            is not theirs; `state` of the error is what it carries.
+          SupersededError: if this region was started again elsewhere.
+        """
+        assert state.sync is not None
+        starts = [start for _, start in state.sync.in_flight]
+        oldest = min(starts, default=state.step)
+        self.note_shared(state)
+        marks = self.mark(state, syncs) if self._compares else ()
+        try:
+            waiting = self._link.at(oldest, marks)
+        except LeftBehindError as error:
+            # If it leads the run again, the others receive no mean of this link.
+            flights = {k: landed(x) for k, x in state.sync.in_flight.items()}
+            sync = dataclasses.replace(state.sync, in_flight=flights)
+            state = dataclasses.replace(state, sync=sync)
+            error.state = joining.Carried(
+                state, self.shared, self.missed, self._link.boot
+            )
+            raise
+        for region, boot in waiting.items():
+            copy = joining.copy_of(self._program, state)
+            self._link.let_in(region, boot, copy, oldest)
+
+    def mark(self, state: TrainState, syncs: Sequence[AppliedSync]) -> Sequence[Mark]:
+        """Return what outer fragments were after earlier syncs; waits for nothing."""
+        assert state.sync is not None
+        last = {sync.fragment_id: sync.start_step for sync in syncs}
+        for k, start_step in last.items():
+            self._marker.applied((k, start_step), state.sync.outer.params[k])
+        return self._marker.ready()
+
+    def note_shared(self, state: TrainState) -> None:
+        """Keep the last outer parameters that both parts of a cut network share.
+
+        Those are from the end of the turn in which the regions of the other part were
+        missed; it is not yet known which part goes on.
+        """
+        assert state.sync is not None
+        before, self._view = self._view, self._link.view
+        now = self._view.seats.keys()
+        if missed := before.seats.keys() - now:
+            self.missed = frozenset(missed)
+            self.shared = jax.tree.map(jnp.copy, state.sync.outer.params)
+        self.missed -= now
+        if not self.missed:
+            self.shared = None
