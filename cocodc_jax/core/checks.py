@@ -99,9 +99,7 @@ def check_inner_state(
     if method.sync is None:
         return copies
 
-    for kind, why in inner_state.REFUSED.items():
-        if kind in kinds:
-            raise ValueError(f"the inner optimizer is not for regions: {why}")
+    _refuse(kinds)
     if copies.unknown and user_inputs.on_merge is None:
         raise ValueError(
             f"the inner optimizer's state has a copy of the parameters at "
@@ -113,12 +111,17 @@ def check_inner_state(
     return copies
 
 
-def check_passed(state: PyTree) -> None:
-    """Refuse an optimizer that needs what `RegionProgram` does not pass to it."""
-    kinds = inner_state.kinds_in(state)
+def _refuse(kinds: set[str]) -> None:
+    """Refuse an inner optimizer that no region can have."""
     for kind, why in inner_state.REFUSED.items():
         if kind in kinds:
             raise ValueError(f"the inner optimizer is not for regions: {why}")
+
+
+def check_passed(state: PyTree) -> None:
+    """Refuse an optimizer that needs what `RegionProgram` does not pass to it."""
+    kinds = inner_state.kinds_in(state)
+    _refuse(kinds)
     reasons = [why for kind, why in inner_state.NOT_IN_PROGRAM.items() if kind in kinds]
     if any(sam.cache is None for sam in nodes_of(optax.contrib.SAMState, state)):
         reasons.append("needs grad_fn")

@@ -29,8 +29,9 @@ from cocodc_jax import methods
 from cocodc_jax.core.state import AppliedSync, RegionState, SyncState, TrainState
 from cocodc_jax.elastic.link import AskedToStopError, LeftBehindError
 from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.program.frozen import copied
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.region_sync.layout import copied, first_region, layout_of
+from cocodc_jax.region_sync.layout import first_region, layout_of
 from cocodc_jax.region_sync.membership import Membership, say_return
 from cocodc_jax.region_sync.trees import Leaves, Selection
 from cocodc_jax.region_sync.window import Step, Window
@@ -216,9 +217,7 @@ class RegionSync:
         if self._membership is None:
             return params, state
         first = self.layout.first(self.selection.take(params))
-        run = TrainState(
-            self._no_region(state), state.sync, state.step, state.bytes_sent
-        )
+        run = self._without_params(state)
         joined = self._membership.join(run, first, self._run_key)
         if joined is run:
             return params, state
@@ -356,9 +355,7 @@ class RegionSync:
         """
         if self._membership is None:
             return params, state
-        run = TrainState(
-            self._no_region(state), state.sync, state.step, state.bytes_sent
-        )
+        run = self._without_params(state)
         try:
             self._membership.report(run)
         except LeftBehindError as error:
@@ -410,7 +407,7 @@ class RegionSync:
         Leaves that are not averaged are those of `like`, of the first region where it
         has an axis of regions. Regional outer models are averaged.
         """
-        run = TrainState(self._no_region(state), state.sync, state.step)
+        run = self._without_params(state)
         if self._is_regional:
             run = self._entered(like, state, state.step, copies=True)
         return self._one_tree(like, self.program.outer_params(run))
@@ -428,7 +425,7 @@ class RegionSync:
         Waits for means that other regions have not sent yet, and for what the schedule
         has to read.
         """
-        run = TrainState(self._no_region(state), state.sync, state.step)
+        run = self._without_params(state)
         run = self.program.synchronize(run)
         assert run.sync is not None
         arrays = {"sync": run.sync.arrays, "keys": state.keys}
@@ -510,7 +507,7 @@ class RegionSync:
         """Return the engine's state at a step, with the trainer's parameters."""
         arrays = self.selection.take(params)
         if copies or not self._donates:
-            arrays = jax.tree.map(copied, arrays)
+            arrays = copied(arrays)
         moments = ()
         if self._second_moment is not None and needs.wants_state(self.method.needs):
             if opt_state is None:
@@ -519,7 +516,7 @@ class RegionSync:
                     "moment: pass after_step(..., opt_state=)"
                 )
             found = self.selection.take(self._second_moment(opt_state))
-            moments = self.layout.enter(jax.tree.map(copied, found))
+            moments = self.layout.enter(copied(found))
         region = RegionState(
             params=self.layout.enter(arrays),
             opt_state=moments,
@@ -531,8 +528,10 @@ class RegionSync:
         """Return the regions' PRNG key data of a step, uint32 `[R, 2]`."""
         return self._fold(state.keys, np.int32(step))
 
-    def _no_region(self, state: RegionSyncState) -> RegionState:
-        return RegionState(params={}, opt_state=(), key=state.keys)
+    def _without_params(self, state: RegionSyncState) -> TrainState:
+        """Return the engine's state, for what reads no parameters."""
+        region = RegionState(params={}, opt_state=(), key=state.keys)
+        return TrainState(region, state.sync, state.step, state.bytes_sent)
 
     def _left(self, params: PyTree, run: TrainState) -> PyTree:
         """Return the trainer's tree and shardings with the engine's parameters."""

@@ -23,11 +23,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax.program.frozen import copied
 from cocodc_jax.region_sync.trees import Leaves
 from cocodc_jax.sharding import transfer
 from cocodc_jax.sharding.mesh import (
@@ -78,7 +78,7 @@ class Layout:
         if not self.has_region_axis:
             arrays = _with_axis(arrays)
         return {
-            path: relabeled(x, self._regional(path), self._shape(x))
+            path: relabeled(x, self.regional(path), self._shape(x))
             for path, x in arrays.items()
         }
 
@@ -94,7 +94,7 @@ class Layout:
         if self.form == "processes":
             return transfer.put(jax.tree.map(np.asarray, arrays), where)
         if self.form == "own":
-            return jax.device_put(jax.tree.map(copied, arrays), where)
+            return jax.device_put(copied(arrays), where)
         take = jax.jit(
             lambda arrays: {path: x[0] for path, x in arrays.items()},
             out_shardings=where,
@@ -141,7 +141,8 @@ class Layout:
             return x.shape
         return (jax.process_count(), *x.shape[1:])
 
-    def _regional(self, path: str) -> NamedSharding:
+    def regional(self, path: str) -> NamedSharding:
+        """Return the engine's sharding of an averaged array, `[R, ...]`."""
         return NamedSharding(self.mesh, P(REGION, *self.specs[path]))
 
 
@@ -208,11 +209,6 @@ def relabeled(x: Any, sharding: Sharding, shape: tuple[int, ...] | None = None) 
         return jax.device_put(x, sharding)
     shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-def copied(x: jax.Array) -> jax.Array:
-    """Return a copy that donating the original leaves alone."""
-    return jnp.array(x, copy=True)
 
 
 def first_region(x: Any) -> Any:

@@ -55,10 +55,7 @@ class Window:
         ]
         self._rest = [i for i in range(len(leaves)) if i not in set(self._averaged)]
 
-        regional = {
-            path: NamedSharding(layout.mesh, P("region", *spec))
-            for path, spec in layout.specs.items()
-        }
+        regional = {path: layout.regional(path) for path in layout.specs}
         self._steps = InnerSteps(
             run=self._run,
             region=RegionState(
