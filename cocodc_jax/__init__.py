@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from cocodc_jax.core.optimizer import synchronized as synchronized
     from cocodc_jax.elastic.place import Place as Place
     from cocodc_jax.elastic.place import Timing as Timing
-    from cocodc_jax.exchange.transport import Transport as Transport
+    from cocodc_jax.engine.mesh import make_mesh as make_mesh
+    from cocodc_jax.engine.mesh import use_cpu_devices as use_cpu_devices
+    from cocodc_jax.engine.transport import Transport as Transport
     from cocodc_jax.program.region_program import RegionProgram as RegionProgram
     from cocodc_jax.region_sync.after_step import RegionSync as RegionSync
-    from cocodc_jax.sharding.mesh import make_mesh as make_mesh
-    from cocodc_jax.sharding.mesh import use_cpu_devices as use_cpu_devices
     from cocodc_jax.sync.cutting import cut as cut
     from cocodc_jax.sync.inner_state import merge_opt_state as merge_opt_state
     from cocodc_jax.sync.model_state import ModelState as ModelState

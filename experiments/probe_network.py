@@ -6,7 +6,7 @@ r"""Measures how fast this framework's exchanges cross a network between CPU dev
 Run the same command in every region, under a launcher that sets COCODC_PROCESS_ID,
 COCODC_NUM_PROCESSES and COCODC_COORDINATOR_ADDRESS, as the lab does. A float32 vector
 crosses as a fragment does in training, on one CPU device a process: uncompressed by
-both all-reduces (`exchange/collectives.py`), compressed by both all-gathers. The
+both all-reduces (`engine/collectives.py`), compressed by both all-gathers. The
 processes pause before each exchange, as between two fragments, because TCP restarts
 slowly after a pause. Large vectors go first and open TCP's windows for the others. On
 new connections small vectors take longer, up to a fifth in the lab.
@@ -31,6 +31,7 @@ import numpy as np
 from absl.flags import FlagValues
 from rich.console import Console
 
+from cocodc_jax.engine.transfer import gather
 from cocodc_jax.files import write_whole
 from cocodc_jax.netlab import plan
 from cocodc_jax.netlab.probe import (
@@ -45,7 +46,6 @@ from cocodc_jax.network.links import Link, LinkState, uniform
 from cocodc_jax.run.messages import check_numbers, while_writable
 from cocodc_jax.run.processes import COUNT, Processes, failing_alone
 from cocodc_jax.run.resume import make_folder
-from cocodc_jax.sharding.gather import gather
 
 from . import program
 

@@ -34,7 +34,7 @@ import rich
 import rich.console
 from absl.flags import FlagValues
 
-from cocodc_jax.exchange.collectives import ALL_REDUCES
+from cocodc_jax.engine.collectives import ALL_REDUCES
 from cocodc_jax.files import write_whole
 from cocodc_jax.network import exchanges, placement, plan, published, swarm, trace
 from cocodc_jax.network.faults import Finding, watch_links

@@ -31,10 +31,10 @@ from cocodc_jax.aot.collectives import BETWEEN_SLICES, Collective, collectives
 from cocodc_jax.aot.programs import Built, device_of
 from cocodc_jax.aot.targets import Target
 from cocodc_jax.chips import Chip
-from cocodc_jax.exchange.programs import LoweredProgram
+from cocodc_jax.engine.devices import LoweredProgram
+from cocodc_jax.engine.mesh import REGION
 from cocodc_jax.netlab import children
 from cocodc_jax.run.config import TrainConfig
-from cocodc_jax.sharding.mesh import REGION
 
 Begins = Callable[[str, int, int], None]
 Record = dict[str, Any]

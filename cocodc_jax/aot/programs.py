@@ -13,15 +13,15 @@ from cocodc_jax import models
 from cocodc_jax.aot.costs import written_flops
 from cocodc_jax.aot.targets import GPUS_PER_HOST, Target
 from cocodc_jax.chips import Chip
-from cocodc_jax.exchange.programs import LoweredProgram
+from cocodc_jax.engine.devices import LoweredProgram
+from cocodc_jax.engine.mesh import DATA, EXPERT, REGION, SEQUENCE
+from cocodc_jax.engine.transfer import PINNED
 from cocodc_jax.expert_leaves import expert_axis
 from cocodc_jax.models.dispatch import rows_of_a_round
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.run.build import build_program, check_model, mesh_of
 from cocodc_jax.run.config import TrainConfig
 from cocodc_jax.run.losses import judge, torus_steps
-from cocodc_jax.sharding.mesh import DATA, EXPERT, REGION, SEQUENCE
-from cocodc_jax.sharding.transfer import PINNED
 from cocodc_jax.sync.schedules.base import START, events_at
 from cocodc_jax.train.evaluate import list_evaluate
 from cocodc_jax.train.run_steps import MAX_SCAN_STEPS

@@ -1,7 +1,7 @@
 """Means over regions inside a program, by the name of a mapped axis.
 
 The axis is one of a mesh inside `jax.shard_map`, or of `jax.vmap`. Pairwise and ring
-averages use one permutation, as others are in `exchange/in_program.py`.
+averages use one permutation, as others are in `engine/crossing.py`.
 """
 
 import functools

@@ -152,7 +152,7 @@ class SyncState:
     # and name of a need. They stay on their devices until it has to choose.
     observed: tuple[dict[int, dict[str, jax.Array]], ...] = ()
     # Starts of this step that wait for the inner steps after it, see
-    # `program/segment.py`; never in a checkpoint.
+    # `engine/segment.py`; never in a checkpoint.
     leaving: tuple[Event, ...] = ()
 
     @property
@@ -207,7 +207,7 @@ class TrainState:
       step: inner steps done.
       bytes_sent: bytes one region has sent.
       frozen: parameters that are not trained, one copy for all regions, see
-        `program/frozen.py`; `()` if all are trained.
+        `engine/frozen.py`; `()` if all are trained.
     """
 
     region: RegionState

@@ -12,11 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from cocodc_jax.exchange import between_hosts, collectives
+from cocodc_jax.engine import between_hosts, collectives, mesh, transfer
+from cocodc_jax.engine.mesh import outer_rows, outer_sharding
 from cocodc_jax.network.collectives import MODELS, collective_cost
 from cocodc_jax.network.links import LinkState
-from cocodc_jax.sharding import mesh, transfer
-from cocodc_jax.sharding.outer_mesh import outer_rows, outer_sharding
 
 # By the names of the runtime; what `cocodc_jax.network` calls them.
 COLLECTIVES = {

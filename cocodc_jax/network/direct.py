@@ -1,6 +1,6 @@
 """Seconds of this package's exchanges between processes, message by message.
 
-`exchange/collectives.py` sums a vector over M processes in two exchanges, in
+`engine/collectives.py` sums a vector over M processes in two exchanges, in
 each of which every process sends every other a part, one M-th; it gathers messages in
 one, in which a part is a whole message. XLA hands an exchange to gloo, which keeps one
 connection between two processes and sends a part only when its receiver has said that

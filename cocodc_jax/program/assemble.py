@@ -26,16 +26,11 @@ from cocodc_jax.core.checks import (
 )
 from cocodc_jax.core.state import TrainState
 from cocodc_jax.core.sync import make_correct
-from cocodc_jax.exchange.base import Exchange, SyncSpec
-from cocodc_jax.exchange.programs import Devices
-from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.program import inner_step as step
-from cocodc_jax.program.batches import Batches
-from cocodc_jax.program.executor import Executor
-from cocodc_jax.program.frozen import Trainable, find_trained, split, without_masks
-from cocodc_jax.program.region_state import InitState, RegionMetrics
-from cocodc_jax.program.segment import InnerSteps
-from cocodc_jax.sharding.mesh import (
+from cocodc_jax.engine.crossing import Exchange, SyncSpec
+from cocodc_jax.engine.devices import Devices
+from cocodc_jax.engine.executor import Executor
+from cocodc_jax.engine.frozen import Trainable, find_trained, split, without_masks
+from cocodc_jax.engine.mesh import (
     EXPERT,
     INSIDE,
     REGION,
@@ -43,9 +38,18 @@ from cocodc_jax.sharding.mesh import (
     make_mesh,
     trace_without_mesh_if_needed,
 )
-from cocodc_jax.sharding.outer_placement import OuterPlacement
-from cocodc_jax.sharding.region_map import LocalRegions
-from cocodc_jax.sharding.shardings import Shardings, memory_kind, with_shardings
+from cocodc_jax.engine.placement import (
+    OuterPlacement,
+    Shardings,
+    memory_kind,
+    with_shardings,
+)
+from cocodc_jax.engine.region_map import LocalRegions
+from cocodc_jax.engine.region_state import InitState, RegionMetrics
+from cocodc_jax.engine.segment import InnerSteps
+from cocodc_jax.engine.transport import Transport
+from cocodc_jax.program import inner_step as step
+from cocodc_jax.program.batches import Batches
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.accumulation import Accumulation
 from cocodc_jax.sync.accumulation import find as find_accumulation

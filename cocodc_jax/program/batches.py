@@ -19,8 +19,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.sharding import transfer
-from cocodc_jax.sharding.mesh import REGION, batch_axes
+from cocodc_jax.engine import transfer
+from cocodc_jax.engine.mesh import REGION, batch_axes
 from cocodc_jax.transforms.layers import named_leaves
 
 PyTree = Any

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.sharding import transfer
+from cocodc_jax.engine import transfer
 from cocodc_jax.sync.accumulation import NONE, Accumulation
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.inner_counts import at_steps, has_counts
@@ -65,11 +65,6 @@ def mean_over_all(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x[0]
     return widen(x).mean(0).astype(x.dtype) if is_float(x) else x.max(0)
-
-
-def shardings_of(tree: PyTree) -> PyTree:
-    """Return the shardings of arrays, or of their shapes."""
-    return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def inside(tree: PyTree) -> PyTree:

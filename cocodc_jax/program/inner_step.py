@@ -17,16 +17,16 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import OuterState, RegionState
-from cocodc_jax.exchange.collectives import averaged, gather_all, mean_for_all
-from cocodc_jax.program.batches import scan
-from cocodc_jax.program.frozen import joined
-from cocodc_jax.sharding.mesh import REGION, wants_flat_buffer
-from cocodc_jax.sharding.region_map import (
+from cocodc_jax.engine.collectives import averaged, gather_all, mean_for_all
+from cocodc_jax.engine.frozen import joined
+from cocodc_jax.engine.mesh import REGION, wants_flat_buffer
+from cocodc_jax.engine.placement import load, offload
+from cocodc_jax.engine.region_map import (
     LocalRegions,
     for_all_regions,
     where_participating,
 )
-from cocodc_jax.sharding.shardings import load, offload
+from cocodc_jax.program.batches import scan
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState, StatefulLossFn, carried
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.transforms.extra_args import with_named_extras

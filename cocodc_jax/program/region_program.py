@@ -19,10 +19,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import AppliedSync, TrainState
-from cocodc_jax.exchange.base import Times
-from cocodc_jax.exchange.elastic_exchange import ElasticExchange
-from cocodc_jax.exchange.programs import Devices, LoweredProgram, Recorder
-from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.engine import transfer
+from cocodc_jax.engine.crossing import Times
+from cocodc_jax.engine.devices import Devices, LoweredProgram, Recorder
+from cocodc_jax.engine.elastic_exchange import ElasticExchange
+from cocodc_jax.engine.frozen import Trainable, copied, joined, split
+from cocodc_jax.engine.mesh import methods_in_own_context
+from cocodc_jax.engine.placement import shardings_of
+from cocodc_jax.engine.segment import InnerSteps
+from cocodc_jax.engine.transport import Transport
 from cocodc_jax.program.assemble import (
     Parts,
     assemble,
@@ -30,12 +35,7 @@ from cocodc_jax.program.assemble import (
     check_like,
     checked,
 )
-from cocodc_jax.program.fit import shardings_of
-from cocodc_jax.program.frozen import Trainable, copied, joined, split
-from cocodc_jax.program.segment import InnerSteps
 from cocodc_jax.program.warm_start import Adopted, Adoption
-from cocodc_jax.sharding import transfer
-from cocodc_jax.sharding.mesh import methods_in_own_context
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
@@ -121,7 +121,7 @@ class RegionProgram:
           local_regions: how a device computes several regions: "batched", "in_turn", or
             "auto", the faster of both; see `LocalRegions.of`.
           optimizer_memory: "device", or "host" to keep the inner optimizer's state in
-            host memory; see `sharding/shardings.py`.
+            host memory; see `engine/placement.py`.
           trainable: which parameters are trained: a tree of bools (or a prefix), a
             predicate on paths, "optimizer" for those that it updates, or None for all.
 

@@ -36,17 +36,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import OuterState, RegionState, SyncState, TrainState
+from cocodc_jax.engine import transfer
+from cocodc_jax.engine.frozen import joined, split
+from cocodc_jax.engine.placement import shardings_of
+from cocodc_jax.engine.region_map import for_all_regions
 from cocodc_jax.program.fit import (
     at_step,
     difference,
     inside,
     mean_over_all,
     recut,
-    shardings_of,
 )
-from cocodc_jax.program.frozen import joined, split
-from cocodc_jax.sharding import transfer
-from cocodc_jax.sharding.region_map import for_all_regions
 from cocodc_jax.sync.inner_keys import fold_keys, has_keys, with_keys_of
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.transforms.numerics import cast_like

@@ -28,14 +28,14 @@ import optax
 from cocodc_jax import methods
 from cocodc_jax.core.state import AppliedSync, RegionState, SyncState, TrainState
 from cocodc_jax.elastic.link import AskedToStopError, LeftBehindError
-from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.program.frozen import copied
+from cocodc_jax.engine.frozen import copied
+from cocodc_jax.engine.mesh import in_own_context
+from cocodc_jax.engine.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.region_sync.layout import first_region, layout_of
 from cocodc_jax.region_sync.membership import Membership, say_return
 from cocodc_jax.region_sync.trees import Leaves, Selection
 from cocodc_jax.region_sync.window import Step, Window
-from cocodc_jax.sharding.mesh import in_own_context
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method

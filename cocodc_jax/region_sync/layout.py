@@ -27,10 +27,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.program.frozen import copied
-from cocodc_jax.region_sync.trees import Leaves
-from cocodc_jax.sharding import transfer
-from cocodc_jax.sharding.mesh import (
+from cocodc_jax.engine import transfer
+from cocodc_jax.engine.frozen import copied
+from cocodc_jax.engine.mesh import (
     DATA,
     EXPERT,
     INSIDE,
@@ -40,6 +39,7 @@ from cocodc_jax.sharding.mesh import (
     STAGE,
     spec_axes,
 )
+from cocodc_jax.region_sync.trees import Leaves
 
 # In this order the trainer's axes inside a region take the engine's names. Of those
 # the engine gives a meaning to `data` (outer state is divided over it) and `expert`.

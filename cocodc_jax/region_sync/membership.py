@@ -25,8 +25,8 @@ from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.objects import reach
 from cocodc_jax.elastic.place import Place
+from cocodc_jax.engine.transfer import gather
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding.gather import gather
 from cocodc_jax.train import joining
 from cocodc_jax.train.reporting import Reporter
 

@@ -2,7 +2,7 @@
 
 On accelerators whose regions share a fabric a device runs one program after another, so
 a message in a program of its own blocks the steps. A window is a scan of the trainer's
-step with the starts before it and the merge after it, as `program/segment.py` builds it
+step with the starts before it and the merge after it, as `engine/segment.py` builds it
 from inner steps of our own: the compiler begins the collective before the loop and ends
 it after.
 """
@@ -18,10 +18,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import RegionState, TrainState
-from cocodc_jax.exchange.programs import LoweredProgram
-from cocodc_jax.program.segment import InnerSteps
+from cocodc_jax.engine.devices import LoweredProgram
+from cocodc_jax.engine.mesh import in_own_context
+from cocodc_jax.engine.segment import InnerSteps
 from cocodc_jax.region_sync.layout import relabeled
-from cocodc_jax.sharding.mesh import in_own_context
 
 if TYPE_CHECKING:
     from cocodc_jax.region_sync.after_step import RegionSync, RegionSyncState

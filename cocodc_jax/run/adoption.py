@@ -11,12 +11,12 @@ import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.core.state import TrainState
 from cocodc_jax.data.streams import TrainStream
+from cocodc_jax.engine.mesh import Mesh
 from cocodc_jax.fields import Kind
 from cocodc_jax.files import read_table
 from cocodc_jax.run.build import build_program, mesh_of
 from cocodc_jax.run.config import TrainConfig, kind_of
 from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE, position
-from cocodc_jax.sharding.mesh import Mesh
 from cocodc_jax.train.checkpoint import Checkpoints, steps_in
 
 

@@ -16,14 +16,7 @@ from cocodc_jax import models
 from cocodc_jax.core.checks import UnevenFragmentsWarning
 from cocodc_jax.data.text_data import TextData
 from cocodc_jax.elastic.place import MIN_KEY_BYTES, Place
-from cocodc_jax.files import say
-from cocodc_jax.run import losses
-from cocodc_jax.run.config import RunConfig, TrainConfig
-from cocodc_jax.run.optimizer_config import OptimizerConfig
-from cocodc_jax.run.presets import PRESETS
-from cocodc_jax.run.processes import check_shares
-from cocodc_jax.sharding.gather import gather
-from cocodc_jax.sharding.mesh import (
+from cocodc_jax.engine.mesh import (
     EXPERT,
     MODEL,
     REGION,
@@ -32,6 +25,13 @@ from cocodc_jax.sharding.mesh import (
     inner_devices,
     make_mesh,
 )
+from cocodc_jax.engine.transfer import gather
+from cocodc_jax.files import say
+from cocodc_jax.run import losses
+from cocodc_jax.run.config import RunConfig, TrainConfig
+from cocodc_jax.run.optimizer_config import OptimizerConfig
+from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.processes import check_shares
 from cocodc_jax.train.evaluate import make_evaluate
 from cocodc_jax.transforms.compensation import adam_second_moment
 

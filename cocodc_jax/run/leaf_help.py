@@ -6,8 +6,10 @@ from typing import get_args
 
 import cocodc_jax as cc
 from cocodc_jax.data.config import Partition, Undecodable
-from cocodc_jax.exchange.collectives import ALL_REDUCES
-from cocodc_jax.exchange.transport import EXCHANGES, OVERLAPS
+from cocodc_jax.engine.collectives import ALL_REDUCES
+from cocodc_jax.engine.placement import MEMORIES
+from cocodc_jax.engine.region_map import HOW_MAPPED
+from cocodc_jax.engine.transport import EXCHANGES, OVERLAPS
 from cocodc_jax.methods import METHODS
 from cocodc_jax.methods.decoupled_diloco import AVERAGES
 from cocodc_jax.methods.lt_admm import GRAPHS
@@ -21,8 +23,6 @@ from cocodc_jax.models.config import (
 from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig
 from cocodc_jax.run.messages import Option, Sections
 from cocodc_jax.run.optimizer_config import OPTIMIZERS
-from cocodc_jax.sharding.region_map import HOW_MAPPED
-from cocodc_jax.sharding.shardings import MEMORIES
 from cocodc_jax.sync.cutting import STRATEGIES
 from cocodc_jax.sync.messages import MEANS
 from cocodc_jax.sync.method import WEIGHTS

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import cocodc_jax as cc
 from cocodc_jax import models
+from cocodc_jax.engine.mesh import DATA, EXPERT, INSIDE, MODEL, SEQUENCE, Mesh, is_cpu
+from cocodc_jax.engine.region_map import LocalRegions, PyTree
 from cocodc_jax.run.config import RunConfig, TrainConfig
-from cocodc_jax.sharding.mesh import DATA, EXPERT, INSIDE, MODEL, SEQUENCE, Mesh, is_cpu
-from cocodc_jax.sharding.region_map import LocalRegions, PyTree
 from cocodc_jax.sync.needs import LossFn
 
 

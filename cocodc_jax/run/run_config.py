@@ -7,11 +7,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.engine.placement import MEMORIES
+from cocodc_jax.engine.region_map import HOW_MAPPED
+from cocodc_jax.engine.transport import Transport
 from cocodc_jax.fields import Kind, check_choices, check_least, free, of_kind
 from cocodc_jax.models import StageCodec
-from cocodc_jax.sharding.region_map import HOW_MAPPED
-from cocodc_jax.sharding.shardings import MEMORIES
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.train.hooks import Cadence
 from cocodc_jax.train.spikes import SpikeWatch

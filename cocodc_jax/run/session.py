@@ -25,6 +25,8 @@ from cocodc_jax.elastic.link import (
     SupersededError,
 )
 from cocodc_jax.elastic.place import Place
+from cocodc_jax.engine.mesh import Mesh
+from cocodc_jax.engine.transfer import gather
 from cocodc_jax.fields import Kind
 from cocodc_jax.files import write_whole
 from cocodc_jax.report.comparison import SUMMARY_FILE
@@ -40,8 +42,6 @@ from cocodc_jax.run.live_metrics import LiveMetrics
 from cocodc_jax.run.monitor import NO_MONITORING, Monitor, Monitoring
 from cocodc_jax.run.resume import CHECKPOINTS, ResumeError, only_writer
 from cocodc_jax.run.taking_part import Attendance, Begun, taking_part
-from cocodc_jax.sharding.gather import gather
-from cocodc_jax.sharding.mesh import Mesh
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.finite import NonFiniteLossError
 from cocodc_jax.train.hooks import Hooks

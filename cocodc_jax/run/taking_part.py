@@ -25,7 +25,8 @@ from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import Snapshot, View
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.exchange.digests import digest, here
+from cocodc_jax.engine.digests import digest, here
+from cocodc_jax.engine.transfer import gather
 from cocodc_jax.fields import Kind
 from cocodc_jax.files import append_line, read_lines
 from cocodc_jax.program.region_program import Output, RegionProgram
@@ -36,7 +37,6 @@ from cocodc_jax.run.fault_watch import FaultWatch
 from cocodc_jax.run.monitor import Monitor
 from cocodc_jax.run.processes import code_digest
 from cocodc_jax.run.resume import CLOCK, ResumeError
-from cocodc_jax.sharding.gather import gather
 from cocodc_jax.train import joining
 from cocodc_jax.train.hooks import Hooks
 from cocodc_jax.train.reporting import Reporter

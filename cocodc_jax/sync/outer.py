@@ -40,7 +40,7 @@ class SharedOuter:
       optimizer: takes the mean pseudo-gradient as its gradient; one independent state
         per fragment.
       placement: "host" keeps its state in host memory, "divided" shards it over the
-        devices of each region, as ZeRO does; see `sharding/outer_placement.py`.
+        devices of each region, as ZeRO does; see `engine/placement.py`.
       needs: the extra arguments of its `update`, see `sync.needs`.
       start: `start(params, opt_state) -> params`, the point that regions receive,
         continue from, and measure pseudo-gradients from; None is `params`.

@@ -22,10 +22,10 @@ import numpy as np
 from cocodc_jax._extras import later
 from cocodc_jax.buckets import is_in_bucket
 from cocodc_jax.core.state import PyTree, TrainState
+from cocodc_jax.engine import transfer
+from cocodc_jax.engine.mesh import methods_in_own_context
 from cocodc_jax.files import write_whole
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding import transfer
-from cocodc_jax.sharding.mesh import methods_in_own_context
 from cocodc_jax.train import checksums
 from cocodc_jax.transforms.layers import named_leaves
 

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.exchange.programs import LoweredProgram
-from cocodc_jax.sharding import transfer
-from cocodc_jax.sharding.mesh import (
+from cocodc_jax.engine import transfer
+from cocodc_jax.engine.devices import LoweredProgram
+from cocodc_jax.engine.mesh import (
     REGION,
     batch_axes,
     in_own_context,
     trace_without_mesh_if_needed,
 )
-from cocodc_jax.sharding.region_map import pmean_over_regions, region_shard_map
+from cocodc_jax.engine.region_map import pmean_over_regions, region_shard_map
 from cocodc_jax.sync.model_state import AnyLossFn, PyTree
 
 

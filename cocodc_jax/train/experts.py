@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.sharding import transfer
-from cocodc_jax.sharding.mesh import REGION, batch_axes
-from cocodc_jax.sharding.region_map import (
+from cocodc_jax.engine import transfer
+from cocodc_jax.engine.mesh import REGION, batch_axes
+from cocodc_jax.engine.region_map import (
     LocalRegions,
     PyTree,
     psum_over_regions,

@@ -6,8 +6,8 @@ from typing import NoReturn
 import numpy as np
 
 from cocodc_jax.core.state import AppliedSync, TrainState
+from cocodc_jax.engine import transfer
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding import transfer
 from cocodc_jax.sync.robust import told
 from cocodc_jax.train.checkpoint import CheckpointError, Checkpoints
 

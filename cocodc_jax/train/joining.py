@@ -24,9 +24,9 @@ import numpy as np
 
 from cocodc_jax.core.state import InFlight, PendingMean, PyTree, SyncState, TrainState
 from cocodc_jax.elastic.messages import Snapshot, SyncId
+from cocodc_jax.engine import transfer
 from cocodc_jax.program.fit import at_step
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding import transfer
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.inner_keys import fold_keys, has_keys
 from cocodc_jax.sync.needs import STALE

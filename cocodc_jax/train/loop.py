@@ -22,8 +22,8 @@ import jax
 import numpy as np
 
 from cocodc_jax.core.state import PyTree, TrainState, landed
+from cocodc_jax.engine import transfer
 from cocodc_jax.program.region_program import Output, RegionProgram
-from cocodc_jax.sharding import transfer
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.clock import FlightRecorder
 from cocodc_jax.train.finite import FiniteWatch

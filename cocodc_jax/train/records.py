@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cocodc_jax.core.state import AppliedSync
-from cocodc_jax.sharding import transfer
+from cocodc_jax.engine import transfer
 from cocodc_jax.sync.robust import RESTORED, told
 from cocodc_jax.train.spikes import Spike, Spikes
 

@@ -10,7 +10,7 @@ from cocodc_jax.core.state import AppliedSync, PyTree, TrainState, landed
 from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import Mark
-from cocodc_jax.exchange.digests import Marker
+from cocodc_jax.engine.digests import Marker
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.train import joining
 

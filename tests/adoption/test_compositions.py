@@ -8,9 +8,9 @@ import pytest
 from flax import nnx
 
 import cocodc_jax as cc
+from cocodc_jax.engine.region_state import region_drift
 from cocodc_jax.methods import Method, Sync
 from cocodc_jax.methods.diloco_demo import decoupled_momentum
-from cocodc_jax.program.region_state import region_drift
 from cocodc_jax.sync import merge, schedules
 from cocodc_jax.sync.merge import Merge
 from cocodc_jax.sync.outer import SharedOuter

@@ -23,9 +23,9 @@ from cocodc_jax import methods
 from cocodc_jax.aot import hlo
 from cocodc_jax.aot.collectives import BETWEEN_SLICES, collectives
 from cocodc_jax.aot.targets import Target
-from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.engine.mesh import REGION, make_mesh
+from cocodc_jax.engine.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding.mesh import REGION, make_mesh
 
 NUM_REGIONS, NUM_STEPS, WIDTH = 4, 2, 256
 SHAPES = {"a": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}

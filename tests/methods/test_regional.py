@@ -10,9 +10,9 @@ import pytest
 
 from cocodc_jax import methods
 from cocodc_jax.core.sync import receive
+from cocodc_jax.engine.mesh import make_mesh
 from cocodc_jax.methods.noloco import PairMessage
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.transforms.compressor import identity
 from cocodc_jax.transforms.outer import group_heavy_ball
 from tests.program import tiny

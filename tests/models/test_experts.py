@@ -10,12 +10,12 @@ import optax
 import pytest
 
 from cocodc_jax import models
+from cocodc_jax.engine.mesh import make_mesh
 from cocodc_jax.expert_leaves import TOKEN_UNIT
 from cocodc_jax.models import dispatch as dispatching
 from cocodc_jax.models import experts
 from cocodc_jax.models.config import TransformerConfig
 from cocodc_jax.models.transformer import bind
-from cocodc_jax.sharding.mesh import make_mesh
 from tests.models import oracle
 from tests.numerics import assert_all_close
 from tests.program.mixture import drawn_params

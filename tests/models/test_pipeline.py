@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
+from cocodc_jax.engine.mesh import make_mesh, regional
 from cocodc_jax.models import (
     check_pipeline,
     make_loss_fn,
@@ -18,7 +19,6 @@ from cocodc_jax.models import (
     partition_specs,
 )
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding.mesh import make_mesh, regional
 from tests.jaxprs import equations
 from tests.models.pipelined import (
     ADAPTED,

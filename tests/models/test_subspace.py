@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cocodc_jax.engine.mesh import make_mesh
 from cocodc_jax.models import (
     Subspace,
     confine,
@@ -20,7 +21,6 @@ from cocodc_jax.models import (
     make_pipelined_loss_fn,
     stage_bytes,
 )
-from cocodc_jax.sharding.mesh import make_mesh
 from tests.jaxprs import equations
 from tests.models.pipelined import (
     BATCH,

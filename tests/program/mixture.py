@@ -9,8 +9,8 @@ import numpy as np
 import optax
 
 from cocodc_jax import methods, models
+from cocodc_jax.engine.mesh import make_mesh
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.needs import UserInputs
 from tests.program.tiny import follow
 

@@ -19,10 +19,10 @@ import pytest
 
 from cocodc_jax import methods
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.engine.mesh import make_mesh
+from cocodc_jax.engine.transport import Transport
 from cocodc_jax.methods.contrib.dilocox import dilocox
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync import merge
 from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.sync.method import Method, Sync

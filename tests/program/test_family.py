@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.engine.mesh import make_mesh
 from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.summed import ByRings

@@ -18,8 +18,8 @@ import optax
 import pytest
 
 from cocodc_jax import methods
+from cocodc_jax.engine.mesh import make_mesh
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.cutting import cut_by_patterns
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.transforms.mt_adam import mt_adam

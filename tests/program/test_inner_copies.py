@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import cocodc_jax as cc
-from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.engine.mesh import make_mesh
 from tests.core.test_optimizer import train
 from tests.numerics import assert_all_close
 from tests.program import tiny

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax import methods
 from cocodc_jax.aot import hlo
 from cocodc_jax.aot.collectives import collectives
+from cocodc_jax.engine.mesh import REGION, make_mesh
+from cocodc_jax.engine.region_map import LocalRegions
 from cocodc_jax.program import batches as counted
-from cocodc_jax.sharding.mesh import REGION, make_mesh
-from cocodc_jax.sharding.region_map import LocalRegions
 from tests.jaxprs import equations
 from tests.numerics import assert_within_ulps
 from tests.program import tiny

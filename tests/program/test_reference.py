@@ -14,8 +14,8 @@ import optax
 import pytest
 
 from cocodc_jax import methods
+from cocodc_jax.engine.mesh import make_mesh
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.transforms.compensation import adam_second_moment
 from tests.numerics import assert_within

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.engine.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.sync.needs import UserInputs

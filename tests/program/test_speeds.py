@@ -12,11 +12,10 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.exchange import between_hosts as combining
-from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.engine import between_hosts as combining
+from cocodc_jax.engine.mesh import make_mesh, outer_sharding
+from cocodc_jax.engine.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding.mesh import make_mesh
-from cocodc_jax.sharding.outer_mesh import outer_sharding
 from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.train.run_steps import run_steps as run

@@ -11,8 +11,8 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
+from cocodc_jax.engine.mesh import make_mesh
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.needs import UserInputs
 from cocodc_jax.train.checkpoint import Checkpoints
 from cocodc_jax.train.hooks import Hooks

@@ -11,9 +11,8 @@ import optax
 import pytest
 
 from cocodc_jax import methods
-from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.sharding.mesh import make_mesh
-from cocodc_jax.sharding.outer_mesh import outer_device
+from cocodc_jax.engine.mesh import make_mesh, outer_device
+from cocodc_jax.engine.transport import Transport
 from tests.numerics import assert_all_close
 from tests.program import tiny
 

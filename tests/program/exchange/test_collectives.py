@@ -17,17 +17,16 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax import methods
 from cocodc_jax.aot import collectives as read
 from cocodc_jax.aot import hlo
-from cocodc_jax.exchange import between_hosts as combining
-from cocodc_jax.exchange import collectives, flat_buffer
-from cocodc_jax.exchange.in_program import make_ring_sum
-from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding.mesh import INSIDE, REGION, make_mesh
-from cocodc_jax.sharding.outer_mesh import PROCESS
-from cocodc_jax.sharding.region_map import (
+from cocodc_jax.engine import between_hosts as combining
+from cocodc_jax.engine import collectives, flat_buffer
+from cocodc_jax.engine.crossing import make_ring_sum
+from cocodc_jax.engine.mesh import INSIDE, PROCESS, REGION, make_mesh
+from cocodc_jax.engine.region_map import (
     LocalRegions,
     for_all_regions,
     region_shard_map,
 )
+from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.summed import ByRings

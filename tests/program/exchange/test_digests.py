@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cocodc_jax.elastic.marks import _is_near
-from cocodc_jax.exchange import digests
+from cocodc_jax.engine import digests
 
 LANES = digests._LANES
 

@@ -15,10 +15,10 @@ from cocodc_jax import methods
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.messages import Decision
 from cocodc_jax.elastic.place import Place, Timing
-from cocodc_jax.exchange.elastic_exchange import _sound, _table
-from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.engine.elastic_exchange import _sound, _table
+from cocodc_jax.engine.mesh import make_mesh
+from cocodc_jax.engine.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.robust import RESTORED
 from cocodc_jax.train.run_steps import run_steps as run

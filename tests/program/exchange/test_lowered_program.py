@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
-from cocodc_jax.exchange.programs import Devices
-from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.engine.devices import Devices
+from cocodc_jax.engine.mesh import make_mesh
+from cocodc_jax.engine.transport import Transport
 from tests.program import tiny
 
 SHORT = dict(sync_interval=4, num_fragments=2, delay_steps=2)

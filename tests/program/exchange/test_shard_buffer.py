@@ -13,14 +13,17 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
-from cocodc_jax.exchange import between_hosts as outer_mesh
-from cocodc_jax.exchange import flat_buffer
-from cocodc_jax.exchange.flat_buffer import ShardBuffer
-from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.sharding import outer_placement, transfer
-from cocodc_jax.sharding import shardings as shardings_module
-from cocodc_jax.sharding.mesh import INSIDE, make_mesh
-from cocodc_jax.sharding.outer_mesh import PROCESS, outer_device, process_grid
+from cocodc_jax.engine import between_hosts as outer_mesh
+from cocodc_jax.engine import flat_buffer, placement, transfer
+from cocodc_jax.engine.flat_buffer import ShardBuffer
+from cocodc_jax.engine.mesh import (
+    INSIDE,
+    PROCESS,
+    make_mesh,
+    outer_device,
+    process_grid,
+)
+from cocodc_jax.engine.transport import Transport
 from cocodc_jax.train.run_steps import run_steps as run
 from tests.numerics import assert_within_ulps
 from tests.program import tiny
@@ -192,11 +195,11 @@ def test_no_device_of_a_region_has_a_fragment_whole():
 def four_processes(monkeypatch):
     """Two regions of two processes, whose outer devices are four of this one."""
     outer = outer_of((1, 2, 1, 1, 1))
-    where = shardings_module
+    where = placement
     monkeypatch.setattr(where, "outer_sharding", lambda *_: NamedSharding(outer, P()))
     rows = NamedSharding(outer, P(PROCESS, INSIDE))
     monkeypatch.setattr(where, "outer_rows", lambda *_: rows)
-    monkeypatch.setattr(outer_placement, "process_grid", lambda _: (1, 2, 1, 1, 1))
+    monkeypatch.setattr(placement, "process_grid", lambda _: (1, 2, 1, 1, 1))
 
 
 def test_processes_of_a_region_divide_the_outer_state(request):

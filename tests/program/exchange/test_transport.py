@@ -7,9 +7,9 @@ import pytest
 
 from cocodc_jax import methods
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.exchange.between_hosts import OnOuterMesh
-from cocodc_jax.exchange.in_program import InProgram
-from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.engine.between_hosts import OnOuterMesh
+from cocodc_jax.engine.crossing import InProgram
+from cocodc_jax.engine.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
 from tests.program import tiny
 

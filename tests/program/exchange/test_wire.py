@@ -18,15 +18,18 @@ from cocodc_jax import methods
 from cocodc_jax.aot import hlo
 from cocodc_jax.aot.collectives import KINDS
 from cocodc_jax.core.state import RegionState
-from cocodc_jax.exchange.base import SyncSpec
-from cocodc_jax.exchange.in_program import joined, make_crossing, shares_everywhere
-from cocodc_jax.exchange.programs import Devices
-from cocodc_jax.exchange.regional_outer import make_regional_send
+from cocodc_jax.engine.crossing import (
+    SyncSpec,
+    joined,
+    make_crossing,
+    shares_everywhere,
+)
+from cocodc_jax.engine.devices import Devices
+from cocodc_jax.engine.mesh import make_mesh, regional
+from cocodc_jax.engine.outer_models import make_regional_send
+from cocodc_jax.engine.placement import OuterPlacement, Shardings
+from cocodc_jax.engine.region_map import LocalRegions
 from cocodc_jax.program import inner_step as step
-from cocodc_jax.sharding.mesh import make_mesh, regional
-from cocodc_jax.sharding.outer_placement import OuterPlacement
-from cocodc_jax.sharding.region_map import LocalRegions
-from cocodc_jax.sharding.shardings import Shardings
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.messages import AsIs, Compressed
 from cocodc_jax.sync.needs import UserInputs

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax import methods
 from cocodc_jax.aot import hlo
 from cocodc_jax.aot.collectives import collectives
-from cocodc_jax.sharding import region_map
-from cocodc_jax.sharding.mesh import REGION, make_mesh, regional
+from cocodc_jax.engine import region_map
+from cocodc_jax.engine.mesh import REGION, make_mesh, regional
 from tests.numerics import assert_all_close
 from tests.program import tiny
 

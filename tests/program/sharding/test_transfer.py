@@ -9,9 +9,8 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.sharding import transfer
-from cocodc_jax.sharding.mesh import make_mesh, regional
-from cocodc_jax.sharding.outer_mesh import outer_device
+from cocodc_jax.engine import transfer
+from cocodc_jax.engine.mesh import make_mesh, outer_device, regional
 from tests.program.tiny import assert_same
 
 TREE = {"w": np.arange(24.0, dtype=np.float32).reshape(4, 6), "n": np.arange(4)}

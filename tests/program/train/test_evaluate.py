@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.engine.mesh import make_mesh
 from cocodc_jax.train.evaluate import make_evaluate
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cocodc_jax.sharding.mesh import make_mesh, regional
+from cocodc_jax.engine.mesh import make_mesh, regional
 from cocodc_jax.train import experts
 
 REGIONS, BATCHES, BATCH, LENGTH, VOCAB, WIDTH = 4, 3, 2, 7, 11, 5

@@ -10,8 +10,8 @@ import pytest
 
 from cocodc_jax import methods
 from cocodc_jax.elastic.link import Link
-from cocodc_jax.exchange.transport import Transport
-from cocodc_jax.sharding.mesh import make_mesh
+from cocodc_jax.engine.mesh import make_mesh
+from cocodc_jax.engine.transport import Transport
 from cocodc_jax.train import joining
 from cocodc_jax.train.run_steps import run_steps as run
 from tests.program.elastic.meeting import places

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from cocodc_jax.core.state import TrainState
-from cocodc_jax.exchange.transport import Transport
+from cocodc_jax.engine.mesh import make_mesh
+from cocodc_jax.engine.transport import Transport
 from cocodc_jax.program.region_program import Output
-from cocodc_jax.sharding.mesh import make_mesh
 from cocodc_jax.train import loop
 from cocodc_jax.train.checkpoint import Checkpoints, steps_in
 from cocodc_jax.train.clock import FlightRecorder

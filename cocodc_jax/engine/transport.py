@@ -13,13 +13,12 @@ import jax
 from jax.sharding import Mesh
 
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.exchange.base import Exchange, SyncSpec
-from cocodc_jax.exchange.between_hosts import OnOuterMesh
-from cocodc_jax.exchange.collectives import ALL_REDUCES
-from cocodc_jax.exchange.elastic_exchange import ElasticExchange
-from cocodc_jax.exchange.in_program import InProgram
+from cocodc_jax.engine.between_hosts import OnOuterMesh
+from cocodc_jax.engine.collectives import ALL_REDUCES
+from cocodc_jax.engine.crossing import Exchange, InProgram, SyncSpec
+from cocodc_jax.engine.elastic_exchange import ElasticExchange
+from cocodc_jax.engine.mesh import REGION, is_cpu
 from cocodc_jax.fields import check_choices, check_least
-from cocodc_jax.sharding.mesh import REGION, is_cpu
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.model_state import ModelState
 from cocodc_jax.sync.needs import HALFWAY, MEASURED_NOW
@@ -46,7 +45,7 @@ class Transport:
         outer_channels, so that as many can be in flight at once.
       place: this process's region, for "elastic".
       overlap: whether syncs and inner steps share a program, so that messages
-        overlap with computation, see `program/segment.py`: "yes", "no", or "auto",
+        overlap with computation, see `engine/segment.py`: "yes", "no", or "auto",
         which is yes if regions are on several accelerators and messages cross in the
         program.
     """

@@ -5,10 +5,11 @@ cannot move such an array to other devices. But each process holds what it needs
 a value that is equal in all regions, and its regions' rows of others. So each device
 cuts its new shard out of one that its process holds, or joins it from several, and the
 results are declared to be one global array. Nothing here waits, or communicates between
-regions.
+regions, but `gather`: small values of all processes, by a collective of their own.
 """
 
 import functools
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -258,3 +260,18 @@ def _size(box: Box) -> int:
 def _box(index: Any, shape: tuple[int, ...]) -> Box:
     pairs = zip(index, shape, strict=True)
     return tuple(part.indices(size)[:2] for part, size in pairs)
+
+
+def gather(value: Any) -> list[Any]:
+    """Return every process's value, in the order of their ids; waits for all."""
+    if jax.process_count() == 1:
+        return [value]
+    # Later collectives use all devices, including the outer mesh. Two concurrent ones
+    # between the same devices could start in different orders in different processes.
+    jax.block_until_ready(jax.live_arrays())
+    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    longest = int(np.max(multihost_utils.process_allgather(np.array(len(mine)))))
+    padded = np.full(longest, ord(" "), np.uint8)
+    padded[: len(mine)] = mine
+    rows = multihost_utils.process_allgather(padded)
+    return [json.loads(np.asarray(row).tobytes()) for row in rows]

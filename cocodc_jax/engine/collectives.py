@@ -20,10 +20,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.exchange import flat_buffer
-from cocodc_jax.sharding.mesh import INSIDE, REGION
-from cocodc_jax.sharding.outer_mesh import PROCESS
-from cocodc_jax.sharding.region_map import (
+from cocodc_jax.engine import flat_buffer
+from cocodc_jax.engine.mesh import INSIDE, PROCESS, REGION
+from cocodc_jax.engine.region_map import (
     LocalRegions,
     all_gather_regions,
     as_varying,

@@ -28,8 +28,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.sharding.mesh import INSIDE, REGION, spec_axes
-from cocodc_jax.sharding.outer_mesh import over_processes
+from cocodc_jax.engine.mesh import INSIDE, REGION, over_processes, spec_axes
 
 PyTree = Any
 

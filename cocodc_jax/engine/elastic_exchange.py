@@ -25,10 +25,10 @@ from cocodc_jax.elastic.inside import Listener, Speaker
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.messages import NO_EPOCH, Decision, SyncId
 from cocodc_jax.elastic.place import Place
-from cocodc_jax.exchange.base import Sent, SyncSpec, Times, Weights
-from cocodc_jax.exchange.between_hosts import OnOuterMesh
+from cocodc_jax.engine import transfer
+from cocodc_jax.engine.between_hosts import OnOuterMesh
+from cocodc_jax.engine.crossing import Sent, SyncSpec, Times, Weights
 from cocodc_jax.files import say
-from cocodc_jax.sharding import transfer
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.robust import VERDICT
 from cocodc_jax.sync.schedules.base import Event

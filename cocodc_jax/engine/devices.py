@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Sharding
 
-from cocodc_jax.sharding import transfer
+from cocodc_jax.engine import transfer
 
 PyTree = Any
 

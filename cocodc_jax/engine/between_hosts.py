@@ -23,8 +23,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from cocodc_jax.exchange import flat_buffer
-from cocodc_jax.exchange.base import (
+from cocodc_jax.engine import flat_buffer
+from cocodc_jax.engine.collectives import gather_from_processes, sum_over_processes
+from cocodc_jax.engine.crossing import (
     Exchange,
     Sent,
     SyncSpec,
@@ -36,10 +37,8 @@ from cocodc_jax.exchange.base import (
     robust_mean,
     with_length,
 )
-from cocodc_jax.exchange.collectives import gather_from_processes, sum_over_processes
-from cocodc_jax.exchange.flat_buffer import ShardBuffer
-from cocodc_jax.sharding.mesh import REGION
-from cocodc_jax.sharding.outer_mesh import outer_device, process_grid
+from cocodc_jax.engine.flat_buffer import ShardBuffer
+from cocodc_jax.engine.mesh import REGION, outer_device, process_grid
 from cocodc_jax.sync.fragments import Fragment, PyTree
 from cocodc_jax.sync.robust import VERDICT, without
 from cocodc_jax.sync.schedules.base import Event

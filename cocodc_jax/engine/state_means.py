@@ -19,12 +19,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core import reduce
-from cocodc_jax.exchange import flat_buffer
-from cocodc_jax.exchange.base import Exchange, SyncSpec
-from cocodc_jax.exchange.between_hosts import OnOuterMesh, make_combine
-from cocodc_jax.exchange.collectives import averaged
-from cocodc_jax.sharding.mesh import REGION, regional, wants_flat_buffer
-from cocodc_jax.sharding.region_map import (
+from cocodc_jax.engine import flat_buffer
+from cocodc_jax.engine.between_hosts import OnOuterMesh, make_combine
+from cocodc_jax.engine.collectives import averaged
+from cocodc_jax.engine.crossing import Exchange, SyncSpec
+from cocodc_jax.engine.mesh import REGION, regional, wants_flat_buffer
+from cocodc_jax.engine.region_map import (
     as_varying,
     for_all_regions,
     psum_over_regions,

@@ -33,16 +33,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import InFlight, RegionState, SyncId, SyncState, TrainState
-from cocodc_jax.exchange.base import Exchange, SyncSpec
-from cocodc_jax.exchange.in_program import make_crossing
-from cocodc_jax.exchange.shared_outer import SharedOuterModel
-from cocodc_jax.program.merge import (
+from cocodc_jax.engine.crossing import Exchange, SyncSpec, make_crossing
+from cocodc_jax.engine.merging import (
     make_merge,
     make_remember,
     merge_arguments,
     tell_merge,
 )
-from cocodc_jax.sharding.mesh import regional
+from cocodc_jax.engine.mesh import regional
+from cocodc_jax.engine.outer_models import SharedOuterModel
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.needs import STAGED, STALE

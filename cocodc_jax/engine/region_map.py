@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.sharding.mesh import REGION, is_cpu
+from cocodc_jax.engine.mesh import REGION, is_cpu
 from cocodc_jax.transforms.numerics import check_choice
 
 PyTree = Any

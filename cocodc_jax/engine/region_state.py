@@ -11,11 +11,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import RegionState
-from cocodc_jax.exchange.collectives import mean_over_regions
-from cocodc_jax.exchange.programs import Devices
-from cocodc_jax.sharding.mesh import REGION, regional, wants_flat_buffer
-from cocodc_jax.sharding.region_map import for_all_regions, region_shard_map
-from cocodc_jax.sharding.shardings import Shardings, with_shardings
+from cocodc_jax.engine.collectives import mean_over_regions
+from cocodc_jax.engine.devices import Devices
+from cocodc_jax.engine.mesh import REGION, regional, wants_flat_buffer
+from cocodc_jax.engine.placement import Shardings, with_shardings
+from cocodc_jax.engine.region_map import for_all_regions, region_shard_map
 from cocodc_jax.sync.inner_keys import fold_keys, has_keys
 from cocodc_jax.sync.model_state import ModelState, is_float
 from cocodc_jax.sync.per_step import PerStep

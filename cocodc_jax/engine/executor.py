@@ -36,12 +36,10 @@ from cocodc_jax.core.state import (
     TrainState,
     landed,
 )
-from cocodc_jax.exchange.base import Exchange, SyncSpec, Times
-from cocodc_jax.exchange.regional_outer import RegionalOuterModels
-from cocodc_jax.exchange.shared_outer import SharedOuterModel
-from cocodc_jax.exchange.state_means import MomentPrograms, make_model_average
-from cocodc_jax.program.fit import shardings_of
-from cocodc_jax.program.merge import (
+from cocodc_jax.engine import transfer
+from cocodc_jax.engine.crossing import Exchange, SyncSpec, Times
+from cocodc_jax.engine.merging import (
+    Restore,
     is_told,
     make_gap,
     make_merge,
@@ -50,11 +48,11 @@ from cocodc_jax.program.merge import (
     merging,
     tell_merge,
 )
-from cocodc_jax.program.restore import Restore
-from cocodc_jax.program.segment import InnerSteps, Merged, Segments
-from cocodc_jax.sharding import transfer
-from cocodc_jax.sharding.mesh import is_cpu
-from cocodc_jax.sharding.shardings import with_shardings
+from cocodc_jax.engine.mesh import is_cpu
+from cocodc_jax.engine.outer_models import RegionalOuterModels, SharedOuterModel
+from cocodc_jax.engine.placement import shardings_of, with_shardings
+from cocodc_jax.engine.segment import InnerSteps, Merged, Segments
+from cocodc_jax.engine.state_means import MomentPrograms, make_model_average
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.robust import LENGTH_BYTES, VERDICT, left_out
 from cocodc_jax.sync.schedules.base import (

@@ -1,5 +1,0 @@
-"""Placement of a run's arrays: meshes, sharding rules, transfers."""
-
-from cocodc_jax._lazy import attach, modules_of
-
-__getattr__, __dir__ = attach(__name__, modules_of(__path__))
