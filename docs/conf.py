@@ -3,7 +3,6 @@
 import os
 import pathlib
 import sys
-import tempfile
 
 from docutils import nodes
 from sphinx.util import logging
@@ -14,16 +13,7 @@ sys.path[:0] = PATHS
 # Executed pages run in processes of their own, which need the same paths.
 os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Each kernel warns that it talks to this process over TCP, which is on one machine.
-KERNELS = tempfile.TemporaryDirectory()
-PROFILE = pathlib.Path(KERNELS.name) / "profile_default"
-PROFILE.mkdir()
-(PROFILE / "ipython_kernel_config.py").write_text(
-    'get_config().IPKernelApp.log_level = "ERROR"\n'
-)
-os.environ["IPYTHONDIR"] = KERNELS.name
 
-import cache  # noqa: E402
 import docstrings  # noqa: E402
 import generate  # noqa: E402
 import latex2mathml.converter  # noqa: E402
@@ -43,7 +33,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 html_math_renderer = "mathml"  # Needs neither a script nor the network.
-exclude_patterns = ["_build", ".jupyter_cache"]
+exclude_patterns = ["_build"]
 
 html_theme = "sphinx_book_theme"
 html_theme_options = {
@@ -53,14 +43,10 @@ html_theme_options = {
 }
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
-# Summaries of what a search finds are fetched, which browsers refuse for files.
-html_show_search_summary = False
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4
-# Pages are run again if their code changes, or anything that they read.
-nb_execution_mode = "cache"
-nb_execution_cache_path = str(cache.folder(HERE))
+nb_execution_mode = "force"
 nb_execution_timeout = 1800  # Also on a busy machine.
 nb_execution_raise_on_error = True
 nb_merge_streams = True

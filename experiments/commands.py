@@ -24,16 +24,6 @@ def python_m(program: str) -> list[str]:
     return [sys.executable, "-m", f"{__package__}.{program}"]
 
 
-def module_of(name: str) -> str:
-    """Return a module's name in this installation: a wheel has `experiments` inside.
-
-    >>> module_of("experiments.train"), module_of("my.trainer")
-    ('experiments.train', 'my.trainer')
-    """
-    package, _, rest = name.partition(".")
-    return f"{__package__}.{rest}" if package == "experiments" and rest else name
-
-
 def shown(text: str | None) -> str:
     """Return a text whose commands fit this installation."""
     return as_installed(text or "") if IS_INSTALLED else text or ""
@@ -46,8 +36,8 @@ def as_installed(text: str) -> str:
     'cocodc probe-network, as `cocodc wan`'
     """
     return re.sub(
-        r"(?:python -m )?\bexperiments\.(\w+)",
-        lambda match: f"cocodc {_command(match[1])}",
+        r"(?:python -m )?\bexperiments\.(?:studies\.)?(\w+)",
+        lambda found: f"cocodc {_command(found[1])}",
         text,
     )
 
@@ -58,34 +48,32 @@ def command_line(program: str, words: Sequence[str]) -> str:
 
 
 def programs() -> dict[str, pathlib.Path]:
-    """Return the file of each program by its command."""
+    """Return the file of each program by its command, studies last."""
     here = pathlib.Path(__file__).parent
     return {
         _command(path.stem): path
-        for path in sorted(here.glob("*.py"))
+        for folder in (here, here / "studies")
+        for path in sorted(folder.glob("*.py"))
         if "\ncli = " in path.read_text(encoding="utf-8")
     }
 
 
 def main() -> int | str | None:
     """Run the program that the command line names, or list all of them."""
-    by_name = programs()
+    found = programs()
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help", "--helpfull", "--help=all"):
         with as_a_command():
-            print(_list(by_name))
+            print(_list(found))
         return 0
-
-    path = by_name.get(_command(name))
+    path = found.get(_command(name))
     if path is None:
-        near = difflib.get_close_matches(name, by_name, n=1)
+        near = difflib.get_close_matches(name, found, n=1)
         hint = f"; did you mean cocodc {near[0]}?" if near else ""
         print(
-            f"error: unknown program {name!r}{hint}\n\n{_list(by_name)}",
-            file=sys.stderr,
+            f"error: unknown program {name!r}{hint}\n\n{_list(found)}", file=sys.stderr
         )
         return 2
-
     sys.argv[:2] = [f"{sys.argv[0]} {name}"]
     parts = path.relative_to(pathlib.Path(__file__).parent).with_suffix("").parts
     try:
@@ -93,7 +81,6 @@ def main() -> int | str | None:
             module = importlib.import_module(".".join((__package__ or "", *parts)))
     except MissingExtraError as error:
         return f"error: {error}"
-
     return module.cli()
 
 
@@ -101,9 +88,9 @@ def _command(program: str) -> str:
     return program.replace("_", "-")
 
 
-def _list(by_name: Mapping[str, pathlib.Path]) -> str:
+def _list(found: Mapping[str, pathlib.Path]) -> str:
     lines = ["cocodc PROGRAM [FLAGS]; cocodc PROGRAM --help explains a program.", ""]
-    for name, path in by_name.items():
+    for name, path in found.items():
         doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         lines.append(f"  {name:<21}{doc.splitlines()[0]}")
     return "\n".join(lines)

@@ -8,10 +8,6 @@ separates the two effects:
 
     python -m experiments.compare --methods=muloco,diloco,diloco+muon,data_parallel+muon
 
-`recipe` is no method but the setting that this project recommends: Streaming DiLoCo
-with one bit a value, a fragment at every step and twice the preset's inner learning
-rate. The others have the hyperparameters of their papers.
-
 Writes to the workdir: a folder for each run, comparison.json, PNG plots, and
 report.html with all of it. The same command resumes an interrupted comparison.
 """
@@ -21,7 +17,6 @@ import functools
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 from rich.console import Console
@@ -31,7 +26,6 @@ from cocodc_jax.files import write_whole
 from cocodc_jax.methods import METHODS
 from cocodc_jax.report.comparison import DamagedRunError, Run, compare, load_run
 from cocodc_jax.report.units import format_bytes
-from cocodc_jax.report.winner import versions, won
 from cocodc_jax.run import flags
 from cocodc_jax.run.attend import Tracking
 from cocodc_jax.run.config import TrainConfig, dumps
@@ -40,16 +34,13 @@ from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.session import RUN_ERRORS, Session
 from cocodc_jax.train.finite import NonFiniteLossError
 
-from . import commands, program, recipe
+from . import commands, program
 
 WITHOUT = ("method", "seed")
 _PRINTED = (
-    "eval_loss",
-    "eval_loss_outer",
-    "bytes_sent_per_region",
-    "outer_bytes",
+    "eval_loss", "eval_loss_outer", "bytes_sent_per_region", "outer_bytes",
     "region_drift",
-)
+)  # fmt: skip
 
 
 def main() -> None:
@@ -58,7 +49,7 @@ def main() -> None:
     open_text = functools.lru_cache(load)
     with flags.usage_errors():
         base = flags.config(WITHOUT, METHODS)
-        methods = _methods(base)
+        methods = _methods(base.run.regions)
         target, seeds = flags.value("target_method"), flags.value("seeds")
         if target is not None and target not in methods:
             raise ValueError(
@@ -66,7 +57,6 @@ def main() -> None:
             )
         if seeds < 1:
             raise ValueError(f"seeds={seeds} must be at least 1")
-
         flags.check_methods([leaves["method"] for leaves in methods.values()])
         workdir = pathlib.Path(flags.value("workdir") or f"runs/compare_{base.preset}")
         configs = {
@@ -77,35 +67,29 @@ def main() -> None:
         flags.check_optimizers(configs.values())
         flags.check_one_process()
         flags.check_processes(configs.values(), 1)
-        tracking = flags.read(Tracking)
-
         # Check all runs before the first trains: a wrong flag costs no hour.
         ready: list[Session] = []
+        tracking = flags.read(Tracking)
         for folder, config in configs.items():
             ready.append(prepare(config, folder, open_text, ready, tracking=tracking))
-
     runs: list[Run] = []
     diverged: dict[str, str] = {}
     for session, name in zip(ready, [*methods] * seeds, strict=True):
-        outcome = _train(session, console)
-        if isinstance(outcome, Run):
-            runs.append(dataclasses.replace(outcome, method=name))
+        found = _train(session, console)
+        if isinstance(found, Run):
+            runs.append(dataclasses.replace(found, method=name))
         else:
-            diverged.setdefault(name, outcome)
-
+            diverged.setdefault(name, found)
     # A mean over some of the seeds is not comparable with the others.
     runs = [run for run in runs if run.method not in diverged]
     if runs:
-        settings = {
-            name: described(base.replace(**leaves)) for name, leaves in methods.items()
-        }
-        _write_report(runs, diverged, base, settings, workdir, console)
+        _write_report(runs, diverged, base, workdir, console)
     if diverged:
         sys.exit(1)
 
 
-def _methods(base: TrainConfig) -> dict[str, dict[str, Any]]:
-    """Return the names as passed, each with the leaves that it sets."""
+def _methods(num_regions: int) -> dict[str, dict[str, str]]:
+    """Return the names as given, each with the leaves that it sets."""
     names = [name.strip() for name in flags.value("methods").split(",") if name.strip()]
     if not names:
         raise ValueError(f"methods='' is empty; use some of {sorted(METHODS)}")
@@ -114,77 +98,29 @@ def _methods(base: TrainConfig) -> dict[str, dict[str, Any]]:
         names[at : at + 1] = [
             name
             for name, make in METHODS.items()
-            if make().num_regions in (None, base.run.regions)
+            if make().num_regions in (None, num_regions)
         ]
-
     for name in names:
         method, _, optimizer = name.partition("+")
-        if method not in METHODS and name != recipe.NAME:
+        if method not in METHODS:
             raise ValueError(
                 f"methods={','.join(names)} names {name!r}, which is unknown; "
-                f"use some of {sorted(METHODS)}, or {recipe.NAME}"
+                f"use some of {sorted(METHODS)}"
             )
         if name != method and optimizer not in OPTIMIZERS:
             raise ValueError(
                 f"methods={','.join(names)} names {name!r}, with an inner optimizer "
                 f"that is unknown; use one of {OPTIMIZERS} after the +"
             )
-
     if len(set(names)) < len(names):
         raise ValueError(f"methods={','.join(names)} names one twice")
     keys = ("method", "inner_optimizer")
-    return {
-        name: _recipe(base)
-        if name == recipe.NAME
-        else dict(zip(keys, name.split("+"), strict=False))
-        for name in names
-    }
-
-
-def _recipe(base: TrainConfig) -> dict[str, Any]:
-    """Return the leaves of the recommended setting, less those that flags set."""
-    streaming = base.replace(method=recipe.METHOD).method.build()
-    chosen = recipe.setting(streaming.num_fragments).flags
-    chosen["inner_lr"] = recipe.INNER_LR_FACTOR * base.optimizer.inner_lr
-
-    return {name: x for name, x in chosen.items() if not flags.given(name)}
-
-
-def described(config: TrainConfig) -> dict[str, str]:
-    """Return what a run's exchange and its rates are set to, a dash for what it lacks.
-
-    H is the interval in steps, K the number of fragments, and tau the delay in steps.
-    """
-    values = config.method.values
-    method = config.method.build()
-    keys = {
-        "H": "sync_interval",
-        "tau": "delay_steps",
-        "compressor": "compress",
-        "alpha": "mixing_alpha",
-        "outer rate": "outer_lr",
-        "outer momentum": "outer_momentum",
-    }
-    found = {head: values.get(key) for head, key in keys.items()}
-    if "compress" in values and found["compressor"] in (None, "none"):
-        found["compressor"] = "float32"
-
-    optimizer = config.optimizer
-    settings = {
-        "method": config.method.method,
-        "H": found.pop("H"),
-        "K": method.num_fragments if values.get("num_fragments") else None,
-        **found,
-        "inner optimizer": optimizer.name(method),
-        "inner rate": optimizer.inner_lr,
-    }
-    return {head: "–" if x is None else f"{x}" for head, x in settings.items()}
+    return {name: dict(zip(keys, name.split("+"), strict=False)) for name in names}
 
 
 def _train(session: Session, console: Console) -> Run | str:
     """Return the finished run, or how it diverged; exit on any other error."""
-    method = session.config.method.method
-    run = session.config.run
+    method, run = session.config.method.method, session.config.run
     try:
         summary = session.train(console)
         if summary["steps"] == run.steps:
@@ -194,11 +130,8 @@ def _train(session: Session, console: Console) -> Run | str:
         if isinstance(error, NonFiniteLossError):
             return f"seed {run.seed}: {error}"
         sys.exit(1)
-
-    print(
-        f"stopped: {method}, seed {run.seed}, at step {summary['steps']}; "
-        "the same command resumes there"
-    )
+    print(f"stopped: {method}, seed {run.seed}, at step {summary['steps']}; "
+          "the same command resumes there")  # fmt: skip
     sys.exit(flags.STOPPED)
 
 
@@ -206,7 +139,6 @@ def _write_report(
     runs: Sequence[Run],
     diverged: Mapping[str, str],
     base: TrainConfig,
-    settings: Mapping[str, Mapping[str, str]],
     workdir: pathlib.Path,
     console: Console,
 ) -> None:
@@ -220,39 +152,31 @@ def _write_report(
             file=sys.stderr,
         )
         target = None
-
     comparison = compare(runs, target, diverged)
     write_whole(workdir / "comparison.json", dumps(comparison))
     figures = {
         "loss_by_steps": (plots.loss_by_steps(runs), "Loss against inner steps."),
         "loss_by_bytes": (plots.loss_by_bytes(runs), "Loss against bytes sent."),
     }
-
     if any(run.of_kind("sync") for run in runs):
         figures["fragments_in_flight"] = (
             plots.fragments_in_flight(runs),
             "When each fragment was in flight; a mark is a sync without delay.",
         )
-
     figures |= experts.figures(runs)
     pictures = {}
     for name, (figure, caption) in figures.items():
         plots.save_png(figure, str(workdir / f"{name}.png"))
         pictures[caption] = plots.png_bytes(figure)
-
     text = page.render(
         comparison,
         pictures,
         command=commands.command_line("compare", sys.argv[1:]),
         config=base.to_json(),
         machine=page.describe_machine(jax.devices()),
-        winner=won(comparison),
-        settings=settings,
-        versions=versions(),
     )
     write_whole(workdir / "report.html", text)
     _print_table(comparison, target, console)
-    console.print(won(comparison), highlight=False)
     console.print(f"Report: {workdir / 'report.html'}", highlight=False)
 
 
@@ -261,15 +185,12 @@ def _print_table(comparison: dict, target: str | None, console: Console) -> None
     rows = []
     for name, row in comparison["methods"].items():
         loss, outer, sent, kept, drift = (row[key]["mean"] for key in _PRINTED)
-        sizes = map(format_bytes, (sent, kept))
-        steps = row["steps_to_target"]
-        reached = row["seeds_at_target"]
-        num = len(row["seeds"])
+        sizes, steps = map(format_bytes, (sent, kept)), row["steps_to_target"]
+        reached, num = row["seeds_at_target"], len(row["seeds"])
         to_target = "-" if steps is None else f"{steps:.0f} steps"
         to_target += f" ({reached} of {num} seeds)" * (0 < reached < num)
         losses = (f"{loss:.4f}", f"{outer:.4f}")
         rows.append((name, *losses, *sizes, f"{drift:.1e}", to_target))
-
     rows += [(name, "diverged") for name in comparison["diverged"]]
     console.print(program.table(heads, rows))
     whose = target or "the worst"
@@ -294,10 +215,9 @@ def define() -> None:
     flags.define_fields(Tracking)
     program.define(
         (
-            *("methods", "data_parallel,diloco,streaming_diloco,cocodc,recipe"),
+            *("methods", "data_parallel,diloco,streaming_diloco,cocodc"),
             "Methods to compare, comma-separated; all: every method that --regions "
-            "allows. diloco+muon: with another inner optimizer. recipe: what this "
-            "project recommends.",
+            "allows. diloco+muon: with another inner optimizer.",
         ),
         ("target_method", str, "Whose final loss is the target. Default: the worst."),
         ("seeds", 1, "Seeds of each method: 0, 1, ..."),

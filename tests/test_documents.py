@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tomllib
 
 import pytest
 
@@ -34,11 +33,7 @@ def num_lines(block):
 
 PAGES = ["README.md", "CONTRIBUTING.md", *tracked("docs/*.md")]
 BLOCKS = {f"{page}:{i}": b for page in PAGES for i, b in enumerate(blocks_of(page))}
-PAST = (
-    "docs/changelog.md",
-    "docs/changelog_archive.md",
-    "docs/results/archive",
-)  # What was then.
+PAST = ("docs/changelog.md", "docs/results/archive")  # What was then.
 FILES = tracked("cocodc_jax/*.py", "experiments/*.py", "pyproject.toml")
 CODE = "\n".join((ROOT / file).read_text() for file in FILES)
 WORDS = re.sub(r'"\s*(?:\n\s*)?f?r?"', "", CODE)  # With long strings in one piece.
@@ -103,7 +98,7 @@ def test_there_are_blocks_and_what_comes_first_is_short_as_are_recipes():
     longest = {LIBRARY: 25, LOSS: 40, CHECKPOINTS: 40, TRANSFORM: 40}
     assert not [name for name, n in longest.items() if num_lines(BLOCKS[name]) > n]
     recipes = blocks_of("CONTRIBUTING.md")
-    assert len(recipes) == 6
+    assert len(recipes) == 5
     assert max(map(num_lines, recipes)) < 30
 
 
@@ -112,13 +107,6 @@ def test_there_are_blocks_and_what_comes_first_is_short_as_are_recipes():
 )
 def test_what_everybody_opens_is_short(name, longest):
     assert len((ROOT / name).read_text().splitlines()) <= longest
-
-
-def test_what_one_cites_is_this_version():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    version = project["version"]
-    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
-    assert f"version = {{{version}}}," in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", [p for p in PAGES if not p.startswith(PAST)])
@@ -146,8 +134,8 @@ def test_block_runs(name, results):
     printed, error = results[name]
     assert error is None, error
     words = [line.split() for line in printed.splitlines()]
-    # The loss that is printed first; of the library it is 1 before the first step.
-    highest = {LIBRARY: 0.3, EQUINOX: 0.3, TRANSFORM: 1e-2}
+    # The loss that is printed first; of the library it is 8 before the first step.
+    highest = {LIBRARY: 0.1, EQUINOX: 0.3, TRANSFORM: 1e-2}
     assert name not in highest or float(words[0][0]) < highest[name], printed
     if name == LOSS:
         assert max(float(line[1]) for line in words) < 0.3, printed

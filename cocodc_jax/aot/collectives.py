@@ -24,14 +24,9 @@ from cocodc_jax.aot.costs import flops
 from cocodc_jax.aot.hlo import Array, Computation, Instruction, Module
 
 KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast",
+)  # fmt: skip
 # Of a mesh over several slices: what the hosts carry.
 BETWEEN_SLICES = "slice"
 
@@ -62,83 +57,71 @@ def collectives(module: Module, mesh_shape: dict[str, int]) -> list[Collective]:
     collectives, the module is one slice's, and numbers its devices alone.
     """
     busy = _busy_loops(module)
-    by_channel: dict[tuple, Collective] = {}
+    found: dict[tuple, Collective] = {}
     for computation in module:
         times = module.executions[computation.name]
-        if not times:
-            continue
-
-        for instruction in computation.instructions:
-            collective = _read(instruction, computation, module, mesh_shape, busy)
-            if collective is None:
+        for each in computation.instructions if times else ():
+            if (one := _read(each, computation, module, mesh_shape, busy)) is None:
                 continue
-
-            channel = re.search(r"channel_id=(\d+)", instruction.attributes)
+            channel = re.search(r"channel_id=(\d+)", each.attributes)
             # Hosts' transfers are numbered for themselves.
-            number = channel[1] if channel and instruction.opcode != "send" else "1"
-            key = (collective.kind, instruction.name if number == "1" else number)
-            collective = dataclasses.replace(collective, times=times)
-            parts = (collective, by_channel.get(key, collective))
-            by_channel[key] = dataclasses.replace(
+            number = channel[1] if channel and each.opcode != "send" else "1"
+            key = (one.kind, each.name if number == "1" else number)
+            one = dataclasses.replace(one, times=times)
+            parts = (one, found.get(key, one))
+            found[key] = dataclasses.replace(
                 max(parts, key=lambda part: part.num_bytes),
                 times=max(part.times for part in parts),
                 is_async=any(part.is_async for part in parts),
                 spans=any(part.spans for part in parts),
             )
-
-    return list(by_channel.values())
+    return list(found.values())
 
 
 def _read(
-    instruction: Instruction,
-    computation: Computation,
+    each: Instruction,
+    inside: Computation,
     module: Module,
     mesh_shape: dict[str, int],
     busy: frozenset[str],
 ) -> Collective | None:
     """Read the collective that an instruction starts or is, if it is one."""
-    if instruction.opcode == "send":
-        return _read_send(instruction, computation, busy)
-
-    kind = instruction.opcode.removesuffix("-start")
+    if each.opcode == "send":
+        return _read_send(each, inside, busy)
+    kind = each.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
-
-    groups = replica_groups(instruction.attributes)
+    groups = replica_groups(each.attributes)
     size = math.prod(mesh_shape.values()) if groups is None else len(groups[0])
-    result = instruction.shape
-
+    result = each.shape
     # A start's result is a tuple of operands, results and contexts; but for this one.
-    is_start = instruction.opcode.endswith("-start")
-    if is_start and instruction.opcode != "all-reduce-start":
-        _, result, *_ = hlo.elements(result)
+    if each.opcode.endswith("-start") and each.opcode != "all-reduce-start":
+        result = hlo.elements(result)[1]
     all_arrays = hlo.arrays(result)
-
     num_bytes = float(sum(array.num_bytes for array in all_arrays))
     if kind == "reduce-scatter":
         num_bytes *= size  # Whole before it.
     # A TPU's reduce-scatter is an all-reduce and a slice, fused.
-    if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
+    if kind == "all-reduce" and inside.name.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"
-
     wrappers = [
-        (other, caller)
-        for caller in module
-        for other in caller.instructions
+        (other, computation)
+        for computation in module
+        for other in computation.instructions
         if other.opcode == "async-start"
-        and computation.name in other.called.get("calls", ())
+        and inside.name in other.called.get("calls", ())
     ]
-    starts = [(instruction, computation), *wrappers]
-    is_async = is_start or "async" in computation.name
+    starts = [(each, inside), *wrappers]
+    is_async = each.opcode.endswith("-start") or "async" in inside.name
     return Collective(
         kind=kind,
         axes=_axes(groups, mesh_shape),
         num_bytes=_received(kind, num_bytes, size),
         times=1,
         is_async=is_async or bool(wrappers),
-        spans=any(_spans(start, caller, busy) for start, caller in starts),
+        spans=any(_spans(start, there, busy) for start, there in starts),
         array=max(all_arrays, key=lambda array: array.num_bytes),
-        name=instruction.name,
+        name=each.name,
     )
 
 
@@ -151,24 +134,21 @@ def _received(kind: str, num_bytes: float, group_size: int) -> float:
 
 
 def _read_send(
-    instruction: Instruction, computation: Computation, busy: frozenset[str]
+    each: Instruction, inside: Computation, busy: frozenset[str]
 ) -> Collective:
     """Read a transfer by the hosts, from the end that sends.
 
     It spans what is before the end of receiving: sending ends once the host has taken
     the bytes, before the network has carried them.
     """
-    named = dict(re.findall(r'(_xla_\w+)="([^"]*)"', instruction.attributes))
+    named = dict(re.findall(r'(_xla_\w+)="([^"]*)"', each.attributes))
     kind = named.get("_xla_megascale_transfer_type", "send").lower().replace("_", "-")
-    array = instruction.arrays[0]
-
+    array = each.arrays[0]
     halves = []
-    rendezvous = named.get("_xla_host_transfer_rendezvous")
-    if rendezvous:
-        mark = f'_xla_host_transfer_rendezvous="{rendezvous}"'
-        recvs = (x for x in computation.instructions if x.opcode == "recv")
-        halves = [x for x in recvs if mark in x.attributes]
-
+    if rendezvous := named.get("_xla_host_transfer_rendezvous"):
+        said = f'_xla_host_transfer_rendezvous="{rendezvous}"'
+        recvs = (x for x in inside.instructions if x.opcode == "recv")
+        halves = [x for x in recvs if said in x.attributes]
     # What is gathered arrives whole; of a sum each device has its own share only.
     received = [half.arrays[0].num_bytes for half in halves]
     return Collective(
@@ -177,16 +157,16 @@ def _read_send(
         num_bytes=float(max(received, default=array.num_bytes)),
         times=1,
         is_async=True,
-        spans=all(_spans(half, computation, busy) for half in halves or (instruction,)),
+        spans=all(_spans(half, inside, busy) for half in halves or (each,)),
         array=array,
-        name=instruction.name,
+        name=each.name,
     )
 
 
-def _spans(start: Instruction, computation: Computation, busy: frozenset[str]) -> bool:
-    begin = [*computation.by_name].index(start.name)
+def _spans(start: Instruction, inside: Computation, busy: frozenset[str]) -> bool:
+    begin = [*inside.by_name].index(start.name)
     names = []
-    for other in computation.instructions[begin:]:
+    for other in inside.instructions[begin:]:
         if other.opcode.endswith("-done") and start.name in other.operands:
             return not busy.isdisjoint(names)
         names.append(other.name)
@@ -200,15 +180,9 @@ def _busy_loops(module: Module) -> frozenset[str]:
         bodies = loop.called.get("body", ())
         return any(flops(dataclasses.replace(module, entry=x)) > 0 for x in bodies)
 
-    instructions = itertools.chain(
-        *(computation.instructions for computation in module)
-    )
-    loops = (
-        instruction for instruction in instructions if instruction.opcode == "while"
-    )
-    return frozenset(
-        instruction.name for instruction in loops if multiplies(instruction)
-    )
+    every = itertools.chain(*(computation.instructions for computation in module))
+    loops = (each for each in every if each.opcode == "while")
+    return frozenset(each.name for each in loops if multiplies(each))
 
 
 def _axes(groups: np.ndarray | None, mesh_shape: dict[str, int]) -> tuple[str, ...]:
@@ -241,45 +215,29 @@ def replica_groups(attributes: str) -> np.ndarray | None:
         r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}:]*)\}",
         attributes,
     )
-
     if named:
-        return _groups_of_axes(named)
-
+        sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        shape = list(sizes.values())
+        ids = np.arange(math.prod(shape)).reshape(_numbers(named[2] or "") or shape)
+        ids = ids.transpose(_numbers(named[3])) if named[3] else ids
+        together = re.findall(r"'(\w+)'", named[4])
+        last = [list(sizes).index(name) for name in together]
+        ids = np.moveaxis(ids.reshape(shape), last, range(-len(last), 0))
+        return ids.reshape(-1, math.prod(sizes[name] for name in together))
     iota = re.search(
         r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
     )
     if iota:
         shape, source, order = (_numbers(part or "") for part in iota.groups())
         ids = np.arange(math.prod(source)).reshape(source)
-        if order:
-            ids = ids.transpose(order)
-        return ids.reshape(shape)
-
-    listed = re.search(
+        return (ids.transpose(order) if order else ids).reshape(shape)
+    found = re.search(
         r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}\s]*\})\}", attributes
     )
-    if not listed:
+    if not found:
         return None
-
-    groups = [_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", listed[1])]
+    groups = [_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", found[1])]
     return np.array(groups) if groups else None
-
-
-def _groups_of_axes(named: re.Match) -> np.ndarray:
-    """Return groups that are written as axes of a mesh; see `replica_groups`."""
-    axes, device_shape, order, group_axes = named.groups()
-    sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", axes)}
-    shape = list(sizes.values())
-
-    ids = np.arange(math.prod(shape)).reshape(_numbers(device_shape or "") or shape)
-    if order:
-        ids = ids.transpose(_numbers(order))
-
-    # Axes along which a group lies come last.
-    together = re.findall(r"'(\w+)'", group_axes)
-    last = [list(sizes).index(name) for name in together]
-    ids = np.moveaxis(ids.reshape(shape), last, range(-len(last), 0))
-    return ids.reshape(-1, math.prod(sizes[name] for name in together))
 
 
 def _numbers(text: str) -> list[int]:

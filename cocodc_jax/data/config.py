@@ -2,15 +2,14 @@
 
 import dataclasses
 import pathlib
-from typing import Literal
+from typing import Literal, get_args
 
 from cocodc_jax.fields import Kind, check_choices, check_least, free, of_kind
 from cocodc_jax.files import UnwritableError, ensure_folder
 
 MAX_LOADER_THREADS = 64
 # Of `bpe:`. The library takes memory for all it is asked for, or ends the process.
-_LEAST_TOKENS = 257
-_MOST_TOKENS = 1 << 24
+_LEAST_TOKENS, _MOST_TOKENS = 257, 1 << 24
 
 Partition = Literal["iid", "source"]
 Undecodable = Literal["refuse", "replace", "skip"]
@@ -66,7 +65,6 @@ class DataConfig:
                 f"text_field={self.text_field!r} is of sets with fields, dataset="
                 f"'hf:/folder', and dataset={self.dataset!r}; leave it out"
             )
-
         _check_tokenizer(self.tokenizer)
         check_least(self, 1, "sequence_length", "batch_per_region", "loader_threads")
         if self.loader_threads > MAX_LOADER_THREADS:
@@ -75,8 +73,9 @@ class DataConfig:
                 "window of shuffle_window_bytes of text in memory; use at most "
                 f"{MAX_LOADER_THREADS}"
             )
-
-        check_choices(self)
+        check_choices(
+            self, partition=get_args(Partition), undecodable=get_args(Undecodable)
+        )
         has_choice = self.dataset.startswith(("text:", "hf:"))
         if self.undecodable != "refuse" and not has_choice:
             raise ValueError(
@@ -90,7 +89,6 @@ class DataConfig:
             )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} is outside 0 ... 2**32 - 1")
-
         # A token of a large vocabulary is about 4 bytes of text, so this keeps at least
         # some 16 sequences per window: fewer lose much text at window ends.
         smallest = 64 * (self.sequence_length + 1)
@@ -110,7 +108,6 @@ def _check_dataset(dataset: str) -> None:
         )
     if dataset == "stdlib" or (kind in ("text", "hf", "tfds") and rest):
         return
-
     raise ValueError(
         f"dataset={dataset!r} is unknown; use 'stdlib', 'text:/path[,/path2]', "
         "'hf:/folder' or 'tfds:name[/config]'"

@@ -58,7 +58,6 @@ class Ears:
         self._socket.setsockopt(zmq.MAXMSGSIZE, 1024)  # It receives hellos only.
         self._door = Door(self._socket, self._context)
         port = self._socket.bind_to_random_port("tcp://*")
-
         host = socket.gethostname()
         if place.addresses:
             host = place.addresses[place.region].rpartition(":")[0]
@@ -84,7 +83,6 @@ class Ears:
                     f"{num - len(self._others)} processes of this region did not "
                     f"connect to {self.address} within {timeout_s:.0f} s"
                 ) from None
-
             self._door.saw_message(frames[-1])
             name, word = (frame.bytes for frame in frames)
             if word == _HELLO:
@@ -151,10 +149,6 @@ class SharedLink(abc.ABC):
 
         return dict(self._same(call)[0])
 
-    def agree(self, value: int) -> int:
-        """Return the value that process 0 passes, in all processes."""
-        return self._same(lambda link: (value, ()))[0]
-
     def finish(self, timeout_s: float) -> None:
         """See `Link.finish`."""
         self._same(lambda link: (link.finish(timeout_s), ()))
@@ -168,14 +162,9 @@ class Speaker(SharedLink):
     """A `Link` that forwards its answers to the other processes of the region."""
 
     def __init__(self, link: Link, ears: Ears):
-        self._link = link
-        self._ears = ears
-        self._calls = 0
-        self.place = link.place
-        self.view = link.view
-        self.boot = link.boot
-        self.leave = link.leave
-        self.let_in = link.let_in
+        self._link, self._ears, self._calls = link, ears, 0
+        self.place, self.view, self.boot = link.place, link.view, link.boot
+        self.leave, self.let_in = link.leave, link.let_in
         self.should_stop = link.should_stop
         link.should_stop = lambda: self.should_stop()
 
@@ -190,9 +179,7 @@ class Speaker(SharedLink):
 
     def _same(self, call: Callable[[Link], Answer]) -> Answer:
         self._calls += 1
-        value = None
-        frames: Sequence[bytes] = ()
-        error = None
+        (value, frames), error = (None, ()), None
         try:
             value, frames = call(self._link)
             return value, frames
@@ -202,13 +189,8 @@ class Speaker(SharedLink):
         finally:
             self.view = self._link.view
             seats = [*self.view.seats.items()]
-            head = {
-                "call": self._calls,
-                "value": value,
-                "error": error,
-                "view": [self.view.epoch, seats],
-            }
-            self._ears.tell(head, frames)
+            head = {"call": self._calls, "value": value, "error": error}
+            self._ears.tell(head | {"view": [self.view.epoch, seats]}, frames)
 
     def send(self, sync: m.SyncId, row: bytes, step_s: float = 0.0) -> Future:
         """See `Link.send`."""
@@ -233,24 +215,19 @@ class Listener(SharedLink):
     """The `Link` of a region's other processes; it receives process 0's answers."""
 
     def __init__(self, place: Place, address: str, process: int):
-        self.place = place
-        self.view = m.View()
-        self._calls = 0
+        self.place, self.view, self._calls = place, m.View(), 0
         self.should_stop = lambda: False
         self._lock = threading.Lock()
         self._futures: dict[m.SyncId, Future] = {}
         self._answers: queue.SimpleQueue = queue.SimpleQueue()
         self._ended = False
-
         self._context = zmq.Context()
         self._socket = secured(self._context, zmq.DEALER, place.key, listens=False)
         self._socket.identity = f"process {process}".encode()
-        self._socket.rcvhwm = 0
-        self._socket.linger = 0
+        self._socket.rcvhwm = self._socket.linger = 0
         self._socket.rcvtimeo = 100
         self._socket.connect(address)
         self._socket.send(_HELLO)
-
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -264,36 +241,32 @@ class Listener(SharedLink):
                 head, *frames = self._socket.recv_multipart()
             except zmq.Again:
                 continue
-
-            answer = json.loads(head)
-            if "decided" in answer:
+            told = json.loads(head)
+            if "decided" in told:
                 decision: Any = m.unpack(frames, self.place.num_regions).message
                 future = self.expect(decision.sync)
                 if not future.done():
                     future.set_result(decision)
             else:
-                self._answers.put((answer, frames))
-
+                self._answers.put((told, frames))
         self._socket.close()
         self._context.term()
 
     def _same(self, call: Callable[[Link], Answer]) -> Answer:
         del call
         self._calls += 1
-
-        answer, frames = self._answers.get()
-        if "ended" in answer:
-            self._answers.put((answer, frames))  # For later calls.
+        told, frames = self._answers.get()
+        if "ended" in told:
+            self._answers.put((told, frames))  # For later calls.
             raise ConnectionError(
-                f"process 0 of region {self.place.region} has ended: {answer['ended']}"
+                f"process 0 of region {self.place.region} has ended: {told['ended']}"
             )
-        if answer["call"] != self._calls:
+        if told["call"] != self._calls:
             raise RuntimeError(
-                f"call {self._calls} got the answer to call {answer['call']}: the "
+                f"call {self._calls} got the answer to call {told['call']}: the "
                 "processes of this region do not run the same program"
             )
-
-        epoch, seats = answer["view"]
+        epoch, seats = told["view"]
         self.view = m.View(
             m.Epoch(*epoch),
             {
@@ -301,11 +274,10 @@ class Listener(SharedLink):
                 for region, (boot, since_step, source) in seats
             },
         )
-
-        if answer["error"]:
-            name, text = answer["error"]
+        if told["error"]:
+            name, text = told["error"]
             raise _ERRORS[name](text)
-        return answer["value"], frames
+        return told["value"], frames
 
     def at(self, oldest_step: int, marks: Sequence[m.Mark] = ()) -> dict[int, int]:
         """See `Link.at`."""
@@ -352,12 +324,10 @@ def of_process(
     """
     if num_processes == 1:
         return make_link()
-
     ears = Ears(place) if process == 0 else None
     address, *_ = gather(ears.address if ears else None)
     if ears is None:
         return Listener(place, address, process)
-
     try:
         ears.wait_for(num_processes - 1, place.timing.start_s, should_stop)
         return Speaker(make_link(), ears)

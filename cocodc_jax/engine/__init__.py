@@ -1,4 +1,4 @@
-"""Carries syncs out: placement, crossing, outer models, merges, and their programs."""
+"""Means over regions: in programs, between processes, between elastic regions."""
 
 from cocodc_jax._lazy import attach, modules_of
 

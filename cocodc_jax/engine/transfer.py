@@ -29,14 +29,9 @@ Box = tuple[tuple[int, int], ...]
 
 
 def put(tree: PyTree, shardings: Any) -> PyTree:
-    """Place values, equal in every process, by one sharding or a tree of them.
-
-    They are on hosts, or on devices of this process or of all processes.
-    """
+    """Place host values, equal in every process, by one sharding or a tree of them."""
 
     def one(x, sharding):
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            return move(x, sharding)
         if sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
         host = np.asarray(x)

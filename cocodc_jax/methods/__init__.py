@@ -161,14 +161,12 @@ def get(name: str, **overrides: Any) -> Method:
                 f"method={name!r} has no argument {key!r}; "
                 f"it takes {', '.join(accepted) or 'none'}"
             )
-    accepted_by_method = inspect.signature(METHODS[name]).parameters
-    method = METHODS[name](
-        **{k: v for k, v in overrides.items() if k in accepted_by_method}
-    )
+    own = inspect.signature(METHODS[name]).parameters
+    method = METHODS[name](**{k: v for k, v in overrides.items() if k in own})
     compress = overrides.get("compress")
-    if compress is not None and "compress" not in accepted_by_method:
+    if compress is not None and "compress" not in own:
         method = method.compressed(compression.parse(compress))
-    if "outer_placement" in overrides and "outer_placement" not in accepted_by_method:
+    if "outer_placement" in overrides and "outer_placement" not in own:
         method = method.placed(overrides["outer_placement"])
     method = method.weighted(overrides.get("region_weights"))
     method = method.expert_weighted(overrides.get("expert_weights"))
@@ -179,8 +177,8 @@ def defaults(name: str) -> dict[str, Any]:
     """Return the arguments that method `name` takes, with their defaults."""
     check_choice("method", name, sorted(METHODS))
     parameters = inspect.signature(METHODS[name]).parameters
-    of_method = {key: parameter.default for key, parameter in parameters.items()}
-    return of_method | {k: v for k, v in COMMON.items() if k not in of_method}
+    own = {key: parameter.default for key, parameter in parameters.items()}
+    return own | {k: v for k, v in COMMON.items() if k not in own}
 
 
 def __dir__() -> list[str]:

@@ -44,7 +44,7 @@ import jax.numpy as jnp
 from cocodc_jax.sync import Compressed, Method, RegionalOuter, Sync, merge, schedules
 from cocodc_jax.sync.outer import PyTree, pseudo_gradient
 from cocodc_jax.transforms import compression
-from cocodc_jax.transforms.compressor import Compressor, zeroed
+from cocodc_jax.transforms.compressor import zeroed
 from cocodc_jax.transforms.error_feedback import ErrorFeedbackState, error_feedback
 from cocodc_jax.transforms.numerics import check_outer, is_finite
 
@@ -83,29 +83,21 @@ def decoupled_momentum(learning_rate: float, momentum: float) -> RegionalOuter:
     """Share only what stands out of the momentum; regions are never made equal."""
     check_outer(learning_rate, momentum)
 
-    def feedback(compressor: Compressor) -> Compressor:
+    def feedback(compressor):
         return error_feedback(compressor, decay=momentum)
 
-    def init(params: PyTree, compressor: Compressor) -> DecoupledState:
+    def init(params, compressor):
         zeros = jax.tree.map(jnp.zeros_like, params)
         return DecoupledState(feedback(compressor).init(params), zeros)
 
-    def send(
-        params: PyTree,
-        state: DecoupledState,
-        local: PyTree,
-        compressor: Compressor,
-        key: jax.Array,
-    ) -> tuple[PyTree, DecoupledState]:
+    def send(params, state, local, compressor, key):
         gradient = pseudo_gradient(params, local)
-        message, memory = feedback(compressor).encode(gradient, state.feedback, key)
+        message, kept = feedback(compressor).encode(gradient, state.feedback, key)
         # Of a pseudo-gradient that is not finite nothing is sent, nor applied.
         gradient = zeroed(gradient, is_finite(message))
-        return message, DecoupledState(memory, gradient)
+        return message, DecoupledState(kept, gradient)
 
-    def receive(
-        params: PyTree, state: DecoupledState, arrived: PyTree, num_regions: int
-    ) -> tuple[PyTree, DecoupledState]:
+    def receive(params, state, arrived, num_regions):
         d = jax.tree.map(jnp.add, state.feedback.residual, arrived)
         step = lambda x, g, m: x - learning_rate * (g + momentum * m)  # noqa: E731
         params = jax.tree.map(step, params, state.pseudo_gradient, d)

@@ -44,12 +44,10 @@ Measured here: docs/results/methods.md; outer parameters are sent too.
 
 from typing import NamedTuple
 
-import jax
 import optax
 
 from cocodc_jax.sync import Method, RegionalOuter, Sync, merge, schedules
 from cocodc_jax.sync.outer import PyTree, pseudo_gradient
-from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.numerics import check_at_least, check_outer, is_number
 from cocodc_jax.transforms.outer import group_heavy_ball
 
@@ -108,42 +106,26 @@ def noisy_pairs(
     """Step by a pair's mean in place of everyone's, see the module."""
     optimizer = group_heavy_ball(learning_rate, momentum, pull)
 
-    def payload(params: PyTree, local: PyTree) -> PairMessage:
+    def payload(params, local):
         return PairMessage(params, pseudo_gradient(params, local))
 
-    def init(params: PyTree, compressor: Compressor) -> PairState:
+    def init(params, compressor):
         sent = payload(params, params)
         return PairState(optimizer.init(params), compressor.init(sent))
 
-    def send(
-        params: PyTree,
-        state: PairState,
-        local: PyTree,
-        compressor: Compressor,
-        key: jax.Array,
-    ) -> tuple[PyTree, PairState]:
-        message, memory = compressor.encode(
-            payload(params, local), state.compressor, key
-        )
-        return message, state._replace(compressor=memory)
+    def send(params, state, local, compressor, key):
+        message, kept = compressor.encode(payload(params, local), state.compressor, key)
+        return message, state._replace(compressor=kept)
 
-    def receive(
-        params: PyTree, state: PairState, arrived: PyTree, num_regions: int
-    ) -> tuple[PyTree, PairState]:
+    def receive(params, state, arrived, num_regions):
         mean = arrived.pseudo_gradient
-        step, optimizer_state = optimizer.update(
+        step, kept = optimizer.update(
             mean, state.optimizer, params, group_mean_params=arrived.params
         )
-        new_params = optax.apply_updates(params, step)
-        return new_params, state._replace(optimizer=optimizer_state)
+        return optax.apply_updates(params, step), state._replace(optimizer=kept)
 
     return RegionalOuter(
-        name="noisy_pairs",
-        init=init,
-        send=send,
-        receive=receive,
-        group="pairs",
-        seed=seed,
+        "noisy_pairs", init, send, receive, "pairs", seed,
         why_uncompressed="its regions send their parameters, which are no change that "
         "could be sent in part",
-    )
+    )  # fmt: skip

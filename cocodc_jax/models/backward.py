@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-PLAIN = "plain"
-CPU = "cpu"
+PLAIN, CPU = "plain", "cpu"
 
 
 def choose(
@@ -39,9 +38,7 @@ def product(
     x_BLD: jax.Array, w_DF: jax.Array, backward: str, dtype: Any = None
 ) -> jax.Array:
     """Multiply tokens by a weight of their dtype; sums are in `dtype`, or in x's."""
-    if backward == CPU:
-        return _product(x_BLD, w_DF, dtype)
-    return _matmul(x_BLD, w_DF, dtype)
+    return (_product if backward == CPU else _matmul)(x_BLD, w_DF, dtype)
 
 
 def spread(x_BL1: jax.Array, width: int, backward: str) -> jax.Array:
@@ -55,16 +52,12 @@ def _matmul(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     return jnp.matmul(x, w, preferred_element_type=dtype)
 
 
-def _product_forward(
-    x: jax.Array, w: jax.Array, dtype: Any
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _product_forward(x, w, dtype):
     return _matmul(x, w, dtype), (x, w)
 
 
-def _product_backward(
-    dtype: Any, residuals: tuple[jax.Array, jax.Array], grad: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x, w = residuals
+def _product_backward(dtype, kept, grad):
+    x, w = kept
     tokens = tuple(range(x.ndim - 1))
     grad_x = grad @ w.T.astype(grad.dtype)
     grad_w = jax.lax.dot_general(

@@ -39,23 +39,21 @@ def read_config(
 ) -> dict[str, Any]:
     """Return what `config.json` of a LLaMA or a Mixtral says; refuse other models."""
     path = pathlib.Path(folder) / CONFIG_FILE
-    values = read_json(path)
-    kind = values.get("model_type")
+    found = read_json(path)
+    kind = found.get("model_type")
     have = {"llama": "no experts", "mixtral": "experts (--num_experts)"}
-
-    kinds = tuple(have)
-    if config is not None and kind in have:
-        kinds = ("mixtral",) if config.num_experts else ("llama",)
+    kinds = known = tuple(have)
+    if config is not None and kind in known:
+        kinds = (known[bool(config.num_experts)],)
     if kind not in kinds:
-        why = f"; one with {have[kind]}" if kind in have else ""
+        why = f"; one with {have[kind]}" if kind in known else ""
         raise ValueError(
             f"{path}: model_type is {kind!r} there{why}, and only "
             f"{' and '.join(map(repr, kinds))} can be read here"
         )
-    if not isinstance(values.get("vocab_size"), int):
+    if not isinstance(found.get("vocab_size"), int):
         raise ValueError(f"{path} has no vocab_size")
-
-    return values
+    return found
 
 
 def check_llama(config: TransformerConfig) -> None:
@@ -65,7 +63,6 @@ def check_llama(config: TransformerConfig) -> None:
             "qk_norm=True normalises queries and keys, which LlamaForCausalLM does "
             "not; a model is LLaMA-shaped with --qk_norm=false"
         )
-
     for name, value in (("shared_experts", 0), ("moe_every", 1)):
         if getattr(config, name) != value:
             raise ValueError(
@@ -77,53 +74,41 @@ def check_llama(config: TransformerConfig) -> None:
 
 def check_shape(folder: pathlib.Path, config: TransformerConfig) -> None:
     """Refuse a `config.json` of another model, naming the flags that would be right."""
-    path = folder / CONFIG_FILE
-    values = read_config(folder, config)
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-
+    path, found = folder / CONFIG_FILE, read_config(folder, config)
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ValueError(
             f"{path}: rotary positions are scaled by {kind!r} there, and not here; a "
             "model without rope_scaling can be read"
         )
-
     for name, value in (_ALWAYS | {"sliding_window": None}).items():
-        if values.get(name, value) != value:
+        if found.get(name, value) != value:
             raise ValueError(
-                f"{path}: {name} is {values[name]!r} there, and {value!r} here always"
+                f"{path}: {name} is {found[name]!r} there, and {value!r} here always"
             )
-
-    stored = {
-        ours: values.get(theirs, default)
-        for ours, (theirs, default) in _shape(config).items()
-    }
-    # What transformers takes for what a file leaves out, of Mixtral and of LLaMA.
-    default_theta = 1e6 if config.num_experts else 1e4
-    default_heads = 8 if config.num_experts else None
-    heads = values.get("num_key_value_heads", default_heads)
-    stored["num_kv_heads"] = heads or stored["num_heads"]
-    theta = values.get("rope_theta", default_theta)
-    stored["rope_theta"] = rope.get("rope_theta", theta)
-
-    wrong = {n: v for n, v in stored.items() if v != getattr(config, n)}
-    if wrong:
-        differences = [
+    there = {ours: found.get(*where) for ours, where in _shape(config).items()}
+    # What transformers takes for what is not said: (of Mixtral, of LLaMA).
+    theta, heads = (1e6, 8) if config.num_experts else (1e4, None)
+    heads = found.get("num_key_value_heads", heads)
+    there["num_kv_heads"] = heads or there["num_heads"]
+    there["rope_theta"] = rope.get("rope_theta", found.get("rope_theta", theta))
+    if wrong := {n: v for n, v in there.items() if v != getattr(config, n)}:
+        said = [
             f"{n} is {v} there and {getattr(config, n)} here" for n, v in wrong.items()
         ]
         flags = [f"--{n}={str(v).lower()}" for n, v in wrong.items()]
         raise ValueError(
-            f"{path} is of another model: {'; '.join(differences)}; give "
-            f"{' '.join(flags)}"
+            f"{path} is of another model: {'; '.join(said)}; give {' '.join(flags)}"
         )
-    if (values.get("head_dim") or config.head_width) != config.head_width:
+    if (found.get("head_dim") or config.head_width) != config.head_width:
         raise ValueError(
-            f"{path}: head_dim is {values['head_dim']} there, and width / num_heads = "
+            f"{path}: head_dim is {found['head_dim']} there, and width / num_heads = "
             f"{config.head_width} here always"
         )
-    if values["vocab_size"] > config.vocab_size:
+    if found["vocab_size"] > config.vocab_size:
         raise ValueError(
-            f"{path}: vocab_size is {values['vocab_size']} there and "
+            f"{path}: vocab_size is {found['vocab_size']} there and "
             f"{config.vocab_size} here; use at least as many"
         )
 
@@ -132,8 +117,7 @@ def to_json(
     config: TransformerConfig, max_length: int, eos_id: int | None
 ) -> dict[str, Any]:
     """Return what `config.json` says of a model, as transformers 4 and 5 read it."""
-    kind = "llama"
-    of_experts = {}
+    kind, of_experts = "llama", {}
     if config.num_experts:
         kind = "mixtral"
         of_experts = {
@@ -141,15 +125,11 @@ def to_json(
             "output_router_logits": False,
             "sliding_window": None,
         }
-
     return {
         "architectures": [f"{kind.title()}ForCausalLM"],
         "model_type": kind,
         "vocab_size": config.vocab_size,
-        **{
-            theirs: getattr(config, ours)
-            for ours, (theirs, _) in _shape(config).items()
-        },
+        **{there: getattr(config, ours) for ours, (there, _) in _shape(config).items()},
         **of_experts,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_width,
@@ -184,9 +164,9 @@ def adapter_json(
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Return the JSON object in a file; refuse what cannot be read, or is none."""
     try:
-        value = json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
+    if not isinstance(found, dict):
         raise ValueError(f"{path} holds no JSON object")
-    return value
+    return found

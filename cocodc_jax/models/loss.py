@@ -50,19 +50,16 @@ def cross_entropy(
     A token counts as predicted when its logit reaches the largest one.
     """
 
-    def one(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def one(chunk):
         hidden_BCD, targets_BC = chunk
         logits_BCV = logits_from_hidden(hidden_BCD, head_DV, backward)
-        sums, _ = _sums(logits_BCV, targets_BC)
-        return sums
+        return _sums(logits_BCV, targets_BC)[0]
 
     loss, num_correct = _over_chunks(one, hidden_BLD, targets_BL, chunk_tokens)
     return loss / targets_BL.size, num_correct / targets_BL.size
 
 
-def _over_chunks(
-    one: Callable, hidden_BLD: jax.Array, targets_BL: jax.Array, chunk_tokens: int
-) -> tuple[jax.Array, jax.Array]:
+def _over_chunks(one: Callable, hidden_BLD, targets_BL, chunk_tokens: int):
     """Return the sums of `one(chunk)`, which is computed again in backward."""
     chunks = _split(hidden_BLD, targets_BL, chunk_tokens)
     if chunks is None:
@@ -86,28 +83,17 @@ def divided_cross_entropy(
     """
     whole_DV = gather(head_DV, hidden_BLD.dtype, 0, layout)
 
-    def one(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def one(chunk):
         hidden_BCD, targets_BC = chunk
-        logits_BCV = logits_from_hidden(hidden_BCD, whole_DV)
-        sums, _ = _sums(logits_BCV, targets_BC, layout)
-        return sums
+        return _sums(logits_from_hidden(hidden_BCD, whole_DV), targets_BC, layout)[0]
 
     return _over_chunks(one, hidden_BLD, targets_BL, chunk_tokens)
 
 
-def _forward(
-    hidden_BLD: jax.Array,
-    head_DV: jax.Array,
-    targets_BL: jax.Array,
-    chunk_tokens: int,
-    layout: Layout,
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Return the sums, and the gradients of the sum of losses."""
+def _forward(hidden_BLD, head_DV, targets_BL, chunk_tokens, layout):
     whole_DV = gather(head_DV, hidden_BLD.dtype, 0, layout)
 
-    def one(
-        grad_DV: jax.Array, chunk: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, Any]:
+    def one(grad_DV, chunk):
         hidden_BCD, targets_BC = chunk
         logits_BCV = logits_from_hidden(hidden_BCD, whole_DV)
         sums, (exp_BCV, total_BC, is_target_BCV) = _sums(logits_BCV, targets_BC, layout)
@@ -117,7 +103,6 @@ def _forward(
         grad_DV += jnp.einsum(
             "bcd,bcv->dv", hidden_BCD, dz_BCV, preferred_element_type=jnp.float32
         )
-
         return grad_DV, (sums, dz_BCV @ whole_DV.T)
 
     grad_DV = jnp.zeros(whole_DV.shape, jnp.float32)
@@ -129,16 +114,10 @@ def _forward(
         sums = jax.tree.map(jnp.sum, sums)
         batch, length, width = hidden_BLD.shape
         grad_BLD = jnp.moveaxis(grads_BCD, 0, 1).reshape(batch, -1, width)[:, :length]
-
     return sums, (sum_over(grad_BLD, layout.model), scatter(grad_DV, 0, layout))
 
 
-def _backward(
-    chunk_tokens: int,
-    layout: Layout,
-    grads: tuple[jax.Array, jax.Array],
-    cotangents: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array, None]:
+def _backward(chunk_tokens, layout, grads, cotangents):
     grad_BLD, grad_DV = grads
     # In float32: one over a count that is no power of two is off by up to 0.4% in
     # bfloat16, for all tokens alike, and every gradient but the head's would be.
@@ -149,16 +128,13 @@ def _backward(
 divided_cross_entropy.defvjp(_forward, _backward)
 
 
-def _sums(
-    logits_BLV: jax.Array, targets_BL: jax.Array, layout: Layout | None = None
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
+def _sums(logits_BLV, targets_BL, layout: Layout | None = None):
     """Return a chunk's sums, exp(z - max z), its sum, and which logits are targets.
 
     A padded target, -1, is none.
     """
     axis = layout.model if layout else None
     axis = axis if axis and jax.lax.axis_size(axis) > 1 else None
-
     ids_V = jax.lax.broadcasted_iota(jnp.int32, logits_BLV.shape, 2)
     if axis:
         ids_V += logits_BLV.shape[2] * jax.lax.axis_index(axis)
@@ -166,28 +142,23 @@ def _sums(
     # needs no exchange when the vocabulary is sharded.
     is_target_BLV = ids_V == targets_BL[..., None]
     target_BL = jnp.sum(logits_BLV, axis=-1, where=is_target_BLV)
-
     # It cancels, and so do its derivatives.
     max_BL = jax.lax.stop_gradient(logits_BLV.max(axis=-1))
     if axis:
         max_BL = jax.lax.pmax(max_BL, axis)
     exp_BLV = jnp.exp(logits_BLV - max_BL[..., None])
-
     total_BL = exp_BLV.sum(axis=-1)
     if axis:
         total_BL = jax.lax.psum(total_BL, axis)
         target_BL = jax.lax.psum(target_BL, axis)
-
     loss_BL = jnp.log(total_BL) + max_BL - target_BL
     is_token_BL = targets_BL >= 0
     is_correct_BL = is_token_BL & (target_BL >= max_BL)
-    sums = (loss_BL.sum(where=is_token_BL), is_correct_BL.sum(dtype=jnp.float32))
+    sums = loss_BL.sum(where=is_token_BL), is_correct_BL.sum(dtype=jnp.float32)
     return sums, (exp_BLV, total_BL, is_target_BLV)
 
 
-def _split(
-    hidden_BLD: jax.Array, targets_BL: jax.Array, chunk_tokens: int
-) -> tuple[jax.Array, jax.Array] | None:
+def _split(hidden_BLD, targets_BL, chunk_tokens: int):
     """Cut both along their length into equal chunks, on a new leading axis.
 
     Padded at the end; None if one chunk holds all of the `[B, L]` tokens.
@@ -197,7 +168,7 @@ def _split(
     if num_chunks == 1:
         return None
 
-    def cut(x_BL: jax.Array, padding: int) -> jax.Array:
+    def cut(x_BL, padding):
         chunk = -(-length // num_chunks)
         pad = [(0, 0), (0, num_chunks * chunk - length)] + [(0, 0)] * (x_BL.ndim - 2)
         padded = jnp.pad(x_BL, pad, constant_values=padding)
@@ -215,7 +186,7 @@ def accumulated(gradient: GradientFn, num_parts: int) -> GradientFn:
     def mean(params: PyTree, batch: PyTree):
         parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), batch)
 
-        def add(total: PyTree, part: PyTree) -> tuple[PyTree, Any]:
+        def add(total, part):
             out, grads = gradient(params, part)
             return jax.tree.map(jnp.add, total, grads), out
 
@@ -236,10 +207,8 @@ def make_accumulated_loss_fn(loss_fn: Callable, num_parts: int) -> Callable:
     if num_parts == 1:
         return loss_fn
 
-    def loss_and_grad(
-        params: PyTree, batch: PyTree, key: jax.Array
-    ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
-        def gradient(params: PyTree, part: PyTree) -> Any:
+    def loss_and_grad(params, batch, key):
+        def gradient(params, part):
             return jax.value_and_grad(loss_fn, has_aux=True)(params, part, key)
 
         (value, aux), grads = accumulated(gradient, num_parts)(params, batch)
@@ -257,7 +226,7 @@ def with_gradient(loss_fn: Callable, loss_and_grad: Callable) -> Callable:
     mode, and in forward mode over these.
     """
 
-    def backward(grads: PyTree, cotangents: Any) -> tuple[PyTree, None, None]:
+    def backward(grads, cotangents):
         return jax.tree.map(lambda g: g * cotangents[0], grads), None, None
 
     loss = jax.custom_vjp(loss_fn)

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 
 from cocodc_jax._extras import extra
-from cocodc_jax.report import palette
 from cocodc_jax.report.comparison import Run, by_method
-from cocodc_jax.report.plots import new_figure, tidy
+from cocodc_jax.report.plots import COLORS, new_figure, tidy
 
 with extra("report"):
     from matplotlib.figure import Figure
@@ -27,19 +26,13 @@ def figures(runs: Sequence[Run]) -> dict[str, tuple[Figure, str]]:
     groups = by_method(run for run in runs if run.of_kind("experts"))
     if not groups:
         return {}
-
-    maps: dict[str, np.ndarray] = {}
-    for name, group in groups.items():
-        load_RNE = loads(group[0])
-        if load_RNE is not None:
-            maps[name] = load_RNE
-
+    found = {name: loads(group[0]) for name, group in groups.items()}
+    maps = {name: load for name, load in found.items() if load is not None}
     heights = [2.6, *(0.5 + 0.2 * len(load) for load in maps.values())]
     figure = new_figure(sum(heights))
     parts = figure.subfigures(len(heights), height_ratios=heights, squeeze=False)
     _draw_lines(parts[0, 0], groups)
     highest = max((load.max() for load in maps.values()), default=1)
-
     for part, (name, load_RNE) in zip(parts[1:, 0], maps.items(), strict=True):
         _draw_map(part, name, load_RNE, highest)
     return {"experts": (figure, CAPTION)}
@@ -60,22 +53,21 @@ def loads(run: Run) -> np.ndarray | None:
 
 def _draw_lines(part: Any, groups: Mapping[str, Sequence[Run]]) -> None:
     left, right = part.subplots(1, 2)
-    shades = palette.colors(groups)
     for axes, key in ((left, "divergence"), (right, "dead")):
-        for name, group in groups.items():
+        for index, (name, group) in enumerate(groups.items()):
             records = [run.of_kind("experts") for run in group]
             steps = [record["step"] for record in records[0]]
             mean = np.mean([[r[key] for r in each] for each in records], axis=0)
-            axes.plot(steps, mean, color=shades[name], linewidth=1.6, label=name)
+            color = COLORS[index % len(COLORS)]
+            axes.plot(steps, mean, color=color, linewidth=1.6, label=name)
         axes.set_xlabel("inner steps")
         axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         tidy(axes)
-
     left.set_title("divergence between regions", fontsize="medium")
     right.set_title("dead experts", fontsize="medium")
-    lines, labels = left.get_legend_handles_labels()
-    part.legend(lines, labels, loc="outside upper center", ncols=4, frameon=False)
+    handles = left.get_legend_handles_labels()
+    part.legend(*handles, loc="outside upper center", ncols=4, frameon=False)
 
 
 def _draw_map(part: Any, name: str, load_RNE: np.ndarray, highest: float) -> None:
@@ -83,7 +75,6 @@ def _draw_map(part: Any, name: str, load_RNE: np.ndarray, highest: float) -> Non
     axes = part.subplots()
     flat = load_RNE.reshape(num_regions, -1)
     image = axes.imshow(flat, aspect="auto", cmap="Blues", vmin=0, vmax=highest)
-
     for layer in range(1, num_layers):
         axes.axvline(layer * num_experts - 0.5, color="#333333", linewidth=1)
     middles = num_experts * (np.arange(num_layers) + 0.5) - 0.5

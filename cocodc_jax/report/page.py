@@ -36,8 +36,7 @@ th[scope=row] { font-weight: normal; white-space: normal; overflow-wrap: anywher
 td small { display: block; opacity: .7; line-height: 1.2; white-space: normal; }
 td small:first-child { display: inline; }
 td.diverged { text-align: left; white-space: normal; }
-p { overflow-wrap: anywhere; } .winner { font-weight: bold; }
-.note { opacity: .8; font-size: .9rem; }
+p { overflow-wrap: anywhere; } .note { opacity: .8; font-size: .9rem; }
 figure { margin: 1rem 0; } img { max-width: 100%; background: #fff; padding: .5rem;
          box-sizing: border-box; border-radius: 4px; }
 figcaption { opacity: .8; }
@@ -63,9 +62,6 @@ def render(
     command: str,
     config: Mapping[str, Any],
     machine: str,
-    winner: str,
-    settings: Mapping[str, Mapping[str, str]],
-    versions: str,
 ) -> str:
     """Render the page as HTML text.
 
@@ -75,9 +71,6 @@ def render(
       command: what makes this page again.
       config: the configuration all runs share, plain values.
       machine: what it ran on, see `describe_machine`.
-      winner: what won at which bytes, as a sentence.
-      settings: of each run, by its name and by the name of a setting.
-      versions: of packages, and the date.
     """
     methods = comparison["methods"]
     some = next(iter(methods.values()))["runs"][0]
@@ -88,8 +81,7 @@ def render(
         f"{some['steps']:,} inner steps, {some['tokens']:,} tokens, "
         f"{seeds} seed{'s' if seeds > 1 else ''}. {machine}"
     )
-    figures = "\n".join(_figure(caption, png) for caption, png in pictures.items())
-
+    figures = "\n".join(_figure(*picture) for picture in pictures.items())
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -101,19 +93,14 @@ def render(
 <body>
 <h1>{html.escape(heading)}</h1>
 <p>{html.escape(facts)}</p>
-<p class="winner">{html.escape(winner)}</p>
 {results(comparison)}
 <p class="note">{html.escape(results_note(comparison))}</p>
 {figures}
 <h2>Further measures</h2>
 {further(comparison)}
 <p class="note">{html.escape(FURTHER_NOTE)}</p>
-<h2>Settings of each run</h2>
-{_settings(settings)}
-<p class="note">{html.escape(SETTINGS_NOTE)}</p>
 <h2>Command</h2>
 <pre>{html.escape(command)}</pre>
-<p>{html.escape(versions)}</p>
 <details>
 <summary>Configuration</summary>
 <pre>{html.escape(json.dumps(config, indent=2))}</pre>
@@ -126,17 +113,15 @@ def render(
 def describe_machine(devices: Sequence[Any]) -> str:
     """Name the machine's kind: devices, cores, operating system."""
     kinds = sorted({str(device.device_kind) for device in devices})
-    noun = "devices" if len(devices) > 1 else "device"
     return (
-        f"{len(devices)} {' and '.join(kinds)} {noun} on "
+        f"{len(devices)} {' and '.join(kinds)} device{'s'[: len(devices) > 1]} on "
         f"{os.cpu_count()} {platform.machine()} cores, {platform.system()}, "
         f"Python {platform.python_version()}."
     )
 
 
 def _figure(caption: str, png: bytes) -> str:
-    data = base64.b64encode(png).decode()
-    caption = html.escape(caption)
+    data, caption = base64.b64encode(png).decode(), html.escape(caption)
     return (
         f'<figure><img src="data:image/png;base64,{data}" alt="{caption}">'
         f"<figcaption>{caption}</figcaption></figure>"
@@ -151,16 +136,13 @@ def results(comparison: Mapping[str, Any]) -> str:
         _measure("perplexity", "eval_perplexity", lambda x: f"{x:.3f}"),
         ("steps to target", _steps_to_target),
     ]
-
     if equal_bytes is not None:
         head = f"loss at {format_bytes(equal_bytes)}"
         columns.append((head, lambda row: _loss_at_bytes(row, equal_bytes)))
-
     columns += [
         _measure("sent by a region", "bytes_sent_per_region", format_bytes),
         _measure("stall", "stall_seconds", lambda x: f"{x:.2f} s"),
     ]
-
     return _table(comparison, columns)
 
 
@@ -176,24 +158,7 @@ def further(comparison: Mapping[str, Any]) -> str:
         _measure("time", "seconds", format_duration),
         _measure("correction", "correction_ratio", lambda x: f"{x:.1e}"),
     ]
-
     return _table(comparison, columns)
-
-
-def _settings(settings: Mapping[str, Mapping[str, str]]) -> str:
-    """Return HTML of a table with a row for each run and a column for each setting."""
-    heads = [html.escape(head) for head in next(iter(settings.values()))]
-    lines = ["<table>", "<thead>", "<tr>", '<th scope="col">run</th>']
-    lines += [f'<th scope="col">{head}</th>' for head in heads]
-    lines += ["</tr>", "</thead>", "<tbody>"]
-    for name, values in settings.items():
-        lines += ["<tr>", f'<th scope="row">{html.escape(name)}</th>']
-        lines += [
-            f'<td data-head="{head}"><div>{html.escape(value)}</div></td>'
-            for head, value in zip(heads, values.values(), strict=True)
-        ]
-        lines.append("</tr>")
-    return "\n".join([*lines, "</tbody>", "</table>"])
 
 
 def results_note(comparison: Mapping[str, Any]) -> str:
@@ -212,14 +177,12 @@ def results_note(comparison: Mapping[str, Any]) -> str:
             "linear in the bytes between evaluations; none where a run sends less in "
             "all, or is evaluated only from more on. "
         )
-
     note += (
         "Stall: seconds in which regions waited for messages. Methods are not equal in "
         "bytes sent: read both columns."
     )
     if max(len(row["seeds"]) for row in comparison["methods"].values()) > 1:
         note += " ± is half the range over seeds."
-
     return note
 
 
@@ -230,14 +193,6 @@ FURTHER_NOTE = (
     "Drift: RMS distance of the regions from their mean, over its length. Time: of "
     "training, with compilation. Correction (ratio): length of the delay "
     "compensation's correction over the length of what it corrects."
-)
-
-
-SETTINGS_NOTE = (
-    "H: steps in which every fragment is sent once. K: fragments. tau: steps from a "
-    "fragment's start to its merge. alpha: the share of its own parameters that a "
-    "region keeps at a merge. Outer rate and momentum: of the optimizer that steps on "
-    "the regions' mean progress. A dash: the method has no such setting."
 )
 
 
@@ -255,8 +210,7 @@ def _spread(measure: Mapping[str, float] | None, write: Callable[[float], str]) 
 
 
 def _steps_to_target(row: Row) -> str:
-    steps = row["steps_to_target"]
-    reached = row["seeds_at_target"]
+    steps, reached = row["steps_to_target"], row["seeds_at_target"]
     if steps is None:
         return "<small>never</small>"
     seeds = len(row["seeds"])
@@ -265,9 +219,9 @@ def _steps_to_target(row: Row) -> str:
 
 
 def _loss_at_bytes(row: Row, equal_bytes: float) -> str:
-    spread = row["loss_at_equal_bytes"]
-    if spread is not None:
-        return _spread(spread, lambda x: f"{x:.4f}")
+    found = row["loss_at_equal_bytes"]
+    if found is not None:
+        return _spread(found, lambda x: f"{x:.4f}")
     first, last = row["evaluated_bytes"]
     why = "sends less" if last < equal_bytes else f"from {format_bytes(first)}"
     return f"<small>{html.escape(why)}</small>"
@@ -278,7 +232,6 @@ def _table(comparison: Mapping[str, Any], columns: Sequence[Column]) -> str:
     lines = ["<table>", "<thead>", "<tr>", '<th scope="col">method</th>']
     lines += [f'<th scope="col">{head}</th>' for head, _ in columns]
     lines += ["</tr>", "</thead>", "<tbody>"]
-
     for name, row in comparison["methods"].items():
         lines += ["<tr>", f'<th scope="row">{html.escape(name)}</th>']
         # A narrow window shows no heads: each cell brings its own.
@@ -287,13 +240,8 @@ def _table(comparison: Mapping[str, Any], columns: Sequence[Column]) -> str:
             for head, cell in columns
         ]
         lines.append("</tr>")
-
     for name, why in comparison["diverged"].items():
-        lines += ["<tr>", f'<th scope="row">{html.escape(name)}</th>']
-        lines.append(
-            f'<td class="diverged" colspan="{len(columns)}">diverged: '
-            f"{html.escape(why)}</td>"
-        )
-        lines.append("</tr>")
-
+        told = f'<td class="diverged" colspan="{len(columns)}">diverged: '
+        told += f"{html.escape(why)}</td>"
+        lines += ["<tr>", f'<th scope="row">{html.escape(name)}</th>', told, "</tr>"]
     return "\n".join([*lines, "</tbody>", "</table>"])

@@ -5,6 +5,7 @@ drawing has no global state and needs no display.
 """
 
 import io
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -12,7 +13,6 @@ import numpy as np
 
 from cocodc_jax._extras import extra
 from cocodc_jax.files import write_whole
-from cocodc_jax.report import palette
 from cocodc_jax.report.comparison import Curve, Run, by_method, eval_curve
 from cocodc_jax.report.records import Record
 from cocodc_jax.report.units import format_bytes
@@ -58,10 +58,9 @@ def loss_by_steps(runs: Sequence[Run]) -> Figure:
     figure = new_figure(height_in=max(4.2, 0.26 * len(by_method(runs))))
     whole, late = figure.subplots(1, 2, width_ratios=(3, 4))
     curves = {name: eval_curve(group) for name, group in by_method(runs).items()}
-    shades = palette.colors(curves)
-    for index, (name, curve) in enumerate(curves.items()):
+    for index, curve in enumerate(curves.values()):
         for axes in (whole, late):
-            _draw(axes, curve, curve.steps, index, shades[name])
+            _draw(axes, curve, curve.steps, index)
     whole.set_ylabel("evaluation loss (nats per token)")
     half = max(curve.steps[-1] for curve in curves.values()) / 2
     low = min(curve.low[curve.steps >= half].min() for curve in curves.values())
@@ -72,11 +71,9 @@ def loss_by_steps(runs: Sequence[Run]) -> Figure:
     _label_ends(late, curves)
     whole.set_title("whole run", fontsize="medium")
     late.set_title("second half", fontsize="medium")
-
     for axes in (whole, late):
         axes.set_xlabel("inner steps")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-
     return figure
 
 
@@ -87,21 +84,17 @@ def loss_by_bytes(runs: Sequence[Run]) -> Figure:
     """
     figure = new_figure(height_in=4.2 + 0.06 * len(by_method(runs)))
     axes = figure.subplots()
-    groups = by_method(runs)
-    shades = palette.colors(groups)
-    for index, (name, group) in enumerate(groups.items()):
+    for index, (name, group) in enumerate(by_method(runs).items()):
         curve = eval_curve(group)
         sent = np.where(curve.bytes_sent > 0, curve.bytes_sent, np.nan)
-        _draw(axes, curve, sent, index, shades[name])
+        _draw(axes, curve, sent, index)
         axes.lines[-1].set_label(name)
-
     by_bytes(axes, 1e3)
     axes.tick_params(axis="x", which="both", length=4)
     axes.set_xlabel("bytes sent by each region (log scale)")
     axes.set_ylabel("evaluation loss (nats per token)")
     # Above the axes no legend can cover a curve.
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
-
     return figure
 
 
@@ -112,22 +105,19 @@ def fragments_in_flight(runs: Sequence[Run]) -> Figure:
     step at which a method has made `MAX_SYNCS` syncs, and the axis says so.
     """
     groups = by_method(runs)
-    colors = palette.colors(groups)
+    colors = dict(zip(groups, itertools.cycle(COLORS), strict=False))
     each = {name: group[0].of_kind("sync") for name, group in groups.items()}
     syncs = {name: events for name, events in each.items() if events}
     if not syncs:
         raise ValueError("no run has a sync to draw; leave the plot out")
-
     rows = [_num_fragments(events) for events in syncs.values()]
     # Each row a fifth of an inch, and room for each panel's title and for the axis.
     figure = new_figure(0.2 * sum(rows) + 0.55 * len(rows) + 0.5)
-
     panels = figure.subplots(
         len(syncs), 1, sharex=True, squeeze=False, height_ratios=[n + 1 for n in rows]
     )[:, 0]
     for axes, (name, events) in zip(panels, syncs.items(), strict=True):
         _draw_syncs(axes, name, events, colors[name])
-
     num_steps = max(run.summary["steps"] for run in runs)
     full = [events for events in syncs.values() if len(events) > MAX_SYNCS]
     shown_steps = min([num_steps, *(e[MAX_SYNCS - 1]["apply_step"] for e in full)])
@@ -140,7 +130,6 @@ def fragments_in_flight(runs: Sequence[Run]) -> Figure:
         f"{MAX_SYNCS} syncs of a method"
     )
     panels[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
-
     return figure
 
 
@@ -168,12 +157,11 @@ def png_bytes(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _draw(
-    axes: Axes, curve: Curve, abscissa: np.ndarray, index: int, color: str
-) -> None:
+def _draw(axes: Axes, curve: Curve, abscissa: np.ndarray, index: int) -> None:
+    color = COLORS[index % len(COLORS)]
+    # Once all colors are used, they come with other markers.
     marker = MARKERS[(index + index // len(COLORS)) % len(MARKERS)]
     axes.fill_between(abscissa, curve.low, curve.high, color=color, alpha=0.2, lw=0)
-
     # About ten markers a line, however often it was evaluated.
     every = max(1, len(abscissa) // 10)
     axes.plot(
@@ -193,7 +181,6 @@ def _label_ends(axes: Axes, curves: dict[str, Curve]) -> None:
     low, high = axes.get_ylim()
     ends = [(curve.mean[-1] - low) / (high - low) for curve in curves.values()]
     heights = spread(ends, gap=0.06)
-    shades = palette.colors(curves)
     for index, (name, curve) in enumerate(curves.items()):
         axes.annotate(
             f"{name} {curve.mean[-1]:.3f}",
@@ -201,7 +188,7 @@ def _label_ends(axes: Axes, curves: dict[str, Curve]) -> None:
             xytext=(1.05, heights[index]),
             xycoords="axes fraction",
             textcoords="axes fraction",
-            color=shades[name],
+            color=COLORS[index % len(COLORS)],
             verticalalignment="center",
             fontsize="small",
             # To the label's left edge, and not through it to its middle.
@@ -227,12 +214,10 @@ def spread(positions: Sequence[float], gap: float) -> list[float]:
     order = sorted(range(len(placed)), key=lambda index: placed[index])
     for below, above in zip(order, order[1:], strict=False):
         placed[above] = max(placed[above], placed[below] + gap)
-
     shift = max(new - old for new, old in zip(placed, positions, strict=True)) / 2
     for rank, index in enumerate(order):
         highest = 1 - (len(order) - 1 - rank) * gap
         placed[index] = max(min(placed[index] - shift, highest), rank * gap)
-
     return placed
 
 
@@ -243,10 +228,8 @@ def _num_fragments(events: Sequence[Record]) -> int:
 def _draw_syncs(axes: Axes, name: str, events: Sequence[Record], color: str) -> None:
     num_fragments = _num_fragments(events)
     for fragment in range(num_fragments):
-        of_fragment = [event for event in events if event["fragment"] == fragment]
-        spans = [
-            (e["start_step"], e["apply_step"] - e["start_step"]) for e in of_fragment
-        ]
+        own = [event for event in events if event["fragment"] == fragment]
+        spans = [(e["start_step"], e["apply_step"] - e["start_step"]) for e in own]
         # The white edge keeps apart a sync that starts when the one before is applied.
         axes.broken_barh(
             spans, (fragment - 0.35, 0.7), facecolor=color, edgecolor="white", lw=0.6
@@ -254,7 +237,6 @@ def _draw_syncs(axes: Axes, name: str, events: Sequence[Record], color: str) -> 
         # A blocking exchange takes no step: its bar has no width, a mark shows it.
         at = [start for start, delay_steps in spans if delay_steps == 0]
         axes.plot(at, [fragment] * len(at), "|", color=color, markersize=11, mew=2)
-
     axes.set_title(name, loc="left", fontsize="medium")
     axes.set_ylabel("fragment")
     axes.set_yticks(range(num_fragments))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cocodc_jax.expert_leaves import expert_axis
-from cocodc_jax.transforms.layers import named_leaves, unboxed_paths
+from cocodc_jax.transforms.layers import named_leaves
 
 PyTree = Any
 Fragment = dict[str, jax.Array]
@@ -31,7 +31,7 @@ class LeafSlice:
       rows: indices along one axis of the leaf, or None for all of it.
       num_params: number of parameters.
       num_bytes: their bytes in the leaf's dtype.
-      axis: of `rows`, that of layers (0 in most models) or of experts.
+      axis: of `rows`: 0 is that of layers, or of the experts of one layer.
     """
 
     path: str
@@ -63,12 +63,12 @@ class Fragments:
     @property
     def num_params(self) -> tuple[int, ...]:
         """Parameters in each fragment."""
-        return tuple(sum(part.num_params for part in parts) for parts in self.slices)
+        return tuple(sum(p.num_params for p in each) for each in self.slices)
 
     @property
     def num_bytes(self) -> tuple[int, ...]:
         """Bytes of each fragment in the parameters' own dtypes."""
-        return tuple(sum(part.num_bytes for part in parts) for parts in self.slices)
+        return tuple(sum(p.num_bytes for p in each) for each in self.slices)
 
     def take(self, tree: PyTree, fragment_id: int, lead: int = 0) -> Fragment:
         """Take one fragment out of `tree`, of the structure that was cut.
@@ -92,9 +92,7 @@ class Fragments:
         leaves = self.treedef.flatten_up_to(tree)
         for part in self.slices[fragment_id]:
             is_shared = self.shares_experts and expert_axis(part.path) == part.axis
-            old = leaves[part.leaf]
-            new = value[part.path]
-            axis = lead + part.axis
+            old, new, axis = leaves[part.leaf], value[part.path], lead + part.axis
             leaves[part.leaf] = _put_rows(old, part.rows, new, axis, is_shared)
         return self.treedef.unflatten(leaves)
 
@@ -128,75 +126,40 @@ class Fragments:
         )
 
 
-def fitted(fragments: Fragments, params: PyTree) -> Fragments:
-    """Return a cut of a tree as one of a tree with the same leaves in other containers.
-
-    Flax NNX gives an optimizer's `init` its variables, and `update` the arrays in them.
-    A cut of either, or of a pure dict, is one of the other, leaf by leaf. Fragments of
-    other leaves stay as they are, see `check_partition`.
-    """
-    structure = jax.tree.structure(params)
-    if fragments.treedef == structure:
-        return fragments
-
-    count = fragments.treedef.num_leaves
-    before = unboxed_paths(fragments.treedef.unflatten([0] * count))
-    now = unboxed_paths(params)
-    if len(set(now)) < len(now) or sorted(before) != sorted(now):
-        return fragments
-
-    index = {path: i for i, path in enumerate(now)}
-    paths = [path for path, _ in named_leaves(params)]
-
-    def moved(part: LeafSlice) -> LeafSlice:
-        leaf = index[before[part.leaf]]
-        return dataclasses.replace(part, leaf=leaf, path=paths[leaf])
-
-    slices = tuple(
-        tuple(sorted(map(moved, parts), key=lambda part: part.leaf))
-        for parts in fragments.slices
-    )
-    return dataclasses.replace(fragments, treedef=structure, slices=slices)
-
-
 def check_partition(fragments: Fragments, params: PyTree) -> None:
     """Refuse fragments of another tree, or that are no partition of this one.
 
     Rows in no fragment would silently never be averaged.
     """
-    remedy = "use fragments=cut(params, num_fragments) of these params"
+    told = "use fragments=cut(params, num_fragments) of these params"
     try:
         leaves = fragments.treedef.flatten_up_to(params)
     except ValueError as error:
         raise ValueError(
             f"fragments were cut of {fragments.treedef}, but params has the structure "
-            f"{jax.tree.structure(params)}; {remedy}"
+            f"{jax.tree.structure(params)}; {told}"
         ) from error
-
     held: list[list[LeafSlice]] = [[] for _ in leaves]
     for part in (part for slices in fragments.slices for part in slices):
         if not 0 <= part.leaf < len(leaves):
             raise ValueError(
                 f"fragments has {part.path!r} as leaf {part.leaf}, but params has "
-                f"{len(leaves)} leaves; {remedy}"
+                f"{len(leaves)} leaves; {told}"
             )
         held[part.leaf].append(part)
-
     for (path, leaf), parts in zip(named_leaves(params), held, strict=True):
         rows = [part.rows for part in parts]
         if rows == [None] or 0 in leaf.shape:
             continue
-
         axes = {part.axis for part in parts}
         axis = axes.pop() if len(axes) == 1 else 0
         length = leaf.shape[axis] if leaf.ndim > axis and not axes else 0
-
-        held_rows = sorted(row for part_rows in rows for row in part_rows or ())
-        if not rows or None in rows or held_rows != list(range(length)):
-            shown = held_rows if None not in rows else rows
+        found = sorted(row for each in rows for row in each or ())
+        if not rows or None in rows or found != list(range(length)):
             raise ValueError(
                 f"fragments has of params' leaf {path!r}, of shape {leaf.shape}, the "
-                f"rows {shown}, but every row must be in exactly one fragment; {remedy}"
+                f"rows {found if None not in rows else rows}, but every row must be in "
+                f"exactly one fragment; {told}"
             )
 
 
@@ -209,7 +172,6 @@ def _stride(rows: tuple[int, ...]) -> int | None:
 def _take_rows(x: jax.Array, rows: tuple[int, ...] | None, axis: int) -> jax.Array:
     if rows is None:
         return x
-
     stride = _stride(rows)
     if stride is None:
         return jnp.take(x, jnp.array(rows), axis=axis)
@@ -232,11 +194,10 @@ def _put_rows(
         return rows_of.set(value, unique_indices=True, indices_are_sorted=True)
     if _stride(rows) == 1:
         return jax.lax.dynamic_update_slice_in_dim(x, value, rows[0], axis)
-
     # One in-place write per row: a strided `.at[].set` lowers to a scatter.
     for i, row in enumerate(rows):
-        row_value = jax.lax.slice_in_dim(value, i, i + 1, axis=axis)
-        x = jax.lax.dynamic_update_slice_in_dim(x, row_value, row, axis)
+        one = jax.lax.slice_in_dim(value, i, i + 1, axis=axis)
+        x = jax.lax.dynamic_update_slice_in_dim(x, one, row, axis)
     return x
 
 
@@ -244,7 +205,6 @@ def _join_rows(shares: list[tuple[LeafSlice, jax.Array]]) -> jax.Array:
     first, value = shares[0]
     if first.rows is None:
         return value
-
     rows = [row for part, _ in shares for row in part.rows or ()]
     stacked = jnp.concatenate([value for _, value in shares], axis=first.axis)
     return jnp.take(stacked, np.argsort(rows), axis=first.axis)

@@ -5,14 +5,14 @@ like them, and it stays as it is. Some hold a copy of the parameters, by type of
 
 - A point that the next step starts from moves as the parameters do, by new minus old:
   `z` of `optax.contrib.schedule_free`, the true parameters of `sam` during its
-  adversarial steps, and the origin of `cocob` and `madgrad`, from which the next
-  parameters are computed. To move all of them by the same vector is to move the
-  optimizer's coordinates. Schedule-free's third sequence, `x = (y - (1 - b1) z) / b1`,
-  moves by the same vector too. With a sync at every step the means over regions of x, y
-  and z are those of one run on the mean gradient (the base optimizer SGD, the outer
-  step a plain mean). A region's own z adds up its own gradients: where regions learn
-  different things it goes on to differ from the mean, which no rule without a message
-  of z can know.
+  adversarial steps, the slow ones of `transforms.snoo`, and the origin of `cocob` and
+  `madgrad`, from which the next parameters are computed. To move all of them by the
+  same vector is to move the optimizer's coordinates. Schedule-free's third sequence,
+  `x = (y - (1 - b1) z) / b1`, moves by the same vector too. With a sync at every step
+  the means over regions of x, y and z are those of one run on the mean gradient (the
+  base optimizer SGD, the outer step a plain mean). A region's own z adds up its own
+  gradients: where regions learn different things it goes on to differ from the mean,
+  which no rule without a message of z can know.
 - The initial point of `dog`, `dowg`, `prodigy` and `mechanize` stays. It is where
   training began, whatever moved the parameters since. Prodigy's bound on the distance
   to a solution holds for gradients at any points: `sum <g_k, x_0 - x_k> <= <sum g_k,
@@ -27,7 +27,7 @@ Any other copy needs `on_merge` of the user. Copies are seen in the traced `init
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
@@ -39,26 +39,8 @@ from cocodc_jax.transforms.layers import named_leaves
 from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
-
-
-class OnMerge(Protocol):
-    """What a merge does to an inner optimizer that is not Optax's."""
-
-    def __call__(
-        self, opt_state: PyTree, old_params: PyTree, new_params: PyTree, /
-    ) -> PyTree:
-        """Return one region's optimizer state after a merge.
-
-        Args:
-          opt_state: of the inner optimizer; copies in states of Optax are moved.
-          old_params: the region's parameters before the merge.
-          new_params: the region's parameters after it.
-
-        Returns:
-          A state of the same structure, shapes and dtypes.
-        """
-        ...
-
+# `(opt_state, old_params, new_params) -> opt_state` of one region.
+OnMerge = Callable[[PyTree, PyTree, PyTree], PyTree]
 
 # Fields that hold a copy of the parameters, by the type of state, see the module.
 MOVES = {
@@ -66,6 +48,7 @@ MOVES = {
     "MadgradState": ("x0",),
     "SAMState": ("cache",),
     "ScheduleFreeState": ("z",),
+    "SnooState": ("slow_params",),
 }
 STAYS = {
     "DoGState": ("init_params",),
@@ -84,7 +67,8 @@ LINE_SEARCHES = ("ScaleByBacktrackingLinesearchState", "ScaleByZoomLinesearchSta
 REFUSED = {
     "LookaheadState": (
         "optax.lookahead trains a pair of fast and slow parameters, and regions would "
-        "send both; use its fast optimizer alone, whose syncs are such steps already"
+        "send both; use its fast optimizer alone, whose syncs are such steps already, "
+        "or transforms.snoo around it"
     ),
 }
 # Why `RegionProgram` cannot have a type of state. It passes the gradient of a batch and
@@ -163,7 +147,6 @@ def merge_opt_state(
                 what = f"{kind}.{field}"
                 moved = _moved(copy, old_params, new_params, what)
                 node = node._replace(**{field: moved})
-
         if kind in LINE_SEARCHES:
             is_new = _differs(old_params, new_params, jnp.ndim(node.value))
             node = node._replace(value=jnp.where(is_new, jnp.inf, node.value))
@@ -211,7 +194,6 @@ def _moved(copy: PyTree, old: PyTree, new: PyTree, what: str) -> PyTree:
             "structure, so a merge cannot move it; leave out what changes their "
             "structure before it (such as optax.flatten inside of a mask)"
         ) from error
-
     return moved
 
 
@@ -255,7 +237,6 @@ def find_copies(optimizer: optax.GradientTransformation, params: PyTree) -> Copi
     paths = [path for path, _ in named_leaves(state)]
     copies = [i for i, is_copy in enumerate(are_copies) if is_copy]
     unknown = tuple(paths[i] for i in copies if i not in known)
-
     return Copies(state, unknown, bool(copies))
 
 
@@ -267,11 +248,9 @@ def _copies(jaxpr: jex_core.Jaxpr, inputs: list[bool]) -> list[bool]:
         return not isinstance(x, jex_core.Literal) and known.get(x, False)
 
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        values = [is_copy(x) for x in eqn.invars]
+        name, values = eqn.primitive.name, [is_copy(x) for x in eqn.invars]
         outputs = [name in _KEEPS_VALUES and bool(values) and all(values)]
         if name in ("jit", "pjit"):
             outputs = _copies(eqn.params["jaxpr"].jaxpr, values)
         known.update(zip(eqn.outvars, outputs, strict=False))
-
     return [is_copy(x) for x in jaxpr.outvars]

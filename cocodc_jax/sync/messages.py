@@ -1,23 +1,21 @@
 """How regions send a fragment: uncompressed, compressed, low-rank, or by rings.
 
-A message is a value. It says how its parts are encoded and averaged, how they cross
-regions (`way`, `leave`), and how many bytes it has. It also says why it cannot be
-compressed further, or must cross regions inside a compiled program. What carries it is
-up to the exchange. Those that are summed on their way, `ByRings` and `SummedFactors`,
-are in `summed.py`.
+A message is a value. It says how its parts are encoded and averaged, and how many bytes
+it has. It also says why it cannot be compressed further, or must cross regions inside a
+compiled program. How it is sent is up to the exchange. Those that are summed on their
+way, `ByRings` and `SummedFactors`, are in `summed.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from cocodc_jax.sync.averages import Average
-from cocodc_jax.sync.axis import GATHERED, SUMMED, Axis
 from cocodc_jax.transforms.compressor import (
     Compressor,
     check_compressor,
@@ -37,10 +35,6 @@ MEANS = ("senders", "all")
 class Message:
     """How a pseudo-gradient is sent; base class of the messages.
 
-    A message of your own overrides `compressor` if it is encoded, else `encoded` and
-    `num_bytes` if its size is not that of the pseudo-gradient. Methods are pure and of
-    one region, but for `combine`.
-
     Attributes:
       average: the function of pseudo-gradients that is sent and averaged.
     """
@@ -56,39 +50,9 @@ class Message:
     # Whether the schedule must set a rank for each message.
     is_ranked: ClassVar[bool] = False
 
-    def at(self, rank: int) -> Message:
-        """Return the message that a sync sends, of a rank that its schedule sets.
-
-        0 is a schedule that sets none.
-        """
-        return self
-
-    def compressor(self) -> Compressor | None:
-        """Return the compressor; None if messages are uncompressed."""
+    def compressor(self, rank: int = 0) -> Compressor | None:
+        """Return the compressor of messages of `rank`; None if uncompressed."""
         return None
-
-    @property
-    def way(self) -> str:
-        """How it crosses regions, see `sync.axis`."""
-        return SUMMED if self.compressor() is None else GATHERED
-
-    def leave(
-        self, axis: Axis, sent: PyTree, memory: PyTree, weights: jax.Array
-    ) -> tuple[PyTree, PyTree]:
-        """Begin to cross regions.
-
-        Args:
-          axis: the regions that the code holds.
-          sent: their messages.
-          memory: their compressors' states.
-          weights: theirs in the mean.
-
-        Returns:
-          What crosses by `way`, and the new memory.
-        """
-        if self.way == GATHERED:
-            return sent, memory
-        return axis.sum(sent, weights), memory
 
     def compressed(self, compressor: Compressor) -> Message:
         """Return the message that `compressor` makes in place of this one's."""
@@ -97,64 +61,40 @@ class Message:
         self.average.check_compressor(compressor)
         return Compressed(compressor, average=self.average)
 
-    def encoded(self, part: PyTree) -> PyTree:
+    def encoded(self, part: PyTree, rank: int = 0) -> PyTree:
         """Return the shapes of one region's message of a fragment like `part`."""
-        compressor = self.compressor()
+        compressor = self.compressor(rank)
         key = jax.eval_shape(lambda: jax.random.key(0))
-        averaged = jax.eval_shape(self.average.before, part, key)
+        part = jax.eval_shape(self.average.before, part, key)
         if compressor is None:
-            return averaged
+            return part
+        state = jax.eval_shape(compressor.init, part)
+        return jax.eval_shape(compressor.encode, part, state, key)[0]
 
-        memory = jax.eval_shape(compressor.init, averaged)
-        message, _ = jax.eval_shape(compressor.encode, averaged, memory, key)
-        return message
-
-    def num_bytes(self, part: PyTree, num_regions: int) -> int:
+    def num_bytes(self, part: PyTree, num_regions: int, rank: int = 0) -> int:
         """Return the bytes that one of M regions sends for a sync of shapes `part`."""
-        return message_bytes(self.encoded(part))
+        return message_bytes(self.encoded(part, rank))
 
-    def init(self, part: PyTree) -> PyTree:
-        """Return one region's initial memory of its compressor.
-
-        Args:
-          part: one region's fragment, a flat dict from path to array.
-
-        Returns:
-          The memory, `()` of messages that are not compressed.
-        """
-        compressor = self.compressor()
+    def init(self, part: PyTree, rank: int = 0) -> PyTree:
+        """Return one region's initial compressor state."""
+        compressor = self.compressor(rank)
         if compressor is None:
             return ()
-
         key = jax.random.key(0) if self.average.draws else None
         return compressor.init(self.average.before(part, key))
 
-    def combine(self, messages: PyTree, weights: jax.Array) -> PyTree:
-        """Return the mean of gathered, encoded messages.
+    def combine(self, messages: PyTree, weights: jax.Array, rank: int = 0) -> PyTree:
+        """Return the mean of gathered, encoded messages, leaves `[M, ...]`.
 
-        Args:
-          messages: of all regions, leaves `[M, ...]`.
-          weights: `[M]` of sum 1; 0 is a region that did not take part. If the
-            compressor has a memory, messages that are not finite get weight 0 too.
-
-        Returns:
-          The decoded mean, in the dtypes that the compressor decodes to.
+        The weights `[M]` have sum 1; 0 is a region that did not take part. If the
+        compressor has a memory, messages that are not finite get weight 0 too.
         """
-        compressor = self.compressor()
+        compressor = self.compressor(rank)
         assert compressor is not None
         return weighted_sum_of_decoded(messages, weights, compressor)
 
-    def resized(self, state: PyTree, part: PyTree) -> PyTree:
-        """Return a state of another rank as one of this message, of shapes `part`."""
-        return state
-
     def restored(self, state: PyTree, fresh: PyTree) -> PyTree:
-        """Return the memory of a region that restarts.
-
-        Args:
-          state: its memory until now.
-          fresh: what `init` returns.
-        """
+        """Return the states of regions that restart, of current and initial ones."""
         return fresh
 
 
@@ -188,7 +128,6 @@ class Compressed(Message):
                 f"clip=True has no meaning for compress={self.by.name!r}, whose "
                 "messages are not sparse; pass robust_mean='clip'"
             )
-
         is_untold = self.by.is_sparse and not isinstance(self.by, SparseCompressor)
         if self.mean_over == "senders" and is_untold:
             raise ValueError(
@@ -205,8 +144,8 @@ class Compressed(Message):
             else None
         )
 
-    def compressor(self) -> Compressor:
-        """Return the compressor."""
+    def compressor(self, rank: int = 0) -> Compressor:
+        """Return the compressor, the same for every rank."""
         return self.by
 
     def compressed(self, compressor: Compressor) -> Message:
@@ -214,29 +153,12 @@ class Compressed(Message):
         self.average.check_compressor(compressor)
         return dataclasses.replace(self, by=compressor)
 
-    def combine(self, messages: PyTree, weights: jax.Array) -> PyTree:
+    def combine(self, messages: PyTree, weights: jax.Array, rank: int = 0) -> PyTree:
         """Return the mean over all, or entry by entry over those that sent it."""
         over_all = self.mean_over == "all"
         if self.clip or (not over_all and isinstance(self.by, SparseCompressor)):
             return average_duplicates(messages, self.by, weights, self.clip, over_all)
-        return super().combine(messages, weights)
-
-
-class ResizeFn(Protocol):
-    """The `resize` of a `Ranked` message."""
-
-    def __call__(self, memory: PyTree, tree: PyTree, rank: int, /) -> PyTree:
-        """Return a compressor's memory for messages of another rank.
-
-        Args:
-          memory: of any rank, of one region.
-          tree: what is encoded, or its shapes.
-          rank: of the next message.
-
-        Returns:
-          A memory with the shapes of `of(rank).init(tree)`.
-        """
-        ...
+        return super().combine(messages, weights, rank)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,13 +167,14 @@ class Ranked(Message):
 
     Attributes:
       of: `of(rank) -> Compressor`.
-      resize: changes the rank of a compressor's memory; see `ResizeFn`.
-      rank: of this message; of a method's, the one before the schedule has set any.
+      resize: `resize(state, tree, rank) -> state`: resizes a state of any rank to
+        `of(rank)`'s, for a `tree` of these shapes.
+      first: the rank before the schedule has set one.
     """
 
     of: Callable[[int], Compressor]
-    resize: ResizeFn
-    rank: int
+    resize: Callable[[PyTree, PyTree, int], PyTree]
+    first: int
 
     why_uncompressed = (
         "its rank follows the updates, which other compressors do not have; pass "
@@ -259,17 +182,9 @@ class Ranked(Message):
     )
     is_ranked = True
 
-    def at(self, rank: int) -> Ranked:
-        """Return the message of a rank; 0 is this one."""
-        return dataclasses.replace(self, rank=rank) if rank else self
-
-    def compressor(self) -> Compressor:
-        """Return the compressor of the message's rank."""
-        return self.of(self.rank)
-
-    def resized(self, state: PyTree, part: PyTree) -> PyTree:
-        """Return a state of any rank as one of this; see `Message.resized`."""
-        return self.resize(state, part, self.rank)
+    def compressor(self, rank: int = 0) -> Compressor:
+        """Return the compressor of `rank`; 0 is the first."""
+        return self.of(rank or self.first)
 
 
 def mean_of_decoded(messages: PyTree, compressor: Compressor) -> PyTree:
@@ -302,13 +217,13 @@ def weighted_sum_of_decoded(
     if compressor.has_memory:
         messages, weights = without_bad(messages, weights)
 
-    def weighted(i: int | jax.Array) -> PyTree:
-        tree = compressor.decode(jax.tree.map(lambda x: x[i], messages))
-        return jax.tree.map(lambda x: weights[i] * widen(x), tree)
+    def decoded(i):
+        message = compressor.decode(jax.tree.map(lambda x: x[i], messages))
+        return jax.tree.map(lambda x: weights[i] * widen(x), message)
 
-    def add(i: jax.Array, total: PyTree) -> PyTree:
-        return jax.tree.map(jnp.add, total, weighted(i))
+    def add(i, total):
+        return jax.tree.map(jnp.add, total, decoded(i))
 
-    total = jax.lax.fori_loop(1, weights.shape[0], add, weighted(0))
-    first_message = jax.tree.map(lambda x: x[0], messages)
-    return cast_like(total, jax.eval_shape(compressor.decode, first_message))
+    total = jax.lax.fori_loop(1, weights.shape[0], add, decoded(0))
+    one = jax.tree.map(lambda x: x[0], messages)
+    return cast_like(total, jax.eval_shape(compressor.decode, one))

@@ -78,7 +78,6 @@ class ModelState:
         sync = method.sync
         if not self.average or sync is None:
             return
-
         outer = sync.outer
         is_alone = sync.schedule.is_by_region
         if is_alone or (isinstance(outer, RegionalOuter) and outer.group != "all"):
@@ -100,9 +99,7 @@ def carried(loss_fn: AnyLossFn, model_state: ModelState | None) -> StatefulLossF
     if model_state is not None:
         return functools.partial(_checked, loss_fn)
 
-    def without(
-        params: PyTree, state: PyTree, batch: PyTree, key: jax.Array
-    ) -> tuple[jax.Array, Any]:
+    def without(params, state, batch, key):
         must = "must return (loss, aux), aux a dict of scalars (`{}` is none)"
         loss, aux = _two(loss_fn(params, batch, key), must)
         return loss, (aux, state)
@@ -110,43 +107,34 @@ def carried(loss_fn: AnyLossFn, model_state: ModelState | None) -> StatefulLossF
     return without
 
 
-def _two(result: Any, must: str, what: str = "it returned") -> tuple[Any, Any]:
+def _two(found: Any, must: str, what: str = "it returned") -> tuple[Any, Any]:
     """Return a loss function's result, or a part of it, if it is a pair."""
-    if not (isinstance(result, tuple) and len(result) == 2):
-        raise ValueError(f"loss_fn {must}, but {what} {result!r}")
-    return result
+    if not (isinstance(found, tuple) and len(found) == 2):
+        raise ValueError(f"loss_fn {must}, but {what} {found!r}")
+    return found
 
 
-def _checked(
-    loss_fn: AnyLossFn, params: PyTree, state: PyTree, batch: PyTree, key: jax.Array
-) -> tuple[jax.Array, Any]:
+def _checked(loss_fn: AnyLossFn, params, state, batch, key):
     # Rebuilt in this trace: Flax NNX leaves remember theirs.
     state = jax.tree.map(lambda x: x, state)
     must = "must return (loss, (aux, new_model_state))"
     loss, rest = _two(loss_fn(params, state, batch, key), must)
-    _two(
-        rest,
-        f"of a model with a model_state {must}",
-        what="the second of what it returned is",
+    second = "the second of what it returned is"
+    _two(rest, f"of a model with a model_state {must}", second)
+    given, made = (
+        {path: f"{x.dtype}{list(x.shape)}" for path, x in named_leaves(tree)}
+        for tree in (state, rest[1])
     )
-    aux, new_state = rest
-
-    def described(tree: PyTree) -> dict[str, str]:
-        return {path: f"{x.dtype}{list(x.shape)}" for path, x in named_leaves(tree)}
-
-    old_leaves = described(state)
-    new_leaves = described(new_state)
-    for path in sorted(old_leaves.keys() | new_leaves.keys()):
-        if old_leaves.get(path) != new_leaves.get(path):
+    for path in sorted(given.keys() | made.keys()):
+        if given.get(path) != made.get(path):
             raise ValueError(
                 "loss_fn must return (loss, (aux, new_model_state)) with a state like "
-                f"the one it was given: its leaf {path!r} is {new_leaves.get(path)}, "
-                f"but was {old_leaves.get(path)}"
+                f"the one it was given: its leaf {path!r} is {made.get(path)}, but was "
+                f"{given.get(path)}"
             )
-
     # The container may differ, such as a dict for a FrozenDict.
-    new = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(new_state))
-    return loss, (aux, new)
+    new = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(rest[1]))
+    return loss, (rest[0], new)
 
 
 def at_state(
@@ -154,7 +142,7 @@ def at_state(
 ) -> tuple[LossFn, UserInputs]:
     """Bind a loss, and the user's inputs, to one state of the model."""
 
-    def loss(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, Any]:
+    def loss(params, batch, key):
         value, (aux, _) = loss_fn(params, state, batch, key)
         return value, aux
 

@@ -46,23 +46,18 @@ class FlightRecorder:
 
     def __init__(self, earlier_s: float = 0.0):
         self._zero = time.perf_counter() - earlier_s
-        self.flights: list[Flight] = []
-        self.marks: list[tuple[int, float]] = []  # Steps, and when they ended.
-        self.recent_step_s = 0.0
-        self.sync_s = 0.0
-        self.stall_s = 0.0
-
-        self._went_on_s = 0.0  # When the devices went on after the last merge.
-        self._step_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
-        self._own_step_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
-
-        self._open: dict[SyncId, Flight] = {}
-        self._leaving: dict[SyncId, jax.Array] = {}
-        self._of_elastic: set[SyncId] = set()  # Means of other regions.
-
         self._steps: queue.SimpleQueue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._marked = threading.Condition()
+        self._open: dict[SyncId, Flight] = {}
+        self._leaving: dict[SyncId, jax.Array] = {}
+        self._of_elastic: set[SyncId] = set()  # Means of other regions.
+        self.recent_step_s = self.sync_s = self.stall_s = 0.0
+        self._went_on_s = 0.0
+        self._step_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
+        self._own_step_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
+        self.flights: list[Flight] = []
+        self.marks: list[tuple[int, float]] = []
         self._error: Exception | None = None
         self._walker = threading.Thread(target=self._walk, daemon=True)
         self._walker.start()
@@ -70,16 +65,13 @@ class FlightRecorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
+    def __exit__(self, kind, *exception) -> None:
         """Wait for all watched arrays; an exception in the body takes precedence."""
         self._steps.put(None)
         self._walker.join()
-        if kind is not None:
-            return
-
-        for thread in self._threads:
+        for thread in self._threads if kind is None else ():
             thread.join()
-        if self._error is not None:
+        if kind is None and self._error is not None:
             why = f"the timeline could not be measured: {self._error}"
             raise RuntimeError(why) from self._error
 
@@ -116,24 +108,18 @@ class FlightRecorder:
         before = state.step - len(output.bytes_sent)
         for sync in output.syncs:
             if sync.start_step > before:  # Started and applied in one call.
-                self.started(
-                    sync.fragment_id, sync.start_step, output.losses, sync.norm
-                )
-
+                self.started(*sync[:2], output.losses, sync.norm)
         in_flight = state.sync.in_flight if state.sync else {}
         for (fragment_id, start_step), flight in in_flight.items():
             if start_step > before:
                 self.started(fragment_id, start_step, output.losses, flight.mean)
-
         # Syncs that waited for these inner steps left with them.
-        means = {(s.fragment_id, s.start_step): s.norm for s in output.syncs}
+        means = {sync[:2]: sync.norm for sync in output.syncs}
         means |= {sync_id: flight.mean for sync_id, flight in in_flight.items()}
-        for (fragment_id, start_step), losses in self._leaving.items():
-            mean = means[fragment_id, start_step]
-            self.started(fragment_id, start_step, losses, mean)
-
+        for sync_id, losses in self._leaving.items():
+            self.started(*sync_id, losses, means[sync_id])
         leaving = state.sync.leaving if state.sync else ()
-        self._leaving = {start.sync_id: output.losses for start in leaving}
+        self._leaving = {each.sync_id: output.losses for each in leaving}
         self.stepped(state.step, output.losses, output.syncs)
 
     def started(self, fragment: int, step: int, inner: jax.Array, mean: PyTree) -> None:
@@ -144,13 +130,10 @@ class FlightRecorder:
         last = jax.tree.leaves(mean)[-1]
         if isinstance(last, PendingMean):
             self._of_elastic.add((fragment, step))
-
-        thread = threading.Thread(
-            target=self._arrive, args=(flight, inner, last), daemon=True
-        )
+        watched = flight, inner, last
+        thread = threading.Thread(target=self._arrive, args=watched, daemon=True)
         thread.start()
-        running = [other for other in self._threads if other.is_alive()]
-        self._threads = [*running, thread]
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
 
     def stepped(
         self, step: int, inner: jax.Array, merges: Sequence[AppliedSync] = ()
@@ -200,26 +183,21 @@ class FlightRecorder:
         inner.block_until_ready()
         if not self._is_marked(step):
             self._mark(step, handed_s)
-
         for sync in merges:
-            began_s = self._now()
+            begin = self._now()
             sync.norm.block_until_ready()
-            stall_s = self._now() - began_s
-
-            sync_id = (sync.fragment_id, sync.start_step)
+            stall = self._now() - begin
+            sync_id = sync.fragment_id, sync.start_step
             flight = self._open.pop(sync_id, None)
             if flight is not None and flight.arrival_s and sync_id in self._of_elastic:
                 # The host waited for it before dispatching the merge.
                 self._of_elastic.discard(sync_id)
-                stall_s += max(min(flight.arrival_s, began_s) - self._went_on_s, 0.0)
-
-            self.stall_s += stall_s
+                stall += max(min(flight.arrival_s, begin) - self._went_on_s, 0.0)
+            self.stall_s += stall
             self._went_on_s = self._now()
             if flight is not None:  # Else it started in an earlier process.
-                flight.apply_step = sync.apply_step
-                flight.stall_s = stall_s
-                flight.num_bytes = sync.num_bytes
-                flight.merge_s = self._went_on_s
+                flight.apply_step, flight.stall_s = sync.apply_step, stall
+                flight.num_bytes, flight.merge_s = sync.num_bytes, self._went_on_s
 
     def _mark(self, step: int, handed_s: float | None) -> None:
         now = self._now()
@@ -232,10 +210,8 @@ class FlightRecorder:
                 if handed_s is not None:
                     own_s = now - max(handed_s, self._went_on_s)
                     self._own_step_s.append(own_s / num_steps)
-
             self.marks.append((step, now))
             self._marked.notify_all()
-
         self._went_on_s = now
 
     def _now(self) -> float:

@@ -25,8 +25,8 @@ import numpy as np
 from cocodc_jax.core.state import InFlight, PendingMean, PyTree, SyncState, TrainState
 from cocodc_jax.elastic.messages import Snapshot, SyncId
 from cocodc_jax.engine import transfer
-from cocodc_jax.engine.sync_program import SyncProgram
 from cocodc_jax.program.fit import at_step
+from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.inner_keys import fold_keys, has_keys
 from cocodc_jax.sync.needs import STALE
@@ -43,33 +43,28 @@ class Carried(NamedTuple):
     boot: int | None = None  # The life of the region that it had, see `elastic.lives`.
 
 
-def copy_of(program: SyncProgram, state: TrainState) -> Snapshot:
+def copy_of(program: RegionProgram, state: TrainState) -> Snapshot:
     """Copy to the host what a joining region needs; waits for the outer steps."""
-    synchronized = program.synchronize(state)
-    assert synchronized.sync is not None
-    arrays = [synchronized.sync.outer]
-
-    flights = {}
-    for (k, start_step), flight in sorted(synchronized.sync.in_flight.items()):
+    told = program.synchronize(state)
+    assert told.sync is not None
+    arrays, flights = [told.sync.outer], {}
+    for (k, start_step), flight in sorted(told.sync.in_flight.items()):
         has_mean = not isinstance(flight.mean, PendingMean)
         flights[f"{k}_{start_step}"] = has_mean
-        if has_mean:
-            arrays.append(flight.mean)
-        if STALE in flight.kept:
-            arrays.append(flight.kept[STALE])
-
+        arrays += [flight.mean] if has_mean else []
+        arrays += [flight.kept[STALE]] if STALE in flight.kept else []
     header = {
-        "schedule": synchronized.sync.schedule.to_json(),
-        "bytes_sent": synchronized.bytes_sent,
+        "schedule": told.sync.schedule.to_json(),
+        "bytes_sent": told.bytes_sent,
         "has_mean": flights,
     }
     # A copy: the next outer step donates the buffers.
     frames = tuple(transfer.whole(x).tobytes() for x in jax.tree.leaves(arrays))
-    return Snapshot(synchronized.step, header, frames)
+    return Snapshot(told.step, header, frames)
 
 
 def adopt(
-    program: SyncProgram,
+    program: RegionProgram,
     params: PyTree,
     key: jax.Array,
     copy: Snapshot,
@@ -86,12 +81,12 @@ def adopt(
     def with_outer(state: TrainState, flights: dict[SyncId, InFlight]) -> TrainState:
         assert state.sync is not None
         # The next message has the others' rank.
-        has_compressors = carried.state if carried else state
+        own = carried.state if carried else state
         sync = dataclasses.replace(
             state.sync,
             outer=outer,
             schedule=schedule,
-            compressors=program.compressors_of(has_compressors, schedule.rank),
+            compressors=program.compressors_of(own, schedule.rank),
             in_flight=flights,
         )
         return dataclasses.replace(
@@ -101,13 +96,13 @@ def adopt(
     trained = program.outer_params(with_outer(program.init(params, key), {}))
     if carried is not None:
         trained = jax.tree.map(jax.numpy.add, trained, _work(program, carried))
-
     params = jax.tree.map(
         lambda x, like: transfer.whole(x).astype(like.dtype), trained, params
     )
-
     # Before it left, the region has used keys derived from the run's.
     state = program.init(params, jax.random.fold_in(key, copy.step))
+    # Learning rates continue at the run's step; moments are fresh.
+    done = np.full(program.num_regions, copy.step)
     region = state.region
     if carried is not None:
         mine = carried.state.region
@@ -115,27 +110,22 @@ def adopt(
         if program.on_merge is not None:  # Its parameters moved to `region.params`.
             moved = jax.jit(jax.vmap(program.on_merge))
             opt_state = moved(opt_state, mine.params, region.params)
-
         region = region._replace(opt_state=opt_state, model_state=mine.model_state)
     elif has_keys(region.opt_state):
         fold = jax.vmap(lambda state: fold_keys(state, copy.step))
         region = region._replace(opt_state=jax.jit(fold)(region.opt_state))
-
-    # Learning rates continue at the run's step; moments are fresh.
-    done = np.full(program.num_regions, copy.step)
     opt_state = at_step(region.opt_state, done, program.accumulation)
     region = region._replace(opt_state=opt_state)
     state = dataclasses.replace(state, region=region)
-
-    flights = {}
-    for sync in sorted(abstract.in_flight):  # In the order of `copy_of`.
-        flights[sync] = _flight(program, state, sync, abstract, copy, frames)
+    of_copy = abstract, copy, frames
+    order = sorted(abstract.in_flight)
+    flights = {sync: _flight(program, state, sync, *of_copy) for sync in order}
     if next(frames, None) is not None:
         raise ValueError("the copy has more arrays than this program's state")
     return with_outer(state, flights)
 
 
-def _work(program: SyncProgram, carried: Carried) -> PyTree:
+def _work(program: RegionProgram, carried: Carried) -> PyTree:
     """Return a region's progress since it last had outer parameters in common."""
     state = carried.state
     assert state.sync is not None
@@ -149,7 +139,7 @@ def _work(program: SyncProgram, carried: Carried) -> PyTree:
 
 
 def _flight(
-    program: SyncProgram,
+    program: RegionProgram,
     state: TrainState,
     sync: SyncId,
     abstract: SyncState,
@@ -164,13 +154,11 @@ def _flight(
     else:
         (rank,) = (p.rank for p in abstract.schedule.in_flight if p.sync_id == sync)
         mean = program.elastic.awaited(sync, rank)
-
     # Copies are as if it had no progress.
     kept = {
         name: _read(frames, x) if name == STALE else program.copy_fragment(state, k)
         for name, x in like.kept.items()
     }
-
     return InFlight(mean, kept)
 
 
@@ -184,7 +172,6 @@ def _read(frames: Iterator[bytes], like: PyTree) -> PyTree:
                 f"the copy has an array of {len(frame)} bytes where this program has "
                 f"{shape.dtype}{list(shape.shape)}: another model or method"
             )
-
         value = np.frombuffer(frame, shape.dtype).reshape(shape.shape)
         if shape.sharding.is_fully_addressable:
             return jax.device_put(value, shape.sharding, may_alias=False)
@@ -193,7 +180,7 @@ def _read(frames: Iterator[bytes], like: PyTree) -> PyTree:
     return jax.tree.map(one, like)
 
 
-def max_frame_bytes(program: SyncProgram) -> int:
+def max_frame_bytes(program: RegionProgram) -> int:
     """Return the size of the largest frame that regions send."""
     sync = program.abstract().sync
     leaves = jax.tree.leaves(sync.outer if sync else ())

@@ -15,7 +15,6 @@ import re
 from typing import Any
 
 import jax
-from jax.tree_util import GetAttrKey
 
 _logger = logging.getLogger(__name__)
 
@@ -43,24 +42,9 @@ def named_leaves(tree) -> list[tuple[str, Any]]:
     return [(path_of(keys), leaf) for keys, leaf in leaves]
 
 
-def without_box(keys):
-    """Drop the attribute of a Flax box, which holds the array, from a leaf's keys.
-
-    An entry of a dict may be called `value` too, and stays.
-    """
-    return keys[:-1] if keys[-1:] == (GetAttrKey("value"),) else keys
-
-
-def unboxed_paths(tree) -> list[str]:
-    """Return the path of every leaf, equal whether Flax boxes are around it or not."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [path_of(without_box(keys)) for keys, _ in leaves]
-
-
 def distinct_leaves(tree) -> list[tuple[str, Any]]:
     """Return every leaf with its path; refuse two of one, {"a/b": x, "a": {"b": y}}."""
-    leaves = named_leaves(tree)
-    seen = set()
+    leaves, seen = named_leaves(tree), set()
     for path, _ in leaves:
         if path in seen:
             raise ValueError(
@@ -96,12 +80,10 @@ def is_stack(path: str, blocks: str = BLOCKS) -> bool:
     above = [part for part in parts[:-1] if part == blocks or STACKED.search(part)]
     if not above:
         return False
-
     stack = blocks if blocks in above else above[0]
     after = parts[parts.index(stack) + 1]
     if layer_number(stack) is not None or number_below(after) is not None:
         return False
-
     if stack != blocks:
         _say_of_stack("/".join(parts[: parts.index(stack) + 1]))
     return True

@@ -18,7 +18,7 @@ factorises its own tensor.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ from cocodc_jax.transforms.numerics import check_at_least
 
 
 class LowRankState(NamedTuple):
-    """Memory of `low_rank`: `right`, a leaf's next Q, or () if it is sent whole.
+    """State of `low_rank`: `right`, a leaf's next Q, or () if it is sent whole.
 
     float32 [columns, rank], of a stack [layers, columns, rank].
     """
@@ -74,41 +74,34 @@ def low_rank(
     check_at_least("rank", rank, 1)
     inner = stateless("factors", factors)
 
-    def init(tree: Any) -> LowRankState:
+    def init(tree):
         return LowRankState(start(tree, rank, has_layers))
 
-    def encode(
-        tree: Any, memory: Any, key: jax.Array | None = None
-    ) -> tuple[Any, LowRankState]:
+    def encode(tree, state, key=None):
         check_floats(name, tree)
         fresh = jax.eval_shape(lambda: start(tree, rank, has_layers))
         shapes = [np.shape(q) for q in fresh]  # (0,) of ().
-        check_state(name, memory, LowRankState, lambda m: m.right, tree, shapes)
-
+        check_state(name, state, LowRankState, lambda s: s.right, tree, shapes)
         leaves, structure = jax.tree.flatten(tree)
-        parts = []
-        right = []
-        for x, q in zip(leaves, memory.right, strict=True):
-            is_whole = isinstance(q, tuple)
-            part, next_q = (x, q) if is_whole else _factorise(x, q)
+        parts, right = [], []
+        for x, q in zip(leaves, state.right, strict=True):
+            part, q = (x, q) if isinstance(q, tuple) else _factorise(x, q)
             parts.append(part)
-            right.append(next_q)
-
+            right.append(q)
         encoded, _ = inner.encode(parts, (), key)
         packed = [
             Packed(part, x.shape, x.dtype)
             for x, part in zip(leaves, encoded, strict=True)
         ]
-
         return jax.tree.unflatten(structure, packed), LowRankState(tuple(right))
 
-    def decode_leaf(packed: Packed) -> jax.Array:
+    def decode_leaf(packed):
         part = inner.decode(packed.arrays)
         if not isinstance(part, dict):
             return part
         return product(part["left"], part["right"].mT)
 
-    def decode(message: Any) -> Any:
+    def decode(message):
         return map_packed(decode_leaf, message)
 
     name = f"low_rank({factors.name})" if factors else "low_rank"
@@ -139,14 +132,14 @@ def resize(
     """
     check_at_least("rank", rank, 1)
 
-    def resized(fresh: Any, old: Any) -> Any:
+    def resized(fresh, old):
         if isinstance(fresh, tuple) or isinstance(old, tuple):
             return fresh
         kept = old[..., :rank]
         return jnp.concatenate([kept, fresh[..., kept.shape[-1] :]], axis=-1)
 
     pairs = zip(start(tree, rank, has_layers), state.right, strict=True)
-    return LowRankState(tuple(resized(fresh, old) for fresh, old in pairs))
+    return LowRankState(tuple(resized(*pair) for pair in pairs))
 
 
 def effective_rank(tree, has_layers: Callable[[str], bool] = is_stack) -> jax.Array:
@@ -198,16 +191,14 @@ def _matrices(is_stacked, shape):
 def start(tree, rank: int, has_layers: Callable[[str], bool] = is_stack) -> tuple:
     """Return random right factors, equal in all regions; () for what is sent whole."""
 
-    def of_leaf(index: int, path: str, x: Any) -> Any:
+    def of_leaf(index, path, x):
         stack, (rows, columns) = _matrices(has_layers(path), jnp.shape(x))
         if rank * (rows + columns) >= rows * columns:
             return ()
-
         key = jax.random.fold_in(jax.random.key(0), index)
         return jax.random.normal(key, (*stack, columns, rank), jnp.float32)
 
-    leaves = enumerate(named_leaves(tree))
-    return tuple(of_leaf(i, path, x) for i, (path, x) in leaves)
+    return tuple(of_leaf(i, *named) for i, named in enumerate(named_leaves(tree)))
 
 
 def fold(x: jax.Array, right: jax.Array) -> jax.Array:

@@ -7,7 +7,6 @@
     gap_s = 2.0         # Mean time between two faults, once all regions merge again.
     hang_s = 120.0      # Until then all regions must merge with one another again.
     dead_after_s = 6.0
-    program = ""        # Module that trains a region; default: `experiments.train`.
 
     [faults]            # How many of each kind.
     kill = 10           # SIGKILL; the region starts again.
@@ -19,17 +18,9 @@
 
 The story does not depend on what happens in the run: order, regions, lengths and gaps
 of the faults are drawn before it begins.
-
-A program of one's own is run with the words after `--` and the flags `--workdir`,
-`--region_id`, `--regions`, `--region_addresses` or `--via`, `--key_file`,
-`--dead_after_s` and `--min_regions`. It trains until SIGTERM, and then exits with code
-75. In WORKDIR/region_N it writes `syncs.jsonl`, a line a merge with `fragment`,
-`start_step`, `apply_step`, `regions` and a `digest` of the outer fragment, and may
-write `joins.jsonl` and `metrics.jsonl`. `plain_loop.py` is one.
 """
 
 import dataclasses
-import importlib.util
 import math
 import os
 import pathlib
@@ -38,8 +29,6 @@ import shutil
 import tomllib
 from collections.abc import Mapping
 from typing import Any
-
-from .. import commands
 
 KINDS = ("kill", "freeze", "cut", "clock", "folder", "second_life")
 _OF_FOLDERS = ("folder", "second_life")
@@ -89,7 +78,6 @@ class Plan:
     gap_s: float = 2.0
     hang_s: float = 120.0
     dead_after_s: float = 6.0
-    program: str = ""
     faults: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -100,23 +88,19 @@ class Plan:
                 f"min_regions={self.min_regions} must be 1 to {self.regions}, or 0 for "
                 "more than half"
             )
-
         for name in ("gap_s", "hang_s", "dead_after_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
-
         for kind, num in self.faults.items():
             if kind not in KINDS:
                 raise ValueError(f"faults has {kind!r}; use {', '.join(KINDS)}")
             if not isinstance(num, int) or isinstance(num, bool) or num < 0:
                 raise ValueError(f"faults.{kind}={num!r} must be 0 or more")
-
         if not self.num_faults:
             raise ValueError("faults has none; give some kinds a number above 0")
         for kind in _OF_FOLDERS:
             if self.faults.get(kind) and not self.via:
                 raise ValueError(f"faults.{kind} needs via = true")
-
         if self.faults.get("cut") and self.via:
             raise ValueError("faults.cut needs sockets; leave out via, or the cuts")
 
@@ -131,12 +115,7 @@ class Plan:
         return self.min_regions or self.regions // 2 + 1
 
     def check_possible(self) -> None:
-        """Refuse a program that is not there, and cuts without network namespaces."""
-        if self.program and not _is_module(self.program):
-            raise ValueError(
-                f"program={self.program!r} is no module that Python finds; name one, "
-                "such as experiments.faults.plain_loop"
-            )
+        """Refuse cuts where network namespaces cannot be made."""
         if self.faults.get("cut") and (os.geteuid() or shutil.which("ip") is None):
             raise ValueError(
                 "faults.cut needs network namespaces: run it as root, with iproute2 "
@@ -153,17 +132,14 @@ class Plan:
     def _draw(self, draw: random.Random, number: int, kind: str) -> Fault:
         gap_s = draw.uniform(0.2, 1.8) * self.gap_s
         regions: tuple[int, ...] = (draw.randrange(self.regions),)
-        seconds = draw.uniform(_LEAST_S, 3.0)
-        detail = ""
-
+        seconds, detail = draw.uniform(_LEAST_S, 3.0), ""
         if kind in _LONGEST:
             longest_s = _LONGEST[kind] * self.dead_after_s
             # As many short ones, which nobody takes for a death, as long ones.
-            least_s, most_s = draw.choice(
+            limits = draw.choice(
                 [(_LEAST_S, longest_s / 4), (longest_s / 4, longest_s)]
             )
-            seconds = draw.uniform(least_s, most_s)
-
+            seconds = draw.uniform(*limits)
         if kind == "cut":
             detail = draw.choice(("apart", "one way"))
             num = 2
@@ -173,9 +149,7 @@ class Plan:
         elif kind == "clock":
             detail = f"{draw.uniform(-_MAX_CLOCK_S, _MAX_CLOCK_S):.1f}"
         elif kind == "folder":
-            detail = draw.choice(FOLDER_FAULTS)
-            regions = ()
-
+            detail, regions = draw.choice(FOLDER_FAULTS), ()
         return Fault(number, kind, round(gap_s, 2), round(seconds, 2), regions, detail)
 
 
@@ -189,28 +163,18 @@ def read(path: str | pathlib.Path) -> Plan:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"plan={str(path)!r} is no TOML: {error}") from error
-
     fields = {field.name: field for field in dataclasses.fields(Plan)}
     for name, value in table.items():
         if name not in fields:
             raise ValueError(
                 f"plan={str(path)!r} has {name!r}; it may have {', '.join(fields)}"
             )
-        kind = {"faults": dict, "via": bool, "program": str}.get(name, int)
+        kind = {"faults": dict, "via": bool}.get(name, int)
         if name.endswith("_s"):
             kind = (int, float)
         if not isinstance(value, kind) or (kind is not bool and value is True):
             raise ValueError(f"plan={str(path)!r}: {name}={value!r} is of another kind")
-
     try:
         return Plan(**table)
     except ValueError as error:
         raise ValueError(f"plan={str(path)!r}: {error}") from error
-
-
-def _is_module(name: str) -> bool:
-    """Return whether `python -m` finds a module."""
-    try:
-        return importlib.util.find_spec(commands.module_of(name)) is not None
-    except (ImportError, ValueError):
-        return False

@@ -33,16 +33,10 @@ def cell(setting, sizes, curve):
     config = setting.config.to_json()
     method = config["method"]["method"]
     column = {
-        "curve": curve,
-        "seeds": [0, 1],
-        "diverged": [],
-        "parameters": 1000,
-        "fragment_bytes": sizes,
-        "bytes_per_step": curve[-1][2] / 20,
-        "config": config,
-    }
+        "curve": curve, "seeds": [0, 1], "diverged": [], "parameters": 1000,
+        "fragment_bytes": sizes, "bytes_per_step": curve[-1][2] / 20, "config": config,
+    }  # fmt: skip
     flags = {"method": method, "compress": "ef+int4" if len(sizes) > 1 else None}
-
     return {"flags": flags, "columns": {"published": column}}
 
 
@@ -96,12 +90,12 @@ def test_between_them_the_loss_is_read_off_the_curve(cells):
 def test_a_method_of_one_region_is_left_out(cells):
     first, second = advice.read(cells)
     config = first.config.replace(method="snoo", regions=1)
-    links = uniform(4, Link(1, 0.05))
+    given = uniform(4, Link(1, 0.05)), 1000, [1.0]
     alone = dataclasses.replace(first, config=config)
-    (advised,) = advice.advise([alone, second], links, 1000, [1.0])
-    assert advised.choice is second
+    (found,) = advice.advise([alone, second], *given)
+    assert found.choice is second
     with pytest.raises(ValueError, match="the frontier has no method for regions=4"):
-        advice.advise([alone], links, 1000, [1.0])
+        advice.advise([alone], *given)
 
 
 def test_the_plan_says_it_and_how_to_get_it(cells, capsys, tmp_path):
@@ -114,8 +108,8 @@ def test_the_plan_says_it_and_how_to_get_it(cells, capsys, tmp_path):
     )
     assert "--method=streaming_diloco --sync_interval=16" in out
     assert "--compress=ef+int4" in out
-    choices = json.loads((tmp_path / "advice.json").read_text())["choices"]
-    assert [choice["loss"] for choice in choices] == [2.4, None]
+    found = json.loads((tmp_path / "advice.json").read_text())["choices"]
+    assert [each["loss"] for each in found] == [2.4, None]
 
 
 def test_files_of_several_sweeps_are_one_frontier(cells, tmp_path):
@@ -123,24 +117,19 @@ def test_files_of_several_sweeps_are_one_frontier(cells, tmp_path):
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     for path, one in zip(paths, both, strict=True):
         path.write_text(json.dumps({"cells": [one]}))
-
     assert advice.read(",".join(map(str, paths))) == advice.read(cells)
     both[1]["columns"]["published"]["parameters"] = 2000
     paths[1].write_text(json.dumps({"cells": [both[1]]}))
-
     message = "has runs of 1000 parameters, 20 steps, 10240 tokens and 2000 parameters"
     with pytest.raises(ValueError, match=message):
         advice.read(",".join(map(str, paths)))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{}", "is no cells.json of experiments.sweep (KeyError('cells'))"),
-        ('{"cells": []}', "has no cell whose seeds all ended well"),
-        (None, "No such file or directory"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("{}", "is no cells.json of experiments.sweep (KeyError('cells'))"),
+    ('{"cells": []}', "has no cell whose seeds all ended well"),
+    (None, "No such file or directory"),
+])  # fmt: skip
 def test_a_file_that_is_none_is_named(text, message, tmp_path, refused):
     path = tmp_path / "cells.json"
     if text is not None:
@@ -154,15 +143,15 @@ RESULTS = pathlib.Path(experiments.__file__).parent / "results"
 def of_the_recipe():
     """Columns of cells of one or two bits with error feedback, in any sweep."""
     for path in RESULTS.glob("*.json"):
-        table = json.loads(path.read_text())
-        for cell in table.get("cells", ()) if isinstance(table, dict) else ():
+        found = json.loads(path.read_text())
+        for cell in found.get("cells", ()) if isinstance(found, dict) else ():
             sent = cell.get("flags", {}).get("compress") or ""
             if sent.startswith("ef+") and sent.endswith(("sign", "stat2")):
                 yield from (c for c in cell["columns"].values() if c["config"])
 
 
 def test_the_ranges_are_those_of_the_results():
-    rows = [
+    found = [
         {
             "parameters": column["parameters"],
             "regions": column["config"]["run"]["regions"],
@@ -170,10 +159,9 @@ def test_the_ranges_are_those_of_the_results():
         }
         for column in of_the_recipe()
     ]
-    assert len(rows) > 50
-
+    assert len(found) > 50
     for name, ends in advice.MEASURED.items():
-        values = [row[name] for row in rows]
+        values = [each[name] for each in found]
         assert (min(values), max(values)) == pytest.approx(ends, rel=1e-2), name
 
 

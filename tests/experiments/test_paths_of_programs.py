@@ -7,7 +7,7 @@ import re
 import absl.flags
 import pytest
 
-from cocodc_jax.run import flags
+from cocodc_jax.run import flag_types, flags
 from experiments import commands, program
 
 # How the help of a flag begins that names a file or a folder.
@@ -23,14 +23,14 @@ def flags_of(name, path, monkeypatch):
     """Return the flags that a program defines."""
     below = path.relative_to(pathlib.Path(commands.__file__).parents[1])
     module = importlib.import_module(".".join(below.with_suffix("").parts))
-    paths = []
+    found = []
     of_runs = absl.flags.FlagValues()
     monkeypatch.setattr(flags, "FLAGS", of_runs)
     own_flags = program.own_flags
 
     def record(*table, **bounds):
-        paths.append(own_flags(*table, **bounds))
-        return paths[-1]
+        found.append(own_flags(*table, **bounds))
+        return found[-1]
 
     monkeypatch.setattr(program, "own_flags", record)
     if hasattr(module, "define"):
@@ -38,18 +38,16 @@ def flags_of(name, path, monkeypatch):
     else:
         with pytest.raises(SystemExit):
             module.main([name, "--help"])
-
-    return [values[flag] for values in (of_runs, *paths) for flag in values]
+    return [values[flag] for values in (of_runs, *found) for flag in values]
 
 
 @pytest.mark.parametrize("name", commands.programs())
 def test_paths_of_a_program_have_a_home(name, monkeypatch, capsys):
     monkeypatch.setenv("HOME", "/home/me")
-    path_flags = flags_of(name, commands.programs()[name], monkeypatch)
-    paths = [flag for flag in path_flags if IS_PATH.match(flag.help)]
+    found = flags_of(name, commands.programs()[name], monkeypatch)
+    paths = [flag for flag in found if IS_PATH.match(flag.help)]
     for flag in paths:
         assert flag.parser.parse("~/x") == AT, flag.name
         assert flag.parser.parse("gs://bucket/~") == "gs://bucket/~"
-    kinds = {flag.name: getattr(flag.parser, "kind", None) for flag in path_flags}
-    known = {name for name, kind in kinds.items() if kind is pathlib.Path}
+    known = {flag.name for flag in found if isinstance(flag.parser, flag_types._Path)}
     assert known == {flag.name for flag in paths}

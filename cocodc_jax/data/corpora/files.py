@@ -61,18 +61,15 @@ def list_text_files(
     for index, name in enumerate(paths):
         root = expanded(name, "dataset='text:...'")
         is_file = os.path.isfile(root)
-
-        paths_in_root = [root] if is_file else list(walk(root, refuse))
-        if not paths_in_root:
+        found = [root] if is_file else list(walk(root, refuse))
+        if not found:
             what = "holds no readable file" if os.path.isdir(root) else "does not exist"
             raise ValueError(f"dataset='text:...': {root} {what}")
-
         base = root.parent if is_file else root
-        for path in paths_in_root:
+        for path in found:
             key = f"{index}/{path.relative_to(base).as_posix()}"
             source = _top_level(path, base)
             files.append(CorpusFile(path, _sayable(key), _sayable(source)))
-
     return tuple(files)
 
 
@@ -93,7 +90,6 @@ def read_documents(
             if undecodable != "skip":
                 raise
             continue
-
         if not keeps_marks:
             text = text.removeprefix(BYTE_ORDER_MARK)
         for index, piece in enumerate(_pieces(text, max_document_chars)):
@@ -113,13 +109,13 @@ def files_fingerprint(files: Iterable[CorpusFile], *settings: object) -> str:
 
 def unreadable(files: Iterable[CorpusFile]) -> list[pathlib.Path]:
     """List the files that cannot be read, or are not UTF-8 text."""
-    paths = []
+    found = []
     for file in files:
         try:
             _read(file.path, "refuse")
         except ValueError:
-            paths.append(file.path)
-    return paths
+            found.append(file.path)
+    return found
 
 
 def _read(path: pathlib.Path, undecodable: str) -> str:
@@ -164,7 +160,6 @@ def walk(
                     "it leads to as well, or put the files there",
                     stacklevel=2,
                 )
-
         for name in sorted(names):
             path = pathlib.Path(folder, name)
             # Dangling links and pipes are no files; os.path answers where Path raises.
@@ -190,8 +185,7 @@ def _sayable(name: str) -> str:
 
 
 def _pieces(text: str, max_chars: int | None) -> Iterator[str]:
-    start = 0
-    max_chars = max_chars or len(text)
+    start, max_chars = 0, max_chars or len(text)
     while start < len(text):
         # A line longer than a whole document is cut where it must be.
         newline = text.rfind("\n", start, start + max_chars)

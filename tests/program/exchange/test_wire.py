@@ -18,13 +18,10 @@ from cocodc_jax import methods
 from cocodc_jax.aot import hlo
 from cocodc_jax.aot.collectives import KINDS
 from cocodc_jax.core.state import RegionState
-from cocodc_jax.core.sync import start
 from cocodc_jax.engine.crossing import (
-    Leaving,
-    MeshCrossing,
     SyncSpec,
-    Trainer,
     joined,
+    make_crossing,
     shares_everywhere,
 )
 from cocodc_jax.engine.devices import Devices
@@ -86,8 +83,9 @@ def make_setting(mesh, sync):
     regions = Regions.alike(NUM_REGIONS)
     local = LocalRegions.of(mesh, NUM_REGIONS)
     place = OuterPlacement("mesh", "mesh", shardings)
-    trainer = Trainer(loss_fn, UserInputs(), optax.sgd(0.1))
-    return SyncSpec(sync, regions, fragments, place, shapes, trainer, local, Devices())
+    return SyncSpec(
+        sync, regions, fragments, place, shapes, loss_fn, UserInputs(), local, Devices()
+    )
 
 
 def sent(mesh, compressor):
@@ -97,9 +95,11 @@ def sent(mesh, compressor):
     spec = make_setting(mesh, method.sync)
     part = spec.fragments.take(PARAMS, 0)
     state = jax.eval_shape(compressor.init, part) if compressor else ()
+    crossing = make_crossing(spec, 0, 0)
 
     def send(*arguments):
-        return start(MeshCrossing(spec, 0, Leaving(*arguments)))
+        staged, crossed, state = crossing.leave(*arguments)
+        return staged, crossing.arrive(crossed, arguments[-1]), state
 
     each = of_regions(mesh, (PARAMS, state, np.float32(0), np.ones(2, np.uint32)))
     params, state, weights, keys = each

@@ -1,0 +1,1 @@
+"""Studies that were run once; their results are in `experiments/results`."""

@@ -1,0 +1,21 @@
+"""The study of a sync's time over both kinds of channel."""
+
+from experiments.studies import message_time
+
+
+def test_both_channels_are_timed(tmp_path, call):
+    words = [f"--via={tmp_path}", "--kib=1", "--syncs=2", "--regions=3"]
+    sockets, folder = call(message_time, *words)[0].splitlines()
+    assert "1 KiB sockets" in sockets
+    assert f"1 KiB via {tmp_path.name}" in folder
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_flags(refused):
+    for words, message in {
+        "--kib=-1": "--kib=-1 must be numbers of at least 1",
+        "--kib=": "--kib= must be numbers of at least 1",
+        "--kib=abc": "--kib=abc must be whole numbers separated by commas",
+        "1024": "unexpected argument '1024'; flags begin with --",
+    }.items():
+        assert refused(message_time, words) == message
