@@ -28,8 +28,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cocodc_jax import methods
-from cocodc_jax.core import reduce, turn
+from cocodc_jax.core import turn
 from cocodc_jax.core.auto_axes import with_auto_axes
+from cocodc_jax.core.axis import same_in_all
 from cocodc_jax.core.checks import (
     check_accumulation,
     check_arrays,
@@ -185,7 +186,7 @@ def synchronized(
         bound, sizes = method.bind(Regions.alike(num)), [0]
         found = fragments or cut(params, method.num_fragments, strategy)
         found = unboxed(found, params)
-        step, times = reduce.same_in_all((state.step + 1, state.times), axis_name)
+        step, times = same_in_all((state.step + 1, state.times), axis_name)
         is_first = step == 1
         state = state._replace(step=step, times=times)
         if num > 1 and not bound.per_step and inner_keys.has_keys(state.inner):

@@ -3,24 +3,24 @@
 Regions train independently. From time to time fragment p of region m is sent to the
 other regions, travels while the inner steps go on, and comes back as a mean:
 
-    start    staged = theta^m_p;  Delta^m = theta^g_p - staged
-             message^m, memory^m = encode(Delta^m, memory^m)
-             mean = reduce(message^m)                             the only collective
-    finish   theta^g_p, state = outer optimizer(theta^g_p, mean)
-             theta^m_p = merge(theta^m_p, staged, theta^g_p)
+    start    leave   staged = theta^m_p;  Delta^m = theta^g_p - staged
+                     message^m, memory^m = encode(Delta^m, memory^m)
+             cross   the only collective, by the message's way (`sync.axis`)
+             arrive  mean = sum_m w_m decode(message^m)
+    finish           theta^g_p, state = outer optimizer(theta^g_p, mean)
+                     theta^m_p = merge(theta^m_p, staged, theta^g_p)
 
-Every function here is of one region and one fragment, a flat dict of arrays. Pseudo-
-gradients Delta are old minus new, so that descent is minus. `theta^g_p` and the outer
-state are equal in all regions. The caller passes `reduce`, a collective over a mesh
-axis or a `jax.vmap` axis (`reduce.py`).
+A fragment is a flat dict of arrays. Pseudo-gradients Delta are old minus new, so that
+descent is minus. `theta^g_p` and the outer state are equal in all regions.
 
-A program that places arrays on several devices maps `encode`, `outer_step` and `merge`
-over the regions itself; in an Optax transform `start` and `finish` are the whole
-algorithm. Regional outer models have `send` and `receive` in their place.
+`leave` is code that holds some regions (`sync.axis.Axis`); what crosses is up to who
+calls it. `start` and `finish` are the order of things, and nothing else: the stages
+that they call are functions of a transform, parts of one compiled program, or programs
+of their own with arrays that move between devices in between.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,12 @@ import optax
 
 from cocodc_jax.expert_leaves import TOKEN_UNIT
 from cocodc_jax.sync import needs
+from cocodc_jax.sync.axis import GATHERED, Axis
 from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.method import Sync
-from cocodc_jax.sync.outer import RegionalOuter, SharedOuter, pseudo_gradient
-from cocodc_jax.sync.robust import length, without
-from cocodc_jax.transforms.compressor import Compressor
+from cocodc_jax.sync.outer import RegionalOuter, pseudo_gradient
+from cocodc_jax.sync.robust import VERDICT, length, without
+from cocodc_jax.transforms.compressor import Compressor, identity
 from cocodc_jax.transforms.extra_args import with_named_extras
 from cocodc_jax.transforms.numerics import (
     cast_like,
@@ -42,6 +43,8 @@ from cocodc_jax.transforms.numerics import (
 )
 
 PyTree = Any
+# What arrives with a mean, by name, such as verdicts of a robust mean.
+Extras = dict[str, Any]
 
 
 class Measured(NamedTuple):
@@ -51,66 +54,202 @@ class Measured(NamedTuple):
     length: Any
 
 
-def start(
+class Left(NamedTuple):
+    """What crosses regions."""
+
+    # By the message's way: the sum, the messages of the regions, or their block's sum.
+    sent: PyTree
+    # Of the regions in the mean, if messages are gathered; else `()`.
+    weights: Any = ()
+    extras: Extras = {}  # Known before anything crosses.
+
+
+class Crossing(Protocol):
+    """How a fragment crosses regions: the stages of `start`."""
+
+    def leave(self) -> tuple[Any, PyTree]:
+        """Encode the fragment; return what crosses, and the compressors' state."""
+        ...
+
+    def cross(self, left: Any) -> Any:
+        """Send it; never waits."""
+        ...
+
+    def arrive(self, crossed: Any) -> tuple[PyTree, Extras]:
+        """Return the mean pseudo-gradient, and what arrives with it."""
+        ...
+
+
+class Finishing(Protocol):
+    """Where a fragment's outer model is stepped and merged: the stages of `finish`."""
+
+    def remember(self, memory: PyTree) -> PyTree:
+        """Feed what the merge drops into the compressors' state, see `remember`."""
+        ...
+
+    def step(
+        self, outer: PyTree, opt_state: PyTree
+    ) -> tuple[PyTree, PyTree, jax.Array]:
+        """Take the outer step with the mean; return its norm too, see `outer_step`."""
+        ...
+
+    def hand_out(self, outer: PyTree, opt_state: PyTree) -> PyTree:
+        """Return the outer fragment as regions receive it, where they are."""
+        ...
+
+    def merge(self, received: PyTree) -> tuple[Any, dict[str, jax.Array]]:
+        """Merge it into the regions; return them, and the merge's metrics."""
+        ...
+
+
+class Finished(NamedTuple):
+    """Results of `finish`."""
+
+    merged: Any  # The regions.
+    outer: PyTree  # The outer fragment.
+    opt_state: PyTree  # Of the outer optimizer.
+    memory: PyTree  # The compressors' state.
+    norm: jax.Array  # Of the mean, float32 scalar.
+    metrics: dict[str, jax.Array]  # Of the merge.
+
+
+def start(crossing: Crossing) -> tuple[PyTree, Extras, PyTree]:
+    """Send a fragment; return its mean, what arrives with it, and the new memory."""
+    left, memory = crossing.leave()
+    mean, extras = crossing.arrive(crossing.cross(left))
+    return mean, extras, memory
+
+
+def finish(
+    finishing: Finishing, outer: PyTree, opt_state: PyTree, memory: PyTree
+) -> Finished:
+    """Apply a mean, the result of `start`: outer step, then merge."""
+    memory = finishing.remember(memory)
+    outer, opt_state, norm = finishing.step(outer, opt_state)
+    received = finishing.hand_out(outer, opt_state)
+    merged, metrics = finishing.merge(received)
+    return Finished(merged, outer, opt_state, memory, norm, metrics)
+
+
+def leave(
     sync: Sync,
+    axis: Axis,
     part: Fragment,
     anchor: Fragment,
     memory: PyTree,
     key_data: jax.Array,
-    reduce: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    weights: jax.Array,
+    *,
+    params: PyTree = None,
+    has_own_anchors: bool = False,
+    are_partial: bool = True,
     sync_key: jax.Array | None = None,
-    weight: jax.Array | None = None,
-) -> tuple[Fragment, PyTree]:
-    """Send one region's fragment; return the mean, equal in all, and the new memory.
+) -> tuple[Left, PyTree]:
+    """Encode the fragments of the regions that are held, and begin to cross.
 
-    `part` is the region's local fragment, `anchor` the outer one as regions received
-    it, `memory` the state of the region's compressor, `key_data` that of its PRNG key.
-    `reduce(message, memory) -> (mean, memory)` is over all regions. `sync_key` (see
-    `sync.averages`) is None unless the average draws. `weight` is the region's in the
-    mean; None if no region has weight 0.
+    Args:
+      sync: the syncs, with the message that this one sends.
+      axis: the regions that are held.
+      part: their local fragments.
+      anchor: the outer fragment as regions received it, equal in all of them.
+      memory: the states of their compressors.
+      key_data: of their PRNG keys.
+      weights: theirs in the mean, of sum 1 over all regions.
+      params: all of their parameters, which a robust mean checks.
+      has_own_anchors: whether the `anchor` is one of each region.
+      are_partial: whether a weight may be 0; such a region keeps its memory.
+      sync_key: see `sync.averages`; None unless the average draws.
     """
-    message, memory = encode(
-        sync, None, part, anchor, memory, key_data, weight, sync_key
+    sent, memory = encode_all(
+        sync,
+        axis,
+        part,
+        anchor,
+        memory,
+        key_data,
+        weights,
+        params=params,
+        has_own_anchors=has_own_anchors,
+        are_partial=are_partial,
+        sync_key=sync_key,
     )
-    if weight is not None:
-        message = without(message, weight)
-    mean, memory = reduce(message, memory)
-    return sync.message.average.after(mean, anchor, sync_key), memory
+    message = sync.message
+    if message.way == GATHERED:  # Judged on arrival, by the messages of all.
+        sent, memory = message.leave(axis, sent, memory, weights)
+        return Left(sent, weights), memory
+
+    extras = {}
+    if sync.robust is not None:
+        verdict, counted = sync.robust.judge(
+            axis.of_all(sent.length), axis.of_all(weights)
+        )
+        weights = axis.held(counted)
+        sent = without(sent.message, weights)
+        extras[VERDICT] = verdict
+    elif are_partial:
+        sent = sync.counted(sent, weights)
+    sent, memory = message.leave(axis, sent, memory, weights)
+    return Left(sent, (), extras), memory
 
 
-def finish(
+def arrive(
+    sync: Sync, crossed: Left, like: Fragment, sync_key: jax.Array | None
+) -> tuple[Fragment, Extras]:
+    """Return the mean pseudo-gradient, of shapes `like`, and what arrives with it."""
+    mean, extras = crossed.sent, crossed.extras
+    if sync.message.way == GATHERED:
+        mean, extras = mean_of_gathered(sync, crossed.sent, crossed.weights)
+    return sync.message.average.after(mean, like, sync_key), extras
+
+
+def mean_of_gathered(
+    sync: Sync, sent: PyTree, weights: jax.Array
+) -> tuple[PyTree, Extras]:
+    """Return the mean of all regions' messages `[M, ...]`, and the verdict on them."""
+    message, robust = sync.message, sync.robust
+    sent = sync.counted(sent, weights)
+    if robust is None:
+        return message.combine(sent, weights), {}
+    verdict, weights = robust.judge(sent.length, weights)
+    messages = without(sent.message, weights)
+    return robust.combine(message, messages, weights), {VERDICT: verdict}
+
+
+def encode_all(
     sync: Sync,
+    axis: Axis,
     part: Fragment,
-    outer: Fragment,
-    opt_state: PyTree,
+    anchor: Fragment,
     memory: PyTree,
-    mean: Fragment,
-    seen: needs.MergeContext,
-) -> tuple[Fragment, Fragment, PyTree, PyTree, jax.Array, dict[str, jax.Array]]:
-    """Apply a mean, the result of `start`: outer step, then merge.
+    key_data: jax.Array,
+    weights: jax.Array,
+    *,
+    params: PyTree = None,
+    has_own_anchors: bool = False,
+    are_partial: bool = True,
+    sync_key: jax.Array | None = None,
+) -> tuple[PyTree, PyTree]:
+    """Encode the fragments of the regions that are held; arguments as of `leave`.
 
-    `seen` is the context of the merge rule, whose `local` and `outer` are filled in
-    here; its `kept` has the staged copy if the rule needs it or feeds back what it
-    drops. Returns the region's fragment, the outer one, its optimizer's state, the
-    compressor's, the norm of the mean (float32 scalar), and the merge's metrics.
+    Returns their messages, `Measured` for a robust mean, and their memories.
     """
-    assert isinstance(sync.outer, SharedOuter)
-    if sync.merge.has_feedback:
-        staged = seen.kept[needs.STAGED]
-        assert staged is not None
-        memory = remember(sync.merge.feedback_weight, part, staged, memory)
-    stale = seen.kept.get(needs.STALE)
-    outer, opt_state, norm = outer_step(
-        sync.outer.optimizer,
-        outer,
-        opt_state,
-        mean,
-        stale,
-        seen.user_inputs.token_counts,
+
+    def one_region(
+        anchor: Fragment,
+        params: PyTree,
+        part: Fragment,
+        memory: PyTree,
+        weight: jax.Array,
+        key_data: jax.Array,
+    ) -> tuple[PyTree, PyTree]:
+        known = weight if are_partial else None
+        return encode(sync, params, part, anchor, memory, key_data, known, sync_key)
+
+    axes = (0 if has_own_anchors else None, 0, 0, 0, 0, 0)
+    message, new = axis.map(one_region, axes)(
+        anchor, params, part, memory, weights, key_data
     )
-    given = sync.outer.start(outer, opt_state) if sync.outer.start else outer
-    merged, metrics = merge(sync, seen._replace(local=part, outer=given))
-    return merged, outer, opt_state, memory, norm, metrics
+    return message, memory if sync.message.compressor() is None else new
 
 
 def encode(
@@ -122,18 +261,16 @@ def encode(
     key_data: jax.Array,
     weight: jax.Array | None = None,
     sync_key: jax.Array | None = None,
-    rank: int = 0,
 ) -> tuple[PyTree, PyTree]:
-    """Make one region's message, and the new memory; arguments as of `start`.
+    """Make one region's message, and the new memory; arguments as of `leave`.
 
     A robust mean gets a `Measured`, for which all of the region's `params` are checked.
-    A region of `weight` 0 in the mean keeps its memory. `rank` is that of the message,
-    if the schedule sets one.
+    A region of `weight` 0 in the mean keeps its memory.
     """
     delta = pseudo_gradient(anchor, part)
     message = sync.message.average.before(delta, sync_key)
     dtype = jax.tree.leaves(message)[0].dtype  # A sum has one dtype.
-    compressor = sync.message.compressor(rank)
+    compressor = sync.message.compressor()
     if compressor is not None:
         dtype = jnp.float32
         message, new = compressor.encode(message, memory, message_key(key_data))
@@ -270,17 +407,38 @@ def merge_key(key_data: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.wrap_key_data(key_data), 2)
 
 
-def send(
-    outer: RegionalOuter,
-    compressor: Compressor,
+def leave_regional(
+    sync: Sync,
+    axis: Axis,
     part: Fragment,
     params: Fragment,
     state: PyTree,
     key_data: jax.Array,
+    row: jax.Array,
 ) -> tuple[PyTree, PyTree]:
-    """Make the message of a regional outer model, of its local `part` and `params`."""
-    message, new = outer.send(params, state, part, compressor, message_key(key_data))
-    return message, vary_like(new, state)
+    """Encode for regional outer models, and begin to cross; see `leave`.
+
+    `params` and `state` are of the outer models of the regions that are held; for `row`
+    see `RegionalOuter.leave`. Returns what crosses, and the outer states.
+    """
+    outer = sync.outer
+    assert isinstance(outer, RegionalOuter)
+    compressor = regional_compressor(sync)
+
+    def one_region(
+        params: Fragment, state: PyTree, part: Fragment, key_data: jax.Array
+    ) -> tuple[PyTree, PyTree]:
+        key = message_key(key_data)
+        message, new = outer.send(params, state, part, compressor, key)
+        return message, vary_like(new, state)
+
+    message, state = axis.map(one_region)(params, state, part, key_data)
+    return outer.leave(axis, message, compressor, row), state
+
+
+def regional_compressor(sync: Sync) -> Compressor:
+    """Return what encodes the messages of regional outer models."""
+    return sync.message.compressor() or identity()
 
 
 def receive(

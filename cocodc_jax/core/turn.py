@@ -11,19 +11,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from cocodc_jax.core import reduce
 from cocodc_jax.core import sync as core
+from cocodc_jax.core.axis import NamedAxis, same_in_all
+from cocodc_jax.core.outer_models import Kept, Leaving, OuterModel, outer_model
 from cocodc_jax.sync import inner_keys, inner_state, moments, needs
-from cocodc_jax.sync.averages import sync_key
+from cocodc_jax.sync.averages import rescaled, shares_of, sync_key
 from cocodc_jax.sync.fragments import Fragment, Fragments
 from cocodc_jax.sync.inner_state import OnMerge
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.needs import HALFWAY, STALE, UserInputs
-from cocodc_jax.sync.outer import RegionalOuter
 from cocodc_jax.sync.per_step import PerStep
-from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules import OneStepStale, Slotted, traced
-from cocodc_jax.transforms.compressor import Compressor, identity, zeroed
+from cocodc_jax.transforms.compressor import zeroed
 from cocodc_jax.transforms.numerics import (
     cast_like,
     is_finite,
@@ -53,6 +52,17 @@ class Part(NamedTuple):
     updates: PyTree = ()
     norm: Any = 0.0
     correction_ratio: Any = 0.0
+
+    @property
+    def kept(self) -> Kept:
+        """What the region keeps between syncs."""
+        return Kept(self.outer, self.opt_states, self.memories)
+
+    def with_kept(self, kept: Kept) -> Part:
+        """Return a copy with this kept between syncs."""
+        return self._replace(
+            outer=kept.outer, opt_states=kept.opt_state, memories=kept.memory
+        )
 
     def with_flight_of(self, other: Part) -> Part:
         """Take what is in flight from another."""
@@ -102,22 +112,12 @@ def first(sync: Sync, fragments: Fragments, params: PyTree) -> dict[str, Any]:
 
     With a delay it has placeholders for what is in flight: zero messages.
     """
-    parts, names = [], sorted(sync.copies & set(needs.REGIONAL_COPIES))
+    model = outer_model(sync)
+    names = sorted(sync.copies & set(needs.REGIONAL_COPIES))
+    parts = []
     for k, own in enumerate(core.outer_parts(fragments, params)):
-        mean = own
-        if isinstance(sync.outer, RegionalOuter):
-            compressor = _compressor(sync)
-            part = Part(own, sync.outer.init(own, compressor), ())
-            send = functools.partial(core.send, sync.outer, compressor)
-            key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-            # Without shardings: here mesh axes may be Explicit.
-            shapes = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (own, part.opt_states)
-            )
-            message, _ = jax.eval_shape(send, shapes[0], *shapes, key)
-            mean = jax.eval_shape(compressor.decode, message)
-        else:
-            part = Part(own, sync.outer.optimizer.init(own), sync.message.init(own))
+        kept, mean = model.init(own)
+        part = Part(*kept)
         if sync.schedule.delay_steps:
             local = jax.tree.map(jnp.asarray, fragments.take(params, k))
             part = part._replace(
@@ -133,14 +133,12 @@ def num_bytes(sync: Sync, state: Any, num_regions: int) -> list[int]:
     """Return the bytes of one region's messages: by fragment, then by moment."""
     if num_regions == 1:
         return [0] * len(state.counts)
-    if isinstance(sync.outer, RegionalOuter):
-        found = [sync.outer.num_bytes(x, _compressor(sync)) for x in state.outer]
-    else:
-        found = [sync.message.num_bytes(part, num_regions) for part in state.outer]
+    model = outer_model(sync)
+    sizes = [model.num_bytes(part, num_regions) for part in state.outer]
     for name in sync.moments.every if sync.moments else ():
         leaves = jax.tree.leaves(moments.take(state.inner, (name,)))
-        found.append(sum(x.size * wide_dtype(x.dtype).itemsize for x in leaves))
-    return found
+        sizes.append(sum(x.size * wide_dtype(x.dtype).itemsize for x in leaves))
+    return sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +161,16 @@ class Turn:
     def schedule(self) -> Slotted:
         """Of the syncs."""
         return _slotted(self.sync)
+
+    @property
+    def model(self) -> OuterModel:
+        """The outer model, one for all regions or one for each."""
+        return outer_model(self.sync)
+
+    @property
+    def axis(self) -> NamedAxis:
+        """The axis of regions."""
+        return NamedAxis(self.axis_name)
 
     def events(self, region: Region, state: Any) -> tuple[PyTree, Any]:
         """Apply the events that are due to the updates and a `SynchronizedState`.
@@ -223,7 +231,7 @@ class Turn:
 
         def norms() -> jax.Array:
             norms = jnp.stack([part.norm for part in parts])
-            return reduce.same_in_all(norms, self.axis_name)
+            return same_in_all(norms, self.axis_name)
 
         if schedule.looks_midway:
             once(traced.midway(schedule, times, step), self.look)
@@ -265,7 +273,7 @@ class Turn:
                 own = jax.tree.map(lambda x: x[None], own)
                 gap = core.gap(
                     name,
-                    self.given(part),
+                    self.model.received(part.kept),
                     own,
                     self.num_regions,
                     self.user_inputs.token_counts,
@@ -291,11 +299,6 @@ class Turn:
         """Return the data of the region's key of this step."""
         return jax.random.key_data(region_key(region.step, self.axis_name))
 
-    def given(self, part: Part) -> Fragment:
-        """Return an outer fragment as regions receive it."""
-        start = getattr(self.sync.outer, "start", None)
-        return start(part.outer, part.opt_states) if start else part.outer
-
     def look(self, k: int, part: Part, region: Region) -> Part:
         """Copy a fragment halfway through its delay."""
         copies = part.copies | {HALFWAY: self.local(k, part, region)}
@@ -312,61 +315,36 @@ class Turn:
 
     def start(self, k: int, part: Part, region: Region) -> Part:
         """Send a fragment; see `core.sync.start`."""
-        sync, own = self.sync, self.local(k, part, region)
-        key, data = sync_key(k, region.step), self.key_data(region)
-        if isinstance(sync.outer, RegionalOuter):
-            compressor = _compressor(sync)
-            message, opt_state = core.send(
-                sync.outer, compressor, own, part.outer, part.opt_states, data
-            )
-            draw = jax.random.fold_in(key, sync.outer.seed)
-            mean = reduce.group_mean(
-                sync.outer, compressor, message, self.axis_name, draw
-            )
-            part = part._replace(opt_states=opt_state)
-        else:
-            weights = Regions.alike(self.num_regions).weights(
-                0, 1, sync.weigh, self.schedule.participating
-            )
-            draw = key if sync.message.average.draws else None
-            mean_of = reduce.weighted_mean(sync.message, self.axis_name, weights)
-            own_weight = jnp.asarray(weights)[jax.lax.axis_index(self.axis_name)]
-            weight = None if weights.all() else own_weight
-            mean, memory = core.start(
-                sync, own, self.given(part), part.memories, data, mean_of, draw, weight
-            )
-            part = part._replace(memories=memory)
-        copies = dict.fromkeys(sorted(sync.copies & set(needs.REGIONAL_COPIES)), own)
-        stale = part.outer if STALE in sync.copies else ()
-        return part._replace(means=mean, copies=copies, stale=stale)
+        local = self.local(k, part, region)
+        leaving = Leaving(local, self.key_data(region), sync_key(k, region.step))
+        mean, kept = self.model.start(self.axis, part.kept, leaving)
+
+        names = sorted(self.sync.copies & set(needs.REGIONAL_COPIES))
+        return part.with_kept(kept)._replace(
+            means=mean,
+            copies=dict.fromkeys(names, local),
+            stale=part.outer if STALE in self.sync.copies else (),
+        )
 
     def finish(self, k: int, part: Part, region: Region) -> Part:
         """Apply the mean in flight; see `core.sync.finish`."""
-        sync, own, memory = self.sync, self.local(k, part, region), part.memories
+        local = self.local(k, part, region)
         seen = self.seen(k, part, region)
-        if isinstance(sync.outer, RegionalOuter):
-            outer, opt_state, norm = core.receive(
-                sync.outer, part.outer, part.opt_states, part.means, self.num_regions
-            )
-            norm = jnp.sqrt(jax.lax.pmean(norm**2, self.axis_name))
-            merged, metrics = core.merge(sync, seen._replace(local=own, outer=outer))
-        else:
-            merged, outer, opt_state, memory, norm, metrics = core.finish(
-                sync, own, part.outer, part.opt_states, memory, part.means, seen
-            )
+        done = self.model.finish(self.axis, part.kept, local, part.means, seen)
+
         old = self.fragments.take(region.params, k)
-        change = jax.tree.map(lambda new, x: widen(new) - widen(x), merged, old)
-        return part._replace(
-            outer=outer,
-            opt_states=opt_state,
-            memories=memory,
+        change = jax.tree.map(lambda new, x: widen(new) - widen(x), done.merged, old)
+        kept = Kept(done.outer, done.opt_state, done.memory)
+        return part.with_kept(kept)._replace(
             updates=self.fragments.put(part.updates, k, change),
-            norm=norm,
-            correction_ratio=metrics.get("correction_ratio", part.correction_ratio),
+            norm=done.norm,
+            correction_ratio=done.metrics.get(
+                "correction_ratio", part.correction_ratio
+            ),
         )
 
     def seen(self, k: int, part: Part, region: Region) -> needs.MergeContext:
-        """Return what a merge may ask for, but for what `core.finish` fills in."""
+        """Return what a merge may ask for, but for what its model fills in."""
         rate, tau = self.user_inputs.learning_rate, self.schedule.delay_steps
         if callable(rate):
             rate = cast(Callable, rate)(region.step - 1)
@@ -410,9 +388,9 @@ class Turn:
             """Average the moments of the regions where they are finite."""
             finite = is_finite(value)
             wide = jax.tree.map(widen, zeroed(value, finite))
-            shares = reduce.shares_of(finite)
+            shares = shares_of(finite)
             sums, shares = jax.lax.pmean((wide, shares), self.axis_name)
-            return cast_like(reduce.rescaled(sums, shares), value)
+            return cast_like(rescaled(sums, shares), value)
 
         for name, n in self.sync.moments.every.items():
             sent.append(begun & (number % n == 0 if n else False))
@@ -445,7 +423,3 @@ def _columns(parts: list[Part]) -> dict[str, tuple]:
 def _slotted(sync: Sync) -> Slotted:
     assert isinstance(sync.schedule, Slotted)  # Others are refused before.
     return sync.schedule
-
-
-def _compressor(sync: Sync) -> Compressor:
-    return sync.message.compressor() or identity()

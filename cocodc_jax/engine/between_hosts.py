@@ -12,6 +12,9 @@ Measured times travel in the same flat buffer: appended to a compressed message;
 pseudo-gradient in separate columns of each region, to which the others add zeros.
 """
 
+from __future__ import annotations
+
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -23,23 +26,24 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from cocodc_jax.core import sync as core
+from cocodc_jax.core.sync import Extras
 from cocodc_jax.engine import flat_buffer
 from cocodc_jax.engine.collectives import gather_from_processes, sum_over_processes
 from cocodc_jax.engine.crossing import (
     Exchange,
+    Leaving,
+    Sending,
     Sent,
     SyncSpec,
-    Times,
-    Weights,
-    make_messages,
-    make_restore,
+    key_of,
     over_regions,
-    robust_mean,
     with_length,
 )
 from cocodc_jax.engine.flat_buffer import ShardBuffer
 from cocodc_jax.engine.mesh import REGION, outer_device, process_grid
-from cocodc_jax.sync.fragments import Fragment, PyTree
+from cocodc_jax.sync.fragments import PyTree
+from cocodc_jax.sync.needs import STAGED
 from cocodc_jax.sync.robust import VERDICT, without
 from cocodc_jax.sync.schedules.base import Event
 
@@ -66,27 +70,27 @@ class OnOuterMesh(Exchange):
         self.row_shape = functools.cache(self._row_shape)
         self._combine = functools.cache(self._make_combine)
 
-    def send(self, event: Event, weights: Weights, times: Times, *arrays: Any) -> Sent:
+    def send(self, sending: Sending) -> Sent:
         """Send a fragment; see `Exchange.send`."""
-        staged, buffer, state = self.encoded(event, weights, times, *arrays)
-        channel = self._spec.shardings.channel(event.fragment_id)
-        rows = self._spec.devices.gather_rows(buffer, channel.rows)
-        mean, told = self.arriving(event.sync_id, event.rank)(rows, weights)
-        return staged, mean, told, state
+        return core.start(_OuterCrossing(self, sending))
 
-    def encoded(
-        self, event: Event, weights: Weights, times: Times, *arrays: Any
-    ) -> tuple[Fragment | None, jax.Array, PyTree]:
-        """Encode a fragment without sending it; arguments as for `send`.
+    def leave(self, sending: Sending) -> tuple[tuple[Any, jax.Array], PyTree]:
+        """Encode a fragment without sending it.
 
-        Returns the staged copy, the buffer to send, `[R, n]`, and the compressors'
+        Returns its staged copy and the buffer to send, `[R, n]`, and the compressors'
         state after it.
         """
-        spec, told = self._spec, None
+        spec, times = self._spec, None
         if self._num_times:  # Other processes set their own rows.
-            rows = np.array([times] * self._num_times, np.float32)
-            told = spec.devices.put(rows, cast(Sharding, spec.shardings.region.key))
-        return self._run(event, weights, arrays, told)
+            rows = np.array([sending.times] * self._num_times, np.float32)
+            times = spec.devices.put(rows, cast(Sharding, spec.shardings.region.key))
+        staged, buffer, memory = self._run(sending, times)
+        return (staged, buffer), memory
+
+    def cross(self, event: Event, buffer: jax.Array) -> jax.Array:
+        """Move a buffer's rows to the outer devices."""
+        channel = self._spec.shardings.channel(event.fragment_id)
+        return self._spec.devices.gather_rows(buffer, channel.rows)
 
     def arriving(self, sync_id: tuple[int, int], rank: int) -> Callable:
         """Return the function that averages a sync.
@@ -101,91 +105,93 @@ class OnOuterMesh(Exchange):
 
     def _row_shape(self, k: int, rank: int) -> jax.ShapeDtypeStruct:
         """Return the shape of one region's row, `[1, n]`, without times."""
-        sent = self._message_shapes(k, rank)
+        sent = self._message_shapes(self._spec.at(rank), k)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), sent)
         return jax.eval_shape(flat_buffer.pack, one)
 
-    def _make(self, fragment_id: int, rank: int, compressor_state: PyTree) -> Callable:
+    def _make(self, spec: SyncSpec, fragment_id: int, memory: PyTree) -> Callable:
         """Make the program that encodes, and packs the message and times.
 
         A flat buffer without a layout is replicated inside each region.
         """
-        k, spec = fragment_id, self._spec
-        layout = self._layout(k, rank)
-        compressor = spec.sync.message.compressor(rank)
-        outgoing = over_regions(spec, make_messages(spec, k, rank), P(REGION))
+        k, layout = fragment_id, self._layout(spec, fragment_id)
+        encode_all = over_regions(spec, k, core.encode_all, P(REGION))
 
-        def encode(*arguments):
-            staged, out, state = outgoing(*arguments[:-1])  # The last are times.
-            return staged, make_buffer(out, arguments[-1], compressor, layout), state
+        def encode(leaving: Leaving, times: Any):
+            staged, message, memory = encode_all(leaving)
+            buffer = make_buffer(message, times, spec.is_gathered, layout)
+            return staged, buffer, memory
 
         where = layout.sharding if layout else spec.shardings.region.key
         return spec.devices.jit(
             encode,
             f"send fragment {k}",
-            self.num_bytes(k, rank),
+            self._bytes(spec, k),
             out_shardings=(
-                spec.staged(k),
+                spec.shardings.staged[k] if spec.keeps_staged else None,
                 where,
-                spec.shardings.of_regions(k, compressor_state),
+                spec.shardings.of_regions(k, memory),
             ),
         )
 
-    def _message_shapes(self, k: int, rank: int) -> PyTree:
+    def _message_shapes(self, spec: SyncSpec, k: int) -> PyTree:
         """Return shapes of one region's message, with its length for a robust mean."""
-        spec = self._spec
-        encoded = spec.sync.message.encoded(spec.outer_shapes[k], rank)
-        return with_length(spec, encoded, rank)
+        return with_length(spec, spec.sync.message.encoded(spec.outer_shapes[k]))
 
-    def _layout(self, k: int, rank: int) -> ShardBuffer | None:
+    def _layout(self, spec: SyncSpec, k: int) -> ShardBuffer | None:
         """Return a message's layout over a region's devices, or None for one device.
 
         Elastic regions pass full messages to threads, from one device.
         """
-        spec, mesh = self._spec, self._spec.mesh
+        mesh = spec.mesh
         is_whole = mesh.size == mesh.shape[REGION] or process_grid(mesh) is None
         if self.is_alone or is_whole:
             return None
-        is_encoded = spec.sync.message.compressor(rank) is not None
-        shapes = self._message_shapes(k, rank)
-        sent = sent_shapes(is_encoded, shapes, self._num_times)
+        shapes = self._message_shapes(spec, k)
+        sent = sent_shapes(spec.is_gathered, shapes, self._num_times)
         where = spec.shardings.of_all(k, sent)
         return ShardBuffer.of(mesh, sent, jax.tree.map(lambda x: x.spec, where))
 
     def _make_combine(self, k: int, rank: int) -> Callable:
         """Make `(rows, weights, start_step) -> (mean, what arrives with it)`."""
-        spec, host, robust = self._spec, self.places(k)[0], self._spec.sync.robust
-        is_summed = spec.sync.message.compressor(rank) is None
-        mean_of = None if is_summed else functools.partial(robust_mean, spec, rank)
-        shapes, layout = self._message_shapes(k, rank), self._layout(k, rank)
+        spec, host = self._spec.at(rank), self.places(k)[0]
+        sync, robust = spec.sync, spec.sync.robust
+        shapes, layout = self._message_shapes(spec, k), self._layout(spec, k)
+        mean_of = None
+        if spec.is_gathered:
+            mean_of = functools.partial(core.mean_of_gathered, sync)
         crossing = make_combine(
             mean_of, host, shapes, self._num_times, self.all_reduce, layout
         )
-        restore = make_restore(spec, k)
         # Each process its part, if a region's processes shard the outer state.
-        mean = host if self.is_alone else spec.place.lay(k, spec.outer_shapes[k])
+        like = spec.outer_shapes[k]
+        where = host if self.is_alone else spec.place.lay(k, like)
 
-        def combine(rows, weights, start_step):
-            told = {}
-            if robust is not None and is_summed:
-                sizes = [math.prod(x.shape) for x in jax.tree.leaves(shapes)]
-                # A message's length is its last leaf.
-                last = len(sizes) - 1
-                at = layout.pieces[last].start if layout else sum(sizes[:last])
-                lengths = jax.lax.with_sharding_constraint(rows[:, at], host)
-                told[VERDICT], weights = robust.judge(lengths, weights)
-                rows = without(rows, weights)
-            elif is_summed:
-                rows = spec.sync.counted(rows, weights)
-            mean, times = crossing(rows, weights)
-            if not is_summed:
-                mean, told = mean
-            elif robust is not None:
-                mean = mean.message
-            told = told if times is None else {**told, "times": times}
-            return restore(mean, start_step), told
+        def judged(rows: jax.Array, weights: jax.Array):
+            """Judge uncompressed messages by their lengths, and leave some out."""
+            if robust is None:
+                return sync.counted(rows, weights), weights, {}
+            sizes = [math.prod(x.shape) for x in jax.tree.leaves(shapes)]
+            # A message's length is its last leaf.
+            last = len(sizes) - 1
+            at = layout.pieces[last].start if layout else sum(sizes[:last])
+            lengths = jax.lax.with_sharding_constraint(rows[:, at], host)
+            verdict, weights = robust.judge(lengths, weights)
+            return without(rows, weights), weights, {VERDICT: verdict}
 
-        return spec.devices.jit(combine, out_shardings=(mean, host))
+        def combine(rows: jax.Array, weights: jax.Array, start_step: Any):
+            if spec.is_gathered:
+                (mean, extras), times = crossing(rows, weights)
+            else:
+                rows, weights, extras = judged(rows, weights)
+                mean, times = crossing(rows, weights)
+                mean = mean if robust is None else mean.message
+            if times is not None:
+                extras = {**extras, "times": times}
+            key = key_of(k, start_step)
+            return sync.message.average.after(mean, like, key), extras
+
+        return spec.devices.jit(combine, out_shardings=(where, host))
 
     def places(self, k: int) -> tuple[Sharding, Sharding]:
         """Return the sharding that a fragment is averaged in, and that of its mean."""
@@ -195,11 +201,33 @@ class OnOuterMesh(Exchange):
         return host, host
 
 
+@dataclasses.dataclass(frozen=True)
+class _OuterCrossing:
+    """A `core.sync.Crossing` whose stages are programs, and moves between devices."""
+
+    exchange: OnOuterMesh
+    sending: Sending
+
+    def leave(self) -> tuple[tuple[Any, jax.Array], PyTree]:
+        return self.exchange.leave(self.sending)
+
+    def cross(self, left: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        staged, buffer = left
+        return staged, self.exchange.cross(self.sending.event, buffer)
+
+    def arrive(self, crossed: tuple[Any, jax.Array]) -> tuple[PyTree, Extras]:
+        staged, rows = crossed
+        event = self.sending.event
+        arriving = self.exchange.arriving(event.sync_id, event.rank)
+        mean, extras = arriving(rows, self.sending.weights)
+        return mean, extras if staged is None else {STAGED: staged, **extras}
+
+
 def make_buffer(
-    message: PyTree, times: Any, compressor: Any, layout: ShardBuffer | None = None
+    message: PyTree, times: Any, is_gathered: bool, layout: ShardBuffer | None = None
 ) -> jax.Array:
     """Pack what regions send, and their times `[R, 2]`, if any; see `sent_shapes`."""
-    if times is not None and compressor is None:
+    if times is not None and not is_gathered:
         dtype = jax.tree.leaves(message)[0].dtype
         own = jnp.eye(len(times), dtype=dtype)
         times = own[:, :, None] * times[:, None].astype(dtype)

@@ -11,18 +11,18 @@ are sent. In the program, lengths are all-reduced before the messages, one numbe
 On the outer mesh they travel with encoded messages; uncompressed messages wait for
 them, one more network delay.
 
-Inside a program the collectives have two halves (`Crossing`): `leave` encodes a
-fragment and starts its collective; `arrive` computes the mean pseudo-gradient from the
-result. Between them is nothing, or, where regions share a fabric, a scan of inner steps
-that hides the collective (`segment.py`).
+`MeshCrossing` is how one crosses in a program of the mesh, and `InProgram` the exchange
+of programs that do nothing else.
 """
+
+from __future__ import annotations
 
 import abc
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,30 +30,45 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.core import reduce
-from cocodc_jax.core.reduce import ring_sum
-from cocodc_jax.core.sync import Measured, encode, outer_parts
+from cocodc_jax.core import sync as core
+from cocodc_jax.core.state import RegionState
+from cocodc_jax.core.sync import Extras, Left, Measured, outer_parts
 from cocodc_jax.engine import flat_buffer
 from cocodc_jax.engine.devices import Devices
 from cocodc_jax.engine.mesh import INSIDE, REGION, regional
 from cocodc_jax.engine.placement import OuterPlacement, Shardings
-from cocodc_jax.engine.region_map import (
-    LocalRegions,
-    everywhere,
-    psum_over_regions,
-    region_shard_map,
-    sum_of_block,
-)
+from cocodc_jax.engine.region_map import LocalRegions, everywhere, region_shard_map
 from cocodc_jax.sync.averages import sync_key
+from cocodc_jax.sync.axis import BY_RINGS, GATHERED, SUMMED
 from cocodc_jax.sync.fragments import Fragment, Fragments, PyTree
 from cocodc_jax.sync.inner_state import OnMerge
 from cocodc_jax.sync.method import Sync
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState
 from cocodc_jax.sync.needs import STAGED, UserInputs
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.robust import LENGTH_BYTES, VERDICT, without
+from cocodc_jax.sync.robust import LENGTH_BYTES, VERDICT
 from cocodc_jax.sync.schedules.base import Event
-from cocodc_jax.sync.summed import ByRings, SummedFactors
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """What merges need of whoever takes the inner steps.
+
+    Attributes:
+      loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a `model_state`
+        see there.
+      user_inputs: what only the user knows.
+      init_opt_state: one region's parameters to the inner optimizer's first state.
+      model_state: of the model, None if it has none.
+      on_merge: what a merge does to one region's inner optimizer state, None if
+        nothing.
+    """
+
+    loss_fn: AnyLossFn
+    user_inputs: UserInputs
+    init_opt_state: Callable[[PyTree], PyTree]
+    model_state: ModelState | None = None
+    on_merge: OnMerge | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +80,17 @@ class SyncSpec:
     fragments: Fragments  # The cut of the parameters.
     place: OuterPlacement  # Where the outer state is, and the shardings of all arrays.
     params: PyTree  # Shapes of one region's parameters.
-    # `(params, batch, key) -> (loss, aux)` of one region; with a `model_state` see
-    # there.
-    loss_fn: AnyLossFn
-    user_inputs: UserInputs  # What only the user knows.
-    local: LocalRegions  # How a device computes its regions.
+    trainer: Trainer
+    local: LocalRegions  # The regions of a device.
     devices: Devices  # What compiles and runs programs.
-    model_state: ModelState | None = None  # Of the model, None if it has none.
-    # What a merge does to one region's inner optimizer state, None if nothing.
-    on_merge: OnMerge | None = None
+
+    def at(self, rank: int) -> SyncSpec:
+        """Return the spec of a sync whose message has a rank; 0 is the method's own."""
+        message = self.sync.message.at(rank)
+        if message is self.sync.message:
+            return self
+        sync = dataclasses.replace(self.sync, message=message)
+        return dataclasses.replace(self, sync=sync)
 
     @property
     def shardings(self) -> Shardings:
@@ -90,10 +107,21 @@ class SyncSpec:
         """Whether measured times are sent with messages."""
         return self.sync.schedule.is_measured
 
-    def staged(self, fragment_id: int) -> Any:
-        """Return shardings of the copy that a merge needs, None if it needs none."""
-        needed = STAGED in self.sync.copies
-        return self.shardings.staged[fragment_id] if needed else None
+    @property
+    def is_gathered(self) -> bool:
+        """Whether messages are gathered in all regions and decoded there."""
+        return self.sync.message.way == GATHERED
+
+    @property
+    def keeps_staged(self) -> bool:
+        """Whether a copy of the fragment is kept while it is in flight."""
+        return STAGED in self.sync.copies
+
+    def kept_shardings(self, fragment_id: int) -> dict[str, Any]:
+        """Return shardings of the copies that a start keeps, by name."""
+        if not self.keeps_staged:
+            return {}
+        return {STAGED: self.shardings.staged[fragment_id]}
 
     def start_step(self, step: int) -> np.int32 | None:
         """Return the step that a sync's key derives from; None if no average draws."""
@@ -108,9 +136,31 @@ class SyncSpec:
 Weights = tuple[float, ...]  # Of the regions in a mean, of sum 1.
 # Measured seconds of an inner step and of a sync, 0 if not yet known.
 Times = tuple[float, float]
-# The staged copy if a merge needs it, the mean in flight, what arrives with it by name,
-# and the compressors' state after it.
-Sent = tuple[PyTree, Any, dict[str, jax.Array], PyTree]
+# The mean in flight, what is kept until it arrives by name, and the compressors' state.
+Sent = tuple[Any, Extras, PyTree]
+
+
+class Sending(NamedTuple):
+    """A fragment that starts."""
+
+    event: Event
+    weights: Weights  # A region of weight 0 does not send.
+    times: Times  # Sent too if the schedule is measured.
+    region: RegionState  # Only read.
+    # The outer fragment on the mesh, or what each region last received.
+    anchor: Fragment
+    memory: PyTree  # The compressors' state of the message's rank.
+
+
+class Leaving(NamedTuple):
+    """Arguments of a program that sends a fragment."""
+
+    params: PyTree
+    anchor: Fragment
+    memory: PyTree
+    weights: jax.Array  # `[R]`.
+    keys: jax.Array  # PRNG key data, `[R, 2]`.
+    start_step: Any  # See `SyncSpec.start_step`.
 
 
 class Exchange(abc.ABC):
@@ -129,243 +179,177 @@ class Exchange(abc.ABC):
         return self._spec.regions.num
 
     @abc.abstractmethod
-    def send(self, event: Event, weights: Weights, times: Times, *arrays: Any) -> Sent:
-        """Send a fragment; a region of weight 0 does not send.
-
-        `times` are sent too if the schedule is measured. `arrays` are a `RegionState`,
-        which is only read; the outer fragment on the mesh, or what each region last
-        received; and the compressors' state of the message's rank.
-        """
+    def send(self, sending: Sending) -> Sent:
+        """Send a fragment; see `core.sync.start`."""
 
     @abc.abstractmethod
-    def _make(self, fragment_id: int, rank: int, compressor_state: PyTree) -> Callable:
-        """Make the program of the mesh that encodes a fragment, see `make_messages`."""
+    def _make(self, spec: SyncSpec, fragment_id: int, memory: PyTree) -> Callable:
+        """Make the program of the mesh that sends a fragment, of `Leaving`.
 
-    def _run(self, event: Event, weights: Weights, arrays: tuple, *rest: Any) -> Any:
-        """Run the program of `_make`; `arrays` are those of `send`."""
-        region, stale_params, compressor_state = arrays
-        k, rank, spec = event.fragment_id, event.rank, self._spec
-        if (k, rank) not in self._programs:
-            self._programs[k, rank] = self._make(k, rank, compressor_state)
-        return self._programs[k, rank](
+        `memory` is the compressors' state, `spec` of the message's rank.
+        """
+
+    def _run(self, sending: Sending, *rest: Any) -> Any:
+        """Run the program of `_make`."""
+        spec, event, region = self._spec, sending.event, sending.region
+        key = event.fragment_id, event.rank
+        if key not in self._programs:
+            self._programs[key] = self._make(
+                spec.at(event.rank), event.fragment_id, sending.memory
+            )
+        leaving = Leaving(
             region.params,
-            stale_params,
-            compressor_state,
-            spec.devices.weights(weights, regional(spec.mesh)),
+            sending.anchor,
+            sending.memory,
+            spec.devices.weights(sending.weights, regional(spec.mesh)),
             region.key,
             spec.start_step(event.start_step),
-            *rest,
         )
+        return self._programs[key](leaving, *rest)
 
     def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
         """Return the bytes of one region's message; 0 for a single region."""
-        spec, num_regions = self._spec, self.num_regions
+        return self._bytes(self._spec.at(rank), fragment_id)
+
+    def _bytes(self, spec: SyncSpec, fragment_id: int) -> int:
+        num_regions = self.num_regions
         if num_regions == 1:
             return 0
-        message, part = spec.sync.message, spec.outer_shapes[fragment_id]
-        size = message.num_bytes(part, num_regions, rank)
+        part = spec.outer_shapes[fragment_id]
+        size = spec.sync.message.num_bytes(part, num_regions)
         size += LENGTH_BYTES if spec.sync.robust else 0
         # A pseudo-gradient has columns for the times of all regions.
-        times = 1 if message.compressor(rank) is not None else num_regions
+        times = 1 if spec.is_gathered else num_regions
         return size + (8 * times if spec.is_measured else 0)
 
     def arrives_with(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes of what arrives with a mean, by name, as `send` returns it."""
-        spec, found = self._spec, {}
+        spec = self._spec
+        extras = {}
         if spec.sync.robust is not None:
-            found[VERDICT] = jax.ShapeDtypeStruct((spec.regions.num,), jnp.int32)
+            extras[VERDICT] = jax.ShapeDtypeStruct((spec.regions.num,), jnp.int32)
         if spec.is_measured:
-            found["times"] = jax.ShapeDtypeStruct((spec.regions.num, 2), jnp.float32)
-        return found
+            extras["times"] = jax.ShapeDtypeStruct((spec.regions.num, 2), jnp.float32)
+        return extras
 
     def own_verdict(self, verdict: np.ndarray) -> np.ndarray:
         """Select this program's regions from a verdict on all regions."""
         return verdict
 
 
-def make_messages(spec: SyncSpec, fragment_id: int, rank: int) -> Callable:
-    """Make the encoding of a fragment on a shard, for `region_shard_map`.
+def key_of(fragment_id: int, start_step: Any) -> jax.Array | None:
+    """Return the key of a sync, see `sync.averages`; None if no average draws."""
+    return None if start_step is None else sync_key(fragment_id, start_step)
 
-    `outgoing(params, stale_params, state, weights, keys, start_step) -> (staged,
-    message, state)`: the current fragment if a merge needs it, else None; the value to
-    average (see `sync.averages`), encoded if the method compresses, and `Measured` for
-    a robust mean; and the compressors' state, which a region of weight 0 keeps.
+
+def over_regions(
+    spec: SyncSpec, fragment_id: int, encode: Callable, crossed: Any
+) -> Callable:
+    """Map `core.sync.leave`, or `encode_all`, over the shards of regions.
+
+    Returns `leave(leaving) -> (staged, left, memory)`: the copy that a merge needs or
+    None, what crosses, of specs `crossed`, and the compressors' state.
     """
-    sync, is_by_region = spec.sync, spec.sync.schedule.is_by_region
-    keeps = STAGED in sync.copies
+    has_own_anchors = spec.sync.schedule.is_by_region
 
-    def outgoing(params, stale_params, state, weights, keys, start_step):
-        staged = spec.fragments.take(params, fragment_id, lead=1)
-        key = None if start_step is None else sync_key(fragment_id, start_step)
-
-        def one_region(anchor, whole, part, memory, weight, key_data):
-            return encode(
-                sync, whole, part, anchor, memory, key_data, weight, key, rank
-            )
-
-        axes = (0 if is_by_region else None, 0, 0, 0, 0, 0)
-        message, new = spec.local.map(one_region, axes)(
-            stale_params, params, staged, state, weights, keys
+    def of_shard(
+        params: PyTree,
+        anchor: Fragment,
+        memory: PyTree,
+        weights: jax.Array,
+        keys: jax.Array,
+        start_step: Any,
+    ):
+        part = spec.fragments.take(params, fragment_id, lead=1)
+        left, memory = encode(
+            spec.sync,
+            spec.local,
+            part,
+            anchor,
+            memory,
+            keys,
+            weights,
+            params=params,
+            has_own_anchors=has_own_anchors,
+            sync_key=key_of(fragment_id, start_step),
         )
-        if sync.message.compressor(rank) is not None:
-            state = new
-        return staged if keeps else None, message, state
+        return part if spec.keeps_staged else None, left, memory
 
-    return outgoing
-
-
-def over_regions(spec: SyncSpec, leave: Callable, crossed: Any) -> Callable:
-    """Map a function like `make_messages`'s over the shards of regions.
-
-    `crossed` are the specs of its second result.
-    """
-    stale = P(REGION) if spec.sync.schedule.is_by_region else P()
-    in_specs = (P(REGION), stale, *(P(REGION),) * 3, P())
-    out_specs = (P(REGION), crossed, P(REGION))
-    return region_shard_map(leave, spec.mesh, in_specs=in_specs, out_specs=out_specs)
+    of_anchor = P(REGION) if has_own_anchors else P()
+    mapped = region_shard_map(
+        of_shard,
+        spec.mesh,
+        in_specs=(P(REGION), of_anchor, *(P(REGION),) * 3, P()),
+        out_specs=(P(REGION), crossed, P(REGION)),
+    )
+    return lambda leaving: mapped(*leaving)
 
 
-def make_restore(spec: SyncSpec, fragment_id: int) -> Callable:
-    """Make `restore(mean, start_step) -> mean pseudo-gradient`, see `sync.averages`."""
-    like = spec.outer_shapes[fragment_id]
-
-    def restore(mean, start_step):
-        key = None if start_step is None else sync_key(fragment_id, start_step)
-        return spec.sync.message.average.after(mean, like, key)
-
-    return restore
-
-
-def with_length(spec: SyncSpec, shapes: PyTree, rank: int) -> PyTree:
+def with_length(spec: SyncSpec, shapes: PyTree) -> PyTree:
     """Return the shapes of a message as sent: `Measured` if it is filtered."""
     if spec.sync.robust is None:
         return shapes
-    is_summed = spec.sync.message.compressor(rank) is None
-    dtype = jax.tree.leaves(shapes)[0].dtype if is_summed else jnp.float32
+    dtype = jnp.float32 if spec.is_gathered else jax.tree.leaves(shapes)[0].dtype
     return Measured(shapes, jax.ShapeDtypeStruct((), dtype))
 
 
-def filter_block(
-    spec: SyncSpec, sent: PyTree, weights: jax.Array
-) -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:
-    """Filter a shard's messages by those of all regions, inside `region_shard_map`.
+@dataclasses.dataclass(frozen=True)
+class MeshCrossing:
+    """How a fragment crosses in a program of the mesh, a `core.sync.Crossing`.
 
-    `sent` is `Measured`, or the messages if there is no filter. Returns messages and
-    weights to sum, and the verdicts of all regions, `{}` without a filter.
+    The collectives have two halves: `leave` and `cross` begin them, `arrive` computes
+    the mean. Between them is nothing, or, where regions share a fabric, a scan of inner
+    steps that hides them (`segment.py`). A compressed message stays compressed: the
+    encoded arrays are all-gathered, and each device decodes them.
+
+    Attributes:
+      spec: of the message's rank.
+      fragment_id: which fragment.
+      leaving: the program's arguments.
+      in_one_buffer: whether all arrays of a gathered message are one transfer, which
+        inner steps can hide.
     """
-    robust = spec.sync.robust
-    if robust is None:
-        return spec.sync.counted(sent, weights), weights, {}
-    size = len(weights)
-    first = jax.lax.axis_index(REGION) * size
 
-    def of_all(x):
-        nowhere = jnp.zeros(spec.regions.num, x.dtype)
-        own = jax.lax.dynamic_update_slice_in_dim(nowhere, x, first, 0)
-        return psum_over_regions(own)
+    spec: SyncSpec
+    fragment_id: int
+    leaving: Leaving
+    in_one_buffer: bool = False
 
-    verdict, counted = robust.judge(of_all(sent.length), of_all(weights))
-    weights = jax.lax.dynamic_slice_in_dim(counted, first, size)
-    return without(sent.message, weights), weights, {VERDICT: verdict}
+    def leave(self) -> tuple[tuple[Any, Left], PyTree]:
+        """Encode; see `core.sync.leave`. The staged copy goes along."""
+        way = self.spec.sync.message.way
+        of_sent = P() if way == SUMMED else P(REGION)
+        specs: Any = Left(of_sent, P(REGION), cast(Any, P()))
+        leave = over_regions(self.spec, self.fragment_id, core.leave, specs)
+        staged, left, memory = leave(self.leaving)
+        return (staged, left), memory
 
+    def cross(self, left: tuple[Any, Left]) -> tuple[Any, Any]:
+        """Send by the message's way, to every device that needs it."""
+        staged, leaving = left
+        mesh, message = self.spec.mesh, self.spec.sync.message
+        if message.way == BY_RINGS:
+            total = make_ring_sum(mesh, message)(leaving.sent)
+            return staged, leaving._replace(sent=total)
+        if message.way == GATHERED and self.in_one_buffer:
+            return staged, shares_everywhere(mesh, (leaving.sent, leaving.weights))
+        if message.way == GATHERED:
+            # The weights too: otherwise decoding each message waits for its weight.
+            return staged, everywhere(mesh, leaving)
+        return staged, leaving
 
-def robust_mean(
-    spec: SyncSpec, rank: int, sent: PyTree, weights: jax.Array
-) -> tuple[PyTree, dict[str, jax.Array]]:
-    """Return the mean of all regions' messages, and verdicts; see `filter_block`."""
-    message, robust = spec.sync.message, spec.sync.robust
-    sent = spec.sync.counted(sent, weights)
-    if robust is None:
-        return message.combine(sent, weights, rank), {}
-    verdict, weights = robust.judge(sent.length, weights)
-    found = without(sent.message, weights)
-    return robust.combine(message, found, weights, rank), {VERDICT: verdict}
-
-
-class Crossing(NamedTuple):
-    """How a fragment crosses regions."""
-
-    # `leave(params, stale_params, state, weights, keys, start_step) -> (staged,
-    # crossed, state)`, with arguments and other results as for
-    # `make_messages`; `crossed` is on every device that needs it.
-    leave: Callable
-    # `arrive(crossed, start_step) -> (mean, verdicts)`: the mean pseudo-gradient, and
-    # the verdicts by name.
-    arrive: Callable
-
-
-def make_crossing(
-    spec: SyncSpec, fragment_id: int, rank: int, in_one_buffer: bool = False
-) -> Crossing:
-    """Make the `Crossing` of a fragment's message.
-
-    With `in_one_buffer` all arrays of a compressed message are one transfer, which
-    inner steps can hide.
-    """
-    message = spec.sync.message
-    if message.compressor(rank) is not None:
-        return make_decoded(spec, fragment_id, rank, in_one_buffer)
-    outgoing = make_messages(spec, fragment_id, rank)
-    restore = make_restore(spec, fragment_id)
-    is_by_rings = isinstance(message, ByRings)
-    by_rings = make_ring_sum(spec.mesh, message) if is_by_rings else None
-
-    def of_shard(params, stale_params, state, weights, *rest):
-        staged, sent, state = outgoing(params, stale_params, state, weights, *rest)
-        delta, weights, told = filter_block(spec, sent, weights)
-
-        def summed(each):
-            return psum_over_regions(sum_of_block(each, weights))
-
-        if isinstance(message, SummedFactors):
-            mean, state = reduce.factored(
-                delta, state, weights, summed, spec.local.map, lambda x: x[0]
-            )
-        elif by_rings is None:
-            mean = summed(delta)
-        else:
-            mean = jax.tree.map(lambda x: x[None], sum_of_block(delta, weights))
-        return staged, (mean, told), state
-
-    mapped = over_regions(spec, of_shard, (P(REGION) if by_rings else P(), P()))
-
-    def leave(*arguments):
-        staged, (mean, told), state = mapped(*arguments)
-        return staged, (by_rings(mean) if by_rings else mean, told), state
-
-    def arrive(crossed, start_step):
-        mean, told = crossed
-        return restore(mean, start_step), told
-
-    return Crossing(leave, arrive)
-
-
-def make_decoded(
-    spec: SyncSpec, fragment_id: int, rank: int, in_one_buffer: bool
-) -> Crossing:
-    """Make the `Crossing` of messages that are all-gathered and decoded everywhere."""
-    encoded = over_regions(spec, make_messages(spec, fragment_id, rank), P(REGION))
-    restore = make_restore(spec, fragment_id)
-
-    def leave(params, stale_params, state, weights, *rest):
-        staged, message, state = encoded(params, stale_params, state, weights, *rest)
-        # The weights too: otherwise decoding each message waits for its weight.
-        return staged, cross((message, weights)), state
-
-    def arrive(crossed, start_step):
-        message, weights = join(crossed)
-        mean, told = robust_mean(spec, rank, message, weights)
-        return restore(mean, start_step), told
-
-    if not in_one_buffer:
-        cross, join = functools.partial(everywhere, spec.mesh), lambda crossed: crossed
-        return Crossing(leave, arrive)
-    shapes = spec.sync.message.encoded(spec.outer_shapes[fragment_id], rank)
-    shapes = with_length(spec, shapes, rank)
-    weight = jax.ShapeDtypeStruct((), jnp.result_type(float))
-    cross = functools.partial(shares_everywhere, spec.mesh)
-    join = functools.partial(joined, spec.mesh, shapes=(shapes, weight))
-    return Crossing(leave, arrive)
+    def arrive(self, crossed: tuple[Any, Any]) -> tuple[Fragment, Extras]:
+        """Return the mean pseudo-gradient, and what is kept with it."""
+        spec, k = self.spec, self.fragment_id
+        staged, left = crossed
+        like = spec.outer_shapes[k]
+        if spec.is_gathered and self.in_one_buffer:
+            message = with_length(spec, spec.sync.message.encoded(like))
+            weight = jax.ShapeDtypeStruct((), jnp.result_type(float))
+            left = Left(*joined(spec.mesh, left, (message, weight)))
+        key = key_of(k, self.leaving.start_step)
+        mean, extras = core.arrive(spec.sync, left, like, key)
+        return mean, extras if staged is None else {STAGED: staged, **extras}
 
 
 def shares_everywhere(mesh: Mesh, messages: PyTree) -> jax.Array:
@@ -397,11 +381,14 @@ def joined(mesh: Mesh, buffer: jax.Array, shapes: PyTree) -> PyTree:
     return flat_buffer.unpack(buffer.reshape(-1, buffer.shape[-1]), shapes)
 
 
-def make_ring_sum(mesh: Mesh, rings: ByRings) -> Callable[[PyTree], PyTree]:
-    """Make the sum over the shards: leaves `[D, ...]`, an entry each, to `[...]`."""
+def make_ring_sum(mesh: Mesh, rings: Any) -> Callable[[PyTree], PyTree]:
+    """Make the sum over the shards: leaves `[D, ...]`, an entry each, to `[...]`.
 
-    def of_shard(tree):
-        return ring_sum(jax.tree.map(lambda x: x[0], tree), rings, REGION)
+    `rings` are a `sync.summed.ByRings`.
+    """
+
+    def of_shard(tree: PyTree) -> PyTree:
+        return rings.ring_sum(jax.tree.map(lambda x: x[0], tree), REGION)
 
     # All shards hold equal sums, but a permutation's result is typed as varying and
     # cannot be cast back. So this program, which does nothing else, is unchecked; a
@@ -417,7 +404,7 @@ def make_ring_sum(mesh: Mesh, rings: ByRings) -> Callable[[PyTree], PyTree]:
 
 
 class InProgram(Exchange):
-    """Compiled programs that send fragments and average them; see `make_crossing`."""
+    """Compiled programs that send fragments and average them."""
 
     shares_mesh = True
 
@@ -425,29 +412,26 @@ class InProgram(Exchange):
         super().__init__(spec)
         self._in_one_buffer = in_one_buffer
 
-    def send(self, event: Event, weights: Weights, times: Times, *arrays: Any) -> Sent:
-        """Send a fragment; see `Exchange.send`."""
-        del times  # Only the outer mesh sends times.
-        staged, mean, state, told = self._run(event, weights, arrays)
-        return staged, mean, told, state
+    def send(self, sending: Sending) -> Sent:
+        """Send a fragment; see `Exchange.send`. Times are of the outer mesh only."""
+        return self._run(sending)
 
-    def _make(self, fragment_id: int, rank: int, compressor_state: PyTree) -> Callable:
-        spec, shardings = self._spec, self._spec.shardings
-        crossing = make_crossing(spec, fragment_id, rank, self._in_one_buffer)
+    def _make(self, spec: SyncSpec, fragment_id: int, memory: PyTree) -> Callable:
+        k, shardings = fragment_id, spec.shardings
 
-        def sent(*arguments):
-            staged, crossed, state = crossing.leave(*arguments)
-            mean, told = crossing.arrive(crossed, arguments[-1])
-            return staged, mean, state, told
+        def send(leaving: Leaving) -> Sent:
+            crossing = MeshCrossing(spec, k, leaving, self._in_one_buffer)
+            return core.start(crossing)
 
+        everywhere = NamedSharding(spec.mesh, P())
+        extras = dict.fromkeys(self.arrives_with(), everywhere)
         return spec.devices.jit(
-            sent,
-            f"send fragment {fragment_id}",
-            self.num_bytes(fragment_id, rank),
+            send,
+            f"send fragment {k}",
+            self._bytes(spec, k),
             out_shardings=(
-                spec.staged(fragment_id),
-                shardings.fragments[fragment_id],
-                shardings.of_regions(fragment_id, compressor_state),
-                NamedSharding(spec.mesh, P()),
+                shardings.fragments[k],
+                spec.kept_shardings(k) | extras,
+                shardings.of_regions(k, memory),
             ),
         )

@@ -12,6 +12,9 @@ never wait; the merge waits for a late mean, if `Place.late_mean` says so. A reg
 decodes its own message if it came too late for the mean, so that its work can be kept.
 """
 
+from __future__ import annotations
+
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -20,16 +23,19 @@ from typing import Any
 import jax
 import numpy as np
 
+from cocodc_jax.core import sync as core
 from cocodc_jax.core.state import UNCOUNTED, VERDICT_OF_ALL, InFlight, PendingMean
+from cocodc_jax.core.sync import Extras
 from cocodc_jax.elastic.inside import Listener, Speaker
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.messages import NO_EPOCH, Decision, SyncId
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.engine import transfer
 from cocodc_jax.engine.between_hosts import OnOuterMesh
-from cocodc_jax.engine.crossing import Sent, SyncSpec, Times, Weights
+from cocodc_jax.engine.crossing import Sending, Sent, SyncSpec
 from cocodc_jax.files import say
-from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.fragments import Fragment, PyTree
+from cocodc_jax.sync.needs import STAGED
 from cocodc_jax.sync.robust import VERDICT
 from cocodc_jax.sync.schedules.base import Event
 from cocodc_jax.transforms.compressor import message_bytes
@@ -65,20 +71,26 @@ class ElasticExchange(OnOuterMesh):
         """Select this region from a verdict on all regions, `[1]`."""
         return verdict[self.region, None]
 
-    def send(self, event: Event, weights: Weights, times: Times, *arrays: Any) -> Sent:
+    def send(self, sending: Sending) -> Sent:
         """Send a fragment; see `Exchange.send`."""
-        staged, buffer, state = self.encoded(event, weights, times, *arrays)
+        return core.start(_ElasticCrossing(self, sending))
+
+    def send_row(self, event: Event, buffer: jax.Array, step_s: float) -> Any:
+        """Send a row on a thread; return the mean that will arrive.
+
+        `step_s` are measured seconds of an inner step.
+        """
         sync, link = event.sync_id, self.link
         if not self._spec.devices.is_real:
-            return staged, self._spec.outer_shapes[sync[0]], {}, state
+            return self._spec.outer_shapes[sync[0]]
 
         def decide() -> tuple[bytes | None, Decision]:
             row = transfer.local_rows(buffer)[0].tobytes()  # Waits for the steps.
             if link is None:
                 return row, Decision(NO_EPOCH, sync, {self.region: row})
-            return row, link.send(sync, row, times[0]).result()
+            return row, link.send(sync, row, step_s).result()
 
-        return staged, self._in_thread(sync, event.rank, decide), {}, state
+        return self._in_thread(sync, event.rank, decide)
 
     def awaited(self, sync: SyncId, rank: int = 0) -> PendingMean:
         """Wait for the mean of a sync that this region sent no message for."""
@@ -122,11 +134,11 @@ class ElasticExchange(OnOuterMesh):
 
         def mean_of(rows: Mapping[int, bytes]) -> tuple[Fragment, dict]:
             table, weights = _table(rows, self.num_regions, like, own)
-            mean, told = arriving(jax.device_put(table, here), weights)
-            return transfer.declare((mean, told), host)
+            arrived = arriving(jax.device_put(table, here), weights)
+            return transfer.declare(arrived, host)
 
-        mean, told = mean_of(rows)
-        kept = {VERDICT_OF_ALL: told[VERDICT]} if told else {}
+        mean, extras = mean_of(rows)
+        kept = {VERDICT_OF_ALL: extras[VERDICT]} if extras else {}
         keeps = self._place.late_message == "keep"
         if keeps and own is not None and rows.get(self.region) != own:
             kept[UNCOUNTED], _ = mean_of({self.region: own})
@@ -142,6 +154,26 @@ class ElasticExchange(OnOuterMesh):
     def arrives_with(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return `{}`: all that arrives with a mean is in its `PendingMean`."""
         return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _ElasticCrossing:
+    """A `core.sync.Crossing` whose message crosses, and arrives, on a thread."""
+
+    exchange: ElasticExchange
+    sending: Sending
+
+    def leave(self) -> tuple[tuple[Any, jax.Array], PyTree]:
+        return self.exchange.leave(self.sending)
+
+    def cross(self, left: tuple[Any, jax.Array]) -> tuple[Any, Any]:
+        staged, buffer = left
+        event, (step_s, _) = self.sending.event, self.sending.times
+        return staged, self.exchange.send_row(event, buffer, step_s)
+
+    def arrive(self, crossed: tuple[Any, Any]) -> tuple[Any, Extras]:
+        staged, mean = crossed
+        return mean, {} if staged is None else {STAGED: staged}
 
 
 def _sound(sync: SyncId, rows: Mapping[int, bytes], like: Any) -> dict[int, bytes]:

@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from cocodc_jax.core.state import (
     UNCOUNTED,
@@ -36,20 +35,25 @@ from cocodc_jax.core.state import (
     TrainState,
     landed,
 )
+from cocodc_jax.core.sync import finish
 from cocodc_jax.engine import transfer
 from cocodc_jax.engine.crossing import Exchange, SyncSpec, Times
 from cocodc_jax.engine.merging import (
     Restore,
-    is_told,
     make_gap,
     make_merge,
     make_remember,
     merge_arguments,
+    merge_scalars,
     merging,
-    tell_merge,
+    takes_delay,
 )
 from cocodc_jax.engine.mesh import is_cpu
-from cocodc_jax.engine.outer_models import RegionalOuterModels, SharedOuterModel
+from cocodc_jax.engine.outer_models import (
+    OuterModel,
+    RegionalOuterModels,
+    SharedOuterModel,
+)
 from cocodc_jax.engine.placement import shardings_of, with_shardings
 from cocodc_jax.engine.segment import InnerSteps, Merged, Segments
 from cocodc_jax.engine.state_means import MomentPrograms, make_model_average
@@ -112,6 +116,48 @@ class _Run:
         )
 
 
+class _Finishing:
+    """The stages of a finish, each a program of its own; see `core.sync.finish`.
+
+    Attributes:
+      flight: what is kept of the fragment, which a restore of regions changes.
+    """
+
+    def __init__(self, executor: Executor, run: _Run, event: Event, flight: InFlight):
+        self._executor, self._run, self._event = executor, run, event
+        self.flight = flight
+        self._participating: jax.Array | None = None
+
+    def remember(self, memory: PyTree) -> PyTree:
+        k = self._event.fragment_id
+        return self._executor.remember_dropped(self._run, k, self.flight, memory)
+
+    def step(
+        self, outer: PyTree, opt_state: PyTree
+    ) -> tuple[PyTree, PyTree, jax.Array]:
+        k = self._event.fragment_id
+        outer, opt_state, norm = self._executor.step_outer(
+            k, self.flight, outer, opt_state
+        )
+        run = self._run
+        run.replace(outer=run.sync.outer.updated(k, outer, opt_state))
+        return outer, opt_state, norm
+
+    def hand_out(self, outer: PyTree, opt_state: PyTree) -> PyTree:
+        del outer, opt_state  # They are in the run, where a restore reads them.
+        executor, run, event = self._executor, self._run, self._event
+        self.flight = executor.restore_left_out(run, event, self.flight)
+        received, self._participating = executor.hand_out(run, event, self.flight)
+        return received
+
+    def merge(self, received: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
+        run = self._run
+        metrics = self._executor.merge(
+            run, self._event, self.flight, received, self._participating
+        )
+        return run.region.params, metrics
+
+
 class Executor:
     """The compiled programs of every fragment, run as the schedule's events require."""
 
@@ -119,78 +165,108 @@ class Executor:
         self,
         spec: SyncSpec,
         exchange: Exchange,
-        optimizer: optax.GradientTransformation,
-        steps: InnerSteps,
         overlap: bool,
     ):
         self._spec, self._exchange = spec, exchange
-        self._devices, jit = spec.devices, spec.devices.jit
-        sync, self._schedule = spec.sync, spec.sync.schedule
-        each = range(len(spec.fragments))
-        self._moments = None
-        if sync.moments:
-            shapes = jax.eval_shape(optimizer.init, spec.params)
-            self._moments = MomentPrograms(spec, exchange, shapes)
-        self._restore = self._segments = self._remember = None
-        if spec.place.is_regional:
-            self._outer = RegionalOuterModels(spec)
-        else:
-            self._outer = SharedOuterModel(spec, exchange)
-            if sync.robust:
-                self._restore = Restore(spec, self._outer, optimizer)
-            if overlap and Segments.can_wait(sync):
-                self._segments = Segments(
-                    spec, self._outer, exchange, self._weights, steps
-                )
-            if sync.merge.has_feedback:  # It donates the compressors' state.
-                where = self._outer.where.compressors
-                made = [make_remember(spec, k) for k in each]
-                self._remember = [
-                    jit(made[k], donate_argnums=2, out_shardings=where[k]) for k in each
-                ]
-        self._average_state = make_model_average(spec)
+        self._devices, self._schedule = spec.devices, spec.sync.schedule
+        self._do = {
+            START: self._start,
+            MIDWAY: self._look_midway,
+            FINISH: self._finish_or_wait,
+        }
+
         # On the outer mesh a message has its own device, and so its own threads.
         is_inside = is_cpu(spec.mesh) and exchange.shares_mesh
         self._runs_in_turn = is_inside and spec.mesh.devices.size > 1
         self._last: Any = None  # Of the programs that run in turn.
-        take, staged = spec.fragments.take, spec.shardings.staged
-        takes = [functools.partial(take, fragment_id=k, lead=1) for k in each]
-        self.copy = [jit(takes[k], out_shardings=staged[k]) for k in each]
-        self._gaps = {n: jit(make_gap(spec, n)) for n in needs.MEASURED_NOW}
-        self.merges = [self._make_merge(k) for k in each]  # After its usual delay.
+
+        self._outer: OuterModel
+        self._restore: Restore | None = None
+        self._segments: Segments | None = None
+        self._remember: list[Callable] | None = None
+        if spec.place.is_regional:
+            self._outer = RegionalOuterModels(spec)
+        else:
+            shared = SharedOuterModel(spec, exchange)
+            self._outer = shared
+            if spec.sync.robust:
+                self._restore = Restore(spec, shared)
+            if overlap and Segments.can_wait(spec.sync):
+                self._segments = Segments(spec, shared, exchange, self._weights)
+            if spec.sync.merge.has_feedback:
+                self._remember = self._make_remember(shared)
+        self._sent_before: frozenset = frozenset()  # The last restore.
+
         # Bytes of one region's message of a fragment and rank; 0 for a single region.
-        self.message_bytes = functools.cache(self._message_bytes)
+        self.message_bytes = functools.cache(self._outer.num_bytes)
+        self._moments = MomentPrograms(spec, exchange) if spec.sync.moments else None
+        self._average_state = make_model_average(spec)
+
+        self._make_merges()
+        self._make_observations()
+
+    def _make_remember(self, outer: SharedOuterModel) -> list[Callable]:
+        """Make the feedback of each fragment; it donates the compressors' state."""
+        spec = self._spec
+        return [
+            spec.devices.jit(
+                make_remember(spec, k), donate_argnums=2, out_shardings=where
+            )
+            for k, where in enumerate(outer.where.compressors)
+        ]
+
+    def _make_merges(self) -> None:
+        """Make the copies and the merges of each fragment."""
+        spec = self._spec
+        each = range(len(spec.fragments))
+        self.copy = [
+            self._devices.jit(
+                functools.partial(spec.fragments.take, fragment_id=k, lead=1),
+                out_shardings=spec.shardings.staged[k],
+            )
+            for k in each
+        ]
+        self.merges = [self._make_merge(k) for k in each]  # After its usual delay.
         # These take the delay as an argument.
         self._late_merge = functools.cache(
             functools.partial(self._make_merge, is_late=True)
         )
         # A late mean is applied at the next slot; None waits for it when it is due.
         self._slots: Slotted | None = None
-        if exchange.goes_on and isinstance(self._schedule, Slotted):
+        if self._exchange.goes_on and isinstance(self._schedule, Slotted):
             self._slots = self._schedule
-        self._sent_before: frozenset = frozenset()  # The last restore.
-        keep = functools.partial(jax.tree.map, lambda o, d: o - d.astype(o.dtype))
-        self._keep = jax.jit(keep)
+        self._keep = jax.jit(
+            lambda outer, own: jax.tree.map(
+                lambda o, d: o - d.astype(o.dtype), outer, own
+            )
+        )
+
+    def _make_observations(self) -> None:
+        """Make the programs that measure what the schedule asks for."""
+        jit = self._devices.jit
+        self._gaps = {
+            name: jit(make_gap(self._spec, name)) for name in needs.MEASURED_NOW
+        }
         self._see = jit(functools.partial(needs.of_mean, self._schedule.needs))
         self._is_seen = needs.wants_mean(self._schedule.needs)
-        finish = self._finish_or_wait
-        self._do = {START: self._start, MIDWAY: self._look_midway, FINISH: finish}
 
     def use_steps(self, steps: InnerSteps) -> None:
         """Take other inner steps for segments with syncs."""
         if self._segments is not None:
             self._segments.use_steps(steps)
 
-    def _run(self, program: Callable, *args: Any) -> Any:
+    def _run(self, program: Callable, *args: Any, waits_for: int = 1) -> Any:
         """Run a program with collectives, on CPUs after the last one.
 
         There devices share threads: two concurrent collectives would take each other's
-        threads and deadlock. The second output, which is not donated, is waited for.
+        threads and deadlock. The output of index `waits_for`, which is never donated,
+        is waited for.
         """
         if self._runs_in_turn:
             jax.block_until_ready(self._last)
         out = program(*args)
-        self._last = out[1].mean if isinstance(out[1], InFlight) else out[1]
+        last = out[waits_for]
+        self._last = last.mean if isinstance(last, InFlight) else last
         return out
 
     def init(
@@ -324,11 +400,6 @@ class Executor:
             num_bytes += self._moments.num_bytes(self._moments.due(event))
         return num_bytes
 
-    def _message_bytes(self, fragment_id: int, rank: int = 0) -> int:
-        if isinstance(self._outer, RegionalOuterModels):
-            return self._outer.num_bytes(fragment_id)
-        return self._exchange.num_bytes(fragment_id, rank)
-
     def _look_midway(self, run: _Run, event: Event) -> None:
         """Keep a copy of a fragment halfway to its merge."""
         self._settle(run)
@@ -351,37 +422,55 @@ class Executor:
     def _finish(self, run: _Run, event: Event) -> None:
         """Take an outer step with a mean and merge it; waits for elastic regions."""
         k = event.fragment_id
-        done = run.merged.get(event.sync_id)
-        if done is None:
+        merged = run.merged.get(event.sync_id)
+        if merged is None:
             self._settle(run)  # Before a merge changes what is sent.
         flight = landed(run.take(event.sync_id))
-        if done is None:
-            self._remember_dropped(run, k, flight)
-            if self._spec.place.on_mesh:
-                run.sync, norm = self._run(self._outer.receive, k, flight, run.sync)
-            else:
-                run.sync, norm = self._outer.receive(k, flight, run.sync)
-            flight = self._restore_left_out(run, event, flight)
-            done = norm, self._merge(run, event, flight)
-        norm, metrics = done
+        if merged is None:
+            finishing = _Finishing(self, run, event, flight)
+            memories = run.sync.compressors
+            done = finish(
+                finishing, *run.sync.outer.entry(k), memories[k] if memories else ()
+            )
+            flight, merged = finishing.flight, (done.norm, done.metrics)
+        norm, metrics = merged
+
         num_bytes = 0
         if event.start_step > 0:  # Not the zero message of a stale schedule.
             num_bytes = self.sent_bytes(event)
             self._note(run, k, flight, norm)
-        verdict = flight.kept.get(VERDICT, flight.kept.get(VERDICT_OF_ALL))
-        steps = event.start_step, run.step
-        run.applied.append(AppliedSync(k, *steps, num_bytes, norm, metrics, verdict))
+        run.applied.append(
+            AppliedSync(
+                fragment_id=k,
+                start_step=event.start_step,
+                apply_step=run.step,
+                num_bytes=num_bytes,
+                norm=norm,
+                metrics=metrics,
+                verdict=flight.kept.get(VERDICT, flight.kept.get(VERDICT_OF_ALL)),
+            )
+        )
 
-    def _remember_dropped(self, run: _Run, k: int, flight: InFlight) -> None:
+    def remember_dropped(
+        self, run: _Run, k: int, flight: InFlight, memory: PyTree
+    ) -> PyTree:
         """Feed what the merge drops into the next message; see `core.remember`."""
         if self._remember is None:
-            return
+            return memory
         params = merging(self._spec, k, run.region).params
-        memories = run.sync.compressors
-        memory = self._remember[k](params, flight.kept[needs.STAGED], memories[k])
-        run.replace(compressors=replaced(memories, k, memory))
+        memory = self._remember[k](params, flight.kept[needs.STAGED], memory)
+        run.replace(compressors=replaced(run.sync.compressors, k, memory))
+        return memory
 
-    def _restore_left_out(self, run: _Run, event: Event, flight: InFlight) -> InFlight:
+    def step_outer(
+        self, k: int, flight: InFlight, outer: PyTree, opt_state: PyTree
+    ) -> tuple[PyTree, PyTree, jax.Array]:
+        """Take the outer step; return the norm of the mean too."""
+        if not self._spec.place.on_mesh:
+            return self._outer.receive(k, flight, outer, opt_state)
+        return self._run(self._outer.receive, k, flight, outer, opt_state, waits_for=2)
+
+    def restore_left_out(self, run: _Run, event: Event, flight: InFlight) -> InFlight:
         """Restore the regions that a mean left out; waits for the verdict."""
         if (of_all := flight.kept.get(VERDICT_OF_ALL)) is not None:
             # A message sent before the last restore must not trigger another.
@@ -399,37 +488,52 @@ class Executor:
         run.region, run.sync = self._restore(run.region, run.sync, bad)
         return run.take(event.sync_id)
 
-    def _merge(self, run: _Run, event: Event, flight: InFlight) -> dict:
-        k, spec = event.fragment_id, self._spec
-        run.sync, outer, participating = self._outer.hand_out(event, run.sync)
+    def hand_out(
+        self, run: _Run, event: Event, flight: InFlight
+    ) -> tuple[PyTree, jax.Array | None]:
+        """Return the outer fragment on the mesh, and which regions merge it."""
+        run.sync, received, participating = self._outer.hand_out(event, run.sync)
         if (own := flight.kept.get(UNCOUNTED)) is not None:
             # Apply the region's own update if it missed the mean: the region keeps its
             # work and sends it with the next message.
-            outer = self._keep(outer, transfer.move(own, shardings_of(outer)))
+            received = self._keep(received, transfer.move(own, shardings_of(received)))
+        return received, participating
+
+    def merge(
+        self,
+        run: _Run,
+        event: Event,
+        flight: InFlight,
+        received: PyTree,
+        participating: jax.Array | None,
+    ) -> dict[str, jax.Array]:
+        """Merge an outer fragment into the regions; return the merge's metrics."""
+        k, spec = event.fragment_id, self._spec
         age = run.step - event.start_step
         is_late = self._slots is not None and age > self._slots.delay_steps
-        merge = self._late_merge(k) if is_late else self.merges[k]
-        delay = np.int32(max(age, 1)) if is_told(spec.sync, is_late) else None
+        program = self._late_merge(k) if is_late else self.merges[k]
+        delay = np.int32(max(age, 1)) if takes_delay(spec.sync, is_late) else None
         arguments = merge_arguments(
             spec,
             merging(spec, k, run.region),
             flight.kept,
-            outer,
+            received,
             run.batch,
-            tell_merge(spec, run.step, event.start_step, run.frozen, delay),
+            merge_scalars(spec, run.step, event.start_step, run.frozen, delay),
             participating,
         )
-        merged, opt_state, metrics = merge(*arguments)
+        merged, opt_state, metrics = program(*arguments)
+
         params = spec.fragments.over(run.region.params, merged)
         run.region = run.region._replace(params=params)
-        if spec.on_merge is not None:
+        if spec.trainer.on_merge is not None:
             run.region = run.region._replace(opt_state=opt_state)
         return metrics
 
     def _make_merge(self, fragment_id: int, is_late: bool = False) -> Callable:
         where = self._spec.shardings.region
         only = merging(self._spec, fragment_id, where)
-        moves = self._spec.on_merge is not None
+        moves = self._spec.trainer.on_merge is not None
         opt_state = where.opt_state if moves else ()
         return self._devices.jit(
             make_merge(self._spec, fragment_id, is_late=is_late),
@@ -439,12 +543,12 @@ class Executor:
         )
 
     def _average_model_state(self, run: _Run, average: Callable) -> None:
-        assert self._spec.model_state is not None
+        assert self._spec.trainer.model_state is not None
         robust, region = self._spec.sync.robust, run.region
         checked = region.params if robust else None  # Decides which are averaged.
         model_state, _ = self._run(average, region.model_state, checked)
         run.region = region._replace(model_state=model_state)
-        run.bytes_sent += self._spec.model_state.averaged_bytes
+        run.bytes_sent += self._spec.trainer.model_state.averaged_bytes
         run.bytes_sent += LENGTH_BYTES if robust else 0
 
     def _note(self, run: _Run, k: int, flight: InFlight, norm: jax.Array) -> None:
@@ -452,7 +556,9 @@ class Executor:
         seen = {needs.NORM: norm, "times": flight.kept.get("times")}
         wanted = {n: x for n, x in seen.items() if n in self._schedule.needs}
         if self._is_seen:  # Off the regions' critical path.
-            wanted |= self._see(self._outer.arrived(k, flight, run.sync))
+            wanted |= self._see(
+                self._outer.arrived(k, flight, run.sync.outer.params[k])
+            )
         if wanted:
             run.replace(observed=(*run.sync.observed, {k: wanted}))
 
@@ -516,7 +622,7 @@ class Executor:
                     flying.append(pending)
         for i, pending in enumerate(flying):
             is_last = all(x.fragment_id != pending.fragment_id for x in flying[i + 1 :])
-            if is_last and isinstance(self._outer, RegionalOuterModels):
+            if is_last:
                 run.sync = self._outer.landing(pending.fragment_id, run.sync)
             self._finish(run, pending.event(FINISH))
         run.replace(schedule=self._schedule.landed(schedule), in_flight={})
@@ -538,6 +644,4 @@ class Executor:
 
     def compressors_of(self, sync: SyncState, rank: int) -> PyTree:
         """Return the regions' compressor states, resized to messages of `rank`."""
-        if isinstance(self._outer, RegionalOuterModels):
-            return sync.compressors
-        return self._outer.resized(sync, rank)
+        return self._outer.compressors_of(sync, rank)

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core import sync as core
@@ -46,7 +45,7 @@ from cocodc_jax.sync.robust import RESTORED, VERDICT
 PyTree = Any
 
 
-def is_told(sync: Any, is_late: bool) -> bool:
+def takes_delay(sync: Any, is_late: bool) -> bool:
     """Return whether a merge takes its delay as an argument."""
     is_measured = sync.schedule.is_measured and sync.schedule.delay_steps > 0
     return is_late or is_measured or sync.message.is_ranked
@@ -62,16 +61,16 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
     are float32 `[R]`.
     """
     sync, fragments, rule = spec.sync, spec.fragments, spec.sync.merge
-    fixed_delay = None if is_told(sync, is_late) else sync.schedule.delay_steps
+    fixed_delay = None if takes_delay(sync, is_late) else sync.schedule.delay_steps
     is_regional = spec.place.is_regional
 
     def one_region(local, kept, outer, moments, params, batch, key_data, told):
         frozen, learning_rate, start_step, delay_steps = told
         steps = delay_steps if fixed_delay is None else fixed_delay
-        loss_fn, user_inputs = spec.loss_fn, spec.user_inputs
+        loss_fn, user_inputs = spec.trainer.loss_fn, spec.trainer.user_inputs
         if batch is not None:
             batch, model_state = batch
-            if spec.model_state is not None:
+            if spec.trainer.model_state is not None:
                 loss_fn, user_inputs = at_state(loss_fn, user_inputs, model_state)
         seen = needs.MergeContext(
             local=local,
@@ -92,7 +91,7 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
     def merge(params, opt_state, keys, kept, outer, batch, participating, told):
         if opt_state is not None:
             opt_state = load(opt_state, spec.shardings.region.opt_state)
-        found = needs.regional(rule.needs, opt_state, spec.user_inputs)
+        found = needs.regional(rule.needs, opt_state, spec.trainer.user_inputs)
         moments = {n: fragments.take(x, fragment_id, lead=1) for n, x in found.items()}
         shared = told if is_regional else (outer, told)
         shared = jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), shared)
@@ -106,10 +105,10 @@ def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Calla
         if participating is not None:
             merged = where_participating(participating, merged, local)
         new = fragments.put(params, fragment_id, merged, lead=1)
-        if spec.on_merge is None:
+        if spec.trainer.on_merge is None:
             return new, (), metrics
 
-        moved = spec.local.map(spec.on_merge)(opt_state, params, new)
+        moved = spec.local.map(spec.trainer.on_merge)(opt_state, params, new)
         if participating is not None:
             moved = where_participating(participating, moved, opt_state)
         return new, offload(moved, spec.shardings.region.opt_state), metrics
@@ -131,7 +130,7 @@ def merging(spec: SyncSpec, fragment_id: int, region: RegionState) -> RegionStat
     """
     rule, params = spec.sync.merge.needs, region.params
     wants_batch = needs.wants_batch(rule)
-    if not wants_batch and spec.on_merge is None:
+    if not wants_batch and spec.trainer.on_merge is None:
         params = spec.fragments.only(params, fragment_id)
     return region._replace(
         params=params,
@@ -144,10 +143,10 @@ def merging(spec: SyncSpec, fragment_id: int, region: RegionState) -> RegionStat
 
 def _reads_state(spec: SyncSpec) -> bool:
     """Return whether a merge reads the inner optimizer's state."""
-    return needs.wants_state(spec.sync.merge.needs) or spec.on_merge is not None
+    return needs.wants_state(spec.sync.merge.needs) or spec.trainer.on_merge is not None
 
 
-def tell_merge(
+def merge_scalars(
     spec: SyncSpec, step: int, start_step: int, frozen: PyTree, delay: Any = None
 ) -> tuple:
     """Return frozen parameters, learning rate, start step and delay of a merge.
@@ -156,7 +155,7 @@ def tell_merge(
     rule does not need them; the delay, at least 1, is None for the schedule's own.
     """
     rule = spec.sync.merge.needs
-    rate = spec.user_inputs.rate(step) if "learning_rate" in rule else None
+    rate = spec.trainer.user_inputs.rate(step) if "learning_rate" in rule else None
     return frozen, rate, np.int32(start_step) if "sync_key" in rule else None, delay
 
 
@@ -191,7 +190,7 @@ def make_gap(spec: SyncSpec, name: str) -> Callable:
     It costs a reduction of K scalars over regions.
     """
     fragments, num_regions = spec.fragments, spec.regions.num
-    token_counts = spec.user_inputs.token_counts
+    token_counts = spec.trainer.user_inputs.token_counts
 
     def of_fragment(part: Fragment, local: Fragment) -> jax.Array:
         return core.gap(name, part, local, num_regions, token_counts)
@@ -237,13 +236,8 @@ def make_remember(spec: SyncSpec, fragment_id: int) -> Callable:
 class Restore:
     """Compiled programs that restore regions, one per set of fragments in flight."""
 
-    def __init__(
-        self,
-        spec: SyncSpec,
-        outer: SharedOuterModel,
-        optimizer: optax.GradientTransformation,
-    ):
-        self._spec, self._outer, self._optimizer = spec, outer, optimizer
+    def __init__(self, spec: SyncSpec, outer: SharedOuterModel):
+        self._spec, self._outer = spec, outer
         self._programs: dict[Any, Callable] = {}
         self._mark = jax.jit(lambda verdict, bad: verdict | jnp.where(bad, RESTORED, 0))
 
@@ -282,7 +276,8 @@ class Restore:
         It returns the first four, restored. `outer` are the fragments that regions
         receive, and the copies are of the fragments `which`.
         """
-        spec, model, optimizer = self._spec, self._outer, self._optimizer
+        spec, model = self._spec, self._outer
+        init_opt_state = spec.trainer.init_opt_state
         fragments, message = spec.fragments, spec.sync.message
 
         def restore(region, compressors, stale_params, copies, outer, bad):
@@ -290,7 +285,7 @@ class Restore:
             for k in range(len(fragments)):
                 part = taken(fragments.take(params, k, lead=1), outer[k], bad)
                 params = fragments.put(params, k, part, lead=1)
-            fresh = jax.vmap(optimizer.init)(params)
+            fresh = jax.vmap(init_opt_state)(params)
             opt_state = where_participating(bad, fresh, region.opt_state)
             opt_state = with_counts(opt_state, region.opt_state)
             opt_state = with_keys_of(opt_state, region.opt_state)
@@ -307,8 +302,8 @@ class Restore:
                 for k, each in zip(which, copies, strict=True)
             ]
             model_state = region.model_state
-            if spec.model_state is not None:
-                model_state = taken(model_state, spec.model_state.init, bad)
+            if spec.trainer.model_state is not None:
+                model_state = taken(model_state, spec.trainer.model_state.init, bad)
             region = region._replace(
                 params=params, opt_state=opt_state, model_state=model_state
             )

@@ -7,7 +7,7 @@ sharded over the mesh and never on a host. Both are an `OuterModel`.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,30 +15,96 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.core import reduce
 from cocodc_jax.core import sync as core
 from cocodc_jax.core.state import InFlight, OuterState, RegionState, SyncState
 from cocodc_jax.core.sync import outer_parts, outer_step
-from cocodc_jax.engine.crossing import Exchange, SyncSpec, Times, Weights
+from cocodc_jax.engine.crossing import Exchange, Sending, SyncSpec, Times, Weights
 from cocodc_jax.engine.mesh import REGION
 from cocodc_jax.engine.region_map import (
-    LocalRegions,
-    all_gather_regions,
     everywhere,
     for_all_regions,
     pmean_over_regions,
     region_shard_map,
     where_participating,
 )
+from cocodc_jax.sync.axis import GATHERED
 from cocodc_jax.sync.fragments import Fragment, PyTree
-from cocodc_jax.sync.messages import Ranked, mean_of_finite
 from cocodc_jax.sync.needs import STAGED, STALE
 from cocodc_jax.sync.outer import RegionalOuter, SharedOuter
 from cocodc_jax.sync.regions import matchings
 from cocodc_jax.sync.schedules.base import Event, replaced
-from cocodc_jax.sync.summed import SummedFactors
-from cocodc_jax.transforms.compressor import identity
 from cocodc_jax.transforms.numerics import cast_like
+
+
+class OuterModel(Protocol):
+    """The programs of outer models; a fragment leaves them, and a mean arrives."""
+
+    def init(self, params: PyTree, schedule: Any) -> SyncState:
+        """Return the initial state, also of regions that join later.
+
+        `params` are one region's, on the mesh; compressor states have the rank of
+        `schedule`, the schedule's state.
+        """
+        ...
+
+    def shapes(self, schedule: Any) -> SyncState:
+        """Return shapes of the state of a schedule, without what is in flight."""
+        ...
+
+    def flight_shapes(self, fragment_id: int) -> InFlight:
+        """Return shapes of a fragment that was just sent, without its staged copy."""
+        ...
+
+    def num_bytes(self, fragment_id: int, rank: int) -> int:
+        """Return the bytes of one region's message; 0 for a single region."""
+        ...
+
+    def compressors_of(self, sync: SyncState, rank: int) -> tuple:
+        """Return the compressors' states, of messages of `rank`."""
+        ...
+
+    def send(
+        self,
+        event: Event,
+        weights: Weights,
+        times: Times,
+        region: RegionState,
+        sync: SyncState,
+    ) -> tuple[SyncState, InFlight]:
+        """Start a sync, see `Exchange.send`; return the state and what is in flight."""
+        ...
+
+    def receive(
+        self, fragment_id: int, flight: InFlight, outer: Fragment, opt_state: PyTree
+    ) -> tuple[Fragment, PyTree, jax.Array]:
+        """Take the outer step; return the norm of the mean too. Donates the state."""
+        ...
+
+    def landing(self, fragment_id: int, sync: SyncState) -> SyncState:
+        """Return the state before its last mean is applied; see `RegionalOuter`."""
+        ...
+
+    def arrived(self, fragment_id: int, flight: InFlight, outer: Fragment) -> PyTree:
+        """Return the mean, in the placement of the outer fragment."""
+        ...
+
+    def on_mesh(self, sync: SyncState, fragment_id: int) -> Fragment:
+        """Return an outer fragment as regions receive it, on the mesh."""
+        ...
+
+    def hand_out(
+        self, event: Event, sync: SyncState
+    ) -> tuple[SyncState, Fragment, jax.Array | None]:
+        """Give an outer fragment to the regions that merge it.
+
+        Returns the state, the fragment on the mesh, and which regions merge it, bool
+        `[R]`; None is all.
+        """
+        ...
+
+    def whole(self, sync: SyncState, region: RegionState, mean: Callable) -> PyTree:
+        """Return all outer parameters, on the mesh; `mean` is over regions."""
+        ...
 
 
 class SharedOuterModel:
@@ -69,11 +135,7 @@ class SharedOuterModel:
         self._new_regional: dict[int, Callable] = {}
 
     def init(self, params: PyTree, schedule: Any) -> SyncState:
-        """Return the initial state, also of regions that join later.
-
-        `params` are one region's, on the mesh; compressor states have the rank of
-        `schedule`, the schedule's state.
-        """
+        """Return the initial state; see `OuterModel.init`."""
         outer = self._new_outer(self._devices.move(params, self._place.params()))
         if self._place.has_channels:
             outer = self._devices.move(outer, self.where.outer)
@@ -105,24 +167,31 @@ class SharedOuterModel:
 
     def compressors(self, parts: tuple[Fragment, ...], rank: int) -> tuple:
         """Return the initial states of the regions' compressors."""
-        message, num = self._spec.sync.message, self._spec.regions.num
-        return tuple(for_all_regions(message.init(part, rank), num) for part in parts)
+        message, num = self._spec.at(rank).sync.message, self._spec.regions.num
+        return tuple(for_all_regions(message.init(part), num) for part in parts)
 
-    def resized(self, sync: SyncState, rank: int) -> tuple:
-        """Return the compressors' states resized to messages of `rank`."""
+    def num_bytes(self, fragment_id: int, rank: int) -> int:
+        """Return the bytes of one region's message; 0 for a single region."""
+        return self._exchange.num_bytes(fragment_id, rank)
+
+    def landing(self, fragment_id: int, sync: SyncState) -> SyncState:
+        """Return the state as it is."""
+        return sync
+
+    def compressors_of(self, sync: SyncState, rank: int) -> tuple:
+        """Return the compressors' states, of messages of `rank`."""
         if rank == sync.schedule.rank:
             return sync.compressors
         states = enumerate(sync.compressors)
         return tuple(self._resize(k, rank)(state) for k, state in states)
 
     def _make_resize(self, fragment_id: int, rank: int) -> Callable:
-        message = self._spec.sync.message
-        assert isinstance(message, Ranked | SummedFactors)
+        message = self._spec.at(rank).sync.message
         part = self._spec.outer_shapes[fragment_id]
         # Which leaves are factored depends on the rank.
         (state,) = jax.eval_shape(lambda x: self.compressors((x,), rank), part)
         return self._devices.jit(
-            jax.vmap(lambda state: message.resize(state, part, rank)),
+            jax.vmap(lambda state: message.resized(state, part)),
             out_shardings=self._spec.shardings.of_regions(fragment_id, state),
         )
 
@@ -153,36 +222,34 @@ class SharedOuterModel:
         region: RegionState,
         sync: SyncState,
     ) -> tuple[SyncState, InFlight]:
-        """Start a sync, see `Exchange.send`; return the state and what is in flight."""
+        """Start a sync; see `OuterModel.send`."""
         k = event.fragment_id
-        compressors, kept = self.resized(sync, event.rank), {}
+        memories = self.compressors_of(sync, event.rank)
+        kept = {}
         if STALE in self._spec.sync.copies:  # The outer step donates them.
             kept[STALE] = self._copied(sync.outer.params[k])
-        stale = sync.stale_params[k] if sync.stale_params else self.on_mesh(sync, k)
+        anchor = sync.stale_params[k] if sync.stale_params else self.on_mesh(sync, k)
         if not self._spec.sync.robust:  # Which looks at all parameters.
             only = self._spec.fragments.only(region.params, k)
             region = region._replace(params=only)
-        staged, mean, told, state = self._exchange.send(
-            event, weights, times, region, stale, compressors[k]
-        )
-        kept |= told if staged is None else {STAGED: staged, **told}
-        states = replaced(compressors, k, state)
-        return dataclasses.replace(sync, compressors=states), InFlight(mean, kept)
+
+        sending = Sending(event, weights, times, region, anchor, memories[k])
+        mean, extras, memory = self._exchange.send(sending)
+        sync = dataclasses.replace(sync, compressors=replaced(memories, k, memory))
+        return sync, InFlight(mean, kept | extras)
 
     def receive(
-        self, fragment_id: int, flight: InFlight, sync: SyncState
-    ) -> tuple[SyncState, jax.Array]:
-        """Take the outer step; return the state and the norm of the mean."""
-        k, outer = fragment_id, sync.outer
-        mean, stale = self.arrived(k, flight, sync), flight.kept.get(STALE)
-        *new, norm = self._step[k](*outer.entry(k), mean, stale)
-        return dataclasses.replace(sync, outer=outer.updated(k, *new)), norm
+        self, fragment_id: int, flight: InFlight, outer: Fragment, opt_state: PyTree
+    ) -> tuple[Fragment, PyTree, jax.Array]:
+        """Take the outer step; see `OuterModel.receive`."""
+        mean = self.arrived(fragment_id, flight, outer)
+        stale = flight.kept.get(STALE)
+        return self._step[fragment_id](outer, opt_state, mean, stale)
 
-    def arrived(self, fragment_id: int, flight: InFlight, sync: SyncState) -> Fragment:
-        """Return the mean, in the placement of the outer step."""
+    def arrived(self, fragment_id: int, flight: InFlight, outer: Fragment) -> Fragment:
+        """Return the mean, in the placement of the outer fragment."""
         if self._place.on_mesh:
             return flight.mean
-        outer = sync.outer.params[fragment_id]
         where = jax.tree.map(lambda x: x.sharding, outer)
         return self._devices.move(flight.mean, where)
 
@@ -233,13 +300,13 @@ class SharedOuterModel:
         return outer_step(
             self._outer.optimizer,
             *map(load, trees),
-            token_counts=self._spec.user_inputs.token_counts,
+            token_counts=self._spec.trainer.user_inputs.token_counts,
         )
 
     def _make_steps(self) -> list[Callable]:
         """Make the outer step of each fragment; it donates the state."""
         place, optimizer = self._place, self._outer.optimizer
-        counts = self._spec.user_inputs.token_counts
+        counts = self._spec.trainer.user_inputs.token_counts
         own = functools.partial(outer_step, optimizer, token_counts=counts)
         shapes = self._spec.outer_shapes
         # One device has it all: one program for all fragments of equal shapes.
@@ -315,7 +382,6 @@ class RegionalOuterModels:
         outer = spec.sync.outer
         assert isinstance(outer, RegionalOuter)
         self._spec, self._outer = spec, outer
-        self._compressor = spec.sync.message.compressor() or identity()
         self._num_matchings = len(matchings(spec.regions.num))
         each, where = range(len(spec.fragments)), spec.place.lay_sync(self.shapes(None))
         self._send = [
@@ -324,8 +390,8 @@ class RegionalOuterModels:
                 f"send fragment {k}",
                 self.num_bytes(k),
                 out_shardings=(
-                    spec.staged(k),
                     spec.place.lay_flight(k, self.flight_shapes(k)).mean,
+                    spec.kept_shardings(k),
                     where.outer.opt_states[k],
                 ),
             )
@@ -349,10 +415,11 @@ class RegionalOuterModels:
 
     def _make(self, params: PyTree) -> OuterState:
         parts = core.outer_parts(self._spec.fragments, params)
+        compressor = core.regional_compressor(self._spec.sync)
         spread = functools.partial(for_all_regions, num_regions=self._spec.regions.num)
         return OuterState(
             tuple(map(spread, parts)),
-            tuple(spread(self._outer.init(part, self._compressor)) for part in parts),
+            tuple(spread(self._outer.init(part, compressor)) for part in parts),
         )
 
     def shapes(self, schedule: Any) -> SyncState:
@@ -368,14 +435,14 @@ class RegionalOuterModels:
         params, keys = jax.eval_shape(spread, (spec.params, key))
         matching = jax.ShapeDtypeStruct((), jnp.int32)
         own = self.shapes(None).outer.entry(fragment_id)
-        return InFlight(jax.eval_shape(send, params, *own, keys, matching)[1], {})
+        return InFlight(jax.eval_shape(send, params, *own, keys, matching)[0], {})
 
-    def num_bytes(self, fragment_id: int) -> int:
+    def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
         """Return the bytes of one region's message; 0 for a single region."""
         if self._spec.regions.num == 1:
             return 0
         part = self._spec.outer_shapes[fragment_id]
-        return self._outer.num_bytes(part, self._compressor)
+        return self._outer.num_bytes(part, core.regional_compressor(self._spec.sync))
 
     def send(
         self,
@@ -393,20 +460,21 @@ class RegionalOuterModels:
         row = np.int32(rng.integers(self._num_matchings))
         everywhere = NamedSharding(self._spec.mesh, P())
         matching = self._spec.devices.put(row, everywhere)
-        staged, arrived, kept = self._send[k](
+        mean, kept, opt_state = self._send[k](
             region.params, outer.params[k], outer.opt_states[k], region.key, matching
         )
-        outer = outer.updated(k, outer.params[k], kept)
-        copies = {} if staged is None else {STAGED: staged}
-        return dataclasses.replace(sync, outer=outer), InFlight(arrived, copies)
+        outer = outer.updated(k, outer.params[k], opt_state)
+        return dataclasses.replace(sync, outer=outer), InFlight(mean, kept)
+
+    def compressors_of(self, sync: SyncState, rank: int) -> tuple:
+        """Return nothing: residuals are in the outer states."""
+        return sync.compressors
 
     def receive(
-        self, fragment_id: int, flight: InFlight, sync: SyncState
-    ) -> tuple[SyncState, jax.Array]:
-        """Take the outer steps; return the state and the norm of the mean."""
-        k, outer = fragment_id, sync.outer
-        *new, norm = self._step[k](*outer.entry(k), flight.mean)
-        return dataclasses.replace(sync, outer=outer.updated(k, *new)), norm
+        self, fragment_id: int, flight: InFlight, outer: Fragment, opt_state: PyTree
+    ) -> tuple[Fragment, PyTree, jax.Array]:
+        """Take the outer steps; see `OuterModel.receive`."""
+        return self._step[fragment_id](outer, opt_state, flight.mean)
 
     def landing(self, fragment_id: int, sync: SyncState) -> SyncState:
         """Return the state before its last mean is applied; see `RegionalOuter`."""
@@ -416,7 +484,7 @@ class RegionalOuterModels:
         outer = sync.outer.updated(fragment_id, params, self._outer.land(state))
         return dataclasses.replace(sync, outer=outer)
 
-    def arrived(self, fragment_id: int, flight: InFlight, sync: SyncState) -> PyTree:
+    def arrived(self, fragment_id: int, flight: InFlight, outer: Fragment) -> PyTree:
         """Return the mean, in its current placement."""
         return flight.mean
 
@@ -438,43 +506,71 @@ class RegionalOuterModels:
         return mean(params)
 
 
+@dataclasses.dataclass(frozen=True)
+class _RegionalCrossing:
+    """How messages of regional outer models cross, a `core.sync.Crossing`.
+
+    What it has in the place of the compressors' state is the outer states.
+    """
+
+    spec: SyncSpec
+    fragment_id: int
+    # Parameters, outer parameters and states, PRNG key data, and the row of `matchings`
+    # that pairs the regions; all regional but the last.
+    arguments: tuple
+
+    def leave(self) -> tuple[tuple[Any, PyTree], PyTree]:
+        spec = self.spec
+
+        def of_shard(
+            params: PyTree,
+            outer_params: Fragment,
+            state: PyTree,
+            keys: jax.Array,
+            row: jax.Array,
+        ):
+            part = spec.fragments.take(params, self.fragment_id, lead=1)
+            sent, state = core.leave_regional(
+                spec.sync, spec.local, part, outer_params, state, keys, row
+            )
+            return part if spec.keeps_staged else None, sent, state
+
+        mapped = region_shard_map(
+            of_shard,
+            spec.mesh,
+            in_specs=(*(P(REGION),) * 4, P()),
+            out_specs=P(REGION),
+        )
+        staged, sent, state = mapped(*self.arguments)
+        return (staged, sent), state
+
+    def cross(self, left: tuple[Any, PyTree]) -> tuple[Any, PyTree]:
+        staged, sent = left
+        if self._outer.way == GATHERED:
+            sent = everywhere(self.spec.mesh, sent)
+        return staged, sent
+
+    def arrive(self, crossed: tuple[Any, PyTree]) -> tuple[PyTree, core.Extras]:
+        staged, sent = crossed
+        mean = self._outer.arrive(sent, core.regional_compressor(self.spec.sync))
+        return mean, {} if staged is None else {STAGED: staged}
+
+    @property
+    def _outer(self) -> RegionalOuter:
+        assert isinstance(self.spec.sync.outer, RegionalOuter)
+        return self.spec.sync.outer
+
+
 def make_regional_send(spec: SyncSpec, fragment_id: int) -> Callable:
     """Make the program that sends one fragment.
 
-    `send(params, outer_params, state, keys, matching) -> (staged, arrived, state)`, all
-    regional, except `arrived` if every region receives the same mean. `matching` is an
-    int32 scalar, the row to use of `matchings`.
+    `send(params, outer_params, state, keys, row) -> (mean, kept, state)`, all regional,
+    except `mean` if every region receives the same. `row` is an int32 scalar, the row
+    to use of `matchings`.
     """
-    local, mesh, keeps = spec.local, spec.mesh, STAGED in spec.sync.copies
-    outer, compressor = spec.sync.outer, spec.sync.message.compressor() or identity()
-    assert isinstance(outer, RegionalOuter)
-    num_regions = spec.regions.num
-    partners = matchings(num_regions)
 
-    def one_region(outer_params, state, own, key_data):
-        return core.send(outer, compressor, own, outer_params, state, key_data)
-
-    def of_regions(params, outer_params, state, keys, matching):
-        staged = spec.fragments.take(params, fragment_id, lead=1)
-        message, state = local.map(one_region)(outer_params, state, staged, keys)
-        if outer.group == "pairs":
-            theirs = from_partner(message, matching, partners, local)
-            message = local.map(mean_of_two)(message, theirs)
-        elif outer.group == "ring":
-            two = (from_neighbour(message, by, num_regions, local) for by in (-1, 1))
-            message = local.map(mean_of_two)(*two)
-        return staged if keeps else None, message, state
-
-    mean_of_two = functools.partial(reduce.mean_of_two, compressor)
-    mapped = region_shard_map(
-        of_regions, mesh, in_specs=(*(P(REGION),) * 4, P()), out_specs=P(REGION)
-    )
-
-    def send(params, outer_params, state, keys, matching):
-        staged, out, state = mapped(params, outer_params, state, keys, matching)
-        if outer.group == "all":
-            out = mean_of_finite(everywhere(mesh, out), compressor)
-        return staged, out, state
+    def send(*arguments: Any) -> tuple[PyTree, core.Extras, PyTree]:
+        return core.start(_RegionalCrossing(spec, fragment_id, arguments))
 
     return send
 
@@ -504,33 +600,3 @@ def make_regional_step(spec: SyncSpec) -> Callable:
         in_specs=(P(REGION), P(REGION), P() if is_for_all else P(REGION)),
         out_specs=(P(REGION), P(REGION), P()),
     )
-
-
-def from_neighbour(
-    message: PyTree, by: int, num_regions: int, local: LocalRegions
-) -> PyTree:
-    """Fetch the messages, `[block, ...]`, of the regions `by` positions ahead, 1 or -1.
-
-    One permutation; a device with several regions gathers all, as no network is spared.
-    """
-    if local.size == 1:
-        return reduce.from_neighbour(message, by, num_regions, REGION)
-    first = jax.lax.axis_index(REGION) * local.size
-    return _of_regions(message, (first + jnp.arange(local.size) + by) % num_regions)
-
-
-def from_partner(
-    message: PyTree, matching: jax.Array, partners: np.ndarray, local: LocalRegions
-) -> PyTree:
-    """Fetch the messages, `[block, ...]`, of the partners; see `make_regional_send`."""
-    if local.size == 1:
-        return reduce.from_partner(message, matching, partners, REGION)
-    first = jax.lax.axis_index(REGION) * local.size
-    row = jnp.asarray(partners)[matching]
-    return _of_regions(message, jax.lax.dynamic_slice_in_dim(row, first, local.size))
-
-
-def _of_regions(message: PyTree, whose: jax.Array) -> PyTree:
-    """Gather the messages of all regions, and select those of `whose`."""
-    gathered = all_gather_regions(message)
-    return jax.tree.map(lambda x: jnp.take(x, whose, axis=0), gathered)

@@ -1,7 +1,8 @@
 """Regions on one device and over the mesh: how a function of one region is mapped.
 
-`LocalRegions` maps over the regions of a device, `region_shard_map` over the shards of
-the mesh's region axis. A program is manual over that axis only. A value declared to be
+`LocalRegions` is the block of regions of a device, and how it reaches the others (an
+`Axis` of `sync.axis`); `region_shard_map` maps over the shards of the mesh's region
+axis. A program is manual over that axis only. A value declared to be
 replicated must come out of a collective: `check_vma` checks it.
 
 With a single shard no collective may remain if a region has several devices. XLA (with
@@ -21,9 +22,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cocodc_jax.core.axis import NamedAxis
 from cocodc_jax.engine.mesh import REGION, is_cpu
 from cocodc_jax.transforms.numerics import check_choice
 
@@ -87,6 +90,59 @@ class LocalRegions:
             return jax.lax.map(one, each) if self.one_by_one else jax.vmap(one)(each)
 
         return mapped
+
+    @property
+    def num_regions(self) -> int:
+        """Number of all regions, M, inside `region_shard_map`."""
+        return self.size * jax.lax.axis_size(REGION)
+
+    def first(self, tree: PyTree) -> PyTree:
+        """Return the first region's values, of values that are equal in all."""
+        return jax.tree.map(lambda x: x[0], tree)
+
+    def weighed(self, tree: PyTree, weights: jax.Array) -> PyTree:
+        """Sum `[block, ...]` leaves with weights `[block]`; an entry of a shard."""
+        return jax.tree.map(lambda x: x[None], sum_of_block(tree, weights))
+
+    def sum(self, tree: PyTree, weights: jax.Array) -> PyTree:
+        """Return the weighted sum over all regions."""
+        return psum_over_regions(sum_of_block(tree, weights))
+
+    def of_all(self, x: jax.Array) -> jax.Array:
+        """Gather numbers `[block]` of all regions, `[M]`, replicated."""
+        nowhere = jnp.zeros(self.num_regions, x.dtype)
+        own = jax.lax.dynamic_update_slice_in_dim(nowhere, x, self._first(), 0)
+        return psum_over_regions(own)
+
+    def held(self, x: jax.Array) -> jax.Array:
+        """Select the block of `[M]`."""
+        return jax.lax.dynamic_slice_in_dim(x, self._first(), self.size)
+
+    def neighbour(self, tree: PyTree, by: int) -> PyTree:
+        """Fetch from the neighbours on the ring, see `Axis`.
+
+        One permutation; a device with several regions gathers all, as no network is
+        spared.
+        """
+        if self.size == 1:
+            return NamedAxis(REGION).neighbour(tree, by)
+        whose = (self._first() + jnp.arange(self.size) + by) % self.num_regions
+        return self._of(tree, whose)
+
+    def partner(self, tree: PyTree, row: jax.Array, partners: np.ndarray) -> PyTree:
+        """Fetch from the partners, see `Axis`; as `neighbour`."""
+        if self.size == 1:
+            return NamedAxis(REGION).partner(tree, row, partners)
+        return self._of(tree, self.held(jnp.asarray(partners)[row]))
+
+    def _first(self) -> jax.Array:
+        """Return the index of the block's first region."""
+        return jax.lax.axis_index(REGION) * self.size
+
+    def _of(self, tree: PyTree, whose: jax.Array) -> PyTree:
+        """Gather the messages of all regions, and select those of `whose`."""
+        gathered = all_gather_regions(tree)
+        return jax.tree.map(lambda x: jnp.take(x, whose, axis=0), gathered)
 
 
 def for_all_regions(tree: PyTree, num_regions: int) -> PyTree:

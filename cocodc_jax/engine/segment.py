@@ -33,12 +33,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import InFlight, RegionState, SyncId, SyncState, TrainState
-from cocodc_jax.engine.crossing import Exchange, SyncSpec, make_crossing
+from cocodc_jax.core.sync import finish
+from cocodc_jax.engine.crossing import Exchange, Leaving, MeshCrossing, SyncSpec
 from cocodc_jax.engine.merging import (
     make_merge,
     make_remember,
     merge_arguments,
-    tell_merge,
+    merge_scalars,
 )
 from cocodc_jax.engine.mesh import regional
 from cocodc_jax.engine.outer_models import SharedOuterModel
@@ -83,86 +84,118 @@ def plan(spec: SyncSpec, sync: SyncState, step: int) -> tuple[Segment, Event | N
     return Segment(leaving), None
 
 
+class Start(NamedTuple):
+    """Arguments of a segment for one message that is sent before its steps."""
+
+    # What `SharedOuterModel.broadcast` takes; None for the fragment that is merged.
+    outer: tuple | None
+    memory: PyTree  # The compressors' state.
+    weights: jax.Array  # `[R]`.
+    start_step: Any
+
+
 def make_segment(
     spec: SyncSpec, model: SharedOuterModel, steps: Callable, segment: Segment
 ) -> Callable:
     """Make the program of a segment with starts, not yet jitted.
 
-    `run(region, batches, participating, starts, outer, told) -> (region, (losses, aux),
-    sent, outer, merged)`. `starts` has for each of `before`: what
-    `SharedOuterModel.broadcast` takes (None for `after`, whose `outer` it is), the
-    compressor states, the weights `[R]` and the start step. `sent` has the fragments in
-    flight (without `after`) and the compressor states. `outer` is the outer fragment
-    and optimizer state of `after`; `told` is of `tell_merge`; `merged` a `Merged`. The
-    last two results are None without `after`.
+    `run(region, batches, participating, starts, outer, scalars) -> (region, (losses,
+    aux), sent, outer, merged)`. `starts` has a `Start` for each of `before`. `sent` has
+    the fragments in flight (without `after`) and the compressor states. `outer` is the
+    outer fragment and optimizer state of `after`; `scalars` is of `merge_scalars`;
+    `merged` a `Merged`. The last two results are None without `after`.
     """
-    crossings = [
-        make_crossing(spec, k, rank, in_one_buffer=True) for k, rank in segment.before
-    ]
-    finish = None if segment.after is None else make_finish(spec, model, segment.after)
     is_seen = needs.wants_mean(spec.sync.schedule.needs)
 
-    def run(region, batches, participating, starts, outer, told):
-        left = []
-        for (k, _), crossing, (given, memory, weights, start_step) in zip(
-            segment.before, crossings, starts, strict=True
-        ):
-            near = model.broadcast(k, *(outer if given is None else given))
-            left.append(
-                crossing.leave(
-                    region.params, near, memory, weights, region.key, start_step
-                )
-            )
-        region, (losses, aux) = steps(region, batches, participating, None, told[0])
+    def crossing(k: int, rank: int, start: Start, region: RegionState, outer: Any):
+        params, opt_state = outer if start.outer is None else start.outer
+        leaving = Leaving(
+            region.params,
+            model.broadcast(k, params, opt_state),
+            start.memory,
+            start.weights,
+            region.key,
+            start.start_step,
+        )
+        return MeshCrossing(spec.at(rank), k, leaving, in_one_buffer=True)
+
+    def run(region, batches, participating, starts, outer, scalars):
+        crossings, flying, memories = [], [], []
+        for (k, rank), start in zip(segment.before, starts, strict=True):
+            crossings.append(crossing(k, rank, start, region, outer))
+            left, memory = crossings[-1].leave()
+            flying.append(crossings[-1].cross(left))
+            memories.append(memory)
+
+        region, (losses, aux) = steps(region, batches, participating, None, scalars[0])
         # A received message is used after the steps, so its collective spans them.
-        crossed = [each for _, each, _ in left]
-        crossed, losses = jax.lax.optimization_barrier((crossed, losses))
+        copies = [staged for staged, _ in flying]
+        crossed, losses = jax.lax.optimization_barrier(
+            ([message for _, message in flying], losses)
+        )
+
         sent, merged = [], None
-        for (k, _), crossing, (*_, start_step), each, (staged, _, memory) in zip(
-            segment.before, crossings, starts, crossed, left, strict=True
+        for each, staged, message, memory in zip(
+            crossings, copies, crossed, memories, strict=True
         ):
-            mean, told_along = crossing.arrive(each, start_step)
-            copies = {} if staged is None else {STAGED: staged}
-            flight = InFlight(mean, copies | told_along)
-            if k == segment.after:
-                assert finish is not None
+            mean, kept = each.arrive((staged, message))
+            flight = InFlight(mean, kept)
+            if each.fragment_id == segment.after:
                 batch = jax.tree.map(lambda x: x[-1], batches)
-                region, outer, memory, merged = finish(
-                    region, outer, memory, flight, batch, told
+                finishing = _Finishing(
+                    spec, model, each.fragment_id, region, flight, batch, scalars
                 )
-                flight = InFlight(mean if is_seen else None, told_along)
+                done = finish(finishing, *outer, memory)
+                region, memory, merged = done.merged, done.memory, done[-2:]
+                outer = tuple(
+                    spec.place.offload(each.fragment_id, x)
+                    for x in (done.outer, done.opt_state)
+                )
+                kept = {name: x for name, x in kept.items() if name != STAGED}
+                flight = InFlight(mean if is_seen else None, kept)
             sent.append((flight, memory))
         return region, (losses, aux), tuple(sent), outer, merged
 
     return run
 
 
-def make_finish(spec: SyncSpec, model: SharedOuterModel, fragment_id: int) -> Callable:
-    """Make outer step and merge of a fragment, in a program of the mesh.
+@dataclasses.dataclass(frozen=True)
+class _Finishing:
+    """The stages of a finish in a program of the mesh; see `core.sync.finish`."""
 
-    `finish(region, outer, memory, flight, batch, told) -> (region, outer, memory,
-    merged)`; see `make_segment`. `batch` is the last one, `[R, ...]`.
-    """
-    merge = make_merge(spec, fragment_id)
-    has_feedback = spec.sync.merge.has_feedback
-    remember = make_remember(spec, fragment_id) if has_feedback else None
+    spec: SyncSpec
+    model: SharedOuterModel
+    fragment_id: int
+    region: RegionState
+    flight: InFlight
+    batch: PyTree  # The last one, `[R, ...]`.
+    scalars: tuple  # Of `merge_scalars`.
 
-    def finish(region: RegionState, outer, memory, flight: InFlight, batch, told):
-        if remember is not None:
-            memory = remember(region.params, flight.kept[STAGED], memory)
-        params, opt_state, norm = model.step_on_mesh(
-            fragment_id, outer[0], outer[1], flight.mean, None
+    def remember(self, memory: PyTree) -> PyTree:
+        if not self.spec.sync.merge.has_feedback:
+            return memory
+        feed_back = make_remember(self.spec, self.fragment_id)
+        return feed_back(self.region.params, self.flight.kept[STAGED], memory)
+
+    def step(
+        self, outer: PyTree, opt_state: PyTree
+    ) -> tuple[PyTree, PyTree, jax.Array]:
+        mean = self.flight.mean
+        return self.model.step_on_mesh(self.fragment_id, outer, opt_state, mean, None)
+
+    def hand_out(self, outer: PyTree, opt_state: PyTree) -> PyTree:
+        return self.model.broadcast(self.fragment_id, outer, opt_state)
+
+    def merge(self, received: PyTree) -> tuple[RegionState, dict[str, jax.Array]]:
+        spec, region = self.spec, self.region
+        arguments = merge_arguments(
+            spec, region, self.flight.kept, received, self.batch, self.scalars
         )
-        near = model.broadcast(fragment_id, params, opt_state)
-        arguments = merge_arguments(spec, region, flight.kept, near, batch, told)
-        merged, inner_state, metrics = merge(*arguments)
-        region = region._replace(params=merged)
-        if spec.on_merge is not None:
-            region = region._replace(opt_state=inner_state)
-        outer = (spec.place.offload(fragment_id, x) for x in (params, opt_state))
-        return region, tuple(outer), memory, (norm, metrics)
-
-    return finish
+        params, opt_state, metrics = make_merge(spec, self.fragment_id)(*arguments)
+        region = region._replace(params=params)
+        if spec.trainer.on_merge is not None:
+            region = region._replace(opt_state=opt_state)
+        return region, metrics
 
 
 class InnerSteps(NamedTuple):
@@ -183,14 +216,14 @@ class Segments:
         outer: SharedOuterModel,
         exchange: Exchange,
         weights_of: Callable[[Event], tuple[float, ...]],
-        steps: InnerSteps,
     ):
         self._spec, self._outer, self._exchange = spec, outer, exchange
-        self._weights_of, self._steps = weights_of, steps
+        self._weights_of = weights_of
+        self._steps: InnerSteps | None = None
         self._programs: dict[Segment, Callable] = {}
 
     def use_steps(self, steps: InnerSteps) -> None:
-        """Take other inner steps; segments compile again."""
+        """Take the inner steps that segments have; they compile anew."""
         self._steps = steps
         self._programs.clear()
 
@@ -211,16 +244,16 @@ class Segments:
         """Run the segment that leads to `step`."""
         spec, sync = self._spec, state.sync
         assert sync is not None
-        segment, finish = plan(spec, sync, step)
+        segment, due = plan(spec, sync, step)
         if segment not in self._programs:
             self._programs[segment] = self._make(segment, sync)
         starts = tuple(self._start(event, sync, segment) for event in sync.leaving)
-        outer, to_tell = None, (state.frozen, None, None, None)
-        if finish is not None:
-            outer = sync.outer.entry(finish.fragment_id)
-            to_tell = tell_merge(spec, step, finish.start_step, state.frozen)
+        outer, scalars = None, (state.frozen, None, None, None)
+        if due is not None:
+            outer = sync.outer.entry(due.fragment_id)
+            scalars = merge_scalars(spec, step, due.start_step, state.frozen)
         region, outputs, sent, outer, merged = self._programs[segment](
-            state.region, batches, participating, starts, outer, to_tell
+            state.region, batches, participating, starts, outer, scalars
         )
         memories, flights = sync.compressors, dict(sync.in_flight)
         for event, (flight, memory) in zip(sync.leaving, sent, strict=True):
@@ -230,15 +263,18 @@ class Segments:
             sync, compressors=memories, in_flight=flights, leaving=()
         )
         done = {}
-        if finish is not None:
-            new = sync.outer.updated(finish.fragment_id, *outer)
-            sync, done = dataclasses.replace(sync, outer=new), {finish.sync_id: merged}
+        if due is not None:
+            new = sync.outer.updated(due.fragment_id, *outer)
+            sync, done = dataclasses.replace(sync, outer=new), {due.sync_id: merged}
         return dataclasses.replace(state, region=region, sync=sync), outputs, done
 
-    def _start(self, event: Event, sync: SyncState, segment: Segment) -> tuple:
+    def _start(self, event: Event, sync: SyncState, segment: Segment) -> Start:
         spec, k = self._spec, event.fragment_id
-        return (
-            None if k == segment.after else self._outer.given(*sync.outer.entry(k)),
+        outer = None
+        if k != segment.after:
+            outer = self._outer.given(*sync.outer.entry(k))
+        return Start(
+            outer,
             sync.compressors[k],
             spec.devices.weights(self._weights_of(event), regional(spec.mesh)),
             spec.start_step(event.start_step),
@@ -263,6 +299,7 @@ class Segments:
             merged = NamedSharding(spec.mesh, P()), shardings.region.key
         names = ", ".join(str(k) for k, _ in segment.before)
         merges = "" if segment.after is None else ", merge"
+        assert self._steps is not None
         of_steps = self._steps.region, self._steps.losses
         is_gpu = spec.mesh.devices.flat[0].platform in ("gpu", "cuda")
         return spec.devices.jit(

@@ -18,7 +18,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.core import reduce
 from cocodc_jax.engine import flat_buffer
 from cocodc_jax.engine.between_hosts import OnOuterMesh, make_combine
 from cocodc_jax.engine.collectives import averaged
@@ -32,6 +31,7 @@ from cocodc_jax.engine.region_map import (
     sum_of_block,
 )
 from cocodc_jax.sync import moments
+from cocodc_jax.sync.averages import rescaled, shares_of
 from cocodc_jax.sync.model_state import is_float
 from cocodc_jax.sync.schedules.base import Event
 from cocodc_jax.transforms.compressor import zeroed
@@ -43,8 +43,10 @@ PyTree = Any
 class MomentPrograms:
     """Compiled programs that average moments."""
 
-    def __init__(self, spec: SyncSpec, exchange: Exchange, opt_state: PyTree):
-        self._spec, self._exchange, self._shapes = spec, exchange, opt_state
+    def __init__(self, spec: SyncSpec, exchange: Exchange):
+        self._spec, self._exchange = spec, exchange
+        opt_state = jax.eval_shape(spec.trainer.init_opt_state, spec.params)
+        self._shapes = opt_state
         assert spec.sync.moments is not None
         self._every, self._inside = spec.sync.moments, exchange.shares_mesh
         if not moments.take(opt_state, ()):
@@ -92,7 +94,7 @@ class MomentPrograms:
         def average(opt_state, weights):
             wide, shares = _finite(moments.take(opt_state, due))
             sums = sum_of_block((jax.tree.map(widen, wide), shares), weights)
-            mean = reduce.rescaled(*psum_over_regions(sums))
+            mean = rescaled(*psum_over_regions(sums))
             new = _handed_out(opt_state, as_varying(mean), due, spec.local.size)
             return new, jax.tree.leaves(mean)[0].reshape(-1)[0]
 
@@ -125,7 +127,7 @@ class MomentPrograms:
         pack = devices.jit(lay_out, out_shardings=spec.shardings.region.key)
         combine = make_combine(None, channel.host, sent, all_reduce=exchange.all_reduce)
         cross = devices.jit(
-            lambda rows, weights: reduce.rescaled(*combine(rows, weights)[0]),
+            lambda rows, weights: rescaled(*combine(rows, weights)[0]),
             out_shardings=channel.host,
         )
         inside = jax.tree.map(
@@ -150,7 +152,7 @@ class MomentPrograms:
 def _finite(found: list) -> tuple[list, jax.Array]:
     """Return regional moments, zero where a region's are not finite, and its shares."""
     finite = jax.vmap(is_finite)(found)
-    return zeroed(found, finite), reduce.shares_of(finite)
+    return zeroed(found, finite), shares_of(finite)
 
 
 def _handed_out(
@@ -172,7 +174,7 @@ def make_model_average(spec: SyncSpec) -> Callable | None:
     It donates its first argument. `params` are the regions', to check for a robust
     mean, else None. `one` is an array that is ready when the mean is, never donated.
     """
-    state = spec.model_state
+    state = spec.trainer.model_state
     if state is None or not state.averaged_bytes or spec.regions.num == 1:
         return None
     # Few bytes: use the algorithm with the fewest delays.

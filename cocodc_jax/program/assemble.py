@@ -26,7 +26,7 @@ from cocodc_jax.core.checks import (
 )
 from cocodc_jax.core.state import TrainState
 from cocodc_jax.core.sync import make_correct
-from cocodc_jax.engine.crossing import Exchange, SyncSpec
+from cocodc_jax.engine.crossing import Exchange, SyncSpec, Trainer
 from cocodc_jax.engine.devices import Devices
 from cocodc_jax.engine.executor import Executor
 from cocodc_jax.engine.frozen import Trainable, find_trained, split, without_masks
@@ -305,14 +305,24 @@ def assemble(
     if (sync := method.sync) is not None:
         kind, overlap = given.exchange, given.overlap
         spec = SyncSpec(
-            sync, given.own, given.fragments,
-            OuterPlacement.resolve(sync.outer, shardings, kind, overlap), given.params,
-            given.loss_fn, given.user_inputs, local, devices, given.model_state,
-            given.on_merge,
-        )  # fmt: skip
+            sync=sync,
+            regions=given.own,
+            fragments=given.fragments,
+            place=OuterPlacement.resolve(sync.outer, shardings, kind, overlap),
+            params=given.params,
+            trainer=Trainer(
+                loss_fn=given.loss_fn,
+                user_inputs=given.user_inputs,
+                init_opt_state=given.optimizer.init,
+                model_state=given.model_state,
+                on_merge=given.on_merge,
+            ),
+            local=local,
+            devices=devices,
+        )
         exchange = transport.exchange_of(spec, kind, overlap)
-        inner = InnerSteps(steps, first.lies, losses)
-        syncs = Executor(spec, exchange, given.optimizer, inner, overlap)
+        syncs = Executor(spec, exchange, overlap)
+        syncs.use_steps(InnerSteps(steps, first.lies, losses))
     return Parts(
         shardings,
         with_shardings(given.whole, where),

@@ -182,3 +182,21 @@ def sync_key(fragment_id: int, start_step: int | jax.Array) -> jax.Array:
 
 def _unit(x: jax.Array, length: jax.Array) -> jax.Array:
     return x / jnp.where(length > 0, length, 1)
+
+
+def shares_of(finite: jax.Array) -> jax.Array:
+    """Return float32 `[..., 2]`: whether a region counts, and whether it does not.
+
+    Their weighted sums over regions are the `shares` of `rescaled`.
+    """
+    return jnp.stack([finite, ~finite], axis=-1).astype(jnp.float32)
+
+
+def rescaled(sums: PyTree, shares: jax.Array) -> PyTree:
+    """Return weighted sums of which some regions were left out, as those of weight 1.
+
+    `shares` `[2]` are the weights in the sum, and those left out. Sums without any are
+    NaN. If no region was left out, nothing changes, not by a bit.
+    """
+    factor = jnp.where(shares[1] > 0, 1 / shares[0], 1)
+    return jax.tree.map(lambda x: x * factor.astype(x.dtype), sums)

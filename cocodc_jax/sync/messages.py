@@ -1,9 +1,10 @@
 """How regions send a fragment: uncompressed, compressed, low-rank, or by rings.
 
-A message is a value. It says how its parts are encoded and averaged, and how many bytes
-it has. It also says why it cannot be compressed further, or must cross regions inside a
-compiled program. How it is sent is up to the exchange. Those that are summed on their
-way, `ByRings` and `SummedFactors`, are in `summed.py`.
+A message is a value. It says how its parts are encoded and averaged, how they cross
+regions (`way`, `leave`), and how many bytes it has. It also says why it cannot be
+compressed further, or must cross regions inside a compiled program. What carries it is
+up to the exchange. Those that are summed on their way, `ByRings` and `SummedFactors`,
+are in `summed.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from cocodc_jax.sync.averages import Average
+from cocodc_jax.sync.axis import GATHERED, SUMMED, Axis
 from cocodc_jax.transforms.compressor import (
     Compressor,
     check_compressor,
@@ -50,9 +52,39 @@ class Message:
     # Whether the schedule must set a rank for each message.
     is_ranked: ClassVar[bool] = False
 
-    def compressor(self, rank: int = 0) -> Compressor | None:
-        """Return the compressor of messages of `rank`; None if uncompressed."""
+    def at(self, rank: int) -> Message:
+        """Return the message that a sync sends, of a rank that its schedule sets.
+
+        0 is a schedule that sets none.
+        """
+        return self
+
+    def compressor(self) -> Compressor | None:
+        """Return the compressor; None if messages are uncompressed."""
         return None
+
+    @property
+    def way(self) -> str:
+        """How it crosses regions, see `sync.axis`."""
+        return SUMMED if self.compressor() is None else GATHERED
+
+    def leave(
+        self, axis: Axis, sent: PyTree, memory: PyTree, weights: jax.Array
+    ) -> tuple[PyTree, PyTree]:
+        """Begin to cross regions.
+
+        Args:
+          axis: the regions that the code holds.
+          sent: their messages.
+          memory: their compressors' states.
+          weights: theirs in the mean.
+
+        Returns:
+          What crosses by `way`, and the new memory.
+        """
+        if self.way == GATHERED:
+            return sent, memory
+        return axis.sum(sent, weights), memory
 
     def compressed(self, compressor: Compressor) -> Message:
         """Return the message that `compressor` makes in place of this one's."""
@@ -61,9 +93,9 @@ class Message:
         self.average.check_compressor(compressor)
         return Compressed(compressor, average=self.average)
 
-    def encoded(self, part: PyTree, rank: int = 0) -> PyTree:
+    def encoded(self, part: PyTree) -> PyTree:
         """Return the shapes of one region's message of a fragment like `part`."""
-        compressor = self.compressor(rank)
+        compressor = self.compressor()
         key = jax.eval_shape(lambda: jax.random.key(0))
         part = jax.eval_shape(self.average.before, part, key)
         if compressor is None:
@@ -71,27 +103,31 @@ class Message:
         state = jax.eval_shape(compressor.init, part)
         return jax.eval_shape(compressor.encode, part, state, key)[0]
 
-    def num_bytes(self, part: PyTree, num_regions: int, rank: int = 0) -> int:
+    def num_bytes(self, part: PyTree, num_regions: int) -> int:
         """Return the bytes that one of M regions sends for a sync of shapes `part`."""
-        return message_bytes(self.encoded(part, rank))
+        return message_bytes(self.encoded(part))
 
-    def init(self, part: PyTree, rank: int = 0) -> PyTree:
+    def init(self, part: PyTree) -> PyTree:
         """Return one region's initial compressor state."""
-        compressor = self.compressor(rank)
+        compressor = self.compressor()
         if compressor is None:
             return ()
         key = jax.random.key(0) if self.average.draws else None
         return compressor.init(self.average.before(part, key))
 
-    def combine(self, messages: PyTree, weights: jax.Array, rank: int = 0) -> PyTree:
+    def combine(self, messages: PyTree, weights: jax.Array) -> PyTree:
         """Return the mean of gathered, encoded messages, leaves `[M, ...]`.
 
         The weights `[M]` have sum 1; 0 is a region that did not take part. If the
         compressor has a memory, messages that are not finite get weight 0 too.
         """
-        compressor = self.compressor(rank)
+        compressor = self.compressor()
         assert compressor is not None
         return weighted_sum_of_decoded(messages, weights, compressor)
+
+    def resized(self, state: PyTree, part: PyTree) -> PyTree:
+        """Return a state of another rank as one of this message, of shapes `part`."""
+        return state
 
     def restored(self, state: PyTree, fresh: PyTree) -> PyTree:
         """Return the states of regions that restart, of current and initial ones."""
@@ -144,8 +180,8 @@ class Compressed(Message):
             else None
         )
 
-    def compressor(self, rank: int = 0) -> Compressor:
-        """Return the compressor, the same for every rank."""
+    def compressor(self) -> Compressor:
+        """Return the compressor."""
         return self.by
 
     def compressed(self, compressor: Compressor) -> Message:
@@ -153,12 +189,12 @@ class Compressed(Message):
         self.average.check_compressor(compressor)
         return dataclasses.replace(self, by=compressor)
 
-    def combine(self, messages: PyTree, weights: jax.Array, rank: int = 0) -> PyTree:
+    def combine(self, messages: PyTree, weights: jax.Array) -> PyTree:
         """Return the mean over all, or entry by entry over those that sent it."""
         over_all = self.mean_over == "all"
         if self.clip or (not over_all and isinstance(self.by, SparseCompressor)):
             return average_duplicates(messages, self.by, weights, self.clip, over_all)
-        return super().combine(messages, weights, rank)
+        return super().combine(messages, weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,12 +205,12 @@ class Ranked(Message):
       of: `of(rank) -> Compressor`.
       resize: `resize(state, tree, rank) -> state`: resizes a state of any rank to
         `of(rank)`'s, for a `tree` of these shapes.
-      first: the rank before the schedule has set one.
+      rank: of this message; of a method's, the one before the schedule has set any.
     """
 
     of: Callable[[int], Compressor]
     resize: Callable[[PyTree, PyTree, int], PyTree]
-    first: int
+    rank: int
 
     why_uncompressed = (
         "its rank follows the updates, which other compressors do not have; pass "
@@ -182,9 +218,17 @@ class Ranked(Message):
     )
     is_ranked = True
 
-    def compressor(self, rank: int = 0) -> Compressor:
-        """Return the compressor of `rank`; 0 is the first."""
-        return self.of(rank or self.first)
+    def at(self, rank: int) -> Ranked:
+        """Return the message of a rank; 0 is this one."""
+        return dataclasses.replace(self, rank=rank) if rank else self
+
+    def compressor(self) -> Compressor:
+        """Return the compressor of the message's rank."""
+        return self.of(self.rank)
+
+    def resized(self, state: PyTree, part: PyTree) -> PyTree:
+        """Return a state of any rank as one of this; see `Message.resized`."""
+        return self.resize(state, part, self.rank)
 
 
 def mean_of_decoded(messages: PyTree, compressor: Compressor) -> PyTree:

@@ -10,19 +10,25 @@ regions. Pseudo-gradients are old minus new, everywhere.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from cocodc_jax.sync.averages import Average
+from cocodc_jax.sync.axis import GATHERED, SUMMED, Axis
+from cocodc_jax.sync.messages import mean_of_finite
+from cocodc_jax.sync.regions import matchings
 from cocodc_jax.transforms.compressor import Compressor, message_bytes
 from cocodc_jax.transforms.error_feedback import check_no_feedback
 from cocodc_jax.transforms.numerics import (
     check_choice,
     check_outer,
     check_transform,
+    is_finite,
     is_number,
 )
 
@@ -116,10 +122,38 @@ class RegionalOuter:
     why_uncompressed: str | None = None
 
     needs = frozenset()
+    start = None
     only_in_program = "each region has outer parameters of its own"
 
     def __post_init__(self):
         check_choice("group", self.group, GROUPS)
+
+    @property
+    def way(self) -> str:
+        """How its messages cross regions, see `sync.axis`."""
+        return GATHERED if self.group == "all" else SUMMED
+
+    def leave(
+        self, axis: Axis, message: PyTree, compressor: Compressor, row: jax.Array
+    ) -> PyTree:
+        """Begin to cross regions: average the messages of each region's small group.
+
+        `row` is an int32 scalar, equal in all regions: which of `matchings` pairs them.
+        Returns what crosses by `way`.
+        """
+        mean = axis.map(functools.partial(mean_of_two, compressor))
+        if self.group == "pairs":
+            partners = matchings(axis.num_regions)
+            return mean(message, axis.partner(message, row, partners))
+        if self.group == "ring":
+            return mean(*(axis.neighbour(message, by) for by in (-1, 1)))
+        return message
+
+    def arrive(self, crossed: PyTree, compressor: Compressor) -> PyTree:
+        """Return the mean of the messages of a region's group that are finite."""
+        if self.group == "all":
+            return mean_of_finite(crossed, compressor)
+        return crossed
 
     def num_bytes(self, part: PyTree, compressor: Compressor) -> int:
         """Return the bytes of one region's message of a fragment of shapes `part`."""
@@ -195,3 +229,18 @@ def nesterov_sgd(
 def pseudo_gradient(params: PyTree, local: PyTree) -> PyTree:
     """Return `params - local`, old minus new, in the outer dtype."""
     return jax.tree.map(lambda o, x: o - x.astype(o.dtype), params, local)
+
+
+def mean_of_two(compressor: Compressor, one: PyTree, other: PyTree) -> PyTree:
+    """Return the mean of two decoded messages, or the one that is finite."""
+    one_decoded = compressor.decode(one)
+    other_decoded = compressor.decode(other)
+    one_finite = is_finite(one)
+    other_finite = is_finite(other)
+
+    def mean(x: jax.Array, y: jax.Array) -> jax.Array:
+        first = jnp.where(one_finite, x, y)
+        second = jnp.where(other_finite, y, x)
+        return (first + second) / 2
+
+    return jax.tree.map(mean, one_decoded, other_decoded)

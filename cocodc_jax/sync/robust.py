@@ -136,13 +136,11 @@ class Robust:
             weights = weights * scale.astype(weights.dtype)
         return verdict, weights
 
-    def combine(
-        self, message: Message, messages: PyTree, weights: jax.Array, rank: int = 0
-    ) -> PyTree:
+    def combine(self, message: Message, messages: PyTree, weights: jax.Array) -> PyTree:
         """Return the mean of gathered messages; see `Message.combine`."""
         if self.mean != "trim":
-            return message.combine(messages, weights, rank)
-        compressor = message.compressor(rank)
+            return message.combine(messages, weights)
+        compressor = message.compressor()
         assert compressor is not None
         decoded = jax.vmap(compressor.decode)(messages)
         return jax.tree.map(lambda x: trimmed_mean(x, weights > 0, self.trim), decoded)

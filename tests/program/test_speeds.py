@@ -175,10 +175,10 @@ def test_every_region_gets_the_times_of_all_beside_the_mean(compress):
     shapes = jax.eval_shape(lambda: regions[0])
     message = jax.tree.map(lambda *x: jnp.stack(x), *regions)
     plain, nothing = jax.jit(combining.make_combine(mean_of, where, shapes))(
-        combining.make_buffer(message, None, compressor), weights
+        combining.make_buffer(message, None, compressor is not None), weights
     )
     mean, told = jax.jit(combining.make_combine(mean_of, where, shapes, 4))(
-        combining.make_buffer(message, times, compressor), weights
+        combining.make_buffer(message, times, compressor is not None), weights
     )
     assert nothing is None
     expected = times if compressor else times.at[0].set(0)  # Of weight 0.

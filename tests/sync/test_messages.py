@@ -50,7 +50,7 @@ def test_as_it_is():
 def test_compressed():
     message = AsIs().compressed(compression.parse("ef+int8"))
     assert isinstance(message, Compressed)
-    assert message.compressor(7) is message.by
+    assert message.at(7).compressor() is message.by
     (codes, *_) = jax.tree.leaves(message.encoded(PART))
     assert codes.dtype in (jnp.int8, jnp.uint8)
     assert 64 * 32 < message.num_bytes(PART, 4) < 1.1 * 64 * 32
@@ -65,9 +65,9 @@ def test_of_a_rank_the_factors_are_sent():
     message, part = ranked(), {"w": jnp.ones((64, 32))}
     assert message.is_ranked
     for rank, sent in ((2, 2), (8, 8), (0, 8)):
-        assert message.num_bytes(PART, 4, rank) == 4 * sent * (64 + 32)
-    small = message.resize(message.init(part, 8), part, 2)
-    like = message.init(part, 2)
+        assert message.at(rank).num_bytes(PART, 4) == 4 * sent * (64 + 32)
+    small = message.at(2).resized(message.at(8).init(part), part)
+    like = message.at(2).init(part)
     assert jax.tree.map(jnp.shape, small) == jax.tree.map(jnp.shape, like)
 
 

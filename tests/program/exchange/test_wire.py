@@ -18,10 +18,13 @@ from cocodc_jax import methods
 from cocodc_jax.aot import hlo
 from cocodc_jax.aot.collectives import KINDS
 from cocodc_jax.core.state import RegionState
+from cocodc_jax.core.sync import start
 from cocodc_jax.engine.crossing import (
+    Leaving,
+    MeshCrossing,
     SyncSpec,
+    Trainer,
     joined,
-    make_crossing,
     shares_everywhere,
 )
 from cocodc_jax.engine.devices import Devices
@@ -83,9 +86,8 @@ def make_setting(mesh, sync):
     regions = Regions.alike(NUM_REGIONS)
     local = LocalRegions.of(mesh, NUM_REGIONS)
     place = OuterPlacement("mesh", "mesh", shardings)
-    return SyncSpec(
-        sync, regions, fragments, place, shapes, loss_fn, UserInputs(), local, Devices()
-    )
+    trainer = Trainer(loss_fn, UserInputs(), optax.sgd(0.1).init)
+    return SyncSpec(sync, regions, fragments, place, shapes, trainer, local, Devices())
 
 
 def sent(mesh, compressor):
@@ -95,11 +97,9 @@ def sent(mesh, compressor):
     spec = make_setting(mesh, method.sync)
     part = spec.fragments.take(PARAMS, 0)
     state = jax.eval_shape(compressor.init, part) if compressor else ()
-    crossing = make_crossing(spec, 0, 0)
 
     def send(*arguments):
-        staged, crossed, state = crossing.leave(*arguments)
-        return staged, crossing.arrive(crossed, arguments[-1]), state
+        return start(MeshCrossing(spec, 0, Leaving(*arguments)))
 
     each = of_regions(mesh, (PARAMS, state, np.float32(0), np.ones(2, np.uint32)))
     params, state, weights, keys = each

@@ -1,0 +1,311 @@
+"""Outer models in a transform: one for all regions, or one for each.
+
+Every function is of one region and one fragment. `outer_model` chooses; nothing else in
+a transform knows which kind it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cocodc_jax.core import sync as core
+from cocodc_jax.core.axis import NamedAxis
+from cocodc_jax.sync import needs
+from cocodc_jax.sync.fragments import Fragment
+from cocodc_jax.sync.method import Sync
+from cocodc_jax.sync.outer import RegionalOuter, SharedOuter
+from cocodc_jax.sync.regions import Regions, matchings
+
+PyTree = Any
+
+
+class Kept(NamedTuple):
+    """What a region keeps of a fragment between syncs."""
+
+    outer: Fragment  # Outer parameters, at least float32.
+    opt_state: PyTree  # Of the outer optimizer.
+    memory: PyTree  # Of the compressor.
+
+
+class Leaving(NamedTuple):
+    """A region's fragment as its sync starts."""
+
+    part: Fragment  # The local fragment.
+    key_data: jax.Array  # Of the region's key of this step.
+    sync_key: jax.Array  # Equal in all regions, see `averages.sync_key`.
+
+
+class OuterModel(Protocol):
+    """How fragments leave an outer model, and means arrive at it."""
+
+    def init(self, outer: Fragment) -> tuple[Kept, PyTree]:
+        """Return what is kept before the first step, and the shapes of a mean."""
+        ...
+
+    def num_bytes(self, outer: Fragment, num_regions: int) -> int:
+        """Return the bytes of one region's message."""
+        ...
+
+    def received(self, kept: Kept) -> Fragment:
+        """Return the outer fragment as regions receive it."""
+        ...
+
+    def start(
+        self, axis: NamedAxis, kept: Kept, leaving: Leaving
+    ) -> tuple[PyTree, Kept]:
+        """Send a fragment; return the mean, and what is kept."""
+        ...
+
+    def finish(
+        self,
+        axis: NamedAxis,
+        kept: Kept,
+        part: Fragment,
+        mean: PyTree,
+        seen: needs.MergeContext,
+    ) -> core.Finished:
+        """Apply a mean to the local fragment `part`; see `core.sync.finish`.
+
+        `seen` is the context of the merge rule, whose `local` and `outer` are filled in
+        here; its `kept` has the staged copy if the rule needs it or feeds back what it
+        drops.
+        """
+        ...
+
+
+def outer_model(sync: Sync) -> OuterModel:
+    """Return the outer model of these syncs."""
+    if isinstance(sync.outer, RegionalOuter):
+        return _RegionalModel(sync, sync.outer)
+    return _SharedModel(sync, sync.outer)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SharedModel:
+    """One outer model, equal in all regions."""
+
+    sync: Sync
+    outer: SharedOuter
+
+    def init(self, outer: Fragment) -> tuple[Kept, PyTree]:
+        memory = self.sync.message.init(outer)
+        return Kept(outer, self.outer.optimizer.init(outer), memory), outer
+
+    def num_bytes(self, outer: Fragment, num_regions: int) -> int:
+        return self.sync.message.num_bytes(outer, num_regions)
+
+    def received(self, kept: Kept) -> Fragment:
+        if self.outer.start is None:
+            return kept.outer
+        return self.outer.start(kept.outer, kept.opt_state)
+
+    def start(
+        self, axis: NamedAxis, kept: Kept, leaving: Leaving
+    ) -> tuple[PyTree, Kept]:
+        crossing = _SharedCrossing(self.sync, axis, self.received(kept), kept, leaving)
+        mean, _, memory = core.start(crossing)
+        return mean, kept._replace(memory=memory)
+
+    def finish(
+        self,
+        axis: NamedAxis,
+        kept: Kept,
+        part: Fragment,
+        mean: PyTree,
+        seen: needs.MergeContext,
+    ) -> core.Finished:
+        finishing = _SharedFinishing(self, part, mean, seen)
+        return core.finish(finishing, *kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SharedCrossing:
+    """A `core.sync.Crossing` of one region."""
+
+    sync: Sync
+    axis: NamedAxis
+    anchor: Fragment
+    kept: Kept
+    leaving: Leaving
+
+    @functools.cached_property
+    def weights(self) -> np.ndarray:
+        """Weights `[M]` of the regions in the mean."""
+        participating = getattr(self.sync.schedule, "participating", None)
+        regions = Regions.alike(self.axis.num_regions)
+        return regions.weights(0, 1, self.sync.weigh, participating)
+
+    @property
+    def drawn(self) -> jax.Array | None:
+        """The sync's key, if its average draws."""
+        return self.leaving.sync_key if self.sync.message.average.draws else None
+
+    def leave(self) -> tuple[core.Left, PyTree]:
+        return core.leave(
+            self.sync,
+            self.axis,
+            self.leaving.part,
+            self.anchor,
+            self.kept.memory,
+            self.leaving.key_data,
+            self.axis.held(jnp.asarray(self.weights, float)),
+            are_partial=not self.weights.all(),
+            sync_key=self.drawn,
+        )
+
+    def cross(self, left: core.Left) -> core.Left:
+        return self.axis.cross(self.sync.message, left, self.weights)
+
+    def arrive(self, crossed: core.Left) -> tuple[Fragment, core.Extras]:
+        return core.arrive(self.sync, crossed, self.anchor, self.drawn)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SharedFinishing:
+    """A `core.sync.Finishing` of one region."""
+
+    model: _SharedModel
+    part: Fragment
+    mean: PyTree
+    seen: needs.MergeContext
+
+    def remember(self, memory: PyTree) -> PyTree:
+        rule = self.model.sync.merge
+        if not rule.has_feedback:
+            return memory
+        staged = self.seen.kept[needs.STAGED]
+        assert staged is not None
+        return core.remember(rule.feedback_weight, self.part, staged, memory)
+
+    def step(
+        self, outer: Fragment, opt_state: PyTree
+    ) -> tuple[Fragment, PyTree, jax.Array]:
+        return core.outer_step(
+            self.model.outer.optimizer,
+            outer,
+            opt_state,
+            self.mean,
+            self.seen.kept.get(needs.STALE),
+            self.seen.user_inputs.token_counts,
+        )
+
+    def hand_out(self, outer: Fragment, opt_state: PyTree) -> Fragment:
+        return self.model.received(Kept(outer, opt_state, ()))
+
+    def merge(self, received: Fragment) -> tuple[Fragment, dict[str, jax.Array]]:
+        seen = self.seen._replace(local=self.part, outer=received)
+        return core.merge(self.model.sync, seen)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RegionalModel:
+    """An outer model of each region's own."""
+
+    sync: Sync
+    outer: RegionalOuter
+
+    def init(self, outer: Fragment) -> tuple[Kept, PyTree]:
+        compressor = core.regional_compressor(self.sync)
+        kept = Kept(outer, self.outer.init(outer, compressor), ())
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        # Without shardings: here mesh axes may be Explicit.
+        part, state = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (outer, kept.opt_state)
+        )
+
+        def decoded(part: Fragment, state: PyTree, key: jax.Array) -> PyTree:
+            message, _ = self.outer.send(part, state, part, compressor, key)
+            return compressor.decode(message)
+
+        return kept, jax.eval_shape(decoded, part, state, key)
+
+    def num_bytes(self, outer: Fragment, num_regions: int) -> int:
+        return self.outer.num_bytes(outer, core.regional_compressor(self.sync))
+
+    def received(self, kept: Kept) -> Fragment:
+        return kept.outer
+
+    def start(
+        self, axis: NamedAxis, kept: Kept, leaving: Leaving
+    ) -> tuple[PyTree, Kept]:
+        crossing = _RegionalCrossing(self, axis, kept, leaving)
+        mean, _, opt_state = core.start(crossing)
+        return mean, kept._replace(opt_state=opt_state)
+
+    def finish(
+        self,
+        axis: NamedAxis,
+        kept: Kept,
+        part: Fragment,
+        mean: PyTree,
+        seen: needs.MergeContext,
+    ) -> core.Finished:
+        finishing = _RegionalFinishing(self, axis, part, mean, seen)
+        return core.finish(finishing, *kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RegionalCrossing:
+    """A `core.sync.Crossing` of one region, whose memory is the outer state."""
+
+    model: _RegionalModel
+    axis: NamedAxis
+    kept: Kept
+    leaving: Leaving
+
+    def leave(self) -> tuple[core.Left, PyTree]:
+        draw = jax.random.fold_in(self.leaving.sync_key, self.model.outer.seed)
+        num_matchings = len(matchings(self.axis.num_regions))
+        sent, opt_state = core.leave_regional(
+            self.model.sync,
+            self.axis,
+            self.leaving.part,
+            self.kept.outer,
+            self.kept.opt_state,
+            self.leaving.key_data,
+            jax.random.randint(draw, (), 0, num_matchings),
+        )
+        return core.Left(sent), opt_state
+
+    def cross(self, left: core.Left) -> core.Left:
+        return self.axis.cross(self.model.outer, left)
+
+    def arrive(self, crossed: core.Left) -> tuple[PyTree, core.Extras]:
+        compressor = core.regional_compressor(self.model.sync)
+        return self.model.outer.arrive(crossed.sent, compressor), {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _RegionalFinishing:
+    """A `core.sync.Finishing` of one region."""
+
+    model: _RegionalModel
+    axis: NamedAxis
+    part: Fragment
+    mean: PyTree
+    seen: needs.MergeContext
+
+    def remember(self, memory: PyTree) -> PyTree:
+        return memory
+
+    def step(
+        self, outer: Fragment, opt_state: PyTree
+    ) -> tuple[Fragment, PyTree, jax.Array]:
+        outer, opt_state, norm = core.receive(
+            self.model.outer, outer, opt_state, self.mean, self.axis.num_regions
+        )
+        norm = jnp.sqrt(jax.lax.pmean(norm**2, self.axis.name))
+        return outer, opt_state, norm
+
+    def hand_out(self, outer: Fragment, opt_state: PyTree) -> Fragment:
+        return outer
+
+    def merge(self, received: Fragment) -> tuple[Fragment, dict[str, jax.Array]]:
+        seen = self.seen._replace(local=self.part, outer=received)
+        return core.merge(self.model.sync, seen)
