@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -58,7 +59,7 @@ class Trainer:
       loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a `model_state`
         see there.
       user_inputs: what only the user knows.
-      init_opt_state: one region's parameters to the inner optimizer's first state.
+      optimizer: the inner optimizer, for its first state.
       model_state: of the model, None if it has none.
       on_merge: what a merge does to one region's inner optimizer state, None if
         nothing.
@@ -66,7 +67,7 @@ class Trainer:
 
     loss_fn: AnyLossFn
     user_inputs: UserInputs
-    init_opt_state: Callable[[PyTree], PyTree]
+    optimizer: optax.GradientTransformation
     model_state: ModelState | None = None
     on_merge: OnMerge | None = None
 

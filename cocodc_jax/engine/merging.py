@@ -277,7 +277,7 @@ class Restore:
         receive, and the copies are of the fragments `which`.
         """
         spec, model = self._spec, self._outer
-        init_opt_state = spec.trainer.init_opt_state
+        init_opt_state = spec.trainer.optimizer.init
         fragments, message = spec.fragments, spec.sync.message
 
         def restore(region, compressors, stale_params, copies, outer, bad):

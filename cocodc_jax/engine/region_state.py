@@ -28,7 +28,7 @@ class InitState:
     """Makes the state of all regions of a program, equal except for random state.
 
     `make(params, key_data) -> RegionState` takes arrays on the mesh, of these `shapes`;
-    `lies` has the shardings of its result.
+    `shardings` has the shardings of its result.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class InitState:
         kept, of_model = jax.tree.map(
             lambda _: regional(shardings.mesh), (state.per_step, state.model_state)
         )
-        self.lies = shardings.region._replace(per_step=kept, model_state=of_model)
-        self.make = devices.jit(self._make, "first state", out_shardings=self.lies)
+        self.shardings = shardings.region._replace(per_step=kept, model_state=of_model)
+        self.make = devices.jit(self._make, "first state", out_shardings=self.shardings)
         self.opt_state_of = jax.jit(
             lambda params: self._with_own_keys(jax.vmap(optimizer.init)(params)),
-            out_shardings=self.lies.opt_state,
+            out_shardings=self.shardings.opt_state,
         )
 
     def key_data(self, key: jax.Array) -> jax.Array:
@@ -88,7 +88,7 @@ class InitState:
 
     def abstract(self) -> RegionState:
         """Return shapes, dtypes and shardings of the state."""
-        return with_shardings(jax.eval_shape(self._make, *self.shapes), self.lies)
+        return with_shardings(jax.eval_shape(self._make, *self.shapes), self.shardings)
 
     def _with_own_keys(self, opt_state: PyTree) -> PyTree:
         """Give each region random state of its own, the first the optimizer's."""

@@ -45,7 +45,7 @@ class MomentPrograms:
 
     def __init__(self, spec: SyncSpec, exchange: Exchange):
         self._spec, self._exchange = spec, exchange
-        opt_state = jax.eval_shape(spec.trainer.init_opt_state, spec.params)
+        opt_state = jax.eval_shape(spec.trainer.optimizer.init, spec.params)
         self._shapes = opt_state
         assert spec.sync.moments is not None
         self._every, self._inside = spec.sync.moments, exchange.shares_mesh

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from cocodc_jax.engine import transfer
 from cocodc_jax.engine.frozen import joined, split
 from cocodc_jax.engine.placement import shardings_of
 from cocodc_jax.engine.region_map import for_all_regions
+from cocodc_jax.engine.sync_program import SyncProgram
 from cocodc_jax.program.fit import (
     at_step,
     difference,
@@ -50,9 +51,6 @@ from cocodc_jax.program.fit import (
 from cocodc_jax.sync.inner_keys import fold_keys, has_keys, with_keys_of
 from cocodc_jax.sync.outer import SharedOuter
 from cocodc_jax.transforms.numerics import cast_like
-
-if TYPE_CHECKING:
-    from cocodc_jax.program.region_program import RegionProgram
 
 PyTree = Any
 
@@ -68,7 +66,7 @@ class Adopted(NamedTuple):
 class Adoption:
     """One conversion: both programs, and what to report."""
 
-    def __init__(self, program: RegionProgram, of: RegionProgram):
+    def __init__(self, program: SyncProgram, of: SyncProgram):
         self._new, self._old = program, of
         self._num, self._was = program.regions.num, of.regions.num
         self._is_same_schedule = program.method.schedule == of.method.schedule

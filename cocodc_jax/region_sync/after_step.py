@@ -10,30 +10,30 @@ The trainer owns its step, mesh, optimizer, data, evaluation and checkpoints. Wh
 crosses between regions is here: fragments in flight, the outer model, the schedule, and
 membership where regions may leave and return. The seam is the parameters' tree.
 
-It is a `RegionProgram` whose inner steps the trainer has done: the same executor, so
-the same numbers.
+Its engine is a `SyncProgram`, which is all of a `RegionProgram` but the inner steps: so
+the numbers are the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Self
 
 import jax
-import numpy as np
 import optax
 
 from cocodc_jax import methods
-from cocodc_jax.core.state import AppliedSync, RegionState, SyncState, TrainState
+from cocodc_jax.core.state import RegionState, TrainState
 from cocodc_jax.elastic.link import AskedToStopError, LeftBehindError
+from cocodc_jax.engine.crossing import Trainer
 from cocodc_jax.engine.frozen import copied
 from cocodc_jax.engine.mesh import in_own_context
+from cocodc_jax.engine.sync_program import SyncProgram, make_setting
 from cocodc_jax.engine.transport import Transport
-from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.region_sync.layout import first_region, layout_of
 from cocodc_jax.region_sync.membership import Membership, say_return
+from cocodc_jax.region_sync.seam import RegionSyncState, Seam
 from cocodc_jax.region_sync.trees import Leaves, Selection
 from cocodc_jax.region_sync.window import Step, Window
 from cocodc_jax.sync import needs
@@ -41,45 +41,17 @@ from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.needs import LossFn, UserInputs
 from cocodc_jax.sync.outer import RegionalOuter
-from cocodc_jax.sync.regions import Regions
 
 PyTree = Any
 
 NOTHING, AUTO = UserInputs(), Transport()
 
-# The engine's inner optimizer: its state is like the parameters, so that a trainer's
-# second moments can take its place.
-_NO_OPTIMIZER = optax.GradientTransformation(
+# What the engine has in place of the trainer's optimizer: a state like the parameters,
+# whose place a trainer's second moments can take.
+_MOMENTS = optax.GradientTransformation(
     init=lambda params: jax.tree.map(jax.numpy.zeros_like, params),
     update=lambda updates, state, params=None: (updates, state),
 )
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["sync", "keys"],
-    meta_fields=["step", "next_step", "bytes_sent"],
-    drop_fields=["applied"],
-)
-@dataclasses.dataclass(frozen=True)
-class RegionSyncState:
-    """State of the syncs beside a trainer's own.
-
-    Attributes:
-      sync: outer model, fragments in flight, compressors; arrays and the schedule.
-      keys: PRNG key data of the regions, uint32 `[R, 2]`.
-      step: steps that the trainer has done.
-      next_step: the step of the next event; before it `after_step` does nothing.
-      bytes_sent: bytes that one region has sent.
-      applied: the syncs that the last `after_step` merged.
-    """
-
-    sync: SyncState
-    keys: jax.Array
-    step: int = 0
-    next_step: int = 0
-    bytes_sent: int = 0
-    applied: tuple[AppliedSync, ...] = ()
 
 
 class RegionSync:
@@ -144,23 +116,25 @@ class RegionSync:
         self.layout = layout_of(arrays, regions, _form(arrays, transport))
         self._donates = donate
 
-        self.program = RegionProgram(
-            self._loss_of(loss_fn, method, params),
-            _NO_OPTIMIZER,
+        if transport.overlap != "yes":
+            transport = dataclasses.replace(transport, overlap="no")
+        setting = make_setting(
             method,
             self._one_region(arrays),
-            Regions.alike(regions),
+            regions,
+            Trainer(
+                loss_fn=self._loss_of(loss_fn, method, params),
+                user_inputs=self._inputs(user_inputs),
+                optimizer=_MOMENTS,
+            ),
+            transport,
             mesh=self.layout.mesh,
-            param_specs=self.layout.specs,
             fragments=fragments and self.selection.fragments(fragments),
-            user_inputs=self._inputs(user_inputs),
-            transport=transport
-            if transport.overlap == "yes"
-            else dataclasses.replace(transport, overlap="no"),
         )
+        self.program = SyncProgram(setting, self.layout.specs)
+        self._seam = Seam(self.selection, self.layout, self.program)
         self._wants_batch = needs.wants_batch(self.method.needs)
         self._second_moment = user_inputs.second_moment
-        self._fold = jax.jit(_keys_at)
         self._run_key = jax.random.key(0)
         self._overlaps = transport.overlap == "yes"
         self._membership: Membership | None = None
@@ -193,7 +167,7 @@ class RegionSync:
         self._run_key = jax.random.key(0) if key is None else key
         arrays = self.layout.first(self.selection.take(params))
         made = self.program.init(arrays, self._run_key)
-        return self.state_of(made)
+        return self._seam.state_of(made)
 
     @in_own_context()
     def join(
@@ -221,7 +195,7 @@ class RegionSync:
         joined = self._membership.join(run, first, self._run_key)
         if joined is run:
             return params, state
-        return self._left(params, joined), self.state_of(joined)
+        return self._left(params, joined), self._seam.state_of(joined)
 
     @property
     def regions(self) -> tuple[int, ...]:
@@ -274,11 +248,11 @@ class RegionSync:
                 "window needs the regions in one program, leaves [R, ...]; call "
                 "after_step between steps"
             )
-        return Window(self, step, params_of, carry)
+        return Window(self._seam, step, params_of, carry)
 
     def steps_to_event(self, state: RegionSyncState) -> int:
         """Return the steps until `after_step` has something to do."""
-        return state.next_step - state.step
+        return self._seam.steps_to_event(state)
 
     def after_step(
         self,
@@ -342,7 +316,7 @@ class RegionSync:
                 self._membership.report(run, applied)
             except LeftBehindError as error:
                 return self._come_back(params, run, error)
-        return self._left(params, run), self.state_of(run, state.keys, applied)
+        return self._left(params, run), self._seam.state_of(run, state.keys, applied)
 
     @in_own_context()
     def meet(
@@ -381,7 +355,7 @@ class RegionSync:
         except AskedToStopError:  # The trainer saves what the region has.
             self._membership.close()
             joined = carried.state
-        return self._left(params, joined), self.state_of(joined)
+        return self._left(params, joined), self._seam.state_of(joined)
 
     @in_own_context()
     def land(
@@ -398,7 +372,7 @@ class RegionSync:
                 f"method={self.method.name!r} cannot merge {len(dropped)} fragments in "
                 "flight early: its merge needs the batch of the step that it is due at"
             )
-        return self._left(params, run), self.state_of(run, state.keys)
+        return self._left(params, run), self._seam.state_of(run, state.keys)
 
     @in_own_context()
     def outer_params(self, state: RegionSyncState, like: PyTree) -> PyTree:
@@ -462,7 +436,7 @@ class RegionSync:
             note["step"],
             note["bytes_sent"],
         )
-        return self.state_of(run, arrays["keys"])
+        return self._seam.state_of(run, arrays["keys"])
 
     def _schedule(self, note: dict) -> Any:
         if note["method"] != self.method.name:
@@ -477,24 +451,6 @@ class RegionSync:
     def _is_regional(self) -> bool:
         assert self.method.sync is not None
         return isinstance(self.method.sync.outer, RegionalOuter)
-
-    def state_of(
-        self,
-        run: TrainState,
-        keys: jax.Array | None = None,
-        applied: tuple[AppliedSync, ...] = (),
-    ) -> RegionSyncState:
-        """Return the trainer's part of the engine's state."""
-        assert run.sync is not None
-        assert self.method.schedule is not None
-        return RegionSyncState(
-            sync=run.sync,
-            keys=run.region.key if keys is None else keys,
-            step=run.step,
-            next_step=self.method.schedule.next_step(run.sync.schedule),
-            bytes_sent=run.bytes_sent,
-            applied=applied,
-        )
 
     def _entered(
         self,
@@ -520,13 +476,9 @@ class RegionSync:
         region = RegionState(
             params=self.layout.enter(arrays),
             opt_state=moments,
-            key=self.keys_at(state, step),
+            key=self._seam.keys_at(state, step),
         )
         return TrainState(region, state.sync, step, state.bytes_sent)
-
-    def keys_at(self, state: RegionSyncState, step: int) -> jax.Array:
-        """Return the regions' PRNG key data of a step, uint32 `[R, 2]`."""
-        return self._fold(state.keys, np.int32(step))
 
     def _without_params(self, state: RegionSyncState) -> TrainState:
         """Return the engine's state, for what reads no parameters."""
@@ -598,16 +550,6 @@ def _form(arrays: Leaves, transport: Transport) -> str:
         if all(x is None or x.is_fully_addressable for x in shardings):
             return "processes"
     return "stacked"
-
-
-def _keys_at(keys: jax.Array, step: jax.Array) -> jax.Array:
-    """Return the regions' keys of a step, from those of the run."""
-
-    def one(key_data: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(key_data), step)
-        return jax.random.key_data(key)
-
-    return jax.vmap(one)(keys)
 
 
 def _no_loss(params: PyTree, batch: PyTree, key: jax.Array):

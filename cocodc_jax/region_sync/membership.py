@@ -25,8 +25,8 @@ from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.objects import reach
 from cocodc_jax.elastic.place import Place
+from cocodc_jax.engine.sync_program import SyncProgram
 from cocodc_jax.engine.transfer import gather
-from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.train import joining
 from cocodc_jax.train.reporting import Reporter
 
@@ -45,7 +45,7 @@ class Membership:
 
     def __init__(
         self,
-        program: RegionProgram,
+        program: SyncProgram,
         place: Place,
         run: str,
         should_stop: Callable[[], bool],
@@ -181,7 +181,7 @@ def say_return(error: LeftBehindError) -> None:
     print(f"{error}: coming back", file=sys.stderr, flush=True)
 
 
-def _digest(program: RegionProgram, run: str) -> str:
+def _digest(program: SyncProgram, run: str) -> str:
     """Return a digest that is equal for two regions of one run."""
     sync = program.method.sync
     assert sync is not None

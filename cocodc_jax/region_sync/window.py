@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -22,9 +22,7 @@ from cocodc_jax.engine.devices import LoweredProgram
 from cocodc_jax.engine.mesh import in_own_context
 from cocodc_jax.engine.segment import InnerSteps
 from cocodc_jax.region_sync.layout import relabeled
-
-if TYPE_CHECKING:
-    from cocodc_jax.region_sync.after_step import RegionSync, RegionSyncState
+from cocodc_jax.region_sync.seam import RegionSyncState, Seam
 
 PyTree = Any
 
@@ -37,17 +35,17 @@ class Window:
 
     def __init__(
         self,
-        sync: RegionSync,
+        seam: Seam,
         step: Step,
         params_of: Callable[[PyTree], PyTree],
         carry: PyTree,
     ):
         """Prepare the programs, for carries like `carry`; compiles nothing."""
-        self._sync, self._step, self._params_of = sync, step, params_of
+        self._seam, self._step, self._params_of = seam, step, params_of
         leaves, self._treedef = jax.tree.flatten(carry)
         self._places = _places(leaves, jax.tree.leaves(params_of(carry)))
         # Of all leaves of a carry but the averaged arrays.
-        selection, layout = sync.selection, sync.layout
+        selection, layout = seam.selection, seam.layout
         self._averaged = [
             place
             for place, path in zip(self._places, selection.paths, strict=True)
@@ -61,11 +59,11 @@ class Window:
             region=RegionState(
                 params=regional,
                 opt_state=[layout.sharding_of(leaves[i]) for i in self._rest],
-                key=sync.program.shardings.region.key,
+                key=seam.program.shardings.region.key,
             ),
             losses=None,
         )
-        sync.program.use_steps(self._steps)
+        seam.program.use_steps(self._steps)
 
     @in_own_context()
     def __call__(
@@ -85,7 +83,7 @@ class Window:
           ValueError: if T leads past the next event.
         """
         num_steps = jax.tree.leaves(batches)[0].shape[0]
-        ahead = self._sync.steps_to_event(state)
+        ahead = self._seam.steps_to_event(state)
         if num_steps > ahead:
             raise ValueError(
                 f"batches has {num_steps} steps, which lead past the next event, "
@@ -94,13 +92,13 @@ class Window:
         leaves = self._treedef.flatten_up_to(carry)
         entered = self._entered(leaves, state)
         batches = jax.tree.map(self._batch, batches)
-        run, (outputs, _), applied = self._sync.program.run_segment(
+        run, (outputs, _), applied = self._seam.program.run_segment(
             entered, batches, num_steps
         )
         return (
             self._left(leaves, run.region),
             outputs,
-            self._sync.state_of(run, state.keys, applied),
+            self._seam.state_of(run, state.keys, applied),
         )
 
     @in_own_context()
@@ -111,10 +109,10 @@ class Window:
           carry: shapes, dtypes and shardings; of devices that may not exist here.
           batches: of one step, leaves `[...]`.
         """
-        listing, recorder = self._sync.program.recording()
+        listing, recorder = self._seam.program.recording()
         listing.use_steps(self._steps)
         leaves = [
-            relabeled(x, self._sync.layout.sharding_of(x))
+            relabeled(x, self._seam.layout.sharding_of(x))
             for x in self._treedef.flatten_up_to(carry)
         ]
         state = listing.abstract()
@@ -157,7 +155,7 @@ class Window:
 
     @property
     def _paths(self) -> list[str]:
-        return [path for path in self._sync.selection.paths if path is not None]
+        return [path for path in self._seam.selection.paths if path is not None]
 
     def _region(self, leaves: list[Any], key: Any) -> RegionState:
         return RegionState(
@@ -170,9 +168,9 @@ class Window:
         )
 
     def _entered(self, leaves: list[Any], state: RegionSyncState) -> TrainState:
-        sharding_of = self._sync.layout.sharding_of
+        sharding_of = self._seam.layout.sharding_of
         entered = [relabeled(x, sharding_of(x)) for x in map(jax.numpy.asarray, leaves)]
-        keys = self._sync.keys_at(state, state.step)
+        keys = self._seam.keys_at(state, state.step)
         return TrainState(
             self._region(entered, keys), state.sync, state.step, state.bytes_sent
         )
@@ -192,7 +190,7 @@ class Window:
 
     def _batch(self, x: Any) -> Any:
         if isinstance(getattr(x, "sharding", None), NamedSharding):
-            return relabeled(x, self._sync.layout.sharding_of(x))
+            return relabeled(x, self._seam.layout.sharding_of(x))
         return x
 
 

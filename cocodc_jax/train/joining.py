@@ -25,8 +25,8 @@ import numpy as np
 from cocodc_jax.core.state import InFlight, PendingMean, PyTree, SyncState, TrainState
 from cocodc_jax.elastic.messages import Snapshot, SyncId
 from cocodc_jax.engine import transfer
+from cocodc_jax.engine.sync_program import SyncProgram
 from cocodc_jax.program.fit import at_step
-from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.sync.inner_keys import fold_keys, has_keys
 from cocodc_jax.sync.needs import STALE
@@ -43,7 +43,7 @@ class Carried(NamedTuple):
     boot: int | None = None  # The life of the region that it had, see `elastic.lives`.
 
 
-def copy_of(program: RegionProgram, state: TrainState) -> Snapshot:
+def copy_of(program: SyncProgram, state: TrainState) -> Snapshot:
     """Copy to the host what a joining region needs; waits for the outer steps."""
     told = program.synchronize(state)
     assert told.sync is not None
@@ -64,7 +64,7 @@ def copy_of(program: RegionProgram, state: TrainState) -> Snapshot:
 
 
 def adopt(
-    program: RegionProgram,
+    program: SyncProgram,
     params: PyTree,
     key: jax.Array,
     copy: Snapshot,
@@ -125,7 +125,7 @@ def adopt(
     return with_outer(state, flights)
 
 
-def _work(program: RegionProgram, carried: Carried) -> PyTree:
+def _work(program: SyncProgram, carried: Carried) -> PyTree:
     """Return a region's progress since it last had outer parameters in common."""
     state = carried.state
     assert state.sync is not None
@@ -139,7 +139,7 @@ def _work(program: RegionProgram, carried: Carried) -> PyTree:
 
 
 def _flight(
-    program: RegionProgram,
+    program: SyncProgram,
     state: TrainState,
     sync: SyncId,
     abstract: SyncState,
@@ -180,7 +180,7 @@ def _read(frames: Iterator[bytes], like: PyTree) -> PyTree:
     return jax.tree.map(one, like)
 
 
-def max_frame_bytes(program: RegionProgram) -> int:
+def max_frame_bytes(program: SyncProgram) -> int:
     """Return the size of the largest frame that regions send."""
     sync = program.abstract().sync
     leaves = jax.tree.leaves(sync.outer if sync else ())

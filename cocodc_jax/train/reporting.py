@@ -11,7 +11,7 @@ from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
 from cocodc_jax.elastic.messages import Mark
 from cocodc_jax.engine.digests import Marker
-from cocodc_jax.program.region_program import RegionProgram
+from cocodc_jax.engine.sync_program import SyncProgram
 from cocodc_jax.train import joining
 
 
@@ -24,7 +24,7 @@ class Reporter:
     """
 
     def __init__(
-        self, program: RegionProgram, link: Link | inside.Speaker | inside.Listener
+        self, program: SyncProgram, link: Link | inside.Speaker | inside.Listener
     ):
         self._program, self._link = program, link
         self._view = link.view

@@ -86,7 +86,7 @@ def make_setting(mesh, sync):
     regions = Regions.alike(NUM_REGIONS)
     local = LocalRegions.of(mesh, NUM_REGIONS)
     place = OuterPlacement("mesh", "mesh", shardings)
-    trainer = Trainer(loss_fn, UserInputs(), optax.sgd(0.1).init)
+    trainer = Trainer(loss_fn, UserInputs(), optax.sgd(0.1))
     return SyncSpec(sync, regions, fragments, place, shapes, trainer, local, Devices())
 
 
