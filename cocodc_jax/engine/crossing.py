@@ -39,6 +39,7 @@ from cocodc_jax.engine.devices import Devices
 from cocodc_jax.engine.mesh import INSIDE, REGION, regional
 from cocodc_jax.engine.placement import OuterPlacement, Shardings
 from cocodc_jax.engine.region_map import LocalRegions, everywhere, region_shard_map
+from cocodc_jax.sync import needs
 from cocodc_jax.sync.averages import sync_key
 from cocodc_jax.sync.axis import BY_RINGS, GATHERED, SUMMED
 from cocodc_jax.sync.fragments import Fragment, Fragments, PyTree
@@ -108,6 +109,27 @@ class SyncSpec:
         """Whether measured times are sent with messages."""
         return self.sync.schedule.is_measured
 
+    @functools.cached_property
+    def copies(self) -> frozenset[str]:
+        """Names of the copies kept of a fragment in flight, see `sync.needs`."""
+        return self.sync.copies
+
+    @functools.cached_property
+    def wants_batch(self) -> bool:
+        """Whether a merge uses the last batch."""
+        return needs.wants_batch(self.sync.merge.needs)
+
+    @functools.cached_property
+    def wants_key(self) -> bool:
+        """Whether a merge uses a PRNG key of the region."""
+        return needs.wants_key(self.sync.merge.needs)
+
+    @functools.cached_property
+    def reads_opt_state(self) -> bool:
+        """Whether a merge reads the inner optimizer's state."""
+        is_moved = self.trainer.on_merge is not None
+        return is_moved or needs.wants_state(self.sync.merge.needs)
+
     @property
     def is_gathered(self) -> bool:
         """Whether messages are gathered in all regions and decoded there."""
@@ -116,7 +138,7 @@ class SyncSpec:
     @property
     def keeps_staged(self) -> bool:
         """Whether a copy of the fragment is kept while it is in flight."""
-        return STAGED in self.sync.copies
+        return STAGED in self.copies
 
     def kept_shardings(self, fragment_id: int) -> dict[str, Any]:
         """Return shardings of the copies that a start keeps, by name."""

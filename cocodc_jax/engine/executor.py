@@ -202,6 +202,12 @@ class Executor:
         self._moments = MomentPrograms(spec, exchange) if spec.sync.moments else None
         self._average_state = make_model_average(spec)
 
+        self._wants_batch = spec.wants_batch
+        self._is_on_mesh = spec.place.on_mesh
+        # Equal ones of all regions; None if they depend on the event.
+        self._equal: tuple[float, ...] | None = None
+        if spec.sync.weigh is None:
+            self._equal = tuple(spec.regions.weights(0, 1, None).tolist())
         self._make_merges()
         self._make_observations()
 
@@ -340,7 +346,7 @@ class Executor:
     ) -> tuple[TrainState, tuple[AppliedSync, ...]]:
         """Apply the events of `state.step`."""
         last = None
-        if needs.wants_batch(self._spec.sync.merge.needs):
+        if self._wants_batch:
             last = self._devices.at(batches, num_steps - 1)
         run = _Run.of(state, last, times, merged)
         observe = functools.partial(self._observe, run)
@@ -383,6 +389,8 @@ class Executor:
 
     def _weights(self, event: Event) -> tuple[float, ...]:
         """Return the regions' weights in a mean, of sum 1; 0 for silent ones."""
+        if self._equal is not None and event.participating is None:
+            return self._equal
         steps, weigh = (event.since_step, event.start_step), self._spec.sync.weigh
         weights = self._spec.regions.weights(*steps, weigh, event.participating)
         return tuple(weights.tolist())
@@ -466,7 +474,7 @@ class Executor:
         self, k: int, flight: InFlight, outer: PyTree, opt_state: PyTree
     ) -> tuple[PyTree, PyTree, jax.Array]:
         """Take the outer step; return the norm of the mean too."""
-        if not self._spec.place.on_mesh:
+        if not self._is_on_mesh:
             return self._outer.receive(k, flight, outer, opt_state)
         return self._run(self._outer.receive, k, flight, outer, opt_state, waits_for=2)
 
@@ -611,7 +619,7 @@ class Executor:
             needs.HALFWAY not in run.sync.in_flight[p.sync_id].kept for p in flying
         )
         dropped: tuple[Pending, ...] = ()
-        if lacks_copy or needs.wants_batch(self._spec.sync.merge.needs):
+        if lacks_copy or self._wants_batch:
             dropped, flying = tuple(flying), []
         elif state.step and self._schedule.init().in_flight:
             for k, last in enumerate(schedule.last_start):

@@ -128,22 +128,17 @@ def merging(spec: SyncSpec, fragment_id: int, region: RegionState) -> RegionStat
     Of the parameters: the leaves that contain some of the fragment, or all if the rule
     needs the loss of the full model, or a merge changes the optimizer's state.
     """
-    rule, params = spec.sync.merge.needs, region.params
-    wants_batch = needs.wants_batch(rule)
+    params = region.params
+    wants_batch = spec.wants_batch
     if not wants_batch and spec.trainer.on_merge is None:
         params = spec.fragments.only(params, fragment_id)
     return region._replace(
         params=params,
-        opt_state=region.opt_state if _reads_state(spec) else None,
-        key=region.key if needs.wants_key(rule) else None,
+        opt_state=region.opt_state if spec.reads_opt_state else None,
+        key=region.key if spec.wants_key else None,
         per_step=(),
         model_state=region.model_state if wants_batch else (),
     )
-
-
-def _reads_state(spec: SyncSpec) -> bool:
-    """Return whether a merge reads the inner optimizer's state."""
-    return needs.wants_state(spec.sync.merge.needs) or spec.trainer.on_merge is not None
 
 
 def merge_scalars(
@@ -169,13 +164,12 @@ def merge_arguments(
     participating: Any = None,
 ) -> tuple:
     """Return the arguments of a merge, None for those that it does not need."""
-    rule = spec.sync.merge.needs
     frozen, *rest = told
-    wants_batch = needs.wants_batch(rule)
+    wants_batch = spec.wants_batch
     return (
         region.params,
-        region.opt_state if _reads_state(spec) else None,
-        region.key if needs.wants_key(rule) else None,
+        region.opt_state if spec.reads_opt_state else None,
+        region.key if spec.wants_key else None,
         {n: x for n, x in kept.items() if n in needs.REGIONAL_COPIES},
         outer,
         (batch, region.model_state) if wants_batch else None,

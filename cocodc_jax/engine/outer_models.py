@@ -115,6 +115,9 @@ class SharedOuterModel:
         assert isinstance(outer, SharedOuter)
         self._spec, self._outer, self._exchange = spec, outer, exchange
         self._place, self._devices = spec.place, spec.devices
+        self._is_on_mesh = spec.place.on_mesh
+        # Whether the outer state is where the regions are, so that nothing moves.
+        self._is_with_regions = spec.place.kind == "device"
         self._step = self._make_steps()
         self._resize = functools.cache(self._make_resize)
         self._broadcast = [
@@ -207,7 +210,7 @@ class SharedOuterModel:
     def flight_shapes(self, fragment_id: int) -> InFlight:
         """Return shapes of a fragment that was just sent, without its staged copy."""
         part = self._spec.outer_shapes[fragment_id]
-        kept = {STALE: part} if STALE in self._spec.sync.copies else {}
+        kept = {STALE: part} if STALE in self._spec.copies else {}
         return InFlight(part, kept | self._exchange.arrives_with())
 
     def _on_one_channel(self, outer: OuterState) -> OuterState:
@@ -226,7 +229,7 @@ class SharedOuterModel:
         k = event.fragment_id
         memories = self.compressors_of(sync, event.rank)
         kept = {}
-        if STALE in self._spec.sync.copies:  # The outer step donates them.
+        if STALE in self._spec.copies:  # The outer step donates them.
             kept[STALE] = self._copied(sync.outer.params[k])
         anchor = sync.stale_params[k] if sync.stale_params else self.on_mesh(sync, k)
         if not self._spec.sync.robust:  # Which looks at all parameters.
@@ -248,7 +251,7 @@ class SharedOuterModel:
 
     def arrived(self, fragment_id: int, flight: InFlight, outer: Fragment) -> Fragment:
         """Return the mean, in the placement of the outer fragment."""
-        if self._place.on_mesh:
+        if self._is_on_mesh or self._is_with_regions:
             return flight.mean
         where = jax.tree.map(lambda x: x.sharding, outer)
         return self._devices.move(flight.mean, where)
@@ -263,10 +266,12 @@ class SharedOuterModel:
     def on_mesh(self, sync: SyncState, fragment_id: int) -> Fragment:
         """Return an outer fragment as regions receive it, on the mesh."""
         part, state = sync.outer.entry(fragment_id)
-        if self._place.on_mesh:
+        if self._is_on_mesh:
             return self._broadcast[fragment_id](*self.given(part, state))
         if self._start is not None:
             part = self._start(part, state)
+        if self._is_with_regions:
+            return part
         return self._devices.move(part, self._spec.shardings.fragments[fragment_id])
 
     def given(self, params: Fragment, opt_state: PyTree) -> tuple[Fragment, PyTree]:
