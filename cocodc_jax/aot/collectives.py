@@ -24,9 +24,14 @@ from cocodc_jax.aot.costs import flops
 from cocodc_jax.aot.hlo import Array, Computation, Instruction, Module
 
 KINDS = (
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
-    "collective-permute", "collective-broadcast",
-)  # fmt: skip
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 # Of a mesh over several slices: what the hosts carry.
 BETWEEN_SLICES = "slice"
 
@@ -57,71 +62,83 @@ def collectives(module: Module, mesh_shape: dict[str, int]) -> list[Collective]:
     collectives, the module is one slice's, and numbers its devices alone.
     """
     busy = _busy_loops(module)
-    found: dict[tuple, Collective] = {}
+    by_channel: dict[tuple, Collective] = {}
     for computation in module:
         times = module.executions[computation.name]
-        for each in computation.instructions if times else ():
-            if (one := _read(each, computation, module, mesh_shape, busy)) is None:
+        if not times:
+            continue
+
+        for instruction in computation.instructions:
+            collective = _read(instruction, computation, module, mesh_shape, busy)
+            if collective is None:
                 continue
-            channel = re.search(r"channel_id=(\d+)", each.attributes)
+
+            channel = re.search(r"channel_id=(\d+)", instruction.attributes)
             # Hosts' transfers are numbered for themselves.
-            number = channel[1] if channel and each.opcode != "send" else "1"
-            key = (one.kind, each.name if number == "1" else number)
-            one = dataclasses.replace(one, times=times)
-            parts = (one, found.get(key, one))
-            found[key] = dataclasses.replace(
+            number = channel[1] if channel and instruction.opcode != "send" else "1"
+            key = (collective.kind, instruction.name if number == "1" else number)
+            collective = dataclasses.replace(collective, times=times)
+            parts = (collective, by_channel.get(key, collective))
+            by_channel[key] = dataclasses.replace(
                 max(parts, key=lambda part: part.num_bytes),
                 times=max(part.times for part in parts),
                 is_async=any(part.is_async for part in parts),
                 spans=any(part.spans for part in parts),
             )
-    return list(found.values())
+
+    return list(by_channel.values())
 
 
 def _read(
-    each: Instruction,
-    inside: Computation,
+    instruction: Instruction,
+    computation: Computation,
     module: Module,
     mesh_shape: dict[str, int],
     busy: frozenset[str],
 ) -> Collective | None:
     """Read the collective that an instruction starts or is, if it is one."""
-    if each.opcode == "send":
-        return _read_send(each, inside, busy)
-    kind = each.opcode.removesuffix("-start")
+    if instruction.opcode == "send":
+        return _read_send(instruction, computation, busy)
+
+    kind = instruction.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
-    groups = replica_groups(each.attributes)
+
+    groups = replica_groups(instruction.attributes)
     size = math.prod(mesh_shape.values()) if groups is None else len(groups[0])
-    result = each.shape
+    result = instruction.shape
+
     # A start's result is a tuple of operands, results and contexts; but for this one.
-    if each.opcode.endswith("-start") and each.opcode != "all-reduce-start":
-        result = hlo.elements(result)[1]
+    is_start = instruction.opcode.endswith("-start")
+    if is_start and instruction.opcode != "all-reduce-start":
+        _, result, *_ = hlo.elements(result)
     all_arrays = hlo.arrays(result)
+
     num_bytes = float(sum(array.num_bytes for array in all_arrays))
     if kind == "reduce-scatter":
         num_bytes *= size  # Whole before it.
     # A TPU's reduce-scatter is an all-reduce and a slice, fused.
-    if kind == "all-reduce" and inside.name.startswith("all-reduce-scatter"):
+    if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"
+
     wrappers = [
-        (other, computation)
-        for computation in module
-        for other in computation.instructions
+        (other, caller)
+        for caller in module
+        for other in caller.instructions
         if other.opcode == "async-start"
-        and inside.name in other.called.get("calls", ())
+        and computation.name in other.called.get("calls", ())
     ]
-    starts = [(each, inside), *wrappers]
-    is_async = each.opcode.endswith("-start") or "async" in inside.name
+    starts = [(instruction, computation), *wrappers]
+    is_async = is_start or "async" in computation.name
     return Collective(
         kind=kind,
         axes=_axes(groups, mesh_shape),
         num_bytes=_received(kind, num_bytes, size),
         times=1,
         is_async=is_async or bool(wrappers),
-        spans=any(_spans(start, there, busy) for start, there in starts),
+        spans=any(_spans(start, caller, busy) for start, caller in starts),
         array=max(all_arrays, key=lambda array: array.num_bytes),
-        name=each.name,
+        name=instruction.name,
     )
 
 
@@ -134,21 +151,24 @@ def _received(kind: str, num_bytes: float, group_size: int) -> float:
 
 
 def _read_send(
-    each: Instruction, inside: Computation, busy: frozenset[str]
+    instruction: Instruction, computation: Computation, busy: frozenset[str]
 ) -> Collective:
     """Read a transfer by the hosts, from the end that sends.
 
     It spans what is before the end of receiving: sending ends once the host has taken
     the bytes, before the network has carried them.
     """
-    named = dict(re.findall(r'(_xla_\w+)="([^"]*)"', each.attributes))
+    named = dict(re.findall(r'(_xla_\w+)="([^"]*)"', instruction.attributes))
     kind = named.get("_xla_megascale_transfer_type", "send").lower().replace("_", "-")
-    array = each.arrays[0]
+    array = instruction.arrays[0]
+
     halves = []
-    if rendezvous := named.get("_xla_host_transfer_rendezvous"):
-        said = f'_xla_host_transfer_rendezvous="{rendezvous}"'
-        recvs = (x for x in inside.instructions if x.opcode == "recv")
-        halves = [x for x in recvs if said in x.attributes]
+    rendezvous = named.get("_xla_host_transfer_rendezvous")
+    if rendezvous:
+        mark = f'_xla_host_transfer_rendezvous="{rendezvous}"'
+        recvs = (x for x in computation.instructions if x.opcode == "recv")
+        halves = [x for x in recvs if mark in x.attributes]
+
     # What is gathered arrives whole; of a sum each device has its own share only.
     received = [half.arrays[0].num_bytes for half in halves]
     return Collective(
@@ -157,16 +177,16 @@ def _read_send(
         num_bytes=float(max(received, default=array.num_bytes)),
         times=1,
         is_async=True,
-        spans=all(_spans(half, inside, busy) for half in halves or (each,)),
+        spans=all(_spans(half, computation, busy) for half in halves or (instruction,)),
         array=array,
-        name=each.name,
+        name=instruction.name,
     )
 
 
-def _spans(start: Instruction, inside: Computation, busy: frozenset[str]) -> bool:
-    begin = [*inside.by_name].index(start.name)
+def _spans(start: Instruction, computation: Computation, busy: frozenset[str]) -> bool:
+    begin = [*computation.by_name].index(start.name)
     names = []
-    for other in inside.instructions[begin:]:
+    for other in computation.instructions[begin:]:
         if other.opcode.endswith("-done") and start.name in other.operands:
             return not busy.isdisjoint(names)
         names.append(other.name)
@@ -180,9 +200,15 @@ def _busy_loops(module: Module) -> frozenset[str]:
         bodies = loop.called.get("body", ())
         return any(flops(dataclasses.replace(module, entry=x)) > 0 for x in bodies)
 
-    every = itertools.chain(*(computation.instructions for computation in module))
-    loops = (each for each in every if each.opcode == "while")
-    return frozenset(each.name for each in loops if multiplies(each))
+    instructions = itertools.chain(
+        *(computation.instructions for computation in module)
+    )
+    loops = (
+        instruction for instruction in instructions if instruction.opcode == "while"
+    )
+    return frozenset(
+        instruction.name for instruction in loops if multiplies(instruction)
+    )
 
 
 def _axes(groups: np.ndarray | None, mesh_shape: dict[str, int]) -> tuple[str, ...]:
@@ -215,29 +241,45 @@ def replica_groups(attributes: str) -> np.ndarray | None:
         r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}:]*)\}",
         attributes,
     )
+
     if named:
-        sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        shape = list(sizes.values())
-        ids = np.arange(math.prod(shape)).reshape(_numbers(named[2] or "") or shape)
-        ids = ids.transpose(_numbers(named[3])) if named[3] else ids
-        together = re.findall(r"'(\w+)'", named[4])
-        last = [list(sizes).index(name) for name in together]
-        ids = np.moveaxis(ids.reshape(shape), last, range(-len(last), 0))
-        return ids.reshape(-1, math.prod(sizes[name] for name in together))
+        return _groups_of_axes(named)
+
     iota = re.search(
         r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
     )
     if iota:
         shape, source, order = (_numbers(part or "") for part in iota.groups())
         ids = np.arange(math.prod(source)).reshape(source)
-        return (ids.transpose(order) if order else ids).reshape(shape)
-    found = re.search(
+        if order:
+            ids = ids.transpose(order)
+        return ids.reshape(shape)
+
+    listed = re.search(
         r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}\s]*\})\}", attributes
     )
-    if not found:
+    if not listed:
         return None
-    groups = [_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", found[1])]
+
+    groups = [_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", listed[1])]
     return np.array(groups) if groups else None
+
+
+def _groups_of_axes(named: re.Match) -> np.ndarray:
+    """Return groups that are written as axes of a mesh; see `replica_groups`."""
+    axes, device_shape, order, group_axes = named.groups()
+    sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", axes)}
+    shape = list(sizes.values())
+
+    ids = np.arange(math.prod(shape)).reshape(_numbers(device_shape or "") or shape)
+    if order:
+        ids = ids.transpose(_numbers(order))
+
+    # Axes along which a group lies come last.
+    together = re.findall(r"'(\w+)'", group_axes)
+    last = [list(sizes).index(name) for name in together]
+    ids = np.moveaxis(ids.reshape(shape), last, range(-len(last), 0))
+    return ids.reshape(-1, math.prod(sizes[name] for name in together))
 
 
 def _numbers(text: str) -> list[int]:

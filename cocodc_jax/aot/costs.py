@@ -51,9 +51,9 @@ def flops(module: Module, even_share: float = 1.0) -> float:
     of groups' rows that are multiplied; the rest is padding.
     """
 
-    def cost(each: Instruction, inside: Computation) -> float:
-        share = even_share if re.match(_GROUPED, each.name) else 1.0
-        return _flops_of(each, inside) * share
+    def cost(instruction: Instruction, computation: Computation) -> float:
+        share = even_share if re.match(_GROUPED, instruction.name) else 1.0
+        return _flops_of(instruction, computation) * share
 
     return _summed(cost, module)
 
@@ -61,61 +61,82 @@ def flops(module: Module, even_share: float = 1.0) -> float:
 def _summed(cost: Callable[[Instruction, Computation], float], module: Module) -> float:
     """Sum what every instruction costs, as often as it runs."""
     total = 0.0
-    for inside in module:
-        if times := module.executions[inside.name]:
-            total += times * sum(cost(each, inside) for each in inside.instructions)
+    for computation in module:
+        if times := module.executions[computation.name]:
+            total += times * sum(
+                cost(instruction, computation)
+                for instruction in computation.instructions
+            )
     return total
 
 
-def _flops_of(each: Instruction, inside: Computation) -> float:
-    if each.opcode == "dot":
-        return _dot_flops(each, inside, r"lhs_contracting_dims=\{([\d,]*)\}")
-    if each.opcode == "convolution":
-        return _convolution_flops(each, inside)
-    if each.opcode != "custom-call":
+def _flops_of(instruction: Instruction, computation: Computation) -> float:
+    if instruction.opcode == "dot":
+        return _dot_flops(
+            instruction, computation, r"lhs_contracting_dims=\{([\d,]*)\}"
+        )
+    if instruction.opcode == "convolution":
+        return _convolution_flops(instruction, computation)
+    if instruction.opcode != "custom-call":
         return 0.0
-    if "__cublas" in each.attributes:
-        return _dot_flops(each, inside, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+    if "__cublas" in instruction.attributes:
+        return _dot_flops(
+            instruction, computation, r'"lhs_contracting_dimensions":\[([^\]]*)\]'
+        )
+
     operands = [
         (array.dtype, array.dims)
-        for name in each.operands
-        for array in inside.by_name[name].arrays[:1]
+        for name in instruction.operands
+        for array in computation.by_name[name].arrays[:1]
     ]
-    if "__cudnn$fmha" in each.attributes:
-        return cudnn_flops("Backward" in each.attributes, operands[0][1])
-    if re.match(_GROUPED, each.name):
+    if "__cudnn$fmha" in instruction.attributes:
+        return cudnn_flops("Backward" in instruction.attributes, operands[0][1])
+    if re.match(_GROUPED, instruction.name):
         return _grouped_flops(operands)
-    return splash_flops(each.name + each.attributes, operands)
+
+    return splash_flops(instruction.name + instruction.attributes, operands)
 
 
-def _dot_flops(each: Instruction, inside: Computation, contracted: str) -> float:
+def _dot_flops(
+    instruction: Instruction, computation: Computation, contracted: str
+) -> float:
     """Count a product whose contracted axes a pattern finds in its attributes."""
-    left = _dims(inside, each.operands[0])
-    found = re.search(contracted, each.attributes)
-    axes = re.findall(r"\d+", found[1]) if found else ()
-    return 2.0 * math.prod(each.arrays[0].dims) * math.prod(left[int(x)] for x in axes)
+    left = _dims(computation, instruction.operands[0])
+    dimensions = re.search(contracted, instruction.attributes)
+    axes = re.findall(r"\d+", dimensions[1]) if dimensions else ()
+    return (
+        2.0
+        * math.prod(instruction.arrays[0].dims)
+        * math.prod(left[int(x)] for x in axes)
+    )
 
 
-def _convolution_flops(each: Instruction, inside: Computation) -> float:
+def _convolution_flops(instruction: Instruction, computation: Computation) -> float:
     """Count pairs of output and kernel places that meet an element, not a padding.
 
     A batch of products is written as a convolution over places of which each output
     meets one: only these are computed.
     """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", each.attributes)
-    assert labels, each.attributes
-    left, right = (_dims(inside, name) for name in each.operands[:2])
-    out = each.arrays[0].dims
-    window = re.search(r"window=\{([^}]*)\}", each.attributes)
-    said = dict(re.findall(r"(\w+)=([\w-]+)", window[1] if window else ""))
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    assert labels, instruction.attributes
+    left, right = (_dims(computation, name) for name in instruction.operands[:2])
+    out = instruction.arrays[0].dims
+    window = re.search(r"window=\{([^}]*)\}", instruction.attributes)
+    settings = dict(re.findall(r"(\w+)=([\w-]+)", window[1] if window else ""))
     num_spatial = sum(label.isdigit() for label in labels[1])
 
     def numbers(name: str, default: str = "1") -> list[int]:
-        texts = said[name].split("x") if name in said else [default] * num_spatial
+        texts = (
+            settings[name].split("x") if name in settings else [default] * num_spatial
+        )
         return [int(text.split("_")[0]) for text in texts]
 
-    size, stride, low = numbers("size"), numbers("stride"), numbers("pad", "0_0")
-    left_dilation, right_dilation = numbers("lhs_dilate"), numbers("rhs_dilate")
+    size = numbers("size")
+    stride = numbers("stride")
+    low = numbers("pad", "0_0")
+    left_dilation = numbers("lhs_dilate")
+    right_dilation = numbers("rhs_dilate")
+
     products = 1.0
     for i in range(num_spatial):
         outputs = np.arange(out[labels[3].index(str(i))])[:, None] * stride[i]
@@ -123,12 +144,13 @@ def _convolution_flops(each: Instruction, inside: Computation) -> float:
         last = (left[labels[1].index(str(i))] - 1) * left_dilation[i]
         meets = (place >= 0) & (place <= last) & (place % left_dilation[i] == 0)
         products *= int(meets.sum())
+
     outputs = out[labels[3].index("b")] * out[labels[3].index("f")]
     return 2.0 * outputs * right[labels[2].index("i")] * products
 
 
-def _dims(inside: Computation, name: str) -> tuple[int, ...]:
-    return inside.by_name[name].arrays[0].dims
+def _dims(computation: Computation, name: str) -> tuple[int, ...]:
+    return computation.by_name[name].arrays[0].dims
 
 
 def _grouped_flops(operands: Sequence[Operand]) -> float:
@@ -142,11 +164,13 @@ def _grouped_flops(operands: Sequence[Operand]) -> float:
     >>> _grouped_flops([("s32", (5,)), ("bf16", (8, 2)), ("bf16", (8, 3))])
     96.0
     """
-    found = [dims for dtype, dims in operands if dtype in _FLOATS]
-    if len(found) < 2:
+    float_shapes = [dims for dtype, dims in operands if dtype in _FLOATS]
+    if len(float_shapes) < 2:
         return 0.0
-    (rows, inside), (*of_experts, one, other) = found[-2:]
-    return 2.0 * rows * (one if of_experts else inside) * other
+
+    (rows, width), (*num_experts, first, last) = float_shapes[-2:]
+    contracted = first if num_experts else width
+    return 2.0 * rows * contracted * last
 
 
 def splash_flops(name: str, operands: Sequence[Operand]) -> float:
@@ -156,10 +180,10 @@ def splash_flops(name: str, operands: Sequence[Operand]) -> float:
         return 0.0
     # Queries [..., L, d] come first of all that has heads, then keys; the rest says
     # which blocks.
-    (*batch, num_own, width), (*_, length, _) = [
+    (*batch, num_local, width), (*_, length, _) = [
         dims for dtype, dims in operands if len(dims) >= 3 and dtype in _FLOATS
     ][:2]
-    pairs = math.prod(batch) * num_own * length * splash_share(length, num_own)
+    pairs = math.prod(batch) * num_local * length * splash_share(length, num_local)
     return 2.0 * _SPLASH[kernel[1]] * pairs * width
 
 
@@ -178,35 +202,44 @@ def hbm_bytes(module: Module) -> float:
     update, also where a fusion does it.
     """
 
-    def moved(each: Instruction, inside: Computation) -> float:
-        return 0 if inside.name in module.fused else _moved(each, inside, module)
+    def moved(instruction: Instruction, computation: Computation) -> float:
+        return (
+            0
+            if computation.name in module.fused
+            else _moved(instruction, computation, module)
+        )
 
     return _summed(moved, module)
 
 
-def _moved(each: Instruction, inside: Computation, module: Module) -> float:
-    if each.opcode in _FREE or each.opcode.endswith("-done"):
+def _moved(instruction: Instruction, computation: Computation, module: Module) -> float:
+    if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
         return 0
-    if each.opcode == "fusion":
-        return _moved_by_fusion(each, inside, module)
-    if each.opcode in ("dynamic-slice", "gather", "slice"):
-        return 2 * _in_hbm(each.shape)
-    if each.opcode == "dynamic-update-slice":
-        return 2 * _in_hbm(inside.by_name[each.operands[1]].shape)
-    read = sum(_in_hbm(inside.by_name[name].shape) for name in each.operands)
-    if each.opcode.endswith("-start"):  # Its shape names the operands again.
+    if instruction.opcode == "fusion":
+        return _moved_by_fusion(instruction, computation, module)
+    if instruction.opcode in ("dynamic-slice", "gather", "slice"):
+        return 2 * _in_hbm(instruction.shape)
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * _in_hbm(computation.by_name[instruction.operands[1]].shape)
+
+    read = sum(
+        _in_hbm(computation.by_name[name].shape) for name in instruction.operands
+    )
+    if instruction.opcode.endswith("-start"):  # Its shape names the operands again.
         return 2 * read
-    return read + _in_hbm(each.shape)
+    return read + _in_hbm(instruction.shape)
 
 
-def _moved_by_fusion(each: Instruction, inside: Computation, module: Module) -> float:
-    fused = module.computations[each.called["calls"][0]]
+def _moved_by_fusion(
+    instruction: Instruction, computation: Computation, module: Module
+) -> float:
+    fused = module.computations[instruction.called["calls"][0]]
     total = 0.0
     for number, line in _parameters(fused).items():
-        operand = inside.by_name[each.operands[number]]
+        operand = computation.by_name[instruction.operands[number]]
         if any(array.is_in_hbm for array in operand.arrays):
             total += min(_part_read(line.name, fused, module), operand.num_bytes)
-    return total + _written(each, fused)
+    return total + _written(instruction, fused)
 
 
 def _parameters(fused: Computation) -> dict[int, Instruction]:
@@ -221,6 +254,7 @@ def _part_read(name: str, fused: Computation, module: Module) -> float:
         for place, operand in enumerate(user.operands):
             if operand != name or user.opcode == "parameter":
                 continue
+
             if user.opcode == "bitcast":
                 read = _part_read(user.name, fused, module)
             elif user.opcode == "dynamic-slice" and place == 0:
@@ -232,20 +266,26 @@ def _part_read(name: str, fused: Computation, module: Module) -> float:
                 read = _part_read(_parameters(inner)[place].name, inner, module)
             else:
                 read = math.inf
+
             part += read
+
     return part
 
 
-def _written(each: Instruction, fused: Computation) -> float:
-    root, total = fused.root, 0
+def _written(instruction: Instruction, fused: Computation) -> float:
+    root = fused.root
+    total = 0
+
     results = root.operands if root.opcode == "tuple" else (root.name,)
-    for name, array in zip(results, each.arrays, strict=False):
-        line, written = fused.by_name[name], array
+    for name, array in zip(results, instruction.arrays, strict=False):
+        line = fused.by_name[name]
+        written = array
         while line.opcode == "bitcast":
             line = fused.by_name[line.operands[0]]
         if line.opcode == "dynamic-update-slice":
             written = fused.by_name[line.operands[1]]
         total += written.num_bytes if array.is_in_hbm else 0
+
     return total
 
 
@@ -274,42 +314,51 @@ def written_flops(jaxpr: Any, even_share: float = 1.0) -> float:
 
 
 def _summed_over(jaxpr: Any, even_share: float) -> float:
-    return sum(_written_flops_of(each, even_share) for each in _open(jaxpr).eqns)
+    return sum(
+        _written_flops_of(equation, even_share) for equation in _open(jaxpr).eqns
+    )
 
 
-def _written_flops_of(each: Any, even_share: float) -> float:
-    name, params = each.primitive.name, each.params
+def _written_flops_of(equation: Any, even_share: float) -> float:
+    name = equation.primitive.name
+    params = equation.params
     if name == "dot_general":
         contracted = params["dimension_numbers"][0][0]
-        left, out = each.invars[0].aval.shape, each.outvars[0].aval.shape
+        left = equation.invars[0].aval.shape
+        out = equation.outvars[0].aval.shape
         size = math.prod(left[axis] for axis in contracted)
         return 2.0 * math.prod(out) * size
     if name == "ragged_dot_general":
-        return _ragged_flops(each) * even_share
-    avals = [x.aval for x in each.invars]
+        return _ragged_flops(equation) * even_share
+
+    avals = [x.aval for x in equation.invars]
     if name in _CUDNN:
         return cudnn_flops("_bwd_" in name, avals[0].shape)
     if name == "pallas_call":
         operands = [(str(aval.dtype), aval.shape) for aval in avals]
         return splash_flops(str(params.get("name")), operands)
+
     inside = [_summed_over(jaxpr, even_share) for jaxpr in _bodies(params)]
     if name == "cond":
-        is_further = FURTHER_ROUND in str(each.source_info.name_stack)
+        is_further = FURTHER_ROUND in str(equation.source_info.name_stack)
         return min(inside) if is_further else max(inside)
+
     times = 1
     if name == "scan":
         times = params["length"]
     if name == "shard_map":
-        mesh, axes = params["mesh"], params["newly_manual_axes"]
+        mesh = params["mesh"]
+        axes = params["newly_manual_axes"]
         times = math.prod(mesh.shape[axis] for axis in axes)
+
     return sum(inside) * times
 
 
-def _ragged_flops(each: Any) -> float:
+def _ragged_flops(equation: Any) -> float:
     """Count a product of groups: each row is multiplied by one group's matrix."""
-    numbers = each.params["ragged_dot_dimension_numbers"]
+    numbers = equation.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
-    left, right, *_ = (x.aval.shape for x in each.invars)
+    left, right, *_ = (x.aval.shape for x in equation.invars)
     others = {*contracted, *batch, *numbers.rhs_group_dimensions}
     free = [size for axis, size in enumerate(right) if axis not in others]
     return 2.0 * math.prod(left) * math.prod(free)
@@ -317,9 +366,9 @@ def _ragged_flops(each: Any) -> float:
 
 def _bodies(params: dict[str, Any]) -> Iterator[Any]:
     for value in params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(_open(one), "eqns"):
-                yield one
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(_open(item), "eqns"):
+                yield item
 
 
 def _open(jaxpr: Any) -> Any:

@@ -27,7 +27,8 @@ _CALLED = re.compile(
 # Of a call the computation that it runs, of others what is done to single elements.
 _APPLIED = re.compile(r"\bto_apply=%?([\w.<>-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_OPENS, _CLOSES = "({[", ")}]"
+_OPENS = "({["
+_CLOSES = ")}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +69,12 @@ class Instruction:
     @functools.cached_property
     def called(self) -> dict[str, tuple[str, ...]]:
         """Computations that it calls, by what for: calls, body, condition."""
-        found = {
+        called = {
             kind: tuple(re.findall(r"[\w.<>-]+", names))
             for kind, names in _CALLED.findall(self.attributes)
         }
         applied = _APPLIED.search(self.attributes) if self.opcode == "call" else None
-        return found | {"calls": (applied[1],)} if applied else found
+        return called | {"calls": (applied[1],)} if applied else called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Computation:
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
         """The instructions by their names, in order."""
-        return {each.name: each for each in self.instructions}
+        return {instruction.name: instruction for instruction in self.instructions}
 
     @property
     def root(self) -> Instruction:
@@ -111,20 +112,21 @@ class Module:
         As the compiler has noted it; else the constant that the condition compares
         with, as a scan counts from 0 in steps of 1; else 1.
         """
-        if noted := _TRIPS.search(loop.attributes):
-            return int(noted[1])
+        if known := _TRIPS.search(loop.attributes):
+            return int(known[1])
         constants = [
-            int(each.operands[0])
+            int(instruction.operands[0])
             for name in loop.called.get("condition", ())
-            for each in self._with_callees(self.computations[name])
-            if each.opcode == "constant" and re.fullmatch(r"\d+", each.operands[0])
+            for instruction in self._with_callees(self.computations[name])
+            if instruction.opcode == "constant"
+            and re.fullmatch(r"\d+", instruction.operands[0])
         ]
         return max(constants, default=1)
 
     def _with_callees(self, computation: Computation) -> Iterator[Instruction]:
-        for each in computation.instructions:
-            yield each
-            for name in each.called.get("calls", ()):
+        for instruction in computation.instructions:
+            yield instruction
+            for name in instruction.called.get("calls", ()):
                 yield from self._with_callees(self.computations[name])
 
     @functools.cached_property
@@ -138,11 +140,14 @@ class Module:
 
         def visit(name: str, count: int) -> None:
             times[name] += count
-            for each in self.computations[name].instructions:
-                if each.opcode == "conditional" and FURTHER_ROUND in each.attributes:
+            for instruction in self.computations[name].instructions:
+                if (
+                    instruction.opcode == "conditional"
+                    and FURTHER_ROUND in instruction.attributes
+                ):
                     continue
-                for kind, callees in each.called.items():
-                    trips = self.trip_count(each) if kind == "body" else 1
+                for kind, callees in instruction.called.items():
+                    trips = self.trip_count(instruction) if kind == "body" else 1
                     for callee in callees:
                         visit(callee, count * trips)
 
@@ -152,33 +157,51 @@ class Module:
     @functools.cached_property
     def fused(self) -> frozenset[str]:
         """Computations inside fusions: what they hold between never is an array."""
-        found: set[str] = set()
-        every = itertools.chain(*(computation.instructions for computation in self))
-        callers = [each for each in every if each.opcode == "fusion"]
+        fused: set[str] = set()
+        callers = [
+            instruction
+            for computation in self
+            for instruction in computation.instructions
+            if instruction.opcode == "fusion"
+        ]
+
         while callers:
-            new = {n for x in callers for names in x.called.values() for n in names}
-            new -= found
-            found |= new
-            callers = [x for n in new for x in self.computations[n].instructions]
-        return frozenset(found)
+            called = {
+                name
+                for caller in callers
+                for callees in caller.called.values()
+                for name in callees
+            }
+            new = called - fused
+            fused |= new
+            callers = [
+                caller
+                for name in new
+                for caller in self.computations[name].instructions
+            ]
+
+        return frozenset(fused)
 
 
 def parse(text: str) -> Module:
     """Read a module from the text that `as_text` gives."""
     computations: dict[str, Computation] = {}
-    entry = name = ""
+    entry = ""
+    name = ""  # Of the computation that is being read.
     instructions: list[Instruction] = []
     for raw in text.splitlines():
         line = _COMMENT.sub("", raw)
         if header := _HEADER.match(line):
-            name, instructions = header[2], []
+            name = header[2]
+            instructions = []
             entry = name if header[1] else entry
         elif name and _END.match(line):
             computations[name] = Computation(name, tuple(instructions))
             name = ""
-        elif name and (found := _NAME.match(line)):
-            rest = line[found.end() :]
-            instructions.append(_instruction(found[2], rest, bool(found[1])))
+        elif name and (match := _NAME.match(line)):
+            rest = line[match.end() :]
+            instructions.append(_instruction(match[2], rest, bool(match[1])))
+
     if entry not in computations:
         raise ValueError("the text has no ENTRY computation: it is no HLO module")
     return Module(computations, entry)
@@ -186,7 +209,8 @@ def parse(text: str) -> Module:
 
 def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
     end = _closing(rest) if rest.startswith("(") else rest.index(" ")
-    shape, rest = rest[:end], rest[end:].lstrip()
+    shape = rest[:end]
+    rest = rest[end:].lstrip()
     opcode, _, rest = rest.partition("(")
     end = _closing("(" + rest) - 2
     operands = tuple(
@@ -229,12 +253,12 @@ def arrays(shape: str) -> tuple[Array, ...]:
     >>> arrays("(bf16[2,8]{1,0:T(8,128)(2,1)S(1)}, u32[], token[])")[0]
     Array(dtype='bf16', dims=(2, 8), is_in_hbm=False)
     """
-    found = []
+    result = []
     for dtype, dims, layout in _ARRAY.findall(shape):
         if dtype not in ("token", "opaque"):
             sizes = tuple(int(size) for size in dims.split(",") if size)
-            found.append(Array(dtype, sizes, "S(" not in layout or "S(0)" in layout))
-    return tuple(found)
+            result.append(Array(dtype, sizes, "S(" not in layout or "S(0)" in layout))
+    return tuple(result)
 
 
 def dtype_bits(dtype: str) -> int:
@@ -243,5 +267,5 @@ def dtype_bits(dtype: str) -> int:
     >>> [dtype_bits(name) for name in ("pred", "s4", "f8e4m3fn", "bf16", "c64")]
     [8, 4, 8, 16, 64]
     """
-    found = re.match(r"[a-z]+(\d+)", dtype)
-    return int(found[1]) if found else 8
+    bits = re.match(r"[a-z]+(\d+)", dtype)
+    return int(bits[1]) if bits else 8

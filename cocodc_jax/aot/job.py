@@ -69,51 +69,55 @@ class Job:
         each, as `main` writes them. Raises `CompileError` or `UnknownProgramError`.
         """
         with tempfile.TemporaryDirectory() as folder:
-            names = ("job", "records", "log")
-            job, records, log = (pathlib.Path(folder) / name for name in names)
-            records.touch()
-            told = dict(
+            job = pathlib.Path(folder, "job")
+            records = pathlib.Path(folder, "records")
+            log = pathlib.Path(folder, "log")
+            description = dict(
                 config=self.config.to_json(),
                 target=str(self.target),
                 slices=self.target.slices,
                 programs=self.programs,
                 hlo_dir=self.hlo_dir and str(self.hlo_dir),
             )
-            job.write_text(json.dumps(told))
-            found: list[Record] = []
+            job.write_text(json.dumps(description))
+            records.touch()
+
+            lines: list[Record] = []
+            words = ("-m", "cocodc_jax.aot.job", str(job), str(records))
             with records.open() as stream:
-                words = ("-m", "cocodc_jax.aot.job", str(job), str(records))
                 code = children.run(
                     [sys.executable, *words],
                     os.environ | self.target.environment(),
                     log,
-                    lambda: _follow(stream, found, begins),
+                    lambda: _follow(stream, lines, begins),
                 )
             if code:
-                raise CompileError(_why(code, found, log.read_text()))
-        about = next(line["about"] for line in found if "about" in line)
-        programs = [line["program"] for line in found if "program" in line]
+                raise CompileError(_why(code, lines, log.read_text()))
+
+        about = next(line["about"] for line in lines if "about" in line)
+        programs = [line["program"] for line in lines if "program" in line]
         if not programs:
-            names = next(line["names"] for line in found if "names" in line)
+            names = next(line["names"] for line in lines if "names" in line)
             raise UnknownProgramError(
                 f"programs={self.programs!r} is found in none of {', '.join(names)}"
             )
+
         return about, programs
 
 
-def _follow(stream: TextIO, found: list[Record], begins: Begins) -> None:
-    """Read the lines that have come since, and tell of programs that begin."""
+def _follow(stream: TextIO, lines: list[Record], begins: Begins) -> None:
+    """Read the lines that were written since, and report programs that begin."""
     at = stream.tell()
     while (line := stream.readline()).endswith("\n"):
-        found.append(json.loads(line))
+        lines.append(json.loads(line))
         at = stream.tell()
-        if "begins" in found[-1]:
-            begins(*found[-1]["begins"])
+        if "begins" in lines[-1]:
+            begins(*lines[-1]["begins"])
     stream.seek(at)  # The rest of a line is still being written.
 
 
-def _why(code: int, found: list[Record], log: str) -> str:
-    started = [line["begins"] for line in found if "begins" in line]
+def _why(code: int, lines: list[Record], log: str) -> str:
+    started = [line["begins"] for line in lines if "begins" in line]
     name = started[-1][0] if started else "what comes first"
     tail = "\n".join(log.strip().splitlines()[-12:])
     how = f"ended with code {code}"
@@ -127,7 +131,8 @@ def main(job_file: str, records_file: str) -> None:
     job = json.loads(pathlib.Path(job_file).read_text())
     config = TrainConfig.from_json(job["config"])
     built = programs.build(config, Target.parse(job["target"], job["slices"]))
-    num_devices, chip = built.mesh.size, device_of(built.target, built.mesh)
+    num_devices = built.mesh.size
+    chip = device_of(built.target, built.mesh)
     about = dict(
         num_devices=num_devices,
         mesh=dict(built.mesh.shape),
@@ -140,6 +145,7 @@ def main(job_file: str, records_file: str) -> None:
         recomputed_flops=programs.recomputed_flops(built, config),
         least_bytes_inside=programs.least_bytes_inside(built, config),
     )
+
     with open(records_file, "w", buffering=1) as records:
 
         def write(**values: Any) -> None:
@@ -147,6 +153,7 @@ def main(job_file: str, records_file: str) -> None:
 
         write(about=about)
         write(names=[listed.name for listed in built.listed])
+
         chosen = [x for x in built.listed if re.search(job["programs"], x.name)]
         for number, listed in enumerate(chosen, 1):
             write(begins=[listed.name, number, len(chosen)])
@@ -163,6 +170,7 @@ def compile_one(built: Built, listed: LoweredProgram, hlo_dir: str | None) -> Re
         options=dict(listed.options),
         held_bytes=programs.held_bytes(built, listed),
     )
+
     traced = listed.program.trace(*listed.arguments)
     lowered = traced.lower(lowering_platforms=(built.target.chip.platform,))
     try:
@@ -177,11 +185,14 @@ def compile_one(built: Built, listed: LoweredProgram, hlo_dir: str | None) -> Re
             refused=str(error).splitlines()[0],
             temp_bytes=needed,
         )
+
     record["seconds"] = time.perf_counter() - began
+
     text = compiled.as_text()
     if hlo_dir:
         name = listed.name.replace(" ", "_") + ".txt"
         (pathlib.Path(hlo_dir) / name).write_text(text)
+
     memory = compiled.memory_analysis()
     record |= dict(
         argument_bytes=memory.argument_size_in_bytes,
@@ -196,51 +207,66 @@ def compile_one(built: Built, listed: LoweredProgram, hlo_dir: str | None) -> Re
     peak = record["argument_bytes"] + record["output_bytes"] - record["alias_bytes"]
     peak += record["temp_bytes"] + record["code_bytes"] + record["held_bytes"]
     hbm_bytes = device_of(built.target, built.mesh).hbm_bytes
+
     return record | dict(peak_bytes=peak, fits=peak <= hbm_bytes)
 
 
 def _measured(text: str, built: Built) -> Record:
     """Read what a scheduled program computes and moves."""
-    module, mesh_shape = hlo.parse(text), dict(built.mesh.shape)
+    module = hlo.parse(text)
+    mesh_shape = dict(built.mesh.shape)
     if built.target.slices > 1:  # One slice's module: it numbers its own devices only.
         mesh_shape[REGION] //= built.target.slices
-    found = collectives(module, mesh_shape)
+
+    exchanges = collectives(module, mesh_shape)
     flops = costs.flops(module, built.even_share)
-    moved = costs.hbm_bytes(module)
-    least = estimate(device_of(built.target, built.mesh), flops, moved, found)
-    sums = dict(seconds=least.seconds, limit=least.limit)
+    moved_bytes = costs.hbm_bytes(module)
+    chip = device_of(built.target, built.mesh)
+    least = estimate(chip, flops, moved_bytes, exchanges)
     return dict(
         flops=flops,
-        hbm_moved_bytes=moved,
-        estimate=dataclasses.asdict(least) | sums,
-        collectives=_grouped(found),
+        hbm_moved_bytes=moved_bytes,
+        estimate=dict(
+            dataclasses.asdict(least), seconds=least.seconds, limit=least.limit
+        ),
+        collectives=_grouped(exchanges),
     )
 
 
-def _is_between(each: Collective) -> bool:
-    return bool(_BETWEEN & set(each.axes))
+def _is_between(collective: Collective) -> bool:
+    return bool(_BETWEEN & set(collective.axes))
 
 
-def _grouped(found: Sequence[Collective]) -> list[Record]:
-    """Sum collectives that are alike; those that move most come first."""
+def _grouped(exchanges: Sequence[Collective]) -> list[Record]:
+    """Sum collectives of one kind and place; those that move most come first."""
     groups: dict[tuple, list[Collective]] = {}
-    for each in found:
-        where = "between" if _is_between(each) else "inside"
-        key = each.kind, where, each.axes, each.is_async, each.spans
-        groups.setdefault(key, []).append(each)
-    rows = []
-    for key, alike in groups.items():
-        largest = max((each.array for each in alike), key=lambda x: x.num_bytes)
-        row = zip(("kind", "where", "axes", "is_async", "spans"), key, strict=True)
-        rows.append(
-            dict(row)
-            | dict(
-                count=len(alike),
-                executions=sum(each.times for each in alike),
-                num_bytes=sum(each.num_bytes * each.times for each in alike),
-                largest=f"{largest.dtype}[{','.join(map(str, largest.dims))}]",
-            )
+    for collective in exchanges:
+        where = "between" if _is_between(collective) else "inside"
+        key = (
+            collective.kind,
+            where,
+            collective.axes,
+            collective.is_async,
+            collective.spans,
         )
+        groups.setdefault(key, []).append(collective)
+
+    rows = []
+    for (kind, where, axes, is_async, spans), group in groups.items():
+        largest = max((c.array for c in group), key=lambda array: array.num_bytes)
+        row = dict(
+            kind=kind,
+            where=where,
+            axes=axes,
+            is_async=is_async,
+            spans=spans,
+            count=len(group),
+            executions=sum(c.times for c in group),
+            num_bytes=sum(c.num_bytes * c.times for c in group),
+            largest=f"{largest.dtype}[{','.join(map(str, largest.dims))}]",
+        )
+        rows.append(row)
+
     return sorted(rows, key=lambda row: -row["num_bytes"])
 
 
@@ -273,23 +299,24 @@ class Estimate:
 
 
 def estimate(
-    chip: Chip, flops: float, hbm_bytes: float, found: Sequence[Collective]
+    chip: Chip, flops: float, hbm_bytes: float, exchanges: Sequence[Collective]
 ) -> Estimate:
     """Estimate one call of a program by what one device computes and moves in it."""
 
     def seconds(rate: float, is_between: bool, spans: bool | None = None) -> float:
         return sum(
-            each.num_bytes * each.times / rate
-            for each in found
-            if _is_between(each) == is_between and spans in (None, each.spans)
+            collective.num_bytes * collective.times / rate
+            for collective in exchanges
+            if _is_between(collective) == is_between
+            and spans in (None, collective.spans)
         )
 
     return Estimate(
-        flops / chip.flops,
-        hbm_bytes / chip.hbm_bps,
-        seconds(chip.link_bps, False),
-        seconds(chip.network_bps, True, False),
-        seconds(chip.network_bps, True, True),
+        compute_s=flops / chip.flops,
+        hbm_s=hbm_bytes / chip.hbm_bps,
+        link_s=seconds(chip.link_bps, is_between=False),
+        network_s=seconds(chip.network_bps, is_between=True, spans=False),
+        hidden_s=seconds(chip.network_bps, is_between=True, spans=True),
     )
 
 
@@ -300,6 +327,7 @@ def needed_bytes(message: str) -> int | None:
     """
     if "RESOURCE_EXHAUSTED" not in message:
         return None
+
     number = r"([\d.]+)\s?([KMGT]?)(?:iB|B)?"
     for around in (
         rf"temporaries \({number}\)",
@@ -307,8 +335,9 @@ def needed_bytes(message: str) -> int | None:
         rf"allocate {number}",
         rf"requires? {number}",
     ):
-        if found := re.search(around, message):
-            return int(float(found[1]) * _UNITS[found[2]])
+        if match := re.search(around, message):
+            return int(float(match[1]) * _UNITS[match[2]])
+
     return 0
 
 

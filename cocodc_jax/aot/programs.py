@@ -26,7 +26,8 @@ from cocodc_jax.sync.schedules.base import START, events_at
 from cocodc_jax.train.evaluate import list_evaluate
 from cocodc_jax.train.run_steps import MAX_SCAN_STEPS
 
-FIRST_STATE, INNER_STEPS = "first state", "inner steps"
+FIRST_STATE = "first state"
+INNER_STEPS = "inner steps"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,8 @@ def place(config: TrainConfig, target: Target, keep_data_axis: bool) -> TrainCon
     The data axis is as long as there are chips, unless `keep_data_axis`. Messages cross
     in the program, as where regions share a fabric. A `ValueError` names the flag.
     """
-    run, num_chips = config.run, target.num_chips
+    run = config.run
+    num_chips = target.num_chips
     if num_chips % run.regions:
         raise ValueError(
             f"regions={run.regions} do not divide the {num_chips} chips of "
@@ -61,17 +63,20 @@ def place(config: TrainConfig, target: Target, keep_data_axis: bool) -> TrainCon
             f"slices={target.slices} do not hold regions={run.regions} in equal "
             "numbers; use a divisor"
         )
-    own = num_chips // run.regions
+
+    chips = num_chips // run.regions  # Of one region.
     inside = run.stages * run.expert_axis * run.sequence_axis * run.model_axis
-    inside *= run.data_axis if keep_data_axis else 1
-    if own % inside or (keep_data_axis and own != inside):
+    if keep_data_axis:
+        inside *= run.data_axis
+    if chips % inside or (keep_data_axis and chips != inside):
         raise ValueError(
             f"stages * data_axis * expert_axis * sequence_axis * model_axis = {inside} "
-            f"do not divide the {own} chips of a region of target={target} with none "
+            f"do not divide the {chips} chips of a region of target={target} with none "
             "left; use divisors, and leave out data_axis, which then takes the rest"
         )
+
     if not keep_data_axis:
-        config = config.replace(data_axis=own // inside)
+        config = config.replace(data_axis=chips // inside)
     return config.replace(exchange="program") if run.exchange == "auto" else config
 
 
@@ -80,39 +85,45 @@ def build(config: TrainConfig, target: Target) -> Built:
 
     The vocabulary is the preset's own, as no corpus is opened.
     """
-    run, model = config.run, config.model
+    run = config.run
+    data = config.data
+    model = config.model
     check_model(config, model)
+
     devices = target.devices()
-    shown = len(devices) // target.num_chips  # A chip may show as several.
-    config = config.replace(data_axis=run.data_axis * shown)
+    devices_per_chip = len(devices) // target.num_chips  # A chip may show as several.
+    config = config.replace(data_axis=run.data_axis * devices_per_chip)
     mesh = mesh_of(config.run, devices)
     program = build_program(config, model, mesh)
     scan_steps, syncs_per_step, schedule = _walk(program, run.log_every)
-    data = config.data
-    shape = (scan_steps, run.regions, data.batch_per_region, data.sequence_length + 1)
-    batches = jax.ShapeDtypeStruct(shape, jnp.int32)
-    shape = (run.eval_batches, *shape[2:])
+
+    sequences = (data.batch_per_region, data.sequence_length + 1)
+    batches = jax.ShapeDtypeStruct((scan_steps, run.regions, *sequences), jnp.int32)
     loss_fn = judge(config, model, mesh)
-    evaluation = list_evaluate(loss_fn, mesh, program.param_shapes, shape)
+    evaluation = list_evaluate(
+        loss_fn, mesh, program.param_shapes, (run.eval_batches, *sequences)
+    )
     return Built(
-        target,
-        program,
-        mesh,
-        [*program.list_programs(batches), evaluation],
-        scan_steps,
-        syncs_per_step,
-        program.abstract(schedule),
-        _even_share(config),
+        target=target,
+        program=program,
+        mesh=mesh,
+        listed=[*program.list_programs(batches), evaluation],
+        scan_steps=scan_steps,
+        syncs_per_step=syncs_per_step,
+        state=program.abstract(schedule),
+        even_share=_even_share(config),
     )
 
 
 def _even_share(config: TrainConfig) -> float:
-    run, model, data = config.run, config.model, config.data
+    run = config.run
+    data = config.data
     if run.expert_axis == 1:
         return 1.0
+
     tokens = data.batch_per_region * data.sequence_length
     tokens //= run.devices_per_batch * run.sequence_axis * run.accumulate_steps
-    rows = tokens * model.experts_per_token
+    rows = tokens * config.model.experts_per_token
     room = rows_of_a_round(rows, run.expert_axis)
     return rows / (run.expert_axis * room)
 
@@ -122,9 +133,14 @@ def _walk(program: RegionProgram, log_every: int) -> tuple[int, float, Any]:
     sync = program.method.sync
     if sync is None:
         return min(log_every, MAX_SCAN_STEPS), 0.0, None
+
     schedule = sync.schedule
-    state = fullest = schedule.init()
-    done, longest, starts, end = 0, 1, 0, 3 * schedule.sync_interval
+    end = 3 * schedule.sync_interval
+    state = schedule.init()
+    fullest = state  # With the most in flight.
+    longest = 1
+    starts = 0
+    done = 0
 
     def observe(name: str) -> list:
         """Answer a schedule that chooses by what it sees: all fragments are equal."""
@@ -138,6 +154,7 @@ def _walk(program: RegionProgram, log_every: int) -> tuple[int, float, Any]:
             starts += event is not None and event.kind == START
         if len(state.in_flight) > len(fullest.in_flight):
             fullest = state
+
     return longest, starts / end, fullest
 
 
@@ -145,8 +162,8 @@ def model_flops(config: TrainConfig, num_devices: int) -> float:
     """Count the model's own operations of one step, of each of a region's devices."""
     data = config.data
     tokens = data.batch_per_region * data.sequence_length
-    each = models.flops_per_token(config.model, data.sequence_length)
-    return each * tokens * config.run.regions / num_devices
+    per_token = models.flops_per_token(config.model, data.sequence_length)
+    return per_token * tokens * config.run.regions / num_devices
 
 
 def recomputed_flops(built: Built, config: TrainConfig) -> float:
@@ -160,7 +177,7 @@ def recomputed_flops(built: Built, config: TrainConfig) -> float:
     kept = build(config.replace(remat="none"), built.target)
 
     def count(built: Built) -> float:
-        steps = next(each for each in built.listed if each.name == INNER_STEPS)
+        steps = next(program for program in built.listed if program.name == INNER_STEPS)
         jaxpr = steps.program.trace(*steps.arguments).jaxpr
         return written_flops(jaxpr, built.even_share)
 
@@ -177,28 +194,35 @@ def least_bytes_inside(built: Built, config: TrainConfig) -> float:
     cotangents; weights of experts are not gathered over it. What attention gathers
     over a sequence axis is not counted.
     """
-    mesh, model = built.mesh, config.model
+    mesh = built.mesh
+    model = config.model
     itemsize = jnp.dtype(model.compute_dtype).itemsize
     total = 0.0
     leaves = jax.tree_util.tree_leaves_with_path(built.state.region.params)
+
     frozen = jax.tree_util.tree_leaves_with_path(built.state.frozen)  # No gradients.
     for at, (path, leaf) in enumerate(leaves + frozen):
         named = jax.tree.leaves(tuple(leaf.sharding.spec))
         over = [axis for axis in (DATA, EXPERT, SEQUENCE) if axis in named]
+
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if EXPERT in over and expert_axis(name) is not None:
             over.remove(EXPERT)
+
         gathered = over or (DATA, EXPERT, SEQUENCE)
         size = math.prod(mesh.shape[axis] for axis in gathered)
-        whole = device_bytes([leaf], mesh) // leaf.dtype.itemsize
-        whole *= size if over else 1
+        numbers = device_bytes([leaf], mesh) // leaf.dtype.itemsize
         of_gradient = leaf.dtype.itemsize if at < len(leaves) else 0
-        each = 2 * itemsize + of_gradient if over else 2 * of_gradient
-        total += whole * each * (size - 1) / size
+        if over:  # Gathered twice, and its gradient scattered.
+            total += numbers * (2 * itemsize + of_gradient) * (size - 1)
+        else:  # Its gradient is all-reduced.
+            total += numbers * 2 * of_gradient * (size - 1) / size
+
     tokens = config.data.batch_per_region * config.data.sequence_length
     rows = model.experts_per_token * tokens // (mesh.shape[DATA] * mesh.shape[SEQUENCE])
     layers = model.num_layers // model.moe_every if model.num_experts else 0
     share = (mesh.shape[EXPERT] - 1) / mesh.shape[EXPERT] ** 2
+
     return total + 4 * layers * rows * share * model.width * itemsize
 
 
@@ -217,16 +241,20 @@ def held_bytes(built: Built, listed: LoweredProgram) -> int:
     """Return what a device holds of the run's state besides a program's arguments."""
     if listed.name == FIRST_STATE:
         return 0
-    state, held = built.state, []
-    given = (x for x in jax.tree.leaves(listed.arguments) if hasattr(x, "sharding"))
-    taken = collections.Counter((x.shape, str(x.dtype), x.sharding) for x in given)
-    kept = state.region, state.frozen, state.sync and state.sync.arrays
+
+    state = built.state
+    held = []
+    arguments = (x for x in jax.tree.leaves(listed.arguments) if hasattr(x, "sharding"))
+    taken = collections.Counter((x.shape, str(x.dtype), x.sharding) for x in arguments)
+
+    kept = (state.region, state.frozen, state.sync and state.sync.arrays)
     for leaf in jax.tree.leaves(kept):
-        key = leaf.shape, str(leaf.dtype), leaf.sharding
+        key = (leaf.shape, str(leaf.dtype), leaf.sharding)
         if taken[key] > 0:
             taken[key] -= 1
         else:
             held.append(leaf)
+
     return device_bytes(held, built.mesh)
 
 

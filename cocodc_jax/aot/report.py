@@ -12,8 +12,19 @@ from cocodc_jax.run.config import TrainConfig
 Record = dict[str, Any]
 # Tokens; with fewer, summing the head's gradient moves more than products compute.
 _SMALL_CHUNK = 512
-_HEADS = ("arguments", "temporaries", "peak", "GFLOP", "of asked", "inside", "between")
-_HEADS += ("spans", "least", "limit", "compiled")
+_HEADS = (
+    "arguments",
+    "temporaries",
+    "peak",
+    "GFLOP",
+    "of asked",
+    "inside",
+    "between",
+    "spans",
+    "least",
+    "limit",
+    "compiled",
+)
 
 
 def summarise(about: Record, programs: list[Record]) -> Record:
@@ -38,14 +49,17 @@ def summarise(about: Record, programs: list[Record]) -> Record:
         peak_bytes=max(record.get("peak_bytes", 0) for record in programs),
         hbm_bytes=about["hbm_bytes"],
     )
+
     steps = next((r for r in programs if r["name"] == INNER_STEPS), {})
     if "estimate" not in steps:
         return summary | dict(mfu=None)
+
     num_steps = about["scan_steps"]
     step_s = steps["estimate"]["seconds"] / num_steps
     sync_s = about["syncs_per_step"] * _mean_sync_s(about, programs, step_s)
     least = about["least_bytes_inside"]
     ideal_s = about["model_flops"] / about["peak_flops"]
+
     return summary | dict(
         step_seconds=step_s,
         mfu=ideal_s / step_s,
@@ -95,17 +109,20 @@ def inside_bytes(record: Record) -> float:
 
 def table(about: Record, programs: list[Record]) -> Table:
     """Lay the programs out, one a row; numbers are of one device."""
-    found = Table(box=box.SIMPLE, pad_edge=False)
-    found.add_column("program", no_wrap=True)
+    layout = Table(box=box.SIMPLE, pad_edge=False)
+    layout.add_column("program", no_wrap=True)
     for head in _HEADS:
-        found.add_column(head, justify="right", no_wrap=True)
+        layout.add_column(head, justify="right", no_wrap=True)
+
     for record in programs:
         if "refused" in record:
-            found.add_row(record["name"], "", f"[red]{size(record['temp_bytes'])}")
+            layout.add_row(record["name"], "", f"[red]{size(record['temp_bytes'])}")
             continue
+
         rows = _rows(record, "between")
-        estimate, ratio = record["estimate"], excess_ratio(about, record)
-        found.add_row(
+        estimate = record["estimate"]
+        ratio = excess_ratio(about, record)
+        layout.add_row(
             record["name"],
             size(record["argument_bytes"]),
             size(record["temp_bytes"]),
@@ -119,12 +136,14 @@ def table(about: Record, programs: list[Record]) -> Table:
             estimate["limit"],
             f"{record['seconds']:.0f} s",
         )
-    found.caption = (
+
+    layout.caption = (
         f"Of one of {about['num_devices']} devices, each with "
         f"{size(about['hbm_bytes'])}; {INNER_STEPS}: {about['scan_steps']} in one "
         "call; asked: the model's own operations, and what is computed again"
     )
-    return found
+
+    return layout
 
 
 def lines(
@@ -136,6 +155,7 @@ def lines(
             yield f"{record['name']}: {record['refused']}"
         for option, value in record.get("options", {}).items():
             yield f"{record['name']}: the run compiles it with {option}={value}"
+
         of_steps = record if record["name"] == INNER_STEPS else {}
         if held := of_steps.get("host_bytes"):
             yield (
@@ -143,12 +163,14 @@ def lines(
                 f"memory; a step loads and stores them, {size(2 * held)} in all, which "
                 "the least time leaves out"
             )
+
         if kept := of_steps.get("host_temp_bytes"):
             yield (
                 f"{INNER_STEPS}: {size(kept)} of temporaries are in host memory: "
                 f"what remat={config.model.remat} keeps; a step stores and loads them, "
                 "which the least time leaves out"
             )
+
         for row in record.get("collectives", ()):
             yield (
                 f"{record['name']}: {row['count']} {row['kind']}"
@@ -157,14 +179,19 @@ def lines(
                 f"{row['executions']} times, {size(row['num_bytes'])}, the largest "
                 f"{row['largest']}{', spans the inner steps' if row['spans'] else ''}"
             )
+
         if record["sent_bytes"] and _rows(record, "between"):
-            own = record["sent_bytes"] * config.run.regions / about["num_devices"]
+            device_bytes = (
+                record["sent_bytes"] * config.run.regions / about["num_devices"]
+            )
             yield (
                 f"{record['name']}: the run counts {size(record['sent_bytes'])} sent "
-                f"by a region, {size(own)} a device if divided"
+                f"by a region, {size(device_bytes)} a device if divided"
             )
+
     if summary["mfu"] is None:
         return
+
     ratio = summary["inside_ratio"]
     yield (
         f"Operations: {summary['flops_ratio']:.2f} times the model's own, "
@@ -173,6 +200,7 @@ def lines(
         f"remat={config.model.remat} computes again"
         + (f"; bytes inside a region: {ratio:.2f} times FSDP's own" if ratio else "")
     )
+
     yield (
         f"A step takes at least {summary['step_seconds'] * 1e3:,.1f} ms, by "
         f"{summary['limit']}: MFU at most {summary['mfu']:.1%}; with its syncs "
@@ -198,28 +226,34 @@ def remedies(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     Those that change no number come first, each with those before it, but for parts of
     a batch and for the model axis, which stand for themselves.
     """
-    run, data = config.run, config.data
+    run = config.run
+    data = config.data
     changes: dict[str, Any] = {}
 
     def changed(**more: Any) -> tuple[str, TrainConfig]:
-        every = changes | more
-        text = " ".join(f"--{name}={value}" for name, value in every.items())
-        return text, config.replace(**every)
+        all_changes = changes | more
+        text = " ".join(f"--{name}={value}" for name, value in all_changes.items())
+        return text, config.replace(**all_changes)
 
     if config.model.remat != "full":
         changes["remat"] = "full"
         yield changed()
+
     if config.model.loss_chunk_tokens > _SMALL_CHUNK:
         changes["loss_chunk_tokens"] = _SMALL_CHUNK
         yield changed()
-    own, parts = data.batch_per_region // run.devices_per_batch, run.accumulate_steps
-    while not run.is_pipelined and own % (2 * parts) == 0:
+
+    local_batch = data.batch_per_region // run.devices_per_batch
+    parts = run.accumulate_steps
+    while not run.is_pipelined and local_batch % (2 * parts) == 0:
         parts *= 2
         yield changed(accumulate_steps=parts)
+
     for axis in (2, 4, 8):
         model_axis = axis * run.model_axis
         if run.data_axis % axis == 0 and config.model.num_kv_heads % model_axis == 0:
             yield changed(data_axis=run.data_axis // axis, model_axis=model_axis)
+
     batch = data.batch_per_region
     while batch % (2 * run.devices_per_batch) == 0:
         batch //= 2

@@ -61,6 +61,7 @@ class Target:
         chip = CHIPS.get(name.removeprefix("tpu"))
         if chip is None:
             raise ValueError(f"target={text!r} is no chip of {', '.join(CHIPS)}")
+
         sizes = re.fullmatch(r"\d+(?:x\d+)*", shape)
         dims = tuple(int(size) for size in shape.split("x")) if sizes else ()
         if len(dims) != chip.axes or 0 in dims:
@@ -78,6 +79,7 @@ class Target:
                 f"slices={slices} is of TPUs; give GPUs' hosts as "
                 f"target={chip.name}:{hosts}"
             )
+
         return cls(chip, dims, slices)
 
     def check_installed(self) -> None:
@@ -118,31 +120,36 @@ class Target:
         from jax.experimental import topologies
 
         if self.chip.platform == "cuda":
-            found = topologies.get_topology_desc(
+            description = topologies.get_topology_desc(
                 platform="cuda",
                 topology_name=self.chip.topology,
                 target_config=_gpu_config(*_GPUS[self.chip.name]),
                 topology=f"1x{math.prod(self.shape)}x{GPUS_PER_HOST}",
             )
-            return list(found.devices)
+            return list(description.devices)
+
         shape = "x".join(map(str, self.shape))
         # Hosts of 2 x 2 chips, as is usual; of less where a side is odd.
         host = [2 if size % 2 == 0 else 1 for size in self.shape[:2]]
-        found = topologies.get_topology_desc(
+        description = topologies.get_topology_desc(
             platform="tpu",
             topology_name=f"{self.chip.topology}:{shape}",
             num_slices=self.slices,
             chips_per_host_bounds=[*host, 1],
         )
+
         # A single slice has no number.
-        return sorted(found.devices, key=lambda x: (getattr(x, "slice_index", 0), x.id))
+        return sorted(
+            description.devices, key=lambda x: (getattr(x, "slice_index", 0), x.id)
+        )
 
     def per_device(self, num_devices: int) -> Chip:
         """Return what one of `num_devices` devices of the machine can do.
 
         JAX shows a 7x chip as two devices.
         """
-        share, chip = self.num_chips / num_devices, self.chip
+        share = self.num_chips / num_devices
+        chip = self.chip
         return dataclasses.replace(
             chip,
             hbm_bytes=int(chip.hbm_bytes * share),

@@ -9,7 +9,8 @@ from cocodc_jax.files import UnwritableError, ensure_folder
 
 MAX_LOADER_THREADS = 64
 # Of `bpe:`. The library takes memory for all it is asked for, or ends the process.
-_LEAST_TOKENS, _MOST_TOKENS = 257, 1 << 24
+_LEAST_TOKENS = 257
+_MOST_TOKENS = 1 << 24
 
 Partition = Literal["iid", "source"]
 Undecodable = Literal["refuse", "replace", "skip"]
@@ -65,6 +66,7 @@ class DataConfig:
                 f"text_field={self.text_field!r} is of sets with fields, dataset="
                 f"'hf:/folder', and dataset={self.dataset!r}; leave it out"
             )
+
         _check_tokenizer(self.tokenizer)
         check_least(self, 1, "sequence_length", "batch_per_region", "loader_threads")
         if self.loader_threads > MAX_LOADER_THREADS:
@@ -73,6 +75,7 @@ class DataConfig:
                 "window of shuffle_window_bytes of text in memory; use at most "
                 f"{MAX_LOADER_THREADS}"
             )
+
         check_choices(
             self, partition=get_args(Partition), undecodable=get_args(Undecodable)
         )
@@ -89,6 +92,7 @@ class DataConfig:
             )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} is outside 0 ... 2**32 - 1")
+
         # A token of a large vocabulary is about 4 bytes of text, so this keeps at least
         # some 16 sequences per window: fewer lose much text at window ends.
         smallest = 64 * (self.sequence_length + 1)
@@ -108,6 +112,7 @@ def _check_dataset(dataset: str) -> None:
         )
     if dataset == "stdlib" or (kind in ("text", "hf", "tfds") and rest):
         return
+
     raise ValueError(
         f"dataset={dataset!r} is unknown; use 'stdlib', 'text:/path[,/path2]', "
         "'hf:/folder' or 'tfds:name[/config]'"

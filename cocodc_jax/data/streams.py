@@ -10,7 +10,7 @@ two integers per region.
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
@@ -39,10 +39,12 @@ class TokenizedDocuments:
     """
 
     def __init__(self, documents: "Documents", tokenizer: Tokenizer):
-        self._documents, self._tokenizer = documents, tokenizer
+        self._documents = documents
+        self._tokenizer = tokenizer
         self.dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
         self._cache: dict[int, np.ndarray] = {}
-        self._num_cached_tokens, self._lock = 0, threading.Lock()
+        self._num_cached_tokens = 0
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -55,23 +57,26 @@ class TokenizedDocuments:
             for text in self._documents.texts(index):
                 ids = self._tokenizer.encode(text)
                 parts.append(np.append(ids, self._tokenizer.eos_id).astype(self.dtype))
+
             tokens = np.concatenate(parts)
             with self._lock:  # two regions' worker threads may read the same document
                 room = _CACHED_TOKENS - self._num_cached_tokens
                 if index not in self._cache and len(tokens) <= room:
                     self._cache[index] = tokens
                     self._num_cached_tokens += len(tokens)
+
         return tokens
 
     def first(self, indices: Iterable[int], num_tokens: int) -> list[np.ndarray]:
         """Return documents until they have so many tokens, or all."""
-        found, count = [], 0
+        documents = []
+        count = 0
         for index in indices:
             if count >= num_tokens:
                 break
-            found.append(self[index])
-            count += len(found[-1])
-        return found
+            documents.append(self[index])
+            count += len(documents[-1])
+        return documents
 
 
 def pack_sequences(documents: Sequence[np.ndarray], length: int) -> np.ndarray:
@@ -86,15 +91,63 @@ def pack_sequences(documents: Sequence[np.ndarray], length: int) -> np.ndarray:
     return tokens[: num_sequences * length].reshape(num_sequences, length)
 
 
+class Stream(Protocol):
+    """An endless iterator over batches that can stop and continue.
+
+    What `cc.train` and a run read from. `TrainStream` is one; a stream of your own can
+    take its place where its batches are what the loss takes.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return the stream itself: iterating twice continues."""
+        ...
+
+    def __next__(self) -> Any:
+        """Return the batch of one inner step.
+
+        Returns:
+          A tree of host arrays with leaves `[R_local, B, ...]`, R_local the regions
+          that this process feeds, in their order. Shapes and dtypes never change.
+        """
+        ...
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position in the stream, for a checkpoint.
+
+        Returns:
+          Values that JSON can hold, with every batch up to the last `__next__` behind
+          them, however many batches are prepared ahead.
+        """
+        ...
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Move to a position; the next batch is the one that followed it.
+
+        Args:
+          state: what `get_state` returned, in this or an earlier process.
+
+        Raises:
+          ValueError: if the state is of other data, sizes or regions.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop what prepares batches ahead; the stream is not read again."""
+        ...
+
+
 class TrainStream:
     """Iterator over the batches of some regions, int32 `[R_local, B, L + 1]`.
+
+    It is a `Stream`.
 
     The batches of a region depend on the corpus, the tokenizer, the seed, the region
     and the number of regions, not on which process reads them or on thread timing.
     """
 
     def __init__(self, iterators: Mapping[int, Any], fingerprint: str):
-        self._iterators, self._fingerprint = iterators, fingerprint
+        self._iterators = iterators
+        self._fingerprint = fingerprint
 
     def __iter__(self) -> Self:
         return self
@@ -116,9 +169,11 @@ class TrainStream:
                 f"reads {self._fingerprint!r}; use the same data, tokenizer, seed, "
                 "sizes and number of regions"
             )
+
         missing = [r for r in self._iterators if str(r) not in state["regions"]]
         if missing:
             raise ValueError(f"the state has no entry for regions {missing}")
+
         for region, iterator in self._iterators.items():
             iterator.set_state(state["regions"][str(region)])
 
@@ -138,6 +193,7 @@ def cut_to_sizes(
     """
     if set(sizes) == {full}:
         return batches
+
     rows = np.stack([np.tile(np.arange(n), full // n) for n in sizes])
     which = np.arange(len(sizes))[:, None]
     return (batch[which, rows] for batch in batches)
@@ -156,7 +212,8 @@ def region_batches(
     # Documents per window such that the windows of an epoch are about equal.
     size = -(-len(indices) // max(1, round(len(indices) / window_documents)))
     most_empty = max(-(-len(indices) // size), _LEAST_EMPTY)
-    empty: list[int] = []  # Windows since the last sequence, by any thread.
+    # The sizes of the windows since the last sequence, made by any thread.
+    empty: list[int] = []
 
     def make_window(chosen: list[int], rng: np.random.Generator) -> np.ndarray | None:
         documents = [tokens[index] for index in chosen]
@@ -164,6 +221,7 @@ def region_batches(
         if len(sequences):
             empty.clear()
             return rng.permutation(sequences)
+
         empty.append(len(chosen))
         if len(empty) > most_empty:
             raise RecordError(
@@ -172,6 +230,7 @@ def region_batches(
                 f"all shorter than a sequence of {config.sequence_length + 1} tokens; "
                 "use more, or a smaller sequence_length"
             )
+
         # Grain passes over None; a window too small for one sequence is no element.
         return None
 
@@ -182,9 +241,11 @@ def region_batches(
         .random_map(make_window, seed=int(sequence_seed))
         .repeat()
     )
+
     threads = grain.ReadOptions(
         num_threads=config.loader_threads, prefetch_buffer_size=config.loader_threads
     )
     sequences = windows.to_iter_dataset(threads)
     batch = config.batch_per_region
+
     return iter(grain.experimental.RebatchIterDataset(sequences, batch))

@@ -55,19 +55,25 @@ class TextData:
             raise ValueError(
                 f"regions={tuple(regions)} are not all below num_regions={num_regions}"
             )
-        self.config, self.tokenizer = config, tokenizer
-        self.num_regions, self.regions = num_regions, tuple(regions)
+
+        self.config = config
+        self.tokenizer = tokenizer
+        self.num_regions = num_regions
+        self.regions = tuple(regions)
         self.fingerprint = (
             f"{corpus.fingerprint}, {tokenizer.fingerprint}, length "
             f"{config.sequence_length}, batch {config.batch_per_region}, window "
             f"{config.shuffle_window_bytes}, seed {config.seed}, {config.partition} "
             f"{num_regions}"
         )
+
         self._mean_bytes = corpus.train.num_bytes / len(corpus.train)
         self._train = TokenizedDocuments(corpus.train, tokenizer)
         self._validation = TokenizedDocuments(corpus.validation, tokenizer)
         self._documents = region_documents(corpus, config.partition, num_regions)
-        batch, length = config.batch_per_region, config.sequence_length + 1
+
+        batch = config.batch_per_region
+        length = config.sequence_length + 1
         needed = batch * length
         for region, indices in enumerate(self._documents):
             available = sum(map(len, self._train.first(indices, needed)))
@@ -92,11 +98,13 @@ class TextData:
             )
             for region in self.regions
         }
+
         return TrainStream(iterators, self.fingerprint)
 
     def eval_tokens(self, num_batches: int) -> np.ndarray:
         """Return validation sequences, the same for every seed, region and method."""
-        batch, length = self.config.batch_per_region, self.config.sequence_length + 1
+        batch = self.config.batch_per_region
+        length = self.config.sequence_length + 1
         needed = num_batches * batch
         # Many more sequences than needed where there are, so that those chosen come
         # from many documents.
@@ -109,6 +117,7 @@ class TextData:
                 f"sequences of {length} tokens, and the corpus has {len(sequences)}; "
                 "use fewer or smaller batches, or a larger validation_fraction"
             )
+
         chosen = np.random.default_rng(_EVAL_SEED).permutation(sequences)[:needed]
         return chosen.reshape(num_batches, batch, length).astype(np.int32)
 
@@ -131,6 +140,7 @@ def load(
         corpus.fingerprint,
         cache_dir(config.data_dir) / "tokenizers",
     )
+
     regions = range(num_regions) if regions is None else regions
     return TextData(config, corpus, tokenizer, num_regions, regions)
 
@@ -146,11 +156,14 @@ def region_documents(
             "partition='source' needs documents with a feature 'source', which this "
             "TFDS set lacks; use partition='iid'"
         )
-    members, sizes = collections.defaultdict(list), collections.Counter()
+
+    members = collections.defaultdict(list)
+    sizes = collections.Counter()
     for index in range(len(corpus.train)):
         source, num_bytes = corpus.train.source_and_bytes(index)
         members[source].append(index)
         sizes[source] += num_bytes
+
     return [
         sorted(index for source in sources for index in members[source])
         for sources in deal_sources(sizes, num_regions)
@@ -168,6 +181,7 @@ def deal_sources(sizes: Mapping[str, int], num_regions: int) -> list[list[str]]:
             f"partition='source' needs a source for each of num_regions={num_regions} "
             f"regions, and the corpus has {len(sizes)}: {', '.join(sorted(sizes))}"
         )
+
     dealt: list[list[str]] = [[] for _ in range(num_regions)]
     loads = [0] * num_regions
     for source in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -175,6 +189,7 @@ def deal_sources(sizes: Mapping[str, int], num_regions: int) -> list[list[str]]:
         region = min(range(num_regions), key=lambda r: (loads[r], len(dealt[r]), r))
         dealt[region].append(source)
         loads[region] += sizes[source]
+
     return dealt
 
 

@@ -20,12 +20,20 @@ from cocodc_jax.data.config import make_writable
 from cocodc_jax.files import without_mark, write_whole
 from cocodc_jax.paths import expanded
 
-_VOCAB_MULTIPLE, _NUM_BYTES = 16, 256
+_VOCAB_MULTIPLE = 16
+_NUM_BYTES = 256
 EOS_TOKEN = "<|endoftext|>"
 _EOS_CANDIDATES = (
-    EOS_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]",
-)  # fmt: skip
-JSON, CONFIG = "tokenizer.json", "tokenizer_config.json"
+    EOS_TOKEN,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<|im_end|>",
+    "[SEP]",
+)
+JSON = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
 # What else a tokenizer may have beside it.
 _BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 _CHECKED = ("bos_token", "eos_token", "unk_token")
@@ -96,6 +104,7 @@ class ByteTokenizer(Tokenizer):
         )
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([EOS_TOKEN])
+
         return _files_of(tokenizer, EOS_TOKEN)
 
 
@@ -105,33 +114,39 @@ def _read_folder(path: pathlib.Path) -> dict[str, bytes]:
         pieces = sorted(path.glob("*.model"))
         instead = f"; use sentencepiece:{pieces[0]}" if pieces else ""
         raise ValueError(f"the folder has no {JSON}{instead}")
+
     names = (JSON, CONFIG, *_BESIDE)
     return {n: (path / n).read_bytes() for n in names if (path / n).is_file()}
 
 
-def _said(files: dict[str, bytes]) -> dict[str, Any]:
+def _token_config(files: dict[str, bytes]) -> dict[str, Any]:
     """Return what a folder's files say of its tokens."""
     return json.loads(files.get(CONFIG, b"{}"))
 
 
-def _check_folder(path: pathlib.Path, said: dict[str, Any], tokenizer: Any) -> None:
+def _check_folder(
+    path: pathlib.Path, token_config: dict[str, Any], tokenizer: Any
+) -> None:
     """Check that a folder's files agree with one another, and with a model's there."""
     for name in _CHECKED:
-        token = _content(said.get(name))
+        token = _content(token_config.get(name))
         if token is not None and tokenizer.token_to_id(token) is None:
             raise ValueError(
                 f"{name} is {token!r} in {CONFIG}, and {JSON} has no such token"
             )
-    for there, entry in said.get("added_tokens_decoder", {}).items():
-        here = tokenizer.token_to_id(_content(entry))
-        if here != int(there):
+
+    for config_id, entry in token_config.get("added_tokens_decoder", {}).items():
+        stored_id = tokenizer.token_to_id(_content(entry))
+        if stored_id != int(config_id):
             raise ValueError(
-                f"{_content(entry)!r} has the id {there} in {CONFIG} and {here} in "
-                f"{JSON}"
+                f"{_content(entry)!r} has the id {config_id} in {CONFIG} and "
+                f"{stored_id} in {JSON}"
             )
+
     model = path / "config.json"
     rows = json.loads(model.read_bytes()).get("vocab_size") if model.exists() else 0
-    if rows and rows < (needed := _num_ids(tokenizer)):
+    needed = _num_ids(tokenizer)
+    if rows and rows < needed:
         raise ValueError(
             f"{JSON} has ids up to {needed - 1}, and vocab_size is {rows} in the "
             "model's config.json beside it"
@@ -155,25 +170,28 @@ def _files_of(tokenizer: Any, eos_token: str) -> dict[str, bytes]:
 
 
 def _config(tokenizer_class: str, eos_token: str, **more: bool) -> bytes:
-    said = {"tokenizer_class": tokenizer_class, "eos_token": eos_token, **more}
-    return json.dumps(said, indent=2).encode()
+    values = {"tokenizer_class": tokenizer_class, "eos_token": eos_token, **more}
+    return json.dumps(values, indent=2).encode()
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer`, from a `tokenizer.json` or trained by `train_bpe`."""
 
     def __init__(self, tokenizer: Any, files: dict[str, bytes] | None = None):
-        said = _content(_said(files or {}).get("eos_token"))
-        there = [x for x in _EOS_CANDIDATES if tokenizer.token_to_id(x) is not None]
-        if not (said or there):
+        named_eos = _content(_token_config(files or {}).get("eos_token"))
+        known_eos = [x for x in _EOS_CANDIDATES if tokenizer.token_to_id(x) is not None]
+        if not (named_eos or known_eos):
             raise ValueError(
                 "the tokenizer has no end-of-text token; it needs one of "
                 f"{', '.join(_EOS_CANDIDATES)}, or an eos_token in {CONFIG}"
             )
-        self._eos_token = said or there[0]
-        self._tokenizer, self._files = tokenizer, files if said else None
+
+        self._eos_token = named_eos or known_eos[0]
+        self._tokenizer = tokenizer
+        self._files = files if named_eos else None
         # A document that spells out a special token is text like any other.
         tokenizer.encode_special_tokens = True
+
         # What a file keeps would cut documents, pad them, or encode them by chance.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -181,7 +199,8 @@ class HuggingFaceTokenizer(Tokenizer):
             tokenizer.model.dropout = None
         self.eos_id = int(tokenizer.token_to_id(self._eos_token))
         self.num_tokens = _num_ids(tokenizer)
-        self.fingerprint = "hf-" + _digest((tokenizer.to_str() + (said or "")).encode())
+        content = tokenizer.to_str() + (named_eos or "")
+        self.fingerprint = "hf-" + _digest(content.encode())
 
     def encode(self, text: str) -> np.ndarray:
         """Encode text as int32 `[num_tokens]`, adding no special tokens."""
@@ -208,6 +227,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._processor.LoadFromSerializedProto(model)
         if self._processor.eos_id() < 0:
             raise ValueError("the SentencePiece model has no end-of-sentence piece")
+
         self._model = model
         self.eos_id = int(self._processor.eos_id())
         self.num_tokens = self._processor.GetPieceSize()
@@ -235,20 +255,23 @@ def load_tokenizer(
     kind, _, path = name.partition(":")
     if kind == "bytes":
         return ByteTokenizer()
+
     if kind == "bpe":
         path = _cached_bpe(int(path), texts, corpus_fingerprint, folder)
     place = expanded(path, f"tokenizer={name!r}")
     try:
         if kind == "sentencepiece":
             return SentencePieceTokenizer(place.read_bytes())
+
         with extra("data"):
             import tokenizers as hf
 
         if kind == "hf" and place.is_dir():
             files = _read_folder(place)
             whole = hf.Tokenizer.from_buffer(without_mark(files[JSON]))
-            _check_folder(place, _said(files), whole)
+            _check_folder(place, _token_config(files), whole)
             return HuggingFaceTokenizer(whole, files)
+
         content = without_mark(place.read_bytes())
         return HuggingFaceTokenizer(hf.Tokenizer.from_buffer(content))
     # The two libraries raise bare Exception and RuntimeError for a malformed file.
@@ -273,6 +296,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+
     return HuggingFaceTokenizer(tokenizer)
 
 

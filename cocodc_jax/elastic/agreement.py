@@ -12,7 +12,8 @@ from cocodc_jax.elastic.records import Book, Hearing
 _CUT_OFF_BEATS = 4
 # Beats after which a region proposes, asks or announces again, and how often this
 # doubles at most: what it waits for may be large, and is not lost because it is slow.
-AGAIN_BEATS, _DOUBLINGS = 4, 4
+AGAIN_BEATS = 4
+_DOUBLINGS = 4
 
 
 def patience(times: int) -> int:
@@ -25,25 +26,36 @@ class Agreement:
 
     def __init__(self, place: Place, boot: int, step: int, now: float):
         """Start outside of any view; the arguments are those of `Member`."""
-        self.region, self._num, self.boot = place.region, place.num_regions, boot
-        self._timing, self._min = place.timing, place.min_regions
-        self._step, self._born = step, now
+        self.region = place.region
+        self.boot = boot
+        self._num = place.num_regions
+        self._min = place.min_regions
+        self._timing = place.timing
+        self._step = step
+        self._born = now
+
         self.view = m.View()  # The present one, as this region knows it.
+        self.entered_at = now  # The present view.
         self.is_over = ""  # Why this region takes part no more.
         self.oldest_step = 0  # It has applied all syncs that started before.
+
         # Where this region coordinates: regions that it does not wait for, and whose
         # messages it leaves out while there are others; and pairs `(sender, receiver)`
         # whose messages it forwards.
         self.shunned: frozenset[int] = frozenset()
         self.detours: frozenset[tuple[int, int]] = frozenset()
-        self.entered_at = now  # The present view.
-        self._promised, self._promised_at = m.NO_EPOCH, now
+
+        # The view that this region has promised last, and its own proposal.
+        self._promised = m.NO_EPOCH
+        self._promised_at = now
         self._vows: set[m.Epoch] = set()
         self._proposal: m.View | None = None
         self._promises: dict[int, m.Promise] = {}
         self._failed = 0  # Proposals since the present view began.
         self._repeated: dict[int, int] = {}  # To whom the view was, and how often.
-        self._highest, self._highest_at = m.NO_EPOCH, now
+        self._highest = m.NO_EPOCH
+        self._highest_at = now
+
         self._hearing = Hearing(self.life, self._timing.dead_after_s)
         self._admitted: dict[int, tuple[m.Seat, int]] = {}
         self._book = Book()
@@ -98,6 +110,7 @@ class Agreement:
             return None  # A proposal is pending.
         if not self.is_in:
             return self._first_seats(now)
+
         alive = {
             r: seat
             for r, seat in self.view.seats.items()
@@ -110,14 +123,22 @@ class Agreement:
             if self._hearing.sends(r, seat.boot, now)  # It receives after its copy.
         }
         seats = alive | {r: seat for r, (seat, _) in self._admitted.items()}
-        is_same = seats == dict(self.view.seats) and self._promised == self.view.epoch
-        is_same &= leader == self.coordinator
-        # One may have promised a view that did not come about: it needs another.
-        is_same &= self._highest <= self._promised or now - self._highest_at <= pause_s
+
         least = min(self._min, len(self.view.seats))  # A run may begin with one.
-        if leader != self.region or is_same or len(seats) < least:
+        if leader != self.region or len(seats) < least:
             return None
-        return seats
+
+        # A region may have promised a view that did not come about: it needs another.
+        is_left_behind = (
+            self._highest > self._promised and now - self._highest_at > pause_s
+        )
+        is_same = (
+            seats == dict(self.view.seats)
+            and self._promised == self.view.epoch
+            and leader == self.coordinator
+            and not is_left_behind
+        )
+        return None if is_same else seats
 
     def _leader_of(self, alive: Collection[int], now: float) -> int:
         """Return the next coordinator: the present one unless it is dead or faulty."""
@@ -134,8 +155,10 @@ class Agreement:
         alive = self._hearing.alive(now)
         if any(heard.step is None for heard in alive.values()):
             return None  # There is a view already, which will admit this region.
+
         steps = {r: h.step or 0 for r, h in alive.items() if h.hears_us}
         steps[self.region] = self._step
+
         is_early = now - self._born < self._timing.start_s
         if len(steps) < self._num and (is_early or len(steps) < self._min):
             return None
@@ -143,6 +166,7 @@ class Agreement:
             return None
         if self._step:  # The others start from a copy of this one.
             return {self.region: m.Seat(self.boot, self._step, self.life)}
+
         boots = {r: heard.boot for r, heard in alive.items()} | {self.region: self.boot}
         return {r: m.Seat(boots[r], 0, (r, boots[r])) for r in sorted(steps)}
 
@@ -150,9 +174,12 @@ class Agreement:
         highest = max(self._highest, self._promised, self.view.epoch)
         epoch = m.Epoch(highest.round + 1, *self.life)
         self._failed += self._proposal is not None
-        self._proposal, self._promises = m.View(epoch, seats), {}
-        self._promised, self._promised_at = epoch, now
+        self._proposal = m.View(epoch, seats)
+        self._promises = {}
+        self._promised = epoch
+        self._promised_at = now
         self._book.choices.clear()
+
         for region in seats:
             known = tuple(self._book.decided)
             self._tell(region, m.Propose(self._proposal, self.view.epoch, known))
@@ -175,7 +202,9 @@ class Agreement:
     ):
         if not view.has(self.life) or view.epoch <= self._promised:
             return
-        self._promised, self._promised_at, self._proposal = view.epoch, now, None
+        self._promised = view.epoch
+        self._promised_at = now
+        self._proposal = None
         self._vows.add(view.epoch)
         self._book.choices.clear()
         lacks = self._book.beyond(known)
@@ -192,32 +221,44 @@ class Agreement:
             return
         if not view.has(sender):
             return
+
         self._promises[sender[0]] = promise
         if self._promises.keys() < view.seats.keys():
             return
-        for each in self._promises.values():
-            self._learn(each.decisions)
-        for region, each in self._promises.items():
-            self._tell(region, m.Install(view, self._book.beyond(each.known)))
+
+        for member_promise in self._promises.values():
+            self._learn(member_promise.decisions)
+        for region, member_promise in self._promises.items():
+            lacks = self._book.beyond(member_promise.known)
+            self._tell(region, m.Install(view, lacks))
         self._enter(view, (), now)
 
     def _enter(self, view: m.View, decisions: Iterable[m.Decision], now: float) -> None:
         is_led_by_another = view.epoch.coordinator != self.view.epoch.coordinator
-        self.view, self._proposal, self.entered_at = view, None, now
+        self.view = view
+        self._proposal = None
+        self.entered_at = now
         self._promised = view.epoch
+
         if is_led_by_another:
-            self._book.forget_rows_but([(r, x.boot) for r, x in view.seats.items()])
+            members = [(region, seat.boot) for region, seat in view.seats.items()]
+            self._book.forget_rows_but(members)
         if not self._leads:
             self._admitted = {}
+
         for region, seat in view.seats.items():
             if region != self.region:
                 self._hearing.met(region, seat.boot, now)
             if region in self._admitted:
-                oldest = self._admitted.pop(region)[1]
-                self._hearing.note(region, oldest_step=oldest)
+                _, oldest_step = self._admitted.pop(region)
+                self._hearing.note(region, oldest_step=oldest_step)
+
         self._learn(decisions)
-        self._asked, self._repeated, self._failed = {}, {}, 0
+        self._asked = {}
+        self._repeated = {}
+        self._failed = 0
         self._book.chosen.clear()
+
         for sync in [s for s in self._book.waiting if s in self._book.own]:
             self._book.collect(self.life, sync, self._book.own[sync])
             self._send_row(self.coordinator, sync, now)
@@ -278,7 +319,8 @@ class Agreement:
             if sync in self._book.own:
                 self._send_row(sender[0], sync, now)
         elif lacks and sync in self._book.chosen:
-            members, decided = self._book.chosen[sync], self._book.decided[sync].rows
+            members = self._book.chosen[sync]
+            decided = self._book.decided[sync].rows
             rows = {region: decided[region] for region in lacks if region in decided}
             self._tell(sender[0], m.Choice(self.view.epoch, sync, members, rows))
         elif sync in self._book.decided:
@@ -290,38 +332,49 @@ class Agreement:
         """Decide the syncs of which all messages, or enough for long, are here."""
         if not self._holds:
             return
+
         seats = self.view.seats
         waited_for = [r for r in seats if r not in self.shunned] or list(seats)
         for sync in self._book.undecided():
+            _, start_step = sync
             rows = self._book.rows.get(sync, {})
             senders = {
-                (r, seats[r].boot) for r in waited_for if seats[r].since_step < sync[1]
+                (region, seats[region].boot)
+                for region in waited_for
+                if seats[region].since_step < start_step
             }
             missing = senders - rows.keys()
             quorum = max(min(self._timing.quorum, len(senders)), 1)
+
             is_late = False
             if len(senders) - len(missing) >= quorum:
                 since = self._book.quorum_s.setdefault(sync, now)
                 is_late = now - since > self._timing.grace_s
+
             # If a region is dead, a view without it follows; the sync waits for that.
-            alive = all(self._is_alive(*life, now) for life in missing)
-            if not missing or (is_late and alive):
+            are_alive = all(
+                self._is_alive(region, boot, now) for region, boot in missing
+            )
+            if not missing or (is_late and are_alive):
                 self._choose(sync, rows)
 
     def _choose(self, sync: m.SyncId, rows: dict[m.Life, bytes]) -> None:
         """Decide a sync with the messages that have arrived, and announce it."""
+        _, start_step = sync
         members = self._members_of(rows)
-        found = {life[0]: rows[life] for life in members}
+        chosen = {region: rows[region, boot] for region, boot in members}
+
         for region, seat in self.view.seats.items():
-            is_new = seat.since_step >= sync[1]  # It has received none of them.
+            is_new = seat.since_step >= start_step  # It has received none of them.
             lacks = {
                 r: row
-                for r, row in found.items()
+                for r, row in chosen.items()
                 if is_new or (r, region) in self.detours
             }
             self._tell(region, m.Choice(self.view.epoch, sync, members, lacks))
+
         self._book.chosen[sync] = members
-        self._book.learn(m.Decision(self.view.epoch, sync, found))
+        self._book.learn(m.Decision(self.view.epoch, sync, chosen))
 
     def _members_of(self, rows: Collection[m.Life]) -> tuple[m.Life, ...]:
         """Return the lives of the view that have sent a message.
@@ -329,13 +382,14 @@ class Agreement:
         Shunned regions are left out unless no other region has sent one.
         """
         lives = sorted((r, seat.boot) for r, seat in self.view.seats.items())
-        found = tuple(life for life in lives if life in rows)
-        return tuple(life for life in found if life[0] not in self.shunned) or found
+        senders = tuple(life for life in lives if life in rows)
+        return tuple(life for life in senders if life[0] not in self.shunned) or senders
 
     def _trim(self) -> None:
         """Forget what every region has applied, joining regions included."""
         if not self.is_in or self._promised > self.view.epoch:
             return  # The next view may have a region that needs them.
+
         others = [r for r in self.view.seats if r != self.region]
         last = self._hearing.last
         oldest = [last[r].oldest_step for r in others if r in last]

@@ -58,6 +58,7 @@ class Ears:
         self._socket.setsockopt(zmq.MAXMSGSIZE, 1024)  # It receives hellos only.
         self._door = Door(self._socket, self._context)
         port = self._socket.bind_to_random_port("tcp://*")
+
         host = socket.gethostname()
         if place.addresses:
             host = place.addresses[place.region].rpartition(":")[0]
@@ -83,6 +84,7 @@ class Ears:
                     f"{num - len(self._others)} processes of this region did not "
                     f"connect to {self.address} within {timeout_s:.0f} s"
                 ) from None
+
             self._door.saw_message(frames[-1])
             name, word = (frame.bytes for frame in frames)
             if word == _HELLO:
@@ -162,9 +164,14 @@ class Speaker(SharedLink):
     """A `Link` that forwards its answers to the other processes of the region."""
 
     def __init__(self, link: Link, ears: Ears):
-        self._link, self._ears, self._calls = link, ears, 0
-        self.place, self.view, self.boot = link.place, link.view, link.boot
-        self.leave, self.let_in = link.leave, link.let_in
+        self._link = link
+        self._ears = ears
+        self._calls = 0
+        self.place = link.place
+        self.view = link.view
+        self.boot = link.boot
+        self.leave = link.leave
+        self.let_in = link.let_in
         self.should_stop = link.should_stop
         link.should_stop = lambda: self.should_stop()
 
@@ -179,7 +186,9 @@ class Speaker(SharedLink):
 
     def _same(self, call: Callable[[Link], Answer]) -> Answer:
         self._calls += 1
-        (value, frames), error = (None, ()), None
+        value = None
+        frames: Sequence[bytes] = ()
+        error = None
         try:
             value, frames = call(self._link)
             return value, frames
@@ -189,8 +198,13 @@ class Speaker(SharedLink):
         finally:
             self.view = self._link.view
             seats = [*self.view.seats.items()]
-            head = {"call": self._calls, "value": value, "error": error}
-            self._ears.tell(head | {"view": [self.view.epoch, seats]}, frames)
+            head = {
+                "call": self._calls,
+                "value": value,
+                "error": error,
+                "view": [self.view.epoch, seats],
+            }
+            self._ears.tell(head, frames)
 
     def send(self, sync: m.SyncId, row: bytes, step_s: float = 0.0) -> Future:
         """See `Link.send`."""
@@ -215,19 +229,24 @@ class Listener(SharedLink):
     """The `Link` of a region's other processes; it receives process 0's answers."""
 
     def __init__(self, place: Place, address: str, process: int):
-        self.place, self.view, self._calls = place, m.View(), 0
+        self.place = place
+        self.view = m.View()
+        self._calls = 0
         self.should_stop = lambda: False
         self._lock = threading.Lock()
         self._futures: dict[m.SyncId, Future] = {}
         self._answers: queue.SimpleQueue = queue.SimpleQueue()
         self._ended = False
+
         self._context = zmq.Context()
         self._socket = secured(self._context, zmq.DEALER, place.key, listens=False)
         self._socket.identity = f"process {process}".encode()
-        self._socket.rcvhwm = self._socket.linger = 0
+        self._socket.rcvhwm = 0
+        self._socket.linger = 0
         self._socket.rcvtimeo = 100
         self._socket.connect(address)
         self._socket.send(_HELLO)
+
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -241,32 +260,36 @@ class Listener(SharedLink):
                 head, *frames = self._socket.recv_multipart()
             except zmq.Again:
                 continue
-            told = json.loads(head)
-            if "decided" in told:
+
+            answer = json.loads(head)
+            if "decided" in answer:
                 decision: Any = m.unpack(frames, self.place.num_regions).message
                 future = self.expect(decision.sync)
                 if not future.done():
                     future.set_result(decision)
             else:
-                self._answers.put((told, frames))
+                self._answers.put((answer, frames))
+
         self._socket.close()
         self._context.term()
 
     def _same(self, call: Callable[[Link], Answer]) -> Answer:
         del call
         self._calls += 1
-        told, frames = self._answers.get()
-        if "ended" in told:
-            self._answers.put((told, frames))  # For later calls.
+
+        answer, frames = self._answers.get()
+        if "ended" in answer:
+            self._answers.put((answer, frames))  # For later calls.
             raise ConnectionError(
-                f"process 0 of region {self.place.region} has ended: {told['ended']}"
+                f"process 0 of region {self.place.region} has ended: {answer['ended']}"
             )
-        if told["call"] != self._calls:
+        if answer["call"] != self._calls:
             raise RuntimeError(
-                f"call {self._calls} got the answer to call {told['call']}: the "
+                f"call {self._calls} got the answer to call {answer['call']}: the "
                 "processes of this region do not run the same program"
             )
-        epoch, seats = told["view"]
+
+        epoch, seats = answer["view"]
         self.view = m.View(
             m.Epoch(*epoch),
             {
@@ -274,10 +297,11 @@ class Listener(SharedLink):
                 for region, (boot, since_step, source) in seats
             },
         )
-        if told["error"]:
-            name, text = told["error"]
+
+        if answer["error"]:
+            name, text = answer["error"]
             raise _ERRORS[name](text)
-        return told["value"], frames
+        return answer["value"], frames
 
     def at(self, oldest_step: int, marks: Sequence[m.Mark] = ()) -> dict[int, int]:
         """See `Link.at`."""
@@ -324,10 +348,12 @@ def of_process(
     """
     if num_processes == 1:
         return make_link()
+
     ears = Ears(place) if process == 0 else None
     address, *_ = gather(ears.address if ears else None)
     if ears is None:
         return Listener(place, address, process)
+
     try:
         ears.wait_for(num_processes - 1, place.timing.start_s, should_stop)
         return Speaker(make_link(), ears)

@@ -20,7 +20,8 @@ from cocodc_jax.files import say
 
 # How often a wait looks whether the region should stop, and for how long it then still
 # waits for a mean, which usually is on its way.
-_POLL_S, _GIVE_UP_S = 0.2, 0.4
+_POLL_S = 0.2
+_GIVE_UP_S = 0.4
 # Regions to leave out, and pairs `(sender, receiver)` whose messages to forward.
 Faulty = tuple[frozenset[int], frozenset[tuple[int, int]]]
 
@@ -109,19 +110,26 @@ class Link:
         for none. `last_boot` is the `boot` of this process's last link, None for the
         first one: a region that returns is no newer than one that started since.
         """
-        self.place, self._run, self._step = place, run, step
+        self.place = place
+        self._run = run
+        self._step = step
+
         is_new = last_boot is None
         boot = lives.new_boot() if is_new else lives.returned(last_boot)
         self._member = Member(place, boot, step, time.monotonic(), is_new)
         self._member.is_announced = is_announced
+
         self._lock = threading.Condition()  # Told of every turn of the thread.
         self._futures: dict[m.SyncId, Future] = {}
         self._snapshots: dict[m.Life, m.Snapshot] = {}  # By sender: parts may differ.
         self._has_said_rounding = False
-        self._ended, self._answered_s, self._watch = False, 0.0, watch
+        self._ended = False
+        self._answered_s = 0.0
+        self._watch = watch
         # Whether it was asked to stop: every wait then ends. Any thread calls it.
         self.should_stop: Callable[[], bool] = lambda: False
         self.strangers = 0
+
         self._channel = open_channel(place, boot, max_frame_bytes)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -247,13 +255,16 @@ class Link:
             if not self._member.is_announced and not self.should_stop():
                 self._member.announce(time.monotonic())
                 self._channel.wake()
+
             if not self._wait_until(self._can_begin, timeout_s):
                 self._check_not_stopped()
                 raise TimeoutError(
                     f"no region admitted region {self.region} within {timeout_s:.0f} s"
                 )
+
             seat = self._member.view.seats[self.region]
-            copy, self._snapshots = self._copy(seat), {}
+            copy = self._copy(seat)
+            self._snapshots = {}
             return copy
 
     def _copy(self, seat: m.Seat) -> m.Snapshot | None:
@@ -271,9 +282,11 @@ class Link:
         seat = self._member.view.seats.get(self.region)
         if seat and (seat.source == self._member.life or self._copy(seat)):
             return True
+
         self._check_not_stopped()
         if seat is None:
             return False
+
         # Sockets deliver the copy before the seat; in a store it may take longer.
         timing = self.place.timing
         limit_s = timing.start_s if self.place.via else timing.dead_after_s
@@ -282,6 +295,7 @@ class Link:
                 f"the copy of the others' state for region {self.region} did not come "
                 f"within {limit_s:.0f} s: it was lost; start the region again"
             )
+
         return False
 
     def _check_not_stopped(self) -> None:
@@ -295,7 +309,9 @@ class Link:
         while it waited then reads why it need not, in place of giving up and being
         started again.
         """
-        beat_s, held_up_s = self.place.timing.beat_s, self._member.held_up_s
+        beat_s = self.place.timing.beat_s
+        held_up_s = self._member.held_up_s
+
         end_s = time.monotonic() + timeout_s
         while not is_met():
             rest_s = end_s + self._member.held_up_s - held_up_s - time.monotonic()
@@ -304,10 +320,13 @@ class Link:
             if self.should_stop():
                 return False
 
-            wait_s, began_s = min(rest_s, beat_s, _POLL_S), time.monotonic()
+            wait_s = min(rest_s, beat_s, _POLL_S)
+            began_s = time.monotonic()
             self._lock.wait(wait_s)
+
             if time.monotonic() - began_s > wait_s + beat_s:
                 self._lock.wait(beat_s)  # It was frozen: the thread notes it next.
+
         return True
 
     def wait_for(self, future: Future) -> Any:
@@ -353,11 +372,11 @@ class Link:
             raise LeftBehindError(f"region {self.region}: {self._member.is_over}")
 
     def _hand_out(self) -> None:
-        found = list(self._member.delivered)
+        decisions = list(self._member.delivered)
         self._member.delivered.clear()
         if self._member.is_over:
-            found += [m.Decision(m.NO_EPOCH, sync, {}) for sync in self._futures]
-        for decision in found:
+            decisions += [m.Decision(m.NO_EPOCH, sync, {}) for sync in self._futures]
+        for decision in decisions:
             if future := self._futures.pop(decision.sync, None):
                 future.set_result(decision)
         self._lock.notify_all()
@@ -386,24 +405,31 @@ class Link:
                 if self.should_stop():
                     self._member.give_up(now)
                 self._hand_out()
-                out, self._member.outbox = self._member.outbox, []
-                ended = self._ended
+
+                # Sending, reporting and watching are done without the lock.
+                outbox = self._member.outbox
+                self._member.outbox = []
+                findings = self._member.findings
+                self._member.findings = []
                 present = tuple(self._member.view.seats)
                 measured = self._member.times.finished(present, now)
                 silences = self._member.silent(now)
-                findings, self._member.findings = self._member.findings, []
                 boot = self._member.boot
-            for regions, message in _shared(out):
+                ended = self._ended
+
+            for regions, message in _shared(outbox):
                 letter = m.Letter(self._run, self.region, boot, message)
                 self._channel.send(regions, m.pack(letter))
+
             for finding in findings:
                 self._say(finding)
             if ended:
                 return
+
             if self._watch is not None:
                 self._watch.silent(silences)
-                for each in measured:
-                    faulty = self._watch(each, present)
+                for sync in measured:
+                    faulty = self._watch(sync, present)
                     with self._lock:
                         self._member.shunned, self._member.detours = faulty
 
@@ -429,6 +455,7 @@ class Link:
         except m.WireError:
             self.strangers += 1
             return
+
         if letter.run != self._run:
             self.strangers += 1
             if isinstance(letter.message, m.Join):
@@ -452,14 +479,16 @@ class Link:
             )
 
 
-def _shared(out: Sequence[tuple[int, m.Message]]) -> list[tuple[list[int], m.Message]]:
-    """Group the regions that are told the same, so that it is written once."""
-    found: list[tuple[list[int], m.Message]] = []
-    for region, message in out:
-        for regions, said in found:
-            if said == message and region not in regions:
+def _shared(
+    outbox: Sequence[tuple[int, m.Message]],
+) -> list[tuple[list[int], m.Message]]:
+    """Group the regions that get equal messages, so that each is written once."""
+    groups: list[tuple[list[int], m.Message]] = []
+    for region, message in outbox:
+        for regions, earlier in groups:
+            if earlier == message and region not in regions:
                 regions.append(region)
                 break
         else:
-            found.append(([region], message))
-    return found
+            groups.append(([region], message))
+    return groups

@@ -38,11 +38,11 @@ def returned(boot: int) -> int:
     return boot + 1
 
 
-def above(known: int, own: int) -> int:
-    """Return a number above life `known` and its returns, for a life of number `own`.
+def above(known: int, boot: int) -> int:
+    """Return a number above life `known` and its returns, for a life of number `boot`.
 
     >>> above(3 << 20, 7) == (4 << 20) + 7
     True
     """
-    random = own & ((1 << _RANDOM_BITS) - 1)
+    random = boot & ((1 << _RANDOM_BITS) - 1)
     return (((known >> _START_BITS) + 1) << _START_BITS) + random

@@ -43,7 +43,7 @@ class Marks:
     def __init__(self):
         self._of: collections.OrderedDict[SyncId, dict[Life, Mark]]
         self._of = collections.OrderedDict()
-        self._judged: collections.deque[SyncId] = collections.deque(maxlen=_KEPT)
+        self._compared: collections.deque[SyncId] = collections.deque(maxlen=_KEPT)
         self._own: collections.deque[Mark] = collections.deque(maxlen=_SENT)
 
     @property
@@ -65,35 +65,41 @@ class Marks:
             self._of.popitem(last=False)
 
     def findings(self, view: View) -> list[Finding]:
-        """Return what is found of the syncs whose marks are all here, once for each."""
-        found = []
+        """Return the differences in syncs whose marks have all arrived, each once."""
+        findings = []
         for sync, marks in self._of.items():
-            seats = view.seats.items()
-            due = {(r, x.boot) for r, x in seats if x.since_step < sync[1]}
-            if sync in self._judged or not due or not due <= marks.keys():
+            _, start_step = sync
+            due = {
+                (region, seat.boot)
+                for region, seat in view.seats.items()
+                if seat.since_step < start_step
+            }
+            if sync in self._compared or not due or not due <= marks.keys():
                 continue
-            self._judged.append(sync)
-            present = {life: x for life, x in marks.items() if view.has(life)}
-            finding = _judge(sync, present, view.epoch.coordinator)
+
+            self._compared.append(sync)
+            present = {life: mark for life, mark in marks.items() if view.has(life)}
+            finding = _compare(sync, present, view.epoch.coordinator)
             if finding.astray or finding.is_rounding:
-                found.append(finding)
-        return found
+                findings.append(finding)
+
+        return findings
 
 
-def _judge(sync: SyncId, marks: dict[Life, Mark], coordinator: Life) -> Finding:
+def _compare(sync: SyncId, marks: dict[Life, Mark], coordinator: Life) -> Finding:
     """Return which regions' fragments are right."""
 
-    def weight(life: Life) -> tuple[int, bool, int]:
+    def rank(life: Life) -> tuple[int, bool, int]:
         others = sum(_is_near(mark, marks[life]) for mark in marks.values())
         return others, life == coordinator, -life[0]
 
-    right = marks[max(marks, key=weight)]
-    near = [life for life, mark in marks.items() if _is_near(mark, right)]
+    right = marks[max(marks, key=rank)]
+    agreeing = [life for life, mark in marks.items() if _is_near(mark, right)]
     return Finding(
         sync,
-        astray=tuple(sorted(r for r, boot in marks if (r, boot) not in near)),
-        right=tuple(sorted(r for r, _ in near)),
-        is_rounding=any(marks[life].bits != right.bits for life in near),
+        astray=tuple(sorted(r for r, boot in marks if (r, boot) not in agreeing)),
+        right=tuple(sorted(r for r, _ in agreeing)),
+        is_rounding=any(marks[life].bits != right.bits for life in agreeing),
     )
 
 

@@ -245,15 +245,20 @@ def unpack(frames: Sequence[bytes], num_regions: int) -> Letter:
     try:
         if not frames or len(frames[0]) > MAX_HEADER_BYTES:
             raise ValueError("the header is missing or too long")
+
         header = json.loads(bytes(frames[0]))
         reader = _Reader(frames[1:], num_regions)
-        kind, body = _KINDS[header["kind"]], header["body"]
+        kind = _KINDS[header["kind"]]
+        body = header["body"]
+
         fields = _FIELDS[kind]
         if set(body) != set(fields):
             raise ValueError("wrong fields")
+
         values = {name: reader.read(x, body[name]) for name, x in fields.items()}
         if len(reader.used) != len(frames) - 1:
             raise ValueError("the header does not name all frames")
+
         sender, boot = reader.read(Life, header["from"])
         return Letter(reader.read(str, header["run"]), sender, boot, kind(**values))
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
@@ -270,6 +275,7 @@ def _plain(value: Any, data: list[bytes]) -> Any:
             return _plain(tuple(vars(value).values()), data)
         case tuple():
             return [_plain(x, data) for x in value]
+
     if isinstance(value, dict) and value and isinstance(next(iter(value)), int):
         return [[r, _plain(x, data)] for r, x in sorted(value.items())]
     return value
@@ -279,19 +285,24 @@ class _Reader:
     """Reads fields; every region must exist, and each frame is used exactly once."""
 
     def __init__(self, frames: Sequence[bytes], num_regions: int):
-        self._frames, self.used, self._num_regions = frames, set(), num_regions
+        self._frames = frames
+        self._num_regions = num_regions
+        self.used: set[int] = set()  # Indices of the frames that were read.
 
     def read(self, kind: Any, value: Any) -> Any:
         """Return a value of an annotated type, as `_plain` wrote it."""
-        origin, args = typing.get_origin(kind) or kind, typing.get_args(kind)
+        origin = typing.get_origin(kind) or kind
+        args = typing.get_args(kind)
+
         if kind in _FIELDS:
-            return kind(*self.each(_FIELDS[kind].values(), value))
+            return kind(*self.read_all(_FIELDS[kind].values(), value))
         if origin is tuple and args[-1] is ...:
             return tuple(self.read(args[0], x) for x in value)
         if origin is tuple:
-            return self.each(args, value)
+            return self.read_all(args, value)
         if origin is Mapping:
-            return dict(self.each(args, pair) for pair in value or ())
+            return dict(self.read_all(args, pair) for pair in value or ())
+
         if kind == Region and _count(value) >= self._num_regions:
             raise ValueError(f"region {value} must be below {self._num_regions}")
         if kind in (int, Region):
@@ -301,13 +312,14 @@ class _Reader:
                 raise ValueError(f"frame {value} is used twice")
             self.used.add(value)
             return bytes(self._frames[value])
+
         if kind is float and type(value) in (int, float) and abs(value) < 1e15:
             return float(value)
         if kind is float or not isinstance(value, origin):
             raise ValueError(f"{value!r} is not of type {origin.__name__}")
         return value
 
-    def each(self, kinds: Iterable[Any], values: Any) -> tuple:
+    def read_all(self, kinds: Iterable[Any], values: Any) -> tuple:
         """Return values of several types."""
         return tuple(self.read(*pair) for pair in zip(kinds, values, strict=True))
 

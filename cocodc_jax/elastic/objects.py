@@ -43,12 +43,16 @@ from cocodc_jax.elastic.place import Place, is_bucket
 from cocodc_jax.elastic.stores import Job, Lane, RefusedError, open_store, wait_for
 from cocodc_jax.files import TransientError, say
 
-FOLDER_POLL_S, BUCKET_POLL_S = 0.05, 1.0
+FOLDER_POLL_S = 0.05
+BUCKET_POLL_S = 1.0
 _KEPT = 3  # Times `dead_after_s`.
 _QUEUE = 256  # Messages that wait to be written at most.
 _WORKERS = 4  # Threads for what is up to `_FIRST_BYTES` long, and as many for longer.
-_FAREWELL_S, _SAY_S = 5.0, 60.0
-_STAY_S, _STAY_POLLS = 1.0, 4  # How long the last messages can be read, at least.
+_FAREWELL_S = 5.0
+_SAY_S = 60.0
+# How long the last messages can be read, at least.
+_STAY_S = 1.0
+_STAY_POLLS = 4
 _FIRST_BYTES = 1 << 18
 _CLIENTS = {"gs": "gcsfs", "s3": "s3fs"}
 _NAME = re.compile(
@@ -58,10 +62,13 @@ _NAME = re.compile(
 _TAG_DIGITS = 16
 # A call hangs after this share of `dead_after_s`, but no sooner than after `_HANGS_S`,
 # and as much longer as its bytes take at the slowest.
-_HANGS_SHARE, _HANGS_S, _SLOWEST_BYTES_S = 0.5, 2.0, 1 << 20
+_HANGS_SHARE = 0.5
+_HANGS_S = 2.0
+_SLOWEST_BYTES_S = 1 << 20
 # So many times as long as a look takes is the pause after it, if the store is full of
 # strange names; and this share of `dead_after_s` at most.
-_REST, _LONGEST_PAUSE = 9, 0.1
+_REST = 9
+_LONGEST_PAUSE = 0.1
 _MAC_BYTES = hashlib.sha256().digest_size
 _COUNT = struct.Struct("<I")
 
@@ -85,6 +92,7 @@ def reach(via: str) -> None:
         except Exception as error:  # Clients of stores raise what they like.
             if isinstance(error, ImportError) and client:
                 raise ModuleNotFoundError(str(error), name=_CLIENTS[client]) from error
+
             kind = TransientError if client else ValueError  # Of a folder, a flag.
             raise kind(f"via={via!r} cannot be reached: {error}") from error
 
@@ -93,20 +101,26 @@ class Objects:
     """A `Channel` through a store; see `open_channel`."""
 
     def __init__(self, place: Place, boot: int, max_frame_bytes: int):
-        self._store, self._root = open_store(place.via), place.via
+        self._store = open_store(place.via)
+        self._root = place.via
         self._poll_s = BUCKET_POLL_S if is_bucket(place.via) else FOLDER_POLL_S
-        self._region, self._boot = place.region, boot
+        self._region = place.region
+        self._boot = boot
+
         self._key = hashlib.sha256(b"cocodc_jax objects" + place.key).digest()
         self._keep_s = _KEPT * place.timing.dead_after_s
         self._hangs_s = max(_HANGS_SHARE * place.timing.dead_after_s, _HANGS_S)
         self._longest_pause_s = _LONGEST_PAUSE * place.timing.dead_after_s
         self._limit = max(MAX_HEADER_BYTES, max_frame_bytes)
+
         self._numbers = itertools.count()
         self._written: collections.deque[tuple[float, str]] = collections.deque()
         self._inbox: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
         self._said_s: dict[str, float] = {}
         # Signs of life do not wait behind what takes long to write or read.
-        self._small, self._large, self._lists = Lane(_WORKERS), Lane(_WORKERS), Lane(1)
+        self._small = Lane(_WORKERS)
+        self._large = Lane(_WORKERS)
+        self._lists = Lane(1)
         self._writes: set[Job] = set()
         self._seen: set[str] = set()
         self._has_looked = False
@@ -117,12 +131,12 @@ class Objects:
 
     def receive(self, seconds: float) -> list[list[bytes]]:
         """See `Channel.receive`."""
-        found = []
+        arrived = []
         with contextlib.suppress(queue.Empty):
-            found.append(self._inbox.get(timeout=seconds))
-            while len(found) < _QUEUE:
-                found.append(self._inbox.get_nowait())
-        return [frames for frames in found if frames is not None]
+            arrived.append(self._inbox.get(timeout=seconds))
+            while len(arrived) < _QUEUE:
+                arrived.append(self._inbox.get_nowait())
+        return [frames for frames in arrived if frames is not None]
 
     def wake(self) -> None:
         """See `Channel.wake`."""
@@ -134,8 +148,10 @@ class Objects:
         now = time.monotonic()
         while self._written and now - self._written[0][0] > self._keep_s:
             self._remove(self._written.popleft()[1])
+
         if len(self._writes) >= _QUEUE:
             return
+
         mask = sum(1 << region for region in regions)
         number = next(self._numbers)
         start = f"{self._region:03}-{self._boot:020}-{number:010}-{mask:x}"
@@ -153,10 +169,12 @@ class Objects:
         wait_for(self._writes, end - stay_s)
         time.sleep(stay_s)
         self._thread.join(max(end - time.monotonic(), 0))
+
         gone = []
         while self._written:  # Late writes may still add to it.
             gone.append(self._remove(self._written.popleft()[1]))
         wait_for(gone, max(end, time.monotonic() + _STAY_S))
+
         for lane in (self._small, self._large, self._lists):
             lane.close()
 
@@ -206,11 +224,13 @@ class Objects:
 
         if self._lists.is_stuck:
             return None
+
         job = self._lists.submit(list_all, self._hangs_s)
         while not wait_for([job], time.monotonic() + self._poll_s):
             self._give_up_hung(self._lists)
             if self._ended.is_set():
                 return None
+
         return names[0] if names else None
 
     def _look(self) -> None:
@@ -221,21 +241,27 @@ class Objects:
         names = self._names()
         if names is None:
             return
-        is_first, self._has_looked = not self._has_looked, True
-        there = set(names)
-        new = there - self._seen
-        self._seen &= there
+
+        is_first = not self._has_looked
+        self._has_looked = True
+        present = set(names)
+        new = present - self._seen
+        # In place: a thread that failed to read a name discards it at any moment.
+        self._seen &= present
         self._seen |= new
+
         for name in sorted(new):
             match = _NAME.fullmatch(name)
             if match is None:
                 continue
+
             is_own = int(match["sender"]) == self._region
             is_old = is_first and is_own and int(match["boot"]) != self._boot
-            is_for_this = int(match["receivers"], 16) >> self._region & 1
-            is_for_this &= not (is_first or is_own or match["hidden"])
+            is_addressed = int(match["receivers"], 16) >> self._region & 1
+            is_for_this = is_addressed and not (is_first or is_own or match["hidden"])
             if not (is_old or is_for_this) or not self._is_tagged(match):
                 continue
+
             if is_old:
                 self._remove(name.removeprefix("."))
             else:
@@ -312,9 +338,11 @@ def unseal(
     count = _COUNT.unpack_from(first, 2 * _MAC_BYTES)[0] if first[table_at - 1 :] else 0
     start = table_at + 8 * count
     mac = _mac(key, name, first[_MAC_BYTES:start])
+
     is_signed = hmac.compare_digest(mac, first[:_MAC_BYTES])
     if not count or start > len(first) or not is_signed:
         raise RefusedError(f"{name} is not signed with the key of this run")
+
     lengths = struct.unpack_from(f"<{count}Q", first, table_at)
     longest = max(lengths)
     if longest > limit:

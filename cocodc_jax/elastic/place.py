@@ -59,6 +59,7 @@ class Place:
                 raise ValueError(
                     f"region_addresses has {address!r}; it must be host:port"
                 )
+
         if self.via and self.addresses:
             raise ValueError(
                 f"via={self.via!r} needs no region_addresses="
@@ -69,7 +70,9 @@ class Place:
                 f"region_addresses={','.join(self.addresses)} has one address twice; "
                 "each region needs its own"
             )
-        num, what = self.num_regions, "regions" if self.via else "region_addresses"
+
+        num = self.num_regions
+        what = "regions" if self.via else "region_addresses"
         if not 0 <= self.region < num:
             raise ValueError(
                 f"region_id={self.region} must be 0 to {num - 1}, as {what} "
@@ -83,6 +86,7 @@ class Place:
             )
         if not 1 <= self.min_regions <= num:
             raise ValueError(f"min_regions={self.min_regions} must be 1 to {num}")
+
         check_choices(self, **LATE)
         if not 1 <= self.timing.quorum <= num:
             raise ValueError(f"quorum_regions={self.timing.quorum} must be 1 to {num}")

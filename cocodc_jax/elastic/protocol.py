@@ -68,7 +68,8 @@ _HELD_UP_BEATS = 1
 # Times of messages are taken from the last look if it is further back.
 _LATE_LOOK_BEATS = 2
 # Beats, or share of a sync if longer, after which missing messages are reported.
-_TELL_BEATS, _TELL_SYNCS = 4, 0.5
+_TELL_BEATS = 4
+_TELL_SYNCS = 0.5
 
 
 class Member(Agreement):
@@ -84,13 +85,18 @@ class Member(Agreement):
         """
         super().__init__(place, boot, step, now)
         self._is_new = is_new
+        self.is_announced = True
         self.is_superseded = False  # It is over because a newer life has its seat.
-        self._beat_at, self._looked_at = -float("inf"), now
+        self._has_left = False
+        self.gave_up = False
+
+        self._beat_at = -float("inf")
+        self._looked_at = now
         self._read_at = now
         self.held_up_s = 0.0  # In all.
+
         self._marks = Marks()
         self.findings: list[Finding] = []  # The reader clears the list.
-        self.is_announced, self._has_left, self.gave_up = True, False, False
         beat_s = place.timing.beat_s
         self._silences = Silences(beat_s)
         self.times = Times(self.region, self._num, _TELL_BEATS * beat_s)
@@ -134,7 +140,8 @@ class Member(Agreement):
 
     def announce(self, now: float) -> None:
         """Ask to take part."""
-        self.is_announced, self._born = True, now
+        self.is_announced = True
+        self._born = now
 
     def finish(self, now: float) -> None:
         """Announce at once that this region has applied all syncs of the run."""
@@ -155,7 +162,8 @@ class Member(Agreement):
         """Take part no more, and announce it so that no region waits."""
         if not self.is_over:
             self._tell_all(m.Leave())
-            self.is_over, self._has_left = "it has left", True
+            self.is_over = "it has left"
+            self._has_left = True
 
     def give_up(self, now: float) -> None:
         """Wait no more for means that too few regions are left to decide."""
@@ -174,21 +182,26 @@ class Member(Agreement):
         if self._has_left and now - self._beat_at >= self._timing.beat_s:
             self._beat_at = now
             self._tell_all(m.Leave())  # The last one may have been lost.
+
         if self.is_over or not self.is_announced or self._is_far_behind():
             return
+
         if now - self._beat_at >= self._timing.beat_s:
             self._beat_at = now
             self._beat(now)
+
         if self._has_to_begin_again(now):
             self.is_over = "fewer than min_regions are left, and others are there"
             return
         if self._has_gone_astray():
             return
+
         seats = self._next_seats(now)
         if seats is not None:
             self._propose(seats, now)
         self._decide(now)
         self._note_decided(now)
+
         for report in self.times.due(now):
             for region in self.view.seats:
                 self._tell(region, report)
@@ -203,28 +216,21 @@ class Member(Agreement):
         self._note_gap(now)
         if self.is_over or sender == self.region:
             return
+
         if isinstance(message, m.Join | m.Beat):
             self._learn_of_own_lives(message, now)
         if not self._hearing.hear(sender, boot, message, now, self.is_announced):
             return
+
         life = sender, boot
         self._silences.heard(life, now)
         match message:
             case m.Join() if self.view.has(life) and self._holds:
                 self._repeat_view(sender, now)
-            case m.Beat(view, promised):
-                if (highest := max(promised, view.epoch)) > self._highest:
-                    self._highest, self._highest_at = highest, now
-                is_ahead = not view.has(self.life) and view.epoch > self.view.epoch
-                self._hearing.note(sender, is_elsewhere=self.is_in and is_ahead)
-                self.times.sign(life, message.clock_s, now)
-                self._marks.hear(life, message.marks)
-                self._compare(sender, view, now)
-            case m.Row(epoch, sync, row, clock_s):
-                self.times.came(life, sync, clock_s, self._there(now))
-                self._detoured.discard(life)
-                if epoch in (self.view.epoch, self._promised):
-                    self._book.collect(life, sync, row)
+            case m.Beat():
+                self._beat_came(life, message, now)
+            case m.Row():
+                self._row_came(life, message, now)
             case m.Want(epoch, sync, lacks) if epoch == self.view.epoch:
                 if self.view.has(life):
                     self._answer(life, sync, lacks, now)
@@ -243,6 +249,30 @@ class Member(Agreement):
             case m.Install(view, decisions) if view.epoch.coordinator == life:
                 if view.epoch == self._promised and view.epoch > self.view.epoch:
                     self._enter(view, decisions, now)
+
+    def _beat_came(self, life: m.Life, beat: m.Beat, now: float) -> None:
+        """Learn from a heartbeat which view the sender is in, and what it has."""
+        sender, _ = life
+        highest = max(beat.promised, beat.view.epoch)
+        if highest > self._highest:
+            self._highest = highest
+            self._highest_at = now
+
+        has_seat = beat.view.has(self.life)
+        is_ahead = not has_seat and beat.view.epoch > self.view.epoch
+        self._hearing.note(sender, is_elsewhere=self.is_in and is_ahead)
+
+        self.times.sign(life, beat.clock_s, now)
+        self._marks.hear(life, beat.marks)
+        self._compare(sender, beat.view, now)
+
+    def _row_came(self, life: m.Life, message: m.Row, now: float) -> None:
+        """Collect another region's message of a sync, and time it."""
+        arrived_at = self._arrival_of_unread(now)
+        self.times.came(life, message.sync, message.clock_s, arrived_at)
+        self._detoured.discard(life)
+        if message.epoch in (self.view.epoch, self._promised):
+            self._book.collect(life, message.sync, message.row)
 
     def _is_decided_by(self, life: m.Life, epoch: m.Epoch) -> bool:
         """Return whether decisions of a view hold here that this life announces."""
@@ -267,12 +297,15 @@ class Member(Agreement):
 
         What the others have sent meanwhile may be read only after this.
         """
-        gap_s, self._read_at = now - self._read_at, now
+        gap_s = now - self._read_at
+        self._read_at = now
         if gap_s <= _HELD_UP_BEATS * self._timing.beat_s:
             return
+
         self.held_up_s += gap_s
         if gap_s > self._timing.dead_after_s:
             self._is_new = False  # Another life may have begun meanwhile.
+
         self._born += gap_s
         self.entered_at += gap_s
         self._promised_at += gap_s
@@ -290,10 +323,13 @@ class Member(Agreement):
         seat = None
         if isinstance(message, m.Beat):
             seat = message.view.seats.get(self.region)
-            known += [seat.boot] if seat else []
+        if seat is not None:
+            known.append(seat.boot)
+
         newest = max(known, default=0)
         if newest <= self.boot:
             return
+
         has_just_begun = now - self._born <= self._timing.dead_after_s
         if self._is_new and has_just_begun and not self.is_announced:
             self.boot = lives.above(newest, self.boot)
@@ -314,6 +350,7 @@ class Member(Agreement):
                     f"{[*finding.right]} after the sync of step {step}"
                 )
                 return True
+
         return False
 
     # Heartbeats, and views that continued without this region.
@@ -323,14 +360,17 @@ class Member(Agreement):
         seat = self.view.seats.get(self.region)
         if not self.is_in or seat is None:
             return False
+
         behind = self._book.behind(seat.since_step)
         if behind <= self._timing.max_behind:
             return False
+
         self.leave()
         self.is_over = (
             f"it is {behind} syncs behind the others, more than "
             f"max_behind_syncs={self._timing.max_behind}"
         )
+
         return True
 
     def _has_to_begin_again(self, now: float) -> bool:
@@ -350,10 +390,12 @@ class Member(Agreement):
         return self.is_in and len(left) + 1 < min(self._min, len(self.view.seats))
 
     def _beat(self, now: float) -> None:
-        hears, knows = self._hearing.of_late(now), self._hearing.lives
+        hears = self._hearing.of_late(now)
+        knows = self._hearing.lives
         if not self.is_in:
             self._tell_all(m.Join(self._step, hears, knows))
             return
+
         beat = m.Beat(
             self.view,
             self._promised,
@@ -370,6 +412,7 @@ class Member(Agreement):
         """Check whether the others continued without this region."""
         if not self.is_in:
             return
+
         mine = self.view.seats
         if not theirs.has(self.life):
             rest = m.View(
@@ -378,6 +421,7 @@ class Member(Agreement):
             is_apart = len(rest.seats) == len(mine)
             if not is_apart and theirs.epoch < self.view.epoch:
                 return  # The sender does not know of this region's view yet.
+
             if theirs.rank > rest.rank:
                 self.is_over = (
                     f"region {sender} is of a larger part of a run cut in two"
@@ -389,7 +433,7 @@ class Member(Agreement):
 
     # Times of messages.
 
-    def _there(self, now: float) -> float:
+    def _arrival_of_unread(self, now: float) -> float:
         """Return the earliest time at which a message that is read now had arrived.
 
         If this process was held up, the sender is not to blame.

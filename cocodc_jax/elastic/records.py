@@ -35,20 +35,22 @@ class Hearing:
         self.last: dict[int, Heard] = {}
 
     def hear(
-        self, sender: int, boot: int, message: m.Message, now: float, are_we_told: bool
+        self, sender: int, boot: int, message: m.Message, now: float, is_announced: bool
     ) -> bool:
         """Record a message; return whether to process it.
 
         Messages of an earlier life of the sender, and of one that left, are ignored. If
         the later life has been silent for long, the clock was set back.
-        `are_we_told` says whether this region has announced itself.
+        `is_announced` says whether this region has announced itself.
         """
         heard = self.last.get(sender, Heard(boot, now))
         is_silent = now - heard.when > _FORGET * self._silence_s
         if boot > heard.boot or (boot != heard.boot and is_silent):
             heard = Heard(boot, now)
+
         if boot < heard.boot or heard.has_left:
             return False
+
         heard = heard._replace(when=now, is_spared=False)
         match message:
             case m.Join() if heard.has_begun:
@@ -58,18 +60,21 @@ class Hearing:
             case m.Beat(oldest_step=oldest, hears=hears, knows=knows):
                 heard = heard._replace(step=None, has_begun=True, oldest_step=oldest)
             case _:
-                self.last[sender] = heard._replace(
-                    has_left=isinstance(message, m.Leave)
-                )
+                has_left = isinstance(message, m.Leave)
+                self.last[sender] = heard._replace(has_left=has_left)
                 return True
-        hears_us, since = self.life in hears, None
+
+        hears_us = self.life in hears
         knows_newer = any(
-            r == self.life[0] and boot > self.life[1] for r, boot in knows
+            region == self.life[0] and known > self.life[1] for region, known in knows
         )
-        # Else this region has sent nothing yet, or is taken for an earlier life.
-        if are_we_told and not hears_us and not knows_newer:
-            since = now if heard.deaf_since is None else heard.deaf_since
-        self.last[sender] = heard._replace(hears_us=hears_us, deaf_since=since)
+
+        # The sender is deaf unless this region has sent nothing yet, or the sender
+        # takes it for an earlier life.
+        deaf_since = None
+        if is_announced and not hears_us and not knows_newer:
+            deaf_since = now if heard.deaf_since is None else heard.deaf_since
+        self.last[sender] = heard._replace(hears_us=hears_us, deaf_since=deaf_since)
         return True
 
     def note(self, region: int, **what: Any) -> None:
@@ -83,12 +88,16 @@ class Hearing:
         is held up again before a message comes, only that time is left out.
         """
         for region, heard in self.last.items():
-            when, since = heard.when + gap_s, heard.deaf_since
+            when = heard.when + gap_s
+            since = heard.deaf_since
             if since is not None:
                 since = min(since + gap_s, now)
+
             was_alive = now - when <= self._silence_s
             if was_alive and not heard.is_spared:
-                when, since = now, None if since is None else now
+                when = now
+                since = None if since is None else now
+
             self.last[region] = heard._replace(
                 when=min(when, now), deaf_since=since, is_spared=True
             )
@@ -191,7 +200,8 @@ class Book:
 
     def lacks(self, sync: m.SyncId) -> tuple[m.Life, ...]:
         """List the lives whose messages the coordinator chose and are not here."""
-        choice, rows = self.choices.get(sync), self.rows.get(sync, {})
+        choice = self.choices.get(sync)
+        rows = self.rows.get(sync, {})
         if choice is None:
             return ()
         return tuple(life for life in choice.members if life not in rows)
@@ -201,10 +211,11 @@ class Book:
         self.quorum_s = {sync: since + gap_s for sync, since in self.quorum_s.items()}
 
     def _complete(self, sync: m.SyncId) -> None:
-        choice, rows = self.choices.get(sync), self.rows.get(sync, {})
+        choice = self.choices.get(sync)
+        rows = self.rows.get(sync, {})
         if choice is not None and all(life in rows for life in choice.members):
-            found = {life[0]: rows[life] for life in choice.members}
-            self.learn(m.Decision(choice.epoch, sync, found))
+            rows_chosen = {life[0]: rows[life] for life in choice.members}
+            self.learn(m.Decision(choice.epoch, sync, rows_chosen))
 
     def learn(self, decision: m.Decision) -> None:
         """Store a decision; the first one of a sync holds."""

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     import zmq
     from zmq.utils import z85
 else:
-    zmq, z85 = later("zmq", "elastic"), later("zmq.utils.z85", "elastic")
+    zmq = later("zmq", "elastic")
+    z85 = later("zmq.utils.z85", "elastic")
 
 _QUEUE = 256  # The most messages that wait to be read.
 _SENDING = 1 << 14  # And for one region: small ones queue behind a copy for minutes.
@@ -48,7 +49,8 @@ _CURVE_BYTES = 64  # More than encryption adds to a frame (33), which ZeroMQ cou
 # ZeroMQ never retries a connection whose handshake failed, which happens when the other
 # side ends. If sending fails for so long, the connection is opened again.
 _GIVE_UP_S = 1.5
-_PING_MS, _PONG_MS = 2000, 10000
+_PING_MS = 2000
+_PONG_MS = 10000
 HANDSHAKE_MS = 5000
 _MAX_WAITING = 512
 _SHARE = 4  # One in so many descriptors; the program itself uses the others.
@@ -63,15 +65,16 @@ def key_pair(key: bytes) -> tuple[bytes, bytes]:
 
 def secured(context: Any, kind: int, key: bytes, listens: bool) -> Any:
     """Return a socket to peers that have the shared `key` too."""
-    found = context.socket(kind)
+    made = context.socket(kind)
     public, secret = key_pair(key)
     if listens:
-        found.curve_server = True
+        made.curve_server = True
     else:
-        found.curve_serverkey = public
-    found.curve_publickey, found.curve_secretkey = public, secret
-    found.linger = _FAREWELL_MS
-    return found
+        made.curve_serverkey = public
+    made.curve_publickey = public
+    made.curve_secretkey = secret
+    made.linger = _FAREWELL_MS
+    return made
 
 
 class Sockets:
@@ -79,20 +82,24 @@ class Sockets:
 
     def __init__(self, place: Place, max_frame_bytes: int):
         self._place = place
-        self._known = z85.decode(key_pair(place.key)[0])
+        public_key, _ = key_pair(place.key)
+        self._known = z85.decode(public_key)
         self._wake, self._waked = socket.socketpair()
         self._waked.setblocking(False)
         self._context = zmq.Context()
         self._context.max_sockets = 1023
+
         # ZeroMQ asks here whether to accept a peer, before it passes anything on.
         self._asked = self._context.socket(zmq.REP)
         self._asked.bind("inproc://zeromq.zap.01")
+
         self._in = self._secured(zmq.PULL, listens=True)
         self._in.zap_domain = b"regions"
         self._largest = max(max_frame_bytes, MAX_HEADER_BYTES)
         self._in.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + _CURVE_BYTES)
         self._door = Door(self._in, self._context)
         self._out: dict[int, Any] = {}
+
         port = place.addresses[place.region].rpartition(":")[2]
         try:
             self._in.bind(f"tcp://*:{port}")
@@ -102,18 +109,21 @@ class Sockets:
                 f"region_addresses: region {place.region} cannot listen on port {port}"
                 f" ({error.strerror}); name a free port"
             ) from error
+
         others = set(range(place.num_regions)) - {place.region}
         self._out |= {region: self._connected(region) for region in others}
         self._refused_s: dict[int, float] = {}
+
         self._poller = zmq.Poller()
         for readable in (self._in, self._asked, self._waked):
             self._poller.register(readable, zmq.POLLIN)
 
     def _secured(self, kind: int, listens: bool) -> Any:
-        found = secured(self._context, kind, self._place.key, listens)
-        found.sndhwm, found.rcvhwm = _SENDING, _QUEUE
-        found.ipv6 = any("]" in address for address in self._place.addresses)
-        return found
+        made = secured(self._context, kind, self._place.key, listens)
+        made.sndhwm = _SENDING
+        made.rcvhwm = _QUEUE
+        made.ipv6 = any("]" in address for address in self._place.addresses)
+        return made
 
     def _connected(self, region: int) -> Any:
         out = self._secured(zmq.PUSH, listens=False)
@@ -131,18 +141,21 @@ class Sockets:
         with contextlib.suppress(BlockingIOError):
             while self._waked.recv(4096):
                 pass
-        found = []
+
         with contextlib.suppress(zmq.Again):
             while True:
                 self._answer(self._asked.recv_multipart(zmq.NOBLOCK))
+
+        arrived = []
         with contextlib.suppress(zmq.Again):
-            while len(found) < _QUEUE:
+            while len(arrived) < _QUEUE:
                 first = self._in.recv(zmq.NOBLOCK, copy=False)
                 self._door.saw_message(first)
                 rest = self._in.recv_multipart() if self._in.rcvmore else []
                 with contextlib.suppress(ValueError):  # Nothing that a region sends.
-                    found.append(joined([first.bytes, *rest], self._largest))
-        return found
+                    arrived.append(joined([first.bytes, *rest], self._largest))
+
+        return arrived
 
     def _answer(self, asked: list[bytes]) -> None:
         """Accept a peer that has the run's key pair (ZeroMQ's RFC 27)."""
@@ -215,13 +228,16 @@ def joined(pieces: Sequence[bytes], largest: int) -> list[bytes]:
 
     if len(head) != _COUNT.size:
         raise ValueError(f"the number of frames has {len(head)} bytes")
+
     (count,) = _COUNT.unpack(head)
     table = take(8 * count)
     if len(table) != 8 * count:
         raise ValueError(f"{len(table)} bytes are not the lengths of {count} frames")
+
     lengths = struct.unpack(f"<{count}Q", table)
     if max(lengths, default=0) > largest:
         raise ValueError(f"a frame has {max(lengths)} bytes, more than {largest}")
+
     frames = [take(length) for length in lengths]
     if [*map(len, frames)] != [*lengths] or next(parts, None) is not None:
         raise ValueError("the pieces are not as long as they say")
@@ -241,7 +257,8 @@ class Door:
     def __init__(self, listener: Any, context: Any):
         """Watch `listener`, a ZeroMQ socket of `context` that is not bound yet."""
         limit = min(_MAX_WAITING, most_descriptors() // _SHARE)
-        self._limit, self._closed = limit, 0
+        self._limit = limit
+        self._closed = 0
         self._said_s = -_SAY_S
         # The peer of each descriptor, oldest first.
         self._waiting: dict[int, Any] = {}
@@ -275,12 +292,14 @@ class Door:
                 event = self._events.recv_multipart()[0]
             except zmq.Again:
                 continue
+
             kind, descriptor = struct.unpack("=hi", event)
             with self._lock:
                 self._waiting.pop(descriptor, None)
                 if kind == zmq.EVENT_ACCEPTED:
                     with contextlib.suppress(OSError), _borrowed(descriptor) as new:
                         self._waiting[descriptor] = new.getpeername()
+
                 # Unread events may say that some of the connections are closed.
                 too_many = self._limit if not self._events.poll(0) else 2 * self._limit
                 if len(self._waiting) > too_many:
@@ -294,6 +313,7 @@ class Door:
             with contextlib.suppress(OSError), _borrowed(descriptor) as oldest:
                 if oldest.getpeername() == peer:
                     oldest.shutdown(socket.SHUT_RDWR)  # ZeroMQ closes it then.
+
         if time.monotonic() - self._said_s > _SAY_S:
             self._said_s = time.monotonic()
             say(
@@ -305,11 +325,11 @@ class Door:
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
     """Yield the socket of a descriptor that ZeroMQ owns."""
-    found = socket.socket(fileno=descriptor)
+    borrowed = socket.socket(fileno=descriptor)
     try:
-        yield found
+        yield borrowed
     finally:
-        found.detach()
+        borrowed.detach()
 
 
 def most_descriptors() -> int:

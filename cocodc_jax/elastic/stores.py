@@ -83,16 +83,20 @@ class Folder:
             if error.errno in _NO_FILE:
                 raise RefusedError(f"{name} is not a regular file") from error
             raise
+
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise RefusedError(f"{name} is not a regular file")
-            parts, at = [], start
+
+            parts = []
+            at = start
             while at < end:
                 part = os.pread(descriptor, min(end - at, _CHUNK_BYTES), at)
                 if not part:
                     break
                 parts.append(part)
                 at += len(part)
+
             return b"".join(parts)
         finally:
             os.close(descriptor)
@@ -117,7 +121,8 @@ class Bucket:
     """A `Store` of fsspec, where a put is atomic."""
 
     def __init__(self, store: Any, root: str):
-        self._store, self._root = store, root
+        self._store = store
+        self._root = root
 
     def list(self) -> list[str]:
         """See `Store.list`."""
@@ -144,8 +149,10 @@ class Job:
     """A call of a `Lane`; `done` is set once it has returned, or was given up."""
 
     def __init__(self, call: Callable[[], None], patience_s: float):
-        self.call, self.patience_s = call, patience_s
-        self.began_s, self.is_lost = 0.0, False
+        self.call = call
+        self.patience_s = patience_s
+        self.began_s = 0.0
+        self.is_lost = False
         self.done = threading.Event()
 
 
@@ -166,7 +173,8 @@ class Lane:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running: set[Job] = set()
-        self._num_threads, self._num_lost = num_threads, 0
+        self._num_threads = num_threads
+        self._num_lost = 0
         for _ in range(num_threads):
             self._start()
 
@@ -196,6 +204,7 @@ class Lane:
                 job.done.set()
                 self._num_lost += 1
                 self._start()
+
         return len(hung)
 
     def close(self) -> None:
@@ -211,6 +220,7 @@ class Lane:
             with self._lock:
                 job.began_s = time.monotonic()
                 self._running.add(job)
+
             try:
                 job.call()
             finally:
@@ -218,5 +228,6 @@ class Lane:
                     self._running.discard(job)
                     job.done.set()
                     self._num_lost -= job.is_lost
+
             if job.is_lost:
                 return  # Another thread has its place.

@@ -35,20 +35,29 @@ from cocodc_jax.elastic.messages import Life, Report, SyncId
 # The history spans two of these; clocks drift apart by parts in ten thousand.
 _BUCKET_S = 300.0
 _REMEMBERED = 64  # Syncs.
-_BEATS, _GAPS, _SYNCS = 4, 3.0, 2.5
-_LEAST_HEARD, _LEAST_SYNCS = 20, 3  # Messages and syncs before the first report.
+_BEATS = 4
+_GAPS = 3.0
+_SYNCS = 2.5
+# Messages and syncs before the first report.
+_LEAST_HEARD = 20
+_LEAST_SYNCS = 3
 
 
 class _Recent:
     """The least or the greatest number of the last minutes."""
 
     def __init__(self, pick: Callable[[float, float], float], none: float):
-        self._pick, self._none = pick, none
-        self._since, self._before, self._now = -math.inf, none, none
+        self._pick = pick
+        self._none = none
+        self._since = -math.inf
+        self._before = none
+        self._now = none
 
     def take(self, value: float, now: float) -> None:
         if now - self._since > _BUCKET_S:
-            self._since, self._before, self._now = now, self._now, self._none
+            self._since = now
+            self._before = self._now
+            self._now = self._none
         self._now = self._pick(self._now, value)
 
     @property
@@ -74,12 +83,13 @@ class Times:
         # Seconds after a decision in which messages are waited for; reports of the
         # others may take twice as long.
         self.wait_s = wait_s
-        self._region, self._num = region, num_regions
+        self._region = region
+        self._num = num_regions
         self._least: dict[Life, _Recent] = {}
         self._came: dict[SyncId, dict[int, float]] = {}
         self._decided: dict[SyncId, tuple[float, frozenset[int]]] = {}
         # Since when each sync is reported, and by whom.
-        self._told: dict[SyncId, tuple[float, dict[int, Report]]] = {}
+        self._reports: dict[SyncId, tuple[float, dict[int, Report]]] = {}
         self._done: collections.deque[SyncId] = collections.deque(maxlen=_REMEMBERED)
         self.step_s = 0.0  # Of an inner step here, 0 if not measured.
 
@@ -105,47 +115,52 @@ class Times:
 
     def due(self, now: float) -> list[Report]:
         """Return the reports to send to all regions now."""
-        found = []
+        reports = []
         for sync, (since, members) in list(self._decided.items()):
             came = self._came.get(sync, {})
-            if members <= came.keys() or now - since > self.wait_s:
-                del self._decided[sync]
-                self._came.pop(sync, None)
-                report = Report(sync, tuple(sorted(came.items())), self.step_s)
-                self.told(self._region, report, now)
-                found.append(report)
-        return found
+            if not members <= came.keys() and now - since <= self.wait_s:
+                continue
+
+            del self._decided[sync]
+            self._came.pop(sync, None)
+            report = Report(sync, tuple(sorted(came.items())), self.step_s)
+            self.told(self._region, report, now)
+            reports.append(report)
+        return reports
 
     def told(self, sender: int, report: Report, now: float) -> None:
         """Record a region's report."""
         if report.sync not in self._done:
-            self._told.setdefault(report.sync, (now, {}))[1][sender] = report
+            self._reports.setdefault(report.sync, (now, {}))[1][sender] = report
 
     def finished(self, regions: Collection[int], now: float) -> list[Measured]:
         """Return the syncs that all `regions` have reported, or that are old."""
-        found = []
-        in_order = sorted(self._told.items(), key=lambda each: each[0][1])
-        for sync, (since, told) in in_order:
-            if set(regions) <= told.keys() or now - since > 2 * self.wait_s:
-                del self._told[sync]
+        measured = []
+        in_order = sorted(self._reports.items(), key=lambda entry: entry[0][1])
+        for sync, (since, reports) in in_order:
+            if set(regions) <= reports.keys() or now - since > 2 * self.wait_s:
+                del self._reports[sync]
                 self._done.append(sync)
-                found.append(self._matrix(sync, told, regions))
-        return found
+                measured.append(self._matrix(sync, reports, regions))
+        return measured
 
     def _matrix(
-        self, sync: SyncId, told: dict[int, Report], regions: Collection[int]
+        self, sync: SyncId, reports: dict[int, Report], regions: Collection[int]
     ) -> Measured:
         seconds = [[math.nan] * self._num for _ in range(self._num)]
         step_s = [math.nan] * self._num
-        sent = {r for report in told.values() for r, _ in report.seconds}
-        for receiver, report in told.items():
+
+        sent = {r for report in reports.values() for r, _ in report.seconds}
+        for receiver, report in reports.items():
             step_s[receiver] = report.step_s or math.nan
             came = dict(report.seconds)
             for sender in sent - {receiver}:
                 seconds[sender][receiver] = came.get(sender, math.inf)
-        for silent in set(regions) - told.keys() - sent:
-            for region in told:
-                seconds[silent][region] = seconds[region][silent] = math.inf
+
+        for silent in set(regions) - reports.keys() - sent:
+            for region in reports:
+                seconds[silent][region] = math.inf
+                seconds[region][silent] = math.inf
         return Measured(sync, seconds, step_s)
 
 
@@ -178,7 +193,8 @@ class Silences:
     def heard(self, sender: Life, now: float) -> None:
         """Record a message of a region."""
         heard = self._heard.setdefault(sender, _Heard(now))
-        gap, heard.last = now - heard.last, now
+        gap = now - heard.last
+        heard.last = now
         if heard.count < _LEAST_HEARD or gap <= self._limit(heard):
             heard.count += 1
             heard.gaps.take(gap, now)
@@ -197,10 +213,13 @@ class Silences:
     def overdue(self, lives: Collection[Life], now: float) -> dict[int, Silence]:
         """Return which of `lives` are silent; call it at least twice a heartbeat."""
         self._heard = {life: x for life, x in self._heard.items() if life in lives}
-        before, self._looked_at = self._looked_at, now
+        before = self._looked_at
+        self._looked_at = now
+
         if before is None or now - before > 2 * self._beat_s:
             for heard in self._heard.values():  # This process did not read messages.
                 heard.last = now
+
         if len(self._between) < _LEAST_SYNCS:
             return {}
         return {

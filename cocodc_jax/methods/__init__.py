@@ -161,12 +161,14 @@ def get(name: str, **overrides: Any) -> Method:
                 f"method={name!r} has no argument {key!r}; "
                 f"it takes {', '.join(accepted) or 'none'}"
             )
-    own = inspect.signature(METHODS[name]).parameters
-    method = METHODS[name](**{k: v for k, v in overrides.items() if k in own})
+    accepted_by_method = inspect.signature(METHODS[name]).parameters
+    method = METHODS[name](
+        **{k: v for k, v in overrides.items() if k in accepted_by_method}
+    )
     compress = overrides.get("compress")
-    if compress is not None and "compress" not in own:
+    if compress is not None and "compress" not in accepted_by_method:
         method = method.compressed(compression.parse(compress))
-    if "outer_placement" in overrides and "outer_placement" not in own:
+    if "outer_placement" in overrides and "outer_placement" not in accepted_by_method:
         method = method.placed(overrides["outer_placement"])
     method = method.weighted(overrides.get("region_weights"))
     method = method.expert_weighted(overrides.get("expert_weights"))
@@ -177,8 +179,8 @@ def defaults(name: str) -> dict[str, Any]:
     """Return the arguments that method `name` takes, with their defaults."""
     check_choice("method", name, sorted(METHODS))
     parameters = inspect.signature(METHODS[name]).parameters
-    own = {key: parameter.default for key, parameter in parameters.items()}
-    return own | {k: v for k, v in COMMON.items() if k not in own}
+    of_method = {key: parameter.default for key, parameter in parameters.items()}
+    return of_method | {k: v for k, v in COMMON.items() if k not in of_method}
 
 
 def __dir__() -> list[str]:

@@ -158,10 +158,16 @@ def cocodc(
     rule = merge.compensate(compensation, chosen.needs)
     if merge_feedback:
         rule = merge.remembering(rule, progress_weight)
+
     schedule = schedules.adaptive(
-        sync_interval, num_fragments, delay_steps, syncs_per_interval,
-        transmission_score, max_delay_steps, network_share,
-    )  # fmt: skip
+        sync_interval=sync_interval,
+        num_fragments=num_fragments,
+        delay_steps=delay_steps,
+        syncs_per_interval=syncs_per_interval,
+        transmission_score=transmission_score,
+        max_delay_steps=max_delay_steps,
+        network_share=network_share,
+    )
     sync = Sync(
         schedule=schedule,
         outer=nesterov(outer_lr, outer_momentum),
@@ -207,35 +213,46 @@ def cocodc_paper(
     check_choice("rule", rule, ("text", "code"))
     if rule == "text":
         check_unused("relative_strength", relative_strength, None, "rule='text'")
-        score, curvature = "pseudo_gradient", "outer_product"
+        score = "pseudo_gradient"
+        curvature = "outer_product"
         strength = compensation_strength
     else:
-        given = compensation_strength
-        check_unused("compensation_strength", given, 0.5, "rule='code'")
-        score, curvature = "drift", _as_coded()
+        check_unused("compensation_strength", compensation_strength, 0.5, "rule='code'")
+        score = "drift"
+        curvature = _as_coded()
         strength = 1.0 if relative_strength is None else relative_strength
         check_not_negative("relative_strength", strength)
+
     method = cocodc(
-        sync_interval, num_fragments, delay_steps, syncs_per_interval,
-        transmission_score=score, curvature=curvature, compensation_strength=strength,
-        outer_lr=outer_lr, outer_momentum=outer_momentum,
-        fragment_strategy=fragment_strategy, max_delay_steps=max_delay_steps,
+        sync_interval=sync_interval,
+        num_fragments=num_fragments,
+        delay_steps=delay_steps,
+        syncs_per_interval=syncs_per_interval,
+        transmission_score=score,
+        curvature=curvature,
+        compensation_strength=strength,
+        outer_lr=outer_lr,
+        outer_momentum=outer_momentum,
+        fragment_strategy=fragment_strategy,
+        max_delay_steps=max_delay_steps,
         network_share=network_share,
-    )  # fmt: skip
+    )
     return dataclasses.replace(method, name="cocodc_paper")
 
 
 def _as_coded() -> Curvature:
     """Return the authors' correction, whose norms are of the undivided progress."""
     # Their c is divided by 4e-4, a constant of the code, and guarded by 1e-8.
-    whole = curvatures.normalized_outer_product(scope="layer", eps=1e-8 * 4e-4)
+    normalized = curvatures.normalized_outer_product(scope="layer", eps=1e-8 * 4e-4)
 
-    def product(gradient, displacement, *, delay_steps):
+    def product(
+        gradient: Any, displacement: Any, *, delay_steps: int | jax.Array
+    ) -> Any:
         progress = jax.tree.map(lambda u: u * delay_steps, gradient)
-        curved = whole.product(progress, displacement)
+        curved = normalized.product(progress, displacement)
         return jax.tree.map(lambda c: c / delay_steps, curved)
 
-    return Curvature(whole.name, product, frozenset({"delay_steps"}))
+    return Curvature(normalized.name, product, frozenset({"delay_steps"}))
 
 
 def _curvature(

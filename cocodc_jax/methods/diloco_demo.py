@@ -44,7 +44,7 @@ import jax.numpy as jnp
 from cocodc_jax.sync import Compressed, Method, RegionalOuter, Sync, merge, schedules
 from cocodc_jax.sync.outer import PyTree, pseudo_gradient
 from cocodc_jax.transforms import compression
-from cocodc_jax.transforms.compressor import zeroed
+from cocodc_jax.transforms.compressor import Compressor, zeroed
 from cocodc_jax.transforms.error_feedback import ErrorFeedbackState, error_feedback
 from cocodc_jax.transforms.numerics import check_outer, is_finite
 
@@ -83,21 +83,29 @@ def decoupled_momentum(learning_rate: float, momentum: float) -> RegionalOuter:
     """Share only what stands out of the momentum; regions are never made equal."""
     check_outer(learning_rate, momentum)
 
-    def feedback(compressor):
+    def feedback(compressor: Compressor) -> Compressor:
         return error_feedback(compressor, decay=momentum)
 
-    def init(params, compressor):
+    def init(params: PyTree, compressor: Compressor) -> DecoupledState:
         zeros = jax.tree.map(jnp.zeros_like, params)
         return DecoupledState(feedback(compressor).init(params), zeros)
 
-    def send(params, state, local, compressor, key):
+    def send(
+        params: PyTree,
+        state: DecoupledState,
+        local: PyTree,
+        compressor: Compressor,
+        key: jax.Array,
+    ) -> tuple[PyTree, DecoupledState]:
         gradient = pseudo_gradient(params, local)
-        message, kept = feedback(compressor).encode(gradient, state.feedback, key)
+        message, memory = feedback(compressor).encode(gradient, state.feedback, key)
         # Of a pseudo-gradient that is not finite nothing is sent, nor applied.
         gradient = zeroed(gradient, is_finite(message))
-        return message, DecoupledState(kept, gradient)
+        return message, DecoupledState(memory, gradient)
 
-    def receive(params, state, arrived, num_regions):
+    def receive(
+        params: PyTree, state: DecoupledState, arrived: PyTree, num_regions: int
+    ) -> tuple[PyTree, DecoupledState]:
         d = jax.tree.map(jnp.add, state.feedback.residual, arrived)
         step = lambda x, g, m: x - learning_rate * (g + momentum * m)  # noqa: E731
         params = jax.tree.map(step, params, state.pseudo_gradient, d)

@@ -94,8 +94,14 @@ def heloco(
     """
     method = mla(sync_interval, outer_lr, outer_momentum, arrival_weight, dynamic_steps)
     optimizer = heloco_optimizer(
-        outer_lr, outer_momentum, keep_cosine, removal_rate, turn_rate,
-        confidence_scale, max_removal, arrival_weight,
-    )  # fmt: skip
+        outer_lr,
+        outer_momentum,
+        keep_cosine,
+        removal_rate,
+        turn_rate,
+        confidence_scale,
+        max_removal,
+        arrival_weight,
+    )
     outer = SharedOuter(optimizer, start=look_ahead(outer_lr, outer_momentum))
     return dataclasses.replace(method.with_sync(outer=outer), name="heloco")

@@ -56,7 +56,7 @@ import jax.numpy as jnp
 from cocodc_jax.sync import Compressed, Method, RegionalOuter, Sync, merge, schedules
 from cocodc_jax.sync.outer import PyTree, pseudo_gradient
 from cocodc_jax.transforms import compression
-from cocodc_jax.transforms.compressor import zeroed
+from cocodc_jax.transforms.compressor import Compressor, zeroed
 from cocodc_jax.transforms.numerics import check_choice, check_rate, is_finite
 
 # Graph to the group of `RegionalOuter` that hears it.
@@ -105,26 +105,40 @@ def admm(penalty: float, graph: str) -> RegionalOuter:
     def degree(num_regions: int) -> int:
         return num_regions - 1 if graph == "complete" else min(num_regions - 1, 2)
 
-    def init(params, compressor):
+    def init(params: PyTree, compressor: Compressor) -> AdmmState:
         zeros = jax.tree.map(jnp.zeros_like, params)
         return AdmmState(compressor.init(params), zeros, params, zeros)
 
-    def send(params, state, local, compressor, key):
+    def send(
+        params: PyTree,
+        state: AdmmState,
+        local: PyTree,
+        compressor: Compressor,
+        key: jax.Array,
+    ) -> tuple[PyTree, AdmmState]:
         change = jax.tree.map(jnp.negative, pseudo_gradient(params, local))
+
         # Neighbors add up what they receive: a change that is not finite is sent as
         # none, so that what they know of the region stays what it knows itself.
         finite = is_finite(change)
-        message, new = compressor.encode(zeroed(change, finite), state.compressor, key)
-        kept = jax.tree.map(
-            lambda x, old: jnp.where(finite, x, old), new, state.compressor
+        message, new_memory = compressor.encode(
+            zeroed(change, finite), state.compressor, key
         )
-        told = compressor.decode(message)
-        return message, state._replace(compressor=kept, told=told)
+        memory = jax.tree.map(
+            lambda x, old: jnp.where(finite, x, old), new_memory, state.compressor
+        )
+        decoded = compressor.decode(message)
+        return message, state._replace(compressor=memory, told=decoded)
 
-    def receive(params, state, arrived, num_regions):
-        if graph == "complete" and num_regions > 1:  # Of all, so take out one's own.
-            less = lambda mean, x: (num_regions * mean - x) / (num_regions - 1)  # noqa: E731
-            arrived = jax.tree.map(less, arrived, state.told)
+    def receive(
+        params: PyTree, state: AdmmState, arrived: PyTree, num_regions: int
+    ) -> tuple[PyTree, AdmmState]:
+        def without_own(mean, sent):
+            return (num_regions * mean - sent) / (num_regions - 1)
+
+        if graph == "complete" and num_regions > 1:  # The mean is of all regions.
+            arrived = jax.tree.map(without_own, arrived, state.told)
+
         params = jax.tree.map(jnp.add, params, state.told)
         neighbours = jax.tree.map(jnp.add, state.neighbours, arrived)
         rate = penalty * degree(num_regions) / 2
@@ -133,13 +147,26 @@ def admm(penalty: float, graph: str) -> RegionalOuter:
         )
         return params, state._replace(neighbours=neighbours, dual=dual)
 
-    def correct(gradient, local, params, state, num_regions):
+    def correct(
+        gradient: PyTree,
+        local: PyTree,
+        params: PyTree,
+        state: AdmmState,
+        num_regions: int,
+    ) -> PyTree:
         stiffness = penalty * degree(num_regions)
-        bend = lambda g, x, h, m, dual: g + stiffness * (x - (h + m) / 2) - dual  # noqa: E731
-        of_edges = state.neighbours, state.dual
-        return jax.tree.map(bend, gradient, local, params, *of_edges)
+
+        def bend(g, x, h, m, dual):
+            return g + stiffness * (x - (h + m) / 2) - dual
+
+        return jax.tree.map(bend, gradient, local, params, state.neighbours, state.dual)
 
     return RegionalOuter(
-        "admm", init, send, receive, group=GRAPHS[graph], correct=correct,
+        name="admm",
+        init=init,
+        send=send,
+        receive=receive,
+        group=GRAPHS[graph],
+        correct=correct,
         has_feedback=True,
-    )  # fmt: skip
+    )

@@ -44,10 +44,12 @@ Measured here: docs/results/methods.md; outer parameters are sent too.
 
 from typing import NamedTuple
 
+import jax
 import optax
 
 from cocodc_jax.sync import Method, RegionalOuter, Sync, merge, schedules
 from cocodc_jax.sync.outer import PyTree, pseudo_gradient
+from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.numerics import check_at_least, check_outer, is_number
 from cocodc_jax.transforms.outer import group_heavy_ball
 
@@ -106,26 +108,42 @@ def noisy_pairs(
     """Step by a pair's mean in place of everyone's, see the module."""
     optimizer = group_heavy_ball(learning_rate, momentum, pull)
 
-    def payload(params, local):
+    def payload(params: PyTree, local: PyTree) -> PairMessage:
         return PairMessage(params, pseudo_gradient(params, local))
 
-    def init(params, compressor):
+    def init(params: PyTree, compressor: Compressor) -> PairState:
         sent = payload(params, params)
         return PairState(optimizer.init(params), compressor.init(sent))
 
-    def send(params, state, local, compressor, key):
-        message, kept = compressor.encode(payload(params, local), state.compressor, key)
-        return message, state._replace(compressor=kept)
+    def send(
+        params: PyTree,
+        state: PairState,
+        local: PyTree,
+        compressor: Compressor,
+        key: jax.Array,
+    ) -> tuple[PyTree, PairState]:
+        message, memory = compressor.encode(
+            payload(params, local), state.compressor, key
+        )
+        return message, state._replace(compressor=memory)
 
-    def receive(params, state, arrived, num_regions):
+    def receive(
+        params: PyTree, state: PairState, arrived: PyTree, num_regions: int
+    ) -> tuple[PyTree, PairState]:
         mean = arrived.pseudo_gradient
-        step, kept = optimizer.update(
+        step, optimizer_state = optimizer.update(
             mean, state.optimizer, params, group_mean_params=arrived.params
         )
-        return optax.apply_updates(params, step), state._replace(optimizer=kept)
+        new_params = optax.apply_updates(params, step)
+        return new_params, state._replace(optimizer=optimizer_state)
 
     return RegionalOuter(
-        "noisy_pairs", init, send, receive, "pairs", seed,
+        name="noisy_pairs",
+        init=init,
+        send=send,
+        receive=receive,
+        group="pairs",
+        seed=seed,
         why_uncompressed="its regions send their parameters, which are no change that "
         "could be sent in part",
-    )  # fmt: skip
+    )

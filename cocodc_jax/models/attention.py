@@ -25,11 +25,15 @@ from cocodc_jax.models.layout import own_share
 # What policies of rematerialisation can keep of a flash kernel.
 ATTENTION = "attention"
 # Features of a head that cuDNN takes: a multiple, up to so many; before Hopper to half.
-HEAD_MULTIPLE, MOST_HEAD_WIDTH = 8, 256
-_AMPERE, _HOPPER = 8, 9  # first numbers of NVIDIA's compute capabilities
+HEAD_MULTIPLE = 8
+MOST_HEAD_WIDTH = 256
+# first numbers of NVIDIA's compute capabilities
+_AMPERE = 8
+_HOPPER = 9
 # Blocks of queries of plain attention: how many, and positions of one at least. More
 # are more products of few rows, and more to compile.
-BLOCKS, LEAST_QUERIES = (4, 2), 64
+BLOCKS = (4, 2)
+LEAST_QUERIES = 64
 # Positions of a block of splash attention, the largest that divides a device's own.
 _SPLASH_BLOCKS = (512, 256, 128)
 
@@ -53,37 +57,47 @@ def attend(
         return _splash(query_BLHd, key_BLKd, value_BLKd, sequence, interpret)
     if kernel == "blocks":
         return _in_blocks(query_BLHd, key_BLKd, value_BLKd)
-    if kernel != "cudnn":
-        num_own = query_BLHd.shape[1]
-        first = jax.lax.axis_index(sequence) * num_own if sequence else 0
-        own_L = first + jnp.arange(num_own)
-        return _plain(query_BLHd, key_BLKd, value_BLKd, own_L)
-    mixed_BLHd = jax.nn.dot_product_attention(
-        query_BLHd, key_BLKd, value_BLKd, is_causal=True, implementation="cudnn"
-    )
-    return checkpoint_name(mixed_BLHd, ATTENTION)
+    if kernel == "cudnn":
+        mixed_BLHd = jax.nn.dot_product_attention(
+            query_BLHd, key_BLKd, value_BLKd, is_causal=True, implementation="cudnn"
+        )
+        return checkpoint_name(mixed_BLHd, ATTENTION)
+
+    num_local = query_BLHd.shape[1]
+    first = jax.lax.axis_index(sequence) * num_local if sequence else 0
+    positions_L = first + jnp.arange(num_local)
+    return _plain(query_BLHd, key_BLKd, value_BLKd, positions_L)
 
 
 def _plain(
-    query_BLHd: jax.Array, key_BSKd: jax.Array, value_BSKd: jax.Array, own_L: jax.Array
+    query_BLHd: jax.Array,
+    key_BSKd: jax.Array,
+    value_BSKd: jax.Array,
+    positions_L: jax.Array,
 ) -> jax.Array:
     """Attend as `jax.nn.dot_product_attention` does, up to rounding.
 
     What was gathered is divided in place of each weight, so the backward pass sums over
     no pairs of positions: on CPUs a training step of tiny takes a twelfth less.
     """
-    shape, num_kv, width = query_BLHd.shape, key_BSKd.shape[2], query_BLHd.shape[3]
+    batch, length, _, width = query_BLHd.shape
+    num_kv = key_BSKd.shape[2]
+
     # The G heads that share a key are more rows of one product.
-    query_BKGLd = jnp.moveaxis(query_BLHd.reshape(*shape[:2], num_kv, -1, width), 1, 3)
-    query_BKRd = query_BKGLd.reshape(shape[0], num_kv, -1, width)
-    key_BKdS, value_BKSd = jnp.moveaxis(key_BSKd, 1, 3), jnp.moveaxis(value_BSKd, 1, 2)
+    query_BLKGd = query_BLHd.reshape(batch, length, num_kv, -1, width)
+    query_BKGLd = jnp.moveaxis(query_BLKGd, 1, 3)
+    query_BKRd = query_BKGLd.reshape(batch, num_kv, -1, width)
+    key_BKdS = jnp.moveaxis(key_BSKd, 1, 3)
+    value_BKSd = jnp.moveaxis(value_BSKd, 1, 2)
+
     scores_BKRS = jnp.matmul(query_BKRd, key_BKdS, preferred_element_type=jnp.float32)
-    own_R = jnp.tile(own_L, query_BKGLd.shape[2])
+    positions_R = jnp.tile(positions_L, query_BKGLd.shape[2])
     scores_BKRS = jnp.where(
-        own_R[:, None] >= jnp.arange(key_BKdS.shape[3])[None],
+        positions_R[:, None] >= jnp.arange(key_BKdS.shape[3])[None],
         scores_BKRS / math.sqrt(width),
         jnp.finfo(jnp.float32).min,
     )
+
     highest_BKR1 = jax.lax.stop_gradient(scores_BKRS.max(axis=-1, keepdims=True))
     weights_BKRS = jnp.exp(scores_BKRS - highest_BKR1)
     mixed_BKRd = jnp.matmul(
@@ -92,8 +106,9 @@ def _plain(
         preferred_element_type=jnp.float32,
     )
     mixed_BKRd = mixed_BKRd / weights_BKRS.sum(axis=-1, keepdims=True)
+
     mixed_BKGLd = mixed_BKRd.astype(query_BLHd.dtype).reshape(query_BKGLd.shape)
-    return jnp.moveaxis(mixed_BKGLd, 3, 1).reshape(shape)
+    return jnp.moveaxis(mixed_BKGLd, 3, 1).reshape(query_BLHd.shape)
 
 
 def _in_blocks(
@@ -111,6 +126,7 @@ def _in_blocks(
         )
         for start in range(0, length, size)
     ]
+
     return jnp.concatenate(mixed, axis=1)
 
 
@@ -124,13 +140,13 @@ def num_blocks(length: int) -> int:
     return next(fitting, 1)
 
 
-def splash_share(length: int, num_own: int | None = None) -> float:
+def splash_share(length: int, num_local: int | None = None) -> float:
     """Return the share of all pairs of positions that splash attention computes.
 
     >>> splash_share(512), splash_share(2048)
     (1.0, 0.625)
     """
-    num_blocks = length // _splash_block(num_own or length)
+    num_blocks = length // _splash_block(num_local or length)
     return (num_blocks + 1) / (2 * num_blocks)
 
 
@@ -138,38 +154,45 @@ def _splash_block(length: int) -> int:
     return next(size for size in _SPLASH_BLOCKS if length % size == 0)
 
 
-def _splash(query_BLHd, key_BLKd, value_BLKd, sequence, interpret) -> jax.Array:
+def _splash(
+    query_BLHd: jax.Array,
+    key_BLKd: jax.Array,
+    value_BLKd: jax.Array,
+    sequence: str | None,
+    interpret: bool,
+) -> jax.Array:
     """Attend by JAX's Pallas kernel for TPUs, on the positions of a device."""
-    _, num_own, num_heads, head_width = query_BLHd.shape
+    _, num_local, num_heads, head_width = query_BLHd.shape
     length = key_BLKd.shape[1]
-    run = _splash_kernel(length, length // num_own, num_heads, interpret)
+    run = _splash_kernel(length, length // num_local, num_heads, interpret)
     if sequence is not None:
         run = _own_blocks(run, sequence)
+
     query_BLHd *= np.asarray(head_width**-0.5, query_BLHd.dtype)
     heads_first = (x.swapaxes(1, 2) for x in (query_BLHd, key_BLKd, value_BLKd))
     mixed_BHLd = cast(jax.Array, jax.vmap(run)(*heads_first))  # And no residuals.
     return mixed_BHLd.swapaxes(1, 2)
 
 
-def _own_blocks(kernel, sequence: str):
+def _own_blocks(kernel: Any, sequence: str) -> Any:
     """Take, of a kernel for sequences that devices share, what one of them computes.
 
     As its `manual_sharding_spec` does; a diagonal block has the same mask on all.
     """
 
-    def own(x, axis: int):
+    def local(x: Any, axis: int) -> jax.Array | None:
         return None if x is None else own_share(jnp.asarray(x), sequence, axis)
 
-    def of(info):
+    def localized(info: Any) -> Any:
         return info and info._replace(
-            data_next=own(info.data_next, 1),
-            mask_next=own(info.mask_next, 1),
-            block_mask=own(info.block_mask, 1),
-            q_sequence=own(info.q_sequence, 0),
+            data_next=local(info.data_next, 1),
+            mask_next=local(info.mask_next, 1),
+            block_mask=local(info.block_mask, 1),
+            q_sequence=local(info.q_sequence, 0),
         )
 
     infos, kwargs = kernel.tree_flatten()
-    return type(kernel).tree_unflatten(kwargs, [of(info) for info in infos])
+    return type(kernel).tree_unflatten(kwargs, [localized(info) for info in infos])
 
 
 def _splash_kernel(length: int, num_shards: int, num_heads: int, interpret: bool):
@@ -183,9 +206,16 @@ def _splash_kernel(length: int, num_shards: int, num_heads: int, interpret: bool
 
     block = _splash_block(length // num_shards)
     names = (
-        "block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv",
-        "block_kv_dkv_compute", "block_q_dq", "block_kv_dq",
-    )  # fmt: skip
+        "block_q",
+        "block_kv",
+        "block_kv_compute",
+        "block_q_dkv",
+        "block_kv_dkv",
+        "block_kv_dkv_compute",
+        "block_q_dq",
+        "block_kv_dq",
+    )
+
     return splash.make_splash_mha(
         masks.MultiHeadMask([masks.CausalMask((length, length))] * num_heads),
         block_sizes=splash.BlockSizes(**dict.fromkeys(names, block)),
@@ -210,60 +240,87 @@ def choose(
     A program `is_divided` if it names every axis itself (`divided.py`); `sequence_axis`
     devices share a sequence; `most_head_width` is the devices' `head_width_of`.
     """
-    is_gpu = platform in ("gpu", "cuda")
-    no_sequence = f"does not support sequence_axis={sequence_axis}", sequence_axis > 1
-    of_kernels = (
-        ("is not for pipelines", not is_divided),
-        ("has no second derivatives, which the method takes", needs_forward_mode),
-    )
-    against = {
-        "plain": (),
-        "blocks": (
-            no_sequence,
-            (
-                f"is plain attention where sequence_length={length} makes no blocks of "
-                f"{LEAST_QUERIES}",
-                num_blocks(length) == 1,
-            ),
-        ),
-        "splash": (
-            ("runs on TPUs only", platform != "tpu"),
-            (
-                f"takes lengths that are multiples of {_SPLASH_BLOCKS[-1]}, and "
-                f"sequence_length={length}"
-                + (f" over sequence_axis={sequence_axis}" * (sequence_axis > 1)),
-                length % (_SPLASH_BLOCKS[-1] * sequence_axis) != 0,
-            ),
-            *of_kernels,
-        ),
-        "cudnn": (
-            ("runs on GPUs only", not is_gpu),
-            ("is not made for this GPU", is_gpu and not most_head_width),
-            no_sequence,
-            (
-                f"computes in bfloat16, and compute_dtype={config.compute_dtype!r}",
-                config.compute_dtype != "bfloat16",
-            ),
-            (
-                f"takes heads of a multiple of {HEAD_MULTIPLE} features up to "
-                f"{most_head_width}, and width={config.width} with num_heads="
-                f"{config.num_heads} makes heads of {config.head_width}",
-                config.head_width % HEAD_MULTIPLE != 0
-                or config.head_width > (most_head_width or MOST_HEAD_WIDTH),
-            ),
-            *of_kernels,
-        ),
-    }
-    auto = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash", "cpu": "blocks"}
-    wanted, is_auto = config.attention, config.attention == "auto"
+    wanted = config.attention
+    is_auto = wanted == "auto"
     if is_auto:
+        auto = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash", "cpu": "blocks"}
         wanted = auto.get(platform, "plain")
-    reasons = [text for text, is_so in against[wanted] if is_so]
+
+    reasons: list[str] = []
+    if wanted == "blocks":
+        reasons = _against_blocks(length, sequence_axis)
+    elif wanted == "splash":
+        reasons = _against_splash(platform, length, sequence_axis)
+    elif wanted == "cudnn":
+        reasons = _against_cudnn(config, platform, sequence_axis, most_head_width)
+    if wanted in ("splash", "cudnn"):
+        if not is_divided:
+            reasons.append("is not for pipelines")
+        if needs_forward_mode:
+            reasons.append("has no second derivatives, which the method takes")
+
     if reasons and not is_auto:
         raise ValueError(
             f"attention={wanted!r} {' and '.join(reasons)}; use attention='auto'"
         )
     return dataclasses.replace(config, attention="plain" if reasons else wanted)
+
+
+def _against_blocks(length: int, sequence_axis: int) -> list[str]:
+    """Return why a program cannot have blocks of queries; empty if it can."""
+    reasons = []
+    if sequence_axis > 1:
+        reasons.append(f"does not support sequence_axis={sequence_axis}")
+    if num_blocks(length) == 1:
+        reasons.append(
+            f"is plain attention where sequence_length={length} makes no blocks of "
+            f"{LEAST_QUERIES}"
+        )
+    return reasons
+
+
+def _against_splash(platform: str, length: int, sequence_axis: int) -> list[str]:
+    """Return why a program cannot have splash attention; empty if it can."""
+    reasons = []
+    if platform != "tpu":
+        reasons.append("runs on TPUs only")
+
+    multiple = _SPLASH_BLOCKS[-1]
+    if length % (multiple * sequence_axis) != 0:
+        over = f" over sequence_axis={sequence_axis}" if sequence_axis > 1 else ""
+        reasons.append(
+            f"takes lengths that are multiples of {multiple}, and "
+            f"sequence_length={length}{over}"
+        )
+    return reasons
+
+
+def _against_cudnn(
+    config: TransformerConfig, platform: str, sequence_axis: int, most_head_width: int
+) -> list[str]:
+    """Return why a program cannot have cuDNN's attention; empty if it can."""
+    is_gpu = platform in ("gpu", "cuda")
+    reasons = []
+    if not is_gpu:
+        reasons.append("runs on GPUs only")
+    if is_gpu and not most_head_width:
+        reasons.append("is not made for this GPU")
+    if sequence_axis > 1:
+        reasons.append(f"does not support sequence_axis={sequence_axis}")
+    if config.compute_dtype != "bfloat16":
+        reasons.append(
+            f"computes in bfloat16, and compute_dtype={config.compute_dtype!r}"
+        )
+
+    head_width = config.head_width
+    limit = most_head_width or MOST_HEAD_WIDTH
+    if head_width % HEAD_MULTIPLE != 0 or head_width > limit:
+        reasons.append(
+            f"takes heads of a multiple of {HEAD_MULTIPLE} features up to "
+            f"{most_head_width}, and width={config.width} with num_heads="
+            f"{config.num_heads} makes heads of {head_width}"
+        )
+    return reasons
 
 
 def head_width_of(device: Any) -> int:

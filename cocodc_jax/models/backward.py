@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-PLAIN, CPU = "plain", "cpu"
+PLAIN = "plain"
+CPU = "cpu"
 
 
 def choose(
@@ -38,7 +39,9 @@ def product(
     x_BLD: jax.Array, w_DF: jax.Array, backward: str, dtype: Any = None
 ) -> jax.Array:
     """Multiply tokens by a weight of their dtype; sums are in `dtype`, or in x's."""
-    return (_product if backward == CPU else _matmul)(x_BLD, w_DF, dtype)
+    if backward == CPU:
+        return _product(x_BLD, w_DF, dtype)
+    return _matmul(x_BLD, w_DF, dtype)
 
 
 def spread(x_BL1: jax.Array, width: int, backward: str) -> jax.Array:
@@ -52,12 +55,16 @@ def _matmul(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     return jnp.matmul(x, w, preferred_element_type=dtype)
 
 
-def _product_forward(x, w, dtype):
+def _product_forward(
+    x: jax.Array, w: jax.Array, dtype: Any
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return _matmul(x, w, dtype), (x, w)
 
 
-def _product_backward(dtype, kept, grad):
-    x, w = kept
+def _product_backward(
+    dtype: Any, residuals: tuple[jax.Array, jax.Array], grad: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, w = residuals
     tokens = tuple(range(x.ndim - 1))
     grad_x = grad @ w.T.astype(grad.dtype)
     grad_w = jax.lax.dot_general(

@@ -36,7 +36,8 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, config: TransformerConfig, width: int):
         self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
-        self.epsilon, self.backward = config.norm_epsilon, config.backward
+        self.epsilon = config.norm_epsilon
+        self.backward = config.backward
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise `x`; statistics and product are float32, the result x's dtype."""
@@ -64,14 +65,21 @@ class Multiplying(nnx.Module):
         self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None
     ) -> None:
         """Add adapters to those of the module's matrices that are to have some."""
-        self.config, self.layout = config, layout
-        if names := [name for name in config.lora_names if hasattr(self, name)]:
-            thin = {n: Thin(rngs, getattr(self, n), config.lora_rank) for n in names}
+        self.config = config
+        self.layout = layout
+        thin = {
+            name: Thin(rngs, getattr(self, name), config.lora_rank)
+            for name in config.lora_names
+            if hasattr(self, name)
+        }
+        if thin:
             self.lora = nnx.Dict(thin)
 
     def times(self, x: jax.Array, name: str) -> jax.Array:
         """Multiply by a matrix; writers sum over the devices that share features."""
-        config, layout, is_writer = self.config, self.layout, name in WRITERS
+        config = self.config
+        layout = self.layout
+        is_writer = name in WRITERS
         times = functools.partial(
             multiply, side=int(is_writer), backward=config.backward
         )
@@ -81,6 +89,7 @@ class Multiplying(nnx.Module):
             reader, writer = (None, layout) if is_writer else (layout, None)
             low = times(x, self.lora[name].a[...], reader)
             out += config.lora_scale * times(low, self.lora[name].b[...], writer)
+
         return summed(out, layout) if is_writer else out
 
 
@@ -97,28 +106,39 @@ class Attention(Multiplying):
         self.output = matrix(
             rngs, config.width, config.width, gain=config.residual_gain
         )
+
         if config.qk_norm:
             self.query_norm = RMSNorm(config, config.head_width)
             self.key_norm = RMSNorm(config, config.head_width)
         self.adapt(config, rngs, layout)
 
-    def __call__(self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]):
+    def __call__(
+        self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]
+    ) -> jax.Array:
         """Attend within each sequence; `rotation` comes from `rotary_tables`."""
         x_BLD = shared(x_BLD, self.layout)
         heads = (*x_BLD.shape[:2], -1, self.config.head_width)
-        query_BLHd, key_BLHd, value_BLHd = (
-            self.times(x_BLD, name).reshape(heads) for name in ("query", "key", "value")
-        )
+        query_BLHd = self.times(x_BLD, "query").reshape(heads)
+        key_BLHd = self.times(x_BLD, "key").reshape(heads)
+        value_BLHd = self.times(x_BLD, "value").reshape(heads)
         if self.config.qk_norm:
             query_BLHd = self.query_norm(query_BLHd)
             key_BLHd = self.key_norm(key_BLHd)
-        query_BLHd, key_BLHd = (rotate(x, *rotation) for x in (query_BLHd, key_BLHd))
-        sequence = self.layout.sequence if self.layout else None
+
+        cos, sin = rotation
+        query_BLHd = rotate(query_BLHd, cos, sin)
+        key_BLHd = rotate(key_BLHd, cos, sin)
+
+        sequence = None
         if self.layout is not None:
-            key_BLHd, value_BLHd = map(self.layout.whole, (key_BLHd, value_BLHd))
+            sequence = self.layout.sequence
+            key_BLHd = self.layout.whole(key_BLHd)
+            value_BLHd = self.layout.whole(value_BLHd)
+
         mixed_BLHd = attend(
             query_BLHd, key_BLHd, value_BLHd, self.config.attention, sequence
         )
+
         return self.times(mixed_BLHd.reshape(*x_BLD.shape[:2], -1), "output")
 
 
@@ -158,9 +178,11 @@ class Block(nnx.Module):
         self.attention = Attention(config, rngs, layout)
         self.mlp_norm = RMSNorm(config, config.width)
         self.has_experts = has_experts
+
         if not has_experts:
             self.mlp = MLP(config, rngs, layout, config.mlp_width)
             return
+
         self.moe = MixtureOfExperts(config, rngs, layout)
         if config.shared_experts:
             width = config.shared_experts * config.expert_width
@@ -174,6 +196,7 @@ class Block(nnx.Module):
         normed_BLD = self.mlp_norm(x_BLD)
         if not self.has_experts:
             return x_BLD + self.mlp(normed_BLD), ()
+
         mixed_BLD, routed = self.moe(normed_BLD)
         if hasattr(self, "shared"):
             mixed_BLD = mixed_BLD + self.shared(normed_BLD)
@@ -191,7 +214,9 @@ class Group(nnx.Module):
             rngs = nnx.Rngs(keys[i])
             setattr(self, name, Block(config, rngs, layout, config.has_experts(i)))
 
-    def __call__(self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]):
+    def __call__(
+        self, x_BLD: jax.Array, rotation: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, tuple[Routed, ...]]:
         """Pass the residual stream through the blocks; see `Block`."""
         routed = ()
         for name in self.names:
@@ -213,7 +238,8 @@ def rotary_tables(
 
 def rotate(x_BLHd: jax.Array, cos_Ld: jax.Array, sin_Ld: jax.Array) -> jax.Array:
     """Turn feature pairs (i, i + d / 2) of each head by their position's angle."""
-    cos, sin = cos_Ld[None, :, None, :], sin_Ld[None, :, None, :]
+    cos = cos_Ld[None, :, None, :]
+    sin = sin_Ld[None, :, None, :]
     first, second = jnp.split(x_BLHd.astype(jnp.float32), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(turned, axis=-1).astype(x_BLHd.dtype)

@@ -120,6 +120,7 @@ class TransformerConfig:
                 raise ValueError(
                     f"{name}={getattr(self, name)} is not a size; use 1 to {most}"
                 )
+
         if not 1 < self.rope_theta < math.inf:
             raise ValueError(
                 f"rope_theta={self.rope_theta} must be above 1 and finite, as in 10000"
@@ -129,6 +130,7 @@ class TransformerConfig:
                 f"norm_epsilon={self.norm_epsilon} must be above 0 and below 1, as in "
                 "1e-6"
             )
+
         check_choices(
             self,
             remat=REMAT_POLICIES,
@@ -137,6 +139,7 @@ class TransformerConfig:
             compute_dtype=COMPUTE_DTYPES,
             expert_dispatch=DISPATCHES,
         )
+
         self._check_heads()
         self._check_lora()
         self._check_experts()
@@ -147,13 +150,17 @@ class TransformerConfig:
                 f"num_experts={self.num_experts} must be at least 2, or 0 for none"
             )
         if not self.num_experts:
-            given = ("expert_width", "shared_experts")
-            odd = [name for name in given if getattr(self, name)]
-            if odd := odd + ["moe_every"] * (self.moe_every != 1):
+            of_experts = ("expert_width", "shared_experts")
+            meaningless = [name for name in of_experts if getattr(self, name)]
+            if self.moe_every != 1:
+                meaningless.append("moe_every")
+            if meaningless:
+                name = meaningless[0]
                 raise ValueError(
-                    f"{odd[0]}={getattr(self, odd[0])} has no meaning with "
-                    "num_experts=0; leave it out, or use num_experts=8"
+                    f"{name}={getattr(self, name)} has no meaning with num_experts=0; "
+                    "leave it out, or use num_experts=8"
                 )
+
             return
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(
@@ -166,21 +173,25 @@ class TransformerConfig:
                 f"{self.num_experts} use 1 or more, such as mlp_width / "
                 f"experts_per_token = {self.mlp_width // self.experts_per_token}"
             )
+
         check_least(self, 0, "shared_experts")
         if self.moe_every < 1 or self.num_layers % self.moe_every:
             raise ValueError(
                 f"moe_every={self.moe_every} does not divide num_layers="
                 f"{self.num_layers}; use one of {_divisors(self.num_layers)}"
             )
+
         for name in ("balance_loss", "router_z_loss"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(
                     f"{name}={getattr(self, name)} must be at least 0 and finite"
                 )
-        if odd := sorted({*self.lora_names} & {"gate", "up", "down"}):
+
+        of_feed_forward = sorted({*self.lora_names} & {"gate", "up", "down"})
+        if of_feed_forward:
             raise ValueError(
-                f"lora_targets={self.lora_targets!r} has {odd[0]}, and experts have no "
-                "adapters; use lora_targets=query,key,value,output"
+                f"lora_targets={self.lora_targets!r} has {of_feed_forward[0]}, and "
+                "experts have no adapters; use lora_targets=query,key,value,output"
             )
 
     def _check_lora(self):
@@ -192,6 +203,7 @@ class TransformerConfig:
             )
         if not 0 < self.lora_alpha < math.inf:
             raise ValueError(f"lora_alpha={self.lora_alpha} must be above 0 and finite")
+
         named = self.lora_targets.split(",")
         if not set(named) <= set(MATRICES) or len({*named}) < len(named):
             raise ValueError(

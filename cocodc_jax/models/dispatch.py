@@ -16,6 +16,7 @@ again in the backward pass, so that memory does not grow with their number.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,8 @@ except ImportError:  # Of experimental modules none stays for ever.
     tgmm = None
 
 # Rows of a block of one expert's tokens: at most, and at least.
-_MOST_ROWS, _LEAST_ROWS = 128, 8
+_MOST_ROWS = 128
+_LEAST_ROWS = 8
 # Sides of a tile of the TPU's kernel; not tuned.
 _MOST_TILE = 512
 # Rows that a device sends another in a round, over those of an even router; not tuned.
@@ -62,17 +64,25 @@ def _weigh(out_TKD: jax.Array, weights_TK: jax.Array) -> jax.Array:
     return (out_TKD * weights_TK[..., None].astype(out_TKD.dtype)).sum(axis=1)
 
 
-def _multiplied(x_TD, ids_TK, weights, dispatch: str) -> jax.Array:
+def _multiplied(
+    x_TD: jax.Array,
+    ids_TK: jax.Array,
+    weights: tuple[jax.Array, jax.Array, jax.Array],
+    dispatch: str,
+) -> jax.Array:
     """Return what each token's experts give, `[T, k, D]`.
 
     With "ragged", tokens of the expert E, which there is not, are not multiplied, and
     their results undefined.
     """
     gate_EDF, up_EDF, down_EFD = weights
-    (num_tokens, width), per_token = x_TD.shape, ids_TK.shape[1]
+    num_tokens, width = x_TD.shape
+    per_token = ids_TK.shape[1]
+
     flat_N = ids_TK.reshape(-1)
     order_N = jnp.argsort(flat_N, stable=True)
     sizes_E = jnp.bincount(flat_N, length=gate_EDF.shape[0])
+
     if dispatch == "ragged":
         rows_ND = x_TD[order_N // per_token]
         multiply = functools.partial(_times_ragged, sizes_E=sizes_E)
@@ -80,6 +90,7 @@ def _multiplied(x_TD, ids_TK, weights, dispatch: str) -> jax.Array:
     else:
         size = _rows_of_a_block(flat_N.size, len(sizes_E))
         place_N, owner_B = _blocks(flat_N, order_N, sizes_E, size)
+
         # Rows of padding have no token, and are zero.
         from_N = (
             jnp.full(owner_B.size * size, num_tokens)
@@ -88,7 +99,7 @@ def _multiplied(x_TD, ids_TK, weights, dispatch: str) -> jax.Array:
         )
         rows_ND = x_TD.at[from_N].get(mode="fill", fill_value=0)
 
-        def multiply(rows_ND, w_EDF):
+        def multiply(rows_ND: jax.Array, w_EDF: jax.Array) -> jax.Array:
             blocks_BSD = rows_ND.reshape(owner_B.size, -1, rows_ND.shape[1])
             out_BSF = jnp.einsum("bsd,bdf->bsf", blocks_BSD, w_EDF[owner_B])
             return out_BSF.reshape(rows_ND.shape[0], -1)
@@ -97,23 +108,45 @@ def _multiplied(x_TD, ids_TK, weights, dispatch: str) -> jax.Array:
     return multiply(hidden_NF, down_EFD)[place_N].reshape(-1, per_token, width)
 
 
-def _mix_over(x_TD, ids_TK, weights_TK, weights, dispatch: str, layout: Layout):
+def _mix_over(
+    x_TD: jax.Array,
+    ids_TK: jax.Array,
+    weights_TK: jax.Array,
+    weights: tuple[jax.Array, jax.Array, jax.Array],
+    dispatch: str,
+    layout: Layout,
+) -> jax.Array:
     """As `mix`, of experts that are divided over an axis."""
-    num_devices, num_own = jax.lax.axis_size(layout.expert), len(weights[0])
-    (num_tokens, per_token), num_rows = ids_TK.shape, ids_TK.size
+    num_devices = jax.lax.axis_size(layout.expert)
+    num_local = len(weights[0])
+    num_tokens, per_token = ids_TK.shape
+    num_rows = ids_TK.size
     room = rows_of_a_round(num_rows, num_devices)
-    device_N, own_N = jnp.divmod(ids_TK.reshape(-1), num_own)
+    device_N, expert_N = jnp.divmod(ids_TK.reshape(-1), num_local)
+
     # Of each row, how many of the same device's come before it.
     order_N = jnp.argsort(device_N, stable=True)
     counts_X = jnp.bincount(device_N, length=num_devices)
     start_X = jnp.cumsum(counts_X) - counts_X
     rank_N = jnp.argsort(order_N) - start_X[device_N]
-    axes = {"axis_name": layout.expert, "split_axis": 0, "concat_axis": 0}
-    cross = functools.partial(jax.lax.all_to_all, **axes, tiled=True)
-    # Only "ragged" leaves out rows of no expert; elsewhere they are zero.
-    no_expert = num_own if dispatch == "ragged" else num_own - 1
 
-    def send(number, x_TD, weights_TK, weights):
+    cross = functools.partial(
+        jax.lax.all_to_all,
+        axis_name=layout.expert,
+        split_axis=0,
+        concat_axis=0,
+        tiled=True,
+    )
+    # Only "ragged" leaves out rows of no expert; elsewhere they are zero.
+    no_expert = num_local if dispatch == "ragged" else num_local - 1
+
+    def send(
+        number: int | jax.Array,
+        x_TD: jax.Array,
+        weights_TK: jax.Array,
+        weights: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> jax.Array:
+        """Return what the rows of one round add to the mixture."""
         place_N = rank_N - room * number
         is_sent_N = (place_N >= 0) & (place_N < room)
         place_N = jnp.where(is_sent_N, device_N * room + place_N, num_devices * room)
@@ -122,37 +155,42 @@ def _mix_over(x_TD, ids_TK, weights_TK, weights, dispatch: str, layout: Layout):
             .at[place_N]
             .set(jnp.arange(num_rows), mode="drop")
         )
+
         rows_SD = jnp.pad(x_TD, ((0, 1), (0, 0)))[from_S // per_token]
-        ids_S = own_N.at[from_S].get(mode="fill", fill_value=no_expert)
+        ids_S = expert_N.at[from_S].get(mode="fill", fill_value=no_expert)
         out_SKD = _multiplied(cross(rows_SD), cross(ids_S)[:, None], weights, dispatch)
         out_ND = cross(out_SKD[:, 0]).at[place_N].get(mode="fill", fill_value=0)
         return _weigh(out_ND.reshape(num_tokens, per_token, -1), weights_TK)
 
-    given = x_TD, weights_TK, weights
-    mixed_TD, most = send(0, *given), -(-num_rows // room)
-    if most == 1:
+    operands = (x_TD, weights_TK, weights)
+    mixed_TD = send(0, *operands)
+    most_rounds = -(-num_rows // room)
+    if most_rounds == 1:
         return mixed_TD
+
     # Equal on all devices of the region: those that need no further round answer too.
     needed = jax.lax.pmax(-(-counts_X.max() // room), layout.tokens)
 
-    def nothing(x_TD, *_):
+    def nothing(x_TD: jax.Array, *_: Any) -> jax.Array:
         return jnp.zeros_like(x_TD)
 
-    def follow(*given):
+    def follow(*operands: Any) -> jax.Array:
         @jax.checkpoint
-        def again(number, mixed_TD):
+        def again(number: jax.Array, mixed_TD: jax.Array) -> jax.Array:
             send_one = functools.partial(send, number)
-            return mixed_TD + jax.lax.cond(number < needed, send_one, nothing, *given)
+            return mixed_TD + jax.lax.cond(
+                number < needed, send_one, nothing, *operands
+            )
 
-        return jax.lax.fori_loop(1, most, again, nothing(*given))
+        return jax.lax.fori_loop(1, most_rounds, again, nothing(*operands))
 
     # One condition around the loop, which would add zeros, also to gradients.
     @jax.checkpoint
-    def further(*given):
+    def further(*operands: Any) -> jax.Array:
         with jax.named_scope(FURTHER_ROUND):
-            return jax.lax.cond(needed > 1, follow, nothing, *given)
+            return jax.lax.cond(needed > 1, follow, nothing, *operands)
 
-    return mixed_TD + further(*given)
+    return mixed_TD + further(*operands)
 
 
 def rows_of_a_round(num_rows: int, num_devices: int) -> int:
@@ -172,8 +210,10 @@ def _times_ragged(rows_NK: jax.Array, w_EKF: jax.Array, sizes_E: jax.Array):
     return jax.lax.ragged_dot(rows_NK, w_EKF, sizes_E)
 
 
-def _ragged_backward(kept, grad_NF):
-    rows_NK, w_EKF, sizes_E = kept
+def _ragged_backward(
+    residuals: tuple[jax.Array, jax.Array, jax.Array], grad_NF: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    rows_NK, w_EKF, sizes_E = residuals
     grad_NK = jax.lax.ragged_dot(grad_NF, w_EKF.swapaxes(1, 2), sizes_E)
     grad_EKF = _sum_by_group(rows_NK, grad_NF, sizes_E)
     return grad_NK.astype(rows_NK.dtype), grad_EKF.astype(w_EKF.dtype), None
@@ -192,9 +232,11 @@ def _sum_by_group(rows_NK: jax.Array, grad_NF: jax.Array, sizes_E: jax.Array):
         ragged_dot_dimension_numbers=numbers,
         preferred_element_type=dtype,
     )
+
     tile = math.gcd(len(rows_NK), _MOST_TILE)
     if tgmm is None or tile < _LEAST_ROWS:
         return plain(rows_NK, grad_NF, sizes_E)
+
     tiling = (tile, _MOST_TILE, _MOST_TILE)
     kernel = functools.partial(tgmm, preferred_element_type=dtype, tiling=tiling)
     return jax.lax.platform_dependent(
@@ -216,15 +258,20 @@ def _rows_of_a_block(num_rows: int, num_experts: int) -> int:
     return min(max(1 << (half.bit_length() - 1), _LEAST_ROWS), _MOST_ROWS)
 
 
-def _blocks(flat_N, order_N, sizes_E, size: int) -> tuple[jax.Array, jax.Array]:
+def _blocks(
+    flat_N: jax.Array, order_N: jax.Array, sizes_E: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array]:
     """Return the row of each assignment, and the expert of each block of rows."""
     num_experts = len(sizes_E)
     num_blocks = -(-flat_N.size // size) + num_experts
     blocks_E = -(-sizes_E // size)
+
+    # Where each expert's rows begin, with padding and without.
     first_E = (jnp.cumsum(blocks_E) - blocks_E) * size
     start_E = jnp.cumsum(sizes_E) - sizes_E
     sorted_N = flat_N[order_N]
     rows_N = first_E[sorted_N] + jnp.arange(flat_N.size) - start_E[sorted_N]
     place_N = jnp.zeros_like(rows_N).at[order_N].set(rows_N, unique_indices=True)
+
     ids_E = jnp.arange(num_experts)
     return place_N, jnp.repeat(ids_E, blocks_E, total_repeat_length=num_blocks)

@@ -54,17 +54,22 @@ class _Device:
     """What one device computes."""
 
     def __init__(self, config: TransformerConfig, layout: Layout, num_parts: int):
-        self.config, self.layout, self.num_parts = config, layout, num_parts
+        self.config = config
+        self.layout = layout
+        self.num_parts = num_parts
 
     def specs(self, params: Params) -> Any:
-        axes, expert = (self.layout.tokens, self.layout.model), self.layout.expert
+        axes = (self.layout.tokens, self.layout.model)
+        expert = self.layout.expert
         return partition_specs(params, axes, divides_embedding=True, expert=expert)
 
-    def loss(self, params: Params, tokens: jax.Array):
+    def loss(self, params: Params, tokens: jax.Array) -> tuple[jax.Array, Any]:
         """Return `(loss, aux)` of the region's batch, equal on all devices."""
         return self._whole(self._share(params, tokens), tokens)
 
-    def loss_and_grad(self, params: Params, tokens: jax.Array):
+    def loss_and_grad(
+        self, params: Params, tokens: jax.Array
+    ) -> tuple[tuple[jax.Array, Any], Params]:
         """Return `(loss, aux)` and the gradient, laid out as the parameters."""
         gradient = jax.value_and_grad(self._share, has_aux=True)
         share, grads = accumulated(gradient, self.num_parts)(params, tokens)
@@ -73,11 +78,12 @@ class _Device:
         )
         return self._whole(share, tokens), grads
 
-    def _share(self, params: Params, tokens: jax.Array):
+    def _share(self, params: Params, tokens: jax.Array) -> tuple[jax.Array, Any]:
         """Return what a device's tokens add to the batch's means."""
         model = bind(self.config, params, self.layout)
         targets_BL = self.layout.own_part(tokens[:, 1:])
         hidden_BLD, routed = model(self.layout.own_part(tokens[:, :-1]))
+
         sums: tuple[jax.Array, jax.Array] = divided_cross_entropy(
             hidden_BLD,
             model.output_head(),
@@ -85,29 +91,40 @@ class _Device:
             self.config.loss_chunk_tokens,
             self.layout,
         )
+        loss_sum, num_correct = sums
         count = targets_BL.size * jax.lax.axis_size(self.layout.tokens)
-        loss, aux = sums[0] / count, {"accuracy": sums[1] / count}
+        loss = loss_sum / count
+        aux = {"accuracy": num_correct / count}
         if routed is not None:
             return loss + router_loss(self.config, routed), aux | router_aux(routed)
         return loss, aux
 
-    def _whole(self, share, tokens: jax.Array):
+    def _whole(
+        self, share: tuple[jax.Array, Any], tokens: jax.Array
+    ) -> tuple[jax.Array, Any]:
         loss, aux = jax.tree.map(lambda x: sum_over(x, self.layout.tokens), share)
         count = tokens[:, 1:].size * jax.lax.axis_size(self.layout.batch)
         return loss, {"num_tokens": jnp.float32(count), **aux}
 
-    def _sum_undivided(self, path, grad: jax.Array, spec: P) -> jax.Array:
+    def _sum_undivided(self, path: Any, grad: jax.Array, spec: P) -> jax.Array:
         """Sum the gradient of what is whole on all devices of an axis."""
         named = jax.tree.leaves(tuple(spec))
         if self.layout.data not in named:
             grad = sum_over(grad, self.layout.tokens)
+
         of_features = any(key.key in _OF_FEATURES for key in path)
         if of_features and self.layout.model not in named:
             grad = sum_over(grad, self.layout.model)
         return grad
 
 
-def _mapped(device: _Device, compute: Callable, params: Params, tokens, key):
+def _mapped(
+    device: _Device,
+    compute: Callable,
+    params: Params,
+    tokens: jax.Array,
+    key: jax.Array,
+) -> Any:
     """Call `compute(params, tokens)` on every device."""
     mesh = jax.sharding.get_abstract_mesh()
     specs = device.specs(params)
@@ -119,4 +136,5 @@ def _mapped(device: _Device, compute: Callable, params: Params, tokens, key):
         out_specs=(P(), specs) if compute == device.loss_and_grad else P(),
         check_vma=False,
     )
+
     return mapped(params, tokens)

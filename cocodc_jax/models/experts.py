@@ -78,7 +78,9 @@ class Experts(nnx.Module):
     """The weights of E experts, and how often each was used."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        number, width, inside = config.num_experts, config.width, config.expert_width
+        number = config.num_experts
+        width = config.width
+        inside = config.expert_width
         self.gate = matrix(rngs, number, width, inside)
         self.up = matrix(rngs, number, width, inside)
         self.down = matrix(rngs, number, inside, width, gain=config.residual_gain)
@@ -105,13 +107,16 @@ class MixtureOfExperts(nnx.Module):
     ):
         self.router = matrix(rngs, config.width, config.num_experts)
         self.experts = Experts(config, rngs)
-        self.config, self.layout = config, layout
+        self.config = config
+        self.layout = layout
 
     def __call__(self, x_BLD: jax.Array) -> tuple[jax.Array, Routed]:
         """Map each position by its experts; the first result is `[B, L, D]`."""
-        config, layout = self.config, self.layout
+        config = self.config
+        layout = self.layout
         x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
         choice = choose(x_TD, self.router[...], config.experts_per_token)
+
         # The router's own path is complete on every device of the model axis, that of
         # the experts a sum over these.
         out_TD = mix(
@@ -122,18 +127,23 @@ class MixtureOfExperts(nnx.Module):
             config.expert_dispatch,
             layout,
         )
+
         return summed(out_TD, layout).reshape(x_BLD.shape), self._routed(choice)
 
     def _routed(self, choice: Choice) -> Routed:
-        layout, number = self.layout, self.config.num_experts
+        layout = self.layout
+        number = self.config.num_experts
         devices = 1 if layout is None else jax.lax.axis_size(layout.tokens)
         share = 1 / (choice.ids.shape[0] * devices)
+
         counts_E = jnp.bincount(choice.ids.reshape(-1), length=number)
         load_E = jax.lax.stop_gradient(share * counts_E.astype(choice.probs.dtype))
         whole_E = load_E if layout is None else sum_over(load_E, layout.tokens)
         mean_E = share * choice.probs.sum(axis=0)
+
         log_total_T = jax.nn.logsumexp(choice.logits, axis=-1)
         log_probs_TE = choice.logits - log_total_T[:, None]
+
         return Routed(
             balance=number / self.config.experts_per_token * (whole_E * mean_E).sum(),
             z=share * jnp.square(log_total_T).sum(),
@@ -189,10 +199,11 @@ def counting(
             *others,
         )
 
-    def update(updates, state, params=None, **extra):
-        steps, state = inner.update(
-            at_counts(jnp.zeros_like, updates), state, params, **extra
-        )
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        without_counts = at_counts(jnp.zeros_like, updates)
+        steps, state = inner.update(without_counts, state, params, **extra)
         return at_counts(lambda _, g: -TOKEN_UNIT * g, steps, updates), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
@@ -203,9 +214,16 @@ def _gathered(w: jax.Array, dtype: Any, side: int, layout: Layout) -> jax.Array:
     return gather(w, dtype, side, layout)
 
 
-_gathered.defvjp(
-    lambda w, dtype, side, layout: (gather(w, dtype, side, layout), None),
-    lambda dtype, side, layout, _, grad: (
-        scatter(grad.astype(jnp.float32), side, layout),
-    ),
-)
+def _gathered_forward(
+    w: jax.Array, dtype: Any, side: int, layout: Layout
+) -> tuple[jax.Array, None]:
+    return gather(w, dtype, side, layout), None
+
+
+def _gathered_backward(
+    dtype: Any, side: int, layout: Layout, _: None, grad: jax.Array
+) -> tuple[jax.Array]:
+    return (scatter(grad.astype(jnp.float32), side, layout),)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)

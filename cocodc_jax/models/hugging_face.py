@@ -90,8 +90,14 @@ def write(
       eos_id: id of the token that ends a text.
     """
     check_llama(config)
-    said = CONFIG_FILE, to_json(config, max_length, eos_id)
-    _write(pathlib.Path(folder), said, TENSORS_FILE, merged(config, params), config)
+    _write(
+        folder=pathlib.Path(folder),
+        json_file=CONFIG_FILE,
+        description=to_json(config, max_length, eos_id),
+        tensors_file=TENSORS_FILE,
+        params=merged(config, params),
+        config=config,
+    )
 
 
 def write_adapter(
@@ -99,39 +105,48 @@ def write_adapter(
 ) -> None:
     """Write a model's adapters as `write` does; `base` is the adapted model's name."""
     check_llama(config)
-    theirs = {ours[1]: name.split(".")[1] for ours, name in _NAMES_IN_BLOCK.items()}
-    targets = [theirs[name] for name in config.lora_names]
-    said = ADAPTER_CONFIG_FILE, adapter_json(config, base, targets)
-    adapters = only_adapters(params)
-    _write(pathlib.Path(folder), said, ADAPTER_FILE, adapters, config)
+    hf_names = {ours[1]: name.split(".")[1] for ours, name in _NAMES_IN_BLOCK.items()}
+    targets = [hf_names[name] for name in config.lora_names]
+    _write(
+        folder=pathlib.Path(folder),
+        json_file=ADAPTER_CONFIG_FILE,
+        description=adapter_json(config, base, targets),
+        tensors_file=ADAPTER_FILE,
+        params=only_adapters(params),
+        config=config,
+    )
 
 
 def _write(
     folder: pathlib.Path,
-    said: tuple[str, dict[str, Any]],
-    file: str,
+    json_file: str,
+    description: dict[str, Any],
+    tensors_file: str,
     params: Params,
     config: TransformerConfig,
 ) -> None:
-    """Write tensors, and the JSON file of what is said of them."""
+    """Write tensors, and the JSON file that describes them."""
     with extra("hf"):
         from safetensors.numpy import save_file
 
     tensors = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not (names := _names_of(path, config)):
+        names = _names_of(path, config)
+        if not names:
             continue
+
         array = np.asarray(leaf, np.float32)
         parts = array.reshape(-1, *array.shape[_num_stacked(path, config) :])
         for name, part in zip(names, parts, strict=True):
-            # The file is written from memory as it lies.
+            # The library writes the buffer, whatever its strides.
             tensors[name] = np.ascontiguousarray(part.T if _is_turned(name) else part)
+
     folder.mkdir(parents=True, exist_ok=True)
-    name, value = said
-    (folder / name).write_text(json.dumps(value, indent=2) + "\n")
-    save_file(tensors, folder / file, metadata={"format": "pt"})
+    (folder / json_file).write_text(json.dumps(description, indent=2) + "\n")
+    save_file(tensors, folder / tensors_file, metadata={"format": "pt"})
+
     # The library lets nobody else read it.
-    (folder / file).chmod((folder / name).stat().st_mode)
+    (folder / tensors_file).chmod((folder / json_file).stat().st_mode)
 
 
 def read(folder: str | os.PathLike[str], config: TransformerConfig) -> Params:
@@ -142,21 +157,24 @@ def read(folder: str | os.PathLike[str], config: TransformerConfig) -> Params:
     """
     files = check(folder, config)
 
-    def read_leaf(path, wanted):
+    def read_leaf(path: Any, wanted: jax.ShapeDtypeStruct) -> np.ndarray:
         parts = [read_one(name) for name in _names_of(path, config)]
         if not parts:
             return np.zeros(wanted.shape, np.float32)
+
         lead = wanted.shape[: _num_stacked(path, config)]
         whole = np.stack(parts).reshape(*lead, *parts[0].shape)
         missing = [(0, n - m) for n, m in zip(wanted.shape, whole.shape, strict=True)]
         return np.ascontiguousarray(np.pad(whole, missing, mode="mean"))
 
-    def read_one(name):
+    def read_one(name: str) -> np.ndarray:
         tensor = opened[files[name]].get_tensor(name).astype(np.float32)
         return tensor.T if _is_turned(name) else tensor
 
     with contextlib.ExitStack() as stack:
-        opened = {f: stack.enter_context(_opened(f)) for f in {*files.values()}}
+        opened = {
+            file: stack.enter_context(_opened(file)) for file in {*files.values()}
+        }
         return jax.tree_util.tree_map_with_path(read_leaf, _shapes(config))
 
 
@@ -177,33 +195,43 @@ def check(
         for path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(config))
         for name in _names_of(path, config)
     }
+
     if missing := sorted(wanted.keys() - files.keys()):
         raise ValueError(f"{folder} has no tensor {_first(missing)}")
+
     # A tied head may be stored once more; old files hold the rotary frequencies.
-    odd = {n for n in files if not n.endswith("rotary_emb.inv_freq")} - wanted.keys()
-    if odd := sorted(odd - {_HEAD} if config.tie_embeddings else odd):
+    stored_names = {n for n in files if not n.endswith("rotary_emb.inv_freq")}
+    unknown = stored_names - wanted.keys()
+    if config.tie_embeddings:
+        unknown -= {_HEAD}
+    if unknown:
         raise ValueError(
-            f"{folder} has a tensor that this model has no place for: {_first(odd)}"
+            f"{folder} has a tensor that this model has no place for: "
+            f"{_first(sorted(unknown))}"
         )
+
     rows = read_config(folder, config)["vocab_size"]
     for file in sorted({*files.values()}):
-        own = {name for name, place in files.items() if place == file}
+        names_in_file = {name for name, place in files.items() if place == file}
         with _opened(file) as tensors:
-            if lost := sorted(own - {*tensors.keys()}):
+            if lost := sorted(names_in_file - {*tensors.keys()}):
                 raise ValueError(
                     f"{file} has no tensor {_first(lost)}, which "
                     f"{folder / _INDEX_FILE} says is there"
                 )
-            for name in wanted.keys() & own:
-                there = tuple(tensors.get_slice(name).get_shape())
-                here = wanted[name][::-1] if _is_turned(name) else wanted[name]
+
+            for name in wanted.keys() & names_in_file:
+                stored = tuple(tensors.get_slice(name).get_shape())
+                expected = wanted[name][::-1] if _is_turned(name) else wanted[name]
                 if name in (_NAMES["embedding",], _HEAD):
-                    here = (rows, here[1])
-                if there != here:
+                    expected = (rows, expected[1])
+
+                if stored != expected:
                     raise ValueError(
-                        f"{name} in {file} is {list(there)}, and {list(here)} is what "
-                        f"{CONFIG_FILE} there says"
+                        f"{name} in {file} is {list(stored)}, and {list(expected)} is "
+                        f"what {CONFIG_FILE} there says"
                     )
+
     return files
 
 
@@ -218,6 +246,7 @@ def _names_of(path: Any, config: TransformerConfig) -> list[str]:
     keys = tuple(key.key for key in path)
     if keys[0] != "blocks":
         return [_NAMES[keys]]
+
     layers = range(config.num_layers) if config.scan_layers else (keys[1],)
     inside = keys[1:] if config.scan_layers else keys[2:]
     if inside == ("moe", EXPERTS, TOKENS):
@@ -227,6 +256,7 @@ def _names_of(path: Any, config: TransformerConfig) -> list[str]:
         weight = f"lora_{part.upper()}.weight"
         name = _NAMES_IN_BLOCK[module, matrix].replace("weight", weight)
         return [f"base_model.model.model.layers.{layer}.{name}" for layer in layers]
+
     at = [f"model.layers.{layer}.{_NAMES_IN_BLOCK[inside]}" for layer in layers]
     experts = range(config.num_experts) if EXPERTS in inside else (0,)
     return [name.format(e) for name in at for e in experts]
@@ -244,15 +274,18 @@ def _is_turned(name: str) -> bool:
 
 def _files_of(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """Tell which file of a folder each tensor is in."""
-    index, whole = folder / _INDEX_FILE, folder / TENSORS_FILE
+    index = folder / _INDEX_FILE
+    whole = folder / TENSORS_FILE
     if whole.is_file():
         with _opened(whole) as tensors:
             return dict.fromkeys(tensors.keys(), whole)
+
     if not index.is_file():
         raise ValueError(
             f"{folder} has neither {TENSORS_FILE} nor {_INDEX_FILE}; files of another "
             "format can be converted with transformers' save_pretrained"
         )
+
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
         raise ValueError(f"{index} has no weight_map")

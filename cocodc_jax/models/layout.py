@@ -88,23 +88,26 @@ class Layout:
 
     def groups(self) -> list[list[list[int]] | None]:
         """Return who gathers together in each step; None is everybody on data."""
-        size, stride = jax.lax.axis_size(self.tokens), 1
+        size = jax.lax.axis_size(self.tokens)
         if size != math.prod(self.steps or (size,)):
             raise ValueError(
                 f"steps={self.steps} do not make up the {size} devices of "
                 f"{self.tokens!r}; use sizes whose product that is"
             )
-        found = []
+
+        groups = []
+        stride = 1
         for step in self.steps:
             places = np.arange(size).reshape(-1, step, stride)
-            found.append(places.swapaxes(1, 2).reshape(-1, step).tolist())
+            groups.append(places.swapaxes(1, 2).reshape(-1, step).tolist())
             stride *= step
-        return found or [None]
+
+        return groups or [None]
 
 
 def _named(data: str, *others: str | None) -> str | tuple[str, ...]:
-    found = tuple(name for name in others if name is not None)
-    return (data, *found) if found else data
+    present = tuple(name for name in others if name is not None)
+    return (data, *present) if present else data
 
 
 def own_share(x: jax.Array, name: str, axis: int) -> jax.Array:
@@ -159,6 +162,7 @@ def scatter(grad: jax.Array, side: int, layout: Layout) -> jax.Array:
     """Sum a gradient over the data axis, and keep the own part of a side."""
     if jax.lax.axis_size(layout.tokens) == 1:
         return grad
+
     for groups in reversed(layout.groups()):
         grad = jax.lax.psum_scatter(
             grad,
@@ -167,6 +171,7 @@ def scatter(grad: jax.Array, side: int, layout: Layout) -> jax.Array:
             tiled=True,
             axis_index_groups=groups,
         )
+
     return grad
 
 
@@ -180,13 +185,17 @@ def _product(x: jax.Array, w: jax.Array, layout: Layout, side: int) -> jax.Array
     return _product_forward(x, w, layout, side)[0]
 
 
-def _product_forward(x, w, layout, side):
+def _product_forward(
+    x: jax.Array, w: jax.Array, layout: Layout, side: int
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     whole = gather(w, x.dtype, side, layout)
     return x @ whole, (x, whole)
 
 
-def _product_backward(layout, side, kept, grad):
-    x, whole = kept
+def _product_backward(
+    layout: Layout, side: int, residuals: tuple[jax.Array, jax.Array], grad: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, whole = residuals
     tokens = tuple(range(x.ndim - 1))
     grad_w = jax.lax.dot_general(
         x, grad, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32
@@ -218,23 +227,30 @@ _summed.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _lookup(table_VD, ids_BL, dtype: str, layout: Layout) -> jax.Array:
+def _lookup(
+    table_VD: jax.Array, ids_BL: jax.Array, dtype: str, layout: Layout
+) -> jax.Array:
     return _lookup_forward(table_VD, ids_BL, dtype, layout)[0]
 
 
-def _lookup_forward(table_VD, ids_BL, dtype, layout):
+def _lookup_forward(
+    table_VD: jax.Array, ids_BL: jax.Array, dtype: str, layout: Layout
+) -> tuple[jax.Array, tuple[jax.Array, int]]:
     whole_VD = gather(table_VD, dtype, 1, layout)
     num_rows = whole_VD.shape[0]
     if jax.lax.axis_size(layout.model) > 1:
         ids_BL -= num_rows * jax.lax.axis_index(layout.model)
+
     # Rows of other devices: past the end, where nothing is read or written.
     ids_BL = jnp.where((ids_BL >= 0) & (ids_BL < num_rows), ids_BL, num_rows)
     x_BLD = whole_VD.at[ids_BL].get(mode="fill", fill_value=0)
     return sum_over(x_BLD, layout.model), (ids_BL, num_rows)
 
 
-def _lookup_backward(dtype, layout, kept, grad_BLD):
-    ids_BL, num_rows = kept
+def _lookup_backward(
+    dtype: str, layout: Layout, residuals: tuple[jax.Array, int], grad_BLD: jax.Array
+) -> tuple[jax.Array, None]:
+    ids_BL, num_rows = residuals
     grad_VD = jnp.zeros((num_rows, grad_BLD.shape[-1]), jnp.float32)
     grad_VD = grad_VD.at[ids_BL].add(grad_BLD.astype(jnp.float32), mode="drop")
     # Turned: a TPU's compiler would sum the whole table on every device, and cut it.

@@ -39,21 +39,23 @@ def read_config(
 ) -> dict[str, Any]:
     """Return what `config.json` of a LLaMA or a Mixtral says; refuse other models."""
     path = pathlib.Path(folder) / CONFIG_FILE
-    found = read_json(path)
-    kind = found.get("model_type")
+    values = read_json(path)
+    kind = values.get("model_type")
     have = {"llama": "no experts", "mixtral": "experts (--num_experts)"}
-    kinds = known = tuple(have)
-    if config is not None and kind in known:
-        kinds = (known[bool(config.num_experts)],)
+
+    kinds = tuple(have)
+    if config is not None and kind in have:
+        kinds = ("mixtral",) if config.num_experts else ("llama",)
     if kind not in kinds:
-        why = f"; one with {have[kind]}" if kind in known else ""
+        why = f"; one with {have[kind]}" if kind in have else ""
         raise ValueError(
             f"{path}: model_type is {kind!r} there{why}, and only "
             f"{' and '.join(map(repr, kinds))} can be read here"
         )
-    if not isinstance(found.get("vocab_size"), int):
+    if not isinstance(values.get("vocab_size"), int):
         raise ValueError(f"{path} has no vocab_size")
-    return found
+
+    return values
 
 
 def check_llama(config: TransformerConfig) -> None:
@@ -63,6 +65,7 @@ def check_llama(config: TransformerConfig) -> None:
             "qk_norm=True normalises queries and keys, which LlamaForCausalLM does "
             "not; a model is LLaMA-shaped with --qk_norm=false"
         )
+
     for name, value in (("shared_experts", 0), ("moe_every", 1)):
         if getattr(config, name) != value:
             raise ValueError(
@@ -74,41 +77,53 @@ def check_llama(config: TransformerConfig) -> None:
 
 def check_shape(folder: pathlib.Path, config: TransformerConfig) -> None:
     """Refuse a `config.json` of another model, naming the flags that would be right."""
-    path, found = folder / CONFIG_FILE, read_config(folder, config)
-    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    path = folder / CONFIG_FILE
+    values = read_config(folder, config)
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ValueError(
             f"{path}: rotary positions are scaled by {kind!r} there, and not here; a "
             "model without rope_scaling can be read"
         )
+
     for name, value in (_ALWAYS | {"sliding_window": None}).items():
-        if found.get(name, value) != value:
+        if values.get(name, value) != value:
             raise ValueError(
-                f"{path}: {name} is {found[name]!r} there, and {value!r} here always"
+                f"{path}: {name} is {values[name]!r} there, and {value!r} here always"
             )
-    there = {ours: found.get(*where) for ours, where in _shape(config).items()}
-    # What transformers takes for what is not said: (of Mixtral, of LLaMA).
-    theta, heads = (1e6, 8) if config.num_experts else (1e4, None)
-    heads = found.get("num_key_value_heads", heads)
-    there["num_kv_heads"] = heads or there["num_heads"]
-    there["rope_theta"] = rope.get("rope_theta", found.get("rope_theta", theta))
-    if wrong := {n: v for n, v in there.items() if v != getattr(config, n)}:
-        said = [
+
+    stored = {
+        ours: values.get(theirs, default)
+        for ours, (theirs, default) in _shape(config).items()
+    }
+    # What transformers takes for what a file leaves out, of Mixtral and of LLaMA.
+    default_theta = 1e6 if config.num_experts else 1e4
+    default_heads = 8 if config.num_experts else None
+    heads = values.get("num_key_value_heads", default_heads)
+    stored["num_kv_heads"] = heads or stored["num_heads"]
+    theta = values.get("rope_theta", default_theta)
+    stored["rope_theta"] = rope.get("rope_theta", theta)
+
+    wrong = {n: v for n, v in stored.items() if v != getattr(config, n)}
+    if wrong:
+        differences = [
             f"{n} is {v} there and {getattr(config, n)} here" for n, v in wrong.items()
         ]
         flags = [f"--{n}={str(v).lower()}" for n, v in wrong.items()]
         raise ValueError(
-            f"{path} is of another model: {'; '.join(said)}; give {' '.join(flags)}"
+            f"{path} is of another model: {'; '.join(differences)}; give "
+            f"{' '.join(flags)}"
         )
-    if (found.get("head_dim") or config.head_width) != config.head_width:
+    if (values.get("head_dim") or config.head_width) != config.head_width:
         raise ValueError(
-            f"{path}: head_dim is {found['head_dim']} there, and width / num_heads = "
+            f"{path}: head_dim is {values['head_dim']} there, and width / num_heads = "
             f"{config.head_width} here always"
         )
-    if found["vocab_size"] > config.vocab_size:
+    if values["vocab_size"] > config.vocab_size:
         raise ValueError(
-            f"{path}: vocab_size is {found['vocab_size']} there and "
+            f"{path}: vocab_size is {values['vocab_size']} there and "
             f"{config.vocab_size} here; use at least as many"
         )
 
@@ -117,7 +132,8 @@ def to_json(
     config: TransformerConfig, max_length: int, eos_id: int | None
 ) -> dict[str, Any]:
     """Return what `config.json` says of a model, as transformers 4 and 5 read it."""
-    kind, of_experts = "llama", {}
+    kind = "llama"
+    of_experts = {}
     if config.num_experts:
         kind = "mixtral"
         of_experts = {
@@ -125,11 +141,15 @@ def to_json(
             "output_router_logits": False,
             "sliding_window": None,
         }
+
     return {
         "architectures": [f"{kind.title()}ForCausalLM"],
         "model_type": kind,
         "vocab_size": config.vocab_size,
-        **{there: getattr(config, ours) for ours, (there, _) in _shape(config).items()},
+        **{
+            theirs: getattr(config, ours)
+            for ours, (theirs, _) in _shape(config).items()
+        },
         **of_experts,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_width,
@@ -164,9 +184,9 @@ def adapter_json(
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Return the JSON object in a file; refuse what cannot be read, or is none."""
     try:
-        found = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"{path} holds no JSON object")
-    return found
+    return value

@@ -28,14 +28,14 @@ def merged(config: TransformerConfig, params: Params) -> Params:
     """Return the parameters of the model without adapters that computes the same."""
     if not config.lora_rank:
         return params
-    found = {
+    full = {
         name: merged(config, part) if isinstance(part, dict) else part
         for name, part in params.items()
         if name != LORA
     }
     for name, thin in params.get(LORA, {}).items():
-        found[name] = found[name] + config.lora_scale * (thin["a"] @ thin["b"])
-    return found
+        full[name] = full[name] + config.lora_scale * (thin["a"] @ thin["b"])
+    return full
 
 
 def only_adapters(params: Params) -> Params:
@@ -48,5 +48,10 @@ def only_adapters(params: Params) -> Params:
 
 
 def _over(base: Params, drawn: Params) -> Params:
-    found = {n: _over(x, drawn[n]) if n in drawn else x for n, x in base.items()}
-    return found | {n: x for n, x in drawn.items() if n == LORA}
+    covered = {
+        name: _over(part, drawn[name]) if name in drawn else part
+        for name, part in base.items()
+    }
+    if LORA in drawn:
+        covered[LORA] = drawn[LORA]
+    return covered

@@ -50,16 +50,19 @@ def cross_entropy(
     A token counts as predicted when its logit reaches the largest one.
     """
 
-    def one(chunk):
+    def one(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         hidden_BCD, targets_BC = chunk
         logits_BCV = logits_from_hidden(hidden_BCD, head_DV, backward)
-        return _sums(logits_BCV, targets_BC)[0]
+        sums, _ = _sums(logits_BCV, targets_BC)
+        return sums
 
     loss, num_correct = _over_chunks(one, hidden_BLD, targets_BL, chunk_tokens)
     return loss / targets_BL.size, num_correct / targets_BL.size
 
 
-def _over_chunks(one: Callable, hidden_BLD, targets_BL, chunk_tokens: int):
+def _over_chunks(
+    one: Callable, hidden_BLD: jax.Array, targets_BL: jax.Array, chunk_tokens: int
+) -> tuple[jax.Array, jax.Array]:
     """Return the sums of `one(chunk)`, which is computed again in backward."""
     chunks = _split(hidden_BLD, targets_BL, chunk_tokens)
     if chunks is None:
@@ -83,17 +86,28 @@ def divided_cross_entropy(
     """
     whole_DV = gather(head_DV, hidden_BLD.dtype, 0, layout)
 
-    def one(chunk):
+    def one(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         hidden_BCD, targets_BC = chunk
-        return _sums(logits_from_hidden(hidden_BCD, whole_DV), targets_BC, layout)[0]
+        logits_BCV = logits_from_hidden(hidden_BCD, whole_DV)
+        sums, _ = _sums(logits_BCV, targets_BC, layout)
+        return sums
 
     return _over_chunks(one, hidden_BLD, targets_BL, chunk_tokens)
 
 
-def _forward(hidden_BLD, head_DV, targets_BL, chunk_tokens, layout):
+def _forward(
+    hidden_BLD: jax.Array,
+    head_DV: jax.Array,
+    targets_BL: jax.Array,
+    chunk_tokens: int,
+    layout: Layout,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """Return the sums, and the gradients of the sum of losses."""
     whole_DV = gather(head_DV, hidden_BLD.dtype, 0, layout)
 
-    def one(grad_DV, chunk):
+    def one(
+        grad_DV: jax.Array, chunk: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, Any]:
         hidden_BCD, targets_BC = chunk
         logits_BCV = logits_from_hidden(hidden_BCD, whole_DV)
         sums, (exp_BCV, total_BC, is_target_BCV) = _sums(logits_BCV, targets_BC, layout)
@@ -103,6 +117,7 @@ def _forward(hidden_BLD, head_DV, targets_BL, chunk_tokens, layout):
         grad_DV += jnp.einsum(
             "bcd,bcv->dv", hidden_BCD, dz_BCV, preferred_element_type=jnp.float32
         )
+
         return grad_DV, (sums, dz_BCV @ whole_DV.T)
 
     grad_DV = jnp.zeros(whole_DV.shape, jnp.float32)
@@ -114,10 +129,16 @@ def _forward(hidden_BLD, head_DV, targets_BL, chunk_tokens, layout):
         sums = jax.tree.map(jnp.sum, sums)
         batch, length, width = hidden_BLD.shape
         grad_BLD = jnp.moveaxis(grads_BCD, 0, 1).reshape(batch, -1, width)[:, :length]
+
     return sums, (sum_over(grad_BLD, layout.model), scatter(grad_DV, 0, layout))
 
 
-def _backward(chunk_tokens, layout, grads, cotangents):
+def _backward(
+    chunk_tokens: int,
+    layout: Layout,
+    grads: tuple[jax.Array, jax.Array],
+    cotangents: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, None]:
     grad_BLD, grad_DV = grads
     # In float32: one over a count that is no power of two is off by up to 0.4% in
     # bfloat16, for all tokens alike, and every gradient but the head's would be.
@@ -128,13 +149,16 @@ def _backward(chunk_tokens, layout, grads, cotangents):
 divided_cross_entropy.defvjp(_forward, _backward)
 
 
-def _sums(logits_BLV, targets_BL, layout: Layout | None = None):
+def _sums(
+    logits_BLV: jax.Array, targets_BL: jax.Array, layout: Layout | None = None
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]:
     """Return a chunk's sums, exp(z - max z), its sum, and which logits are targets.
 
     A padded target, -1, is none.
     """
     axis = layout.model if layout else None
     axis = axis if axis and jax.lax.axis_size(axis) > 1 else None
+
     ids_V = jax.lax.broadcasted_iota(jnp.int32, logits_BLV.shape, 2)
     if axis:
         ids_V += logits_BLV.shape[2] * jax.lax.axis_index(axis)
@@ -142,23 +166,28 @@ def _sums(logits_BLV, targets_BL, layout: Layout | None = None):
     # needs no exchange when the vocabulary is sharded.
     is_target_BLV = ids_V == targets_BL[..., None]
     target_BL = jnp.sum(logits_BLV, axis=-1, where=is_target_BLV)
+
     # It cancels, and so do its derivatives.
     max_BL = jax.lax.stop_gradient(logits_BLV.max(axis=-1))
     if axis:
         max_BL = jax.lax.pmax(max_BL, axis)
     exp_BLV = jnp.exp(logits_BLV - max_BL[..., None])
+
     total_BL = exp_BLV.sum(axis=-1)
     if axis:
         total_BL = jax.lax.psum(total_BL, axis)
         target_BL = jax.lax.psum(target_BL, axis)
+
     loss_BL = jnp.log(total_BL) + max_BL - target_BL
     is_token_BL = targets_BL >= 0
     is_correct_BL = is_token_BL & (target_BL >= max_BL)
-    sums = loss_BL.sum(where=is_token_BL), is_correct_BL.sum(dtype=jnp.float32)
+    sums = (loss_BL.sum(where=is_token_BL), is_correct_BL.sum(dtype=jnp.float32))
     return sums, (exp_BLV, total_BL, is_target_BLV)
 
 
-def _split(hidden_BLD, targets_BL, chunk_tokens: int):
+def _split(
+    hidden_BLD: jax.Array, targets_BL: jax.Array, chunk_tokens: int
+) -> tuple[jax.Array, jax.Array] | None:
     """Cut both along their length into equal chunks, on a new leading axis.
 
     Padded at the end; None if one chunk holds all of the `[B, L]` tokens.
@@ -168,7 +197,7 @@ def _split(hidden_BLD, targets_BL, chunk_tokens: int):
     if num_chunks == 1:
         return None
 
-    def cut(x_BL, padding):
+    def cut(x_BL: jax.Array, padding: int) -> jax.Array:
         chunk = -(-length // num_chunks)
         pad = [(0, 0), (0, num_chunks * chunk - length)] + [(0, 0)] * (x_BL.ndim - 2)
         padded = jnp.pad(x_BL, pad, constant_values=padding)
@@ -186,7 +215,7 @@ def accumulated(gradient: GradientFn, num_parts: int) -> GradientFn:
     def mean(params: PyTree, batch: PyTree):
         parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), batch)
 
-        def add(total, part):
+        def add(total: PyTree, part: PyTree) -> tuple[PyTree, Any]:
             out, grads = gradient(params, part)
             return jax.tree.map(jnp.add, total, grads), out
 
@@ -207,8 +236,10 @@ def make_accumulated_loss_fn(loss_fn: Callable, num_parts: int) -> Callable:
     if num_parts == 1:
         return loss_fn
 
-    def loss_and_grad(params, batch, key):
-        def gradient(params, part):
+    def loss_and_grad(
+        params: PyTree, batch: PyTree, key: jax.Array
+    ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
+        def gradient(params: PyTree, part: PyTree) -> Any:
             return jax.value_and_grad(loss_fn, has_aux=True)(params, part, key)
 
         (value, aux), grads = accumulated(gradient, num_parts)(params, batch)
@@ -226,7 +257,7 @@ def with_gradient(loss_fn: Callable, loss_and_grad: Callable) -> Callable:
     mode, and in forward mode over these.
     """
 
-    def backward(grads, cotangents):
+    def backward(grads: PyTree, cotangents: Any) -> tuple[PyTree, None, None]:
         return jax.tree.map(lambda g: g * cotangents[0], grads), None, None
 
     loss = jax.custom_vjp(loss_fn)

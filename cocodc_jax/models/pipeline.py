@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,16 +83,24 @@ def make_pipelined_loss_fn(
     """
     check_pipeline(config, num_stages, num_microbatches)
     # The same blocks, fewer of them.
-    own = dataclasses.replace(config, num_layers=config.num_layers // num_stages)
+    stage_config = dataclasses.replace(
+        config, num_layers=config.num_layers // num_stages
+    )
     links = Links(num_stages, num_routed_regions or 1)
-    stage = _Stage(own, num_microbatches, links, subspace, codec)
+    stage = _Stage(stage_config, num_microbatches, links, subspace, codec)
     return with_gradient(
         functools.partial(_over_stages, stage, stage.loss),
         functools.partial(_over_stages, stage, stage.loss_and_grad),
     )
 
 
-def _over_stages(stage: _Stage, compute: Callable, params, tokens, key):
+def _over_stages(
+    stage: _Stage,
+    compute: Callable,
+    params: Params,
+    tokens: jax.Array,
+    key: jax.Array,
+) -> Any:
     """Call `compute(params, tokens, shifts)` on every stage, blocks divided."""
     _check_call(stage, tokens.shape[0])
     specs = {name: P(STAGE) if name == "blocks" else P() for name in params}
@@ -103,6 +112,7 @@ def _over_stages(stage: _Stage, compute: Callable, params, tokens, key):
         # The map over regions around this one does not say what varies over them.
         check_vma=stage.links.num_regions == 1,
     )
+
     return mapped(params, tokens, _draw_shifts(stage, key))
 
 
@@ -118,6 +128,7 @@ def _check_call(stage: _Stage, batch: int):
             f"a batch of {batch} sequences is not a multiple of microbatches="
             f"{stage.num_microbatches}"
         )
+
     num_regions = stage.links.num_regions
     if num_regions not in (1, sizes.get(REGION)):
         raise ValueError(
@@ -133,9 +144,9 @@ def _draw_shifts(stage: _Stage, key: jax.Array) -> jax.Array:
         return jnp.zeros(stage.num_ticks, jnp.int32)
     # Regions have keys of their own, and one that took another branch than the rest
     # would wait for ever: all use the key of region 0.
-    own = jax.random.key_data(key)
+    data = jax.random.key_data(key)
     is_chosen = jax.lax.axis_index(REGION) == 0
-    shared = jax.lax.psum(jnp.where(is_chosen, own, jnp.zeros_like(own)), REGION)
+    shared = jax.lax.psum(jnp.where(is_chosen, data, jnp.zeros_like(data)), REGION)
     key = jax.random.wrap_key_data(shared, impl=jax.random.key_impl(key))
     return jax.random.randint(key, (stage.num_ticks,), 0, stage.links.num_regions)
 
@@ -178,6 +189,7 @@ class _Stage:
             name: grad if name == "blocks" else jax.lax.psum(grad, STAGE)
             for name, grad in grads.items()
         }
+
         if self.codec:
             _, num_bytes = way_back
             seen["stage_bytes"] += num_bytes
@@ -188,28 +200,40 @@ class _Stage:
         aux = {"num_tokens": num_tokens, **jax.lax.psum(seen, STAGE)}
         if self.subspace and not self.codec:
             batch, length = tokens[:, 1:].shape
-            sizes = self.num_stages, batch, length, self.subspace, num_ways
-            aux["stage_bytes"] = jnp.float32(stage_bytes(self.config, *sizes))
+            num_bytes = stage_bytes(
+                self.config,
+                num_stages=self.num_stages,
+                batch=batch,
+                length=length,
+                subspace=self.subspace,
+                num_ways=num_ways,
+            )
+            aux["stage_bytes"] = jnp.float32(num_bytes)
         return jax.lax.psum(loss, STAGE), aux
 
     def _share(self, params: Params, way_back, tokens: jax.Array, shifts: jax.Array):
         """Compute this stage's shares of the batch's loss and of what is reported."""
         model = bind(self.config, params)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        inputs = tokens[:, :-1]
+        targets = tokens[:, 1:]
         ids = (targets,) if self.subspace is None else (targets, inputs)
         (hidden_BLD, ids), (_, num_bytes) = self._run(
             model, way_back, (model.embed(inputs), ids), shifts
         )
+
+        # This stage's positions of what the last stage returned.
         hidden_BLD = self._part(hidden_BLD, padding=0)
-        targets_BL, *own = [self._part(x, padding=-1) for x in ids]
+        targets_BL, *inputs_BL = [self._part(x, padding=-1) for x in ids]
         if self.codec is None:
-            hidden_BLD = self._decode(model, hidden_BLD, own)
+            hidden_BLD = self._decode(model, hidden_BLD, inputs_BL)
+
         loss, accuracy = cross_entropy(
             model.norm(hidden_BLD),
             model.output_head(),
             targets_BL,
             self.config.loss_chunk_tokens,
         )
+
         # Means over this part's positions, padding among them, to shares of the mean.
         weight = targets_BL.size / targets.size
         seen = {"accuracy": accuracy * weight}
@@ -223,28 +247,34 @@ class _Stage:
         That is activations [B, L, D], targets, and with a subspace tokens [B, L].
         """
         stage = jax.lax.axis_index(STAGE)
-        is_first, is_last = stage == 0, stage == self.num_stages - 1
+        is_first = stage == 0
+        is_last = stage == self.num_stages - 1
 
-        def entered(fresh, other):
+        def entered(fresh: Any, other: Any) -> Any:
             return jax.tree.map(lambda x, y: jnp.where(is_first, x, y), fresh, other)
 
-        def tick(carry, step):
+        def tick(carry: Any, step: Any) -> tuple[Any, Any]:
             (coded, ids), ahead, back = carry
             (fresh_BLD, fresh_ids), shift, now = step
+
             ids = entered(fresh_ids, ids)
             came_BLD = self._decode(model, coded, ids[1:])
             x_BLD, _ = model.run_blocks(entered(fresh_BLD, came_BLD))
             coded = self._encode(x_BLD)
+
             done = (coded if self.codec is None else x_BLD, ids)
             if self.codec is None:
                 return (self.links.send((coded, ids), shift), ahead, back), done
+
             # This stage works on microbatch `now - stage`, the one before on the next.
             has_sent = self._is_batch(now - stage) & ~is_last
             has_received = self._is_batch(now - stage + 1) & ~is_first
             hop = Hop(self.links, self.codec)
             coded, ahead, back = hop(coded, ahead, back, shift, has_sent, has_received)
-            num_ids = sum(x.size * x.dtype.itemsize for x in ids)
-            ahead = (ahead[0], ahead[1] + jnp.where(has_sent, num_ids, 0))
+
+            memory, num_bytes = ahead
+            id_bytes = sum(x.size * x.dtype.itemsize for x in ids)
+            ahead = (memory, num_bytes + jnp.where(has_sent, id_bytes, 0))
             return ((coded, self.links.send(ids, shift)), ahead, back), done
 
         entering = jax.tree.map(self._microbatches, batch)
@@ -252,12 +282,15 @@ class _Stage:
         # axis that messages vary over.
         one = jax.tree.map(lambda x: x[0], entering)
         x_BLD, ids = entered(one, jax.tree.map(jnp.zeros_like, one))
-        coded, ahead = self._encode(x_BLD), ()
+        coded = self._encode(x_BLD)
+
+        ahead = ()
         if self.codec:
             first = Hop(self.links, self.codec).init(coded)
             # Zeros that vary as they do on the way back.
             zeros = jax.lax.stop_gradient(way_back)
             ahead = jax.tree.map(jnp.add, first, zeros)
+
         steps = (entering, shifts, jnp.arange(self.num_ticks))
         start = ((coded, ids), ahead, way_back)
         (_, ahead, _), done = jax.lax.scan(tick, start, steps)
@@ -267,14 +300,18 @@ class _Stage:
         """Return zeros like what a codec remembers; they vary as parameters do."""
         if self.codec is None:
             return ()
+
         batch, length = tokens.shape
         width = self.subspace.rank if self.subspace else self.config.width
         shape = (batch // self.num_microbatches, length - 1, width)
         sent = jax.ShapeDtypeStruct(shape, self.config.compute_dtype)
         memory = jax.eval_shape(Hop(self.links, self.codec).init, sent)
-        own = params["embedding"][0, 0]
+        varying = params["embedding"][0, 0]
+
         return jax.tree.map(
-            lambda x: jnp.where(own == own, jnp.zeros(x.shape), jnp.zeros(x.shape)),
+            lambda x: jnp.where(
+                varying == varying, jnp.zeros(x.shape), jnp.zeros(x.shape)
+            ),
             memory,
         )
 
@@ -310,6 +347,7 @@ class _Stage:
             # All for the last stage, as sharing out would send what no codec wrote.
             is_last = jax.lax.axis_index(STAGE) == self.num_stages - 1
             return jnp.where(is_last, x_BL, jnp.full_like(x_BL, padding))
+
         part = -(-x_BL.shape[1] // self.num_stages)
         pad = [(0, 0)] * x_BL.ndim
         pad[1] = (0, part * self.num_stages - x_BL.shape[1])

@@ -24,9 +24,15 @@ _TINY = _of_bytes(num_layers=4, width=128, mlp_width=352, num_heads=4, num_kv_he
 # 2,048 has two matrices; 1,376 with SwiGLU's three holds as many parameters. 35,364,096
 # parameters.
 _SMALL = TransformerConfig(
-    vocab_size=32_000, num_layers=6, width=512, mlp_width=1376, num_heads=8,
-    num_kv_heads=8, qk_norm=True, compute_dtype="bfloat16",
-)  # fmt: skip
+    vocab_size=32_000,
+    num_layers=6,
+    width=512,
+    mlp_width=1376,
+    num_heads=8,
+    num_kv_heads=8,
+    qk_norm=True,
+    compute_dtype="bfloat16",
+)
 
 # fmt: off
 PRESETS = {

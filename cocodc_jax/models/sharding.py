@@ -57,14 +57,16 @@ def partition_specs(
                 f"{jax.tree_util.keystr(path)} is not a parameter of the transformer; "
                 "its sharding has to be given by hand"
             )
+
         sides = known[name]
         if len(path) > 1 and path[-2].key == EXPERTS and len(sides) > 1:
             if expert is not None:  # It divides experts in place of their width.
                 names = (data,) if isinstance(data, str) else data
-                rest = [name for name in names if name != expert]
-                width = tuple(rest) if len(rest) > 1 else (*rest, None)[0]
+                rest = tuple(name for name in names if name != expert)
+                width = rest if len(rest) > 1 else next(iter(rest), None)
                 sides = tuple(width if side == data else side for side in sides)
             sides = (expert, *sides)
+
         if is_thin:  # The product is divided as the matrix that it is added to.
             sides = (sides[0], None) if path[-1].key == "a" else (None, sides[-1])
         has_layers = leaf.ndim > len(sides)
@@ -75,8 +77,11 @@ def partition_specs(
             )
         if not any(sides) and not (stage and has_layers):
             return PartitionSpec()
+
         # Scanned blocks have a layer axis in front, which only stages divide.
-        return PartitionSpec(*(stage,) * has_layers, *sides)
+        if has_layers:
+            sides = (stage, *sides)
+        return PartitionSpec(*sides)
 
     return jax.tree_util.tree_map_with_path(spec, params)
 
@@ -93,6 +98,7 @@ def check_divisible(
     for axis, devices in {"data": data, "model": model, "stages": stages}.items():
         if devices < 1:
             raise ValueError(f"{axis}={devices} must be at least 1")
+
     if stages > 1 and not config.scan_layers:
         raise ValueError(
             f"stages={stages} divides the layer axis of scanned blocks, and "
@@ -103,6 +109,7 @@ def check_divisible(
             f"expert_axis={expert} has no meaning for a model without experts; leave "
             "it out, or use num_experts=8"
         )
+
     with_data = {"expert_axis": expert, "sequence_axis": sequence}
     shared = [name for name, size in with_data.items() if size > 1]
     width_over = " * ".join(["data_axis", *shared]) if shared else "data"
@@ -115,6 +122,7 @@ def check_divisible(
         "expert_width": ("model", model),
         "num_experts": ("expert_axis", expert),
     }
+
     for name, (axis, devices) in needs.items():
         size = getattr(config, name)
         if size % devices:
@@ -150,6 +158,7 @@ def check_pipeline(
         )
     if microbatches < 1:
         raise ValueError(f"microbatches={microbatches} must be at least 1")
+
     parts = microbatches * data
     if batch is not None and batch % parts:
         raise ValueError(

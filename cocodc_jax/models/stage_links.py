@@ -22,7 +22,8 @@ from cocodc_jax.models.config import TransformerConfig
 from cocodc_jax.models.subspace import Subspace
 
 # Axes of the mesh that the loss is called under.
-STAGE, REGION = "stage", "region"
+STAGE = "stage"
+REGION = "region"
 
 
 def stage_bytes(
@@ -59,7 +60,8 @@ class Links:
 
         Or back to where such a message came from; the last stage then gets zeros.
         """
-        regions, stages = self.num_regions, self.num_stages
+        regions = self.num_regions
+        stages = self.num_stages
 
         def shifted(shift: int) -> Callable[[Any], Any]:
             pairs = [
@@ -69,6 +71,7 @@ class Links:
             ]
             pairs = [(b, a) for a, b in pairs] if is_back else pairs
             axes = STAGE if regions == 1 else (REGION, STAGE)
+
             return lambda x: jax.lax.ppermute(x, axes, pairs)
 
         if regions == 1:
@@ -104,7 +107,15 @@ class Hop:
         """Return the first state and bytes sent; floats, as cotangents have to be."""
         return _floats(self.codec.init(jnp.zeros_like(x))), jnp.float32(0)
 
-    def __call__(self, x, ahead, back, shift, has_sent, has_received):
+    def __call__(
+        self,
+        x: jax.Array,
+        ahead: Any,
+        back: Any,
+        shift: jax.Array,
+        has_sent: jax.Array,
+        has_received: jax.Array,
+    ) -> tuple[jax.Array, Any, Any]:
         """Send activations on; their gradients come back the same way."""
 
         @jax.custom_vjp
@@ -116,14 +127,17 @@ class Hop:
             out = hop(x, ahead, back, shift, has_sent, has_received)
             return out, (ahead, shift, has_sent, has_received)
 
-        def backward(kept, cotangents):
-            ahead, shift, has_sent, has_received = kept
+        def backward(residuals, cotangents):
+            ahead, shift, has_sent, has_received = residuals
             gradient, _, (change, num_bytes) = cotangents
+
             first, none = self.init(gradient)
             state = jax.tree.map(jnp.add, first, change)
             message, (state, sent) = self._encode(gradient, (state, none), has_received)
             change = jax.tree.map(jnp.subtract, state, first)
+
             gradient = self.codec.decode(self.links.send(message, shift, is_back=True))
+
             # Of an idle tick's activations there is none, whatever the codec still had.
             gradient = jnp.where(has_sent, gradient, jnp.zeros_like(gradient))
             nothing = jax.tree.map(jnp.zeros_like, ahead)
@@ -132,15 +146,19 @@ class Hop:
         hop.defvjp(forward, backward)
         return hop(x, ahead, back, shift, has_sent, has_received)
 
-    def _encode(self, x, memory, is_message):
+    def _encode(
+        self, x: jax.Array, memory: tuple[Any, jax.Array], is_message: jax.Array
+    ) -> tuple[Any, Any]:
         floats, num_bytes = memory
         like = jax.eval_shape(self.codec.init, x)
         state = jax.tree.map(lambda f, s: f.astype(s.dtype), floats, like)
         message, state = self.codec.encode(x, state)
-        new = _floats(state), num_bytes + self.codec.num_bytes(message)
-        return message, jax.tree.map(
-            lambda a, b: jnp.where(is_message, a, b), new, memory
+
+        new_memory = (_floats(state), num_bytes + self.codec.num_bytes(message))
+        kept_memory = jax.tree.map(
+            lambda new, old: jnp.where(is_message, new, old), new_memory, memory
         )
+        return message, kept_memory
 
 
 def _floats(state: Any) -> Any:

@@ -132,17 +132,24 @@ def confined(
     """
     if subspace.is_whole:
         return optimizer
+
     inner = optax.with_extra_args_support(optimizer)
 
-    def update(updates, state, params=None, **extra):
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("params=None: a confined optimizer projects what they add")
-        inside = _at(WRITERS + _SPLIT, subspace.project, updates)
-        updates, state = inner.update(inside, state, params, **extra)
-        updates = _at(_SPLIT, subspace.project, updates)
-        return _at(
-            WRITERS, lambda u, w: subspace.project(w + u) - w, updates, params
-        ), state
+
+        confined_gradients = _at(WRITERS + _SPLIT, subspace.project, updates)
+        steps, state = inner.update(confined_gradients, state, params, **extra)
+
+        def confined_step(step: jax.Array, param: jax.Array) -> jax.Array:
+            return subspace.project(param + step) - param
+
+        steps = _at(_SPLIT, subspace.project, steps)
+        steps = _at(WRITERS, confined_step, steps, params)
+        return steps, state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 

@@ -56,7 +56,8 @@ class Transformer(nnx.Module):
     def __init__(
         self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout | None = None
     ):
-        vocab, width = config.vocab_size, config.width
+        vocab = config.vocab_size
+        width = config.width
         self.embedding = normal(rngs, (vocab, width), 1 / math.sqrt(width))
         # One key a layer either way, so that both layouts start alike.
         keys = jax.random.split(rngs.params(), config.num_layers)
@@ -70,11 +71,13 @@ class Transformer(nnx.Module):
         elif config.scan_layers:
             self.blocks = nnx.vmap(functools.partial(block, 0))(keys)
         else:
-            self.blocks = nnx.List([block(*each) for each in enumerate(keys)])
+            self.blocks = nnx.List([block(i, key) for i, key in enumerate(keys)])
+
         self.norm = RMSNorm(config, width)
         if not config.tie_embeddings:
             self.head = matrix(rngs, width, vocab)
-        self.config, self.layout = config, layout
+        self.config = config
+        self.layout = layout
 
     def __call__(self, tokens_BL: jax.Array) -> tuple[jax.Array, Routed | None]:
         """Return the normed hidden states [B, L, D], and what `run_blocks` does."""
@@ -99,12 +102,16 @@ class Transformer(nnx.Module):
         The second result is what routers did, leaves `[layers with experts, ...]`.
         """
         # Rotary tables of the device's own positions.
-        layout, length = self.layout, x_BLD.shape[1]
+        layout = self.layout
+        length = x_BLD.shape[1]
         if layout and layout.sequence:
             length *= jax.lax.axis_size(layout.sequence)
+
         cos, sin = rotary_tables(length, self.config.head_width, self.config.rope_theta)
         if layout:
-            cos, sin = layout.own_part(cos, 0), layout.own_part(sin, 0)
+            cos = layout.own_part(cos, 0)
+            sin = layout.own_part(sin, 0)
+
         run = _rematerialise(
             lambda graph, params, x: nnx.merge(graph, params)(
                 checkpoint_name(x, BLOCK_INPUT), (cos, sin)
@@ -113,12 +120,17 @@ class Transformer(nnx.Module):
             in_scan=self.config.scan_layers,
             is_divided=layout is not None,
         )
+
         if isinstance(self.blocks, nnx.List):
-            each: list[Routed] = []
+            of_layers: list[Routed] = []
             for block in self.blocks:
-                x_BLD, routed = run(*nnx.split(block), x_BLD)
-                each += routed
-            return x_BLD, jax.tree.map(lambda *x: jnp.stack(x), *each) if each else None
+                graph, params = nnx.split(block)
+                x_BLD, routed = run(graph, params, x_BLD)
+                of_layers += routed
+            if not of_layers:
+                return x_BLD, None
+            return x_BLD, jax.tree.map(lambda *x: jnp.stack(x), *of_layers)
+
         graph, stacked = nnx.split(self.blocks)
         x_BLD, routed = jax.lax.scan(
             lambda x, params: run(graph, params, x), x_BLD, stacked
@@ -154,9 +166,13 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
       alone. The key is unused: the model draws nothing.
     """
 
-    def loss_fn(params, tokens, key):
+    def loss_fn(
+        params: Params, tokens: jax.Array, key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        del key
         model = bind(config, params)
-        inputs_BL, targets_BL = tokens[:, :-1], tokens[:, 1:]
+        inputs_BL = tokens[:, :-1]
+        targets_BL = tokens[:, 1:]
         hidden_BLD, routed = model(inputs_BL)
         loss, accuracy = cross_entropy(
             hidden_BLD,
@@ -165,6 +181,7 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
             config.loss_chunk_tokens,
             config.backward,
         )
+
         num_tokens = jnp.asarray(targets_BL.size, jnp.float32)
         aux = {"num_tokens": num_tokens, "accuracy": accuracy}
         if routed is not None:
@@ -249,25 +266,27 @@ def _rematerialise(
     """Wrap `run(graph, params, x)` so that backward recomputes as `remat` says."""
     if remat == "none" and not is_divided:
         return run
+
     policies = jax.checkpoint_policies
     attention = policies.save_only_these_names(ATTENTION)
+    by_name = {
+        # What weights are gathered to is no activation.
+        "none": policies.save_anything_except_these_names(WEIGHTS),
+        "dots": policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable, attention
+        ),
+        "attention": attention,
+        "full": policies.nothing_saveable,
+        "offload": policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[BLOCK_INPUT, ATTENTION],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    }
     return jax.checkpoint(
         run,
-        policy={
-            # What weights are gathered to is no activation.
-            "none": policies.save_anything_except_these_names(WEIGHTS),
-            "dots": policies.save_from_both_policies(
-                policies.dots_with_no_batch_dims_saveable, attention
-            ),
-            "attention": attention,
-            "full": policies.nothing_saveable,
-            "offload": policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=[],
-                names_which_can_be_offloaded=[BLOCK_INPUT, ATTENTION],
-                offload_src="device",
-                offload_dst="pinned_host",
-            ),
-        }[remat],
+        policy=by_name[remat],
         # Inside a scan the loop itself keeps XLA from undoing the recomputation.
         prevent_cse=not in_scan,
         static_argnums=0,

@@ -87,9 +87,11 @@ def find(optimizer: optax.GradientTransformation, params: PyTree) -> Accumulatio
     """
     shapes = jax.eval_shape(lambda x: x, params)
     state = jax.eval_shape(optimizer.init, shapes)
+
     nodes = accumulators(state)
     if not nodes:
         return NONE
+
     names = tuple(dict.fromkeys(ACCUMULATORS[kind_of(x)].name for x in nodes))
     bare = of_multi_steps(optimizer)
     if bare is not NONE and len(nodes) == 1:  # Without a trace.
@@ -99,8 +101,10 @@ def find(optimizer: optax.GradientTransformation, params: PyTree) -> Accumulatio
         series = _series(optimizer, shapes, state)
     except Exception:  # Some optimizers trace only under the region axis.
         series = None
+
     if series is None:
         return Accumulation(names, None, (None,) * len(nodes))
+
     periods = tuple(_first_return(column) for column in np.transpose(series))
     return Accumulation(names, len(series), periods)
 
@@ -151,6 +155,7 @@ def _series(
     closed = jax.make_jaxpr(counters_after)(shapes, state, shapes)
     places = _places(state, shapes)
     counts: list[Any] = [np.zeros((), np.int32) for _ in places]
+
     series = []
     while len(series) < MAX_STEPS:
         arguments: list[Any] = [None] * len(closed.jaxpr.invars)
@@ -159,11 +164,14 @@ def _series(
         # A trace may be in progress, whose operations would not be computed.
         with jax.ensure_compile_time_eval():
             counts = evaluate(closed.jaxpr, closed.consts, arguments)
+
         if any(count is None for count in counts):
             return None
+
         series.append([int(count) for count in counts])
         if not any(series[-1]):
             return series
+
     return None
 
 

@@ -158,10 +158,10 @@ class SharedMask(Average):
         """
         assert key is not None
         drawn = {}
-        for n, path in enumerate(sorted(like)):
+        for number, path in enumerate(sorted(like)):
             size = math.prod(like[path].shape)
-            own = jax.random.fold_in(key, (65537 * self.seed + n) % 2**32)
-            order = jnp.argsort(jax.random.bits(own, (size,), jnp.uint32))
+            tensor_key = jax.random.fold_in(key, (65537 * self.seed + number) % 2**32)
+            order = jnp.argsort(jax.random.bits(tensor_key, (size,), jnp.uint32))
             drawn[path] = order[: max(1, round(self.density * size))]
         return drawn
 

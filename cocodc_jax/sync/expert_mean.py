@@ -83,13 +83,16 @@ def with_expert_mean(message: Message) -> Message:
     """Return a message whose mean knows experts; it must have every entry."""
     if message.average not in (Average(), ExpertMean()):
         raise ValueError("what it takes the mean of are no pseudo-gradients")
-    compressor, average = message.compressor(), ExpertMean(is_encoded=True)
+
+    compressor = message.compressor()
+    average = ExpertMean(is_encoded=True)
     if compressor is None:
         if message.only_weighted:
             raise ValueError("what it keeps would be of updates times tokens")
         return dataclasses.replace(message, average=ExpertMean())
     if not isinstance(message, Compressed) or compressor.is_sparse:
         raise ValueError("its messages do not have every entry, nor every count")
+
     return dataclasses.replace(message, by=counts_exact(compressor), average=average)
 
 
@@ -100,14 +103,19 @@ def counts_exact(compressor: Compressor) -> Compressor:
         counts = {path: x for path, x in tree.items() if is_token_count(path)}
         return counts, {path: x for path, x in tree.items() if path not in counts}
 
-    def encode(tree, state, key=None):
-        counts, rest = split(tree)
-        message, state = compressor.encode(rest, state, key)
-        return (counts, message), state
+    def init(tree: Fragment) -> PyTree:
+        _, rest = split(tree)
+        return compressor.init(rest)
 
-    def decode(message):
+    def encode(
+        tree: Fragment, memory: PyTree, key: jax.Array | None = None
+    ) -> tuple[PyTree, PyTree]:
+        counts, rest = split(tree)
+        message, memory = compressor.encode(rest, memory, key)
+        return (counts, message), memory
+
+    def decode(message: PyTree) -> Fragment:
         counts, rest = message
         return ExpertMean().times_counts(compressor.decode(rest) | counts)
 
-    init = lambda tree: compressor.init(split(tree)[1])  # noqa: E731
     return dataclasses.replace(compressor, init=init, encode=encode, decode=decode)

@@ -63,12 +63,12 @@ class Fragments:
     @property
     def num_params(self) -> tuple[int, ...]:
         """Parameters in each fragment."""
-        return tuple(sum(p.num_params for p in each) for each in self.slices)
+        return tuple(sum(part.num_params for part in parts) for parts in self.slices)
 
     @property
     def num_bytes(self) -> tuple[int, ...]:
         """Bytes of each fragment in the parameters' own dtypes."""
-        return tuple(sum(p.num_bytes for p in each) for each in self.slices)
+        return tuple(sum(part.num_bytes for part in parts) for parts in self.slices)
 
     def take(self, tree: PyTree, fragment_id: int, lead: int = 0) -> Fragment:
         """Take one fragment out of `tree`, of the structure that was cut.
@@ -92,7 +92,9 @@ class Fragments:
         leaves = self.treedef.flatten_up_to(tree)
         for part in self.slices[fragment_id]:
             is_shared = self.shares_experts and expert_axis(part.path) == part.axis
-            old, new, axis = leaves[part.leaf], value[part.path], lead + part.axis
+            old = leaves[part.leaf]
+            new = value[part.path]
+            axis = lead + part.axis
             leaves[part.leaf] = _put_rows(old, part.rows, new, axis, is_shared)
         return self.treedef.unflatten(leaves)
 
@@ -131,35 +133,39 @@ def check_partition(fragments: Fragments, params: PyTree) -> None:
 
     Rows in no fragment would silently never be averaged.
     """
-    told = "use fragments=cut(params, num_fragments) of these params"
+    remedy = "use fragments=cut(params, num_fragments) of these params"
     try:
         leaves = fragments.treedef.flatten_up_to(params)
     except ValueError as error:
         raise ValueError(
             f"fragments were cut of {fragments.treedef}, but params has the structure "
-            f"{jax.tree.structure(params)}; {told}"
+            f"{jax.tree.structure(params)}; {remedy}"
         ) from error
+
     held: list[list[LeafSlice]] = [[] for _ in leaves]
     for part in (part for slices in fragments.slices for part in slices):
         if not 0 <= part.leaf < len(leaves):
             raise ValueError(
                 f"fragments has {part.path!r} as leaf {part.leaf}, but params has "
-                f"{len(leaves)} leaves; {told}"
+                f"{len(leaves)} leaves; {remedy}"
             )
         held[part.leaf].append(part)
+
     for (path, leaf), parts in zip(named_leaves(params), held, strict=True):
         rows = [part.rows for part in parts]
         if rows == [None] or 0 in leaf.shape:
             continue
+
         axes = {part.axis for part in parts}
         axis = axes.pop() if len(axes) == 1 else 0
         length = leaf.shape[axis] if leaf.ndim > axis and not axes else 0
-        found = sorted(row for each in rows for row in each or ())
-        if not rows or None in rows or found != list(range(length)):
+
+        held_rows = sorted(row for part_rows in rows for row in part_rows or ())
+        if not rows or None in rows or held_rows != list(range(length)):
+            shown = held_rows if None not in rows else rows
             raise ValueError(
                 f"fragments has of params' leaf {path!r}, of shape {leaf.shape}, the "
-                f"rows {found if None not in rows else rows}, but every row must be in "
-                f"exactly one fragment; {told}"
+                f"rows {shown}, but every row must be in exactly one fragment; {remedy}"
             )
 
 
@@ -172,6 +178,7 @@ def _stride(rows: tuple[int, ...]) -> int | None:
 def _take_rows(x: jax.Array, rows: tuple[int, ...] | None, axis: int) -> jax.Array:
     if rows is None:
         return x
+
     stride = _stride(rows)
     if stride is None:
         return jnp.take(x, jnp.array(rows), axis=axis)
@@ -194,10 +201,11 @@ def _put_rows(
         return rows_of.set(value, unique_indices=True, indices_are_sorted=True)
     if _stride(rows) == 1:
         return jax.lax.dynamic_update_slice_in_dim(x, value, rows[0], axis)
+
     # One in-place write per row: a strided `.at[].set` lowers to a scatter.
     for i, row in enumerate(rows):
-        one = jax.lax.slice_in_dim(value, i, i + 1, axis=axis)
-        x = jax.lax.dynamic_update_slice_in_dim(x, one, row, axis)
+        row_value = jax.lax.slice_in_dim(value, i, i + 1, axis=axis)
+        x = jax.lax.dynamic_update_slice_in_dim(x, row_value, row, axis)
     return x
 
 
@@ -205,6 +213,7 @@ def _join_rows(shares: list[tuple[LeafSlice, jax.Array]]) -> jax.Array:
     first, value = shares[0]
     if first.rows is None:
         return value
+
     rows = [row for part, _ in shares for row in part.rows or ()]
     stacked = jnp.concatenate([value for _, value in shares], axis=first.axis)
     return jnp.take(stacked, np.argsort(rows), axis=first.axis)

@@ -58,15 +58,19 @@ def at_steps(
 
     def count(spot: Spot) -> Any:
         old = getattr(spot.node, spot.field)
-        period, above = spot.period, spot.above
+        period = spot.period
+
+        above = spot.above
         if period is None or above is None:
             return old
+
         kind = kind_of(spot.node)
         accumulator = ACCUMULATORS.get(kind)
         if accumulator is None:
             return put(steps // above + SCHEDULED[kind].first, old)
         if spot.field == accumulator.updates:
             return put(steps // period, old)
+
         return put(steps % period // above, old)
 
     return _with_counts(count, state, periods)
@@ -110,9 +114,11 @@ def _with_counts(
     def one(node: Any, above: int | None) -> Any:
         if not _has_counts(node):
             return node
+
         kind = kind_of(node)
         accumulator = ACCUMULATORS.get(kind)
-        period = inside = above
+
+        period = above
         if accumulator is None:
             fields = [SCHEDULED[kind].field]
         else:
@@ -121,15 +127,18 @@ def _with_counts(
                 period = None
             elif period is not None:
                 period = max(period, above)
+
             fields = [accumulator.counter]
             if accumulator.updates is not None:
                 fields.append(accumulator.updates)
 
         changes = {}
         for name in node._fields:
+            inside = above
             if accumulator is not None:
                 inside = period if name in accumulator.inside else None
             changes[name] = walk(getattr(node, name), inside)
+
         for name in fields:
             changes[name] = count_of(Spot(node, name, period, above))
         return node._replace(**changes)

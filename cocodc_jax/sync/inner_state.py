@@ -27,7 +27,7 @@ Any other copy needs `on_merge` of the user. Copies are seen in the traced `init
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.extend.core as jex_core
@@ -39,8 +39,26 @@ from cocodc_jax.transforms.layers import named_leaves
 from cocodc_jax.transforms.numerics import widen
 
 PyTree = Any
-# `(opt_state, old_params, new_params) -> opt_state` of one region.
-OnMerge = Callable[[PyTree, PyTree, PyTree], PyTree]
+
+
+class OnMerge(Protocol):
+    """What a merge does to an inner optimizer that is not Optax's."""
+
+    def __call__(
+        self, opt_state: PyTree, old_params: PyTree, new_params: PyTree, /
+    ) -> PyTree:
+        """Return one region's optimizer state after a merge.
+
+        Args:
+          opt_state: of the inner optimizer; copies in states of Optax are moved.
+          old_params: the region's parameters before the merge.
+          new_params: the region's parameters after it.
+
+        Returns:
+          A state of the same structure, shapes and dtypes.
+        """
+        ...
+
 
 # Fields that hold a copy of the parameters, by the type of state, see the module.
 MOVES = {
@@ -147,6 +165,7 @@ def merge_opt_state(
                 what = f"{kind}.{field}"
                 moved = _moved(copy, old_params, new_params, what)
                 node = node._replace(**{field: moved})
+
         if kind in LINE_SEARCHES:
             is_new = _differs(old_params, new_params, jnp.ndim(node.value))
             node = node._replace(value=jnp.where(is_new, jnp.inf, node.value))
@@ -194,6 +213,7 @@ def _moved(copy: PyTree, old: PyTree, new: PyTree, what: str) -> PyTree:
             "structure, so a merge cannot move it; leave out what changes their "
             "structure before it (such as optax.flatten inside of a mask)"
         ) from error
+
     return moved
 
 
@@ -237,6 +257,7 @@ def find_copies(optimizer: optax.GradientTransformation, params: PyTree) -> Copi
     paths = [path for path, _ in named_leaves(state)]
     copies = [i for i, is_copy in enumerate(are_copies) if is_copy]
     unknown = tuple(paths[i] for i in copies if i not in known)
+
     return Copies(state, unknown, bool(copies))
 
 
@@ -248,9 +269,11 @@ def _copies(jaxpr: jex_core.Jaxpr, inputs: list[bool]) -> list[bool]:
         return not isinstance(x, jex_core.Literal) and known.get(x, False)
 
     for eqn in jaxpr.eqns:
-        name, values = eqn.primitive.name, [is_copy(x) for x in eqn.invars]
+        name = eqn.primitive.name
+        values = [is_copy(x) for x in eqn.invars]
         outputs = [name in _KEEPS_VALUES and bool(values) and all(values)]
         if name in ("jit", "pjit"):
             outputs = _copies(eqn.params["jaxpr"].jaxpr, values)
         known.update(zip(eqn.outvars, outputs, strict=False))
+
     return [is_copy(x) for x in jaxpr.outvars]

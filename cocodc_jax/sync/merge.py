@@ -6,14 +6,14 @@ region's fragment; programs map it over regions.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from cocodc_jax.sync.averages import SharedMask
+from cocodc_jax.sync.fragments import Fragment
 from cocodc_jax.transforms.extra_args import with_named_extras
 from cocodc_jax.transforms.numerics import (
     cast_like,
@@ -27,15 +27,47 @@ PyTree = Any
 Metrics = dict[str, jax.Array]
 
 
+class MergeApplyFn(Protocol):
+    """The `apply` of a `Merge`: one region's fragment, pure, mapped over regions."""
+
+    def __call__(
+        self,
+        local: Fragment,
+        staged: Fragment | None,
+        outer: Fragment,
+        /,
+        *,
+        delay_steps: int | jax.Array,
+        **extra: Any,
+    ) -> tuple[Fragment, Metrics]:
+        """Return the fragment that the region continues from.
+
+        Args:
+          local: theta^m, the region's fragment at arrival, a flat dict from path to
+            array in the parameters' dtypes; *regional*.
+          staged: the region's fragment when the sync started, likewise; None unless
+            the rule needs "staged".
+          outer: theta^g, the new outer fragment, at least float32; *replicated* unless
+            each region has outer parameters of its own.
+          delay_steps: tau, inner steps since the sync started; a traced int32 scalar
+            where a compiled program chooses it.
+          **extra: what `Merge.needs` names, see `sync.needs`. A rule names the ones
+            that it uses, and swallows the rest.
+
+        Returns:
+          The merged fragment in the shapes and dtypes of `local`, and float32 scalars
+          for the records.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Merge:
     """A merge rule and its needs.
 
     Attributes:
       name: for records and error messages.
-      apply: `apply(local, staged, outer, *, delay_steps, **extra)` returns the merged
-        fragment and a dict of float32 scalars. All three are fragments of one region
-        (flat dicts of arrays); `staged` is None unless "staged" is needed.
+      apply: merges one region's fragment; see `MergeApplyFn`.
       needs: names of the extra arguments, see `sync.needs`.
       feedback_weight: the fraction of a region's progress during the delay that is fed
         back into its next message, see `remembering`; 0 is none.
@@ -44,7 +76,7 @@ class Merge:
     """
 
     name: str
-    apply: Callable[..., tuple[PyTree, Metrics]]
+    apply: MergeApplyFn
     needs: frozenset[str] = frozenset()
     feedback_weight: float | jax.Array = 0.0
     reports_correction: bool = False
@@ -59,7 +91,9 @@ class Merge:
 def replace() -> Merge:
     """Take the outer fragment: theta^m <- theta^g (DiLoCo, arXiv 2311.08105)."""
 
-    def apply(local, staged, outer, *, delay_steps, **extra):
+    def apply(
+        local: Fragment, staged: Fragment | None, outer: Fragment, **extra: Any
+    ) -> tuple[Fragment, Metrics]:
         return cast_like(outer, local), {}
 
     return Merge("replace", apply)
@@ -68,7 +102,9 @@ def replace() -> Merge:
 def keep() -> Merge:
     """Keep the local fragment: the outer model corrects later inner steps (ADMM)."""
 
-    def apply(local, staged, outer, *, delay_steps, **extra):
+    def apply(
+        local: Fragment, staged: Fragment | None, outer: Fragment, **extra: Any
+    ) -> tuple[Fragment, Metrics]:
         return local, {}
 
     return Merge("keep", apply)
@@ -85,7 +121,9 @@ def mix(alpha: float | jax.Array) -> Merge:
     """
     check_between("mixing_alpha", alpha, 0, 1)
 
-    def apply(local, staged, outer, *, delay_steps, **extra):
+    def apply(
+        local: Fragment, staged: Fragment | None, outer: Fragment, **extra: Any
+    ) -> tuple[Fragment, Metrics]:
         wide = cast_like(local, outer)  # So that a merge rounds once.
         mixed = jax.tree.map(lambda x, o: alpha * x + (1 - alpha) * o, wide, outer)
         return cast_like(mixed, local), {}
@@ -114,19 +152,33 @@ def compensate(
     check_transform("transform", transform, "delay_compensation(NAME)")
     transform = with_named_extras(transform)
 
-    def apply(local, staged, outer, *, delay_steps, **extra):
+    def apply(
+        local: Fragment,
+        staged: Fragment | None,
+        outer: Fragment,
+        *,
+        delay_steps: int | jax.Array,
+        **extra: Any,
+    ) -> tuple[Fragment, Metrics]:
         if isinstance(delay_steps, int) and delay_steps == 0:  # No local progress.
             return cast_like(outer, local), {}
-        wide = (cast_like(x, outer) for x in (staged, local))
-        g = jax.tree.map(lambda s, x: (s - x) / delay_steps, *wide)
-        given = {"stale_params": staged, "delay_steps": delay_steps} | extra
-        compensated, state = transform.update(g, transform.init(outer), outer, **given)
+
+        # The region's progress per step, old minus new as a gradient.
+        g = jax.tree.map(
+            lambda s, x: (s - x) / delay_steps,
+            cast_like(staged, outer),
+            cast_like(local, outer),
+        )
+        extra_args = {"stale_params": staged, "delay_steps": delay_steps} | extra
+        state = transform.init(outer)
+        compensated, state = transform.update(g, state, outer, **extra_args)
         merged = jax.tree.map(lambda o, u: o - delay_steps * u, outer, compensated)
         merged = cast_like(merged, local)
-        found = optax.tree_utils.tree_get_all_with_path(state, "correction_ratio")
-        if len(found) != 1:
+
+        ratios = optax.tree_utils.tree_get_all_with_path(state, "correction_ratio")
+        if len(ratios) != 1:
             return merged, {}
-        return merged, {"correction_ratio": jnp.asarray(found[0][1], jnp.float32)}
+        return merged, {"correction_ratio": jnp.asarray(ratios[0][1], jnp.float32)}
 
     needs = (needs - {"stale_params", "delay_steps"}) | {"staged"}  # Always passed.
     return Merge("compensate", apply, needs, reports_correction=True)
@@ -160,10 +212,18 @@ def remembering(rule: Merge, kept: float | jax.Array) -> Merge:
 def where_drawn(rule: Merge, mask: SharedMask) -> Merge:
     """Merge the entries that `mask` drew by `rule`; leave the others unchanged."""
 
-    def apply(local, staged, outer, *, sync_key, **extra):
+    def apply(
+        local: Fragment,
+        staged: Fragment | None,
+        outer: Fragment,
+        *,
+        sync_key: jax.Array,
+        **extra: Any,
+    ) -> tuple[Fragment, Metrics]:
         merged, metrics = rule.apply(local, staged, outer, **extra)
         drawn = mask.mask(local, sync_key)
         return jax.tree.map(jnp.where, drawn, merged, local), metrics
 
-    name, needs = f"{rule.name} where drawn", rule.needs | {"sync_key"}
+    name = f"{rule.name} where drawn"
+    needs = rule.needs | {"sync_key"}
     return dataclasses.replace(rule, name=name, apply=apply, needs=needs)

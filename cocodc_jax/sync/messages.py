@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,10 @@ MEANS = ("senders", "all")
 @dataclasses.dataclass(frozen=True)
 class Message:
     """How a pseudo-gradient is sent; base class of the messages.
+
+    A message of your own overrides `compressor` if it is encoded, else `encoded` and
+    `num_bytes` if its size is not that of the pseudo-gradient. Methods are pure and of
+    one region, but for `combine`.
 
     Attributes:
       average: the function of pseudo-gradients that is sent and averaged.
@@ -97,29 +101,44 @@ class Message:
         """Return the shapes of one region's message of a fragment like `part`."""
         compressor = self.compressor()
         key = jax.eval_shape(lambda: jax.random.key(0))
-        part = jax.eval_shape(self.average.before, part, key)
+        averaged = jax.eval_shape(self.average.before, part, key)
         if compressor is None:
-            return part
-        state = jax.eval_shape(compressor.init, part)
-        return jax.eval_shape(compressor.encode, part, state, key)[0]
+            return averaged
+
+        memory = jax.eval_shape(compressor.init, averaged)
+        message, _ = jax.eval_shape(compressor.encode, averaged, memory, key)
+        return message
 
     def num_bytes(self, part: PyTree, num_regions: int) -> int:
         """Return the bytes that one of M regions sends for a sync of shapes `part`."""
         return message_bytes(self.encoded(part))
 
     def init(self, part: PyTree) -> PyTree:
-        """Return one region's initial compressor state."""
+        """Return one region's initial memory of its compressor.
+
+        Args:
+          part: one region's fragment, a flat dict from path to array.
+
+        Returns:
+          The memory, `()` of messages that are not compressed.
+        """
         compressor = self.compressor()
         if compressor is None:
             return ()
+
         key = jax.random.key(0) if self.average.draws else None
         return compressor.init(self.average.before(part, key))
 
     def combine(self, messages: PyTree, weights: jax.Array) -> PyTree:
-        """Return the mean of gathered, encoded messages, leaves `[M, ...]`.
+        """Return the mean of gathered, encoded messages.
 
-        The weights `[M]` have sum 1; 0 is a region that did not take part. If the
-        compressor has a memory, messages that are not finite get weight 0 too.
+        Args:
+          messages: of all regions, leaves `[M, ...]`.
+          weights: `[M]` of sum 1; 0 is a region that did not take part. If the
+            compressor has a memory, messages that are not finite get weight 0 too.
+
+        Returns:
+          The decoded mean, in the dtypes that the compressor decodes to.
         """
         compressor = self.compressor()
         assert compressor is not None
@@ -130,7 +149,12 @@ class Message:
         return state
 
     def restored(self, state: PyTree, fresh: PyTree) -> PyTree:
-        """Return the states of regions that restart, of current and initial ones."""
+        """Return the memory of a region that restarts.
+
+        Args:
+          state: its memory until now.
+          fresh: what `init` returns.
+        """
         return fresh
 
 
@@ -164,6 +188,7 @@ class Compressed(Message):
                 f"clip=True has no meaning for compress={self.by.name!r}, whose "
                 "messages are not sparse; pass robust_mean='clip'"
             )
+
         is_untold = self.by.is_sparse and not isinstance(self.by, SparseCompressor)
         if self.mean_over == "senders" and is_untold:
             raise ValueError(
@@ -197,19 +222,35 @@ class Compressed(Message):
         return super().combine(messages, weights)
 
 
+class ResizeFn(Protocol):
+    """The `resize` of a `Ranked` message."""
+
+    def __call__(self, memory: PyTree, tree: PyTree, rank: int, /) -> PyTree:
+        """Return a compressor's memory for messages of another rank.
+
+        Args:
+          memory: of any rank, of one region.
+          tree: what is encoded, or its shapes.
+          rank: of the next message.
+
+        Returns:
+          A memory with the shapes of `of(rank).init(tree)`.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Ranked(Message):
     """Encoded pseudo-gradients whose rank the schedule sets for each message.
 
     Attributes:
       of: `of(rank) -> Compressor`.
-      resize: `resize(state, tree, rank) -> state`: resizes a state of any rank to
-        `of(rank)`'s, for a `tree` of these shapes.
+      resize: changes the rank of a compressor's memory; see `ResizeFn`.
       rank: of this message; of a method's, the one before the schedule has set any.
     """
 
     of: Callable[[int], Compressor]
-    resize: Callable[[PyTree, PyTree, int], PyTree]
+    resize: ResizeFn
     rank: int
 
     why_uncompressed = (
@@ -261,13 +302,13 @@ def weighted_sum_of_decoded(
     if compressor.has_memory:
         messages, weights = without_bad(messages, weights)
 
-    def decoded(i):
-        message = compressor.decode(jax.tree.map(lambda x: x[i], messages))
-        return jax.tree.map(lambda x: weights[i] * widen(x), message)
+    def weighted(i: int | jax.Array) -> PyTree:
+        tree = compressor.decode(jax.tree.map(lambda x: x[i], messages))
+        return jax.tree.map(lambda x: weights[i] * widen(x), tree)
 
-    def add(i, total):
-        return jax.tree.map(jnp.add, total, decoded(i))
+    def add(i: jax.Array, total: PyTree) -> PyTree:
+        return jax.tree.map(jnp.add, total, weighted(i))
 
-    total = jax.lax.fori_loop(1, weights.shape[0], add, decoded(0))
-    one = jax.tree.map(lambda x: x[0], messages)
-    return cast_like(total, jax.eval_shape(compressor.decode, one))
+    total = jax.lax.fori_loop(1, weights.shape[0], add, weighted(0))
+    first_message = jax.tree.map(lambda x: x[0], messages)
+    return cast_like(total, jax.eval_shape(compressor.decode, first_message))

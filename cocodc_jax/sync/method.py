@@ -64,18 +64,21 @@ class Sync:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} must be a part such as {made_by}"
                 )
+
         self.outer.check(self)
         if self.merge.has_feedback and self.schedule.init().in_flight:
             raise ValueError(
                 "merge.remembering(...) with a schedule that is one sync late would "
                 "send the same progress twice; use one of them"
             )
+
         if self.moments:
             self.moments.check(self.schedule)
         if self.robust:
             self.robust.check(self)
             if self.moments:
                 raise ValueError("it averages the inner optimizer's moments too")
+
         if ("effective_rank" in self.schedule.needs) != self.message.is_ranked:
             raise ValueError(
                 f"{type(self.schedule).__name__} and {type(self.message).__name__} do "
@@ -235,18 +238,21 @@ class Method:
         """
         if exclude_above is None and robust_mean is None:
             return self
+
         robust = Robust.of(exclude_above, robust_mean)
-        given = f"exclude_above={exclude_above}, robust_mean={robust_mean!r}"
-        with self._refusing(given, has="have", it="them"):
+        arguments = f"exclude_above={exclude_above}, robust_mean={robust_mean!r}"
+        with self._refusing(arguments, has="have", it="them"):
             if self.num_regions == 1:
                 raise ValueError("a region alone has no others to be compared with")
             if self.sync is None:
                 raise ValueError("it has no outer parameters to restore a region from")
+
             message = self.sync.message
             is_sparse = isinstance(message.compressor(), SparseCompressor)
             if robust.mean == "clip" and isinstance(message, Compressed) and is_sparse:
                 message = dataclasses.replace(message, clip=True)  # By tensors.
                 robust = dataclasses.replace(robust, mean="weighted")
+
             is_summed = message.compressor() is None and message.only_weighted is None
             if robust.mean == "trim" and is_summed:  # Gathered, not all-reduced.
                 message = message.compressed(identity())
@@ -271,6 +277,7 @@ class Method:
             )
         if self.sync is None:
             return self
+
         needs.check_known(self.needs, f"method={self.name!r}")
         return dataclasses.replace(self, sync=self.sync.bind(regions))
 
@@ -280,12 +287,14 @@ class Method:
         return dataclasses.replace(self, sync=dataclasses.replace(self.sync, **parts))
 
     @contextlib.contextmanager
-    def _refusing(self, given: str, has: str = "has", it: str = "it") -> Iterator[None]:
+    def _refusing(
+        self, argument: str, has: str = "has", it: str = "it"
+    ) -> Iterator[None]:
         """Say of a part's refusal which argument it is about."""
         try:
             yield
         except ValueError as why:
             raise ValueError(
-                f"{given} {has} no meaning for method={self.name!r}: {why}; leave {it} "
-                "out"
+                f"{argument} {has} no meaning for method={self.name!r}: {why}; leave "
+                f"{it} out"
             ) from None

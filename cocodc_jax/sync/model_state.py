@@ -78,6 +78,7 @@ class ModelState:
         sync = method.sync
         if not self.average or sync is None:
             return
+
         outer = sync.outer
         is_alone = sync.schedule.is_by_region
         if is_alone or (isinstance(outer, RegionalOuter) and outer.group != "all"):
@@ -99,7 +100,9 @@ def carried(loss_fn: AnyLossFn, model_state: ModelState | None) -> StatefulLossF
     if model_state is not None:
         return functools.partial(_checked, loss_fn)
 
-    def without(params, state, batch, key):
+    def without(
+        params: PyTree, state: PyTree, batch: PyTree, key: jax.Array
+    ) -> tuple[jax.Array, Any]:
         must = "must return (loss, aux), aux a dict of scalars (`{}` is none)"
         loss, aux = _two(loss_fn(params, batch, key), must)
         return loss, (aux, state)
@@ -107,34 +110,43 @@ def carried(loss_fn: AnyLossFn, model_state: ModelState | None) -> StatefulLossF
     return without
 
 
-def _two(found: Any, must: str, what: str = "it returned") -> tuple[Any, Any]:
+def _two(result: Any, must: str, what: str = "it returned") -> tuple[Any, Any]:
     """Return a loss function's result, or a part of it, if it is a pair."""
-    if not (isinstance(found, tuple) and len(found) == 2):
-        raise ValueError(f"loss_fn {must}, but {what} {found!r}")
-    return found
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise ValueError(f"loss_fn {must}, but {what} {result!r}")
+    return result
 
 
-def _checked(loss_fn: AnyLossFn, params, state, batch, key):
+def _checked(
+    loss_fn: AnyLossFn, params: PyTree, state: PyTree, batch: PyTree, key: jax.Array
+) -> tuple[jax.Array, Any]:
     # Rebuilt in this trace: Flax NNX leaves remember theirs.
     state = jax.tree.map(lambda x: x, state)
     must = "must return (loss, (aux, new_model_state))"
     loss, rest = _two(loss_fn(params, state, batch, key), must)
-    second = "the second of what it returned is"
-    _two(rest, f"of a model with a model_state {must}", second)
-    given, made = (
-        {path: f"{x.dtype}{list(x.shape)}" for path, x in named_leaves(tree)}
-        for tree in (state, rest[1])
+    _two(
+        rest,
+        f"of a model with a model_state {must}",
+        what="the second of what it returned is",
     )
-    for path in sorted(given.keys() | made.keys()):
-        if given.get(path) != made.get(path):
+    aux, new_state = rest
+
+    def described(tree: PyTree) -> dict[str, str]:
+        return {path: f"{x.dtype}{list(x.shape)}" for path, x in named_leaves(tree)}
+
+    old_leaves = described(state)
+    new_leaves = described(new_state)
+    for path in sorted(old_leaves.keys() | new_leaves.keys()):
+        if old_leaves.get(path) != new_leaves.get(path):
             raise ValueError(
                 "loss_fn must return (loss, (aux, new_model_state)) with a state like "
-                f"the one it was given: its leaf {path!r} is {made.get(path)}, but was "
-                f"{given.get(path)}"
+                f"the one it was given: its leaf {path!r} is {new_leaves.get(path)}, "
+                f"but was {old_leaves.get(path)}"
             )
+
     # The container may differ, such as a dict for a FrozenDict.
-    new = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(rest[1]))
-    return loss, (rest[0], new)
+    new = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(new_state))
+    return loss, (aux, new)
 
 
 def at_state(
@@ -142,7 +154,7 @@ def at_state(
 ) -> tuple[LossFn, UserInputs]:
     """Bind a loss, and the user's inputs, to one state of the model."""
 
-    def loss(params, batch, key):
+    def loss(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, Any]:
         value, (aux, _) = loss_fn(params, state, batch, key)
         return value, aux
 

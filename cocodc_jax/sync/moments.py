@@ -41,14 +41,15 @@ class Moments:
         """Parse "3,6"; "0,0" and the empty text are None."""
         if not text:
             return None
+
         numbers = str(text).split(",")
         if len(numbers) != 2 or not all(n.strip().isdecimal() for n in numbers):
             raise ValueError(
                 f"sync_moments={text!r} must be two numbers of syncs, of first and "
                 "second moments, such as 3,6"
             )
-        found = cls(*map(int, numbers))
-        return found if found.first or found.second else None
+        moments = cls(*map(int, numbers))
+        return moments if moments.first or moments.second else None
 
     def due(self, sync: int) -> tuple[str, ...]:
         """Return the moments that are sent with the sync of a number, from 1.
@@ -67,9 +68,12 @@ class Moments:
         """Refuse all but syncs of the full model in all regions, without a delay."""
         is_whole = schedule.num_fragments == 1 and schedule.delay_steps == 0
         # They count intervals.
-        slots = getattr(schedule, "slot_steps", 0), getattr(schedule, "phase_steps", 0)
-        is_whole &= slots == (schedule.sync_interval, 0)
-        if not is_whole or schedule.is_by_region or schedule.is_measured:
+        has_one_slot = (
+            getattr(schedule, "slot_steps", 0) == schedule.sync_interval
+            and getattr(schedule, "phase_steps", 0) == 0
+        )
+        waits_for_all = not (schedule.is_by_region or schedule.is_measured)
+        if not (is_whole and has_one_slot and waits_for_all):
             raise ValueError(
                 f"sync_moments={self.first},{self.second} goes with syncs of the whole "
                 "model that all wait for: num_fragments=1 and delay_steps=0"

@@ -24,7 +24,9 @@ from cocodc_jax.transforms.numerics import widen
 LossFn = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 
 # Copies of a fragment that can be kept while it is in flight.
-STAGED, HALFWAY, STALE = "staged", "midway", "stale_params"
+STAGED = "staged"
+HALFWAY = "midway"
+STALE = "stale_params"
 REGIONAL_COPIES = (STAGED, HALFWAY)
 # Norm of a mean, used by schedules.
 NORM = "norm"
@@ -129,35 +131,42 @@ def effective_rank(tree: PyTree) -> jax.Array:
     leaves = named_leaves(tree)
     total = sum(x.size for _, x in leaves)
     # The path distinguishes a stack of layers from a tensor.
-    each = [x.size / total * low_rank.effective_rank({path: x}) for path, x in leaves]
-    return jnp.sum(jnp.stack(each))
+    weighted = [
+        x.size / total * low_rank.effective_rank({path: x}) for path, x in leaves
+    ]
+    return jnp.sum(jnp.stack(weighted))
 
 
-def _gradient_fn(seen: MergeContext) -> Callable:
+def _gradient_fn(context: MergeContext) -> Callable:
     def loss(part: Fragment) -> jax.Array:
-        assert seen.key is not None
-        return seen.loss_fn(seen.whole(part), seen.batch, seen.key)[0]
+        assert context.key is not None
+        return context.loss_fn(context.whole(part), context.batch, context.key)[0]
 
     return jax.grad(loss)
 
 
-def _outputs(seen: MergeContext) -> tuple[Callable, Callable]:
-    assert seen.user_inputs.outputs is not None
-    return seen.user_inputs.outputs
+def _outputs(context: MergeContext) -> tuple[Callable, Callable]:
+    assert context.user_inputs.outputs is not None
+    return context.user_inputs.outputs
 
 
-def _later_gradient(seen: MergeContext) -> Fragment:
+def _later_gradient(context: MergeContext) -> Fragment:
     """Return a region's gradient extrapolated from the two halves, for `secant`."""
-    steps = seen.delay_steps
+    steps = context.delay_steps
     assert isinstance(steps, int)
-    first, rest = steps // 2, steps - steps // 2
+    first = steps // 2
+    rest = steps - steps // 2
 
-    def later(staged, middle, local):
-        whole = (staged - local) / steps
-        return whole + (middle - local) / rest - (staged - middle) / first
+    def later(staged: jax.Array, middle: jax.Array, local: jax.Array) -> jax.Array:
+        full = (staged - local) / steps
+        return full + (middle - local) / rest - (staged - middle) / first
 
-    each = seen.kept[STAGED], seen.kept[HALFWAY], seen.local
-    return jax.tree.map(later, *(jax.tree.map(widen, x) for x in each))
+    return jax.tree.map(
+        later,
+        jax.tree.map(widen, context.kept[STAGED]),
+        jax.tree.map(widen, context.kept[HALFWAY]),
+        jax.tree.map(widen, context.local),
+    )
 
 
 _MOMENT = "second_moment=adam_second_moment(b2) with the optimizer's b2"
@@ -169,22 +178,22 @@ NEEDS: dict[str, Need] = {
     "learning_rate": Need(
         "The inner optimizer's, of the step just done; float32 scalar.",
         given_by=("learning_rate", "learning_rate=, the inner optimizer's"),
-        of_region=lambda seen: seen.learning_rate,
+        of_region=lambda context: context.learning_rate,
     ),
     "second_moment": Need(
         "The inner Adam's second moment of the fragment, bias-corrected.",
         given_by=("second_moment", _MOMENT),
-        of_regions=lambda state, given: cast(Callable, given.second_moment)(state),
-        of_region=lambda seen: seen.regional["second_moment"],
+        of_regions=lambda state, inputs: cast(Callable, inputs.second_moment)(state),
+        of_region=lambda context: context.regional["second_moment"],
     ),
     "key": Need(
         "A PRNG key of the region's own.",
         wants_key=True,
-        of_region=lambda seen: seen.key,
+        of_region=lambda context: context.key,
     ),
     "sync_key": Need(
         "The PRNG key of the sync, the same in every region.",
-        of_region=lambda seen: seen.sync_key,
+        of_region=lambda context: context.sync_key,
     ),
     "gradient_fn": Need(
         "A fragment to its gradient on the last batch.",
@@ -195,20 +204,22 @@ NEEDS: dict[str, Need] = {
         "A fragment to the model's outputs on the last batch.",
         given_by=_OUTPUTS,
         wants_batch=True,
-        of_region=lambda seen: (
-            lambda part: _outputs(seen)[0](seen.whole(part), seen.batch)
+        of_region=lambda context: (
+            lambda part: _outputs(context)[0](context.whole(part), context.batch)
         ),
     ),
     "output_loss_fn": Need(
         "Outputs to their loss on the last batch.",
         given_by=_OUTPUTS,
         wants_batch=True,
-        of_region=lambda seen: lambda outputs: _outputs(seen)[1](outputs, seen.batch),
+        of_region=lambda context: (
+            lambda outputs: _outputs(context)[1](outputs, context.batch)
+        ),
     ),
     "later_params": Need(
         "The region's fragment halfway to the merge.",
         keeps=(STAGED, HALFWAY),
-        of_region=lambda seen: seen.kept[HALFWAY],
+        of_region=lambda context: context.kept[HALFWAY],
     ),
     "later_gradient": Need(
         "The pseudo-gradient per step, extrapolated by the change from the first half "
@@ -269,36 +280,53 @@ def copies(needs: Iterable[str]) -> frozenset[str]:
     return frozenset(copy for name in needs for copy in NEEDS[name].keeps)
 
 
-def _wants(*fields: str) -> Callable[[Iterable[str]], bool]:
-    """Make a function of needs: whether any has one of these fields of `Need`."""
-    return lambda needs: any(
-        getattr(NEEDS[n], field) for n in needs for field in fields
-    )
+def wants_batch(needs: Iterable[str]) -> bool:
+    """Return whether any of `needs` uses the last batch."""
+    return any(NEEDS[name].wants_batch for name in needs)
 
 
-wants_batch = _wants("wants_batch")
-wants_state = _wants("of_regions")
-wants_key = _wants("wants_batch", "wants_key")
-wants_mean = _wants("of_mean")
+def wants_state(needs: Iterable[str]) -> bool:
+    """Return whether any of `needs` is computed from the inner optimizers' states."""
+    return any(NEEDS[name].of_regions is not None for name in needs)
+
+
+def wants_key(needs: Iterable[str]) -> bool:
+    """Return whether any of `needs` uses a PRNG key, for itself or with a batch."""
+    return any(NEEDS[name].wants_batch or NEEDS[name].wants_key for name in needs)
+
+
+def wants_mean(needs: Iterable[str]) -> bool:
+    """Return whether any of `needs` is computed from an applied mean."""
+    return any(NEEDS[name].of_mean is not None for name in needs)
 
 
 def regional(
     needs: Iterable[str], opt_state: PyTree, user_inputs: UserInputs
 ) -> dict[str, PyTree]:
     """Return the trees computed from all regions, like the parameters, by need."""
-    return _made(needs, "of_regions", opt_state, user_inputs)
+    trees = {}
+    for name in sorted(needs):
+        make = NEEDS[name].of_regions
+        if make is not None:
+            trees[name] = make(opt_state, user_inputs)
+    return trees
 
 
-def arguments(needs: Iterable[str], seen: MergeContext) -> dict[str, Any]:
+def arguments(needs: Iterable[str], context: MergeContext) -> dict[str, Any]:
     """Return the extra arguments of one region's merge, by need."""
-    return _made(needs, "of_region", seen)
+    values = {}
+    for name in sorted(needs):
+        make = NEEDS[name].of_region
+        if make is not None:
+            values[name] = make(context)
+    return values
 
 
 def of_mean(needs: Iterable[str], mean: Fragment) -> dict[str, jax.Array]:
     """Return observations of a mean pseudo-gradient, by need."""
-    return _made(needs, "of_mean", mean)
-
-
-def _made(needs: Iterable[str], maker: str, *args: Any) -> dict[str, Any]:
-    makers = {name: getattr(NEEDS[name], maker) for name in sorted(needs)}
-    return {name: make(*args) for name, make in makers.items() if make}
+    observations = {}
+    for name in sorted(needs):
+        make = NEEDS[name].of_mean
+        if make is not None:
+            observations[name] = make(mean)
+    return observations

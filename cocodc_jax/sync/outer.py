@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +37,22 @@ GROUPS = ("all", "pairs", "ring")
 PLACEMENTS = ("host", "divided")
 
 
+class StartFn(Protocol):
+    """The `start` of a `SharedOuter`."""
+
+    def __call__(self, params: PyTree, opt_state: PyTree, /) -> PyTree:
+        """Return the point that regions receive and measure pseudo-gradients from.
+
+        Args:
+          params: the outer fragment, a flat dict from path to array; *replicated*.
+          opt_state: state of its outer optimizer, after the last outer step.
+
+        Returns:
+          A fragment of the same shapes and dtypes.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class SharedOuter:
     """An outer optimizer of parameters that all regions share.
@@ -48,14 +63,14 @@ class SharedOuter:
       placement: "host" keeps its state in host memory, "divided" shards it over the
         devices of each region, as ZeRO does; see `engine/placement.py`.
       needs: the extra arguments of its `update`, see `sync.needs`.
-      start: `start(params, opt_state) -> params`, the point that regions receive,
-        continue from, and measure pseudo-gradients from; None is `params`.
+      start: the point that regions receive, continue from, and measure
+        pseudo-gradients from, see `StartFn`; None is the outer fragment itself.
     """
 
     optimizer: optax.GradientTransformation
     placement: str = "host"
     needs: frozenset[str] = frozenset()
-    start: Callable[[PyTree, PyTree], PyTree] | None = None
+    start: StartFn | None = None
 
     def __post_init__(self):
         made_by = "optax.sgd(0.7, 0.9, nesterov=True)"
@@ -83,41 +98,133 @@ class SharedOuter:
             )
 
 
+class OuterInitFn(Protocol):
+    """The `init` of a `RegionalOuter`."""
+
+    def __call__(self, params: PyTree, compressor: Compressor, /) -> PyTree:
+        """Return the state of one region's outer fragment.
+
+        Args:
+          params: the fragment, a flat dict from path to array, at least float32.
+          compressor: of the messages; its memory is part of the state.
+        """
+        ...
+
+
+class OuterSendFn(Protocol):
+    """The `send` of a `RegionalOuter`."""
+
+    def __call__(
+        self,
+        params: PyTree,
+        state: PyTree,
+        local: PyTree,
+        compressor: Compressor,
+        key: jax.Array,
+        /,
+    ) -> tuple[PyTree, PyTree]:
+        """Make one region's message of a fragment.
+
+        Args:
+          params: the region's outer fragment; *regional*.
+          state: from `init` or the last call.
+          local: the region's local fragment. Pseudo-gradients are old minus new,
+            `params - local`.
+          compressor: encodes the message.
+          key: PRNG key of the region and the sync.
+
+        Returns:
+          The message, a result of `compressor.encode`, and the new state. Where the
+          message is not finite, nothing of it may stay in the state.
+        """
+        ...
+
+
+class OuterReceiveFn(Protocol):
+    """The `receive` of a `RegionalOuter`."""
+
+    def __call__(
+        self, params: PyTree, state: PyTree, arrived: PyTree, num_regions: int, /
+    ) -> tuple[PyTree, PyTree]:
+        """Take the outer step of one region.
+
+        Args:
+          params: the region's outer fragment; *regional*.
+          state: after its last `send`.
+          arrived: mean of the decoded messages of the region's group that are finite.
+            Its norm is recorded, or that of its `pseudo_gradient` if it is a named
+            tuple with one.
+          num_regions: M, of all groups.
+
+        Returns:
+          The new outer fragment, which the merge receives, and the new state.
+        """
+        ...
+
+
+class OuterCorrectFn(Protocol):
+    """The `correct` of a `RegionalOuter`, called at every inner step."""
+
+    def __call__(
+        self,
+        gradient: PyTree,
+        local: PyTree,
+        params: PyTree,
+        state: PyTree,
+        num_regions: int,
+        /,
+    ) -> PyTree:
+        """Return the gradient that the region's inner optimizer receives.
+
+        Args:
+          gradient: of the region's loss, one fragment.
+          local: the region's local fragment.
+          params: its outer fragment as of the last sync.
+          state: of its outer optimizer as of the last sync.
+          num_regions: M.
+        """
+        ...
+
+
+class OuterLandFn(Protocol):
+    """The `land` of a `RegionalOuter`."""
+
+    def __call__(self, state: PyTree, /) -> PyTree:
+        """Return the state for applying the last mean in flight.
+
+        It is called where no message is sent in between, as at the end of a run.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class RegionalOuter:
-    """An outer optimizer of regional parameters.
+    """An outer optimizer of regional parameters; its functions are of one region.
 
     Attributes:
       name: for records and error messages.
-      init: `init(params, compressor) -> state` of one region's fragment.
-      send: `send(params, state, local, compressor, key) -> (message, state)`: `params`
-        is the region's outer fragment, `local` its local one; pseudo-gradients are old
-        minus new, `params - local`. The message is the result of `compressor.encode`.
-        Where it is not finite, nothing of it may stay in the state.
-      receive: `receive(params, state, arrived, num_regions) -> (params, state)`;
-        `arrived` is the mean of the decoded messages of the region's group that are
-        finite. Its norm is recorded, or that of its `pseudo_gradient` if it is a named
-        tuple with one.
+      init: returns the state of a fragment; see `OuterInitFn`.
+      send: makes a message; see `OuterSendFn`.
+      receive: takes an outer step; see `OuterReceiveFn`.
       group: regions whose messages are averaged: "all", "pairs" (itself and a partner,
         drawn anew for every sync) or "ring" (the previous and the next region, without
         its own).
       seed: of the draw of pairs, equal in every region.
-      correct: `correct(gradient, local, params, state, num_regions) -> gradient`, at
-        every inner step; `params` and `state` are of the last sync. None is no change.
-      land: `land(state) -> state`, before the last mean on its way is applied and no
-        other is sent. None is the identity.
+      correct: changes the gradient of every inner step; None is no change.
+      land: changes the state before the last mean in flight is applied and no other
+        is sent; None is no change.
       has_feedback: whether what compressors lose is sent later without error feedback.
       why_uncompressed: why its messages cannot be compressed; None if they can.
     """
 
     name: str
-    init: Callable[[PyTree, Compressor], PyTree]
-    send: Callable[..., tuple[PyTree, PyTree]]
-    receive: Callable[..., tuple[PyTree, PyTree]]
+    init: OuterInitFn
+    send: OuterSendFn
+    receive: OuterReceiveFn
     group: str = "all"
     seed: int = 0
-    correct: Callable[..., PyTree] | None = None
-    land: Callable[[PyTree], PyTree] | None = None
+    correct: OuterCorrectFn | None = None
+    land: OuterLandFn | None = None
     has_feedback: bool = False
     why_uncompressed: str | None = None
 
@@ -158,11 +265,13 @@ class RegionalOuter:
     def num_bytes(self, part: PyTree, compressor: Compressor) -> int:
         """Return the bytes of one region's message of a fragment of shapes `part`."""
 
-        def message(part):
+        def make_message(part: PyTree) -> PyTree:
             state = self.init(part, compressor)
-            return self.send(part, state, part, compressor, jax.random.key(0))[0]
+            key = jax.random.key(0)
+            message, _ = self.send(part, state, part, compressor, key)
+            return message
 
-        return message_bytes(jax.eval_shape(message, part))
+        return message_bytes(jax.eval_shape(make_message, part))
 
     def placed(self, placement: str) -> RegionalOuter:
         """Refuse any placement but "host", the default."""
@@ -175,6 +284,7 @@ class RegionalOuter:
         compressor = sync.message.compressor()
         if compressor is not None and self.why_uncompressed:
             raise ValueError(self.why_uncompressed)
+
         if compressor is not None and self.has_feedback:
             check_no_feedback(compressor)
         if sync.has_weights or sync.merge.has_feedback:
@@ -187,6 +297,7 @@ class RegionalOuter:
                 f"{type(sync.message).__name__} sums pseudo-gradients on their way, "
                 "for one outer model, but it has outer parameters in every region"
             )
+
         mean_over = getattr(sync.message, "mean_over", "all")
         if mean_over != "all" or getattr(sync.message, "clip", False):
             raise ValueError("it takes plain means: use sparse_mean='all', clip=False")

@@ -9,15 +9,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from cocodc_jax.transforms.numerics import check_at_least
 
-# `weigh(steps, tokens) -> weights`, each float64 [R]: each region's steps and tokens
-# since the last sync, and its weight in the mean, up to a common factor.
-Weigh = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+class Weigh(Protocol):
+    """How much each region counts in a mean, by the work that it did."""
+
+    def __call__(self, steps: np.ndarray, tokens: np.ndarray, /) -> np.ndarray:
+        """Return the weights of the regions, up to a common factor.
+
+        Args:
+          steps: each region's inner steps since the last sync, float64 `[R]`.
+          tokens: each region's tokens since then, float64 `[R]`.
+
+        Returns:
+          float64 `[R]`, at least 0. If all are 0, the weights are equal.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +51,7 @@ class Regions:
                 f"step_times={self.step_times} and batch_sizes={self.batch_sizes} must "
                 "have one entry for each region"
             )
+
         are_times = all(1 <= time < math.inf for time in self.step_times)
         if not are_times or min(self.step_times) != 1:
             raise ValueError(

@@ -51,7 +51,9 @@ from cocodc_jax.transforms.numerics import (
 
 PyTree = Any
 
-COUNTED, NOT_FINITE, OUTLIER = 0, 1, 2
+COUNTED = 0
+NOT_FINITE = 1
+OUTLIER = 2
 REASONS = {NOT_FINITE: "not finite", OUTLIER: "outlier"}
 # Added to a verdict on a region that was restored for another sync since.
 RESTORED = 4
@@ -89,16 +91,19 @@ class Robust:
             return cls(above)
         if robust_mean == "clip":
             return cls(above, "clip")
+
         name, _, share = str(robust_mean).partition(":")
         try:
             if name != "trim":
                 raise ValueError
+
             trimmed = cls(mean="trim", trim=float(share))
         except ValueError:
             raise ValueError(
                 f"robust_mean={robust_mean!r} must be 'clip', or 'trim:b' with b, the "
                 "share dropped at either end, at least 0 and below 0.5"
             ) from None
+
         return dataclasses.replace(trimmed, exclude_above=above)
 
     def check(self, sync: Any) -> None:
@@ -109,11 +114,13 @@ class Robust:
             raise ValueError("its regions come one by one")
         if is_plain:
             return
+
         why = sync.message.only_weighted
         if why is None and not sync.message.average.is_linear:
             why = "what it takes the mean of are lengths and directions"
         if why is None and self.mean == "trim" and sync.weigh is not None:
             why = "its regions are weighed, and a trimmed mean has no weights"
+
         if why is not None:
             raise ValueError(why)
 
@@ -121,15 +128,17 @@ class Robust:
         self, lengths: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return which regions are left out, and the weights of the others."""
-        there = weights > 0
+        is_present = weights > 0
         finite = jnp.isfinite(lengths)
-        median = masked_median(lengths, there & finite)
-        far = (lengths > self.exclude_above * median) & (median > 0)
-        verdict = jnp.where(finite, jnp.where(far, OUTLIER, COUNTED), NOT_FINITE)
-        verdict = jnp.where(there, verdict, COUNTED).astype(jnp.int32)
+        median = masked_median(lengths, is_present & finite)
+        is_far = (lengths > self.exclude_above * median) & (median > 0)
+        verdict = jnp.where(finite, jnp.where(is_far, OUTLIER, COUNTED), NOT_FINITE)
+        verdict = jnp.where(is_present, verdict, COUNTED).astype(jnp.int32)
+
         kept = jnp.where(verdict == COUNTED, weights, 0)
         total = kept.sum()
         kept = kept / jnp.where(total > 0, total, 1)
+
         weights = jnp.where((verdict == COUNTED).all(), weights, kept)
         if self.mean == "clip":
             scale = down_to_median(lengths, weights > 0)
@@ -140,6 +149,7 @@ class Robust:
         """Return the mean of gathered messages; see `Message.combine`."""
         if self.mean != "trim":
             return message.combine(messages, weights)
+
         compressor = message.compressor()
         assert compressor is not None
         decoded = jax.vmap(compressor.decode)(messages)
@@ -163,7 +173,8 @@ def without(messages: PyTree, weights: jax.Array) -> PyTree:
 
 def trimmed_mean(values: jax.Array, counted: jax.Array, trim: float) -> jax.Array:
     """Return the mean over `[M, ...]` without the largest and smallest, per entry."""
-    num, shape = counted.sum(), (-1, *(1,) * (values.ndim - 1))
+    num = counted.sum()
+    shape = (-1, *(1,) * (values.ndim - 1))
     cut = jnp.floor(trim * num + 1e-6).astype(num.dtype)
     known = jnp.where(counted.reshape(shape), widen(values), jnp.inf)
     place = jnp.arange(len(values))

@@ -85,11 +85,14 @@ class ByRings(Message):
         >>> ByRings(6).strides(5)
         (1, 4, 2, 3, 1, 4)
         """
-        half = range(1, num_shards // 2 + 1)
-        known = [s for s in half if math.gcd(s, num_shards) == 1]
-        both = [t for s in known for t in dict.fromkeys((s, num_shards - s))]
-        both = both or [0]  # A single shard.
-        return tuple(both[j % len(both)] for j in range(self.num))
+        strides = []
+        for stride in range(1, num_shards // 2 + 1):
+            if math.gcd(stride, num_shards) == 1:
+                # Both directions, which are one stride where they are equal.
+                strides += dict.fromkeys((stride, num_shards - stride))
+
+        strides = strides or [0]  # A single shard.
+        return tuple(strides[j % len(strides)] for j in range(self.num))
 
     def chunk_size(self, size: int, num_shards: int) -> int:
         """Return the padded size of one ring's messages."""
@@ -196,13 +199,13 @@ class SummedFactors(Message):
     def encoded(self, part: PyTree) -> PyTree:
         """Return the shapes of what one region adds to the two sums."""
 
-        def both(part):
+        def factors(part: PyTree) -> tuple[PyTree, PyTree]:
             state = self.init(part)
             meant = power_sgd.meant(part, state)
             left = power_sgd.first(meant, state.right)
             return left, power_sgd.second(meant, left, state.right)
 
-        return jax.eval_shape(both, part)
+        return jax.eval_shape(factors, part)
 
 
 def ring_sum(tree: PyTree, rings: ByRings, axis_name: Any) -> PyTree:

@@ -35,6 +35,8 @@ else:
     ocp = later("orbax.checkpoint", "train")
 
 _ITEMS = ("arrays", "rest")
+# What every version has written into "rest".
+_REST_KEYS = ("bytes_sent", "extra", "method", "schedule", "shapes")
 # Holds the identity of the run whose checkpoints are beside it, random digits.
 RUN_FILE = "run_id"
 
@@ -76,6 +78,7 @@ class Checkpoints:
     ):
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1 checkpoint")
+
         self._in_bucket = is_in_bucket(directory)
         path: Any = directory if self._in_bucket else pathlib.Path(directory).absolute()
         path.mkdir(parents=True, exist_ok=True)
@@ -83,7 +86,8 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, async_options=finishing, cleanup_tmp_directories=cleans
         )
-        self._directory, self._restored_run = path, ""
+        self._directory = path
+        self._restored_run = ""
         self._manager = _Manager(path, item_names=_ITEMS, options=options)
 
     def __enter__(self) -> Self:
@@ -121,9 +125,11 @@ class Checkpoints:
                 f"{self._directory} holds a checkpoint of step {self.latest_step}, so "
                 f"step {state.step} cannot be saved; restore it, or use another folder"
             )
+
         state = program.synchronize(state)
         with self._explained():
-            run = self._own_run()
+            run = self._run_id()
+
         rest = {
             "step": state.step,
             "run": run,
@@ -133,15 +139,17 @@ class Checkpoints:
             "shapes": _shapes(state),
             "extra": extra,
         }
+
         items = ocp.args.Composite(
             arrays=ocp.args.StandardSave(_without_empty(_arrays(state))),
             rest=ocp.args.JsonSave(rest),
         )
         with self._explained():
             self._manager.save(state.step, args=items)
+
         return state
 
-    def _own_run(self) -> str:
+    def _run_id(self) -> str:
         """Return the run's identity, which process 0 writes down at the first save."""
         if jax.process_index():
             return ""  # Process 0 saves it.
@@ -159,17 +167,20 @@ class Checkpoints:
 
         Checkpoints of 0.38.0 and before say neither.
         """
-        of_step, run = rest.get("step", step), rest.get("run", "")
+        of_step = rest.get("step", step)
+        run = rest.get("run", "")
         if of_step != step:
             raise _DamagedError(
                 f"it holds step {of_step}: the folder was renamed, copied or linked"
             )
+
         file = self._directory / RUN_FILE
-        here = file.read_text().strip() if file.exists() else ""
-        if run and here and run != here:
+        expected_run = file.read_text().strip() if file.exists() else ""
+        if run and expected_run and run != expected_run:
             raise _DamagedError(
-                f"it is of another run ({run}, and {RUN_FILE} says {here})"
+                f"it is of another run ({run}, and {RUN_FILE} says {expected_run})"
             )
+
         self._restored_run = run
 
     def forget_after(self, step: int) -> None:
@@ -206,17 +217,20 @@ class Checkpoints:
                 f"step={step} has no checkpoint in {self._directory}; there are "
                 f"those of steps {', '.join(map(str, steps))}"
             )
+
         damaged: dict[int, str] = {}
-        for each in reversed(steps if step is None else [step]):
+        for candidate in reversed(steps if step is None else [step]):
             try:
-                found = self._restore(each, program)
+                restored = self._restore(candidate, program)
             except _DamagedError as error:
-                damaged[each] = str(error)
+                damaged[candidate] = str(error)
                 continue
+
             if damaged:
-                checksums.set_aside(self._directory, damaged, each)
+                checksums.set_aside(self._directory, damaged, candidate)
                 self._manager.reload()
-            return found
+            return restored
+
         if step is not None:
             where = f"the checkpoint of step {step} in {self._directory}"
             raise CheckpointError(f"{where} is damaged: {damaged[step]}")
@@ -226,6 +240,7 @@ class Checkpoints:
                 f"{checksums.listed(damaged)}; bring one back from a copy, or delete "
                 "them to begin anew"
             )
+
         return None
 
     def _restore(self, step: int, program: RegionProgram) -> tuple[TrainState, dict]:
@@ -233,26 +248,35 @@ class Checkpoints:
         why = checksums.damage_agreed(self._directory / str(step), _ITEMS)
         if why is not None:
             raise _DamagedError(why)
+
         only_rest = ocp.args.Composite(rest=ocp.args.JsonRestore())
-        with self._judged(step):
+        with self._reads_as_damage(step):
             rest: dict = self._manager.restore(step, args=only_rest)["rest"]
-            bytes_sent, extra = rest["bytes_sent"], rest["extra"]
-            _ = rest["method"], rest["schedule"], rest["shapes"]
+            for key in _REST_KEYS:
+                _ = rest[key]  # A KeyError is damage.
+
         self._check_identity(step, rest)
         where = f"the checkpoint of step {step} in {self._directory}"
         abstract = _abstract(program, rest, where)
         shapes = _arrays(abstract)
+
         wanted = ocp.args.StandardRestore(_without_empty(shapes))
         only_arrays = ocp.args.Composite(arrays=wanted)
-        with self._judged(step):
+        with self._reads_as_damage(step):
             saved = self._manager.restore(step, args=only_arrays)["arrays"]
         arrays = _with_empty(saved, shapes)
-        sync = abstract.sync and abstract.sync.with_arrays(arrays["sync"])
-        frozen = arrays.get("frozen", ())
-        return TrainState(arrays["region"], sync, step, bytes_sent, frozen), extra
+
+        state = TrainState(
+            region=arrays["region"],
+            sync=abstract.sync and abstract.sync.with_arrays(arrays["sync"]),
+            step=step,
+            bytes_sent=rest["bytes_sent"],
+            frozen=arrays.get("frozen", ()),
+        )
+        return state, rest["extra"]
 
     @contextlib.contextmanager
-    def _judged(self, step: int) -> Iterator[None]:
+    def _reads_as_damage(self, step: int) -> Iterator[None]:
         """Treat Orbax's errors as corruption if there are no checksums.
 
         With several processes only one of them may see it, and of a bucket it may pass;
@@ -298,30 +322,40 @@ def first_line(error: BaseException) -> str:
 
 def _abstract(program: RegionProgram, rest: dict, where: str) -> TrainState:
     """Return the shapes of the program's state when the checkpoint was saved."""
-    shapes, saved = rest["shapes"], rest["schedule"]
-    schedule, state, wrong = program.method.schedule, None, ""
+    shapes = rest["shapes"]
+    saved = rest["schedule"]
+    schedule = program.method.schedule
+    state = None
+
+    difference = ""
     if schedule and saved:
         try:
             state = schedule.restore(saved)
         except (KeyError, TypeError):  # Another method's.
-            wrong = "what the schedule remembers is of another kind"
-    there, here = f"method={rest['method']!r}", f"method={program.method.name!r}"
+            difference = "what the schedule remembers is of another kind"
+
+    saved_by = f"method={rest['method']!r}"
+    restored_by = f"method={program.method.name!r}"
     # First with nothing in flight: another method may have other fragments.
-    landed = schedule and schedule.landed(state or schedule.init())
+    landed_schedule = schedule and schedule.landed(state or schedule.init())
+
     lasting = {k: v for k, v in shapes.items() if not k.startswith("in_flight/")}
-    if other := _differences(lasting, _shapes(program.abstract(landed))):
+    other_model = _differences(lasting, _shapes(program.abstract(landed_schedule)))
+    if other_model:
         raise ValueError(
             f"{where} is of another model, method or number of regions (saved by "
-            f"{there}, restored into {here}): {other}"
+            f"{saved_by}, restored into {restored_by}): {other_model}"
         )
-    found = program.abstract(state)
-    if wrong := wrong or _differences(shapes, _shapes(found)):
+
+    abstract = program.abstract(state)
+    difference = difference or _differences(shapes, _shapes(abstract))
+    if difference:
         raise ValueError(
-            f"{where} was saved by {there} in the middle of what {here}, as this "
-            f"program has it, cannot go on with: {wrong}; restore it into {there} with "
-            "the arguments that it was saved with"
+            f"{where} was saved by {saved_by} in the middle of what {restored_by}, as "
+            f"this program has it, cannot go on with: {difference}; restore it into "
+            f"{saved_by} with the arguments that it was saved with"
         )
-    return found
+    return abstract
 
 
 def _shapes(state: TrainState) -> dict[str, str]:
@@ -332,15 +366,18 @@ def _shapes(state: TrainState) -> dict[str, str]:
     return {path: f"{x.dtype}{list(x.shape)}" for path, x in leaves}
 
 
-def _differences(saved: dict[str, str], here: dict[str, str]) -> str:
+def _differences(saved: dict[str, str], current: dict[str, str]) -> str:
     """Describe the first difference and count the others; empty if there is none."""
-    paths = sorted(saved.keys() | here.keys())
-    wrong = [path for path in paths if saved.get(path) != here.get(path)]
+    paths = sorted(saved.keys() | current.keys())
+    wrong = [path for path in paths if saved.get(path) != current.get(path)]
     if not wrong:
         return ""
-    there, now = (each.get(wrong[0], "missing") for each in (saved, here))
+
+    path = wrong[0]
+    saved_shape = saved.get(path, "missing")
+    current_shape = current.get(path, "missing")
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    return f"{wrong[0]} is {there} there and {now} here{more}"
+    return f"{path} is {saved_shape} there and {current_shape} here{more}"
 
 
 def _arrays(state: TrainState) -> dict[str, PyTree]:
@@ -357,9 +394,9 @@ def _without_empty(arrays: PyTree) -> PyTree:
 def _with_empty(saved: PyTree, shapes: PyTree) -> PyTree:
     """Return what `_without_empty` left, with the arrays that it took out."""
 
-    def one(shape: jax.ShapeDtypeStruct, found: Any) -> Any:
+    def one(shape: jax.ShapeDtypeStruct, value: Any) -> Any:
         if shape.size:
-            return found
+            return value
         return transfer.put(np.zeros(shape.shape, shape.dtype), shape.sharding)
 
     return jax.tree.map(one, shapes, saved)

@@ -26,12 +26,12 @@ _DIGEST_BYTES = 16
 
 def write(folder: pathlib.Path) -> None:
     """Write sizes and BLAKE2b digests of all files below a folder into it."""
-    found = {}
+    digests = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
         if name not in (FILE, _LATER):
-            found[name] = [path.stat().st_size, _digest(path)]
-    (folder / FILE).write_text(json.dumps({"blake2b": found}, indent=1) + "\n")
+            digests[name] = [path.stat().st_size, _digest(path)]
+    (folder / FILE).write_text(json.dumps({"blake2b": digests}, indent=1) + "\n")
 
 
 def damage(folder: pathlib.Path, parts: tuple[str, ...]) -> str | None:
@@ -39,13 +39,18 @@ def damage(folder: pathlib.Path, parts: tuple[str, ...]) -> str | None:
     for part in parts:
         if not (folder / part).is_dir():
             return f"{part} is missing"
+
     if not (folder / FILE).exists():
         return None
+
     try:
         noted: Any = json.loads((folder / FILE).read_text())["blake2b"]
-        rows = [(name, int(size), str(told)) for name, (size, told) in noted.items()]
+        rows = [
+            (name, int(size), str(digest)) for name, (size, digest) in noted.items()
+        ]
     except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
         return f"{FILE} cannot be read: {error!r}"
+
     for name, size, digest in rows:
         path = folder / name
         try:
@@ -57,6 +62,7 @@ def damage(folder: pathlib.Path, parts: tuple[str, ...]) -> str | None:
                 return f"{name} is not what was written: its checksum differs"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
+
     return None
 
 
@@ -84,12 +90,15 @@ def set_aside(
                 shutil.rmtree(new, ignore_errors=True)
             elif new.exists():  # In a bucket.
                 new.rmtree(missing_ok=True)
+
             (directory / str(step)).rename(new)
+
         print(
             f"warning: damaged in {directory}: {listed(damaged)}; moved to "
             f"{', '.join(names.values())}, and step {restored} is restored instead",
             file=sys.stderr,
         )
+
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("damaged checkpoints are set aside")
 

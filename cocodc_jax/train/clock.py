@@ -46,18 +46,23 @@ class FlightRecorder:
 
     def __init__(self, earlier_s: float = 0.0):
         self._zero = time.perf_counter() - earlier_s
-        self._steps: queue.SimpleQueue = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._marked = threading.Condition()
+        self.flights: list[Flight] = []
+        self.marks: list[tuple[int, float]] = []  # Steps, and when they ended.
+        self.recent_step_s = 0.0
+        self.sync_s = 0.0
+        self.stall_s = 0.0
+
+        self._went_on_s = 0.0  # When the devices went on after the last merge.
+        self._step_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
+        self._own_step_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
+
         self._open: dict[SyncId, Flight] = {}
         self._leaving: dict[SyncId, jax.Array] = {}
         self._of_elastic: set[SyncId] = set()  # Means of other regions.
-        self.recent_step_s = self.sync_s = self.stall_s = 0.0
-        self._went_on_s = 0.0
-        self._step_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
-        self._own_step_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
-        self.flights: list[Flight] = []
-        self.marks: list[tuple[int, float]] = []
+
+        self._steps: queue.SimpleQueue = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._marked = threading.Condition()
         self._error: Exception | None = None
         self._walker = threading.Thread(target=self._walk, daemon=True)
         self._walker.start()
@@ -65,13 +70,16 @@ class FlightRecorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, *exception) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
         """Wait for all watched arrays; an exception in the body takes precedence."""
         self._steps.put(None)
         self._walker.join()
-        for thread in self._threads if kind is None else ():
+        if kind is not None:
+            return
+
+        for thread in self._threads:
             thread.join()
-        if kind is None and self._error is not None:
+        if self._error is not None:
             why = f"the timeline could not be measured: {self._error}"
             raise RuntimeError(why) from self._error
 
@@ -108,18 +116,24 @@ class FlightRecorder:
         before = state.step - len(output.bytes_sent)
         for sync in output.syncs:
             if sync.start_step > before:  # Started and applied in one call.
-                self.started(*sync[:2], output.losses, sync.norm)
+                self.started(
+                    sync.fragment_id, sync.start_step, output.losses, sync.norm
+                )
+
         in_flight = state.sync.in_flight if state.sync else {}
         for (fragment_id, start_step), flight in in_flight.items():
             if start_step > before:
                 self.started(fragment_id, start_step, output.losses, flight.mean)
+
         # Syncs that waited for these inner steps left with them.
-        means = {sync[:2]: sync.norm for sync in output.syncs}
+        means = {(s.fragment_id, s.start_step): s.norm for s in output.syncs}
         means |= {sync_id: flight.mean for sync_id, flight in in_flight.items()}
-        for sync_id, losses in self._leaving.items():
-            self.started(*sync_id, losses, means[sync_id])
+        for (fragment_id, start_step), losses in self._leaving.items():
+            mean = means[fragment_id, start_step]
+            self.started(fragment_id, start_step, losses, mean)
+
         leaving = state.sync.leaving if state.sync else ()
-        self._leaving = {each.sync_id: output.losses for each in leaving}
+        self._leaving = {start.sync_id: output.losses for start in leaving}
         self.stepped(state.step, output.losses, output.syncs)
 
     def started(self, fragment: int, step: int, inner: jax.Array, mean: PyTree) -> None:
@@ -130,10 +144,13 @@ class FlightRecorder:
         last = jax.tree.leaves(mean)[-1]
         if isinstance(last, PendingMean):
             self._of_elastic.add((fragment, step))
-        watched = flight, inner, last
-        thread = threading.Thread(target=self._arrive, args=watched, daemon=True)
+
+        thread = threading.Thread(
+            target=self._arrive, args=(flight, inner, last), daemon=True
+        )
         thread.start()
-        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+        running = [other for other in self._threads if other.is_alive()]
+        self._threads = [*running, thread]
 
     def stepped(
         self, step: int, inner: jax.Array, merges: Sequence[AppliedSync] = ()
@@ -183,21 +200,26 @@ class FlightRecorder:
         inner.block_until_ready()
         if not self._is_marked(step):
             self._mark(step, handed_s)
+
         for sync in merges:
-            begin = self._now()
+            began_s = self._now()
             sync.norm.block_until_ready()
-            stall = self._now() - begin
-            sync_id = sync.fragment_id, sync.start_step
+            stall_s = self._now() - began_s
+
+            sync_id = (sync.fragment_id, sync.start_step)
             flight = self._open.pop(sync_id, None)
             if flight is not None and flight.arrival_s and sync_id in self._of_elastic:
                 # The host waited for it before dispatching the merge.
                 self._of_elastic.discard(sync_id)
-                stall += max(min(flight.arrival_s, begin) - self._went_on_s, 0.0)
-            self.stall_s += stall
+                stall_s += max(min(flight.arrival_s, began_s) - self._went_on_s, 0.0)
+
+            self.stall_s += stall_s
             self._went_on_s = self._now()
             if flight is not None:  # Else it started in an earlier process.
-                flight.apply_step, flight.stall_s = sync.apply_step, stall
-                flight.num_bytes, flight.merge_s = sync.num_bytes, self._went_on_s
+                flight.apply_step = sync.apply_step
+                flight.stall_s = stall_s
+                flight.num_bytes = sync.num_bytes
+                flight.merge_s = self._went_on_s
 
     def _mark(self, step: int, handed_s: float | None) -> None:
         now = self._now()
@@ -210,8 +232,10 @@ class FlightRecorder:
                 if handed_s is not None:
                     own_s = now - max(handed_s, self._went_on_s)
                     self._own_step_s.append(own_s / num_steps)
+
             self.marks.append((step, now))
             self._marked.notify_all()
+
         self._went_on_s = now
 
     def _now(self) -> float:

@@ -43,7 +43,7 @@ def make_evaluate(
         )
     batches = transfer.put(batches, NamedSharding(mesh, P(REGION, batch_axes(mesh))))
     compiled = _jit_evaluate(loss_fn, mesh)
-    return in_own_context()(lambda *judged: compiled(judged, batches))
+    return in_own_context()(lambda *model: compiled(model, batches))
 
 
 def list_evaluate(
@@ -63,10 +63,10 @@ def _jit_evaluate(loss_fn: AnyLossFn, mesh: Mesh) -> Callable:
     """Make `evaluate(judged, batches)`, compiled."""
     loss_fn = trace_without_mesh_if_needed(loss_fn)
 
-    def evaluate(judged: tuple[PyTree, ...], batches: PyTree) -> jax.Array:
-        judged = jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), judged)
+    def evaluate(model: tuple[PyTree, ...], batches: PyTree) -> jax.Array:
+        model = jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), model)
         losses = jax.lax.map(
-            lambda batch: loss_fn(*judged, batch, jax.random.key(0))[0], batches
+            lambda batch: loss_fn(*model, batch, jax.random.key(0))[0], batches
         )
         return pmean_over_regions(jnp.mean(losses.astype(jnp.float32)))
 

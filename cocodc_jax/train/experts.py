@@ -59,14 +59,14 @@ def make_score(
     """
     block = LocalRegions.of(mesh, num_regions)
 
-    def log_softmax(params, tokens):
+    def log_softmax(params: PyTree, tokens: jax.Array) -> jax.Array:
         return jax.nn.log_softmax(widen(logits_fn(params, tokens)))
 
     def of_batch(params: PyTree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         # Tokens must vary over regions like the parameters.
-        own = jax.lax.pcast(tokens, REGION, to="varying")
-        log_probs = block.map(log_softmax, (0, None))(params, own[:, :-1])
-        experts = jax.vmap(_of_targets, (0, None))(log_probs, own[:, 1:])
+        varying_tokens = jax.lax.pcast(tokens, REGION, to="varying")
+        log_probs = block.map(log_softmax, (0, None))(params, varying_tokens[:, :-1])
+        experts = jax.vmap(_of_targets, (0, None))(log_probs, varying_tokens[:, 1:])
         # Means of log-probabilities and of logits differ by a constant per token.
         mean = psum_over_regions(log_probs.sum(0)) / num_regions
         return experts, _of_targets(jax.nn.log_softmax(mean), tokens[:, 1:])

@@ -23,7 +23,8 @@ class FiniteWatch:
     """Checks for non-finite numbers; its errors name where they are."""
 
     def __init__(self, program: RegionProgram, checkpoints: Checkpoints | None):
-        self._program, self._checkpoints = program, checkpoints
+        self._program = program
+        self._checkpoints = checkpoints
 
     def check_losses(
         self, first_step: int, losses: np.ndarray, first_region: int
@@ -38,11 +39,13 @@ class FiniteWatch:
         """Refuse a merge with non-finite numbers; later losses may be finite."""
         k = sync.fragment_id
         if sync.verdict is not None:
-            out = told(np.asarray(sync.verdict))
-            if len(out) == self._program.regions.num:
-                why = ", ".join(f"region {m}: {reason}" for m, reason in out.items())
+            left_out = told(np.asarray(sync.verdict))
+            if len(left_out) == self._program.regions.num:
+                reasons = [f"region {m}: {reason}" for m, reason in left_out.items()]
+                why = ", ".join(reasons)
                 what = f"no message of fragment {k} was fit for a mean ({why})"
                 self.stop(what, sync.apply_step, "all regions")
+
         ratios = sync.metrics.get("correction_ratio")
         if ratios is not None and sync.verdict is None:
             (bad,) = np.nonzero(~np.isfinite(transfer.local_rows(ratios)))
@@ -50,6 +53,7 @@ class FiniteWatch:
                 region = transfer.first_local_row(ratios) + int(bad[0])
                 what = f"correction_ratio of fragment {k} is not finite"
                 self.stop(what, sync.apply_step, region)
+
         if not np.isfinite(float(sync.norm)):
             finite = np.asarray(self._program.finite_regions(state))
             where = "the mean of all regions"  # Which may be merged in all of them.
@@ -75,6 +79,7 @@ class FiniteWatch:
             with contextlib.suppress(CheckpointError):  # That one is not the last good.
                 self._checkpoints.wait()
             saved = self._checkpoints.latest_step
+
         if isinstance(where, int):  # An elastic program has one region.
             where = getattr(self._program.exchange, "region", where)
         last_good = "there is none" if saved is None else f"step {saved}"

@@ -36,13 +36,16 @@ class Cadence:
         """
         ahead = [last - state.step]
         every = [self.eval_every, self.checkpoint_every]
+
         event = program.steps_to_event(state)
         if event is not None:
             ahead.append(event)
         else:  # Long scans would delay records.
             every.append(self.log_every)
+
         ahead.extend(n - state.step % n for n in every if n)
         schedule = program.method.schedule
+
         num_steps = scan_steps(program, min(ahead))
         if program.length_bucket or schedule is None or not schedule.is_measured:
             return num_steps
@@ -98,7 +101,7 @@ class Hooks:
     should_stop: Callable[[], bool] = lambda: False
     stopping: Callable[[], None] = lambda: None
     handed_out: Callable[[TrainState, Output], None] = lambda state, output: None
-    of_all: Callable[[Any], list] = lambda own: [own]
+    of_all: Callable[[Any], list] = lambda value: [value]
 
 
 NO_HOOKS = Hooks()

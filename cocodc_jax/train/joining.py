@@ -45,22 +45,27 @@ class Carried(NamedTuple):
 
 def copy_of(program: SyncProgram, state: TrainState) -> Snapshot:
     """Copy to the host what a joining region needs; waits for the outer steps."""
-    told = program.synchronize(state)
-    assert told.sync is not None
-    arrays, flights = [told.sync.outer], {}
-    for (k, start_step), flight in sorted(told.sync.in_flight.items()):
+    synchronized = program.synchronize(state)
+    assert synchronized.sync is not None
+    arrays = [synchronized.sync.outer]
+
+    flights = {}
+    for (k, start_step), flight in sorted(synchronized.sync.in_flight.items()):
         has_mean = not isinstance(flight.mean, PendingMean)
         flights[f"{k}_{start_step}"] = has_mean
-        arrays += [flight.mean] if has_mean else []
-        arrays += [flight.kept[STALE]] if STALE in flight.kept else []
+        if has_mean:
+            arrays.append(flight.mean)
+        if STALE in flight.kept:
+            arrays.append(flight.kept[STALE])
+
     header = {
-        "schedule": told.sync.schedule.to_json(),
-        "bytes_sent": told.bytes_sent,
+        "schedule": synchronized.sync.schedule.to_json(),
+        "bytes_sent": synchronized.bytes_sent,
         "has_mean": flights,
     }
     # A copy: the next outer step donates the buffers.
     frames = tuple(transfer.whole(x).tobytes() for x in jax.tree.leaves(arrays))
-    return Snapshot(told.step, header, frames)
+    return Snapshot(synchronized.step, header, frames)
 
 
 def adopt(
@@ -81,12 +86,12 @@ def adopt(
     def with_outer(state: TrainState, flights: dict[SyncId, InFlight]) -> TrainState:
         assert state.sync is not None
         # The next message has the others' rank.
-        own = carried.state if carried else state
+        has_compressors = carried.state if carried else state
         sync = dataclasses.replace(
             state.sync,
             outer=outer,
             schedule=schedule,
-            compressors=program.compressors_of(own, schedule.rank),
+            compressors=program.compressors_of(has_compressors, schedule.rank),
             in_flight=flights,
         )
         return dataclasses.replace(
@@ -96,13 +101,13 @@ def adopt(
     trained = program.outer_params(with_outer(program.init(params, key), {}))
     if carried is not None:
         trained = jax.tree.map(jax.numpy.add, trained, _work(program, carried))
+
     params = jax.tree.map(
         lambda x, like: transfer.whole(x).astype(like.dtype), trained, params
     )
+
     # Before it left, the region has used keys derived from the run's.
     state = program.init(params, jax.random.fold_in(key, copy.step))
-    # Learning rates continue at the run's step; moments are fresh.
-    done = np.full(program.num_regions, copy.step)
     region = state.region
     if carried is not None:
         mine = carried.state.region
@@ -110,16 +115,21 @@ def adopt(
         if program.on_merge is not None:  # Its parameters moved to `region.params`.
             moved = jax.jit(jax.vmap(program.on_merge))
             opt_state = moved(opt_state, mine.params, region.params)
+
         region = region._replace(opt_state=opt_state, model_state=mine.model_state)
     elif has_keys(region.opt_state):
         fold = jax.vmap(lambda state: fold_keys(state, copy.step))
         region = region._replace(opt_state=jax.jit(fold)(region.opt_state))
+
+    # Learning rates continue at the run's step; moments are fresh.
+    done = np.full(program.num_regions, copy.step)
     opt_state = at_step(region.opt_state, done, program.accumulation)
     region = region._replace(opt_state=opt_state)
     state = dataclasses.replace(state, region=region)
-    of_copy = abstract, copy, frames
-    order = sorted(abstract.in_flight)
-    flights = {sync: _flight(program, state, sync, *of_copy) for sync in order}
+
+    flights = {}
+    for sync in sorted(abstract.in_flight):  # In the order of `copy_of`.
+        flights[sync] = _flight(program, state, sync, abstract, copy, frames)
     if next(frames, None) is not None:
         raise ValueError("the copy has more arrays than this program's state")
     return with_outer(state, flights)
@@ -154,11 +164,13 @@ def _flight(
     else:
         (rank,) = (p.rank for p in abstract.schedule.in_flight if p.sync_id == sync)
         mean = program.elastic.awaited(sync, rank)
+
     # Copies are as if it had no progress.
     kept = {
         name: _read(frames, x) if name == STALE else program.copy_fragment(state, k)
         for name, x in like.kept.items()
     }
+
     return InFlight(mean, kept)
 
 
@@ -172,6 +184,7 @@ def _read(frames: Iterator[bytes], like: PyTree) -> PyTree:
                 f"the copy has an array of {len(frame)} bytes where this program has "
                 f"{shape.dtype}{list(shape.shape)}: another model or method"
             )
+
         value = np.frombuffer(frame, shape.dtype).reshape(shape.shape)
         if shape.sharding.is_fully_addressable:
             return jax.device_put(value, shape.sharding, may_alias=False)

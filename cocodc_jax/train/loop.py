@@ -80,22 +80,34 @@ def train(
     """
     batches = iter(batches)  # A list would restart at every turn.
     with FlightRecorder(earlier_s) as flights:
-        parts = cadence, hooks, checkpoints, flights, spikes
-        loop = _Loop(program, tokens_at, *parts, state.step, progress)
+        loop = _Loop(
+            program=program,
+            tokens_at=tokens_at,
+            cadence=cadence,
+            hooks=hooks,
+            checkpoints=checkpoints,
+            flights=flights,
+            spikes=spikes,
+            first_step=state.step,
+            progress=progress,
+        )
         while state.step < num_steps and not hooks.should_stop():
             state = loop.turn(state, batches, num_steps)
             if evaluate and is_due(cadence.eval_every, state.step, num_steps):
                 state = loop.evaluate(state, evaluate)
             if checkpoints and is_due(cadence.checkpoint_every, state.step, num_steps):
                 state = loop.save(state)
+
         if state.step < num_steps:
             state = loop.synchronize(state)
             hooks.stopping()
         elif evaluate and not loop.is_evaluated(state):  # It began at its last step.
             state = loop.evaluate(state, evaluate)
+
         if checkpoints and checkpoints.latest_step != state.step:
             state = loop.save(state)  # Asked to stop between two checkpoints.
         state = loop.synchronize(state)
+
     if checkpoints:
         checkpoints.wait()
     return loop.result(state)._replace(timeline=flights.to_json())
@@ -114,44 +126,72 @@ class _Loop:
     """State of the loop: unread turns, and sums for the records."""
 
     def __init__(
-        self, program, tokens_at, cadence, hooks, checkpoints, flights, spikes,
-        first_step, progress,
-    ):  # fmt: skip
-        self._program, self._tokens_at, self._cadence = program, tokens_at, cadence
-        self._hooks, self._checkpoints, self._flights = hooks, checkpoints, flights
+        self,
+        program: RegionProgram,
+        tokens_at: Callable[[int], int],
+        cadence: Cadence,
+        hooks: Hooks,
+        checkpoints: Checkpoints | None,
+        flights: FlightRecorder,
+        spikes: SpikeWatch,
+        first_step: int,
+        progress: dict | None,
+    ):
+        self._program = program
+        self._tokens_at = tokens_at
+        self._cadence = cadence
+        self._hooks = hooks
+        self._checkpoints = checkpoints
+        self._flights = flights
         self._finite = FiniteWatch(program, checkpoints)
         self._unread: list[_Turn] = []
+
         self._rolls_back = spikes.rolls_back
         watch = Spikes(spikes.zscore) if spikes.zscore else None
         self._records = Records(hooks.record, cadence.log_every, tokens_at, watch)
+        if progress:  # The sums of a checkpoint.
+            self._records.continue_from(progress)
+
         schedule = program.method.schedule
         self._is_measured = schedule is not None and schedule.is_measured
         self._warm_step = first_step + (schedule.warm_up_steps if schedule else 0)
-        if progress:  # The sums of a checkpoint.
-            self._records.continue_from(progress)
         self._lengths_seen: set[int] = set()
         self._was_warm = True  # The last turn that was read compiled nothing.
-        self._began_s = self._free_s = time.perf_counter()
+
+        self._began_s = time.perf_counter()
+        self._free_s = self._began_s  # When the devices ended the last turn read.
         # Of the turns that compiled nothing.
-        self._steady_tokens = self._steady_steps = 0
+        self._steady_tokens = 0
+        self._steady_steps = 0
         self._steady_s = 0.0
 
-    def turn(self, state: TrainState, batches, num_steps: int) -> TrainState:
+    def turn(
+        self, state: TrainState, batches: Iterator[PyTree], num_steps: int
+    ) -> TrainState:
         """Dispatch the work up to the next cut, and read the previous turn."""
-        length = self._cadence.steps_to_cut(self._program, state, num_steps)
         first_step = state.step
+        length = self._cadence.steps_to_cut(self._program, state, num_steps)
         chunk = take_batches(batches, first_step, length)
+
         flights = self._flights
         step_s = flights.step_s if self._is_measured else flights.recent_step_s
-        times = step_s, flights.sync_s
+        times = (step_s, flights.sync_s)
         state, output = self._program.advance(state, chunk, times, flights.stepped)
         flights.watch(state, output)
         self._hooks.handed_out(state, output)
+
+        # The devices are busy now: read what the previous turn computed.
+        self.flush(state)
+
         is_warm = length in self._lengths_seen and first_step >= self._warm_step
         self._lengths_seen.add(length)
-        self.flush(state)
-        in_flight = state.sync.num_in_flight if state.sync else 0
-        self._unread.append(_Turn(first_step, in_flight, is_warm, output))
+        turn = _Turn(
+            first_step=first_step,
+            in_flight=state.sync.num_in_flight if state.sync else 0,
+            is_warm=is_warm,
+            output=output,
+        )
+        self._unread.append(turn)
         return state
 
     def flush(self, state: TrainState) -> None:
@@ -175,12 +215,18 @@ class _Loop:
         # An elastic program has one row, of its own region.
         first_region += getattr(self._program.exchange, "region", 0)
         self._finite.check_losses(turn.first_step, losses, first_region)
+
         recorded = recorded_of(turn.output.aux).items()
         aux = {name: transfer.local_rows(x, axis=1) for name, x in recorded}
         for i, loss in enumerate(losses):
-            step = turn.first_step + i + 1
-            of_step, sent = {n: x[i] for n, x in aux.items()}, turn.output.bytes_sent[i]
-            self._records.step(step, loss, sent, first_region, of_step)
+            self._records.step(
+                step=turn.first_step + i + 1,
+                loss=loss,
+                bytes_sent=turn.output.bytes_sent[i],
+                first_region=first_region,
+                aux={name: values[i] for name, values in aux.items()},
+            )
+
         for sync in turn.output.syncs:  # Applied after the last step.
             self._finite.check_sync(sync, state)
             self._records.sync(sync)
@@ -194,15 +240,19 @@ class _Loop:
         """
         done = turn.first_step + len(losses)
         done_s = self._flights.done_s(done)
-        seconds, self._free_s = done_s - self._free_s, done_s
+        seconds = done_s - self._free_s
+        self._free_s = done_s
         tokens = self._tokens_at(done) - self._tokens_at(turn.first_step)
+
         # A turn waits for what the events of the turn before compile.
         is_steady = turn.is_warm and self._was_warm
         if is_steady:
             self._steady_tokens += tokens
             self._steady_steps += len(losses)
             self._steady_s += seconds
+
         self._was_warm = turn.is_warm
+
         step_s = self._step_s()
         rate = None
         if is_steady:
@@ -210,6 +260,7 @@ class _Loop:
         elif self._steady_steps:
             assert step_s is not None
             rate = tokens / (len(losses) * step_s)
+
         clock = Clock(
             step=done,
             loss=float(finite_mean(losses[-1])),
@@ -232,46 +283,58 @@ class _Loop:
     def is_evaluated(self, state: TrainState) -> bool:
         return (self._records.last_eval or {}).get("step") == state.step
 
-    def evaluate(self, state: TrainState, evaluate) -> TrainState:
+    def evaluate(
+        self, state: TrainState, evaluate: Callable[..., jax.Array]
+    ) -> TrainState:
         """Evaluate the regions' mean and the outer parameters, and record it."""
         state = self.synchronize(state)
         program = self._program
-        of_model = (program.mean_model_state(state),) if program.model_state else ()
-        mean, drift = program.mean_params(state), float(program.region_drift(state))
-        loss = outer = float(evaluate(mean, *of_model))
-        if drift:  # Cannot equal the outer ones: free the copy.
-            mean = None
+        model_state = (program.mean_model_state(state),) if program.model_state else ()
+        mean_params = program.mean_params(state)
+        drift = float(program.region_drift(state))
+        loss = float(evaluate(mean_params, *model_state))
+
+        if drift:  # The mean cannot equal the outer parameters: free the copy.
+            mean_params = None
+        outer_loss = loss
         if program.method.sync is not None:
-            params = program.outer_params(state)
+            outer_params = program.outer_params(state)
             # They are equal right after a sync without delay.
-            if mean is None or not program.are_equal(mean, params):
-                outer = float(evaluate(params, *of_model))
+            if mean_params is None or not program.are_equal(mean_params, outer_params):
+                outer_loss = float(evaluate(outer_params, *model_state))
+
         for what, value, where in (
             ("eval_loss", loss, "the mean of all regions"),
-            ("eval_loss_outer", outer, "the outer parameters"),
+            ("eval_loss_outer", outer_loss, "the outer parameters"),
             ("region_drift", drift, "the mean of all regions"),
         ):
             if not np.isfinite(value):
                 self._finite.stop(f"{what} is {value}", state.step, where)
-        self._records.evaluation(state.step, state.bytes_sent, loss, outer, drift)
+
+        self._records.evaluation(state.step, state.bytes_sent, loss, outer_loss, drift)
         self._free_s = time.perf_counter()  # Not training time.
         return state
 
     def save(self, state: TrainState) -> TrainState:
         """Read everything, then start to save, or raise in all processes at once."""
         state = self.synchronize(state)
+        assert self._checkpoints is not None
         if self._rolls_back:
-            if found := sum(self._hooks.of_all(self._records.spikes), []):
+            of_processes = self._hooks.of_all(self._records.spikes)
+            # A process's own are tuples once they were gathered.
+            spikes = [Spike(*row) for rows in of_processes for row in rows]
+            if spikes:
                 self._checkpoints.wait()
-                last_good = self._checkpoints.latest_step
-                raise LossSpikeError([Spike(*each) for each in found], last_good)
+                raise LossSpikeError(spikes, self._checkpoints.latest_step)
+
         extra = self._hooks.snapshot(self._records.progress())
         state = self._checkpoints.save(self._program, state, extra)
         self._free_s = time.perf_counter()
         return state
 
     def result(self, state: TrainState) -> Result:
-        records, steady_s = self._records, self._steady_s
+        records = self._records
+        steady_s = self._steady_s
         return Result(
             state,
             records.last_eval,

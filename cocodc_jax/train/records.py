@@ -29,7 +29,9 @@ class Records:
         tokens_at: Callable[[int], int],
         spikes: Spikes | None = None,
     ):
-        self._write, self._log_every, self._tokens_at = write, log_every, tokens_at
+        self._write = write
+        self._log_every = log_every
+        self._tokens_at = tokens_at
         self._spikes = spikes
         self.spikes: list[Spike] = []
         self._window: list[np.ndarray] = []
@@ -71,18 +73,21 @@ class Records:
     ) -> None:
         """Add one step, with `recorded_of` it, and write a record if it is due."""
         if self._spikes:
-            found = self._spikes.observe(step, loss, first_region)
-            self.spikes += found
-            for spike in found:
+            spikes = self._spikes.observe(step, loss, first_region)
+            self.spikes += spikes
+            for spike in spikes:
                 self._write({"kind": "spike", **spike._asdict()})
+
         self._window.append(loss)
         if step % self._log_every:
             return
+
         window = np.stack(self._window)
+        self._window = []
         regions = np.asarray(np.mean(window, axis=0, dtype=np.float64))
         if not np.isfinite(regions).all():
             regions = np.array([finite_mean(x, np.float64) for x in window.T])
-        self._window = []
+
         record = {
             "kind": "train",
             "step": step,
@@ -91,6 +96,7 @@ class Records:
             "loss_regions": [finite_or_none(x) for x in regions],
             "bytes_sent_per_region": bytes_sent,
         }
+
         if "stage_bytes" in aux:
             record["stage_bytes"] = float(aux["stage_bytes"].mean(dtype=np.float64))
         self._write(record)
@@ -103,7 +109,9 @@ class Records:
         if ratio is not None:
             # A region that becomes NaN after it has sent a finite message has none.
             ratio = finite_or_none(finite_mean(transfer.local_rows(ratio), np.float64))
-            self._ratios += [] if ratio is None else [ratio]
+        if ratio is not None:
+            self._ratios.append(ratio)
+
         record = {
             "kind": "sync",
             "step": sync.apply_step,
@@ -114,11 +122,13 @@ class Records:
             "pseudo_gradient_norm": float(sync.norm),
             "correction_ratio": ratio,
         }
+
         if sync.verdict is not None:
             verdict = np.asarray(sync.verdict)
             record["left_out"] = (verdict % RESTORED).tolist()
             for m, reason in told(verdict).items():
                 self.left_out[f"region {m}: {reason}"] += 1
+
         self._write(record)
 
     def evaluation(
@@ -156,7 +166,9 @@ _ROUTING = ("router_balance", "router_z", "router_entropy", "expert_load")
 
 def recorded_of(aux: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is recorded of what a loss reports: stages' bytes, and routers."""
-    names = ("stage_bytes", *(_ROUTING if "expert_load" in aux else ()))
+    names = ["stage_bytes"]
+    if "expert_load" in aux:
+        names += _ROUTING
     return {name: aux[name] for name in names if name in aux}
 
 
@@ -183,6 +195,7 @@ def record_of(step: int, routing: Mapping[str, np.ndarray]) -> dict[str, Any]:
         "divergence": np.abs(load_RNE - mean_NE).sum(axis=2).mean() / (2 * per_token),
         "dead": (mean_NE == 0).sum(),
     }
+
     record: Record = {"kind": "experts", "step": step}
     record |= {name: finite_or_none(x) for name, x in numbers.items()}
     if mean_NE.size <= _MOST_LOADS:

@@ -26,7 +26,8 @@ class Reporter:
     def __init__(
         self, program: SyncProgram, link: Link | inside.Speaker | inside.Listener
     ):
-        self._program, self._link = program, link
+        self._program = program
+        self._link = link
         self._view = link.view
         self.missed: frozenset[int] = frozenset()
         self.shared: PyTree = None
@@ -51,6 +52,7 @@ class Reporter:
         starts = [start for _, start in state.sync.in_flight]
         oldest = min(starts, default=state.step)
         self.note_shared(state)
+
         marks = self.mark(state, syncs) if self._compares else ()
         try:
             waiting = self._link.at(oldest, marks)
@@ -63,6 +65,7 @@ class Reporter:
                 state, self.shared, self.missed, self._link.boot
             )
             raise
+
         for region, boot in waiting.items():
             copy = joining.copy_of(self._program, state)
             self._link.let_in(region, boot, copy, oldest)
@@ -82,7 +85,8 @@ class Reporter:
         missed; it is not yet known which part goes on.
         """
         assert state.sync is not None
-        before, self._view = self._view, self._link.view
+        before = self._view
+        self._view = self._link.view
         now = self._view.seats.keys()
         if missed := before.seats.keys() - now:
             self.missed = frozenset(missed)

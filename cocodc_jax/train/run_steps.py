@@ -35,12 +35,14 @@ def run_steps(
     """
     if not hasattr(num_steps, "__index__"):
         raise ValueError(f"num_steps={num_steps!r} must be a whole number")
-    stream, end = _stream(batches), state.step + num_steps
+
+    stream = _stream(batches)
+    end = state.step + num_steps
     while state.step < end:
         ahead = program.steps_to_event(state) or MAX_SCAN_STEPS
-        num_steps = min(ahead, end - state.step, MAX_SCAN_STEPS)
-        batches = take_batches(stream, state.step, num_steps)
-        state, output = program.advance(state, batches)
+        length = min(ahead, end - state.step, MAX_SCAN_STEPS)
+        chunk = take_batches(stream, state.step, length)
+        state, output = program.advance(state, chunk)
         yield state, output
 
 
@@ -78,6 +80,7 @@ def take_batches(stream: Iterator[PyTree], step: int, num_steps: int) -> PyTree:
             f"batches ended at step {step + len(taken)}, before the next cut at step "
             f"{step + num_steps}; give an endless iterator, or ask for fewer steps"
         )
+
     try:
         return jax.tree.map(lambda *x: np.stack(x), *taken)
     except ValueError as error:

@@ -21,7 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-WINDOW, LEAST_PAST, LOOKED_AT, PATIENCE = 64, 16, 5, 3
+WINDOW = 64
+LEAST_PAST = 16
+LOOKED_AT = 5
+PATIENCE = 3
 
 
 class Spike(NamedTuple):
@@ -86,18 +89,21 @@ class Spikes:
             self._past.append(collections.deque(maxlen=WINDOW))
             self._high.append(collections.deque(maxlen=LOOKED_AT))
             self._is_on.append(False)
-        found = []
+
+        spikes = []
         for i, loss in enumerate(np.asarray(losses, float)):
             usual, score = self._score(i, loss)
             self._high[i].append(int(score > self._zscore))
             if not self._high[i][-1] and math.isfinite(loss):
                 self._past[i].append(float(loss))
+
             if sum(self._high[i]) >= PATIENCE and not self._is_on[i]:
                 self._is_on[i] = True
-                told = float(loss) if math.isfinite(loss) else None
-                found.append(Spike(step, first_region + i, told, usual, score))
+                spike_loss = float(loss) if math.isfinite(loss) else None
+                spikes.append(Spike(step, first_region + i, spike_loss, usual, score))
+
             self._is_on[i] &= any(self._high[i])
-        return found
+        return spikes
 
     def _score(self, i: int, loss: float) -> tuple[float, float]:
         if len(self._past[i]) < LEAST_PAST:

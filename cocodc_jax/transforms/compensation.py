@@ -109,16 +109,16 @@ def delay_compensation(
     def update_fn(updates, state, params=None, *, stale_params=None, **extra):
         extra = _needed_extras(curvature, updates, params, stale_params, extra)
         gradient = jax.tree.map(widen, updates)
-        both = matched(updates, params=params, stale_params=stale_params)
+        now, anchor = matched(updates, params=params, stale_params=stale_params)
         scale = strength(state.update_count) if callable(strength) else strength
-        correction = jax.tree.map(
-            lambda c: scale * widen(c),
-            curvature.product(gradient, difference(*both), **extra),
-        )
+
+        product = curvature.product(gradient, difference(now, anchor), **extra)
+        correction = jax.tree.map(lambda c: scale * widen(c), product)
         correction, ratio = _limit(correction, gradient, max_ratio)
         compensated = jax.tree.map(
             lambda u, c: (widen(u) + c).astype(u.dtype), updates, correction
         )
+
         count = jnp.asarray(optax.safe_increment(state.update_count))
         return compensated, DelayCompensationState(count, ratio)
 
@@ -153,7 +153,8 @@ def adam_second_moment(b2: float | jax.Array) -> Callable[[Any], Any]:
             )
 
         def correct(nu):
-            count, wide = adam[0].count, wide_dtype(nu.dtype)
+            count = adam[0].count
+            wide = wide_dtype(nu.dtype)
             # Before the first step 0 / 0: of a region that was restored, or that waits.
             scale = jnp.where(count == 0, 1, 1 - b2 ** count.astype(wide))
             return nu / scale.reshape(-1, *(1,) * (nu.ndim - 1)).astype(nu.dtype)
@@ -168,29 +169,31 @@ _TREES = frozenset({"stale_params", "second_moment", "later_gradient", "later_pa
 
 def _needed_extras(curvature, updates, params, stale_params, extra):
     """Pick what the curvature needs, or say what is missing."""
-    given = {"params": params, "stale_params": stale_params} | extra
+    available = {"params": params, "stale_params": stale_params} | extra
     needed = {"params", "stale_params"} | curvature.needs
-    missing = sorted(name for name in needed if given.get(name) is None)
+
+    missing = sorted(name for name in needed if available.get(name) is None)
     if missing:
         raise ValueError(
             f"delay_compensation with curvature {curvature.name!r} needs "
             f"{', '.join(missing)}: pass update(updates, state, params, "
             "stale_params=..., ...)"
         )
-    extra = {name: given[name] for name in curvature.needs}
+
+    extra = {name: available[name] for name in curvature.needs}
     for name in _TREES & extra.keys():
         (extra[name],) = matched(updates, **{name: extra[name]})
     if not has_holes(updates):
         return extra
 
     # Functions of parameters see what a mask hides, as it was.
-    def whole(part):
+    def filled(part):
         return fill_holes(updates, part, stale_params)
 
     if gradient_fn := extra.get("gradient_fn"):
-        extra["gradient_fn"] = lambda x: match_holes(updates, gradient_fn(whole(x)))
+        extra["gradient_fn"] = lambda x: match_holes(updates, gradient_fn(filled(x)))
     if model_fn := extra.get("model_fn"):
-        extra["model_fn"] = lambda x: model_fn(whole(x))
+        extra["model_fn"] = lambda x: model_fn(filled(x))
     return extra
 
 
@@ -203,6 +206,7 @@ def _limit(correction, gradient, max_ratio):
         shrink = jnp.where(length > bound, bound / jnp.where(length > 0, length, 1), 1)
         correction = jax.tree.map(lambda c: shrink.astype(c.dtype) * c, correction)
         length = shrink * length
+
     # What is not a number stays so: a run that blows up must not look uncorrected.
     is_zero = reference == 0
     ratio = jnp.where(is_zero, 0, length / jnp.where(is_zero, 1, reference))

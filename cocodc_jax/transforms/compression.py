@@ -62,10 +62,28 @@ from cocodc_jax.transforms.statistical import stat2
 from cocodc_jax.transforms.threshold import threshold
 
 __all__ = [
-    "FACTORIES", "Compressor", "Packed", "bfloat16", "chunked_top_k", "dct_top_k",
-    "error_feedback", "float16", "fp4", "identity", "int2", "int4", "int8", "low_rank",
-    "matrices", "message_bytes", "parse", "sign", "stat2", "threshold", "top_k",
-]  # fmt: skip
+    "FACTORIES",
+    "Compressor",
+    "Packed",
+    "bfloat16",
+    "chunked_top_k",
+    "dct_top_k",
+    "error_feedback",
+    "float16",
+    "fp4",
+    "identity",
+    "int2",
+    "int4",
+    "int8",
+    "low_rank",
+    "matrices",
+    "message_bytes",
+    "parse",
+    "sign",
+    "stat2",
+    "threshold",
+    "top_k",
+]
 
 
 class _Part(NamedTuple):
@@ -119,11 +137,13 @@ def parse(text: str) -> Compressor:
             f"compress={made!r} must be text, such as 'ef+int4'; a Compressor goes "
             "into a method by `method.compressed(compressor)`"
         )
+
     try:
         is_long = "(" in text or text in FACTORIES
         built = _build(ast.parse(text, mode="eval").body) if is_long else _short(text)
     except (SyntaxError, TypeError, ValueError) as error:
         raise ValueError(f"compress={text!r}: {error}") from error
+
     if not isinstance(built, Compressor):
         raise ValueError(f"compress={text!r} is not a call of {tuple(FACTORIES)}")
     return built
@@ -151,13 +171,17 @@ def _short(text: str) -> Compressor:
     name, colon, number = head.partition(":")
     if name not in _PARTS:
         raise ValueError(f"{name!r} is not one of {tuple(_PARTS)}")
-    part, options = _PARTS[name], {}
+
+    part = _PARTS[name]
+    options = {}
     if colon:
         options[part.argument] = _number(head, number, part)
+
     if plus and not part.inner:
         raise ValueError(f"{head!r} takes nothing after it, but has {rest!r}")
     if part.inner == "inner" and not plus:
         raise ValueError(f"{head!r} needs what it wraps, as in '{name}+topk:0.01'")
+
     if plus:
         options[part.inner] = _short(rest)
     return part.factory(**options)

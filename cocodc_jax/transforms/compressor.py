@@ -1,7 +1,7 @@
 """What a compressor is: encode a tree to a message of packed arrays, decode it again.
 
-    state = compressor.init(tree)
-    message, state = compressor.encode(tree, state, key)
+    memory = compressor.init(tree)
+    message, memory = compressor.encode(tree, memory, key)
     tree = compressor.decode(message)
 
 All three are pure and have static shapes: they run under jit, vmap (a message per
@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -29,28 +29,79 @@ from cocodc_jax.transforms.layers import distinct_leaves, is_stack, named_leaves
 from cocodc_jax.transforms.numerics import is_finite
 
 
+@runtime_checkable
+class CompressorInitFn(Protocol):
+    """The `init` of a `Compressor`."""
+
+    def __call__(self, tree: Any, /) -> Any:
+        """Return the memory before the first message.
+
+        Args:
+          tree: arrays of the shapes and dtypes that will be encoded, of one region.
+
+        Returns:
+          The memory, a tree of arrays; `()` for a compressor without one.
+        """
+        ...
+
+
+@runtime_checkable
+class CompressorEncodeFn(Protocol):
+    """The `encode` of a `Compressor`."""
+
+    def __call__(
+        self, tree: Any, memory: Any, key: jax.Array | None = None, /
+    ) -> tuple[Any, Any]:
+        """Encode a tree, and return the memory for the next call.
+
+        Args:
+          tree: float arrays of any shape; of any dtype for `identity` alone.
+          memory: what `init` or the last `encode` returned.
+          key: PRNG key; only stochastic rounding needs one.
+
+        Returns:
+          The message, a tree whose array leaves are exactly what goes on the wire, and
+          the new memory, with the structure, shapes and dtypes of the old one.
+
+        Raises:
+          ValueError: if leaves are of another dtype, a key is missing, or the memory
+            is of another compressor or tree.
+        """
+        ...
+
+
+@runtime_checkable
+class CompressorDecodeFn(Protocol):
+    """The `decode` of a `Compressor`."""
+
+    def __call__(self, message: Any, /) -> Any:
+        """Return the tree of a message, with the structure, shapes and dtypes encoded.
+
+        Args:
+          message: from `encode`, in this region or another one.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Compressor:
-    """Three pure functions and a name.
+    """Three pure functions of one region, and a name.
 
     Attributes:
       name: how configurations and reports call it.
-      init: `init(tree) -> state`, `()` for a compressor without memory.
-      encode: `encode(tree, state, key=None) -> (message, state)`; leaves are float
-        arrays of any shape, of any dtype for `identity` alone, or ValueError is
-        raised; `key` is needed by stochastic rounding only. A compressor with memory
-        raises ValueError for a state that is not its own, or of another tree.
-      decode: `decode(message) -> tree`, with the structure, shapes and dtypes encoded.
+      init: returns the memory before the first message.
+      encode: encodes a tree; see `CompressorEncodeFn`.
+      decode: decodes a message.
       is_sparse: whether messages do not have every entry of a leaf: others decode to 0.
       needs_model: whether it reads the names and shapes of a model's leaves.
-      has_memory: whether it is a result of `keep_finite`: it keeps its state where a
+      has_memory: whether it is a result of `keep_finite`: it keeps its memory where a
         message is not finite, and means over regions leave such messages out.
     """
 
     name: str
-    init: Callable[[Any], Any]
-    encode: Callable[..., tuple[Any, Any]]
-    decode: Callable[[Any], Any]
+    init: CompressorInitFn
+    encode: CompressorEncodeFn
+    decode: CompressorDecodeFn
     is_sparse: bool = dataclasses.field(default=False, kw_only=True)
     needs_model: bool = dataclasses.field(default=False, kw_only=True)
     has_memory: bool = dataclasses.field(default=False, kw_only=True)
@@ -87,24 +138,26 @@ def message_bytes(message) -> int:
 def keep_finite(compressor: Compressor) -> Compressor:
     """Let a compressor with memory survive values that are not finite.
 
-    If the message or the new state of a call has a number that is not finite, the state
-    stays as it was, and all floating-point arrays of the message become NaN, so that
-    its readers can tell (`without_bad`). A message without any has no mark.
+    If the message or the new memory of a call has a number that is not finite, the
+    memory stays as it was, and all floating-point arrays of the message become NaN, so
+    that its readers can tell (`without_bad`). A message without any has no mark.
 
     >>> import jax.numpy as jnp
     >>> from cocodc_jax.transforms.error_feedback import error_feedback
     >>> compressor = error_feedback(identity())  # As it is in its factory.
-    >>> state = compressor.init(jnp.zeros(2))
-    >>> message, state = compressor.encode(jnp.array([1.0, jnp.nan]), state)
-    >>> print(compressor.decode(message), state.residual)
+    >>> memory = compressor.init(jnp.zeros(2))
+    >>> message, memory = compressor.encode(jnp.array([1.0, jnp.nan]), memory)
+    >>> print(compressor.decode(message), memory.residual)
     [nan nan] [0. 0.]
     """
 
-    def encode(tree, state, key=None):
-        message, new = compressor.encode(tree, state, key)
-        finite = is_finite((message, new))
-        state = jax.tree.map(lambda x, old: jnp.where(finite, x, old), new, state)
-        return marked(message, finite), state
+    def encode(tree: Any, memory: Any, key: jax.Array | None = None) -> tuple[Any, Any]:
+        message, new_memory = compressor.encode(tree, memory, key)
+        finite = is_finite((message, new_memory))
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), new_memory, memory
+        )
+        return marked(message, finite), kept
 
     return dataclasses.replace(compressor, encode=encode, has_memory=True)
 
@@ -112,9 +165,10 @@ def keep_finite(compressor: Compressor) -> Compressor:
 def marked(message, finite: jax.Array):
     """Return a message whose floating-point arrays are NaN unless `finite`, a bool."""
 
-    def mark(x):
-        is_float = jnp.issubdtype(x.dtype, jnp.floating)
-        return jnp.where(finite, x, jnp.nan).astype(x.dtype) if is_float else x
+    def mark(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return jnp.where(finite, x, jnp.nan).astype(x.dtype)
 
     return jax.tree.map(mark, message)
 
@@ -146,8 +200,8 @@ def zeroed(messages, kept: jax.Array):
     A weight of 0 is not enough, as 0 times NaN is NaN.
     """
 
-    def choose(x):
-        shape = *kept.shape, *(1,) * (x.ndim - kept.ndim)
+    def choose(x: Any) -> jax.Array:
+        shape = (*kept.shape, *(1,) * (x.ndim - kept.ndim))
         return jnp.where(kept.reshape(shape), x, jnp.zeros_like(x))
 
     return jax.tree.map(choose, messages)
@@ -159,25 +213,27 @@ def per_leaf(
     decode_leaf: Callable[[Any, tuple[int, ...]], jax.Array],
     is_exact: bool = False,
 ) -> Compressor:
-    """Lift a pair of functions on one array to a compressor of trees, without state.
+    """Lift a pair of functions on one array to a compressor of trees, without memory.
 
     `encode_leaf(leaf, key or None)` gives arrays, `decode_leaf(arrays, shape)` a leaf
     of any dtype and any shape of that size. Where nothing is lost (`is_exact`), leaves
     may be of any dtype.
     """
 
-    def encode(tree, state, key=None):
+    def encode(tree: Any, memory: Any, key: jax.Array | None = None) -> tuple[Any, Any]:
         if not is_exact:
             check_floats(name, tree)
         leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
+
         keys = [None] * len(leaves)
         if key is not None and leaves:
             keys = list(jax.random.split(key, len(leaves)))
+
         packed = [
             Packed(encode_leaf(x, k), x.shape, x.dtype)
             for x, k in zip(leaves, keys, strict=True)
         ]
-        return jax.tree.unflatten(structure, packed), state
+        return jax.tree.unflatten(structure, packed), memory
 
     def decode(message):
         return map_packed(lambda p: decode_leaf(p.arrays, p.shape), message)
@@ -237,29 +293,46 @@ def matrices(
     56
     """
     check_compressor("inner", inner)
-    whole = identity()
+    of_vectors = identity()
 
-    def split(tree):
+    def split(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the matrices and the vectors of a tree, by path."""
         leaves = distinct_leaves(tree)
-        chosen = {path: x for path, x in leaves if x.ndim - has_layers(path) >= 2}
-        return chosen, {path: x for path, x in leaves if path not in chosen}
+        matrices = {path: x for path, x in leaves if x.ndim - has_layers(path) >= 2}
+        vectors = {path: x for path, x in leaves if path not in matrices}
+        return matrices, vectors
 
-    def encode(tree, state, key=None):
-        chosen, others = split(tree)
-        encoded, state = inner.encode(chosen, state, key)
-        kept, _ = whole.encode(others, ())
-        paths = tuple(path for path, _ in named_leaves(tree))
-        return Split(encoded, kept, paths, jax.tree.structure(tree)), state
+    def init(tree: Any) -> Any:
+        matrices, _ = split(tree)
+        return inner.init(matrices)
 
-    def decode(message):
-        found = inner.decode(message.matrices) | whole.decode(message.vectors)
-        return message.structure.unflatten([found[path] for path in message.paths])
+    def encode(tree: Any, memory: Any, key: jax.Array | None = None) -> tuple[Any, Any]:
+        matrices, vectors = split(tree)
+        matrix_message, memory = inner.encode(matrices, memory, key)
+        vector_message, _ = of_vectors.encode(vectors, ())
 
-    name, init = f"matrices({inner.name})", lambda tree: inner.init(split(tree)[0])
-    kinds = {"is_sparse": inner.is_sparse, "needs_model": True}
-    found = Compressor(name, init, encode, decode, **kinds)
+        message = Split(
+            matrices=matrix_message,
+            vectors=vector_message,
+            paths=tuple(path for path, _ in named_leaves(tree)),
+            structure=jax.tree.structure(tree),
+        )
+        return message, memory
+
+    def decode(message: Any) -> Any:
+        leaves = inner.decode(message.matrices) | of_vectors.decode(message.vectors)
+        return message.structure.unflatten([leaves[path] for path in message.paths])
+
+    compressor = Compressor(
+        name=f"matrices({inner.name})",
+        init=init,
+        encode=encode,
+        decode=decode,
+        is_sparse=inner.is_sparse,
+        needs_model=True,
+    )
     # Vectors that are not finite must not reach the memory of matrices.
-    return keep_finite(found) if inner.has_memory else found
+    return keep_finite(compressor) if inner.has_memory else compressor
 
 
 def check_floats(name: str, tree: Any) -> None:
@@ -294,23 +367,25 @@ def check_state(
 
     For each leaf `per_leaf(state)` has a value; `shapes` are those of the tree's own.
     """
-    how = "pass what `init(tree)` of the same tree or the last `encode` returned"
+    remedy = "pass what `init(tree)` of the same tree or the last `encode` returned"
     if not isinstance(state, kind):
         raise ValueError(
             f"state is a {type(state).__name__}, but must be the {kind.__name__} of "
-            f"{name}: {how}"
+            f"{name}: {remedy}"
         )
+
     known = per_leaf(state)
     if len(shapes) != len(known):
         raise ValueError(
             f"state of {name} is of {len(known)} leaves, but the tree has "
-            f"{len(shapes)}: {how}"
+            f"{len(shapes)}: {remedy}"
         )
-    for (path, x), held, shape in zip(named_leaves(tree), known, shapes, strict=True):
-        if np.shape(held) != shape:
+
+    for (path, x), array, shape in zip(named_leaves(tree), known, shapes, strict=True):
+        if np.shape(array) != shape:
             raise ValueError(
-                f"state of {name} has {np.shape(held)} for the leaf {path!r} of shape "
-                f"{np.shape(x)}, which takes {shape}: {how}"
+                f"state of {name} has {np.shape(array)} for the leaf {path!r} of shape "
+                f"{np.shape(x)}, which takes {shape}: {remedy}"
             )
 
 
@@ -331,6 +406,7 @@ def stateless(argument: str, compressor: Compressor | None) -> Compressor:
             f"{argument}={compressor.name} is given values without the model's shapes; "
             "put matrices before the compressor that sends them"
         )
+
     return compressor
 
 

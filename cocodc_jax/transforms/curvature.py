@@ -43,7 +43,7 @@ changes of units are derived here.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -70,21 +70,38 @@ _UNIT_NEEDS = {
 }
 
 
+@runtime_checkable
+class ProductFn(Protocol):
+    """The `product` of a `Curvature`."""
+
+    def __call__(self, gradient: Any, displacement: Any, /, **extra: Any) -> Any:
+        """Approximate H D.
+
+        Args:
+          gradient: g, taken at the stale parameters; a tree with leaves of at least
+            float32, old minus new where it is a pseudo-gradient.
+          displacement: D, `params - stale_params`, of the same structure and shapes.
+          **extra: exactly the arguments that `Curvature.needs` names.
+
+        Returns:
+          H D, of the same structure, in the units of the gradient.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Curvature:
     """A Hessian-vector approximation and what it needs to be given.
 
     Attributes:
       name: how errors and reports call it.
-      product: `product(gradient, displacement, **extra) -> tree`, called with exactly
-        the extra arguments in `needs`. Both trees have equal structure and shapes,
-        and at least float32 leaves; the result has the same structure.
+      product: approximates H D; see `ProductFn`.
       needs: names of the extra arguments. `stale_params` is supplied by
         `delay_compensation`; the caller of `update` passes the rest.
     """
 
     name: str
-    product: Callable[..., Any]
+    product: ProductFn
     needs: frozenset[str] = frozenset()
 
 
@@ -189,8 +206,8 @@ def normalized_outer_product(
 
     def of_layers(keys, gradient, displacement):
         is_stacked = gradient.ndim and has_layers(path_of(keys))
-        each = jax.vmap(normalized) if is_stacked else normalized
-        return each(gradient, displacement)
+        of_leaf = jax.vmap(normalized) if is_stacked else normalized
+        return of_leaf(gradient, displacement)
 
     def product(gradient, displacement):
         if scope == "tree":
@@ -266,6 +283,7 @@ def gauss_newton(units: str = "gradient") -> Curvature:
         output_gradient = jax.grad(output_loss_fn)
         curved = jax.jvp(output_gradient, (outputs,), (jacobian(tangent),))[1]
         (curved,) = jax.linear_transpose(jacobian, stale_params)(curved)
+
         return _to_units(units, curved, **scales)
 
     needs = frozenset({"model_fn", "output_loss_fn", "stale_params"})
@@ -296,6 +314,7 @@ def hutchinson(num_samples: int = 1, units: str = "gradient") -> Curvature:
             sample = jax.tree.map(
                 lambda s, h: widen(s) * widen(h), signs, hessian(signs)
             )
+
             return jax.tree.map(jnp.add, total, sample), None
 
         keys = jax.random.split(key, num_samples)
@@ -307,6 +326,7 @@ def hutchinson(num_samples: int = 1, units: str = "gradient") -> Curvature:
         curved = jax.tree.map(
             lambda h, d: h.astype(d.dtype) / num_samples * d, total, displacement
         )
+
         return _to_units(units, curved, **scales)
 
     needs = frozenset({"gradient_fn", "stale_params", "key"}) | _UNIT_NEEDS[units]
@@ -316,10 +336,16 @@ def hutchinson(num_samples: int = 1, units: str = "gradient") -> Curvature:
 _FACTORIES = {
     factory.__name__: factory
     for factory in (
-        none, isotropic, outer_product, normalized_outer_product,
-        adam_second_moment, hessian_vector, gauss_newton, hutchinson,
+        none,
+        isotropic,
+        outer_product,
+        normalized_outer_product,
+        adam_second_moment,
+        hessian_vector,
+        gauss_newton,
+        hutchinson,
     )
-}  # fmt: skip
+}
 NAMES = tuple(_FACTORIES)
 """Names that `get` knows."""
 
@@ -355,6 +381,7 @@ def _to_units(units, curved, learning_rate=None, second_moment=None):
         return curved
     if units == "parameter":
         return jax.tree.map(lambda c: _rate(learning_rate, c) * widen(c), curved)
+
     # Adam before its first step has no units yet: 1e-8 alone would make them huge.
     some = [jnp.any(nu != 0) for nu in jax.tree.leaves(second_moment)]
     has_stepped = functools.reduce(jnp.logical_or, some, False)

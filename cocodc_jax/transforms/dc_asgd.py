@@ -109,9 +109,12 @@ def adaptive_delay_compensation(
         mix = lambda u, m: decay * m + (1 - decay) * widen(u) ** 2  # noqa: E731
         mean_square = jax.tree.map(mix, updates, state.mean_square)
         mean_square = cast_like(mean_square, state.mean_square)
-        given = {"stale_params": stale_params, "second_moment": mean_square}
         updates, compensation = compensate.update(
-            updates, state.compensation, params, **given
+            updates,
+            state.compensation,
+            params,
+            stale_params=stale_params,
+            second_moment=mean_square,
         )
         return updates, AdaptiveDelayCompensationState(mean_square, compensation)
 

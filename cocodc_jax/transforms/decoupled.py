@@ -77,15 +77,18 @@ def average_duplicates(
         coefficients = widen(coefficients)
         num_rows = places.shape[1]
         counts = jnp.ones(len(places)) if weights is None else weights
+
         counts = counts.astype(coefficients.dtype)
         if clip:
             norms = jnp.sqrt(jnp.square(coefficients).sum((1, 2)))
             coefficients *= down_to_median(norms, counts > 0)[:, None, None]
+
         counts = counts[:, None, None]
         where = (np.arange(num_rows)[None, :, None], places)
         size = compressor.row_size(packed.shape)
         nothing = jnp.zeros((num_rows, size), coefficients.dtype)
         total = nothing.at[where].add(counts * coefficients)
+
         sent = nothing.at[where].add(jnp.broadcast_to(counts, places.shape))
         if over_all:
             sent = jnp.full_like(total, counts.sum())

@@ -30,11 +30,11 @@ _NAME = "error_feedback"
 
 
 class ErrorFeedbackState(NamedTuple):
-    """State of `error_feedback`."""
+    """Memory of `error_feedback`."""
 
     # tree like the one compressed, float32 or wider, what is not yet sent.
     residual: Any
-    inner: Any  # State of the inner compressor.
+    inner: Any  # Memory of the inner compressor.
 
 
 def error_feedback(inner: Compressor, decay: float | jax.Array = 1.0) -> Compressor:
@@ -51,10 +51,10 @@ def error_feedback(inner: Compressor, decay: float | jax.Array = 1.0) -> Compres
     >>> from cocodc_jax.transforms.sparsify import top_k
     >>> compressor = error_feedback(top_k(density=0.5))
     >>> meant = jnp.array([3.0, 2.0])
-    >>> state = compressor.init(meant)
+    >>> memory = compressor.init(meant)
     >>> for _ in range(2):
-    ...     message, state = compressor.encode(meant, state)
-    ...     print(compressor.decode(message), state.residual)
+    ...     message, memory = compressor.encode(meant, memory)
+    ...     print(compressor.decode(message), memory.residual)
     [3. 0.] [0. 2.]
     [0. 4.] [3. 0.]
     """
@@ -62,22 +62,26 @@ def error_feedback(inner: Compressor, decay: float | jax.Array = 1.0) -> Compres
     check_compressor("inner", inner)
     check_no_feedback(inner)
 
-    def init(tree):
+    def init(tree: Any) -> ErrorFeedbackState:
         residual = jax.tree.map(wide_zeros, tree)
         return ErrorFeedbackState(residual, inner.init(tree))
 
-    def encode(tree, state, key=None):
+    def residuals_of(memory: ErrorFeedbackState) -> list[Any]:
+        return jax.tree.leaves(memory.residual)
+
+    def encode(
+        tree: Any, memory: Any, key: jax.Array | None = None
+    ) -> tuple[Any, ErrorFeedbackState]:
         shapes = [jnp.shape(x) for x in jax.tree.leaves(tree)]
-        held = lambda state: jax.tree.leaves(state.residual)  # noqa: E731
-        check_state(name, state, ErrorFeedbackState, held, tree, shapes)
-        meant = jax.tree.map(lambda e, x: decay * e + widen(x), state.residual, tree)
+        check_state(name, memory, ErrorFeedbackState, residuals_of, tree, shapes)
+
         # Encoded in the tree's dtype, which decode restores; the residual also keeps
         # what this cast loses.
-        message, inner_state = inner.encode(cast_like(meant, tree), state.inner, key)
-        residual = jax.tree.map(
-            lambda e, sent: e - widen(sent), meant, inner.decode(message)
-        )
-        return message, ErrorFeedbackState(residual, inner_state)
+        meant = jax.tree.map(lambda e, x: decay * e + widen(x), memory.residual, tree)
+        message, inner_memory = inner.encode(cast_like(meant, tree), memory.inner, key)
+        sent = inner.decode(message)
+        residual = jax.tree.map(lambda e, x: e - widen(x), meant, sent)
+        return message, ErrorFeedbackState(residual, inner_memory)
 
     # Of the kind of the inner one: its messages can be read as before.
     name = f"{_NAME}({inner.name})"

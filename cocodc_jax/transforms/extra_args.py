@@ -48,6 +48,7 @@ def with_named_extras(
                 if refused is None or refused[1] not in extra:
                     _raise_if_missing(text, error)
                     raise
+
                 extra.pop(refused[1])
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
@@ -59,6 +60,7 @@ def _named(update: Any) -> frozenset[str] | None:
         parameters = [*inspect.signature(update).parameters.values()]
     except (TypeError, ValueError):  # Has no signature, such as a compiled function.
         return None
+
     if any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters):
         return None
     return frozenset(

@@ -81,14 +81,18 @@ def scale_by_heloco(
     check_not_negative("confidence_scale", confidence_scale)
 
     def correct(g, m):
-        g_length, m_length = safe_norm(g), safe_norm(m)
-        u, v = g / _or_one(g_length), m / _or_one(m_length)
+        g_length = safe_norm(g)
+        m_length = safe_norm(m)
+        u = g / _or_one(g_length)
+        v = m / _or_one(m_length)
         c = jnp.clip(inner_product(u, v), -1.0, 1.0)
         confidence = g_length / (g_length + confidence_scale * m_length + _EPS)
+
         removed = jnp.minimum(removal_rate * -c * confidence, max_removal)
         turned = jnp.minimum(turn_rate * (1 - c) * confidence, 1.0)
         between = (1 - turned) * u + turned * v
         between = g_length * between / _or_one(safe_norm(between))
+
         changed = jnp.where(c < 0, g - removed * c * g_length * v, between)
         is_known = (g_length > 0) & (m_length > 0)
         return jnp.where(is_known & (c < keep_cosine), changed, g)
@@ -125,8 +129,15 @@ def heloco(
     >>> print(step.round(4))  # 0.3 of the -3 is taken off: D^ = [-2.1, 4]
     [ 2.375 -5.   ]
     """
-    numbers = keep_cosine, removal_rate, turn_rate, confidence_scale, max_removal
-    corrected = scale_by_heloco(momentum, *numbers, weight)
+    corrected = scale_by_heloco(
+        momentum=momentum,
+        keep_cosine=keep_cosine,
+        removal_rate=removal_rate,
+        turn_rate=turn_rate,
+        confidence_scale=confidence_scale,
+        max_removal=max_removal,
+        weight=weight,
+    )
     return optax.chain(corrected, descend(learning_rate))
 
 
@@ -163,10 +174,14 @@ def look_ahead(
                 f"state holds {len(momenta)} momenta of heloco or mla, but look_ahead "
                 "goes by one: pass the state of that optimizer"
             )
+
         (m,) = momenta
-        lead = lambda x, v: (x - learning_rate * momentum * v).astype(x.dtype)  # noqa: E731
-        led = jax.tree.map(lead, match_holes(m, params), m)
-        return fill_holes(m, led, params)
+
+        def lead(x, v):
+            return (x - learning_rate * momentum * v).astype(x.dtype)
+
+        ahead = jax.tree.map(lead, match_holes(m, params), m)
+        return fill_holes(m, ahead, params)
 
     return start
 
@@ -189,6 +204,7 @@ def _look_ahead_momentum(momentum, weight, correct) -> optax.GradientTransformat
             state.momentum,
         )
         direction = jax.tree.map(lambda g, m: g + momentum * m, corrected, new_momentum)
+
         return cast_like(direction, updates), AveragedMomentumState(
             cast_like(new_momentum, state.momentum)
         )

@@ -33,7 +33,9 @@ def evaluate(
 
 def _outputs(eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """Return the outputs of an equation, None for those that are not known."""
-    name, options = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    options = eqn.params
+
     unknown = [None] * len(eqn.outvars)
     if name == "cond":
         if values[0] is None:
@@ -49,5 +51,6 @@ def _outputs(eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
         return evaluate(getattr(inner, "jaxpr", inner), consts, values)
     if eqn.effects or any(value is None for value in values):
         return unknown
+
     outputs = eqn.primitive.bind(*values, **options)
     return [*outputs] if eqn.primitive.multiple_results else [outputs]

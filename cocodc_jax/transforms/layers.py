@@ -44,7 +44,8 @@ def named_leaves(tree) -> list[tuple[str, Any]]:
 
 def distinct_leaves(tree) -> list[tuple[str, Any]]:
     """Return every leaf with its path; refuse two of one, {"a/b": x, "a": {"b": y}}."""
-    leaves, seen = named_leaves(tree), set()
+    leaves = named_leaves(tree)
+    seen = set()
     for path, _ in leaves:
         if path in seen:
             raise ValueError(
@@ -80,10 +81,12 @@ def is_stack(path: str, blocks: str = BLOCKS) -> bool:
     above = [part for part in parts[:-1] if part == blocks or STACKED.search(part)]
     if not above:
         return False
+
     stack = blocks if blocks in above else above[0]
     after = parts[parts.index(stack) + 1]
     if layer_number(stack) is not None or number_below(after) is not None:
         return False
+
     if stack != blocks:
         _say_of_stack("/".join(parts[: parts.index(stack) + 1]))
     return True

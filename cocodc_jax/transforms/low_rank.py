@@ -18,7 +18,7 @@ factorises its own tensor.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ from cocodc_jax.transforms.numerics import check_at_least
 
 
 class LowRankState(NamedTuple):
-    """State of `low_rank`: `right`, a leaf's next Q, or () if it is sent whole.
+    """Memory of `low_rank`: `right`, a leaf's next Q, or () if it is sent whole.
 
     float32 [columns, rank], of a stack [layers, columns, rank].
     """
@@ -74,34 +74,41 @@ def low_rank(
     check_at_least("rank", rank, 1)
     inner = stateless("factors", factors)
 
-    def init(tree):
+    def init(tree: Any) -> LowRankState:
         return LowRankState(start(tree, rank, has_layers))
 
-    def encode(tree, state, key=None):
+    def encode(
+        tree: Any, memory: Any, key: jax.Array | None = None
+    ) -> tuple[Any, LowRankState]:
         check_floats(name, tree)
         fresh = jax.eval_shape(lambda: start(tree, rank, has_layers))
         shapes = [np.shape(q) for q in fresh]  # (0,) of ().
-        check_state(name, state, LowRankState, lambda s: s.right, tree, shapes)
+        check_state(name, memory, LowRankState, lambda m: m.right, tree, shapes)
+
         leaves, structure = jax.tree.flatten(tree)
-        parts, right = [], []
-        for x, q in zip(leaves, state.right, strict=True):
-            part, q = (x, q) if isinstance(q, tuple) else _factorise(x, q)
+        parts = []
+        right = []
+        for x, q in zip(leaves, memory.right, strict=True):
+            is_whole = isinstance(q, tuple)
+            part, next_q = (x, q) if is_whole else _factorise(x, q)
             parts.append(part)
-            right.append(q)
+            right.append(next_q)
+
         encoded, _ = inner.encode(parts, (), key)
         packed = [
             Packed(part, x.shape, x.dtype)
             for x, part in zip(leaves, encoded, strict=True)
         ]
+
         return jax.tree.unflatten(structure, packed), LowRankState(tuple(right))
 
-    def decode_leaf(packed):
+    def decode_leaf(packed: Packed) -> jax.Array:
         part = inner.decode(packed.arrays)
         if not isinstance(part, dict):
             return part
         return product(part["left"], part["right"].mT)
 
-    def decode(message):
+    def decode(message: Any) -> Any:
         return map_packed(decode_leaf, message)
 
     name = f"low_rank({factors.name})" if factors else "low_rank"
@@ -132,14 +139,14 @@ def resize(
     """
     check_at_least("rank", rank, 1)
 
-    def resized(fresh, old):
+    def resized(fresh: Any, old: Any) -> Any:
         if isinstance(fresh, tuple) or isinstance(old, tuple):
             return fresh
         kept = old[..., :rank]
         return jnp.concatenate([kept, fresh[..., kept.shape[-1] :]], axis=-1)
 
     pairs = zip(start(tree, rank, has_layers), state.right, strict=True)
-    return LowRankState(tuple(resized(*pair) for pair in pairs))
+    return LowRankState(tuple(resized(fresh, old) for fresh, old in pairs))
 
 
 def effective_rank(tree, has_layers: Callable[[str], bool] = is_stack) -> jax.Array:
@@ -191,14 +198,16 @@ def _matrices(is_stacked, shape):
 def start(tree, rank: int, has_layers: Callable[[str], bool] = is_stack) -> tuple:
     """Return random right factors, equal in all regions; () for what is sent whole."""
 
-    def of_leaf(index, path, x):
+    def of_leaf(index: int, path: str, x: Any) -> Any:
         stack, (rows, columns) = _matrices(has_layers(path), jnp.shape(x))
         if rank * (rows + columns) >= rows * columns:
             return ()
+
         key = jax.random.fold_in(jax.random.key(0), index)
         return jax.random.normal(key, (*stack, columns, rank), jnp.float32)
 
-    return tuple(of_leaf(i, *named) for i, named in enumerate(named_leaves(tree)))
+    leaves = enumerate(named_leaves(tree))
+    return tuple(of_leaf(i, path, x) for i, (path, x) in leaves)
 
 
 def fold(x: jax.Array, right: jax.Array) -> jax.Array:

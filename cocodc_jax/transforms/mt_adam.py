@@ -80,7 +80,8 @@ def scale_by_mt_adam(
     [1.] (Array([1.], dtype=float32), Array([0.5], dtype=float32))
     [1.2738] (Array([1.], dtype=float32), Array([0.625], dtype=float32))
     """
-    b1s, weights = tuple(b1s), tuple(weights)
+    b1s = tuple(b1s)
+    weights = tuple(weights)
     if len(b1s) != len(weights) or not all(w >= 0 for w in weights):
         raise ValueError(
             f"weights={weights} must be one for each of b1s={b1s}, none below 0"
@@ -89,6 +90,7 @@ def scale_by_mt_adam(
         raise ValueError(
             f"weights={weights} must add up to 1 at most; the rest is the gradient's"
         )
+
     for decay in b1s:
         check_unit_interval("b1s", decay)
     check_unit_interval("b2", b2)
@@ -108,6 +110,7 @@ def scale_by_mt_adam(
             optax.tree.update_moment(wide, u, b, 1)
             for u, b in zip(state.mu, b1s, strict=True)
         )
+
         nu = optax.tree.update_moment_per_elem_norm(wide, state.nu, b2, 2)
         corrected = [
             optax.tree.bias_correction(u, b, count)
@@ -122,7 +125,7 @@ def scale_by_mt_adam(
         scaled = jax.tree.map(
             step, updates, optax.tree.bias_correction(nu, b2, count), *corrected
         )
-        moments = optax.tree.cast_like((momenta, nu), (state.mu, state.nu))
-        return scaled, optax.ScaleByAdamState(count, *moments)
+        mu, nu = optax.tree.cast_like((momenta, nu), (state.mu, state.nu))
+        return scaled, optax.ScaleByAdamState(count, mu, nu)
 
     return optax.GradientTransformation(init_fn, update_fn)

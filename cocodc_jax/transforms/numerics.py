@@ -113,7 +113,8 @@ def match_holes(updates, tree):
 
 def matched(updates, **trees) -> list:
     """Return trees with the holes of `updates`; refuse what would be broadcast."""
-    found, named = [], named_leaves(updates)
+    parts = []
+    named = named_leaves(updates)
     for name, tree in trees.items():
         try:
             part = match_holes(updates, tree)
@@ -124,14 +125,17 @@ def matched(updates, **trees) -> list:
                 f"have {jax.tree.structure(updates)}: pass {name} of the same "
                 "parameters"
             ) from error
+
         for (where, update), leaf in pairs:
             if jnp.shape(leaf) != jnp.shape(update):
                 raise ValueError(
                     f"{name} has {where!r} of shape {jnp.shape(leaf)}, but its update "
                     f"has {jnp.shape(update)}: pass {name} of the same parameters"
                 )
-        found.append(part)
-    return found
+
+        parts.append(part)
+
+    return parts
 
 
 def fill_holes(updates, part, whole):
@@ -152,19 +156,32 @@ def is_number(value) -> TypeGuard[float]:
     return isinstance(value, (int, float, np.number))
 
 
-def _check(is_right: Callable[..., bool], words: str, *kinds) -> Callable[..., None]:
-    """Make `check(argument, value)`; arrays, and what is of `kinds`, pass unchecked."""
+def _check(is_right: Callable[[float], bool], words: str) -> Callable[..., None]:
+    """Make `check(argument, value)` of a number; arrays pass unchecked."""
 
     def check(argument: str, value) -> None:
-        passes = hasattr(value, "dtype") or isinstance(value, kinds)
-        if not (is_right(value) if is_number(value) else passes):
+        is_array = hasattr(value, "dtype") and not is_number(value)
+        if not is_array and not (is_number(value) and is_right(value)):
             raise ValueError(f"{argument}={value!r} must be {words}")
 
     return check
 
 
-check_number = _check(lambda x: -math.inf < x < math.inf, "a finite number", Callable)
-check_finite = _check(lambda x: -math.inf < x < math.inf, "a finite number", object)
+_check_finite_number = _check(lambda x: -math.inf < x < math.inf, "a finite number")
+
+
+def check_number(argument: str, value) -> None:
+    """Raise ValueError unless a value is a finite number, an array or a schedule."""
+    if not callable(value):
+        _check_finite_number(argument, value)
+
+
+def check_finite(argument: str, value) -> None:
+    """Raise ValueError for a number that is not finite; other values pass."""
+    if is_number(value):
+        _check_finite_number(argument, value)
+
+
 check_unit_interval = _check(lambda x: 0 <= x < 1, "at least 0 and below 1")
 check_positive = _check(lambda x: x > 0, "positive")
 check_not_negative = _check(lambda x: 0 <= x < math.inf, "at least 0 and finite")

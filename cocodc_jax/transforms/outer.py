@@ -40,10 +40,19 @@ from cocodc_jax.transforms.numerics import (
 from cocodc_jax.transforms.snoo import snoo
 
 __all__ = [
-    "co2", "delayed_nesterov", "group_heavy_ball", "heloco", "look_ahead", "mla",
-    "scale_by_clipped_momentum", "scale_by_delayed_nesterov", "scale_by_heloco",
-    "scale_by_mla", "scale_by_staleness_gap", "snoo",
-]  # fmt: skip
+    "co2",
+    "delayed_nesterov",
+    "group_heavy_ball",
+    "heloco",
+    "look_ahead",
+    "mla",
+    "scale_by_clipped_momentum",
+    "scale_by_delayed_nesterov",
+    "scale_by_heloco",
+    "scale_by_mla",
+    "scale_by_staleness_gap",
+    "snoo",
+]
 
 GAPS = ("constant", "measured")
 
@@ -80,9 +89,12 @@ def scale_by_delayed_nesterov(
     check_number("spread", spread)
 
     def init_fn(params):
-        # Arrays of its own for each: a state that is donated holds none twice.
-        buffer, momentum = (optax.tree.zeros_like(params) for _ in range(2))
-        return DelayedNesterovState(jnp.zeros([], jnp.int32), buffer, momentum)
+        # Separate arrays: a state that is donated holds none twice.
+        return DelayedNesterovState(
+            num_buffered=jnp.zeros([], jnp.int32),
+            buffer=optax.tree.zeros_like(params),
+            momentum=optax.tree.zeros_like(params),
+        )
 
     def update_fn(updates, state, params=None):
         num_buffered = state.num_buffered + 1
@@ -94,12 +106,14 @@ def scale_by_delayed_nesterov(
             state.momentum,
             buffer,
         )
+
         weight = jnp.where(is_full, 1 - spread * buffer_size + spread, spread)
         direction = jax.tree.map(
             lambda u, m: (weight * momentum * m + u / buffer_size).astype(u.dtype),
             updates,
             new_momentum,
         )
+
         num_buffered, buffer = jax.tree.map(
             lambda x: jnp.where(is_full, jnp.zeros_like(x), x), (num_buffered, buffer)
         )
@@ -172,12 +186,14 @@ def group_heavy_ball(
         if params is None or group_mean_params is None:
             raise ValueError("group_heavy_ball needs params and group_mean_params")
 
-        def accelerate(g, v, own, mean):
-            away = widen(own) - widen(mean)
+        def accelerate(g, v, local, mean):
+            away = widen(local) - widen(mean)
             return momentum * widen(v) + learning_rate * widen(g) + pull * away
 
-        own, mean = matched(updates, params=params, group_mean_params=group_mean_params)
-        velocity = jax.tree.map(accelerate, updates, state.velocity, own, mean)
+        local, mean = matched(
+            updates, params=params, group_mean_params=group_mean_params
+        )
+        velocity = jax.tree.map(accelerate, updates, state.velocity, local, mean)
         step = cast_like(optax.tree.scale(-1.0, velocity), updates)
         return step, GroupHeavyBallState(cast_like(velocity, state.velocity))
 
@@ -253,11 +269,13 @@ def scale_by_staleness_gap() -> optax.GradientTransformationExtraArgs:
     def update_fn(updates, state, params=None, *, stale_params=None, **extra):
         if params is None or stale_params is None:
             raise ValueError("scale_by_staleness_gap needs params and stale_params")
-        both = matched(updates, params=params, stale_params=stale_params)
-        move = safe_norm(difference(*both)).astype(jnp.float32)
+
+        now, anchor = matched(updates, params=params, stale_params=stale_params)
+        move = safe_norm(difference(now, anchor)).astype(jnp.float32)
         is_first = state.mean_move == 0
         gap = jnp.where(is_first, 1.0, move / jnp.where(is_first, 1.0, state.mean_move))
         gap = jnp.maximum(1.0, gap)
+
         # An infinite move would be the mean ever after.
         counts = (move > 0) & jnp.isfinite(move)
         num_rounds = state.num_rounds + counts.astype(jnp.int32)
@@ -266,6 +284,7 @@ def scale_by_staleness_gap() -> optax.GradientTransformationExtraArgs:
         divisor = jnp.maximum(num_rounds, 1).astype(jnp.float32)
         mean_move = state.mean_move + surplus / divisor
         shrunk = jax.tree.map(lambda u: (widen(u) / gap).astype(u.dtype), updates)
+
         return shrunk, StalenessGapState(num_rounds, mean_move, gap)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

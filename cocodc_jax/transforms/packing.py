@@ -22,7 +22,8 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     Array([33,  3], dtype=uint8)
     """
     if 8 % bits == 0:
-        per_byte, codes = 8 // bits, codes.astype(jnp.uint8)
+        per_byte = 8 // bits
+        codes = codes.astype(jnp.uint8)
         rows = jnp.pad(codes, (0, -codes.size % per_byte)).reshape(-1, per_byte)
         shifts = np.arange(0, 8, bits, dtype=np.uint8)[None]
         return jnp.sum(rows << shifts, axis=1, dtype=jnp.uint8)

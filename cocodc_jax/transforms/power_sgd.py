@@ -108,18 +108,18 @@ def decoded(left: tuple, sums: tuple, like):
     leaves, structure = jax.tree.flatten(like)
 
     def of_leaf(x, p, q):
-        whole = isinstance(q, tuple)
-        y = p if whole else low_rank.product(p, q.mT)
+        is_whole = isinstance(q, tuple)
+        y = p if is_whole else low_rank.product(p, q.mT)
         return y.reshape(x.shape)
 
     return cast_like(structure.unflatten(map(of_leaf, leaves, left, sums)), like)
 
 
-def missed(tree, left: tuple, own: tuple):
+def missed(tree, left: tuple, region_sums: tuple):
     """Return what P^ leaves out of A, given the region's own second factors."""
-    rows = zip(jax.tree.leaves(tree), left, own, strict=True)
+    rows = zip(jax.tree.leaves(tree), left, region_sums, strict=True)
     left = tuple(x if isinstance(q, tuple) else p for x, p, q in rows)
-    return jax.tree.map(jnp.subtract, tree, decoded(left, own, tree))
+    return jax.tree.map(jnp.subtract, tree, decoded(left, region_sums, tree))
 
 
 def refreshed(sums: tuple, right: tuple) -> tuple:

@@ -21,6 +21,8 @@ The 2 bits of SparseLoCo and MuLoCo are others, see `statistical.stat2`.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +79,7 @@ def sign(block_size: int = 256) -> Compressor:
     return _blockwise("sign", 1, encode, decode, block_size, False, _mean_abs)
 
 
-def _cast(name, dtype):
+def _cast(name: str, dtype: Any) -> Compressor:
     most = float(jnp.finfo(dtype).max)
 
     def encode_leaf(x, key):
@@ -88,7 +90,7 @@ def _cast(name, dtype):
     return per_leaf(name, encode_leaf, lambda arrays, shape: arrays)
 
 
-def _uniform(levels):
+def _uniform(levels: int) -> tuple[Callable, Callable]:
     """Make `levels` equally spaced fractions from -1 to 1."""
 
     def encode(fraction, noise):
@@ -111,9 +113,11 @@ def _fp4_encode(fraction, noise):
         magnitude = _count_reached(size, bounds)
     else:
         low = _count_reached(size, [2.0 ** (e - 7) for e in range(1, 7)])
-        below, above = _fp4_magnitude(low), _fp4_magnitude(low + 1)
+        below = _fp4_magnitude(low)
+        above = _fp4_magnitude(low + 1)
         is_above = noise < (size - below) / (above - below)
         magnitude = low + is_above.astype(jnp.int32)
+
     return magnitude + 8 * (fraction < 0).astype(jnp.int32)
 
 
@@ -141,7 +145,15 @@ def _mean_abs(blocks, counts):
     return jnp.sum(jnp.abs(blocks), axis=1) / counts
 
 
-def _blockwise(name, bits, encode, decode, block_size, stochastic, scale_of=_absmax):
+def _blockwise(
+    name: str,
+    bits: int,
+    encode: Callable,
+    decode: Callable,
+    block_size: int,
+    stochastic: bool,
+    scale_of: Callable = _absmax,
+) -> Compressor:
     """Build the compressor that sends a scale a block and a code a value.
 
     `encode` makes codes of fractions in [-1, 1], with uniform noise in [0, 1) or None;
@@ -152,11 +164,13 @@ def _blockwise(name, bits, encode, decode, block_size, stochastic, scale_of=_abs
     def encode_leaf(x, key):
         if stochastic and key is None:
             raise ValueError(f"{name}(stochastic=True).encode needs a key")
+
         blocks, counts = _blocks(x.astype(jnp.float32).reshape(-1), block_size)
         scales = scale_of(blocks, counts)
         divisors = jnp.where(scales > 0, scales, 1.0)[:, None]
         noise = jax.random.uniform(key, blocks.shape) if stochastic else None
         codes = encode(blocks / divisors, noise).astype(jnp.uint8)
+
         return {"codes": pack(codes.reshape(-1)[: x.size], bits), "scales": scales}
 
     def decode_leaf(arrays, shape):

@@ -79,6 +79,7 @@ def secant(
         step = difference(later_params, extra["stale_params"])
         change = difference(later_gradient, gradient)
         predicted = base.product(gradient, step, **base_extra)
+
         curved = base.product(gradient, displacement, **base_extra)
         if scope == "tree":
             weight = fit(change, predicted)
@@ -92,8 +93,8 @@ def secant(
 def _power_of_two(tree):
     """Return one near the largest entry: what is divided by it is not rounded."""
     largest = [jnp.max(jnp.abs(x), initial=0.0) for x in jax.tree.leaves(tree)]
-    found = functools.reduce(
+    power = functools.reduce(
         jnp.maximum, (x.astype(jnp.float32) for x in largest), jnp.float32(0)
     )
-    found = jax.lax.reduce_precision(found, exponent_bits=8, mantissa_bits=0)
-    return jnp.where((found > 0) & jnp.isfinite(found), found, 1.0)
+    power = jax.lax.reduce_precision(power, exponent_bits=8, mantissa_bits=0)
+    return jnp.where((power > 0) & jnp.isfinite(power), power, 1.0)

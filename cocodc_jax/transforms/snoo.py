@@ -83,13 +83,17 @@ def snoo(
     def update_fn(updates, state, params=None, **extra):
         if params is None:
             raise ValueError("snoo needs params: pass update(updates, state, params)")
+
         fast_step, inner_state = inner.update(
             updates, state.inner_state, params, **extra
         )
         num_steps = state.num_steps + 1
         is_sync = num_steps >= sync_interval
+
         # In bfloat16 most outer steps would be rounded away.
-        old, wide = state.slow_params, jax.tree.map(widen, params)
+        old = state.slow_params
+        wide = jax.tree.map(widen, params)
+
         gradient = difference(old, optax.apply_updates(wide, fast_step))
         step, outer_state = outer.update(gradient, state.outer_state, old)
         slow = optax.apply_updates(old, step)
@@ -97,6 +101,7 @@ def snoo(
         slow, outer_state = _where(
             is_sync, (slow, outer_state), (old, state.outer_state)
         )
+
         num_steps = jnp.where(is_sync, 0, num_steps)
         new_state = SnooState(num_steps, slow, inner_state, outer_state)
         return _where(is_sync, jump, fast_step), new_state

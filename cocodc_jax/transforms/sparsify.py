@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -33,22 +33,49 @@ from cocodc_jax.transforms.numerics import check_at_least, check_share, widen
 from cocodc_jax.transforms.packing import index_bits, pack, unpack
 
 
+@runtime_checkable
+class ReadFn(Protocol):
+    """The `read` of a `SparseCompressor`."""
+
+    def __call__(
+        self, arrays: Any, shape: tuple[int, ...], /
+    ) -> tuple[jax.Array, jax.Array]:
+        """Read which coefficients of a leaf a message has.
+
+        Args:
+          arrays: of one `Packed`.
+          shape: of its leaf.
+
+        Returns:
+          Places, int32 [rows, k], distinct in each row, and coefficients [rows, k].
+        """
+        ...
+
+
+@runtime_checkable
+class InvertFn(Protocol):
+    """The `invert` of a `SparseCompressor`."""
+
+    def __call__(self, coefficients: jax.Array, shape: tuple[int, ...], /) -> jax.Array:
+        """Return the leaf of this shape that has these coefficients, [rows, size]."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class SparseCompressor(Compressor):
-    """A compressor whose messages tell which coefficients of a leaf they carry.
+    """A compressor whose messages say which coefficients of a leaf they carry.
 
     The coefficients of a leaf are [rows, size]: a row is a chunk, or the whole leaf.
 
     Attributes:
       row_size: `row_size(shape) -> size` for a leaf of that shape.
-      read: `read(arrays, shape) -> (places, coefficients)`, both [rows, k], from the
-        arrays of one `Packed`; the places of a row are distinct.
-      invert: `invert(coefficients [rows, size], shape) -> leaf`.
+      read: reads the coefficients of one leaf from its part of a message.
+      invert: returns the leaf of all coefficients.
     """
 
     row_size: Callable[[tuple[int, ...]], int]
-    read: Callable[[Any, tuple[int, ...]], tuple[jax.Array, jax.Array]]
-    invert: Callable[[jax.Array, tuple[int, ...]], jax.Array]
+    read: ReadFn
+    invert: InvertFn
 
 
 def top_k(density: float = 0.01, values: Compressor | None = None) -> SparseCompressor:
@@ -120,8 +147,8 @@ def _chunked(name, k, chunk_side, values, transform, count):
 
     def split(x):
         chunks = _to_chunks(x.reshape(matrix_shape(x.shape)), chunk_side)
-        rows = len(chunks), math.prod(chunks.shape[1:])
-        return transform(chunks, False).reshape(rows)
+        size = math.prod(chunks.shape[1:])
+        return transform(chunks, False).reshape(len(chunks), size)
 
     def sides(shape):
         return _sides(*matrix_shape(shape), chunk_side)
@@ -162,12 +189,20 @@ def _sparse(name, values, count, split, join, row_size):
     def decode_leaf(arrays, shape):
         places, chosen = read(arrays, shape)
         zeros = jnp.zeros((len(chosen), row_size(shape)), chosen.dtype)
-        each = np.arange(len(chosen))[:, None]
-        return join(zeros.at[each, places].set(chosen), shape)
+        rows = np.arange(len(chosen))[:, None]
+        return join(zeros.at[rows, places].set(chosen), shape)
 
     plain = per_leaf(name, encode_leaf, decode_leaf)
-    plain = dataclasses.replace(plain, is_sparse=True)
-    return SparseCompressor(**vars(plain), row_size=row_size, read=read, invert=join)
+    return SparseCompressor(
+        name=plain.name,
+        init=plain.init,
+        encode=plain.encode,
+        decode=plain.decode,
+        is_sparse=True,
+        row_size=row_size,
+        read=read,
+        invert=join,
+    )
 
 
 def _sides(rows, columns, side):
@@ -196,18 +231,21 @@ def _from_chunks(chunks, rows, columns):
 def _cosine_transform(chunks, is_inverse):
     """Return C_h X C_w' per chunk, or its inverse C_h' X C_w, with orthonormal C."""
     wide = widen(chunks)  # In bfloat16 the matrices would not be orthonormal.
-    left, right = (_cosine_matrix(n).astype(wide.dtype) for n in chunks.shape[1:])
+    _, height, width = chunks.shape
+    left = _cosine_matrix(height).astype(wide.dtype)
+    right = _cosine_matrix(width).astype(wide.dtype)
     rule = "ji,njk,kl->nil" if is_inverse else "ij,njk,lk->nil"
     # Accelerators would otherwise round the products to bfloat16 or TF32.
     precision = jax.lax.Precision.HIGHEST
-    found = jnp.einsum(rule, left, wide, right, precision=precision)
-    return found.astype(chunks.dtype)
+    transformed = jnp.einsum(rule, left, wide, right, precision=precision)
+    return transformed.astype(chunks.dtype)
 
 
 @functools.cache
 def _cosine_matrix(n):
     """Return the orthonormal DCT-II: row f is cos(pi (2 i + 1) f / (2 n)), scaled."""
-    frequency, place = np.arange(n)[:, None], np.arange(n)[None]
+    frequency = np.arange(n)[:, None]
+    place = np.arange(n)[None]
     matrix = np.cos(np.pi * (2 * place + 1) * frequency / (2 * n)) * np.sqrt(2 / n)
     matrix[0] /= np.sqrt(2)
     return matrix

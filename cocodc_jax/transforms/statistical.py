@@ -51,6 +51,7 @@ def _encode(x, key):
     # Squares are taken of fractions: those of the values may be out of range.
     most = jnp.max(jnp.abs(centered), initial=0)
     unit = jnp.where(most > 0, most, 1)
+
     # A float: of a stack of layers it may be no int32.
     others = float(max(1, flat.size - 1))
     sigma = jnp.sqrt(jnp.sum((centered / unit) ** 2) / others)
@@ -58,6 +59,7 @@ def _encode(x, key):
     place = centered / unit / jnp.where(scale > 0, scale, 1) + _BINS // 2
     codes = jnp.clip(jnp.round(place), 0, _BINS - 1).astype(jnp.uint8)
     table = jnp.stack([_mean_of(centered, codes == b, shift) for b in range(_BINS)])
+
     return {"codes": pack(codes, 2), "table": table.astype(jnp.float32)}
 
 

@@ -13,7 +13,7 @@ not checked against the authors' code. Differs from the paper: the capacity is f
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ _BEYOND = np.iinfo(np.int32).max
 
 
 class ThresholdState(NamedTuple):
-    """State of `threshold`."""
+    """Memory of `threshold`."""
 
     # int32 scalar, calls since the thresholds were taken; 0 before a sort.
     num_calls: jax.Array
@@ -69,35 +69,41 @@ def threshold(
     >>> import jax.numpy as jnp
     >>> compressor = threshold(density=0.25, every=2, slack=2.0)
     >>> x = jnp.array([1.0, -3.0, 0.0, 2.0])
-    >>> message, state = compressor.encode(x, compressor.init(x))
-    >>> print(compressor.decode(message), *state.thresholds)
+    >>> message, memory = compressor.encode(x, compressor.init(x))
+    >>> print(compressor.decode(message), *memory.thresholds)
     [ 0. -3.  0.  0.] 3.0
-    >>> message, state = compressor.encode(2 * x, state)  # two places, threshold 3
+    >>> message, memory = compressor.encode(2 * x, memory)  # two places, threshold 3
     >>> print(compressor.decode(message))
     [ 0. -6.  0.  4.]
     """
     check_share("density", density)
     if not (is_number(slack) and 1 <= slack < math.inf):
         raise ValueError(f"slack={slack!r} must be at least 1 and finite")
+
     check_at_least("every", every, 1)
     inner = stateless("values", values)
     name = f"threshold({inner.name})" if values else "threshold"
 
-    def init(tree):
+    def init(tree: Any) -> ThresholdState:
         zeros = tuple(jnp.zeros([], jnp.float32) for _ in jax.tree.leaves(tree))
         return ThresholdState(jnp.zeros([], jnp.int32), zeros)
 
-    def encode(tree, state, key=None):
+    def encode(
+        tree: Any, memory: Any, key: jax.Array | None = None
+    ) -> tuple[Any, ThresholdState]:
         check_floats(name, tree)
         leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
         shapes = [()] * len(leaves)
-        check_state(name, state, ThresholdState, lambda s: s.thresholds, tree, shapes)
+        check_state(name, memory, ThresholdState, lambda m: m.thresholds, tree, shapes)
+
         thresholds = jax.lax.cond(
-            state.num_calls == 0,
+            memory.num_calls == 0,
             lambda: tuple(_kth_largest(x, density) for x in leaves),
-            lambda: vary_like(state.thresholds, tuple(x.sum() for x in leaves)),
+            lambda: vary_like(memory.thresholds, tuple(x.sum() for x in leaves)),
         )
-        places, chosen = [], []
+
+        places = []
+        chosen = []
         for x, t in zip(leaves, thresholds, strict=True):
             capacity = min(x.size, max(1, round(slack * density * x.size)))
             # Not "at least t": a nan reaches every threshold, so it is not hidden.
@@ -105,22 +111,24 @@ def threshold(
             is_sent = ~(size < t) & (size != 0)
             places.append(_first_true(is_sent, capacity))
             chosen.append(x.reshape(-1).at[places[-1]].get(mode="fill", fill_value=0))
+
         encoded, _ = inner.encode(chosen, (), key)
         packed = []
         for x, i, v in zip(leaves, places, encoded, strict=True):
             indices = pack(i, index_bits(x.size + 1))
             packed.append(Packed({"indices": indices, "values": v}, x.shape, x.dtype))
-        num_calls = (state.num_calls + 1) % every
+
+        num_calls = (memory.num_calls + 1) % every
         message = jax.tree.unflatten(structure, packed)
         return message, ThresholdState(num_calls, thresholds)
 
-    def decode_leaf(packed):
+    def decode_leaf(packed: Packed) -> jax.Array:
         size = math.prod(packed.shape)
         chosen = inner.decode(packed.arrays["values"])
         places = unpack(packed.arrays["indices"], index_bits(size + 1), chosen.size)
         return jnp.zeros(size, chosen.dtype).at[places].set(chosen, mode="drop")
 
-    def decode(message):
+    def decode(message: Any) -> Any:
         return map_packed(decode_leaf, message)
 
     return keep_finite(Compressor(name, init, encode, decode, is_sparse=True))

@@ -58,20 +58,20 @@ def open_corpus(config: DataConfig) -> Corpus:
         return open_hf_set(rest, config)
     if kind == "tfds":
         return open_tfds_set(rest, config.data_dir, config.validation_fraction)
+
     if kind == "text":
-        made, undecodable = TextFiles, config.undecodable
-        found = list_text_files(_at_hand(rest.split(","), config), undecodable)
-        if undecodable == "skip" and (skipped := unreadable(found)):
-            more = f" and {len(skipped) - 3} more" * (len(skipped) > 3)
-            print(
-                f"warning: undecodable=skip leaves out {len(skipped)} of {len(found)} "
-                f"files of the text: {', '.join(map(str, skipped[:3]))}{more}",
-                file=sys.stderr,
-            )
+        builder_class = TextFiles
+        undecodable = config.undecodable
+        files = list_text_files(_local_paths(rest.split(","), config), undecodable)
+        if undecodable == "skip":
+            _warn_of_unreadable(files)
     else:
         # Some of its own tests are in other encodings on purpose.
-        made, undecodable, found = StdlibSource, "skip", list_stdlib_files()
-    builder = _prepare(made, found, config, undecodable)
+        builder_class = StdlibSource
+        undecodable = "skip"
+        files = list_stdlib_files()
+
+    builder = _prepare(builder_class, files, config, undecodable)
     content = (builder.info.metadata or {})["content"]
     return Corpus(
         train=StoredDocuments(builder, "train", "text"),
@@ -81,8 +81,24 @@ def open_corpus(config: DataConfig) -> Corpus:
     )
 
 
-def _at_hand(names: Sequence[str], config: DataConfig) -> list[str]:
-    """Return the paths, of what lies in a bucket those of its copy here."""
+def _warn_of_unreadable(files: Sequence[CorpusFile]) -> None:
+    """Name the files that `undecodable=skip` leaves out, if there are any."""
+    skipped = unreadable(files)
+    if not skipped:
+        return
+
+    names = ", ".join(map(str, skipped[:3]))
+    if len(skipped) > 3:
+        names += f" and {len(skipped) - 3} more"
+    print(
+        f"warning: undecodable=skip leaves out {len(skipped)} of {len(files)} files of "
+        f"the text: {names}",
+        file=sys.stderr,
+    )
+
+
+def _local_paths(names: Sequence[str], config: DataConfig) -> list[str]:
+    """Return the paths; of files in a bucket those of their local copies."""
     cache = cache_dir(config.data_dir)
     try:
         return [str(fetched(x, cache)) if is_in_bucket(x) else x for x in names]
@@ -123,10 +139,12 @@ class TextCorpus(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         threshold = _split_threshold([content for *_, content in named], self._config)
         metadata = self.info.metadata
         assert metadata is not None  # set in _info
+
         # A key decides where its document is stored.
         digest = hashlib.sha256(repr(threshold).encode())
         for entry in sorted(named):
             digest.update(repr(entry).encode())
+
         metadata["content"] = digest.hexdigest()[:16]
         return {
             "train": self._generate_examples(threshold, is_validation=False),
@@ -170,11 +188,11 @@ def _split_threshold(hashes: Sequence[float], config: CorpusConfig) -> float:
     """Return the largest hash that makes a document a validation document."""
     distinct = np.unique(np.array(hashes, np.float64))
     if len(distinct) < 2:
-        held = "one document" if len(distinct) else "no readable UTF-8 text"
+        contents = "one document" if len(distinct) else "no readable UTF-8 text"
         where = os.path.commonpath([file.path for file in config.files])
         raise ValueError(
-            f"{where} holds {held}; at least two different documents are needed, one "
-            "to train on and one to validate on"
+            f"{where} holds {contents}; at least two different documents are needed, "
+            "one to train on and one to validate on"
         )
     return float(np.clip(config.validation_fraction, distinct[0], distinct[-2]))
 
@@ -186,7 +204,9 @@ def _prepare(
     undecodable: str,
 ) -> tfds.core.DatasetBuilder:
     """Return a builder whose data are on disk, preparing them if they are not."""
-    data_dir, share = cache_dir(data.data_dir), data.validation_fraction
+    data_dir = cache_dir(data.data_dir)
+    share = data.validation_fraction
+
     # Without those files nothing depends on the choice.
     choice = () if undecodable == "skip" else (undecodable,)
     # Data that an earlier version prepared still have the marks.
@@ -201,6 +221,7 @@ def _prepare(
         undecodable=undecodable,
     )
     make = functools.partial(builder_class, config=config, file_format="array_record")
+
     target = data_dir / builder_class.name / fingerprint
     with _quiet():
         # Where Path.exists raises, as of folders that are closed, there is none.
@@ -208,6 +229,7 @@ def _prepare(
             _logger.info("preparing %s (%d files)", target, len(files))
             _prepare_beside(make, target)
         builder = make(data_dir=data_dir)
+
     _check_whole(builder, target)
     return builder
 
@@ -216,6 +238,7 @@ def _prepare_beside(make: Callable[..., TextCorpus], target: pathlib.Path) -> No
     data_dir = target.parent.parent
     make_writable(data_dir)
     make_writable(target.parent)
+
     with tempfile.TemporaryDirectory(dir=data_dir, prefix=".preparing-") as folder:
         make(data_dir=folder).download_and_prepare()
         try:

@@ -80,6 +80,7 @@ def open_tfds_set(name: str, data_dir: str, validation_fraction: float) -> Corpu
     features = dict(builder.info.features)
     text_feature = _text_feature(name, features)
     train, validation = (StoredDocuments(builder, s, text_feature) for s in splits)
+
     return Corpus(
         train=train,
         validation=validation,
@@ -98,6 +99,7 @@ def _find_prepared(name: str, data_dir: str) -> Any:
             f"dataset='tfds:{name}' is no name of a TFDS set; use "
             "'tfds:name[/config][:version]', with a version such as 1.0.0"
         ) from error
+
     try:
         builder = read_only_builder.builder_from_files(name, data_dir=data_dir or None)
     except tfds.core.DatasetNotFoundError as error:
@@ -105,12 +107,14 @@ def _find_prepared(name: str, data_dir: str) -> Any:
             f"dataset='tfds:{name}' is not prepared in {where}; nothing is downloaded "
             f"here: run {how} on a machine with a network, TensorFlow and this folder"
         ) from error
-    formats = {each.value for each in builder.info.available_file_formats()}
+
+    formats = {format.value for format in builder.info.available_file_formats()}
     if "array_record" not in formats:
         raise ValueError(
             f"dataset='tfds:{name}' in {where} is stored as {sorted(formats)}, which "
             f"cannot be read at random; prepare it with {how}"
         )
+
     return builder
 
 

@@ -61,15 +61,18 @@ def list_text_files(
     for index, name in enumerate(paths):
         root = expanded(name, "dataset='text:...'")
         is_file = os.path.isfile(root)
-        found = [root] if is_file else list(walk(root, refuse))
-        if not found:
+
+        paths_in_root = [root] if is_file else list(walk(root, refuse))
+        if not paths_in_root:
             what = "holds no readable file" if os.path.isdir(root) else "does not exist"
             raise ValueError(f"dataset='text:...': {root} {what}")
+
         base = root.parent if is_file else root
-        for path in found:
+        for path in paths_in_root:
             key = f"{index}/{path.relative_to(base).as_posix()}"
             source = _top_level(path, base)
             files.append(CorpusFile(path, _sayable(key), _sayable(source)))
+
     return tuple(files)
 
 
@@ -90,6 +93,7 @@ def read_documents(
             if undecodable != "skip":
                 raise
             continue
+
         if not keeps_marks:
             text = text.removeprefix(BYTE_ORDER_MARK)
         for index, piece in enumerate(_pieces(text, max_document_chars)):
@@ -109,13 +113,13 @@ def files_fingerprint(files: Iterable[CorpusFile], *settings: object) -> str:
 
 def unreadable(files: Iterable[CorpusFile]) -> list[pathlib.Path]:
     """List the files that cannot be read, or are not UTF-8 text."""
-    found = []
+    paths = []
     for file in files:
         try:
             _read(file.path, "refuse")
         except ValueError:
-            found.append(file.path)
-    return found
+            paths.append(file.path)
+    return paths
 
 
 def _read(path: pathlib.Path, undecodable: str) -> str:
@@ -160,6 +164,7 @@ def walk(
                     "it leads to as well, or put the files there",
                     stacklevel=2,
                 )
+
         for name in sorted(names):
             path = pathlib.Path(folder, name)
             # Dangling links and pipes are no files; os.path answers where Path raises.
@@ -185,7 +190,8 @@ def _sayable(name: str) -> str:
 
 
 def _pieces(text: str, max_chars: int | None) -> Iterator[str]:
-    start, max_chars = 0, max_chars or len(text)
+    start = 0
+    max_chars = max_chars or len(text)
     while start < len(text):
         # A line longer than a whole document is cut where it must be.
         newline = text.rfind("\n", start, start + max_chars)

@@ -43,11 +43,13 @@ _SPLIT = re.compile(rf"(?:^|[-._ /])({'|'.join(_SPLITS)})(?=[-._ /\d]|$)", re.I)
 # A small set in a thousand chunks, so that all regions get some; a large one in pieces
 # that cost little to look up. A part of a row group costs decoding all of it.
 _NUM_CHUNKS = 1024
-_LEAST_BYTES, _MOST_BYTES, _MOST_BYTES_OF_PARQUET = 1 << 12, 1 << 18, 1 << 22
+_LEAST_BYTES = 1 << 12
+_MOST_BYTES = 1 << 18
+_MOST_BYTES_OF_PARQUET = 1 << 22
 _SAMPLE_BYTES = 1 << 12
 
 
-class _Found(NamedTuple):
+class _ListedFile(NamedTuple):
     path: pathlib.Path
     key: str  # Its name in the set.
     split: str
@@ -62,7 +64,13 @@ class RowDocuments(Documents):
         files: Sequence[tuple[RowFile, str]],
         held_out: tuple[float, bool] | None = None,
     ):
-        self._files, self._held_out = files, held_out
+        """Read chunks of files, each with its source, in one random order.
+
+        `held_out` is the share of documents that is held out, and whether these are
+        that share; None takes all.
+        """
+        self._files = files
+        self._held_out = held_out
         self._ends = list(itertools.accumulate(f.num_chunks for f, _ in files))
         self._order = np.random.default_rng(0).permutation(self._ends[-1])
         self.num_bytes = sum(file.num_bytes for file, _ in files)
@@ -97,34 +105,40 @@ def open_hf_set(folder: str, config: DataConfig) -> Corpus:
     has. Validation documents are those of files that say `validation`, `valid`, `val`
     or `dev`, else `test`, or else a share of the documents by a hash of their text.
     """
-    found = _find(expanded(folder, f"dataset='hf:{folder}'"))
-    paths = [_unpacked(f.path, cache_dir(config.data_dir)) for f in found]
+    listed = _find(expanded(folder, f"dataset='hf:{folder}'"))
+    paths = [_unpacked(file.path, cache_dir(config.data_dir)) for file in listed]
     size = sum(path.stat().st_size for path in paths) // _NUM_CHUNKS
     size = max(size, _LEAST_BYTES)
+
     splits: dict[str, list[tuple[RowFile, str]]] = {}
-    for file, path in zip(found, paths, strict=True):
+    for file, path in zip(listed, paths, strict=True):
         opened = _open(path, file.path, config, size)
         if opened.num_chunks:
             splits.setdefault(file.split, []).append((opened, file.source))
+
     train = splits.get("train", [])
     if not train:
         raise RecordError(
             f"dataset='hf:{folder}' has no rows to train on, only the splits "
             f"{sorted(splits)}; name a file or a folder 'train'"
         )
-    held = splits.get("validation") or splits.get("test")
+
+    validation = splits.get("validation") or splits.get("test")
     share = config.validation_fraction
-    settings = (config.text_field, size, config.undecodable, not held and share)
+    settings = (config.text_field, size, config.undecodable, not validation and share)
     return Corpus(
-        train=RowDocuments(train, None if held else (share, False)),
-        validation=RowDocuments(held or train, None if held else (share, True)),
+        train=RowDocuments(train, None if validation else (share, False)),
+        validation=RowDocuments(
+            validation or train, None if validation else (share, True)
+        ),
         has_sources=True,
-        fingerprint=f"hf-{_fingerprint(found, settings)}",
+        fingerprint=f"hf-{_fingerprint(listed, settings)}",
     )
 
 
-def _find(root: pathlib.Path) -> list[_Found]:
-    is_file, is_folder = os.path.isfile(root), os.path.isdir(root)
+def _find(root: pathlib.Path) -> list[_ListedFile]:
+    is_file = os.path.isfile(root)
+    is_folder = os.path.isdir(root)
     base = root.parent if is_file else root
     files = [root] if is_file else list(walk(root, _refuse))
     keys = {path: path.relative_to(base).as_posix() for path in files}
@@ -133,19 +147,22 @@ def _find(root: pathlib.Path) -> list[_Found]:
         for path, key in keys.items()
         if path.name.endswith(_KNOWN) and not _NO_ROWS.fullmatch(path.name)
     }
+
     if not rows:
-        there = sorted({"".join(path.suffixes[-2:]) or path.name for path in files})
-        what = f"only {', '.join(there[:8])}" if files else "nothing at all"
-        what = what if is_file or is_folder else "as it is not there"
+        kinds = sorted({"".join(path.suffixes[-2:]) or path.name for path in files})
+        what = f"only {', '.join(kinds[:8])}" if files else "nothing at all"
+        if not (is_file or is_folder):
+            what = "as it is not there"
         raise RecordError(
             f"dataset='hf:{root}' has no file of {', '.join(_KNOWN)}, {what}"
         )
+
     # A file that is named by itself is trained on, whatever its name.
-    splits = {path: _split(key) * is_folder for path, key in rows.items()}
+    splits = {path: _split(key) if is_folder else "" for path, key in rows.items()}
     if "train" not in splits.values():
         splits = {path: split or "train" for path, split in splits.items()}
     return [
-        _Found(path, key, splits[path], _source(key))
+        _ListedFile(path, key, splits[path], _source(key))
         for path, key in rows.items()
         if splits[path]
     ]
@@ -160,8 +177,8 @@ def _refuse(error: OSError) -> None:
 
 def _split(key: str) -> str:
     """Return the split that a file's name, or its folder's, says; empty for none."""
-    said = _SPLIT.findall(key)
-    return _SPLITS[said[-1].lower()] if said else ""
+    names = _SPLIT.findall(key)
+    return _SPLITS[names[-1].lower()] if names else ""
 
 
 def _source(key: str) -> str:
@@ -187,9 +204,11 @@ def _unpacked(path: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
     """Return the file, unpacked beside prepared corpora if it is a `.gz`."""
     if path.suffix != ".gz":
         return path
+
     stat = path.stat()
     known = repr((str(path), stat.st_size, stat.st_mtime_ns)).encode()
     folder = cache / "unpacked" / hashlib.sha256(known).hexdigest()[:16]
+
     target = folder / path.stem
     if not os.path.exists(target):
         make_writable(cache)
@@ -203,19 +222,21 @@ def _unpacked(path: pathlib.Path, cache: pathlib.Path) -> pathlib.Path:
             except (OSError, EOFError, zlib.error) as error:
                 os.unlink(file.name)
                 raise RecordError(f"{path} cannot be unpacked: {error}") from error
+
         # Whoever may read the one may read the other, in a cache that several share.
         shutil.copymode(path, file.name)
         os.replace(file.name, target)  # Whole, for any other process that looks.
+
     return target
 
 
-def _fingerprint(files: Sequence[_Found], settings: tuple) -> str:
+def _fingerprint(files: Sequence[_ListedFile], settings: tuple) -> str:
     """Digest names, sizes, beginnings and ends: reading all would take too long."""
     digest = hashlib.sha256(repr(settings).encode())
-    for found in files:
-        size = found.path.stat().st_size
-        digest.update(repr((found.key, size)).encode())
-        with found.path.open("rb") as file:
+    for listed in files:
+        size = listed.path.stat().st_size
+        digest.update(repr((listed.key, size)).encode())
+        with listed.path.open("rb") as file:
             digest.update(file.read(_SAMPLE_BYTES))
             file.seek(max(0, size - _SAMPLE_BYTES))
             digest.update(file.read(_SAMPLE_BYTES))

@@ -36,8 +36,11 @@ class JsonLines:
         shown: pathlib.Path,
     ):
         """Look at the first line: it must be an object with that field."""
-        self._path, self._field, self._shown = path, field, shown
-        self._chunk_bytes, self._undecodable = chunk_bytes, undecodable
+        self._path = path
+        self._field = field
+        self._shown = shown
+        self._chunk_bytes = chunk_bytes
+        self._undecodable = undecodable
         self.num_bytes = path.stat().st_size
         self.num_chunks = -(-self.num_bytes // chunk_bytes)
         if self.num_chunks:
@@ -54,12 +57,14 @@ class JsonLines:
                 # The line that the byte before is in, or ends, is another chunk's.
                 file.seek(start - 1)
                 start += len(file.readline()) - 1
+
             while start < end and (line := file.readline()):
                 try:
                     # A mark begins a file, or one that was appended to another.
                     text = self._text(without_mark(line))
                 except ValueError as error:
                     raise RecordError(f"{self._where(start)}: {error}") from error
+
                 if text is not None:
                     yield text
                 start += len(line)
@@ -67,23 +72,29 @@ class JsonLines:
     def _text(self, line: bytes) -> str | None:
         if line.isspace():
             return None
+
         errors = "replace" if self._undecodable == "replace" else "strict"
         try:
             row = json.loads(line.decode("utf-8", errors))
         except UnicodeDecodeError as error:
             if self._undecodable == "skip":
                 return None
-            why = f"is not UTF-8 text ({error.reason}); mend it, or choose "
-            raise ValueError(f"{why}undecodable=replace or skip") from error
+
+            raise ValueError(
+                f"is not UTF-8 text ({error.reason}); mend it, or choose "
+                "undecodable=replace or skip"
+            ) from error
         # Python's parser calls itself for each bracket that is open.
         except (ValueError, RecursionError) as error:
             why = f"is no JSON ({error}); each line must be one object"
             raise ValueError(why) from error
+
         if not isinstance(row, dict):
             kind = type(row).__name__
             raise ValueError(f"is a JSON {kind}; each line must be one object")
         if self._field not in row:
             raise ValueError(_no_field(self._field, row))
+
         text = row[self._field]
         if text is not None and not isinstance(text, str):
             kind = type(text).__name__
@@ -110,20 +121,22 @@ class Columns:
         column: Callable[[int], Any],
     ):
         """Cut groups of so many rows and bytes, each of whose text `column` returns."""
-        self._path, self._column = path, column
+        self._path = path
+        self._column = column
         self._chunks: list[tuple[int, slice]] = []  # Groups, and rows in them.
         for group, (n, size) in enumerate(zip(rows, sizes, strict=True)):
             parts = max(1, min(n, -(-size // chunk_bytes)))
             bounds = [part * n // parts for part in range(parts + 1)]
             self._chunks += [(group, slice(*x)) for x in itertools.pairwise(bounds)]
-        self.num_bytes, self.num_chunks = sum(sizes), len(self._chunks)
+        self.num_bytes = sum(sizes)
+        self.num_chunks = len(self._chunks)
 
     def texts(self, chunk: int) -> list[str]:
         """Return the texts of a chunk's rows."""
         group, rows = self._chunks[chunk]
         with _reading(self._path):
-            found = self._column(group)[rows].to_pylist()
-        return [text for text in map(_clean, found) if text is not None]
+            values = self._column(group)[rows].to_pylist()
+        return [text for text in map(_clean, values) if text is not None]
 
 
 RowFile = JsonLines | Columns  # It has `num_bytes`, about the size of its text.
@@ -138,12 +151,14 @@ def open_parquet(path: pathlib.Path, field: str, chunk_bytes: int) -> Columns:
         _check_column(path, file.schema_arrow, field)
         about = file.metadata
         groups = [about.row_group(g) for g in range(about.num_row_groups)]
+
     sizes = [
         group.column(i).total_uncompressed_size
         for group in groups
         for i in range(group.num_columns)
         if group.column(i).path_in_schema == field
     ]
+
     rows = [group.num_rows for group in groups]
     column = functools.partial(_row_group, path, field)
     return Columns(path, rows, sizes, chunk_bytes, column)
@@ -160,10 +175,12 @@ def open_arrow(path: pathlib.Path, field: str, chunk_bytes: int) -> Columns:
         is_file = mapped.read(6) == b"ARROW1"
         mapped.seek(0)
         table = (ipc.open_file if is_file else ipc.open_stream)(mapped).read_all()
+
     _check_column(path, table.schema, field)
     batches = table.column(field).chunks
-    rows, sizes = map(len, batches), [batch.nbytes for batch in batches]
-    return Columns(path, list(rows), sizes, chunk_bytes, batches.__getitem__)
+    rows = [len(batch) for batch in batches]
+    sizes = [batch.nbytes for batch in batches]
+    return Columns(path, rows, sizes, chunk_bytes, batches.__getitem__)
 
 
 def _clean(text: str | None) -> str | None:
@@ -184,8 +201,8 @@ def _row_group(path: pathlib.Path, field: str, group: int) -> Any:
 
 
 def _no_field(field: str, names: Iterable[str]) -> str:
-    there = f"its fields are {sorted(names)}; name one with text_field"
-    return f"has no field {field!r}; {there}"
+    known = f"its fields are {sorted(names)}; name one with text_field"
+    return f"has no field {field!r}; {known}"
 
 
 def _check_column(path: pathlib.Path, schema: Any, field: str) -> None:

@@ -36,7 +36,7 @@ import optax
 
 from cocodc_jax.sync import Method, RegionalOuter, Sync, merge, schedules
 from cocodc_jax.sync.outer import PyTree, nesterov_sgd, pseudo_gradient
-from cocodc_jax.transforms.compressor import zeroed
+from cocodc_jax.transforms.compressor import Compressor, zeroed
 from cocodc_jax.transforms.numerics import is_finite
 
 
@@ -70,27 +70,36 @@ class EagerState(NamedTuple):
 def eager_outer(optimizer: optax.GradientTransformation) -> RegionalOuter:
     """Step one round late, with the region's own share of the mean up to date."""
 
-    def init(params, compressor):
+    def init(params: PyTree, compressor: Compressor) -> EagerState:
         zeros = jax.tree.map(jnp.zeros_like, params)
         return EagerState(optimizer.init(params), compressor.init(params), zeros, zeros)
 
-    def send(params, state, local, compressor, key):
-        message, kept = compressor.encode(
+    def send(
+        params: PyTree,
+        state: EagerState,
+        local: PyTree,
+        compressor: Compressor,
+        key: jax.Array,
+    ) -> tuple[PyTree, EagerState]:
+        message, memory = compressor.encode(
             pseudo_gradient(params, local), state.compressor, key
         )
         # A message that is not finite is in no mean, so the region has no share.
-        own = zeroed(compressor.decode(message), is_finite(message))
-        return message, EagerState(state.optimizer, kept, own, state.newest)
+        share = zeroed(compressor.decode(message), is_finite(message))
+        return message, EagerState(state.optimizer, memory, share, state.newest)
 
-    def receive(params, state, arrived, num_regions):
-        def corrected(mean, new, old):
+    def receive(
+        params: PyTree, state: EagerState, arrived: PyTree, num_regions: int
+    ) -> tuple[PyTree, EagerState]:
+        def corrected(mean: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
             return mean + (new - old) / num_regions
 
         fresh = jax.tree.map(corrected, arrived, state.newest, state.arriving)
-        step, kept = optimizer.update(fresh, state.optimizer, params)
-        return optax.apply_updates(params, step), state._replace(optimizer=kept)
+        step, optimizer_state = optimizer.update(fresh, state.optimizer, params)
+        new_params = optax.apply_updates(params, step)
+        return new_params, state._replace(optimizer=optimizer_state)
 
-    def land(state):
+    def land(state: EagerState) -> EagerState:
         nothing = jax.tree.map(jnp.zeros_like, state.newest)
         return state._replace(newest=nothing, arriving=state.newest)
 

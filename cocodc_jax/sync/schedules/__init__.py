@@ -23,11 +23,29 @@ from cocodc_jax.sync.schedules.slotted import (
 )
 
 __all__ = [
-    "FINISH", "MIDWAY", "START", "Adaptive", "Applied", "Asynchronous", "Event",
-    "Measured", "OneStepStale", "Pending", "RankedRounds", "Schedule", "ScheduleState",
-    "Slotted", "Staggered", "adaptive", "asynchronous", "events_at", "one_step_stale",
-    "ranked_rounds", "staggered", "syncs_that_fit",
-]  # fmt: skip
+    "FINISH",
+    "MIDWAY",
+    "START",
+    "Adaptive",
+    "Applied",
+    "Asynchronous",
+    "Event",
+    "Measured",
+    "OneStepStale",
+    "Pending",
+    "RankedRounds",
+    "Schedule",
+    "ScheduleState",
+    "Slotted",
+    "Staggered",
+    "adaptive",
+    "asynchronous",
+    "events_at",
+    "one_step_stale",
+    "ranked_rounds",
+    "staggered",
+    "syncs_that_fit",
+]
 
 
 def __dir__() -> list[str]:

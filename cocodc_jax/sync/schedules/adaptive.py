@@ -40,7 +40,13 @@ from typing import Any
 
 import numpy as np
 
-from cocodc_jax.sync.schedules.base import Applied, Observe, ScheduleState, replaced
+from cocodc_jax.sync.schedules.base import (
+    Applied,
+    Event,
+    Observe,
+    ScheduleState,
+    replaced,
+)
 from cocodc_jax.sync.schedules.slotted import Slotted, free_fragments
 from cocodc_jax.transforms.numerics import check_choice
 
@@ -89,8 +95,15 @@ class Adaptive(Slotted):
     def init(self) -> AdaptiveState:
         """Return the state before the first step."""
         none = (0,) * self.num_fragments
-        never, zeros = (-1,) * self.num_fragments, (0.0,) * self.num_fragments
-        return AdaptiveState(0, (), never, none, zeros, none, none)
+        return AdaptiveState(
+            step=0,
+            in_flight=(),
+            last_start=(-1,) * self.num_fragments,
+            interval=none,
+            norm=(0.0,) * self.num_fragments,
+            size=none,
+            observed_interval=none,
+        )
 
     def learn(self, state: AdaptiveState, applied: Applied) -> AdaptiveState:
         """Return the state with the norm of an applied mean."""
@@ -102,24 +115,32 @@ class Adaptive(Slotted):
             observed_interval=replaced(state.observed_interval, k, state.interval[k]),
         )
 
-    def departed(self, state, step, fragment_id, delay_steps):
+    def departed(
+        self, state: AdaptiveState, step: int, fragment_id: int, delay_steps: int
+    ) -> tuple[AdaptiveState, Event]:
         """Return the start of a fragment, and the state with its interval."""
         state, event = super().departed(state, step, fragment_id, delay_steps)
         interval = replaced(state.interval, fragment_id, step - event.since_step)
         return dataclasses.replace(state, interval=interval), event
 
-    def serve(self, state, step, observe: Observe, slot_steps: int):
+    def serve(
+        self, state: AdaptiveState, step: int, observe: Observe, slot_steps: int
+    ) -> tuple[AdaptiveState, int | None]:
         """Return the fragment with the earliest deadline or the highest score."""
-        for applied in observe("applied") if "norm" in self.needs else ():
-            state = self.learn(state, applied)
+        if "norm" in self.needs:
+            for applied in observe("applied"):
+                state = self.learn(state, applied)
+
         free = np.isin(np.arange(self.num_fragments), free_fragments(self, state))
         if not free.any():
             return state, None
+
         last_start = np.array(state.last_start)
         chosen = int(self.forced(np, free, last_start, step, slot_steps))
         if chosen == self.num_fragments:
             scores = self.scores(np, state, state.size, step, observe)
             chosen = int(highest(np, free, last_start, scores))
+
         return state, chosen
 
     def forced(
@@ -142,21 +163,26 @@ class Adaptive(Slotted):
 
         `state` is an `AdaptiveState`, or `traced.Times`; `size` has the parameters.
         """
-        kind, age = self.transmission_score, step - xp.asarray(state.last_start)
+        kind = self.transmission_score
+        age = step - xp.asarray(state.last_start)
         if kind == "round_robin":
             return age
         if kind == "drift":
             return xp.asarray(observe("drift")) / age
         if kind == "gain":
             return xp.asarray(observe("distance"))
+
         # A fragment whose first sync is in flight has norm 0.
-        size, norm = xp.maximum(xp.asarray(size), 1), xp.asarray(state.norm)
+        size = xp.maximum(xp.asarray(size), 1)
+        norm = xp.asarray(state.norm)
         interval = xp.maximum(xp.asarray(state.observed_interval), 1)
         if kind == "pseudo_gradient":
             return norm / size / interval
+
         if kind == "load":
             tokens = xp.asarray(observe("tokens"))
             age = xp.where(tokens < 0, age, tokens)
+
         moved = norm / xp.sqrt(size) * (1 if kind == "rms" else age) / interval
         if kind == "disagreement":
             return xp.asarray(observe("distance")) - moved**2

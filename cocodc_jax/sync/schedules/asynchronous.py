@@ -19,6 +19,7 @@ from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules.base import (
     FINISH,
     START,
+    Event,
     Observe,
     Pending,
     Schedule,
@@ -77,16 +78,20 @@ class Asynchronous(Schedule):
         """Return the next tick at which a region syncs."""
         return min(self.arrival(m, state.step) for m in range(len(self.step_times)))
 
-    def next_event(self, state, step, observe: Observe = nothing):
+    def next_event(
+        self, state: ScheduleState, step: int, observe: Observe = nothing
+    ) -> tuple[ScheduleState, Event | None]:
         """Return a region's start, then its finish, regions in ascending order."""
         if state.in_flight:
             (pending,) = state.in_flight
             return dataclasses.replace(state, in_flight=()), pending.event(FINISH)
+
         for region, last in enumerate(state.last_start):
             if max(last, 0) < step == self.arrival(region, step - 1):
                 pending = Pending(0, step, step, participating=(region,))
                 event = pending.event(START, max(last, 0))
                 return state.sent(pending, region), event
+
         return dataclasses.replace(state, step=step), None
 
 

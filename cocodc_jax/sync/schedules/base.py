@@ -18,13 +18,15 @@ from __future__ import annotations
 import abc
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.transforms.numerics import check_at_least
 
-START, MIDWAY, FINISH = "start", "midway", "finish"
+START = "start"
+MIDWAY = "midway"
+FINISH = "finish"
 
 
 class Event(NamedTuple):
@@ -65,7 +67,14 @@ class Pending(NamedTuple):
 
     def event(self, kind: str, since_step: int = 0) -> Event:
         """Return an event of this sync; `since_step` is of its start."""
-        return Event(kind, *self.sync_id, since_step, self.participating, self.rank)
+        return Event(
+            kind=kind,
+            fragment_id=self.fragment_id,
+            start_step=self.start_step,
+            since_step=since_step,
+            participating=self.participating,
+            rank=self.rank,
+        )
 
 
 class Applied(NamedTuple):
@@ -76,9 +85,20 @@ class Applied(NamedTuple):
     seen: Mapping[str, Any]  # Value by the name of a need, equal in every region.
 
 
-# `observe(name)`: "applied" returns a list of new `Applied`, the name of a need that is
-# measured on demand, such as "drift", its value.
-Observe = Callable[[str], Any]
+class Observe(Protocol):
+    """How a schedule reads what it may know: values that are equal in every region."""
+
+    def __call__(self, name: str, /) -> Any:
+        """Return an observation.
+
+        Args:
+          name: "applied", or a need that is measured on demand, such as "drift".
+
+        Returns:
+          For "applied" a list of the `Applied` since the last call, oldest first. For
+          a need its value, by fragment `[K]`; it is measured now, in all regions.
+        """
+        ...
 
 
 def nothing(name: str) -> list:
@@ -102,10 +122,13 @@ class ScheduleState:
 
     def sent(self, pending: Pending, index: int, **changes: Any) -> Any:
         """Return the state after a start, the last of `last_start`'s entry `index`."""
-        start, flying = pending.start_step, (*self.in_flight, pending)
-        last = replaced(self.last_start, index, start)
-        changes |= {"step": start, "in_flight": flying, "last_start": last}
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(
+            self,
+            step=pending.start_step,
+            in_flight=(*self.in_flight, pending),
+            last_start=replaced(self.last_start, index, pending.start_step),
+            **changes,
+        )
 
     def to_json(self) -> dict:
         """Return plain values, for a checkpoint."""
@@ -124,7 +147,12 @@ def _tuples(value: Any) -> Any:
 
 
 class Schedule(abc.ABC):
-    """When each fragment's sync starts and when it is applied."""
+    """When each fragment's sync starts and when it is applied.
+
+    A schedule is an immutable value. Its state is a dataclass of its own, a
+    `ScheduleState` or one with the same `step`, `in_flight`, `rank` and `to_json`, and
+    goes through JSON. Every method is pure, and must return the same in all regions.
+    """
 
     num_fragments: int  # K.
     # H, inner steps within which every fragment starts at least once.
@@ -150,13 +178,30 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def next_step(self, state: Any) -> int:
-        """Return the first step after `state.step` at which something happens."""
+        """Return the first step after `state.step` at which something happens.
+
+        Args:
+          state: in which all events up to `state.step` were returned.
+        """
 
     @abc.abstractmethod
     def next_event(
         self, state: Any, step: int, observe: Observe = nothing
     ) -> tuple[Any, Event | None]:
-        """Return the next event at `step`, and the state after it."""
+        """Return the next event at `step`, and the state after it.
+
+        Called again with that state until there is no further event.
+
+        Args:
+          state: before the event.
+          step: from `next_step`.
+          observe: reads observations, for a schedule with `needs`. It may wait for
+            devices, so it is called only if a choice depends on it.
+
+        Returns:
+          The state, and the event; None if nothing more happens at `step`, and then
+          `state.step` is `step`.
+        """
 
     def arrive(self, state: Any, step: int) -> tuple[Any, Event | None]:
         """Return the next `MIDWAY` or `FINISH` of `step`, if any."""
@@ -167,15 +212,23 @@ class Schedule(abc.ABC):
                 flying = replaced(flying, i, pending._replace(midway_step=None))
                 state = dataclasses.replace(state, in_flight=flying)
                 return state, pending.event(MIDWAY)
+
         for i, pending in enumerate(flying):
             if pending.apply_step <= step:
                 flying = (*flying[:i], *flying[i + 1 :])
                 state = dataclasses.replace(state, in_flight=flying)
                 return state, pending.event(FINISH)
+
         return state, None
 
     def learn(self, state: Any, applied: Applied) -> Any:
-        """Return the state with an applied update's observations."""
+        """Return the state with the observations of an applied mean.
+
+        Args:
+          state: before.
+          applied: from `observe("applied")`, with a value for each need of the
+            schedule that an applied mean gives.
+        """
         return state
 
     def landed(self, state: Any) -> Any:
@@ -196,7 +249,15 @@ class Schedule(abc.ABC):
         return type(self.init()).from_json(value)
 
     def bind(self, regions: Regions, looks_midway: bool = False) -> Schedule:
-        """Return the schedule for these regions, or refuse what does not fit."""
+        """Return the schedule for these regions.
+
+        Args:
+          regions: of the run, their number and speeds.
+          looks_midway: whether a merge needs a copy halfway through the delay.
+
+        Raises:
+          ValueError: if the schedule cannot serve them.
+        """
         if looks_midway:
             raise ValueError(
                 f"delay_steps={self.delay_steps} has no two halves to compare in "

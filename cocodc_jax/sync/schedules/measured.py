@@ -37,6 +37,7 @@ from cocodc_jax.sync.regions import Regions
 from cocodc_jax.sync.schedules.adaptive import Adaptive, syncs_that_fit
 from cocodc_jax.sync.schedules.base import (
     Applied,
+    Event,
     Observe,
     Pending,
     Schedule,
@@ -101,11 +102,13 @@ class Measured(Schedule):
         if self.measures_delay:
             check_at_least("max_delay_steps", self.delay_steps, 1)
         check_whole_fields(self, delay_steps=0, window=1)
+
         if self.measures_delay and self.delay_steps > longest:
             raise ValueError(
                 f"max_delay_steps={self.delay_steps} must be at least 1 and at most "
                 f"{longest}: a fragment must arrive before it starts again"
             )
+
         check_delay(self.delay_steps, self.sync_interval, longest)
         if self.network_share is not None:  # Checks it.
             syncs_that_fit(1, 1, 1.0, 1.0, self.network_share)
@@ -136,9 +139,12 @@ class Measured(Schedule):
 
     def restore(self, value: dict) -> MeasuredState:
         """Return a state; see `Schedule.restore`."""
-        times = {k: tuple(value[k]) for k in ("step_times", "sync_times")}
-        base = self.base.restore(value["base"])
-        return MeasuredState(base, value["next_slot"], **times)
+        return MeasuredState(
+            base=self.base.restore(value["base"]),
+            next_slot=value["next_slot"],
+            step_times=tuple(value["step_times"]),
+            sync_times=tuple(value["sync_times"]),
+        )
 
     def landed(self, state: MeasuredState) -> MeasuredState:
         """Return the state with nothing in flight."""
@@ -162,7 +168,9 @@ class Measured(Schedule):
         """Return the first step after `state.step` at which something happens."""
         return min([self._next_slot(state), *ahead(state.base)])
 
-    def next_event(self, state, step, observe: Observe = nothing):
+    def next_event(
+        self, state: MeasuredState, step: int, observe: Observe = nothing
+    ) -> tuple[MeasuredState, Event | None]:
         """Return arrivals, then starts; see `Schedule.next_event`."""
         # Slots are read from the state before its step advances.
         is_slot = step > 0 and step == self._next_slot(state, step - 1)
@@ -170,9 +178,11 @@ class Measured(Schedule):
         state = dataclasses.replace(state, base=base)
         if event is not None or not is_slot or step in base.last_start:
             return state, event
+
         for applied in observe("applied"):
             state = self.learn(state, applied)
-        delay, slot_steps = self._delay(state), self._slot_steps(state)
+        delay = self._delay(state)
+        slot_steps = self._slot_steps(state)
 
         def seen_already(name: str) -> Any:  # Updates have been passed on.
             return [] if name == "applied" else observe(name)
@@ -181,19 +191,23 @@ class Measured(Schedule):
         state = dataclasses.replace(state, base=base)
         if self.network_share is None:
             return state, event
+
+        # The next slot comes soon enough for every deadline, see the module.
         starts = sorted(max(start, 0) for start in base.last_start)
-        left = [start + self.sync_interval - step for start in starts]
-        in_time = [steps // (i + 1) for i, steps in enumerate(left)]
-        slot = step + max(1, min(slot_steps, *in_time))
-        return dataclasses.replace(state, next_slot=slot), event
+        steps_left = [start + self.sync_interval - step for start in starts]
+        in_time = [steps // (i + 1) for i, steps in enumerate(steps_left)]
+        next_slot = step + max(1, min(slot_steps, *in_time))
+        return dataclasses.replace(state, next_slot=next_slot), event
 
     def learn(self, state: MeasuredState, applied: Applied) -> MeasuredState:
         """Return the state with T_c and T_s of every region, and the update."""
         base = self.base.learn(state.base, applied)
         state = dataclasses.replace(state, base=base)
+
         times = applied.seen.get("times")
         if times is None or min(min(pair) for pair in times) <= 0:  # Not yet measured.
             return state
+
         step_time = max(step for step, _ in times)
         sync_time = min(sync for _, sync in times)
         return dataclasses.replace(
@@ -219,9 +233,15 @@ class Measured(Schedule):
     def _slot_steps(self, state: MeasuredState) -> int:
         if self.network_share is None or not state.sync_times:
             return self.slot_steps
-        step, sync = map(statistics.median, (state.step_times, state.sync_times))
-        known = self.sync_interval, self.num_fragments, step, sync
-        return self.sync_interval // syncs_that_fit(*known, self.network_share)
+
+        num_syncs = syncs_that_fit(
+            sync_interval=self.sync_interval,
+            num_fragments=self.num_fragments,
+            step_time=statistics.median(state.step_times),
+            sync_time=statistics.median(state.sync_times),
+            network_share=self.network_share,
+        )
+        return self.sync_interval // num_syncs
 
 
 def staggered(
@@ -236,10 +256,13 @@ def staggered(
     With `delay_steps` "auto" the delay is measured, and at most `max_delay_steps`.
     """
     is_measured = _is_auto("delay_steps", delay_steps, max_delay_steps=max_delay_steps)
-    delay = 0 if is_measured else cast(int, delay_steps)
-    slot_steps = even_slots(sync_interval, num_fragments)
-    how = num_fragments, sync_interval, delay, slot_steps
-    base = Staggered(*how, phase_steps=phase_steps)
+    base = Staggered(
+        num_fragments=num_fragments,
+        sync_interval=sync_interval,
+        delay_steps=0 if is_measured else cast(int, delay_steps),
+        slot_steps=even_slots(sync_interval, num_fragments),
+        phase_steps=phase_steps,
+    )
     if not is_measured:
         return base
     return Measured(base, sync_interval if max_delay_steps is None else max_delay_steps)
@@ -261,24 +284,34 @@ def adaptive(
     default 0.4.
     """
     is_measured = _is_auto("delay_steps", delay_steps, max_delay_steps=max_delay_steps)
-    share, first = None, syncs_per_interval
-    if _is_auto("syncs_per_interval", first, network_share=network_share):
+
+    # The network's share, and syncs in the first interval.
+    share = None
+    num_syncs = syncs_per_interval
+    if _is_auto("syncs_per_interval", num_syncs, network_share=network_share):
         share = 0.4 if network_share is None else network_share
-        first = num_fragments
+        num_syncs = num_fragments
     check_at_least("num_fragments", num_fragments, 1)
     check_at_least("sync_interval", sync_interval, 1)
-    first = cast(int, first)
-    if not num_fragments <= first <= sync_interval:
+
+    num_syncs = cast(int, num_syncs)
+    if not num_fragments <= num_syncs <= sync_interval:
         raise ValueError(
-            f"syncs_per_interval={first} must be at least num_fragments="
+            f"syncs_per_interval={num_syncs} must be at least num_fragments="
             f"{num_fragments} and at most sync_interval={sync_interval}"
         )
+
     is_fixed = not is_measured and share is None
-    delay = cast(int, delay_steps) if is_fixed else 0
-    how = num_fragments, sync_interval, delay, sync_interval // first
-    base = Adaptive(*how, transmission_score=transmission_score)
+    base = Adaptive(
+        num_fragments=num_fragments,
+        sync_interval=sync_interval,
+        delay_steps=cast(int, delay_steps) if is_fixed else 0,
+        slot_steps=sync_interval // num_syncs,
+        transmission_score=transmission_score,
+    )
     if is_fixed:
         return base
+
     longest = cast(int, delay_steps)
     if is_measured:
         longest = base.longest_delay if share is None else sync_interval
@@ -292,6 +325,6 @@ def _is_auto(name: str, value: int | str, **of_auto: float | None) -> bool:
         if value != AUTO:
             raise ValueError(f"{name}={value!r} must be a whole number or {AUTO!r}")
         return True
-    for other, given in of_auto.items():
-        check_unused(other, given, None, f"{name}={value}")
+    for other, setting in of_auto.items():
+        check_unused(other, setting, None, f"{name}={value}")
     return False

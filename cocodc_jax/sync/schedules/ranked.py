@@ -22,6 +22,7 @@ import statistics
 from cocodc_jax.sync.schedules.base import (
     START,
     Applied,
+    Event,
     Observe,
     Pending,
     Schedule,
@@ -72,7 +73,8 @@ class RankedRounds(Schedule):
 
     def begin_at(self, step: int) -> RankedState:
         """Return the state at the start of a round, with a zero message in flight."""
-        first, steps = self.ranks[0], self.sync_interval
+        first = self.ranks[0]
+        steps = self.sync_interval
         flying = (Pending(0, 0, step + steps, rank=first),)
         return RankedState(step, flying, (step or -1,), first, steps)
 
@@ -84,20 +86,25 @@ class RankedRounds(Schedule):
         """Return the end of the current round."""
         return max(state.last_start[0], 0) + state.round_steps
 
-    def next_event(self, state, step, observe: Observe = nothing):
+    def next_event(
+        self, state: RankedState, step: int, observe: Observe = nothing
+    ) -> tuple[RankedState, Event | None]:
         """Return the next round's start, then the arrival; see `Schedule`."""
-        if step == self.next_step(state):
-            for applied in observe("applied"):
-                state = self.learn(state, applied)
-            seen, rank = state.effective_ranks, self.ranks[0]
-            if seen:
-                wanted = statistics.fmean(seen)
-                rank = min((r for r in self.ranks if r >= wanted), default=rank)
-            steps = self.steps_of(rank)
-            pending = Pending(0, step, step + steps, rank=rank)
-            event = pending.event(START, step - state.round_steps)
-            return state.sent(pending, 0, sent_rank=rank, round_steps=steps), event
-        return self.arrive(state, step)
+        if step != self.next_step(state):
+            return self.arrive(state, step)
+
+        for applied in observe("applied"):
+            state = self.learn(state, applied)
+
+        rank = self.ranks[0]
+        if state.effective_ranks:
+            wanted = statistics.fmean(state.effective_ranks)
+            rank = min((r for r in self.ranks if r >= wanted), default=rank)
+
+        steps = self.steps_of(rank)
+        pending = Pending(0, step, step + steps, rank=rank)
+        event = pending.event(START, step - state.round_steps)
+        return state.sent(pending, 0, sent_rank=rank, round_steps=steps), event
 
     def learn(self, state: RankedState, applied: Applied) -> RankedState:
         """Return the state with the effective rank of an applied mean."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,9 +56,14 @@ class Slotted(Schedule):
 
     def __post_init__(self):
         check_whole_fields(
-            self, num_fragments=1, sync_interval=1, delay_steps=0, slot_steps=1,
+            self,
+            num_fragments=1,
+            sync_interval=1,
+            delay_steps=0,
+            slot_steps=1,
             phase_steps=0,
-        )  # fmt: skip
+        )
+
         slots = self.sync_interval // self.slot_steps
         if slots < self.num_fragments:
             raise ValueError(
@@ -72,6 +76,7 @@ class Slotted(Schedule):
                 f"phase_steps={self.phase_steps} must be at least 0 and below "
                 f"{self.slot_steps}, the steps between two starts"
             )
+
         check_delay(self.delay_steps, self.sync_interval, self.longest_delay)
 
     @property
@@ -93,6 +98,7 @@ class Slotted(Schedule):
             )
         if looks_midway == self.looks_midway:
             return self
+
         return dataclasses.replace(self, looks_midway=looks_midway)
 
     @abc.abstractmethod
@@ -113,7 +119,9 @@ class Slotted(Schedule):
         """Return the first step after `state.step` at which something happens."""
         return min([self.next_slot(state.step), *ahead(state)])
 
-    def next_event(self, state, step, observe: Observe = nothing):
+    def next_event(
+        self, state: Any, step: int, observe: Observe = nothing
+    ) -> tuple[Any, Event | None]:
         """Return arrivals, then starts; see `Schedule.next_event`."""
         state, event = self.arrive(state, step)
         if event is not None or step <= 0 or step != self.next_slot(step - 1):
@@ -126,6 +134,7 @@ class Slotted(Schedule):
         """Return the start at a slot at `step`, if any."""
         if step in state.last_start:
             return state, None
+
         state, k = self.serve(state, step, observe, slot_steps)
         if k is None:
             return state, None
@@ -135,11 +144,15 @@ class Slotted(Schedule):
         self, state: Any, step: int, fragment_id: int, delay_steps: int
     ) -> tuple[Any, Event]:
         """Return the start of a fragment at `step`, and the state after it."""
-        k, arrival = fragment_id, step + delay_steps
-        midway = step + delay_steps // 2 if self.looks_midway else None
-        pending = Pending(k, step, arrival, midway, self.participating)
-        event = pending.event(START, max(state.last_start[k], 0))
-        return state.sent(pending, k), event
+        pending = Pending(
+            fragment_id=fragment_id,
+            start_step=step,
+            apply_step=step + delay_steps,
+            midway_step=step + delay_steps // 2 if self.looks_midway else None,
+            participating=self.participating,
+        )
+        event = pending.event(START, max(state.last_start[fragment_id], 0))
+        return state.sent(pending, fragment_id), event
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +163,9 @@ class Staggered(Slotted):
         """Return the state before the first step."""
         return ScheduleState(0, (), (-1,) * self.num_fragments)
 
-    def serve(self, state, step, observe: Observe, slot_steps: int):
+    def serve(
+        self, state: Any, step: int, observe: Observe, slot_steps: int
+    ) -> tuple[Any, int | None]:
         """Return the next fragment in order, None while it is in flight."""
         k = self.slot(step) % self.num_fragments
         return state, k if k in free_fragments(self, state) else None
@@ -180,29 +195,42 @@ class OneStepStale(Staggered):
 
     def begin_at(self, step: int) -> ScheduleState:
         """Return the state with zero messages, each to arrive at its next slot."""
-        flying, num, interval = [], self.num_fragments, self.sync_interval
+        num = self.num_fragments
+        interval = self.sync_interval
+
+        flying = []
         for j in range(1 - num, 1):
             start = j * self.slot_steps
             apply_step = start + ((step - start) // interval + 1) * interval
-            midway = apply_step - self.delay_steps + self.delay_steps // 2
-            is_ahead = self.looks_midway and midway > step
-            halfway = midway if is_ahead else None
-            flying.append(Pending(j % num, start, apply_step, halfway))
+            midway_step = apply_step - self.delay_steps + self.delay_steps // 2
+            has_midway = self.looks_midway and midway_step > step
+            pending = Pending(
+                fragment_id=j % num,
+                start_step=start,
+                apply_step=apply_step,
+                midway_step=midway_step if has_midway else None,
+            )
+            flying.append(pending)
+
         flying.sort(key=lambda pending: pending.apply_step)
         return ScheduleState(step, tuple(flying), (step or -1,) * num)
 
-    def next_event(self, state, step, observe: Observe = nothing):
+    def next_event(
+        self, state: ScheduleState, step: int, observe: Observe = nothing
+    ) -> tuple[ScheduleState, Event | None]:
         """Return starts, then arrivals; see `Schedule.next_event`."""
         if step > 0 and step % self.slot_steps == 0:
             # An arrival frees its fragment.
             due = tuple(p for p in state.in_flight if p.apply_step <= step)
             rest = tuple(p for p in state.in_flight if p.apply_step > step)
             free = dataclasses.replace(state, in_flight=rest)
-            how = observe, self.delay_steps, self.slot_steps
-            left, event = self.leave(free, step, *how)
+            after, event = self.leave(
+                free, step, observe, self.delay_steps, self.slot_steps
+            )
             if event is not None:
-                flying = (*due, *left.in_flight)
-                return dataclasses.replace(left, in_flight=flying), event
+                flying = (*due, *after.in_flight)
+                return dataclasses.replace(after, in_flight=flying), event
+
         return self.arrive(state, step)
 
 
@@ -228,8 +256,10 @@ def even_slots(sync_interval: int, num_fragments: int) -> int:
 
 def ahead(state: ScheduleState) -> Iterator[int]:
     """Yield the steps of events of the fragments in flight."""
-    each = ((p.midway_step, p.apply_step) for p in state.in_flight)
-    return (step for step in itertools.chain(*each) if step is not None)
+    for pending in state.in_flight:
+        if pending.midway_step is not None:
+            yield pending.midway_step
+        yield pending.apply_step
 
 
 def check_delay(delay_steps: int, sync_interval: int, longest: int) -> None:

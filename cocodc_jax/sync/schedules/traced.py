@@ -80,16 +80,20 @@ def leaving(
     observe: Observe,
 ) -> jax.Array:
     """Return which fragment starts at `step`, bool `[K]`; see `Slotted.serve`."""
-    each = np.arange(len(num_params))
+    fragment_ids = np.arange(len(num_params))
     free = times.apply_step <= step  # An arrival frees it.
     open_to = is_slot(schedule, step) & free
     if not isinstance(schedule, Adaptive):
-        return open_to & (schedule.slot(cast(Any, step)) % len(each) == each)
+        return open_to & (
+            schedule.slot(cast(Any, step)) % len(fragment_ids) == fragment_ids
+        )
     chosen = schedule.forced(jnp, free, times.last_start, step, schedule.slot_steps)
     size = np.array(num_params, np.float32)
     scores = schedule.scores(jnp, times, size, step, observe)
     best = highest(jnp, free, times.last_start, scores)
-    return open_to & (jnp.where(chosen < len(each), chosen, best) == each)
+    return open_to & (
+        jnp.where(chosen < len(fragment_ids), chosen, best) == fragment_ids
+    )
 
 
 def started(times: Times, which: jax.Array, step: jax.Array, delay_steps: int) -> Times:
