@@ -157,8 +157,7 @@ def _entry(kind, path, title):
 
 def write_programs(folder):
     """Write a page for each program: its help, by sections."""
-    folders = ROOT / "experiments", ROOT / "experiments/studies"
-    paths = [p for at in folders for p in sorted(at.glob("*.py"))]
+    paths = sorted((ROOT / "experiments").glob("*.py"))
     paths = [p for p in paths if "\ncli = " in p.read_text()]
     modules = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in paths]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

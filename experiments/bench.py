@@ -61,22 +61,27 @@ LEAST_INTERVAL = 40  # Of fragments: each of 32 has a step of its own to leave a
 
 def main() -> None:
     """Print a table for each case and layout, and one for each kind of growth."""
-    regions, rounds = flags.value("regions"), flags.value("repeats")
+    regions = flags.value("regions")
+    rounds = flags.value("repeats")
     interval = flags.value("interval")
+
     with flags.usage_errors():
         for name in ("regions", "repeats"):
             if flags.value(name) < 1:
                 raise ValueError(f"{name}={flags.value(name)} must be at least 1")
+
         if interval < 8 or interval % 4:
             raise ValueError(
                 f"interval={interval} must be a multiple of 4 and at least 8, for four "
                 "fragments and their delays"
             )
-        lists = (flags.value(name).split(",") for name in ("growth", "cases"))
-        growths, names = ([word for word in words if word] for words in lists)
+
+        growths = _words("growth")
+        names = _words("cases")
         for name in growths:
             if name not in GROWTHS:
                 raise ValueError(f"growth={name!r} is unknown; use {list(GROWTHS)}")
+
         if not growths and not names:
             raise ValueError("cases= is empty; name some, or add --growth")
         for name in ("devices", "contenders", "regions"):
@@ -85,16 +90,24 @@ def main() -> None:
                     f"{flags.FLAGS[name].serialize()[2:]} is for cases, but cases= is "
                     f"empty; --growth has its own {name}"
                 )
+
         wanted = _wanted(names)
         cc.use_cpu_devices(regions + 1)
         layouts = _layouts(regions)
         cases = [make_case(name, regions, interval) for name in names]
+
     console = Console(highlight=False)
     for case in cases:
         for num_devices in layouts:
             compare(case, num_devices, rounds, console, wanted)
+
     for name in growths:
         show_growth(name, interval, rounds, console)
+
+
+def _words(name: str) -> list[str]:
+    """Return the words of a comma-separated flag."""
+    return [word for word in flags.value(name).split(",") if word]
 
 
 def _layouts(regions: int) -> list[int]:
@@ -110,8 +123,10 @@ def _layouts(regions: int) -> list[int]:
             raise ValueError(
                 f"devices={num_devices} is more than there are; use at most {there}"
             )
-    # Without duplicates: one region has one layout.
-    return [*dict.fromkeys(layouts or (1, regions if regions <= there else 1))]
+
+    if not layouts:
+        layouts = [1, regions if regions <= there else 1]
+    return [*dict.fromkeys(layouts)]  # One region has one layout.
 
 
 def _wanted(cases: Sequence[str]) -> list[str]:
@@ -124,10 +139,12 @@ def _wanted(cases: Sequence[str]) -> list[str]:
             )
         if name in ("drjax", "torch") and not importlib.util.find_spec(name):
             raise ValueError(f"contenders={name!r} is not installed")
+
     if names == ["torch"] and set(cases) - {GPT}:
         raise ValueError(
             f"contenders=torch trains the case {GPT} alone; use --cases={GPT}"
         )
+
     return names
 
 
@@ -151,17 +168,19 @@ class Timing(NamedTuple):
     def ratios(self, other: Self) -> list[float]:
         """Return how many times as fast it was as another in each round, sorted."""
         pairs = zip(self.seconds, other.seconds, strict=True)
-        return sorted(theirs / own for own, theirs in pairs)
+        return sorted(other_s / self_s for self_s, other_s in pairs)
 
 
 def take_turns(makers: Mapping[str, Callable[[], Turn]], rounds: int) -> dict:
     """Time contenders in turn."""
-    turns, starts = {}, {}
+    turns = {}
+    starts = {}
     for name, make in makers.items():
         began = time.perf_counter()
         turns[name] = make()
         turns[name]()
         starts[name] = time.perf_counter() - began
+
     for turn in turns.values():  # Some compile what only a second cycle needs.
         turn()
     seconds: dict[str, list[float]] = {name: [] for name in turns}
@@ -170,6 +189,7 @@ def take_turns(makers: Mapping[str, Callable[[], Turn]], rounds: int) -> dict:
             began = time.perf_counter()
             turn()
             seconds[name].append(time.perf_counter() - began)
+
     return {name: Timing(starts[name], taken) for name, taken in seconds.items()}
 
 
@@ -179,12 +199,15 @@ def speeds(title: str, tokens: int, timings: Mapping[str, Timing]) -> Table:
     ends = ("k tokens/s", "lowest, highest", "start s")
     heads = ("contender", *(f"over {name}" for name in against), *ends)
     rows = []
+
     for name, timing in timings.items():
         ratios = [statistics.median(timing.ratios(timings[x])) for x in against]
-        low, high = (tokens / end(timing.seconds) / 1000 for end in (max, min))
+        low = tokens / max(timing.seconds) / 1000
+        high = tokens / min(timing.seconds) / 1000
         cells = [f"{ratio:.2f}" for ratio in ratios]
         cells += [f"{tokens / timing.median_s / 1000:.2f}", f"{low:.2f}, {high:.2f}"]
         rows.append((name, *cells, f"{timing.compile_s:.1f}"))
+
     return _table(heads, rows, title)
 
 
@@ -205,18 +228,23 @@ def compare(
         for name, arguments in METHODS.items()
     }
     for name, method in TRANSFORMS.items():
-        own = dict(METHODS.get(method, {}))
+        options = dict(METHODS.get(method, {}))
         if method == "cocodc":
-            own["syncs_per_interval"] = case.interval
-        makers[name] = partial(contenders.transform, case, method, num_devices, **own)
+            options["syncs_per_interval"] = case.interval
+        makers[name] = partial(
+            contenders.transform, case, method, num_devices, **options
+        )
+
     makers["scan alone"] = partial(contenders.scan_alone, case, num_devices)
     makers["plain loops"] = partial(contenders.plain_loops, case)
     if importlib.util.find_spec("drjax"):
         makers["drjax"] = partial(contenders.drjax_diloco, case, num_devices)
+
     if case.gpt and importlib.util.find_spec("torch"):
         makers["torch"] = partial(contenders.torch_diloco, case)
     elif case.gpt and not wanted:
         console.print("PyTorch is not installed, so its row is missing.")
+
     if wanted:
         makers = {name: make for name, make in makers.items() if name in wanted}
     timings = take_turns(makers, rounds)
@@ -280,13 +308,15 @@ def define() -> None:
         ("interval", 12, "H, steps of a turn: a multiple of 4, at least 8."),
         ("devices", [], "Devices of the regions. Default: 1, and M if they are there."),
         (
-            *("contenders", []),
+            "contenders",
+            [],
             f"Which of {', '.join(CONTENDERS)} to time. Default: all that are "
             "installed.",
         ),
         ("repeats", 5, "Rounds: timed turns of each contender."),
         (
-            *("growth", ""),
+            "growth",
+            "",
             f"Show how a turn grows with {', '.join(GROWTHS)}; comma-separated.",
         ),
     )

@@ -38,7 +38,8 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+
+from absl.flags import FlagValues
 
 from cocodc_jax.files import append_line, write_whole
 from cocodc_jax.netlab import LabError, children
@@ -66,11 +67,13 @@ OWN_FLAGS = (
     ("restart_s", 1.0, "seconds after which a killed region is restarted"),
     ("tolerance", 0.1, "largest difference from the unbroken run's loss, in nats"),
     (
-        *("scenario", (None, *scenarios.SCENARIOS)),
+        "scenario",
+        (None, *scenarios.SCENARIOS),
         "a fault of the network in place of kills",
     ),
     (
-        *("at_s", 20.0),
+        "at_s",
+        20.0,
         "with --scenario: seconds from the first merge that all regions have to the "
         "fault",
     ),
@@ -82,74 +85,82 @@ OWN_FLAGS = (
 )
 
 
-def check_own(own: Any) -> None:
+def check_own(values: FlagValues) -> None:
     """Refuse numbers out of range, and flags that would have no effect."""
-    if own.plan:
+    if values.plan:
         for name in ("regions", "seed", "scenario", *_OF_KILLS, *_OF_SCENARIOS):
-            if own[name].present:
+            if values[name].present:
                 raise ValueError(
-                    f"--{name}={str(own[name].value).lower()} has no meaning with "
+                    f"--{name}={str(values[name].value).lower()} has no meaning with "
                     "--plan; say it in the plan, or leave it out"
                 )
         return
+
     for name in ("gap_s", "restart_s", "tolerance", "at_s", "fault_s"):
-        if not 0 <= own[name].value < math.inf:
-            raise ValueError(
-                f"--{name}={own[name].value} must be 0 or more, and finite"
-            )
-    if own.kills < 0:
-        raise ValueError(f"--kills={own.kills} must be 0 or more")
-    if own.kills and own.regions < 2 and not own.scenario:
+        number = getattr(values, name)
+        if not 0 <= number < math.inf:
+            raise ValueError(f"--{name}={number} must be 0 or more, and finite")
+
+    if values.kills < 0:
+        raise ValueError(f"--kills={values.kills} must be 0 or more")
+    if values.kills and values.regions < 2 and not values.scenario:
         raise ValueError(
-            f"regions={own.regions} leaves no region when one is killed; use 2 or more,"
-            " or --kills=0"
+            f"regions={values.regions} leaves no region when one is killed; use 2 or "
+            "more, or --kills=0"
         )
-    others, why = (_OF_KILLS, "with") if own.scenario else (_OF_SCENARIOS, "without")
-    for name in others:
-        if own[name].present:
+
+    unused = _OF_KILLS if values.scenario else _OF_SCENARIOS
+    why = "with" if values.scenario else "without"
+    for name in unused:
+        if values[name].present:
             raise ValueError(
-                f"--{name}={str(own[name].value).lower()} has no meaning {why} "
+                f"--{name}={str(values[name].value).lower()} has no meaning {why} "
                 "--scenario; leave it out"
             )
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; return 0 if the run passes all checks."""
-    own = program.own_flags(*OWN_FLAGS)
+    values = program.own_flags(*OWN_FLAGS)
     flags.define()
     with flags.usage_errors():
-        train_flags = program.parse(own, argv, __doc__)
-        if not own.workdir:
+        train_flags = program.parse(values, argv, __doc__)
+        if not values.workdir:
             raise ValueError("workdir=None is missing; name a folder")
-        check_own(own)
-        workdir = pathlib.Path(own.workdir)
-        if own.plan:
-            plan = checked_plan(own.plan, argv[0], train_flags, workdir)
+        check_own(values)
+        workdir = pathlib.Path(values.workdir)
+
+        if values.plan:
+            plan = checked_plan(values.plan, argv[0], train_flags, workdir)
             return follow(plan, argv, train_flags, workdir)
-        if own.scenario:
-            scenarios.check(own.scenario, own.regions, workdir)
+
+        if values.scenario:
+            scenarios.check(values.scenario, values.regions, workdir)
         flags.parse([argv[0], *train_flags])
-        of_sockets = ("via",) if own.scenario else ()  # The lab has no folder.
+        of_sockets = ("via",) if values.scenario else ()  # The lab has no folder.
         flags.check_not_given(
             ("regions", "workdir"), nowhere=("log_every", *of_sockets)
         )
-        train_flags += [f"--regions={own.regions}", "--log_every=1"]
+        train_flags += [f"--regions={values.regions}", "--log_every=1"]
         flags.parse([argv[0], *train_flags])
         config = flags.config()
         check_elastic(config)
         make_folder(workdir)
-    if own.scenario:
+
+    if values.scenario:
         try:
             with flags.usage_errors():
-                result = scenarios.run(own, config, train_flags, workdir)
+                result = scenarios.run(values, config, train_flags, workdir)
         except LabError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
+
         if result["exit_code"] <= 128:  # Else it was stopped, and may go on.
             write_whole(workdir / scenarios.RESULT_FILE, dumps(result))
         print(dumps(result), end="")
         return 0 if result["named"] else 1
-    return wreck(own, config, train_flags, workdir)
+
+    return wreck(values, config, train_flags, workdir)
 
 
 def checked_plan(
@@ -163,12 +174,14 @@ def checked_plan(
             f"workdir={str(workdir)!r} has the result of a plan; name another folder "
             "or delete it"
         )
+
     flags.parse([name, *train_flags])
     of_plan = ("regions", "via", "dead_after_s", "min_regions", "outer_digests")
     flags.check_not_given(("workdir",), nowhere=("log_every", *of_plan))
     flags.parse([name, *train_flags, f"--regions={plan.regions}"])
     check_elastic(flags.config())
     make_folder(workdir)
+
     return plan
 
 
@@ -184,51 +197,69 @@ def follow(
     except (RefusedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
     print(judged.report(result), end="")
     return 0 if result["held"] else 1
 
 
-def wreck(own: Any, config: TrainConfig, train_flags: list[str], workdir) -> int:
+def wreck(
+    values: FlagValues,
+    config: TrainConfig,
+    train_flags: list[str],
+    workdir: pathlib.Path,
+) -> int:
     """Run the training with its kills or fault; return 0 if it passes all checks."""
     loss = None
-    if own.unbroken:  # It goes on, or is there already.
+    if values.unbroken:  # It goes on, or is there already.
         with flags.usage_errors():
             loss = unbroken_loss(train_flags, workdir / "unbroken")
+
     train = [*commands.python_m("train"), *train_flags, "--outer_digests"]
     train.append(f"--workdir={workdir}")
-    regions = children.make_regions(train, workdir, own.regions, flags.value("via"))
+    regions = children.make_regions(train, workdir, values.regions, flags.value("via"))
     chaos = Chaos(workdir, regions)
     # Each life compiles the same programs.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(workdir / "compiled"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    began_s, steps = time.time(), config.run.steps
+    began_s = time.time()
+
+    steps = config.run.steps
     try:
         with children.on_signals(chaos.stop):
-            given = own.seed, own.gap_s, own.restart_s, own.only_members
-            chaos.run(own.kills, int(_LAST_KILL * steps), *given)
+            chaos.run(
+                num=values.kills,
+                last_step=int(_LAST_KILL * steps),
+                seed=values.seed,
+                gap_s=values.gap_s,
+                restart_s=values.restart_s,
+                only_members=values.only_members,
+            )
     except RefusedError as error:
         print(f"error: {error}", file=sys.stderr)
         return flags.USAGE_ERROR
+
     append_line(workdir / PARTS_FILE, {"seconds": time.time() - began_s})
     if chaos.is_stopped:
         print(f"stopped after {len(chaos.kills)} kills; the same command resumes")
         return flags.STOPPED
+
     seconds = sum(part["seconds"] for part in lines(workdir / PARTS_FILE))
     result = {
-        **judge(workdir, own.regions, steps, chaos.kills, seconds),
-        "kills_asked": own.kills,
+        **judge(workdir, values.regions, steps, chaos.kills, seconds),
+        "kills_asked": values.kills,
         "unbroken_loss": loss,
         "seconds": seconds,
-        "regions": own.regions,
+        "regions": values.regions,
         "steps": steps,
-        "seed": own.seed,
+        "seed": values.seed,
         "flags": train_flags,
         "each_kill": chaos.kills,
         "ended_by_themselves": chaos.ends,
     }
-    result["kept"] = is_good(result, own.regions, own.tolerance)
+    result["kept"] = is_good(result, values.regions, values.tolerance)
     write_whole(workdir / "chaos.json", dumps(result))
     print(dumps(result), end="")
+
     return 0 if result["kept"] else 1
 
 

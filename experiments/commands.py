@@ -36,8 +36,8 @@ def as_installed(text: str) -> str:
     'cocodc probe-network, as `cocodc wan`'
     """
     return re.sub(
-        r"(?:python -m )?\bexperiments\.(?:studies\.)?(\w+)",
-        lambda found: f"cocodc {_command(found[1])}",
+        r"(?:python -m )?\bexperiments\.(\w+)",
+        lambda match: f"cocodc {_command(match[1])}",
         text,
     )
 
@@ -48,32 +48,34 @@ def command_line(program: str, words: Sequence[str]) -> str:
 
 
 def programs() -> dict[str, pathlib.Path]:
-    """Return the file of each program by its command, studies last."""
+    """Return the file of each program by its command."""
     here = pathlib.Path(__file__).parent
     return {
         _command(path.stem): path
-        for folder in (here, here / "studies")
-        for path in sorted(folder.glob("*.py"))
+        for path in sorted(here.glob("*.py"))
         if "\ncli = " in path.read_text(encoding="utf-8")
     }
 
 
 def main() -> int | str | None:
     """Run the program that the command line names, or list all of them."""
-    found = programs()
+    by_name = programs()
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help", "--helpfull", "--help=all"):
         with as_a_command():
-            print(_list(found))
+            print(_list(by_name))
         return 0
-    path = found.get(_command(name))
+
+    path = by_name.get(_command(name))
     if path is None:
-        near = difflib.get_close_matches(name, found, n=1)
+        near = difflib.get_close_matches(name, by_name, n=1)
         hint = f"; did you mean cocodc {near[0]}?" if near else ""
         print(
-            f"error: unknown program {name!r}{hint}\n\n{_list(found)}", file=sys.stderr
+            f"error: unknown program {name!r}{hint}\n\n{_list(by_name)}",
+            file=sys.stderr,
         )
         return 2
+
     sys.argv[:2] = [f"{sys.argv[0]} {name}"]
     parts = path.relative_to(pathlib.Path(__file__).parent).with_suffix("").parts
     try:
@@ -81,6 +83,7 @@ def main() -> int | str | None:
             module = importlib.import_module(".".join((__package__ or "", *parts)))
     except MissingExtraError as error:
         return f"error: {error}"
+
     return module.cli()
 
 
@@ -88,9 +91,9 @@ def _command(program: str) -> str:
     return program.replace("_", "-")
 
 
-def _list(found: Mapping[str, pathlib.Path]) -> str:
+def _list(by_name: Mapping[str, pathlib.Path]) -> str:
     lines = ["cocodc PROGRAM [FLAGS]; cocodc PROGRAM --help explains a program.", ""]
-    for name, path in found.items():
+    for name, path in by_name.items():
         doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         lines.append(f"  {name:<21}{doc.splitlines()[0]}")
     return "\n".join(lines)

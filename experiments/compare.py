@@ -38,9 +38,12 @@ from . import commands, program
 
 WITHOUT = ("method", "seed")
 _PRINTED = (
-    "eval_loss", "eval_loss_outer", "bytes_sent_per_region", "outer_bytes",
+    "eval_loss",
+    "eval_loss_outer",
+    "bytes_sent_per_region",
+    "outer_bytes",
     "region_drift",
-)  # fmt: skip
+)
 
 
 def main() -> None:
@@ -50,13 +53,16 @@ def main() -> None:
     with flags.usage_errors():
         base = flags.config(WITHOUT, METHODS)
         methods = _methods(base.run.regions)
-        target, seeds = flags.value("target_method"), flags.value("seeds")
+        target = flags.value("target_method")
+        seeds = flags.value("seeds")
+
         if target is not None and target not in methods:
             raise ValueError(
                 f"target_method={target!r} must be one of methods={','.join(methods)}"
             )
         if seeds < 1:
             raise ValueError(f"seeds={seeds} must be at least 1")
+
         flags.check_methods([leaves["method"] for leaves in methods.values()])
         workdir = pathlib.Path(flags.value("workdir") or f"runs/compare_{base.preset}")
         configs = {
@@ -67,19 +73,22 @@ def main() -> None:
         flags.check_optimizers(configs.values())
         flags.check_one_process()
         flags.check_processes(configs.values(), 1)
+        tracking = flags.read(Tracking)
+
         # Check all runs before the first trains: a wrong flag costs no hour.
         ready: list[Session] = []
-        tracking = flags.read(Tracking)
         for folder, config in configs.items():
             ready.append(prepare(config, folder, open_text, ready, tracking=tracking))
+
     runs: list[Run] = []
     diverged: dict[str, str] = {}
     for session, name in zip(ready, [*methods] * seeds, strict=True):
-        found = _train(session, console)
-        if isinstance(found, Run):
-            runs.append(dataclasses.replace(found, method=name))
+        outcome = _train(session, console)
+        if isinstance(outcome, Run):
+            runs.append(dataclasses.replace(outcome, method=name))
         else:
-            diverged.setdefault(name, found)
+            diverged.setdefault(name, outcome)
+
     # A mean over some of the seeds is not comparable with the others.
     runs = [run for run in runs if run.method not in diverged]
     if runs:
@@ -100,6 +109,7 @@ def _methods(num_regions: int) -> dict[str, dict[str, str]]:
             for name, make in METHODS.items()
             if make().num_regions in (None, num_regions)
         ]
+
     for name in names:
         method, _, optimizer = name.partition("+")
         if method not in METHODS:
@@ -112,6 +122,7 @@ def _methods(num_regions: int) -> dict[str, dict[str, str]]:
                 f"methods={','.join(names)} names {name!r}, with an inner optimizer "
                 f"that is unknown; use one of {OPTIMIZERS} after the +"
             )
+
     if len(set(names)) < len(names):
         raise ValueError(f"methods={','.join(names)} names one twice")
     keys = ("method", "inner_optimizer")
@@ -120,7 +131,8 @@ def _methods(num_regions: int) -> dict[str, dict[str, str]]:
 
 def _train(session: Session, console: Console) -> Run | str:
     """Return the finished run, or how it diverged; exit on any other error."""
-    method, run = session.config.method.method, session.config.run
+    method = session.config.method.method
+    run = session.config.run
     try:
         summary = session.train(console)
         if summary["steps"] == run.steps:
@@ -130,8 +142,11 @@ def _train(session: Session, console: Console) -> Run | str:
         if isinstance(error, NonFiniteLossError):
             return f"seed {run.seed}: {error}"
         sys.exit(1)
-    print(f"stopped: {method}, seed {run.seed}, at step {summary['steps']}; "
-          "the same command resumes there")  # fmt: skip
+
+    print(
+        f"stopped: {method}, seed {run.seed}, at step {summary['steps']}; "
+        "the same command resumes there"
+    )
     sys.exit(flags.STOPPED)
 
 
@@ -152,22 +167,26 @@ def _write_report(
             file=sys.stderr,
         )
         target = None
+
     comparison = compare(runs, target, diverged)
     write_whole(workdir / "comparison.json", dumps(comparison))
     figures = {
         "loss_by_steps": (plots.loss_by_steps(runs), "Loss against inner steps."),
         "loss_by_bytes": (plots.loss_by_bytes(runs), "Loss against bytes sent."),
     }
+
     if any(run.of_kind("sync") for run in runs):
         figures["fragments_in_flight"] = (
             plots.fragments_in_flight(runs),
             "When each fragment was in flight; a mark is a sync without delay.",
         )
+
     figures |= experts.figures(runs)
     pictures = {}
     for name, (figure, caption) in figures.items():
         plots.save_png(figure, str(workdir / f"{name}.png"))
         pictures[caption] = plots.png_bytes(figure)
+
     text = page.render(
         comparison,
         pictures,
@@ -185,12 +204,15 @@ def _print_table(comparison: dict, target: str | None, console: Console) -> None
     rows = []
     for name, row in comparison["methods"].items():
         loss, outer, sent, kept, drift = (row[key]["mean"] for key in _PRINTED)
-        sizes, steps = map(format_bytes, (sent, kept)), row["steps_to_target"]
-        reached, num = row["seeds_at_target"], len(row["seeds"])
+        sizes = map(format_bytes, (sent, kept))
+        steps = row["steps_to_target"]
+        reached = row["seeds_at_target"]
+        num = len(row["seeds"])
         to_target = "-" if steps is None else f"{steps:.0f} steps"
         to_target += f" ({reached} of {num} seeds)" * (0 < reached < num)
         losses = (f"{loss:.4f}", f"{outer:.4f}")
         rows.append((name, *losses, *sizes, f"{drift:.1e}", to_target))
+
     rows += [(name, "diverged") for name in comparison["diverged"]]
     console.print(program.table(heads, rows))
     whose = target or "the worst"
@@ -215,7 +237,8 @@ def define() -> None:
     flags.define_fields(Tracking)
     program.define(
         (
-            *("methods", "data_parallel,diloco,streaming_diloco,cocodc"),
+            "methods",
+            "data_parallel,diloco,streaming_diloco,cocodc",
             "Methods to compare, comma-separated; all: every method that --regions "
             "allows. diloco+muon: with another inner optimizer.",
         ),

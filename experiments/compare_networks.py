@@ -54,7 +54,8 @@ def define_flags() -> FlagValues:
     return program.own_flags(
         ("workdir", pathlib.Path, "folder for results"),
         (
-            *("networks", ["100", "1000", "20", "unequal"]),
+            "networks",
+            ["100", "1000", "20", "unequal"],
             f"Mbit/s of each pair of regions at {lab_run.LATENCY_MS} ms one way; or "
             "unequal (three regions near, one far); or a YAML file of links "
             "(network/world.py)",
@@ -89,9 +90,17 @@ class Job:
         self, run: Measured, alone: Measured, host_bytes_per_s: float = math.inf
     ) -> tuple[Pace, float]:
         """Return the predicted pace, and the bytes of the full run."""
-        method, all_reduce = self.config.method.build(), self.config.run.all_reduce
-        given = self.network, method, self.stretch, run, alone.region_step_s
-        return lab_run.predict(*given, all_reduce, host_bytes_per_s)
+        method = self.config.method.build()
+        all_reduce = self.config.run.all_reduce
+        return lab_run.predict(
+            network=self.network,
+            method=method,
+            stretch=self.stretch,
+            run=run,
+            step_s=alone.region_step_s,
+            all_reduce=all_reduce,
+            host_bytes_per_s=host_bytes_per_s,
+        )
 
     def row(self, alone: Measured, host_bytes_per_s: float) -> dict[str, Any]:
         """Run it, and return its row of the results."""
@@ -99,8 +108,10 @@ class Job:
             run = self.measured()
         except LabRunError as error:
             return report.failure(self.network.name, self.method, error)
-        found = self.predicted(run, alone, host_bytes_per_s)
-        return report.row(self.network.name, self.method, run, *found, alone)
+        simulated, wire_bytes = self.predicted(run, alone, host_bytes_per_s)
+        return report.row(
+            self.network.name, self.method, run, simulated, wire_bytes, alone
+        )
 
 
 def read_jobs(values: FlagValues, train: Sequence[str]) -> list[Job]:
@@ -110,31 +121,38 @@ def read_jobs(values: FlagValues, train: Sequence[str]) -> list[Job]:
     names = _distinct("methods", values.methods)
     for name in names:
         lab_run.check(methods.get(name))
+
     _distinct("networks", values.networks)
     flags.define(WITHOUT)
     flags.parse(["experiments.train", *train])
+
     for name in ("workdir", *flags.PROCESSES, *flags.ELASTIC):
         if flags.given(name):
             raise ValueError(
                 f"{name}={flags.value(name)} is set for each run; leave it out after --"
             )
+
     base = flags.config(WITHOUT, names)  # That all runs share.
-    regions, limit_s = base.run.regions, values.limit_s
+    regions = base.run.regions
+    limit_s = values.limit_s
     if regions < 2:
         raise ValueError(f"regions={regions} has no network; use 2 or more")
+
     networks = [lab_run.network(word, regions) for word in values.networks]
     wide = lab_run.network(lab_run.WIDE, regions)
     _distinct("networks", [network.name for network in networks])
     if not limit_s < threading.TIMEOUT_MAX:
         raise ValueError(f"limit_s={limit_s} must be at most {threading.TIMEOUT_MAX:g}")
+
     # The references send nothing, or everything uncompressed.
     control = base.where(compress=None)
-    found = [_job(values, wide, control, name, ["compress"]) for name in REFERENCES]
-    each = itertools.product(networks, names)
-    found += [_job(values, network, base, name) for network, name in each]
-    flags.check_optimizers(job.config for job in found)
+    jobs = [_job(values, wide, control, name, ["compress"]) for name in REFERENCES]
+    for network, name in itertools.product(networks, names):
+        jobs.append(_job(values, network, base, name))
+    flags.check_optimizers(job.config for job in jobs)
+
     planned: dict[pathlib.Path, list[str]] = {}
-    for job in found:
+    for job in jobs:
         if planned.setdefault(job.folder, job.command) != job.command:
             raise ValueError(
                 f"networks={job.network.name} is what others are held against, run "
@@ -142,7 +160,8 @@ def read_jobs(values: FlagValues, train: Sequence[str]) -> list[Job]:
                 "another name"
             )
         lab_run.held(job.command, job.folder, job.network.links)
-    return found
+
+    return jobs
 
 
 def _job(
@@ -153,22 +172,26 @@ def _job(
     without: Sequence[str] = (),
 ) -> Job:
     """Return a job with the given flags that the method takes, and the fixed ones."""
-    config, taken = base.replace(method=method), methods.defaults(method)
+    config = base.replace(method=method)
+    taken = methods.defaults(method)
     stretch = lab_run.stretch(
         config.method.build(), config.run.log_every, values.intervals
     )
     leaves = {"preset": base.preset}
+
     for name in LEAVES:
         if name in (*WITHOUT, *without) or not flags.given(name):
             continue
         if LEAVES[name].section != "method" or name in taken:
             leaves[name] = flags.value(name)
+
     leaves |= {"method": method, "steps": stretch.last_step, **FIXED}
     train = [f"--{name}={value}" for name, value in leaves.items()]
     folder = pathlib.Path(values.workdir) / network.name / method
     lab = (*commands.python_m("wan"), *network.flags, f"--logdir={folder / 'net'}")
     run = (*commands.python_m("train"), *train, f"--workdir={folder / 'run'}")
     command = [*lab, "--", *run]
+
     return Job(network, method, config, stretch, folder, command, values.limit_s)
 
 
@@ -180,14 +203,17 @@ def _distinct(name: str, words: Sequence[str]) -> list[str]:
 
 def run(jobs: Sequence[Job], workdir: pathlib.Path, command: str) -> int:
     """Run everything and write reports; return the exit code, 1 if a run failed."""
-    console, (apart, every_step, *others) = Console(width=WIDTH), jobs
+    console = Console(width=WIDTH)
+    (apart, every_step, *others) = jobs
     try:
-        alone, sent = apart.measured(), every_step.measured()
+        alone = apart.measured()
+        sent = every_step.measured()
         expected, _ = every_step.predicted(sent, alone)
         host_bytes_per_s = lab_run.host_bytes_per_s(sent, expected)
     except LabRunError as error:
         print(f"error: before the comparison: {error}", file=sys.stderr)
         return 1
+
     rows: list[dict[str, Any]] = []
     result = {
         "command": command,
@@ -195,15 +221,18 @@ def run(jobs: Sequence[Job], workdir: pathlib.Path, command: str) -> int:
         "host_bytes_per_s": host_bytes_per_s if host_bytes_per_s < math.inf else None,
         "rows": rows,
     }
+
     for job in others:
         rows.append(job.row(alone, host_bytes_per_s))
         print(*report.cells(rows[-1])[:5], sep="  ", file=sys.stderr)
         write_whole(workdir / "networks.json", dumps(result))
+
     write_whole(workdir / "networks.md", report.markdown(rows, alone, command))
     if any("error" not in entry for entry in rows):
         save_png(report.slowdowns(rows), str(workdir / "networks.png"))
     console.print(report.table(rows))
     console.print(report.note(alone), highlight=False)
+
     return int(any("error" in entry for entry in rows))
 
 
@@ -216,6 +245,7 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"the network lab lacks {'; and '.join(lacks)}")
         workdir = pathlib.Path(values.workdir)
         make_folder(workdir)
+
         command = commands.command_line("compare_networks", argv[1:])
         try:
             return run(jobs, workdir, command)

@@ -48,11 +48,13 @@ def main() -> None:
     console.width = max(console.width, WIDTH)
     with flags.usage_errors():
         job, workdir = read_flags()
+
     try:
         result = compile_run(job, console)
     except (CompileError, UnknownProgramError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, CompileError) else flags.USAGE_ERROR)
+
     write_whole(workdir / RESULT_FILE, dumps(result))
     if not result["fits"]:
         sys.exit(1)
@@ -70,17 +72,20 @@ def read_flags() -> tuple[Job, pathlib.Path]:
             f"programs={programs!r} is not a regular expression ({error}); use a part "
             "of a name, as in 'fragment 0'"
         ) from None
+
     target = Target.parse(flags.value("target"), flags.value("slices"))
     flags.check_one_process()
     config = place(flags.config(), target, flags.given("data_axis"))
     if config.run.exchange == "elastic":
         raise ValueError("exchange='elastic' has a run for each region; leave it out")
+
     check_model(config, config.model)
     target.check_installed()
     default = pathlib.Path("runs") / f"compile_{config.preset}_{config.method.method}"
     workdir = pathlib.Path(flags.value("workdir") or default)
     hlo_dir = workdir / "hlo" if flags.value("keep_hlo") else None
     make_folder(workdir)
+
     if hlo_dir:
         make_folder(hlo_dir)
     return Job(config, target, programs, hlo_dir), workdir
@@ -97,12 +102,15 @@ def compile_run(job: Job, console: Console) -> dict[str, Any]:
         summary = report.summarise(about, programs)
         if not summary["fits"] and flags.value("propose"):
             summary["remedy"] = find_remedy(job, say)
+
     console.print(report.table(about, programs))
     for line in report.lines(job.config, about, programs, summary):
         console.print(line, soft_wrap=True)
     if not summary["fits"]:
         console.print("[red]It does not fit.[/red]" + _advice(summary))
-    config, target = job.config, job.target
+
+    config = job.config
+    target = job.target
     return {
         "preset": config.preset,
         "method": config.method.method,
@@ -122,6 +130,7 @@ def telling(console: Console) -> Iterator[Callable[[str], None]]:
         with console.status("") as status:
             yield status.update
         return
+
     began_s = time.monotonic()
 
     def say(text: str) -> None:
@@ -138,13 +147,16 @@ def find_remedy(job: Job, say: Callable[[str], None]) -> str | None:
             check_model(config, config.model)
         except ValueError:
             continue
+
         say(f"does it fit with {text}?")
         try:
             _, programs = Job(config, job.target, f"^{INNER_STEPS}$").run()
         except CompileError:  # A compiler that dies has not shown that it fits.
             continue
+
         if all(program["fits"] for program in programs):
             return text
+
     return None
 
 
@@ -164,7 +176,8 @@ def define() -> None:
         ("slices", 1, "Slices of that shape, joined by their hosts."),
         ("propose", True, "Whether to search for flags with which the run fits."),
         (
-            *("programs", ""),
+            "programs",
+            "",
             "Regular expression of the names of the programs to compile, as in "
             "'start fragment 0'; all by default.",
         ),

@@ -27,11 +27,17 @@ def main() -> None:
             if not flags.value(name):
                 raise ValueError(f"{name}={flags.value(name)} is no folder; name one")
         try:
-            given = map(flags.value, ("workdir", "out", "step", "params", "adapter"))
-            written = export(*given)
+            written = export(
+                workdir=flags.value("workdir"),
+                out=flags.value("out"),
+                step=flags.value("step"),
+                params=flags.value("params"),
+                adapter=flags.value("adapter"),
+            )
         except OSError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)
+
     print(dumps(written), end="")
 
 
@@ -42,7 +48,8 @@ def define() -> None:
         ("out", pathlib.Path, "Folder to write; missing or empty."),
         ("step", int, "Step of the checkpoint. Default: the newest."),
         (
-            *("params", "outer"),
+            "params",
+            "outer",
             f"Which parameters, {' or '.join(PARAMS)}: of the outer model, or the mean "
             "of the regions'.",
         ),

@@ -30,7 +30,8 @@ from . import commands, program, train
 OWN_FLAGS = (
     ("regions", int, "regions that train; default: as the flags after -- say"),
     (
-        *("processes", int),
+        "processes",
+        int,
         "processes that share the regions, or several to a region; default: one per "
         "region",
     ),
@@ -45,10 +46,11 @@ def launch(
 ) -> int:
     """Start the processes and wait until they end."""
     command = [*commands.python_m("train"), *train_flags]
-    told = {
+    environment = {
         processes.ADDRESS: children.free_addresses(1)[0],
         processes.COUNT: str(count),
     }
+
     group = children.Group(grace_s)
     with children.on_signals(group.stop):
         try:
@@ -56,7 +58,7 @@ def launch(
                 log = workdir / f"process_{number}" / "output.log" if number else None
                 if log:
                     log.parent.mkdir(parents=True, exist_ok=True)
-                env = os.environ | told | {processes.ID: str(number)}
+                env = os.environ | environment | {processes.ID: str(number)}
                 group.start(command, env, log)
             return group.wait()
         finally:
@@ -97,40 +99,52 @@ def launch_elastic(
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
-    own = program.own_flags(*OWN_FLAGS, regions=1, processes=1, grace_s=0)
+    values = program.own_flags(*OWN_FLAGS, regions=1, processes=1, grace_s=0)
     train.define()
     with flags.usage_errors():
-        train_flags = program.parse(own, argv, __doc__)
-        if own.regions:
+        train_flags = program.parse(values, argv, __doc__)
+        if values.regions:
             flags.parse([argv[0], *train_flags])
             if flags.given("regions"):
                 raise ValueError(
                     f"regions={flags.value('regions')} after -- is decided before it, "
-                    f"by --regions={own.regions}; leave one out"
+                    f"by --regions={values.regions}; leave one out"
                 )
-            train_flags.append(f"--regions={own.regions}")
+            train_flags.append(f"--regions={values.regions}")
+
         # Parsed here too, so that an error is printed once, before any process starts.
         flags.parse([argv[0], *train_flags])
         config, named = train.read_flags(says_plan=False)
         workdir = folder_here(named)  # Of the logs.
-        if own.restart and not own.elastic:
+        if values.restart and not values.elastic:
             raise ValueError("restart=True goes with --elastic; processes end together")
-        if own.elastic:
+        if values.elastic:
             check_elastic(config)
-            each, rest = divmod(own.processes or config.run.regions, config.run.regions)
-            if rest:
+            num_regions = config.run.regions
+            count = values.processes or num_regions
+            if count % num_regions:
                 raise ValueError(
-                    f"processes={own.processes} with --elastic must be a multiple of "
-                    f"regions={config.run.regions}, each of so many processes"
+                    f"processes={values.processes} with --elastic must be a multiple "
+                    f"of regions={num_regions}, each of so many processes"
                 )
+
             make_folder(workdir)
             train_flags.append(f"--workdir={named}")
-            given = train_flags, workdir, config.run.regions, own.restart, own.grace_s
-            return launch_elastic(*given, each, flags.value("via"))
-        count = own.processes or config.run.regions
+            return launch_elastic(
+                train_flags,
+                workdir,
+                count=num_regions,
+                restarts=values.restart,
+                grace_s=values.grace_s,
+                num_processes=count // num_regions,
+                via=flags.value("via"),
+            )
+
+        count = values.processes or config.run.regions
         processes.check_shares(config.run.regions, count, config.run.devices_per_region)
         make_folder(workdir)
-    return launch(train_flags, workdir, count, own.grace_s)
+
+    return launch(train_flags, workdir, count, values.grace_s)
 
 
 cli = program.with_own_flags(main)

@@ -25,7 +25,8 @@ from . import program
 from .program import named
 from .sweeps import advice
 
-AUTO, NONE = "auto", "none"
+AUTO = "auto"
+NONE = "none"
 # Always; of other arguments those that what is recommended does not leave alone.
 _CHOSEN = ("method", *advice.TOLD, "inner_lr")
 # With `--plan=auto`: default, or the type where there is none, and help.
@@ -56,38 +57,48 @@ def planned(config: TrainConfig, says_why: bool = True) -> TrainConfig:
         return config
     region = flags.value("region_id") or 0
     if says_why and max(flags.processes().process_id, region) <= 0:
-        told = " ".join(f"--{k}={v}" for k, v in best.choice.flags.items())
-        print(f"plan: {best.explain()}\nplan: {told}", file=sys.stderr)
+        chosen = " ".join(f"--{name}={x}" for name, x in best.choice.flags.items())
+        print(f"plan: {best.explain()}\nplan: {chosen}", file=sys.stderr)
+
         num_params = models.num_params(config.model)
         tokens = config.run.steps * config.tokens_per_step
-        request = {"parameters": num_params, "regions": config.run.regions}
-        request |= {"tokens a parameter": tokens / num_params}
+        request = {
+            "parameters": num_params,
+            "regions": config.run.regions,
+            "tokens a parameter": tokens / num_params,
+        }
+
         if config.run.steps > 2 * best.choice.steps:
             print(
                 f"plan: these losses are of runs of {best.choice.steps} steps, and this"
                 f" one has {config.run.steps}: with more, syncing often gains less",
                 file=sys.stderr,
             )
+
         if warning := advice.warning(request):
             print(f"plan: {warning}", file=sys.stderr)
+
     return config.replace(**best.choice.flags)
 
 
 def _best(config: TrainConfig) -> advice.Advice | None:
-    given = [name for name in _FLAGS if flags.given(name)]
+    set_flags = [name for name in _FLAGS if flags.given(name)]
     plan = flags.value("plan")
     if plan not in (AUTO, NONE):
         raise ValueError(f"plan={plan!r} is unknown; use {AUTO!r} or {NONE!r}")
     if plan == NONE:
-        for name in given:
+        if set_flags:
+            name = set_flags[0]
             raise ValueError(
                 f"{name}={flags.value(name)} has no meaning without --plan=auto"
             )
         return None
-    _check(given)
+
+    _check(set_flags)
     path = flags.value("plan_frontier")
     num_layers = config.model.num_layers
     choices = named("plan_frontier", path, advice.read)
+
     fit = [x for x in choices if x.config.method.build().num_fragments <= num_layers]
     if not fit:
         raise ValueError(
@@ -95,13 +106,14 @@ def _best(config: TrainConfig) -> advice.Advice | None:
             f"num_layers={num_layers}, the blocks of the model; give the file of a "
             "sweep that has one"
         )
-    topology, num_params = (
-        _topology(config.run.regions),
-        models.num_params(config.model),
-    )
-    found = advice.advise(fit, topology, num_params, [flags.value("plan_step_s")])
-    _refuse(found[0].choice.flags)
-    return found[0]
+
+    topology = _topology(config.run.regions)
+    num_params = models.num_params(config.model)
+    step_s = flags.value("plan_step_s")
+    best, *_ = advice.advise(fit, topology, num_params, [step_s])
+    _refuse(best.choice.flags)
+
+    return best
 
 
 def _refuse(chosen: Iterable[str]) -> None:
@@ -113,17 +125,19 @@ def _refuse(chosen: Iterable[str]) -> None:
             )
 
 
-def _check(given: list[str]) -> None:
+def _check(set_flags: list[str]) -> None:
     for name in ("plan_frontier", "plan_step_s"):
-        if name not in given:
+        if name not in set_flags:
             raise ValueError(f"plan=auto needs --{name}: {_FLAGS[name][1]}")
+
     if not 0 < flags.value("plan_step_s") < math.inf:
         raise ValueError(
             f"plan_step_s={flags.value('plan_step_s')} must be positive, in seconds"
         )
+
     _refuse(_CHOSEN)
-    for name in {"plan_gbps", "plan_latency_ms"}.intersection(given):
-        if "plan_links" in given:
+    for name in {"plan_gbps", "plan_latency_ms"}.intersection(set_flags):
+        if "plan_links" in set_flags:
             raise ValueError(
                 f"{name}={flags.value(name)} and --plan_links exclude each other"
             )
@@ -132,13 +146,16 @@ def _check(given: list[str]) -> None:
 def _topology(num_regions: int) -> Topology:
     path = flags.value("plan_links")
     if path is None:
-        gbps, ms = flags.value("plan_gbps"), flags.value("plan_latency_ms")
+        gbps = flags.value("plan_gbps")
+        ms = flags.value("plan_latency_ms")
         with program.about(f"plan_gbps={gbps}, plan_latency_ms={ms}"):
             return uniform(num_regions, Link(gbps, ms / 1000))
+
     topology = named("plan_links", path, world.load_topology)
     if topology.num_regions != num_regions:
         raise ValueError(
             f"plan_links={path} has {topology.num_regions} regions, the run has "
             f"{num_regions}"
         )
+
     return topology

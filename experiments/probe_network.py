@@ -77,16 +77,19 @@ def read_exchanges(values: FlagValues) -> list[tuple[str, int]]:
         sizes = [round(float(word) * 1e6 / 4) for word in values.sizes_mb.split(",")]
     except (ValueError, OverflowError):  # No number; infinity.
         sizes = []
+
     if not sizes or min(sizes) < 1:
         raise ValueError(
             f"sizes_mb={values.sizes_mb!r} must be positive numbers, comma-separated"
         )
+
     names = values.collectives.split(",")
     for name in names:
         if name not in COLLECTIVES:
             raise ValueError(
                 f"collectives={name!r} is unknown; use {', '.join(COLLECTIVES)}"
             )
+
     return list(itertools.product(names, sizes))
 
 
@@ -104,6 +107,7 @@ def read_links(values: FlagValues, num: int) -> LinkState | None:
         raise ValueError(f"latency_ms={values.latency_ms:g} {why}")
     if values.mtu and not (values.links or values.bandwidth_mbit):
         raise ValueError(f"mtu={values.mtu} needs --bandwidth_mbit or --links")
+
     gbps = (values.bandwidth_mbit or 0) / 1000
     if values.links:
         topology = program.named("links", values.links, world.load_topology)
@@ -116,16 +120,19 @@ def read_links(values: FlagValues, num: int) -> LinkState | None:
         topology = uniform(num, Link(gbps, values.latency_ms / 1000))
     else:
         return None
+
     # As the lab, which caps regions, and takes links as they are without changes.
     topology = topology.undisturbed
     cap_bps = gbps * 1e9 or math.inf
     conditions = plan.conditions_over_time(topology, cap_bps)[0]
     mtu = values.mtu or plan.usual_mtu_bytes(conditions)
-    state, share = topology.at(), gloo.payload_share(mtu)
+    state = topology.at()
+    share = gloo.payload_share(mtu)
     rate, line = (
         share * np.minimum(x, cap_bps / 8)
         for x in (state.bytes_per_s, state.line_bytes_per_s)
     )
+
     return LinkState(rate, state.delay_s, float(line))
 
 
@@ -142,6 +149,7 @@ def probe(
         "measured_s": max(map(statistics.median, seconds)),
         "seconds": seconds,
     }
+
     return row if links is None else row | predict(name, num_bytes, links)
 
 
@@ -157,6 +165,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
             cells += [f"{predicted_s:.3f}", f"{measured_s / predicted_s:.2f}"]
             cells.append(f"{row['at_once_s']:.3f}")
         lines.append(cells)
+
     console.print(program.table(heads, lines, is_ruled=True))
 
 
@@ -171,23 +180,28 @@ def main(argv: Sequence[str]) -> int:
                 f"{COUNT} in the environment must be at least 2; run under "
                 "experiments.wan, or set it in every region"
             )
+
         check_numbers(values)
         links = read_links(values, processes.num_processes)
         exchanges = read_exchanges(values)
+
         if values.workdir and processes.process_id < 1:
             make_folder(pathlib.Path(values.workdir))
         processes.start(processes.num_processes)
+
     with failing_alone(), while_writable():
         rows = [
             probe(name, num_values, values.repeats, values.pause_s, links)
             for name, num_values in exchanges
         ]
+
         if jax.process_index() == 0:
             show(rows, Console())
             if values.workdir:
-                given = {n: values[n].value for n in values if n != "help"}
-                text = json.dumps({"flags": given, "rows": rows}, indent=1)
+                own_flags = {n: values[n].value for n in values if n != "help"}
+                text = json.dumps({"flags": own_flags, "rows": rows}, indent=1)
                 write_whole(pathlib.Path(values.workdir) / FILE, text + "\n")
+
     return 0
 
 

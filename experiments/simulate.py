@@ -18,7 +18,6 @@ timeline.png. All times are simulated seconds.
 - `--hours_between_failures`, with `--repair_s`, predicts goodput: the share of time
   spent in steps that count, for one job that resumes from its last checkpoint, and for
   regions that are separate jobs.
-- `--table` compares the simulator with published numbers.
 
 The flags describe a network, not a model, so they are not those of training.
 """
@@ -31,12 +30,11 @@ import pathlib
 from collections.abc import Sequence
 
 import rich
-import rich.console
 from absl.flags import FlagValues
 
 from cocodc_jax.engine.collectives import ALL_REDUCES
 from cocodc_jax.files import write_whole
-from cocodc_jax.network import exchanges, placement, plan, published, swarm, trace
+from cocodc_jax.network import exchanges, placement, plan, swarm, trace
 from cocodc_jax.network.faults import Finding, watch_links
 from cocodc_jax.network.links import Topology
 from cocodc_jax.network.placement import Placement
@@ -60,24 +58,34 @@ def run_simulation(values: FlagValues) -> None:
     method = described.build_method(values)
     work = described.build_workload(values, method, topology.num_regions)
     schedule = exchanges.schedule_of(method)
-    steps = values.steps or 3 * max(schedule.sync_interval if schedule else 0, 10)
+    interval = schedule.sync_interval if schedule else 0
+    steps = values.steps or 3 * max(interval, 10)
     folder = _folder(values)
+
     timeline = simulate_method(
-        topology, work, method, steps, values.collective,
-        sharing=values.sharing, effective_rank=values.effective_rank,
-    )  # fmt: skip
+        topology,
+        work,
+        method,
+        steps,
+        values.collective,
+        sharing=values.sharing,
+        effective_rank=values.effective_rank,
+    )
     summary: dict[str, float | str | None] = {"method": values.method}
     summary |= timeline.summary()
-    interval_s = timeline.sim_s / steps * (schedule.sync_interval if schedule else 0)
+    interval_s = timeline.sim_s / steps * interval
     summary |= described.goodput_of(
         values, topology.num_regions, interval_s, timeline.utilization()
     )
+
     if values.loss_curve is not None:
         read = functools.partial(read_curve, key=values.loss_key)
         curve = named("loss_curve", values.loss_curve, read)
         needed = steps_to_loss(curve, values.target_loss)
         seconds = None if needed is None else timeline.seconds_until(needed)
-        summary |= {"target_loss": values.target_loss, "sim_s_to_target": seconds}
+        summary["target_loss"] = values.target_loss
+        summary["sim_s_to_target"] = seconds
+
     _print_summary(summary)
     named_s = watch_links(topology, timeline)
     for time_s, finding in named_s:
@@ -115,9 +123,13 @@ def _write(
     timeline: Timeline,
     faulty: Sequence[tuple[float, Finding]],
 ) -> None:
-    given = values.flag_values_dict().items()
+    flags = {
+        name: value
+        for name, value in values.flag_values_dict().items()
+        if name != "help" and value != math.inf
+    }
     result = {
-        "flags": {k: v for k, v in given if k != "help" and v != math.inf},
+        "flags": flags,
         "summary": summary,
         "stall_s": timeline.stall_s,
         "bytes_sent": timeline.bytes_sent,
@@ -138,6 +150,7 @@ def run_plan(values: FlagValues) -> None:
     if values.frontier is not None:
         choices = named("frontier", values.frontier, advice.read)
     folder = _folder(values)
+
     topology = program.topology(values, values.bandwidth_gbps)
     times = described.step_times(values, topology.num_regions)
     failures = described.failures(values, topology.regions)
@@ -148,19 +161,29 @@ def run_plan(values: FlagValues) -> None:
             _report_swarm(values, topology, placed.stages, job, times, failures)
         # A site averages its stage with the sites that run the same stage.
         sites = placed.stages[placed.slowest_stage]
-        topology, times = topology.subset(sites), tuple(times[i] for i in sites)
+        topology = topology.subset(sites)
+        times = tuple(times[i] for i in sites)
         job = dataclasses.replace(job, model_bytes=job.model_bytes / values.stages)
+
         if topology.num_regions == 1:
             print("- No average is needed: every site has a stage of its own.")
             return
+
     chosen = plan.make_plan(topology, job)
     print(chosen.explain())
     request = {"parameters": values.params, "regions": topology.num_regions}
     if warning := advice.warning(request):
         print(f"- {warning[0].upper()}{warning[1:]}.")
-    names = ("num_fragments", "sync_interval", "syncs_per_interval", "delay_steps")
-    print(*(f"--{name}={getattr(chosen, name)}" for name in (*names, "collective")))
+
+    print(
+        f"--num_fragments={chosen.num_fragments}",
+        f"--sync_interval={chosen.sync_interval}",
+        f"--syncs_per_interval={chosen.syncs_per_interval}",
+        f"--delay_steps={chosen.delay_steps}",
+        f"--collective={chosen.collective}",
+    )
     _write_json(folder, "plan.json", dataclasses.asdict(chosen))
+
     if choices is not None:
         _report_advice(values, choices, topology, times, folder)
 
@@ -178,6 +201,7 @@ def _place(
         job.sync_interval,
     )
     placed = placement.place(topology.at(), pipeline)
+
     sites = [[topology.regions[i] for i in stage] for stage in placed.stages]
     for stage, names in enumerate(sites):
         print(f"- Stage {stage} on {', '.join(names)}.")
@@ -187,6 +211,7 @@ def _place(
         f"{placed.sync_s:.3g} s of averaging spread over the steps of an interval."
     )
     _write_json(folder, "placement.json", dataclasses.asdict(placed) | {"sites": sites})
+
     return placed
 
 
@@ -202,23 +227,31 @@ def _report_swarm(
     names = topology.regions
     batch_s = [time / len(stages) for time in times]
     rates = [1 / seconds for seconds in batch_s]
-    sizes = (values.activation_mb * 1e6, job.model_bytes / len(stages))
+    pipeline = swarm.Swarm(
+        stages,
+        tuple(batch_s),
+        values.activation_mb * 1e6,
+        job.model_bytes / len(stages),
+    )
     simulated = functools.partial(
         swarm.simulate_swarm,
-        swarm.Swarm(stages, tuple(batch_s), *sizes),
+        pipeline,
         topology.at(),
         values.swarm_s,
         failures=failures,
     )
+
     runs = {"in fixed chains": simulated(wiring="fixed"), "wired anew": simulated()}
     if values.rebalance_s is not None:
         runs["and rebalanced"] = simulated(rebalance_s=values.rebalance_s)
+
     for how, run in runs.items():
         moved = f", {len(run.moves)} moves" if run.moves else ""
         per_s = run.batches_per_s(0, values.swarm_s)
         print(f"- Batches a second {how}: {per_s:.4g}{moved}.")
-    for title, sites in (("", stages), ("rebalanced: ", None)):
-        sites = sites or placement.rebalanced(stages, rates)
+
+    rebalanced = placement.rebalanced(stages, rates)
+    for title, sites in (("", stages), ("rebalanced: ", rebalanced)):
         pace = min(sum(rates[i] for i in group) for group in sites)
         texts = "; ".join(", ".join(names[i] for i in group) for group in sites)
         print(f"- Without links and failures at most {pace:.4g}, {title}{texts}.")
@@ -233,56 +266,26 @@ def _report_advice(
 ) -> None:
     """Print the best settings of a sweep's frontier on these links."""
     params = values.params / values.stages
-    found = advice.advise(choices, topology, params, times, values.collective)
+    advices = advice.advise(choices, topology, params, times, values.collective)
     print("By measured losses, in the time of the run's steps without a network:")
-    for place, each in enumerate(found[:ADVICE_LINES], 1):
-        print(f"{place}. {each.explain()}.")
-    print(*(f"--{name}={value}" for name, value in found[0].choice.flags.items()))
-    _write_json(folder, "advice.json", {"choices": [x.to_json() for x in found]})
+    for place, choice in enumerate(advices[:ADVICE_LINES], 1):
+        print(f"{place}. {choice.explain()}.")
+    print(*(f"--{name}={value}" for name, value in advices[0].choice.flags.items()))
+    _write_json(folder, "advice.json", {"choices": [x.to_json() for x in advices]})
 
 
 def _job(values: FlagValues, step_time_s: float) -> plan.Job:
-    given = {name: getattr(values, name) for name in described.WISHES}
+    wishes = {name: getattr(values, name) for name in described.WISHES}
     # By default those of processes, see `--all_reduce` of `experiments.train`.
-    given["collectives"] = (values.collective,) if values.collective else ALL_REDUCES
+    collectives = (values.collective,) if values.collective else ALL_REDUCES
+
     return plan.Job(
         model_bytes=described.model_bytes(values),
         step_time_s=step_time_s,
         max_fragments=values.max_fragments,
-        **{name: value for name, value in given.items() if value is not None},
+        collectives=collectives,
+        **{name: value for name, value in wishes.items() if value is not None},
     )
-
-
-def run_table() -> None:
-    """Print simulated and published bandwidths, and DiLoCoX's speed-up."""
-    heads, rows = ("model", "method", *(f"{t:.0%}" for t in published.TARGETS)), []
-    for (size, row), printed in published.PUBLISHED_GBPS.items():
-        rows.append((size, row, *_entries(size, row, printed, None)))
-        interval = published.FITTED_INTERVAL.get((size, row))
-        if interval is not None:
-            label = "  with a fragment every step"
-            rows.append(("", label, *_entries(size, row, printed, interval)))
-    title = "Gbit/s needed: simulated/published grid point = ratio"
-    # Wide enough for every column, also if the output is not a terminal.
-    rich.console.Console(width=140).print(program.table(heads, rows, title=title))
-    speedup = published.dilocox_speedup()
-    print(
-        "DiLoCoX, 107B over 1 Gbit/s, 32,768 tokens a step (assumed): all-reduce "
-        f"{speedup.all_reduce_tokens_per_s:.1f} tokens/s (published 10.4), DiLoCoX "
-        f"{speedup.dilocox_tokens_per_s:,.0f} (3,728), {speedup.factor:.0f} times "
-        f"(357), utilization {speedup.dilocox.utilization():.1%}"
-    )
-
-
-def _entries(
-    size: str, row: str, printed: Sequence[float], interval: int | None
-) -> list[str]:
-    out = []
-    for target, value in zip(published.TARGETS, printed, strict=True):
-        gbps = published.required_gbps(size, row, target, interval)
-        grid = published.published_grid_gbps(value, gbps)
-        out.append(f"{gbps:.3g}/{grid:.3g} = {gbps / grid:.2f}")
-    return out
 
 
 def main(argv: Sequence[str]) -> int:
@@ -291,12 +294,11 @@ def main(argv: Sequence[str]) -> int:
     with program.usage_errors(values):
         program.parse(values, argv, __doc__, described.SECTIONS, has_words=False)
         described.check(values)
-        if values.table:
-            run_table()
-        elif values.plan:
+        if values.plan:
             run_plan(values)
         else:
             run_simulation(values)
+
     return 0
 
 

@@ -10,6 +10,7 @@ whether it still runs. HOST:PORT is where a process of `experiments.train
 """
 
 import datetime
+import functools
 import http.client
 import pathlib
 import re
@@ -49,7 +50,7 @@ SHOW: Mapping[str, Callable[[Any], str]] = {
     "sent": format_bytes,
     "goodput": "{:.1%}".format,
     **dict.fromkeys(("syncs", "missed", "faults"), "{:.0f}".format),
-    "members": lambda found: found if isinstance(found, str) else f"{found:.0f}",
+    "members": lambda value: value if isinstance(value, str) else f"{value:.0f}",
 }
 
 
@@ -57,8 +58,11 @@ def runs_in(folder: pathlib.Path) -> list[pathlib.Path]:
     """Return the folders of the runs that a folder holds, or is."""
     runs = [folder]
     if not (folder / CONFIG_FILE).exists():
-        paths = (folder.glob(f"{depth}/{CONFIG_FILE}") for depth in ("*", "*/*"))
-        runs = _sorted(path.parent for each in paths for path in each)
+        configs = [
+            *folder.glob(f"*/{CONFIG_FILE}"),
+            *folder.glob(f"*/*/{CONFIG_FILE}"),
+        ]
+        runs = _sorted(path.parent for path in configs)
     if not runs:
         raise ValueError(f"{str(folder)!r} holds no run; name the folder of one")
     return runs
@@ -66,12 +70,16 @@ def runs_in(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def of_run(run: pathlib.Path, folder: pathlib.Path, now: float) -> Found:
     """Return the rows of a run in a folder, and lines about faults."""
-    rows, lines, config = [], [], _config(run)
-    for own in (run, *_sorted(x for x in run.glob("process_*") if x.is_dir())):
-        name = own.name if run == folder else str(own.relative_to(folder))
-        faults = _faults(own)
+    rows = []
+    lines = []
+    config = _config(run)
+    processes = _sorted(path for path in run.glob("process_*") if path.is_dir())
+    for process in (run, *processes):
+        name = process.name if run == folder else str(process.relative_to(folder))
+        faults = _faults(process)
         lines += [f"{name}: {line}" for line in faults]
-        rows.append({"run": name} | _row(own, run, config, len(faults), now))
+        rows.append({"run": name} | _row(process, run, config, len(faults), now))
+
     return rows, lines
 
 
@@ -93,44 +101,49 @@ def _config(run: pathlib.Path) -> dict[str, Any]:
 
 
 def _row(
-    own: pathlib.Path,
+    process: pathlib.Path,
     run: pathlib.Path,
     config: Mapping[str, Any],
     num_faults: int,
     now: float,
 ) -> Row:
     """Return the columns of one process with its own folder."""
-    records, timing = (
-        read_records(path) if (path := own / name).exists() else []
-        for name in (METRICS_FILE, TIMING_FILE)
-    )
+    records = _records(process / METRICS_FILE)
+    timing = _records(process / TIMING_FILE)
     last = {record["kind"]: record for record in records}
     sent = [r["bytes_sent_per_region"] for r in records if "bytes_sent_per_region" in r]
-    syncs = read_lines(own / SYNCS_FILE, dict, skips_damaged=True)
+    syncs = read_lines(process / SYNCS_FILE, dict, skips_damaged=True)
     now_row = timing[-1] if timing else {}
-    step = max((each["step"] for each in (*records[-1:], *timing[-1:])), default=0)
+    step = max((line["step"] for line in (*records[-1:], *timing[-1:])), default=0)
+
     state = "stopped" if records or timing else "not begun"
-    if is_starting(own):
+    if is_starting(process):
         state = "restarting" if records or timing else "starting"
-    elif owner_of(own):
+    elif owner_of(process):
         state = "running"
-    elif (summary := own / SUMMARY_FILE).exists():
-        found = read_table(summary)
-        if found.get("steps") == config["steps"]:
+    elif (summary := process / SUMMARY_FILE).exists():
+        result = read_table(summary)
+        if result.get("steps") == config["steps"]:
             state = "finished"
-            if "alone_since_step" in found:
-                state += f" alone since step {found['alone_since_step']}"
-            if "result_of_region" in found:
-                state += f", result of region {found['result_of_region']}"
+            if "alone_since_step" in result:
+                state += f" alone since step {result['alone_since_step']}"
+            if "result_of_region" in result:
+                state += f", result of region {result['result_of_region']}"
+
     is_training = state not in ("starting", "restarting")
     region = re.fullmatch(r"region_(\d+)", run.name)
-    mean = [each["regions"] for each in syncs if each.get("regions") is not None]
-    missed = sum(int(region[1]) not in regions for regions in mean) if region else None
-    saved, checkpoint = steps_in(run / CHECKPOINTS), ""
+    mean = [sync["regions"] for sync in syncs if sync.get("regions") is not None]
+    missed = None
+    if region:
+        missed = sum(int(region[1]) not in regions for regions in mean)
+
+    saved = steps_in(run / CHECKPOINTS)
+    checkpoint = ""
     if saved:
         path = run / CHECKPOINTS / str(saved[-1])
         checkpoint = f"{saved[-1]}, {_ago(path.stat().st_mtime, now)}"
-    paths = (own / METRICS_FILE, own / TIMING_FILE)
+
+    paths = (process / METRICS_FILE, process / TIMING_FILE)
     newest = max((p.stat().st_mtime for p in paths if p.exists()), default=None)
     left = _seconds_left(timing, config["steps"] - step) if state == "running" else None
     return _shown(
@@ -155,6 +168,11 @@ def _row(
     )
 
 
+def _records(path: pathlib.Path) -> list[Record]:
+    """Return the records of a file, none without one."""
+    return read_records(path) if path.exists() else []
+
+
 def _members(run: pathlib.Path, region: int, config: Mapping[str, Any]) -> str:
     """Return how many regions were in the last mean that any region knows of.
 
@@ -166,6 +184,7 @@ def _members(run: pathlib.Path, region: int, config: Mapping[str, Any]) -> str:
         lines = [line for line in lines if line.get("regions") is not None]
         if lines and (last is None or _when(lines[-1]) > _when(last)):
             last = lines[-1]
+
     if last is None:
         return ""
     text = f"{len(last['regions'])} of {config['regions']}"
@@ -188,19 +207,19 @@ def _shown(values: Mapping[str, Any]) -> Row:
 def _seconds_left(timing: Sequence[Record], steps: int) -> float | None:
     """Estimate it from the median of the last turns; None without two of them."""
     recent = timing[-_RECENT:]
-    each = [
+    steps_s = [
         (b["wall_s"] - a["wall_s"]) / (b["step"] - a["step"])
         for a, b in zip(recent, recent[1:], strict=False)
         if b["step"] > a["step"] and b["wall_s"] > a["wall_s"]
     ]
-    return statistics.median(each) * steps if each else None
+    return statistics.median(steps_s) * steps if steps_s else None
 
 
-def _faults(own: pathlib.Path) -> list[str]:
+def _faults(process: pathlib.Path) -> list[str]:
     """Return a line for each fault that is named and has not ended."""
     named: dict[tuple, str] = {}
-    for line in read_lines(own / FAULTS_FILE, dict, skips_damaged=True):
-        key = line["kind"], *line["where"]
+    for line in read_lines(process / FAULTS_FILE, dict, skips_damaged=True):
+        key = (line["kind"], *line["where"])
         named.pop(key, None)
         if line["fault"] == "begins":
             where = ", ".join(map(str, line["where"]))
@@ -217,22 +236,25 @@ def of_address(address: str, now: float) -> Found:
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise OSError(f"nothing answers at {url} ({reason})") from error
-    found = _samples(text)
-    if "cocodc_step" not in found:
+
+    samples = _samples(text)
+    if "cocodc_step" not in samples:
         raise ValueError(f"what answers at {url} is no run of cocodc_jax")
 
     def get(name: str, label: str = "") -> float | None:
-        return found.get(f"cocodc_{name}", {}).get(label)
+        return samples.get(f"cocodc_{name}", {}).get(label)
 
-    step, steps, saved = (
-        "" if (value := get(name)) is None else f"{value:.0f}"
-        for name in ("step", "planned_steps", "checkpoint_step")
-    )
-    when, faults = get("checkpoint_timestamp_seconds"), found.get("cocodc_fault", {})
+    def whole(name: str) -> str:
+        value = get(name)
+        return "" if value is None else f"{value:.0f}"
+
+    saved = whole("checkpoint_step")
+    when = get("checkpoint_timestamp_seconds")
+    faults = samples.get("cocodc_fault", {})
     row = {
         "run": address,
         "state": "running",
-        "step": f"{step} of {steps}",
+        "step": f"{whole('step')} of {whole('planned_steps')}",
         "loss": get("loss"),
         "eval": get("eval_loss"),
         "tokens/s": get("tokens_per_second"),
@@ -247,19 +269,25 @@ def of_address(address: str, now: float) -> Found:
         "checkpoint": f"{saved}, {_ago(when, now)}" if when else saved,
         "updated": _ago(get("progress_timestamp_seconds"), now),
     }
+
     return [_shown(row)], [f"{address}: {label}" for label in faults]
 
 
 def _samples(text: str) -> dict[str, dict[str, float]]:
     """Return values by metric and by its labels besides those of the process."""
-    found: dict[str, dict[str, float]] = {}
+    samples: dict[str, dict[str, float]] = {}
     for line in text.splitlines():
         sample = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line)
-        if sample:
-            labels = dict(re.findall(r'(\w+)="([^"]*)"', sample[2] or ""))
-            own = [x for name, x in labels.items() if name not in ("region", "process")]
-            found.setdefault(sample[1], {})[" ".join(own)] = float(sample[3])
-    return found
+        if not sample:
+            continue
+        metric, labels, value = sample.groups()
+        further = [
+            text
+            for name, text in re.findall(r'(\w+)="([^"]*)"', labels or "")
+            if name not in ("region", "process")
+        ]
+        samples.setdefault(metric, {})[" ".join(further)] = float(value)
+    return samples
 
 
 def _ago(when: float | None, now: float) -> str:
@@ -289,7 +317,12 @@ def _aligned(lines: Sequence[Sequence[str]]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     values = program.own_flags()
-    now, rows, lines, finds, code = time.time(), [], [], [], 0
+    now = time.time()
+    rows: list[Row] = []
+    lines: list[str] = []
+    looks: list[tuple[str, str, Callable[[], Found]]] = []
+    code = 0
+
     try:
         with program.usage_errors(values):
             targets = program.parse(values, argv, __doc__, {})
@@ -297,27 +330,36 @@ def main(argv: Sequence[str]) -> int:
                 raise ValueError(
                     "name the folder of a run, or HOST:PORT of its metrics"
                 )
+
             for target in targets:
                 if re.fullmatch(r"[^/]+:\d+", target):
-                    finds.append((target, "no answer", of_address, target))
-                else:
-                    at = folder_here(target)
-                    finds += [(x.name, "damaged", of_run, x, at) for x in runs_in(at)]
+                    look = functools.partial(of_address, target, now)
+                    looks.append((target, "no answer", look))
+                    continue
+                folder = folder_here(target)
+                for run in runs_in(folder):
+                    look = functools.partial(of_run, run, folder, now)
+                    looks.append((run.name, "damaged", look))
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    for name, state, find, *given in finds:  # Whoever cannot be read hides no other.
+
+    for name, state, look in looks:  # Whoever cannot be read hides no other.
         try:
-            found = find(*given, now)
+            new_rows, new_lines = look()
         except (OSError, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
-            found, code = ([{"run": name, "method": "", "state": state}], []), 1
-        rows += found[0]
-        lines += found[1]
+            new_rows = [{"run": name, "method": "", "state": state}]
+            new_lines = []
+            code = 1
+        rows += new_rows
+        lines += new_lines
+
     print(f"{datetime.datetime.fromtimestamp(now):%Y-%m-%d %H:%M:%S}")
     print(table(rows, shutil.get_terminal_size().columns))
     for line in lines:
         print(f"fault: {line}")
+
     return code
 
 

@@ -57,7 +57,8 @@ from .sweeps import (
 from .sweeps.schedule import Plan, Progress
 from .trials import StoppedError
 
-GRID_FILE, HALVING_FILE = "grid.toml", "halving.json"
+GRID_FILE = "grid.toml"
+HALVING_FILE = "halving.json"
 _say = functools.partial(print, flush=True)
 POLL_S = 5.0  # between looks at what other shards have written
 
@@ -74,13 +75,16 @@ def main() -> None:
         if plan is None and not flags.value("report"):
             raise ValueError("grid=None is missing; name a grid file")
         _check_report(plan, workdir)
+
     if plan is not None and flags.value("list"):
         for setting in plan.grid.settings:
             note = "  (published)" if setting.published and plan.grid.tuned else ""
             _say(setting.name + note)
-        num, num_rows = len(plan.grid.settings), plan.total()[0]
+        num = len(plan.grid.settings)
+        num_rows = plan.total()[0]
         _say(f"{num} settings, at most {num_rows} rows in all")
         return
+
     if plan is not None and not flags.value("report"):
         with flags.usage_errors():
             make_folder(workdir)
@@ -91,8 +95,10 @@ def main() -> None:
             except OSError as error:
                 raise unwritable(workdir, error) from error
         _train(plan, workdir, console)
+
     with flags.usage_errors():
-        of_grid, kept = plan and plan.grid, workdir / GRID_FILE
+        of_grid = plan and plan.grid
+        kept = workdir / GRID_FILE
         if of_grid is None and kept.exists():
             of_grid = grid.read(kept)
         _report(workdir, console, of_grid)
@@ -105,10 +111,13 @@ def _check_report(plan: Plan | None, workdir: pathlib.Path) -> None:
         raise ValueError(f"step_seconds={step_s} must be above 0")
     if flags.value("networks"):
         networks.networks(flags.value("networks"))
+
     written = []
     if plan and flags.value("workdir"):
         written = _written(workdir, plan.grid)
-    words, column = flags.value("reference"), flags.value("reference_column")
+    words = flags.value("reference")
+    column = flags.value("reference_column")
+
     if not flags.value("reference_from"):
         reference.check(words, column, plan, written)
     elif plan:
@@ -126,12 +135,14 @@ def _written(workdir: pathlib.Path, of_grid: grid.Grid | None) -> list[rows.Row]
             if row["stage"] != schedule.FINAL
             or reference.has_flags(row["config"], words)
         ]
+
     return written
 
 
 def _other_file(configs: Iterable[Mapping[str, Any]]) -> cells.Cell:
     """Return the reference from another file; it must be comparable with these runs."""
-    column, path = flags.value("reference_column"), flags.value("reference_from")
+    column = flags.value("reference_column")
+    path = flags.value("reference_from")
     return reference.read(path, flags.value("reference"), column, configs)
 
 
@@ -141,10 +152,13 @@ def _plan() -> Plan | None:
     if path is None:
         return None
     try:
-        found = _only(grid.read(path))
+        of_grid = _only(grid.read(path))
     except OSError as error:
         raise ValueError(f"grid={path} cannot be read ({error.strerror})") from error
-    plan, most = Plan(found, *_shard()), flags.value("batch_trials")
+
+    shard, num_shards = _shard()
+    plan = Plan(of_grid, shard, num_shards)
+    most = flags.value("batch_trials")
     if most < 0:
         raise ValueError(
             f"batch_trials={most} must be at least 0: trials of a batch at most, or 0 "
@@ -155,23 +169,30 @@ def _plan() -> Plan | None:
             f"keep_runs=True keeps folders of runs, which batch_trials={most} does not "
             "make; leave one of them out"
         )
-    runs.check(batched.first_of_groups(found.settings) if most else found.settings)
+
+    settings = of_grid.settings
+    runs.check(batched.first_of_groups(settings) if most else settings)
     return plan
 
 
-def _only(found: grid.Grid) -> grid.Grid:
+def _only(of_grid: grid.Grid) -> grid.Grid:
     """Return a grid with the settings alone that have the flags of --only."""
     words = flags.value("only")
     if not words:
-        return found
-    has_words = lambda x: reference.has_flags(x.config.to_json(), words)  # noqa: E731
-    fitting = tuple(filter(has_words, found.settings))
+        return of_grid
+
+    fitting = tuple(
+        setting
+        for setting in of_grid.settings
+        if reference.has_flags(setting.config.to_json(), words)
+    )
     if not fitting:
         raise ValueError(
             f"only={words!r} is no setting of the grid; give flags of some as --list "
             "shows them, such as method=diloco"
         )
-    return dataclasses.replace(found, settings=fitting)
+
+    return dataclasses.replace(of_grid, settings=fitting)
 
 
 def _shard() -> tuple[int, int]:
@@ -186,7 +207,8 @@ def _shard() -> tuple[int, int]:
 def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
     """Train every row of this process; exit if one cannot be trained."""
     trainer = runs.Trainer(workdir, flags.value("keep_runs"), console)
-    progress, most = Progress(plan), flags.value("batch_trials")
+    progress = Progress(plan)
+    most = flags.value("batch_trials")
     batches = batched.BatchTrainer()
 
     here = [_of_today(setting) for setting in plan.grid.settings]
@@ -201,18 +223,25 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
         stage = list({row.row_id: row for row in stage}.values())
         if plan.history:
             _note_halving(plan, workdir / HALVING_FILE)
-        own, found = {row.row_id for row in plan.own(stage)}, written()
+        of_shard = {row.row_id for row in plan.own(stage)}
+        finished = written()
+
         done = set()
         if most:
-            todo = [r for r in stage if r.row_id in own and r.row_id not in found]
+            todo = [
+                row
+                for row in stage
+                if row.row_id in of_shard and row.row_id not in finished
+            ]
             done = _train_batches(batches, todo, most, workdir, progress)
+
         for row in stage:
             if row.row_id in done:
                 continue
-            if row.row_id in found:
+            if row.row_id in finished:
                 trainer.forget(row)  # Where a kill came between the two.
                 progress.found(row)
-            elif row.row_id in own:
+            elif row.row_id in of_shard:
                 _say(progress.line(row))
                 with _exits(row):
                     record = trainer.train(row)
@@ -222,6 +251,7 @@ def _train(plan: Plan, workdir: pathlib.Path, console: Console) -> None:
                 _say(_came_to(record))
             else:
                 progress.found(row)  # Another shard is about as far.
+
         # Of other shards too: a choice needs all of them.
         wanted = {row.row_id for row in stage}
         if missing := wanted - written().keys():
@@ -242,10 +272,12 @@ def _of_today(setting: schedule.Setting) -> rows.Row:
 
 def _note_halving(plan: Plan, path: pathlib.Path) -> None:
     """Write what the rungs chose, beside what was chosen of another part (--only)."""
-    own = {setting.key for setting in plan.grid.settings}
+    of_part = {setting.key for setting in plan.grid.settings}
     with path.with_suffix(".lock").open("w") as lock:  # Parts may be beside this one.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        others = set(read_table(path)["chosen"]) - own if path.exists() else ()
+        others: set[str] = set()
+        if path.exists():
+            others = set(read_table(path)["chosen"]) - of_part
         write_whole(path, dumps(plan.to_json(others)))
 
 
@@ -257,14 +289,16 @@ def _train_batches(
     progress: Progress,
 ) -> set[str]:
     """Train rows in batches of `most` trials; return those that were."""
-    found, alone = batched.batches(todo, most)
+    batches, alone = batched.batches(todo, most)
     for why, num in collections.Counter(alone.values()).items():
         _say(f"{num} rows are trained one by one: {why}")
+
     done = set()
-    for number, batch in enumerate(found, 1):
+    for number, batch in enumerate(batches, 1):
         row = batch.rows[0]
-        text = f"batch {number}/{len(found)}, {len(batch.rows)} trials with "
+        text = f"batch {number}/{len(batches)}, {len(batch.rows)} trials with "
         _say(text + progress.line(row))
+
         with _exits(row), stop_signal() as should_stop:
             records = trainer.train(batch, should_stop)
         for row, record in zip(batch.rows, records, strict=True):
@@ -272,46 +306,57 @@ def _train_batches(
             progress.trained(row)
             done.add(row.row_id)
             _say(f"{row.setting.name}, seed {row.seed}: {_came_to(record)}")
+
     return done
 
 
 def _report(workdir: pathlib.Path, console: Console, of_grid: grid.Grid | None) -> None:
-    halving, chosen = workdir / HALVING_FILE, None
+    halving = workdir / HALVING_FILE
+    chosen = None
     if halving.exists() and (of_grid is None or of_grid.halving):
         chosen = read_table(halving)["chosen"]
+
     written = _written(workdir, of_grid)
     rows.check_texts(written)
-    found = cells.cells(written, chosen)
-    if not found:
-        words, where = flags.value("only"), f"workdir={str(workdir)!r}"
-        told = f"only={words!r} is no final row of {where}; give flags of some"
-        raise ValueError(told if words else f"{where} has no final rows yet")
+    of_rows = cells.cells(written, chosen)
+    if not of_rows:
+        where = f"workdir={str(workdir)!r}"
+        if words := flags.value("only"):
+            raise ValueError(
+                f"only={words!r} is no final row of {where}; give flags of some"
+            )
+        raise ValueError(f"{where} has no final rows yet")
     if chosen and not {row["setting"] for row in written}.intersection(chosen):
         raise ValueError(
             f"{halving} chose settings that no row has; run the sweep's command again, "
             "which rebuilds the file from the finished rows"
         )
+
     if other := flags.value("reference_from"):
-        held = _other_file(cell.config for cell in found)
+        held = _other_file(cell.config for cell in of_rows)
     else:
-        held = reference.find(found, flags.value("reference"))
+        held = reference.find(of_rows, flags.value("reference"))
+
     column = reference.column_of(held, flags.value("reference_column"))
-    made = report.Report(found, held, column, other)
+    made = report.Report(of_rows, held, column, other)
     write_whole(workdir / "cells.json", dumps(report.to_json(made)))
     plots.save_png(made.figure(), str(workdir / "frontier.png"))
     text = made.markdown(commands.command_line("sweep", sys.argv[1:]))
     write_whole(workdir / "report.md", text)
+
     if words := flags.value("networks"):
         step_s = flags.value("step_seconds")
         arrived = list(networks.arrivals(made, networks.networks(words), step_s))
         write_whole(workdir / "networks.json", dumps(networks.to_json(arrived, step_s)))
         text += "\n" + networks.markdown(made, arrived, step_s)
         write_whole(workdir / "report.md", text)
+
     table = program.table(("cell", *made.short_heads()), made.short_lines())
     for column in table.columns:
         column.no_wrap = True
     # On a narrow terminal names give way.
-    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+    table.columns[0].no_wrap = False
+    table.columns[0].overflow = "fold"
     console.print(table)
     _say(f"Report: {workdir / 'report.md'}")
 
@@ -346,34 +391,40 @@ def define() -> None:
         ("workdir", pathlib.Path, "Folder for the rows and the report."),
         ("shard", "1/1", "Which share of the rows, as i/n."),
         (
-            *("only", ""),
+            "only",
+            "",
             "Train and report the rows alone that have these flags, as "
             "method=diloco,steps=480.",
         ),
         ("list", False, "Print the settings of the grid and exit."),
         ("report", False, "Train nothing; report on the finished rows."),
         (
-            *("reference", str),
+            "reference",
+            str,
             "Cell to compare others with, as method=diloco,sync_interval=40. "
             "Default: the worst published one.",
         ),
         (
-            *("reference_column", "published"),
+            "reference_column",
+            "published",
             "Column of the reference, or tuned; tuned, too, if it is the only one.",
         ),
         (
-            *("reference_from", pathlib.Path),
+            "reference_from",
+            pathlib.Path,
             "cells.json of another sweep, of the same model and data, that has the "
             "reference, as in experiments/results. Default: these rows.",
         ),
         (
-            *("networks", ""),
+            "networks",
+            "",
             "With the report, simulated seconds to the reference's loss, on networks "
             "of Mbit/s x milliseconds one way, as 20x50,1000x10; or all.",
         ),
         ("step_seconds", 0.25, "Seconds of an inner step on these networks."),
         (
-            *("batch_trials", 0),
+            "batch_trials",
+            0,
             "Train up to so many rows at once, as inputs of one program, where they "
             "differ in seed, learning rates, momentum, weight decay, strength or "
             "mixing alone; 0 trains one row after another.",

@@ -18,9 +18,13 @@ from cocodc_jax.run import timeline
 from . import program
 
 PRINTED = (
-    "steps", "stall_s", "exposed_share", "mean_sync_s", "mean_delay_steps",
+    "steps",
+    "stall_s",
+    "exposed_share",
+    "mean_sync_s",
+    "mean_delay_steps",
     "utilization",
-)  # fmt: skip
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,18 +41,25 @@ def main(argv: Sequence[str]) -> int:
         since = values.since_step
         if since is None:
             since = timeline.first_warm_step(workdir)
-        found, since = timeline.measured(workdir, since)
-    summary = found.summary()
-    timeline.write(workdir, found, f"{workdir.name}, measured from step {since}")
-    told = {name: summary[name] for name in PRINTED} | {"seconds": summary["sim_s"]}
-    told["seconds a step"] = max(found.step_time_s)
-    busy, quiet = timeline.step_s_in_flight(found)
-    if busy > 0 and quiet > 0:
-        told |= {"  sync in flight": busy, "  none": quiet}
-    for name, value in told.items():
+        measured, since = timeline.measured(workdir, since)
+
+    title = f"{workdir.name}, measured from step {since}"
+    timeline.write(workdir, measured, title)
+
+    summary = measured.summary()
+    numbers = {name: summary[name] for name in PRINTED}
+    numbers["seconds"] = summary["sim_s"]
+    numbers["seconds a step"] = max(measured.step_time_s)
+    busy_s, quiet_s = timeline.step_s_in_flight(measured)
+    if busy_s > 0 and quiet_s > 0:
+        numbers["  sync in flight"] = busy_s
+        numbers["  none"] = quiet_s
+
+    for name, value in numbers.items():
         print(f"{name:18} {value:.4g}")
-    for step, finding in watch_steps(found):
-        print(f"after step {since + step}: {finding.explain(found.regions)}")
+    for step, finding in watch_steps(measured):
+        print(f"after step {since + step}: {finding.explain(measured.regions)}")
+
     return 0
 
 

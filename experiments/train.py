@@ -43,6 +43,7 @@ def main() -> int:
             elastic=flags.elastic(),
             monitoring=flags.read(Monitoring),
         )
+
     try:
         summary = session.train()
     except RUN_ERRORS as error:
@@ -51,16 +52,20 @@ def main() -> int:
         # region that was started elsewhere is not needed: a launcher must not restart.
         is_vain = isinstance(error, ResumeError | SupersededError)
         sys.exit(flags.USAGE_ERROR if is_vain else 1)
-    step, reports = summary["steps"], jax.process_index() == 0
+
+    step = summary["steps"]
+    reports = jax.process_index() == 0
     if step < config.run.steps:
         if reports:
             print(f"stopped at step {step}; the same command resumes there")
         return flags.STOPPED
+
     if reports and flags.value("json"):
         print(dumps(summary), end="")
     elif reports:
         lines = attend.ending(summary, session.workdir, config.run.steps)
         print(program.shown("\n".join(lines)))
+
     return 0
 
 

@@ -101,7 +101,8 @@ class Trials:
         """`init(params, numbers)`: leaves `[E, ...]`; before the first step."""
 
         def one(params: PyTree, numbers: Numbers) -> State:
-            axes, num = cc.sync_axes(self.method), self.num_regions
+            axes = cc.sync_axes(self.method)
+            num = self.num_regions
             sync = jax.vmap(self.transform(numbers).init, None, axes, axis_size=num)
             every = jax.tree.map(lambda x: jnp.stack([x] * num), params)
             none = jnp.zeros(())
@@ -120,8 +121,8 @@ class Trials:
         def every(state: State, numbers: Numbers, tokens: PyTree, stream: jax.Array):
             def one(state: State, numbers: Numbers, stream: jax.Array):
                 def step(state: State, batches: PyTree):
-                    own = jax.tree.map(lambda x: x[stream], batches)
-                    return self._step(state, numbers, own)
+                    of_trial = jax.tree.map(lambda x: x[stream], batches)
+                    return self._step(state, numbers, of_trial)
 
                 return jax.lax.scan(step, state, tokens)
 
@@ -136,14 +137,17 @@ class Trials:
 
         def every(state: State, batches: PyTree) -> Evaluation:
             def loss(params: PyTree) -> jax.Array:
-                of_batch = lambda x: self.loss_fn(params, x, jax.random.key(0))[0]  # noqa: E731
+                def of_batch(batch: PyTree) -> jax.Array:
+                    return self.loss_fn(params, batch, jax.random.key(0))[0]
+
                 return jax.lax.map(of_batch, batches).astype(jnp.float32).mean()
 
             def one(state: State) -> Evaluation:
                 mean = jax.tree.map(lambda x: x.mean(0), state.params)
                 both = jax.tree.map(
                     lambda x, outer: jnp.stack([x, outer.astype(x.dtype)]),
-                    *(mean, self._outer(state, mean)),
+                    mean,
+                    self._outer(state, mean),
                 )
                 losses = jax.lax.map(loss, both)
                 return Evaluation(losses[0], losses[1], region_drift(state.params))
@@ -155,7 +159,7 @@ class Trials:
     def _map(self, one: Callable, in_axes: Any, out_axes: Any = 0) -> Callable:
         """Map a function of one trial over all."""
         if self.in_turn:
-            return lambda *every: jax.lax.map(lambda each: one(*each), every)
+            return lambda *every: jax.lax.map(lambda trial: one(*trial), every)
         return jax.vmap(one, in_axes, out_axes)
 
     @functools.cached_property
@@ -183,7 +187,8 @@ class Trials:
 
     def _step(self, state: State, numbers: Numbers, batches: PyTree):
         """One step of all regions of one trial; returns losses `[R]` too."""
-        transform, axes = self.transform(numbers), cc.sync_axes(self.method)
+        transform = self.transform(numbers)
+        axes = cc.sync_axes(self.method)
 
         def region(params: PyTree, sync: Any, batch: PyTree):
             def loss_of(params: PyTree) -> jax.Array:
@@ -199,6 +204,7 @@ class Trials:
         params, sync, losses = mapped(state.params, state.sync, batches)
         merges = self._merges(state.sync, sync)
         ratio = jnp.where(merges > 0, sync.correction_ratio.mean(), 0.0)
+
         return State(params, sync, state.ratios + ratio, state.merges + merges), losses
 
     def _merges(self, before: Any, after: Any) -> jax.Array:
@@ -269,7 +275,8 @@ class Outcome(NamedTuple):
 
     def fragment_bytes(self, trial: int) -> dict[int, float]:
         """Mean bytes of a message of each fragment that was sent, with its moments."""
-        counts, num = self.counts[-1][trial], self.num_fragments or 1
+        counts = self.counts[-1][trial]
+        num = self.num_fragments or 1
         moments = counts[num:] @ self.message_bytes[num:] / max(counts[:num].sum(), 1)
         sizes = self.message_bytes[:num] + moments
         return {k: float(x) for k, x in enumerate(sizes) if counts[k] and x}
@@ -287,38 +294,50 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Train trials to their last step."""
-    given = {name: jnp.asarray(x, float) for name, x in numbers.items()}
+    arrays = {name: jnp.asarray(x, float) for name, x in numbers.items()}
     which = jnp.asarray(stream, jnp.int32)
     eval_batches = jax.tree.map(jnp.asarray, eval_batches)
-    state = trials.init(params, given)
-    step, losses, steps, found, counts = 0, [], [], [], []
+    state = trials.init(params, arrays)
+
+    step = 0
+    losses = []
+    steps = []
+    evaluations = []
+    counts = []
     while step < num_steps:
         next_eval = (step // (eval_every or num_steps) + 1) * (eval_every or num_steps)
         end = min(step + MOST_STEPS, next_eval, num_steps)
         # Read while the devices are busy, but no further ahead than the next scan.
-        each = [_stacked([next(x) for x in streams]) for _ in range(step, end)]
-        tokens = _stacked(each)
+        batches = [_stacked([next(x) for x in streams]) for _ in range(step, end)]
+        tokens = _stacked(batches)
         jax.block_until_ready(losses[-2:-1])
-        state, of_steps = trials.advance(state, given, tokens, which)
+        state, of_steps = trials.advance(state, arrays, tokens, which)
         losses.append(of_steps)
+
         step = end
         if step in (next_eval, num_steps):
             steps.append(step)
-            found.append(trials.evaluate(state, eval_batches))
+            evaluations.append(trials.evaluate(state, eval_batches))
             counts.append(jnp.copy(state.sync.counts))  # The state is donated.
+
         if step < num_steps and should_stop():
             raise StoppedError(f"{len(stream)} trials at step {step}")
+
     sizes = np.asarray(state.sync.message_bytes).astype(np.int64)
     sizes = sizes.reshape(-1, sizes.shape[-1])[0]  # Equal in all trials.
-    method, shape = trials.method, (len(stream), len(sizes))
+    method = trials.method
+    shape = (len(stream), len(sizes))
+
     return Outcome(
-        np.concatenate([np.asarray(x) for x in losses], axis=1),
-        steps,
-        [Evaluation(*map(np.asarray, each)) for each in found],
-        [np.broadcast_to(np.asarray(x).astype(np.int64), shape) for x in counts],
-        sizes,
-        np.asarray(state.ratios),
-        np.asarray(state.merges),
-        state.params,
-        method.num_fragments if method.sync else 0,
+        losses=np.concatenate([np.asarray(x) for x in losses], axis=1),
+        steps=steps,
+        evaluations=[
+            jax.tree.map(np.asarray, evaluation) for evaluation in evaluations
+        ],
+        counts=[np.broadcast_to(np.asarray(x).astype(np.int64), shape) for x in counts],
+        message_bytes=sizes,
+        ratios=np.asarray(state.ratios),
+        merges=np.asarray(state.merges),
+        params=state.params,
+        num_fragments=method.num_fragments if method.sync else 0,
     )

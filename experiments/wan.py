@@ -37,7 +37,8 @@ from cocodc_jax.run.messages import check_numbers
 
 from . import commands, program
 
-_DEFAULT_MBIT, _DEFAULT_LATENCY_MS = 100.0, 50.0
+_DEFAULT_MBIT = 100.0
+_DEFAULT_LATENCY_MS = 50.0
 _LONGEST_GRACE_S = 86_400.0
 _LINK_FLAGS = ("regions", "latency_ms", "jitter_ms", "loss")
 
@@ -46,7 +47,8 @@ SECTIONS = {
     "The links": (
         ("regions", 2, "regions"),
         (
-            *("bandwidth_mbit", float),
+            "bandwidth_mbit",
+            float,
             "Mbit/s of each ordered pair, and the most that a region sends or "
             f"receives; default {_DEFAULT_MBIT:g}. With --links the file sets the "
             "pairs, and this limits regions; default: no limit",
@@ -55,7 +57,8 @@ SECTIONS = {
         ("jitter_ms", 0.0, "milliseconds either way; packets keep their order"),
         ("loss", 0.0, "share of packets lost, in [0, 1)"),
         (
-            *("world", str),
+            "world",
+            str,
             f"cloud regions, comma-separated, of {', '.join(world.REGIONS)}",
         ),
         (
@@ -76,22 +79,26 @@ SECTIONS = {
             "folder for logs and counters; default: a new one in /tmp",
         ),
         (
-            *("mtu", int),
+            "mtu",
+            int,
             "bytes of a packet; default: what the slowest link carries in 1 ms, 1500 "
             "to 65000, and 1500 on lossy links",
         ),
         (
-            *("buffer_ms", float),
+            "buffer_ms",
+            float,
             "longest wait in a queue before packets are dropped; default: no limit, so "
             "that only --loss loses packets",
         ),
         (
-            *("congestion_control", "reno"),
+            "congestion_control",
+            "reno",
             "TCP's algorithm, one of /proc/sys/net/ipv4/tcp_allowed_congestion_control;"
             " every kernel has reno",
         ),
         (
-            *("slow_start_after_idle", False),
+            "slow_start_after_idle",
+            False,
             "whether TCP restarts with a small window after a pause (the kernel's "
             "default; hosts on long links turn it off)",
         ),
@@ -100,8 +107,13 @@ SECTIONS = {
     ),
 }
 _NOT_NEGATIVE = (
-    "bandwidth_mbit", "latency_ms", "jitter_ms", "loss", "buffer_ms", "grace_s",
-)  # fmt: skip
+    "bandwidth_mbit",
+    "latency_ms",
+    "jitter_ms",
+    "loss",
+    "buffer_ms",
+    "grace_s",
+)
 
 
 def define_flags() -> FlagValues:
@@ -118,12 +130,13 @@ def build_topology(values: FlagValues) -> Topology:
     """Return the network the flags describe."""
     for source in ("links", "world"):
         others = (*_LINK_FLAGS, *({"links", "world"} - {source}))
-        given = [name for name in others if values[name].present]
-        if values[source].value and given:
+        present = [name for name in others if values[name].present]
+        if values[source].value and present:
             raise ValueError(
-                f"--{given[0]}={values[given[0]].value} does not combine with "
+                f"--{present[0]}={values[present[0]].value} does not combine with "
                 f"--{source}, which sets it; leave one out"
             )
+
     gbps = (values.bandwidth_mbit or _DEFAULT_MBIT) / 1000
     topology = program.topology(values, gbps)
     if topology.num_regions > region.MAX_REGIONS:
@@ -133,6 +146,7 @@ def build_topology(values: FlagValues) -> Topology:
         )
     if not values.schedule:
         return topology
+
     read = functools.partial(world.load_changes, regions=topology.regions)
     changes = program.named("schedule", values.schedule, read)
     return dataclasses.replace(topology, changes=topology.changes + changes)
@@ -146,6 +160,7 @@ def build_plan(values: FlagValues, command: Sequence[str]) -> Plan:
         raise ValueError(
             f"grace_s={values.grace_s} must be below {_LONGEST_GRACE_S:g}, a day"
         )
+
     check_numbers(values)
     known = region.congestion_controls()
     if values.congestion_control not in known:
@@ -153,10 +168,12 @@ def build_plan(values: FlagValues, command: Sequence[str]) -> Plan:
             f"congestion_control={values.congestion_control} is not allowed here; use "
             f"{' or '.join(known)}"
         )
+
     topology = build_topology(values)
     mbit = values.bandwidth_mbit
     if mbit is None:
         mbit = math.inf if values.links else _DEFAULT_MBIT
+
     return make_plan(
         topology,
         command,
@@ -186,17 +203,21 @@ def main(argv: Sequence[str]) -> int:
             )
         if lacks := region.missing():
             raise ValueError(f"the network lab lacks {'; and '.join(lacks)}")
+
         plan = build_plan(values, command)
+
     print(
         f"wan: {len(plan.regions)} regions, packets of {plan.mtu_bytes} bytes; logs in "
         f"{plan.logdir}",
         file=sys.stderr,
     )
+
     try:
         code = launch.run(plan)
     except (launch.LabError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
     print(plan.summary(), file=sys.stderr)
     return code
 

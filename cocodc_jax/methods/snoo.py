@@ -14,8 +14,7 @@ v &\leftarrow \mu v + \Delta \\
 $$
 
 It is `diloco` without a mean: what is left of DiLoCo with one region. Nothing is sent,
-so `compress` has no meaning. With mu = 0 it is Lookahead with step eta. As an Optax
-wrapper around any optimizer it is `transforms.snoo`.
+so `compress` has no meaning. With mu = 0 it is Lookahead with step eta.
 
 Source: SNOO, arXiv 2510.15830, that it is outer Nesterov on one worker's
 pseudo-gradients; from a summary. Derived here: equal to `diloco` with M = 1.

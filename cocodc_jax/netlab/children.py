@@ -22,9 +22,11 @@ _SIGNALLED = 128  # Plus the signal, as shells count exit codes.
 _PR_SET_PDEATHSIG = 1
 _TAIL_LINES = 10
 _POLL_S = 0.1
-_REFUSED, _STOPPED = 2, 75
+_REFUSED = 2
+_STOPPED = 75
 # Lives of a region, one after another, that end badly so soon that none will do better.
-_BRIEF_LIVES, _BRIEF_S = 5, 60.0
+_BRIEF_LIVES = 5
+_BRIEF_S = 60.0
 _FAREWELL_S = 5.0  # for others to fail too, and say why
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -94,6 +96,7 @@ def run(
     finally:
         process.kill()
         process.wait()
+
     if codes:
         sys.exit(codes[0])
     return exit_code(process.returncode)
@@ -152,7 +155,8 @@ class Group:
         self._grace_s = grace_s
         self._running: dict[int, subprocess.Popen] = {}
         self._logs: list[pathlib.Path | None] = []
-        self._kill_at_s, self._is_asked = math.inf, False
+        self._kill_at_s = math.inf
+        self._is_asked = False
 
     def start(self, command: Sequence[str], env: dict, log: pathlib.Path | None):
         """Start one more process."""
@@ -182,9 +186,11 @@ class Group:
                     explain(f"process {number}", code, self._logs[number])
                     end_s = time.monotonic() + _FAREWELL_S
                     self._kill_at_s = min(self._kill_at_s, end_s)
+
             if time.monotonic() > self._kill_at_s:
                 self.kill()
             time.sleep(_POLL_S)
+
         return code
 
     def kill(self) -> None:
@@ -199,7 +205,9 @@ class Region:
     def __init__(
         self, command: Sequence[str], log: pathlib.Path | None, num_processes: int = 1
     ):
-        self._command, self._log, self._num = list(command), log, num_processes
+        self._command = list(command)
+        self._log = log
+        self._num = num_processes
         self.processes: list[subprocess.Popen] = []
         self.lives = 0
 
@@ -210,10 +218,14 @@ class Region:
             self._log.parent.mkdir(parents=True, exist_ok=True)
         commands = [self._command]
         if self._num > 1:
-            (at,) = free_addresses(1)
-            own = [f"--coordinator_address={at}", f"--num_processes={self._num}"]
+            (address,) = free_addresses(1)
+            shared = [
+                f"--coordinator_address={address}",
+                f"--num_processes={self._num}",
+            ]
             numbers = (f"--process_id={number}" for number in range(self._num))
-            commands = [[*self._command, *own, number] for number in numbers]
+            commands = [[*self._command, *shared, number] for number in numbers]
+
         started = []
         for number, command in enumerate(commands):
             started.append(start_child(command, log=self._log_of(number), mode="ab"))
@@ -271,8 +283,8 @@ class Region:
 def _to_blame(codes: Sequence[int | None]) -> int:
     """Return which process ended badly by itself, else one that did, else the first."""
     bad = [n for n, code in enumerate(codes) if code]
-    own = [n for n in bad if codes[n] != -signal.SIGKILL]
-    return (*own, *bad, 0)[0]
+    not_killed = [n for n in bad if codes[n] != -signal.SIGKILL]
+    return (*not_killed, *bad, 0)[0]
 
 
 def make_key(workdir: pathlib.Path) -> pathlib.Path:
@@ -305,15 +317,18 @@ def make_regions(
     num_processes: int = 1,
 ) -> list[Region]:
     """Make regions that share a key, at free ports of this machine or `via` a store."""
-    own = ["--exchange=elastic"]
+    shared = ["--exchange=elastic"]
     if not via:
-        own.append(f"--region_addresses={','.join(free_addresses(num_regions))}")
-    own.append(f"--key_file={make_key(logs)}")
-    each = [
+        shared.append(f"--region_addresses={','.join(free_addresses(num_regions))}")
+    shared.append(f"--key_file={make_key(logs)}")
+    flags_and_logs = [
         (f"--region_id={r}", logs / f"region_{r}" / "output.log")
         for r in range(num_regions)
     ]
-    return [Region([*train, *own, flag], log, num_processes) for flag, log in each]
+    return [
+        Region([*train, *shared, flag], log, num_processes)
+        for flag, log in flags_and_logs
+    ]
 
 
 def wait(
@@ -323,7 +338,9 @@ def wait(
 ) -> int:
     """Wait until all have ended."""
     ended: dict[int, int] = {}
-    begun_s, brief = [time.monotonic()] * len(regions), [0] * len(regions)
+    begun_s = [time.monotonic()] * len(regions)
+    brief = [0] * len(regions)
+
     while len(ended) < len(regions):
         for number, region in enumerate(regions):
             if number in ended or region.code is None:
@@ -331,6 +348,7 @@ def wait(
             code = region.code
             is_brief = time.monotonic() - begun_s[number] < _BRIEF_S
             brief[number] = brief[number] + 1 if is_brief else 0
+
             is_vain = code in (0, _REFUSED, _STOPPED) or brief[number] == _BRIEF_LIVES
             if is_vain or not restarts():
                 ended[number] = code
@@ -343,9 +361,12 @@ def wait(
                     region.start()
                 if not restarts():  # Told to stop while it was started.
                     region.send(signal.SIGTERM)
+
         if time.monotonic() > kill_at_s():
             for region in regions:
                 region.send(signal.SIGKILL)
+
         time.sleep(_POLL_S)
+
     bad = [code for code in ended.values() if code]
     return next((code for code in bad if code != _STOPPED), max(bad, default=0))

@@ -19,7 +19,8 @@ from cocodc_jax.netlab.plan import Plan
 
 _ROOT = pathlib.Path(__file__).parents[2]  # from where `-m experiments...` works
 _SPARE_S = 5.0  # after the grace, before a region's keeper is killed itself
-_STDOUT, _STDERR = 1, 2
+_STDOUT = 1
+_STDERR = 2
 
 
 class LabError(RuntimeError):
@@ -48,6 +49,7 @@ def run(plan: Plan) -> int:
                 raise
         finally:
             lab.close()
+
     return lab.exit_code
 
 
@@ -78,14 +80,16 @@ class _Lab:
                 connections.append(stack.enter_context(ours))
                 with theirs:
                     self._start_region(region_id, theirs.fileno())
+
             devices = []
             for region_id, connection in enumerate(connections):
-                message, found, _, _ = socket.recv_fds(connection, 4096, 1)
-                if not found:
+                message, received, _, _ = socket.recv_fds(connection, 4096, 1)
+                if not received:
                     reason = message.decode() or "its process ended"
                     raise LabError(f"region {region_id} could not be made: {reason}")
-                devices += found
+                devices += received
                 stack.callback(os.close, devices[-1])
+
             self._start_relay(devices)
             for connection in connections:
                 connection.sendall(b"g")
@@ -99,6 +103,7 @@ class _Lab:
             if time.monotonic() > self._kill_at_s:
                 for process in self._regions.values():
                     process.kill()
+
         while self._open_pipes and self._step():
             pass
         if self._relay_broke:
@@ -124,12 +129,13 @@ class _Lab:
             self._selector.close()
 
     def _start_region(self, region_id: int, socket_fd: int) -> None:
-        told = self._told, region_id, os.getcwd(), socket_fd, os.getpid()
+        arguments = (self._told, region_id, os.getcwd(), socket_fd, os.getpid())
         with self._plan.log_path(region_id).open("wb") as log:
             out = log if region_id else subprocess.PIPE  # Region 0 is shown.
             process = _start_module(
-                region.__name__, told, pass_fds=[socket_fd], stdout=out, stderr=out
+                region.__name__, arguments, pass_fds=[socket_fd], stdout=out, stderr=out
             )
+
         self._regions[region_id] = process
         self._on_end(process, lambda: self._region_ended(region_id))
         if process.stdout and process.stderr:
@@ -137,9 +143,9 @@ class _Lab:
             self._show(process.stderr, _STDERR)
 
     def _start_relay(self, devices: Sequence[int]) -> None:
-        told = self._told, devices, os.getpid()
+        arguments = (self._told, devices, os.getpid())
         self._relay = _start_module(
-            relay.__name__, told, pass_fds=devices, stdout=subprocess.PIPE
+            relay.__name__, arguments, pass_fds=devices, stdout=subprocess.PIPE
         )
         assert self._relay.stdout
         with self._relay.stdout as pipe:
@@ -194,6 +200,7 @@ class _Lab:
                 pipe.close()
                 self._open_pipes -= 1
                 return
+
             with self._plan.log_path(0).open("ab") as log:
                 log.write(text)
             # A reader that has gone away does not end the run.
@@ -204,8 +211,8 @@ class _Lab:
         self._selector.register(pipe, selectors.EVENT_READ, copy)
 
 
-def _start_module(name: str, told: tuple, **settings) -> subprocess.Popen:
-    """Start a process of the lab, which reads `told` from its standard input."""
+def _start_module(name: str, arguments: tuple, **settings) -> subprocess.Popen:
+    """Start a process of the lab, which reads `arguments` from its standard input."""
     # Ctrl-C goes to the lab alone, which ends the others in order.
     process = subprocess.Popen(
         [sys.executable, "-m", name],
@@ -215,6 +222,7 @@ def _start_module(name: str, told: tuple, **settings) -> subprocess.Popen:
         **settings,
     )
     assert process.stdin
+
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-        pickle.dump(told, pipe)
+        pickle.dump(arguments, pipe)
     return process

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cocodc_jax.netlab.shaper import Conditions
@@ -15,7 +15,8 @@ from cocodc_jax.netlab.shaper import Conditions
 if TYPE_CHECKING:  # The lab's processes read plans, and load no NumPy.
     from cocodc_jax.network.links import Topology
 
-_INTERNET_MTU_BYTES, _LARGEST_MTU_BYTES = 1500, 65000
+_INTERNET_MTU_BYTES = 1500
+_LARGEST_MTU_BYTES = 65000
 _PACKET_S = 0.001
 _SHORTEST_S = 0.2  # that windows are made for
 _LARGEST_WINDOW_BYTES = 2**28
@@ -73,6 +74,7 @@ class Plan:
             traffic = json.loads(self.traffic_path.read_text())
         except FileNotFoundError:
             return "wan: nothing was counted"
+
         sent, delivered = (
             sum(map(sum, traffic[name])) for name in ("sent_bytes", "delivered_bytes")
         )
@@ -132,8 +134,8 @@ def _conditions_at(topology: Topology, time_s: float, region_bps: float) -> Cond
     ids = range(topology.num_regions)
     active = [c for c in topology.changes if c.start_s <= time_s < c.end_s]
 
-    def of_links(entry):
-        return tuple(tuple(map(entry, row)) for row in topology.links)
+    def of_links(entry: Callable[..., Any]) -> tuple[tuple[Any, ...], ...]:
+        return tuple(tuple(entry(link) for link in row) for row in topology.links)
 
     # Its rates without what one TCP stream reaches, its delays without jitter.
     plain = of_links(lambda x: dataclasses.replace(x, jitter_s=0.0, loss=0.0))
@@ -178,7 +180,8 @@ def usual_window_bytes(conditions: Conditions) -> int:
     application half.
     """
     fastest = max([*_between(conditions.rate_bps), 0.0])
-    delay_s, ids = conditions.delay_s, range(conditions.num_regions)
+    delay_s = conditions.delay_s
+    ids = range(conditions.num_regions)
     pairs = itertools.combinations(ids, 2)
     round_trips_s = [delay_s[i][j] + delay_s[j][i] for i, j in pairs]
     seconds = max(_SHORTEST_S, 2 * max(round_trips_s, default=0.0))

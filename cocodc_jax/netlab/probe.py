@@ -34,18 +34,22 @@ def outer_devices() -> Mesh:
 
 def make_exchange(name: str, outer: Mesh, num_values: int) -> Callable[[], jax.Array]:
     """Make a function that sends a vector of every process over the network."""
-    num, everywhere = outer.size, outer_sharding(outer)
+    num = outer.size
+    everywhere = outer_sharding(outer)
     rows = transfer.put(np.ones((num, num_values), np.float32), outer_rows(outer))
+
     kind, _, is_gathered = name.partition("_")
     if is_gathered:
         gather = functools.partial(
             collectives.gather_from_processes, everywhere=everywhere, kind=kind
         )
         return functools.partial(jax.jit(gather, out_shardings=everywhere), rows)
+
     shape = jax.ShapeDtypeStruct((num_values,), np.float32)
     average = between_hosts.make_combine(None, everywhere, shape, all_reduce=kind)
     weights = transfer.put(np.full(num, 1 / num, np.float32), everywhere)
-    mean = jax.jit(lambda *given: average(*given)[0], out_shardings=everywhere)
+    mean = jax.jit(lambda *arrays: average(*arrays)[0], out_shardings=everywhere)
+
     return functools.partial(mean, rows, weights)
 
 

@@ -37,10 +37,15 @@ MAX_REGIONS = 250
 
 _NETWORK = ipaddress.ip_network("10.77.0.0/24")
 _TUN_PATH = "/dev/net/tun"
-_CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
-_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
+_CLONE_NEWNS = 0x00020000
+_CLONE_NEWNET = 0x40000000
+_MS_BIND = 0x1000
+_MS_REC = 0x4000
+_MS_PRIVATE = 0x40000
 _PR_SET_CHILD_SUBREAPER = 36
-_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+_TUNSETIFF = 0x400454CA
+_IFF_TUN = 0x0001
+_IFF_NO_PI = 0x1000
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 _QUEUE_PACKETS = 10000  # in the device; the relay's queues are the ones that count
 
@@ -55,18 +60,21 @@ def missing() -> list[str]:
     lacks = []
     status = pathlib.Path("/proc/self/status").read_text()
     effective = int(status.split("CapEff:")[1].split()[0], 16)
+
     absent = [name for name, bit in _CAPABILITIES.items() if not effective >> bit & 1]
     if absent:
         lacks.append(
             f"the permission {' and '.join(absent)} (run as root, or where the kernel "
             "lets users make namespaces, after `unshare --user --map-root-user`)"
         )
+
     if shutil.which("ip") is None:
         lacks.append("the program `ip` (package iproute2)")
     try:
         os.close(os.open(_TUN_PATH, os.O_RDWR))
     except OSError as error:
         lacks.append(f"{_TUN_PATH} ({error.strerror}; kernel module tun)")
+
     return lacks
 
 
@@ -109,11 +117,13 @@ def _make(plan: Plan, region_id: int) -> int:
     children.call(libc.unshare, _CLONE_NEWNET | _CLONE_NEWNS)
     # Mounts made from here on stay here.
     _mount(b"none", b"/", _MS_REC | _MS_PRIVATE)
+
     usual = pathlib.Path("/etc/hosts")
     path = plan.logdir / f"region_{region_id}.hosts"
-    numbers = region_id, len(plan.regions)
-    path.write_text(hosts(usual.read_text(), socket.gethostname(), *numbers))
+    text = hosts(usual.read_text(), socket.gethostname(), region_id, len(plan.regions))
+    path.write_text(text)
     _mount(os.fsencode(path), os.fsencode(usual), _MS_BIND)
+
     _set_tcp(plan)
     return _open_tun(region_id, plan.mtu_bytes)
 
@@ -132,6 +142,7 @@ addr add {address(region_id)}/{_NETWORK.prefixlen} dev {DEVICE}
 """
     ip = ["ip", "-batch", "-"]
     subprocess.run(ip, input=commands, text=True, check=True, capture_output=True)
+
     return fd
 
 
@@ -153,7 +164,8 @@ def _mount(source: bytes, target: bytes, flags: int) -> None:
 def _run(plan: Plan, region_id: int, folder: str) -> int:
     """Run the command to its end; returns its exit code."""
 
-    def stop(number, _):
+    def stop(number: int, frame: object) -> None:
+        del number, frame
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         # A timer of 0 would never ring.
@@ -170,6 +182,7 @@ def _run(plan: Plan, region_id: int, folder: str) -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGALRM, _kill_children)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
     return children.exit_code(process.wait())
 
 
@@ -200,6 +213,7 @@ def main() -> int:
     children.die_with_parent(parent_pid, signal.SIGTERM)
     # Descendants whose parents end become children of this process.
     children.call(libc.prctl, _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
     with socket.socket(fileno=socket_fd) as lab:
         try:
             device = _make(plan, region_id)
@@ -207,10 +221,12 @@ def main() -> int:
             detail = getattr(error, "stderr", None) or ""
             lab.sendall(f"{error} {detail}".strip().encode())
             return 1
+
         socket.send_fds(lab, [b"made"], [device])
         os.close(device)
         if not lab.recv(1):
             return 1
+
     # Until the handlers stand, a request to end waits.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:

@@ -37,14 +37,17 @@ class Relay:
 
     def __init__(self, plan: Plan, devices: Sequence[int]):
         """Idle; `devices` has one non-blocking file descriptor per region."""
-        self._plan, self._devices = plan, devices
+        self._plan = plan
+        self._devices = devices
         self._shaper = Shaper(plan.conditions, plan.buffer_s, plan.seed)
+
         if plan.changes_path:
             self._shaper.changes_from_s = math.inf
         regions = range(len(devices))
         self._region_of = {socket.inet_aton(region.address(i)): i for i in regions}
         self._source_of = {devices[i]: i for i in regions}
-        self._start_s, self._is_stopped = time.monotonic(), False
+        self._start_s = time.monotonic()
+        self._is_stopped = False
         self._handed_over = 0  # packets
         self._late_s = self._max_late_s = 0.0  # their sum, and the most of one
 
@@ -56,13 +59,16 @@ class Relay:
             ready, _, _ = select.select(self._devices, (), (), max(TICK_S, wait_s))
             for fd in ready:
                 self._read(fd)
+
             self._write_due()
             if self._now_s() >= look_s:
                 self._look_for_changes()
                 look_s = self._now_s() + _IDLE_S
+
             if self._now_s() >= report_s:
                 self.report()
                 report_s = self._now_s() + _REPORT_S
+
         self.report()
 
     def stop(self, *_: Any) -> None:
@@ -95,7 +101,8 @@ class Relay:
         return time.monotonic() - self._start_s
 
     def _read(self, fd: int) -> None:
-        now_s, source = self._now_s(), self._source_of[fd]
+        now_s = self._now_s()
+        source = self._source_of[fd]
         for _ in range(_BATCH_PACKETS):
             try:
                 packet = os.read(fd, _MAX_PACKET_BYTES)
@@ -114,6 +121,7 @@ class Relay:
             # To a device that the command has taken down: as to a cut cable.
             with contextlib.suppress(OSError):
                 os.write(self._devices[target], packet)
+
         if due:  # The first of a batch is the latest.
             self._handed_over += len(due)
             self._late_s += len(due) * late_s

@@ -23,7 +23,8 @@ from collections.abc import Sequence
 
 Matrix = Sequence[Sequence[float]]
 
-_ON_THE_WAY, _IN_DOWNLINK = 0, 1
+_ON_THE_WAY = 0
+_IN_DOWNLINK = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,14 +79,21 @@ class Shaper:
         num = conditions[0].num_regions
         self.changes_from_s = 0.0
         self._links, *self._later = conditions
-        self._buffer_s, self._random = buffer_s, random.Random(seed)
+        self._buffer_s = buffer_s
+        self._random = random.Random(seed)
+
         self._uplink_free_s = [0.0] * num
         self._downlink_free_s = [0.0] * num
-        zeros = lambda value: [[value] * num for _ in range(num)]  # noqa: E731
-        self._link_free_s, self._last_arrival_s = zeros(0.0), zeros(0.0)
+        self._link_free_s = [[0.0] * num for _ in range(num)]
+        self._last_arrival_s = [[0.0] * num for _ in range(num)]
+
         self._heap: list[tuple[float, int, int, int, int, bytes]] = []
         self._order = itertools.count()  # breaks ties in favour of the older packet
-        self.traffic = Traffic(*(zeros(0) for _ in range(6)))
+        counters = {
+            field.name: [[0] * num for _ in range(num)]
+            for field in dataclasses.fields(Traffic)
+        }
+        self.traffic = Traffic(**counters)
 
     @property
     def next_s(self) -> float:
@@ -96,28 +104,35 @@ class Shaper:
         """Take a packet that a region sends."""
         while self._later and now_s - self.changes_from_s >= self._later[0].start_s:
             self._links = self._later.pop(0)
-        links, count, size = self._links, self.traffic, len(packet)
+        links = self._links
+        count = self.traffic
+        size = len(packet)
         count.sent_bytes[source][target] += size
         count.sent_packets[source][target] += 1
+
         rate = links.rate_bps[source][target]
         if rate == 0:
             count.outage_packets[source][target] += 1
             return
+
         uplink_free_s = self._uplink_free_s[source]
         link_free_s = self._link_free_s[source][target]
         if max(uplink_free_s, link_free_s) - now_s > self._buffer_s:
             count.overflow_packets[source][target] += 1
             return
+
         begin_s = max(now_s, uplink_free_s)
         uplink_free_s = begin_s + 8 * size / links.uplink_bps[source]
         departs_s = max(max(begin_s, link_free_s) + 8 * size / rate, uplink_free_s)
         self._uplink_free_s[source] = uplink_free_s
         self._link_free_s[source][target] = departs_s
+
         # Lost on the way: it has used the meters as any other.
         loss = links.loss[source][target]
         if loss and self._random.random() < loss:
             count.lost_packets[source][target] += 1
             return
+
         delay_s = links.delay_s[source][target]
         if jitter_s := links.jitter_s[source][target]:
             delay_s += self._random.uniform(-jitter_s, jitter_s)
@@ -132,7 +147,8 @@ class Shaper:
         due = []
         while self._heap and self._heap[0][0] <= now_s:
             time_s, _, stage, source, target, packet = heapq.heappop(self._heap)
-            size, free_s = len(packet), self._downlink_free_s[target]
+            size = len(packet)
+            free_s = self._downlink_free_s[target]
             if stage == _IN_DOWNLINK:
                 self.traffic.delivered_bytes[source][target] += size
                 due.append((target, packet))
@@ -142,6 +158,7 @@ class Shaper:
                 free_s += 8 * size / self._links.downlink_bps[target]
                 self._downlink_free_s[target] = ready_s = max(time_s, free_s)
                 self._push(ready_s, _IN_DOWNLINK, source, target, packet)
+
         return due
 
     def _push(self, time_s: float, stage: int, *packet) -> None:

@@ -76,7 +76,8 @@ def ring_rounds(order: Sequence[int], num_bytes: float) -> list[Round]:
 
 def tree_rounds(order: Sequence[int], num_bytes: float) -> list[Round]:
     """Binomial-tree all-reduce: sums travel to order[0], the result back."""
-    up, stride = [], 1
+    up = []
+    stride = 1
     while stride < len(order):
         sources = range(stride, len(order), 2 * stride)
         up.append([(order[i], order[i - stride], num_bytes) for i in sources])
@@ -93,10 +94,13 @@ def pairs_rounds(order: Sequence[int], num_bytes: float) -> list[Round]:
     """
     core = 1 << (len(order).bit_length() - 1)
     extra = [(order[i], order[i - core], num_bytes) for i in range(core, len(order))]
-    rounds, stride = [], 1
+
+    rounds = []
+    stride = 1
     while stride < core:
         rounds.append([(order[i], order[i ^ stride], num_bytes) for i in range(core)])
         stride *= 2
+
     if not extra:
         return rounds
     return [extra, *rounds, [(dst, src, size) for src, dst, size in extra]]
@@ -117,9 +121,11 @@ def rounds_s(
     state: LinkState, rounds: Sequence[Round], with_bytes: bool = True
 ) -> float:
     """Return the seconds until the last message of `rounds` has come in."""
-    rate, delay = state.bytes_per_s.tolist(), state.delay_s.tolist()
+    rate = state.bytes_per_s.tolist()
+    delay = state.delay_s.tolist()
     has_data = [0.0] * state.num_regions
     port_free = [0.0] * state.num_regions
+
     for step in rounds:
         arrivals = list(has_data)
         for source, target, size in step:
@@ -129,6 +135,7 @@ def rounds_s(
             arrival = begin + busy + delay[source][target]
             arrivals[target] = max(arrivals[target], arrival)
         has_data = arrivals
+
     return max(has_data)
 
 
@@ -137,7 +144,8 @@ def cost_of(state: LinkState, rounds: Sequence[Round]) -> CollectiveCost:
     sent = [0.0] * state.num_regions
     for source, _, size in itertools.chain(*rounds):
         sent[source] += size
-    seconds, latency = rounds_s(state, rounds), rounds_s(state, rounds, False)
+    seconds = rounds_s(state, rounds)
+    latency = rounds_s(state, rounds, False)
     return CollectiveCost(seconds, latency, tuple(sent))
 
 
@@ -167,6 +175,7 @@ def collective_cost(
         raise ValueError(f"collective={name!r} must be one of {sorted(COLLECTIVES)}")
     if num_bytes < 0:
         raise ValueError(f"num_bytes={num_bytes!r} must not be negative")
+
     order = tuple(range(state.num_regions)) if order is None else tuple(order)
     if sorted(order) != list(range(state.num_regions)):
         raise ValueError(
@@ -174,6 +183,7 @@ def collective_cost(
         )
     if name in ROUNDS:
         return cost_of(state, ROUNDS[name](order, num_bytes))
+
     ranks = state.subset(order)  # Process k is region order[k].
     seconds_of, sent = MODELS[name].exchange(ranks, name, num_bytes)
     by_region = tuple(sent[order.index(i)] for i in range(len(order)))
@@ -194,14 +204,17 @@ def settled_s(
     late_s = 2 * float(state.delay_s.max())
     starts = [late_s * rank for rank in range(state.num_regions)]
     taken: list[float] = []
+
     for _ in range(_REPEATS):
         ends = exchange(starts)
         taken.append((sum(ends) - sum(starts)) / len(starts))
         if math.isinf(taken[-1]):
             return taken[-1]
-        before, starts = starts, [end - min(ends) for end in ends]
+        before = starts
+        starts = [end - min(ends) for end in ends]
         if all(map(math.isclose, starts, before)):
             return taken[-1]
+
     return statistics.fmean(taken[_SETTLING:])
 
 
@@ -227,10 +240,12 @@ def best_order(state: LinkState, name: str, num_bytes: float) -> Order:
         fixed = (0,) if name in ("ring", "gather") else ()
         rest = itertools.permutations(range(len(fixed), num))
         return min(cost(fixed + tail) for tail in rest)[1]
+
     starts = (_nearest_neighbours(state, first, num_bytes) for first in range(num))
     best = min(map(cost, starts))
     while True:  # Take the first improving reversal or swap until there is none.
-        enough_s, order = best[0] * (1 - 1e-12), best[1]
+        enough_s = best[0] * (1 - 1e-12)
+        order = best[1]
         better = (x for x in map(cost, _neighbours(order)) if x[0] < enough_s)
         if (best := next(better, None)) is None:
             return order
@@ -249,9 +264,11 @@ def _nearest_neighbours(state: LinkState, first: int, num_bytes: float) -> Order
     with np.errstate(divide="ignore"):  # a link that is out takes for ever
         seconds = part / state.bytes_per_s + state.delay_s
     order = [first]
+
     left = set(range(state.num_regions)) - {first}
     while left:
         row = seconds[order[-1]]
         order.append(min(left, key=lambda j: (row[j], j)))
         left.remove(order[-1])
+
     return tuple(order)

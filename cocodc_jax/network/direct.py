@@ -33,15 +33,18 @@ PHASES = {"direct": 2, "direct_gather": 1}
 _PACKETS = 8192  # of an exchange in all, about; a part is cut in 2 to 32 of them
 # Small, but they decide what comes first: a word's bytes, with headers and gloo's own,
 # and the time in which a process sums what has come and begins the next exchange.
-_WORD_BYTES, _BETWEEN_S = 100, 1e-3
+_WORD_BYTES = 100
+_BETWEEN_S = 1e-3
 
 
 class _Exchange:
     """Some exchanges one after the other, event by event."""
 
     def __init__(self, state: LinkState, part_bytes: float, phases: int, packets: int):
-        self.phases, self.num = phases, state.num_regions
-        self.rate, self.delay = state.bytes_per_s.tolist(), state.delay_s.tolist()
+        self.phases = phases
+        self.num = state.num_regions
+        self.rate = state.bytes_per_s.tolist()
+        self.delay = state.delay_s.tolist()
         self.line = state.line_bytes_per_s
         self.part = [part_bytes / packets] * packets
         self.uplink_free = [-math.inf] * self.num
@@ -60,13 +63,13 @@ class _Exchange:
         for rank, start_s in enumerate(starts_s):
             self.at(start_s, self.begin, rank)
         while self.events:
-            now, _, happen, *given = heapq.heappop(self.events)
-            happen(now, *given)
+            now, _, happen, *arguments = heapq.heappop(self.events)
+            happen(now, *arguments)
         return self.ends_s
 
-    def at(self, time_s: float, happen: Callable[..., None], *given: Any) -> None:
+    def at(self, time_s: float, happen: Callable[..., None], *arguments: Any) -> None:
         if time_s < math.inf:  # What a link that is out carries never comes.
-            heapq.heappush(self.events, (time_s, next(self.order), happen, *given))
+            heapq.heappush(self.events, (time_s, next(self.order), happen, *arguments))
 
     def begin(self, now: float, rank: int) -> None:
         """Begin the next phase of a rank, or note that it is done."""
@@ -75,12 +78,15 @@ class _Exchange:
         if phase == self.phases or self.num == 1:
             self.ends_s[rank] = now
             return
+
         self.left[rank] = 2 * (self.num - 1)
         for step in range(1, self.num):
-            to, source = (rank + step) % self.num, (rank - step) % self.num
+            to = (rank + step) % self.num
+            source = (rank - step) % self.num
             self.give_part(now, phase, rank, to)
-            word = self.give_part, phase, source, rank
-            self.give(now, rank, source, [_WORD_BYTES], *word)
+            self.give(
+                now, rank, source, [_WORD_BYTES], self.give_part, phase, source, rank
+            )
 
     def give_part(self, now: float, phase: int, source: int, target: int) -> None:
         """Give a part to its connection at the second call, when both are ready."""
@@ -99,7 +105,8 @@ class _Exchange:
             up = begin + size / self.line
             busy_s = transfer_s(size, self.rate[i][j])
             leaves = max(max(begin, self.link_free[i][j]) + busy_s, up)
-            self.uplink_free[i], self.link_free[i][j] = up, leaves
+            self.uplink_free[i] = up
+            self.link_free[i][j] = leaves
             after = then if number == len(packets) else ()
             self.at(leaves + self.delay[i][j], self.arrive, j, size, *after)
 
@@ -123,7 +130,8 @@ def exchange(
     state: LinkState, name: str, num_bytes: float
 ) -> tuple[Callable[[Sequence[float]], list[float]], list[float]]:
     """Return when each rank is done, of when each begins, and what each sends."""
-    num, phases = state.num_regions, PHASES[name]
+    num = state.num_regions
+    phases = PHASES[name]
     part = num_bytes / num if name == "direct" else num_bytes
     packets = min(max(_PACKETS // (phases * num * num), 2), 32)
 

@@ -72,11 +72,13 @@ def message_share(method: Method) -> float:
         num_bytes = method.sync.outer.num_bytes(shapes, compressor)
     else:
         num_bytes = method.sync.message.num_bytes(shapes, 1)
+
     share = num_bytes / message_bytes(shapes)
     if moments := method.sync and method.sync.moments:
         num_first = 2 if method.inner.optimizer == "mt_adam" else 1
         every = ((num_first, moments.first), (1, moments.second))
         share += sum(count / n for count, n in every if n)
+
     return share
 
 
@@ -84,7 +86,8 @@ def own_crossing(method: Method) -> str | Crossing | None:
     """Return the way of messages that cannot choose one; None if a method's can."""
     if method.sync is None:
         return None
-    outer, message = method.sync.outer, method.sync.message
+    outer = method.sync.outer
+    message = method.sync.message
     if method.sync.schedule.is_by_region:
         return "ring"  # None of them is used.
     if isinstance(outer, RegionalOuter) and outer.group != "all":
@@ -134,9 +137,11 @@ def in_pairs(state: LinkState, num_bytes: float) -> CollectiveCost:
     The two of a pair send each other `num_bytes`. Each matching of `sync.regions` is
     drawn equally often, so numbers are means over them.
     """
-    partners = map(enumerate, matchings(state.num_regions).tolist())
-    sends = ([(i, j, num_bytes) for i, j in each if i != j] for each in partners)
-    costs = [cost_of(state, [each]) for each in sends]
+    costs = []
+    for partners in matchings(state.num_regions).tolist():
+        sends = [(i, j, num_bytes) for i, j in enumerate(partners) if i != j]
+        costs.append(cost_of(state, [sends]))
+
     return CollectiveCost(
         float(np.mean([cost.seconds for cost in costs])),
         float(np.mean([cost.latency_s for cost in costs])),
@@ -165,14 +170,17 @@ def by_rings(num_rings: int) -> Crossing:
         num = state.num_regions
         shares = collections.Counter(ByRings(num_rings).strides(num))
         rings = []
+
         for stride, count in shares.items():
             order = [place * stride % num for place in range(num)]
             part = size * count / num_rings
             rings.append(collective_cost(state, "ring", part, order if stride else [0]))
+
         sent = np.sum([ring.bytes_sent for ring in rings], axis=0)
         latency = max(ring.latency_s for ring in rings)
         busy = max(ring.transfer_s for ring in rings)
         busy = max(busy, float(sent.max()) / state.line_bytes_per_s)
+
         return CollectiveCost(latency + busy, latency, tuple(sent.tolist()))
 
     return cross

@@ -40,7 +40,8 @@ from cocodc_jax.network.timeline import Timeline
 
 _WINDOW = 32  # healthy times that are remembered
 _THRESHOLD = 6.0  # of scores, above which a time is bad
-_LOOKED_AT, _PATIENCE = 5, 3  # syncs that are looked at, bad ones of which are enough
+_LOOKED_AT = 5  # syncs
+_PATIENCE = 3  # bad ones of these, which are enough
 _LEAST_PAST = 3  # times by which anything can be judged
 _MAD_TO_SIGMA = 1.4826  # of normal numbers
 _ALONE = 4.0  # times as late as any other
@@ -78,12 +79,14 @@ class Finding:
                 f"{names[0]} is silent for {self.seconds:.3g} {unit}, before for at "
                 f"most {self.usual:.3g} {unit}"
             )
+
         what = {
             "link": "link from {} to {}",
             "network": "the network",
             "partition": f"the network is cut before {' and '.join(names)}",
             "region": "{}, all that it sends and receives",
         }.get(self.kind, f"{self.kind} {{}}")
+
         return (
             f"{what.format(*names)}: {self.seconds:.3g} {unit}, usually "
             f"{self.usual:.3g} {unit} (z = {self.score:.3g})"
@@ -97,7 +100,8 @@ class _Past:
     """
 
     def __init__(self, floor: float = 0.1, least: float = 1e-12):
-        self._floor, self._least = floor, least
+        self._floor = floor
+        self._least = least
         self._values: collections.deque[np.ndarray] = collections.deque(maxlen=_WINDOW)
         self._bad: collections.deque[np.ndarray] = collections.deque(maxlen=_LOOKED_AT)
 
@@ -128,7 +132,9 @@ class Messages(_Past):
         score = robust_z(late, scale, self._least)
         keen = robust_z(late, scale, self._least / _THRESHOLD)
         bad = (score > _THRESHOLD) | (keen > _THRESHOLD) & _alone(late)
-        bad, numbers = self._learn(seconds, bad), (seconds, median, score)
+        bad = self._learn(seconds, bad)
+        numbers = (seconds, median, score)
+
         return [
             Finding(kind, where, *(float(np.median(x[cells])) for x in numbers))
             for kind, where, cells in explain(bad, np.isnan(seconds))
@@ -147,11 +153,13 @@ class Regions(_Past):
         values = np.array(values, float)
         median, scale = self._usual(values.shape)
         score = robust_z(values - median, scale)
+
         bad = score > _THRESHOLD
         if self._against_others and bad.any():
             with np.errstate(divide="ignore", invalid="ignore"):
                 grown = np.where(median > 0, values / median, 1.0)
             bad &= _among_others(grown, self._floor) > _THRESHOLD
+
         return [
             Finding("slow", (int(i),), *(float(x[i]) for x in (values, median, score)))
             for i in np.nonzero(self._learn(values, bad))[0]
@@ -167,11 +175,13 @@ def pair_seconds(topology: Topology, num_bytes: float, time_s: float) -> np.ndar
 
 def watch_links(topology: Topology, timeline: Timeline) -> list[tuple[float, Finding]]:
     """Name what is faulty of a simulated network, as syncs meet it."""
-    others, found = max(topology.num_regions - 1, 1), []
+    others = max(topology.num_regions - 1, 1)
+    observed = []
     for sync in sorted(timeline.syncs, key=lambda sync: sync.start_s):
-        size, at_s = max(sync.bytes_sent) / others, sync.start_s
-        found.append((at_s, pair_seconds(topology, size, at_s)))
-    return _named(Messages(), found)
+        size = max(sync.bytes_sent) / others
+        at_s = sync.start_s
+        observed.append((at_s, pair_seconds(topology, size, at_s)))
+    return _named(Messages(), observed)
 
 
 def watch_steps(timeline: Timeline) -> list[tuple[int, Finding]]:
@@ -183,12 +193,13 @@ def _named(
     watch: Messages | Regions, observed: Iterable[tuple[When, np.ndarray]]
 ) -> list[tuple[When, Finding]]:
     """Return each finding with the moment at which it was new."""
-    found, seen = [], set()
+    first_seen = []
+    known = set()
     for when, values in observed:
         now = {(x.kind, x.where): x for x in watch.observe(values)}
-        found += [(when, x) for key, x in now.items() if key not in seen]
-        seen = set(now)
-    return found
+        first_seen += [(when, x) for key, x in now.items() if key not in known]
+        known = set(now)
+    return first_seen
 
 
 def robust_z(late: Numbers, scale: Numbers, least: float = 1e-12) -> np.ndarray:
@@ -225,14 +236,15 @@ def _among_others(values: np.ndarray, floor: float) -> np.ndarray:
 
 def _alone(late: np.ndarray) -> np.ndarray:
     """Tell which cell of the matrix of pairs is late as no other one is."""
-    found = np.zeros(late.shape, bool)
+    is_alone = np.zeros(late.shape, bool)
     if np.isfinite(late).sum() < _LEAST_CELLS:
-        return found
+        return is_alone
     rest = np.where(np.isnan(late), 0.0, late)
     first = np.unravel_index(np.argmax(rest), rest.shape)
-    most, rest[first] = rest[first], 0.0
-    found[first] = most > _ALONE * rest.max()
-    return found
+    most = rest[first]
+    rest[first] = 0.0
+    is_alone[first] = most > _ALONE * rest.max()
+    return is_alone
 
 
 def explain(
@@ -249,17 +261,20 @@ def explain(
     num = len(bad)
     there = ~(np.eye(num, dtype=bool) if unknown is None else unknown)
     np.fill_diagonal(there, False)
+
     left = bad & there
     if not left.any():
         return []
     if part := _cut_off(left):
         return [("partition", part, left)]
+
     shares = [left.sum(axis) > there.sum(axis) / 2 for axis in (0, 1)]
     if num > 2 and np.all(shares):
         return [("network", (), left)]
     cells = {("sender", i): np.s_[i, :] for i in range(num)}
     cells |= {("receiver", i): np.s_[:, i] for i in range(num)}
     lines: dict[tuple[str, int], np.ndarray] = {}
+
     while True:
         bad_in = {key: left[x].sum() for key, x in cells.items()}
         most = [k for k, n in bad_in.items() if n > 1 and 2 * n > there[cells[k]].sum()]
@@ -270,18 +285,21 @@ def explain(
         lines[key] = line = np.zeros_like(left)
         line[cells[key]] = left[cells[key]]
         left = left & ~line
-    found = []
+
+    causes: list[tuple[str, tuple[int, ...], np.ndarray]] = []
     for (kind, i), line in lines.items():
         twin = lines.get(("receiver" if kind == "sender" else "sender", i))
         if twin is None:
-            found.append((kind, (i,), line))
+            causes.append((kind, (i,), line))
         elif kind == "sender":
-            found.append(("region", (i,), line | twin))
+            causes.append(("region", (i,), line | twin))
+
     for i, j in np.argwhere(left):
         cell = np.zeros_like(left)
         cell[i, j] = True
-        found.append(("link", (int(i), int(j)), cell))
-    return found
+        causes.append(("link", (int(i), int(j)), cell))
+
+    return causes
 
 
 def _cut_off(bad: np.ndarray) -> tuple[int, ...]:
@@ -296,9 +314,11 @@ def _cut_off(bad: np.ndarray) -> tuple[int, ...]:
         j for i in group for j in range(num) if joined[i, j] and j not in group
     }:
         group |= more
+
     rest = sorted(set(range(num)) - group)
     if min(len(group), len(rest)) < 2:
         return ()
     inside = joined[np.ix_(rest, rest)].astype(int)
     is_one = bool((np.linalg.matrix_power(inside, len(rest)) > 0).all())
+
     return tuple(min(rest, sorted(group), key=len)) if is_one else ()

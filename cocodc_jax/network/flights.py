@@ -45,9 +45,12 @@ class Channel:
         if sharing not in SHARINGS:
             raise ValueError(f"sharing={sharing!r} must be one of {SHARINGS}")
         self.bytes_sent = np.zeros(())  # by each region, once something was sent
-        self._cost, self._changes = cost, change_times_s
-        self._host_bytes_per_s, self._host_free_s = host_bytes_per_s, 0.0
-        self._is_fifo, self._now_s = sharing == "fifo", 0.0
+        self._cost = cost
+        self._changes = change_times_s
+        self._host_bytes_per_s = host_bytes_per_s
+        self._host_free_s = 0.0
+        self._is_fifo = sharing == "fifo"
+        self._now_s = 0.0
         self._unfinished: list[Transfer] = []  # in order of readiness
 
     def send(self, ready_s: float, num_bytes: float) -> Transfer:
@@ -85,6 +88,7 @@ class Channel:
         active = [x for x in self._unfinished if x.ready_s <= now_s]
         if self._is_fifo:
             active = active[:1]
+
         # When each ends if nothing else happens.
         alone_s = [self._cost(now_s, x.num_bytes).transfer_s for x in active]
         done_s = [
@@ -95,6 +99,7 @@ class Channel:
         later = (time_s for time_s in events if time_s > now_s)
         self._now_s = min([limit_s, *later, *(end_s for _, end_s in done_s)])
         assert self._now_s < math.inf, "links that a transfer needs never come back"
+
         for transfer, end_s in done_s:
             if end_s <= self._now_s:
                 self._unfinished.remove(transfer)

@@ -80,6 +80,7 @@ def all_reduce_phases(num_ranks: int, num_bytes: float) -> list[Phase]:
     per_rank = num // num_ranks
     gathered = np.arange(num - per_rank)[:, None] + per_rank * np.arange(num_ranks)
     scattered = gathered + per_rank
+
     return [Phase(sizes[part % num], -1, False) for part in (scattered, gathered)]
 
 
@@ -97,7 +98,8 @@ def seconds_of(
     state: LinkState, phases: Sequence[Phase], starts_s: Sequence[float]
 ) -> list[float]:
     """Return when each rank is done with one collective, in seconds."""
-    clock, outlets = list(starts_s), [_Outlet() for _ in starts_s]
+    clock = list(starts_s)
+    outlets = [_Outlet() for _ in starts_s]
     for phase in phases:
         clock = _run(state, phase, clock, outlets)
     return clock
@@ -128,7 +130,9 @@ class _Outlet:
     def send(self, time_s: float, busy_s: float) -> tuple[float, float]:
         """Take a segment; when its first byte leaves, and when its last has left."""
         begin = max(time_s, self.free_s)
-        self.given_s, self.before_s, self.free_s = time_s, self.free_s, begin + busy_s
+        self.given_s = time_s
+        self.before_s = self.free_s
+        self.free_s = begin + busy_s
         return begin, self.free_s
 
 
@@ -139,7 +143,9 @@ def _run(
     ranks = range(state.num_regions)
     to = [(rank + phase.hop) % len(ranks) for rank in ranks]
     source = [(rank - phase.hop) % len(ranks) for rank in ranks]
-    rate, delay = state.bytes_per_s.tolist(), state.delay_s.tolist()
+    rate = state.bytes_per_s.tolist()
+    delay = state.delay_s.tolist()
+
     # Of the last two segments, the older first: when a rank's own began to leave, and
     # when the neighbour's had come.
     begun, came = ([[-math.inf] * len(ranks)] * 2 for _ in range(2))
@@ -147,7 +153,13 @@ def _run(
         clock = list(map(max, clock, begun[0], came[0]))
         now_begun, now_came = ([-math.inf] * len(ranks) for _ in range(2))
 
-        def send(rank, time_s, size, now_begun=now_begun, now_came=now_came):
+        def send(
+            rank: int,
+            time_s: float,
+            size: float,
+            now_begun: list[float] = now_begun,
+            now_came: list[float] = now_came,
+        ) -> None:
             target = to[rank]
             busy_s = transfer_s(size, rate[rank][target])
             begin, end = outlets[rank].send(time_s, busy_s)
@@ -156,19 +168,23 @@ def _run(
 
         # When the word of a rank is with the one that it receives from. The rank that
         # is ahead says it first: nobody's can be there before that rank is.
-        told: dict[int, float] = {}
+        words_s: dict[int, float] = {}
         for rank in sorted(ranks, key=clock.__getitem__):
-            is_told = told.get(to[rank], math.inf) < clock[rank]
-            if phase.sends_first and is_told and sizes[rank]:
+            has_word = words_s.get(to[rank], math.inf) < clock[rank]
+            if phase.sends_first and has_word and sizes[rank]:
                 send(rank, clock[rank], sizes[rank])
             word = clock[rank]
             if to[rank] == source[rank]:  # One of two ranks: the same connection.
                 word = outlets[rank].word(word)
-            told[rank] = word + delay[rank][source[rank]]
+            words_s[rank] = word + delay[rank][source[rank]]
+
         for rank in ranks:
             if sizes[rank] and now_begun[rank] == -math.inf:
-                send(rank, max(clock[rank], told[to[rank]]), sizes[rank])
-        begun, came = [begun[1], now_begun], [came[1], now_came]
+                send(rank, max(clock[rank], words_s[to[rank]]), sizes[rank])
+
+        begun = [begun[1], now_begun]
+        came = [came[1], now_came]
+
     return list(map(max, clock, *begun, *came))
 
 

@@ -37,7 +37,8 @@ class Failures:
     repair_s: float  # R, mean seconds until it goes on again, time to join included.
 
     def __post_init__(self):
-        between_s, repair_s = self.between_s, self.repair_s
+        between_s = self.between_s
+        repair_s = self.repair_s
         check(0 < between_s < math.inf, "between_s", between_s, "positive and finite")
         check(0 <= repair_s < math.inf, "repair_s", repair_s, "finite and not negative")
 
@@ -81,24 +82,30 @@ def simulated(
     rule = f"between 1 and the number of regions, {num_regions}"
     check(1 <= quorum <= num_regions, "quorum", quorum, rule)
     rng = np.random.default_rng(seed)
-    is_there, worked_s = np.ones(num_regions, bool), np.zeros(num_regions)
+    is_there = np.ones(num_regions, bool)
+    worked_s = np.zeros(num_regions)
     events = [(rng.exponential(failures.between_s), m) for m in range(num_regions)]
     heapq.heapify(events)
-    now, kept_s = 0.0, 0.0
+
+    now = 0.0
+    kept_s = 0.0
     while now < seconds:
         then, m = heapq.heappop(events)
         then = min(then, seconds)
         if is_there.sum() >= quorum:
             worked_s += (then - now) * is_there
+
         now = then
         if now == seconds:
             break
         if is_there[m]:
             kept_s += _kept(float(worked_s[m]), sync_s)
             worked_s[m] = 0.0
+
         mean_s = failures.repair_s if is_there[m] else failures.between_s
         is_there[m] = not is_there[m]
         heapq.heappush(events, (now + rng.exponential(mean_s), m))
+
     kept_s += sum(_kept(work, sync_s) for work in worked_s.tolist())
     return kept_s / (num_regions * seconds)
 

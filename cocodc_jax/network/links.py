@@ -157,6 +157,7 @@ class Topology:
         check(len(set(self.regions)) == num, "regions", self.regions, "distinct names")
         sizes = [len(row) for row in self.links]
         check(sizes == [num] * num, "links", sizes, f"{num} rows of {num} links")
+
         for change in self.changes:
             for name in ("source", "target"):
                 index = getattr(change, name)
@@ -203,19 +204,25 @@ class Topology:
     def at(self, time_s: float = 0.0) -> LinkState:
         """Return the links as they are at a moment in simulated seconds."""
         delay = np.array([[link.delay_s for link in row] for row in self.links])
-        factor, extra = np.ones_like(delay), np.zeros_like(delay)
+        factor = np.ones_like(delay)
+        extra = np.zeros_like(delay)
+
         for change in self.changes:
             if change.start_s <= time_s < change.end_s:
-                ends = change.source, change.target
-                where = tuple(slice(None) if end is None else end for end in ends)
+                everyone = slice(None)
+                source = everyone if change.source is None else change.source
+                target = everyone if change.target is None else change.target
+                where = (source, target)
                 factor[where] *= change.bandwidth_factor
                 extra[where] += change.extra_latency_s
+
         delay += extra
         cells = zip(itertools.chain(*self.links), factor.flat, extra.flat, strict=True)
         rates = [link.changed_bytes_per_s(*change) for link, *change in cells]
         rate = np.reshape(rates, delay.shape)
         np.fill_diagonal(rate, np.inf)
         np.fill_diagonal(delay, 0.0)
+
         return LinkState(rate, delay, self.line_gbps * 1e9 / 8)
 
 

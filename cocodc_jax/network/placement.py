@@ -94,7 +94,9 @@ def place(
         raise ValueError(
             f"num_stages={pipeline.num_stages} must divide the number of sites, {num}"
         )
-    width, size = num // pipeline.num_stages, pipeline.activation_bytes
+
+    width = num // pipeline.num_stages
+    size = pipeline.activation_bytes
     hop_s = [
         [point_to_point_s(state, i, j, size) if i != j else 0.0 for j in range(num)]
         for i in range(num)
@@ -103,7 +105,8 @@ def place(
     @functools.cache
     def ring_s(sites: frozenset[int]) -> float:
         """Return the seconds of averaging among some sites, in their best ring."""
-        links, size = state.subset(sorted(sites)), pipeline.stage_bytes
+        links = state.subset(sorted(sites))
+        size = pipeline.stage_bytes
         order = best_order(links, "ring", size)
         return collective_cost(links, "ring", size, order).seconds
 
@@ -126,10 +129,12 @@ def place(
     if num <= EXACT_SITES:
         best = min(itertools.permutations(range(num)), key=cost)
     else:
-        shuffler, sites = random.Random(seed), range(num)
+        shuffler = random.Random(seed)
+        sites = range(num)
         others = (tuple(shuffler.sample(sites, num)) for _ in range(num_starts - 1))
         starts = [tuple(sites), *others]
         best = min((_descend(start, cost) for start in starts), key=cost)
+
     stages = split(best)
     slowest = max(range(len(stages)), key=lambda s: ring_s(frozenset(stages[s])))
     return Placement(stages, *parts(best), slowest, num <= EXACT_SITES)
@@ -143,7 +148,9 @@ def rebalanced(stages: Stages, rates: Sequence[float]) -> Stages:
     """
     while True:
         totals = [sum(rates[i] for i in sites) for sites in stages]
-        source, target = totals.index(max(totals)), totals.index(min(totals))
+        source = totals.index(max(totals))
+        target = totals.index(min(totals))
+
         site = best_move(stages, rates, source, target)
         if site is None:
             return stages

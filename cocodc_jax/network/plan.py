@@ -54,6 +54,7 @@ class Job:
         for name in ("model_bytes", "step_time_s"):
             value = getattr(self, name)
             check(0 < value < math.inf, name, value, "positive")
+
         for name in ("num_fragments", "sync_interval", "max_delay_steps"):
             check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         if self.max_fragments < self.num_fragments:
@@ -61,6 +62,7 @@ class Job:
                 f"max_fragments={self.max_fragments} must not be below num_fragments="
                 f"{self.num_fragments}"
             )
+
         share = self.network_share
         check(0 < share <= 1, "network_share", share, "in (0, 1]")
 
@@ -105,22 +107,27 @@ def make_plan(topology: Topology, job: Job) -> NetworkPlan:
     if topology.num_regions < 2:
         raise ValueError("a plan needs at least two regions")
     topology = topology.undisturbed
+
     # K is found with the collective that suits the K asked for; smaller fragments may
     # suit another one, which can only be faster.
     collective, order, _ = _collective(topology, job, job.num_fragments)
     num = _fragments(topology, job, collective, order)
     collective, order, why_collective = _collective(topology, job, num)
+
     sync_s = _sync_s(topology, job.model_bytes / num, collective, order)
     delay = max(1, math.ceil(sync_s / job.step_time_s - 1e-9))
     interval, why_interval = _interval(job, num, sync_s, delay)
     fit = math.floor(job.network_share * interval * job.step_time_s / sync_s + 1e-9)
     syncs = max(num, min(fit, interval // delay))
+
     work = Workload(
-        (job.model_bytes / num,) * num, (job.step_time_s,) * topology.num_regions
+        fragment_bytes=(job.model_bytes / num,) * num,
+        step_time_s=(job.step_time_s,) * topology.num_regions,
     )
     schedule = adaptive(interval, num, delay, syncs)
     timeline = simulate(topology, work, schedule, 3 * interval, collective, order)
     usage = timeline.utilization(since_step=interval)
+
     reasons = (
         why_collective,
         _explain_fragments(job, num, sync_s),
@@ -133,6 +140,7 @@ def make_plan(topology: Topology, job: Job) -> NetworkPlan:
         f"Streaming DiLoCo sends {num}.",
         f"Simulated compute utilization: {usage:.1%}.",
     )
+
     return NetworkPlan(
         collective, order, num, interval, syncs, delay, sync_s, usage, reasons
     )
@@ -154,6 +162,7 @@ def _collective(topology: Topology, job: Job, num: int) -> tuple[str, Order, str
         f"All-reduce as {best}, in the order {path}: the cheapest for a fragment of "
         f"{size / 1e6:,.4g} MB ({listed}, each in its best order)."
     )
+
     return best, orders[best], reason
 
 
@@ -180,6 +189,7 @@ def _explain_fragments(job: Job, num: int, sync_s: float) -> str:
             f"K = {num} fragments instead of {job.num_fragments}: the fewest with "
             f"which a sync ({sync_s:.3g} s) fits in {limit}."
         )
+
     return f"K = {num} fragments, no more needed: a sync takes {sync_s:.3g} s."
 
 
@@ -191,6 +201,7 @@ def _interval(job: Job, num: int, sync_s: float, delay: int) -> tuple[int, str]:
     interval = math.ceil(max(needed, job.sync_interval) / num) * num
     usage = num * sync_s / (interval * job.step_time_s)
     used = f"{num} syncs use {usage:.1%} of the network's time, of {share:.0%} allowed."
+
     why = f" instead of {job.sync_interval}, a multiple of {num}: {used}"
     if interval == job.sync_interval:
         why = f", no more needed: {used}"
@@ -200,4 +211,5 @@ def _interval(job: Job, num: int, sync_s: float, delay: int) -> tuple[int, str]:
             f"{num} syncs of {sync_s:.3g} s fit in {share:.0%} of the network's time "
             "and each arrives before its fragment is sent again."
         )
+
     return interval, f"H = {interval} steps{why}"

@@ -73,6 +73,7 @@ def simulate(
             raise ValueError(
                 f"{name}={values!r} has {len(values)} entries; {expected} are needed"
             )
+
     check_at_least("num_steps", num_steps, 1)
     if schedule is None:
         zeros = (0.0,) * topology.num_regions
@@ -80,17 +81,25 @@ def simulate(
         marks = ((0, zeros), (num_steps, ends))
         steps_s = workload.step_time_s
         return Timeline(topology.regions, (), num_steps, steps_s, marks, zeros, zeros)
+
     # The way of all messages, or one for each region that comes alone.
     ways: list[Any] = [collective]
     if schedule.is_by_region:
-        each = range(topology.num_regions)
-        ways = [exchanges.answered(m, workload.answer_share) for m in each]
+        ways = [
+            exchanges.answered(region, workload.answer_share)
+            for region in range(topology.num_regions)
+        ]
     elif isinstance(collective, str):
-        each = range(schedule.num_fragments)
-        largest = max(size for p in each for _, size in workload.messages([p]))
+        largest = max(
+            size
+            for fragment in range(schedule.num_fragments)
+            for _, size in workload.messages([fragment])
+        )
         ways = [exchanges.collective(topology, collective, order, largest)]
+
     costs = [exchanges.over_time(topology, way) for way in ways]
-    times_s, host_bytes_per_s = topology.change_times_s, workload.host_bytes_per_s
+    times_s = topology.change_times_s
+    host_bytes_per_s = workload.host_bytes_per_s
     channels = [Channel(cost, times_s, sharing, host_bytes_per_s) for cost in costs]
     fastest = min(workload.step_time_s)
     ratios = tuple(seconds / fastest for seconds in workload.step_time_s)
@@ -98,8 +107,16 @@ def simulate(
     run = _Run(workload, bound, channels, effective_rank)
     run.run(num_steps)
     bytes_sent = np.zeros(topology.num_regions) + sum(x.bytes_sent for x in channels)
-    own: Any = run.step_s.tolist(), run.marks, run.stall_s.tolist(), bytes_sent.tolist()
-    return Timeline(topology.regions, tuple(run.records), num_steps, *map(tuple, own))
+
+    return Timeline(
+        regions=topology.regions,
+        syncs=tuple(run.records),
+        num_steps=num_steps,
+        step_time_s=tuple(run.step_s.tolist()),
+        marks=tuple(run.marks),
+        stall_s=tuple(run.stall_s.tolist()),
+        bytes_sent=tuple(bytes_sent.tolist()),
+    )
 
 
 def simulate_method(
@@ -116,14 +133,13 @@ def simulate_method(
       ValueError: as `simulate`, or if the method is for another number of regions or
         leaves no choice of a collective.
     """
-    num, least = topology.num_regions, method.min_regions
+    num = topology.num_regions
+    least = method.min_regions
     if method.num_regions not in (None, num) or num < least:
         wanted = method.num_regions or f"at least {least}"
         raise ValueError(f"regions={num} must be {wanted} for method={method.name!r}")
-    schedule, way = (
-        exchanges.schedule_of(method),
-        exchanges.crossing(method, collective),
-    )
+    schedule = exchanges.schedule_of(method)
+    way = exchanges.crossing(method, collective)
     return simulate(topology, workload, schedule, num_steps, way, **settings)
 
 
@@ -137,8 +153,11 @@ class _Run:
         channels: Sequence[Channel],
         effective_rank: float | None,
     ):
-        self.workload, self.schedule, self.channels = workload, schedule, channels
+        self.workload = workload
+        self.schedule = schedule
+        self.channels = channels
         self.step_s = np.asarray(workload.step_time_s)
+
         if schedule.is_by_region:
             self.step_s = np.full_like(self.step_s, self.step_s.min())
         self.clocks = np.zeros_like(self.step_s)
@@ -166,6 +185,7 @@ class _Run:
                 self.merge(flight, step)
             self.due = []
             self.marks.append((step, tuple(self.clocks.tolist())))
+
         if self.marks[-1][0] < num_steps:
             self.advance(num_steps)
             self.marks.append((num_steps, tuple(self.clocks.tolist())))
@@ -183,7 +203,8 @@ class _Run:
         been measured as it left.
         """
         if name == "applied":
-            new, self.new = self.new, []
+            new = self.new
+            self.new = []
             return new
         if name in ("drift", "distance", "tokens"):
             power = 2 if name == "distance" else 1
@@ -191,7 +212,7 @@ class _Run:
         raise ValueError(f"the schedule needs {name!r}, which no network model knows")
 
     def carry_out(self, event: Event, step: int) -> None:
-        sync_id = event.fragment_id, event.start_step
+        sync_id = (event.fragment_id, event.start_step)
         if event.kind == START:
             self.in_flight[sync_id] = self.start(event)
         # A message of zero, as if sent before the first step, was never on its way.
@@ -199,9 +220,11 @@ class _Run:
             flight = self.in_flight.pop(sync_id)
             # As one parameter, which moved the more the longer it was gathered.
             norm = float(flight.start.start_step - flight.start.since_step)
-            rank, times = self.effective_rank, flight.times
+            rank = self.effective_rank
+            times = flight.times
             seen = {"norm": norm, "effective_rank": rank, "times": times}
             self.new.append(Applied(event.fragment_id, 1, seen))
+
             if self.workload.is_layered:
                 self.due.append(flight)
             else:
@@ -213,19 +236,23 @@ class _Run:
         The backward pass ends with layer 0, so the deepest layer is ready first.
         """
         self.last_start[event.fragment_id] = event.start_step
-        channel, who = self.channels[0], slice(None)
+        channel = self.channels[0]
+        who = slice(None)
         if event.participating is not None:
             who = list(event.participating)
             if self.schedule.is_by_region:
                 channel = self.channels[who[0]]
+
         scale = event.rank / self.first_rank if event.rank else 1.0
         times = self.measured() if self.schedule.is_measured else []
         flight = Flight(event, channel, times, self.clocks, np.inf, [])
+
         for layer, num_bytes in self.workload.messages((event.fragment_id,)):
             lead = (1 - FORWARD_SHARE) * layer / self.workload.num_layers
             ready_s = float(np.max((self.clocks - lead * self.step_s)[who]))
             flight.start_s = min(flight.start_s, ready_s)
             flight.layers.insert(0, (layer, channel.send(ready_s, num_bytes * scale)))
+
         if self.schedule.is_measured:
             self.unseen.append(flight)
         return flight
@@ -248,21 +275,22 @@ class _Run:
             merging[:] = False
             merging[list(flight.start.participating or ())] = True
             stall = np.where(merging, stall, 0.0)
+
         self.clocks = self.clocks + stall
         self.stall_s = self.stall_s + stall
         sent = [transfer.bytes_sent for _, transfer in flight.layers[::-1]]
-        self.records.append(
-            SyncRecord(
-                (flight.start.fragment_id,),
-                flight.start.start_step,
-                step,
-                flight.start_s,
-                flight.arrival_s,
-                float(np.max(self.clocks[merging & (stall == np.max(stall))])),
-                tuple(stall.tolist()),
-                tuple(np.sum(sent, axis=0).tolist()),
-            )
+        waited_longest = merging & (stall == np.max(stall))
+        record = SyncRecord(
+            (flight.start.fragment_id,),
+            flight.start.start_step,
+            step,
+            flight.start_s,
+            flight.arrival_s,
+            float(np.max(self.clocks[waited_longest])),
+            tuple(stall.tolist()),
+            tuple(np.sum(sent, axis=0).tolist()),
         )
+        self.records.append(record)
 
     def stall(self, flight: Flight) -> np.ndarray:
         """Return how long each region waits for a sync that it merges now, `[M]`.

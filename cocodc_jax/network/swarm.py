@@ -112,21 +112,25 @@ def simulate_swarm(
     check(0 < duration_s < math.inf, "duration_s", duration_s, "positive and finite")
     check(rebalance_s > 0, "rebalance_s", rebalance_s, "positive")
     check_choice("wiring", wiring, ("stochastic", "fixed"))
+
     sizes = {len(sites) for sites in swarm.stages}
     if wiring == "fixed" and len(sizes) > 1:
         raise ValueError(
             f"wiring='fixed' needs stages of equal size, not {swarm.stages}"
         )
+
     run = _State(swarm, state, wiring == "fixed", seed)
     for failure in failures:
         run.at(failure.start_s, run.leave, failure.site)
         again = [f for f in failures if f.site == failure.site]
         if not any(f.start_s < failure.end_s < f.end_s for f in again):
             run.at(failure.end_s, run.recover, failure.site)
+
     for k in range(1, math.ceil(duration_s / rebalance_s)):
         run.at(k * rebalance_s, run.rebalance)
     for trainer in range(batches_per_site * len(swarm.batch_s)):
         run.at(0.0, run.send, _Batch(trainer, 0, None))
+
     run.until(duration_s)
     return SwarmRun(
         tuple(run.finished_s), tuple(run.num_served), tuple(run.moves), run.stages
@@ -160,8 +164,11 @@ class _State:
     """The state of a simulation, and what happens in it, event by event."""
 
     def __init__(self, swarm: Swarm, links: LinkState, is_fixed: bool, seed: int):
-        self._swarm, self._links, self._is_fixed = swarm, links, is_fixed
-        self._shuffler, self.now_s = random.Random(seed), 0.0
+        self._swarm = swarm
+        self._links = links
+        self._is_fixed = is_fixed
+        self._shuffler = random.Random(seed)
+        self.now_s = 0.0
         self.finished_s: list[float] = []
         self.moves: list[Move] = []
         self.num_served = [0] * len(swarm.batch_s)
@@ -174,8 +181,10 @@ class _State:
 
     @property
     def stages(self) -> Stages:
-        each = map(self._serving, range(len(self._waiting)))
-        return tuple(tuple(site.id for site in sites) for sites in each)
+        stages = []
+        for stage in range(len(self._waiting)):
+            stages.append(tuple(site.id for site in self._serving(stage)))
+        return tuple(stages)
 
     def at(self, time_s: float, happen: Callable, *arguments: Any) -> None:
         """Have something happen at a time, after what was to happen then already."""
@@ -193,6 +202,7 @@ class _State:
         if site is None:
             self._waiting[batch.stage].append(batch)
             return
+
         batch.sent_s = self.now_s
         batch_s = self._swarm.batch_s[site.id]
         site.load += site.total_s / site.weight if site.weight else batch_s
@@ -229,9 +239,11 @@ class _State:
             return
         batch = site.queue.pop(0)
         self.num_served[site.id] += 1
-        keep, took_s = 1 - _SMOOTHING, self.now_s - batch.sent_s
+        keep = 1 - _SMOOTHING
+        took_s = self.now_s - batch.sent_s
         site.total_s = keep * site.total_s + _SMOOTHING * took_s
         site.weight = keep * site.weight + _SMOOTHING
+
         if site.queue:
             self._serve(site)
         if batch.stage + 1 < len(self._waiting):
@@ -249,8 +261,10 @@ class _State:
         """Move a site from the stage with the fewest batches to that with the most."""
         stages = self.stages
         loads = [self._load(s) for s in range(len(stages))]
-        target, source = loads.index(max(loads)), loads.index(min(loads))
+        target = loads.index(max(loads))
+        source = loads.index(min(loads))
         rates = [1 / seconds for seconds in self._swarm.batch_s]
+
         site = best_move(stages, rates, source, target)
         if site is not None:
             self.moves.append(Move(self.now_s, site, source, target))
@@ -259,7 +273,8 @@ class _State:
 
     def leave(self, site: int) -> None:
         """Take a site away; what was with it is sent again."""
-        left, self._sites[site] = self._sites[site], _Site(site)
+        left = self._sites[site]
+        self._sites[site] = _Site(site)
         for batch in left.queue:
             self.send(batch)
 
@@ -277,7 +292,8 @@ class _State:
         site.load = min((peer.load for peer in self._serving(stage)), default=0.0)
         site.total_s = site.weight = 0.0
         site.stage = stage
-        waiting, self._waiting[stage] = self._waiting[stage], []
+        waiting = self._waiting[stage]
+        self._waiting[stage] = []
         for batch in waiting:
             self.send(batch)
 
@@ -292,6 +308,7 @@ class _State:
     def _transfer_s(self, origin: int | None, site: int) -> float:
         if origin is None or origin == site:
             return 0.0
-        size, links = self._swarm.activation_bytes, self._links
+        size = self._swarm.activation_bytes
+        links = self._links
         there = point_to_point_s(links, origin, site, size)
         return there + point_to_point_s(links, site, origin, size)

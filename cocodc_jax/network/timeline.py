@@ -74,7 +74,8 @@ class Timeline:
 
     def utilization(self, since_step: int = 0) -> float:
         """Share of time spent computing after `since_step`, mean over regions."""
-        ends, begins = self.times_s(self.num_steps), self.times_s(since_step)
+        ends = self.times_s(self.num_steps)
+        begins = self.times_s(since_step)
         busy = (self.num_steps - since_step) * np.asarray(self.step_time_s)
         return float(np.mean(busy / (ends - begins)))
 
@@ -86,7 +87,9 @@ class Timeline:
         each sync. What it waits for besides (slower regions, the outer step) is not
         counted.
         """
-        flights, total, counted_s = self.flights(), 0.0, 0.0
+        flights = self.flights()
+        total = 0.0
+        counted_s = 0.0
         waits = [(sync.merge_s - sync.stall_s, sync.merge_s) for sync in self.syncs]
         for since, until in sorted(waits):
             until = min(until, self.sim_s)
@@ -125,11 +128,12 @@ class Timeline:
 
         Each is (step of the later mark, seconds of a step in each region `[M]`).
         """
-        waited, found = self.waited_s(), []
+        waited = self.waited_s()
+        stretches = []
         for (step, begins), (later, ends) in itertools.pairwise(self.marks):
             took_s = np.subtract(ends, begins) - waited[step]
-            found.append((later, np.maximum(took_s, 0) / (later - step)))
-        return found
+            stretches.append((later, np.maximum(took_s, 0) / (later - step)))
+        return stretches
 
     def seconds_until(self, steps: float) -> float:
         """Return the seconds until the slowest region has done `steps`, [0, infinity).
@@ -143,7 +147,8 @@ class Timeline:
             begin = self.times_s(below).max()
             end = self.times_s(min(below + 1, num)).max()
             return float(begin + (steps - below) * (end - begin))
-        end, half = self.times_s(num).max(), self.times_s(num // 2).max()
+        end = self.times_s(num).max()
+        half = self.times_s(num // 2).max()
         return float(end + (steps - num) * (end - half) / (num - num // 2))
 
     def summary(self) -> dict[str, float]:
@@ -191,7 +196,8 @@ class Intervals:
         last = bisect.bisect_left(self._begins, end_s)
         total = 0.0
         for since, until in self._sorted[first:last]:
-            since, until = max(begin_s, since), min(end_s, until)
+            since = max(begin_s, since)
+            until = min(end_s, until)
             total += max(0.0, until - since)
             begin_s = max(begin_s, until)
         return total

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 MAX_SYNCS = 24  # that are drawn
 
-_REGION_PID, _NETWORK_PID = 1, 2
+_REGION_PID = 1
+_NETWORK_PID = 2
 
 _COLORS = {
     "compute": "tab:blue",
@@ -64,7 +65,8 @@ def region_spans(
     is the median, so half of all stretches have a little.
     """
     for (step, times), (next_step, next_times) in itertools.pairwise(timeline.marks):
-        begin, end = times[region], next_times[region]
+        begin = times[region]
+        end = next_times[region]
         busy = min(end, begin + (next_step - step) * timeline.step_time_s[region])
         yield "compute", begin, busy, step, next_step
         # Rounding of the clocks is no stall.
@@ -87,8 +89,14 @@ def _sync_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         free_s[track : track + 1] = [sync.arrival_s]
         about = {n: getattr(sync, n) for n in ("start_step", "merge_step", "stall_s")}
         about["bytes_sent"] = max(sync.bytes_sent)
-        given = f"fragment {sync.fragments[0]}", sync.start_s, sync.arrival_s
-        yield _span(*given, _NETWORK_PID, track, **about)
+        yield _span(
+            f"fragment {sync.fragments[0]}",
+            sync.start_s,
+            sync.arrival_s,
+            _NETWORK_PID,
+            track,
+            **about,
+        )
 
 
 def plot_timeline(
@@ -122,17 +130,21 @@ def draw_timeline(axes: Axes, timeline: Timeline) -> None:
     shown = timeline.syncs[:MAX_SYNCS]
     is_all = len(shown) == len(timeline.syncs)
     limit = timeline.sim_s if is_all else max(sync.merge_s for sync in shown)
-    num_regions, fragments = len(timeline.regions), _fragments(timeline)
+    num_regions = len(timeline.regions)
+    fragments = _fragments(timeline)
+
     for region in range(num_regions):
         for kind, begin, end, _, _ in region_spans(timeline, region):
             if begin > limit:
                 break
             _bar(axes, region, begin, end, kind)
+
     rows = {p: num_regions + i for i, p in enumerate(fragments)}
     for sync in shown:
         for p in sync.fragments:
             _bar(axes, rows[p], sync.start_s, sync.arrival_s, "on the network")
             _bar(axes, rows[p], sync.arrival_s, sync.merge_s, "arrived, not merged yet")
+
     axes.set_yticks(
         np.arange(num_regions + len(fragments)),
         [*timeline.regions, *(f"fragment {p}" for p in fragments)],

@@ -36,6 +36,7 @@ class Workload:
             values = getattr(self, name)
             are_positive = bool(values) and all(0 < v < np.inf for v in values)
             check(are_positive, name, values, "positive numbers")
+
         for name in ("host_bytes_per_s", "answer_share"):
             check(getattr(self, name) > 0, name, getattr(self, name), "positive")
         if self.num_layers != 1 and self.num_layers < len(self.fragment_bytes):

@@ -20,9 +20,16 @@ with extra("train"):
 # What `world` knows, and their round trips in milliseconds; row i holds the pairs
 # (i, i+1), (i, i+2), ...
 REGIONS = (
-    "us-east", "us-west", "europe-west", "europe-central", "asia-south",
-    "asia-southeast", "asia-northeast", "australia", "south-america",
-)  # fmt: skip
+    "us-east",
+    "us-west",
+    "europe-west",
+    "europe-central",
+    "asia-south",
+    "asia-southeast",
+    "asia-northeast",
+    "australia",
+    "south-america",
+)
 _ROUND_TRIPS_MS = (
     (65, 70, 90, 190, 220, 150, 200, 115),
     (125, 145, 220, 165, 95, 140, 175),
@@ -51,6 +58,7 @@ def world(regions: tuple[str, ...], bandwidth_gbps: float) -> Topology:
     for name in regions:
         if name not in REGIONS:
             raise ValueError(f"region {name!r} is unknown; known are {list(REGIONS)}")
+
     numbers = itertools.chain.from_iterable(_ROUND_TRIPS_MS)
     pairs = (frozenset[str](x) for x in itertools.combinations(REGIONS, 2))
     round_trip_ms = dict(zip(pairs, numbers, strict=True))
@@ -119,10 +127,13 @@ def parse_topology(table: Any) -> Topology:
     regions = table.get("regions")
     if not isinstance(regions, list) or not regions:
         raise ValueError(f"regions={regions!r} must be a list of names")
-    names, ids = [str(name) for name in regions], range(len(regions))
+
+    names = [str(name) for name in regions]
+    ids = range(len(regions))
     default = table.get("default") or {}
     _check_keys("default", default, _LINK_KEYS)
     settings = {pair: dict(default) for pair in itertools.permutations(ids, 2)}
+
     for entry in table.get("links") or []:
         _check_keys("links", entry, _PAIR_KEYS | _LINK_KEYS)
         for source, target in _pairs("links", entry, names):
@@ -130,6 +141,7 @@ def parse_topology(table: Any) -> Topology:
                 raise ValueError(f"links entry {entry!r} must name two regions")
             values = {k: v for k, v in entry.items() if k in _LINK_KEYS}
             settings[source, target].update(values)
+
     built = {pair: _link(names, pair, values) for pair, values in settings.items()}
     rows = tuple(tuple(built.get((i, j), _UNUSED) for j in ids) for i in ids)
     changes = _changes(table.get("changes") or [], names)
@@ -178,31 +190,38 @@ def _pairs(
         return names.index(name)
 
     if "between" not in entry:
-        pair = index(entry.get("from")), index(entry.get("to"))
-        if pair[0] == pair[1] is not None:
+        source = index(entry.get("from"))
+        target = index(entry.get("to"))
+        if source is not None and source == target:
             raise ValueError(f"{where}: {entry!r} must name two regions")
-        return [pair]
+        return [(source, target)]
+
     ends = entry["between"]
     is_pair = isinstance(ends, list) and len(ends) == 2 and ends[0] != ends[1]
     if not is_pair or {"from", "to"} & entry.keys():
         raise ValueError(f"{where}: between={ends!r} must name two regions, alone")
-    first, second = index(ends[0]), index(ends[1])
+
+    first = index(ends[0])
+    second = index(ends[1])
     return [(first, second), (second, first)]
 
 
 def _changes(entries: list[Any], names: list[str]) -> tuple[LinkChange, ...]:
-    found = []
+    changes = []
     for entry in entries:
         _check_keys("changes", entry, _PAIR_KEYS | _CHANGE_KEYS)
         ends = _pairs("changes", entry, names)
         try:
-            numbers = (
-                _number(entry, "start_s"),
-                _number(entry, "duration_s"),
-                _number(entry, "bandwidth_factor", 1.0),
-                _number(entry, "extra_latency_ms", 0.0) / 1000,
-            )
-            found += [LinkChange(*numbers, *pair) for pair in ends]
+            start_s = _number(entry, "start_s")
+            duration_s = _number(entry, "duration_s")
+            factor = _number(entry, "bandwidth_factor", 1.0)
+            extra_s = _number(entry, "extra_latency_ms", 0.0) / 1000
+            for source, target in ends:
+                change = LinkChange(
+                    start_s, duration_s, factor, extra_s, source, target
+                )
+                changes.append(change)
         except ValueError as error:
             raise ValueError(f"changes: {error}") from error
-    return tuple(found)
+
+    return tuple(changes)

@@ -16,10 +16,19 @@ SUMMARY_FILE = "summary.json"
 
 # What a row is made of, from `summary.json`.
 MEASURES = (
-    "eval_loss", "eval_perplexity", "eval_loss_outer", "region_drift", "outer_bytes",
-    "bytes_sent_per_region", "stall_seconds", "exposed_share", "goodput",
-    "tokens_per_second", "seconds", "correction_ratio",
-)  # fmt: skip
+    "eval_loss",
+    "eval_perplexity",
+    "eval_loss_outer",
+    "region_drift",
+    "outer_bytes",
+    "bytes_sent_per_region",
+    "stall_seconds",
+    "exposed_share",
+    "goodput",
+    "tokens_per_second",
+    "seconds",
+    "correction_ratio",
+)
 
 
 class DamagedRunError(ValueError):
@@ -64,6 +73,7 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
         records = read_records(directory / METRICS_FILE)
     except ValueError as error:
         raise DamagedRunError(str(error)) from error
+
     run = Run(summary["method"], summary["seed"], records, summary)
     last = max((record["step"] for record in run.of_kind("eval")), default=0)
     if summary.get("eval_loss") is not None and last != summary["steps"]:
@@ -71,6 +81,7 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
             f"{directory / METRICS_FILE} ends with the evaluation of step {last}, but "
             f"the run at step {summary['steps']}: it was cut; delete the folder"
         )
+
     return run
 
 
@@ -106,7 +117,8 @@ def eval_curve(runs: Sequence[Run]) -> Curve:
     def table(field: str) -> np.ndarray:  # [seeds, points]
         return np.array([[seed[step][field] for step in steps] for seed in evals])
 
-    loss, sent = table("eval_loss"), table("bytes_sent_per_region")
+    loss = table("eval_loss")
+    sent = table("bytes_sent_per_region")
     return Curve(np.array(steps), sent.mean(0), loss.mean(0), loss.min(0), loss.max(0))
 
 
@@ -122,14 +134,16 @@ def steps_to_loss(
     >>> steps_to_loss([(0, 4.0), (100, 3.0), (200, 2.0)], 2.5)
     150.0
     """
+    if isinstance(curve, Run):
+        curve = curve.losses_by("step")
     before = None
-    for step, loss in curve.losses_by("step") if isinstance(curve, Run) else curve:
+    for step, loss in curve:
         if loss <= target:
             if before is None:
                 return float(step)
             share = (before[1] - target) / (before[1] - loss)
             return before[0] + share * (step - before[0])
-        before = step, loss
+        before = (step, loss)
     return None
 
 
@@ -155,7 +169,8 @@ def loss_at_bytes(
                 return None
             share = (budget_bytes - before[0]) / (sent - before[0])
             return before[1] + share * (loss - before[1])
-        before = sent, loss
+        before = (sent, loss)
+
     return before[1] if before and before[0] == budget_bytes else None
 
 
@@ -192,11 +207,16 @@ def compare(
     rows = {name: _row(group) for name, group in groups.items()}
     losses = {name: row["eval_loss"]["mean"] for name, row in rows.items()}
     target = losses[target_method] if target_method else max(losses.values())
-    sent = {name: row["evaluated_bytes"][1] for name, row in rows.items()}
-    sent = {name: size for name, size in sent.items() if size > 0}
+
+    sent = {}
+    for name, row in rows.items():
+        _, last_bytes = row["evaluated_bytes"]
+        if last_bytes > 0:
+            sent[name] = last_bytes
     least = min(sent, key=sent.__getitem__, default=None)
-    whose = target_method if target_method in sent else least
-    budget = None if whose is None else sent[whose]
+    equal_bytes_method = target_method if target_method in sent else least
+    budget = None if equal_bytes_method is None else sent[equal_bytes_method]
+
     first = next(iter(rows.values()))
     for name, group in groups.items():
         row = rows[name]
@@ -205,21 +225,25 @@ def compare(
         # A seed worse than its method's mean may miss a target at that mean.
         row["seeds_at_target"] = len(reached)
         row["steps_to_target"] = statistics.fmean(reached) if reached else None
-        row["loss_at_equal_bytes"] = budget and spread(
-            [loss_at_bytes(run, budget) for run in group]
-        )
+        row["loss_at_equal_bytes"] = None
+        if budget is not None:
+            at_budget = [loss_at_bytes(run, budget) for run in group]
+            row["loss_at_equal_bytes"] = spread(at_budget)
+
         # Means over other seeds than the first method's are not comparable.
-        whole = [r for r in (row, first) if r["seeds_at_target"] == len(r["seeds"])]
-        steps = [r["steps_to_target"] for r in whole]
+        steps_ratio = None
+        if all(r["seeds_at_target"] == len(r["seeds"]) for r in (row, first)):
+            steps_ratio = _ratio(row["steps_to_target"], first["steps_to_target"])
         key = "bytes_sent_per_region"
         row["ratios"] = {
             "bytes": _ratio(row[key]["mean"], first[key]["mean"]),
-            "steps_to_target": _ratio(*steps) if len(steps) == 2 else None,
+            "steps_to_target": steps_ratio,
         }
+
     return {
         "target_method": target_method,
         "target_loss": target,
-        "equal_bytes_method": whose,
+        "equal_bytes_method": equal_bytes_method,
         "equal_bytes": budget,
         "methods": rows,
         "diverged": dict(diverged or {}),
@@ -278,9 +302,9 @@ def pareto(points: Sequence[Point]) -> list[int]:
     >>> pareto([at(4, 2.0), at(1, 3.0), at(2, 3.0), at(8, 1.5)])
     [1, 0, 3]
     """
-    at = [(point.bytes_per_step, point.loss) for point in points]
-    found: list[int] = []
-    for i in sorted(range(len(at)), key=at.__getitem__):
-        if not found or points[i].loss < points[found[-1]].loss:
-            found.append(i)
-    return found
+    places = [(point.bytes_per_step, point.loss) for point in points]
+    frontier: list[int] = []
+    for i in sorted(range(len(places)), key=places.__getitem__):
+        if not frontier or points[i].loss < points[frontier[-1]].loss:
+            frontier.append(i)
+    return frontier

@@ -26,13 +26,19 @@ def figures(runs: Sequence[Run]) -> dict[str, tuple[Figure, str]]:
     groups = by_method(run for run in runs if run.of_kind("experts"))
     if not groups:
         return {}
-    found = {name: loads(group[0]) for name, group in groups.items()}
-    maps = {name: load for name, load in found.items() if load is not None}
+
+    maps: dict[str, np.ndarray] = {}
+    for name, group in groups.items():
+        load_RNE = loads(group[0])
+        if load_RNE is not None:
+            maps[name] = load_RNE
+
     heights = [2.6, *(0.5 + 0.2 * len(load) for load in maps.values())]
     figure = new_figure(sum(heights))
     parts = figure.subfigures(len(heights), height_ratios=heights, squeeze=False)
     _draw_lines(parts[0, 0], groups)
     highest = max((load.max() for load in maps.values()), default=1)
+
     for part, (name, load_RNE) in zip(parts[1:, 0], maps.items(), strict=True):
         _draw_map(part, name, load_RNE, highest)
     return {"experts": (figure, CAPTION)}
@@ -57,17 +63,20 @@ def _draw_lines(part: Any, groups: Mapping[str, Sequence[Run]]) -> None:
         for index, (name, group) in enumerate(groups.items()):
             records = [run.of_kind("experts") for run in group]
             steps = [record["step"] for record in records[0]]
-            mean = np.mean([[r[key] for r in each] for each in records], axis=0)
+            values = [[record[key] for record in of_run] for of_run in records]
+            mean = np.mean(values, axis=0)
             color = COLORS[index % len(COLORS)]
             axes.plot(steps, mean, color=color, linewidth=1.6, label=name)
+
         axes.set_xlabel("inner steps")
         axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         tidy(axes)
+
     left.set_title("divergence between regions", fontsize="medium")
     right.set_title("dead experts", fontsize="medium")
-    handles = left.get_legend_handles_labels()
-    part.legend(*handles, loc="outside upper center", ncols=4, frameon=False)
+    lines, labels = left.get_legend_handles_labels()
+    part.legend(lines, labels, loc="outside upper center", ncols=4, frameon=False)
 
 
 def _draw_map(part: Any, name: str, load_RNE: np.ndarray, highest: float) -> None:
@@ -75,6 +84,7 @@ def _draw_map(part: Any, name: str, load_RNE: np.ndarray, highest: float) -> Non
     axes = part.subplots()
     flat = load_RNE.reshape(num_regions, -1)
     image = axes.imshow(flat, aspect="auto", cmap="Blues", vmin=0, vmax=highest)
+
     for layer in range(1, num_layers):
         axes.axvline(layer * num_experts - 0.5, color="#333333", linewidth=1)
     middles = num_experts * (np.arange(num_layers) + 0.5) - 0.5

@@ -81,7 +81,8 @@ def render(
         f"{some['steps']:,} inner steps, {some['tokens']:,} tokens, "
         f"{seeds} seed{'s' if seeds > 1 else ''}. {machine}"
     )
-    figures = "\n".join(_figure(*picture) for picture in pictures.items())
+    figures = "\n".join(_figure(caption, png) for caption, png in pictures.items())
+
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -113,15 +114,17 @@ def render(
 def describe_machine(devices: Sequence[Any]) -> str:
     """Name the machine's kind: devices, cores, operating system."""
     kinds = sorted({str(device.device_kind) for device in devices})
+    noun = "devices" if len(devices) > 1 else "device"
     return (
-        f"{len(devices)} {' and '.join(kinds)} device{'s'[: len(devices) > 1]} on "
+        f"{len(devices)} {' and '.join(kinds)} {noun} on "
         f"{os.cpu_count()} {platform.machine()} cores, {platform.system()}, "
         f"Python {platform.python_version()}."
     )
 
 
 def _figure(caption: str, png: bytes) -> str:
-    data, caption = base64.b64encode(png).decode(), html.escape(caption)
+    data = base64.b64encode(png).decode()
+    caption = html.escape(caption)
     return (
         f'<figure><img src="data:image/png;base64,{data}" alt="{caption}">'
         f"<figcaption>{caption}</figcaption></figure>"
@@ -136,13 +139,16 @@ def results(comparison: Mapping[str, Any]) -> str:
         _measure("perplexity", "eval_perplexity", lambda x: f"{x:.3f}"),
         ("steps to target", _steps_to_target),
     ]
+
     if equal_bytes is not None:
         head = f"loss at {format_bytes(equal_bytes)}"
         columns.append((head, lambda row: _loss_at_bytes(row, equal_bytes)))
+
     columns += [
         _measure("sent by a region", "bytes_sent_per_region", format_bytes),
         _measure("stall", "stall_seconds", lambda x: f"{x:.2f} s"),
     ]
+
     return _table(comparison, columns)
 
 
@@ -158,6 +164,7 @@ def further(comparison: Mapping[str, Any]) -> str:
         _measure("time", "seconds", format_duration),
         _measure("correction", "correction_ratio", lambda x: f"{x:.1e}"),
     ]
+
     return _table(comparison, columns)
 
 
@@ -177,12 +184,14 @@ def results_note(comparison: Mapping[str, Any]) -> str:
             "linear in the bytes between evaluations; none where a run sends less in "
             "all, or is evaluated only from more on. "
         )
+
     note += (
         "Stall: seconds in which regions waited for messages. Methods are not equal in "
         "bytes sent: read both columns."
     )
     if max(len(row["seeds"]) for row in comparison["methods"].values()) > 1:
         note += " ± is half the range over seeds."
+
     return note
 
 
@@ -210,7 +219,8 @@ def _spread(measure: Mapping[str, float] | None, write: Callable[[float], str]) 
 
 
 def _steps_to_target(row: Row) -> str:
-    steps, reached = row["steps_to_target"], row["seeds_at_target"]
+    steps = row["steps_to_target"]
+    reached = row["seeds_at_target"]
     if steps is None:
         return "<small>never</small>"
     seeds = len(row["seeds"])
@@ -219,9 +229,9 @@ def _steps_to_target(row: Row) -> str:
 
 
 def _loss_at_bytes(row: Row, equal_bytes: float) -> str:
-    found = row["loss_at_equal_bytes"]
-    if found is not None:
-        return _spread(found, lambda x: f"{x:.4f}")
+    spread = row["loss_at_equal_bytes"]
+    if spread is not None:
+        return _spread(spread, lambda x: f"{x:.4f}")
     first, last = row["evaluated_bytes"]
     why = "sends less" if last < equal_bytes else f"from {format_bytes(first)}"
     return f"<small>{html.escape(why)}</small>"
@@ -232,6 +242,7 @@ def _table(comparison: Mapping[str, Any], columns: Sequence[Column]) -> str:
     lines = ["<table>", "<thead>", "<tr>", '<th scope="col">method</th>']
     lines += [f'<th scope="col">{head}</th>' for head, _ in columns]
     lines += ["</tr>", "</thead>", "<tbody>"]
+
     for name, row in comparison["methods"].items():
         lines += ["<tr>", f'<th scope="row">{html.escape(name)}</th>']
         # A narrow window shows no heads: each cell brings its own.
@@ -240,8 +251,13 @@ def _table(comparison: Mapping[str, Any], columns: Sequence[Column]) -> str:
             for head, cell in columns
         ]
         lines.append("</tr>")
+
     for name, why in comparison["diverged"].items():
-        told = f'<td class="diverged" colspan="{len(columns)}">diverged: '
-        told += f"{html.escape(why)}</td>"
-        lines += ["<tr>", f'<th scope="row">{html.escape(name)}</th>', told, "</tr>"]
+        lines += ["<tr>", f'<th scope="row">{html.escape(name)}</th>']
+        lines.append(
+            f'<td class="diverged" colspan="{len(columns)}">diverged: '
+            f"{html.escape(why)}</td>"
+        )
+        lines.append("</tr>")
+
     return "\n".join([*lines, "</tbody>", "</table>"])

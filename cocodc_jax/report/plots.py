@@ -61,6 +61,7 @@ def loss_by_steps(runs: Sequence[Run]) -> Figure:
     for index, curve in enumerate(curves.values()):
         for axes in (whole, late):
             _draw(axes, curve, curve.steps, index)
+
     whole.set_ylabel("evaluation loss (nats per token)")
     half = max(curve.steps[-1] for curve in curves.values()) / 2
     low = min(curve.low[curve.steps >= half].min() for curve in curves.values())
@@ -71,9 +72,11 @@ def loss_by_steps(runs: Sequence[Run]) -> Figure:
     _label_ends(late, curves)
     whole.set_title("whole run", fontsize="medium")
     late.set_title("second half", fontsize="medium")
+
     for axes in (whole, late):
         axes.set_xlabel("inner steps")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+
     return figure
 
 
@@ -89,12 +92,14 @@ def loss_by_bytes(runs: Sequence[Run]) -> Figure:
         sent = np.where(curve.bytes_sent > 0, curve.bytes_sent, np.nan)
         _draw(axes, curve, sent, index)
         axes.lines[-1].set_label(name)
+
     by_bytes(axes, 1e3)
     axes.tick_params(axis="x", which="both", length=4)
     axes.set_xlabel("bytes sent by each region (log scale)")
     axes.set_ylabel("evaluation loss (nats per token)")
     # Above the axes no legend can cover a curve.
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
+
     return figure
 
 
@@ -106,18 +111,23 @@ def fragments_in_flight(runs: Sequence[Run]) -> Figure:
     """
     groups = by_method(runs)
     colors = dict(zip(groups, itertools.cycle(COLORS), strict=False))
-    each = {name: group[0].of_kind("sync") for name, group in groups.items()}
-    syncs = {name: events for name, events in each.items() if events}
+    syncs: dict[str, list[Record]] = {}
+    for name, group in groups.items():
+        if events := group[0].of_kind("sync"):
+            syncs[name] = events
     if not syncs:
         raise ValueError("no run has a sync to draw; leave the plot out")
+
     rows = [_num_fragments(events) for events in syncs.values()]
     # Each row a fifth of an inch, and room for each panel's title and for the axis.
     figure = new_figure(0.2 * sum(rows) + 0.55 * len(rows) + 0.5)
+
     panels = figure.subplots(
         len(syncs), 1, sharex=True, squeeze=False, height_ratios=[n + 1 for n in rows]
     )[:, 0]
     for axes, (name, events) in zip(panels, syncs.items(), strict=True):
         _draw_syncs(axes, name, events, colors[name])
+
     num_steps = max(run.summary["steps"] for run in runs)
     full = [events for events in syncs.values() if len(events) > MAX_SYNCS]
     shown_steps = min([num_steps, *(e[MAX_SYNCS - 1]["apply_step"] for e in full)])
@@ -130,6 +140,7 @@ def fragments_in_flight(runs: Sequence[Run]) -> Figure:
         f"{MAX_SYNCS} syncs of a method"
     )
     panels[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
+
     return figure
 
 
@@ -162,6 +173,7 @@ def _draw(axes: Axes, curve: Curve, abscissa: np.ndarray, index: int) -> None:
     # Once all colors are used, they come with other markers.
     marker = MARKERS[(index + index // len(COLORS)) % len(MARKERS)]
     axes.fill_between(abscissa, curve.low, curve.high, color=color, alpha=0.2, lw=0)
+
     # About ten markers a line, however often it was evaluated.
     every = max(1, len(abscissa) // 10)
     axes.plot(
@@ -181,6 +193,7 @@ def _label_ends(axes: Axes, curves: dict[str, Curve]) -> None:
     low, high = axes.get_ylim()
     ends = [(curve.mean[-1] - low) / (high - low) for curve in curves.values()]
     heights = spread(ends, gap=0.06)
+
     for index, (name, curve) in enumerate(curves.items()):
         axes.annotate(
             f"{name} {curve.mean[-1]:.3f}",
@@ -214,10 +227,12 @@ def spread(positions: Sequence[float], gap: float) -> list[float]:
     order = sorted(range(len(placed)), key=lambda index: placed[index])
     for below, above in zip(order, order[1:], strict=False):
         placed[above] = max(placed[above], placed[below] + gap)
+
     shift = max(new - old for new, old in zip(placed, positions, strict=True)) / 2
     for rank, index in enumerate(order):
         highest = 1 - (len(order) - 1 - rank) * gap
         placed[index] = max(min(placed[index] - shift, highest), rank * gap)
+
     return placed
 
 
@@ -228,8 +243,10 @@ def _num_fragments(events: Sequence[Record]) -> int:
 def _draw_syncs(axes: Axes, name: str, events: Sequence[Record], color: str) -> None:
     num_fragments = _num_fragments(events)
     for fragment in range(num_fragments):
-        own = [event for event in events if event["fragment"] == fragment]
-        spans = [(e["start_step"], e["apply_step"] - e["start_step"]) for e in own]
+        of_fragment = [event for event in events if event["fragment"] == fragment]
+        spans = [
+            (e["start_step"], e["apply_step"] - e["start_step"]) for e in of_fragment
+        ]
         # The white edge keeps apart a sync that starts when the one before is applied.
         axes.broken_barh(
             spans, (fragment - 0.35, 0.7), facecolor=color, edgecolor="white", lw=0.6
@@ -237,6 +254,7 @@ def _draw_syncs(axes: Axes, name: str, events: Sequence[Record], color: str) -> 
         # A blocking exchange takes no step: its bar has no width, a mark shows it.
         at = [start for start, delay_steps in spans if delay_steps == 0]
         axes.plot(at, [fragment] * len(at), "|", color=color, markersize=11, mew=2)
+
     axes.set_title(name, loc="left", fontsize="medium")
     axes.set_ylabel("fragment")
     axes.set_yticks(range(num_fragments))

@@ -15,7 +15,8 @@ with extra("report"):
     from matplotlib.figure import Figure
     from matplotlib.transforms import Bbox
 
-_GREY, _FAINT = "#b0b0b0", "#d8d8d8"
+_GREY = "#b0b0b0"
+_FAINT = "#d8d8d8"
 _FONT_SIZE = 8
 
 
@@ -26,17 +27,21 @@ def last_loss_by_bytes(methods: Mapping[str, Mapping[str, Any]]) -> Figure:
     sent = {n: row["bytes_sent_per_region"]["mean"] for n, row in methods.items()}
     losses = {name: row["eval_loss"]["mean"] for name, row in methods.items()}
     points = {n: (size, losses[n]) for n, size in sent.items() if size > 0}
+
     by_bytes(axes, 0)
     axes.scatter(*zip(*points.values(), strict=True), color=COLORS[2], s=22, zorder=3)
     axes.margins(x=0.08, y=0.06)
-    silent = [f"{n} {losses[n]:.3f}" for n in methods if not sent[n]]
-    nothing = f"; nothing: {', '.join(silent)}" if silent else ""
-    axes.set_xlabel(f"bytes sent by each region (log scale){nothing}")
+    label = "bytes sent by each region (log scale)"
+    if silent := [f"{n} {losses[n]:.3f}" for n in methods if not sent[n]]:
+        label += f"; nothing: {', '.join(silent)}"
+    axes.set_xlabel(label)
     axes.set_ylabel("evaluation loss (nats per token)")
     tidy(axes, color="#eeeeee")
     axes.set_axisbelow(True)
+
     figure.draw_without_rendering()  # Lays the axes out: places are told in pixels.
     _label(axes, points)
+
     return figure
 
 
@@ -49,22 +54,24 @@ def _label(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
     pixels = axes.transData.transform(list(points.values()))
     taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in pixels]
     scale = axes.figure.dpi / 72  # Pixels to a point of type.
+
     for (name, point), at in zip(points.items(), pixels, strict=True):
         label = axes.annotate(name, point, fontsize=_FONT_SIZE)
         size = label.get_window_extent(renderer)
         label.remove()
-        boxes = ((place, _box(at, place, size, scale)) for place in _places())
-        free = (
-            place
-            for place, box in boxes
-            if np.all(box.min >= inside.min)
-            and np.all(box.max <= inside.max)
-            and not any(box.overlaps(other) for other in taken)
-        )
-        place = next(free, (7.0, 0.0))  # Over others, rather than not at all.
+
+        place = (7.0, 0.0)  # Over others, rather than not at all.
+        for offset in _places():
+            box = _box(at, offset, size, scale)
+            is_inside = np.all(box.min >= inside.min) and np.all(box.max <= inside.max)
+            if is_inside and not any(box.overlaps(other) for other in taken):
+                place = offset
+                break
         taken.append(_box(at, place, size, scale))
+
         is_right = place[0] >= 0
         line = LEADER | {"relpos": (0.0 if is_right else 1.0, 0.5), "shrinkA": 0}
+        is_far = np.hypot(place[0], place[1]) > 12
         axes.annotate(
             name,
             xy=point,
@@ -73,7 +80,7 @@ def _label(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
             ha="left" if is_right else "right",
             va="center",
             fontsize=_FONT_SIZE,
-            arrowprops=line if np.hypot(*place) > 12 else None,
+            arrowprops=line if is_far else None,
         )
 
 
@@ -98,11 +105,13 @@ def frontier(points: Sequence[Point], published: Sequence[Point] = ()) -> Figure
     axes = figure.subplots()
     best = pareto(points)
     families = list(dict.fromkeys(p.family for p in (*points, *published)))
+
     for point in published:
         _mark(axes, point, families, _FAINT, size=4, is_open=True)
     for i, point in enumerate(points):
         if i not in best:
             _mark(axes, point, families, _GREY, size=6)
+
     edge = [points[i] for i in best]
     axes.plot(
         [p.bytes_per_step for p in edge],
@@ -112,21 +121,27 @@ def frontier(points: Sequence[Point], published: Sequence[Point] = ()) -> Figure
         linewidth=1.0,
         zorder=1,
     )
+
     for point in edge:
         color = COLORS[families.index(point.family) % len(COLORS)]
         _mark(axes, point, families, color, size=8)
+
     by_bytes(axes, 300)
     tidy(axes)
     axes.set_xlabel("bytes that a region sends a step (log scale)")
     axes.set_ylabel("evaluation loss after all steps (nats per token)")
     _name(axes, edge, families)
+
     for index, family in enumerate(families):
-        marker, color = MARKERS[index % len(MARKERS)], COLORS[index % len(COLORS)]
+        marker = MARKERS[index % len(MARKERS)]
+        color = COLORS[index % len(COLORS)]
         axes.plot([], [], marker, color=color, label=family)
+
     axes.plot([], [], "o", color=_GREY, label="never worth it")
     if published:
         label = "published hyperparameters"
         axes.plot([], [], "o", color=_FAINT, markerfacecolor="white", label=label)
+
     figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize="small")
     return figure
 
@@ -140,12 +155,19 @@ def _mark(
     is_open: bool = False,
 ) -> None:
     axes.errorbar(
-        point.bytes_per_step, point.loss, yerr=point.half or None,
-        marker=MARKERS[families.index(point.family) % len(MARKERS)], markersize=size,
-        markerfacecolor="white" if is_open else color, markeredgecolor=color,
-        ecolor=color, elinewidth=0.8, capsize=0, linestyle="none",
+        point.bytes_per_step,
+        point.loss,
+        yerr=point.half or None,
+        marker=MARKERS[families.index(point.family) % len(MARKERS)],
+        markersize=size,
+        markerfacecolor="white" if is_open else color,
+        markeredgecolor=color,
+        ecolor=color,
+        elinewidth=0.8,
+        capsize=0,
+        linestyle="none",
         zorder=2 if color in (_GREY, _FAINT) else 3,
-    )  # fmt: skip
+    )
 
 
 def _name(axes: Axes, edge: Sequence[Point], families: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from cocodc_jax.report.units import format_bytes, format_count, format_duration
 
 with extra("train"):
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
 PLAIN_INTERVAL_S = 10.0
 _WIDE = 110  # Columns of a terminal that the bar with all numbers fits.
@@ -36,20 +36,24 @@ class RunProgress:
         output, gets a bar if it is a terminal, else a line each `PLAIN_INTERVAL_S`
         seconds and at the last step.
         """
-        self._num_steps, self._start_step, self._label = num_steps, start_step, label
-        self._console, self._clock = console or Console(), clock
+        self._num_steps = num_steps
+        self._start_step = start_step
+        self._label = label
+        self._console = console or Console()
+        self._clock = clock
         self._last_line_s = float("-inf")
         self._is_narrow = self._console.width < _WIDE
         self._bar = None
+
         if self._console.is_terminal:
-            bar = [] if self._is_narrow else [BarColumn(bar_width=10)]
-            self._bar = Progress(
+            columns: list[ProgressColumn] = [
                 TextColumn("{task.description}", markup=False),
-                *bar,
                 TextColumn("{task.completed}/{task.total}"),
                 TextColumn("{task.fields[status]}", markup=False),
-                console=self._console,
-            )
+            ]
+            if not self._is_narrow:
+                columns.insert(1, BarColumn(bar_width=10))
+            self._bar = Progress(*columns, console=self._console)
 
     def __enter__(self) -> "RunProgress":
         if self._bar is not None:
@@ -99,15 +103,19 @@ class RunProgress:
             parts.append(f"MFU {100 * mfu:.1f} %")
         if self._bar is None or not self._is_narrow:
             parts.append(f"{in_flight} in flight")
+
         parts.append(f"{format_bytes(bytes_sent)} sent")
         if step_s is not None:
             left_s = step_s * (self._num_steps - step)
             parts.append(f"{format_duration(left_s)} left")
+
         status = "  ".join(parts)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, status=status)
             return
-        now_s, is_last = self._clock(), step >= self._num_steps
+
+        now_s = self._clock()
+        is_last = step >= self._num_steps
         if is_last or now_s - self._last_line_s >= PLAIN_INTERVAL_S:
             self._last_line_s = now_s
             line = f"{self._label} step {step}/{self._num_steps}  {status}".lstrip()

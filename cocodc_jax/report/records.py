@@ -55,6 +55,7 @@ def tensorboard(folder: pathlib.Path, first_step: int | None = None) -> Mirror:
         first_step = 0
     with extra("report"):
         from tensorboardX import SummaryWriter
+
     writer = SummaryWriter(os.fspath(path), None, first_step, flush_secs=10)
     events: Any = vars(writer.file_writer)["event_writer"]
 
@@ -109,6 +110,7 @@ def weights_and_biases(
             f"Weights & Biases refused project {project!r} ({error}); log in, or use "
             "--wandb_mode=offline"
         ) from error
+
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
 
@@ -125,20 +127,21 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     {'train/loss_regions/region_0': 2.0, 'train/loss_regions/region_1': 1.5}
     """
     suffix = f"/fragment_{record['fragment']}" if "fragment" in record else ""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
 
     def add(name: str, value: Any, *axes: str) -> None:
         if isinstance(value, list):
             for i, one in enumerate(value):
                 add(f"{name}/{axes[0]}_{i}", one, *axes[1:])
         elif value is not None:
-            found[name] = value
+            numbers[name] = value
 
     for field, value in record.items():
         if field not in ("kind", "step", "fragment"):
             name = f"{record['kind']}/{field}{suffix}"
             add(name, value, "region", "layer", "expert")
-    return found
+
+    return numbers
 
 
 def _run_id(path: pathlib.Path) -> str:
@@ -178,7 +181,9 @@ class MetricsWriter:
         """
         directory = pathlib.Path(workdir)
         directory.mkdir(parents=True, exist_ok=True)
-        metrics, timing = directory / METRICS_FILE, directory / TIMING_FILE
+        metrics = directory / METRICS_FILE
+        timing = directory / TIMING_FILE
+
         kept = []
         if resume_offset:
             kept = _parse(metrics, _bytes_before(metrics, resume_offset))

@@ -40,7 +40,8 @@ def _scaled(number: float, units: tuple[str, ...]) -> str:
     power = 0
     # 999.5 would print as "1000": three digits belong to the next unit from there on.
     while abs(number) >= 999.5 and power < len(units) - 1:
-        number, power = number / 1000, power + 1
+        number = number / 1000
+        power = power + 1
     digits = (
         0 if power == 0 or abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
     )

@@ -5,14 +5,14 @@ like them, and it stays as it is. Some hold a copy of the parameters, by type of
 
 - A point that the next step starts from moves as the parameters do, by new minus old:
   `z` of `optax.contrib.schedule_free`, the true parameters of `sam` during its
-  adversarial steps, the slow ones of `transforms.snoo`, and the origin of `cocob` and
-  `madgrad`, from which the next parameters are computed. To move all of them by the
-  same vector is to move the optimizer's coordinates. Schedule-free's third sequence,
-  `x = (y - (1 - b1) z) / b1`, moves by the same vector too. With a sync at every step
-  the means over regions of x, y and z are those of one run on the mean gradient (the
-  base optimizer SGD, the outer step a plain mean). A region's own z adds up its own
-  gradients: where regions learn different things it goes on to differ from the mean,
-  which no rule without a message of z can know.
+  adversarial steps, and the origin of `cocob` and `madgrad`, from which the next
+  parameters are computed. To move all of them by the same vector is to move the
+  optimizer's coordinates. Schedule-free's third sequence, `x = (y - (1 - b1) z) / b1`,
+  moves by the same vector too. With a sync at every step the means over regions of x, y
+  and z are those of one run on the mean gradient (the base optimizer SGD, the outer
+  step a plain mean). A region's own z adds up its own gradients: where regions learn
+  different things it goes on to differ from the mean, which no rule without a message
+  of z can know.
 - The initial point of `dog`, `dowg`, `prodigy` and `mechanize` stays. It is where
   training began, whatever moved the parameters since. Prodigy's bound on the distance
   to a solution holds for gradients at any points: `sum <g_k, x_0 - x_k> <= <sum g_k,
@@ -66,7 +66,6 @@ MOVES = {
     "MadgradState": ("x0",),
     "SAMState": ("cache",),
     "ScheduleFreeState": ("z",),
-    "SnooState": ("slow_params",),
 }
 STAYS = {
     "DoGState": ("init_params",),
@@ -85,8 +84,7 @@ LINE_SEARCHES = ("ScaleByBacktrackingLinesearchState", "ScaleByZoomLinesearchSta
 REFUSED = {
     "LookaheadState": (
         "optax.lookahead trains a pair of fast and slow parameters, and regions would "
-        "send both; use its fast optimizer alone, whose syncs are such steps already, "
-        "or transforms.snoo around it"
+        "send both; use its fast optimizer alone, whose syncs are such steps already"
     ),
 }
 # Why `RegionProgram` cannot have a type of state. It passes the gradient of a batch and

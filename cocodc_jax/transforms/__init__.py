@@ -1,8 +1,7 @@
 """Transformations for stale, rare or compressed updates; they need jax and optax only.
 
 - `delay_compensation`: correct a gradient for its delay. `curvature` has the curvatures
-  that it takes, `secant` chooses their weight, `dc_asgd` has the recipes for
-  asynchronous SGD.
+  that it takes, `secant` chooses their weight.
 - `outer`: outer optimizers that Optax lacks.
 - `compression`: pairs of encode and decode with true sizes, error feedback, `parse`.
 - `decoupled`, `lion`: combine the messages of all regions to one update (DeMo, Lion).
@@ -20,7 +19,6 @@ from cocodc_jax._lazy import attach
 if TYPE_CHECKING:
     from cocodc_jax.transforms import compression as compression
     from cocodc_jax.transforms import curvature as curvature
-    from cocodc_jax.transforms import dc_asgd as dc_asgd
     from cocodc_jax.transforms import decoupled as decoupled
     from cocodc_jax.transforms import error_feedback as error_feedback
     from cocodc_jax.transforms import heloco as heloco
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from cocodc_jax.transforms import power_sgd as power_sgd
     from cocodc_jax.transforms import quantize as quantize
     from cocodc_jax.transforms import secant as secant
-    from cocodc_jax.transforms import snoo as snoo
     from cocodc_jax.transforms import sparsify as sparsify
     from cocodc_jax.transforms import statistical as statistical
     from cocodc_jax.transforms import threshold as threshold

@@ -6,7 +6,7 @@ return a descent direction, the recipes without that prefix a step to add.
 
 Here are `delayed_nesterov` (Liu et al., arXiv 2401.09135), `group_heavy_ball` (NoLoCo,
 arXiv 2506.10911) and `co2` (arXiv 2401.16265), all as read from the authors' public
-code; the rest is made in `heloco.py` and `snoo.py`. Differs from the code of CO2: its
+code; the rest is made in `heloco.py`. Differs from the code of CO2: its
 clip has no effect, ours clips.
 """
 
@@ -37,7 +37,6 @@ from cocodc_jax.transforms.numerics import (
     safe_norm,
     widen,
 )
-from cocodc_jax.transforms.snoo import snoo
 
 __all__ = [
     "co2",
@@ -51,7 +50,6 @@ __all__ = [
     "scale_by_heloco",
     "scale_by_mla",
     "scale_by_staleness_gap",
-    "snoo",
 ]
 
 GAPS = ("constant", "measured")

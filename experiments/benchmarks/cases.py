@@ -22,7 +22,8 @@ Params = dict[str, Any]
 Tensor = Any
 
 GPT = "gpt"
-OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
+OUTER_LR = 0.7
+OUTER_MOMENTUM = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Gpt:
             }
             for layer in range(self.num_layers)
         }
+
         return {
             "embedding": normal(self.vocab_size, width),
             "positions": normal(self.length, width),
@@ -78,6 +80,7 @@ class Gpt:
                 x_BLD = x_BLD + self._attention(block, x_BLD)
                 hidden = _norm(x_BLD, block["mlp_norm"]) @ block["up"]
                 x_BLD = x_BLD + jax.nn.gelu(hidden) @ block["down"]
+
             logits = _norm(x_BLD, params["norm"]) @ params["embedding"].T
             loss_of = optax.softmax_cross_entropy_with_integer_labels
             return loss_of(logits, tokens[:, 1:]).mean(), {}
@@ -97,7 +100,8 @@ class Gpt:
 def _norm(x: jax.Array, params: Params) -> jax.Array:
     mean = x.mean(axis=-1, keepdims=True)
     variance = x.var(axis=-1, keepdims=True)
-    scale, bias = params["scale"][None, None], params["bias"][None, None]
+    scale = params["scale"][None, None]
+    bias = params["bias"][None, None]
     return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * scale + bias
 
 
@@ -123,6 +127,7 @@ def torch_loss(gpt: Gpt, params: Params, tokens: Tensor) -> Tensor:
         hidden = norm(x_BLD, block["mlp_norm"]) @ block["up"]
         hidden = functional.gelu(hidden, approximate="tanh")
         x_BLD = x_BLD + hidden @ block["down"]
+
     logits = norm(x_BLD, params["norm"]) @ params["embedding"].T
     return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -170,8 +175,10 @@ def make_case(
         return Case(name, gpt.loss_fn(), optax.adamw(1e-3), params, batches, gpt)
     if name not in PRESETS:
         raise ValueError(f"cases={name!r} is unknown; use {[GPT, *PRESETS]}")
+
     config = PRESETS[name]
-    model, data = config.model, config.data
+    model = config.model
+    data = config.data
     # As in a run of the preset with one device per region.
     platform = jax.default_backend()
     backward = models.backward.choose(model.backward, platform, False, False)
@@ -180,7 +187,9 @@ def make_case(
         model = dataclasses.replace(model, num_layers=num_layers, scan_layers=True)
     sizes = (interval, regions, data.batch_per_region, data.sequence_length + 1)
     params = models.init_params(model, jax.random.key(0))
-    optimizer, batches = config.optimizer.build(10**6), _tokens(model.vocab_size, sizes)
+    optimizer = config.optimizer.build(10**6)
+    batches = _tokens(model.vocab_size, sizes)
+
     return Case(name, models.make_loss_fn(model), optimizer, params, batches)
 
 

@@ -63,11 +63,13 @@ def transform(case: Case, method: str, num_devices: int, **arguments: Any) -> Tu
     # State that is equal in all regions is kept once.
     axes = (0, cc.sync_axes(chosen))
     layout = (where, cc.sync_axes(chosen, where, everywhere))
-    over, spmd = (axes, 0), "region" if num_devices > 1 else None
+    over = (axes, 0)
+    spmd = "region" if num_devices > 1 else None
     run = jax.vmap(make_loop(case, tx), over, over, "region", spmd_axis_name=spmd)
     spread = jax.vmap(lambda x: x, None, axes, axis_size=case.regions)
     first = spread((case.params, tx.init(case.params)))
     loop = jax.jit(run, donate_argnums=0, out_shardings=(layout, where))
+
     return _turn(case, loop, jax.device_put(first, layout), where)
 
 
@@ -105,6 +107,7 @@ def scan_alone(case: Case, num_devices: int) -> Turn:
     )
     first = (case.params, case.optimizer.init(case.params))
     loop = jax.jit(run, donate_argnums=0)
+
     return _turn(case, loop, _for_all(case, first, where), where)
 
 
@@ -113,7 +116,8 @@ def drjax_diloco(case: Case, num_devices: int) -> Turn:
     import drjax  # pyright: ignore[reportMissingImports]
 
     everywhere, of_clients = _shardings("clients", num_devices)
-    mesh, scan = of_clients.mesh, make_loop(case)
+    mesh = of_clients.mesh
+    scan = make_loop(case)
     outer = optax.sgd(OUTER_LR, OUTER_MOMENTUM, nesterov=True)
 
     def local(params: PyTree, opt_state: PyTree, batches: jax.Array):
@@ -121,7 +125,7 @@ def drjax_diloco(case: Case, num_devices: int) -> Turn:
         return jax.tree.map(jnp.subtract, params, new), opt_state, losses
 
     @drjax.program(placements={"clients": case.regions})
-    def one_round(state, batches):
+    def one_round(state: PyTree, batches: jax.Array):
         params, outer_state, opt_states = state
         spread = drjax.broadcast(params, mesh=mesh)
         deltas, opt_states, losses = drjax.map_fn(
@@ -138,6 +142,7 @@ def drjax_diloco(case: Case, num_devices: int) -> Turn:
         jax.device_put(outer.init(params), everywhere),
         _for_all(case, case.optimizer.init(params), of_clients),
     )
+
     return _turn(case, jax.jit(one_round, donate_argnums=0), first, of_clients)
 
 
@@ -158,7 +163,8 @@ def torch_diloco(case: Case) -> Turn:
             lambda x: torch.tensor(np.asarray(x), requires_grad=True), case.params
         )
 
-    outer, regions = tensors(), [tensors() for _ in range(case.regions)]
+    outer = tensors()
+    regions = [tensors() for _ in range(case.regions)]
     leaves = jax.tree.leaves(outer)
     outer_optimizer = torch.optim.SGD(leaves, OUTER_LR, OUTER_MOMENTUM, nesterov=True)
     optimizers = [
@@ -173,6 +179,7 @@ def torch_diloco(case: Case) -> Turn:
                 optimizer.zero_grad()
                 torch_loss(gpt, region, batches[step, m]).backward()
                 optimizer.step()
+
         with torch.no_grad():
             ends = zip(*map(jax.tree.leaves, regions), strict=True)
             for old, new in zip(leaves, ends, strict=True):
@@ -180,6 +187,7 @@ def torch_diloco(case: Case) -> Turn:
             outer_optimizer.step()
             for region in regions:
                 jax.tree.map(lambda x, new: x.copy_(new), region, outer)
+
         return jax.tree.map(lambda x: x.detach().numpy(), outer)
 
     return turn
@@ -190,7 +198,8 @@ def _turn(case: Case, loop: Callable, state: PyTree, where: NamedSharding) -> Tu
 
     The batches are `[R, T, B, ...]`; the state is donated.
     """
-    held, batches = [state], np.ascontiguousarray(case.batches.swapaxes(0, 1))
+    held = [state]
+    batches = np.ascontiguousarray(case.batches.swapaxes(0, 1))
 
     def turn() -> PyTree:
         held[0], _ = loop(held[0], jax.device_put(batches, where))

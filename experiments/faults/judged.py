@@ -25,20 +25,26 @@ def judge(plan: Plan, folders: Sequence[pathlib.Path]) -> dict[str, Any]:
         for sync in lines(folder / SYNCS_FILE):
             if not sync["regions"]:
                 continue  # It was asked to stop, and did not wait for the mean.
-            key = sync["fragment"], sync["start_step"]
+            key = (sync["fragment"], sync["start_step"])
             if plan.least <= plan.regions // 2:  # Both parts of a cut may go on.
                 key += tuple(sync["regions"])
-            found = merges.setdefault(key, {})
-            found.setdefault(sync["digest"], []).append(folder.name)
+            by_digest = merges.setdefault(key, {})
+            by_digest.setdefault(sync["digest"], []).append(folder.name)
+
         trained = lines(folder / "metrics.jsonl")
         steps.append(len({line["step"] for line in trained if line["kind"] == "train"}))
+
     joins = [join for folder in folders for join in lines(folder / JOINS_FILE)]
-    compared = [found for found in merges.values() if len(sum(found.values(), [])) > 1]
+    num_compared = 0
+    differ = {}
+    for key, by_digest in merges.items():
+        num_compared += sum(map(len, by_digest.values())) > 1
+        if len(by_digest) > 1:
+            differ[str(key)] = by_digest
+
     return {
-        "merges_compared": len(compared),
-        "merges_that_differ": {
-            str(key): found for key, found in merges.items() if len(found) > 1
-        },
+        "merges_compared": num_compared,
+        "merges_that_differ": differ,
         "steps_done": steps,
         "last_step": max((max_step(folder) for folder in folders), default=0),
         "returns_from_a_peer": sum(join["from_peer"] for join in joins),
@@ -72,17 +78,24 @@ def report(result: Mapping[str, Any]) -> str:
         "most |",
         "| --- | --- | --- | --- |",
     ]
-    for kind in dict.fromkeys(_row(each) for each in result["faults"]):
-        of = [each for each in result["faults"] if _row(each) == kind]
-        after = [x["merged_after_s"] for x in of if x["merged_after_s"] is not None]
-        lasted = [x["lasted_s"] for x in of]
+
+    by_kind: dict[str, list[Mapping[str, Any]]] = {}
+    for fault in result["faults"]:
+        by_kind.setdefault(_row(fault), []).append(fault)
+
+    for kind, faults in by_kind.items():
+        merged_after = [fault["merged_after_s"] for fault in faults]
+        after = [seconds for seconds in merged_after if seconds is not None]
+        lasted = [fault["lasted_s"] for fault in faults]
         median = f"{statistics.median(after):.1f}" if after else "none"
         most = f"{max(after):.1f}" if after else "none"
         lasted_s = f"{min(lasted):.1f} to {max(lasted):.1f}"
-        rows.append(f"| {kind} | {len(of)} | {lasted_s} | {median}, {most} |")
+        rows.append(f"| {kind} | {len(faults)} | {lasted_s} | {median}, {most} |")
+
     stops = [stop.get("seconds") for stop in result["stops"]]
     codes = sorted({str(stop["code"]) for stop in result["stops"]})
-    done, last = sum(result["steps_done"]), result["last_step"]
+    done = sum(result["steps_done"])
+    last = result["last_step"]
     share = done / max(plan["regions"] * last, 1)
     last_stop_s = max(filter(None, stops), default=0)
     bullets = [
@@ -101,16 +114,18 @@ def report(result: Mapping[str, Any]) -> str:
         f"Asked to stop, the regions ended within {last_stop_s} "
         f"s, with {', '.join(codes)}.",
     ]
-    worst = [each for each in (*result["hangs"], *result["two_lives"])]
+
     lists = [f"- {line}" for line in bullets]
-    lists += [f"- not mended: `{json.dumps(each)}`" for each in worst]
-    lists += [
-        f"- ended by itself: `{json.dumps(x)}`" for x in result["ended_by_themselves"]
-    ]
+    for fault in (*result["hangs"], *result["two_lives"]):
+        lists.append(f"- not mended: `{json.dumps(fault)}`")
+    for end in result["ended_by_themselves"]:
+        lists.append(f"- ended by itself: `{json.dumps(end)}`")
+
     verdict = "held" if result["held"] else "NOT held"
     if not result["held"] and is_good({**result, "planned": len(result["faults"])}):
         verdict = "held until it was stopped"
     head = [f"# Chaos: what is promised {verdict}", "", f"    {result['command']}", ""]
+
     return "\n".join([*head, *lists, "", *rows, ""])
 
 

@@ -22,11 +22,13 @@ from cocodc_jax.run.taking_part import JOINS_FILE, SYNCS_FILE
 
 from .. import commands
 
-_POLL_S, _SAY_S = 0.1, 30.0
+_POLL_S = 0.1
+_SAY_S = 30.0
 # Lives of a region in a row that end by themselves before the region takes part.
 _VAIN_LIVES = 5
 Return = tuple[int, float, float]  # Region, time of a kill, time of its next return.
-KILLS_FILE, ENDS_FILE = "kills.jsonl", "ends.jsonl"
+KILLS_FILE = "kills.jsonl"
+ENDS_FILE = "ends.jsonl"
 
 
 def lines(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -42,7 +44,8 @@ class Chaos:
     """The regions of a run, which it kills and restarts."""
 
     def __init__(self, workdir: pathlib.Path, regions: Sequence[children.Region]):
-        self._workdir, self.regions = workdir, list(regions)
+        self._workdir = workdir
+        self.regions = list(regions)
         self.kills = lines(workdir / KILLS_FILE)
         self.ends = lines(workdir / ENDS_FILE)
         self.is_stopped = False
@@ -67,7 +70,9 @@ class Chaos:
         """Return the latest step at which any region has merged."""
         folders = (self._workdir / f"region_{r}" for r in range(len(self.regions)))
         syncs = (lines(folder / SYNCS_FILE) for folder in folders)
-        return max((each[-1]["apply_step"] for each in syncs if each), default=0)
+        return max(
+            (of_region[-1]["apply_step"] for of_region in syncs if of_region), default=0
+        )
 
     def run(
         self,
@@ -81,10 +86,13 @@ class Chaos:
         """Kill and restart regions, then wait until all have ended."""
         # If the run was stopped, draw other numbers than for the kills before.
         rng = random.Random(f"{seed} {len(self.kills)}")
-        self.born_s, said_s = {}, time.time()
+        self.born_s = {}
+        said_s = time.time()
+
         for region in range(len(self.regions)):
             self._start(region)
         start_at: dict[int, float] = {}
+
         next_kill = None
         while not self._is_over():
             now = time.time()
@@ -92,26 +100,31 @@ class Chaos:
                 said_s = now
                 done = f"{len(self.kills)} kills, step {self.step()}"
                 print(done, file=sys.stderr, flush=True)
+
             if self.is_stopped:
                 time.sleep(_POLL_S)
                 continue
+
             for region in [r for r, at in start_at.items() if at <= now]:
                 del start_at[region]
                 self._start(region)
-            for region, each in enumerate(self.regions):
-                if each.code == flags.USAGE_ERROR:
+
+            for region, process in enumerate(self.regions):
+                if process.code == flags.USAGE_ERROR:
                     self._kill_all()
-                    raise RefusedError(f"region {region} {each.end()}")
-                if each.code not in (None, 0) and region not in start_at:
+                    raise RefusedError(f"region {region} {process.end()}")
+                if process.code not in (None, 0) and region not in start_at:
                     self._ended_by_itself(region)
                     start_at[region] = now + restart_s
+
             inside = [r for r in range(len(self.regions)) if self.is_in(r)]
             are_in = len(inside) == len(self.regions)
             if next_kill is None and are_in:
                 next_kill = now + rng.uniform(0.2, 1.8) * gap_s
+
             is_due = next_kill is not None and now >= next_kill
             if is_due and len(self.kills) < num and (are_in or not only_members):
-                alive = [r for r, each in enumerate(self.regions) if each.is_running]
+                alive = [r for r, x in enumerate(self.regions) if x.is_running]
                 victim = rng.choice(alive) if alive else None
                 if victim is not None and set(inside) - {victim}:
                     if self.step() > last_step:
@@ -122,12 +135,13 @@ class Chaos:
                     next_kill = None
                     if not only_members:
                         next_kill = now + rng.uniform(0.2, 1.8) * gap_s
+
             time.sleep(_POLL_S)
 
     def _is_over(self) -> bool:
         if self.is_stopped:
-            return not any(each.is_running for each in self.regions)
-        return all(each.code == 0 for each in self.regions)
+            return not any(region.is_running for region in self.regions)
+        return all(region.code == 0 for region in self.regions)
 
     def _start(self, region: int) -> None:
         self.born_s[region] = time.time()
@@ -136,16 +150,20 @@ class Chaos:
             self.regions[region].send(signal.SIGTERM)
 
     def _ended_by_itself(self, region: int) -> None:
-        took_part, told = self._took_part(region), self.regions[region].end()
-        self.ends.append({"region": region, "took_part": took_part, "ended": told})
-        append_line(self._workdir / ENDS_FILE, self.ends[-1])
-        print(f"region {region} by itself {told}", file=sys.stderr)
+        took_part = self._took_part(region)
+        how = self.regions[region].end()
+        end = {"region": region, "took_part": took_part, "ended": how}
+        self.ends.append(end)
+        append_line(self._workdir / ENDS_FILE, end)
+        print(f"region {region} by itself {how}", file=sys.stderr)
+
         self._vain[region] = 0 if took_part else self._vain[region] + 1
+
         if self._vain[region] == _VAIN_LIVES:
             self._kill_all()
             raise RefusedError(
                 f"region {region} ended {_VAIN_LIVES} times before it took part: at "
-                f"last it {told}"
+                f"last it {how}"
             )
 
     def _kill_all(self) -> None:
@@ -155,8 +173,9 @@ class Chaos:
 
     def _kill(self, region: int, was_in: bool) -> None:
         folder = self._workdir / f"region_{region}"
-        told = lines(folder / JOINS_FILE)[-1:] + lines(folder / SYNCS_FILE)[-1:]
-        epoch = max((each["epoch"] for each in told), default=0)
+        last = lines(folder / JOINS_FILE)[-1:] + lines(folder / SYNCS_FILE)[-1:]
+        epoch = max((line["epoch"] for line in last), default=0)
+
         self.regions[region].send(signal.SIGKILL)
         self.regions[region].wait()
         kill = {
@@ -180,8 +199,13 @@ def judge(
     seconds: float,
 ) -> dict[str, Any]:
     """Return the results of a run from its records."""
-    done, gaps, digests, losses, joins = 0, 0, {}, [], []
+    done = 0
+    gaps = 0
+    digests: dict[tuple[int, int], dict[str, list[int]]] = {}
+    losses = []
+    joins = []
     unexplained: list[str] = []
+
     for region in range(num_regions):
         folder = workdir / f"region_{region}"
         records = lines(folder / "metrics.jsonl")
@@ -190,33 +214,45 @@ def judge(
         begun = {join["step"] for join in own_joins}
         joins += [{"region": region, **join} for join in own_joins]
         done += len(set(trained))
+
         for before, after in zip([0, *trained], trained, strict=False):
             if after != before + 1:
                 gaps += 1
                 if after - 1 not in begun or after <= before:
                     unexplained.append(f"region {region}: step {before} to {after}")
+
         for sync in lines(folder / SYNCS_FILE):
             if sync.get("regions") == []:
                 continue  # It was asked to stop, and did not wait for the mean.
-            key = sync["fragment"], sync["start_step"]
-            found = digests.setdefault(key, {})
-            found.setdefault(sync["digest"], []).append(region)
+            key = (sync["fragment"], sync["start_step"])
+            by_digest = digests.setdefault(key, {})
+            by_digest.setdefault(sync["digest"], []).append(region)
+
         if (folder / "summary.json").exists():
             losses.append(read_table(folder / "summary.json")["eval_loss_outer"])
-    differ = {str(key): found for key, found in digests.items() if len(found) > 1}
+
+    num_compared = 0
+    differ = {}
+    for key, by_digest in digests.items():
+        num_compared += sum(map(len, by_digest.values())) > 1
+        if len(by_digest) > 1:
+            differ[str(key)] = by_digest
+
     back = [j for j in joins if j["from_peer"]]
     returns = _returns(kills, back)
+    to_return = sorted(round(back_at - at, 1) for _, at, back_at in returns)
+
     return {
         "kills": len(kills),
         "kills_of_coordinator": sum(k["coordinated"] for k in kills),
         "kills_of_regions_not_in": sum(not k["was_in"] for k in kills),
         "returns": len(back),
-        "seconds_from_kill_to_return": sorted(round(x - at, 1) for _, at, x in returns),
+        "seconds_from_kill_to_return": to_return,
         "seconds_let_in": sorted(round(j["seconds"]["let_in"], 2) for j in back),
         "regions_at_the_end": len(losses),
         "gaps_in_steps": gaps,
         "gaps_unexplained": unexplained,
-        "merges_compared": sum(len(sum(f.values(), [])) > 1 for f in digests.values()),
+        "merges_compared": num_compared,
         "merges_that_differ": differ,
         "eval_loss_outer": losses,
         "goodput": done / (num_regions * steps),
@@ -242,18 +278,20 @@ def _simulated(returns: Sequence[Return], all_s: float) -> float | None:
 
 def _returns(kills: Sequence[dict], back: Sequence[dict]) -> list[Return]:
     """Return the returns from those kills that have one."""
-    found = []
+    returns = []
     for kill in kills:
-        region, at = kill["region"], kill["time"]
+        region = kill["region"]
+        at = kill["time"]
         later = [j["time"] for j in back if j["region"] == region and j["time"] > at]
         if later:
-            found.append((region, at, min(later)))
-    return found
+            returns.append((region, at, min(later)))
+    return returns
 
 
 def is_good(result: dict[str, Any], num_regions: int, tolerance: float) -> bool:
     """Return whether a run had all requested kills and passes all checks."""
-    unbroken, losses = result.get("unbroken_loss"), result["eval_loss_outer"]
+    unbroken = result.get("unbroken_loss")
+    losses = result["eval_loss_outer"]
     return (
         result["kills"] >= result["kills_asked"]
         and not result["gaps_unexplained"]
@@ -276,9 +314,11 @@ def unbroken_loss(train_flags: Sequence[str], workdir: pathlib.Path) -> float:
     log = workdir / "output.log"
     workdir.mkdir(parents=True, exist_ok=True)
     print(f"the unbroken run trains first; {log}", file=sys.stderr, flush=True)
+
     code = children.run([*command, f"--workdir={workdir}"], log=log)
     if code or not (workdir / "summary.json").exists():
         lines = children.said(log)
         last = lines[-1].removeprefix("error: ") if lines else "it printed nothing"
         raise ValueError(f"the unbroken run ended with {code}: {last}")
+
     return read_table(workdir / "summary.json")["eval_loss_outer"]

@@ -17,7 +17,8 @@ class Network:
     """The namespaces of some regions; use as a context manager."""
 
     def __init__(self, num_regions: int):
-        self._num, self._name = num_regions, f"c{os.getpid()}"
+        self._num = num_regions
+        self._name = f"c{os.getpid()}"
         self._cut: set[Pair] = set()
 
     @property
@@ -39,6 +40,7 @@ class Network:
         except BaseException:
             self.__exit__()
             raise
+
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -66,11 +68,15 @@ class Network:
         return f"10.77.{region}.2"
 
     def _rule(self, what: str, sender: int, receiver: int) -> None:
-        way = ["from", self._host(sender), "to", self._host(receiver)]
-        self._ip("-n", self._hub, "rule", what, *way, "blackhole")
+        source = self._host(sender)
+        target = self._host(receiver)
+        self._ip(
+            "-n", self._hub, "rule", what, "from", source, "to", target, "blackhole"
+        )
 
     def _join(self, region: int) -> None:
-        space, near = f"{self._name}r{region}", f"{self._name}a{region}"
+        space = f"{self._name}r{region}"
+        near = f"{self._name}a{region}"
         far = f"{self._name}b{region}"
         self._ip("netns", "add", space)
         self._ip("link", "add", near, "type", "veth", "peer", "name", far)
@@ -79,6 +85,7 @@ class Network:
         self._ip("-n", space, "addr", "add", f"{self._host(region)}/24", "dev", near)
         gateway = f"10.77.{region}.1"
         self._ip("-n", self._hub, "addr", "add", f"{gateway}/24", "dev", far)
+
         for of, device in ((space, near), (space, "lo"), (self._hub, far)):
             self._ip("-n", of, "link", "set", device, "up")
         self._ip("-n", space, "route", "add", "default", "via", gateway)

@@ -88,19 +88,23 @@ class Plan:
                 f"min_regions={self.min_regions} must be 1 to {self.regions}, or 0 for "
                 "more than half"
             )
+
         for name in ("gap_s", "hang_s", "dead_after_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+
         for kind, num in self.faults.items():
             if kind not in KINDS:
                 raise ValueError(f"faults has {kind!r}; use {', '.join(KINDS)}")
             if not isinstance(num, int) or isinstance(num, bool) or num < 0:
                 raise ValueError(f"faults.{kind}={num!r} must be 0 or more")
+
         if not self.num_faults:
             raise ValueError("faults has none; give some kinds a number above 0")
         for kind in _OF_FOLDERS:
             if self.faults.get(kind) and not self.via:
                 raise ValueError(f"faults.{kind} needs via = true")
+
         if self.faults.get("cut") and self.via:
             raise ValueError("faults.cut needs sockets; leave out via, or the cuts")
 
@@ -132,14 +136,17 @@ class Plan:
     def _draw(self, draw: random.Random, number: int, kind: str) -> Fault:
         gap_s = draw.uniform(0.2, 1.8) * self.gap_s
         regions: tuple[int, ...] = (draw.randrange(self.regions),)
-        seconds, detail = draw.uniform(_LEAST_S, 3.0), ""
+        seconds = draw.uniform(_LEAST_S, 3.0)
+        detail = ""
+
         if kind in _LONGEST:
             longest_s = _LONGEST[kind] * self.dead_after_s
             # As many short ones, which nobody takes for a death, as long ones.
-            limits = draw.choice(
+            least_s, most_s = draw.choice(
                 [(_LEAST_S, longest_s / 4), (longest_s / 4, longest_s)]
             )
-            seconds = draw.uniform(*limits)
+            seconds = draw.uniform(least_s, most_s)
+
         if kind == "cut":
             detail = draw.choice(("apart", "one way"))
             num = 2
@@ -149,7 +156,9 @@ class Plan:
         elif kind == "clock":
             detail = f"{draw.uniform(-_MAX_CLOCK_S, _MAX_CLOCK_S):.1f}"
         elif kind == "folder":
-            detail, regions = draw.choice(FOLDER_FAULTS), ()
+            detail = draw.choice(FOLDER_FAULTS)
+            regions = ()
+
         return Fault(number, kind, round(gap_s, 2), round(seconds, 2), regions, detail)
 
 
@@ -163,6 +172,7 @@ def read(path: str | pathlib.Path) -> Plan:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"plan={str(path)!r} is no TOML: {error}") from error
+
     fields = {field.name: field for field in dataclasses.fields(Plan)}
     for name, value in table.items():
         if name not in fields:
@@ -174,6 +184,7 @@ def read(path: str | pathlib.Path) -> Plan:
             kind = (int, float)
         if not isinstance(value, kind) or (kind is not bool and value is True):
             raise ValueError(f"plan={str(path)!r}: {name}={value!r} is of another kind")
+
     try:
         return Plan(**table)
     except ValueError as error:

@@ -28,6 +28,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from absl.flags import FlagValues
+
 from cocodc_jax import netlab
 from cocodc_jax.netlab import children
 from cocodc_jax.netlab.shaper import Conditions
@@ -44,10 +46,12 @@ RESULT_FILE = "scenario.json"
 SCENARIOS = ("link", "loss", "cut", "partition", "straggler")
 _PORT = 29500
 # By which a message is late beyond the 0.3 s that count as noise.
-_SLOW, _LOSS = 150, 0.33
+_SLOW = 150
+_LOSS = 0.33
 # Seconds for which a straggler's process is stopped and then runs: its heartbeats are
 # late, and its steps take several times as long.
-_STOPPED_S, _RUNNING_S = 1.7, 0.2
+_STOPPED_S = 1.7
+_RUNNING_S = 0.2
 _POLL_S = 0.1
 
 
@@ -73,10 +77,12 @@ def expected(scenario: str, num_regions: int) -> tuple[set[tuple], set[int]]:
         return {("link", (1, 2))}, everyone
     if scenario == "straggler":
         return {("slow", (num_regions - 1,))}, everyone
+
     apart = _apart(scenario, num_regions)
     lone = tuple(sorted(apart))
     kinds = {(kind, (r,)) for kind in ("silent", "gone") for r in apart}
     kinds |= {("region", lone), ("partition", lone)}
+
     return kinds, everyone - apart
 
 
@@ -89,7 +95,9 @@ def disturbed(scenario: str, usual: Conditions, at_s: float, fault_s: float) -> 
     """Return the conditions of the links over time."""
     if scenario == "straggler":
         return (usual,)
-    rate, loss = ([list(row) for row in x] for x in (usual.rate_bps, usual.loss))
+    rate = [list(row) for row in usual.rate_bps]
+    loss = [list(row) for row in usual.loss]
+
     if scenario == "link":
         rate[1][2] /= _SLOW
     elif scenario == "loss":
@@ -99,20 +107,23 @@ def disturbed(scenario: str, usual: Conditions, at_s: float, fault_s: float) -> 
         for i, j in itertools.product(range(len(rate)), repeat=2):
             if (i in apart) != (j in apart):
                 rate[i][j] = 0.0
+
     bad = dataclasses.replace(usual, start_s=at_s, rate_bps=rate, loss=loss)
     return usual, bad, dataclasses.replace(usual, start_s=at_s + fault_s)
 
 
 def run(
-    own: Any, config: TrainConfig, train: Sequence[str], workdir: pathlib.Path
+    values: FlagValues, config: TrainConfig, train: Sequence[str], workdir: pathlib.Path
 ) -> dict[str, Any]:
     """Train in the lab with the fault; return the findings."""
-    scenario, num_regions = own.scenario, own.regions
+    scenario = values.scenario
+    num_regions = values.regions
     sync = config.method.build().sync
     if sync is None or not isinstance(sync.schedule, Slotted):
         raise ValueError(
             f"method={config.method.method!r} has no schedule by which to count syncs"
         )
+
     sync_s = sync.schedule.slot_steps * config.run.step_seconds
     if not sync_s:
         raise ValueError(
@@ -122,33 +133,41 @@ def run(
         raise ValueError(
             f"scenario={scenario!r} needs the network lab: {'; '.join(missing)}"
         )
+
     children.make_key(workdir)
     addresses = ",".join(f"region{r}:{_PORT}" for r in range(num_regions))
     command = [
-        *commands.python_m("train"), *train, f"--workdir={workdir}",
-        "--exchange=elastic", f"--region_addresses={addresses}",
-        "--region_id={region}", f"--key_file={workdir / 'key'}",
-    ]  # fmt: skip
+        *commands.python_m("train"),
+        *train,
+        f"--workdir={workdir}",
+        "--exchange=elastic",
+        f"--region_addresses={addresses}",
+        "--region_id={region}",
+        f"--key_file={workdir / 'key'}",
+    ]
     topology = uniform(num_regions, Link(bandwidth_gbps=0.1, latency_s=0.02))
-    plan = netlab.make_plan(topology, command, workdir / "lab", seed=own.seed)
-    over_time = disturbed(scenario, plan.conditions[0], own.at_s, own.fault_s)
+    plan = netlab.make_plan(topology, command, workdir / "lab", seed=values.seed)
+    over_time = disturbed(scenario, plan.conditions[0], values.at_s, values.fault_s)
     begun = _Begun(workdir, num_regions)
 
     def act() -> None:
         begun.wait()
         if scenario == "straggler":
-            at = begun.time + own.at_s
-            _straggle(workdir, num_regions - 1, at, own.fault_s, begun)
+            at = begun.time + values.at_s
+            _straggle(workdir, num_regions - 1, at, values.fault_s, begun)
 
+    # The fault begins when all regions have merged.
     acting = threading.Thread(target=act, daemon=True)
     acting.start()
     plan = dataclasses.replace(plan, conditions=over_time, changes_path=begun.path)
     code = netlab.run(plan)
     begun.ended.set()
     acting.join()
-    at = begun.time + own.at_s
-    found = judge(scenario, workdir, num_regions, at, sync_s, begun.launched)
-    result = {"scenario": scenario, "exit_code": code, **found}
+
+    at = begun.time + values.at_s
+    findings = judge(scenario, workdir, num_regions, at, sync_s, begun.launched)
+    result = {"scenario": scenario, "exit_code": code, **findings}
+
     return {**result, "named": is_good(result)}
 
 
@@ -213,13 +232,18 @@ def judge(
 ) -> dict[str, Any]:
     """Return the findings of the regions, with their times."""
     wanted, seeing = expected(scenario, num_regions)
-    after_s, syncs, before = {}, {}, []
+    after_s = {}
+    syncs = {}
+    before = []
+
     for region in range(num_regions):
         folder = workdir / f"region_{region}"
         for line in lines(folder / FAULTS_FILE):
-            what, time_s = (line["kind"], tuple(line["where"])), line["time"]
+            what = (line["kind"], tuple(line["where"]))
+            time_s = line["time"]
             if time_s < launched or line["fault"] != "begins":
                 continue
+
             if time_s < at:
                 before.append([region, *what])
             elif what in wanted and region in seeing - after_s.keys():
@@ -228,6 +252,7 @@ def judge(
                 if scenario not in ("cut", "partition"):
                     merged = lines(folder / SYNCS_FILE)
                     syncs[region] = sum(at < x["time"] <= time_s for x in merged)
+
     return {
         "seconds_to_name": after_s,
         "syncs_to_name": syncs,

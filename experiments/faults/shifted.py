@@ -22,9 +22,10 @@ def shift(path: pathlib.Path) -> None:
 
 
 def _shifted(clock: Callable, path: pathlib.Path, unit: float) -> Callable:
-    seconds, looked_s = 0.0, -_LOOK_S
+    seconds = 0.0
+    looked_s = -_LOOK_S
 
-    def shifted():
+    def shifted() -> int | float:
         nonlocal seconds, looked_s
         now = time.monotonic()
         if now - looked_s >= _LOOK_S:

@@ -27,9 +27,13 @@ from .kills import RefusedError
 from .network import Network, pairs_of
 from .plans import Fault, Plan
 
-STORY_FILE, FAULTS_FILE = "story.json", "told.jsonl"
-RESULT_FILE, REPORT_FILE = "plan.json", "report.md"
-_POLL_S, _START_S, _STOP_S = 0.2, 300.0, 60.0
+STORY_FILE = "story.json"
+FAULTS_FILE = "told.jsonl"
+RESULT_FILE = "plan.json"
+REPORT_FILE = "report.md"
+_POLL_S = 0.2
+_START_S = 300.0
+_STOP_S = 60.0
 _STRANGERS = 2000
 
 
@@ -37,8 +41,10 @@ class _Syncs:
     """Follows a life's merges, and counts those with the messages of all regions."""
 
     def __init__(self, path: pathlib.Path, num_regions: int):
-        self._path, self._everyone = path, list(range(num_regions))
-        self._at, self.num_full = 0, 0
+        self._path = path
+        self._everyone = list(range(num_regions))
+        self._at = 0
+        self.num_full = 0
 
     def look(self) -> int:
         """Read on; return how many merges so far have all regions' messages."""
@@ -52,6 +58,7 @@ class _Syncs:
                 with contextlib.suppress(ValueError):
                     regions = json.loads(line)["regions"]
                     self.num_full += regions == self._everyone
+
         return self.num_full
 
 
@@ -59,7 +66,8 @@ class _Life:
     """A region in a folder of its own; a second life has another folder."""
 
     def __init__(self, region: children.Region, folder: pathlib.Path, num: int):
-        self.process, self.folder = region, folder
+        self.process = region
+        self.folder = folder
         self.syncs = _Syncs(folder / SYNCS_FILE, num)
 
 
@@ -67,7 +75,9 @@ class Teller:
     """The regions of a run, and the faults that happen to them."""
 
     def __init__(self, plan: Plan, train: Sequence[str], workdir: pathlib.Path):
-        self._plan, self._train, self._workdir = plan, list(train), workdir
+        self._plan = plan
+        self._train = list(train)
+        self._workdir = workdir
         self._via = workdir / "messages" if plan.via else None
         self._network: Network | None = None
         self._lives: dict[int, _Life] = {}
@@ -82,18 +92,21 @@ class Teller:
 
     def tell(self, story: Sequence[Fault]) -> list[dict[str, Any]]:
         """Let all faults happen; return what became of each."""
-        told: list[dict[str, Any]] = []
+        outcomes: list[dict[str, Any]] = []
         needs_network = any(fault.kind == "cut" for fault in story)
         with contextlib.ExitStack() as stack:
             if needs_network:
                 network = Network(self._plan.regions)
                 self._network = stack.enter_context(network)
+
             stack.callback(self._kill_all)
             addresses = children.free_addresses(self._plan.regions)
             self._addresses = self._network.addresses if self._network else addresses
+
             for region in range(self._plan.regions):
                 self._lives[region] = self._life(region, self._workdir)
                 self._lives[region].process.start()
+
             if not self._until_all_merge(_START_S):
                 raise RefusedError("the regions did not begin to merge; see output.log")
             for fault in story:
@@ -102,15 +115,18 @@ class Teller:
                 outcome = self._one(fault)
                 if self.is_stopped and outcome["merged_after_s"] is None:
                     break  # Before it was known what becomes of it.
-                told.append(outcome)
-                append_line(self._workdir / FAULTS_FILE, told[-1])
-                print(json.dumps(told[-1]), file=sys.stderr, flush=True)
-                if told[-1]["merged_after_s"] is None and not self._until_all_merge(
-                    self._plan.hang_s
-                ):
+
+                outcomes.append(outcome)
+                append_line(self._workdir / FAULTS_FILE, outcome)
+                print(json.dumps(outcome), file=sys.stderr, flush=True)
+
+                is_mended = outcome["merged_after_s"] is not None
+                if not is_mended and not self._until_all_merge(self._plan.hang_s):
                     break  # It does not mend.
+
             self.stops = self._ask_to_stop()
-        return told
+
+        return outcomes
 
     def _one(self, fault: Fault) -> dict[str, Any]:
         """Let a fault happen, and wait until all regions merge again."""
@@ -121,6 +137,7 @@ class Teller:
         ended_s = time.monotonic()
         is_mended = self._until_all_merge(self._plan.hang_s)
         after_s = round(time.monotonic() - ended_s, 1) if is_mended else None
+
         return {
             **dataclasses.asdict(fault),
             "lasted_s": round(ended_s - began_s, 1),
@@ -179,7 +196,9 @@ class Teller:
         self._wait(fault.seconds, but=region)
         first.process.send(signal.SIGCONT)
         both = {"first": first, "second": second}
-        begin_s, codes = time.monotonic(), {}
+        begin_s = time.monotonic()
+
+        codes = {}
         while not codes and time.monotonic() - begin_s < self._plan.hang_s:
             self._wait(_POLL_S, but=region)
             codes = {
@@ -187,6 +206,7 @@ class Teller:
                 for name, life in both.items()
                 if life.process.code is not None
             }
+
         decided_s = round(time.monotonic() - begin_s, 1)
         stays = second if "first" in codes or not codes else first
         for life in both.values():
@@ -194,6 +214,7 @@ class Teller:
                 life.process.send(signal.SIGKILL)
                 life.process.wait()
                 self._retired.append(life)
+
         self._lives[region] = stays
         ended = {name: both[name].process.end() for name in codes}
         return {"ended": ended, "decided_after_s": decided_s if codes else None}
@@ -206,18 +227,26 @@ class Teller:
         if self._via:
             self._via.mkdir(exist_ok=True)
             where = [f"--via={self._via}"]
+
         key = children.make_key(self._workdir)
         shifted = commands.python_m("faults.shifted")
         module = commands.python_m("train")[-1]
         command = [
             *(self._network.inside(region) if self._network else ()),
-            *shifted, str(self._clock_path(region)), module, *self._train,
-            f"--workdir={workdir}", "--exchange=elastic", *where,
-            f"--key_file={key}", f"--region_id={region}",
-        ]  # fmt: skip
+            *shifted,
+            str(self._clock_path(region)),
+            module,
+            *self._train,
+            f"--workdir={workdir}",
+            "--exchange=elastic",
+            *where,
+            f"--key_file={key}",
+            f"--region_id={region}",
+        ]
         folder = workdir / f"region_{region}"
         self.folders.append(folder)
         process = children.Region(command, folder / "output.log")
+
         return _Life(process, folder, self._plan.regions)
 
     def _clock_path(self, region: int) -> pathlib.Path:
@@ -260,13 +289,15 @@ class Teller:
         running = dict(self._lives)
         for life in running.values():
             life.process.send(signal.SIGTERM)
+
         stops = []
         while running and time.monotonic() - begin_s < _STOP_S:
             for region in [r for r, x in running.items() if x.process.code is not None]:
-                code, seconds = running.pop(region).process.code, time.monotonic()
-                seconds = round(seconds - begin_s, 1)
+                code = running.pop(region).process.code
+                seconds = round(time.monotonic() - begin_s, 1)
                 stops.append({"region": region, "code": code, "seconds": seconds})
             time.sleep(_POLL_S / 4)
+
         return stops + [{"region": r, "code": None} for r in running]
 
     def _kill_all(self) -> None:
@@ -294,6 +325,7 @@ def _folder_fault(detail: str, folder: pathlib.Path) -> Iterator[None]:
                 strange[-1].symlink_to("/dev/zero")
             else:
                 os.mkfifo(strange[-1])
+
         if detail == "pipes":  # In the place of messages that are there, too.
             for name in names[-8:]:
                 with contextlib.suppress(OSError):
@@ -307,17 +339,19 @@ def _folder_fault(detail: str, folder: pathlib.Path) -> Iterator[None]:
         for name in names:
             with contextlib.suppress(OSError):
                 content = bytearray((folder / name).read_bytes())
-                content[len(content) // 2 :: 7] = b"\0" * len(
-                    content[len(content) // 2 :: 7]
-                )
+                num_bytes = len(content[len(content) // 2 :: 7])
+                content[len(content) // 2 :: 7] = b"\0" * num_bytes
                 (folder / name).write_bytes(content)
+
     away = folder.with_name(folder.name + "_away")
     if detail == "away":
         folder.rename(away)
     yield
+
     if detail == "away":
         shutil.rmtree(folder, ignore_errors=True)
         away.rename(folder)
+
     for path in strange:
         path.unlink(missing_ok=True)
 
@@ -327,19 +361,27 @@ def run(
 ) -> dict[str, Any]:
     """Train and tell the story; return the result, which is also written down."""
     story = plan.story()
-    told_of = {
+    planned = {
         "plan": dataclasses.asdict(plan),
-        "story": [*map(dataclasses.asdict, story)],
+        "story": [dataclasses.asdict(fault) for fault in story],
     }
-    write_whole(workdir / STORY_FILE, json.dumps(told_of, indent=1) + "\n")
+    write_whole(workdir / STORY_FILE, json.dumps(planned, indent=1) + "\n")
+
     flags = [
-        f"--regions={plan.regions}", f"--dead_after_s={plan.dead_after_s}",
-        f"--min_regions={plan.least}", "--outer_digests", "--log_every=1",
-    ]  # fmt: skip
+        f"--regions={plan.regions}",
+        f"--dead_after_s={plan.dead_after_s}",
+        f"--min_regions={plan.least}",
+        "--outer_digests",
+        "--log_every=1",
+    ]
     teller = Teller(plan, [*train, *flags], workdir)
     began_s = time.monotonic()
+
     with children.on_signals(teller.stop):
-        told = teller.tell(story)
+        outcomes = teller.tell(story)
+
+    hangs = [x for x in outcomes if x["merged_after_s"] is None]
+    two_lives = [x for x in outcomes if x.get("decided_after_s", 0) is None]
     result = {
         "command": command,
         "plan": dataclasses.asdict(plan),
@@ -347,13 +389,14 @@ def run(
         "seconds": round(time.monotonic() - began_s, 1),
         "cores": os.cpu_count(),
         **judge(plan, teller.folders),
-        "hangs": [each for each in told if each["merged_after_s"] is None],
-        "two_lives": [each for each in told if each.get("decided_after_s", 0) is None],
+        "hangs": hangs,
+        "two_lives": two_lives,
         "ended_by_themselves": teller.ends,
         "stops": teller.stops,
-        "faults": told,
+        "faults": outcomes,
     }
     result["held"] = is_good(result)
     write_whole(workdir / RESULT_FILE, json.dumps(result, indent=1) + "\n")
     write_whole(workdir / REPORT_FILE, report(result))
+
     return result

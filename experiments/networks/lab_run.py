@@ -28,12 +28,16 @@ from cocodc_jax.sync.method import Method
 from .. import wan
 
 LATENCY_MS = 50  # one way, of networks that are named by their Mbit/s
-WIDE, WIDE_MBIT = "wide", 10_000  # as fast as the lab can be, where only delays count
+# As fast as the lab can be, where only delays count.
+WIDE = "wide"
+WIDE_MBIT = 10_000
 UNEQUAL = pathlib.Path(__file__).with_name("unequal.yaml")
 # Steps to measure without intervals: an exchange at every step is slow, and the run
 # without a network is the reference of all others.
-EXCHANGE_STEPS, ALONE_STEPS = 20, 100
-RESULT, LOG = "result.json", "log.txt"
+EXCHANGE_STEPS = 20
+ALONE_STEPS = 100
+RESULT = "result.json"
+LOG = "log.txt"
 _GRACE_S = 20.0  # the lab's own, to end its regions in order, is shorter
 # Collectives of the lab's processes; compressed messages are gathered.
 REDUCE = {"direct": "direct", "ring": "gloo"}
@@ -64,13 +68,23 @@ def network(text: str, num_regions: int) -> Network:
     is_number = text.replace(".", "", 1).isdigit()
     is_known = is_number or text in (WIDE, "unequal")
     name = text if is_known else pathlib.Path(text).stem
-    path = UNEQUAL if text == "unequal" else expanded(text, f"networks={text!r}")
-    path = None if is_number or text == WIDE else path
-    flags = (f"--links={path}",)
+
+    path = None
+    if text == "unequal":
+        path = UNEQUAL
+    elif not is_known:
+        path = expanded(text, f"networks={text!r}")
+
     if path is None:
         mbit = WIDE_MBIT if text == WIDE else text
-        flags = (f"--bandwidth_mbit={mbit}", f"--latency_ms={LATENCY_MS}")
-        flags = (f"--regions={num_regions}", *flags)
+        flags = (
+            f"--regions={num_regions}",
+            f"--bandwidth_mbit={mbit}",
+            f"--latency_ms={LATENCY_MS}",
+        )
+    else:
+        flags = (f"--links={path}",)
+
     values = wan.define_flags()
     values(["wan", *flags])
     try:
@@ -82,11 +96,13 @@ def network(text: str, num_regions: int) -> Network:
             f"networks: {text!r} is not a network ({error}); use Mbit/s, unequal, or a "
             "YAML file of links"
         ) from error
+
     if topology.num_regions != num_regions:
         raise ValueError(
             f"networks: {text!r} has {topology.num_regions} regions, but the run has "
             f"regions={num_regions}"
         )
+
     mtu = plan.usual_mtu_bytes(plan.conditions_over_time(topology.undisturbed)[0])
     links = None if path is None else read_text(path)
     return Network(name, flags, topology.scaled(gloo.payload_share(mtu)), links)
@@ -138,7 +154,8 @@ def pace(timeline: Timeline, first_step: int = 0) -> Pace:
     Syncs count that start after it and before the last step. In full intervals, these
     are as many as are waited for.
     """
-    last, step_s = timeline.num_steps, max(region_step_s(timeline, first_step))
+    last = timeline.num_steps
+    step_s = max(region_step_s(timeline, first_step))
     syncs = [s for s in timeline.syncs if first_step <= s.start_step < last]
     if not syncs:
         return Pace(step_s, None, None)
@@ -188,6 +205,7 @@ def measured(
     entry: dict[str, Any] = {"command": list(command), "links": links}
     entry["measured"] = dataclasses.asdict(result)
     write_whole(folder / RESULT, dumps(entry))
+
     return result
 
 
@@ -208,11 +226,13 @@ def held(
             f"workdir: {folder} holds a result over links that their file has no more; "
             "name another folder or delete it"
         )
+
     return value
 
 
 def _run(command: Sequence[str], log: pathlib.Path, limit_s: float) -> None:
-    group, is_late = children.Group(_GRACE_S), threading.Event()
+    group = children.Group(_GRACE_S)
+    is_late = threading.Event()
     signals: list[int] = []
 
     def stop(code: int) -> None:
@@ -229,6 +249,7 @@ def _run(command: Sequence[str], log: pathlib.Path, limit_s: float) -> None:
         timer.start()
         code = group.wait()
         timer.cancel()
+
     if signals:
         raise StoppedError
     if is_late.is_set():
@@ -244,17 +265,20 @@ def read(folder: pathlib.Path, stretch: Stretch) -> Measured:
     """Read a finished run's files."""
     run = folder / "run"
     try:
-        found = timeline.read(run, stretch.first_step)
+        warm = timeline.read(run, stretch.first_step)
         whole = timeline.read(run)
     except ValueError as error:
         raise LabRunError(str(error)) from error
+
     summary = read_table(run / "summary.json")
     traffic = read_table(folder / "net" / "traffic.json")
-    sent, steps = summary["bytes_sent_per_region"], summary["steps"]
+    sent = summary["bytes_sent_per_region"]
+    steps = summary["steps"]
     sizes = {sync.fragments[0]: sync.bytes_sent[0] for sync in whole.syncs}
+
     return Measured(
-        pace=pace(found),
-        region_step_s=region_step_s(found),
+        pace=pace(warm),
+        region_step_s=region_step_s(warm),
         fragment_bytes=tuple(x for _, x in sorted(sizes.items()))
         or ((sent / steps,) if sent else ()),
         sent_bytes=sent,
@@ -293,7 +317,7 @@ def predict(
 ) -> tuple[Pace, float]:
     """Return the predicted pace, and the bytes of the full run."""
     reduce_or_gather = GATHER if exchanges.is_gathered(method) else REDUCE
-    found = simulate_method(
+    simulated = simulate_method(
         network.topology,
         Workload(run.fragment_bytes, step_s, host_bytes_per_s=host_bytes_per_s),
         method,
@@ -302,4 +326,5 @@ def predict(
         order=range(network.topology.num_regions),  # gloo takes them as they come
         sharing="fifo",  # one after the other, as in training
     )
-    return pace(found, stretch.first_step), max(found.bytes_sent)
+
+    return pace(simulated, stretch.first_step), max(simulated.bytes_sent)

@@ -15,9 +15,21 @@ from .. import program
 from .lab_run import Measured, Pace
 
 HEADS = (
-    "network", "method", "s/step", "slowdown", "simulated", "sim/lab", "stall",
-    "simulated", "sim/lab", "sync", "sim/lab", "sent", "relayed", "sim/lab",
-)  # fmt: skip
+    "network",
+    "method",
+    "s/step",
+    "slowdown",
+    "simulated",
+    "sim/lab",
+    "stall",
+    "simulated",
+    "sim/lab",
+    "sync",
+    "sim/lab",
+    "sent",
+    "relayed",
+    "sim/lab",
+)
 _LOWEST = 0.9  # Of the plot's axis; 1 is as fast as without a network.
 _LEAST_STALL = 0.01  # of the time
 _NOTE = (
@@ -42,10 +54,12 @@ def row(
     alone: Measured,
 ) -> dict[str, Any]:
     """Return one run's results as plain values."""
-    apart_step_s, measured = alone.pace.step_s, run.pace
+    apart_step_s = alone.pace.step_s
+    measured = run.pace
     if measured.stall_s is None:  # Every step waits; nobody but the clock tells.
         stall_s = 100 * (measured.step_s - apart_step_s)
         measured = dataclasses.replace(measured, stall_s=stall_s)
+
     messages = run.relayed_bytes - alone.relayed_bytes
     return {
         "network": network,
@@ -81,10 +95,12 @@ def cells(entry: dict[str, Any]) -> list[str]:
     names = [entry["network"], entry["method"]]
     if "error" in entry:
         return names + ["failed"] + [""] * (len(HEADS) - 3)
-    lab, simulated = entry["measured"], entry["simulated"]
+    lab = entry["measured"]
+    simulated = entry["simulated"]
     ratios = entry["simulated_over_measured"]
     least_s = _LEAST_STALL * 100 * lab["step_s"]
     is_stalled = lab["stall_s"] is not None and lab["stall_s"] >= least_s
+
     return names + [
         f"{lab['step_s']:.3f}",
         f"{lab['slowdown']:.2f}",
@@ -139,6 +155,7 @@ def markdown(rows: Sequence[dict[str, Any]], alone: Measured, command: str) -> s
         *failed,
         f"    {command}",
     ]
+
     return "\n".join(lines) + "\n"
 
 
@@ -149,18 +166,22 @@ def slowdowns(rows: Sequence[dict[str, Any]]) -> Figure:
     methods = list(dict.fromkeys(entry["method"] for entry in rows))
     color = {name: COLORS[i % len(COLORS)] for i, name in enumerate(methods)}
     figure = Figure(figsize=(WIDTH_IN, 4.2), layout="constrained")
-    axes, width = figure.subplots(), 0.4 / max(1, len(methods))
+    axes = figure.subplots()
+    width = 0.4 / max(1, len(methods))
     hatched: dict[str, Any] = {"color": "white", "hatch": "////"}
+
     for entry in rows:
         name = entry["method"]
         left = networks.index(entry["network"]) - 0.4 + 2 * methods.index(name) * width
         looks = {"measured": {"color": color[name]}, "simulated": hatched}
         for place, (which, look) in enumerate(looks.items()):
-            height, at = entry[which]["slowdown"], left + place * width
+            height = entry[which]["slowdown"]
+            at = left + place * width
             look = {"edgecolor": color[name], "linewidth": 0.8} | look
             bar = axes.bar(at, height - _LOWEST, width, _LOWEST, align="edge", **look)
             text = f"{height:.2f}" if height < 9.95 else f"{height:.0f}"
             axes.bar_label(bar, [text], padding=2, fontsize=7, rotation=90)
+
     axes.set_yscale("log")
     axes.set_ylim(bottom=_LOWEST)
     axes.axhline(1, color="#999999", linewidth=0.6)
@@ -171,8 +192,10 @@ def slowdowns(rows: Sequence[dict[str, Any]]) -> Figure:
     ticks = [f"{x} Mbit/s" if x.replace(".", "", 1).isdigit() else x for x in networks]
     axes.set_xticks(range(len(networks)), ticks)
     axes.spines[["top", "right"]].set_visible(False)
+
     for name in methods:
         axes.bar(0, 0, color=color[name], label=name)
     axes.bar(0, 0, edgecolor="#333333", label="simulated", **hatched)
     figure.legend(loc="outside upper center", ncols=5, frameon=False)
+
     return figure

@@ -28,9 +28,13 @@ RESULTS = pathlib.Path(__file__).parent
 
 # As in docs/results/networks.md: the tiny preset, four regions, 20 Mbit/s, 50 ms.
 PARAMETERS = 838_784
-REGIONS, STEP_S, STEPS = 4, 0.25, 100
+REGIONS = 4
+STEP_S = 0.25
+STEPS = 100
 LINK = Link(bandwidth_gbps=0.02, latency_s=0.05)
-INTERVAL, FRAGMENTS, DELAY_STEPS = 40, 4, 5
+INTERVAL = 40
+FRAGMENTS = 4
+DELAY_STEPS = 5
 
 
 def main(folder: pathlib.Path = RESULTS) -> None:
@@ -52,19 +56,22 @@ def crossing() -> Figure:
     )
     figure = Figure(figsize=(plots.WIDTH_IN, 3.4), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, FRAGMENTS + 1))
-    longest_s, drawn = 0.0, ((above, blocking, 1), (below, beside, FRAGMENTS))
+
+    longest_s = 0.0
+    drawn = ((above, blocking, 1), (below, beside, FRAGMENTS))
     for axes, method, num_fragments in drawn:
-        found = _simulate(method, num_fragments)
-        longest_s = max(longest_s, found.sim_s)
-        trace.draw_timeline(axes, found)
-        ends = [float(found.times_s(step)[0]) for step in range(STEPS)]
+        timeline = _simulate(method, num_fragments)
+        longest_s = max(longest_s, timeline.sim_s)
+        trace.draw_timeline(axes, timeline)
+        ends = [float(timeline.times_s(step)[0]) for step in range(STEPS)]
         axes.vlines(ends, -0.35, 0.35, color="white", linewidth=0.5)
         axes.set_title(
-            f"{method.name}: {STEPS} steps in {found.sim_s:.1f} s",
+            f"{method.name}: {STEPS} steps in {timeline.sim_s:.1f} s",
             loc="left",
             fontsize="medium",
         )
         axes.spines[["top", "right"]].set_visible(False)
+
     below.set_xlim(0, longest_s)
     below.set_xlabel("simulated seconds; white lines are between steps")
     trace.draw_legend(figure)
@@ -74,13 +81,15 @@ def crossing() -> Figure:
 def _simulate(method: methods.Method, num_fragments: int) -> Timeline:
     """Return the timeline of one region; all regions have the same."""
     sizes = (4 * PARAMETERS / num_fragments,) * num_fragments
-    work, topology = Workload(sizes, (STEP_S,) * REGIONS), uniform(REGIONS, LINK)
-    found = simulate_method(topology, work, method, STEPS, "direct", sharing="fifo")
+    work = Workload(sizes, (STEP_S,) * REGIONS)
+    topology = uniform(REGIONS, LINK)
+    timeline = simulate_method(topology, work, method, STEPS, "direct", sharing="fifo")
+
     return dataclasses.replace(
-        found,
+        timeline,
         regions=("every region",),
         step_time_s=(STEP_S,),
-        marks=tuple((step, seconds[:1]) for step, seconds in found.marks),
+        marks=tuple((step, seconds[:1]) for step, seconds in timeline.marks),
     )
 
 

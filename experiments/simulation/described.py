@@ -54,23 +54,38 @@ ARGUMENTS = (*COUNTS, *STEPS, *COUNTS_OR_AUTO, *TEXTS, "network_share")
 # Arguments that a plan takes as given.
 WISHES = ("num_fragments", "sync_interval", "network_share")
 
-# Flags that have no meaning with another one; --table excludes all of them.
+# Flags that have no meaning with another one.
 UNREAD = {
     "plan": (
-        "method", *(name for name in ARGUMENTS if name not in WISHES), "effective_rank",
-        "sharing", "host_mb_per_s", "num_layers", "steps", "loss_curve", "loss_key",
-        "target_loss", "hours_between_failures", "repair_s", "checkpoint_s",
+        "method",
+        *(name for name in ARGUMENTS if name not in WISHES),
+        "effective_rank",
+        "sharing",
+        "host_mb_per_s",
+        "num_layers",
+        "steps",
+        "loss_curve",
+        "loss_key",
+        "target_loss",
+        "hours_between_failures",
+        "repair_s",
+        "checkpoint_s",
         "least_regions",
     ),
     "links": ("world", "regions", "bandwidth_gbps", "latency_ms", "jitter_ms", "loss"),
     "world": ("regions", "latency_ms", "jitter_ms", "loss"),
-}  # fmt: skip
+}
 
 # Flags that need another one.
 NEED = {
     "plan": (
-        "frontier", "max_fragments", "stages", "activation_mb", "swarm_s",
-        "rebalance_s", "failures",
+        "frontier",
+        "max_fragments",
+        "stages",
+        "activation_mb",
+        "swarm_s",
+        "rebalance_s",
+        "failures",
     ),
     "stages": ("activation_mb", "swarm_s"),
     "swarm_s": ("rebalance_s", "failures"),
@@ -78,14 +93,14 @@ NEED = {
     "target_loss": ("loss_curve",),
     "answer_steps": ("grace_steps",),
     "hours_between_failures": ("repair_s", "checkpoint_s", "least_regions"),
-}  # fmt: skip
+}
 
 SECTIONS = {
     "What to do": (
         ("plan", False, "choose K, H, N and tau for the network and say why"),
-        ("table", False, "compare with published numbers"),
         (
-            *("frontier", pathlib.Path),
+            "frontier",
+            pathlib.Path,
             "cells.json of a sweep, or of several with commas: --plan recommends a "
             "method, precision and H from it",
         ),
@@ -98,12 +113,14 @@ SECTIONS = {
         ("jitter_ms", 0.0, "milliseconds in either direction"),
         ("loss", 0.0, "share of packets lost, in [0, 1)"),
         (
-            *("world", str),
+            "world",
+            str,
             f"cloud regions, comma-separated, of {', '.join(world.REGIONS)}",
         ),
         ("links", pathlib.Path, "YAML file with regions, links, changes"),
         (
-            *("collective", (None, *sorted(COLLECTIVES))),
+            "collective",
+            (None, *sorted(COLLECTIVES)),
             "how messages cross regions; default ring, or gather for encoded ones; "
             "for plans what processes do",
         ),
@@ -114,11 +131,13 @@ SECTIONS = {
         *((name, int, note) for name, note in (COUNTS | STEPS).items()),
         *((name, str, note) for name, note in (COUNTS_OR_AUTO | TEXTS).items()),
         (
-            *("network_share", float),
+            "network_share",
+            float,
             "gamma, the share of the network for --plan (default 0.4) and N 'auto'",
         ),
         (
-            *("effective_rank", float),
+            "effective_rank",
+            float,
             "of the means, for methods whose rank follows it; default: above --rank",
         ),
     ),
@@ -145,12 +164,22 @@ SECTIONS = {
     ),
 }
 _AT_LEAST_1 = (
-    "regions", *COUNTS, "num_layers", "steps", "least_regions", "max_fragments",
+    "regions",
+    *COUNTS,
+    "num_layers",
+    "steps",
+    "least_regions",
+    "max_fragments",
     "stages",
-)  # fmt: skip
+)
 _NOT_NEGATIVE = (
-    "latency_ms", "jitter_ms", "loss", *STEPS, "repair_s", "checkpoint_s",
-)  # fmt: skip
+    "latency_ms",
+    "jitter_ms",
+    "loss",
+    *STEPS,
+    "repair_s",
+    "checkpoint_s",
+)
 
 
 def define_flags() -> FlagValues:
@@ -161,24 +190,26 @@ def define_flags() -> FlagValues:
 
 def check(values: FlagValues) -> None:
     """Refuse flags that would have no effect, and numbers out of range."""
-    others = [name for name in values if name not in ("table", "help")]
-    for mode, names in ({"table": others} | UNREAD).items():
+    for mode, names in UNREAD.items():
         for name in names:
             if values[mode].value and values[name].present:
                 raise ValueError(
                     f"{name}={values[name].value} has no meaning with --{mode}; "
                     "leave it out"
                 )
+
     for needed, names in NEED.items():
         how = "--stages of 2 or more" if needed == "stages" else f"--{needed} too"
         for name in names:
             is_there = values[needed].value != values[needed].default
             if values[name].present and not is_there:
                 raise ValueError(f"{name}={values[name].value} needs {how}")
+
     for name in ("activation_mb", "swarm_s", "rebalance_s", "effective_rank"):
         value = values[name].value
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name}={value} must be positive and finite")
+
     names = ("latency_ms", "jitter_ms", "checkpoint_s", "target_loss")
     check_numbers({name: values[name] for name in names})
 
@@ -187,7 +218,8 @@ def build_method(values: FlagValues) -> Method:
     """Return the method the flags describe."""
     name = values.method
     taken = methods.defaults(name)
-    given = dict(DEFAULTS.get(name, {}))
+    arguments = dict(DEFAULTS.get(name, {}))
+
     for argument in ARGUMENTS:
         value = getattr(values, argument)
         if value is None:
@@ -196,31 +228,38 @@ def build_method(values: FlagValues) -> Method:
             raise ValueError(
                 f"{argument}={value} has no meaning for {name}; leave it out"
             )
-        given[argument] = value
+
+        arguments[argument] = value
         if argument in COUNTS_OR_AUTO and value != AUTO:
             if not value.isdecimal():
                 raise ValueError(
                     f"--{argument}={value} must be a whole number or {AUTO!r}"
                 )
-            given[argument] = int(value)
-    method, rank = methods.get(name, **given), values.effective_rank
+            arguments[argument] = int(value)
+
+    method = methods.get(name, **arguments)
+    rank = values.effective_rank
     if rank is not None and "effective_rank" not in method.needs:
         raise ValueError(
             f"effective_rank={rank} has no meaning for {name}; leave it out"
         )
+
     return method
 
 
 def build_workload(values: FlagValues, method: Method, num_regions: int) -> Workload:
     """Return the workload: bytes and step times, with fragments of equal bytes."""
     times = step_times(values, num_regions)
-    num, share = method.num_fragments, exchanges.message_share(method)
+    num = method.num_fragments
+    share = exchanges.message_share(method)
     # A compressor's messages are as long whatever the parameters are.
     sent = (4 * values.params if share < 1 else model_bytes(values)) * share
+
     host = values.host_mb_per_s
     if not host > 0:
         raise ValueError(f"--host_mb_per_s={host} must be positive")
     answer = model_bytes(values) / sent
+
     return Workload((sent / num,) * num, times, values.num_layers, host * 1e6, answer)
 
 
@@ -230,7 +269,9 @@ def goodput_of(
     """Return the predicted goodput by policy; `{}` without a rate of failures."""
     if values.hours_between_failures is None:
         return {}
-    hours, repair_s = values.hours_between_failures, values.repair_s
+
+    hours = values.hours_between_failures
+    repair_s = values.repair_s
     with program.about(f"--hours_between_failures={hours}, --repair_s={repair_s}"):
         failing = goodput.Failures(3600 * hours, repair_s)
     if values.least_regions > num_regions:
@@ -238,6 +279,7 @@ def goodput_of(
             f"least_regions={values.least_regions} must be at most the number of "
             f"regions, {num_regions}"
         )
+
     if values.least_regions == 1:
         apart = goodput.alone(failing, sync_s)
     else:  # Some thousand failures are drawn.
@@ -245,26 +287,31 @@ def goodput_of(
         apart = goodput.simulated(
             failing, num_regions, values.least_regions, sync_s, seconds
         )
+
     one = goodput.together(failing, num_regions, values.checkpoint_s)
     return {"goodput_together": one * utilization, "goodput_alone": apart * utilization}
 
 
 def failures(values: FlagValues, names: Sequence[str]) -> list[Failure]:
     """Return outages of sites, given as `name@start` or `name@start-end`."""
-    found = []
+    outages = []
     for text in filter(None, values.failures.split(",")):
         name, _, when = text.partition("@")
         start, _, end = when.partition("-")
         try:
-            site, times = names.index(name), (float(start), float(end or math.inf))
+            site = names.index(name)
+            start_s = float(start)
+            end_s = float(end) if end else math.inf
         except ValueError as error:
             raise ValueError(
                 f"--failures={values.failures}: {text!r} must be a site of "
                 f"{', '.join(names)}, and from when to when, as {names[0]}@60-90"
             ) from error
+
         with program.about(f"--failures={values.failures}: {text!r}"):
-            found.append(Failure(site, *times))
-    return found
+            outages.append(Failure(site, start_s, end_s))
+
+    return outages
 
 
 def model_bytes(values: FlagValues) -> float:
@@ -280,9 +327,10 @@ def step_times(values: FlagValues, num_regions: int) -> tuple[float, ...]:
     """Return the seconds of a step in each region."""
     text = values.step_time_s
     try:
-        times = tuple(float(each) for each in text.split(","))
+        times = tuple(float(number) for number in text.split(","))
     except ValueError as error:
         raise ValueError(f"--step_time_s={text} must be numbers") from error
+
     if not all(0 < time < math.inf for time in times):
         raise ValueError(f"--step_time_s={text} must be positive")
     if len(times) not in (1, num_regions):
@@ -290,6 +338,7 @@ def step_times(values: FlagValues, num_regions: int) -> tuple[float, ...]:
             f"--step_time_s={text} must be one number or one for each of {num_regions} "
             "regions"
         )
+
     return times * num_regions if len(times) == 1 else times
 
 
@@ -307,9 +356,11 @@ def read_curve(
         curve = [(float(step), float(loss)) for step, loss in pairs]
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not a loss curve: {error!r}") from error
+
     if not curve:
         raise ValueError(f"{path} has no line with both 'step' and {key!r}")
     steps = [step for step, _ in curve]
     if any(later <= step for step, later in itertools.pairwise(steps)):
         raise ValueError(f"{path}: loss curve steps must increase, got {steps}")
+
     return curve

@@ -18,7 +18,7 @@ and end with less loss than its curve has at that step.
 import dataclasses
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,17 @@ from .report import column_of, read_cells
 
 # Arguments of methods that are always named; others where they are not the default.
 TOLD = (
-    "sync_interval", "num_fragments", "delay_steps", "syncs_per_interval", "compress",
-    "transmission_score", "mixing_alpha", "compensation_strength", "outer_lr",
+    "sync_interval",
+    "num_fragments",
+    "delay_steps",
+    "syncs_per_interval",
+    "compress",
+    "transmission_score",
+    "mixing_alpha",
+    "compensation_strength",
+    "outer_lr",
     "outer_momentum",
-)  # fmt: skip
+)
 # The least and the most of the sizes on which the recommended recipe was measured (one
 # or two bits with error feedback and a fragment at every step or two), over the sweeps
 # in `experiments/results`, which a test reads; not every combination was run. Outside
@@ -77,16 +84,19 @@ class Choice:
     @property
     def flags(self) -> dict[str, Any]:
         """What to give to `experiments.train`."""
-        name, values = self.config.method.method, self.config.method.values
-        own = {key: values[key] for key in TOLD if values.get(key) is not None}
+        name = self.config.method.method
+        values = self.config.method.values
+        chosen = {key: values[key] for key in TOLD if values.get(key) is not None}
         for key, default in methods.defaults(name).items():
-            if key not in own and values[key] != default:
-                own[key] = values[key]
+            if key not in chosen and values[key] != default:
+                chosen[key] = values[key]
+
         optimizer = self.config.optimizer
         inner: dict[str, Any] = {"inner_lr": optimizer.inner_lr}
         if optimizer.inner_optimizer:
             inner["inner_optimizer"] = optimizer.inner_optimizer
-        return {"method": name} | own | inner
+
+        return {"method": name} | chosen | inner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +126,12 @@ class Advice:
         waits = "nothing waits for the network"
         if self.stall_share >= 0.005:
             waits = f"{self.stall_share:.0%} of the time is spent waiting"
-        loss, seeds = "not evaluated so early,", self.choice.seeds
+
+        loss = "not evaluated so early,"
         if math.isfinite(self.loss):
-            loss = f"loss {self.loss:.3f} (of {seeds} seed{'s' * (seeds > 1)})"
+            seeds = "1 seed" if self.choice.seeds == 1 else f"{self.choice.seeds} seeds"
+            loss = f"loss {self.loss:.3f} (of {seeds})"
+
         return (
             f"{self.choice.label}: {loss} after {self.steps:.0f} "
             f"of {self.choice.steps:.0f} steps; {waits}; "
@@ -128,13 +141,14 @@ class Advice:
 
 def read(paths: str | pathlib.Path) -> list[Choice]:
     """Return what sweeps measured: of each cell the tuned column, or the only one."""
-    found: list[Choice] = []
+    choices: list[Choice] = []
     for path in str(paths).split(","):
-        whole = read_cells(path, lambda cells: list(filter(None, map(_choice, cells))))
-        if not whole:
+        of_file = read_cells(path, _choices)
+        if not of_file:
             raise ValueError(f"frontier={path} has no cell whose seeds all ended well")
-        found += whole
-    sizes = {choice.size for choice in found}
+        choices += of_file
+
+    sizes = {choice.size for choice in choices}
     if len(sizes) > 1:
         several = " and ".join(
             "{} parameters, {} steps, {} tokens".format(*x) for x in sorted(sizes)[:2]
@@ -143,7 +157,13 @@ def read(paths: str | pathlib.Path) -> list[Choice]:
             f"frontier={paths} has runs of {several}: losses are comparable between "
             "runs of one size alone; give the files of one"
         )
-    return found
+
+    return choices
+
+
+def _choices(cells: Iterable[Mapping[str, Any]]) -> list[Choice]:
+    choices = [_choice(cell) for cell in cells]
+    return [choice for choice in choices if choice is not None]
 
 
 def _choice(cell: Mapping[str, Any]) -> Choice | None:
@@ -175,12 +195,14 @@ def advise(
     """
     regions = topology.num_regions
     times = tuple(step_time_s) * (regions if len(step_time_s) == 1 else 1)
-    found = []
+    advices = []
+
     for choice in choices:
         scale = num_params / choice.parameters
         method = choice.config.method.build()
         if method.num_regions not in (None, regions):
             continue
+
         sizes = [scale * size for size in choice.fragment_bytes]
         timeline = simulated(method, topology, sizes, times, choice.steps, collective)
         # Those that all regions have done in the time.
@@ -188,7 +210,7 @@ def advise(
         seconds = [timeline.seconds_until(x) for x in done]
         steps = float(np.interp(choice.steps * max(times), seconds, done))
         loss = float(np.interp(steps, *np.transpose(choice.curve)))
-        found.append(
+        advices.append(
             Advice(
                 choice,
                 loss if steps >= choice.curve[0][0] else math.inf,
@@ -198,22 +220,25 @@ def advise(
                 scale * choice.bytes_per_step,
             )
         )
-    if not found:
+
+    if not advices:
         raise ValueError(f"the frontier has no method for regions={regions}")
-    return sorted(found, key=lambda advice: (advice.loss, advice.bytes_per_step))
+    return sorted(advices, key=lambda advice: (advice.loss, advice.bytes_per_step))
 
 
 def warning(request: Mapping[str, float]) -> str | None:
     """Return a sentence on what of a request was not measured; None if all was."""
-    found = []
+    outside = []
     for name, value in request.items():
         least, most = MEASURED[name]
         if not least * (1 - _SLACK) <= value <= most * (1 + _SLACK):
             measured = _size(least) + (f" to {_size(most)}" if most > least else "")
-            found.append(f"{name} {_size(value)} (measured: {measured})")
-    if not found:
+            outside.append(f"{name} {_size(value)} (measured: {measured})")
+    if not outside:
         return None
-    return f"extrapolated, not measured: {', '.join(found)}; see docs/results/recipe.md"
+    return (
+        f"extrapolated, not measured: {', '.join(outside)}; see docs/results/recipe.md"
+    )
 
 
 def _size(value: float) -> str:

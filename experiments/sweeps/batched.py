@@ -43,58 +43,76 @@ INPUTS = {
 }
 # Flags of a run that trials do not have.
 _ALONE = (
-    "init_from", "step_times", "batch_sizes", "data_axis", "model_axis", "expert_axis",
-    "sequence_axis", "optimizer_memory", "stages", "microbatches", "random_routing",
-    "stage_subspace", "step_seconds", "adopt_from", "spike_zscore", "max_rollbacks",
-)  # fmt: skip
+    "init_from",
+    "step_times",
+    "batch_sizes",
+    "data_axis",
+    "model_axis",
+    "expert_axis",
+    "sequence_axis",
+    "optimizer_memory",
+    "stages",
+    "microbatches",
+    "random_routing",
+    "stage_subspace",
+    "step_seconds",
+    "adopt_from",
+    "spike_zscore",
+    "max_rollbacks",
+)
 
 
 @functools.cache
 def why_alone(config: TrainConfig) -> str | None:
     """Return why a run cannot be a trial beside others; None if it can."""
-    run, defaults = config.run, type(config.run)()
+    run = config.run
+    defaults = type(config.run)()
     for name in _ALONE:
         if getattr(run, name) != getattr(defaults, name):
             return f"{name}={getattr(run, name)}"
+
     if run.exchange == "elastic":
         return "exchange='elastic'"
     if config.model.lora_rank:
         return f"lora_rank={config.model.lora_rank}"
+
     try:
         _trials(config, config.model).transform({})
     except ValueError as error:
         return str(error)
+
     return None
 
 
 def group_key(config: TrainConfig) -> str:
     """Return what the rows of a group have in common."""
-    numbers, found = numbers_of(config), completed(config.replace(seed=0).to_json())
+    numbers = numbers_of(config)
+    shared = completed(config.replace(seed=0).to_json())
     for section, names in INPUTS.items():
-        found[section] |= {name: None for name in names if name in numbers}
-    return json.dumps(found, sort_keys=True)
+        shared[section] |= {name: None for name in names if name in numbers}
+    return json.dumps(shared, sort_keys=True)
 
 
 def numbers_of(config: TrainConfig) -> dict[str, float]:
     """Return the numbers of a run that are inputs of its group's program."""
-    given = {"optimizer": dataclasses.asdict(config.optimizer)}
-    given["method"] = config.method.values
+    values = {"optimizer": dataclasses.asdict(config.optimizer)}
+    values["method"] = config.method.values
     return {
-        name: float(given[section][name])
+        name: float(values[section][name])
         for section, names in INPUTS.items()
         for name in names
-        if isinstance(given[section].get(name), int | float)
+        if isinstance(values[section].get(name), int | float)
     }
 
 
 def first_of_groups(settings: Sequence[Setting]) -> list[Setting]:
     """Return a setting of each group, and those that are trained alone."""
-    found: dict[str, Setting] = {}
+    first: dict[str, Setting] = {}
     for setting in settings:
         alone = why_alone(setting.config) is not None
         key = setting.key if alone else group_key(setting.config)
-        found.setdefault(key, setting)
-    return list(found.values())
+        first.setdefault(key, setting)
+    return list(first.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,12 +132,14 @@ def batches(rows: Sequence[Row], most: int) -> tuple[list[Batch], dict[str, str]
             alone[row.row_id] = why
         else:
             groups.setdefault(group_key(row.config), []).append(row)
-    found = []
+
+    of_groups = []
     for group in groups.values():
         size = -(-len(group) // -(-len(group) // most))
         for i in range(0, len(group), size):
-            found.append(Batch(tuple(group[i : i + size]), size))
-    return found, alone
+            of_groups.append(Batch(tuple(group[i : i + size]), size))
+
+    return of_groups, alone
 
 
 class BatchTrainer:
@@ -141,18 +161,22 @@ class BatchTrainer:
         regions = first.run.regions
         texts = [open_text(one.data, regions, None) for one in of_seed.values()]
         model = model_of(first, texts[0].tokenizer)
+
         key = group_key(first)
         if key not in self._programs:  # Of the last group only.
             self._programs = {key: _trials(first, model)}
         program = self._programs[key]
+
         numbers = [numbers_of(config) for config in configs]
         with contextlib.ExitStack() as stack:
-            closing = (contextlib.closing(text.train_stream()) for text in texts)
-            streams = [stack.enter_context(each) for each in closing]
+            streams = [
+                stack.enter_context(contextlib.closing(text.train_stream()))
+                for text in texts
+            ]
             outcome = trials.train(
                 program,
                 trials.init_params(model, [config.run.seed for config in configs]),
-                {name: [each[name] for each in numbers] for name in numbers[0]},
+                {name: [trial[name] for trial in numbers] for name in numbers[0]},
                 streams,
                 [seeds.index(config.run.seed) for config in configs],
                 first.run.steps,
@@ -160,6 +184,7 @@ class BatchTrainer:
                 first.run.eval_every,
                 should_stop=should_stop,
             )
+
         seconds = (time.perf_counter() - began_s) / len(batch.rows)
         return [
             _row(row, model, program.method, outcome, trial, seconds)
@@ -173,6 +198,7 @@ def _trials(config: TrainConfig, model: models.TransformerConfig) -> trials.Tria
         config, model, config.method.build(), jax.devices()[0], is_divided=False
     )
     loss_fn = models.make_loss_fn(model)
+
     return trials.Trials(
         models.make_accumulated_loss_fn(loss_fn, config.run.accumulate_steps),
         functools.partial(_make, config, model),
@@ -185,10 +211,11 @@ def _make(
     config: TrainConfig, model: models.TransformerConfig, numbers: trials.Numbers
 ) -> tuple[optax.GradientTransformation, cc.methods.Method, cc.UserInputs]:
     """Return inner optimizer, method and user inputs; numbers may be traced."""
-    given = {n: x for n, x in numbers.items() if n in INPUTS["method"]}
-    method = cc.methods.get(config.method.method, **config.method.values | given)
-    own = {n: x for n, x in numbers.items() if n in INPUTS["optimizer"]}
-    fields: dict[str, Any] = dataclasses.asdict(config.optimizer) | own
+    of_method = {n: x for n, x in numbers.items() if n in INPUTS["method"]}
+    method = cc.methods.get(config.method.method, **config.method.values | of_method)
+
+    of_optimizer = {n: x for n, x in numbers.items() if n in INPUTS["optimizer"]}
+    fields: dict[str, Any] = dataclasses.asdict(config.optimizer) | of_optimizer
     inner = trials.Inner(**fields)
     steps = config.run.steps
     optimizer, user_inputs = build.training_parts(model, method, inner, steps)
@@ -206,9 +233,12 @@ def _row(
     """Return one trial as it is to be written."""
     if why := _why_diverged(outcome, trial):
         return diverged(row, model, why)
-    run, last = row.config.run, outcome.evaluations[-1]
-    loss, tokens = float(last.loss[trial]), run.steps * row.config.tokens_per_step
-    merges, ratios = (float(x[trial]) for x in (outcome.merges, outcome.ratios))
+    run = row.config.run
+    last = outcome.evaluations[-1]
+    loss = float(last.loss[trial])
+    tokens = run.steps * row.config.tokens_per_step
+    merges = float(outcome.merges[trial])
+    ratios = float(outcome.ratios[trial])
     compensates = method.sync and method.sync.merge.reports_correction
     summary = {
         "steps": run.steps,
@@ -223,11 +253,12 @@ def _row(
         "tokens_per_second": tokens / seconds,
     }
     curve = [
-        [step, float(found.loss[trial]), int(sent[trial])]
-        for step, found, sent in zip(
+        [step, float(evaluation.loss[trial]), int(sent[trial])]
+        for step, evaluation, sent in zip(
             outcome.steps, outcome.evaluations, outcome.bytes_sent, strict=True
         )
     ]
+
     return trained(row, model, summary, curve, outcome.fragment_bytes(trial))
 
 
@@ -238,8 +269,10 @@ def _why_diverged(outcome: trials.Outcome, trial: int) -> str | None:
         step, region = map(int, bad[0])
         value = outcome.losses[trial, step, region]
         return f"loss is {value} at step {step + 1} in region {region}"
-    for step, found in zip(outcome.steps, outcome.evaluations, strict=True):
-        for name, values in found._asdict().items():
+
+    for step, evaluation in zip(outcome.steps, outcome.evaluations, strict=True):
+        for name, values in evaluation._asdict().items():
             if not np.isfinite(values[trial]):
                 return f"{name} is {values[trial]} at step {step}"
+
     return None

@@ -18,7 +18,8 @@ from cocodc_jax.run.config import flat
 from .rows import Row
 from .schedule import FINAL, cell_of, differing
 
-PUBLISHED, TUNED = "published", "tuned"
+PUBLISHED = "published"
+TUNED = "tuned"
 COLUMNS = (PUBLISHED, TUNED)
 # What has a column of its own in the table, by the name of its flag.
 SHOWN = ("method", "compress", "sync_interval", "delay_steps")
@@ -48,7 +49,8 @@ class Interval:
         >>> Interval.of([1.0, 2.0, 3.0])
         Interval(mean=2.0, half=2.4841377117...)
         """
-        mean, num = statistics.fmean(values), len(values)
+        mean = statistics.fmean(values)
+        num = len(values)
         if num < 2:
             return cls(mean, None)
         from scipy import stats  # Takes a second to import.
@@ -113,15 +115,20 @@ def label(flags: Mapping[str, Any]) -> str:
     >>> label({"method": "cocodc", "merge_feedback": True, "exact": False})
     'cocodc float32 merge_feedback'
     """
-    interval, delay = flags.get("sync_interval"), flags.get("delay_steps")
+    interval = flags.get("sync_interval")
+    delay = flags.get("delay_steps")
     words = [flags["method"]]
-    words += [f"H {interval}"] if interval is not None else []
-    words += [f"tau {delay}"] if delay is not None else []
-    words += [precision(flags)]
+    if interval is not None:
+        words.append(f"H {interval}")
+    if delay is not None:
+        words.append(f"tau {delay}")
+    words.append(precision(flags))
+
     # None is what a method takes where nothing is given; what is off says nothing.
     for name, value in flags.items():
         if name not in SHOWN and value is not None and value is not False:
             words.append(name if value is True else f"{name}={value}")
+
     return " ".join(words)
 
 
@@ -142,42 +149,49 @@ def cells(rows: Sequence[Row], chosen: Collection[str] | None = None) -> list[Ce
         else:
             key = cell_of(row["config"], (*row["tuned"], "steps"))
             rungs.setdefault(key, []).append(row)
+
     every = [flat(group[0]["config"]) for group in finals.values()]
-    found = []
+    cells = []
     for group in finals.values():
         key = cell_of(group[0]["config"], (*group[0]["tuned"], "steps"))
-        flags, settings = flat(group[0]["config"]), {row["setting"] for row in group}
+        flags = flat(group[0]["config"])
+        settings = {row["setting"] for row in group}
         # Rungs chose for runs of one length: other lengths may be in the folder too.
         is_tuned = chosen is None or not settings.isdisjoint(chosen)
+
         tuning = rungs.get(key, []) if is_tuned else []
         if is_tuned and not tuning and group[0]["tuned"] and len(settings) > 1:
             tuning = group
+
         # What tells a cell from others of its method, besides `SHOWN`.
         rivals = [other for other in every if other["method"] == flags["method"]]
-        apart = {*differing(rivals, group[0]["tuned"])} - {*SHOWN}
-        names = [*SHOWN, *(name for name in flags if name in apart)]
-        found.append(
-            Cell(
-                {name: flags[name] for name in names if name in flags},
-                _columns(group, chosen),
-                len({row["name"] for row in tuning}),
-                sum(row["steps"] for row in tuning),
-                group[0]["config"],
-            )
+        differ = {*differing(rivals, group[0]["tuned"])} - {*SHOWN}
+        names = [*SHOWN, *(name for name in flags if name in differ)]
+        cell = Cell(
+            flags={name: flags[name] for name in names if name in flags},
+            columns=_columns(group, chosen),
+            tried=len({row["name"] for row in tuning}),
+            tuning_steps=sum(row["steps"] for row in tuning),
+            config=group[0]["config"],
         )
-    return [cell for cell in found if cell.columns]  # Else nothing has won yet.
+        cells.append(cell)
+
+    return [cell for cell in cells if cell.columns]  # Else nothing has won yet.
 
 
 def _columns(group: Sequence[Row], chosen: Collection[str] | None) -> dict[str, Column]:
     by_setting: dict[str, list[Row]] = {}
     for row in group:
         by_setting.setdefault(row["setting"], []).append(row)
+
     columns = {}
     for setting in by_setting.values():
         if setting[0]["published"]:
             columns[PUBLISHED] = _column(setting)
+
     if not group[0]["tuned"]:
         return columns
+
     won = [s for key, s in by_setting.items() if chosen is None or key in chosen]
     best = min(map(_column, won), key=mean_loss, default=None)
     if best is not None:

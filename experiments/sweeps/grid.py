@@ -94,6 +94,7 @@ class Halving:
             raise ValueError(
                 f"winners={self.winners!r} must be a whole number of at least 1"
             )
+
         for name in ("tuning_seeds", "final_seeds"):
             check_seeds(name, getattr(self, name))
         if both := sorted({*self.tuning_seeds} & {*self.final_seeds}):
@@ -193,12 +194,15 @@ def from_table(table: Mapping[str, Any]) -> Grid:
     for key in ("base", "halving"):
         if not isinstance(table.get(key, {}), dict):
             raise ValueError(f"{key}={table[key]!r} must be a table, as [{key}]")
+
     if type(table.get("published", True)) is not bool:
         raise ValueError(f"published={table['published']!r} must be true or false")
     groups = table.get("groups", {})
     if not isinstance(groups, dict) or not groups:
         raise ValueError("grid has no groups; write at least one, as [groups.NAME]")
-    tuned, halving = _names("tuned", table.get("tuned", ())), None
+
+    tuned = _names("tuned", table.get("tuned", ()))
+    halving = None
     if "halving" in table:
         halving = Halving.from_table(table["halving"])
         if "seeds" in table:
@@ -206,24 +210,30 @@ def from_table(table: Mapping[str, Any]) -> Grid:
                 f"seeds={table['seeds']} has no meaning beside [halving], which has "
                 "tuning_seeds and final_seeds; leave it out"
             )
+
         _names("by", halving.by)
         if not tuned:
             raise ValueError(
                 "[halving] has nothing to choose between; name the flags that it "
                 'tunes: tuned = ["outer_lr", ...]'
             )
+
     seeds = halving.final_seeds if halving else table.get("seeds", [0])
-    start, adds = _base_config(table.get("base", {})), table.get("published", True)
+    start = _base_config(table.get("base", {}))
+    adds = table.get("published", True)
     settings: dict[str, Setting] = {}
+
     for group, axes in groups.items():
         for setting in _settings(start, group, axes, tuned, adds):
             known = settings.setdefault(setting.key, setting)
             if setting.published and not known.published:
                 settings[setting.key] = dataclasses.replace(known, published=True)
+
     grid = Grid(tuple(settings.values()), check_seeds("seeds", seeds), tuned, halving)
     for steps in halving.rungs if halving else ():
         for setting in grid.settings:
             setting.at(steps)
+
     return grid
 
 
@@ -259,19 +269,21 @@ def _settings(
     """Yield the settings of a group; `adds` the published one that each belongs to."""
     if not isinstance(axes, dict):
         raise ValueError(f"groups.{group}={axes!r} must be a table of flags")
-    seen: set[str] = set()
+
+    yielded: set[str] = set()
     for number, flags in enumerate(_product(group, axes), 1):
         published = {n: v for n, v in flags.items() if n not in tuned}
         both = [published, flags] if adds and published != flags else [flags]
         names = [f"{group}: " + " ".join(f"{n}={x[n]}" for n in x) for x in both]
         with about(f"groups.{group}, row {number} ({names[-1]})"):
-            found = [
+            settings = [
                 Setting(name, _config(start, x), x == published)
                 for name, x in zip(names, both, strict=True)
             ]
-        for setting in found:
-            if setting.key not in seen or setting.published:
-                seen.add(setting.key)
+
+        for setting in settings:
+            if setting.key not in yielded or setting.published:
+                yielded.add(setting.key)
                 yield setting
 
 
@@ -320,17 +332,20 @@ def _checked(name: str, value: Any) -> Any:
         return value
     if name == "seed":
         raise ValueError(f"seed={value} is not a flag of a row; use seeds = [...]")
+
     _check_name(name, f"{name}={value!r}")
     kind = LEAVES[name].type
     if kind == COUNT_OR_WORD:
         is_right = type(value) in (int, str)
     else:
         is_right = type(value) is kind or (kind is float and type(value) is int)
+
     if not is_right:
         what = "a whole number or a word" if kind == COUNT_OR_WORD else kind.__name__
         raise ValueError(f"{name}={value!r} must be of type {what}")
     if LEAVES[name].is_path:
         return without_tilde(str(value))
+
     return float(value) if kind is float else value
 
 
@@ -342,8 +357,11 @@ def best(
     losses: Sequence[Sequence[float | None]],
 ) -> list[T]:
     """Return the settings that go on, in the order they have."""
-    finite = ([math.inf if x is None else x for x in each] for each in losses)
-    means = [*map(statistics.fmean, finite)]
+    means = []
+    for of_seeds in losses:
+        finite = [math.inf if loss is None else loss for loss in of_seeds]
+        means.append(statistics.fmean(finite))
+
     kept: set[int] = set()
     for key in dict.fromkeys(keys):
         rivals = [i for i, k in enumerate(keys) if k == key]

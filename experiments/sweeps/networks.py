@@ -27,7 +27,8 @@ from .rows import Row
 MBIT = (20.0, 100.0, 500.0, 2000.0, 10_000.0)
 LATENCY_MS = (10.0, 50.0, 200.0)
 # Enough to see the pace; the rest goes on at that of the second half.
-INTERVALS, LEAST_STEPS = 8, 40
+INTERVALS = 8
+LEAST_STEPS = 40
 TOP = 3  # Of the table of who is there first.
 
 
@@ -61,7 +62,8 @@ def networks(text: str) -> list[Network]:
     """Return the networks that a flag names."""
     if text == "all":
         return [Network(mbit, ms) for mbit in MBIT for ms in LATENCY_MS]
-    found = []
+
+    networks = []
     for word in text.split(","):
         try:
             mbit, ms = (float(part) for part in word.split("x"))
@@ -71,8 +73,9 @@ def networks(text: str) -> list[Network]:
                 f"networks={text!r} names {word!r}; use all, or Mbit/s x milliseconds "
                 "one way, as 20x50,1000x10"
             ) from None
-        found.append(Network(mbit, ms))
-    return found
+        networks.append(Network(mbit, ms))
+
+    return networks
 
 
 def arrivals(
@@ -85,10 +88,13 @@ def arrivals(
             if needed is None:
                 continue
             row = column.rows[0]
-            method, regions = _method_of(cell, row), row["config"]["run"]["regions"]
+            method = _method_of(cell, row)
+            regions = row["config"]["run"]["regions"]
+
             for network in on:
                 link = Link(network.mbit / 1000, network.latency_ms / 1000)
-                links, times = uniform(regions, link), (step_seconds,) * regions
+                links = uniform(regions, link)
+                times = (step_seconds,) * regions
                 sizes = row["fragment_bytes"]
                 timeline = simulated(method, links, sizes, times, row["steps"])
                 seconds = timeline.seconds_until(needed.mean)
@@ -124,34 +130,41 @@ def simulated(
     steps = min(num_steps, max(INTERVALS * interval, LEAST_STEPS))
     sizes = tuple(map(float, fragment_bytes)) or (1.0,) * method.num_fragments
     work = Workload(sizes, tuple(step_time_s))
+
     way = None
     if exchanges.own_crossing(method) is None:
         direct = "direct_gather" if exchanges.is_gathered(method) else "direct"
         way = collective or direct
+
     return simulate_method(topology, work, method, steps, way, sharing="fifo")
 
 
-def markdown(report: Report, found: Sequence[Arrival], step_seconds: float) -> str:
+def markdown(report: Report, arrivals: Sequence[Arrival], step_seconds: float) -> str:
     """Return the table of who is there first."""
     heads = ["network", *(f"{i}." for i in range(1, TOP + 1)), "the reference"]
-    lines = []
     by_network: dict[Network, list[Arrival]] = {}
-    for arrival in sorted(found, key=lambda arrival: arrival.seconds):
+    for arrival in sorted(arrivals, key=lambda arrival: arrival.seconds):
         by_network.setdefault(arrival.network, []).append(arrival)
-    for network in dict.fromkeys(arrival.network for arrival in found):
-        line, arrived = [str(network)], by_network[network]
+
+    lines = []
+    for network in dict.fromkeys(arrival.network for arrival in arrivals):
+        line = [str(network)]
+        arrived = by_network[network]
         for arrival in arrived[:TOP]:
             which = "" if arrival.column == TUNED else ", published"
             seconds = format_duration(arrival.seconds)
             line.append(f"{arrival.cell.label}{which}: {seconds}")
+
         line += ["-"] * (TOP - len(arrived))
-        own = [
-            a
-            for a in arrived
-            if a.cell is report.reference and a.column == report.reference_column
+        of_reference = [
+            arrival
+            for arrival in arrived
+            if arrival.cell is report.reference
+            and arrival.column == report.reference_column
         ]
-        line.append(format_duration(own[0].seconds) if own else "-")
+        line.append(format_duration(of_reference[0].seconds) if of_reference else "-")
         lines.append(line)
+
     return (
         f"Seconds to the reference's last loss, simulated: inner steps of "
         f"{step_seconds:g} s, equal links between all regions, the bytes that the runs "
@@ -159,7 +172,7 @@ def markdown(report: Report, found: Sequence[Arrival], step_seconds: float) -> s
     )
 
 
-def to_json(found: Sequence[Arrival], step_seconds: float) -> dict[str, Any]:
+def to_json(arrivals: Sequence[Arrival], step_seconds: float) -> dict[str, Any]:
     """Return plain values."""
     return {
         "step_seconds": step_seconds,
@@ -171,6 +184,6 @@ def to_json(found: Sequence[Arrival], step_seconds: float) -> dict[str, Any]:
                 "seconds": a.seconds if math.isfinite(a.seconds) else None,
                 "stall_share": a.stall_share,
             }
-            for a in found
+            for a in arrivals
         ],
     }

@@ -16,23 +16,30 @@ SAME = ("model", "data")
 
 
 def find(
-    found: Sequence[Cell], words: str | None, whose: str = "of these rows"
+    cells: Sequence[Cell], words: str | None, whose: str = "of these rows"
 ) -> Cell:
     """Return the cell that others are held against."""
     if words is None:
-        published = [(c, c.columns.get(PUBLISHED)) for c in found]
-        held = [cell for cell, column in published if column and column.loss]
-        first = lambda cell: next(iter(cell.columns.values()))  # noqa: E731
-        return max(held or found, key=lambda cell: mean_loss(first(cell)))
-    fitting = [cell for cell in found if has_flags(cell.config, words)]
+        published = [(cell, cell.columns.get(PUBLISHED)) for cell in cells]
+        finished = [cell for cell, column in published if column and column.loss]
+        return max(finished or cells, key=_first_loss)
+
+    fitting = [cell for cell in cells if has_flags(cell.config, words)]
     if len(fitting) == 1:
         return fitting[0]
-    which = "no cell" if not fitting else f"{len(fitting)} cells"
+    if not fitting:
+        labels = ", ".join(cell.label for cell in cells)
+        raise ValueError(f"reference={words!r} is no cell {whose}; they are {labels}")
+    labels = ", ".join(cell.label for cell in fitting)
     raise ValueError(
-        f"reference={words!r} is {which} {whose}; "
-        f"{'give flags of one:' if fitting else 'they are'} "
-        f"{', '.join(cell.label for cell in fitting or found)}"
+        f"reference={words!r} is {len(fitting)} cells {whose}; give flags of one: "
+        f"{labels}"
     )
+
+
+def _first_loss(cell: Cell) -> float:
+    """Return the mean loss of a cell's first column."""
+    return mean_loss(next(iter(cell.columns.values())))
 
 
 def read(
@@ -40,21 +47,23 @@ def read(
 ) -> Cell:
     """Return the cell of a results file that runs are held against."""
     try:
-        found = report.load(path)
+        cells = report.load(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
             f"reference_from={path} cannot be read ({reason}); name a cells.json of "
             "another sweep, such as experiments/results/one_bit.json"
         ) from error
-    if not found:
+
+    if not cells:
         raise ValueError(f"reference_from={path} has no cell that ended well")
-    held = find(found, words, f"of {path}")
+    held = find(cells, words, f"of {path}")
     if column_of(held, column) not in held.columns:
         raise ValueError(
             f"reference_column={column!r} was not run for {held.label} of {path}; it "
             f"has {list(held.columns)}"
         )
+
     apart = [_apart(held.config, config) for config in runs]
     if apart and all(apart):  # A grid may vary them: one that is the same will do.
         name, theirs, ours = min(apart, key=len)[0]
@@ -63,6 +72,7 @@ def read(
             f"{ours!r}: losses of other models or data cannot be held against "
             "one another; name results of the same"
         )
+
     return held
 
 
@@ -100,6 +110,7 @@ def check(
         )
     if words is None:
         return
+
     cells: dict[str, dict[str, Any]] = {}
     for config in configs(plan, written):  # A cell's first is what `find` looks at.
         cells.setdefault(cell_of(config, plan.grid.tuned), config)

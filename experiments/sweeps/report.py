@@ -95,10 +95,12 @@ class Report:
         return [n for n in COLUMNS if any(n in cell.columns for cell in self.cells)]
 
     def _line(self, cell: Cell, is_best: bool) -> list[str]:
-        flags, last = cell.flags, _last(cell)
+        flags = cell.flags
+        last = _last(cell)
         method = f"**{flags['method']}**" if is_best else flags["method"]
         others = {n: v for n, v in flags.items() if n not in SHOWN}
         besides = [f"{n} {v}" for n, v in others.items() if v is not None]
+
         line = [
             method,
             precision(flags),
@@ -110,9 +112,11 @@ class Report:
         ]
         for name in self._columns():
             line += self._entries(cell.columns.get(name))
+
         if TUNED in self._columns():
             tuned = cell.columns.get(TUNED)
             line += [_values(tuned.values) if tuned else "-", str(cell.tried)]
+
         return line
 
     def _entries(self, column: Column | None) -> list[str]:
@@ -121,6 +125,7 @@ class Report:
         if column.diverged:
             seeds = ", ".join(map(str, column.diverged))
             return [f"diverged (seed {seeds})", "-", "-"]
+
         loss = _shown(column.loss, "{:.3f}".format) + "*" * column.chosen_here
         against = _shown(difference(column, self.target), "{:+.3f}".format)
         return [
@@ -152,6 +157,7 @@ class Report:
         has_two = bool(self.reference_from) or TUNED in self._columns()
         which = f", {self.reference_column}" if has_two else ""
         source = f", of {self.reference_from}" if self.reference_from else ""
+
         if not seeds:
             return f"Every run diverged.\n\n{table}\n\nBy `{command}`.\n"
         note = (
@@ -165,6 +171,7 @@ class Report:
         )
         if "*" in table.replace("**", ""):
             note += " *: chosen by these very seeds, so too good."
+
         return (
             f"{note}\n\n{table}\n\n![The frontier](frontier.png)\n\nBy `{command}`.\n"
         )
@@ -198,8 +205,10 @@ def _last(cell: Cell) -> Column:
 def _point(cell: Cell, column: Column) -> Point | None:
     if column.loss is None or not column.bytes_per_step:
         return None
-    loss, method = column.loss, str(cell.flags["method"])
-    sent, half = column.bytes_per_step, loss.half or 0.0
+    loss = column.loss
+    method = str(cell.flags["method"])
+    sent = column.bytes_per_step
+    half = loss.half or 0.0
     return Point(cell.label, method, sent, loss.mean, half)
 
 
@@ -227,6 +236,7 @@ def to_json(made: Report) -> dict[str, Any]:
     held = {"cell": made.reference.label, "column": made.reference_column}
     if made.reference_from:
         held["from"] = made.reference_from
+
     return {
         "reference": held,
         "cells": [
@@ -312,7 +322,12 @@ def load(path: str | pathlib.Path) -> list[Cell]:
     Their rows have seeds and last losses, which is what differences and steps to a loss
     need of a reference, and no curves.
     """
-    return read_cells(path, lambda found: list(filter(None, map(_cell, found))))
+    return read_cells(path, _cells)
+
+
+def _cells(kept: Sequence[Mapping[str, Any]]) -> list[Cell]:
+    cells = [_cell(entry) for entry in kept]
+    return [cell for cell in cells if cell is not None]
 
 
 def _cell(kept: Mapping[str, Any]) -> Cell | None:

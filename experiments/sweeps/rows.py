@@ -32,7 +32,8 @@ def append(folder: pathlib.Path, row: Mapping[str, Any]) -> None:
 
     What a killed process left of a line is dropped first.
     """
-    line, path = json.dumps(row).encode() + b"\n", folder / FILE
+    line = json.dumps(row).encode() + b"\n"
+    path = folder / FILE
     with writing(path), path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
@@ -50,24 +51,25 @@ def read(folder: pathlib.Path) -> list[Row]:
     configuration that is written in the row, with today's defaults for the fields that
     it did not have yet.
     """
-    found: dict[str, Row] = {}
+    newest: dict[str, Row] = {}
     for path in sorted(folder.glob("rows*.jsonl")):
         rows = read_lines(path, _known, "row of a sweep")
-        found |= {row["row"]: row for row in rows}
-    return list(found.values())
+        newest |= {row["row"]: row for row in rows}
+    return list(newest.values())
 
 
-def check_texts(found: Sequence[Row]) -> None:
+def check_texts(rows: Sequence[Row]) -> None:
     """Refuse rows of one data set whose text differs: their losses do not compare.
 
     The same flags may read other files on another machine, or later. Rows of earlier
     versions do not say what they read.
     """
     first: dict[str, Row] = {}
-    for row in found:
+    for row in rows:
         if "text" not in row:
             continue
         of_data = {name: row["config"]["data"].get(name) for name in _OF_TEXT}
+
         other = first.setdefault(json.dumps(of_data), row)
         if other["text"] != row["text"]:
             raise ValueError(
@@ -86,12 +88,15 @@ def _known(row: Row) -> Row:
 
 def run_key(config: Config) -> str:
     """Return a short name of a resolved configuration, the same on every machine."""
-    others, missing = {}, object()
+    others = {}
+    missing = object()
     for section in run_config.SECTIONS:
-        values, usual = config[section], _defaults(section, config[section])
+        values = config[section]
+        usual = _defaults(section, config[section])
         others[section] = {
             n: v for n, v in values.items() if v != usual.get(n, missing)
         }
+
     text = json.dumps({**config, **others}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

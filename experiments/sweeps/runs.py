@@ -80,12 +80,15 @@ def check(settings: Sequence[Setting]) -> None:
     for setting in sorted(settings, key=_num_devices, reverse=True)[:1]:
         with about(setting.name):
             build.use_devices(setting.config.run, 1)
+
     seen: set[tuple] = set()
     for setting in settings:
-        config, run = setting.config, setting.config.run
+        config = setting.config
+        run = setting.config.run
         key = (*build.program_key(config), config.model, run.regions)
         if key in seen:
             continue
+
         seen.add(key)
         with about(setting.name):
             build.check_model(config, config.model)
@@ -97,11 +100,19 @@ def check_data(settings: Sequence[Setting], seed: int) -> None:
     """Open the data of every setting, and none twice, as `prepare` will."""
     seen: set[tuple] = set()
     for setting in settings:
-        config, run = setting.config.replace(seed=seed), setting.config.run
-        key = config.data, config.model, run.regions, run.eval_batches, run.init_from
+        config = setting.config.replace(seed=seed)
+        run = setting.config.run
+        key = (
+            config.data,
+            config.model,
+            run.regions,
+            run.eval_batches,
+            run.init_from,
+        )
         if key in seen:
             continue
         seen.add(key)
+
         with about(setting.name):
             text = open_text(config.data, run.regions, None)
             model = model_of(config, text.tokenizer)
@@ -125,20 +136,25 @@ class Trainer:
     """Trains rows; what the row before has built is used again where it is the same."""
 
     def __init__(self, folder: pathlib.Path, keep_runs: bool, console: Console):
-        self._folder, self._keep, self._console = folder / RUNS, keep_runs, console
+        self._folder = folder / RUNS
+        self._keep = keep_runs
+        self._console = console
         self._before: Session | None = None
         self._num_programs = 0
 
     def train(self, row: Row) -> dict[str, Any]:
         """Train a row to its end, from its newest checkpoint if it has one."""
-        folder, before = self._folder / row.row_id, self._before
+        folder = self._folder / row.row_id
+        before = self._before
         earlier = [before] if before else []
+
         session = self._before = prepare(row.config, folder, open_text, earlier)
         if before is None or before.program is not session.program:
             self._num_programs += 1
             if self._num_programs % _KEPT_PROGRAMS == 0:
                 jax.clear_caches()
                 gc.collect()
+
         try:
             summary = session.train(self._console)
             if summary["steps"] < row.config.run.steps:
@@ -149,6 +165,7 @@ class Trainer:
                 for e in run.of_kind("eval")
             ]
             sizes = _fragment_bytes(session, run)
+
             return trained(row, session.model, run.summary, curve, sizes)
         except NonFiniteLossError as error:
             return diverged(row, session.model, str(error))
@@ -167,10 +184,12 @@ def trained(
     fragment_bytes: Mapping[int, float],
 ) -> dict[str, Any]:
     """Return a finished row as it is to be written."""
-    sent, steps = summary["bytes_sent_per_region"], summary["steps"]
+    sent = summary["bytes_sent_per_region"]
+    steps = summary["steps"]
     # One that none of its messages arrived of is taken to be like the others.
     usual = sum(fragment_bytes.values()) / max(len(fragment_bytes), 1)
     every = range(row.config.method.build().num_fragments if fragment_bytes else 0)
+
     return {
         **_head(row, model),
         "loss": summary["eval_loss"],
@@ -222,4 +241,4 @@ def _fragment_bytes(session: Session, run: Run) -> dict[int, float]:
     sizes: dict[int, list[float]] = {}
     for record in run.of_kind("sync"):
         sizes.setdefault(record["fragment"], []).append(record["bytes"])
-    return {k: sum(each) / len(each) for k, each in sizes.items()}
+    return {k: sum(of_sync) / len(of_sync) for k, of_sync in sizes.items()}

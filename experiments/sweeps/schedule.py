@@ -64,8 +64,10 @@ def assign(written: Sequence[Written], grid: Grid | None) -> list[Written]:
     rows: list[Row] = []
     if halving := grid.halving:
         for number, steps in enumerate(halving.rungs, 1):
-            stage = f"rung {number}", steps
-            rows += rows_of(grid, grid.settings, halving.tuning_seeds, *stage)
+            rows += rows_of(
+                grid, grid.settings, halving.tuning_seeds, f"rung {number}", steps
+            )
+
     rows += rows_of(grid, grid.settings, grid.seeds, FINAL)
     roles = {row.row_id: row.role for row in rows}
     return [{**row, **roles.get(row["row"], {})} for row in written]
@@ -85,11 +87,12 @@ class Plan:
 
     def _key(self, setting: Setting) -> Hashable:
         """Return what a setting competes under."""
-        config, halving = setting.config.to_json(), self.grid.halving
+        config = setting.config.to_json()
+        halving = self.grid.halving
         if halving is None or not halving.by:
             return cell_of(config, self.grid.tuned)
-        found = flat(config)
-        return tuple(str(found.get(name)) for name in halving.by)
+        flags = flat(config)
+        return tuple(str(flags.get(name)) for name in halving.by)
 
     def stages(
         self, results: Callable[[], Mapping[str, Written]]
@@ -99,56 +102,71 @@ class Plan:
         halving = self.grid.halving
         for rung in range(len(halving.rungs)) if halving else ():
             assert halving is not None
-            seeds, steps = halving.tuning_seeds, halving.rungs[rung]
+            seeds = halving.tuning_seeds
+            steps = halving.rungs[rung]
             num_rivals = collections.Counter(map(self._key, settings))
             rivals = [s for s in settings if num_rivals[self._key(s)] > halving.winners]
             rows = rows_of(self.grid, rivals, seeds, f"rung {rung + 1}", steps)
             yield rows
-            written, num = results(), len(seeds)
-            losses = [written[row.row_id]["loss"] for row in rows]
-            each = [losses[i : i + num] for i in range(0, len(losses), num)]
+
+            written = results()
+            num = len(seeds)
+            in_order = [written[row.row_id]["loss"] for row in rows]
+            losses = [in_order[i : i + num] for i in range(0, len(in_order), num)]
             keys = [self._key(s) for s in rivals]
-            kept = {s.key for s in best(halving, rung, rivals, keys, each)}
-            told = [
+            kept = {s.key for s in best(halving, rung, rivals, keys, losses)}
+
+            entries = [
                 {"name": s.name, "setting": s.key, "loss": loss, "kept": s.key in kept}
-                for s, loss in zip(rivals, each, strict=True)
+                for s, loss in zip(rivals, losses, strict=True)
             ]
-            entry = {"steps": steps, "seeds": list(seeds), "settings": told}
-            self.history.append(entry)
+            self.history.append(
+                {"steps": steps, "seeds": list(seeds), "settings": entries}
+            )
             settings = [s for s in settings if s not in rivals or s.key in kept]
+
         self.chosen = {s.key for s in settings}
         if halving:
             settings = [
                 s for s in self.grid.settings if s.published or s.key in self.chosen
             ]
+
         yield rows_of(self.grid, settings, self.grid.seeds, FINAL)
 
     def own(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows of a stage that are this shard's: all seeds of a setting."""
         keys = list(dict.fromkeys(row.setting.key for row in rows))
-        own = keys[self.shard - 1 :: self.num_shards]
-        return [row for row in rows if row.setting.key in own]
+        of_shard = keys[self.shard - 1 :: self.num_shards]
+        return [row for row in rows if row.setting.key in of_shard]
 
     def total(self) -> tuple[int, float]:
         """Return the rows of all stages, of all shards, and what they cost."""
         final = rows_of(self.grid, self.grid.settings, self.grid.seeds, FINAL)
-        costs, halving = [row.cost for row in final], self.grid.halving
+        costs = [row.cost for row in final]
+        halving = self.grid.halving
         if halving is None:
             return len(final), sum(costs)
-        num_final, cost, count, seeds = 0, 0.0, 0, len(halving.tuning_seeds)
+
         groups: dict[Hashable, list[Setting]] = {}
         for setting in self.grid.settings:
             groups.setdefault(self._key(setting), []).append(setting)
+
+        num_final = 0
+        cost = 0.0
+        count = 0
+        seeds = len(halving.tuning_seeds)
         for group in groups.values():
             per_step = statistics.fmean(s.cost_per_step for s in group)
             counts = halving.counts(len(group))
             count += sum(counts) * seeds
             steps = sum(map(operator.mul, counts, halving.rungs))
             cost += steps * seeds * per_step
+
             # Fewer where what is published wins.
             published = sum(s.published for s in group)
             num = min(halving.winners + published, len(group))
             num_final += num * len(self.grid.seeds)
+
         return count + num_final, cost + num_final * statistics.fmean(costs)
 
     def to_json(self, others: Collection[str] = ()) -> dict[str, Any]:
@@ -160,9 +178,12 @@ class Progress:
     """How far a sweep is, and how long the rest takes at the pace of this process."""
 
     def __init__(self, plan: Plan, clock: Callable[[], float] = time.monotonic):
-        self._plan, self._clock = plan, clock
+        self._plan = plan
+        self._clock = clock
         self._num, self._cost = plan.total()
-        self._num_done, self._cost_done, self._own_cost = 0, 0.0, 0.0
+        self._num_done = 0
+        self._cost_done = 0.0
+        self._own_cost = 0.0
         self._began_s = clock()
 
     def found(self, row: Row) -> None:

@@ -25,7 +25,8 @@ def command():
 
     def start(module, *flags, env=None):
         words = [sys.executable, "-m", module, *map(str, flags)]
-        out, environment = subprocess.PIPE, os.environ | (env or {})
+        out = subprocess.PIPE
+        environment = os.environ | (env or {})
         return subprocess.Popen(
             words, cwd=ROOT, env=environment, stdout=out, stderr=out, text=True
         )

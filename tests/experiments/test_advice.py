@@ -33,10 +33,16 @@ def cell(setting, sizes, curve):
     config = setting.config.to_json()
     method = config["method"]["method"]
     column = {
-        "curve": curve, "seeds": [0, 1], "diverged": [], "parameters": 1000,
-        "fragment_bytes": sizes, "bytes_per_step": curve[-1][2] / 20, "config": config,
-    }  # fmt: skip
+        "curve": curve,
+        "seeds": [0, 1],
+        "diverged": [],
+        "parameters": 1000,
+        "fragment_bytes": sizes,
+        "bytes_per_step": curve[-1][2] / 20,
+        "config": config,
+    }
     flags = {"method": method, "compress": "ef+int4" if len(sizes) > 1 else None}
+
     return {"flags": flags, "columns": {"published": column}}
 
 
@@ -90,12 +96,12 @@ def test_between_them_the_loss_is_read_off_the_curve(cells):
 def test_a_method_of_one_region_is_left_out(cells):
     first, second = advice.read(cells)
     config = first.config.replace(method="snoo", regions=1)
-    given = uniform(4, Link(1, 0.05)), 1000, [1.0]
+    links = uniform(4, Link(1, 0.05))
     alone = dataclasses.replace(first, config=config)
-    (found,) = advice.advise([alone, second], *given)
-    assert found.choice is second
+    (advised,) = advice.advise([alone, second], links, 1000, [1.0])
+    assert advised.choice is second
     with pytest.raises(ValueError, match="the frontier has no method for regions=4"):
-        advice.advise([alone], *given)
+        advice.advise([alone], links, 1000, [1.0])
 
 
 def test_the_plan_says_it_and_how_to_get_it(cells, capsys, tmp_path):
@@ -108,8 +114,8 @@ def test_the_plan_says_it_and_how_to_get_it(cells, capsys, tmp_path):
     )
     assert "--method=streaming_diloco --sync_interval=16" in out
     assert "--compress=ef+int4" in out
-    found = json.loads((tmp_path / "advice.json").read_text())["choices"]
-    assert [each["loss"] for each in found] == [2.4, None]
+    choices = json.loads((tmp_path / "advice.json").read_text())["choices"]
+    assert [choice["loss"] for choice in choices] == [2.4, None]
 
 
 def test_files_of_several_sweeps_are_one_frontier(cells, tmp_path):
@@ -117,19 +123,24 @@ def test_files_of_several_sweeps_are_one_frontier(cells, tmp_path):
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     for path, one in zip(paths, both, strict=True):
         path.write_text(json.dumps({"cells": [one]}))
+
     assert advice.read(",".join(map(str, paths))) == advice.read(cells)
     both[1]["columns"]["published"]["parameters"] = 2000
     paths[1].write_text(json.dumps({"cells": [both[1]]}))
+
     message = "has runs of 1000 parameters, 20 steps, 10240 tokens and 2000 parameters"
     with pytest.raises(ValueError, match=message):
         advice.read(",".join(map(str, paths)))
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("{}", "is no cells.json of experiments.sweep (KeyError('cells'))"),
-    ('{"cells": []}', "has no cell whose seeds all ended well"),
-    (None, "No such file or directory"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "is no cells.json of experiments.sweep (KeyError('cells'))"),
+        ('{"cells": []}', "has no cell whose seeds all ended well"),
+        (None, "No such file or directory"),
+    ],
+)
 def test_a_file_that_is_none_is_named(text, message, tmp_path, refused):
     path = tmp_path / "cells.json"
     if text is not None:
@@ -143,15 +154,15 @@ RESULTS = pathlib.Path(experiments.__file__).parent / "results"
 def of_the_recipe():
     """Columns of cells of one or two bits with error feedback, in any sweep."""
     for path in RESULTS.glob("*.json"):
-        found = json.loads(path.read_text())
-        for cell in found.get("cells", ()) if isinstance(found, dict) else ():
+        table = json.loads(path.read_text())
+        for cell in table.get("cells", ()) if isinstance(table, dict) else ():
             sent = cell.get("flags", {}).get("compress") or ""
             if sent.startswith("ef+") and sent.endswith(("sign", "stat2")):
                 yield from (c for c in cell["columns"].values() if c["config"])
 
 
 def test_the_ranges_are_those_of_the_results():
-    found = [
+    rows = [
         {
             "parameters": column["parameters"],
             "regions": column["config"]["run"]["regions"],
@@ -159,9 +170,10 @@ def test_the_ranges_are_those_of_the_results():
         }
         for column in of_the_recipe()
     ]
-    assert len(found) > 50
+    assert len(rows) > 50
+
     for name, ends in advice.MEASURED.items():
-        values = [each[name] for each in found]
+        values = [row[name] for row in rows]
         assert (min(values), max(values)) == pytest.approx(ends, rel=1e-2), name
 
 

@@ -18,7 +18,8 @@ from experiments.sweeps.grid import Setting
 from experiments.sweeps.runs import Row
 from tests.program.tiny import follow
 
-REGIONS, STEPS = 2, 9
+REGIONS = 2
+STEPS = 9
 SMOKE = PRESETS["smoke"].replace(
     regions=REGIONS, steps=STEPS, warmup_steps=2, eval_batches=2
 )
@@ -39,8 +40,8 @@ def loss_fn(params, batch, key):
 
 
 def config(method, **leaves):
-    found = SMOKE.where(**WHERE).replace(method=method)
-    return found.replace(**leaves).resolve()
+    base = SMOKE.where(**WHERE).replace(method=method)
+    return base.replace(**leaves).resolve()
 
 
 def stream(seed):
@@ -50,12 +51,12 @@ def stream(seed):
         yield {"x": x, "y": np.sin(2 * x[..., :2])}
 
 
-def make_trials(found, in_turn=True, numbers=None):
-    make = functools.partial(batched._make, found, found.model)
+def make_trials(run_config, in_turn=True, numbers=None):
+    make = functools.partial(batched._make, run_config, run_config.model)
     if numbers is not None:  # Not inputs, but constants of the program.
         fixed = make(numbers)
         return trials.Trials(loss_fn, lambda _: fixed, {}, REGIONS, in_turn)
-    example = batched.numbers_of(found)
+    example = batched.numbers_of(run_config)
     return trials.Trials(loss_fn, make, example, REGIONS, in_turn)
 
 
@@ -63,10 +64,16 @@ def outcome_of(program, seeds, numbers, **others):
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(init_params, seeds))
     names = numbers[0] if numbers else ()
     return trials.train(
-        program, stacked, {name: [each[name] for each in numbers] for name in names},
-        [stream(seed) for seed in seeds], range(len(seeds)), STEPS, next(stream(9)), 4,
+        program,
+        stacked,
+        {name: [trial[name] for trial in numbers] for name in names},
+        [stream(seed) for seed in seeds],
+        range(len(seeds)),
+        STEPS,
+        next(stream(9)),
+        4,
         **others,
-    )  # fmt: skip
+    )
 
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
@@ -79,17 +86,19 @@ OTHER = {"inner_lr": 9e-3, "outer_lr": 0.2, "outer_momentum": 0.5, "mixing_alpha
 )
 def test_a_trial_is_a_run_with_its_numbers(method, in_turn):
     """Beside a trial of other numbers; 9 float32 steps, two programs."""
-    found = config(method)
-    base = batched.numbers_of(found)
+    run_config = config(method)
+    base = batched.numbers_of(run_config)
     other = base | {name: x for name, x in OTHER.items() if name in base}
-    together = outcome_of(make_trials(found, in_turn), [3, 4], [base, other])
+    together = outcome_of(make_trials(run_config, in_turn), [3, 4], [base, other])
     assert together.steps == [4, 8, 9]
+
     for trial, numbers in enumerate((base, other)):
-        alone = outcome_of(make_trials(found, True, numbers), [3 + trial], [])
+        alone = outcome_of(make_trials(run_config, True, numbers), [3 + trial], [])
         close(together.losses[trial], alone.losses[0])
         for mine, single in zip(together.evaluations, alone.evaluations, strict=True):
             for x, y in zip(mine, single, strict=True):
                 close(x[trial], y[0])
+
         jax.tree.map(
             lambda x, y, t=trial: close(x[t], y[0]), together.params, alone.params
         )
@@ -97,6 +106,7 @@ def test_a_trial_is_a_run_with_its_numbers(method, in_turn):
         assert together.merges[trial] == alone.merges[0]
         assert together.bytes_sent[-1][trial] == alone.bytes_sent[-1][0]
         assert together.fragment_bytes(trial) == alone.fragment_bytes(0)
+
     losses = together.evaluations[-1].loss
     assert abs(losses[0] - losses[1]) > 1e-3
     assert (together.merges > 0).all() or method == "data_parallel"
@@ -106,16 +116,21 @@ def test_a_trial_is_a_run_with_its_numbers(method, in_turn):
 @pytest.mark.parametrize("method", ["cocodc", "streaming_diloco"])
 def test_a_trial_is_a_run_of_the_region_program(method, delay_steps):
     """With a delay of H a fragment is in flight at all times, across every cycle."""
-    found = config(method, compress="ef+int4", delay_steps=delay_steps)
+    run_config = config(method, compress="ef+int4", delay_steps=delay_steps)
     if method == "streaming_diloco":
-        found = found.replace(merge_feedback=True).resolve()
-    numbers = batched.numbers_of(found)
-    outcome = outcome_of(make_trials(found, True), [3], [numbers])
-    inner, built, user_inputs = batched._make(found, found.model, numbers)
+        run_config = run_config.replace(merge_feedback=True).resolve()
+    numbers = batched.numbers_of(run_config)
+    outcome = outcome_of(make_trials(run_config, True), [3], [numbers])
+    inner, built, user_inputs = batched._make(run_config, run_config.model, numbers)
     program = cc.RegionProgram(
-        loss_fn, inner, built, init_params(3), REGIONS,
-        mesh=cc.make_mesh(REGIONS, devices=jax.devices()[:1]), user_inputs=user_inputs,
-    )  # fmt: skip
+        loss_fn,
+        inner,
+        built,
+        init_params(3),
+        REGIONS,
+        mesh=cc.make_mesh(REGIONS, devices=jax.devices()[:1]),
+        user_inputs=user_inputs,
+    )
     state = program.init(init_params(3), jax.random.key(0))
     state, outputs = follow(program, state, stream(3), STEPS)
     syncs = [sync for output in outputs for sync in output.syncs]
@@ -143,22 +158,27 @@ def test_numbers_of_every_method_are_inputs_or_why_not_is_said(name):
     """Traced only: what needs a number's value, or an axis of trials, would fail."""
     name, _, curvature = name.partition("+")
     more = {"curvature": curvature} if curvature else {}
-    found = config(name, regions=cc.methods.get(name).num_regions or REGIONS, **more)
-    why = batched.why_alone(found)
+    run_config = config(
+        name, regions=cc.methods.get(name).num_regions or REGIONS, **more
+    )
+    why = batched.why_alone(run_config)
     assert (why is not None) == (name in ALONE)
+
     if why is not None:
         assert f"method={name!r} is none for synchronized" in why
         return
-    program, regions = make_trials(found, False), found.run.regions
+
+    program = make_trials(run_config, False)
+    regions = run_config.run.regions
     program = dataclasses.replace(program, num_regions=regions)
-    numbers = batched.numbers_of(found)
+    numbers = batched.numbers_of(run_config)
     assert {"inner_lr", "weight_decay", "beta1", "beta2"} <= numbers.keys()
-    given = {n: jnp.full(2, x, float) for n, x in numbers.items()}
+    arrays = {n: jnp.full(2, x, float) for n, x in numbers.items()}
     stacked = jax.tree.map(lambda *x: jnp.stack(x), init_params(0), init_params(1))
-    state = jax.eval_shape(program.init, stacked, given)
+    state = jax.eval_shape(program.init, stacked, arrays)
     x = np.zeros((1, 2, regions, 5, 3), np.float32)
     data = {"x": x, "y": x[..., :2]}
-    after, losses = jax.eval_shape(program.advance, state, given, data, jnp.arange(2))
+    after, losses = jax.eval_shape(program.advance, state, arrays, data, jnp.arange(2))
     kinds = functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype))
     assert kinds(after) == kinds(state)
     assert losses.shape == (2, 1, regions)
@@ -166,18 +186,23 @@ def test_numbers_of_every_method_are_inputs_or_why_not_is_said(name):
     assert jax.eval_shape(program.evaluate, after, held_out).loss.shape == (2,)
 
 
-@pytest.mark.parametrize(("leaves", "why"), [
-    ({"step_times": "1,2"}, "step_times=1,2"),
-    ({"exchange": "elastic"}, "exchange='elastic'"),
-    ({"method": "mla"}, "its regions come one by one"),
-    ({"delay_steps": "auto"}, "its events follow times that the host measures"),
-    ({"data_axis": 2}, "data_axis=2"),
-    ({"expert_axis": 2}, "expert_axis=2"),
-    ({"exclude_above": 3.0}, "robust_mean have the host restore regions"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("leaves", "why"),
+    [
+        ({"step_times": "1,2"}, "step_times=1,2"),
+        ({"exchange": "elastic"}, "exchange='elastic'"),
+        ({"method": "mla"}, "its regions come one by one"),
+        ({"delay_steps": "auto"}, "its events follow times that the host measures"),
+        ({"data_axis": 2}, "data_axis=2"),
+        ({"expert_axis": 2}, "expert_axis=2"),
+        ({"exclude_above": 3.0}, "robust_mean have the host restore regions"),
+    ],
+)
 def test_what_is_trained_alone_is_said(leaves, why):
-    found = config("cocodc") if "method" not in leaves else config(leaves["method"])
-    assert why in batched.why_alone(found.replace(**leaves).resolve())
+    run_config = (
+        config("cocodc") if "method" not in leaves else config(leaves["method"])
+    )
+    assert why in batched.why_alone(run_config.replace(**leaves).resolve())
 
 
 def row(seed, **leaves):
@@ -188,18 +213,18 @@ def test_rows_of_one_program_are_cut_into_even_batches():
     group = [row(seed, outer_lr=lr) for lr in (0.4, 0.7, 1.0) for seed in (0, 1)]
     group.append(row(0, compensation_strength=0.1, outer_momentum=0.0, beta1=0.8))
     others = [row(0, sync_interval=8), row(0, delay_steps="auto")]
-    found, alone = batched.batches([*group, *others], 4)
-    assert [(len(b.rows), b.size) for b in found] == [(4, 4), (3, 4), (1, 1)]
-    assert found[0].rows + found[1].rows == tuple(group)
+    of_groups, alone = batched.batches([*group, *others], 4)
+    assert [(len(b.rows), b.size) for b in of_groups] == [(4, 4), (3, 4), (1, 1)]
+    assert of_groups[0].rows + of_groups[1].rows == tuple(group)
     assert list(alone) == [others[1].row_id]
-    settings = [each.setting for each in (*group, *others)]
+    settings = [member.setting for member in (*group, *others)]
     assert batched.first_of_groups(settings) == [settings[i] for i in (0, 7, 8)]
 
 
 def test_a_trial_with_experts_counts_their_tokens():
     """As a run does: its optimizer adds counts up."""
-    found = config("streaming_diloco", num_experts=2, expert_width=8)
-    inner, _, _ = batched._make(found, found.model, {})
+    run_config = config("streaming_diloco", num_experts=2, expert_width=8)
+    inner, _, _ = batched._make(run_config, run_config.model, {})
     params = {"experts": {"tokens": jnp.zeros(2)}}
     shares = {"experts": {"tokens": jnp.array([-0.25, -0.75])}}
     updates, _ = inner.update(shares, inner.init(params), params)
@@ -208,9 +233,11 @@ def test_a_trial_with_experts_counts_their_tokens():
 
 
 def test_a_trial_that_diverged_leaves_the_others():
-    found = config("streaming_diloco")
-    base = batched.numbers_of(found)
-    outcome = outcome_of(make_trials(found), [0, 0], [base, base | {"inner_lr": 1e30}])
+    run_config = config("streaming_diloco")
+    base = batched.numbers_of(run_config)
+    outcome = outcome_of(
+        make_trials(run_config), [0, 0], [base, base | {"inner_lr": 1e30}]
+    )
     assert np.isfinite(outcome.losses[0]).all()
     assert batched._why_diverged(outcome, 0) is None
     why = batched._why_diverged(outcome, 1)
@@ -220,16 +247,19 @@ def test_a_trial_that_diverged_leaves_the_others():
 
 
 def test_trials_stop_when_asked():
-    found = config("streaming_diloco")
-    numbers = [batched.numbers_of(found)]
+    run_config = config("streaming_diloco")
+    numbers = [batched.numbers_of(run_config)]
     with pytest.raises(trials.StoppedError, match="1 trials at step 4"):
-        outcome_of(make_trials(found), [0], numbers, should_stop=lambda: True)
+        outcome_of(make_trials(run_config), [0], numbers, should_stop=lambda: True)
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--batch_trials=-1"], "--batch_trials=-1 must be at least 0"),
-    (["--batch_trials=2", "--keep_runs"], "--keep_runs=True keeps folders"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batch_trials=-1"], "--batch_trials=-1 must be at least 0"),
+        (["--batch_trials=2", "--keep_runs"], "--keep_runs=True keeps folders"),
+    ],
+)
 def test_wrong_flags(words, message, refused, tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text('[base]\npreset = "smoke"\n[groups.a]\nmethod = "diloco"\n')
@@ -259,16 +289,19 @@ def test_rows_are_those_that_are_trained_alone(call, corpus, tmp_path):
         mixing_alpha = [0.5, 0.2]
         """
     )
-    found = []
+    trained = []
+
     for number in (0, 3):
         folder = tmp_path / f"out_{number}"
         words = [f"--grid={path}", f"--workdir={folder}", f"--batch_trials={number}"]
         out, _ = call(sweep, *words)
-        found.append({row["row"]: row for row in rows.read(folder)})
+        trained.append({row["row"]: row for row in rows.read(folder)})
+
     assert "batch 2/2, 2 trials" in out
     assert not (folder / "runs").exists()
-    alone, together = found
+    alone, together = trained
     assert alone.keys() == together.keys()
+
     for key, one in alone.items():
         both = together[key]
         assert one.keys() == both.keys()
@@ -277,5 +310,6 @@ def test_rows_are_those_that_are_trained_alone(call, corpus, tmp_path):
                 np.testing.assert_allclose(both[name], one[name], rtol=1e-4)
             else:
                 assert both[name] == one[name], name
+
     cells = json.loads((folder / "cells.json").read_text())["cells"]
     assert [c["columns"]["tuned"]["seeds"] for c in cells] == [[0, 1]]

@@ -21,7 +21,8 @@ def case():
 
     def loss_fn(params, tokens, key):
         del key
-        x, y = tokens[:, :-1].astype(jnp.float32), tokens[:, -1]
+        x = tokens[:, :-1].astype(jnp.float32)
+        y = tokens[:, -1]
         return jnp.square(x @ params["w"] - y).mean(), {}
 
     batches = np.random.default_rng(0).integers(0, 3, (8, 2, 4, 4), np.int32)
@@ -82,19 +83,22 @@ def test_a_loop_of_pytorch_is_shown_where_it_is_installed(monkeypatch, case, is_
         bench.importlib.util, "find_spec", lambda name: is_there and name == "torch"
     )
     monkeypatch.setattr(contenders, "torch_diloco", contenders.plain_loops)
+
     console = Console(width=150)
     with console.capture() as shown:
         bench.compare(gpt, 1, 1, console)
     assert ("over torch" in shown.get()) == is_there
     assert ("PyTorch is not installed" in shown.get()) != is_there
     assert "A ratio of 2 is twice as fast." in shown.get()
+
     with console.capture() as shown:
         bench.compare(gpt, 1, 1, console, ["plain loops"])
     assert "PyTorch" not in shown.get()
 
 
 def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
-    order, now = [], [0.0]
+    order = []
+    now = [0.0]
     monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
 
     def maker(name, seconds):
@@ -104,7 +108,7 @@ def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
 
         return lambda: turn
 
-    found = bench.take_turns(
+    timings = bench.take_turns(
         {
             "drjax": maker("drjax", iter([9.0, 1.0, 2.0, 4.0, 6.0])),
             "ours": maker("ours", iter([5.0, 1.0, 1.0, 4.0, 2.0])),
@@ -112,12 +116,13 @@ def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
         rounds=3,
     )
     assert order == ["drjax", "ours"] * 5
-    assert found["ours"].median_s == 2
-    assert found["ours"].compile_s == 3
-    assert found["ours"].ratios(found["drjax"]) == [1, 2, 3]
+    assert timings["ours"].median_s == 2
+    assert timings["ours"].compile_s == 3
+    assert timings["ours"].ratios(timings["drjax"]) == [1, 2, 3]
+
     console = Console(width=120)
     with console.capture() as shown:
-        console.print(bench.speeds("case", 40_000, found))
+        console.print(bench.speeds("case", 40_000, timings))
     rows = [line.split() for line in shown.get().splitlines()]
     (ours,) = (row for row in rows if row[:1] == ["ours"])
     assert ours == ["ours", "2.00", "20.00", "10.00,", "40.00", "3.0"]
@@ -134,35 +139,43 @@ def test_torch_by_itself_has_one_case(refused, monkeypatch):
     assert said == "--contenders=torch trains the case gpt alone; use --cases=gpt"
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (["--cases=huge"], "cases='huge' is unknown"),
-    (["--repeats=0"], "repeats=0 must be at least 1"),
-    (["--interval=4"], "interval=4 must be a multiple of 4 and at least 8"),
-    (["--devices=3"], "devices=3 does not divide regions=4 evenly"),
-    (["--regions=16", "--devices=1,16"], "devices=16 is more than there are; use"),
-    (["--devices=a"], "devices=a must be whole numbers separated by commas"),
-    (["--cases="], "cases= is empty"),
-    *(
-        (["--cases=", "--growth=regions", f"--{word}"],
-         f"{word} is for cases, but cases= is empty; --growth has its own")
-        for word in ("devices=2", "regions=16", "contenders=torch")
-    ),
-    (["--contenders=drjax"], "contenders='drjax' is not installed"),
-    (["--growth=width"], "growth='width' is unknown"),
-    (["--contenders=diloco,jax"], "contenders='jax' is unknown; use some of dilo"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--cases=huge"], "cases='huge' is unknown"),
+        (["--repeats=0"], "repeats=0 must be at least 1"),
+        (["--interval=4"], "interval=4 must be a multiple of 4 and at least 8"),
+        (["--devices=3"], "devices=3 does not divide regions=4 evenly"),
+        (["--regions=16", "--devices=1,16"], "devices=16 is more than there are; use"),
+        (["--devices=a"], "devices=a must be whole numbers separated by commas"),
+        (["--cases="], "cases= is empty"),
+        *(
+            (
+                ["--cases=", "--growth=regions", f"--{word}"],
+                f"{word} is for cases, but cases= is empty; --growth has its own",
+            )
+            for word in ("devices=2", "regions=16", "contenders=torch")
+        ),
+        (["--contenders=drjax"], "contenders='drjax' is not installed"),
+        (["--growth=width"], "growth='width' is unknown"),
+        (["--contenders=diloco,jax"], "contenders='jax' is unknown; use some of dilo"),
+    ],
+)
 def test_wrong_flags_are_told(refused, monkeypatch, words, says):
     monkeypatch.setattr(bench.cc, "use_cpu_devices", lambda _: None)
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: None)
     assert says in refused(bench, *words)
 
 
-@pytest.mark.parametrize(("words", "layouts"), [
-    ([], [1, 4]),
-    (["--regions=1"], [1]),
-    (["--devices=2,2,1"], [2, 1]),
-    (["--regions=16"], [1]),  # As where there is one GPU.
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "layouts"),
+    [
+        ([], [1, 4]),
+        (["--regions=1"], [1]),
+        (["--devices=2,2,1"], [2, 1]),
+        (["--regions=16"], [1]),  # As where there is one GPU.
+    ],
+)
 def test_layouts_are_those_that_there_are_devices_for(
     call, monkeypatch, case, words, layouts
 ):
@@ -197,6 +210,7 @@ def test_every_contender_of_a_case_is_shown(call, monkeypatch, case):
     out, _ = call(
         bench, "--cases=linear", "--regions=2", "--repeats=1", "--growth=regions"
     )
+
     for name in ("diloco", "transform", "scan alone", "plain loops", "over 1 regions"):
         assert name in out
     words = ["--cases=linear", "--regions=2", "--repeats=1", "--devices=1"]

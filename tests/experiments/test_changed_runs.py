@@ -15,10 +15,16 @@ from cocodc_jax.run.resume import check_exchange
 from experiments import train
 
 FLAGS = [
-    "--preset=smoke", "--method=streaming_diloco", "--num_layers=2", "--steps=16",
-    "--num_fragments=2", "--sync_interval=8", "--checkpoint_every=5", "--log_every=8",
+    "--preset=smoke",
+    "--method=streaming_diloco",
+    "--num_layers=2",
+    "--steps=16",
+    "--num_fragments=2",
+    "--sync_interval=8",
+    "--checkpoint_every=5",
+    "--log_every=8",
     "--eval_every=8",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +47,8 @@ def killed(finished, tmp_path):
 
 
 def losses(workdir):
-    found = read_records(workdir / "metrics.jsonl")
-    return [r["loss_regions"] for r in found if r["kind"] == "train"]
+    records = read_records(workdir / "metrics.jsonl")
+    return [r["loss_regions"] for r in records if r["kind"] == "train"]
 
 
 def test_a_run_goes_on_elsewhere_and_notes_it(killed, finished, call, corpus, tmp_path):
@@ -84,7 +90,8 @@ def test_other_data_under_another_name_are_refused(finished, call, corpus, tmp_p
 
 
 def test_a_finished_run_goes_on_for_more_steps(call, refused, corpus, tmp_path):
-    longer, whole = tmp_path / "longer", tmp_path / "whole"
+    longer = tmp_path / "longer"
+    whole = tmp_path / "whole"
     words = [*FLAGS, *corpus, "--final_lr_fraction=1"]
     call(train, *words, "--steps=8", f"--workdir={longer}")
     out, err = call(train, *words, f"--workdir={longer}", "--json")
@@ -100,7 +107,8 @@ def test_a_finished_run_goes_on_for_more_steps(call, refused, corpus, tmp_path):
 def test_a_mixture_goes_on_with_its_experts_on_another_number_of_devices(
     call, corpus, tmp_path
 ):
-    many, one = tmp_path / "many", tmp_path / "one"
+    many = tmp_path / "many"
+    one = tmp_path / "one"
     words = [*FLAGS, *corpus, "--regions=2", "--num_experts=4", "--expert_width=16"]
     words += ["--fragment_strategy=experts", "--expert_weights=tokens"]
     words += ["--final_lr_fraction=1"]
@@ -119,21 +127,24 @@ def test_a_schedule_that_follows_the_length_changes_where_that_is_asked_for(
     workdir = tmp_path / "run"
     shutil.copytree(finished, workdir)
     words = [*FLAGS, *corpus, f"--workdir={workdir}", "--steps=20"]
-    told = "for steps add --change_schedule, as the learning rate follows"
-    assert told in refused(train, *words)
+    message = "for steps add --change_schedule, as the learning rate follows"
+    assert message in refused(train, *words)
     out, err = call(train, *words, "--change_schedule")
     assert "goes on from step 16 with steps=20 (was 16)" in err
     assert "  the learning rate of its next step is 0.000747, not 0.0003\n" in err
     assert "finished: 20 of 20 steps" in out
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--outer_lr=0.3"], "lr: 0.4, not 0.3.: for outer_lr give --outer_lr=0.4 as "),
-    (["--outer_lr=0.3"], "or train in another workdir with --adopt_from={}, which"),
-    (["--width=64", "--devices=1"], "for width give --width=32 as before, or begi"),
-    (["--init_from=x"], "for init_from give --init_from=, which the run began wi"),
-    (["--seed=1", "--num_layers=1"], "for seed give .*; for num_layers give "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--outer_lr=0.3"], "lr: 0.4, not 0.3.: for outer_lr give --outer_lr=0.4 as "),
+        (["--outer_lr=0.3"], "or train in another workdir with --adopt_from={}, which"),
+        (["--width=64", "--devices=1"], "for width give --width=32 as before, or begi"),
+        (["--init_from=x"], "for init_from give --init_from=, which the run began wi"),
+        (["--seed=1", "--num_layers=1"], "for seed give .*; for num_layers give "),
+    ],
+)
 def test_a_refusal_says_what_to_do_for_each_field(
     finished, refused, corpus, words, message
 ):
@@ -143,11 +154,13 @@ def test_a_refusal_says_what_to_do_for_each_field(
 
 
 def test_elastic_regions_do_not_go_on_with_a_run_of_one_job(tmp_path):
-    one, elastic = tmp_path / "one", tmp_path / "elastic"
+    one = tmp_path / "one"
+    elastic = tmp_path / "elastic"
     for folder in (one, elastic / "region_0"):
         folder.mkdir(parents=True)
         (folder / "config.json").touch()
         check_exchange(folder, is_elastic=folder != one)
+
     with pytest.raises(ValueError, match=f"workdir='{one}' .* leave out exchange='el"):
         check_exchange(one / "region_0", is_elastic=True)
     with pytest.raises(ValueError, match=f"workdir='{elastic}' .* use exchange='el"):
@@ -157,24 +170,42 @@ def test_elastic_regions_do_not_go_on_with_a_run_of_one_job(tmp_path):
 # What was left of a run of version 0.24.0.
 ARCHIVE = pathlib.Path(__file__).with_name("workdir_0_24_0.tar.xz")
 OLD_FLAGS = [
-    "--preset=smoke", "--regions=2", "--width=4", "--num_layers=2", "--num_heads=2",
-    "--mlp_width=4", "--sequence_length=16", "--steps=12", "--warmup_steps=2",
-    "--checkpoint_every=7", "--eval_every=0", "--eval_batches=4", "--log_every=1",
-    "--method=cocodc", "--sync_interval=8", "--num_fragments=2", "--delay_steps=3",
+    "--preset=smoke",
+    "--regions=2",
+    "--width=4",
+    "--num_layers=2",
+    "--num_heads=2",
+    "--mlp_width=4",
+    "--sequence_length=16",
+    "--steps=12",
+    "--warmup_steps=2",
+    "--checkpoint_every=7",
+    "--eval_every=0",
+    "--eval_batches=4",
+    "--log_every=1",
+    "--method=cocodc",
+    "--sync_interval=8",
+    "--num_fragments=2",
+    "--delay_steps=3",
     "--compress=ef+int8",
-]  # fmt: skip
+]
 # What 0.24.0 itself gave after step 12.
-LOSS, OUTER_LOSS, BYTES = 5.821626663208008, 5.859086036682129, 4284
+LOSS = 5.821626663208008
+OUTER_LOSS = 5.859086036682129
+BYTES = 4284
 
 
 def test_a_run_of_an_earlier_version_ends_as_it_would_have(call, tmp_path):
     """Killed after the checkpoint of step 7, in a sync, with error feedback."""
-    text, workdir = tmp_path / "text", tmp_path / "run"
+    text = tmp_path / "text"
+    workdir = tmp_path / "run"
     text.mkdir()
     rng = random.Random(0)
+
     for i in range(40):
         words = "".join(rng.choice("abcdefgh ") for _ in range(2000))
         (text / f"{i}.txt").write_text(words)
+
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(workdir, filter="data")
     config = workdir / "config.json"  # The changelog names what to change in it.
@@ -184,5 +215,5 @@ def test_a_run_of_an_earlier_version_ends_as_it_would_have(call, tmp_path):
     assert "from step 7" in err
     *_, last = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     assert (last["step"], last["bytes_sent_per_region"]) == (12, BYTES)
-    found = last["eval_loss"], last["eval_loss_outer"]
-    np.testing.assert_allclose(found, (LOSS, OUTER_LOSS), rtol=1e-5)
+    losses = last["eval_loss"], last["eval_loss_outer"]
+    np.testing.assert_allclose(losses, (LOSS, OUTER_LOSS), rtol=1e-5)

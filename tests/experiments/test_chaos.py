@@ -26,12 +26,14 @@ def made_up(tmp_path, steps=(1, 2, 3, 7, 8), digest="a", back_at=6):
         write(folder, "metrics.jsonl", [{"kind": "train", "step": s} for s in done])
         join = {"from_peer": False, "step": 0, "time": 0, "seconds": {"let_in": 0.5}}
         joins = [join]
+
         if region:
             joins.append({**join, "from_peer": True, "step": back_at, "time": 20})
         write(folder, "joins.jsonl", joins)
         sync = {"fragment": 0, "start_step": 6, "digest": digest if region else "a"}
         write(folder, "syncs.jsonl", [sync])
         (folder / "summary.json").write_text(json.dumps({"eval_loss_outer": 2.0}))
+
     kill = {"region": 1, "was_in": True, "coordinated": False, "time": 12}
     return kills.judge(tmp_path, 2, 8, [kill], seconds=20) | {"kills_asked": 1}
 
@@ -71,9 +73,14 @@ def test_a_cut_line_is_passed_over(tmp_path):
 
 
 def test_what_is_said_of_jobs_is_not_said_of_the_unbroken_run():
-    told = ["--regions=4", "--exchange=elastic", "--dead_after_s=8", "--outer_digests"]
+    started_with = [
+        "--regions=4",
+        "--exchange=elastic",
+        "--dead_after_s=8",
+        "--outer_digests",
+    ]
     flags.define()
-    flags.parse(["chaos", *kills.unbroken_flags([*told, "--step_seconds=0.2"])])
+    flags.parse(["chaos", *kills.unbroken_flags([*started_with, "--step_seconds=0.2"])])
     config = flags.config()
     assert config.run.exchange == "outer"
     assert config.run.step_seconds == 0
@@ -107,6 +114,7 @@ def test_what_a_region_refuses_ends_the_run(tmp_path):
         for number, program in enumerate(programs)
     ]
     hit = kills.Chaos(tmp_path, regions)
+
     message = f"region 1 ended with exit code 2, see {tmp_path / '1.log'}: error: no"
     with pytest.raises(kills.RefusedError, match=message):
         hit.run(1, 8, seed=0, gap_s=1, restart_s=1)
@@ -117,12 +125,14 @@ def test_what_a_region_refuses_ends_the_run(tmp_path):
 def test_a_region_that_ends_again_and_again_is_given_up(tmp_path, capsys):
     program = child("import sys; sys.exit('no room')")
     hit = kills.Chaos(tmp_path, [children.Region(program, tmp_path / "0.log")])
+
     message = (
         "region 0 ended 5 times before it took part: at last it ended with exit code "
         "1, .*: no room"
     )
     with pytest.raises(kills.RefusedError, match=message):
         hit.run(0, 8, seed=0, gap_s=1, restart_s=0)
+
     assert hit.regions[0].lives == 5
     assert (
         capsys.readouterr().err.count("region 0 by itself ended with exit code 1") == 5
@@ -162,25 +172,34 @@ def test_nobody_is_killed_before_all_take_part(tmp_path):
     assert [kill["was_in"] for kill in hit.kills] == [True] * 3
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--regions=1"], "--regions=1 leaves no region when one is killed; use 2 or"),
-    (["--kills=-1"], "--kills=-1 must be 0 or more"),
-    (["--regions=2", "--scenario=link"], "--regions=2 is too few for --scenario=l"),
-    (["--regions=1", "--scenario=cut"], "--regions=1 is too few for --scenario=cu"),
-    (["--gap_s=nan"], "--gap_s=nan must be 0 or more, and finite"),
-    (["--tolerance=-1"], "--tolerance=-1.0 must be 0 or more, and finite"),
-    (["--scenario=cut", "--kills=3"], "--kills=3 has no meaning with --scenario;"),
-    (["--at_s=9"], "--at_s=9.0 has no meaning without --scenario; leave it out"),
-    (["--", "--regions=3"], "--regions=3 after -- is decided here; leave it out,"),
-    (["--scenario=cut", "--regions=3", "--", "--via=x"],
-     "--via=x after -- is decided here; leave it out"),
-    (["--", "--log_every=3"], "--log_every=3 after -- is decided here; leave it o"),
-    (["--", "--exchange=outer"], "--exchange='outer' is not how elastic regions"),
-    (["--", "--method=mla"], "--exchange='elastic' is not possible for method='ml"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--regions=1"], "--regions=1 leaves no region when one is killed; use 2 or"),
+        (["--kills=-1"], "--kills=-1 must be 0 or more"),
+        (["--regions=2", "--scenario=link"], "--regions=2 is too few for --scenario=l"),
+        (["--regions=1", "--scenario=cut"], "--regions=1 is too few for --scenario=cu"),
+        (["--gap_s=nan"], "--gap_s=nan must be 0 or more, and finite"),
+        (["--tolerance=-1"], "--tolerance=-1.0 must be 0 or more, and finite"),
+        (["--scenario=cut", "--kills=3"], "--kills=3 has no meaning with --scenario;"),
+        (["--at_s=9"], "--at_s=9.0 has no meaning without --scenario; leave it out"),
+        (["--", "--regions=3"], "--regions=3 after -- is decided here; leave it out,"),
+        (
+            ["--scenario=cut", "--regions=3", "--", "--via=x"],
+            "--via=x after -- is decided here; leave it out",
+        ),
+        (["--", "--log_every=3"], "--log_every=3 after -- is decided here; leave it o"),
+        (["--", "--exchange=outer"], "--exchange='outer' is not how elastic regions"),
+        (["--", "--method=mla"], "--exchange='elastic' is not possible for method='ml"),
+    ],
+)
 def test_what_cannot_be_hit_is_refused(words, message, refused, tmp_path):
-    own = [f"--workdir={tmp_path / 'run'}", *words, *["--"] * ("--" not in words)]
-    assert refused(chaos, *own, "--preset=smoke").startswith(message)
+    chaos_flags = [
+        f"--workdir={tmp_path / 'run'}",
+        *words,
+        *["--"] * ("--" not in words),
+    ]
+    assert refused(chaos, *chaos_flags, "--preset=smoke").startswith(message)
     assert not (tmp_path / "run").exists()
 
 
@@ -195,10 +214,20 @@ def test_the_folder_of_a_scenario_that_is_over_is_refused(refused, tmp_path):
 @pytest.mark.parametrize("has_ports", [True, False])
 def test_regions_are_killed_and_nothing_is_lost(tmp_path, has_ports):
     command = [
-        sys.executable, "-m", "experiments.chaos", "--regions=3", "--kills=2",
-        "--gap_s=6", f"--workdir={tmp_path}", "--", "--preset=smoke", "--steps=240",
-        "--step_seconds=0.25", "--eval_batches=6", "--eval_every=0",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "experiments.chaos",
+        "--regions=3",
+        "--kills=2",
+        "--gap_s=6",
+        f"--workdir={tmp_path}",
+        "--",
+        "--preset=smoke",
+        "--steps=240",
+        "--step_seconds=0.25",
+        "--eval_batches=6",
+        "--eval_every=0",
+    ]
     command += [] if has_ports else [f"--via={tmp_path}/messages"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr

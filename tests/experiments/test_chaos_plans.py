@@ -118,18 +118,25 @@ def test_the_plans_that_come_with_the_package_can_be_read(name):
     assert plans.read(path).num_faults >= 40
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--kills=3"], "--kills=3 has no meaning with --plan; say it in the plan"),
-    (["--seed=3"], "--seed=3 has no meaning with --plan; say it in the plan"),
-    (["--", "--via=x"], "--via=x after -- is decided here; leave it out"),
-    (["--", "--regions=2"], "--regions=2 after -- is decided here; leave it out"),
-    (["--", "--method=mla"], "--exchange='elastic' is not possible for method='ml"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kills=3"], "--kills=3 has no meaning with --plan; say it in the plan"),
+        (["--seed=3"], "--seed=3 has no meaning with --plan; say it in the plan"),
+        (["--", "--via=x"], "--via=x after -- is decided here; leave it out"),
+        (["--", "--regions=2"], "--regions=2 after -- is decided here; leave it out"),
+        (["--", "--method=mla"], "--exchange='elastic' is not possible for method='ml"),
+    ],
+)
 def test_what_a_plan_decides_is_not_a_flag(words, message, refused, tmp_path):
     (tmp_path / "plan.toml").write_text("faults = {kill = 1}")
-    own = [f"--plan={tmp_path}/plan.toml", f"--workdir={tmp_path / 'run'}", *words]
-    own += ["--"] * ("--" not in words)
-    assert refused(chaos, *own, "--preset=smoke").startswith(message)
+    chaos_flags = [
+        f"--plan={tmp_path}/plan.toml",
+        f"--workdir={tmp_path / 'run'}",
+        *words,
+    ]
+    chaos_flags += ["--"] * ("--" not in words)
+    assert refused(chaos, *chaos_flags, "--preset=smoke").startswith(message)
     assert not (tmp_path / "run").exists()
 
 
@@ -142,12 +149,14 @@ def test_regions_live_through_a_story(teller, tmp_path):
         Fault(3, "kill", 0.1, 0.1, (1,)),
     ]
     tells = teller(plan)
-    told = tells.tell(faults)
-    assert [each["kind"] for each in told] == [fault.kind for fault in faults]
-    assert all(each["merged_after_s"] is not None for each in told)
-    assert told[1]["lasted_s"] >= 0.5
-    assert list(told[2]["ended"]) == ["first"]
-    assert told[2]["ended"]["first"].endswith("a newer life of this region takes part")
+    outcomes = tells.tell(faults)
+    assert [outcome["kind"] for outcome in outcomes] == [fault.kind for fault in faults]
+    assert all(outcome["merged_after_s"] is not None for outcome in outcomes)
+    assert outcomes[1]["lasted_s"] >= 0.5
+    assert list(outcomes[2]["ended"]) == ["first"]
+    assert outcomes[2]["ended"]["first"].endswith(
+        "a newer life of this region takes part"
+    )
     assert [stop["code"] for stop in tells.stops] == [75, 75]
     assert not tells.ends
     # The second life is the region's from then on, also after a kill.
@@ -167,8 +176,8 @@ def test_a_region_that_ends_by_itself_is_started_again_and_one_that_hangs_is_sai
         return {}
 
     tells._freeze = freeze
-    (told,) = tells.tell([Fault(0, "freeze", 0.1, 0.1, (1,))] * 3)
-    assert told["merged_after_s"] is None
+    (outcome,) = tells.tell([Fault(0, "freeze", 0.1, 0.1, (1,))] * 3)
+    assert outcome["merged_after_s"] is None
     assert [end["region"] for end in tells.ends] == [0]
     # It is killed, as it does not answer.
     assert None in [stop["code"] for stop in tells.stops]
@@ -180,6 +189,7 @@ def test_harm_to_a_folder_is_undone_where_it_lasts(tmp_path, detail):
     folder.mkdir()
     name = "000-00000000000000000007-0000000001-2-0123456789abcdef"
     (folder / name).write_bytes(b"x" * 100)
+
     with story._folder_fault(detail, folder):
         there = {p.name: p for p in folder.iterdir()} if folder.exists() else {}
         if detail == "away":
@@ -191,6 +201,7 @@ def test_harm_to_a_folder_is_undone_where_it_lasts(tmp_path, detail):
         else:
             assert len(there) >= 16
             assert there[name].is_fifo() == (detail == "pipes")
+
     left = [path.name for path in folder.iterdir()]
     assert left == ([name] if detail in ("strangers", "away", "garbled") else [])
 
@@ -209,25 +220,37 @@ def test_merges_are_compared_within_a_part(tmp_path):
     for region, folder in enumerate(folders):
         part = [0, 1] if region < 2 else [2, 3]
         records(folder, str(region // 2), part)
+
     parts = Plan(min_regions=1, faults={"kill": 1})
-    found = judged.judge(parts, folders)
-    assert (found["merges_compared"], found["merges_that_differ"]) == (2, {})
+    judgement = judged.judge(parts, folders)
+    assert (judgement["merges_compared"], judgement["merges_that_differ"]) == (2, {})
     # With more than half of the regions there is one part only.
-    found = judged.judge(Plan(faults={"kill": 1}), folders)
-    assert list(found["merges_that_differ"]) == ["(0, 1)"]
-    assert found["steps_done"] == [1] * 4
+    judgement = judged.judge(Plan(faults={"kill": 1}), folders)
+    assert list(judgement["merges_that_differ"]) == ["(0, 1)"]
+    assert judgement["steps_done"] == [1] * 4
 
 
 def test_a_report_says_what_did_not_hold():
     fault = {"kind": "kill", "detail": "", "lasted_s": 1.0, "merged_after_s": 2.0}
     stop = {"region": 0, "code": 75, "seconds": 1.5}
     result = {
-        "command": "chaos", "plan": {"via": False, "regions": 2, "seed": 1,
-        "hang_s": 9.0}, "planned": 1, "seconds": 5.0, "cores": 2, "hangs": [],
-        "merges_compared": 3, "merges_that_differ": {}, "two_lives": [],
-        "returns_from_a_peer": 1, "returns_with_own_work": 0, "steps_done": [4, 3],
-        "last_step": 4, "stops": [stop], "faults": [fault], "ended_by_themselves": [],
-    }  # fmt: skip
+        "command": "chaos",
+        "plan": {"via": False, "regions": 2, "seed": 1, "hang_s": 9.0},
+        "planned": 1,
+        "seconds": 5.0,
+        "cores": 2,
+        "hangs": [],
+        "merges_compared": 3,
+        "merges_that_differ": {},
+        "two_lives": [],
+        "returns_from_a_peer": 1,
+        "returns_with_own_work": 0,
+        "steps_done": [4, 3],
+        "last_step": 4,
+        "stops": [stop],
+        "faults": [fault],
+        "ended_by_themselves": [],
+    }
     result["held"] = judged.is_good(result)
     page = judged.report(result)
     assert page.startswith("# Chaos: what is promised held\n")
@@ -235,6 +258,7 @@ def test_a_report_says_what_did_not_hold():
     assert "7 of 8 steps were done (0.875)" in page
     early = result | {"planned": 2, "held": False}
     assert judged.report(early).startswith("# Chaos: what is promised held until")
+
     for change in (
         {"hangs": [fault]},
         {"two_lives": [fault]},
@@ -274,6 +298,7 @@ def test_a_network_is_cut_in_one_direction_and_mended():
         "print(s.recv(9).decode(), flush=True)"
     )
     python = [sys.executable, "-S", "-c"]
+
     with Network(2) as network:
         hearing = subprocess.Popen(
             [*network.inside(1), *python, hear], stdout=subprocess.PIPE, text=True

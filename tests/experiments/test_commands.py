@@ -19,7 +19,6 @@ from experiments import (
     launch_local,
     probe_network,
 )
-from experiments.studies import delay_cost
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = commands.programs()
@@ -35,8 +34,10 @@ def test_every_program_is_listed_by_its_first_line(monkeypatch, capsys):
     assert "  train                Trains one model in several regions" in listed
     monkeypatch.setattr(sys, "argv", ["cocodc", "trian"])
     assert commands.main() == 2
-    told = "error: unknown program 'trian'; did you mean cocodc train?\n\ncocodc PROG"
-    assert capsys.readouterr().err.startswith(told)
+    message = (
+        "error: unknown program 'trian'; did you mean cocodc train?\n\ncocodc PROG"
+    )
+    assert capsys.readouterr().err.startswith(message)
 
 
 @pytest.mark.parametrize("path", PROGRAMS.values(), ids=PROGRAMS)
@@ -49,13 +50,16 @@ def test_a_command_line_that_is_shown_is_one_that_can_be_pasted(path):
     assert not [line for line in text.splitlines() if len(line) > 88]
 
 
-@pytest.mark.parametrize(("words", "code", "text"), [
-    ("simulate --help", 0, "The network\n  --regions=4"),
-    ("simulate --help=all", 0, "The network\n  --regions=4"),
-    ("wan --help", 0, "The links\n  --regions=2"),
-    ("probe-network --help", 0, "Flags\n  --sizes_mb=16,4,1,0.1"),
-    ("simulate --regions=x", 2, "error: --regions=x must be a whole number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        ("simulate --help", 0, "The network\n  --regions=4"),
+        ("simulate --help=all", 0, "The network\n  --regions=4"),
+        ("wan --help", 0, "The links\n  --regions=2"),
+        ("probe-network --help", 0, "Flags\n  --sizes_mb=16,4,1,0.1"),
+        ("simulate --regions=x", 2, "error: --regions=x must be a whole number"),
+    ],
+)
 def test_a_command_runs_the_program(words, code, text, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["cocodc", *words.split()])
     with pytest.raises(SystemExit) as ended:
@@ -83,8 +87,8 @@ def test_a_result_that_cannot_be_written_is_one_line(
     monkeypatch.setattr(sys, "argv", ["cocodc", "simulate", *words])
     with pytest.raises(SystemExit) as ended:
         commands.main()
-    told = f"error: {tmp_path / name} cannot be written (Is a directory)\n"
-    assert (ended.value.code, capsys.readouterr().err) == (1, told)
+    message = f"error: {tmp_path / name} cannot be written (Is a directory)\n"
+    assert (ended.value.code, capsys.readouterr().err) == (1, message)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -101,27 +105,31 @@ def test_programs_are_called_as_they_are_installed(monkeypatch):
 @pytest.mark.parametrize(("chosen", "holds"), [(None, "1"), ("3", "3")])
 def test_openblas_takes_one_thread_unless_told_otherwise(chosen, holds):
     name = "OPENBLAS_NUM_THREADS"
-    told = {k: v for k, v in os.environ.items() if k != name}
-    told |= {name: chosen} if chosen else {}
+    environment = {k: v for k, v in os.environ.items() if k != name}
+    environment |= {name: chosen} if chosen else {}
     # What is told after SciPy is loaded comes too late.
     shown = f"os.environ[{name!r}], 'scipy' in sys.modules"
     code = f"import os, sys, experiments; print({shown})"
-    said = subprocess.check_output([sys.executable, "-c", code], env=told, cwd=ROOT)
+    said = subprocess.check_output(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT
+    )
     assert said.decode().split() == [holds, "False"]
 
 
 SMOKE = ("--", "--preset=smoke", "--regions=2")
 
 
-@pytest.mark.parametrize(("program", "words"), [
-    (delay_cost, ()),
-    (compile, ("--target=v5e:2x2", "--preset=smoke", "--regions=2")),
-    (chaos, ("--regions=2", *SMOKE[:2])),
-    (compare_networks, ("--networks=100", *SMOKE)),
-    (launch_local, (*SMOKE, "--workdir={}")),
-    (launch_local, ("--elastic", *SMOKE, "--workdir={}")),
-    (probe_network, ()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (compile, ("--target=v5e:2x2", "--preset=smoke", "--regions=2")),
+        (chaos, ("--regions=2", *SMOKE[:2])),
+        (compare_networks, ("--networks=100", *SMOKE)),
+        (launch_local, (*SMOKE, "--workdir={}")),
+        (launch_local, ("--elastic", *SMOKE, "--workdir={}")),
+        (probe_network, ()),
+    ],
+)
 def test_a_folder_that_cannot_be_made_is_told_before_the_work(
     program, words, refused, tmp_path, monkeypatch
 ):
@@ -129,10 +137,12 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_work(
         monkeypatch.setenv("COCODC_NUM_PROCESSES", "2")
         monkeypatch.setenv("COCODC_PROCESS_ID", "0")
         monkeypatch.setenv("COCODC_COORDINATOR_ADDRESS", "127.0.0.1:1")
+
     monkeypatch.setattr(region, "missing", list)
     monkeypatch.setattr(Target, "check_installed", lambda _: None)
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "run"
+
     if "--workdir={}" not in words:
         words = ("--workdir={}", *words)
     assert refused(program, *(word.format(folder) for word in words)) == (

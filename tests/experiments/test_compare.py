@@ -14,11 +14,17 @@ from experiments import compare
 def compared(call_once, corpus, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("compared")
     flags = [
-        "--preset=smoke", "--methods=data_parallel,streaming_diloco", "--steps=32",
-        "--num_layers=2", "--num_fragments=2", "--seeds=1", *corpus,
+        "--preset=smoke",
+        "--methods=data_parallel,streaming_diloco",
+        "--steps=32",
+        "--num_layers=2",
+        "--num_fragments=2",
+        "--seeds=1",
+        *corpus,
         f"--workdir={workdir}",
-    ]  # fmt: skip
+    ]
     out, _ = call_once(compare, *flags)
+
     return workdir, flags, out
 
 
@@ -27,6 +33,7 @@ def test_methods_are_compared_on_the_same_footing(compared):
     methods = json.loads((workdir / "comparison.json").read_text())["methods"]
     assert list(methods) == ["data_parallel", "streaming_diloco"]
     runs = [row["runs"][0] for row in methods.values()]
+
     for same in ("tokens", "steps", "parameters", "seed", "regions"):
         assert len({run[same] for run in runs}) == 1
     one, other = (
@@ -38,6 +45,7 @@ def test_methods_are_compared_on_the_same_footing(compared):
         for records in (one, other)
     ]
     assert losses[0][0] == pytest.approx(losses[1][0], rel=0.05)
+
     for records in (one, other):
         assert [r["step"] for r in records if r["kind"] == "eval"] == [16, 32]
     # Data parallel sends every gradient, streaming each fragment every 16 steps.
@@ -62,6 +70,7 @@ def test_a_method_that_diverges_has_a_row_that_says_so(compared, call):
     workdir, flags, _ = compared
     target = "--target_method=diloco"
     others = [flag for flag in flags if not flag.startswith("--num_fragments")]
+
     methods = "--methods=data_parallel,diloco"
     try:
         out, err = call(compare, *others, methods, "--outer_lr=1e30", target, code=1)
@@ -69,9 +78,9 @@ def test_a_method_that_diverges_has_a_row_that_says_so(compared, call):
         assert "warning: target_method='diloco' diverged" in err
         assert re.search(r"^data_parallel +\d", out, re.M)
         assert re.search(r"^diloco +diverged", out, re.M)
-        found = json.loads((workdir / "comparison.json").read_text())
-        assert list(found["methods"]) == ["data_parallel"]
-        assert " at step " in found["diverged"]["diloco"]
+        comparison = json.loads((workdir / "comparison.json").read_text())
+        assert list(comparison["methods"]) == ["data_parallel"]
+        assert " at step " in comparison["diverged"]["diloco"]
         assert "diverged: seed 0: " in (workdir / "report.html").read_text()
     finally:
         call(compare, *flags)  # What the other tests read.
@@ -87,22 +96,31 @@ def test_the_same_command_again_trains_nothing(compared, call):
     assert time.monotonic() - began < 120
 
 
-@pytest.mark.parametrize(("flags", "line"), [
-    (["--methods=diloco,dilocoo"], "--methods=diloco,dilocoo names 'diloco"),
-    (["--methods="], "--methods='' is empty"),
-    (["--methods=diloco,diloco+lion"], "--methods=diloco,diloco+lion names"),
-    (["--methods=diloco+muon,diloco+muon"], "--methods=diloco+muon,diloco"),
-    (["--seeds=0"], "--seeds=0 must be at least 1"),
-    (["--methods=diloco", "--curvature=none"], "--curvature=none has no"),
-    (["--methods=diloco,streaming_diloco", "--rank=8"],
-     "--rank=8 has no meaning for diloco, streaming_diloco, which take"),
-    (["--methods=demo,diloco+muon", "--slow_beta=0.9"],
-     "--slow_beta=0.9 has no meaning for the inner optimizer muon or sgd"),
-    # A flag that one of them takes is no error; this is the next one.
-    (["--methods=diloco,streaming_diloco", "--mixing_alpha=0.25", "--seeds=0"],
-     "--seeds=0 must be at least 1"),
-    (["--methods=all", "--curvature=none", "--sync_intervl=3"], "Unknown c"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--methods=diloco,dilocoo"], "--methods=diloco,dilocoo names 'diloco"),
+        (["--methods="], "--methods='' is empty"),
+        (["--methods=diloco,diloco+lion"], "--methods=diloco,diloco+lion names"),
+        (["--methods=diloco+muon,diloco+muon"], "--methods=diloco+muon,diloco"),
+        (["--seeds=0"], "--seeds=0 must be at least 1"),
+        (["--methods=diloco", "--curvature=none"], "--curvature=none has no"),
+        (
+            ["--methods=diloco,streaming_diloco", "--rank=8"],
+            "--rank=8 has no meaning for diloco, streaming_diloco, which take",
+        ),
+        (
+            ["--methods=demo,diloco+muon", "--slow_beta=0.9"],
+            "--slow_beta=0.9 has no meaning for the inner optimizer muon or sgd",
+        ),
+        # A flag that one of them takes is no error; this is the next one.
+        (
+            ["--methods=diloco,streaming_diloco", "--mixing_alpha=0.25", "--seeds=0"],
+            "--seeds=0 must be at least 1",
+        ),
+        (["--methods=all", "--curvature=none", "--sync_intervl=3"], "Unknown c"),
+    ],
+)
 def test_wrong_flags(flags, line, refused, tmp_path):
     said = refused(compare, "--preset=smoke", *flags, f"--workdir={tmp_path}")
     assert said.startswith(line)

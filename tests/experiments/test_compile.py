@@ -31,25 +31,35 @@ SMALL = dict(regions=2, eval_batches=2, num_layers=1, num_fragments=1, remat="fu
 def test_a_run_is_compiled_for_a_tpu(run, tmp_path):
     flags = [f"--{name}={value}" for name, value in SMALL.items()]
     out, _ = run(
-        MODULE, "--preset=smoke", "--method=streaming_diloco", *flags,
-        "--target=v5e:1x2", "--slices=2", f"--workdir={tmp_path}", "--keep_hlo",
-    )  # fmt: skip
-    found = json.loads((tmp_path / "compile.json").read_text())
-    assert found["fits"]
-    assert found["overlapped"]
-    assert found["hbm_bytes"] == int(15.75 * 2**30)
-    assert 0 < found["temp_bytes"] < 10**8
-    assert 0 < found["mfu"] < 1
+        MODULE,
+        "--preset=smoke",
+        "--method=streaming_diloco",
+        *flags,
+        "--target=v5e:1x2",
+        "--slices=2",
+        f"--workdir={tmp_path}",
+        "--keep_hlo",
+    )
+    result = json.loads((tmp_path / "compile.json").read_text())
+    assert result["fits"]
+    assert result["overlapped"]
+    assert result["hbm_bytes"] == int(15.75 * 2**30)
+    assert 0 < result["temp_bytes"] < 10**8
+    assert 0 < result["mfu"] < 1
     # Products outside of what is asked for are few, and none of these is missing.
-    assert 0.97 <= found["excess_ratio"] < 1.05
-    again = found["recomputed_flops"] / found["about"]["model_flops"]
-    assert again == pytest.approx(found["flops_ratio"] / found["excess_ratio"] - 1)
+    assert 0.97 <= result["excess_ratio"] < 1.05
+    again = result["recomputed_flops"] / result["about"]["model_flops"]
+    assert again == pytest.approx(result["flops_ratio"] / result["excess_ratio"] - 1)
     assert 0.1 < again < 1 / 3
-    programs = {program["name"]: program for program in found["programs"]}
+    programs = {program["name"]: program for program in result["programs"]}
     window = "start fragment 0, inner steps, merge"
     assert set(programs) == {
-        "first state", "inner steps", "mean of regions", window, "evaluation",
-    }  # fmt: skip
+        "first state",
+        "inner steps",
+        "mean of regions",
+        window,
+        "evaluation",
+    }
     rows = programs[window]["collectives"]
     (mean,) = [row for row in rows if row["where"] == "between"]
     assert (mean["kind"], mean["spans"]) == ("all-reduce", True)
@@ -67,15 +77,19 @@ def test_a_run_is_compiled_for_a_tpu(run, tmp_path):
 @needs_libtpu
 def test_it_tells_what_it_compiles_and_its_compiler_ends_with_it(command, tmp_path):
     process = command(
-        MODULE, "--preset=smoke", "--target=v5e:1x2", "--slices=2",
+        MODULE,
+        "--preset=smoke",
+        "--target=v5e:1x2",
+        "--slices=2",
         f"--workdir={tmp_path}",
-    )  # fmt: skip
+    )
     with process:
-        told = " s  compiling first state for v5e:1x2 (1 of "
-        assert told in process.stderr.readline()
+        progress = " s  compiling first state for v5e:1x2 (1 of "
+        assert progress in process.stderr.readline()
         tasks = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
         (child,) = tasks.read_text().split()
         process.send_signal(signal.SIGKILL)
+
     wait_until(lambda: is_over(child), 10)
 
 
@@ -85,26 +99,30 @@ def test_moments_that_lie_with_the_host_take_no_memory_of_a_tpu():
     target = Target.parse("v5e:1x2", 2)
     small = SMALL | dict(remat="none", optimizer_memory="host")
     config = place(PRESETS["smoke"].replace(**small), target, False)
-    about, (found,) = Job(config, target, "^inner steps$").run()
+    about, (program,) = Job(config, target, "^inner steps$").run()
     # Two moments of every parameter, all in tiles, and the parameters themselves.
-    assert found["host_bytes"] > 8 * 16_000
-    assert found["host_bytes"] / 2 < found["argument_bytes"] < found["host_bytes"]
-    said = report.lines(config, about, [found], report.summarise(about, [found]))
+    assert program["host_bytes"] > 8 * 16_000
+    assert program["host_bytes"] / 2 < program["argument_bytes"] < program["host_bytes"]
+    said = report.lines(config, about, [program], report.summarise(about, [program]))
     assert any("of the optimizer's state are in host memory" in line for line in said)
 
 
 @pytest.mark.slow
 @needs_libtpu
 def test_what_is_offloaded_takes_no_memory_of_a_tpu():
-    target, found = Target.parse("v5e:1x2", 2), {}
+    target = Target.parse("v5e:1x2", 2)
+    by_region = {}
     model = dict(num_layers=4, width=128, scan_layers=True, sequence_length=256)
+
     for remat in ("attention", "offload"):
         small = SMALL | model | dict(remat=remat, batch_per_region=64)
         config = place(PRESETS["smoke"].replace(**small), target, False)
-        about, (found[remat],) = Job(config, target, "^inner steps$").run()
+        about, (by_region[remat],) = Job(config, target, "^inner steps$").run()
+
     # What enters each block, of half of the sequences.
     kept_bytes = 4 * 32 * 256 * 128 * 4
-    near, far = found["attention"], found["offload"]
+    near = by_region["attention"]
+    far = by_region["offload"]
     assert near["host_temp_bytes"] == 0
     assert far["host_temp_bytes"] >= kept_bytes
     assert far["temp_bytes"] <= near["temp_bytes"] - 0.7 * kept_bytes
@@ -122,8 +140,9 @@ def test_one_program_alone_is_compiled_by_name():
     message = "'fragment 3' is found in none of first sta"
     with pytest.raises(UnknownProgramError, match=message):
         Job(config, target, "fragment 3").run()
-    _, found = Job(config, target, "^first|mean of").run()
-    assert [program["name"] for program in found] == ["first state", "mean of regions"]
+    _, programs = Job(config, target, "^first|mean of").run()
+    names = [program["name"] for program in programs]
+    assert names == ["first state", "mean of regions"]
 
 
 @pytest.mark.slow
@@ -131,25 +150,43 @@ def test_one_program_alone_is_compiled_by_name():
 def test_a_region_moves_what_fsdp_has_to_and_nothing_with_its_batch(run, tmp_path):
     batch = 48
     model = dict(
-        num_layers=2, width=512, mlp_width=1024, num_heads=4, num_kv_heads=4,
-        scan_layers=True, compute_dtype="bfloat16", remat="attention",
-    )  # fmt: skip
+        num_layers=2,
+        width=512,
+        mlp_width=1024,
+        num_heads=4,
+        num_kv_heads=4,
+        scan_layers=True,
+        compute_dtype="bfloat16",
+        remat="attention",
+    )
     flags = [f"--{name}={value}" for name, value in model.items()]
     run(
-        MODULE, "--preset=smoke", "--method=streaming_diloco", *flags,
-        "--num_fragments=1", "--regions=2", "--eval_batches=2", "--overlap=no",
-        f"--batch_per_region={batch}", "--sequence_length=256", "--target=v5e:2x2",
-        "--slices=2", "--propose=false", f"--workdir={tmp_path}",
-    )  # fmt: skip
-    found = json.loads((tmp_path / "compile.json").read_text())
-    assert found["fits"]
-    assert found["inside_ratio"] < 1.2
+        MODULE,
+        "--preset=smoke",
+        "--method=streaming_diloco",
+        *flags,
+        "--num_fragments=1",
+        "--regions=2",
+        "--eval_batches=2",
+        "--overlap=no",
+        f"--batch_per_region={batch}",
+        "--sequence_length=256",
+        "--target=v5e:2x2",
+        "--slices=2",
+        "--propose=false",
+        f"--workdir={tmp_path}",
+    )
+    result = json.loads((tmp_path / "compile.json").read_text())
+    assert result["fits"]
+    assert result["inside_ratio"] < 1.2
     # Of the products a few are outside of a model's own count.
-    assert 0.97 < found["excess_ratio"] < 1.05 < found["flops_ratio"]
-    programs = {program["name"]: program for program in found["programs"]}
+    assert 0.97 < result["excess_ratio"] < 1.05 < result["flops_ratio"]
+
+    programs = {program["name"]: program for program in result["programs"]}
     for row in programs["inner steps"]["collectives"]:
         dims = row["largest"].split("[")[1].rstrip("]").split(",")
         assert str(batch) not in dims, row
+
     # A fragment crosses divided: each device has its own part of the embedding too.
     sent = programs["send fragment 0"]
     moved = sum(row["num_bytes"] for row in sent["collectives"])
@@ -161,19 +198,27 @@ def test_a_region_moves_what_fsdp_has_to_and_nothing_with_its_batch(run, tmp_pat
 def test_a_window_of_experts_that_devices_share_is_compiled_for_a_tpu():
     target = Target.parse("v5e:2x2", 2)
     model = SMALL | dict(
-        num_experts=4, expert_width=128, width=128, sequence_length=64, remat="none",
-        num_fragments=3, fragment_strategy="experts", sync_interval=6, delay_steps=2,
-        expert_axis=2, method="streaming_diloco",
-    )  # fmt: skip
+        num_experts=4,
+        expert_width=128,
+        width=128,
+        sequence_length=64,
+        remat="none",
+        num_fragments=3,
+        fragment_strategy="experts",
+        sync_interval=6,
+        delay_steps=2,
+        expert_axis=2,
+        method="streaming_diloco",
+    )
     config = place(PRESETS["smoke"].replace(**model), target, False)
-    about, (found,) = Job(config, target, "^start fragment 1, inner").run()
+    about, (program,) = Job(config, target, "^start fragment 1, inner").run()
     # An even router needs the rows of one round of two, and no padding.
-    assert 0.97 < report.excess_ratio(about, found) < 1.1
-    (mean,) = report._rows(found, "between")
+    assert 0.97 < report.excess_ratio(about, program) < 1.1
+    (mean,) = report._rows(program, "between")
     assert mean["spans"]
     # Each chip has its own part of the two experts.
-    assert mean["num_bytes"] == pytest.approx(found["sent_bytes"] / 4, rel=1e-3)
-    rows = [row for row in report._rows(found, "inside") if row["axes"] == ["expert"]]
+    assert mean["num_bytes"] == pytest.approx(program["sent_bytes"] / 4, rel=1e-3)
+    rows = [row for row in report._rows(program, "inside") if row["axes"] == ["expert"]]
     # In each of two steps there and back, rows and cotangents.
     steps = [row for row in rows if row["kind"] == "all-to-all"]
     assert sum(row["executions"] for row in steps) >= 2 * 4
@@ -220,40 +265,84 @@ def test_a_compiler_that_dies_is_reported(monkeypatch):
 
 
 ABOUT = dict(
-    num_devices=8, hbm_bytes=16 * 10**9, peak_flops=1e12, scan_steps=5,
-    syncs_per_step=0.1, num_fragments=1, model_flops=2e9, recomputed_flops=5e8,
+    num_devices=8,
+    hbm_bytes=16 * 10**9,
+    peak_flops=1e12,
+    scan_steps=5,
+    syncs_per_step=0.1,
+    num_fragments=1,
+    model_flops=2e9,
+    recomputed_flops=5e8,
     least_bytes_inside=1e6,
-)  # fmt: skip
+)
 STEPS = dict(
-    name="inner steps", fits=True, sent_bytes=0, argument_bytes=10**9,
-    temp_bytes=2 * 10**9, peak_bytes=3 * 10**9, flops=5 * 2.5e9, seconds=7.0,
+    name="inner steps",
+    fits=True,
+    sent_bytes=0,
+    argument_bytes=10**9,
+    temp_bytes=2 * 10**9,
+    peak_bytes=3 * 10**9,
+    flops=5 * 2.5e9,
+    seconds=7.0,
     estimate=dict(seconds=5 * 0.004, limit="memory", compute_s=5 * 0.0025),
     collectives=[
-        dict(kind="all-gather", where="inside", axes=["data"], is_async=False,
-             spans=False, count=2, executions=10, num_bytes=6e6, largest="bf16[8]"),
+        dict(
+            kind="all-gather",
+            where="inside",
+            axes=["data"],
+            is_async=False,
+            spans=False,
+            count=2,
+            executions=10,
+            num_bytes=6e6,
+            largest="bf16[8]",
+        ),
     ],
-)  # fmt: skip
+)
 SEND = dict(
-    name="send fragment 0", fits=True, sent_bytes=80, argument_bytes=1, temp_bytes=1,
-    peak_bytes=1, flops=0, seconds=1.0,
+    name="send fragment 0",
+    fits=True,
+    sent_bytes=80,
+    argument_bytes=1,
+    temp_bytes=1,
+    peak_bytes=1,
+    flops=0,
+    seconds=1.0,
     estimate=dict(seconds=0.01, limit="network", compute_s=0),
     collectives=[
-        dict(kind="all-reduce", where="between", axes=["slice"], is_async=True,
-             spans=True, count=1, executions=1, num_bytes=20, largest="f32[8]"),
+        dict(
+            kind="all-reduce",
+            where="between",
+            axes=["slice"],
+            is_async=True,
+            spans=True,
+            count=1,
+            executions=1,
+            num_bytes=20,
+            largest="f32[8]",
+        ),
     ],
-)  # fmt: skip
+)
 
 
 def test_a_summary_by_hand():
-    found = report.summarise(ABOUT, [STEPS, SEND])
-    assert found == dict(
-        fits=True, overlapped=True, temp_bytes=2 * 10**9, peak_bytes=3 * 10**9,
-        hbm_bytes=16 * 10**9, step_seconds=0.004, mfu=pytest.approx(0.5),
+    summary = report.summarise(ABOUT, [STEPS, SEND])
+    assert summary == dict(
+        fits=True,
+        overlapped=True,
+        temp_bytes=2 * 10**9,
+        peak_bytes=3 * 10**9,
+        hbm_bytes=16 * 10**9,
+        step_seconds=0.004,
+        mfu=pytest.approx(0.5),
         step_seconds_with_syncs=pytest.approx(0.005),
-        mfu_with_syncs=pytest.approx(0.4), limit="memory",
-        flops_ratio=pytest.approx(1.25), recomputed_flops=5e8,
-        excess_ratio=pytest.approx(1.0), inside_ratio=pytest.approx(1.2),
-    )  # fmt: skip
+        mfu_with_syncs=pytest.approx(0.4),
+        limit="memory",
+        flops_ratio=pytest.approx(1.25),
+        recomputed_flops=5e8,
+        excess_ratio=pytest.approx(1.0),
+        inside_ratio=pytest.approx(1.2),
+    )
 
 
 def test_one_message_that_does_not_span_is_no_overlap():
@@ -264,9 +353,13 @@ def test_one_message_that_does_not_span_is_no_overlap():
 
 def test_a_program_that_is_refused_is_in_the_table():
     refused = dict(
-        name="inner steps", fits=False, sent_bytes=0, temp_bytes=40 * 10**9,
-        refused="RESOURCE_EXHAUSTED: too much", seconds=1.0,
-    )  # fmt: skip
+        name="inner steps",
+        fits=False,
+        sent_bytes=0,
+        temp_bytes=40 * 10**9,
+        refused="RESOURCE_EXHAUSTED: too much",
+        seconds=1.0,
+    )
     summary = report.summarise(ABOUT, [refused, SEND])
     assert (summary["fits"], summary["mfu"]) == (False, None)
     assert summary["temp_bytes"] == 40 * 10**9

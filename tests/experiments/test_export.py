@@ -20,10 +20,19 @@ from cocodc_jax.train.checkpoint import Checkpoints
 from experiments import export, train
 
 CONFIG = PRESETS["smoke"].replace(
-    method="streaming_diloco", sync_interval=4, num_fragments=2, delay_steps=1,
-    steps=8, warmup_steps=1, regions=2, eval_batches=2, num_layers=2, width=16,
-    mlp_width=16, tokenizer="bpe:270",
-)  # fmt: skip
+    method="streaming_diloco",
+    sync_interval=4,
+    num_fragments=2,
+    delay_steps=1,
+    steps=8,
+    warmup_steps=1,
+    regions=2,
+    eval_batches=2,
+    num_layers=2,
+    width=16,
+    mlp_width=16,
+    tokenizer="bpe:270",
+)
 FLAGS = ["--preset=smoke", "--num_layers=2", "--width=64", "--mlp_width=16"]
 
 
@@ -36,11 +45,13 @@ def trained(corpus, tmp_path_factory):
     program = session.program
     state = program.init(session.init_params(jax.random.key(0)), jax.random.key(1))
     apart = jax.tree.map(lambda x: 2 * x, state.region.params)
+
     with Checkpoints(workdir / CHECKPOINTS) as saved:
         for step in (4, 8):
             region = state.region._replace(params=apart)
             state = dataclasses.replace(state, region=region, step=step)
             saved.save(program, state, {})
+
     return workdir, corpus
 
 
@@ -52,8 +63,8 @@ def restored(workdir, step):
     return session, state
 
 
-def equal(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, found, jax.device_get(expected))
+def equal(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, jax.device_get(expected))
 
 
 def test_the_outer_parameters_are_written_and_begin_another_run(
@@ -67,10 +78,12 @@ def test_the_outer_parameters_are_written_and_begin_another_run(
         "step": 8,
         "parameters": sum(map(np.size, tensors.values())),
         "files": [
-            "config.json", "model.safetensors", "tokenizer.json",
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
             "tokenizer_config.json",
         ],
-    }  # fmt: skip
+    }
     session, state = restored(workdir, 8)
     equal(hugging_face.read(out, session.model), session.program.outer_params(state))
     said = json.loads((out / "config.json").read_text())
@@ -92,17 +105,22 @@ def test_the_outer_parameters_are_written_and_begin_another_run(
     assert "width is 16 there and 64 here; give --width=16" in said
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("--out={tmp}/new --step=3", "--step=3 has no checkpoint in .* steps 4, 8"),
-    ("--out={tmp}/new --params=best", "--params='best' is unknown"),
-    ("--out={run}", "--out='.*' is not empty; name another"),
-    ("--workdir={tmp} --out={tmp}/new", "--workdir='.*' has no config.json"),
-    ("", "--out=None is no folder"),
-    ("--workdir={tmp} --out=gs://x/y", "--out='gs://x/y' is in a bucket; name a"),
-    ("--workdir=gs://x/y --out={tmp}/new", "--workdir='gs://x/y' is in a bucket"),
-    ("--out={tmp}/none --adapter",
-     ".*adapter=True asks for the adapters of a run that has none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--out={tmp}/new --step=3", "--step=3 has no checkpoint in .* steps 4, 8"),
+        ("--out={tmp}/new --params=best", "--params='best' is unknown"),
+        ("--out={run}", "--out='.*' is not empty; name another"),
+        ("--workdir={tmp} --out={tmp}/new", "--workdir='.*' has no config.json"),
+        ("", "--out=None is no folder"),
+        ("--workdir={tmp} --out=gs://x/y", "--out='gs://x/y' is in a bucket; name a"),
+        ("--workdir=gs://x/y --out={tmp}/new", "--workdir='gs://x/y' is in a bucket"),
+        (
+            "--out={tmp}/none --adapter",
+            ".*adapter=True asks for the adapters of a run that has none",
+        ),
+    ],
+)
 def test_what_cannot_be_exported_is_named(trained, tmp_path, refused, words, message):
     words = words.format(tmp=tmp_path, run=trained[0]).split()
     said = refused(export, f"--workdir={trained[0]}", *words)
@@ -130,6 +148,7 @@ def test_a_run_outlives_the_one_that_it_went_on_from(trained, tmp_path, call, re
     call(export, f"--workdir={workdir}", f"--out={tmp_path / 'out'}")
     shutil.rmtree(workdir / "checkpoints")
     (workdir / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)
+
     with pytest.raises(ValueError, match="adopt_from='.*/moved' holds no run"):
         prepare(TrainConfig.from_json(config), workdir)
     said = refused(export, f"--workdir={workdir}", f"--out={tmp_path / 'new'}")
@@ -140,20 +159,25 @@ def test_a_folder_and_a_tokenizer_that_disagree_are_refused(tmp_path):
     config = PRESETS["smoke"]
 
     class Tokens:
-        vocab_size, num_tokens, eos_id = 304, 300, 299
+        vocab_size = 304
+        num_tokens = 300
+        eos_id = 299
 
     model = config.model
     hugging_face.write(tmp_path, model, init_params(model, jax.random.key(0)), eos_id=5)
     config = config.replace(init_from=str(tmp_path))
+
     with pytest.raises(
         ValueError, match="vocab_size is 272 there, and tokenizer=.* 300"
     ):
         model_of(config, Tokens())
+
     Tokens.num_tokens = 272
     with pytest.raises(
         ValueError, match="eos_token_id is 5 there, and tokenizer=.* 299"
     ):
         model_of(config, Tokens())
+
     Tokens.eos_id = 5
     assert model_of(config, Tokens()).vocab_size == 304
     Tokens.vocab_size = 16
@@ -164,29 +188,45 @@ def test_a_folder_and_a_tokenizer_that_disagree_are_refused(tmp_path):
 def test_adapters_are_trained_sent_and_written_alone(trained, tmp_path, call):
     """A run of adapters on what another one has learnt; merged, and by themselves."""
     workdir, (dataset, data_dir) = trained
-    base, run = tmp_path / "base", tmp_path / "run"
+    base = tmp_path / "base"
+    run = tmp_path / "run"
     call(export, f"--workdir={workdir}", f"--out={base}")
     words = [
-        f"--{name}={value}" for name, value in dict(
-            preset="smoke", num_layers=2, width=16, mlp_width=16, regions=2, steps=8,
-            eval_batches=2, warmup_steps=1, method="diloco", sync_interval=4,
-            inner_lr=0.01, tokenizer=f"hf:{base}", init_from=base, lora_rank=2,
+        f"--{name}={value}"
+        for name, value in dict(
+            preset="smoke",
+            num_layers=2,
+            width=16,
+            mlp_width=16,
+            regions=2,
+            steps=8,
+            eval_batches=2,
+            warmup_steps=1,
+            method="diloco",
+            sync_interval=4,
+            inner_lr=0.01,
+            tokenizer=f"hf:{base}",
+            init_from=base,
+            lora_rank=2,
             workdir=run,
         ).items()
-    ]  # fmt: skip
+    ]
     call(train, *words, dataset, data_dir)
     outs = {}
+
     for name in ("merged", "adapter"):
         out = tmp_path / name
         words = [f"--workdir={run}", f"--out={out}", f"--adapter={name == 'adapter'}"]
         printed, _ = call(export, *words)
         outs[name] = json.loads(printed)
+
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     num_trained = sum(map(np.size, adapter.values()))
     assert outs["adapter"]["parameters"] == num_trained
     assert outs["adapter"]["files"] == [
-        "adapter_config.json", "adapter_model.safetensors",
-    ]  # fmt: skip
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert said["base_model_name_or_path"] == str(base)
     # Two syncs of the adapters alone.

@@ -22,6 +22,7 @@ def test_the_command_makes_the_pictures_that_readme_shows(tmp_path):
     made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert sorted(shown) == sorted(made)
     assert "python -m experiments.results.figures" in readme
+
     for name, data in made.items():
         assert data.startswith(b"\x89PNG")
         assert len(data) < 150_000
@@ -54,6 +55,7 @@ def test_no_name_lies_on_another_or_on_a_point():
     texts = [text for text in axes.texts if text.get_text()]
     assert {text.get_text() for text in texts} == methods.keys() - {"silent"}
     renderer = figure.canvas.get_renderer()
+
     # Of the words alone, without the lines to the points.
     boxes = [Text.get_window_extent(text, renderer) for text in texts]
     for one, other in itertools.combinations(boxes, 2):

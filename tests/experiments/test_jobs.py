@@ -16,10 +16,17 @@ pytestmark = pytest.mark.slow
 
 STEPS = 240
 FLAGS = [
-    "--preset=smoke", f"--steps={STEPS}", "--step_seconds=0.2", "--eval_every=0",
-    "--eval_batches=6", "--checkpoint_every=20", "--regions=3", "--log_every=1",
-    "--outer_digests", "--dead_after_s=4",
-]  # fmt: skip
+    "--preset=smoke",
+    f"--steps={STEPS}",
+    "--step_seconds=0.2",
+    "--eval_every=0",
+    "--eval_batches=6",
+    "--checkpoint_every=20",
+    "--regions=3",
+    "--log_every=1",
+    "--outer_digests",
+    "--dead_after_s=4",
+]
 
 
 class Run:
@@ -29,7 +36,8 @@ class Run:
         flags = [*flags, f"--via={via}"] if via else flags
         train = [sys.executable, "-m", "experiments.train", *flags]
         train.append(f"--workdir={workdir}")
-        self.workdir, self.num = workdir, num
+        self.workdir = workdir
+        self.num = num
         self.regions = children.make_regions(train, workdir, num, via, num_processes)
         for region in self.regions:
             region.start()
@@ -110,6 +118,7 @@ def test_sigterm_ends_the_wait_for_a_region_that_is_frozen(
     flags += ["--regions=2", f"--data_axis={num_processes}", *corpus]
     run = Run(tmp_path, flags, 2, num_processes)
     first, frozen = run.regions
+
     try:
         run.until(lambda: min(map(run.step, range(2))) > 8)
         frozen.send(signal.SIGSTOP)
@@ -132,6 +141,7 @@ def test_all_die_and_come_back_from_checkpoints(three):
     three.until(lambda: all(path.exists() for path in saved))
     for region in three.regions:
         region.send(signal.SIGKILL)
+
     three.until(lambda: not any(region.is_running for region in three.regions))
     for region in three.regions:
         region.start()
@@ -151,6 +161,7 @@ def test_both_of_two_go_on_once_the_one_that_was_killed_is_back(tmp_path, corpus
             region.send(signal.SIGTERM)
             run.until(lambda region=region: region.code == STOPPED)
             time.sleep(2)
+
         for region in run.regions:
             region.start()
         for lost in (1, 0):
@@ -162,9 +173,11 @@ def test_both_of_two_go_on_once_the_one_that_was_killed_is_back(tmp_path, corpus
             run.regions[lost].start()
             stays = 1 - lost
             run.until(lambda r=stays: run.lines(r, "joins.jsonl")[-1]["carried"])
+
         result = run.finish()
     finally:
         run.kill()
+
     assert not result["merges_that_differ"]
     assert [region.lives for region in run.regions] == [3, 3]
     assert [len(run.lines(r, "joins.jsonl")) for r in range(2)] == [4, 4]
@@ -173,23 +186,33 @@ def test_both_of_two_go_on_once_the_one_that_was_killed_is_back(tmp_path, corpus
 def test_the_numbers_are_the_same_through_a_folder(tmp_path, corpus):
     flags = ["--preset=smoke", "--steps=40", "--eval_batches=4", "--regions=2", *corpus]
     messages = tmp_path / "messages"
+
     runs = [
         Run(tmp_path / "sockets", flags, 2),
         Run(tmp_path / "folder", flags, 2, via=str(messages)),
     ]
     for run in runs:
         run.end()
+
     for region in ("region_0", "region_1"):
         one, other = (run.workdir / region / "metrics.jsonl" for run in runs)
         assert one.read_bytes() == other.read_bytes()
+
     assert not list(messages.iterdir())
 
 
 SEVERAL = [
-    "--preset=smoke", "--batch_per_region=96", "--eval_every=0", "--eval_batches=2",
-    "--data_axis=2", "--regions=2", "--log_every=1", "--outer_digests",
-    "--checkpoint_every=50", "--dead_after_s=8",
-]  # fmt: skip
+    "--preset=smoke",
+    "--batch_per_region=96",
+    "--eval_every=0",
+    "--eval_batches=2",
+    "--data_axis=2",
+    "--regions=2",
+    "--log_every=1",
+    "--outer_digests",
+    "--checkpoint_every=50",
+    "--dead_after_s=8",
+]
 
 
 @pytest.fixture
@@ -211,11 +234,13 @@ def test_regions_of_two_processes_have_the_numbers_of_one_with_two_devices(start
     def digests(folder):
         return [sync["digest"] for sync in kills.lines(folder / "syncs.jsonl")]
 
-    one, two = started("one", 1, 40), started("two", 2, 40)
+    one = started("one", 1, 40)
+    two = started("two", 2, 40)
     one.finish(40)
     two.finish(40)
     expected = digests(one.workdir / "region_0")
     assert len(expected) > 10
+
     for folder in ("region_0", "region_1", "region_1/process_1"):
         assert digests(two.workdir / folder) == expected
 

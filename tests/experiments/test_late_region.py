@@ -15,14 +15,28 @@ def words(corpus, tmp_path_factory):
     key = folder / "key"
     key.write_bytes(b"k" * 32)
     key.chmod(0o600)
+
     return folder, [
-        "--preset=smoke", "--method=streaming_diloco", *corpus, "--regions=2",
-        "--width=16", "--mlp_width=32", "--num_heads=2", "--num_kv_heads=2",
-        "--steps=40", "--eval_every=0", "--checkpoint_every=0", "--exchange=elastic",
-        f"--via={folder / 'store'}", f"--key_file={key}", "--start_s=1",
-        "--beat_s=0.1", "--dead_after_s=1", "--grace_s=1",
+        "--preset=smoke",
+        "--method=streaming_diloco",
+        *corpus,
+        "--regions=2",
+        "--width=16",
+        "--mlp_width=32",
+        "--num_heads=2",
+        "--num_kv_heads=2",
+        "--steps=40",
+        "--eval_every=0",
+        "--checkpoint_every=0",
+        "--exchange=elastic",
+        f"--via={folder / 'store'}",
+        f"--key_file={key}",
+        "--start_s=1",
+        "--beat_s=0.1",
+        "--dead_after_s=1",
+        "--grace_s=1",
         f"--workdir={folder / 'run'}",
-    ]  # fmt: skip
+    ]
 
 
 def test_the_result_of_others_is_taken(words, call, capsys):
@@ -52,8 +66,12 @@ def test_another_run_is_no_result(words, call):
     for name in ("run", "store"):
         (folder / name).mkdir(exist_ok=True)
     out, err = call(
-        train, *flags, "--region_id=1", "--inner_lr=1e-3",
-        f"--workdir={folder / 'other'}", f"--via={folder / 'other_store'}",
-    )  # fmt: skip
+        train,
+        *flags,
+        "--region_id=1",
+        "--inner_lr=1e-3",
+        f"--workdir={folder / 'other'}",
+        f"--via={folder / 'other_store'}",
+    )
     assert "have ended" not in err
     assert "finished alone since step 0" in out

@@ -33,11 +33,12 @@ def test_flags_are_those_of_train(name):
     commands = text[text.index("experiments.train") :]
     flags = dict(re.findall(r"^\s*(?:- )?--(\w+)=(\S+)", commands, re.MULTILINE))
     flags |= dict(re.findall(r" --(preset|method|regions|exchange)=(\w+)", commands))
-    own = {"preset", "workdir", *PROCESSES, *ELASTIC, *LEAVES}
+    flag_names = {"preset", "workdir", *PROCESSES, *ELASTIC, *LEAVES}
+
     for flag in ("preset", "method", "regions", "num_processes", "workdir"):
         assert flag in flags
     shell = {"signal", "zone", "worker", "command", "label"}  # of other programs
-    assert set(flags) - shell <= own
+    assert set(flags) - shell <= flag_names
     preset = PRESETS[flags["preset"]]
     assert flags["method"] in METHODS
     known = {k: v for k, v in flags.items() if k in ("method", "exchange")}
@@ -47,11 +48,11 @@ def test_flags_are_those_of_train(name):
 @pytest.mark.parametrize("name", FILES)
 def test_what_shall_be_installed_has_the_programs(name):
     """The core is JAX and Optax alone: without [all] no program starts."""
-    told = re.search(r"pip install -e \S+?\[(\S+)\]`", (FOLDER / name).read_text())
+    extras = re.search(r"pip install -e \S+?\[(\S+)\]`", (FOLDER / name).read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert told is not None
-    assert "all" in told[1].split(",")
-    assert set(told[1].split(",")) <= set(project["optional-dependencies"])
+    assert extras is not None
+    assert "all" in extras[1].split(",")
+    assert set(extras[1].split(",")) <= set(project["optional-dependencies"])
 
 
 def test_kubernetes_names_and_counts_agree():
@@ -78,7 +79,9 @@ def test_the_dashboard_shows_every_metric_and_no_other():
     dashboard = json.loads((FOLDER / "grafana.json").read_text())
     panels = dashboard["panels"]
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
-    queries += [each["query"]["query"] for each in dashboard["templating"]["list"][1:]]
+    queries += [
+        variable["query"]["query"] for variable in dashboard["templating"]["list"][1:]
+    ]
     assert set(re.findall(r"cocodc_\w+", " ".join(queries))) == {
         metric.name for metric in METRICS
     }

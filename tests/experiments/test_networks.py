@@ -1,6 +1,7 @@
 """The lab beside the simulator: what is run, what files come to, what is written."""
 
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -24,13 +25,14 @@ needs_lab = pytest.mark.skipif(bool(LACKS), reason=f"no lab: {'; '.join(LACKS)}"
 
 
 def test_networks_by_bandwidth_by_name_and_from_a_file(tmp_path):
-    found = lab_run.network("100", 4)
-    assert found.flags == ("--regions=4", "--bandwidth_mbit=100", "--latency_ms=50")
-    link = found.topology.links[0][1]
+    network = lab_run.network("100", 4)
+    assert network.flags == ("--regions=4", "--bandwidth_mbit=100", "--latency_ms=50")
+    link = network.topology.links[0][1]
     # Packets of a millisecond, 12,500 bytes, of which 52 are headers.
     assert (link.bandwidth_gbps, link.latency_s) == (0.1 * (1 - 52 / 12_500), 0.05)
     unequal = lab_run.network("unequal", 4)
-    near, far = unequal.topology.links[0][1], unequal.topology.links[3][0]
+    near = unequal.topology.links[0][1]
+    far = unequal.topology.links[3][0]
     assert (near.latency_s, far.latency_s) == (0.02, 0.08)
     assert near.bandwidth_gbps == pytest.approx(4 * far.bandwidth_gbps)
     path = tmp_path / "mine.yaml"
@@ -41,30 +43,44 @@ def test_networks_by_bandwidth_by_name_and_from_a_file(tmp_path):
     assert wide.flags == ("--regions=3", "--bandwidth_mbit=10000", "--latency_ms=50")
 
 
-@pytest.mark.parametrize(("text", "regions", "message"), [
-    ("0", 4, "'0' is not a network .*bandwidth"),
-    ("/no/such", 4, "'/no/such' is not a network .*No such file"),
-    ("unequal", 3, "'unequal' has 4 regions, but the run has regions=3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "regions", "message"),
+    [
+        ("0", 4, "'0' is not a network .*bandwidth"),
+        ("/no/such", 4, "'/no/such' is not a network .*No such file"),
+        ("unequal", 3, "'unequal' has 4 regions, but the run has regions=3"),
+    ],
+)
 def test_what_is_no_network(text, regions, message):
     with pytest.raises(ValueError, match=message):
         lab_run.network(text, regions)
 
 
-@pytest.mark.parametrize(("name", "arguments", "expected"), [
-    ("diloco", {"sync_interval": 40}, (80, 240)),
-    ("cocodc", {"sync_interval": 40, "delay_steps": 5}, (85, 245)),
-    ("data_parallel", {}, (10, 30)),
-    ("apart", {}, (50, 150)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("diloco", {"sync_interval": 40}, (80, 240)),
+        ("cocodc", {"sync_interval": 40, "delay_steps": 5}, (85, 245)),
+        ("data_parallel", {}, (10, 30)),
+        ("apart", {}, (50, 150)),
+    ],
+)
 def test_whole_intervals_after_everything_is_compiled(name, arguments, expected):
-    found = lab_run.stretch(cc.methods.get(name, **arguments), 10, 4)
-    assert (found.first_step, found.last_step) == expected
+    stretch = lab_run.stretch(cc.methods.get(name, **arguments), 10, 4)
+    assert (stretch.first_step, stretch.last_step) == expected
 
 
 def sync(fragment, start, merge, start_s, arrival_s, stall_s):
-    return SyncRecord((fragment,), start, merge, start_s, arrival_s, arrival_s,
-                      (stall_s + 0.5, stall_s - 0.5), (64.0,) * 2)  # fmt: skip
+    return SyncRecord(
+        (fragment,),
+        start,
+        merge,
+        start_s,
+        arrival_s,
+        arrival_s,
+        (stall_s + 0.5, stall_s - 0.5),
+        (64.0,) * 2,
+    )
 
 
 # Two regions; 1 s a step, and 3 s and 1 s of waiting after steps 4 and 8.
@@ -113,19 +129,20 @@ def test_a_runs_files_become_numbers(tmp_path, recorded_sync):
         recorded_sync(0, 4, 6, 3.0, 4.0, 4.0, 0.5) | {"num_bytes": 64},
     ]
     made_up(tmp_path, [[2, 1.0], [4, 3.0], [6, 6.0]], syncs, 112, 6)
-    found = lab_run.read(tmp_path, Stretch(4, 6))
-    assert found == Measured(Pace(1.5, 25.0, 1.0), (1.5, 1.5), (64.0, 48.0), 112, 90)
-    value = json.loads(json.dumps(dataclasses.asdict(found)))
-    assert Measured.from_json(value) == found
+    measured = lab_run.read(tmp_path, Stretch(4, 6))
+    assert measured == Measured(Pace(1.5, 25.0, 1.0), (1.5, 1.5), (64.0, 48.0), 112, 90)
+    value = json.loads(json.dumps(dataclasses.asdict(measured)))
+    assert Measured.from_json(value) == measured
+
     with pytest.raises(LabRunError, match="fewer than two marks after step 5"):
         lab_run.read(tmp_path, Stretch(5, 6))
 
 
 def test_a_method_that_sends_at_every_step_has_one_message(tmp_path):
     made_up(tmp_path, [[2, 1.0], [4, 3.0]], [], 400, 4)
-    found = lab_run.read(tmp_path, Stretch(2, 4))
-    assert found.fragment_bytes == (100.0,)
-    assert found.pace == Pace(1.0, None, None)
+    measured = lab_run.read(tmp_path, Stretch(2, 4))
+    assert measured.fragment_bytes == (100.0,)
+    assert measured.pace == Pace(1.0, None, None)
 
 
 RATE = 12.5e6 * (1 - 52 / 12_500)  # bytes a second of 100 Mbit/s, less headers
@@ -145,15 +162,17 @@ def exchange_s(num_bytes, collective="direct"):
 
 def test_simulated_blocking_sync_by_hand():
     """The exchange's own time, ten times in 100 steps."""
-    given = methods.get("diloco", sync_interval=10), Stretch(10, 50), (10e6,)
-    found, sent = of_four(*given)
+    method = methods.get("diloco", sync_interval=10)
+    stretch = Stretch(10, 50)
+    pace, sent = of_four(method, stretch, (10e6,))
     sync_s = exchange_s(10e6)
     assert 2 * (0.1 + 7.5e6 / RATE) < sync_s < 2 * (0.1 + 15e6 / RATE)
-    assert found.sync_s == pytest.approx(sync_s)
-    assert found.stall_s == pytest.approx(10 * sync_s)
-    assert found.step_s == pytest.approx(0.25 + sync_s / 10)
+    assert pace.sync_s == pytest.approx(sync_s)
+    assert pace.stall_s == pytest.approx(10 * sync_s)
+    assert pace.step_s == pytest.approx(0.25 + sync_s / 10)
     assert sent == 5 * 1.5 * 10e6
-    ring, _ = of_four(*given, "ring")
+
+    ring, _ = of_four(method, stretch, (10e6,), "ring")
     assert ring.sync_s == pytest.approx(exchange_s(10e6, "gloo"))
 
 
@@ -161,10 +180,10 @@ def test_simulated_delay_hides_a_sync_that_is_shorter():
     method = methods.get(
         "streaming_diloco", sync_interval=40, num_fragments=4, delay_steps=5
     )
-    found, _ = of_four(method, Stretch(45, 205), (1e6,) * 4)
-    assert found.step_s == pytest.approx(0.25)
-    assert found.stall_s == 0
-    assert found.sync_s == pytest.approx(exchange_s(1e6))
+    pace, _ = of_four(method, Stretch(45, 205), (1e6,) * 4)
+    assert pace.step_s == pytest.approx(0.25)
+    assert pace.stall_s == 0
+    assert pace.sync_s == pytest.approx(exchange_s(1e6))
 
 
 def test_hosts_take_what_steps_took_longer_than_expected():
@@ -172,32 +191,42 @@ def test_hosts_take_what_steps_took_longer_than_expected():
     assert lab_run.host_bytes_per_s(run, Pace(0.25, 0.1, 0.2)) == pytest.approx(20e6)
     assert lab_run.host_bytes_per_s(run, Pace(0.31, 0.1, 0.2)) == math.inf
     method = methods.get("diloco", sync_interval=10)
-    given = lab_run.network("100", 2), method, Stretch(10, 50), run, (0.25,) * 2
-    without, _ = lab_run.predict(*given, "direct")
-    found, _ = lab_run.predict(*given, "direct", host_bytes_per_s=20e6)
-    assert found.sync_s == pytest.approx(without.sync_s + 0.05)
-    assert found.step_s == pytest.approx(without.step_s + 0.05 / 10)
+    predict = functools.partial(
+        lab_run.predict,
+        network=lab_run.network("100", 2),
+        method=method,
+        stretch=Stretch(10, 50),
+        run=run,
+        step_s=(0.25,) * 2,
+        all_reduce="direct",
+    )
+    without, _ = predict()
+    pace, _ = predict(host_bytes_per_s=20e6)
+    assert pace.sync_s == pytest.approx(without.sync_s + 0.05)
+    assert pace.step_s == pytest.approx(without.step_s + 0.05 / 10)
 
 
 def test_the_simulator_has_the_slots_that_a_method_has():
-    network, run = (
-        lab_run.network("1000", 2),
-        Measured(ALONE.pace, (), (1e5,) * 4, 0, 0),
+    network = lab_run.network("1000", 2)
+    run = Measured(ALONE.pace, (), (1e5,) * 4, 0, 0)
+    stretch = Stretch(40, 80)
+    method = methods.get("cocodc", sync_interval=40)
+    with_slots, sent = lab_run.predict(
+        network, method, stretch, run, (0.25,) * 2, "direct"
     )
-    given = network, methods.get("cocodc", sync_interval=40), Stretch(40, 80), run
-    with_slots, sent = lab_run.predict(*given, (0.25,) * 2, "direct")
     assert sent == 16 * 1e5  # 2 K an interval, of which the last has just left.
     assert with_slots.step_s == pytest.approx(0.25)
-    measured = methods.get("cocodc", sync_interval=40, delay_steps="auto",
-                           syncs_per_interval="auto")  # fmt: skip
-    found, _ = lab_run.predict(network, measured, *given[2:], (0.25,) * 2, "direct")
-    assert found.sync_s == pytest.approx(with_slots.sync_s)
+    measured = methods.get(
+        "cocodc", sync_interval=40, delay_steps="auto", syncs_per_interval="auto"
+    )
+    pace, _ = lab_run.predict(network, measured, stretch, run, (0.25,) * 2, "direct")
+    assert pace.sync_s == pytest.approx(with_slots.sync_s)
 
 
 def test_compressed_messages_are_gathered():
     method = methods.get("diloco", sync_interval=10, compress="int8")
-    found, _ = of_four(method, Stretch(10, 50), (1e6,))
-    assert found.sync_s == pytest.approx(exchange_s(1e6, "direct_gather"))
+    pace, _ = of_four(method, Stretch(10, 50), (1e6,))
+    assert pace.sync_s == pytest.approx(exchange_s(1e6, "direct_gather"))
 
 
 def rows():
@@ -245,7 +274,8 @@ def test_bars_are_as_high_as_the_slowdowns_and_failures_have_none():
 # JAX, where another test has begun to use it in this process.
 @pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called")
 def test_a_result_is_read_again_and_a_failure_says_its_last_line(tmp_path):
-    folder, stretch = tmp_path / "case", Stretch(2, 4)
+    folder = tmp_path / "case"
+    stretch = Stretch(2, 4)
     (tmp_path / "made_up.py").write_text(f"""
 import json, pathlib, sys
 sys.path.insert(0, {str(tmp_path)!r})
@@ -259,16 +289,19 @@ marks = [[2, 1.0], [4, 3.0]]
 """)
     good = [sys.executable, "-S", str(tmp_path / "made_up.py")]
     bad = [sys.executable, "-S", "-c", "raise OSError('no room')"]
+
     with pytest.raises(LabRunError, match="exit code 1: OSError: no room"):
         lab_run.measured(bad, folder, stretch, 60)
-    found = lab_run.measured(good, folder, stretch, 60)
-    assert found.pace.step_s == 1.0
+    measured = lab_run.measured(good, folder, stretch, 60)
+    assert measured.pace.step_s == 1.0
     (tmp_path / "made_up.py").unlink()  # From here on, only its result is there.
-    assert lab_run.measured(good, folder, stretch, 60) == found
+    assert lab_run.measured(good, folder, stretch, 60) == measured
+
     with pytest.raises(ValueError, match="result of another command"):
         lab_run.measured(bad, folder, stretch, 60)
     with pytest.raises(ValueError, match="over links that their file has no more"):
         lab_run.measured(good, folder, stretch, 60, links="{regions: [a, b]}")
+
     slow = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
     with pytest.raises(LabRunError, match="not done after 0.2 s"):
         lab_run.measured(slow, tmp_path / "slow", stretch, 0.2)
@@ -311,6 +344,7 @@ def test_what_others_are_held_against_is_not_compressed(monkeypatch, tmp_path):
     words = f"x --workdir={tmp_path} --networks=20 --methods=streaming_diloco --"
     train = values([*words.split(), "--preset=smoke", "--compress=ef+int4"])[1:]
     apart, _, job = compare_networks.read_jobs(values, train)
+
     with pytest.raises(compare_networks.LabRunError):
         apart.measured()
     job.row(alone=None, host_bytes_per_s=1e9)
@@ -335,8 +369,13 @@ def test_folders_of_other_runs_are_refused_before_anything_runs(
     done = tmp_path / "30" / "diloco" / lab_run.RESULT
     done.parent.mkdir(parents=True)
     done.write_text(json.dumps({"command": ["other"], "measured": {}}))
-    own = [f"--workdir={tmp_path}", "--methods=data_parallel,diloco"]
-    words = [*own, *words.format(tmp_path).split(), "--preset=smoke", "--regions=2"]
+    own_flags = [f"--workdir={tmp_path}", "--methods=data_parallel,diloco"]
+    words = [
+        *own_flags,
+        *words.format(tmp_path).split(),
+        "--preset=smoke",
+        "--regions=2",
+    ]
     assert message in refused(compare_networks, *words)
 
 
@@ -352,10 +391,19 @@ def test_a_stop_has_the_code_of_every_program(call, monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_two_methods_over_one_network(command, corpus, tmp_path):
     flags = (
-        f"--workdir={tmp_path}", "--networks=100", "--methods=diloco,streaming_diloco",
-        "--intervals=1", "--", "--preset=smoke", "--regions=2", "--log_every=4",
-        "--sync_interval=8", "--num_fragments=2", "--step_seconds=0.2", *corpus,
-    )  # fmt: skip
+        f"--workdir={tmp_path}",
+        "--networks=100",
+        "--methods=diloco,streaming_diloco",
+        "--intervals=1",
+        "--",
+        "--preset=smoke",
+        "--regions=2",
+        "--log_every=4",
+        "--sync_interval=8",
+        "--num_fragments=2",
+        "--step_seconds=0.2",
+        *corpus,
+    )
 
     def finish():
         process = command("experiments.compare_networks", *flags)
@@ -363,22 +411,24 @@ def test_two_methods_over_one_network(command, corpus, tmp_path):
         assert process.returncode == 0, error
         return out, json.loads((tmp_path / "networks.json").read_text())
 
-    out, found = finish()
+    out, table = finish()
     assert "streaming_diloco" in out
     # No step is faster than its pace; how much slower depends on the machine.
-    assert found["apart"]["pace"]["step_s"] > 0.199
-    blocking, streaming = found["rows"]
+    assert table["apart"]["pace"]["step_s"] > 0.199
+    blocking, streaming = table["rows"]
     assert len(blocking["fragment_bytes"]) == 1
     assert sum(streaming["fragment_bytes"]) == blocking["fragment_bytes"][0]
     assert blocking["measured"]["stall_s"] > 0
+
     # A round trip of 0.1 s: no sync is shorter, measured or simulated.
-    for row in found["rows"]:
+    for row in table["rows"]:
         assert row["measured"]["sync_s"] > 0.1
         assert row["simulated"]["sync_s"] > 0.1
         assert row["sent_bytes"] < row["relayed_bytes"]
+
     # On a machine with time to spare; tests/experiments/test_gpu.py is stricter.
     measured = timeline.read(tmp_path / "100" / "streaming_diloco" / "run", 21)
     beside, alone = timeline.step_s_in_flight(measured)
     assert 0.199 < beside < 1.1 * alone
     assert (tmp_path / "networks.png").read_bytes().startswith(b"\x89PNG")
-    assert finish()[1] == found  # Nothing is left to run.
+    assert finish()[1] == table  # Nothing is left to run.

@@ -23,14 +23,14 @@ def flags_of(name, path, monkeypatch):
     """Return the flags that a program defines."""
     below = path.relative_to(pathlib.Path(commands.__file__).parents[1])
     module = importlib.import_module(".".join(below.with_suffix("").parts))
-    found = []
+    paths = []
     of_runs = absl.flags.FlagValues()
     monkeypatch.setattr(flags, "FLAGS", of_runs)
     own_flags = program.own_flags
 
     def record(*table, **bounds):
-        found.append(own_flags(*table, **bounds))
-        return found[-1]
+        paths.append(own_flags(*table, **bounds))
+        return paths[-1]
 
     monkeypatch.setattr(program, "own_flags", record)
     if hasattr(module, "define"):
@@ -38,16 +38,19 @@ def flags_of(name, path, monkeypatch):
     else:
         with pytest.raises(SystemExit):
             module.main([name, "--help"])
-    return [values[flag] for values in (of_runs, *found) for flag in values]
+
+    return [values[flag] for values in (of_runs, *paths) for flag in values]
 
 
 @pytest.mark.parametrize("name", commands.programs())
 def test_paths_of_a_program_have_a_home(name, monkeypatch, capsys):
     monkeypatch.setenv("HOME", "/home/me")
-    found = flags_of(name, commands.programs()[name], monkeypatch)
-    paths = [flag for flag in found if IS_PATH.match(flag.help)]
+    path_flags = flags_of(name, commands.programs()[name], monkeypatch)
+    paths = [flag for flag in path_flags if IS_PATH.match(flag.help)]
     for flag in paths:
         assert flag.parser.parse("~/x") == AT, flag.name
         assert flag.parser.parse("gs://bucket/~") == "gs://bucket/~"
-    known = {flag.name for flag in found if isinstance(flag.parser, flag_types._Path)}
+    known = {
+        flag.name for flag in path_flags if isinstance(flag.parser, flag_types._Path)
+    }
     assert known == {flag.name for flag in paths}

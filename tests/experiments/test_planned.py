@@ -58,9 +58,9 @@ def test_fast_links_and_slow_ones_have_other_plans(read, plan, capsys):
     assert wanted.items() <= slow.method.values.items()
     assert slow.run.seed == 3
     assert read("--method=diloco").method.method == "diloco"  # No plan, no choice.
-    told = capsys.readouterr().err
-    assert "plan: streaming_diloco ef+int4: loss 2.400 (of 2 seeds)" in told
-    assert "--method=streaming_diloco --sync_interval=16" in told
+    printed = capsys.readouterr().err
+    assert "plan: streaming_diloco ef+int4: loss 2.400 (of 2 seeds)" in printed
+    assert "--method=streaming_diloco --sync_interval=16" in printed
 
 
 def test_sizes_that_were_not_measured_are_named(read, plan, capsys):
@@ -92,30 +92,40 @@ def test_all_that_made_a_cell_is_chosen_with_it(read, tmp_path):
     config = read(*plan)
     assert config.method.resolve() == setting.config.method.resolve()
     assert config.optimizer == setting.config.optimizer
+
     with pytest.raises(ValueError, match="merge_feedback=False is what --plan=auto"):
         read(*plan, "--merge_feedback=false")
 
 
 def test_the_plan_is_that_of_the_simulator(read, cells):
-    found = advice.advise(
+    advices = advice.advise(
         advice.read(cells), uniform(4, Link(0.01, 0.2)), 12_345.0, [0.5]
     )
-    assert {"method", "inner_lr"} <= found[0].choice.flags.keys()
-    assert found[0].choice.flags.keys() <= set(planned._CHOSEN)
+    assert {"method", "inner_lr"} <= advices[0].choice.flags.keys()
+    assert advices[0].choice.flags.keys() <= set(planned._CHOSEN)
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("--plan=always", "plan='always' is unknown; use 'auto' or 'none'"),
-    ("--plan_step_s=1", "plan_step_s=1.0 has no meaning without --plan=auto"),
-    ("--plan=auto", "plan=auto needs --plan_frontier: cells.json"),
-    ("--plan=auto --plan_frontier=x", "plan=auto needs --plan_step_s: Sec"),
-    ("--plan=auto --plan_frontier=x --plan_step_s=1 --method=co2",
-     "method=co2 is what --plan=auto chooses"),
-    ("--plan=auto --plan_frontier=x --plan_step_s=0",
-     "plan_step_s=0.0 must be positive"),
-    ("--plan=auto --plan_frontier=/no/x --plan_step_s=1",
-     "--plan_frontier=/no/x: No such file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--plan=always", "plan='always' is unknown; use 'auto' or 'none'"),
+        ("--plan_step_s=1", "plan_step_s=1.0 has no meaning without --plan=auto"),
+        ("--plan=auto", "plan=auto needs --plan_frontier: cells.json"),
+        ("--plan=auto --plan_frontier=x", "plan=auto needs --plan_step_s: Sec"),
+        (
+            "--plan=auto --plan_frontier=x --plan_step_s=1 --method=co2",
+            "method=co2 is what --plan=auto chooses",
+        ),
+        (
+            "--plan=auto --plan_frontier=x --plan_step_s=0",
+            "plan_step_s=0.0 must be positive",
+        ),
+        (
+            "--plan=auto --plan_frontier=/no/x --plan_step_s=1",
+            "--plan_frontier=/no/x: No such file",
+        ),
+    ],
+)
 def test_what_cannot_be_planned_is_refused_by_name(read, words, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         read(*words.split())
@@ -139,9 +149,11 @@ def test_links_that_are_not_the_runs_are_refused(read, plan, tmp_path):
         read(*plan, "--plan_gbps=0")
     path = tmp_path / "links.yaml"
     path.write_text(LINKS)
+
     with pytest.raises(ValueError, match="has 2 regions, the run has 4"):
         read(*plan, f"--plan_links={path}", "--regions=4")
     with pytest.raises(ValueError, match="plan_gbps=2.0 and --plan_links exclude"):
         read(*plan, f"--plan_links={path}", "--plan_gbps=2")
+
     two = read(*plan, f"--plan_links={path}", "--regions=2")
     assert json.dumps(two.to_json())

@@ -20,16 +20,20 @@ def values_of(*arguments):
 
 
 def test_two_processes(command, tmp_path):
-    told = {
+    environment = {
         "COCODC_NUM_PROCESSES": "2",
         "COCODC_COORDINATOR_ADDRESS": children.free_addresses(1)[0],
     }
     flags = (
-        "--sizes_mb=0.4,0.02", "--repeats=3", "--pause_s=0", f"--workdir={tmp_path}",
-        "--bandwidth_mbit=1000", "--latency_ms=10",
-    )  # fmt: skip
+        "--sizes_mb=0.4,0.02",
+        "--repeats=3",
+        "--pause_s=0",
+        f"--workdir={tmp_path}",
+        "--bandwidth_mbit=1000",
+        "--latency_ms=10",
+    )
     first, second = [
-        command(PROBE, *flags, env=told | {"COCODC_PROCESS_ID": str(k)})
+        command(PROBE, *flags, env=environment | {"COCODC_PROCESS_ID": str(k)})
         for k in range(2)
     ]
     out, err = first.communicate(timeout=120)
@@ -44,9 +48,12 @@ def test_two_processes(command, tmp_path):
     ]
     # Delays of 10 ms, and how often a message's own time: as predicted, and at once.
     times = {
-        "direct": (0.04, 2, 1), "direct_gather": (0.02, 2, 1), "ring": (0.04, 1, None),
+        "direct": (0.04, 2, 1),
+        "direct_gather": (0.02, 2, 1),
+        "ring": (0.04, 1, None),
         "ring_gather": (0.02, 1.5, 1),
-    }  # fmt: skip
+    }
+
     for row in rows:
         assert np.shape(row["seconds"]) == (2, 3)
         medians = np.median(row["seconds"], axis=1)
@@ -58,6 +65,7 @@ def test_two_processes(command, tmp_path):
         exact = not row["collective"].startswith("direct")
         near = functools.partial(pytest.approx, abs=2e-8 if exact else 0.002)
         assert row["predicted_s"] == near(delays_s + predicted * bytes_s)
+
         if at_once:
             assert row["at_once_s"] == near(delays_s + at_once * bytes_s)
         ratio = row["measured_s"] / row["predicted_s"]
@@ -85,6 +93,7 @@ links: [{from: here, to: there, bandwidth_gbps: 0.004}]
     assert state.bytes_per_s[0, 1] == 450_000
     assert state.bytes_per_s[1, 0] == 900_000  # at most
     assert state.delay_s[1, 0] == 0.01
+
     with pytest.raises(ValueError, match="has 2 regions, but there are 3 processes"):
         probe_network.read_links(values_of(links), 3)
 
@@ -98,12 +107,12 @@ regions: [here, there]
 default: {bandwidth_gbps: 1, latency_ms: 10}
 changes: [{from: here, start_s: 0, duration_s: 9, bandwidth_factor: 0.5}]
 """)
-    given = f"--links={path}", "--bandwidth_mbit=20"
+    both = f"--links={path}", "--bandwidth_mbit=20"
     lab = wan.define_flags()
-    lab(["wan", *given])
+    lab(["wan", *both])
     mtu = wan.build_plan(lab, ["true"]).mtu_bytes
     assert mtu == 2500  # what 20 Mbit/s pass in a millisecond
-    state = probe_network.read_links(values_of(*given), 2)
+    state = probe_network.read_links(values_of(*both), 2)
     assert state is not None
     assert state.bytes_per_s[1, 0] == 20e6 / 8 * payload_share(mtu)
 

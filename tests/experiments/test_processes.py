@@ -19,22 +19,35 @@ from cocodc_jax.train.checkpoint import steps_in
 from experiments import launch_local, train
 from tests.waiting import wait_until
 
-TRAIN, LAUNCH = train.__name__, launch_local.__name__
+TRAIN = train.__name__
+LAUNCH = launch_local.__name__
 SMOKE = [
-    "--preset=smoke", "--steps=24", "--checkpoint_every=8", "--eval_every=0",
-    "--num_fragments=2", "--sync_interval=8", "--delay_steps=2", "--num_layers=2",
+    "--preset=smoke",
+    "--steps=24",
+    "--checkpoint_every=8",
+    "--eval_every=0",
+    "--num_fragments=2",
+    "--sync_interval=8",
+    "--delay_steps=2",
+    "--num_layers=2",
     "--log_every=3",  # Every checkpoint is within what a record averages over.
     "--keep_checkpoints=3",
-]  # fmt: skip
+]
 STREAMING = [*SMOKE, "--method=streaming_diloco"]
 # Two regions of two devices, each of which may be a process of its own.
 PAIRS = ["--regions=2", "--data_axis=2"]
 # The devices of a region share its experts.
 EXPERTS = [
-    "--regions=2", "--expert_axis=2", "--num_experts=4", "--expert_width=16",
-    "--fragment_strategy=experts", "--expert_weights=tokens", "--steps=8",
-    "--sync_interval=4", "--checkpoint_every=0",
-]  # fmt: skip
+    "--regions=2",
+    "--expert_axis=2",
+    "--num_experts=4",
+    "--expert_width=16",
+    "--fragment_strategy=experts",
+    "--expert_weights=tokens",
+    "--steps=8",
+    "--sync_interval=4",
+    "--checkpoint_every=0",
+]
 BARE = ["--preset=smoke", "--steps=24", "--checkpoint_every=8", "--eval_every=0"]
 
 
@@ -44,7 +57,8 @@ def summary(workdir: pathlib.Path) -> dict:
 
 def assert_same_run(many: pathlib.Path, one: pathlib.Path) -> None:
     """Sums are made in another order, and 24 steps of training enlarge what differs."""
-    mine, theirs = summary(many), summary(one)
+    mine = summary(many)
+    theirs = summary(one)
     for name in ("eval_loss", "eval_loss_outer", "region_drift"):
         assert mine[name] == pytest.approx(theirs[name], rel=1e-5)
     for name in ("bytes_sent_per_region", "tokens", "steps", "outer_bytes"):
@@ -106,6 +120,7 @@ def killed(command, run, corpus, tmp_path_factory):
     assert re.search(r"^process 1 was killed by signal 9; .*output\.log$", err, re.M)
     assert not (workdir / "summary.json").exists()
     out, _ = run(LAUNCH, *flags)
+
     return workdir, out
 
 
@@ -145,11 +160,13 @@ def test_what_one_process_wrote_is_damaged(run, corpus, killed, tmp_path, damage
     # The second process's shards of the arrays.
     written = (workdir / "checkpoints" / "24").rglob("*process_1/**/*")
     paths = sorted(x for x in written if x.is_file() and x.stat().st_size)
+
     if damage:
         damage(max(paths, key=lambda path: path.stat().st_size))
     else:
         for path in paths[::2]:
             path.unlink()
+
     for path in [workdir, workdir / "process_1"]:
         (path / "summary.json").unlink(missing_ok=True)
     flags = ["--processes=2", "--", *STREAMING, *corpus, f"--workdir={workdir}"]
@@ -161,7 +178,8 @@ def test_what_one_process_wrote_is_damaged(run, corpus, killed, tmp_path, damage
 
 @pytest.mark.slow
 def test_another_number_of_processes_goes_on(command, run, corpus, tmp_path):
-    one, many = tmp_path / "one", tmp_path / "many"
+    one = tmp_path / "one"
+    many = tmp_path / "many"
     flags = [*STREAMING, *PAIRS, *corpus]
     run(TRAIN, *flags, f"--workdir={one}")
     flags.append(f"--workdir={many}")
@@ -184,7 +202,7 @@ def test_another_number_of_processes_goes_on(command, run, corpus, tmp_path):
         (2, [*STREAMING, "--compress=int8", "--exchange=program"]),
         # Each fragment is sent again as soon as it arrives: two are on their way.
         pytest.param(
-            *(2, [*STREAMING, "--delay_steps=8", "--outer_channels=2"]), id="2-lanes"
+            2, [*STREAMING, "--delay_steps=8", "--outer_channels=2"], id="2-lanes"
         ),
         (4, [*BARE, "--method=noloco"]),
         (2, [*BARE, "--method=demo"]),
@@ -203,7 +221,8 @@ def test_another_number_of_processes_goes_on(command, run, corpus, tmp_path):
     ),
 )
 def test_processes_are_one(run, corpus, tmp_path, count, flags):
-    one, many = tmp_path / "one", tmp_path / "many"
+    one = tmp_path / "one"
+    many = tmp_path / "many"
     flags = [*flags, *corpus]
     of_many = ("--exchange", "--outer_channels")
     alone = [f for f in flags if not f.startswith(of_many)]
@@ -214,7 +233,8 @@ def test_processes_are_one(run, corpus, tmp_path, count, flags):
 
 @pytest.mark.slow
 def test_two_regions_of_two_processes_are_two_in_one(run, corpus, tmp_path):
-    one, many = tmp_path / "one", tmp_path / "many"
+    one = tmp_path / "one"
+    many = tmp_path / "many"
     short = ["--steps=8", "--sync_interval=4", "--checkpoint_every=0"]
     flags = [*STREAMING, *PAIRS, *short, *corpus]
     run(TRAIN, *flags, f"--workdir={one}")
@@ -235,8 +255,11 @@ def test_processes_agree_on_delays_and_slots_that_are_measured(
     flags = [*SMOKE, *auto, *compress, *corpus, f"--workdir={tmp_path}"]
     run(LAUNCH, "--processes=2", "--", *flags)
     one, other = (
-        [(s["fragment"], s["start_step"], s["apply_step"]) for s in found["syncs"]]
-        for found in (
+        [
+            (s["fragment"], s["start_step"], s["apply_step"])
+            for s in environment["syncs"]
+        ]
+        for environment in (
             json.loads((tmp_path / folder / "timeline.json").read_text())
             for folder in ("", "process_1")
         )
@@ -268,10 +291,12 @@ def test_a_cluster_is_asked_when_nothing_is_told(
     job = {"JOB_ID": os.getpid(), "NTASKS": 2, "STEP_NODELIST": "localhost"}
     flags = [*STREAMING, *corpus, f"--workdir={tmp_path}", "--num_processes=0"]
     started = []
+
     for number in range(2):
-        told = job | {"PROCID": number, "LOCALID": number}
-        env = {f"SLURM_{name}": str(value) for name, value in told.items()}
+        environment = job | {"PROCID": number, "LOCALID": number}
+        env = {f"SLURM_{name}": str(value) for name, value in environment.items()}
         started.append(command(TRAIN, *flags, env=env))
+
     for code, err in ends(started):
         assert code == 0, err
     assert_same_run(tmp_path, streaming_in_one)
@@ -294,6 +319,7 @@ def test_each_difference_between_two_processes_is_named(
         assert "seed is 0 in process 0, 7 in 1" in line
         assert "steps" not in line
         assert "Traceback" not in err
+
     assert not list(tmp_path.iterdir())
 
 
@@ -302,26 +328,40 @@ def test_each_difference_between_two_processes_is_named(
 def test_others_that_do_not_come_are_given_up(run, port, process):
     begin_s = time.monotonic()
     _, err = run(
-        TRAIN, "--preset=smoke", f"--coordinator_address=127.0.0.1:{port}",
-        "--num_processes=2", f"--process_id={process}", "--start_timeout_s=2", code=1,
-    )  # fmt: skip
-    told = f"error: --coordinator_address='127.0.0.1:{port}': process {process} of 2 "
-    assert err.startswith(f"{told}did not meet the others within start_timeout_s=2")
+        TRAIN,
+        "--preset=smoke",
+        f"--coordinator_address=127.0.0.1:{port}",
+        "--num_processes=2",
+        f"--process_id={process}",
+        "--start_timeout_s=2",
+        code=1,
+    )
+    message = (
+        f"error: --coordinator_address='127.0.0.1:{port}': process {process} of 2 "
+    )
+    assert err.startswith(f"{message}did not meet the others within start_timeout_s=2")
     assert err.count("\n") == 1
     assert time.monotonic() - begin_s < 60  # 6 s where there is time to spare.
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("--processes=3 --",
-     "--num_processes=3 must divide regions=4, so that each process has full "
-     "regions, or be a multiple of it, so that each region has equally many "
-     "processes"),
-    ("--processes=8 --", "--num_processes=8 makes 2 processes of each of"),
-    ("--regions=2 -- --regions=4", "--regions=4 after -- is decided before it"),
-    ("--regions=2 -- --step=3", "Unknown command line flag 'step'"),
-    ("--elastic -- --method=mla",
-     "--exchange='elastic' is not possible for method='mla'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--processes=3 --",
+            "--num_processes=3 must divide regions=4, so that each process has full "
+            "regions, or be a multiple of it, so that each region has equally many "
+            "processes",
+        ),
+        ("--processes=8 --", "--num_processes=8 makes 2 processes of each of"),
+        ("--regions=2 -- --regions=4", "--regions=4 after -- is decided before it"),
+        ("--regions=2 -- --step=3", "Unknown command line flag 'step'"),
+        (
+            "--elastic -- --method=mla",
+            "--exchange='elastic' is not possible for method='mla'",
+        ),
+    ],
+)
 def test_the_launcher_says_what_is_wrong_once(refused, tmp_path, words, message):
     workdir = f"--workdir={tmp_path / 'run'}"
     said = refused(launch_local, *words.split(), "--preset=smoke", workdir)
@@ -331,17 +371,21 @@ def test_the_launcher_says_what_is_wrong_once(refused, tmp_path, words, message)
 
 def test_elastic_regions_are_told_the_bucket_and_log_here(call, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(children, "wait", lambda found, *_: started.extend(found) or 0)
+    monkeypatch.setattr(
+        children, "wait", lambda regions, *_: started.extend(regions) or 0
+    )
     monkeypatch.setattr(children.Region, "start", lambda region: None)
     started = []
     words = "--elastic --regions=2 -- --preset=smoke --workdir=gs://bucket/run"
     call(launch_local, *words.split())
     here = tmp_path / "cocodc_jax" / "buckets" / "gs" / "bucket" / "run"
+
     for number, region in enumerate(started):
         values = dict(word.split("=", 1) for word in region._command if "=" in word)
         assert values["--workdir"] == "gs://bucket/run"
         assert values["--key_file"] == str(here / "key")
         assert region._log == here / f"region_{number}" / "output.log"
+
     assert len(started) == 2
 
 

@@ -33,19 +33,20 @@ def test_the_links_of_a_scenario(tmp_path, scenario, out):
     pairs = [(i, j) for i in range(4) for j in range(4) if i != j]
     assert sum(bad.rate_bps[i][j] == 0 for i, j in pairs) == out
     others = [x for x in pairs if x != (1, 2)]
+
     if not out:
         assert all(bad.rate_bps[i][j] == before.rate_bps[i][j] for i, j in others)
         assert all(bad.loss[i][j] == before.loss[i][j] for i, j in others)
         assert (bad.rate_bps[1][2], bad.loss[1][2]) != (before.rate_bps[1][2], 0)
 
 
-def write(tmp_path, region, *found):
+def write(tmp_path, region, *findings):
     folder = tmp_path / f"region_{region}"
     folder.mkdir(exist_ok=True)
     text = "".join(
         json.dumps({"fault": "begins", "kind": kind, "where": where, "time": time})
         + "\n"
-        for kind, where, time in found
+        for kind, where, time in findings
     )
     (folder / "faults.jsonl").write_text(text)
 
@@ -82,23 +83,25 @@ def test_a_stragglers_syncs_are_those_that_there_were(tmp_path):
         write(tmp_path, region, ("slow", [1], 130.0))
         text = "".join(json.dumps({"time": 90 + 8 * i}) + "\n" for i in range(9))
         (tmp_path / f"region_{region}" / "syncs.jsonl").write_text(text)
-    found = scenarios.judge("straggler", tmp_path, 2, 100.0, 0.8)
-    assert found["syncs_to_name"] == {0: 4, 1: 4}
-    assert found["seconds_to_name"] == {0: 30.0, 1: 30.0}
+    judgement = scenarios.judge("straggler", tmp_path, 2, 100.0, 0.8)
+    assert judgement["syncs_to_name"] == {0: 4, 1: 4}
+    assert judgement["seconds_to_name"] == {0: 30.0, 1: 30.0}
     before = usual(tmp_path)
     assert scenarios.disturbed("straggler", before, 30.0, 60.0) == (before,)
 
 
 def test_signals_go_to_a_regions_process(tmp_path):
-    told = ["--workdir=here", "--region_id=1"]
-    command = [sys.executable, "-c", "import time; time.sleep(60)", *told]
+    arguments = ["--workdir=here", "--region_id=1"]
+    command = [sys.executable, "-c", "import time; time.sleep(60)", *arguments]
     process = subprocess.Popen(command)
-    scenarios._send_all({*told, "--region_id=2"}, signal.SIGKILL)
+    scenarios._send_all({*arguments, "--region_id=2"}, signal.SIGKILL)
     assert process.poll() is None
+
     end = time.monotonic() + 20  # Until it is another program than this one.
     while process.poll() is None and time.monotonic() < end:
-        scenarios._send_all(set(told), signal.SIGKILL)
+        scenarios._send_all(set(arguments), signal.SIGKILL)
         time.sleep(0.05)
+
     assert process.wait(1) == -signal.SIGKILL
 
 
@@ -110,10 +113,12 @@ def test_a_fault_counts_from_the_first_merge_that_all_regions_have(tmp_path):
         folder.mkdir()
         new = {"fragment": 0, "start_step": start_step, "time": time.time()}
         (folder / "syncs.jsonl").write_text(f"{json.dumps(old)}\n{json.dumps(new)}\n")
+
     waiting = threading.Thread(target=begun.wait)
     waiting.start()
     time.sleep(0.3)
     assert not begun.path.exists()  # An earlier run had one, this one has none.
+
     with (tmp_path / "region_1" / "syncs.jsonl").open("a") as file:
         file.write(json.dumps({**old, "start_step": 4, "time": time.time()}) + "\n")
     waiting.join(30)
@@ -131,10 +136,21 @@ def test_a_fault_counts_from_the_first_merge_that_all_regions_have(tmp_path):
 @pytest.mark.parametrize("scenario", ["link", "cut"])
 def test_a_real_fault_is_named(tmp_path, scenario):
     command = [
-        sys.executable, "-m", "experiments.chaos", f"--scenario={scenario}",
-        "--regions=3", "--at_s=15", "--fault_s=25", f"--workdir={tmp_path}", "--",
-        "--preset=smoke", "--steps=220", "--step_seconds=0.4", "--eval_batches=6",
-        "--eval_every=0", "--dead_after_s=5",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "experiments.chaos",
+        f"--scenario={scenario}",
+        "--regions=3",
+        "--at_s=15",
+        "--fault_s=25",
+        f"--workdir={tmp_path}",
+        "--",
+        "--preset=smoke",
+        "--steps=220",
+        "--step_seconds=0.4",
+        "--eval_batches=6",
+        "--eval_every=0",
+        "--dead_after_s=5",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -45,25 +45,32 @@ def test_files_and_numbers(simulated, tmp_path, capsys):
     folder = tmp_path / "new"
     arguments = ("--method=diloco", "--sync_interval=4", "--steps=8")
     assert simulate.main(["simulate", *BASE, *arguments, f"--workdir={folder}"]) == 0
-    found = json.loads((folder / "simulation.json").read_text())
+    result = json.loads((folder / "simulation.json").read_text())
     # 8 steps, twice a sync of 2 GB: 2 s and two delays.
-    assert found["summary"]["sim_s"] == 8 + 2 * 2.5
-    assert found["summary"]["bytes_sent_per_region"] == 4e9
-    assert found["flags"]["sync_interval"] == 4
-    assert [sync["merge_step"] for sync in found["syncs"]] == [4, 8]
+    assert result["summary"]["sim_s"] == 8 + 2 * 2.5
+    assert result["summary"]["bytes_sent_per_region"] == 4e9
+    assert result["flags"]["sync_interval"] == 4
+    assert [sync["merge_step"] for sync in result["syncs"]] == [4, 8]
     trace = json.loads((folder / "timeline.json").read_text())
     assert any(event.get("name") == "stall" for event in trace["traceEvents"])
     assert (folder / "timeline.png").stat().st_size > 5000
     assert "slowdown" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("method", "expected"), [
-    ("data_parallel", 30 * 3.5), ("diloco", 300 + 3 * 2.5), ("apart", 30),
-    ("streaming_diloco", 300), ("cocodc", 300),
-    # Signs at every step; three rounds, hidden; region 1 alone every 50 steps.
-    ("distributed_lion", 30 * (1 + 4 / 32 + 0.25)), ("co2", 3 * 48),
-    ("heloco", 150 + 3 * 4.5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("data_parallel", 30 * 3.5),
+        ("diloco", 300 + 3 * 2.5),
+        ("apart", 30),
+        ("streaming_diloco", 300),
+        ("cocodc", 300),
+        # Signs at every step; three rounds, hidden; region 1 alone every 50 steps.
+        ("distributed_lion", 30 * (1 + 4 / 32 + 0.25)),
+        ("co2", 3 * 48),
+        ("heloco", 150 + 3 * 4.5),
+    ],
+)
 def test_defaults_of_each_method(method, expected, simulated):
     assert simulated(f"--method={method}")["summary"]["sim_s"] == pytest.approx(
         expected
@@ -71,9 +78,9 @@ def test_defaults_of_each_method(method, expected, simulated):
 
 
 def test_delay_auto_and_unequal_regions(simulated):
-    found = simulated(FRAGMENTS, "--delay_steps=auto", "--step_time_s=1,0.5")
-    assert found["summary"]["max_delay_steps"] >= 2
-    assert found["summary"]["utilization"] < 1
+    result = simulated(FRAGMENTS, "--delay_steps=auto", "--step_time_s=1,0.5")
+    assert result["summary"]["max_delay_steps"] >= 2
+    assert result["summary"]["utilization"] < 1
 
 
 def test_links_from_a_file_and_by_name(simulated, tmp_path):
@@ -81,10 +88,10 @@ def test_links_from_a_file_and_by_name(simulated, tmp_path):
     links.write_text(
         "{regions: [a, b, c], default: {bandwidth_gbps: 8, latency_ms: 250}}"
     )
-    found = simulated("--method=diloco", f"--links={links}", base=MODEL)
-    assert len(found["bytes_sent"]) == 3
-    found = simulated("--world=us-east,australia", base=MODEL)
-    assert len(found["bytes_sent"]) == 2
+    result = simulated("--method=diloco", f"--links={links}", base=MODEL)
+    assert len(result["bytes_sent"]) == 3
+    result = simulated("--world=us-east,australia", base=MODEL)
+    assert len(result["bytes_sent"]) == 2
 
 
 def test_seconds_to_a_target_loss(simulated, tmp_path):
@@ -102,8 +109,8 @@ def test_plan_explains_and_its_flags_work(planned, simulated, tmp_path):
     assert "- Extrapolated, not measured: parameters 1,000,000,000 (" in said
     assert json.loads((tmp_path / "plan.json").read_text())["num_fragments"] >= 2
     chosen = said.splitlines()[-1].split()
-    found = simulated(SLOW, "--method=cocodc", *chosen)
-    assert found["summary"]["stall_s"] == pytest.approx(0, abs=1e-6)
+    result = simulated(SLOW, "--method=cocodc", *chosen)
+    assert result["summary"]["stall_s"] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["direct", "gloo"])
@@ -131,16 +138,22 @@ def test_a_plan_of_stages_says_which_site_runs_which(planned, tmp_path):
 
 
 SWARM = (
-    "--regions=4", "--bandwidth_gbps=10", "--latency_ms=0", "--step_time_s=2,2,2,2",
-    "--params=1e6", "--activation_mb=1e-3", "--stages=2", "--swarm_s=400",
+    "--regions=4",
+    "--bandwidth_gbps=10",
+    "--latency_ms=0",
+    "--step_time_s=2,2,2,2",
+    "--params=1e6",
+    "--activation_mb=1e-3",
+    "--stages=2",
+    "--swarm_s=400",
     "--rebalance_s=50",
-)  # fmt: skip
+)
 
 
 def test_a_plan_of_stages_is_simulated_with_failures(planned):
     said = planned(*SWARM, "--failures=region0@0,region1@0-20")
-    found = dict(re.findall("Batches a second (.*): ([0-9.]+[0-9])", said))
-    fixed, wired, moved = (float(found[how]) for how in found)
+    rates = dict(re.findall("Batches a second (.*): ([0-9.]+[0-9])", said))
+    fixed, wired, moved = (float(rates[how]) for how in rates)
     assert fixed <= wired <= moved
     assert "Without links and failures at most 2, region" in said
 
@@ -166,8 +179,8 @@ def test_arguments_of_a_method_reach_it(simulated):
     # Gathered from two regions, three times; a scale for 256 numbers besides.
     assert sent == pytest.approx(3 * 4e9 * (1 / 4 + 4 / 1024))
     late = ("--answer_steps=1,9", "--grace_steps=3", "--quorum=1")
-    found = simulated("--method=decoupled_diloco", *late)
-    assert found["summary"]["max_delay_steps"] == 4
+    result = simulated("--method=decoupled_diloco", *late)
+    assert result["summary"]["max_delay_steps"] == 4
     ranks = ("--sync_interval=20", "--rank=32", "--min_rank=4", "--effective_rank=8")
     syncs = simulated("--method=dilocox", *ranks, "--steps=100")["syncs"]
     delays = [sync["merge_step"] - sync["start_step"] for sync in syncs]
@@ -178,67 +191,67 @@ def test_arguments_of_a_method_reach_it(simulated):
     assert syncs[-1]["start_step"] - syncs[-2]["start_step"] == 3
 
 
-def test_table_is_printed_side_by_side(monkeypatch, capsys):
-    published = simulate.published
-    entries = {("1B", "streaming"): published.PUBLISHED_GBPS["1B", "streaming"]}
-    monkeypatch.setattr(published, "PUBLISHED_GBPS", entries)
-    assert simulate.main(["simulate", "--table"]) == 0
-    out = capsys.readouterr().out
-    assert "1.53/1.39 = 1.10" in out
-    assert "(published 10.4)" in out
-
-
-@pytest.mark.parametrize(("flags", "message"), [
-    ("--bandwidth_gbps=-1", "--bandwidth_gbps=-1.0 must be positive and finite"),
-    ("--latency_ms=-3", "--latency_ms=-3 must be at least 0"),
-    ("--latency_ms=nan", "--latency_ms=nan must be finite"),
-    ("--jitter_ms=inf", "--jitter_ms=inf must be finite"),
-    ("--frontier=x", "--frontier=x needs --plan too"),
-    ("--repair_s=3", "--repair_s=3.0 needs --hours_between_failures too"),
-    ("--loss_key=loss", "--loss_key=loss needs --loss_curve too"),
-    ("--links=l.yaml", "--regions=2 has no meaning with --links; leave it out"),
-    ("--world=us-east,asia", "--regions=2 has no meaning with --world; leave i"),
-    ("--table", "--regions=2 has no meaning with --table; leave it out"),
-    ("--loss=1.5", "--loss=1.5 must be in [0, 1)"),
-    ("--regions=0", "--regions=0 must be at least 1"),
-    ("--method=gossip", "--method=gossip must be one of "),
-    ("--methd=diloco", "Unknown command line flag 'methd'. Did you mean: method"),
-    ("--delay_steps=-1", "--delay_steps=-1 must be a whole number or 'auto'"),
-    ("--delay_steps=101", "--delay_steps=101 is longer than sync_interval=100"),
-    ("--num_fragments=3", "--sync_interval=100 is not a multiple of num_fragments"),
-    ("--syncs_per_interval=9", "--syncs_per_interval=9 has no meaning for stream"),
-    ("--effective_rank=9", "--effective_rank=9.0 has no meaning for streaming_di"),
-    ("--effective_rank=nan", "--effective_rank=nan must be positive and finite"),
-    ("--effective_rank=-1", "--effective_rank=-1.0 must be positive and finite"),
-    ("--method=snoo", "--regions=2 must be 1 for method='snoo'"),
-    ("--method=decoupled_diloco --quorum=5", "--regions=2 must be at least 5 for "),
-    ("--method=decoupled_diloco --grace_steps=5",
-     "--grace_steps=5 needs --answer_steps too"),
-    ("--workdir=gs://bucket/x", "--workdir='gs://bucket/x' is in a bucket"),
-    ("--workdir=/dev/null", "--workdir='/dev/null' is a file; name a folder"),
-    ("--compress=zip", "--compress='zip'"),
-    ("--step_time_s=1,2,3", "--step_time_s=1,2,3 must be one number or one for"),
-    ("--step_time_s=x", "--step_time_s=x must be numbers"),
-    ("--step_time_s=0", "--step_time_s=0 must be positive"),
-    ("--params=0", "--params=0.0 must be positive"),
-    ("--loss_curve=/no/such", "--loss_curve=/no/such needs --target_loss too"),
-    ("--target_loss=2", "--target_loss=2.0 needs --loss_curve too"),
-    ("extra", "unexpected argument 'extra'; flags begin"),
-    ("--hours_between_failures=-1", "--hours_between_failures=-1.0"),
-    ("--hours_between_failures=1 --least_regions=3",
-     "--least_regions=3 must be at most the number of regions, 2"),
-    ("--hours_between_failures=1 --checkpoint_s=nan",
-     "--checkpoint_s=nan must be finite"),
-    ("--plan --sharing=fifo", "--sharing=fifo has no meaning with --plan; leave i"),
-    ("--plan --frontier=/no", "--frontier=/no: No such file or directory"),
-    ("--plan --step_time_s=1,2,3",
-     "--step_time_s=1,2,3 must be one number or one for each of 2 regions"),
-    ("--plan --swarm_s=9", "--swarm_s=9.0 needs --stages of 2 or more"),
-    ("--plan --rebalance_s=9", "--rebalance_s=9.0 needs --swarm_s too"),
-    ("--plan --failures=region0@1", "--failures=region0@1 needs --swarm_s too"),
-    ("--plan --stages=2", "--stages=2 needs --activation_mb too"),
-    ("--plan --activation_mb=1", "--activation_mb=1.0 needs --stages of 2 or more"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--bandwidth_gbps=-1", "--bandwidth_gbps=-1.0 must be positive and finite"),
+        ("--latency_ms=-3", "--latency_ms=-3 must be at least 0"),
+        ("--latency_ms=nan", "--latency_ms=nan must be finite"),
+        ("--jitter_ms=inf", "--jitter_ms=inf must be finite"),
+        ("--frontier=x", "--frontier=x needs --plan too"),
+        ("--repair_s=3", "--repair_s=3.0 needs --hours_between_failures too"),
+        ("--loss_key=loss", "--loss_key=loss needs --loss_curve too"),
+        ("--links=l.yaml", "--regions=2 has no meaning with --links; leave it out"),
+        ("--world=us-east,asia", "--regions=2 has no meaning with --world; leave i"),
+        ("--loss=1.5", "--loss=1.5 must be in [0, 1)"),
+        ("--regions=0", "--regions=0 must be at least 1"),
+        ("--method=gossip", "--method=gossip must be one of "),
+        ("--methd=diloco", "Unknown command line flag 'methd'. Did you mean: method"),
+        ("--delay_steps=-1", "--delay_steps=-1 must be a whole number or 'auto'"),
+        ("--delay_steps=101", "--delay_steps=101 is longer than sync_interval=100"),
+        ("--num_fragments=3", "--sync_interval=100 is not a multiple of num_fragments"),
+        ("--syncs_per_interval=9", "--syncs_per_interval=9 has no meaning for stream"),
+        ("--effective_rank=9", "--effective_rank=9.0 has no meaning for streaming_di"),
+        ("--effective_rank=nan", "--effective_rank=nan must be positive and finite"),
+        ("--effective_rank=-1", "--effective_rank=-1.0 must be positive and finite"),
+        ("--method=snoo", "--regions=2 must be 1 for method='snoo'"),
+        ("--method=decoupled_diloco --quorum=5", "--regions=2 must be at least 5 for "),
+        (
+            "--method=decoupled_diloco --grace_steps=5",
+            "--grace_steps=5 needs --answer_steps too",
+        ),
+        ("--workdir=gs://bucket/x", "--workdir='gs://bucket/x' is in a bucket"),
+        ("--workdir=/dev/null", "--workdir='/dev/null' is a file; name a folder"),
+        ("--compress=zip", "--compress='zip'"),
+        ("--step_time_s=1,2,3", "--step_time_s=1,2,3 must be one number or one for"),
+        ("--step_time_s=x", "--step_time_s=x must be numbers"),
+        ("--step_time_s=0", "--step_time_s=0 must be positive"),
+        ("--params=0", "--params=0.0 must be positive"),
+        ("--loss_curve=/no/such", "--loss_curve=/no/such needs --target_loss too"),
+        ("--target_loss=2", "--target_loss=2.0 needs --loss_curve too"),
+        ("extra", "unexpected argument 'extra'; flags begin"),
+        ("--hours_between_failures=-1", "--hours_between_failures=-1.0"),
+        (
+            "--hours_between_failures=1 --least_regions=3",
+            "--least_regions=3 must be at most the number of regions, 2",
+        ),
+        (
+            "--hours_between_failures=1 --checkpoint_s=nan",
+            "--checkpoint_s=nan must be finite",
+        ),
+        ("--plan --sharing=fifo", "--sharing=fifo has no meaning with --plan; leave i"),
+        ("--plan --frontier=/no", "--frontier=/no: No such file or directory"),
+        (
+            "--plan --step_time_s=1,2,3",
+            "--step_time_s=1,2,3 must be one number or one for each of 2 regions",
+        ),
+        ("--plan --swarm_s=9", "--swarm_s=9.0 needs --stages of 2 or more"),
+        ("--plan --rebalance_s=9", "--rebalance_s=9.0 needs --swarm_s too"),
+        ("--plan --failures=region0@1", "--failures=region0@1 needs --swarm_s too"),
+        ("--plan --stages=2", "--stages=2 needs --activation_mb too"),
+        ("--plan --activation_mb=1", "--activation_mb=1.0 needs --stages of 2 or more"),
+    ],
+)
 def test_bad_flags(flags, message, refused):
     assert refused(simulate, *BASE, *flags.split()).startswith(message)
 
@@ -262,8 +275,8 @@ def test_bad_flags_of_links_and_losses(flags, message, refused):
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
 @pytest.mark.parametrize("name", ["activation_mb", "swarm_s", "rebalance_s"])
 def test_numbers_of_stages_are_positive(name, value, refused):
-    given = {"activation_mb": 5, "swarm_s": 60, "rebalance_s": 9} | {name: value}
-    words = [f"--{name}={value}" for name, value in given.items()]
+    flags = {"activation_mb": 5, "swarm_s": 60, "rebalance_s": 9} | {name: value}
+    words = [f"--{name}={value}" for name, value in flags.items()]
     said = refused(simulate, "--plan", "--stages=2", *BASE, *words)
     assert said == f"--{name}={value} must be positive and finite"
 
@@ -278,13 +291,19 @@ changes:
   - {start_s: 30, duration_s: 1000, bandwidth_factor: 0.1, from: b, to: a}
 """)
     failing = (f"--hours_between_failures={100 / 3600}", "--repair_s=25")
-    found = simulated(
-        f"--links={links}", "--params=1e8", "--method=diloco", "--sync_interval=4",
-        "--steps=80", *failing, "--checkpoint_s=10", base=MODEL,
-    )  # fmt: skip
+    result = simulated(
+        f"--links={links}",
+        "--params=1e8",
+        "--method=diloco",
+        "--sync_interval=4",
+        "--steps=80",
+        *failing,
+        "--checkpoint_s=10",
+        base=MODEL,
+    )
     assert "link from b to a" in capsys.readouterr().out
-    assert found["faulty"][0]["kind"] == "link"
-    summary = found["summary"]
+    assert result["faulty"][0]["kind"] == "link"
+    summary = result["summary"]
     rate = 3 / 100
     one = 10 / (math.expm1(10 * rate) * (1 / rate + 25)) * summary["utilization"]
     assert summary["goodput_together"] == pytest.approx(one)
@@ -302,13 +321,18 @@ def test_curves_are_read(tmp_path):
     assert read_curve(pairs) == [(1.0, 3.0), (2.0, 2.5)]
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ('{"step": 1}\n', "metrics.jsonl has no line with both 'step'"),
-    ("[1, 2]", "metrics.jsonl is not a loss curve: TypeError"),
-    ('{"step": 1, "eval_lo\n{"step": 2}\n',
-     "not a loss curve: .*metrics.jsonl, line 1 is n"),
-    ("[[1, 2.0], [1, 1.0]]", "loss curve steps must increase"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"step": 1}\n', "metrics.jsonl has no line with both 'step'"),
+        ("[1, 2]", "metrics.jsonl is not a loss curve: TypeError"),
+        (
+            '{"step": 1, "eval_lo\n{"step": 2}\n',
+            "not a loss curve: .*metrics.jsonl, line 1 is n",
+        ),
+        ("[[1, 2.0], [1, 1.0]]", "loss curve steps must increase"),
+    ],
+)
 def test_bad_curves_name_the_file(text, message, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)

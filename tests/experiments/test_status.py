@@ -19,24 +19,38 @@ NOW = 2_000_000_000.0
 
 def train(step, **more):
     return {
-        "kind": "train", "step": step, "tokens": 8 * step, "loss": 2.5,
-        "loss_regions": [2.0, 3.0], "bytes_sent_per_region": 1000 * step,
-    } | more  # fmt: skip
+        "kind": "train",
+        "step": step,
+        "tokens": 8 * step,
+        "loss": 2.5,
+        "loss_regions": [2.0, 3.0],
+        "bytes_sent_per_region": 1000 * step,
+    } | more
 
 
 def sync(step):
     return {
-        "kind": "sync", "step": step, "fragment": 0, "start_step": step - 2,
-        "apply_step": step, "bytes": 100, "pseudo_gradient_norm": 1.0,
+        "kind": "sync",
+        "step": step,
+        "fragment": 0,
+        "start_step": step - 2,
+        "apply_step": step,
+        "bytes": 100,
+        "pseudo_gradient_norm": 1.0,
         "correction_ratio": None,
-    }  # fmt: skip
+    }
 
 
 EVAL = {
-    "kind": "eval", "step": 20, "tokens": 160, "bytes_sent_per_region": 20_000,
-    "eval_loss": 1.25, "eval_perplexity": 3.5, "eval_loss_outer": 1.25,
+    "kind": "eval",
+    "step": 20,
+    "tokens": 160,
+    "bytes_sent_per_region": 20_000,
+    "eval_loss": 1.25,
+    "eval_perplexity": 3.5,
+    "eval_loss_outer": 1.25,
     "region_drift": 0.0,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -52,14 +66,18 @@ def make_run(folder, records=(), steps=20, regions=2, saved=None):
             writer.write(record)
             if record["kind"] == "train":
                 writer.write_timing(record["step"], record["step"] / 2, 400.0, 0.25)
+
     config = {
-        "preset": "smoke", "method": {"method": "diloco"},
+        "preset": "smoke",
+        "method": {"method": "diloco"},
         "run": {"steps": steps, "regions": regions},
-    }  # fmt: skip
+    }
     (folder / "config.json").write_text(json.dumps(config))
+
     if saved:
         (folder / "checkpoints" / str(saved)).mkdir(parents=True)
         (folder / "checkpoints" / "5.orbax-checkpoint-tmp").mkdir()
+
     for path in folder.rglob("*"):
         os.utime(path, (NOW - 60, NOW - 60))
     return folder
@@ -85,12 +103,20 @@ def test_a_finished_run(tmp_path, capsys):
     rows, below = shown(capsys, run)
     assert rows == [
         {
-            "run": "run", "method": "diloco", "state": "finished", "step": "20 of 20",
-            "loss": "2.500", "eval": "1.2500", "tokens/s": "400", "stall": "0.5 s",
-            "sent": "20.0 kB", "syncs": "2", "checkpoint": "20, 1 min 00 s ago",
+            "run": "run",
+            "method": "diloco",
+            "state": "finished",
+            "step": "20 of 20",
+            "loss": "2.500",
+            "eval": "1.2500",
+            "tokens/s": "400",
+            "stall": "0.5 s",
+            "sent": "20.0 kB",
+            "syncs": "2",
+            "checkpoint": "20, 1 min 00 s ago",
             "updated": "1 min 00 s ago",
         }
-    ]  # fmt: skip
+    ]
     assert not below
 
 
@@ -101,9 +127,11 @@ def test_a_killed_run_and_one_that_goes_on(tmp_path, capsys):
     ((row,), _) = shown(capsys, run)
     assert (row["state"], row["step"]) == ("stopped", "10 of 30")
     assert "left" not in row
+
     with only_writer(run):
         ((row,), _) = shown(capsys, run)
         assert owner_of(run).startswith(f"process {os.getpid()} on ")
+
     assert (row["state"], row["left"]) == ("running", "10 s")  # 20 of half a second.
     with only_writer(run):  # Looking has not kept the lock.
         pass
@@ -118,11 +146,13 @@ def test_elastic_regions_have_a_row_each(tmp_path, capsys):
         ]
         text = "".join(json.dumps(line) + "\n" for line in merges)
         (run / "syncs.jsonl").write_text(text)
+
     faults = [("begins", "slow", [1]), ("begins", "gone", [10]), ("ends", "slow", [1])]
     with (tmp_path / "region_0" / "faults.jsonl").open("w") as file:
         for what, kind, where in faults:
             line = {"fault": what, "kind": kind, "where": where, "start_step": 8}
             file.write(json.dumps(line) + "\n")
+
     rows, below = shown(capsys, tmp_path)
     assert [row["run"] for row in rows] == ["region_0", "region_1", "region_10"]
     assert [row["missed"] for row in rows] == ["0", "0", "1"]
@@ -140,10 +170,12 @@ def test_a_region_that_restarts_is_said_so(tmp_path, capsys):
         line = {"fragment": 0, "apply_step": 4, "regions": regions, "epoch": 3 - region}
         (run / "syncs.jsonl").write_text(json.dumps(line) + "\n")
         runs.append(run)
+
     with only_writer(runs[0]), only_writer(runs[1]), starting(runs[1]) as trains:
         rows, _ = shown(capsys, tmp_path)
         trains()
         later, _ = shown(capsys, tmp_path)
+
     assert [row["state"] for row in rows] == ["running", "restarting"]
     assert [row["left"] for row in rows] == ["5 s", "-"]
     assert [row["tokens/s"] for row in rows] == ["400", "-"]
@@ -156,8 +188,9 @@ def test_processes_of_a_run_and_a_narrow_terminal(tmp_path, capsys, monkeypatch)
     make_run(run / "process_1", [train(10, loss=3.5)])
     rows, _ = shown(capsys, run)
     assert [(row["run"], row["loss"]) for row in rows] == [
-        ("run", "2.500"), ("process_1", "3.500"),
-    ]  # fmt: skip
+        ("run", "2.500"),
+        ("process_1", "3.500"),
+    ]
     monkeypatch.setenv("COLUMNS", "80")
     assert status.main(["status", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -180,14 +213,23 @@ def test_an_address(capsys):
     live.turn(Clock(10, 2.5, 6.0, 16.0, 1.0, 2, 4096))
     live.count("cocodc_syncs_total", "applied")
     live.fault("link", "0-2", True)
+
     with serving(0, live, {"region": "0", "process": "0"}) as (_, port):
         ((row,), below) = shown(capsys, f"localhost:{port}")
     expected = {
-        "run": f"localhost:{port}", "state": "running", "step": "10 of 100",
-        "loss": "2.500", "tokens/s": "16", "stall": "1.0 s", "sent": "4.10 kB",
-        "syncs": "1", "missed": "0", "members": "3", "faults": "1",
+        "run": f"localhost:{port}",
+        "state": "running",
+        "step": "10 of 100",
+        "loss": "2.500",
+        "tokens/s": "16",
+        "stall": "1.0 s",
+        "sent": "4.10 kB",
+        "syncs": "1",
+        "missed": "0",
+        "members": "3",
+        "faults": "1",
         "updated": "5 s ago",
-    }  # fmt: skip
+    }
     assert {name: row[name] for name in expected} == expected
     assert below == [f"fault: localhost:{port}: link 0-2"]
 
@@ -197,13 +239,17 @@ def test_one_that_cannot_be_read_hides_no_other(content, tmp_path, capsys):
     make_run(tmp_path / "good")
     path = make_run(tmp_path / "bad") / "config.json"
     path.write_text(content)
+
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
         rows, _ = shown(capsys, address, tmp_path, code=1, says=(address, str(path)))
+
     assert [(row["run"], row["state"]) for row in rows] == [
-        (address, "no answer"), ("bad", "damaged"), ("good", "not begun"),
-    ]  # fmt: skip
+        (address, "no answer"),
+        ("bad", "damaged"),
+        ("good", "not begun"),
+    ]
 
 
 def test_what_is_refused(tmp_path, refused):

@@ -52,18 +52,18 @@ def table(text):
 
 
 def test_a_grid_is_the_product_of_its_axes_and_what_is_published():
-    found = table(GRID)
-    assert found.seeds == (0,)
+    parsed = table(GRID)
+    assert parsed.seeds == (0,)
     published = [True, False, False] * 2 + [True] * 2
-    assert [s.published for s in found.settings] == published
-    given = [s.config.method.given for s in found.settings]
-    assert [g.get("outer_lr") for g in given[:3]] == [0.4, 1.0, 0.7]  # Its default.
-    assert [g.get("compress") for g in given[:6]] == ["none"] * 3 + ["ef+int4"] * 3
+    assert [s.published for s in parsed.settings] == published
+    arguments = [s.config.method.given for s in parsed.settings]
+    assert [g.get("outer_lr") for g in arguments[:3]] == [0.4, 1.0, 0.7]  # Its default.
+    assert [g.get("compress") for g in arguments[:6]] == ["none"] * 3 + ["ef+int4"] * 3
     # A base flag is for whichever method takes it.
-    assert given[0]["delay_steps"] == 3
-    assert "delay_steps" not in given[6]
-    assert {s.config.data.batch_per_region for s in found.settings} == {2}
-    assert len({s.key for s in found.settings}) == 8
+    assert arguments[0]["delay_steps"] == 3
+    assert "delay_steps" not in arguments[6]
+    assert {s.config.data.batch_per_region for s in parsed.settings} == {2}
+    assert len({s.key for s in parsed.settings}) == 8
     without = table("published = false\n" + GRID).settings
     assert len(without) == 6
     assert [s.published for s in without] == [False] * 4 + [True] * 2
@@ -72,48 +72,66 @@ def test_a_grid_is_the_product_of_its_axes_and_what_is_published():
     assert len(table(again).settings) == 8
 
 
-@pytest.mark.parametrize(("old", "new", "message"), [
-    ("steps = 32", "step = 32", "base: step=32: 'step' is no flag of a run; did"),
-    ("steps = 32", "steps = 2.5", "base: steps=2.5 must be of type int"),
-    ("steps = 32", "seed = 1", "base: seed=1 is not a flag of a row; use seeds"),
-    ('"smoke"', '"tinny"', "base: preset='tinny' is unknown; use one of"),
-    ("[base]", "[bases]", "grid has unknown keys ['bases']"),
-    ("outer_lr = 1.0", "outer_lr = -1.0",
-     "groups.streaming, row 1 (streaming: method=streaming_diloco compress=none "
-     "outer_lr=-1.0 outer_momentum=0.0): "),
-    ("outer = [", 'outer_lr = [0.1]\nouter = [',
-     "groups.streaming sets outer_lr twice in one row"),
-    ('compress = ["none", "ef+int4"]', "compress = []",
-     "groups.streaming.compress=[] is an axis without values"),
-    ('["diloco", "data_parallel"]', '["diloco"]\nmixing_alpha = 0.5',
-     "groups.other, row 1 (other: method=diloco mixing_alpha=0.5): mixing_alpha=0.5"
-     " has no meaning for diloco"),
-    ('_momentum"]', '_momentun"]', "tuned: 'outer_momentun' is no flag of a"),
-    ("tuned = [", "seeds = [1, 1]\ntuned = [", "seeds=[1, 1] must be a list of"),
-    ("tuned = [", "seeds = [4294967296]\ntuned = [",
-     "seeds=[4294967296] must be a list of whole numbers from 0 to 4294967295,"),
-    ("tuned = [", "published = 5\ntuned = [", "published=5 must be true or false"),
-    ("tuned = [", "tuned = 5  # ", "tuned=5 must be a list of names of flags, su"),
-    ("tuned = [", 'tuned = [["x"]]  # ', "tuned: ['x'] is no flag of a run"),
-    ("[base]", "[base]\nouter_lr = inf", "base: outer_lr=inf must be a finite num"),
-    ('"smoke"', '["tiny"]', "base: preset=['tiny'] is unknown; use one of"),
-    ("[base]", "base = 5\n[groups.empty]", "base=5 must be a table, as [base]"),
-    ("[8, 16]", "[16, 8]", "rungs=[16, 8] must be increasing"),
-    ("keep = 0.5", "keep = 1.0", "keep=1.0 must be in (0, 1)"),
-    ("[0, 1]", "[0, 8]", "final_seeds=[0, 8] must be others than tuning_seeds"),
-    ("[7, 8]", "[7, 7]", "tuning_seeds=[7, 7] must be a list of whole"),
-    ("keep", "keeps", "[halving] has missing or unknown keys ['keeps']"),
-    ("keep = 0.5", 'by = ["methods"]', "by: 'methods' is no flag of a run"),
-    ("keep = 0.5", "by = 5", "by=5 must be a list of names of flags, such as"),
-    ("keep = 0.5", "keep = true", "keep=True must be in (0, 1)"),
-    ("keep = 0.5", "winners = 1.5", "winners=1.5 must be a whole number of at lea"),
-    ("[8, 16]", "[4.5, 6]", "rungs=[4.5, 6] must be increasing whole numbers of"),
-    ("[8, 16]", "8", "rungs=8 must be increasing whole numbers of steps"),
-    ("[7, 8]", "[-1]", "tuning_seeds=[-1] must be a list of whole numbers from 0"),
-    ("[7, 8]", '["a"]', "tuning_seeds=['a'] must be a list of whole numbers from"),
-    ("[8, 16]", "[4, 16]", "warmup_steps=5 must be less than steps=4"),
-    ("tuned = [", "seeds = [1]\ntuned = [", "seeds=[1] has no meaning beside"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("steps = 32", "step = 32", "base: step=32: 'step' is no flag of a run; did"),
+        ("steps = 32", "steps = 2.5", "base: steps=2.5 must be of type int"),
+        ("steps = 32", "seed = 1", "base: seed=1 is not a flag of a row; use seeds"),
+        ('"smoke"', '"tinny"', "base: preset='tinny' is unknown; use one of"),
+        ("[base]", "[bases]", "grid has unknown keys ['bases']"),
+        (
+            "outer_lr = 1.0",
+            "outer_lr = -1.0",
+            "groups.streaming, row 1 (streaming: method=streaming_diloco compress=none "
+            "outer_lr=-1.0 outer_momentum=0.0): ",
+        ),
+        (
+            "outer = [",
+            "outer_lr = [0.1]\nouter = [",
+            "groups.streaming sets outer_lr twice in one row",
+        ),
+        (
+            'compress = ["none", "ef+int4"]',
+            "compress = []",
+            "groups.streaming.compress=[] is an axis without values",
+        ),
+        (
+            '["diloco", "data_parallel"]',
+            '["diloco"]\nmixing_alpha = 0.5',
+            "groups.other, row 1 (other: method=diloco mixing_alpha=0.5): "
+            "mixing_alpha=0.5 has no meaning for diloco",
+        ),
+        ('_momentum"]', '_momentun"]', "tuned: 'outer_momentun' is no flag of a"),
+        ("tuned = [", "seeds = [1, 1]\ntuned = [", "seeds=[1, 1] must be a list of"),
+        (
+            "tuned = [",
+            "seeds = [4294967296]\ntuned = [",
+            "seeds=[4294967296] must be a list of whole numbers from 0 to 4294967295,",
+        ),
+        ("tuned = [", "published = 5\ntuned = [", "published=5 must be true or false"),
+        ("tuned = [", "tuned = 5  # ", "tuned=5 must be a list of names of flags, su"),
+        ("tuned = [", 'tuned = [["x"]]  # ', "tuned: ['x'] is no flag of a run"),
+        ("[base]", "[base]\nouter_lr = inf", "base: outer_lr=inf must be a finite num"),
+        ('"smoke"', '["tiny"]', "base: preset=['tiny'] is unknown; use one of"),
+        ("[base]", "base = 5\n[groups.empty]", "base=5 must be a table, as [base]"),
+        ("[8, 16]", "[16, 8]", "rungs=[16, 8] must be increasing"),
+        ("keep = 0.5", "keep = 1.0", "keep=1.0 must be in (0, 1)"),
+        ("[0, 1]", "[0, 8]", "final_seeds=[0, 8] must be others than tuning_seeds"),
+        ("[7, 8]", "[7, 7]", "tuning_seeds=[7, 7] must be a list of whole"),
+        ("keep", "keeps", "[halving] has missing or unknown keys ['keeps']"),
+        ("keep = 0.5", 'by = ["methods"]', "by: 'methods' is no flag of a run"),
+        ("keep = 0.5", "by = 5", "by=5 must be a list of names of flags, such as"),
+        ("keep = 0.5", "keep = true", "keep=True must be in (0, 1)"),
+        ("keep = 0.5", "winners = 1.5", "winners=1.5 must be a whole number of at lea"),
+        ("[8, 16]", "[4.5, 6]", "rungs=[4.5, 6] must be increasing whole numbers of"),
+        ("[8, 16]", "8", "rungs=8 must be increasing whole numbers of steps"),
+        ("[7, 8]", "[-1]", "tuning_seeds=[-1] must be a list of whole numbers from 0"),
+        ("[7, 8]", '["a"]', "tuning_seeds=['a'] must be a list of whole numbers from"),
+        ("[8, 16]", "[4, 16]", "warmup_steps=5 must be less than steps=4"),
+        ("tuned = [", "seeds = [1]\ntuned = [", "seeds=[1] has no meaning beside"),
+    ],
+)
 def test_grids_that_are_refused(old, new, message):
     text = GRID + HALVING * (old not in GRID or "beside" in message)
     assert old in text
@@ -133,28 +151,41 @@ def test_the_best_of_each_key_go_on():
 
 def written(row, loss):
     """Return a row as it is written, as if it had been trained."""
-    steps, config = row.config.run.steps, row.config
+    steps = row.config.run.steps
+    config = row.config
     method = config.method.method
     fragments = 4 if method == "streaming_diloco" else 1
     sent = {"streaming_diloco": 100, "diloco": 300, "data_parallel": 9000}[method]
     sent /= 4 if config.method.given.get("compress") == "ef+int4" else 1
     curve = [[s, loss + 1 - s / steps, sent * s] for s in range(0, steps + 1, 8)]
+
     return {
-        "row": row.row_id, "setting": row.setting.key, "name": row.setting.name,
-        "stage": row.stage, "published": row.setting.published,
-        "tuned": list(row.tuned), "method": method, "seed": row.seed, "steps": steps,
-        "loss": loss, "bytes": sent * steps, "bytes_per_step": sent, "tokens": 1,
-        "parameters": 1, "fragment_bytes": [sent] * fragments, "curve": curve,
+        "row": row.row_id,
+        "setting": row.setting.key,
+        "name": row.setting.name,
+        "stage": row.stage,
+        "published": row.setting.published,
+        "tuned": list(row.tuned),
+        "method": method,
+        "seed": row.seed,
+        "steps": steps,
+        "loss": loss,
+        "bytes": sent * steps,
+        "bytes_per_step": sent,
+        "tokens": 1,
+        "parameters": 1,
+        "fragment_bytes": [sent] * fragments,
+        "curve": curve,
         "config": rows.completed(config.to_json()),
-    }  # fmt: skip
+    }
 
 
 def loss_of(row):
     """Less with a larger momentum, and a share of the seed's own."""
-    given = row.config.method.given
-    gain = {None: 0.0, 0.0: 0.1, 0.5: 0.3, 0.9: 0.2}[given.get("outer_momentum")]
+    arguments = row.config.method.given
+    gain = {None: 0.0, 0.0: 0.1, 0.5: 0.3, 0.9: 0.2}[arguments.get("outer_momentum")]
     noise = 0.1 * row.seed + (0.01 if gain == 0.3 and row.seed == 1 else 0)
-    return 3.0 - gain + noise - (given.get("compress") == "ef+int4") * 0.05
+    return 3.0 - gain + noise - (arguments.get("compress") == "ef+int4") * 0.05
 
 
 def run_through(plan, folder):
@@ -177,8 +208,8 @@ def seeded(seeds):
     return GRID.replace("tuned =", f"seeds = {seeds} #")
 
 
-def diverge(folder, *found):
-    for row in found:
+def diverge(folder, *changed):
+    for row in changed:
         rows.append(folder, {**row, "loss": None, "curve": [], "diverged": "NaN"})
     return cells.cells(rows.read(folder))
 
@@ -194,8 +225,10 @@ def test_stages_of_a_halving(halved):
     # Three settings a cell, two seeds; ceil(3 / 2) are left; cells of one never tune.
     assert [len(stage) for stage in stages] == [12, 8, 12]
     assert [{row.config.run.steps for row in stage} for stage in stages] == [
-        {8}, {16}, {32},
-    ]  # fmt: skip
+        {8},
+        {16},
+        {32},
+    ]
     assert {row.seed for stage in stages[:2] for row in stage} == {7, 8}
     assert {row.seed for row in stages[2]} == {0, 1}
     # What is published is trained with the final seeds, whether it won or not.
@@ -233,37 +266,40 @@ def test_progress_tells_the_time_that_is_left(halved):
 
 def test_columns_and_intervals(halved):
     plan, _, folder = halved
-    found = cells.cells(rows.read(folder), plan.to_json()["chosen"])
-    assert [cell.label for cell in found] == [
-        "streaming_diloco H 16 tau 3 float32", "streaming_diloco H 16 tau 3 ef+int4",
-        "diloco H 16 float32", "data_parallel float32",
-    ]  # fmt: skip
-    assert [cell.tried for cell in found] == [3, 3, 0, 0]
-    assert found[0].tuning_steps == 3 * 2 * 8 + 2 * 2 * 16
-    columns = found[1].columns
+    of_rows = cells.cells(rows.read(folder), plan.to_json()["chosen"])
+    assert [cell.label for cell in of_rows] == [
+        "streaming_diloco H 16 tau 3 float32",
+        "streaming_diloco H 16 tau 3 ef+int4",
+        "diloco H 16 float32",
+        "data_parallel float32",
+    ]
+    assert [cell.tried for cell in of_rows] == [3, 3, 0, 0]
+    assert of_rows[0].tuning_steps == 3 * 2 * 8 + 2 * 2 * 16
+    columns = of_rows[1].columns
     assert columns["tuned"].values == {"outer_lr": 0.7, "outer_momentum": 0.5}
     assert columns["published"].values == {"outer_lr": 0.4, "outer_momentum": 0.9}
-    ours, theirs = np.array([2.65, 2.76]), np.array([2.8, 2.9])
+    ours = np.array([2.65, 2.76])
+    theirs = np.array([2.8, 2.9])
     half = stats.t.ppf(0.975, 1) * ours.std(ddof=1) / math.sqrt(2)
     assert columns["tuned"].loss.mean == pytest.approx(ours.mean())
     assert columns["tuned"].loss.half == pytest.approx(half)
-    held = reference.find(found, "method=streaming_diloco,compress=none").columns
+    held = reference.find(of_rows, "method=streaming_diloco,compress=none").columns
     less = cells.difference(columns["tuned"], held["published"])
     half = stats.t.ppf(0.975, 1) * (ours - theirs).std(ddof=1) / math.sqrt(2)
     assert (less.mean, less.half) == pytest.approx(((ours - theirs).mean(), half))
     # Loss falls by 1 in 32 steps: 0.15 and 0.14 less are 4.8 and 4.48 steps earlier.
     steps = cells.steps_to(columns["tuned"], held["published"])
     assert steps.mean == pytest.approx(32 * (1 - 0.145))
-    assert cells.steps_to(found[3].columns["published"], columns["tuned"]) is None
+    assert cells.steps_to(of_rows[3].columns["published"], columns["tuned"]) is None
 
 
 def test_without_halving_the_best_is_marked(tmp_path):
-    found = cells_of(tmp_path)
-    assert found[0].columns["tuned"].chosen_here
-    text = report.Report(found, reference.find(found, None)).markdown("COMMAND")
+    of_rows = cells_of(tmp_path)
+    assert of_rows[0].columns["tuned"].chosen_here
+    text = report.Report(of_rows, reference.find(of_rows, None)).markdown("COMMAND")
     assert "| 2.700* |" in text
-    assert [cell.tried for cell in found] == [3, 3, 0, 0]
-    assert found[0].tuning_steps == 3 * 32
+    assert [cell.tried for cell in of_rows] == [3, 3, 0, 0]
+    assert of_rows[0].tuning_steps == 3 * 32
     assert text.startswith("Loss after 32 steps, nats per token of held-out text, mean")
     assert "mean of 1 seed with its 95 % interval (Student). The reference" in text
     assert "chosen by these very seeds" in text
@@ -289,19 +325,25 @@ def test_the_report_names_the_frontier(halved, call, refused, monkeypatch):
     made = json.loads((folder / "cells.json").read_text())
     assert [cell["is_best"] for cell in made["cells"]] == [False, True, False, False]
     assert made["cells"][1]["columns"]["tuned"]["curve"][-1] == [
-        32, pytest.approx(2.705), 800,
-    ]  # fmt: skip
+        32,
+        pytest.approx(2.705),
+        800,
+    ]
     assert not (folder / "networks.json").exists()
+
     for wanted, message in (
         ("method=cocodc", "--reference='method=cocodc' is no cell"),
-        ("method=streaming_diloco",
-         "is 2 cells of these rows; give flags of one: streaming_diloco H 16"),
+        (
+            "method=streaming_diloco",
+            "is 2 cells of these rows; give flags of one: streaming_diloco H 16",
+        ),
         ("sync_intervall=None", "sync_intervall"),
-    ):  # fmt: skip
+    ):
         assert message in refused(sweep, *words[:2], f"--reference={wanted}")
+
     (folder / "halving.json").write_text('{"chosen": ["of another version"]}')
-    told = "halving.json chose settings that no row has"
-    assert told in refused(sweep, *words)
+    why = "halving.json chose settings that no row has"
+    assert why in refused(sweep, *words)
 
 
 def test_who_is_there_first_on_which_network(halved, call, refused):
@@ -310,12 +352,14 @@ def test_who_is_there_first_on_which_network(halved, call, refused):
     words = ["--report", f"--workdir={folder}", "--reference=method=data_parallel"]
     _, err = call(sweep, *words, "--networks=10x50,10000x10", "--step_seconds=0.5")
     assert not err
-    found = json.loads((folder / "networks.json").read_text())["arrivals"]
-    at = {(a["cell"], a["column"], a["mbit"]): a["seconds"] for a in found}
+    arrivals = json.loads((folder / "networks.json").read_text())["arrivals"]
+    at = {(a["cell"], a["column"], a["mbit"]): a["seconds"] for a in arrivals}
     parallel = ("data_parallel float32", "published")
+
     for mbit, latency_s in ((10, 0.05), (10_000, 0.01)):
         sync_s = 6 * 9000 / 4 / (mbit * 1e6 / 8) + 4 * latency_s
         assert at[*parallel, mbit] == pytest.approx(32 * (0.5 + sync_s), rel=1e-2)
+
     # A quarter earlier, for its lower loss; hardly a byte and no wait.
     streaming = ("streaming_diloco H 16 tau 3 ef+int4", "published", 10_000)
     assert at[streaming] == pytest.approx(32 * 0.75 * 0.5, rel=0.01)
@@ -328,16 +372,16 @@ def test_who_is_there_first_on_which_network(halved, call, refused):
 
 def test_a_seed_that_diverged_is_told(tmp_path):
     cells_of(tmp_path)
-    found = diverge(tmp_path, rows.read(tmp_path)[-1])
-    text = report.Report(found, reference.find(found, "method=diloco")).markdown("")
+    of_rows = diverge(tmp_path, rows.read(tmp_path)[-1])
+    text = report.Report(of_rows, reference.find(of_rows, "method=diloco")).markdown("")
     assert "diverged (seed 0)" in text
     assert len(rows.read(tmp_path)) == 8
 
 
 def test_a_cell_with_a_diverged_seed_gets_nowhere(tmp_path):
-    found = cells_of(tmp_path, seeded([0, 1]))
-    found = diverge(tmp_path, found[0].columns["published"].rows[1])
-    bad, good = (cell.columns["published"] for cell in found[:2])
+    of_rows = cells_of(tmp_path, seeded([0, 1]))
+    of_rows = diverge(tmp_path, of_rows[0].columns["published"].rows[1])
+    bad, good = (cell.columns["published"] for cell in of_rows[:2])
     for pair in ((bad, good), (good, bad)):
         assert cells.difference(*pair) is None
         assert cells.steps_to(*pair) is None
@@ -346,17 +390,17 @@ def test_a_cell_with_a_diverged_seed_gets_nowhere(tmp_path):
 
 def test_where_every_run_diverged_there_are_no_figures(tmp_path):
     cells_of(tmp_path)
-    found = diverge(tmp_path, *rows.read(tmp_path))
-    text = report.Report(found, found[0]).markdown("")
+    of_rows = diverge(tmp_path, *rows.read(tmp_path))
+    text = report.Report(of_rows, of_rows[0]).markdown("")
     assert text.startswith("Every run diverged.\n\n| method |")
 
 
 def test_a_sweep_that_tunes_nothing_has_one_column(tmp_path):
     plain = seeded([0, 1]).replace("outer = [", "outer = [ {}, ")
-    found = cells_of(tmp_path, plain)
-    assert [list(cell.columns) for cell in found] == [["published"]] * 8
-    assert found[1].label.endswith("outer_lr=1.0 outer_momentum=0.0")
-    made = report.Report(found, reference.find(found, "method=diloco"))
+    of_rows = cells_of(tmp_path, plain)
+    assert [list(cell.columns) for cell in of_rows] == [["published"]] * 8
+    assert of_rows[1].label.endswith("outer_lr=1.0 outer_momentum=0.0")
+    made = report.Report(of_rows, reference.find(of_rows, "method=diloco"))
     assert made.heads()[-3:] == ["loss", "less the reference", "steps to its loss"]
     assert len(made.lines()[0]) == len(made.heads())
     assert len(made.short_lines()[0]) == 1 + len(made.short_heads())
@@ -366,12 +410,14 @@ def test_what_a_kill_left_of_a_line_is_dropped(tmp_path):
     setting = table(GRID).settings[0]
     a, c = (written(Row(setting, seed, "final", ()), 1.0) for seed in (0, 1))
     rows.append(tmp_path, a)
+
     with (tmp_path / rows.FILE).open("ab") as file:
         file.write(b'{"row": "b", "lo')
     assert rows.read(tmp_path) == [a]
     rows.append(tmp_path, c)
     assert rows.read(tmp_path) == [a, c]
     (tmp_path / "rows-other.jsonl").write_text(f"{json.dumps(a)}\n3\n")
+
     with pytest.raises(ValueError, match=r"rows-other.jsonl, line 2 is no row"):
         rows.read(tmp_path)
 
@@ -387,8 +433,9 @@ def test_rows_of_two_texts_are_refused(tmp_path):
     rows.append(tmp_path, second | {"text": "text-1, bytes"})
     rows.check_texts(rows.read(tmp_path))
     rows.append(tmp_path, second | {"text": "text-2, bytes"})
-    told = r"is another text \(text-2, bytes\) than that of row .* \(text-1, bytes\)"
-    with pytest.raises(ValueError, match=told):
+
+    message = r"is another text \(text-2, bytes\) than that of row .* \(text-1, bytes\)"
+    with pytest.raises(ValueError, match=message):
         rows.check_texts(rows.read(tmp_path))
 
 
@@ -399,8 +446,8 @@ def test_a_row_that_cannot_be_written_names_its_file(tmp_path):
 
 
 def test_a_row_may_have_an_infinite_limit(tmp_path):
-    found = table(GRID.replace("outer = [", "exclude_above = inf\nouter = ["))
-    row = written(Row(found.settings[0], 0, "final", ()), 1.0)
+    parsed = table(GRID.replace("outer = [", "exclude_above = inf\nouter = ["))
+    row = written(Row(parsed.settings[0], 0, "final", ()), 1.0)
     rows.append(tmp_path, row)
     assert rows.read(tmp_path) == [row]
 
@@ -409,8 +456,8 @@ def test_rungs_are_of_the_cells_that_they_chose_for(halved):
     plan, _, folder = halved
     longer = Row(plan.grid.settings[0].at(48), 0, "final", plan.grid.tuned)
     rows.append(folder, written(longer, 2.0))
-    found = cells.cells(rows.read(folder), plan.to_json()["chosen"])
-    assert [cell.tried for cell in found] == [3, 3, 0, 0, 0]
+    of_rows = cells.cells(rows.read(folder), plan.to_json()["chosen"])
+    assert [cell.tried for cell in of_rows] == [3, 3, 0, 0, 0]
 
 
 def test_rows_of_other_steps_and_seeds_are_told_apart(tmp_path):
@@ -418,18 +465,19 @@ def test_rows_of_other_steps_and_seeds_are_told_apart(tmp_path):
         base = (
             seeded(seeds).partition("[groups.streaming]")[0].replace("32", str(steps))
         )
-        found = cells_of(tmp_path, f'{base}[groups.other]\nmethod = "{method}"\n')
-    text = report.Report(found, found[0]).markdown("")
+        of_rows = cells_of(tmp_path, f'{base}[groups.other]\nmethod = "{method}"\n')
+
+    text = report.Report(of_rows, of_rows[0]).markdown("")
     assert text.startswith("Loss after 32 steps, nats per token of held-out text, mean")
     assert "mean of 2 seeds with its 95 % interval (Student), but where other" in text
     assert text.count("(48 steps, 1 seed) |") == 1
     assert text.count(" seed)") == 1
 
 
-def told(folder, text):
+def report_of(folder, text):
     """Return the report's table as a grid sees the rows of a folder."""
-    found = cells.cells(schedule.assign(rows.read(folder), table(text)))
-    return report.Report(found, reference.find(found, None)).lines()
+    of_rows = cells.cells(schedule.assign(rows.read(folder), table(text)))
+    return report.Report(of_rows, reference.find(of_rows, None)).lines()
 
 
 def test_rows_have_the_role_that_the_grid_gives_them_now(tmp_path):
@@ -441,15 +489,15 @@ def test_rows_have_the_role_that_the_grid_gives_them_now(tmp_path):
     run_through(Plan(table(grown)), tmp_path / "fresh")
     for text in (first, grown):
         run_through(Plan(table(text)), tmp_path / "grown")
-    assert told(tmp_path / "grown", grown) == told(tmp_path / "fresh", grown)
+    assert report_of(tmp_path / "grown", grown) == report_of(tmp_path / "fresh", grown)
 
 
 def test_a_row_of_a_rung_may_be_a_final_one(tmp_path):
     halving = "[halving]\nrungs = [8, 32]\ntuning_seeds = [7]\nfinal_seeds = [0, 1]"
     run_through(Plan(table(GRID + halving)), tmp_path)
     plain = GRID.replace("tuned =", "seeds = [7]\ntuned =")
-    found = cells.cells(schedule.assign(rows.read(tmp_path), table(plain)))
-    assert 7 in [row["seed"] for row in found[0].columns["tuned"].rows]
+    of_rows = cells.cells(schedule.assign(rows.read(tmp_path), table(plain)))
+    assert 7 in [row["seed"] for row in of_rows[0].columns["tuned"].rows]
 
 
 def test_winners_of_a_halving_that_was_given_up_do_not_count(halved, call):
@@ -462,25 +510,36 @@ def test_winners_of_a_halving_that_was_given_up_do_not_count(halved, call):
     assert made["cells"][0]["columns"]["tuned"]["chosen_here"]
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("", "--grid=None is missing; name a grid file"),
-    ("--grid=missing.toml", "--grid=missing.toml cannot be read (No such"),
-    ("--grid={grid} --shard=3/2", "--shard='3/2' must be i/n with"),
-    ("--report", "--workdir='"),
-    ("--report --only=method=x", "--only='method=x' is no final row of workdir='"),
-    ("--grid={grid} --workdir={grid}", "--workdir='{grid}' is a file;"),
-    ("--grid={grid} --workdir=/proc/no",
-     "--workdir='/proc/no' cannot be written to (No such file or direct"),
-    ("--grid={grid} --reference=method=cocodc",
-     "--reference='method=cocodc' is no setting of the grid; give flags "
-     "of one as --list shows them, such as method=streaming_diloco,sync_interv"),
-    ("--grid={grid} --reference_column=best",
-     "--reference_column='best' is unknown; use one of ['published', 't"),
-    ("--grid={grid} --only=method=cocodc",
-     "--only='method=cocodc' is no setting of the grid; give flags of"),
-    ("--grid={grid} --networks=fast", "--networks='fast' names 'fast'"),
-    ("--grid={grid} --step_seconds=nan", "--step_seconds=nan must be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "--grid=None is missing; name a grid file"),
+        ("--grid=missing.toml", "--grid=missing.toml cannot be read (No such"),
+        ("--grid={grid} --shard=3/2", "--shard='3/2' must be i/n with"),
+        ("--report", "--workdir='"),
+        ("--report --only=method=x", "--only='method=x' is no final row of workdir='"),
+        ("--grid={grid} --workdir={grid}", "--workdir='{grid}' is a file;"),
+        (
+            "--grid={grid} --workdir=/proc/no",
+            "--workdir='/proc/no' cannot be written to (No such file or direct",
+        ),
+        (
+            "--grid={grid} --reference=method=cocodc",
+            "--reference='method=cocodc' is no setting of the grid; give flags "
+            "of one as --list shows them, such as method=streaming_diloco,sync_interv",
+        ),
+        (
+            "--grid={grid} --reference_column=best",
+            "--reference_column='best' is unknown; use one of ['published', 't",
+        ),
+        (
+            "--grid={grid} --only=method=cocodc",
+            "--only='method=cocodc' is no setting of the grid; give flags of",
+        ),
+        ("--grid={grid} --networks=fast", "--networks='fast' names 'fast'"),
+        ("--grid={grid} --step_seconds=nan", "--step_seconds=nan must be"),
+    ],
+)
 def test_wrong_flags(words, message, refused, tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text(GRID)
@@ -515,9 +574,13 @@ def test_data_are_opened_before_the_first_row_trains(
 
 def test_a_fragment_that_never_arrived_counts_as_the_others():
     row = Row(table(GRID).settings[0], 0, "final", ())
-    given = row, row.config.model, collections.defaultdict(lambda: 1), []
-    assert trained(*given, {0: 4.0, 2: 8.0})["fragment_bytes"] == [4, 6, 8, 6]
-    assert trained(*given, {})["fragment_bytes"] == []
+    summary = collections.defaultdict(lambda: 1)
+
+    def bytes_of(sent):
+        return trained(row, row.config.model, summary, [], sent)["fragment_bytes"]
+
+    assert bytes_of({0: 4.0, 2: 8.0}) == [4, 6, 8, 6]
+    assert bytes_of({}) == []
 
 
 def test_rows_of_some_flags_alone(halved, call, tmp_path):
@@ -549,19 +612,23 @@ def test_a_reference_is_a_setting_of_the_grid_or_a_row_that_is_there():
     reference.check("method=diloco,sync_interval=16", "tuned", plan, [])
     rates = "method=streaming_diloco,compress=none,outer_lr="  # A cell has its first.
     reference.check(rates + "0.4", "tuned", plan, [])
+
     with pytest.raises(ValueError, match="outer_lr=0.7' is no setting of the grid"):
         reference.check(rates + "0.7", "tuned", plan, [])
     plain = Plan(table(seeded([3])))
     reference.check("method=diloco,seed=3", "published", plain, [])
+
     with pytest.raises(ValueError, match="reference_column='tuned' is of grids that"):
         reference.check(None, "tuned", plain, [])
     row = written(Row(plan.grid.settings[-1], 0, "final", ("outer_lr",)), 1.0)
+
     with pytest.raises(ValueError, match="reference='method=data_parallel,seed=0' is"):
         reference.check("method=data_parallel,seed=0", "published", plain, [])
     reference.check("method=data_parallel,seed=0", "tuned", plain, [row])
     # A setting whose rows are there in part is one cell.
     row = written(Row(plain.grid.settings[-1], 3, "final", ()), 1.0)
     reference.check("method=data_parallel", "published", plain, [row])
+
     both = "'method=streaming_diloco' is 4 cells; say as well .* or compress .none, ef"
     with pytest.raises(ValueError, match=both):
         reference.check("method=streaming_diloco", "published", plain, [])
@@ -570,7 +637,8 @@ def test_a_reference_is_a_setting_of_the_grid_or_a_row_that_is_there():
 def test_a_killed_sweep_goes_on(command, call, corpus, tmp_path):
     """Rows that were finished are not run again; one that was not goes on."""
     (dataset, data_dir) = (flag.partition("=")[2] for flag in corpus)
-    path, folder = tmp_path / "grid.toml", tmp_path / "out"
+    path = tmp_path / "grid.toml"
+    folder = tmp_path / "out"
     path.write_text(
         f"""
         seeds = [0, 1]
@@ -599,15 +667,16 @@ def test_a_killed_sweep_goes_on(command, call, corpus, tmp_path):
     finally:
         process.kill()
         process.communicate()
+
     (first,) = rows.read(folder)
     out, _ = call(sweep, *words)
-    found = rows.read(folder)
-    assert found[0] == first
-    assert [row["seed"] for row in found] == [0, 1]
+    written = rows.read(folder)
+    assert written[0] == first
+    assert [row["seed"] for row in written] == [0, 1]
     assert "row 2/2, final: plain: method=diloco, seed 1" in out
     assert "seed 0" not in out
-    assert [step for step, _, _ in found[1]["curve"]] == [48, 96]
-    assert found[1]["bytes"] == 96 // 16 * 4 * found[1]["parameters"]
+    assert [step for step, _, _ in written[1]["curve"]] == [48, 96]
+    assert written[1]["bytes"] == 96 // 16 * 4 * written[1]["parameters"]
     assert not any((folder / "runs").iterdir())
     before = (folder / rows.FILE).read_bytes()
     words[0] = f"--grid={folder / 'grid.toml'}"  # Which the sweep has written itself.

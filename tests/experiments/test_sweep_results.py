@@ -55,20 +55,22 @@ def _row(row, add):
 def kept(tmp_path):
     """A results file: the cells of one sweep."""
     (tmp_path / "first").mkdir()
-    found = cells.cells(rows.read(train(tmp_path / "first")))
-    made = report.Report(found, reference.find(found, "method=diloco"))
+    of_rows = cells.cells(rows.read(train(tmp_path / "first")))
+    made = report.Report(of_rows, reference.find(of_rows, "method=diloco"))
     path = tmp_path / "first.json"
     path.write_text(json.dumps(report.to_json(made)))
     return path
 
 
 def test_cells_come_back_as_references(kept):
-    found = cells.cells(rows.read(kept.parent / "first"))
+    of_rows = cells.cells(rows.read(kept.parent / "first"))
     loaded = report.load(kept)
-    assert [cell.label for cell in loaded] == [cell.label for cell in found]
-    ours = found[0].columns["published"]
-    for held, back in zip(found, loaded, strict=True):
-        there, here = held.columns["published"], back.columns["published"]
+    assert [cell.label for cell in loaded] == [cell.label for cell in of_rows]
+    ours = of_rows[0].columns["published"]
+
+    for held, back in zip(of_rows, loaded, strict=True):
+        there = held.columns["published"]
+        here = back.columns["published"]
         assert (here.loss, here.extent) == (there.loss, there.extent)
         assert here.bytes_per_step == there.bytes_per_step
         assert cells.difference(ours, here) == cells.difference(ours, there)
@@ -115,16 +117,27 @@ def test_tuned_settings_alone_are_compared_as_tuned(call, tmp_path):
     assert json.loads(kept.read_text())["reference"]["column"] == "tuned"
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("--reference_from=none.json",
-     "--reference_from=none.json cannot be read (No such file"),
-    ("--reference_from={folder}/rows.jsonl",
-     "--reference_from={folder}/rows.jsonl cannot be read ("),
-    ("--reference_from={kept} --reference=method=cocodc",
-     "--reference='method=cocodc' is no cell of {kept}; they are streaming"),
-    ("--reference_from={kept} --reference_column=tuned",
-     "--reference_column='tuned' was not run for diloco H 16 float32 of "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--reference_from=none.json",
+            "--reference_from=none.json cannot be read (No such file",
+        ),
+        (
+            "--reference_from={folder}/rows.jsonl",
+            "--reference_from={folder}/rows.jsonl cannot be read (",
+        ),
+        (
+            "--reference_from={kept} --reference=method=cocodc",
+            "--reference='method=cocodc' is no cell of {kept}; they are streaming",
+        ),
+        (
+            "--reference_from={kept} --reference_column=tuned",
+            "--reference_column='tuned' was not run for diloco H 16 float32 of ",
+        ),
+    ],
+)
 @pytest.mark.parametrize("before_training", [False, True])
 def test_references_that_are_refused(words, message, before_training, kept, refused):
     folder = kept.parent / "first"
@@ -141,6 +154,7 @@ def test_losses_of_another_model_are_no_reference(kept):
         row["config"] | {"model": row["config"]["model"] | {"num_layers": 3}}
         for row in rows.read(kept.parent / "first")
     ]
+
     with pytest.raises(ValueError, match=re.escape(message)):
         reference.read(str(kept), "method=diloco", "published", configs)
     one_is_the_same = [*configs, rows.read(kept.parent / "first")[0]["config"]]
@@ -150,8 +164,8 @@ def test_losses_of_another_model_are_no_reference(kept):
 
 def test_the_results_that_are_here_are_references():
     folder = pathlib.Path(__file__).parents[2] / "experiments" / "results"
-    found = report.load(folder / "one_bit.json")
-    held = reference.find(found, "method=diloco").columns["published"]
+    kept_cells = report.load(folder / "one_bit.json")
+    held = reference.find(kept_cells, "method=diloco").columns["published"]
     assert [row["seed"] for row in held.rows] == [0, 1, 2, 3, 4]
     assert held.loss.mean == pytest.approx(1.814, abs=5e-4)
 
@@ -175,14 +189,15 @@ def grow(monkeypatch, config, **new):
 
 def test_a_new_field_at_its_default_changes_no_key(monkeypatch, tmp_path):
     config = CONFIG.replace(seed=3)
-    run, setting = rows.run_key(config.to_json()), rows.setting_key(CONFIG.to_json())
+    run = rows.run_key(config.to_json())
+    setting = rows.setting_key(CONFIG.to_json())
     rows.append(tmp_path, {"row": "of another version", "config": config.to_json()})
     now = grow(monkeypatch, config)
     assert rows.run_key(now.to_json()) == run
     assert rows.setting_key(now.to_json()) == setting
-    (found,) = rows.read(tmp_path)
-    assert (found["row"], found["setting"]) == (run, setting)
-    assert found["config"]["run"]["new_axis"] == 1
+    (row,) = rows.read(tmp_path)
+    assert (row["row"], row["setting"]) == (run, setting)
+    assert row["config"]["run"]["new_axis"] == 1
     # And one that is not at its default does.
     other = grow(monkeypatch, config, new_axis=2)
     assert rows.run_key(other.to_json()) != run
@@ -190,12 +205,16 @@ def test_a_new_field_at_its_default_changes_no_key(monkeypatch, tmp_path):
 
 def test_runs_that_differ_in_anything_have_keys_of_their_own():
     others = [
-        CONFIG, CONFIG.replace(seed=1), CONFIG.replace(steps=33),
-        CONFIG.replace(outer_lr=0.7), CONFIG.replace(compress="ef+int4"),
-        CONFIG.replace(inner_lr=1e-3), dataclasses.replace(CONFIG, preset="tiny"),
-    ]  # fmt: skip
-    found = [rows.run_key(other.to_json()) for other in others]
-    assert len(set(found)) == len(others)
+        CONFIG,
+        CONFIG.replace(seed=1),
+        CONFIG.replace(steps=33),
+        CONFIG.replace(outer_lr=0.7),
+        CONFIG.replace(compress="ef+int4"),
+        CONFIG.replace(inner_lr=1e-3),
+        dataclasses.replace(CONFIG, preset="tiny"),
+    ]
+    run_keys = [rows.run_key(other.to_json()) for other in others]
+    assert len(set(run_keys)) == len(others)
     same = [rows.setting_key(other.to_json()) for other in others]
     assert same[0] == same[1]
     assert len(set(same)) == len(others) - 1
@@ -216,10 +235,10 @@ def test_a_row_of_another_default_is_no_row_of_today(changed, tmp_path):
     # Both have the key that the run has today, of what was not at its default.
     today = {"row": rows.run_key(written), "config": {**written, **was}}
     rows.append(tmp_path, today)
-    (found,) = rows.read(tmp_path)
-    assert found["row"] != today["row"]
+    (other,) = rows.read(tmp_path)
+    assert other["row"] != today["row"]
     rows.append(tmp_path, {**today, "config": written})
-    assert [row["row"] for row in rows.read(tmp_path)] == [found["row"], today["row"]]
+    assert [row["row"] for row in rows.read(tmp_path)] == [other["row"], today["row"]]
 
 
 def test_an_argument_that_was_not_given_may_have_a_default_one_day(monkeypatch):

@@ -40,16 +40,20 @@ def test_slow_steps_are_told_by_the_run_s_own_steps(recorded_run, call, monkeypa
     """Steps are counted from the first mark, which may come after --since_step."""
     marks = [[step, 10.0 + step] for step in range(4, 50, 2)]
     slow = [[step, 10.0 + step + 20 * max(step - 30, 0)] for step in range(4, 50, 2)]
-    for folder, each in ((recorded_run, marks), (recorded_run / "process_1", slow)):
-        found = {"marks": each, "syncs": []}
-        (folder / "timeline.json").write_text(json.dumps(found))
-    titles, told = [], []
+    for folder, seconds in ((recorded_run, marks), (recorded_run / "process_1", slow)):
+        text = json.dumps({"marks": seconds, "syncs": []})
+        (folder / "timeline.json").write_text(text)
+
+    titles = []
     monkeypatch.setattr(
-        timeline.timeline, "write", lambda folder, found, title: titles.append(title)
+        timeline.timeline, "write", lambda folder, run, title: titles.append(title)
     )
+
+    printed = []
     for since in (3, 4):
         out, _ = call(timeline, f"--workdir={recorded_run}", f"--since_step={since}")
-        told.append(out)
-    assert "after step 36: slow process 1" in told[1]
-    assert told[0] == told[1]
+        printed.append(out)
+
+    assert "after step 36: slow process 1" in printed[1]
+    assert printed[0] == printed[1]
     assert all(title.endswith("measured from step 4") for title in titles)

@@ -37,6 +37,7 @@ def test_it_runs(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("late ")
+
     for name in ("diloco", "streaming_diloco", "cocodc"):
         assert any(line.startswith(f"{name} ") for line in lines[3:]), done.stdout
         assert list(tmp_path.glob(f"cocodc_tour_*/{name}/summary.json"))

@@ -23,8 +23,11 @@ from tests.waiting import wait_until
 MODULE = train.__name__
 # Two blocks, two fragments: half of what four and four take to compile.
 SMALL = [
-    "--preset=smoke", "--num_layers=2", "--num_fragments=2", "--syncs_per_interval=8",
-]  # fmt: skip
+    "--preset=smoke",
+    "--num_layers=2",
+    "--num_fragments=2",
+    "--syncs_per_interval=8",
+]
 FLAGS = [*SMALL, "--method=cocodc", "--checkpoint_every=8", "--seed=3"]
 
 
@@ -36,8 +39,8 @@ def unbroken(call_once, corpus, tmp_path_factory):
 
 
 def records(workdir: pathlib.Path, kind: str) -> list[dict]:
-    found = read_records(workdir / "metrics.jsonl")
-    return [record for record in found if record["kind"] == kind]
+    records = read_records(workdir / "metrics.jsonl")
+    return [record for record in records if record["kind"] == kind]
 
 
 def final_state(session, workdir: pathlib.Path):
@@ -70,11 +73,27 @@ def test_files_and_summary(unbroken):
     assert out.splitlines()[-5].startswith("finished: 48 of 48 steps in ")
     assert f"loss: {summary['eval_loss']:.4f} on validation text" in out
     assert list(summary) == [
-        "method", "preset", "seed", "regions", "parameters", "steps", "tokens",
-        "eval_loss", "eval_perplexity", "eval_loss_outer", "region_drift",
-        "outer_bytes", "bytes_sent_per_region", "seconds", "stall_seconds",
-        "exposed_share", "goodput", "tokens_per_second", "mfu", "correction_ratio",
-    ]  # fmt: skip
+        "method",
+        "preset",
+        "seed",
+        "regions",
+        "parameters",
+        "steps",
+        "tokens",
+        "eval_loss",
+        "eval_perplexity",
+        "eval_loss_outer",
+        "region_drift",
+        "outer_bytes",
+        "bytes_sent_per_region",
+        "seconds",
+        "stall_seconds",
+        "exposed_share",
+        "goodput",
+        "tokens_per_second",
+        "mfu",
+        "correction_ratio",
+    ]
     assert summary["tokens"] == 48 * 4 * 4 * 32
     assert 0 <= summary["exposed_share"] < 1
     assert 0 < summary["goodput"] < 1
@@ -130,7 +149,8 @@ def heard():
 
 def interrupt_at_first_record(path, monkeypatch, *numbers):
     """Have the signals come while the first record is written."""
-    numbers, write = list(numbers), MetricsWriter.write
+    numbers = list(numbers)
+    write = MetricsWriter.write
 
     def write_and_be_told(self, *args, **kwargs):
         while numbers and not path.stat().st_size:
@@ -145,7 +165,8 @@ def test_a_signal_ends_with_a_checkpoint_to_go_on_from(
     call, corpus, unbroken, tmp_path, monkeypatch, heard, number
 ):
     flags = [*FLAGS, "--checkpoint_every=0", *corpus, f"--workdir={tmp_path}"]
-    path, handler = tmp_path / "metrics.jsonl", signal.getsignal(number)
+    path = tmp_path / "metrics.jsonl"
+    handler = signal.getsignal(number)
     interrupt_at_first_record(path, monkeypatch, number)
     out, err = call(train, *flags)
     assert ("Ctrl-C again" in err) == (number == signal.SIGINT)
@@ -177,17 +198,25 @@ def test_a_finished_run_whose_summary_is_damaged_is_summed_up_again(
     timeline.write_text(timeline.read_text()[:100])
     flags = [*FLAGS, *corpus, f"--workdir={workdir}"]
     _, err = call(train, *flags)
+
     for name in ("summary.json", "timeline.json"):
         assert f"warning: {workdir / name} is damaged" in err
     after = json.loads((workdir / "summary.json").read_text())
     assert list(after) == list(before)
+
     for name in (
-        "seconds", "stall_seconds", "exposed_share", "tokens_per_second", "goodput",
-    ):  # fmt: skip
+        "seconds",
+        "stall_seconds",
+        "exposed_share",
+        "tokens_per_second",
+        "goodput",
+    ):
         del after[name], before[name]
+
     assert after == before
     mine, theirs = (w / "metrics.jsonl" for w in (workdir, unbroken[0]))
     assert mine.read_bytes() == theirs.read_bytes()
+
     with only_writer(workdir):  # And whoever has the folder is left alone.
         said = refused(train, *flags, code=1)
     assert said.startswith(f"workdir='{workdir}' is in use by process ")
@@ -197,14 +226,14 @@ def test_a_finished_run_whose_summary_is_damaged_is_summed_up_again(
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_run_goes_back_from_a_spike(call, corpus, tmp_path, monkeypatch, is_stopped):
     """One that is told at step 12: back to 8, and on with other data."""
-    told = []
+    progress = []
 
     def observe(self, step, losses, first_region):
-        if step == 12 and not told:
-            told.append(Spike(step, 1, 9.0, 5.0, 40.0))
+        if step == 12 and not progress:
+            progress.append(Spike(step, 1, 9.0, 5.0, 40.0))
             if is_stopped:
                 signal.raise_signal(signal.SIGTERM)
-            return told
+            return progress
         return []
 
     monkeypatch.setattr(Spikes, "observe", observe)
@@ -214,9 +243,11 @@ def test_a_run_goes_back_from_a_spike(call, corpus, tmp_path, monkeypatch, is_st
     out, err = call(train, *flags, *corpus, f"--workdir={tmp_path}")
     assert "loss 9.0 at step 12 in region 1 is a spike (usually 5, z = 40)" in err
     assert "last good checkpoint: step 8; the run returns to it" in err
+
     if is_stopped:
         assert "stopped at step 8;" in out
         return
+
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [(x["step"], x["to_step"]) for x in summary["rollbacks"]] == [(12, 8)]
     assert summary["steps"] == 24
@@ -241,10 +272,14 @@ def test_a_corpus_that_changed_under_a_run_is_refused(call, corpus, tmp_path):
     text = tmp_path / "text"
     shutil.copytree(pathlib.Path(corpus[0].split(":")[1]) / "sync", text)
     flags = [
-        "--preset=smoke", "--method=data_parallel", "--steps=6", "--num_layers=1",
-        f"--dataset=text:{text}", f"--data_dir={tmp_path}",
+        "--preset=smoke",
+        "--method=data_parallel",
+        "--steps=6",
+        "--num_layers=1",
+        f"--dataset=text:{text}",
+        f"--data_dir={tmp_path}",
         f"--workdir={tmp_path / 'run'}",
-    ]  # fmt: skip
+    ]
     call(train, *flags)
     (tmp_path / "run" / "summary.json").unlink()  # As if it had not come to its end.
     (text / "new.txt").write_text("one more document\n" * 100)
@@ -267,15 +302,27 @@ def test_a_flag_the_inner_optimizer_does_not_go_by_is_refused(
     assert said.startswith(line)
 
 
-@pytest.mark.parametrize(("flags", "what", "good"), [
-    (["--inner_lr=1e30", "--grad_clip=0", "--warmup_steps=0"],
-     "(loss is|a parameter is not finite)", "[12]"),
-    (["--outer_lr=1e9", "--checkpoint_every=4"],
-     "(loss|pseudo_|correction_ratio|a parameter)", r"\d"),
-    pytest.param(["--compensation_strength=1e38"],
-                 "(loss|correction_ratio|a param)", "[34]",
-                 marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "what", "good"),
+    [
+        (
+            ["--inner_lr=1e30", "--grad_clip=0", "--warmup_steps=0"],
+            "(loss is|a parameter is not finite)",
+            "[12]",
+        ),
+        (
+            ["--outer_lr=1e9", "--checkpoint_every=4"],
+            "(loss|pseudo_|correction_ratio|a parameter)",
+            r"\d",
+        ),
+        pytest.param(
+            ["--compensation_strength=1e38"],
+            "(loss|correction_ratio|a param)",
+            "[34]",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_a_diverging_run_names_step_region_and_checkpoint(
     call, corpus, tmp_path, flags, what, good
 ):
@@ -289,14 +336,22 @@ def test_a_diverging_run_names_step_region_and_checkpoint(
 def test_another_run_goes_on_from_a_checkpoint(unbroken, call, corpus, tmp_path):
     """CoCoDC in four regions, then DiLoCo in two; what is lost is printed."""
     flags = [
-        "--preset=smoke", "--num_layers=2", "--method=diloco", "--regions=2",
-        "--attention=plain", "--remat=full", "--steps=52", "--sync_interval=2",
-        f"--adopt_from={unbroken[0]}@40", *corpus,
-    ]  # fmt: skip
+        "--preset=smoke",
+        "--num_layers=2",
+        "--method=diloco",
+        "--regions=2",
+        "--attention=plain",
+        "--remat=full",
+        "--steps=52",
+        "--sync_interval=2",
+        f"--adopt_from={unbroken[0]}@40",
+        *corpus,
+    ]
     out, err = call(train, *flags, f"--workdir={tmp_path}")
     assert f"goes on from step 40 of {unbroken[0]}" in err
     assert "  kept inner optimizer: the mean of 4 regions" in err
     assert "  kept outer optimizer: cut anew" in err
+
     for name in ("regions: 4 are 2", "schedule: it begins after step 40", "keys", "da"):
         assert f"  lost {name}" in err
     rows = records(tmp_path, "train")

@@ -92,11 +92,11 @@ print("to stderr", file=sys.stderr, flush=True)
 """
     code, out, _ = lab("--latency_ms=40", *python(tell + ROUND_TRIPS, "r{region}"))
     assert code == 0
-    told = ["0", "2", "10.77.0.1:29400", "10.77.0.1", "r0 10.77.0.1"]
-    assert out.splitlines() == told
-    assert sorted(log(tmp_path, 0).splitlines()) == sorted([*told, "to stderr"])
-    *told, error, round_trip_s = log(tmp_path, 1).splitlines()
-    assert told == ["1", "2", "10.77.0.1:29400", "10.77.0.2", "r1 10.77.0.2"]
+    printed = ["0", "2", "10.77.0.1:29400", "10.77.0.1", "r0 10.77.0.1"]
+    assert out.splitlines() == printed
+    assert sorted(log(tmp_path, 0).splitlines()) == sorted([*printed, "to stderr"])
+    *printed, error, round_trip_s = log(tmp_path, 1).splitlines()
+    assert printed == ["1", "2", "10.77.0.1:29400", "10.77.0.2", "r1 10.77.0.2"]
     assert error == "to stderr"
     assert float(round_trip_s) == pytest.approx(0.08, rel=0.1)
 
@@ -169,11 +169,13 @@ def test_tcp_begins_with_more_than_a_packet(lab):
     before = [pathlib.Path(path).read_text() for path in paths]
     code, out, _ = lab("--bandwidth_mbit=1000", "--", "cat", *paths)
     assert code == 0
+
     for line in out.splitlines():
         _, usual, high = map(int, line.split())
         assert usual >= 10 * 65000
         # 1 Gbit/s for two round trips.
         assert high >= 4 * 1e9 / 8 * 0.2
+
     assert [pathlib.Path(path).read_text() for path in paths] == before
 
 
@@ -242,10 +244,11 @@ def processes():
 
 def family(pid):
     """A process and all its descendants, but for what outlives every pool."""
-    parents, found = processes(), {pid}
-    while more := {p for p, parent in parents.items() if parent in found} - found:
-        found |= more
-    return {p for p in found if not is_tracker(p)}
+    parents = processes()
+    pids = {pid}
+    while more := {p for p, parent in parents.items() if parent in pids} - pids:
+        pids |= more
+    return {p for p in pids if not is_tracker(p)}
 
 
 def is_tracker(pid):
@@ -371,11 +374,13 @@ def test_a_broken_relay_ends_the_run(lab, command, tmp_path):
     process = command("experiments.wan", f"--logdir={tmp_path}", *words)
     path = tmp_path / "region_1.log"
     wait_until(lambda: path.exists() and "net:[" in path.read_text())
+
     started = family(process.pid)
     for pid in started:
         words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if b"cocodc_jax.netlab.relay" in words:
             os.kill(pid, signal.SIGKILL)
+
     _, error = process.communicate(timeout=20)
     assert process.returncode == 1
     assert "error: the relay broke" in error
@@ -396,14 +401,16 @@ def plan(*arguments):
 
 
 def test_flags_become_links():
-    found = plan("--regions=3", "--bandwidth_mbit=20", "--latency_ms=30", "--loss=0.1")
-    (links,) = found.conditions
-    assert found.regions == ("region0", "region1", "region2")
+    lab_plan = plan(
+        "--regions=3", "--bandwidth_mbit=20", "--latency_ms=30", "--loss=0.1"
+    )
+    (links,) = lab_plan.conditions
+    assert lab_plan.regions == ("region0", "region1", "region2")
     assert links.rate_bps[0][1] == pytest.approx(20e6)
     assert links.uplink_bps == (20e6,) * 3
     assert (links.delay_s[0][1], links.loss[0][1]) == (0.03, 0.1)
-    assert (found.mtu_bytes, found.buffer_s) == (1500, math.inf)
-    assert (found.congestion_control, found.restarts_slowly) == ("reno", False)
+    assert (lab_plan.mtu_bytes, lab_plan.buffer_s) == (1500, math.inf)
+    assert (lab_plan.congestion_control, lab_plan.restarts_slowly) == ("reno", False)
     assert plan("--slow_start_after_idle").restarts_slowly
     assert plan("--mtu=9000", "--buffer_ms=30").mtu_bytes == 9000
     assert plan("--buffer_ms=30").buffer_s == 0.03
@@ -415,11 +422,11 @@ def test_world_and_links_have_their_caps(tmp_path):
         "{regions: [a, b, c], default: {bandwidth_gbps: 2, latency_ms: 9},"
         " changes: [{start_s: 3, duration_s: 1, bandwidth_factor: 0}]}"
     )
-    found = plan(f"--links={links}")
-    assert found.conditions[0].uplink_bps == (math.inf,) * 3
-    assert [c.start_s for c in found.conditions] == [0, 3, 4]
+    lab_plan = plan(f"--links={links}")
+    assert lab_plan.conditions[0].uplink_bps == (math.inf,) * 3
+    assert [c.start_s for c in lab_plan.conditions] == [0, 3, 4]
     # Sizes come from the links as they usually are, not from the outage.
-    assert found.mtu_bytes == 65000
+    assert lab_plan.mtu_bytes == 65000
     capped = plan(f"--links={links}", "--bandwidth_mbit=500").conditions[0]
     assert (capped.uplink_bps[0], capped.rate_bps[0][1]) == (5e8, 2e9)
     world = plan("--world=us-east,europe-west", "--bandwidth_mbit=50").conditions[0]
@@ -429,26 +436,31 @@ def test_world_and_links_have_their_caps(tmp_path):
     assert plan(f"--links={links}").mtu_bytes == 65_000
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("--regions=0 -- x", "--regions=0 must be from 1 to "),
-    ("--bandwidth_mbit=0 -- x", "--bandwidth_mbit=0 must be positive"),
-    ("--latency_ms=-1 -- x", "--latency_ms=-1 must be at least 0"),
-    ("--loss=1 -- x", "--loss=1.0 must be in [0, 1)"),
-    ("--mtu=100 -- x", "--mtu=100 must be from "),
-    ("--grace_s=inf -- x", "--grace_s=inf must be below 86400, a day"),
-    ("--bandwidth_mbit=nan -- x", "--bandwidth_mbit=nan must be finite"),
-    ("--latency=1 -- x", "Unknown command line flag 'latency'. Did you"),
-    ("--congestion_control=mine -- x", "--congestion_control=mine is not"),
-    ("", "no command given; write it after --"),
-    ("-- --preset=tiny",
-     "the command begins with '--preset=tiny', which is a flag; write the "
-     "program before it, as in -- python -m experiments.train --preset=tiny"),
-    ("--links=/no/such -- x", "--links=/no/such: No such file"),
-    ("--schedule=/no/such -- x", "--schedule=/no/such: No such file"),
-    ("--world=mars,us-east -- x", "--world=mars,us-east: region 'mars'"),
-    ("--world=us-east --regions=2 -- x", "--regions=2 does not combine"),
-    ("--links=a --world=b -- x", "--world=b does not combine with --li"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--regions=0 -- x", "--regions=0 must be from 1 to "),
+        ("--bandwidth_mbit=0 -- x", "--bandwidth_mbit=0 must be positive"),
+        ("--latency_ms=-1 -- x", "--latency_ms=-1 must be at least 0"),
+        ("--loss=1 -- x", "--loss=1.0 must be in [0, 1)"),
+        ("--mtu=100 -- x", "--mtu=100 must be from "),
+        ("--grace_s=inf -- x", "--grace_s=inf must be below 86400, a day"),
+        ("--bandwidth_mbit=nan -- x", "--bandwidth_mbit=nan must be finite"),
+        ("--latency=1 -- x", "Unknown command line flag 'latency'. Did you"),
+        ("--congestion_control=mine -- x", "--congestion_control=mine is not"),
+        ("", "no command given; write it after --"),
+        (
+            "-- --preset=tiny",
+            "the command begins with '--preset=tiny', which is a flag; write the "
+            "program before it, as in -- python -m experiments.train --preset=tiny",
+        ),
+        ("--links=/no/such -- x", "--links=/no/such: No such file"),
+        ("--schedule=/no/such -- x", "--schedule=/no/such: No such file"),
+        ("--world=mars,us-east -- x", "--world=mars,us-east: region 'mars'"),
+        ("--world=us-east --regions=2 -- x", "--regions=2 does not combine"),
+        ("--links=a --world=b -- x", "--world=b does not combine with --li"),
+    ],
+)
 def test_bad_flags(words, message, monkeypatch, refused):
     monkeypatch.setattr(region, "missing", list)
     assert refused(wan, *words.split()).startswith(message)

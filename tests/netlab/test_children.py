@@ -34,10 +34,10 @@ def start(group, program, log=None, *arguments):
 
 @pytest.fixture
 def group():
-    found = Group(grace_s=30)
-    yield found
-    found.kill()
-    found.wait()
+    group = Group(grace_s=30)
+    yield group
+    group.kill()
+    group.wait()
 
 
 def test_all_go_well(group, tmp_path):
@@ -63,7 +63,8 @@ def test_the_first_to_fail_is_explained_and_ends_the_others(group, tmp_path, cap
 
 
 def test_asked_once_they_may_finish_and_twice_they_are_killed(group, tmp_path):
-    asked, ready = tmp_path / "asked", tmp_path / "ready"
+    asked = tmp_path / "asked"
+    ready = tmp_path / "ready"
     start(group, STUBBORN, None, asked, ready)
     wait_until(ready.exists)
     group.stop()
@@ -96,9 +97,12 @@ run([sys.executable, "-S", "-c", program])
 
 @pytest.mark.parametrize(
     ("program", "number", "code"),
-    [(GROUP, signal.SIGKILL, -signal.SIGKILL), (RUN, signal.SIGKILL, -signal.SIGKILL),
-     (RUN, signal.SIGTERM, 128 + signal.SIGTERM)],
-)  # fmt: skip
+    [
+        (GROUP, signal.SIGKILL, -signal.SIGKILL),
+        (RUN, signal.SIGKILL, -signal.SIGKILL),
+        (RUN, signal.SIGTERM, 128 + signal.SIGTERM),
+    ],
+)
 def test_children_die_with_their_parent(program, number, code):
     with subprocess.Popen(
         [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -114,9 +118,9 @@ def test_no_program_starts_others_in_another_way():
     """Regions and the relay `die_with_parent`; `ip` and event commands end soon."""
     paths = [*ROOT.glob("cocodc_jax/**/*.py"), *ROOT.glob("experiments/**/*.py")]
     starts = re.compile(r"subprocess\.(run|Popen|call|check_\w+)\(|os\.(system|spawn)")
-    found = {path.name for path in paths if starts.search(path.read_text())}
+    names = {path.name for path in paths if starts.search(path.read_text())}
     known = {"children.py", "launch.py", "monitor.py", "network.py", "region.py"}
-    assert found == known
+    assert names == known
 
 
 def test_exit_codes_are_as_in_a_shell():
@@ -143,8 +147,10 @@ def test_the_last_line_of_who_ended_badly_is_shown(restarts, tmp_path, capfd):
     log = tmp_path / "region_1" / "output.log"
     regions = [started("pass", tmp_path / "log"), started(REFUSED, log)]
     assert children.wait(regions, lambda: restarts) == 2
-    told = f"region 1 ended with exit code 2, see {log}: error: --regions=0 is wrong\n"
-    assert capfd.readouterr().err == told
+    message = (
+        f"region 1 ended with exit code 2, see {log}: error: --regions=0 is wrong\n"
+    )
+    assert capfd.readouterr().err == message
 
 
 def test_who_dies_at_once_again_and_again_is_given_up(tmp_path, capfd):
@@ -153,8 +159,8 @@ def test_who_dies_at_once_again_and_again_is_given_up(tmp_path, capfd):
     assert region.lives == 5
     *again, last = capfd.readouterr().err.splitlines()
     assert again == ["region 0 ended with exit code 1; starting it again"] * 4
-    told = f"region 0 ended with exit code 1, see {tmp_path / 'log'}: error: no room"
-    assert last == told
+    message = f"region 0 ended with exit code 1, see {tmp_path / 'log'}: error: no room"
+    assert last == message
 
 
 def test_others_go_on_if_one_cannot_start_and_nobody_reads(tmp_path, monkeypatch):
@@ -181,8 +187,8 @@ def test_who_lived_for_long_is_started_again(tmp_path, monkeypatch):
 def test_of_several_processes_it_is_that_of_the_one_that_failed(tmp_path, capfd):
     region = started(OF_TWO, tmp_path / "output.log", num_processes=2)
     assert children.wait([region], lambda: False)
-    told = f", see {tmp_path / 'output_1.log'}: error: out of memory\n"
-    assert capfd.readouterr().err.endswith(told)
+    message = f", see {tmp_path / 'output_1.log'}: error: out of memory\n"
+    assert capfd.readouterr().err.endswith(message)
 
 
 def test_what_one_of_several_processes_refuses_is_not_started_again(tmp_path):
@@ -200,13 +206,13 @@ def test_what_is_written_to_the_terminal_is_not_told_again(capfd):
 def test_who_dies_after_all_were_told_to_stop_is_not_started_again(tmp_path, capfd):
     """A second Ctrl-C kills them, which is no reason to begin anew."""
     region = started("import time; time.sleep(60)", tmp_path / "log")
-    told = []
+    lines = []
 
     def restarts():
-        return not told
+        return not lines
 
     def kill(*_):
-        told.append(True)
+        lines.append(True)
         region.send(signal.SIGKILL)
 
     before = signal.signal(signal.SIGALRM, kill)
@@ -215,6 +221,7 @@ def test_who_dies_after_all_were_told_to_stop_is_not_started_again(tmp_path, cap
         assert children.wait([region], restarts) == 128 + signal.SIGKILL
     finally:
         signal.signal(signal.SIGALRM, before)
+
     assert region.lives == 1
 
 

@@ -26,10 +26,15 @@ def conditions(num=2, *, mbit=10.0, delay_s=0.1, region_mbit=math.inf, **fields)
 
     cap = [region_mbit * 1e6] * num
     base = Conditions(
-        start_s=0.0, rate_bps=full(mbit * 1e6), delay_s=full(delay_s),
-        jitter_s=full(fields.pop("jitter_s", 0.0)), loss=full(fields.pop("loss", 0.0)),
-        uplink_bps=cap, downlink_bps=cap,
-    )  # fmt: skip
+        start_s=0.0,
+        rate_bps=full(mbit * 1e6),
+        delay_s=full(delay_s),
+        jitter_s=full(fields.pop("jitter_s", 0.0)),
+        loss=full(fields.pop("loss", 0.0)),
+        uplink_bps=cap,
+        downlink_bps=cap,
+    )
+
     return dataclasses.replace(base, **fields)
 
 
@@ -65,9 +70,9 @@ def test_a_region_shares_its_uplink_between_pairs():
     shaper = Shaper([conditions(3, mbit=100, region_mbit=10)], buffer_s=1, seed=0)
     for target in (1, 2, 1, 2):
         shaper.send(0.0, 0, target, PACKET)
-    found = arrivals(shaper)
-    assert [time for time, *_ in found] == pytest.approx([0.101, 0.102, 0.103, 0.104])
-    assert [target for _, target, _ in found] == [1, 2, 1, 2]
+    arrived = arrivals(shaper)
+    assert [time for time, *_ in arrived] == pytest.approx([0.101, 0.102, 0.103, 0.104])
+    assert [target for _, target, _ in arrived] == [1, 2, 1, 2]
 
 
 def test_a_region_shares_its_downlink_in_order_of_arrival():
@@ -76,6 +81,7 @@ def test_a_region_shares_its_downlink_in_order_of_arrival():
     links = dataclasses.replace(links, delay_s=delays)
     shaper = Shaper([links], buffer_s=1, seed=0)
     shaper.send(0.0, 2, 0, PACKET)  # is sent first and arrives last
+
     for now in (0.0, 0.0, 0.1):
         shaper.send(now, 1, 0, PACKET)
     # 0.01 ms on the pairs' links; 1 ms only for a packet that finds another one.
@@ -127,10 +133,11 @@ def test_jitter_keeps_bounds_and_order(jitter_s, seed):
     sent_s = [i * 0.01 for i in range(50)]
     for i, time in enumerate(sent_s):
         shaper.send(time, 0, 1, bytes([i]))
-    found = arrivals(shaper)
-    assert [packet[0] for *_, packet in found] == list(range(50))
+
+    arrived = arrivals(shaper)
+    assert [packet[0] for *_, packet in arrived] == list(range(50))
     # A packet may wait for an earlier one, which was sent before it.
-    for (time, *_), sent in zip(found, sent_s, strict=True):
+    for (time, *_), sent in zip(arrived, sent_s, strict=True):
         lowest = sent + max(0.0, 0.1 - jitter_s)
         assert lowest - 1e-9 <= time <= sent + 0.1 + jitter_s + 1e-6
 
@@ -149,6 +156,7 @@ def test_links_change_with_time():
     later = conditions(start_s=1.0, rate_bps=[[1, 0.0], [1e6, 1]])
     back = conditions(start_s=2.0, delay_s=0.3)
     shaper = Shaper([conditions(), later, back], buffer_s=1, seed=0)
+
     for now in (0.999, 1.0, 1.999):
         shaper.send(now, 0, 1, PACKET)
     shaper.send(1.999, 1, 0, PACKET)
@@ -182,26 +190,28 @@ LINKS = Topology(
 
 
 def test_conditions_are_the_topology_in_bits_and_seconds():
-    (found,) = plan.conditions_over_time(LINKS, 2e8)
-    assert found.start_s == 0
-    assert found.rate_bps[0][1] == pytest.approx(1e8)
-    assert found.rate_bps[2][0] == pytest.approx(5e8)
+    (conditions,) = plan.conditions_over_time(LINKS, 2e8)
+    assert conditions.start_s == 0
+    assert conditions.rate_bps[0][1] == pytest.approx(1e8)
+    assert conditions.rate_bps[2][0] == pytest.approx(5e8)
     # The latency, not the delay to plan with, which holds the jitter.
-    assert (found.delay_s[0][1], found.delay_s[2][0]) == (0.05, 0.11)
-    assert (found.jitter_s[0][1], found.loss[0][1]) == (0.01, 0.001)
-    assert found.uplink_bps == found.downlink_bps == (2e8,) * 3
-    assert plan.usual_mtu_bytes(found) == 1500
+    assert (conditions.delay_s[0][1], conditions.delay_s[2][0]) == (0.05, 0.11)
+    assert (conditions.jitter_s[0][1], conditions.loss[0][1]) == (0.01, 0.001)
+    assert conditions.uplink_bps == conditions.downlink_bps == (2e8,) * 3
+    assert plan.usual_mtu_bytes(conditions) == 1500
 
 
 def test_changes_hold_while_they_last_and_multiply():
     changes = (
-        LinkChange(1, 2, 0.5, 0.02, source=0, target=1), LinkChange(2, 2, 0.1),
-        LinkChange(5, 1, 0.0, target=2), LinkChange(7, 1, 0.25, source=1),
-    )  # fmt: skip
+        LinkChange(1, 2, 0.5, 0.02, source=0, target=1),
+        LinkChange(2, 2, 0.1),
+        LinkChange(5, 1, 0.0, target=2),
+        LinkChange(7, 1, 0.25, source=1),
+    )
     topology = dataclasses.replace(uniform(3, Link(1, 0.05)), changes=changes)
-    found = plan.conditions_over_time(topology, 1e9)
-    assert [c.start_s for c in found] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
-    by_time = {c.start_s: c for c in found}
+    conditions = plan.conditions_over_time(topology, 1e9)
+    assert [c.start_s for c in conditions] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    by_time = {c.start_s: c for c in conditions}
 
     def at(time, i, j):
         return by_time[time].rate_bps[i][j] / 1e9
@@ -240,24 +250,28 @@ def test_windows_hold_two_round_trips():
 def test_hosts_give_the_own_name_the_regions_address():
     text = "127.0.0.1 localhost box # a box\n::1 localhost\n\n10.0.0.5 box\n"
     assert region.hosts(text, "box", 1, 2).splitlines() == [
-        "127.0.0.1 localhost", "::1 localhost", "10.77.0.2 box", "10.77.0.1 region0",
+        "127.0.0.1 localhost",
+        "::1 localhost",
+        "10.77.0.2 box",
+        "10.77.0.1 region0",
         "10.77.0.2 region1",
-    ]  # fmt: skip
+    ]
 
 
 def test_environment_has_who_and_no_proxy(monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     monkeypatch.setenv("no_proxy", "localhost")
     monkeypatch.setenv("KEPT", "yes")
-    found = region.environment(2, 4)
-    assert not [name for name in found if name.lower().endswith("_proxy")]
-    assert found["KEPT"] == "yes"
-    mine = {k: v for k, v in found.items() if k.startswith("COCODC_")}
+    environment = region.environment(2, 4)
+    assert not [name for name in environment if name.lower().endswith("_proxy")]
+    assert environment["KEPT"] == "yes"
+    mine = {k: v for k, v in environment.items() if k.startswith("COCODC_")}
     assert mine == {
-        "COCODC_PROCESS_ID": "2", "COCODC_NUM_PROCESSES": "4",
+        "COCODC_PROCESS_ID": "2",
+        "COCODC_NUM_PROCESSES": "4",
         "COCODC_COORDINATOR_ADDRESS": "10.77.0.1:29400",
         "COCODC_LOCAL_ADDRESS": "10.77.0.3",
-    }  # fmt: skip
+    }
 
 
 def test_missing_permissions_are_named():
@@ -268,7 +282,8 @@ if os.getuid() == 0:
     os.setuid(65534)
 print("; ".join(region.missing()))
 """
-    words, env = [sys.executable, "-c", program], {"PATH": "/nowhere"}
+    words = [sys.executable, "-c", program]
+    env = {"PATH": "/nowhere"}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
     assert "CAP_NET_ADMIN and CAP_SYS_ADMIN (run as root" in done.stdout, done.stderr
     assert "the program `ip` (package iproute2)" in done.stdout
@@ -298,10 +313,13 @@ def test_what_the_relay_counted_is_one_line(tmp_path):
     made = netlab.make_plan(uniform(2, Link(0.1, 0.05)), ["true"], tmp_path)
     assert made.summary() == "wan: nothing was counted"
     traffic = {
-        "wall_s": 2.0, "relay_cpu_s": 0.5, "mean_late_s": 0.0012, "max_late_s": 0.01,
+        "wall_s": 2.0,
+        "relay_cpu_s": 0.5,
+        "mean_late_s": 0.0012,
+        "max_late_s": 0.01,
         "sent_bytes": [[0, 2_000_000], [500_000, 0]],
         "delivered_bytes": [[0, 1_000_000], [500_000, 0]],
-    }  # fmt: skip
+    }
     made.traffic_path.write_text(json.dumps(traffic))
     assert made.summary() == (
         "wan: 2.0 s, 2.500 MB sent, 1.500 MB delivered, relay busy 25% of a core, "

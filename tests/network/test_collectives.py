@@ -21,7 +21,8 @@ def equal_state(num, seconds_per_gb=1.0, delay_s=0.5):
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 5, 8])
 def test_formulas_on_equal_links(num):
-    state, gb = equal_state(num), 1e9
+    state = equal_state(num)
+    gb = 1e9
     logs = math.log2(num)
     seconds = {"ring": 2 * (num - 1) * (0.5 + 12 / num), "gather": (num - 1) * 12.5}
     if logs.is_integer():
@@ -98,12 +99,14 @@ def test_every_region_contributes_and_receives(state, name, num_bytes):
     parts = num if name == "ring" else 1
     rounds = ROUNDS[name](range(num), num_bytes)
     held = [[{i} for _ in range(parts)] for i in range(num)]
+
     for k, step in enumerate(rounds):
         before = [[set(part) for part in parts_of] for parts_of in held]
         for source, target, size in step:
             assert size == pytest.approx(num_bytes / parts)
             part = (source - k) % num if name == "ring" else 0
             held[target][part] |= before[source][part]
+
     assert all(part == set(range(num)) for parts_of in held for part in parts_of)
 
 
@@ -122,7 +125,8 @@ def test_monotone_in_bytes_bandwidth_and_delay(state, name, num_bytes):
 @given(st.integers(1, 9), st.sampled_from(sorted(ROUNDS)))
 def test_a_region_sends_and_receives_once_a_round(num, name):
     for step in ROUNDS[name](range(num), 1.0):
-        sources, targets = [m[0] for m in step], [m[1] for m in step]
+        sources = [m[0] for m in step]
+        targets = [m[1] for m in step]
         assert len(set(sources)) == len(sources)
         assert len(set(targets)) == len(targets)
 
@@ -150,12 +154,12 @@ def test_direct_is_the_exchange_that_regions_settle_to():
 @pytest.mark.parametrize("name", ["ring", "tree", "pairs", "gather"])
 def test_small_searches_are_exact(name):
     state = random_links(5, 3, 0.2)
-    found = best_order(state, name, 1e8)
+    best = best_order(state, name, 1e8)
     seconds = [
         collective_cost(state, name, 1e8, order).seconds
         for order in itertools.permutations(range(5))
     ]
-    assert collective_cost(state, name, 1e8, found).seconds == min(seconds)
+    assert collective_cost(state, name, 1e8, best).seconds == min(seconds)
     assert min(seconds) < seconds[0]
 
 
@@ -165,18 +169,18 @@ def test_larger_searches_come_near_the_exact_one(monkeypatch):
         exact = best_order(state, "ring", 1e8)
         with monkeypatch.context() as patch:
             patch.setattr(collectives, "EXACT_REGIONS", 1)
-            found = best_order(state, "ring", 1e8)
+            order = best_order(state, "ring", 1e8)
         best = collective_cost(state, "ring", 1e8, exact).seconds
         # A local optimum: no bound exists; 1.25 holds on these five.
-        assert collective_cost(state, "ring", 1e8, found).seconds <= 1.25 * best
+        assert collective_cost(state, "ring", 1e8, order).seconds <= 1.25 * best
 
 
 def test_nine_regions_of_the_world():
     state = world(REGIONS, 1.0).at()
-    found = best_order(state, "ring", 1e6)
-    assert sorted(found) == list(range(9))
+    order = best_order(state, "ring", 1e6)
+    assert sorted(order) == list(range(9))
     # The best of all 40,320 rings, enumerated once; as given it takes 0.939 s.
-    seconds = collective_cost(state, "ring", 1e6, found).seconds
+    seconds = collective_cost(state, "ring", 1e6, order).seconds
     assert seconds == pytest.approx(0.8017222)
 
 
@@ -184,8 +188,8 @@ def test_a_broken_link_is_avoided():
     rate = np.full((8, 8), 1e9)
     rate[0, 1:7] = 0.0
     state = LinkState(rate, np.zeros((8, 8)))
-    found = best_order(state, "ring", 1e9)
-    assert found[(found.index(0) + 1) % 8] == 7
+    order = best_order(state, "ring", 1e9)
+    assert order[(order.index(0) + 1) % 8] == 7
 
 
 def test_ranks_of_gloo_are_not_chosen():

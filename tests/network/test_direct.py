@@ -69,9 +69,15 @@ def test_one_region_waits_for_nothing_and_a_link_that_is_out_ends_nothing():
 # Four regions in the lab, seconds of the slowest, medians of 6 to 8.
 @pytest.mark.parametrize(
     ("mbit", "megabytes", "measured_s"),
-    [(1000, 3.36, 0.26), (100, 3.36, 0.75), (100, 0.84, 0.34), (100, 0.21, 0.23),
-     (20, 3.36, 3.25), (20, 0.84, 0.95)],
-)  # fmt: skip
+    [
+        (1000, 3.36, 0.26),
+        (100, 3.36, 0.75),
+        (100, 0.84, 0.34),
+        (100, 0.21, 0.23),
+        (20, 3.36, 3.25),
+        (20, 0.84, 0.95),
+    ],
+)
 def test_it_is_what_the_lab_measured(mbit, megabytes, measured_s):
     share = payload_share(min(125 * mbit, 65000))
     state = uniform(4, Link(mbit / 1000 * share, 0.05)).at()
@@ -89,9 +95,12 @@ def test_regions_with_links_of_their_own_wait_for_two_parts(num, megabytes, meas
 
 
 @given(
-    st.integers(2, 5), st.floats(0, 1), st.floats(1e4, 1e7),
-    st.lists(st.floats(0, 3), min_size=5, max_size=5), st.booleans(),
-)  # fmt: skip
+    st.integers(2, 5),
+    st.floats(0, 1),
+    st.floats(1e4, 1e7),
+    st.lists(st.floats(0, 3), min_size=5, max_size=5),
+    st.booleans(),
+)
 @settings(max_examples=50, deadline=None)
 def test_it_is_never_below_its_links_nor_above_all_in_turn(
     num, delay_s, num_bytes, starts, has_line

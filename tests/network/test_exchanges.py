@@ -26,6 +26,7 @@ def simulated(name, num_steps=None, step_time_s=None, **arguments):
     )
     schedule = exchanges.schedule_of(method)
     steps = num_steps or (3 * schedule.sync_interval if schedule else 10)
+
     return simulate_method(uniform(num_regions, LINK), work, method, steps)
 
 
@@ -40,6 +41,7 @@ def test_every_method_is_simulated(name, slowest_s):
     sends = name not in ("apart", "snoo")
     assert (max(timeline.bytes_sent) > 0) == sends
     assert bool(timeline.syncs) == (name != "apart")
+
     for sync in timeline.syncs:
         assert sync.start_s <= sync.arrival_s <= sync.merge_s + 1e-9
 
@@ -64,8 +66,16 @@ def test_messages_in_bytes_of_parameters():
 
 def test_encoded_messages_are_gathered_and_others_summed():
     gathered = {n for n in methods.METHODS if exchanges.is_gathered(methods.get(n))}
-    assert gathered == {"sparseloco", "muloco", "qsparse", "dilocox", "demo",
-                        "diloco_demo", "distributed_lion", "dct_threshold"}  # fmt: skip
+    assert gathered == {
+        "sparseloco",
+        "muloco",
+        "qsparse",
+        "dilocox",
+        "demo",
+        "diloco_demo",
+        "distributed_lion",
+        "dct_threshold",
+    }
     assert exchanges.crossing(methods.get("diloco")) == "ring"
     assert exchanges.crossing(methods.get("sparseloco")) == "gather"
     assert exchanges.crossing(methods.get("sparseloco"), "tree") == "tree"
@@ -97,7 +107,8 @@ def test_neighbours_on_a_ring_are_told_one_after_the_other():
 def test_one_ring_is_a_ring_and_a_line_bounds_many():
     state = uniform(5, LINK).at()
     ring = collective_cost(state, "ring", 5e9)
-    one, two = exchanges.by_rings(1)(state, 5e9), exchanges.by_rings(2)(state, 5e9)
+    one = exchanges.by_rings(1)(state, 5e9)
+    two = exchanges.by_rings(2)(state, 5e9)
     assert one.seconds == pytest.approx(ring.seconds)
     assert one.bytes_sent == ring.bytes_sent
     # Each link carries half, but the line of a region all of it.

@@ -46,40 +46,50 @@ def test_the_injected_fault_is_named_within_five_syncs(fault, seed, factor):
     num, kind, where = fault
     rng = np.random.default_rng(seed)
     usual = rng.uniform(0.05, 2.0, (num, num))
-    bad, watch = cells_of(kind, where, num), Messages()
+    bad = cells_of(kind, where, num)
+    watch = Messages()
+
     for sync in range(25):
         seconds = usual * rng.uniform(0.8, 1.2, (num, num))
         if sync >= 20:
             seconds = np.where(bad, factor * seconds, seconds)
-        found = watch.observe(seconds)
+        findings = watch.observe(seconds)
         if sync < 20:
-            assert found == []
-    assert [(x.kind, x.where) for x in found] == [(kind, where)]
-    assert found[0].score > 6
-    assert found[0].seconds > 1.5 * found[0].usual
+            assert findings == []
+
+    assert [(x.kind, x.where) for x in findings] == [(kind, where)]
+    assert findings[0].score > 6
+    assert findings[0].seconds > 1.5 * findings[0].usual
 
 
 def test_an_hour_of_the_labs_noise_is_not_named():
     """4 regions, 50 ms and 40 ms of jitter, a sync of 4 packets every 10 s."""
-    num, size = 4, 1500
+    num = 4
+    size = 1500
     rate, delay, jitter, loss = ([[x] * num] * num for x in (8e6, 0.05, 0.04, 0.0))
     conditions = Conditions(0.0, rate, delay, jitter, loss, rate[0], rate[0])
-    shaper, watch = Shaper([conditions], 10.0, seed=0), Messages()
+    shaper = Shaper([conditions], 10.0, seed=0)
+    watch = Messages()
+
     for sync in range(360):
-        start, arrived = 10.0 * sync, np.zeros((num, num))
+        start = 10.0 * sync
+        arrived = np.zeros((num, num))
         for i, j in np.argwhere(~np.eye(num, dtype=bool)):
             for _ in range(4):
                 shaper.send(start, i, j, bytes([i]) + bytes(size - 1))
+
         while (now := shaper.next_s) < start + 10.0:
             for target, packet in shaper.arrivals(now):
                 arrived[packet[0], target] = now - start
+
         assert (arrived[~np.eye(num, dtype=bool)] > 0.01).all()
         assert watch.observe(arrived) == []
 
 
 def test_rare_spikes_are_not_named():
     """An hour, a sync every 3 s; one time in two hundred takes ten times as long."""
-    rng, watch = np.random.default_rng(0), Messages()
+    rng = np.random.default_rng(0)
+    watch = Messages()
     for _ in range(1200):
         seconds = rng.uniform(0.8, 1.2, (3, 3))
         seconds[rng.random((3, 3)) < 0.005] *= 10
@@ -89,22 +99,25 @@ def test_rare_spikes_are_not_named():
 # Seconds of the messages over a link that loses a third of its packets, as they came
 # in the network lab: 50 kB in packets of 12.5 kB, round trips of 40 ms.
 LOSSY = [
-    (0.705, 0.424, 0.415, 0.097, 0.171), (0.066, np.inf, np.inf, np.inf, np.inf),
-    (0.185, 0.378, 0.384, 1.093, 0.293), (0.109, 0.113, 0.838, 0.129, 0.106),
-]  # fmt: skip
+    (0.705, 0.424, 0.415, 0.097, 0.171),
+    (0.066, np.inf, np.inf, np.inf, np.inf),
+    (0.185, 0.378, 0.384, 1.093, 0.293),
+    (0.109, 0.113, 0.838, 0.129, 0.106),
+]
 
 
 @pytest.mark.parametrize("came", LOSSY)
 def test_a_link_that_loses_packets_is_named_within_five_syncs(came):
     """Hardly half of the messages are later than what noise is taken for."""
-    rng, watch = np.random.default_rng(0), Messages(least=0.05)
+    rng = np.random.default_rng(0)
+    watch = Messages(least=0.05)
     for _ in range(20):
         assert watch.observe(rng.uniform(0.003, 0.015, (4, 4))) == []
     for late in came:
         seconds = rng.uniform(0.003, 0.015, (4, 4))
         seconds[1, 2] = late
-        found = watch.observe(seconds)
-    assert [(x.kind, x.where) for x in found] == [("link", (1, 2))]
+        findings = watch.observe(seconds)
+    assert [(x.kind, x.where) for x in findings] == [("link", (1, 2))]
 
 
 def test_bursts_of_busy_regions_are_not_named():
@@ -112,8 +125,11 @@ def test_bursts_of_busy_regions_are_not_named():
 
     What it sends and receives then takes up to a quarter of a second longer.
     """
-    rng, watch = np.random.default_rng(0), Messages(least=0.05)
-    usual, busy_until = rng.uniform(0.005, 0.5, (4, 4)), np.zeros(4)
+    rng = np.random.default_rng(0)
+    watch = Messages(least=0.05)
+    usual = rng.uniform(0.005, 0.5, (4, 4))
+    busy_until = np.zeros(4)
+
     for sync in range(1200):
         starts = rng.random(4) < 0.01
         busy_until[starts] = sync + rng.integers(2, 20, 4)[starts]
@@ -135,7 +151,8 @@ def test_the_median_of_what_is_known(seed, num):
 
 
 def test_of_fewer_than_three_regions_none_is_late_alone():
-    watch, alone = Messages(least=0.05), np.full((3, 3), np.nan)
+    watch = Messages(least=0.05)
+    alone = np.full((3, 3), np.nan)
     alone[0, 1] = alone[1, 0] = 0.01
     for _ in range(20):
         assert watch.observe(alone) == []
@@ -147,7 +164,8 @@ def test_of_fewer_than_three_regions_none_is_late_alone():
 def test_worked_by_hand():
     """Times 1, 2, 3, 4, 9: median 3, MAD 1; 9 is 6 / 1.4826 away."""
     past = np.array([1.0, 2.0, 3.0, 4.0, 9.0])
-    median, mad = np.median(past), np.median(np.abs(past - 3))
+    median = np.median(past)
+    mad = np.median(np.abs(past - 3))
     assert (median, mad) == (3, 1)
     assert faults.robust_z(
         9 - median, faults._scale(median, mad, 0.1)
@@ -158,30 +176,38 @@ def test_worked_by_hand():
 
 
 def test_a_message_that_never_comes_and_one_that_is_not_measured():
-    watch, seconds = Messages(), np.ones((3, 3))
+    watch = Messages()
+    seconds = np.ones((3, 3))
     for _ in range(10):
         assert watch.observe(seconds) == []
+
     lost = seconds.copy()
     lost[2, :] = np.inf
     lost[0, 1] = np.nan
+
     for _ in range(3):
-        found = watch.observe(lost)
-    assert [(x.kind, x.where) for x in found] == [("sender", (2,))]
+        findings = watch.observe(lost)
+    assert [(x.kind, x.where) for x in findings] == [("sender", (2,))]
     assert watch.observe(seconds) == []  # It is back.
 
 
 def test_two_faults_at_once_and_that_of_two_regions_is_a_link():
-    receiver, link = ("receiver", (3,)), ("link", (0, 1))
+    receiver = ("receiver", (3,))
+    link = ("link", (0, 1))
     bad = cells_of(*receiver, 5) | cells_of(*link, 5)
-    assert [found[:2] for found in explain(bad)] == [receiver, link]
-    assert [found[:2] for found in explain(cells_of(*link, 2))] == [link]
+    assert [cause[:2] for cause in explain(bad)] == [receiver, link]
+    assert [cause[:2] for cause in explain(cells_of(*link, 2))] == [link]
 
 
 @pytest.mark.parametrize(
     ("source", "target", "kind", "where"),
-    [(0, 2, "link", (0, 2)), (1, None, "sender", (1,)), (None, 3, "receiver", (3,)),
-     (None, None, "network", ())],
-)  # fmt: skip
+    [
+        (0, 2, "link", (0, 2)),
+        (1, None, "sender", (1,)),
+        (None, 3, "receiver", (3,)),
+        (None, None, "network", ()),
+    ],
+)
 def test_in_a_simulated_run(source, target, kind, where):
     """A tenth of the bandwidth from second 60 on; a sync every 5 s."""
     change = LinkChange(60.0, 1000.0, 0.1, source=source, target=target)
@@ -200,16 +226,19 @@ def test_in_a_simulated_run(source, target, kind, where):
 
 
 def test_regions_against_their_past_and_the_others():
-    slow, unusual = Regions(), Regions(against_others=True)
+    slow = Regions()
+    unusual = Regions(against_others=True)
     for sync in range(20):
         values = np.array([1.0, 1.1, 4.0])  # One of them always takes longer.
         if sync >= 10:
             values = values * 3  # All change.
         if sync >= 15:
             values[1] *= 10
-        late, odd = slow.observe(values), unusual.observe(values)
+        late = slow.observe(values)
+        odd = unusual.observe(values)
         if sync < 15:
             assert odd == []
+
     assert [x.where for x in late] == [(0,), (1,), (2,)]
     assert [(x.kind, x.where) for x in odd] == [("slow", (1,))]
 
@@ -220,16 +249,18 @@ def test_the_slower_of_two_is_named():
     for _ in range(5):
         assert watch.observe(np.array([0.5, 1.0])) == []
     for _ in range(3):
-        found = watch.observe(np.array([0.5, 4.0]))
-    assert [(x.kind, x.where, x.usual) for x in found] == [("slow", (1,), 1.0)]
+        findings = watch.observe(np.array([0.5, 4.0]))
+    assert [(x.kind, x.where, x.usual) for x in findings] == [("slow", (1,), 1.0)]
     assert watch.observe(np.array([0.5, np.nan])) == []
 
 
 def test_slow_steps_of_a_timeline():
-    seconds, marks = np.zeros(3), [(0, (0.0, 0.0, 0.0))]
+    seconds = np.zeros(3)
+    marks = [(0, (0.0, 0.0, 0.0))]
     for i in range(1, 21):
         seconds = seconds + 5 * np.array([1.0, 1.0, 5.0 if i > 10 else 1.0])
         marks.append((5 * i, tuple(seconds)))
+
     timeline = Timeline(
         ("a", "b", "c"), (), 100, (1.0,) * 3, tuple(marks), (0.0,) * 3, (0.0,) * 3
     )
@@ -239,8 +270,8 @@ def test_slow_steps_of_a_timeline():
 
 
 def test_words_and_times_of_pairs():
-    found = Finding("network", (), 2.0, 1.0, 9.0)
-    assert found.explain().startswith("the network: 2 s")
+    finding = Finding("network", (), 2.0, 1.0, 9.0)
+    assert finding.explain().startswith("the network: 2 s")
     assert (
         faults.pair_seconds(uniform(2, Link(8e-9 * 100, 0.5)), 50.0, 0.0)[0, 1] == 1.0
     )

@@ -74,9 +74,10 @@ def test_links_never_idle_while_there_is_work(jobs, sharing):
     free = 0.0
     for ready_s, size in jobs:
         free = max(free, ready_s) + size
-    found = arrivals(Channel(seconds_are_bytes, sharing=sharing), jobs)
-    assert max(found) == pytest.approx(free + 0.5)
+
+    arrived = arrivals(Channel(seconds_are_bytes, sharing=sharing), jobs)
+    assert max(arrived) == pytest.approx(free + 0.5)
     assert all(
         end >= ready_s + size + 0.5 - 1e-9
-        for end, (ready_s, size) in zip(found, jobs, strict=True)
+        for end, (ready_s, size) in zip(arrived, jobs, strict=True)
     )

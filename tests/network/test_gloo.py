@@ -39,15 +39,18 @@ BY_HAND = {
     # from 10 to 14. "Ready for 3", said at 10 when 2 has been given to the port, leaves
     # at 14, is there at 15; 3 leaves from 15 to 19.
     "ready waits behind segments": (
-        equal_state(2, 1.0), [Phase(np.full((4, 2), 4.0), -1, sends_first=False)],
+        equal_state(2, 1.0),
+        [Phase(np.full((4, 2), 4.0), -1, sends_first=False)],
         [20, 20],
     ),
     # Halves of 4 s, delay 1: they leave from 1 to 5 and to 9. "Ready for 2" has its own
     # way, is said at 6 and there at 7; 2 leaves behind 1, to 13, then 3, to 17.
     "of three ready waits for nothing": (
-        equal_state(3, 1.0), gloo.all_gather_phases(3, 8), [18, 18, 18],
+        equal_state(3, 1.0),
+        gloo.all_gather_phases(3, 8),
+        [18, 18, 18],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("state", "phases", "ends"), BY_HAND.values(), ids=BY_HAND)
@@ -108,12 +111,12 @@ def test_without_delay_it_is_a_ring(num, num_bytes, name):
     num_bytes = 8 * num * round(num_bytes)  # equal segments
     state = equal_state(num, 0.0, 1e6)
     plain = {"gloo": "ring", "gloo_gather": "gather"}[name]
-    found, ring = (
+    simulated, ring = (
         collective_cost(state, kind, min(num_bytes, 2 * num * MIB))
         for kind in (name, plain)
     )
-    assert found.seconds == pytest.approx(ring.seconds)
-    assert found.bytes_sent == pytest.approx(ring.bytes_sent)
+    assert simulated.seconds == pytest.approx(ring.seconds)
+    assert simulated.bytes_sent == pytest.approx(ring.bytes_sent)
 
 
 @given(states(5), st.floats(0, 3e7))
@@ -125,7 +128,8 @@ def test_an_all_reduce_that_all_begin_at_once_is_monotone(state, num_bytes):
         phases = gloo.all_reduce_phases(state.num_regions, num_bytes)
         return max(seconds_of(state, phases, starts))
 
-    base, slack = seconds(state, num_bytes), 1 + 1e-9
+    base = seconds(state, num_bytes)
+    slack = 1 + 1e-9
     narrow = LinkState(state.bytes_per_s / 2, state.delay_s)
     far = LinkState(state.bytes_per_s, state.delay_s * 2)
     assert base <= seconds(state, 2 * num_bytes) * slack

@@ -31,13 +31,18 @@ def test_by_hand():
 
 def test_a_stretch_is_the_expectation_of_tries():
     """The mean time until s seconds have passed without a failure, drawn."""
-    rng, rate, repair, stretch = np.random.default_rng(0), 0.5, 3.0, 2.0
+    rng = np.random.default_rng(0)
+    rate = 0.5
+    repair = 3.0
+    stretch = 2.0
     spent = []
+
     for _ in range(4000):
         total = 0.0
         while (up := rng.exponential(1 / rate)) < stretch:
             total += up + repair
         spent.append(total + stretch)
+
     expected = stretch / np.mean(spent)
     assert kept_share(rate, repair, stretch) == pytest.approx(expected, rel=0.05)
 

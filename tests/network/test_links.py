@@ -70,14 +70,16 @@ def test_links_change_and_come_back():
         (state.bytes_per_s[0, 1], state.bytes_per_s[1, 0], state.delay_s[1, 0])
         for state in map(topology.at, (0.0, 1.0, 2.5, 3.5, 4.0))
     ]
-    usual, out = (1e9, 1e9, 0.5), (0.0, 0.0, 0.75)
+    usual = (1e9, 1e9, 0.5)
+    out = (0.0, 0.0, 0.75)
     assert seen == [usual, (5e8, 1e9, 0.5), out, out, usual]
     assert np.isinf(np.diag(topology.at(2.5).bytes_per_s)).all()
     changes = LinkChange(0.0, 1.0, 0.1), LinkChange(1.0, 1.0, extra_latency_s=0.1)
     lossy = uniform(2, Link(1.0, 0.05, loss=0.001), changes)
-    narrow, far = Link(0.1, 0.05, loss=0.001), Link(1.0, 0.15, loss=0.001)
-    found = [lossy.at(t).bytes_per_s[0, 1] for t in (0.5, 1.5)]
-    assert found == pytest.approx([narrow.bytes_per_s, far.bytes_per_s])
+    narrow = Link(0.1, 0.05, loss=0.001)
+    far = Link(1.0, 0.15, loss=0.001)
+    rates = [lossy.at(t).bytes_per_s[0, 1] for t in (0.5, 1.5)]
+    assert rates == pytest.approx([narrow.bytes_per_s, far.bytes_per_s])
 
 
 def test_a_subset_keeps_its_order_its_links_and_their_changes():
@@ -138,20 +140,29 @@ def test_file_is_read_as_documented(tmp_path):
     assert topology.at(95).delay_s[1, 0] == pytest.approx(0.152)
 
 
-@pytest.mark.parametrize(("table", "message"), [
-    ([1], "topology=.* must be a table"),
-    ({"regions": ["a"], "lnks": []}, "topology: unknown key 'lnks'"),
-    ({"regions": "a"}, "regions='a' must be a list"),
-    ({"regions": ["a", "b"]}, "link a to b: bandwidth_gbps=None must be a number"),
-    ({"regions": ["a", "b"], "default": {"bandwidth_gbps": 1, "latency_ms": -1}},
-     "link a to b: latency_s=-0.001 must be finite"),
-    ({"regions": ["a", "b"], "links": [{"from": "a"}]}, "must name two regions"),
-    ({"regions": ["a", "b"], "links": [{"from": "a", "to": "c"}]},
-     "links: region 'c' is not among"),
-    ({"regions": ["a", "b"], "links": [{"between": ["a", "a"]}]},
-     "between=.* must name two regions"),
-    ({"regions": [1, 2], "links": [{"from": 1, "to": 1}]}, "must name two regions"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([1], "topology=.* must be a table"),
+        ({"regions": ["a"], "lnks": []}, "topology: unknown key 'lnks'"),
+        ({"regions": "a"}, "regions='a' must be a list"),
+        ({"regions": ["a", "b"]}, "link a to b: bandwidth_gbps=None must be a number"),
+        (
+            {"regions": ["a", "b"], "default": {"bandwidth_gbps": 1, "latency_ms": -1}},
+            "link a to b: latency_s=-0.001 must be finite",
+        ),
+        ({"regions": ["a", "b"], "links": [{"from": "a"}]}, "must name two regions"),
+        (
+            {"regions": ["a", "b"], "links": [{"from": "a", "to": "c"}]},
+            "links: region 'c' is not among",
+        ),
+        (
+            {"regions": ["a", "b"], "links": [{"between": ["a", "a"]}]},
+            "between=.* must name two regions",
+        ),
+        ({"regions": [1, 2], "links": [{"from": 1, "to": 1}]}, "must name two regions"),
+    ],
+)
 def test_bad_tables(table, message):
     with pytest.raises(ValueError, match=message):
         parse_topology(table)
@@ -177,6 +188,7 @@ def test_changes_are_read_as_documented(tmp_path):
         LinkChange(40, 30, 0.1, source=2, target=0),
         LinkChange(60, 10, extra_latency_s=0.08, source=1),
     )
+
     for text, message in (
         ("{start_s: 1}", "changes={'start_s': 1} must be a list"),
         ("[{start_s: 1, for_s: 2}]", "unknown key 'for_s'"),

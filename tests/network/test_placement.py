@@ -38,6 +38,7 @@ def oracle_s(state, stages, pipeline):
         for path in zip(*stages, strict=True)
     ]
     sync_s = [pipeline.stage_bytes / min(rate[a, b], rate[b, a]) for a, b in stages]
+
     return max(pipeline_s) + max(sync_s) / pipeline.sync_interval
 
 
@@ -60,7 +61,8 @@ def test_the_slowest_stage_is_named():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_exact_and_local_search_against_brute_force(seed, monkeypatch):
-    state, pipeline = random_links(6, seed), Pipeline(3, 1e8, 5e8, 3)
+    state = random_links(6, seed)
+    pipeline = Pipeline(3, 1e8, 5e8, 3)
     best = min(
         oracle_s(state, (flat[:2], flat[2:4], flat[4:]), pipeline)
         for flat in itertools.permutations(range(6))
@@ -76,7 +78,8 @@ def test_exact_and_local_search_against_brute_force(seed, monkeypatch):
 
 
 def test_larger_searches_beat_the_order_as_given():
-    state, pipeline = random_links(12, 0), Pipeline(4, 1e8, 5e8, 10)
+    state = random_links(12, 0)
+    pipeline = Pipeline(4, 1e8, 5e8, 10)
     placed = place(state, pipeline, num_starts=3)
     assert sorted(itertools.chain(*placed.stages)) == list(range(12))
     again = place(state, pipeline, num_starts=1)
@@ -101,9 +104,13 @@ def test_a_chain_by_hand():
     # 1 MB there and back at 1 MB/s with half a second each way: 3 s more a batch.
     state = own_links(2, 0.5, 1e6)
     done = run(
-        ((0,), (1,)), [1.0, 2.0], 13, batches_per_site=1, activation_bytes=1e6,
+        ((0,), (1,)),
+        [1.0, 2.0],
+        13,
+        batches_per_site=1,
+        activation_bytes=1e6,
         state=state,
-    )  # fmt: skip
+    )
     # The first arrives at 4, the second, done at 2, at 5; they begin again at 6 and 8.
     assert done.finished_s == (6, 8, 12)
 
@@ -135,16 +142,20 @@ def test_sites_serve_in_proportion_to_their_throughput():
 
 
 def test_a_site_that_is_gone_is_routed_around():
-    stages, batch_s = ((0, 1), (2, 3)), [1.0] * 4
+    stages = ((0, 1), (2, 3))
+    batch_s = [1.0] * 4
     gone = [Failure(3, 500, 1000)]
     wired = run(stages, batch_s, 1500, failures=gone)
+
     fixed = run(stages, batch_s, 1500, failures=gone, wiring="fixed")
     for done in (wired, fixed):
         assert done.batches_per_s(100, 500) == pytest.approx(2, rel=0.03)
         assert done.batches_per_s(550, 1000) == pytest.approx(1, rel=0.03)
         assert done.batches_per_s(1100, 1500) == pytest.approx(2, rel=0.03)
+
     # Site 1 is enough for both of the slower stage, but not behind a chain that is cut.
-    stages, batch_s = ((0, 1), (2, 3)), [1.0, 1.0, 2.0, 2.0]
+    stages = ((0, 1), (2, 3))
+    batch_s = [1.0, 1.0, 2.0, 2.0]
     done = run(stages, batch_s, 1500, failures=[Failure(0, 500)])
     assert done.batches_per_s(600, 1500) == pytest.approx(1, rel=0.03)
     done = run(stages, batch_s, 1500, failures=[Failure(0, 500)], wiring="fixed")
@@ -163,7 +174,8 @@ def test_a_stage_without_a_site_waits_for_one():
 
 
 def test_stages_are_rebalanced():
-    stages, batch_s = ((0, 1, 2, 3, 4), (5,)), [1.0] * 6
+    stages = ((0, 1, 2, 3, 4), (5,))
+    batch_s = [1.0] * 6
     still = run(stages, batch_s, 2000)
     moving = run(stages, batch_s, 2000, rebalance_s=100, stage_bytes=1e9)
     assert still.batches_per_s(500, 2000) == pytest.approx(1, rel=0.03)
@@ -189,12 +201,15 @@ def test_stages_are_rebalanced():
 def test_bounds(batch_s, seed, rebalance_s):
     stages = ((0, 1), (2, 3), (4, 5))
     done = run(stages, batch_s, 300, seed=seed, rebalance_s=rebalance_s)
-    finished, served = len(done.finished_s), sum(done.num_served)
+    finished = len(done.finished_s)
+    served = sum(done.num_served)
     # Every batch passed three stages, and no more are under way than were sent.
     assert 3 * finished <= served <= 3 * (finished + 24)
+
     if rebalance_s == math.inf:
         assert finished <= 300 * pace(stages, batch_s) + 24
         assert finished >= 0.9 * 300 * pace(stages, batch_s) - 24
+
     balanced = rebalanced(stages, [1 / s for s in batch_s])
     assert sorted(sum(balanced, ())) == list(range(6))
     assert pace(balanced, batch_s) >= pace(stages, batch_s)
@@ -205,25 +220,38 @@ CHAIN = ((0,), (1,))
 PAIR_S = (1.0, 1.0)
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: place(two_clusters(), Pipeline(3, 1.0, 1.0)),
-     "num_stages=3 must divide the number of sit"),
-    (lambda: Pipeline(0, 1.0, 1.0), "num_stages=0 must be at least 1"),
-    (lambda: Pipeline(1, 1.0, -1), "stage_bytes=-1 must be at least 0 and fin"),
-    (lambda: Pipeline(1, math.nan, 1.0),
-     "activation_bytes=nan must be at least 0 an"),
-    (lambda: Failure(0, 5, 5), "start_s=5 must be .* before end_s=5"),
-    (lambda: Swarm(((0,), (0,)), PAIR_S), "must have each of the 2 sites of batch"),
-    (lambda: Swarm(CHAIN, (1.0, 0.0)), r"batch_s=\(1.0, 0.0\) must be positive"),
-    (lambda: Swarm(CHAIN, PAIR_S, activation_bytes=math.nan),
-     "activation_bytes=nan must be at least 0 an"),
-    (lambda: run(CHAIN, PAIR_S, 1, wiring="star"), "wiring='star' is unknown; use"),
-    (lambda: run(((0, 1), (2,)), [1.0] * 3, 1, wiring="fixed"),
-     "wiring='fixed' needs stages of equal size"),
-    (lambda: run(CHAIN, PAIR_S, 0), "duration_s=0 must be positive and finite"),
-    (lambda: run(CHAIN, PAIR_S, 1, rebalance_s=0),
-     "rebalance_s=0 must be positive"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: place(two_clusters(), Pipeline(3, 1.0, 1.0)),
+            "num_stages=3 must divide the number of sit",
+        ),
+        (lambda: Pipeline(0, 1.0, 1.0), "num_stages=0 must be at least 1"),
+        (lambda: Pipeline(1, 1.0, -1), "stage_bytes=-1 must be at least 0 and fin"),
+        (
+            lambda: Pipeline(1, math.nan, 1.0),
+            "activation_bytes=nan must be at least 0 an",
+        ),
+        (lambda: Failure(0, 5, 5), "start_s=5 must be .* before end_s=5"),
+        (lambda: Swarm(((0,), (0,)), PAIR_S), "must have each of the 2 sites of batch"),
+        (lambda: Swarm(CHAIN, (1.0, 0.0)), r"batch_s=\(1.0, 0.0\) must be positive"),
+        (
+            lambda: Swarm(CHAIN, PAIR_S, activation_bytes=math.nan),
+            "activation_bytes=nan must be at least 0 an",
+        ),
+        (lambda: run(CHAIN, PAIR_S, 1, wiring="star"), "wiring='star' is unknown; use"),
+        (
+            lambda: run(((0, 1), (2,)), [1.0] * 3, 1, wiring="fixed"),
+            "wiring='fixed' needs stages of equal size",
+        ),
+        (lambda: run(CHAIN, PAIR_S, 0), "duration_s=0 must be positive and finite"),
+        (
+            lambda: run(CHAIN, PAIR_S, 1, rebalance_s=0),
+            "rebalance_s=0 must be positive",
+        ),
+    ],
+)
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()

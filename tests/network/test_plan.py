@@ -50,8 +50,8 @@ def test_an_interval_is_a_multiple_of_the_fragments():
 def test_a_hopeless_network_is_called_so():
     plan = make_plan(FAST, Job(800e9, 1.0, max_fragments=8))
     assert plan.delay_steps == 100
-    told = "still takes 100 s, more than 10 steps (10 s): compress more"
-    assert told in plan.explain()
+    message = "still takes 100 s, more than 10 steps (10 s): compress more"
+    assert message in plan.explain()
 
 
 def test_delay_or_bandwidth_decides_the_collective():
@@ -74,9 +74,12 @@ def test_the_ring_is_named_region_by_region():
 
 @settings(deadline=None, max_examples=30)
 @given(
-    st.floats(1e6, 1e11), st.floats(0.05, 5.0), st.integers(1, 6), st.integers(1, 200),
+    st.floats(1e6, 1e11),
+    st.floats(0.05, 5.0),
+    st.integers(1, 6),
+    st.integers(1, 200),
     st.floats(0.1, 1.0),
-)  # fmt: skip
+)
 def test_a_plan_keeps_its_inequalities_and_does_not_stall(
     model_bytes, step_time_s, num, interval, share
 ):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cocodc_jax.network import published
-from cocodc_jax.network.published import FITTED_INTERVAL, GRID_FACTOR, PUBLISHED_GBPS
+from tests.network import published
+from tests.network.published import FITTED_INTERVAL, GRID_FACTOR, PUBLISHED_GBPS
 
 
 def ratios(size, row, interval=None):

@@ -137,8 +137,12 @@ def test_ranked_rounds_send_less_and_come_sooner():
     timeline = simulate(PAIR, work(4), schedule, 40, effective_rank=2.0)
     seen = [(s.start_step, s.merge_step, s.bytes_sent[0]) for s in timeline.syncs]
     # A mean is looked at when the next message leaves: from step 24 on at rank 2.
-    assert seen[:4] == [(8, 16, 4 * GB), (16, 24, 4 * GB), (24, 28, 2 * GB),
-                        (28, 32, 2 * GB)]  # fmt: skip
+    assert seen[:4] == [
+        (8, 16, 4 * GB),
+        (16, 24, 4 * GB),
+        (24, 28, 2 * GB),
+        (28, 32, 2 * GB),
+    ]
     same = simulate(PAIR, work(4), schedule, 40)
     assert {s.bytes_sent[0] for s in same.syncs} == {4 * GB}
 
@@ -151,8 +155,12 @@ def test_regions_that_come_alone_wait_alone():
     assert timeline.stall_s == (0.0, 6.0)
     assert timeline.bytes_sent == (2 * GB, 2 * GB)
     seen = [(s.start_step, s.start_s, s.arrival_s, s.stall_s) for s in timeline.syncs]
-    assert seen == [(4, 4.0, 4.0, 0.0), (4, 4.0, 7.0, 3.0), (8, 8.0, 8.0, 0.0),
-                    (8, 11.0, 14.0, 3.0)]  # fmt: skip
+    assert seen == [
+        (4, 4.0, 4.0, 0.0),
+        (4, 4.0, 7.0, 3.0),
+        (8, 8.0, 8.0, 0.0),
+        (8, 11.0, 14.0, 3.0),
+    ]
     larger = dataclasses.replace(uneven, answer_share=2.0)
     assert simulate(PAIR, larger, asynchronous(4), 8).stall_s == (0.0, 8.0)
 
@@ -232,11 +240,20 @@ def test_what_is_exposed_is_of_the_region_that_waits():
 
 def test_summary_by_hand():
     assert simulate(PAIR, work(2), staggered(4), 9).summary() == {
-        "steps": 9, "sim_s": 15.0, "sim_s_per_step": 15 / 9,
-        "sim_s_without_network": 9.0, "slowdown": 15 / 9, "utilization": 9 / 15,
-        "stall_s": 6.0, "exposed_share": 6 / 15, "bytes_sent_per_region": 4 * GB,
-        "syncs": 2, "mean_sync_s": 3.0, "mean_delay_steps": 0.0, "max_delay_steps": 0,
-    }  # fmt: skip
+        "steps": 9,
+        "sim_s": 15.0,
+        "sim_s_per_step": 15 / 9,
+        "sim_s_without_network": 9.0,
+        "slowdown": 15 / 9,
+        "utilization": 9 / 15,
+        "stall_s": 6.0,
+        "exposed_share": 6 / 15,
+        "bytes_sent_per_region": 4 * GB,
+        "syncs": 2,
+        "mean_sync_s": 3.0,
+        "mean_delay_steps": 0.0,
+        "max_delay_steps": 0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -268,6 +285,7 @@ def schedules(draw):
         syncs = draw(st.integers(num, interval))
         longest = adaptive(interval, num, 0, syncs).longest_delay
         return adaptive(interval, num, draw(st.integers(0, longest)), syncs)
+
     interval = num * draw(st.integers(1, 3))
     if kind == "stale":
         return one_step_stale(interval, num)
@@ -275,15 +293,18 @@ def schedules(draw):
 
 
 runs = st.tuples(
-    schedules(), st.integers(2, 4), st.floats(0.1, 100.0), st.floats(0.0, 2.0),
+    schedules(),
+    st.integers(2, 4),
+    st.floats(0.1, 100.0),
+    st.floats(0.0, 2.0),
     st.sampled_from(["fair", "fifo"]),
     st.sampled_from(["ring", "tree", "pairs", "gather"]),
-)  # fmt: skip
+)
 
 
 def run(case, gbps_factor=1.0, extra_latency_s=0.0, schedule=None, num_layers=1):
-    given, num, gbps, latency_s, sharing, collective = case
-    schedule = schedule or given
+    usual, num, gbps, latency_s, sharing, collective = case
+    schedule = schedule or usual
     topology = uniform(num, Link(gbps * gbps_factor, latency_s + extra_latency_s))
     sizes = tuple(GB * (1 + p / 3) for p in range(schedule.num_fragments))
     steps_s = tuple(0.2 + 0.1 * i for i in range(num))
@@ -314,10 +335,12 @@ def test_layers_leave_before_anything_is_waited_for(case, num_layers, is_measure
     if is_measured and type(schedule) is type(staggered(1)):
         parts = schedule.sync_interval, schedule.num_fragments
         schedule = measured.staggered(*parts, "auto")
+
     timeline = run(case, schedule=schedule, num_layers=num_layers)
     step_s = max(timeline.step_time_s)
     for sync in timeline.syncs:
-        begun, done = timeline.times_s(sync.start_step - 1), sync.start_s
+        begun = timeline.times_s(sync.start_step - 1)
+        done = sync.start_s
         # Within the backward pass of the step that ends there.
         assert done >= begun.max() + step_s / 3 - 1e-9
         assert sync.start_s <= sync.arrival_s
@@ -327,7 +350,9 @@ def test_layers_leave_before_anything_is_waited_for(case, num_layers, is_measure
 @given(runs)
 def test_bytes_are_those_of_the_messages(case):
     timeline = run(case)
-    schedule, num, collective = case[0], case[1], case[5]
+    schedule = case[0]
+    num = case[1]
+    collective = case[5]
     assume(collective in ("ring", "gather"))
     sizes = [GB * (1 + p / 3) for p in range(schedule.num_fragments)]
     share = 2 * (num - 1) / num if collective == "ring" else num - 1
@@ -363,7 +388,8 @@ def test_no_overlap_waits_longest(case):
 @given(runs, st.integers(1, 12))
 def test_a_measured_delay_keeps_its_bound(case, bound):
     assume(type(case[0]) is type(staggered(1)))
-    interval, num = case[0].sync_interval, case[0].num_fragments
+    interval = case[0].sync_interval
+    num = case[0].num_fragments
     bound = min(bound, interval)
     schedule = measured.staggered(interval, num, "auto", max_delay_steps=bound)
     assert all(1 <= delay <= bound for delay in delays(run(case, schedule=schedule)))

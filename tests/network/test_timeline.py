@@ -45,7 +45,9 @@ SECONDS = st.integers(0, 12)
 @given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS), max_size=8))
 def test_what_is_exposed_is_counted_second_by_second(given_syncs):
     """A second counts where a message is on its way and a region waits for one."""
-    syncs, flying, waiting = [], set(), set()
+    syncs = []
+    flying = set()
+    waiting = set()
     for begin, flight, late, stall in given_syncs:
         arrival = begin + flight
         merge = arrival + late
@@ -53,6 +55,7 @@ def test_what_is_exposed_is_counted_second_by_second(given_syncs):
         syncs.append(SyncRecord((0,), 0, 1, *times[:3], times[3:], ()))
         flying |= set(range(begin, arrival))
         waiting |= set(range(merge - stall, merge))
+
     end = 20
     marks = ((0, (0.0,)), (1, (float(end),)))
     timeline = Timeline(("a",), tuple(syncs), 1, (1.0,), marks, (0.0,), (0.0,))
@@ -88,9 +91,11 @@ def test_trace_holds_every_sync_and_no_overlapping_spans(timeline, tmp_path):
     assert syncs[0]["dur"] == pytest.approx((first.arrival_s - first.start_s) * 1e6)
     assert syncs[0]["args"]["stall_s"] == first.stall_s
     tracks = {}
+
     for event in sorted(spans, key=lambda e: e["ts"]):
         tracks.setdefault((event["pid"], event["tid"]), []).append(event)
     assert len(tracks) == 4  # two regions, two syncs at once
+
     for track in tracks.values():
         for left, right in itertools.pairwise(track):
             assert left["ts"] + left["dur"] <= right["ts"] + 1e-3

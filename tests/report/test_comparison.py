@@ -24,13 +24,22 @@ def evaluated(method, seed, points, **summary):
         for s, x in points
     ]
     known = {
-        "method": method, "seed": seed, "eval_loss": points[-1][1],
-        "eval_perplexity": 2.0, "eval_loss_outer": 1.0, "bytes_sent_per_region": 10,
-        "stall_seconds": 0.0, "exposed_share": 0.125, "tokens_per_second": 5.0,
+        "method": method,
+        "seed": seed,
+        "eval_loss": points[-1][1],
+        "eval_perplexity": 2.0,
+        "eval_loss_outer": 1.0,
+        "bytes_sent_per_region": 10,
+        "stall_seconds": 0.0,
+        "exposed_share": 0.125,
+        "tokens_per_second": 5.0,
         "goodput": 0.75,
-        "seconds": 1.0, "correction_ratio": None, "region_drift": 0.1,
+        "seconds": 1.0,
+        "correction_ratio": None,
+        "region_drift": 0.1,
         "outer_bytes": 64,
-    }  # fmt: skip
+    }
+
     return Run(method, seed, records, known | summary)
 
 
@@ -71,9 +80,10 @@ def test_comparison_by_hand():
         evaluated("fast", 0, [(10, 2.0), (20, 1.0)], correction_ratio=0.5),
         evaluated("fast", 1, [(10, 2.0), (20, 1.5)], correction_ratio=0.7),
     ]
-    found = compare(runs)
-    assert found["target_loss"] == 2.0
-    slow, fast = found["methods"]["slow"], found["methods"]["fast"]
+    comparison = compare(runs)
+    assert comparison["target_loss"] == 2.0
+    slow = comparison["methods"]["slow"]
+    fast = comparison["methods"]["fast"]
     assert fast["eval_loss"] == {"mean": 1.25, "half_range": 0.25}
     assert fast["correction_ratio"]["mean"] == pytest.approx(0.6)
     assert slow["correction_ratio"] is None
@@ -92,18 +102,21 @@ def test_losses_at_equal_bytes_by_hand():
         evaluated("none", 0, [(0, 4.0), (0, 3.0)]),
         evaluated("none", 1, [(0, 4.0), (0, 3.0)]),
     ]
-    found = compare(runs)
+    comparison = compare(runs)
     # The least of the seeds of the method that sends the least.
-    assert (found["equal_bytes_method"], found["equal_bytes"]) == ("short", 20)
-    losses = {n: row["loss_at_equal_bytes"] for n, row in found["methods"].items()}
+    assert (comparison["equal_bytes_method"], comparison["equal_bytes"]) == (
+        "short",
+        20,
+    )
+    losses = {n: row["loss_at_equal_bytes"] for n, row in comparison["methods"].items()}
     assert losses["long"] == {"mean": 3.0, "half_range": 0.0}
     assert losses["short"]["mean"] == pytest.approx((3.0 + 4.0 - 10 / 14) / 2)
     assert losses["none"] is None
-    assert found["methods"]["long"]["evaluated_bytes"] == [20, 30]
-    found = compare(runs, "long")
-    assert (found["equal_bytes_method"], found["equal_bytes"]) == ("long", 30)
-    assert found["methods"]["long"]["loss_at_equal_bytes"]["mean"] == 2.25
-    assert found["methods"]["short"]["loss_at_equal_bytes"] is None
+    assert comparison["methods"]["long"]["evaluated_bytes"] == [20, 30]
+    comparison = compare(runs, "long")
+    assert (comparison["equal_bytes_method"], comparison["equal_bytes"]) == ("long", 30)
+    assert comparison["methods"]["long"]["loss_at_equal_bytes"]["mean"] == 2.25
+    assert comparison["methods"]["short"]["loss_at_equal_bytes"] is None
     # A target that sends nothing has no bytes to compare at.
     assert compare(runs, "none")["equal_bytes_method"] == "short"
     assert compare(runs[-2:])["equal_bytes"] is None
@@ -137,7 +150,9 @@ class Checker(html.parser.HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.open, self.sources, self.cells = [], [], []
+        self.open = []
+        self.sources = []
+        self.cells = []
 
     def handle_starttag(self, tag, attrs):
         if tag not in self.VOID:
@@ -154,12 +169,16 @@ class Checker(html.parser.HTMLParser):
 
 def render(runs):
     text = page.render(
-        compare(runs), {"A <caption>": b"\x89PNG"}, "python -m x --a='<b>'",
-        {"key": "</pre><script>"}, "Some machine.",
-    )  # fmt: skip
+        compare(runs),
+        {"A <caption>": b"\x89PNG"},
+        "python -m x --a='<b>'",
+        {"key": "</pre><script>"},
+        "Some machine.",
+    )
     checker = Checker()
     checker.feed(text)
     assert not checker.open
+
     return text, checker
 
 
@@ -185,7 +204,8 @@ def test_page_says_what_there_is_none_of():
     ]
     rows = page.results(compare(runs, "target")).split("<tr>")[2:]
     cells = [re.findall(r"<td[^>]*><div>(.*?)</div>", row)[2:4] for row in rows]
-    less, later = "<small>sends less</small>", "<small>from 30 B</small>"
+    less = "<small>sends less</small>"
+    later = "<small>from 30 B</small>"
     assert cells == [["20", "2.0000"], ["<small>never</small>", less], ["45", later]]
     note = page.results_note(compare(runs, "target"))
     assert "a loss of 2.0000, the last of target, linear" in note

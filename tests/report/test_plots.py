@@ -66,9 +66,9 @@ def test_gantt_shows_the_whole_run_or_says_what_it_leaves_out(monkeypatch):
 def routed(method, load):
     """A run with two records of two regions, a layer and two experts."""
     record = {"kind": "experts", "divergence": 0.25, "dead": 1.0}
-    found = run(method)
+    made_run = run(method)
     records = [record | {"step": step} | load for step in (10, 20)]
-    return dataclasses.replace(found, records=[*found.records, *records])
+    return dataclasses.replace(made_run, records=[*made_run.records, *records])
 
 
 def test_experts_have_a_map_of_each_method_that_recorded_loads():

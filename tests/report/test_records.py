@@ -18,17 +18,26 @@ from cocodc_jax.report.records import (
 )
 
 EVAL = {
-    "kind": "eval", "step": 4, "tokens": 64, "bytes_sent_per_region": 128,
-    "eval_loss": 1.5, "eval_perplexity": 4.48, "eval_loss_outer": 1.6,
+    "kind": "eval",
+    "step": 4,
+    "tokens": 64,
+    "bytes_sent_per_region": 128,
+    "eval_loss": 1.5,
+    "eval_perplexity": 4.48,
+    "eval_loss_outer": 1.6,
     "region_drift": 0.1,
-}  # fmt: skip
+}
 
 
 def train(step, loss=2.0):
     return {
-        "kind": "train", "step": step, "tokens": 16 * step, "loss": loss,
-        "loss_regions": [loss, loss], "bytes_sent_per_region": 0,
-    }  # fmt: skip
+        "kind": "train",
+        "step": step,
+        "tokens": 16 * step,
+        "loss": loss,
+        "loss_regions": [loss, loss],
+        "bytes_sent_per_region": 0,
+    }
 
 
 def write(workdir, records, offset=None):
@@ -41,17 +50,19 @@ def write(workdir, records, offset=None):
 def test_floats_come_back_exactly(tmp_path):
     values = [float(np.float32(0.1)), 1 / 3, 1e-38]
     write(tmp_path, [train(i + 1, value) for i, value in enumerate(values)])
-    found = [record["loss"] for record in read_records(tmp_path / "metrics.jsonl")]
-    assert found == values
-    assert np.float32(found[0]) == np.float32(0.1)
+    losses = [record["loss"] for record in read_records(tmp_path / "metrics.jsonl")]
+    assert losses == values
+    assert np.float32(losses[0]) == np.float32(0.1)
 
 
 def test_cut_and_continued_equals_unbroken(tmp_path):
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
     records = [train(1), train(2), EVAL, train(5)]
     write(whole, records)
     offset = write(broken, records[:2])
     write(broken, [train(3, 9.9)], offset)  # Done, then lost with its process.
+
     with (broken / "metrics.jsonl").open("ab") as file:
         file.write(b'{"kind": "tra')  # A line that a kill cut off.
     write(broken, records[2:], offset)
@@ -70,6 +81,7 @@ def test_an_unfinished_last_line_is_left_out(tmp_path):
     path.write_text('{"step": 1}\n{"step": 2')
     assert read_records(path) == [{"step": 1}]
     path.write_text('{"step": 1\n{"step": 2}\n')
+
     with pytest.raises(ValueError, match="line 1 is no record"):
         read_records(path)
     for line in (b"{}", b"[2]", b'{"step": "2"}'):
@@ -106,6 +118,7 @@ def test_a_run_whose_records_were_cut_is_damaged(tmp_path, records):
         (tmp_path / "metrics.jsonl").write_text("".join(lines))
         if written is whole:
             assert load_run(tmp_path).records == whole
+
     with pytest.raises(DamagedRunError, match="metrics.jsonl ends with the evaluation"):
         load_run(tmp_path)
 
@@ -119,8 +132,8 @@ def test_what_is_not_finite_is_refused(tmp_path, value):
 
 def test_no_such_quantity_is_none(tmp_path):
     write(tmp_path, [EVAL | {"eval_loss_outer": None}])
-    (found,) = read_records(tmp_path / "metrics.jsonl")
-    assert found["eval_loss_outer"] is None
+    (record,) = read_records(tmp_path / "metrics.jsonl")
+    assert record["eval_loss_outer"] is None
 
 
 def test_the_clock_has_a_file_of_its_own_that_only_grows(tmp_path):
@@ -137,14 +150,14 @@ def test_the_clock_has_a_file_of_its_own_that_only_grows(tmp_path):
 def test_tensorboard_events_hold_the_numbers(tmp_path):
     write(tmp_path, [train(3, 1.25), EVAL])
     (path,) = (tmp_path / "tb").glob("events.out.tfevents.*")
-    found = {
+    numbers = {
         (value.tag, event.step): value.simple_value
         for event in tf_events(path.read_bytes())
         for value in event.summary.value
     }
-    assert 1.25 in found.values()
-    assert 1.5 in found.values()
-    assert {step for _, step in found} == {3, 4}
+    assert 1.25 in numbers.values()
+    assert 1.5 in numbers.values()
+    assert {step for _, step in numbers} == {3, 4}
     again = tensorboard(tmp_path)  # Nothing was kept: what is there is hidden.
     again.close()
     files = (tmp_path / "tb").iterdir()
@@ -174,6 +187,7 @@ def test_what_ended_a_run_is_not_hidden_by_a_disk_that_is_full(tmp_path):
         MetricsWriter(tmp_path, None, [lambda *_: mirror]) as writer,
     ):
         pass
+
     assert writer._file.closed
 
 

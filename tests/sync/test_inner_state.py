@@ -10,7 +10,6 @@ import pytest
 
 import cocodc_jax as cc
 from cocodc_jax.sync import inner_keys, inner_state
-from cocodc_jax.transforms import outer
 
 OLD = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}
 NEW = {"w": OLD["w"], "b": OLD["b"] + jnp.array([1.0, 2.0, -3.0])}
@@ -63,12 +62,6 @@ def test_masked_leaves_and_other_dtypes():
     assert state.z["b"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(state.z["b"].astype(float), NEW["b"])
     assert isinstance(state.z["w"], optax.MaskedNode)
-
-
-def test_the_slow_parameters_of_snoo_move():
-    optimizer = outer.snoo(optax.sgd(0.1), sync_interval=5)
-    state = cc.merge_opt_state(optimizer.init(OLD), OLD, NEW)
-    np.testing.assert_array_equal(state.slow_params["b"], NEW["b"])
 
 
 def test_a_line_search_evaluates_anew():

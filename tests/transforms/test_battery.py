@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.transforms import curvature, dc_asgd, mt_adam, muon, outer, secant, snoo
+from cocodc_jax.transforms import curvature, mt_adam, muon, outer, secant
 from cocodc_jax.transforms.compensation import delay_compensation
 
 NUM_REGIONS = 4
@@ -45,8 +45,6 @@ CASES = {
     "secant": Case(
         delay_compensation, {"curvature": secant.secant(curvature.outer_product())}
     ),
-    "dc_asgd": Case(dc_asgd.dc_asgd, {"learning_rate": 0.1}),
-    "dc_asgd_adaptive": Case(dc_asgd.dc_asgd_adaptive, {"learning_rate": 0.1}),
     "delayed_nesterov": Case(
         outer.delayed_nesterov, {"learning_rate": 0.1, "buffer_size": 2, "spread": 0.3}
     ),
@@ -62,11 +60,6 @@ CASES = {
         ("b1s", "weights"),
     ),
     "muon": Case(muon.muon, {"learning_rate": 0.1, "blocks": "layers"}, ("blocks",)),
-    "snoo": Case(
-        snoo.snoo,
-        {"inner": optax.sgd(1e-2, momentum=0.9), "sync_interval": 2},
-        ("inner",),
-    ),
 }
 
 
@@ -246,7 +239,7 @@ def test_orbax_restores_every_state(tmp_path):
     assert_close(restored, states, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["outer_product", "dc_asgd", "muon", "co2"])
+@pytest.mark.parametrize("name", ["outer_product", "muon", "co2"])
 def test_a_callers_mesh_changes_nothing(name):
     """With explicit axes, as `jax.make_mesh` makes them."""
     with jax.set_mesh(jax.make_mesh((4,), ("data",))):

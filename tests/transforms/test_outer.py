@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from cocodc_jax.transforms import heloco, outer, snoo
+from cocodc_jax.transforms import heloco, outer
 from tests.program import family_reference as reference
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -68,26 +68,6 @@ def test_rounds_without_a_move_do_not_count_into_the_usual_move():
     assert state.num_rounds.dtype == jnp.int32
 
 
-def test_snoo_is_diloco_of_one_region(arrivals):
-    optimizer = snoo.snoo(optax.sgd(0.1, momentum=0.5), 0.7, 0.9, 3)
-    actual, _ = run(optimizer, arrivals, np.ones(4))
-    x, w, inner, nesterov = np.ones(4), np.ones(4), 0.0, reference.Nesterov(0.7, 0.9)
-    for t, g in enumerate(arrivals):
-        inner = 0.5 * inner + g
-        w = w - 0.1 * inner
-        if (t + 1) % 3 == 0:
-            x = w = nesterov.step(x, x - w)
-        np.testing.assert_allclose(actual[t], w, rtol=1e-12)
-
-
-def test_outer_steps_of_bfloat16_are_not_rounded_away():
-    optimizer = snoo.snoo(optax.sgd(1.0), 0.2, 0.0, 1)
-    path, state = run(optimizer, [jnp.full(1, 2**-7, jnp.bfloat16)] * 6,
-                      jnp.ones(1, jnp.bfloat16))  # fmt: skip
-    assert (path.dtype, state.slow_params.dtype) == (jnp.bfloat16, np.float32)
-    assert path[-1] < 1
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -96,7 +76,6 @@ def test_outer_steps_of_bfloat16_are_not_rounded_away():
         (lambda: outer.group_heavy_ball(momentum=-0.1), r"momentum=-0\.1"),
         (lambda: outer.co2(momentum=2.0), r"momentum=2\.0"),
         (lambda: outer.co2(max_abs=0.0), r"max_abs=0\.0"),
-        (lambda: snoo.snoo(optax.sgd(1.0), sync_interval=0), "sync_interval=0"),
         (lambda: heloco.heloco(momentum=1.0), r"momentum=1\.0"),
         (lambda: heloco.heloco(keep_cosine=1.5), r"keep_cosine=1\.5 must be between"),
         (lambda: heloco.heloco(max_removal=-0.1), r"max_removal=-0\.1 must be between"),
@@ -104,8 +83,6 @@ def test_outer_steps_of_bfloat16_are_not_rounded_away():
         (lambda: heloco.heloco(turn_rate=-1.0), r"turn_rate=-1\.0"),
         (lambda: heloco.heloco(confidence_scale=-3.0), r"confidence_scale=-3\.0"),
         (lambda: heloco.heloco(weight=0.0), r"weight=0\.0 must be positive"),
-        (lambda: snoo.snoo(optax.sgd(1.0), momentum=1.5), r"momentum=1\.5"),
-        (lambda: snoo.snoo(optax.sgd(1.0), -1.0), r"learning_rate=-1\.0"),
         (lambda: outer.group_heavy_ball(np.nan), "learning_rate=nan"),
         (lambda: outer.group_heavy_ball(pull=-1.0), r"pull=-1\.0"),
         (lambda: unwrap(outer.group_heavy_ball)(momentum=np.float32(-1)),
@@ -115,12 +92,8 @@ def test_outer_steps_of_bfloat16_are_not_rounded_away():
         (lambda: unwrap(heloco.mla)(None), "learning_rate=None must be a finite"),
         (lambda: unwrap(outer.group_heavy_ball)(momentum="1"), "momentum='1' must"),
         # Unwrapped, as users have them: only in tests are types checked at every call.
-        (lambda: unwrap(snoo.snoo)(optax.sgd(1.0), sync_interval=2.5),
-         r"sync_interval=2\.5 must be a whole number"),
         (lambda: unwrap(outer.scale_by_delayed_nesterov)(buffer_size=2.5),
          r"buffer_size=2\.5 must be a whole number"),
-        (lambda: unwrap(snoo.snoo)(optax.adam),
-         r"inner=<function adam .*must be an optax\.GradientTransformation"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(build, message):
@@ -133,7 +106,6 @@ def test_wrong_arguments_are_named(build, message):
     [
         (outer.group_heavy_ball(), "params and group_mean_params"),
         (outer.scale_by_staleness_gap(), "params and stale_params"),
-        (snoo.snoo(optax.sgd(1.0)), "snoo needs params"),
     ],
 )
 def test_missing_arguments_are_named(optimizer, message):

@@ -1,6 +1,6 @@
 r"""Times a sync of elastic regions: over sockets of this machine, and through a store.
 
-    python -m experiments.studies.message_time --via=FOLDER --kib=1,1024 --syncs=20
+    python -m experiments.message_time --via=FOLDER --kib=1,1024 --syncs=20
 
 For each size of a message it prints the median seconds (and the range) from the moment
 all regions send theirs to the moment all have the decision, over both channels by
@@ -8,6 +8,7 @@ turns. Nothing is trained: all regions are threads of one process.
 """
 
 import contextlib
+import functools
 import pathlib
 import secrets
 import statistics
@@ -19,7 +20,7 @@ from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.place import BUCKET_BEAT_S, Place, Timing, is_bucket
 from cocodc_jax.netlab.children import free_addresses
 
-from .. import program
+from . import program
 
 
 def sync_seconds(links: Sequence[Link], row: bytes, step: int) -> float:
@@ -36,7 +37,7 @@ def sync_seconds(links: Sequence[Link], row: bytes, step: int) -> float:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program."""
-    own = program.own_flags(
+    values = program.own_flags(
         ("via", pathlib.Path, "folder or bucket"),
         ("kib", ["1", "1024", "16384"], "sizes of a message, KiB"),
         ("regions", 2, "M"),
@@ -44,45 +45,55 @@ def main(argv: Sequence[str]) -> int:
         regions=1,
         syncs=1,
     )
-    with program.usage_errors(own):
-        program.parse(own, argv, __doc__, has_words=False)
-        sizes = [1024 * size for size in program.numbers("kib", own.kib)]
+    with program.usage_errors(values):
+        program.parse(values, argv, __doc__, has_words=False)
+        sizes = [1024 * size for size in program.numbers("kib", values.kib)]
         if min(sizes, default=0) < 1:
-            raise ValueError(f"kib={','.join(own.kib)} must be numbers of at least 1")
-        via = own.via or tempfile.mkdtemp()
+            raise ValueError(
+                f"kib={','.join(values.kib)} must be numbers of at least 1"
+            )
+
+        via = values.via or tempfile.mkdtemp()
         beat_s = BUCKET_BEAT_S if is_bucket(via) else 0.5
-        given = {"key": secrets.token_bytes(32), "timing": Timing(beat_s, 60, 600)}
-        stored = {"addresses": (), "via": via, "regions": own.regions}
-        channels = {
-            "sockets": {"addresses": free_addresses(own.regions)},
-            f"via {pathlib.Path(via).name}": stored,
-        }
+        place = functools.partial(
+            Place, key=secrets.token_bytes(32), timing=Timing(beat_s, 60, 600)
+        )
+        addresses = free_addresses(values.regions)
+        regions = range(values.regions)
         places = {
-            name: [Place(r, **where, **given) for r in range(own.regions)]
-            for name, where in channels.items()
+            "sockets": [place(region, addresses) for region in regions],
+            f"via {pathlib.Path(via).name}": [
+                place(region, (), via=via, regions=values.regions) for region in regions
+            ],
         }
+
     with contextlib.ExitStack() as stack:
         links = {
             name: [
-                stack.enter_context(Link(place, "study", max(sizes))) for place in each
+                stack.enter_context(Link(place, "timed", max(sizes)))
+                for place in of_channel
             ]
-            for name, each in places.items()
+            for name, of_channel in places.items()
         }
-        for each in links.values():
-            for link in each:
+        for of_channel in links.values():
+            for link in of_channel:
                 link.join(600)
+
         step = 0
         for size in sizes:
-            row, found = secrets.token_bytes(size), {name: [] for name in links}
-            for _ in range(own.syncs):
+            row = secrets.token_bytes(size)
+            times_s = {name: [] for name in links}
+            for _ in range(values.syncs):
                 step += 1
-                for name, each in links.items():
-                    found[name].append(sync_seconds(each, row, step))
-            for name, seconds in found.items():
+                for name, of_channel in links.items():
+                    times_s[name].append(sync_seconds(of_channel, row, step))
+
+            for name, seconds in times_s.items():
                 print(
                     f"{size // 1024:>8} KiB {name:20} {statistics.median(seconds):.3f}"
                     f" s ({min(seconds):.3f} to {max(seconds):.3f})"
                 )
+
     return 0
 
 

@@ -99,9 +99,10 @@ class Spread(Slotted):
     def serve(self, state, step, observe: Observe, slot_steps: int):
         """Return the fragment whose offset this is, if any."""
         del observe, slot_steps
-        phase, free = step % self.sync_interval, free_fragments(self, state)
-        found = (p for p in free if self._offsets[p] == phase)
-        return state, next(found, None)
+        phase = step % self.sync_interval
+        free = free_fragments(self, state)
+        due = (p for p in free if self._offsets[p] == phase)
+        return state, next(due, None)
 
 
 def published_grid_gbps(printed: float, near: float) -> float:
@@ -120,16 +121,21 @@ def table_utilization(
     num_params, num_layers, step_time_s = SIZES[size]
     is_fp4 = "FP4" in row
     total_bytes = num_params * (4 if is_fp4 else 16) / 8
+
     if row == ROWS[0]:
-        num, schedule = 1, staggered(1)
+        num = 1
+        schedule = staggered(1)
     else:
         num = num_layers // LAYERS_PER_FRAGMENT
         interval = sync_interval or max(30 if "H30" in row else 100, num)
         schedule = Spread(num, interval, 1 if is_fp4 else 0)
+
     work = Workload((total_bytes / num,) * num, (step_time_s,) * 2, num_layers)
     # The first cycle fills the network; the second is the steady state.
-    cycle, links = schedule.sync_interval if num > 1 else 2, uniform(2, Link(gbps, 0.0))
+    cycle = schedule.sync_interval if num > 1 else 2
+    links = uniform(2, Link(gbps, 0.0))
     timeline = simulate(links, work, schedule, 2 * cycle, order=(0, 1), sharing="fifo")
+
     return timeline.utilization(since_step=cycle)
 
 
@@ -137,7 +143,8 @@ def required_gbps(
     size: str, row: str, target: float, sync_interval: int | None = None
 ) -> float:
     """Return the least bandwidth, to 0.5 %, that reaches a utilization."""
-    low, high = 1e-2, 1e4
+    low = 1e-2
+    high = 1e4
     while high / low > 1.005:
         middle = math.sqrt(low * high)
         if table_utilization(size, row, middle, sync_interval) >= target:
@@ -163,16 +170,19 @@ class Speedup:
 
 def dilocox_speedup(tokens_per_step: float = 32768.0) -> Speedup:
     """Simulate DiLoCoX's 107B run; assumptions in the module's docstring."""
-    num_params, interval = 107e9, 125
+    num_params = 107e9
+    interval = 125
     topology = uniform(2, Link(1.0, 0.0))
     steps_s = (tokens_per_step / 3728.0,) * 2
     gradients = Workload((num_params * 4,), steps_s)
     blocking = simulate(topology, gradients, staggered(1), 4)
-    rank, width = 2048, 8192
+    rank = 2048
+    width = 8192
     factors = 2 * rank / width  # numbers kept of each number of a matrix
     encoded = Workload((num_params * factors * 4 / 8,), steps_s)
     late = staggered(interval, 1, interval - 1)
     dilocox = simulate(topology, encoded, late, 4 * interval, collective="gather")
+
     return Speedup(
         4 * tokens_per_step / blocking.sim_s,
         4 * interval * tokens_per_step / dilocox.sim_s,

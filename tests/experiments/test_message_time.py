@@ -1,6 +1,6 @@
 """The study of a sync's time over both kinds of channel."""
 
-from experiments.studies import message_time
+from experiments import message_time
 
 
 def test_both_channels_are_timed(tmp_path, call):

@@ -1,1 +1,0 @@
-"""Studies that were run once; their results are in `experiments/results`."""
