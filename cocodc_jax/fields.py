@@ -1,17 +1,19 @@
-"""Fields of configurations: their checks, kinds and help.
+"""Fields of configurations: their types, kinds, choices and help.
 
-A field is documented once, in the docstring of the class or function that takes it; its
-kind is in its metadata.
+A field is one line of a dataclass with one entry in its docstring. Its default, what it
+may be (`one_of`), and what a change means for a run that has begun (`of_kind`, `free`)
+stand in that line. `leaves_of` reads all of it; flags, `--help` and checks follow.
 """
 
 import dataclasses
 import enum
+import functools
 import inspect
 import pathlib
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -39,6 +41,14 @@ def free(default: T, is_path: bool = False) -> T:
     return of_kind(Kind.FREE, default, is_path)
 
 
+def one_of(choices: Collection[str], default: str, kind: Kind | None = None) -> str:
+    """Return a dataclass field that is one of a few words, see `check_choices`."""
+    metadata: dict[str, Any] = {"choices": choices}
+    if kind is not None:
+        metadata["kind"] = kind
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 # A number, or a word such as "auto".
 COUNT_OR_WORD = int | str
 _PLAIN = (int, float, bool, str)
@@ -54,6 +64,7 @@ class Leaf:
       help: its meaning, with its unit.
       kind: what a change means for a run that has begun.
       is_path: whether it is a path, whose ~ is a home folder.
+      choices: its possible values, if there are few.
     """
 
     section: str
@@ -61,6 +72,7 @@ class Leaf:
     help: str
     kind: Kind = Kind.COMPUTED
     is_path: bool = False
+    choices: Collection[str] = ()
 
     @property
     def flag_type(self) -> Any:
@@ -72,18 +84,38 @@ def leaves_of(
     section: str, cls: type, without: Sequence[str] = (), kind: Kind = Kind.COMPUTED
 ) -> dict[str, Leaf]:
     """Return the leaves of a section by name, of a kind where they have no other."""
-    notes, hints = notes_of(cls, "Attributes"), typing.get_type_hints(cls)
-    return {
-        name: Leaf(
-            section,
-            leaf_type(hints[name]),
-            notes[name],
-            x.metadata.get("kind", kind),
-            x.metadata.get("is_path", False),
+    notes = notes_of(cls, "Attributes")
+    hints = typing.get_type_hints(cls)
+    choices = choices_of(cls)
+
+    leaves = {}
+    for field in dataclasses.fields(cls):
+        name = field.name
+        if name in without:
+            continue
+        leaves[name] = Leaf(
+            section=section,
+            type=leaf_type(hints[name]),
+            help=notes[name],
+            kind=field.metadata.get("kind", kind),
+            is_path=field.metadata.get("is_path", False),
+            choices=choices.get(name, ()),
         )
-        for name, x in cls.__dataclass_fields__.items()
-        if name not in without
-    }
+    return leaves
+
+
+@functools.cache
+def choices_of(cls: type) -> dict[str, Collection[str]]:
+    """Return the possible values of fields that have few, by name."""
+    hints = typing.get_type_hints(cls)
+    choices = {}
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if "choices" in field.metadata:
+            choices[field.name] = field.metadata["choices"]
+        elif typing.get_origin(hint) is typing.Literal:
+            choices[field.name] = typing.get_args(hint)
+    return choices
 
 
 def leaf_type(*annotations: Any) -> Any:
@@ -94,10 +126,10 @@ def leaf_type(*annotations: Any) -> Any:
     >>> leaf_type(int, int | str)
     int | str
     """
-    found = {part for hint in annotations for part in _parts(hint)} & set(_PLAIN)
-    if len(found) == 1:
-        return found.pop()
-    if found == {int, str}:
+    types = {part for hint in annotations for part in _parts(hint)} & set(_PLAIN)
+    if len(types) == 1:
+        return types.pop()
+    if types == {int, str}:
         return COUNT_OR_WORD
     raise ValueError(
         f"no flag can be made for {' and '.join(map(str, annotations))}: it must be "
@@ -129,9 +161,14 @@ def check_least(config: Any, least: float, *names: str) -> None:
             raise ValueError(f"{name}={value} must be at least {least}")
 
 
-def check_choices(config: Any, **choices: tuple[str, ...]) -> None:
-    """Refuse fields of a configuration that are not one of their choices."""
-    for name, known in choices.items():
+def check_choices(config: Any, **choices: Collection[str]) -> None:
+    """Refuse fields of a configuration that are not one of their choices.
+
+    Args:
+      config: a dataclass, whose fields may have choices.
+      **choices: of further fields, or in place of those that a field has.
+    """
+    for name, known in (choices_of(type(config)) | choices).items():
         value = getattr(config, name)
         if value not in known:
             raise ValueError(f"{name}={value!r} is unknown; use one of {known}")

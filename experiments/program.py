@@ -12,7 +12,8 @@ from absl import flags as absl_flags
 
 from cocodc_jax.network.links import Link, Topology, uniform
 from cocodc_jax.run import flag_types
-from cocodc_jax.run.messages import as_a_command, options, refuse, render
+from cocodc_jax.run.help import options, render
+from cocodc_jax.run.messages import as_a_command, refuse
 
 from .commands import shown
 
@@ -36,24 +37,12 @@ def own_flags(
     values = absl_flags.FlagValues()
     flag_types.define(bool, "help", False, "print this and exit", values)
     for name, default, text in table:
-        ends = bounds.get(name, (None, None))
-        least, most = ends if isinstance(ends, tuple) else (ends, None)
-        if isinstance(default, tuple):
-            first, *words = default
-            flag_types.define_words(words, name, first, text, values)
-        else:
-            kind, usual = _kind_and_default(default)
-            flag_types.define(kind, name, usual, text, values, (least, most))
+        least_and_most = bounds.get(name, (None, None))
+        if not isinstance(least_and_most, tuple):
+            least_and_most = (least_and_most, None)
+        kind, value, words = _parts(default)
+        flag_types.define(kind, name, value, text, values, least_and_most, words)
     return values
-
-
-def _kind_and_default(default: Any) -> tuple[Any, Any]:
-    """Return the type of a flag and its default, from a row."""
-    if isinstance(default, type):
-        return default, None
-    if isinstance(default, pathlib.Path):
-        return pathlib.Path, default
-    return type(default), default
 
 
 def define(*table: Row) -> None:
@@ -61,8 +50,20 @@ def define(*table: Row) -> None:
     from cocodc_jax.run import flags  # JAX, which `wan` starts without.
 
     for name, default, text in table:
-        kind, usual = _kind_and_default(default)
-        flags.define_one(kind, name, usual, text)
+        kind, value, words = _parts(default)
+        flags.define_one(kind, name, value, text, words=words)
+
+
+def _parts(default: Any) -> tuple[Any, Any, tuple[str, ...]]:
+    """Return the type of a flag, its default and its possible words, from a row."""
+    if isinstance(default, type):
+        return default, None, ()
+    if isinstance(default, tuple):
+        first, *words = default
+        return str, first, tuple(words)
+    if isinstance(default, pathlib.Path):
+        return pathlib.Path, default, ()
+    return type(default), default, ()
 
 
 def parse(
@@ -74,17 +75,27 @@ def parse(
 ) -> list[str]:
     """Return the words after a program's own flags; exit once help is printed.
 
-    Help has one section, or those given by title.
+    Args:
+      values: the flags.
+      argv: the command line.
+      doc: the program's docstring.
+      sections: rows of the flags by the title of their section; None is one section.
+      has_words: whether there may be words after the flags.
     """
     words = values(argv)[1:]
     if words and not has_words:
         raise ValueError(f"unexpected argument {words[0]!r}; flags begin with --")
     if not values.help:
         return words
-    found = {"Flags": options(values)}
-    if sections is not None:
-        found = {t: options(values, [row[0] for row in s]) for t, s in sections.items()}
-    print(render(shown(doc), found), flush=True)
+
+    if sections is None:
+        explained = {"Flags": options(values)}
+    else:
+        explained = {
+            title: options(values, [name for name, _, _ in rows])
+            for title, rows in sections.items()
+        }
+    print(render(shown(doc), explained), flush=True)
     sys.exit(0)
 
 
@@ -119,8 +130,9 @@ def numbers(flag: str, texts: Sequence[str]) -> list[int]:
     try:
         return [int(text) for text in texts]
     except ValueError:
-        given = f"{flag}={','.join(texts)}"
-        raise ValueError(f"{given} must be whole numbers separated by commas") from None
+        raise ValueError(
+            f"{flag}={','.join(texts)} must be whole numbers separated by commas"
+        ) from None
 
 
 def topology(values: Any, gbps: float) -> Topology:
@@ -132,8 +144,14 @@ def topology(values: Any, gbps: float) -> Topology:
     if values.world:
         with about(f"--world={values.world}"):
             return world.world(tuple(values.world.split(",")), gbps)
-    numbers = values.latency_ms / 1000, values.jitter_ms / 1000, values.loss
-    return uniform(values.regions, Link(gbps, *numbers))
+
+    link = Link(
+        gbps,
+        latency_s=values.latency_ms / 1000,
+        jitter_s=values.jitter_ms / 1000,
+        loss=values.loss,
+    )
+    return uniform(values.regions, link)
 
 
 def table(
@@ -149,14 +167,20 @@ def table(
     from rich import box
     from rich.table import Table
 
-    usual = {"box": box.SIMPLE if is_ruled else None, "pad_edge": False}
-    usual["padding"] = (0, 1) if is_ruled else (0, 2, 0, 0)
-    made = Table(**usual | looks)
-    for number, head in enumerate(heads):
-        made.add_column(head, justify="right" if number else "left", no_wrap=not number)
+    usual = {
+        "box": box.SIMPLE if is_ruled else None,
+        "padding": (0, 1) if is_ruled else (0, 2, 0, 0),
+        "pad_edge": False,
+    }
+    result = Table(**usual | looks)
+
+    names, *numbers = heads
+    result.add_column(names, justify="left", no_wrap=True)
+    for head in numbers:
+        result.add_column(head, justify="right", no_wrap=False)
     for row in rows:
-        made.add_row(*row)
-    return made
+        result.add_row(*row)
+    return result
 
 
 def with_run_flags(

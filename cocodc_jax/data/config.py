@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from typing import Literal, get_args
+from typing import Literal
 
 from cocodc_jax.fields import Kind, check_choices, check_least, free, of_kind
 from cocodc_jax.files import UnwritableError, ensure_folder
@@ -76,9 +76,7 @@ class DataConfig:
                 f"{MAX_LOADER_THREADS}"
             )
 
-        check_choices(
-            self, partition=get_args(Partition), undecodable=get_args(Undecodable)
-        )
+        check_choices(self)
         has_choice = self.dataset.startswith(("text:", "hf:"))
         if self.undecodable != "refuse" and not has_choice:
             raise ValueError(

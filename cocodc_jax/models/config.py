@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from cocodc_jax.fields import check_choices, check_least, free
+from cocodc_jax.fields import Kind, check_choices, check_least, free, one_of
 
 # Beyond these nothing can be compiled or indexed: layers are counted in one program,
 # and an index of a dimension has 31 bits.
@@ -96,10 +96,10 @@ class TransformerConfig:
     qk_norm: bool = False
     tie_embeddings: bool = True
     scan_layers: bool = True
-    remat: str = free("none")
-    attention: str = free("auto")
-    backward: str = free("auto")
-    compute_dtype: str = "float32"
+    remat: str = one_of(REMAT_POLICIES, "none", Kind.FREE)
+    attention: str = one_of(ATTENTIONS, "auto", Kind.FREE)
+    backward: str = one_of(BACKWARDS, "auto", Kind.FREE)
+    compute_dtype: str = one_of(COMPUTE_DTYPES, "float32")
     loss_chunk_tokens: int = free(2048)
     lora_rank: int = 0
     lora_alpha: float = 16.0
@@ -111,7 +111,7 @@ class TransformerConfig:
     moe_every: int = 1
     balance_loss: float = 0.01
     router_z_loss: float = 0.001
-    expert_dispatch: str = free("auto")
+    expert_dispatch: str = one_of(DISPATCHES, "auto", Kind.FREE)
 
     def __post_init__(self):
         for name in _SIZES:
@@ -131,15 +131,7 @@ class TransformerConfig:
                 "1e-6"
             )
 
-        check_choices(
-            self,
-            remat=REMAT_POLICIES,
-            attention=ATTENTIONS,
-            backward=BACKWARDS,
-            compute_dtype=COMPUTE_DTYPES,
-            expert_dispatch=DISPATCHES,
-        )
-
+        check_choices(self)
         self._check_heads()
         self._check_lora()
         self._check_experts()

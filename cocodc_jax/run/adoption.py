@@ -34,9 +34,8 @@ class Source:
         text = config.run.adopt_from
         if not text:
             return None
-        folder, at, step = text.rpartition("@")
-        if not (at and step.isdecimal()):
-            folder, step = text, ""
+
+        folder, step = _split(text)
         path = pathlib.Path(folder)
         if not (path / CONFIG_FILE).exists() or not steps_in(path / CHECKPOINTS):
             raise ValueError(
@@ -44,35 +43,38 @@ class Source:
                 "of one, or WORKDIR@STEP"
             )
         try:
-            found = TrainConfig.from_json(read_table(path / CONFIG_FILE)).resolve()
+            other = TrainConfig.from_json(read_table(path / CONFIG_FILE)).resolve()
         except ValueError as error:
             raise ValueError(f"adopt_from={text!r} cannot be read: {error}") from error
-        if "elastic" in (config.run.exchange, found.run.exchange):
+
+        if "elastic" in (config.run.exchange, other.run.exchange):
             raise ValueError(
                 f"adopt_from={text!r} is not possible with exchange='elastic', of this "
                 "run or of that one; leave out one of the two"
             )
-        others = [n for n in found.changes(config) if kind_of(n) is Kind.MODEL]
-        if others or found.data.tokenizer != config.data.tokenizer:
+        changes = other.changes(config)
+        is_other_model = any(kind_of(name) is Kind.MODEL for name in changes)
+        if is_other_model or other.data.tokenizer != config.data.tokenizer:
             raise ValueError(
                 f"adopt_from={text!r} is of another model or tokenizer "
-                f"({found.differences(config)}); a run can go on with other "
+                f"({other.differences(config)}); a run can go on with other "
                 "regions, devices, methods and optimizers, of the same model"
             )
+
         steps = steps_in(path / CHECKPOINTS)
-        if step and int(step) not in steps:
+        if step is not None and step not in steps:
             raise ValueError(
-                f"adopt_from={text!r} has no checkpoint of step {int(step)}; there are "
+                f"adopt_from={text!r} has no checkpoint of step {step}; there are "
                 f"{', '.join(map(str, steps)) or 'none'}"
             )
-        at_step = int(step) if step else max(steps, default=None)
+        at_step = max(steps, default=None) if step is None else step
         if at_step is not None and at_step >= config.run.steps:
             raise ValueError(
                 f"adopt_from={text!r} is at step {at_step}, where steps="
                 f"{config.run.steps}, the inner steps of the whole run, are over; give "
                 "more steps, or an earlier checkpoint as WORKDIR@STEP"
             )
-        return cls(path, int(step) if step else None, found)
+        return cls(path, step, other)
 
     def adopt(
         self,
@@ -88,14 +90,17 @@ class Source:
             restored = saved.restore(old, self.step)
         if restored is None:
             raise ValueError(f"{self.folder} holds no checkpoint")
+
         state, extra = restored
         adopted = program.adopt(state, old)
-        kept, lost = dict(adopted.kept), dict(adopted.lost)
+        kept = dict(adopted.kept)
+        lost = dict(adopted.lost)
         try:
             stream.set_state(position(extra["processes"])["stream"])
             kept["data"] = "the stream goes on"
         except ValueError:
             lost["data"] = "it is read from its start, as it is shared out otherwise"
+
         if jax.process_index() == 0:
             print(
                 f"goes on from step {state.step} of {self.folder}",
@@ -105,3 +110,11 @@ class Source:
                 file=sys.stderr,
             )
         return adopted.state
+
+
+def _split(text: str) -> tuple[str, int | None]:
+    """Return the folder and the step of WORKDIR@STEP, None of a WORKDIR alone."""
+    folder, at, step = text.rpartition("@")
+    if at and step.isdecimal():
+        return folder, int(step)
+    return text, None

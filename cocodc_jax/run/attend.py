@@ -1,20 +1,14 @@
-"""What a run shows while it trains and where, the request to stop, its summary."""
+"""What a run shows while it trains and where, and its summary."""
 
-import contextlib
 import dataclasses
 import functools
-import itertools
 import pathlib
 import shlex
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax._src import distributed
-from jax.experimental import multihost_utils
 
 from cocodc_jax import models
 from cocodc_jax._extras import check_installed, extra
@@ -49,32 +43,50 @@ class Watch:
         bar: RunProgress,
         earlier_s: float,
         peak_tokens_per_second: float | None = None,
-        trains: Callable[[], None] = lambda: None,
+        note_first_step: Callable[[], None] = lambda: None,
     ):
-        """Call `trains` at the first steps that are done."""
-        self._trains = trains
-        self._writer, self._bar, self._earlier_s = writer, bar, earlier_s
-        self._peak = peak_tokens_per_second
-        self._stall_s = 0.0
+        """Watch a loop from its start.
+
+        Args:
+          writer: of the run's records, whose timing file gets a line every turn.
+          bar: shows the progress.
+          earlier_s: seconds that the run took before.
+          peak_tokens_per_second: tokens per second at an MFU of 1, None if unknown.
+          note_first_step: called after every turn, so that the first is noted.
+        """
         self.seconds = earlier_s  # Of the run so far, including its earlier parts.
+
+        self._writer = writer
+        self._bar = bar
+        self._earlier_s = earlier_s
+        self._peak = peak_tokens_per_second
+        self._note_first_step = note_first_step
+        self._stall_s = 0.0
 
     def __call__(self, clock: Clock) -> None:
         """Show and write the progress."""
-        self._trains()
+        self._note_first_step()
         self.seconds = self._earlier_s + clock.wall_s
-        step, rate, sent = clock.step, clock.tokens_per_second, clock.bytes_sent
-        share, steady = mfu(rate, self._peak), clock.steady_tokens_per_second
+
         self._bar.update(
-            step,
+            clock.step,
             clock.loss,
-            steady,
+            clock.steady_tokens_per_second,
             clock.in_flight,
-            sent,
-            mfu=mfu(steady, self._peak),
+            clock.bytes_sent,
+            mfu=mfu(clock.steady_tokens_per_second, self._peak),
             step_s=clock.step_s,
         )
-        stall_s, self._stall_s = clock.stall_s - self._stall_s, clock.stall_s
-        self._writer.write_timing(step, clock.wall_s, rate, stall_s, share)
+
+        stall_s = clock.stall_s - self._stall_s
+        self._stall_s = clock.stall_s
+        self._writer.write_timing(
+            clock.step,
+            clock.wall_s,
+            clock.tokens_per_second,
+            stall_s,
+            mfu(clock.tokens_per_second, self._peak),
+        )
 
 
 def progress_bar(
@@ -83,22 +95,23 @@ def progress_bar(
     """Return the bar of a run that starts at `step`; only process 0 shows it."""
     if jax.process_index() > 0:  # Process 0 reports.
         console = Console(quiet=True)
-    run = config.run
-    return RunProgress(
-        run.steps, step, f"{_method_of(config)} seed {run.seed}", console
-    )
+    title = f"{_method_of(config)} seed {config.run.seed}"
+    return RunProgress(config.run.steps, step, title, console)
 
 
 def _method_of(config: TrainConfig) -> str:
     """Return the name of a run's method, and of an inner optimizer that is not its."""
+    method = config.method.method
     optimizer = config.optimizer.inner_optimizer
-    return config.method.method + (f"+{optimizer}" if optimizer else "")
+    return f"{method}+{optimizer}" if optimizer else method
 
 
 def beginning(session: "Session", step: int) -> str:
     """Return what a run trains and where, before it compiles."""
-    config, devices = session.config, session.mesh.devices
+    config = session.config
     run = config.run
+    devices = session.mesh.devices
+
     regions = f"in {run.regions} regions"
     if session.place is not None:
         regions = f"in region {session.place.region} of {run.regions}"
@@ -144,116 +157,53 @@ def ending(summary: Mapping[str, Any], workdir: pathlib.Path, steps: int) -> lis
       steps: that it was to do.
     """
     done = summary["steps"]
-    how = f"finished: {done} of {steps} steps in {format_duration(summary['seconds'])}"
-    if (since := summary.get("alone_since_step")) is not None:
-        how = how.replace("finished", f"finished alone since step {since}", 1)
-    if (region := summary.get("result_of_region")) is not None:
-        how = how.replace("finished", f"finished with the result of region {region}", 1)
-    if rate := summary.get("tokens_per_second"):
-        how += f", {format_count(rate)} tokens/s"
-    loss = "loss: not evaluated"
-    if summary.get("eval_loss") is not None:
-        loss = (
-            f"loss: {summary['eval_loss']:.4f} on validation text (perplexity "
-            f"{summary['eval_perplexity']:.2f})"
-        )
-        if summary.get("eval_loss_outer") is not None:
-            loss += f", {summary['eval_loss_outer']:.4f} of the outer model"
-    sent = f"sent: {format_bytes(summary['bytes_sent_per_region'])} by each region"
+    place = shlex.quote(str(workdir))
+    return [
+        f"{_how_it_ended(summary)}: {done} of {steps} steps in {_how_fast(summary)}",
+        f"loss: {_final_loss(summary)}",
+        f"sent: {_what_it_sent(summary)}",
+        f"files: {workdir}/summary.json, metrics.jsonl, checkpoints/{done}",
+        f"next: python -m experiments.timeline --workdir={place}; "
+        f"tensorboard --logdir={place}",
+    ]
+
+
+def _how_it_ended(summary: Mapping[str, Any]) -> str:
+    region = summary.get("result_of_region")
+    alone_since = summary.get("alone_since_step")
+    words = "finished"
+    if region is not None:
+        words += f" with the result of region {region}"
+    if alone_since is not None:
+        words += f" alone since step {alone_since}"
+    return words
+
+
+def _how_fast(summary: Mapping[str, Any]) -> str:
+    duration = format_duration(summary["seconds"])
+    rate = summary.get("tokens_per_second")
+    return f"{duration}, {format_count(rate)} tokens/s" if rate else duration
+
+
+def _final_loss(summary: Mapping[str, Any]) -> str:
+    loss = summary.get("eval_loss")
+    if loss is None:
+        return "not evaluated"
+
+    perplexity = summary["eval_perplexity"]
+    text = f"{loss:.4f} on validation text (perplexity {perplexity:.2f})"
+    outer_loss = summary.get("eval_loss_outer")
+    if outer_loss is not None:
+        text += f", {outer_loss:.4f} of the outer model"
+    return text
+
+
+def _what_it_sent(summary: Mapping[str, Any]) -> str:
+    text = f"{format_bytes(summary['bytes_sent_per_region'])} by each region"
     stall_s = summary.get("stall_seconds") or 0.0
     if stall_s >= 1:
-        sent += f"; waited {format_duration(stall_s)} for messages"
-    place = shlex.quote(str(workdir))
-    files = f"files: {workdir}/summary.json, metrics.jsonl, checkpoints/{done}"
-    to_do = f"next: python -m experiments.timeline --workdir={place}; "
-    to_do += f"tensorboard --logdir={place}"
-    return [how, loss, sent, files, to_do]
-
-
-# Where JAX's runtime notes that one of a run's processes received SIGTERM.
-_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
-_ASK_S = 0.2
-
-
-class Stop:
-    """The request to end a run after a checkpoint; call it once in every turn.
-
-    With several processes, all of them return True from the same call on: the first
-    that none of them has reached yet.
-    """
-
-    def __init__(self, reached: Callable[[], bool], is_asked: Callable[[], bool]):
-        self._reached, self._is_asked = reached, is_asked
-
-    def __call__(self) -> bool:
-        """Return whether to end the run now; every process must call it."""
-        return self._reached()
-
-    def is_asked(self) -> bool:
-        """Return whether a process was asked to stop; any thread may call this."""
-        return self._is_asked()
-
-
-def _notices() -> Callable[[], bool]:
-    """Return a function that says whether some process of the run received SIGTERM.
-
-    They may be in the middle of a turn, where they cannot agree on a call of `Stop`.
-    """
-    asked, looked_s = [False], [-_ASK_S]
-
-    def is_asked() -> bool:
-        now = time.monotonic()
-        if not asked[0] and now - looked_s[0] >= _ASK_S:
-            looked_s[0] = now
-            client = distributed.global_state.client
-            # It raises an error as long as there is no notice.
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                asked[0] = client is not None and bool(
-                    client.key_value_try_get(_NOTICE)
-                )
-        return asked[0]
-
-    return is_asked
-
-
-@contextlib.contextmanager
-def stop_signal() -> Iterator[Stop]:
-    """Stop the run after a checkpoint on SIGTERM, as schedulers send before they kill.
-
-    So does Ctrl-C with one process; a second one ends the run at once.
-    """
-    if jax.process_count() > 1:
-        calls, is_asked = itertools.count(1), [False]
-
-        def should_stop() -> bool:
-            reached = multihost_utils.reached_preemption_sync_point
-            is_asked[0] = is_asked[0] or reached(next(calls))  # True at one call only.
-            return is_asked[0]
-
-        yield Stop(should_stop, _notices())
-        return
-    received: list[int] = []
-
-    def interrupt(number: int, _: Any) -> None:
-        received.append(number)
-        signal.signal(signal.SIGINT, before[signal.SIGINT])
-        print("stopping after a checkpoint; Ctrl-C again ends at once", file=sys.stderr)
-
-    handlers = {
-        signal.SIGTERM: lambda number, _: received.append(number),
-        signal.SIGINT: interrupt,
-    }
-    before = {number: signal.getsignal(number) for number in handlers}
-    # Background jobs of shells ignore it; None is a handler that is not Python's.
-    if before[signal.SIGINT] in (signal.SIG_IGN, None):
-        del handlers[signal.SIGINT]
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    try:
-        yield Stop(lambda: bool(received), lambda: bool(received))
-    finally:
-        for number in handlers:
-            signal.signal(number, before[number])
+        text += f"; waited {format_duration(stall_s)} for messages"
+    return text
 
 
 def summarize(
@@ -265,15 +215,26 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the numbers of a finished run, which `began` at a step and a time."""
     run = session.config.run
-    evaluated, step = result.last_eval or {}, result.state.step
-    of_eval = ("eval_loss", "eval_perplexity", "eval_loss_outer", "region_drift")
-    method, exposed_share = session.program.method, None
-    lived = step - began[0], time.time() - began[1]
+    method = session.program.method
+    evaluated = result.last_eval or {}
+    step = result.state.step
+
+    began_step, began_s = began
+    goodput = timeline.goodput(
+        session.own_dir, step - began_step, time.time() - began_s
+    )
+    exposed_share = None
     # Exchanges at every step are part of the step's program, and cannot be separated.
     if not method.per_step:
         warm_step = method.schedule.warm_up_steps if method.schedule else 0
         exposed_share = timeline.exposed_share(session.own_dir, warm_step)
-    left_out = {} if result.left_out is None else {"left_out": result.left_out}
+
+    optional: dict[str, Any] = {}
+    if result.left_out is not None:
+        optional["left_out"] = result.left_out
+    if run.max_rollbacks:
+        optional["rollbacks"] = rollbacks
+
     return {
         "method": session.config.method.method,
         "preset": session.config.preset,
@@ -282,18 +243,20 @@ def summarize(
         "parameters": models.num_params(session.model),
         "steps": step,
         "tokens": session.tokens_at(step),
-        **{name: evaluated.get(name) for name in of_eval},
+        "eval_loss": evaluated.get("eval_loss"),
+        "eval_perplexity": evaluated.get("eval_perplexity"),
+        "eval_loss_outer": evaluated.get("eval_loss_outer"),
+        "region_drift": evaluated.get("region_drift"),
         "outer_bytes": session.program.outer_bytes(result.state),
         "bytes_sent_per_region": result.state.bytes_sent,
         "seconds": seconds,
         "stall_seconds": result.stall_seconds,
         "exposed_share": exposed_share,
-        "goodput": timeline.goodput(session.own_dir, *lived),
+        "goodput": goodput,
         "tokens_per_second": result.tokens_per_second,
         "mfu": mfu(result.tokens_per_second, session.peak_tokens_per_second),
         "correction_ratio": result.correction_ratio,
-        **left_out,
-        **({"rollbacks": rollbacks} if run.max_rollbacks else {}),
+        **optional,
     }
 
 
@@ -326,9 +289,14 @@ class Tracking:
         """Return where this process's records go."""
         if not self._is_here:
             return (tensorboard,)
-        mode = self.wandb_mode or None
-        about = {"project": self.wandb, "mode": mode, "name": name, "config": config}
-        return (tensorboard, functools.partial(weights_and_biases, **about))
+        with_wandb = functools.partial(
+            weights_and_biases,
+            project=self.wandb,
+            mode=self.wandb_mode or None,
+            name=name,
+            config=config,
+        )
+        return (tensorboard, with_wandb)
 
     @property
     def _is_here(self) -> bool:

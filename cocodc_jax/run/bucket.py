@@ -52,23 +52,24 @@ class Bucket:
 
     def begin(self, process: int) -> None:
         """Download a process's files of the run, and the configuration."""
-        target, folder = self._own(process)
+        target, folder = self._folders_of(process)
         # A run that goes on here has newer files, and has them open.
         with contextlib.suppress(FolderInUseError), only_writer(folder):
             fetch(target, folder)
+
         config = self.folder / CONFIG_FILE
         if process and config.exists():
             fetch_file(config, self.workdir / CONFIG_FILE)
 
     def send(self, process: int) -> None:
         """Upload the files of a process that changed."""
-        target, folder = self._own(process)
+        target, folder = self._folders_of(process)
         send(folder, target, self.sent)
 
     @contextlib.contextmanager
     def writing(self, process: int) -> Iterator[None]:
         """Mark that a process writes, and upload its files however it ends."""
-        target, folder = self._own(process)
+        target, _ = self._folders_of(process)
         mark = target / MARK
         if mark.exists():
             print(
@@ -77,6 +78,7 @@ class Bucket:
                 "have no locks",
                 file=sys.stderr,
             )
+
         target.mkdir(parents=True, exist_ok=True)
         mark.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         try:
@@ -86,9 +88,9 @@ class Bucket:
             self.send(process)
             mark.unlink(missing_ok=True)
 
-    def _own(self, process: int) -> tuple[Any, pathlib.Path]:
+    def _folders_of(self, process: int) -> tuple[Any, pathlib.Path]:
         """Return the remote and the local folder of a process."""
-        name = f"process_{process}"
-        if not process:
+        if process == 0:
             return self.folder, self.workdir
+        name = f"process_{process}"
         return self.folder / name, self.workdir / name

@@ -46,10 +46,11 @@ _OF_EXPERTS = {
 def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
     """Return the devices for regions; on a CPU virtual ones, with outer devices."""
     wanted = run.regions * run.devices_per_region
-    each = wanted // max(num_processes, 1)
+    of_process = wanted // max(num_processes, 1)
     # On other platforms it only makes devices for the outer state.
     with contextlib.suppress(RuntimeError):  # JAX has started: use its devices.
-        cc.use_cpu_devices(max(each, run.devices) + run.outer_channels)
+        cc.use_cpu_devices(max(of_process, run.devices) + run.outer_channels)
+
     if jax.process_count() > 1:
         return _shared_devices(run, wanted)
     devices = jax.devices()
@@ -57,12 +58,12 @@ def use_devices(run: RunConfig, num_processes: int) -> list[Any]:
     there = wanted if is_cpu else len(devices)
     if run.devices > there:
         virtual = (
-            "regions * stages * data_axis * expert_axis * sequence_axis * model_axis "
-            "virtual"
+            " (regions * stages * data_axis * expert_axis * sequence_axis * model_axis "
+            "virtual ones)"
         )
         raise ValueError(
             f"devices={run.devices} asks for more than there are: {there}"
-            f"{f' ({virtual} ones)' if is_cpu else ''}"
+            f"{virtual if is_cpu else ''}"
         )
     return devices[: run.devices or there]
 
@@ -76,17 +77,23 @@ def _shared_devices(run: RunConfig, wanted: int) -> list[Any]:
             "the regions out; leave it out"
         )
     check_shares(run.regions, count, run.devices_per_region)
+
     there = jax.local_device_count()
-    members = max(count // run.regions, 1)
-    own = run.devices_per_region // members
+    processes_per_region = max(count // run.regions, 1)
+    of_region = run.devices_per_region // processes_per_region  # In one process.
     most = max(run.regions // count, 1)
-    fitting = [n for n in range(1, most + 1) if most % n == 0 and n * own <= there]
+    fitting = [
+        num_regions
+        for num_regions in range(1, most + 1)
+        if most % num_regions == 0 and num_regions * of_region <= there
+    ]
     if not fitting:
         raise ValueError(
-            f"one region needs {own} devices of a process, but a process has {there}; "
-            "lower stages, data_axis, expert_axis, sequence_axis or model_axis"
+            f"one region needs {of_region} devices of a process, but a process has "
+            f"{there}; lower stages, data_axis, expert_axis, sequence_axis or "
+            "model_axis"
         )
-    return inner_devices(fitting[-1] * own)
+    return inner_devices(fitting[-1] * of_region)
 
 
 def mesh_of(run: RunConfig, devices: list[Any] | None = None) -> Mesh:
@@ -111,6 +118,7 @@ def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
                 f"{name}={value} has no meaning for a model without experts; leave it "
                 "out, or use num_experts=8"
             )
+
     models.check_divisible(
         model,
         run.data_axis,
@@ -135,6 +143,7 @@ def init_params(
     if run.init_from:
         params = models.hugging_face.read(run.init_from, model)
         return models.lora.adapted(params, model, key)
+
     params = models.init_params(model, key)
     subspace = losses.subspace_of(run, model)
     return params if subspace is None else models.confine(params, subspace)
@@ -142,13 +151,23 @@ def init_params(
 
 def program_key(config: TrainConfig) -> tuple:
     """Return a key that is equal for runs that can share a compiled program."""
-    run, regions = config.run, config.run.unequal(config.data.batch_per_region)
+    run = config.run
     return (
-        config.method, config.optimizer, regions, config.data.sequence_length,
-        run.transport, run.steps, run.how_mapped, run.optimizer_memory,
-        run.step_seconds, run.accumulate_steps, run.microbatches, run.random_routing,
-        run.stage_subspace, run.stage_compress,
-    )  # fmt: skip
+        config.method,
+        config.optimizer,
+        config.data.sequence_length,
+        run.unequal(config.data.batch_per_region),
+        run.transport,
+        run.steps,
+        run.how_mapped,
+        run.optimizer_memory,
+        run.step_seconds,
+        run.accumulate_steps,
+        run.microbatches,
+        run.random_routing,
+        run.stage_subspace,
+        run.stage_compress,
+    )
 
 
 def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
@@ -161,6 +180,7 @@ def own_part(config: TrainConfig, place: Place | None) -> RunConfig:
             "random_routing=True hands activations on to other regions, which "
             "exchange='elastic' does not; leave it out"
         )
+
     transport = dataclasses.replace(run.transport, place=place)
     transport.own(run.unequal(config.data.batch_per_region), config.method.build())
     return dataclasses.replace(run, regions=1, step_times="", batch_sizes="")
@@ -193,6 +213,7 @@ def training_parts(
         optimizer = models.confined(optimizer, subspace)
     if model.num_experts:
         optimizer = models.experts.counting(optimizer)
+
     user_inputs = cc.UserInputs(
         inner.learning_rate(steps, method),
         adam_second_moment(inner.second_moment_decay(method)),
@@ -224,12 +245,15 @@ def _program(
         lambda key: models.init_params(model, key), jax.random.key(0)
     )
     method = config.method.build()
-    layout, device = losses.layout(config.run, mesh), mesh.devices.flat[0]
-    model = losses.with_kernels(config, model, method, device, layout is not None)
+    layout = losses.layout(config.run, mesh)
+    model = losses.with_kernels(
+        config, model, method, mesh.devices.flat[0], layout is not None
+    )
     subspace = losses.subspace_of(config.run, model)
     optimizer, user_inputs = training_parts(
         model, method, config.optimizer, config.run.steps, layout, subspace
     )
+
     return cc.RegionProgram(
         losses.make(own_part(config, place), model, method, mesh),
         optimizer,
@@ -260,7 +284,9 @@ def say_if_uneven(config: TrainConfig, program: cc.RegionProgram) -> None:
     sizes = program.fragments.num_params
     if max(sizes) <= 2 * min(sizes) or jax.process_index():
         return
-    method, preset = config.method, PRESETS.get(config.preset)
+
+    method = config.method
+    preset = PRESETS.get(config.preset)
     strategy = method.values.get("fragment_strategy")
     if strategy not in ("strided", "sequential"):
         return
@@ -286,24 +312,29 @@ def open_for(
     place: Place | None = None,
 ) -> TextData:
     """Open the corpus for the regions of this process; process 0 prepares it."""
-    regions, own = config.run.regions, None
+    own_regions = None  # All.
     if place is not None:
-        own = [place.region]
+        own_regions = [place.region]
     elif jax.process_count() > 1:
-        size = regions // mesh.shape[REGION]
-        rows = [{d.process_index for d in row.flat} for row in mesh.devices]
-        own = [
-            row * size + i
-            for row, processes in enumerate(rows)
-            if jax.process_index() in processes
-            for i in range(size)
-        ]
+        own_regions = _regions_of_process(config.run.regions, mesh)
+
     if jax.process_index() > 0:
         gather("process 0 has prepared it")
-    text = open_text(config.data, regions, own)
+    text = open_text(config.data, config.run.regions, own_regions)
     if jax.process_index() == 0:
         gather("process 0 has prepared it")
     return text
+
+
+def _regions_of_process(num_regions: int, mesh: Mesh) -> list[int]:
+    """Return the regions that have devices of this process."""
+    block = num_regions // mesh.shape[REGION]
+    regions = []
+    for row, devices in enumerate(mesh.devices):
+        processes = {device.process_index for device in devices.flat}
+        if jax.process_index() in processes:
+            regions += range(row * block, (row + 1) * block)
+    return regions
 
 
 def build_evaluate(

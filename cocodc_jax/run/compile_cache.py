@@ -36,6 +36,7 @@ def keep_programs() -> pathlib.Path | None:
         _forget_unused(folder)
     except (OSError, ValueError):  # Not writable, another user's, or nowhere.
         return None
+
     os.environ[DIR] = str(folder)
     os.environ.setdefault(MIN_TIME, str(_MIN_COMPILE_S))
     if jax is not None:  # Imported: it has read its environment.
@@ -60,6 +61,6 @@ def _forget_unused(folder: pathlib.Path) -> None:
     limit_s = time.time() - _KEPT_S
     for path in folder.iterdir():
         with contextlib.suppress(OSError):  # Removed by another command.
-            found = path.stat()
-            if max(found.st_atime, found.st_mtime) < limit_s:
+            times = path.stat()
+            if max(times.st_atime, times.st_mtime) < limit_s:
                 path.unlink()

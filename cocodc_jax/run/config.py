@@ -51,31 +51,37 @@ class TrainConfig:
                 f"lora_rank={self.model.lora_rank} adapts a model that is there "
                 "already; name its folder: init_from"
             )
+        self._check_batch()
+
+    def _check_batch(self) -> None:
+        """Refuse a batch that devices cannot share out."""
+        run = self.run
         batch = self.data.batch_per_region
-        if any(batch % n for n in self.run.unequal(batch).batch_sizes):
+        if any(batch % size for size in run.unequal(batch).batch_sizes):
             raise ValueError(
-                f"batch_sizes={self.run.batch_sizes} must be divisors of "
-                f"batch_per_region={batch}"
+                f"batch_sizes={run.batch_sizes} must be divisors of batch_per_region="
+                f"{batch}"
             )
-        size = self.run.expert_axis
-        experts = f" * expert_axis={size}" if size > 1 else ""
-        if batch % self.run.devices_per_batch:
+
+        experts = f" * expert_axis={run.expert_axis}" if run.expert_axis > 1 else ""
+        if batch % run.devices_per_batch:
             raise ValueError(
-                f"batch_per_region={batch} must be a multiple of "
-                f"data_axis={self.run.data_axis}{experts}, which shares it out"
+                f"batch_per_region={batch} must be a multiple of data_axis="
+                f"{run.data_axis}{experts}, which shares it out"
             )
-        if self.data.sequence_length % self.run.sequence_axis:
+        if self.data.sequence_length % run.sequence_axis:
             raise ValueError(
                 f"sequence_length={self.data.sequence_length} must be a multiple of "
-                f"sequence_axis={self.run.sequence_axis}, which shares it out"
+                f"sequence_axis={run.sequence_axis}, which shares it out"
             )
-        own = batch // self.run.devices_per_batch
-        if own % self.run.accumulate_steps:
-            parts = [n for n in range(1, own + 1) if own % n == 0]
+
+        of_device = batch // run.devices_per_batch
+        if of_device % run.accumulate_steps:
+            divisors = [n for n in range(1, of_device + 1) if of_device % n == 0]
             raise ValueError(
-                f"accumulate_steps={self.run.accumulate_steps} does not divide the "
-                f"{own} sequences of a device (batch_per_region={batch} / data_axis="
-                f"{self.run.data_axis}{experts}); use one of {parts}"
+                f"accumulate_steps={run.accumulate_steps} does not divide the "
+                f"{of_device} sequences of a device (batch_per_region={batch} / "
+                f"data_axis={run.data_axis}{experts}); use one of {divisors}"
             )
 
     @property
@@ -93,6 +99,7 @@ class TrainConfig:
             sections.setdefault(LEAVES[name].section, {})[name] = value
         if "seed" in leaves:
             sections.setdefault("data", {})["seed"] = leaves["seed"]
+
         changed: dict[str, Any] = {}
         if "method" in sections:
             changed["method"] = self.method.replace(**sections.pop("method"))
@@ -136,9 +143,13 @@ class TrainConfig:
 
     def changes(self, other: Self) -> dict[str, tuple[Any, Any]]:
         """Return the values of both, by name, where two configurations differ."""
-        mine, theirs = flat(self.to_json()), flat(other.to_json())
-        pairs = {n: (mine.get(n), theirs.get(n)) for n in mine | theirs}
-        return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
+        mine = flat(self.to_json())
+        theirs = flat(other.to_json())
+        return {
+            name: (mine.get(name), theirs.get(name))
+            for name in mine | theirs
+            if mine.get(name) != theirs.get(name)
+        }
 
     def differences(self, other: Self) -> str:
         """Describe differences to `other`, as `name: mine, not theirs`."""
@@ -153,10 +164,10 @@ def kind_of(name: str) -> Kind:
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of all sections of a configuration in plain values."""
-    flat: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in config.items():
-        flat |= value if isinstance(value, dict) else {name: value}
-    return flat
+        fields |= value if isinstance(value, dict) else {name: value}
+    return fields
 
 
 SECTIONS: dict[str, Any] = {
@@ -172,11 +183,14 @@ def _leaves() -> dict[str, Leaf]:
     leaves: dict[str, Leaf] = {}
     for section, cls in SECTIONS.items():
         kind = Kind.MODEL if cls is TransformerConfig else Kind.COMPUTED
-        found = leaves_of(section, cls, DERIVED.get(section, ()), kind)
-        found |= ARGUMENTS if cls is MethodConfig else {}
-        if twice := sorted(leaves.keys() & found.keys()):
+        of_section = leaves_of(section, cls, DERIVED.get(section, ()), kind)
+        if cls is MethodConfig:
+            of_section |= ARGUMENTS
+
+        twice = sorted(leaves.keys() & of_section.keys())
+        if twice:
             raise ValueError(f"two sections have a field {twice[0]!r}")
-        leaves |= found
+        leaves |= of_section
     return leaves
 
 
@@ -188,10 +202,13 @@ def _from_dict(name: str, cls: Any, value: Any) -> Any:
         raise ValueError(f"section {name!r} is {value!r}; it must be a table")
     if cls is MethodConfig:
         return MethodConfig.from_json(value)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    needed = {n for n, field in fields.items() if field.default is dataclasses.MISSING}
-    if odd := sorted((set(value) - set(fields)) | (needed - set(value))):
-        raise ValueError(f"section {name!r} has missing or unknown fields: {odd}")
+
+    fields = dataclasses.fields(cls)
+    names = {field.name for field in fields}
+    needed = {field.name for field in fields if field.default is dataclasses.MISSING}
+    wrong = sorted((value.keys() - names) | (needed - value.keys()))
+    if wrong:
+        raise ValueError(f"section {name!r} has missing or unknown fields: {wrong}")
     return cls(**value)
 
 

@@ -26,7 +26,10 @@ def _compensates(config: TrainConfig) -> bool:
 RULES = (
     Rule(
         (
-            "balance_loss", "router_z_loss", "experts_per_token", "expert_dispatch",
+            "balance_loss",
+            "router_z_loss",
+            "experts_per_token",
+            "expert_dispatch",
             "moe_every",
         ),
         lambda config: config.model.num_experts > 0,
@@ -48,42 +51,44 @@ RULES = (
         "with one stage, which passes activations to no other; leave it out, or add "
         "--stages=2",
     ),
-)  # fmt: skip
+)
 # Of runs whose number of processes is known: it is passed in place of a configuration.
 OF_PROCESSES = ("heartbeat_timeout_s", "start_timeout_s")
 
 
-def check(given: Mapping[str, Any], configs: Sequence[TrainConfig]) -> None:
+def check(arguments: Mapping[str, Any], configs: Sequence[TrainConfig]) -> None:
     """Refuse a flag that has an effect in none of the runs.
 
     Args:
-      given: the flags that the user gave, with their values.
+      arguments: values of the flags on the command line.
       configs: of the runs.
 
     Raises:
       ValueError: naming the flag, its value and what would be right.
     """
     for rule in RULES:
-        names = [name for name in rule.names if name in given]
+        names = [name for name in rule.names if name in arguments]
         if names and not any(rule.has_effect(config) for config in configs):
-            raise ValueError(_refusal(names[0], given[names[0]], rule.repair))
+            raise ValueError(_refusal(names[0], arguments[names[0]], rule.repair))
 
 
 def check_processes(
-    given: Mapping[str, Any], configs: Iterable[TrainConfig], num_processes: int
+    arguments: Mapping[str, Any], configs: Iterable[TrainConfig], num_processes: int
 ) -> None:
     """Refuse a flag that has no effect with so many processes; see `check`."""
     if num_processes != 1:  # 0 asks the cluster.
         return
     for name in OF_PROCESSES:
-        if name in given:
+        if name in arguments:
             repair = "with one process, which waits for no other; leave it out"
-            raise ValueError(_refusal(name, given[name], repair))
-    crosses = (config.run.exchange == "outer" for config in configs)
-    if "all_reduce" in given and not any(crosses):
-        repair = "where messages cross in the program; leave it out, or add "
-        repair += "--exchange=outer"
-        raise ValueError(_refusal("all_reduce", given["all_reduce"], repair))
+            raise ValueError(_refusal(name, arguments[name], repair))
+
+    is_any_outer = any(config.run.exchange == "outer" for config in configs)
+    if "all_reduce" in arguments and not is_any_outer:
+        repair = (
+            "where messages cross in the program; leave it out, or add --exchange=outer"
+        )
+        raise ValueError(_refusal("all_reduce", arguments["all_reduce"], repair))
 
 
 def _refusal(name: str, value: Any, repair: str) -> str:

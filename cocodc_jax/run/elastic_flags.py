@@ -63,8 +63,9 @@ class ElasticFlags:
 
     def __post_init__(self):
         for name in ("beat_s", "grace_s", "start_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+            seconds = getattr(self, name)
+            if not 0 < seconds < float("inf"):
+                raise ValueError(f"{name}={seconds} must be above 0")
         check_least(self, 1, "max_behind_syncs")
         check_choices(self, on_fault=ON_FAULT)
         if not 3 * self.beat_s <= self.dead_after_s < float("inf"):
@@ -89,17 +90,27 @@ class ElasticFlags:
             )
         if not self.key_file:
             raise ValueError("exchange='elastic' needs key_file; see --help=all")
+
+        addresses = [address.strip() for address in self.region_addresses.split(",")]
+        timing = Timing(
+            beat_s=self.beat_s,
+            dead_after_s=self.dead_after_s,
+            grace_s=self.grace_s,
+            start_s=self.start_s,
+            quorum=self.quorum_regions,
+            max_behind=self.max_behind_syncs,
+        )
         place = Place(
-            self.region_id,
-            tuple(filter(None, map(str.strip, self.region_addresses.split(",")))),
-            read_key(self.key_file),
-            Timing(
-                self.beat_s, self.dead_after_s, self.grace_s, self.start_s,
-                self.quorum_regions, self.max_behind_syncs,
-            ),
-            self.min_regions, self.late_mean, self.late_message,
-            self.via, regions if self.via else 0,
-        )  # fmt: skip
+            region=self.region_id,
+            addresses=tuple(address for address in addresses if address),
+            key=read_key(self.key_file),
+            timing=timing,
+            min_regions=self.min_regions,
+            late_mean=self.late_mean,
+            late_message=self.late_message,
+            via=self.via,
+            regions=regions if self.via else 0,
+        )
         if self.via:
             reach(self.via)
         return place

@@ -37,7 +37,8 @@ class FaultWatch:
         least_s: float,
         observe: Callable[[bool, Finding, str], None] = lambda *_: None,
     ):
-        self._path, self._on_fault = folder / FAULTS_FILE, on_fault
+        self._path = folder / FAULTS_FILE
+        self._on_fault = on_fault
         self._observe = observe
         self._messages = Messages(least=least_s)
         self._steps = Regions(floor=_STEP_FLOOR, against_others=True)
@@ -49,40 +50,45 @@ class FaultWatch:
     def __call__(self, measured: Measured, present: Sequence[int]) -> Faulty:
         """Add one sync; see `elastic.link.Watch`."""
         self._last = measured.sync
-        found = self._messages.observe(np.array(measured.seconds))
-        found += self._steps.observe(np.array(measured.step_s))
         self._seen |= set(present)
-        found = [x for x in found if set(x.where) <= set(present)]
-        found += [
-            Finding("gone", (r,), np.inf, 0.0, np.inf)
-            for r in sorted(self._seen - set(present))
+
+        findings = [
+            *self._messages.observe(np.array(measured.seconds)),
+            *self._steps.observe(np.array(measured.step_s)),
         ]
-        named: dict[tuple, Finding] = {(x.kind, x.where): x for x in found}
-        self._tell_changes(self._named, named)
+        findings = [x for x in findings if set(x.where) <= set(present)]
+        findings += [
+            Finding("gone", (region,), np.inf, 0.0, np.inf)
+            for region in sorted(self._seen - set(present))
+        ]
+        named: dict[tuple, Finding] = {(x.kind, x.where): x for x in findings}
+        self._report_changes(self._named, named)
         self._named = named
-        shunned = {where[0] for kind, where in named if kind in _OF_A_REGION}
-        detours = {where for kind, where in named if kind == "link"}
-        return (
-            frozenset(shunned if self._on_fault == "exclude" else ()),
-            frozenset(detours if self._on_fault == "route" else ()),
-        )
+
+        excluded: frozenset[int] = frozenset()
+        detours: frozenset[tuple[int, int]] = frozenset()
+        if self._on_fault == "exclude":
+            excluded = frozenset(w[0] for kind, w in named if kind in _OF_A_REGION)
+        if self._on_fault == "route":
+            detours = frozenset(where for kind, where in named if kind == "link")
+        return excluded, detours
 
     def silent(self, silences: Mapping[int, Silence]) -> None:
         """Add which regions are silent; see `elastic.link.Watch`."""
-        found = {}
+        silent = {}
         for region, (seconds, usual) in silences.items():
             ratio = seconds / usual if usual else np.inf
-            found[region] = Finding("silent", (region,), seconds, usual, ratio)
-        self._tell_changes(self._silent, found)
-        self._silent = found
+            silent[region] = Finding("silent", (region,), seconds, usual, ratio)
+        self._report_changes(self._silent, silent)
+        self._silent = silent
 
-    def _tell_changes(self, before: dict, now: dict) -> None:
+    def _report_changes(self, before: dict, now: dict) -> None:
         for key in sorted(now.keys() - before.keys()):
-            self._tell("begins", now[key])
+            self._report("begins", now[key])
         for key in sorted(before.keys() - now.keys()):
-            self._tell("ends", before[key])
+            self._report("ends", before[key])
 
-    def _tell(self, what: str, finding: Finding) -> None:
+    def _report(self, what: str, finding: Finding) -> None:
         units = {"slow": "s a step", "silent": "s"}
         text = finding.explain(unit=units.get(finding.kind, "s a message"))
         fragment, start_step = self._last

@@ -5,91 +5,74 @@ absl's own parsers say "invalid literal for int() with base 10" of `--steps=ten`
 """
 
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from absl import flags
 
 from cocodc_jax.fields import COUNT_OR_WORD
-from cocodc_jax.paths import NoHomeError, without_tilde
+from cocodc_jax.paths import without_tilde
+
+Bounds = tuple[float | None, float | None]
 
 
-class _WholeNumber(flags.IntegerParser):
-    """Parses whole numbers within bounds."""
+def _count_or_word(argument: int | str) -> int | str:
+    """Read a whole number, or a word, which the configuration checks."""
+    text = str(argument)
+    return int(text) if text.lstrip("-").isdecimal() else text
 
-    def parse(self, argument: int | str) -> int:
+
+def _paths(argument: str | pathlib.Path) -> str:
+    """Read a path, or several with commas between them, whose ~ is a home folder."""
+    return ",".join(without_tilde(part) for part in str(argument).split(","))
+
+
+# How a value of each type is read, and what an error says that it must be.
+_TYPES: dict[Any, tuple[Callable[[Any], Any], str]] = {
+    int: (flags.IntegerParser().convert, "a whole number"),
+    float: (flags.FloatParser().convert, "a number"),
+    bool: (flags.BooleanParser().parse, "true or false"),
+    str: (str, "text"),
+    COUNT_OR_WORD: (_count_or_word, "a whole number or a word"),
+    pathlib.Path: (_paths, "a path without ~, as its home folder is not known"),
+}
+
+
+class Parser(flags.ArgumentParser):
+    """Reads the values of a flag.
+
+    Attributes:
+      kind: the type of the values, see `define`.
+      enum_values: all that they may be; empty for any.
+    """
+
+    def __init__(self, kind: Any, bounds: Bounds, words: tuple[str, ...]):
+        self.kind = kind
+        self.enum_values = words
+        self._bounds = bounds
+
+    def parse(self, argument: Any) -> Any:
+        """Return a value; absl puts the name of the flag before an error's text."""
+        read, rule = _TYPES[self.kind]
         try:
-            number = self.convert(argument)
+            value = read(argument)
         except (ValueError, TypeError):
-            raise ValueError("must be a whole number") from None
-        _check_bounds(self, number)
-        return number
+            raise ValueError(f"must be {rule}") from None
 
-
-class _Number(flags.FloatParser):
-    """Parses numbers within bounds."""
-
-    def parse(self, argument: float | str) -> float:
-        try:
-            number = self.convert(argument)
-        except (ValueError, TypeError):
-            raise ValueError("must be a number") from None
-        _check_bounds(self, number)
-        return number
-
-
-class _TrueOrFalse(flags.BooleanParser):
-    """Parses true and false."""
-
-    def parse(self, argument: bool | int | str) -> bool:
-        try:
-            return super().parse(argument)
-        except (ValueError, TypeError):
-            raise ValueError("must be true or false") from None
-
-
-class _Word(flags.EnumParser):
-    """Parses one of a few words."""
-
-    def parse(self, argument: str) -> str:
-        if argument not in self.enum_values:
+        if self.enum_values and value not in self.enum_values:
             raise ValueError(f"must be one of {', '.join(self.enum_values)}")
-        return argument
+        least, most = self._bounds
+        if (least is not None and value < least) or (most is not None and value > most):
+            raise ValueError(f"must be {_range(least, most)}")
+        return value
 
 
-class _CountOrWord(flags.ArgumentParser):
-    """Parses whole numbers; the configuration validates words."""
-
-    syntactic_help = "a whole number or a word"
-
-    def parse(self, argument: int | str) -> int | str:
-        text = str(argument)
-        return int(text) if text.lstrip("-").isdecimal() else text
-
-
-class _Path(flags.ArgumentParser):
-    """Parses a path, or several with commas between them, whose ~ is a home folder."""
-
-    syntactic_help = "a path"
-
-    def parse(self, argument: str | pathlib.Path) -> str:
-        parts = str(argument).split(",")
-        try:
-            return ",".join(without_tilde(part) for part in parts)
-        except NoHomeError:
-            why = "its home folder is not known"
-            raise ValueError(f"must be a path without ~, as {why}") from None
-
-
-def _check_bounds(parser: Any, number: float) -> None:
-    low, high = parser.lower_bound, parser.upper_bound
-    if not parser.is_outside_bounds(number):
-        return
-    if low is None:
-        raise ValueError(f"must be at most {high}")
-    if high is None:
-        raise ValueError(f"must be at least {low}")
-    raise ValueError(f"must be from {low} to {high}")
+def _range(least: float | None, most: float | None) -> str:
+    if least is None:
+        return f"at most {most}"
+    if most is None:
+        return f"at least {least}"
+    return f"from {least} to {most}"
 
 
 def define(
@@ -98,7 +81,8 @@ def define(
     default: Any,
     text: str,
     flag_values: flags.FlagValues,
-    bounds: tuple[float | None, float | None] = (None, None),
+    bounds: Bounds = (None, None),
+    words: Collection[str] = (),
     **settings: Any,
 ) -> None:
     """Define a flag.
@@ -111,26 +95,19 @@ def define(
       text: its help.
       flag_values: to define it in.
       bounds: least and greatest value of a number; None is unbounded.
-      settings: of the flag, such as allow_override.
+      words: all that a str may be; empty for any.
+      **settings: of the flag, such as allow_override.
     """
     if kind is list:
         flags.DEFINE_list(name, default, text, flag_values=flag_values, **settings)
         return
+
+    parser = Parser(kind, bounds, tuple(words))
     if kind is bool:
-        flag = flags.BooleanFlag(name, default, text, **settings)
-        flag.parser = _TrueOrFalse()
+        flag = flags.BooleanFlag(name, default, text, **settings)  # Takes --noNAME.
+        flag.parser = parser
         flags.DEFINE_flag(flag, flag_values=flag_values)
         return
-    if kind is int:
-        parser: flags.ArgumentParser = _WholeNumber(*bounds)  # pyright: ignore
-    elif kind is float:
-        parser = _Number(*bounds)
-    elif kind is pathlib.Path:
-        parser = _Path()
-    elif kind == COUNT_OR_WORD:
-        parser = _CountOrWord()
-    else:
-        parser = flags.ArgumentParser()
     flags.DEFINE(
         parser,
         name,
@@ -140,22 +117,4 @@ def define(
         # Without one absl cannot write the flag as it was given.
         serializer=flags.ArgumentSerializer(),
         **settings,
-    )
-
-
-def define_words(
-    words: Iterable[str],
-    name: str,
-    default: str | None,
-    text: str,
-    flag_values: flags.FlagValues,
-) -> None:
-    """Define a flag whose value is one of a few words."""
-    flags.DEFINE(
-        _Word(words),
-        name,
-        default,
-        text,
-        flag_values=flag_values,
-        serializer=flags.ArgumentSerializer(),
     )

@@ -5,24 +5,25 @@ the flags that were given; it is rebuilt from them, so its own checks always run
 """
 
 import contextlib
+import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from cocodc_jax import methods as all_methods
 from cocodc_jax._extras import MissingExtraError, extra
 from cocodc_jax.fields import leaves_of
 from cocodc_jax.methods import METHODS
-from cocodc_jax.methods import get as get_method
-from cocodc_jax.run import effects, flag_types, optimizer_config
+from cocodc_jax.run import effects, flag_types, method_config, optimizer_config
 from cocodc_jax.run.compile_cache import keep_programs
-from cocodc_jax.run.config import LEAVES, TrainConfig
+from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig
 from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
-from cocodc_jax.run.leaf_help import by_use, run_sections
+from cocodc_jax.run.help import Option, Sections, by_use, options, render
 from cocodc_jax.run.messages import STOPPED as STOPPED
 from cocodc_jax.run.messages import USAGE_ERROR as USAGE_ERROR
-from cocodc_jax.run.messages import as_a_command, options, refuse, render, say_once
-from cocodc_jax.run.method_config import ARGUMENTS, check_taken
+from cocodc_jax.run.messages import as_a_command, refuse, say_once
+from cocodc_jax.run.method_config import ARGUMENTS
 from cocodc_jax.run.presets import PRESETS, with_warmup
 from cocodc_jax.run.processes import Processes
 
@@ -42,18 +43,18 @@ FLAGS = flags.FLAGS
 
 
 def define_one(kind: Any, name: str, default: Any, text: str, **settings: Any) -> None:
-    """Define one more flag of the program."""
+    """Define one more flag of the program, see `flag_types.define`."""
     flag_types.define(kind, name, default, text, FLAGS, **settings)
     # `--help` shows the key flags of the program.
     FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
 
 
-def define(without: Sequence[str] = (), workdir: str = RUN_FOLDER) -> None:
+def define(without: Collection[str] = (), workdir: str = RUN_FOLDER) -> None:
     """Define `--preset`, `--workdir` and a flag for every leaf."""
-    presets = ", ".join(PRESETS)
-    define_one(str, "preset", "tiny", f"Named configuration: {presets}.")
+    define_one(str, "preset", "tiny", f"Named configuration: {', '.join(PRESETS)}.")
     define_one(pathlib.Path, "workdir", None, workdir)
-    define_fields(Processes, is_unset=True)
+    for name, leaf in PROCESSES.items():
+        define_one(leaf.flag_type, name, None, leaf.help)
     for name, leaf in ELASTIC.items():
         default = getattr(NOT_ELASTIC, name)
         text = f"With exchange=elastic: {leaf.help} Default: {default!r}."
@@ -63,11 +64,10 @@ def define(without: Sequence[str] = (), workdir: str = RUN_FOLDER) -> None:
             define_one(leaf.flag_type, name, None, leaf.help)
 
 
-def define_fields(settings: type, is_unset: bool = False) -> None:
+def define_fields(settings: type) -> None:
     """Define a flag for each field of a dataclass outside of the configuration."""
     for name, leaf in leaves_of("", settings).items():
-        default = None if is_unset else getattr(settings, name)
-        define_one(leaf.flag_type, name, default, leaf.help)
+        define_one(leaf.flag_type, name, getattr(settings, name), leaf.help)
 
 
 def read(settings: type[T]) -> T:
@@ -80,6 +80,16 @@ def given(name: str) -> bool:
     return name in FLAGS and bool(FLAGS[name].present)
 
 
+def value(name: str) -> Any:
+    """Return the flag's value."""
+    return FLAGS[name].value
+
+
+def _values_given(names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of those flags that are on the command line."""
+    return {name: value(name) for name in names if given(name)}
+
+
 def check_not_given(before: Sequence[str], nowhere: Sequence[str] = ()) -> None:
     """Refuse training flags that the program that starts the training sets itself."""
     for name in (*before, *nowhere):
@@ -90,34 +100,30 @@ def check_not_given(before: Sequence[str], nowhere: Sequence[str] = ()) -> None:
             )
 
 
-def value(name: str) -> Any:
-    """Return the flag's value."""
-    return FLAGS[name].value
-
-
 def processes() -> Processes:
     """Return which processes take part: the flags, over what a launcher has set."""
-    told = {name: value(name) for name in PROCESSES if given(name)}
+    settings = _values_given(PROCESSES)
     if given("region_id"):
-        return Processes(**told)  # A separate job, whatever its launcher has set.
-    return Processes.from_environment(**told)
+        return Processes(**settings)  # A separate job, whatever its launcher has set.
+    return Processes.from_environment(**settings)
 
 
 def check_processes(configs: Iterable[TrainConfig], num_processes: int) -> None:
     """Refuse a flag that has no effect in runs of so many processes."""
-    names = [name for name in PROCESSES if given(name)]
-    flags_given = _given_leaves(()) | {name: value(name) for name in names}
-    effects.check_processes(flags_given, configs, num_processes)
+    effects.check_processes(
+        _values_given((*LEAVES, *PROCESSES)), configs, num_processes
+    )
 
 
 def check_one_process() -> None:
     """Refuse flags or a launcher of several processes, and of an elastic region."""
-    if told := [name for name in ELASTIC if given(name)]:
+    for name, setting in _values_given(ELASTIC).items():
         raise ValueError(
-            f"{told[0]}={value(told[0])} is of one elastic region, and this program "
-            "trains all regions; leave it out, or use experiments.train"
+            f"{name}={setting} is of one elastic region, and this program trains all "
+            "regions; leave it out, or use experiments.train"
         )
-    if (count := processes().num_processes) != 1:
+    count = processes().num_processes
+    if count != 1:
         raise ValueError(
             f"num_processes={count} is not possible: this program is one process; "
             "leave it out, or use experiments.train"
@@ -126,47 +132,57 @@ def check_one_process() -> None:
 
 def elastic() -> ElasticFlags:
     """Return the flags of elastic regions."""
-    return ElasticFlags(**{name: value(name) for name in ELASTIC if given(name)})
+    return ElasticFlags(**_values_given(ELASTIC))
 
 
 def config(
-    without: Sequence[str] = (), methods: Iterable[str] | None = None, **own: Any
+    without: Collection[str] = (),
+    methods: Iterable[str] | None = None,
+    **replaced: Any,
 ) -> TrainConfig:
-    """Return the preset with the flags given."""
-    if value("preset") not in PRESETS:
-        raise ValueError(
-            f"preset={value('preset')!r} is unknown; use one of {sorted(PRESETS)}"
-        )
-    base = PRESETS[value("preset")]
-    leaves = with_warmup(base, _given_leaves(without) | own)
+    """Return the preset with the flags given.
+
+    Args:
+      without: leaves that are not taken from flags.
+      methods: of a program that trains several; arguments then hold for those that take
+        them.
+      **replaced: leaves that the program sets itself.
+    """
+    name = value("preset")
+    if name not in PRESETS:
+        raise ValueError(f"preset={name!r} is unknown; use one of {sorted(PRESETS)}")
+    preset = PRESETS[name]
+    leaves = _values_given(leaf for leaf in LEAVES if leaf not in without)
+    leaves = with_warmup(preset, leaves | replaced)
+
     if methods is None:
-        found = base.replace(**leaves)
-        check_optimizers([found])
-        return found
+        complete = preset.replace(**leaves)
+        check_optimizers([complete])
+        return complete
+
     check_methods(methods)
-    where = {name: leaves.pop(name) for name in ARGUMENTS if name in leaves}
-    return base.where(**where).replace(**leaves)
+    arguments = {leaf: leaves.pop(leaf) for leaf in ARGUMENTS if leaf in leaves}
+    return preset.where(**arguments).replace(**leaves)
 
 
 def check_methods(methods: Iterable[str]) -> None:
     """Refuse a flag that is an argument of other methods only."""
-    check_taken(_given_leaves(tuple(LEAVES.keys() - ARGUMENTS.keys())), methods)
+    method_config.check_taken(_values_given(ARGUMENTS), methods)
 
 
 def check_optimizers(configs: Iterable[TrainConfig]) -> None:
     """Refuse a flag that no inner optimizer of the runs uses, or without an effect."""
     configs = list(configs)
-    effects.check(_given_leaves(()), configs)
-    pairs = [(c.optimizer, get_method(c.method.method)) for c in configs]
-    optimizer_config.check_taken(
-        _given_leaves(()),
-        (optimizer.name(method) for optimizer, method in pairs),
-        any(method.inner.steps_by_sign for _, method in pairs),
-    )
+    leaves = _values_given(LEAVES)
+    effects.check(leaves, configs)
 
-
-def _given_leaves(without: Sequence[str]) -> dict[str, Any]:
-    return {n: value(n) for n in LEAVES if n not in without and given(n)}
+    methods = [all_methods.get(config.method.method) for config in configs]
+    optimizers = [
+        config.optimizer.name(method)
+        for config, method in zip(configs, methods, strict=True)
+    ]
+    steps_by_sign = any(method.inner.steps_by_sign for method in methods)
+    optimizer_config.check_taken(leaves, optimizers, steps_by_sign)
 
 
 def run_main(main: Callable[[], int | None], doc: str = "") -> None:
@@ -192,29 +208,69 @@ def run_main(main: Callable[[], int | None], doc: str = "") -> None:
 
 def help_of(doc: str, is_full: bool = False) -> str:
     """Return the text of `--help`, with the values that hold given the other flags."""
-    own = [f.name for f in FLAGS.get_key_flags_for_module(sys.argv[0])]
-    sections: dict[str, Any] = {"Flags": options(FLAGS, filter(_is_own, own))}
+    names = [flag.name for flag in FLAGS.get_key_flags_for_module(sys.argv[0])]
+    sections: dict[str, Iterable[Option | str]] = {
+        "Flags": options(FLAGS, filter(_is_of_program, names))
+    }
     if "preset" not in FLAGS:
         return render(doc, sections)
+
     sections["Several processes"] = options(FLAGS, PROCESSES)
     sections["Elastic regions"] = options(FLAGS, ELASTIC)
-    names = [name for name in LEAVES if name in FLAGS and not _is_own(name)]
-    without = tuple(LEAVES.keys() - set(names))
-    if "method" in names:
-        found = config(without)
-        methods = [found.method.method]
-    else:
-        found, methods = config(without, METHODS), list(METHODS)
-    sections |= run_sections(found, names, methods)
-    chosen = ("Method:",) if "method" in names and given("method") else ()
-    return render(doc, by_use(sections, ("",) if is_full else chosen))
+    leaves = [name for name in LEAVES if name in FLAGS and not _is_of_program(name)]
+    sections |= _run_sections(leaves)
+
+    in_full: tuple[str, ...] = ()
+    if is_full:
+        in_full = ("",)
+    elif "method" in leaves and given("method"):
+        in_full = ("Method:",)
+    return render(doc, by_use(sections, in_full))
 
 
-def _is_own(name: str) -> bool:
+def _is_of_program(name: str) -> bool:
     """Return whether a flag is the program's, such as a leaf with its own default."""
     if name in LEAVES:
         return name in FLAGS and FLAGS[name].default is not None
     return name not in PROCESSES and name not in ELASTIC
+
+
+def _run_sections(leaves: Collection[str]) -> Sections:
+    """Return leaves of a run's configuration by section, with the values they have."""
+    without = LEAVES.keys() - set(leaves)
+    if "method" in leaves:
+        complete = config(without)
+        methods = [complete.method.method]
+        arguments = complete.method.values
+    else:
+        complete = config(without, METHODS)
+        methods = list(METHODS)
+        arguments = dict(complete.method.where_taken)
+
+    taken = {name for method in methods for name in all_methods.defaults(method)}
+    sections: dict[str, list[Option | str]] = {}
+    for section, cls in SECTIONS.items():
+        names = [name for name in leaves if LEAVES[name].section == section]
+        values = dataclasses.asdict(getattr(complete, section))
+        others: list[str] = []
+        if section == "method":
+            values = {"method": complete.method.method, **arguments}
+            others = [name for name in names if name not in {"method", *taken}]
+
+        entries: list[Option | str] = [
+            Option(name, values.get(name), LEAVES[name].help, LEAVES[name].choices)
+            for name in names
+            if name not in others
+        ]
+        if others:
+            entries.append(
+                "Arguments of other methods, which --method=NAME --help explains: "
+                f"{', '.join(others)}."
+            )
+        summary = (cls.__doc__ or "").strip().splitlines()[0].rstrip(".")
+        title = f"{section.capitalize()}: {summary[:1].lower()}{summary[1:]}"
+        sections[title] = entries
+    return sections
 
 
 @contextlib.contextmanager
@@ -228,8 +284,9 @@ def usage_errors() -> Iterator[None]:
 
 def parse(argv: Sequence[str]) -> list[str]:
     """Parse a command line that has flags only; return its first word, the program."""
+    argv = ["--helpfull" if word == "--help=all" else word for word in argv]
     try:
-        words = FLAGS(["--helpfull" if word == "--help=all" else word for word in argv])
+        words = FLAGS(argv)
     except flags.Error as error:
         refuse(error, FLAGS)
     if len(words) > 1:

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import pathlib
 import tempfile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -19,6 +19,9 @@ from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE, only_writer
 from cocodc_jax.train.checkpoint import Checkpoints, steps_in
 from cocodc_jax.transforms.layers import named_leaves
 
+if TYPE_CHECKING:
+    from cocodc_jax.run.session import Session
+
 PARAMS = ("outer", "mean")
 
 
@@ -29,14 +32,17 @@ def model_of(config: TrainConfig, tokenizer: Tokenizer) -> models.TransformerCon
     if not folder:
         return model
     try:
-        found = models.hugging_face.read_config(folder)
-        rows, ends = found["vocab_size"], found.get("eos_token_id")
+        published = models.hugging_face.read_config(folder)
+
+        rows = published["vocab_size"]
         if rows < tokenizer.num_tokens:
             raise ValueError(
                 f"vocab_size is {rows} there, and tokenizer={config.data.tokenizer!r} "
                 f"has {tokenizer.num_tokens} tokens; use the model's own tokenizer"
             )
+
         # One id, or several ids that end a turn or a text.
+        ends = published.get("eos_token_id")
         ends = ends if isinstance(ends, list) else [ends]
         if ends != [None] and tokenizer.eos_id not in ends:
             raise ValueError(
@@ -44,9 +50,9 @@ def model_of(config: TrainConfig, tokenizer: Tokenizer) -> models.TransformerCon
                 f"{config.data.tokenizer!r} ends a text with {tokenizer.eos_id}; use "
                 "the model's own tokenizer"
             )
-        model = dataclasses.replace(
-            model, vocab_size=max(model.vocab_size, round_up(rows))
-        )
+
+        vocab_size = max(model.vocab_size, round_up(rows))
+        model = dataclasses.replace(model, vocab_size=vocab_size)
         models.hugging_face.check(folder, model)
     except ValueError as error:
         raise ValueError(f"init_from={folder!r}: {error}") from error
@@ -91,16 +97,8 @@ def export(
         raise ValueError(f"params={params!r} is unknown; use one of {PARAMS}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={str(out)!r} is not empty; name another folder")
-    # Elastic regions have one each.
-    paths = (x / CONFIG_FILE for x in (workdir, workdir / "region_0"))
-    if (path := next(filter(pathlib.Path.is_file, paths), None)) is None:
-        raise ValueError(f"workdir={str(workdir)!r} has no {CONFIG_FILE} of a run")
-    try:
-        config = TrainConfig.from_json(read_table(path))
-        if config.run.exchange == "elastic":
-            raise ValueError("exchange='elastic' cannot be exported")
-    except ValueError as error:
-        raise ValueError(f"workdir={str(workdir)!r} has a run: {error}") from error
+
+    config = _config_of(workdir)
     models.hugging_face.check_llama(config.model)
     if adapter and not config.model.lora_rank:
         raise ValueError(
@@ -113,6 +111,7 @@ def export(
         ensure_folder(out.parent)
     except OSError as error:
         raise OSError(f"out={str(out)!r} cannot be made: {error}") from error
+
     session = prepare(config, workdir)
     program = session.program
     with (
@@ -123,30 +122,54 @@ def export(
     assert restored is not None  # There are checkpoints.
     state, _ = restored
     take = program.outer_params if params == "outer" else program.mean_params
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".exporting-") as folder:
-        whole, taken = pathlib.Path(folder, "whole"), jax.device_get(take(state))
-        model, tokenizer = session.model, session.text.tokenizer
+    arrays = jax.device_get(take(state))
+
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".exporting-") as parent:
+        folder = pathlib.Path(parent, "complete")
         if adapter:
-            base = config.run.init_from
-            models.hugging_face.write_adapter(whole, model, taken, base)
-        else:
-            models.hugging_face.write(
-                whole,
-                model,
-                taken,
-                max_length=config.data.sequence_length,
-                eos_id=tokenizer.eos_id,
+            models.hugging_face.write_adapter(
+                folder, session.model, arrays, config.run.init_from
             )
-            for name, content in tokenizer.files().items():
-                (whole / name).write_bytes(content)
-        names = sorted(path.name for path in whole.iterdir())
-        whole.rename(out)  # Onto an empty folder, too.
-    return {
-        "step": state.step,
-        "parameters": sum(
-            x.size
-            for path, x in named_leaves(taken)
-            if models.lora.is_adapter(path) == adapter
-        ),
-        "files": names,
-    }
+        else:
+            _write_model(folder, session, arrays)
+        names = sorted(path.name for path in folder.iterdir())
+        folder.rename(out)  # Onto an empty folder, too.
+
+    num_params = sum(
+        x.size
+        for path, x in named_leaves(arrays)
+        if models.lora.is_adapter(path) == adapter
+    )
+    return {"step": state.step, "parameters": num_params, "files": names}
+
+
+def _config_of(workdir: pathlib.Path) -> TrainConfig:
+    """Return the configuration of a run that can be exported."""
+    # Elastic regions have one each.
+    paths = [folder / CONFIG_FILE for folder in (workdir, workdir / "region_0")]
+    paths = [path for path in paths if path.is_file()]
+    if not paths:
+        raise ValueError(f"workdir={str(workdir)!r} has no {CONFIG_FILE} of a run")
+    try:
+        config = TrainConfig.from_json(read_table(paths[0]))
+        if config.run.exchange == "elastic":
+            raise ValueError("exchange='elastic' cannot be exported")
+    except ValueError as error:
+        raise ValueError(f"workdir={str(workdir)!r} has a run: {error}") from error
+    return config
+
+
+def _write_model(
+    folder: pathlib.Path, session: "Session", params: models.Params
+) -> None:
+    """Write a model with its tokenizer."""
+    tokenizer = session.text.tokenizer
+    models.hugging_face.write(
+        folder,
+        session.model,
+        params,
+        max_length=session.config.data.sequence_length,
+        eos_id=tokenizer.eos_id,
+    )
+    for name, content in tokenizer.files().items():
+        (folder / name).write_bytes(content)

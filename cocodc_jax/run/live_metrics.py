@@ -16,13 +16,21 @@ from cocodc_jax._extras import extra
 from cocodc_jax.chips import mfu
 from cocodc_jax.train.hooks import Clock
 
-GAUGE, COUNTER = "gauge", "counter"
+GAUGE = "gauge"
+COUNTER = "counter"
 # Kinds of `network.faults.Finding` that are counted from 0: the rate of a counter that
 # appears with its first fault would miss that one.
 _FAULTS = (
-    "gone", "link", "network", "partition", "receiver", "region", "sender", "silent",
+    "gone",
+    "link",
+    "network",
+    "partition",
+    "receiver",
+    "region",
+    "sender",
+    "silent",
     "slow",
-)  # fmt: skip
+)
 _TURNS = 256  # That the time of an undisturbed step is the median of.
 
 
@@ -42,27 +50,44 @@ METRICS = (
     Metric("cocodc_eval_loss", GAUGE, "Held-out loss of the mean model, in nats."),
     Metric("cocodc_tokens_per_second", GAUGE, "Of all regions of this job, last turn."),
     Metric("cocodc_mfu_ratio", GAUGE, "Model FLOPs over the devices' peak."),
-    Metric("cocodc_goodput_ratio", GAUGE,
-           "Share of the time since the run began that undisturbed steps would take."),
+    Metric(
+        "cocodc_goodput_ratio",
+        GAUGE,
+        "Share of the time since the run began that undisturbed steps would take.",
+    ),
     Metric("cocodc_fragments_in_flight", GAUGE, "Fragments on their way."),
     Metric("cocodc_members", GAUGE, "Regions that take part now."),
-    Metric("cocodc_fault", GAUGE,
-           "1 for each fault of a region or link while it is named.",
-           ("kind", "where")),
-    Metric("cocodc_checkpoint_step", GAUGE,
-           "Step of the newest checkpoint that was begun."),
-    Metric("cocodc_checkpoint_timestamp_seconds", GAUGE,
-           "Unix time at which this process began its newest checkpoint."),
-    Metric("cocodc_progress_timestamp_seconds", GAUGE,
-           "Unix time at which the last losses were read."),
+    Metric(
+        "cocodc_fault",
+        GAUGE,
+        "1 for each fault of a region or link while it is named.",
+        ("kind", "where"),
+    ),
+    Metric(
+        "cocodc_checkpoint_step", GAUGE, "Step of the newest checkpoint that was begun."
+    ),
+    Metric(
+        "cocodc_checkpoint_timestamp_seconds",
+        GAUGE,
+        "Unix time at which this process began its newest checkpoint.",
+    ),
+    Metric(
+        "cocodc_progress_timestamp_seconds",
+        GAUGE,
+        "Unix time at which the last losses were read.",
+    ),
     Metric("cocodc_stall_seconds_total", COUNTER, "Time spent waiting for means."),
     Metric("cocodc_sent_bytes_total", COUNTER, "Sent by one region, of the full run."),
-    Metric("cocodc_syncs_total", COUNTER,
-           "Syncs by outcome: applied; of those, late (after their slot) and missed "
-           "(without this region's message).", ("outcome",)),
+    Metric(
+        "cocodc_syncs_total",
+        COUNTER,
+        "Syncs by outcome: applied; of those, late (after their slot) and missed "
+        "(without this region's message).",
+        ("outcome",),
+    ),
     Metric("cocodc_faults_total", COUNTER, "Faults that were named.", ("kind",)),
     Metric("cocodc_loss_spikes_total", COUNTER, "Loss spikes of these regions."),
-)  # fmt: skip
+)
 
 Values = dict[str, dict[tuple[str, ...], float | None]]
 
@@ -80,9 +105,14 @@ class LiveMetrics:
     ):
         # Returns how many regions take part, None if that is not known.
         self.members: Callable[[], int | None] = lambda: num_regions
-        self._now, self._tokens_at, self._peak = now, tokens_at, peak_tokens_per_second
+        self._now = now
+        self._tokens_at = tokens_at
+        self._peak = peak_tokens_per_second
         self._lock = threading.Lock()
-        self._step, self._began, self._stall_s = 0, (0, now()), 0.0
+
+        self._step = 0
+        self._began = (0, now())
+        self._stall_s = 0.0
         self._step_s: collections.deque[float] = collections.deque(maxlen=_TURNS)
         self._values: Values = {
             "cocodc_planned_steps": {(): planned_steps},
@@ -101,14 +131,16 @@ class LiveMetrics:
     def count(self, name: str, *labels: str) -> None:
         """Add 1 to a counter."""
         with self._lock:
-            of = self._values[name]
-            of[labels] = (of.get(labels) or 0) + 1
+            counts = self._values[name]
+            counts[labels] = (counts.get(labels) or 0) + 1
 
     def begin(
         self, step: int, began: tuple[int, float], saved_step: int | None
     ) -> None:
         """Note where training starts, and the run began: at a step and a time."""
-        self._step, self._began, self._stall_s = step, began, 0.0
+        self._step = step
+        self._began = began
+        self._stall_s = 0.0
         self.put("cocodc_step", step)
         self.put("cocodc_checkpoint_step", saved_step)
         self.put("cocodc_stall_seconds_total", 0.0)
@@ -121,7 +153,9 @@ class LiveMetrics:
                 seconds = tokens / clock.tokens_per_second
                 seconds -= clock.stall_s - self._stall_s
                 self._step_s.append(max(seconds, 0.0) / (clock.step - self._step))
-            self._step, self._stall_s = clock.step, clock.stall_s
+
+            self._step = clock.step
+            self._stall_s = clock.stall_s
             self._values |= {
                 "cocodc_step": {(): clock.step},
                 "cocodc_loss": {(): clock.loss},
@@ -159,7 +193,9 @@ class LiveMetrics:
 
     def _goodput(self) -> float | None:
         """See `timeline.goodput`, with the turns of this process alone."""
-        steps, seconds = self._step - self._began[0], self._now() - self._began[1]
+        began_step, began_s = self._began
+        steps = self._step - began_step
+        seconds = self._now() - began_s
         if not self._step_s or seconds <= 0:
             return None
         return min(steps * statistics.median(self._step_s) / seconds, 1.0)
@@ -170,7 +206,9 @@ _POLL_S = 0.1  # How soon it ends.
 # After a request the server rests so many times the processor time that it took, and so
 # long at least: whatever strangers send, it takes a twentieth of the time of Python's
 # threads.
-_REST, _LEAST_REST_S, _MOST_REST_S = 19, 0.01, 2.0
+_REST = 19
+_LEAST_REST_S = 0.01
+_MOST_REST_S = 2.0
 
 
 class _Server(socketserver.TCPServer):
@@ -202,8 +240,9 @@ def serving(
     """
     with extra("monitoring"):
         from prometheus_client import CollectorRegistry, MetricsHandler, core
+
     registry = CollectorRegistry(auto_describe=False)
-    makes = {COUNTER: core.CounterMetricFamily, GAUGE: core.GaugeMetricFamily}
+    families = {COUNTER: core.CounterMetricFamily, GAUGE: core.GaugeMetricFamily}
 
     class Collector:
         def collect(self) -> Iterator[Any]:
@@ -211,10 +250,10 @@ def serving(
             values = live.values()
             for metric in METRICS:
                 names = [*labels, *metric.labels]
-                family = makes[metric.kind](metric.name, metric.help, labels=names)
-                for own, value in values.get(metric.name, {}).items():
+                family = families[metric.kind](metric.name, metric.help, labels=names)
+                for further_labels, value in values.get(metric.name, {}).items():
                     if value is not None:
-                        family.add_metric([*labels.values(), *own], value)
+                        family.add_metric([*labels.values(), *further_labels], value)
                 yield family
 
     registry.register(Collector())  # pyright: ignore[reportArgumentType]
@@ -228,6 +267,7 @@ def serving(
             f"metrics_port: this process cannot listen on port {port}: {reason}; name "
             "a free one (each process takes its own, from --metrics_port on)"
         ) from error
+
     with server:
         thread = threading.Thread(
             target=server.serve_forever, args=(_POLL_S,), daemon=True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,6 +41,7 @@ def make(
         )
     else:
         loss_fn = _plain(model, layout(run, mesh), run.accumulate_steps)
+
     if not run.step_seconds:
         return loss_fn
     if "gradient_fn" in method.needs:
@@ -55,17 +57,23 @@ def judge(
     config: TrainConfig, model: models.TransformerConfig, mesh: Mesh
 ) -> models.LossFn:
     """Return the evaluation loss: the same, without stages and simulated time."""
-    over, method = layout(config.run, mesh), config.method.build()
-    device = mesh.devices.flat[0]
-    model = with_kernels(config, model, method, device, over is not None)
-    return _plain(model, over, 1)
+    divided = layout(config.run, mesh)
+    model = with_kernels(
+        config,
+        model,
+        config.method.build(),
+        mesh.devices.flat[0],
+        is_divided=divided is not None,
+    )
+    return _plain(model, divided, parts=1)
 
 
 def _plain(
-    model: models.TransformerConfig, over: models.Layout | None, parts: int
+    model: models.TransformerConfig, divided: models.Layout | None, parts: int
 ) -> models.LossFn:
-    if over is not None:
-        return models.make_divided_loss_fn(model, over, parts)
+    """Return the loss without stages, of a batch that is cut into parts."""
+    if divided is not None:
+        return models.make_divided_loss_fn(model, divided, parts)
     return models.make_accumulated_loss_fn(models.make_loss_fn(model), parts)
 
 
@@ -101,6 +109,7 @@ def gather_steps(devices: np.ndarray) -> tuple[int, ...]:
     """Cut a data axis into steps along a TPU's torus, as `models.Layout` takes them."""
     if not hasattr(devices[0], "coords"):
         return ()
+
     places = np.array([(getattr(x, "core_on_chip", 0), *x.coords) for x in devices])
     # The first index at which each axis changes, and its length.
     axes = sorted(
@@ -111,6 +120,7 @@ def gather_steps(devices: np.ndarray) -> tuple[int, ...]:
     sizes = [size for _, size in axes]
     if len(sizes) < 2 or (len(sizes) == 2 and len(devices) <= _AT_ONCE):
         return ()
+
     strides = [math.prod(sizes[:i]) for i in range(len(sizes) + 1)]
     is_box = [*(first for first, _ in axes), len(devices)] == strides
     return tuple(sizes) if is_box else ()
@@ -138,6 +148,7 @@ def with_kernels(
     if dispatch == "auto":
         has_kernel = device.platform == "tpu" and not needs_forward_mode
         dispatch = "ragged" if has_kernel else "blocks"
+
     return models.attention.choose(
         dataclasses.replace(model, backward=backward, expert_dispatch=dispatch),
         device.platform,
@@ -182,27 +193,28 @@ def paced(loss_fn: LossFn, step_seconds: float, block: LocalRegions) -> LossFn:
     # In turn, each takes its share of the time.
     seconds = step_seconds / block.size if block.one_by_one else step_seconds
 
-    def begin(*_):
+    def begin(*_: Any) -> tuple[np.int32, np.int32]:
         return np.int32(_now_ms()), np.int32(0)
 
-    def until(began_ms, *_):
+    def until(began_ms: np.ndarray, *_: Any) -> np.bool_:
         time.sleep(max(0.0, seconds - (_now_ms() - int(began_ms)) / 1000))
         return np.bool_(True)
 
     @jax.custom_vjp
-    def gate(params, began_ms):
+    def gate(params: PyTree, began_ms: jax.Array) -> PyTree:
         return params
 
-    def backward(began_ms, grads):
+    def backward(began_ms: jax.Array, grads: PyTree) -> tuple[PyTree, None]:
         is_over = _call(until, _BOOL, began_ms, *_parts(grads))
         # The compiler cannot prove that the gradient is what comes back.
-        return jax.lax.cond(
+        passed = jax.lax.cond(
             is_over, lambda g: g, lambda g: jax.tree.map(jnp.negative, g), grads
-        ), None
+        )
+        return passed, None
 
     gate.defvjp(lambda params, began_ms: (params, began_ms), backward)
 
-    def paced_loss(params, batch, key):
+    def paced_loss(params: PyTree, batch: PyTree, key: jax.Array) -> Any:
         before = _parts(jax.lax.stop_gradient(params))
         began_ms, zero = _call(begin, (_INT, _INT), *before)
         batch = jax.tree.map(lambda x: x + zero.astype(x.dtype), batch)
@@ -215,7 +227,7 @@ def _now_ms() -> int:
     return time.monotonic_ns() // 1_000_000 - _ZERO_MS
 
 
-def _call(function, result, *arguments):
+def _call(function: Callable, result: Any, *arguments: jax.Array) -> Any:
     """Return a callback; JAX requires it to be manual over all mesh axes."""
     inside = jax.shard_map(
         lambda *x: io_callback(function, result, *x),

@@ -1,10 +1,9 @@
-"""What programs print: `--help`, one line for an error, and exits if that fails.
+"""How programs end: one line for an error, and the exit code.
 
 Needs no JAX: the network lab's programs start without it.
 """
 
 import contextlib
-import dataclasses
 import logging
 import math
 import os
@@ -12,16 +11,14 @@ import re
 import select
 import signal
 import sys
-import textwrap
 import threading
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator
 from typing import Any, NoReturn
 
 from cocodc_jax.files import TransientError, UnwritableError
 
 USAGE_ERROR = 2
 STOPPED = 75  # EX_TEMPFAIL: the same command goes on, so that schedulers try again.
-_WIDTH, _COLUMN = 88, 28
 
 
 def one_line(error: Exception | str, flags: Container[str]) -> str:
@@ -112,60 +109,3 @@ def check_numbers(values: Any) -> None:
         number = values[name].value
         if isinstance(number, float) and not math.isfinite(number):
             raise ValueError(f"--{name}={number} must be finite")
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """A flag in the help."""
-
-    name: str
-    value: Any  # Its default; None shows none.
-    text: str
-    choices: Collection[str] = ()  # Its possible values, if there are few.
-
-    def __str__(self) -> str:
-        text = self.text if self.text.endswith("...") else f"{self.text.rstrip('.')}."
-        if self.choices:
-            text += f" One of {', '.join(self.choices)}."
-        text = _filled(text, " " * _COLUMN)
-        head = f"  --{self.name}{_assigned(self.value)}"
-        return head + (text[len(head) :] if len(head) < _COLUMN - 1 else f"\n{text}")
-
-
-Sections = Mapping[str, Iterable[Option | str]]
-
-
-def render(doc: str, sections: Sections) -> str:
-    """Return the text of a program's help."""
-    parts = [doc.strip()]
-    for title, entries in sections.items():
-        shown = [_filled(x, "  ") if isinstance(x, str) else str(x) for x in entries]
-        parts.append("\n".join([title, *shown]))
-    return "\n\n".join(parts)
-
-
-def options(flags: Any, names: Iterable[str] | None = None) -> list[Option]:
-    """Return flags as options of the help, all of them by default."""
-    shown = (n for n in names or flags if n not in ("help", "helpfull"))
-    found = []
-    for flag in (flags[name] for name in shown):
-        # absl puts choices before the text, as <a|b>.
-        choices = getattr(flag.parser, "enum_values", ())
-        text = flag.help.removeprefix(f"<{'|'.join(choices)}>: ")
-        found.append(Option(flag.name, flag.value, text, choices))
-    return found
-
-
-def _filled(text: str, indent: str) -> str:
-    wrapper = textwrap.TextWrapper(_WIDTH, indent, indent, break_on_hyphens=False)
-    return wrapper.fill(text)
-
-
-def _assigned(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return f"={str(value).lower()}"
-    if isinstance(value, list | tuple):
-        return f"={','.join(map(str, value))}"
-    return f"={value}"

@@ -39,9 +39,16 @@ class Event(NamedTuple):
 
 
 EVENTS = (
-    "fault", "fault_ended", "region_lost", "region_returned", "loss_spike",
-    "non_finite", "finished", "stopped", "failed",
-)  # fmt: skip
+    "fault",
+    "fault_ended",
+    "region_lost",
+    "region_returned",
+    "loss_spike",
+    "non_finite",
+    "finished",
+    "stopped",
+    "failed",
+)
 
 
 @contextlib.contextmanager
@@ -89,18 +96,20 @@ def running(
 def _run(command: str, workdir: str, timeout_s: float, event: Event) -> None:
     about = event._asdict() | {"workdir": workdir, "time": time.time()}
     about["event"] = about.pop("name")
+
     environment = {
         f"COCODC_{name.upper()}": "" if about[name] is None else str(about[name])
         for name in ("event", "step", "region", "message", "workdir")
     }
-    with tempfile.TemporaryFile() as said:
+
+    with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             command,
             shell=True,
             env=os.environ | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=said,
+            stderr=errors,
             start_new_session=True,  # So that all of it can be killed.
         )
         try:
@@ -111,11 +120,16 @@ def _run(command: str, workdir: str, timeout_s: float, event: Event) -> None:
             process.wait()
             _say(f"{event.name}: killed after {timeout_s:g} s")
             return
+
         if process.returncode:
-            said.seek(0)
-            lines = said.read().decode(errors="replace").strip().splitlines()
+            errors.seek(0)
+            lines = errors.read().decode(errors="replace").strip().splitlines()
             end = f" ({lines[-1][:200]})" if lines else ""
             _say(f"{event.name}: exit code {process.returncode}{end}")
+
+
+def _ignore(event: Event) -> None:
+    """Run no command."""
 
 
 def _say(line: str) -> None:
@@ -132,31 +146,36 @@ class Monitor:
         own_region: int | None = None,
         delay_steps: int | None = None,
     ):
-        self.live, self._notify, self._own = live, notify, own_region
-        self._delay_steps, self._step = delay_steps, 0
+        self.live = live
+        self._notify = notify
+        self._own_region = own_region
+        self._delay_steps = delay_steps
+        self._step = 0
         self._not_finite: set[int] = set()
 
-    def told_by(
+    def extend(
         self, hooks: Hooks, step: int, began: tuple[int, float], saved_step: int | None
     ) -> Hooks:
         """Return a loop's hooks, extended to be watched."""
         self._step = step
         self.live.begin(step, began, saved_step)
 
-        def record(each: dict[str, Any]) -> None:
-            hooks.record(each)
-            self._record(each)
+        def watch_record(record: dict[str, Any]) -> None:
+            hooks.record(record)
+            self._record(record)
 
-        def clock(each: Clock) -> None:
-            hooks.clock(each)
-            self._step = each.step
-            self.live.turn(each)
+        def watch_clock(clock: Clock) -> None:
+            hooks.clock(clock)
+            self._step = clock.step
+            self.live.turn(clock)
 
-        def snapshot(progress: dict) -> dict:
+        def watch_snapshot(progress: dict[str, Any]) -> dict[str, Any]:
             self.live.saving()
             return hooks.snapshot(progress)
 
-        return dataclasses.replace(hooks, record=record, clock=clock, snapshot=snapshot)
+        return dataclasses.replace(
+            hooks, record=watch_record, clock=watch_clock, snapshot=watch_snapshot
+        )
 
     def notify(
         self,
@@ -167,7 +186,7 @@ class Monitor:
     ) -> None:
         """Pass on an event, by default of the current step and of this job's region."""
         step = self._step if step is None else step
-        region = region if self._own is None else self._own
+        region = region if self._own_region is None else self._own_region
         self._notify(Event(name, message, step, region))
 
     def ended(self, step: int, planned_steps: int, eval_loss: float | None) -> None:
@@ -183,14 +202,17 @@ class Monitor:
         """Note that a fault is named, or has ended."""
         where = "-".join(map(str, finding.where))
         self.live.fault(finding.kind, where, is_on)
-        names = ("region_lost", "region_returned")
-        if finding.kind != "gone":
-            names = ("fault", "fault_ended")
-            message = message if is_on else f"no longer: {message}"
-        elif not is_on:
-            message = f"region {where} takes part again"
+
+        if finding.kind == "gone":
+            name = "region_lost" if is_on else "region_returned"
+            if not is_on:
+                message = f"region {where} takes part again"
+        else:
+            name = "fault" if is_on else "fault_ended"
+            if not is_on:
+                message = f"no longer: {message}"
         region = finding.where[0] if len(finding.where) == 1 else None
-        self._notify(Event(names[not is_on], message, self._step, region))
+        self._notify(Event(name, message, self._step, region))
 
     def merged(self, own_counts: bool) -> None:
         """Note whether this region's message was in a mean."""
@@ -211,6 +233,7 @@ class Monitor:
             age = record["apply_step"] - record["start_step"]
             if self._delay_steps is not None and age > self._delay_steps:
                 self.live.count("cocodc_syncs_total", "late")
+
             # Regions whose message was not finite, until one of theirs is.
             verdict = record.get("left_out", ())
             now = {region for region, why in enumerate(verdict) if why == NOT_FINITE}
@@ -273,10 +296,10 @@ class Monitoring:
                 port = self.metrics_port + place
                 host, port = stack.enter_context(serving(port, live, labels))
                 print(f"metrics at http://{host}:{port}/metrics", file=sys.stderr)
-            command = contextlib.nullcontext(lambda event: None)
+            notify = _ignore
             if self.on_event:
-                command = running(self.on_event, workdir)
-            notify = stack.enter_context(command)
+                notify = stack.enter_context(running(self.on_event, workdir))
+
             monitor = Monitor(live, notify, own_region, delay_steps)
             try:
                 yield monitor

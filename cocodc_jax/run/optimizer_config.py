@@ -6,7 +6,7 @@ from typing import Any
 
 import optax
 
-from cocodc_jax.fields import check_choices, check_least
+from cocodc_jax.fields import check_choices, check_least, one_of
 from cocodc_jax.methods import Method
 from cocodc_jax.transforms.mt_adam import mt_adam
 from cocodc_jax.transforms.muon import B2, muon
@@ -45,7 +45,7 @@ class OptimizerConfig:
       final_lr_fraction: learning rate at the last step as a fraction of inner_lr.
     """
 
-    inner_optimizer: str = ""
+    inner_optimizer: str = one_of(OPTIMIZERS, "")
     inner_lr: float = 4e-4
     sign_lr_fraction: float = 0.1
     weight_decay: float = 0.1
@@ -62,19 +62,20 @@ class OptimizerConfig:
         check_choices(self, inner_optimizer=("", *OPTIMIZERS))
         for name, value in dataclasses.asdict(self).items():
             check_finite(name, value)
+        check_least(self, 0, "weight_decay", "grad_clip", "warmup_steps")
         for name in ("inner_lr", "sign_lr_fraction"):
             check_positive(name, getattr(self, name))
         for name in ("beta1", "beta2", "slow_beta"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise ValueError(f"{name}={value} must be in [0, 1)")
+
         weights = (self.fast_weight, self.slow_weight)
         if min(weights) < 0 or sum(weights) > 1:
             raise ValueError(
                 f"fast_weight={self.fast_weight} and slow_weight={self.slow_weight} "
                 "must be at least 0 and add up to 1 at most"
             )
-        check_least(self, 0, "weight_decay", "grad_clip", "warmup_steps")
         if not 0 <= self.final_lr_fraction <= 1:
             raise ValueError(
                 f"final_lr_fraction={self.final_lr_fraction} must be in [0, 1]"
@@ -112,15 +113,17 @@ class OptimizerConfig:
         self, steps: int, method: Method | None = None
     ) -> optax.GradientTransformation:
         """Return the optimizer for so many steps of `method`, None for any."""
-        rate, name = self.learning_rate(steps, method), self.name(method)
+        name = self.name(method)
+        rate = self.learning_rate(steps, method)
         b2 = self.second_moment_decay(method)
+
         if name == "sgd":
             return optax.chain(
                 optax.add_decayed_weights(self.weight_decay),
                 optax.scale_by_learning_rate(rate),
             )
         if name == "mt_adam":
-            steps_by = mt_adam(
+            optimizer = mt_adam(
                 rate,
                 (self.beta1, self.slow_beta),
                 (self.fast_weight, self.slow_weight),
@@ -129,9 +132,12 @@ class OptimizerConfig:
             )
         else:
             make = muon if name == "muon" else optax.adamw
-            steps_by = make(rate, weight_decay=self.weight_decay, b1=self.beta1, b2=b2)
-        clip = optax.clip_by_global_norm(self.grad_clip)
-        return optax.chain(clip if self.grad_clip else optax.identity(), steps_by)
+            optimizer = make(rate, weight_decay=self.weight_decay, b1=self.beta1, b2=b2)
+
+        clip = optax.identity()
+        if self.grad_clip:
+            clip = optax.clip_by_global_norm(self.grad_clip)
+        return optax.chain(clip, optimizer)
 
 
 def check_taken(

@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 
+from cocodc_jax import models
 from cocodc_jax.data import load
 from cocodc_jax.data.text_data import TextData
+from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.run import build
 from cocodc_jax.run.adoption import Source
 from cocodc_jax.run.attend import NO_TRACKING, Tracking
@@ -52,20 +54,26 @@ def prepare(
     # Defaults may change between versions; a run keeps those it began with.
     config = config.resolve()
     build.check_model(config, config.model)  # Before the devices are made.
+
     place = elastic.place(config.run.exchange, config.run.regions)
     if place is not None and processes.num_processes != 1:
         elastic.check_several(processes.num_processes)
+
     run = build.own_part(config, place)
     devices = build.use_devices(run, processes.num_processes)
     mesh = build.mesh_of(run, devices)
     left = len(jax.devices()) - mesh.size
     if left and not run.devices and devices[0].platform != "cpu":
         if jax.process_index() == 0:
-            told = f"{left} devices are not used: --data_axis gives a region more"
-            print(f"note: {told}", file=sys.stderr)
+            print(
+                f"note: {left} devices are not used: --data_axis gives a region more",
+                file=sys.stderr,
+            )
+
     monitoring.check()
     tracking.check()  # Asks JAX which process this is: after the devices are made.
     check_alike(config.to_json())
+
     if place is not None:
         workdir = f"{os.fspath(workdir)}/region_{place.region}"
     bucket = Bucket.of(workdir)
@@ -77,23 +85,59 @@ def prepare(
     check_workdir(config, workdir, folder / CHECKPOINTS)
     if not steps_in(folder / CHECKPOINTS):
         Source.of(config)  # For its checks; a run that has begun does not use it.
+
     text = build.open_for(open_text, config, mesh, place)
     check_alike({"text": text.fingerprint})
     model = model_of(config, text.tokenizer)
     build.check_model(config, model)
-    alike = [s for s in earlier if (s.model, s.mesh) == (model, mesh)]
-    key, judged = build.program_key(config), _evaluation(config)
-    twins = [s for s in alike if build.program_key(s.config) == key]
-    judges = [s.evaluate for s in alike if _evaluation(s.config) == judged]
+
+    alike = [other for other in earlier if (other.model, other.mesh) == (model, mesh)]
+    program = _program_of(alike, config)
+    if program is None:
+        program = build.build_program(config, model, mesh, place)
+    evaluate = _evaluate_of(alike, config)
+    if evaluate is None:
+        evaluate = build.build_evaluate(config, model, mesh, text)
+
     session = Session(
-        config, workdir, text, model, mesh,
-        twins[0].program if twins else build.build_program(config, model, mesh, place),
-        judges[0] if judges else build.build_evaluate(config, model, mesh, text),
-        tracking, monitoring, place, elastic, bucket,
-    )  # fmt: skip
+        config=config,
+        workdir=workdir,
+        text=text,
+        model=model,
+        mesh=mesh,
+        program=program,
+        evaluate=evaluate,
+        tracking=tracking,
+        monitoring=monitoring,
+        place=place,
+        elastic=elastic,
+        bucket=bucket,
+    )
     if jax.process_index() == 0:
         claim(config, workdir, folder / CHECKPOINTS)
     return session
+
+
+def _program_of(
+    sessions: Sequence[Session], config: TrainConfig
+) -> RegionProgram | None:
+    """Return the program of an earlier session, if one is the same."""
+    key = build.program_key(config)
+    for session in sessions:
+        if build.program_key(session.config) == key:
+            return session.program
+    return None
+
+
+def _evaluate_of(
+    sessions: Sequence[Session], config: TrainConfig
+) -> Callable[[models.Params], jax.Array] | None:
+    """Return the evaluation of an earlier session, if one has the same batches."""
+    key = _evaluation(config)
+    for session in sessions:
+        if _evaluation(session.config) == key:
+            return session.evaluate
+    return None
 
 
 def _evaluation(config: TrainConfig) -> Any:

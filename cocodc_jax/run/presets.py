@@ -30,11 +30,18 @@ SMOKE = TrainConfig(
     ),
     model=models.get("smoke"),
     data=DataConfig(sequence_length=32, batch_per_region=4),
-    method=MethodConfig(where_taken={
-        "sync_interval": 16, "num_fragments": 4, "delay_steps": 2, "rank": 8,
-    }),
-    optimizer=OptimizerConfig(inner_lr=3e-3, warmup_steps=5, beta2=0.99, slow_beta=0.99)
-)  # fmt: skip
+    method=MethodConfig(
+        where_taken={
+            "sync_interval": 16,
+            "num_fragments": 4,
+            "delay_steps": 2,
+            "rank": 8,
+        }
+    ),
+    optimizer=OptimizerConfig(
+        inner_lr=3e-3, warmup_steps=5, beta2=0.99, slow_beta=0.99
+    ),
+)
 
 # The laptop comparison: about one million parameters, minutes on two cores.
 #
@@ -47,19 +54,27 @@ SMOKE = TrainConfig(
 # commands.
 TINY = dataclasses.replace(
     SMOKE.replace(
-        steps=480, log_every=10, eval_every=40, eval_batches=32, checkpoint_every=240,
-        sequence_length=128, inner_lr=2e-3, warmup_steps=40,
+        steps=480,
+        log_every=10,
+        eval_every=40,
+        eval_batches=32,
+        checkpoint_every=240,
+        sequence_length=128,
+        inner_lr=2e-3,
+        warmup_steps=40,
     ).where(sync_interval=40, delay_steps=5, rank=16),
-    preset="tiny", model=models.get("tiny"),
-)  # fmt: skip
+    preset="tiny",
+    model=models.get("tiny"),
+)
 
 # Tiny with a mixture of experts: minutes on two cores. Text, steps and rates are those
 # of `tiny`, whose work a token it has. Fragments are one of everything that all tokens
 # pass, and four of experts.
 MOE_TINY = dataclasses.replace(
     TINY.where(num_fragments=5, fragment_strategy="experts"),
-    preset="moe_tiny", model=models.get("moe_tiny"),
-)  # fmt: skip
+    preset="moe_tiny",
+    model=models.get("moe_tiny"),
+)
 
 # The second size of a comparison: six million parameters and 1000 steps.
 #
@@ -72,11 +87,16 @@ MOE_TINY = dataclasses.replace(
 # sqrt(2) for twice the width, not tuned.
 MINI = dataclasses.replace(
     TINY.replace(
-        steps=1000, eval_every=50, checkpoint_every=250, batch_per_region=8,
-        inner_lr=1.4e-3, warmup_steps=80,
+        steps=1000,
+        eval_every=50,
+        checkpoint_every=250,
+        batch_per_region=8,
+        inner_lr=1.4e-3,
+        warmup_steps=80,
     ),
-    preset="mini", model=models.get("mini"),
-)  # fmt: skip
+    preset="mini",
+    model=models.get("mini"),
+)
 
 # Streaming DiLoCo's smallest model (arXiv 2501.18512), 35M parameters.
 #
@@ -87,7 +107,10 @@ MINI = dataclasses.replace(
 SMALL = TrainConfig(
     preset="small",
     run=RunConfig(
-        steps=10_000, log_every=50, eval_every=500, eval_batches=16,
+        steps=10_000,
+        log_every=50,
+        eval_every=500,
+        eval_batches=16,
         checkpoint_every=1000,
     ),
     model=models.get("small"),
@@ -96,7 +119,7 @@ SMALL = TrainConfig(
         where_taken={"sync_interval": 100, "num_fragments": 4, "delay_steps": 5}
     ),
     optimizer=OptimizerConfig(inner_lr=4e-4, warmup_steps=1000),
-)  # fmt: skip
+)
 
 # CoCoDC's own experiment (arXiv 2504.17672), with the tokenizer of LLaMA.
 #
@@ -106,17 +129,22 @@ SMALL = TrainConfig(
 # and C4.
 PAPER_150M = dataclasses.replace(
     SMALL.replace(steps=44_000, batch_per_region=256, final_lr_fraction=0.0),
-    preset="paper_150m", model=models.get("paper_150m"),
+    preset="paper_150m",
+    model=models.get("paper_150m"),
     method=MethodConfig(
         "cocodc_paper",
         # So that --method=diloco and others keep what they have in common with it.
         where_taken={
-            "sync_interval": 100, "num_fragments": 4, "delay_steps": 5,
-            "syncs_per_interval": 8, "outer_lr": 0.4, "outer_momentum": 0.9,
+            "sync_interval": 100,
+            "num_fragments": 4,
+            "delay_steps": 5,
+            "syncs_per_interval": 8,
+            "outer_lr": 0.4,
+            "outer_momentum": 0.9,
             "compensation_strength": 0.5,
         },
     ),
-)  # fmt: skip
+)
 
 # One billion parameters, the size of Streaming DiLoCo's bandwidth tables.
 #
@@ -125,11 +153,15 @@ PAPER_150M = dataclasses.replace(
 # size, learning rate and steps are our choice.
 ONE_B = dataclasses.replace(
     SMALL.replace(
-        steps=25_000, eval_every=1000, sequence_length=2048, batch_per_region=256,
+        steps=25_000,
+        eval_every=1000,
+        sequence_length=2048,
+        batch_per_region=256,
         inner_lr=2e-4,
     ).where(num_fragments=8),
-    preset="1b", model=models.get("1b"),
-)  # fmt: skip
+    preset="1b",
+    model=models.get("1b"),
+)
 
 # Eight billion parameters, LLaMA 3 8B's shape (arXiv 2407.21783), for
 # --tokenizer=hf:/path/llama3 and --data_axis=64.
@@ -139,11 +171,15 @@ ONE_B = dataclasses.replace(
 # warmup and the numbers of the exchange are our choice. Not measured here.
 EIGHT_B = dataclasses.replace(
     ONE_B.replace(
-        steps=100_000, sequence_length=8192, batch_per_region=128, inner_lr=3e-4,
+        steps=100_000,
+        sequence_length=8192,
+        batch_per_region=128,
+        inner_lr=3e-4,
         warmup_steps=2000,
     ),
-    preset="8b", model=models.get("8b"),
-)  # fmt: skip
+    preset="8b",
+    model=models.get("8b"),
+)
 
 # Thirty billion parameters, three for a token: the shape of Qwen3-30B-A3B, about.
 #
@@ -156,12 +192,24 @@ MOE_30B_A3B = dataclasses.replace(
     EIGHT_B.replace(sequence_length=4096, batch_per_region=256).where(
         num_fragments=10, fragment_strategy="experts"
     ),
-    preset="moe_30b_a3b", model=models.get("moe_30b_a3b"),
-)  # fmt: skip
+    preset="moe_30b_a3b",
+    model=models.get("moe_30b_a3b"),
+)
 
-PRESETS = {config.preset: config for config in (
-    SMOKE, TINY, MOE_TINY, MINI, SMALL, PAPER_150M, ONE_B, EIGHT_B, MOE_30B_A3B,
-)}  # fmt: skip
+PRESETS = {
+    config.preset: config
+    for config in (
+        SMOKE,
+        TINY,
+        MOE_TINY,
+        MINI,
+        SMALL,
+        PAPER_150M,
+        ONE_B,
+        EIGHT_B,
+        MOE_30B_A3B,
+    )
+}
 
 
 def with_warmup(preset: TrainConfig, leaves: Mapping[str, Any]) -> dict[str, Any]:

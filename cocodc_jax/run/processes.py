@@ -31,7 +31,8 @@ from cocodc_jax.run.config import flat
 from cocodc_jax.train.checkpoint import first_line
 
 # Set by `experiments.wan` and `experiments.launch_local` for their processes.
-ADDRESS, COUNT = "COCODC_COORDINATOR_ADDRESS", "COCODC_NUM_PROCESSES"
+ADDRESS = "COCODC_COORDINATOR_ADDRESS"
+COUNT = "COCODC_NUM_PROCESSES"
 ID = "COCODC_PROCESS_ID"
 
 _FAREWELL_S = 3.0
@@ -70,6 +71,7 @@ class Processes:
                 f"num_processes={self.num_processes} must be at least 1, or 0 for what "
                 "the cluster says"
             )
+
         bind_host, _, bind_port = self.coordinator_bind_address.rpartition(":")
         if self.coordinator_bind_address:
             if self.num_processes == 1:
@@ -82,16 +84,9 @@ class Processes:
                     f"coordinator_bind_address={self.coordinator_bind_address!r} must "
                     "be host:port of this machine"
                 )
+
         if self.num_processes < 2:
-            repair = "say how many there are"
-            if self.num_processes == 0:
-                repair = "leave it out, JAX finds it"
-            for name, unset in (("coordinator_address", ""), ("process_id", -1)):
-                if (value := getattr(self, name)) != unset:
-                    raise ValueError(
-                        f"{name}={value!r} was given, but num_processes is "
-                        f"{self.num_processes}; {repair}"
-                    )
+            self._check_unset()
             return
         host, _, port = self.coordinator_address.rpartition(":")
         if not host or not port.isdigit():
@@ -105,17 +100,30 @@ class Processes:
                 f"another for each of num_processes={self.num_processes}"
             )
 
+    def _check_unset(self) -> None:
+        """Refuse where the others are, if there are none, or JAX finds them."""
+        repair = "say how many there are"
+        if self.num_processes == 0:
+            repair = "leave it out, JAX finds it"
+        for name, unset in (("coordinator_address", ""), ("process_id", -1)):
+            value = getattr(self, name)
+            if value != unset:
+                raise ValueError(
+                    f"{name}={value!r} was given, but num_processes is "
+                    f"{self.num_processes}; {repair}"
+                )
+
     @classmethod
-    def from_environment(cls, **given: Any) -> Self:
-        """Return what a launcher has set, or one process; `given` takes precedence."""
-        found: dict[str, Any] = {}
+    def from_environment(cls, **settings: Any) -> Self:
+        """Return what a launcher has set, or one process; `settings` go first."""
+        of_launcher: dict[str, Any] = {}
         if os.environ.get(COUNT, "1") != "1":
-            found = {
+            of_launcher = {
                 "coordinator_address": os.environ.get(ADDRESS, ""),
                 "num_processes": _number(COUNT),
                 "process_id": _number(ID),
             }
-        return cls(**found | given)
+        return cls(**of_launcher | settings)
 
     def start(self, num_regions: int, devices_per_region: int = 1) -> None:
         """Connect to the other processes; call before the first JAX computation."""
@@ -123,11 +131,13 @@ class Processes:
             return
         if self.num_processes:
             check_shares(num_regions, self.num_processes, devices_per_region)
+
         if self.process_id == 0:
             self._check_port()
         # Without it CPU processes have no collectives; other platforms ignore it.
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         keep_for_python(sys.stdout)
+
         # In a thread, as JAX ends the process on its own timeout.
         failures: list[Exception] = []
         meeting = threading.Thread(target=self._meet, args=[failures], daemon=True)
@@ -269,6 +279,7 @@ def _report(error: BaseException) -> int:
     """Print the error, unless it was reported; return the exit code."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else error.code is not None
+
     if isinstance(error, jax.errors.JaxRuntimeError) and _NETWORK.search(str(error)):
         print(
             f"error: another process has ended, or cannot be reached: "
@@ -289,8 +300,9 @@ def _number(name: str) -> int:
     try:
         return int(text)
     except ValueError as error:
-        rule = "in the environment must be a whole number"
-        raise ValueError(f"{name}={text!r} {rule}") from error
+        raise ValueError(
+            f"{name}={text!r} in the environment must be a whole number"
+        ) from error
 
 
 def check_alike(config: dict[str, Any]) -> None:
@@ -298,16 +310,16 @@ def check_alike(config: dict[str, Any]) -> None:
     version = metadata.version("cocodc_jax")
     mine = {"version": version, "code": code_digest(), **flat(config)}
     first, *others = gather(mine)
-    found = [
+    differences = [
         f"{name} is {first.get(name)!r} in process 0, {theirs.get(name)!r} in {process}"
         for process, theirs in enumerate(others, 1)
         for name in sorted(first.keys() | theirs.keys())
         if first.get(name) != theirs.get(name)
     ]
-    if found:
+    if differences:
         raise ValueError(
-            f"the processes do not run the same: {'; '.join(found)}; start all of them "
-            "with the same command and the same code"
+            f"the processes do not run the same: {'; '.join(differences)}; start all "
+            "of them with the same command and the same code"
         )
 
 

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import numpy as np
@@ -35,18 +35,22 @@ from cocodc_jax.report.records import (
 from cocodc_jax.run.config import TrainConfig, dumps, kind_of
 from cocodc_jax.train.checkpoint import steps_in
 
-CONFIG_FILE, CHECKPOINTS = "config.json", "checkpoints"
-CHANGES_FILE, LOCK_FILE = "changes.jsonl", ".lock"
+CONFIG_FILE = "config.json"
+CHECKPOINTS = "checkpoints"
+CHANGES_FILE = "changes.jsonl"
+LOCK_FILE = ".lock"
 STARTING_FILE = ".starting"
 _LOOK_S = 0.1
 # Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 # What a process that is new takes of another's clock.
-CLOCK = "seconds", "began_step", "began_s"
+CLOCK = ("seconds", "began_step", "began_s")
 
+# Values of both configurations, by the name of a field.
 Changes = Mapping[str, tuple[Any, Any]]
 
+# How the sentence "for NAMES give VALUES" of a refused change goes on.
 _OR_ELSE = {
     Kind.COMPUTED: " as before, or train in another workdir with --adopt_from={}, "
     "which goes on from the last checkpoint",
@@ -72,11 +76,7 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK_FILE).open("a+") as file:
         try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # `owner_of` elsewhere holds it for an instant.
-                time.sleep(_LOOK_S)
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file)
         except BlockingIOError as error:
             file.seek(0)
             owner = file.read().strip() or "another process"
@@ -92,10 +92,20 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
                 f"({error.strerror}); see that no other run writes there",
                 file=sys.stderr,
             )
+
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+def _lock(file: TextIO) -> None:
+    """Lock a file for writing; raises `BlockingIOError` if another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:  # `owner_of` elsewhere holds it for an instant.
+        time.sleep(_LOOK_S)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @contextlib.contextmanager
@@ -137,9 +147,10 @@ def check_folder(workdir: pathlib.Path) -> None:
             f"workdir='gs://{pathlib.PurePath(*workdir.parts[1:])}' is in a bucket, "
             "which this program does not write to; name a folder of this machine"
         )
-    try:  # The second is of a closed folder.
-        is_file = workdir.exists() and not (workdir / CONFIG_FILE).exists()
-        is_file = is_file and not workdir.is_dir()
+    try:
+        is_file = workdir.exists() and not workdir.is_dir()
+        if not is_file:  # Fails if the folder cannot be searched.
+            (workdir / CONFIG_FILE).exists()
     except OSError as error:
         raise unwritable(workdir, error) from error
     if is_file:
@@ -167,75 +178,89 @@ def check_workdir(
     config: TrainConfig, workdir: pathlib.Path, checkpoints: Any = None
 ) -> TrainConfig | None:
     """Refuse a folder that holds anything but this run; return the run's own config."""
-    path, saved = workdir / CONFIG_FILE, workdir / CHECKPOINTS
     check_folder(workdir)
-    if saved.exists() and not saved.is_dir():
+    here = workdir / CHECKPOINTS
+    if here.exists() and not here.is_dir():
         raise ValueError(
             f"workdir={str(workdir)!r} has a file named {CHECKPOINTS}, where the "
             "folder of the checkpoints goes; move it, or name another folder"
         )
+
+    path = workdir / CONFIG_FILE
     if not path.exists():
         return None
     try:
-        found = TrainConfig.from_json(read_table(path))
+        first = TrainConfig.from_json(read_table(path))
     except (ValueError, OSError) as error:
         raise ValueError(
             f"workdir={str(workdir)!r} holds a {CONFIG_FILE} that cannot be read "
             f"({error}); bring it back from a copy, delete it if the folder holds this "
             "very run, or name another folder"
         ) from error
+
     # Arguments that are newer than the file take their defaults there too.
-    found = found.resolve()
-    _check_changes(
-        found, config, workdir, max(steps_in(checkpoints or saved), default=0)
-    )
-    return found
+    first = first.resolve()
+    done = max(steps_in(checkpoints or here), default=0)
+    _check_changes(first, config, workdir, done)
+    return first
 
 
 def _check_changes(
-    found: TrainConfig, config: TrainConfig, workdir: pathlib.Path, done: int
+    first: TrainConfig, config: TrainConfig, workdir: pathlib.Path, done: int
 ) -> None:
-    """Refuse changes that a run that has begun cannot be resumed with."""
-    changes = found.changes(config)
-    names = {kind: [n for n in changes if kind_of(n) is kind] for kind in Kind}
-    told = []
-    for kind, other in _OR_ELSE.items():
+    """Refuse changes that a run that has begun cannot be resumed with.
+
+    Args:
+      first: the configuration that the run began with.
+      config: the one that it is to go on with.
+      workdir: its folder.
+      done: step of its newest checkpoint.
+    """
+    changes = first.changes(config)
+    repairs = []
+    for kind, or_else in _OR_ELSE.items():
+        names = [name for name in changes if kind_of(name) is kind]
+        if not names:
+            continue
         if kind is Kind.COMPUTED and config.run.exchange == "elastic":
-            other = " as before, or begin in another workdir"  # No run adopts it.
-        if names[kind]:
-            pairs = ((n, changes[n][0]) for n in names[kind])
-            before = " ".join(f"--{n}={x}" for n, x in pairs if x is not None)
-            told.append(
-                f"for {', '.join(names[kind])} give {before}{other.format(workdir)}"
-            )
-    if names[Kind.LENGTH]:
+            or_else = " as before, or begin in another workdir"  # No run adopts it.
+        before = " ".join(
+            f"--{name}={changes[name][0]}"
+            for name in names
+            if changes[name][0] is not None
+        )
+        repairs.append(f"for {', '.join(names)} give {before}{or_else.format(workdir)}")
+
+    if any(kind_of(name) is Kind.LENGTH for name in changes):
         if config.run.steps < done:
-            told.append(f"for steps give {done} or more, as so many are done")
+            repairs.append(f"for steps give {done} or more, as so many are done")
         elif config.optimizer.follows_length and not config.run.change_schedule:
-            told.append(
+            repairs.append(
                 "for steps add --change_schedule, as the learning rate follows their "
                 "number and becomes that of the new length"
             )
-    if told:
+
+    if repairs:
         raise ValueError(
             f"workdir={str(workdir)!r} holds a run of another configuration "
-            f"({found.differences(config)}): {'; '.join(told)}"
+            f"({first.differences(config)}): {'; '.join(repairs)}"
         )
 
 
 def check_exchange(folder: Any, is_elastic: bool) -> None:
     """Refuse a run whose regions were not elastic if they are now, and vice versa."""
     check_folder(folder)
-    other = folder.parent if is_elastic else folder / "region_0"
+    run = folder.parent if is_elastic else folder
+    other = run if is_elastic else run / "region_0"
     if (folder / CONFIG_FILE).exists() or not (other / CONFIG_FILE).exists():
         return
-    one, elastic = "regions that are one job", "elastic regions"
-    there, here = (one, elastic) if is_elastic else (elastic, one)
+
+    before = "regions that are one job" if is_elastic else "elastic regions"
+    now = "elastic regions" if is_elastic else "regions that are one job"
+    repair = "leave out" if is_elastic else "use"
     raise ValueError(
-        f"workdir={str(folder.parent if is_elastic else folder)!r} holds a run of "
-        f"{there}, whose checkpoints {here} cannot go on from; "
-        f"{'leave out' if is_elastic else 'use'} exchange='elastic', or name another "
-        "folder"
+        f"workdir={str(run)!r} holds a run of {before}, whose checkpoints {now} cannot "
+        f"go on from; {repair} exchange='elastic', or name another folder"
     )
 
 
@@ -254,39 +279,48 @@ def write_config(
     config: TrainConfig, workdir: pathlib.Path, checkpoints: Any = None
 ) -> TrainConfig:
     """Write a run's configuration to its folder, unless it is there already."""
-    found = check_workdir(config, workdir, checkpoints)
-    path, text = workdir / CONFIG_FILE, dumps(config.to_json())
-    if found in (None, config) and (not path.exists() or path.read_text() != text):
+    first = check_workdir(config, workdir, checkpoints)
+    path = workdir / CONFIG_FILE
+    text = dumps(config.to_json())
+    is_written = path.exists() and path.read_text() == text
+    if first in (None, config) and not is_written:
         write_whole(path, text)
-    return found or config
+    return first or config
 
 
 def go_on(config: TrainConfig, workdir: pathlib.Path, step: int) -> None:
     """Record and print what has changed when a run is resumed at a step."""
     path = workdir / CONFIG_FILE
-    found = TrainConfig.from_json(read_table(path)).resolve()
-    if found == config:
+    before = TrainConfig.from_json(read_table(path)).resolve()
+    if before == config:
         return
-    changes = found.changes(config)
-    line = {"step": step, "changes": {n: list(pair) for n, pair in changes.items()}}
-    append_line(workdir / CHANGES_FILE, line)
+
+    changes = before.changes(config)
+    lists = {name: list(values) for name, values in changes.items()}  # As in JSON.
+    append_line(workdir / CHANGES_FILE, {"step": step, "changes": lists})
     print(f"goes on from step {step} with {listed(changes)}", file=sys.stderr)
     if "steps" in changes and config.optimizer.follows_length:
-        method = config.method.build()
-        before, after = (
-            np.asarray(each.optimizer.learning_rate(each.run.steps, method)(step))
-            for each in (found, config)
-        )
         print(
-            f"  the learning rate of its next step is {after:.3g}, not {before:.3g}",
+            f"  the learning rate of its next step is {_learning_rate(config, step)}, "
+            f"not {_learning_rate(before, step, config)}",
             file=sys.stderr,
         )
     write_whole(path, dumps(config.to_json()))
 
 
+def _learning_rate(
+    config: TrainConfig, step: int, of_method: TrainConfig | None = None
+) -> str:
+    """Return the learning rate of a run at a step, as text."""
+    method = (of_method or config).method.build()
+    schedule = config.optimizer.learning_rate(config.run.steps, method)
+    return f"{np.asarray(schedule(step)):.3g}"
+
+
 def listed(changes: Changes) -> str:
     """Describe changes of a configuration."""
-    return ", ".join(f"{name}={b} (was {a})" for name, (a, b) in changes.items())
+    texts = (f"{name}={new} (was {old})" for name, (old, new) in changes.items())
+    return ", ".join(texts)
 
 
 def finished_summary(path: pathlib.Path, steps: int) -> dict[str, Any] | None:
@@ -308,13 +342,13 @@ def finished_summary(path: pathlib.Path, steps: int) -> dict[str, Any] | None:
 
 def open_records(
     folder: pathlib.Path,
-    found: dict,
+    position: Mapping[str, Any],
     step: int,
     mirrors: Sequence[OpenMirror] = (tensorboard,),
 ) -> MetricsWriter:
-    """Open the files of records where a process resumes."""
+    """Open the files of records where a process resumes, at a position and step."""
     try:
-        offset = found.get("metrics_bytes")
+        offset = position.get("metrics_bytes")
         if offset is None and step:
             offset = bytes_until(folder / METRICS_FILE, step)
         return MetricsWriter(folder, offset, mirrors)
@@ -325,35 +359,56 @@ def open_records(
         ) from error
 
 
-def position(saved: list[dict]) -> dict:
+def position(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return where this process resumes, in its own files and in its regions' data.
 
     Its files are those of the process that had its id when the run was saved, if any.
+
+    Args:
+      saved: what each process added to the checkpoint.
     """
     process = jax.process_index()
-    clock = {name: saved[0][name] for name in CLOCK if name in saved[0]}
-    own = saved[process] if process < len(saved) else clock
-    regions: dict = {}
-    for each in saved:
-        regions |= each["stream"]["regions"]
-    stream = {**saved[0]["stream"], "regions": regions}
-    return {**own, "stream": stream}
+    if process < len(saved):
+        of_files = saved[process]
+    else:
+        of_files = {name: saved[0][name] for name in CLOCK if name in saved[0]}
+
+    regions: dict[str, Any] = {}
+    for of_process in saved:
+        regions |= of_process["stream"]["regions"]
+    return {**of_files, "stream": {**saved[0]["stream"], "regions": regions}}
 
 
-def progress(saved: list[dict], regions: Sequence[int]) -> dict:
-    """Return the records' sums of this process, with losses of its regions."""
-    process = jax.process_index()
-    own = saved[process] if len(saved) == jax.process_count() else saved[0]
-    of = {
-        region: (i, each["progress"])
-        for each in saved
-        for i, region in enumerate(each["stream"]["regions"])
+def progress(
+    saved: Sequence[Mapping[str, Any]], regions: Sequence[int]
+) -> dict[str, Any]:
+    """Return the records' sums of this process, with losses of its regions.
+
+    Args:
+      saved: what each process added to the checkpoint.
+      regions: that this process trains now.
+    """
+    is_same_count = len(saved) == jax.process_count()
+    process = jax.process_index() if is_same_count else 0
+    sums_here = saved[process]["progress"]
+
+    # Of each region: the sums of its process, and its row in them.
+    rows = {
+        region: (of_process["progress"], row)
+        for of_process in saved
+        for row, region in enumerate(of_process["stream"]["regions"])
     }
-    each = [of[str(region)] for region in regions]
-    losses = [[row[i] for row in found["window"]] for i, found in each]
-    past = {
-        name: [x for i, found in each for x in found["spikes"][name][i : i + 1]]
-        for name in own["progress"].get("spikes", ())
-    }
-    spikes = {"spikes": past} if past else {}
-    return {**own["progress"], "window": list(np.array(losses).T), **spikes}
+    of_regions = [rows[str(region)] for region in regions]
+
+    losses = [[step[row] for step in sums["window"]] for sums, row in of_regions]
+    result = {**sums_here, "window": list(np.array(losses).T)}
+    if sums_here.get("spikes"):
+        result["spikes"] = {
+            name: [
+                past
+                for sums, row in of_regions
+                for past in sums["spikes"][name][row : row + 1]
+            ]
+            for name in sums_here["spikes"]
+        }
+    return result

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from cocodc_jax.engine.collectives import ALL_REDUCES
 from cocodc_jax.engine.placement import MEMORIES
 from cocodc_jax.engine.region_map import HOW_MAPPED
-from cocodc_jax.engine.transport import Transport
-from cocodc_jax.fields import Kind, check_choices, check_least, free, of_kind
+from cocodc_jax.engine.transport import EXCHANGES, OVERLAPS, Transport
+from cocodc_jax.fields import Kind, check_choices, check_least, free, of_kind, one_of
 from cocodc_jax.models import StageCodec
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.train.hooks import Cadence
@@ -103,16 +104,16 @@ class RunConfig:
     step_times: str = ""
     batch_sizes: str = ""
     devices: int = free(0)
-    local_regions: str = free("auto")
+    local_regions: str = one_of(HOW_MAPPED, "auto", Kind.FREE)
     data_axis: int = free(1)
     model_axis: int = free(1)
     expert_axis: int = free(1)
     sequence_axis: int = free(1)
-    optimizer_memory: str = free("device")
+    optimizer_memory: str = one_of(MEMORIES, "device", Kind.FREE)
     accumulate_steps: int = free(1)
-    exchange: str = free("auto")
-    overlap: str = free("auto")
-    all_reduce: str = free("direct")
+    exchange: str = one_of(EXCHANGES, "auto", Kind.FREE)
+    overlap: str = one_of(OVERLAPS, "auto", Kind.FREE)
+    all_reduce: str = one_of(ALL_REDUCES, "direct", Kind.FREE)
     outer_channels: int = free(1)
     stages: int = 1
     microbatches: int = 1
@@ -132,10 +133,23 @@ class RunConfig:
 
     def __post_init__(self):
         check_least(
-            self, 1, "steps", "regions", "data_axis", "model_axis", "expert_axis",
-            "sequence_axis", "accumulate_steps", "outer_channels", "stages",
-            "microbatches", "eval_batches", "keep_checkpoints",
-        )  # fmt: skip
+            self,
+            1,
+            "steps",
+            "regions",
+            "data_axis",
+            "model_axis",
+            "expert_axis",
+            "sequence_axis",
+            "accumulate_steps",
+            "outer_channels",
+            "stages",
+            "microbatches",
+            "eval_batches",
+            "keep_checkpoints",
+        )
+        check_least(self, 0, "devices", "seed", "stage_subspace", "max_rollbacks")
+        check_choices(self)
         if self.regions * self.devices_per_region > MAX_DEVICES:
             raise ValueError(
                 f"regions={self.regions} of stages={self.stages} * data_axis="
@@ -143,13 +157,14 @@ class RunConfig:
                 f"{self.sequence_axis} * model_axis={self.model_axis} devices each are "
                 f"more than {MAX_DEVICES} devices; lower one of them"
             )
-        check_least(self, 0, "devices", "seed", "stage_subspace", "max_rollbacks")
+
         self.spikes(self.max_rollbacks)
         if self.max_rollbacks and self.exchange == "elastic":
             raise ValueError(
                 f"max_rollbacks={self.max_rollbacks} has no meaning for exchange="
                 "'elastic', where one region cannot go back alone; use 0"
             )
+
         if self.eval_batches % self.regions:
             raise ValueError(
                 f"eval_batches={self.eval_batches} must be a multiple of regions="
@@ -161,6 +176,7 @@ class RunConfig:
                 f"confined to stage_subspace={self.stage_subspace} dimensions; leave "
                 "one of them out"
             )
+
         if self.accumulate_steps > 1 and self.is_pipelined:
             raise ValueError(
                 f"accumulate_steps={self.accumulate_steps} is not for pipelines, which "
@@ -169,13 +185,13 @@ class RunConfig:
         for name in ("expert_axis", "sequence_axis"):
             if self.is_pipelined and (size := getattr(self, name)) > 1:
                 raise ValueError(f"{name}={size} is not for pipelines; leave it out")
-        check_choices(self, local_regions=HOW_MAPPED, optimizer_memory=MEMORIES)
         self._check_pace()
         if self.stage_compress and self.stages == 1:
             raise ValueError(
                 f"stage_compress={self.stage_compress!r} compresses messages between "
                 "stages, and stages=1; use more of them, or leave it out"
             )
+
         self.stage_codec  # noqa: B018
         self.cadence  # noqa: B018  (its own checks)
         self.transport  # noqa: B018
@@ -203,7 +219,8 @@ class RunConfig:
         times = _numbers("step_times", self.step_times, self.regions, float)
         sizes = _numbers("batch_sizes", self.batch_sizes, self.regions, int)
         return Regions(
-            times or (1.0,) * self.regions, sizes or (batch_per_region,) * self.regions
+            times or (1.0,) * self.regions,
+            sizes or (batch_per_region,) * self.regions,
         )
 
     @property
@@ -230,8 +247,12 @@ class RunConfig:
     @property
     def transport(self) -> Transport:
         """How messages cross regions."""
-        channels = self.outer_channels
-        return Transport(self.exchange, self.all_reduce, channels, overlap=self.overlap)
+        return Transport(
+            self.exchange,
+            self.all_reduce,
+            self.outer_channels,
+            overlap=self.overlap,
+        )
 
     @property
     def is_pipelined(self) -> bool:
@@ -292,6 +313,7 @@ def build_codec(text: str) -> StageCodec:
     except ValueError as error:
         why = str(error).removeprefix(f"compress={text!r}: ")
         raise ValueError(f"stage_compress={text!r}: {why}") from error
+
     has_room = compressor.name.endswith(("threshold", "(threshold)"))
     return StageCodec(
         compressor.init,

@@ -13,13 +13,13 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
-from cocodc_jax.core.state import TrainState
+from cocodc_jax.core.state import AppliedSync, SyncState, TrainState
 from cocodc_jax.data.streams import TrainStream
 from cocodc_jax.elastic import inside
 from cocodc_jax.elastic.link import LeftBehindError, Link
@@ -28,15 +28,15 @@ from cocodc_jax.elastic.place import Place
 from cocodc_jax.engine.digests import digest, here
 from cocodc_jax.engine.transfer import gather
 from cocodc_jax.fields import Kind
-from cocodc_jax.files import append_line, read_lines
+from cocodc_jax.files import append_line, read_lines, say
 from cocodc_jax.program.region_program import Output, RegionProgram
-from cocodc_jax.run.attend import Stop
 from cocodc_jax.run.config import TrainConfig, flat, kind_of
 from cocodc_jax.run.ended import Ended, result_of_others
 from cocodc_jax.run.fault_watch import FaultWatch
 from cocodc_jax.run.monitor import Monitor
 from cocodc_jax.run.processes import code_digest
 from cocodc_jax.run.resume import CLOCK, ResumeError
+from cocodc_jax.run.stopping import Stop
 from cocodc_jax.train import joining
 from cocodc_jax.train.hooks import Hooks
 from cocodc_jax.train.reporting import Reporter
@@ -45,72 +45,100 @@ from cocodc_jax.train.run_steps import MAX_SCAN_STEPS, scan_steps
 if TYPE_CHECKING:
     from cocodc_jax.run.session import Session
 
-SYNCS_FILE, JOINS_FILE = "syncs.jsonl", "joins.jsonl"
+SYNCS_FILE = "syncs.jsonl"
+JOINS_FILE = "joins.jsonl"
 _LISTEN_BEATS = 4
 
-Begun = tuple[TrainState, dict | None, dict]
+
+class Start(NamedTuple):
+    """Where an attempt to train starts."""
+
+    state: TrainState
+    progress: dict[str, Any] | None  # The records' sums of a checkpoint.
+    # Of a checkpoint: this process's clock, files and data. Empty if the run is new.
+    position: dict[str, Any]
 
 
 class Attendance:
-    """One region's part in a run, from its start to its end."""
+    """One region's part in a run, from its start to its end.
+
+    Attributes:
+      step: the last one that was reported to the others.
+      alone_since: the step since which no other region takes part; None if one does.
+    """
 
     def __init__(
         self,
         program: RegionProgram,
         link: Link | inside.Speaker | inside.Listener,
         folder: pathlib.Path,
-        digests: bool,
-        num_regions: int = 1,
+        has_digests: bool,
+        step: int,
     ):
-        self._exchange, self._link = program.elastic, link
-        self._folder, self._digests = folder, digests
-        self._num_regions = num_regions
-        self._reporter = Reporter(program, link)
-        self.step = 0  # The last one that was reported to the others.
-        # The step since which no other region takes part; None if one does.
+        self.step = step
         self.alone_since: int | None = None
-        self._merged: Callable[[bool], None] = lambda own_counts: None
 
-    def told_by(self, hooks: Hooks, merged: Callable[[bool], None]) -> Hooks:
-        """Return a loop's hooks, extended to report to the other regions."""
-        self._merged = merged
-        own = {"handed_out": self._handed_out, "stopping": self._leave}
-        return dataclasses.replace(hooks, **own)
+        self._exchange = program.elastic
+        self._link = link
+        self._folder = folder
+        self._has_digests = has_digests
+        self._reporter = Reporter(program, link)
+        self._note_merge: Callable[[bool], None] = lambda own_counts: None
+
+    def extend(self, hooks: Hooks, note_merge: Callable[[bool], None]) -> Hooks:
+        """Return a loop's hooks, extended to report to the other regions.
+
+        Args:
+          hooks: of the loop.
+          note_merge: called with each mean that is merged: whether this region's
+            message was in it.
+        """
+        self._note_merge = note_merge
+        return dataclasses.replace(
+            hooks, handed_out=self._report_turn, stopping=self._leave
+        )
 
     def _leave(self) -> None:
         """Announce that this region was asked to stop."""
-        told = f"asked to stop: leaving the other regions at step {self.step}"
-        print(told, file=sys.stderr, flush=True)
+        say(f"asked to stop: leaving the other regions at step {self.step}")
         self._link.leave()
 
-    def _handed_out(self, state: TrainState, output: Output) -> None:
+    def _report_turn(self, state: TrainState, output: Output) -> None:
         """Report this region's progress to the others, and admit regions that wait."""
         assert state.sync is not None
         self._note_alone()
         self.step = state.step
         self._reporter.report(state, output.syncs)
+
         for sync in output.syncs:
-            k = sync.fragment_id
-            regions = self._exchange.in_mean.pop((k, sync.start_step), None)
+            sync_id = (sync.fragment_id, sync.start_step)
+            regions = self._exchange.in_mean.pop(sync_id, None)
             if regions is not None:
-                self._merged(self._exchange.region in regions)
-            line = {
-                "fragment": k,
-                "start_step": sync.start_step,
-                "apply_step": sync.apply_step,
-                "epoch": _number(self._link.view, self._link.place),
-                "regions": regions,
-                "time": time.time(),
-            }
-            if self._digests:
-                leaves = jax.tree.leaves(state.sync.outer.params[k])
-                content = b"".join(np.asarray(leaf).tobytes() for leaf in leaves)
-                line["digest"] = hashlib.sha256(content).hexdigest()[:16]
-            append_line(self._folder / SYNCS_FILE, line)
+                self._note_merge(self._exchange.region in regions)
+            self._record_merge(sync, regions, state.sync)
+
+    def _record_merge(
+        self, sync: AppliedSync, regions: Sequence[int] | None, state: SyncState
+    ) -> None:
+        """Append a sync that was merged to the file of syncs."""
+        line: dict[str, Any] = {
+            "fragment": sync.fragment_id,
+            "start_step": sync.start_step,
+            "apply_step": sync.apply_step,
+            "epoch": _number(self._link.view, self._link.place),
+            "regions": regions,
+            "time": time.time(),
+        }
+        if self._has_digests:
+            leaves = jax.tree.leaves(state.outer.params[sync.fragment_id])
+            content = b"".join(np.asarray(leaf).tobytes() for leaf in leaves)
+            line["digest"] = hashlib.sha256(content).hexdigest()[:16]
+        append_line(self._folder / SYNCS_FILE, line)
 
     def _note_alone(self) -> None:
         """Note since which step this region has been the only one."""
-        if len(self._link.view.seats) > 1 or self._num_regions == 1:
+        num_regions = self._link.place.num_regions
+        if len(self._link.view.seats) > 1 or num_regions == 1:
             self.alone_since = None
         elif self.alone_since is None:
             self.alone_since = self.step
@@ -131,9 +159,9 @@ def last_merge(folder: pathlib.Path) -> int:
 
 def run_digest(config: TrainConfig, fingerprint: str) -> str:
     """Return a digest that is equal for two elastic regions of one run."""
-    may_differ = Kind.FREE, Kind.DATA  # The fingerprint covers the data.
-    fields = flat(config.to_json()).items()
-    same = {name: x for name, x in fields if kind_of(name) not in may_differ}
+    may_differ = (Kind.FREE, Kind.DATA)  # The fingerprint covers the data.
+    fields = flat(config.to_json())
+    same = {name: x for name, x in fields.items() if kind_of(name) not in may_differ}
     text = json.dumps([same, code_digest(), fingerprint], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -141,152 +169,222 @@ def run_digest(config: TrainConfig, fingerprint: str) -> str:
 @contextlib.contextmanager
 def taking_part(
     session: "Session",
-    begun: Begun,
+    start: Start,
     stream: TrainStream,
+    *,
     carried: joining.Carried | None,
     monitor: Monitor,
-    watch: FaultWatch,
+    fault_watch: FaultWatch,
     listen: Callable[[], Stop],
-) -> Iterator[tuple[Begun, Attendance | None]]:
-    """Yield where this region starts, and its part in a run until the context ends.
+) -> Iterator[tuple[Start, Attendance | None]]:
+    """Take part in a run until the context ends.
 
     At the last step, the others then get what they need of this region to end too. If
     all of them have ended, it starts at the result of one, and takes part in nothing.
-    `listen` begins to listen for a request to stop, which then ends all waits. Before
-    it asks to join, a region of one process does not: SIGTERM ends it at once.
 
-    Raises `AskedToStopError` if the region should stop before it takes part.
+    Args:
+      session: the run.
+      start: where this region would start by itself.
+      stream: its data, which are moved to where it starts.
+      carried: its own state, if the others went on without it.
+      monitor: is shown how many regions take part.
+      fault_watch: looks for faults of regions and links.
+      listen: begins to listen for a request to stop, which then ends all waits. Before
+        it asks to join, a region of one process does not: SIGTERM ends it at once.
+
+    Yields:
+      Where this region starts, and its part in the run, None if the run has ended.
+
+    Raises:
+      AskedToStopError: if the region should stop before it takes part.
     """
-    if carried is None and (ended := result_of_others(session)) is not None:
-        yield _begin_at(ended, begun), None
+    ended = result_of_others(session) if carried is None else None
+    if ended is not None:
+        yield _start_at(ended, start), None
         return
-    # Of its own state nothing but this is kept, as it may get another's.
-    own_step, position = begun[0].step, begun[2]
-    program, folder = session.program, session.own_dir
+
+    program = session.program
     place = session.place
     assert place is not None
-    began_s = time.monotonic()
-    run = run_digest(session.config, session.text.fingerprint)
-    timing, largest = place.timing, joining.max_frame_bytes(program)
+    timing = place.timing
+    # Of its own state nothing but this is kept, as it may get another's.
+    own_step = start.state.step
+    position = start.position
 
-    def make_link() -> Link:
-        return Link(
-            place,
-            run,
-            largest,
-            own_step,
-            is_announced=False,
-            watch=watch,
-            last_boot=carried.boot if carried else None,
-        )
-
-    link = inside.of_process(
-        place,
-        jax.process_index(),
-        jax.process_count(),
-        make_link,
-        gather,
-        listen().is_asked if jax.process_count() > 1 else lambda: False,
-    )
-    with link:
+    with _make_link(session, own_step, carried, fault_watch, listen) as link:
         if carried is not None or jax.process_count() > 1:
             link.should_stop = listen().is_asked
-        listen_s = _LISTEN_BEATS * timing.beat_s
-        seconds = {"listened": listen_s, "rehearsed": 0.0}
-        initial, done = stream.get_state(), own_step
-        if link.hears_others(listen_s):
+
+        step = own_step
+        first_batch = stream.get_state()
+        listened_s = _LISTEN_BEATS * timing.beat_s
+        rehearsed_s = 0.0
+        if link.hears_others(listened_s):
             if carried is None:
+                began_s = time.monotonic()
                 _rehearse(session, stream)
-                stream.set_state(initial)
-                seconds["rehearsed"] = time.monotonic() - began_s - listen_s
+                stream.set_state(first_batch)
+                rehearsed_s = time.monotonic() - began_s
             link.should_stop = listen().is_asked
-            # A region that was asked to stop saved all its steps, and may return before
-            # the others have done as many: data never go back.
-            least = own_step if carried is None else 0
-            while (reached := link.wait_for_step(least, timing.start_s)) > done:
-                _skip(stream, reached - done)  # Nobody waits for it yet.
-                done = reached
+            step = _catch_up(link, stream, own_step, carried)
         link.should_stop = listen().is_asked
+
         asked_s = time.monotonic()
         # The others have this long to start, and again to end a turn.
         copy = link.join(2 * timing.start_s + timing.grace_s)
-        is_from_peer = copy is not None
         is_alone = copy is None and len(link.view.seats) == 1
         if is_alone and carried is None:  # They may have ended while it waited.
-            if (ended := result_of_others(session)) is not None:
-                yield _begin_at(ended, begun), None
+            ended = result_of_others(session)
+            if ended is not None:
+                yield _start_at(ended, start), None
                 return
+
         if copy is None:
-            stream.set_state(initial)
-            _begins(place, link.view, own_step, max(gather(last_merge(folder))))
+            stream.set_state(first_batch)
+            reached = max(gather(last_merge(session.own_dir)))
+            _say_how_it_begins(place, link.view, own_step, reached)
         program.elastic.in_mean.clear()
         program.elastic.link = link
-        leader = link.view.epoch.region  # The copy is its state.
-        if carried is not None and leader not in carried.missed:
-            carried = carried._replace(shared=None)
         if copy is not None:
-            state = _go_on(session, copy, own_step, carried)
-            _skip(stream, copy.step - done)
-            copy = None  # It is as large as the outer model.
-            times = position.keys() & set(CLOCK)
-            begun = state, None, {name: position[name] for name in times}
+            leader = link.view.epoch.region  # The copy is its state.
+            state = _go_on(session, copy, own_step, carried, leader)
+            start = Start(state, None, _clock_of(position))
+            _skip(stream, copy.step - step)
+
         attendance = Attendance(
             program,
             link,
-            folder,
+            session.own_dir,
             session.elastic.outer_digests,
-            place.num_regions,
+            start.state.step,
         )
-        attendance.step = begun[0].step
-        seconds["let_in"] = time.monotonic() - asked_s
         line = {
-            "step": begun[0].step,
+            "step": start.state.step,
             "own_step": own_step,
-            "from_peer": is_from_peer,
+            "from_peer": copy is not None,
             "carried": carried is not None,
             "epoch": _number(link.view, place),
             "life": link.boot,
             "regions": sorted(link.view.seats),
-            "seconds": seconds,
+            "seconds": {
+                "listened": listened_s,
+                "rehearsed": rehearsed_s,
+                "let_in": time.monotonic() - asked_s,
+            },
             "time": time.time(),
         }
-        append_line(folder / JOINS_FILE, line)
-        carried = None  # So is what it carried.
+        append_line(session.own_dir / JOINS_FILE, line)
         monitor.live.members = lambda: len(link.view.seats)
+
+        # Both are as large as the outer model.
+        copy = None
+        carried = None
         try:
-            yield begun, attendance
+            yield start, attendance
             if attendance.step == session.config.run.steps:
                 link.finish(timing.grace_s)
         finally:
             program.elastic.link = None
 
 
-def _begin_at(ended: Ended, begun: Begun) -> Begun:
+def _make_link(
+    session: "Session",
+    own_step: int,
+    carried: joining.Carried | None,
+    fault_watch: FaultWatch,
+    listen: Callable[[], Stop],
+) -> Link | inside.Speaker | inside.Listener:
+    """Return this process's link to the other regions."""
+    place = session.place
+    assert place is not None
+    run = run_digest(session.config, session.text.fingerprint)
+    max_frame_bytes = joining.max_frame_bytes(session.program)
+
+    def make_link() -> Link:
+        return Link(
+            place,
+            run,
+            max_frame_bytes,
+            own_step,
+            is_announced=False,
+            watch=fault_watch,
+            last_boot=carried.boot if carried else None,
+        )
+
+    has_several = jax.process_count() > 1
+    return inside.of_process(
+        place,
+        jax.process_index(),
+        jax.process_count(),
+        make_link,
+        gather,
+        listen().is_asked if has_several else lambda: False,
+    )
+
+
+def _catch_up(
+    link: Link | inside.Speaker | inside.Listener,
+    stream: TrainStream,
+    own_step: int,
+    carried: joining.Carried | None,
+) -> int:
+    """Move the data to the step that the others have reached; return it.
+
+    Nobody waits for this region yet.
+    """
+    timeout_s = link.place.timing.start_s
+    # A region that was asked to stop saved all its steps, and may return before the
+    # others have done as many: data never go back.
+    least = own_step if carried is None else 0
+    step = own_step
+    reached = link.wait_for_step(least, timeout_s)
+    while reached > step:
+        _skip(stream, reached - step)
+        step = reached
+        reached = link.wait_for_step(least, timeout_s)
+    return step
+
+
+def _clock_of(position: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the times of a position, which a region keeps wherever it starts."""
+    return {name: position[name] for name in CLOCK if name in position}
+
+
+def _start_at(ended: Ended, start: Start) -> Start:
     """Return where a region starts that takes another's result."""
-    clock = {name: begun[2][name] for name in CLOCK if name in begun[2]}
-    return ended.state, None, clock | {"result_of_region": ended.region}
+    position = _clock_of(start.position) | {"result_of_region": ended.region}
+    return Start(ended.state, None, position)
 
 
-def _begins(place: Place, view: View, own_step: int, reached: int) -> None:
-    """Say where this region starts if not all are there, or refuse that it does."""
+def _say_how_it_begins(place: Place, view: View, own_step: int, reached: int) -> None:
+    """Say where this region starts if not all are there, or refuse that it does.
+
+    Args:
+      place: of this region.
+      view: the regions that take part.
+      own_step: of its own checkpoint, 0 without.
+      reached: the last step whose merge it has recorded.
+    """
     missing = [r for r in range(place.num_regions) if r not in view.seats]
     if not missing:
         return
+
     waited = f"regions {missing} did not answer within start_s={place.timing.start_s:g}"
-    if not own_step and reached:
+    if reached and not own_step:
         raise ResumeError(
             f"region {place.region} took part in this run up to step {reached} and has "
             f"no checkpoint of it, and {waited}: they have ended, or cannot be "
             "reached. Start them again, wait for longer, or name another workdir to "
             "begin anew"
         )
-    goes_on = f"{waited}: region {place.region} goes on without them, from step 0"
+
+    message = f"{waited}: region {place.region} goes on without them, from step 0"
     if own_step:  # It has waited for nobody.
-        goes_on = (
+        message = (
             f"region {place.region} leads the run from its own step {own_step}; "
             f"regions {missing} start from its copy when they are there"
         )
-    print(goes_on, file=sys.stderr)
+    print(message, file=sys.stderr)
 
 
 def _rehearse(session: "Session", stream: TrainStream) -> None:
@@ -294,6 +392,7 @@ def _rehearse(session: "Session", stream: TrainStream) -> None:
     program = session.program
     schedule = program.method.schedule
     assert schedule is not None
+
     state = program.init(*session.first_params())
     batch = next(stream)
     end = schedule.sync_interval + schedule.delay_steps + 1
@@ -301,15 +400,20 @@ def _rehearse(session: "Session", stream: TrainStream) -> None:
         ahead = program.steps_to_event(state) or MAX_SCAN_STEPS
         batches = np.stack([batch] * scan_steps(program, ahead))
         state, _ = program.advance(state, batches)
+
     assert state.sync is not None
-    made = [digest(here(part)) for part in state.sync.outer.params]
-    jax.block_until_ready((state.region, made))
+    digests = [digest(here(part)) for part in state.sync.outer.params]
+    jax.block_until_ready((state.region, digests))
 
 
 def _go_on(
-    session: "Session", copy: Snapshot, own_step: int, carried: joining.Carried | None
+    session: "Session",
+    copy: Snapshot,
+    own_step: int,
+    carried: joining.Carried | None,
+    leader: int,
 ) -> TrainState:
-    """Return the state made from a copy."""
+    """Return the state made from the copy of the region that leads the run."""
     if own_step > copy.step and carried is None:
         raise LeftBehindError(
             f"the run is at step {copy.step}, and this region's own checkpoint at step "
@@ -317,6 +421,10 @@ def _go_on(
             "start it again when they have come so far, or name another workdir"
         )
     print(f"going on from another region's step {copy.step}", file=sys.stderr)
+
+    if carried is not None and leader not in carried.missed:
+        # Since its loss, this region has had outer parameters in common with it.
+        carried = carried._replace(shared=None)
     params, key = session.first_params()
     return joining.adopt(session.program, params, key, copy, carried)
 

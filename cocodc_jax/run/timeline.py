@@ -21,7 +21,9 @@ from cocodc_jax.network.timeline import SyncRecord, Timeline
 from cocodc_jax.run.method_config import MethodConfig
 
 _LEAST_OVERLAP = 0.05  # of a stretch, to count as overlapping a sync
-FILE, TRACE_FILE, PLOT_FILE = "timeline.json", "trace.json", "timeline.png"
+FILE = "timeline.json"
+TRACE_FILE = "trace.json"
+PLOT_FILE = "timeline.png"
 
 
 def read(workdir: pathlib.Path, since_step: int = 0) -> Timeline:
@@ -36,55 +38,82 @@ def measured(workdir: pathlib.Path, since_step: int) -> tuple[Timeline, int]:
     time everywhere, within a network delay, so clocks are aligned by the arrivals.
     """
     paths = [workdir / FILE, *sorted(workdir.glob(f"process_*/{FILE}"))]
-    found = [_table(path) for path in paths if path.exists()]
-    if not found:
+    tables = [_table(path) for path in paths if path.exists()]
+    if not tables:
         raise ValueError(f"workdir={str(workdir)!r} holds no {FILE}; train there first")
     # Of fewer processes than before: the others have left theirs.
-    ends = [each["marks"][-1:] and each["marks"][-1][0] for each in found]
-    found = [each for each, end in zip(found, ends, strict=True) if end == ends[0]]
-    marked = [{step for step, _ in each["marks"]} for each in found]
+    last_step = _last_step(tables[0])
+    tables = [table for table in tables if _last_step(table) == last_step]
+
+    marked = [{step for step, _ in table["marks"]} for table in tables]
     steps = sorted(s for s in set.intersection(*marked) if s >= since_step)
     if len(steps) < 2:
         raise ValueError(
             f"workdir={str(workdir)!r} holds fewer than two marks after step "
             f"{since_step}; train longer"
         )
-    _set_clocks(found)
-    marks = [dict(each["marks"]) for each in found]
+
+    _set_clocks(tables)
+    marks = [dict(table["marks"]) for table in tables]
     first = steps[0]
-    zero = min(each[first] for each in marks)
-    rows = [tuple(each[step] - zero for each in marks) for step in steps]
-    merged = [[s for s in each["syncs"] if s["merge_s"] is not None] for each in found]
-    merged = [[s for s in each if s["start_step"] >= first] for each in merged]
+    zero = min(of_process[first] for of_process in marks)
+
+    syncs = [
+        [
+            sync
+            for sync in table["syncs"]
+            if sync["merge_s"] is not None and sync["start_step"] >= first
+        ]
+        for table in tables
+    ]
+
     timeline = Timeline(
-        regions=tuple(f"process {i}" for i in range(len(found))),
-        syncs=tuple(_syncs(merged, first, zero)),
+        regions=tuple(f"process {i}" for i in range(len(tables))),
+        syncs=tuple(_syncs(syncs, first, zero)),
         num_steps=steps[-1] - first,
         step_time_s=(),  # Follows.
-        marks=tuple((s - first, row) for s, row in zip(steps, rows, strict=True)),
-        stall_s=tuple(sum(s["stall_s"] or 0.0 for s in each) for each in merged),
-        bytes_sent=tuple(float(sum(s["num_bytes"] for s in each)) for each in merged),
+        marks=tuple(
+            (step - first, tuple(of_process[step] - zero for of_process in marks))
+            for step in steps
+        ),
+        stall_s=tuple(
+            sum(sync["stall_s"] or 0.0 for sync in of_process) for of_process in syncs
+        ),
+        bytes_sent=tuple(
+            float(sum(sync["num_bytes"] for sync in of_process)) for of_process in syncs
+        ),
     )
+
     # The median over stretches between marks.
-    step_s = np.median([each for _, each in timeline.stretches()], axis=0)
+    stretches = [seconds for _, seconds in timeline.stretches()]
+    step_s = np.median(stretches, axis=0)
     return dataclasses.replace(timeline, step_time_s=tuple(step_s.tolist())), first
 
 
-def _set_clocks(found: list[dict[str, Any]]) -> None:
-    """Move the times of all files to the clock of the first."""
+def _last_step(table: dict[str, Any]) -> int | None:
+    """Return the step of the last mark of a process, None without marks."""
+    return table["marks"][-1][0] if table["marks"] else None
+
+
+def _set_clocks(tables: list[dict[str, Any]]) -> None:
+    """Move the times of all processes to the clock of the first."""
     arrivals = [
-        {(s["start_step"], s["fragment"]): s["arrival_s"] for s in each["syncs"]}
-        for each in found
+        {
+            (sync["start_step"], sync["fragment"]): sync["arrival_s"]
+            for sync in table["syncs"]
+        }
+        for table in tables
     ]
-    for each, own in zip(found, arrivals, strict=True):
+    for table, arrived_s in zip(tables, arrivals, strict=True):
         gaps = [
-            theirs - own[sync]
-            for sync, theirs in arrivals[0].items()
-            if theirs is not None and own.get(sync) is not None
+            first_s - arrived_s[sync]
+            for sync, first_s in arrivals[0].items()
+            if first_s is not None and arrived_s.get(sync) is not None
         ]
         later_s = statistics.median(gaps) if gaps else 0.0
-        each["marks"] = [(step, second + later_s) for step, second in each["marks"]]
-        for sync in each["syncs"]:
+
+        table["marks"] = [(step, second + later_s) for step, second in table["marks"]]
+        for sync in table["syncs"]:
             for name in ("start_s", "arrival_s", "merge_s"):
                 if sync[name] is not None:
                     sync[name] += later_s
@@ -95,41 +124,52 @@ def _syncs(files: list[list[dict]], first_step: int, zero: float) -> list[SyncRe
     by_id: dict[tuple[int, int], dict[int, dict]] = {}
     for process, syncs in enumerate(files):
         for sync in syncs:
-            by_id.setdefault((sync["start_step"], sync["fragment"]), {})[process] = sync
+            sync_id = (sync["start_step"], sync["fragment"])
+            by_id.setdefault(sync_id, {})[process] = sync
+
     records = []
-    for (start, fragment), own in by_id.items():
-        group, stalls = [*own.values()], [0.0] * len(files)
-        for process, sync in own.items():
+    for (start, fragment), by_process in by_id.items():
+        syncs = list(by_process.values())
+        stalls = [0.0] * len(files)
+        for process, sync in by_process.items():
             stalls[process] = sync["stall_s"]
+        last_merge_s = max((sync["stall_s"], sync["merge_s"]) for sync in syncs)[1]
         records.append(
             SyncRecord(
                 fragments=(fragment,),
                 start_step=start - first_step,
-                merge_step=group[0]["apply_step"] - first_step,
-                start_s=max(s["start_s"] for s in group) - zero,
-                arrival_s=max(s["arrival_s"] for s in group) - zero,
-                merge_s=max((s["stall_s"], s["merge_s"]) for s in group)[1] - zero,
+                merge_step=syncs[0]["apply_step"] - first_step,
+                start_s=max(sync["start_s"] for sync in syncs) - zero,
+                arrival_s=max(sync["arrival_s"] for sync in syncs) - zero,
+                merge_s=last_merge_s - zero,
                 stalls_s=tuple(stalls),
-                bytes_sent=tuple(float(s["num_bytes"]) for s in group),
+                bytes_sent=tuple(float(sync["num_bytes"]) for sync in syncs),
             )
         )
     return sorted(records, key=lambda record: record.merge_s)
 
 
-def save(folder: pathlib.Path, found: dict[str, Any], first_step: int) -> None:
+def save(folder: pathlib.Path, timeline: dict[str, Any], first_step: int) -> None:
     """Write one process's timeline, after that of an earlier part of the run."""
     path = folder / FILE
-    earlier = {"marks": [], "syncs": []}
+    earlier: dict[str, Any] = {"marks": [], "syncs": []}
     if first_step and path.exists():
         try:
             earlier = _table(path)
         except ValueError as error:
-            told = f"warning: {error}; it is written anew, from step {first_step} on"
-            print(told, file=sys.stderr)
-    marks = [m for m in earlier["marks"] if m[0] <= first_step]
-    syncs = [s for s in earlier["syncs"] if (s["apply_step"] or math.inf) <= first_step]
-    found = {"marks": marks + found["marks"], "syncs": syncs + found["syncs"]}
-    write_whole(path, json.dumps(found))
+            print(
+                f"warning: {error}; it is written anew, from step {first_step} on",
+                file=sys.stderr,
+            )
+
+    marks = [mark for mark in earlier["marks"] if mark[0] <= first_step]
+    syncs = [
+        sync
+        for sync in earlier["syncs"]
+        if (sync["apply_step"] or math.inf) <= first_step
+    ]
+    table = {"marks": marks + timeline["marks"], "syncs": syncs + timeline["syncs"]}
+    write_whole(path, json.dumps(table))
 
 
 def _table(path: pathlib.Path) -> dict[str, Any]:
@@ -142,21 +182,25 @@ def _table(path: pathlib.Path) -> dict[str, Any]:
 
 def step_s_in_flight(timeline: Timeline) -> tuple[float, float]:
     """Return seconds of a step while a sync is in flight, and while none is."""
-    waited, flights = timeline.waited_s(), timeline.flights()
-    quiet, beside = [], []
+    waited = timeline.waited_s()
+    flights = timeline.flights()
+    quiet = []  # Seconds of a step, of each stretch.
+    beside = []  # Steps, seconds, and those with a sync in flight, of each stretch.
     for (step, begins), (next_step, ends) in itertools.pairwise(timeline.marks):
-        own_s = np.subtract(ends, begins) - waited[step]
-        took_s, wait_s = max(zip(own_s, waited[step], strict=True))
+        computed_s = np.subtract(ends, begins) - waited[step]
+        took_s, wait_s = max(zip(computed_s, waited[step], strict=True))
         overlap_s = flights.covered_s(max(begins), max(ends)) - wait_s
         if overlap_s < _LEAST_OVERLAP * took_s:
             quiet.append(took_s / (next_step - step))
         else:
             beside.append((next_step - step, took_s, overlap_s))
+
     if not quiet:
         return math.nan, math.nan
     quiet_s = statistics.median(quiet)
     if not beside:
         return math.nan, quiet_s
+
     overlap_s = sum(overlap for _, _, overlap in beside)
     longer_s = sum(took - num * quiet_s for num, took, _ in beside)
     if longer_s >= overlap_s:  # Almost no step was done.

@@ -7,7 +7,7 @@ import re
 import absl.flags
 import pytest
 
-from cocodc_jax.run import flag_types, flags
+from cocodc_jax.run import flags
 from experiments import commands, program
 
 # How the help of a flag begins that names a file or a folder.
@@ -50,7 +50,6 @@ def test_paths_of_a_program_have_a_home(name, monkeypatch, capsys):
     for flag in paths:
         assert flag.parser.parse("~/x") == AT, flag.name
         assert flag.parser.parse("gs://bucket/~") == "gs://bucket/~"
-    known = {
-        flag.name for flag in path_flags if isinstance(flag.parser, flag_types._Path)
-    }
+    kinds = {flag.name: getattr(flag.parser, "kind", None) for flag in path_flags}
+    known = {name for name, kind in kinds.items() if kind is pathlib.Path}
     assert known == {flag.name for flag in paths}

@@ -16,9 +16,13 @@ STEPS, CUT = 32, 16
 def configuration(method):
     """Two rounds of sixteen steps; regions of unequal speed where that is the point."""
     leaves = {
-        "method": method, "steps": STEPS, "checkpoint_every": CUT, "eval_every": CUT,
-        "eval_batches": 4, "warmup_steps": 4,
-    }  # fmt: skip
+        "method": method,
+        "steps": STEPS,
+        "checkpoint_every": CUT,
+        "eval_every": CUT,
+        "eval_batches": 4,
+        "warmup_steps": 4,
+    }
     if method == "snoo":
         leaves["regions"] = 1
     if method in ("delayed_nesterov", "mla", "heloco", "decoupled_diloco"):
@@ -35,8 +39,8 @@ def test_it_trains_resumes_bit_for_bit_and_counts_its_bytes(method, tmp_path):
     config = configuration(method)
     session = prepare(config, whole)
     summary = session.train()
-    found = read_records(whole / "metrics.jsonl")
-    losses = [r["loss"] for r in found if r["kind"] == "train"]
+    records = read_records(whole / "metrics.jsonl")
+    losses = [r["loss"] for r in records if r["kind"] == "train"]
     assert losses[-1] < 0.95 * losses[0]
     # As if it had been killed between the two checkpoints.
     shutil.copytree(whole, cut)
@@ -47,14 +51,14 @@ def test_it_trains_resumes_bit_for_bit_and_counts_its_bytes(method, tmp_path):
     assert mine.read_bytes() == theirs.read_bytes()
     assert again["eval_loss"] == summary["eval_loss"]
     # What was sent is what the syncs that were applied say, and what is on its way.
-    synced = sum(r["bytes"] for r in found if r["kind"] == "sync")
+    synced = sum(r["bytes"] for r in records if r["kind"] == "sync")
     every_step = STEPS * session.program.bytes_per_step
     sent = summary["bytes_sent_per_region"]
     sync = session.program.method.sync
     if sync and sync.schedule.is_by_region:  # Each counts for one of M regions.
         assert sent == pytest.approx(synced / 4, abs=STEPS)
         return
-    largest = max((r["bytes"] for r in found if r["kind"] == "sync"), default=0)
+    largest = max((r["bytes"] for r in records if r["kind"] == "sync"), default=0)
     num_fragments = session.program.method.num_fragments
     assert 0 <= sent - synced - every_step <= largest * num_fragments
     assert np.isfinite(summary["eval_loss_outer"])

@@ -17,7 +17,6 @@ from cocodc_jax.chips import peak_tokens_per_second
 from cocodc_jax.models import TransformerConfig, flops_per_token, num_params
 from cocodc_jax.report.progress import RunProgress
 from cocodc_jax.report.records import MetricsWriter, weights_and_biases
-from cocodc_jax.run import attend
 from cocodc_jax.run.attend import Tracking, Watch
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
@@ -26,9 +25,12 @@ from cocodc_jax.train.hooks import Clock
 from experiments import train
 
 TRAIN = {
-    "kind": "train", "tokens": 16, "loss": 2.0, "loss_regions": [1.5, 2.5],
+    "kind": "train",
+    "tokens": 16,
+    "loss": 2.0,
+    "loss_regions": [1.5, 2.5],
     "bytes_sent_per_region": 0,
-}  # fmt: skip
+}
 
 
 class StandIn(types.ModuleType):
@@ -86,16 +88,23 @@ def test_records_go_to_both_and_a_resumed_run_keeps_its_id(wandb, tmp_path):
     first, second = wandb.runs
     assert first.arguments["id"] == second.arguments["id"]
     assert first.arguments == {
-        "project": "project", "mode": "offline", "name": "name", "resume": None,
-        "config": {"run": {"steps": 3}}, "dir": str(tmp_path),
+        "project": "project",
+        "mode": "offline",
+        "name": "name",
+        "resume": None,
+        "config": {"run": {"steps": 3}},
+        "dir": str(tmp_path),
         "id": json.loads((tmp_path / "wandb.json").read_text())["id"],
-    }  # fmt: skip
+    }
     assert first.metrics == [("step", {}), ("*", {"step_metric": "step"})]
     assert first.logged[0] == {
-        "step": 1, "train/tokens": 16, "train/loss": 2.0,
-        "train/loss_regions/region_0": 1.5, "train/loss_regions/region_1": 2.5,
+        "step": 1,
+        "train/tokens": 16,
+        "train/loss": 2.0,
+        "train/loss_regions/region_0": 1.5,
+        "train/loss_regions/region_1": 2.5,
         "train/bytes_sent_per_region": 0,
-    }  # fmt: skip
+    }
     assert [numbers["step"] for numbers in second.logged] == [2, 3, 3]
     assert second.logged[-1]["timing/tokens_per_second"] == 100.0
     assert first.is_finished
@@ -181,8 +190,8 @@ def devices(*kinds):
 def test_peak_rate_is_peaks_over_operations_of_a_token():
     table = 0 if MODEL.tie_embeddings else 96 * 32
     flops = 6 * (num_params(MODEL) - table) + 12 * 2 * 32 * 16
-    found = peak_tokens_per_second(devices("TPU v5 lite", "TPU v4"), PER_TOKEN)
-    assert found == pytest.approx((197e12 + 275e12) / flops, rel=1e-12)
+    peak = peak_tokens_per_second(devices("TPU v5 lite", "TPU v4"), PER_TOKEN)
+    assert peak == pytest.approx((197e12 + 275e12) / flops, rel=1e-12)
 
 
 @pytest.mark.parametrize("kinds", [("cpu",), ("TPU v4", "cpu"), ("TPU v99",)])
@@ -200,33 +209,3 @@ def test_the_share_goes_to_the_line_and_to_timing(tmp_path, peak, share):
     (line,) = (tmp_path / "timing.jsonl").read_text().splitlines()
     assert json.loads(line).get("mfu") == share
     assert ("MFU 25.0 %" in out.getvalue()) == (share is not None)
-
-
-def test_several_processes_stop_at_one_call_and_stay_stopped(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    reached = attend.multihost_utils
-    monkeypatch.setattr(reached, "reached_preemption_sync_point", lambda n: n == 3)
-    with attend.stop_signal() as should_stop:
-        assert [should_stop() for _ in range(5)] == [False] * 2 + [True] * 3
-
-
-def test_any_thread_sees_that_a_process_of_the_run_is_to_stop(monkeypatch):
-    """Between two calls of all processes, which only agree on a later one."""
-    asked = []
-
-    class Client:
-        def key_value_try_get(self, key):
-            assert key == "RECEIVED_PREEMPTION_NOTICE"
-            if not asked:
-                raise jax.errors.JaxRuntimeError("NOT_FOUND")
-            return asked[0]
-
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(attend, "_ASK_S", 0)
-    monkeypatch.setattr(attend.distributed.global_state, "client", Client())
-    with attend.stop_signal() as should_stop:
-        assert not should_stop.is_asked()
-        asked.append("2026-11-28")
-        assert should_stop.is_asked()
-        asked.clear()  # The service ends before the process does.
-        assert should_stop.is_asked()

@@ -46,20 +46,20 @@ def gs(tmp_path, monkeypatch):
         """What is asked of a bucket, asked of the folder; no appending, no renaming."""
 
         def __getattribute__(self, name):
-            found = super().__getattribute__(name)
-            if name.startswith("_") or not callable(found):
-                return found
+            attribute = super().__getattribute__(name)
+            if name.startswith("_") or not callable(attribute):
+                return attribute
             assert name not in ("rename", "replace"), "a bucket does not rename"
 
             def call(*args, **kwargs):
                 assert name != "open" or "a" not in args[1], "a bucket does not append"
-                return found(*map(one, args), **kwargs)
+                return attribute(*map(one, args), **kwargs)
 
             return call
 
         def glob(self, path):
-            found = super().glob(path)
-            return ["gs://" + os.path.relpath(x, root) for x in found]
+            paths = super().glob(path)
+            return ["gs://" + os.path.relpath(x, root) for x in paths]
 
         def open(self, path, mode):
             if "w" in mode:  # A bucket has no folders that have to be there.
@@ -82,10 +82,17 @@ class KilledError(Exception):
 
 def config(tmp_path, dataset):
     return PRESETS["smoke"].replace(
-        regions=2, num_layers=1, steps=6, checkpoint_every=2, eval_every=0,
-        log_every=1, method="diloco", sync_interval=2, data_dir=str(tmp_path / "data"),
+        regions=2,
+        num_layers=1,
+        steps=6,
+        checkpoint_every=2,
+        eval_every=0,
+        log_every=1,
+        method="diloco",
+        sync_interval=2,
+        data_dir=str(tmp_path / "data"),
         dataset=dataset,
-    )  # fmt: skip
+    )
 
 
 def write_text(folder: pathlib.Path):
@@ -115,10 +122,10 @@ def test_a_run_in_a_bucket_is_killed_and_goes_on_elsewhere(
         self.wait()
         return state
 
-    def send(*given):
+    def send(*args):
         if "killed" in steps:
             raise KilledError
-        buckets.send(*given)
+        buckets.send(*args)
 
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoints, "save", save_twice)
@@ -131,17 +138,17 @@ def test_a_run_in_a_bucket_is_killed_and_goes_on_elsewhere(
     # Another machine has none of what was here.
     shutil.rmtree(tmp_path / "cache")
     assert "warning" not in capsys.readouterr().err
-    found = prepare(run, NAME, earlier=[first]).train()
+    summary = prepare(run, NAME, earlier=[first]).train()
     warning = capsys.readouterr().err
     assert "gs://bucket/runs/one was written to by process" in warning
-    assert found["eval_loss"] == expected["eval_loss"]
+    assert summary["eval_loss"] == expected["eval_loss"]
     for name in ("config.json", "metrics.jsonl"):
         assert (there / name).read_bytes() == (plain / name).read_bytes()
-    assert json.loads((there / "summary.json").read_text()) == found
+    assert json.loads((there / "summary.json").read_text()) == summary
     assert not (there / ".writer").exists()
     # It is finished, for whoever asks next.
     shutil.rmtree(tmp_path / "cache")
-    assert prepare(run, NAME, earlier=[first]).train() == found
+    assert prepare(run, NAME, earlier=[first]).train() == summary
     with pytest.raises(ValueError, match="holds a run of another configuration"):
         prepare(run.replace(steps=8), NAME)
 
@@ -152,9 +159,9 @@ def test_a_text_of_a_bucket_is_read_as_it_is_there(gs, tmp_path):
     (folder / "c.log").write_text("a text too")
 
     def here():
-        found = buckets.fetched("gs://bucket/texts/", tmp_path / "cache")
-        paths = (path for path in found.rglob("*") if path.is_file())
-        return {path.relative_to(found).as_posix(): path.read_text() for path in paths}
+        folder = buckets.fetched("gs://bucket/texts/", tmp_path / "cache")
+        paths = (path for path in folder.rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
 
     first = here()
     assert set(first) == {"a.txt", "c.log", "deep/b.txt"}
@@ -175,17 +182,17 @@ def test_a_process_sends_its_own_files_when_they_changed(gs, tmp_path, monkeypat
     run = Bucket.of(NAME)
     there = gs / "bucket" / "runs" / "one"
     assert Bucket.of(str(tmp_path)) is None
-    own = run.workdir / "process_1"
-    own.mkdir(parents=True)
-    (own / "metrics.jsonl").write_text("1\n")
-    (own / "output.log").write_text("what the launcher keeps")
+    folder = run.workdir / "process_1"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("1\n")
+    (folder / "output.log").write_text("what the launcher keeps")
     run.send(1)
     assert [path.name for path in there.rglob("*.*")] == ["metrics.jsonl"]
     written = there / "process_1" / "metrics.jsonl"
     os.utime(written, (1, 1))
     run.send(1)
     assert written.stat().st_mtime == 1  # Not sent again.
-    (own / "metrics.jsonl").write_text("1\n2\n")
+    (folder / "metrics.jsonl").write_text("1\n2\n")
     run.send(1)
     assert written.read_text() == "1\n2\n"
     # What is here and not there is of no run.

@@ -69,9 +69,11 @@ def test_replace_finds_the_section_and_seeds_the_data_too():
     assert config.method.given["outer_lr"] == 0.3
     assert (config.run.seed, config.data.seed) == (7, 7)
     assert sorted(SMOKE.differences(config).split("; ")) == [
-        "method: cocodc, not diloco", "outer_lr: None, not 0.3", "seed: 0, not 7",
+        "method: cocodc, not diloco",
+        "outer_lr: None, not 0.3",
+        "seed: 0, not 7",
         "width: 32, not 64",
-    ]  # fmt: skip
+    ]
     with pytest.raises(ValueError, match="'widht' is not a field"):
         SMOKE.replace(widht=3)
 

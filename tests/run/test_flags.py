@@ -64,8 +64,8 @@ def test_a_preset_warms_up_for_its_share_of_a_short_run(call, steps, warmup):
 def test_a_command_shows_its_help():
     text = command("--help=all").stdout.split()
     # A method's argument tells whose it is; all have the values of the preset.
-    told = "lambda, weight of the compensation's correction. For cocodc (0.3),"
-    assert told in " ".join(text)
+    message = "lambda, weight of the compensation's correction. For cocodc (0.3),"
+    assert message in " ".join(text)
     assert "--regions=4 regions that train, M." in " ".join(text)
     assert command("--helpfull").stdout.split() == text
     assert "--width" not in command("--help").stdout
@@ -83,8 +83,8 @@ def test_a_reader_that_goes_ends_the_program_in_silence():
 def test_a_result_that_cannot_be_written_is_one_line(tmp_path):
     writes = "from cocodc_jax import files; main = lambda: files.write_whole"
     done = command(main=f"{writes}({str(tmp_path)!r}, '')\n{RUN_MAIN}")
-    told = f"error: {tmp_path} cannot be written (Is a directory)\n"
-    assert (done.returncode, done.stderr) == (1, told)
+    message = f"error: {tmp_path} cannot be written (Is a directory)\n"
+    assert (done.returncode, done.stderr) == (1, message)
 
 
 def test_an_interrupt_is_one_line():

@@ -9,10 +9,11 @@ from absl.flags import DEFINE_enum, DEFINE_integer, FlagValues
 from cocodc_jax.methods import METHODS, defaults
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import LEAVES, SECTIONS
-from cocodc_jax.run.leaf_help import CHOICES, DEVELOPER, MAIN
-from cocodc_jax.run.messages import Option, options, render
+from cocodc_jax.run.help import DEVELOPER, MAIN, Option, options, render
 from cocodc_jax.run.method_config import ARGUMENTS
 from cocodc_jax.run.presets import PRESETS
+
+CHOICES = {name: leaf.choices for name, leaf in LEAVES.items() if leaf.choices}
 
 
 def showing(in_full, define=flags.define):
@@ -57,9 +58,9 @@ def test_the_flags_that_most_runs_set_come_first(call):
     assert list(shown(text)) == ["preset", "workdir", *MAIN]
     rest = text.partition("\nFurther flags, which --help=all explains\n")[2]
     others = {*flags.PROCESSES, *flags.ELASTIC, *LEAVES} - {*MAIN}
-    own = {name for name in others if name in defaults("cocodc")}
+    of_method = {name for name in others if name in defaults("cocodc")}
     named = set(re.findall(r"\w+(?=[,.])", rest))
-    assert named == {n for n in others if n not in ARGUMENTS or n in own}
+    assert named == {n for n in others if n not in ARGUMENTS or n in of_method}
     last = rest.splitlines()[-2:]
     assert last[0].startswith("  For developers of this package: step_seconds, ")
     assert len(text.splitlines()) < 100
@@ -72,25 +73,25 @@ def test_the_flags_that_most_runs_set_come_first(call):
 
 def test_values_are_the_preset_s_and_those_given(call):
     for preset in ("smoke", "tiny", "1b"):
-        found = shown(call(FULL, f"--preset={preset}", "--method=diloco")[0])
+        values = shown(call(FULL, f"--preset={preset}", "--method=diloco")[0])
         config = PRESETS[preset].replace(method="diloco")
         for name in ("steps", "width", "inner_lr", "sequence_length"):
             section = getattr(config, LEAVES[name].section)
-            assert found[name] == str(getattr(section, name))
-        assert found["sync_interval"] == str(config.method.values["sync_interval"])
-        assert "mixing_alpha" not in found
-    given = ("--steps=70", "--method=streaming_diloco", "--noscan_layers")
-    found = shown(call(FULL, *given)[0])
-    assert (found["steps"], found["scan_layers"]) == ("70", "false")
-    assert found["mixing_alpha"] == "0.5"
+            assert values[name] == str(getattr(section, name))
+        assert values["sync_interval"] == str(config.method.values["sync_interval"])
+        assert "mixing_alpha" not in values
+    words = ("--steps=70", "--method=streaming_diloco", "--noscan_layers")
+    values = shown(call(FULL, *words)[0])
+    assert (values["steps"], values["scan_layers"]) == ("70", "false")
+    assert values["mixing_alpha"] == "0.5"
 
 
 def test_of_several_methods_all_arguments_are_explained(call):
-    found = shown(call(SEVERAL, "--preset=tiny")[0])
-    assert found.keys() >= {name for method in METHODS for name in defaults(method)}
+    values = shown(call(SEVERAL, "--preset=tiny")[0])
+    assert values.keys() >= {name for method in METHODS for name in defaults(method)}
     # What holds for whoever takes it; else the method's own, which are not alike.
-    assert (found["sync_interval"], found["outer_lr"]) == ("40", "")
-    assert found["partition"] == "source"
+    assert (values["sync_interval"], values["outer_lr"]) == ("40", "")
+    assert values["partition"] == "source"
 
 
 def test_a_wrong_flag_beside_is_said(refused):

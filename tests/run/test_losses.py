@@ -95,9 +95,14 @@ def trained(method, num_devices, seconds):
         loss_fn = paced(loss_fn, seconds, LocalRegions.of(mesh, REGIONS, "in_turn"))
     params = models.init_params(MODEL, jax.random.key(0))
     program = cc.RegionProgram(
-        loss_fn, optax.adam(1e-2), method, params, REGIONS, mesh=mesh,
+        loss_fn,
+        optax.adam(1e-2),
+        method,
+        params,
+        REGIONS,
+        mesh=mesh,
         local_regions="in_turn",
-    )  # fmt: skip
+    )
     state = program.init(params, jax.random.key(1))
     rows = np.random.default_rng(0).integers(0, 7, (2 * STEPS, REGIONS, 2, 9))
     state, output = program.advance(state, rows[:STEPS])  # Compiled here.

@@ -76,8 +76,8 @@ def test_equal_configurations_are_equal_and_hash_alike():
 def test_a_preset_gives_its_own_method_nothing_else():
     """But for `rank`, which is for small models in whichever method has one."""
     for preset in PRESETS.values():
-        given = {name for name, _ in preset.method.where_taken}
-        assert given - set(preset.method.values) <= {"rank"}
+        names = {name for name, _ in preset.method.where_taken}
+        assert names - set(preset.method.values) <= {"rank"}
         assert not preset.method.given
 
 
@@ -94,10 +94,16 @@ def test_a_run_s_file_is_flat_and_reads_again(method):
 def test_a_file_of_an_earlier_version_reads():
     """It has every argument of every method: null, the preset's, or the method's."""
     old = dict.fromkeys(ARGUMENTS) | {
-        "method": "diloco", "sync_interval": 16, "num_fragments": 4, "delay_steps": 2,
-        "rank": 8, "outer_lr": 0.7, "outer_momentum": 0.9, "outer_placement": "host",
+        "method": "diloco",
+        "sync_interval": 16,
+        "num_fragments": 4,
+        "delay_steps": 2,
+        "rank": 8,
+        "outer_lr": 0.7,
+        "outer_momentum": 0.9,
+        "outer_placement": "host",
         "an_argument_that_is_gone": None,
-    }  # fmt: skip
+    }
     config = PRESETS["smoke"].replace(method="diloco").method
     assert MethodConfig.from_json(old).resolve() == config.resolve()
     with pytest.raises(ValueError, match=r"section 'method'.*'an_argument_that_is_g"):

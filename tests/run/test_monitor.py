@@ -40,7 +40,7 @@ def fetch(port):
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as got:
         families = text_string_to_metric_families(got.read().decode())
     samples = {}
-    for sample in (each for family in families for each in family.samples):
+    for sample in (sample for family in families for sample in family.samples):
         further = {k: v for k, v in sample.labels.items() if k not in LABELS}
         assert sample.labels == LABELS | further
         samples[sample.name, *further.values()] = sample.value
@@ -59,36 +59,44 @@ def test_turns_are_scraped():
     # 10 steps, 80 tokens, 5 s of which one was a stall: 0.4 s a step undisturbed.
     live.turn(Clock(30, 2.5, 6.0, 16.0, 1.0, 2, 4096))
     live.saving()
-    found = scrape(live)
-    assert found["cocodc_goodput_ratio",] == pytest.approx(20 * 0.4 / 200)
+    metrics = scrape(live)
+    assert metrics["cocodc_goodput_ratio",] == pytest.approx(20 * 0.4 / 200)
     expected = {
-        "step": 30, "planned_steps": 100, "loss": 2.5, "tokens_per_second": 16,
-        "mfu_ratio": 0.25, "fragments_in_flight": 2, "members": 2,
-        "checkpoint_step": 30, "checkpoint_timestamp_seconds": 7.5,
-        "progress_timestamp_seconds": 7, "stall_seconds_total": 1,
-        "sent_bytes_total": 4096, "loss_spikes_total": 0,
-    }  # fmt: skip
-    assert {name: found[f"cocodc_{name}",] for name in expected} == expected
+        "step": 30,
+        "planned_steps": 100,
+        "loss": 2.5,
+        "tokens_per_second": 16,
+        "mfu_ratio": 0.25,
+        "fragments_in_flight": 2,
+        "members": 2,
+        "checkpoint_step": 30,
+        "checkpoint_timestamp_seconds": 7.5,
+        "progress_timestamp_seconds": 7,
+        "stall_seconds_total": 1,
+        "sent_bytes_total": 4096,
+        "loss_spikes_total": 0,
+    }
+    assert {name: metrics[f"cocodc_{name}",] for name in expected} == expected
 
 
 def test_before_the_first_turn_only_what_is_known_is_exposed():
-    found = scrape(live_at([0.0, 1.0]))
-    assert found["cocodc_planned_steps",] == 100
-    assert ("cocodc_loss",) not in found
-    assert ("cocodc_mfu_ratio",) not in found
+    metrics = scrape(live_at([0.0, 1.0]))
+    assert metrics["cocodc_planned_steps",] == 100
+    assert ("cocodc_loss",) not in metrics
+    assert ("cocodc_mfu_ratio",) not in metrics
 
 
 @pytest.fixture
 def watched():
     events = []
     live = LiveMetrics(100, lambda step: 8 * step, 3)
-    each = Monitor(live, events.append, own_region=1, delay_steps=5)
-    hooks = each.told_by(NO_HOOKS, 0, began=(0, 0.0), saved_step=None)
-    return each, hooks, events
+    run_monitor = Monitor(live, events.append, own_region=1, delay_steps=5)
+    hooks = run_monitor.extend(NO_HOOKS, 0, began=(0, 0.0), saved_step=None)
+    return run_monitor, hooks, events
 
 
 def test_records_are_counted_and_are_events(watched):
-    each, hooks, events = watched
+    run_monitor, hooks, events = watched
     for record in (
         SYNC,
         SYNC | {"apply_step": 10},  # Later than its slot.
@@ -100,33 +108,37 @@ def test_records_are_counted_and_are_events(watched):
         SYNC | {"left_out": [0, 1, 0]},
     ):
         hooks.record(record)
-    each.merged(True)
-    each.merged(False)
-    found = scrape(each.live)
-    outcomes = [found["cocodc_syncs_total", x] for x in ("applied", "late", "missed")]
+    run_monitor.merged(True)
+    run_monitor.merged(False)
+    metrics = scrape(run_monitor.live)
+    outcomes = [metrics["cocodc_syncs_total", x] for x in ("applied", "late", "missed")]
     assert outcomes == [6, 1, 1]
-    assert found["cocodc_eval_loss",] == 1.5
-    assert found["cocodc_loss_spikes_total",] == 1
+    assert metrics["cocodc_eval_loss",] == 1.5
+    assert metrics["cocodc_loss_spikes_total",] == 1
     assert [(x.name, x.step, x.region) for x in events] == [
-        ("loss_spike", 9, 1), ("non_finite", 9, 1), ("non_finite", 9, 1),
-    ]  # fmt: skip
+        ("loss_spike", 9, 1),
+        ("non_finite", 9, 1),
+        ("non_finite", 9, 1),
+    ]
 
 
 def test_faults_are_gauges_while_they_are_named(watched):
-    each, _, events = watched
+    run_monitor, _, events = watched
     link = Finding("link", (0, 2), 3.0, 0.5, 9.0)
     gone = Finding("gone", (2,), np.inf, 0.0, np.inf)
-    each.fault(True, link, "link from region 0 to region 2")
-    each.fault(True, gone, gone.explain())
-    found = scrape(each.live)
-    assert found["cocodc_fault", "link", "0-2"] == 1
-    assert found["cocodc_faults_total", "gone"] == 1
-    assert found["cocodc_faults_total", "slow"] == 0
-    each.fault(False, gone, gone.explain())
-    assert ("cocodc_fault", "gone", "2") not in scrape(each.live)
+    run_monitor.fault(True, link, "link from region 0 to region 2")
+    run_monitor.fault(True, gone, gone.explain())
+    metrics = scrape(run_monitor.live)
+    assert metrics["cocodc_fault", "link", "0-2"] == 1
+    assert metrics["cocodc_faults_total", "gone"] == 1
+    assert metrics["cocodc_faults_total", "slow"] == 0
+    run_monitor.fault(False, gone, gone.explain())
+    assert ("cocodc_fault", "gone", "2") not in scrape(run_monitor.live)
     assert [(x.name, x.region) for x in events] == [
-        ("fault", None), ("region_lost", 2), ("region_returned", 2),
-    ]  # fmt: skip
+        ("fault", None),
+        ("region_lost", 2),
+        ("region_returned", 2),
+    ]
 
 
 def test_a_port_that_is_taken_is_one_line():
@@ -149,9 +161,9 @@ def test_connections_that_are_held_open_take_no_descriptors(monkeypatch):
         before, address = len(list(descriptors.iterdir())), ("127.0.0.1", port)
         held = [all.enter_context(socket.create_connection(address)) for _ in range(5)]
         assert len(list(descriptors.iterdir())) <= before + len(held) + 1
-        for each in held:  # The server gives them up one after another.
-            each.settimeout(60)
-            assert each.recv(1) == b""
+        for connection in held:  # The server gives them up one after another.
+            connection.settimeout(60)
+            assert connection.recv(1) == b""
 
 
 class TestCommands:
@@ -172,9 +184,11 @@ class TestCommands:
         last = dict(x.split("=", 1) for x in env.splitlines() if "COCODC" in x)
         last.pop("COCODC_WORKDIR")
         assert sorted(last.items()) == [
-            ("COCODC_EVENT", "finished"), ("COCODC_MESSAGE", "done"),
-            ("COCODC_REGION", ""), ("COCODC_STEP", "4"),
-        ]  # fmt: skip
+            ("COCODC_EVENT", "finished"),
+            ("COCODC_MESSAGE", "done"),
+            ("COCODC_REGION", ""),
+            ("COCODC_STEP", "4"),
+        ]
 
     @pytest.mark.parametrize(
         ("command", "line"),
@@ -277,9 +291,13 @@ def test_a_run_is_scraped_by_its_own_command(tmp_path):
     script.write_text(SCRAPES.format(port=port, path=str(page)))
     text = pathlib.Path(cocodc_jax.__file__).parent / "run"
     config = PRESETS["smoke"].replace(
-        data_dir=str(tmp_path), dataset=f"text:{text}", steps=8, regions=2,
-        method="diloco", sync_interval=2,
-    )  # fmt: skip
+        data_dir=str(tmp_path),
+        dataset=f"text:{text}",
+        steps=8,
+        regions=2,
+        method="diloco",
+        sync_interval=2,
+    )
     monitoring = Monitoring(port, f"{sys.executable} {script}")
     summary = prepare(config, tmp_path / "run", monitoring=monitoring).train()
     labels = 'process="0",region="0,1"'

@@ -15,15 +15,15 @@ from cocodc_jax.run.processes import Processes, check_alike, check_shares
 def test_a_port_in_use_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        told = Processes(address, 2, 0)
+        processes = Processes(address, 2, 0)
         with pytest.raises(ValueError, match=f"{address}': process 0 cannot listen on"):
-            told.start(num_regions=4)
+            processes.start(num_regions=4)
     with pytest.raises(ValueError, match="cannot listen on port 99999"):
         Processes("127.0.0.1:99999", 2, 0).start(num_regions=4)
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("fields", "message"),
     [
         ({"num_processes": -1}, "num_processes=-1 must be at least 1, or 0"),
         ({"num_processes": 2}, "coordinator_address='' must be host:port"),
@@ -40,9 +40,9 @@ def test_a_port_in_use_is_refused():
         ({"heartbeat_timeout_s": -1}, "heartbeat_timeout_s=-1 must be at least 1"),
     ],
 )  # fmt: skip
-def test_what_can_be_refused_alone_is(told, message):
+def test_what_can_be_refused_alone_is(fields, message):
     with pytest.raises(ValueError, match=message):
-        Processes(**told)
+        Processes(**fields)
 
 
 def test_regions_are_shared_out_whole_and_each_of_them_evenly():
@@ -76,18 +76,22 @@ def test_losses_go_on_where_their_regions_are(
     monkeypatch, process, count, regions, window, ratios
 ):
     saved = [
-        {"progress": {"window": [[1.0, 2.0], [3.0, 4.0]], "ratios": [0.5]},
-         "stream": {"regions": {"0": {}, "1": {}}}},
-        {"progress": {"window": [[5.0, 6.0], [7.0, 8.0]], "ratios": [0.75]},
-         "stream": {"regions": {"2": {}, "3": {}}}},
-    ]  # fmt: skip
+        {
+            "progress": {"window": [[1.0, 2.0], [3.0, 4.0]], "ratios": [0.5]},
+            "stream": {"regions": {"0": {}, "1": {}}},
+        },
+        {
+            "progress": {"window": [[5.0, 6.0], [7.0, 8.0]], "ratios": [0.75]},
+            "stream": {"regions": {"2": {}, "3": {}}},
+        },
+    ]
     monkeypatch.setattr(resume.jax, "process_index", lambda: process)
     monkeypatch.setattr(resume.jax, "process_count", lambda: count)
-    found = resume.progress(saved, regions)
-    assert np.array(found["window"]).tolist() == window
-    assert found["ratios"] == ratios
-    for each, past in zip(saved, ([[0.1], [1.1]], [[2.1], [3.1]]), strict=True):
-        each["progress"] |= {"window": [], "spikes": {"past": past, "is_on": []}}
+    sums = resume.progress(saved, regions)
+    assert np.array(sums["window"]).tolist() == window
+    assert sums["ratios"] == ratios
+    for of_process, past in zip(saved, ([[0.1], [1.1]], [[2.1], [3.1]]), strict=True):
+        of_process["progress"] |= {"window": [], "spikes": {"past": past, "is_on": []}}
     pasts = [[r + 0.1] for r in regions]
     spikes = {"past": pasts, "is_on": []}
     assert resume.progress(saved, regions)["spikes"] == spikes
@@ -101,8 +105,8 @@ def test_a_launcher_tells_by_the_environment(monkeypatch):
     assert Processes.from_environment() == Processes()
     monkeypatch.setenv(processes.COUNT, "3")
     assert Processes.from_environment() == Processes("10.0.0.1:80", 3, 0)
-    found = Processes.from_environment(process_id=2, heartbeat_timeout_s=7)
-    assert found == Processes("10.0.0.1:80", 3, 2, heartbeat_timeout_s=7)
+    three = Processes.from_environment(process_id=2, heartbeat_timeout_s=7)
+    assert three == Processes("10.0.0.1:80", 3, 2, heartbeat_timeout_s=7)
     monkeypatch.setenv(processes.COUNT, "many")
     with pytest.raises(ValueError, match="COCODC_NUM_PROCESSES='many'.*whole number"):
         Processes.from_environment()

@@ -137,8 +137,8 @@ def take(folder):
 
 def test_a_folder_has_one_writer(tmp_path):
     with resume.only_writer(tmp_path / "run"):
-        told = rf"workdir='{tmp_path}/run' .* by process {os.getpid()} on "
-        with pytest.raises(resume.FolderInUseError, match=told):
+        message = rf"workdir='{tmp_path}/run' .* by process {os.getpid()} on "
+        with pytest.raises(resume.FolderInUseError, match=message):
             take(tmp_path / "run")
         # Another process of the same run has a folder of its own.
         take(tmp_path / "run" / "process_1")
@@ -174,15 +174,25 @@ class TestRecordsOfAnotherNumberOfProcesses:
         for folder in (tmp_path, tmp_path / "process_1"):
             with MetricsWriter(folder) as writer:
                 for step in range(1, 5):
-                    writer.write({
-                        "kind": "train", "step": step, "tokens": step, "loss": 1.0,
-                        "loss_regions": [1.0], "bytes_sent_per_region": 0,
-                    })  # fmt: skip
+                    writer.write(
+                        {
+                            "kind": "train",
+                            "step": step,
+                            "tokens": step,
+                            "loss": 1.0,
+                            "loss_regions": [1.0],
+                            "bytes_sent_per_region": 0,
+                        }
+                    )
                     if step == 3:
-                        saved.append({
-                            "metrics_bytes": writer.offset, "seconds": 7.0,
-                            "began_s": 0.0, "stream": {"regions": {str(len(saved)): 0}},
-                        })  # fmt: skip
+                        saved.append(
+                            {
+                                "metrics_bytes": writer.offset,
+                                "seconds": 7.0,
+                                "began_s": 0.0,
+                                "stream": {"regions": {str(len(saved)): 0}},
+                            }
+                        )
         return tmp_path, saved
 
     @pytest.mark.parametrize("num_saved", [1, 2])
@@ -190,12 +200,13 @@ class TestRecordsOfAnotherNumberOfProcesses:
     def test_they_are_kept(self, written, monkeypatch, process, num_saved):
         folder, saved = written
         monkeypatch.setattr(jax, "process_index", lambda: process)
-        found = resume.position(saved[:num_saved])
-        assert found["seconds"] == 7.0
-        assert len(found["stream"]["regions"]) == num_saved
-        own = folder / "process_1" if process else folder
-        resume.open_records(own, found, 3).close()
-        assert [r["step"] for r in read_records(own / "metrics.jsonl")] == [1, 2, 3]
+        position = resume.position(saved[:num_saved])
+        assert position["seconds"] == 7.0
+        assert len(position["stream"]["regions"]) == num_saved
+        its_files = folder / "process_1" if process else folder
+        resume.open_records(its_files, position, 3).close()
+        records = read_records(its_files / "metrics.jsonl")
+        assert [record["step"] for record in records] == [1, 2, 3]
 
     def test_damage_is_named(self, written):
         folder, saved = written

@@ -18,7 +18,7 @@ from cocodc_jax.run.elastic_flags import ElasticFlags
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.processes import Processes
 from cocodc_jax.run.resume import ResumeError
-from cocodc_jax.run.taking_part import SYNCS_FILE, last_merge, run_digest
+from cocodc_jax.run.taking_part import SYNCS_FILE, Start, last_merge, run_digest
 from cocodc_jax.train import reporting
 from experiments import train
 
@@ -35,24 +35,27 @@ def test_a_run_that_it_was_in_is_not_begun_anew_alone(tmp_path):
     lines = [json.dumps({"apply_step": step}) for step in (40, 44)]
     (tmp_path / SYNCS_FILE).write_text("\n".join(lines) + '\n{"apply_st')  # A kill.
     assert last_merge(tmp_path) == 44
-    told = r"up to step 44 and has no checkpoint of it, and regions \[0, 2\] did not "
-    with pytest.raises(ResumeError, match=told + "answer within start_s=7"):
-        taking_part._begins(PLACE, view(1), 0, 44)
+    message = (
+        r"up to step 44 and has no checkpoint of it, and regions \[0, 2\] did not "
+        "answer within start_s=7"
+    )
+    with pytest.raises(ResumeError, match=message):
+        taking_part._say_how_it_begins(PLACE, view(1), 0, 44)
 
 
 @pytest.mark.parametrize(
-    ("regions", "own_step", "reached", "told"),
+    ("regions", "own_step", "reached", "message"),
     [
         ((0, 1, 2), 0, 44, ""),  # All of them begin anew.
         ((1,), 40, 44, "region 1 leads the run from its own step 40; regions [0, 2]"),
         ((0, 1), 0, 0, "regions [2] did not answer within start_s=7: region 1 goes on"),
     ],
 )
-def test_where_it_begins_is_said(regions, own_step, reached, told, capsys):
-    taking_part._begins(PLACE, view(*regions), own_step, reached)
+def test_where_it_begins_is_said(regions, own_step, reached, message, capsys):
+    taking_part._say_how_it_begins(PLACE, view(*regions), own_step, reached)
     error = capsys.readouterr().err
-    assert told in error
-    assert bool(error) == bool(told)
+    assert message in error
+    assert bool(error) == bool(message)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +73,9 @@ def test_regions_may_differ_in_where_and_how_they_run(leaves, is_same):
 
 
 def test_a_checkpoint_ahead_of_what_the_others_begin_with_is_refused():
-    told = "the run is at step 4, and this region's own checkpoint at step 8: of an"
-    with pytest.raises(LeftBehindError, match=told):
-        taking_part._go_on(None, Snapshot(4, {}, ()), 8, None)
+    message = "the run is at step 4, and this region's own checkpoint at step 8: of an"
+    with pytest.raises(LeftBehindError, match=message):
+        taking_part._go_on(None, Snapshot(4, {}, ()), 8, None, leader=0)
 
 
 def test_what_was_last_in_common_is_of_the_regions_that_are_missed():
@@ -104,31 +107,44 @@ def test_data_are_skipped_before_it_asks_to_join(
 ):
     """The others are at step 43, and at 45 when that is read; then a copy comes, or
     they have ended meanwhile."""
-    done, own = [], mock.Mock(step=8)
+    done, state = [], mock.Mock(step=8)
     copy = at and Snapshot(at, {}, ())
     link = mock.MagicMock(view=view(0, 1, 2), boot=5)
+    link.__enter__.return_value = link
     link.__exit__.return_value = None
     link.wait_for_step.side_effect = [43, 45, 45]
     link.join.side_effect = lambda timeout_s: done.append("join") or copy
     monkeypatch.setattr(taking_part.inside, "of_process", lambda *_: link)
     monkeypatch.setattr(
-        taking_part, "joining", mock.Mock(**{"adopt.return_value": own})
+        taking_part, "joining", mock.Mock(**{"adopt.return_value": state})
     )
     monkeypatch.setattr(taking_part, "_rehearse", lambda *_: done.append("rehearse"))
     monkeypatch.setattr(taking_part, "_skip", lambda stream, num: done.append(num))
     stream = mock.Mock(set_state=lambda state: done.append("back"))
     session = mock.MagicMock(
-        own_dir=tmp_path, place=PLACE, config=PRESETS["smoke"], elastic=ElasticFlags(),
-        text=mock.Mock(fingerprint="text"), first_params=lambda: (None, None),
-    )  # fmt: skip
-    begun, carried = (own, None, {}), missed and mock.Mock(missed=missed)
+        own_dir=tmp_path,
+        place=PLACE,
+        config=PRESETS["smoke"],
+        elastic=ElasticFlags(),
+        text=mock.Mock(fingerprint="text"),
+        first_params=lambda: (None, None),
+    )
+    carried = missed and mock.Mock(missed=missed)
     stop = mock.Mock()
-    others = carried, mock.Mock(), mock.Mock(), lambda: stop
-    with taking_part.taking_part(session, begun, stream, *others):
+    with taking_part.taking_part(
+        session,
+        Start(state, None, {}),
+        stream,
+        carried=carried,
+        monitor=mock.Mock(),
+        fault_watch=mock.Mock(),
+        listen=lambda: stop,
+    ):
         alone = [] if carried else ["rehearse", "back"]
         assert done == [*alone, 35, 2, "join", then]
         assert link.should_stop is stop.is_asked
-    assert not carried or carried._replace.called == (missed == {0})
+    if carried and copy:
+        assert carried._replace.called == (missed == {0})
 
 
 ADDRESSES = "a:1,b:2"
@@ -194,14 +210,14 @@ def test_a_job_is_none_of_its_launchers_processes(monkeypatch):
     for name, value in [("NUM_PROCESSES", "4"), ("PROCESS_ID", "2")]:
         monkeypatch.setenv(f"COCODC_{name}", value)
     monkeypatch.setenv("COCODC_COORDINATOR_ADDRESS", "region0:29400")
-    found = {}
+    counts = {}
     for words in [(), ("--exchange=elastic", "--region_id=2")]:
         monkeypatch.setattr(flags, "FLAGS", FlagValues())
         monkeypatch.setattr(sys, "argv", ["train", *words])
         train.define()
         flags.parse(sys.argv)
-        found[words] = flags.processes().num_processes
-    assert list(found.values()) == [4, Processes().num_processes]
+        counts[words] = flags.processes().num_processes
+    assert list(counts.values()) == [4, Processes().num_processes]
 
 
 def test_a_region_of_several_processes_sees_no_lateness_by_its_own_clock():
@@ -235,15 +251,27 @@ def test_a_life_that_returns_takes_the_next_number(monkeypatch, tmp_path):
         raise LeftBehindError("far enough")
 
     monkeypatch.setattr(taking_part.inside, "of_process", of_process)
-    monkeypatch.setattr(taking_part, "Link", lambda *_, **given: made.update(given))
+    monkeypatch.setattr(
+        taking_part, "Link", lambda *_, **settings: made.update(settings)
+    )
     monkeypatch.setattr(taking_part, "joining", mock.Mock())
     session = mock.MagicMock(
-        own_dir=tmp_path, place=PLACE, config=PRESETS["smoke"], elastic=ElasticFlags(),
+        own_dir=tmp_path,
+        place=PLACE,
+        config=PRESETS["smoke"],
+        elastic=ElasticFlags(),
         text=mock.Mock(fingerprint="text"),
-    )  # fmt: skip
+    )
     for carried, last in ((None, None), (mock.Mock(boot=77), 77)):
-        begun = mock.Mock(step=8), None, {}
-        given = session, begun, mock.Mock(), carried, *(mock.Mock() for _ in range(3))
+        part = taking_part.taking_part(
+            session,
+            Start(mock.Mock(step=8), None, {}),
+            stream=mock.Mock(),
+            carried=carried,
+            monitor=mock.Mock(),
+            fault_watch=mock.Mock(),
+            listen=mock.Mock(),
+        )
         with pytest.raises(LeftBehindError, match="far enough"):
-            taking_part.taking_part(*given).__enter__()
+            part.__enter__()
         assert made["last_boot"] == last

@@ -11,14 +11,14 @@ from cocodc_jax.run import timeline
 
 
 def test_processes_are_laid_side_by_side(recorded_run):
-    found = timeline.read(recorded_run)
-    assert found.regions == ("process 0", "process 1")
-    assert found.step_time_s == (1.0, 1.0)
-    assert found.marks[-1] == (6, (7.0, 7.5))
-    assert found.sim_s == 7.5
-    assert found.stall_s == (1.0, 1.0)
-    assert found.bytes_sent == (200.0, 200.0)
-    first, second = found.syncs
+    measured = timeline.read(recorded_run)
+    assert measured.regions == ("process 0", "process 1")
+    assert measured.step_time_s == (1.0, 1.0)
+    assert measured.marks[-1] == (6, (7.0, 7.5))
+    assert measured.sim_s == 7.5
+    assert measured.stall_s == (1.0, 1.0)
+    assert measured.bytes_sent == (200.0, 200.0)
+    first, second = measured.syncs
     assert (first.fragments, first.start_step, first.merge_step) == ((0,), 0, 2)
     # Everybody has to be there: the later start, the later merge.
     assert (second.start_s, second.arrival_s, second.merge_s) == (2.5, 5.0, 5.5)
@@ -45,8 +45,8 @@ def test_steps_beside_a_sync_are_told_from_steps_alone():
         SyncRecord((1,), 4, 6, 5.0, 10.0, 10.0, (1.0,), (1.0,)),
     )
     marks = tuple((step, (second,)) for step, second in times.items())
-    found = Timeline(("process 0",), syncs, 8, (1.0,), marks, (1.0,), (2.0,))
-    assert timeline.step_s_in_flight(found) == (2.0, 1.0)
+    measured = Timeline(("process 0",), syncs, 8, (1.0,), marks, (1.0,), (2.0,))
+    assert timeline.step_s_in_flight(measured) == (2.0, 1.0)
 
 
 def test_a_slow_process_is_seen_though_the_others_wait_for_it():
@@ -55,24 +55,24 @@ def test_a_slow_process_is_seen_though_the_others_wait_for_it():
         for n in range(4)
     )
     marks = tuple((n, (2.5 * n, 2.5 * n)) for n in range(5))
-    found = Timeline(("0", "1"), syncs, 4, (0.5, 2.5), marks, (8.0, 0.0), (4.0, 4.0))
-    assert [each.tolist() for _, each in found.stretches()] == [[0.5, 2.5]] * 4
-    assert timeline.step_s_in_flight(found)[1] == 2.5
-    assert found.utilization() == 0.6
+    measured = Timeline(("0", "1"), syncs, 4, (0.5, 2.5), marks, (8.0, 0.0), (4.0, 4.0))
+    assert [stretch.tolist() for _, stretch in measured.stretches()] == [[0.5, 2.5]] * 4
+    assert timeline.step_s_in_flight(measured)[1] == 2.5
+    assert measured.utilization() == 0.6
 
 
 def test_steps_without_a_sync_have_nothing_to_be_held_against():
     marks = ((0, (0.0,)), (2, (2.0,)), (4, (4.0,)))
-    found = Timeline(("process 0",), (), 4, (1.0,), marks, (0.0,), (0.0,))
-    busy, quiet = timeline.step_s_in_flight(found)
+    measured = Timeline(("process 0",), (), 4, (1.0,), marks, (0.0,), (0.0,))
+    busy, quiet = timeline.step_s_in_flight(measured)
     assert math.isnan(busy)
     assert quiet == 1.0
 
 
 def test_what_is_exposed_of_a_run_is_read_from_its_files(recorded_run):
     """Sync 1 is on its way until 5, and waited for from 4.5 to 5.5, of 7.5 seconds."""
-    found = timeline.exposed_share(recorded_run, 2)
-    assert found == timeline.read(recorded_run, 2).exposed_share == 0.5 / 5.5
+    share = timeline.exposed_share(recorded_run, 2)
+    assert share == timeline.read(recorded_run, 2).exposed_share == 0.5 / 5.5
     assert timeline.exposed_share(recorded_run / "process_1", 2) == 0.5 / 5
     # Too short after that step: all of it.
     whole = timeline.read(recorded_run).exposed_share
@@ -83,8 +83,8 @@ def test_what_is_exposed_of_a_run_is_read_from_its_files(recorded_run):
 
 def test_goodput_is_of_undisturbed_steps(recorded_run):
     """Six steps of a second in the slower process, in 8 s by the wall."""
-    found = timeline.read(recorded_run)
-    step_s = max(np.median([s for _, s in found.stretches()], axis=0))
+    measured = timeline.read(recorded_run)
+    step_s = max(np.median([s for _, s in measured.stretches()], axis=0))
     assert timeline.goodput(recorded_run, 6, 8.0) == 6 * step_s / 8
     assert timeline.goodput(recorded_run, 6, 1.0) == 1
     (recorded_run / "timeline.json").write_text('{"marks": [], "syncs": []}')
@@ -94,21 +94,21 @@ def test_goodput_is_of_undisturbed_steps(recorded_run):
 def test_clocks_that_began_at_different_moments_are_laid_over_one_another(recorded_run):
     expected = timeline.read(recorded_run)
     path = recorded_run / "process_1" / "timeline.json"
-    found = json.loads(path.read_text())
-    found["marks"] = [[step, second - 100] for step, second in found["marks"]]
-    for each in found["syncs"]:
+    table = json.loads(path.read_text())
+    table["marks"] = [[step, second - 100] for step, second in table["marks"]]
+    for sync in table["syncs"]:
         for name in ("start_s", "arrival_s", "merge_s"):
-            each[name] = each[name] and each[name] - 100
-    path.write_text(json.dumps(found))
+            sync[name] = sync[name] and sync[name] - 100
+    path.write_text(json.dumps(table))
     assert timeline.read(recorded_run) == expected
 
 
 def test_the_first_steps_can_be_left_out(recorded_run):
-    found = timeline.read(recorded_run, since_step=2)
-    assert found.num_steps == 4
-    assert found.marks[0] == (0, (0.0, 0.5))
-    assert [sync.fragments for sync in found.syncs] == [(1,)]
-    assert found.syncs[0].start_step == 0
+    measured = timeline.read(recorded_run, since_step=2)
+    assert measured.num_steps == 4
+    assert measured.marks[0] == (0, (0.0, 0.5))
+    assert [sync.fragments for sync in measured.syncs] == [(1,)]
+    assert measured.syncs[0].start_step == 0
 
 
 @pytest.mark.parametrize("content", ["", '{"marks": [[0, 1.0]', "[]", '{"marks": 1}'])
@@ -142,12 +142,14 @@ def test_a_run_that_went_on_keeps_what_came_before_its_checkpoint(
         "syncs": [recorded_sync(0, 4, 6, 28.0, 29.0, 30.0, 0.5)],
     }
     timeline.save(recorded_run, again, first_step=4)
-    found = json.loads((recorded_run / "timeline.json").read_text())
-    assert [mark[0] for mark in found["marks"]] == [0, 2, 4, 6]
-    assert found["marks"][-1] == [6, 30.0]
-    assert [(s["start_step"], s["apply_step"]) for s in found["syncs"]] == [
-        (0, 2), (2, 4), (4, 6),
-    ]  # fmt: skip
+    table = json.loads((recorded_run / "timeline.json").read_text())
+    assert [mark[0] for mark in table["marks"]] == [0, 2, 4, 6]
+    assert table["marks"][-1] == [6, 30.0]
+    assert [(s["start_step"], s["apply_step"]) for s in table["syncs"]] == [
+        (0, 2),
+        (2, 4),
+        (4, 6),
+    ]
     # From the beginning: nothing is kept.
     timeline.save(recorded_run, again, first_step=0)
     assert json.loads((recorded_run / "timeline.json").read_text()) == again

@@ -141,9 +141,9 @@ class Lab:
                 present = tuple(member.view.seats)
                 silences = member.silent(self.clock(region))
                 self.watches[region].silent(silences)
-                for each in member.times.finished(present, self.clock(region)):
-                    told = self.watches[region](each, present)
-                    member.shunned, member.detours = told
+                for measured in member.times.finished(present, self.clock(region)):
+                    faulty = self.watches[region](measured, present)
+                    member.shunned, member.detours = faulty
 
     def faults(self, region=0):
         return read_lines(self.folder / str(region) / FAULTS_FILE, dict)
@@ -312,7 +312,7 @@ def test_the_list_goes_around_a_link_of_the_coordinator(tmp_path, is_from_it):
 
 def hear(silences, rng, seconds, now=0.0, regions=(1, 2)):
     """Signs of life twice a second, some late; a sync every 0.8 s."""
-    found, due = [], dict.fromkeys(regions, now)
+    overdue, due = [], dict.fromkeys(regions, now)
     for tick in range(int(seconds * 10)):
         at = now + tick / 10
         for region in regions:
@@ -322,8 +322,8 @@ def hear(silences, rng, seconds, now=0.0, regions=(1, 2)):
                 due[region] = at + rng.uniform(0.3, 0.8) + late * rng.uniform(0, 1)
         if tick % 8 == 0 and len(regions) == 2:
             silences.decided(at)
-        found += [(at, r) for r in silences.overdue({(1, 7), (2, 7)}, at)]
-    return found
+        overdue += [(at, r) for r in silences.overdue({(1, 7), (2, 7)}, at)]
+    return overdue
 
 
 def test_who_is_silent_is_named_within_five_syncs_and_noise_is_not(tmp_path):
@@ -336,15 +336,16 @@ def test_who_is_silent_is_named_within_five_syncs_and_noise_is_not(tmp_path):
     # This process slept, not the others.
     assert silences.overdue({(1, 7), (2, 7)}, 4000) == {}
     seen = []
-    watch = FaultWatch(tmp_path, "warn", 0.05, lambda *each: seen.append(each))
+    watch = FaultWatch(tmp_path, "warn", 0.05, lambda *report: seen.append(report))
     for now in ({2: Silence(2.5, 0.7)}, {2: Silence(3.0, 0.7)}, {}):
         watch.silent(now)
     lines = read_lines(tmp_path / FAULTS_FILE, dict)
-    told = [(x["fault"], x["kind"], x["where"], x["seconds"]) for x in lines]
-    assert told == [("begins", "silent", [2], 2.5), ("ends", "silent", [2], 3.0)]
+    reports = [(x["fault"], x["kind"], x["where"], x["seconds"]) for x in lines]
+    assert reports == [("begins", "silent", [2], 2.5), ("ends", "silent", [2], 3.0)]
     assert [(is_on, x.kind, x.where) for is_on, x, _ in seen] == [
-        (True, "silent", (2,)), (False, "silent", (2,)),
-    ]  # fmt: skip
+        (True, "silent", (2,)),
+        (False, "silent", (2,)),
+    ]
     assert seen[0][2].startswith("region 2 is silent for 2.5 s")
 
 
@@ -354,8 +355,8 @@ def test_who_is_left_alone_says_that_all_others_are_gone(tmp_path):
     quiet = [[nan] * 3 for _ in range(3)]
     watch(Measured((0, 0), quiet, [1.0, 1.0, 1.0]), (0, 1, 2))
     for start in range(1, 8):
-        told = watch(Measured((0, start), quiet, [1.0, nan, nan]), (0,))
-        assert told == (frozenset(), frozenset())
+        faulty = watch(Measured((0, start), quiet, [1.0, nan, nan]), (0,))
+        assert faulty == (frozenset(), frozenset())
     lines = read_lines(tmp_path / FAULTS_FILE, dict)
     assert {(line["start_step"], line["seconds"]) for line in lines} == {(1, None)}
     named = [(x["kind"], x["where"]) for x in lines]
