@@ -14,6 +14,7 @@ sys.path[:0] = PATHS
 os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import cache  # noqa: E402
 import docstrings  # noqa: E402
 import generate  # noqa: E402
 import latex2mathml.converter  # noqa: E402
@@ -33,7 +34,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 html_math_renderer = "mathml"  # Needs neither a script nor the network.
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", ".jupyter_cache"]
 
 html_theme = "sphinx_book_theme"
 html_theme_options = {
@@ -43,10 +44,14 @@ html_theme_options = {
 }
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
+# Summaries of what a search finds are fetched, which browsers refuse for files.
+html_show_search_summary = False
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4
-nb_execution_mode = "force"
+# Pages are run again if their code changes, or anything that they read.
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(cache.folder(HERE))
 nb_execution_timeout = 1800  # Also on a busy machine.
 nb_execution_raise_on_error = True
 nb_merge_streams = True

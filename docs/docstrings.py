@@ -103,6 +103,7 @@ def _text(text):
         part = re.sub(r"(?<!\S)--[a-z]\w*(?:=[\w,.:+/-]*\w)?", r"``\g<0>``", part)
         part = re.sub(r"(^|: )([A-Za-z])\.(?=\s|$)", r"\1\2\\.", part, flags=re.M)
         part = re.sub(r"(?<=\w)_(?=[\s,.;:)]|$)", r"\\_", part)
+        part = re.sub(r"(?<=\w)@(?=\w)", r"\\@", part)  # Is no address of an e-mail.
         parts[i] = re.sub(
             r"arXiv (\d{4}\.\d{4,5})",
             r"`arXiv \1 <https://arxiv.org/abs/\1>`__",

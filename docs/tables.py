@@ -5,10 +5,15 @@ import json
 import pathlib
 
 from IPython.display import SVG, Markdown
+from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 import cocodc_jax
+from cocodc_jax.report import palette
 from cocodc_jax.report.units import format_bytes
+from experiments.sweeps.cells import label
 
 RESULTS = pathlib.Path(cocodc_jax.__file__).parents[1] / "experiments" / "results"
 SHOWN = ("method", "compress", "sync_interval", "delay_steps")
@@ -136,7 +141,7 @@ def across(files, what, shown=tuple(CONTENDERS), less=("one bit", "cocodc")):
     rows = []
     for size, name in files.items():
         found = read(name)["cells"]
-        last = {n: _last(cell) for n in shown if (cell := _named(found, n))}
+        last = {n: _last(cell) for n in shown if (cell := named(found, n))}
         both = [_less_and_fewer(last.get(n)) for n in less]
         rows.append([size, *sum(both, ()), *(_loss(last.get(n)) for n in shown)])
     heads = [words for n in less for words in (f"{n}, less", "fewer steps")]
@@ -166,13 +171,13 @@ def beside(name, lines):
     mixture, rows = read(name)["cells"], []
     for words, (column, other) in lines.items():
         contender, *_ = words.split(",")
-        both = [_named(found, contender) for found in (mixture, read(other)["cells"])]
+        both = [named(found, contender) for found in (mixture, read(other)["cells"])]
         losses = [cell["columns"][column]["loss"] for cell in both]
         rows.append([words, *map(interval, losses)])
     return table(["", "mixture", "dense"], rows)
 
 
-def _named(found, name):
+def named(found, name):
     """Return the first cell with the flags of a contender; None if there is none."""
     wanted = (CONTENDERS | LATE)[name]
     for cell in found:
@@ -183,27 +188,187 @@ def _named(found, name):
     return None
 
 
-def frontier(name, keep=lambda cell: True):
-    """Return a plot of loss against the bytes that a region sent, with intervals."""
-    figure = Figure(figsize=(7.5, 4), layout="constrained")
-    axes = figure.subplots()
-    by_method = {}
-    for cell in filter(keep, read(name)["cells"]):
-        by_method.setdefault(cell["flags"]["method"], []).append(_last(cell))
-    for method, found in by_method.items():
+def frontier(*names, keep=lambda cell: True):
+    """Return a plot of loss against the bytes that a region sent, with intervals.
+
+    Points of one method have one color; the recommended setting has its own.
+    """
+    groups = {}
+    for name in names:
+        for cell in filter(keep, read(name)["cells"]):
+            groups.setdefault(_group(cell), []).append(_last(cell))
+    figure, axes = _figure(4.2)
+    for group, color in palette.colors(groups).items():
+        found = sorted(groups[group], key=lambda column: column["bytes"])
+        is_recipe = group == palette.RECIPE
         axes.errorbar(
-            [c["bytes"] / 1e6 for c in found],
-            [c["loss"]["mean"] for c in found],
-            [c["loss"]["half"] or 0 for c in found],
-            fmt="o",
+            [column["bytes"] / 1e6 for column in found],
+            [column["loss"]["mean"] for column in found],
+            [column["loss"]["half"] or 0 for column in found],
+            fmt="D" if is_recipe else "o",
+            markersize=9 if is_recipe else 6,
+            color=color,
             capsize=2,
-            label=method,
+            zorder=3 if is_recipe else 2,
+            label=LABELS.get(group, group),
         )
     axes.set_xscale("log")
-    axes.set_xlabel("MB sent by a region")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("MB sent by a region (log scale)")
     axes.set_ylabel("last loss, nats per token")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    return _svg(figure, legend=True)
+
+
+# Of the recommended setting and of rules, in legends.
+LABELS = {
+    palette.RECIPE: "one bit, a fragment at every step",
+    "feedback": "Streaming DiLoCo with the merge's feedback",
+    "isotropic": "CoCoDC, isotropic compensation",
+    "normalised": "CoCoDC, normalised correction",
+}
+
+
+def _group(cell):
+    """Return the method of a cell, or that it is the recommended setting."""
+    flags = cell["flags"] | (_last(cell)["config"] or {}).get("method", {})
+    is_often = flags.get("sync_interval") == flags.get("num_fragments")
+    is_one_bit = flags.get("compress") == "ef+sign"
+    if flags["method"] == "streaming_diloco" and is_often and is_one_bit:
+        return palette.RECIPE
+    return flags["method"]
+
+
+def losses(name, keep=lambda cell: True, called=None):
+    """Return a plot of the last losses of a sweep with intervals, the best on top."""
+    kept = [(cell, _last(cell)) for cell in filter(keep, read(name)["cells"])]
+    kept.sort(key=lambda pair: -pair[1]["loss"]["mean"])
+    shades = palette.colors(dict.fromkeys(_group(cell) for cell, _ in kept))
+    figure, axes = _figure(0.9 + 0.42 * len(kept))
+    for row, (cell, column) in enumerate(kept):
+        loss = column["loss"]
+        color = shades[_group(cell)]
+        axes.errorbar(
+            loss["mean"], row, xerr=loss["half"] or 0, fmt="o", color=color, capsize=2
+        )
+    axes.set_yticks(range(len(kept)), [(called or label)(c["flags"]) for c, _ in kept])
+    axes.set_xlabel("last loss, nats per token")
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    return _svg(figure)
+
+
+def saved(panels):
+    """Return plots of the steps that one bit saves against Streaming DiLoCo, tuned.
+
+    `panels` has, by the label of an x axis, series by name; each has a file of results
+    for each x.
+    """
+    figure, every = _figure(3.9, num=len(panels), sharey=True)
+    for axes, (what, series) in zip(every, panels.items(), strict=True):
+        for (name, files), style in zip(series.items(), ("o-", "s--"), strict=False):
+            means, halves = zip(*map(_saved, files.values()), strict=True)
+            color = palette.COLORS[palette.RECIPE]
+            axes.errorbar(
+                list(files),
+                means,
+                halves,
+                fmt=style,
+                color=color,
+                capsize=3,
+                label=name,
+            )
+        axes.axhline(0, color="#999999", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axes.set_xlabel(what)
+        if len(series) > 1:
+            axes.legend(frameon=False)
+    every[0].set_ylabel("steps saved, %")
+    return _svg(figure)
+
+
+def _saved(name):
+    """Return the percentage of steps saved, and half of its interval."""
+    column = _last(named(read(name)["cells"], "one bit"))
+    steps, total = column["steps_to_reference"], column["curve"][-1][0]
+    return 100 - 100 * steps["mean"] / total, 100 * (steps["half"] or 0) / total
+
+
+def late(files):
+    """Return a plot of how far rules are ahead of the mix, by steps of delay."""
+    figure, axes = _figure(3.6)
+    shades = {
+        "feedback": palette.COLORS["streaming_diloco"],
+        "isotropic": palette.COLORS["cocodc"],
+        "normalised": "#CC79A7",
+    }
+    for rule, color in shades.items():
+        found = [
+            _last(named(read(name)["cells"], rule))["difference"]
+            for name in files.values()
+        ]
+        axes.errorbar(
+            list(files),
+            [-x["mean"] for x in found],
+            [x["half"] or 0 for x in found],
+            fmt="o-",
+            color=color,
+            capsize=3,
+            label=LABELS[rule],
+        )
+    axes.axhline(0, color="#999999", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.set_xlabel(
+        "steps from a fragment's start to its merge, and between its starts"
+    )
+    axes.set_ylabel("less loss than the mix")
+    return _svg(figure, legend=True)
+
+
+def bars(rows, xlabel, line=None):
+    """Return horizontal bars by name, the longest on top, with a line at a value."""
+    rows = sorted(rows.items(), key=lambda pair: pair[1])
+    figure, axes = _figure(0.9 + 0.4 * len(rows))
+    shades = [palette.COLORS.get(name, "#7A9CC6") for name, _ in rows]
+    drawn = axes.barh([name for name, _ in rows], [x for _, x in rows], color=shades)
+    axes.bar_label(drawn, [f"{x:.2f}" for _, x in rows], padding=4)
+    if line is not None:
+        axes.axvline(line, color="#555555", linewidth=1)
+    axes.set_xlabel(xlabel)
+    axes.margins(x=0.12)
+    return _svg(figure)
+
+
+def returns(chaos):
+    """Return a histogram of the seconds from a kill to the region's return."""
+    figure, axes = _figure(2.8)
+    seconds = chaos["seconds_from_kill_to_return"]
+    axes.hist(seconds, bins=range(0, int(max(seconds)) + 6, 5), color="#7A9CC6")
+    axes.set_xlabel("seconds from a kill to the region's return")
+    axes.set_ylabel("kills")
+    return _svg(figure)
+
+
+def _figure(height_in, num=1, **looks):
+    """Return a figure with large letters, readable on a phone, and its axes."""
+    figure = Figure(figsize=(7.5, height_in), layout="constrained")
+    axes = figure.subplots(1, num, squeeze=False, **looks)[0]
+    for each in axes:
+        each.grid(color="#e4e4e4", linewidth=0.6)
+        each.set_axisbelow(True)
+        each.spines[["top", "right"]].set_visible(False)
+    return figure, axes if num > 1 else axes[0]
+
+
+def _svg(figure, legend=False):
+    """Return a figure as SVG with larger letters, the same bytes every time."""
+    if legend:
+        figure.legend(loc="outside upper center", ncols=2, frameon=False)
     drawn = io.StringIO()
-    figure.savefig(drawn, format="svg")
+    with rc_context({"svg.hashsalt": "tables"}):
+        for text in figure.findobj(Text):
+            text.set_fontsize(1.2 * text.get_fontsize())
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
     return SVG(drawn.getvalue())

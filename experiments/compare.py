@@ -8,6 +8,10 @@ separates the two effects:
 
     python -m experiments.compare --methods=muloco,diloco,diloco+muon,data_parallel+muon
 
+`recipe` is no method but the setting that this project recommends: Streaming DiLoCo
+with one bit a value, a fragment at every step and twice the preset's inner learning
+rate. The others have the hyperparameters of their papers.
+
 Writes to the workdir: a folder for each run, comparison.json, PNG plots, and
 report.html with all of it. The same command resumes an interrupted comparison.
 """
@@ -17,6 +21,7 @@ import functools
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -26,6 +31,7 @@ from cocodc_jax.files import write_whole
 from cocodc_jax.methods import METHODS
 from cocodc_jax.report.comparison import DamagedRunError, Run, compare, load_run
 from cocodc_jax.report.units import format_bytes
+from cocodc_jax.report.winner import versions, won
 from cocodc_jax.run import flags
 from cocodc_jax.run.attend import Tracking
 from cocodc_jax.run.config import TrainConfig, dumps
@@ -34,7 +40,7 @@ from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.session import RUN_ERRORS, Session
 from cocodc_jax.train.finite import NonFiniteLossError
 
-from . import commands, program
+from . import commands, program, recipe
 
 WITHOUT = ("method", "seed")
 _PRINTED = (
@@ -52,10 +58,8 @@ def main() -> None:
     open_text = functools.lru_cache(load)
     with flags.usage_errors():
         base = flags.config(WITHOUT, METHODS)
-        methods = _methods(base.run.regions)
-        target = flags.value("target_method")
-        seeds = flags.value("seeds")
-
+        methods = _methods(base)
+        target, seeds = flags.value("target_method"), flags.value("seeds")
         if target is not None and target not in methods:
             raise ValueError(
                 f"target_method={target!r} must be one of methods={','.join(methods)}"
@@ -92,13 +96,16 @@ def main() -> None:
     # A mean over some of the seeds is not comparable with the others.
     runs = [run for run in runs if run.method not in diverged]
     if runs:
-        _write_report(runs, diverged, base, workdir, console)
+        settings = {
+            name: described(base.replace(**leaves)) for name, leaves in methods.items()
+        }
+        _write_report(runs, diverged, base, settings, workdir, console)
     if diverged:
         sys.exit(1)
 
 
-def _methods(num_regions: int) -> dict[str, dict[str, str]]:
-    """Return the names as given, each with the leaves that it sets."""
+def _methods(base: TrainConfig) -> dict[str, dict[str, Any]]:
+    """Return the names as passed, each with the leaves that it sets."""
     names = [name.strip() for name in flags.value("methods").split(",") if name.strip()]
     if not names:
         raise ValueError(f"methods='' is empty; use some of {sorted(METHODS)}")
@@ -107,15 +114,15 @@ def _methods(num_regions: int) -> dict[str, dict[str, str]]:
         names[at : at + 1] = [
             name
             for name, make in METHODS.items()
-            if make().num_regions in (None, num_regions)
+            if make().num_regions in (None, base.run.regions)
         ]
 
     for name in names:
         method, _, optimizer = name.partition("+")
-        if method not in METHODS:
+        if method not in METHODS and name != recipe.NAME:
             raise ValueError(
                 f"methods={','.join(names)} names {name!r}, which is unknown; "
-                f"use some of {sorted(METHODS)}"
+                f"use some of {sorted(METHODS)}, or {recipe.NAME}"
             )
         if name != method and optimizer not in OPTIMIZERS:
             raise ValueError(
@@ -126,7 +133,52 @@ def _methods(num_regions: int) -> dict[str, dict[str, str]]:
     if len(set(names)) < len(names):
         raise ValueError(f"methods={','.join(names)} names one twice")
     keys = ("method", "inner_optimizer")
-    return {name: dict(zip(keys, name.split("+"), strict=False)) for name in names}
+    return {
+        name: _recipe(base)
+        if name == recipe.NAME
+        else dict(zip(keys, name.split("+"), strict=False))
+        for name in names
+    }
+
+
+def _recipe(base: TrainConfig) -> dict[str, Any]:
+    """Return the leaves of the recommended setting, less those that flags set."""
+    streaming = base.replace(method=recipe.METHOD).method.build()
+    chosen = recipe.setting(streaming.num_fragments).flags
+    chosen["inner_lr"] = recipe.INNER_LR_FACTOR * base.optimizer.inner_lr
+
+    return {name: x for name, x in chosen.items() if not flags.given(name)}
+
+
+def described(config: TrainConfig) -> dict[str, str]:
+    """Return what a run's exchange and its rates are set to, a dash for what it lacks.
+
+    H is the interval in steps, K the number of fragments, and tau the delay in steps.
+    """
+    values = config.method.values
+    method = config.method.build()
+    keys = {
+        "H": "sync_interval",
+        "tau": "delay_steps",
+        "compressor": "compress",
+        "alpha": "mixing_alpha",
+        "outer rate": "outer_lr",
+        "outer momentum": "outer_momentum",
+    }
+    found = {head: values.get(key) for head, key in keys.items()}
+    if "compress" in values and found["compressor"] in (None, "none"):
+        found["compressor"] = "float32"
+
+    optimizer = config.optimizer
+    settings = {
+        "method": config.method.method,
+        "H": found.pop("H"),
+        "K": method.num_fragments if values.get("num_fragments") else None,
+        **found,
+        "inner optimizer": optimizer.name(method),
+        "inner rate": optimizer.inner_lr,
+    }
+    return {head: "–" if x is None else f"{x}" for head, x in settings.items()}
 
 
 def _train(session: Session, console: Console) -> Run | str:
@@ -154,6 +206,7 @@ def _write_report(
     runs: Sequence[Run],
     diverged: Mapping[str, str],
     base: TrainConfig,
+    settings: Mapping[str, Mapping[str, str]],
     workdir: pathlib.Path,
     console: Console,
 ) -> None:
@@ -193,9 +246,13 @@ def _write_report(
         command=commands.command_line("compare", sys.argv[1:]),
         config=base.to_json(),
         machine=page.describe_machine(jax.devices()),
+        winner=won(comparison),
+        settings=settings,
+        versions=versions(),
     )
     write_whole(workdir / "report.html", text)
     _print_table(comparison, target, console)
+    console.print(won(comparison), highlight=False)
     console.print(f"Report: {workdir / 'report.html'}", highlight=False)
 
 
@@ -237,10 +294,10 @@ def define() -> None:
     flags.define_fields(Tracking)
     program.define(
         (
-            "methods",
-            "data_parallel,diloco,streaming_diloco,cocodc",
+            *("methods", "data_parallel,diloco,streaming_diloco,cocodc,recipe"),
             "Methods to compare, comma-separated; all: every method that --regions "
-            "allows. diloco+muon: with another inner optimizer.",
+            "allows. diloco+muon: with another inner optimizer. recipe: what this "
+            "project recommends.",
         ),
         ("target_method", str, "Whose final loss is the target. Default: the worst."),
         ("seeds", 1, "Seeds of each method: 0, 1, ..."),

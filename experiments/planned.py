@@ -1,10 +1,11 @@
-r"""Chooses a run's method, precision and interval by a sweep's results on its links.
+r"""Chooses a run's method, precision, interval and rates for its links.
 
-    python -m experiments.train --plan=auto --plan_frontier=cells.json --plan_gbps=0.1 \
-        --plan_latency_ms=50 --plan_step_s=0.5 --workdir=DIR
+    python -m experiments.train --plan=auto --plan_gbps=0.1 --plan_latency_ms=50 \
+        --plan_step_s=0.5 --workdir=DIR
 
-The choice is that of `simulate --plan --frontier` on the same links
-(`sweeps/advice.py`), for the run's own regions and model. Settings with more fragments
+The choice is that of `simulate --plan` on the same links (`recommend.py`), for the
+run's own regions and model. With `--plan_frontier=cells.json` it is that of a sweep's
+losses (`simulate --plan --frontier`, `sweeps/advice.py`); settings with more fragments
 than the model has blocks are skipped. The same flags give the same plan, so the same
 command resumes a run.
 """
@@ -21,7 +22,7 @@ from cocodc_jax.network.links import Link, Topology, uniform
 from cocodc_jax.run import flags
 from cocodc_jax.run.config import TrainConfig
 
-from . import program
+from . import program, recipe, recommend
 from .program import named
 from .sweeps import advice
 
@@ -33,7 +34,7 @@ _CHOSEN = ("method", *advice.TOLD, "inner_lr")
 _FLAGS: dict[str, tuple[Any, str]] = {
     "plan_frontier": (
         pathlib.Path,
-        "cells.json of a sweep, or of several, with their losses.",
+        "cells.json of a sweep, or of several: choose by their losses.",
     ),
     "plan_step_s": (float, "Seconds of an inner step."),
     "plan_links": (pathlib.Path, "YAML file with regions and links."),
@@ -45,56 +46,74 @@ _FLAGS: dict[str, tuple[Any, str]] = {
 def define() -> None:
     """Define `--plan` and the flags that it needs."""
     program.define(
-        ("plan", NONE, "'auto': choose method, precision and interval by losses."),
+        ("plan", NONE, "'auto': choose method, precision, interval and rates."),
         *((name, x, f"With plan=auto: {text}") for name, (x, text) in _FLAGS.items()),
     )
 
 
 def planned(config: TrainConfig, says_why: bool = True) -> TrainConfig:
     """Return the configuration with the plan's choices; print why if asked to."""
-    best = _best(config)
-    if best is None:
+    if not _is_wanted():
         return config
+    if flags.value("plan_frontier") is None:
+        found = _recommended(config)
+        chosen = found.flags
+        said = [*found.reasons, recipe.words(chosen)]
+    else:
+        chosen, said = _by_losses(config)
+    _refuse(chosen)
+
     region = flags.value("region_id") or 0
     if says_why and max(flags.processes().process_id, region) <= 0:
-        chosen = " ".join(f"--{name}={x}" for name, x in best.choice.flags.items())
-        print(f"plan: {best.explain()}\nplan: {chosen}", file=sys.stderr)
-
-        num_params = models.num_params(config.model)
-        tokens = config.run.steps * config.tokens_per_step
-        request = {
-            "parameters": num_params,
-            "regions": config.run.regions,
-            "tokens a parameter": tokens / num_params,
-        }
-
-        if config.run.steps > 2 * best.choice.steps:
-            print(
-                f"plan: these losses are of runs of {best.choice.steps} steps, and this"
-                f" one has {config.run.steps}: with more, syncing often gains less",
-                file=sys.stderr,
-            )
-
-        if warning := advice.warning(request):
-            print(f"plan: {warning}", file=sys.stderr)
-
-    return config.replace(**best.choice.flags)
+        for line in said:
+            print(f"plan: {line}", file=sys.stderr)
+    return config.replace(**chosen)
 
 
-def _best(config: TrainConfig) -> advice.Advice | None:
-    set_flags = [name for name in _FLAGS if flags.given(name)]
+def _is_wanted() -> bool:
+    """Return whether there is to be a plan; refuse flags that need one."""
+    passed = [name for name in _FLAGS if flags.given(name)]
     plan = flags.value("plan")
     if plan not in (AUTO, NONE):
         raise ValueError(f"plan={plan!r} is unknown; use {AUTO!r} or {NONE!r}")
     if plan == NONE:
-        if set_flags:
-            name = set_flags[0]
+        for name in passed:
             raise ValueError(
                 f"{name}={flags.value(name)} has no meaning without --plan=auto"
             )
-        return None
+        return False
+    _check(passed)
+    return True
 
-    _check(set_flags)
+
+def _recommended(config: TrainConfig) -> recommend.Recommendation:
+    return recommend.recommend(
+        _topology(config.run.regions),
+        models.num_params(config.model),
+        [flags.value("plan_step_s")],
+        num_fragments=min(recipe.FRAGMENTS, config.model.num_layers),
+    )
+
+
+def _by_losses(config: TrainConfig) -> tuple[dict[str, Any], list[str]]:
+    """Return the flags that a sweep's losses recommend, and why."""
+    best = _best(config)
+    num_params = models.num_params(config.model)
+    tokens = config.run.steps * config.tokens_per_step
+    said = [best.explain(), recipe.words(best.choice.flags)]
+    if config.run.steps > 2 * best.choice.steps:
+        said.append(
+            f"these losses are of runs of {best.choice.steps} steps, and this one has "
+            f"{config.run.steps}: with more, syncing often gains less"
+        )
+    request = {"parameters": num_params, "regions": config.run.regions}
+    request |= {"tokens a parameter": tokens / num_params}
+    if warning := advice.warning(request):
+        said.append(warning)
+    return best.choice.flags, said
+
+
+def _best(config: TrainConfig) -> advice.Advice:
     path = flags.value("plan_frontier")
     num_layers = config.model.num_layers
     choices = named("plan_frontier", path, advice.read)
@@ -106,14 +125,11 @@ def _best(config: TrainConfig) -> advice.Advice | None:
             f"num_layers={num_layers}, the blocks of the model; give the file of a "
             "sweep that has one"
         )
-
-    topology = _topology(config.run.regions)
-    num_params = models.num_params(config.model)
-    step_s = flags.value("plan_step_s")
-    best, *_ = advice.advise(fit, topology, num_params, [step_s])
-    _refuse(best.choice.flags)
-
-    return best
+    topology, num_params = (
+        _topology(config.run.regions),
+        models.num_params(config.model),
+    )
+    return advice.advise(fit, topology, num_params, [flags.value("plan_step_s")])[0]
 
 
 def _refuse(chosen: Iterable[str]) -> None:
@@ -125,19 +141,17 @@ def _refuse(chosen: Iterable[str]) -> None:
             )
 
 
-def _check(set_flags: list[str]) -> None:
-    for name in ("plan_frontier", "plan_step_s"):
-        if name not in set_flags:
-            raise ValueError(f"plan=auto needs --{name}: {_FLAGS[name][1]}")
-
+def _check(passed: list[str]) -> None:
+    if "plan_step_s" not in passed:
+        raise ValueError(f"plan=auto needs --plan_step_s: {_FLAGS['plan_step_s'][1]}")
     if not 0 < flags.value("plan_step_s") < math.inf:
         raise ValueError(
             f"plan_step_s={flags.value('plan_step_s')} must be positive, in seconds"
         )
 
     _refuse(_CHOSEN)
-    for name in {"plan_gbps", "plan_latency_ms"}.intersection(set_flags):
-        if "plan_links" in set_flags:
+    for name in {"plan_gbps", "plan_latency_ms"}.intersection(passed):
+        if "plan_links" in passed:
             raise ValueError(
                 f"{name}={flags.value(name)} and --plan_links exclude each other"
             )

@@ -7,9 +7,11 @@ prints a summary and writes simulation.json, timeline.json (for ui.perfetto.dev)
 timeline.png. All times are simulated seconds.
 
 - `--method` is any method of training, with its arguments and its own schedule.
-- `--plan` chooses K, H, N, tau and the collective for the network, and says why.
-- `--frontier` also recommends method, precision and interval, by the losses that a
-  sweep measured (experiments/sweeps/advice.py).
+- `--plan` recommends method, messages, intervals and rates for the network, says why,
+  and prints the command that trains with them (experiments/recommend.py).
+- `--plan --compress=none` plans for float32 messages: K, H, N, tau and the collective.
+- `--frontier` recommends by the losses that a sweep measured instead
+  (experiments/sweeps/advice.py).
 - `--stages` first chooses which site runs which stage of a pipeline. `--swarm_s`
   simulates that pipeline, with batches routed by throughput (SWARM), with `--failures`,
   and with moves between stages every `--rebalance_s`.
@@ -43,7 +45,7 @@ from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.report.comparison import steps_to_loss
 from cocodc_jax.run.resume import make_folder
 
-from . import program
+from . import program, recipe, recommend
 from .program import named
 from .simulation import described
 from .simulation.described import read_curve
@@ -168,24 +170,48 @@ def run_plan(values: FlagValues) -> None:
         if topology.num_regions == 1:
             print("- No average is needed: every site has a stage of its own.")
             return
-
+    if values.compress is None and values.stages == 1:
+        _recommend(values, topology, times, choices, folder)
+        return
     chosen = plan.make_plan(topology, job)
     print(chosen.explain())
     request = {"parameters": values.params, "regions": topology.num_regions}
     if warning := advice.warning(request):
         print(f"- {warning[0].upper()}{warning[1:]}.")
-
-    print(
-        f"--num_fragments={chosen.num_fragments}",
-        f"--sync_interval={chosen.sync_interval}",
-        f"--syncs_per_interval={chosen.syncs_per_interval}",
-        f"--delay_steps={chosen.delay_steps}",
-        f"--collective={chosen.collective}",
-    )
     _write_json(folder, "plan.json", dataclasses.asdict(chosen))
 
     if choices is not None:
         _report_advice(values, choices, topology, times, folder)
+    elif values.stages == 1:
+        names = ("num_fragments", "sync_interval", "delay_steps")
+        flags = {name: getattr(chosen, name) for name in names}
+        preset = recommend.nearest_preset(values.params)
+        streaming = {"method": "streaming_diloco"} | flags
+        print(recommend.command(preset, topology.num_regions, streaming))
+
+
+def _recommend(
+    values: FlagValues,
+    topology: Topology,
+    times: Sequence[float],
+    choices: Sequence[advice.Choice] | None,
+    folder: pathlib.Path | None,
+) -> None:
+    """Print what to train with, and the command."""
+    for name in ("sync_interval", "network_share", "max_fragments"):
+        if values[name].present:
+            raise ValueError(
+                f"{name}={values[name].value} is for plans of float32 messages; add "
+                "--compress=none, or leave it out"
+            )
+    num = values.num_fragments or recipe.FRAGMENTS
+    found = recommend.recommend(topology, values.params, times, num, values.collective)
+    print(found.explain())
+    _write_json(folder, "plan.json", dataclasses.asdict(found))
+    if choices is not None:
+        _report_advice(values, choices, topology, times, folder)
+    else:
+        print(found.command)
 
 
 def _place(
@@ -268,9 +294,10 @@ def _report_advice(
     params = values.params / values.stages
     advices = advice.advise(choices, topology, params, times, values.collective)
     print("By measured losses, in the time of the run's steps without a network:")
-    for place, choice in enumerate(advices[:ADVICE_LINES], 1):
-        print(f"{place}. {choice.explain()}.")
-    print(*(f"--{name}={value}" for name, value in advices[0].choice.flags.items()))
+    for place, each in enumerate(advices[:ADVICE_LINES], 1):
+        print(f"{place}. {each.explain()}.")
+    best = advices[0].choice
+    print(recommend.command(best.config.preset, topology.num_regions, best.flags))
     _write_json(folder, "advice.json", {"choices": [x.to_json() for x in advices]})
 
 

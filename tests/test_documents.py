@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -109,6 +110,13 @@ def test_what_everybody_opens_is_short(name, longest):
     assert len((ROOT / name).read_text().splitlines()) <= longest
 
 
+def test_what_one_cites_is_this_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    version = project["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"version = {{{version}}}," in (ROOT / "README.md").read_text()
+
+
 @pytest.mark.parametrize("name", [p for p in PAGES if not p.startswith(PAST)])
 def test_what_a_page_names_exists(name):
     """Files, by their paths in the repository or a package, and classes."""
@@ -134,8 +142,8 @@ def test_block_runs(name, results):
     printed, error = results[name]
     assert error is None, error
     words = [line.split() for line in printed.splitlines()]
-    # The loss that is printed first; of the library it is 8 before the first step.
-    highest = {LIBRARY: 0.1, EQUINOX: 0.3, TRANSFORM: 1e-2}
+    # The loss that is printed first; of the library it is 1 before the first step.
+    highest = {LIBRARY: 0.3, EQUINOX: 0.3, TRANSFORM: 1e-2}
     assert name not in highest or float(words[0][0]) < highest[name], printed
     if name == LOSS:
         assert max(float(line[1]) for line in words) < 0.3, printed

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from cocodc_jax._extras import extra
+from cocodc_jax.report import palette
 from cocodc_jax.report.comparison import Run, by_method
-from cocodc_jax.report.plots import COLORS, new_figure, tidy
+from cocodc_jax.report.plots import new_figure, tidy
 
 with extra("report"):
     from matplotlib.figure import Figure
@@ -59,15 +60,13 @@ def loads(run: Run) -> np.ndarray | None:
 
 def _draw_lines(part: Any, groups: Mapping[str, Sequence[Run]]) -> None:
     left, right = part.subplots(1, 2)
+    shades = palette.colors(groups)
     for axes, key in ((left, "divergence"), (right, "dead")):
-        for index, (name, group) in enumerate(groups.items()):
+        for name, group in groups.items():
             records = [run.of_kind("experts") for run in group]
             steps = [record["step"] for record in records[0]]
-            values = [[record[key] for record in of_run] for of_run in records]
-            mean = np.mean(values, axis=0)
-            color = COLORS[index % len(COLORS)]
-            axes.plot(steps, mean, color=color, linewidth=1.6, label=name)
-
+            mean = np.mean([[r[key] for r in each] for each in records], axis=0)
+            axes.plot(steps, mean, color=shades[name], linewidth=1.6, label=name)
         axes.set_xlabel("inner steps")
         axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))

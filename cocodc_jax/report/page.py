@@ -36,7 +36,8 @@ th[scope=row] { font-weight: normal; white-space: normal; overflow-wrap: anywher
 td small { display: block; opacity: .7; line-height: 1.2; white-space: normal; }
 td small:first-child { display: inline; }
 td.diverged { text-align: left; white-space: normal; }
-p { overflow-wrap: anywhere; } .note { opacity: .8; font-size: .9rem; }
+p { overflow-wrap: anywhere; } .winner { font-weight: bold; }
+.note { opacity: .8; font-size: .9rem; }
 figure { margin: 1rem 0; } img { max-width: 100%; background: #fff; padding: .5rem;
          box-sizing: border-box; border-radius: 4px; }
 figcaption { opacity: .8; }
@@ -62,6 +63,9 @@ def render(
     command: str,
     config: Mapping[str, Any],
     machine: str,
+    winner: str,
+    settings: Mapping[str, Mapping[str, str]],
+    versions: str,
 ) -> str:
     """Render the page as HTML text.
 
@@ -71,6 +75,9 @@ def render(
       command: what makes this page again.
       config: the configuration all runs share, plain values.
       machine: what it ran on, see `describe_machine`.
+      winner: what won at which bytes, as a sentence.
+      settings: of each run, by its name and by the name of a setting.
+      versions: of packages, and the date.
     """
     methods = comparison["methods"]
     some = next(iter(methods.values()))["runs"][0]
@@ -94,14 +101,19 @@ def render(
 <body>
 <h1>{html.escape(heading)}</h1>
 <p>{html.escape(facts)}</p>
+<p class="winner">{html.escape(winner)}</p>
 {results(comparison)}
 <p class="note">{html.escape(results_note(comparison))}</p>
 {figures}
 <h2>Further measures</h2>
 {further(comparison)}
 <p class="note">{html.escape(FURTHER_NOTE)}</p>
+<h2>Settings of each run</h2>
+{_settings(settings)}
+<p class="note">{html.escape(SETTINGS_NOTE)}</p>
 <h2>Command</h2>
 <pre>{html.escape(command)}</pre>
+<p>{html.escape(versions)}</p>
 <details>
 <summary>Configuration</summary>
 <pre>{html.escape(json.dumps(config, indent=2))}</pre>
@@ -168,6 +180,22 @@ def further(comparison: Mapping[str, Any]) -> str:
     return _table(comparison, columns)
 
 
+def _settings(settings: Mapping[str, Mapping[str, str]]) -> str:
+    """Return HTML of a table with a row for each run and a column for each setting."""
+    heads = [html.escape(head) for head in next(iter(settings.values()))]
+    lines = ["<table>", "<thead>", "<tr>", '<th scope="col">run</th>']
+    lines += [f'<th scope="col">{head}</th>' for head in heads]
+    lines += ["</tr>", "</thead>", "<tbody>"]
+    for name, values in settings.items():
+        lines += ["<tr>", f'<th scope="row">{html.escape(name)}</th>']
+        lines += [
+            f'<td data-head="{head}"><div>{html.escape(value)}</div></td>'
+            for head, value in zip(heads, values.values(), strict=True)
+        ]
+        lines.append("</tr>")
+    return "\n".join([*lines, "</tbody>", "</table>"])
+
+
 def results_note(comparison: Mapping[str, Any]) -> str:
     """Return what the columns of `results` mean, as plain text."""
     whose = comparison["target_method"] or "the worst method"
@@ -202,6 +230,14 @@ FURTHER_NOTE = (
     "Drift: RMS distance of the regions from their mean, over its length. Time: of "
     "training, with compilation. Correction (ratio): length of the delay "
     "compensation's correction over the length of what it corrects."
+)
+
+
+SETTINGS_NOTE = (
+    "H: steps in which every fragment is sent once. K: fragments. tau: steps from a "
+    "fragment's start to its merge. alpha: the share of its own parameters that a "
+    "region keeps at a merge. Outer rate and momentum: of the optimizer that steps on "
+    "the regions' mean progress. A dash: the method has no such setting."
 )
 
 

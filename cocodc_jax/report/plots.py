@@ -5,7 +5,6 @@ drawing has no global state and needs no display.
 """
 
 import io
-import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from cocodc_jax._extras import extra
 from cocodc_jax.files import write_whole
+from cocodc_jax.report import palette
 from cocodc_jax.report.comparison import Curve, Run, by_method, eval_curve
 from cocodc_jax.report.records import Record
 from cocodc_jax.report.units import format_bytes
@@ -58,10 +58,10 @@ def loss_by_steps(runs: Sequence[Run]) -> Figure:
     figure = new_figure(height_in=max(4.2, 0.26 * len(by_method(runs))))
     whole, late = figure.subplots(1, 2, width_ratios=(3, 4))
     curves = {name: eval_curve(group) for name, group in by_method(runs).items()}
-    for index, curve in enumerate(curves.values()):
+    shades = palette.colors(curves)
+    for index, (name, curve) in enumerate(curves.items()):
         for axes in (whole, late):
-            _draw(axes, curve, curve.steps, index)
-
+            _draw(axes, curve, curve.steps, index, shades[name])
     whole.set_ylabel("evaluation loss (nats per token)")
     half = max(curve.steps[-1] for curve in curves.values()) / 2
     low = min(curve.low[curve.steps >= half].min() for curve in curves.values())
@@ -87,10 +87,12 @@ def loss_by_bytes(runs: Sequence[Run]) -> Figure:
     """
     figure = new_figure(height_in=4.2 + 0.06 * len(by_method(runs)))
     axes = figure.subplots()
-    for index, (name, group) in enumerate(by_method(runs).items()):
+    groups = by_method(runs)
+    shades = palette.colors(groups)
+    for index, (name, group) in enumerate(groups.items()):
         curve = eval_curve(group)
         sent = np.where(curve.bytes_sent > 0, curve.bytes_sent, np.nan)
-        _draw(axes, curve, sent, index)
+        _draw(axes, curve, sent, index, shades[name])
         axes.lines[-1].set_label(name)
 
     by_bytes(axes, 1e3)
@@ -110,11 +112,9 @@ def fragments_in_flight(runs: Sequence[Run]) -> Figure:
     step at which a method has made `MAX_SYNCS` syncs, and the axis says so.
     """
     groups = by_method(runs)
-    colors = dict(zip(groups, itertools.cycle(COLORS), strict=False))
-    syncs: dict[str, list[Record]] = {}
-    for name, group in groups.items():
-        if events := group[0].of_kind("sync"):
-            syncs[name] = events
+    colors = palette.colors(groups)
+    each = {name: group[0].of_kind("sync") for name, group in groups.items()}
+    syncs = {name: events for name, events in each.items() if events}
     if not syncs:
         raise ValueError("no run has a sync to draw; leave the plot out")
 
@@ -168,9 +168,9 @@ def png_bytes(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _draw(axes: Axes, curve: Curve, abscissa: np.ndarray, index: int) -> None:
-    color = COLORS[index % len(COLORS)]
-    # Once all colors are used, they come with other markers.
+def _draw(
+    axes: Axes, curve: Curve, abscissa: np.ndarray, index: int, color: str
+) -> None:
     marker = MARKERS[(index + index // len(COLORS)) % len(MARKERS)]
     axes.fill_between(abscissa, curve.low, curve.high, color=color, alpha=0.2, lw=0)
 
@@ -193,7 +193,7 @@ def _label_ends(axes: Axes, curves: dict[str, Curve]) -> None:
     low, high = axes.get_ylim()
     ends = [(curve.mean[-1] - low) / (high - low) for curve in curves.values()]
     heights = spread(ends, gap=0.06)
-
+    shades = palette.colors(curves)
     for index, (name, curve) in enumerate(curves.items()):
         axes.annotate(
             f"{name} {curve.mean[-1]:.3f}",
@@ -201,7 +201,7 @@ def _label_ends(axes: Axes, curves: dict[str, Curve]) -> None:
             xytext=(1.05, heights[index]),
             xycoords="axes fraction",
             textcoords="axes fraction",
-            color=COLORS[index % len(COLORS)],
+            color=shades[name],
             verticalalignment="center",
             fontsize="small",
             # To the label's left edge, and not through it to its middle.

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from cocodc_jax._extras import extra
+from cocodc_jax.report import palette
 from cocodc_jax.report.comparison import Point, pareto
-from cocodc_jax.report.plots import COLORS, LEADER, MARKERS, by_bytes, new_figure, tidy
+from cocodc_jax.report.plots import LEADER, MARKERS, by_bytes, new_figure, tidy
 
 with extra("report"):
     from matplotlib.axes import Axes
@@ -29,7 +30,8 @@ def last_loss_by_bytes(methods: Mapping[str, Mapping[str, Any]]) -> Figure:
     points = {n: (size, losses[n]) for n, size in sent.items() if size > 0}
 
     by_bytes(axes, 0)
-    axes.scatter(*zip(*points.values(), strict=True), color=COLORS[2], s=22, zorder=3)
+    shades = [palette.COLORS.get(name, palette.GREY) for name in points]
+    axes.scatter(*zip(*points.values(), strict=True), color=shades, s=22, zorder=3)
     axes.margins(x=0.08, y=0.06)
     label = "bytes sent by each region (log scale)"
     if silent := [f"{n} {losses[n]:.3f}" for n in methods if not sent[n]]:
@@ -113,6 +115,7 @@ def frontier(points: Sequence[Point], published: Sequence[Point] = ()) -> Figure
             _mark(axes, point, families, _GREY, size=6)
 
     edge = [points[i] for i in best]
+    shades = palette.colors(families)
     axes.plot(
         [p.bytes_per_step for p in edge],
         [p.loss for p in edge],
@@ -123,9 +126,7 @@ def frontier(points: Sequence[Point], published: Sequence[Point] = ()) -> Figure
     )
 
     for point in edge:
-        color = COLORS[families.index(point.family) % len(COLORS)]
-        _mark(axes, point, families, color, size=8)
-
+        _mark(axes, point, families, shades[point.family], size=8)
     by_bytes(axes, 300)
     tidy(axes)
     axes.set_xlabel("bytes that a region sends a step (log scale)")
@@ -134,9 +135,7 @@ def frontier(points: Sequence[Point], published: Sequence[Point] = ()) -> Figure
 
     for index, family in enumerate(families):
         marker = MARKERS[index % len(MARKERS)]
-        color = COLORS[index % len(COLORS)]
-        axes.plot([], [], marker, color=color, label=family)
-
+        axes.plot([], [], marker, color=shades[family], label=family)
     axes.plot([], [], "o", color=_GREY, label="never worth it")
     if published:
         label = "published hyperparameters"
@@ -172,8 +171,9 @@ def _mark(
 
 def _name(axes: Axes, edge: Sequence[Point], families: Sequence[str]) -> None:
     """Write a number at each point on the frontier, and what it is in the margin."""
+    shades = palette.colors(families)
     for number, point in enumerate(edge, 1):
-        color = COLORS[families.index(point.family) % len(COLORS)]
+        color = shades[point.family]
         axes.annotate(
             str(number),
             xy=(point.bytes_per_step, point.loss),

@@ -2,6 +2,11 @@
 
     python -m experiments.train --preset=tiny --workdir=DIR
 
+Presets hold published numbers of methods, or numbers in their proportions, so that
+methods can be compared. What this project recommends is not a preset:
+`experiments.train --plan=auto` chooses it for a network, and the run `recipe` of
+`experiments.compare` is it.
+
 The default corpus is Python's own source, so that every preset runs without a download;
 the loss then compares with no published one. For C4, and a region of four devices:
 

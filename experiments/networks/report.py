@@ -1,6 +1,7 @@
 """Rows of the comparison, one per network and method: JSON, tables, a plot."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from rich.table import Table
 
-from cocodc_jax.report.plots import COLORS, WIDTH_IN
+from cocodc_jax.report import palette
+from cocodc_jax.report.plots import WIDTH_IN
 from cocodc_jax.report.units import format_bytes
 
 from .. import program
@@ -159,12 +161,22 @@ def markdown(rows: Sequence[dict[str, Any]], alone: Measured, command: str) -> s
     return "\n".join(lines) + "\n"
 
 
+def _is_rate(network: str) -> bool:
+    """Return whether a network's name is its Mbit/s."""
+    return network.replace(".", "", 1).isdigit()
+
+
+def _order(network: str) -> tuple[float, str]:
+    """Return what networks are sorted by: rates, then names."""
+    return (float(network) if _is_rate(network) else math.inf, network)
+
+
 def slowdowns(rows: Sequence[dict[str, Any]]) -> Figure:
     """Plot the ratio of seconds per step with and without a network, on a log axis."""
     rows = [entry for entry in rows if "error" not in entry]
-    networks = list(dict.fromkeys(entry["network"] for entry in rows))
+    networks = sorted(dict.fromkeys(entry["network"] for entry in rows), key=_order)
     methods = list(dict.fromkeys(entry["method"] for entry in rows))
-    color = {name: COLORS[i % len(COLORS)] for i, name in enumerate(methods)}
+    color = palette.colors(methods)
     figure = Figure(figsize=(WIDTH_IN, 4.2), layout="constrained")
     axes = figure.subplots()
     width = 0.4 / max(1, len(methods))
@@ -189,7 +201,7 @@ def slowdowns(rows: Sequence[dict[str, Any]]) -> Figure:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel("seconds per step / without network (log)")
-    ticks = [f"{x} Mbit/s" if x.replace(".", "", 1).isdigit() else x for x in networks]
+    ticks = [f"{x} Mbit/s" if _is_rate(x) else x for x in networks]
     axes.set_xticks(range(len(networks)), ticks)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -2,16 +2,22 @@
 
     python -m experiments.results.figures
 
-writes to this folder: readme_crossing.png, for README.md, with DiLoCo and Streaming
-DiLoCo on one simulated network; and readme_loss_by_bytes.png, for docs/results, from
-compare_all.json. The simulation takes a second and is the same on every machine.
+writes to this folder: readme_tuned.png, loss against bytes of methods that are all
+tuned, from hold_small.json; readme_crossing.png, DiLoCo and Streaming DiLoCo on one
+simulated network; and, for docs/results, methods.png from compare_all.json and
+networks.png from networks.json. The simulation takes a second and is the same on every
+machine.
 """
 
 import dataclasses
 import json
 import pathlib
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cocodc_jax import methods
@@ -20,9 +26,10 @@ from cocodc_jax.network.links import Link, uniform
 from cocodc_jax.network.simulator import simulate_method
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.network.workload import Workload
-from cocodc_jax.report import plots, points
+from cocodc_jax.report import palette, plots, points
 
 from .. import program
+from ..networks.report import slowdowns
 
 RESULTS = pathlib.Path(__file__).parent
 
@@ -36,13 +43,100 @@ INTERVAL = 40
 FRAGMENTS = 4
 DELAY_STEPS = 5
 
+# Each contender as its own best setting: by the color it has, its label and its flags.
+TUNED = "hold_small.json"
+CONTENDERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "data_parallel": ("data parallel", {"method": "data_parallel"}),
+    "diloco": ("DiLoCo", {"method": "diloco"}),
+    "cocodc": ("CoCoDC", {"method": "cocodc", "compress": None}),
+    "streaming_diloco": (
+        "Streaming DiLoCo",
+        {"method": "streaming_diloco", "compress": None},
+    ),
+    palette.RECIPE: (
+        "recommended: one bit\na value, a fragment\nat every step",
+        {"method": "streaming_diloco", "compress": "ef+sign"},
+    ),
+}
+# Where labels do not cover each other: offsets in points, and the side they end at.
+_PLACES: Mapping[str, tuple[tuple[int, int], Literal["left", "right"]]] = {
+    "data_parallel": ((0, -16), "right"),
+    "diloco": ((-4, -28), "left"),
+    "cocodc": ((8, 4), "left"),
+    "streaming_diloco": ((-4, -14), "left"),
+    palette.RECIPE: ((-22, -14), "right"),
+}
+
 
 def main(folder: pathlib.Path = RESULTS) -> None:
-    """Draw both pictures."""
+    """Draw all pictures."""
     comparison = json.loads((RESULTS / "compare_all.json").read_text())
-    figure = points.last_loss_by_bytes(comparison["methods"])
-    plots.save_png(figure, str(folder / "readme_loss_by_bytes.png"))
+    # Some of the methods that were measured have been removed since.
+    rows = {
+        name: row
+        for name, row in comparison["methods"].items()
+        if name.partition("+")[0] in methods.METHODS
+    }
+    plots.save_png(tuned(), str(folder / "readme_tuned.png"))
+    plots.save_png(points.last_loss_by_bytes(rows), str(folder / "methods.png"))
     plots.save_png(crossing(), str(folder / "readme_crossing.png"))
+    measured = json.loads((RESULTS / "networks.json").read_text())
+    plots.save_png(slowdowns(measured["rows"]), str(folder / "networks.png"))
+
+
+def tuned() -> Figure:
+    """Draw mean loss against bytes sent, each method tuned, with five seeds' range."""
+    cells = json.loads((RESULTS / TUNED).read_text())["cells"]
+    figure = plots.new_figure(height_in=4.0, width_in=6.4)
+    axes = figure.subplots()
+
+    for name, (label, _) in CONTENDERS.items():
+        column = tuned_column(cells, name)
+        _, _, sent = np.transpose(column["curve"])
+        losses = np.array(column["curves"])
+        mean = losses.mean(0)
+        color = palette.COLORS[name]
+        is_recipe = name == palette.RECIPE
+        axes.fill_between(sent, losses.min(0), losses.max(0), color=color, alpha=0.2)
+        axes.plot(sent, mean, color=color, linewidth=3.0 if is_recipe else 1.6)
+        axes.plot(sent[-1], mean[-1], "o", color=color, markersize=6)
+        _label(axes, f"{label}  {mean[-1]:.3f}", (sent[-1], mean[-1]), name, color)
+
+    plots.by_bytes(axes, narrow=1)
+    plots.tidy(axes)
+    axes.set_ylim(1.33, 2.6)  # Room for labels below the curves.
+    axes.set_xlabel("bytes sent by each region (log scale)")
+    axes.set_ylabel("loss on held-out text (nats per byte)")
+    return figure
+
+
+def tuned_column(cells: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    """Return a contender's tuned column, from the one cell that has its flags."""
+    _, flags = CONTENDERS[name]
+    (cell,) = (
+        cell
+        for cell in cells
+        if all(cell["flags"].get(flag) == value for flag, value in flags.items())
+    )
+    return cell["columns"]["tuned"]
+
+
+def _label(
+    axes: Axes, text: str, end: tuple[float, float], name: str, color: str
+) -> None:
+    """Write a curve's name and its last loss at its end."""
+    offset, side = _PLACES[name]
+    axes.annotate(
+        text,
+        xy=end,
+        xytext=offset,
+        textcoords="offset points",
+        ha=side,
+        va="center",
+        color=color,
+        fontsize="medium",
+        fontweight="bold" if name == palette.RECIPE else "normal",
+    )
 
 
 def crossing() -> Figure:

@@ -58,7 +58,7 @@ WISHES = ("num_fragments", "sync_interval", "network_share")
 UNREAD = {
     "plan": (
         "method",
-        *(name for name in ARGUMENTS if name not in WISHES),
+        *(name for name in ARGUMENTS if name not in (*WISHES, "compress")),
         "effective_rank",
         "sharing",
         "host_mb_per_s",
@@ -97,7 +97,12 @@ NEED = {
 
 SECTIONS = {
     "What to do": (
-        ("plan", False, "choose K, H, N and tau for the network and say why"),
+        (
+            *("plan", False),
+            "recommend what to train with on the network, say why, and print the "
+            "command; with --compress=none for float32 messages",
+        ),
+        ("table", False, "compare with published numbers"),
         (
             "frontier",
             pathlib.Path,
@@ -197,7 +202,11 @@ def check(values: FlagValues) -> None:
                     f"{name}={values[name].value} has no meaning with --{mode}; "
                     "leave it out"
                 )
-
+    if values.plan and values.compress not in (None, "none"):
+        raise ValueError(
+            f"compress={values.compress} is what --plan chooses; leave it out, or use "
+            "--compress=none for float32 messages"
+        )
     for needed, names in NEED.items():
         how = "--stages of 2 or more" if needed == "stages" else f"--{needed} too"
         for name in names:

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from cocodc_jax.report.records import read_records
+from cocodc_jax.run.presets import PRESETS
 from experiments import compare
 
 
@@ -61,6 +62,9 @@ def test_report_is_written_and_shown(compared):
     page = (workdir / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 3
     assert "streaming_diloco" in page
+    assert "<h2>Settings of each run</h2>" in page
+    assert "win at the bytes sent" in page or "beats another" in page
+    assert re.search(r"cocodc_jax [\d.]+, jax [\d.]+.*; \d{4}-\d\d-\d\d\.", page)
     assert "streaming_diloco" in out
     assert str(workdir / "report.html") in out.replace("\n", "")
 
@@ -137,8 +141,36 @@ def test_a_method_with_another_inner_optimizer_has_a_row_of_its_own(refused, tmp
     methods = "diloco,diloco+muon,muloco"
     said = refused(compare, f"--methods={methods}", *flags)
     assert said.startswith("--seeds=0")  # And nothing else.
-    assert compare._methods(4) == {
+    assert compare._methods(PRESETS["smoke"]) == {
         "diloco": {"method": "diloco"},
         "diloco+muon": {"method": "diloco", "inner_optimizer": "muon"},
         "muloco": {"method": "muloco"},
     }
+
+
+def test_the_recipe_is_trained_with_a_fragment_at_every_step(refused, tmp_path):
+    flags = ["--preset=smoke", "--num_fragments=2", "--seeds=0"]
+    refused(compare, "--methods=recipe", *flags, f"--workdir={tmp_path}")
+    base = PRESETS["smoke"].where(num_fragments=2)
+    (leaves,) = compare._methods(base).values()
+    # What a flag sets is left alone, and holds for all runs.
+    assert "num_fragments" not in leaves
+    method = base.replace(**leaves).method.build()
+    assert (method.schedule.sync_interval, method.num_fragments) == (2, 2)
+    assert leaves["compress"] == "ef+sign"
+    assert leaves["inner_lr"] == 2 * base.optimizer.inner_lr
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("data_parallel", {"H": "\u2013", "K": "\u2013", "tau": "\u2013"}),
+        ("diloco", {"H": "40", "compressor": "float32", "outer momentum": "0.9"}),
+        ("streaming_diloco", {"H": "40", "K": "4", "tau": "5", "alpha": "0.5"}),
+    ],
+)
+def test_settings_are_those_of_the_run(method, settings):
+    found = compare.described(PRESETS["tiny"].replace(method=method))
+    assert settings.items() <= found.items()
+    assert found["inner optimizer"] == "adamw"
+    assert found["inner rate"] == "0.002"

@@ -1,32 +1,65 @@
 """The pictures of README and docs: made by their command, small, and shown there."""
 
 import itertools
+import json
 import pathlib
 import re
 
 import pytest
 from matplotlib.text import Text
 
-from cocodc_jax.report import points
+from cocodc_jax.report import palette, points
 from experiments.results import figures
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_the_command_makes_the_pictures_that_readme_shows(tmp_path):
+def test_the_command_makes_the_pictures_that_readme_and_docs_show(tmp_path):
     figures.main(tmp_path)
     readme = (ROOT / "README.md").read_text()
-    shown = re.findall(r"!\[[^\]]*\]\(experiments/results/([\w.]+)\)", readme)
-    page = (ROOT / "docs" / "results" / "methods.md").read_text()
-    shown += re.findall(r"_static/pictures/(readme_[\w.]+)", page)
+    shown = set(re.findall(r"!\[[^\]]*\]\(experiments/results/([\w.]+)\)", readme))
+    for page in ("index.md", "results/methods.md", "results/networks.md"):
+        text = (ROOT / "docs" / page).read_text()
+        shown |= set(re.findall(r"_static/pictures/([\w.]+)", text))
     made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert sorted(shown) == sorted(made)
+    assert made.keys() <= shown
     assert "python -m experiments.results.figures" in readme
 
     for name, data in made.items():
         assert data.startswith(b"\x89PNG")
-        assert len(data) < 150_000
-        assert (figures.RESULTS / name).stat().st_size < 150_000
+        assert len(data) < 160_000
+        assert (figures.RESULTS / name).stat().st_size < 160_000
+
+
+def test_the_first_table_of_readme_has_the_figures_of_its_plot():
+    readme = (ROOT / "README.md").read_text()
+    cells = json.loads((figures.RESULTS / figures.TUNED).read_text())["cells"]
+    names = {
+        "**recommended**": palette.RECIPE,
+        "Streaming DiLoCo": "streaming_diloco",
+        "DiLoCo": "diloco",
+        "data parallel": "data_parallel",
+    }
+    rows = re.findall(r"^\| ([^|]+): [^|]+\| (.+) \| (.+) \| (.+) \|$", readme, re.M)
+    assert [name for name, *_ in rows] == list(names)
+
+    for name, sent, loss, steps in rows:
+        column = figures.tuned_column(cells, names[name])
+        assert len(column["seeds"]) == 5
+        assert float(sent.split()[0]) == pytest.approx(column["bytes"] / 1e6, rel=0.01)
+        half = column["loss"]["half"]
+        assert loss == f"{column['loss']['mean']:.3f} ± {half:.3f}"
+        to_reference = column["steps_to_reference"]
+        assert steps == (f"{to_reference['mean']:.0f}" if to_reference else "never")
+
+
+def test_the_recipe_is_marked_and_every_contender_is_named():
+    (axes,) = figures.tuned().axes
+    labels = [text.get_text() for text in axes.texts]
+    assert len(labels) == len(figures.CONTENDERS)
+    assert sum(label.startswith("recommended") for label in labels) == 1
+    widths = {line.get_color(): line.get_linewidth() for line in axes.lines[::2]}
+    assert max(widths, key=widths.get) == palette.COLORS[palette.RECIPE]
 
 
 def test_fragments_cross_beside_the_steps_and_a_whole_model_does_not():

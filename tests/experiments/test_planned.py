@@ -10,7 +10,7 @@ from absl.flags import FlagValues
 
 from cocodc_jax.network.links import Link, uniform
 from cocodc_jax.run import flags
-from experiments import planned, train
+from experiments import planned, recommend, train
 from experiments.sweeps import advice, grid
 
 from .test_advice import CURVES, cell
@@ -63,6 +63,17 @@ def test_fast_links_and_slow_ones_have_other_plans(read, plan, capsys):
     assert "--method=streaming_diloco --sync_interval=16" in printed
 
 
+def test_without_losses_the_plan_is_the_recommended_setting(read, capsys):
+    config = read("--plan=auto", "--plan_step_s=1")
+    wanted = recommend.recommend(uniform(4, Link(1, 0.05)), 49_952, [1.0]).flags
+    assert config.method.method == wanted.pop("method") == "streaming_diloco"
+    assert config.optimizer.inner_lr == wanted.pop("inner_lr")
+    assert wanted.items() <= config.method.values.items()
+    assert "plan: K = 4 fragments, H = 4 steps, tau = 1" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="outer_lr=0.5 is what --plan=auto chooses"):
+        read("--plan=auto", "--plan_step_s=1", "--outer_lr=0.5")
+
+
 def test_sizes_that_were_not_measured_are_named(read, plan, capsys):
     read(*plan, "--steps=480")
     assert "extrapolated" not in capsys.readouterr().err
@@ -105,27 +116,18 @@ def test_the_plan_is_that_of_the_simulator(read, cells):
     assert advices[0].choice.flags.keys() <= set(planned._CHOSEN)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--plan=always", "plan='always' is unknown; use 'auto' or 'none'"),
-        ("--plan_step_s=1", "plan_step_s=1.0 has no meaning without --plan=auto"),
-        ("--plan=auto", "plan=auto needs --plan_frontier: cells.json"),
-        ("--plan=auto --plan_frontier=x", "plan=auto needs --plan_step_s: Sec"),
-        (
-            "--plan=auto --plan_frontier=x --plan_step_s=1 --method=co2",
-            "method=co2 is what --plan=auto chooses",
-        ),
-        (
-            "--plan=auto --plan_frontier=x --plan_step_s=0",
-            "plan_step_s=0.0 must be positive",
-        ),
-        (
-            "--plan=auto --plan_frontier=/no/x --plan_step_s=1",
-            "--plan_frontier=/no/x: No such file",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("--plan=always", "plan='always' is unknown; use 'auto' or 'none'"),
+    ("--plan_step_s=1", "plan_step_s=1.0 has no meaning without --plan=auto"),
+    ("--plan=auto", "plan=auto needs --plan_step_s: Seconds of an inner step"),
+    ("--plan=auto --plan_frontier=x", "plan=auto needs --plan_step_s: Sec"),
+    ("--plan=auto --plan_frontier=x --plan_step_s=1 --method=co2",
+     "method=co2 is what --plan=auto chooses"),
+    ("--plan=auto --plan_frontier=x --plan_step_s=0",
+     "plan_step_s=0.0 must be positive"),
+    ("--plan=auto --plan_frontier=/no/x --plan_step_s=1",
+     "--plan_frontier=/no/x: No such file"),
+])  # fmt: skip
 def test_what_cannot_be_planned_is_refused_by_name(read, words, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         read(*words.split())

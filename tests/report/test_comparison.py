@@ -171,9 +171,12 @@ def render(runs):
     text = page.render(
         compare(runs),
         {"A <caption>": b"\x89PNG"},
-        "python -m x --a='<b>'",
-        {"key": "</pre><script>"},
-        "Some machine.",
+        command="python -m x --a='<b>'",
+        config={"key": "</pre><script>"},
+        machine="Some machine.",
+        winner="<b> wins.",
+        settings={"<run>": {"H": "4", "compressor": "<sign>"}},
+        versions="jax <1>; today.",
     )
     checker = Checker()
     checker.feed(text)

@@ -1,0 +1,90 @@
+"""Checks a built site: no internal link is dead, all images are there, no e-mail links.
+
+python docs/check_site.py FOLDER
+"""
+
+import collections
+import html.parser
+import pathlib
+import sys
+import urllib.parse
+from collections.abc import Iterator
+
+# In pages of the theme and of sources, which nobody wrote here.
+IGNORED = ("_sources", "_static")
+
+
+class Page(html.parser.HTMLParser):
+    """Ids, links and images of a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.images: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        """Collect what a tag names."""
+        values = dict(attrs)
+        self.ids |= {values[key] for key in ("id", "name") if values.get(key)}
+        if tag == "a" and values.get("href"):
+            self.links.append(values["href"])
+        if tag in ("img", "source", "script") and values.get("src"):
+            self.images.append(values["src"])
+
+
+def problems(site: pathlib.Path) -> Iterator[str]:
+    """Yield what is wrong, as `page: what`."""
+    paths = [p for p in sorted(site.rglob("*.html")) if not _is_ignored(p, site)]
+    pages = {path: Page(path.read_text(encoding="utf-8")) for path in paths}
+    if not pages:
+        yield f"{site}: no page"
+
+    for path, page in pages.items():
+        where = path.relative_to(site)
+        for link in page.links:
+            if link.startswith("mailto:"):
+                yield f"{where}: {link} is an e-mail link"
+                continue
+            target, anchor = _target(path, link)
+            if target is None:
+                continue
+            if not target.exists():
+                yield f"{where}: {link} is dead"
+            elif anchor and target in pages and anchor not in pages[target].ids:
+                yield f"{where}: {link} has no such place"
+        for image in page.images:
+            target, _ = _target(path, image)
+            if target is not None and not target.exists():
+                yield f"{where}: {image} is missing"
+
+
+def _is_ignored(path: pathlib.Path, site: pathlib.Path) -> bool:
+    return path.relative_to(site).parts[0] in IGNORED
+
+
+def _target(page: pathlib.Path, link: str) -> tuple[pathlib.Path | None, str]:
+    """Return the file and the place that a link names; no file for other sites."""
+    parts = urllib.parse.urlsplit(link)
+    if parts.scheme or parts.netloc:
+        return None, ""
+    anchor = urllib.parse.unquote(parts.fragment)
+    if not parts.path:
+        return page, anchor
+    target = (page.parent / urllib.parse.unquote(parts.path)).resolve()
+    return (target / "index.html" if target.is_dir() else target), anchor
+
+
+def main() -> int:
+    """Print what is wrong; return 1 if anything is."""
+    site = pathlib.Path(sys.argv[1]).resolve()
+    found = list(problems(site))
+    counts = collections.Counter(found)
+    for problem, count in counts.items():
+        print(f"{problem}{f' ({count} times)' if count > 1 else ''}", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""Recommends a method, its messages and its rates for a network, as a command.
+
+The choice is that of docs/start/choose.md, checked by simulating each setting on the
+network, with the exchanges that processes have:
+
+1. Data parallel, if a full gradient crosses within a small share of a step.
+2. Else the recommended setting (`recipe.py`) with the shortest delay at which no region
+   waits: one bit a value, or, where that takes too long, the signs of low-rank factors.
+3. Else the least waiting that a longer delay can reach, which nobody has measured.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from cocodc_jax import methods, models
+from cocodc_jax.methods import Method
+from cocodc_jax.network import exchanges
+from cocodc_jax.network.links import Topology
+from cocodc_jax.report.units import format_bytes, format_count
+from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.transforms.compressor import message_bytes
+
+from . import recipe
+from .commands import command_line
+from .sweeps import advice
+from .sweeps.networks import simulated
+
+LOW_RANK = "ef+lowrank:32+sign"
+LONGEST_STEPS = 1024  # Of the delays that are tried.
+# Of a run's time, spent waiting: what counts as none, and what data parallel may cost.
+NO_WAIT, LITTLE_WAIT = 0.01, 0.05
+_STEPS = 4 * LONGEST_STEPS  # At most simulated.
+# Dense models from the smallest up; a command starts from the nearest one.
+_MODELS = ("smoke", "tiny", "mini", "small", "1b", "8b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommendation:
+    """What to train with, and why.
+
+    Attributes:
+      flags: of `experiments.train`: method, its arguments and the inner learning rate.
+      preset: whose model is nearest in size.
+      regions: how many.
+      delay_steps: tau; 0 if regions wait for each exchange.
+      message_bytes: of one region's message for a fragment.
+      stall_share: of the simulated time, that regions wait for messages.
+      reasons: one sentence or two for each choice.
+    """
+
+    flags: dict[str, Any]
+    preset: str
+    regions: int
+    delay_steps: int
+    message_bytes: float
+    stall_share: float
+    reasons: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        """The command that trains it."""
+        return command(self.preset, self.regions, self.flags)
+
+    def explain(self) -> str:
+        """Return the reasons as plain text, one line each."""
+        return "\n".join(f"- {reason}" for reason in self.reasons)
+
+
+def command(preset: str, regions: int, flags: dict[str, Any]) -> str:
+    """Return the command that trains a preset's model with some flags."""
+    words = [f"--preset={preset}", f"--regions={regions}"]
+    batches = PRESETS[preset].run.eval_batches
+    if batches % regions:  # Regions share them.
+        words.append(f"--eval_batches={math.ceil(batches / regions) * regions}")
+    words += recipe.words(flags).split()
+    return command_line("train", [*words, "--workdir=runs/planned"])
+
+
+def nearest_preset(num_params: float) -> str:
+    """Return the preset whose model is nearest in size.
+
+    >>> nearest_preset(1e6), nearest_preset(2e9)
+    ('tiny', '1b')
+    """
+
+    def distance(name: str) -> float:
+        own = models.num_params(PRESETS[name].model)
+        return abs(math.log(own / num_params))
+
+    return min(_MODELS, key=distance)
+
+
+def recommend(
+    topology: Topology,
+    num_params: float,
+    step_time_s: Sequence[float],
+    num_fragments: int = recipe.FRAGMENTS,
+    collective: str | None = None,
+) -> Recommendation:
+    """Return what to train a model of `num_params` parameters with on a network.
+
+    `step_time_s` has one number or one for each region. Raises ValueError for one
+    region, which needs no network.
+    """
+    if topology.num_regions < 2:
+        raise ValueError("a plan needs at least two regions")
+    preset = nearest_preset(num_params)
+    num_fragments = min(num_fragments, PRESETS[preset].model.num_layers)
+
+    def tried(flags: dict[str, Any]) -> Recommendation:
+        method = methods.get(**_arguments(flags))
+        whole = 4 * num_params * _message_share(method, preset)
+        size = whole / method.num_fragments
+        share = _waiting(method, topology, size, step_time_s, collective)
+        return Recommendation(
+            flags=flags | {"inner_lr": _inner_lr(preset)},
+            preset=preset,
+            regions=topology.num_regions,
+            delay_steps=flags.get("delay_steps", 0),
+            message_bytes=size,
+            stall_share=share,
+            reasons=(),
+        )
+
+    found = tried({"method": "data_parallel"})
+    if found.stall_share > LITTLE_WAIT:
+        settings = map(tried, _settings(num_fragments))
+        found = next(_until_no_wait(settings))
+    return dataclasses.replace(found, reasons=_reasons(found, num_params))
+
+
+def _arguments(flags: dict[str, Any]) -> dict[str, Any]:
+    arguments = dict(flags)
+    return {"name": arguments.pop("method"), **arguments}
+
+
+def _settings(num_fragments: int) -> Iterator[dict[str, Any]]:
+    """Yield settings in the order of preference."""
+    short = range(1, recipe.SHORT_DELAY + 1)
+    first = math.ceil((recipe.SHORT_DELAY + 1) / num_fragments) * num_fragments
+    late = range(first, recipe.LONGEST_DELAY + 1, num_fragments)
+    for compress in (recipe.COMPRESS, LOW_RANK):
+        for delay_steps in itertools.chain(short, late):
+            flags = recipe.setting(num_fragments, delay_steps).flags
+            yield flags | {"compress": compress}
+
+    delay_steps = 2 * recipe.LONGEST_DELAY
+    while delay_steps <= LONGEST_STEPS:
+        flags = recipe.setting(num_fragments, delay_steps).flags
+        yield flags | {"compress": LOW_RANK}
+        delay_steps *= 2
+
+
+def _until_no_wait(tried: Iterator[Recommendation]) -> Iterator[Recommendation]:
+    """Yield the first without a wait, or else the one with the least."""
+    best = None
+    for found in tried:
+        if found.stall_share <= NO_WAIT:
+            yield found
+            return
+        if best is None or found.stall_share < best.stall_share:
+            best = found
+    assert best is not None
+    yield best
+
+
+def _message_share(method: Method, preset: str) -> float:
+    """Return the bytes of a message over those of float32, for a preset's tensors."""
+    if method.sync is None:
+        return 1.0
+    init = functools.partial(models.init_params, PRESETS[preset].model)
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    return method.sync.message.num_bytes(shapes, 1) / message_bytes(shapes)
+
+
+def _waiting(
+    method: Method,
+    topology: Topology,
+    size: float,
+    step_time_s: Sequence[float],
+    collective: str | None,
+) -> float:
+    """Return the share of time that regions wait for messages of `size` bytes."""
+    regions = topology.num_regions
+    times = tuple(step_time_s) * (regions if len(step_time_s) == 1 else 1)
+    sizes = (size,) * method.num_fragments
+    if exchanges.is_gathered(method):
+        collective = None  # What is encoded is gathered.
+    timeline = simulated(method, topology, sizes, times, _STEPS, collective)
+    # Waiting for the slowest region's steps is no wait for messages.
+    computing = timeline.utilization() * max(times) / (sum(times) / len(times))
+    return max(0.0, 1 - computing)
+
+
+def _inner_lr(preset: str) -> float:
+    """Twice the preset's rate where that was measured, else the preset's."""
+    config = PRESETS[preset]
+    _, most = advice.MEASURED["parameters"]
+    is_measured = models.num_params(config.model) <= most
+    factor = recipe.INNER_LR_FACTOR if is_measured else 1
+    return factor * config.optimizer.inner_lr
+
+
+def _reasons(found: Recommendation, num_params: float) -> tuple[str, ...]:
+    flags, size = found.flags, format_bytes(found.message_bytes)
+    waits = "No region waits, in simulation."
+    if found.stall_share >= 0.001:
+        waits = f"Regions wait for {found.stall_share:.1%} of the simulated time."
+    if flags["method"] == "data_parallel":
+        reasons = [
+            f"data_parallel: a full gradient of {size} crosses within a small share of "
+            "a step. It ends with the lowest loss, and sends the most.",
+            waits,
+        ]
+    else:
+        reasons = [
+            f"{flags['method']} with {flags['compress']} (error feedback): "
+            f"{_MESSAGES[flags['compress']]}, {size} a fragment.",
+            _timing(flags),
+            waits,
+            f"Outer optimizer: learning rate {flags['outer_lr']:g}, momentum "
+            f"{flags['outer_momentum']:g}.",
+        ]
+    reasons.append(
+        f"Inner learning rate {flags['inner_lr']:g}: tune it first, as it decides more "
+        "than the method."
+    )
+
+    own = models.num_params(PRESETS[found.preset].model)
+    if not 0.9 < own / num_params < 1.1:
+        reasons.append(
+            f"The command trains {found.preset}, the nearest preset, with "
+            f"{format_count(own)} parameters; set your model's sizes by its flags."
+        )
+    request = {"parameters": num_params, "regions": found.regions}
+    outside = [x for x in (advice.warning(request), _late(found)) if x]
+    reasons += [f"{text[0].upper()}{text[1:]}." for text in outside]
+    return tuple(reasons)
+
+
+_MESSAGES = {
+    recipe.COMPRESS: "one bit a value",
+    LOW_RANK: "signs of factors of rank 32, as one bit a value takes too long",
+}
+
+
+def _timing(flags: dict[str, Any]) -> str:
+    num, interval, delay = (
+        flags[name] for name in ("num_fragments", "sync_interval", "delay_steps")
+    )
+    if interval == num:
+        starts = "a fragment starts at every step"
+    else:
+        starts = "a fragment starts no more often than it arrives"
+    return (
+        f"K = {num} fragments, H = {interval} steps, tau = {delay}: {starts}, and is "
+        f"merged {delay} step{'s' if delay > 1 else ''} later."
+    )
+
+
+def _late(found: Recommendation) -> str | None:
+    if found.delay_steps > recipe.LONGEST_DELAY:
+        return (
+            f"extrapolated, not measured: a delay of {found.delay_steps} steps "
+            f"(measured: up to {recipe.LONGEST_DELAY})"
+        )
+    if found.stall_share > NO_WAIT and found.delay_steps:
+        return "no setting that is known keeps regions from waiting on these links"
+    return None
