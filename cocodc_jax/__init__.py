@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from cocodc_jax.core.optimizer import sync_metrics as sync_metrics
     from cocodc_jax.core.optimizer import sync_shardings as sync_shardings
     from cocodc_jax.core.optimizer import synchronized as synchronized
+    from cocodc_jax.core.stacked import mean_of_regions as mean_of_regions
+    from cocodc_jax.core.stacked import stacked as stacked
     from cocodc_jax.elastic.place import Place as Place
     from cocodc_jax.elastic.place import Timing as Timing
     from cocodc_jax.engine.mesh import make_mesh as make_mesh

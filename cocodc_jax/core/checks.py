@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import GetAttrKey
 
 from cocodc_jax.expert_leaves import count_of, expert_axis
 from cocodc_jax.sync import inner_keys, inner_state, needs
 from cocodc_jax.sync.accumulation import Accumulation
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.expert_mean import ExpertMean
-from cocodc_jax.sync.fragments import Fragments, check_partition
+from cocodc_jax.sync.fragments import Fragments, check_partition, fitted
 from cocodc_jax.sync.method import Method
 from cocodc_jax.sync.needs import HALFWAY, UserInputs
 from cocodc_jax.sync.schedules import traced
@@ -24,7 +23,7 @@ from cocodc_jax.transforms.layers import (
     distinct_leaves,
     named_leaves,
     nodes_of,
-    path_of,
+    unboxed_paths,
 )
 
 PyTree = Any
@@ -187,6 +186,7 @@ def checked_fragments(
                 UnevenFragmentsWarning,
                 stacklevel=3,
             )
+    fragments = fitted(fragments, params)
     if len(fragments) != method.num_fragments:
         raise ValueError(
             f"fragments has {len(fragments)} entries, but method={method.name!r} was "
@@ -261,19 +261,14 @@ def check_inside(method: Method, user_inputs: UserInputs) -> None:
 
 
 def unboxed(fragments: Fragments, params: PyTree) -> Fragments:
-    """Return fragments of the same names whether leaves are boxed or not.
+    """Return fragments of `params`, of the same names whether leaves are boxed or not.
 
-    Flax NNX gives `init` its variables, and `update` what is in them. A parameter of a
-    dict may be called `value` too.
+    Flax NNX gives `init` its variables, and `update` the arrays in them.
     """
-    leaves, box = jax.tree_util.tree_leaves_with_path(params), (GetAttrKey("value"),)
-    plain = {path_of(keys) for keys, _ in leaves if keys[-1:] != box}
-
-    def name(path):
-        return path if path in plain else path.removesuffix("/value")
-
+    fragments = fitted(fragments, params)
+    paths = unboxed_paths(params)
     slices = [
-        tuple(dataclasses.replace(x, path=name(x.path)) for x in each)
-        for each in fragments.slices
+        tuple(dataclasses.replace(part, path=paths[part.leaf]) for part in parts)
+        for parts in fragments.slices
     ]
     return dataclasses.replace(fragments, slices=tuple(slices))

@@ -31,6 +31,7 @@ from cocodc_jax import methods
 from cocodc_jax.core import turn
 from cocodc_jax.core.auto_axes import with_auto_axes
 from cocodc_jax.core.axis import same_in_all
+from cocodc_jax.core.boxes import with_boxes, without_boxes
 from cocodc_jax.core.checks import (
     check_accumulation,
     check_arrays,
@@ -164,7 +165,8 @@ def synchronized(
                     f"method={method.name!r} averages Adam's moments, but the inner "
                     "optimizer's state holds none; use optax.adamw"
                 )
-            state = state._replace(**turn.first(sync, found, params))
+            columns = turn.first(sync, found, params)
+            state = state._replace(**with_boxes(columns, params))
         # The state may be donated: no buffer occurs twice or aliases the parameters.
         return jax.tree.map(jnp.copy, state._replace(inner=()))._replace(
             inner=state.inner
@@ -177,6 +179,15 @@ def synchronized(
             raise ValueError(
                 "synchronized needs params: tx.update(grads, state, params)"
             )
+        parts = {name: getattr(state, name) for name in turn.OF_FRAGMENTS}
+        bare = state._replace(**without_boxes(parts))
+        updates, new = update_bare(updates, bare, params, **extra)
+        leaves = jax.tree.leaves({name: getattr(new, name) for name in parts})
+        return updates, new._replace(**jax.tree.structure(parts).unflatten(leaves))
+
+    def update_bare(
+        updates: PyTree, state: Any, params: PyTree, **extra: Any
+    ) -> tuple[PyTree, SynchronizedState]:
         num = jax.lax.axis_size(axis_name)
         if num_regions not in (None, num):
             raise ValueError(
@@ -282,8 +293,11 @@ def _fields_of(node: Any) -> Mapping[str, Any]:
 
 
 def sync_axes(
-    method: Method | str, regional: Any = 0, shared: Any = None
-) -> SynchronizedState:
+    method: Method | str,
+    regional: Any = 0,
+    shared: Any = None,
+    state: PyTree = None,
+) -> Any:
     """Return a prefix of the state that marks regional and shared parts.
 
     Use it for `in_axes` or specs, so that what is equal in all regions (the outer
@@ -291,6 +305,10 @@ def sync_axes(
     `jax.vmap(step, in_axes=(0, sync_axes(method), 0), out_axes=...)`, or
     `sync_axes(method, P("region"), P())`. `regional` is for parts that differ between
     regions, `shared` for those that are equal.
+
+    The result is a `SynchronizedState`, or, if a tree `state` is passed that contains
+    one, a prefix of that tree, whose other leaves are regional. There the state may be
+    a mapping, as in an `nnx.State`, which has no named tuples.
     """
     method = methods.get(method) if isinstance(method, str) else method
     outer = method.sync and method.sync.outer
@@ -298,7 +316,19 @@ def sync_axes(
     if isinstance(outer, RegionalOuter):
         own |= {"outer", "opt_states"} | ({"means"} if outer.group != "all" else set())
     fields = SynchronizedState._fields
-    return SynchronizedState(*(regional if x in own else shared for x in fields))
+    axes = {name: regional if name in own else shared for name in fields}
+    if state is None:
+        return SynchronizedState(**axes)
+
+    def of_node(node: Any) -> Any:
+        if not _is_state(node):
+            return regional
+        if isinstance(node, Mapping):
+            make: Any = type(node)
+            return make({name: axes[name] for name in node})
+        return SynchronizedState(**axes)
+
+    return jax.tree.map(of_node, state, is_leaf=_is_state)
 
 
 def sync_shardings(

@@ -121,12 +121,25 @@ def first(sync: Sync, fragments: Fragments, params: PyTree) -> dict[str, Any]:
         if sync.schedule.delay_steps:
             local = jax.tree.map(jnp.asarray, fragments.take(params, k))
             part = part._replace(
-                means=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), mean),
+                means=_zeros_like(mean, own),
                 copies=dict.fromkeys(names, local),
                 stale=own if STALE in sync.copies else (),
             )
         parts.append(part)
     return _columns(parts) | {"times": traced.first_times(_slotted(sync))}
+
+
+def _zeros_like(shapes: Any, fragment: Fragment) -> Any:
+    """Return zeros of some shapes, sharded as the fragment's leaves of those are."""
+
+    def zeros(keys: tuple[Any, ...], x: Any) -> jax.Array:
+        path = getattr(keys[-1], "key", None) if keys else None
+        leaf = fragment.get(path) if isinstance(path, str) else None
+        if leaf is not None and (leaf.shape, leaf.dtype) == (x.shape, x.dtype):
+            return jnp.zeros_like(leaf)
+        return jnp.zeros(x.shape, x.dtype)
+
+    return jax.tree_util.tree_map_with_path(zeros, shapes)
 
 
 def num_bytes(sync: Sync, state: Any, num_regions: int) -> list[int]:

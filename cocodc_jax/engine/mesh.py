@@ -283,6 +283,25 @@ def trace_without_mesh_if_needed(function: Callable) -> Callable:
     return call
 
 
+@contextlib.contextmanager
+def explained_if_of_another_mesh() -> Iterator[None]:
+    """Say what to do where a user's loss fails because it needs a mesh of its own.
+
+    Its gradient fails too, where only the loss can be traced without our mesh.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "mesh" not in str(error):
+            raise
+        (reason, *_) = str(error).splitlines()
+        raise ValueError(
+            f"loss_fn cannot be traced over the mesh of a RegionProgram: {reason}. If "
+            "it enters a mesh of its own, use RegionSync after a step of your own, or "
+            "synchronized as its optimizer"
+        ) from error
+
+
 PROCESS = "process"
 
 

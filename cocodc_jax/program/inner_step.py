@@ -19,7 +19,11 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax.core.state import OuterState, RegionState
 from cocodc_jax.engine.collectives import averaged, gather_all, mean_for_all
 from cocodc_jax.engine.frozen import joined
-from cocodc_jax.engine.mesh import REGION, wants_flat_buffer
+from cocodc_jax.engine.mesh import (
+    REGION,
+    explained_if_of_another_mesh,
+    wants_flat_buffer,
+)
 from cocodc_jax.engine.placement import load, offload
 from cocodc_jax.engine.region_map import (
     LocalRegions,
@@ -118,7 +122,8 @@ def make_step(
     def gradient(params, model_state, batch, key_data):
         key, use = jax.random.split(jax.random.wrap_key_data(key_data))
         gradient_of = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, (aux, new)), grads = gradient_of(params, model_state, batch, use)
+        with explained_if_of_another_mesh():
+            (loss, (aux, new)), grads = gradient_of(params, model_state, batch, use)
         # Aux and state may be Python numbers.
         out, new = jax.tree.map(jnp.asarray, ((widen(loss), aux), new))
         return out, new, grads, jax.random.key_data(key)

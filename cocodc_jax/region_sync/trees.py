@@ -14,10 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import GetAttrKey
 
-from cocodc_jax.sync.fragments import Fragments
-from cocodc_jax.transforms.layers import path_of
+from cocodc_jax.sync.fragments import Fragments, fitted
+from cocodc_jax.transforms.layers import path_of, unboxed_paths, without_box
 
 PyTree = Any
 # From path, parts joined by "/", to array.
@@ -45,7 +44,7 @@ class Selection:
         """
         leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
         paths = tuple(
-            path_of(_without_box(keys)) if _is_trained(keys, leaf) else None
+            path_of(without_box(keys)) if _is_trained(keys, leaf) else None
             for keys, leaf in leaves
         )
 
@@ -94,10 +93,15 @@ class Selection:
     def fragments(self, fragments: Fragments) -> Fragments:
         """Return a cut of the trainer's tree as one of the flat dict.
 
+        The cut may be of the tree's arrays without their boxes.
+
         Raises:
           ValueError: if it was cut from another tree, or has a leaf that is not
             averaged.
         """
+        fragments = fitted(
+            fragments, self.treedef.unflatten([0] * self.treedef.num_leaves)
+        )
         if fragments.treedef != self.treedef:
             raise ValueError(
                 f"params has {_difference(fragments.treedef, self.treedef)} than the "
@@ -147,14 +151,7 @@ def _difference(made_for: Any, other: Any) -> str:
 
 def _paths(treedef: Any) -> list[str]:
     """Return the paths of the leaves of a structure."""
-    tree = treedef.unflatten([0] * treedef.num_leaves)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [path_of(_without_box(keys)) for keys, _ in leaves]
-
-
-def _without_box(keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Drop the attribute of a Flax box, which holds the array."""
-    return keys[:-1] if keys[-1:] == (GetAttrKey("value"),) else keys
+    return unboxed_paths(treedef.unflatten([0] * treedef.num_leaves))
 
 
 def _is_trained(keys: tuple[Any, ...], leaf: Any) -> bool:

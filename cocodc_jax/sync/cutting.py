@@ -2,9 +2,9 @@
 
 A fragment is a set of *units*, which are never cut: one transformer block, or one of
 the other entries next to a stack of blocks (embedding, final norm, head). Blocks may be
-separate subtrees (`blocks/0/...`, `layer_0/...`) or stacked along a leading axis, as in
-a scanned model; a fragment of a stacked leaf is a set of its rows. `stacks.py` finds
-the leaves of blocks, whatever their names and depth.
+separate subtrees (`blocks/0/...`, `layer_0/...`) or stacked along an axis, as in a
+scanned model; a fragment of a stacked leaf is a set of its rows. `stacks.py` finds the
+leaves of blocks, whatever their names and depth.
 
 Units are assigned to fragments
 
@@ -35,7 +35,12 @@ import jax.numpy as jnp
 from cocodc_jax.expert_leaves import expert_axis
 from cocodc_jax.sync import stacks
 from cocodc_jax.sync.fragments import Fragments, LeafSlice, PyTree
-from cocodc_jax.transforms.layers import BLOCKS, EMBEDDING, distinct_leaves
+from cocodc_jax.transforms.layers import (
+    BLOCKS,
+    EMBEDDING,
+    distinct_leaves,
+    unboxed_paths,
+)
 from cocodc_jax.transforms.numerics import check_choice
 
 STRATEGIES = ("strided", "sequential", "balanced", "balanced_tensors", "experts")
@@ -49,6 +54,7 @@ def cut(
     num_fragments: int,
     strategy: str = "strided",
     blocks: str | None = None,
+    layer_axis: int | None = None,
 ) -> Fragments:
     """Cut `params` into fragments of full units.
 
@@ -58,8 +64,10 @@ def cut(
         name or `blocks` is given; else of units (of tensors for "balanced_tensors").
       strategy: one of `STRATEGIES`.
       blocks: name of the path part below which blocks are, either numbered or stacked
-        along the leading axis, or the common prefix of numbered names (`layer` of
-        `layer_0`, `layer_1`); None finds them, see `stacks`.
+        along an axis, or the common prefix of numbered names (`layer` of `layer_0`,
+        `layer_1`); None finds them, see `stacks`.
+      layer_axis: axis of stacked layers in one region's leaves, 0 or more; None takes
+        0, or 1 where all leaves of a stack have one length there and not along 0.
 
     >>> layer = {"w": jnp.zeros((2, 2))}
     >>> params = {"params": {f"layer_{i}": layer for i in range(4)}}
@@ -67,7 +75,8 @@ def cut(
     [['params/layer_0/w', 'params/layer_2/w'], ['params/layer_1/w', 'params/layer_3/w']]
     """
     check_choice("fragment_strategy", strategy, STRATEGIES)
-    units = _units(params, blocks)
+    _check_layer_axis(layer_axis)
+    units = _units(params, blocks, layer_axis)
     if strategy == "experts":
         return _cut_experts(params, units, num_fragments)
     num_blocks = sum(unit.is_block for unit in units)
@@ -142,6 +151,11 @@ def _cut_experts(params: PyTree, units: list[_Unit], num_fragments: int) -> Frag
             "fragment_strategy='experts' needs a model with experts, and these "
             "parameters have none; use 'strided'"
         )
+    if any(part.axis for unit in units for part in unit.slices):
+        raise ValueError(
+            "fragment_strategy='experts' needs layers along the leading axis, and "
+            "these parameters stack them along another one; use 'strided'"
+        )
     numbers = {leaves[i][1].shape[axis] for i, axis in found.items()}
     if len(numbers) > 1:
         raise ValueError(f"layers have {sorted(numbers)} experts; use 'strided'")
@@ -171,29 +185,43 @@ def _cut_experts(params: PyTree, units: list[_Unit], num_fragments: int) -> Frag
     return Fragments(jax.tree.structure(params), tuple(groups))
 
 
-def _units(params: PyTree, blocks: str | None) -> list[_Unit]:
+def _check_layer_axis(layer_axis: Any) -> None:
+    if layer_axis is None:
+        return
+    if not hasattr(layer_axis, "__index__") or layer_axis < 0:
+        raise ValueError(
+            f"layer_axis={layer_axis!r} must be a number of an axis, 0 or more, or None"
+        )
+
+
+def _units(params: PyTree, blocks: str | None, layer_axis: int | None) -> list[_Unit]:
     """List the units in network order, not in the order of their names."""
     leaves = distinct_leaves(params)
-    places = stacks.find(leaves, blocks)
-    name_of = _namer([path for path, _ in leaves], places)
+    # Layers are found by names without boxes: a tree is cut alike with and without.
+    names = unboxed_paths(params)
+    named = [(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]
+    places = stacks.find(named, blocks, layer_axis)
+    name_of = _namer(names, places)
     found = collections.defaultdict(list)  # By rank, stack and layer.
     num_rows: dict[str, int] = {}
     for index, (path, leaf) in enumerate(leaves):
-        stack, layer = places.get(path, (name_of(path), -1))
-        kind = BLOCKS if path in places else stack.rsplit("/", 1)[-1].lower()
+        name = names[index]
+        stack, layer, axis = places.get(name, stacks.Place(name_of(name), -1))
+        kind = BLOCKS if name in places else stack.rsplit("/", 1)[-1].lower()
         ranks = (i for i, known in enumerate(UNIT_ORDER) if re.search(known, kind))
         rank = next(ranks, len(UNIT_ORDER))
         if layer is not None:
             found[rank, stack, layer].append(_slice(path, index, leaf))
             continue
-        length = num_rows.setdefault(stack, leaf.shape[0] if leaf.shape else 0)
-        if not leaf.shape or leaf.shape[0] != length:
+        has_axis = len(leaf.shape) > axis
+        length = num_rows.setdefault(stack, leaf.shape[axis] if has_axis else 0)
+        if not has_axis or leaf.shape[axis] != length:
             raise ValueError(
                 f"stacked parameter {path!r} has shape {leaf.shape}, but {stack!r} "
-                f"holds {length} blocks along the leading axis"
+                f"holds {length} blocks along axis {axis}; say another by layer_axis="
             )
         for row in range(length):
-            found[rank, stack, row].append(_slice(path, index, leaf, (row,)))
+            found[rank, stack, row].append(_slice(path, index, leaf, (row,), axis))
     return [_Unit(tuple(found[u]), is_block=u[2] >= 0) for u in sorted(found)]
 
 

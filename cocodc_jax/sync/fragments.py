@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cocodc_jax.expert_leaves import expert_axis
-from cocodc_jax.transforms.layers import named_leaves
+from cocodc_jax.transforms.layers import named_leaves, unboxed_paths
 
 PyTree = Any
 Fragment = dict[str, jax.Array]
@@ -31,7 +31,7 @@ class LeafSlice:
       rows: indices along one axis of the leaf, or None for all of it.
       num_params: number of parameters.
       num_bytes: their bytes in the leaf's dtype.
-      axis: of `rows`: 0 is that of layers, or of the experts of one layer.
+      axis: of `rows`, that of layers (0 in most models) or of experts.
     """
 
     path: str
@@ -126,6 +126,37 @@ class Fragments:
         return self.treedef.unflatten(
             [_join_rows(shares[leaf]) for leaf in sorted(shares)]
         )
+
+
+def fitted(fragments: Fragments, params: PyTree) -> Fragments:
+    """Return a cut of a tree as one of a tree with the same leaves in other containers.
+
+    Flax NNX gives an optimizer's `init` its variables, and `update` the arrays in them.
+    A cut of either, or of a pure dict, is one of the other, leaf by leaf. Fragments of
+    other leaves stay as they are, see `check_partition`.
+    """
+    structure = jax.tree.structure(params)
+    if fragments.treedef == structure:
+        return fragments
+
+    count = fragments.treedef.num_leaves
+    before = unboxed_paths(fragments.treedef.unflatten([0] * count))
+    now = unboxed_paths(params)
+    if len(set(now)) < len(now) or sorted(before) != sorted(now):
+        return fragments
+
+    index = {path: i for i, path in enumerate(now)}
+    paths = [path for path, _ in named_leaves(params)]
+
+    def moved(part: LeafSlice) -> LeafSlice:
+        leaf = index[before[part.leaf]]
+        return dataclasses.replace(part, leaf=leaf, path=paths[leaf])
+
+    slices = tuple(
+        tuple(sorted(map(moved, parts), key=lambda part: part.leaf))
+        for parts in fragments.slices
+    )
+    return dataclasses.replace(fragments, treedef=structure, slices=slices)
 
 
 def check_partition(fragments: Fragments, params: PyTree) -> None:

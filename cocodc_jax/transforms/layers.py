@@ -15,6 +15,7 @@ import re
 from typing import Any
 
 import jax
+from jax.tree_util import GetAttrKey
 
 _logger = logging.getLogger(__name__)
 
@@ -40,6 +41,20 @@ def named_leaves(tree) -> list[tuple[str, Any]]:
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(path_of(keys), leaf) for keys, leaf in leaves]
+
+
+def without_box(keys):
+    """Drop the attribute of a Flax box, which holds the array, from a leaf's keys.
+
+    An entry of a dict may be called `value` too, and stays.
+    """
+    return keys[:-1] if keys[-1:] == (GetAttrKey("value"),) else keys
+
+
+def unboxed_paths(tree) -> list[str]:
+    """Return the path of every leaf, equal whether Flax boxes are around it or not."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [path_of(without_box(keys)) for keys, _ in leaves]
 
 
 def distinct_leaves(tree) -> list[tuple[str, Any]]:

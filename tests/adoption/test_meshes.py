@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import cocodc_jax as cc
 from cocodc_jax.train import make_evaluate
+from tests.numerics import assert_all_close
 
 PARAMS = {"w": np.ones((4, 3), np.float32), "b": np.zeros(3, np.float32)}
 METHODS = {
@@ -99,3 +102,80 @@ def test_devices_asked_for_too_late_name_what_to_do_and_that_does_it():
     assert "restart the kernel" in last
     name, value = re.search(r"set (\w+)=(\d+) in the environment", last).groups()
     assert in_a_process(**{name: value}).returncode == 0
+
+
+# --- A loss with a mesh of its own ---
+
+
+def fsdp_mesh():
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    return Mesh(devices, ("region", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def manual_loss(params, batch, key=None):
+    """Each device has a part of the batch; all axes of the mesh are manual."""
+
+    def of_device(params, batch):
+        loss, _ = loss_fn(params, batch, None)
+        return jax.lax.pmean(loss, "fsdp")
+
+    of_region = jax.shard_map(
+        of_device, mesh=fsdp_mesh(), in_specs=(P(), P("fsdp")), out_specs=P()
+    )
+    return of_region(params, batch), {}
+
+
+def entering_loss(params, batch, key):
+    with jax.sharding.use_abstract_mesh(fsdp_mesh().abstract_mesh):
+        return loss_fn(params, batch, key)
+
+
+def setting_loss(params, batch, key):
+    with jax.set_mesh(fsdp_mesh()):
+        return loss_fn(params, batch, key)
+
+
+@pytest.mark.parametrize("loss", [manual_loss, entering_loss, setting_loss])
+def test_a_program_refuses_a_loss_that_enters_a_mesh(loss):
+    mesh = cc.make_mesh(2, devices=jax.devices()[:2])
+    program = cc.RegionProgram(loss, optax.sgd(0.1), "diloco", PARAMS, 2, mesh=mesh)
+    state = program.init(jax.tree.map(jnp.asarray, PARAMS), jax.random.key(0))
+    says = "loss_fn cannot be traced .* use RegionSync after .*, or synchronized as its"
+    with pytest.raises(ValueError, match=says):
+        program.advance(state, BATCH[None])
+
+
+@pytest.mark.parametrize("way", ["synchronized", "RegionSync"])
+def test_a_manual_loss_trains_in_its_own_step(way):
+    """By the two ways that the error names; on four devices as on one."""
+    method = cc.methods.get("diloco", sync_interval=2, outer_lr=0.5)
+    optimizer = optax.sgd(0.1)
+    if way == "synchronized":
+        optimizer = cc.synchronized(optimizer, method, axis_name="region")
+
+    def train(loss, spmd_axis_name):
+        def step(params, state, batch):
+            grads = jax.grad(lambda params: loss(params, batch, None)[0])(params)
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        step = jax.vmap(step, axis_name="region", spmd_axis_name=spmd_axis_name)
+        params = jax.tree.map(lambda x: jnp.stack([x] * 2), PARAMS)
+        state = jax.vmap(optimizer.init)(params)
+        batch = jnp.asarray(BATCH)
+        if spmd_axis_name:
+            where = NamedSharding(fsdp_mesh(), P("region"))
+            params, state, batch = jax.device_put((params, state, batch), where)
+        step = jax.jit(step)
+        sync = sync_state = None
+        if way == "RegionSync":
+            sync = cc.RegionSync(method, params, 2)
+            sync_state = sync.init(params)
+        for _ in range(5):
+            params, state = step(params, state, batch)
+            if sync is not None:
+                params, sync_state = sync.after_step(params, sync_state)
+        return params
+
+    found, expected = train(manual_loss, "region"), train(loss_fn, None)
+    assert_all_close(found, expected, rtol=0, atol=1e-6)

@@ -3,6 +3,7 @@
 import pathlib
 import runpy
 
+import flax.linen as nn
 import jax
 import numpy as np
 import optax
@@ -39,7 +40,7 @@ def test_nanodos_loop_resumes_in_mid_flight(nanodo, tmp_path):
     np.testing.assert_allclose(rest, whole[11:], rtol=1e-6)
     assert_all_close(resumed, state, rtol=1e-5, atol=1e-6)
     # The outer model is sharded as the parameters are, not once a device.
-    found = {k: v for part in state.outer for k, v in part.items()}
+    found = {k: v for part in nn.unbox(state.outer) for k, v in part.items()}
     assert found["blocks_0/query/kernel"].sharding.spec[0] == "data"
 
 

@@ -56,3 +56,25 @@ def test_a_state_is_laid_out_by_its_axes():
 def test_shardings_without_leaves_are_refused():
     with pytest.raises(ValueError, match="pass those of one region's params"):
         cc.sync_shardings(PARAMS, {})
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_first_state_is_divided_as_the_parameters_are(axis_type):
+    """Also what is in flight, which begins as zeros."""
+    mesh = Mesh(MESH.devices, MESH.axis_names, axis_types=(axis_type,) * 2)
+    params = jax.tree.map(
+        lambda x, where: jax.device_put(x, NamedSharding(mesh, where.spec)),
+        PARAMS,
+        WHERE,
+    )
+    method = cc.methods.get(
+        "streaming_diloco", num_fragments=1, delay_steps=1, compress="ef+int8"
+    )
+    tx = cc.synchronized(optax.adam(0.1), method, axis_name="region")
+    with jax.set_mesh(mesh):
+        state = tx.init(params)
+    (trace,) = (x.trace for x in state.opt_states[0] if hasattr(x, "trace"))
+    for part in (state.outer[0], trace, state.means[0], state.memories[0].residual):
+        for path in ("layer/w", "value"):
+            expected = params["value"] if path == "value" else params["layer"]["w"]
+            assert part[path].sharding.is_equivalent_to(expected.sharding, 2)

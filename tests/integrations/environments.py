@@ -1,4 +1,4 @@
-"""Make the environment of a real trainer, one command:
+"""Make the environment of a real trainer (maxtext, tunix, kauldron), one command:
 
     python tests/integrations/environments.py maxtext
 
@@ -26,7 +26,11 @@ MAXTEXT = """
 """
 # What elastic regions need of this package's own extras.
 OWN = ("fsspec", "pyzmq")
-TRAINERS = {"maxtext": (*MAXTEXT.split(), *OWN)}
+TRAINERS = {
+    "maxtext": (*MAXTEXT.split(), *OWN),
+    "tunix": ("google-tunix==0.1.7", "jax==0.12.*", *OWN),
+    "kauldron": ("kauldron==1.4.4", "jax==0.12.*", *OWN),
+}
 
 
 def python_of(name: str) -> Path:

@@ -179,34 +179,15 @@ def methods() -> dict:
 
 
 def fragments_of(run: str, params):
-    """Cut one region's parameters as a run's plain loop does."""
+    """Cut one region's parameters as a run's plain loop does.
+
+    The package's own cut, by layers, is that of all runs but one.
+    """
     from cocodc_jax.sync.cutting import cut_by_patterns
 
     if run == "patterns":
         return cut_by_patterns(params, ["mlp", "."])
-    if run == "layers":
-        return cut_by_layer(params, 2)
     return None
-
-
-def cut_by_layer(params, num_fragments: int):
-    """Cut parameters whose layers are stacked along axis 1."""
-    import dataclasses
-
-    import cocodc_jax as cc
-
-    def layers_first(path, x):
-        is_stacked = of_layer(jax.tree_util.keystr(path))
-        axes = (1, 0, *range(2, x.ndim)) if is_stacked else range(x.ndim)
-        return jax.ShapeDtypeStruct([x.shape[axis] for axis in axes], x.dtype)
-
-    moved = jax.tree_util.tree_map_with_path(layers_first, params)
-    fragments = cc.cut(moved, num_fragments, blocks="layers")
-    slices = tuple(
-        tuple(dataclasses.replace(x, axis=1) if x.rows else x for x in parts)
-        for parts in fragments.slices
-    )
-    return dataclasses.replace(fragments, slices=slices)
 
 
 class Run:
