@@ -22,6 +22,7 @@ from cocodc_jax.engine.frozen import joined
 from cocodc_jax.engine.mesh import (
     REGION,
     explained_if_of_another_mesh,
+    is_cpu,
     wants_flat_buffer,
 )
 from cocodc_jax.engine.placement import load, offload
@@ -31,6 +32,7 @@ from cocodc_jax.engine.region_map import (
     where_participating,
 )
 from cocodc_jax.program.batches import scan
+from cocodc_jax.program.weight_gradients import in_quick_order
 from cocodc_jax.sync.model_state import AnyLossFn, ModelState, StatefulLossFn, carried
 from cocodc_jax.sync.per_step import PerStep
 from cocodc_jax.transforms.extra_args import with_named_extras
@@ -64,6 +66,8 @@ def make_steps(
     loss = carried(loss_fn, model_state)
     averages = bool(model_state and model_state.average and per_step)
     averages = averages and local.size * mesh.shape[REGION] > 1
+    # Several regions at once are a batch, and of several devices the compiler decides.
+    is_alone = local.size == 1 and mesh.size == mesh.shape[REGION]
 
     def of_device(
         state: RegionState,
@@ -80,11 +84,24 @@ def make_steps(
         def whole_loss(params: PyTree, *rest: Any):
             return loss(joined(params, frozen), *rest)
 
-        bent = bend if correct else None
-        step = make_step(whole_loss, optimizer, local, per_step, kind, bent, averages)
+        step = make_step(
+            whole_loss,
+            optimizer,
+            local,
+            per_step=per_step,
+            all_reduce=kind,
+            bend=bend if correct else None,
+            averages_state=averages,
+            reorders=is_cpu(mesh) and is_alone,
+        )
+        xs = (batches, participating)
         if optimizer_lies is not None:
             step = _with_state_of_hosts(step, optimizer_lies)
-        return scan(step, state, (batches, participating), num_steps)
+            return scan(step, state, xs, num_steps)
+
+        if local.size == 1:
+            return _scan_of_one_region(step, state, xs, num_steps)
+        return scan(step, state, xs, num_steps)
 
     regions, of_steps = P(REGION), P(None, REGION)
     of_outer = (regions,) if correct else ()
@@ -106,6 +123,7 @@ def make_step(
     all_reduce: str | None = None,
     bend: Callable | None = None,
     averages_state: bool = False,
+    reorders: bool = False,
 ) -> Callable:
     """Make one inner step of the regions of a shard, the body of a scan.
 
@@ -116,6 +134,8 @@ def make_step(
     `optax.contrib.reduce_on_plateau` and the like. With an exchange at every step it is
     the mean loss of all regions, so that regions stay equal. XLA drops that collective
     if the optimizer does not read the value; its bytes are not counted.
+
+    With `reorders`, gradients of weights are computed by `in_quick_order`.
     """
     optimizer = with_named_extras(optimizer)
 
@@ -127,6 +147,9 @@ def make_step(
         # Aux and state may be Python numbers.
         out, new = jax.tree.map(jnp.asarray, ((widen(loss), aux), new))
         return out, new, grads, jax.random.key_data(key)
+
+    if reorders:
+        gradient = in_quick_order(gradient)
 
     def update(grads, opt_state, params, value):
         updates, opt_state = optimizer.update(grads, opt_state, params, value=value)
@@ -154,6 +177,26 @@ def make_step(
         return new, out
 
     return step
+
+
+def _scan_of_one_region(
+    step: Callable, state: PyTree, xs: PyTree, num_steps: jax.Array | None
+) -> tuple[PyTree, PyTree]:
+    """Scan over the steps of a block of one region, without that axis in the carry.
+
+    With it, a new array is needed in two shapes: by the carry, and by who reads it in
+    the same step, as the update of the parameters reads new moments. XLA then computes
+    it for each from the old array, and copies all of the old state in every step.
+    """
+
+    def step_of_one(one: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+        new, out = step(jax.tree.map(lambda leaf: leaf[None], one), x)
+        return jax.tree.map(lambda leaf: leaf[0], new), out
+
+    one, out = scan(
+        step_of_one, jax.tree.map(lambda leaf: leaf[0], state), xs, num_steps
+    )
+    return jax.tree.map(lambda leaf: leaf[None], one), out
 
 
 def _with_state_of_hosts(step: Callable, lies: PyTree) -> Callable:

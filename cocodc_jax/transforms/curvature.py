@@ -101,7 +101,7 @@ class Curvature:
     """
 
     name: str
-    product: ProductFn
+    product: Callable[..., Any]
     needs: frozenset[str] = frozenset()
 
 

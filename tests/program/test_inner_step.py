@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -93,6 +94,32 @@ def test_compiled_steps_send_nothing_to_another_region(length, data, model):
     assert bool(found) == (data * model > 1)
     for each in found:
         assert "region" not in each.axes, each
+
+
+def test_a_step_copies_no_moments_of_the_optimizer():
+    """XLA has to copy an array if both an old and a new one are read in a step."""
+    adam = optax.adam(tiny.LEARNING_RATE)
+    program = tiny.program_of(tiny.METHODS["diloco"], make_mesh(4), optimizer=adam)
+    state = tiny.start(program)
+    batches, counted = program._batches.for_steps(
+        jax.tree.map(lambda x: x[None], tiny.make_batch(0))
+    )
+    arguments = state.region, batches, None, counted, ()
+    module = hlo.parse(program._steps.lower(*arguments).compile().as_text())
+    bodies = [
+        module.computations[loop.called["body"][0]]
+        for computation in module
+        for loop in computation.instructions
+        if loop.opcode == "while"
+    ]
+    copies = [
+        each.shape
+        for body in bodies
+        for each in body.instructions
+        if each.opcode == "copy" and each.shape.startswith("f32[")
+    ]
+    params = jax.tree.leaves(state.region.params)
+    assert len(copies) <= len(params), copies
 
 
 def test_keys_differ_between_regions_and_steps_and_are_reproducible():
