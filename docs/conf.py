@@ -3,6 +3,7 @@
 import os
 import pathlib
 import sys
+import tempfile
 
 from docutils import nodes
 from sphinx.util import logging
@@ -13,6 +14,14 @@ sys.path[:0] = PATHS
 # Executed pages run in processes of their own, which need the same paths.
 os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Each kernel warns that it talks to this process over TCP, which is on one machine.
+KERNELS = tempfile.TemporaryDirectory()
+PROFILE = pathlib.Path(KERNELS.name) / "profile_default"
+PROFILE.mkdir()
+(PROFILE / "ipython_kernel_config.py").write_text(
+    'get_config().IPKernelApp.log_level = "ERROR"\n'
+)
+os.environ["IPYTHONDIR"] = KERNELS.name
 
 import cache  # noqa: E402
 import docstrings  # noqa: E402

@@ -236,7 +236,7 @@ class _Stage:
 
         # Means over this part's positions, padding among them, to shares of the mean.
         weight = targets_BL.size / targets.size
-        seen = {"accuracy": accuracy * weight}
+        seen: dict[str, Any] = {"accuracy": accuracy * weight}
         if self.codec:
             seen["stage_bytes"] = num_bytes
         return loss * weight, seen

@@ -38,7 +38,7 @@ class Stop:
 
 
 class StopListener:
-    """Listens for the request to stop, from when somebody needs it to its own exit.
+    """Listens for the request to stop, from the first call of `listen` to its exit.
 
     Before, SIGTERM ends the process at once, as nothing would be lost.
     """

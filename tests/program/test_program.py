@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from cocodc_jax import methods
 from cocodc_jax.core.state import TrainState
-from cocodc_jax.engine import outer_placement
+from cocodc_jax.engine import placement
 from cocodc_jax.engine.mesh import make_mesh, outer_device
 from cocodc_jax.engine.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
@@ -64,7 +64,7 @@ class TestArrays:
         """
         mesh = make_mesh(4, devices=jax.devices()[:1])
         if outer_place == "spare":
-            monkeypatch.setattr(outer_placement, "is_one_cpu", lambda mesh: False)
+            monkeypatch.setattr(placement, "is_one_cpu", lambda mesh: False)
         program = tiny.make_program(name, mesh)
         params = [
             jax.device_put(tiny.make_params(), device)
@@ -104,7 +104,7 @@ class TestArrays:
         """Nor that events are among the inner steps there."""
         mesh = make_mesh(4, devices=jax.devices()[:1])
         beside = trained(tiny.make_program(name, mesh))
-        monkeypatch.setattr(outer_placement, "is_one_cpu", lambda mesh: False)
+        monkeypatch.setattr(placement, "is_one_cpu", lambda mesh: False)
         apart = trained(tiny.make_program(name, mesh))
         assert_within_ulps(beside, apart)
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from cocodc_jax import methods
+from cocodc_jax.engine import segment
 from cocodc_jax.engine.mesh import make_mesh
 from cocodc_jax.engine.transfer import PINNED
 from cocodc_jax.engine.transport import Transport
-from cocodc_jax.program import segment
 from cocodc_jax.train.checkpoint import Checkpoints
 from tests.numerics import assert_within_ulps
 from tests.program import tiny

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
-from cocodc_jax.engine import shardings as optimizer_place
+from cocodc_jax.engine import placement
 from cocodc_jax.engine.mesh import make_mesh, regional
 from cocodc_jax.engine.placement import memory_kind
 from tests.numerics import assert_all_close, assert_within_ulps
@@ -95,7 +95,7 @@ def test_memory_that_cannot_be_had_is_named(monkeypatch):
     robust = methods.get("streaming_diloco", exclude_above=3.0)
     with pytest.raises(ValueError, match="which puts regions back; use 'device'"):
         memory_kind("host", make_mesh(4), robust)
-    monkeypatch.setattr(optimizer_place, "PINNED", "no_such_kind")
+    monkeypatch.setattr(placement, "PINNED", "no_such_kind")
     with pytest.raises(ValueError, match="needs memory of the kind .* cpu has"):
         tiny.make_program("cocodc", optimizer_memory="host")
 

@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from cocodc_jax import methods
 from cocodc_jax.engine import between_hosts as outer_mesh
-from cocodc_jax.engine import flat_buffer, outer_placement, transfer
-from cocodc_jax.engine import shardings as shardings_module
+from cocodc_jax.engine import flat_buffer, placement, transfer
 from cocodc_jax.engine.flat_buffer import ShardBuffer
 from cocodc_jax.engine.mesh import (
     INSIDE,
@@ -196,11 +195,11 @@ def test_no_device_of_a_region_has_a_fragment_whole():
 def four_processes(monkeypatch):
     """Two regions of two processes, whose outer devices are four of this one."""
     outer = outer_of((1, 2, 1, 1, 1))
-    where = shardings_module
+    where = placement
     monkeypatch.setattr(where, "outer_sharding", lambda *_: NamedSharding(outer, P()))
     rows = NamedSharding(outer, P(PROCESS, INSIDE))
     monkeypatch.setattr(where, "outer_rows", lambda *_: rows)
-    monkeypatch.setattr(outer_placement, "process_grid", lambda _: (1, 2, 1, 1, 1))
+    monkeypatch.setattr(placement, "process_grid", lambda _: (1, 2, 1, 1, 1))
 
 
 def test_processes_of_a_region_divide_the_outer_state(request):

@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.engine import mesh as mesh_module
-from cocodc_jax.engine import outer_mesh as outer_module
 from cocodc_jax.engine.mesh import (
     INSIDE,
     check_channels,
@@ -154,7 +153,7 @@ def grid(devices, *shape):
 @pytest.fixture
 def rows_of(monkeypatch):
     """Gives the outer devices, those of a region in a row."""
-    monkeypatch.setattr(outer_module, "Mesh", lambda devices, *names, **_: devices)
+    monkeypatch.setattr(mesh_module, "Mesh", lambda devices, *names, **_: devices)
 
     def rows(inner, channel=0):
         found = outer_mesh(inner, channel)
@@ -215,7 +214,7 @@ def test_in_one_process_the_outer_mesh_is_one_device():
     mesh = make_mesh(4)
     assert outer_mesh(mesh).shape == dict.fromkeys(("process", *INSIDE), 1)
     (device,) = outer_mesh(mesh).devices.flat
-    where = outer_module.outer_sharding(mesh), outer_module.outer_rows(mesh)
+    where = mesh_module.outer_sharding(mesh), mesh_module.outer_rows(mesh)
     assert [x.device_set for x in where] == [{device}] * 2
     assert device == outer_device(mesh)
 
