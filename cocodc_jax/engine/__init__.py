@@ -1,4 +1,4 @@
-"""Means over regions: in programs, between processes, between elastic regions."""
+"""Carries syncs out: placement, crossing, outer models, merges, and their programs."""
 
 from cocodc_jax._lazy import attach, modules_of
 
