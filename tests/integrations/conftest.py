@@ -1,3 +1,7 @@
 """What only the trainers' own environments can import is not collected."""
 
-collect_ignore = ["maxtext_job.py"]
+collect_ignore = [
+    "maxtext_job.py",
+    "tunix_job.py",
+    "kauldron_job.py",
+]

@@ -1,0 +1,92 @@
+"""Trainers that own their step, with `cc.stacked`: `pytest -m trainers`.
+
+The children run in the environments that `environments.py` makes. What is compared are
+the parameters that they leave.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.integrations import environments
+
+pytestmark = pytest.mark.trainers
+
+# Of float32 parameters that moved by more than 0.02.
+TOLERANCE = 5e-6
+
+
+@pytest.fixture(scope="module", params=["tunix", "kauldron"])
+def folder(request, tmp_path_factory):
+    """All runs of one trainer."""
+    python = environments.python_of(request.param)
+    if not python.exists():
+        pytest.fail(
+            f"{python} is not there; make the environment by "
+            f"{environments.command_for(request.param)}",
+            pytrace=False,
+        )
+    folder = tmp_path_factory.mktemp(request.param)
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(environments.ROOT),
+    }
+    subprocess.run(
+        [python, "-m", "tests.integrations.stacked_runs", request.param, folder],
+        check=True,
+        cwd=environments.ROOT,
+        env=env,
+        stdout=sys.stderr,
+        timeout=900,
+    )
+    return folder
+
+
+def params_of(folder, run):
+    return dict(np.load(folder / f"{run}.npz"))
+
+
+def facts_of(folder):
+    return json.loads((folder / "facts.json").read_text())
+
+
+def difference(one, other):
+    assert one.keys() == other.keys()
+    return max(float(np.abs(one[path] - other[path]).max()) for path in one)
+
+
+@pytest.mark.parametrize(
+    ("run", "plain"), [("diloco", "data_parallel"), ("streaming", "plain")]
+)
+def test_the_parameters_are_a_plain_loops(folder, run, plain):
+    """DiLoCo at H 1 is data parallel; streaming is a loop in NumPy."""
+    ours, other = params_of(folder, run), params_of(folder, plain)
+    print(f"{folder.name} {run}: {difference(ours, other):.2g}")
+    assert difference(ours, other) < TOLERANCE
+    assert difference(other, params_of(folder, "start")) > 0.02
+
+
+@pytest.mark.parametrize("run", ["cocodc", "one_bit"])
+def test_other_methods_run_and_learn(folder, run):
+    fact = facts_of(folder)[run]
+    assert np.isfinite(fact["losses"]).all()
+    assert fact["losses"][-1] < fact["losses"][0]
+    plain = facts_of(folder)["streaming"]["bytes_sent"]
+    print(f"{folder.name} {run}: {fact['bytes_sent']:,} bytes, float32 {plain:,}")
+    if run == "one_bit":
+        assert fact["bytes_sent"] < plain / 20
+
+
+def test_its_own_checkpoint_goes_on_bit_for_bit(folder):
+    assert facts_of(folder)["in_flight"] == 1
+    assert difference(params_of(folder, "resumed"), params_of(folder, "one_bit")) == 0
+    full, resumed = (facts_of(folder)[run]["losses"] for run in ("one_bit", "resumed"))
+    assert len(resumed) < len(full)
+    assert resumed == full[-len(resumed) :]
+    print(facts_of(folder)["versions"])
