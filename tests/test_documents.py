@@ -34,7 +34,11 @@ def num_lines(block):
 
 PAGES = ["README.md", "CONTRIBUTING.md", *tracked("docs/*.md")]
 BLOCKS = {f"{page}:{i}": b for page in PAGES for i, b in enumerate(blocks_of(page))}
-PAST = ("docs/changelog", "docs/results/archive")  # What was then.
+PAST = (
+    "docs/changelog.md",
+    "docs/changelog_archive.md",
+    "docs/results/archive",
+)  # What was then.
 FILES = tracked("cocodc_jax/*.py", "experiments/*.py", "pyproject.toml")
 CODE = "\n".join((ROOT / file).read_text() for file in FILES)
 WORDS = re.sub(r'"\s*(?:\n\s*)?f?r?"', "", CODE)  # With long strings in one piece.

@@ -54,7 +54,7 @@ from cocodc_jax.sync.schedules.base import Event
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """What merges need of whoever takes the inner steps.
+    """What merges need of the caller, who takes the inner steps.
 
     Attributes:
       loss_fn: `(params, batch, key) -> (loss, aux)` of one region; with a `model_state`

@@ -1,4 +1,4 @@
-"""The syncs of one method, for regions whose steps somebody takes: `SyncProgram`.
+"""The syncs of one method without inner steps: `SyncProgram`.
 
 `RegionProgram` adds the inner steps; a `RegionSync` has those of a trainer. All mutable
 state is in the `TrainState` that goes in and comes out. Nothing here waits for a

@@ -196,16 +196,6 @@ def test_arguments_of_a_method_reach_it(simulated):
     assert syncs[-1]["start_step"] - syncs[-2]["start_step"] == 3
 
 
-def test_table_is_printed_side_by_side(monkeypatch, capsys):
-    published = simulate.published
-    entries = {("1B", "streaming"): published.PUBLISHED_GBPS["1B", "streaming"]}
-    monkeypatch.setattr(published, "PUBLISHED_GBPS", entries)
-    assert simulate.main(["simulate", "--table"]) == 0
-    out = capsys.readouterr().out
-    assert "1.53/1.39 = 1.10" in out
-    assert "(published 10.4)" in out
-
-
 @pytest.mark.parametrize(("flags", "message"), [
     ("--bandwidth_gbps=-1", "--bandwidth_gbps=-1.0 must be positive and finite"),
     ("--latency_ms=-3", "--latency_ms=-3 must be at least 0"),
@@ -216,7 +206,6 @@ def test_table_is_printed_side_by_side(monkeypatch, capsys):
     ("--loss_key=loss", "--loss_key=loss needs --loss_curve too"),
     ("--links=l.yaml", "--regions=2 has no meaning with --links; leave it out"),
     ("--world=us-east,asia", "--regions=2 has no meaning with --world; leave i"),
-    ("--table", "--regions=2 has no meaning with --table; leave it out"),
     ("--loss=1.5", "--loss=1.5 must be in [0, 1)"),
     ("--regions=0", "--regions=0 must be at least 1"),
     ("--method=gossip", "--method=gossip must be one of "),
