@@ -27,6 +27,8 @@ name within five syncs (`faults/scenarios.py`).
 With `--plan` a file says how many faults of each kind there are: kills, freezes, cuts
 of the network (for root), clocks that jump, harm to the folder of `--via`, and second
 lives of a region (`faults/plans.py` has the format). Its seed makes one story of them.
+A plan may name a program of its own that trains a region, as
+`experiments/faults/plain_loop.toml` does: `cc.RegionSync` in a plain Optax loop.
 After each fault all regions must merge with one another again. At the end all are asked
 to stop; outer parameters must have been equal after every merge, and DIR/report.md is a
 page on it.
@@ -174,6 +176,9 @@ def checked_plan(
             f"workdir={str(workdir)!r} has the result of a plan; name another folder "
             "or delete it"
         )
+    if plan.program:  # Its flags are its own.
+        make_folder(workdir)
+        return plan
 
     flags.parse([name, *train_flags])
     of_plan = ("regions", "via", "dead_after_s", "min_regions", "outer_digests")

@@ -24,6 +24,16 @@ def python_m(program: str) -> list[str]:
     return [sys.executable, "-m", f"{__package__}.{program}"]
 
 
+def module_of(name: str) -> str:
+    """Return a module's name in this installation: a wheel has `experiments` inside.
+
+    >>> module_of("experiments.train"), module_of("my.trainer")
+    ('experiments.train', 'my.trainer')
+    """
+    package, _, rest = name.partition(".")
+    return f"{__package__}.{rest}" if package == "experiments" and rest else name
+
+
 def shown(text: str | None) -> str:
     """Return a text whose commands fit this installation."""
     return as_installed(text or "") if IS_INSTALLED else text or ""

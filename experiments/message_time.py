@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 
 from cocodc_jax.elastic.link import Link
+from cocodc_jax.elastic.objects import reach
 from cocodc_jax.elastic.place import BUCKET_BEAT_S, Place, Timing, is_bucket
 from cocodc_jax.netlab.children import free_addresses
 
@@ -54,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
             )
 
         via = values.via or tempfile.mkdtemp()
+        reach(via)
         beat_s = BUCKET_BEAT_S if is_bucket(via) else 0.5
         place = functools.partial(
             Place, key=secrets.token_bytes(32), timing=Timing(beat_s, 60, 600)

@@ -151,6 +151,10 @@ class SharedLink(abc.ABC):
 
         return dict(self._same(call)[0])
 
+    def agree(self, value: int) -> int:
+        """Return the value that process 0 passes, in all processes."""
+        return self._same(lambda link: (value, ()))[0]
+
     def finish(self, timeout_s: float) -> None:
         """See `Link.finish`."""
         self._same(lambda link: (link.finish(timeout_s), ()))

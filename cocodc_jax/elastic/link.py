@@ -62,6 +62,12 @@ def open_channel(place: Place, boot: int, max_frame_bytes: int) -> Channel:
     return Sockets(place, max_frame_bytes)
 
 
+def _reach(via: str) -> None:
+    from cocodc_jax.elastic.objects import reach
+
+    reach(via)
+
+
 class Watch(Protocol):
     """Receives message times, and names what is faulty."""
 
@@ -109,12 +115,17 @@ class Link:
         largest valid row or array, and `step` that of the region's own checkpoint, 0
         for none. `last_boot` is the `boot` of this process's last link, None for the
         first one: a region that returns is no newer than one that started since.
+
+        Raises ValueError if `place.via` cannot be reached when a region is new: all
+        its messages would be lost. One that returns waits for the store.
         """
         self.place = place
         self._run = run
         self._step = step
 
         is_new = last_boot is None
+        if is_new and place.via:
+            _reach(place.via)
         boot = lives.new_boot() if is_new else lives.returned(last_boot)
         self._member = Member(place, boot, step, time.monotonic(), is_new)
         self._member.is_announced = is_announced
@@ -225,6 +236,10 @@ class Link:
             self._member.mark(marks)
             self._member.oldest_step = oldest_step
             return self._member.joiners(time.monotonic())
+
+    def agree(self, value: int) -> int:
+        """Return what the processes of this region agree on: it has one."""
+        return value
 
     def finish(self, timeout_s: float) -> None:
         """Wait at the end of a run until the others need no decision of this region."""

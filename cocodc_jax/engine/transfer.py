@@ -29,9 +29,14 @@ Box = tuple[tuple[int, int], ...]
 
 
 def put(tree: PyTree, shardings: Any) -> PyTree:
-    """Place host values, equal in every process, by one sharding or a tree of them."""
+    """Place values, equal in every process, by one sharding or a tree of them.
+
+    They are on hosts, or on devices of this process or of all processes.
+    """
 
     def one(x, sharding):
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return move(x, sharding)
         if sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
         host = np.asarray(x)

@@ -24,7 +24,7 @@ import jax
 import optax
 
 from cocodc_jax import methods
-from cocodc_jax.core.state import RegionState, TrainState
+from cocodc_jax.core.state import AppliedSync, RegionState, TrainState
 from cocodc_jax.elastic.link import AskedToStopError, LeftBehindError
 from cocodc_jax.engine.crossing import Trainer
 from cocodc_jax.engine.frozen import copied
@@ -204,6 +204,20 @@ class RegionSync:
             return tuple(range(self.program.num_regions))
         return self._membership.regions
 
+    def regions_in_mean(self, applied: AppliedSync) -> tuple[int, ...] | None:
+        """Return the regions whose messages a merged mean has.
+
+        Args:
+          applied: one of `state.applied`, of the last steps.
+
+        Returns:
+          Their indices; None where the mean came with another region's copy.
+        """
+        if self._membership is None:
+            return tuple(range(self.program.num_regions))
+        sync_id = applied.fragment_id, applied.start_step
+        return self.program.elastic.in_mean.get(sync_id)
+
     def finish(self) -> None:
         """Wait until the other regions need nothing of this one, at the end of a run.
 
@@ -294,7 +308,7 @@ class RegionSync:
             )
         if step < state.next_step:
             state = dataclasses.replace(state, step=step, applied=())
-            if self._membership is not None and self._membership.is_due():
+            if self._membership is not None and self._membership.is_due(step):
                 return self.meet(params, state)
             return params, state
         if step > state.next_step:
@@ -325,7 +339,8 @@ class RegionSync:
         """Let in the elastic regions that wait, between two steps.
 
         `after_step` does so at every event, and about once a beat. A trainer that does
-        something long between two steps, an evaluation, may call it meanwhile.
+        something long between two steps, an evaluation, may call it meanwhile; all
+        processes of a region at the same step.
         """
         if self._membership is None:
             return params, state

@@ -52,12 +52,22 @@ class Membership:
     ):
         if place.via:
             reach(place.via)  # A folder that is missing would lose all messages.
+        self._num_processes = jax.process_count()
+        if self._num_processes > 1 and place.late_mean == "merge":
+            raise ValueError(
+                "late_mean='merge' lets each process see by its own clock that a mean "
+                f"is late, and this region has {self._num_processes} processes; use "
+                "'wait'"
+            )
         self._program, self._place = program, place
         self._run = _digest(program, run)
         self._should_stop = should_stop
         self._link: Any = None
         self._reporter: Reporter | None = None
         self._next_report_s = 0.0
+        # With several processes, which report at the same steps.
+        self._next_report_step = 0
+        self._last_report = 0, 0.0  # Its step and its time.
         self._in_flight: dict[SyncId, InFlight] = {}
 
     @property
@@ -111,6 +121,8 @@ class Membership:
 
         if link.hears_others(_LISTEN_BEATS * timing.beat_s) and carried is None:
             self._rehearse(params, key)
+            # A region may save and return before the others have done as many steps.
+            link.wait_for_step(state.step, timing.start_s)
         copy = link.join(2 * timing.start_s + timing.grace_s)
         self._program.elastic.in_mean.clear()
         self._program.elastic.link = link
@@ -126,6 +138,8 @@ class Membership:
             if carried is not None and is_led_by not in carried.missed:
                 carried = carried._replace(shared=None)
             state = joining.adopt(self._program, params, key, copy, carried)
+        self._last_report = state.step, time.monotonic()
+        self._next_report_step = state.step + 1
         return state
 
     def report(self, state: TrainState, applied: Sequence[AppliedSync] = ()) -> None:
@@ -135,14 +149,32 @@ class Membership:
         assert state.sync is not None
         self._in_flight = state.sync.in_flight
         self._reporter.report(state, applied)
+        self._note_report(state.step)
 
-    def is_due(self) -> bool:
-        """Return whether the last report was a beat ago, or more."""
-        now_s = time.monotonic()
-        if now_s < self._next_report_s:
-            return False
-        self._next_report_s = now_s + self._place.timing.beat_s
-        return True
+    def is_due(self, step: int) -> bool:
+        """Return whether the last report was about a beat ago, or more."""
+        if self._num_processes > 1:
+            return step >= self._next_report_step
+        return time.monotonic() >= self._next_report_s
+
+    def _note_report(self, step: int) -> None:
+        """Set when the next report is due.
+
+        The clocks of a region's processes differ, but all have to report at one step:
+        process 0 says at which, by the time that its last steps took.
+        """
+        now_s, beat_s = time.monotonic(), self._place.timing.beat_s
+        self._next_report_s = now_s + beat_s
+        if self._num_processes == 1:
+            return
+
+        last_step, last_s = self._last_report
+        num_steps = step - last_step
+        in_a_beat = int(beat_s * num_steps / max(now_s - last_s, 1e-9))
+        # The first steps compile; later ones may become slower.
+        ahead = max(1, min(in_a_beat, 2 * num_steps))
+        self._last_report = step, now_s
+        self._next_report_step = step + self._link.agree(ahead)
 
     def finish(self) -> None:
         """Wait at the end of a run until the others need no decision of this region."""

@@ -7,6 +7,7 @@
     gap_s = 2.0         # Mean time between two faults, once all regions merge again.
     hang_s = 120.0      # Until then all regions must merge with one another again.
     dead_after_s = 6.0
+    program = ""        # Module that trains a region; default: `experiments.train`.
 
     [faults]            # How many of each kind.
     kill = 10           # SIGKILL; the region starts again.
@@ -18,9 +19,17 @@
 
 The story does not depend on what happens in the run: order, regions, lengths and gaps
 of the faults are drawn before it begins.
+
+A program of one's own is run with the words after `--` and the flags `--workdir`,
+`--region_id`, `--regions`, `--region_addresses` or `--via`, `--key_file`,
+`--dead_after_s` and `--min_regions`. It trains until SIGTERM, and then exits with code
+75. In WORKDIR/region_N it writes `syncs.jsonl`, a line a merge with `fragment`,
+`start_step`, `apply_step`, `regions` and a `digest` of the outer fragment, and may
+write `joins.jsonl` and `metrics.jsonl`. `plain_loop.py` is one.
 """
 
 import dataclasses
+import importlib.util
 import math
 import os
 import pathlib
@@ -29,6 +38,8 @@ import shutil
 import tomllib
 from collections.abc import Mapping
 from typing import Any
+
+from .. import commands
 
 KINDS = ("kill", "freeze", "cut", "clock", "folder", "second_life")
 _OF_FOLDERS = ("folder", "second_life")
@@ -78,6 +89,7 @@ class Plan:
     gap_s: float = 2.0
     hang_s: float = 120.0
     dead_after_s: float = 6.0
+    program: str = ""
     faults: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -119,7 +131,12 @@ class Plan:
         return self.min_regions or self.regions // 2 + 1
 
     def check_possible(self) -> None:
-        """Refuse cuts where network namespaces cannot be made."""
+        """Refuse a program that is not there, and cuts without network namespaces."""
+        if self.program and not _is_module(self.program):
+            raise ValueError(
+                f"program={self.program!r} is no module that Python finds; name one, "
+                "such as experiments.faults.plain_loop"
+            )
         if self.faults.get("cut") and (os.geteuid() or shutil.which("ip") is None):
             raise ValueError(
                 "faults.cut needs network namespaces: run it as root, with iproute2 "
@@ -179,7 +196,7 @@ def read(path: str | pathlib.Path) -> Plan:
             raise ValueError(
                 f"plan={str(path)!r} has {name!r}; it may have {', '.join(fields)}"
             )
-        kind = {"faults": dict, "via": bool}.get(name, int)
+        kind = {"faults": dict, "via": bool, "program": str}.get(name, int)
         if name.endswith("_s"):
             kind = (int, float)
         if not isinstance(value, kind) or (kind is not bool and value is True):
@@ -189,3 +206,11 @@ def read(path: str | pathlib.Path) -> Plan:
         return Plan(**table)
     except ValueError as error:
         raise ValueError(f"plan={str(path)!r}: {error}") from error
+
+
+def _is_module(name: str) -> bool:
+    """Return whether `python -m` finds a module."""
+    try:
+        return importlib.util.find_spec(commands.module_of(name)) is not None
+    except (ImportError, ValueError):
+        return False

@@ -230,7 +230,7 @@ class Teller:
 
         key = children.make_key(self._workdir)
         shifted = commands.python_m("faults.shifted")
-        module = commands.python_m("train")[-1]
+        module = commands.module_of(self._plan.program or "experiments.train")
         command = [
             *(self._network.inside(region) if self._network else ()),
             *shifted,
@@ -238,7 +238,6 @@ class Teller:
             module,
             *self._train,
             f"--workdir={workdir}",
-            "--exchange=elastic",
             *where,
             f"--key_file={key}",
             f"--region_id={region}",
@@ -371,9 +370,9 @@ def run(
         f"--regions={plan.regions}",
         f"--dead_after_s={plan.dead_after_s}",
         f"--min_regions={plan.least}",
-        "--outer_digests",
-        "--log_every=1",
     ]
+    if not plan.program:
+        flags += ["--exchange=elastic", "--outer_digests", "--log_every=1"]
     teller = Teller(plan, [*train, *flags], workdir)
     began_s = time.monotonic()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -93,6 +94,7 @@ def test_whom_a_cut_separates():
         ("hang_s = 0\nfaults = {kill = 1}", "hang_s=0 must be above 0"),
         ("faults = {second_life = 1}", "faults.second_life needs via = true"),
         ("via = true\nfaults = {cut = 1}", "faults.cut needs sockets"),
+        ("program = 1\nfaults = {kill = 1}", "program=1 is of another kind"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_in_a_line(tmp_path, text, message):
@@ -110,6 +112,26 @@ def test_a_plan_that_is_not_there_and_cuts_without_root(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(ValueError, match="run it as root"):
         Plan(faults={"cut": 1}).check_possible()
+
+
+@pytest.mark.parametrize("name", ["no_such.trainer", "experiments.no_such", "a..b"])
+def test_a_program_that_is_not_there(name):
+    plan = Plan(program=name, faults={"kill": 1})
+    with pytest.raises(ValueError, match=f"program='{name}' is no module that"):
+        plan.check_possible()
+
+
+def test_a_plan_runs_a_program_of_its_own(tmp_path):
+    plan = plans.read(pathlib.Path(plans.__file__).with_name("plain_loop.toml"))
+    plan.check_possible()
+    assert (plan.num_faults, plan.faults) == (20, {"kill": 20})
+    teller = story.Teller(plan, ["--step_seconds=1"], tmp_path)
+    teller._addresses = ("host:1", "host:2")
+    words = teller._life(1, tmp_path).process._command
+    at = words.index("experiments.faults.plain_loop")
+    assert words[at + 1] == "--step_seconds=1"
+    assert words[-1] == "--region_id=1"
+    assert not any(word.startswith("--exchange") for word in words)
 
 
 @pytest.mark.parametrize("name", ["sockets.toml", "folder.toml"])

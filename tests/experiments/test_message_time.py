@@ -19,3 +19,9 @@ def test_wrong_flags(refused):
         "1024": "unexpected argument '1024'; flags begin with --",
     }.items():
         assert refused(message_time, words) == message
+
+
+def test_a_folder_that_cannot_be_made(refused, tmp_path):
+    (tmp_path / "file").touch()
+    message = refused(message_time, f"--via={tmp_path / 'file'}")
+    assert message.startswith(f"--via='{tmp_path / 'file'}' cannot be reached: ")

@@ -1,6 +1,8 @@
 """Regions that are jobs of their own, each with a plain loop: leaving, coming back."""
 
 import contextlib
+import dataclasses
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +16,7 @@ from flax import nnx
 import cocodc_jax as cc
 from cocodc_jax.elastic.link import LeftBehindError
 from cocodc_jax.elastic.place import Timing
-from tests.program.elastic.meeting import places
+from tests.program.elastic.meeting import TIMING, places
 
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation")
 
@@ -43,6 +45,7 @@ class Region:
         self.sync = cc.RegionSync(method, self.params, 2, transport=transport)
         self.state = self.sync.init(self.params)
         self.place, self.merged, self.steps = place, {}, []
+        self.senders = {}
 
     def join(self):
         self.params, self.state = self.sync.join(self.params, self.state)
@@ -58,6 +61,8 @@ class Region:
             if self.state.applied:
                 outer = self.sync.outer_params(self.state, self.params)
                 self.merged[self.state.step] = np.asarray(outer["w"])
+                (applied,) = self.state.applied
+                self.senders[self.state.step] = self.sync.regions_in_mean(applied)
 
 
 def assert_same_merges(one, other, least):
@@ -103,6 +108,9 @@ def test_a_region_that_died_comes_back_at_the_step_of_the_others(via, tmp_path):
         stayed = stayed.result(120)
     assert_same_merges(stayed, first, least=2)
     assert_same_merges(stayed, again, least=4)
+    assert stayed.senders[5] == (0, 1)
+    assert stayed.senders[17] == (0,)  # Before the other one was back.
+    assert stayed.senders[37] == again.senders[37] == (0, 1)
 
 
 def test_a_region_that_was_left_behind_returns_with_its_work():
@@ -159,6 +167,9 @@ def test_without_elastic_regions_joining_changes_nothing():
     state = sync.init(params)
     assert sync.join(params, state) == (params, state)
     assert sync.regions == (0, 1)
+    while not state.applied:
+        params, state = sync.after_step(params, state)
+    assert sync.regions_in_mean(state.applied[0]) == (0, 1)
 
 
 class Linear(nnx.Module):
@@ -245,3 +256,54 @@ def test_regions_of_other_runs_are_told_apart():
                 each.result(60)
     for each in (region, other):
         each.sync._membership.close()
+
+
+def test_a_region_that_is_ahead_waits_until_the_others_are_as_far(monkeypatch):
+    """Its checkpoint is of a step that a slower region has not reached yet."""
+    timing = dataclasses.replace(TIMING, beat_s=0.2, start_s=4)
+    one, two = places(2, timing=timing)
+    has_begun, is_asking = threading.Event(), threading.Event()
+
+    def slow():
+        region = Region(one)
+
+        def pause(step):
+            has_begun.set()
+            if step <= 6:
+                is_asking.wait(30)
+                time.sleep(0.2)
+            deadline_s = time.monotonic() + 20
+            while step == 8 and region.sync.regions != (0, 1):
+                assert time.monotonic() < deadline_s
+                region.sync.meet(region.params, region.state)
+                time.sleep(0.01)
+
+        with region.sync:
+            region.join()
+            region.train(20, pause)
+        return region
+
+    def ahead():
+        region = Region(two)
+        region.state = dataclasses.replace(region.state, step=6)
+        monkeypatch.setattr(region.sync._membership, "_rehearse", lambda *_: None)
+        has_begun.wait(30)
+        with region.sync:
+            is_asking.set()
+            region.join()
+            assert region.state.step >= 6
+            region.train(20)
+        return region
+
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.submit(slow), pool.submit(ahead)
+        second, first = second.result(60), first.result(60)
+    assert_same_merges(first, second, least=2)
+
+
+def test_a_late_mean_needs_regions_of_one_process(monkeypatch):
+    one, _ = places(2, late_mean="merge")
+    Region(one)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="late_mean='merge' .* has 2 processes; use"):
+        Region(one)

@@ -62,6 +62,8 @@ def test_all_processes_take_the_same_decisions(regions):
     views = [link.view for link in (single, *three)]
     assert all(set(view.seats) == {0, 1} for view in views)
     assert len({view.epoch for view in views}) == 1
+    assert single.agree(3) == 3
+    assert at_once(lambda link: link.agree(5 + three.index(link)), three) == [5, 5, 5]
     sent = single.send((0, 4), b"a")
     found = at_once(lambda link: link.send((0, 4), b"b").result(30), three)
     assert all(dict(each.rows) == {0: b"a", 1: b"b"} for each in found)

@@ -334,3 +334,13 @@ def test_a_store_that_cannot_be_reached_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(MissingExtraError, match=r"s3fs is not .*cocodc_jax\[s3\]'"):
         objects.reach("s3://bucket/run")
+
+
+def test_a_new_region_refuses_a_store_that_it_cannot_reach(tmp_path):
+    (tmp_path / "file").touch()
+    one, _ = places(2, via=tmp_path / "file")
+    with pytest.raises(ValueError, match=r"via='.*file' cannot be reached: .*exists"):
+        Link(one, "run", 1000)
+    # One that returns goes on, as the store may be there again soon.
+    with Link(one, "run", 1000, is_announced=False, last_boot=1) as link:
+        assert not link.hears_others(0.1)

@@ -1,0 +1,62 @@
+"""The plain loop that chaos kills: what it writes, and how it goes on."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from cocodc_jax.files import read_lines
+from cocodc_jax.netlab.children import make_key
+from experiments.faults import plain_loop
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation")
+
+
+def place(tmp_path, *words):
+    own = plain_loop.program.own_flags(*plain_loop.OWN_FLAGS)
+    own(["plain_loop", f"--key_file={make_key(tmp_path)}", *words])
+    return plain_loop.place_of(own)
+
+
+def records(folder, name):
+    return read_lines(folder / name, dict)
+
+
+def test_a_region_that_was_stopped_goes_on_from_its_own_checkpoint(tmp_path):
+    alone = place(tmp_path, f"--via={tmp_path / 'messages'}", "--regions=1")
+    folder = tmp_path / "region_0"
+    ends = []
+    for life in range(2):
+        region = plain_loop.Region(alone, tmp_path, 0.0, checkpoint_every=1000)
+        thread = threading.Thread(target=region.train)
+        thread.start()
+        syncs_before = 3 * life
+        wait_until(lambda num=syncs_before: len(records(folder, "syncs.jsonl")) > num)
+        region.stop()
+        thread.join(60)
+        ends.append(records(folder, "metrics.jsonl")[-1]["step"])
+
+    first, second = records(folder, "joins.jsonl")
+    assert (first["own_step"], second["own_step"]) == (0, ends[0])
+    assert [x["from_peer"] for x in (first, second)] == [False, False]
+    steps = [line["step"] for line in records(folder, "metrics.jsonl")]
+    assert steps == [*range(1, ends[1] + 1)]
+    syncs = records(folder, "syncs.jsonl")
+    assert all(sync["regions"] == [0] for sync in syncs)
+    assert len({sync["digest"] for sync in syncs}) == len(syncs)
+
+
+def test_a_region_has_its_own_data_at_every_step():
+    assert plain_loop.batch_of(0, 3).shape == (16, 8)
+    np.testing.assert_array_equal(plain_loop.batch_of(0, 3), plain_loop.batch_of(0, 3))
+    for other in (plain_loop.batch_of(1, 3), plain_loop.batch_of(0, 4)):
+        assert not np.array_equal(plain_loop.batch_of(0, 3), other)
+
+
+def test_flags_that_contradict_one_another(tmp_path):
+    with pytest.raises(ValueError, match="regions=3 must be the 2 of region_addresses"):
+        place(tmp_path, "--region_addresses=a:1,b:2", "--regions=3")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="via='.*file' cannot be reached"):
+        place(tmp_path, f"--via={tmp_path / 'file'}", "--regions=2")
