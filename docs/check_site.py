@@ -10,8 +10,9 @@ import sys
 import urllib.parse
 from collections.abc import Iterator
 
-# In pages of the theme and of sources, which nobody wrote here.
-IGNORED = ("_sources", "_static")
+# In pages of the theme and of sources, which nobody wrote here. The pages of modules
+# link functions that a class has as its own under the class's name.
+IGNORED = ("_modules", "_sources", "_static")
 
 
 class Page(html.parser.HTMLParser):
