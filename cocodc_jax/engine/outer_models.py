@@ -55,7 +55,7 @@ class OuterModel(Protocol):
         """Return shapes of a fragment that was just sent, without its staged copy."""
         ...
 
-    def num_bytes(self, fragment_id: int, rank: int) -> int:
+    def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
         """Return the bytes of one region's message; 0 for a single region."""
         ...
 
@@ -173,7 +173,7 @@ class SharedOuterModel:
         message, num = self._spec.at(rank).sync.message, self._spec.regions.num
         return tuple(for_all_regions(message.init(part), num) for part in parts)
 
-    def num_bytes(self, fragment_id: int, rank: int) -> int:
+    def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
         """Return the bytes of one region's message; 0 for a single region."""
         return self._exchange.num_bytes(fragment_id, rank)
 

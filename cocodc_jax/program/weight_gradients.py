@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 PyTree = Any
@@ -29,7 +30,14 @@ def in_quick_order(fn: Callable) -> Callable:
     def reordered(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         run = jaxpr_as_fun(closed.replace(jaxpr=_reordered(closed.jaxpr)))
-        return jax.tree.structure(shapes).unflatten(run(*jax.tree.leaves(args)))
+        results = run(*jax.tree.leaves(args))
+        like, treedef = jax.tree.flatten(shapes)
+        # Results that are constants of the trace are Python numbers.
+        arrays = [
+            x if isinstance(x, jax.Array) else jnp.asarray(x, shape.dtype)
+            for x, shape in zip(results, like, strict=True)
+        ]
+        return treedef.unflatten(arrays)
 
     return reordered
 

@@ -150,7 +150,7 @@ def _blockwise(
     bits: int,
     encode: Callable,
     decode: Callable,
-    block_size: int,
+    block_size: Any,  # Checked here.
     stochastic: bool,
     scale_of: Callable = _absmax,
 ) -> Compressor:
