@@ -211,7 +211,8 @@ class RegionSync:
           applied: one of `state.applied`, of the last steps.
 
         Returns:
-          Their indices; None where the mean came with another region's copy.
+          Their indices; None where the mean came with another region's copy, or from
+          a checkpoint.
         """
         if self._membership is None:
             return tuple(range(self.program.num_regions))
