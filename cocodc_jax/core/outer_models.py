@@ -147,16 +147,21 @@ class _SharedCrossing:
         return self.leaving.sync_key if self.sync.message.average.draws else None
 
     def leave(self) -> tuple[core.Left, PyTree]:
-        return core.leave(
+        weight = self.axis.held(jnp.asarray(self.weights, float))
+        are_partial = not self.weights.all()
+        sent, memory = core.encode_all(
             self.sync,
             self.axis,
             self.leaving.part,
             self.anchor,
             self.kept.memory,
             self.leaving.key_data,
-            self.axis.held(jnp.asarray(self.weights, float)),
-            are_partial=not self.weights.all(),
+            weight,
+            are_partial=are_partial,
             sync_key=self.drawn,
+        )
+        return core.leave(
+            self.sync, self.axis, sent, memory, weight, are_partial=are_partial
         )
 
     def cross(self, left: core.Left) -> core.Left:

@@ -131,7 +131,7 @@ def finish(
     return Finished(merged, outer, opt_state, memory, norm, metrics)
 
 
-def leave(
+def encode_all(
     sync: Sync,
     axis: Axis,
     part: Fragment,
@@ -144,8 +144,8 @@ def leave(
     has_own_anchors: bool = False,
     are_partial: bool = True,
     sync_key: jax.Array | None = None,
-) -> tuple[Left, PyTree]:
-    """Encode the fragments of the regions that are held, and begin to cross.
+) -> tuple[PyTree, PyTree]:
+    """Encode the fragments of the regions that are held.
 
     Args:
       sync: the syncs, with the message that this one sends.
@@ -159,23 +159,45 @@ def leave(
       has_own_anchors: whether the `anchor` is one of each region.
       are_partial: whether a weight may be 0; such a region keeps its memory.
       sync_key: see `sync.averages`; None unless the average draws.
+
+    Returns:
+      Their messages, `Measured` for a robust mean, and their memories.
     """
-    sent, memory = encode_all(
-        sync,
-        axis,
-        part,
-        anchor,
-        memory,
-        key_data,
-        weights,
-        params=params,
-        has_own_anchors=has_own_anchors,
-        are_partial=are_partial,
-        sync_key=sync_key,
+
+    def one_region(
+        anchor: Fragment,
+        params: PyTree,
+        part: Fragment,
+        memory: PyTree,
+        weight: jax.Array,
+        key_data: jax.Array,
+    ) -> tuple[PyTree, PyTree]:
+        known = weight if are_partial else None
+        return encode(sync, params, part, anchor, memory, key_data, known, sync_key)
+
+    axes = (0 if has_own_anchors else None, 0, 0, 0, 0, 0)
+    message, new = axis.map(one_region, axes)(
+        anchor, params, part, memory, weights, key_data
     )
+    return message, memory if sync.message.compressor() is None else new
+
+
+def leave(
+    sync: Sync,
+    axis: Axis,
+    sent: PyTree,
+    memory: PyTree,
+    weights: jax.Array,
+    *,
+    are_partial: bool = True,
+) -> tuple[Left, PyTree]:
+    """Begin to cross with the messages of the regions that are held.
+
+    Arguments are results of `encode_all`, and as there. Returns what crosses, and the
+    memories.
+    """
     message = sync.message
     if message.way == GATHERED:  # Judged on arrival, by the messages of all.
-        sent, memory = message.leave(axis, sent, memory, weights)
         return Left(sent, weights), memory
 
     extras = {}
@@ -215,43 +237,6 @@ def mean_of_gathered(
     return robust.combine(message, messages, weights), {VERDICT: verdict}
 
 
-def encode_all(
-    sync: Sync,
-    axis: Axis,
-    part: Fragment,
-    anchor: Fragment,
-    memory: PyTree,
-    key_data: jax.Array,
-    weights: jax.Array,
-    *,
-    params: PyTree = None,
-    has_own_anchors: bool = False,
-    are_partial: bool = True,
-    sync_key: jax.Array | None = None,
-) -> tuple[PyTree, PyTree]:
-    """Encode the fragments of the regions that are held; arguments as of `leave`.
-
-    Returns their messages, `Measured` for a robust mean, and their memories.
-    """
-
-    def one_region(
-        anchor: Fragment,
-        params: PyTree,
-        part: Fragment,
-        memory: PyTree,
-        weight: jax.Array,
-        key_data: jax.Array,
-    ) -> tuple[PyTree, PyTree]:
-        known = weight if are_partial else None
-        return encode(sync, params, part, anchor, memory, key_data, known, sync_key)
-
-    axes = (0 if has_own_anchors else None, 0, 0, 0, 0, 0)
-    message, new = axis.map(one_region, axes)(
-        anchor, params, part, memory, weights, key_data
-    )
-    return message, memory if sync.message.compressor() is None else new
-
-
 def encode(
     sync: Sync,
     params: PyTree,
@@ -262,7 +247,7 @@ def encode(
     weight: jax.Array | None = None,
     sync_key: jax.Array | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Make one region's message, and the new memory; arguments as of `leave`.
+    """Make one region's message, and the new memory; arguments as of `encode_all`.
 
     A robust mean gets a `Measured`, for which all of the region's `params` are checked.
     A region of `weight` 0 in the mean keeps its memory.

@@ -43,7 +43,6 @@ from cocodc_jax.engine.crossing import (
 from cocodc_jax.engine.flat_buffer import ShardBuffer
 from cocodc_jax.engine.mesh import REGION, outer_device, process_grid
 from cocodc_jax.sync.fragments import PyTree
-from cocodc_jax.sync.needs import STAGED
 from cocodc_jax.sync.robust import VERDICT, without
 from cocodc_jax.sync.schedules.base import Event
 
@@ -77,15 +76,15 @@ class OnOuterMesh(Exchange):
     def leave(self, sending: Sending) -> tuple[tuple[Any, jax.Array], PyTree]:
         """Encode a fragment without sending it.
 
-        Returns its staged copy and the buffer to send, `[R, n]`, and the compressors'
+        Returns its copies and the buffer to send, `[R, n]`, and the compressors'
         state after it.
         """
         spec, times = self._spec, None
         if self._num_times:  # Other processes set their own rows.
             rows = np.array([sending.times] * self._num_times, np.float32)
             times = spec.devices.put(rows, cast(Sharding, spec.shardings.region.key))
-        staged, buffer, memory = self._run(sending, times)
-        return (staged, buffer), memory
+        copies, buffer, memory = self._run(sending, times)
+        return (copies, buffer), memory
 
     def cross(self, event: Event, buffer: jax.Array) -> jax.Array:
         """Move a buffer's rows to the outer devices."""
@@ -115,12 +114,12 @@ class OnOuterMesh(Exchange):
         A flat buffer without a layout is replicated inside each region.
         """
         k, layout = fragment_id, self._layout(spec, fragment_id)
-        encode_all = over_regions(spec, k, core.encode_all, P(REGION))
+        encode_all = over_regions(spec, k, P(REGION), leaves=False)
 
         def encode(leaving: Leaving, times: Any):
-            staged, message, memory = encode_all(leaving)
+            copies, message, memory = encode_all(leaving)
             buffer = make_buffer(message, times, spec.is_gathered, layout)
-            return staged, buffer, memory
+            return copies, buffer, memory
 
         where = layout.sharding if layout else spec.shardings.region.key
         return spec.devices.jit(
@@ -128,7 +127,7 @@ class OnOuterMesh(Exchange):
             f"send fragment {k}",
             self._bytes(spec, k),
             out_shardings=(
-                spec.shardings.staged[k] if spec.keeps_staged else None,
+                spec.kept_shardings(k),
                 where,
                 spec.shardings.of_regions(k, memory),
             ),
@@ -212,15 +211,15 @@ class _OuterCrossing:
         return self.exchange.leave(self.sending)
 
     def cross(self, left: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
-        staged, buffer = left
-        return staged, self.exchange.cross(self.sending.event, buffer)
+        copies, buffer = left
+        return copies, self.exchange.cross(self.sending.event, buffer)
 
     def arrive(self, crossed: tuple[Any, jax.Array]) -> tuple[PyTree, Extras]:
-        staged, rows = crossed
+        copies, rows = crossed
         event = self.sending.event
         arriving = self.exchange.arriving(event.sync_id, event.rank)
         mean, extras = arriving(rows, self.sending.weights)
-        return mean, extras if staged is None else {STAGED: staged, **extras}
+        return mean, copies | extras
 
 
 def make_buffer(

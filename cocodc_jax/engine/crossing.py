@@ -135,16 +135,13 @@ class SyncSpec:
         """Whether messages are gathered in all regions and decoded there."""
         return self.sync.message.way == GATHERED
 
-    @property
-    def keeps_staged(self) -> bool:
-        """Whether a copy of the fragment is kept while it is in flight."""
-        return STAGED in self.copies
-
     def kept_shardings(self, fragment_id: int) -> dict[str, Any]:
         """Return shardings of the copies that a start keeps, by name."""
-        if not self.keeps_staged:
-            return {}
-        return {STAGED: self.shardings.staged[fragment_id]}
+        return self.copies_of(self.shardings.staged[fragment_id])
+
+    def copies_of(self, part: PyTree) -> dict[str, PyTree]:
+        """Return the copies of a fragment that a start keeps, by name."""
+        return {STAGED: part} if STAGED in self.copies else {}
 
     def start_step(self, step: int) -> np.int32 | None:
         """Return the step that a sync's key derives from; None if no average draws."""
@@ -266,12 +263,12 @@ def key_of(fragment_id: int, start_step: Any) -> jax.Array | None:
 
 
 def over_regions(
-    spec: SyncSpec, fragment_id: int, encode: Callable, crossed: Any
+    spec: SyncSpec, fragment_id: int, crossed: Any, *, leaves: bool
 ) -> Callable:
-    """Map `core.sync.leave`, or `encode_all`, over the shards of regions.
+    """Map `core.sync.encode_all` over the shards of regions, and `leave` if `leaves`.
 
-    Returns `leave(leaving) -> (staged, left, memory)`: the copy that a merge needs or
-    None, what crosses, of specs `crossed`, and the compressors' state.
+    Returns `leave(leaving) -> (copies, left, memory)`: the copies that a merge needs,
+    by name, what crosses, of specs `crossed`, and the compressors' state.
     """
     has_own_anchors = spec.sync.schedule.is_by_region
 
@@ -284,7 +281,7 @@ def over_regions(
         start_step: Any,
     ):
         part = spec.fragments.take(params, fragment_id, lead=1)
-        left, memory = encode(
+        left, memory = core.encode_all(
             spec.sync,
             spec.local,
             part,
@@ -296,7 +293,9 @@ def over_regions(
             has_own_anchors=has_own_anchors,
             sync_key=key_of(fragment_id, start_step),
         )
-        return part if spec.keeps_staged else None, left, memory
+        if leaves:
+            left, memory = core.leave(spec.sync, spec.local, left, memory, weights)
+        return spec.copies_of(part), left, memory
 
     of_anchor = P(REGION) if has_own_anchors else P()
     mapped = region_shard_map(
@@ -339,32 +338,32 @@ class MeshCrossing:
     in_one_buffer: bool = False
 
     def leave(self) -> tuple[tuple[Any, Left], PyTree]:
-        """Encode; see `core.sync.leave`. The staged copy goes along."""
+        """Encode; see `core.sync.leave`. The copies of the fragment go along."""
         way = self.spec.sync.message.way
         of_sent = P() if way == SUMMED else P(REGION)
         specs: Any = Left(of_sent, P(REGION), cast(Any, P()))
-        leave = over_regions(self.spec, self.fragment_id, core.leave, specs)
-        staged, left, memory = leave(self.leaving)
-        return (staged, left), memory
+        leave = over_regions(self.spec, self.fragment_id, specs, leaves=True)
+        copies, left, memory = leave(self.leaving)
+        return (copies, left), memory
 
     def cross(self, left: tuple[Any, Left]) -> tuple[Any, Any]:
         """Send by the message's way, to every device that needs it."""
-        staged, leaving = left
+        copies, leaving = left
         mesh, message = self.spec.mesh, self.spec.sync.message
         if message.way == BY_RINGS:
             total = make_ring_sum(mesh, message)(leaving.sent)
-            return staged, leaving._replace(sent=total)
+            return copies, leaving._replace(sent=total)
         if message.way == GATHERED and self.in_one_buffer:
-            return staged, shares_everywhere(mesh, (leaving.sent, leaving.weights))
+            return copies, shares_everywhere(mesh, (leaving.sent, leaving.weights))
         if message.way == GATHERED:
             # The weights too: otherwise decoding each message waits for its weight.
-            return staged, everywhere(mesh, leaving)
-        return staged, leaving
+            return copies, everywhere(mesh, leaving)
+        return copies, leaving
 
     def arrive(self, crossed: tuple[Any, Any]) -> tuple[Fragment, Extras]:
         """Return the mean pseudo-gradient, and what is kept with it."""
         spec, k = self.spec, self.fragment_id
-        staged, left = crossed
+        copies, left = crossed
         like = spec.outer_shapes[k]
         if spec.is_gathered and self.in_one_buffer:
             message = with_length(spec, spec.sync.message.encoded(like))
@@ -372,7 +371,7 @@ class MeshCrossing:
             left = Left(*joined(spec.mesh, left, (message, weight)))
         key = key_of(k, self.leaving.start_step)
         mean, extras = core.arrive(spec.sync, left, like, key)
-        return mean, extras if staged is None else {STAGED: staged, **extras}
+        return mean, copies | extras
 
 
 def shares_everywhere(mesh: Mesh, messages: PyTree) -> jax.Array:

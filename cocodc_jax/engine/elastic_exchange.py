@@ -35,7 +35,6 @@ from cocodc_jax.engine.between_hosts import OnOuterMesh
 from cocodc_jax.engine.crossing import Sending, Sent, SyncSpec
 from cocodc_jax.files import say
 from cocodc_jax.sync.fragments import Fragment, PyTree
-from cocodc_jax.sync.needs import STAGED
 from cocodc_jax.sync.robust import VERDICT
 from cocodc_jax.sync.schedules.base import Event
 from cocodc_jax.transforms.compressor import message_bytes
@@ -167,13 +166,13 @@ class _ElasticCrossing:
         return self.exchange.leave(self.sending)
 
     def cross(self, left: tuple[Any, jax.Array]) -> tuple[Any, Any]:
-        staged, buffer = left
+        copies, buffer = left
         event, (step_s, _) = self.sending.event, self.sending.times
-        return staged, self.exchange.send_row(event, buffer, step_s)
+        return copies, self.exchange.send_row(event, buffer, step_s)
 
     def arrive(self, crossed: tuple[Any, Any]) -> tuple[Any, Extras]:
-        staged, mean = crossed
-        return mean, {} if staged is None else {STAGED: staged}
+        copies, mean = crossed
+        return mean, copies
 
 
 def _sound(sync: SyncId, rows: Mapping[int, bytes], like: Any) -> dict[int, bytes]:

@@ -202,8 +202,6 @@ class Executor:
         self._moments = MomentPrograms(spec, exchange) if spec.sync.moments else None
         self._average_state = make_model_average(spec)
 
-        self._wants_batch = spec.wants_batch
-        self._is_on_mesh = spec.place.on_mesh
         # Equal ones of all regions; None if they depend on the event.
         self._equal: tuple[float, ...] | None = None
         if spec.sync.weigh is None:
@@ -346,7 +344,7 @@ class Executor:
     ) -> tuple[TrainState, tuple[AppliedSync, ...]]:
         """Apply the events of `state.step`."""
         last = None
-        if self._wants_batch:
+        if self._spec.wants_batch:
             last = self._devices.at(batches, num_steps - 1)
         run = _Run.of(state, last, times, merged)
         observe = functools.partial(self._observe, run)
@@ -474,7 +472,7 @@ class Executor:
         self, k: int, flight: InFlight, outer: PyTree, opt_state: PyTree
     ) -> tuple[PyTree, PyTree, jax.Array]:
         """Take the outer step; return the norm of the mean too."""
-        if not self._is_on_mesh:
+        if not self._spec.place.on_mesh:
             return self._outer.receive(k, flight, outer, opt_state)
         return self._run(self._outer.receive, k, flight, outer, opt_state, waits_for=2)
 
@@ -619,7 +617,7 @@ class Executor:
             needs.HALFWAY not in run.sync.in_flight[p.sync_id].kept for p in flying
         )
         dropped: tuple[Pending, ...] = ()
-        if lacks_copy or self._wants_batch:
+        if lacks_copy or self._spec.wants_batch:
             dropped, flying = tuple(flying), []
         elif state.step and self._schedule.init().in_flight:
             for k, last in enumerate(schedule.last_start):

@@ -29,7 +29,7 @@ from cocodc_jax.engine.region_map import (
 )
 from cocodc_jax.sync.axis import GATHERED
 from cocodc_jax.sync.fragments import Fragment, PyTree
-from cocodc_jax.sync.needs import STAGED, STALE
+from cocodc_jax.sync.needs import STALE
 from cocodc_jax.sync.outer import RegionalOuter, SharedOuter
 from cocodc_jax.sync.regions import matchings
 from cocodc_jax.sync.schedules.base import Event, replaced
@@ -115,9 +115,6 @@ class SharedOuterModel:
         assert isinstance(outer, SharedOuter)
         self._spec, self._outer, self._exchange = spec, outer, exchange
         self._place, self._devices = spec.place, spec.devices
-        self._is_on_mesh = spec.place.on_mesh
-        # Whether the outer state is where the regions are, so that nothing moves.
-        self._is_with_regions = spec.place.kind == "device"
         self._step = self._make_steps()
         self._resize = functools.cache(self._make_resize)
         self._broadcast = [
@@ -251,7 +248,7 @@ class SharedOuterModel:
 
     def arrived(self, fragment_id: int, flight: InFlight, outer: Fragment) -> Fragment:
         """Return the mean, in the placement of the outer fragment."""
-        if self._is_on_mesh or self._is_with_regions:
+        if self._place.on_mesh or self._place.is_with_regions:
             return flight.mean
         where = jax.tree.map(lambda x: x.sharding, outer)
         return self._devices.move(flight.mean, where)
@@ -266,11 +263,11 @@ class SharedOuterModel:
     def on_mesh(self, sync: SyncState, fragment_id: int) -> Fragment:
         """Return an outer fragment as regions receive it, on the mesh."""
         part, state = sync.outer.entry(fragment_id)
-        if self._is_on_mesh:
+        if self._place.on_mesh:
             return self._broadcast[fragment_id](*self.given(part, state))
         if self._start is not None:
             part = self._start(part, state)
-        if self._is_with_regions:
+        if self._place.is_with_regions:
             return part
         return self._devices.move(part, self._spec.shardings.fragments[fragment_id])
 
@@ -538,7 +535,7 @@ class _RegionalCrossing:
             sent, state = core.leave_regional(
                 spec.sync, spec.local, part, outer_params, state, keys, row
             )
-            return part if spec.keeps_staged else None, sent, state
+            return spec.copies_of(part), sent, state
 
         mapped = region_shard_map(
             of_shard,
@@ -546,19 +543,19 @@ class _RegionalCrossing:
             in_specs=(*(P(REGION),) * 4, P()),
             out_specs=P(REGION),
         )
-        staged, sent, state = mapped(*self.arguments)
-        return (staged, sent), state
+        copies, sent, state = mapped(*self.arguments)
+        return (copies, sent), state
 
     def cross(self, left: tuple[Any, PyTree]) -> tuple[Any, PyTree]:
-        staged, sent = left
+        copies, sent = left
         if self._outer.way == GATHERED:
             sent = everywhere(self.spec.mesh, sent)
-        return staged, sent
+        return copies, sent
 
     def arrive(self, crossed: tuple[Any, PyTree]) -> tuple[PyTree, core.Extras]:
-        staged, sent = crossed
+        copies, sent = crossed
         mean = self._outer.arrive(sent, core.regional_compressor(self.spec.sync))
-        return mean, {} if staged is None else {STAGED: staged}
+        return mean, copies
 
     @property
     def _outer(self) -> RegionalOuter:

@@ -28,6 +28,7 @@ stay on the devices.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -295,7 +296,12 @@ class OuterPlacement:
         """Whether each region has an outer model of its own."""
         return self.kind == "regional"
 
-    @property
+    @functools.cached_property
+    def is_with_regions(self) -> bool:
+        """Whether the outer state is where the regions are, so that nothing moves."""
+        return self.kind == "device"
+
+    @functools.cached_property
     def on_mesh(self) -> bool:
         """Whether the outer step is a program of the inner mesh."""
         return self.kind in ("mesh", "pinned", "regional")

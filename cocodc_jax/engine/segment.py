@@ -129,16 +129,16 @@ def make_segment(
 
         region, (losses, aux) = steps(region, batches, participating, None, scalars[0])
         # A received message is used after the steps, so its collective spans them.
-        copies = [staged for staged, _ in flying]
+        copies = [kept for kept, _ in flying]
         crossed, losses = jax.lax.optimization_barrier(
             ([message for _, message in flying], losses)
         )
 
         sent, merged = [], None
-        for each, staged, message, memory in zip(
+        for each, kept, message, memory in zip(
             crossings, copies, crossed, memories, strict=True
         ):
-            mean, kept = each.arrive((staged, message))
+            mean, kept = each.arrive((kept, message))
             flight = InFlight(mean, kept)
             if each.fragment_id == segment.after:
                 batch = jax.tree.map(lambda x: x[-1], batches)
@@ -289,8 +289,8 @@ class Segments:
             flight = spec.place.lay_flight(k, self._outer.flight_shapes(k))
             if k == segment.after:
                 flight = flight if is_seen else flight._replace(mean=None)
-            elif STAGED in spec.sync.copies:
-                flight = flight.with_kept(STAGED, shardings.staged[k])
+            else:
+                flight = flight._replace(kept=flight.kept | spec.kept_shardings(k))
             sent.append((flight, shardings.of_regions(k, sync.compressors[k])))
         outer = merged = None
         if segment.after is not None:

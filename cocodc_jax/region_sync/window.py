@@ -41,7 +41,8 @@ class Window:
         carry: PyTree,
     ):
         """Prepare the programs, for carries like `carry`; compiles nothing."""
-        self._seam, self._step, self._params_of = seam, step, params_of
+        self._seam = seam
+        self._step = step
         leaves, self._treedef = jax.tree.flatten(carry)
         self._places = _places(leaves, jax.tree.leaves(params_of(carry)))
         # Of all leaves of a carry but the averaged arrays.

@@ -75,7 +75,7 @@ class Message:
     def leave(
         self, axis: Axis, sent: PyTree, memory: PyTree, weights: jax.Array
     ) -> tuple[PyTree, PyTree]:
-        """Begin to cross regions.
+        """Begin to cross regions, unless messages are gathered.
 
         Args:
           axis: the regions that the code holds.
@@ -86,8 +86,6 @@ class Message:
         Returns:
           What crosses by `way`, and the new memory.
         """
-        if self.way == GATHERED:
-            return sent, memory
         return axis.sum(sent, weights), memory
 
     def compressed(self, compressor: Compressor) -> Message:
