@@ -3,6 +3,7 @@
 - A Markdown file that any text names is in the repository, or a program writes it.
 - So is every path that begins with one of the repository's own top-level folders.
 - Nothing points out of the repository, to a folder beside it.
+- README has the command that CI takes from it.
 """
 
 import fnmatch
@@ -106,6 +107,15 @@ def test_what_counts_as_missing(text, missing):
     found = missing_markdown(text, files, {"made.md"})
     found += missing_paths(text, known_paths(files))
     assert found == [name.format(**fill) for name in missing]
+
+
+def test_ci_finds_the_test_command_in_the_readme():
+    lines = (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()
+    search = next(line for line in lines if line.startswith("command=$(grep"))
+    # As CI does it: the script ends where the search finds nothing.
+    script = search.removesuffix(" || {") + ' && echo "$command"'
+    command = subprocess.check_output(["bash", "-c", script], cwd=ROOT, text=True)
+    assert command.split("#")[0].strip() == "pip install -e '.[dev]' && pytest"
 
 
 def test_there_is_something_to_read():
