@@ -225,8 +225,13 @@ def _write_report(
     write_whole(workdir / "comparison.json", dumps(comparison))
     figures = {
         "loss_by_steps": (plots.loss_by_steps(runs), "Loss against inner steps."),
-        "loss_by_bytes": (plots.loss_by_bytes(runs), "Loss against bytes sent."),
     }
+
+    if any(run.summary["bytes_sent_per_region"] for run in runs):
+        figures["loss_by_bytes"] = (
+            plots.loss_by_bytes(runs),
+            "Loss against bytes sent.",
+        )
 
     if any(run.of_kind("sync") for run in runs):
         figures["fragments_in_flight"] = (

@@ -84,7 +84,13 @@ def loss_by_bytes(runs: Sequence[Run]) -> Figure:
     """Plot evaluation loss against the bytes a region has sent, on a log axis.
 
     Evaluations before anything was sent have no place there and are left out.
+
+    Raises:
+      ValueError: if no run has sent anything, as with one region.
     """
+    if not any(run.summary["bytes_sent_per_region"] for run in runs):
+        raise ValueError("no run has sent anything; leave the plot out")
+
     figure = new_figure(height_in=4.2 + 0.06 * len(by_method(runs)))
     axes = figure.subplots()
     groups = by_method(runs)

@@ -42,6 +42,13 @@ def test_bytes_are_on_a_log_axis_with_every_method_named():
     assert [line.get_label() for line in axes.lines] == list(METHODS)
 
 
+def test_what_sends_nothing_has_no_plot_of_bytes():
+    alone = run("snoo")
+    summary = alone.summary | {"bytes_sent_per_region": 0}
+    with pytest.raises(ValueError, match="no run has sent anything"):
+        plots.loss_by_bytes([dataclasses.replace(alone, summary=summary)])
+
+
 def test_gantt_has_a_row_for_each_fragment_and_none_without_syncs():
     figure = plots.fragments_in_flight(RUNS)
     assert [axes.get_title(loc="left") for axes in figure.axes] == list(METHODS[1:])
