@@ -28,6 +28,25 @@ def expert_axis(path: str) -> int | None:
     return int(not (after and after[0].isdecimal()))
 
 
+def is_router(path: str) -> bool:
+    """Return whether a leaf is of a router, which gives tokens to experts.
+
+    Its name is `router`, or `gate` below a part whose name has `moe` in it.
+
+    >>> is_router("blocks/moe/router"), is_router("layers/MoeBlock_0/gate/kernel")
+    (True, True)
+    >>> is_router("blocks/mlp/gate"), is_router("blocks/moe/experts/gate")
+    (False, False)
+    """
+    parts = path.lower().split("/")
+    if "router" in parts:
+        return True
+    if "gate" not in parts or EXPERTS in parts:
+        return False
+    above = parts[: parts.index("gate")]
+    return any("moe" in part for part in above)
+
+
 def is_token_count(path: str) -> bool:
     """Return whether a leaf counts the tokens of experts."""
     return path.split("/")[-2:] == [EXPERTS, TOKENS]

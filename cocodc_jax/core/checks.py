@@ -12,7 +12,7 @@ import optax
 from cocodc_jax.expert_leaves import count_of, expert_axis
 from cocodc_jax.sync import inner_keys, inner_state, needs
 from cocodc_jax.sync.accumulation import Accumulation
-from cocodc_jax.sync.cutting import cut
+from cocodc_jax.sync.cutting import ROUTERS, cut
 from cocodc_jax.sync.expert_mean import ExpertMean
 from cocodc_jax.sync.fragments import Fragments, check_partition, fitted
 from cocodc_jax.sync.method import Method
@@ -176,7 +176,7 @@ def checked_fragments(
     if fragments is None:
         fragments = cut(params, method.num_fragments, strategy)
         sizes = fragments.num_params
-        if max(sizes) > 2 * min(sizes):
+        if max(sizes) > 2 * min(sizes) and strategy != ROUTERS:
             warnings.warn(
                 f"num_fragments={len(fragments)} cuts the model into fragments of "
                 f"{', '.join(f'{size:,}' for size in sizes)} parameters, so that some "

@@ -11,6 +11,7 @@ method             schedule          message             outer optimizer      me
 =================  ================  ==================  ===================  ==========
 diloco             every H           as is               Nesterov 0.7, 0.9    replace
 snoo               every H           none: one region    Nesterov 0.7, 0.9    replace
+gpa                every step        none: one region    primal average       replace
 muloco             every H           ef+matrices+stat2   Nesterov 0.9, 0.8    replace
 sparseloco         every H           ef+chunked+stat2    plain 1.0            replace
 qsparse            every H           ef+topk+int4        plain 1.0            replace
@@ -82,6 +83,7 @@ from cocodc_jax.methods.des_loc import des_loc
 from cocodc_jax.methods.diloco import diloco
 from cocodc_jax.methods.diloco_demo import diloco_demo
 from cocodc_jax.methods.distributed_lion import distributed_lion
+from cocodc_jax.methods.gpa import gpa
 from cocodc_jax.methods.heloco import heloco
 from cocodc_jax.methods.loscar import loscar
 from cocodc_jax.methods.lt_admm import lt_admm
@@ -122,6 +124,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "des_loc": des_loc,
     "mt_dao": mt_dao,
     "snoo": snoo,
+    "gpa": gpa,
     "co2": co2,
     "eager": eager,
     "dilocox": dilocox,

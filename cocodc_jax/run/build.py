@@ -112,6 +112,12 @@ def mesh_of(run: RunConfig, devices: list[Any] | None = None) -> Mesh:
 def check_model(config: TrainConfig, model: models.TransformerConfig) -> None:
     """Refuse a model that the devices of a region, or the method, cannot share."""
     run = config.run
+    interval = config.method.values.get("router_interval")
+    if interval is not None and not model.num_experts:
+        raise ValueError(
+            f"router_interval={interval} has no meaning for a model without experts; "
+            "leave it out, or use num_experts=8"
+        )
     for name, value in _OF_EXPERTS.items():
         if config.method.values.get(name) == value and not model.num_experts:
             raise ValueError(

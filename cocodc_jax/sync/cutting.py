@@ -15,7 +15,9 @@ Units are assigned to fragments
   stacked), so that fragments have nearly equal sizes and can outnumber blocks,
 - *experts*: for mixtures of experts. The dense parts, routers among them, get as many
   of the K fragments as they have of the bytes, at least one, and are strided over them.
-  Each other fragment has a range of the experts of all layers.
+  Each other fragment has a range of the experts of all layers,
+- *routers*: two fragments, the routers of all layers the second of them (`diloco` with
+  a `router_interval`).
 
 Source: Streaming DiLoCo (Douillard et al., arXiv 2501.18512, section 2.2), and the
 unit order [embedding, blocks, norm, head] of CoCoDC (arXiv 2504.17672).
@@ -32,7 +34,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.expert_leaves import expert_axis
+from cocodc_jax.expert_leaves import expert_axis, is_router
 from cocodc_jax.sync import stacks
 from cocodc_jax.sync.fragments import Fragments, LeafSlice, PyTree
 from cocodc_jax.transforms.layers import (
@@ -44,6 +46,9 @@ from cocodc_jax.transforms.layers import (
 from cocodc_jax.transforms.numerics import check_choice
 
 STRATEGIES = ("strided", "sequential", "balanced", "balanced_tensors", "experts")
+
+# Made by a method for itself: its fragments have periods of their own.
+ROUTERS = "routers"
 
 # Order of the units in the network, which differs from that of their names.
 UNIT_ORDER = (EMBEDDING, BLOCKS, "norm", "head")
@@ -62,7 +67,7 @@ def cut(
       params: tree of arrays or `jax.ShapeDtypeStruct`s (shapes are enough).
       num_fragments: K, at least 1 and at most the number of blocks, if they have that
         name or `blocks` is given; else of units (of tensors for "balanced_tensors").
-      strategy: one of `STRATEGIES`.
+      strategy: one of `STRATEGIES`, or "routers".
       blocks: name of the path part below which blocks are, either numbered or stacked
         along an axis, or the common prefix of numbered names (`layer` of `layer_0`,
         `layer_1`); None finds them, see `stacks`.
@@ -74,8 +79,10 @@ def cut(
     >>> [list(part) for part in map(cut(params, 2).take, [params] * 2, range(2))]
     [['params/layer_0/w', 'params/layer_2/w'], ['params/layer_1/w', 'params/layer_3/w']]
     """
-    check_choice("fragment_strategy", strategy, STRATEGIES)
+    check_choice("fragment_strategy", strategy, (*STRATEGIES, ROUTERS))
     _check_layer_axis(layer_axis)
+    if strategy == ROUTERS:
+        return _cut_routers(params, num_fragments)
     units = _units(params, blocks, layer_axis)
     if strategy == "experts":
         return _cut_experts(params, units, num_fragments)
@@ -120,6 +127,27 @@ def cut_by_patterns(params: PyTree, patterns: Sequence[str]) -> Fragments:
                 f"fragment pattern {pattern!r} matches no parameter that an earlier "
                 "pattern left; remove it or put it first"
             )
+    return Fragments(jax.tree.structure(params), tuple(map(tuple, groups)))
+
+
+def _cut_routers(params: PyTree, num_fragments: int) -> Fragments:
+    """Cut into everything but the routers, and the routers."""
+    if num_fragments != 2:
+        raise ValueError(
+            f"num_fragments={num_fragments!r} does not fit fragment_strategy="
+            f"{ROUTERS!r}; use 2"
+        )
+
+    groups: tuple[list[LeafSlice], list[LeafSlice]] = ([], [])
+    for index, (path, leaf) in enumerate(distinct_leaves(params)):
+        groups[is_router(path)].append(_slice(path, index, leaf))
+    if not all(groups):
+        raise ValueError(
+            f"fragment_strategy={ROUTERS!r} needs a model with experts, and these "
+            "parameters have no router (a leaf with 'router' in its path, or 'gate' "
+            "below 'moe'); leave router_interval out, or pass "
+            "fragments=cut_by_patterns(params, patterns)"
+        )
     return Fragments(jax.tree.structure(params), tuple(map(tuple, groups)))
 
 

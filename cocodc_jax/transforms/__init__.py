@@ -2,7 +2,7 @@
 
 - `delay_compensation`: correct a gradient for its delay. `curvature` has the curvatures
   that it takes, `secant` chooses their weight.
-- `outer`: outer optimizers that Optax lacks.
+- `outer`, `primal_average`: outer optimizers that Optax lacks.
 - `compression`: pairs of encode and decode with true sizes, error feedback, `parse`.
 - `decoupled`, `lion`: combine the messages of all regions to one update (DeMo, Lion).
 - `muon`, `mt_adam`: inner optimizers, for a transformer's tree and with a long memory.
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cocodc_jax.transforms import muon as muon
     from cocodc_jax.transforms import outer as outer
     from cocodc_jax.transforms import power_sgd as power_sgd
+    from cocodc_jax.transforms import primal_average as primal_average
     from cocodc_jax.transforms import quantize as quantize
     from cocodc_jax.transforms import secant as secant
     from cocodc_jax.transforms import sparsify as sparsify

@@ -254,6 +254,30 @@ def synchronous(s, interval, outer_lr, momentum, compress):
     return s.rest(x, interval), x
 
 
+def periodic(s, outer_lr, momentum, parts):
+    """`parts` are each a mask of the entries and the period at which they sync."""
+    x, optimizers = s.params, [Nesterov(outer_lr, momentum) for _ in parts]
+    local = s.copies()
+    for t in range(s.num_steps):
+        local = s.step(local, t)
+        for (mask, period), optimizer in zip(parts, optimizers, strict=True):
+            if (t + 1) % period == 0:
+                stepped = optimizer.step(x, (x - local).mean(0))
+                x = np.where(mask, stepped, x)
+                local = np.where(mask, x, local)
+    return local, x
+
+
+def gpa(s, mu_x, mu_y):
+    """Three sequences, as the paper has them, of one region."""
+    x = y = z = s.params
+    for t in range(s.num_steps):
+        z = z + (s.step(y, t)[0] - y)
+        x = mu_x * x + (1 - mu_x) * z
+        y = mu_y * x + (1 - mu_y) * z
+    return y[None], x
+
+
 def sparseloco(s, interval, outer_lr, k, side, decay, over="senders"):
     """What nobody sent is a hole, nan, on the way."""
     compress = chunked(k, side, quantize=stat2, unsent=np.nan)

@@ -39,6 +39,7 @@ OPTIONS = {
     "qsparse": {"sync_interval": 2},
     "multi_ring": {"sync_interval": 2},
     "snoo": {"sync_interval": 2},
+    "gpa": {"eval_interpolation": 0.5},
     # So that a copy of the outer parameters is on its way as well.
     "co2": {"sync_interval": 2, "staleness_gap": "measured"},
     "dilocox": {"sync_interval": 2, "rank": 2, "adaptive_rank": False, **GENTLE},

@@ -32,6 +32,9 @@ UNEQUAL = Regions((1.0, 1.5, 1.0, 2.0), (1,) * 4)
 LIMITS = {
     # --- One region: nothing is stale, or left out ---
     "snoo": (of("snoo", **ALONE), DILOCO, 1),
+    "gpa that averages nothing": (
+        of("gpa", eval_interpolation=0.0), of("apart"), 1
+    ),
     "eager": (of("eager", **ALONE), DILOCO, 1),
     "diloco_demo": (of("diloco_demo", compress="none", **ALONE), DILOCO, 1),
     "delayed_nesterov": (
@@ -132,6 +135,20 @@ def test_of_one_region_it_is_its_optimizer():
     parallel = train(methods.get("data_parallel"), regions=1, optimizer=lion)
     assert_within_ulps(trained(of("distributed_lion"), 1), parallel)
     assert_within_ulps(trained(of("lt_admm"), 1)[0], trained(of("apart"), 1)[0])
+
+
+def test_gpa_whose_averages_are_one_is_nesterov():
+    """Of the inner steps, times 1 - mu; and `snoo` with an outer step at each."""
+    mu = 0.8
+    averaged = methods.get("gpa", eval_interpolation=mu, train_interpolation=mu)
+    local, _ = train(averaged, regions=1)
+
+    nesterov = optax.sgd(LR * (1 - mu), mu, nesterov=True)
+    wanted, _ = train(methods.get("apart"), regions=1, optimizer=nesterov)
+    assert_within_ulps(local, wanted)
+
+    outer = of("snoo", sync_interval=1, outer_lr=1 - mu, outer_momentum=mu)
+    assert_within_ulps(local, trained(outer, 1)[0])
 
 
 def test_before_its_first_sync_it_is_training_apart():

@@ -87,6 +87,11 @@ def noloco_twin():
     return ref.noloco(problem(), 2, 0.7, 0.5, 0.6, who)
 
 
+def periodic_twin():
+    is_b = ref.join([np.full(SHAPES[n], n == "b") for n in SHAPES])
+    return ref.periodic(problem(), 0.4, 0.9, [(~is_b, 6), (is_b, 4)])
+
+
 def delayed_nesterov_twin(spread, compress=lambda: ref.plain):
     def run():
         take = ref.delayed_nesterov(0.5, 0.8, 3, spread)
@@ -160,6 +165,14 @@ CASES = {
     "snoo": Case(
         "snoo", {"sync_interval": 4, **OUTER},
         twin(ref.synchronous, 4, 0.4, 0.9, lambda: ref.plain, num_regions=1), 1, 1,
+    ),
+    "diloco, a part at its own period": Case(
+        "diloco", {"sync_interval": 6, "router_interval": 4, **OUTER}, periodic_twin,
+        patterns=("a|c", "b"),
+    ),
+    "gpa": Case(
+        "gpa", {"eval_interpolation": 0.8, "train_interpolation": 0.6},
+        twin(ref.gpa, 0.8, 0.6, num_regions=1), 1, 1,
     ),
     "sparseloco": Case("sparseloco", SPARSE, twin(ref.sparseloco, 2, 0.8, 3, 3, 0.95)),
     "sparseloco, over all": Case(

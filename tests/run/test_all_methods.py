@@ -23,8 +23,7 @@ def configuration(method):
         "eval_batches": 4,
         "warmup_steps": 4,
     }
-    if method == "snoo":
-        leaves["regions"] = 1
+    leaves["regions"] = cc.methods.get(method).num_regions or 4
     if method in ("delayed_nesterov", "mla", "heloco", "decoupled_diloco"):
         leaves["step_times"] = "1,1,2,4"
     if cc.methods.defaults(method).get("sync_interval"):

@@ -83,7 +83,7 @@ def test_a_preset_gives_its_own_method_nothing_else():
 
 @pytest.mark.parametrize("method", cc.methods.METHODS)
 def test_a_run_s_file_is_flat_and_reads_again(method):
-    leaves = {"regions": 1} if method == "snoo" else {}
+    leaves = {"regions": cc.methods.get(method).num_regions or 4}
     config = PRESETS["smoke"].replace(method=method, **leaves).method.resolve()
     value = json.loads(json.dumps(config.to_json()))
     assert value["method"] == method

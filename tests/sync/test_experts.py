@@ -16,7 +16,8 @@ from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.expert_mean import ExpertMean
 from cocodc_jax.sync.schedules import adaptive
 from cocodc_jax.transforms.quantize import int4
-from tests.numerics import assert_all_close
+from tests.numerics import assert_all_close, assert_within_ulps
+from tests.program import mixture
 from tests.program.mixture import MODEL, USER_INPUTS, drawn_params
 from tests.program.tiny import follow
 
@@ -55,9 +56,50 @@ def test_experts_are_cut_into_ranges_and_the_rest_is_dense(scan_layers, num_frag
             np.testing.assert_array_equal(x[1], part[path] + 1)
 
 
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_routers_are_a_fragment(scan_layers):
+    params = _params(scan_layers)
+    fragments = cut(params, 2, "routers")
+    rest, routers = (fragments.take(params, k) for k in range(2))
+    assert sum(x.size for x in routers.values()) == 2 * 8 * 4  # Layers, D, E.
+    assert all(path.endswith("moe/router") for path in routers)
+    assert not any("router" in path for path in rest)
+    total = sum(x.size for x in jax.tree.leaves(params))
+    assert sum(fragments.num_params) == total
+
+
+def _trained(num_steps, **options):
+    """Parameters of both regions of a tiny mixture, and the outer ones."""
+    method = methods.get("diloco", sync_interval=4, **options)
+    program = cc.RegionProgram(
+        mixture.loss_fn, mixture.OPTIMIZER, method, mixture.make_params(), 2,
+        mesh=cc.make_mesh(2),
+    )  # fmt: skip
+    state, _ = mixture.finish(program, mixture.start(program), num_steps)
+    return jax.device_get((state.region.params, program.outer_params(state)))
+
+
+def test_routers_that_sync_with_everything_are_diloco():
+    assert_within_ulps(_trained(8, router_interval=4), _trained(8))
+
+
+def test_routers_sync_at_their_own_interval():
+    """At 2 of 4, before anything else has; without a warning of uneven fragments."""
+    local, _ = _trained(2, router_interval=2)
+    are_equal = jax.tree.map(lambda x: bool((x[0] == x[1]).all()), local)
+    moe = are_equal["blocks"]["moe"]
+    assert moe.pop("router")
+    assert not moe["experts"]["up"]
+    assert not are_equal["embedding"]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: cut({"w": jnp.zeros(2)}, 2, "routers"), "parameters have no router"),
+        (lambda: cut(_params(True), 3, "routers"), "num_fragments=3 .* use 2"),
+        (lambda: methods.get("diloco", router_interval=0),
+         "router_interval=0 must be at least 1"),
         (lambda: cut({"w": jnp.ones(3)}, 2, "experts"), "needs a model with experts"),
         (lambda: cut(_params(True), 1, "experts"), "num_fragments=1 .* use 2 to"),
         (lambda: cut(_params(True), 99, "experts"), "and 4 experts; use 2 to 8"),

@@ -15,7 +15,14 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cocodc_jax.transforms import curvature, mt_adam, muon, outer, secant
+from cocodc_jax.transforms import (
+    curvature,
+    mt_adam,
+    muon,
+    outer,
+    primal_average,
+    secant,
+)
 from cocodc_jax.transforms.compensation import delay_compensation
 
 NUM_REGIONS = 4
@@ -59,6 +66,7 @@ CASES = {
         {"learning_rate": 0.1, "b1s": (0.9, 0.99), "weights": (0.6, 0.3)},
         ("b1s", "weights"),
     ),
+    "primal_average": Case(primal_average.primal_average, {"eval_interpolation": 0.6}),
     "muon": Case(muon.muon, {"learning_rate": 0.1, "blocks": "layers"}, ("blocks",)),
 }
 

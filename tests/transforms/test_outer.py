@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from cocodc_jax.transforms import heloco, outer
+from cocodc_jax.transforms import heloco, outer, primal_average
 from tests.program import family_reference as reference
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -75,6 +75,10 @@ def test_rounds_without_a_move_do_not_count_into_the_usual_move():
         (lambda: outer.delayed_nesterov(1.0, buffer_size=0), "buffer_size=0"),
         (lambda: outer.group_heavy_ball(momentum=-0.1), r"momentum=-0\.1"),
         (lambda: outer.co2(momentum=2.0), r"momentum=2\.0"),
+        (lambda: primal_average.primal_average(1.0),
+         r"eval_interpolation=1\.0 must be at least 0 and below 1"),
+        (lambda: primal_average.primal_start(1.5),
+         r"train_interpolation=1\.5 must be between 0 and 1"),
         (lambda: outer.co2(max_abs=0.0), r"max_abs=0\.0"),
         (lambda: heloco.heloco(momentum=1.0), r"momentum=1\.0"),
         (lambda: heloco.heloco(keep_cosine=1.5), r"keep_cosine=1\.5 must be between"),
@@ -140,6 +144,39 @@ def test_the_gap_has_a_gradient_where_nothing_moved():
         return transform.update(place, state, params, stale_params=place)[0].sum()
 
     np.testing.assert_array_equal(jax.grad(first)(place), [0, 0])
+
+
+# --- Generalized primal averaging ---
+
+
+def test_with_a_uniform_average_it_is_schedule_free(arrivals):
+    """The weight of the old average is 1 - 1/t at step t."""
+    rate, mu = 0.3, 0.6
+    tx = optax.contrib.schedule_free_sgd(rate, b1=mu, weight_lr_power=0.0)
+    wanted = jnp.ones(4)
+    tx_state = tx.init(wanted)
+    x, state = jnp.ones(4), primal_average.PrimalAverageState(jnp.zeros(4))
+    start = primal_average.primal_start(mu)
+    for t, g in enumerate(arrivals, 1):
+        average = primal_average.primal_average(1 - 1 / t)
+        step, state = average.update(rate * g, state)
+        x = x + step
+        step, tx_state = tx.update(g, tx_state, wanted)
+        wanted = wanted + step
+        np.testing.assert_allclose(start(x, state), wanted, rtol=1e-6)
+
+        evaluated = optax.contrib.schedule_free_eval_params(tx_state, wanted)
+        np.testing.assert_allclose(x, evaluated, rtol=1e-6)
+
+
+def test_the_start_finds_its_state_in_wrappers_and_misses_none():
+    params = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    masked = optax.masked(primal_average.primal_average(0.5), {"a": True, "b": False})
+    _, state = masked.update(params, masked.init(params))  # e = -0.5
+    begun = primal_average.primal_start(0.0)(params, state)
+    assert {name: float(x[0]) for name, x in begun.items()} == {"a": 0.5, "b": 1.0}
+    with pytest.raises(ValueError, match="state holds 0 states of primal_average"):
+        primal_average.primal_start(0.5)(params, optax.sgd(0.1).init(params))
 
 
 # --- HeLoCo ---

@@ -14,6 +14,7 @@ from cocodc_jax.sync.schedules.base import (
     events_at,
 )
 from cocodc_jax.sync.schedules.measured import Measured, adaptive, staggered
+from cocodc_jax.sync.schedules.periodic import Periodic, periodic
 from cocodc_jax.sync.schedules.ranked import RankedRounds, ranked_rounds
 from cocodc_jax.sync.schedules.slotted import (
     OneStepStale,
@@ -33,6 +34,7 @@ __all__ = [
     "Measured",
     "OneStepStale",
     "Pending",
+    "Periodic",
     "RankedRounds",
     "Schedule",
     "ScheduleState",
@@ -42,6 +44,7 @@ __all__ = [
     "asynchronous",
     "events_at",
     "one_step_stale",
+    "periodic",
     "ranked_rounds",
     "staggered",
     "syncs_that_fit",

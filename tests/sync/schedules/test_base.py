@@ -18,6 +18,7 @@ from cocodc_jax.sync.schedules import (
     asynchronous,
     measured,
     one_step_stale,
+    periodic,
     ranked_rounds,
     staggered,
 )
@@ -43,6 +44,7 @@ SCHEDULES = {
     "measured delay of what changes": measured.adaptive(20, 3, "auto", 5, "aged"),
     "measured slots": measured.adaptive(20, 3, np.int8(4), "auto", network_share=0.9),
     "measured": measured.adaptive(20, 3, "auto", "auto", "drift"),
+    "periods": periodic(np.int64(7), 3),
     "ranked": ranked_rounds(np.int64(9), np.int64(8), 1),
     "by region": asynchronous(np.int64(5)).bind(Regions((1.0, 2.5, 1.3), (1, 1, 1))),
     "by region, equal steps": asynchronous(5, False).bind(
@@ -197,7 +199,7 @@ def test_what_it_goes_by(name):
     assert (schedule.init().rank > 0) == (name == "ranked")
 
 
-@pytest.mark.parametrize("name", ["ranked", "by region"])
+@pytest.mark.parametrize("name", ["ranked", "periods", "by region"])
 def test_no_two_halves_to_compare(name):
     with pytest.raises(ValueError, match="delay_steps=.* has no two halves to compare"):
         SCHEDULES[name].bind(EVEN, looks_midway=True)

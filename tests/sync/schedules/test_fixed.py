@@ -17,6 +17,7 @@ from cocodc_jax.sync.schedules import (
     asynchronous,
     measured,
     one_step_stale,
+    periodic,
     ranked_rounds,
     staggered,
 )
@@ -27,6 +28,19 @@ from tests.sync.schedules.walks import starts, table, walk
 
 def test_the_whole_model_every_h_steps_is_diloco():
     assert table(staggered(4), 12) == {4: "+0 -0", 8: "+0 -0", 12: "+0 -0"}
+
+
+def test_each_fragment_has_a_period_of_its_own():
+    """At a step that both are due at, one is applied before the other starts."""
+    assert table(periodic(6, 2), 12) == {
+        2: "+1 -1", 4: "+1 -1", 6: "+0 -0 +1 -1",
+        8: "+1 -1", 10: "+1 -1", 12: "+0 -0 +1 -1",
+    }  # fmt: skip
+    assert table(periodic(2, 3), 6) == {
+        2: "+0 -0", 3: "+1 -1", 4: "+0 -0", 6: "+0 -0 +1 -1",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="periods=0 must be at least 1"):
+        periodic(4, 0)
 
 
 def test_staggered_with_a_delay_longer_than_a_slot():
