@@ -28,6 +28,10 @@ PRESET = PRESETS["smoke"]
         ({"model_axis": 3}, "model_axis|model=3"),
         ({"fragment_strategy": "experts"}, "experts has no meaning for a model with"),
         ({"expert_weights": "tokens"}, "expert_weights=tokens has no meaning for a"),
+        (
+            {"method": "diloco", "router_interval": 4},
+            "router_interval=4 has no meaning for a model without experts",
+        ),
         ({"transmission_score": "load"}, "transmission_score=load has no meaning"),
         ({"num_experts": 4}, "expert_width=0 is not a size"),
         ({"model_axis": 2**19 // 3}, "num_heads=.* model=174762; use"),
