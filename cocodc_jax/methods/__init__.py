@@ -24,6 +24,7 @@ lt_admm            every H           int8 of the change  ADMM's dual          ke
 streaming_diloco   staggered K, tau  as is               Nesterov 0.4, 0.9    mix 0.5
 decoupled_diloco   staggered K, tau  radial-directional  Nesterov 0.4, 0.9    mix 0.5
 loscar             every H, tau      a random share      plain 1.0            replay
+async_sparta       one round late    a share in turn     none: means          progress *
 cocodc             adaptive N, tau   as is               Nesterov 0.4, 0.9    isotropic
 cocodc_paper       adaptive N, tau   as is               Nesterov 0.4, 0.9    g g D / H
 co2                one round late    as is               clipped 1.0, 0.2     replace
@@ -68,6 +69,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cocodc_jax.methods.apart import apart
+from cocodc_jax.methods.async_sparta import async_sparta
 from cocodc_jax.methods.cocodc import cocodc, cocodc_paper
 from cocodc_jax.methods.contrib.co2 import co2
 from cocodc_jax.methods.contrib.dct_threshold import dct_threshold
@@ -117,6 +119,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "cocodc": cocodc,
     "cocodc_paper": cocodc_paper,
     "loscar": loscar,
+    "async_sparta": async_sparta,
     "sparseloco": sparseloco,
     "muloco": muloco,
     "multi_ring": multi_ring,

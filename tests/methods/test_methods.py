@@ -27,6 +27,7 @@ def test_defaults_are_the_papers():
         "sync_interval": 500,
         "outer_lr": 0.7,
         "outer_momentum": 0.9,
+        "router_interval": None,
     }
     streaming = methods.defaults("streaming_diloco")
     assert (streaming["outer_lr"], streaming["mixing_alpha"]) == (0.4, 0.5)

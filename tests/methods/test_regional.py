@@ -11,6 +11,7 @@ import pytest
 from cocodc_jax import methods
 from cocodc_jax.core.sync import receive
 from cocodc_jax.engine.mesh import make_mesh
+from cocodc_jax.methods.async_sparta import sparse_averages, subsets
 from cocodc_jax.methods.noloco import PairMessage
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.transforms.compressor import identity
@@ -203,3 +204,73 @@ def test_a_landed_region_has_every_mean_of_eager_once(num_steps):
     state, _ = program.land(state)
     for leaf in jax.tree.leaves(state.sync.outer.params):
         np.testing.assert_allclose(leaf, np.broadcast_to(leaf[:1], leaf.shape), 1e-5)
+
+
+# --- Sparse averages ---
+
+
+def test_a_cycle_has_every_position_once_and_the_next_draws_anew():
+    """Of sizes that the subsets do not divide, and of a tensor smaller than them."""
+    part = {"a": jnp.zeros((3, 4)), "b": jnp.zeros(7), "c": jnp.zeros(2)}
+
+    def cycle(first):
+        turns = range(first, first + 5)
+        drawn = [subsets(0.2, 3, jnp.int32(turn), part) for turn in turns]
+        return {name: np.concatenate([x[name] for x in drawn]) for name in "ab"}
+
+    orders = [cycle(0), cycle(5)]
+    for order in orders:
+        for name, size in (("a", 12), ("b", 7)):
+            assert sorted(order[name][order[name] < size]) == list(range(size))
+            assert len(order[name]) == 5 * -(-size // 5)  # The rest is after the end.
+    assert (orders[0]["a"] != orders[1]["a"]).any()
+    of_two = [int(subsets(0.2, 3, jnp.int32(t), part)["c"][0]) for t in range(4)]
+    assert sorted(of_two[:2]) == sorted(of_two[2:]) == [0, 1]
+
+
+def test_a_mean_that_lands_alone_has_the_subset_that_was_sent():
+    """One number: sent at 4 with a mean of 6, after progress of 1 it lands as 6.5."""
+    outer = sparse_averages(1.0, 0, 0.5, is_delayed=True)
+    key, zero = jax.random.key(0), {"w": jnp.zeros(1)}
+
+    def at(value):
+        return {"w": jnp.full(1, value)}
+
+    state, params = outer.init(zero, identity()), zero
+    _, state = outer.send(params, state, at(3.0), identity(), key)
+    params, state = outer.receive(params, state, at(0.0), 2)
+    assert params == at(3.0)  # What left before the first step is no mean.
+    _, state = outer.send(params, state, at(4.0), identity(), key)  # d = 1
+    params, state = outer.receive(params, state, at(5.0), 2)
+    assert params == at(6.0)
+    assert outer.land is not None
+    params, state = outer.receive(params, outer.land(state), at(5.5), 2)
+    assert params == at(6.5)  # The mean of what left at 4, and d.
+    assert not state.is_landing
+
+
+def test_nothing_of_a_region_that_is_not_finite_stays():
+    outer = sparse_averages(1.0, 0, 0.5, is_delayed=True)
+    zero = {"w": jnp.zeros(1)}
+    state = outer.init(zero, identity())
+    for value in (1.0, np.nan):
+        local = {"w": jnp.full(1, value)}
+        _, state = outer.send(zero, state, local, identity(), jax.random.key(0))
+    assert state.num_syncs == 2
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+    params, _ = outer.receive(zero, state, {"w": jnp.full(1, 2.0)}, 2)
+    assert params == {"w": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask_density": 0.0}, "mask_density=0.0 must be above 0 and at most 1"),
+        ({"mask_seed": -1}, "mask_seed=-1 must be at least 0"),
+        ({"progress_decay": 1.0}, "progress_decay=1.0 must be at least 0 and below 1"),
+        ({"compress": "int8"}, "compress='int8' .* its messages are parameters"),
+    ],
+)
+def test_arguments_of_async_sparta_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        methods.get("async_sparta", **options)

@@ -622,6 +622,24 @@ def radial_directional(deltas, weights):
     return weights @ sizes * u / np.linalg.norm(u)
 
 
+def async_sparta(s, interval, subset, decay, is_delayed):
+    """`subset(turn)` is a mask of the entries; as in the paper, of parameters."""
+    local, d, sent = s.copies(), np.zeros_like(s.copies()), []
+    outer = local
+    for turn, t in enumerate(s.rounds(interval)):
+        local = s.round(local, t, interval)
+        sent.append(local)
+        of = turn - is_delayed
+        if of >= 0:
+            drawn, old = subset(of), sent[of]
+            kept = decay if of > 0 else 0.0
+            d = np.where(drawn, kept * d + (1 - kept) * (local - old), d)
+            local = np.where(drawn, old.mean(0) + d, local)
+        outer = local
+    left = s.num_steps % interval
+    return s.round(local, s.num_steps - left, left), outer.mean(0)
+
+
 def loscar(s, interval, delay, mask):
     """`mask(tick)` is the round's; as in the paper, of parameters."""
     x, local, flying = s.params, s.copies(), []

@@ -34,6 +34,7 @@ OPTIONS = {
     "cocodc": {**FRAGMENTS, "delay_steps": 2, "syncs_per_interval": 2},
     "cocodc_paper": {**FRAGMENTS, "delay_steps": 2, "syncs_per_interval": 2},
     "loscar": {"sync_interval": 4, "delay_steps": 2},
+    "async_sparta": {"sync_interval": 2, "mask_density": 0.3},
     "sparseloco": {"sync_interval": 2, "compress": "ef:0.95+chunked:2048+stat2"},
     "muloco": {"sync_interval": 2},
     "qsparse": {"sync_interval": 2},

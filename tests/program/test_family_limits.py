@@ -102,6 +102,10 @@ LIMITS = {
         of("streaming_diloco", merge_rule="replay", num_fragments=1, outer_lr=1.0,
            outer_momentum=0.0, **LOSCAR), 4,
     ),
+    "sparse averages of everything, at once": (
+        of("async_sparta", sync_interval=4, mask_density=1.0, is_delayed=False),
+        AVERAGING, 4,
+    ),
     "the replay without delay": (
         of("streaming_diloco", merge_rule="replay", delay_steps=0, **FRAGMENTS),
         of("streaming_diloco", mixing_alpha=0.0, delay_steps=0, **FRAGMENTS), 4,

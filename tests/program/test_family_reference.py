@@ -132,6 +132,23 @@ def drawn_mask(tick, density=0.3, seed=5):
     return ref.join(out)
 
 
+def subset(turn, density=0.4, seed=5):
+    """The documented subset of a turn, as a mask."""
+    out = []
+    for n, size in enumerate(ref.SIZES):
+        num_subsets = min(int(np.ceil(1 / density)), size)
+        own = jax.random.fold_in(jax.random.key(seed), n)
+        own = jax.random.fold_in(own, turn // num_subsets)
+        order = np.argsort(jax.random.bits(own, (size,), np.uint32), stable=True)
+        drawn = order[turn % num_subsets :: num_subsets]
+        out.append(np.isin(np.arange(size), drawn))
+    return ref.join(out)
+
+
+def sparta_twin(decay, is_delayed):
+    return lambda: ref.async_sparta(problem(), 2, subset, decay, is_delayed)
+
+
 def des_loc_twin(b1s, weights):
     return lambda: ref.des_loc(problem(), 2, 2, 3, ref.Momenta(LR, b1s, weights, 0.9))
 
@@ -150,6 +167,7 @@ SPARSE = EACH_2 | {
 CO2 = EACH_2 | {"outer_momentum": 0.6, "momentum_clip": 0.6}
 NOLOCO = EACH_2 | {"pair_pull": 0.6, "pair_seed": 7}
 EACH_3 = {"sync_interval": 3}
+ASYNC_SPARTA = EACH_2 | {"mask_density": 0.4, "mask_seed": 5, "progress_decay": 0.7}
 ADMM = EACH_3 | {"admm_penalty": 0.3}
 DELAYED = EACH_3 | {"outer_lr": 0.5, "outer_momentum": 0.8, "arrivals_per_momentum": 3}
 IN_TURN = {"sync_interval": 4, "num_fragments": 2, **OUTER}
@@ -285,6 +303,13 @@ CASES = {
         "loscar",
         {"sync_interval": 4, "delay_steps": 3, "mask_density": 0.3, "mask_seed": 5},
         twin(ref.loscar, 4, 3, drawn_mask),
+    ),
+    "async_sparta": Case("async_sparta", ASYNC_SPARTA, sparta_twin(0.7, True)),
+    "async_sparta, a replay": Case(
+        "async_sparta", ASYNC_SPARTA | {"progress_decay": 0.0}, sparta_twin(0.0, True)
+    ),
+    "async_sparta, at once": Case(
+        "async_sparta", ASYNC_SPARTA | {"is_delayed": False}, sparta_twin(0.7, False)
     ),
     "apart": Case("apart", {}, apart_twin),
 }  # fmt: skip
