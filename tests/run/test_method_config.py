@@ -18,7 +18,7 @@ def test_an_argument_that_the_method_does_not_take_is_refused():
     with pytest.raises(
         ValueError,
         match="mixing_alpha=0.5 has no meaning for diloco, which takes sync_interval, "
-        "outer_lr, outer_momentum, compress, .*; leave it out",
+        "outer_lr, outer_momentum, router_interval, compress, .*; leave it out",
     ):
         MethodConfig("diloco", {"mixing_alpha": 0.5})
     with pytest.raises(ValueError, match="mixing_alpha=0.5 has no meaning for diloco"):
