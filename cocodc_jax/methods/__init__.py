@@ -100,17 +100,16 @@ from cocodc_jax.sync.method import Inner, Method, Sync
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.numerics import check_choice
 
-__all__ = ["COMMON", "METHODS", "Inner", "Method", "Sync", "defaults", "get"]
-
-# What every method takes besides its own arguments.
-COMMON: dict[str, Any] = {
-    "compress": None,
-    "outer_placement": "host",
-    "region_weights": None,
-    "exclude_above": None,
-    "robust_mean": None,
-    "expert_weights": None,
-}
+__all__ = [
+    "COMMON",
+    "METHODS",
+    "Inner",
+    "Method",
+    "Sync",
+    "adapted",
+    "defaults",
+    "get",
+]
 
 METHODS: dict[str, Callable[..., Method]] = {
     "data_parallel": data_parallel,
@@ -145,15 +144,62 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 
+def adapted(
+    method: Method,
+    *,
+    compress: str | None = None,
+    outer_placement: str = "host",
+    region_weights: str | None = None,
+    expert_weights: str | None = None,
+    exclude_above: float | None = None,
+    robust_mean: str | None = None,
+) -> Method:
+    """Return a method with what every method takes; each argument is a flag.
+
+    Args:
+      method: any method.
+      compress: compressor of a region's messages, such as fp4, int8, topk:0.01,
+        lowrank:32+int4, or ef+topk:0.01 with error feedback; default: the method's own,
+        else float32 (streaming_diloco as published sends fp4).
+      outer_placement: host keeps the outer state on a host device, divided divides it
+        over the devices of each region.
+      region_weights: weights of regions in a mean: equal, or tokens, the tokens that
+        each trained on.
+      expert_weights: equal, or tokens to weigh regions in the mean of an expert by the
+        tokens that it saw there; an expert that nobody trained gets no update.
+      exclude_above: leaves a region out of a mean, and restores it from the outer
+        parameters, if its parameters or message are not finite, or if its message is
+        longer than this multiple of the median over regions; inf checks for finite
+        values only.
+      robust_mean: clip cuts messages to the median length over regions (sparse ones
+        tensor by tensor); trim:0.25 drops the largest and the smallest quarter of the
+        values, entry by entry.
+
+    Raises:
+      ValueError: for a value that is unknown, or that the method cannot have.
+    """
+    if compress is not None:
+        method = method.compressed(compression.parse(compress))
+    if outer_placement != "host":
+        method = method.placed(outer_placement)
+    method = method.weighted(region_weights).expert_weighted(expert_weights)
+    return method.guarded(exclude_above, robust_mean)
+
+
+# What every method takes besides its own arguments.
+COMMON: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(adapted).parameters.items()
+    if name != "method"
+}
+
+
 def get(name: str, **overrides: Any) -> Method:
     """Build a method by name.
 
     Args:
       name: a key of `METHODS`.
-      **overrides: arguments of that method's function, and of `COMMON`: `compress`,
-        a compressor for what is sent (see `transforms.compression.parse`),
-        `outer_placement`, `region_weights`, `exclude_above`, `robust_mean` and
-        `expert_weights` (see `Method`).
+      **overrides: arguments of that method's function, and of `adapted`.
 
     >>> get("streaming_diloco", sync_interval=20, delay_steps=2).num_fragments
     4
@@ -167,18 +213,11 @@ def get(name: str, **overrides: Any) -> Method:
                 f"method={name!r} has no argument {key!r}; "
                 f"it takes {', '.join(accepted) or 'none'}"
             )
-    accepted_by_method = inspect.signature(METHODS[name]).parameters
-    method = METHODS[name](
-        **{k: v for k, v in overrides.items() if k in accepted_by_method}
-    )
-    compress = overrides.get("compress")
-    if compress is not None and "compress" not in accepted_by_method:
-        method = method.compressed(compression.parse(compress))
-    if "outer_placement" in overrides and "outer_placement" not in accepted_by_method:
-        method = method.placed(overrides["outer_placement"])
-    method = method.weighted(overrides.get("region_weights"))
-    method = method.expert_weighted(overrides.get("expert_weights"))
-    return method.guarded(overrides.get("exclude_above"), overrides.get("robust_mean"))
+
+    parameters = inspect.signature(METHODS[name]).parameters
+    arguments = {key: value for key, value in overrides.items() if key in parameters}
+    common = {key: value for key, value in overrides.items() if key not in parameters}
+    return adapted(METHODS[name](**arguments), **common)
 
 
 def defaults(name: str) -> dict[str, Any]:

@@ -27,49 +27,8 @@ from cocodc_jax.transforms.outer import GAPS
 
 _FEW = 3  # methods that are named in the help of a flag
 
-# Arguments of `COMMON`, which methods' functions need not document.
-_OF_ALL = {
-    "compress": Leaf(
-        "method",
-        str,
-        "compressor of a region's messages, such as fp4, int8, topk:0.01, "
-        "lowrank:32+int4, or ef+topk:0.01 with error feedback; default: the method's "
-        "own, else float32 (streaming_diloco as published sends fp4)",
-    ),
-    "outer_placement": Leaf(
-        "method",
-        str,
-        "host keeps the outer state on a host device, divided divides it over the "
-        "devices of each region",
-        Kind.FREE,
-    ),
-    "region_weights": Leaf(
-        "method",
-        str,
-        "weights of regions in a mean: equal, or tokens, the tokens that each trained "
-        "on",
-    ),
-    "expert_weights": Leaf(
-        "method",
-        str,
-        "equal, or tokens to weigh regions in the mean of an expert by the tokens that "
-        "it saw there; an expert that nobody trained gets no update",
-    ),
-    "exclude_above": Leaf(
-        "method",
-        float,
-        "leaves a region out of a mean, and restores it from the outer parameters, if "
-        "its parameters or message are not finite, or if its message is longer than "
-        "this multiple of the median over regions; inf checks for finite values only",
-    ),
-    "robust_mean": Leaf(
-        "method",
-        str,
-        "clip cuts messages to the median length over regions (sparse ones tensor by "
-        "tensor); trim:0.25 drops the largest and the smallest quarter of the values, "
-        "entry by entry",
-    ),
-}
+# Arguments that a run may be resumed with another value of.
+_FREE = ("outer_placement",)
 
 # Possible values of arguments that are one of a few words.
 _CHOICES: dict[str, Collection[str]] = {
@@ -88,53 +47,67 @@ _CHOICES: dict[str, Collection[str]] = {
 
 
 def method_leaves(methods: Mapping[str, Callable]) -> dict[str, Leaf]:
-    """Return a leaf for each argument that any of these methods takes."""
-    defaults: dict[str, dict[str, Any]] = {}
-    hints: dict[str, list[Any]] = {}
-    notes: dict[str, str] = {}
+    """Return a leaf for each argument that any of these methods takes.
+
+    Where all methods take it, its type and its text are those of `methods.adapted`.
+    """
+    takers: dict[str, dict[str, Callable]] = {}
     for method, function in methods.items():
-        types = typing.get_type_hints(function)
-        notes = notes_of(function, "Args") | notes
-        for name, parameter in inspect.signature(function).parameters.items():
-            if name not in types:
-                raise ValueError(
-                    f"argument {name!r} of method {method!r} has no type; annotate it"
-                )
-            defaults.setdefault(name, {})[method] = parameter.default
-            hints.setdefault(name, []).append(types[name])
+        for name in inspect.signature(function).parameters:
+            takers.setdefault(name, {})[method] = function
 
-    leaves = {}
-    for name, of_methods in defaults.items():
-        if name in _OF_ALL:
-            continue
-        if name not in notes:
-            raise ValueError(
-                f"argument {name!r} of method {min(of_methods)!r} is not documented; "
-                "add it to the Args of its docstring"
-            )
-        text = f"{notes[name].rstrip('.')}. {_whose(of_methods)}"
-        leaves[name] = Leaf("method", leaf_type(*hints[name]), text)
-    for name, leaf in _OF_ALL.items():
-        leaves[name] = dataclasses.replace(leaf, help=f"{leaf.help}. For most methods.")
-
-    for name in leaves.keys() & _CHOICES.keys():
-        leaves[name] = dataclasses.replace(leaves[name], choices=_CHOICES[name])
+    leaves = {
+        name: _leaf(name, functions, _whose(name, functions))
+        for name, functions in takers.items()
+        if name not in cc.methods.COMMON
+    }
+    every_method = {"adapted": cc.methods.adapted}
+    for name in cc.methods.COMMON:
+        leaves[name] = _leaf(name, every_method, "For most methods.")
     return leaves
 
 
-def _whose(defaults: Mapping[str, Any]) -> str:
-    """Return which methods take an argument, as a sentence of its help.
+def _leaf(name: str, takers: Mapping[str, Callable], whose: str) -> Leaf:
+    """Return the leaf of an argument; the first method that documents it has the text.
 
     Args:
-      defaults: the argument's default in each of them.
+      name: of the argument.
+      takers: functions of the methods that take it.
+      whose: the last sentence of its help.
     """
-    if len(defaults) > _FEW:
-        return f"For {len(defaults)} methods."
-    has_none = (None, "")
-    texts = [
-        name if default in has_none else f"{name} ({default})"
-        for name, default in defaults.items()
-    ]
+    annotations = []
+    note = None
+    for method, function in takers.items():
+        hints = typing.get_type_hints(function)
+        if name not in hints:
+            raise ValueError(
+                f"argument {name!r} of method {method!r} has no type; annotate it"
+            )
+        annotations.append(hints[name])
+        note = note or notes_of(function, "Args").get(name)
+
+    if note is None:
+        raise ValueError(
+            f"argument {name!r} of method {min(takers)!r} is not documented; add it to "
+            "the Args of its docstring"
+        )
+    return Leaf(
+        section="method",
+        type=leaf_type(*annotations),
+        help=f"{note.rstrip('.')}. {whose}",
+        kind=Kind.FREE if name in _FREE else Kind.COMPUTED,
+        choices=_CHOICES.get(name, ()),
+    )
+
+
+def _whose(name: str, takers: Mapping[str, Callable]) -> str:
+    """Return which methods take an argument, with its defaults if they are few."""
+    if len(takers) > _FEW:
+        return f"For {len(takers)} methods."
+    texts = []
+    for method, function in takers.items():
+        default = inspect.signature(function).parameters[name].default
+        texts.append(method if default in (None, "") else f"{method} ({default})")
     return f"For {', '.join(texts)}."
 
 
