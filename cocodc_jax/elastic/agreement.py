@@ -36,7 +36,7 @@ class Agreement:
 
         self.view = m.View()  # The present one, as this region knows it.
         self.entered_at = now  # The present view.
-        self.is_over = ""  # Why this region takes part no more.
+        self.why_left = ""  # Why this region takes part no more; empty while it does.
         self.oldest_step = 0  # It has applied all syncs that started before.
 
         # Where this region coordinates: regions that it does not wait for, and whose
@@ -71,7 +71,7 @@ class Agreement:
     @property
     def is_in(self) -> bool:
         """Whether this region takes part."""
-        return self.view.epoch != m.NO_EPOCH and not self.is_over
+        return self.view.epoch != m.NO_EPOCH and not self.why_left
 
     @property
     def coordinator(self) -> int:

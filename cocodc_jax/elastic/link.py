@@ -363,7 +363,7 @@ class Link:
     def _give_up(self) -> None:
         """Leave, and end the wait for decisions."""
         with self._lock:
-            if self._member.is_over:
+            if self._member.why_left:
                 return
             self._member.leave()
             self._member.gave_up = True
@@ -383,13 +383,13 @@ class Link:
                 f"region {self.region} was started again elsewhere, and its newer life "
                 "takes part; this one ends, and must not be started again"
             )
-        if self._member.is_over and not self._member.gave_up:
-            raise LeftBehindError(f"region {self.region}: {self._member.is_over}")
+        if self._member.why_left and not self._member.gave_up:
+            raise LeftBehindError(f"region {self.region}: {self._member.why_left}")
 
     def _hand_out(self) -> None:
         decisions = list(self._member.delivered)
         self._member.delivered.clear()
-        if self._member.is_over:
+        if self._member.why_left:
             decisions += [m.Decision(m.NO_EPOCH, sync, {}) for sync in self._futures]
         for decision in decisions:
             if future := self._futures.pop(decision.sync, None):
@@ -402,7 +402,7 @@ class Link:
             self._serve_on()
         except BaseException as error:
             with self._lock:
-                self._member.is_over = f"its link broke: {error!r}"
+                self._member.why_left = f"its link broke: {error!r}"
                 self._hand_out()
             raise
         finally:
@@ -487,8 +487,8 @@ class Link:
             self._answered_s = now
             member.outbox.append((sender, m.Join(0, ())))
         # Where others of its own run take part, the stranger is the other one.
-        if not (member.is_over or member.is_in or member.hears_others()):
-            member.is_over = (
+        if not (member.why_left or member.is_in or member.hears_others()):
+            member.why_left = (
                 f"region {sender} is of another run (method, model, data or code "
                 "differ): start all regions with the same command"
             )

@@ -3,6 +3,10 @@
 The first frame is a JSON header: the kind of the message and its plain fields. Rows and
 arrays follow as separate frames. Anything else is refused. Nothing is unpickled, and
 every field is checked against its annotation.
+
+This file is the wire format: `pack` and `unpack` follow from the fields of the classes
+and their types. What the bytes of a row mean is the engine's matter, see
+`engine.flat_buffer`.
 """
 
 from __future__ import annotations

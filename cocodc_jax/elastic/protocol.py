@@ -26,10 +26,10 @@ of the same messages. The rules:
   decided again. If a promised view does not come about, another one is proposed.
 - **Result.** No two regions of a view ever apply different means of a sync, at whatever
   moment a region dies. A region that was only silent finds that the others continued
-  without it. It takes part no more (`is_over`), and restarts.
+  without it. It takes part no more (`why_left`), and restarts.
 - **Too few.** If fewer than `min_regions` of a view are left, no view follows it. They
-  wait until another region is there. Then they end (`is_over`) and begin again with it:
-  the furthest continues with its state, and the others start from a copy.
+  wait until another region is there. Then they end (`why_left`) and begin again with
+  it: the furthest continues with its state, and the others start from a copy.
 - **Leaving.** A region that is asked to stop announces it and counts as dead at once.
   Its last checkpoint delays no other region.
 - **The end.** A region that has finished stays until all live regions have applied the
@@ -160,9 +160,9 @@ class Member(Agreement):
 
     def leave(self) -> None:
         """Take part no more, and announce it so that no region waits."""
-        if not self.is_over:
+        if not self.why_left:
             self._tell_all(m.Leave())
-            self.is_over = "it has left"
+            self.why_left = "it has left"
             self._has_left = True
 
     def give_up(self, now: float) -> None:
@@ -183,7 +183,7 @@ class Member(Agreement):
             self._beat_at = now
             self._tell_all(m.Leave())  # The last one may have been lost.
 
-        if self.is_over or not self.is_announced or self._is_far_behind():
+        if self.why_left or not self.is_announced or self._is_far_behind():
             return
 
         if now - self._beat_at >= self._timing.beat_s:
@@ -191,7 +191,7 @@ class Member(Agreement):
             self._beat(now)
 
         if self._has_to_begin_again(now):
-            self.is_over = "fewer than min_regions are left, and others are there"
+            self.why_left = "fewer than min_regions are left, and others are there"
             return
         if self._has_gone_astray():
             return
@@ -214,7 +214,7 @@ class Member(Agreement):
         that coordinates a view may decide in it, propose it, and have it hold.
         """
         self._note_gap(now)
-        if self.is_over or sender == self.region:
+        if self.why_left or sender == self.region:
             return
 
         if isinstance(message, m.Join | m.Beat):
@@ -336,7 +336,7 @@ class Member(Agreement):
             self._hearing.life = self.life
         elif seat is not None and seat.boot > self.boot:
             self.is_superseded = True
-            self.is_over = "it was started again, and its newer life takes part"
+            self.why_left = "it was started again, and its newer life takes part"
 
     def _has_gone_astray(self) -> bool:
         """Leave if this region's outer model is not that of the others."""
@@ -345,7 +345,7 @@ class Member(Agreement):
             if self.region in finding.astray:
                 self.leave()
                 fragment, step = finding.sync
-                self.is_over = (
+                self.why_left = (
                     f"its outer fragment {fragment} was not that of regions "
                     f"{[*finding.right]} after the sync of step {step}"
                 )
@@ -366,7 +366,7 @@ class Member(Agreement):
             return False
 
         self.leave()
-        self.is_over = (
+        self.why_left = (
             f"it is {behind} syncs behind the others, more than "
             f"max_behind_syncs={self._timing.max_behind}"
         )
@@ -423,7 +423,7 @@ class Member(Agreement):
                 return  # The sender does not know of this region's view yet.
 
             if theirs.rank > rest.rank:
-                self.is_over = (
+                self.why_left = (
                     f"region {sender} is of a larger part of a run cut in two"
                     if is_apart
                     else f"region {sender} and others went on without this one"

@@ -229,7 +229,7 @@ def test_a_region_cut_off_for_a_minute_is_gone(lab):
     cut(lab, {3}, False)
     assert lab.named(0) == lab.named(2) == [("gone", (3,))]
     lab.run(5)
-    assert "went on" in lab.members[3].is_over or "larger" in lab.members[3].is_over
+    assert "went on" in lab.members[3].why_left or "larger" in lab.members[3].why_left
 
 
 def test_a_partition_is_named_on_both_sides(lab):

@@ -198,10 +198,10 @@ class World:
         seats = tuple(sorted(view.seats.items()))
         known = self.views.setdefault(view.epoch, seats)
         hold(known == seats, f"one view: {view.epoch}")
-        if member.is_over or life.step is None:
+        if member.why_left or life.step is None:
             return
         for other in self.lives:
-            if other is life or other.step is None or other.member.is_over:
+            if other is life or other.step is None or other.member.why_left:
                 continue
             if other.member.view.epoch != view.epoch:
                 continue
@@ -299,7 +299,7 @@ def come_back(world):
     """A life that is over ends, or returns in its process."""
     for life in list(world.lives):
         member = life.member
-        if not member.is_over or not world.is_awake(life):
+        if not member.why_left or not world.is_awake(life):
             continue
         world.lives.remove(life)
         if not member.is_superseded:

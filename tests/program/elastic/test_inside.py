@@ -95,7 +95,7 @@ def test_all_processes_are_let_in_with_one_copy_and_fall_behind_together(regions
     thread.start()
     assert at_once(lambda link: link.join(30), back) == [copy] * 3
     thread.join(30)
-    back[0]._link._member.is_over = "made up"
+    back[0]._link._member.why_left = "made up"
     errors = at_once(lambda link: link.at(10), back)
     assert [str(error) for error in errors] == ["region 1: made up"] * 3
     assert all(isinstance(error, LeftBehindError) for error in errors)

@@ -276,19 +276,19 @@ def test_another_run_is_told_apart(places):
 @pytest.mark.parametrize("hears", [True, False])
 def test_another_run_is_in_the_way_of_who_hears_no_other_of_its_own(hears):
     member = types.SimpleNamespace(
-        outbox=[], is_over="", is_in=False, hears_others=lambda: hears
+        outbox=[], why_left="", is_in=False, hears_others=lambda: hears
     )
     at = types.SimpleNamespace(timing=TIMING)
     link = types.SimpleNamespace(_member=member, _answered_s=0.0, place=at)
     Link._meet_another_run(link, 2, 60.0)
-    assert bool(member.is_over) != hears
+    assert bool(member.why_left) != hears
 
 
 def test_who_is_left_behind_hears_it_at_a_turns_end(places):
     (place,) = places(1)
     with Link(place, "run", 1000) as link:
         assert link.join(20) is None
-        link._member.is_over = "made up"
+        link._member.why_left = "made up"
         assert link.send((0, 3), b"r").result(20) == Decision(NO_EPOCH, (0, 3), {})
         with pytest.raises(LeftBehindError, match="region 0: made up"):
             link.at(3)

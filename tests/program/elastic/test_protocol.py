@@ -173,7 +173,7 @@ def run(seed, num, num_events, timing=TIMING, leaves=False):
             world.post(region)
         elif chance < 0.97:
             away = sorted(set(range(num)) - world.members.keys())
-            over = [r for r, m in world.members.items() if m.is_over]
+            over = [r for r, m in world.members.items() if m.why_left]
             if away or over:
                 world.boot(rng.choice(away + over))
         world.check()
@@ -197,13 +197,13 @@ def test_no_two_regions_of_a_view_take_different_means(timing, leaves, seed, num
 def test_whoever_is_left_goes_on_and_all_come_back(seed):
     world = run(seed, 4, 300)
     for region in range(4):
-        if region not in world.members or world.members[region].is_over:
+        if region not in world.members or world.members[region].why_left:
             world.boot(region)
     for _ in range(6):  # A part of a run cut in two begins anew.
         world.settle(40)
         for region, member in world.members.items():
             # As is who has a seat without the copy that belongs to it.
-            if member.is_over or world.steps[region] is None:
+            if member.why_left or world.steps[region] is None:
                 world.boot(region)
     before = max(step or 0 for step in world.steps.values())
     world.settle(20)
@@ -311,7 +311,7 @@ def test_a_coordinator_that_was_only_silent_finds_the_others_gone_on():
     world.settle(20)
     world.members[0] = silent
     world.settle(3)
-    assert "went on without" in silent.is_over
+    assert "went on without" in silent.why_left
     world.boot(0)
     world.settle(20)
     assert set(world.members[2].view.seats) == {0, 1, 2}
@@ -369,7 +369,7 @@ def test_of_two_parts_the_larger_goes_on():
     cut_in_two(world, {0, 1}, 30)
     assert {len(m.view.seats) for m in world.members.values()} == {2, 3}
     world.settle(3)
-    assert {r for r, m in world.members.items() if m.is_over} == {0, 1}
+    assert {r for r, m in world.members.items() if m.why_left} == {0, 1}
     for region in (0, 1):
         world.boot(region)
     world.settle(20)
@@ -382,7 +382,7 @@ def test_too_few_wait_where_a_number_is_asked_for():
     cut_in_two(world, {0, 1}, 60)
     assert world.steps[0] <= before + 3 < world.steps[4]
     world.settle(5)
-    assert {r for r, m in world.members.items() if m.is_over} == {0, 1}
+    assert {r for r, m in world.members.items() if m.why_left} == {0, 1}
 
 
 def come_back(world, seconds):
@@ -391,7 +391,7 @@ def come_back(world, seconds):
         world.turn()
         world.check()
         for region, member in list(world.members.items()):
-            if member.is_over:
+            if member.why_left:
                 world.boot(region, world.steps[region] or 0)
 
 
@@ -499,7 +499,7 @@ def test_who_is_asked_to_stop_says_it_until_it_is_heard():
     assert world.now - began <= 3
     for region in others:
         assert set(world.members[region].view.seats) == set(others)
-    assert world.members[leaver].is_over == "it has left"
+    assert world.members[leaver].why_left == "it has left"
     world.check()
 
 
@@ -562,7 +562,7 @@ def test_what_is_kept_for_a_straggler_has_an_end(straggler):
         tables = [(b.decided, b.rows, b.own, b.choices, b.quorum_s) for b in books]
         kept.append(max(len(table) for each in tables for table in each))
     assert max(kept) == max(kept[:60]) <= 8 + 3
-    assert "behind the others" in world.members[straggler].is_over
+    assert "behind the others" in world.members[straggler].why_left
     assert all(set(world.members[r].view.seats) == others for r in others)
     assert min(world.steps[r] for r in others) > world.steps[straggler] + 50
     world.boot(straggler)
@@ -593,7 +593,7 @@ def test_who_is_heard_and_does_not_hear_is_not_waited_for():
         world.turn([0, 1], arrives=lambda dest, sender: dest != 2)
     assert world.steps[0] > before
     world.settle(3)
-    assert world.members[2].is_over
+    assert world.members[2].why_left
 
 
 def test_who_listens_for_long_before_it_asks_is_let_in():
@@ -624,7 +624,7 @@ def test_a_life_that_wakes_ends_if_a_newer_one_has_its_seat():
     world.settle(3)
     assert frozen.is_superseded
     assert world.members[0].view.has(newer.life)
-    assert "started again" in frozen.is_over
+    assert "started again" in frozen.why_left
 
 
 def test_a_life_that_returns_is_older_than_one_that_started_meanwhile():
@@ -653,7 +653,7 @@ def test_a_life_that_returns_is_older_than_one_that_started_meanwhile():
         returned.receive(region, world.members[region].boot, beat, world.now)
     assert world.members[0].view.has(newer.life)
     assert returned.is_superseded
-    assert not newer.is_over
+    assert not newer.why_left
 
 
 @pytest.mark.parametrize("listens", [True, False])
@@ -820,7 +820,7 @@ def test_who_differs_from_most_takes_a_copy(values, astray):
     marks_of(world, world.steps[0] - 1, values)
     for _ in range(3):
         world.turn()
-    gone = {r for r, m in world.members.items() if "was not that of" in m.is_over}
+    gone = {r for r, m in world.members.items() if "was not that of" in m.why_left}
     assert gone == astray
     (finding, *_) = world.members[1].findings or [None]
     assert (finding is None) == (len(values) < 3)
