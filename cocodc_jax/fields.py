@@ -30,9 +30,21 @@ class Kind(enum.Enum):
     FREE = "where and how it runs: taken"
 
 
-def of_kind(kind: Kind, default: T, is_path: bool = False) -> T:
-    """Return a dataclass field of a kind; a path is one whose ~ is a home folder."""
-    metadata = {"kind": kind, "is_path": is_path}
+def of_kind(
+    kind: Kind | None,
+    default: T,
+    is_path: bool = False,
+    choices: Collection[str] = (),
+) -> T:
+    """Return a dataclass field.
+
+    Args:
+      kind: what a change means for a run that has begun; None is its section's.
+      default: its value where none is passed.
+      is_path: whether it is a path, whose ~ is a home folder.
+      choices: its possible values if they are few, see `check_choices`.
+    """
+    metadata = {"kind": kind, "is_path": is_path, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -42,11 +54,8 @@ def free(default: T, is_path: bool = False) -> T:
 
 
 def one_of(choices: Collection[str], default: str, kind: Kind | None = None) -> str:
-    """Return a dataclass field that is one of a few words, see `check_choices`."""
-    metadata: dict[str, Any] = {"choices": choices}
-    if kind is not None:
-        metadata["kind"] = kind
-    return dataclasses.field(default=default, metadata=metadata)
+    """Return a dataclass field that is one of a few words."""
+    return of_kind(kind, default, choices=choices)
 
 
 # A number, or a word such as "auto".
@@ -60,10 +69,10 @@ class Leaf:
 
     Attributes:
       section: the section it belongs to.
-      type: int, float, bool, str or `COUNT_OR_WORD`.
+      type: int, float, bool, str, `COUNT_OR_WORD`, or `pathlib.Path` for a text that is
+        a path, whose ~ is a home folder.
       help: its meaning, with its unit.
       kind: what a change means for a run that has begun.
-      is_path: whether it is a path, whose ~ is a home folder.
       choices: its possible values, if there are few.
     """
 
@@ -71,13 +80,7 @@ class Leaf:
     type: Any
     help: str
     kind: Kind = Kind.COMPUTED
-    is_path: bool = False
     choices: Collection[str] = ()
-
-    @property
-    def flag_type(self) -> Any:
-        """Type of its flag: `type`, or `pathlib.Path`."""
-        return pathlib.Path if self.is_path else self.type
 
 
 def leaves_of(
@@ -93,12 +96,12 @@ def leaves_of(
         name = field.name
         if name in without:
             continue
+        is_path = field.metadata.get("is_path", False)
         leaves[name] = Leaf(
             section=section,
-            type=leaf_type(hints[name]),
+            type=pathlib.Path if is_path else leaf_type(hints[name]),
             help=notes[name],
-            kind=field.metadata.get("kind", kind),
-            is_path=field.metadata.get("is_path", False),
+            kind=field.metadata.get("kind") or kind,
             choices=choices.get(name, ()),
         )
     return leaves
@@ -111,10 +114,9 @@ def choices_of(cls: type) -> dict[str, Collection[str]]:
     choices = {}
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
-        if "choices" in field.metadata:
-            choices[field.name] = field.metadata["choices"]
-        elif typing.get_origin(hint) is typing.Literal:
-            choices[field.name] = typing.get_args(hint)
+        literals = typing.get_args(hint) if _is_literal(hint) else ()
+        if words := field.metadata.get("choices") or literals:
+            choices[field.name] = words
     return choices
 
 
@@ -140,9 +142,13 @@ def leaf_type(*annotations: Any) -> Any:
 def _parts(hint: Any) -> tuple[Any, ...]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return typing.get_args(hint)
-    if typing.get_origin(hint) is typing.Literal:
+    if _is_literal(hint):
         return tuple(type(value) for value in typing.get_args(hint))
     return (hint,)
+
+
+def _is_literal(hint: Any) -> bool:
+    return typing.get_origin(hint) is typing.Literal
 
 
 def notes_of(documented: Any, heading: str) -> dict[str, str]:

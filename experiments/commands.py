@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from cocodc_jax._extras import MissingExtraError, extra
-from cocodc_jax.run.messages import as_a_command
+from cocodc_jax.run.exits import as_a_command
 
 IS_INSTALLED = __package__ != "experiments"
 

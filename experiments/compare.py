@@ -57,7 +57,7 @@ def main() -> None:
     console = Console()
     open_text = functools.lru_cache(load)
     with flags.usage_errors():
-        base = flags.config(WITHOUT, METHODS)
+        base = flags.config()
         methods = _methods(base)
         target, seeds = flags.value("target_method"), flags.value("seeds")
         if target is not None and target not in methods:
@@ -74,7 +74,7 @@ def main() -> None:
             for seed in range(seeds)
             for name, leaves in methods.items()
         }
-        flags.check_optimizers(configs.values())
+        flags.check_effects(configs.values())
         flags.check_one_process()
         flags.check_processes(configs.values(), 1)
         tracking = flags.read(Tracking)

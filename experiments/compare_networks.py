@@ -132,7 +132,8 @@ def read_jobs(values: FlagValues, train: Sequence[str]) -> list[Job]:
                 f"{name}={flags.value(name)} is set for each run; leave it out after --"
             )
 
-    base = flags.config(WITHOUT, names)  # That all runs share.
+    flags.check_methods(names)
+    base = flags.config()  # What all runs share.
     regions = base.run.regions
     limit_s = values.limit_s
     if regions < 2:
@@ -149,7 +150,7 @@ def read_jobs(values: FlagValues, train: Sequence[str]) -> list[Job]:
     jobs = [_job(values, wide, control, name, ["compress"]) for name in REFERENCES]
     for network, name in itertools.product(networks, names):
         jobs.append(_job(values, network, base, name))
-    flags.check_optimizers(job.config for job in jobs)
+    flags.check_effects(job.config for job in jobs)
 
     planned: dict[pathlib.Path, list[str]] = {}
     for job in jobs:

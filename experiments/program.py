@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -11,9 +10,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from absl import flags as absl_flags
 
 from cocodc_jax.network.links import Link, Topology, uniform
-from cocodc_jax.run import flag_types
+from cocodc_jax.run import command_line
+from cocodc_jax.run.command_line import Row
+from cocodc_jax.run.command_line import usage_errors as usage_errors
+from cocodc_jax.run.exits import as_a_command
 from cocodc_jax.run.help import options, render
-from cocodc_jax.run.messages import as_a_command, refuse
 
 from .commands import shown
 
@@ -21,49 +22,23 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Value = TypeVar("Value")
-# Name, default and help of a flag. In place of a default, a type means none, and a
-# tuple is the default with the possible words. A `pathlib.Path` is read as text, with a
-# home folder in place of its ~.
-Row = tuple[str, Any, str]
 
 
 def own_flags(
-    *table: Row, **bounds: float | tuple[float, float]
+    *rows: Row, **bounds: float | tuple[float, float]
 ) -> absl_flags.FlagValues:
-    """Return a program's own flags, apart from those of runs.
-
-    The least value of a number is given by name, or the least and the most.
-    """
+    """Return flags of a program apart from those of runs, see `command_line`."""
     values = absl_flags.FlagValues()
-    flag_types.define(bool, "help", False, "print this and exit", values)
-    for name, default, text in table:
-        least_and_most = bounds.get(name, (None, None))
-        if not isinstance(least_and_most, tuple):
-            least_and_most = (least_and_most, None)
-        kind, value, words = _parts(default)
-        flag_types.define(kind, name, value, text, values, least_and_most, words)
+    command_line.define(values, [("help", False, "print this and exit")])
+    command_line.define(values, rows, **bounds)
     return values
 
 
-def define(*table: Row) -> None:
+def define(*rows: Row) -> None:
     """Define flags of a program next to those of runs."""
     from cocodc_jax.run import flags  # JAX, which `wan` starts without.
 
-    for name, default, text in table:
-        kind, value, words = _parts(default)
-        flags.define_one(kind, name, value, text, words=words)
-
-
-def _parts(default: Any) -> tuple[Any, Any, tuple[str, ...]]:
-    """Return the type of a flag, its default and its possible words, from a row."""
-    if isinstance(default, type):
-        return default, None, ()
-    if isinstance(default, tuple):
-        first, *words = default
-        return str, first, tuple(words)
-    if isinstance(default, pathlib.Path):
-        return pathlib.Path, default, ()
-    return type(default), default, ()
+    command_line.define(flags.FLAGS, rows)
 
 
 def parse(
@@ -89,7 +64,7 @@ def parse(
         return words
 
     if sections is None:
-        explained = {"Flags": options(values)}
+        explained = {"Flags": options(values, values)}
     else:
         explained = {
             title: options(values, [name for name, _, _ in rows])
@@ -97,15 +72,6 @@ def parse(
         }
     print(render(shown(doc), explained), flush=True)
     sys.exit(0)
-
-
-@contextlib.contextmanager
-def usage_errors(*known: Iterable[str]) -> Iterator[None]:
-    """Print an error about known flags as one line, and exit with code 2."""
-    try:
-        yield
-    except (ValueError, absl_flags.Error) as error:
-        refuse(error, set().union(*known))
 
 
 @contextlib.contextmanager

@@ -135,6 +135,19 @@ def test_what_a_page_names_exists(name):
     assert not {x for x in classes if x not in CODE}
 
 
+def test_what_contributors_look_for_is_where_the_table_says():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    section = text.partition("## Where is ...\n")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 8
+    for row in rows:
+        quoted = re.findall(r"`([^`]+)`", row)
+        sources = [(ROOT / name).read_text() for name in quoted if name.endswith(".py")]
+        for name in quoted:
+            if re.fullmatch(r"\w+", name):
+                assert re.search(rf"\b{name}\b", "\n".join(sources)), name
+
+
 @pytest.mark.parametrize("message", MESSAGES)
 def test_messages_that_are_explained_are_of_the_code(message):
     for part in re.split(r"\.\.\.", message):

@@ -1,19 +1,27 @@
-"""Types of flags: what their values may be, and what an error says is right.
+"""Flags of any program: rows of a table, what their values may be, and their errors.
 
-Needs no JAX, like `messages`: programs that train nothing define their flags by it too.
+Needs no JAX, like `exits`: programs that train nothing define their flags by it too.
 absl's own parsers say "invalid literal for int() with base 10" of `--steps=ten`.
 """
 
+import contextlib
+import math
 import pathlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import UnionType
 from typing import Any
 
 from absl import flags
 
+from cocodc_jax._extras import MissingExtraError
 from cocodc_jax.fields import COUNT_OR_WORD
 from cocodc_jax.paths import without_tilde
+from cocodc_jax.run.exits import refuse
 
-Bounds = tuple[float | None, float | None]
+# Name, default and help of a flag. In place of a default, a type means none, and a
+# tuple is the default with the possible words. A `pathlib.Path` is read as text, with a
+# home folder in place of its ~.
+Row = tuple[str, Any, str]
 
 
 def _count_or_word(argument: int | str) -> int | str:
@@ -42,14 +50,23 @@ class Parser(flags.ArgumentParser):
     """Reads the values of a flag.
 
     Attributes:
-      kind: the type of the values, see `define`.
-      enum_values: all that they may be; empty for any.
+      kind: a type of `_TYPES`.
+      enum_values: all that a text may be; empty for any.
+      least: the smallest number; None for any.
+      most: the largest number; None for any.
     """
 
-    def __init__(self, kind: Any, bounds: Bounds, words: tuple[str, ...]):
+    def __init__(
+        self,
+        kind: Any,
+        enum_values: Collection[str] = (),
+        least: float | None = None,
+        most: float | None = None,
+    ):
         self.kind = kind
-        self.enum_values = words
-        self._bounds = bounds
+        self.enum_values = enum_values
+        self.least = least
+        self.most = most
 
     def parse(self, argument: Any) -> Any:
         """Return a value; absl puts the name of the flag before an error's text."""
@@ -61,60 +78,73 @@ class Parser(flags.ArgumentParser):
 
         if self.enum_values and value not in self.enum_values:
             raise ValueError(f"must be one of {', '.join(self.enum_values)}")
-        least, most = self._bounds
-        if (least is not None and value < least) or (most is not None and value > most):
-            raise ValueError(f"must be {_range(least, most)}")
+        if self.least is not None and self.most is not None:
+            if not self.least <= value <= self.most:
+                raise ValueError(f"must be from {self.least} to {self.most}")
+        elif self.least is not None and value < self.least:
+            raise ValueError(f"must be at least {self.least}")
         return value
 
 
-def _range(least: float | None, most: float | None) -> str:
-    if least is None:
-        return f"at most {most}"
-    if most is None:
-        return f"at least {least}"
-    return f"from {least} to {most}"
-
-
 def define(
-    kind: Any,
-    name: str,
-    default: Any,
-    text: str,
-    flag_values: flags.FlagValues,
-    bounds: Bounds = (None, None),
-    words: Collection[str] = (),
-    **settings: Any,
+    values: flags.FlagValues,
+    rows: Iterable[Row],
+    **bounds: float | tuple[float, float],
 ) -> None:
-    """Define a flag.
+    """Define a program's flags.
 
     Args:
-      kind: int, float, bool, str, list (of words with commas between them),
-        `pathlib.Path` (read as str) or `COUNT_OR_WORD`.
-      name: of the flag.
-      default: its value if it is not given; None is allowed.
-      text: its help.
-      flag_values: to define it in.
-      bounds: least and greatest value of a number; None is unbounded.
-      words: all that a str may be; empty for any.
-      **settings: of the flag, such as allow_override.
+      values: what holds them.
+      rows: of the flags.
+      **bounds: the least value of a number by name, or the least and the most.
     """
-    if kind is list:
-        flags.DEFINE_list(name, default, text, flag_values=flag_values, **settings)
-        return
+    for name, default, text in rows:
+        kind, value, words = _parts(default)
+        if kind is list:
+            flags.DEFINE_list(name, value, text, flag_values=values)
+            continue
 
-    parser = Parser(kind, bounds, tuple(words))
-    if kind is bool:
-        flag = flags.BooleanFlag(name, default, text, **settings)  # Takes --noNAME.
-        flag.parser = parser
-        flags.DEFINE_flag(flag, flag_values=flag_values)
-        return
-    flags.DEFINE(
-        parser,
-        name,
-        default,
-        text,
-        flag_values=flag_values,
-        # Without one absl cannot write the flag as it was given.
-        serializer=flags.ArgumentSerializer(),
-        **settings,
-    )
+        bound = bounds.get(name)
+        least, most = bound if isinstance(bound, tuple) else (bound, None)
+        parser = Parser(kind, words, least, most)
+        if kind is bool:
+            flag = flags.BooleanFlag(name, value, text)  # Takes --noNAME.
+            flag.parser = parser
+        else:
+            # Without a serializer absl cannot write the flag as it was given.
+            serializer = flags.ArgumentSerializer()
+            flag = flags.Flag(parser, serializer, name, value, text)
+        flags.DEFINE_flag(flag, flag_values=values)
+
+
+def _parts(default: Any) -> tuple[Any, Any, tuple[str, ...]]:
+    """Return the type of a flag, its default and its possible words, from a row."""
+    if isinstance(default, type | UnionType):
+        return default, None, ()
+    if isinstance(default, tuple):
+        first, *words = default
+        return str, first, tuple(words)
+    if isinstance(default, pathlib.Path):
+        return pathlib.Path, default, ()
+    return type(default), default, ()
+
+
+def check_numbers(values: Mapping[str, Any] | flags.FlagValues) -> None:
+    """Refuse NaN and infinite numbers."""
+    for name in values:
+        number = values[name].value
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ValueError(f"--{name}={number} must be finite")
+
+
+@contextlib.contextmanager
+def usage_errors(*known: Iterable[str]) -> Iterator[None]:
+    """Print an error of the set-up as one line with the flag, and exit with code 2.
+
+    Args:
+      *known: names of the program's flags.
+    """
+    try:
+        yield
+    except (ValueError, MissingExtraError, flags.Error) as error:
+        refuse(error, set().union(*known))

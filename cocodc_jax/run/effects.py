@@ -1,13 +1,14 @@
 """Flags that would have no effect in a run, which are refused if a user gives them.
 
-Presets and grids may set them: they are for whichever run they fit. One table has the
-rules; a flag that only another method or inner optimizer takes is refused by
-`method_config.check_taken` and `optimizer_config.check_taken`.
+Presets and grids may set them: they are for whichever run they fit. `RULES` has the
+rules; which flags a method or an inner optimizer takes stands with its configuration
+(`method_config.check_taken`, `optimizer_config.check_taken`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cocodc_jax.run import optimizer_config
 from cocodc_jax.run.config import TrainConfig
 
 
@@ -70,6 +71,14 @@ def check(arguments: Mapping[str, Any], configs: Sequence[TrainConfig]) -> None:
         names = [name for name in rule.names if name in arguments]
         if names and not any(rule.has_effect(config) for config in configs):
             raise ValueError(_refusal(names[0], arguments[names[0]], rule.repair))
+
+    methods = [config.method.build() for config in configs]
+    optimizers = [
+        config.optimizer.name(method)
+        for config, method in zip(configs, methods, strict=True)
+    ]
+    steps_by_sign = any(method.inner.steps_by_sign for method in methods)
+    optimizer_config.check_taken(arguments, optimizers, steps_by_sign)
 
 
 def check_processes(

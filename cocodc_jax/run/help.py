@@ -56,6 +56,10 @@ DEVELOPER = (
     "curvature_units",
 )
 
+# Titles of the sections of `RARE` and of `DEVELOPER`.
+_OF_PLANS = "Plans and tracking"
+_OF_DEVELOPERS = "For developers of this package"
+
 _WIDTH = 88
 _COLUMN = 28  # Where the texts of flags begin.
 
@@ -104,17 +108,15 @@ def render(doc: str, sections: Sections) -> str:
     return "\n\n".join(paragraphs)
 
 
-def options(flags: Any, names: Iterable[str] | None = None) -> list[Option]:
-    """Return absl's flags as options of the help, all of them by default."""
+def options(flags: Any, names: Iterable[str]) -> list[Option]:
+    """Return absl's flags as options of the help."""
     entries = []
-    for name in names or flags:
+    for name in names:
         if name in ("help", "helpfull"):
             continue
         flag = flags[name]
         choices = getattr(flag.parser, "enum_values", ())
-        # absl puts choices before the text, as <a|b>.
-        text = flag.help.removeprefix(f"<{'|'.join(choices)}>: ")
-        entries.append(Option(flag.name, flag.value, text, choices))
+        entries.append(Option(name, flag.value, flag.help, choices))
     return entries
 
 
@@ -126,43 +128,41 @@ def by_use(sections: Sections, in_full: tuple[str, ...]) -> Sections:
       in_full: how the titles of sections begin whose flags are explained; of all others
         a line names them.
     """
-    (own_title, own), *others = ((title, list(x)) for title, x in sections.items())
-    by_name = {
-        entry.name: entry
-        for _, entries in others
-        for entry in entries
-        if isinstance(entry, Option)
+    first, *others = sections
+    titles: dict[str, str] = {
+        **dict.fromkeys(MAIN, first),
+        **dict.fromkeys(RARE, _OF_PLANS),
+        **dict.fromkeys(DEVELOPER, _OF_DEVELOPERS),
     }
-
-    main = [by_name[name] for name in MAIN if name in by_name]
-    developer = [by_name[name] for name in DEVELOPER if name in by_name]
-    rare = [entry for entry in own if _is_any(entry, RARE)]
-    shown: dict[str, list[Option | str]] = {
-        own_title: [*(entry for entry in own if not _is_any(entry, RARE)), *main]
+    by_title: dict[str, list[Option | str]] = {
+        title: [] for title in (first, _OF_PLANS, *others, _OF_DEVELOPERS)
     }
-    rest: list[tuple[str, list[Any]]] = [
-        ("Plans and tracking", rare),
-        *(
-            (title, [x for x in entries if not _is_any(x, MAIN + DEVELOPER)])
-            for title, entries in others
-        ),
-        ("For developers of this package", developer),
-    ]
+    for title, entries in sections.items():
+        for entry in entries:
+            by_title[titles.get(_name(entry), title)].append(entry)
 
-    named: list[Option | str] = []
-    for title, entries in rest:
-        names = [entry.name for entry in entries if isinstance(entry, Option)]
+    ranks: dict[str, int] = {
+        name: rank for rank, name in enumerate((*MAIN, *DEVELOPER))
+    }
+    for entries in by_title.values():
+        entries.sort(key=lambda entry: ranks.get(_name(entry), -1))
+
+    shown = {first: by_title.pop(first)}
+    lines: list[Option | str] = []
+    for title, entries in by_title.items():
+        names = ", ".join(filter(None, map(_name, entries)))
         if entries and title.startswith(in_full):
             shown[title] = entries
         elif names:
-            named.append(f"{title.partition(':')[0]}: {', '.join(names)}.")
-    if named:
-        shown["Further flags, which --help=all explains"] = named
+            lines.append(f"{title.partition(':')[0]}: {names}.")
+    if lines:
+        shown["Further flags, which --help=all explains"] = lines
     return shown
 
 
-def _is_any(entry: Option | str, names: Collection[str]) -> bool:
-    return isinstance(entry, Option) and entry.name in names
+def _name(entry: Option | str) -> str:
+    """Return the name of a flag; a sentence has none."""
+    return entry.name if isinstance(entry, Option) else ""
 
 
 def _filled(text: str, indent: str) -> str:

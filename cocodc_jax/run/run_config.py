@@ -4,21 +4,16 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-import jax
-import jax.numpy as jnp
-
 from cocodc_jax.engine.collectives import ALL_REDUCES
 from cocodc_jax.engine.placement import MEMORIES
 from cocodc_jax.engine.region_map import HOW_MAPPED
 from cocodc_jax.engine.transport import EXCHANGES, OVERLAPS, Transport
 from cocodc_jax.fields import Kind, check_choices, check_least, free, of_kind, one_of
 from cocodc_jax.models import StageCodec
+from cocodc_jax.run.stage_codec import build_codec
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.train.hooks import Cadence
 from cocodc_jax.train.spikes import SpikeWatch
-from cocodc_jax.transforms.compression import parse
-from cocodc_jax.transforms.compressor import Packed, message_bytes
-from cocodc_jax.transforms.packing import index_bits
 
 # More than any system has today: a typo.
 MAX_DEVICES = 2**20
@@ -288,47 +283,3 @@ def _numbers(name: str, text: str, count: int, kind: Callable) -> tuple:
             "each region"
         )
     return values
-
-
-def build_codec(text: str) -> StageCodec:
-    """Return the codec of `stage_compress`.
-
-    `threshold:0.1` is DCT, dynamic communication thresholding (arXiv 2010.08899), of
-    activations and of their gradients: per microbatch, entries of at least a threshold
-    are sent, and the threshold is recomputed every so many messages (`every`). The
-    paper has thousands of steps between two; here they are at most a step's
-    microbatches, as the loss has no state. With `ef+threshold:0.1`, what one
-    microbatch's message left out is added to the next one's, of other sequences.
-
-    Parameters are evaluated with the plain model, without a codec; losses and bytes
-    measured here are in docs/results/archive/methods.md.
-    """
-    try:
-        compressor = parse(text)
-        probe = jax.ShapeDtypeStruct((2, 8, 8), jnp.float32)
-        jax.eval_shape(
-            lambda x: compressor.decode(compressor.encode(x, compressor.init(x))[0]),
-            probe,
-        )
-    except ValueError as error:
-        why = str(error).removeprefix(f"compress={text!r}: ")
-        raise ValueError(f"stage_compress={text!r}: {why}") from error
-
-    has_room = compressor.name.endswith(("threshold", "(threshold)"))
-    return StageCodec(
-        compressor.init,
-        compressor.encode,
-        compressor.decode,
-        _entry_bytes if has_room else lambda x: jnp.float32(message_bytes(x)),
-    )
-
-
-def _entry_bytes(message: Packed) -> jax.Array:
-    """Return the bytes of the entries that reached the threshold, with their indices.
-
-    The message is padded with zeros, which are never chosen.
-    """
-    # Uncompressed; thresholds with another encoding have it in their name.
-    values = message.arrays["values"].arrays
-    bits = 8 * values.dtype.itemsize + index_bits(math.prod(message.shape) + 1)
-    return jnp.count_nonzero(values) * jnp.float32(bits / 8)

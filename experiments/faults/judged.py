@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cocodc_jax.run.messages import STOPPED
+from cocodc_jax.run.exits import STOPPED
 from cocodc_jax.run.taking_part import JOINS_FILE, SYNCS_FILE
 
 from .kills import lines

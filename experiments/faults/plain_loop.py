@@ -34,7 +34,7 @@ from cocodc_jax.elastic.objects import reach
 from cocodc_jax.elastic.place import read_key
 from cocodc_jax.files import append_line, ensure_folder, write_whole
 from cocodc_jax.region_sync.seam import RegionSyncState
-from cocodc_jax.run.messages import STOPPED
+from cocodc_jax.run.exits import STOPPED
 from cocodc_jax.run.taking_part import JOINS_FILE, SYNCS_FILE
 
 from .. import program

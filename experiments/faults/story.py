@@ -18,7 +18,7 @@ from typing import Any
 
 from cocodc_jax.files import append_line, write_whole
 from cocodc_jax.netlab import children
-from cocodc_jax.run.messages import USAGE_ERROR
+from cocodc_jax.run.exits import USAGE_ERROR
 from cocodc_jax.run.taking_part import SYNCS_FILE
 
 from .. import commands

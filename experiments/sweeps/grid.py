@@ -18,6 +18,7 @@ import functools
 import itertools
 import math
 import os
+import pathlib
 import statistics
 import tomllib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -334,7 +335,8 @@ def _checked(name: str, value: Any) -> Any:
         raise ValueError(f"seed={value} is not a flag of a row; use seeds = [...]")
 
     _check_name(name, f"{name}={value!r}")
-    kind = LEAVES[name].type
+    is_path = LEAVES[name].type is pathlib.Path
+    kind = str if is_path else LEAVES[name].type
     if kind == COUNT_OR_WORD:
         is_right = type(value) in (int, str)
     else:
@@ -343,9 +345,8 @@ def _checked(name: str, value: Any) -> Any:
     if not is_right:
         what = "a whole number or a word" if kind == COUNT_OR_WORD else kind.__name__
         raise ValueError(f"{name}={value!r} must be of type {what}")
-    if LEAVES[name].is_path:
+    if is_path:
         return without_tilde(str(value))
-
     return float(value) if kind is float else value
 
 

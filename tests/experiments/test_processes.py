@@ -14,7 +14,7 @@ import time
 import pytest
 
 from cocodc_jax.netlab import children
-from cocodc_jax.run.messages import STOPPED
+from cocodc_jax.run.exits import STOPPED
 from cocodc_jax.train.checkpoint import steps_in
 from experiments import launch_local, train
 from tests.waiting import wait_until

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from cocodc_jax.run import flags
-from cocodc_jax.run.messages import as_a_command, one_line, say_once
+from cocodc_jax.run.exits import as_a_command, one_line, say_once
 
 PROGRAM = """
 from cocodc_jax.run import flags
@@ -132,16 +132,25 @@ def test_so_it_is_of_a_command(words, line):
     assert done.stderr.startswith(f"error: {line}")
 
 
+class SeveralMethods:
+    """A program that trains several methods, for `call`."""
+
+    @staticmethod
+    def define():
+        flags.define(without=("method",))
+
+    @staticmethod
+    def main():
+        config = flags.config()
+        print(config.model.width, dict(config.method.where_taken)["mixing_alpha"])
+
+
 def test_only_the_flags_of_other_methods_are_refused_for_several(call):
-    call(Program, "--preset=smoke", "--mixing_alpha=0.5", "--width=64", code=2)
+    words = ("--preset=smoke", "--mixing_alpha=0.5", "--width=64")
+    assert call(SeveralMethods, *words)[0] == "64 0.5\n"
     flags.check_methods(["diloco", "streaming_diloco"])
     with pytest.raises(ValueError, match="mixing_alpha=0.5 has no meaning for diloco,"):
         flags.check_methods(["diloco", "cocodc"])
-    config = flags.config(methods=["diloco", "streaming_diloco"])
-    assert config.model.width == 64
-    assert dict(config.method.where_taken)["mixing_alpha"] == 0.5
-    with pytest.raises(ValueError, match="mixing_alpha=0.5 has no meaning for diloco,"):
-        flags.config(methods=["diloco"])
 
 
 def test_the_package_knows_runs_without_flags():

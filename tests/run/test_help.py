@@ -4,10 +4,10 @@ import re
 import types
 
 import pytest
-from absl.flags import DEFINE_enum, DEFINE_integer, FlagValues
+from absl.flags import FlagValues
 
 from cocodc_jax.methods import METHODS, defaults
-from cocodc_jax.run import flags
+from cocodc_jax.run import command_line, flags
 from cocodc_jax.run.config import LEAVES, SECTIONS
 from cocodc_jax.run.help import DEVELOPER, MAIN, Option, options, render
 from cocodc_jax.run.method_config import ARGUMENTS
@@ -27,9 +27,8 @@ def showing(in_full, define=flags.define):
 
 
 def define_several():
-    """Of several methods, with a leaf that has another default here."""
-    flags.define(("method", "partition"))
-    flags.define_one(str, "partition", "source", "How regions share the corpus.")
+    """Of a program that trains several methods."""
+    flags.define(("method",))
 
 
 FULL, BRIEF, SEVERAL = showing(True), showing(False), showing(True, define_several)
@@ -91,7 +90,14 @@ def test_of_several_methods_all_arguments_are_explained(call):
     assert values.keys() >= {name for method in METHODS for name in defaults(method)}
     # What holds for whoever takes it; else the method's own, which are not alike.
     assert (values["sync_interval"], values["outer_lr"]) == ("40", "")
-    assert values["partition"] == "source"
+
+
+def test_a_program_without_runs_may_have_a_flag_of_a_field_s_name(call):
+    def define():
+        rows = [("regions", 4, "Regions that train."), ("cases", "gpt", "Models.")]
+        command_line.define(flags.FLAGS, rows)
+
+    assert shown(call(showing(True, define))[0]) == {"regions": "4", "cases": "gpt"}
 
 
 def test_a_wrong_flag_beside_is_said(refused):
@@ -120,8 +126,11 @@ def test_an_option_is_wrapped_beside_or_below_its_value():
 
 def test_the_text_is_whole_and_choices_are_said_once():
     values = FlagValues()
-    DEFINE_integer("seeds", 1, "runs: 0, 1, ...", flag_values=values)
-    DEFINE_enum("fault", None, ["cut", "loss"], "of the network", flag_values=values)
+    rows = [
+        ("seeds", 1, "runs: 0, 1, ..."),
+        ("fault", (None, "cut", "loss"), "of the network"),
+    ]
+    command_line.define(values, rows)
     seeds, fault = map(str, options(values, ("seeds", "fault")))
     assert seeds.split(maxsplit=1) == ["--seeds=1", "runs: 0, 1, ..."]
     assert fault.split(maxsplit=1) == ["--fault", "of the network. One of cut, loss."]

@@ -5,7 +5,6 @@ Needs no JAX: the network lab's programs start without it.
 
 import contextlib
 import logging
-import math
 import os
 import re
 import select
@@ -13,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Container, Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from cocodc_jax.files import TransientError, UnwritableError
 
@@ -30,7 +29,7 @@ def one_line(error: Exception | str, flags: Container[str]) -> str:
     '--steps=ten must be a whole number'
     """
     line = " ".join(str(error).split())
-    # absl's form of what the parser of a flag says, see `flag_types`.
+    # absl's form of what the parser of a flag says, see `command_line`.
     line = re.sub(r"^flag (--\w+=.*?): (?=must be )", r"\1 ", line)
     name = re.match(r"[a-z_0-9]+(?==)", line)
     return f"--{line}" if name and name[0] in flags else line
@@ -101,11 +100,3 @@ def _is_unread(descriptor: int) -> bool:
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-
-
-def check_numbers(values: Any) -> None:
-    """Refuse NaN and infinite numbers."""
-    for name in values:
-        number = values[name].value
-        if isinstance(number, float) and not math.isfinite(number):
-            raise ValueError(f"--{name}={number} must be finite")
