@@ -7,13 +7,12 @@ stand in that line. `leaves_of` reads all of it; flags, `--help` and checks foll
 
 import dataclasses
 import enum
-import functools
 import inspect
 import pathlib
 import re
-import types
 import typing
 from collections.abc import Collection, Sequence
+from types import UnionType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -60,7 +59,6 @@ def one_of(choices: Collection[str], default: str, kind: Kind | None = None) -> 
 
 # A number, or a word such as "auto".
 COUNT_OR_WORD = int | str
-_PLAIN = (int, float, bool, str)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,17 +105,13 @@ def leaves_of(
     return leaves
 
 
-@functools.cache
 def choices_of(cls: type) -> dict[str, Collection[str]]:
     """Return the possible values of fields that have few, by name."""
-    hints = typing.get_type_hints(cls)
-    choices = {}
-    for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        literals = typing.get_args(hint) if _is_literal(hint) else ()
-        if words := field.metadata.get("choices") or literals:
-            choices[field.name] = words
-    return choices
+    return {
+        field.name: field.metadata["choices"]
+        for field in dataclasses.fields(cls)
+        if field.metadata.get("choices")
+    }
 
 
 def leaf_type(*annotations: Any) -> Any:
@@ -128,7 +122,12 @@ def leaf_type(*annotations: Any) -> Any:
     >>> leaf_type(int, int | str)
     int | str
     """
-    types = {part for hint in annotations for part in _parts(hint)} & set(_PLAIN)
+    types: set[Any] = set()
+    for annotation in annotations:
+        is_union = typing.get_origin(annotation) in (typing.Union, UnionType)
+        types.update(typing.get_args(annotation) if is_union else (annotation,))
+
+    types &= {int, float, bool, str}
     if len(types) == 1:
         return types.pop()
     if types == {int, str}:
@@ -137,18 +136,6 @@ def leaf_type(*annotations: Any) -> Any:
         f"no flag can be made for {' and '.join(map(str, annotations))}: it must be "
         "one of int, float, bool and str, or int | str"
     )
-
-
-def _parts(hint: Any) -> tuple[Any, ...]:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return typing.get_args(hint)
-    if _is_literal(hint):
-        return tuple(type(value) for value in typing.get_args(hint))
-    return (hint,)
-
-
-def _is_literal(hint: Any) -> bool:
-    return typing.get_origin(hint) is typing.Literal
 
 
 def notes_of(documented: Any, heading: str) -> dict[str, str]:

@@ -2,9 +2,8 @@
 
 import dataclasses
 import pathlib
-from typing import Literal
 
-from cocodc_jax.fields import Kind, check_choices, check_least, free, of_kind
+from cocodc_jax.fields import Kind, check_choices, check_least, free, of_kind, one_of
 from cocodc_jax.files import UnwritableError, ensure_folder
 
 MAX_LOADER_THREADS = 64
@@ -12,8 +11,8 @@ MAX_LOADER_THREADS = 64
 _LEAST_TOKENS = 257
 _MOST_TOKENS = 1 << 24
 
-Partition = Literal["iid", "source"]
-Undecodable = Literal["refuse", "replace", "skip"]
+PARTITIONS = ("iid", "source")
+UNDECODABLE = ("refuse", "replace", "skip")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +51,8 @@ class DataConfig:
     tokenizer: str = of_kind(Kind.DATA, "bytes")
     sequence_length: int = 128
     batch_per_region: int = 8
-    partition: Partition = "iid"
-    undecodable: Undecodable = "refuse"
+    partition: str = one_of(PARTITIONS, "iid")
+    undecodable: str = one_of(UNDECODABLE, "refuse")
     validation_fraction: float = 0.05
     shuffle_window_bytes: int = 4 << 20
     loader_threads: int = free(1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cocodc_jax.data.config import DataConfig, Partition
+from cocodc_jax.data.config import DataConfig
 from cocodc_jax.data.streams import (
     TokenizedDocuments,
     TrainStream,
@@ -146,7 +146,7 @@ def load(
 
 
 def region_documents(
-    corpus: "Corpus", partition: Partition, num_regions: int
+    corpus: "Corpus", partition: str, num_regions: int
 ) -> list[Sequence[int]]:
     """Deal the training documents to regions."""
     if partition == "iid":

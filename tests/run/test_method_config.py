@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import typing
 
 import pytest
 
@@ -164,7 +163,6 @@ def test_an_argument_without_explanation_or_type_is_refused():
 def test_types_of_leaves():
     assert leaf_type(int, int | None) is int
     assert leaf_type(int | str | None) == leaf_type(str, int) == COUNT_OR_WORD
-    assert leaf_type(typing.Literal["a", "b"]) is str
     assert leaf_type(str | cc.methods.Method) is str
     for wrong in ((int, float), (list,), (bool, str)):
         with pytest.raises(ValueError, match="no flag can be made for"):
