@@ -7,7 +7,20 @@
 
 A run is a `TrainConfig`. `prepare` checks it against data and devices, and
 `Session.train` trains, writes the run's files, and resumes from them. `flags` makes a
-command line of the same; only it needs absl, and it is imported by its own name.
+command line of the same; it needs absl, and is imported by its own name.
+
+The files have two subjects. The configuration, in the order in which it is read:
+
+- `cocodc_jax.fields`: what one line of a section says, and so one flag;
+- the sections: `run_config`, `optimizer_config`, `method_config` (which reads the
+  arguments of methods from their functions), `data.config` and `models.config`;
+- `config`: all of them, their fields by name, JSON; `presets`: named values of it;
+- `flags`: a flag for each field, and the preset with the flags that are given;
+- what `flags` uses: `command_line` (one flag of any program), `help` (its text),
+  `effects` (flags that would change nothing), `exits` (errors and exit codes).
+
+The run itself: `preparing` checks, `build` makes the program, `session` and `attempt`
+train, with what happens beside it in the files that they name.
 """
 
 from typing import TYPE_CHECKING
