@@ -158,11 +158,11 @@ def test_fingerprint_does_not_depend_on_the_place(tmp_path):
 
 def test_names_and_folders_are_part_of_the_fingerprint(tmp_path):
     # They decide in which order documents are stored, and whose source they are.
-    found = set()
+    fingerprints = set()
     for root, name in (("a", "{}.txt"), ("b", "x{}.txt"), ("c", "folder/{}.txt")):
         folder = _write(tmp_path / root, _numbered(4, name=name))
-        found.add(_open(folder, tmp_path / "d").fingerprint)
-    assert len(found) == 3
+        fingerprints.add(_open(folder, tmp_path / "d").fingerprint)
+    assert len(fingerprints) == 3
 
 
 def test_the_later_of_two_preparations_gives_way(text_folder, tmp_path, monkeypatch):
@@ -281,8 +281,8 @@ def test_links_to_folders_are_left_out_with_a_warning(tmp_path):
     (folder / "more").symlink_to(elsewhere)
     (folder / "b.txt").symlink_to(elsewhere / "a.txt")
     with pytest.warns(UserWarning, match="text/more is a link to a folder and is left"):
-        found = files.list_text_files([str(folder)])
-    assert [file.key for file in found] == ["0/a.txt", "0/b.txt"]
+        listed = files.list_text_files([str(folder)])
+    assert [file.key for file in listed] == ["0/a.txt", "0/b.txt"]
 
 
 def test_files_whose_names_are_not_utf8_are_read(tmp_path):
@@ -426,9 +426,9 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     lines = "A first line\nand another \ufeffone\n"
     texts = _write(tmp_path / "texts", {"a.txt": lines, "b.txt": "other"})
     (texts / "a.txt").write_bytes(b"\xef\xbb\xbf" + lines.encode())
-    found = files.list_text_files([str(texts)])
-    assert [d.text for d in files.read_documents(found)] == [lines, "other"]
-    kept = files.read_documents(found, keeps_marks=True)
+    listed = files.list_text_files([str(texts)])
+    assert [d.text for d in files.read_documents(listed)] == [lines, "other"]
+    kept = files.read_documents(listed, keeps_marks=True)
     assert next(kept).text == "\ufeff" + lines
     corpus = _open(texts, tmp_path / "data")
     train, validation = _texts(corpus)

@@ -76,8 +76,8 @@ def test_chunks_of_json_lines_are_every_line_once(tmp_path_factory, lines, size)
     rows = [json.dumps({"text": line}, ensure_ascii=False) for line in lines]
     path.write_text("\n\n".join(rows))  # Empty lines, and none at the end.
     file = JsonLines(path, "text", size, "refuse", path)
-    found = [file.texts(chunk) for chunk in range(file.num_chunks)]
-    assert sum(found, []) == [line for line in lines if line.strip()]
+    chunks = [file.texts(chunk) for chunk in range(file.num_chunks)]
+    assert sum(chunks, []) == [line for line in lines if line.strip()]
 
 
 @pytest.mark.parametrize("kind", [open_parquet, open_arrow])
@@ -87,10 +87,10 @@ def test_chunks_of_columns_are_every_row_once(tmp_path, kind, size):
     texts = [None if i % 9 == 4 else text for i, text in enumerate(TEXTS[:130])]
     write(path, texts)
     file = kind(path, "text", size)
-    found = [file.texts(chunk) for chunk in range(file.num_chunks)]
-    assert sum(found, []) == [text for text in texts if text]
+    chunks = [file.texts(chunk) for chunk in range(file.num_chunks)]
+    assert sum(chunks, []) == [text for text in texts if text]
     # Of groups of 50 rows one in nine has no text.
-    most = max(map(len, found))
+    most = max(map(len, chunks))
     assert most == {1: 1, 10**6: 45}.get(size, most)
     assert file.num_bytes > sum(len(text) for text in texts if text)
 

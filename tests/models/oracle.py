@@ -77,7 +77,7 @@ def logits(config, params, tokens):
         mlp = block["mlp"]
         return (silu(x @ mlp["gate"]) * (x @ mlp["up"])) @ mlp["down"]
 
-    found = []
+    logits = []
     for sequence in tokens:
         x = params["embedding"][sequence]
         for layer in range(config.num_layers):
@@ -85,5 +85,5 @@ def logits(config, params, tokens):
             x = x + attend(norm(x, block["attention_norm"]), block["attention"])
             x = x + feed(norm(x, block["mlp_norm"]), block)
         head = params["embedding"].T if config.tie_embeddings else params["head"]
-        found.append(norm(x, params["norm"]) @ head)
-    return np.stack(found)
+        logits.append(norm(x, params["norm"]) @ head)
+    return np.stack(logits)

@@ -81,8 +81,10 @@ def plain_regions(config, num_regions):
 
 def plain_steps(config, params, batches):
     compiled = _compiled_step(config)
-    each = [compiled(region(params, r), batch, KEY) for r, batch in enumerate(batches)]
-    return jax.tree.map(lambda *x: np.stack(x), *each)
+    outputs = [
+        compiled(region(params, r), batch, KEY) for r, batch in enumerate(batches)
+    ]
+    return jax.tree.map(lambda *x: np.stack(x), *outputs)
 
 
 def place(mesh, tree, specs, *lead):
@@ -111,8 +113,8 @@ def over_regions(mesh, loss_fn, block=lambda fn: lambda x: fn(region(x, 0))):
 
     def body(*values):
         out = block(one)(values)
-        own = values[1].shape[0] == 1
-        return jax.tree.map(lambda x: x[None], out) if own else out
+        holds_one = values[1].shape[0] == 1
+        return jax.tree.map(lambda x: x[None], out) if holds_one else out
 
     regions = P("region")
     return jax.shard_map(

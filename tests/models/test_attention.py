@@ -80,14 +80,14 @@ def test_plain_attention_is_that_of_jax(kv_heads, dtype, tolerance):
         qkv = (query, key, value)
         return attention(*qkv), jax.jit(lambda *x: jax.jvp(gradient, x, qkv))(*qkv)
 
-    found, expected = (
+    actual, expected = (
         jax.tree.map(lambda x: np.asarray(x, np.float32), result(attention))
         for attention in (
             functools.partial(attend, kernel="plain"),
             functools.partial(jax.nn.dot_product_attention, is_causal=True),
         )
     )
-    assert_all_close(found, expected, rtol=10 * tolerance, atol=10 * tolerance)
+    assert_all_close(actual, expected, rtol=10 * tolerance, atol=10 * tolerance)
 
 
 @pytest.mark.parametrize("length", [130, 256])

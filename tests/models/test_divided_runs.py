@@ -62,8 +62,8 @@ SHARED = PRESETS["smoke"].replace(
 
 
 def made(config):
-    own = config.run.regions * config.run.devices_per_region
-    mesh = mesh_of(config.run, jax.devices()[:own])
+    num_devices = config.run.regions * config.run.devices_per_region
+    mesh = mesh_of(config.run, jax.devices()[:num_devices])
     return build_program(config, config.model, mesh)
 
 
@@ -113,8 +113,8 @@ def test_of_a_range_of_experts_each_device_has_a_share_of_the_width(
     """Of all experts it has its own, as of the parameters."""
     config = SHARED.replace(data_axis=2, expert_axis=2, **MOE)
     program = made(config.replace(num_fragments=num_fragments))
-    for found in program.shardings.fragments[num_fragments // 2 :]:
-        assert found["blocks/moe/experts/gate"].spec == of_gate
+    for shardings in program.shardings.fragments[num_fragments // 2 :]:
+        assert shardings["blocks/moe/experts/gate"].spec == of_gate
 
 
 def test_devices_that_share_experts_train_as_one_does():

@@ -52,10 +52,10 @@ def test_a_mixture_is_a_loop_over_its_experts(dispatch, num_tokens, num_experts,
     router[:, 0] *= 5
     weights = _weights(rng, num_experts, 6, 7)
     with jax.enable_x64(True):
-        found = jax.jit(functools.partial(_mixed, per_token=k, dispatch=dispatch))(
+        mixed = jax.jit(functools.partial(_mixed, per_token=k, dispatch=dispatch))(
             x, router, weights
         )
-    np.testing.assert_allclose(found, oracle.mixture(x, router, weights, k), atol=1e-12)
+    np.testing.assert_allclose(mixed, oracle.mixture(x, router, weights, k), atol=1e-12)
 
 
 @pytest.mark.parametrize("dispatch", ["ragged", "blocks"])
@@ -80,17 +80,17 @@ def test_gradients_of_a_mixture_are_those_of_all_experts_masked(dispatch):
 
     with jax.enable_x64(True):
         mixed = functools.partial(_mixed, per_token=2, dispatch=dispatch)
-        found = jax.jit(jax.grad(loss(mixed), (0, 1, 2)))(x, router, weights)
+        grads = jax.jit(jax.grad(loss(mixed), (0, 1, 2)))(x, router, weights)
         wanted = jax.grad(loss(masked), (0, 1, 2))(x, router, weights)
-        assert jax.tree.leaves(found)[0].dtype == np.float64
-        assert_all_close(found, wanted, atol=1e-12)
+        assert jax.tree.leaves(grads)[0].dtype == np.float64
+        assert_all_close(grads, wanted, atol=1e-12)
 
 
 def test_the_kernel_of_tpus_sums_each_group():
     """Interpreted: what gradients of weights are made of there, an empty group too."""
     rng, sizes = np.random.default_rng(0), np.array([10, 0, 30, 24], np.int32)
     rows, grad = rng.normal(size=(64, 8)), rng.normal(size=(64, 12))
-    found = dispatching.tgmm(
+    products = dispatching.tgmm(
         jnp.float32(rows.T), jnp.float32(grad), sizes,
         preferred_element_type=jnp.float32, tiling=(64, 512, 512), interpret=True,
     )  # fmt: skip
@@ -98,7 +98,7 @@ def test_the_kernel_of_tpus_sums_each_group():
     wanted = [
         rows[e - n : e].T @ grad[e - n : e] for e, n in zip(ends, sizes, strict=True)
     ]
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    np.testing.assert_allclose(products, wanted, atol=1e-5)
 
 
 def _loss_and_grad(config, tokens, params=None):
@@ -227,8 +227,8 @@ def test_devices_that_share_a_region_compute_the_same(dispatch, axes):
     names = {name: name for name in ("sequence", "expert") if name in axes}
     divided = models.make_divided_loss_fn(config, models.Layout(**names))
     with jax.set_mesh(mesh):
-        found = jax.jit(jax.value_and_grad(divided, has_aux=True))
-        (other, other_aux), others = found(params, tokens, _KEY)
+        divided_grad = jax.jit(jax.value_and_grad(divided, has_aux=True))
+        (other, other_aux), others = divided_grad(params, tokens, _KEY)
     np.testing.assert_allclose(loss, other, rtol=1e-5)
     np.testing.assert_array_equal(aux["expert_load"], [[1, 1, 0, 0]] * 2)
     assert_all_close(aux, other_aux, rtol=1e-5)
@@ -240,10 +240,10 @@ def test_tokens_cross_to_their_experts_and_back_and_experts_are_not_gathered():
     mesh = make_mesh(1, data=2, devices=jax.devices()[:4], expert=2)
     divided = models.make_divided_loss_fn(config, models.Layout(expert="expert"))
     with jax.set_mesh(mesh):
-        found = jax.make_jaxpr(jax.grad(divided, has_aux=True))(
+        jaxpr = jax.make_jaxpr(jax.grad(divided, has_aux=True))(
             drawn_params(config), _tokens(), _KEY
         )
-    text = str(found)
+    text = str(jaxpr)
     # Rows, their experts, and back; the cotangents of rows; a round takes all.
     crossed = re.findall(r":(\w+\[[\d,]+\]) = all_to_all\[", text)
     room = dispatching.rows_of_a_round(1 * 8 * 2, 2)

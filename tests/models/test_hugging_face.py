@@ -39,7 +39,7 @@ OF_EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 def as_in_files(params):
     """Tensors by the names of Hugging Face; torch.nn.Linear is [out, in]."""
-    found = {}
+    tensors = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         keys = [key.key for key in path if key.key != "scale"]
         at = f"model.layers.{keys[1]}" if keys[0] == "blocks" else ""
@@ -48,12 +48,12 @@ def as_in_files(params):
         if "experts" in keys:
             at += ".block_sparse_moe.experts"
             for e, matrix in enumerate(x):
-                found[f"{at}.{e}.{OF_EXPERTS[keys[-1]]}"] = matrix.T
+                tensors[f"{at}.{e}.{OF_EXPERTS[keys[-1]]}"] = matrix.T
         elif at:
-            found[f"{at}.{INSIDE[keys[-1]]}"] = x.T
+            tensors[f"{at}.{INSIDE[keys[-1]]}"] = x.T
         else:
-            found[OUTSIDE[keys[0]]] = x if keys[0] == "embedding" else x.T
-    return {f"{name}.weight": x for name, x in found.items()}
+            tensors[OUTSIDE[keys[0]]] = x if keys[0] == "embedding" else x.T
+    return {f"{name}.weight": x for name, x in tensors.items()}
 
 
 @pytest.fixture(
@@ -72,10 +72,10 @@ def folder(tmp_path):
 def test_tensors_have_the_names_and_turns_of_hugging_face(config, tmp_path):
     """What these compute is in `oracle`; that `transformers` does, in a slow test."""
     hugging_face.write(tmp_path, config, drawn_params(config))
-    found = load_file(tmp_path / "model.safetensors")
+    tensors = load_file(tmp_path / "model.safetensors")
     said = json.loads((tmp_path / "config.json").read_text())
     wanted = as_in_files(oracle.unstacked(config, drawn_params(config)))
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    jax.tree.map(np.testing.assert_array_equal, tensors, wanted)
     assert said | {
         "hidden_size": 16, "num_attention_heads": 4, "rope_theta": 500.0,
         "num_key_value_heads": config.num_kv_heads, "rms_norm_eps": 1e-3,
@@ -87,8 +87,8 @@ def test_tensors_have_the_names_and_turns_of_hugging_face(config, tmp_path):
 
 def test_read_gives_back_what_was_written(config, tmp_path):
     hugging_face.write(tmp_path, config, drawn_params(config))
-    found = hugging_face.read(tmp_path, config)
-    jax.tree.map(np.testing.assert_array_equal, found, drawn_params(config))
+    params = hugging_face.read(tmp_path, config)
+    jax.tree.map(np.testing.assert_array_equal, params, drawn_params(config))
 
 
 def test_several_files_in_bfloat16(folder):
@@ -102,11 +102,11 @@ def test_several_files_in_bfloat16(folder):
     places = {name: file for file, inside in parts.items() for name in inside}
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": places}))
-    found = hugging_face.read(folder, APART)
+    params = hugging_face.read(folder, APART)
     rounded = jax.tree.map(
         lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32), drawn_params(APART)
     )
-    jax.tree.map(np.testing.assert_array_equal, found, rounded)
+    jax.tree.map(np.testing.assert_array_equal, params, rounded)
     index.write_text(
         json.dumps({"weight_map": dict.fromkeys(names, "one.safetensors")})
     )
@@ -116,14 +116,14 @@ def test_several_files_in_bfloat16(folder):
 
 def test_a_vocabulary_that_was_rounded_up_gets_mean_rows(folder):
     wider = dataclasses.replace(APART, vocab_size=48)
-    found = hugging_face.read(folder, wider)
+    params = hugging_face.read(folder, wider)
     embedding = drawn_params(APART)["embedding"]
-    np.testing.assert_array_equal(found["embedding"][:32], embedding)
+    np.testing.assert_array_equal(params["embedding"][:32], embedding)
     np.testing.assert_array_equal(
-        found["embedding"][32:], np.tile(embedding.mean(0), (16, 1))
+        params["embedding"][32:], np.tile(embedding.mean(0), (16, 1))
     )
-    assert found["head"].shape == (16, 48)
-    np.testing.assert_array_equal(found["head"][:, :32], drawn_params(APART)["head"])
+    assert params["head"].shape == (16, 48)
+    np.testing.assert_array_equal(params["head"][:, :32], drawn_params(APART)["head"])
 
 
 def change_config(folder, **changes):
@@ -261,5 +261,5 @@ def test_transformers_computes_the_same_logits(config, tmp_path):
     print(f"of logits up to {np.abs(theirs).max():.2f}")
     np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=2e-5)
     model.save_pretrained(tmp_path / "back")
-    found = hugging_face.read(tmp_path / "back", config)
-    jax.tree.map(np.testing.assert_array_equal, found, drawn_params(config))
+    params = hugging_face.read(tmp_path / "back", config)
+    jax.tree.map(np.testing.assert_array_equal, params, drawn_params(config))

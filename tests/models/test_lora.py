@@ -45,13 +45,13 @@ def test_what_is_added_and_merged(config):
     )
     expected = models.apply(plain, base, TOKENS)
     np.testing.assert_array_equal(models.apply(config, first, TOKENS), expected)
-    found = models.apply(config, params, TOKENS)
-    assert np.abs(found - expected).max() > 0.1
+    adapted = models.apply(config, params, TOKENS)
+    assert np.abs(adapted - expected).max() > 0.1
     merged = lora.merged(config, params)
     assert jax.tree.structure(merged) == jax.tree.structure(base)
     # A sum of two products, and the product with a sum.
     np.testing.assert_allclose(
-        models.apply(plain, merged, TOKENS), found, rtol=1e-4, atol=1e-4
+        models.apply(plain, merged, TOKENS), adapted, rtol=1e-4, atol=1e-4
     )
 
 

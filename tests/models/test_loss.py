@@ -91,8 +91,8 @@ def test_whole_logits_never_exist_when_chunked():
 
 def test_one_chunk_has_no_scan():
     def has_scan(chunk_tokens):
-        found = equations(_grad_jaxpr(chunk_tokens, 2, 8))
-        return any(equation.primitive.name == "scan" for equation in found)
+        steps = equations(_grad_jaxpr(chunk_tokens, 2, 8))
+        return any(equation.primitive.name == "scan" for equation in steps)
 
     assert not has_scan(16)
     assert has_scan(15)

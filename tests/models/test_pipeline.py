@@ -217,8 +217,8 @@ class TestRouting:
         def total(params):
             x = jax.vmap(jax.vmap(first_stage), (None, 0))(params, batches)
             ended = jax.vmap(jax.vmap(last_stage), (None, 0, 0))
-            each = ended(params, send(x), send(batches)).mean(0)
-            return each.sum(), each
+            of_regions = ended(params, send(x), send(batches)).mean(0)
+            return of_regions.sum(), of_regions
 
         (_, loss), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
         return jax.device_get((loss, grads))

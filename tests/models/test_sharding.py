@@ -123,19 +123,21 @@ def test_devices_that_divide_a_loss_change_no_number_and_gather_no_batch(config,
     specs = partition_specs(shapes(config), divides_embedding=True)
     placed = place(mesh, params, specs, "region")
     batch = jax.device_put(tokens, NamedSharding(mesh, P("region", "data")))
-    own = dataclasses.replace(config, loss_chunk_tokens=config.loss_chunk_tokens // 2)
+    halved = dataclasses.replace(
+        config, loss_chunk_tokens=config.loss_chunk_tokens // 2
+    )
     make = functools.partial(make_divided_loss_fn, accumulate_steps=parts)
-    program = _over_regions(mesh, _step(own, make), check_vma=False)
+    program = _over_regions(mesh, _step(halved, make), check_vma=False)
     compiled = jax.jit(program).lower(placed, batch).compile()
     assert_close(compiled(placed, batch), expected)
     module = hlo.parse(compiled.as_text())
-    found = collectives(module, {"region": 2, "data": 2, "model": 2})
-    assert {axis for x in found for axis in x.axes} == {"data", "model"}
-    for each in found:
+    crossings = collectives(module, {"region": 2, "data": 2, "model": 2})
+    assert {axis for x in crossings for axis in x.axes} == {"data", "model"}
+    for crossing in crossings:
         # Weights are gathered; what has sequences is summed over the model axis.
-        if 9 in each.array.dims or 4 in each.array.dims[:-1]:
-            assert each.axes == ("model",), each
-    gathered = [x for x in found if x.kind == "all-gather"]
+        if 9 in crossing.array.dims or 4 in crossing.array.dims[:-1]:
+            assert crossing.axes == ("model",), crossing
+    gathered = [x for x in crossings if x.kind == "all-gather"]
     assert gathered
     assert all(x.axes == ("data",) for x in gathered)
 
@@ -151,9 +153,9 @@ def test_weights_gathered_in_steps_change_no_number():
     with jax.set_mesh(mesh):
         compiled = jax.jit(program).lower(placed, batch).compile()
         assert_close(compiled(placed, batch), expected)
-    found = collectives(hlo.parse(compiled.as_text()), {"data": 4, "model": 1})
+    crossings = collectives(hlo.parse(compiled.as_text()), {"data": 4, "model": 1})
     # Of each weight a half, then the whole.
-    gathered = sorted(x.array.dims for x in found if x.kind == "all-gather")
+    gathered = sorted(x.array.dims for x in crossings if x.kind == "all-gather")
     assert len(gathered) % 2 == 0
     loss_fn = make_divided_loss_fn(_TIED, Layout(steps=(2,)))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"steps=\(2,\) do not"):
@@ -184,8 +186,8 @@ def test_positions_on_several_devices_change_no_number(config, axes):
     np.testing.assert_allclose(loss, expected[0][0], rtol=1e-5)
     assert_close((aux, grads), (expected[0][1], expected[1]), atol=1e-5)
     # Keys and values of all positions are gathered, over that axis alone.
-    found = collectives(hlo.parse(compiled.as_text()), axes)
-    gathered = {x.axes for x in found if x.kind == "all-gather"}
+    crossings = collectives(hlo.parse(compiled.as_text()), axes)
+    gathered = {x.axes for x in crossings if x.kind == "all-gather"}
     assert ("sequence",) in gathered
     assert not any("model" in axes for axes in gathered)
 
@@ -207,10 +209,10 @@ def test_bfloat16_gradients_of_a_divided_loss_are_as_long_as_those_of_the_plain_
     def plain(hidden, head):
         return cross_entropy(hidden, head, targets, 2048)[0]
 
-    own, expected = (
+    actual, expected = (
         jax.jit(jax.grad(loss, (0, 1)))(hidden, head) for loss in (divided, plain)
     )
-    for x, y in zip(own, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         x, y = (np.asarray(z, np.float64).ravel() for z in (x, y))
         np.testing.assert_allclose(x @ y / (y @ y), 1, atol=1e-3)
 

@@ -343,32 +343,33 @@ class Explored:
 def explore(num, num_faults, rounds, min_regions=1, limit_s=float("inf"), every=1):
     """Visit all runs; raises `Broken` with the faults that lead there."""
     visited: dict[bytes, int] = {}
-    found, began_s = Explored(), time.monotonic()
+    explored = Explored()
+    began_s = time.monotonic()
     stack = [(packed(World(num, min_regions)), num_faults, ())]
     while stack:
         if time.monotonic() - began_s > limit_s:
-            return found, False
+            return explored, False
         state, left, path = stack.pop()
         if visited.get(state, -1) >= left:
             continue
         visited[state] = left
-        found.states += 1
+        explored.states += 1
         try:
-            after = list(rounds_from(state, left, found))
+            after = list(rounds_from(state, left, explored))
             if not after or pickle.loads(state).round >= rounds:
-                found.ends += 1
-                if found.ends % every == 0:
+                explored.ends += 1
+                if explored.ends % every == 0:
                     settles(pickle.loads(state))
                 continue
         except Broken as error:
             raise Broken(
                 f"{error}; after {(*path, *getattr(error, 'at', ()))}"
             ) from error
-        stack += [(new, left - cost, (*path, *told)) for new, cost, told in after]
-    return found, True
+        stack += [(new, left - cost, (*path, *events)) for new, cost, events in after]
+    return explored, True
 
 
-def rounds_from(state, left, found):
+def rounds_from(state, left, explored):
     """Yield `(state, faults, what they were)` of all next rounds."""
     number = pickle.loads(state).round
     strikes = [()]
@@ -394,16 +395,16 @@ def rounds_from(state, left, found):
                 for kinds in itertools.product(OF_A_MESSAGE, repeat=count):
                     world = pickle.loads(base)
                     faults = dict(zip(places, kinds, strict=True))
-                    told = [(number, *x) for x in (*struck, *faults.items())]
+                    events = [(number, *x) for x in (*struck, *faults.items())]
                     try:
                         sent = play(world, faults)
                     except Broken as error:
-                        error.at = told
+                        error.at = events
                         raise
-                    found.rounds += 1
+                    explored.rounds += 1
                     if not count:
                         num = sent
-                    yield packed(world), len(struck) + count, told
+                    yield packed(world), len(struck) + count, events
 
 
 def main():
@@ -413,16 +414,21 @@ def main():
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--limit_s", type=float, default=float("inf"))
-    own = parser.parse_args()
+    options = parser.parse_args()
     began_s = time.monotonic()
-    found, is_all = explore(
-        own.members, own.faults, own.rounds, own.min_regions, own.limit_s, own.every
+    explored, is_all = explore(
+        options.members,
+        options.faults,
+        options.rounds,
+        options.min_regions,
+        options.limit_s,
+        options.every,
     )
     print(
-        f"{own.members} members, {own.faults} faults in {own.rounds} rounds, "
-        f"min_regions={own.min_regions}: {found.states} states, {found.rounds} rounds, "
-        f"{found.ends} last states, {time.monotonic() - began_s:.0f} s"
-        + ("" if is_all else ", not all")
+        f"{options.members} members, {options.faults} faults in {options.rounds} "
+        f"rounds, min_regions={options.min_regions}: {explored.states} states, "
+        f"{explored.rounds} rounds, {explored.ends} last states, "
+        f"{time.monotonic() - began_s:.0f} s" + ("" if is_all else ", not all")
     )
 
 

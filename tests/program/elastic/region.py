@@ -68,13 +68,14 @@ class Toy:
 
 def main():
     """Train until killed or superseded; return the exit code."""
-    own = json.loads(sys.argv[1])
-    timing = Timing(**own["timing"])
+    settings = json.loads(sys.argv[1])
+    timing = Timing(**settings["timing"])
     place = Place(
-        own["region"], tuple(own["addresses"]), b"k" * 32, timing,
-        via=own["via"], regions=own["regions"],
+        settings["region"], tuple(settings["addresses"]), b"k" * 32, timing,
+        via=settings["via"], regions=settings["regions"],
     )  # fmt: skip
-    folder, last_boot = pathlib.Path(own["folder"]), None
+    folder = pathlib.Path(settings["folder"])
+    last_boot = None
     while True:
         with Link(place, "toy", 1000, is_announced=False, last_boot=last_boot) as link:
             link.hears_others(8 * timing.beat_s)
@@ -84,10 +85,11 @@ def main():
                     toy.begin(link.join(60))
                     toy.write(joined=toy.step, life=link.boot)
                     while True:
-                        toy.turn(own["step_s"], own["spoils_at"])
+                        toy.turn(settings["step_s"], settings["spoils_at"])
                 except LeftBehindError as error:
                     toy.write(left=str(error))
-                    last_boot, own["spoils_at"] = link.boot, None
+                    last_boot = link.boot
+                    settings["spoils_at"] = None
                 except SupersededError as error:
                     toy.write(ended=str(error))
                     print(error, file=sys.stderr)

@@ -14,9 +14,9 @@ from tests.program.elastic.explorer import Broken, explore
     [(2, 6, 1, 3), (2, 5, 2, 3), (3, 4, 2, 8)],
 )
 def test_every_run_with_one_fault_holds(num, rounds, min_regions, every):
-    found, is_all = explore(num, 1, rounds, min_regions, every=every)
+    explored, is_all = explore(num, 1, rounds, min_regions, every=every)
     assert is_all
-    assert found.ends > 20 * num
+    assert explored.ends > 20 * num
 
 
 @pytest.mark.parametrize(

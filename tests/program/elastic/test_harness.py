@@ -28,7 +28,7 @@ class Regions:
         if via:
             where = {"via": str(folder / "via"), "addresses": ()}
             (folder / "via").mkdir()
-        self.own = where | {
+        self.settings = where | {
             "regions": num,
             "folder": str(folder),
             "timing": TIMING,
@@ -38,8 +38,8 @@ class Regions:
         self.processes = []
 
     def start(self, region, **options):
-        own = json.dumps(self.own | {"region": region} | options)
-        command = [sys.executable, "-m", "tests.program.elastic.region", own]
+        settings = json.dumps(self.settings | {"region": region} | options)
+        command = [sys.executable, "-m", "tests.program.elastic.region", settings]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         process.region = region
         self.processes.append(process)

@@ -65,8 +65,8 @@ def test_all_processes_take_the_same_decisions(regions):
     assert single.agree(3) == 3
     assert at_once(lambda link: link.agree(5 + three.index(link)), three) == [5, 5, 5]
     sent = single.send((0, 4), b"a")
-    found = at_once(lambda link: link.send((0, 4), b"b").result(30), three)
-    assert all(dict(each.rows) == {0: b"a", 1: b"b"} for each in found)
+    decisions = at_once(lambda link: link.send((0, 4), b"b").result(30), three)
+    assert all(dict(decision.rows) == {0: b"a", 1: b"b"} for decision in decisions)
     assert dict(sent.result(30).rows) == {0: b"a", 1: b"b"}
     # A decision may come before it is asked for, and is kept until it is applied.
     single.send((1, 6), b"c")
@@ -146,7 +146,7 @@ def test_process_0_ends_the_waits_of_all_processes_of_a_region(regions):
     three[0].should_stop = lambda: True
     begin_s = time.monotonic()
     ends = at_once(lambda link: link.wait_for(link.send((0, 4), b"b")), three)
-    assert [dict(each.rows) for each in ends] == [{}] * 3
+    assert [dict(decision.rows) for decision in ends] == [{}] * 3
     assert time.monotonic() - begin_s < 2
     assert at_once(lambda link: link.at(5), three) == [{}] * 3
 

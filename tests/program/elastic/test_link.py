@@ -104,27 +104,29 @@ def test_a_flood_of_strangers_is_bounded_and_members_stay(monkeypatch, capfd):
     monkeypatch.setattr(sockets, "HANDSHAKE_MS", 2000)
     one, two = meeting.places(2)
     host, _, port = one.addresses[0].rpartition(":")
-    held = []
+    connections = []
     with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
         join(first, second)
         lost = second._channel._out[0].get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             for number in range(1000):
-                held.append(socket.create_connection((host, int(port)), timeout=10))
-                held[-1].sendall(b"\xff" + bytes(8))  # Of a greeting, no more.
+                connections.append(
+                    socket.create_connection((host, int(port)), timeout=10)
+                )
+                connections[-1].sendall(b"\xff" + bytes(8))  # Of a greeting, no more.
                 if number % 250 == 0:
                     mean([first, second], number + 4)
             assert len(first._channel._door._waiting) <= 2 * sockets._MAX_WAITING
             end = time.monotonic() + 4 * sockets.HANDSHAKE_MS / 1000
-            for each in held:  # What was let wait is given up in seconds.
-                each.settimeout(max(end - time.monotonic(), 0.01))
+            for connection in connections:  # What was let wait is given up in seconds.
+                connection.settimeout(max(end - time.monotonic(), 0.01))
                 with contextlib.suppress(ConnectionResetError):
-                    while each.recv(4096):  # ZeroMQ's own greeting, then the end.
+                    while connection.recv(4096):  # ZeroMQ's own greeting, then the end.
                         pass
             assert not lost.poll(0)
         finally:
-            for each in held:
-                each.close()
+            for connection in connections:
+                connection.close()
             lost.close()
     assert "have not shown the key" in capfd.readouterr().err
 

@@ -100,9 +100,9 @@ def test_the_difference_of_clocks_is_no_time(apart, latency, seconds):
     times.came(OTHER, SYNC, 3.0 + apart, 999.0)  # Again: the first time counts.
     times.decided(SYNC, [0, 1], 4.0)
     (report,) = times.due(4.0)
-    ((sender, found),) = report.seconds
+    ((sender, measured),) = report.seconds
     assert sender == 1
-    assert math.isclose(found, seconds, abs_tol=1e-6)
+    assert math.isclose(measured, seconds, abs_tol=1e-6)
 
 
 def test_what_never_comes_is_told_after_a_while():
@@ -122,12 +122,12 @@ def test_the_matrix_of_what_all_have_told():
     times.told(1, m.Report(SYNC, ((0, 0.75),), 0.0), 0.0)
     assert times.finished([0, 1, 2], 1.0) == []
     times.told(2, m.Report(SYNC, ((0, 2.0), (1, 3.0)), 4.0), 1.0)
-    (found,) = times.finished([0, 1, 2], 1.0)
+    (measured,) = times.finished([0, 1, 2], 1.0)
     nan, inf = math.nan, math.inf
-    assert str(found.seconds) == str(
+    assert str(measured.seconds) == str(
         [[nan, 0.75, 2.0], [0.5, nan, 3.0], [0.25, inf, nan]]
     )
-    assert str(found.step_s) == str([1.0, nan, 4.0])
+    assert str(measured.step_s) == str([1.0, nan, 4.0])
     times.told(2, m.Report(SYNC, (), 0.0), 2.0)  # What is done is done.
     assert times.finished([0, 1, 2], 99.0) == []
 
@@ -137,8 +137,8 @@ def test_who_is_silent_is_no_sender_and_no_receiver():
     times.told(0, m.Report(SYNC, ((1, 0.5),), 1.0), 0.0)
     times.told(1, m.Report(SYNC, ((0, 0.75),), 1.0), 0.0)
     assert times.finished([0, 1, 2], 4.0) == []
-    (found,) = times.finished([0, 1, 2], 4.5)
+    (measured,) = times.finished([0, 1, 2], 4.5)
     nan, inf = math.nan, math.inf
-    assert str(found.seconds) == str(
+    assert str(measured.seconds) == str(
         [[nan, 0.75, inf], [0.5, nan, inf], [inf, inf, nan]]
     )

@@ -65,19 +65,19 @@ def test_no_more_than_the_head_is_read_of_what_is_too_long():
 
 def test_a_large_message_is_one_object_for_all(tmp_path):
     rows = [os.urandom(objects._FIRST_BYTES + 100) for _ in range(3)]
-    channels = [Objects(each, 1, 1 << 20) for each in places(3, tmp_path)]
+    channels = [Objects(place, 1, 1 << 20) for place in places(3, tmp_path)]
     channels[0].send([1, 2], [b"a", rows[0]])
     channels[1].send([2], [b"b", rows[1], b""])
-    found = [[], [], []]
+    arrived = [[], [], []]
 
     def all_there():
         for region, channel in enumerate(channels):
-            found[region] += channel.receive(0.01)
-        return len(found[1]) == 1 and len(found[2]) == 2
+            arrived[region] += channel.receive(0.01)
+        return len(arrived[1]) == 1 and len(arrived[2]) == 2
 
     wait_until(all_there)
-    assert found[:2] == [[], [[b"a", rows[0]]]]
-    assert sorted(found[2]) == [[b"a", rows[0]], [b"b", rows[1], b""]]
+    assert arrived[:2] == [[], [[b"a", rows[0]]]]
+    assert sorted(arrived[2]) == [[b"a", rows[0]], [b"b", rows[1], b""]]
     assert len(list(tmp_path.iterdir())) == 2
     for channel in channels:
         channel.close()
@@ -128,7 +128,7 @@ def test_a_store_that_fails_now_and_then_is_asked_again(tmp_path, capfd):
 
 
 def test_what_fitted_of_a_write_that_failed_is_removed(tmp_path, monkeypatch):
-    one, _ = (Objects(each, 1, 1000) for each in places(2, tmp_path))
+    one, _ = (Objects(place, 1, 1000) for place in places(2, tmp_path))
     failed = mock.Mock(side_effect=OSError("no space"))
     monkeypatch.setattr(stores.os, "replace", failed)
     one.send([1], [b"a"])
@@ -136,7 +136,7 @@ def test_what_fitted_of_a_write_that_failed_is_removed(tmp_path, monkeypatch):
 
 
 def test_what_could_not_be_read_is_read_again(tmp_path, capfd):
-    one, two = (Objects(each, 1, 1 << 20) for each in places(2, tmp_path))
+    one, two = (Objects(place, 1, 1 << 20) for place in places(2, tmp_path))
     read, failed = two._store.read, set()
 
     def reads_twice(name, start, end):

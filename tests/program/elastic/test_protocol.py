@@ -266,16 +266,16 @@ def test_a_request_to_join_that_a_beat_overtook_changes_nothing():
 
 def test_what_one_survivor_knows_of_a_dead_coordinator_holds_for_all():
     world = settled(3)
-    told = until(world, messages.Choice)
-    dest, sender, _, choice = world.network[told]
+    at_choice = until(world, messages.Choice)
+    dest, sender, _, choice = world.network[at_choice]
     assert sender == 0
-    for at in reversed(range(told)):  # What the coordinator has sent before.
+    for at in reversed(range(at_choice)):  # What the coordinator has sent before.
         if world.network[at][0] == dest and isinstance(
             world.network[at][3], messages.Row
         ):
             world.deliver(at)
-            told -= 1
-    world.deliver(told)
+            at_choice -= 1
+    world.deliver(at_choice)
     world.kill(0)  # Before the other one hears of it.
     world.settle(30)
     assert world.members[1].coordinator == 1
@@ -286,8 +286,8 @@ def test_what_one_survivor_knows_of_a_dead_coordinator_holds_for_all():
 
 def test_what_nobody_knows_is_decided_anew_without_the_dead():
     world = settled(3)
-    told = until(world, messages.Choice)
-    sync = world.network[told][3].sync
+    at_choice = until(world, messages.Choice)
+    sync = world.network[at_choice][3].sync
     world.kill(0)
     world.settle(30)
     assert set(world.logs[1][sync]) == {1, 2}
@@ -560,7 +560,7 @@ def test_what_is_kept_for_a_straggler_has_an_end(straggler):
         world.turn(others)
         books = [world.members[r]._book for r in range(3)]
         tables = [(b.decided, b.rows, b.own, b.choices, b.quorum_s) for b in books]
-        kept.append(max(len(table) for each in tables for table in each))
+        kept.append(max(len(table) for of_book in tables for table in of_book))
     assert max(kept) == max(kept[:60]) <= 8 + 3
     assert "behind the others" in world.members[straggler].why_left
     assert all(set(world.members[r].view.seats) == others for r in others)
