@@ -110,7 +110,8 @@ def test_every_document_is_on_one_side(tmp_path, suffix):
     (folder / "dataset_info.json").write_text("{}")
     (folder / "state.json").write_text("{}")
     corpus = open_corpus(config_of(folder, tmp_path))
-    train, held = list(corpus.train), list(corpus.validation)
+    train = list(corpus.train)
+    held = list(corpus.validation)
     assert sorted(train + held) == sorted(TEXTS)
     assert 70 < len(held) < 170  # binomial(600, 0.2), five standard deviations
     assert [t for t in TEXTS if t in train] != train  # In another order.
@@ -284,7 +285,8 @@ def test_without_pyarrow_it_is_named(tmp_path, monkeypatch):
 
 
 def test_byte_order_marks_of_json_lines_are_passed_over(tmp_path):
-    mark, lines = b"\xef\xbb\xbf", json_lines(TEXTS)
+    mark = b"\xef\xbb\xbf"
+    lines = json_lines(TEXTS)
     (tmp_path / "a.jsonl").write_bytes(lines)
     plain = JsonLines(*_json_file(tmp_path / "a.jsonl"))
     # The second mark begins a file that was appended to the first.

@@ -14,7 +14,8 @@ class _Texts:
     """Documents that count how often they are read."""
 
     def __init__(self, texts):
-        self._texts, self.num_reads = texts, 0
+        self._texts = texts
+        self.num_reads = 0
 
     def __len__(self):
         return len(self._texts)

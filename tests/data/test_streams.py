@@ -12,7 +12,8 @@ from cocodc_jax.data import DataConfig, load
 from cocodc_jax.data.corpora.corpus import open_corpus
 from cocodc_jax.data.corpora.row_files import RecordError
 
-LENGTH, BATCH = 15, 4
+LENGTH = 15
+BATCH = 4
 
 
 @pytest.fixture(scope="module")

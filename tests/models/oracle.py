@@ -50,7 +50,8 @@ def logits(config, params, tokens):
             for i in range(width // 2):
                 angle = t * config.rope_theta ** (-2 * i / width)
                 spin = np.exp(1j * angle) * (vector[i] + 1j * vector[i + width // 2])
-                turned[t, i], turned[t, i + width // 2] = spin.real, spin.imag
+                turned[t, i] = spin.real
+                turned[t, i + width // 2] = spin.imag
         return turned
 
     def head_of(x, kernel, index, scale=None):

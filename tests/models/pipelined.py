@@ -19,7 +19,8 @@ from cocodc_jax.models.transformer import bind
 from tests.numerics import assert_all_close
 
 # Nine positions: no number of stages here divides them.
-BATCH, LENGTH = 8, 9
+BATCH = 8
+LENGTH = 9
 CONFIG = TransformerConfig(
     vocab_size=32, num_layers=4, width=16, mlp_width=24, num_heads=2, num_kv_heads=2
 )

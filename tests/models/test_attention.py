@@ -106,7 +106,8 @@ def test_blocks_of_queries_are_plain_attention_of_fewer_pairs(length):
 
         return jax.jit(everything).lower(query, key, value).compile()
 
-    plain, blocks = compiled("plain"), compiled("blocks")
+    plain = compiled("plain")
+    blocks = compiled("blocks")
     qkv = (query, key, value)
     assert_all_close(blocks(*qkv), plain(*qkv), rtol=1e-4, atol=1e-4)
     flops = [program.cost_analysis()["flops"] for program in (blocks, plain)]

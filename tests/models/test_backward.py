@@ -65,22 +65,27 @@ def test_gradients_are_those_of_jax_up_to_rounding(changes, tolerance):
 
 def test_gradients_of_a_product_are_its_formula():
     """y = x W: gradients g W' and x' g, summed over sequences and positions."""
-    x, w, g = _draw((2, 5, 3), 0), _draw((3, 4), 1), _draw((2, 5, 4), 2)
+    x = _draw((2, 5, 3), 0)
+    w = _draw((3, 4), 1)
+    g = _draw((2, 5, 4), 2)
     y, pull = jax.vjp(lambda x, w: product(x, w, "cpu"), x, w)
     grad_x, grad_w = pull(g)
     np.testing.assert_allclose(y, np.asarray(x) @ np.asarray(w), rtol=1e-5)
     np.testing.assert_allclose(grad_x, np.asarray(g) @ np.asarray(w).T, rtol=1e-5)
-    flat_x, flat_g = np.asarray(x).reshape(-1, 3), np.asarray(g).reshape(-1, 4)
+    flat_x = np.asarray(x).reshape(-1, 3)
+    flat_g = np.asarray(g).reshape(-1, 4)
     np.testing.assert_allclose(grad_w, flat_x.T @ flat_g, rtol=1e-4, atol=1e-6)
 
 
 def test_a_weights_gradient_turns_the_tokens_and_not_the_gradient():
     """In the program: what is transposed is x, once for two weights that read it."""
-    x, w = _draw((4, 8, 16), 0), _draw((16, 64), 1)
+    x = _draw((4, 8, 16), 0)
+    w = _draw((16, 64), 1)
 
     def turned(backward):
         def loss(w):
-            a, b = product(x, w["a"], backward), product(x, w["b"], backward)
+            a = product(x, w["a"], backward)
+            b = product(x, w["b"], backward)
             return jnp.sum(jnp.sin(a) * jnp.cos(b))
 
         program = jax.jit(jax.grad(loss)).lower({"a": w, "b": w}).as_text()
@@ -93,7 +98,8 @@ def test_a_weights_gradient_turns_the_tokens_and_not_the_gradient():
 
 @pytest.mark.parametrize("backward", ["plain", "cpu"])
 def test_a_spread_number_scales_its_row(backward):
-    x, row = _draw((2, 5, 1), 0), _draw((2, 5, 7), 1)
+    x = _draw((2, 5, 1), 0)
+    row = _draw((2, 5, 7), 1)
 
     def total(x):
         return jnp.sum(row * spread(x, 7, backward))

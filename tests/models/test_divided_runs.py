@@ -12,7 +12,9 @@ from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.train.run_steps import run_steps as run
 from tests.numerics import assert_all_close
 
-STEPS, BATCH, LENGTH = 3, 4, 8
+STEPS = 3
+BATCH = 4
+LENGTH = 8
 CONFIG = PRESETS["smoke"].replace(
     method="diloco", sync_interval=STEPS, steps=100, warmup_steps=1, eval_batches=2,
     regions=2, stages=2, microbatches=2, scan_layers=True, stage_subspace=4,
@@ -74,7 +76,8 @@ def trained(num_steps=STEPS, **axes):
     state = program.init(params, jax.random.key(4))
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, (num_steps, 2, BATCH, LENGTH + 1)).astype(np.int32)
-    losses, num_tokens = [], []
+    losses = []
+    num_tokens = []
     for new, output in run(program, state, iter(tokens), num_steps):
         state = new
         losses += np.asarray(output.losses).tolist()

@@ -61,7 +61,8 @@ def test_a_mixture_is_a_loop_over_its_experts(dispatch, num_tokens, num_experts,
 @pytest.mark.parametrize("dispatch", ["ragged", "blocks"])
 def test_gradients_of_a_mixture_are_those_of_all_experts_masked(dispatch):
     rng = np.random.default_rng(1)
-    x, router = rng.normal(size=(21, 6)), rng.normal(size=(6, 4))
+    x = rng.normal(size=(21, 6))
+    router = rng.normal(size=(6, 4))
     weights = _weights(rng, 4, 6, 5)
     like = rng.normal(size=x.shape)
 
@@ -88,8 +89,10 @@ def test_gradients_of_a_mixture_are_those_of_all_experts_masked(dispatch):
 
 def test_the_kernel_of_tpus_sums_each_group():
     """Interpreted: what gradients of weights are made of there, an empty group too."""
-    rng, sizes = np.random.default_rng(0), np.array([10, 0, 30, 24], np.int32)
-    rows, grad = rng.normal(size=(64, 8)), rng.normal(size=(64, 12))
+    rng = np.random.default_rng(0)
+    sizes = np.array([10, 0, 30, 24], np.int32)
+    rows = rng.normal(size=(64, 8))
+    grad = rng.normal(size=(64, 12))
     products = dispatching.tgmm(
         jnp.float32(rows.T), jnp.float32(grad), sizes,
         preferred_element_type=jnp.float32, tiling=(64, 512, 512), interpret=True,
@@ -126,7 +129,8 @@ def test_scanned_and_unscanned_layers_are_one_model(changed):
     np.testing.assert_allclose(loss, other_loss, rtol=1e-6)
     np.testing.assert_allclose(aux["expert_load"], other_aux["expert_load"], rtol=1e-6)
     for layer in layers:
-        grad, other = layer_of(grads["blocks"], layer), others["blocks"][layer]
+        grad = layer_of(grads["blocks"], layer)
+        other = others["blocks"][layer]
         assert_all_close(grad, other, rtol=1e-3, atol=1e-6)
         assert ("moe" in other) == scanned.has_experts(layer)
 
@@ -179,7 +183,8 @@ def test_router_losses_change_gradients_and_not_the_loss():
 
 def test_counts_add_up_the_batches_that_experts_were_given():
     optimizer = experts.counting(optax.adamw(1e-2, weight_decay=0.5))
-    params, steps = drawn_params(_MOE), 3
+    params = drawn_params(_MOE)
+    steps = 3
     state = optimizer.init(params)
     total = np.zeros((2, 4))
     for seed in range(steps):
@@ -216,7 +221,8 @@ def test_devices_that_share_a_region_compute_the_same(dispatch, axes):
     config = dataclasses.replace(
         _MOE, shared_experts=1, expert_dispatch=dispatch, balance_loss=0.5
     )
-    tokens, params = _tokens(16, 17), jax.tree.map(np.copy, drawn_params(config))
+    tokens = _tokens(16, 17)
+    params = jax.tree.map(np.copy, drawn_params(config))
     # A feature that all tokens have, and two experts that want it: rounds follow.
     params["embedding"][:, 0] = 4
     router = params["blocks"]["moe"]["router"]
@@ -247,7 +253,8 @@ def test_tokens_cross_to_their_experts_and_back_and_experts_are_not_gathered():
     # Rows, their experts, and back; the cotangents of rows; a round takes all.
     crossed = re.findall(r":(\w+\[[\d,]+\]) = all_to_all\[", text)
     room = dispatching.rows_of_a_round(1 * 8 * 2, 2)
-    rows, ids = f"f32[{2 * room},16]", f"i32[{2 * room}]"
+    rows = f"f32[{2 * room},16]"
+    ids = f"i32[{2 * room}]"
     assert sorted(crossed) == [rows] * 4 + [ids]
     # A device's own two experts, over data alone.
     gathered = re.findall(r":(\w+\[[\d,]+\]) = all_gather\[\s*all_gather_dim", text)

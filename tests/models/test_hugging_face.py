@@ -177,7 +177,8 @@ def change_tensors(folder, change):
 
 
 def test_other_tensors_are_refused_by_name(folder):
-    name, odd = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.bias"
+    name = "model.layers.1.mlp.up_proj.weight"
+    odd = "model.layers.1.mlp.bias"
     old = "model.layers.0.self_attn.rotary_emb.inv_freq"
     change_tensors(folder, lambda t: t.update({old: np.ones(2, np.float32)}))
     hugging_face.check(folder, APART)

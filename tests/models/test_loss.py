@@ -13,7 +13,8 @@ from cocodc_jax.models.loss import cross_entropy
 from tests.jaxprs import equations
 from tests.numerics import assert_all_close
 
-_WIDTH, _VOCAB = 8, 50
+_WIDTH = 8
+_VOCAB = 50
 _compiled = jax.jit(cross_entropy, static_argnums=3)
 
 
@@ -27,7 +28,8 @@ def _example(batch, length, seed=0):
 
 def _oracle(hidden, head, targets):
     logits = hidden.astype(np.float64) @ head.astype(np.float64)
-    loss, correct = [], []
+    loss = []
+    correct = []
     for row, target in zip(logits.reshape(-1, _VOCAB), targets.ravel(), strict=True):
         loss.append(np.log(np.exp(row - row.max()).sum()) + row.max() - row[target])
         correct.append(np.argmax(row) == target)
@@ -83,7 +85,8 @@ def test_gradient_is_softmax_minus_one_hot(batch, length, chunk_tokens):
 
 
 def test_whole_logits_never_exist_when_chunked():
-    batch, length = 2, 64
+    batch = 2
+    length = 64
     num_logits = batch * length * _VOCAB
     assert _largest_float32(_grad_jaxpr(10_000, batch, length)) >= num_logits
     assert _largest_float32(_grad_jaxpr(16, batch, length)) < num_logits / 4

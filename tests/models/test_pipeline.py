@@ -178,7 +178,9 @@ class TestProgram:
 
 
 class TestRouting:
-    STAGES, MICROBATCHES, REGIONS = 2, 2, 4
+    STAGES = 2
+    MICROBATCHES = 2
+    REGIONS = 4
 
     @classmethod
     @functools.cache

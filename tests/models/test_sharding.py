@@ -79,7 +79,8 @@ def _over_regions(mesh, step, **options):
 
 def test_sharded_step_equals_the_unsharded_one():
     params, tokens, expected = _of_one_region(_CONFIG)
-    mesh, program = _mesh(data=2, model=2), jax.jit(_step(_CONFIG))
+    mesh = _mesh(data=2, model=2)
+    program = jax.jit(_step(_CONFIG))
     placed = place(mesh, params, partition_specs(params))
     batch = jax.device_put(tokens, NamedSharding(mesh, P("data")))
     shared, alone = (

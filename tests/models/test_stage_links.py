@@ -60,7 +60,8 @@ def by_hand(text):
         return compressor.decode(message), state
 
     def way(values):
-        state, came = compressor.init(values[0]), []
+        state = compressor.init(values[0])
+        came = []
         for x in values:
             y, state = send(x, state)
             sent.append(np.asarray(y))
@@ -150,7 +151,8 @@ def test_a_subspace_and_a_codec_go_together():
 
 
 def test_routed_gradients_come_back_the_way_that_messages_went():
-    regions, mesh = 2, make_mesh(2, stage=2)
+    regions = 2
+    mesh = make_mesh(2, stage=2)
     loss_fn = make_pipelined_loss_fn(
         CONFIG, 2, 4, num_routed_regions=regions, codec=build_codec("none")
     )

@@ -149,7 +149,8 @@ class TestPipeline:
         start = self.start()
         results = []
         for program in (pipelined, plain):
-            params, state = start, init(start)
+            params = start
+            state = init(start)
             with jax.set_mesh(make_mesh(1, stage=4)):
                 for way in (1, -1, 1, -1, 1):
                     _, grads = program(params, tokens()[::way], KEY)
@@ -171,7 +172,8 @@ class TestPipeline:
 @pytest.mark.parametrize("subspace", [None, NARROW])
 @pytest.mark.parametrize("config", [CONFIG, BFLOAT16])
 def test_bytes_are_those_of_the_messages(config, subspace):
-    stages, microbatches = 4, 2
+    stages = 4
+    microbatches = 2
     with jax.set_mesh(make_mesh(1, stage=stages)):
         program = step(
             make_pipelined_loss_fn(config, stages, microbatches, subspace=subspace)

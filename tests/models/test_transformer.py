@@ -83,7 +83,8 @@ def test_loss_predicts_the_next_token():
 
 def test_scanned_and_unscanned_models_are_one():
     scanned = dataclasses.replace(_UNTIED, scan_layers=True)
-    tokens, params = _tokens(2, 9), drawn_params(scanned)
+    tokens = _tokens(2, 9)
+    params = drawn_params(scanned)
     unstacked = oracle.unstacked(scanned, params)
     np.testing.assert_allclose(
         _logits(scanned, params, tokens), _logits(_UNTIED, unstacked, tokens),
@@ -120,7 +121,8 @@ def _num_products(config, params, tokens):
 
 @pytest.mark.parametrize("base", [_SMALL, _UNTIED], ids=["scanned", "unscanned"])
 def test_rematerialisation_repeats_products(base):
-    tokens, params = _tokens(2, 9), drawn_params(base)
+    tokens = _tokens(2, 9)
+    params = drawn_params(base)
     plain, dots, full = (
         _num_products(dataclasses.replace(base, remat=remat), params, tokens)
         for remat in ("none", "dots", "full")
@@ -135,14 +137,16 @@ def test_rematerialisation_repeats_products(base):
     ("base", "remat"), [(_SMALL, "dots"), (_SMALL, "full"), (_UNTIED, "full")]
 )
 def test_rematerialisation_keeps_gradients(base, remat):
-    tokens, params = _tokens(2, 9), drawn_params(base)
+    tokens = _tokens(2, 9)
+    params = drawn_params(base)
     again = _grad(dataclasses.replace(base, remat=remat), params, tokens)
     assert_all_close(again, _grad(base, params, tokens), rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_kept_with_the_host_changes_no_gradient():
     """JAX's CPU has that kind of memory too; products are those of remat=attention."""
-    tokens, params = _tokens(2, 9), drawn_params(_SMALL)
+    tokens = _tokens(2, 9)
+    params = drawn_params(_SMALL)
     near, far = (
         dataclasses.replace(_SMALL, remat=remat) for remat in ("attention", "offload")
     )
@@ -170,7 +174,8 @@ def test_rms_norm_against_numpy():
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
     config = dataclasses.replace(_SMALL, compute_dtype="bfloat16", vocab_size=31)
-    params, tokens = drawn_params(config), _tokens(2, 9)
+    params = drawn_params(config)
+    tokens = _tokens(2, 9)
     grad = jax.eval_shape(functools.partial(_grad, config), params, tokens)
     assert {leaf.dtype for leaf in jax.tree.leaves(grad)} == {np.dtype(np.float32)}
     logits = _logits(config, params, tokens)
@@ -198,7 +203,8 @@ def test_init_deviations_follow_fan_in_and_depth():
 
 def test_forward_over_reverse_gives_the_same_with_chunks_and_repeated_products():
     plain = dataclasses.replace(_UNTIED, num_layers=1)
-    params, tokens = drawn_params(plain), _tokens(2, 8)
+    params = drawn_params(plain)
+    tokens = _tokens(2, 8)
     along = jax.tree.map(lambda x: np.cos(10 * x), params)
 
     def product(config):

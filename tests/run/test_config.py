@@ -28,17 +28,22 @@ def test_presets_survive_json(name):
     assert TrainConfig.from_json(json.loads(dumps(config.to_json()))) == config
 
 
-def test_from_json_refuses_unknown_keys_and_sections_that_are_missing():
-    value = SMOKE.to_json()
-    no_width = {name: x for name, x in value["model"].items() if name != "width"}
-    for change, why in (
-        ({"run": value["run"] | {"stepz": 3}}, r"section 'run'.*stepz"),
-        ({"model": no_width}, r"section 'model'.*width"),
+WRITTEN = SMOKE.to_json()
+NO_WIDTH = {name: x for name, x in WRITTEN["model"].items() if name != "width"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"run": WRITTEN["run"] | {"stepz": 3}}, r"section 'run'.*stepz"),
+        ({"model": NO_WIDTH}, r"section 'model'.*width"),
         ({"data": None}, "section 'data' is None"),
         ({"more": {}}, "expected"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            TrainConfig.from_json(value | change)
+    ],
+)
+def test_from_json_refuses_unknown_keys_and_sections_that_are_missing(change, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig.from_json(WRITTEN | change)
 
 
 def test_a_field_that_an_older_file_lacks_takes_its_default():

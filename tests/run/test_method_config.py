@@ -143,27 +143,34 @@ def test_help_names_the_methods_where_they_are_few():
     assert ARGUMENTS["outer_placement"].type is str
 
 
-def test_an_argument_without_explanation_or_type_is_refused():
-    def silent(zeal: int = 1):
-        """A method."""
+def silent(zeal: int = 1):
+    """A method."""
 
-    def untyped(zeal=1):
-        """A method.
 
-        Args:
-          zeal: of it.
-        """
+def untyped(zeal=1):
+    """A method.
 
-    for method, why in ((silent, "is not documented"), (untyped, "has no type")):
-        name = method.__name__
-        with pytest.raises(ValueError, match=f"'zeal' of method '{name}' {why}"):
-            method_config.method_leaves({name: method})
+    Args:
+      zeal: of it.
+    """
+
+
+@pytest.mark.parametrize(
+    ("method", "why"), [(silent, "is not documented"), (untyped, "has no type")]
+)
+def test_an_argument_without_explanation_or_type_is_refused(method, why):
+    name = method.__name__
+    with pytest.raises(ValueError, match=f"'zeal' of method '{name}' {why}"):
+        method_config.method_leaves({name: method})
 
 
 def test_types_of_leaves():
     assert leaf_type(int, int | None) is int
     assert leaf_type(int | str | None) == leaf_type(str, int) == COUNT_OR_WORD
     assert leaf_type(str | cc.methods.Method) is str
-    for wrong in ((int, float), (list,), (bool, str)):
-        with pytest.raises(ValueError, match="no flag can be made for"):
-            leaf_type(*wrong)
+
+
+@pytest.mark.parametrize("annotations", [(int, float), (list,), (bool, str)])
+def test_types_that_no_flag_has(annotations):
+    with pytest.raises(ValueError, match="no flag can be made for"):
+        leaf_type(*annotations)

@@ -54,7 +54,9 @@ OF_A_REGION = (
     ("again ahead", 0),
     ("again behind", 0),
 )
-LISTENS, SETTLES, AT_ONCE = 2, 90, 2
+LISTENS = 2
+SETTLES = 90
+AT_ONCE = 2
 
 
 class Unmeasured:
@@ -99,7 +101,9 @@ class World:
     """All lives, and the messages on their way; a value that can be copied."""
 
     def __init__(self, num, min_regions):
-        self.num, self.round, self.boots = num, 0, 0
+        self.num = num
+        self.round = 0
+        self.boots = 0
         self.place = Place(0, (), b"k" * 32, TIMING, min_regions, via="/", regions=num)
         self.lives: list[Life] = []
         self.late: list = []
@@ -166,7 +170,8 @@ class World:
             if key not in self.copies:
                 return False
             life.log, life.waits, member.oldest_step, life.own_step = self.copies[key]
-            life.log, life.waits = dict(life.log), set(life.waits)
+            life.log = dict(life.log)
+            life.waits = set(life.waits)
         life.step = seat.since_step
         for sync in sorted(life.waits):
             member.expect(sync, float(self.round))
@@ -251,7 +256,8 @@ def play(world, faults):
     world.starts = [x for x in world.starts if x[0] > world.round]
     for region in due:
         world.start(region)
-    late, world.late = world.late, []
+    late = world.late
+    world.late = []
     for life in list(world.lives):
         if world.is_awake(life):
             if life.inbox:  # It wakes: it looks at the time before it reads.
@@ -263,7 +269,8 @@ def play(world, faults):
     while True:
         for life in list(world.lives):
             if world.is_awake(life):
-                waiting, life.inbox = life.inbox, []
+                waiting = life.inbox
+                life.inbox = []
                 for message in waiting:
                     world.deliver(message, life)
         if not world.sent:
@@ -303,7 +310,8 @@ def come_back(world):
             continue
         world.lives.remove(life)
         if not member.is_superseded:
-            boot, step = lives.returned(member.boot), life.step or 0
+            boot = lives.returned(member.boot)
+            step = life.step or 0
             world.start(member.region, boot, step, is_new=False)
 
 

@@ -23,8 +23,11 @@ class Toy:
     """A region's model and its means in flight."""
 
     def __init__(self, link, out):
-        self.link, self.out = link, out
-        self.step, self.outer, self.flights = 0, "start", {}
+        self.link = link
+        self.out = out
+        self.step = 0
+        self.outer = "start"
+        self.flights = {}
 
     def write(self, **line):
         self.out.write(json.dumps(line | {"time": time.time()}) + "\n")
@@ -37,7 +40,8 @@ class Toy:
     def begin(self, copy):
         if copy is None:
             return
-        self.step, self.outer = copy.step, copy.header["outer"]
+        self.step = copy.step
+        self.outer = copy.header["outer"]
         self.flights = {
             step: self.link.expect((0, step)) for step in copy.header["flights"]
         }

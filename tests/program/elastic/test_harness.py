@@ -23,7 +23,8 @@ class Regions:
     """Some regions as processes; a region may have several."""
 
     def __init__(self, folder, num, via):
-        self.folder, self.num = folder, num
+        self.folder = folder
+        self.num = num
         where = {"via": "", "addresses": free_addresses(num)}
         if via:
             where = {"via": str(folder / "via"), "addresses": ()}
@@ -127,7 +128,8 @@ def test_a_frozen_region_merges_nothing_alone_when_it_wakes(make):
 def test_of_two_lives_of_a_region_the_newer_goes_on(make, wakes):
     """The older is woken before the newer has its seat, or long after."""
     regions = make(2)
-    other, older = regions.start(0), regions.start(1)
+    other = regions.start(0)
+    older = regions.start(1)
     regions.synced(other, regions=[0, 1])
     older.send_signal(signal.SIGSTOP)
     regions.synced(other, num=3, regions=[0])

@@ -31,7 +31,8 @@ def at_once(act, things):
 
 def meet(place, num, make_link=None):
     """The links of all processes of a region."""
-    said, barrier = [None] * num, threading.Barrier(num)
+    said = [None] * num
+    barrier = threading.Barrier(num)
 
     def come(process):
         def gather(value):

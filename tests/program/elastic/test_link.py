@@ -214,7 +214,8 @@ def test_a_copy_is_of_the_life_that_admitted_a_region_or_it_waits():
 def test_every_wait_ends_when_the_region_is_asked_to_stop(wait):
     (place, _) = meeting.places(2)
     with Link(place, "run", 1000) as link:
-        waits, is_asked = concurrent.futures.Future(), threading.Event()
+        waits = concurrent.futures.Future()
+        is_asked = threading.Event()
         link.should_stop = is_asked.is_set
         link._member.is_needed = lambda now: True
         link._member.others_step = lambda now: 1

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from cocodc_jax.elastic import messages as m
 from cocodc_jax.elastic.times import Times
 
-NINE, SIX = m.Epoch(9, 2, 7), m.Epoch(6, 0, 5)
+NINE = m.Epoch(9, 2, 7)
+SIX = m.Epoch(6, 0, 5)
 VIEW = m.View(NINE, {0: m.Seat(5, 0, (0, 5)), 2: m.Seat(7, 40, (0, 5))})
 MARK = m.Mark((0, 4), 2**63 - 1, -0.5, 1.5)
 DECISION = m.Decision(NINE, (1, 30), {0: b"abc", 2: b"defg"})
@@ -86,7 +87,8 @@ def test_frames_and_regions_that_are_not_there(change):
 
 # --- What messages took ---
 
-ME, OTHER = 0, (1, 7)
+ME = 0
+OTHER = (1, 7)
 SYNC = (0, 10)
 
 
@@ -123,7 +125,8 @@ def test_the_matrix_of_what_all_have_told():
     assert times.finished([0, 1, 2], 1.0) == []
     times.told(2, m.Report(SYNC, ((0, 2.0), (1, 3.0)), 4.0), 1.0)
     (measured,) = times.finished([0, 1, 2], 1.0)
-    nan, inf = math.nan, math.inf
+    nan = math.nan
+    inf = math.inf
     assert str(measured.seconds) == str(
         [[nan, 0.75, 2.0], [0.5, nan, 3.0], [0.25, inf, nan]]
     )
@@ -138,7 +141,8 @@ def test_who_is_silent_is_no_sender_and_no_receiver():
     times.told(1, m.Report(SYNC, ((0, 0.75),), 1.0), 0.0)
     assert times.finished([0, 1, 2], 4.0) == []
     (measured,) = times.finished([0, 1, 2], 4.5)
-    nan, inf = math.nan, math.inf
+    nan = math.nan
+    inf = math.inf
     assert str(measured.seconds) == str(
         [[nan, 0.75, inf], [0.5, nan, inf], [inf, inf, nan]]
     )

@@ -98,7 +98,8 @@ def test_who_has_not_the_key_is_not_heard_and_said_once(tmp_path, capfd):
         (tmp_path / other).write_bytes(written.read_bytes())
         (tmp_path / "1-2-3-nothing of ours").mkdir()
         mean([one, two], 4)
-        said, errors = "is not signed with the key of this run", []
+        said = "is not signed with the key of this run"
+        errors = []
 
         def is_said():
             errors.append(capfd.readouterr().err)
@@ -121,7 +122,8 @@ def test_a_store_that_fails_now_and_then_is_asked_again(tmp_path, capfd):
     first, second = places(2, tmp_path)
     with Link(first, "run", 1000) as one, Link(second, "run", 1000) as two:
         join(one, two)
-        store, one._channel._store = one._channel._store, Failing()
+        store = one._channel._store
+        one._channel._store = Failing()
         for step in range(4, 12):
             mean([one, two], step)
     assert "503 try later" in capfd.readouterr().err
@@ -137,7 +139,8 @@ def test_what_fitted_of_a_write_that_failed_is_removed(tmp_path, monkeypatch):
 
 def test_what_could_not_be_read_is_read_again(tmp_path, capfd):
     one, two = (Objects(place, 1, 1 << 20) for place in places(2, tmp_path))
-    read, failed = two._store.read, set()
+    read = two._store.read
+    failed = set()
 
     def reads_twice(name, start, end):
         if (name, start) not in failed:
@@ -210,7 +213,9 @@ def test_a_store_whose_calls_hang_does_not_keep_the_others_waiting(tmp_path, cap
     timing = Timing(beat_s=0.05, dead_after_s=0.2)
     one, two = (Objects(x, 1, 1 << 20) for x in places(2, tmp_path, timing=timing))
     two._hangs_s = 0.3
-    read, ends, hung = two._store.read, threading.Event(), set()
+    read = two._store.read
+    ends = threading.Event()
+    hung = set()
 
     def hang(name, start, end):
         if len(hung) < 10:
@@ -229,7 +234,8 @@ def test_a_store_whose_calls_hang_does_not_keep_the_others_waiting(tmp_path, cap
     wait_until(lambda: not two._small._num_lost)
     # One hangs while the store is listed: other looks follow.
     ends.clear()
-    list_all, looks = two._store.list, []
+    list_all = two._store.list
+    looks = []
 
     def hang_once():
         looks.append(len(looks))
@@ -246,7 +252,8 @@ def test_a_store_whose_calls_hang_does_not_keep_the_others_waiting(tmp_path, cap
 
 
 def test_a_lane_begins_no_call_once_too_many_hang():
-    lane, ends = stores.Lane(2), threading.Event()
+    lane = stores.Lane(2)
+    ends = threading.Event()
     for _ in range(stores.MOST_LOST + 4):
         lane.submit(lambda: ends.wait(60), 0.0)
 

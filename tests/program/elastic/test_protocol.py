@@ -24,11 +24,18 @@ class World:
     """Some regions, and the messages between them."""
 
     def __init__(self, num, seed=0, min_regions=1, timing=TIMING):
-        self.random, self.num, self.now = random.Random(seed), num, 0.0
+        self.random = random.Random(seed)
+        self.num = num
+        self.now = 0.0
         self.place = Place(0, (), b"k" * 32, timing, min_regions, via="/", regions=num)
         self.boots = 0
-        self.members, self.logs, self.steps, self.waits = {}, {}, {}, {}
-        self.network, self.copies, self.own_steps = [], {}, {}
+        self.members = {}
+        self.logs = {}
+        self.steps = {}
+        self.waits = {}
+        self.network = []
+        self.copies = {}
+        self.own_steps = {}
         for region in range(num):
             self.boot(region)
 
@@ -38,7 +45,8 @@ class World:
         place = dataclasses.replace(self.place, region=region)
         self.members[region] = Member(place, self.boots, step, self.now)
         self.own_steps[region] = step
-        self.logs[region], self.steps[region] = {}, None
+        self.logs[region] = {}
+        self.steps[region] = None
         self.waits[region] = set()
 
     def post(self, region):
@@ -117,7 +125,8 @@ class World:
         for region, member in self.members.items():
             if member.is_in and self.steps[region] is not None:
                 other = first_of.setdefault(member.view.epoch, region)
-                log, first = self.logs[region], self.logs[other]
+                log = self.logs[region]
+                first = self.logs[other]
                 for sync in log.keys() & first.keys():
                     assert log[sync] == first[sync], (sync, region, other)
                 done = self.steps[region] - len(self.waits[region])
@@ -244,7 +253,8 @@ def test_a_request_to_join_that_a_beat_overtook_changes_nothing():
     world.kill(1)
     request = messages.Join(0, ())
     world.boot(1)
-    late, boot = world.members[1], world.members[0].boot
+    late = world.members[1]
+    boot = world.members[0].boot
     late.receive(0, boot, request, 1.0)
     assert not late.hears_others()
     epoch = messages.Epoch(1, 0, boot)
@@ -455,7 +465,9 @@ def test_a_copy_that_takes_long_is_waited_for_once(seconds):
     world.kill(2)
     world.settle(12)
     world.boot(2)
-    first, held, until_s = world.members[0].coordinator, [], 0.0
+    first = world.members[0].coordinator
+    held = []
+    until_s = 0.0
 
     def arrives(dest, sender):
         waits = (dest, sender) == (2, first) and world.now < until_s
@@ -466,7 +478,8 @@ def test_a_copy_that_takes_long_is_waited_for_once(seconds):
         if world.copies and not until_s:
             until_s = world.now + seconds
         if world.now >= until_s:
-            world.network, held = held + world.network, []
+            world.network = held + world.network
+            held = []
         world.turn(arrives=arrives)
     assert len(world.copies) == 1
     assert world.steps[2] > world.copies.popitem()[0][3] + 20
@@ -511,7 +524,8 @@ def part(world, last, stays):
     Returns:
       The regions whose messages the mean of that sync is of, as each region took it.
     """
-    finished, logs = set(), world.logs.copy()
+    finished = set()
+    logs = world.logs.copy()
     for _ in range(2000):
         for region, member in list(world.members.items()):
             if world.steps[region] < last:
@@ -555,7 +569,8 @@ def test_who_leaves_at_once_takes_its_decision_along():
 def test_what_is_kept_for_a_straggler_has_an_end(straggler):
     """Whether it coordinates or not; and it comes back to where the others are."""
     world = settled(3, timing=dataclasses.replace(TIMING, grace_s=1, max_behind=8))
-    others, kept = {0, 1, 2} - {straggler}, []
+    others = {0, 1, 2} - {straggler}
+    kept = []
     for _ in range(120):
         world.turn(others)
         books = [world.members[r]._book for r in range(3)]
@@ -601,7 +616,8 @@ def test_who_listens_for_long_before_it_asks_is_let_in():
     world.boot(1)
     world.members[1].is_announced = False
     world.settle(30)  # More than it takes to be missed.
-    epoch, seats = world.members[0].view.epoch.round, world.members[0].view.seats
+    epoch = world.members[0].view.epoch.round
+    seats = world.members[0].view.seats
     assert set(seats) == {0}
     world.members[1].announce(world.now)
     world.settle(10)
@@ -661,7 +677,8 @@ def test_a_start_with_a_clock_that_is_behind_learns_a_number_from_the_others(lis
     """If it speaks before it has heard them, it is taken for the older one."""
     world = settled(3)
     older = world.members[1]
-    boots, world.boots = world.boots, -9
+    boots = world.boots
+    world.boots = -9
     world.boot(1)
     world.boots = boots
     newer = world.members[1]
@@ -698,12 +715,17 @@ def test_a_life_that_was_frozen_at_its_start_does_not_take_a_number_above_others
 @pytest.mark.parametrize("who", ["another region", "another life", "another epoch"])
 def test_only_the_life_that_coordinates_a_view_decides_in_it(who):
     world = settled(3)
-    member, view = world.members[1], world.members[1].view
+    member = world.members[1]
+    view = world.members[1].view
     assert view.epoch.region == 0
-    sync, sender, boot, epoch = (0, 999), 0, view.epoch.boot, view.epoch
+    sync = (0, 999)
+    sender = 0
+    boot = view.epoch.boot
+    epoch = view.epoch
     member.offer(sync, b"own", world.now)
     if who == "another region":
-        sender, boot = 2, world.members[2].boot
+        sender = 2
+        boot = world.members[2].boot
     elif who == "another life":
         boot += 1
     else:
@@ -776,7 +798,8 @@ def test_rows_that_do_not_come_directly_are_asked_for_at_once(is_cut):
 
     for _ in range(8):  # It is noticed meanwhile.
         world.turn(arrives=arrives)
-    asked, steps = 0, dict(world.steps)
+    asked = 0
+    steps = dict(world.steps)
     for _ in range(20):
         for region in list(world.members):
             world.train(region)
