@@ -18,12 +18,12 @@ with extra("report"):
 
 _GREY = "#b0b0b0"
 _FAINT = "#d8d8d8"
-_FONT_SIZE = 8
+_FONT_SIZE = 10  # Readable on a phone.
 
 
 def last_loss_by_bytes(methods: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Plot the last evaluation loss against the bytes a region sent, on a log axis."""
-    figure = new_figure(height_in=5.0)
+    figure = new_figure(height_in=6.4, width_in=6.4)
     axes = figure.subplots()
     sent = {n: row["bytes_sent_per_region"]["mean"] for n, row in methods.items()}
     losses = {name: row["eval_loss"]["mean"] for name, row in methods.items()}

@@ -4,9 +4,9 @@
 
 writes to this folder: readme_tuned.png, loss against bytes of methods that are all
 tuned, from hold_small.json; readme_crossing.png, DiLoCo and Streaming DiLoCo on one
-simulated network; and, for docs/results, methods.png from compare_all.json and
-networks.png from networks.json. The simulation takes a second and is the same on every
-machine.
+simulated network; and, for docs/results, methods.png from compare_all.json,
+networks.png from networks.json, delay_cost.png and scaling.png from their JSON files
+(`studies.py`). The simulation takes a second and is the same on every machine.
 """
 
 import dataclasses
@@ -30,8 +30,10 @@ from cocodc_jax.report import palette, plots, points
 
 from .. import program
 from ..networks.report import slowdowns
+from . import studies
 
 RESULTS = pathlib.Path(__file__).parent
+WIDTH_IN = 6.4
 
 # As in docs/results/networks.md: the tiny preset, four regions, 20 Mbit/s, 50 ms.
 PARAMETERS = 838_784
@@ -70,24 +72,34 @@ _PLACES: Mapping[str, tuple[tuple[int, int], Literal["left", "right"]]] = {
 
 def main(folder: pathlib.Path = RESULTS) -> None:
     """Draw all pictures."""
-    comparison = json.loads((RESULTS / "compare_all.json").read_text())
+    comparison = _read("compare_all.json")
     # Some of the methods that were measured have been removed since.
     rows = {
         name: row
         for name, row in comparison["methods"].items()
         if name.partition("+")[0] in methods.METHODS
     }
-    plots.save_png(tuned(), str(folder / "readme_tuned.png"))
-    plots.save_png(points.last_loss_by_bytes(rows), str(folder / "methods.png"))
-    plots.save_png(crossing(), str(folder / "readme_crossing.png"))
-    measured = json.loads((RESULTS / "networks.json").read_text())
-    plots.save_png(slowdowns(measured["rows"]), str(folder / "networks.png"))
+    figures = {
+        "readme_tuned": tuned(),
+        "readme_crossing": crossing(),
+        "methods": points.last_loss_by_bytes(rows),
+        "networks": slowdowns(_read("networks.json")["rows"]),
+        "delay_cost": studies.left_of_delay(_read("delay_cost.json")),
+        "scaling": studies.laws(_read("scaling.json")),
+    }
+    for name, figure in figures.items():
+        plots.save_png(figure, str(folder / f"{name}.png"))
+
+
+def _read(name: str) -> Any:
+    """Return a file of results."""
+    return json.loads((RESULTS / name).read_text())
 
 
 def tuned() -> Figure:
     """Draw mean loss against bytes sent, each method tuned, with five seeds' range."""
-    cells = json.loads((RESULTS / TUNED).read_text())["cells"]
-    figure = plots.new_figure(height_in=4.0, width_in=6.4)
+    cells = _read(TUNED)["cells"]
+    figure = plots.new_figure(height_in=4.0, width_in=WIDTH_IN)
     axes = figure.subplots()
 
     for name, (label, _) in CONTENDERS.items():
@@ -148,7 +160,7 @@ def crossing() -> Figure:
         num_fragments=FRAGMENTS,
         delay_steps=DELAY_STEPS,
     )
-    figure = Figure(figsize=(plots.WIDTH_IN, 3.4), layout="constrained")
+    figure = plots.new_figure(height_in=3.8, width_in=WIDTH_IN)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, FRAGMENTS + 1))
 
     longest_s = 0.0

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.text import Text
 
 from cocodc_jax.report import palette, points
-from experiments.results import figures
+from experiments.results import figures, studies
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -18,11 +18,12 @@ def test_the_command_makes_the_pictures_that_readme_and_docs_show(tmp_path):
     figures.main(tmp_path)
     readme = (ROOT / "README.md").read_text()
     shown = set(re.findall(r"!\[[^\]]*\]\(experiments/results/([\w.]+)\)", readme))
-    for page in ("index.md", "results/methods.md", "results/networks.md"):
-        text = (ROOT / "docs" / page).read_text()
-        shown |= set(re.findall(r"_static/pictures/([\w.]+)", text))
+    for page in (ROOT / "docs").rglob("*.md"):
+        shown |= set(re.findall(r"_static/pictures/([\w.]+)", page.read_text()))
     made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert made.keys() <= shown
+    # No picture is kept that no command makes, or that no page shows.
+    kept = {path.name for path in figures.RESULTS.glob("*.png")}
+    assert made.keys() == kept == shown
     assert "python -m experiments.results.figures" in readme
 
     for name, data in made.items():
@@ -60,6 +61,36 @@ def test_the_recipe_is_marked_and_every_contender_is_named():
     assert sum(label.startswith("recommended") for label in labels) == 1
     widths = {line.get_color(): line.get_linewidth() for line in axes.lines[::2]}
     assert max(widths, key=widths.get) == palette.COLORS[palette.RECIPE]
+
+
+def test_rules_have_the_colors_of_their_methods():
+    table = json.loads((figures.RESULTS / "delay_cost.json").read_text())
+    panels = studies.left_of_delay(table).axes
+    assert len(panels) == 3
+    for axes in panels:
+        colors = {line.get_label(): line.get_color() for line in axes.lines}
+        mix = colors["Streaming DiLoCo: mix by halves"]
+        assert mix == palette.COLORS["streaming_diloco"]
+        assert colors["CoCoDC: isotropic compensation"] == palette.COLORS["cocodc"]
+
+    best = studies.best_strength(table["rows"], "isotropic", delay_steps=10)
+    others = [row for row in table["rows"] if row["rule"] == "isotropic"]
+    recovered = [r["recovered"]["mean"] for r in others if r["delay_steps"] == 10]
+    assert best["recovered"]["mean"] == max(recovered)
+
+
+def test_laws_go_through_the_losses_that_they_were_fitted_to():
+    fitted = json.loads((figures.RESULTS / "scaling.json").read_text())
+    for law in fitted.values():
+        off = [
+            studies.predict(law, N=x["N"], M=x["M"], H=x["H"]) / x["loss"] - 1
+            for x in law["observations"]
+        ]
+        # The files have the residual, the root of the mean square of logarithms.
+        assert max(map(abs, off)) < 3 * law["residual"]
+    (axes,) = studies.laws(fitted).axes
+    colors = {line.get_color() for line in axes.lines}
+    assert colors == {palette.COLORS["diloco"], palette.COLORS["data_parallel"]}
 
 
 def test_fragments_cross_beside_the_steps_and_a_whole_model_does_not():
