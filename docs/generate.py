@@ -103,6 +103,10 @@ def write_reference(folder):
     """Write a page for each package: every public name, with its docstring."""
     seen = {}
     top = [n for n in cocodc_jax.__all__ if n not in ("__version__", "methods")]
+    # In the order of use, which the page that is written by hand has.
+    index = (folder / "index.md").read_text()
+    in_order = re.findall(r"`cocodc_jax\.(\w+)`", index)
+    top.sort(key=lambda n: in_order.index(n) if n in in_order else len(in_order))
     page = _page("cocodc_jax", [("cocodc_jax", n) for n in top], seen)
     (folder / "cocodc_jax.md").write_text(page)
     for found in pkgutil.iter_modules(cocodc_jax.__path__):

@@ -65,7 +65,7 @@ def cells(name, keep=lambda cell: True, hide=(), machine=MACHINE):
     names = [n for n in ("published", "tuned") if any(n in c["columns"] for c in kept)]
     heads = ["method", "precision", "H", "tau", "settings", "sent by a region"]
     heads += [f"loss, {n}" for n in names]
-    heads += ["less the reference", "steps to its last loss"]
+    heads += ["difference in loss", "steps to the reference's last loss"]
     rows = []
     for cell in sorted(kept, key=lambda c: _last(c)["bytes"]):
         flags, last = cell["flags"], _last(cell)
@@ -144,7 +144,9 @@ def across(files, what, shown=tuple(CONTENDERS), less=("one bit", "cocodc")):
         last = {n: _last(cell) for n in shown if (cell := named(found, n))}
         both = [_less_and_fewer(last.get(n)) for n in less]
         rows.append([size, *sum(both, ()), *(_loss(last.get(n)) for n in shown)])
-    heads = [words for n in less for words in (f"{n}, less", "fewer steps")]
+    heads = [
+        words for n in less for words in (f"{n}: difference in loss", "steps saved")
+    ]
     return table([what, *heads, *shown], rows)
 
 
@@ -223,7 +225,7 @@ def frontier(*names, keep=lambda cell: True):
 
 # Of the recommended setting and of rules, in legends.
 LABELS = {
-    palette.RECIPE: "one bit, a fragment at every step",
+    palette.RECIPE: "recommended: one bit",
     "feedback": "Streaming DiLoCo with the merge's feedback",
     "isotropic": "CoCoDC, isotropic compensation",
     "normalised": "CoCoDC, normalised correction",
@@ -245,7 +247,7 @@ def losses(name, keep=lambda cell: True, called=None):
     kept = [(cell, _last(cell)) for cell in filter(keep, read(name)["cells"])]
     kept.sort(key=lambda pair: -pair[1]["loss"]["mean"])
     shades = palette.colors(dict.fromkeys(_group(cell) for cell, _ in kept))
-    figure, axes = _figure(0.9 + 0.42 * len(kept))
+    figure, axes = _figure(0.9 + 0.42 * len(kept), width_in=7.5)
     for row, (cell, column) in enumerate(kept):
         loss = column["loss"]
         color = shades[_group(cell)]
@@ -330,7 +332,7 @@ def late(files):
 def bars(rows, xlabel, line=None):
     """Return horizontal bars by name, the longest on top, with a line at a value."""
     rows = sorted(rows.items(), key=lambda pair: pair[1])
-    figure, axes = _figure(0.9 + 0.4 * len(rows))
+    figure, axes = _figure(0.9 + 0.4 * len(rows), width_in=7.5)
     shades = [palette.COLORS.get(name, "#7A9CC6") for name, _ in rows]
     drawn = axes.barh([name for name, _ in rows], [x for _, x in rows], color=shades)
     axes.bar_label(drawn, [f"{x:.2f}" for _, x in rows], padding=4)
@@ -351,9 +353,9 @@ def returns(chaos):
     return _svg(figure)
 
 
-def _figure(height_in, num=1, **looks):
+def _figure(height_in, num=1, width_in=6.2, **looks):
     """Return a figure with large letters, readable on a phone, and its axes."""
-    figure = Figure(figsize=(7.5, height_in), layout="constrained")
+    figure = Figure(figsize=(width_in, height_in), layout="constrained")
     axes = figure.subplots(1, num, squeeze=False, **looks)[0]
     for each in axes:
         each.grid(color="#e4e4e4", linewidth=0.6)
@@ -365,7 +367,9 @@ def _figure(height_in, num=1, **looks):
 def _svg(figure, legend=False):
     """Return a figure as SVG with larger letters, the same bytes every time."""
     if legend:
-        figure.legend(loc="outside upper center", ncols=2, frameon=False)
+        labels = figure.axes[0].get_legend_handles_labels()[1]
+        ncols = 2 if max(map(len, labels)) <= 22 else 1
+        figure.legend(loc="outside upper center", ncols=ncols, frameon=False)
     drawn = io.StringIO()
     with rc_context({"svg.hashsalt": "tables"}):
         for text in figure.findobj(Text):

@@ -257,7 +257,7 @@ def _timing(flags: dict[str, Any]) -> str:
     if interval == num:
         starts = "a fragment starts at every step"
     else:
-        starts = "a fragment starts no more often than it arrives"
+        starts = "a fragment starts again once its last message has been merged"
     return (
         f"K = {num} fragments, H = {interval} steps, tau = {delay}: {starts}, and is "
         f"merged {delay} step{'s' if delay > 1 else ''} later."
