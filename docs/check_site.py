@@ -1,4 +1,7 @@
-"""Checks a built site: no internal link is dead, all images are there, no e-mail links.
+"""Checks a built site: links, images, e-mail links, and what is wide on a phone.
+
+No internal link is dead, all images are there, and no link is an e-mail address. Tables
+and code stand in boxes that scroll, so that no page does sideways.
 
 python docs/check_site.py FOLDER
 """
@@ -15,14 +18,22 @@ from collections.abc import Iterator
 IGNORED = ("_modules", "_sources", "_static")
 
 
+# Classes of boxes that scroll (tables.css and the theme), and of the index: its tables
+# have one column on a phone.
+SCROLLING = {"pst-scrollable-table-container", "cell_output", "highlight"}
+NARROW = {"indextable"}
+
+
 class Page(html.parser.HTMLParser):
-    """Ids, links and images of a page."""
+    """Ids, links and images of a page, and its wide elements that do not scroll."""
 
     def __init__(self, text: str):
         super().__init__()
         self.ids: set[str] = set()
         self.links: list[str] = []
         self.images: list[str] = []
+        self.wide: list[str] = []
+        self._boxes: list[set[str]] = []  # Classes of the open div elements.
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -33,6 +44,18 @@ class Page(html.parser.HTMLParser):
             self.links.append(values["href"])
         if tag in ("img", "source", "script") and values.get("src"):
             self.images.append(values["src"])
+
+        classes = set((values.get("class") or "").split())
+        if tag == "div":
+            self._boxes.append(classes)
+        if tag in ("table", "pre") and not classes & NARROW:
+            if not any(box & SCROLLING for box in self._boxes):
+                self.wide.append(tag)
+
+    def handle_endtag(self, tag):
+        """Leave a box."""
+        if tag == "div" and self._boxes:
+            self._boxes.pop()
 
 
 def problems(site: pathlib.Path) -> Iterator[str]:
@@ -55,6 +78,8 @@ def problems(site: pathlib.Path) -> Iterator[str]:
                 yield f"{where}: {link} is dead"
             elif anchor and target in pages and anchor not in pages[target].ids:
                 yield f"{where}: {link} has no such place"
+        for tag in page.wide:
+            yield f"{where}: a <{tag}> is in no box that scrolls"
         for image in page.images:
             target, _ = _target(path, image)
             if target is not None and not target.exists():

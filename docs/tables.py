@@ -281,7 +281,9 @@ def saved(panels):
                 label=name,
             )
         axes.axhline(0, color="#999999", linewidth=0.8)
-        axes.set_xscale("log", base=2)
+        values = [x for files in series.values() for x in files]
+        is_wide = max(values) > 16 * min(values)
+        axes.set_xscale("log", base=4 if is_wide else 2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.set_xlabel(what)
         if len(series) > 1:
@@ -322,9 +324,7 @@ def late(files):
     axes.axhline(0, color="#999999", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    axes.set_xlabel(
-        "steps from a fragment's start to its merge, and between its starts"
-    )
+    axes.set_xlabel("delay and interval, in steps")
     axes.set_ylabel("less loss than the mix")
     return _svg(figure, legend=True)
 

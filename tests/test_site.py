@@ -66,7 +66,9 @@ def site(tmp_path):
     (tmp_path / "index.html").write_text(
         '<h1 id="top">x</h1><a href="guides/page.html#there">y</a>'
         '<a href="https://example.org/no">z</a><a href="#top">t</a>'
-        '<img src="one.png">'
+        '<img src="one.png"><table class="indextable"></table>'
+        '<div class="pst-scrollable-table-container"><table></table></div>'
+        '<div class="cell_output container"><div><pre>x</pre></div></div>'
     )
     (tmp_path / "guides/page.html").write_text(
         '<p id="there"><a href="../index.html">up</a></p>'
@@ -85,6 +87,9 @@ def test_a_site_without_faults_has_none(site):
     ('<img src="two.png">', "index.html: two.png is missing"),
     ('<a href="mailto:WORKDIR@STEP">x</a>',
      "index.html: mailto:WORKDIR@STEP is an e-mail link"),
+    ('<div class="highlight"></div><table></table>',
+     "index.html: a <table> is in no box that scrolls"),
+    ("<div><pre>x</pre></div>", "index.html: a <pre> is in no box that scrolls"),
 ])  # fmt: skip
 def test_faults_of_a_site_are_found(site, body, problem, capsys, monkeypatch):
     (site / "index.html").write_text(body)
