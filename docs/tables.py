@@ -65,7 +65,7 @@ def cells(name, keep=lambda cell: True, hide=(), machine=MACHINE):
     names = [n for n in ("published", "tuned") if any(n in c["columns"] for c in kept)]
     heads = ["method", "precision", "H", "tau", "settings", "sent by a region"]
     heads += [f"loss, {n}" for n in names]
-    heads += ["difference in loss", "steps to the reference's last loss"]
+    heads += ["difference in loss", "steps to the same loss"]
     rows = []
     for cell in sorted(kept, key=lambda c: _last(c)["bytes"]):
         flags, last = cell["flags"], _last(cell)
@@ -86,10 +86,12 @@ def cells(name, keep=lambda cell: True, hide=(), machine=MACHINE):
     if all(row[4] == "-" for row in rows):
         for row in [heads, *rows]:
             del row[4]
+    note = f"Differences in loss are from `{reference['cell']}`, {reference['column']}."
     if sum(row[-1] == "-" for row in rows) >= len(rows) - 1:
         for row in [heads, *rows]:
             del row[-1]
-    note = f"The reference is `{reference['cell']}`, {reference['column']}."
+    else:
+        note += " Steps are those to its last loss."
     return table(heads, rows, f"{note} {_seeds(kept)}; {machine}.")
 
 

@@ -1,6 +1,6 @@
 r"""`dct_threshold` (arXiv 2010.08899): gradients above a threshold, the others kept.
 
-DCT is *dynamic communication thresholding* here, not a cosine transform. At every inner
+DCT is dynamic communication thresholding here, not a cosine transform. At every inner
 step, in each region m, per tensor, with error feedback $e^m$ from zero, the entries of
 at least a threshold $c^m$ are sent:
 
