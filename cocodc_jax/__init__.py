@@ -2,7 +2,7 @@
 
 - `cocodc_jax.transforms`: delay compensation, compressors and outer optimizers as
   Optax transformations, for any JAX code.
-- `cocodc_jax.methods`: CoCoDC, DiLoCo, data parallel and twenty-four more, as values.
+- `cocodc_jax.methods`: CoCoDC, DiLoCo, data parallel and twenty-six more, as values.
 - `cocodc_jax.RegionProgram` and `cocodc_jax.run_steps`: a method around your own loss.
 - `cocodc_jax.RegionSync`: one line after the step of anybody's trainer.
 - `cocodc_jax.run`: complete runs, from a configuration to files, as the programs do.
