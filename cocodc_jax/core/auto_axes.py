@@ -27,21 +27,27 @@ def with_auto_axes(update: Callable) -> Callable:
         axes = jax.sharding.get_abstract_mesh().explicit_axes
         if params is None or not axes:
             return update(updates, state, params, **extra)
-        where = _shardings(params)
+
+        param_shardings = _shardings(params)
         arrays = {name: x for name, x in extra.items() if _is_of_arrays(x)}
         others = {name: x for name, x in extra.items() if name not in arrays}
-        if callable(value_fn := others.get("value_fn")):
+
+        value_fn = others.get("value_fn")
+        if callable(value_fn):
             others["value_fn"] = jax.sharding.explicit_axes(
-                value_fn, axes=axes, in_sharding=(where,)
+                value_fn, axes=axes, in_sharding=(param_shardings,)
             )
 
         def inside(updates: PyTree, state: Any, params: PyTree, arrays: dict):
-            steps, new = update(updates, state, params, **arrays, **others)
+            new_updates, new_state = update(updates, state, params, **arrays, **others)
             # Results of regions stay so, also where all regions have equal ones.
-            return vary_like(steps, params), vary_like(new, state)
+            return vary_like(new_updates, params), vary_like(new_state, state)
 
-        both = where, _shardings(state)
-        auto: Any = jax.sharding.auto_axes(inside, axes=axes, out_sharding=both)
+        auto: Any = jax.sharding.auto_axes(
+            inside,
+            axes=axes,
+            out_sharding=(param_shardings, _shardings(state)),
+        )
         return auto(updates, state, params, arrays)
 
     return call

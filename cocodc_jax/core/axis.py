@@ -63,9 +63,9 @@ class NamedAxis:
 
     def partner(self, tree: PyTree, row: jax.Array, partners: np.ndarray) -> PyTree:
         """Fetch from the partner, see `Axis`: one permutation."""
-        send = functools.partial(jax.lax.ppermute, axis_name=self.name)
-        perms = [tuple(enumerate(row)) for row in partners.tolist()]
-        branches = [functools.partial(send, perm=perm) for perm in perms]
+        permute = functools.partial(jax.lax.ppermute, axis_name=self.name)
+        permutations = [tuple(enumerate(row)) for row in partners.tolist()]
+        branches = [functools.partial(permute, perm=perm) for perm in permutations]
         return jax.lax.switch(row, branches, tree)
 
     def cross(self, sender: Any, left: Left, weights: np.ndarray | None = None) -> Left:
@@ -78,11 +78,13 @@ class NamedAxis:
         """
         if sender.way == GATHERED:
             gathered = jax.lax.all_gather(left.sent, self.name)
-            known = () if weights is None else jnp.asarray(weights, float)
-            return left._replace(sent=gathered, weights=known)
+            known_weights = () if weights is None else jnp.asarray(weights, float)
+            return left._replace(sent=gathered, weights=known_weights)
+
         if sender.way == BY_RINGS:
             total = sender.ring_sum(left.sent, self.name)
             return left._replace(sent=same_in_all(total, self.name))
+
         return left
 
 
@@ -102,8 +104,11 @@ def _of_first(index: jax.Array, tree: PyTree) -> PyTree:
 
 @_of_first.def_vmap
 def _(size: int, is_batched: tuple, index: jax.Array, tree: PyTree):
-    is_of_regions, each = is_batched
-    if not is_of_regions:  # Another `vmap`'s axis.
-        return _of_first(index, tree), each
-    first = jax.tree.map(lambda x, batched: x[0] if batched else x, tree, each)
-    return first, jax.tree.map(lambda _: False, each)
+    index_is_batched, is_batched_tree = is_batched
+    if not index_is_batched:  # Another `vmap`'s axis.
+        return _of_first(index, tree), is_batched_tree
+
+    first = jax.tree.map(
+        lambda x, batched: x[0] if batched else x, tree, is_batched_tree
+    )
+    return first, jax.tree.map(lambda _: False, is_batched_tree)

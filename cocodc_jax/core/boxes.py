@@ -28,12 +28,16 @@ def with_boxes(tree: PyTree, params: PyTree) -> PyTree:
     for keys, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_box):
         leaves = jax.tree.leaves(node)
         if _is_box(node) and len(leaves) == 1:
-            boxes[path_of(keys)] = jax.tree.structure(node), leaves[0].ndim
+            boxes[path_of(keys)] = (jax.tree.structure(node), leaves[0].ndim)
     if not boxes:
         return tree
 
     def boxed(keys: tuple[Any, ...], leaf: jax.Array) -> Any:
-        structure, ndim = boxes.get(getattr(keys[-1], "key", None), (None, None))
+        path = getattr(keys[-1], "key", None)
+        if path not in boxes:
+            return leaf
+
+        structure, ndim = boxes[path]
         return structure.unflatten([leaf]) if leaf.ndim == ndim else leaf
 
     return jax.tree_util.tree_map_with_path(boxed, tree)
@@ -101,9 +105,11 @@ def _without_first_name(box: Any) -> Any:
         return box.replace(names=names[1:]) if len(names) == array.ndim else box
 
     metadata = box.get_metadata()
-    changed = {
-        key: names[1:] if isinstance(names, tuple) else type(names)(*names[1:])
-        for key in _NAMES
-        if (names := metadata.get(key)) is not None and len(names) == array.ndim
-    }
+    changed = {}
+    for key in _NAMES:
+        names = metadata.get(key)
+        if names is None or len(names) != array.ndim:
+            continue
+        is_plain = isinstance(names, tuple)
+        changed[key] = names[1:] if is_plain else type(names)(*names[1:])
     return box.from_metadata(array, {**metadata, **changed}) if changed else box

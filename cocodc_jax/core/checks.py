@@ -39,6 +39,7 @@ def check_accumulation(
     every_k = accumulation.steps
     if method.schedule is None or every_k == 1:
         return
+
     who = " and ".join(accumulation.names)
     if every_k is None:
         warnings.warn(
@@ -49,26 +50,32 @@ def check_accumulation(
             stacklevel=4,
         )
         return
+
     if max(step_times) > 1:
         raise ValueError(
             f"step_times={step_times} with {who} of {every_k} steps would "
             "have syncs in the middle of it; use regions of equal speed"
         )
+
     if method.schedule.is_measured or (method.sync and method.sync.message.is_ranked):
         raise ValueError(
             f"{who} of {every_k} steps needs events at multiples of them, "
             f"but those of method={method.name!r} follow what is measured; use numbers "
             "for delay_steps, syncs_per_interval and the interval"
         )
+
     for name in ("sync_interval", "slot_steps", "delay_steps", "phase_steps"):
         value = getattr(method.schedule, name, 0)
         if value % every_k:
             below = value // every_k * every_k
+            above = below + every_k
+            possible = f"{below} or {above}" if below else f"{above}"
             raise ValueError(
                 f"{name}={value} is not a multiple of the {every_k} steps of an update "
                 f"by {who}, so that fragments would leave or arrive in the middle of "
-                f"it; use {f'{below} or ' if below else ''}{below + every_k}"
+                f"it; use {possible}"
             )
+
     delay = method.schedule.delay_steps
     if method.sync and HALFWAY in method.sync.copies and delay % (2 * every_k):
         raise ValueError(
@@ -87,6 +94,7 @@ def check_inner_state(
     """
     copies = inner_state.find_copies(optimizer, params)
     kinds = inner_state.kinds_in(copies.state)
+
     if method.per_step is None:
         inner_keys.warn_of_raw_keys(copies.state)
     elif "DifferentiallyPrivateAggregateState" in kinds:
@@ -95,10 +103,12 @@ def check_inner_state(
             f"regions of method={method.name!r} exchange their sum; use a method that "
             "exchanges parameters, such as 'diloco'"
         )
+
     if method.sync is None:
         return copies
 
     _refuse(kinds)
+
     if copies.unknown and user_inputs.on_merge is None:
         raise ValueError(
             f"the inner optimizer's state has a copy of the parameters at "
@@ -106,24 +116,29 @@ def check_inner_state(
             "UserInputs(on_merge=...), which returns the state after a merge (as it "
             "is, if the copy is to stay)"
         )
+
     jax.eval_shape(inner_state.merge_opt_state, copies.state, params, params)
     return copies
 
 
 def _refuse(kinds: set[str]) -> None:
     """Refuse an inner optimizer that no region can have."""
-    for kind, why in inner_state.REFUSED.items():
+    for kind, reason in inner_state.REFUSED.items():
         if kind in kinds:
-            raise ValueError(f"the inner optimizer is not for regions: {why}")
+            raise ValueError(f"the inner optimizer is not for regions: {reason}")
 
 
 def check_passed(state: PyTree) -> None:
     """Refuse an optimizer that needs what `RegionProgram` does not pass to it."""
     kinds = inner_state.kinds_in(state)
     _refuse(kinds)
-    reasons = [why for kind, why in inner_state.NOT_IN_PROGRAM.items() if kind in kinds]
+
+    reasons = [
+        reason for kind, reason in inner_state.NOT_IN_PROGRAM.items() if kind in kinds
+    ]
     if any(sam.cache is None for sam in nodes_of(optax.contrib.SAMState, state)):
         reasons.append("needs grad_fn")
+
     if reasons:
         raise ValueError(
             f"the inner optimizer {reasons[0]}, but RegionProgram passes the gradient "
@@ -137,6 +152,7 @@ def check_arrays(params: PyTree) -> None:
     leaves = distinct_leaves(params)
     if not leaves:
         raise ValueError("params has no arrays: there is nothing to train")
+
     for path, leaf in leaves:
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise ValueError(
@@ -175,36 +191,46 @@ def checked_fragments(
     strategy = method.sync.fragment_strategy if method.sync else "strided"
     if fragments is None:
         fragments = cut(params, method.num_fragments, strategy)
-        sizes = fragments.num_params
-        if max(sizes) > 2 * min(sizes) and strategy != ROUTERS:
-            warnings.warn(
-                f"num_fragments={len(fragments)} cuts the model into fragments of "
-                f"{', '.join(f'{size:,}' for size in sizes)} parameters, so that some "
-                "syncs carry more than twice what others do; pass "
-                "fragments=cut(params, num_fragments, strategy='balanced'), with "
-                "blocks=NAME where the layers were not found",
-                UnevenFragmentsWarning,
-                stacklevel=3,
-            )
-    fragments = fitted(fragments, params)
-    if len(fragments) != method.num_fragments:
+        if strategy != ROUTERS:  # They are uneven on purpose.
+            _warn_of_uneven(fragments)
+
+    fitted_fragments = fitted(fragments, params)
+    if len(fitted_fragments) != method.num_fragments:
         raise ValueError(
-            f"fragments has {len(fragments)} entries, but method={method.name!r} was "
-            f"made for num_fragments={method.num_fragments}; use "
+            f"fragments has {len(fitted_fragments)} entries, but "
+            f"method={method.name!r} was made for "
+            f"num_fragments={method.num_fragments}; use "
             f"fragments=cut(params, {method.num_fragments})"
         )
-    check_partition(fragments, params)
-    return fragments
+    check_partition(fitted_fragments, params)
+    return fitted_fragments
+
+
+def _warn_of_uneven(fragments: Fragments) -> None:
+    sizes = fragments.num_params
+    if max(sizes) <= 2 * min(sizes):
+        return
+
+    numbers = ", ".join(f"{size:,}" for size in sizes)
+    warnings.warn(
+        f"num_fragments={len(fragments)} cuts the model into fragments of {numbers} "
+        "parameters, so that some syncs carry more than twice what others do; pass "
+        "fragments=cut(params, num_fragments, strategy='balanced'), with blocks=NAME "
+        "where the layers were not found",
+        UnevenFragmentsWarning,
+        stacklevel=4,
+    )
 
 
 def check_feedback(method: Method, fragments: Fragments, params: PyTree) -> None:
     """Refuse `merge_feedback` if messages have no error-feedback residual."""
     if method.sync is None or not method.sync.merge.has_feedback:
         return
+
     for k in range(len(fragments)):
         part = jax.eval_shape(lambda x, k=k: fragments.take(x, k), params)
-        state = jax.eval_shape(method.sync.message.init, part)
-        residual = state.residual if isinstance(state, ErrorFeedbackState) else ()
+        memory = jax.eval_shape(method.sync.message.init, part)
+        residual = memory.residual if isinstance(memory, ErrorFeedbackState) else ()
         if jax.tree.map(np.shape, residual) != jax.tree.map(np.shape, part):
             raise ValueError(
                 f"merge_feedback=True needs messages of method={method.name!r} with "
@@ -226,15 +252,17 @@ def check_counts(
             f"token_counts={is_count!r} must be a function of a leaf's path, such as "
             "models.experts.is_token_count"
         )
+
     sent = {part.path for slices in fragments.slices for part in slices}
     paths = sent | {path for path, _ in named_leaves(params)}
     marked = {path for path in paths if is_count is not None and is_count(path)}
     if is_count is not None and not marked:
-        some = ", ".join(map(repr, sorted(paths)[:3]))
+        examples = ", ".join(repr(path) for path in sorted(paths)[:3])
         raise ValueError(
-            f"token_counts={is_count!r} marks none of the leaves {some}, ...: leave it "
-            "out of UserInputs"
+            f"token_counts={is_count!r} marks none of the leaves {examples}, ...: "
+            "leave it out of UserInputs"
         )
+
     if method.sync and isinstance(method.sync.message.average, ExpertMean):
         experts = {path for path in sent if expert_axis(path) is not None}
         missing = sorted({count_of(path) for path in experts} - marked)
@@ -248,15 +276,18 @@ def check_counts(
 
 def check_inside(method: Method, user_inputs: UserInputs) -> None:
     """Refuse a method that cannot be had inside a program, see `core.optimizer`."""
-    why, sync = None, method.sync
+    reason = None
+    sync = method.sync
     if sync is not None:
-        why = traced.why_not(sync.schedule)
-        if why is None and sync.robust:
-            why = "exclude_above and robust_mean have the host restore regions"
-    if why is not None:
+        reason = traced.why_not(sync.schedule)
+        if reason is None and sync.robust:
+            reason = "exclude_above and robust_mean have the host restore regions"
+    if reason is not None:
         raise ValueError(
-            f"method={method.name!r} is none for synchronized: {why}; use RegionProgram"
+            f"method={method.name!r} is none for synchronized: {reason}; use "
+            "RegionProgram"
         )
+
     needs.check(method.needs, user_inputs, f"method={method.name!r}")
 
 
@@ -265,10 +296,11 @@ def unboxed(fragments: Fragments, params: PyTree) -> Fragments:
 
     Flax NNX gives `init` its variables, and `update` the arrays in them.
     """
-    fragments = fitted(fragments, params)
+    fitted_fragments = fitted(fragments, params)
     paths = unboxed_paths(params)
-    slices = [
-        tuple(dataclasses.replace(part, path=paths[part.leaf]) for part in parts)
-        for parts in fragments.slices
-    ]
-    return dataclasses.replace(fragments, slices=tuple(slices))
+    slices = []
+    for parts in fitted_fragments.slices:
+        slices.append(
+            tuple(dataclasses.replace(part, path=paths[part.leaf]) for part in parts)
+        )
+    return dataclasses.replace(fitted_fragments, slices=tuple(slices))

@@ -124,53 +124,60 @@ def synchronized(
     0
     """
     check_transform("inner", inner, "optax.adamw(1e-3)")
-    method = methods.get(method) if isinstance(method, str) else method
+    if isinstance(method, str):
+        method = methods.get(method)
     check_inside(method, user_inputs)
     if num_regions is not None:
         method.bind(Regions.alike(num_regions))
+
+    optimizer: Any = inner
     if isinstance(inner, optax.MultiSteps):
-        each: Any = inner.init, inner.update
-        inner = optax.GradientTransformationExtraArgs(*each)
-    check_accumulation(of_multi_steps(inner), method)
-    optimizer = inner
-    inner = with_named_extras(optimizer)
+        init_fn: Any = inner.init
+        update_fn: Any = inner.update
+        optimizer = optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    check_accumulation(of_multi_steps(optimizer), method)
+
+    inner_tx = with_named_extras(optimizer)
     sync = method.sync
     strategy = sync.fragment_strategy if sync else "strided"
 
     def init(params: PyTree) -> SynchronizedState:
         check_arrays(params)
         check_params(params)
-        found = unboxed(checked_fragments(method, params, fragments), params)
-        check_feedback(method, found, params)
+        cut_fragments = checked_fragments(method, params, fragments)
+        cut_fragments = unboxed(cut_fragments, params)
+        check_feedback(method, cut_fragments, params)
         if of_multi_steps(optimizer) is NONE:  # Else it is checked already.
             check_accumulation(find_accumulation(optimizer, params), method)
         check_inner_state(optimizer, method, params, user_inputs)
-        check_counts(method, found, user_inputs, params)
-        nothing = jnp.zeros((), jnp.float32)
-        of_moments = 2 if sync and sync.moments else 0
-        counts = jnp.zeros(method.num_fragments + of_moments, jnp.int32)
+        check_counts(method, cut_fragments, user_inputs, params)
+
+        num_of_moments = 2 if sync and sync.moments else 0
+        counts = jnp.zeros(method.num_fragments + num_of_moments, jnp.int32)
+        zero = jnp.zeros((), jnp.float32)
         state = SynchronizedState(
             step=jnp.zeros((), jnp.int32),
-            inner=inner.init(params),
+            inner=inner_tx.init(params),
             per_step=method.per_step.init(params) if method.per_step else (),
             counts=counts,
             message_bytes=counts.astype(jnp.float32),
-            norm=nothing,
-            correction_ratio=nothing,
+            norm=zero,
+            correction_ratio=zero,
             **dict.fromkeys(("times", *turn.OF_FRAGMENTS), ()),
         )
+
         if sync is not None:
             if sync.moments and not moments.take(state.inner, ()):
                 raise ValueError(
                     f"method={method.name!r} averages Adam's moments, but the inner "
                     "optimizer's state holds none; use optax.adamw"
                 )
-            columns = turn.first(sync, found, params)
+            columns = turn.first(sync, cut_fragments, params)
             state = state._replace(**with_boxes(columns, params))
+
         # The state may be donated: no buffer occurs twice or aliases the parameters.
-        return jax.tree.map(jnp.copy, state._replace(inner=()))._replace(
-            inner=state.inner
-        )
+        copied = jax.tree.map(jnp.copy, state._replace(inner=()))
+        return copied._replace(inner=state.inner)
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
@@ -179,11 +186,14 @@ def synchronized(
             raise ValueError(
                 "synchronized needs params: tx.update(grads, state, params)"
             )
+
         parts = {name: getattr(state, name) for name in turn.OF_FRAGMENTS}
         bare = state._replace(**without_boxes(parts))
-        updates, new = update_bare(updates, bare, params, **extra)
-        leaves = jax.tree.leaves({name: getattr(new, name) for name in parts})
-        return updates, new._replace(**jax.tree.structure(parts).unflatten(leaves))
+        new_updates, new_state = update_bare(updates, bare, params, **extra)
+
+        leaves = jax.tree.leaves({name: getattr(new_state, name) for name in parts})
+        boxed = jax.tree.structure(parts).unflatten(leaves)
+        return new_updates, new_state._replace(**boxed)
 
     def update_bare(
         updates: PyTree, state: Any, params: PyTree, **extra: Any
@@ -194,35 +204,47 @@ def synchronized(
                 f"num_regions={num_regions} differs from the {num} regions of "
                 f"axis_name={axis_name!r}"
             )
-        bound, sizes = method.bind(Regions.alike(num)), [0]
-        found = fragments or cut(params, method.num_fragments, strategy)
-        found = unboxed(found, params)
+
+        bound = method.bind(Regions.alike(num))
+        cut_fragments = fragments or cut(params, method.num_fragments, strategy)
+        cut_fragments = unboxed(cut_fragments, params)
+
         step, times = same_in_all((state.step + 1, state.times), axis_name)
         is_first = step == 1
         state = state._replace(step=step, times=times)
         if num > 1 and not bound.per_step and inner_keys.has_keys(state.inner):
             keyed = turn.with_own_keys(state.inner, is_first, axis_name)
             state = state._replace(inner=keyed)
-        correct = make_correct(bound.sync, found, num)
+
+        correct = make_correct(bound.sync, cut_fragments, num)
         if correct is not None:
             updates = correct(updates, params, (state.outer, state.opt_states))
+
+        sizes = [0]
         if bound.per_step:
-            key = turn.region_key(step, axis_name)
-            updates, kept = turn.exchange(
-                bound.per_step, updates, state.per_step, key, axis_name
+            updates, per_step_state = turn.exchange(
+                bound.per_step,
+                updates,
+                state.per_step,
+                turn.region_key(step, axis_name),
+                axis_name,
             )
             if "value" in extra:
                 extra["value"] = turn.mean_of_all(extra["value"], axis_name)
             sizes = [bound.per_step.num_bytes(params) if num > 1 else 0]
-            state = state._replace(per_step=kept, counts=state.counts + 1)
-        updates, kept = inner.update(updates, state.inner, params, **extra)
-        state = state._replace(inner=kept)
+            state = state._replace(per_step=per_step_state, counts=state.counts + 1)
+
+        updates, inner_state = inner_tx.update(updates, state.inner, params, **extra)
+        state = state._replace(inner=inner_state)
         if bound.sync:
             sizes = turn.num_bytes(bound.sync, state, num)
-        sizes = vary_like(jnp.array(sizes, jnp.float32), state.message_bytes)
-        state = state._replace(message_bytes=sizes)
+        message_bytes = jnp.array(sizes, jnp.float32)
+        state = state._replace(
+            message_bytes=vary_like(message_bytes, state.message_bytes)
+        )
         if bound.sync is None:
             return updates, state
+
         value_fn = extra.get("value_fn")
         if "gradient_fn" in bound.sync.merge.needs and value_fn is None:
             raise ValueError(
@@ -235,12 +257,23 @@ def synchronized(
                 f"method={method.name!r} needs the model's outputs of the last batch: "
                 "pass tx.update(..., batch=batch)"
             )
-        due = turn.Turn(bound.sync, found, user_inputs, axis_name, num, value_fn, batch)
-        region = turn.Region(step, params, updates, kept)
+
+        due = turn.Turn(
+            sync=bound.sync,
+            fragments=cut_fragments,
+            user_inputs=user_inputs,
+            axis_name=axis_name,
+            num_regions=num,
+            value_fn=value_fn,
+            batch=batch,
+        )
+        region = turn.Region(
+            step=step, params=params, updates=updates, inner=inner_state
+        )
         return due.events(region, state._replace(inner=()))
 
-    both: Any = init, with_auto_axes(update)
-    return optax.GradientTransformationExtraArgs(*both)
+    update_auto: Any = with_auto_axes(update)
+    return optax.GradientTransformationExtraArgs(init, update_auto)
 
 
 def sync_metrics(state: PyTree) -> dict[str, jax.Array]:
@@ -255,25 +288,28 @@ def sync_metrics(state: PyTree) -> dict[str, jax.Array]:
       mean pseudo-gradient, the `correction_ratio` of the last merge, and
       `fragments_in_flight`. Scalars, or `[R]` if the state has a region axis.
     """
-    found = jax.tree.leaves(state, is_leaf=_is_state)
-    found = [node for node in found if _is_state(node)]
-    if len(found) != 1:
+    leaves = jax.tree.leaves(state, is_leaf=_is_state)
+    states = [node for node in leaves if _is_state(node)]
+    if len(states) != 1:
         raise ValueError(
-            f"state holds {len(found)} states of synchronized, but must hold one"
+            f"state holds {len(states)} states of synchronized, but must hold one"
         )
-    fields = _fields_of(found[0])
-    counts, sizes, step = (
-        jnp.asarray(fields[name]) for name in ("counts", "message_bytes", "step")
-    )
-    flying = jnp.zeros_like(step)
+
+    fields = _fields_of(states[0])
+    step = jnp.asarray(fields["step"])
+    counts = jnp.asarray(fields["counts"])
+    message_bytes = jnp.asarray(fields["message_bytes"])
+
+    in_flight = jnp.zeros_like(step)
     if times := fields.get("times"):
-        due = jnp.asarray(_fields_of(times)["apply_step"])
-        flying = (due >= 0).sum(-1, dtype=jnp.int32)
+        apply_step = jnp.asarray(_fields_of(times)["apply_step"])
+        in_flight = (apply_step >= 0).sum(-1, dtype=jnp.int32)
+
     return {
-        "bytes_sent": (counts * sizes).sum(-1),
+        "bytes_sent": (counts * message_bytes).sum(-1),
         "norm": jnp.asarray(fields["norm"]),
         "correction_ratio": jnp.asarray(fields["correction_ratio"]),
-        "fragments_in_flight": flying,
+        "fragments_in_flight": in_flight,
     }
 
 
@@ -310,13 +346,19 @@ def sync_axes(
     one, a prefix of that tree, whose other leaves are regional. There the state may be
     a mapping, as in an `nnx.State`, which has no named tuples.
     """
-    method = methods.get(method) if isinstance(method, str) else method
-    outer = method.sync and method.sync.outer
-    own = {"inner", "per_step", "memories", "copies", "correction_ratio"}
+    if isinstance(method, str):
+        method = methods.get(method)
+    outer = method.sync.outer if method.sync else None
+
+    regional_fields = {"inner", "per_step", "memories", "copies", "correction_ratio"}
     if isinstance(outer, RegionalOuter):
-        own |= {"outer", "opt_states"} | ({"means"} if outer.group != "all" else set())
-    fields = SynchronizedState._fields
-    axes = {name: regional if name in own else shared for name in fields}
+        regional_fields |= {"outer", "opt_states"}
+        if outer.group != "all":
+            regional_fields.add("means")
+    axes = {
+        name: regional if name in regional_fields else shared
+        for name in SynchronizedState._fields
+    }
     if state is None:
         return SynchronizedState(**axes)
 
@@ -349,28 +391,41 @@ def sync_shardings(
         for those that are equal in all regions, see `sync_axes`.
       axis_name: name of the mesh's region axis.
     """
-    known = {}
+    by_path: dict[str, NamedSharding] = {}
     for path, sharding in named_leaves(shardings):
-        known |= {_path(path): sharding, path: sharding}
-    if not known:
+        by_path[_path(path)] = sharding
+        by_path[path] = sharding
+    if not by_path:
         raise ValueError("shardings has no leaves; pass those of one region's params")
-    mesh = next(iter(known.values())).mesh
+    mesh = next(iter(by_path.values())).mesh
 
     def of_leaf(path: str, x: Any, axis: int | None) -> NamedSharding:
-        each = path.split("/"), _path(path).split("/")
-        ends = ("/".join(parts[i:]) for parts in each for i in range(len(parts)))
-        spec = next((known[end].spec for end in ends if end in known), PartitionSpec())
+        spec = _spec_of_end(path, by_path)
         if len(spec) > x.ndim or not _divides(NamedSharding(mesh, spec), x.shape):
             spec = PartitionSpec()
         lead = () if axis is None else (axis_name,)
         return NamedSharding(mesh, PartitionSpec(*lead, *spec))
 
     is_none = lambda x: x is None  # noqa: E731
-    each = jax.tree.leaves(jax.tree.broadcast(axes, tree, is_none), is_leaf=is_none)
-    pairs = zip(named_leaves(tree), each, strict=True)
-    return jax.tree.structure(tree).unflatten(
-        [of_leaf(*named, axis) for named, axis in pairs]
+    axis_of_leaf = jax.tree.leaves(
+        jax.tree.broadcast(axes, tree, is_none), is_leaf=is_none
     )
+    leaves = [
+        of_leaf(path, x, axis)
+        for (path, x), axis in zip(named_leaves(tree), axis_of_leaf, strict=True)
+    ]
+    return jax.tree.structure(tree).unflatten(leaves)
+
+
+def _spec_of_end(path: str, by_path: dict[str, NamedSharding]) -> PartitionSpec:
+    """Return the spec of the parameter whose path a leaf's own path ends with."""
+    for full_path in (path, _path(path)):
+        parts = full_path.split("/")
+        for i in range(len(parts)):
+            end = "/".join(parts[i:])
+            if end in by_path:
+                return by_path[end].spec
+    return PartitionSpec()
 
 
 def _path(path: str) -> str:

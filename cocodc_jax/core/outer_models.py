@@ -108,7 +108,13 @@ class _SharedModel:
     def start(
         self, axis: NamedAxis, kept: Kept, leaving: Leaving
     ) -> tuple[PyTree, Kept]:
-        crossing = _SharedCrossing(self.sync, axis, self.received(kept), kept, leaving)
+        crossing = _SharedCrossing(
+            sync=self.sync,
+            axis=axis,
+            anchor=self.received(kept),
+            kept=kept,
+            leaving=leaving,
+        )
         mean, _, memory = core.start(crossing)
         return mean, kept._replace(memory=memory)
 
@@ -120,8 +126,8 @@ class _SharedModel:
         mean: PyTree,
         seen: needs.MergeContext,
     ) -> core.Finished:
-        finishing = _SharedFinishing(self, part, mean, seen)
-        return core.finish(finishing, *kept)
+        finishing = _SharedFinishing(model=self, part=part, mean=mean, seen=seen)
+        return core.finish(finishing, kept.outer, kept.opt_state, kept.memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +155,7 @@ class _SharedCrossing:
     def leave(self) -> tuple[core.Left, PyTree]:
         weight = self.axis.held(jnp.asarray(self.weights, float))
         are_partial = not self.weights.all()
+
         sent, memory = core.encode_all(
             self.sync,
             self.axis,
@@ -185,6 +192,7 @@ class _SharedFinishing:
         if not rule.has_feedback:
             return memory
         staged = self.seen.kept[needs.STAGED]
+
         assert staged is not None
         return core.remember(rule.feedback_weight, self.part, staged, memory)
 
@@ -218,16 +226,16 @@ class _RegionalModel:
     def init(self, outer: Fragment) -> tuple[Kept, PyTree]:
         compressor = core.regional_compressor(self.sync)
         kept = Kept(outer, self.outer.init(outer, compressor), ())
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        # Without shardings: here mesh axes may be Explicit.
-        part, state = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (outer, kept.opt_state)
-        )
 
         def decoded(part: Fragment, state: PyTree, key: jax.Array) -> PyTree:
             message, _ = self.outer.send(part, state, part, compressor, key)
             return compressor.decode(message)
 
+        # Without shardings: here mesh axes may be Explicit.
+        part, state = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (outer, kept.opt_state)
+        )
+        key = jax.eval_shape(lambda: jax.random.key(0))
         return kept, jax.eval_shape(decoded, part, state, key)
 
     def num_bytes(self, outer: Fragment, num_regions: int) -> int:
@@ -239,7 +247,7 @@ class _RegionalModel:
     def start(
         self, axis: NamedAxis, kept: Kept, leaving: Leaving
     ) -> tuple[PyTree, Kept]:
-        crossing = _RegionalCrossing(self, axis, kept, leaving)
+        crossing = _RegionalCrossing(model=self, axis=axis, kept=kept, leaving=leaving)
         mean, _, opt_state = core.start(crossing)
         return mean, kept._replace(opt_state=opt_state)
 
@@ -251,8 +259,10 @@ class _RegionalModel:
         mean: PyTree,
         seen: needs.MergeContext,
     ) -> core.Finished:
-        finishing = _RegionalFinishing(self, axis, part, mean, seen)
-        return core.finish(finishing, *kept)
+        finishing = _RegionalFinishing(
+            model=self, axis=axis, part=part, mean=mean, seen=seen
+        )
+        return core.finish(finishing, kept.outer, kept.opt_state, kept.memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,8 +275,9 @@ class _RegionalCrossing:
     leaving: Leaving
 
     def leave(self) -> tuple[core.Left, PyTree]:
-        draw = jax.random.fold_in(self.leaving.sync_key, self.model.outer.seed)
+        draw_key = jax.random.fold_in(self.leaving.sync_key, self.model.outer.seed)
         num_matchings = len(matchings(self.axis.num_regions))
+
         sent, opt_state = core.leave_regional(
             self.model.sync,
             self.axis,
@@ -274,7 +285,7 @@ class _RegionalCrossing:
             self.kept.outer,
             self.kept.opt_state,
             self.leaving.key_data,
-            jax.random.randint(draw, (), 0, num_matchings),
+            row=jax.random.randint(draw_key, (), 0, num_matchings),
         )
         return core.Left(sent), opt_state
 
@@ -302,11 +313,11 @@ class _RegionalFinishing:
     def step(
         self, outer: Fragment, opt_state: PyTree
     ) -> tuple[Fragment, PyTree, jax.Array]:
-        outer, opt_state, norm = core.receive(
+        new_outer, new_opt_state, norm = core.receive(
             self.model.outer, outer, opt_state, self.mean, self.axis.num_regions
         )
-        norm = jnp.sqrt(jax.lax.pmean(norm**2, self.axis.name))
-        return outer, opt_state, norm
+        mean_norm = jnp.sqrt(jax.lax.pmean(norm**2, self.axis.name))
+        return new_outer, new_opt_state, mean_norm
 
     def hand_out(self, outer: Fragment, opt_state: PyTree) -> Fragment:
         return outer

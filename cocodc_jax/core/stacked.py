@@ -69,12 +69,14 @@ def stacked(
     [-1.0, -2.0]
     """
     check_choice("loss", loss, LOSSES)
-    method = methods.get(method) if isinstance(method, str) else method
+    if isinstance(method, str):
+        method = methods.get(method)
     if wants_batch(method.needs):
         raise ValueError(
             f"method={method.name!r} needs the last batch in a merge, which stacked "
             "does not have for each region; use synchronized or RegionProgram"
         )
+
     tx = synchronized(
         inner,
         method,
@@ -83,13 +85,14 @@ def stacked(
         fragments=fragments,
         user_inputs=user_inputs,
     )
+
     axes = sync_axes(method)
     scale = num_regions if loss == "mean" else 1
 
     def init(params: PyTree) -> SynchronizedState:
         _check_regions(params, num_regions)
-        one = tx.init(without_region_axis(params))
-        state = jax.vmap(lambda x: x, None, axes, axis_size=num_regions)(one)
+        one_region = tx.init(without_region_axis(params))
+        state = jax.vmap(lambda x: x, None, axes, axis_size=num_regions)(one_region)
 
         fields = {
             name: with_region_axis(getattr(state, name), params)
@@ -106,8 +109,8 @@ def stacked(
         _check_regions(params, num_regions)
 
         def of_region(updates: PyTree, state: Any, params: PyTree) -> Any:
-            updates = jax.tree.map(lambda x: (x * scale).astype(x.dtype), updates)
-            return tx.update(updates, state, params, **extra)
+            scaled = jax.tree.map(lambda x: (x * scale).astype(x.dtype), updates)
+            return tx.update(scaled, state, params, **extra)
 
         update_all: Any = jax.vmap(
             of_region,
@@ -119,8 +122,8 @@ def stacked(
         )
         return update_all(updates, state, params)
 
-    both: Any = init, update
-    return optax.GradientTransformationExtraArgs(*both)
+    update_fn: Any = update
+    return optax.GradientTransformationExtraArgs(init, update_fn)
 
 
 def mean_of_regions(params: PyTree) -> PyTree:

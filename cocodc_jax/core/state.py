@@ -71,7 +71,7 @@ class InFlight(NamedTuple):
 VERDICT_OF_ALL = "verdict_of_all"
 # A region's own decoded message, if the mean left it out and the region keeps its work.
 UNCOUNTED = "uncounted"
-ARRIVED = VERDICT_OF_ALL, UNCOUNTED
+ARRIVED = (VERDICT_OF_ALL, UNCOUNTED)
 
 
 class PendingMean:
@@ -86,7 +86,8 @@ class PendingMean:
         future: Future[InFlight],
         wait: Callable[[Future[InFlight]], InFlight] = Future.result,
     ):
-        self._future, self._wait = future, wait
+        self._future = future
+        self._wait = wait
 
     def is_ready(self) -> bool:
         """Return whether the mean has arrived, without waiting."""
@@ -167,24 +168,23 @@ class SyncState:
         Observations are not included: the schedule reads them before a save. Nor is
         what `ARRIVED` with a mean: after a restore, it is merged without.
         """
+        in_flight = {}
+        for (k, start_step), flight in self.in_flight.items():
+            mean = landed(flight).mean
+            kept = {name: x for name, x in flight.kept.items() if name not in ARRIVED}
+            in_flight[f"{k}_{start_step}"] = InFlight(mean, kept)  # Keys are strings.
+
         return {
             "outer": self.outer,
             "compressors": self.compressors,
             "stale_params": self.stale_params,
-            # Dict keys must be strings.
-            "in_flight": {
-                f"{k}_{s}": InFlight(
-                    landed(flight).mean,
-                    {n: x for n, x in flight.kept.items() if n not in ARRIVED},
-                )
-                for (k, s), flight in self.in_flight.items()
-            },
+            "in_flight": in_flight,
         }
 
     def with_arrays(self, arrays: dict[str, PyTree]) -> SyncState:
         """Return a copy with `arrays`, as `self.arrays` returns them."""
         flights = {
-            tuple(map(int, name.split("_"))): flight
+            tuple(int(part) for part in name.split("_")): flight
             for name, flight in arrays["in_flight"].items()
         }
         return dataclasses.replace(self, **{**arrays, "in_flight": flights})

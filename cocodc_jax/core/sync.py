@@ -124,11 +124,18 @@ def finish(
     finishing: Finishing, outer: PyTree, opt_state: PyTree, memory: PyTree
 ) -> Finished:
     """Apply a mean, the result of `start`: outer step, then merge."""
-    memory = finishing.remember(memory)
-    outer, opt_state, norm = finishing.step(outer, opt_state)
-    received = finishing.hand_out(outer, opt_state)
+    new_memory = finishing.remember(memory)
+    new_outer, new_opt_state, norm = finishing.step(outer, opt_state)
+    received = finishing.hand_out(new_outer, new_opt_state)
     merged, metrics = finishing.merge(received)
-    return Finished(merged, outer, opt_state, memory, norm, metrics)
+    return Finished(
+        merged=merged,
+        outer=new_outer,
+        opt_state=new_opt_state,
+        memory=new_memory,
+        norm=norm,
+        metrics=metrics,
+    )
 
 
 def encode_all(
@@ -172,14 +179,24 @@ def encode_all(
         weight: jax.Array,
         key_data: jax.Array,
     ) -> tuple[PyTree, PyTree]:
-        known = weight if are_partial else None
-        return encode(sync, params, part, anchor, memory, key_data, known, sync_key)
+        return encode(
+            sync,
+            params,
+            part,
+            anchor,
+            memory,
+            key_data,
+            weight=weight if are_partial else None,
+            sync_key=sync_key,
+        )
 
-    axes = (0 if has_own_anchors else None, 0, 0, 0, 0, 0)
-    message, new = axis.map(one_region, axes)(
+    in_axes = (0 if has_own_anchors else None, 0, 0, 0, 0, 0)
+    message, new_memory = axis.map(one_region, in_axes)(
         anchor, params, part, memory, weights, key_data
     )
-    return message, memory if sync.message.compressor() is None else new
+    if sync.message.compressor() is None:
+        return message, memory
+    return message, new_memory
 
 
 def leave(
@@ -205,22 +222,25 @@ def leave(
         verdict, counted = sync.robust.judge(
             axis.of_all(sent.length), axis.of_all(weights)
         )
+        extras[VERDICT] = verdict
         weights = axis.held(counted)
         sent = without(sent.message, weights)
-        extras[VERDICT] = verdict
     elif are_partial:
         sent = sync.counted(sent, weights)
-    sent, memory = message.leave(axis, sent, memory, weights)
-    return Left(sent, (), extras), memory
+
+    crossing, new_memory = message.leave(axis, sent, memory, weights)
+    return Left(sent=crossing, extras=extras), new_memory
 
 
 def arrive(
     sync: Sync, crossed: Left, like: Fragment, sync_key: jax.Array | None
 ) -> tuple[Fragment, Extras]:
     """Return the mean pseudo-gradient, of shapes `like`, and what arrives with it."""
-    mean, extras = crossed.sent, crossed.extras
     if sync.message.way == GATHERED:
         mean, extras = mean_of_gathered(sync, crossed.sent, crossed.weights)
+    else:
+        mean = crossed.sent
+        extras = crossed.extras
     return sync.message.average.after(mean, like, sync_key), extras
 
 
@@ -228,13 +248,15 @@ def mean_of_gathered(
     sync: Sync, sent: PyTree, weights: jax.Array
 ) -> tuple[PyTree, Extras]:
     """Return the mean of all regions' messages `[M, ...]`, and the verdict on them."""
-    message, robust = sync.message, sync.robust
-    sent = sync.counted(sent, weights)
-    if robust is None:
-        return message.combine(sent, weights), {}
-    verdict, weights = robust.judge(sent.length, weights)
-    messages = without(sent.message, weights)
-    return robust.combine(message, messages, weights), {VERDICT: verdict}
+    message = sync.message
+    counted = sync.counted(sent, weights)
+    if sync.robust is None:
+        return message.combine(counted, weights), {}
+
+    verdict, counted_weights = sync.robust.judge(counted.length, weights)
+    messages = without(counted.message, counted_weights)
+    mean = sync.robust.combine(message, messages, counted_weights)
+    return mean, {VERDICT: verdict}
 
 
 def encode(
@@ -255,13 +277,21 @@ def encode(
     delta = pseudo_gradient(anchor, part)
     message = sync.message.average.before(delta, sync_key)
     dtype = jax.tree.leaves(message)[0].dtype  # A sum has one dtype.
+
     compressor = sync.message.compressor()
     if compressor is not None:
         dtype = jnp.float32
-        message, new = compressor.encode(message, memory, message_key(key_data))
+        message, encoded_memory = compressor.encode(
+            message, memory, message_key(key_data)
+        )
         if weight is not None:
-            new = jax.tree.map(lambda x, y: jnp.where(weight > 0, x, y), new, memory)
-        memory = vary_like(new, memory)
+            encoded_memory = jax.tree.map(
+                lambda new, old: jnp.where(weight > 0, new, old),
+                encoded_memory,
+                memory,
+            )
+        memory = vary_like(encoded_memory, memory)
+
     if sync.robust:
         # Of the pseudo-gradient: an encoded message may be normalized.
         message = Measured(message, length(params, delta).astype(dtype))
@@ -282,17 +312,18 @@ def outer_step(
     from, if not None. For `token_counts` see `UserInputs`. The last result is the norm
     of the mean, a float32 scalar.
     """
-    extra = {} if stale_params is None else {"stale_params": stale_params}
     if token_counts is not None:
         mean_pseudo_gradient = {
             path: jnp.zeros_like(x) if token_counts(path) else x
             for path, x in mean_pseudo_gradient.items()
         }
-    updates, opt_state = with_named_extras(optimizer).update(
+
+    extra = {} if stale_params is None else {"stale_params": stale_params}
+    updates, new_opt_state = with_named_extras(optimizer).update(
         mean_pseudo_gradient, opt_state, params, **extra
     )
     norm = optax.tree_utils.tree_norm(mean_pseudo_gradient).astype(jnp.float32)
-    return optax.apply_updates(params, updates), opt_state, norm
+    return optax.apply_updates(params, updates), new_opt_state, norm
 
 
 def merge(
@@ -325,11 +356,12 @@ def remember(
         part,
         staged,
     )
+
     finite = is_finite(residual)
-    residual = jax.tree.map(
+    finite_residual = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old), residual, memory.residual
     )
-    return memory._replace(residual=residual)
+    return memory._replace(residual=finite_residual)
 
 
 def gap(
@@ -348,11 +380,14 @@ def gap(
     """
     if name == "tokens":
         return _tokens(outer, local, token_counts) / num_regions
+
     of_entry = {"drift": jnp.abs, "distance": jnp.square}[name]
     share = 1 / num_regions if name == "distance" else 1
+
     gaps = jax.tree.map(
         lambda o, x: of_entry(o[None] - x.astype(o.dtype)).sum(), outer, local
     )
+
     size = sum(x.size for x in jax.tree.leaves(outer))
     return jnp.asarray(sum(jax.tree.leaves(gaps)) * share / size)
 
@@ -366,8 +401,11 @@ def _tokens(
         for path, x in outer.items()
         if token_counts is not None and token_counts(path)
     ]
-    if not counts:  # -1 for each region.
-        return jnp.float32(-len(jax.tree.leaves(local)[0]))
+    if not counts:
+        # Minus one for each region that is held.
+        num_held = len(jax.tree.leaves(local)[0])
+        return jnp.float32(-num_held)
+
     return jnp.concatenate(counts, axis=1).mean(axis=1).sum()
 
 
@@ -414,11 +452,11 @@ def leave_regional(
         params: Fragment, state: PyTree, part: Fragment, key_data: jax.Array
     ) -> tuple[PyTree, PyTree]:
         key = message_key(key_data)
-        message, new = outer.send(params, state, part, compressor, key)
-        return message, vary_like(new, state)
+        message, new_state = outer.send(params, state, part, compressor, key)
+        return message, vary_like(new_state, state)
 
-    message, state = axis.map(one_region)(params, state, part, key_data)
-    return outer.leave(axis, message, compressor, row), state
+    message, new_state = axis.map(one_region)(params, state, part, key_data)
+    return outer.leave(axis, message, compressor, row), new_state
 
 
 def regional_compressor(sync: Sync) -> Compressor:
@@ -438,16 +476,22 @@ def receive(
     A region that no other, nor itself, sent a finite message takes no step, but reports
     the norm. If a mean is of all regions, they step by it, so that it is seen.
     """
-    new, new_state = outer.receive(params, state, arrived, num_regions)
+    new_params, new_state = outer.receive(params, state, arrived, num_regions)
     mean = getattr(arrived, "pseudo_gradient", arrived)
     norm = optax.tree_utils.tree_norm(mean).astype(jnp.float32)
-    new, new_state = cast_like(new, params), vary_like(new_state, state)
-    if outer.group != "all":
-        finite = is_finite(arrived)
-        new, new_state = jax.tree.map(
-            lambda x, old: jnp.where(finite, x, old), (new, new_state), (params, state)
-        )
-    return new, new_state, norm
+
+    new_params = cast_like(new_params, params)
+    new_state = vary_like(new_state, state)
+    if outer.group == "all":
+        return new_params, new_state, norm
+
+    finite = is_finite(arrived)
+    new_params, new_state = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old),
+        (new_params, new_state),
+        (params, state),
+    )
+    return new_params, new_state, norm
 
 
 def make_correct(
@@ -457,17 +501,19 @@ def make_correct(
 
     It bends inner gradients; `outer` has the outer fragments, and their states.
     """
-    outer = sync and sync.outer
+    outer = sync.outer if sync else None
     if not isinstance(outer, RegionalOuter) or outer.correct is None:
         return None
-    of_fragment = outer.correct
+    correct_fragment = outer.correct
 
     def correct(gradient: PyTree, params: PyTree, kept: PyTree) -> PyTree:
-        for k, (part, state) in enumerate(zip(*kept, strict=True)):
-            own = fragments.take(gradient, k)
+        corrected = gradient
+        outer_params, opt_states = kept
+        for k, outer_part in enumerate(outer_params):
+            part = fragments.take(corrected, k)
             local = fragments.take(params, k)
-            bent = of_fragment(own, local, part, state, num_regions)
-            gradient = fragments.put(gradient, k, cast_like(bent, own))
-        return gradient
+            bent = correct_fragment(part, local, outer_part, opt_states[k], num_regions)
+            corrected = fragments.put(corrected, k, cast_like(bent, part))
+        return corrected
 
     return correct

@@ -94,10 +94,10 @@ def exchange(
     per_step: PerStep, gradients: PyTree, kept: PyTree, key: jax.Array, axis_name: Any
 ) -> tuple[PyTree, PyTree]:
     """Exchange one region's gradient; return the combined one and the new state."""
-    message, kept = per_step.send(gradients, kept, jax.random.fold_in(key, 3))
+    message, new_state = per_step.send(gradients, kept, jax.random.fold_in(key, 3))
     if per_step.receive is None:
-        return mean_of_all(message, axis_name), kept
-    return per_step.receive(jax.lax.all_gather(message, axis_name)), kept
+        return mean_of_all(message, axis_name), new_state
+    return per_step.receive(jax.lax.all_gather(message, axis_name)), new_state
 
 
 def mean_of_all(tree: PyTree, axis_name: Any) -> PyTree:
@@ -115,17 +115,18 @@ def first(sync: Sync, fragments: Fragments, params: PyTree) -> dict[str, Any]:
     model = outer_model(sync)
     names = sorted(sync.copies & set(needs.REGIONAL_COPIES))
     parts = []
-    for k, own in enumerate(core.outer_parts(fragments, params)):
-        kept, mean = model.init(own)
-        part = Part(*kept)
+    for k, outer in enumerate(core.outer_parts(fragments, params)):
+        kept, mean = model.init(outer)
+        part = Part(kept.outer, kept.opt_state, kept.memory)
         if sync.schedule.delay_steps:
             local = jax.tree.map(jnp.asarray, fragments.take(params, k))
             part = part._replace(
-                means=_zeros_like(mean, own),
+                means=_zeros_like(mean, outer),
                 copies=dict.fromkeys(names, local),
-                stale=own if STALE in sync.copies else (),
+                stale=outer if STALE in sync.copies else (),
             )
         parts.append(part)
+
     return _columns(parts) | {"times": traced.first_times(_slotted(sync))}
 
 
@@ -146,6 +147,7 @@ def num_bytes(sync: Sync, state: Any, num_regions: int) -> list[int]:
     """Return the bytes of one region's messages: by fragment, then by moment."""
     if num_regions == 1:
         return [0] * len(state.counts)
+
     model = outer_model(sync)
     sizes = [model.num_bytes(part, num_regions) for part in state.outer]
     for name in sync.moments.every if sync.moments else ():
@@ -193,10 +195,17 @@ class Turn:
         is_due = traced.is_due(self.schedule, state.times, region.step)
         on_merge = self._on_merge(region.inner)
         is_carried = bool(self.sync.moments) or on_merge is not None
-        own = region.updates, region.inner if is_carried else (), state
-        events = functools.partial(self._events, on_merge)
-        updates, inner, state = _if(is_due, events, own, self._read(region))
-        return updates, state._replace(inner=inner if is_carried else region.inner)
+        inner = region.inner if is_carried else ()
+
+        updates, new_inner, new_state = _if(
+            is_due,
+            functools.partial(self._events, on_merge),
+            (region.updates, inner, state),
+            self._read(region),
+        )
+        if not is_carried:
+            new_inner = region.inner
+        return updates, new_state._replace(inner=new_inner)
 
     def _on_merge(self, inner: PyTree) -> OnMerge | None:
         """Return what a merge does to the inner optimizer's state, None if nothing."""
@@ -210,35 +219,42 @@ class Turn:
 
         Updates are carried beside it: a second carry would be copied at every step.
         """
-        rule, params = self.sync.merge.needs, region.params
-        if needs.wants_batch(rule):
+        rule_needs = self.sync.merge.needs
+        if needs.wants_batch(rule_needs):
             return region
+
+        params = region.params
+        if k is not None:
+            params = self.fragments.only(params, k)
         return region._replace(
-            params=params if k is None else self.fragments.only(params, k),
+            params=params,
             updates=(),
-            inner=region.inner if needs.wants_state(rule) else (),
+            inner=region.inner if needs.wants_state(rule_needs) else (),
         )
 
     def _events(
         self, on_merge: OnMerge | None, value: tuple, region: Region
     ) -> tuple[PyTree, PyTree, Any]:
         updates, inner, state = value
-        region, step, times = region._replace(updates=updates), region.step, state.times
-        schedule, tau = self.schedule, self.schedule.delay_steps
-        none = jnp.zeros((), jnp.float32)
-        norm, ratio = vary_like((none, none), (state.norm, state.correction_ratio))
-        columns = (getattr(state, name) for name in OF_FRAGMENTS)
+        region = region._replace(updates=updates)
+        step = region.step
+        times = state.times
+        schedule = self.schedule
+        delay_steps = schedule.delay_steps
+
+        zero = jnp.zeros((), jnp.float32)
+        norm, ratio = vary_like((zero, zero), (state.norm, state.correction_ratio))
         parts = [
-            Part(*own, norm=norm, correction_ratio=ratio)
-            for own in zip(*columns, strict=True)
+            part._replace(norm=norm, correction_ratio=ratio) for part in _parts(state)
         ]
 
-        def once(which: jax.Array, do: Callable) -> None:
+        def once(is_chosen: jax.Array, act: Callable) -> None:
+            """Run `act(k, part, region)` for the fragments that are chosen."""
             nonlocal region
             for k, part in enumerate(parts):
                 part = part._replace(updates=self.fragments.only(region.updates, k))
-                act = functools.partial(do, k)
-                parts[k] = _if(which[k], act, part, self._read(region, k))
+                act_on_k = functools.partial(act, k)
+                parts[k] = _if(is_chosen[k], act_on_k, part, self._read(region, k))
                 updates = self.fragments.over(region.updates, parts[k].updates)
                 region = region._replace(updates=updates)
 
@@ -248,65 +264,76 @@ class Turn:
 
         if schedule.looks_midway:
             once(traced.midway(schedule, times, step), self.look)
-        if not tau or isinstance(schedule, OneStepStale):
-            begun = done = self.leaving(times, region, parts)
+
+        if not delay_steps or isinstance(schedule, OneStepStale):
+            # A start and an end in one: of one sync, or of this one and the last.
+            started = self.leaving(times, region, parts)
+            done = started
             once(done, self.both)
-            times = traced.started(times, begun, step, tau)
+            times = traced.started(times, started, step, delay_steps)
             times = traced.applied(times, done, step, norms())
         else:
             done = traced.arriving(times, step)
             once(done, self.finish)
             times = traced.applied(times, done, step, norms())
-            begun = self.leaving(times, region, parts)
-            once(begun, self.start)
-            times = traced.started(times, begun, step, tau)
+            started = self.leaving(times, region, parts)
+            once(started, self.start)
+            times = traced.started(times, started, step, delay_steps)
+
         if on_merge is not None:
             old = optax.apply_updates(region.params, updates)
             new = optax.apply_updates(region.params, region.updates)
             inner = _if(done.any(), on_merge, inner, old, new)
-        inner, of_moments = self.average_moments(inner, step, begun)
+        new_inner, of_moments = self.average_moments(inner, step, started)
+
         ratio = jnp.stack([part.correction_ratio for part in parts]).sum()
-        sent = jnp.concatenate([begun, *of_moments])
-        state = state._replace(
+        sent = jnp.concatenate([started, *of_moments])
+        new_state = state._replace(
             times=times,
             counts=state.counts + sent.astype(jnp.int32),
             norm=jnp.where(done.any(), norms().sum(), state.norm),
             correction_ratio=jnp.where(done.any(), ratio, state.correction_ratio),
             **_columns(parts),
         )
-        return region.updates, inner, state
+        return region.updates, new_inner, new_state
 
-    def leaving(self, times: traced.Times, region: Region, parts: list[Part]):
+    def leaving(
+        self, times: traced.Times, region: Region, parts: list[Part]
+    ) -> jax.Array:
         """Return which fragments start, bool `[K]`; measure what the schedule needs."""
 
-        def gaps(name: str, _, region: Region, parts: list[Part]) -> jax.Array:
-            each = []
+        def gaps(
+            name: str, zeros: jax.Array, region: Region, parts: list[Part]
+        ) -> jax.Array:
+            del zeros  # What is returned where there is no slot.
+            gap_of_fragment = []
             for k, part in enumerate(parts):
-                own = self.local(k, part._replace(updates=region.updates), region)
-                own = jax.tree.map(lambda x: x[None], own)
+                local = self.local(k, part._replace(updates=region.updates), region)
                 gap = core.gap(
                     name,
                     self.model.received(part.kept),
-                    own,
+                    jax.tree.map(lambda x: x[None], local),
                     self.num_regions,
                     self.user_inputs.token_counts,
                 )
-                each.append(gap)
-            total = jax.lax.psum(jnp.stack(each), self.axis_name)
+                gap_of_fragment.append(gap)
+            total = jax.lax.psum(jnp.stack(gap_of_fragment), self.axis_name)
             return total.astype(jnp.float32)
 
         def observe(name: str) -> jax.Array:
-            none = jnp.zeros(len(parts), jnp.float32)
+            zeros = jnp.zeros(len(parts), jnp.float32)
             is_slot = traced.is_slot(self.schedule, region.step)
-            return _if(is_slot, functools.partial(gaps, name), none, region, parts)
+            measure = functools.partial(gaps, name)
+            return _if(is_slot, measure, zeros, region, parts)
 
         sizes = self.fragments.num_params
         return traced.leaving(self.schedule, sizes, times, region.step, observe)
 
     def local(self, k: int, part: Part, region: Region) -> Fragment:
         """Return the region's local fragment with the updates so far."""
-        old, change = (self.fragments.take(x, k) for x in (region.params, part.updates))
-        return cast(Fragment, optax.apply_updates(old, change))
+        params = self.fragments.take(region.params, k)
+        updates = self.fragments.take(part.updates, k)
+        return cast(Fragment, optax.apply_updates(params, updates))
 
     def key_data(self, region: Region) -> jax.Array:
         """Return the data of the region's key of this step."""
@@ -358,17 +385,23 @@ class Turn:
 
     def seen(self, k: int, part: Part, region: Region) -> needs.MergeContext:
         """Return what a merge may ask for, but for what its model fills in."""
-        rate, tau = self.user_inputs.learning_rate, self.schedule.delay_steps
+        delay_steps = self.schedule.delay_steps
+        rate = self.user_inputs.learning_rate
         if callable(rate):
             rate = cast(Callable, rate)(region.step - 1)
-        lead = jax.tree.map(lambda x: x[None], region.inner)
-        found = needs.regional(self.sync.merge.needs, lead, self.user_inputs)
-        own = jax.tree.map(lambda x: x[0], found)
+
+        stacked = jax.tree.map(lambda x: x[None], region.inner)
+        of_regions = needs.regional(self.sync.merge.needs, stacked, self.user_inputs)
+        of_region = jax.tree.map(lambda x: x[0], of_regions)
+
+        copies = part.copies
+        if part.stale:
+            copies = copies | {STALE: part.stale}
 
         def whole(value: Fragment) -> PyTree:
-            every = self.fragments.over(region.updates, part.updates)
-            now = optax.apply_updates(region.params, every)
-            return self.fragments.put(now, k, value)
+            updates = self.fragments.over(region.updates, part.updates)
+            params = optax.apply_updates(region.params, updates)
+            return self.fragments.put(params, k, value)
 
         def loss_fn(params: PyTree, batch: PyTree, key: jax.Array):
             assert self.value_fn is not None
@@ -377,25 +410,24 @@ class Turn:
         return needs.MergeContext(
             local={},
             outer={},
-            kept=part.copies | ({STALE: part.stale} if part.stale else {}),
-            delay_steps=tau,
-            regional={name: self.fragments.take(x, k) for name, x in own.items()},
+            kept=copies,
+            delay_steps=delay_steps,
+            regional={name: self.fragments.take(x, k) for name, x in of_region.items()},
             learning_rate=None if rate is None else jnp.asarray(rate, float),
             batch=self.batch,
             key=core.merge_key(self.key_data(region)),
             whole=whole,
             loss_fn=loss_fn,
             user_inputs=self.user_inputs,
-            sync_key=sync_key(k, region.step - tau),
+            sync_key=sync_key(k, region.step - delay_steps),
         )
 
     def average_moments(
-        self, inner: PyTree, step: jax.Array, begun: jax.Array
+        self, inner: PyTree, step: jax.Array, started: jax.Array
     ) -> tuple[PyTree, list[jax.Array]]:
         """Average Adam's moments with a sync, if due; return also which were sent."""
         if self.sync.moments is None:
             return inner, []
-        number, sent = step // self.schedule.sync_interval, []
 
         def mean(value: PyTree) -> PyTree:
             """Average the moments of the regions where they are finite."""
@@ -405,32 +437,44 @@ class Turn:
             sums, shares = jax.lax.pmean((wide, shares), self.axis_name)
             return cast_like(rescaled(sums, shares), value)
 
-        for name, n in self.sync.moments.every.items():
-            sent.append(begun & (number % n == 0 if n else False))
-            due = _if(sent[-1][0], mean, moments.take(inner, (name,)))
-            inner = moments.put(inner, due)
+        round_number = step // self.schedule.sync_interval
+        sent = []
+        for name, every in self.sync.moments.every.items():
+            is_due = started & (round_number % every == 0 if every else False)
+            averaged = _if(is_due[0], mean, moments.take(inner, (name,)))
+            inner = moments.put(inner, averaged)
+            sent.append(is_due)
         return inner, sent
 
 
-def _if(condition: jax.Array, do: Callable, value: PyTree, *rest: PyTree) -> PyTree:
-    """Return `do(value, *rest)` if the condition holds, else `value`.
+def _if(condition: jax.Array, apply: Callable, value: PyTree, *rest: PyTree) -> PyTree:
+    """Return `apply(value, *rest)` if the condition holds, else `value`.
 
     The barrier keeps XLA from hoisting the loop-invariant body to every step.
     """
 
     def body(i: jax.Array, value: PyTree) -> PyTree:
         # One barrier per leaf: a joint one makes all of them vary over a mesh.
-        given = jax.tree.map(
+        arguments = jax.tree.map(
             lambda x: jax.lax.optimization_barrier((i, x))[1], (value, *rest)
         )
-        return vary_like(do(*given), value)
+        return vary_like(apply(*arguments), value)
 
     return jax.lax.fori_loop(0, condition.astype(jnp.int32), body, value)
 
 
+def _parts(state: Any) -> list[Part]:
+    """Return the fragments' entries of a `SynchronizedState`."""
+    columns = [getattr(state, name) for name in OF_FRAGMENTS]
+    parts = []
+    for entries in zip(*columns, strict=True):
+        parts.append(Part(**dict(zip(OF_FRAGMENTS, entries, strict=True))))
+    return parts
+
+
 def _columns(parts: list[Part]) -> dict[str, tuple]:
-    each = zip(*(part[: len(OF_FRAGMENTS)] for part in parts), strict=True)
-    return dict(zip(OF_FRAGMENTS, map(tuple, each), strict=True))
+    """Return the fields of a `SynchronizedState`, one entry per fragment."""
+    return {name: tuple(getattr(part, name) for part in parts) for name in OF_FRAGMENTS}
 
 
 def _slotted(sync: Sync) -> Slotted:
