@@ -54,13 +54,13 @@ class OnOuterMesh(Exchange):
 
     def __init__(self, spec: SyncSpec, all_reduce: str):
         super().__init__(spec)
-        of_parts = (
-            {x.dtype.name for x in jax.tree.leaves(p)} for p in spec.outer_shapes
-        )
-        names = sorted(max(of_parts, key=len))
-        if len(names) > 1 and spec.sync.message.compressor() is None:
+        dtypes_of_parts = [
+            {x.dtype.name for x in jax.tree.leaves(part)} for part in spec.outer_shapes
+        ]
+        dtypes = sorted(max(dtypes_of_parts, key=len))
+        if len(dtypes) > 1 and spec.sync.message.compressor() is None:
             raise ValueError(  # Bytes would be summed.
-                f"parameters of {' and '.join(names)} cannot be averaged between "
+                f"parameters of {' and '.join(dtypes)} cannot be averaged between "
                 "hosts; use one dtype, exchange='program', or compressed messages"
             )
         self.all_reduce = all_reduce  # One of `collectives.ALL_REDUCES`.
@@ -79,10 +79,12 @@ class OnOuterMesh(Exchange):
         Returns its copies and the buffer to send, `[R, n]`, and the compressors'
         state after it.
         """
-        spec, times = self._spec, None
+        spec = self._spec
+        times = None
         if self._num_times:  # Other processes set their own rows.
             rows = np.array([sending.times] * self._num_times, np.float32)
             times = spec.devices.put(rows, cast(Sharding, spec.shardings.region.key))
+
         copies, buffer, memory = self._run(sending, times)
         return (copies, buffer), memory
 
@@ -98,38 +100,46 @@ class OnOuterMesh(Exchange):
         arrives with it.
         """
         k, start_step = sync_id
-        host, combine = self.places(k)[0], self._combine(k, rank)
-        place, step = self._spec.devices.weights, self._spec.start_step(start_step)
-        return lambda rows, weights: combine(rows, place(weights, host), step)
+        combine = self._combine(k, rank)
+        sharding, _ = self.places(k)
+        step = self._spec.start_step(start_step)
+
+        def average(
+            rows: jax.Array, weights: tuple[float, ...]
+        ) -> tuple[PyTree, Extras]:
+            return combine(rows, self._spec.devices.weights(weights, sharding), step)
+
+        return average
 
     def _row_shape(self, k: int, rank: int) -> jax.ShapeDtypeStruct:
         """Return the shape of one region's row, `[1, n]`, without times."""
-        sent = self._message_shapes(self._spec.at(rank), k)
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), sent)
-        return jax.eval_shape(flat_buffer.pack, one)
+        shapes = self._message_shapes(self._spec.at(rank), k)
+        row = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shapes
+        )
+        return jax.eval_shape(flat_buffer.pack, row)
 
     def _make(self, spec: SyncSpec, fragment_id: int, memory: PyTree) -> Callable:
         """Make the program that encodes, and packs the message and times.
 
         A flat buffer without a layout is replicated inside each region.
         """
-        k, layout = fragment_id, self._layout(spec, fragment_id)
-        encode_all = over_regions(spec, k, P(REGION), leaves=False)
+        layout = self._layout(spec, fragment_id)
+        encode_all = over_regions(spec, fragment_id, P(REGION), leaves=False)
 
-        def encode(leaving: Leaving, times: Any):
+        def encode(leaving: Leaving, times: Any) -> tuple[Extras, jax.Array, PyTree]:
             copies, message, memory = encode_all(leaving)
             buffer = make_buffer(message, times, spec.is_gathered, layout)
             return copies, buffer, memory
 
-        where = layout.sharding if layout else spec.shardings.region.key
         return spec.devices.jit(
             encode,
-            f"send fragment {k}",
-            self._bytes(spec, k),
+            f"send fragment {fragment_id}",
+            self._bytes(spec, fragment_id),
             out_shardings=(
-                spec.kept_shardings(k),
-                where,
-                spec.shardings.of_regions(k, memory),
+                spec.kept_shardings(fragment_id),
+                layout.sharding if layout else spec.shardings.region.key,
+                spec.shardings.of_regions(fragment_id, memory),
             ),
         )
 
@@ -146,55 +156,74 @@ class OnOuterMesh(Exchange):
         is_whole = mesh.size == mesh.shape[REGION] or process_grid(mesh) is None
         if self.is_alone or is_whole:
             return None
+
         shapes = self._message_shapes(spec, k)
         sent = sent_shapes(spec.is_gathered, shapes, self._num_times)
-        where = spec.shardings.of_all(k, sent)
-        return ShardBuffer.of(mesh, sent, jax.tree.map(lambda x: x.spec, where))
+        shardings = spec.shardings.of_all(k, sent)
+        return ShardBuffer.of(mesh, sent, jax.tree.map(lambda x: x.spec, shardings))
 
     def _make_combine(self, k: int, rank: int) -> Callable:
         """Make `(rows, weights, start_step) -> (mean, what arrives with it)`."""
-        spec, host = self._spec.at(rank), self.places(k)[0]
-        sync, robust = spec.sync, spec.sync.robust
-        shapes, layout = self._message_shapes(spec, k), self._layout(spec, k)
+        spec = self._spec.at(rank)
+        sync = spec.sync
+        robust = sync.robust
+        host, _ = self.places(k)
+        shapes = self._message_shapes(spec, k)
+        layout = self._layout(spec, k)
         mean_of = None
         if spec.is_gathered:
             mean_of = functools.partial(core.mean_of_gathered, sync)
         crossing = make_combine(
-            mean_of, host, shapes, self._num_times, self.all_reduce, layout
+            mean_of,
+            host,
+            shapes,
+            num_times=self._num_times,
+            all_reduce=self.all_reduce,
+            layout=layout,
         )
-        # Each process its part, if a region's processes shard the outer state.
-        like = spec.outer_shapes[k]
-        where = host if self.is_alone else spec.place.lay(k, like)
 
-        def judged(rows: jax.Array, weights: jax.Array):
-            """Judge uncompressed messages by their lengths, and leave some out."""
+        def filtered(
+            rows: jax.Array, weights: jax.Array
+        ) -> tuple[jax.Array, jax.Array, Extras]:
+            """Check uncompressed messages by their lengths, and leave some out."""
             if robust is None:
                 return sync.counted(rows, weights), weights, {}
-            sizes = [math.prod(x.shape) for x in jax.tree.leaves(shapes)]
-            # A message's length is its last leaf.
-            last = len(sizes) - 1
-            at = layout.pieces[last].start if layout else sum(sizes[:last])
-            lengths = jax.lax.with_sharding_constraint(rows[:, at], host)
-            verdict, weights = robust.judge(lengths, weights)
-            return without(rows, weights), weights, {VERDICT: verdict}
 
-        def combine(rows: jax.Array, weights: jax.Array, start_step: Any):
+            # A message's length is its last leaf; only times follow it.
+            *leaves, _ = jax.tree.leaves(shapes)
+            if layout is not None:
+                column = layout.pieces[len(leaves)].start
+            else:
+                column = sum(math.prod(x.shape) for x in leaves)
+            lengths = jax.lax.with_sharding_constraint(rows[:, column], host)
+            verdict, counted = robust.judge(lengths, weights)
+            return without(rows, counted), counted, {VERDICT: verdict}
+
+        like = spec.outer_shapes[k]
+
+        def combine(
+            rows: jax.Array, weights: jax.Array, start_step: Any
+        ) -> tuple[PyTree, Extras]:
             if spec.is_gathered:
                 (mean, extras), times = crossing(rows, weights)
             else:
-                rows, weights, extras = judged(rows, weights)
+                rows, weights, extras = filtered(rows, weights)
                 mean, times = crossing(rows, weights)
-                mean = mean if robust is None else mean.message
+                if robust is not None:
+                    mean = mean.message
             if times is not None:
                 extras = {**extras, "times": times}
             key = key_of(k, start_step)
             return sync.message.average.after(mean, like, key), extras
 
-        return spec.devices.jit(combine, out_shardings=(where, host))
+        # Each process its part, if a region's processes shard the outer state.
+        of_mean = host if self.is_alone else spec.place.lay(k, like)
+        return spec.devices.jit(combine, out_shardings=(of_mean, host))
 
     def places(self, k: int) -> tuple[Sharding, Sharding]:
         """Return the sharding that a fragment is averaged in, and that of its mean."""
         host = self._spec.shardings.channel(k).host
+
         if self.is_alone and not host.is_fully_addressable:
             return SingleDeviceSharding(outer_device(self._spec.mesh)), host
         return host, host
@@ -227,10 +256,13 @@ def make_buffer(
 ) -> jax.Array:
     """Pack what regions send, and their times `[R, 2]`, if any; see `sent_shapes`."""
     if times is not None and not is_gathered:
+        # Each region has columns for all, and zeros in those of the others.
         dtype = jax.tree.leaves(message)[0].dtype
-        own = jnp.eye(len(times), dtype=dtype)
-        times = own[:, :, None] * times[:, None].astype(dtype)
-    return (layout.pack if layout else flat_buffer.pack)((message, times))
+        is_own = jnp.eye(len(times), dtype=dtype)
+        times = is_own[:, :, None] * times[:, None].astype(dtype)
+
+    pack = layout.pack if layout else flat_buffer.pack
+    return pack((message, times))
 
 
 def make_combine(
@@ -250,25 +282,30 @@ def make_combine(
     `everywhere` replicates to every process's outer device, `shapes` are of one
     region's message, `num_times` is the number of regions whose times are sent too.
     """
-    sent = sent_shapes(mean_of is not None, shapes, num_times)
-    how = everywhere, all_reduce, layout is not None
+    is_encoded = mean_of is not None
+    sent = sent_shapes(is_encoded, shapes, num_times)
+    in_shares = layout is not None
 
-    def combine(rows, weights):
-        if mean_of is None:
-            weights = weights.astype(rows.dtype)
-            crossed = sum_over_processes(rows, weights, *how)
+    def combine(rows: jax.Array, weights: jax.Array) -> tuple[PyTree, Any]:
+        if is_encoded:
+            crossed = gather_from_processes(rows, everywhere, all_reduce, in_shares)
         else:
-            crossed = gather_from_processes(rows, *how)
+            weights = weights.astype(rows.dtype)
+            crossed = sum_over_processes(
+                rows, weights, everywhere, all_reduce, in_shares
+            )
+
         if layout is None:
             message, times = flat_buffer.unpack(crossed, sent)
         else:
             message, times = layout.unpack(crossed, everywhere)
         if mean_of is not None:
             return mean_of(message, weights), times
-        if times is not None:
+
+        if times is not None:  # They were multiplied by their region's weight.
             share = weights[:, None]
-            known = jnp.where(share > 0, times / jnp.where(share > 0, share, 1), 0)
-            times = known.astype(jnp.float32)
+            unscaled = jnp.where(share > 0, times / jnp.where(share > 0, share, 1), 0)
+            times = unscaled.astype(jnp.float32)
         return message, times
 
     return combine
@@ -280,7 +317,9 @@ def sent_shapes(
     """Return the shapes of all that one region sends."""
     if not num_times:
         return shapes, None
+
     if is_encoded:
         return shapes, jax.ShapeDtypeStruct((2,), jnp.float32)
+
     dtype = jax.tree.leaves(shapes)[0].dtype
     return shapes, jax.ShapeDtypeStruct((num_times, 2), dtype)

@@ -48,8 +48,8 @@ def direct_sum(x: jax.Array, axis_name: str) -> jax.Array:
 def direct_gather(x: jax.Array, axis_name: str) -> jax.Array:
     """Gather the rows `x` `[r, ...]` of D shards of an axis, `[D * r, ...]`."""
     copies = jnp.broadcast_to(x, (jax.lax.axis_size(axis_name), *x.shape))
-    found = jax.lax.all_to_all(copies, axis_name, 0, 0)
-    return found.reshape(-1, *x.shape[1:])
+    gathered = jax.lax.all_to_all(copies, axis_name, 0, 0)
+    return gathered.reshape(-1, *x.shape[1:])
 
 
 def sum_over_processes(
@@ -95,12 +95,14 @@ def gather_from_processes(
 
 
 def _gathered(x: jax.Array, everywhere: Sharding, in_shares: bool) -> jax.Array:
-    # Two steps: the slow network carries each share once per region.
     if isinstance(everywhere, NamedSharding):
-        shares = P(*(None,) * (x.ndim - 1), INSIDE)
-        crossed = NamedSharding(everywhere.mesh, shares)
-        x = jax.lax.with_sharding_constraint(x, crossed)
-    return x if in_shares else jax.lax.with_sharding_constraint(x, everywhere)
+        # Two steps: the slow network carries each share once per region.
+        leading = (None,) * (x.ndim - 1)
+        shares = NamedSharding(everywhere.mesh, P(*leading, INSIDE))
+        x = jax.lax.with_sharding_constraint(x, shares)
+    if in_shares:
+        return x
+    return jax.lax.with_sharding_constraint(x, everywhere)
 
 
 def mean_over_regions(tree: PyTree, in_flat_buffer: bool = False) -> PyTree:
@@ -120,8 +122,9 @@ def mean_for_all(message: PyTree, all_reduce: str | None) -> PyTree:
     """
     if all_reduce != "direct":
         return as_varying(mean_over_regions(message, all_reduce is not None))
-    num = jax.lax.axis_size(REGION)
-    mean = lambda x: direct_sum(x, REGION) / num  # noqa: E731
+
+    num_shards = jax.lax.axis_size(REGION)
+    mean = lambda x: direct_sum(x, REGION) / num_shards  # noqa: E731
     return _reduced(message, mean, in_flat_buffer=True)
 
 
@@ -129,6 +132,7 @@ def gather_all(message: PyTree, all_reduce: str | None) -> PyTree:
     """Gather all regions' messages, `[R, ...]`; arguments as for `mean_for_all`."""
     if all_reduce is None:
         return all_gather_regions(message)
+
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), message)
     buffer = flat_buffer.pack(message)
     if all_reduce == "direct":
@@ -141,15 +145,18 @@ def gather_all(message: PyTree, all_reduce: str | None) -> PyTree:
 def _reduced(tree: PyTree, mean: Callable, in_flat_buffer: bool) -> PyTree:
     """Apply `mean` to the blocks' means, keeping the dtypes of `tree`."""
 
-    def of_block(x, *others):
-        wide = jnp.result_type(*(wide_dtype(y.dtype) for y in (x, *others)))
-        return x.astype(wide).mean(0)
+    def of_block(x: jax.Array, *others: jax.Array) -> jax.Array:
+        """Average over a block, in a dtype that is wide enough for the others too."""
+        dtypes = [wide_dtype(y.dtype) for y in (x, *others)]
+        return x.astype(jnp.result_type(*dtypes)).mean(0)
 
     if in_flat_buffer:
         leaves = jax.tree.leaves(tree)
-        means = jax.tree.map(lambda x: of_block(x, *leaves), tree)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), means)
-        buffer = flat_buffer.pack(jax.tree.map(lambda x: x[None], means))
+        of_blocks = jax.tree.map(lambda x: of_block(x, *leaves), tree)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), of_blocks
+        )
+        buffer = flat_buffer.pack(jax.tree.map(lambda x: x[None], of_blocks))
         means = flat_buffer.unpack(mean(buffer[0]), shapes)
     else:
         means = jax.tree.map(lambda x: mean(of_block(x)), tree)
@@ -169,21 +176,25 @@ def averaged(
     `mean_for_all`.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    which = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
-    if not which:
+    averaged_ids = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
+    if not averaged_ids:
         return tree
-    own = sent = [leaves[i] for i in which]
-    if counted is not None:  # The count is sent as one more number.
-        sent = [*without(own, counted), counted.astype(jnp.float32)]
-    new = for_all_regions(mean_for_all(sent, all_reduce), local.size)
-    if counted is not None:
-        share = new.pop()  # 1 if all count: exact.
 
-        def of_counted(x, old):
+    of_regions = [leaves[i] for i in averaged_ids]
+    if counted is None:
+        means = for_all_regions(mean_for_all(of_regions, all_reduce), local.size)
+    else:
+        # The count is sent as one more number.
+        sent = [*without(of_regions, counted), counted.astype(jnp.float32)]
+        *sums, share = for_all_regions(mean_for_all(sent, all_reduce), local.size)
+
+        def of_counted(x: jax.Array, old: jax.Array) -> jax.Array:
+            # The share is 1 if all regions count: exact.
             part = share.reshape(-1, *(1,) * (x.ndim - 1))
             return jnp.where(part > 0, (widen(x) / part).astype(x.dtype), old)
 
-        new = map(of_counted, new, own)
-    for i, leaf in zip(which, new, strict=True):
-        leaves[i] = leaf
+        means = [of_counted(x, old) for x, old in zip(sums, of_regions, strict=True)]
+
+    for i, mean in zip(averaged_ids, means, strict=True):
+        leaves[i] = mean
     return treedef.unflatten(leaves)

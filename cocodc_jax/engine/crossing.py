@@ -211,19 +211,21 @@ class Exchange(abc.ABC):
 
     def _run(self, sending: Sending, *rest: Any) -> Any:
         """Run the program of `_make`."""
-        spec, event, region = self._spec, sending.event, sending.region
-        key = event.fragment_id, event.rank
+        spec = self._spec
+        event = sending.event
+        key = (event.fragment_id, event.rank)
         if key not in self._programs:
             self._programs[key] = self._make(
                 spec.at(event.rank), event.fragment_id, sending.memory
             )
+
         leaving = Leaving(
-            region.params,
-            sending.anchor,
-            sending.memory,
-            spec.devices.weights(sending.weights, regional(spec.mesh)),
-            region.key,
-            spec.start_step(event.start_step),
+            params=sending.region.params,
+            anchor=sending.anchor,
+            memory=sending.memory,
+            weights=spec.devices.weights(sending.weights, regional(spec.mesh)),
+            keys=sending.region.key,
+            start_step=spec.start_step(event.start_step),
         )
         return self._programs[key](leaving, *rest)
 
@@ -235,12 +237,16 @@ class Exchange(abc.ABC):
         num_regions = self.num_regions
         if num_regions == 1:
             return 0
+
         part = spec.outer_shapes[fragment_id]
         size = spec.sync.message.num_bytes(part, num_regions)
-        size += LENGTH_BYTES if spec.sync.robust else 0
-        # A pseudo-gradient has columns for the times of all regions.
-        times = 1 if spec.is_gathered else num_regions
-        return size + (8 * times if spec.is_measured else 0)
+        if spec.sync.robust:
+            size += LENGTH_BYTES
+        if spec.is_measured:
+            # A pseudo-gradient has columns for the times of all regions.
+            num_times = 1 if spec.is_gathered else num_regions
+            size += 8 * num_times
+        return size
 
     def arrives_with(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes of what arrives with a mean, by name, as `send` returns it."""
@@ -279,9 +285,9 @@ def over_regions(
         weights: jax.Array,
         keys: jax.Array,
         start_step: Any,
-    ):
+    ) -> tuple[Extras, Any, PyTree]:
         part = spec.fragments.take(params, fragment_id, lead=1)
-        left, memory = core.encode_all(
+        sent, new_memory = core.encode_all(
             spec.sync,
             spec.local,
             part,
@@ -294,15 +300,18 @@ def over_regions(
             sync_key=key_of(fragment_id, start_step),
         )
         if leaves:
-            left, memory = core.leave(spec.sync, spec.local, left, memory, weights)
-        return spec.copies_of(part), left, memory
+            sent, new_memory = core.leave(
+                spec.sync, spec.local, sent, new_memory, weights
+            )
+        return spec.copies_of(part), sent, new_memory
 
-    of_anchor = P(REGION) if has_own_anchors else P()
+    regions = P(REGION)
+    of_anchor = regions if has_own_anchors else P()
     mapped = region_shard_map(
         of_shard,
         spec.mesh,
-        in_specs=(P(REGION), of_anchor, *(P(REGION),) * 3, P()),
-        out_specs=(P(REGION), crossed, P(REGION)),
+        in_specs=(regions, of_anchor, regions, regions, regions, P()),
+        out_specs=(regions, crossed, regions),
     )
     return lambda leaving: mapped(*leaving)
 
@@ -343,33 +352,40 @@ class MeshCrossing:
         of_sent = P() if way == SUMMED else P(REGION)
         specs: Any = Left(of_sent, P(REGION), cast(Any, P()))
         leave = over_regions(self.spec, self.fragment_id, specs, leaves=True)
+
         copies, left, memory = leave(self.leaving)
         return (copies, left), memory
 
     def cross(self, left: tuple[Any, Left]) -> tuple[Any, Any]:
         """Send by the message's way, to every device that needs it."""
         copies, leaving = left
-        mesh, message = self.spec.mesh, self.spec.sync.message
+        mesh = self.spec.mesh
+        message = self.spec.sync.message
         if message.way == BY_RINGS:
             total = make_ring_sum(mesh, message)(leaving.sent)
             return copies, leaving._replace(sent=total)
+
         if message.way == GATHERED and self.in_one_buffer:
             return copies, shares_everywhere(mesh, (leaving.sent, leaving.weights))
+
         if message.way == GATHERED:
             # The weights too: otherwise decoding each message waits for its weight.
             return copies, everywhere(mesh, leaving)
+
         return copies, leaving
 
     def arrive(self, crossed: tuple[Any, Any]) -> tuple[Fragment, Extras]:
         """Return the mean pseudo-gradient, and what is kept with it."""
-        spec, k = self.spec, self.fragment_id
+        spec = self.spec
         copies, left = crossed
-        like = spec.outer_shapes[k]
+        like = spec.outer_shapes[self.fragment_id]
         if spec.is_gathered and self.in_one_buffer:
             message = with_length(spec, spec.sync.message.encoded(like))
             weight = jax.ShapeDtypeStruct((), jnp.result_type(float))
-            left = Left(*joined(spec.mesh, left, (message, weight)))
-        key = key_of(k, self.leaving.start_step)
+            sent, weights = joined(spec.mesh, left, (message, weight))
+            left = Left(sent, weights)
+
+        key = key_of(self.fragment_id, self.leaving.start_step)
         mean, extras = core.arrive(spec.sync, left, like, key)
         return mean, copies | extras
 
@@ -384,9 +400,10 @@ def shares_everywhere(mesh: Mesh, messages: PyTree) -> jax.Array:
     """
     buffer = flat_buffer.pack(messages)
     num_shares = math.prod(mesh.shape[axis] for axis in INSIDE)
-    buffer = jnp.pad(buffer, ((0, 0), (0, -buffer.shape[1] % num_shares)))
+    padded = jnp.pad(buffer, ((0, 0), (0, -buffer.shape[1] % num_shares)))
     # Otherwise XLA would shard, gather and shard parts of it again.
-    buffer = jax.lax.with_sharding_constraint(buffer, regional(mesh))
+    padded = jax.lax.with_sharding_constraint(padded, regional(mesh))
+
     # The type system cannot see that all shards are equal.
     return jax.shard_map(
         lambda rows: jax.lax.all_gather(rows, REGION),
@@ -394,13 +411,13 @@ def shares_everywhere(mesh: Mesh, messages: PyTree) -> jax.Array:
         in_specs=P(REGION, INSIDE),
         out_specs=P(None, None, INSIDE),
         check_vma=False,
-    )(buffer)
+    )(padded)
 
 
 def joined(mesh: Mesh, buffer: jax.Array, shapes: PyTree) -> PyTree:
     """Gather the shares of a buffer inside each region; unpack it, `[R, ...]`."""
-    buffer = everywhere(mesh, buffer)
-    return flat_buffer.unpack(buffer.reshape(-1, buffer.shape[-1]), shapes)
+    rows = everywhere(mesh, buffer)
+    return flat_buffer.unpack(rows.reshape(-1, rows.shape[-1]), shapes)
 
 
 def make_ring_sum(mesh: Mesh, rings: Any) -> Callable[[PyTree], PyTree]:
@@ -439,21 +456,23 @@ class InProgram(Exchange):
         return self._run(sending)
 
     def _make(self, spec: SyncSpec, fragment_id: int, memory: PyTree) -> Callable:
-        k, shardings = fragment_id, spec.shardings
+        shardings = spec.shardings
 
         def send(leaving: Leaving) -> Sent:
-            crossing = MeshCrossing(spec, k, leaving, self._in_one_buffer)
+            crossing = MeshCrossing(
+                spec, fragment_id, leaving, in_one_buffer=self._in_one_buffer
+            )
             return core.start(crossing)
 
         everywhere = NamedSharding(spec.mesh, P())
         extras = dict.fromkeys(self.arrives_with(), everywhere)
         return spec.devices.jit(
             send,
-            f"send fragment {k}",
-            self._bytes(spec, k),
+            f"send fragment {fragment_id}",
+            self._bytes(spec, fragment_id),
             out_shardings=(
-                shardings.fragments[k],
-                spec.kept_shardings(k) | extras,
-                shardings.of_regions(k, memory),
+                shardings.fragments[fragment_id],
+                spec.kept_shardings(fragment_id) | extras,
+                shardings.of_regions(fragment_id, memory),
             ),
         )

@@ -68,7 +68,7 @@ class Recorder(Devices):
     def __init__(self):
         super().__init__()
         # By name, with the arguments of their first call.
-        self.found: dict[str, LoweredProgram] = {}
+        self.programs: dict[str, LoweredProgram] = {}
 
     def jit(
         self, function: Callable, name: str = "", sent_bytes: int = 0, **options: Any
@@ -77,11 +77,13 @@ class Recorder(Devices):
         program: Any = jax.jit(function, **options)
 
         def record(*arguments: Any) -> Any:
-            if name and name not in self.found:
-                shapes = jax.tree.map(_shape, arguments)
-                how = options.get("compiler_options") or {}
-                self.found[name] = LoweredProgram(
-                    name, program, shapes, sent_bytes, options=how
+            if name and name not in self.programs:
+                self.programs[name] = LoweredProgram(
+                    name=name,
+                    program=program,
+                    arguments=jax.tree.map(_shape, arguments),
+                    sent_bytes=sent_bytes,
+                    options=options.get("compiler_options") or {},
                 )
             return program.eval_shape(*arguments)
 
@@ -93,7 +95,9 @@ class Recorder(Devices):
         if isinstance(shardings, Sharding):
             shardings = jax.tree.map(lambda _: shardings, tree)
         return jax.tree.map(
-            lambda x, where: jax.ShapeDtypeStruct(*_kind(x), sharding=where),
+            lambda x, sharding: jax.ShapeDtypeStruct(
+                np.shape(x), _canonical_dtype(x), sharding=sharding
+            ),
             tree,
             shardings,
         )
@@ -110,13 +114,13 @@ class Recorder(Devices):
         return np.full(x.shape, np.issubdtype(x.dtype, np.floating), x.dtype)
 
 
-def _kind(x: Any) -> tuple[tuple[int, ...], Any]:
-    return np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)
+def _canonical_dtype(x: Any) -> Any:
+    return jax.dtypes.canonicalize_dtype(x.dtype)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    where = getattr(x, "sharding", None)
+    sharding = getattr(x, "sharding", None)
     # Results whose sharding is the compiler's choice have that of no device.
-    if isinstance(getattr(where, "mesh", None), AbstractMesh):
-        where = None
-    return jax.ShapeDtypeStruct(*_kind(x), sharding=where)
+    if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+        sharding = None
+    return jax.ShapeDtypeStruct(np.shape(x), _canonical_dtype(x), sharding=sharding)

@@ -64,13 +64,14 @@ def here(part: Fragment) -> Fragment:
 
 def mark(sync: SyncId, value: np.ndarray) -> Mark:
     """Return the mark of a digest, uint32 `[4]`."""
-    first, second = int(value[0]), int(value[1])
+    first = int(value[0])
+    second = int(value[1])
     at, scale = (float(x) for x in value[2:].view(np.float32))
-    is_finite = math.isfinite(at) and math.isfinite(scale)
-    # What is not finite is compared by its bits alone.
-    return Mark(
-        sync, first << 31 | second >> 1, *((at, scale) if is_finite else (0, 0))
-    )
+    if not (math.isfinite(at) and math.isfinite(scale)):
+        # What is not finite is compared by its bits alone.
+        at = 0
+        scale = 0
+    return Mark(sync, first << 31 | second >> 1, at, scale)
 
 
 @jax.jit
@@ -83,8 +84,10 @@ def digest(part: Fragment) -> jax.Array:
     Returns:
       uint32 `[4]`: `first`, `second`, and the bits of `at` and `scale` as float32.
     """
-    first = second = jnp.uint32(0)
-    at = square = jnp.float32(0)
+    first = jnp.uint32(0)
+    second = jnp.uint32(0)
+    at = jnp.float32(0)
+    square = jnp.float32(0)
     num = 0
     for number, leaf in enumerate(jax.tree.leaves(part)):
         if not leaf.size:
@@ -102,6 +105,7 @@ def digest(part: Fragment) -> jax.Array:
         at += jnp.sum(_signs(hashed) * lanes.at)
         square += jnp.sum(lanes.square)
         num += leaf.size
+
     num = max(num, 1)
     floats = jnp.stack([at / math.sqrt(num), jnp.sqrt(square / num)])
     words = jax.lax.bitcast_convert_type(floats, jnp.uint32)

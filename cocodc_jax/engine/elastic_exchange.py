@@ -79,17 +79,18 @@ class ElasticExchange(OnOuterMesh):
 
         `step_s` are measured seconds of an inner step.
         """
-        sync, link = event.sync_id, self.link
+        sync_id = event.sync_id
+        link = self.link
         if not self._spec.devices.is_real:
-            return self._spec.outer_shapes[sync[0]]
+            return self._spec.outer_shapes[event.fragment_id]
 
         def decide() -> tuple[bytes | None, Decision]:
             row = transfer.local_rows(buffer)[0].tobytes()  # Waits for the steps.
             if link is None:
-                return row, Decision(NO_EPOCH, sync, {self.region: row})
-            return row, link.send(sync, row, step_s).result()
+                return row, Decision(NO_EPOCH, sync_id, {self.region: row})
+            return row, link.send(sync_id, row, step_s).result()
 
-        return self._in_thread(sync, event.rank, decide)
+        return self._in_thread(sync_id, event.rank, decide)
 
     def awaited(self, sync: SyncId, rank: int = 0) -> PendingMean:
         """Wait for the mean of a sync that this region sent no message for."""
@@ -100,17 +101,15 @@ class ElasticExchange(OnOuterMesh):
     def _in_thread(self, sync: SyncId, rank: int, decide: Callable) -> PendingMean:
         """Average on a thread, which waits for `decide() -> (own row, decision)`."""
         future: Future = Future()
-        arriving, like = self.arriving(sync, rank), self.row_shape(sync[0], rank)
+        arriving = self.arriving(sync, rank)
+        like = self.row_shape(sync[0], rank)
 
         def carry() -> None:
             try:
                 row, decision = decide()
                 rows = _sound(sync, decision.rows, like)
-                self.in_mean[sync] = tuple(sorted(rows))
-                while len(self.in_mean) > _REMEMBERED:
-                    self.in_mean.pop(next(iter(self.in_mean)), None)
-                landed = self._landed(sync, row, rows, arriving, like)
-                future.set_result(landed)
+                self._note_members(sync, rows)
+                future.set_result(self._landed(sync, row, rows, arriving, like))
             except BaseException as error:  # The main thread raises it at the merge.
                 future.set_exception(error)
 
@@ -119,36 +118,46 @@ class ElasticExchange(OnOuterMesh):
             return PendingMean(future)
         return PendingMean(future, self.link.wait_for)
 
+    def _note_members(self, sync: SyncId, rows: Mapping[int, bytes]) -> None:
+        """Remember which regions are in a mean, until a reader takes it."""
+        self.in_mean[sync] = tuple(sorted(rows))
+        while len(self.in_mean) > _REMEMBERED:
+            self.in_mean.pop(next(iter(self.in_mean)), None)
+
     def _landed(
         self,
         sync: SyncId,
-        own: bytes | None,
+        row: bytes | None,
         rows: Mapping[int, bytes],
         arriving: Callable,
         like: jax.ShapeDtypeStruct,
     ) -> InFlight:
-        """Average the messages that were decided on."""
+        """Average the messages that were decided on; `row` is the region's own."""
         # Of each process; equal in all processes of a region.
         here, host = self.places(sync[0])
 
         def mean_of(rows: Mapping[int, bytes]) -> tuple[Fragment, dict]:
-            table, weights = _table(rows, self.num_regions, like, own)
+            table, weights = _table(rows, self.num_regions, like, spare=row)
             arrived = arriving(jax.device_put(table, here), weights)
             return transfer.declare(arrived, host)
 
         mean, extras = mean_of(rows)
         kept = {VERDICT_OF_ALL: extras[VERDICT]} if extras else {}
-        keeps = self._place.late_message == "keep"
-        if keeps and own is not None and rows.get(self.region) != own:
-            kept[UNCOUNTED], _ = mean_of({self.region: own})
+
+        keeps_late = self._place.late_message == "keep"
+        if keeps_late and row is not None and rows.get(self.region) != row:
+            kept[UNCOUNTED], _ = mean_of({self.region: row})
         return InFlight(mean, kept)
 
     @property
     def max_row_bytes(self) -> int:
         """Maximum bytes of a row, over all fragments."""
         sync = self._spec.sync
-        encoded = map(sync.message.encoded, self._spec.outer_shapes)
-        return max(map(message_bytes, encoded)) + (8 if sync.robust else 0)
+        sizes = [
+            message_bytes(sync.message.encoded(part))
+            for part in self._spec.outer_shapes
+        ]
+        return max(sizes) + (8 if sync.robust else 0)
 
     def arrives_with(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return `{}`: all that arrives with a mean is in its `PendingMean`."""
@@ -167,8 +176,8 @@ class _ElasticCrossing:
 
     def cross(self, left: tuple[Any, jax.Array]) -> tuple[Any, Any]:
         copies, buffer = left
-        event, (step_s, _) = self.sending.event, self.sending.times
-        return copies, self.exchange.send_row(event, buffer, step_s)
+        step_s, _ = self.sending.times
+        return copies, self.exchange.send_row(self.sending.event, buffer, step_s)
 
     def arrive(self, crossed: tuple[Any, Any]) -> tuple[Any, Extras]:
         copies, mean = crossed
@@ -202,10 +211,13 @@ def _table(
 
     `like` has the shape of one row, `[1, n]`, and its dtype.
     """
-    size = _row_bytes(like)
     # Every region that had a row is gone: the mean is zero.
-    blank = rows[min(rows)] if rows else spare or bytes(size)
-    each = [rows.get(region, blank) for region in range(num_regions)]
-    table = np.stack([np.frombuffer(row, like.dtype) for row in each])
+    blank = spare or bytes(_row_bytes(like))
+    if rows:
+        blank = rows[min(rows)]
+
+    all_rows = [rows.get(region, blank) for region in range(num_regions)]
+    table = np.stack([np.frombuffer(row, like.dtype) for row in all_rows])
     share = 1 / max(len(rows), 1)
-    return table, tuple(share if r in rows else 0.0 for r in range(num_regions))
+    weights = tuple(share if m in rows else 0.0 for m in range(num_regions))
+    return table, weights

@@ -90,9 +90,23 @@ class _Run:
     late: list[Pending] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def of(cls, state: TrainState, *rest: Any) -> _Run:
+    def of(
+        cls,
+        state: TrainState,
+        batch: PyTree = None,
+        times: Times = (0.0, 0.0),
+        merged: dict[SyncId, Merged] | None = None,
+    ) -> _Run:
         assert state.sync is not None
-        return cls(state.region, state.sync, state.step, state.frozen, *rest)
+        return cls(
+            region=state.region,
+            sync=state.sync,
+            step=state.step,
+            frozen=state.frozen,
+            batch=batch,
+            times=times,
+            merged=merged or {},
+        )
 
     def replace(self, **changes: Any) -> None:
         self.sync = dataclasses.replace(self.sync, **changes)
@@ -110,9 +124,11 @@ class _Run:
 
     def after(self, state: TrainState) -> TrainState:
         """Return `state` with the changes of this run."""
-        sent = state.bytes_sent + self.bytes_sent
         return dataclasses.replace(
-            state, region=self.region, sync=self.sync, bytes_sent=sent
+            state,
+            region=self.region,
+            sync=self.sync,
+            bytes_sent=state.bytes_sent + self.bytes_sent,
         )
 
 
@@ -124,8 +140,10 @@ class _Finishing:
     """
 
     def __init__(self, executor: Executor, run: _Run, event: Event, flight: InFlight):
-        self._executor, self._run, self._event = executor, run, event
         self.flight = flight
+        self._executor = executor
+        self._run = run
+        self._event = event
         self._participating: jax.Array | None = None
 
     def remember(self, memory: PyTree) -> PyTree:
@@ -136,40 +154,39 @@ class _Finishing:
         self, outer: PyTree, opt_state: PyTree
     ) -> tuple[PyTree, PyTree, jax.Array]:
         k = self._event.fragment_id
-        outer, opt_state, norm = self._executor.step_outer(
+        new_outer, new_opt_state, norm = self._executor.step_outer(
             k, self.flight, outer, opt_state
         )
-        run = self._run
-        run.replace(outer=run.sync.outer.updated(k, outer, opt_state))
-        return outer, opt_state, norm
+
+        state = self._run.sync.outer.updated(k, new_outer, new_opt_state)
+        self._run.replace(outer=state)
+        return new_outer, new_opt_state, norm
 
     def hand_out(self, outer: PyTree, opt_state: PyTree) -> PyTree:
         del outer, opt_state  # They are in the run, where a restore reads them.
-        executor, run, event = self._executor, self._run, self._event
-        self.flight = executor.restore_left_out(run, event, self.flight)
-        received, self._participating = executor.hand_out(run, event, self.flight)
+        executor = self._executor
+        self.flight = executor.restore_left_out(self._run, self._event, self.flight)
+        received, self._participating = executor.hand_out(
+            self._run, self._event, self.flight
+        )
         return received
 
     def merge(self, received: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
-        run = self._run
         metrics = self._executor.merge(
-            run, self._event, self.flight, received, self._participating
+            self._run, self._event, self.flight, received, self._participating
         )
-        return run.region.params, metrics
+        return self._run.region.params, metrics
 
 
 class Executor:
     """The compiled programs of every fragment, run as the schedule's events require."""
 
-    def __init__(
-        self,
-        spec: SyncSpec,
-        exchange: Exchange,
-        overlap: bool,
-    ):
-        self._spec, self._exchange = spec, exchange
-        self._devices, self._schedule = spec.devices, spec.sync.schedule
-        self._do = {
+    def __init__(self, spec: SyncSpec, exchange: Exchange, overlap: bool):
+        self._spec = spec
+        self._exchange = exchange
+        self._devices = spec.devices
+        self._schedule = spec.sync.schedule
+        self._handlers = {
             START: self._start,
             MIDWAY: self._look_midway,
             FINISH: self._finish_or_wait,
@@ -180,6 +197,7 @@ class Executor:
         self._runs_in_turn = is_inside and spec.mesh.devices.size > 1
         self._last: Any = None  # Of the programs that run in turn.
 
+        # Of one outer model only: restores, segments with syncs, and the feedback.
         self._outer: OuterModel
         self._restore: Restore | None = None
         self._segments: Segments | None = None
@@ -195,17 +213,19 @@ class Executor:
                 self._segments = Segments(spec, shared, exchange, self._weights)
             if spec.sync.merge.has_feedback:
                 self._remember = self._make_remember(shared)
-        self._sent_before: frozenset = frozenset()  # The last restore.
+        # What was in flight at the last restore of regions.
+        self._sent_before: frozenset[SyncId] = frozenset()
 
         # Bytes of one region's message of a fragment and rank; 0 for a single region.
         self.message_bytes = functools.cache(self._outer.num_bytes)
         self._moments = MomentPrograms(spec, exchange) if spec.sync.moments else None
         self._average_state = make_model_average(spec)
 
-        # Equal ones of all regions; None if they depend on the event.
-        self._equal: tuple[float, ...] | None = None
+        # Equal weights of all regions; None if weights depend on the event.
+        self._equal_weights: tuple[float, ...] | None = None
         if spec.sync.weigh is None:
-            self._equal = tuple(spec.regions.weights(0, 1, None).tolist())
+            self._equal_weights = tuple(spec.regions.weights(0, 1, None).tolist())
+
         self._make_merges()
         self._make_observations()
 
@@ -214,36 +234,42 @@ class Executor:
         spec = self._spec
         return [
             spec.devices.jit(
-                make_remember(spec, k), donate_argnums=2, out_shardings=where
+                make_remember(spec, k),
+                donate_argnums=2,
+                out_shardings=shardings,
             )
-            for k, where in enumerate(outer.where.compressors)
+            for k, shardings in enumerate(outer.shardings.compressors)
         ]
 
     def _make_merges(self) -> None:
         """Make the copies and the merges of each fragment."""
         spec = self._spec
-        each = range(len(spec.fragments))
+        fragment_ids = range(len(spec.fragments))
         self.copy = [
             self._devices.jit(
                 functools.partial(spec.fragments.take, fragment_id=k, lead=1),
                 out_shardings=spec.shardings.staged[k],
             )
-            for k in each
+            for k in fragment_ids
         ]
-        self.merges = [self._make_merge(k) for k in each]  # After its usual delay.
+
+        # After its usual delay.
+        self.merges = [self._make_merge(k) for k in fragment_ids]
         # These take the delay as an argument.
         self._late_merge = functools.cache(
             functools.partial(self._make_merge, is_late=True)
         )
+
         # A late mean is applied at the next slot; None waits for it when it is due.
         self._slots: Slotted | None = None
         if self._exchange.goes_on and isinstance(self._schedule, Slotted):
             self._slots = self._schedule
-        self._keep = jax.jit(
-            lambda outer, own: jax.tree.map(
-                lambda o, d: o - d.astype(o.dtype), outer, own
-            )
-        )
+
+        def keep(outer: PyTree, message: PyTree) -> PyTree:
+            """Apply a region's own message, old minus new, to the outer fragment."""
+            return jax.tree.map(lambda o, d: o - d.astype(o.dtype), outer, message)
+
+        self._keep = jax.jit(keep)
 
     def _make_observations(self) -> None:
         """Make the programs that measure what the schedule asks for."""
@@ -251,8 +277,8 @@ class Executor:
         self._gaps = {
             name: jit(make_gap(self._spec, name)) for name in needs.MEASURED_NOW
         }
-        self._see = jit(functools.partial(needs.of_mean, self._schedule.needs))
-        self._is_seen = needs.wants_mean(self._schedule.needs)
+        self._measure_mean = jit(functools.partial(needs.of_mean, self._schedule.needs))
+        self._wants_mean = needs.wants_mean(self._schedule.needs)
 
     def use_steps(self, steps: InnerSteps) -> None:
         """Take other inner steps for segments with syncs."""
@@ -268,25 +294,32 @@ class Executor:
         """
         if self._runs_in_turn:
             jax.block_until_ready(self._last)
-        out = program(*args)
-        last = out[waits_for]
+
+        outputs = program(*args)
+        last = outputs[waits_for]
         self._last = last.mean if isinstance(last, InFlight) else last
-        return out
+        return outputs
 
     def init(
         self, params: PyTree, region: RegionState, schedule: Any = None
     ) -> SyncState:
         """Return the sync state before the first step."""
-        schedule = self._schedule.init() if schedule is None else schedule
+        if schedule is None:
+            schedule = self._schedule.init()
         sync = self._outer.init(params, schedule)
-        zero = functools.partial(self._message_of_zero, params=params, region=region)
-        flights = {p.sync_id: zero(p) for p in schedule.in_flight}
+
+        flights = {
+            pending.sync_id: self._message_of_zero(pending, params, region)
+            for pending in schedule.in_flight
+        }
         return dataclasses.replace(sync, in_flight=flights)
 
     def _regional_copies(self, pending: Pending) -> frozenset[str]:
         """Return the names of the regions' copies that a sync on its way has."""
-        copies = self._spec.sync.copies & {*needs.REGIONAL_COPIES}
-        return copies if pending.midway_step is None else copies - {needs.HALFWAY}
+        copies = self._spec.sync.copies & set(needs.REGIONAL_COPIES)
+        if pending.midway_step is None:
+            return copies
+        return copies - {needs.HALFWAY}
 
     def _message_of_zero(
         self, pending: Pending, params: PyTree, region: RegionState
@@ -294,20 +327,22 @@ class Executor:
         """Make the zero message that arrives at a stale schedule's first slot."""
         k = pending.fragment_id
         shapes = self._outer.flight_shapes(k)
-        where = self._spec.place.lay_flight(k, shapes)
         flight: InFlight = jax.tree.map(
-            lambda x, to: jnp.zeros(x.shape, x.dtype, device=to), shapes, where
+            lambda x, sharding: jnp.zeros(x.shape, x.dtype, device=sharding),
+            shapes,
+            self._spec.place.lay_flight(k, shapes),
         )
         for name in self._regional_copies(pending):
             flight = flight.with_kept(name, self.copy[k](region.params))
-        stale = flight.kept.get(needs.STALE)
-        if stale is not None:
+
+        zero_anchor = flight.kept.get(needs.STALE)
+        if zero_anchor is not None:
             part = self._spec.fragments.take(params, k)
-            moved = transfer.move(part, shardings_of(stale))
-            copy = jax.tree.map(
-                lambda x, like: jnp.array(x, like.dtype, copy=True), moved, stale
+            moved = transfer.move(part, shardings_of(zero_anchor))
+            anchor = jax.tree.map(
+                lambda x, like: jnp.array(x, like.dtype, copy=True), moved, zero_anchor
             )
-            flight = flight.with_kept(needs.STALE, copy)
+            flight = flight.with_kept(needs.STALE, anchor)
         return flight
 
     def abstract(self, schedule: Any, region: RegionState) -> SyncState:
@@ -316,13 +351,14 @@ class Executor:
         for pending in schedule.in_flight:
             k = pending.fragment_id
             flight = self._outer.flight_shapes(k)
-            # Tracing a copy takes time at a restore.
-            if kept := self._regional_copies(pending):
+            names = self._regional_copies(pending)
+            if names:  # Tracing a copy takes time at a restore.
                 shapes = jax.eval_shape(self.copy[k], region.params)
                 copy = with_shardings(shapes, self._spec.shardings.staged[k])
-                for name in kept:
+                for name in names:
                     flight = flight.with_kept(name, copy)
             flights[pending.sync_id] = flight
+
         sync = dataclasses.replace(self._outer.shapes(schedule), in_flight=flights)
         return with_shardings(sync, self._spec.place.lay_sync(sync))
 
@@ -343,21 +379,23 @@ class Executor:
         merged: dict[SyncId, Merged],
     ) -> tuple[TrainState, tuple[AppliedSync, ...]]:
         """Apply the events of `state.step`."""
-        last = None
+        last_batch = None
         if self._spec.wants_batch:
-            last = self._devices.at(batches, num_steps - 1)
-        run = _Run.of(state, last, times, merged)
+            last_batch = self._devices.at(batches, num_steps - 1)
+        run = _Run.of(state, last_batch, times, merged)
+
         observe = functools.partial(self._observe, run)
         for schedule, event in events_at(
             self._schedule, run.sync.schedule, state.step, observe
         ):
             if event is not None:
-                self._do[event.kind](run, event)
+                self._handlers[event.kind](run, event)
             run.replace(schedule=schedule)
+
         if run.late:
             schedule = run.sync.schedule
-            flying = (*run.late, *schedule.in_flight)
-            run.replace(schedule=dataclasses.replace(schedule, in_flight=flying))
+            in_flight = (*run.late, *schedule.in_flight)
+            run.replace(schedule=dataclasses.replace(schedule, in_flight=in_flight))
         if run.applied and self._average_state is not None:
             self._average_model_state(run, self._average_state)
         return run.after(state), tuple(run.applied)
@@ -368,6 +406,7 @@ class Executor:
             self._send(run, event)
         else:
             run.replace(leaving=(*run.sync.leaving, event))
+
         # Asynchronous regions send one at a time: each event counts for one of R.
         share = 1 / self._spec.regions.num if self._schedule.is_by_region else 1
         run.bytes_sent += round(self.sent_bytes(event) * share)
@@ -378,19 +417,27 @@ class Executor:
         run.sync, flight = self._run(
             self._outer.send, event, weights, run.times, run.region, run.sync
         )
-        if self._moments and (due := self._moments.due(event)):
-            opt_state, _ = self._run(
-                self._moments.average, run.region.opt_state, weights, due
-            )
-            run.region = run.region._replace(opt_state=opt_state)
+
+        if self._moments:
+            due = self._moments.due(event)
+            if due:
+                opt_state, _ = self._run(
+                    self._moments.average, run.region.opt_state, weights, due
+                )
+                run.region = run.region._replace(opt_state=opt_state)
         run.launch(event.sync_id, flight)
 
     def _weights(self, event: Event) -> tuple[float, ...]:
         """Return the regions' weights in a mean, of sum 1; 0 for silent ones."""
-        if self._equal is not None and event.participating is None:
-            return self._equal
-        steps, weigh = (event.since_step, event.start_step), self._spec.sync.weigh
-        weights = self._spec.regions.weights(*steps, weigh, event.participating)
+        if self._equal_weights is not None and event.participating is None:
+            return self._equal_weights
+
+        weights = self._spec.regions.weights(
+            event.since_step,
+            event.start_step,
+            self._spec.sync.weigh,
+            event.participating,
+        )
         return tuple(weights.tolist())
 
     def _settle(self, run: _Run) -> None:
@@ -420,8 +467,14 @@ class Executor:
         if self._slots is not None and is_missing:
             slot = self._slots.next_slot(run.step - 1)
             if slot > run.step:
-                rest = event.participating, event.rank
-                run.late.append(Pending(*event.sync_id, slot, None, *rest))
+                pending = Pending(
+                    *event.sync_id,
+                    apply_step=slot,
+                    midway_step=None,
+                    participating=event.participating,
+                    rank=event.rank,
+                )
+                run.late.append(pending)
                 return
         self._finish(run, event)
 
@@ -432,19 +485,24 @@ class Executor:
         if merged is None:
             self._settle(run)  # Before a merge changes what is sent.
         flight = landed(run.take(event.sync_id))
-        if merged is None:
+
+        if merged is not None:  # By the segment before.
+            norm, metrics = merged
+        else:
             finishing = _Finishing(self, run, event, flight)
+            outer, opt_state = run.sync.outer.entry(k)
             memories = run.sync.compressors
-            done = finish(
-                finishing, *run.sync.outer.entry(k), memories[k] if memories else ()
-            )
-            flight, merged = finishing.flight, (done.norm, done.metrics)
-        norm, metrics = merged
+            done = finish(finishing, outer, opt_state, memories[k] if memories else ())
+            flight = finishing.flight
+            norm = done.norm
+            metrics = done.metrics
 
         num_bytes = 0
         if event.start_step > 0:  # Not the zero message of a stale schedule.
             num_bytes = self.sent_bytes(event)
             self._note(run, k, flight, norm)
+
+        verdict = flight.kept.get(VERDICT, flight.kept.get(VERDICT_OF_ALL))
         run.applied.append(
             AppliedSync(
                 fragment_id=k,
@@ -453,7 +511,7 @@ class Executor:
                 num_bytes=num_bytes,
                 norm=norm,
                 metrics=metrics,
-                verdict=flight.kept.get(VERDICT, flight.kept.get(VERDICT_OF_ALL)),
+                verdict=verdict,
             )
         )
 
@@ -463,10 +521,11 @@ class Executor:
         """Feed what the merge drops into the next message; see `core.remember`."""
         if self._remember is None:
             return memory
+
         params = merging(self._spec, k, run.region).params
-        memory = self._remember[k](params, flight.kept[needs.STAGED], memory)
-        run.replace(compressors=replaced(run.sync.compressors, k, memory))
-        return memory
+        new_memory = self._remember[k](params, flight.kept[needs.STAGED], memory)
+        run.replace(compressors=replaced(run.sync.compressors, k, new_memory))
+        return new_memory
 
     def step_outer(
         self, k: int, flight: InFlight, outer: PyTree, opt_state: PyTree
@@ -478,16 +537,21 @@ class Executor:
 
     def restore_left_out(self, run: _Run, event: Event, flight: InFlight) -> InFlight:
         """Restore the regions that a mean left out; waits for the verdict."""
-        if (of_all := flight.kept.get(VERDICT_OF_ALL)) is not None:
+        verdict_of_all = flight.kept.get(VERDICT_OF_ALL)
+        if verdict_of_all is not None:
             # A message sent before the last restore must not trigger another.
             is_new = event.sync_id not in self._sent_before
-            verdict = self._exchange.own_verdict(np.asarray(of_all)) * is_new
+            own_verdict = self._exchange.own_verdict(np.asarray(verdict_of_all))
+            verdict = own_verdict * is_new
         elif VERDICT in flight.kept:
             verdict = self._devices.read(flight.kept[VERDICT])
         else:
             return flight
-        if not (bad := left_out(verdict)).any():
+
+        bad = left_out(verdict)
+        if not bad.any():
             return flight
+
         assert self._restore is not None
         run.launch(event.sync_id, flight)
         self._sent_before = frozenset(run.sync.in_flight)
@@ -499,10 +563,13 @@ class Executor:
     ) -> tuple[PyTree, jax.Array | None]:
         """Return the outer fragment on the mesh, and which regions merge it."""
         run.sync, received, participating = self._outer.hand_out(event, run.sync)
-        if (own := flight.kept.get(UNCOUNTED)) is not None:
+
+        uncounted = flight.kept.get(UNCOUNTED)
+        if uncounted is not None:
             # Apply the region's own update if it missed the mean: the region keeps its
             # work and sends it with the next message.
-            received = self._keep(received, transfer.move(own, shardings_of(received)))
+            message = transfer.move(uncounted, shardings_of(received))
+            received = self._keep(received, message)
         return received, participating
 
     def merge(
@@ -514,11 +581,12 @@ class Executor:
         participating: jax.Array | None,
     ) -> dict[str, jax.Array]:
         """Merge an outer fragment into the regions; return the merge's metrics."""
-        k, spec = event.fragment_id, self._spec
+        k = event.fragment_id
+        spec = self._spec
         age = run.step - event.start_step
         is_late = self._slots is not None and age > self._slots.delay_steps
-        program = self._late_merge(k) if is_late else self.merges[k]
         delay = np.int32(max(age, 1)) if takes_delay(spec.sync, is_late) else None
+
         arguments = merge_arguments(
             spec,
             merging(spec, k, run.region),
@@ -528,6 +596,7 @@ class Executor:
             merge_scalars(spec, run.step, event.start_step, run.frozen, delay),
             participating,
         )
+        program = self._late_merge(k) if is_late else self.merges[k]
         merged, opt_state, metrics = program(*arguments)
 
         params = spec.fragments.over(run.region.params, merged)
@@ -537,56 +606,64 @@ class Executor:
         return metrics
 
     def _make_merge(self, fragment_id: int, is_late: bool = False) -> Callable:
-        where = self._spec.shardings.region
-        only = merging(self._spec, fragment_id, where)
-        moves = self._spec.trainer.on_merge is not None
-        opt_state = where.opt_state if moves else ()
+        shardings = self._spec.shardings.region
+        part_shardings = merging(self._spec, fragment_id, shardings)
+        has_state = self._spec.trainer.on_merge is not None
+        opt_state = shardings.opt_state if has_state else ()
         return self._devices.jit(
             make_merge(self._spec, fragment_id, is_late=is_late),
             f"merge fragment {fragment_id}",
-            donate_argnums=(0, 1) if moves else 0,
-            out_shardings=(only.params, opt_state, where.key),
+            donate_argnums=(0, 1) if has_state else 0,
+            out_shardings=(part_shardings.params, opt_state, shardings.key),
         )
 
     def _average_model_state(self, run: _Run, average: Callable) -> None:
         assert self._spec.trainer.model_state is not None
-        robust, region = self._spec.sync.robust, run.region
-        checked = region.params if robust else None  # Decides which are averaged.
-        model_state, _ = self._run(average, region.model_state, checked)
-        run.region = region._replace(model_state=model_state)
+        is_robust = self._spec.sync.robust is not None
+        # Those of finite parameters are averaged.
+        checked = run.region.params if is_robust else None
+        model_state, _ = self._run(average, run.region.model_state, checked)
+
+        run.region = run.region._replace(model_state=model_state)
         run.bytes_sent += self._spec.trainer.model_state.averaged_bytes
-        run.bytes_sent += LENGTH_BYTES if robust else 0
+        if is_robust:
+            run.bytes_sent += LENGTH_BYTES
 
     def _note(self, run: _Run, k: int, flight: InFlight, norm: jax.Array) -> None:
         """Keep on device what the schedule needs to know of an applied mean."""
-        seen = {needs.NORM: norm, "times": flight.kept.get("times")}
-        wanted = {n: x for n, x in seen.items() if n in self._schedule.needs}
-        if self._is_seen:  # Off the regions' critical path.
-            wanted |= self._see(
-                self._outer.arrived(k, flight, run.sync.outer.params[k])
-            )
-        if wanted:
-            run.replace(observed=(*run.sync.observed, {k: wanted}))
+        known = {needs.NORM: norm, "times": flight.kept.get("times")}
+        observed = {
+            name: value for name, value in known.items() if name in self._schedule.needs
+        }
+        if self._wants_mean:  # Off the regions' critical path.
+            mean = self._outer.arrived(k, flight, run.sync.outer.params[k])
+            observed |= self._measure_mean(mean)
+        if observed:
+            run.replace(observed=(*run.sync.observed, {k: observed}))
 
     def _observe(self, run: _Run, name: str) -> Any:
         """Answer a schedule's query, see `Schedule.next_event`; waits for devices."""
         if name == "applied":
-            found = self._read(run.sync)
+            applied = self._read(run.sync)
             run.replace(observed=())
-            return found
-        each = range(len(self._spec.fragments))
-        outer = tuple(self._outer.on_mesh(run.sync, k) for k in each)
+            return applied
+
+        outer = tuple(
+            self._outer.on_mesh(run.sync, k) for k in range(len(self._spec.fragments))
+        )
         gaps = self._gaps[name](run.region.params, outer)
         return self._devices.read(gaps).tolist()
 
     def _read(self, sync: SyncState) -> list[Applied]:
         """Read the observations that the schedule lacks; waits for devices."""
-        size, read = self._spec.fragments.num_params, self._devices.read
-        return [
-            Applied(k, size[k], {name: read(x).tolist() for name, x in seen.items()})
-            for each in sync.observed
-            for k, seen in each.items()
-        ]
+        read = self._devices.read
+        num_params = self._spec.fragments.num_params
+        applied = []
+        for observed in sync.observed:
+            for k, arrays in observed.items():
+                values = {name: read(x).tolist() for name, x in arrays.items()}
+                applied.append(Applied(k, num_params[k], values))
+        return applied
 
     @property
     def num_rounds(self) -> int:
@@ -597,9 +674,11 @@ class Executor:
         """Send the starts that wait, and pass all observations to the schedule."""
         run = _Run.of(state)
         self._settle(run)
+
         schedule = run.sync.schedule
         for applied in self._read(run.sync):
             schedule = self._schedule.learn(schedule, applied)
+
         run.replace(schedule=schedule, observed=())
         return run.after(state)
 
@@ -611,25 +690,30 @@ class Executor:
         """
         run = _Run.of(state)
         self._settle(run)
-        schedule, copies = run.sync.schedule, self._spec.sync.copies
-        flying = list(schedule.in_flight)
+
+        schedule = run.sync.schedule
+        in_flight = list(schedule.in_flight)
+        copies = self._spec.sync.copies
         lacks_copy = needs.HALFWAY in copies and any(
-            needs.HALFWAY not in run.sync.in_flight[p.sync_id].kept for p in flying
+            needs.HALFWAY not in run.sync.in_flight[pending.sync_id].kept
+            for pending in in_flight
         )
         dropped: tuple[Pending, ...] = ()
         if lacks_copy or self._spec.wants_batch:
-            dropped, flying = tuple(flying), []
+            dropped = tuple(in_flight)
+            in_flight = []
         elif state.step and self._schedule.init().in_flight:
             for k, last in enumerate(schedule.last_start):
                 if last < state.step and needs.HALFWAY not in copies:
                     pending = Pending(k, state.step, state.step, rank=schedule.rank)
                     start = pending.event(START)._replace(since_step=max(last, 0))
                     self._start(run, start)
-                    flying.append(pending)
-        for i, pending in enumerate(flying):
-            is_last = all(x.fragment_id != pending.fragment_id for x in flying[i + 1 :])
-            if is_last:
-                run.sync = self._outer.landing(pending.fragment_id, run.sync)
+                    in_flight.append(pending)
+
+        for i, pending in enumerate(in_flight):
+            k = pending.fragment_id
+            if all(later.fragment_id != k for later in in_flight[i + 1 :]):
+                run.sync = self._outer.landing(k, run.sync)
             self._finish(run, pending.event(FINISH))
         run.replace(schedule=self._schedule.landed(schedule), in_flight={})
         return run.after(state), dropped
@@ -639,6 +723,7 @@ class Executor:
         assert self._restore is not None
         run = _Run.of(state)
         self._settle(run)
+
         self._sent_before = frozenset(run.sync.in_flight)
         run.region, run.sync = self._restore(run.region, run.sync, bad)
         return run.after(state)

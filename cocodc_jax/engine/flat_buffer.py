@@ -45,14 +45,19 @@ def unpack(buffer: jax.Array, shapes: PyTree) -> PyTree:
     """Invert `pack`: `[..., n]` to a tree like one region's, with leading axes."""
     leaves, structure = jax.tree.flatten(shapes)
     is_bytes = len({x.dtype for x in leaves}) > 1
-    out, at, lead = [], 0, buffer.shape[:-1]
+    lead = buffer.shape[:-1]
+
+    arrays = []
+    start = 0
     for like in leaves:
-        size = math.prod(like.shape) * (like.dtype.itemsize if is_bytes else 1)
-        part = buffer[..., at : at + size]
-        at += size
-        part = part.view(like.dtype) if is_bytes else part
-        out.append(part.reshape(*lead, *like.shape))
-    return jax.tree.unflatten(structure, out)
+        width = like.dtype.itemsize if is_bytes else 1
+        size = math.prod(like.shape) * width
+        part = buffer[..., start : start + size]
+        if is_bytes:
+            part = part.view(like.dtype)
+        arrays.append(part.reshape(*lead, *like.shape))
+        start += size
+    return jax.tree.unflatten(structure, arrays)
 
 
 Sizes = Mapping[str, int]
@@ -88,13 +93,24 @@ class ShardBuffer:
         """
         leaves, structure = jax.tree.flatten(shapes)
         is_bytes = len({x.dtype for x in leaves}) > 1
-        pieces, start = [], 0
+
+        pieces = []
+        start = 0
         for x, spec in zip(leaves, structure.flatten_up_to(specs), strict=True):
             axes, shard = _divided(x.shape, spec, mesh.shape)
             free = tuple(axis for axis in INSIDE if axis not in sum(axes, ()))
             width = x.dtype.itemsize if is_bytes else 1
             share = -(-math.prod(shard) * width // _length(mesh.shape, free))
-            pieces.append(Piece(axes, free, shard, x.dtype, width, share, start))
+            piece = Piece(
+                axes=axes,
+                free=free,
+                shard=shard,
+                dtype=x.dtype,
+                width=width,
+                share=share,
+                start=start,
+            )
+            pieces.append(piece)
             start += share
         return cls(mesh, tuple(pieces), structure)
 
@@ -111,25 +127,36 @@ class ShardBuffer:
     def pack(self, tree: PyTree) -> jax.Array:
         """Pack regional arrays `[R, ...]` into `[R, n]`, each device its own shards."""
 
-        def of_device(leaves):
-            parts = map(self._part, self.pieces, leaves)
-            return jnp.concatenate(list(parts), axis=1)
+        def of_device(leaves: list[jax.Array]) -> jax.Array:
+            parts = [
+                self._part(piece, x)
+                for piece, x in zip(self.pieces, leaves, strict=True)
+            ]
+            return jnp.concatenate(parts, axis=1)
 
-        return jax.shard_map(
+        specs = [
+            P(REGION, *(axes or None for axes in piece.axes)) for piece in self.pieces
+        ]
+        pack = jax.shard_map(
             of_device,
             mesh=self.mesh,
-            in_specs=([P(REGION, *(a or None for a in x.axes)) for x in self.pieces],),
+            in_specs=(specs,),
             out_specs=P(REGION, INSIDE),
-        )(jax.tree.leaves(tree))
+        )
+        return pack(jax.tree.leaves(tree))
 
     def _part(self, piece: Piece, x: jax.Array) -> jax.Array:
         """Return a device's part of its shard `[r, ...]`, inside the mesh."""
         rows = x.reshape(len(x), -1)
-        rows = rows.view(jnp.uint8) if self._is_bytes else rows
-        num = _length(self.mesh.shape, piece.free)
-        rows = jnp.pad(rows, ((0, 0), (0, num * piece.share - rows.shape[1])))
-        if num == 1:
+        if self._is_bytes:
+            rows = rows.view(jnp.uint8)
+
+        num_parts = _length(self.mesh.shape, piece.free)
+        padding = num_parts * piece.share - rows.shape[1]
+        rows = jnp.pad(rows, ((0, 0), (0, padding)))
+        if num_parts == 1:
             return rows
+
         first = jax.lax.axis_index(piece.free) * piece.share
         return jax.lax.dynamic_slice_in_dim(rows, first, piece.share, axis=1)
 
@@ -143,25 +170,32 @@ class ShardBuffer:
         The buffer `[..., n]` is over the outer mesh if there is one, else on a device.
         Each process gets its block. `everywhere` replicates to every outer device.
         """
-        lead = buffer.ndim - 1
         if not isinstance(everywhere, NamedSharding):
-            leaves = [self._whole(x, buffer, {}) for x in self.pieces]
+            leaves = [self._whole(piece, buffer, {}) for piece in self.pieces]
             return self.structure.unflatten(leaves)
+
         mesh = cast(Mesh, everywhere.mesh)
-        kept = [over_processes(x.axes, self.mesh, mesh) for x in self.pieces]
-        leaves = jax.shard_map(
-            lambda rows: [
-                self._whole(x, rows, mesh.shape, frozenset(sum(axes, ())))
-                for x, axes in zip(self.pieces, kept, strict=True)
-            ],
+        axes_of_pieces = [
+            over_processes(piece.axes, self.mesh, mesh) for piece in self.pieces
+        ]
+
+        def of_process(rows: jax.Array) -> list[jax.Array]:
+            return [
+                self._whole(piece, rows, mesh.shape, frozenset(sum(axes, ())))
+                for piece, axes in zip(self.pieces, axes_of_pieces, strict=True)
+            ]
+
+        lead = (None,) * (buffer.ndim - 1)
+        unpack = jax.shard_map(
+            of_process,
             mesh=mesh,
-            in_specs=P(*(None,) * lead, INSIDE),
+            in_specs=P(*lead, INSIDE),
             out_specs=[
-                P(*(None,) * lead, *(axes or None for axes in each)) for each in kept
+                P(*lead, *(names or None for names in axes)) for axes in axes_of_pieces
             ],
             check_vma=False,  # It cannot see that regions have equal values.
-        )(buffer)
-        return self.structure.unflatten(leaves)
+        )
+        return self.structure.unflatten(unpack(buffer))
 
     def _whole(
         self,
@@ -172,42 +206,55 @@ class ShardBuffer:
     ) -> jax.Array:
         """Join an array from the columns `[..., n]` that an outer device has."""
         lead = rows.shape[:-1]
-        sizes = {a: self.mesh.shape[a] // processes.get(a, 1) for a in INSIDE}
+        num_lead = len(lead)
+        sizes = {
+            axis: self.mesh.shape[axis] // processes.get(axis, 1) for axis in INSIDE
+        }
         x = rows.reshape(*lead, *sizes.values(), self.width)
         x = x[..., piece.start : piece.start + piece.share]
+
+        # The parts of several processes, unless each keeps its own block.
         for i, axis in enumerate(INSIDE):
             if processes.get(axis, 1) > 1 and axis not in kept:
-                x = jax.lax.all_gather(x, axis, axis=len(lead) + i, tiled=True)
+                x = jax.lax.all_gather(x, axis, axis=num_lead + i, tiled=True)
                 sizes[axis] = self.mesh.shape[axis]
+
+        # From the mesh's order of axes to (blocks, shard), without the padding.
         used = sum(piece.axes, ())
-        order = [INSIDE.index(axis) for axis in (*used, *piece.free)]
-        first = len(lead)
-        x = x.transpose(*range(first), *(first + i for i in order), x.ndim - 1)
+        order = [num_lead + INSIDE.index(axis) for axis in (*used, *piece.free)]
+        x = x.transpose(*range(num_lead), *order, x.ndim - 1)
         counts = [sizes[axis] for axis in used]
         x = x.reshape(*lead, *counts, -1)
         x = x[..., : math.prod(piece.shard) * piece.width]
-        x = x.view(piece.dtype) if self._is_bytes else x
+        if self._is_bytes:
+            x = x.view(piece.dtype)
         x = x.reshape(*lead, *counts, *piece.shard)
+
         # From (blocks of all dimensions, shard) to (blocks, shard) per dimension.
-        turned, shape, at = [*range(first)], [*lead], first
+        order = list(range(num_lead))
+        shape = list(lead)
+        first = num_lead
         for i, axes in enumerate(piece.axes):
-            turned += [*range(at, at + len(axes)), first + len(counts) + i]
-            at += len(axes)
+            order += [*range(first, first + len(axes)), num_lead + len(counts) + i]
             shape.append(_length(sizes, axes) * piece.shard[i])
-        return x.transpose(turned).reshape(shape)
+            first += len(axes)
+        return x.transpose(order).reshape(shape)
 
 
 def _divided(
     shape: tuple[int, ...], spec: P, sizes: Sizes
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[int, ...]]:
     """Return the axes of each dimension, and the shape of a shard."""
-    entries = (*spec, *(None,) * (len(shape) - len(spec)))[: len(shape)]
+    num_missing = max(len(shape) - len(spec), 0)
+    entries = (*spec, *(None,) * num_missing)[: len(shape)]
     axes = tuple(spec_axes(entries))
-    counts = [_length(sizes, each) for each in axes]
-    parts = list(map(divmod, shape, counts))
-    if len(spec) > len(shape) or any(rest for _, rest in parts):
+    counts = [_length(sizes, names) for names in axes]
+
+    is_even = all(size % count == 0 for size, count in zip(shape, counts, strict=True))
+    if len(spec) > len(shape) or not is_even:
         return ((),) * len(shape), shape
-    return axes, tuple(size for size, _ in parts)
+    shard = tuple(size // count for size, count in zip(shape, counts, strict=True))
+    return axes, shard
 
 
 def _length(sizes: Sizes, axes: Iterable[str]) -> int:

@@ -61,25 +61,33 @@ def find_trained(
 
     Warns if `trainable` is None and the optimizer never updates some leaves.
     """
-    treedef, paths = jax.tree.structure(params), [p for p, _ in named_leaves(params)]
     if trainable is None:
         _warn_of_unchanged(params, optimizer)
         return None
+
+    treedef = jax.tree.structure(params)
+    paths = [path for path, _ in named_leaves(params)]
     if isinstance(trainable, str) and trainable == "optimizer":
-        found = [not is_zero for is_zero in _are_unchanged(params, optimizer)]
+        unchanged = _are_unchanged(params, optimizer)
+        are_trained = [not is_unchanged for is_unchanged in unchanged]
     elif callable(trainable):
-        found = [bool(trainable(path)) for path in paths]
+        are_trained = [bool(trainable(path)) for path in paths]
     else:
-        found = _listed(trainable, params)
-    some = ", ".join(map(repr, paths[:3])) + ", ..." * (len(paths) > 3)
-    if not any(found):
-        raise ValueError(f"trainable={trainable!r} trains none of the leaves {some}")
-    if not all(found):
-        return treedef.unflatten(found)
+        are_trained = _listed(trainable, params)
+
+    examples = ", ".join(repr(path) for path in paths[:3])
+    if len(paths) > 3:
+        examples += ", ..."
+    if not any(are_trained):
+        raise ValueError(
+            f"trainable={trainable!r} trains none of the leaves {examples}"
+        )
+    if not all(are_trained):
+        return treedef.unflatten(are_trained)
     if callable(trainable) or isinstance(trainable, str):
         raise ValueError(
-            f"trainable={trainable!r} freezes none of the leaves {some}: leave it out, "
-            "or name those that are trained"
+            f"trainable={trainable!r} freezes none of the leaves {examples}: leave it "
+            "out, or name those that are trained"
         )
     return None
 
@@ -94,6 +102,7 @@ def _listed(trainable: PyTree, params: PyTree) -> list[bool]:
             f"has {jax.tree.structure(params)}; give a bool for each leaf, or for all "
             "below a node"
         ) from error
+
     wrong = [leaf for leaf in leaves if not isinstance(leaf, bool | np.bool_)]
     if wrong:
         raise ValueError(
@@ -105,10 +114,11 @@ def _listed(trainable: PyTree, params: PyTree) -> list[bool]:
 
 def _warn_of_unchanged(params: PyTree, optimizer: optax.GradientTransformation) -> None:
     state = jax.eval_shape(optimizer.init, params)
-    is_part = lambda node: isinstance(node, optax.MaskedState)  # noqa: E731
-    # Tracing an update is slow.
-    if not any(map(is_part, jax.tree.leaves(state, is_leaf=is_part))):
+    is_masked = lambda node: isinstance(node, optax.MaskedState)  # noqa: E731
+    nodes = jax.tree.leaves(state, is_leaf=is_masked)
+    if not any(is_masked(node) for node in nodes):  # Tracing an update is slow.
         return
+
     try:
         unchanged = _are_unchanged(params, optimizer)
     except Exception:  # Some optimizers trace only under the region axis.
@@ -117,13 +127,13 @@ def _warn_of_unchanged(params: PyTree, optimizer: optax.GradientTransformation) 
     frozen = [leaf for leaf, is_so in zip(leaves, unchanged, strict=True) if is_so]
     if not frozen or len(frozen) == len(leaves):
         return
-    some, total = (
-        sum(x.size * x.dtype.itemsize for _, x in each) for each in (frozen, leaves)
-    )
+
+    frozen_bytes = sum(x.size * x.dtype.itemsize for _, x in frozen)
+    total_bytes = sum(x.size * x.dtype.itemsize for _, x in leaves)
     warnings.warn(
         f"the optimizer leaves {len(frozen)} of {len(leaves)} leaves as they are, such "
-        f"as {frozen[0][0]!r}: {some:,} of {total:,} bytes that each region keeps, and "
-        "sends, for nothing; pass trainable='optimizer'",
+        f"as {frozen[0][0]!r}: {frozen_bytes:,} of {total_bytes:,} bytes that each "
+        "region keeps, and sends, for nothing; pass trainable='optimizer'",
         stacklevel=6,
     )
 
@@ -140,9 +150,9 @@ def _are_unchanged(
     return _zeros(jaxpr, [False] * len(jaxpr.invars))
 
 
-def _zeros(jaxpr: jex_core.Jaxpr, given: list[bool]) -> list[bool]:
-    """Return which outputs are zero, where `given` says which inputs are."""
-    known = dict(zip(jaxpr.invars, given, strict=True))
+def _zeros(jaxpr: jex_core.Jaxpr, inputs: list[bool]) -> list[bool]:
+    """Return which outputs are zero, where `inputs` says which inputs are."""
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def is_zero(x: Any) -> bool:
         if isinstance(x, jex_core.Literal):
@@ -150,18 +160,20 @@ def _zeros(jaxpr: jex_core.Jaxpr, given: list[bool]) -> list[bool]:
         return known.get(x, False)
 
     for eqn in jaxpr.eqns:
-        name, zero = eqn.primitive.name, [is_zero(x) for x in eqn.invars]
-        found = [name in _KEEP_ZERO and bool(zero) and all(zero)]
+        name = eqn.primitive.name
+        zeros = [is_zero(x) for x in eqn.invars]
         if name == "mul":
-            found = [any(zero)]
+            outputs = [any(zeros)]
         elif name == "select_n":
-            found = [all(zero[1:])]
+            outputs = [all(zeros[1:])]
         elif name in ("jit", "pjit"):
-            found = _zeros(eqn.params["jaxpr"].jaxpr, zero)
+            outputs = _zeros(eqn.params["jaxpr"].jaxpr, zeros)
         elif name == "cond":
-            each = [_zeros(x.jaxpr, zero[1:]) for x in eqn.params["branches"]]
-            found = [all(outputs) for outputs in zip(*each, strict=True)]
-        known.update(zip(eqn.outvars, found, strict=False))
+            branches = [_zeros(x.jaxpr, zeros[1:]) for x in eqn.params["branches"]]
+            outputs = [all(of_output) for of_output in zip(*branches, strict=True)]
+        else:
+            outputs = [name in _KEEP_ZERO and bool(zeros) and all(zeros)]
+        known.update(zip(eqn.outvars, outputs, strict=False))
     return [is_zero(x) for x in jaxpr.outvars]
 
 

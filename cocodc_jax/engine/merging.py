@@ -13,7 +13,7 @@ regions.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,75 +51,124 @@ def takes_delay(sync: Any, is_late: bool) -> bool:
     return is_late or is_measured or sync.message.is_ranked
 
 
+class MergeScalars(NamedTuple):
+    """What a merge takes beside arrays of the regions; equal in all of them."""
+
+    frozen: PyTree = ()  # Parameters that are not trained.
+    learning_rate: Any = None  # float32; None if the rule does not need it.
+    start_step: Any = None  # int32; likewise.
+    delay_steps: Any = None  # int32, at least 1; None for the schedule's own.
+
+
 def make_merge(spec: SyncSpec, fragment_id: int, is_late: bool = False) -> Callable:
     """Make the program that merges one fragment into the regions.
 
-    `merge(params, opt_state, keys, kept, outer, batch, participating, told) -> (params,
-    opt_state, metrics)`, of the result of `merge_arguments`; `params` may be donated.
-    `participating` is bool `[R]`, the regions that merge, or None for all. The new
-    optimizer state is `()` if a merge does not change it (`SyncSpec.on_merge`). Metrics
-    are float32 `[R]`.
+    `merge(params, opt_state, keys, kept, outer, batch, participating, scalars) ->
+    (params, opt_state, metrics)`, of the result of `merge_arguments`; `params` may be
+    donated. `participating` is bool `[R]`, the regions that merge, or None for all. The
+    new optimizer state is `()` if a merge does not change it (`SyncSpec.on_merge`).
+    Metrics are float32 `[R]`.
     """
-    sync, fragments, rule = spec.sync, spec.fragments, spec.sync.merge
-    fixed_delay = None if takes_delay(sync, is_late) else sync.schedule.delay_steps
+    sync = spec.sync
+    fragments = spec.fragments
+    trainer = spec.trainer
     is_regional = spec.place.is_regional
+    fixed_delay = None if takes_delay(sync, is_late) else sync.schedule.delay_steps
 
-    def one_region(local, kept, outer, moments, params, batch, key_data, told):
-        frozen, learning_rate, start_step, delay_steps = told
-        steps = delay_steps if fixed_delay is None else fixed_delay
-        loss_fn, user_inputs = spec.trainer.loss_fn, spec.trainer.user_inputs
+    def one_region(
+        local: Fragment,
+        kept: dict[str, PyTree],
+        outer: Fragment,
+        moments: dict[str, Fragment],
+        params: PyTree,
+        batch: PyTree,
+        key_data: jax.Array | None,
+        scalars: MergeScalars,
+    ) -> tuple[Fragment, dict[str, jax.Array]]:
+        loss_fn = trainer.loss_fn
+        user_inputs = trainer.user_inputs
         if batch is not None:
             batch, model_state = batch
-            if spec.trainer.model_state is not None:
+            if trainer.model_state is not None:
                 loss_fn, user_inputs = at_state(loss_fn, user_inputs, model_state)
+
+        start_step = scalars.start_step
         seen = needs.MergeContext(
             local=local,
             outer=outer,
             kept=kept,
-            delay_steps=steps,
+            delay_steps=scalars.delay_steps if fixed_delay is None else fixed_delay,
             regional=moments,
-            learning_rate=learning_rate,
+            learning_rate=scalars.learning_rate,
             batch=batch,
             key=None if key_data is None else core.merge_key(key_data),
-            whole=lambda part: joined(fragments.put(params, fragment_id, part), frozen),
+            whole=lambda part: joined(
+                fragments.put(params, fragment_id, part), scalars.frozen
+            ),
             loss_fn=loss_fn,
             user_inputs=user_inputs,
             sync_key=None if start_step is None else sync_key(fragment_id, start_step),
         )
         return core.merge(sync, seen)
 
-    def merge(params, opt_state, keys, kept, outer, batch, participating, told):
+    def merge(
+        params: PyTree,
+        opt_state: PyTree,
+        keys: jax.Array | None,
+        kept: dict[str, PyTree],
+        outer: Fragment,
+        batch: PyTree,
+        participating: jax.Array | None,
+        scalars: MergeScalars,
+    ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
         if opt_state is not None:
             opt_state = load(opt_state, spec.shardings.region.opt_state)
-        found = needs.regional(rule.needs, opt_state, spec.trainer.user_inputs)
-        moments = {n: fragments.take(x, fragment_id, lead=1) for n, x in found.items()}
-        shared = told if is_regional else (outer, told)
-        shared = jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), shared)
-        outer, told = (outer, shared) if is_regional else shared
+        regional = needs.regional(sync.merge.needs, opt_state, trainer.user_inputs)
+        moments = {
+            name: fragments.take(x, fragment_id, lead=1) for name, x in regional.items()
+        }
+
+        if is_regional:
+            scalars = _varying(scalars)
+        else:
+            outer, scalars = _varying((outer, scalars))
         local = fragments.take(params, fragment_id, lead=1)
-        axes = (0, 0, 0 if is_regional else None, 0, 0, 0, 0, None)
-        whole = params if batch is not None else None
-        merged, metrics = spec.local.map(one_region, axes)(
-            local, kept, outer, moments, whole, batch, keys, told
+        in_axes = (0, 0, 0 if is_regional else None, 0, 0, 0, 0, None)
+        merged, metrics = spec.local.map(one_region, in_axes)(
+            local,
+            kept,
+            outer,
+            moments,
+            params if batch is not None else None,
+            batch,
+            keys,
+            scalars,
         )
+
         if participating is not None:
             merged = where_participating(participating, merged, local)
-        new = fragments.put(params, fragment_id, merged, lead=1)
-        if spec.trainer.on_merge is None:
-            return new, (), metrics
+        new_params = fragments.put(params, fragment_id, merged, lead=1)
+        if trainer.on_merge is None:
+            return new_params, (), metrics
 
-        moved = spec.local.map(spec.trainer.on_merge)(opt_state, params, new)
+        moved = spec.local.map(trainer.on_merge)(opt_state, params, new_params)
         if participating is not None:
             moved = where_participating(participating, moved, opt_state)
-        return new, offload(moved, spec.shardings.region.opt_state), metrics
+        new_opt_state = offload(moved, spec.shardings.region.opt_state)
+        return new_params, new_opt_state, metrics
 
-    of_outer = P(REGION) if is_regional else P()
+    regions = P(REGION)
+    of_outer = regions if is_regional else P()
     return region_shard_map(
         merge,
         spec.mesh,
-        in_specs=(*(P(REGION),) * 4, of_outer, P(REGION), P(REGION), P()),
-        out_specs=(P(REGION), P(REGION), P(REGION)),
+        in_specs=(regions, regions, regions, regions, of_outer, regions, regions, P()),
+        out_specs=(regions, regions, regions),
     )
+
+
+def _varying(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jax.lax.pcast(x, REGION, to="varying"), tree)
 
 
 def merging(spec: SyncSpec, fragment_id: int, region: RegionState) -> RegionState:
@@ -130,6 +179,7 @@ def merging(spec: SyncSpec, fragment_id: int, region: RegionState) -> RegionStat
     """
     params = region.params
     wants_batch = spec.wants_batch
+
     if not wants_batch and spec.trainer.on_merge is None:
         params = spec.fragments.only(params, fragment_id)
     return region._replace(
@@ -143,15 +193,18 @@ def merging(spec: SyncSpec, fragment_id: int, region: RegionState) -> RegionStat
 
 def merge_scalars(
     spec: SyncSpec, step: int, start_step: int, frozen: PyTree, delay: Any = None
-) -> tuple:
-    """Return frozen parameters, learning rate, start step and delay of a merge.
-
-    The last three are scalars, float32 and int32. Rate and start step are None if the
-    rule does not need them; the delay, at least 1, is None for the schedule's own.
-    """
-    rule = spec.sync.merge.needs
-    rate = spec.trainer.user_inputs.rate(step) if "learning_rate" in rule else None
-    return frozen, rate, np.int32(start_step) if "sync_key" in rule else None, delay
+) -> MergeScalars:
+    """Return the scalars of a merge at `step`; `delay` is None for the schedule's."""
+    wanted = spec.sync.merge.needs
+    learning_rate = None
+    if "learning_rate" in wanted:
+        learning_rate = spec.trainer.user_inputs.rate(step)
+    return MergeScalars(
+        frozen=frozen,
+        learning_rate=learning_rate,
+        start_step=np.int32(start_step) if "sync_key" in wanted else None,
+        delay_steps=delay,
+    )
 
 
 def merge_arguments(
@@ -160,21 +213,22 @@ def merge_arguments(
     kept: PyTree,
     outer: PyTree,
     batch: PyTree,
-    told: tuple,
+    scalars: MergeScalars,
     participating: Any = None,
 ) -> tuple:
     """Return the arguments of a merge, None for those that it does not need."""
-    frozen, *rest = told
     wants_batch = spec.wants_batch
+    if not wants_batch:
+        scalars = scalars._replace(frozen=())
     return (
         region.params,
         region.opt_state if spec.reads_opt_state else None,
         region.key if spec.wants_key else None,
-        {n: x for n, x in kept.items() if n in needs.REGIONAL_COPIES},
+        {name: x for name, x in kept.items() if name in needs.REGIONAL_COPIES},
         outer,
         (batch, region.model_state) if wants_batch else None,
         participating,
-        (frozen if wants_batch else (), *rest),
+        scalars,
     )
 
 
@@ -183,7 +237,8 @@ def make_gap(spec: SyncSpec, name: str) -> Callable:
 
     It costs a reduction of K scalars over regions.
     """
-    fragments, num_regions = spec.fragments, spec.regions.num
+    fragments = spec.fragments
+    num_regions = spec.regions.num
     token_counts = spec.trainer.user_inputs.token_counts
 
     def of_fragment(part: Fragment, local: Fragment) -> jax.Array:
@@ -192,16 +247,15 @@ def make_gap(spec: SyncSpec, name: str) -> Callable:
     def of_region(part: Fragment, local: Fragment) -> jax.Array:
         return of_fragment(part, jax.tree.map(lambda x: x[None], local))
 
-    def gap(params: PyTree, outer: tuple[Fragment, ...]):
-        local = [fragments.take(params, k, lead=1) for k in range(len(outer))]
-        if spec.place.is_regional:  # Each region has outer fragments of its own.
-            each = [
-                jax.vmap(of_region)(part, own).sum()
-                for part, own in zip(outer, local, strict=True)
-            ]
-        else:
-            each = list(map(of_fragment, outer, local))
-        return psum_over_regions(jnp.stack(each))
+    def gap(params: PyTree, outer: tuple[Fragment, ...]) -> jax.Array:
+        local_parts = [fragments.take(params, k, lead=1) for k in range(len(outer))]
+        gaps = []
+        for part, local in zip(outer, local_parts, strict=True):
+            if spec.place.is_regional:  # Each region has an outer fragment of its own.
+                gaps.append(jax.vmap(of_region)(part, local).sum())
+            else:
+                gaps.append(of_fragment(part, local))
+        return psum_over_regions(jnp.stack(gaps))
 
     of_outer = P(REGION) if spec.place.is_regional else P()
     return region_shard_map(
@@ -210,16 +264,16 @@ def make_gap(spec: SyncSpec, name: str) -> Callable:
 
 
 def make_remember(spec: SyncSpec, fragment_id: int) -> Callable:
-    """Make `remember(params, staged, state) -> state`, not yet jitted; see `core.sync`.
+    """Make `remember(params, staged, memory) -> memory`, not yet jitted.
 
-    It feeds back what a fragment's merge drops. `params` are the regions' before the
-    merge, `state` their compressors', leaves `[R, ...]`.
+    See `core.sync.remember`: it feeds back what a fragment's merge drops. `params` are
+    the regions' before the merge, `memory` their compressors', leaves `[R, ...]`.
     """
     share = spec.sync.merge.feedback_weight
 
-    def remember(params, staged, state):
+    def remember(params: PyTree, staged: Fragment, memory: PyTree) -> PyTree:
         local = spec.fragments.take(params, fragment_id, lead=1)
-        return core.remember(share, local, staged, state)
+        return core.remember(share, local, staged, memory)
 
     regions = P(REGION)
     return region_shard_map(
@@ -231,7 +285,8 @@ class Restore:
     """Compiled programs that restore regions, one per set of fragments in flight."""
 
     def __init__(self, spec: SyncSpec, outer: SharedOuterModel):
-        self._spec, self._outer = spec, outer
+        self._spec = spec
+        self._outer = outer
         self._programs: dict[Any, Callable] = {}
         self._mark = jax.jit(lambda verdict, bad: verdict | jnp.where(bad, RESTORED, 0))
 
@@ -240,67 +295,94 @@ class Restore:
     ) -> tuple[RegionState, SyncState]:
         """Restart the regions `bad`."""
         order = sorted(sync.in_flight)
-        each = (sync.in_flight[sync_id].kept.items() for sync_id in order)
-        copies = [{n: x for n, x in kept if n in REGIONAL_COPIES} for kept in each]
-        found = region, sync.compressors, sync.stale_params, copies
+        copies = [_regional_copies(sync.in_flight[sync_id].kept) for sync_id in order]
+        before = (region, sync.compressors, sync.stale_params, copies)
+
         # By fragment; its start step makes no difference.
-        which, rank = tuple(k for k, _ in order), sync.schedule.rank
-        key = which, rank, tuple(map(tuple, copies))  # Those of midway come and go.
+        fragment_ids = tuple(k for k, _ in order)
+        rank = sync.schedule.rank
+        names = tuple(tuple(kept) for kept in copies)  # Those of midway come and go.
+        key = (fragment_ids, rank, names)
         if key not in self._programs:
             self._programs[key] = jax.jit(
-                self._make(which, rank), out_shardings=shardings_of(found)
+                self._make(fragment_ids, rank), out_shardings=shardings_of(before)
             )
-        each = range(len(self._spec.fragments))
-        outer = tuple(self._outer.on_mesh(sync, k) for k in each)
+
+        outer = tuple(
+            self._outer.on_mesh(sync, k) for k in range(len(self._spec.fragments))
+        )
         mask = transfer.put(bad, self._spec.shardings.region.key)
-        region, compressors, stale, copies = self._programs[key](*found, outer, mask)
+        new_region, compressors, stale_params, new_copies = self._programs[key](
+            *before, outer, mask
+        )
+
         flights = dict(sync.in_flight)
-        for sync_id, new in zip(order, copies, strict=True):
+        for sync_id, kept in zip(order, new_copies, strict=True):
             flight = flights[sync_id]
             if VERDICT in flight.kept:  # Else it arrives with the mean of others.
                 # Marked so that it restores only once.
-                new[VERDICT] = self._mark(flight.kept[VERDICT], bad)
-            flights[sync_id] = flight._replace(kept=flight.kept | new)
-        changes = {"compressors": compressors, "stale_params": stale}
-        return region, dataclasses.replace(sync, **changes, in_flight=flights)
+                kept[VERDICT] = self._mark(flight.kept[VERDICT], bad)
+            flights[sync_id] = flight._replace(kept=flight.kept | kept)
+        new_sync = dataclasses.replace(
+            sync,
+            compressors=compressors,
+            stale_params=stale_params,
+            in_flight=flights,
+        )
+        return new_region, new_sync
 
-    def _make(self, which: tuple[int, ...], rank: int) -> Callable:
+    def _make(self, fragment_ids: tuple[int, ...], rank: int) -> Callable:
         """Make `restore(region, compressors, stale_params, copies, outer, bad)`.
 
         It returns the first four, restored. `outer` are the fragments that regions
-        receive, and the copies are of the fragments `which`.
+        receive, and the copies are of the fragments `fragment_ids`.
         """
-        spec, model = self._spec, self._outer
-        init_opt_state = spec.trainer.optimizer.init
-        fragments, message = spec.fragments, spec.sync.message
+        spec = self._spec
+        model = self._outer
+        fragments = spec.fragments
+        message = spec.sync.message
 
-        def restore(region, compressors, stale_params, copies, outer, bad):
+        def restore(
+            region: RegionState,
+            compressors: tuple[PyTree, ...],
+            stale_params: tuple[Fragment, ...],
+            copies: list[dict[str, Fragment]],
+            outer: tuple[Fragment, ...],
+            bad: jax.Array,
+        ) -> tuple:
             params = region.params
             for k in range(len(fragments)):
                 part = taken(fragments.take(params, k, lead=1), outer[k], bad)
                 params = fragments.put(params, k, part, lead=1)
-            fresh = jax.vmap(init_opt_state)(params)
+
+            fresh = jax.vmap(spec.trainer.optimizer.init)(params)
             opt_state = where_participating(bad, fresh, region.opt_state)
             opt_state = with_counts(opt_state, region.opt_state)
             opt_state = with_keys_of(opt_state, region.opt_state)
-            pairs = zip(compressors, model.compressors(outer, rank), strict=True)
-            anew = tuple(
+
+            first_memories = model.compressors(outer, rank)
+            memories = tuple(
                 where_participating(bad, message.restored(old, new), old)
-                for old, new in pairs
+                for old, new in zip(compressors, first_memories, strict=True)
             )
-            stale = tuple(
+            anchors = tuple(
                 taken(part, outer[k], bad) for k, part in enumerate(stale_params)
             )
-            copies = [
-                {name: taken(part, outer[k], bad) for name, part in each.items()}
-                for k, each in zip(which, copies, strict=True)
+            new_copies = [
+                {name: taken(part, outer[k], bad) for name, part in kept.items()}
+                for k, kept in zip(fragment_ids, copies, strict=True)
             ]
+
             model_state = region.model_state
             if spec.trainer.model_state is not None:
                 model_state = taken(model_state, spec.trainer.model_state.init, bad)
-            region = region._replace(
+            new_region = region._replace(
                 params=params, opt_state=opt_state, model_state=model_state
             )
-            return region, anew, stale, copies
+            return new_region, memories, anchors, new_copies
 
         return restore
+
+
+def _regional_copies(kept: dict[str, PyTree]) -> dict[str, PyTree]:
+    return {name: x for name, x in kept.items() if name in REGIONAL_COPIES}

@@ -53,13 +53,19 @@ from jax.sharding import PartitionSpec as P
 
 Class = TypeVar("Class", bound=type)
 
-REGION, STAGE, DATA, MODEL = "region", "stage", "data", "model"
-EXPERT, SEQUENCE = "expert", "sequence"
+REGION = "region"
+STAGE = "stage"
+DATA = "data"
+EXPERT = "expert"
+SEQUENCE = "sequence"
+MODEL = "model"
 # The axes inside a region, in the mesh's order.
 INSIDE = (STAGE, DATA, EXPERT, SEQUENCE, MODEL)
 
 # glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
+_M_ARENA_MAX = -8
 _KEPT_BYTES = 2**31 - 1  # INT_MAX; glibc returns a larger free tail.
 
 
@@ -104,12 +110,15 @@ def keep_freed_memory() -> bool:
     """
     if any(x == "GLIBC_TUNABLES" or x.startswith("MALLOC_") for x in os.environ):
         return False
+
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):  # Another C library, or none.
         return False
-    wanted = ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _KEPT_BYTES))
-    return all([mallopt(name, value) for name, value in wanted])
+
+    options = ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _KEPT_BYTES))
+    are_set = [mallopt(name, value) for name, value in options]
+    return all(are_set)
 
 
 def make_mesh(
@@ -143,24 +152,31 @@ def make_mesh(
       ValueError: if a size is below 1, one region does not fit the devices, or several
         processes cannot share the regions evenly.
     """
-    given = (stage, data, expert, sequence, model)
-    sizes = dict(zip(INSIDE, given, strict=True))
+    sizes = {
+        STAGE: stage,
+        DATA: data,
+        EXPERT: expert,
+        SEQUENCE: sequence,
+        MODEL: model,
+    }
     for name, size in {"regions": num_regions, **sizes}.items():
         if size < 1:
             raise ValueError(f"{name}={size} must be at least 1")
-    inside = math.prod(given)
-    there = len(jax.devices() if devices is None else devices)
-    if inside > there:
+
+    per_region = math.prod(sizes.values())
+    num_devices = len(jax.devices() if devices is None else devices)
+    if per_region > num_devices:
         raise ValueError(
             f"one region needs {' * '.join(sizes)} = "
-            f"{' * '.join(map(str, sizes.values()))} = {inside} devices, but there are "
-            f"{there}; lower stages, data_axis, expert_axis, sequence_axis or "
-            "model_axis"
+            f"{' * '.join(map(str, sizes.values()))} = {per_region} devices, but there "
+            f"are {num_devices}; lower stages, data_axis, expert_axis, sequence_axis "
+            "or model_axis"
         )
+
     if devices is None:
-        devices = _shared_devices(num_regions, inside)
-    length = next(d for d in _divisors(num_regions) if d * inside <= len(devices))
-    grid = np.array(devices[: length * inside]).reshape(length, *sizes.values())
+        devices = _shared_devices(num_regions, per_region)
+    length = next(d for d in _divisors(num_regions) if d * per_region <= len(devices))
+    grid = np.array(devices[: length * per_region]).reshape(length, *sizes.values())
     axes = (REGION, *INSIDE)
     return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
 
@@ -170,21 +186,23 @@ def _divisors(num: int) -> list[int]:
     return [d for d in range(num, 0, -1) if num % d == 0]
 
 
-def _shared_devices(num_regions: int, inside: int) -> list[Any]:
+def _shared_devices(num_regions: int, per_region: int) -> list[Any]:
     """List the devices of the longest region axis that processes share evenly."""
     of_process = collections.Counter(d.process_index for d in jax.devices())
-    num, least = len(of_process), min(of_process.values())
+    num_processes = len(of_process)
+    least = min(of_process.values())
     for length in _divisors(num_regions):
-        each, rest = divmod(length * inside, num)
-        if rest or not 0 < each <= least:
+        per_process, rest = divmod(length * per_region, num_processes)
+        if rest or not 0 < per_process <= least:
             continue
-        if each % inside == 0 or inside % each == 0:
-            return inner_devices(each)
+        if per_process % per_region == 0 or per_region % per_process == 0:
+            return inner_devices(per_process)
+
     raise ValueError(
-        f"regions={num_regions}, each of {inside} devices ({' * '.join(INSIDE)}), "
-        f"cannot be shared evenly by {num} processes with {least} devices each: make "
-        "the regions a multiple of the processes, or data, model or stage so large "
-        "that each region is so many whole processes; or pass devices"
+        f"regions={num_regions}, each of {per_region} devices ({' * '.join(INSIDE)}), "
+        f"cannot be shared evenly by {num_processes} processes with {least} devices "
+        "each: make the regions a multiple of the processes, or data, model or stage "
+        "so large that each region is so many whole processes; or pass devices"
     )
 
 
@@ -197,7 +215,11 @@ def inner_devices(per_process: int) -> list[Any]:
     by_process: dict[int, list[Any]] = {}
     for device in jax.devices():
         by_process.setdefault(device.process_index, []).append(device)
-    return [d for _, own in sorted(by_process.items()) for d in own[:per_process]]
+
+    first_devices = []
+    for _, devices in sorted(by_process.items()):
+        first_devices += devices[:per_process]
+    return first_devices
 
 
 def is_cpu(mesh: Mesh) -> bool:
@@ -307,10 +329,13 @@ PROCESS = "process"
 
 def outer_device(mesh: Mesh, process: int | None = None, channel: int = 0) -> Any:
     """Return a process's device of the outer state: a CPU outside `mesh`, if any."""
-    process = jax.process_index() if process is None else process
+    if process is None:
+        process = jax.process_index()
+
     spare = _spare_devices(mesh, process)
-    own = [d for d in mesh.devices.flat if d.process_index == process]
-    return spare[-1 - channel] if spare else own[0]
+    if spare:
+        return spare[-1 - channel]
+    return next(d for d in mesh.devices.flat if d.process_index == process)
 
 
 def _spare_devices(mesh: Mesh, process: int) -> list[Any]:
@@ -326,11 +351,11 @@ def _spare_devices(mesh: Mesh, process: int) -> list[Any]:
 def check_channels(mesh: Mesh, outer_channels: int) -> None:
     """Refuse more channels than there are devices for."""
     for process in _processes(mesh.devices):
-        there = len(_spare_devices(mesh, process))
-        if outer_channels > max(there, 1):
+        num_spare = len(_spare_devices(mesh, process))
+        if outer_channels > max(num_spare, 1):
             raise ValueError(
                 f"outer_channels={outer_channels} needs as many CPU devices outside "
-                f"the inner mesh, but process {process} has {there}; use fewer, or "
+                f"the inner mesh, but process {process} has {num_spare}; use fewer, or "
                 "ask for more devices (`use_cpu_devices`)"
             )
 
@@ -356,18 +381,21 @@ def outer_mesh(mesh: Mesh, channel: int = 0) -> Mesh:
     """
     shards = [_processes(shard) for shard in mesh.devices]
     processes = _processes(mesh.devices)
-    members = len(shards[0])
-    is_even = {len(shard) for shard in shards} == {members}
-    if not is_even or (members > 1 and len(processes) != members * len(shards)):
+    per_shard = len(shards[0])
+    is_even = {len(shard) for shard in shards} == {per_shard}
+    if not is_even or (per_shard > 1 and len(processes) != per_shard * len(shards)):
         raise ValueError(
             f"the shards of the mesh's region axis are in the processes {shards}: "
             "each process must have full shards, or each shard equally many processes "
             "of its own"
         )
+
     devices = np.array([outer_device(mesh, p, channel) for p in processes])
-    devices = devices.reshape(-1, *(process_grid(mesh) or (1, members, 1, 1, 1)))
+    grid = process_grid(mesh) or (1, per_shard, 1, 1, 1)
     axes = (PROCESS, *INSIDE)
-    return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
+    return Mesh(
+        devices.reshape(-1, *grid), axes, axis_types=(AxisType.Auto,) * len(axes)
+    )
 
 
 def process_grid(mesh: Mesh) -> tuple[int, ...] | None:
@@ -376,18 +404,20 @@ def process_grid(mesh: Mesh) -> tuple[int, ...] | None:
     None if processes do not hold equally many adjacent devices that form a block.
     """
     sizes = mesh.devices.shape[1:]
-    num = len(_processes(mesh.devices[0]))
-    each, rest = divmod(math.prod(sizes), num)
+    num_processes = len(_processes(mesh.devices[0]))
+    per_process, rest = divmod(math.prod(sizes), num_processes)
     for shard in mesh.devices:
         ids = [d.process_index for d in shard.flat]
-        if rest or ids != list(np.repeat(_processes(shard), each)):
+        if rest or ids != list(np.repeat(_processes(shard), per_process)):
             return None
+
     grid = []
+    remaining = per_process
     for size in reversed(sizes):  # The last axes stay within a process.
-        own = math.gcd(each, size)
-        each //= own
-        grid.append(size // own)
-        if own < size and each > 1:
+        within = math.gcd(remaining, size)
+        remaining //= within
+        grid.append(size // within)
+        if within < size and remaining > 1:
             return None
     return tuple(reversed(grid))
 
@@ -401,17 +431,18 @@ def over_processes(
     shard an array over the region's devices, the major axis first.
     """
 
-    def kept(names: tuple[str, ...]) -> tuple[str, ...]:
-        found, is_inside = [], False
+    def spanning(names: tuple[str, ...]) -> tuple[str, ...]:
+        over = []
+        is_within = False  # Whether an axis so far divides a process's own devices.
         for name in names:
             if outer.shape[name] > 1:
-                if is_inside:
+                if is_within:
                     return ()
-                found.append(name)
-            is_inside |= mesh.shape[name] > outer.shape[name]
-        return tuple(found)
+                over.append(name)
+            is_within |= mesh.shape[name] > outer.shape[name]
+        return tuple(over)
 
-    return tuple(map(kept, axes))
+    return tuple(spanning(names) for names in axes)
 
 
 def _processes(devices: np.ndarray) -> list[int]:

@@ -113,24 +113,30 @@ class SharedOuterModel:
     def __init__(self, spec: SyncSpec, exchange: Exchange):
         outer = spec.sync.outer
         assert isinstance(outer, SharedOuter)
-        self._spec, self._outer, self._exchange = spec, outer, exchange
-        self._place, self._devices = spec.place, spec.devices
+        self._spec = spec
+        self._outer = outer
+        self._exchange = exchange
+        self._place = spec.place
+        self._devices = spec.devices
+
+        jit = self._devices.jit
         self._step = self._make_steps()
         self._resize = functools.cache(self._make_resize)
         self._broadcast = [
-            self._devices.jit(functools.partial(self.broadcast, k), out_shardings=where)
-            for k, where in enumerate(spec.shardings.fragments)
+            jit(functools.partial(self.broadcast, k), out_shardings=shardings)
+            for k, shardings in enumerate(spec.shardings.fragments)
         ]
-        self._copy = self._devices.jit(_copies)
-        self._take = self._devices.jit(taken, donate_argnums=0)
-        self._start = self._devices.jit(outer.start) if outer.start else None
-        self._join = self._devices.jit(self._joined, out_shardings=spec.place.params())
+        self._copy = jit(_copies)
+        self._take = jit(taken, donate_argnums=0)
+        self._start = jit(outer.start) if outer.start else None
+        self._join = jit(self._joined, out_shardings=spec.place.params())
+
         shapes = self.shapes(spec.sync.schedule.init())
-        self.where = spec.place.lay_sync(shapes)  # Without what is in flight.
-        outer = self.where.outer
+        self.shardings = spec.place.lay_sync(shapes)  # Without what is in flight.
+        outer_shardings = self.shardings.outer
         if self._place.has_channels:  # One program, so one channel.
-            outer = self._on_one_channel(shapes.outer)
-        self._new_outer = self._devices.jit(self._outer_of, out_shardings=outer)
+            outer_shardings = self._on_one_channel(shapes.outer)
+        self._new_outer = jit(self._outer_of, out_shardings=outer_shardings)
         # By rank of the messages, if the schedule sets one.
         self._new_regional: dict[int, Callable] = {}
 
@@ -138,37 +144,45 @@ class SharedOuterModel:
         """Return the initial state; see `OuterModel.init`."""
         outer = self._new_outer(self._devices.move(params, self._place.params()))
         if self._place.has_channels:
-            outer = self._devices.move(outer, self.where.outer)
+            outer = self._devices.move(outer, self.shardings.outer)
+
         rank = schedule.rank
         if rank not in self._new_regional:
             self._new_regional[rank] = self._make_regional(schedule)
-        return SyncState(outer, schedule, *self._new_regional[rank](params))
+        compressors, stale_params = self._new_regional[rank](params)
+        return SyncState(outer, schedule, compressors, stale_params)
 
     def _make_regional(self, schedule: Any) -> Callable:
         """Make the function from parameters to the regions' part of the state."""
         shapes = self.shapes(schedule)
-        found = shapes.compressors, shapes.stale_params
-        if not jax.tree.leaves(found):  # Most compressors have no state.
-            return lambda _: found
+        regional = (shapes.compressors, shapes.stale_params)
+        if not jax.tree.leaves(regional):  # Most compressors have no state.
+            return lambda _: regional
+
         laid = self._place.lay_sync(shapes)
-        make = functools.partial(self._regional_of, rank=schedule.rank)
-        where = laid.compressors, laid.stale_params
-        return self._devices.jit(make, out_shardings=where)
+        return self._devices.jit(
+            functools.partial(self._regional_of, rank=schedule.rank),
+            out_shardings=(laid.compressors, laid.stale_params),
+        )
 
     def _outer_of(self, params: PyTree) -> OuterState:
         parts = outer_parts(self._spec.fragments, params)
-        return OuterState(parts, tuple(map(self._outer.optimizer.init, parts)))
+        opt_states = tuple(self._outer.optimizer.init(part) for part in parts)
+        return OuterState(parts, opt_states)
 
     def _regional_of(self, params: PyTree, rank: int) -> tuple[tuple, tuple]:
-        parts, num = outer_parts(self._spec.fragments, params), self._spec.regions.num
-        stale = parts if self._spec.sync.schedule.is_by_region else ()
-        each = tuple(for_all_regions(part, num) for part in stale)
-        return self.compressors(parts, rank), each
+        parts = outer_parts(self._spec.fragments, params)
+        stale_params = ()
+        if self._spec.sync.schedule.is_by_region:
+            num_regions = self._spec.regions.num
+            stale_params = tuple(for_all_regions(part, num_regions) for part in parts)
+        return self.compressors(parts, rank), stale_params
 
     def compressors(self, parts: tuple[Fragment, ...], rank: int) -> tuple:
         """Return the initial states of the regions' compressors."""
-        message, num = self._spec.at(rank).sync.message, self._spec.regions.num
-        return tuple(for_all_regions(message.init(part), num) for part in parts)
+        message = self._spec.at(rank).sync.message
+        num_regions = self._spec.regions.num
+        return tuple(for_all_regions(message.init(part), num_regions) for part in parts)
 
     def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
         """Return the bytes of one region's message; 0 for a single region."""
@@ -182,25 +196,28 @@ class SharedOuterModel:
         """Return the compressors' states, of messages of `rank`."""
         if rank == sync.schedule.rank:
             return sync.compressors
-        states = enumerate(sync.compressors)
-        return tuple(self._resize(k, rank)(state) for k, state in states)
+        return tuple(
+            self._resize(k, rank)(memory) for k, memory in enumerate(sync.compressors)
+        )
 
     def _make_resize(self, fragment_id: int, rank: int) -> Callable:
         message = self._spec.at(rank).sync.message
         part = self._spec.outer_shapes[fragment_id]
         # Which leaves are factored depends on the rank.
-        (state,) = jax.eval_shape(lambda x: self.compressors((x,), rank), part)
+        (memory,) = jax.eval_shape(lambda x: self.compressors((x,), rank), part)
         return self._devices.jit(
-            jax.vmap(lambda state: message.resized(state, part)),
-            out_shardings=self._spec.shardings.of_regions(fragment_id, state),
+            jax.vmap(lambda memory: message.resized(memory, part)),
+            out_shardings=self._spec.shardings.of_regions(fragment_id, memory),
         )
 
     def shapes(self, schedule: Any) -> SyncState:
         """Return shapes of the state of a schedule, without what is in flight."""
 
-        def make(params):
-            regional = self._regional_of(params, schedule.rank)
-            return SyncState(self._outer_of(params), schedule, *regional)
+        def make(params: PyTree) -> SyncState:
+            compressors, stale_params = self._regional_of(params, schedule.rank)
+            return SyncState(
+                self._outer_of(params), schedule, compressors, stale_params
+            )
 
         return jax.eval_shape(make, self._spec.params)
 
@@ -212,7 +229,10 @@ class SharedOuterModel:
 
     def _on_one_channel(self, outer: OuterState) -> OuterState:
         lay = functools.partial(self._place.lay, channel=0)
-        return OuterState(*(tuple(map(lay, range(len(x)), x)) for x in outer))
+        return OuterState(
+            params=tuple(lay(k, x) for k, x in enumerate(outer.params)),
+            opt_states=tuple(lay(k, x) for k, x in enumerate(outer.opt_states)),
+        )
 
     def send(
         self,
@@ -225,53 +245,68 @@ class SharedOuterModel:
         """Start a sync; see `OuterModel.send`."""
         k = event.fragment_id
         memories = self.compressors_of(sync, event.rank)
+        if sync.stale_params:
+            anchor = sync.stale_params[k]
+        else:
+            anchor = self.on_mesh(sync, k)
         kept = {}
         if STALE in self._spec.copies:  # The outer step donates them.
             kept[STALE] = self._copied(sync.outer.params[k])
-        anchor = sync.stale_params[k] if sync.stale_params else self.on_mesh(sync, k)
-        if not self._spec.sync.robust:  # Which looks at all parameters.
-            only = self._spec.fragments.only(region.params, k)
-            region = region._replace(params=only)
 
-        sending = Sending(event, weights, times, region, anchor, memories[k])
+        if not self._spec.sync.robust:  # Which looks at all parameters.
+            params = self._spec.fragments.only(region.params, k)
+            region = region._replace(params=params)
+        sending = Sending(
+            event=event,
+            weights=weights,
+            times=times,
+            region=region,
+            anchor=anchor,
+            memory=memories[k],
+        )
         mean, extras, memory = self._exchange.send(sending)
-        sync = dataclasses.replace(sync, compressors=replaced(memories, k, memory))
-        return sync, InFlight(mean, kept | extras)
+
+        new_sync = dataclasses.replace(sync, compressors=replaced(memories, k, memory))
+        return new_sync, InFlight(mean, kept | extras)
 
     def receive(
         self, fragment_id: int, flight: InFlight, outer: Fragment, opt_state: PyTree
     ) -> tuple[Fragment, PyTree, jax.Array]:
         """Take the outer step; see `OuterModel.receive`."""
         mean = self.arrived(fragment_id, flight, outer)
-        stale = flight.kept.get(STALE)
-        return self._step[fragment_id](outer, opt_state, mean, stale)
+        anchor = flight.kept.get(STALE)
+        return self._step[fragment_id](outer, opt_state, mean, anchor)
 
     def arrived(self, fragment_id: int, flight: InFlight, outer: Fragment) -> Fragment:
         """Return the mean, in the placement of the outer fragment."""
         if self._place.on_mesh or self._place.is_with_regions:
             return flight.mean
-        where = jax.tree.map(lambda x: x.sharding, outer)
-        return self._devices.move(flight.mean, where)
+        shardings = jax.tree.map(lambda x: x.sharding, outer)
+        return self._devices.move(flight.mean, shardings)
 
     def _copied(self, part: Fragment) -> Fragment:
         """Return a copy of outer parameters, in the same placement."""
         if not self._place.is_pinned:
             return self._copy(part)
-        where = jax.tree.map(lambda x: x.sharding, part)
-        return jax.device_put(part, where, may_alias=False)
+        shardings = jax.tree.map(lambda x: x.sharding, part)
+        return jax.device_put(part, shardings, may_alias=False)
 
     def on_mesh(self, sync: SyncState, fragment_id: int) -> Fragment:
         """Return an outer fragment as regions receive it, on the mesh."""
-        part, state = sync.outer.entry(fragment_id)
+        part, opt_state = sync.outer.entry(fragment_id)
         if self._place.on_mesh:
-            return self._broadcast[fragment_id](*self.given(part, state))
+            arguments = self.broadcast_arguments(part, opt_state)
+            return self._broadcast[fragment_id](*arguments)
+
         if self._start is not None:
-            part = self._start(part, state)
+            part = self._start(part, opt_state)
         if self._place.is_with_regions:
             return part
         return self._devices.move(part, self._spec.shardings.fragments[fragment_id])
 
-    def given(self, params: Fragment, opt_state: PyTree) -> tuple[Fragment, PyTree]:
+    def broadcast_arguments(
+        self, params: Fragment, opt_state: PyTree
+    ) -> tuple[Fragment, PyTree]:
         """Return the last two arguments of `broadcast`."""
         return params, None if self._outer.start is None else opt_state
 
@@ -282,11 +317,13 @@ class SharedOuterModel:
 
         `opt_state` is read only if regions do not start from `params` themselves.
         """
-        params = self._place.load(fragment_id, params)
+        received = self._place.load(fragment_id, params)
         if self._outer.start is not None:
-            params = self._outer.start(params, self._place.load(fragment_id, opt_state))
-        where = self._spec.shardings.fragments[fragment_id]
-        return jax.lax.with_sharding_constraint(params, where)
+            state = self._place.load(fragment_id, opt_state)
+            received = self._outer.start(received, state)
+        return jax.lax.with_sharding_constraint(
+            received, self._spec.shardings.fragments[fragment_id]
+        )
 
     def step_on_mesh(
         self,
@@ -298,45 +335,51 @@ class SharedOuterModel:
     ) -> tuple[PyTree, PyTree, jax.Array]:
         """Take an `outer_step` in a program of the mesh, on loaded state."""
         load = functools.partial(self._place.load, fragment_id)
-        trees = params, opt_state, mean, stale_params
         return outer_step(
             self._outer.optimizer,
-            *map(load, trees),
+            load(params),
+            load(opt_state),
+            load(mean),
+            load(stale_params),
             token_counts=self._spec.trainer.user_inputs.token_counts,
         )
 
     def _make_steps(self) -> list[Callable]:
         """Make the outer step of each fragment; it donates the state."""
-        place, optimizer = self._place, self._outer.optimizer
-        counts = self._spec.trainer.user_inputs.token_counts
-        own = functools.partial(outer_step, optimizer, token_counts=counts)
+        place = self._place
+        jit = self._devices.jit
         shapes = self._spec.outer_shapes
+        plain_step = functools.partial(
+            outer_step,
+            self._outer.optimizer,
+            token_counts=self._spec.trainer.user_inputs.token_counts,
+        )
         # One device has it all: one program for all fragments of equal shapes.
         if place.kind in ("host", "device"):
-            return [self._devices.jit(own, donate_argnums=(0, 1))] * len(shapes)
+            return [jit(plain_step, donate_argnums=(0, 1))] * len(shapes)
 
-        def on_mesh(k, *arguments):
-            *state, norm = self.step_on_mesh(k, *arguments)
-            return *(place.offload(k, tree) for tree in state), norm
+        def on_mesh(k: int, *arguments: Any) -> tuple[PyTree, PyTree, jax.Array]:
+            params, opt_state, norm = self.step_on_mesh(k, *arguments)
+            return place.offload(k, params), place.offload(k, opt_state), norm
 
-        return [
-            self._devices.jit(
-                functools.partial(on_mesh, k) if place.on_mesh else own,
-                f"outer step {k}" if place.on_mesh else "",
-                donate_argnums=(0, 1),
-                # Results keep the placement of the arguments.
-                out_shardings=(
-                    place.lay(k, part),
-                    place.lay(k, jax.eval_shape(optimizer.init, part)),
-                    None,
-                ),
+        steps = []
+        for k, part in enumerate(shapes):
+            step = plain_step
+            name = ""
+            if place.on_mesh:
+                step = functools.partial(on_mesh, k)
+                name = f"outer step {k}"
+            opt_state = jax.eval_shape(self._outer.optimizer.init, part)
+            # Results keep the placement of the arguments.
+            out_shardings = (place.lay(k, part), place.lay(k, opt_state), None)
+            steps.append(
+                jit(step, name, donate_argnums=(0, 1), out_shardings=out_shardings)
             )
-            for k, part in enumerate(shapes)
-        ]
+        return steps
 
     def _joined(self, parts: tuple[Fragment, ...]) -> PyTree:
         if self._place.on_mesh:
-            parts = tuple(map(self._place.load, range(len(parts)), parts))
+            parts = tuple(self._place.load(k, part) for k, part in enumerate(parts))
         # A copy: an output that aliases an input would be donated later.
         return _copies(self._spec.fragments.join(parts))
 
@@ -355,16 +398,19 @@ class SharedOuterModel:
         Returns the state, the fragment on the mesh, and which regions merge it, bool
         `[R]`; None is all.
         """
-        k, spec = event.fragment_id, self._spec
+        k = event.fragment_id
+        spec = self._spec
         outer = self.on_mesh(sync, k)
         if not spec.sync.schedule.is_by_region:
             return sync, outer, None
-        each = np.isin(np.arange(spec.regions.num), event.participating or ())
-        participating = self._devices.put(each, spec.shardings.region.key)
-        stale = self._take(sync.stale_params[k], outer, participating)
-        stale_params = replaced(sync.stale_params, k, stale)
-        sync = dataclasses.replace(sync, stale_params=stale_params)
-        return sync, outer, participating
+
+        is_merging = np.isin(np.arange(spec.regions.num), event.participating or ())
+        participating = self._devices.put(is_merging, spec.shardings.region.key)
+        anchor = self._take(sync.stale_params[k], outer, participating)
+        new_sync = dataclasses.replace(
+            sync, stale_params=replaced(sync.stale_params, k, anchor)
+        )
+        return new_sync, outer, participating
 
 
 def _copies(tree: PyTree) -> PyTree:
@@ -383,33 +429,35 @@ class RegionalOuterModels:
     def __init__(self, spec: SyncSpec):
         outer = spec.sync.outer
         assert isinstance(outer, RegionalOuter)
-        self._spec, self._outer = spec, outer
+        self._spec = spec
+        self._outer = outer
         self._num_matchings = len(matchings(spec.regions.num))
-        each, where = range(len(spec.fragments)), spec.place.lay_sync(self.shapes(None))
-        self._send = [
-            spec.devices.jit(
+
+        jit = spec.devices.jit
+        step = make_regional_step(spec)
+        shardings = spec.place.lay_sync(self.shapes(None))
+        self._send = []
+        self._step = []
+        for k in range(len(spec.fragments)):
+            send = jit(
                 make_regional_send(spec, k),
                 f"send fragment {k}",
                 self.num_bytes(k),
                 out_shardings=(
                     spec.place.lay_flight(k, self.flight_shapes(k)).mean,
                     spec.kept_shardings(k),
-                    where.outer.opt_states[k],
+                    shardings.outer.opt_states[k],
                 ),
             )
-            for k in each
-        ]
-        step = make_regional_step(spec)
-        self._step = [
-            spec.devices.jit(
+            self._send.append(send)
+            step_of_fragment = jit(
                 step,
                 f"outer step {k}",
                 donate_argnums=(0, 1),
-                out_shardings=(*where.outer.entry(k), None),
+                out_shardings=(*shardings.outer.entry(k), None),
             )
-            for k in each
-        ]
-        self._new_outer = spec.devices.jit(self._make, out_shardings=where.outer)
+            self._step.append(step_of_fragment)
+        self._new_outer = jit(self._make, out_shardings=shardings.outer)
 
     def init(self, params: PyTree, schedule: Any) -> SyncState:
         """Return the state before the first step; see `SharedOuterModel.init`."""
@@ -420,8 +468,10 @@ class RegionalOuterModels:
         compressor = core.regional_compressor(self._spec.sync)
         spread = functools.partial(for_all_regions, num_regions=self._spec.regions.num)
         return OuterState(
-            tuple(map(spread, parts)),
-            tuple(spread(self._outer.init(part, compressor)) for part in parts),
+            params=tuple(spread(part) for part in parts),
+            opt_states=tuple(
+                spread(self._outer.init(part, compressor)) for part in parts
+            ),
         )
 
     def shapes(self, schedule: Any) -> SyncState:
@@ -430,14 +480,15 @@ class RegionalOuterModels:
 
     def flight_shapes(self, fragment_id: int) -> InFlight:
         """Return shapes of a fragment that was just sent, without its staged copy."""
-        spec, num_regions = self._spec, self._spec.regions.num
-        send = make_regional_send(spec, fragment_id)
-        spread = functools.partial(for_all_regions, num_regions=num_regions)
         key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-        params, keys = jax.eval_shape(spread, (spec.params, key))
+        spread = functools.partial(for_all_regions, num_regions=self._spec.regions.num)
+        params, keys = jax.eval_shape(spread, (self._spec.params, key))
         matching = jax.ShapeDtypeStruct((), jnp.int32)
-        own = self.shapes(None).outer.entry(fragment_id)
-        return InFlight(jax.eval_shape(send, params, *own, keys, matching)[0], {})
+        outer_params, opt_state = self.shapes(None).outer.entry(fragment_id)
+
+        send = make_regional_send(self._spec, fragment_id)
+        mean, *_ = jax.eval_shape(send, params, outer_params, opt_state, keys, matching)
+        return InFlight(mean, {})
 
     def num_bytes(self, fragment_id: int, rank: int = 0) -> int:
         """Return the bytes of one region's message; 0 for a single region."""
@@ -456,16 +507,18 @@ class RegionalOuterModels:
     ) -> tuple[SyncState, InFlight]:
         """Start a sync; see `SharedOuterModel.send`."""
         del weights, times  # Not supported by regional outer models.
-        k, outer = event.fragment_id, sync.outer
+        k = event.fragment_id
+        outer_params, opt_state = sync.outer.entry(k)
         # The same draw in every region, and after a restart.
         rng = np.random.default_rng((self._outer.seed, event.start_step, k))
         row = np.int32(rng.integers(self._num_matchings))
         everywhere = NamedSharding(self._spec.mesh, P())
         matching = self._spec.devices.put(row, everywhere)
-        mean, kept, opt_state = self._send[k](
-            region.params, outer.params[k], outer.opt_states[k], region.key, matching
+
+        mean, kept, new_opt_state = self._send[k](
+            region.params, outer_params, opt_state, region.key, matching
         )
-        outer = outer.updated(k, outer.params[k], opt_state)
+        outer = sync.outer.updated(k, outer_params, new_opt_state)
         return dataclasses.replace(sync, outer=outer), InFlight(mean, kept)
 
     def compressors_of(self, sync: SyncState, rank: int) -> tuple:
@@ -482,8 +535,9 @@ class RegionalOuterModels:
         """Return the state before its last mean is applied; see `RegionalOuter`."""
         if self._outer.land is None:
             return sync
-        params, state = sync.outer.entry(fragment_id)
-        outer = sync.outer.updated(fragment_id, params, self._outer.land(state))
+        params, opt_state = sync.outer.entry(fragment_id)
+        landed_state = self._outer.land(opt_state)
+        outer = sync.outer.updated(fragment_id, params, landed_state)
         return dataclasses.replace(sync, outer=outer)
 
     def arrived(self, fragment_id: int, flight: InFlight, outer: Fragment) -> PyTree:
@@ -527,15 +581,15 @@ class _RegionalCrossing:
         def of_shard(
             params: PyTree,
             outer_params: Fragment,
-            state: PyTree,
+            opt_state: PyTree,
             keys: jax.Array,
             row: jax.Array,
-        ):
+        ) -> tuple[core.Extras, PyTree, PyTree]:
             part = spec.fragments.take(params, self.fragment_id, lead=1)
-            sent, state = core.leave_regional(
-                spec.sync, spec.local, part, outer_params, state, keys, row
+            sent, new_state = core.leave_regional(
+                spec.sync, spec.local, part, outer_params, opt_state, keys, row
             )
-            return spec.copies_of(part), sent, state
+            return spec.copies_of(part), sent, new_state
 
         mapped = region_shard_map(
             of_shard,
@@ -543,8 +597,8 @@ class _RegionalCrossing:
             in_specs=(*(P(REGION),) * 4, P()),
             out_specs=P(REGION),
         )
-        copies, sent, state = mapped(*self.arguments)
-        return (copies, sent), state
+        copies, sent, opt_state = mapped(*self.arguments)
+        return (copies, sent), opt_state
 
     def cross(self, left: tuple[Any, PyTree]) -> tuple[Any, PyTree]:
         copies, sent = left
@@ -586,15 +640,19 @@ def make_regional_step(spec: SyncSpec) -> Callable:
     assert isinstance(outer, RegionalOuter)
     is_for_all = outer.group == "all"
 
-    def receive(params, state, arrived):
+    def receive(
+        params: Fragment, state: PyTree, arrived: PyTree
+    ) -> tuple[Fragment, PyTree, jax.Array]:
         return core.receive(outer, params, state, arrived, spec.regions.num)
 
-    def step(outer_params, state, arrived):
+    def step(
+        outer_params: Fragment, state: PyTree, arrived: PyTree
+    ) -> tuple[Fragment, PyTree, jax.Array]:
         if is_for_all:
             arrived = jax.lax.pcast(arrived, REGION, to="varying")
         mapped = spec.local.map(receive, (0, 0, None if is_for_all else 0))
-        params, state, norms = mapped(outer_params, state, arrived)
-        return params, state, jnp.sqrt(pmean_over_regions((norms**2).mean()))
+        params, new_state, norms = mapped(outer_params, state, arrived)
+        return params, new_state, jnp.sqrt(pmean_over_regions((norms**2).mean()))
 
     return region_shard_map(
         step,

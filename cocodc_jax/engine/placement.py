@@ -104,11 +104,12 @@ class Shardings:
         default. Refuses more outer meshes than there are devices for.
         """
         check_channels(mesh, outer_channels)
-        listed, leaves = jax.tree.leaves(specs), jax.tree.leaves(shapes)
+        leaf_specs = jax.tree.leaves(specs)
+        leaves = jax.tree.leaves(shapes)
         unflatten = jax.tree.structure(shapes).unflatten
-        regions = unflatten([regional(mesh, spec) for spec in listed])
+        of_params = unflatten([regional(mesh, spec) for spec in leaf_specs])
 
-        def like_param(leaf, param, sharding):
+        def like_param(leaf: Any, param: Any, sharding: NamedSharding) -> Any:
             if _is_masked(leaf):
                 return leaf
             # Factored moments have other shapes than their parameters.
@@ -123,25 +124,41 @@ class Shardings:
             like_param,
             jax.eval_shape(optimizer.init, shapes),
             shapes,
-            regions,
+            of_params,
             transform_non_params=lambda _: regional(mesh),
             is_leaf=_is_masked,
         )
+
+        fragment_specs = []
+        for slices in fragments.slices:
+            by_path = {
+                part.path: _spec(
+                    mesh, part, leaf_specs[part.leaf], leaves[part.leaf].shape
+                )
+                for part in slices
+            }
+            fragment_specs.append(by_path)
+
+        def of_fragments(
+            make: Callable[[Mesh, P], NamedSharding],
+        ) -> tuple[ByPath, ...]:
+            return tuple(
+                {path: make(mesh, spec) for path, spec in by_path.items()}
+                for by_path in fragment_specs
+            )
+
         of_regions = cast(Any, regional(mesh))
-        parts = [
-            {x.path: _spec(mesh, x, listed[x.leaf], leaves[x.leaf].shape) for x in part}
-            for part in fragments.slices
-        ]
-
-        def each_fragment(make):
-            return tuple({n: make(mesh, x) for n, x in part.items()} for part in parts)
-
         return cls(
             mesh=mesh,
-            region=RegionState(regions, opt_state, of_regions, of_regions),
-            params=unflatten([NamedSharding(mesh, spec) for spec in listed]),
-            fragments=each_fragment(NamedSharding),
-            staged=each_fragment(regional),
+            region=RegionState(
+                params=of_params,
+                opt_state=opt_state,
+                key=of_regions,
+                per_step=of_regions,
+            ),
+            params=unflatten([NamedSharding(mesh, spec) for spec in leaf_specs]),
+            fragments=of_fragments(NamedSharding),
+            staged=of_fragments(regional),
             channels=tuple(
                 Channel(outer_sharding(mesh, i), outer_rows(mesh, i))
                 for i in range(outer_channels)
@@ -170,7 +187,7 @@ def shardings_of(tree: PyTree) -> PyTree:
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
     """Add shardings to shapes, for restoring a checkpoint."""
     return jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         shapes,
         shardings,
     )
@@ -187,23 +204,30 @@ def _spec(mesh: Mesh, part: LeafSlice, spec: Any, shape: tuple[int, ...]) -> Any
         return spec
     if axis >= len(spec) or spec[axis] is None:
         return spec
-    rest = [*spec[:axis], None, *spec[axis + 1 :]]
+
+    entries = [*spec[:axis], None, *spec[axis + 1 :]]
     if spec[axis] == EXPERT:
-        for i, axes in enumerate(spec_axes(rest)):
+        for i, axes in enumerate(spec_axes(entries)):
             more = (*axes, EXPERT)
-            if DATA in axes and shape[i] % math.prod(mesh.shape[a] for a in more) == 0:
-                rest[i] = more
-        return P(*rest)
-    if len(part.rows) % math.prod(mesh.shape[a] for a in spec_axes(spec)[axis]) == 0:
+            if DATA in axes and shape[i] % _num_shards(mesh, more) == 0:
+                entries[i] = more
+        return P(*entries)
+
+    if len(part.rows) % _num_shards(mesh, spec_axes(spec)[axis]) == 0:
         return spec
-    return P(*rest)
+    return P(*entries)
+
+
+def _num_shards(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _like(shardings: ByPath, default: NamedSharding, tree: PyTree) -> PyTree:
-    def sharding(path, x):
-        found = named(shardings, path)
-        # Another rank: a factor or an encoding of the leaf.
-        return found if found and len(found.spec) <= x.ndim else default
+    def sharding(path: tuple[Any, ...], x: Any) -> NamedSharding:
+        of_leaf = named(shardings, path)
+        if of_leaf is None or len(of_leaf.spec) > x.ndim:
+            return default  # Of another rank: a factor or an encoding of the leaf.
+        return of_leaf
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
@@ -222,13 +246,15 @@ def memory_kind(memory: str, mesh: Mesh, method: Method) -> str | None:
     check_choice("optimizer_memory", memory, MEMORIES)
     if memory == "device":
         return None
+
     device = mesh.devices.flat[0]
-    there = sorted(each.kind for each in device.addressable_memories())
-    if PINNED not in there:
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    if PINNED not in kinds:
         raise ValueError(
             f"optimizer_memory={memory!r} needs memory of the kind {PINNED!r}, and "
-            f"{device.platform} has {there}; use 'device'"
+            f"{device.platform} has {kinds}; use 'device'"
         )
+
     sync = method.sync
     if sync is not None and (sync.moments or sync.robust):
         what = "averages moments" if sync.moments else "puts regions back"
@@ -239,22 +265,22 @@ def memory_kind(memory: str, mesh: Mesh, method: Method) -> str | None:
     return PINNED
 
 
-def load(opt_state: PyTree, lies: PyTree) -> PyTree:
+def load(opt_state: PyTree, shardings: PyTree) -> PyTree:
     """Load state from host memory to the devices, in a program of the mesh."""
-    return _moved(opt_state, lies, jax.memory.Space.Device)
+    return _moved(opt_state, shardings, jax.memory.Space.Device)
 
 
-def offload(opt_state: PyTree, lies: PyTree) -> PyTree:
+def offload(opt_state: PyTree, shardings: PyTree) -> PyTree:
     """Invert `load`."""
-    return _moved(opt_state, lies, jax.memory.Space.Host)
+    return _moved(opt_state, shardings, jax.memory.Space.Host)
 
 
-def _moved(opt_state: PyTree, lies: PyTree, space: Any) -> PyTree:
-    def one(x, sharding):
+def _moved(opt_state: PyTree, shardings: PyTree, space: Any) -> PyTree:
+    def move(x: Any, sharding: Any) -> Any:
         is_moved = not _is_masked(x) and sharding.memory_kind == PINNED
         return jax.device_put(x, space) if is_moved else x
 
-    return jax.tree.map(one, opt_state, lies, is_leaf=_is_masked)
+    return jax.tree.map(move, opt_state, shardings, is_leaf=_is_masked)
 
 
 def _is_masked(x: Any) -> bool:
@@ -276,15 +302,18 @@ class OuterPlacement:
         cls, outer: Outer, shardings: Shardings, exchange: str, overlap: bool
     ) -> OuterPlacement:
         """Choose by the exchange and whether syncs and inner steps share a program."""
-        mesh, kind = shardings.mesh, "host"
+        mesh = shardings.mesh
+        kind = "host"
         means = "mesh" if exchange == "program" else "outer"
         if isinstance(outer, RegionalOuter):
-            kind, means = "regional", "mesh" if outer.group == "all" else "regions"
+            kind = "regional"
+            means = "mesh" if outer.group == "all" else "regions"
         elif outer.placement == "divided":
             kind = "mesh"
         elif overlap:
-            there = {x.kind for x in mesh.devices.flat[0].addressable_memories()}
-            kind = "pinned" if PINNED in there else "mesh"
+            memories = mesh.devices.flat[0].addressable_memories()
+            is_pinned = PINNED in {memory.kind for memory in memories}
+            kind = "pinned" if is_pinned else "mesh"
         elif exchange == "program" and is_one_cpu(mesh):
             kind = "device"
         elif exchange == "outer" and math.prod(process_grid(mesh) or ()) > 1:
@@ -324,13 +353,16 @@ class OuterPlacement:
             return self.shardings.of_all(fragment_id, tree)
         if self.on_mesh:
             return self._divided(fragment_id, tree, PINNED if self.is_pinned else None)
+
         host = self.shardings.channel(fragment_id if channel is None else channel).host
         if self.kind == "host":
             return jax.tree.map(lambda _: host, tree)
 
-        def sharding(path, x):
-            found = named(self.shardings.fragments[fragment_id], path)
-            return self._over_processes(host, found, x.shape) if found else host
+        def sharding(path: tuple[Any, ...], x: Any) -> Sharding:
+            inside = named(self.shardings.fragments[fragment_id], path)
+            return (
+                host if inside is None else self._over_processes(host, inside, x.shape)
+            )
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
@@ -338,37 +370,51 @@ class OuterPlacement:
         """Return shardings of one set of parameters, of the first channel's kind."""
         if self.on_mesh or self.kind == "device":
             return self.shardings.params
-        host, divides = self.shardings.channels[0].host, self.kind == "processes"
+
+        host = self.shardings.channels[0].host
+        if self.kind == "host":
+            return jax.tree.map(lambda _: host, self.shardings.params)
         return jax.tree.map(
-            lambda x: self._over_processes(host, x) if divides else host,
-            self.shardings.params,
+            lambda inside: self._over_processes(host, inside), self.shardings.params
         )
 
     def lay_flight(self, fragment_id: int, flight: InFlight) -> InFlight:
         """Return the shardings of a fragment in flight."""
-        shardings = self.shardings
-        lays = {"mesh": shardings.of_all, "regions": shardings.of_regions}
-        lay_mean: Callable = lays.get(self.means, self.lay)
-        lay: dict[str, Callable] = {STALE: self.lay}
-        lay |= dict.fromkeys(REGIONAL_COPIES, shardings.of_regions)
-        return InFlight(
-            lay_mean(fragment_id, flight.mean),
-            {n: lay.get(n, lay_mean)(fragment_id, x) for n, x in flight.kept.items()},
-        )
+        lay_mean: Callable = self.lay
+        if self.means == "mesh":
+            lay_mean = self.shardings.of_all
+        elif self.means == "regions":
+            lay_mean = self.shardings.of_regions
+
+        kept = {}
+        for name, x in flight.kept.items():
+            lay: Callable = lay_mean  # As what arrives with a mean.
+            if name == STALE:
+                lay = self.lay
+            elif name in REGIONAL_COPIES:
+                lay = self.shardings.of_regions
+            kept[name] = lay(fragment_id, x)
+        return InFlight(lay_mean(fragment_id, flight.mean), kept)
 
     def lay_sync(self, sync: SyncState) -> SyncState:
         """Return the shardings of all arrays of the syncs: the only rule for them."""
 
-        def of_each(lay, trees):
-            return tuple(map(lay, range(len(trees)), trees))
+        def of_fragments(lay: Callable, trees: tuple[PyTree, ...]) -> tuple:
+            return tuple(lay(k, tree) for k, tree in enumerate(trees))
 
-        of_regions, flights = self.shardings.of_regions, sync.in_flight.items()
+        of_regions = self.shardings.of_regions
         return dataclasses.replace(
             sync,
-            outer=OuterState(*(of_each(self.lay, trees) for trees in sync.outer)),
-            compressors=of_each(of_regions, sync.compressors),
-            stale_params=of_each(of_regions, sync.stale_params),
-            in_flight={each: self.lay_flight(each[0], x) for each, x in flights},
+            outer=OuterState(
+                params=of_fragments(self.lay, sync.outer.params),
+                opt_states=of_fragments(self.lay, sync.outer.opt_states),
+            ),
+            compressors=of_fragments(of_regions, sync.compressors),
+            stale_params=of_fragments(of_regions, sync.stale_params),
+            in_flight={
+                (k, start_step): self.lay_flight(k, flight)
+                for (k, start_step), flight in sync.in_flight.items()
+            },
         )
 
     def load(self, fragment_id: int, tree: PyTree) -> PyTree:
@@ -387,19 +433,20 @@ class OuterPlacement:
         axes = spec_axes(inside.spec)
         if len(shape) < len(axes) and shape:  # Factored: not shaped like its parameter.
             return host
+
         outer = cast(Mesh, host.mesh)
-        kept = list(over_processes(axes, self.shardings.mesh, outer))
-        kept += [()] * (len(shape) - len(kept))
+        spanning = list(over_processes(axes, self.shardings.mesh, outer))
+        spanning += [()] * (len(shape) - len(spanning))
+
+        # An axis that shards nothing yet goes to the first free dimension it divides.
         for axis in INSIDE:
-            if axis in sum(kept, ()) or outer.shape[axis] == 1:
+            if axis in sum(spanning, ()) or outer.shape[axis] == 1:
                 continue
-            free = [
-                i for i, size in enumerate(shape)
-                if not kept[i] and size and size % outer.shape[axis] == 0
-            ]  # fmt: skip
-            if free:
-                kept[free[0]] = (axis,)
-        return NamedSharding(outer, P(*(each or None for each in kept)))
+            for i, size in enumerate(shape):
+                if not spanning[i] and size and size % outer.shape[axis] == 0:
+                    spanning[i] = (axis,)
+                    break
+        return NamedSharding(outer, P(*(names or None for names in spanning)))
 
     def _divided(
         self, fragment_id: int, tree: PyTree, memory_kind: str | None = None
@@ -409,22 +456,21 @@ class OuterPlacement:
         A leaf shaped like a leaf slice of the fragment is sharded like it, and over the
         data axis too if the size of a free axis is a multiple of it.
         """
-        mesh, fragment = self.shardings.mesh, self.shardings.fragments[fragment_id]
-        size = mesh.shape[DATA]
+        mesh = self.shardings.mesh
+        fragment = self.shardings.fragments[fragment_id]
 
-        def sharding(path, x):
-            known = named(fragment, path)
+        def sharding(path: tuple[Any, ...], x: Any) -> NamedSharding:
+            of_leaf = named(fragment, path)
             # A factored optimizer's rows and columns have fewer axes.
-            if not known or x.ndim < len(known.spec) or math.prod(x.shape) <= 1:
+            if of_leaf is None or x.ndim < len(of_leaf.spec) or math.prod(x.shape) <= 1:
                 return NamedSharding(mesh, P())
-            spec = (*known.spec, *(None,) * (x.ndim - len(known.spec)))
-            if DATA not in jax.tree.leaves(spec):
-                free = [
-                    i for i, used in enumerate(spec)
-                    if used is None and x.shape[i] % size == 0 and x.shape[i]
-                ]  # fmt: skip
-                if free:
-                    spec = (*spec[: free[0]], DATA, *spec[free[0] + 1 :])
-            return NamedSharding(mesh, P(*spec), memory_kind=memory_kind)
+
+            entries = [*of_leaf.spec, *(None,) * (x.ndim - len(of_leaf.spec))]
+            if DATA not in jax.tree.leaves(entries):
+                for i, size in enumerate(x.shape):
+                    if entries[i] is None and size and size % mesh.shape[DATA] == 0:
+                        entries[i] = DATA
+                        break
+            return NamedSharding(mesh, P(*entries), memory_kind=memory_kind)
 
         return jax.tree_util.tree_map_with_path(sharding, tree)

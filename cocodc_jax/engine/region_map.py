@@ -63,10 +63,12 @@ class LocalRegions:
         back, by a small program each.
         """
         check_choice("local_regions", how, HOW_MAPPED)
+
         # With several devices per region the compiler lays out matrix products.
         is_whole = mesh.size == mesh.shape[REGION]
         is_small = num_params is not None and num_params <= _MAX_BATCHED_PARAMS
         one_by_one = how == "in_turn"
+
         if how == "auto":
             one_by_one = is_cpu(mesh) and not (is_whole and is_small)
         return cls(num_regions // mesh.shape[REGION], one_by_one)
@@ -77,17 +79,19 @@ class LocalRegions:
         `in_axes` is 0 (mapped) or None (shared) for each argument, or one for all.
         """
 
-        def mapped(*args):
+        def mapped(*args: Any) -> Any:
             axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-            each = {i: args[i] for i, axis in enumerate(axes) if axis is not None}
+            of_regions = {i: args[i] for i, axis in enumerate(axes) if axis is not None}
 
-            def one(own):
-                return fn(*(own.get(i, arg) for i, arg in enumerate(args)))
+            def of_region(own_args: dict[int, Any]) -> Any:
+                return fn(*(own_args.get(i, arg) for i, arg in enumerate(args)))
 
             if self.size == 1:
-                out = one(jax.tree.map(lambda x: x[0], each))
+                out = of_region(jax.tree.map(lambda x: x[0], of_regions))
                 return jax.tree.map(lambda x: x[None], out)
-            return jax.lax.map(one, each) if self.one_by_one else jax.vmap(one)(each)
+            if self.one_by_one:
+                return jax.lax.map(of_region, of_regions)
+            return jax.vmap(of_region)(of_regions)
 
         return mapped
 
@@ -110,9 +114,9 @@ class LocalRegions:
 
     def of_all(self, x: jax.Array) -> jax.Array:
         """Gather numbers `[block]` of all regions, `[M]`, replicated."""
-        nowhere = jnp.zeros(self.num_regions, x.dtype)
-        own = jax.lax.dynamic_update_slice_in_dim(nowhere, x, self._first(), 0)
-        return psum_over_regions(own)
+        zeros = jnp.zeros(self.num_regions, x.dtype)
+        block = jax.lax.dynamic_update_slice_in_dim(zeros, x, self._first(), 0)
+        return psum_over_regions(block)
 
     def held(self, x: jax.Array) -> jax.Array:
         """Select the block of `[M]`."""
@@ -126,8 +130,8 @@ class LocalRegions:
         """
         if self.size == 1:
             return NamedAxis(REGION).neighbour(tree, by)
-        whose = (self._first() + jnp.arange(self.size) + by) % self.num_regions
-        return self._of(tree, whose)
+        senders = (self._first() + jnp.arange(self.size) + by) % self.num_regions
+        return self._of(tree, senders)
 
     def partner(self, tree: PyTree, row: jax.Array, partners: np.ndarray) -> PyTree:
         """Fetch from the partners, see `Axis`; as `neighbour`."""
@@ -139,10 +143,10 @@ class LocalRegions:
         """Return the index of the block's first region."""
         return jax.lax.axis_index(REGION) * self.size
 
-    def _of(self, tree: PyTree, whose: jax.Array) -> PyTree:
-        """Gather the messages of all regions, and select those of `whose`."""
+    def _of(self, tree: PyTree, senders: jax.Array) -> PyTree:
+        """Gather the messages of all regions, and select those of some."""
         gathered = all_gather_regions(tree)
-        return jax.tree.map(lambda x: jnp.take(x, whose, axis=0), gathered)
+        return jax.tree.map(lambda x: jnp.take(x, senders, axis=0), gathered)
 
 
 def for_all_regions(tree: PyTree, num_regions: int) -> PyTree:
@@ -155,8 +159,9 @@ def for_all_regions(tree: PyTree, num_regions: int) -> PyTree:
 def where_participating(participating: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Select `new` for the regions that participate, bool `[R]`, else `old`."""
 
-    def choose(x, y):
-        return jnp.where(participating.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
+    def choose(new_leaf: jax.Array, old_leaf: jax.Array) -> jax.Array:
+        mask = participating.reshape(-1, *(1,) * (new_leaf.ndim - 1))
+        return jnp.where(mask, new_leaf, old_leaf)
 
     return jax.tree.map(choose, new, old)
 
@@ -184,11 +189,11 @@ def region_shard_map(
         )
 
     # Replicated results get an axis of one shard, which is dropped outside.
-    own_specs = for_shared(lambda _: P(REGION), out_specs)
-    own = mapped(
-        lambda *args: for_shared(lambda x: x[None], fn(*args)), out_specs=own_specs
+    shard_specs = for_shared(lambda _: P(REGION), out_specs)
+    with_shard_axis = mapped(
+        lambda *args: for_shared(lambda x: x[None], fn(*args)), out_specs=shard_specs
     )
-    return lambda *args: for_shared(lambda x: x[0], own(*args))
+    return lambda *args: for_shared(lambda x: x[0], with_shard_axis(*args))
 
 
 def sum_of_block(tree: PyTree, weights: jax.Array) -> PyTree:

@@ -43,21 +43,28 @@ class InitState:
         model_state: ModelState | None,
         devices: Devices,
     ):
-        self._optimizer, self._per_step = optimizer, per_step
+        self._optimizer = optimizer
+        self._per_step = per_step
         self._model_state = () if model_state is None else model_state.init
-        self._num_regions, self._own_keys, self._of_all = num_regions, own_keys, of_all
+        self._num_regions = num_regions
+        self._own_keys = own_keys
+        self._of_all = of_all
         # Regions that exchange something at every step stay equal.
         self._has_own_keys = of_all > 1 and per_step is None
         # Compiled programs wrap keys by the implementation that is the default now.
         self._key_impl = str(cast(Any, jax.config).jax_default_prng_impl)
+
         key_data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-        self.shapes = params, key_data
+        self.shapes = (params, key_data)
         state = jax.eval_shape(self._make, *self.shapes)
         # Per-step exchange state is replicated on a region's devices.
-        kept, of_model = jax.tree.map(
+        of_per_step, of_model = jax.tree.map(
             lambda _: regional(shardings.mesh), (state.per_step, state.model_state)
         )
-        self.shardings = shardings.region._replace(per_step=kept, model_state=of_model)
+        self.shardings = shardings.region._replace(
+            per_step=of_per_step, model_state=of_model
+        )
+
         self.make = devices.jit(self._make, "first state", out_shardings=self.shardings)
         self.opt_state_of = jax.jit(
             lambda params: self._with_own_keys(jax.vmap(optimizer.init)(params)),
@@ -66,23 +73,28 @@ class InitState:
 
     def key_data(self, key: jax.Array) -> jax.Array:
         """Return the data of one key, which must be of the program's implementation."""
-        impl = self._key_impl
         try:
-            given, data = str(jax.random.key_impl(key)), jax.random.key_data(key)
+            impl = str(jax.random.key_impl(key))
+            data = jax.random.key_data(key)
         except TypeError as error:
-            why = f"key={key!r} must be a PRNG key: jax.random.key(seed)"
-            raise ValueError(why) from error
+            raise ValueError(
+                f"key={key!r} must be a PRNG key: jax.random.key(seed)"
+            ) from error
+
         if data.ndim != 1:
             raise ValueError(
                 f"key has the shape {key.shape}, but must be one PRNG key: "
                 "jax.random.key(seed); each region gets its own from it"
             )
-        if given != impl:
+
+        expected = self._key_impl
+        if impl != expected:
             raise ValueError(
-                f"key is of the PRNG implementation {given!r}, but the program was "
-                f"made for {impl!r}, JAX's default then: give jax.random.key(seed, "
-                f"impl={impl!r}), or set jax.config.update('jax_default_prng_impl', "
-                f"{given!r}) before the program is made"
+                f"key is of the PRNG implementation {impl!r}, but the program was "
+                f"made for {expected!r}, JAX's default then: give jax.random.key(seed, "
+                f"impl={expected!r}), or set "
+                f"jax.config.update('jax_default_prng_impl', {impl!r}) before the "
+                "program is made"
             )
         return data
 
@@ -102,11 +114,13 @@ class InitState:
         spread = functools.partial(for_all_regions, num_regions=self._num_regions)
         per_step = () if self._per_step is None else self._per_step.init(params)
         return RegionState(
-            spread(params),
-            self._with_own_keys(spread(self._optimizer.init(params))),
-            self._own_keys(jax.random.key_data(jax.random.split(key, self._of_all))),
-            spread(per_step),
-            spread(jax.tree.map(jnp.asarray, self._model_state)),
+            params=spread(params),
+            opt_state=self._with_own_keys(spread(self._optimizer.init(params))),
+            key=self._own_keys(
+                jax.random.key_data(jax.random.split(key, self._of_all))
+            ),
+            per_step=spread(per_step),
+            model_state=spread(jax.tree.map(jnp.asarray, self._model_state)),
         )
 
 
@@ -114,10 +128,13 @@ class RegionMetrics:
     """Compiled programs that read a `RegionState`, or outputs `[room, R]` (`first`)."""
 
     def __init__(self, mesh: Mesh, devices: Devices):
-        in_flat_buffer = wants_flat_buffer(mesh)
-        mean = functools.partial(mean_over_regions, in_flat_buffer=in_flat_buffer)
-        mean = region_shard_map(mean, mesh, in_specs=P(REGION), out_specs=P())
-        self.mean = devices.jit(mean, "mean of regions")
+        mean = functools.partial(
+            mean_over_regions, in_flat_buffer=wants_flat_buffer(mesh)
+        )
+        self.mean = devices.jit(
+            region_shard_map(mean, mesh, in_specs=P(REGION), out_specs=P()),
+            "mean of regions",
+        )
         # Small: replicated to every process.
         everywhere = NamedSharding(mesh, P())
         self.mean_state = jax.jit(mean_model_state, out_shardings=everywhere)
@@ -132,7 +149,7 @@ class RegionMetrics:
 
 
 def _are_equal(params: PyTree, others: PyTree) -> jax.Array:
-    pairs = [*zip(jax.tree.leaves(params), jax.tree.leaves(others), strict=True)]
+    pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(others), strict=True))
     if any(a.dtype != b.dtype for a, b in pairs):
         return jnp.zeros((), bool)
     return jnp.stack([(a == b).all() for a, b in pairs]).all()
@@ -151,13 +168,14 @@ def region_drift(params: PyTree) -> jax.Array:
     It is 0 for regions that are equal, also if they are 0, and infinite for others
     whose mean is 0.
     """
+    squared_distances = []
+    squared_norms = []
+    for leaf in jax.tree.leaves(params):
+        wide = widen(leaf)
+        mean = wide.mean(0)
+        squared_distances.append(jnp.square(wide - mean[None]).sum() / len(wide))
+        squared_norms.append(jnp.square(mean).sum())
 
-    def squares(x):
-        x = widen(x)
-        mean = x.mean(0)
-        return jnp.square(x - mean[None]).sum() / x.shape[0], jnp.square(mean).sum()
-
-    each = [squares(x) for x in jax.tree.leaves(params)]
-    apart, length = (sum(column) for column in zip(*each, strict=True))
-    length = jnp.where(apart > 0, length, 1)
-    return jnp.sqrt(apart / length).astype(jnp.float32)
+    distance = sum(squared_distances)
+    norm = jnp.where(distance > 0, sum(squared_norms), 1)
+    return jnp.sqrt(distance / norm).astype(jnp.float32)

@@ -33,9 +33,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cocodc_jax.core.state import InFlight, RegionState, SyncId, SyncState, TrainState
-from cocodc_jax.core.sync import finish
+from cocodc_jax.core.sync import Extras, finish
 from cocodc_jax.engine.crossing import Exchange, Leaving, MeshCrossing, SyncSpec
 from cocodc_jax.engine.merging import (
+    MergeScalars,
     make_merge,
     make_remember,
     merge_arguments,
@@ -72,14 +73,16 @@ def plan(spec: SyncSpec, sync: SyncState, step: int) -> tuple[Segment, Event | N
     That is the first event at `step`, if its sync starts in this segment.
     """
     leaving = tuple((event.fragment_id, event.rank) for event in sync.leaving)
-    due = {
+    leaving_ids = {event.sync_id for event in sync.leaving}
+    due_ids = {
         pending.sync_id
         for pending in sync.schedule.in_flight
         if pending.apply_step == step
-    } & {event.sync_id for event in sync.leaving}
-    if due and not spec.sync.robust:
+    }
+    due_here = due_ids & leaving_ids
+    if due_here and not spec.sync.robust:
         _, event = spec.sync.schedule.next_event(sync.schedule, step)
-        if event is not None and event.kind == FINISH and event.sync_id in due:
+        if event is not None and event.kind == FINISH and event.sync_id in due_here:
             return Segment(leaving, event.fragment_id), event
     return Segment(leaving), None
 
@@ -94,6 +97,15 @@ class Start(NamedTuple):
     start_step: Any
 
 
+class _UnderWay(NamedTuple):
+    """A message that was sent before the steps of a segment."""
+
+    crossing: MeshCrossing
+    copies: Extras  # Of the fragment, by name.
+    message: Any
+    memory: PyTree  # The compressors' state after it.
+
+
 def make_segment(
     spec: SyncSpec, model: SharedOuterModel, steps: Callable, segment: Segment
 ) -> Callable:
@@ -105,56 +117,80 @@ def make_segment(
     outer fragment and optimizer state of `after`; `scalars` is of `merge_scalars`;
     `merged` a `Merged`. The last two results are None without `after`.
     """
-    is_seen = needs.wants_mean(spec.sync.schedule.needs)
+    wants_mean = needs.wants_mean(spec.sync.schedule.needs)
 
-    def crossing(k: int, rank: int, start: Start, region: RegionState, outer: Any):
+    def crossing_of(
+        k: int, rank: int, start: Start, region: RegionState, outer: Any
+    ) -> MeshCrossing:
         params, opt_state = outer if start.outer is None else start.outer
         leaving = Leaving(
-            region.params,
-            model.broadcast(k, params, opt_state),
-            start.memory,
-            start.weights,
-            region.key,
-            start.start_step,
+            params=region.params,
+            anchor=model.broadcast(k, params, opt_state),
+            memory=start.memory,
+            weights=start.weights,
+            keys=region.key,
+            start_step=start.start_step,
         )
         return MeshCrossing(spec.at(rank), k, leaving, in_one_buffer=True)
 
-    def run(region, batches, participating, starts, outer, scalars):
-        crossings, flying, memories = [], [], []
+    def run(
+        region: RegionState,
+        batches: PyTree,
+        participating: PyTree,
+        starts: tuple[Start, ...],
+        outer: tuple | None,
+        scalars: MergeScalars,
+    ) -> tuple:
+        under_way = []
         for (k, rank), start in zip(segment.before, starts, strict=True):
-            crossings.append(crossing(k, rank, start, region, outer))
-            left, memory = crossings[-1].leave()
-            flying.append(crossings[-1].cross(left))
-            memories.append(memory)
+            crossing = crossing_of(k, rank, start, region, outer)
+            left, memory = crossing.leave()
+            copies, message = crossing.cross(left)
+            under_way.append(_UnderWay(crossing, copies, message, memory))
 
-        region, (losses, aux) = steps(region, batches, participating, None, scalars[0])
+        region, (losses, aux) = steps(
+            region, batches, participating, None, scalars.frozen
+        )
         # A received message is used after the steps, so its collective spans them.
-        copies = [kept for kept, _ in flying]
-        crossed, losses = jax.lax.optimization_barrier(
-            ([message for _, message in flying], losses)
+        messages, losses = jax.lax.optimization_barrier(
+            ([entry.message for entry in under_way], losses)
         )
 
-        sent, merged = [], None
-        for each, kept, message, memory in zip(
-            crossings, copies, crossed, memories, strict=True
-        ):
-            mean, kept = each.arrive((kept, message))
+        sent = []
+        merged = None
+        for entry, message in zip(under_way, messages, strict=True):
+            k = entry.crossing.fragment_id
+            memory = entry.memory
+            mean, kept = entry.crossing.arrive((entry.copies, message))
             flight = InFlight(mean, kept)
-            if each.fragment_id == segment.after:
-                batch = jax.tree.map(lambda x: x[-1], batches)
+            if k == segment.after:
+                assert outer is not None
                 finishing = _Finishing(
-                    spec, model, each.fragment_id, region, flight, batch, scalars
+                    spec=spec,
+                    model=model,
+                    fragment_id=k,
+                    region=region,
+                    flight=flight,
+                    batch=jax.tree.map(lambda x: x[-1], batches),
+                    scalars=scalars,
                 )
                 done = finish(finishing, *outer, memory)
-                region, memory, merged = done.merged, done.memory, done[-2:]
-                outer = tuple(
-                    spec.place.offload(each.fragment_id, x)
-                    for x in (done.outer, done.opt_state)
+
+                region = done.merged
+                memory = done.memory
+                merged = (done.norm, done.metrics)
+                outer = (
+                    spec.place.offload(k, done.outer),
+                    spec.place.offload(k, done.opt_state),
                 )
-                kept = {name: x for name, x in kept.items() if name != STAGED}
-                flight = InFlight(mean if is_seen else None, kept)
+                flight = InFlight(
+                    mean=mean if wants_mean else None,
+                    kept={name: x for name, x in kept.items() if name != STAGED},
+                )
             sent.append((flight, memory))
         return region, (losses, aux), tuple(sent), outer, merged
+
+    return run
 
     return run
 
@@ -169,7 +205,7 @@ class _Finishing:
     region: RegionState
     flight: InFlight
     batch: PyTree  # The last one, `[R, ...]`.
-    scalars: tuple  # Of `merge_scalars`.
+    scalars: MergeScalars
 
     def remember(self, memory: PyTree) -> PyTree:
         if not self.spec.sync.merge.has_feedback:
@@ -180,20 +216,27 @@ class _Finishing:
     def step(
         self, outer: PyTree, opt_state: PyTree
     ) -> tuple[PyTree, PyTree, jax.Array]:
-        mean = self.flight.mean
-        return self.model.step_on_mesh(self.fragment_id, outer, opt_state, mean, None)
+        return self.model.step_on_mesh(
+            self.fragment_id, outer, opt_state, self.flight.mean, stale_params=None
+        )
 
     def hand_out(self, outer: PyTree, opt_state: PyTree) -> PyTree:
         return self.model.broadcast(self.fragment_id, outer, opt_state)
 
     def merge(self, received: PyTree) -> tuple[RegionState, dict[str, jax.Array]]:
-        spec, region = self.spec, self.region
         arguments = merge_arguments(
-            spec, region, self.flight.kept, received, self.batch, self.scalars
+            self.spec,
+            self.region,
+            self.flight.kept,
+            received,
+            self.batch,
+            self.scalars,
         )
-        params, opt_state, metrics = make_merge(spec, self.fragment_id)(*arguments)
-        region = region._replace(params=params)
-        if spec.trainer.on_merge is not None:
+        merge = make_merge(self.spec, self.fragment_id)
+        params, opt_state, metrics = merge(*arguments)
+
+        region = self.region._replace(params=params)
+        if self.spec.trainer.on_merge is not None:
             region = region._replace(opt_state=opt_state)
         return region, metrics
 
@@ -217,7 +260,9 @@ class Segments:
         exchange: Exchange,
         weights_of: Callable[[Event], tuple[float, ...]],
     ):
-        self._spec, self._outer, self._exchange = spec, outer, exchange
+        self._spec = spec
+        self._outer = outer
+        self._exchange = exchange
         self._weights_of = weights_of
         self._steps: InnerSteps | None = None
         self._programs: dict[Segment, Callable] = {}
@@ -242,71 +287,91 @@ class Segments:
         self, state: TrainState, batches: PyTree, participating: PyTree, step: int
     ) -> tuple[TrainState, tuple, dict[SyncId, Merged]]:
         """Run the segment that leads to `step`."""
-        spec, sync = self._spec, state.sync
+        spec = self._spec
+        sync = state.sync
         assert sync is not None
         segment, due = plan(spec, sync, step)
         if segment not in self._programs:
             self._programs[segment] = self._make(segment, sync)
+
         starts = tuple(self._start(event, sync, segment) for event in sync.leaving)
-        outer, scalars = None, (state.frozen, None, None, None)
+        outer = None
+        scalars = MergeScalars(state.frozen)
         if due is not None:
             outer = sync.outer.entry(due.fragment_id)
             scalars = merge_scalars(spec, step, due.start_step, state.frozen)
-        region, outputs, sent, outer, merged = self._programs[segment](
+        region, outputs, sent, new_outer, merged = self._programs[segment](
             state.region, batches, participating, starts, outer, scalars
         )
-        memories, flights = sync.compressors, dict(sync.in_flight)
+
+        memories = sync.compressors
+        flights = dict(sync.in_flight)
         for event, (flight, memory) in zip(sync.leaving, sent, strict=True):
             memories = replaced(memories, event.fragment_id, memory)
             flights[event.sync_id] = flight
-        sync = dataclasses.replace(
+        new_sync = dataclasses.replace(
             sync, compressors=memories, in_flight=flights, leaving=()
         )
-        done = {}
+        merged_syncs = {}
         if due is not None:
-            new = sync.outer.updated(due.fragment_id, *outer)
-            sync, done = dataclasses.replace(sync, outer=new), {due.sync_id: merged}
-        return dataclasses.replace(state, region=region, sync=sync), outputs, done
+            outer_state = sync.outer.updated(due.fragment_id, *new_outer)
+            new_sync = dataclasses.replace(new_sync, outer=outer_state)
+            merged_syncs[due.sync_id] = merged
+
+        new_state = dataclasses.replace(state, region=region, sync=new_sync)
+        return new_state, outputs, merged_syncs
 
     def _start(self, event: Event, sync: SyncState, segment: Segment) -> Start:
-        spec, k = self._spec, event.fragment_id
+        k = event.fragment_id
+        devices = self._spec.devices
         outer = None
         if k != segment.after:
-            outer = self._outer.given(*sync.outer.entry(k))
+            outer = self._outer.broadcast_arguments(*sync.outer.entry(k))
         return Start(
-            outer,
-            sync.compressors[k],
-            spec.devices.weights(self._weights_of(event), regional(spec.mesh)),
-            spec.start_step(event.start_step),
+            outer=outer,
+            memory=sync.compressors[k],
+            weights=devices.weights(self._weights_of(event), regional(self._spec.mesh)),
+            start_step=self._spec.start_step(event.start_step),
         )
 
     def _make(self, segment: Segment, sync: SyncState) -> Callable:
         """Wrap a segment in one jit; see `make_segment`."""
-        spec, shardings = self._spec, self._spec.shardings
-        is_seen = needs.wants_mean(spec.sync.schedule.needs)
+        assert self._steps is not None
+        spec = self._spec
+        shardings = spec.shardings
+        wants_mean = needs.wants_mean(spec.sync.schedule.needs)
+
         sent = []
         for k, _ in segment.before:
             flight = spec.place.lay_flight(k, self._outer.flight_shapes(k))
-            if k == segment.after:
-                flight = flight if is_seen else flight._replace(mean=None)
-            else:
+            if k != segment.after:
                 flight = flight._replace(kept=flight.kept | spec.kept_shardings(k))
+            elif not wants_mean:
+                flight = flight._replace(mean=None)
             sent.append((flight, shardings.of_regions(k, sync.compressors[k])))
-        outer = merged = None
+
+        outer = None
+        merged = None
         if segment.after is not None:
             k = segment.after
             outer = tuple(spec.place.lay(k, x) for x in sync.outer.entry(k))
-            merged = NamedSharding(spec.mesh, P()), shardings.region.key
+            merged = (NamedSharding(spec.mesh, P()), shardings.region.key)
+
         names = ", ".join(str(k) for k, _ in segment.before)
         merges = "" if segment.after is None else ", merge"
-        assert self._steps is not None
-        of_steps = self._steps.region, self._steps.losses
+        num_bytes = sum(self._exchange.num_bytes(k, rank) for k, rank in segment.before)
         is_gpu = spec.mesh.devices.flat[0].platform in ("gpu", "cuda")
         return spec.devices.jit(
             make_segment(spec, self._outer, self._steps.run, segment),
             f"start fragment {names}, inner steps{merges}",
-            sum(self._exchange.num_bytes(*each) for each in segment.before),
+            num_bytes,
             donate_argnums=(0, 4),
-            out_shardings=(*of_steps, tuple(sent), outer, merged),
+            out_shardings=(
+                self._steps.region,
+                self._steps.losses,
+                tuple(sent),
+                outer,
+                merged,
+            ),
             compiler_options=dict(_GPU_OPTIONS) if is_gpu else {},
         )

@@ -44,12 +44,13 @@ class MomentPrograms:
     """Compiled programs that average moments."""
 
     def __init__(self, spec: SyncSpec, exchange: Exchange):
-        self._spec, self._exchange = spec, exchange
-        opt_state = jax.eval_shape(spec.trainer.optimizer.init, spec.params)
-        self._shapes = opt_state
         assert spec.sync.moments is not None
-        self._every, self._inside = spec.sync.moments, exchange.shares_mesh
-        if not moments.take(opt_state, ()):
+        self._spec = spec
+        self._exchange = exchange
+        self._every = spec.sync.moments
+        self._inside = exchange.shares_mesh
+        self._shapes = jax.eval_shape(spec.trainer.optimizer.init, spec.params)
+        if not moments.take(self._shapes, ()):
             raise ValueError(
                 "sync_moments finds no moments in the inner optimizer's state, which "
                 "holds none of Adam's; use adamw, or leave it out"
@@ -84,19 +85,22 @@ class MomentPrograms:
         if due not in self._programs:
             make = self._make_inside if self._inside else self._make_outside
             self._programs[due] = make(due)
-        spec, inside = self._spec, self._inside
-        where = regional(spec.mesh) if inside else spec.shardings.channel(0).host
-        return self._programs[due](opt_state, spec.devices.weights(weights, where))
+
+        spec = self._spec
+        sharding = spec.shardings.channel(0).host
+        if self._inside:
+            sharding = regional(spec.mesh)
+        return self._programs[due](opt_state, spec.devices.weights(weights, sharding))
 
     def _make_inside(self, due: tuple[str, ...]) -> Callable:
         spec = self._spec
 
-        def average(opt_state, weights):
+        def average(opt_state: PyTree, weights: jax.Array) -> tuple[PyTree, jax.Array]:
             wide, shares = _finite(moments.take(opt_state, due))
             sums = sum_of_block((jax.tree.map(widen, wide), shares), weights)
             mean = rescaled(*psum_over_regions(sums))
-            new = _handed_out(opt_state, as_varying(mean), due, spec.local.size)
-            return new, jax.tree.leaves(mean)[0].reshape(-1)[0]
+            new_state = _handed_out(opt_state, as_varying(mean), due, spec.local.size)
+            return new_state, jax.tree.leaves(mean)[0].reshape(-1)[0]
 
         return spec.devices.jit(
             region_shard_map(
@@ -109,63 +113,69 @@ class MomentPrograms:
         )
 
     def _make_outside(self, due: tuple[str, ...]) -> Callable:
-        spec, exchange = self._spec, self._exchange
+        spec = self._spec
+        exchange = self._exchange
+        devices = spec.devices
+        channel = spec.shardings.channel(0)
         assert isinstance(exchange, OnOuterMesh)
-        channel, mesh, devices = spec.shardings.channel(0), spec.mesh, spec.devices
+
         shapes = moments.take(self._shapes, due)
         common = _common_dtype(jax.tree.leaves(shapes))
         wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, common), shapes)
-
         shares = jax.ShapeDtypeStruct((2,), common)
-        sent: Any = wide, shares
+        sent: Any = (wide, shares)
 
-        def lay_out(opt_state):
-            return flat_buffer.pack(
-                cast_like(_finite(moments.take(opt_state, due)), sent)
-            )
+        def to_buffer(opt_state: PyTree) -> jax.Array:
+            finite = _finite(moments.take(opt_state, due))
+            return flat_buffer.pack(cast_like(finite, sent))
 
-        pack = devices.jit(lay_out, out_shardings=spec.shardings.region.key)
         combine = make_combine(None, channel.host, sent, all_reduce=exchange.all_reduce)
-        cross = devices.jit(
-            lambda rows, weights: rescaled(*combine(rows, weights)[0]),
-            out_shardings=channel.host,
-        )
-        inside = jax.tree.map(
-            lambda where: NamedSharding(mesh, P(*where.spec[1:])),
-            moments.take(spec.shardings.region.opt_state, due),
-        )
+
+        def mean_of(rows: jax.Array, weights: jax.Array) -> PyTree:
+            (sums, shares), _ = combine(rows, weights)
+            return rescaled(sums, shares)
+
+        of_regions = spec.shardings.region.opt_state
+        pack = devices.jit(to_buffer, out_shardings=spec.shardings.region.key)
+        cross = devices.jit(mean_of, out_shardings=channel.host)
         hand_out = devices.jit(
             functools.partial(_handed_out, due=due, num_regions=spec.regions.num),
             donate_argnums=0,
-            out_shardings=spec.shardings.region.opt_state,
+            out_shardings=of_regions,
+        )
+        of_mean = jax.tree.map(
+            lambda sharding: NamedSharding(spec.mesh, P(*sharding.spec[1:])),
+            moments.take(of_regions, due),
         )
 
-        def average(opt_state, weights):
+        def average(opt_state: PyTree, weights: jax.Array) -> tuple[PyTree, jax.Array]:
             rows = devices.gather_rows(pack(opt_state), channel.rows)
             mean = cross(rows, weights)
-            one = jax.tree.leaves(mean)[0]
-            return hand_out(opt_state, devices.move(mean, inside)), one
+            new_state = hand_out(opt_state, devices.move(mean, of_mean))
+            return new_state, jax.tree.leaves(mean)[0]
+
+        return average
 
         return average
 
 
-def _finite(found: list) -> tuple[list, jax.Array]:
+def _finite(of_regions: list) -> tuple[list, jax.Array]:
     """Return regional moments, zero where a region's are not finite, and its shares."""
-    finite = jax.vmap(is_finite)(found)
-    return zeroed(found, finite), shares_of(finite)
+    finite = jax.vmap(is_finite)(of_regions)
+    return zeroed(of_regions, finite), shares_of(finite)
 
 
 def _handed_out(
     opt_state: PyTree, mean: PyTree, due: tuple[str, ...], num_regions: int
 ) -> PyTree:
     """Replace the moments of `num_regions` regions by the mean."""
-    each = for_all_regions(mean, num_regions)
-    return moments.put(opt_state, cast_like(each, moments.take(opt_state, due)))
+    spread = for_all_regions(mean, num_regions)
+    return moments.put(opt_state, cast_like(spread, moments.take(opt_state, due)))
 
 
 def _common_dtype(leaves: list) -> np.dtype:
-    each = (wide_dtype(x.dtype) for x in leaves)
-    return np.dtype(jnp.result_type(jnp.float32, *each))
+    dtypes = [wide_dtype(x.dtype) for x in leaves]
+    return np.dtype(jnp.result_type(jnp.float32, *dtypes))
 
 
 def make_model_average(spec: SyncSpec) -> Callable | None:
@@ -182,9 +192,9 @@ def make_model_average(spec: SyncSpec) -> Callable | None:
 
     def average(tree: PyTree, params: PyTree) -> tuple[PyTree, jax.Array]:
         counted = jax.vmap(is_finite)((tree, params)) if spec.sync.robust else None
-        new = averaged(tree, spec.local, kind, counted)
-        first = next(filter(is_float, jax.tree.leaves(new)))
-        return new, first.reshape(spec.local.size, -1)[:, 0]
+        new_state = averaged(tree, spec.local, kind, counted)
+        first = next(x for x in jax.tree.leaves(new_state) if is_float(x))
+        return new_state, first.reshape(spec.local.size, -1)[:, 0]
 
     return spec.devices.jit(
         region_shard_map(average, spec.mesh, in_specs=P(REGION), out_specs=P(REGION)),

@@ -76,7 +76,7 @@ class Setting:
     trained: PyTree
     params: PyTree  # Shapes of the trained parameters.
     regions: Regions  # All regions.
-    own: Regions  # Regions that this program trains.
+    own_regions: Regions  # Regions that this program trains.
     mesh: Mesh
     fragments: Fragments
     transport: Transport
@@ -121,48 +121,54 @@ def make_setting(
         method = methods.get(method)
     _check_types(method, mesh, fragments, trainer, transport)
 
-    own = transport.own(regions, method)
-    mesh = make_mesh(own.num) if mesh is None else mesh
-    _check_mesh(mesh, own.num)
+    own_regions = transport.own(regions, method)
+    mesh = make_mesh(own_regions.num) if mesh is None else mesh
+    _check_mesh(mesh, own_regions.num)
+
     check_arrays(params)
     whole = jax.eval_shape(lambda x: x, params)
-    params, _ = split(whole, trained)
-    check_params(params)
+    trained_params, _ = split(whole, trained)
+    check_params(trained_params)
 
     user_inputs = trainer.user_inputs
     needs.check(method.needs, user_inputs, f"method={method.name!r}")
-    method = method.bind(regions)
+    bound = method.bind(regions)
     if trainer.model_state is not None:
-        trainer.model_state.check(method)
+        trainer.model_state.check(bound)
         transport.check_model_state(trainer.model_state)
-    exchange = transport.resolve(method, jax.process_count())
-    overlap = transport.overlaps(method, mesh, exchange)
+    exchange = transport.resolve(bound, jax.process_count())
+    overlap = transport.overlaps(bound, mesh, exchange)
+
     fragments = dataclasses.replace(
-        checked_fragments(method, params, fragments),
+        checked_fragments(bound, trained_params, fragments),
         shares_experts=mesh.shape.get(EXPERT, 1) > 1,
     )
-    check_feedback(method, fragments, params)
-    check_counts(method, fragments, user_inputs, whole)
+    check_feedback(bound, fragments, trained_params)
+    check_counts(bound, fragments, user_inputs, whole)
 
     if user_inputs.outputs is not None:
-        model, loss = map(trace_without_mesh_if_needed, user_inputs.outputs)
-        user_inputs = dataclasses.replace(user_inputs, outputs=(model, loss))
-    trainer = dataclasses.replace(
+        model, loss = user_inputs.outputs
+        outputs = (
+            trace_without_mesh_if_needed(model),
+            trace_without_mesh_if_needed(loss),
+        )
+        user_inputs = dataclasses.replace(user_inputs, outputs=outputs)
+    traced_trainer = dataclasses.replace(
         trainer,
         loss_fn=trace_without_mesh_if_needed(trainer.loss_fn),
         user_inputs=user_inputs,
     )
     return Setting(
-        method=method,
+        method=bound,
         whole=whole,
         trained=trained,
-        params=params,
+        params=trained_params,
         regions=regions,
-        own=own,
+        own_regions=own_regions,
         mesh=mesh,
         fragments=fragments,
         transport=transport,
-        trainer=trainer,
+        trainer=traced_trainer,
         exchange=exchange,
         overlap=overlap,
     )
@@ -172,28 +178,33 @@ def _check_types(
     method: Any, mesh: Any, fragments: Any, trainer: Trainer, transport: Any
 ) -> None:
     """Refuse arguments of other kinds, such as a name, or a function not called."""
-    for argument, value, kind, made_by in (
+    example = "UserInputs(learning_rate=...), say"
+    needed = (
         ("method", method, Method, "methods.get(NAME, ...) gives one"),
+        ("user_inputs", trainer.user_inputs, UserInputs, example),
+        ("transport", transport, Transport, "Transport(exchange=...), say"),
+    )
+    for argument, value, kind, made_by in needed:
+        _check_type(argument, value, kind, made_by)
+
+    optional = (
         ("mesh", mesh, Mesh, "make_mesh(regions, data=..., model=...) gives one"),
         ("fragments", fragments, Fragments, "cut(params, num_fragments) gives one"),
-        (
-            "user_inputs",
-            trainer.user_inputs,
-            UserInputs,
-            "UserInputs(learning_rate=...), say",
-        ),
-        ("transport", transport, Transport, "Transport(exchange=...), say"),
         ("model_state", trainer.model_state, ModelState, "ModelState(init), say"),
-    ):
-        is_needed = argument in ("method", "user_inputs", "transport")
-        if (value is not None or is_needed) and not isinstance(value, kind):
-            raise ValueError(
-                f"{argument}={value!r} must be a {kind.__name__}: {made_by}"
-            )
+    )
+    for argument, value, kind, made_by in optional:
+        if value is not None:
+            _check_type(argument, value, kind, made_by)
+
+
+def _check_type(argument: str, value: Any, kind: type, made_by: str) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{argument}={value!r} must be a {kind.__name__}: {made_by}")
 
 
 def _check_mesh(mesh: Mesh, num_regions: int) -> None:
-    if mesh.axis_names != (axes := (REGION, *INSIDE)):
+    axes = (REGION, *INSIDE)
+    if mesh.axis_names != axes:
         raise ValueError(
             f"mesh has the axes {mesh.axis_names}, which must be {axes}; use "
             "make_mesh(regions, data=..., model=...)"
@@ -208,10 +219,12 @@ def _check_mesh(mesh: Mesh, num_regions: int) -> None:
 def check_like(params: PyTree, shapes: PyTree) -> None:
     """Refuse parameters of another structure, shape or dtype than the program's."""
     check_arrays(params)
-    given, made = jax.tree.structure(params), jax.tree.structure(shapes)
-    if given != made:
+    structure = jax.tree.structure(params)
+    expected = jax.tree.structure(shapes)
+    if structure != expected:
         raise ValueError(
-            f"params has the structure {given}, but the program was made for {made}"
+            f"params has the structure {structure}, but the program was made for "
+            f"{expected}"
         )
     leaves = named_leaves(jax.eval_shape(lambda x: x, params))
     for (path, leaf), like in zip(leaves, jax.tree.leaves(shapes), strict=True):
@@ -247,14 +260,16 @@ def assemble(
     devices: Devices,
 ) -> Parts:
     """Build the parts of a program on `devices`; compiles nothing."""
-    method, mesh, transport = setting.method, setting.mesh, setting.transport
+    method = setting.method
+    mesh = setting.mesh
     trainer = setting.trainer
-    memory = memory_kind(optimizer_memory, mesh, method)
-    specs = P() if param_specs is None else param_specs
-    leaves = jax.tree.leaves(jax.tree.broadcast(specs, setting.whole))
-    # Flax Linen boxes parameters but not their specs.
+    transport = setting.transport
+
+    # Flax Linen boxes parameters but not their specs: the leaves' specs in their tree.
+    spec_prefix = P() if param_specs is None else param_specs
+    leaves = jax.tree.leaves(jax.tree.broadcast(spec_prefix, setting.whole))
     specs = jax.tree.structure(setting.whole).unflatten(leaves)
-    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    param_shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     shardings = Shardings.of(
         mesh,
         setting.fragments,
@@ -262,14 +277,14 @@ def assemble(
         setting.params,
         split(specs, setting.trained)[0],
         transport.outer_channels,
-        optimizer_memory=memory,
+        optimizer_memory=memory_kind(optimizer_memory, mesh, method),
     )
 
     first = InitState(
         params=setting.params,
         optimizer=trainer.optimizer,
         shardings=shardings,
-        num_regions=setting.own.num,
+        num_regions=setting.own_regions.num,
         own_keys=transport.own_keys,
         of_all=setting.regions.num,
         per_step=method.per_step,
@@ -285,25 +300,30 @@ def assemble(
         jax.eval_shape(trainer.user_inputs.second_moment, plain)
 
     num_params = sum(x.size for x in jax.tree.leaves(setting.params))
-    local = LocalRegions.of(mesh, setting.own.num, local_regions, num_params)
-    exchange = syncs = None
-    if (sync := method.sync) is not None:
-        kind, overlap = setting.exchange, setting.overlap
+    local = LocalRegions.of(mesh, setting.own_regions.num, local_regions, num_params)
+
+    exchange = None
+    syncs = None
+    if method.sync is not None:
+        place = OuterPlacement.resolve(
+            method.sync.outer, shardings, setting.exchange, setting.overlap
+        )
         spec = SyncSpec(
-            sync=sync,
-            regions=setting.own,
+            sync=method.sync,
+            regions=setting.own_regions,
             fragments=setting.fragments,
-            place=OuterPlacement.resolve(sync.outer, shardings, kind, overlap),
+            place=place,
             params=setting.params,
             trainer=trainer,
             local=local,
             devices=devices,
         )
-        exchange = transport.exchange_of(spec, kind, overlap)
-        syncs = Executor(spec, exchange, overlap)
+        exchange = transport.exchange_of(spec, setting.exchange, setting.overlap)
+        syncs = Executor(spec, exchange, setting.overlap)
+
     return Parts(
         shardings=shardings,
-        whole=with_shardings(setting.whole, where),
+        whole=with_shardings(setting.whole, param_shardings),
         first=first,
         read=RegionMetrics(mesh, devices),
         local=local,
@@ -342,11 +362,15 @@ class SyncProgram:
 
     def _use(self, parts: Parts) -> None:
         self._devices = parts.devices
-        self.shardings, self.param_shapes = parts.shardings, parts.whole
-        self.exchange, self._syncs = parts.exchange, parts.syncs
-        self._first, self._read = parts.first, parts.read
+        self.shardings = parts.shardings
+        self.param_shapes = parts.whole
+        self.exchange = parts.exchange
+        self._syncs = parts.syncs
+        self._first = parts.first
+        self._read = parts.read
+
         # Whether inner steps also take the outer state.
-        outer = self.method.sync and self.method.sync.outer
+        outer = self.method.sync.outer if self.method.sync else None
         self._corrects = getattr(outer, "correct", None) is not None
 
     @property
@@ -372,7 +396,7 @@ class SyncProgram:
     @property
     def num_regions(self) -> int:
         """Number of regions that this program trains."""
-        return self.setting.own.num
+        return self.setting.own_regions.num
 
     @property
     def trained(self) -> PyTree:
@@ -401,7 +425,8 @@ class SyncProgram:
 
     def recording(self) -> tuple[Self, Recorder]:
         """Return a copy that compiles and runs nothing, and what it would run."""
-        recorder, listing = Recorder(), copy.copy(self)
+        recorder = Recorder()
+        listing = copy.copy(self)
         listing._use(self._assemble(recorder))
         return listing, recorder
 
@@ -426,8 +451,8 @@ class SyncProgram:
         check_like(params, self.param_shapes)
         everywhere = NamedSharding(self.mesh, P())
         key_data = transfer.put(self._first.key_data(key), everywhere)
-        params = transfer.put(params, shardings_of(self.param_shapes))
-        return self.begin(params, key_data)
+        params_on_mesh = transfer.put(params, shardings_of(self.param_shapes))
+        return self.begin(params_on_mesh, key_data)
 
     def opt_state_of(self, params: PyTree) -> PyTree:
         """Return the inner optimizer's first state at all regions' parameters."""
@@ -437,10 +462,11 @@ class SyncProgram:
         self, params: PyTree, key_data: jax.Array, schedule: Any = None
     ) -> TrainState:
         """Make an initial state of arrays on the mesh and a schedule's state."""
-        params, frozen = split(params, self.trained)
-        region, sync = self._first.make(params, key_data), None
+        trained_params, frozen = split(params, self.trained)
+        region = self._first.make(trained_params, key_data)
+        sync = None
         if self._syncs is not None:
-            sync = self._syncs.init(params, region, schedule)
+            sync = self._syncs.init(trained_params, region, schedule)
         return TrainState(region, sync, frozen=copied(frozen))
 
     def abstract(self, schedule: Any = None) -> TrainState:
@@ -453,9 +479,10 @@ class SyncProgram:
         _, frozen = split(self.param_shapes, self.trained)
         if self._syncs is None or self.method.sync is None:
             return TrainState(region, frozen=frozen)
+
         if schedule is None:
-            schedule = self.method.sync.schedule
-            schedule = schedule.landed(schedule.init())
+            rule = self.method.sync.schedule
+            schedule = rule.landed(rule.init())
         sync = self._syncs.abstract(schedule, region)
         return TrainState(region, sync, frozen=frozen)
 
@@ -479,6 +506,7 @@ class SyncProgram:
         check_alive(state)
         if self._syncs is None:
             return state, ()
+
         batches = jax.tree.map(lambda x: x[None], last_batch)
         return self._syncs.run_events(state, batches, 1, times, {})
 
@@ -520,6 +548,7 @@ class SyncProgram:
         state, outputs, merged = self._inner_steps(state, batches, counted, num_steps)
         state = dataclasses.replace(state, step=state.step + num_steps)
         on_steps(state.step, outputs)
+
         if self._syncs is None:
             return state, outputs, ()
         state, syncs = self._syncs.run_events(state, batches, num_steps, times, merged)
@@ -533,11 +562,13 @@ class SyncProgram:
         if not self.regions.are_even:
             room = len(jax.tree.leaves(batches)[0])
             participating = self.regions.participating(state.step, room)
+
         if self._syncs is not None and state.sync is not None:
             step = state.step + num_steps
-            ran = self._syncs.run_segment(state, batches, participating, step)
-            if ran is not None:
-                return ran
+            result = self._syncs.run_segment(state, batches, participating, step)
+            if result is not None:
+                return result
+
         outer = (state.sync.outer,) if self._corrects and state.sync else ()
         region, outputs = self._steps(
             state.region, batches, participating, counted, state.frozen, *outer

@@ -34,7 +34,7 @@ def put(tree: PyTree, shardings: Any) -> PyTree:
     They are on hosts, or on devices of this process or of all processes.
     """
 
-    def one(x, sharding):
+    def place(x: Any, sharding: Sharding) -> jax.Array:
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return move(x, sharding)
         if sharding.is_fully_addressable:
@@ -43,8 +43,8 @@ def put(tree: PyTree, shardings: Any) -> PyTree:
         return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
 
     if isinstance(shardings, Sharding):
-        return jax.tree.map(lambda x: one(x, shardings), tree)
-    return jax.tree.map(one, tree, shardings)
+        return jax.tree.map(lambda x: place(x, shardings), tree)
+    return jax.tree.map(place, tree, shardings)
 
 
 def put_own(x: np.ndarray, sharding: Sharding, num_rows: int, axis: int) -> jax.Array:
@@ -74,23 +74,25 @@ def move(tree: PyTree, shardings: Any) -> PyTree:
     addressable in every process are replicated on all devices first.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    where = [shardings] * len(leaves)
-    if not isinstance(shardings, Sharding):
-        where = treedef.flatten_up_to(shardings)
-    pairs = list(zip(leaves, where, strict=True))
-    if all(x.sharding == sharding for x, sharding in pairs):
+    if isinstance(shardings, Sharding):
+        targets = [shardings] * len(leaves)
+    else:
+        targets = treedef.flatten_up_to(shardings)
+
+    pairs = list(zip(leaves, targets, strict=True))
+    if all(x.sharding == target for x, target in pairs):
         return tree
     if all(x.is_fully_addressable and y.is_fully_addressable for x, y in pairs):
-        return treedef.unflatten(jax.device_put(leaves, where))
+        return treedef.unflatten(jax.device_put(leaves, targets))
 
-    def one(x, sharding):
-        if x.is_fully_addressable and sharding.is_fully_addressable:
-            return jax.device_put(x, sharding)
-        if not _are_at_hand(x.sharding, sharding, x.shape):
+    def move_leaf(x: jax.Array, target: Sharding) -> jax.Array:
+        if x.is_fully_addressable and target.is_fully_addressable:
+            return jax.device_put(x, target)
+        if not _are_at_hand(x.sharding, target, x.shape):
             x = _replicated(x)
-        return _moved(x, sharding)
+        return _moved(x, target)
 
-    return treedef.unflatten([one(*pair) for pair in pairs])
+    return treedef.unflatten([move_leaf(x, target) for x, target in pairs])
 
 
 def declare(tree: PyTree, sharding: Sharding) -> PyTree:
@@ -110,12 +112,12 @@ def whole(x: jax.Array) -> np.ndarray:
 def out_of_host_memory(tree: PyTree) -> PyTree:
     """Load arrays from host memory to the accelerators, each device its own shard."""
 
-    def one(x):
+    def load(x: jax.Array) -> jax.Array:
         if x.sharding.memory_kind != PINNED:
             return x
         return jax.device_put(x, x.sharding.with_memory_kind("device"))
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(load, tree)
 
 
 def gather_rows(tree: PyTree, sharding: Sharding) -> PyTree:
@@ -128,23 +130,28 @@ def gather_rows(tree: PyTree, sharding: Sharding) -> PyTree:
     processes an equal share of the columns on each, padded at the end.
     """
 
-    def one(x):
+    def move_rows(x: jax.Array) -> jax.Array:
         if _has_divided_columns(x):
             return _moved(x, sharding)
         if sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
+
         assert isinstance(sharding, NamedSharding)
-        over = sharding.spec[1] if len(sharding.spec) > 1 else ()
-        num_shares = math.prod(sharding.mesh.shape[axis] for axis in over or ())
+        axes = sharding.spec[1] if len(sharding.spec) > 1 else ()
+        num_shares = math.prod(sharding.mesh.shape[axis] for axis in axes or ())
         width = -(-x.shape[1] // num_shares)
         shape = (x.shape[0], width * num_shares)
-        ((device, index),) = _own_indices(sharding, shape).items()
-        columns = (_columns(part, index[1].start or 0, width) for part in _own_rows(x))
-        rows = [jax.device_put(part, device) for part in columns]
-        mine = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
-        return jax.make_array_from_single_device_arrays(shape, sharding, [mine])
 
-    return jax.tree.map(one, tree)
+        ((device, index),) = _own_indices(sharding, shape).items()
+        first = index[1].start or 0
+        rows = [
+            jax.device_put(_columns(part, first, width), device)
+            for part in _own_rows(x)
+        ]
+        shard = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
+        return jax.make_array_from_single_device_arrays(shape, sharding, [shard])
+
+    return jax.tree.map(move_rows, tree)
 
 
 def local_rows(x: jax.Array, axis: int = 0) -> np.ndarray:
@@ -161,8 +168,8 @@ def first_local_row(x: jax.Array, axis: int = 0) -> int:
 
 def _own_rows(x: jax.Array, axis: int = 0) -> list[jax.Array]:
     """List this process's shards along `axis`, in order."""
-    found = {_start(shard, axis): shard.data for shard in x.addressable_shards}
-    return [found[start] for start in sorted(found)]
+    by_start = {_start(shard, axis): shard.data for shard in x.addressable_shards}
+    return [by_start[start] for start in sorted(by_start)]
 
 
 def _start(shard: Any, axis: int) -> int:
@@ -214,34 +221,43 @@ def _are_at_hand(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> 
 
 def _moved(x: jax.Array, target: Sharding) -> jax.Array:
     """Move an array whose needed shards are addressable; waits for nothing."""
-    shape, source, parts = x.shape, {}, []
+    shape = x.shape
+    source: dict[Box, jax.Array] = {}
     for shard in x.addressable_shards:
         source.setdefault(_box(shard.index, shape), shard.data)
+
+    parts = []
     for device, index in target.addressable_devices_indices_map(shape).items():
-        where = SingleDeviceSharding(device, memory_kind=target.memory_kind)
-        parts.append(_made(_box(index, shape), source, where))
+        on_device = SingleDeviceSharding(device, memory_kind=target.memory_kind)
+        parts.append(_made(_box(index, shape), source, on_device))
     return jax.make_array_from_single_device_arrays(shape, target, parts)
 
 
-def _made(box: Box, source: dict[Box, jax.Array], where: Sharding) -> jax.Array:
+def _made(box: Box, source: dict[Box, jax.Array], on_device: Sharding) -> jax.Array:
     """Cut or join a part on its new device."""
     for other, data in source.items():
+        if box == other:
+            return jax.device_put(data, on_device)
         if _is_inside(box, other):
-            pairs = zip(box, other, strict=True)
-            cut = tuple(slice(a - first, b - first) for (a, b), (first, _) in pairs)
-            return jax.device_put(data if box == other else data[cut], where)
+            cut = tuple(
+                slice(start - first, end - first)
+                for (start, end), (first, _) in zip(box, other, strict=True)
+            )
+            return jax.device_put(data[cut], on_device)
+
     parts = {
-        tuple(first for first, _ in other): jax.device_put(source[other], where)
+        tuple(first for first, _ in other): jax.device_put(source[other], on_device)
         for other in sorted(source)
         if _is_inside(other, box)
     }
+    # Join along one dimension after the other, the last first.
     for dimension in reversed(range(len(box))):
         rows: dict[tuple[int, ...], list[jax.Array]] = {}
         for starts, part in parts.items():
             rows.setdefault(starts[:dimension], []).append(part)
         parts = {
-            starts: each[0] if len(each) == 1 else jnp.concatenate(each, dimension)
-            for starts, each in rows.items()
+            starts: row[0] if len(row) == 1 else jnp.concatenate(row, dimension)
+            for starts, row in rows.items()
         }
     return parts[()]
 
@@ -271,9 +287,11 @@ def gather(value: Any) -> list[Any]:
     """Return every process's value, in the order of their ids; waits for all."""
     if jax.process_count() == 1:
         return [value]
+
     # Later collectives use all devices, including the outer mesh. Two concurrent ones
     # between the same devices could start in different orders in different processes.
     jax.block_until_ready(jax.live_arrays())
+
     mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
     longest = int(np.max(multihost_utils.process_allgather(np.array(len(mine)))))
     padded = np.full(longest, ord(" "), np.uint8)

@@ -73,25 +73,30 @@ class Transport:
         """Return the regions that this program trains; checks elastic ones."""
         if self.exchange != "elastic":
             return regions
+
         if self.place is None:
             raise ValueError(
                 "exchange='elastic' needs to know which region this is: place="
             )
+
         if self.place.num_regions != regions.num:
             raise ValueError(
                 f"regions={regions.num} but region_addresses has "
                 f"{self.place.num_regions}; one for each"
             )
+
         if len({*regions.step_times}) > 1 or len({*regions.batch_sizes}) > 1:
             raise ValueError(
                 f"step_times={regions.step_times} and batch_sizes="
                 f"{regions.batch_sizes} must be equal for exchange='elastic'"
             )
-        if why := _not_elastic(method):
+        reason = _not_elastic(method)
+        if reason is not None:
             raise ValueError(
                 f"exchange='elastic' is not possible for method={method.name!r}: "
-                f"{why}; use 'auto'"
+                f"{reason}; use 'auto'"
             )
+
         assert method.sync is not None
         self._check_behind(method, self.place)
         if self.place.late_mean == "merge" and HALFWAY in method.sync.copies:
@@ -104,12 +109,14 @@ class Transport:
 
     def _check_behind(self, method: Method, place: Place) -> None:
         """Refuse a bound on decided syncs that a region in step with all may exceed."""
-        schedule, most = method.schedule, place.timing.max_behind
+        schedule = method.schedule
         assert schedule is not None
-        steps = 4 * (schedule.sync_interval + schedule.delay_steps)
-        least = most_in_flight(schedule, steps)
+        most = place.timing.max_behind
+        num_steps = 4 * (schedule.sync_interval + schedule.delay_steps)
+        least = most_in_flight(schedule, num_steps)
         if place.late_mean == "merge":  # A fragment is in flight until it comes.
             least = max(least, method.num_fragments)
+
         if most < least and place.num_regions > 1:
             raise ValueError(
                 f"max_behind_syncs={most} must be at least {least}: so many syncs of "
@@ -135,6 +142,7 @@ class Transport:
         """Return "program", "outer" or "elastic"; refuse what a method cannot have."""
         if self.exchange == "elastic":
             return "elastic"
+
         crosses_outside = self._crosses_outside(method, num_processes)
         if self.outer_channels == 1:
             return "outer" if crosses_outside else "program"
@@ -152,22 +160,24 @@ class Transport:
         return "outer"
 
     def _crosses_outside(self, method: Method, num_processes: int) -> bool:
-        why = method.sync.only_in_program if method.sync else None
+        reason = method.sync.only_in_program if method.sync else None
         is_measured = method.sync is not None and method.sync.schedule.is_measured
-        if is_measured and (why or self.exchange == "program"):
+        if is_measured and (reason or self.exchange == "program"):
+            but = f", but {reason}" if reason else ""
             raise ValueError(
                 f"exchange={self.exchange!r} is not possible for method="
                 f"{method.name!r} with delay_steps='auto' or syncs_per_interval="
                 "'auto': what regions measure goes with messages on the outer mesh"
-                f"{why and f', but {why}' or ''}; use numbers"
+                f"{but}; use numbers"
             )
-        if self.exchange == "outer" and why:
+        if self.exchange == "outer" and reason:
             raise ValueError(
-                f"exchange='outer' is not possible for method={method.name!r}: {why}; "
-                "use 'program'"
+                f"exchange='outer' is not possible for method={method.name!r}: "
+                f"{reason}; use 'program'"
             )
+
         if self.exchange == "auto":
-            return is_measured or (num_processes > 1 and why is None)
+            return is_measured or (num_processes > 1 and reason is None)
         return self.exchange == "outer"
 
     def overlaps(self, method: Method, mesh: Mesh, kind: str) -> bool:
@@ -175,18 +185,23 @@ class Transport:
 
         Raises ValueError if requested but unsupported.
         """
-        why = None
+        reason = None
         if method.sync is None or not isinstance(method.sync.outer, SharedOuter):
-            why = f"method={method.name!r} has no outer model that regions share"
+            reason = f"method={method.name!r} has no outer model that regions share"
         elif kind != "program":
-            why = f"messages cross by exchange={kind!r}; use 'program'"
+            reason = f"messages cross by exchange={kind!r}; use 'program'"
         elif mesh.shape[REGION] == 1:
-            why = "all regions share the same devices, and nothing crosses; use 'auto'"
-        if self.overlap == "yes" and why:
-            raise ValueError(f"overlap='yes' is not possible: {why}")
-        return why is None and (
-            not is_cpu(mesh) if self.overlap == "auto" else self.overlap == "yes"
-        )
+            reason = (
+                "all regions share the same devices, and nothing crosses; use 'auto'"
+            )
+
+        if reason is not None:
+            if self.overlap == "yes":
+                raise ValueError(f"overlap='yes' is not possible: {reason}")
+            return False
+        if self.overlap == "auto":
+            return not is_cpu(mesh)
+        return self.overlap == "yes"
 
     def exchange_of(self, spec: SyncSpec, kind: str, overlap: bool = False) -> Exchange:
         """Make the exchange that `resolve` and `overlaps` chose."""

@@ -187,7 +187,7 @@ class RegionProgram(SyncProgram):
         listing._read.mean(state.region.params)
         if self._syncs is not None:
             listing._list_syncs(state, batches, self._syncs.num_rounds)
-        return [self._listed(each, num_steps) for each in recorder.found.values()]
+        return [self._listed(each, num_steps) for each in recorder.programs.values()]
 
     def _list_syncs(self, state: TrainState, batches: PyTree, rounds: int) -> None:
         """Follow the schedule until every fragment was sent and merged."""

@@ -134,8 +134,8 @@ class Window:
                 batches,
             )
             state, _, _ = listing.run_segment(state, of_steps, num_steps)
-        names = [name for name in recorder.found if "inner steps" in name]
-        return [recorder.found[name] for name in names]
+        names = [name for name in recorder.programs if "inner steps" in name]
+        return [recorder.programs[name] for name in names]
 
     def _run(
         self, region: RegionState, batches: PyTree, *unused: Any
