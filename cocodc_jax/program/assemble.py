@@ -55,17 +55,22 @@ def checked(
         optimizer = optax.GradientTransformationExtraArgs(
             multi_steps.init, multi_steps.update
         )
+
     check_arrays(params)
     whole = jax.eval_shape(lambda x: x, params)
-    trainer = Trainer(loss_fn, user_inputs, optimizer, model_state)
     setting = make_setting(
         method,
         whole,
         regions,
-        trainer,
+        Trainer(
+            loss_fn=loss_fn,
+            user_inputs=user_inputs,
+            optimizer=optimizer,
+            model_state=model_state,
+        ),
         transport,
-        mesh,
-        fragments,
+        mesh=mesh,
+        fragments=fragments,
         trained=find_trained(trainable, whole, optimizer),
     )
     return _with_optimizer(setting, optimizer)
@@ -75,8 +80,11 @@ def _with_optimizer(
     setting: Setting, optimizer: optax.GradientTransformation
 ) -> Setting:
     """Check what the inner optimizer's state holds, and how merges move it."""
-    method, params, trainer = setting.method, setting.params, setting.trainer
+    method = setting.method
+    params = setting.params
+    trainer = setting.trainer
     user_inputs = trainer.user_inputs
+
     accumulation = find_accumulation(optimizer, params)
     check_accumulation(accumulation, method, setting.regions.step_times)
     copies = check_inner_state(optimizer, method, params, user_inputs)

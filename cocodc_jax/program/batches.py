@@ -39,19 +39,20 @@ def scan(
     """
     if num_steps is None:
         return jax.lax.scan(step, state, xs)
-    step = jax.jit(step, inline=True)  # Traced once, not twice.
-    _, out = jax.eval_shape(step, state, jax.tree.map(lambda x: x[0], xs))
+
+    traced_step = jax.jit(step, inline=True)  # Traced once, not twice.
+    _, out = jax.eval_shape(traced_step, state, jax.tree.map(lambda x: x[0], xs))
     room = jax.tree.leaves(xs)[0].shape[0]
     outs = jax.tree.map(lambda x: jnp.zeros((room, *x.shape), x.dtype), out)
 
     def body(i: jax.Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         state, outs = carry
         take = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
-        state, out = step(state, jax.tree.map(take, xs))
-        outs = jax.tree.map(
+        new_state, out = traced_step(state, jax.tree.map(take, xs))
+        new_outs = jax.tree.map(
             lambda to, x: jax.lax.dynamic_update_index_in_dim(to, x, i, 0), outs, out
         )
-        return state, outs
+        return new_state, new_outs
 
     return jax.lax.fori_loop(0, num_steps, body, (state, outs))
 
@@ -91,7 +92,8 @@ class Batches:
     """
 
     def __init__(self, mesh: Mesh, num_regions: int, pads: bool):
-        self._mesh, self._num_regions = mesh, num_regions
+        self._mesh = mesh
+        self._num_regions = num_regions
         self.length_bucket = LENGTH_BUCKET if pads else None
         self._everywhere = NamedSharding(mesh, P())
         # Placed on the mesh once.
@@ -102,10 +104,13 @@ class Batches:
     @functools.cached_property
     def own_regions(self) -> int:
         """Number of regions that this process has a part of."""
-        mine, mesh = jax.process_index(), self._mesh
-        shards = np.moveaxis(mesh.devices, mesh.axis_names.index(REGION), 0)
-        own = [any(d.process_index == mine for d in shard.flat) for shard in shards]
-        return sum(own) * self._num_regions // len(own)
+        process = jax.process_index()
+        axis = self._mesh.axis_names.index(REGION)
+        shards = np.moveaxis(self._mesh.devices, axis, 0)
+        num_own = sum(
+            any(d.process_index == process for d in shard.flat) for shard in shards
+        )
+        return num_own * self._num_regions // len(shards)
 
     def num_steps(self, batches: PyTree) -> int:
         """Return T; see `check_batches`."""
@@ -114,13 +119,13 @@ class Batches:
     def put(self, batches: PyTree) -> PyTree:
         """Place host batches: full rows of the regions that a process has a part of."""
 
-        def put(x):
-            where = self._where(np.ndim(x))
-            if _is_on_mesh(x) or where.is_fully_addressable:
-                return jax.device_put(x, where)
-            return transfer.put_own(np.asarray(x), where, self._num_regions, axis=1)
+        def put_leaf(x: Any) -> jax.Array:
+            sharding = self._sharding(np.ndim(x))
+            if _is_on_mesh(x) or sharding.is_fully_addressable:
+                return jax.device_put(x, sharding)
+            return transfer.put_own(np.asarray(x), sharding, self._num_regions, axis=1)
 
-        return jax.tree.map(put, batches)
+        return jax.tree.map(put_leaf, batches)
 
     def for_steps(self, batches: PyTree) -> tuple[PyTree, Any]:
         """Return batches in the form that the inner steps take, or their shapes.
@@ -129,14 +134,17 @@ class Batches:
         a fifth of the time of placing them first. `jax.transfer_guard` would reject
         that implicit transfer, so with a guard they are placed.
         """
-        leaves, number = jax.tree.leaves(batches), None
+        leaves = jax.tree.leaves(batches)
         if isinstance(leaves[0], jax.ShapeDtypeStruct):
             return self.abstract(batches)
+
+        number = None
         is_host = all(isinstance(x, np.ndarray) for x in leaves)
         if is_host and self._pads(batches):
             num_steps = len(leaves[0])
             batches = padded(batches, num_steps)
             number = self._number(num_steps)
+
         guard = jax.config.jax_transfer_guard_host_to_device  # pyright: ignore
         if self._mesh.size == 1 and is_host and guard in (None, "allow"):
             return batches, number
@@ -146,18 +154,21 @@ class Batches:
         """Return shapes, dtypes and shardings of the result of `for_steps`."""
         pads = self._pads(batches)
 
-        def like(x):
+        def shape_of(x: Any) -> jax.ShapeDtypeStruct:
             room = padded_length(x.shape[0]) if pads else x.shape[0]
-            where = self._where(x.ndim)
-            return jax.ShapeDtypeStruct((room, *x.shape[1:]), x.dtype, sharding=where)
+            return jax.ShapeDtypeStruct(
+                (room, *x.shape[1:]), x.dtype, sharding=self._sharding(x.ndim)
+            )
 
-        number = jax.ShapeDtypeStruct((), np.int32, sharding=self._everywhere)
-        return jax.tree.map(like, batches), number if pads else None
+        number = None
+        if pads:
+            number = jax.ShapeDtypeStruct((), np.int32, sharding=self._everywhere)
+        return jax.tree.map(shape_of, batches), number
 
     def _pads(self, batches: PyTree) -> bool:
         return self.length_bucket is not None and takes(batches)
 
-    def _where(self, ndim: int) -> NamedSharding:
+    def _sharding(self, ndim: int) -> NamedSharding:
         inside = (batch_axes(self._mesh),) if ndim > 2 else ()
         return NamedSharding(self._mesh, P(None, REGION, *inside))
 
@@ -167,12 +178,14 @@ def check_batches(batches: PyTree, num_regions: int, own_regions: int) -> int:
     named = named_leaves(batches)
     if not named:
         raise ValueError("batches has no arrays; give leaves [T, R, B, ...]")
+
     first, leaf = named[0]
     num_steps = np.shape(leaf)[:1]
     for path, leaf in named:
         shape = np.shape(leaf)
         rows = num_regions if _is_on_mesh(leaf) else own_regions
         who = f"batches has a leaf {path!r} of shape {shape}"
+
         if shape[:1] == (0,):
             raise ValueError(f"{who}, of no steps; it needs one at least")
         if len(shape) < 2:
@@ -180,6 +193,7 @@ def check_batches(batches: PyTree, num_regions: int, own_regions: int) -> int:
                 f"{who}, without an axis of regions: leaves are [T, R, B, ...], T "
                 f"steps of R = {rows} regions ([R, B, ...] for one step of `run_steps`)"
             )
+
         if shape[1] == num_regions != rows:
             raise ValueError(
                 f"{who}, rows of all {num_regions} regions, but this is one of "
@@ -187,11 +201,12 @@ def check_batches(batches: PyTree, num_regions: int, own_regions: int) -> int:
                 f"{rows}"
             )
         if shape[1] != rows:
+            whose = "regions" if rows == num_regions else "regions of this process"
             raise ValueError(
-                f"{who}, whose second axis must be the {rows} regions"
-                f"{' of this process' if rows != num_regions else ''}: leaves are "
+                f"{who}, whose second axis must be the {rows} {whose}: leaves are "
                 "[T, R, B, ...] ([R, B, ...] for one step of `run_steps`)"
             )
+
         if shape[:1] != num_steps:
             raise ValueError(
                 f"{who}, but a leaf {first!r} has {num_steps[0]} steps along the "

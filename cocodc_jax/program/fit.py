@@ -21,16 +21,22 @@ PyTree = Any
 
 def difference(old: PyTree, new: PyTree, lead: int = 0) -> str | None:
     """Describe how two trees of arrays differ; None if they have the same shapes."""
-    there, here = (
-        {path: f"{x.dtype}{list(x.shape[lead:])}" for path, x in named_leaves(tree)}
-        for tree in (old, new)
-    )
-    for path in sorted(there.keys() | here.keys()):
-        was, now = (each.get(path, "not there") for each in (there, here))
+    old_kinds = _kinds(old, lead)
+    new_kinds = _kinds(new, lead)
+    for path in sorted(old_kinds.keys() | new_kinds.keys()):
+        was = old_kinds.get(path, "not there")
+        now = new_kinds.get(path, "not there")
         if was != now:
             return f"{path} was {was} and is {now}"
-    is_alike = jax.tree.structure(old) == jax.tree.structure(new)
-    return None if is_alike else "it is of another kind"
+
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        return "it is of another kind"
+    return None
+
+
+def _kinds(tree: PyTree, lead: int) -> dict[str, str]:
+    """Return the dtypes and shapes of all leaves by path, without leading axes."""
+    return {path: f"{x.dtype}{list(x.shape[lead:])}" for path, x in named_leaves(tree)}
 
 
 def at_step(
@@ -82,17 +88,15 @@ def recut(
     Subtrees shaped like a fragment (a dict of its paths) are joined to a tree like the
     parameters. Of other leaves, such as counters, the maximum is taken.
     """
-    paths = [{part.path for part in slices} for slices in old.slices]
-    flat = [
-        jax.tree.flatten(
-            state, is_leaf=lambda x, own=own: isinstance(x, dict) and set(x) == own
-        )
-        for state, own in zip(states, paths, strict=True)
-    ]
-    _, first = flat[0]
-    if any(treedef != first for _, treedef in flat):
+    flat_states = []
+    for state, slices in zip(states, old.slices, strict=True):
+        paths = {part.path for part in slices}
+        flat_states.append(_flattened(state, paths))
+    _, treedef = flat_states[0]
+    if any(other != treedef for _, other in flat_states):
         return None
-    columns = list(zip(*(nodes for nodes, _ in flat), strict=True))
+
+    columns = list(zip(*(nodes for nodes, _ in flat_states), strict=True))
     for column in columns:
         are_parts = [isinstance(node, dict) for node in column]
         if any(are_parts) != all(are_parts):
@@ -100,16 +104,24 @@ def recut(
         if not all(are_parts) and any(jnp.ndim(node) for node in column):
             return None
 
-    each = range(len(new))
-
-    def cut(columns):
-        rows = []
+    def cut(columns: list[tuple]) -> list[list]:
+        """Return the nodes of each new fragment's state."""
+        nodes_of_fragments = [[] for _ in range(len(new))]
         for column in columns:
             if isinstance(column[0], dict):
                 whole = old.join(column)
-                rows.append([new.take(whole, k) for k in each])
+                nodes = [new.take(whole, k) for k in range(len(new))]
             else:
-                rows.append([jnp.stack(column).max(0)] * len(each))
-        return [[row[k] for row in rows] for k in each]
+                nodes = [jnp.stack(column).max(0)] * len(new)
+            for k, node in enumerate(nodes):
+                nodes_of_fragments[k].append(node)
+        return nodes_of_fragments
 
-    return tuple(first.unflatten(nodes) for nodes in jax.jit(cut)(columns))
+    return tuple(treedef.unflatten(nodes) for nodes in jax.jit(cut)(columns))
+
+
+def _flattened(state: PyTree, paths: set[str]) -> tuple[list, Any]:
+    """Flatten a fragment's state, with dicts of its paths as leaves."""
+    return jax.tree.flatten(
+        state, is_leaf=lambda x: isinstance(x, dict) and set(x) == paths
+    )

@@ -50,7 +50,7 @@ def make_steps(
     all_reduce: str = "direct",
     correct: Callable | None = None,
     model_state: ModelState | None = None,
-    optimizer_lies: PyTree = None,
+    optimizer_shardings: PyTree = None,
 ) -> Callable:
     """Make T inner steps of all regions, one program over the mesh (not yet jitted).
 
@@ -59,13 +59,15 @@ def make_steps(
     losses float32 (or wider) `[T, R]`, and aux a dict of the same shape; for num_steps
     see `batches.scan`. With `correct`, of `core.sync.make_correct`, the regions' outer
     state is a sixth argument. `all_reduce` is for flat buffers, see
-    `collectives.mean_for_all`; `optimizer_lies` are the shardings of an optimizer state
+    `collectives.mean_for_all`; `optimizer_shardings` are those of an optimizer state
     that is partly in host memory.
     """
-    kind = all_reduce if wants_flat_buffer(mesh) else None
     loss = carried(loss_fn, model_state)
-    averages = bool(model_state and model_state.average and per_step)
-    averages = averages and local.size * mesh.shape[REGION] > 1
+    flat_all_reduce = all_reduce if wants_flat_buffer(mesh) else None
+    are_several = local.size * mesh.shape[REGION] > 1
+    averages_state = bool(
+        are_several and per_step and model_state and model_state.average
+    )
     # Several regions at once are a batch, and of several devices the compiler decides.
     is_alone = local.size == 1 and mesh.size == mesh.shape[REGION]
 
@@ -76,12 +78,12 @@ def make_steps(
         num_steps: jax.Array | None,
         frozen: PyTree,
         *outer: OuterState,
-    ):
+    ) -> tuple[RegionState, PyTree]:
         def bend(grads: PyTree, params: PyTree) -> PyTree:
             assert correct is not None
             return local.map(correct)(grads, params, *outer)
 
-        def whole_loss(params: PyTree, *rest: Any):
+        def whole_loss(params: PyTree, *rest: Any) -> Any:
             return loss(joined(params, frozen), *rest)
 
         step = make_step(
@@ -89,21 +91,21 @@ def make_steps(
             optimizer,
             local,
             per_step=per_step,
-            all_reduce=kind,
+            all_reduce=flat_all_reduce,
             bend=bend if correct else None,
-            averages_state=averages,
+            averages_state=averages_state,
             reorders=is_cpu(mesh) and is_alone,
         )
         xs = (batches, participating)
-        if optimizer_lies is not None:
-            step = _with_state_of_hosts(step, optimizer_lies)
+        if optimizer_shardings is not None:
+            step = _with_state_of_hosts(step, optimizer_shardings)
             return scan(step, state, xs, num_steps)
-
         if local.size == 1:
             return _scan_of_one_region(step, state, xs, num_steps)
         return scan(step, state, xs, num_steps)
 
-    regions, of_steps = P(REGION), P(None, REGION)
+    regions = P(REGION)
+    of_steps = P(None, REGION)
     of_outer = (regions,) if correct else ()
     return jax.shard_map(
         of_device,
@@ -137,44 +139,64 @@ def make_step(
 
     With `reorders`, gradients of weights are computed by `in_quick_order`.
     """
-    optimizer = with_named_extras(optimizer)
+    inner = with_named_extras(optimizer)
 
-    def gradient(params, model_state, batch, key_data):
-        key, use = jax.random.split(jax.random.wrap_key_data(key_data))
+    def gradient(
+        params: PyTree, model_state: PyTree, batch: PyTree, key_data: jax.Array
+    ) -> tuple[tuple[jax.Array, dict], PyTree, PyTree, jax.Array]:
+        new_key, loss_key = jax.random.split(jax.random.wrap_key_data(key_data))
         gradient_of = jax.value_and_grad(loss_fn, has_aux=True)
         with explained_if_of_another_mesh():
-            (loss, (aux, new)), grads = gradient_of(params, model_state, batch, use)
+            (loss, (aux, new_model_state)), grads = gradient_of(
+                params, model_state, batch, loss_key
+            )
+
         # Aux and state may be Python numbers.
-        out, new = jax.tree.map(jnp.asarray, ((widen(loss), aux), new))
-        return out, new, grads, jax.random.key_data(key)
+        out, new_model_state = jax.tree.map(
+            jnp.asarray, ((widen(loss), aux), new_model_state)
+        )
+        return out, new_model_state, grads, jax.random.key_data(new_key)
 
     if reorders:
         gradient = in_quick_order(gradient)
 
-    def update(grads, opt_state, params, value):
-        updates, opt_state = optimizer.update(grads, opt_state, params, value=value)
-        return optax.apply_updates(params, updates), opt_state
+    def update(
+        grads: PyTree, opt_state: PyTree, params: PyTree, value: jax.Array
+    ) -> tuple[PyTree, PyTree]:
+        updates, new_opt_state = inner.update(grads, opt_state, params, value=value)
+        return optax.apply_updates(params, updates), new_opt_state
 
-    def step(state: RegionState, xs: tuple[PyTree, jax.Array | None]):
+    def step(
+        state: RegionState, xs: tuple[PyTree, jax.Array | None]
+    ) -> tuple[RegionState, tuple[jax.Array, dict]]:
         batch, participating = xs
         out, model_state, grads, key = local.map(gradient)(
             state.params, state.model_state, batch, state.key
         )
+        value, _ = out
         if averages_state:
             model_state = averaged(model_state, local, all_reduce)
-        value, kept = out[0], state.per_step
+
         if bend is not None:
             grads = bend(grads, state.params)
+        per_step_state = state.per_step
         if per_step is not None:
-            grads, kept = _exchange(per_step, local, grads, state, all_reduce)
+            grads, per_step_state = _exchange(per_step, local, grads, state, all_reduce)
             value = for_all_regions(mean_for_all(value, all_reduce), local.size)
+
         params, opt_state = local.map(update)(
             grads, state.opt_state, state.params, value
         )
-        new = RegionState(params, opt_state, key, kept, model_state)
+        new_state = RegionState(
+            params=params,
+            opt_state=opt_state,
+            key=key,
+            per_step=per_step_state,
+            model_state=model_state,
+        )
         if participating is not None:
-            new = where_participating(participating, new, state)
-        return new, out
+            new_state = where_participating(participating, new_state, state)
+        return new_state, out
 
     return step
 
@@ -189,39 +211,46 @@ def _scan_of_one_region(
     it for each from the old array, and copies all of the old state in every step.
     """
 
-    def step_of_one(one: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
-        new, out = step(jax.tree.map(lambda leaf: leaf[None], one), x)
-        return jax.tree.map(lambda leaf: leaf[0], new), out
+    def step_of_one(state: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+        new_state, out = step(jax.tree.map(lambda leaf: leaf[None], state), x)
+        return jax.tree.map(lambda leaf: leaf[0], new_state), out
 
-    one, out = scan(
-        step_of_one, jax.tree.map(lambda leaf: leaf[0], state), xs, num_steps
-    )
-    return jax.tree.map(lambda leaf: leaf[None], one), out
+    first_state = jax.tree.map(lambda leaf: leaf[0], state)
+    last_state, out = scan(step_of_one, first_state, xs, num_steps)
+    return jax.tree.map(lambda leaf: leaf[None], last_state), out
 
 
-def _with_state_of_hosts(step: Callable, lies: PyTree) -> Callable:
+def _with_state_of_hosts(step: Callable, shardings: PyTree) -> Callable:
     """Load the optimizer's state from host memory in each step, and store it back."""
 
-    def whole(state: RegionState, xs: tuple):
-        new, out = step(state._replace(opt_state=load(state.opt_state, lies)), xs)
-        return new._replace(opt_state=offload(new.opt_state, lies)), out
+    def step_on_devices(state: RegionState, xs: tuple) -> tuple[RegionState, PyTree]:
+        loaded = state._replace(opt_state=load(state.opt_state, shardings))
+        new_state, out = step(loaded, xs)
+        opt_state = offload(new_state.opt_state, shardings)
+        return new_state._replace(opt_state=opt_state), out
 
-    return whole
+    return step_on_devices
 
 
 def _exchange(
-    per_step: PerStep, local: LocalRegions, grads: PyTree, state: RegionState, how: Any
-):
+    per_step: PerStep,
+    local: LocalRegions,
+    grads: PyTree,
+    state: RegionState,
+    all_reduce: str | None,
+) -> tuple[PyTree, PyTree]:
     """Exchange every region's gradient; return what each makes of all messages."""
 
-    def send(grads, kept, key_data):
+    def send(
+        grads: PyTree, per_step_state: PyTree, key_data: jax.Array
+    ) -> tuple[PyTree, PyTree]:
         # A key of its own: the step's split uses folds 0 and 1.
         key = jax.random.fold_in(jax.random.wrap_key_data(key_data), 3)
-        return per_step.send(grads, kept, key)
+        return per_step.send(grads, per_step_state, key)
 
-    message, kept = local.map(send)(grads, state.per_step, state.key)
+    message, new_state = local.map(send)(grads, state.per_step, state.key)
     if per_step.receive is None:
-        made = mean_for_all(message, how)
+        combined = mean_for_all(message, all_reduce)
     else:
-        made = per_step.receive(gather_all(message, how))
-    return for_all_regions(made, local.size), kept
+        combined = per_step.receive(gather_all(message, all_reduce))
+    return for_all_regions(combined, local.size), new_state

@@ -43,7 +43,8 @@ from cocodc_jax.sync.regions import Regions
 
 PyTree = Any
 
-NOTHING, AUTO = UserInputs(), Transport()
+NOTHING = UserInputs()
+AUTO = Transport()
 
 
 class Output(NamedTuple):
@@ -122,53 +123,55 @@ class RegionProgram(SyncProgram):
             not fit together.
         """
         setting = checked(
-            loss_fn,
-            optimizer,
-            method,
-            params,
-            regions,
-            mesh,
-            fragments,
-            user_inputs,
-            transport,
-            model_state,
-            trainable,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            method=method,
+            params=params,
+            regions=regions,
+            mesh=mesh,
+            fragments=fragments,
+            user_inputs=user_inputs,
+            transport=transport,
+            model_state=model_state,
+            trainable=trainable,
         )
         super().__init__(setting, param_specs, local_regions, optimizer_memory)
 
     def _use(self, parts: Parts) -> None:
         """Take the parts of the syncs, and make the inner steps."""
         super()._use(parts)
-        setting, region = self.setting, parts.first.shardings
-        correct = make_correct(self.method.sync, self.fragments, self.num_regions)
+        setting = self.setting
+        shardings = parts.first.shardings
         self._batches = Batches(
             self.mesh, self.num_regions, pads=is_cpu(self.mesh) and not setting.overlap
         )
+
         is_offloaded = any(
-            x.memory_kind == PINNED for x in jax.tree.leaves(region.opt_state)
+            x.memory_kind == PINNED for x in jax.tree.leaves(shardings.opt_state)
         )
         steps = make_steps(
             setting.trainer.loss_fn,
             setting.trainer.optimizer,
             self.mesh,
             parts.local,
-            self.method.per_step,
-            setting.transport.all_reduce,
-            correct,
-            setting.trainer.model_state,
-            region.opt_state if is_offloaded else None,
+            per_step=self.method.per_step,
+            all_reduce=setting.transport.all_reduce,
+            correct=make_correct(self.method.sync, self.fragments, self.num_regions),
+            model_state=setting.trainer.model_state,
+            optimizer_shardings=shardings.opt_state if is_offloaded else None,
         )
         # Losses are replicated inside a region: a process reads its own regions'.
-        losses = NamedSharding(self.mesh, P(None, REGION))
-        self.use_steps(InnerSteps(steps, region, losses))
+        of_losses = NamedSharding(self.mesh, P(None, REGION))
+        self.use_steps(InnerSteps(steps, region=shardings, losses=of_losses))
 
     @functools.cached_property
     def bytes_per_step(self) -> int:
         """Bytes one region sends at every inner step, without syncs."""
         if self.method.per_step is None or self.num_regions == 1:
             return 0
-        of_state = self.model_state.averaged_bytes if self.model_state else 0
-        return self.method.per_step.num_bytes(self._first.shapes[0]) + of_state
+        state_bytes = self.model_state.averaged_bytes if self.model_state else 0
+        params, _ = self._first.shapes
+        return self.method.per_step.num_bytes(params) + state_bytes
 
     def list_programs(self, batches: PyTree) -> list[LoweredProgram]:
         """List the programs of the inner mesh that a run compiles; compiles nothing.
@@ -179,15 +182,20 @@ class RegionProgram(SyncProgram):
         """
         listing, recorder = self.recording()
         params, _ = split(self.param_shapes, self.trained)
-        everywhere = NamedSharding(self.mesh, P())
-        key_data = recorder.put(listing._first.shapes[1], everywhere)
+        _, key_shape = listing._first.shapes
+        key_data = recorder.put(key_shape, NamedSharding(self.mesh, P()))
         listing._first.make(params, key_data)
-        state, num_steps = self.abstract(), jax.tree.leaves(batches)[0].shape[0]
-        listing._inner_steps(state, *listing._batches.abstract(batches), num_steps)
+
+        state = self.abstract()
+        num_steps = jax.tree.leaves(batches)[0].shape[0]
+        shapes, counted = listing._batches.abstract(batches)
+        listing._inner_steps(state, shapes, counted, num_steps)
         listing._read.mean(state.region.params)
         if self._syncs is not None:
             listing._list_syncs(state, batches, self._syncs.num_rounds)
-        return [self._listed(each, num_steps) for each in recorder.programs.values()]
+
+        programs = recorder.programs.values()
+        return [self._listed(program, num_steps) for program in programs]
 
     def _list_syncs(self, state: TrainState, batches: PyTree, rounds: int) -> None:
         """Follow the schedule until every fragment was sent and merged."""
@@ -195,12 +203,13 @@ class RegionProgram(SyncProgram):
         interval = self.method.sync.schedule.sync_interval
         missing = set(range(len(self.fragments)))
         while missing or state.step < rounds * interval:
-            n = self.steps_to_event(state) or 0
+            num_steps = self.steps_to_event(state) or 0
             of_steps = jax.tree.map(
-                lambda x, n=n: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batches
+                lambda x, n=num_steps: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype),
+                batches,
             )
             state, output = self.advance(state, of_steps)
-            missing -= {each.fragment_id for each in output.syncs}
+            missing -= {sync.fragment_id for sync in output.syncs}
 
     def _listed(self, listed: LoweredProgram, num_steps: int) -> LoweredProgram:
         """Fill in the inner steps of a program, and what regions send at each."""
@@ -247,8 +256,8 @@ class RegionProgram(SyncProgram):
                 f"{num_steps} steps lead past the next event, which is {limit} steps "
                 "ahead; pass at most `steps_to_event(state)`"
             )
-        batches, counted = self._batches.for_steps(batches)
-        before = state.bytes_sent
+
+        placed, counted = self._batches.for_steps(batches)
         outputs: tuple = ()
 
         def dispatched(step: int, padded: tuple) -> None:
@@ -258,14 +267,16 @@ class RegionProgram(SyncProgram):
                 outputs = self._read.first(padded, num_steps)
             on_steps(step, outputs[0])
 
-        state, _, syncs = self.run_segment(
-            state, batches, num_steps, counted, times, dispatched
+        bytes_before = state.bytes_sent
+        new_state, _, syncs = self.run_segment(
+            state, placed, num_steps, counted, times, dispatched
         )
-        sent = [before + i * self.bytes_per_step for i in range(1, num_steps + 1)]
-        sent[-1] += state.bytes_sent - before
-        state = dataclasses.replace(state, bytes_sent=sent[-1])
+
+        sent = [bytes_before + i * self.bytes_per_step for i in range(1, num_steps + 1)]
+        sent[-1] += new_state.bytes_sent - bytes_before
+        new_state = dataclasses.replace(new_state, bytes_sent=sent[-1])
         losses, aux = outputs
-        return state, Output(losses, aux, syncs, tuple(sent))
+        return new_state, Output(losses, aux, syncs, tuple(sent))
 
     def adopt(self, state: TrainState, of: RegionProgram) -> Adopted:
         """Continue from the state of another program of the same model.

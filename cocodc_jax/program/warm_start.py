@@ -67,8 +67,10 @@ class Adoption:
     """One conversion: both programs, and what to report."""
 
     def __init__(self, program: SyncProgram, of: SyncProgram):
-        self._new, self._old = program, of
-        self._num, self._was = program.regions.num, of.regions.num
+        self._new = program
+        self._old = of
+        self._num_new = program.regions.num
+        self._num_old = of.regions.num
         self._is_same_schedule = program.method.schedule == of.method.schedule
         self._is_same_cut = program.fragments.slices == of.fragments.slices
         self._kept: dict[str, str] = {}
@@ -77,55 +79,73 @@ class Adoption:
     def run(self, state: TrainState) -> Adopted:
         """Convert a running state of the old program to the new one's."""
         state = self._old.synchronize(state)
-        self._kept["step"], self._kept["bytes_sent"] = "as it was", "as it was"
+        self._kept["step"] = "as it was"
+        self._kept["bytes_sent"] = "as it was"
         flies = self._flies_on(state)
         state = self._without_flights(state, flies)
         schedule = self._schedule(state, flies)
+
+        # A new state at the outer model, for all that does not fit.
         shapes = self._new.param_shapes
         whole = transfer.move(self._old.outer_params(state), shardings_of(shapes))
         narrow = jax.jit(lambda tree: cast_like(tree, shapes))
         fresh = self._new.begin(narrow(whole), self._new_key(state), schedule)
-        if self._num != self._was:
+        if self._num_new != self._num_old:
             self._lost["regions"] = (
-                f"{self._was} are {self._num}: each begins at the mean of all"
+                f"{self._num_old} are {self._num_new}: each begins at the mean of all"
             )
-        whole, _ = split(whole, self._new.trained)
-        region = state.region
-        if jax.tree.leaves(self._new.trained) != jax.tree.leaves(self._old.trained):
-            self._lost["trainable"] = "others: what is frozen now is the outer model's"
-            shared = for_all_regions(state.frozen, self._was)
-            params = split(joined(region.params, shared), self._new.trained)[0]
-            region = region._replace(params=params)
+
+        region = self._with_trained(state)
         region = self._region(region, fresh.region, state.step)
-        sync = fresh.sync and self._sync(state.sync, fresh.sync, whole, flies)
-        if sync is None and state.sync is not None:
+        sync = None
+        if fresh.sync is not None:
+            trained, _ = split(whole, self._new.trained)
+            sync = self._sync(state.sync, fresh.sync, trained, flies)
+        elif state.sync is not None:
             self._lost["outer model"] = "the method has none"
+
         adopted = TrainState(region, sync, state.step, state.bytes_sent, fresh.frozen)
         return Adopted(adopted, self._kept, self._lost)
 
+    def _with_trained(self, state: TrainState) -> RegionState:
+        """Return the regions with the parameters that the new program trains."""
+        region = state.region
+        if jax.tree.leaves(self._new.trained) == jax.tree.leaves(self._old.trained):
+            return region
+
+        self._lost["trainable"] = "others: what is frozen now is the outer model's"
+        frozen = for_all_regions(state.frozen, self._num_old)
+        params, _ = split(joined(region.params, frozen), self._new.trained)
+        return region._replace(params=params)
+
     def _flies_on(self, state: TrainState) -> bool:
         """Return whether fragments in flight can stay so, in an equal schedule."""
-        now = state.sync
-        if now is None or not self._is_same_schedule:
+        sync = state.sync
+        if sync is None or not self._is_same_schedule:
             return False
-        like = self._new.abstract(now.schedule).sync
+        like = self._new.abstract(sync.schedule).sync
         assert like is not None
-        if self._num != self._was or not self._is_same_cut:
+        if self._num_new != self._num_old or not self._is_same_cut:
             return False
         # Compressor states have the rank of their messages.
-        if now.schedule.rank and difference(now.compressors, like.compressors):
+        if sync.schedule.rank and difference(sync.compressors, like.compressors):
             return False
-        return difference(now.in_flight, like.in_flight) is None
+        return difference(sync.in_flight, like.in_flight) is None
 
     def _without_flights(self, state: TrainState, flies: bool) -> TrainState:
         if state.sync is None or not state.sync.in_flight:
             return state
+
         # Zero messages, of step 0, have no name.
-        ids = (p.sync_id for p in state.sync.schedule.in_flight if p.start_step > 0)
-        names = ", ".join(f"fragment {k} of step {step}" for k, step in ids)
+        names = ", ".join(
+            f"fragment {pending.fragment_id} of step {pending.start_step}"
+            for pending in state.sync.schedule.in_flight
+            if pending.start_step > 0
+        )
         if flies:
             self._kept["in flight"] = names
             return state
+
         state, dropped = self._old.land(state)
         if dropped:
             self._lost["in flight"] = (
@@ -141,6 +161,7 @@ class Adoption:
         schedule = self._new.method.schedule
         if schedule is None:
             return None
+
         if state.sync is not None:
             always_flies = bool(schedule.init().in_flight)
             if self._is_same_schedule and (flies or not always_flies):
@@ -153,8 +174,8 @@ class Adoption:
         """Derive a key for regions that have none."""
         data = jnp.asarray(transfer.whole(state.region.key)[0])
         key = jax.random.fold_in(jax.random.wrap_key_data(data), 4)
-        where = NamedSharding(self._new.mesh, P())
-        return transfer.put(jax.random.key_data(key), where)
+        everywhere = NamedSharding(self._new.mesh, P())
+        return transfer.put(jax.random.key_data(key), everywhere)
 
     def _region(self, old: RegionState, fresh: RegionState, step: int) -> RegionState:
         opt_state = self._regional("inner optimizer", old.opt_state, fresh.opt_state)
@@ -165,25 +186,29 @@ class Adoption:
             opt_state = self._new.opt_state_of(params)
         if "inner optimizer" in self._lost:
             opt_state = self._at_step(opt_state, step)
-        if self._num == self._was:
+
+        if self._num_new == self._num_old:
             key = transfer.move(old.key, fresh.key.sharding)
             self._kept["keys"] = "of each region"
         else:
             key = fresh.key
             self._lost["keys"] = "drawn anew from the first region's"
+
         return RegionState(
-            self._regional("parameters", old.params, fresh.params),
-            opt_state,
-            key,
-            self._regional("per_step", old.per_step, fresh.per_step),
-            self._regional("model_state", old.model_state, fresh.model_state),
+            params=self._regional("parameters", old.params, fresh.params),
+            opt_state=opt_state,
+            key=key,
+            per_step=self._regional("per_step", old.per_step, fresh.per_step),
+            model_state=self._regional(
+                "model_state", old.model_state, fresh.model_state
+            ),
         )
 
     def _at_step(self, begun: PyTree, step: int) -> PyTree:
         """Return a new optimizer's state with its schedules at the step."""
         accumulation = self._new.accumulation
-        done = self._new.regions.steps_done(step)
-        opt_state = at_step(begun, done, accumulation)
+        steps_done = self._new.regions.steps_done(step)
+        opt_state = at_step(begun, steps_done, accumulation)
         if opt_state is begun:
             return begun
 
@@ -194,8 +219,10 @@ class Adoption:
                 "an update after a number of steps that is not known"
             )
             return opt_state
+
         self._kept["learning rate"] = "its schedule goes on"
-        if left := -step % every_k:
+        left = -step % every_k
+        if left:
             self._lost["accumulation"] = (
                 f"the first update has gradients of {left} steps, not {every_k}"
             )
@@ -203,7 +230,7 @@ class Adoption:
 
     def _with_own_keys(self, state: PyTree, fresh: PyTree, step: int) -> PyTree:
         """Draw random state of other regions' anew, from the first one and the step."""
-        if self._num == self._was or not has_keys(state):
+        if self._num_new == self._num_old or not has_keys(state):
             return state
         draw = jax.vmap(lambda x: fold_keys(x, step))
         return jax.jit(
@@ -215,94 +242,117 @@ class Adoption:
         """Return `old`, leaves `[R, ...]`, for the new regions, if it fits."""
         if not jax.tree.leaves(old) or name in self._lost:
             return fresh
-        why = difference(old, fresh, lead=1)
-        if why is not None:
-            self._lost[name] = why
+
+        reason = difference(old, fresh, lead=1)
+        if reason is not None:
+            self._lost[name] = reason
             return fresh
-        where = shardings_of(fresh)
-        if self._num == self._was:
+
+        shardings = shardings_of(fresh)
+        if self._num_new == self._num_old:
             self._kept[name] = "of each region"
-            return transfer.move(old, where)
-        self._kept[name] = f"the mean of {self._was} regions"
-        old = transfer.out_of_host_memory(old)
+            return transfer.move(old, shardings)
+
+        self._kept[name] = f"the mean of {self._num_old} regions"
+        loaded = transfer.out_of_host_memory(old)
         average = functools.partial(jax.tree.map, mean_over_all)
-        mean = jax.jit(average, out_shardings=inside(old))(old)
+        mean = jax.jit(average, out_shardings=inside(loaded))(loaded)
         mean = transfer.move(mean, inside(fresh))
-        return jax.jit(
-            lambda tree: for_all_regions(tree, self._num), out_shardings=where
-        )(mean)
+        spread = jax.jit(
+            lambda tree: for_all_regions(tree, self._num_new), out_shardings=shardings
+        )
+        return spread(mean)
 
     def _sync(
         self, old: SyncState | None, fresh: SyncState, whole: PyTree, flies: bool
     ) -> SyncState:
-        before = old.outer if old else None
+        old_outer = old.outer if old else None
         outer = OuterState(
-            self._outer_params(before, fresh.outer.params, whole),
-            self._outer_states(before, fresh.outer),
+            params=self._outer_params(old_outer, fresh.outer.params, whole),
+            opt_states=self._outer_states(old_outer, fresh.outer),
         )
         if old is None:
             return dataclasses.replace(fresh, outer=outer)
+
         flights = fresh.in_flight
         if flies:
             like = self._new.abstract(fresh.schedule).sync
             assert like is not None
             flights = transfer.move(old.in_flight, shardings_of(like.in_flight))
-        compressors = fresh.compressors
+
+        memories = fresh.compressors
         if self._is_same_cut:
-            compressors = self._regional("compressors", old.compressors, compressors)
+            memories = self._regional("compressors", old.compressors, memories)
         elif jax.tree.leaves(old.compressors):
             self._lost["compressors"] = "the model is cut into other fragments"
-        stale = fresh.stale_params
-        if self._num == self._was:
-            stale = self._regional("stale_params", old.stale_params, stale)
+
+        anchors = fresh.stale_params
+        if self._num_new == self._num_old:
+            anchors = self._regional("stale_params", old.stale_params, anchors)
         elif old.stale_params:
             self._lost["stale_params"] = "regions measure from the outer parameters"
-        return SyncState(outer, fresh.schedule, compressors, stale, flights)
+
+        return SyncState(
+            outer=outer,
+            schedule=fresh.schedule,
+            compressors=memories,
+            stale_params=anchors,
+            in_flight=flights,
+        )
 
     def _outer_params(
         self, old: OuterState | None, fresh: tuple, whole: PyTree
     ) -> tuple:
-        where = shardings_of(fresh)
+        shardings = shardings_of(fresh)
         if old and self._is_same_cut and difference(old.params, fresh) is None:
             self._kept["outer parameters"] = "as they were"
-            return transfer.move(old.params, where)
+            return transfer.move(old.params, shardings)
+
         how = "the mean of the regions'" if old is None else "cut or spread anew"
         self._kept["outer parameters"] = how
         fragments = self._new.fragments
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), fresh)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), fresh)
 
-        def spread(x, to):  # To every region, if there is a region axis.
-            x = x if x.ndim == to.ndim else for_all_regions(x, self._num)
-            return x.astype(to.dtype)
+        def spread(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+            if x.ndim < len(like.shape):  # To every region.
+                x = for_all_regions(x, self._num_new)
+            return x.astype(like.dtype)
 
-        def cut(whole):
+        def cut(whole: PyTree) -> tuple:
             parts = tuple(fragments.take(whole, k) for k in range(len(fragments)))
-            return jax.tree.map(spread, parts, like)
+            return jax.tree.map(spread, parts, shapes)
 
-        return transfer.move(jax.jit(cut)(whole), where)
+        return transfer.move(jax.jit(cut)(whole), shardings)
 
     def _outer_states(self, old: OuterState | None, fresh: OuterState) -> tuple:
         if old is None or not jax.tree.leaves(old.opt_states):
             return fresh.opt_states
-        why = difference(old.opt_states, fresh.opt_states)
-        where = shardings_of(fresh.opt_states)
-        if self._is_same_cut and why is None:
+
+        shardings = shardings_of(fresh.opt_states)
+        reason = difference(old.opt_states, fresh.opt_states)
+        if self._is_same_cut and reason is None:
             self._kept["outer optimizer"] = "as it was"
-            return transfer.move(old.opt_states, where)
-        before, states = self._old.method.sync, old.opt_states
-        is_shared = before is not None and isinstance(before.outer, SharedOuter)
+            return transfer.move(old.opt_states, shardings)
+
+        old_sync = self._old.method.sync
+        is_shared = old_sync is not None and isinstance(old_sync.outer, SharedOuter)
         is_same_tree = self._old.fragments.treedef == self._new.fragments.treedef
         if self._is_same_cut or not is_shared or not is_same_tree:
-            self._lost["outer optimizer"] = why or "the model is cut otherwise"
+            self._lost["outer optimizer"] = reason or "the model is cut otherwise"
             return fresh.opt_states
+
+        states = old.opt_states
         if len(self._old.shardings.channels) > 1:  # Joined in one program.
             states = transfer.move(states, self._old.shardings.channels[0].host)
         states = transfer.out_of_host_memory(states)
-        cut = recut(states, self._old.fragments, self._new.fragments)
-        if cut is None or (why := difference(cut, fresh.opt_states)):
-            self._lost["outer optimizer"] = (
-                "its state is not one of fragments" if cut is None else str(why)
-            )
+        cut_states = recut(states, self._old.fragments, self._new.fragments)
+        if cut_states is None:
+            self._lost["outer optimizer"] = "its state is not one of fragments"
             return fresh.opt_states
+        reason = difference(cut_states, fresh.opt_states)
+        if reason is not None:
+            self._lost["outer optimizer"] = reason
+            return fresh.opt_states
+
         self._kept["outer optimizer"] = "cut anew"
-        return transfer.move(cut, where)
+        return transfer.move(cut_states, shardings)
