@@ -44,7 +44,8 @@ from cocodc_jax.sync.outer import RegionalOuter
 
 PyTree = Any
 
-NOTHING, AUTO = UserInputs(), Transport()
+NOTHING = UserInputs()
+AUTO = Transport()
 
 # What the engine has in place of the trainer's optimizer: a state like the parameters,
 # whose place a trainer's second moments can take.
@@ -111,30 +112,33 @@ class RegionSync:
         if isinstance(method, str):
             method = methods.get(method)
         _check_method(method)
+        if transport.overlap != "yes":
+            transport = dataclasses.replace(transport, overlap="no")
+
         self.selection = Selection.of(params)
         arrays = self.selection.take(params)
         self.layout = layout_of(arrays, regions, _form(arrays, transport))
-        self._donates = donate
-
-        if transport.overlap != "yes":
-            transport = dataclasses.replace(transport, overlap="no")
+        if fragments:
+            fragments = self.selection.fragments(fragments)
         setting = make_setting(
             method,
             self._one_region(arrays),
             regions,
             Trainer(
                 loss_fn=self._loss_of(loss_fn, method, params),
-                user_inputs=self._inputs(user_inputs),
+                user_inputs=_inputs_of_arrays(user_inputs),
                 optimizer=_MOMENTS,
             ),
             transport,
             mesh=self.layout.mesh,
-            fragments=fragments and self.selection.fragments(fragments),
+            fragments=fragments,
         )
         self.program = SyncProgram(setting, self.layout.specs)
+
         self._seam = Seam(self.selection, self.layout, self.program)
         self._wants_batch = needs.wants_batch(self.method.needs)
         self._second_moment = user_inputs.second_moment
+        self._donates = donate
         self._run_key = jax.random.key(0)
         self._overlaps = transport.overlap == "yes"
         self._membership: Membership | None = None
@@ -166,8 +170,8 @@ class RegionSync:
         """
         self._run_key = jax.random.key(0) if key is None else key
         arrays = self.layout.first(self.selection.take(params))
-        made = self.program.init(arrays, self._run_key)
-        return self._seam.state_of(made)
+        run = self.program.init(arrays, self._run_key)
+        return self._seam.state_of(run)
 
     @in_own_context()
     def join(
@@ -190,6 +194,7 @@ class RegionSync:
         """
         if self._membership is None:
             return params, state
+
         first = self.layout.first(self.selection.take(params))
         run = self._without_params(state)
         joined = self._membership.join(run, first, self._run_key)
@@ -216,7 +221,7 @@ class RegionSync:
         """
         if self._membership is None:
             return tuple(range(self.program.num_regions))
-        sync_id = applied.fragment_id, applied.start_step
+        sync_id = (applied.fragment_id, applied.start_step)
         return self.program.elastic.in_mean.get(sync_id)
 
     def finish(self) -> None:
@@ -301,17 +306,19 @@ class RegionSync:
           SupersededError: if this elastic region was started again elsewhere; it must
             end, and not be started again.
         """
-        step = state.step + num_steps
         if self._overlaps:
             raise ValueError(
                 "overlap='yes' has messages cross in the trainer's own program: call "
                 "window(step, params_of, carry) in place of the step and after_step"
             )
+
+        step = state.step + num_steps
         if step < state.next_step:
-            state = dataclasses.replace(state, step=step, applied=())
+            new_state = dataclasses.replace(state, step=step, applied=())
             if self._membership is not None and self._membership.is_due(step):
-                return self.meet(params, state)
-            return params, state
+                return self.meet(params, new_state)
+            return params, new_state
+
         if step > state.next_step:
             raise ValueError(
                 f"num_steps={num_steps} leads past the next event, which is "
@@ -326,6 +333,7 @@ class RegionSync:
         """Apply the events of the next step."""
         entered = self._entered(params, state, state.next_step, opt_state)
         run, applied = self.program.apply_events(entered, self._batch(batch))
+
         if self._membership is not None:
             try:
                 self._membership.report(run, applied)
@@ -345,12 +353,13 @@ class RegionSync:
         """
         if self._membership is None:
             return params, state
+
         run = self._without_params(state)
         try:
             self._membership.report(run)
         except LeftBehindError as error:
-            run = self._entered(params, state, state.step)
-            return self._come_back(params, run, error)
+            entered = self._entered(params, state, state.step)
+            return self._come_back(params, entered, error)
         return params, state
 
     def _come_back(
@@ -360,17 +369,16 @@ class RegionSync:
         assert self._membership is not None
         if error.state is None:
             raise error
-        carried = error.state
-        carried = carried._replace(
-            state=dataclasses.replace(carried.state, region=run.region)
-        )
+        with_work = dataclasses.replace(error.state.state, region=run.region)
+        carried = error.state._replace(state=with_work)
+
         say_return(error)
         first = {path: x[0] for path, x in run.region.params.items()}
         try:
             joined = self._membership.join(run, first, self._run_key, carried)
         except AskedToStopError:  # The trainer saves what the region has.
             self._membership.close()
-            joined = carried.state
+            joined = with_work
         return self._left(params, joined), self._seam.state_of(joined)
 
     @in_own_context()
@@ -415,8 +423,7 @@ class RegionSync:
         Waits for means that other regions have not sent yet, and for what the schedule
         has to read.
         """
-        run = self._without_params(state)
-        run = self.program.synchronize(run)
+        run = self.program.synchronize(self._without_params(state))
         assert run.sync is not None
         arrays = {"sync": run.sync.arrays, "keys": state.keys}
         note = {
@@ -437,20 +444,20 @@ class RegionSync:
         Raises:
           ValueError: if it is of another method.
         """
-        made = self.program.abstract(self._schedule(note))
-        assert made.sync is not None
-        return {"sync": made.sync.arrays, "keys": made.region.key}
+        shapes = self.program.abstract(self._schedule(note))
+        assert shapes.sync is not None
+        return {"sync": shapes.sync.arrays, "keys": shapes.region.key}
 
     @in_own_context()
     def restore(self, arrays: dict[str, PyTree], note: dict) -> RegionSyncState:
         """Return the state of a checkpoint; inverts `checkpoint`."""
-        made = self.program.abstract(self._schedule(note))
-        assert made.sync is not None
+        shapes = self.program.abstract(self._schedule(note))
+        assert shapes.sync is not None
         run = TrainState(
-            made.region,
-            made.sync.with_arrays(arrays["sync"]),
-            note["step"],
-            note["bytes_sent"],
+            region=shapes.region,
+            sync=shapes.sync.with_arrays(arrays["sync"]),
+            step=note["step"],
+            bytes_sent=note["bytes_sent"],
         )
         return self._seam.state_of(run, arrays["keys"])
 
@@ -480,6 +487,7 @@ class RegionSync:
         arrays = self.selection.take(params)
         if copies or not self._donates:
             arrays = copied(arrays)
+
         moments = ()
         if self._second_moment is not None and needs.wants_state(self.method.needs):
             if opt_state is None:
@@ -487,8 +495,9 @@ class RegionSync:
                     f"method={self.method.name!r} needs the inner optimizer's second "
                     "moment: pass after_step(..., opt_state=)"
                 )
-            found = self.selection.take(self._second_moment(opt_state))
-            moments = self.layout.enter(copied(found))
+            second_moment = self.selection.take(self._second_moment(opt_state))
+            moments = self.layout.enter(copied(second_moment))
+
         region = RegionState(
             params=self.layout.enter(arrays),
             opt_state=moments,
@@ -503,8 +512,9 @@ class RegionSync:
 
     def _left(self, params: PyTree, run: TrainState) -> PyTree:
         """Return the trainer's tree and shardings with the engine's parameters."""
-        given = self.selection.take(params)
-        shardings = {path: x.sharding for path, x in given.items()}
+        shardings = {
+            path: x.sharding for path, x in self.selection.take(params).items()
+        }
         arrays = self.layout.leave(run.region.params, shardings)
         return self.selection.put(params, arrays)
 
@@ -546,15 +556,17 @@ class RegionSync:
                 "loss_fn="
             )
 
-        def loss(arrays: Leaves, batch: PyTree, key: jax.Array):
+        def loss(arrays: Leaves, batch: PyTree, key: jax.Array) -> Any:
             return loss_fn(self.selection.put(params, arrays), batch, key)
 
         return loss
 
-    def _inputs(self, given: UserInputs) -> UserInputs:
-        """Return the user's inputs as functions of the flat dict."""
-        second_moment = None if given.second_moment is None else lambda moment: moment
-        return dataclasses.replace(given, second_moment=second_moment)
+
+def _inputs_of_arrays(user_inputs: UserInputs) -> UserInputs:
+    """Return the user's inputs as functions of the flat dict."""
+    if user_inputs.second_moment is None:
+        return user_inputs
+    return dataclasses.replace(user_inputs, second_moment=lambda moment: moment)
 
 
 def _form(arrays: Leaves, transport: Transport) -> str:
@@ -568,24 +580,28 @@ def _form(arrays: Leaves, transport: Transport) -> str:
     return "stacked"
 
 
-def _no_loss(params: PyTree, batch: PyTree, key: jax.Array):
+def _no_loss(params: PyTree, batch: PyTree, key: jax.Array) -> Any:
     raise AssertionError("a RegionSync takes no inner steps")
 
 
 def _check_method(method: Method) -> None:
     """Refuse methods that need more of a trainer than its parameters."""
-    why = None
+    reason = None
     if method.per_step is not None:
-        why = "it exchanges messages at every step; use synchronized or RegionProgram"
+        reason = (
+            "it exchanges messages at every step; use synchronized or RegionProgram"
+        )
     elif method.sync is None:
-        why = "its regions exchange nothing; leave RegionSync out"
+        reason = "its regions exchange nothing; leave RegionSync out"
     elif method.sync.moments:
-        why = "it averages the optimizer's moments; use synchronized or RegionProgram"
+        reason = (
+            "it averages the optimizer's moments; use synchronized or RegionProgram"
+        )
     elif method.sync.robust:
-        why = "exclude_above and robust_mean restore regions; use RegionProgram"
+        reason = "exclude_above and robust_mean restore regions; use RegionProgram"
     elif method.sync.schedule.is_measured:
-        why = "its schedule follows measured times; use numbers for delay_steps"
+        reason = "its schedule follows measured times; use numbers for delay_steps"
     elif getattr(method.sync.outer, "correct", None) is not None:
-        why = "it corrects every gradient; use synchronized or RegionProgram"
-    if why is not None:
-        raise ValueError(f"method={method.name!r} is none for RegionSync: {why}")
+        reason = "it corrects every gradient; use synchronized or RegionProgram"
+    if reason is not None:
+        raise ValueError(f"method={method.name!r} is none for RegionSync: {reason}")

@@ -88,16 +88,17 @@ class Layout:
         Where leaves have no axis of regions: of this program's region, which must be
         equal to all others.
         """
-        where = {
+        shardings = {
             path: NamedSharding(self.mesh, spec) for path, spec in self.specs.items()
         }
         if self.form == "processes":
-            return transfer.put(jax.tree.map(np.asarray, arrays), where)
+            return transfer.put(jax.tree.map(np.asarray, arrays), shardings)
         if self.form == "own":
-            return jax.device_put(copied(arrays), where)
+            return jax.device_put(copied(arrays), shardings)
+
         take = jax.jit(
             lambda arrays: {path: x[0] for path, x in arrays.items()},
-            out_shardings=where,
+            out_shardings=shardings,
         )
         return take(self.enter(arrays))
 
@@ -118,20 +119,23 @@ class Layout:
         sharding = x.sharding
         if not isinstance(sharding, NamedSharding):
             return NamedSharding(self.mesh, P())
-        return NamedSharding(
-            self.mesh, P(*map(self._renamed, spec_axes(sharding.spec)))
-        )
+        entries = [self._renamed(axes) for axes in spec_axes(sharding.spec)]
+        return NamedSharding(self.mesh, P(*entries))
 
     def _renamed(self, axes: tuple[str, ...]) -> tuple[str, ...] | None:
         names = []
-        if self.regions and axes[: len(self.regions)] == self.regions:
-            names, axes = [REGION], axes[len(self.regions) :]
+        num_regions_axes = len(self.regions)
+        if self.regions and axes[:num_regions_axes] == self.regions:
+            names.append(REGION)
+            axes = axes[num_regions_axes:]
+
         split = set(axes) & set(self.regions)
         if split:
             raise ValueError(
                 f"an array is sharded over {sorted(split)}, a part of the axes "
                 f"{self.regions} over which the regions are"
             )
+
         # Axes of one device have no name here, and shard nothing.
         names += [self.names[axis] for axis in axes if axis in self.names]
         return tuple(names) or None
@@ -158,16 +162,8 @@ def layout_of(arrays: Leaves, num_regions: int, form: str) -> Layout:
     shardings = {path: _named(path, x) for path, x in arrays.items()}
     mesh = _one_mesh(shardings)
     specs = {
-        path: [*spec_axes(sharding.spec), *[()] * arrays[path].ndim]
+        path: _axes_of(sharding, mesh, arrays[path].ndim)
         for path, sharding in shardings.items()
-    }
-    # An axis of one device shards nothing.
-    specs = {
-        path: [
-            tuple(axis for axis in axes if mesh.shape[axis] > 1)
-            for axes in spec[: arrays[path].ndim]
-        ]
-        for path, spec in specs.items()
     }
 
     regions: tuple[str, ...] = ()
@@ -175,9 +171,8 @@ def layout_of(arrays: Leaves, num_regions: int, form: str) -> Layout:
         regions = _region_axes(specs)
         specs = {path: spec[1:] for path, spec in specs.items()}
     inside = [
-        axis for axis in mesh.axis_names
-        if axis not in regions and mesh.shape[axis] > 1
-    ]  # fmt: skip
+        axis for axis in mesh.axis_names if axis not in regions and mesh.shape[axis] > 1
+    ]
     if len(inside) > len(_NAMES):
         raise ValueError(
             f"params are over a mesh with the axes {inside} inside a region; use at "
@@ -189,8 +184,21 @@ def layout_of(arrays: Leaves, num_regions: int, form: str) -> Layout:
         path: P(*(tuple(names[axis] for axis in axes) or None for axes in spec))
         for path, spec in specs.items()
     }
-    own = _own_mesh(mesh, regions, names, form)
-    return Layout(form, own, renamed, regions, {str(k): v for k, v in names.items()})
+    return Layout(
+        form=form,
+        mesh=_engine_mesh(mesh, regions, names, form),
+        specs=renamed,
+        regions=regions,
+        names={str(axis): name for axis, name in names.items()},
+    )
+
+
+def _axes_of(sharding: NamedSharding, mesh: Mesh, ndim: int) -> list[tuple[str, ...]]:
+    """Return the axes of each dimension; an axis of one device shards nothing."""
+    entries = [*spec_axes(sharding.spec), *[()] * ndim]
+    return [
+        tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in entries[:ndim]
+    ]
 
 
 def relabeled(x: Any, sharding: Sharding, shape: tuple[int, ...] | None = None) -> Any:
@@ -203,10 +211,13 @@ def relabeled(x: Any, sharding: Sharding, shape: tuple[int, ...] | None = None) 
         shape = tuple(x.shape)
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
     if x.sharding == sharding and x.shape == shape:
         return x
+
     if shape == x.shape and not _has_same_shards(x.sharding, sharding, shape):
         return jax.device_put(x, sharding)
+
     shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
@@ -215,6 +226,7 @@ def first_region(x: Any) -> Any:
     """Return the first entry of an array `[R, ...]` of any sharding."""
     if not hasattr(x, "shape"):
         return x
+
     if isinstance(x.sharding, NamedSharding):
         inside = NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:]))
         return x.at[0].get(out_sharding=inside)
@@ -241,13 +253,17 @@ def _named(path: str, x: Any) -> NamedSharding:
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding):
         return sharding
-    if sharding is None or isinstance(sharding, SingleDeviceSharding):
-        devices = [jax.local_devices()[0]] if sharding is None else sharding.device_set
-        return NamedSharding(Mesh(np.array(list(devices)), ("alone",)), P())
-    raise ValueError(
-        f"params has a leaf {path!r} with a {type(sharding).__name__}; give it a "
-        "NamedSharding, or keep it on one device"
-    )
+
+    if sharding is None:
+        devices = [jax.local_devices()[0]]
+    elif isinstance(sharding, SingleDeviceSharding):
+        devices = list(sharding.device_set)
+    else:
+        raise ValueError(
+            f"params has a leaf {path!r} with a {type(sharding).__name__}; give it a "
+            "NamedSharding, or keep it on one device"
+        )
+    return NamedSharding(Mesh(np.array(devices), ("alone",)), P())
 
 
 def _one_mesh(shardings: dict[str, NamedSharding]) -> Mesh:
@@ -255,7 +271,7 @@ def _one_mesh(shardings: dict[str, NamedSharding]) -> Mesh:
     for path, sharding in shardings.items():
         mesh = sharding.mesh
         assert isinstance(mesh, Mesh)
-        devices = mesh.devices.shape, tuple(mesh.devices.flat)
+        devices = (mesh.devices.shape, tuple(mesh.devices.flat))
         meshes.setdefault((mesh.axis_names, devices), (path, mesh))
     if len(meshes) > 1:
         (path, mesh), (other_path, other), *_ = meshes.values()
@@ -263,6 +279,7 @@ def _one_mesh(shardings: dict[str, NamedSharding]) -> Mesh:
             f"params has a leaf {path!r} over the mesh {dict(mesh.shape)} and "
             f"{other_path!r} over {dict(other.shape)}; all leaves must be over one mesh"
         )
+
     ((_, mesh),) = meshes.values()
     return mesh
 
@@ -275,35 +292,41 @@ def _region_axes(specs: dict[str, list[tuple[str, ...]]]) -> tuple[str, ...]:
             f"params has the regions of {path!r} over the mesh axes {first} and of "
             f"{other!r} over {second}; all leaves must have them over the same"
         )
+
     return next(iter(axes))
 
 
-def _own_mesh(
+def _engine_mesh(
     mesh: Mesh, regions: tuple[str, ...], names: Mapping[Any, str], form: str
 ) -> Mesh:
     """Return the engine's mesh of the trainer's devices."""
-    inside = {name: axis for axis, name in names.items()}
-    order = [*regions, *(inside[name] for name in INSIDE if name in inside)]
-    rest = [axis for axis in mesh.axis_names if axis not in order]
-    grid = mesh.devices.transpose([mesh.axis_names.index(a) for a in [*order, *rest]])
-    sizes = [mesh.shape[inside[name]] if name in inside else 1 for name in INSIDE]
-    length = math.prod(mesh.shape[axis] for axis in regions)
+    axis_of = {name: axis for axis, name in names.items()}
+    order = [*regions, *(axis_of[name] for name in INSIDE if name in axis_of)]
+    order += [axis for axis in mesh.axis_names if axis not in order]
+    grid = mesh.devices.transpose([mesh.axis_names.index(axis) for axis in order])
+    sizes = [mesh.shape[axis_of[name]] if name in axis_of else 1 for name in INSIDE]
+
+    num_shards = math.prod(mesh.shape[axis] for axis in regions)
     if form == "processes":
         grid = _of_all_processes(grid)
-        length = len(grid)
-    grid = grid.reshape(length, *sizes)
+        num_shards = len(grid)
     axes = (REGION, *INSIDE)
-    return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
+    return Mesh(
+        grid.reshape(num_shards, *sizes),
+        axes,
+        axis_types=(AxisType.Auto,) * len(axes),
+    )
 
 
 def _of_all_processes(grid: np.ndarray) -> np.ndarray:
-    """Return the devices of every process that lie as `grid` does in this one."""
+    """Return the devices of every process, placed as those of this one in `grid`."""
     index = {device: i for i, device in enumerate(jax.local_devices())}
     places = [index[device] for device in grid.flat]
+
     by_process: dict[int, list[Any]] = {}
     for device in jax.devices():
         by_process.setdefault(device.process_index, []).append(device)
-    rows = [[by_process[p][i] for i in places] for p in sorted(by_process)]
+    rows = [[by_process[process][i] for i in places] for process in sorted(by_process)]
     return np.array(rows)
 
 
@@ -317,14 +340,16 @@ _without_axis = jax.jit(
 
 def _own_part(x: jax.Array) -> jax.Array:
     """Return this process's region of an array over processes, `[1, ...]`."""
-    shape = (1, *x.shape[1:])
     sharding = x.sharding
     assert isinstance(sharding, NamedSharding)
     assert isinstance(sharding.mesh, Mesh)
+
     row = jax.process_index()
-    own = Mesh(
+    names = sharding.mesh.axis_names
+    own_mesh = Mesh(
         sharding.mesh.devices[row : row + 1],
-        sharding.mesh.axis_names,
-        axis_types=(AxisType.Auto,) * len(sharding.mesh.axis_names),
+        names,
+        axis_types=(AxisType.Auto,) * len(names),
     )
-    return relabeled(x, NamedSharding(own, sharding.spec), shape)
+    shape = (1, *x.shape[1:])
+    return relabeled(x, NamedSharding(own_mesh, sharding.spec), shape)

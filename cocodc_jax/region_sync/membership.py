@@ -52,6 +52,7 @@ class Membership:
     ):
         if place.via:
             reach(place.via)  # A folder that is missing would lose all messages.
+
         self._num_processes = jax.process_count()
         if self._num_processes > 1 and place.late_mean == "merge":
             raise ValueError(
@@ -59,16 +60,20 @@ class Membership:
                 f"is late, and this region has {self._num_processes} processes; use "
                 "'wait'"
             )
-        self._program, self._place = program, place
+
+        self._program = program
+        self._place = place
         self._run = _digest(program, run)
         self._should_stop = should_stop
         self._link: Any = None
         self._reporter: Reporter | None = None
+        self._in_flight: dict[SyncId, InFlight] = {}
+
         self._next_report_s = 0.0
         # With several processes, which report at the same steps.
         self._next_report_step = 0
-        self._last_report = 0, 0.0  # Its step and its time.
-        self._in_flight: dict[SyncId, InFlight] = {}
+        self._last_report_step = 0
+        self._last_report_s = 0.0
 
     @property
     def regions(self) -> tuple[int, ...]:
@@ -95,29 +100,8 @@ class Membership:
           LeftBehindError: if its checkpoint is ahead of the others.
         """
         self.close()
-        place, timing = self._place, self._place.timing
-
-        def make_link() -> Link:
-            return Link(
-                place,
-                self._run,
-                joining.max_frame_bytes(self._program),
-                state.step,
-                is_announced=False,
-                last_boot=carried.boot if carried else None,
-            )
-
-        link = inside.of_process(
-            place,
-            jax.process_index(),
-            jax.process_count(),
-            make_link,
-            gather,
-            self._should_stop,
-        )
-        link.__enter__()
-        link.should_stop = self._should_stop
-        self._link = link
+        link = self._open_link(state.step, carried)
+        timing = self._place.timing
 
         if link.hears_others(_LISTEN_BEATS * timing.beat_s) and carried is None:
             self._rehearse(params, key)
@@ -138,14 +122,43 @@ class Membership:
             if carried is not None and is_led_by not in carried.missed:
                 carried = carried._replace(shared=None)
             state = joining.adopt(self._program, params, key, copy, carried)
-        self._last_report = state.step, time.monotonic()
+        self._last_report_step = state.step
+        self._last_report_s = time.monotonic()
         self._next_report_step = state.step + 1
         return state
+
+    def _open_link(self, step: int, carried: joining.Carried | None) -> Any:
+        """Open the link to the other regions, of one process or of several."""
+        place = self._place
+
+        def make_link() -> Link:
+            return Link(
+                place,
+                self._run,
+                joining.max_frame_bytes(self._program),
+                step,
+                is_announced=False,
+                last_boot=carried.boot if carried else None,
+            )
+
+        link = inside.of_process(
+            place,
+            jax.process_index(),
+            jax.process_count(),
+            make_link,
+            gather,
+            self._should_stop,
+        )
+        link.__enter__()
+        link.should_stop = self._should_stop
+        self._link = link
+        return link
 
     def report(self, state: TrainState, applied: Sequence[AppliedSync] = ()) -> None:
         """Report to the others, see `Reporter.report`; nothing once the link ended."""
         if self._link is None or self._reporter is None:
             return
+
         assert state.sync is not None
         self._in_flight = state.sync.in_flight
         self._reporter.report(state, applied)
@@ -163,17 +176,20 @@ class Membership:
         The clocks of a region's processes differ, but all have to report at one step:
         process 0 says at which, by the time that its last steps took.
         """
-        now_s, beat_s = time.monotonic(), self._place.timing.beat_s
+        now_s = time.monotonic()
+        beat_s = self._place.timing.beat_s
         self._next_report_s = now_s + beat_s
         if self._num_processes == 1:
             return
 
-        last_step, last_s = self._last_report
-        num_steps = step - last_step
-        in_a_beat = int(beat_s * num_steps / max(now_s - last_s, 1e-9))
+        num_steps = step - self._last_report_step
+        elapsed_s = max(now_s - self._last_report_s, 1e-9)
+        steps_in_a_beat = int(beat_s * num_steps / elapsed_s)
         # The first steps compile; later ones may become slower.
-        ahead = max(1, min(in_a_beat, 2 * num_steps))
-        self._last_report = step, now_s
+        ahead = max(1, min(steps_in_a_beat, 2 * num_steps))
+
+        self._last_report_step = step
+        self._last_report_s = now_s
         self._next_report_step = step + self._link.agree(ahead)
 
     def finish(self) -> None:
@@ -198,11 +214,16 @@ class Membership:
 
     def _rehearse(self, params: PyTree, key: jax.Array) -> None:
         """Compile and run the programs of a full round, alone."""
-        program, schedule = self._program, self._program.method.schedule
+        program = self._program
+        schedule = program.method.schedule
         assert schedule is not None
+        last_step = schedule.sync_interval + schedule.delay_steps + 1
+
         state = program.init(params, key)
-        end = schedule.sync_interval + schedule.delay_steps + 1
-        while (ahead := program.steps_to_event(state)) and state.step + ahead <= end:
+        while True:
+            ahead = program.steps_to_event(state)
+            if not ahead or state.step + ahead > last_step:
+                break
             state = dataclasses.replace(state, step=state.step + ahead)
             state, _ = program.apply_events(state)
         jax.block_until_ready(state.region.params)
@@ -217,7 +238,10 @@ def _digest(program: SyncProgram, run: str) -> str:
     """Return a digest that is equal for two regions of one run."""
     sync = program.method.sync
     assert sync is not None
-    same = {
+    rows = [
+        repr(program.elastic.row_shape(k, 0)) for k in range(len(program.fragments))
+    ]
+    identity = {
         "run": run,
         "version": __version__,
         "method": program.method.name,
@@ -227,9 +251,7 @@ def _digest(program: SyncProgram, run: str) -> str:
         "params": {
             path: f"{x.dtype}{x.shape}" for path, x in program.param_shapes.items()
         },
-        "rows": [
-            repr(program.elastic.row_shape(k, 0)) for k in range(len(program.fragments))
-        ],
+        "rows": rows,
     }
-    text = json.dumps(same, sort_keys=True)
+    text = json.dumps(identity, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -86,8 +86,8 @@ class Seam:
 def _keys_at(keys: jax.Array, step: jax.Array) -> jax.Array:
     """Return the regions' keys of a step, from those of the run."""
 
-    def one(key_data: jax.Array) -> jax.Array:
+    def key_at_step(key_data: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(key_data), step)
         return jax.random.key_data(key)
 
-    return jax.vmap(one)(keys)
+    return jax.vmap(key_at_step)(keys)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cocodc_jax.sync.fragments import Fragments, fitted
+from cocodc_jax.sync.fragments import Fragments, LeafSlice, fitted
 from cocodc_jax.transforms.layers import path_of, unboxed_paths, without_box
 
 PyTree = Any
@@ -99,19 +99,19 @@ class Selection:
           ValueError: if it was cut from another tree, or has a leaf that is not
             averaged.
         """
-        fragments = fitted(
-            fragments, self.treedef.unflatten([0] * self.treedef.num_leaves)
-        )
-        if fragments.treedef != self.treedef:
+        num_leaves = self.treedef.num_leaves
+        fitting = fitted(fragments, self.treedef.unflatten([0] * num_leaves))
+        if fitting.treedef != self.treedef:
             raise ValueError(
-                f"params has {_difference(fragments.treedef, self.treedef)} than the "
+                f"params has {_difference(fitting.treedef, self.treedef)} than the "
                 "tree that fragments were cut of; use fragments=cut(params, "
                 "num_fragments)"
             )
+
         names = sorted(path for path in self.paths if path is not None)
         index = {name: i for i, name in enumerate(names)}
 
-        def moved(part):
+        def of_flat_dict(part: LeafSlice) -> LeafSlice:
             path = self.paths[part.leaf]
             if path is None:
                 raise ValueError(
@@ -120,12 +120,12 @@ class Selection:
                 )
             return dataclasses.replace(part, path=path, leaf=index[path])
 
-        slices = tuple(
-            tuple(sorted(map(moved, parts), key=lambda part: part.leaf))
-            for parts in fragments.slices
-        )
+        slices = []
+        for parts in fitting.slices:
+            moved = [of_flat_dict(part) for part in parts]
+            slices.append(tuple(sorted(moved, key=lambda part: part.leaf)))
         treedef = jax.tree.structure(dict.fromkeys(names, 0))
-        return dataclasses.replace(fragments, treedef=treedef, slices=slices)
+        return dataclasses.replace(fitting, treedef=treedef, slices=tuple(slices))
 
     def _leaves(self, params: PyTree) -> list[Any]:
         leaves, treedef = jax.tree.flatten(params)
@@ -139,7 +139,8 @@ class Selection:
 
 def _difference(made_for: Any, other: Any) -> str:
     """Say how a tree's structure differs; all of a model's would fill pages."""
-    before, now = _paths(made_for), _paths(other)
+    before = _paths(made_for)
+    now = _paths(other)
     more = [path for path in now if path not in before]
     less = [path for path in before if path not in now]
     if more:

@@ -44,16 +44,17 @@ class Window:
         self._seam = seam
         self._step = step
         leaves, self._treedef = jax.tree.flatten(carry)
-        self._places = _places(leaves, jax.tree.leaves(params_of(carry)))
-        # Of all leaves of a carry but the averaged arrays.
-        selection, layout = seam.selection, seam.layout
+        places = _places(leaves, jax.tree.leaves(params_of(carry)))
+
+        # Where the averaged arrays are in a carry, and all other leaves.
         self._averaged = [
             place
-            for place, path in zip(self._places, selection.paths, strict=True)
+            for place, path in zip(places, seam.selection.paths, strict=True)
             if path is not None
         ]
         self._rest = [i for i in range(len(leaves)) if i not in set(self._averaged)]
 
+        layout = seam.layout
         regional = {path: layout.regional(path) for path in layout.specs}
         self._steps = InnerSteps(
             run=self._run,
@@ -90,17 +91,15 @@ class Window:
                 f"batches has {num_steps} steps, which lead past the next event, "
                 f"{ahead} steps ahead; pass at most steps_to_event(state)"
             )
+
         leaves = self._treedef.flatten_up_to(carry)
-        entered = self._entered(leaves, state)
-        batches = jax.tree.map(self._batch, batches)
         run, (outputs, _), applied = self._seam.program.run_segment(
-            entered, batches, num_steps
+            self._entered(leaves, state),
+            jax.tree.map(self._batch, batches),
+            num_steps,
         )
-        return (
-            self._left(leaves, run.region),
-            outputs,
-            self._seam.state_of(run, state.keys, applied),
-        )
+        new_carry = self._left(leaves, run.region)
+        return new_carry, outputs, self._seam.state_of(run, state.keys, applied)
 
     @in_own_context()
     def list_programs(self, carry: PyTree, batches: PyTree) -> list[LoweredProgram]:
@@ -116,11 +115,11 @@ class Window:
             relabeled(x, self._seam.layout.sharding_of(x))
             for x in self._treedef.flatten_up_to(carry)
         ]
-        state = listing.abstract()
+        shapes = listing.abstract()
         state = dataclasses.replace(
-            state,
-            region=self._region(leaves, state.region.key),
+            shapes, region=self._region(leaves, shapes.region.key)
         )
+
         assert listing.method.sync is not None
         interval = listing.method.sync.schedule.sync_interval
         while state.step < 2 * interval:
@@ -134,6 +133,7 @@ class Window:
                 batches,
             )
             state, _, _ = listing.run_segment(state, of_steps, num_steps)
+
         names = [name for name in recorder.programs if "inner steps" in name]
         return [recorder.programs[name] for name in names]
 
@@ -142,17 +142,12 @@ class Window:
     ) -> tuple[RegionState, tuple[PyTree, dict]]:
         """Scan the trainer's step; traced in the engine's programs."""
         del unused
-        leaves: list[Any] = [None] * (len(self._averaged) + len(self._rest))
-        for place, path in zip(self._averaged, self._paths, strict=True):
-            leaves[place] = region.params[path]
-        for place, x in zip(self._rest, region.opt_state, strict=True):
-            leaves[place] = x
-        carry = self._treedef.unflatten(leaves)
-        carry, outputs = jax.lax.scan(self._step, carry, batches)
-        return self._region(self._treedef.flatten_up_to(carry), region.key), (
-            outputs,
-            {},
+        leaves = self._leaves(region)
+        carry, outputs = jax.lax.scan(
+            self._step, self._treedef.unflatten(leaves), batches
         )
+        new_region = self._region(self._treedef.flatten_up_to(carry), region.key)
+        return new_region, (outputs, {})
 
     @property
     def _paths(self) -> list[str]:
@@ -168,26 +163,34 @@ class Window:
             key=key,
         )
 
+    def _leaves(self, region: RegionState) -> list[Any]:
+        """Return the leaves of the carry that a region state has; inverts `_region`."""
+        leaves: list[Any] = [None] * (len(self._averaged) + len(self._rest))
+        for place, path in zip(self._averaged, self._paths, strict=True):
+            leaves[place] = region.params[path]
+        for place, x in zip(self._rest, region.opt_state, strict=True):
+            leaves[place] = x
+        return leaves
+
     def _entered(self, leaves: list[Any], state: RegionSyncState) -> TrainState:
+        arrays = [jax.numpy.asarray(x) for x in leaves]
         sharding_of = self._seam.layout.sharding_of
-        entered = [relabeled(x, sharding_of(x)) for x in map(jax.numpy.asarray, leaves)]
+        entered = [relabeled(x, sharding_of(x)) for x in arrays]
         keys = self._seam.keys_at(state, state.step)
         return TrainState(
-            self._region(entered, keys), state.sync, state.step, state.bytes_sent
+            region=self._region(entered, keys),
+            sync=state.sync,
+            step=state.step,
+            bytes_sent=state.bytes_sent,
         )
 
     def _left(self, leaves: list[Any], region: RegionState) -> PyTree:
         """Return the trainer's carry, with the shardings that it had."""
-        new: list[Any] = list(leaves)
-        for place, path in zip(self._averaged, self._paths, strict=True):
-            new[place] = region.params[path]
-        for place, x in zip(self._rest, region.opt_state, strict=True):
-            new[place] = x
-        new = [
+        new_leaves = [
             relabeled(x, old.sharding) if hasattr(old, "sharding") else x
-            for x, old in zip(new, leaves, strict=True)
+            for x, old in zip(self._leaves(region), leaves, strict=True)
         ]
-        return self._treedef.unflatten(new)
+        return self._treedef.unflatten(new_leaves)
 
     def _batch(self, x: Any) -> Any:
         if isinstance(getattr(x, "sharding", None), NamedSharding):
@@ -203,6 +206,7 @@ def _places(leaves: list[Any], params: list[Any]) -> list[int]:
             "carry holds one array twice; give a carry whose arrays differ, such as "
             "the one that a step returned"
         )
+
     missing = [leaf for leaf in params if id(leaf) not in index]
     if missing:
         raise ValueError(
