@@ -75,9 +75,8 @@ class Plan:
         except FileNotFoundError:
             return "wan: nothing was counted"
 
-        sent, delivered = (
-            sum(map(sum, traffic[name])) for name in ("sent_bytes", "delivered_bytes")
-        )
+        sent = sum(sum(row) for row in traffic["sent_bytes"])
+        delivered = sum(sum(row) for row in traffic["delivered_bytes"])
         return (
             f"wan: {traffic['wall_s']:.1f} s, {sent / 1e6:.3f} MB sent, "
             f"{delivered / 1e6:.3f} MB delivered, relay busy "

@@ -318,7 +318,10 @@ def _cut_off(bad: np.ndarray) -> tuple[int, ...]:
     rest = sorted(set(range(num)) - group)
     if min(len(group), len(rest)) < 2:
         return ()
-    inside = joined[np.ix_(rest, rest)].astype(int)
-    is_one = bool((np.linalg.matrix_power(inside, len(rest)) > 0).all())
 
-    return tuple(min(rest, sorted(group), key=len)) if is_one else ()
+    # The others are one group if all reach all.
+    inside = joined[np.ix_(rest, rest)].astype(int)
+    is_one_group = (np.linalg.matrix_power(inside, len(rest)) > 0).all()
+    if not is_one_group:
+        return ()
+    return tuple(min(rest, sorted(group), key=len))

@@ -87,24 +87,24 @@ def simulated(
     events = [(rng.exponential(failures.between_s), m) for m in range(num_regions)]
     heapq.heapify(events)
 
-    now = 0.0
+    now_s = 0.0
     kept_s = 0.0
-    while now < seconds:
-        then, m = heapq.heappop(events)
-        then = min(then, seconds)
+    while now_s < seconds:
+        event_s, m = heapq.heappop(events)
+        until_s = min(event_s, seconds)
         if is_there.sum() >= quorum:
-            worked_s += (then - now) * is_there
-
-        now = then
-        if now == seconds:
+            worked_s += (until_s - now_s) * is_there
+        now_s = until_s
+        if now_s == seconds:
             break
+
+        # Region m fails, or is back.
         if is_there[m]:
             kept_s += _kept(float(worked_s[m]), sync_s)
             worked_s[m] = 0.0
-
         mean_s = failures.repair_s if is_there[m] else failures.between_s
         is_there[m] = not is_there[m]
-        heapq.heappush(events, (now + rng.exponential(mean_s), m))
+        heapq.heappush(events, (now_s + rng.exponential(mean_s), m))
 
     kept_s += sum(_kept(work, sync_s) for work in worked_s.tolist())
     return kept_s / (num_regions * seconds)

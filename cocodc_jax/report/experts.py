@@ -65,7 +65,8 @@ def _draw_lines(part: Any, groups: Mapping[str, Sequence[Run]]) -> None:
         for name, group in groups.items():
             records = [run.of_kind("experts") for run in group]
             steps = [record["step"] for record in records[0]]
-            mean = np.mean([[r[key] for r in each] for each in records], axis=0)
+            values = [[record[key] for record in of_run] for of_run in records]
+            mean = np.mean(values, axis=0)
             axes.plot(steps, mean, color=shades[name], linewidth=1.6, label=name)
         axes.set_xlabel("inner steps")
         axes.set_ylim(bottom=0)

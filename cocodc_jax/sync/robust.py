@@ -115,14 +115,14 @@ class Robust:
         if is_plain:
             return
 
-        why = sync.message.only_weighted
-        if why is None and not sync.message.average.is_linear:
-            why = "what it takes the mean of are lengths and directions"
-        if why is None and self.mean == "trim" and sync.weigh is not None:
-            why = "its regions are weighed, and a trimmed mean has no weights"
-
-        if why is not None:
-            raise ValueError(why)
+        if sync.message.only_weighted is not None:
+            raise ValueError(sync.message.only_weighted)
+        if not sync.message.average.is_linear:
+            raise ValueError("what it takes the mean of are lengths and directions")
+        if self.mean == "trim" and sync.weigh is not None:
+            raise ValueError(
+                "its regions are weighed, and a trimmed mean has no weights"
+            )
 
     def judge(
         self, lengths: jax.Array, weights: jax.Array

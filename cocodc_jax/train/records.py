@@ -188,9 +188,10 @@ def record_of(step: int, routing: Mapping[str, np.ndarray]) -> dict[str, Any]:
     load_RNE = np.asarray(routing["expert_load"], np.float64)
     per_token = load_RNE[0, 0].sum()
     mean_NE = load_RNE.mean(axis=0)
-    names = "balance", "z", "entropy"
-    means = {n: finite_mean(routing[f"router_{n}"], np.float64) for n in names}
-    numbers = means | {
+    numbers = {
+        "balance": finite_mean(routing["router_balance"], np.float64),
+        "z": finite_mean(routing["router_z"], np.float64),
+        "entropy": finite_mean(routing["router_entropy"], np.float64),
         "load_max": mean_NE.max(axis=1).mean() * mean_NE.shape[1] / per_token,
         "divergence": np.abs(load_RNE - mean_NE).sum(axis=2).mean() / (2 * per_token),
         "dead": (mean_NE == 0).sum(),

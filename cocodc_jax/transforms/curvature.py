@@ -283,7 +283,6 @@ def gauss_newton(units: str = "gradient") -> Curvature:
         output_gradient = jax.grad(output_loss_fn)
         curved = jax.jvp(output_gradient, (outputs,), (jacobian(tangent),))[1]
         (curved,) = jax.linear_transpose(jacobian, stale_params)(curved)
-
         return _to_units(units, curved, **scales)
 
     needs = frozenset({"model_fn", "output_loss_fn", "stale_params"})
