@@ -119,8 +119,11 @@ def fragments_in_flight(runs: Sequence[Run]) -> Figure:
     """
     groups = by_method(runs)
     colors = palette.colors(groups)
-    each = {name: group[0].of_kind("sync") for name, group in groups.items()}
-    syncs = {name: events for name, events in each.items() if events}
+    syncs = {}
+    for name, group in groups.items():
+        events = group[0].of_kind("sync")
+        if events:
+            syncs[name] = events
     if not syncs:
         raise ValueError("no run has a sync to draw; leave the plot out")
 

@@ -26,7 +26,9 @@ import numpy as np
 
 PyTree = Any
 
-SUMMED, GATHERED, BY_RINGS = "summed", "gathered", "by_rings"
+SUMMED = "summed"
+GATHERED = "gathered"
+BY_RINGS = "by_rings"
 
 
 class Axis(Protocol):

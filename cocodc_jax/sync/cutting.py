@@ -86,21 +86,28 @@ def cut(
     units = _units(params, blocks, layer_axis)
     if strategy == "experts":
         return _cut_experts(params, units, num_fragments)
-    num_blocks = sum(unit.is_block for unit in units)
-    paths = (part.path.split("/") for unit in units for part in unit.slices)
-    most, what = len(units), "layers"
-    if num_blocks and (blocks or any(BLOCKS in path[:-1] for path in paths)):
-        most, what = num_blocks, "blocks"
+
     if strategy == "balanced_tensors":
-        units = [_Unit((part,), u.is_block) for u in units for part in u.slices]
-        most, what = len(units), "tensors"
+        units = [
+            _Unit((part,), unit.is_block) for unit in units for part in unit.slices
+        ]
+        most = len(units)
+        pieces = "tensors"
+    elif num_blocks := _num_named_blocks(units, blocks):
+        most = num_blocks
+        pieces = "blocks"
+    else:
+        most = len(units)
+        pieces = "layers"
+
     if not hasattr(num_fragments, "__index__") or not 1 <= num_fragments <= most:
         raise ValueError(
-            f"num_fragments={num_fragments!r} does not fit a model of {most} {what}; "
+            f"num_fragments={num_fragments!r} does not fit a model of {most} {pieces}; "
             f"use 1 to {most}, or say what the blocks are: "
             "fragments=cut(params, num_fragments, blocks=NAME), or "
             "cut_by_patterns(params, patterns)"
         )
+
     groups = _grouped(units, num_fragments, strategy)
     return Fragments(jax.tree.structure(params), tuple(groups))
 
@@ -113,21 +120,22 @@ def cut_by_patterns(params: PyTree, patterns: Sequence[str]) -> Fragments:
     """
     groups: list[list[LeafSlice]] = [[] for _ in patterns]
     for index, (path, leaf) in enumerate(distinct_leaves(params)):
-        matching = (k for k, pattern in enumerate(patterns) if re.search(pattern, path))
-        first = next(matching, None)
-        if first is None:
+        matching = [k for k, pattern in enumerate(patterns) if re.search(pattern, path)]
+        if not matching:
             raise ValueError(
                 f"no fragment pattern matches parameter {path!r}; "
                 f"patterns={list(patterns)}, add one such as '.*'"
             )
-        groups[first].append(_slice(path, index, leaf))
+        groups[matching[0]].append(_slice(path, index, leaf))
+
     for group, pattern in zip(groups, patterns, strict=True):
         if not group:
             raise ValueError(
                 f"fragment pattern {pattern!r} matches no parameter that an earlier "
                 "pattern left; remove it or put it first"
             )
-    return Fragments(jax.tree.structure(params), tuple(map(tuple, groups)))
+    slices = tuple(tuple(group) for group in groups)
+    return Fragments(jax.tree.structure(params), slices)
 
 
 def _cut_routers(params: PyTree, num_fragments: int) -> Fragments:
@@ -161,7 +169,22 @@ class _Unit:
         return sum(part.num_bytes for part in self.slices)
 
 
-def _slice(path: str, index: int, leaf: Any, rows: Any = None, axis: int = 0):
+def _num_named_blocks(units: list[_Unit], blocks: str | None) -> int:
+    """Return the number of blocks, 0 if neither the user nor paths name them."""
+    if not blocks:
+        paths = [part.path.split("/") for unit in units for part in unit.slices]
+        if not any(BLOCKS in path[:-1] for path in paths):
+            return 0
+    return sum(unit.is_block for unit in units)
+
+
+def _slice(
+    path: str,
+    index: int,
+    leaf: Any,
+    rows: tuple[int, ...] | None = None,
+    axis: int = 0,
+) -> LeafSlice:
     size = math.prod(leaf.shape)
     if rows is not None:
         size = size // leaf.shape[axis] * len(rows)
@@ -173,8 +196,8 @@ def _cut_experts(params: PyTree, units: list[_Unit], num_fragments: int) -> Frag
     """Cut into fragments of dense parts, then of experts."""
     leaves = distinct_leaves(params)
     axes = {i: expert_axis(path) for i, (path, _) in enumerate(leaves)}
-    found = {i: axis for i, axis in axes.items() if axis is not None}
-    if not found:
+    expert_axes = {i: axis for i, axis in axes.items() if axis is not None}
+    if not expert_axes:
         raise ValueError(
             "fragment_strategy='experts' needs a model with experts, and these "
             "parameters have none; use 'strided'"
@@ -184,32 +207,42 @@ def _cut_experts(params: PyTree, units: list[_Unit], num_fragments: int) -> Frag
             "fragment_strategy='experts' needs layers along the leading axis, and "
             "these parameters stack them along another one; use 'strided'"
         )
-    numbers = {leaves[i][1].shape[axis] for i, axis in found.items()}
+    numbers = {leaves[i][1].shape[axis] for i, axis in expert_axes.items()}
     if len(numbers) > 1:
         raise ValueError(f"layers have {sorted(numbers)} experts; use 'strided'")
-    number = numbers.pop()
-    dense = [
-        _Unit(kept, unit.is_block)
-        for unit in units
-        if (kept := tuple(p for p in unit.slices if p.leaf not in found))
-    ]
-    most = len(dense) + number
+    (num_experts,) = numbers
+
+    dense = []
+    for unit in units:
+        slices = tuple(part for part in unit.slices if part.leaf not in expert_axes)
+        if slices:
+            dense.append(_Unit(slices, unit.is_block))
+    most = len(dense) + num_experts
     if num_fragments not in range(2, most + 1):
         raise ValueError(
             f"num_fragments={num_fragments!r} does not fit fragment_strategy='experts' "
-            f"with {len(dense)} dense units and {number} experts; use 2 to {most}"
+            f"with {len(dense)} dense units and {num_experts} experts; use 2 to {most}"
         )
-    of_dense = sum(unit.num_bytes for unit in dense)
-    of_experts = sum(_slice(leaves[i][0], i, leaves[i][1]).num_bytes for i in found)
-    share = of_dense / (of_dense + of_experts)
+
+    # Fragments of both kinds are about as large; each has one unit or expert at least.
+    dense_bytes = sum(unit.num_bytes for unit in dense)
+    expert_bytes = sum(
+        _slice(leaves[i][0], i, leaves[i][1]).num_bytes for i in expert_axes
+    )
+    share = dense_bytes / (dense_bytes + expert_bytes)
     num_dense = min(max(round(num_fragments * share), 1), len(dense), num_fragments - 1)
-    num_dense = max(num_dense, num_fragments - number)
-    groups = _grouped(dense, num_dense, "strided")
+    num_dense = max(num_dense, num_fragments - num_experts)
     num_rest = num_fragments - num_dense
+
+    groups = _grouped(dense, num_dense, "strided")
     for k in range(num_rest):
-        rows = tuple(range(k * number // num_rest, (k + 1) * number // num_rest))
-        parts = ((*leaves[i], i, axis) for i, axis in found.items())
-        groups.append(tuple(_slice(n, i, x, rows, axis) for n, x, i, axis in parts))
+        first = k * num_experts // num_rest
+        end = (k + 1) * num_experts // num_rest
+        slices = []
+        for i, axis in expert_axes.items():
+            path, leaf = leaves[i]
+            slices.append(_slice(path, i, leaf, tuple(range(first, end)), axis))
+        groups.append(tuple(slices))
     return Fragments(jax.tree.structure(params), tuple(groups))
 
 
@@ -230,7 +263,8 @@ def _units(params: PyTree, blocks: str | None, layer_axis: int | None) -> list[_
     named = [(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]
     places = stacks.find(named, blocks, layer_axis)
     name_of = _namer(names, places)
-    found = collections.defaultdict(list)  # By rank, stack and layer.
+
+    slices = collections.defaultdict(list)  # By rank, stack and layer.
     num_rows: dict[str, int] = {}
     for index, (path, leaf) in enumerate(leaves):
         name = names[index]
@@ -239,8 +273,9 @@ def _units(params: PyTree, blocks: str | None, layer_axis: int | None) -> list[_
         ranks = (i for i, known in enumerate(UNIT_ORDER) if re.search(known, kind))
         rank = next(ranks, len(UNIT_ORDER))
         if layer is not None:
-            found[rank, stack, layer].append(_slice(path, index, leaf))
+            slices[rank, stack, layer].append(_slice(path, index, leaf))
             continue
+
         has_axis = len(leaf.shape) > axis
         length = num_rows.setdefault(stack, leaf.shape[axis] if has_axis else 0)
         if not has_axis or leaf.shape[axis] != length:
@@ -249,8 +284,11 @@ def _units(params: PyTree, blocks: str | None, layer_axis: int | None) -> list[_
                 f"holds {length} blocks along axis {axis}; say another by layer_axis="
             )
         for row in range(length):
-            found[rank, stack, row].append(_slice(path, index, leaf, (row,), axis))
-    return [_Unit(tuple(found[u]), is_block=u[2] >= 0) for u in sorted(found)]
+            slices[rank, stack, row].append(_slice(path, index, leaf, (row,), axis))
+
+    return [
+        _Unit(tuple(slices[unit]), is_block=unit[2] >= 0) for unit in sorted(slices)
+    ]
 
 
 def _namer(paths: list[str], places: dict[str, stacks.Place]) -> Callable[[str], str]:
@@ -260,11 +298,8 @@ def _namer(paths: list[str], places: dict[str, stacks.Place]) -> Callable[[str],
     the first entries of which there are several. So `{"params": x}` is cut like x.
     """
     split = [tuple(path.split("/")) for path in paths]
-    above = {
-        parts[:depth]
-        for parts in {tuple(place.stack.split("/")) for place in places.values()}
-        for depth in range(len(parts) + 1)
-    }
+    stack_paths = {tuple(place.stack.split("/")) for place in places.values()}
+    above = {parts[:depth] for parts in stack_paths for depth in range(len(parts) + 1)}
     if split and not above:
         shortest = min(map(len, split))
         shared = min(len(os.path.commonprefix(split)), shortest - 1)
@@ -285,8 +320,10 @@ def _assign(sizes: Sequence[int], num_fragments: int, strategy: str) -> list[int
         return [i % num_fragments for i in range(len(sizes))]
     if strategy == "sequential":
         return [i * num_fragments // len(sizes) for i in range(len(sizes))]
+
     # Longest-processing-time rule: within 4/3 of the optimal largest fragment.
-    owner, load = [0] * len(sizes), [0] * num_fragments
+    owner = [0] * len(sizes)
+    load = [0] * num_fragments
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         owner[i] = load.index(min(load))
         load[owner[i]] += max(sizes[i], 1)  # An empty tensor fills a fragment too.

@@ -110,14 +110,14 @@ def _called(
 
 def _named_so(name: str, shapes: dict[Path, tuple]) -> dict[Path, Place]:
     """Find `name_0`, `name_1`, ... at any depth."""
-    found = {}
+    places = {}
     for path in shapes:
         for at, part in enumerate(path[:-1]):
             stem, number = _split(part)
             if number is not None and stem == name.rstrip("_"):
-                found[path] = Place("/".join((*path[:at], stem)), number)
+                places[path] = Place("/".join((*path[:at], stem)), number)
                 break
-    return found
+    return places
 
 
 def _look(

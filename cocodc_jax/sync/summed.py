@@ -171,12 +171,12 @@ class SummedFactors(Message):
 
         def remembered(
             meant: PyTree,
-            own: PyTree,
+            second: PyTree,
             old: power_sgd.PowerSgdState,
             weight: jax.Array,
             finite: jax.Array,
         ) -> power_sgd.PowerSgdState:
-            missed = power_sgd.missed(meant, left, own)
+            missed = power_sgd.missed(meant, left, second)
             pick = functools.partial(jnp.where, (weight > 0) & finite)
             residual = jax.tree.map(pick, missed, old.residual)
             return vary_like(power_sgd.PowerSgdState(residual, shared), old)
@@ -227,26 +227,28 @@ def ring_sum(tree: PyTree, rings: ByRings, axis_name: Any) -> PyTree:
     chunk = rings.chunk_size(flat.size, num)
     padded = jnp.pad(flat, (0, rings.num * num * chunk - flat.size))
     shares = tuple(padded.reshape(rings.num, num, chunk))
-    shard, strides = jax.lax.axis_index(axis_name), rings.strides(num)
-    perms = [[(p, (p + s) % num) for p in range(num)] for s in strides]
+
     # Position q is shard q s, so a shard's position is its index times s inverted.
+    shard = jax.lax.axis_index(axis_name)
+    strides = rings.strides(num)
+    perms = [[(p, (p + s) % num) for p in range(num)] for s in strides]
     positions = [shard * (pow(s, -1, num) if num > 1 else 0) for s in strides]
 
-    def pass_on(share, perm, sent):
+    def pass_on(share: jax.Array, perm: list, sent: jax.Array) -> jax.Array:
         return jax.lax.ppermute(share[sent % num], axis_name, perm)
 
-    def add(k, shares):
+    def add(k: jax.Array, shares: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         return tuple(
             share.at[(q - k - 1) % num].add(pass_on(share, perm, q - k))
             for share, perm, q in zip(shares, perms, positions, strict=True)
         )
 
-    def keep(k, shares):
+    def keep(k: jax.Array, shares: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         return tuple(
             share.at[(q - k) % num].set(pass_on(share, perm, q + 1 - k))
             for share, perm, q in zip(shares, perms, positions, strict=True)
         )
 
-    shares = jax.lax.fori_loop(0, num - 1, add, shares)
-    shares = jax.lax.fori_loop(0, num - 1, keep, shares)
-    return restore(jnp.stack(shares).ravel()[: flat.size])
+    sums = jax.lax.fori_loop(0, num - 1, add, shares)
+    sums = jax.lax.fori_loop(0, num - 1, keep, sums)
+    return restore(jnp.stack(sums).ravel()[: flat.size])
