@@ -235,6 +235,7 @@ class Turn:
     def _events(
         self, on_merge: OnMerge | None, value: tuple, region: Region
     ) -> tuple[PyTree, PyTree, Any]:
+        """Apply the events of a step to `(updates, inner, state)`, see `events`."""
         updates, inner, state = value
         region = region._replace(updates=updates)
         step = region.step
@@ -266,7 +267,8 @@ class Turn:
             once(traced.midway(schedule, times, step), self.look)
 
         if not delay_steps or isinstance(schedule, OneStepStale):
-            # A start and an end in one: of one sync, or of this one and the last.
+            # Without a delay a sync starts and ends at once; one round late, a start
+            # and the end of the sync before are one event.
             started = self.leaving(times, region, parts)
             done = started
             once(done, self.both)

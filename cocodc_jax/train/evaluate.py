@@ -53,8 +53,8 @@ def list_evaluate(
 
     `shape` is that of the batches of tokens, `[E, B, L]`.
     """
-    where = NamedSharding(mesh, P(REGION, batch_axes(mesh)))
-    batches = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+    sharding = NamedSharding(mesh, P(REGION, batch_axes(mesh)))
+    batches = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
     evaluate = _jit_evaluate(loss_fn, mesh)
     return LoweredProgram("evaluation", evaluate, ((params,), batches))
 
