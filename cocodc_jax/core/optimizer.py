@@ -211,15 +211,16 @@ def synchronized(
 
         step, times = same_in_all((state.step + 1, state.times), axis_name)
         is_first = step == 1
-        state = state._replace(step=step, times=times)
-        if num > 1 and not bound.per_step and inner_keys.has_keys(state.inner):
-            keyed = turn.with_own_keys(state.inner, is_first, axis_name)
-            state = state._replace(inner=keyed)
+        inner_state = state.inner
+        if num > 1 and not bound.per_step and inner_keys.has_keys(inner_state):
+            inner_state = turn.with_own_keys(inner_state, is_first, axis_name)
 
         correct = make_correct(bound.sync, cut_fragments, num)
         if correct is not None:
             updates = correct(updates, params, (state.outer, state.opt_states))
 
+        per_step_state = state.per_step
+        counts = state.counts
         sizes = [0]
         if bound.per_step:
             updates, per_step_state = turn.exchange(
@@ -232,16 +233,20 @@ def synchronized(
             if "value" in extra:
                 extra["value"] = turn.mean_of_all(extra["value"], axis_name)
             sizes = [bound.per_step.num_bytes(params) if num > 1 else 0]
-            state = state._replace(per_step=per_step_state, counts=state.counts + 1)
+            counts = counts + 1
 
-        updates, inner_state = inner_tx.update(updates, state.inner, params, **extra)
-        state = state._replace(inner=inner_state)
+        updates, inner_state = inner_tx.update(updates, inner_state, params, **extra)
+        state = state._replace(
+            step=step,
+            inner=inner_state,
+            per_step=per_step_state,
+            times=times,
+            counts=counts,
+        )
         if bound.sync:
             sizes = turn.num_bytes(bound.sync, state, num)
-        message_bytes = jnp.array(sizes, jnp.float32)
-        state = state._replace(
-            message_bytes=vary_like(message_bytes, state.message_bytes)
-        )
+        message_bytes = vary_like(jnp.array(sizes, jnp.float32), state.message_bytes)
+        state = state._replace(message_bytes=message_bytes)
         if bound.sync is None:
             return updates, state
 
