@@ -54,6 +54,7 @@ class OnOuterMesh(Exchange):
 
     def __init__(self, spec: SyncSpec, all_reduce: str):
         super().__init__(spec)
+
         dtypes_of_parts = [
             {x.dtype.name for x in jax.tree.leaves(part)} for part in spec.outer_shapes
         ]
@@ -63,8 +64,10 @@ class OnOuterMesh(Exchange):
                 f"parameters of {' and '.join(dtypes)} cannot be averaged between "
                 "hosts; use one dtype, exchange='program', or compressed messages"
             )
+
         self.all_reduce = all_reduce  # One of `collectives.ALL_REDUCES`.
         self._num_times = spec.regions.num if spec.is_measured else 0
+
         # Caches of the object, so that they end with it.
         self.row_shape = functools.cache(self._row_shape)
         self._combine = functools.cache(self._make_combine)

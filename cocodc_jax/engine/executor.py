@@ -464,6 +464,7 @@ class Executor:
         """Apply a mean, or put it off to the next slot if it has not arrived."""
         mean = run.sync.in_flight[event.sync_id].mean
         is_missing = isinstance(mean, PendingMean) and not mean.is_ready()
+
         if self._slots is not None and is_missing:
             slot = self._slots.next_slot(run.step - 1)
             if slot > run.step:
@@ -476,6 +477,7 @@ class Executor:
                 )
                 run.late.append(pending)
                 return
+
         self._finish(run, event)
 
     def _finish(self, run: _Run, event: Event) -> None:

@@ -220,6 +220,7 @@ def merge_arguments(
     wants_batch = spec.wants_batch
     if not wants_batch:
         scalars = scalars._replace(frozen=())
+
     return (
         region.params,
         region.opt_state if spec.reads_opt_state else None,

@@ -305,6 +305,7 @@ class OuterPlacement:
         mesh = shardings.mesh
         kind = "host"
         means = "mesh" if exchange == "program" else "outer"
+
         if isinstance(outer, RegionalOuter):
             kind = "regional"
             means = "mesh" if outer.group == "all" else "regions"
@@ -318,6 +319,7 @@ class OuterPlacement:
             kind = "device"
         elif exchange == "outer" and math.prod(process_grid(mesh) or ()) > 1:
             kind = "processes"
+
         return cls(kind, means, shardings)
 
     @property

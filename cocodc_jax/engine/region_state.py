@@ -113,6 +113,7 @@ class InitState:
         key = jax.random.wrap_key_data(key_data)
         spread = functools.partial(for_all_regions, num_regions=self._num_regions)
         per_step = () if self._per_step is None else self._per_step.init(params)
+
         return RegionState(
             params=spread(params),
             opt_state=self._with_own_keys(spread(self._optimizer.init(params))),
@@ -135,12 +136,14 @@ class RegionMetrics:
             region_shard_map(mean, mesh, in_specs=P(REGION), out_specs=P()),
             "mean of regions",
         )
+
         # Small: replicated to every process.
         everywhere = NamedSharding(mesh, P())
         self.mean_state = jax.jit(mean_model_state, out_shardings=everywhere)
         self.are_finite = jax.jit(jax.vmap(is_finite), out_shardings=everywhere)
         self.drift = jax.jit(region_drift, out_shardings=everywhere)
         self.are_equal = jax.jit(_are_equal, out_shardings=everywhere)
+
         self.first = devices.jit(
             lambda outputs, num_steps: jax.tree.map(lambda x: x[:num_steps], outputs),
             static_argnums=1,

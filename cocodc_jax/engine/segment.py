@@ -80,6 +80,7 @@ def plan(spec: SyncSpec, sync: SyncState, step: int) -> tuple[Segment, Event | N
         if pending.apply_step == step
     }
     due_here = due_ids & leaving_ids
+
     if due_here and not spec.sync.robust:
         _, event = spec.sync.schedule.next_event(sync.schedule, step)
         if event is not None and event.kind == FINISH and event.sync_id in due_here:

@@ -49,12 +49,14 @@ class MomentPrograms:
         self._exchange = exchange
         self._every = spec.sync.moments
         self._inside = exchange.shares_mesh
+
         self._shapes = jax.eval_shape(spec.trainer.optimizer.init, spec.params)
         if not moments.take(self._shapes, ()):
             raise ValueError(
                 "sync_moments finds no moments in the inner optimizer's state, which "
                 "holds none of Adam's; use adamw, or leave it out"
             )
+
         self._programs: dict[tuple[str, ...], Callable] = {}
 
     @property

@@ -219,6 +219,7 @@ def _check_mesh(mesh: Mesh, num_regions: int) -> None:
 def check_like(params: PyTree, shapes: PyTree) -> None:
     """Refuse parameters of another structure, shape or dtype than the program's."""
     check_arrays(params)
+
     structure = jax.tree.structure(params)
     expected = jax.tree.structure(shapes)
     if structure != expected:
@@ -226,6 +227,7 @@ def check_like(params: PyTree, shapes: PyTree) -> None:
             f"params has the structure {structure}, but the program was made for "
             f"{expected}"
         )
+
     leaves = named_leaves(jax.eval_shape(lambda x: x, params))
     for (path, leaf), like in zip(leaves, jax.tree.leaves(shapes), strict=True):
         if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):

@@ -603,5 +603,6 @@ def _check_method(method: Method) -> None:
         reason = "its schedule follows measured times; use numbers for delay_steps"
     elif getattr(method.sync.outer, "correct", None) is not None:
         reason = "it corrects every gradient; use synchronized or RegionProgram"
+
     if reason is not None:
         raise ValueError(f"method={method.name!r} is none for RegionSync: {reason}")

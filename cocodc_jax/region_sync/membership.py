@@ -238,6 +238,7 @@ def _digest(program: SyncProgram, run: str) -> str:
     """Return a digest that is equal for two regions of one run."""
     sync = program.method.sync
     assert sync is not None
+
     rows = [
         repr(program.elastic.row_shape(k, 0)) for k in range(len(program.fragments))
     ]
@@ -253,5 +254,6 @@ def _digest(program: SyncProgram, run: str) -> str:
         },
         "rows": rows,
     }
+
     text = json.dumps(identity, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
