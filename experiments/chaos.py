@@ -15,8 +15,9 @@ one takes part and has the run in memory. Then the records must show that
 
 A region that ends by itself is restarted too, and reported. The result is printed, with
 the goodput that `network.goodput` predicts, and written to DIR/chaos.json. Goodput is
-the share of all regions' steps that were done. Ctrl-C or SIGTERM stops all regions with
-checkpoints, and the same command resumes with the remaining kills.
+the share of all regions' steps that were done: while the others wait for a region that
+is gone (up to `--dead_after_s`), nobody misses a step. Ctrl-C or SIGTERM stops all
+regions with checkpoints, and the same command resumes with the remaining kills.
 
 With `--scenario` the network has a fault for a while instead, which the regions must
 name within five syncs (`faults/scenarios.py`).
@@ -250,7 +251,14 @@ def wreck(
 
     seconds = sum(part["seconds"] for part in lines(workdir / PARTS_FILE))
     result = {
-        **judge(workdir, values.regions, steps, chaos.kills, seconds),
+        **judge(
+            workdir,
+            values.regions,
+            steps,
+            chaos.kills,
+            seconds,
+            flags.value("dead_after_s"),
+        ),
         "kills_asked": values.kills,
         "unbroken_loss": loss,
         "seconds": seconds,

@@ -18,6 +18,15 @@ until it succeeds: e^{rate s} - 1 times the mean time of one failure and repair.
       g = sum_{k >= q} (k / M) C(M, k) a^k (1 - a)^(M - k)
 
   but there is no formula for what they lose, and `simulated` draws it.
+- Alone, where the others wait w seconds at a mean before they go on without a region
+  that is gone: until it has been silent for `dead_after_s`, or is back in another life.
+  All clocks of steps stand still meanwhile. So of the *steps* of a run a region misses
+  those of R - w seconds in F + R - w, and of the *time* all regions lose w at each of
+  the M / (F + R) failures a second:
+
+      g_steps = F / (F + R - w),    g_time = g_steps (1 - M w / (F + R))
+
+  Both count no work that is lost, and are the same without a wait.
 """
 
 import dataclasses
@@ -64,6 +73,35 @@ def together(failures: Failures, num_regions: int, checkpoint_s: float) -> float
 def alone(failures: Failures, sync_s: float) -> float:
     """Return the goodput where the others go on, however few."""
     return kept_share(1 / failures.between_s, failures.repair_s, sync_s)
+
+
+def of_steps(failures: Failures, wait_s: float) -> float:
+    """Return the share of a run's steps that a region does, g_steps of the module.
+
+    Args:
+      failures: of a region.
+      wait_s: w, mean seconds of a failure for which all regions wait, at most R.
+
+    >>> of_steps(Failures(90, 10), wait_s=0), of_steps(Failures(90, 10), wait_s=10)
+    (0.9, 1.0)
+    """
+    rule = f"between 0 and repair_s={failures.repair_s}"
+    check(0 <= wait_s <= failures.repair_s, "wait_s", wait_s, rule)
+    return failures.between_s / (failures.between_s + failures.repair_s - wait_s)
+
+
+def of_time(failures: Failures, num_regions: int, wait_s: float) -> float:
+    """Return the share of their time in which regions work, g_time of the module.
+
+    0 where the waits of all regions fill the time. `wait_s` is as for `of_steps`.
+
+    >>> of_time(Failures(90, 10), num_regions=4, wait_s=0)
+    0.9
+    >>> of_time(Failures(90, 10), num_regions=4, wait_s=10)
+    0.6
+    """
+    waiting = num_regions * wait_s / (failures.between_s + failures.repair_s)
+    return of_steps(failures, wait_s) * max(0.0, 1 - waiting)
 
 
 def simulated(

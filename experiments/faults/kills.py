@@ -197,6 +197,7 @@ def judge(
     steps: int,
     kills: Sequence[dict[str, Any]],
     seconds: float,
+    dead_after_s: float,
 ) -> dict[str, Any]:
     """Return the results of a run from its records."""
     done = 0
@@ -256,24 +257,46 @@ def judge(
         "merges_that_differ": differ,
         "eval_loss_outer": losses,
         "goodput": done / (num_regions * steps),
-        "goodput_simulated": _simulated(returns, num_regions * seconds),
+        "goodput_simulated": simulated_goodput(
+            _outages(returns), num_regions * seconds, dead_after_s
+        ),
     }
 
 
-def _simulated(returns: Sequence[Return], all_s: float) -> float | None:
-    """Return the predicted goodput for failures as frequent and long as these.
+def simulated_goodput(
+    outages: Sequence[float], all_s: float, dead_after_s: float
+) -> float | None:
+    """Return the predicted share of steps for failures as frequent and long as these.
 
-    A region that is killed again before it returns is down once, from its first kill.
-    `all_s` is the sum of the seconds of all regions.
+    Args:
+      outages: seconds from a kill of a region that takes part to its return.
+      all_s: the sum of the seconds of all regions.
+      dead_after_s: for which the others wait for a region that is silent.
+
+    >>> simulated_goodput([8.0], all_s=40, dead_after_s=0)
+    0.8
+    >>> simulated_goodput([8.0], all_s=40, dead_after_s=10)
+    1.0
+    """
+    down_s = sum(outages)
+    if not outages or down_s >= all_s:
+        return None
+
+    num = len(outages)
+    waits = [min(outage, dead_after_s) for outage in outages]
+    failures = goodput.Failures((all_s - down_s) / num, down_s / num)
+    return goodput.of_steps(failures, sum(waits) / num)
+
+
+def _outages(returns: Sequence[Return]) -> list[float]:
+    """Return the seconds that a region was down, each time.
+
+    One that is killed again before it returns is down once, from its first kill.
     """
     began: dict[tuple[int, float], float] = {}
     for region, at, back_at in returns:
         began[region, back_at] = min(at, began.get((region, back_at), math.inf))
-    down_s = sum(back_at - at for (_, back_at), at in began.items())
-    if not began or down_s >= all_s:
-        return None
-    failures = goodput.Failures((all_s - down_s) / len(began), down_s / len(began))
-    return goodput.alone(failures, sync_s=0)
+    return [back_at - at for (_, back_at), at in began.items()]
 
 
 def _returns(kills: Sequence[dict], back: Sequence[dict]) -> list[Return]:

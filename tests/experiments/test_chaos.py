@@ -19,7 +19,7 @@ def write(folder, name, lines):
     (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def made_up(tmp_path, steps=(1, 2, 3, 7, 8), digest="a", back_at=6):
+def made_up(tmp_path, steps=(1, 2, 3, 7, 8), digest="a", back_at=6, dead_after_s=0.0):
     """Two regions of eight steps; the second one was dead from step 3 to 6."""
     for region, done in enumerate((range(1, 9), steps)):
         folder = tmp_path / f"region_{region}"
@@ -35,7 +35,10 @@ def made_up(tmp_path, steps=(1, 2, 3, 7, 8), digest="a", back_at=6):
         (folder / "summary.json").write_text(json.dumps({"eval_loss_outer": 2.0}))
 
     kill = {"region": 1, "was_in": True, "coordinated": False, "time": 12}
-    return kills.judge(tmp_path, 2, 8, [kill], seconds=20) | {"kills_asked": 1}
+    judgement = kills.judge(
+        tmp_path, 2, 8, [kill], seconds=20, dead_after_s=dead_after_s
+    )
+    return judgement | {"kills_asked": 1}
 
 
 def test_a_run_that_kept_what_is_promised(tmp_path):
@@ -49,6 +52,15 @@ def test_a_run_that_kept_what_is_promised(tmp_path):
     assert not kills.is_good(result | {"unbroken_loss": 2.2}, 2, 0.1)
     assert not kills.is_good(result, 3, 0.1)
     assert not kills.is_good(result | {"kills_asked": 2}, 2, 0.1)
+
+
+def test_steps_that_nobody_does_are_not_missed(tmp_path):
+    """For 6 of the outage's 8 s the other region waits: 2 of 40 - 2 * 6 + 6 s are lost.
+
+    Seen with the formula that had others go on at once: 0.84 where 0.96 was measured.
+    """
+    result = made_up(tmp_path, dead_after_s=6)
+    assert result["goodput_simulated"] == pytest.approx(32 / 34)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,9 @@ class Run:
             for r in range(self.num)
         ]
         assert len({loss["eval_loss_outer"] for loss in losses}) == 1
-        return kills.judge(self.workdir, self.num, steps, [], seconds=0)
+        return kills.judge(
+            self.workdir, self.num, steps, [], seconds=0, dead_after_s=10
+        )
 
     def kill(self):
         for region in self.regions:

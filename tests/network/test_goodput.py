@@ -5,7 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from cocodc_jax.network.goodput import Failures, alone, kept_share, simulated, together
+from cocodc_jax.network.goodput import (
+    Failures,
+    alone,
+    kept_share,
+    of_steps,
+    of_time,
+    simulated,
+    together,
+)
 
 DAY = 86_400.0
 
@@ -27,6 +35,34 @@ def test_by_hand():
     assert alone(failures, 0) == pytest.approx(2 / 3)
     # Two regions in one job fail twice as often: e^{2 ln 2} - 1 = 3, 50 + 50 each time.
     assert together(failures, 2, stretch) == pytest.approx(stretch / 300)
+
+
+def test_regions_that_wait_for_one_that_is_gone():
+    """Drawn: all of three regions stand still while one is waited for."""
+    failures = Failures(300, 40)
+    rng = np.random.default_rng(0)
+    wait = 15.0
+    up_until = rng.exponential(300, size=3)  # Of each region's own clock of steps.
+    back_at = np.zeros(3)
+    seconds = steps = done = 0.0
+
+    for _ in range(4000):
+        # All clocks but that of the time stand still during a wait.
+        m = int(np.argmin(up_until))
+        advanced = up_until[m] - steps
+        steps = up_until[m]
+        seconds += advanced + wait
+        back_at[m] = steps + failures.repair_s - wait
+        done -= failures.repair_s - wait
+        up_until[m] = back_at[m] + rng.exponential(300)
+
+    shares = 1 + done / (3 * steps)
+    assert of_steps(failures, wait) == pytest.approx(shares, rel=0.01)
+    drawn = shares * steps / seconds
+    assert of_time(failures, 3, wait) == pytest.approx(drawn, rel=0.03)
+    assert of_steps(failures, 0) == alone(failures, 0)
+    with pytest.raises(ValueError, match="wait_s=41 must be between 0 and repair_s=40"):
+        of_steps(failures, 41)
 
 
 def test_a_stretch_is_the_expectation_of_tries():
