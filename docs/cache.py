@@ -11,6 +11,7 @@ READ = (
     "experiments/**/*.yaml",
     "experiments/results/*.json",
     "docs/tables.py",
+    "docs/claims_plot.py",
 )
 
 

@@ -1,0 +1,1 @@
+"""How claims are read, measured, checked and shown; the program is `claims`."""

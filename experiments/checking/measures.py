@@ -1,0 +1,375 @@
+"""What is measured of a claim: small functions of files of results, by name.
+
+Each takes `Results`, which finds the files, and the arguments that a claim's part has.
+Intervals are Student's at 95 % over the seeds that both methods have, pairwise.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from cocodc_jax import methods
+from cocodc_jax.files import read_table
+from cocodc_jax.network import goodput
+from cocodc_jax.network.links import Link, uniform
+from cocodc_jax.network.simulator import simulate_method
+from cocodc_jax.network.workload import Workload
+from cocodc_jax.report.comparison import steps_to_loss
+from cocodc_jax.run.config import flat
+
+from ..sweeps import reference, report
+from ..sweeps.cells import Interval
+
+T = TypeVar("T")
+Column = Mapping[str, Any]  # As cells.json has it.
+Curve = list[tuple[float, float]]  # Steps and losses.
+FOLDER = pathlib.Path(__file__).parents[1] / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """Files of results, by the names that claims give them.
+
+    Attributes:
+      folder: of all files.
+      instead: paths of the files that lie elsewhere, such as those of a new run.
+    """
+
+    folder: pathlib.Path = FOLDER
+    instead: Mapping[str, pathlib.Path] = dataclasses.field(default_factory=dict)
+
+    def path(self, name: str) -> pathlib.Path:
+        """Return the path of a file; it must be there."""
+        path = self.instead.get(name, self.folder / name)
+        if not path.exists():
+            raise ValueError(
+                f"results={name!r} is missing: {path} does not exist; results are in "
+                "a checkout of the repository, name their folder with --results"
+            )
+        return path
+
+    def column(self, name: str, words: str, column: str | None) -> Column:
+        """Return a column of the one cell that has some flags.
+
+        Args:
+          name: of a file that a sweep wrote.
+          words: the flags, as method=diloco,sync_interval=40.
+          column: "published" or "tuned"; None is the latter, where there is one.
+        """
+        path = self.path(name)
+        columns = report.read_cells(path, lambda cells: _columns(cells, column))
+        fitting = [
+            kept
+            for kept in columns
+            if kept["config"] and reference.has_flags(kept["config"], words)
+        ]
+        if len(fitting) != 1:
+            raise ValueError(
+                f"{words!r} is {len(fitting)} cells of {name} in column "
+                f"{column or 'tuned'}; give flags of one"
+            )
+        return fitting[0]
+
+
+def _columns(cells: Any, column: str | None) -> list[Column]:
+    if column is None:
+        columns = [report.column_of(cell) for cell in cells]
+    else:
+        columns = [cell["columns"].get(column) for cell in cells]
+    return [kept for kept in columns if kept is not None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A measure: its function, its unit, and what it is of."""
+
+    of: Callable[..., Interval]
+    unit: str
+    form: str  # Of the mean.
+
+
+def _fewer_steps(
+    files: Results,
+    *,
+    results: str,
+    method: str,
+    baseline: str,
+    column: str | None = None,
+) -> Interval:
+    """Return the steps that a method saves to the baseline's last loss, in percent.
+
+    Where the baseline ends lower, they are those that the method needs more, of the
+    baseline's steps to the method's last loss. Older files have no curves of single
+    seeds. There the interval is that of the losses' difference, along the mean curves.
+    """
+    ours = files.column(results, method, column)
+    theirs = files.column(results, baseline, column)
+    if ours.get("curves") and theirs.get("curves"):
+        pairs = _pairs(_curve_of, ours, theirs)
+        return Interval.of([_saved(curve, other) for curve, other in pairs])
+
+    half = Interval.of([a - b for a, b in _pairs(_loss_of, ours, theirs)]).half or 0.0
+    least, mean, most = (
+        _saved(
+            [(step, loss + shift) for step, loss, _ in ours["curve"]],
+            [(step, loss) for step, loss, _ in theirs["curve"]],
+        )
+        for shift in (half, 0.0, -half)
+    )
+    return Interval(mean, (most - least) / 2)
+
+
+def _saved(curve: Curve, other: Curve) -> float:
+    """Return the percentage of steps that a curve saves to the end of another one."""
+    steps, target = other[-1]
+    ours = steps_to_loss(curve, target)
+    if ours is not None:
+        return 100 * (1 - ours / steps)
+
+    last_step, last = curve[-1]
+    theirs = steps_to_loss(other, last)
+    assert theirs, "one of the two ends lower"
+    return 100 * (1 - last_step / theirs)
+
+
+def _more_loss(
+    files: Results,
+    *,
+    results: str,
+    method: str,
+    baseline: str,
+    column: str | None = None,
+    baseline_results: str | None = None,
+) -> Interval:
+    """Return the last loss of a method less that of the baseline, in nats."""
+    ours = files.column(results, method, column)
+    theirs = files.column(baseline_results or results, baseline, column)
+    return Interval.of([a - b for a, b in _pairs(_loss_of, ours, theirs)])
+
+
+def _less_loss(
+    files: Results,
+    *,
+    results: str,
+    method: str,
+    baseline: str,
+    column: str | None = None,
+    baseline_results: str | None = None,
+) -> Interval:
+    """Return the last loss of the baseline less that of a method, in nats."""
+    more = _more_loss(
+        files,
+        results=results,
+        method=method,
+        baseline=baseline,
+        column=column,
+        baseline_results=baseline_results,
+    )
+    return Interval(-more.mean, more.half)
+
+
+def _lower_loss(
+    files: Results,
+    *,
+    results: str,
+    method: str,
+    baseline: str,
+    column: str | None = None,
+) -> Interval:
+    """Return the same in percent of the baseline's loss."""
+    ours = files.column(results, method, column)
+    theirs = files.column(results, baseline, column)
+    pairs = _pairs(_loss_of, ours, theirs)
+    return Interval.of([100 * (1 - a / b) for a, b in pairs])
+
+
+def _fewer_bytes(
+    files: Results,
+    *,
+    results: str,
+    method: str,
+    baseline: str,
+    column: str | None = None,
+    baseline_results: str | None = None,
+) -> Interval:
+    """Return the bytes of the baseline over those of a method, in equal steps."""
+    ours = files.column(results, method, column)
+    theirs = files.column(baseline_results or results, baseline, column)
+    return Interval(theirs["bytes_per_step"] / ours["bytes_per_step"], None)
+
+
+def _fewer_bytes_to_loss(
+    files: Results,
+    *,
+    results: str,
+    method: str,
+    baseline: str,
+    column: str | None = None,
+) -> Interval:
+    """Return the same ratio up to the baseline's last loss."""
+    cells = {"results": results, "method": method, "baseline": baseline}
+    steps = _fewer_steps(files, **cells, column=column)
+    ratio = _fewer_bytes(files, **cells, column=column).mean
+    share = 1 - steps.mean / 100
+    half = None if steps.half is None else ratio * (steps.half / 100) / share**2
+    return Interval(ratio / share, half)
+
+
+def _smaller_gap(
+    files: Results,
+    *,
+    results: str,
+    other_results: str,
+    method: str,
+    baseline: str,
+    column: str | None = None,
+) -> Interval:
+    """Return by how much the gap to a baseline is smaller here than in other results.
+
+    The gap is the last loss of the method over that of the baseline, less 1, in
+    percent.
+    """
+    gaps = []
+    for name in (results, other_results):
+        ours = files.column(name, method, column)
+        theirs = files.column(name, baseline, column)
+        seeds = _common_seeds(ours, theirs)
+        gaps.append(
+            {
+                seed: 100 * (_loss_of(ours, seed) / _loss_of(theirs, seed) - 1)
+                for seed in seeds
+            }
+        )
+    here, elsewhere = gaps
+    both = here.keys() & elsewhere.keys()
+    return Interval.of([elsewhere[seed] - here[seed] for seed in sorted(both)])
+
+
+def _smaller_rise(
+    files: Results,
+    *,
+    results: str,
+    larger_results: str,
+    method: str,
+    baseline: str,
+    column: str | None = None,
+) -> Interval:
+    """Return how much less a method loses by larger batches than the baseline."""
+    small = [files.column(results, words, column) for words in (method, baseline)]
+    large = [
+        files.column(larger_results, words, column) for words in (method, baseline)
+    ]
+    seeds = _common_seeds(*small, *large)
+    rises = [
+        [_loss_of(after, seed) - _loss_of(before, seed) for seed in seeds]
+        for before, after in zip(small, large, strict=True)
+    ]
+    return Interval.of([b - a for a, b in zip(*rises, strict=True)])
+
+
+def _goodput_off(files: Results, *, results: str) -> Interval:
+    """Return how far the simulator is off the steps that were done, in points."""
+    run = read_table(files.path(results))
+    return Interval(100 * abs(run["goodput_simulated"] - run["goodput"]), None)
+
+
+def _faults_in_records(files: Results, *, results: str) -> Interval:
+    """Return how often a killed run broke what is promised."""
+    run = read_table(files.path(results))
+    return Interval(len(run["merges_that_differ"]) + len(run["gaps_unexplained"]), None)
+
+
+def _step_time_off(files: Results, *, results: str) -> Interval:
+    """Return the simulator's largest error of a step's time in the lab, in percent."""
+    rows = read_table(files.path(results))["rows"]
+    ratios = [row["simulated_over_measured"]["step_s"] for row in rows]
+    return Interval(100 * max(abs(ratio - 1) for ratio in ratios), None)
+
+
+def _slowest(files: Results, *, results: str, methods_here: list[str]) -> Interval:
+    """Return the least speed of some methods in the lab, in percent of no network."""
+    rows = read_table(files.path(results))["rows"]
+    speeds = [
+        100 / row["measured"]["slowdown"]
+        for row in rows
+        if row["method"] in methods_here
+    ]
+    return Interval(min(speeds), None)
+
+
+def _utilization(
+    files: Results,
+    *,
+    parameters: float,
+    sync_interval: int,
+    step_s: float,
+    gbps: float,
+    regions: int = 2,
+    latency_ms: float = 0.0,
+) -> Interval:
+    """Return the share of time in which DiLoCo computes, simulated, in percent."""
+    del files
+    link = Link(gbps, latency_s=latency_ms / 1000)
+    workload = Workload((4 * parameters,), (step_s,) * regions)
+    method = methods.get("diloco", sync_interval=sync_interval)
+    steps = 4 * sync_interval
+    timeline = simulate_method(uniform(regions, link), workload, method, steps)
+    return Interval(100 * timeline.utilization(), None)
+
+
+def _goodput_together(files: Results, *, alone: float, regions: int) -> Interval:
+    """Return the goodput of one job, in percent, where jobs apart have `alone`."""
+    del files
+    repair_s = 100 / alone - 1  # With a second between two failures of a region.
+    failures = goodput.Failures(1.0, repair_s)
+    return Interval(100 * goodput.together(failures, regions, 0.0), None)
+
+
+def _pairs(
+    of: Callable[[Column, int], T], ours: Column, theirs: Column
+) -> list[tuple[T, T]]:
+    seeds = _common_seeds(ours, theirs)
+    return [(of(ours, seed), of(theirs, seed)) for seed in seeds]
+
+
+def _common_seeds(*columns: Column) -> list[int]:
+    """Return the seeds that all have; none may have diverged."""
+    for column in columns:
+        if column["diverged"]:
+            method = flat(column["config"])["method"]
+            raise ValueError(f"method={method} diverged with {column['diverged']}")
+
+    seeds = set.intersection(*(set(column["seeds"]) for column in columns))
+    if not seeds:
+        raise ValueError("the cells have no seed in common")
+    return sorted(seeds)
+
+
+def _loss_of(column: Column, seed: int) -> float:
+    return column["losses"][column["seeds"].index(seed)]
+
+
+def _curve_of(column: Column, seed: int) -> Curve:
+    losses = column["curves"][column["seeds"].index(seed)]
+    return [(step[0], loss) for step, loss in zip(column["curve"], losses, strict=True)]
+
+
+MEASURES = {
+    "fewer_steps": Measure(_fewer_steps, "% of steps saved", "+.1f"),
+    "more_loss": Measure(_more_loss, "nats", "+.3f"),
+    "less_loss": Measure(_less_loss, "nats", "+.3f"),
+    "lower_loss": Measure(_lower_loss, "% less loss", "+.1f"),
+    "fewer_bytes": Measure(_fewer_bytes, "times fewer bytes", ".3g"),
+    "fewer_bytes_to_loss": Measure(
+        _fewer_bytes_to_loss, "times fewer bytes to that loss", ".2f"
+    ),
+    "smaller_gap": Measure(_smaller_gap, "points", "+.2f"),
+    "smaller_rise": Measure(_smaller_rise, "nats", "+.3f"),
+    "goodput_off": Measure(_goodput_off, "points off", ".1f"),
+    "faults_in_records": Measure(_faults_in_records, "faults", ".0f"),
+    "step_time_off": Measure(_step_time_off, "% off at most", ".1f"),
+    "slowest": Measure(_slowest, "% of the speed at least", ".0f"),
+    "utilization": Measure(_utilization, "% of the time", ".1f"),
+    "goodput_together": Measure(_goodput_together, "% goodput", ".0f"),
+}

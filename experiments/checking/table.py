@@ -1,0 +1,174 @@
+"""Claims that were checked, as tables for a terminal and for the documentation."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from cocodc_jax.report.units import format_duration
+
+from ..sweeps.cells import Interval
+from .claim import SEEN, Claim, Part
+from .measures import MEASURES, Results
+from .verdicts import VERDICTS, overall
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A claim with what was measured of each part, and the verdicts."""
+
+    claim: Claim
+    measured: tuple[Interval, ...]  # Of the parts.
+    verdicts: tuple[str, ...]
+
+    @property
+    def verdict(self) -> str:
+        """The verdict on the claim."""
+        return overall(self.verdicts)
+
+    def lines(self) -> list[str]:
+        """Return each part in words: what, the measured interval, the rule."""
+        parts = zip(self.claim.parts, self.measured, self.verdicts, strict=True)
+        return [
+            f"{part.what}: {shown(part, interval)} ({part.rule}: {verdict})"
+            for part, interval, verdict in parts
+        ]
+
+
+def check(claim: Claim, files: Results) -> Checked:
+    """Measure a claim, and return the verdicts on its parts.
+
+    Raises:
+      ValueError: one line, with the claim's name and the file or flags that do not fit.
+    """
+    measured = []
+    for part in claim.parts:
+        try:
+            interval = MEASURES[part.measure].of(files, **part.arguments)
+        except ValueError as error:
+            raise ValueError(f"claim {claim.name}, {part.what}: {error}") from None
+        measured.append(interval)
+
+    verdicts = [
+        part.rule.verdict(interval)
+        for part, interval in zip(claim.parts, measured, strict=True)
+    ]
+    return Checked(claim, tuple(measured), tuple(verdicts))
+
+
+def shown(part: Part, interval: Interval) -> str:
+    """Return a measured interval with its unit."""
+    measure = MEASURES[part.measure]
+    return f"{format(interval, measure.form)} {measure.unit}"
+
+
+def terminal_heads() -> list[str]:
+    """Return the heads of the table for a terminal."""
+    return ["claim", "verdict", "measured", "cost"]
+
+
+def terminal_lines(checked: Iterable[Checked]) -> list[list[str]]:
+    """Return its lines."""
+    return [
+        [
+            row.claim.name,
+            row.verdict,
+            "; ".join(
+                shown(part, interval)
+                for part, interval in zip(row.claim.parts, row.measured, strict=True)
+            )
+            or "-",
+            cost(row.claim),
+        ]
+        for row in checked
+    ]
+
+
+def cost(claim: Claim) -> str:
+    """Return the time of a claim's commands."""
+    if not claim.is_tried:
+        return "-"
+    return format_duration(60 * claim.minutes)
+
+
+def counts(checked: Sequence[Checked]) -> dict[str, int]:
+    """Return how many claims have each verdict, in the order of `VERDICTS`."""
+    verdicts = [row.verdict for row in checked]
+    return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
+
+
+def page(checked: Sequence[Checked]) -> str:
+    """Return all claims in Markdown: a table of each verdict, and the commands."""
+    papers = [row for row in checked if row.claim.seen != "ours"]
+    ours = [row for row in checked if row.claim.seen == "ours"]
+    tried = [row for row in papers if row.claim.is_tried]
+    untried = [row for row in papers if not row.claim.is_tried]
+
+    sections = [
+        "## Papers",
+        _table(tried),
+        "## Cannot be tried here",
+        _markdown(
+            ["claim", "said of", "why not"],
+            [[_said(x), x.claim.scale, x.claim.why] for x in untried],
+        ),
+        "## Our own sentences",
+        _table(ours),
+        "## Commands and costs",
+        "Minutes of one core. `--run` runs them, with a folder in place of `DIR`.",
+        _markdown(
+            ["`--only=`", "minutes", "commands, after `python -m experiments.`"],
+            [
+                [f"`{x.claim.name}`", f"{x.claim.minutes:g}", _commands(x.claim)]
+                for x in checked
+                if x.claim.is_tried
+            ],
+        ),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _table(checked: Sequence[Checked]) -> str:
+    rows = sorted(checked, key=lambda row: VERDICTS.index(row.verdict))
+    heads = ["verdict", "claim", "said of", "tried with", "measured"]
+    return _markdown(
+        heads,
+        [
+            [
+                f"**{row.verdict}**",
+                _said(row),
+                row.claim.scale,
+                row.claim.setting,
+                _measured(row),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _said(row: Checked) -> str:
+    claim = row.claim
+    source = claim.source
+    if source.startswith("arXiv "):
+        number = source.removeprefix("arXiv ")
+        source = f"[{source}](https://arxiv.org/abs/{number})"
+    if claim.source.startswith("docs/results/"):
+        source = f"[{source}]({source.removeprefix('docs/results/')})"
+    where = f"; {SEEN[claim.seen]}" if SEEN[claim.seen] else ""
+    return f"{claim.claim} *{claim.title}*, {source}{where}."
+
+
+def _measured(row: Checked) -> str:
+    parts = "<br>".join(row.lines())
+    return f"{parts}<br>{row.claim.note}" if row.claim.note else parts
+
+
+def _commands(claim: Claim) -> str:
+    if not claim.commands:
+        return "computed from what is there"
+    return "<br>".join(f"`{' '.join(words)}`" for words in claim.commands)
+
+
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    # A column of a table ends at a bar.
+    cells = [[text.replace("|", "\\|") for text in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
