@@ -9,14 +9,13 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from cocodc_jax import methods
 from cocodc_jax.files import read_table
-from cocodc_jax.network import goodput
 from cocodc_jax.network.links import Link, uniform
-from cocodc_jax.network.simulator import simulate_method
+from cocodc_jax.network.simulator import simulate
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.report.comparison import steps_to_loss
 from cocodc_jax.run.config import flat
+from cocodc_jax.sync import schedules
 
 from ..sweeps import reference, report
 from ..sweeps.cells import Interval
@@ -305,25 +304,53 @@ def _utilization(
     sync_interval: int,
     step_s: float,
     gbps: float,
-    regions: int = 2,
-    latency_ms: float = 0.0,
+    num_fragments: int = 1,
+    delay_steps: int = 0,
+    bits: int = 32,
+    num_layers: int = 1,
 ) -> Interval:
-    """Return the share of time in which DiLoCo computes, simulated, in percent."""
+    """Return the share of time in which two regions compute, simulated, in percent.
+
+    One fragment without delay is DiLoCo, several with one are Streaming DiLoCo. The
+    second interval is measured: the first one fills the network.
+    """
     del files
-    link = Link(gbps, latency_s=latency_ms / 1000)
-    workload = Workload((4 * parameters,), (step_s,) * regions)
-    method = methods.get("diloco", sync_interval=sync_interval)
-    steps = 4 * sync_interval
-    timeline = simulate_method(uniform(regions, link), workload, method, steps)
-    return Interval(100 * timeline.utilization(), None)
+    size = parameters * bits / 8 / num_fragments
+    schedule = schedules.staggered(sync_interval, num_fragments, delay_steps)
+    timeline = simulate(
+        uniform(2, Link(gbps, latency_s=0.0)),
+        Workload((size,) * num_fragments, (step_s,) * 2, num_layers),
+        schedule,
+        2 * sync_interval,
+        sharing="fifo",
+    )
+    return Interval(100 * timeline.utilization(since_step=sync_interval), None)
 
 
-def _goodput_together(files: Results, *, alone: float, regions: int) -> Interval:
-    """Return the goodput of one job, in percent, where jobs apart have `alone`."""
+def _faster(
+    files: Results,
+    *,
+    parameters: float,
+    sync_interval: int,
+    step_s: float,
+    gbps: float,
+    bits: float,
+) -> Interval:
+    """Return the simulated speed of one round late over that of an all-reduce a step.
+
+    Of two regions; the all-reduce is blocking, of float32 gradients, and the message of
+    a round has `bits` for each parameter.
+    """
     del files
-    repair_s = 100 / alone - 1  # With a second between two failures of a region.
-    failures = goodput.Failures(1.0, repair_s)
-    return Interval(100 * goodput.together(failures, regions, 0.0), None)
+    links = uniform(2, Link(gbps, latency_s=0.0))
+    steps_s = (step_s,) * 2
+
+    gradients = Workload((4 * parameters,), steps_s)
+    blocking = simulate(links, gradients, schedules.staggered(1), 4)
+    message = Workload((parameters * bits / 8,), steps_s)
+    late = schedules.staggered(sync_interval, 1, sync_interval - 1)
+    rounds = simulate(links, message, late, 4 * sync_interval, collective="gather")
+    return Interval((blocking.sim_s / 4) / (rounds.sim_s / (4 * sync_interval)), None)
 
 
 def _pairs(
@@ -371,5 +398,5 @@ MEASURES = {
     "step_time_off": Measure(_step_time_off, "% off at most", ".1f"),
     "slowest": Measure(_slowest, "% of the speed at least", ".0f"),
     "utilization": Measure(_utilization, "% of the time", ".1f"),
-    "goodput_together": Measure(_goodput_together, "% goodput", ".0f"),
+    "faster": Measure(_faster, "times as fast", ".0f"),
 }

@@ -150,8 +150,6 @@ def _said(row: Checked) -> str:
     if source.startswith("arXiv "):
         number = source.removeprefix("arXiv ")
         source = f"[{source}](https://arxiv.org/abs/{number})"
-    if claim.source.startswith("docs/results/"):
-        source = f"[{source}]({source.removeprefix('docs/results/')})"
     where = f"; {SEEN[claim.seen]}" if SEEN[claim.seen] else ""
     return f"{claim.claim} *{claim.title}*, {source}{where}."
 

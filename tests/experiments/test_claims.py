@@ -145,6 +145,39 @@ def test_a_file_without_curves_of_seeds_has_the_interval_of_its_losses(results):
     assert steps.half == pytest.approx(50 * loss.half)
 
 
+def test_what_is_simulated_by_hand():
+    """A message of 0.32 s after 16 steps of 0.02 s; an all-reduce of 0.32 s a step."""
+    network = {"parameters": 1e6, "sync_interval": 16, "step_s": 0.02, "gbps": 0.1}
+    of = measures.MEASURES
+    assert of["utilization"].of(None, **network).mean == pytest.approx(50, rel=0.01)
+    hidden = of["utilization"].of(None, **network, num_fragments=4, delay_steps=4)
+    assert hidden.mean == pytest.approx(100)
+    faster = of["faster"].of(None, **network, bits=1).mean
+    assert faster == pytest.approx((0.02 + 0.32) / 0.02, rel=0.05)
+
+
+def test_gaps_and_rises_between_files(results):
+    """Gaps of -25, -20 and -15 % become -7.5, -10 and -12.5; then B rises by 0.3."""
+    cells = json.loads((results.folder / "grid.json").read_text())
+    a = cells["cells"][0]["columns"]["tuned"]
+    b = cells["cells"][1]["columns"]["tuned"]
+    a["losses"] = [1.85, 1.8, 1.75]
+    (results.folder / "closer.json").write_text(json.dumps(cells))
+    words = {"method": "method=diloco", "baseline": "method=data_parallel"}
+    of = measures.MEASURES
+    gap = of["smaller_gap"].of(
+        results, results="closer.json", other_results="grid.json", **words
+    )
+    assert gap.mean == pytest.approx(100 * (1.6 / 2 - 1.8 / 2))
+
+    b["losses"] = [2.3, 2.3, 2.3]
+    (results.folder / "larger.json").write_text(json.dumps(cells))
+    rise = of["smaller_rise"].of(
+        results, results="closer.json", larger_results="larger.json", **words
+    )
+    assert rise == Interval(pytest.approx(0.3), pytest.approx(0, abs=1e-9))
+
+
 @pytest.mark.parametrize(
     ("rule", "interval", "verdict"),
     [
