@@ -40,6 +40,7 @@ OWN_FLAGS = (
 WRITTEN = {
     "sweep": "cells.json",
     "chaos": "chaos.json",
+    "compare": "comparison.json",
     "compare_networks": "networks.json",
 }
 

@@ -86,6 +86,7 @@ class Measure:
     of: Callable[..., Interval]
     unit: str
     form: str  # Of the mean.
+    is_of_one_seed: bool = False  # Then no verdict follows from it.
 
 
 def _fewer_steps(
@@ -181,6 +182,21 @@ def _lower_loss(
     theirs = files.column(results, baseline, column)
     pairs = _pairs(_loss_of, ours, theirs)
     return Interval.of([100 * (1 - a / b) for a, b in pairs])
+
+
+def _more_loss_once(
+    files: Results, *, results: str, method: str, baseline: str
+) -> Interval:
+    """Return the last loss of a method less the baseline's, of a comparison's one seed.
+
+    Both have their published rates; `method` and `baseline` are names.
+    """
+    runs = read_table(files.path(results))["methods"]
+    for name in (method, baseline):
+        if name not in runs:
+            raise ValueError(f"{name!r} is no method of {results}; it has {[*runs]}")
+    losses = [runs[name]["eval_loss"]["mean"] for name in (method, baseline)]
+    return Interval(losses[0] - losses[1], None)
 
 
 def _fewer_bytes(
@@ -385,6 +401,9 @@ def _curve_of(column: Column, seed: int) -> Curve:
 MEASURES = {
     "fewer_steps": Measure(_fewer_steps, "% of steps saved", "+.1f"),
     "more_loss": Measure(_more_loss, "nats", "+.3f"),
+    "more_loss_once": Measure(
+        _more_loss_once, "nats (one seed)", "+.3f", is_of_one_seed=True
+    ),
     "less_loss": Measure(_less_loss, "nats", "+.3f"),
     "lower_loss": Measure(_lower_loss, "% less loss", "+.1f"),
     "fewer_bytes": Measure(_fewer_bytes, "times fewer bytes", ".3g"),

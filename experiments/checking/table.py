@@ -8,7 +8,7 @@ from cocodc_jax.report.units import format_duration
 from ..sweeps.cells import Interval
 from .claim import SEEN, Claim, Part
 from .measures import MEASURES, Results
-from .verdicts import VERDICTS, overall
+from .verdicts import OPEN, VERDICTS, overall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ def check(claim: Claim, files: Results) -> Checked:
         measured.append(interval)
 
     verdicts = [
-        part.rule.verdict(interval)
+        OPEN if MEASURES[part.measure].is_of_one_seed else part.rule.verdict(interval)
         for part, interval in zip(claim.parts, measured, strict=True)
     ]
     return Checked(claim, tuple(measured), tuple(verdicts))

@@ -198,6 +198,20 @@ def test_verdicts_of_intervals(rule, interval, verdict):
     assert verdicts.Rule.from_table(rule).verdict(Interval(*interval)) == verdict
 
 
+def test_no_verdict_follows_from_one_seed(tmp_path, written):
+    losses = {"diloco": 2.0, "co2": 1.0}
+    runs = {name: {"eval_loss": {"mean": loss}} for name, loss in losses.items()}
+    (tmp_path / "grid.json").write_text(json.dumps({"methods": runs}))
+    once = ("fewer_steps", "more_loss_once"), ("method=diloco", "diloco")
+    path = written(*once, ("method=data_parallel", "co2"))
+    row = table.check(claim.read(path), measures.Results(tmp_path))
+    assert row.measured == (Interval(1.0, None),)
+    assert row.verdict == verdicts.OPEN
+    path = written(("diloco", "snoo"), text=path.read_text())
+    with pytest.raises(ValueError, match="'snoo' is no method of grid.json"):
+        table.check(claim.read(path), measures.Results(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("replaced", "message"),
     [
