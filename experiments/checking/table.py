@@ -95,35 +95,32 @@ def counts(checked: Sequence[Checked]) -> dict[str, int]:
     return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
 
 
-def page(checked: Sequence[Checked]) -> str:
-    """Return all claims in Markdown: a table of each verdict, and the commands."""
+def sections(checked: Sequence[Checked]) -> dict[str, str]:
+    """Return the tables of the documentation in Markdown, by their headings."""
     papers = [row for row in checked if row.claim.seen != "ours"]
     ours = [row for row in checked if row.claim.seen == "ours"]
     tried = [row for row in papers if row.claim.is_tried]
     untried = [row for row in papers if not row.claim.is_tried]
 
-    sections = [
-        "## Papers",
-        _table(tried),
-        "## Cannot be tried here",
-        _markdown(
-            ["claim", "said of", "why not"],
-            [[_said(x), x.claim.scale, x.claim.why] for x in untried],
-        ),
-        "## Our own sentences",
-        _table(ours),
-        "## Commands and costs",
-        "Minutes of one core. `--run` runs them, with a folder in place of `DIR`.",
-        _markdown(
-            ["`--only=`", "minutes", "commands, after `python -m experiments.`"],
-            [
-                [f"`{x.claim.name}`", f"{x.claim.minutes:g}", _commands(x.claim)]
-                for x in checked
-                if x.claim.is_tried
-            ],
-        ),
+    reasons = [[_said(row), row.claim.scale, row.claim.why] for row in untried]
+    costs = [
+        [f"`{row.claim.name}`", f"{row.claim.minutes:g}", _commands(row.claim)]
+        for row in checked
+        if row.claim.is_tried
     ]
-    return "\n\n".join(sections) + "\n"
+    runs = "commands, after `python -m experiments.`"
+    return {
+        "Papers": _table(tried),
+        "What cannot be tried here": _markdown(["claim", "said of", "why"], reasons),
+        "Our own sentences": _table(ours),
+        "Commands and costs": _markdown(["`--only=`", "minutes", runs], costs),
+    }
+
+
+def page(checked: Sequence[Checked]) -> str:
+    """Return all tables with their headings."""
+    texts = [f"## {head}\n\n{text}\n" for head, text in sections(checked).items()]
+    return "\n".join(texts)
 
 
 def _table(checked: Sequence[Checked]) -> str:
