@@ -8,8 +8,8 @@ import jax
 import pytest
 from rich.console import Console
 
-from experiments.benchmarks import accelerator
-from experiments.benchmarks.accelerator import Results, Row
+from experiments import accelerator
+from experiments.accelerator import Results, Row
 
 SILENT = Console(quiet=True)
 LATER_S = 1e9

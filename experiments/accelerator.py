@@ -1,6 +1,6 @@
 """Times training on one accelerator: tokens per second, MFU, and a first frontier.
 
-    python -m experiments.benchmarks.accelerator --workdir=DIR --minutes=10
+    python -m experiments.accelerator --workdir=DIR --minutes=10
 
 Two parts, in this order, as far as the minutes go:
 
@@ -58,10 +58,10 @@ from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.resume import make_folder
 
-from .. import program, recipe
-from . import contenders
-from .cases import Case
-from .contenders import Turn
+from . import program, recipe
+from .benchmarks import contenders
+from .benchmarks.cases import Case
+from .benchmarks.contenders import Turn
 
 RESULT_FILE = "accelerator.json"
 WARM_TURNS = 2  # The second compiles what only a second cycle needs.
