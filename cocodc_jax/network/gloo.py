@@ -10,7 +10,7 @@ steps
                                      say "ready for i" to one neighbour and send i to
                                      the other (the all-gather: send i, then say it)
 
-and a segment leaves when its receiver has said that it is ready. So at most two are
+and a segment leaves when its receiver reports that it is ready. So at most two are
 under way, and each pair of them takes a round trip besides its bytes. On equal links,
 with a delay of a seconds, longer than half a segment's x, and S even, M > 2 ranks take
 
