@@ -8,7 +8,7 @@ from cocodc_jax.report.units import format_duration
 from ..sweeps.cells import Interval
 from .claim import SEEN, Claim, Part
 from .measures import MEASURES, Results
-from .verdicts import OPEN, VERDICTS, overall
+from .verdicts import NOT, OPEN, VERDICTS, overall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,10 @@ class Checked:
     @property
     def verdict(self) -> str:
         """The verdict on the claim."""
-        return overall(self.verdicts)
+        verdict = overall(self.verdicts)
+        if verdict == NOT and self.claim.undecided:
+            return OPEN
+        return verdict
 
     def lines(self) -> list[str]:
         """Return each part in words: what, the measured interval, the rule."""
@@ -152,8 +155,9 @@ def _said(row: Checked) -> str:
 
 
 def _measured(row: Checked) -> str:
-    parts = "<br>".join(row.lines())
-    return f"{parts}<br>{row.claim.note}" if row.claim.note else parts
+    claim = row.claim
+    sentences = [text for text in (claim.undecided, claim.note) if text]
+    return "<br>".join([*row.lines(), *sentences])
 
 
 def _commands(claim: Claim) -> str:

@@ -121,6 +121,28 @@ def test_a_gain_is_measured_seed_by_seed(results, written):
 
 
 @pytest.mark.parametrize(
+    ("methods", "verdict"),
+    [
+        (("diloco", "data_parallel"), verdicts.HELD),
+        (("data_parallel", "diloco"), verdicts.OPEN),
+    ],
+    ids=["holds", "would not hold"],
+)
+def test_runs_that_cannot_refute_a_claim_leave_it_open(
+    results, written, methods, verdict
+):
+    method, baseline = methods
+    path = written(
+        ("minutes = 1", 'minutes = 1\nundecided = "Four rounds."'),
+        ('"method=diloco"', f'"method={method}"'),
+        ('"method=data_parallel"', f'"method={baseline}"'),
+    )
+    row = table.check(claim.read(path), results)
+    assert row.verdict == verdict
+    assert "Four rounds." in table.page([row])
+
+
+@pytest.mark.parametrize(
     ("measure", "mean"),
     [("less_loss", 0.4), ("lower_loss", 20.0), ("fewer_bytes", 4.0)],
 )
