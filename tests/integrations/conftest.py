@@ -4,4 +4,5 @@ collect_ignore = [
     "maxtext_job.py",
     "tunix_job.py",
     "kauldron_job.py",
+    "levanter_job.py",
 ]

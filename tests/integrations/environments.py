@@ -1,4 +1,4 @@
-"""Make the environment of a real trainer (maxtext, tunix, kauldron), one command:
+"""Make the environment of a real trainer (maxtext, tunix, kauldron, levanter), one command:
 
     python tests/integrations/environments.py maxtext
 
@@ -30,6 +30,8 @@ TRAINERS = {
     "maxtext": (*MAXTEXT.split(), *OWN),
     "tunix": ("google-tunix==0.1.7", "jax==0.12.*", *OWN),
     "kauldron": ("kauldron==1.4.4", "jax==0.12.*", *OWN),
+    # Its releases are numbered by builds. It wants JAX below 0.12 and Optax below 0.2.7.
+    "levanter": ("marin-levanter==0.2.227.dev40316220070", *OWN),
 }
 
 

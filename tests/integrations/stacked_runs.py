@@ -1,10 +1,13 @@
 """Runs of trainers that own their step, with `cc.stacked` as their optimizer.
 
-    python -m tests.integrations.stacked_runs {tunix,kauldron} FOLDER
+    python tests/integrations/stacked_runs.py {tunix,kauldron,levanter,nanodo} FOLDER
 
 A child of `test_stacked_trainers.py`. Each trainer's job gives a loss of one region and
-its own loop; what is equal for both is here. Every run leaves its last parameters in
+its own loop; what is equal for all is here. Every run leaves its last parameters in
 `FOLDER/RUN.npz`, and what else it saw in `FOLDER/facts.json`.
+
+It runs by its path: a package that Levanter requires installs a package `tests`, which
+hides this folder.
 """
 
 import importlib
@@ -66,6 +69,7 @@ def plain_streaming(job):
     state = jax.vmap(ADAM.init)(tree)
     structure = jax.tree.structure(tree)
     outer = {path: x[0].astype(np.float64) for path, x in numbers(tree).items()}
+    units = {path: unit_of_values(job, path, x) for path, x in outer.items()}
     momentum = {path: np.zeros_like(x) for path, x in outer.items()}
     in_flight = {}
 
@@ -75,27 +79,40 @@ def plain_streaming(job):
         updates, state = update(gradient(tree, batch), state, tree)
         params = numbers(optax.apply_updates(tree, updates))
 
-        for path, mean in in_flight.pop(step, {}).items():
-            momentum[path] = MOMENTUM * momentum[path] + mean
-            outer[path] = outer[path] - OUTER_LR * (mean + MOMENTUM * momentum[path])
+        k, means = in_flight.pop(step, (None, {}))
+        for path, mean in means.items():
+            is_merged = units[path] % 2 == k
+            speed = MOMENTUM * momentum[path] + mean
+            stepped = outer[path] - OUTER_LR * (mean + MOMENTUM * speed)
+            momentum[path] = np.where(is_merged, speed, momentum[path])
+            outer[path] = np.where(is_merged, stepped, outer[path])
             mixed = ALPHA * params[path] + (1 - ALPHA) * outer[path][None]
-            params[path] = mixed.astype(np.float32)
+            params[path] = np.where(is_merged, mixed, params[path]).astype(np.float32)
         tree = structure.unflatten([params[path] for path in outer])
 
         for k in range(2):
             if step % INTERVAL == k * INTERVAL // 2:
-                in_flight[step + DELAY] = {
+                means = {
                     path: outer[path] - x.mean(0, dtype=np.float64)
                     for path, x in params.items()
-                    if job.unit_of(path) % 2 == k
                 }
+                in_flight[step + DELAY] = k, means
     return tree
+
+
+def unit_of_values(job, path: str, x: np.ndarray) -> np.ndarray:
+    """Return the unit that each value of a leaf is in, broadcastable to the leaf.
+
+    A job says it of a leaf; of one that stacks layers, of all layers on axis 0.
+    """
+    units = np.asarray(job.unit_of(path))
+    return units.reshape(units.shape + (1,) * (x.ndim - units.ndim))
 
 
 def run(name: str, folder: Path) -> None:
     """Do all runs of one trainer."""
-    job = importlib.import_module(f"tests.integrations.{name}_job")
-    facts = {}
+    job = importlib.import_module(f"{name}_job")  # Beside this file.
+    facts = {"trainer": name}
 
     def keep(run: str, params) -> None:
         np.savez(folder / f"{run}.npz", **numbers(params))

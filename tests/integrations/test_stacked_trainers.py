@@ -12,19 +12,22 @@ import sys
 import numpy as np
 import pytest
 
-from tests.integrations import environments
+from tests.integrations import environments, figures
 
 pytestmark = pytest.mark.trainers
+
+TRAINERS = ("tunix", "kauldron", "levanter", "nanodo")
 
 # Of float32 parameters that moved by more than 0.02.
 TOLERANCE = 5e-6
 
 
-@pytest.fixture(scope="module", params=["tunix", "kauldron"])
+@pytest.fixture(scope="module", params=TRAINERS)
 def folder(request, tmp_path_factory):
     """All runs of one trainer."""
-    python = environments.python_of(request.param)
-    if not python.exists():
+    is_own = request.param == "nanodo"  # In pytest's own environment.
+    python = sys.executable if is_own else environments.python_of(request.param)
+    if not os.path.exists(python):
         pytest.fail(
             f"{python} is not there; make the environment by "
             f"{environments.command_for(request.param)}",
@@ -38,7 +41,7 @@ def folder(request, tmp_path_factory):
         "PYTHONPATH": str(environments.ROOT),
     }
     subprocess.run(
-        [python, "-m", "tests.integrations.stacked_runs", request.param, folder],
+        [python, "tests/integrations/stacked_runs.py", request.param, folder],
         check=True,
         cwd=environments.ROOT,
         env=env,
@@ -50,6 +53,10 @@ def folder(request, tmp_path_factory):
 
 def params_of(folder, run):
     return dict(np.load(folder / f"{run}.npz"))
+
+
+def trainer_of(folder):
+    return facts_of(folder)["trainer"]
 
 
 def facts_of(folder):
@@ -66,10 +73,13 @@ def difference(one, other):
 )
 def test_the_parameters_are_a_plain_loops(folder, run, plain):
     """DiLoCo at H 1 is data parallel; streaming is a loop in NumPy."""
-    ours, other = params_of(folder, run), params_of(folder, plain)
-    print(f"{folder.name} {run}: {difference(ours, other):.2g}")
+    ours = params_of(folder, run)
+    other = params_of(folder, plain)
+    moved = difference(other, params_of(folder, "start"))
+    seen = {run: difference(ours, other), f"{run}_moved": moved}
+    figures.record(trainer_of(folder), **seen)
     assert difference(ours, other) < TOLERANCE
-    assert difference(other, params_of(folder, "start")) > 0.02
+    assert moved > 0.02
 
 
 @pytest.mark.parametrize("run", ["cocodc", "one_bit"])
@@ -78,15 +88,20 @@ def test_other_methods_run_and_learn(folder, run):
     assert np.isfinite(fact["losses"]).all()
     assert fact["losses"][-1] < fact["losses"][0]
     plain = facts_of(folder)["streaming"]["bytes_sent"]
-    print(f"{folder.name} {run}: {fact['bytes_sent']:,} bytes, float32 {plain:,}")
+    figures.record(trainer_of(folder), **{run: figures.learning(fact, plain)})
     if run == "one_bit":
         assert fact["bytes_sent"] < plain / 20
 
 
 def test_its_own_checkpoint_goes_on_bit_for_bit(folder):
     assert facts_of(folder)["in_flight"] == 1
-    assert difference(params_of(folder, "resumed"), params_of(folder, "one_bit")) == 0
+    apart = difference(params_of(folder, "resumed"), params_of(folder, "one_bit"))
+    figures.record(
+        trainer_of(folder),
+        resumed=apart,
+        versions=facts_of(folder)["versions"],
+    )
+    assert apart == 0
     full, resumed = (facts_of(folder)[run]["losses"] for run in ("one_bit", "resumed"))
     assert len(resumed) < len(full)
     assert resumed == full[-len(resumed) :]
-    print(facts_of(folder)["versions"])
