@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import haliax as hax
@@ -106,52 +107,60 @@ class Losses:
         self.by_step[info.step] = float(info.loss)
 
 
-def examples(num_regions: int) -> ListAsyncDataset:
-    """Return the examples of all steps and regions, in this order."""
-    tokens = [batch_of(i, r) for i in range(NUM_BATCHES) for r in range(num_regions)]
-    rows = np.concatenate(tokens)
+def examples(regions: Iterable[int]) -> ListAsyncDataset:
+    """Return the examples of all steps and some regions, in this order."""
+    rows = np.concatenate(
+        [batch_of(step, r) for step in range(NUM_BATCHES) for r in regions]
+    )
     return ListAsyncDataset([LmExample.causal(hax.named(x, Position)) for x in rows])
 
 
-def make_config(num_steps: int, folder: Path, **options) -> TrainerConfig:
+def make_config(num_steps: int, batch_size: int, folder: Path) -> TrainerConfig:
     """Make Levanter's configuration."""
+    checkpointer = CheckpointerConfig(
+        base_path=str(folder), save_interval=None, keep=None
+    )
     return TrainerConfig(
         id="run",
         tracker=NoopConfig(),
         log_dir=folder / "logs",
         log_jaxprs=False,
         log_xla_hlo=False,
-        train_batch_size=2 * REGION_BATCH,
+        train_batch_size=batch_size,
         num_train_steps=num_steps,
-        checkpointer=CheckpointerConfig(
-            base_path=str(folder), save_interval=None, keep=None
-        ),
+        checkpointer=checkpointer,
         require_accelerator=False,
-        **options,
     )
 
 
-def train(tx, num_regions, num_steps, folder=None):
-    """Train by Levanter's own loop; without regions on the batches of all of them.
+def train(
+    tx, num_regions, num_steps, folder=None, *, make_trainer=Trainer, regions=(0, 1)
+):
+    """Train by Levanter's own loop; without `num_regions` one model has every batch.
 
     With a folder Levanter saves its last state there, and goes on from it.
 
+    Args:
+      make_trainer: Levanter's `Trainer`, or a class that derives from it.
+      regions: whose batches the model has.
+
     Returns parameters, the optimizer's state and losses.
     """
-    loss_fn, make_model = next_token_loss, start
+    loss_fn = next_token_loss
+    make_model = start
     if num_regions is not None:
         Region = Axis("region", num_regions)
         loss_fn = mean_loss(loss_fn, Region)
         make_model = functools.partial(stacked_model, start, Region)
+
     with contextlib.ExitStack() as stack:
         if folder is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-        config = make_config(num_steps, Path(folder))
-        trainer = stack.enter_context(Trainer(config, tx, loss_fn))
+        config = make_config(num_steps, len(regions) * REGION_BATCH, Path(folder))
+        trainer = stack.enter_context(make_trainer(config, tx, loss_fn))
         watch = Losses()
         trainer.add_hook(watch)
         state = trainer.initial_state(jax.random.PRNGKey(0), model_init=make_model)
-        loader = trainer.data_loader(examples(2))
-        info = trainer.train(state, loader.iter_from_step(int(state.step)))
-        state = info.state
+        loader = trainer.data_loader(examples(regions))
+        state = trainer.train(state, loader.iter_from_step(int(state.step))).state
     return state.model, state.opt_state, [*watch.by_step.values()]

@@ -46,7 +46,7 @@ def folder(request, tmp_path_factory):
         cwd=environments.ROOT,
         env=env,
         stdout=sys.stderr,
-        timeout=900,
+        timeout=1800,
     )
     return folder
 
