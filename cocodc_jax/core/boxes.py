@@ -1,10 +1,11 @@
-"""Flax boxes around the leaves of a state: they say how it is sharded.
+"""Boxes around the leaves of a state: they say how it is sharded.
 
 Flax Linen and NNX keep the names of a parameter's mesh axes in a box around its array
-(`nn.Partitioned`, `nnx.Param`), and a trainer derives the shardings of its whole state
-from them. Optax's states have the boxes of the parameters, as they are made by
-`jax.tree.map`. A fragment is a flat dict of bare arrays, so its part of a state is put
-into boxes as it is made, and taken out of them for an update.
+(`nn.Partitioned`, `nnx.Param`), Haliax those of its logical axes (`NamedArray`), and a
+trainer derives the shardings of its whole state from them. Optax's states have the
+boxes of the parameters, as they are made by `jax.tree.map`. A fragment is a flat dict
+of bare arrays, so its part of a state is put into boxes as it is made, and taken out of
+them for an update.
 """
 
 from typing import Any
@@ -53,8 +54,15 @@ def without_boxes(tree: PyTree) -> PyTree:
 
 
 def _is_box(node: Any) -> bool:
-    """Return whether a node is Linen's `AxisMetadata` or an NNX variable."""
-    return hasattr(node, "replace_boxed") or hasattr(node, "get_metadata")
+    """Return whether a node is Linen's `AxisMetadata`, an NNX variable or Haliax's."""
+    is_flax = hasattr(node, "replace_boxed") or hasattr(node, "get_metadata")
+    return is_flax or _is_named_array(node)
+
+
+def _is_named_array(node: Any) -> bool:
+    """Return whether a node is Haliax's `NamedArray`, with an array in it."""
+    is_one = hasattr(type(node), "tree_unflatten") and hasattr(node, "axis_names")
+    return is_one and getattr(node, "array", None) is not None
 
 
 # Where NNX has the names of an array's axes, of this release and of older ones.
@@ -66,17 +74,23 @@ def without_region_axis(tree: PyTree) -> PyTree:
 
     Boxes that name the axis of regions lose that name.
     """
+    return jax.tree.map(lambda x: x[0], without_region_name(tree))
 
-    def first(node: Any) -> Any:
-        if not _is_box(node):
-            return node[0]
-        return jax.tree.map(lambda x: x[0], _without_first_name(node))
 
-    return jax.tree.map(first, tree, is_leaf=_is_box)
+def without_region_name(tree: PyTree) -> PyTree:
+    """Return leaves `[M, ...]` in boxes that do not name the axis of regions.
+
+    Under a `jax.vmap` over that axis, a box then has a name for each axis.
+    """
+
+    def unnamed(node: Any) -> Any:
+        return _without_first_name(node) if _is_box(node) else node
+
+    return jax.tree.map(unnamed, tree, is_leaf=_is_box)
 
 
 def with_region_axis(tree: PyTree, params: PyTree) -> PyTree:
-    """Give boxes of `without_region_axis(params)` the name of the axis again.
+    """Give boxes of `without_region_name(params)` the name of the axis again.
 
     Args:
       tree: values of all regions, leaves `[M, ...]`, in boxes of one region's.
@@ -100,6 +114,11 @@ def with_region_axis(tree: PyTree, params: PyTree) -> PyTree:
 def _without_first_name(box: Any) -> Any:
     """Drop the first name of a box if it has one for every axis of its array."""
     (array,) = jax.tree.leaves(box)
+    if _is_named_array(box):
+        names = box.axis_names
+        is_full = len(names) == array.ndim
+        return type(box).tree_unflatten(names[1:], (array,)) if is_full else box
+
     if hasattr(box, "replace_boxed"):
         names = getattr(box, "names", None) or ()
         return box.replace(names=names[1:]) if len(names) == array.ndim else box

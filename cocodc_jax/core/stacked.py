@@ -10,6 +10,7 @@ A region's parameters are in one term of that mean, so their gradient is the reg
 own divided by M. `stacked` multiplies by M, and maps `synchronized` over the axis.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,11 @@ import jax.numpy as jnp
 import optax
 
 from cocodc_jax import methods
-from cocodc_jax.core.boxes import with_region_axis, without_region_axis
+from cocodc_jax.core.boxes import (
+    with_region_axis,
+    without_region_axis,
+    without_region_name,
+)
 from cocodc_jax.core.optimizer import SynchronizedState, sync_axes, synchronized
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.method import Method
@@ -89,17 +94,22 @@ def stacked(
     axes = sync_axes(method)
     scale = num_regions if loss == "mean" else 1
 
-    def init(params: PyTree) -> SynchronizedState:
-        _check_regions(params, num_regions)
-        one_region = tx.init(without_region_axis(params))
-        state = jax.vmap(lambda x: x, None, axes, axis_size=num_regions)(one_region)
-
+    def map_regional(
+        function: Callable[[PyTree], PyTree], state: SynchronizedState
+    ) -> SynchronizedState:
+        """Apply a function to the fields whose leaves are `[M, ...]`."""
         fields = {
-            name: with_region_axis(getattr(state, name), params)
+            name: function(getattr(state, name))
             for name, axis in axes._asdict().items()
             if axis == 0
         }
         return state._replace(**fields)
+
+    def init(params: PyTree) -> SynchronizedState:
+        _check_regions(params, num_regions)
+        one = tx.init(without_region_axis(params))
+        state = jax.vmap(lambda x: x, None, axes, axis_size=num_regions)(one)
+        return map_regional(lambda x: with_region_axis(x, params), state)
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
@@ -120,7 +130,14 @@ def stacked(
             axis_size=num_regions,
             spmd_axis_name=spmd_axis_name,
         )
-        return update_all(updates, state, params)
+        # An optimizer of Levanter's reads the names of boxes, of one region.
+        updates, state = update_all(
+            without_region_name(updates),
+            map_regional(without_region_name, state),
+            without_region_name(params),
+        )
+        updates = with_region_axis(updates, params)
+        return updates, map_regional(lambda x: with_region_axis(x, params), state)
 
     update_fn: Any = update
     return optax.GradientTransformationExtraArgs(init, update_fn)

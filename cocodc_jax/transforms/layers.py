@@ -15,7 +15,7 @@ import re
 from typing import Any
 
 import jax
-from jax.tree_util import GetAttrKey
+from jax.tree_util import FlattenedIndexKey, GetAttrKey
 
 _logger = logging.getLogger(__name__)
 
@@ -44,11 +44,14 @@ def named_leaves(tree) -> list[tuple[str, Any]]:
 
 
 def without_box(keys):
-    """Drop the attribute of a Flax box, which holds the array, from a leaf's keys.
+    """Drop the attribute of a box, which holds the array, from a leaf's keys.
 
-    An entry of a dict may be called `value` too, and stays.
+    It is `value` of a Flax box, and has no name in Haliax's `NamedArray`. An entry of a
+    dict may be called `value` too, and stays.
     """
-    return keys[:-1] if keys[-1:] == (GetAttrKey("value"),) else keys
+    is_flax = keys[-1:] == (GetAttrKey("value"),)
+    is_haliax = len(keys) > 1 and keys[-1] == FlattenedIndexKey(0)
+    return keys[:-1] if is_flax or is_haliax else keys
 
 
 def unboxed_paths(tree) -> list[str]:

@@ -242,3 +242,61 @@ def test_parameters_without_an_axis_of_regions_are_refused():
     }
     with pytest.raises(ValueError, match="stacked needs params: tx.update"):
         tx.update(params, tx.init(params))
+
+
+@jax.tree_util.register_pytree_node_class
+class Named:
+    """What Haliax's `NamedArray` is here: names of axes, and a key without a name."""
+
+    def __init__(self, array, axis_names):
+        self.array, self.axis_names = array, axis_names
+
+    @property
+    def axes(self):
+        assert len(self.axis_names) == self.array.ndim
+        return dict(zip(self.axis_names, self.array.shape, strict=True))
+
+    def tree_flatten(self):
+        return (self.array,), self.axis_names
+
+    @classmethod
+    def tree_unflatten(cls, axis_names, children):
+        return cls(*children, axis_names)
+
+
+def is_named(node):
+    return isinstance(node, Named)
+
+
+def test_an_optimizer_that_reads_the_names_of_axes_sees_one_region():
+    """As Levanter's do, whose masks look at the axes of Haliax's arrays."""
+
+    def has_decay(params):
+        return jax.tree.map(lambda x: "embed" in x.axes, params, is_leaf=is_named)
+
+    inner = optax.chain(ADAM, optax.add_decayed_weights(0.1, has_decay))
+    tx = cc.stacked(inner, METHOD, NUM_REGIONS)
+    kernels = [x["kernel"] for x in in_all(make_params()).values()]
+    names = ("region", "embed", "mlp"), ("region", "mlp", "out")
+    params = dict(zip("ab", map(Named, kernels, names), strict=True))
+
+    @jax.jit
+    def step(params, state, batch):
+        def loss(params):
+            bare = {name: {"kernel": x.array} for name, x in params.items()}
+            return all_losses(bare, batch).mean()
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    before = jax.tree.structure((params, state))
+    for batch in BATCHES:
+        params, state = step(params, state, batch)
+    assert jax.tree.structure((params, state)) == before
+    boxes = jax.tree.leaves(state, is_leaf=is_named)
+    boxes = [box for box in boxes if is_named(box)]
+    assert all(box.axes for box in boxes)
+    # What is equal in all regions is shaped, and so divided, as one region's.
+    outer = {path: x.axis_names for part in state.outer for path, x in part.items()}
+    assert outer == {"a": ("embed", "mlp"), "b": ("mlp", "out")}

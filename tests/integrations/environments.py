@@ -1,6 +1,6 @@
-"""Make the environment of a real trainer (maxtext, tunix, kauldron, levanter), one command:
+"""Make the environment of a real trainer, one command:
 
-    python tests/integrations/environments.py maxtext
+    python tests/integrations/environments.py {maxtext,tunix,kauldron,levanter}
 
 It needs `uv` and Python 3.12. The environment goes beside the checkout, into
 `../envs/NAME`, or into `$COCODC_TRAINERS/NAME`; the tests under `pytest -m trainers`
@@ -30,7 +30,7 @@ TRAINERS = {
     "maxtext": (*MAXTEXT.split(), *OWN),
     "tunix": ("google-tunix==0.1.7", "jax==0.12.*", *OWN),
     "kauldron": ("kauldron==1.4.4", "jax==0.12.*", *OWN),
-    # Its releases are numbered by builds. It wants JAX below 0.12 and Optax below 0.2.7.
+    # A build of one day. It wants JAX below 0.12 and Optax below 0.2.7.
     "levanter": ("marin-levanter==0.2.227.dev40316220070", *OWN),
 }
 

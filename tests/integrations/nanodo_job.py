@@ -23,9 +23,7 @@ from nanodo.model import DoConfig, TransformerDo  # noqa: E402
 
 PACKAGES = ()
 VOCABULARY, LENGTH, REGION_BATCH, NUM_LAYERS = 16, 11, 4, 2
-MODEL = TransformerDo(
-    DoConfig(D=16, H=2, L=LENGTH, N=NUM_LAYERS, V=VOCABULARY, F=64)
-)
+MODEL = TransformerDo(DoConfig(D=16, H=2, L=LENGTH, N=NUM_LAYERS, V=VOCABULARY, F=64))
 
 
 def start():

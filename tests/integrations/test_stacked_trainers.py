@@ -34,21 +34,32 @@ def folder(request, tmp_path_factory):
             pytrace=False,
         )
     folder = tmp_path_factory.mktemp(request.param)
+    finish(start(python, folder, "stacked_runs.py", request.param, folder))
+    return folder
+
+
+def start(python, folder, script, *words):
+    """Start a child at home in a folder, with nothing of pytest's."""
     env = {
         "PATH": os.environ["PATH"],
         "HOME": str(folder),
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(environments.ROOT),
     }
-    subprocess.run(
-        [python, "tests/integrations/stacked_runs.py", request.param, folder],
-        check=True,
+    return subprocess.Popen(
+        [str(word) for word in (python, f"tests/integrations/{script}", *words)],
         cwd=environments.ROOT,
         env=env,
         stdout=sys.stderr,
-        timeout=1800,
     )
-    return folder
+
+
+def finish(*children):
+    try:
+        assert [child.wait(1800) for child in children] == [0] * len(children)
+    finally:
+        for child in children:
+            child.kill()
 
 
 def params_of(folder, run):
@@ -105,3 +116,27 @@ def test_its_own_checkpoint_goes_on_bit_for_bit(folder):
     full, resumed = (facts_of(folder)[run]["losses"] for run in ("one_bit", "resumed"))
     assert len(resumed) < len(full)
     assert resumed == full[-len(resumed) :]
+
+
+@pytest.mark.parametrize("folder", ["levanter"], indirect=True)
+def test_elastic_regions_of_levanters_own_loop(folder):
+    """The documentation's launcher is a loop in NumPy, and goes on bit for bit."""
+    python = environments.python_of("levanter")
+    (folder / "key").write_bytes(b"a shared secret of 32 bytes ....")
+    (folder / "key").chmod(0o600)
+    script = "levanter_region.py"
+    for run in (("full", 13), ("cut", 6, 13)):
+        words = [(script, folder, index, *run) for index in range(2)]
+        finish(*(start(python, folder, *region) for region in words))
+
+    plain = params_of(folder, "plain")
+    apart = []
+    for index in range(2):
+        one = params_of(folder, f"full_{index}")
+        apart.append(difference(one, {path: x[index] for path, x in plain.items()}))
+        assert difference(one, params_of(folder, f"cut_{index}")) == 0
+        losses = json.loads((folder / f"full_{index}.json").read_text())
+        rest = json.loads((folder / f"cut_{index}.json").read_text())
+        assert rest == losses[6:]
+    figures.record("levanter", regions=max(apart))
+    assert max(apart) < TOLERANCE

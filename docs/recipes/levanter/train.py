@@ -49,7 +49,9 @@ class RegionTrainer(Trainer):
         )
         transport = cc.Transport("elastic", place=place)
         model = state.model
-        self.sync = cc.RegionSync(self.method, model, place.regions, transport=transport)
+        self.sync = cc.RegionSync(
+            self.method, model, place.regions, transport=transport
+        )
 
         step = int(state.step)
         self.sync_state = self.restored(step) if step else self.sync.init(model)
