@@ -33,10 +33,11 @@ def start():
 
 
 def unit_of(path: str) -> int:
-    """Return the place of a leaf in the network: embeddings, layers, norm and head."""
+    """Return the place of a leaf in the network: two embeddings, layers, norm."""
     if layer := re.search(r"blocks_(\d+)/", path):
-        return 1 + int(layer[1])
-    return 0 if "embed" in path else 1 + NUM_LAYERS
+        return 2 + int(layer[1])
+    names = {"embed": 0, "pos_embed": 1, "LayerNorm_0": 2 + NUM_LAYERS}
+    return names[path.split("/")[0]]
 
 
 def batch_of(step: int, region: int) -> np.ndarray:

@@ -1,6 +1,9 @@
-"""MaxText's own trainer as one region of several: `train.py base.yml OPTIONS`.
+r"""MaxText's own trainer as one region of several: `train.py CONFIG OPTIONS`.
 
-    REGION=0 REGIONS=2 VIA=gs://bucket/run KEY=key python train.py base.yml run_name=...
+    REGION=0 REGIONS=2 VIA=gs://bucket/run KEY=key \
+        python train.py src/maxtext/configs/base.yml run_name=...
+
+`src/maxtext/configs/...` is what MaxText calls the files of its own package.
 
 Command line, model, mesh, optimizer, data, metrics and checkpoints are MaxText's. A
 region that died is started again with the same command.
