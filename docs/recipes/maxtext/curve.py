@@ -15,7 +15,7 @@ for name in sys.argv[1:]:
     rows = [json.loads(line) for line in Path(name).read_text().splitlines()]
     losses = [row["learning/loss"] for row in rows]
     axes.plot([row["step"] for row in rows], losses, label=Path(name).stem)
-    print(f"{name}: loss {losses[0]:.3f}, after {len(rows)} steps {losses[-1]:.3f}")
+    print(f"{name}: loss {losses[0]:.3f}, at step {rows[-1]['step']} {losses[-1]:.3f}")
 axes.set(xlabel="step", ylabel="loss")
 axes.legend()
 figure.savefig("curve.png", dpi=160)
