@@ -107,8 +107,8 @@ def stacked(
 
     def init(params: PyTree) -> SynchronizedState:
         _check_regions(params, num_regions)
-        one = tx.init(without_region_axis(params))
-        state = jax.vmap(lambda x: x, None, axes, axis_size=num_regions)(one)
+        one_region = tx.init(without_region_axis(params))
+        state = jax.vmap(lambda x: x, None, axes, axis_size=num_regions)(one_region)
         return map_regional(lambda x: with_region_axis(x, params), state)
 
     def update(

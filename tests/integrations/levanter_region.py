@@ -1,6 +1,6 @@
 """One region of Levanter's own trainer, by the documentation's launcher.
 
-    python tests/integrations/levanter_region.py FOLDER INDEX RUN STEPS...
+    python tests/integrations/levanter_region.py FOLDER INDEX REGIONS RUN STEPS...
 
 A child of `test_stacked_trainers.py`. Trains to each of the steps, and begins anew from
 its own checkpoint after each. It leaves parameters in `FOLDER/RUN_INDEX.npz`, and
@@ -20,11 +20,11 @@ import stacked_runs
 LAUNCHER = Path(__file__).parents[2] / "docs" / "recipes" / "levanter" / "train.py"
 
 
-def run(folder: Path, index: int, name: str, stops: list[int]) -> None:
+def run(folder: Path, index: int, regions: int, name: str, stops: list[int]) -> None:
     """Train a region, by Streaming DiLoCo with the settings of the plain loop."""
     places = {
         "REGION": f"{index}",
-        "REGIONS": f"{stacked_runs.NUM_REGIONS}",
+        "REGIONS": f"{regions}",
         "KEY": f"{folder / 'key'}",
     }
     os.environ.update(places)
@@ -48,5 +48,5 @@ def run(folder: Path, index: int, name: str, stops: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    folder, index, name, *stops = sys.argv[1:]
-    run(Path(folder), int(index), name, [int(stop) for stop in stops])
+    folder, index, regions, name, *stops = sys.argv[1:]
+    run(Path(folder), int(index), int(regions), name, [int(stop) for stop in stops])

@@ -125,18 +125,21 @@ def test_elastic_regions_of_levanters_own_loop(folder):
     (folder / "key").write_bytes(b"a shared secret of 32 bytes ....")
     (folder / "key").chmod(0o600)
     script = "levanter_region.py"
-    for run in (("full", 13), ("cut", 6, 13)):
-        words = [(script, folder, index, *run) for index in range(2)]
-        finish(*(start(python, folder, *region) for region in words))
+    both = [(script, folder, index, 2, "full", 13) for index in range(2)]
+    finish(*(start(python, folder, *words) for words in both))
+    for run in (("alone", 13), ("cut", 6, 13)):
+        finish(start(python, folder, script, folder, 0, 1, *run))
 
-    plain = params_of(folder, "plain")
+    plain = params_of(folder, "plain_of_each")
     apart = []
     for index in range(2):
         one = params_of(folder, f"full_{index}")
         apart.append(difference(one, {path: x[index] for path, x in plain.items()}))
-        assert difference(one, params_of(folder, f"cut_{index}")) == 0
-        losses = json.loads((folder / f"full_{index}.json").read_text())
-        rest = json.loads((folder / f"cut_{index}.json").read_text())
-        assert rest == losses[6:]
     figures.record("levanter", regions=max(apart))
     assert max(apart) < TOLERANCE
+
+    assert difference(params_of(folder, "alone_0"), params_of(folder, "cut_0")) == 0
+    losses, rest = (
+        json.loads((folder / f"{run}_0.json").read_text()) for run in ("alone", "cut")
+    )
+    assert rest == losses[6:]
