@@ -115,7 +115,8 @@ class Recorder(Devices):
 
 
 def _canonical_dtype(x: Any) -> Any:
-    return jax.dtypes.canonicalize_dtype(x.dtype)
+    # Arrays of PRNG keys, which a trainer's state may have, keep their extended dtype.
+    return jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

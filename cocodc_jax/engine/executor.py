@@ -462,7 +462,9 @@ class Executor:
 
     def _finish_or_wait(self, run: _Run, event: Event) -> None:
         """Apply a mean, or put it off to the next slot if it has not arrived."""
-        mean = run.sync.in_flight[event.sync_id].mean
+        # Without a delay the start still waits for inner steps; `_finish` sends it.
+        flight = run.sync.in_flight.get(event.sync_id)
+        mean = None if flight is None else flight.mean
         is_missing = isinstance(mean, PendingMean) and not mean.is_ready()
 
         if self._slots is not None and is_missing:

@@ -103,7 +103,9 @@ class Window:
 
     @in_own_context()
     def list_programs(self, carry: PyTree, batches: PyTree) -> list[LoweredProgram]:
-        """List the programs with steps that a run compiles; compiles nothing.
+        """List the programs that a run compiles; compiles nothing.
+
+        Those with "inner steps" in their name have steps, `num_steps` of them.
 
         Args:
           carry: shapes, dtypes and shardings; of devices that may not exist here.
@@ -134,8 +136,7 @@ class Window:
             )
             state, _, _ = listing.run_segment(state, of_steps, num_steps)
 
-        names = [name for name in recorder.programs if "inner steps" in name]
-        return [recorder.programs[name] for name in names]
+        return [_with_num_steps(listed) for listed in recorder.programs.values()]
 
     def _run(
         self, region: RegionState, batches: PyTree, *unused: Any
@@ -214,6 +215,14 @@ def _places(leaves: list[Any], params: list[Any]) -> list[int]:
             "the parameters out of it, as lambda carry: carry.params does"
         )
     return [index[id(leaf)] for leaf in params]
+
+
+def _with_num_steps(listed: LoweredProgram) -> LoweredProgram:
+    """Fill in the steps of a program that has some."""
+    if "inner steps" not in listed.name:
+        return listed
+    batches = jax.tree.leaves(listed.arguments[1])
+    return listed._replace(num_steps=batches[0].shape[0])
 
 
 def _with_steps(sharding: Any) -> Any:

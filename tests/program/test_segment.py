@@ -30,7 +30,8 @@ CASES = {
     "streaming, divided": dict(outer_placement="divided"),
     "streaming, exclude": dict(exclude_above=9.0),
     "streaming, whole": dict(num_fragments=1),
-    # Nothing of it is hidden.
+    # Nothing of these is hidden.
+    "diloco": dict(sync_interval=3),
     "co2": dict(sync_interval=3, staleness_gap="measured"),
 }
 

@@ -109,6 +109,35 @@ def test_what_cannot_be_picked_out_of_a_carry_is_refused(pick, change, message):
         sync.window(lambda c, x: (c, x), pick, carry)
 
 
+def test_a_method_without_a_delay_sends_between_windows():
+    """Nothing of it is hidden; a carry may hold PRNG keys, as a trainer's does."""
+    sync, carry = small()
+    where = carry["params"].sharding
+    carry["keys"] = jax.device_put(jax.random.split(jax.random.key(0), 2), where)
+    carry["key"] = jax.random.key(1)
+
+    def step(carry, x):
+        keys = jax.vmap(jax.random.split)(carry["keys"])
+        noise = jax.vmap(lambda key: jax.random.normal(key, (4,)))(keys[:, 1])
+        params = carry["params"] + noise
+        return carry | {"params": params, "keys": keys[:, 0]}, params
+
+    window = sync.window(step, lambda carry: carry["params"], carry)
+    listed = window.list_programs(carry, jax.ShapeDtypeStruct((2,), jnp.float32))
+    assert {one.name: one.num_steps for one in listed} == {
+        "inner steps": 2,
+        "send fragment 0": 0,
+        "outer step 0": 0,
+        "merge fragment 0": 0,
+    }
+
+    carry, params, state = window(carry, jnp.zeros((2, 2)), sync.init(carry["params"]))
+    assert [one.apply_step for one in state.applied] == [2]
+    assert not np.allclose(params[-1, 0], params[-1, 1])
+    np.testing.assert_allclose(carry["params"][0], carry["params"][1])
+    assert carry["keys"].sharding == where
+
+
 WIDTH, NUM_SLICES, NUM_CHIPS = 256, 4, 4
 
 
@@ -147,6 +176,8 @@ def main(name, slices):
     batch = of((NUM_SLICES, 64, WIDTH), "pods", "fsdp")
     rows = {}
     for each in window.list_programs(carry, batch):
+        if not each.num_steps:
+            continue
         traced = each.program.trace(*each.arguments)
         lowered = traced.lower(lowering_platforms=(target.chip.platform,))
         text = lowered.compile().as_text()
