@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DATE = "2026-11-28"
 
 # MaxText's wheel requires nothing by itself, and its extras (`tpu`, `cuda12`) pin the
-# world. Named are the packages that its trainer imports.
+# world. Named are the packages that its trainer imports. `jax[tpu]` brings libtpu, a
+# compiler; nothing needs a TPU.
 MAXTEXT = """
-    maxtext==0.2.5 jax==0.12.* absl-py aqtp drjax etils flax grain
+    maxtext==0.2.5 jax[tpu]==0.12.* absl-py aqtp drjax etils flax grain
     huggingface-hub jaxtyping jinja2 ml-collections ml-dtypes numpy omegaconf optax
     orbax-checkpoint packaging pathwaysutils pillow psutil pydantic pyyaml qwix
     sentencepiece sympy tensorboardX tiktoken tokamax tokenizers transformers

@@ -26,7 +26,12 @@ RUNS = (*AS_A_PLAIN_LOOP, "own", "cocodc", "one_bit")
 
 
 def start(folder, what, *numbers):
-    """Start a child in MaxText's environment, with nothing of pytest's."""
+    """Start a child of `maxtext_runs`."""
+    return start_module("maxtext_runs", folder, what, folder, *numbers)
+
+
+def start_module(name, folder, *words):
+    """Start a module in MaxText's environment, with nothing of pytest's."""
     python = environments.python_of("maxtext")
     if not python.exists():
         pytest.fail(
@@ -40,9 +45,9 @@ def start(folder, what, *numbers):
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(environments.ROOT),
     }
-    words = [python, "-m", "tests.integrations.maxtext_runs", what, folder, *numbers]
+    command = [python, "-m", f"tests.integrations.{name}", *words]
     return subprocess.Popen(
-        [str(word) for word in words],
+        [str(word) for word in command],
         cwd=environments.ROOT,
         env=env,
         stdout=sys.stderr,
@@ -194,3 +199,42 @@ def test_a_region_of_maxtexts_own_loop_dies_and_comes_back(launched):
     assert min(map(int, facts[1]["losses"])) == runs.MEETING
     outer = [params_of(folder, f"launcher{index}", "outer") for index in range(2)]
     assert difference(*outer) == 0
+
+
+# Small, for a compiler on one core; the chips of each slice shard it fully.
+COMPILED = """
+    hardware=cpu attention=dot_product base_emb_dim=256 base_mlp_dim=512 head_dim=128
+    base_num_query_heads=2 base_num_kv_heads=2 base_num_decoder_layers=4
+    vocab_size=512 max_target_length=128 per_device_batch_size=2
+    compile_topology=v5p-8 compile_topology_num_slices=2
+"""
+
+
+def test_messages_cross_between_slices_while_maxtexts_step_computes(tmp_path):
+    """In scheduled programs for two v5p slices, which are not there.
+
+    Send and receive start before the loop of MaxText's steps, and end after it.
+    """
+    result = tmp_path / "result.json"
+    words = ["--only=^.streaming_diloco.$", *COMPILED.split()]
+    finish(start_module("maxtext_compile", tmp_path, result, *words))
+
+    about = json.loads(result.read_text())
+    (row,) = about["rows"]
+    print(f"a device, in a period: {row['between_bytes']:,} B between slices")
+    windows = [program["name"] for program in row["programs"]]
+    assert sorted(windows) == [
+        f"start fragment {k}, inner steps, merge" for k in range(2)
+    ]
+    for program in row["programs"]:
+        assert program["num_messages"] > 0
+        assert program["spans"]
+
+    # Float32 parameters, and momentum beside the outer ones, over a slice's 4 chips.
+    num_chips = about["num_devices"] // 2
+    assert num_chips == 4
+    share = 4 * about["num_params"] / num_chips
+    assert row["between_bytes"] == pytest.approx(share, rel=0.01)
+    assert row["outer_bytes"] == pytest.approx(2 * share, rel=0.01)
+    assert row["outer_memory"] == "pinned_host"
+    assert row["fits"]
