@@ -34,11 +34,9 @@ if TYPE_CHECKING:
     from cocodc_jax.aot.hlo import Module
     from cocodc_jax.engine.devices import LoweredProgram
 
-INTERVAL, NUM_FRAGMENTS, DELAY = (
-    36,
-    3,
-    5,
-)  # MaxText's own H; its K counts the rest, too.
+INTERVAL = 36  # H, MaxText's own default.
+NUM_FRAGMENTS = 3  # Of MaxText's, the first has all that is in no layer.
+DELAY = 5
 
 # MaxText's options where its defaults need a machine, or a choice is ours.
 OPTIONS = {
@@ -51,7 +49,6 @@ OPTIONS = {
     "compile_topology": "v5p-8",
     "compile_topology_num_slices": 2,
     "enable_diloco": True,
-    "dcn_diloco_parallelism": 2,
     "diloco_sync_period": INTERVAL,
 }
 STREAMING = {
@@ -399,10 +396,17 @@ def summarise(
 
 def main(words: list[str]) -> None:
     """Compile the methods, print a table, and write the results."""
+    if not words or "=" in words[0]:
+        raise SystemExit(f"the first argument is the file of the result, not {words}")
     result, *rest = words
+    for word in rest:
+        if "=" not in word:
+            raise SystemExit(f"{word!r} is no OPTION=VALUE of MaxText's, nor --only=")
+
     chosen = [word.removeprefix("--only=") for word in rest if "--only=" in word]
     given = dict(word.split("=", 1) for word in rest if not word.startswith("--"))
     options = OPTIONS | given
+    options.setdefault("dcn_diloco_parallelism", options["compile_topology_num_slices"])
     os.environ |= Target.parse("v5p:2x2x1").environment()
 
     from cocodc_jax.chips import CHIPS
@@ -425,7 +429,7 @@ def main(words: list[str]) -> None:
             lambda *of: job().by_region_sync(*of), method, settings
         )
 
-    chip = options["compile_topology"].split("-")[0]
+    chip = options["compile_topology"].split("-")[0].removeprefix("tpu")
     hbm_bytes = CHIPS[chip].hbm_bytes
     rows: dict[str, Any] = {}
     if chosen and Path(result).exists():

@@ -221,10 +221,10 @@ def test_messages_cross_between_slices_while_maxtexts_step_computes(tmp_path):
 
     about = json.loads(result.read_text())
     (row,) = about["rows"]
-    print(f"a device, in a period: {row['between_bytes']:,} B between slices")
+    print(f"a device, in a period: {row['between_bytes']:,.0f} B between slices")
     windows = [program["name"] for program in row["programs"]]
     assert sorted(windows) == [
-        f"start fragment {k}, inner steps, merge" for k in range(2)
+        f"start fragment {k}, inner steps, merge" for k in range(3)
     ]
     for program in row["programs"]:
         assert program["num_messages"] > 0
