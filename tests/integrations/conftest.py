@@ -5,4 +5,5 @@ collect_ignore = [
     "tunix_job.py",
     "kauldron_job.py",
     "levanter_job.py",
+    "levanter_region.py",
 ]
