@@ -56,6 +56,10 @@ Merged = tuple[jax.Array, dict[str, jax.Array]]
 # Limit of concurrent collectives on a GPU; XLA's default is 1. All collectives in a
 # loop body count: one between regions overlaps the loop only if the limit exceeds them.
 _GPU_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 256}
+# libtpu 0.0.50 has SparseCores look up the rows of a large embedding, asynchronously.
+# Nothing overlaps a loop with such an operation in its body.
+_TPU_OPTIONS = {"xla_tpu_offload_gather_to_sparsecore": False}
+_COMPILER_OPTIONS = {"gpu": _GPU_OPTIONS, "cuda": _GPU_OPTIONS, "tpu": _TPU_OPTIONS}
 
 
 class Segment(NamedTuple):
@@ -361,7 +365,7 @@ class Segments:
         names = ", ".join(str(k) for k, _ in segment.before)
         merges = "" if segment.after is None else ", merge"
         num_bytes = sum(self._exchange.num_bytes(k, rank) for k, rank in segment.before)
-        is_gpu = spec.mesh.devices.flat[0].platform in ("gpu", "cuda")
+        platform = spec.mesh.devices.flat[0].platform
         return spec.devices.jit(
             make_segment(spec, self._outer, self._steps.run, segment),
             f"start fragment {names}, inner steps{merges}",
@@ -374,5 +378,5 @@ class Segments:
                 outer,
                 merged,
             ),
-            compiler_options=dict(_GPU_OPTIONS) if is_gpu else {},
+            compiler_options=dict(_COMPILER_OPTIONS.get(platform, {})),
         )

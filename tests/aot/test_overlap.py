@@ -2,7 +2,7 @@
 
 Read from the scheduled programs of accelerators that are not there: four regions, each
 a TPU slice of 2 x 2. The control exchanges gradients at every step, and hides nothing.
-A process of its own compiles them, `python test_overlap.py TARGET SLICES
+A process of its own compiles them, `python test_overlap.py TARGET SLICES REGIONS MODEL
 METHOD=OPTIONS...`; it prints a line of JSON: for each method a list of `[program, kind,
 spans, bytes, host_bytes]`.
 """
@@ -27,38 +27,74 @@ from cocodc_jax.engine.mesh import REGION, make_mesh
 from cocodc_jax.engine.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
 
-NUM_REGIONS, NUM_STEPS, WIDTH = 4, 2, 256
-SHAPES = {"a": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
-SHAPES |= {"b": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
+NUM_REGIONS = 4
+NUM_STEPS = 2
+WIDTH = 256
+VOCABULARY = 151_936  # As in Qwen 3; tables of a few thousand rows stay on TensorCores.
 
 
-def loss_fn(params, batch, key):
+def shape_of(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def dense_loss(params, batch, key):
     """Of two layers."""
     x = jnp.tanh(batch @ params["a"]) @ params["b"]
     return jnp.mean((x - batch) ** 2), {}
 
 
-def main(name, slices, *cases):
+def table_loss(params, batch, key):
+    """Of a layer after an embedding, in bfloat16."""
+    x = params["table"].astype(jnp.bfloat16)[batch]
+    y = jnp.tanh(x @ params["a"].astype(jnp.bfloat16))
+    return jnp.mean((y - x).astype(jnp.float32) ** 2), {}
+
+
+# Loss, parameters, their sharding, and the batches of the steps.
+MODELS = {
+    "dense": (
+        dense_loss,
+        {"a": shape_of(WIDTH, WIDTH), "b": shape_of(WIDTH, WIDTH)},
+        P("data"),
+        lambda regions: shape_of(NUM_STEPS, regions, 64, WIDTH),
+    ),
+    "table": (
+        table_loss,
+        {"table": shape_of(VOCABULARY, 1024), "a": shape_of(1024, 1024)},
+        P(None, "data"),
+        lambda regions: jax.ShapeDtypeStruct((NUM_STEPS, regions, 4, 512), jnp.int32),
+    ),
+}
+
+
+def main(name, slices, num_regions, model, *cases):
+    regions = int(num_regions)
+    loss_fn, params, specs, batches_of = MODELS[model]
     target = Target.parse(name, int(slices))
     devices = target.devices()
-    mesh = make_mesh(NUM_REGIONS, len(devices) // NUM_REGIONS, devices=devices)
+    mesh = make_mesh(regions, len(devices) // regions, devices=devices)
     shape = {axis: int(size) for axis, size in mesh.shape.items()}
     if target.slices > 1:
         shape[REGION] //= target.slices
-    found = {}
+    rows_of = {}
     for case in cases:
         method, options = case.split("=", 1)
         made = methods.get(method, **json.loads(options))
         program = RegionProgram(
-            loss_fn, optax.sgd(0.1), made, SHAPES, NUM_REGIONS, mesh=mesh,
-            param_specs=P("data"), transport=Transport("program"),
-        )  # fmt: skip
-        batches = jax.ShapeDtypeStruct((NUM_STEPS, NUM_REGIONS, 64, WIDTH), jnp.float32)
-        found[case] = rows = []
-        for each in program.list_programs(batches):
-            if not each.num_steps:
+            loss_fn,
+            optax.sgd(0.1),
+            made,
+            params,
+            regions,
+            mesh=mesh,
+            param_specs=specs,
+            transport=Transport("program"),
+        )
+        rows = []
+        for listed in program.list_programs(batches_of(regions)):
+            if not listed.num_steps:
                 continue
-            lowered = each.program.trace(*each.arguments).lower(
+            lowered = listed.program.trace(*listed.arguments).lower(
                 lowering_platforms=(target.chip.platform,)
             )
             compiled = lowered.compile()
@@ -66,9 +102,10 @@ def main(name, slices, *cases):
             for one in collectives(hlo.parse(compiled.as_text()), shape):
                 if {REGION, BETWEEN_SLICES} & set(one.axes):
                     rows.append(
-                        (each.name, one.kind, one.spans, one.num_bytes, host_bytes)
+                        (listed.name, one.kind, one.spans, one.num_bytes, host_bytes)
                     )
-    print(json.dumps(found))
+        rows_of[case] = rows
+    print(json.dumps(rows_of))
 
 
 # A fragment is a layer of 256 x 256 numbers; windows are of 2 steps.
@@ -81,14 +118,16 @@ CASES = [
 ]
 
 
-def compiled(target, slices):
+def compiled(target, slices, *, num_regions=NUM_REGIONS, model="dense", cases=CASES):
     """What each case sends between regions, in programs that hold inner steps."""
     env = os.environ | Target.parse(target, slices).environment()
-    words = [sys.executable, __file__, target, str(slices), *CASES]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=280)
+    words = [sys.executable, __file__, target, str(slices), str(num_regions), model]
+    done = subprocess.run(
+        [*words, *cases], env=env, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    return [found[case] for case in CASES]
+    rows_of = json.loads(done.stdout.splitlines()[-1])
+    return [rows_of[case] for case in cases]
 
 
 def windows(rows):
@@ -117,6 +156,15 @@ def test_messages_between_slices_of_a_tpu_cross_while_it_computes():
         assert message <= num_bytes <= message + 16
     assert any(row for rows in control.values() for row in rows)
     assert not any(spans for rows in control.values() for _, spans, *_ in rows)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+def test_they_cross_while_a_large_embedding_is_looked_up():
+    (plain,) = compiled("v5p:2x2x1", 2, num_regions=2, model="table", cases=CASES[:1])
+    for rows in windows(plain).values():
+        assert [row[:2] for row in rows] == [["all-reduce", True]]
 
 
 @pytest.mark.slow
