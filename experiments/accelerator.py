@@ -173,14 +173,14 @@ class Results:
         if not self._file.exists():
             return
 
-        found = read_table(self._file)
+        before = read_table(self._file)
         for name in ("device", "jax", "cocodc_jax"):
-            if found[name] != self._content[name]:
+            if before[name] != self._content[name]:
                 raise ValueError(
-                    f"workdir={workdir} has rows of {name}={found[name]}, but this is "
+                    f"workdir={workdir} has rows of {name}={before[name]}, but this is "
                     f"{self._content[name]}; use another folder"
                 )
-        self._content = found
+        self._content = before
 
     @property
     def rows(self) -> dict[str, dict[str, Any]]:
@@ -244,7 +244,9 @@ def make_turn(config: TrainConfig, contender: str, interval: int) -> Turn:
         arguments = {"sync_interval": interval} | METHODS[contender]
         return _run_of(config.replace(**arguments), interval)
 
-    case = _case(config, interval)
+    model = plain_model(config, jax.devices()[0])
+    params = models.init_params(model, jax.random.key(0))
+    case = _case(config, model, params, _batches(config, interval))
     if contender == PLAIN_LOOP:
         return contenders.plain_loops(case)
     return contenders.scan_alone(case, num_devices=1)
@@ -255,15 +257,7 @@ def _run_of(config: TrainConfig, interval: int) -> Turn:
     mesh = mesh_of(config.run, jax.devices()[:1])
     trained = build_program(config, config.model, mesh)
     params = models.init_params(config.model, jax.random.key(0))
-    held = [trained.init(params, jax.random.key(0))]
-    batches = _batches(config, interval)
-
-    def turn() -> Any:
-        for state, _ in cc.run_steps(trained, held.pop(), iter(batches), interval):
-            held[:] = [state]
-        return jax.block_until_ready(held[0].region.params)
-
-    return turn
+    return contenders.program_turn(trained, params, _batches(config, interval))
 
 
 def plain_model(config: TrainConfig, device: Any) -> models.TransformerConfig:
@@ -277,15 +271,19 @@ def plain_model(config: TrainConfig, device: Any) -> models.TransformerConfig:
     )
 
 
-def _case(config: TrainConfig, interval: int) -> Case:
+def _case(
+    config: TrainConfig,
+    model: models.TransformerConfig,
+    params: Any,
+    batches: np.ndarray,
+) -> Case:
     """Return what contenders train that are no program of this package."""
-    model = plain_model(config, jax.devices()[0])
     return Case(
         name=config.preset,
         loss_fn=models.make_loss_fn(model),
         optimizer=config.optimizer.build(TRAIN_STEPS),
-        params=models.init_params(model, jax.random.key(0)),
-        batches=_batches(config, interval),
+        params=params,
+        batches=batches,
     )
 
 
@@ -315,10 +313,8 @@ def time_turns(
         turn()
         seconds.append(time.perf_counter() - began)
 
-    data = config.data
-    per_step = config.run.regions * data.batch_per_region * data.sequence_length
-    rate = interval * per_step / statistics.median(seconds)
-    flops = models.flops_per_token(config.model, data.sequence_length)
+    rate = interval * config.tokens_per_step / statistics.median(seconds)
+    flops = models.flops_per_token(config.model, config.data.sequence_length)
     peak = peak_tokens_per_second(jax.devices()[:1], flops)
     return {
         "tokens_per_second": rate,
@@ -326,7 +322,7 @@ def time_turns(
         "seconds": seconds,
         "start_s": start_s,
         "interval_steps": interval,
-        "tokens_per_step": per_step,
+        "tokens_per_step": config.tokens_per_step,
     }
 
 
@@ -371,15 +367,11 @@ def programs_of(
         return
 
     model = plain_model(config, device)
-    case = Case(
-        name=config.preset,
-        loss_fn=models.make_loss_fn(model),
-        optimizer=config.optimizer.build(TRAIN_STEPS),
-        params=jax.eval_shape(
-            lambda key: models.init_params(model, key), jax.random.key(0)
-        ),
-        batches=np.empty((0, config.run.regions, *sizes), np.int32),
+    params = jax.eval_shape(
+        lambda key: models.init_params(model, key), jax.random.key(0)
     )
+    no_batches = np.empty((0, config.run.regions, *sizes), np.int32)
+    case = _case(config, model, params, no_batches)
     state = jax.eval_shape(case.optimizer.init, case.params)
     batches = jax.ShapeDtypeStruct((COMPILED_STEPS, *sizes), jnp.int32)
     loop = contenders.make_loop(case)
@@ -447,9 +439,7 @@ def loss_config(base: TrainConfig, method: str) -> TrainConfig:
 
 
 def _tokens_of(config: TrainConfig) -> int:
-    data = config.data
-    per_step = config.run.regions * data.batch_per_region * data.sequence_length
-    return config.run.steps * per_step
+    return config.run.steps * config.tokens_per_step
 
 
 def _training_of(

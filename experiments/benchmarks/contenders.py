@@ -30,11 +30,17 @@ def region_program(case: Case, method: str, num_devices: int, **arguments: Any) 
     program = cc.RegionProgram(
         case.loss_fn, case.optimizer, chosen, case.params, case.regions, mesh=mesh
     )
-    held = [program.init(case.params, jax.random.key(0))]
+    return program_turn(program, case.params, case.batches)
+
+
+def program_turn(
+    program: cc.RegionProgram, params: PyTree, batches: np.ndarray
+) -> Turn:
+    """Return a turn of a program: a step for each of the batches `[T, ...]`."""
+    held = [program.init(params, jax.random.key(0))]
 
     def turn() -> PyTree:
-        stream = iter(case.batches)
-        for state, _ in cc.run_steps(program, held.pop(), stream, case.interval):
+        for state, _ in cc.run_steps(program, held.pop(), iter(batches), len(batches)):
             held[:] = [state]
         return jax.block_until_ready(held[0].region.params)
 
