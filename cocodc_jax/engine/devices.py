@@ -42,6 +42,7 @@ class Devices:
 
     put = staticmethod(transfer.put)
     move = staticmethod(transfer.move)
+    borrow = staticmethod(transfer.borrow)
     gather_rows = staticmethod(transfer.gather_rows)
 
     def __init__(self):
@@ -102,7 +103,7 @@ class Recorder(Devices):
             shardings,
         )
 
-    move = gather_rows = put
+    move = borrow = gather_rows = put
 
     def at(self, tree: PyTree, index: int) -> PyTree:
         """Return the shapes of an entry."""

@@ -282,7 +282,7 @@ class SharedOuterModel:
         if self._place.on_mesh or self._place.is_with_regions:
             return flight.mean
         shardings = jax.tree.map(lambda x: x.sharding, outer)
-        return self._devices.move(flight.mean, shardings)
+        return self._devices.borrow(flight.mean, shardings)
 
     def _copied(self, part: Fragment) -> Fragment:
         """Return a copy of outer parameters, in the same placement."""

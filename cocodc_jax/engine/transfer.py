@@ -95,6 +95,28 @@ def move(tree: PyTree, shardings: Any) -> PyTree:
     return treedef.unflatten([move_leaf(x, target) for x, target in pairs])
 
 
+def borrow(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Move arrays for programs that do not donate them.
+
+    A replicated array whose first device is to have it is there already: the result
+    shares its memory.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    pairs = zip(leaves, treedef.flatten_up_to(shardings), strict=True)
+    copies = [_copy_on(x, target) for x, target in pairs]
+    if any(copy is None for copy in copies):
+        return move(tree, shardings)
+    return treedef.unflatten(copies)
+
+
+def _copy_on(x: jax.Array, target: Sharding) -> jax.Array | None:
+    """Return the first copy of a replicated array; None if it is elsewhere."""
+    if not x.is_fully_replicated or not x.is_fully_addressable:
+        return None
+    copy = x.addressable_data(0)
+    return copy if copy.sharding == target else None
+
+
 def declare(tree: PyTree, sharding: Sharding) -> PyTree:
     """Make one global array of equal arrays, one on a device of every process."""
     if sharding.is_fully_addressable:

@@ -331,8 +331,9 @@ class RegionSync:
         self, params: PyTree, state: RegionSyncState, batch: PyTree, opt_state: PyTree
     ) -> tuple[PyTree, RegionSyncState]:
         """Apply the events of the next step."""
+        batch = self._batch(batch)  # Refused before the parameters are donated.
         entered = self._entered(params, state, state.next_step, opt_state)
-        run, applied = self.program.apply_events(entered, self._batch(batch))
+        run, applied = self.program.apply_events(entered, batch)
 
         if self._membership is not None:
             try:

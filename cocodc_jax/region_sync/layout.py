@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -71,16 +71,15 @@ class Layout:
         return self.form == "stacked"
 
     def enter(self, arrays: Leaves) -> Leaves:
-        """Return the trainer's arrays as the engine's, `[R, ...]`.
-
-        Where leaves have no axis of regions the arrays are donated.
-        """
+        """Return the trainer's arrays as the engine's, `[R, ...]`; donates them."""
         if not self.has_region_axis:
             arrays = _with_axis(arrays)
-        return {
-            path: relabeled(x, self.regional(path), self._shape(x))
-            for path, x in arrays.items()
-        }
+        if self.form == "processes":
+            return {
+                path: relabeled(x, self.regional(path), self._shape(x))
+                for path, x in arrays.items()
+            }
+        return all_relabeled(arrays, {path: self.regional(path) for path in arrays})
 
     def first(self, arrays: Leaves) -> Leaves:
         """Return a copy of the first region's arrays on the engine's mesh, `[...]`.
@@ -100,7 +99,10 @@ class Layout:
             lambda arrays: {path: x[0] for path, x in arrays.items()},
             out_shardings=shardings,
         )
-        return take(self.enter(arrays))
+        regional = {
+            path: relabeled(x, self.regional(path)) for path, x in arrays.items()
+        }
+        return take(regional)
 
     def leave(self, arrays: Leaves, shardings: dict[str, Sharding]) -> Leaves:
         """Return the engine's arrays under the trainer's shardings; donates them."""
@@ -108,7 +110,7 @@ class Layout:
             arrays = {path: _own_part(x) for path, x in arrays.items()}
         if not self.has_region_axis:
             arrays = _without_axis(arrays)
-        return {path: relabeled(x, shardings[path]) for path, x in arrays.items()}
+        return all_relabeled(arrays, shardings)
 
     def sharding_of(self, x: Any) -> NamedSharding:
         """Return the engine's sharding of any array of the trainer's.
@@ -220,6 +222,38 @@ def relabeled(x: Any, sharding: Sharding, shape: tuple[int, ...] | None = None) 
 
     shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def all_relabeled(arrays: Leaves, shardings: dict[str, Sharding]) -> Leaves:
+    """Do as `relabeled` with many arrays, in one call; donates them.
+
+    A program that returns its donated arguments costs a tenth of declaring the arrays
+    one by one, and moves no byte either.
+    """
+    places = tuple((x.sharding, shardings[path]) for path, x in arrays.items())
+    is_view = len({id(x) for x in arrays.values()}) == len(arrays) and all(
+        _is_view(old, new, x.shape)
+        for (old, new), x in zip(places, arrays.values(), strict=True)
+    )
+    if not is_view:
+        return {path: relabeled(x, shardings[path]) for path, x in arrays.items()}
+    if all(old == new for old, new in places):
+        return arrays
+
+    leaves = _declare(tuple(new for _, new in places))(list(arrays.values()))
+    return dict(zip(arrays, leaves, strict=True))
+
+
+@functools.lru_cache(maxsize=64)
+def _declare(shardings: tuple[Sharding, ...]) -> Callable[[list], list]:
+    return jax.jit(lambda leaves: leaves, donate_argnums=0, out_shardings=[*shardings])
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_view(old: Sharding, new: Sharding, shape: tuple[int, ...]) -> bool:
+    """Return whether one program may take `old` and return `new` without a move."""
+    shards = [list(x.devices_indices_map(shape).items()) for x in (old, new)]
+    return old.memory_kind == new.memory_kind and shards[0] == shards[1]
 
 
 def first_region(x: Any) -> Any:

@@ -5,8 +5,9 @@
 Run it in MaxText's environment, from the checkout, on a machine with nothing else to
 do. Every variant trains the same batches by MaxText's own jitted step, over its mesh
 axis `diloco`. Rounds of the variants are interleaved, so that a drift of the machine is
-in all of them, and the table has the median of the rounds. A round is three intervals
-of H steps, and ends with a sync.
+in all of them, and a table has the median of the rounds. A round is three intervals of
+H steps, and ends with a sync. There is a table for each size of batch: an event costs
+the same in both, and a step does not.
 """
 
 import statistics
@@ -17,6 +18,7 @@ from pathlib import Path
 import jax
 
 INTERVAL, STEPS = 8, 24
+REGION_BATCHES = (4, 16)
 SIZES = {
     "base_emb_dim": 128,
     "base_num_query_heads": 4,
@@ -71,32 +73,44 @@ class Variant:
         return time.perf_counter() - start
 
 
-def main(folder: Path, rounds: int) -> None:
-    """Print the table."""
+def rates_of(
+    variants: dict[str, Variant], region_batch: int, rounds: int
+) -> dict[str, list[float]]:
+    """Return the tokens per second of each variant, of all rounds."""
     from tests.integrations import maxtext_job as mt
     from tests.integrations import maxtext_runs as runs
 
     mt.LENGTH = SIZES["max_target_length"]
+    mt.REGION_BATCH = region_batch
     batches = [
         mt.stacked([mt.batch_of(step, r) for r in range(runs.NUM_REGIONS)])
         for step in range(STEPS)
     ]
     tokens = STEPS * batches[0]["inputs"].size
-    variants = {name: Variant(folder, *of) for name, of in VARIANTS.items()}
-    times: dict[str, list[float]] = {name: [] for name in variants}
+
+    rates: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(1 + rounds):
         for name, variant in variants.items():
             seconds = variant.seconds(batches)
             if number:  # The first round compiles.
-                times[name].append(seconds)
+                rates[name].append(tokens / seconds)
+    return rates
 
-    rates = {name: tokens / statistics.median(x) for name, x in times.items()}
-    print("| | tokens/s | of no syncs | rounds, tokens/s |")
-    print("| --- | --- | --- | --- |")
-    for name, rate in rates.items():
-        share = rate / rates["without syncs"]
-        each = [f"{tokens / x:,.0f}" for x in sorted(times[name], reverse=True)]
-        print(f"| {name} | {rate:,.0f} | {share:.3f} | {each[0]} to {each[-1]} |")
+
+def main(folder: Path, rounds: int) -> None:
+    """Print the tables."""
+    variants = {name: Variant(folder, *of) for name, of in VARIANTS.items()}
+    for region_batch in REGION_BATCHES:
+        rates = rates_of(variants, region_batch, rounds)
+        fastest = statistics.median(rates["without syncs"])
+
+        print(f"\nExamples of a region in a step: {region_batch}\n")
+        print("| | tokens/s | of no syncs | rounds, tokens/s |")
+        print("| --- | --- | --- | --- |")
+        for name, of_rounds in rates.items():
+            rate = statistics.median(of_rounds)
+            row = f"{min(of_rounds):,.0f} to {max(of_rounds):,.0f}"
+            print(f"| {name} | {rate:,.0f} | {rate / fastest:.3f} | {row} |")
 
 
 if __name__ == "__main__":

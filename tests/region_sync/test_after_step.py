@@ -277,8 +277,10 @@ def test_what_a_merge_needs_is_asked_for_before_anything_runs():
 
     sync = cc.RegionSync(method, params, 2, user_inputs=inputs, loss_fn=loss_fn)
     state = sync.init(params)
+    batch = jnp.ones((2, 1))
     with pytest.raises(ValueError, match=r"pass after_step\(\.\.\., opt_state="):
-        sync.after_step(params, state)
+        sync.after_step(params, state, batch=batch)
     opt_state = jax.vmap(optax.adam(0.1).init)(params)
     with pytest.raises(ValueError, match=r"pass after_step\(\.\.\., batch="):
         sync.after_step(params, state, opt_state=opt_state)
+    assert not any(x.is_deleted() for x in params.values())

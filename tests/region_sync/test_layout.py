@@ -31,22 +31,45 @@ def test_entering_moves_no_byte_where_the_regions_are_not_the_first_axis():
     mesh = mesh_of(fsdp=2, pods=2, tensor=2)
     x = put(mesh, (4, 8, 6), "pods", "fsdp", "tensor")
     layout = layout_of({"w": x}, 4, "stacked")
+    before, expected = buffers(x), np.array(x)
     entered = layout.enter({"w": x})["w"]
     assert layout.mesh.shape["region"] == 2
     assert layout.specs["w"] == P("data", "model")
-    assert buffers(entered) == buffers(x)
-    np.testing.assert_array_equal(entered, x)
+    assert buffers(entered) == before
+    np.testing.assert_array_equal(entered, expected)
     left = layout.leave({"w": entered}, {"w": x.sharding})["w"]
     assert left.sharding == x.sharding
-    assert buffers(left) == buffers(x)
+    assert buffers(left) == before
+
+
+def test_what_enters_is_donated():
+    x = put(mesh_of(pods=2), (2, 8), "pods")
+    layout_of({"w": x}, 2, "stacked").enter({"w": x})
+    assert x.is_deleted()
+
+
+def test_one_array_at_two_paths_enters_as_two():
+    x = put(mesh_of(pods=2), (2, 8), "pods")
+    entered = layout_of({"a": x, "b": x}, 2, "stacked").enter({"a": x, "b": x})
+    np.testing.assert_array_equal(entered["a"], entered["b"])
+
+
+def test_another_order_of_devices_is_entered_without_a_move():
+    # The engine has the regions first, so that its devices are in another order.
+    x = put(mesh_of(fsdp=2, pods=2), (2, 8), "pods", "fsdp")
+    layout = layout_of({"w": x}, 2, "stacked")
+    entered = layout.enter({"w": x})["w"]
+    assert list(layout.mesh.devices.flat) != list(x.sharding.mesh.devices.flat)
+    assert buffers(entered) == buffers(x)
 
 
 def test_regions_over_two_axes_of_the_mesh():
     mesh = mesh_of(dcn=2, slices=2, fsdp=2)
     x = put(mesh, (4, 8), ("dcn", "slices"), "fsdp")
+    expected = np.array(x)
     layout = layout_of({"w": x}, 4, "stacked")
     assert layout.mesh.shape["region"] == 4
-    np.testing.assert_array_equal(layout.enter({"w": x})["w"], x)
+    np.testing.assert_array_equal(layout.enter({"w": x})["w"], expected)
 
 
 def test_one_regions_own_arrays_get_an_axis_and_lose_it():

@@ -46,6 +46,25 @@ def test_device_arrays_move_off_the_mesh_and_back(mesh, outside):
     assert_same(back, near)
 
 
+def test_a_copy_that_the_first_device_has_is_borrowed(mesh):
+    everywhere = transfer.put(TREE, NamedSharding(mesh, P()))
+    first = SingleDeviceSharding(mesh.devices.flat[0])
+    borrowed = transfer.borrow(everywhere, dict.fromkeys(TREE, first))
+
+    assert_same(borrowed, TREE)
+    assert {x.sharding for x in borrowed.values()} == {first}
+    for name, x in borrowed.items():
+        copy = everywhere[name].addressable_data(0)
+        assert x.unsafe_buffer_pointer() == copy.unsafe_buffer_pointer()
+
+
+def test_what_is_elsewhere_is_moved_to_be_borrowed(mesh, outside):
+    everywhere = transfer.put(TREE, NamedSharding(mesh, P()))
+    borrowed = transfer.borrow(everywhere, dict.fromkeys(TREE, outside))
+    assert_same(borrowed, TREE)
+    assert {x.sharding for x in borrowed.values()} == {outside}
+
+
 def test_rows_gather_on_one_device_in_the_order_of_regions(mesh, outside):
     rows = transfer.put(TREE, regional(mesh))
     found = transfer.gather_rows(rows, outside)
