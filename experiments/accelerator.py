@@ -53,9 +53,9 @@ from cocodc_jax.chips import mfu, peak_tokens_per_second
 from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.run import losses
 from cocodc_jax.run.build import build_program, mesh_of
-from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.config.presets import PRESETS
+from cocodc_jax.run.config.train_config import TrainConfig
 from cocodc_jax.run.preparing import prepare
-from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.resume import make_folder
 
 from . import program, recipe

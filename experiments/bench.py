@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import cocodc_jax as cc
-from cocodc_jax.run import flags
+from cocodc_jax.run.config import flags
 
 from . import program
 from .benchmarks import contenders

@@ -46,9 +46,9 @@ from absl.flags import FlagValues
 
 from cocodc_jax.files import append_line, write_whole
 from cocodc_jax.netlab import LabError, children
-from cocodc_jax.run import flags
 from cocodc_jax.run.build import check_elastic
-from cocodc_jax.run.config import TrainConfig, dumps
+from cocodc_jax.run.config import flags
+from cocodc_jax.run.config.train_config import TrainConfig, dumps
 from cocodc_jax.run.resume import make_folder
 
 from . import commands, program

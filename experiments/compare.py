@@ -32,10 +32,10 @@ from cocodc_jax.methods import METHODS
 from cocodc_jax.report.comparison import DamagedRunError, Run, compare, load_run
 from cocodc_jax.report.units import format_bytes
 from cocodc_jax.report.winner import versions, won
-from cocodc_jax.run import flags
 from cocodc_jax.run.attend import Tracking
-from cocodc_jax.run.config import TrainConfig, dumps
-from cocodc_jax.run.optimizer_config import OPTIMIZERS
+from cocodc_jax.run.config import flags
+from cocodc_jax.run.config.optimizer_config import OPTIMIZERS
+from cocodc_jax.run.config.train_config import TrainConfig, dumps
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.session import RUN_ERRORS, Session
 from cocodc_jax.train.finite import NonFiniteLossError

@@ -33,8 +33,8 @@ from cocodc_jax import methods
 from cocodc_jax.files import write_whole
 from cocodc_jax.netlab import region
 from cocodc_jax.report.plots import save_png
-from cocodc_jax.run import flags
-from cocodc_jax.run.config import LEAVES, TrainConfig, dumps
+from cocodc_jax.run.config import flags
+from cocodc_jax.run.config.train_config import LEAVES, TrainConfig, dumps
 from cocodc_jax.run.resume import make_folder
 
 from . import commands, program

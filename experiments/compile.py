@@ -30,9 +30,9 @@ from cocodc_jax.aot.programs import INNER_STEPS, place
 from cocodc_jax.aot.targets import Target
 from cocodc_jax.chips import CHIPS
 from cocodc_jax.files import write_whole
-from cocodc_jax.run import flags
 from cocodc_jax.run.build import check_model
-from cocodc_jax.run.config import dumps
+from cocodc_jax.run.config import flags
+from cocodc_jax.run.config.train_config import dumps
 from cocodc_jax.run.resume import make_folder
 
 from . import program

@@ -13,8 +13,8 @@ must be where they were. Runs of elastic regions cannot be exported. Needs `pip 
 import pathlib
 import sys
 
-from cocodc_jax.run import flags
-from cocodc_jax.run.config import dumps
+from cocodc_jax.run.config import flags
+from cocodc_jax.run.config.train_config import dumps
 from cocodc_jax.run.hugging_face import PARAMS, export
 
 from . import program

@@ -20,9 +20,10 @@ import time
 from collections.abc import Sequence
 
 from cocodc_jax.netlab import children
-from cocodc_jax.run import flags, processes
+from cocodc_jax.run import processes
 from cocodc_jax.run.bucket import folder_here
 from cocodc_jax.run.build import check_elastic
+from cocodc_jax.run.config import flags
 from cocodc_jax.run.resume import make_folder
 
 from . import commands, program, train

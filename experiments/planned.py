@@ -19,8 +19,8 @@ from typing import Any
 from cocodc_jax import models
 from cocodc_jax.network import world
 from cocodc_jax.network.links import Link, Topology, uniform
-from cocodc_jax.run import flags
-from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.config import flags
+from cocodc_jax.run.config.train_config import TrainConfig
 
 from . import program, recipe, recommend
 from .program import named

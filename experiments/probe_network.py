@@ -43,7 +43,7 @@ from cocodc_jax.netlab.probe import (
 )
 from cocodc_jax.network import gloo, world
 from cocodc_jax.network.links import Link, LinkState, uniform
-from cocodc_jax.run.command_line import check_numbers
+from cocodc_jax.run.config.command_line import check_numbers
 from cocodc_jax.run.exits import while_writable
 from cocodc_jax.run.processes import COUNT, Processes, failing_alone
 from cocodc_jax.run.resume import make_folder

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from absl import flags as absl_flags
 
 from cocodc_jax.network.links import Link, Topology, uniform
-from cocodc_jax.run import command_line
-from cocodc_jax.run.command_line import Row
-from cocodc_jax.run.command_line import usage_errors as usage_errors
+from cocodc_jax.run.config import command_line
+from cocodc_jax.run.config.command_line import Row
+from cocodc_jax.run.config.command_line import usage_errors as usage_errors
+from cocodc_jax.run.config.help import options, render
 from cocodc_jax.run.exits import as_a_command
-from cocodc_jax.run.help import options, render
 
 from .commands import shown
 
@@ -36,7 +36,7 @@ def own_flags(
 
 def define(*rows: Row) -> None:
     """Define flags of a program next to those of runs."""
-    from cocodc_jax.run import flags  # JAX, which `wan` starts without.
+    from cocodc_jax.run.config import flags  # JAX, which `wan` starts without.
 
     command_line.define(flags.FLAGS, rows)
 
@@ -155,7 +155,7 @@ def with_run_flags(
     """Return the command of a program whose flags are in `flags.FLAGS`."""
 
     def cli() -> None:
-        from cocodc_jax.run import flags
+        from cocodc_jax.run.config import flags
 
         define()
         flags.run_main(main, shown(doc))

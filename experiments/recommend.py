@@ -23,7 +23,7 @@ from cocodc_jax.methods import Method
 from cocodc_jax.network import exchanges
 from cocodc_jax.network.links import Topology
 from cocodc_jax.report.units import format_bytes, format_count
-from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.config.presets import PRESETS
 from cocodc_jax.transforms.compressor import message_bytes
 
 from . import recipe

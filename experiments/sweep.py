@@ -36,8 +36,8 @@ from rich.console import Console
 from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.report import plots
 from cocodc_jax.report.units import format_bytes, format_duration
-from cocodc_jax.run import flags
-from cocodc_jax.run.config import dumps
+from cocodc_jax.run.config import flags
+from cocodc_jax.run.config.train_config import dumps
 from cocodc_jax.run.resume import check_folder, make_folder, unwritable
 from cocodc_jax.run.session import RUN_ERRORS
 from cocodc_jax.run.stopping import stop_signal

@@ -15,9 +15,10 @@ import sys
 import jax
 
 from cocodc_jax.elastic.link import SupersededError
-from cocodc_jax.run import attend, flags
+from cocodc_jax.run import attend
 from cocodc_jax.run.attend import Tracking
-from cocodc_jax.run.config import TrainConfig, dumps
+from cocodc_jax.run.config import flags
+from cocodc_jax.run.config.train_config import TrainConfig, dumps
 from cocodc_jax.run.monitor import Monitoring
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.processes import failing_alone

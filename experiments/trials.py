@@ -27,7 +27,7 @@ import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.core.optimizer import SynchronizedState
 from cocodc_jax.engine.region_state import region_drift
-from cocodc_jax.run.optimizer_config import OptimizerConfig
+from cocodc_jax.run.config.optimizer_config import OptimizerConfig
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.sync.fragments import Fragments
 from cocodc_jax.sync.outer import RegionalOuter

@@ -33,7 +33,7 @@ from cocodc_jax.netlab import launch, region
 from cocodc_jax.netlab.plan import Plan, make_plan
 from cocodc_jax.network import world
 from cocodc_jax.network.links import Topology
-from cocodc_jax.run.command_line import check_numbers
+from cocodc_jax.run.config.command_line import check_numbers
 
 from . import commands, program
 

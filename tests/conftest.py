@@ -110,7 +110,7 @@ def _main(patch, program, words):
     """Runs a program's `main` with flags of its own, and returns its exit code."""
     from absl.flags import FlagValues
 
-    from cocodc_jax.run import flags
+    from cocodc_jax.run.config import flags
 
     patch.setattr(flags, "FLAGS", FlagValues())
     patch.setattr(sys, "argv", [program.__name__, *map(str, words)])

@@ -106,7 +106,11 @@ def test_a_wheel_has_one_name_and_all_that_programs_read(wheel):
     own = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
     assert own == {"cocodc_jax"}
     read = ("grids/example.toml", "networks/unequal.yaml", "launch/slurm.sbatch")
-    for name in ("py.typed", "run/presets.py", *(f"experiments/{x}" for x in read)):
+    for name in (
+        "py.typed",
+        "run/config/presets.py",
+        *(f"experiments/{x}" for x in read),
+    ):
         assert f"cocodc_jax/{name}" in names
 
 

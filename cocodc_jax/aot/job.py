@@ -34,7 +34,7 @@ from cocodc_jax.chips import Chip
 from cocodc_jax.engine.devices import LoweredProgram
 from cocodc_jax.engine.mesh import REGION
 from cocodc_jax.netlab import children
-from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.config.train_config import TrainConfig
 
 Begins = Callable[[str, int, int], None]
 Record = dict[str, Any]

@@ -20,7 +20,7 @@ from cocodc_jax.expert_leaves import expert_axis
 from cocodc_jax.models.dispatch import rows_of_a_round
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.run.build import build_program, check_model, mesh_of
-from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.config.train_config import TrainConfig
 from cocodc_jax.run.losses import judge, torus_steps
 from cocodc_jax.sync.schedules.base import START, events_at
 from cocodc_jax.train.evaluate import list_evaluate

@@ -7,7 +7,7 @@ from rich import box
 from rich.table import Table
 
 from cocodc_jax.aot.programs import INNER_STEPS
-from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.config.train_config import TrainConfig
 
 Record = dict[str, Any]
 # Tokens; with fewer, summing the head's gradient moves more than products compute.

@@ -6,21 +6,12 @@
     summary = run.prepare(config, "runs/mine").train()
 
 A run is a `TrainConfig`. `prepare` checks it against data and devices, and
-`Session.train` trains, writes the run's files, and resumes from them. `flags` makes a
-command line of the same; it needs absl, and is imported by its own name.
+`Session.train` trains, writes the run's files, and resumes from them. `config.flags`
+makes a command line of the same; it needs absl, and is imported by its own name.
 
-The files have two subjects. The configuration, in the order in which it is read:
-
-- `cocodc_jax.fields`: what one line of a section says, and so one flag;
-- the sections: `run_config`, `optimizer_config`, `method_config` (which reads the
-  arguments of methods from their functions), `data.config` and `models.config`;
-- `config`: all of them, their fields by name, JSON; `presets`: named values of it;
-- `flags`: a flag for each field, and the preset with the flags that are given;
-- what `flags` uses: `command_line` (one flag of any program), `help` (its text),
-  `effects` (flags that would change nothing), `exits` (errors and exit codes).
-
-The run itself: `preparing` checks, `build` makes the program, `session` and `attempt`
-train, with what happens beside it in the files that they name.
+The configuration is in `run.config`. The run itself: `preparing` checks, `build` makes
+the program, `session` and `attempt` train, with what happens beside it in the files
+that they name; `exits` has errors and exit codes.
 """
 
 from typing import TYPE_CHECKING
@@ -28,19 +19,21 @@ from typing import TYPE_CHECKING
 from cocodc_jax._lazy import attach
 
 if TYPE_CHECKING:
-    from cocodc_jax.run.config import LEAVES as LEAVES
-    from cocodc_jax.run.config import Leaf as Leaf
-    from cocodc_jax.run.config import TrainConfig as TrainConfig
+    from cocodc_jax.run.config.method_config import MethodConfig as MethodConfig
+    from cocodc_jax.run.config.optimizer_config import (
+        OptimizerConfig as OptimizerConfig,
+    )
+    from cocodc_jax.run.config.presets import PRESETS as PRESETS
+    from cocodc_jax.run.config.run_config import RunConfig as RunConfig
+    from cocodc_jax.run.config.train_config import LEAVES as LEAVES
+    from cocodc_jax.run.config.train_config import Leaf as Leaf
+    from cocodc_jax.run.config.train_config import TrainConfig as TrainConfig
     from cocodc_jax.run.hugging_face import export as export
     from cocodc_jax.run.losses import paced as paced
-    from cocodc_jax.run.method_config import MethodConfig as MethodConfig
-    from cocodc_jax.run.optimizer_config import OptimizerConfig as OptimizerConfig
     from cocodc_jax.run.preparing import prepare as prepare
-    from cocodc_jax.run.presets import PRESETS as PRESETS
     from cocodc_jax.run.processes import Processes as Processes
     from cocodc_jax.run.processes import failing_alone as failing_alone
     from cocodc_jax.run.resume import ResumeError as ResumeError
-    from cocodc_jax.run.run_config import RunConfig as RunConfig
     from cocodc_jax.run.session import RUN_ERRORS as RUN_ERRORS
     from cocodc_jax.run.session import Session as Session
 

@@ -15,7 +15,7 @@ from cocodc_jax.engine.mesh import Mesh
 from cocodc_jax.fields import Kind
 from cocodc_jax.files import read_table
 from cocodc_jax.run.build import build_program, mesh_of
-from cocodc_jax.run.config import TrainConfig, kind_of
+from cocodc_jax.run.config.train_config import TrainConfig, kind_of
 from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE, position
 from cocodc_jax.train.checkpoint import Checkpoints, steps_in
 

@@ -24,7 +24,7 @@ from cocodc_jax.report.comparison import SUMMARY_FILE
 from cocodc_jax.report.records import MetricsWriter
 from cocodc_jax.run import attend, resume, timeline
 from cocodc_jax.run.build import say_if_uneven
-from cocodc_jax.run.config import dumps
+from cocodc_jax.run.config.train_config import dumps
 from cocodc_jax.run.fault_watch import FaultWatch
 from cocodc_jax.run.monitor import Monitor
 from cocodc_jax.run.stopping import StopListener

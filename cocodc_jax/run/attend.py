@@ -23,7 +23,7 @@ from cocodc_jax.report.records import (
 )
 from cocodc_jax.report.units import format_bytes, format_count, format_duration
 from cocodc_jax.run import timeline
-from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.config.train_config import TrainConfig
 from cocodc_jax.train.hooks import Clock, Result
 
 if TYPE_CHECKING:

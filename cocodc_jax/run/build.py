@@ -28,9 +28,9 @@ from cocodc_jax.engine.mesh import (
 from cocodc_jax.engine.transfer import gather
 from cocodc_jax.files import say
 from cocodc_jax.run import losses
-from cocodc_jax.run.config import RunConfig, TrainConfig
-from cocodc_jax.run.optimizer_config import OptimizerConfig
-from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.config.optimizer_config import OptimizerConfig
+from cocodc_jax.run.config.presets import PRESETS
+from cocodc_jax.run.config.train_config import RunConfig, TrainConfig
 from cocodc_jax.run.processes import check_shares
 from cocodc_jax.train.evaluate import make_evaluate
 from cocodc_jax.transforms.compensation import adam_second_moment

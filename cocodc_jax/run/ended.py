@@ -11,7 +11,7 @@ from cocodc_jax.core.state import TrainState
 from cocodc_jax.fields import Kind
 from cocodc_jax.files import read_table, say
 from cocodc_jax.report.comparison import SUMMARY_FILE
-from cocodc_jax.run.config import TrainConfig, kind_of
+from cocodc_jax.run.config.train_config import TrainConfig, kind_of
 from cocodc_jax.run.processes import gather
 from cocodc_jax.run.resume import (
     CHECKPOINTS,

@@ -14,7 +14,7 @@ from cocodc_jax.data.tokenizers import Tokenizer, round_up
 from cocodc_jax.files import ensure_folder, read_table
 from cocodc_jax.paths import expanded
 from cocodc_jax.run.bucket import folder_here
-from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.config.train_config import TrainConfig
 from cocodc_jax.run.resume import CHECKPOINTS, CONFIG_FILE, only_writer
 from cocodc_jax.train.checkpoint import Checkpoints, steps_in
 from cocodc_jax.transforms.layers import named_leaves

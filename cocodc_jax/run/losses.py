@@ -18,7 +18,7 @@ import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.engine.mesh import DATA, EXPERT, INSIDE, MODEL, SEQUENCE, Mesh, is_cpu
 from cocodc_jax.engine.region_map import LocalRegions, PyTree
-from cocodc_jax.run.config import RunConfig, TrainConfig
+from cocodc_jax.run.config.train_config import RunConfig, TrainConfig
 from cocodc_jax.sync.needs import LossFn
 
 

@@ -16,8 +16,8 @@ from cocodc_jax.run import build
 from cocodc_jax.run.adoption import Source
 from cocodc_jax.run.attend import NO_TRACKING, Tracking
 from cocodc_jax.run.bucket import Bucket, folder_here
-from cocodc_jax.run.config import TrainConfig
-from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
+from cocodc_jax.run.config.elastic_flags import NOT_ELASTIC, ElasticFlags
+from cocodc_jax.run.config.train_config import TrainConfig
 from cocodc_jax.run.hugging_face import model_of
 from cocodc_jax.run.monitor import NO_MONITORING, Monitoring
 from cocodc_jax.run.processes import ONE_PROCESS, Processes, check_alike

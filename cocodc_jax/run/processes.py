@@ -27,7 +27,7 @@ import cocodc_jax as cc
 from cocodc_jax.engine.transfer import gather
 from cocodc_jax.fields import check_least
 from cocodc_jax.files import TransientError
-from cocodc_jax.run.config import flat
+from cocodc_jax.run.config.train_config import flat
 from cocodc_jax.train.checkpoint import first_line
 
 # Set by `experiments.wan` and `experiments.launch_local` for their processes.

@@ -32,7 +32,7 @@ from cocodc_jax.report.records import (
     bytes_until,
     tensorboard,
 )
-from cocodc_jax.run.config import TrainConfig, dumps, kind_of
+from cocodc_jax.run.config.train_config import TrainConfig, dumps, kind_of
 from cocodc_jax.train.checkpoint import steps_in
 
 CONFIG_FILE = "config.json"

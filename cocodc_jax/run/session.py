@@ -34,8 +34,8 @@ from cocodc_jax.run.attempt import Attempt
 from cocodc_jax.run.attend import NO_TRACKING, Tracking
 from cocodc_jax.run.bucket import Bucket
 from cocodc_jax.run.build import init_params
-from cocodc_jax.run.config import TrainConfig, kind_of
-from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
+from cocodc_jax.run.config.elastic_flags import NOT_ELASTIC, ElasticFlags
+from cocodc_jax.run.config.train_config import TrainConfig, kind_of
 from cocodc_jax.run.fault_watch import FaultWatch
 from cocodc_jax.run.live_metrics import LiveMetrics
 from cocodc_jax.run.monitor import NO_MONITORING, Monitor, Monitoring

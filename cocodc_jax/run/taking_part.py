@@ -30,7 +30,7 @@ from cocodc_jax.engine.transfer import gather
 from cocodc_jax.fields import Kind
 from cocodc_jax.files import append_line, read_lines, say
 from cocodc_jax.program.region_program import Output, RegionProgram
-from cocodc_jax.run.config import TrainConfig, flat, kind_of
+from cocodc_jax.run.config.train_config import TrainConfig, flat, kind_of
 from cocodc_jax.run.ended import Ended, result_of_others
 from cocodc_jax.run.fault_watch import FaultWatch
 from cocodc_jax.run.monitor import Monitor

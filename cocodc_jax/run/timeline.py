@@ -18,7 +18,7 @@ import numpy as np
 from cocodc_jax.files import read_table, write_whole
 from cocodc_jax.network import trace
 from cocodc_jax.network.timeline import SyncRecord, Timeline
-from cocodc_jax.run.method_config import MethodConfig
+from cocodc_jax.run.config.method_config import MethodConfig
 
 _LEAST_OVERLAP = 0.05  # of a stretch, to count as overlapping a sync
 FILE = "timeline.json"

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from cocodc_jax import models
-from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.config.presets import PRESETS
 
 PyTree = Any
 Params = dict[str, Any]

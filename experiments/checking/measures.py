@@ -14,7 +14,7 @@ from cocodc_jax.network.links import Link, uniform
 from cocodc_jax.network.simulator import simulate
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.report.comparison import steps_to_loss
-from cocodc_jax.run.config import flat
+from cocodc_jax.run.config.train_config import flat
 from cocodc_jax.sync import schedules
 
 from ..sweeps import reference, report

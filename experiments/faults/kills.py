@@ -16,8 +16,8 @@ from typing import Any
 from cocodc_jax.files import append_line, read_lines, read_table
 from cocodc_jax.netlab import children
 from cocodc_jax.network import goodput
-from cocodc_jax.run import flags
-from cocodc_jax.run.elastic_flags import NOT_ELASTIC
+from cocodc_jax.run.config import flags
+from cocodc_jax.run.config.elastic_flags import NOT_ELASTIC
 from cocodc_jax.run.taking_part import JOINS_FILE, SYNCS_FILE
 
 from .. import commands

@@ -34,7 +34,7 @@ from cocodc_jax import netlab
 from cocodc_jax.netlab import children
 from cocodc_jax.netlab.shaper import Conditions
 from cocodc_jax.network.links import Link, uniform
-from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.config.train_config import TrainConfig
 from cocodc_jax.run.fault_watch import FAULTS_FILE
 from cocodc_jax.run.taking_part import SYNCS_FILE
 from cocodc_jax.sync.schedules.slotted import Slotted

@@ -22,7 +22,7 @@ from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.paths import expanded
 from cocodc_jax.run import timeline
-from cocodc_jax.run.config import dumps
+from cocodc_jax.run.config.train_config import dumps
 from cocodc_jax.sync.method import Method
 
 from .. import wan

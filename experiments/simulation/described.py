@@ -22,7 +22,7 @@ from cocodc_jax.network.flights import SHARINGS
 from cocodc_jax.network.swarm import Failure
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.report.records import read_records
-from cocodc_jax.run.command_line import check_numbers
+from cocodc_jax.run.config.command_line import check_numbers
 
 from .. import program
 

@@ -26,7 +26,7 @@ import numpy as np
 from cocodc_jax import methods
 from cocodc_jax.network.links import Topology
 from cocodc_jax.report.units import format_bytes
-from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.config.train_config import TrainConfig
 
 from .cells import label
 from .networks import simulated

@@ -22,7 +22,7 @@ import optax
 import cocodc_jax as cc
 from cocodc_jax import models
 from cocodc_jax.run import build, losses
-from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.config.train_config import TrainConfig
 from cocodc_jax.run.hugging_face import model_of
 
 from .. import trials

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 from cocodc_jax.report.comparison import steps_to_loss
-from cocodc_jax.run.config import flat
+from cocodc_jax.run.config.train_config import flat
 
 from .rows import Row
 from .schedule import FINAL, cell_of, differing

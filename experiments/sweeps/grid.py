@@ -28,9 +28,9 @@ from cocodc_jax import models
 from cocodc_jax.fields import COUNT_OR_WORD
 from cocodc_jax.files import read_text
 from cocodc_jax.paths import without_tilde
-from cocodc_jax.run.config import LEAVES, TrainConfig
-from cocodc_jax.run.method_config import ARGUMENTS
-from cocodc_jax.run.presets import PRESETS, with_warmup
+from cocodc_jax.run.config.method_config import ARGUMENTS
+from cocodc_jax.run.config.presets import PRESETS, with_warmup
+from cocodc_jax.run.config.train_config import LEAVES, TrainConfig
 
 from ..program import about
 from .rows import setting_key

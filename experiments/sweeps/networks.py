@@ -18,7 +18,7 @@ from cocodc_jax.network.simulator import simulate_method
 from cocodc_jax.network.timeline import Timeline
 from cocodc_jax.network.workload import Workload
 from cocodc_jax.report.units import format_duration
-from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.config.train_config import TrainConfig
 
 from .cells import TUNED, Cell, steps_to
 from .report import Report, markdown_table

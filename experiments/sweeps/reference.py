@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from cocodc_jax.run.config import flat
+from cocodc_jax.run.config.train_config import flat
 
 from . import report
 from .cells import COLUMNS, PUBLISHED, TUNED, Cell, mean_loss

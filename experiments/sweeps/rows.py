@@ -18,7 +18,7 @@ from typing import Any
 
 import cocodc_jax as cc
 from cocodc_jax.files import read_lines, writing
-from cocodc_jax.run import config as run_config
+from cocodc_jax.run.config import train_config as run_config
 
 FILE = "rows.jsonl"
 # Settings that decide which text is read.

@@ -21,7 +21,7 @@ from cocodc_jax import models
 from cocodc_jax.data import load
 from cocodc_jax.report.comparison import Run, load_run
 from cocodc_jax.run import build
-from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.config.train_config import TrainConfig
 from cocodc_jax.run.hugging_face import model_of
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.session import Session

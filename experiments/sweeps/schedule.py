@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from typing import Any
 
 from cocodc_jax.report.units import format_duration
-from cocodc_jax.run.config import flat
+from cocodc_jax.run.config.train_config import flat
 
 from .grid import Grid, Setting, best
 from .rows import Row as Written

@@ -11,7 +11,7 @@ from cocodc_jax.aot.programs import place
 from cocodc_jax.aot.report import remedies
 from cocodc_jax.aot.targets import Target
 from cocodc_jax.chips import CHIPS, peak_flops
-from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.config.presets import PRESETS
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 import cocodc_jax as cc
 from cocodc_jax.expert_leaves import TOKEN_UNIT
-from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.config.presets import PRESETS
 from experiments import sweep, trials
 from experiments.sweeps import batched, rows
 from experiments.sweeps.grid import Setting

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from cocodc_jax.netlab import children
-from cocodc_jax.run import flags
+from cocodc_jax.run.config import flags
 from experiments import chaos
 from experiments.faults import kills, scenarios
 

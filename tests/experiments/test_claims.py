@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from cocodc_jax.run import flags
+from cocodc_jax.run.config import flags
 from experiments import claims
 from experiments.checking import claim, measures, table, verdicts
 from experiments.sweeps.cells import Interval

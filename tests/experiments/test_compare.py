@@ -7,7 +7,7 @@ import time
 import pytest
 
 from cocodc_jax.report.records import read_records
-from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.config.presets import PRESETS
 from experiments import compare
 
 

@@ -13,7 +13,7 @@ from cocodc_jax.aot import report
 from cocodc_jax.aot.job import CompileError, Job, UnknownProgramError
 from cocodc_jax.aot.programs import place
 from cocodc_jax.aot.targets import Target
-from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.config.presets import PRESETS
 from experiments import compile as program
 from tests.waiting import is_over, wait_until
 

@@ -11,10 +11,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from cocodc_jax.models import hugging_face, init_params
-from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.config.presets import PRESETS
+from cocodc_jax.run.config.train_config import TrainConfig
 from cocodc_jax.run.hugging_face import model_of
 from cocodc_jax.run.preparing import prepare
-from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.session import CHECKPOINTS
 from cocodc_jax.train.checkpoint import Checkpoints
 from experiments import export, train

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from cocodc_jax.methods import METHODS
-from cocodc_jax.run.config import LEAVES
-from cocodc_jax.run.flags import ELASTIC, PROCESSES
+from cocodc_jax.run.config.flags import ELASTIC, PROCESSES
+from cocodc_jax.run.config.presets import PRESETS
+from cocodc_jax.run.config.train_config import LEAVES
 from cocodc_jax.run.live_metrics import METRICS
-from cocodc_jax.run.presets import PRESETS
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "experiments" / "launch"

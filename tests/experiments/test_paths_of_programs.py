@@ -7,7 +7,7 @@ import re
 import absl.flags
 import pytest
 
-from cocodc_jax.run import flags
+from cocodc_jax.run.config import flags
 from experiments import commands, program
 
 # How the help of a flag begins that names a file or a folder.

@@ -9,7 +9,7 @@ import pytest
 from absl.flags import FlagValues
 
 from cocodc_jax.network.links import Link, uniform
-from cocodc_jax.run import flags
+from cocodc_jax.run.config import flags
 from experiments import planned, recommend, train
 from experiments.sweeps import advice, grid
 

@@ -11,7 +11,7 @@ import pytest
 from absl.flags import FlagValues
 
 from cocodc_jax.network.links import Link, uniform
-from cocodc_jax.run import flags
+from cocodc_jax.run.config import flags
 from experiments import recipe, recommend, simulate, train
 
 ROOT = pathlib.Path(__file__).parents[2]

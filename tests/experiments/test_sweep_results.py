@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import cocodc_jax as cc
-from cocodc_jax.run.config import SECTIONS
-from cocodc_jax.run.presets import PRESETS
-from cocodc_jax.run.run_config import RunConfig
+from cocodc_jax.run.config.presets import PRESETS
+from cocodc_jax.run.config.run_config import RunConfig
+from cocodc_jax.run.config.train_config import SECTIONS
 from experiments import sweep
 from experiments.sweeps import cells, reference, report, rows
 from experiments.sweeps.schedule import Plan

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cocodc_jax.report.records import MetricsWriter, read_records
-from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.config.train_config import TrainConfig
 from cocodc_jax.run.preparing import prepare
 from cocodc_jax.run.resume import only_writer
 from cocodc_jax.run.session import CHECKPOINTS

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from cocodc_jax import models
 from cocodc_jax.engine.mesh import make_mesh
 from cocodc_jax.run.build import build_program, check_model, init_params, mesh_of
-from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.config.presets import PRESETS
 from cocodc_jax.train.run_steps import run_steps as run
 from tests.numerics import assert_all_close
 

@@ -9,7 +9,7 @@ import pytest
 
 from cocodc_jax.engine.mesh import make_mesh
 from cocodc_jax.models import Subspace, confine, make_pipelined_loss_fn
-from cocodc_jax.run.stage_codec import build_codec
+from cocodc_jax.run.config.stage_codec import build_codec
 from cocodc_jax.transforms.compression import parse
 from tests.models.pipelined import (
     BATCH,

@@ -7,8 +7,8 @@ import pytest
 
 import cocodc_jax as cc
 from cocodc_jax.report.records import read_records
+from cocodc_jax.run.config.presets import PRESETS
 from cocodc_jax.run.preparing import prepare
-from cocodc_jax.run.presets import PRESETS
 
 STEPS, CUT = 32, 16
 

@@ -7,7 +7,7 @@ import pytest
 
 from cocodc_jax.elastic.link import LeftBehindError
 from cocodc_jax.run.attempt import Attempt
-from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.config.presets import PRESETS
 from cocodc_jax.train.joining import Carried
 from cocodc_jax.train.spikes import LossSpikeError, Spike
 

@@ -18,8 +18,8 @@ from cocodc_jax.models import TransformerConfig, flops_per_token, num_params
 from cocodc_jax.report.progress import RunProgress
 from cocodc_jax.report.records import MetricsWriter, weights_and_biases
 from cocodc_jax.run.attend import Tracking, Watch
+from cocodc_jax.run.config.presets import PRESETS
 from cocodc_jax.run.preparing import prepare
-from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.resume import open_records
 from cocodc_jax.train.hooks import Clock
 from experiments import train

@@ -15,8 +15,8 @@ from cocodc_jax import buckets
 from cocodc_jax._extras import MissingExtraError
 from cocodc_jax.files import TransientError
 from cocodc_jax.run.bucket import Bucket
+from cocodc_jax.run.config.presets import PRESETS
 from cocodc_jax.run.preparing import prepare
-from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.run.resume import only_writer
 from cocodc_jax.train.checkpoint import Checkpoints
 

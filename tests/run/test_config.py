@@ -12,11 +12,15 @@ import pytest
 
 import cocodc_jax as cc
 from cocodc_jax.fields import COUNT_OR_WORD
-from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig, dumps
-from cocodc_jax.run.method_config import ARGUMENTS, MethodConfig
-from cocodc_jax.run.optimizer_config import OPTIMIZERS, OptimizerConfig, check_taken
-from cocodc_jax.run.presets import PRESETS
-from cocodc_jax.run.run_config import RunConfig
+from cocodc_jax.run.config.method_config import ARGUMENTS, MethodConfig
+from cocodc_jax.run.config.optimizer_config import (
+    OPTIMIZERS,
+    OptimizerConfig,
+    check_taken,
+)
+from cocodc_jax.run.config.presets import PRESETS
+from cocodc_jax.run.config.run_config import RunConfig
+from cocodc_jax.run.config.train_config import LEAVES, SECTIONS, TrainConfig, dumps
 
 SMOKE = PRESETS["smoke"]
 

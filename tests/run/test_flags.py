@@ -10,11 +10,11 @@ import threading
 
 import pytest
 
-from cocodc_jax.run import flags
+from cocodc_jax.run.config import flags
 from cocodc_jax.run.exits import as_a_command, one_line, say_once
 
 PROGRAM = """
-from cocodc_jax.run import flags
+from cocodc_jax.run.config import flags
 flags.define()
 def main():
     with flags.usage_errors():
@@ -161,7 +161,7 @@ from cocodc_jax import run
 assert not {"jax", "absl"} & set(sys.modules)
 assert run.TrainConfig and run.PRESETS["smoke"] and run.prepare and run.Session
 assert all(hasattr(run, name) for name in run.__all__)
-assert "cocodc_jax.run.flags" not in sys.modules
+assert "cocodc_jax.run.config.flags" not in sys.modules
 assert "experiments" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True)

@@ -7,11 +7,11 @@ import pytest
 from absl.flags import FlagValues
 
 from cocodc_jax.methods import METHODS, defaults
-from cocodc_jax.run import command_line, flags
-from cocodc_jax.run.config import LEAVES, SECTIONS
-from cocodc_jax.run.help import DEVELOPER, MAIN, Option, options, render
-from cocodc_jax.run.method_config import ARGUMENTS
-from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.config import command_line, flags
+from cocodc_jax.run.config.help import DEVELOPER, MAIN, Option, options, render
+from cocodc_jax.run.config.method_config import ARGUMENTS
+from cocodc_jax.run.config.presets import PRESETS
+from cocodc_jax.run.config.train_config import LEAVES, SECTIONS
 
 CHOICES = {name: leaf.choices for name, leaf in LEAVES.items() if leaf.choices}
 

@@ -12,8 +12,8 @@ import cocodc_jax as cc
 from cocodc_jax import make_mesh, models
 from cocodc_jax.engine.region_map import LocalRegions
 from cocodc_jax.run.build import build_program, program_key
+from cocodc_jax.run.config.presets import PRESETS
 from cocodc_jax.run.losses import gather_steps, layout, paced, with_kernels
-from cocodc_jax.run.presets import PRESETS
 from tests.numerics import assert_within_ulps
 
 

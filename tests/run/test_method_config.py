@@ -8,9 +8,9 @@ import pytest
 
 import cocodc_jax as cc
 from cocodc_jax.fields import COUNT_OR_WORD, leaf_type
-from cocodc_jax.run import method_config
-from cocodc_jax.run.method_config import ARGUMENTS, MethodConfig, check_taken
-from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run.config import method_config
+from cocodc_jax.run.config.method_config import ARGUMENTS, MethodConfig, check_taken
+from cocodc_jax.run.config.presets import PRESETS
 
 
 def test_an_argument_that_the_method_does_not_take_is_refused():

@@ -18,10 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 import cocodc_jax
 from cocodc_jax.network.faults import Finding
 from cocodc_jax.run import live_metrics, monitor
+from cocodc_jax.run.config.presets import PRESETS
 from cocodc_jax.run.live_metrics import COUNTER, METRICS, LiveMetrics, serving
 from cocodc_jax.run.monitor import EVENTS, Event, Monitor, Monitoring, running
 from cocodc_jax.run.preparing import prepare
-from cocodc_jax.run.presets import PRESETS
 from cocodc_jax.train.finite import NonFiniteLossError
 from cocodc_jax.train.hooks import NO_HOOKS, Clock
 from experiments import train

@@ -14,9 +14,9 @@ import pytest
 from cocodc_jax.report.records import MetricsWriter, read_records
 from cocodc_jax.run import resume
 from cocodc_jax.run.adoption import Source
-from cocodc_jax.run.config import dumps
+from cocodc_jax.run.config.presets import PRESETS
+from cocodc_jax.run.config.train_config import dumps
 from cocodc_jax.run.preparing import prepare
-from cocodc_jax.run.presets import PRESETS
 
 PRESET = PRESETS["smoke"]
 

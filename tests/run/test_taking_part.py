@@ -13,9 +13,10 @@ from absl.flags import FlagValues
 from cocodc_jax.elastic.link import LeftBehindError
 from cocodc_jax.elastic.messages import Epoch, Seat, Snapshot, View
 from cocodc_jax.elastic.place import Place, Timing
-from cocodc_jax.run import flags, taking_part
-from cocodc_jax.run.elastic_flags import ElasticFlags
-from cocodc_jax.run.presets import PRESETS
+from cocodc_jax.run import taking_part
+from cocodc_jax.run.config import flags
+from cocodc_jax.run.config.elastic_flags import ElasticFlags
+from cocodc_jax.run.config.presets import PRESETS
 from cocodc_jax.run.processes import Processes
 from cocodc_jax.run.resume import ResumeError
 from cocodc_jax.run.taking_part import SYNCS_FILE, Start, last_merge, run_digest

@@ -177,7 +177,7 @@ def _trace_init(config: Any) -> ClosedJaxpr:
 def _trace_run(**leaves: Any) -> dict[str, ClosedJaxpr]:
     """Trace the programs of a run that flags describe."""
     from cocodc_jax.run.build import build_program, mesh_of
-    from cocodc_jax.run.presets import PRESETS
+    from cocodc_jax.run.config.presets import PRESETS
 
     config = PRESETS["smoke"].replace(
         method="diloco",

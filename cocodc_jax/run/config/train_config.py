@@ -7,9 +7,9 @@ from typing import Any, Self
 from cocodc_jax.data import DataConfig
 from cocodc_jax.fields import Kind, Leaf, leaves_of
 from cocodc_jax.models.config import TransformerConfig
-from cocodc_jax.run.method_config import ARGUMENTS, WHERE_TAKEN, MethodConfig
-from cocodc_jax.run.optimizer_config import OptimizerConfig
-from cocodc_jax.run.run_config import RunConfig
+from cocodc_jax.run.config.method_config import ARGUMENTS, WHERE_TAKEN, MethodConfig
+from cocodc_jax.run.config.optimizer_config import OptimizerConfig
+from cocodc_jax.run.config.run_config import RunConfig
 
 # Fields that are no leaves: set by other sections (the tokenizer, the run's own seed),
 # or holding the arguments of methods.

@@ -8,8 +8,8 @@ rules; which flags a method or an inner optimizer takes stands with its configur
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cocodc_jax.run import optimizer_config
-from cocodc_jax.run.config import TrainConfig
+from cocodc_jax.run.config import optimizer_config
+from cocodc_jax.run.config.train_config import TrainConfig
 
 
 class Rule(NamedTuple):

@@ -10,7 +10,7 @@ from cocodc_jax.engine.region_map import HOW_MAPPED
 from cocodc_jax.engine.transport import EXCHANGES, OVERLAPS, Transport
 from cocodc_jax.fields import Kind, check_choices, check_least, free, of_kind, one_of
 from cocodc_jax.models import StageCodec
-from cocodc_jax.run.stage_codec import build_codec
+from cocodc_jax.run.config.stage_codec import build_codec
 from cocodc_jax.sync.regions import Regions
 from cocodc_jax.train.hooks import Cadence
 from cocodc_jax.train.spikes import SpikeWatch

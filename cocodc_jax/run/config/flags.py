@@ -15,16 +15,16 @@ from cocodc_jax import methods as all_methods
 from cocodc_jax._extras import extra
 from cocodc_jax.fields import leaves_of
 from cocodc_jax.methods import METHODS
-from cocodc_jax.run import command_line, effects, method_config
 from cocodc_jax.run.compile_cache import keep_programs
-from cocodc_jax.run.config import LEAVES, SECTIONS, TrainConfig, flat
-from cocodc_jax.run.elastic_flags import NOT_ELASTIC, ElasticFlags
+from cocodc_jax.run.config import command_line, effects, method_config
+from cocodc_jax.run.config.elastic_flags import NOT_ELASTIC, ElasticFlags
+from cocodc_jax.run.config.help import Option, Sections, by_use, options, render
+from cocodc_jax.run.config.method_config import ARGUMENTS
+from cocodc_jax.run.config.presets import PRESETS, with_warmup
+from cocodc_jax.run.config.train_config import LEAVES, SECTIONS, TrainConfig, flat
 from cocodc_jax.run.exits import STOPPED as STOPPED
 from cocodc_jax.run.exits import USAGE_ERROR as USAGE_ERROR
 from cocodc_jax.run.exits import as_a_command, say_once
-from cocodc_jax.run.help import Option, Sections, by_use, options, render
-from cocodc_jax.run.method_config import ARGUMENTS
-from cocodc_jax.run.presets import PRESETS, with_warmup
 from cocodc_jax.run.processes import Processes
 
 with extra("train"):

@@ -21,10 +21,10 @@ from typing import Any
 
 from cocodc_jax import models
 from cocodc_jax.data import DataConfig
-from cocodc_jax.run.config import TrainConfig
-from cocodc_jax.run.method_config import MethodConfig
-from cocodc_jax.run.optimizer_config import OptimizerConfig
-from cocodc_jax.run.run_config import RunConfig
+from cocodc_jax.run.config.method_config import MethodConfig
+from cocodc_jax.run.config.optimizer_config import OptimizerConfig
+from cocodc_jax.run.config.run_config import RunConfig
+from cocodc_jax.run.config.train_config import TrainConfig
 
 # Seconds on two cores: every mechanism, no result. For tests and for finding out
 # whether an installation works; 50,000 parameters.

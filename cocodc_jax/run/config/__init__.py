@@ -1,0 +1,19 @@
+"""Configuration of runs, from a line of a dataclass to a flag, JSON and help.
+
+A new flag is one line of a section with its entry in the docstring, or an argument of
+a method with its. The files, in the order in which they are read:
+
+- `cocodc_jax.fields`: what one line of a section says, and so one flag;
+- the sections: `run_config` (with `stage_codec`), `optimizer_config`, `method_config`
+  (which reads the arguments of methods from their functions), `data.config` and
+  `models.config`; `elastic_flags` and `run.processes` are of one process, not of a run;
+- `train_config`: all of them, their fields by name, JSON;
+- `presets`: named values of it;
+- `flags`: a flag for each field, and the preset with the flags that are given;
+- what `flags` uses: `command_line` (one flag of any program), `help` (its text),
+  `effects` (flags that would change nothing), `run.exits` (errors and exit codes).
+"""
+
+from cocodc_jax._lazy import attach, modules_of
+
+__getattr__, __dir__ = attach(__name__, modules_of(__path__))
