@@ -48,6 +48,7 @@ from rich.table import Table
 
 import cocodc_jax as cc
 from cocodc_jax import models
+from cocodc_jax.aot.costs import peak_bytes
 from cocodc_jax.aot.targets import Target
 from cocodc_jax.chips import mfu, peak_tokens_per_second
 from cocodc_jax.files import read_table, write_whole
@@ -397,15 +398,9 @@ def compiled(program_: Any, arguments: tuple, platform: str) -> str:
     done = lowered.compile()
     seconds = time.perf_counter() - began
 
-    memory = done.memory_analysis()
-    peak_bytes = (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes
-    )
+    gigabytes = peak_bytes(done.memory_analysis()) / 1e9
     flash = "with" if FLASH in done.as_text() else "without"
-    return f"{peak_bytes / 1e9:.1f} GB, {flash} a flash kernel, {seconds:.0f} s"
+    return f"{gigabytes:.1f} GB, {flash} a flash kernel, {seconds:.0f} s"
 
 
 # --- Part 2: losses ---
@@ -563,26 +558,15 @@ FLAGS = (
 )
 
 
-def _words(name: str, text: str, known: Sequence[str]) -> list[str]:
-    """Return the words of a comma-separated flag."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    for word in words:
-        if word not in known:
-            raise ValueError(
-                f"{name}={word!r} is unknown; use some of {', '.join(known)}"
-            )
-    return words
-
-
 def main(argv: Sequence[str]) -> int:
     """Read the flags, measure and print; return the exit code."""
     end_s = time.monotonic()
     values = program.own_flags(*FLAGS, minutes=0.0, repeats=1)
     with program.usage_errors(values):
         program.parse(values, argv, __doc__, has_words=False)
-        shapes = _words("shapes", values.shapes, list(SHAPES))
-        wanted = _words("contenders", values.contenders, CONTENDERS)
-        trained = _words("methods", values.methods, list(TRAINED_METHODS))
+        shapes = program.words("shapes", values.shapes, list(SHAPES))
+        wanted = program.words("contenders", values.contenders, CONTENDERS)
+        trained = program.words("methods", values.methods, list(TRAINED_METHODS))
         regions = program.numbers("regions", values.regions.split(","))
         if min(regions) < 1:
             raise ValueError(f"regions={values.regions} must be at least 1 each")

@@ -37,7 +37,7 @@ from cocodc_jax.run.config import flags
 
 from . import program
 from .benchmarks import contenders
-from .benchmarks.cases import GPT, Case, make_case
+from .benchmarks.cases import CASES, GPT, Case, make_case
 from .benchmarks.contenders import Turn
 
 METHODS = {
@@ -76,12 +76,8 @@ def main() -> None:
                 "fragments and their delays"
             )
 
-        growths = _words("growth")
-        names = _words("cases")
-        for name in growths:
-            if name not in GROWTHS:
-                raise ValueError(f"growth={name!r} is unknown; use {list(GROWTHS)}")
-
+        growths = program.words("growth", flags.value("growth"), GROWTHS)
+        names = program.words("cases", flags.value("cases"), CASES)
         if not growths and not names:
             raise ValueError("cases= is empty; name some, or add --growth")
         for name in ("devices", "contenders", "regions"):
@@ -103,11 +99,6 @@ def main() -> None:
 
     for name in growths:
         show_growth(name, interval, rounds, console)
-
-
-def _words(name: str) -> list[str]:
-    """Return the words of a comma-separated flag."""
-    return [word for word in flags.value(name).split(",") if word]
 
 
 def _layouts(regions: int) -> list[int]:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from absl import flags as absl_flags
@@ -99,6 +106,17 @@ def numbers(flag: str, texts: Sequence[str]) -> list[int]:
         raise ValueError(
             f"{flag}={','.join(texts)} must be whole numbers separated by commas"
         ) from None
+
+
+def words(flag: str, text: str, known: Collection[str]) -> list[str]:
+    """Read the words of a comma-separated flag."""
+    chosen = [word.strip() for word in text.split(",") if word.strip()]
+    for word in chosen:
+        if word not in known:
+            raise ValueError(
+                f"{flag}={word!r} is unknown; use some of {', '.join(known)}"
+            )
+    return chosen
 
 
 def topology(values: Any, gbps: float) -> Topology:

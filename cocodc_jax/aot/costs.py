@@ -43,6 +43,18 @@ _FLOATS = ("bf16", "f32", "bfloat16", "float32")
 Operand = tuple[str, tuple[int, ...]]  # Dtype and shape.
 
 
+def peak_bytes(memory: Any, held_bytes: int = 0) -> int:
+    """Return the bytes that a device needs while a compiled program runs.
+
+    Args:
+      memory: `memory_analysis()` of the program.
+      held_bytes: what stays there beside its arguments.
+    """
+    arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    inside = memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    return arrays - memory.alias_size_in_bytes + inside + held_bytes
+
+
 def flops(module: Module, even_share: float = 1.0) -> float:
     """Return the floating-point operations of all matrix products, 2 a product.
 

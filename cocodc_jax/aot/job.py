@@ -204,8 +204,7 @@ def compile_one(built: Built, listed: LoweredProgram, hlo_dir: str | None) -> Re
         host_temp_bytes=memory.host_temp_size_in_bytes,
     )
     record |= _measured(text, built)
-    peak = record["argument_bytes"] + record["output_bytes"] - record["alias_bytes"]
-    peak += record["temp_bytes"] + record["code_bytes"] + record["held_bytes"]
+    peak = costs.peak_bytes(memory, record["held_bytes"])
     hbm_bytes = device_of(built.target, built.mesh).hbm_bytes
 
     return record | dict(peak_bytes=peak, fits=peak <= hbm_bytes)

@@ -22,6 +22,7 @@ Params = dict[str, Any]
 Tensor = Any
 
 GPT = "gpt"
+CASES = (GPT, *PRESETS)
 OUTER_LR = 0.7
 OUTER_MOMENTUM = 0.9
 
@@ -166,16 +167,13 @@ class Case:
 def make_case(
     name: str, regions: int, interval: int, num_layers: int | None = None
 ) -> Case:
-    """Build the case of a name."""
+    """Build the case of a name of `CASES`."""
     if name == GPT:
         gpt = Gpt() if num_layers is None else Gpt(num_layers=num_layers)
         sizes = (interval, regions, 8, gpt.length + 1)
         params = gpt.init(jax.random.key(0))
         batches = _tokens(gpt.vocab_size, sizes)
         return Case(name, gpt.loss_fn(), optax.adamw(1e-3), params, batches, gpt)
-    if name not in PRESETS:
-        raise ValueError(f"cases={name!r} is unknown; use {[GPT, *PRESETS]}")
-
     config = PRESETS[name]
     model = config.model
     data = config.data

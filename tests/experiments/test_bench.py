@@ -183,7 +183,7 @@ def test_layouts_are_those_that_there_are_devices_for(
     monkeypatch.setattr(bench.cc, "use_cpu_devices", lambda _: None)
     monkeypatch.setattr(bench, "make_case", lambda *_: case)
     monkeypatch.setattr(bench, "compare", lambda _, n, *__: shown.append(n))
-    call(bench, "--cases=linear", *words)
+    call(bench, "--cases=smoke", *words)
     assert shown == layouts
 
 
@@ -208,12 +208,12 @@ def test_every_contender_of_a_case_is_shown(call, monkeypatch, case):
     region_program = functools.partial(contenders.region_program, case, "diloco", 1)
     monkeypatch.setattr(bench, "_maker", lambda *_: region_program)
     out, _ = call(
-        bench, "--cases=linear", "--regions=2", "--repeats=1", "--growth=regions"
+        bench, "--cases=smoke", "--regions=2", "--repeats=1", "--growth=regions"
     )
 
     for name in ("diloco", "transform", "scan alone", "plain loops", "over 1 regions"):
         assert name in out
-    words = ["--cases=linear", "--regions=2", "--repeats=1", "--devices=1"]
+    words = ["--cases=smoke", "--regions=2", "--repeats=1", "--devices=1"]
     out, _ = call(bench, *words, "--contenders=scan alone,plain loops")
     assert "scan alone" in out
     assert "diloco" not in out

@@ -310,6 +310,7 @@ def compile_one(
 
     from cocodc_jax.aot import hlo
     from cocodc_jax.aot.collectives import BETWEEN_SLICES, collectives
+    from cocodc_jax.aot.costs import peak_bytes
     from cocodc_jax.aot.job import needed_bytes
 
     began_s = time.perf_counter()
@@ -323,10 +324,6 @@ def compile_one(
         return record | {"refused": str(error).splitlines()[0], "peak_bytes": needed}
 
     memory = compiled.memory_analysis()
-    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    peak += memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
-    peak += program.held_bytes - memory.alias_size_in_bytes
-
     module = hlo.parse(compiled.as_text())
     sent = [
         one
@@ -339,7 +336,7 @@ def compile_one(
         "temp_bytes": memory.temp_size_in_bytes,
         "host_bytes": memory.host_argument_size_in_bytes,
         "held_bytes": program.held_bytes,
-        "peak_bytes": peak,
+        "peak_bytes": peak_bytes(memory, program.held_bytes),
         "between_bytes": sum(
             one.num_bytes * one.times * calls_of(one.name, module, program.calls)
             for one in sent
