@@ -46,6 +46,7 @@ SEEN = {
     "paper": "from a table of the paper",
     "code": "from the authors' code",
     "digest": "from a digest",
+    "records": "from the authors' records",
     "memory": "from memory",
     "ours": "",
 }

@@ -324,23 +324,29 @@ def _utilization(
     delay_steps: int = 0,
     bits: int = 32,
     num_layers: int = 1,
+    num_regions: int = 2,
+    setup_s: float = 0.0,
 ) -> Interval:
-    """Return the share of time in which two regions compute, simulated, in percent.
+    """Return the share of time in which regions compute, simulated, in percent.
 
     One fragment without delay is DiLoCo, several with one are Streaming DiLoCo. The
-    second interval is measured: the first one fills the network.
+    second interval is measured: the first one fills the network. `setup_s` are seconds
+    in it that no network model knows, such as those in which connections open.
     """
     del files
     size = parameters * bits / 8 / num_fragments
     schedule = schedules.staggered(sync_interval, num_fragments, delay_steps)
     timeline = simulate(
-        uniform(2, Link(gbps, latency_s=0.0)),
-        Workload((size,) * num_fragments, (step_s,) * 2, num_layers),
+        uniform(num_regions, Link(gbps, latency_s=0.0)),
+        Workload((size,) * num_fragments, (step_s,) * num_regions, num_layers),
         schedule,
         2 * sync_interval,
         sharing="fifo",
     )
-    return Interval(100 * timeline.utilization(since_step=sync_interval), None)
+
+    compute_s = sync_interval * step_s
+    total_s = compute_s / timeline.utilization(since_step=sync_interval) + setup_s
+    return Interval(100 * compute_s / total_s, None)
 
 
 def _faster(
