@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cocodc_jax as cc
+from tests.slow import mostly_slow
 
 PARAMS = {"w": np.ones((4, 8), np.float32), "b": np.zeros(8, np.float32)}
 SPECS = {"w": P(None, "data"), "b": P("data")}
@@ -105,11 +106,22 @@ def check(found, case):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("case", "layout", "spmd"),
-    [(case, layout, None) for case in CASES for layout in LAYOUTS]
-    + [(case, "stacked", "region") for case in ("sparseloco", "cocodc")],
-)
+WAYS = [(case, layout, None) for case in CASES for layout in LAYOUTS] + [
+    (case, "stacked", "region") for case in ("sparseloco", "cocodc")
+]
+# Each way that messages take once, each layout with and without an outer model.
+QUICK = [
+    ("sparseloco", "sync_axes", None),
+    ("cocodc", "sync_axes", None),
+    ("cocodc", "stacked", "region"),
+    ("noloco", "stacked", None),
+    ("multi_ring", "sync_axes", None),
+    ("dilocox", "stacked", None),
+    ("distributed_lion", "sync_axes", None),
+]
+
+
+@pytest.mark.parametrize(("case", "layout", "spmd"), mostly_slow(WAYS, quick=QUICK))
 def test_regions_on_an_explicit_axis(case, layout, spmd):
     mesh = jax.make_mesh((4, 2), ("region", "data"))
     assert set(mesh.axis_types) == {AxisType.Explicit}

@@ -58,7 +58,7 @@ def train(says, data, is_boxed=True):
             return loss_of(model)(*arguments)
 
     # Without a mesh a constraint has no meaning: parameters are made by the plain one.
-    params = Decoder(False).init(jax.random.key(0), TOKENS[0, 0])
+    params = jax.jit(Decoder(False).init)(jax.random.key(0), TOKENS[0, 0])
     if says and is_boxed:
         with jax.set_mesh(mesh):
             shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS[0, 0])
@@ -150,13 +150,19 @@ class Scanned(nn.Module):
 
 def alone(loss_fn, optimizer, params):
     """Train the first region's part in a plain loop."""
-    state, losses = optimizer.init(params), []
-    for batch in TOKENS[:, 0]:
+
+    @jax.jit
+    def step(params, state, batch):
         (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(
             params, batch, jax.random.key(0)
         )
         updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state, loss
+
+    state = optimizer.init(params)
+    losses = []
+    for batch in TOKENS[:, 0]:
+        params, state, loss = step(params, state, batch)
         losses.append(loss)
     return np.stack(losses)
 
@@ -169,7 +175,7 @@ def alone(loss_fn, optimizer, params):
     ],
 )  # fmt: skip
 def test_a_model_that_trains_by_itself_trains_here(model, unboxed):
-    params = model.init(jax.random.key(0), TOKENS[0, 0])
+    params = jax.jit(model.init)(jax.random.key(0), TOKENS[0, 0])
     params = nn.unbox(params) if unboxed else params
     loss_fn, optimizer = loss_of(model), optax.adam(0.01)
     method = cc.methods.get("diloco", sync_interval=NUM_STEPS)

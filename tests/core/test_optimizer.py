@@ -19,6 +19,7 @@ from tests.jaxprs import equations
 from tests.numerics import assert_all_close
 from tests.program import tiny
 from tests.program.test_family import OPTIMIZERS, OPTIONS, finish, num_regions_of
+from tests.slow import mostly_slow
 
 NUM_STEPS, CUT = 17, 7
 SHORT = {"sync_interval": 8, "num_fragments": 2, "delay_steps": 2}
@@ -55,7 +56,7 @@ CASES = {
     if name not in ONE_BY_ONE
 } | {name: (*case, SGD)[:3] for name, case in VARIANTS.items()}
 # One of each kind of part; the rest are cases beside them.
-FAST = (
+QUICK = (
     "mean loss", "diloco", "loscar", "multi_ring", "des_loc", "co2", "noloco",
     "lt_admm", "distributed_lion", "merge feedback",
     "drift, by the loss", "midway", "some regions", "factors summed",
@@ -122,9 +123,7 @@ def reference(optimizer, method, num_regions, num_steps=NUM_STEPS, params=None):
 assert_near = functools.partial(assert_all_close, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
-)
+@pytest.mark.parametrize("case", mostly_slow(CASES, quick=QUICK))
 def test_every_method_is_the_region_program(case):
     check_case(case, tiny.make_params(), np.float32, 1e-6)
 

@@ -17,6 +17,7 @@ from experiments.sweeps import batched, rows
 from experiments.sweeps.grid import Setting
 from experiments.sweeps.runs import Row
 from tests.program.tiny import follow
+from tests.slow import mostly_slow
 
 REGIONS = 2
 STEPS = 9
@@ -143,16 +144,12 @@ def test_a_trial_is_a_run_of_the_region_program(method, delay_steps):
 
 
 ALONE = ("dilocox", "delayed_nesterov", "mla", "heloco")
-FAST = (*ALONE, "eager", "des_loc", "noloco", "dct_threshold")  # A kind each.
+QUICK = (*ALONE, "eager", "des_loc", "noloco", "dct_threshold")  # A kind each.
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
-        for name in cc.methods.METHODS
-    ]
-    + ["cocodc+secant"],
+    [*mostly_slow(cc.methods.METHODS, quick=QUICK), "cocodc+secant"],
 )
 def test_numbers_of_every_method_are_inputs_or_why_not_is_said(name):
     """Traced only: what needs a number's value, or an axis of trials, would fail."""

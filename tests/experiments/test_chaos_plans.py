@@ -187,8 +187,9 @@ def test_regions_live_through_a_story(teller, tmp_path):
 
 
 def test_a_region_that_ends_by_itself_is_started_again_and_one_that_hangs_is_said(
-    teller, tmp_path
+    teller, monkeypatch
 ):
+    monkeypatch.setattr(story, "_STOP_S", 1.0)
     tells = teller(Plan(regions=2, hang_s=1.0, faults={"kill": 1}))
 
     def freeze(fault):

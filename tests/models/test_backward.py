@@ -40,9 +40,11 @@ def _gradients(config):
 @pytest.mark.parametrize(
     ("changes", "tolerance"),
     [
-        ({}, 2e-6), ({"scan_layers": False, "qk_norm": True}, 2e-6),
+        pytest.param({}, 2e-6, marks=pytest.mark.slow),
+        ({"scan_layers": False, "qk_norm": True}, 2e-6),
         ({"tie_embeddings": False, "loss_chunk_tokens": 4}, 2e-6),
-        ({"remat": "dots"}, 2e-6), ({"compute_dtype": "bfloat16"}, 2e-2),
+        pytest.param({"remat": "dots"}, 2e-6, marks=pytest.mark.slow),
+        ({"compute_dtype": "bfloat16"}, 2e-2),
     ],
 )  # fmt: skip
 def test_gradients_are_those_of_jax_up_to_rounding(changes, tolerance):

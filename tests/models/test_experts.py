@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import itertools
 import math
 import re
 
@@ -19,6 +20,7 @@ from cocodc_jax.models.transformer import bind
 from tests.models import oracle
 from tests.numerics import assert_all_close
 from tests.program.mixture import drawn_params
+from tests.slow import mostly_slow
 
 _DENSE = TransformerConfig(
     vocab_size=32, num_layers=2, width=16, mlp_width=24, num_heads=2, num_kv_heads=2
@@ -82,7 +84,7 @@ def test_gradients_of_a_mixture_are_those_of_all_experts_masked(dispatch):
     with jax.enable_x64(True):
         mixed = functools.partial(_mixed, per_token=2, dispatch=dispatch)
         grads = jax.jit(jax.grad(loss(mixed), (0, 1, 2)))(x, router, weights)
-        wanted = jax.grad(loss(masked), (0, 1, 2))(x, router, weights)
+        wanted = jax.jit(jax.grad(loss(masked), (0, 1, 2)))(x, router, weights)
         assert jax.tree.leaves(grads)[0].dtype == np.float64
         assert_all_close(grads, wanted, atol=1e-12)
 
@@ -187,12 +189,17 @@ def test_counts_add_up_the_batches_that_experts_were_given():
     steps = 3
     state = optimizer.init(params)
     total = np.zeros((2, 4))
-    for seed in range(steps):
-        grad = jax.grad(models.make_loss_fn(_MOE), has_aux=True)
-        grads, aux = jax.jit(grad)(params, _tokens(seed=seed), _KEY)
-        total += aux["expert_load"]
+
+    @jax.jit
+    def step(params, state, tokens):
+        gradient = jax.grad(models.make_loss_fn(_MOE), has_aux=True)
+        grads, aux = gradient(params, tokens, _KEY)
         updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state, aux["expert_load"]
+
+    for seed in range(steps):
+        params, state, load = step(params, state, _tokens(seed=seed))
+        total += load
     counts = params["blocks"]["moe"]["experts"]["tokens"] / TOKEN_UNIT
     np.testing.assert_allclose(counts, total, rtol=1e-6)
     np.testing.assert_allclose(counts.sum(-1), 2 * steps, rtol=1e-6)
@@ -206,35 +213,54 @@ def test_counts_add_up_the_batches_that_experts_were_given():
     assert not any(np.any(x) for x in moments)
 
 
-@pytest.mark.parametrize("dispatch", ["ragged", "blocks"])
-@pytest.mark.parametrize(
-    "axes",
-    [
-        {"data": 2, "model": 2},
-        {"data": 2, "model": 2, "sequence": 2},
-        {"data": 2, "model": 2, "expert": 2},
-        {"data": 1, "model": 1, "expert": 4, "sequence": 2},
-    ],
-    ids=lambda axes: ", ".join(axes),
-)
-def test_devices_that_share_a_region_compute_the_same(dispatch, axes):
-    config = dataclasses.replace(
-        _MOE, shared_experts=1, expert_dispatch=dispatch, balance_loss=0.5
-    )
-    tokens = _tokens(16, 17)
-    params = jax.tree.map(np.copy, drawn_params(config))
-    # A feature that all tokens have, and two experts that want it: rounds follow.
-    params["embedding"][:, 0] = 4
+_CROWDED = dataclasses.replace(_MOE, shared_experts=1, balance_loss=0.5)
+_SHARES = {
+    "data, model": {"data": 2, "model": 2},
+    "data, model, sequence": {"data": 2, "model": 2, "sequence": 2},
+    "data, model, expert": {"data": 2, "model": 2, "expert": 2},
+    "expert, sequence": {"data": 1, "model": 1, "expert": 4, "sequence": 2},
+}
+
+
+def _crowded_params():
+    """Draw parameters by which all tokens want the same two experts: rounds follow."""
+    params = jax.tree.map(np.copy, drawn_params(_CROWDED))
+    params["embedding"][:, 0] = 4  # A feature that all tokens have.
     router = params["blocks"]["moe"]["router"]
     router *= 0.1
     router[:, 0] = [1, 0.9, 0, 0]
-    (loss, aux), grads = _loss_and_grad(config, tokens, params)
+    return params
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    """Loss, its auxiliary values, and gradients of the crowded mixture."""
+    return _loss_and_grad(_CROWDED, _tokens(16, 17), _crowded_params())
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "shares"),
+    mostly_slow(
+        itertools.product(["ragged", "blocks"], _SHARES),
+        quick=[
+            ("ragged", "data, model, expert"),
+            ("ragged", "data, model, sequence"),
+            ("blocks", "expert, sequence"),
+        ],
+    ),
+)
+def test_devices_that_share_a_region_compute_the_same(dispatch, shares, on_one_device):
+    (loss, aux), grads = on_one_device
+    config = dataclasses.replace(_CROWDED, expert_dispatch=dispatch)
+    axes = _SHARES[shares]
     mesh = make_mesh(1, devices=jax.devices()[: math.prod(axes.values())], **axes)
     names = {name: name for name in ("sequence", "expert") if name in axes}
     divided = models.make_divided_loss_fn(config, models.Layout(**names))
     with jax.set_mesh(mesh):
         divided_grad = jax.jit(jax.value_and_grad(divided, has_aux=True))
-        (other, other_aux), others = divided_grad(params, tokens, _KEY)
+        (other, other_aux), others = divided_grad(
+            _crowded_params(), _tokens(16, 17), _KEY
+        )
     np.testing.assert_allclose(loss, other, rtol=1e-5)
     np.testing.assert_array_equal(aux["expert_load"], [[1, 1, 0, 0]] * 2)
     assert_all_close(aux, other_aux, rtol=1e-5)

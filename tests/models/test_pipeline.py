@@ -43,6 +43,7 @@ from tests.models.pipelined import (
     tokens,
 )
 from tests.program.tiny import follow
+from tests.slow import mostly_slow
 
 _REGIONS = 2
 
@@ -50,7 +51,10 @@ _REGIONS = 2
 class TestOneRegion:
     @pytest.mark.parametrize(
         ("config", "stages", "microbatches"),
-        [(CONFIG, 1, 4), (CHUNKED, 2, 1), (UNTIED, 4, 4), (ADAPTED, 2, 2)],
+        mostly_slow(
+            [(CONFIG, 1, 4), (CHUNKED, 2, 1), (UNTIED, 4, 4), (ADAPTED, 2, 2)],
+            quick=[(CHUNKED, 2, 1), (UNTIED, 4, 4)],
+        ),
     )
     def test_loss_and_gradient_are_the_plain_models(self, config, stages, microbatches):
         mesh = make_mesh(1, stage=stages)

@@ -4,6 +4,7 @@ import pytest
 
 from tests.network import published
 from tests.network.published import FITTED_INTERVAL, GRID_FACTOR, PUBLISHED_GBPS
+from tests.slow import mostly_slow
 
 
 def ratios(size, row, interval=None):
@@ -34,13 +35,10 @@ ENTRIES = sorted(set(PUBLISHED_GBPS) - set(FITTED_INTERVAL))
 QUICK = [*(e for e in ENTRIES if e[0] == "1B"), ("100B", "streaming FP4 H30")]
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in ENTRIES],
-)
-def test_streaming_diloco_table(entry):
+@pytest.mark.parametrize(("model", "row"), mostly_slow(ENTRIES, quick=QUICK))
+def test_streaming_diloco_table(model, row):
     """50 entries within one step of the published grid, a factor 1.207."""
-    assert all(1 / GRID_FACTOR <= r <= GRID_FACTOR for r in ratios(*entry))
+    assert all(1 / GRID_FACTOR <= r <= GRID_FACTOR for r in ratios(model, row))
 
 
 @pytest.mark.parametrize("entry", sorted(FITTED_INTERVAL))

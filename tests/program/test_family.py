@@ -21,6 +21,7 @@ from cocodc_jax.transforms.compressor import identity
 from cocodc_jax.transforms.mt_adam import mt_adam
 from tests.numerics import assert_all_close
 from tests.program import tiny
+from tests.slow import mostly_slow
 
 NUM_STEPS, CUT = 16, 7
 
@@ -70,7 +71,15 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=list(methods.METHODS))
+# One of each kind of part; the rest are methods beside them.
+QUICK = (
+    "data_parallel", "streaming_diloco", "cocodc", "async_sparta", "sparseloco",
+    "co2", "dilocox", "noloco", "lt_admm", "des_loc", "heloco", "decoupled_diloco",
+    "demo",
+)  # fmt: skip
+
+
+@pytest.fixture(params=mostly_slow(methods.METHODS, quick=QUICK))
 def name(request):
     return request.param
 

@@ -13,6 +13,7 @@ from cocodc_jax.transforms.mt_adam import mt_adam
 from tests.numerics import assert_within_ulps
 from tests.program import quadratic
 from tests.program.quadratic import LR, OUTER, PARAMS, TARGETS, join, of, trained
+from tests.slow import mostly_slow
 
 PARALLEL = of("data_parallel")
 DILOCO = of("diloco", sync_interval=4, **OUTER)
@@ -123,7 +124,26 @@ LIMITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("limit", LIMITS)
+# One of each kind; of the others a method beside it is equal to the same simpler one.
+QUICK = (
+    "gpa that averages nothing",
+    "eager",
+    "lengths and directions",
+    "heloco that keeps what comes",
+    "look-ahead without momentum",
+    "sparseloco, nothing left out",
+    "gradients, all values",
+    "one fragment, no delay, replaced",
+    "diloco every step",
+    "decoupled, nobody asked",
+    "loscar of every coordinate",
+    "moments that are never averaged",
+    "a ring of three is complete",
+    "equal regions weigh the same",
+)
+
+
+@pytest.mark.parametrize("limit", mostly_slow(LIMITS, quick=QUICK))
 def test_at_a_limit_it_is_a_simpler_method(limit):
     method, simpler, regions = LIMITS[limit]
     assert_within_ulps(trained(method, regions), trained(simpler, regions))

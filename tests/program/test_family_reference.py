@@ -26,6 +26,7 @@ from cocodc_jax.transforms.mt_adam import mt_adam
 from tests.program import family_reference as ref
 from tests.program.family_reference import SHAPES, SIZE, split
 from tests.program.tiny import follow
+from tests.slow import mostly_slow
 
 LR, NUM_REGIONS, NUM_STEPS = 0.1, 4, 14
 OUTER = {"outer_lr": 0.4, "outer_momentum": 0.9}
@@ -329,7 +330,34 @@ def train(case):
     return jax.device_get((state.region.params, program.outer_params(state)))
 
 
-@pytest.mark.parametrize("name", CASES)
+# Of each method one form; the others are beside it.
+QUICK = (
+    "snoo",
+    "diloco, a part at its own period",
+    "gpa",
+    "sparseloco",
+    "qsparse",
+    "muloco",
+    "multi_ring, odd",
+    "co2, a measured gap",
+    "eager",
+    "noloco, a region a device",
+    "diloco_demo",
+    "mt_dao",
+    "lt_admm, a ring, in a block",
+    "demo",
+    "lion, majority",
+    "dct_threshold",
+    "delayed_nesterov, compressed",
+    "heloco",
+    "decoupled_diloco",
+    "streaming, a phase",
+    "loscar",
+    "async_sparta",
+)
+
+
+@pytest.mark.parametrize("name", mostly_slow(CASES, quick=QUICK))
 def test_each_method_is_its_formula(name):
     case = CASES[name]
     with jax.enable_x64(True):

@@ -17,6 +17,7 @@ from cocodc_jax.transforms.curvature import hessian_vector
 from tests.numerics import assert_all_close, assert_within_ulps
 from tests.program import quadratic, reference, tiny
 from tests.program.quadratic import HESSIAN, LR, NUM_REGIONS, OUTER, PARAMS, TARGETS
+from tests.slow import mostly_slow
 
 LATE = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2}
 SHORT = LATE | {"delay_steps": 1} | OUTER
@@ -177,13 +178,14 @@ def test_compensation_that_keeps_all_progress_has_nothing_to_tell():
 
 # --- One region, and regions in another order ---
 
+QUICK = ["data_parallel", "cocodc"]
 METHODS = {
     "data_parallel": {}, "diloco": {"sync_interval": 4, **OUTER},
     "streaming_diloco": SHORT, "cocodc": SHORT,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", mostly_slow(METHODS, quick=QUICK))
 def test_one_region_alone_is_each_of_several_that_see_the_same(name):
     method, targets = methods.get(name, **METHODS[name]), TARGETS[:, :1]
     local, outer = train(method, targets, regions=1)
@@ -192,7 +194,7 @@ def test_one_region_alone_is_each_of_several_that_see_the_same(name):
     assert_within_ulps({n: np.repeat(x, 4, 0) for n, x in local.items()}, expected)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", mostly_slow(METHODS, quick=QUICK))
 def test_regions_permuted_with_their_data_permute_the_result(name):
     program = quadratic.make(methods.get(name, **METHODS[name]))
     order = np.array([2, 0, 3, 1])

@@ -5,6 +5,7 @@ relative to the largest number of each tensor: 1e-5 in float32, 1e-12 in float64
 """
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -21,6 +22,7 @@ from cocodc_jax.transforms.compensation import adam_second_moment
 from tests.numerics import assert_within
 from tests.program import family_reference, reference
 from tests.program.tiny import follow
+from tests.slow import mostly_slow
 
 NUM_REGIONS = 4
 LR = 0.05
@@ -247,20 +249,33 @@ CURVATURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("problem", "dtype"),
-    [
-        ("plain", np.float32), ("plain", np.float64),
-        pytest.param("stacked", np.float32, marks=pytest.mark.slow),
-        ("stacked", np.float64),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("name", METHODS)
-def test_each_method_is_its_formula(problem, name, dtype):
+WAYS = list(itertools.product(METHODS, PROBLEMS, TOLERANCE))
+# Each method in float64, once in float32, and each problem.
+QUICK = [
+    ("data_parallel", "plain", np.float64),
+    ("diloco", "stacked", np.float64),
+    ("streaming_diloco", "stacked", np.float64),
+    ("streaming_diloco", "plain", np.float32),
+    ("cocodc", "plain", np.float64),
+    ("cocodc", "stacked", np.float64),
+    ("cocodc_paper text", "plain", np.float64),
+    ("cocodc_paper code", "stacked", np.float64),
+]
+
+
+@pytest.mark.parametrize(("name", "problem", "dtype"), mostly_slow(WAYS, quick=QUICK))
+def test_each_method_is_its_formula(name, problem, dtype):
     assert_agree(PROBLEMS[problem], METHODS[name], dtype)
 
 
-@pytest.mark.parametrize("name", CURVATURES)
+# Of the two Hessians one, of products of gradients one.
+QUICK_CURVATURES = (
+    "isotropic", "outer_product of gradients", "secant", "adam_second_moment",
+    "hessian_vector, adam",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", mostly_slow(CURVATURES, quick=QUICK_CURVATURES))
 def test_each_curvature_is_its_formula(name):
     problem = dataclasses.replace(PROBLEMS["plain"], num_devices=NUM_REGIONS)
     assert_agree(problem, CURVATURES[name], np.float64)

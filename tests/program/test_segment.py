@@ -18,6 +18,7 @@ from cocodc_jax.engine.transport import Transport
 from cocodc_jax.train.checkpoint import Checkpoints
 from tests.numerics import assert_within_ulps
 from tests.program import tiny
+from tests.slow import mostly_slow
 
 NUM_STEPS = 12
 SHORT = dict(sync_interval=6, num_fragments=2, delay_steps=2)
@@ -54,13 +55,17 @@ def make(case, overlap):
 program = functools.cache(make)
 
 
-# What each of these adds is in another case, or in a form without windows.
-SLOW = ("cocodc, Hessian", "streaming, exclude", "streaming, whole")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES]
+# What the others add is in one of these, or in a form without windows.
+QUICK = (
+    "streaming",
+    "streaming, tau > H / K",
+    "streaming, feedback",
+    "cocodc",
+    "co2",
 )
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, quick=QUICK))
 def test_both_forms_give_the_same_numbers(case):
     (plain, before), (fused, after) = (
         tiny.trained(program(case, fuse), NUM_STEPS) for fuse in ("no", "yes")

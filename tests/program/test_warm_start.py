@@ -1,5 +1,6 @@
 """A running state goes on in another program; what is lost is named."""
 
+import functools
 import gc
 import weakref
 
@@ -31,12 +32,16 @@ def loss_fn(params, batch, key):
 FRAGMENTS = {"sync_interval": 6, "num_fragments": 2, "delay_steps": 2}
 
 
-def make(name, regions=4, optimizer=SGD, mesh=None, **options):
+def make_anew(name, regions=4, optimizer=SGD, mesh=None, **options):
     method = cc.methods.get(name, **options)
     user_inputs = cc.UserInputs(0.1, cc.adam_second_moment(0.999))
     return cc.RegionProgram(
         loss_fn, optimizer, method, PARAMS, regions, mesh=mesh, user_inputs=user_inputs
     )
+
+
+# One program for all tests that want the same: it holds nothing but compiled code.
+make = functools.cache(make_anew)
 
 
 def streaming(**options):
@@ -85,7 +90,7 @@ def test_a_state_is_a_pytree_of_its_arrays():
     ],
 )
 def test_the_same_program_goes_on_bit_for_bit(name, options):
-    one, other = (make(name, **options) for _ in range(2))
+    one, other = (make_anew(name, **options) for _ in range(2))
     expected = host(finish(one, start(one), 12))
     state, kept, lost = adopted(other, one, 5)
     assert not lost
@@ -157,7 +162,7 @@ def test_another_mesh_cuts_nothing_anew():
 
 
 def test_a_program_that_is_used_no_more_is_freed():
-    program = make("streaming_diloco", **FRAGMENTS)
+    program = make_anew("streaming_diloco", **FRAGMENTS)
     state, executor = finish(program, start(program), 9), weakref.ref(program._syncs)
     del program, state
     gc.collect()
@@ -190,7 +195,7 @@ def test_another_optimizer_goes_on_in_its_learning_rates():
 def test_what_is_in_flight_is_applied_at_once():
     """At step 4, one after it left, it is as with a delay of one step."""
     old, short = streaming(), streaming(delay_steps=1)
-    new = make("diloco", sync_interval=6)
+    new = make("diloco", sync_interval=5)
     expected = finish(short, start(short), 4)
     state = finish(old, start(old), 4)
     ((fragment, step),) = state.sync.in_flight
@@ -205,7 +210,7 @@ def test_what_is_in_flight_is_applied_at_once():
 def test_what_cannot_be_applied_is_dropped_and_named():
     adam = optax.adam(0.1)
     old = make("cocodc", optimizer=adam, curvature="hessian_vector", **FRAGMENTS)
-    new = make("diloco", optimizer=adam, sync_interval=6)
+    new = make("diloco", optimizer=adam, sync_interval=5)
     state = finish(old, start(old), 4)
     params = host(state.region.params)
     flights = state.sync.in_flight
@@ -217,7 +222,8 @@ def test_what_cannot_be_applied_is_dropped_and_named():
 
 def test_a_round_that_is_late_ends_early():
     """CO2's merge replaces what regions did: it leaves and is applied before."""
-    old, new = make("co2", sync_interval=4), make("diloco", sync_interval=4)
+    old = make("co2", sync_interval=4)
+    new = make("diloco", sync_interval=5)
     batches = np.repeat(BATCHES[:, :1], 8, axis=1)
     state = finish(old, start(old), 6, batches)
     before = state.bytes_sent
@@ -352,8 +358,8 @@ def test_a_schedule_of_unknown_updates_is_reported():
 
 def test_a_new_optimizers_copy_is_of_each_regions_parameters():
     free = optax.contrib.schedule_free_sgd(0.1)
-    new = make("diloco", optimizer=free, sync_interval=10)
-    state, _, lost = adopted(new, make("diloco", sync_interval=10), 4)
+    new = make("diloco", optimizer=free, sync_interval=5)
+    state, _, lost = adopted(new, make("diloco", sync_interval=5), 4)
     assert "inner optimizer" in lost
     assert_same(host(state.region.opt_state.z), host(state.region.params))
     assert state.region.opt_state.step_count.tolist() == [5] * 4

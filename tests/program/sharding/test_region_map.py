@@ -16,6 +16,7 @@ from cocodc_jax.engine import region_map
 from cocodc_jax.engine.mesh import REGION, make_mesh, regional
 from tests.numerics import assert_all_close
 from tests.program import tiny
+from tests.slow import mostly_slow
 
 NUM_STEPS = 4
 # Sums over shards are taken in another order, and Adam divides by what may be small.
@@ -121,19 +122,21 @@ on_one_device = functools.cache(result)
 
 # One of each way that messages take.
 QUICK = [
-    *[(n, 2, 2) for n in ("data_parallel", "streaming_diloco", "noloco", "multi_ring")],
-    ("snoo", 2, 1),
+    ("data_parallel", 2, 1),
     ("cocodc", 1, 2),
+    ("noloco", 2, 2),
+    ("multi_ring", 2, 2),
 ]
 CASES = [(name, 2, 2) for name in METHODS] + [
-    (name, *axes) for name in ("snoo", "cocodc") for axes in [(2, 1), (1, 2)]
+    ("data_parallel", 2, 1),
+    ("snoo", 2, 1),
+    ("snoo", 1, 2),
+    ("cocodc", 2, 1),
+    ("cocodc", 1, 2),
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "model"),
-    [x if x in QUICK else pytest.param(*x, marks=pytest.mark.slow) for x in CASES],
-)
+@pytest.mark.parametrize(("name", "data", "model"), mostly_slow(CASES, quick=QUICK))
 def test_one_region_on_several_devices(name, data, model):
     found, expected = result(name, data, model), on_one_device(name)
     assert_all_close(found, expected, rtol=RTOL, atol=ATOL)
