@@ -8,6 +8,7 @@ import pytest
 
 import cocodc_jax as cc
 from cocodc_jax.program.batches import check_batches
+from tests.slow import mostly_slow
 
 TOKENS = np.arange(4 * 2 * 8).reshape(4, 2, 8) % 16
 DILOCO = cc.methods.get("diloco")
@@ -171,7 +172,7 @@ def test_what_is_of_another_kind_is_named(arguments, message):
 # --- Keys of the generator ---
 
 
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("data", mostly_slow([1, 2], quick=[2]))
 @pytest.mark.parametrize(
     ("impl", "name", "options"),
     [  # Messages are drawn too: rounded at random.

@@ -15,6 +15,7 @@ import cocodc_jax as cc
 from cocodc_jax.sync.cutting import cut
 from cocodc_jax.transforms.layers import named_leaves
 from tests.numerics import assert_all_close
+from tests.slow import mostly_slow
 
 NUM_REGIONS, NUM_LAYERS, WIDTH, NUM_STEPS = 2, 2, 4, 5
 METHOD = cc.methods.get(
@@ -168,7 +169,7 @@ def arrays(state):
     return {path.removesuffix("/value"): x for path, x in named_leaves(state)}
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", mostly_slow(TRAINERS, quick=["linen"]))
 def test_all_of_a_fragment_is_divided_as_its_parameters_are(trainer):
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh = Mesh(devices, ("diloco", "fsdp"), axis_types=(AxisType.Auto,) * 2)

@@ -14,6 +14,7 @@ from cocodc_jax.methods.diloco_demo import decoupled_momentum
 from cocodc_jax.sync import merge, schedules
 from cocodc_jax.sync.merge import Merge
 from cocodc_jax.sync.outer import SharedOuter
+from tests.slow import mostly_slow
 
 RNG = np.random.default_rng(0)
 PARAMS = {name: RNG.normal(size=(6, 4)).astype(np.float32) for name in "abc"}
@@ -56,7 +57,7 @@ def test_a_merge_after_ranked_rounds_knows_how_long_its_round_was():
     assert [each.metrics["steps"][0].item() for each in syncs] == delays
 
 
-@pytest.mark.parametrize("score", ["drift", "gain"])
+@pytest.mark.parametrize("score", mostly_slow(["drift", "gain"], quick=["drift"]))
 def test_scores_of_regional_outer_models(score):
     """Each region is compared with its own outer fragment, in both forms."""
     sync = Sync(

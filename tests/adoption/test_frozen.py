@@ -82,7 +82,8 @@ def cut_like(method, shapes, trainable):
     ("method", "mesh"),
     [
         ("data_parallel", "divided"), ("diloco", "one device"),
-        ("cocodc", "four devices"), ("cocodc", "divided"),
+        pytest.param("cocodc", "four devices", marks=pytest.mark.slow),
+        ("cocodc", "divided"),
     ],
 )  # fmt: skip
 def test_the_same_run_without_the_bytes(method, mesh):

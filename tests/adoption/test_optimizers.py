@@ -66,7 +66,9 @@ def run(optimizer, method, loss=loss_fn, data=1, specs=None):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
-    ("data", "specs"), [(1, None), (2, SPECS)], ids=["whole", "divided"]
+    ("data", "specs"),
+    [pytest.param(1, None, marks=pytest.mark.slow), (2, SPECS)],
+    ids=["whole", "divided"],
 )
 def test_regions_do_what_optax_does(name, data, specs):
     found, _ = run(OPTIMIZERS[name], "apart", data=data, specs=specs)

@@ -11,11 +11,18 @@ import pytest
 
 import cocodc_jax as cc
 from tests.numerics import assert_all_close
+from tests.slow import mostly_slow
 
 SCRIPTS = sorted(pathlib.Path(__file__, "../../../docs/recipes").resolve().glob("*.py"))
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+# The others beside it; it is trained and resumed below.
+QUICK = [script for script in SCRIPTS if script.stem != "nanodo_loop"]
+
+
+@pytest.mark.parametrize(
+    "script", mostly_slow(SCRIPTS, quick=QUICK), ids=lambda script: script.stem
+)
 def test_a_recipe_trains_in_few_lines(script):
     assert sum(map(bool, script.read_text().splitlines())) <= 40
     losses, state = runpy.run_path(str(script))["main"]()

@@ -93,6 +93,7 @@ def test_a_finished_run_goes_on_for_more_steps(call, refused, corpus, tmp_path):
     longer = tmp_path / "longer"
     whole = tmp_path / "whole"
     words = [*FLAGS, *corpus, "--final_lr_fraction=1"]
+    words += ["--num_layers=1", "--num_fragments=1"]
     call(train, *words, "--steps=8", f"--workdir={longer}")
     out, err = call(train, *words, f"--workdir={longer}", "--json")
     assert "goes on from step 8 with steps=16 (was 8)\n" in err
@@ -111,7 +112,7 @@ def test_a_mixture_goes_on_with_its_experts_on_another_number_of_devices(
     one = tmp_path / "one"
     words = [*FLAGS, *corpus, "--regions=2", "--num_experts=4", "--expert_width=16"]
     words += ["--fragment_strategy=experts", "--expert_weights=tokens"]
-    words += ["--final_lr_fraction=1"]
+    words += ["--final_lr_fraction=1", "--num_layers=1"]
     # The last fragment is in flight.
     half = ["--steps=9", "--expert_axis=2", f"--workdir={many}"]
     call(train, *words, *half)

@@ -21,6 +21,8 @@ def words(corpus, tmp_path_factory):
         "--method=streaming_diloco",
         *corpus,
         "--regions=2",
+        "--num_layers=1",
+        "--num_fragments=1",
         "--width=16",
         "--mlp_width=32",
         "--num_heads=2",

@@ -112,7 +112,11 @@ def _loss_and_grad(config, tokens, params=None):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"remat": "full"}, {"shared_experts": 2, "moe_every": 2}]
+    "changed",
+    [
+        pytest.param({"remat": "full"}, marks=pytest.mark.slow),
+        {"shared_experts": 2, "moe_every": 2},
+    ],
 )
 def test_scanned_and_unscanned_layers_are_one_model(changed):
     scanned = dataclasses.replace(_MOE, **changed)

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 
 from cocodc_jax import models
 from cocodc_jax.models import hugging_face, lora
+from tests.slow import mostly_slow
 
 CONFIG = models.TransformerConfig(
     vocab_size=32, num_layers=2, width=16, mlp_width=24, num_heads=4, num_kv_heads=2,
@@ -19,7 +20,7 @@ PLAIN = dataclasses.replace(CONFIG, lora_rank=0)
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 11)).astype(np.int32)
 
 
-@pytest.fixture(params=["scanned", "apart"])
+@pytest.fixture(params=mostly_slow(["scanned", "apart"], quick=["scanned"]))
 def config(request):
     return dataclasses.replace(CONFIG, scan_layers=request.param == "scanned")
 

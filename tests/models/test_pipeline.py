@@ -101,7 +101,7 @@ class TestRegions:
             (CHUNKED, 2, 1, 2, None),
             pytest.param(CONFIG, 1, 2, 2, None, marks=pytest.mark.slow),
             pytest.param(CHUNKED, 1, 1, 1, "map", marks=pytest.mark.slow),
-            (CONFIG, 1, 1, 1, "vmap"),
+            pytest.param(CONFIG, 1, 1, 1, "vmap", marks=pytest.mark.slow),
         ],
     )
     def test_stages_lie_inside_regions(self, config, data, model, length, block):

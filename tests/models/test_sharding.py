@@ -114,7 +114,7 @@ _WHOLE = dataclasses.replace(_CONFIG, scan_layers=False, num_layers=1)
 
 @pytest.mark.parametrize(
     ("config", "parts"),
-    [(_CHUNKED, 1), (_TIED, 2), (_ADAPTED, 1),
+    [(_CHUNKED, 1), (_TIED, 2), pytest.param(_ADAPTED, 1, marks=pytest.mark.slow),
      pytest.param(_WHOLE, 1, marks=pytest.mark.slow)],
     ids=["untied", "tied, accumulated", "adapters", "unscanned"],
 )  # fmt: skip
@@ -166,7 +166,9 @@ def test_weights_gathered_in_steps_change_no_number():
 @pytest.mark.parametrize(
     ("config", "axes"),
     [pytest.param(_TIED, dict(data=2, sequence=2, model=1), marks=pytest.mark.slow),
-     (_CHUNKED, dict(data=1, sequence=4, model=2)),
+     pytest.param(
+        _CHUNKED, dict(data=1, sequence=4, model=2), marks=pytest.mark.slow
+     ),
      (_ADAPTED, dict(data=2, sequence=2, model=2))],
     ids=["tied, of data too", "untied, of heads too", "adapters"],
 )  # fmt: skip

@@ -34,6 +34,7 @@ from cocodc_jax.transforms.error_feedback import error_feedback
 from cocodc_jax.transforms.low_rank import low_rank
 from tests.numerics import assert_within, assert_within_ulps
 from tests.program import tiny
+from tests.slow import mostly_slow
 
 LR, OUTER_LR, MOMENTUM = 0.3, 0.7, 0.5
 SGD = optax.sgd(LR)
@@ -369,7 +370,7 @@ def test_all_shards_measure_the_same_ranks(real):
     assert_close(seen, plain, 1e-4)
 
 
-@pytest.mark.parametrize("sum_factors", [False, True])
+@pytest.mark.parametrize("sum_factors", mostly_slow([False, True], quick=[True]))
 def test_adopted_it_goes_on_at_its_rank(sum_factors):
     """Another inner optimizer alone: all that the method remembers is kept."""
     method = dilocox(6, 6, 1, sum_factors=sum_factors, **RATES)

@@ -11,6 +11,7 @@ from cocodc_jax.engine.mesh import make_mesh
 from tests.core.test_optimizer import train
 from tests.numerics import assert_all_close
 from tests.program import tiny
+from tests.slow import mostly_slow
 
 FREE = optax.contrib.schedule_free_sgd(tiny.LEARNING_RATE)
 NUM_STEPS = 12
@@ -158,7 +159,7 @@ def test_a_users_own_copy_is_moved_by_the_hook():
     assert gap > 1e-3
 
 
-@pytest.mark.parametrize("overlap", ["no", "yes"])
+@pytest.mark.parametrize("overlap", mostly_slow(["no", "yes"], quick=["yes"]))
 def test_a_copy_in_host_memory_moves_as_well(by_programs, overlap):
     program, found = trained(overlap, optimizer_memory="host")
     where = program.shardings.region.opt_state.z["head"]

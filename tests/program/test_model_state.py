@@ -57,7 +57,12 @@ STREAMING = cc.methods.get(
 @pytest.mark.parametrize(
     ("method", "average", "averaged_at"),
     [
-        (cc.methods.get("diloco", sync_interval=4), True, {4}),
+        pytest.param(
+            cc.methods.get("diloco", sync_interval=4),
+            True,
+            {4},
+            marks=pytest.mark.slow,
+        ),
         (STREAMING, True, {5}),  # Where it is applied, not where it leaves.
         (cc.methods.get("data_parallel"), True, {1, 2, 3, 4, 5, 6}),
         (cc.methods.get("data_parallel"), False, set()),

@@ -19,6 +19,7 @@ from cocodc_jax.engine.mesh import make_mesh, regional
 from cocodc_jax.engine.placement import memory_kind
 from tests.numerics import assert_all_close, assert_within_ulps
 from tests.program import tiny
+from tests.slow import mostly_slow
 
 NUM_STEPS = 6
 
@@ -61,7 +62,7 @@ def test_devices_and_axes_do_not_change_the_run(method_name, length, data, model
     assert_close(result(program), four_devices(method_name))
 
 
-@pytest.mark.parametrize("how", ["batched", "in_turn"])
+@pytest.mark.parametrize("how", mostly_slow(["batched", "in_turn"], quick=["in_turn"]))
 def test_regions_of_one_device_make_the_same_run(how):
     mesh = make_mesh(4, devices=jax.devices()[:1])
     for name in ("data_parallel", "cocodc_hessian"):

@@ -22,6 +22,7 @@ from cocodc_jax.train.run_steps import run_steps as run
 from cocodc_jax.transforms import compression
 from tests.numerics import assert_all_close
 from tests.program import tiny
+from tests.slow import mostly_slow
 
 NUM_REGIONS = 3
 SPEEDS = Regions((1.0, 2.0, 3.0), (1, 1, 1))
@@ -123,7 +124,7 @@ def train(program, times, num_steps=14):
     return state, seen
 
 
-@pytest.mark.parametrize("rule", ["mix", "replay"])
+@pytest.mark.parametrize("rule", mostly_slow(["mix", "replay"], quick=["mix"]))
 def test_a_delay_that_comes_out_as_two_steps_is_a_delay_of_two_steps(rule):
     fixed = make_tiny(delay_steps=2, merge_rule=rule, exchange="outer")
     auto = make_tiny(delay_steps="auto", merge_rule=rule)
@@ -160,7 +161,9 @@ def test_without_a_delay_regions_take_the_outer_parameters_in_measured_slots():
     assert_all_close(own, whole)
 
 
-@pytest.mark.parametrize("compress", [None, "int8", "ef+topk:0.1"])
+@pytest.mark.parametrize(
+    "compress", mostly_slow([None, "int8", "ef+topk:0.1"], quick=[None, "ef+topk:0.1"])
+)
 def test_every_region_gets_the_times_of_all_beside_the_mean(compress):
     part = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, "f4")}
     compressor = compress and compression.parse(compress)

@@ -83,7 +83,11 @@ def test_a_state_is_a_pytree_of_its_arrays():
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("streaming_diloco", {"sync_interval": 6, "num_fragments": 2}),
+        pytest.param(
+            "streaming_diloco",
+            {"sync_interval": 6, "num_fragments": 2},
+            marks=pytest.mark.slow,
+        ),
         ("co2", {"sync_interval": 4, "compress": "ef+int8"}),
         ("noloco", {"sync_interval": 4}),
         ("data_parallel", {}),

@@ -40,6 +40,10 @@ def one_step(params, opt_state, batch):
     return optax.apply_updates(params, updates), opt_state
 
 
+# One program for all who train by this loop.
+step_of_all = jax.jit(jax.vmap(one_step))
+
+
 def stacked(tree, num_regions=NUM_REGIONS):
     return jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * num_regions), tree)
 
@@ -47,7 +51,7 @@ def stacked(tree, num_regions=NUM_REGIONS):
 def train(sync, params, num_steps, state=None, step_fn=None, opt_state=None):
     """The trainer's loop; returns parameters, optimizer state and the syncs' state."""
     state = sync.init(params) if state is None else state
-    step_fn = step_fn or jax.jit(jax.vmap(one_step))
+    step_fn = step_fn or step_of_all
     opt_state = jax.vmap(OPTIMIZER.init)(params) if opt_state is None else opt_state
     while state.step < num_steps:
         params, opt_state = step_fn(params, opt_state, batch_of(state.step))

@@ -92,11 +92,11 @@ def test_the_scan_of_a_trainer_may_take_several_steps_at_once():
     params = plain.stacked(plain.make_params())
     sync = cc.RegionSync(cc.methods.get(name, **options), params, plain.NUM_REGIONS)
     state, opt_state = sync.init(params), jax.vmap(plain.OPTIMIZER.init)(params)
-    step = jax.jit(jax.vmap(plain.one_step))
     while state.step < NUM_STEPS:
         num_steps = min(sync.steps_to_event(state), NUM_STEPS - state.step)
         for i in range(num_steps):
-            params, opt_state = step(params, opt_state, plain.batch_of(state.step + i))
+            batch = plain.batch_of(state.step + i)
+            params, opt_state = plain.step_of_all(params, opt_state, batch)
         params, state = sync.after_step(params, state, num_steps=num_steps)
     assert_like_the_program("streaming", sync, params, state)
 

@@ -24,6 +24,7 @@ from cocodc_jax.transforms import (
     secant,
 )
 from cocodc_jax.transforms.compensation import delay_compensation
+from tests.slow import mostly_slow
 
 NUM_REGIONS = 4
 
@@ -139,7 +140,9 @@ def over_shards(fn):
     return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs)
 
 
-@pytest.mark.parametrize("over_regions", [jax.vmap, over_shards])
+@pytest.mark.parametrize(
+    "over_regions", mostly_slow([jax.vmap, over_shards], quick=[jax.vmap])
+)
 @pytest.mark.parametrize("name", CASES)
 def test_many_regions_equal_one_at_a_time(name, over_regions):
     go = jax.jit(over_regions(lambda g, p, s: run(build(CASES[name]), g, p, s)))

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cocodc_jax.transforms import compression, compressor, packing
+from tests.slow import mostly_slow
 
 EXPRESSIONS = [
     "identity", "float16", "bfloat16", "int8", "int4(block_size=16)",
@@ -476,7 +477,22 @@ def test_bfloat16_trees_keep_a_float32_residual():
 # --- regions ---
 
 
-@pytest.mark.parametrize("text", EXPRESSIONS)
+# Each codec once, by itself or in what sends or remembers a part.
+QUICK = (
+    "bfloat16",
+    "int4(stochastic=True)",
+    "stat2",
+    "fp4",
+    "top_k(0.2, int8())",
+    "chunked_top_k(k=3, chunk_side=4, values=int2(block_size=3))",
+    "dct_top_k(k=3, chunk_side=4)",
+    "error_feedback(sign)",
+    "error_feedback(threshold(density=0.2))",
+    "error_feedback(low_rank(rank=1, factors=int4()), decay=0.9)",
+)
+
+
+@pytest.mark.parametrize("text", mostly_slow(EXPRESSIONS, quick=QUICK))
 def test_one_message_per_region_under_vmap(text):
     regions = [tree(i)["w"] for i in range(3)]
     go = jax.vmap(lambda x: compiled(text)(x, None, KEY))

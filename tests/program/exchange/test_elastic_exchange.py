@@ -93,7 +93,7 @@ OF_EXPERTS = {"delay_steps": 2, "compress": "ef+int8", **mixture.OPTIONS}
         ("streaming_diloco", {"num_fragments": 2, "delay_steps": 2}, True),
         ("cocodc", {"num_fragments": 2, "delay_steps": 3, "compress": "int8"}, False),
         ("diloco", {"compress": "ef+topk:0.1"}, True),
-        ("streaming_diloco", OF_EXPERTS, True),
+        pytest.param("streaming_diloco", OF_EXPERTS, True, marks=pytest.mark.slow),
     ],
 )
 def test_the_numbers_are_those_of_one_process(tiny, tmp_path, name, options, has_ports):

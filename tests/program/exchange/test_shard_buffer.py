@@ -157,7 +157,7 @@ def ends(program, num_steps=8):
 @pytest.mark.parametrize(
     "options",
     [
-        {"compress": "int8"},
+        pytest.param({"compress": "int8"}, marks=pytest.mark.slow),
         pytest.param({"compress": "bfloat16"}, marks=pytest.mark.slow),
         {"exclude_above": 3.0},
     ],

@@ -185,7 +185,9 @@ def loss_fn(params, batch, key):
     [
         ("data_parallel", {}, "all-reduce"),
         ("data_parallel", {"compress": "fp4"}, "all-gather"),
-        ("demo", {"compress": "dct:8"}, "all-gather"),
+        pytest.param(
+            "demo", {"compress": "dct:8"}, "all-gather", marks=pytest.mark.slow
+        ),
         ("distributed_lion", {}, "all-gather"), ("apart", {}, None),
         ("diloco", {}, None),
     ],

@@ -18,6 +18,7 @@ from cocodc_jax import methods
 from cocodc_jax.train import checksums
 from cocodc_jax.train.checkpoint import RUN_FILE, CheckpointError, Checkpoints, steps_in
 from tests.program import mixture
+from tests.slow import mostly_slow
 
 STREAMING = methods.get("streaming_diloco", sync_interval=4, num_fragments=2)
 
@@ -74,7 +75,7 @@ def test_another_program_goes_on_bit_for_bit(tiny, tmp_path, name, cut):
     check_restored(tiny, tmp_path, name, cut, tiny.make_program(name))
 
 
-@pytest.mark.parametrize("method_name", mixture.METHODS)
+@pytest.mark.parametrize("method_name", mostly_slow(mixture.METHODS, quick=["cocodc"]))
 def test_a_restored_mixture_goes_on_with_its_counts(tiny, tmp_path, method_name):
     """In flight, by another program: means by tokens are of the counts it had."""
     tiny = mixture.in_place_of(tiny)

@@ -57,7 +57,11 @@ def train(tiny, program, state, link, end, seen):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("streaming_diloco", {"num_fragments": 2, "delay_steps": 3}),
+        pytest.param(
+            "streaming_diloco",
+            {"num_fragments": 2, "delay_steps": 3},
+            marks=pytest.mark.slow,
+        ),
         ("cocodc", {"num_fragments": 2, "delay_steps": 3, "compress": "ef+topk:0.2"}),
     ],
 )
