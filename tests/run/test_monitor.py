@@ -295,6 +295,7 @@ def test_a_run_is_scraped_by_its_own_command(tmp_path):
         dataset=f"text:{text}",
         steps=8,
         regions=2,
+        num_layers=1,
         method="diloco",
         sync_interval=2,
     )

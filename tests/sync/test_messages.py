@@ -99,15 +99,19 @@ def test_sums_of_decoded_messages(dtype):
 
 def exchange(made, *rounds):
     """What regions make of their gradients, `[M, n]` a round."""
-    first = jnp.array(rounds[0], jnp.float32)
-    state = jax.vmap(made.init)(first)
-    out = []
+
+    @jax.jit
+    def one_round(gradients, state):
+        send = jax.vmap(lambda g, s: made.send(g, s, None))
+        message, state = send(gradients, state)
+        return made.receive(message), state
+
+    state = jax.vmap(made.init)(np.float32(rounds[0]))
+    received = []
     for gradients in rounds:
-        message, state = jax.vmap(lambda g, s: made.send(g, s, None))(
-            jnp.array(gradients, jnp.float32), state
-        )
-        out.append(np.asarray(made.receive(message)).tolist())
-    return out
+        mean, state = one_round(np.float32(gradients), state)
+        received.append(np.asarray(mean).tolist())
+    return received
 
 
 def test_mean_gradients_need_no_gathering():

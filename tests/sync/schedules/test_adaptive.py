@@ -113,7 +113,7 @@ def adaptive_schedules(draw):
     return adaptive(h, k, tau, n, draw(st.sampled_from(SCORES)))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(adaptive_schedules(), st.integers(0, 2**30))
 def test_no_fragment_waits_more_than_h_steps_or_flies_twice(schedule, seed):
     world, end = (

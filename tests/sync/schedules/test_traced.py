@@ -84,7 +84,7 @@ def schedules(draw):
     return dataclasses.replace(schedule, looks_midway=looks_midway)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(schedules(), st.integers(0, 2**16))
 def test_both_forms_choose_alike(schedule, seed):
     """Numbers are far enough apart for float32: quotients of 24 bits are not."""
