@@ -20,6 +20,10 @@ from beartype import BeartypeConf, FrozenDict
 from beartype.claw import beartype_packages
 from hypothesis import settings
 
+# Commands that tests start read the sources compiled: it takes each a second otherwise.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Packages whose annotations are checked while tests run; before anything imports them.
 _CHECKED = ("cocodc_jax.transforms",)
 
