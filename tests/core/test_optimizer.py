@@ -57,8 +57,8 @@ CASES = {
 } | {name: (*case, SGD)[:3] for name, case in VARIANTS.items()}
 # One of each kind of part; the rest are cases beside them.
 QUICK = (
-    "mean loss", "diloco", "loscar", "multi_ring", "des_loc", "co2", "noloco",
-    "lt_admm", "distributed_lion", "merge feedback",
+    "loscar", "multi_ring", "des_loc", "co2", "noloco", "lt_admm", "distributed_lion",
+    "merge feedback",
     "drift, by the loss", "midway", "some regions", "factors summed",
 )  # fmt: skip
 

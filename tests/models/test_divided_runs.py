@@ -120,6 +120,8 @@ def test_of_a_range_of_experts_each_device_has_a_share_of_the_width(
         assert shardings["blocks/moe/experts/gate"].spec == of_gate
 
 
+# Losses and gradients: `test_experts.py`. Runs, by commands: `test_changed_runs.py`.
+@pytest.mark.slow
 def test_devices_that_share_experts_train_as_one_does():
     state, losses, num_tokens = trained(6, data_axis=2, expert_axis=2, **MOE)
     one, expected, alone = trained(6, **MOE)

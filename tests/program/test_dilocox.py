@@ -361,9 +361,13 @@ def test_each_rank_is_compiled_once():
 
 
 def test_all_shards_measure_the_same_ranks(real):
-    """Blocks of two regions, and each on its own, also with a divided outer state."""
+    """Blocks of two regions, and each on its own."""
     _, seen = train(*make(ADAPTIVE, num_shards=4))
     assert [row[:4] for row, *_ in seen] == [row[:4] for row in real[2]]
+
+
+@pytest.mark.slow
+def test_a_divided_outer_state_measures_the_same_ranks(real):
     _, seen = train(*make(ADAPTIVE.placed("divided"), num_shards=4, data=2), 20)
     _, plain = train(real[0], start(real[0]), 20)
     assert [row for row, *_ in seen] == [row for row, *_ in plain]
