@@ -20,6 +20,7 @@ from tests.numerics import assert_all_close, assert_within_ulps
 from tests.program import mixture
 from tests.program.mixture import MODEL, USER_INPUTS, drawn_params
 from tests.program.tiny import follow
+from tests.slow import mostly_slow
 
 _MODEL = dataclasses.replace(MODEL, scan_layers=False)
 _KEY = jax.random.key(0)
@@ -29,7 +30,10 @@ def _params(scan_layers):
     return drawn_params(MODEL if scan_layers else _MODEL)
 
 
-@pytest.mark.parametrize(("scan_layers", "num_fragments"), [(True, 4), (False, 5)])
+@pytest.mark.parametrize(
+    ("scan_layers", "num_fragments"),
+    mostly_slow([(True, 4), (False, 5)], quick=[(True, 4)]),
+)
 def test_experts_are_cut_into_ranges_and_the_rest_is_dense(scan_layers, num_fragments):
     params = _params(scan_layers)
     fragments = cut(params, num_fragments, "experts")
