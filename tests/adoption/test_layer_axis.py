@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import cocodc_jax as cc
 from tests.numerics import assert_all_close
+from tests.slow import mostly_slow
 
 NUM_REGIONS, NUM_LAYERS, WIDTH, HIDDEN, NUM_STEPS = 2, 4, 4, 6, 8
 METHOD = cc.methods.get(
@@ -117,7 +118,13 @@ def by_the_program(axis):
     return state.region.params
 
 
-@pytest.mark.parametrize("train", [by_the_transform, after_the_step, by_the_program])
+@pytest.mark.parametrize(
+    "train",
+    mostly_slow(
+        [by_the_transform, after_the_step, by_the_program],
+        quick=[after_the_step, by_the_program],
+    ),
+)
 def test_the_axis_of_layers_changes_no_number(train):
     one, other = (layers_first(axis, jax.device_get(train(axis))) for axis in AXES)
     assert_all_close(one, other, rtol=0, atol=1e-6)

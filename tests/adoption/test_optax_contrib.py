@@ -569,9 +569,9 @@ def batch_loss(params, batch, key):
 @pytest.mark.parametrize(
     "name",
     [
-        "optax.MultiSteps",
+        pytest.param("optax.MultiSteps", marks=pytest.mark.slow),
         "optax.noisy_sgd",
-        "optax.contrib.sam",
+        pytest.param("optax.contrib.sam", marks=pytest.mark.slow),
         "optax.contrib.schedule_free_sgd",
     ],
 )

@@ -146,9 +146,15 @@ def test_what_cannot_be_had_is_refused(
 def test_outputs_can_be_differentiated_forward_whatever_is_configured():
     """Gauss-Newton products take the Jacobian of the logits."""
     model, loss = make_outputs(_SMALL)
-    params = init_params(_SMALL, jax.random.key(0))
+    params = jax.jit(init_params, static_argnums=0)(_SMALL, jax.random.key(0))
     tokens = _TOKENS[0]
-    logits, tangent = jax.jvp(lambda p: model(p, tokens), (params,), (params,))
+
+    @jax.jit
+    def forward(params):
+        return jax.jvp(lambda p: model(p, tokens), (params,), (params,))
+
+    logits, tangent = forward(params)
     assert np.isfinite(tangent).all()
-    expected, _ = make_loss_fn(_SMALL)(params, tokens, jax.random.key(0))
+    loss_fn = jax.jit(make_loss_fn(_SMALL))
+    expected, _ = loss_fn(params, tokens, jax.random.key(0))
     np.testing.assert_allclose(loss(logits, tokens), expected, rtol=1e-5)

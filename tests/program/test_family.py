@@ -73,9 +73,8 @@ OPTIMIZERS = {
 
 # One of each kind of part; the rest are methods beside them.
 QUICK = (
-    "data_parallel", "streaming_diloco", "cocodc", "async_sparta", "sparseloco",
-    "co2", "dilocox", "noloco", "lt_admm", "des_loc", "heloco", "decoupled_diloco",
-    "demo",
+    "data_parallel", "streaming_diloco", "cocodc", "sparseloco", "co2", "dilocox",
+    "noloco", "lt_admm", "des_loc", "heloco", "decoupled_diloco",
 )  # fmt: skip
 
 

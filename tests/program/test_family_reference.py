@@ -330,19 +330,16 @@ def train(case):
     return jax.device_get((state.region.params, program.outer_params(state)))
 
 
-# Of each method one form; the others are beside it.
+# Of each kind of method one form; the others are beside it, or in other batteries.
 QUICK = (
     "snoo",
     "diloco, a part at its own period",
-    "gpa",
     "sparseloco",
-    "qsparse",
     "muloco",
     "multi_ring, odd",
     "co2, a measured gap",
     "eager",
     "noloco, a region a device",
-    "diloco_demo",
     "mt_dao",
     "lt_admm, a ring, in a block",
     "demo",
