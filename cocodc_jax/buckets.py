@@ -7,10 +7,10 @@ first (`fetch`). What reaches buckets is imported only where one is named.
 import os
 import pathlib
 import shutil
-from typing import Any
+from typing import IO, Any
 
 from cocodc_jax._extras import extra
-from cocodc_jax.files import TransientError, write_whole
+from cocodc_jax.files import TransientError, open_regular, read_regular, write_whole
 
 
 def is_in_bucket(path: str | os.PathLike[str]) -> bool:
@@ -49,6 +49,14 @@ def fetched(path: str, folder: pathlib.Path) -> pathlib.Path:
         here.parent.mkdir(parents=True, exist_ok=True)
         fetch_file(source, here)
     return here
+
+
+def open_file(path: Any) -> IO[bytes]:
+    """Open a file of a bucket, or a regular file of a folder, to read.
+
+    Raises what `files.open_regular` raises, or the client of the bucket.
+    """
+    return open_regular(path) if isinstance(path, pathlib.Path) else path.open("rb")
 
 
 def here_of(path: str | os.PathLike[str], folder: pathlib.Path) -> pathlib.Path:
@@ -103,7 +111,7 @@ def send(folder: pathlib.Path, target: Any, sent: dict[str, tuple[int, int]]) ->
         stat = path.stat()
         if sent.get(path.name) != (stat.st_size, stat.st_mtime_ns):
             target.mkdir(parents=True, exist_ok=True)
-            (target / path.name).write_bytes(path.read_bytes())
+            (target / path.name).write_bytes(read_regular(path))
             sent[path.name] = (stat.st_size, stat.st_mtime_ns)
 
 

@@ -2,6 +2,9 @@
 
 Written beside, then renamed: a process that is killed, and a disk that is full, leave
 the file that was there before. Files that grow line by line are read by `read_lines`.
+
+Others may write to the folder of a run too. Opening a named pipe waits until somebody
+opens its other end, so files of such folders are opened by `open_regular`.
 """
 
 import codecs
@@ -11,11 +14,16 @@ import json
 import os
 import pathlib
 import secrets
+import stat
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
+
+# What `open` says of a link that is not followed, of a socket, of a device without a
+# driver, and of a pipe that nobody reads.
+_NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV)
 
 
 class TransientError(ValueError):
@@ -28,6 +36,17 @@ class UnwritableError(OSError):
     def __str__(self) -> str:
         """Return what to print of it."""
         return f"{self.filename} cannot be written ({self.strerror})"
+
+
+class NoRegularFileError(OSError):
+    """A path is that of a pipe, a socket, a device or a folder."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        super().__init__(errno.EINVAL, "not a regular file", os.fspath(path))
+
+    def __str__(self) -> str:
+        """Return what to print of it."""
+        return f"{self.filename} is not a regular file"
 
 
 @contextlib.contextmanager
@@ -51,6 +70,49 @@ def say(line: str) -> None:
     """Print to stderr, if it can be written to: whoever read it may be gone."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
+
+
+def open_regular(
+    path: str | os.PathLike[str], mode: str = "rb", follows_links: bool = True
+) -> IO[bytes]:
+    """Open a file as `open` does, if it is a regular one; wait for nobody.
+
+    Args:
+      path: of the file.
+      mode: "rb", "wb", "ab" or "a+b".
+      follows_links: whether the path may be a symbolic link.
+
+    Raises:
+      NoRegularFileError: if it is a pipe, a socket, a device, a folder, or a link that
+        is not followed.
+      OSError: what `open` raises.
+    """
+
+    def opened(name: str, flags: int) -> int:
+        flags |= os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
+        try:
+            descriptor = os.open(name, flags, 0o666)
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise NoRegularFileError(path) from error
+            raise
+
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise NoRegularFileError(path)
+        os.set_blocking(descriptor, True)  # A child may inherit it.
+        return descriptor
+
+    return open(path, mode, opener=opened)
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a file of a folder that others can write to.
+
+    Raises what `open_regular` raises.
+    """
+    with open_regular(path) as file:
+        return file.read()
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -82,7 +144,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the JSON object that a file holds."""
     try:
-        value = json.loads(pathlib.Path(path).read_bytes())
+        value = json.loads(read_regular(path))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: it is no JSON ({error})") from error
     if not isinstance(value, dict):
@@ -92,7 +154,7 @@ def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def append_line(path: pathlib.Path, value: Any) -> None:
     """Append a JSON value to a file, as a line, also after one that is cut off."""
-    with writing(path), path.open("a+b") as file:
+    with writing(path), open_regular(path, "a+b") as file:
         file.seek(max(file.tell() - 1, 0))
         ends = b"" if file.read() in (b"", b"\n") else b"\n"
         file.write(ends + json.dumps(value).encode() + b"\n")
@@ -114,7 +176,7 @@ def read_lines(
     """
     if not path.exists():
         return []
-    return parse_lines(path, path.read_bytes(), parse, what, skips_damaged)
+    return parse_lines(path, read_regular(path), parse, what, skips_damaged)
 
 
 def parse_lines(

@@ -180,7 +180,10 @@ def _members(run: pathlib.Path, region: int, config: Mapping[str, Any]) -> str:
     """
     last: dict[str, Any] | None = None
     for path in sorted(run.parent.glob(f"region_*/{SYNCS_FILE}")):
-        lines = read_lines(path, dict, skips_damaged=True)
+        try:
+            lines = read_lines(path, dict, skips_damaged=True)
+        except OSError:
+            continue  # The region's own row says so.
         lines = [line for line in lines if line.get("regions") is not None]
         if lines and (last is None or _when(lines[-1]) > _when(last)):
             last = lines[-1]

@@ -33,7 +33,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cocodc_jax.files import read_table, write_whole
+from cocodc_jax.files import open_regular, read_table, write_whole
 from cocodc_jax.report import plots
 from cocodc_jax.report.units import format_bytes, format_duration
 from cocodc_jax.run.config import flags
@@ -273,7 +273,8 @@ def _of_today(setting: schedule.Setting) -> rows.Row:
 def _note_halving(plan: Plan, path: pathlib.Path) -> None:
     """Write what the rungs chose, beside what was chosen of another part (--only)."""
     of_part = {setting.key for setting in plan.grid.settings}
-    with path.with_suffix(".lock").open("w") as lock:  # Parts may be beside this one.
+    # Parts may be beside this one.
+    with open_regular(path.with_suffix(".lock"), "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         others: set[str] = set()
         if path.exists():

@@ -2,10 +2,12 @@
 
 import errno
 import os
+import socket
 
 import pytest
 
 from cocodc_jax import files
+from tests.waiting import at_once
 
 
 def test_a_file_takes_the_place_of_the_one_before(tmp_path):
@@ -76,3 +78,42 @@ def test_a_line_is_appended_after_one_that_is_cut_off(tmp_path):
         file.write(b'{"ste')
     files.append_line(path, 3)
     assert path.read_bytes() == b'1\n2\n{"ste\n3\n'
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "folder"])
+def test_what_is_no_regular_file_is_neither_waited_for_nor_read(tmp_path, kind):
+    path = tmp_path / "metrics.jsonl"
+    with socket.socket(socket.AF_UNIX) as strange, at_once():
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "socket":
+            strange.bind(str(path))
+        elif kind == "device":
+            path.symlink_to("/dev/zero")
+        else:
+            path.mkdir()
+
+        with pytest.raises(files.NoRegularFileError, match=f"^{path} is not a regular"):
+            files.read_regular(path)
+        with pytest.raises(files.NoRegularFileError):
+            files.read_lines(path, dict)
+        with pytest.raises(OSError, match="regular|directory"):
+            files.open_regular(path, "ab")
+        with pytest.raises(files.UnwritableError, match="regular|directory"):
+            files.append_line(path, 1)
+
+
+def test_a_regular_file_is_opened_as_any_other(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with files.open_regular(path, "ab") as file:
+        file.write(b"1")
+        assert file.name == str(path)
+        assert os.get_blocking(file.fileno())
+
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    assert files.read_regular(link) == b"1"
+    with pytest.raises(files.NoRegularFileError):
+        files.open_regular(link, follows_links=False)
+    with pytest.raises(FileNotFoundError):
+        files.read_regular(tmp_path / "none")

@@ -1,6 +1,8 @@
 """Waiting for what other processes do."""
 
+import contextlib
 import pathlib
+import signal
 import time
 
 
@@ -18,3 +20,19 @@ def is_over(pid):
         return ") Z " in pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return True
+
+
+@contextlib.contextmanager
+def at_once(seconds=5):
+    """Raise in the main thread if it waits, say for a pipe that nobody writes to."""
+
+    def late(*_):
+        raise TimeoutError(f"it took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

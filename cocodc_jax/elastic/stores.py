@@ -7,22 +7,18 @@ calls run in a `Lane`, which gives them up after a while.
 
 from __future__ import annotations
 
-import errno
 import os
 import queue
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from cocodc_jax.elastic.place import is_bucket
+from cocodc_jax.files import NoRegularFileError, open_regular
 
 _CHUNK_BYTES = 1 << 24
-_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# What `open` says of a link, and of a socket or a device without a driver.
-_NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV)
 # Threads of a lane whose call hangs, at most: no more calls are begun then.
 MOST_LOST = 16
 
@@ -78,28 +74,21 @@ class Folder:
     def read(self, name: str, start: int, end: int) -> bytes:
         """See `Store.read`."""
         try:
-            descriptor = os.open(f"{self._root}/{name}", _READ)
-        except OSError as error:
-            if error.errno in _NO_FILE:
-                raise RefusedError(f"{name} is not a regular file") from error
-            raise
+            file = open_regular(f"{self._root}/{name}", follows_links=False)
+        except NoRegularFileError as error:
+            raise RefusedError(f"{name} is not a regular file") from error
 
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise RefusedError(f"{name} is not a regular file")
-
+        with file:
             parts = []
             at = start
             while at < end:
-                part = os.pread(descriptor, min(end - at, _CHUNK_BYTES), at)
+                part = os.pread(file.fileno(), min(end - at, _CHUNK_BYTES), at)
                 if not part:
                     break
                 parts.append(part)
                 at += len(part)
 
             return b"".join(parts)
-        finally:
-            os.close(descriptor)
 
     def write(self, name: str, data: bytes) -> None:
         """See `Store.write`; the file is renamed once it is complete."""

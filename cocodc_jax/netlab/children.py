@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from cocodc_jax.files import say, writing
+from cocodc_jax.files import open_regular, read_regular, say, writing
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -56,7 +56,7 @@ def start_child(
     mode: str = "wb",
 ) -> subprocess.Popen:
     """Start a process that ends with this one, in a session of its own."""
-    with log.open(mode) if log else contextlib.nullcontext() as out:
+    with open_regular(log, mode) if log else contextlib.nullcontext() as out:
         # Ctrl-C goes to this process alone, which ends the others in order.
         return subprocess.Popen(
             command,
@@ -143,8 +143,9 @@ def explain(who: str, code: int, log: pathlib.Path | None, tail: bool = True) ->
 
 def said(log: pathlib.Path) -> list[str]:
     """Return the lines of what a child wrote, up to the reason of its end."""
+    content = read_regular(log).decode(errors="replace")
     # Where JAX's runtime ends a process, the reason stands above pages of stacks.
-    text, *_ = log.read_text(errors="replace").split("*** Check failure stack trace")
+    text, *_ = content.split("*** Check failure stack trace")
     return text.splitlines()
 
 

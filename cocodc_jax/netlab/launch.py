@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO
 
+from cocodc_jax.files import open_regular
 from cocodc_jax.netlab import children, region, relay
 from cocodc_jax.netlab.plan import Plan
 
@@ -130,7 +131,7 @@ class _Lab:
 
     def _start_region(self, region_id: int, socket_fd: int) -> None:
         arguments = (self._told, region_id, os.getcwd(), socket_fd, os.getpid())
-        with self._plan.log_path(region_id).open("wb") as log:
+        with open_regular(self._plan.log_path(region_id), "wb") as log:
             out = log if region_id else subprocess.PIPE  # Region 0 is shown.
             process = _start_module(
                 region.__name__, arguments, pass_fds=[socket_fd], stdout=out, stderr=out
@@ -201,7 +202,7 @@ class _Lab:
                 self._open_pipes -= 1
                 return
 
-            with self._plan.log_path(0).open("ab") as log:
+            with open_regular(self._plan.log_path(0), "ab") as log:
                 log.write(text)
             # A reader that has gone away does not end the run.
             with contextlib.suppress(BrokenPipeError):

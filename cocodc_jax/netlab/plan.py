@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cocodc_jax.files import read_regular
 from cocodc_jax.netlab.shaper import Conditions
 
 if TYPE_CHECKING:  # The lab's processes read plans, and load no NumPy.
@@ -71,7 +72,7 @@ class Plan:
     def summary(self) -> str:
         """Return what the relay has counted, on one line."""
         try:
-            traffic = json.loads(self.traffic_path.read_text())
+            traffic = json.loads(read_regular(self.traffic_path))
         except FileNotFoundError:
             return "wan: nothing was counted"
 

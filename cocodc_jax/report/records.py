@@ -14,12 +14,14 @@ import os
 import pathlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from cocodc_jax._extras import extra
 from cocodc_jax.files import (
     UnwritableError,
+    open_regular,
     parse_lines,
+    read_regular,
     read_table,
     write_whole,
     writing,
@@ -187,13 +189,18 @@ class MetricsWriter:
         kept = []
         if resume_offset:
             kept = _parse(metrics, _bytes_before(metrics, resume_offset))
-        self._file = _open_at(metrics, resume_offset or 0)
         has_lines = timing.exists() and resume_offset is not None
         # Without a last line that a kill cut off.
-        timing_bytes = timing.read_bytes().rfind(b"\n") + 1 if has_lines else 0
-        self._timing = _open_at(timing, timing_bytes)
+        timing_bytes = read_regular(timing).rfind(b"\n") + 1 if has_lines else 0
         first_step = kept[-1]["step"] + 1 if kept else None
-        self._mirrors = [open_mirror(directory, first_step) for open_mirror in mirrors]
+
+        with contextlib.ExitStack() as opened:  # Closed if one cannot be opened.
+            self._file = opened.enter_context(_open_at(metrics, resume_offset or 0))
+            self._timing = opened.enter_context(_open_at(timing, timing_bytes))
+            self._mirrors = [
+                open_mirror(directory, first_step) for open_mirror in mirrors
+            ]
+            opened.pop_all()
 
     @property
     def offset(self) -> int:
@@ -257,7 +264,7 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
     A last line without its newline, still being written or cut off by a kill, is left
     out. A `ValueError` names a complete line that is no JSON object with a step.
     """
-    return _parse(path, pathlib.Path(path).read_bytes())
+    return _parse(path, read_regular(path))
 
 
 def bytes_until(path: str | os.PathLike[str], step: int) -> int:
@@ -265,7 +272,7 @@ def bytes_until(path: str | os.PathLike[str], step: int) -> int:
     path = pathlib.Path(path)
     if not path.exists():
         return 0
-    data = path.read_bytes()
+    data = read_regular(path)
     kept = sum(record["step"] <= step for record in _parse(path, data))
     return sum(len(line) + 1 for line in data.split(b"\n")[:kept])
 
@@ -279,22 +286,22 @@ def _parse(path: str | os.PathLike[str], data: bytes) -> list[Record]:
     return parse_lines(path, data, record, "record")
 
 
-def _append(file: BinaryIO, record: Mapping[str, Any]) -> None:
+def _append(file: IO[bytes], record: Mapping[str, Any]) -> None:
     with writing(file.name):
         file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
         file.flush()
 
 
-def _open_at(path: pathlib.Path, size: int) -> BinaryIO:
+def _open_at(path: pathlib.Path, size: int) -> IO[bytes]:
     """Open for appending after the first `size` bytes; what lies behind is dropped."""
-    file = path.open("ab")
+    file = open_regular(path, "ab")
     file.truncate(size)
     file.seek(size)
     return file
 
 
 def _bytes_before(path: pathlib.Path, offset: int) -> bytes:
-    kept = path.read_bytes()[:offset] if path.exists() else b""
+    kept = read_regular(path)[:offset] if path.exists() else b""
     if len(kept) < offset or not kept.endswith(b"\n"):
         raise ValueError(
             f"resume_offset={offset} is not the end of a record of {path}; the file "

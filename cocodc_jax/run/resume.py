@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -21,6 +21,8 @@ from cocodc_jax.fields import Kind
 from cocodc_jax.files import (
     append_line,
     ensure_folder,
+    open_regular,
+    read_regular,
     read_table,
     write_whole,
     writing,
@@ -74,12 +76,12 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
     The lock is the kernel's (`flock`), so it ends with the process.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK_FILE).open("a+") as file:
+    with open_regular(folder / LOCK_FILE, "a+b") as file:
         try:
             _lock(file)
         except BlockingIOError as error:
             file.seek(0)
-            owner = file.read().strip() or "another process"
+            owner = _owner(file)
             raise FolderInUseError(
                 f"workdir={str(folder)!r} is in use by {owner}; two runs cannot write "
                 "one folder: wait for that one, end it, or name another folder"
@@ -94,12 +96,12 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
             )
 
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         file.flush()
         yield
 
 
-def _lock(file: TextIO) -> None:
+def _lock(file: IO[bytes]) -> None:
     """Lock a file for writing; raises `BlockingIOError` if another process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,12 +134,17 @@ def is_starting(folder: pathlib.Path) -> bool:
 def owner_of(folder: pathlib.Path) -> str | None:
     """Return which process writes to a folder now, None if none does."""
     # There may be no lock, or a file system without.
-    with contextlib.suppress(OSError), (folder / LOCK_FILE).open() as file:
+    with contextlib.suppress(OSError), open_regular(folder / LOCK_FILE) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return file.read().strip() or "another process"
+            return _owner(file)
     return None
+
+
+def _owner(file: IO[bytes]) -> str:
+    """Return what the process that holds a lock has written to its file."""
+    return file.read().decode(errors="replace").strip() or "another process"
 
 
 def check_folder(workdir: pathlib.Path) -> None:
@@ -282,7 +289,7 @@ def write_config(
     first = check_workdir(config, workdir, checkpoints)
     path = workdir / CONFIG_FILE
     text = dumps(config.to_json())
-    is_written = path.exists() and path.read_text() == text
+    is_written = path.exists() and read_regular(path) == text.encode()
     if first in (None, config) and not is_written:
         write_whole(path, text)
     return first or config

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from cocodc_jax._extras import later
-from cocodc_jax.buckets import is_in_bucket
+from cocodc_jax.buckets import is_in_bucket, open_file
 from cocodc_jax.core.state import PyTree, TrainState
 from cocodc_jax.engine import transfer
 from cocodc_jax.engine.mesh import methods_in_own_context
@@ -160,7 +160,7 @@ class Checkpoints:
                 file.write_text(run)
             else:
                 write_whole(file, run)
-        return file.read_text().strip()
+        return _run_in(file)
 
     def _check_identity(self, step: int, rest: dict) -> None:
         """Raise `_DamagedError` if the contents are of another step or run.
@@ -175,7 +175,7 @@ class Checkpoints:
             )
 
         file = self._directory / RUN_FILE
-        expected_run = file.read_text().strip() if file.exists() else ""
+        expected_run = _run_in(file) if file.exists() else ""
         if run and expected_run and run != expected_run:
             raise _DamagedError(
                 f"it is of another run ({run}, and {RUN_FILE} says {expected_run})"
@@ -313,6 +313,12 @@ class Checkpoints:
                 f"a checkpoint could not be written to {self._directory}: {error}; "
                 f"last good checkpoint: {'none' if last is None else f'step {last}'}"
             ) from error
+
+
+def _run_in(file: Any) -> str:
+    """Return the run that a `RUN_FILE` names."""
+    with open_file(file) as opened:
+        return opened.read().decode().strip()
 
 
 def first_line(error: BaseException) -> str:

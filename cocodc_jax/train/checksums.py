@@ -17,6 +17,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from cocodc_jax.buckets import open_file
+
 FILE = "checksums.json"
 
 # Orbax writes it when the checkpoint becomes visible, after the checksums.
@@ -44,7 +46,8 @@ def damage(folder: pathlib.Path, parts: tuple[str, ...]) -> str | None:
         return None
 
     try:
-        noted: Any = json.loads((folder / FILE).read_text())["blake2b"]
+        with open_file(folder / FILE) as file:
+            noted: Any = json.load(file)["blake2b"]
         rows = [
             (name, int(size), str(digest)) for name, (size, digest) in noted.items()
         ]
@@ -110,5 +113,5 @@ def listed(damaged: Mapping[int, str]) -> str:
 
 def _digest(path: pathlib.Path) -> str:
     blake2b = functools.partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, blake2b).hexdigest()

@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from cocodc_jax.files import read_regular
+
 _LOOK_S = 0.1
 
 
@@ -31,7 +33,7 @@ def _shifted(clock: Callable, path: pathlib.Path, unit: float) -> Callable:
         if now - looked_s >= _LOOK_S:
             looked_s = now
             try:
-                seconds = float(path.read_text())
+                seconds = float(read_regular(path))
             except (OSError, ValueError):
                 seconds = 0.0
         return clock() + type(unit)(seconds * unit)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from cocodc_jax.files import append_line, write_whole
+from cocodc_jax.files import append_line, open_regular, write_whole
 from cocodc_jax.netlab import children
 from cocodc_jax.run.exits import USAGE_ERROR
 from cocodc_jax.run.taking_part import SYNCS_FILE
@@ -49,7 +49,7 @@ class _Syncs:
     def look(self) -> int:
         """Read on; return how many merges so far have all regions' messages."""
         if self._path.exists():
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(self._at)
                 new = file.read()
             complete = new[: new.rfind(b"\n") + 1]

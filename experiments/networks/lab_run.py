@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Self
 
-from cocodc_jax.files import read_table, read_text, write_whole
+from cocodc_jax.files import read_regular, read_table, read_text, write_whole
 from cocodc_jax.netlab import children, plan
 from cocodc_jax.network import exchanges, gloo
 from cocodc_jax.network.links import Topology
@@ -255,7 +255,7 @@ def _run(command: Sequence[str], log: pathlib.Path, limit_s: float) -> None:
     if is_late.is_set():
         raise LabRunError(f"not done after {limit_s:g} s; see {log}")
     if code:
-        lines = log.read_text(errors="replace").splitlines()
+        lines = read_regular(log).decode(errors="replace").splitlines()
         errors = [line for line in lines if "rror" in line]
         last = (errors or lines or ["it printed nothing"])[-1].strip()
         raise LabRunError(f"exit code {code}: {last}")

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cocodc_jax as cc
-from cocodc_jax.files import read_lines, writing
+from cocodc_jax.files import open_regular, read_lines, writing
 from cocodc_jax.run.config import train_config as run_config
 
 FILE = "rows.jsonl"
@@ -34,7 +34,7 @@ def append(folder: pathlib.Path, row: Mapping[str, Any]) -> None:
     """
     line = json.dumps(row).encode() + b"\n"
     path = folder / FILE
-    with writing(path), path.open("a+b") as file:
+    with writing(path), open_regular(path, "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)

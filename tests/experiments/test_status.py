@@ -13,6 +13,7 @@ from cocodc_jax.run.live_metrics import LiveMetrics, serving
 from cocodc_jax.run.resume import only_writer, owner_of, starting
 from cocodc_jax.train.hooks import Clock
 from experiments import status
+from tests.waiting import at_once
 
 NOW = 2_000_000_000.0
 
@@ -250,6 +251,34 @@ def test_one_that_cannot_be_read_hides_no_other(content, tmp_path, capsys):
         ("bad", "damaged"),
         ("good", "not begun"),
     ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "metrics.jsonl", "timing.jsonl", "syncs.jsonl", "faults.jsonl"],
+)
+def test_a_pipe_in_a_folder_holds_up_nothing(name, tmp_path, capsys):
+    for region in (0, 1):
+        run = make_run(tmp_path / f"region_{region}", [train(10)])
+        (run / "syncs.jsonl").write_text('{"apply_step": 8, "regions": [0, 1]}\n')
+    path = tmp_path / "region_0" / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+    with at_once(20):
+        rows, _ = shown(
+            capsys, tmp_path, code=1, says=(f"error: {path} is not a regular file",)
+        )
+    assert [row["state"] for row in rows] == ["damaged", "stopped"]
+    assert rows[1]["members"] == "2 of 2"
+
+
+def test_a_pipe_in_the_place_of_a_lock_is_no_lock(tmp_path, capsys):
+    run = make_run(tmp_path / "run", [train(10)])
+    os.mkfifo(run / ".lock")
+    with at_once(20):
+        ((row,), _) = shown(capsys, run)
+    assert row["state"] == "stopped"
 
 
 def test_what_is_refused(tmp_path, refused):

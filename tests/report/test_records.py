@@ -1,13 +1,14 @@
 """What a run writes: deterministic, exact, and safe to cut and continue."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 from tensorboardX.event_file_writer import _EventLoggerThread
 from tensorboardX.proto import event_pb2
 
-from cocodc_jax.files import UnwritableError
+from cocodc_jax.files import NoRegularFileError, UnwritableError
 from cocodc_jax.report.comparison import DamagedRunError, load_run
 from cocodc_jax.report.records import (
     MetricsWriter,
@@ -16,6 +17,7 @@ from cocodc_jax.report.records import (
     read_records,
     tensorboard,
 )
+from tests.waiting import at_once
 
 EVAL = {
     "kind": "eval",
@@ -204,3 +206,13 @@ def test_a_mirror_whose_thread_has_ended_is_named_and_not_waited_for(
     with pytest.raises(UnwritableError, match="tb cannot be written"):
         write()
     mirror.close()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timing.jsonl"])
+@pytest.mark.parametrize("offset", [None, 11])
+def test_a_pipe_in_the_place_of_records_is_refused_at_once(tmp_path, name, offset):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step":1}\n')
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with at_once(), pytest.raises(NoRegularFileError, match=f"{name} is not a regular"):
+        MetricsWriter(tmp_path, offset, mirrors=())
