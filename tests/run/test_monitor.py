@@ -5,10 +5,12 @@ import json
 import pathlib
 import re
 import socket
+import socketserver
 import sys
 import threading
 import time
 import urllib.request
+from unittest import mock
 
 import jax
 import numpy as np
@@ -310,6 +312,21 @@ def test_a_run_is_scraped_by_its_own_command(tmp_path):
     assert sent == summary["bytes_sent_per_region"]
     for metric in METRICS:
         assert f"# HELP {metric.name}" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("took_s", "rest_s"), [(0.0, 0.01), (0.001, 0.019), (0.02, 0.38), (5.0, 2.0)]
+)
+def test_after_a_request_the_server_rests(monkeypatch, took_s, rest_s):
+    """Nineteen times as long as it took, so a hundred are answered in a second."""
+    rests = []
+    clock = mock.Mock(thread_time=mock.Mock(side_effect=[3.0, 3.0 + took_s]))
+    clock.sleep = rests.append
+    monkeypatch.setattr(live_metrics, "time", clock)
+    monkeypatch.setattr(socketserver.TCPServer, "process_request", lambda *_: None)
+    server = object.__new__(live_metrics._Server)
+    server.process_request(None, None)
+    assert rests == [pytest.approx(rest_s)]
 
 
 def test_a_flood_of_requests_takes_a_twentieth_of_the_time():
