@@ -20,11 +20,12 @@ are visited; states that are reached twice are visited once. After every step
     one delivery     no life gets a decision twice;
     what to start    a life starts from the copy of the life that its seat names;
     from
-    enough           a view that follows another has min_regions of its seats, or all;
+    enough           a view that follows another has min_regions seats, or as many;
 
 and from every last state, once the faults are over, within some rounds
 
-    all go on        every region takes part in one view, in one life, and trains.
+    all go on        every region takes part in one view, in one life, and trains;
+    one life         no life of the region has had a higher number than that life.
 """
 
 import argparse
@@ -81,6 +82,9 @@ class Life:
     member: Member
     born: int  # Round.
     own_step: int = 0
+    # The view that it was in when it was looked at last.
+    epoch: m.Epoch = m.NO_EPOCH
+    num_seats: int = 0
     step: int | None = None
     asleep_until: int = 0
     log: dict = dataclasses.field(default_factory=dict)
@@ -110,11 +114,12 @@ class World:
         self.cuts: list = []  # (kind, region, until round).
         self.starts: list = []  # (round, region) of lives to come.
         self.copies: dict = {}
-        self.views: dict = {}  # Seats by epoch, and the epoch before it, as lives saw.
+        self.views: dict = {}  # Seats by epoch.
+        self.newest: dict = {}  # The highest number of a life of each region.
         for region in range(num):
             self.start(region)
 
-    def start(self, region, boot=None, step=0, is_new=True, **run):
+    def start(self, region, boot=None, step=0, is_new=True):
         self.boots += 1
         # Whatever the clocks say, no two lives have one number.
         boot = (boot or self.boots << 22) + (self.boots << 4) * is_new
@@ -122,7 +127,7 @@ class World:
         member = Member(place, boot, step, float(self.round), is_new)
         member.is_announced = not is_new or self.round == 0
         member.times = member._silences = Unmeasured()  # type: ignore
-        self.lives.append(Life(member, self.round, own_step=step, **run))
+        self.lives.append(Life(member, self.round, own_step=step))
 
     # What the lives do.
 
@@ -141,6 +146,8 @@ class World:
             life.waits.discard(decision.sync)
         member.delivered.clear()
         member.oldest_step = min((s for _, s in life.waits), default=life.step or 0)
+        newest = self.newest.get(member.region, 0)
+        self.newest[member.region] = max(newest, member.boot)
         self.check(life)
 
     def train(self, life):
@@ -203,6 +210,11 @@ class World:
         seats = tuple(sorted(view.seats.items()))
         known = self.views.setdefault(view.epoch, seats)
         hold(known == seats, f"one view: {view.epoch}")
+        if view.epoch != life.epoch:
+            least = min(self.place.min_regions, life.num_seats)
+            hold(len(seats) >= least, f"enough: {seats} in {view.epoch}")
+            life.epoch = view.epoch
+            life.num_seats = len(seats)
         if member.why_left or life.step is None:
             return
         for other in self.lives:
@@ -333,6 +345,9 @@ def settles(world):
     regions = sorted(x.member.region for x in world.lives)
     hold(regions == list(range(world.num)), f"all go on: lives of {regions}")
     hold(len(views) == 1, f"all go on: in {views}")
+    for region, boot in [x.member.life for x in world.lives]:
+        newest = world.newest[region]
+        hold(boot == newest, f"one life: {boot} of {region}, and {newest} was newer")
     on = [x.step or 0 for x in world.lives]
     hold(
         all(b > a for a, b in zip(steps, on, strict=True)), f"all go on: {steps}, {on}"
