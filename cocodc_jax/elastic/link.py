@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from cocodc_jax.elastic import lives
 from cocodc_jax.elastic import messages as m
@@ -26,6 +26,13 @@ _GIVE_UP_S = 0.4
 Faulty = tuple[frozenset[int], frozenset[tuple[int, int]]]
 
 
+class Arrived(NamedTuple):
+    """A message as it arrived."""
+
+    frames: list[bytes]
+    way_back: Any = None  # For `Channel.answer`; None if nothing goes back.
+
+
 class Channel(Protocol):
     """What carries frames between regions: sockets, or objects of a store.
 
@@ -33,12 +40,18 @@ class Channel(Protocol):
     One thread alone may use a channel, but for `wake`.
     """
 
-    def receive(self, seconds: float) -> list[list[bytes]]:
+    def receive(self, seconds: float) -> list[Arrived]:
         """Return new messages; waits for one, for `wake`, or so many seconds."""
         ...
 
     def send(self, regions: Sequence[int], frames: list[bytes]) -> None:
         """Send one message to some regions, without waiting for them."""
+
+    def answer(self, way_back: Any, frames: list[bytes]) -> None:
+        """Send a message back to where another came from, wherever that is.
+
+        A life that is not at its region's address any more is reached in no other way.
+        """
 
     def wake(self) -> None:
         """Have `receive` return now; any thread may call this."""
@@ -133,6 +146,7 @@ class Link:
         self._lock = threading.Condition()  # Told of every turn of the thread.
         self._futures: dict[m.SyncId, Future] = {}
         self._snapshots: dict[m.Life, m.Snapshot] = {}  # By sender: parts may differ.
+        self._outlived: list[Any] = []  # Ways back to lives that a newer one replaced.
         self._has_said_rounding = False
         self._ended = False
         self._answered_s = 0.0
@@ -414,8 +428,8 @@ class Link:
             arrived = self._channel.receive(pause)
             with self._lock:
                 now = time.monotonic()
-                for frames in arrived:
-                    self._take(frames, now)
+                for message in arrived:
+                    self._take(message, now)
                 self._member.tick(now)
                 if self.should_stop():
                     self._member.give_up(now)
@@ -430,11 +444,17 @@ class Link:
                 measured = self._member.times.finished(present, now)
                 silences = self._member.silent(now)
                 boot = self._member.boot
+                outlived = self._outlived
+                self._outlived = []
+                sign = self._member.sign_of_life(now)
                 ended = self._ended
 
             for regions, message in _shared(outbox):
                 letter = m.Letter(self._run, self.region, boot, message)
                 self._channel.send(regions, m.pack(letter))
+            for way_back in outlived:
+                letter = m.Letter(self._run, self.region, boot, sign)
+                self._channel.answer(way_back, m.pack(letter))
 
             for finding in findings:
                 self._say(finding)
@@ -464,9 +484,9 @@ class Link:
                 "different processors do; nothing is done"
             )
 
-    def _take(self, frames: Sequence[bytes], now: float) -> None:
+    def _take(self, arrived: Arrived, now: float) -> None:
         try:
-            letter = m.unpack(frames, self.place.num_regions)
+            letter = m.unpack(arrived.frames, self.place.num_regions)
         except m.WireError:
             self.strangers += 1
             return
@@ -479,6 +499,10 @@ class Link:
             self._snapshots[letter.sender, letter.boot] = letter.message
         else:
             self._member.receive(letter.sender, letter.boot, letter.message, now)
+            life = letter.sender, letter.boot
+            is_sign = isinstance(letter.message, m.Join | m.Beat)
+            if is_sign and self._member.is_outlived(life):
+                self._outlived.append(arrived.way_back)
 
     def _meet_another_run(self, sender: int, now: float) -> None:
         """Refuse to take part, and let the other run notice this one too."""

@@ -38,6 +38,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cocodc_jax._extras import extra
+from cocodc_jax.elastic.link import Arrived
 from cocodc_jax.elastic.messages import MAX_HEADER_BYTES
 from cocodc_jax.elastic.place import Place, is_bucket
 from cocodc_jax.elastic.stores import Job, Lane, RefusedError, open_store, wait_for
@@ -129,14 +130,14 @@ class Objects:
         self._thread = threading.Thread(target=self._poll, daemon=True)
         self._thread.start()
 
-    def receive(self, seconds: float) -> list[list[bytes]]:
+    def receive(self, seconds: float) -> list[Arrived]:
         """See `Channel.receive`."""
         arrived = []
         with contextlib.suppress(queue.Empty):
             arrived.append(self._inbox.get(timeout=seconds))
             while len(arrived) < _QUEUE:
                 arrived.append(self._inbox.get_nowait())
-        return [frames for frames in arrived if frames is not None]
+        return [Arrived(frames) for frames in arrived if frames is not None]
 
     def wake(self) -> None:
         """See `Channel.wake`."""
@@ -160,6 +161,9 @@ class Objects:
         lane = self._large if size > _FIRST_BYTES else self._small
         write = functools.partial(self._write, name, frames)
         self._writes.add(lane.submit(write, self._patience_s(size)))
+
+    def answer(self, way_back: Any, frames: list[bytes]) -> None:
+        """Do nothing: whoever can write to the store reads what is in it."""
 
     def close(self) -> None:
         """See `Channel.close`; nothing of this region is left in the store."""

@@ -13,7 +13,8 @@ of the same messages. The rules:
   not receive, or returns in another life. Then the coordinator proposes the next view,
   or the lowest live region if the coordinator is dead.
 - **Lives.** A seat belongs to one life of a region, see `lives.py`. A life that sees a
-  newer one of its region with a seat ends for good (`is_superseded`).
+  newer one of its region with a seat ends for good (`is_superseded`). It may be where
+  no message reaches it by the region's address, so others answer it (`is_outlived`).
 - **Held up.** A region whose process was held up for more than a beat leaves that time
   out, and gives the others a fresh `dead_after_s`, because it may not have read yet
   what they have sent.
@@ -27,9 +28,10 @@ of the same messages. The rules:
 - **Result.** No two regions of a view ever apply different means of a sync, at whatever
   moment a region dies. A region that was only silent finds that the others continued
   without it. It takes part no more (`why_left`), and restarts.
-- **Too few.** If fewer than `min_regions` of a view are left, no view follows it. They
-  wait until another region is there. Then they end (`why_left`) and begin again with
-  it: the furthest continues with its state, and the others start from a copy.
+- **Too few.** If fewer than `min_regions` of a view are left, with those that they have
+  admitted, no view follows it. They wait until another region is there. Then they end
+  (`why_left`) and begin again with it: the furthest continues with its state, and the
+  others start from a copy.
 - **Leaving.** A region that is asked to stop announces it and counts as dead at once.
   Its last checkpoint delays no other region.
 - **The end.** A region that has finished stays until all live regions have applied the
@@ -42,8 +44,9 @@ of the same messages. The rules:
   whose fragment differs from that of most leaves by itself, and starts from a copy.
 - **Two views.** If a network is cut in two, both parts may form a view. Once they meet,
   the larger continues, of equal ones that with the lowest region. The regions of the
-  other restart from it, and their work since the cut is lost. With `min_regions` above
-  M / 2 there is never a second view: the smaller part waits.
+  other restart from it, and the outer steps that they took since the cut are lost. With
+  `min_regions` above M / 2 the smaller part waits: there is no second view, unless a
+  region has a life in each part.
 
 So a message of a region that dies counts if all other messages arrive before the region
 counts as dead; later it does not. If the coordinator dies before it decides, its
@@ -170,6 +173,31 @@ class Member(Agreement):
         if self._has_too_few(now):
             self.leave()
             self.gave_up = True
+
+    def sign_of_life(self, now: float) -> m.Join | m.Beat:
+        """Return what this region says every beat."""
+        hears = self._hearing.of_late(now)
+        knows = self._hearing.lives
+        if not self.is_in:
+            return m.Join(self._step, hears, knows)
+        return m.Beat(
+            self.view,
+            self._promised,
+            self.oldest_step,
+            hears,
+            clock_s=now,
+            knows=knows,
+            marks=self._marks.last,
+        )
+
+    def is_outlived(self, life: m.Life) -> bool:
+        """Return whether a newer life of the same region has a seat in this view.
+
+        A `sign_of_life` then says so to the older one.
+        """
+        region, boot = life
+        seat = self.view.seats.get(region)
+        return self.is_in and seat is not None and seat.boot > boot
 
     def mark(self, marks: Iterable[m.Mark]) -> None:
         """Report what this region's outer fragments were after its last syncs."""
@@ -390,23 +418,9 @@ class Member(Agreement):
         return self.is_in and len(left) + 1 < min(self._min, len(self.view.seats))
 
     def _beat(self, now: float) -> None:
-        hears = self._hearing.of_late(now)
-        knows = self._hearing.lives
-        if not self.is_in:
-            self._tell_all(m.Join(self._step, hears, knows))
-            return
-
-        beat = m.Beat(
-            self.view,
-            self._promised,
-            self.oldest_step,
-            hears,
-            clock_s=now,
-            knows=knows,
-            marks=self._marks.last,
-        )
-        self._tell_all(beat)
-        self._ask(now)
+        self._tell_all(self.sign_of_life(now))
+        if self.is_in:
+            self._ask(now)
 
     def _compare(self, sender: int, theirs: m.View, now: float) -> None:
         """Check whether the others continued without this region."""

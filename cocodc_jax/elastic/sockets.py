@@ -3,6 +3,10 @@
 A peer without the key is refused in the handshake, before any of its bytes is read as a
 message. Messages to a region that is gone are dropped.
 
+Every region connects to the addresses of the others, and sends on these connections. An
+answer comes back on the connection of the message that it answers (`Channel.answer`),
+so it also reaches a life whose address another one has taken over.
+
 ZeroMQ has one limit for the size of what it receives, of a handshake and of a message,
 and allocates up to it before it knows the key. A handshake is a few hundred bytes, a
 message as large as a model. So frames are cut into pieces of `PIECE_BYTES`, and the
@@ -29,6 +33,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cocodc_jax._extras import later
+from cocodc_jax.elastic.link import Arrived
 from cocodc_jax.elastic.messages import MAX_HEADER_BYTES
 from cocodc_jax.elastic.place import Place
 from cocodc_jax.files import say
@@ -93,10 +98,9 @@ class Sockets:
         self._asked = self._context.socket(zmq.REP)
         self._asked.bind("inproc://zeromq.zap.01")
 
-        self._in = self._secured(zmq.PULL, listens=True)
-        self._in.zap_domain = b"regions"
         self._largest = max(max_frame_bytes, MAX_HEADER_BYTES)
-        self._in.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + _CURVE_BYTES)
+        self._in = self._secured(zmq.ROUTER, listens=True)
+        self._in.zap_domain = b"regions"
         self._door = Door(self._in, self._context)
         self._out: dict[int, Any] = {}
 
@@ -110,32 +114,40 @@ class Sockets:
                 f" ({error.strerror}); name a free port"
             ) from error
 
-        others = set(range(place.num_regions)) - {place.region}
-        self._out |= {region: self._connected(region) for region in others}
-        self._refused_s: dict[int, float] = {}
-
         self._poller = zmq.Poller()
         for readable in (self._in, self._asked, self._waked):
             self._poller.register(readable, zmq.POLLIN)
+
+        self._refused_s: dict[int, float] = {}
+        for region in set(range(place.num_regions)) - {place.region}:
+            self._connect(region)
 
     def _secured(self, kind: int, listens: bool) -> Any:
         made = secured(self._context, kind, self._place.key, listens)
         made.sndhwm = _SENDING
         made.rcvhwm = _QUEUE
+        made.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + _CURVE_BYTES)
         made.ipv6 = any("]" in address for address in self._place.addresses)
         return made
 
-    def _connected(self, region: int) -> Any:
-        out = self._secured(zmq.PUSH, listens=False)
+    def _connect(self, region: int) -> None:
+        """Open a connection to a region, in the place of one that there was."""
+        before = self._out.pop(region, None)
+        if before is not None:
+            self._poller.unregister(before)
+            before.close(linger=0)
+
+        out = self._secured(zmq.DEALER, listens=False)
         out.immediate = True  # No queue for a peer that is not connected.
         out.setsockopt(zmq.RECONNECT_IVL, 100)
         out.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         out.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
         out.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PONG_MS)
         out.connect(f"tcp://{self._place.addresses[region]}")
-        return out
+        self._poller.register(out, zmq.POLLIN)
+        self._out[region] = out
 
-    def receive(self, seconds: float) -> list[list[bytes]]:
+    def receive(self, seconds: float) -> list[Arrived]:
         """See `Channel.receive`."""
         self._poller.poll(round(seconds * 1000))
         with contextlib.suppress(BlockingIOError):
@@ -144,20 +156,37 @@ class Sockets:
 
         with contextlib.suppress(zmq.Again):
             while True:
-                self._answer(self._asked.recv_multipart(zmq.NOBLOCK))
+                self._admit(self._asked.recv_multipart(zmq.NOBLOCK))
 
-        arrived = []
+        arrived: list[Arrived] = []
         with contextlib.suppress(zmq.Again):
             while len(arrived) < _QUEUE:
-                first = self._in.recv(zmq.NOBLOCK, copy=False)
+                way_back = self._in.recv(zmq.NOBLOCK)  # Names the connection.
+                first = self._in.recv(copy=False)
                 self._door.saw_message(first)
                 rest = self._in.recv_multipart() if self._in.rcvmore else []
-                with contextlib.suppress(ValueError):  # Nothing that a region sends.
-                    arrived.append(joined([first.bytes, *rest], self._largest))
+                self._collect(arrived, [first.bytes, *rest], way_back)
+
+        for out in self._out.values():
+            with contextlib.suppress(zmq.Again):
+                while len(arrived) < _QUEUE:
+                    self._collect(arrived, out.recv_multipart(zmq.NOBLOCK), None)
 
         return arrived
 
-    def _answer(self, asked: list[bytes]) -> None:
+    def _collect(
+        self, arrived: list[Arrived], pieces: list[bytes], way_back: bytes | None
+    ) -> None:
+        with contextlib.suppress(ValueError):  # Nothing that a region sends.
+            arrived.append(Arrived(joined(pieces, self._largest), way_back))
+
+    def answer(self, way_back: Any, frames: list[bytes]) -> None:
+        """See `Channel.answer`."""
+        if way_back is not None:
+            with contextlib.suppress(zmq.ZMQError):  # It is gone, or reads nothing.
+                self._in.send_multipart([way_back, *cut(frames)], zmq.NOBLOCK)
+
+    def _admit(self, asked: list[bytes]) -> None:
         """Accept a peer that has the run's key pair (ZeroMQ's RFC 27)."""
         version, request, *_ = asked
         is_known = asked[5] == b"CURVE" and asked[6] == self._known
@@ -180,8 +209,7 @@ class Sockets:
                 now = time.monotonic()
                 if now - self._refused_s.setdefault(region, now) > _GIVE_UP_S:
                     del self._refused_s[region]
-                    self._out[region].close(linger=0)
-                    self._out[region] = self._connected(region)
+                    self._connect(region)
 
     def close(self) -> None:
         """See `Channel.close`."""

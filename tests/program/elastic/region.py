@@ -9,9 +9,11 @@ import hashlib
 import json
 import os
 import pathlib
+import random
 import sys
 import time
 
+from cocodc_jax.elastic import stores
 from cocodc_jax.elastic.link import LeftBehindError, Link, SupersededError
 from cocodc_jax.elastic.messages import Mark, Snapshot
 from cocodc_jax.elastic.place import Place, Timing
@@ -22,9 +24,10 @@ DELAY = 2  # A mean is applied so many syncs after its messages.
 class Toy:
     """A region's model and its means in flight."""
 
-    def __init__(self, link, out):
+    def __init__(self, link, out, copy_bytes):
         self.link = link
         self.out = out
+        self.copy_bytes = copy_bytes
         self.step = 0
         self.outer = "start"
         self.flights = {}
@@ -35,7 +38,7 @@ class Toy:
 
     def copy(self):
         header = {"outer": self.outer, "flights": sorted(self.flights)}
-        return Snapshot(self.step, header, ())
+        return Snapshot(self.step, header, (bytes(self.copy_bytes),))
 
     def begin(self, copy):
         if copy is None:
@@ -70,6 +73,26 @@ class Toy:
             self.link.let_in(region, boot, self.copy(), oldest)
 
 
+def listed_late(seconds):
+    """Have a folder show files late and out of order, and when they are gone too."""
+    list_all = stores.Folder.list
+    shown = {}  # When each file is shown first, and when no more.
+
+    def late(folder):
+        now = time.monotonic()
+        names = set(list_all(folder))
+        for name in names - shown.keys():
+            shown[name] = [now + random.uniform(0, seconds), None]
+        for name in shown.keys() - names:
+            if shown[name][1] is None:
+                shown[name][1] = now + random.uniform(0, seconds)
+        for name in [x for x, (_, end) in shown.items() if end and end < now]:
+            del shown[name]
+        return [name for name, (begin, _) in shown.items() if begin <= now]
+
+    stores.Folder.list = late
+
+
 def main():
     """Train until killed or superseded; return the exit code."""
     settings = json.loads(sys.argv[1])
@@ -77,14 +100,20 @@ def main():
     place = Place(
         settings["region"], tuple(settings["addresses"]), b"k" * 32, timing,
         via=settings["via"], regions=settings["regions"],
+        min_regions=settings["min_regions"],
     )  # fmt: skip
     folder = pathlib.Path(settings["folder"])
+    clock = time.time_ns
+    time.time_ns = lambda: clock() + int(settings["clock_s"] * 1e9)
+    most = 1000 + settings["copy_bytes"]
+    if settings["late_s"]:
+        listed_late(settings["late_s"])
     last_boot = None
     while True:
-        with Link(place, "toy", 1000, is_announced=False, last_boot=last_boot) as link:
+        with Link(place, "toy", most, is_announced=False, last_boot=last_boot) as link:
             link.hears_others(8 * timing.beat_s)
             with (folder / f"{place.region}-{os.getpid()}.jsonl").open("a") as out:
-                toy = Toy(link, out)
+                toy = Toy(link, out, settings["copy_bytes"])
                 try:
                     toy.begin(link.join(60))
                     toy.write(joined=toy.step, life=link.boot)

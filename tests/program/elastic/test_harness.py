@@ -14,6 +14,7 @@ import sys
 import pytest
 
 from cocodc_jax.netlab.children import free_addresses
+from tests.program.elastic.meeting import Name
 from tests.waiting import wait_until
 
 TIMING = {"beat_s": 0.1, "dead_after_s": 1.5, "grace_s": 20, "start_s": 20}
@@ -35,6 +36,10 @@ class Regions:
             "timing": TIMING,
             "step_s": 0.03,
             "spoils_at": None,
+            "min_regions": 1,
+            "copy_bytes": 0,  # Of a copy of the state.
+            "clock_s": 0,  # By so much the wall clock of a region is ahead.
+            "late_s": 0,  # By so much, at most, a folder shows files late.
         }
         self.processes = []
 
@@ -122,7 +127,7 @@ def test_a_frozen_region_merges_nothing_alone_when_it_wakes(make):
     assert not any(x.get("regions") == [1] for x in regions.lines(second))
 
 
-# Over sockets both would need one address.
+# Over sockets the newer one has the address: see below.
 @pytest.mark.parametrize("make", ["folder"], indirect=True)
 @pytest.mark.parametrize("wakes", ["early", "late"])
 def test_of_two_lives_of_a_region_the_newer_goes_on(make, wakes):
@@ -143,6 +148,34 @@ def test_of_two_lives_of_a_region_the_newer_goes_on(make, wakes):
     regions.synced(newer, num=20, regions=[0, 1])
     assert not any("left" in x for x in regions.lines(newer))
     regions.check(older)
+
+
+@pytest.mark.parametrize("make", ["sockets"], indirect=True)
+@pytest.mark.parametrize("wakes", ["early", "late"])
+def test_a_life_whose_address_another_has_ends_once_it_has_a_seat(make, wakes):
+    """As where a scheduler moves a region, and its name with it.
+
+    Nobody connects to the older life any more; the others answer on its connections.
+    """
+    regions = make(2)
+    of_other, of_older, of_newer = free_addresses(3)
+    with Name(of_older) as name:
+        other = regions.start(0, addresses=[of_other, name.address])
+        older = regions.start(1, addresses=[of_other, of_older])
+        regions.synced(other, regions=[0, 1])
+        older.send_signal(signal.SIGSTOP)
+        regions.synced(other, num=3, regions=[0])
+        name.change(of_newer)
+        newer = regions.start(1, addresses=[of_other, of_newer])
+        if wakes == "late":
+            regions.synced(newer, regions=[0, 1])
+        older.send_signal(signal.SIGCONT)
+        code, err = ends(older)
+        assert code == 2
+        assert "was started again elsewhere, and its newer life takes part" in err
+        regions.synced(newer, num=20, regions=[0, 1])
+        assert not any("left" in x for x in regions.lines(newer))
+        regions.check(older)
 
 
 @pytest.mark.parametrize("make", ["folder"], indirect=True)

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from cocodc_jax.elastic import messages, objects, place, sockets
-from cocodc_jax.elastic.link import AskedToStopError, LeftBehindError, Link
+from cocodc_jax.elastic.link import Arrived, AskedToStopError, LeftBehindError, Link
 from cocodc_jax.elastic.messages import NO_EPOCH, Decision, Epoch, Row, Seat, Snapshot
 from cocodc_jax.elastic.place import read_key
 from tests.program.elastic import meeting
@@ -194,7 +194,7 @@ def test_a_copy_is_of_the_life_that_admitted_a_region_or_it_waits():
     with Link(place, "run", 1000, is_announced=False) as link:
         for sender in (1, 2):
             letter = messages.Letter("run", sender, 5, Snapshot(9, {"of": sender}, ()))
-            link._take(messages.pack(letter), 0.0)
+            link._take(Arrived(messages.pack(letter)), 0.0)
         for source in (1, 2):
             copy = link._copy(Seat(link.boot, 9, (source, 5)))
             assert copy.header == {"of": source}

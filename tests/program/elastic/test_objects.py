@@ -31,6 +31,11 @@ def signed(start):
     return f"{start}-{objects.tag(key, start)}"
 
 
+def received(channel, seconds=20):
+    """The frames of the messages that arrive."""
+    return [message.frames for message in channel.receive(seconds)]
+
+
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
     monkeypatch.setattr(objects, "_STAY_S", 0.2)
@@ -72,7 +77,7 @@ def test_a_large_message_is_one_object_for_all(tmp_path):
 
     def all_there():
         for region, channel in enumerate(channels):
-            arrived[region] += channel.receive(0.01)
+            arrived[region] += received(channel, 0.01)
         return len(arrived[1]) == 1 and len(arrived[2]) == 2
 
     wait_until(all_there)
@@ -151,7 +156,7 @@ def test_what_could_not_be_read_is_read_again(tmp_path, capfd):
     two._store.read = reads_twice
     row = os.urandom(objects._FIRST_BYTES + 100)
     one.send([1], [b"a", row])
-    assert two.receive(20) == [[b"a", row]]
+    assert received(two) == [[b"a", row]]
     assert len(failed) == 2
     for channel in (one, two):
         channel.close()
@@ -228,7 +233,7 @@ def test_a_store_whose_calls_hang_does_not_keep_the_others_waiting(tmp_path, cap
         one.send([1], [b"%d" % number])
     wait_until(lambda: len(hung) == 10)
     one.send([1], [b"last"])
-    assert two.receive(20) == [[b"last"]]
+    assert received(two) == [[b"last"]]
     assert two._small._num_lost
     ends.set()
     wait_until(lambda: not two._small._num_lost)
@@ -305,11 +310,11 @@ def test_what_is_old_is_removed_by_its_writer_and_read_by_nobody(tmp_path):
     wait_until(lambda: not names(0))
     assert not list(tmp_path.glob(".*"))
     later.send([1], [b"new"])
-    assert other.receive(20) == [[b"new"]]
+    assert received(other) == [[b"new"]]
     assert len(names(0)) == 1
     time.sleep(0.4)
     later.send([1], [b"newer"])
-    assert other.receive(20) == [[b"newer"]]
+    assert received(other) == [[b"newer"]]
     wait_until(lambda: len(names(0)) == 1)
     later.close()
     other.close()
