@@ -5,11 +5,13 @@ import pathlib
 import re
 import shutil
 import signal
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
+from cocodc_jax.elastic.link import LeftBehindError, SupersededError
 from cocodc_jax.report.records import MetricsWriter, read_records
 from cocodc_jax.run.config.train_config import TrainConfig
 from cocodc_jax.run.preparing import prepare
@@ -220,6 +222,24 @@ def test_a_finished_run_whose_summary_is_damaged_is_summed_up_again(
     with only_writer(workdir):  # And whoever has the folder is left alone.
         said = refused(train, *flags, code=1)
     assert said.startswith(f"workdir='{workdir}' is in use by process ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SupersededError("region 1 was started again elsewhere"), 2),
+        (LeftBehindError("region 1: the others went on"), 1),
+    ],
+)
+def test_a_region_that_was_started_again_elsewhere_is_not_to_be_restarted(
+    refused, monkeypatch, tmp_path, error, code
+):
+    """No launcher starts what ends with 2."""
+    session = mock.Mock()
+    session.train.side_effect = error
+    monkeypatch.setattr(train, "prepare", lambda *_, **__: session)
+    said = refused(train, "--preset=smoke", f"--workdir={tmp_path}", code=code)
+    assert said == str(error)
 
 
 @pytest.mark.slow
