@@ -64,6 +64,7 @@ from cocodc_jax.elastic import messages as m
 from cocodc_jax.elastic.agreement import AGAIN_BEATS, Agreement
 from cocodc_jax.elastic.marks import Finding, Marks
 from cocodc_jax.elastic.place import Place
+from cocodc_jax.elastic.records import FORGET
 from cocodc_jax.elastic.times import Silence, Silences, Times
 
 # A region reads its messages at least twice a beat, unless its process is held up.
@@ -362,9 +363,18 @@ class Member(Agreement):
         if self._is_new and has_just_begun and not self.is_announced:
             self.boot = lives.above(newest, self.boot)
             self._hearing.life = self.life
-        elif seat is not None and seat.boot > self.boot:
+        elif seat is not None and seat.boot > self.boot and not self._is_in_doubt(now):
             self.is_superseded = True
             self.why_left = "it was started again, and its newer life takes part"
+
+    def _is_in_doubt(self, now: float) -> bool:
+        """Return whether the newer life may be a dead one, whose place this one takes.
+
+        Its number is higher if the clock was set back since, and this region heard
+        nobody before it asked. The others forget a life that is dead.
+        """
+        limit_s = (FORGET + 1) * self._timing.dead_after_s
+        return self._is_new and not self.is_in and now - self._born <= limit_s
 
     def _has_gone_astray(self) -> bool:
         """Leave if this region's outer model is not that of the others."""

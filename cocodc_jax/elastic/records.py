@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from cocodc_jax.elastic import messages as m
 
 # A life is forgotten after so many times `silence_s`. No message is on its way as long.
-_FORGET = 4
+FORGET = 4
 
 
 class Heard(NamedTuple):
@@ -44,7 +44,7 @@ class Hearing:
         `is_announced` says whether this region has announced itself.
         """
         heard = self.last.get(sender, Heard(boot, now))
-        is_silent = now - heard.when > _FORGET * self._silence_s
+        is_silent = now - heard.when > FORGET * self._silence_s
         if boot > heard.boot or (boot != heard.boot and is_silent):
             heard = Heard(boot, now)
 

@@ -7,9 +7,10 @@ rounds of one heartbeat: every region trains a step, all messages are delivered 
 order in which they were sent, and time passes. A *fault* is one departure from that:
 
     of a message   it is lost, comes a round later, or comes now and once more later
-    of a region    it dies (and starts again later), is frozen, is cut off, does not
-                   hear, is not heard, or is started a second time (with a clock that
-                   is ahead or behind)
+    of a region    it dies (and starts again later, also with a clock that was set back
+                   and unheard before it asks), is frozen, is cut off, does not hear, is
+                   not heard, or is started a second time (with a clock that is ahead or
+                   behind)
 
 All runs with at most so many faults, each at every possible moment of the first rounds,
 are visited; states that are reached twice are visited once. After every step
@@ -21,11 +22,12 @@ are visited; states that are reached twice are visited once. After every step
     what to start    a life starts from the copy of the life that its seat names;
     from
     enough           a view that follows another has min_regions seats, or as many;
+    one is left      a life that ends for a newer one is not the last of its region;
 
 and from every last state, once the faults are over, within some rounds
 
     all go on        every region takes part in one view, in one life, and trains;
-    one life         no life of the region has had a higher number than that life.
+    one life         no life of the region that has not died had a higher number.
 """
 
 import argparse
@@ -46,6 +48,7 @@ OF_A_MESSAGE = ("lost", "late", "twice")
 # Name and rounds.
 OF_A_REGION = (
     ("dies", 2),
+    ("dies, clock back", 1),
     ("frozen", 2),
     ("frozen", 7),
     ("cut off", 3),
@@ -112,20 +115,20 @@ class World:
         self.lives: list[Life] = []
         self.late: list = []
         self.cuts: list = []  # (kind, region, until round).
-        self.starts: list = []  # (round, region) of lives to come.
+        self.starts: list = []  # (round, region, boot) of lives to come.
         self.copies: dict = {}
         self.views: dict = {}  # Seats by epoch.
         self.newest: dict = {}  # The highest number of a life of each region.
         for region in range(num):
             self.start(region)
 
-    def start(self, region, boot=None, step=0, is_new=True):
+    def start(self, region, boot=None, step=0, is_new=True, listens=True):
         self.boots += 1
         # Whatever the clocks say, no two lives have one number.
         boot = (boot or self.boots << 22) + (self.boots << 4) * is_new
         place = dataclasses.replace(self.place, region=region)
         member = Member(place, boot, step, float(self.round), is_new)
-        member.is_announced = not is_new or self.round == 0
+        member.is_announced = not (is_new and listens) or self.round == 0
         member.times = member._silences = Unmeasured()  # type: ignore
         self.lives.append(Life(member, self.round, own_step=step))
 
@@ -248,9 +251,12 @@ def faults_of_regions(world, region):
 def strike(world, region, kind, rounds):
     """Have a fault begin."""
     mine = [x for x in world.lives if x.member.region == region]
-    if kind == "dies":
+    if kind.startswith("dies"):
+        newest = max(x.member.boot for x in mine)
+        boot = None if kind == "dies" else (newest >> 20) - 3 << 20
         world.lives = [x for x in world.lives if x.member.region != region]
-        world.starts.append((world.round + rounds, region))
+        world.starts.append((world.round + rounds, region, boot))
+        world.newest.pop(region, None)
     elif kind == "frozen":
         mine[-1].asleep_until = world.round + rounds
     elif kind.startswith("again"):
@@ -264,10 +270,10 @@ def strike(world, region, kind, rounds):
 def play(world, faults):
     """One round; `faults` are by number of the message. Returns how many there were."""
     world.sent = collections.deque()
-    due = [region for at, region in world.starts if at <= world.round]
-    world.starts = [x for x in world.starts if x[0] > world.round]
-    for region in due:
-        world.start(region)
+    due = [start for start in world.starts if start[0] <= world.round]
+    world.starts = [start for start in world.starts if start not in due]
+    for _, region, boot in due:
+        world.start(region, boot, listens=boot is None)
     late = world.late
     world.late = []
     for life in list(world.lives):
@@ -321,7 +327,11 @@ def come_back(world):
         if not member.why_left or not world.is_awake(life):
             continue
         world.lives.remove(life)
-        if not member.is_superseded:
+        if member.is_superseded:
+            there = [x.member.region for x in world.lives]
+            there += [region for _, region, _ in world.starts]
+            hold(member.region in there, f"one is left: not after {member.life}")
+        else:
             boot = lives.returned(member.boot)
             step = life.step or 0
             world.start(member.region, boot, step, is_new=False)
@@ -333,8 +343,8 @@ def settles(world):
         play(world, {})
         for region in range(world.num):
             is_there = any(x.member.region == region for x in world.lives)
-            if not is_there and region not in [r for _, r in world.starts]:
-                world.starts.append((world.round, region))
+            if not is_there and region not in [r for _, r, _ in world.starts]:
+                world.starts.append((world.round, region, None))
         for life in [x for x in world.lives if x.member.is_in and x.step is None]:
             if world.round - life.member.entered_at > TIMING.dead_after_s:
                 world.lives.remove(life)  # Its copy was lost: it is started again.

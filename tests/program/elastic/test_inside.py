@@ -8,7 +8,12 @@ import time
 import pytest
 
 from cocodc_jax.elastic import inside
-from cocodc_jax.elastic.link import AskedToStopError, LeftBehindError, Link
+from cocodc_jax.elastic.link import (
+    AskedToStopError,
+    LeftBehindError,
+    Link,
+    SupersededError,
+)
 from cocodc_jax.elastic.messages import Snapshot
 from tests.program.elastic import meeting
 
@@ -100,6 +105,14 @@ def test_all_processes_are_let_in_with_one_copy_and_fall_behind_together(regions
     errors = at_once(lambda link: link.at(10), back)
     assert [str(error) for error in errors] == ["region 1: made up"] * 3
     assert all(isinstance(error, LeftBehindError) for error in errors)
+
+
+def test_all_processes_of_a_region_that_was_started_again_end(regions):
+    (single,), three = regions
+    at_once(lambda link: link.join(30), [single, *three])
+    three[0]._link._member.is_superseded = True
+    errors = at_once(lambda link: link.at(5), three)
+    assert [type(error) for error in errors] == [SupersededError] * 3
 
 
 def test_who_waits_for_a_process_that_has_ended_hears_it(regions):

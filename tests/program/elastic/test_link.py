@@ -56,6 +56,14 @@ def test_two_meet_agree_and_part_and_one_comes_back(places):
             mean([first, second], 12)
 
 
+def test_a_life_that_returns_is_the_next_one_of_its_process():
+    (place,) = meeting.places(1)
+    with Link(place, "run", 1000) as first:
+        boot = first.boot
+    with Link(place, "run", 1000, last_boot=boot) as second:
+        assert second.boot == boot + 1
+
+
 def test_one_that_is_killed_is_gone_and_its_next_life_comes_in(places):
     timing = dataclasses.replace(TIMING, dead_after_s=1)
     one, two = places(2, timing=timing)
@@ -152,6 +160,31 @@ def test_a_handshake_is_no_larger_than_a_piece_of_a_message():
                 except ConnectionResetError:
                     is_closed = True
                 assert is_closed != is_open
+
+
+def test_who_has_another_regions_address_gets_no_more_memory_than_who_connects():
+    greeting = b"\xff" + bytes(8) + b"\x7f\3\1" + b"CURVE".ljust(20, b"\0")
+    greeting += b"\1" + bytes(31)  # It listens.
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        stranger.settimeout(5)
+        (one,) = meeting.places(1)
+        there = f"127.0.0.1:{stranger.getsockname()[1]}"
+        place = dataclasses.replace(one, addresses=(one.addresses[0], there))
+        with Link(place, "run", 1 << 26):
+            for size, is_open in ((sockets.PIECE_BYTES, True), (1 << 25, False)):
+                raw, _ = stranger.accept()
+                with raw:
+                    raw.sendall(greeting + b"\6" + size.to_bytes(8, "big"))
+                    raw.settimeout(1)
+                    try:
+                        while raw.recv(1 << 12):  # Its greeting, and what follows.
+                            pass
+                        is_closed = True
+                    except TimeoutError:
+                        is_closed = False
+                    except ConnectionResetError:
+                        is_closed = True
+                    assert is_closed != is_open
 
 
 @pytest.mark.parametrize(

@@ -497,6 +497,19 @@ def test_a_clock_that_is_set_back_does_not_shut_a_region_out():
     assert 2 in world.members[0].view.seats
 
 
+def test_a_dead_life_with_a_higher_number_does_not_end_the_one_after_it():
+    """Started before the others miss the dead one, and before it hears them."""
+    world = settled(3)
+    world.kill(2)
+    world.boots = -9
+    world.boot(2)
+    world.turn()
+    assert world.members[0].view.seats[2].boot > world.members[2].boot
+    world.settle(40)
+    assert not world.members[2].why_left
+    assert all(len(m.view.seats) == 3 for m in world.members.values())
+
+
 def test_who_is_asked_to_stop_says_it_until_it_is_heard():
     """Within two beats the others have a mean without it, where dead_after is five."""
     world = settled(3)
@@ -674,7 +687,7 @@ def test_a_life_that_returns_is_older_than_one_that_started_meanwhile():
 
 @pytest.mark.parametrize("listens", [True, False])
 def test_a_start_with_a_clock_that_is_behind_learns_a_number_from_the_others(listens):
-    """If it speaks before it has heard them, it is taken for the older one."""
+    """If it speaks before it has heard them, it is the older one of the two."""
     world = settled(3)
     older = world.members[1]
     boots = world.boots
@@ -685,14 +698,18 @@ def test_a_start_with_a_clock_that_is_behind_learns_a_number_from_the_others(lis
     newer.is_announced = not listens
     world.turn()
     newer.announce(world.now)
-    world.settle(20)
-    assert newer.is_superseded != listens
-    assert world.members[0].view.has(newer.life if listens else older.life) or (
-        1 not in world.members[0].view.seats
-    )
-    beat = messages.Beat(world.members[0].view, messages.NO_EPOCH, 0, ())
+    world.settle(40)  # Longer than a silent life is remembered.
+    view = world.members[0].view
+    assert view.has(newer.life)
+    beat = messages.Beat(view, messages.NO_EPOCH, 0, ())
     older.receive(0, world.members[0].boot, beat, world.now)
     assert older.is_superseded == listens
+    # If the other one gets the seat, it ends.
+    seat = messages.Seat(older.boot, 0, older.life)
+    view = messages.View(view.epoch, {**view.seats, 1: seat})
+    beat = messages.Beat(view, messages.NO_EPOCH, 0, ())
+    newer.receive(0, world.members[0].boot, beat, world.now)
+    assert newer.is_superseded != listens
 
 
 def test_a_life_that_was_frozen_at_its_start_does_not_take_a_number_above_others():
