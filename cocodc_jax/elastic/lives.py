@@ -10,8 +10,8 @@ so lives of machines whose clocks agree are in the order of their starts, and no
 equal. Clocks may differ. So a region that has just started asks the others which lives
 of its own region they know, and takes a number above them (`above`) before it says its
 first word. Only a process that was held up, or has spoken already, does not: it cannot
-know whether it is the older one. If it has no seat yet, it waits until a dead life would
-be forgotten before it ends for a newer one.
+know whether it is the older one. If it has no seat yet, it ends for a newer life only
+when a dead one would be forgotten.
 
 A region that returns in its process, as after a cut, is no new start: its number grows
 by 1 (`returned`), and it stays below that of any other start since.
