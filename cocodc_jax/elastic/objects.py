@@ -108,7 +108,7 @@ class Objects:
         self._region = place.region
         self._boot = boot
 
-        self._key = hashlib.sha256(b"cocodc_jax objects" + place.key).digest()
+        self._key = key_of(place.key)
         self._keep_s = _KEPT * place.timing.dead_after_s
         self._hangs_s = max(_HANGS_SHARE * place.timing.dead_after_s, _HANGS_S)
         self._longest_pause_s = _LONGEST_PAUSE * place.timing.dead_after_s
@@ -318,8 +318,18 @@ class Objects:
             say(f"{what}: {why}")
 
 
+def key_of(shared: bytes) -> bytes:
+    """Return the key of a store's objects, derived from the regions' shared key."""
+    return hashlib.sha256(b"cocodc_jax objects" + shared).digest()
+
+
 def tag(key: bytes, start: str) -> str:
-    """Return the end of an object's name, which only who has the key can make."""
+    """Return the end of an object's name, which only who has the key can make.
+
+    Args:
+      key: see `key_of`.
+      start: of the name: sender, boot, number and receivers.
+    """
     return _mac(key, start, b"")[: _TAG_DIGITS // 2].hex()
 
 

@@ -44,8 +44,8 @@ from .. import commands
 KINDS = ("kill", "freeze", "cut", "clock", "folder", "second_life")
 _OF_FOLDERS = ("folder", "second_life")
 # What is done to the folder of --via:
-#   pipes     named pipes and links with the names of messages are put into it
-#   strangers thousands of files with such names are
+#   pipes     named pipes and links with names of messages, which are opened
+#   strangers thousands of files whose names have a wrong tag
 #   emptied   all messages are deleted
 #   away      the folder is gone for a while
 #   garbled   bytes of all messages are changed

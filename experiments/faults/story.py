@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from cocodc_jax.elastic import objects
 from cocodc_jax.files import append_line, open_regular, write_whole
 from cocodc_jax.netlab import children
 from cocodc_jax.run.exits import USAGE_ERROR
@@ -182,7 +183,8 @@ class Teller:
 
     def _folder(self, fault: Fault) -> Mapping[str, Any]:
         assert self._via is not None
-        with _folder_fault(fault.detail, self._via):
+        key = objects.key_of(children.make_key(self._workdir).read_bytes())
+        with _folder_fault(fault.detail, self._via, key):
             self._wait(fault.seconds)
         return {}
 
@@ -306,18 +308,25 @@ class Teller:
 
 
 @contextlib.contextmanager
-def _folder_fault(detail: str, folder: pathlib.Path) -> Iterator[None]:
-    """Do something to a folder of messages, and undo it at the end where it lasts."""
+def _folder_fault(detail: str, folder: pathlib.Path, key: bytes) -> Iterator[None]:
+    """Do something to a folder of messages, and undo it at the end where it lasts.
+
+    Args:
+      detail: one of `plans.FOLDER_FAULTS`.
+      folder: of the messages.
+      key: of their names: pipes have such that regions open, strangers' files have not.
+    """
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     strange: list[pathlib.Path] = []
     if detail in ("pipes", "strangers"):
         num = 16 if detail == "pipes" else _STRANGERS
-        bases = names[-8:] or ["000-1-1-f"]
+        bases = names[-8:] or ["000-1-1-f-0"]
         for number in range(num):
             # The names of messages that are there, with other numbers.
-            start, boot, *rest = bases[number % len(bases)].lstrip(".").split("-")
-            name = "-".join([start, boot, f"{10**9 + number:010}", *rest[1:]])
-            strange.append(folder / name)
+            sender, boot, *rest = bases[number % len(bases)].lstrip(".").split("-")
+            start = f"{sender}-{boot}-{10**9 + number:010}-{rest[1]}"
+            tag = f"{number:016x}" if detail == "strangers" else objects.tag(key, start)
+            strange.append(folder / f"{start}-{tag}")
             if detail == "strangers":
                 strange[-1].write_bytes(b"strange")
             elif number % 2:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from cocodc_jax.elastic import objects
 from cocodc_jax.netlab import children
 from experiments import chaos
 from experiments.faults import judged, plans, story
@@ -210,10 +211,12 @@ def test_a_region_that_ends_by_itself_is_started_again_and_one_that_hangs_is_sai
 def test_harm_to_a_folder_is_undone_where_it_lasts(tmp_path, detail):
     folder = tmp_path / "messages"
     folder.mkdir()
-    name = "000-00000000000000000007-0000000001-2-0123456789abcdef"
+    key = b"k" * 32
+    start = "000-00000000000000000007-0000000001-2"
+    name = f"{start}-{objects.tag(key, start)}"
     (folder / name).write_bytes(b"x" * 100)
 
-    with story._folder_fault(detail, folder):
+    with story._folder_fault(detail, folder, key):
         there = {p.name: p for p in folder.iterdir()} if folder.exists() else {}
         if detail == "away":
             assert not folder.exists()
@@ -224,6 +227,10 @@ def test_harm_to_a_folder_is_undone_where_it_lasts(tmp_path, detail):
         else:
             assert len(there) >= 16
             assert there[name].is_fifo() == (detail == "pipes")
+            for other in there:
+                start, _, tag = other.rpartition("-")
+                is_opened = tag == objects.tag(key, start)
+                assert is_opened == (detail == "pipes" or other == name)
 
     left = [path.name for path in folder.iterdir()]
     assert left == ([name] if detail in ("strangers", "away", "garbled") else [])

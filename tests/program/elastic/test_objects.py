@@ -1,6 +1,5 @@
 """Messages through a store: signed, written once, read by all, removed."""
 
-import hashlib
 import itertools
 import os
 import socket
@@ -27,8 +26,7 @@ NAME = "001-0000-0000-1"
 
 def signed(start):
     """The name of an object that only a member can make."""
-    key = hashlib.sha256(b"cocodc_jax objects" + KEY).digest()
-    return f"{start}-{objects.tag(key, start)}"
+    return f"{start}-{objects.tag(objects.key_of(KEY), start)}"
 
 
 def received(channel, seconds=20):
