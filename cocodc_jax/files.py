@@ -115,6 +115,19 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
         return file.read()
 
 
+def check_regular(folder: str | os.PathLike[str]) -> None:
+    """Raise `NoRegularFileError` if a pipe, a socket or a device is below a folder.
+
+    For folders whose files are read by others' code, which would wait for it.
+    """
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                check_regular(entry.path)
+            elif not (entry.is_file() or entry.is_dir()) and os.path.exists(entry.path):
+                raise NoRegularFileError(entry.path)
+
+
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file whole, or leave it as it was and raise an `UnwritableError`."""
     path = pathlib.Path(path)

@@ -24,7 +24,7 @@ from cocodc_jax.buckets import is_in_bucket, open_file
 from cocodc_jax.core.state import PyTree, TrainState
 from cocodc_jax.engine import transfer
 from cocodc_jax.engine.mesh import methods_in_own_context
-from cocodc_jax.files import write_whole
+from cocodc_jax.files import check_regular, write_whole
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.train import checksums
 from cocodc_jax.transforms.layers import named_leaves
@@ -82,6 +82,8 @@ class Checkpoints:
         self._in_bucket = is_in_bucket(directory)
         path: Any = directory if self._in_bucket else pathlib.Path(directory).absolute()
         path.mkdir(parents=True, exist_ok=True)
+        if not self._in_bucket:
+            check_regular(path)  # Orbax would wait for a pipe.
         finishing = ocp.AsyncOptions(post_finalization_callback=self._write_checksums)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, async_options=finishing, cleanup_tmp_directories=cleans

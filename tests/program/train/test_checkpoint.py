@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -19,6 +20,7 @@ from cocodc_jax.train import checksums
 from cocodc_jax.train.checkpoint import RUN_FILE, CheckpointError, Checkpoints, steps_in
 from tests.program import mixture
 from tests.slow import mostly_slow
+from tests.waiting import at_once
 
 STREAMING = methods.get("streaming_diloco", sync_interval=4, num_fragments=2)
 
@@ -286,6 +288,17 @@ class TestFailure:
         assert files - set(noted) <= later
         assert any(name.startswith("arrays/") for name in noted)
         assert checksums.damage(folder / "4", ("arrays", "rest")) is None
+
+    @pytest.mark.parametrize(
+        "name", [RUN_FILE, "4/_CHECKPOINT_METADATA", "2/rest/metadata", "4/arrays/x"]
+    )
+    def test_a_pipe_among_the_files_is_not_waited_for(self, copied, name):
+        program, folder = copied
+        path = folder / name
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+        with at_once(20), pytest.raises(OSError, match=f"{path} is not a regular file"):
+            restore(folder, program)
 
     def test_what_a_bucket_does_not_give_now_is_not_called_damaged(self, copied):
         program, folder = copied
