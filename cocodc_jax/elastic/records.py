@@ -40,15 +40,22 @@ class Hearing:
         """Record a message; return whether to process it.
 
         Messages of an earlier life of the sender, and of one that left, are ignored. If
-        the later life has been silent for long, the clock was set back.
+        the later life has been silent for long, the clock was set back. So are those of
+        a later life that this region does not reach, while the earlier one is there.
         `is_announced` says whether this region has announced itself.
         """
         heard = self.last.get(sender, Heard(boot, now))
-        is_silent = now - heard.when > FORGET * self._silence_s
-        if boot > heard.boot or (boot != heard.boot and is_silent):
+        is_sign = isinstance(message, m.Join | m.Beat)
+        is_reached = is_sign and self.life in message.hears
+        is_gone = not self.sends(sender, heard.boot, now)
+        if boot < heard.boot:
+            is_next = now - heard.when > FORGET * self._silence_s
+        else:
+            is_next = boot > heard.boot and (is_reached or is_gone)
+        if is_next:
             heard = Heard(boot, now)
 
-        if boot < heard.boot or heard.has_left:
+        if boot != heard.boot or heard.has_left:
             return False
 
         heard = heard._replace(when=now, is_spared=False)

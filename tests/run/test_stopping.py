@@ -11,6 +11,7 @@ from cocodc_jax.elastic.link import Link
 from cocodc_jax.run import stopping
 from cocodc_jax.run.stopping import stop_signal
 from tests.program.elastic import meeting
+from tests.waiting import at_once
 
 # A region without a model: it waits for a mean that never comes.
 PROGRAM = """
@@ -45,7 +46,8 @@ def test_sigterm_ends_the_wait_for_a_mean_and_the_others_hear_that_it_left():
             time.sleep(0.5)
             begin_s = time.monotonic()
             process.send_signal(signal.SIGTERM)
-            assert process.stdout.readline() == "{} True\n"
+            with at_once(20):
+                assert process.stdout.readline() == "{} True\n"
             assert time.monotonic() - begin_s < 2
             assert process.wait(20) == 75
             # It counts as gone at once, not after a minute of silence.

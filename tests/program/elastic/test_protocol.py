@@ -270,7 +270,7 @@ def test_a_request_to_join_that_a_beat_overtook_changes_nothing():
     assert late.hears_others()
     assert late.others_step(1.0) == 6
     # One of a new life is none that was overtaken.
-    late.receive(0, boot + 9, request, 1.0)
+    late.receive(0, boot + 9, messages.Join(0, (late.life,)), 1.0)
     assert not late.hears_others()
 
 
@@ -724,6 +724,21 @@ def test_a_life_that_was_frozen_at_its_start_does_not_take_a_number_above_others
     slow.receive(0, world.members[0].boot, beat, world.now)
     assert slow.is_superseded
     assert world.members[0].view.has(newer.life)
+
+
+def test_a_newer_life_that_nobody_reaches_does_not_push_out_one_that_takes_part():
+    """As one that was started elsewhere, before its name leads there."""
+    world = settled(2)
+    newer = world.boots + 5
+    for _ in range(30):
+        for message in (messages.Join(0, ()), messages.Join(0, (), ((0, 1),))):
+            world.members[0].receive(1, newer, message, world.now)
+        world.turn()
+    assert world.members[0].view.has(world.members[1].life)
+    assert not world.members[1].why_left
+    reached = messages.Join(0, (world.members[0].life,))
+    world.members[0].receive(1, newer, reached, world.now)
+    assert world.members[0].joiners(world.now) == {1: newer}
 
 
 # --- Who may decide, and when others count as dead ---
