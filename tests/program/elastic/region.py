@@ -24,10 +24,9 @@ DELAY = 2  # A mean is applied so many syncs after its messages.
 class Toy:
     """A region's model and its means in flight."""
 
-    def __init__(self, link, out, copy_bytes):
+    def __init__(self, link, out):
         self.link = link
         self.out = out
-        self.copy_bytes = copy_bytes
         self.step = 0
         self.outer = "start"
         self.flights = {}
@@ -38,7 +37,7 @@ class Toy:
 
     def copy(self):
         header = {"outer": self.outer, "flights": sorted(self.flights)}
-        return Snapshot(self.step, header, (bytes(self.copy_bytes),))
+        return Snapshot(self.step, header, ())
 
     def begin(self, copy):
         if copy is None:
@@ -100,20 +99,18 @@ def main():
     place = Place(
         settings["region"], tuple(settings["addresses"]), b"k" * 32, timing,
         via=settings["via"], regions=settings["regions"],
-        min_regions=settings["min_regions"],
     )  # fmt: skip
     folder = pathlib.Path(settings["folder"])
     clock = time.time_ns
     time.time_ns = lambda: clock() + int(settings["clock_s"] * 1e9)
-    most = 1000 + settings["copy_bytes"]
     if settings["late_s"]:
         listed_late(settings["late_s"])
     last_boot = None
     while True:
-        with Link(place, "toy", most, is_announced=False, last_boot=last_boot) as link:
+        with Link(place, "toy", 1000, is_announced=False, last_boot=last_boot) as link:
             link.hears_others(8 * timing.beat_s)
             with (folder / f"{place.region}-{os.getpid()}.jsonl").open("a") as out:
-                toy = Toy(link, out, settings["copy_bytes"])
+                toy = Toy(link, out)
                 try:
                     toy.begin(link.join(60))
                     toy.write(joined=toy.step, life=link.boot)

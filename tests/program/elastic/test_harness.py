@@ -36,8 +36,6 @@ class Regions:
             "timing": TIMING,
             "step_s": 0.03,
             "spoils_at": None,
-            "min_regions": 1,
-            "copy_bytes": 0,  # Of a copy of the state.
             "clock_s": 0,  # By so much the wall clock of a region is ahead.
             "late_s": 0,  # By so much, at most, a folder shows files late.
         }
@@ -111,6 +109,24 @@ def test_a_region_that_is_killed_comes_back(make):
     regions.synced(third, regions=[0, 2])
     regions.start(1)
     regions.synced(first, regions=[0, 1, 2])
+    regions.check()
+
+
+def test_a_clock_that_is_set_back_across_a_restart_loses_no_region(make):
+    """The others still know the former life, of a higher number.
+
+    The folder shows its files late and out of order.
+    """
+    regions = make(3)
+    regions.settings["late_s"] = 0.2
+    processes = [regions.start(region) for region in range(3)]
+    regions.synced(processes[0], regions=[0, 1, 2])
+    for region, clock_s in ((1, 3600), (1, -3600)):
+        processes[region].kill()
+        processes[region].wait()
+        processes[region] = regions.start(region, clock_s=clock_s)
+        regions.synced(processes[2], regions=[0, 1, 2])
+        regions.synced(processes[region], regions=[0, 1, 2])
     regions.check()
 
 
