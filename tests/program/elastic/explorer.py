@@ -19,8 +19,6 @@ are visited; states that are reached twice are visited once. After every step
     one set of rows  two lives of one view have applied the same rows for a sync, and
                      none left out;
     one delivery     no life gets a decision twice;
-    what to start    a life starts from the copy of the life that its seat names;
-    from
     enough           a view that follows another has min_regions seats, or as many;
     one is left      a life that ends for a newer one is not the last of its region;
 
