@@ -6,6 +6,7 @@ import threading
 import time
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
+from unittest import mock
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from cocodc_jax import methods
 from cocodc_jax.elastic.link import Link
 from cocodc_jax.elastic.messages import Decision
 from cocodc_jax.elastic.place import Place, Timing
-from cocodc_jax.engine.elastic_exchange import _sound, _table
+from cocodc_jax.engine.elastic_exchange import ElasticExchange, _sound, _table
 from cocodc_jax.engine.mesh import make_mesh
 from cocodc_jax.engine.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
@@ -341,6 +342,15 @@ def test_places_that_cannot_be_are_refused():
         with pytest.raises(ValueError, match=re.escape(message)):
             Place(**fields)
     assert "key" not in repr(places(1)[0])
+
+
+def test_a_mean_is_waited_for_as_the_link_waits():
+    """So a region that is asked to stop waits no longer."""
+    exchange = object.__new__(ElasticExchange)
+    exchange.link = mock.Mock()
+    exchange.arriving = exchange.row_shape = mock.Mock()
+    mean = exchange._in_thread((0, 4), 0, mock.Mock(side_effect=OSError("no link")))
+    assert mean.result() is exchange.link.wait_for.return_value
 
 
 def test_a_row_of_another_size_leaves_its_sender_out_with_a_word(capsys):
