@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import shutil
+import threading
 
 import jax
 import numpy as np
@@ -20,7 +21,6 @@ from cocodc_jax.train import checksums
 from cocodc_jax.train.checkpoint import RUN_FILE, CheckpointError, Checkpoints, steps_in
 from tests.program import mixture
 from tests.slow import mostly_slow
-from tests.waiting import at_once
 
 STREAMING = methods.get("streaming_diloco", sync_interval=4, num_fragments=2)
 
@@ -297,8 +297,12 @@ class TestFailure:
         path = folder / name
         path.unlink(missing_ok=True)
         os.mkfifo(path)
-        with at_once(20), pytest.raises(OSError, match=f"{path} is not a regular file"):
+        # Orbax reads in threads, which would wait until somebody writes.
+        writes = threading.Timer(20, lambda: os.close(os.open(path, os.O_RDWR)))
+        writes.start()
+        with pytest.raises(OSError, match=f"{path} is not a regular file"):
             restore(folder, program)
+        writes.cancel()
 
     def test_what_a_bucket_does_not_give_now_is_not_called_damaged(self, copied):
         program, folder = copied
