@@ -114,4 +114,5 @@ def listed(damaged: Mapping[int, str]) -> str:
 def _digest(path: pathlib.Path) -> str:
     blake2b = functools.partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)
     with open_file(path) as file:
-        return hashlib.file_digest(file, blake2b).hexdigest()
+        content: Any = file  # It can be read into a buffer.
+        return hashlib.file_digest(content, blake2b).hexdigest()
