@@ -189,6 +189,15 @@ def test_what_is_no_file_is_neither_waited_for_nor_followed(tmp_path, capfd):
         assert one.strangers == 0
 
 
+def test_a_link_to_a_file_is_not_followed(tmp_path):
+    (tmp_path / "file").write_bytes(b"abc")
+    (tmp_path / "link").symlink_to("file")
+    store = stores.Folder(str(tmp_path))
+    assert store.read("file", 1, 9) == b"bc"
+    with pytest.raises(RefusedError, match="link is not a regular file"):
+        store.read("link", 0, 9)
+
+
 def test_names_that_no_member_made_are_not_opened(tmp_path, monkeypatch):
     opened = []
     read = stores.Folder.read
