@@ -163,7 +163,7 @@ class Objects:
         self._writes.add(lane.submit(write, self._patience_s(size)))
 
     def answer(self, way_back: Any, frames: list[bytes]) -> None:
-        """Do nothing: whoever can write to the store reads what is in it."""
+        """Do nothing: a life that can write to the store also reads it."""
 
     def close(self) -> None:
         """See `Channel.close`; nothing of this region is left in the store."""
