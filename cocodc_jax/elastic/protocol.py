@@ -91,6 +91,7 @@ class Member(Agreement):
         self._is_new = is_new
         self.is_announced = True
         self.is_superseded = False  # It is over because a newer life has its seat.
+        self._doubts_since: float | None = None  # Since a newer life has its seat.
         self._has_left = False
         self.gave_up = False
 
@@ -336,6 +337,8 @@ class Member(Agreement):
             self._is_new = False  # Another life may have begun meanwhile.
 
         self._born += gap_s
+        if self._doubts_since is not None:
+            self._doubts_since += gap_s
         self.entered_at += gap_s
         self._promised_at += gap_s
         self._highest_at += gap_s
@@ -373,8 +376,10 @@ class Member(Agreement):
         Its number is higher if the clock was set back since, and this region heard
         nobody before it asked. The others forget a life that is dead.
         """
+        if self._doubts_since is None:
+            self._doubts_since = now
         limit_s = (FORGET + 1) * self._timing.dead_after_s
-        return self._is_new and not self.is_in and now - self._born <= limit_s
+        return self._is_new and not self.is_in and now - self._doubts_since <= limit_s
 
     def _has_gone_astray(self) -> bool:
         """Leave if this region's outer model is not that of the others."""

@@ -230,15 +230,18 @@ def test_a_region_of_several_processes_sees_no_lateness_by_its_own_clock():
 def test_marks_of_applied_syncs_are_reported_a_turn_later():
     """Of two syncs of a fragment in one turn, what is there is of the last."""
     link = mock.Mock(view=view(0, 1), place=PLACE)
+    link.at.return_value = {}
     reporter = reporting.Reporter(mock.Mock(), link)
     outer = mock.Mock(params=({"w": jnp.zeros(3)}, {"w": jnp.ones(3)}))
-    state = mock.Mock(sync=mock.Mock(outer=outer))
+    state = mock.Mock(sync=mock.Mock(outer=outer, in_flight={}), step=9)
     applied = [(1, 4), (0, 6), (1, 8)]
     syncs = [mock.Mock(fragment_id=k, start_step=step) for k, step in applied]
 
-    marks = list(reporter.mark(state, syncs))
+    marks = []
     while len(marks) < 2:  # Nothing waits for a digest.
-        marks += reporter.mark(state, [])
+        reporter.report(state, syncs)
+        syncs = []
+        marks += link.at.call_args.args[1]
     assert [mark.sync for mark in marks] == [(1, 8), (0, 6)]
     assert [mark.scale for mark in marks] == [1, 0]
 

@@ -163,7 +163,10 @@ def test_a_handshake_is_no_larger_than_a_piece_of_a_message():
                 assert is_closed != is_open
 
 
-def test_who_has_another_regions_address_gets_no_more_memory_than_who_connects():
+def test_who_has_another_regions_address_gets_no_more_memory_than_who_connects(
+    monkeypatch,
+):
+    monkeypatch.setattr(sockets, "_GIVE_UP_S", 60)  # It opens no connection anew.
     greeting = b"\xff" + bytes(8) + b"\x7f\3\1" + b"CURVE".ljust(20, b"\0")
     greeting += b"\1" + bytes(31)  # It listens.
     with socket.create_server(("127.0.0.1", 0)) as stranger:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cocodc_jax.elastic import messages
 from cocodc_jax.elastic.place import Place, Timing
 from cocodc_jax.elastic.protocol import Member
+from cocodc_jax.elastic.records import Hearing
 
 TIMING = Timing(beat_s=1, dead_after_s=5, grace_s=30, start_s=20)
 # Of `parted`: who left takes along what another one then decides anew.
@@ -807,6 +808,18 @@ def test_who_was_held_up_does_not_take_the_others_for_dead(region):
     world.settle(10)
     assert all(len(m.view.seats) == 3 for m in world.members.values())
     assert {m.view.epoch.round for m in world.members.values()} == {1}
+
+
+def test_who_was_held_up_gives_the_others_their_full_time_once():
+    """They had been silent for 4 s of 5, and it did not read for 3 s more."""
+    hearing = Hearing((0, 1), 5.0)
+    hearing.hear(1, 7, messages.Join(0, ()), 0.0, True)
+    hearing.spare(3.0, 7.0)
+    assert hearing.sends(1, 7, 11.9)
+    assert not hearing.sends(1, 7, 12.1)
+    hearing.spare(1.0, 11.0)  # This time is left out, and no more.
+    assert hearing.sends(1, 7, 12.9)
+    assert not hearing.sends(1, 7, 13.1)
 
 
 def test_who_is_held_up_again_and_again_still_sees_that_another_is_dead():
