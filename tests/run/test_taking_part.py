@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 from unittest import mock
 
 import jax.numpy as jnp
@@ -238,7 +239,8 @@ def test_marks_of_applied_syncs_are_reported_a_turn_later():
     syncs = [mock.Mock(fragment_id=k, start_step=step) for k, step in applied]
 
     marks = []
-    while len(marks) < 2:  # Nothing waits for a digest.
+    end_s = time.monotonic() + 20
+    while len(marks) < 2 and time.monotonic() < end_s:  # Nothing waits for a digest.
         reporter.report(state, syncs)
         syncs = []
         marks += link.at.call_args.args[1]
