@@ -12,6 +12,9 @@ order in which they were sent, and time passes. A *fault* is one departure from 
                    not heard, or is started a second time (with a clock that is ahead or
                    behind)
 
+A clock is set back in runs with one fault only: if the only other region is frozen for
+longer than start_s then, the region begins alone, and ends when that one wakes.
+
 All runs with at most so many faults, each at every possible moment of the first rounds,
 are visited; states that are reached twice are visited once. After every step
 
@@ -44,9 +47,10 @@ from cocodc_jax.elastic.protocol import Member
 TIMING = Timing(beat_s=1, dead_after_s=4, grace_s=6, start_s=3)
 OF_A_MESSAGE = ("lost", "late", "twice")
 # Name and rounds.
+CLOCK_BACK = "dies, clock back", 1
 OF_A_REGION = (
     ("dies", 2),
-    ("dies, clock back", 1),
+    CLOCK_BACK,
     ("frozen", 2),
     ("frozen", 7),
     ("cut off", 3),
@@ -239,11 +243,12 @@ def packed(world):
     return out.getvalue()
 
 
-def faults_of_regions(world, region):
+def faults_of_regions(world, region, num_faults):
     for kind, rounds in OF_A_REGION:
         if not any(x.member.region == region for x in world.lives):
             continue
-        yield kind, rounds
+        if num_faults == 1 or (kind, rounds) != CLOCK_BACK:
+            yield kind, rounds
 
 
 def strike(world, region, kind, rounds):
@@ -386,7 +391,7 @@ def explore(num, num_faults, rounds, min_regions=1, limit_s=float("inf"), every=
         visited[state] = left
         explored.states += 1
         try:
-            after = list(rounds_from(state, left, explored))
+            after = list(rounds_from(state, left, num_faults, explored))
             if not after or pickle.loads(state).round >= rounds:
                 explored.ends += 1
                 if explored.ends % every == 0:
@@ -400,7 +405,7 @@ def explore(num, num_faults, rounds, min_regions=1, limit_s=float("inf"), every=
     return explored, True
 
 
-def rounds_from(state, left, explored):
+def rounds_from(state, left, num_faults, explored):
     """Yield `(state, faults, what they were)` of all next rounds."""
     number = pickle.loads(state).round
     strikes = [()]
@@ -409,7 +414,7 @@ def rounds_from(state, left, explored):
         strikes += [
             ((region, *fault),)
             for region in range(world.num)
-            for fault in faults_of_regions(world, region)
+            for fault in faults_of_regions(world, region, num_faults)
         ]
     for struck in strikes:
         world = pickle.loads(state)

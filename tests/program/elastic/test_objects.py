@@ -220,6 +220,23 @@ def test_names_that_no_member_made_are_not_opened(tmp_path, monkeypatch):
     assert not {*opened} & {*strange}
 
 
+def test_who_needs_long_to_list_a_store_rests_nine_times_as_long(tmp_path):
+    """As where it is full of strange names."""
+    (channel,) = (Objects(place, 1, 1000) for place in places(1, tmp_path))
+    list_all = channel._store.list
+    looks = []
+
+    def slow():
+        looks.append(time.monotonic())
+        time.sleep(0.05)
+        return list_all()
+
+    channel._store.list = slow
+    wait_until(lambda: len(looks) > 3)
+    assert looks[3] - looks[1] > 2 * 0.4
+    channel.close()
+
+
 def test_a_store_whose_calls_hang_does_not_keep_the_others_waiting(tmp_path, capfd):
     """As on a dead network file system: more reads hang than there are threads."""
     timing = Timing(beat_s=0.05, dead_after_s=0.2)

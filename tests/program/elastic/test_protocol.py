@@ -771,6 +771,27 @@ def test_only_the_life_that_coordinates_a_view_decides_in_it(who):
     assert sync not in member._book.decided
 
 
+def test_only_the_life_in_its_name_proposes_a_view_and_has_it_hold():
+    world = settled(3)
+    member = world.members[1]
+    before = member.view
+    boots = [world.members[region].boot for region in range(3)]
+    epoch = messages.Epoch(before.epoch.round + 1, 0, boots[0])
+    view = messages.View(epoch, before.seats)
+
+    propose = messages.Propose(view, before.epoch, ())
+    member.receive(2, boots[2], propose, world.now)
+    assert member._promised == before.epoch
+    member.receive(0, boots[0], propose, world.now)
+    assert member._promised == epoch
+
+    install = messages.Install(view, ())
+    member.receive(2, boots[2], install, world.now)
+    assert member.view == before
+    member.receive(0, boots[0], install, world.now)
+    assert member.view == view
+
+
 def test_no_two_views_of_a_region_that_starts_anew_have_one_name():
     names = []
     for _ in range(2):

@@ -14,7 +14,7 @@ import pytest
 
 from cocodc_jax import methods
 from cocodc_jax.elastic.link import Link
-from cocodc_jax.elastic.messages import Decision
+from cocodc_jax.elastic.messages import NO_EPOCH, Decision
 from cocodc_jax.elastic.place import Place, Timing
 from cocodc_jax.engine.elastic_exchange import ElasticExchange, _sound, _table
 from cocodc_jax.engine.mesh import make_mesh
@@ -351,6 +351,19 @@ def test_a_mean_is_waited_for_as_the_link_waits():
     exchange.arriving = exchange.row_shape = mock.Mock()
     mean = exchange._in_thread((0, 4), 0, mock.Mock(side_effect=OSError("no link")))
     assert mean.result() is exchange.link.wait_for.return_value
+
+
+def test_a_row_of_another_size_is_in_no_mean():
+    exchange = object.__new__(ElasticExchange)
+    exchange.link = None
+    exchange.in_mean = {}
+    exchange.arriving = exchange._landed = mock.Mock()
+    exchange.row_shape = mock.Mock(return_value=np.empty((1, 2), np.float32))
+    rows = {0: bytes(8), 2: bytes(4)}
+    decision = Decision(NO_EPOCH, (0, 4), rows)
+    exchange._in_thread((0, 4), 0, lambda: (None, decision)).result()
+    assert exchange._landed.call_args.args[2] == {0: rows[0]}
+    assert exchange.in_mean == {(0, 4): (0,)}
 
 
 def test_a_row_of_another_size_leaves_its_sender_out_with_a_word(capsys):
