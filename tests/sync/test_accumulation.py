@@ -61,18 +61,19 @@ UNKNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_number_is_read_off_the_update(name):
     optimizer, steps, periods = KNOWN[name]
-    found = accumulation.find(optimizer, PARAMS)
-    assert (found.steps, found.periods) == (steps, periods)
+    accumulated = accumulation.find(optimizer, PARAMS)
+    assert (accumulated.steps, accumulated.periods) == (steps, periods)
+
     # Inside of a compiled function too, where operations are only traced.
     traced = []
     jax.jit(lambda x: traced.append(accumulation.find(optimizer, x)))(PARAMS)
-    assert traced == [found]
+    assert traced == [accumulated]
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_number_that_depends_on_more_is_not_known(name):
-    found = accumulation.find(UNKNOWN[name], PARAMS)
-    assert (found.names, found.steps) == (("optax.MultiSteps",), None)
+    accumulated = accumulation.find(UNKNOWN[name], PARAMS)
+    assert (accumulated.names, accumulated.steps) == (("optax.MultiSteps",), None)
 
 
 def counts_after(optimizer, steps):
@@ -83,6 +84,7 @@ def counts_after(optimizer, steps):
         accumulation.find(optimizer, PARAMS).periods,
         lambda count, old: count.astype(old.dtype),
     )
+
     state = optimizer.init(PARAMS)
     update = jax.jit(lambda state: optimizer.update(PARAMS, state, PARAMS)[1])
     for _ in range(steps):
@@ -129,9 +131,8 @@ def test_counts_inside_of_an_unknown_accumulation_stay():
     state = inner_counts.at_steps(
         optimizer.init(PARAMS), np.array(7), (None,), lambda count, old: count
     )
-    inside, outside = counts(state[0]), counts(state[1])
-    assert set(inside.values()) == {0}
-    assert set(outside.values()) == {7}
+    assert set(counts(state[0]).values()) == {0}
+    assert set(counts(state[1]).values()) == {7}
 
 
 def test_counts_of_another_state_are_taken_over():
@@ -139,9 +140,10 @@ def test_counts_of_another_state_are_taken_over():
     state = optimizer.init(PARAMS)
     for _ in range(3):
         _, state = optimizer.update(PARAMS, state, PARAMS)
+
     fresh = optimizer.init(PARAMS)
-    found = inner_counts.with_counts(fresh, state)
-    assert (int(found.mini_step), int(found.gradient_step)) == (1, 1)
-    adam, schedule = found.inner_opt_state
+    merged = inner_counts.with_counts(fresh, state)
+    assert (int(merged.mini_step), int(merged.gradient_step)) == (1, 1)
+    adam, schedule = merged.inner_opt_state
     assert (int(adam.count), int(schedule.count)) == (0, 1)
-    assert found.acc_grads is fresh.acc_grads or not np.any(found.acc_grads["w"])
+    assert merged.acc_grads is fresh.acc_grads or not np.any(merged.acc_grads["w"])

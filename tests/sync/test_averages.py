@@ -16,7 +16,8 @@ from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.mt_adam import mt_adam
 from cocodc_jax.transforms.muon import muon
 
-RDA, KEY = RadialDirectional(), sync_key(0, 8)
+RDA = RadialDirectional()
+KEY = sync_key(0, 8)
 
 
 def averaged(average, parts, weights=None, key=None):
@@ -64,8 +65,10 @@ def test_a_mask_is_the_same_in_every_region_and_another_for_every_sync():
     mask = SharedMask(0.3)
     drawn = mask.mask(like, KEY)
     assert jax.tree.map(jnp.sum, drawn) == {"a": 30, "b": 2}
-    again, later = mask.mask(like, sync_key(0, 8)), mask.mask(like, sync_key(0, 12))
+    again = mask.mask(like, sync_key(0, 8))
+    later = mask.mask(like, sync_key(0, 12))
     other = SharedMask(0.3, seed=1).mask(like, KEY)
+
     assert (drawn["a"] == again["a"]).all()
     for x in (later, other, mask.mask(like, sync_key(1, 8))):
         assert (drawn["a"] != x["a"]).any()
@@ -87,6 +90,7 @@ def test_bytes_are_those_of_what_the_mean_is_taken_of():
         "embedding": jax.ShapeDtypeStruct((4, 8), "float32"),
         "blocks/w": jax.ShapeDtypeStruct((3, 8, 8), "float32"),
     }
+
     assert AsIs(average=RDA).num_bytes(shapes, 4) == 4 * (32 + 192 + 3)
     masked = AsIs(average=SharedMask(0.25))
     assert masked.num_bytes(shapes, 4) == 4 * (8 + 48)
@@ -148,8 +152,9 @@ def test_moments_are_found_by_type_and_put_back():
     params = {"w": jnp.ones(2)}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), mt_adam(0.1))
     state = optimizer.init(params)
-    (found,) = moments.take(state, ("mu", "nu"))
-    assert len(found["mu"]) == 2
+    (adam,) = moments.take(state, ("mu", "nu"))
+    assert len(adam["mu"]) == 2
+
     new = [{"mu": ({"w": 1}, {"w": 2})}]
     state = moments.put(state, new)
     assert moments.take(state, ("mu",)) == new
@@ -159,9 +164,9 @@ def test_moments_are_found_by_type_and_put_back():
 
 def test_muon_s_adam_has_only_what_is_not_a_matrix():
     params = {"blocks": {"w": jnp.ones((2, 3, 3))}, "embed": jnp.ones((4, 3))}
-    (found,) = moments.take(muon(0.1).init(params), ("nu",))
-    assert found["nu"]["embed"].shape == (4, 3)
-    assert isinstance(found["nu"]["blocks"]["w"], optax.MaskedNode)
+    (adam,) = moments.take(muon(0.1).init(params), ("nu",))
+    assert adam["nu"]["embed"].shape == (4, 3)
+    assert isinstance(adam["nu"]["blocks"]["w"], optax.MaskedNode)
 
 
 def test_only_where_the_whole_model_is_waited_for():

@@ -42,17 +42,21 @@ def test_experts_are_cut_into_ranges_and_the_rest_is_dense(scan_layers, num_frag
     num_dense = held.index({True})
     assert held == [{False}] * num_dense + [{True}] * (num_fragments - num_dense)
     assert any("router" in path for part in parts[:num_dense] for path in part)
+
     # Every number once, and counted in bytes.
     total = sum(x.size for x in jax.tree.leaves(params))
     sizes = [sum(x.size for x in part.values()) for part in parts]
     assert sum(sizes) == total
     assert fragments.num_bytes == tuple(4 * size for size in sizes)
     jax.tree.map(np.testing.assert_array_equal, fragments.join(parts), params)
+
     for shared in (False, True):
-        each, changed = dataclasses.replace(fragments, shares_experts=shared), params
+        cut_so = dataclasses.replace(fragments, shares_experts=shared)
+        changed = params
         for k, part in enumerate(parts):
-            changed = each.put(changed, k, jax.tree.map(jnp.negative, part))
+            changed = cut_so.put(changed, k, jax.tree.map(jnp.negative, part))
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, -y), changed, params)
+
     # A region axis before, and a program that checks the cut.
     lead = jax.tree.map(lambda x: jnp.stack([x, x + 1]), params)
     for k, part in enumerate(parts):
@@ -76,9 +80,13 @@ def _trained(num_steps, **options):
     """Parameters of both regions of a tiny mixture, and the outer ones."""
     method = methods.get("diloco", sync_interval=4, **options)
     program = cc.RegionProgram(
-        mixture.loss_fn, mixture.OPTIMIZER, method, mixture.make_params(), 2,
+        mixture.loss_fn,
+        mixture.OPTIMIZER,
+        method,
+        mixture.make_params(),
+        2,
         mesh=cc.make_mesh(2),
-    )  # fmt: skip
+    )
     state, _ = mixture.finish(program, mixture.start(program), num_steps)
     return jax.device_get((state.region.params, program.outer_params(state)))
 
@@ -131,9 +139,11 @@ def _drawn(num_regions, shape=(2, 3)):
     rng = np.random.default_rng(0)
     counts = rng.integers(0, 5, (num_regions, *shape)).astype(float)
     counts[:, 0, 1] = 0
-    counts[0, 1, 2], counts[1:, 1, 2] = 3, 0
+    counts[0, 1, 2] = 3
+    counts[1:, 1, 2] = 0
     weights = rng.normal(size=(num_regions, *shape, 4, 5))
     other = rng.normal(size=(num_regions, 7))
+
     parts = [
         {
             "blocks/moe/experts/tokens": jnp.array(-TOKEN_UNIT * c, jnp.float32),
@@ -142,6 +152,7 @@ def _drawn(num_regions, shape=(2, 3)):
         }
         for c, w, o in zip(counts, weights, other, strict=True)
     ]
+
     return parts, counts, weights, other
 
 
@@ -153,19 +164,20 @@ def test_experts_are_weighed_by_their_tokens():
     mean = jax.tree.map(
         lambda *xs: sum(w * x for w, x in zip(of_regions, xs, strict=True)), *sent
     )
-    found = average.after(mean, parts[0], None)
+    experts_mean = average.after(mean, parts[0], None)
 
     share = of_regions[:, None, None] * counts
     total = share.sum(0)
     wanted = np.einsum("mle,mledf->ledf", share, weights)
     wanted = wanted / np.where(total, total, 1)[..., None, None]
-    tokens = found.pop("blocks/moe/experts/tokens")
+
+    tokens = experts_mean.pop("blocks/moe/experts/tokens")
     np.testing.assert_allclose(tokens, -TOKEN_UNIT * total, rtol=1e-6)
     expected = {
         "blocks/moe/router": of_regions @ other,
         "blocks/moe/experts/up": wanted,
     }
-    assert_all_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert_all_close(experts_mean, expected, rtol=1e-5, atol=1e-6)
     assert not wanted[0, 1].any()  # Nobody trained it.
     np.testing.assert_allclose(wanted[1, 2], weights[0, 1, 2])  # One region did.
 
@@ -178,11 +190,15 @@ def test_a_compressed_message_has_exact_counts():
     path = "blocks/moe/experts/tokens"
     without = {name: x for name, x in parts[0].items() if name != path}
     assert message.num_bytes(parts[0], 2) == plain.num_bytes(without, 2) + 4 * 6
+
     memory = message.init(parts[0])
     sent, memory = message.by.encode(message.average.before(parts[0], None), memory)
+
     assert path not in memory.residual
+
     arrived = message.by.decode(sent)
     np.testing.assert_array_equal(arrived[path], parts[0][path])
+
     # What is left is of the update, however many tokens the expert was given.
     name = "blocks/moe/experts/up"
     counts = -parts[0][path][..., None, None] / TOKEN_UNIT
@@ -200,9 +216,12 @@ def _tokens(num_steps):
 def _program(method):
     return cc.RegionProgram(
         models.make_loss_fn(_MODEL),
-        models.experts.counting(optax.adamw(1e-2, weight_decay=0.5)), method,
-        _params(False), 2, user_inputs=USER_INPUTS,
-    )  # fmt: skip
+        models.experts.counting(optax.adamw(1e-2, weight_decay=0.5)),
+        method,
+        _params(False),
+        2,
+        user_inputs=USER_INPUTS,
+    )
 
 
 def _advanced(program, num_steps):
@@ -213,18 +232,24 @@ def _advanced(program, num_steps):
 def test_a_run_takes_the_means_of_regions_by_tokens():
     alone = _advanced(_program(methods.get("apart")), 3).region.params
     method = methods.get(
-        "diloco", sync_interval=3, outer_lr=1.0, outer_momentum=0.0,
+        "diloco",
+        sync_interval=3,
+        outer_lr=1.0,
+        outer_momentum=0.0,
         expert_weights="tokens",
-    )  # fmt: skip
+    )
     program = _program(method)
     state = _advanced(program, 3)
+
     for layer in range(2):
         experts = alone["blocks"][layer]["moe"]["experts"]
         counts = np.asarray(experts["tokens"], float)
         assert (counts == 0).any(0).any()  # An expert that a region did not use.
         np.testing.assert_allclose(counts.sum(1), 2 * 3 * TOKEN_UNIT, rtol=1e-6)
+
         old = _params(False)["blocks"][layer]["moe"]["experts"]
         new = state.region.params["blocks"][layer]["moe"]["experts"]
+
         for name in ("gate", "up", "down"):
             change = np.asarray(experts[name], float) - np.asarray(old[name])
             total = np.where(counts.sum(0) > 0, counts.sum(0), 1)
@@ -240,9 +265,13 @@ def test_a_run_takes_the_means_of_regions_by_tokens():
 
 def test_a_mix_keeps_the_share_of_counts_that_it_keeps_of_progress():
     method = methods.get(
-        "streaming_diloco", sync_interval=2, num_fragments=2, delay_steps=0,
-        mixing_alpha=0.25, fragment_strategy="experts",
-    )  # fmt: skip
+        "streaming_diloco",
+        sync_interval=2,
+        num_fragments=2,
+        delay_steps=0,
+        mixing_alpha=0.25,
+        fragment_strategy="experts",
+    )
     state = _advanced(_program(method), 2)
     counts = state.region.params["blocks"][0]["moe"]["experts"]["tokens"]
     # Merged after one step; two experts a token, before and after.
@@ -260,6 +289,7 @@ def test_tokens_behind_a_gap_are_counted_over_regions():
     is_count = USER_INPUTS.token_counts
     assert gap("tokens", part, local, 2, is_count) == 4.0
     assert gap("tokens", part, local, 2) == -1.0  # By its name nothing is one.
+
     dense = {"norm": jnp.zeros(3)}
     assert gap("tokens", dense, {"norm": jnp.zeros((1, 3))}, 2, is_count) == -0.5
 
@@ -268,21 +298,30 @@ def test_the_load_score_prefers_what_more_tokens_need():
     schedule = adaptive(16, 4, 0, 8, "load")
     age = np.array([6, 6, 4, 2])
     state = dataclasses.replace(
-        schedule.init(), last_start=tuple(10 - age), norm=(1.0,) * 4,
+        schedule.init(),
+        last_start=tuple(10 - age),
+        norm=(1.0,) * 4,
         observed_interval=(8,) * 4,
-    )  # fmt: skip
+    )
+
     # Fragment 0 is dense; of the others the counted tokens stand in for the age.
     tokens = {"tokens": [-1.0, 1.5, 7.0, 0.1]}
-    found = schedule.scores(np, state, (4,) * 4, 10, tokens.__getitem__)
-    np.testing.assert_allclose(found, 1 / 2 * np.array([6, 1.5, 7, 0.1]) / 8)
+    scores = schedule.scores(np, state, (4,) * 4, 10, tokens.__getitem__)
+    np.testing.assert_allclose(scores, 1 / 2 * np.array([6, 1.5, 7, 0.1]) / 8)
     assert schedule.needs == {"tokens", "norm"}
 
 
 def test_a_run_by_load_serves_every_fragment_within_an_interval():
     method = methods.get(
-        "cocodc", sync_interval=6, num_fragments=3, delay_steps=1, syncs_per_interval=6,
-        transmission_score="load", fragment_strategy="experts", expert_weights="tokens",
-    )  # fmt: skip
+        "cocodc",
+        sync_interval=6,
+        num_fragments=3,
+        delay_steps=1,
+        syncs_per_interval=6,
+        transmission_score="load",
+        fragment_strategy="experts",
+        expert_weights="tokens",
+    )
     program = _program(method)
     state = _advanced(program, 14)
     assert min(state.sync.schedule.last_start) >= 14 - 6

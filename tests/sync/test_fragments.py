@@ -26,6 +26,7 @@ def tree(num_blocks, is_stacked, other=("embedding", "norm", "head"), width=2):
         shapes["blocks"] = {
             str(i): {"mlp": {"w": (width, 3)}, "b": (4,)} for i in range(num_blocks)
         }
+
     leaves, treedef = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
     counter = itertools.count()
     filled = [
@@ -53,9 +54,11 @@ def units_of(fragments):
 
 
 trees = st.builds(
-    tree, num_blocks=st.integers(1, 6), is_stacked=st.booleans(),
+    tree,
+    num_blocks=st.integers(1, 6),
+    is_stacked=st.booleans(),
     other=st.sets(st.sampled_from(["embedding", "norm", "head", "extra"])),
-)  # fmt: skip
+)
 
 
 @SETTINGS
@@ -66,16 +69,19 @@ def test_every_parameter_is_in_exactly_one_fragment(params, data):
         num_blocks = len(params["blocks"])
     k = data.draw(st.integers(1, num_blocks))
     fragments = cut(params, k, data.draw(st.sampled_from(STRATEGIES)))
+
     taken = [fragments.take(params, i) for i in range(k)]
     numbers = [
         np.concatenate([np.ravel(x) for x in jax.tree.leaves(part)]) for part in taken
     ]
+
     total = sum(x.size for x in jax.tree.leaves(params))
     assert np.sort(np.concatenate(numbers)).tolist() == list(range(total))
     assert len(fragments) == k
     assert fragments.num_params == tuple(x.size for x in numbers)
     assert fragments.num_bytes == tuple(4 * x.size for x in numbers)
     assert min(fragments.num_params) > 0
+
     jax.tree.map(np.testing.assert_array_equal, fragments.join(taken), params)
 
 
@@ -94,12 +100,11 @@ def test_put_changes_one_fragment_and_no_other(is_stacked, lead, strategy):
         return fragments.put(params, 1, {k: -x for k, x in part.items()}, lead)
 
     changed = negate(params)
+
     for k in range(3):
         sign = -1 if k == 1 else 1
-        before, after = (
-            fragments.take(params, k, lead),
-            fragments.take(changed, k, lead),
-        )
+        before = fragments.take(params, k, lead)
+        after = fragments.take(changed, k, lead)
         assert before.keys() == after.keys()
         for path in before:
             np.testing.assert_array_equal(after[path], sign * before[path])
@@ -130,6 +135,7 @@ def test_the_leaves_of_one_fragment_are_enough_to_change_it(is_stacked):
     only = fragments.only(params, 1)
     held = {part.leaf for part in fragments.slices[1]}
     assert len(jax.tree.leaves(only)) == len(held)
+
     value = {path: x + 1 for path, x in fragments.take(only, 1).items()}
     changed = fragments.over(params, fragments.put(only, 1, value))
     expected = fragments.put(params, 1, value)
@@ -146,10 +152,12 @@ def test_fragments_of_tensors_are_of_nearly_equal_size(num_fragments):
     loads = cut(params, num_fragments, "balanced_tensors").num_params
     assert sum(loads) == 4 * sum(sizes) + 85
     assert max(loads) - min(loads) <= max(sizes)
+
     empty = cut(
         {"a": np.zeros(4), "b": np.zeros(0), "c": np.zeros(0)}, 3, "balanced_tensors"
     )
     assert all(empty.slices)
+
     message = "num_fragments=28 does not fit a model of 27 tensors; use 1"
     with pytest.raises(ValueError, match=message):
         cut(params, 28, "balanced_tensors")
@@ -166,10 +174,13 @@ def test_the_papers_model_by_hand(strategy, is_stacked):
         params["blocks"] = {"w": stack}
     else:
         params["blocks"] = {str(i): {"w": row} for i, row in enumerate(stack)}
+
     fragments = cut(params, 4, strategy)
     assert units_of(fragments) == PAPER[strategy]
+
     if strategy == "balanced":
         assert fragments.num_params == (18, 18, 17, 16)
+
     if is_stacked:
         for k, units in enumerate(PAPER[strategy]):
             rows = [unit for unit in units if isinstance(unit, int)]
@@ -192,6 +203,7 @@ def test_balanced_is_near_the_best_there_is(sizes, num_fragments):
         max(sum(s for s, o in zip(sizes, owner, strict=True) if o == j) for j in owner)
         for owner in itertools.product(range(k), repeat=len(sizes))
     )
+
     assert 3 * k * largest <= (4 * k - 1) * best  # Graham's bound, 4/3 - 1/(3K).
 
 
@@ -223,8 +235,8 @@ ROW = np.zeros((2, 3), np.float32)
 )  # fmt: skip
 def test_what_is_a_block(params, options, expected):
     fragments = cut(params, len(expected), **options)
-    found = [[(part.path, part.rows) for part in slices] for slices in fragments.slices]
-    assert found == expected
+    rows = [[(part.path, part.rows) for part in slices] for slices in fragments.slices]
+    assert rows == expected
 
 
 TWO = {"w": np.zeros((3, 4, 4)), "norm1": {"scale": np.zeros((3, 4))}}

@@ -51,6 +51,7 @@ def test_regions_may_be_stacked():
         cc.merge_opt_state(state, *pair)
         for state, pair in zip(states, pairs, strict=True)
     ]
+
     both = cc.merge_opt_state(stack(*states), *(stack(*x) for x in zip(*pairs)))  # noqa: B905
     jax.tree.map(np.testing.assert_array_equal, both, stack(*one_by_one))
 
@@ -75,8 +76,10 @@ def test_a_line_search_evaluates_anew():
     _, state = optimizer.update(
         grad, optimizer.init(OLD), OLD, value=value, grad=grad, value_fn=loss
     )
+
     same = cc.merge_opt_state(state, OLD, OLD)
     jax.tree.map(np.testing.assert_array_equal, same, state)
+
     value, grad = value_and_grad(NEW, state=cc.merge_opt_state(state, OLD, NEW))
     assert value == loss(NEW)
     np.testing.assert_array_equal(grad["b"], 2 * NEW["b"])
@@ -85,8 +88,8 @@ def test_a_line_search_evaluates_anew():
 def test_initial_points_stay():
     for optimizer in (optax.contrib.prodigy(), optax.contrib.dowg(), optax.lbfgs()):
         state = optimizer.init(OLD)
-        found = cc.merge_opt_state(state, OLD, OLD)
-        jax.tree.map(np.testing.assert_array_equal, found, state)
+        merged = cc.merge_opt_state(state, OLD, OLD)
+        jax.tree.map(np.testing.assert_array_equal, merged, state)
 
 
 def test_a_hook_is_called_last_with_both():
@@ -187,10 +190,12 @@ def plain(state):
 def test_random_state_differs_by_region_and_the_first_keeps_its_own():
     first, second, third = (plain(inner_keys.fold_keys(DRAWN, i)) for i in range(3))
     jax.tree.map(np.testing.assert_array_equal, first, plain(DRAWN))
+
     for name in ("typed", "rng_key", "seed"):
         values = [getattr(state, name) for state in (first, second, third)]
         assert len({x.tobytes() for x in values}) == 3
         assert len({(x.dtype, x.shape) for x in values}) == 1
+
     assert second.count == 0
     assert inner_keys.has_keys(DRAWN)
     assert not inner_keys.has_keys(optax.adam(0.1).init(OLD))

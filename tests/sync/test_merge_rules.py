@@ -89,10 +89,13 @@ def test_each_rule_is_its_formula(parts, moment, name):
     rule, delay, formula = RULES[name]
     extra = {"learning_rate": 0.25, "second_moment": moment}
     merged, metrics = apply(rule, *parts, delay, **extra)
+
     close(merged, jax.tree.map(formula, *parts, moment))
     if formula is taken:
         jax.tree.map(np.testing.assert_array_equal, merged, parts[-1])
+
     assert metrics.keys() == ({"correction_ratio"} if name in HAVE_A_RATIO else set())
+
     if name == "chain":
         assert metrics["correction_ratio"] > 0
     elif name in HAVE_A_RATIO:
@@ -130,9 +133,12 @@ def test_bfloat16_regions_merge_in_the_outer_precision(name):
         for _ in range(2)
     )
     rule, delay, formula = RULES[name]
+
     outer = fragment()
     ones = jax.tree.map(np.ones_like, outer)
+
     merged, _ = apply(rule, local, staged, outer, delay, second_moment=ones)
+
     for k, o in outer.items():
         exact = formula(np.float64(local[k]), np.float64(staged[k]), o, ones[k])
         assert merged[k].dtype == jnp.bfloat16
@@ -160,11 +166,14 @@ def test_where_drawn_tells_later_what_its_rule_does():
 
 def test_where_drawn_leaves_the_other_entries_as_they_are(parts):
     local, staged, outer = parts
-    mask, key = SharedMask(0.4), sync_key(1, 6)
+    mask = SharedMask(0.4)
+    key = sync_key(1, 6)
     rule = merge.where_drawn(merge.replay(), mask)
     assert rule.needs == {"staged", "sync_key"}
+
     merged, _ = rule.apply(local, staged, outer, delay_steps=3, sync_key=key)
     drawn = mask.mask(local, key)
+
     for k in SHAPES:
         expected = np.where(drawn[k], outer[k] + local[k] - staged[k], local[k])
         close(merged[k], expected)

@@ -54,18 +54,22 @@ def test_compressed():
     (codes, *_) = jax.tree.leaves(message.encoded(PART))
     assert codes.dtype in (jnp.int8, jnp.uint8)
     assert 64 * 32 < message.num_bytes(PART, 4) < 1.1 * 64 * 32
+
     other = message.compressed(compression.parse("bfloat16"))
     assert other.num_bytes(PART, 4) == 2 * 64 * 32
+
     state = message.init({"w": jnp.ones((4, 2))})  # A compressor remembers from zero.
     np.testing.assert_array_equal(state.residual["w"], jnp.zeros((4, 2)))
 
 
 def test_of_a_rank_the_factors_are_sent():
     """Before a schedule has set a rank it is the first, 8."""
-    message, part = ranked(), {"w": jnp.ones((64, 32))}
+    message = ranked()
+    part = {"w": jnp.ones((64, 32))}
     assert message.is_ranked
     for rank, sent in ((2, 2), (8, 8), (0, 8)):
         assert message.at(rank).num_bytes(PART, 4) == 4 * sent * (64 + 32)
+
     small = message.at(2).resized(message.at(8).init(part), part)
     like = message.at(2).init(part)
     assert jax.tree.map(jnp.shape, small) == jax.tree.map(jnp.shape, like)

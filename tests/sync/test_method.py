@@ -73,12 +73,12 @@ def test_parts_of_another_kind_or_that_take_one_outer_model_are_named(parts, mes
 
 
 def test_parts_that_do_nothing_are_left_at_their_defaults():
-    method = Method(name="mine", sync=synced())
-    assert (method.sync.message, method.sync.weigh) == (AsIs(), None)
+    mine = Method(name="mine", sync=synced())
+    assert (mine.sync.message, mine.sync.weigh) == (AsIs(), None)
     nothing = Method(name="nothing")
     assert (nothing.sync, nothing.per_step, nothing.schedule) == (None, None, None)
-    for each in (method, nothing):
-        assert (each.needs, each.num_fragments) == (frozenset(), 1)
+    for method in (mine, nothing):
+        assert (method.needs, method.num_fragments) == (frozenset(), 1)
 
 
 def test_a_method_exchanges_at_every_step_or_from_time_to_time():
@@ -221,7 +221,8 @@ class TestBind:
         regions = Regions((1.0, 2.0), (1, 1))
         method = methods.get("heloco").bind(regions)
         assert method.schedule.step_times == (1.0, 2.0)
-        diloco, apart = methods.get("diloco"), methods.get("apart")
+        diloco = methods.get("diloco")
+        apart = methods.get("apart")
         assert diloco.bind(regions).schedule == diloco.schedule
         assert apart.bind(regions) is apart
 
@@ -244,21 +245,25 @@ def test_nesterov_by_hand(momentum, expected):
     First m = 1, x = -0.75; then m = 1.5, x = -0.75 - 0.5 * 1.75.
     """
     optimizer = nesterov(0.5, momentum).optimizer
-    x, state, found = jnp.float32(0), optimizer.init(jnp.float32(0)), []
+    x = jnp.float32(0)
+    state = optimizer.init(x)
+    path = []
+
     for _ in range(2):
         step, state = optimizer.update(jnp.float32(1), state, x)
         x = optax.apply_updates(x, step)
-        found.append(float(x))
-    assert found == expected
+        path.append(float(x))
+
+    assert path == expected
 
 
 def test_a_pseudo_gradient_is_old_minus_new_in_the_outer_dtype():
     """1 + 1 / 512 is no bfloat16: the difference from 1 is kept."""
     params = {"w": jnp.array([1 + 1 / 512, 3.0], jnp.float32)}
     local = {"w": jnp.array([1.0, 5.0], jnp.bfloat16)}
-    found = pseudo_gradient(params, local)
-    assert found["w"].dtype == jnp.float32
-    np.testing.assert_array_equal(found["w"], [1 / 512, -2.0])
+    difference = pseudo_gradient(params, local)
+    assert difference["w"].dtype == jnp.float32
+    np.testing.assert_array_equal(difference["w"], [1 / 512, -2.0])
 
 
 def test_places():

@@ -13,7 +13,7 @@ from cocodc_jax.transforms import curvature
 
 def seen(**parts):
     """One region with one parameter, theta^2 times the batch as its loss."""
-    whole = {
+    defaults = {
         "local": {"w": jnp.array([1.0])},
         "outer": {"w": jnp.array([2.0])},
         "kept": {STAGED: {"w": jnp.array([10.0])}, HALFWAY: {"w": jnp.array([4.0])}},
@@ -28,7 +28,8 @@ def seen(**parts):
             outputs=(lambda p, batch: p["w"] * batch, lambda out, batch: out.sum())
         ),
     }
-    return needs.MergeContext(**(whole | parts))
+
+    return needs.MergeContext(**(defaults | parts))
 
 
 def close(actual, expected):
@@ -110,29 +111,29 @@ def test_what_a_merge_has_without_asking_is_no_argument():
 
 def test_arguments_by_name():
     of = {"learning_rate", "second_moment", "key", "later_params"}
-    given = needs.arguments(of, seen())
-    assert set(given) == of
-    assert given["learning_rate"] == 0.5
-    assert given["second_moment"]["w"] == 0.25
-    assert given["later_params"]["w"] == 4
-    assert given["key"] == jax.random.key(7)
+    values = needs.arguments(of, seen())
+    assert set(values) == of
+    assert values["learning_rate"] == 0.5
+    assert values["second_moment"]["w"] == 0.25
+    assert values["later_params"]["w"] == 4
+    assert values["key"] == jax.random.key(7)
 
 
 def test_the_loss_as_functions_of_a_fragment():
     """3 theta^2 has the gradient 6 theta; the model is 3 theta."""
-    given = needs.arguments({"gradient_fn", "model_fn", "output_loss_fn"}, seen())
+    values = needs.arguments({"gradient_fn", "model_fn", "output_loss_fn"}, seen())
     part = {"w": jnp.array([2.0])}
-    close(given["gradient_fn"](part)["w"], [12.0])
-    close(given["model_fn"](part), [6.0])
-    close(given["output_loss_fn"](jnp.array([1.0, 5.0])), 6.0)
+    close(values["gradient_fn"](part)["w"], [12.0])
+    close(values["model_fn"](part), [6.0])
+    close(values["output_loss_fn"](jnp.array([1.0, 5.0])), 6.0)
 
 
 def test_the_two_halves_of_an_overlap():
     """In numbers: one tensor moves by 6 in 2 steps, then by 3 in 3 steps."""
-    given = needs.arguments({"later_gradient", "later_params"}, seen())
+    values = needs.arguments({"later_gradient", "later_params"}, seen())
     # 9 / 5 overall, plus the change from 6 / 2 to 3 / 3.
-    close(given["later_gradient"]["w"], [1.8 + 1.0 - 3.0])
-    assert given["later_params"]["w"] == 4.0
+    close(values["later_gradient"]["w"], [1.8 + 1.0 - 3.0])
+    assert values["later_params"]["w"] == 4.0
 
 
 def test_what_is_made_of_all_regions():
@@ -159,6 +160,7 @@ def test_effective_rank_counts_parameters():
     values = np.linalg.svd(tree["a"], compute_uv=False)
     p = values / values.sum()
     expected = (24 * np.exp(-np.sum(p * np.log(p))) + 8 + 2) / 34
+
     tree = jax.tree.map(lambda x: x.astype(np.float32), tree)
     actual = jax.jit(lambda mean: needs.of_mean(NEEDS, mean))(tree)
     assert set(actual) == {"effective_rank"}

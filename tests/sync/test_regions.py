@@ -48,12 +48,13 @@ def test_who_is_active_adds_up_to_the_steps_done(tenths, tick, num_ticks, more):
     active = regions.participating(tick, num_ticks + more)
     done = regions.steps_done(tick + num_ticks + more) - regions.steps_done(tick)
     np.testing.assert_array_equal(active.sum(0), done)
+
     # The fastest steps at every tick, and a cut changes nothing.
     assert active[:, 0].all()
-    both = (tick, num_ticks), (tick + num_ticks, more)
     if more:
-        parts = [regions.participating(*each) for each in both]
-        np.testing.assert_array_equal(active, np.concatenate(parts))
+        before = regions.participating(tick, num_ticks)
+        after = regions.participating(tick + num_ticks, more)
+        np.testing.assert_array_equal(active, np.concatenate([before, after]))
 
 
 def test_weights_by_tokens():
@@ -73,13 +74,16 @@ def test_weights_are_a_mean(tenths, tick, ticks, data):
     regions = made(tenths)
     part = data.draw(st.sets(st.integers(0, regions.num - 1), min_size=1))
     counted = tuple(sorted(part))
+
     weights = regions.weights(tick, tick + ticks, lambda n, tokens: 3 * tokens, counted)
     assert (weights >= 0).all()
     assert weights.sum() == pytest.approx(1)
     assert not weights[[m for m in range(regions.num) if m not in part]].any()
+
     # A common factor is none.
     same = regions.weights(tick, tick + ticks, lambda n, tokens: tokens, counted)
     np.testing.assert_allclose(weights, same)
+
     alike = regions.weights(tick, tick + ticks, None, counted)
     np.testing.assert_allclose(alike[list(counted)], 1 / len(counted))
 

@@ -28,12 +28,14 @@ def reference(lengths, weights, above, mean):
     there = [m for m in range(M) if weights[m] > 0]
     finite = [lengths[m] for m in there if np.isfinite(lengths[m])]
     median = np.median(finite) if finite else 0.0
+
     verdict = [0] * M
     for m in there:
         if not np.isfinite(lengths[m]):
             verdict[m] = robust.NOT_FINITE
         elif median > 0 and lengths[m] > above * median:
             verdict[m] = robust.OUTLIER
+
     kept = np.array([weights[m] if verdict[m] == 0 else 0 for m in range(M)])
     if any(verdict) and kept.sum() > 0:
         kept = kept / kept.sum()
@@ -57,24 +59,27 @@ def test_judgement(lengths, weights, mean):
         weights[0] = 1
     weights /= weights.sum()
     lengths = np.array(lengths, np.float32)
-    verdict, found = JUDGE[mean](lengths, weights)
+
+    verdict, scaled = JUDGE[mean](lengths, weights)
     expected, kept = reference(lengths, weights, 3.0, mean)
+
     assert verdict.tolist() == expected
-    np.testing.assert_allclose(found, kept, rtol=1e-6, atol=0)
-    assert np.isfinite(found).all()
+    np.testing.assert_allclose(scaled, kept, rtol=1e-6, atol=0)
+    assert np.isfinite(scaled).all()
 
 
 def test_by_hand():
     """Lengths 1, 2, 3, nan, 40: median 2.5; 40 is above 5 times that, and 3 is not."""
     lengths = jnp.array([1.0, 2.0, 3.0, jnp.nan, 40.0])
     weights = jnp.full(5, 0.2)
-    verdict, found = robust.Robust(5.0).judge(lengths, weights)
+    verdict, scaled = robust.Robust(5.0).judge(lengths, weights)
     assert verdict.tolist() == [0, 0, 0, robust.NOT_FINITE, robust.OUTLIER]
-    np.testing.assert_allclose(found, [1 / 3, 1 / 3, 1 / 3, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(scaled, [1 / 3, 1 / 3, 1 / 3, 0, 0], rtol=1e-6)
     assert robust.told(np.asarray(verdict)) == {3: "not finite", 4: "outlier"}
     assert robust.left_out(np.asarray(verdict)).tolist() == [0, 0, 0, 1, 1]
-    _, found = robust.Robust(5.0, "clip").judge(lengths, weights)  # The median is 2.
-    np.testing.assert_allclose(found, [1 / 3, 1 / 3, 2 / 9, 0, 0], rtol=1e-6)
+
+    _, scaled = robust.Robust(5.0, "clip").judge(lengths, weights)  # The median is 2.
+    np.testing.assert_allclose(scaled, [1 / 3, 1 / 3, 2 / 9, 0, 0], rtol=1e-6)
 
 
 @settings(deadline=None, max_examples=30)
@@ -87,19 +92,21 @@ def test_trimmed_mean(values, num, trim):
     """Of the first `num` regions; the others are nonsense."""
     counted = np.arange(M) < num
     values[num:] = np.nan
-    found = TRIMMED(values, counted, trim)
+    mean = TRIMMED(values, counted, trim)
     cut = math.floor(trim * num + 1e-9)
     ordered = np.sort(values[:num].astype(np.float64), axis=0)[cut : num - cut]
-    np.testing.assert_allclose(found, ordered.mean(0), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(mean, ordered.mean(0), rtol=1e-4, atol=1e-4)
 
 
 def test_length_is_that_of_the_message_and_nan_of_nonsense():
-    params, message = {"w": jnp.ones(3)}, {"w": jnp.array([3.0, 4.0])}
+    params = {"w": jnp.ones(3)}
+    message = {"w": jnp.array([3.0, 4.0])}
     assert robust.length(params, message) == 5
     for bad in (jnp.nan, jnp.inf):
         assert np.isnan(robust.length({"w": jnp.array([1.0, bad])}, message))
         assert np.isnan(robust.length(params, {"w": jnp.array([bad, 4.0])}))
     assert np.isnan(robust.length(params, {"w": jnp.array([1e30, 1.0])}))
+
     half = {"w": jnp.array([300.0, 400.0], jnp.bfloat16)}  # Squares are summed wider.
     assert robust.length(params, half) == 500
 

@@ -52,23 +52,25 @@ NORMS = {0: (8.0, 1), 1: (12.0, 4)}
 )
 def test_adaptive_serves_the_fastest_until_a_deadline(score, expected):
     schedule = adaptive(12, 2, 0, 4, score)
-    found = starts(
+    started = starts(
         schedule, 18, see=norms(lambda p, _: NORMS[p]), drift=lambda _: (3.0, 4.0)
     )
-    assert found == expected
+    assert started == expected
 
 
 def test_the_rate_is_per_step_of_the_interval_it_was_gathered_over():
     """Norms 4 and 6 over intervals: 4/3 > 6/6, 4/6 < 6/6, 4/6 < 6/6, 4/6 < 6/3."""
-    found = starts(adaptive(12, 2, 0, 4), 18, see=norms(lambda p, _: (4.0 + 2 * p, 1)))
-    assert found == [(3, 0), (6, 1), (9, 0), (12, 1), (15, 1), (18, 1)]
+    started = starts(
+        adaptive(12, 2, 0, 4), 18, see=norms(lambda p, _: (4.0 + 2 * p, 1))
+    )
+    assert started == [(3, 0), (6, 1), (9, 0), (12, 1), (15, 1), (18, 1)]
 
 
 def test_a_fragment_in_flight_is_passed_over():
     """Fragment 0 is by far the fastest, but needs 5 steps, two slots, to come back."""
     schedule = adaptive(12, 2, 5, 4)
-    found = starts(schedule, 18, see=norms(lambda p, _: (1.0 + 99 * (p == 0), 1)))
-    assert found == [(3, 0), (6, 1), (9, 0), (12, 1), (15, 0), (18, 1)]
+    started = starts(schedule, 18, see=norms(lambda p, _: (1.0 + 99 * (p == 0), 1)))
+    assert started == [(3, 0), (6, 1), (9, 0), (12, 1), (15, 0), (18, 1)]
 
 
 def test_a_slot_stays_empty_when_all_are_in_flight():
@@ -80,18 +82,20 @@ def test_a_slot_stays_empty_when_all_are_in_flight():
 def test_n_equal_to_k_is_the_fixed_round():
     """With no slot to spare, every slot is a deadline, whatever the scores."""
     schedule = adaptive(9, 3, 4, 3)
-    found = starts(schedule, 36, see=norms(lambda p, _: (10.0**p, 1)))
-    assert found == [(3 * (i + 1), i % 3) for i in range(12)]
+    started = starts(schedule, 36, see=norms(lambda p, _: (10.0**p, 1)))
+    assert started == [(3 * (i + 1), i % 3) for i in range(12)]
 
 
 @pytest.mark.parametrize("score", SCORES)
 def test_of_equal_scores_the_fragment_that_waits_longest_goes(score):
     """Nothing moves, so every score is 0. H = 12, N = 6: deadlines are far off."""
-    found = starts(
-        adaptive(12, 3, 0, 6, score), 16, see=norms(lambda p, _: (0.0, 1)),
+    started = starts(
+        adaptive(12, 3, 0, 6, score),
+        16,
+        see=norms(lambda p, _: (0.0, 1)),
         drift=lambda _: (0.0, 0.0, 0.0),
-    )  # fmt: skip
-    assert found == [
+    )
+    assert started == [
         (2, 0), (4, 1), (6, 2), (8, 0), (10, 1), (12, 2), (14, 0), (16, 1)
     ]  # fmt: skip
 
@@ -116,13 +120,12 @@ def adaptive_schedules(draw):
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(adaptive_schedules(), st.integers(0, 2**30))
 def test_no_fragment_waits_more_than_h_steps_or_flies_twice(schedule, seed):
-    world, end = (
-        World(seed, schedule.num_fragments, 1 + seed % 50),
-        6 * schedule.sync_interval,
-    )
-    seen = {"see": world.see, "drift": world.drift}
-    assert_on_time(schedule, schedule.init(), end, **seen)
-    for step, _, events in walk(schedule, schedule.init(), end, **seen):
+    world = World(seed, schedule.num_fragments, 1 + seed % 50)
+    end = 6 * schedule.sync_interval
+    measured = {"see": world.see, "drift": world.drift}
+
+    assert_on_time(schedule, schedule.init(), end, **measured)
+    for step, _, events in walk(schedule, schedule.init(), end, **measured):
         for event in events:
             if event.kind == START:
                 assert step % schedule.slot_steps == 0
@@ -134,9 +137,14 @@ def test_a_fragment_on_its_way_is_remembered():
     schedule = adaptive(12, 2, 5, 4)
     *_, (_, state, _) = walk(schedule, schedule.init(), 9, norms(lambda p, _: (6.0, 2)))
     assert state == AdaptiveState(
-        step=9, in_flight=(Pending(1, 6, 11), Pending(0, 9, 14)), last_start=(9, 6),
-        interval=(6, 6), norm=(6.0, 0.0), size=(2, 0), observed_interval=(3, 0),
-    )  # fmt: skip
+        step=9,
+        in_flight=(Pending(1, 6, 11), Pending(0, 9, 14)),
+        last_start=(9, 6),
+        interval=(6, 6),
+        norm=(6.0, 0.0),
+        size=(2, 0),
+        observed_interval=(3, 0),
+    )
 
 
 # --- What a network allows, and errors ----------------------------------------

@@ -24,10 +24,12 @@ def walk(schedule, state, end):
     for step, after, events in walks.walk(schedule, state, end):
         state = after
         now = [event.participating[0] for event in events[::2]]
+
         for start, finish in zip(events[::2], events[1::2], strict=True):
             assert (start.kind, finish.kind) == (START, FINISH)
             assert start.participating == finish.participating
             assert (finish.fragment_id, finish.start_step) == (0, step)
+
         came.append((step, now))
     return state, came
 
@@ -75,10 +77,12 @@ def test_each_region_keeps_its_own_time(tenths, interval, is_dynamic):
     regions = Regions(schedule.step_times, (1,) * len(tenths))
     start = schedule.init()
     _, came = walk(schedule, start, 60)
+
     steps = [step for step, _ in came]
     assert steps == sorted(set(steps))
     assert steps == [t for t in range(61) if schedule.next_event(start, t)[1]]
     assert all(now == sorted(set(now)) for _, now in came)
+
     for m, k in enumerate(tenths):
         count = max(1, math.floor(Fraction(10 * interval, k)))
         count = count if is_dynamic else interval

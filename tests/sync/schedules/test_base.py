@@ -69,11 +69,13 @@ def through_json(schedule, state):
 @given(st.integers(0, 2**30), st.integers(1, 60))
 def test_a_state_from_json_has_the_same_future(name, seed, stop):
     """So have two regions that were told the same reduced values."""
-    schedule, world = SCHEDULES[name], World(seed)
+    schedule = SCHEDULES[name]
+    world = World(seed)
     whole = list(world.walk(schedule, schedule.init(), stop + 60, learns=True))
     states = [schedule.init(), *(state for step, state, _ in whole if step <= stop)]
     restored = through_json(schedule, states[-1])
     assert restored == states[-1]
+
     rest = list(world.walk(schedule, restored, stop + 60, learns=True))
     assert rest == [x for x in whole if x[0] > restored.step]
 
@@ -82,7 +84,8 @@ def test_a_state_from_json_has_the_same_future(name, seed, stop):
 @some
 @given(st.integers(0, 2**30))
 def test_learning_at_once_or_when_it_asks_makes_the_same_events(name, seed):
-    schedule, world = SCHEDULES[name], World(seed)
+    schedule = SCHEDULES[name]
+    world = World(seed)
     later, at_once = (
         [(step, events) for step, _, events in world.walk(schedule, start, 90, **how)]
         for start, how in ((schedule.init(), {}), (schedule.init(), {"learns": True}))
@@ -95,14 +98,17 @@ def test_learning_at_once_or_when_it_asks_makes_the_same_events(name, seed):
 @given(st.integers(0, 2**30))
 def test_asking_between_events_changes_nothing(name, seed):
     """As evaluation and checkpoints do, which may come at any step."""
-    schedule, world = SCHEDULES[name], World(seed)
+    schedule = SCHEDULES[name]
+    world = World(seed)
     state = schedule.init()
+
     for step, after, _ in world.walk(schedule, schedule.init(), 60, learns=True):
         asked = state
         for between in range(state.step, step):
             asked, event = schedule.next_event(asked, between)
             assert event is None
             assert schedule.next_step(asked) == step
+
         assert dataclasses.replace(state, **_stepped(asked)) == asked
         state = after
 
@@ -113,18 +119,25 @@ def test_asking_between_events_changes_nothing(name, seed):
 @example(0, 0)
 def test_it_may_begin_at_any_step(name, seed, first):
     """Every fragment starts in time from there on, and what arrives had left."""
-    schedule, world = SCHEDULES[name], World(seed)
+    schedule = SCHEDULES[name]
+    world = World(seed)
     state = schedule.begin_at(first)
     assert through_json(schedule, state) == state
     assert state.step == first
     assert (state == schedule.init()) or first > 0
     assert all(pending.start_step <= 0 for pending in state.in_flight)
+
     # Those who are late are so from the first message on; others have none to wait for.
     assert len(state.in_flight) == len(schedule.init().in_flight)
+
     walks.assert_on_time(
-        schedule, state, 6 * schedule.sync_interval,
-        flies_once=not schedule.init().in_flight, see=world.see, drift=world.drift,
-    )  # fmt: skip
+        schedule,
+        state,
+        6 * schedule.sync_interval,
+        flies_once=not schedule.init().in_flight,
+        see=world.see,
+        drift=world.drift,
+    )
 
 
 def _stepped(state):
@@ -137,9 +150,12 @@ def _stepped(state):
 @some
 @given(st.integers(0, 2**30))
 def test_a_sync_starts_then_is_looked_at_then_finishes(name, seed):
-    schedule, world = SCHEDULES[name], World(seed)
+    schedule = SCHEDULES[name]
+    world = World(seed)
     state = schedule.init()
-    flying, looked_at = {p.sync_id: p for p in state.in_flight}, set()
+    flying = {pending.sync_id: pending for pending in state.in_flight}
+    looked_at = set()
+
     for step, after, events in world.walk(schedule, state, 90):
         for event in events:
             sync = event.sync_id
@@ -147,9 +163,11 @@ def test_a_sync_starts_then_is_looked_at_then_finishes(name, seed):
                 assert 0 <= event.since_step < step
                 flying[sync] = event
                 continue
+
             started = flying[sync]
             assert event.participating == started.participating
             assert event.rank == started.rank
+
             delay = step - event.start_step
             if event.kind == MIDWAY:
                 assert delay == schedule.delay_steps // 2
@@ -167,12 +185,14 @@ def test_a_sync_starts_then_is_looked_at_then_finishes(name, seed):
 @some
 @given(st.integers(0, 2**30), st.integers(1, 40))
 def test_landed_it_goes_on_with_nothing_in_flight(name, seed, stop):
-    schedule, world = SCHEDULES[name], World(seed)
+    schedule = SCHEDULES[name]
+    world = World(seed)
     states = [s for _, s, _ in world.walk(schedule, schedule.init(), stop)]
-    state = ([schedule.init(), *states])[-1]
+    state = [schedule.init(), *states][-1]
     landed = schedule.landed(state)
     assert landed.in_flight == ()
     assert landed.step == state.step
+
     rest = world.walk(schedule, landed, stop + 30)
     first = next(event for _, _, events in rest for event in events)
     assert first.kind == START
@@ -181,14 +201,15 @@ def test_landed_it_goes_on_with_nothing_in_flight(name, seed, stop):
 @every_schedule
 def test_warm_up_has_run_every_program(name):
     """Each fragment has started and finished, in the way in which it always does."""
-    schedule, world = SCHEDULES[name], World(0)
-    seen = set()
+    schedule = SCHEDULES[name]
+    world = World(0)
+    ran = set()
     for _, _, events in world.walk(schedule, schedule.init(), schedule.warm_up_steps):
-        seen |= {(e.kind, e.fragment_id) for e in events}
+        ran |= {(e.kind, e.fragment_id) for e in events}
+
     for kind in (START, FINISH):
-        assert {k for what, k in seen if what == kind} == set(
-            range(schedule.num_fragments)
-        )
+        fragments = {fragment for what, fragment in ran if what == kind}
+        assert fragments == set(range(schedule.num_fragments))
 
 
 @every_schedule

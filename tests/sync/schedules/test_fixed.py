@@ -64,14 +64,14 @@ def test_a_phase_of_the_delay_lets_merges_fall_on_the_multiples():
         13: "+1",
     }  # fmt: skip
     # A delay of 4 has a rest of 1; the one that comes is merged before one leaves.
-    found = table(staggered(6, 2, 4, phase_steps=1), 11)
-    assert found == {2: "+1", 5: "+0", 6: "-1", 8: "+1", 9: "-0", 11: "+0"}
+    events = table(staggered(6, 2, 4, phase_steps=1), 11)
+    assert events == {2: "+1", 5: "+0", 6: "-1", 8: "+1", 9: "-0", 11: "+0"}
 
 
 def test_a_phase_and_a_delay_of_h():
     """The order is that without a phase: back, and out again."""
-    found = table(staggered(4, 2, 4, phase_steps=1), 9)
-    assert found == {1: "+1", 3: "+0", 5: "-1 +1", 7: "-0 +0", 9: "-1 +1"}
+    events = table(staggered(4, 2, 4, phase_steps=1), 9)
+    assert events == {1: "+1", 3: "+0", 5: "-1 +1", 7: "-0 +0", 9: "-1 +1"}
 
 
 def test_a_measured_delay_has_the_same_slots():
@@ -98,13 +98,11 @@ def test_halfway_is_rounded_down():
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.integers(1, 6), st.integers(1, 6), st.data())
 def test_a_staggered_fragment_starts_every_h_steps(k, slot, data):
-    delay, phase = (
-        data.draw(st.integers(0, k * slot)),
-        data.draw(st.integers(0, slot - 1)),
-    )
-    found = starts(staggered(k * slot, k, delay, phase), 5 * k * slot)
+    delay = data.draw(st.integers(0, k * slot))
+    phase = data.draw(st.integers(0, slot - 1))
+    started = starts(staggered(k * slot, k, delay, phase), 5 * k * slot)
     for p in range(k):
-        steps = [step for step, fragment in found if fragment == p]
+        steps = [step for step, fragment in started if fragment == p]
         first = (p * slot or k * slot) - phase
         assert steps == list(range(first, 5 * k * slot + 1, k * slot))
 
@@ -116,6 +114,7 @@ def test_one_step_stale_begins_with_messages_of_zero():
     """One on its way for every fragment, as if sent a round before its first slot."""
     assert one_step_stale(4).init().in_flight == (Pending(0, 0, 4),)
     assert table(one_step_stale(4), 12) == {4: "+0 -0", 8: "+0 -0", 12: "+0 -0"}
+
     assert one_step_stale(6, 3).init().in_flight == (
         Pending(1, -4, 2),
         Pending(2, -2, 4),

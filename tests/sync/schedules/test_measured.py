@@ -18,10 +18,10 @@ def seen_at(times):
 
 
 def delays(schedule, end, times):
-    found = []
+    delay_steps = []
     for step, _, events in walks.walk(schedule, schedule.init(), end, seen_at(times)):
-        found += [step - e.start_step for e in events if e.kind == FINISH]
-    return found
+        delay_steps += [step - e.start_step for e in events if e.kind == FINISH]
+    return delay_steps
 
 
 def test_the_delay_is_the_steps_of_a_sync():
@@ -41,9 +41,10 @@ def test_the_longest_of_the_last_syncs_counts_for_the_delay():
     def times(step):
         return [(0.25, sync_s.get(step // 10 * 10, 1.0))]
 
-    found = delays(staggered(40, 4, "auto"), 160, times)
+    delay_steps = delays(staggered(40, 4, "auto"), 160, times)
     # Window of five: 2 s at one of them, then forgotten.
-    assert found == [10, 4, 4, 8, 8, 8, 8, 8, 4, 4, 4, 4, 4, 4, 4][: len(found)]
+    expected = [10, 4, 4, 8, 8, 8, 8, 8, 4, 4, 4, 4, 4, 4, 4]
+    assert delay_steps == expected[: len(delay_steps)]
 
 
 def test_a_region_that_knows_nothing_yet_changes_nothing():
@@ -70,9 +71,13 @@ def test_every_fragment_is_on_time_whatever_the_network_does(data):
     bound = data.draw(st.integers(1, interval), label="bound")
     is_fixed = data.draw(st.booleans(), label="fixed delay")
     schedule = adaptive(
-        interval, num, bound if is_fixed else "auto", "auto",
-        max_delay_steps=None if is_fixed else bound, network_share=share,
-    )  # fmt: skip
+        interval,
+        num,
+        bound if is_fixed else "auto",
+        "auto",
+        max_delay_steps=None if is_fixed else bound,
+        network_share=share,
+    )
     syncs = data.draw(st.lists(st.floats(0.01, 60), min_size=1, max_size=8))
 
     def times(step):
@@ -95,9 +100,9 @@ def test_deadlines_that_fall_in_one_slot_are_kept_in_their_order(seed):
 
 
 def test_delays_are_whole_and_at_least_one_step():
-    found = delays(staggered(8, 2, "auto"), 100, lambda _: [(5.0, 0.001)])
-    assert set(found[1:]) == {1}
-    assert all(isinstance(d, int) for d in found)
+    delay_steps = delays(staggered(8, 2, "auto"), 100, lambda _: [(5.0, 0.001)])
+    assert set(delay_steps[1:]) == {1}
+    assert all(isinstance(d, int) for d in delay_steps)
 
 
 def test_numbers_that_are_given_make_the_plain_schedule():

@@ -12,14 +12,16 @@ def walk(rounds, measured, state=None):
     As a run does it: at the end of a round the next message leaves, then the arriving
     mean is applied, and it is told of before the round after that.
     """
-    state, starts = state or rounds.init(), []
+    state = state or rounds.init()
+    starts = []
     for value in measured:
         step = rounds.next_step(state)
         seen = {"effective_rank": value}
-        (found,) = walks.walk(
+        (only_step,) = walks.walk(
             rounds, state, step, lambda *_, s=seen: (1, s), learns=True
         )
-        _, state, (start, finish) = found
+        _, state, (start, finish) = only_step
+
         assert start == Event(START, 0, step, finish.start_step, rank=state.rank)
         assert finish.kind == FINISH
         starts.append((step, state.rank, state.round_steps))
@@ -66,10 +68,12 @@ def test_only_the_last_means_count():
 def test_the_event_of_a_message_has_the_rank_it_left_with():
     rounds = ranked_rounds(4, 4, 1)
     state, _ = walk(rounds, [0.0, 1.0])
+
     state, event = rounds.next_event(state, 12)
     assert event == Event(START, 0, 12, 8, rank=1)
     state, event = rounds.next_event(state, 12)
     assert event == Event(FINISH, 0, 8, rank=4)
+
     state, event = rounds.next_event(state, 13)
     assert event == Event(START, 0, 13, 12, rank=1)
     assert rounds.next_event(state, 13)[1] == Event(FINISH, 0, 12, rank=1)

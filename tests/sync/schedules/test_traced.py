@@ -26,15 +26,18 @@ END = 40
 
 
 def on_host(schedule, sizes, norms, gaps):
-    """What happens at every step: `(kind, fragment)`s."""
+    """Return the set of `(kind, fragment)` of every step."""
 
     def see(step, event):
         return sizes[event.fragment_id], {"norm": float(norms[step])}
 
-    found, drift = [set() for _ in range(END + 1)], lambda step: gaps[step].tolist()
+    def drift(step):
+        return gaps[step].tolist()
+
+    events_of = [set() for _ in range(END + 1)]
     for step, _, events in walk(schedule, schedule.init(), END, see, drift):
-        found[step] = {(e.kind, e.fragment_id) for e in events}
-    return found[1:]
+        events_of[step] = {(e.kind, e.fragment_id) for e in events}
+    return events_of[1:]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -43,9 +46,12 @@ def in_program(schedule, sizes, norms, gaps):
     starts_first = not schedule.delay_steps or isinstance(schedule, OneStepStale)
 
     def one(times, step):
-        norm, observe = norms[step], lambda name: gaps[step]
+        norm = norms[step]
+        observe = lambda name: gaps[step]  # noqa: E731
+
         half = traced.midway(schedule, times, step)
         due = traced.is_due(schedule, times, step)
+
         if starts_first:
             begun = traced.leaving(schedule, sizes, times, step, observe)
             ended = traced.arriving(times, step) if schedule.delay_steps else begun
@@ -56,6 +62,7 @@ def in_program(schedule, sizes, norms, gaps):
             times = traced.applied(times, ended, step, norm)
             begun = traced.leaving(schedule, sizes, times, step, observe)
             times = traced.started(times, begun, step, schedule.delay_steps)
+
         half &= schedule.looks_midway
         return times, ({START: begun, MIDWAY: half, FINISH: ended}, due)
 
@@ -68,6 +75,7 @@ def schedules(draw):
     slots = draw(st.integers(num_fragments, 12))
     slot_steps = draw(st.integers(1, 3))
     kind = draw(st.sampled_from(("staggered", "stale", *SCORES)))
+
     if kind in SCORES:
         interval = slots * slot_steps + draw(st.integers(0, slot_steps - 1))
         longest = interval // slot_steps * slot_steps
@@ -80,6 +88,7 @@ def schedules(draw):
         delay = draw(st.integers(0, interval))
         phase = draw(st.integers(0, slot_steps - 1))
         schedule = staggered(interval, num_fragments, delay, phase)
+
     looks_midway = schedule.delay_steps >= 2 and draw(st.booleans())
     return dataclasses.replace(schedule, looks_midway=looks_midway)
 
@@ -93,9 +102,15 @@ def test_both_forms_choose_alike(schedule, seed):
     norms = np.exp(rng.normal(0, 1, END + 1)).astype(np.float32)
     shape = (END + 1, schedule.num_fragments)
     gaps = np.exp(rng.normal(0, 1, shape)).astype(np.float32)
+
     expected = on_host(schedule, sizes, norms, gaps)
-    found, due = in_program(schedule, sizes, norms, gaps)
+    happened, due = in_program(schedule, sizes, norms, gaps)
+
     for i, events in enumerate(expected):
-        seen = {(kind, int(k)) for kind in found for k in np.nonzero(found[kind][i])[0]}
+        seen = {
+            (kind, int(k))
+            for kind in happened
+            for k in np.nonzero(happened[kind][i])[0]
+        }
         assert seen == events
         assert due[i] or not events

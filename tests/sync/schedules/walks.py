@@ -15,13 +15,15 @@ def walk(schedule, state, end, see=None, drift=None, learns=False):
       learns: whether it is told of what was applied at the end of that step, as
         before a checkpoint, instead of when it asks.
     """
-    untold = []
+    unread = []
 
     def observe(name):
         if name in MEASURED_NOW and drift is not None:
             return drift(step)
-        told, untold[:] = [*untold], []
-        return told if name == "applied" else nothing(name)
+
+        news = list(unread)
+        unread.clear()
+        return news if name == "applied" else nothing(name)
 
     while (step := schedule.next_step(state)) <= end:
         assert step > state.step
@@ -32,7 +34,8 @@ def walk(schedule, state, end, see=None, drift=None, learns=False):
                 break
             events.append(event)
             if event.kind == FINISH and event.start_step > 0 and see is not None:
-                untold.append(Applied(event.fragment_id, *see(step, event)))
+                unread.append(Applied(event.fragment_id, *see(step, event)))
+
         assert schedule.next_event(state, step, observe) == (state, None)
         for applied in observe("applied") if learns else ():
             state = schedule.learn(state, applied)
@@ -64,8 +67,9 @@ def assert_on_time(schedule, state, num_steps, flies_once=True, **seen):
       flies_once: whether a fragment that is in flight does not start.
     """
     last = dict.fromkeys(range(schedule.num_fragments), state.step)
-    flying, end = {pending.sync_id for pending in state.in_flight}, state.step
-    end += num_steps
+    flying = {pending.sync_id for pending in state.in_flight}
+    end = state.step + num_steps
+
     for step, after, events in walk(schedule, state, end, **seen):
         for event in events:
             k = event.fragment_id
@@ -78,6 +82,7 @@ def assert_on_time(schedule, state, num_steps, flies_once=True, **seen):
                 last[k] = step
                 flying.add(event.sync_id)
         assert {pending.sync_id for pending in after.in_flight} == flying
+
     assert all(end - step <= schedule.sync_interval for step in last.values())
     assert min(last.values()) > state.step
 
@@ -86,14 +91,17 @@ class World:
     """What is seen, drawn anew every `num_steps` steps and alike for all who ask."""
 
     def __init__(self, seed, num_fragments=3, num_steps=1):
-        self.seed, self.num_fragments, self.num_steps = seed, num_fragments, num_steps
+        self.seed = seed
+        self.num_fragments = num_fragments
+        self.num_steps = num_steps
 
     def number(self, *of):
         # Powers of ten: some fragments always win, others never, and some tie.
         return 10.0 ** (hash((self.seed, *of)) % 7 - 3)
 
     def see(self, step, event):
-        k, start = event.fragment_id, event.start_step // self.num_steps
+        k = event.fragment_id
+        start = event.start_step // self.num_steps
         return 1 + hash((self.seed, k)) % 100, {
             "norm": self.number(k, start),
             "effective_rank": 1 + hash((self.seed, step)) % 9,
