@@ -173,9 +173,11 @@ def dilocox_speedup(tokens_per_step: float = 32768.0) -> Speedup:
     num_params = 107e9
     interval = 125
     topology = uniform(2, Link(1.0, 0.0))
+
     steps_s = (tokens_per_step / 3728.0,) * 2
     gradients = Workload((num_params * 4,), steps_s)
     blocking = simulate(topology, gradients, staggered(1), 4)
+
     rank = 2048
     width = 8192
     factors = 2 * rank / width  # numbers kept of each number of a matrix

@@ -110,6 +110,7 @@ def test_it_is_never_below_its_links_nor_above_all_in_turn(
         state = LinkState(state.bytes_per_s, state.delay_s, 1e6)
     starts = starts[:num]
     ends = seconds_of(state, num_bytes, starts)
+
     part_s = num_bytes / num / 1e6
     others = num - 1 if has_line else 1
     assert max(ends) - max(starts) >= 2 * (others * part_s + delay_s) * (1 - 1e-9)

@@ -54,11 +54,13 @@ def test_what_is_exchanged_at_every_step_blocks_every_step():
 
 def test_messages_in_bytes_of_parameters():
     share = {n: exchanges.message_share(methods.get(n)) for n in methods.METHODS}
+
     assert share["data_parallel"] == share["cocodc"] == share["heloco"] == 1
     assert share["noloco"] == 2  # Parameters and pseudo-gradients.
     assert share["distributed_lion"] == pytest.approx(1 / 32, rel=1e-3)  # One bit.
     assert share["des_loc"] == pytest.approx(1 + 1 / 3 + 1 / 6)
     assert share["mt_dao"] == pytest.approx(1 + 2 / 3 + 1 / 6)  # Two momenta.
+
     int8 = exchanges.message_share(methods.get("diloco", compress="int8"))
     assert int8 == pytest.approx(1 / 4 + 4 / 1024)  # A scale for 256 numbers
     assert share["sparseloco"] < 0.02  # 14 bits for 128 of 4096
@@ -76,6 +78,7 @@ def test_encoded_messages_are_gathered_and_others_summed():
         "distributed_lion",
         "dct_threshold",
     }
+
     assert exchanges.crossing(methods.get("diloco")) == "ring"
     assert exchanges.crossing(methods.get("sparseloco")) == "gather"
     assert exchanges.crossing(methods.get("sparseloco"), "tree") == "tree"
@@ -111,9 +114,11 @@ def test_one_ring_is_a_ring_and_a_line_bounds_many():
     two = exchanges.by_rings(2)(state, 5e9)
     assert one.seconds == pytest.approx(ring.seconds)
     assert one.bytes_sent == ring.bytes_sent
+
     # Each link carries half, but the line of a region all of it.
     assert two.seconds == pytest.approx(ring.seconds)
     assert two.bytes_sent == pytest.approx(ring.bytes_sent)
+
     wide = world(("us-east", "us-west", "asia-south", "europe-west"), 8.0).at()
     assert exchanges.by_rings(2)(wide, 4e9).transfer_s < ring.transfer_s
 

@@ -111,12 +111,15 @@ def test_a_link_that_loses_packets_is_named_within_five_syncs(came):
     """Hardly half of the messages are later than what noise is taken for."""
     rng = np.random.default_rng(0)
     watch = Messages(least=0.05)
+
     for _ in range(20):
         assert watch.observe(rng.uniform(0.003, 0.015, (4, 4))) == []
+
     for late in came:
         seconds = rng.uniform(0.003, 0.015, (4, 4))
         seconds[1, 2] = late
         findings = watch.observe(seconds)
+
     assert [(x.kind, x.where) for x in findings] == [("link", (1, 2))]
 
 
@@ -167,12 +170,12 @@ def test_worked_by_hand():
     median = np.median(past)
     mad = np.median(np.abs(past - 3))
     assert (median, mad) == (3, 1)
-    assert faults.robust_z(
-        9 - median, faults._scale(median, mad, 0.1)
-    ) == pytest.approx(6 / 1.4826)
-    assert faults.robust_z(3.0, faults._scale(3.0, 0.0, 0.1)) == pytest.approx(
-        10
-    )  # A tenth of 3.
+
+    # A tenth of 3 is the least scale.
+    scale = faults._scale(median, mad, 0.1)
+    least = faults._scale(3.0, 0.0, 0.1)
+    assert faults.robust_z(9 - median, scale) == pytest.approx(6 / 1.4826)
+    assert faults.robust_z(3.0, least) == pytest.approx(10)
 
 
 def test_a_message_that_never_comes_and_one_that_is_not_measured():
@@ -215,14 +218,16 @@ def test_in_a_simulated_run(source, target, kind, where):
     work = Workload((5e6,), (0.5,) * 4)
     schedule = staggered(10, num_fragments=1, delay_steps=9)
     timeline = simulate(topology, work, schedule, 400, "direct")
+
     ((time_s, finding),) = faults.watch_links(topology, timeline)
     assert (finding.kind, finding.where) == (kind, where)
+
     starts = [sync.start_s for sync in timeline.syncs if sync.start_s >= 60]
     assert starts.index(time_s) < 5
+
     quiet = uniform(4, Link(0.1, 0.05))
-    assert (
-        faults.watch_links(quiet, simulate(quiet, work, schedule, 400, "direct")) == []
-    )
+    undisturbed = simulate(quiet, work, schedule, 400, "direct")
+    assert faults.watch_links(quiet, undisturbed) == []
 
 
 def test_regions_against_their_past_and_the_others():
@@ -234,6 +239,7 @@ def test_regions_against_their_past_and_the_others():
             values = values * 3  # All change.
         if sync >= 15:
             values[1] *= 10
+
         late = slow.observe(values)
         odd = unusual.observe(values)
         if sync < 15:

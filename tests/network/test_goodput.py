@@ -87,10 +87,12 @@ def test_simulated_agrees_where_there_is_a_formula():
     failures = Failures(3600.0, 900.0)
     drawn = simulated(failures, 4, 1, 600.0, 100 * DAY)
     assert drawn == pytest.approx(alone(failures, 600.0), rel=0.02)
+
     for quorum in (1, 3, 4):
         drawn = simulated(failures, 4, quorum, 0.0, 400 * DAY)
         expected = quorum_share(failures, 4, quorum)
         assert drawn == pytest.approx(expected, rel=0.03)
+
     assert quorum_share(failures, 4, 1) == pytest.approx(0.8)
     assert quorum_share(failures, 4, 4) == pytest.approx(0.8**4)
 

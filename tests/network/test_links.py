@@ -66,6 +66,7 @@ def test_links_change_and_come_back():
     )
     topology = uniform(2, Link(8.0, 0.5), changes)
     assert topology.change_times_s == (1.0, 2.0, 3.0, 4.0)
+
     seen = [
         (state.bytes_per_s[0, 1], state.bytes_per_s[1, 0], state.delay_s[1, 0])
         for state in map(topology.at, (0.0, 1.0, 2.5, 3.5, 4.0))
@@ -74,7 +75,10 @@ def test_links_change_and_come_back():
     out = (0.0, 0.0, 0.75)
     assert seen == [usual, (5e8, 1e9, 0.5), out, out, usual]
     assert np.isinf(np.diag(topology.at(2.5).bytes_per_s)).all()
-    changes = LinkChange(0.0, 1.0, 0.1), LinkChange(1.0, 1.0, extra_latency_s=0.1)
+
+
+def test_changes_move_the_rate_of_a_lossy_link():
+    changes = (LinkChange(0.0, 1.0, 0.1), LinkChange(1.0, 1.0, extra_latency_s=0.1))
     lossy = uniform(2, Link(1.0, 0.05, loss=0.001), changes)
     narrow = Link(0.1, 0.05, loss=0.001)
     far = Link(1.0, 0.15, loss=0.001)
@@ -86,10 +90,12 @@ def test_a_subset_keeps_its_order_its_links_and_their_changes():
     changes = (LinkChange(1.0, 2.0, source=2), LinkChange(1.0, 2.0, source=1))
     rows = tuple(tuple(Link(8.0, 10 * i + j) for j in range(3)) for i in range(3))
     topology = Topology(("a", "b", "c"), rows, changes)
+
     part = topology.subset((2, 0))
     assert part.regions == ("c", "a")
     assert part.links[0][1] == rows[2][0]
     assert [change.source for change in part.changes] == [0]
+
     for state in (topology.at().subset((2, 0)), part.at()):
         assert state.delay_s.tolist() == [[0.0, 20.0], [2.0, 0.0]]
 
@@ -128,12 +134,14 @@ def test_world_has_the_regions_and_the_order_asked_for():
 def test_file_is_read_as_documented(tmp_path):
     path = tmp_path / "links.yaml"
     path.write_text(TABLE, encoding="utf-8-sig")
+
     topology = load_topology(path)
     links = topology.links
     assert topology.regions == ("paris", "tokyo", "dallas")
     assert [links[0][1].latency_s, links[1][0].latency_s] == [0.11, 0.11]
     assert [links[2][1].bandwidth_gbps, links[1][2].bandwidth_gbps] == [0.5, 1.0]
     assert links[0][2].delay_s == 0.062
+
     ends = [(c.source, c.target) for c in topology.changes]
     assert ends == [(None, None), (0, 1), (1, 0)]
     assert topology.at(62).bytes_per_s[0, 1] == 0
@@ -181,6 +189,7 @@ def test_changes_are_read_as_documented(tmp_path):
     path = tmp_path / "schedule.yaml"
     documented = inspect.cleandoc(load_changes.__doc__ or "")
     path.write_text(documented.partition("```yaml")[2].partition("```")[0])
+
     names = ("region0", "region1", "region2")
     assert load_changes(path, names) == (
         LinkChange(20, 5, 0),

@@ -67,9 +67,11 @@ def test_exact_and_local_search_against_brute_force(seed, monkeypatch):
         oracle_s(state, (flat[:2], flat[2:4], flat[4:]), pipeline)
         for flat in itertools.permutations(range(6))
     )
+
     exact = place(state, pipeline)
     assert exact.seconds == pytest.approx(best)
     assert exact.seconds == pytest.approx(oracle_s(state, exact.stages, pipeline))
+
     # Six sites are few enough for eight starts to find the best on these seeds.
     monkeypatch.setattr(placement, "EXACT_SITES", 1)
     local = place(state, pipeline)
@@ -101,6 +103,9 @@ def test_a_chain_by_hand():
     done = run(((0,), (1,)), [1.0, 2.0], 9.5, batches_per_site=1)
     assert done.finished_s == (3, 5, 7, 9)
     assert done.num_served == (5, 4)
+
+
+def test_a_chain_over_a_link_by_hand():
     # 1 MB there and back at 1 MB/s with half a second each way: 3 s more a batch.
     state = own_links(2, 0.5, 1e6)
     done = run(
@@ -128,13 +133,16 @@ FAST_AND_SLOW = (((0, 1, 2), (3, 4, 5)), [1, 1, 4, 1, 4, 4])
 def test_sites_serve_in_proportion_to_their_throughput():
     stages, batch_s = FAST_AND_SLOW
     wired = run(stages, batch_s, 2000)
+
     # Stage 1 is the slower one: 1 + 1/4 + 1/4 batches a second.
     assert wired.batches_per_s(200, 2000) == pytest.approx(1.5, rel=0.03)
     share = np.array(wired.num_served[3:]) / sum(wired.num_served[3:])
     np.testing.assert_allclose(share, [4 / 6, 1 / 6, 1 / 6], atol=0.03)
+
     # Chains 0-3, 1-4, 2-5 are as fast as their slower halves.
     fixed = run(stages, batch_s, 2000, wiring="fixed")
     assert fixed.batches_per_s(200, 2000) == pytest.approx(1.5, rel=0.03)
+
     crossed = run(((0, 1, 2), (4, 5, 3)), batch_s, 2000, wiring="fixed")
     assert crossed.batches_per_s(200, 2000) == pytest.approx(0.75, rel=0.03)
     crossed = run(((0, 1, 2), (4, 5, 3)), batch_s, 2000)
@@ -178,13 +186,16 @@ def test_stages_are_rebalanced():
     batch_s = [1.0] * 6
     still = run(stages, batch_s, 2000)
     moving = run(stages, batch_s, 2000, rebalance_s=100, stage_bytes=1e9)
+
     assert still.batches_per_s(500, 2000) == pytest.approx(1, rel=0.03)
     assert moving.batches_per_s(500, 2000) == pytest.approx(3, rel=0.03)
     assert [(m.time_s, m.source, m.target) for m in moving.moves] == [
         (100, 0, 1),
         (200, 0, 1),
     ]
+
     assert pace(rebalanced(stages, [1.0] * 6), batch_s) == 3
+
     # While a site fetches 50 GB at 1 GB/s, it serves nobody.
     slow = run(stages, batch_s, 160, rebalance_s=100, stage_bytes=50e9)
     site = slow.moves[0].site

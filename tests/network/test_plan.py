@@ -87,14 +87,18 @@ def test_a_plan_keeps_its_inequalities_and_does_not_stall(
     plan = make_plan(uniform(3, Link(1.0, 0.05)), job)
     assert num <= plan.num_fragments <= 32
     assert plan.sync_interval >= interval
+
     # A plan that either of the two methods takes.
     plan_of = (plan.sync_interval, plan.num_fragments, plan.delay_steps)
     staggered(*plan_of)
     adaptive(*plan_of, plan.syncs_per_interval)
+
     assert plan.delay_steps * step_time_s >= plan.sync_time_s * (1 - 1e-6)
     assert plan.delay_steps < plan.sync_interval
+
     used = plan.syncs_per_interval * plan.sync_time_s
     assert used <= share * plan.sync_interval * step_time_s * (1 + 1e-6)
+
     assert plan.num_fragments <= plan.syncs_per_interval <= plan.sync_interval
     assert plan.delay_steps == max(1, math.ceil(plan.sync_time_s / step_time_s - 1e-9))
     assert plan.utilization == pytest.approx(1.0, abs=1e-6)
@@ -107,14 +111,28 @@ def test_a_change_at_time_0_does_not_count():
     assert one == other
 
 
-def test_errors():
-    with pytest.raises(ValueError, match="a plan needs at least two regions"):
-        make_plan(uniform(1, Link(1.0, 0.0)), Job(1.0, 1.0))
-    with pytest.raises(ValueError, match="network_share=0 must be in"):
-        Job(1.0, 1.0, network_share=0)
-    with pytest.raises(ValueError, match="max_fragments=2 must not be below num_fragm"):
-        Job(1.0, 1.0, max_fragments=2)
-    with pytest.raises(ValueError, match="model_bytes=0 must be positive"):
-        Job(0, 1.0)
-    with pytest.raises(ValueError, match="sync_interval=0 must be at least 1"):
-        Job(1.0, 1.0, sync_interval=0)
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: make_plan(uniform(1, Link(1.0, 0.0)), Job(1.0, 1.0)),
+            "a plan needs at least two regions",
+        ),
+        (
+            lambda: Job(1.0, 1.0, network_share=0),
+            "network_share=0 must be in",
+        ),
+        (
+            lambda: Job(1.0, 1.0, max_fragments=2),
+            "max_fragments=2 must not be below num_fragm",
+        ),
+        (lambda: Job(0, 1.0), "model_bytes=0 must be positive"),
+        (
+            lambda: Job(1.0, 1.0, sync_interval=0),
+            "sync_interval=0 must be at least 1",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -63,6 +63,7 @@ def test_streaming_by_hand():
         ((0,), 4, 6, 5.0, 8.0, 1.0),
         ((1,), 6, 8, 8.0, 11.0, 1.0),
     ]
+
     assert timeline.sim_s == 11.0
     # Three merged and one just started, 2 (M - 1) / M of 2 GB each.
     assert timeline.bytes_sent == (8 * GB, 8 * GB)
@@ -135,6 +136,7 @@ def test_one_step_stale_by_hand():
 def test_ranked_rounds_send_less_and_come_sooner():
     schedule = ranked_rounds(8, 4, 1)
     timeline = simulate(PAIR, work(4), schedule, 40, effective_rank=2.0)
+
     seen = [(s.start_step, s.merge_step, s.bytes_sent[0]) for s in timeline.syncs]
     # A mean is looked at when the next message leaves: from step 24 on at rank 2.
     assert seen[:4] == [
@@ -143,6 +145,7 @@ def test_ranked_rounds_send_less_and_come_sooner():
         (24, 28, 2 * GB),
         (28, 32, 2 * GB),
     ]
+
     same = simulate(PAIR, work(4), schedule, 40)
     assert {s.bytes_sent[0] for s in same.syncs} == {4 * GB}
 
@@ -154,6 +157,7 @@ def test_regions_that_come_alone_wait_alone():
     timeline = simulate(PAIR, uneven, asynchronous(4), 8)
     assert timeline.stall_s == (0.0, 6.0)
     assert timeline.bytes_sent == (2 * GB, 2 * GB)
+
     seen = [(s.start_step, s.start_s, s.arrival_s, s.stall_s) for s in timeline.syncs]
     assert seen == [
         (4, 4.0, 4.0, 0.0),
@@ -161,6 +165,7 @@ def test_regions_that_come_alone_wait_alone():
         (8, 8.0, 8.0, 0.0),
         (8, 11.0, 14.0, 3.0),
     ]
+
     larger = dataclasses.replace(uneven, answer_share=2.0)
     assert simulate(PAIR, larger, asynchronous(4), 8).stall_s == (0.0, 8.0)
 
@@ -276,6 +281,7 @@ def test_errors(sizes, num_steps, message):
 def schedules(draw):
     kind = draw(st.sampled_from(["every", "whole", "staggered", "adaptive", "stale"]))
     num = draw(st.integers(1, 4))
+
     if kind == "every":
         return staggered(1)
     if kind == "whole":
@@ -319,9 +325,11 @@ def run(case, gbps_factor=1.0, extra_latency_s=0.0, schedule=None, num_layers=1)
 def test_time_is_compute_and_stall(case):
     timeline = run(case)
     assert 0 < timeline.utilization() <= 1
+
     steps_s = np.asarray(timeline.step_time_s)
     ends = 30 * steps_s + np.asarray(timeline.stall_s)
     np.testing.assert_allclose(timeline.times_s(30), ends, rtol=1e-9)
+
     assert min(timeline.stall_s) >= 0
     for sync in timeline.syncs:
         assert sync.start_s <= sync.arrival_s <= sync.merge_s + 1e-9
@@ -353,11 +361,14 @@ def test_bytes_are_those_of_the_messages(case):
     schedule = case[0]
     num = case[1]
     collective = case[5]
+
     assume(collective in ("ring", "gather"))
     sizes = [GB * (1 + p / 3) for p in range(schedule.num_fragments)]
     share = 2 * (num - 1) / num if collective == "ring" else num - 1
+
     merged = sum(sum(sizes[p] for p in s.fragments) for s in timeline.syncs)
     recorded = sum(s.bytes_sent[0] for s in timeline.syncs)
+
     assert recorded == pytest.approx(share * merged)
     # What is not merged yet is at most every fragment once.
     left = timeline.bytes_sent[0] - recorded

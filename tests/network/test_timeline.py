@@ -48,6 +48,7 @@ def test_what_is_exposed_is_counted_second_by_second(given_syncs):
     syncs = []
     flying = set()
     waiting = set()
+
     for begin, flight, late, stall in given_syncs:
         arrival = begin + flight
         merge = arrival + late
@@ -86,12 +87,13 @@ def test_trace_holds_every_sync_and_no_overlapping_spans(timeline, tmp_path):
     spans = [event for event in events if event["ph"] == "X"]
     syncs = [event for event in spans if event["name"].startswith("fragment")]
     assert len(syncs) == len(timeline.syncs)
+
     first = timeline.syncs[0]
     assert syncs[0]["ts"] == first.start_s * 1e6
     assert syncs[0]["dur"] == pytest.approx((first.arrival_s - first.start_s) * 1e6)
     assert syncs[0]["args"]["stall_s"] == first.stall_s
-    tracks = {}
 
+    tracks = {}
     for event in sorted(spans, key=lambda e: e["ts"]):
         tracks.setdefault((event["pid"], event["tid"]), []).append(event)
     assert len(tracks) == 4  # two regions, two syncs at once
