@@ -9,6 +9,7 @@ def text_folder(tmp_path_factory):
     """Twelve sub-folders of five files; every file's text is unlike all others'."""
     root = tmp_path_factory.mktemp("corpus")
     rng = np.random.default_rng(0)
+
     for source in range(12):
         folder = root / f"source{source:02d}"
         folder.mkdir()

@@ -81,12 +81,15 @@ def test_one_large_file_becomes_many_documents(tmp_path):
     lines = [f"line {i} of one large file\n" for i in range(12_000)]
     path = tmp_path / "input.txt"
     path.write_text("".join(lines))
+
     train, validation = _texts(_open(path, tmp_path / "data"))
     assert len(train) >= 3
     assert len(validation) >= 1
+
     documents = train + validation
     assert max(map(len, documents)) <= 1 << 16
     assert all(document.endswith("\n") for document in documents)
+
     stored = [line for text in documents for line in text.splitlines(keepends=True)]
     assert sorted(stored) == sorted(lines)
 
@@ -114,15 +117,18 @@ def test_a_bad_byte_is_refused_replaced_or_skipped_with_a_word(tmp_path, capfd):
     message = rf"{folder}/c.txt is not UTF-8 text \(byte 3: .*=replace or"
     with pytest.raises(ValueError, match=message):
         _open(folder, tmp_path / "data")
-    train, validation = _texts(
-        _open(folder, tmp_path / "data", undecodable="replace", validation_fraction=0.4)
+
+    replaced = _open(
+        folder, tmp_path / "data", undecodable="replace", validation_fraction=0.4
     )
+    train, validation = _texts(replaced)
     assert sorted(train + validation) == ["caf\ufffd three", "one", "two"]
     assert capfd.readouterr() == ("", "")
+
     train, validation = _texts(_open(folder, tmp_path / "data", undecodable="skip"))
     assert sorted(train + validation) == ["one", "two"]
-    said = capfd.readouterr().err
-    assert said == (
+    warning = capfd.readouterr().err
+    assert warning == (
         "warning: undecodable=skip leaves out 1 of 3 files of the text: "
         f"{folder / 'c.txt'}\n"
     )
@@ -138,9 +144,11 @@ def test_several_paths(tmp_path):
 def test_prepared_once_then_again_when_a_file_changes(tmp_path, monkeypatch):
     folder = _write(tmp_path / "texts", _numbered(4))
     first = _open(folder, tmp_path)
+
     monkeypatch.setattr(prepare, "_prepare_beside", _fail)
     assert _open(folder, tmp_path).fingerprint == first.fingerprint
     monkeypatch.undo()
+
     (folder / "0.txt").write_text("changed")
     second = _open(folder, tmp_path)
     assert second.fingerprint != first.fingerprint
@@ -211,6 +219,7 @@ def test_two_processes_prepare_at_once(text_folder, tmp_path):
         f"c = open_corpus(DataConfig('text:{text_folder}', {str(tmp_path)!r}))\n"
         "print(len(c.train) + len(c.validation), c.fingerprint)\n"
     )
+
     started = [
         subprocess.Popen(
             [sys.executable, "-c", program],
@@ -219,6 +228,7 @@ def test_two_processes_prepare_at_once(text_folder, tmp_path):
         )
         for _ in range(2)
     ]
+
     outputs, errors = zip(*(p.communicate(timeout=120) for p in started), strict=True)
     assert errors == (b"", b"")
     assert outputs[0] == outputs[1]
@@ -426,10 +436,13 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     lines = "A first line\nand another \ufeffone\n"
     texts = _write(tmp_path / "texts", {"a.txt": lines, "b.txt": "other"})
     (texts / "a.txt").write_bytes(b"\xef\xbb\xbf" + lines.encode())
+
     listed = files.list_text_files([str(texts)])
     assert [d.text for d in files.read_documents(listed)] == [lines, "other"]
+
     kept = files.read_documents(listed, keeps_marks=True)
     assert next(kept).text == "\ufeff" + lines
+
     corpus = _open(texts, tmp_path / "data")
     train, validation = _texts(corpus)
     assert {*train, *validation} == {lines, "other"}

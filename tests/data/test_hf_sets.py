@@ -44,9 +44,10 @@ def write(path, texts, field="text", rows=50):
     if path.suffix == ".parquet":
         pq.write_table(table, path, row_group_size=rows)
     elif path.suffix == ".arrow":
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(
-            sink, table.schema
-        ) as stream:  # fmt: skip
+        with (
+            pa.OSFile(str(path), "wb") as sink,
+            pa.ipc.new_stream(sink, table.schema) as stream,
+        ):
             stream.write_table(table, max_chunksize=rows)
     elif path.suffix == ".gz":
         path.write_bytes(gzip.compress(json_lines(texts, field)))
@@ -57,9 +58,12 @@ def write(path, texts, field="text", rows=50):
 def config_of(folder, tmp_path, **changes):
     changes = {"validation_fraction": 0.2, "shuffle_window_bytes": 1 << 13} | changes
     return DataConfig(
-        f"hf:{folder}", str(tmp_path / "cache"), sequence_length=15,
-        batch_per_region=4, **changes,
-    )  # fmt: skip
+        f"hf:{folder}",
+        str(tmp_path / "cache"),
+        sequence_length=15,
+        batch_per_region=4,
+        **changes,
+    )
 
 
 def take(stream, count):
@@ -86,8 +90,10 @@ def test_chunks_of_columns_are_every_row_once(tmp_path, kind, size):
     path = tmp_path / f"a.{kind.__name__.removeprefix('open_')}"
     texts = [None if i % 9 == 4 else text for i, text in enumerate(TEXTS[:130])]
     write(path, texts)
+
     file = kind(path, "text", size)
     chunks = [file.texts(chunk) for chunk in range(file.num_chunks)]
+
     assert sum(chunks, []) == [text for text in texts if text]
     # Of groups of 50 rows one in nine has no text.
     most = max(map(len, chunks))
@@ -109,11 +115,13 @@ def test_every_document_is_on_one_side(tmp_path, suffix):
         write(folder / f"{part}.{suffix}", TEXTS[200 * part :][:200])
     (folder / "dataset_info.json").write_text("{}")
     (folder / "state.json").write_text("{}")
+
     corpus = open_corpus(config_of(folder, tmp_path))
     train = list(corpus.train)
     held = list(corpus.validation)
     assert sorted(train + held) == sorted(TEXTS)
     assert 70 < len(held) < 170  # binomial(600, 0.2), five standard deviations
+
     assert [t for t in TEXTS if t in train] != train  # In another order.
     sources = {corpus.train.source_and_bytes(i)[0] for i in range(len(corpus.train))}
     assert sources == {"0", "1", "2"}
@@ -121,20 +129,24 @@ def test_every_document_is_on_one_side(tmp_path, suffix):
 
 def test_splits_are_those_of_names(tmp_path):
     folder = tmp_path / "set"
-    for name, texts in {
+    texts_of = {
         "data/train-0-of-2.jsonl": TEXTS[:100],
         "data/train-1-of-2.parquet": TEXTS[100:200],
         "data/test-0.parquet": TEXTS[200:300],
         "more.jsonl": TEXTS[300:],
-    }.items():
+    }
+    for name, texts in texts_of.items():
         write(folder / name, texts)
+
     corpus = open_corpus(config_of(folder, tmp_path))
     assert sorted(corpus.train) == sorted(TEXTS[:200])
     assert sorted(corpus.validation) == sorted(TEXTS[200:300])
+
     write(folder / "validation/x.arrow", TEXTS[400:])
     again = open_corpus(config_of(folder, tmp_path))
     assert sorted(again.validation) == sorted(TEXTS[400:])
     assert again.fingerprint != corpus.fingerprint
+
     alone = open_corpus(config_of(folder / "data/test-0.parquet", tmp_path))
     assert sorted([*alone.train, *alone.validation]) == sorted(TEXTS[200:300])
 
@@ -208,8 +220,10 @@ def test_a_line_that_is_not_utf8(tmp_path):
     folder.mkdir()
     (folder / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "b\xff"}\n' * 2)
     config = config_of(folder, tmp_path)
+
     with pytest.raises(RecordError, match=r"line 2: is not UTF-8 text .* undecodable="):
         list(open_corpus(config).train)
+
     for choice, texts in {"replace": {"a", "b\ufffd"}, "skip": {"a"}}.items():
         corpus = open_corpus(dataclasses.replace(config, undecodable=choice))
         assert {*corpus.train, *corpus.validation} == texts

@@ -36,6 +36,7 @@ def test_packing_equals_the_oracle(documents, length):
     while len(joined) >= length:
         expected.append(joined[:length])
         joined = joined[length:]
+
     packed = pack_sequences([np.array(d, np.uint16) for d in documents], length)
     assert packed.dtype == np.uint16
     assert packed.shape == (len(expected), length)
@@ -85,12 +86,15 @@ def test_sources_are_dealt_once_and_evenly(sizes, num_regions):
         with pytest.raises(ValueError, match=f"num_regions={num_regions} regions"):
             deal_sources(sizes, num_regions)
         return
+
     dealt = deal_sources(sizes, num_regions)
     assert sorted(name for names in dealt for name in names) == sorted(sizes)
     assert all(dealt)
+
     loads = [sum(sizes[name] for name in names) for names in dealt]
     # What the greedy rule promises: no region exceeds another by more than a source.
     assert max(loads) - min(loads) <= max(sizes.values())
+
     again = deal_sources(dict(reversed(sizes.items())), num_regions)
     assert dealt == again
 

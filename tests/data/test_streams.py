@@ -20,9 +20,13 @@ BATCH = 4
 def config(text_folder, data_dir):
     # A window of 1 KiB is a few documents, so streams cross many windows and epochs.
     return DataConfig(
-        dataset=f"text:{text_folder}", data_dir=data_dir, sequence_length=LENGTH,
-        batch_per_region=BATCH, shuffle_window_bytes=1024, validation_fraction=0.2,
-    )  # fmt: skip
+        dataset=f"text:{text_folder}",
+        data_dir=data_dir,
+        sequence_length=LENGTH,
+        batch_per_region=BATCH,
+        shuffle_window_bytes=1024,
+        validation_fraction=0.2,
+    )
 
 
 def _take(stream, count):
@@ -40,18 +44,22 @@ def test_an_epoch_of_one_window_is_every_sequence_once(config):
     config = dataclasses.replace(config, shuffle_window_bytes=1 << 30)
     data = load(config, num_regions=1)
     train = open_corpus(config).train
+
     num_documents = len(train)
     num_tokens = sum(len(t.encode()) + 1 for t in train)
     num_sequences = num_tokens // (LENGTH + 1)
+
     batches = _take(data.train_stream(), -(-2 * num_sequences // BATCH))
     sequences = batches.reshape(-1, LENGTH + 1)
     epochs = sequences[:num_sequences], sequences[num_sequences : 2 * num_sequences]
+
     for epoch in epochs:
         # Every training document is there in full, up to what packing drops.
         _, counts = np.unique(epoch, return_counts=True)
         assert counts.sum() == num_sequences * (LENGTH + 1)
         ends = (epoch == 256).sum()
         assert num_documents - 1 <= ends <= num_documents
+
     assert not np.array_equal(*epochs)
 
 
@@ -62,19 +70,23 @@ def test_regions_and_validation_are_disjoint(config, text_folder, partition):
     data = load(config, num_regions)
     texts = [path.read_bytes() for path in sorted(text_folder.rglob("*.txt"))]
     batches = _take(data.train_stream(), 120)
+
     seen = [set() for _ in range(num_regions + 1)]
     groups = [batches[:, region] for region in range(num_regions)]
     groups.append(data.eval_tokens(12))
+
     for group, sequences in enumerate(groups):
         for sequence in sequences.reshape(-1, LENGTH + 1):
             owners = _owners(sequence, texts)
             assert owners
             if len(owners) == 1:  # a short piece may lie in several documents
                 seen[group].add(owners[0])
+
     for one, other in itertools.combinations(seen, 2):
         assert not one & other
     # Two epochs or more were read: nearly every document has been met.
     assert len(set.union(*seen)) >= 0.9 * len(texts)
+
     if partition == "source":
         folders = [{owner // 5 for owner in owners} for owners in seen[:num_regions]]
         for one, other in itertools.combinations(folders, 2):
@@ -89,9 +101,11 @@ def test_a_region_reads_the_same_on_any_process(config):
     assert every.dtype == np.int32
     assert data.tokenizer.vocab_size == 272
     assert 0 <= every.min() < every.max() <= 256
+
     for region in range(3):
         alone = _take(load(config, 3, regions=[region]).train_stream(), 40)
         np.testing.assert_array_equal(alone[:, 0], every[:, region])
+
     swapped = _take(load(config, 3, regions=[2, 0]).train_stream(), 40)
     np.testing.assert_array_equal(swapped, every[:, [2, 0]])
 
@@ -114,10 +128,12 @@ def test_restored_stream_goes_on_bit_for_bit(config, num_read):
         next(stream)
     state = json.loads(json.dumps(stream.get_state()))
     expected = _take(stream, 70)
+
     fresh = load(config, 2).train_stream()
     fresh.set_state(state)
     assert fresh.get_state() == state
     np.testing.assert_array_equal(_take(fresh, 70), expected)
+
     stream.set_state(state)  # and back, on a stream that has gone further
     np.testing.assert_array_equal(_take(stream, 70), expected)
 
@@ -142,13 +158,14 @@ def test_a_process_restores_its_part_of_a_state(config):
 
 def test_state_of_other_data_is_refused(config):
     state = load(config, 2).train_stream().get_state()
-    for other, num_regions in [
+    others = [
         (dataclasses.replace(config, seed=5), 2),
         (dataclasses.replace(config, sequence_length=14), 2),
         (dataclasses.replace(config, validation_fraction=0.4), 2),
         (dataclasses.replace(config, tokenizer="bpe:300"), 2),
         (config, 3),
-    ]:
+    ]
+    for other, num_regions in others:
         stream = load(other, num_regions).train_stream()
         with pytest.raises(ValueError, match="the state is of the data"):
             stream.set_state(state)
@@ -184,6 +201,7 @@ def test_windows_that_are_all_too_small_are_refused(config, tmp_path):
         (tmp_path / source).mkdir()
         for index in range(count):
             (tmp_path / source / f"{index}.txt").write_text(f"{index} {text}")
+
     config = dataclasses.replace(config, dataset=f"text:{tmp_path}", partition="source")
     stream = load(config, 2, regions=[1]).train_stream()
     with pytest.raises(
@@ -198,6 +216,7 @@ def test_eval_tokens_are_always_the_same(config, text_folder):
     tokens = load(config, 2).eval_tokens(3)
     assert tokens.shape == (3, BATCH, LENGTH + 1)
     assert tokens.dtype == np.int32
+
     others = [
         load(config, 4, regions=[3]),
         load(dataclasses.replace(config, seed=9, partition="source"), 3),
@@ -207,6 +226,7 @@ def test_eval_tokens_are_always_the_same(config, text_folder):
         np.testing.assert_array_equal(
             other.eval_tokens(num_batches).reshape(tokens.shape), tokens
         )
+
     validation = [text.encode() for text in open_corpus(config).validation]
     for sequence in tokens.reshape(-1, LENGTH + 1):
         assert _owners(sequence, validation)
@@ -252,12 +272,15 @@ def test_standard_library(tmp_path):
     data = load(config, num_regions=4)
     sequences = data.eval_tokens(num_batches=4)
     assert b"self" in sequences[sequences < 256].astype(np.uint8).tobytes()
+
     corpus = open_corpus(config)
     texts = [text.encode() for text in corpus.train]
     assert len(texts) > 500
     assert corpus.train.num_bytes > 5_000_000
+
     sources = {corpus.train.source_and_bytes(i)[0] for i in range(len(texts))}
     assert {"asyncio", "json", "argparse"} <= sources
+
     assert not {"site-packages", "__pycache__"} & sources
     # Sequences of a batch come from different documents, as far as these can be told.
     distinct = []
@@ -265,4 +288,5 @@ def test_standard_library(tmp_path):
         owners = [_owners(sequence, texts) for sequence in batch]
         known = [owner[0] for owner in owners if len(owner) == 1]
         distinct.append(len(set(known)) / len(known))
+
     assert np.mean(distinct) >= 0.75

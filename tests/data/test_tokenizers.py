@@ -59,15 +59,19 @@ def test_bpe_compresses_its_corpus(bpe):
 def test_bpe_is_trained_once(tmp_path):
     first = _load("bpe:300", tmp_path, TEXTS)
     (file,) = tmp_path.iterdir()
+
     (tmp_path / "new").touch()
     assert file.stat().st_mode == (tmp_path / "new").stat().st_mode
     (tmp_path / "new").unlink()
+
     second = _load("bpe:300", tmp_path, iter(["never read"]))
     assert first.fingerprint == second.fingerprint
     assert list(tmp_path.iterdir()) == [file]
+
     file.write_text("{")
     with pytest.raises(ValueError, match=f"'bpe:300' cannot .*; remove {file} to"):
         _load("bpe:300", tmp_path)
+
     file.unlink()
     other = load_tokenizer("bpe:300", ["other text " * 9], "other corpus", tmp_path)
     assert other.fingerprint != first.fingerprint
@@ -78,9 +82,11 @@ def test_what_a_file_was_last_called_with_does_not_hold(tmp_path, bpe):
     tokenizer.enable_truncation(8)
     tokenizer.enable_padding(length=12, pad_token="<|endoftext|>")
     tokenizer.model.dropout = 0.5
+
     path = tmp_path / "tokenizer.json"
     path.write_text(tokenizer.to_str())
     loaded = _load(f"hf:{path}", tmp_path)
+
     for text in ("x", "".join(TEXTS)):
         assert loaded.encode(text).tolist() == bpe.encode(text).tolist()
     assert loaded.fingerprint == bpe.fingerprint
@@ -92,12 +98,13 @@ def folder(tmp_path, bpe):
     tokenizer = hf.Tokenizer.from_str(bpe._tokenizer.to_str())
     tokenizer.add_special_tokens(["<|fin|>"])
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
-    said = {
+
+    config = {
         "eos_token": {"content": "<|fin|>", "special": True},
         "pad_token": "<|pad|>",
         "added_tokens_decoder": {"300": {"content": "<|fin|>"}},
     }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     return tmp_path
 
 
@@ -134,8 +141,8 @@ def test_a_folder_says_what_ends_a_text(folder, bpe, tmp_path):
 )  # fmt: skip
 def test_a_folder_that_disagrees_is_refused(folder, tmp_path, file, changes, message):
     path = folder / file
-    said = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(said | changes))
+    config = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=re.escape(message)):
         _load(f"hf:{folder}", tmp_path)
 
@@ -164,17 +171,21 @@ def test_files_of_bytes_and_bpe_encode_alike(tmp_path, bpe, text):
 def test_sentencepiece_file(tmp_path):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(t for t in TEXTS), model_writer=model, vocab_size=100,
+        sentence_iterator=iter(t for t in TEXTS),
+        model_writer=model,
+        vocab_size=100,
         minloglevel=2,
-    )  # fmt: skip
+    )
     path = tmp_path / "m.model"
     path.write_bytes(model.getvalue())
+
     tokenizer = _load(f"sentencepiece:{path}", tmp_path)
     ids = tokenizer.encode("return x + 7")
     assert ids.dtype == np.int32
     assert tokenizer.decode(np.append(ids, tokenizer.eos_id)) == "return x + 7"
     assert tokenizer.vocab_size == 112
     assert tokenizer.eos_id == 2
+
     files = tokenizer.files()
     assert files["tokenizer.model"] == model.getvalue()
     assert json.loads(files["tokenizer_config.json"])["eos_token"] == "</s>"
