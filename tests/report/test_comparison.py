@@ -58,8 +58,10 @@ def test_loss_at_bytes_is_linear_and_of_the_last_evaluation_there():
     assert loss_at_bytes(pairs, 20) == 3.0
     assert loss_at_bytes(pairs, 25) == 2.75
     assert loss_at_bytes(pairs, 40) == 2.0
+
     assert loss_at_bytes(pairs, 41) is None  # Sends less.
     assert loss_at_bytes(pairs, 9) is None  # Not evaluated yet.
+
     assert loss_at_bytes(evaluated("a", 0, pairs), 30) == 2.5
 
 
@@ -80,6 +82,7 @@ def test_comparison_by_hand():
         evaluated("fast", 0, [(10, 2.0), (20, 1.0)], correction_ratio=0.5),
         evaluated("fast", 1, [(10, 2.0), (20, 1.5)], correction_ratio=0.7),
     ]
+
     comparison = compare(runs)
     assert comparison["target_loss"] == 2.0
     slow = comparison["methods"]["slow"]
@@ -87,6 +90,7 @@ def test_comparison_by_hand():
     assert fast["eval_loss"] == {"mean": 1.25, "half_range": 0.25}
     assert fast["correction_ratio"]["mean"] == pytest.approx(0.6)
     assert slow["correction_ratio"] is None
+
     assert (slow["steps_to_target"], fast["steps_to_target"]) == (20.0, 10.0)
     assert fast["ratios"] == {"bytes": 0.1, "steps_to_target": 0.5}
     assert slow["seeds"] == [0, 1]
@@ -102,21 +106,23 @@ def test_losses_at_equal_bytes_by_hand():
         evaluated("none", 0, [(0, 4.0), (0, 3.0)]),
         evaluated("none", 1, [(0, 4.0), (0, 3.0)]),
     ]
+
     comparison = compare(runs)
     # The least of the seeds of the method that sends the least.
-    assert (comparison["equal_bytes_method"], comparison["equal_bytes"]) == (
-        "short",
-        20,
-    )
+    assert comparison["equal_bytes_method"] == "short"
+    assert comparison["equal_bytes"] == 20
     losses = {n: row["loss_at_equal_bytes"] for n, row in comparison["methods"].items()}
     assert losses["long"] == {"mean": 3.0, "half_range": 0.0}
     assert losses["short"]["mean"] == pytest.approx((3.0 + 4.0 - 10 / 14) / 2)
     assert losses["none"] is None
     assert comparison["methods"]["long"]["evaluated_bytes"] == [20, 30]
+
     comparison = compare(runs, "long")
-    assert (comparison["equal_bytes_method"], comparison["equal_bytes"]) == ("long", 30)
+    assert comparison["equal_bytes_method"] == "long"
+    assert comparison["equal_bytes"] == 30
     assert comparison["methods"]["long"]["loss_at_equal_bytes"]["mean"] == 2.25
     assert comparison["methods"]["short"]["loss_at_equal_bytes"] is None
+
     # A target that sends nothing has no bytes to compare at.
     assert compare(runs, "none")["equal_bytes_method"] == "short"
     assert compare(runs[-2:])["equal_bytes"] is None
@@ -127,15 +133,16 @@ def test_a_seed_that_misses_the_target_is_counted():
         evaluated("a", 0, [(10, 3.0), (20, 1.0)]),
         evaluated("a", 1, [(10, 3.0), (20, 2.0)]),
     ]
+
     row = compare(runs)["methods"]["a"]
     assert (row["seeds_at_target"], row["steps_to_target"]) == (1, 17.5)
+
     # The other reaches it with both seeds, and has nothing to be compared with.
     runs += [dataclasses.replace(run, method="b") for run in runs[:1] * 2]
     other = compare(runs, "a")["methods"]["b"]
     assert (other["seeds_at_target"], other["steps_to_target"]) == (2, 17.5)
-    assert (
-        row["ratios"]["steps_to_target"] is other["ratios"]["steps_to_target"] is None
-    )
+    assert row["ratios"]["steps_to_target"] is None
+    assert other["ratios"]["steps_to_target"] is None
 
 
 def test_spread_of_something_missing_is_none():
@@ -188,9 +195,11 @@ def render(runs):
 def test_page_is_sound_and_fetches_nothing():
     runs = [run(m, s) for m in ("data_parallel", "diloco", "cocodc") for s in (0, 1)]
     text, checker = render(runs)
+
     assert all(
         source.startswith("data:image/png;base64,") for source in checker.sources
     )
+
     assert "<script" not in text
     assert not re.search(r"https?://", text)
     assert "cocodc" in checker.cells
@@ -205,14 +214,17 @@ def test_page_says_what_there_is_none_of():
         evaluated("little", 0, [(5, 4.0), (10, 3.0)]),
         evaluated("much", 0, [(30, 3.0), (60, 1.0)]),
     ]
+
     rows = page.results(compare(runs, "target")).split("<tr>")[2:]
     cells = [re.findall(r"<td[^>]*><div>(.*?)</div>", row)[2:4] for row in rows]
     less = "<small>sends less</small>"
     later = "<small>from 30 B</small>"
     assert cells == [["20", "2.0000"], ["<small>never</small>", less], ["45", later]]
+
     note = page.results_note(compare(runs, "target"))
     assert "a loss of 2.0000, the last of target, linear" in note
     assert "Loss at 20 B: when a region has sent what target sends" in note
+
     alone = compare([evaluated("apart", 0, [(0, 4.0), (0, 2.0)])])
     assert "loss at" not in page.results(alone)
     assert "Loss at" not in page.results_note(alone)

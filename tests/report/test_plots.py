@@ -80,15 +80,19 @@ def routed(method, load):
 
 def test_experts_have_a_map_of_each_method_that_recorded_loads():
     assert experts.figures([run("diloco")]) == {}
+
     few = routed("cocodc", {"load_regions": [[[1.5, 0.5]], [[2.0, 0.0]]]})
     np.testing.assert_allclose(experts.loads(few), [[[1.5, 0.5]], [[2.0, 0.0]]])
+
     ((figure, caption),) = experts.figures(
         [run("diloco"), few, routed("streaming_diloco", {})]
     ).values()
+
     above, below = figure.subfigs
     divergence, dead = above.axes
     assert divergence.get_legend_handles_labels()[1] == ["cocodc", "streaming_diloco"]
     assert [line.get_ydata().tolist() for line in dead.lines] == [[1.0, 1.0]] * 2
+
     (image,) = below.axes[0].images
     np.testing.assert_allclose(image.get_array(), [[1.5, 0.5], [2.0, 0.0]])
     assert "last quarter" in caption

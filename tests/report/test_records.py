@@ -160,6 +160,7 @@ def test_tensorboard_events_hold_the_numbers(tmp_path):
     assert 1.25 in numbers.values()
     assert 1.5 in numbers.values()
     assert {step for _, step in numbers} == {3, 4}
+
     again = tensorboard(tmp_path)  # Nothing was kept: what is there is hidden.
     again.close()
     files = (tmp_path / "tb").iterdir()
