@@ -83,14 +83,19 @@ def extras(like):
     quartic = lambda p: jax.tree.map(lambda x: x**3, p)  # noqa: E731
     half_square = lambda o: sum(jnp.sum(x**2) for x in jax.tree.leaves(o)) / 2  # noqa: E731
     return {
-        "stale_params": like, "second_moment": jax.tree.map(lambda x: x**2 + 1, like),
+        "stale_params": like,
+        "second_moment": jax.tree.map(lambda x: x**2 + 1, like),
         "group_mean_params": jax.tree.map(lambda x: x / 2, like),
         "later_params": jax.tree.map(lambda x: x + 1, like),
-        "later_gradient": jax.tree.map(lambda x: 3 * x, like), "learning_rate": 0.1,
-        "delay_steps": 5, "key": jax.random.key(0), "gradient_fn": quartic,
-        "model_fn": quartic, "output_loss_fn": half_square,
+        "later_gradient": jax.tree.map(lambda x: 3 * x, like),
+        "learning_rate": 0.1,
+        "delay_steps": 5,
+        "key": jax.random.key(0),
+        "gradient_fn": quartic,
+        "model_fn": quartic,
+        "output_loss_fn": half_square,
         "an_unknown_argument": object(),
-    }  # fmt: skip
+    }
 
 
 def run(transform, gradients, params, stale, steps=2):
@@ -167,6 +172,7 @@ def test_keeps_dtypes_and_compiles_once(name):
         state = jax.jit(transform.init)(params)
         updates, new_state = step(params, state, params)
         step(updates, new_state, params)
+
     assert len(traces) == 1
     assert isinstance(state, tuple)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state))
@@ -194,8 +200,11 @@ def test_nor_of_narrow_types():
 @pytest.mark.parametrize("name", CASES)
 def test_none_leaves_and_labels_of_multi_transform(name):
     transform = build(CASES[name])
-    gradients, params, stale = tree(0), tree(10), tree(20)
+    gradients = tree(0)
+    params = tree(10)
+    stale = tree(20)
     cut = lambda t: {"layers": [t["layers"][0], None], "scale": t["scale"]}  # noqa: E731
+
     go = jax.jit(lambda *trees: run(transform, *trees)[0])
     alone = go(cut(gradients), cut(params), cut(stale))
     assert alone["layers"][1] is None
@@ -204,8 +213,10 @@ def test_none_leaves_and_labels_of_multi_transform(name):
     labels = {"layers": ["ours", "other"], "scale": "ours"}
     both = optax.multi_transform({"ours": transform, "other": optax.sgd(1.0)}, labels)
     chained = optax.chain(optax.identity(), both, optax.scale(-2.0))
+
     actual = jax.jit(lambda *trees: run(chained, *trees)[0])(gradients, params, stale)
     assert_close(cut(actual), jax.tree.map(lambda x: -2 * x, alone))
+
     # The second of two gradients, through sgd and scale alone.
     other = 4 * gradients["layers"][1]
     np.testing.assert_allclose(actual["layers"][1], other, rtol=1e-6)
@@ -217,6 +228,7 @@ def test_inject_hyperparams_gives_the_same_numbers(name):
     injected = optax.inject_hyperparams(case.factory, static_args=case.static)
     transform = injected(**case.options)
     updates, state = jax.jit(lambda *a: run(transform, *a))(tree(0), tree(10), tree(20))
+
     assert_close(updates, expected(name)[0][0])
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(updates))
     assert all(isinstance(x, jax.Array) for x in state.hyperparams.values())
@@ -241,11 +253,13 @@ def test_gradients_flow_through(name):
 def test_orbax_restores_every_state(tmp_path):
     states = {name: build(case).init(tree(1)) for name, case in CASES.items()}
     states = jax.tree.map(lambda x: x + 1, states)
+
     shapes = jax.eval_shape(lambda: states)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "states", states)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "states", shapes)
+
     assert jax.tree.structure(restored) == jax.tree.structure(states)
     assert_close(restored, states, rtol=0)
 
@@ -253,8 +267,7 @@ def test_orbax_restores_every_state(tmp_path):
 @pytest.mark.parametrize("name", ["outer_product", "muon", "co2"])
 def test_a_callers_mesh_changes_nothing(name):
     """With explicit axes, as `jax.make_mesh` makes them."""
+    go = jax.jit(lambda *trees: run(build(CASES[name]), *trees))
     with jax.set_mesh(jax.make_mesh((4,), ("data",))):
-        found = jax.jit(lambda *trees: run(build(CASES[name]), *trees))(
-            tree(0), tree(10), tree(20)
-        )
-    assert_close(jax.device_get(found), expected(name)[0])
+        actual = go(tree(0), tree(10), tree(20))
+    assert_close(jax.device_get(actual), expected(name)[0])

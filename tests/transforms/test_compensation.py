@@ -30,7 +30,8 @@ def apply(transform, updates, params, stale, **extra):
 def quadratic():
     rng = np.random.default_rng(0)
     root = rng.normal(size=(6, 6))
-    hessian, center = root @ root.T, rng.normal(size=6)
+    hessian = root @ root.T
+    center = rng.normal(size=6)
     return hessian, lambda w: hessian @ (w - center), rng.normal(size=(2, 6))
 
 
@@ -43,10 +44,13 @@ def test_exact_hessian_gives_the_undelayed_gradient_and_its_negative_does_not(
         for strength in (1.0, 0.0, -1.0):
             fresh, _ = apply(
                 delay_compensation("hessian_vector", strength),
-                *(gradient(stale), now, stale),
+                updates=gradient(stale),
+                params=now,
+                stale=stale,
                 gradient_fn=gradient,
             )
             error[strength] = np.linalg.norm(fresh - gradient(now))
+
     scale = np.linalg.norm(gradient(now))
     assert error[1.0] < 1e-13 * scale
     assert error[0.0] > 0.1 * scale
@@ -54,17 +58,22 @@ def test_exact_hessian_gives_the_undelayed_gradient_and_its_negative_does_not(
 
 
 def test_reported_ratio_and_trust_region():
-    g, now, stale = jnp.array([3.0, 4.0]), jnp.array([10.0, 10.0]), jnp.zeros(2)
+    g = jnp.array([3.0, 4.0])
+    now = jnp.array([10.0, 10.0])
+    stale = jnp.zeros(2)
     correction = 0.5 * np.array([9 * 10.0, 16 * 10.0])
     ratio = np.linalg.norm(correction) / 5
+
     fresh, state = apply(delay_compensation("outer_product", 0.5), g, now, stale)
     np.testing.assert_allclose(fresh, g + correction, rtol=1e-6)
     np.testing.assert_allclose(state.correction_ratio, ratio, rtol=1e-6)
+
     fresh, state = apply(
         delay_compensation("outer_product", 0.5, max_ratio=0.2), g, now, stale
     )
     np.testing.assert_allclose(state.correction_ratio, 0.2, rtol=1e-6)
     np.testing.assert_allclose(fresh, g + correction * 0.2 / ratio, rtol=1e-6)
+
     fresh, state = apply(
         delay_compensation("outer_product", max_ratio=1e9), g, now, stale
     )
@@ -82,12 +91,14 @@ def test_ratio_is_zero_for_a_zero_update():
 
 def test_scheduled_strength_follows_the_update_count():
     transform = delay_compensation("outer_product", optax.linear_schedule(0.0, 1.0, 2))
-    one, state = jnp.ones(1), transform.init(jnp.ones(1))
-    seen = []
+    one = jnp.ones(1)
+    state = transform.init(one)
+    scales = []
     for _ in range(3):
         fresh, state = transform.update(one, state, one + 1, stale_params=one)
-        seen.append(float(fresh[0]))
-    assert seen == [1.0, 1.5, 2.0]
+        scales.append(float(fresh[0]))
+
+    assert scales == [1.0, 1.5, 2.0]
     assert state.update_count == 3
 
 
@@ -174,19 +185,23 @@ def test_dc_asgd_against_numpy(walk):
 def test_secant_weight_is_least_squares_per_tensor(scope):
     rng = np.random.default_rng(1)
     names = ("a", "b")
-    g, later, s, d = ({n: rng.normal(size=3) for n in names} for _ in range(4))
+    g, noise, s, d = ({n: rng.normal(size=3) for n in names} for _ in range(4))
     stale = {n: rng.normal(size=3) for n in names}
     add = lambda x, y: {n: x[n] + y[n] for n in names}  # noqa: E731
-    later = {n: g[n] + g[n] ** 2 * s[n] + 0.3 * later[n] for n in names}
+    later = {n: g[n] + g[n] ** 2 * s[n] + 0.3 * noise[n] for n in names}
+
     with jax.enable_x64(True):
         fresh, _ = apply(
             delay_compensation(
                 secant.secant(curvature.outer_product(), scope=scope), 1.0
             ),
-            *(g, add(stale, d), stale),
+            updates=g,
+            params=add(stale, d),
+            stale=stale,
             later_gradient=later,
             later_params=add(stale, s),
         )
+
     groups = [names] if scope == "tree" else [("a",), ("b",)]
     for group in groups:
         y = np.concatenate([later[n] - g[n] for n in group])
@@ -205,7 +220,9 @@ def test_secant_is_one_on_the_true_hessian_and_zero_against_it(quadratic):
         with jax.enable_x64(True):
             fresh, _ = apply(
                 delay_compensation(secant.secant(curvature.hessian_vector()), 1.0),
-                *(gradient(stale), now, stale),
+                updates=gradient(stale),
+                params=now,
+                stale=stale,
                 gradient_fn=lambda w, sign=sign: sign * gradient(w),
                 later_params=later,
                 later_gradient=gradient(later),
@@ -217,12 +234,16 @@ def test_secant_cap():
     one = jnp.ones(2)
     chosen = secant.secant(curvature.isotropic(), max_weight=0.5)
     fresh, _ = apply(
-        delay_compensation(chosen, 1.0), *(one, one + 1, one), later_gradient=one + 3,
-        later_params=one + 1, delay_steps=1,
-    )  # fmt: skip
+        delay_compensation(chosen, 1.0),
+        *(one, one + 1, one),
+        later_gradient=one + 3,
+        later_params=one + 1,
+        delay_steps=1,
+    )
     np.testing.assert_allclose(fresh, 1.5 * np.ones(2))
 
 
 def test_secant_of_a_name_is_that_of_its_defaults():
-    named, made = secant.secant("isotropic"), secant.secant(curvature.isotropic())
-    assert (named.name, named.needs) == (made.name, made.needs)
+    by_name = secant.secant("isotropic")
+    built = secant.secant(curvature.isotropic())
+    assert (by_name.name, by_name.needs) == (built.name, built.needs)

@@ -110,7 +110,10 @@ def test_packing_is_a_little_endian_bit_stream(bits):
 
 @pytest.mark.parametrize("text", EXPRESSIONS)
 def test_shapes_dtypes_bytes_and_zeros_under_jit(text):
-    built, x, go = compression.parse(text), tree(), compiled(text)
+    built = compression.parse(text)
+    x = tree()
+    go = compiled(text)
+
     message, state, back = go(x, None, KEY)
     assert jax.tree.structure(back) == jax.tree.structure(x)
     for a, b in leaves_of(back, x):
@@ -131,7 +134,8 @@ def test_shapes_dtypes_bytes_and_zeros_under_jit(text):
 
 @pytest.mark.parametrize("text", EXPRESSIONS)
 def test_promotes_nothing_unasked(text):
-    built, x = compression.parse(text), tree()
+    built = compression.parse(text)
+    x = tree()
     with jax.numpy_dtype_promotion("strict"):
         back = jax.eval_shape(
             lambda x: built.decode(built.encode(x, built.init(x), KEY)[0]), x
@@ -198,6 +202,7 @@ def test_exact_values_survive():
         "float16": np.float32([65504, -65504, np.inf, np.nan]),
     }.items():
         np.testing.assert_allclose(round_trip(text, x), x, rtol=1e-6)
+
     # What is too large for a float16 is its largest.
     assert round_trip("float16", np.float32([7e4, -1e30])).tolist() == [65504, -65504]
 
@@ -240,11 +245,14 @@ def test_stochastic_rounding_is_unbiased_and_nearest_is_not(name):
     x = np.float32([1.0, 0.33, -0.7, 0.01, -0.004, 0.0, 0.51])
     keys = jax.random.split(KEY, 4000)
     go = jax.vmap(lambda key: round_trip(f"{name}(stochastic=True)", x, key))
+
     samples = np.asarray(go(keys))
     error = samples.std(0) / np.sqrt(len(keys))
     assert np.all(np.abs(samples.mean(0) - x) <= 4.5 * error + 1e-6)
+
     nearest = round_trip(name, x)
     assert np.any(np.abs(nearest - x) > 4.5 * error + 1e-6)
+
     message = rf"{name}\(stochastic=True\).encode needs a key"
     with pytest.raises(ValueError, match=message):
         round_trip(f"{name}(stochastic=True)", x, None)
@@ -259,7 +267,8 @@ def test_stochastic_rounding_is_unbiased_and_nearest_is_not(name):
     ],
 )
 def test_a_state_that_is_not_its_own_is_refused(text, kind):
-    built, x = compression.parse(text), tree()
+    built = compression.parse(text)
+    x = tree()
     with pytest.raises(ValueError, match=f"state is a tuple, .* the {kind} of "):
         built.encode(x, ())
     with pytest.raises(ValueError, match="is of 3 leaves, but the tree has 1: pass wh"):
@@ -269,17 +278,18 @@ def test_a_state_that_is_not_its_own_is_refused(text, kind):
 @pytest.mark.parametrize("text", EXPRESSIONS)
 def test_counters_are_not_rounded(text):
     """Integers come back as they were, or are refused by name."""
-    known = compression.parse(text)
+    built = compression.parse(text)
     tree = {"count": jnp.arange(12), "w": jnp.ones((4, 3))}
     if text == "identity":
-        back = known.decode(known.encode(tree, known.init(tree))[0])
+        back = built.decode(built.encode(tree, built.init(tree))[0])
         np.testing.assert_array_equal(back["count"], tree["count"])
         return
+
     message = "takes float arrays, but the leaf 'count' is of dtype int32, which it"
     if "matrices" in text:  # Vectors go whole.
         tree = {"count": jnp.ones((4, 3), int)}
     with pytest.raises(ValueError, match=message):
-        known.encode(tree, known.init(tree), jax.random.key(0))
+        built.encode(tree, built.init(tree), jax.random.key(0))
 
 
 @pytest.mark.parametrize("text", ["ef+topk:0.5", "lowrank:1"])
@@ -318,7 +328,8 @@ def test_chunked_top_k_keeps_k_per_chunk():
     x = np.random.default_rng(0).normal(size=(6, 9)).astype(np.float32)
     back = np.asarray(round_trip("chunked_top_k(2, 4)", x))
     for where in chunks_of(x, 4):
-        chunk, sent = x[where], back[where]
+        chunk = x[where]
+        sent = back[where]
         largest = np.sort(np.abs(chunk).ravel())[-2:]
         wanted = np.where(np.abs(chunk) >= largest[0], chunk, 0)
         np.testing.assert_array_equal(sent, wanted)
@@ -338,6 +349,7 @@ def test_smaller_chunks_send_as_large_a_share(shape, sent):
 def test_dct_top_k_against_scipy():
     x = np.random.default_rng(0).normal(size=(6, 9)).astype(np.float32)
     back = np.asarray(round_trip("dct_top_k(2, 4)", x))
+
     padded = np.pad(x, ((0, 2), (0, 3)))
     wanted = np.zeros_like(padded)
     for where in chunks_of(padded, 4):
@@ -345,6 +357,7 @@ def test_dct_top_k_against_scipy():
         largest = np.sort(np.abs(coefficients).ravel())[-2]
         coefficients[np.abs(coefficients) < largest] = 0
         wanted[where] = scipy.fft.idctn(coefficients, norm="ortho")
+
     np.testing.assert_allclose(back, wanted[:6, :9], atol=1e-6)
 
 
@@ -365,10 +378,13 @@ def test_warm_start_converges_to_the_leading_directions():
     singular = 2.0 ** -np.arange(10)
     x = (u[:, :10] * singular @ v.T).astype(np.float32)
     best = np.linalg.norm(singular[2:])
-    state, errors = compression.low_rank(rank=2).init(x), []
+
+    state = compression.low_rank(rank=2).init(x)
+    errors = []
     for _ in range(12):
         _, state, back = compiled("low_rank(rank=2)")(x, state, KEY)
         errors.append(np.linalg.norm(back - x))
+
     assert errors[0] > 1.05 * best
     np.testing.assert_allclose(errors[-1], best, rtol=1e-3)
 
@@ -425,7 +441,8 @@ def test_matrix_shape(shape, matrix):
     ],
 )
 def test_bytes_by_hand(text, nbytes):
-    built, x = compression.parse(text), np.ones((64, 128), np.float32)
+    built = compression.parse(text)
+    x = np.ones((64, 128), np.float32)
     message = jax.eval_shape(lambda x: built.encode(x, built.init(x))[0], x)
     assert compression.message_bytes(message) == nbytes
 
@@ -442,8 +459,11 @@ def test_bytes_by_hand(text, nbytes):
 )  # fmt: skip
 def test_what_was_sent_and_the_residual_are_what_was_meant(inner):
     text = f"error_feedback({inner})"
-    state, meant, sent = compression.parse(text).init(tree()), 0.0, 0.0
+    state = compression.parse(text).init(tree())
+    meant = 0.0
+    sent = 0.0
     residuals = []
+
     for i in range(20):
         x = tree(seed=i)
         _, state, back = compiled(text)(x, state, KEY)
@@ -452,6 +472,7 @@ def test_what_was_sent_and_the_residual_are_what_was_meant(inner):
         residuals.append(np.linalg.norm(state.residual["w"]))
         # 20 additions in float32.
         np.testing.assert_allclose(sent + state.residual["w"], meant, atol=1e-4)
+
     # The residual stays bounded, so the mean of what was sent approaches the meant.
     assert max(residuals[10:]) < 2.5 * max(residuals[:10])
 
@@ -464,11 +485,13 @@ def test_no_residual_begins_with_what_is_not_finite():
 def test_bfloat16_trees_keep_a_float32_residual():
     x = jnp.array([1.0, 2.0**-9], jnp.bfloat16)
     text = "error_feedback(int4)"
-    state, sent = compression.parse(text).init(x), 0.0
+    state = compression.parse(text).init(x)
+    sent = 0.0
     for _ in range(64):
         _, state, back = compiled(text)(x, state, KEY)
         assert back.dtype == jnp.bfloat16
         sent = sent + np.asarray(back, np.float32)
+
     assert state.residual.dtype == jnp.float32
     # 64 * 2**-9, or one code (1/7) more: nothing of it lost to bfloat16.
     np.testing.assert_allclose(sent + state.residual, [64.0, 0.125], rtol=1e-5)

@@ -35,7 +35,8 @@ def model(params, inputs):
 @pytest.fixture
 def problem():
     rng = np.random.default_rng(0)
-    inputs, labels = jnp.asarray(rng.normal(size=(5, 3))), jnp.arange(5) % 2
+    inputs = jnp.asarray(rng.normal(size=(5, 3)))
+    labels = jnp.arange(5) % 2
 
     def output_loss_fn(outputs):
         logits = jax.nn.log_softmax(outputs)
@@ -65,8 +66,10 @@ def flat(tree):
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
 
-G, D = random_tree(2), random_tree(3)
-g, d = flat(G), flat(D)
+G = random_tree(2)
+D = random_tree(3)
+g = flat(G)
+d = flat(D)
 NU = jax.tree.map(lambda x: x**2 + 0.1, random_tree(4))
 nu = flat(NU)
 
@@ -95,7 +98,8 @@ def test_elementwise_formulas(chosen, expected):
 def test_normalized_outer_product_has_the_length_of_the_gradient_per_tensor():
     product = call(curvature.normalized_outer_product(eps=0.0), D)
     for name in G:
-        gi, di = np.asarray(G[name]), np.asarray(D[name])
+        gi = np.asarray(G[name])
+        di = np.asarray(D[name])
         c = gi * gi * di
         expected = np.linalg.norm(gi) / np.linalg.norm(c) * c
         np.testing.assert_allclose(product[name], expected, rtol=1e-12)
@@ -104,8 +108,10 @@ def test_normalized_outer_product_has_the_length_of_the_gradient_per_tensor():
 def test_normalized_outer_product_over_the_tree_and_capped():
     c = g * g * d
     weight = np.linalg.norm(g) / (np.linalg.norm(c) + 1e-3)
+
     free = call(curvature.normalized_outer_product(scope="tree", eps=1e-3), D)
     np.testing.assert_allclose(flat(free), weight * c, rtol=1e-12)
+
     cap = weight / 3
     capped = call(curvature.normalized_outer_product(cap, scope="tree"), D)
     np.testing.assert_allclose(flat(capped), cap * c, rtol=1e-12)
@@ -130,8 +136,8 @@ def test_hessian_vector_equals_the_dense_hessian(problem, units):
 def test_before_its_first_step_adam_has_a_second_moment_of_zero():
     nu = {"w": jnp.array([[0.0, 0.0], [0.1, 0.2]])}
     state = optax.ScaleByAdamState(jnp.array([0, 2]), nu, nu)
-    found = adam_second_moment(0.5)(state)
-    np.testing.assert_allclose(found["w"], [[0, 0], [0.1 / 0.75, 0.2 / 0.75]])
+    moment = adam_second_moment(0.5)(state)
+    np.testing.assert_allclose(moment["w"], [[0, 0], [0.1 / 0.75, 0.2 / 0.75]])
 
 
 def test_in_the_units_of_an_adam_without_a_step_nothing_is_corrected(problem):
@@ -156,6 +162,7 @@ def test_gauss_newton_equals_the_dense_matrix(problem, units):
     jacobian, head = map(np.asarray, parts(vector))
     dense = jacobian.T @ head @ jacobian
     scale = {"gradient": 1.0, "parameter": 0.3}[units]
+
     product = call(curvature.gauss_newton(units), D, learning_rate=0.3, **extra)
     np.testing.assert_allclose(flat(product), scale * (dense @ d), rtol=1e-10)
     assert d @ dense @ d >= 0
@@ -188,9 +195,11 @@ def test_cost_in_units_of_one_gradient(chosen, gradients):
         return jax.grad(lambda p: half_square(model_fn(p)))(params)
 
     extra = {
-        "gradient_fn": gradient_fn, "model_fn": model_fn, "output_loss_fn": half_square,
+        "gradient_fn": gradient_fn,
+        "model_fn": model_fn,
+        "output_loss_fn": half_square,
         "stale_params": params,
-    }  # fmt: skip
+    }
     extra = {name: extra[name] for name in chosen.needs}
     product = lambda d: chosen.product(d, d, **extra)  # noqa: E731
     assert flops(product, params) < gradients * flops(gradient_fn, params)
@@ -229,69 +238,84 @@ def test_wrong_arguments_are_named(build, message):
 def test_gradients_of_a_rate_of_zero_correct_nothing():
     """Schedules end there; a rate above it has g g D / (rate H)."""
     chosen = curvature.outer_product(sync_interval=10, units="gradient")
-    g, d = jnp.array([1e-3, 0.0]), jnp.array([2.0, 3.0])
-    found = jax.jit(lambda rate: chosen.product(g, d, learning_rate=rate))
-    np.testing.assert_array_equal(found(0.0), [0, 0])
-    np.testing.assert_allclose(found(1e-2), [2e-5, 0], rtol=1e-6)
+    g = jnp.array([1e-3, 0.0])
+    d = jnp.array([2.0, 3.0])
+    product = jax.jit(lambda rate: chosen.product(g, d, learning_rate=rate))
+    np.testing.assert_array_equal(product(0.0), [0, 0])
+    np.testing.assert_allclose(product(1e-2), [2e-5, 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-50])
 def test_what_did_not_move_is_not_corrected(eps):
     chosen = curvature.normalized_outer_product(eps=eps, scope="layer")
     for one in (jnp.ones(2), jnp.float32(1)):  # A number below blocks is no stack.
-        found = chosen.product({"blocks": {"x": one}}, {"blocks": {"x": 0 * one}})
-        np.testing.assert_array_equal(found["blocks"]["x"], 0 * one)
+        product = chosen.product({"blocks": {"x": one}}, {"blocks": {"x": 0 * one}})
+        np.testing.assert_array_equal(product["blocks"]["x"], 0 * one)
 
 
 def test_samples_of_bfloat16_are_summed_wide():
     """Of a diagonal Hessian every sample is the diagonal itself."""
-    scale, place = jnp.bfloat16(1.1015625), jnp.ones(3, jnp.bfloat16)
-    found = curvature.hutchinson(num_samples=512).product(
-        place, jnp.ones(3), gradient_fn=lambda x: scale * x, stale_params=place,
+    scale = jnp.bfloat16(1.1015625)
+    params = jnp.ones(3, jnp.bfloat16)
+    product = curvature.hutchinson(num_samples=512).product(
+        params,
+        jnp.ones(3),
+        gradient_fn=lambda x: scale * x,
+        stale_params=params,
         key=jax.random.key(0),
-    )  # fmt: skip
-    np.testing.assert_array_equal(found, np.full(3, 1.1015625, np.float32))
+    )
+    np.testing.assert_array_equal(product, np.full(3, 1.1015625, np.float32))
 
 
 def test_a_rate_of_float16_does_not_underflow():
     """1e-5 times 1e-3 is below what float16 has."""
-    place = jnp.ones(1, jnp.float16)
-    found = curvature.hessian_vector(units="parameter").product(
-        place, jnp.ones(1), gradient_fn=lambda x: jnp.float16(1e-3) * x,
-        stale_params=place, learning_rate=1e-5,
-    )  # fmt: skip
-    np.testing.assert_allclose(found, [1e-8], rtol=1e-3)
+    params = jnp.ones(1, jnp.float16)
+    product = curvature.hessian_vector(units="parameter").product(
+        params,
+        jnp.ones(1),
+        gradient_fn=lambda x: jnp.float16(1e-3) * x,
+        stale_params=params,
+        learning_rate=1e-5,
+    )
+    np.testing.assert_allclose(product, [1e-8], rtol=1e-3)
 
 
 @pytest.mark.parametrize("scope", ["tensor", "tree"])
 def test_the_scale_of_a_secants_base_does_not_matter(scope):
     """A gradient that grows twice as fast as the parameters; H 100, late training."""
-    move, base = np.float32([1e-6, 3e-6]), curvature.outer_product(100)
-    found = secant(base, scope=scope).product(
-        jnp.asarray(move), jnp.asarray(5 * move), stale_params=jnp.zeros(2),
-        later_params=jnp.asarray(move), later_gradient=jnp.asarray(3 * move),
-    )  # fmt: skip
+    move = np.float32([1e-6, 3e-6])
+    base = curvature.outer_product(100)
+    product = secant(base, scope=scope).product(
+        jnp.asarray(move),
+        jnp.asarray(5 * move),
+        stale_params=jnp.zeros(2),
+        later_params=jnp.asarray(move),
+        later_gradient=jnp.asarray(3 * move),
+    )
+
     curved = move.astype(float) ** 3 / 100  # Of s = move; D is five times that.
     weight = (2 * move * curved).sum() / (curved**2).sum()
-    np.testing.assert_allclose(found, 5 * weight * curved, rtol=1e-5)
+    np.testing.assert_allclose(product, 5 * weight * curved, rtol=1e-5)
 
 
 def test_a_secant_of_no_leaves_is_none():
     """As of a label of `optax.multi_transform` that no parameter has."""
-    found = secant(curvature.outer_product(1), scope="tree").product(
+    product = secant(curvature.outer_product(1), scope="tree").product(
         {}, {}, stale_params={}, later_params={}, later_gradient={}
     )
-    assert found == {}
+    assert product == {}
 
 
 def test_float64_and_traced_delays_are_not_promoted():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         transform = delay_compensation("isotropic", strength=0.5, max_ratio=10.0)
-        stale, now = jnp.zeros(2), jnp.full(2, 4.0)
+        stale = jnp.zeros(2)
+        now = jnp.full(2, 4.0)
         fresh, _ = jax.jit(
             lambda delay: transform.update(
                 now, transform.init(now), now, stale_params=stale, delay_steps=delay
             )
         )(jnp.int32(2))
+
         np.testing.assert_array_equal(fresh, [5, 5])
         assert fresh.dtype == np.float64

@@ -12,7 +12,11 @@ from cocodc_jax.transforms.mt_adam import mt_adam, scale_by_mt_adam
 from cocodc_jax.transforms.muon import matrix_axes, muon
 from tests.program.family_reference import Momenta
 
-LAYERS, WIDTH, MLP, VOCAB, ONES = 2, 4, 6, 11, np.ones(2, np.float32)
+LAYERS = 2
+WIDTH = 4
+MLP = 6
+VOCAB = 11
+ONES = np.ones(2, np.float32)
 
 
 def params(seed=0, is_scanned=True):
@@ -23,9 +27,11 @@ def params(seed=0, is_scanned=True):
         "mlp": {"up": draw(LAYERS, WIDTH, MLP), "down": draw(LAYERS, MLP, WIDTH)},
         "mlp_norm": {"scale": draw(LAYERS, WIDTH)},
     }
+
     if not is_scanned:
         cut = lambda i: jax.tree.map(lambda x: x[i], blocks)  # noqa: E731
         blocks = {i: cut(i) for i in range(LAYERS)}
+
     ends = {"embedding": draw(VOCAB, WIDTH), "head": draw(WIDTH, VOCAB)}
     return ends | {"blocks": blocks, "norm": {"scale": draw(WIDTH)}}
 
@@ -39,7 +45,8 @@ def run(optimizer, x, steps=3):
         step, state = optimizer.update(gradients, state, x)
         return step, state, optax.apply_updates(x, step)
 
-    step, state = x, optimizer.init(x)
+    step = x
+    state = optimizer.init(x)
     for i in range(steps):
         step, state, x = advance(x, state, np.asarray(i, jax.tree.leaves(x)[0].dtype))
     return step, state
@@ -73,6 +80,7 @@ def test_three_steps_are_the_formula():
 
         weights = {n: np.array(w) for n, w in x["blocks"]["mlp"].items()}
         buffers = {n: np.zeros_like(w) for n, w in weights.items()}
+
         for i in range(3):
             gradients = jax.tree.map(lambda p, i=i: np.cos(3 * p + i), x)
             x, state = jax.device_get(advance(x, state, gradients))
@@ -102,6 +110,7 @@ def test_the_rest_takes_adam():
     step, _ = run(muon(0.1, weight_decay=0.2, b1=0.8, b2=0.9), x)
     adam = optax.adamw(0.1, 0.8, 0.9, weight_decay=0.2)
     wanted, _ = run(adam, x)
+
     for pick in (
         lambda t: t["embedding"],
         lambda t: t["head"],
@@ -109,6 +118,7 @@ def test_the_rest_takes_adam():
         lambda t: t["blocks"]["mlp_norm"]["scale"],
     ):
         np.testing.assert_allclose(pick(step), pick(wanted), atol=1e-6)
+
     up = (step["blocks"]["mlp"]["up"], wanted["blocks"]["mlp"]["up"])
     assert np.max(np.abs(up[0] - up[1])) > 0.01
 
@@ -130,16 +140,21 @@ def test_matrix_axes_of_lists_and_partial_trees():
 
 # --- Adam of several time scales ---
 
-B1S, WEIGHTS, B2, EPS = (0.9, 0.99), (0.6, 0.3), 0.95, 1e-8
+B1S = (0.9, 0.99)
+WEIGHTS = (0.6, 0.3)
+B2 = 0.95
+EPS = 1e-8
 GRADIENTS = np.random.default_rng(0).normal(size=(9, 5))
 
 
 def steps_of(transform, gradients=GRADIENTS):
-    state, update, out = transform.init(jnp.zeros(5)), jax.jit(transform.update), []
+    state = transform.init(jnp.zeros(5))
+    update = jax.jit(transform.update)
+    steps = []
     for gradient in gradients:
         step, state = update(jnp.asarray(gradient), state)
-        out.append(np.asarray(step))
-    return np.stack(out)
+        steps.append(np.asarray(step))
+    return np.stack(steps)
 
 
 @pytest.mark.parametrize(
@@ -147,29 +162,35 @@ def steps_of(transform, gradients=GRADIENTS):
 )
 def test_it_is_its_formula(b1s, weights):
     with jax.enable_x64(True):
-        found = steps_of(scale_by_mt_adam(b1s, weights, B2, EPS))
-    own = Momenta(1.0, b1s, weights, B2)
-    expected = [-own.step(np.zeros(5), gradient) for gradient in GRADIENTS]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
+        actual = steps_of(scale_by_mt_adam(b1s, weights, B2, EPS))
+
+    oracle = Momenta(1.0, b1s, weights, B2)
+    expected = [-oracle.step(np.zeros(5), gradient) for gradient in GRADIENTS]
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-10)
 
 
 def test_with_one_momentum_of_weight_one_it_is_adamw():
     params = {"w": jnp.arange(5.0)}
     gradient = {"w": jnp.asarray(GRADIENTS[0], jnp.float32)}
-    one, other = mt_adam(0.1, (0.9,), (1.0,)), optax.adamw(0.1)
-    steps = [t.update(gradient, t.init(params), params)[0]["w"] for t in (one, other)]
-    np.testing.assert_allclose(*steps, rtol=1e-5)
+    optimizers = (mt_adam(0.1, (0.9,), (1.0,)), optax.adamw(0.1))
+    ours, adamw = (
+        optimizer.update(gradient, optimizer.init(params), params)[0]["w"]
+        for optimizer in optimizers
+    )
+    np.testing.assert_allclose(ours, adamw, rtol=1e-5)
 
 
 def test_moments_of_narrow_parameters_are_wide():
     """In bfloat16 0.999 of a momentum is rounded back to it: it would not turn."""
     params = jnp.zeros(3, jnp.bfloat16)
     optimizer = scale_by_mt_adam((0.999,), (1.0,))
-    state, update = optimizer.init(params), jax.jit(optimizer.update)
-    for step in range(600):
-        gradient = jnp.full(3, 1.0 if step < 200 else -1.0, jnp.bfloat16)
-        steps, state = update(gradient, state, params)
-    assert steps.dtype == jnp.bfloat16
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    for i in range(600):
+        gradient = jnp.full(3, 1.0 if i < 200 else -1.0, jnp.bfloat16)
+        step, state = update(gradient, state, params)
+
+    assert step.dtype == jnp.bfloat16
     expected = 1 - 2 * 0.999**400 + 0.999**600
     np.testing.assert_allclose(state.mu[0], -expected, rtol=1e-3)
 

@@ -20,7 +20,8 @@ def entropy_rank(x):
 
 def matrix(rows, columns, rank, seed=0):
     rng = np.random.default_rng(seed)
-    left, right = rng.normal(size=(rows, rank)), rng.normal(size=(rank, columns))
+    left = rng.normal(size=(rows, rank))
+    right = rng.normal(size=(rank, columns))
     return (left @ right).astype(np.float32)
 
 
@@ -79,12 +80,15 @@ def state_of(rank):
 @pytest.mark.parametrize("old_rank", [1, 2, 5, 6])
 def test_a_resized_state_is_one_of_its_rank(old_rank, rank):
     """At rank 6 all are sent whole, at 1 the smallest matrix is not."""
-    state, new = state_of(old_rank), low_rank.low_rank(rank)
+    state = state_of(old_rank)
     resized = RESIZE(state, TREE, rank)
+    new = low_rank.low_rank(rank)
     fresh = new.init(TREE)
+
     assert jax.tree.structure(resized) == jax.tree.structure(fresh)
     for q, start in zip(resized.right, fresh.right, strict=True):
         assert np.shape(q) == np.shape(start)
+
     # w is the last of the sorted leaves.
     if old_rank < 6 and rank < 6:
         kept = min(old_rank, rank)
@@ -92,14 +96,17 @@ def test_a_resized_state_is_one_of_its_rank(old_rank, rank):
             resized.right[2][:, :kept], state.right[2][:, :kept]
         )
         assert_within_ulps(resized.right[2][:, kept:], fresh.right[2][:, kept:])
+
     message, _ = jax.eval_shape(new.encode, TREE, resized)
     assert message == jax.eval_shape(new.encode, TREE, fresh)[0]
 
 
 def test_a_warm_start_survives_a_larger_rank():
     x = matrix(12, 10, 4)
-    small, large = low_rank.low_rank(2), low_rank.low_rank(4)
-    state, encode = small.init(x), jax.jit(small.encode)
+    small = low_rank.low_rank(2)
+    large = low_rank.low_rank(4)
+    state = small.init(x)
+    encode = jax.jit(small.encode)
     for _ in range(8):
         _, state = encode(x, state)
 
@@ -143,8 +150,10 @@ def test_a_stack_is_factorised_layer_by_layer():
             _, alone[i], one = send(layer, alone[i])
             np.testing.assert_allclose(decoded[i], one, atol=1e-5)
             np.testing.assert_allclose(state.right[0][i], alone[i].right[0], atol=1e-4)
+
     sizes = [x.size for x in jax.tree.leaves(message)]
     assert sum(sizes) == 3 * 2 * (12 + 10)
+
     # Not as one matrix of 36 rows, whose two directions three layers would share.
     _, _, folded = send(stack, built.init(stack))
     whole = np.linalg.norm(folded - stack)
@@ -181,11 +190,12 @@ def power_sgd_round(trees, states):
     """One exchange of equally weighted regions."""
     right = states[0].right
     meant = [power_sgd.meant(*pair) for pair in zip(trees, states, strict=True)]
-    mean = lambda each: jax.tree.map(lambda *x: sum(x) / len(x), *each)  # noqa: E731
+    mean = lambda trees: jax.tree.map(lambda *x: sum(x) / len(x), *trees)  # noqa: E731
     left = power_sgd.orthonormal(
         mean([power_sgd.first(x, right) for x in meant]), right
     )
     sums = mean([power_sgd.second(x, left, right) for x in meant])
+
     arrived = power_sgd.decoded(left, sums, trees[0])
     kept = [power_sgd.missed(x, left, power_sgd.second(x, left, right)) for x in meant]
     right = power_sgd.refreshed(sums, right)
@@ -195,12 +205,14 @@ def power_sgd_round(trees, states):
 def test_of_one_region_it_is_low_rank_with_error_feedback():
     built = error_feedback(low_rank.low_rank(rank=2))
     tree = {"blocks/up": STACK, "w": TREE["w"], "b": TREE["b"]}
-    state, states = built.init(tree), [power_sgd.init(tree, 2)]
+    state = built.init(tree)
+    states = [power_sgd.init(tree, 2)]
+
     for _ in range(3):
         message, state = built.encode(tree, state)
         arrived, states = power_sgd_round([tree], states)
-        expected = built.decode(message), state.residual
-        assert_all_close((arrived, states[0].residual), expected, atol=1e-4)
+        assert_all_close(arrived, built.decode(message), atol=1e-4)
+        assert_all_close(states[0].residual, state.residual, atol=1e-4)
 
 
 def test_of_many_regions_it_is_low_rank_of_their_mean():
@@ -211,11 +223,14 @@ def test_of_many_regions_it_is_low_rank_of_their_mean():
     built = low_rank.low_rank(rank=2)
     message, state = built.encode({"w": mean}, built.init({"w": mean}))
     np.testing.assert_allclose(arrived["w"], built.decode(message)["w"], atol=1e-4)
+
     assert np.linalg.matrix_rank(arrived["w"], tol=1e-4) == 2
     np.testing.assert_allclose(states[1].right[0], state.right[0], atol=1e-4)
+
     # What their mean missed, and nothing of how they differ.
     missed = np.mean([s.residual["w"] for s in states], axis=0)
     np.testing.assert_allclose(missed, mean - arrived["w"], atol=1e-5)
+
     left = np.linalg.qr(mean @ power_sgd.init({"w": mean}, 2).right[0])[0]
     kept = trees[2]["w"] - left @ (left.T @ trees[2]["w"])
     np.testing.assert_allclose(states[2].residual["w"], kept, atol=1e-5)

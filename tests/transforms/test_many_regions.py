@@ -9,7 +9,9 @@ from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.decoupled import average_duplicates
 from tests.program import family_reference as reference
 
-M, ROWS, COLUMNS = 3, 6, 10
+M = 3
+ROWS = 6
+COLUMNS = 10
 
 
 @pytest.fixture
@@ -35,9 +37,11 @@ def test_mean_over_senders(regions):
     models = regions.reshape(M, -1)[:, :44]
     tree = [np.stack(x) for x in zip(*map(reference.split, models), strict=True)]
     actual = averaged(encode_all(compressor, tree), compressor)
+
     sent = np.array(list(map(reference.chunked(3, 4, is_cosine=True), models)))
     spectra = np.array(list(map(reference.in_cosines(4), sent)))
     assert {0, 1, 2, 3} == set((np.abs(spectra) > 1e-12).sum(0))
+
     expected = reference.mean_over_senders(sent, 4)
     np.testing.assert_allclose(reference.join(actual), expected, atol=1e-10)
 

@@ -22,20 +22,24 @@ def arrivals():
 def run(optimizer, gradients, x, extras=None):
     """Return the parameters after every update."""
     optimizer = optax.with_extra_args_support(optimizer)
-    x, path = jnp.asarray(x), []
+    x = jnp.asarray(x)
+    path = []
     state = optimizer.init(x)
     update = jax.jit(lambda g, s, p, e: optimizer.update(g, s, p, **e))
+
     for i, g in enumerate(gradients):
         step, state = update(g, state, x, extras(i, x) if extras else {})
         x = optax.apply_updates(x, step)
         path.append(np.asarray(x))
+
     return np.array(path), state
 
 
 @pytest.mark.parametrize(("n", "c"), [(1, 0.0), (3, 0.0), (3, 1 / 3), (4, 0.1)])
 def test_delayed_nesterov(arrivals, n, c):
     actual, _ = run(outer.delayed_nesterov(0.3, 0.8, n, c), arrivals, np.ones(4))
-    x, take = np.ones(4), reference.delayed_nesterov(0.3, 0.8, n, c)
+    x = np.ones(4)
+    take = reference.delayed_nesterov(0.3, 0.8, n, c)
     for t, g in enumerate(arrivals):
         x = take(x, g)
         np.testing.assert_allclose(actual[t], x, rtol=1e-12)
@@ -57,13 +61,17 @@ def test_staleness_gap_of_parameters_that_stand_still_is_one():
 
 
 def test_rounds_without_a_move_do_not_count_into_the_usual_move():
-    moves, gaps = [0.0, 1.0, 3.0, 0.0, 4.0], [1.0, 1.0, 3.0, 1.0, 2.0]  # means 1, 2
+    moves = [0.0, 1.0, 3.0, 0.0, 4.0]  # means 1, 2
+    gaps = [1.0, 1.0, 3.0, 1.0, 2.0]
     transform = outer.scale_by_staleness_gap()
     state = transform.init(jnp.zeros(2))
+
     for move, gap in zip(moves, gaps, strict=True):
-        now, stale = jnp.array([0.6, 0.8]) * move, jnp.zeros(2)
+        now = jnp.array([0.6, 0.8]) * move
+        stale = jnp.zeros(2)
         _, state = transform.update(jnp.ones(2), state, now, stale_params=stale)
         np.testing.assert_allclose(state.gap, gap, rtol=1e-6)
+
     assert state.num_rounds == 3
     assert state.num_rounds.dtype == jnp.int32
 
@@ -119,7 +127,8 @@ def test_missing_arguments_are_named(optimizer, message):
 
 
 def test_a_state_made_eagerly_can_be_donated():
-    transform, params = outer.delayed_nesterov(0.7), {"w": jnp.ones(3)}
+    transform = outer.delayed_nesterov(0.7)
+    params = {"w": jnp.ones(3)}
     update = jax.jit(transform.update, donate_argnums=1)
     step, state = update(params, transform.init(params))
     np.testing.assert_allclose(step["w"], -0.7 / 4, rtol=1e-6)
@@ -127,23 +136,28 @@ def test_a_state_made_eagerly_can_be_donated():
 
 
 def test_a_move_that_is_not_finite_is_no_usual_one():
-    transform, place = outer.scale_by_staleness_gap(), jnp.zeros(1)
-    state, gaps = transform.init(place), []
+    transform = outer.scale_by_staleness_gap()
+    params = jnp.zeros(1)
+    state = transform.init(params)
+    gaps = []
     for move in (1.0, np.inf, 1.0, 100.0):
-        _, state = transform.update(place, state, jnp.full(1, move), stale_params=place)
+        now = jnp.full(1, move)
+        _, state = transform.update(params, state, now, stale_params=params)
         gaps.append(float(state.gap))
+
     assert gaps == [1, np.inf, 1, 100]
     assert state.num_rounds == 3
 
 
 def test_the_gap_has_a_gradient_where_nothing_moved():
-    transform, place = outer.scale_by_staleness_gap(), jnp.zeros(2)
-    state = transform.init(place)._replace(mean_move=jnp.float32(1), num_rounds=1)
+    transform = outer.scale_by_staleness_gap()
+    stale = jnp.zeros(2)
+    state = transform.init(stale)._replace(mean_move=jnp.float32(1), num_rounds=1)
 
     def first(params):
-        return transform.update(place, state, params, stale_params=place)[0].sum()
+        return transform.update(stale, state, params, stale_params=stale)[0].sum()
 
-    np.testing.assert_array_equal(jax.grad(first)(place), [0, 0])
+    np.testing.assert_array_equal(jax.grad(first)(stale), [0, 0])
 
 
 # --- Generalized primal averaging ---
@@ -151,16 +165,20 @@ def test_the_gap_has_a_gradient_where_nothing_moved():
 
 def test_with_a_uniform_average_it_is_schedule_free(arrivals):
     """The weight of the old average is 1 - 1/t at step t."""
-    rate, mu = 0.3, 0.6
+    rate = 0.3
+    mu = 0.6
     tx = optax.contrib.schedule_free_sgd(rate, b1=mu, weight_lr_power=0.0)
     wanted = jnp.ones(4)
     tx_state = tx.init(wanted)
-    x, state = jnp.ones(4), primal_average.PrimalAverageState(jnp.zeros(4))
+
+    x = jnp.ones(4)
+    state = primal_average.PrimalAverageState(jnp.zeros(4))
     start = primal_average.primal_start(mu)
     for t, g in enumerate(arrivals, 1):
         average = primal_average.primal_average(1 - 1 / t)
         step, state = average.update(rate * g, state)
         x = x + step
+
         step, tx_state = tx.update(g, tx_state, wanted)
         wanted = wanted + step
         np.testing.assert_allclose(start(x, state), wanted, rtol=1e-6)
@@ -175,6 +193,7 @@ def test_the_start_finds_its_state_in_wrappers_and_misses_none():
     _, state = masked.update(params, masked.init(params))  # e = -0.5
     begun = primal_average.primal_start(0.0)(params, state)
     assert {name: float(x[0]) for name, x in begun.items()} == {"a": 0.5, "b": 1.0}
+
     with pytest.raises(ValueError, match="state holds 0 states of primal_average"):
         primal_average.primal_start(0.5)(params, optax.sgd(0.1).init(params))
 
@@ -186,19 +205,23 @@ def test_the_start_finds_its_state_in_wrappers_and_misses_none():
     "numbers", [(0.2, 0.5, 1.0, 3.0, 0.5), (0.9, 8.0, 0.4, 0.1, 0.3)]
 )
 def test_against_numpy(numbers):
-    seen, model = set(), np.ones(44)
+    seen = set()
+    model = np.ones(44)
     take, start = reference.look_ahead(0.3, 0.8, 0.7, numbers, seen)
-    optimizer, ahead = (
-        heloco.heloco(0.3, 0.8, *numbers, 0.7),
-        heloco.look_ahead(0.3, 0.8),
-    )
+
+    optimizer = heloco.heloco(0.3, 0.8, *numbers, 0.7)
+    ahead = heloco.look_ahead(0.3, 0.8)
     x = reference.split(model)
-    state, update = optimizer.init(x), jax.jit(optimizer.update)
+    state = optimizer.init(x)
+    update = jax.jit(optimizer.update)
+
     for g in np.random.default_rng(1).normal(size=(40, 44)):
         step, state = update(reference.split(g), state)
-        x, model = optax.apply_updates(x, step), take(model, g)
+        x = optax.apply_updates(x, step)
+        model = take(model, g)
         np.testing.assert_allclose(reference.join(x), model, atol=1e-10)
         np.testing.assert_allclose(reference.join(ahead(x, state)), start(model))
+
     assert seen == {"keep", "turn", "take off"}
 
 
@@ -213,13 +236,16 @@ def test_the_cases_by_hand():
     """m = [2, 0], so kappa ||m|| = 6 of kappa 3."""
     m = np.array([2.0, 0.0])
     np.testing.assert_allclose(corrected_by(m, [1.0, 3.0]), [1.0, 3.0])
+
     # c = -0.6, conf = 5 / 11: of the -3, 0.5 * 0.6 * 5 / 11 is taken off.
     np.testing.assert_allclose(
         corrected_by(m, [-3.0, 4.0]), [-3 * (1 - 0.3 * 5 / 11), 4.0]
     )
+
     # c = -1, conf = 1 where the momentum does not count: half, the most there is.
     free = {"confidence_scale": 0.0, "removal_rate": 9.0}
     np.testing.assert_allclose(corrected_by(m, [-4.0, 0.0], **free), [-2.0, 0.0])
+
     # c = 0, conf = 2 / (2 + 6): a quarter of the way from [0, 1] to [1, 0].
     turned = 2 * np.array([0.25, 0.75]) / np.sqrt(0.25**2 + 0.75**2)
     np.testing.assert_allclose(corrected_by(m, [0.0, 2.0]), turned)
@@ -235,7 +261,8 @@ def test_the_first_step_and_zeros_are_kept():
 def test_a_scalar_can_turn_back():
     """A number has only cosines 1 and -1; rid of all it could never turn."""
     optimizer = outer.heloco(0.5, 0.5)
-    x, state = jnp.array(4.0), optimizer.init(jnp.array(4.0))
+    x = jnp.array(4.0)
+    state = optimizer.init(x)
     for _ in range(40):
         step, state = optimizer.update(x, state)  # of x**2 / 2
         x = x + step
@@ -243,19 +270,22 @@ def test_a_scalar_can_turn_back():
 
 
 def test_look_ahead_finds_the_momentum_in_wrappers_and_misses_none():
-    params, start = jnp.array([4.0]), heloco.look_ahead(1.0, 0.5)
+    params = jnp.array([4.0])
+    start = heloco.look_ahead(1.0, 0.5)
     for factory in (heloco.heloco, heloco.mla):
         # Its state has the hyperparameter "momentum" too.
         wrapped = optax.inject_hyperparams(factory)(learning_rate=1.0, momentum=0.5)
         _, state = wrapped.update(jnp.array([2.0]), wrapped.init(params), params)
         np.testing.assert_allclose(start(params, state), [3.5])
+
     with pytest.raises(ValueError, match="state holds 0 momenta of heloco or mla"):
         start(params, optax.sgd(1.0, momentum=0.5).init(params))
 
 
 def test_looking_ahead_leaves_what_is_masked_where_it_is():
-    start, params = outer.look_ahead(1.0, 0.5), {"a": jnp.ones(1), "b": jnp.ones(1)}
+    start = outer.look_ahead(1.0, 0.5)
+    params = {"a": jnp.ones(1), "b": jnp.ones(1)}
     masked = optax.masked(outer.mla(1.0, 0.5), {"a": True, "b": False})
     _, state = masked.update(params, masked.init(params), params)  # m = 1/2 in a
-    found = start(params, state)
-    np.testing.assert_array_equal([found["a"][0], found["b"][0]], [0.75, 1])
+    ahead = start(params, state)
+    np.testing.assert_array_equal([ahead["a"][0], ahead["b"][0]], [0.75, 1])

@@ -60,10 +60,13 @@ def test_it_is_its_formula(draw):
 @settings(max_examples=80, deadline=None)
 def test_the_mean_is_kept_and_no_error_is_longer_than_the_spread(values):
     x = np.float32(values)
-    back, wide = decoded(x).astype(np.float64), x.astype(np.float64)
+    back = decoded(x).astype(np.float64)
+    wide = x.astype(np.float64)
+
     # Rounding of some ten float32 sums, and the smallest normal number.
     room = 1e-5 * np.abs(wide).max() + 1e-37
     assert abs(back.sum() - wide.sum()) <= 12 * room
+
     spread = np.linalg.norm(wide - wide.mean())
     assert np.linalg.norm(back - wide) <= spread + 4 * room
 
@@ -78,15 +81,19 @@ def test_vectors_and_norms_of_stacks_go_whole():
     blocks = {"up": rng.normal(size=(2, 5, 4)), "norm": rng.normal(size=(2, 5))}
     tree = {"blocks": blocks, "head": rng.normal(size=(5, 7)), "norm": np.ones(5)}
     tree = jax.tree.map(np.float32, tree)
+
     built = matrices(stat2())
     message, _ = jax.jit(lambda x: built.encode(x, built.init(x)))(tree)
     back = jax.jit(built.decode)(message)
+
     assert jax.tree.structure(back) == jax.tree.structure(tree)
     np.testing.assert_array_equal(back["blocks"]["norm"], blocks["norm"].astype("f4"))
     np.testing.assert_array_equal(back["norm"], tree["norm"])
+
     for sent, alone in ((back, tree), (back["blocks"], tree["blocks"])):
         name = "head" if "head" in sent else "up"
         np.testing.assert_allclose(sent[name], decoded(alone[name]), rtol=1e-6)
+
     # Two tables; 40 and 35 codes; 10 and 5 float32.
     assert compression.message_bytes(message) == 32 + 10 + 9 + 60
 

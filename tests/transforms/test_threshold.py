@@ -22,7 +22,9 @@ def run(compressor, calls):
         message, state = compressor.encode(x, state)
         return compressor.decode(message), state
 
-    state, decoded, states = compressor.init(calls[0]), [], []
+    state = compressor.init(calls[0])
+    decoded = []
+    states = []
     for x in calls:
         back, state = step(x, state)
         decoded.append(jax.tree.map(np.asarray, back))
@@ -36,13 +38,16 @@ def test_against_numpy():
     calls = [s * rng.normal(size=44) for s in [1, 1, 5, 0.3, 2, 0.1, 3]]
     compressor = threshold(density=0.1, every=3, slack=1.5)
     decoded, states = run(compressor, list(map(reference.split, calls)))
-    oracle, num_sent = reference.Threshold(0.1, 3, 1.5), []
+    oracle = reference.Threshold(0.1, 3, 1.5)
+    num_sent = []
+
     for i, x in enumerate(calls):
         wanted = oracle(x)
         np.testing.assert_allclose(reference.join(decoded[i]), wanted, rtol=1e-10)
         np.testing.assert_allclose(states[i].thresholds, oracle.levels, rtol=1e-6)
         assert states[i].num_calls == oracle.calls % 3
         num_sent.append(np.count_nonzero(wanted[:32]))
+
     assert num_sent[0] == 3
     assert {0, 5} < set(num_sent)
 
@@ -55,6 +60,7 @@ def test_state_and_message_dtypes_and_shapes():
     assert [t.dtype for t in state.thresholds] == [jnp.float32] * 2
     assert message["a"].arrays["values"].shape == (6,)
     assert message["b"].arrays["values"].shape == (1,)
+
     back = jax.jit(compressor.decode)(message)
     assert back["a"].dtype == jnp.bfloat16
     assert back["b"] == 2
@@ -84,7 +90,8 @@ def test_a_nan_is_not_hidden():
 @functools.cache
 def positions(size):
     """Returns a program that tells the positions sent, and how many there may be."""
-    compressor, capacity = threshold(density=0.3, slack=2.0), max(1, round(0.6 * size))
+    compressor = threshold(density=0.3, slack=2.0)
+    capacity = max(1, round(0.6 * size))
 
     @jax.jit
     def of(x):
@@ -102,7 +109,8 @@ def positions(size):
 def test_positions_come_in_order_and_then_padding(size, share):
     x = np.where(np.random.default_rng(size).random(size) < share, 1.0, 0.1)
     of, capacity = positions(size)
-    wanted, places = np.flatnonzero(x > 0.5)[:capacity], of(x)
+    wanted = np.flatnonzero(x > 0.5)[:capacity]
+    places = of(x)
     np.testing.assert_array_equal(places[: len(wanted)], wanted)
     np.testing.assert_array_equal(places[len(wanted) :], size)
 
