@@ -29,10 +29,12 @@ def test_defaults_are_the_papers():
         "outer_momentum": 0.9,
         "router_interval": None,
     }
+
     streaming = methods.defaults("streaming_diloco")
     assert (streaming["outer_lr"], streaming["mixing_alpha"]) == (0.4, 0.5)
     cocodc = methods.defaults("cocodc")
     assert (cocodc["curvature"], cocodc["compensation_strength"]) == ("isotropic", 0.3)
+
     paper = methods.defaults("cocodc_paper")
     assert paper["compensation_strength"] == 0.5
     assert methods.get("cocodc_paper").schedule == adaptive(100, 4, 5, 8)
@@ -126,9 +128,9 @@ def test_every_method_is_built_from_its_defaults(name):
     method = methods.get(name)
     assert method.name == name
     assert (method.sync is None) or (method.per_step is None)
-    own = {k: v for k, v in methods.defaults(name).items() if v is not None}
+    options = {k: v for k, v in methods.defaults(name).items() if v is not None}
     if name not in ("apart", "distributed_lion", "snoo", "gpa"):
-        assert methods.get(name, **own).name == name
+        assert methods.get(name, **options).name == name
     assert set(methods.COMMON) <= set(methods.defaults(name))
 
 
@@ -171,8 +173,12 @@ def test_summed_factors_have_their_own_message():
 
 def test_eager_counts_what_its_message_decodes_to():
     """Top 1 of (4, 1) is (4, 0): the 1 is in nobody's mean, so not in its share."""
-    outer, compressor, zero = eager_outer(optax.sgd(1.0)), top_k(0.5), jnp.zeros(2)
-    local, key = jnp.array([-4.0, -1.0]), jax.random.key(0)
+    outer = eager_outer(optax.sgd(1.0))
+    compressor = top_k(0.5)
+    zero = jnp.zeros(2)
+    local = jnp.array([-4.0, -1.0])
+    key = jax.random.key(0)
+
     _, state = outer.send(zero, outer.init(zero, compressor), local, compressor, key)
     params, _ = outer.receive(zero, state, zero, 2)
     assert params.tolist() == [-2, 0]
@@ -195,9 +201,14 @@ class TestQuorum:
     )
     def test_by_hand(self, answers, quorum, grace, delay, participating):
         method = methods.get(
-            "decoupled_diloco", answer_steps=answers, quorum=quorum, grace_steps=grace,
-            sync_interval=100, num_fragments=4, delay_steps=7,
-        )  # fmt: skip
+            "decoupled_diloco",
+            answer_steps=answers,
+            quorum=quorum,
+            grace_steps=grace,
+            sync_interval=100,
+            num_fragments=4,
+            delay_steps=7,
+        )
         assert method.schedule.delay_steps == delay
         assert method.schedule.participating == participating
         _, event = method.schedule.next_event(method.schedule.init(), 25)

@@ -28,13 +28,16 @@ def merged_by(rule):
     the outer parameter is then 0 - (2 + 6) / 2 = -4; and -3 and -12 at its merge.
     """
     sync = Sync(schedule=staggered(4, 1, 2), outer=nesterov(1.0, 0.0), merge=rule)
-    method, params = Method(name="mine", sync=sync), {"w": np.zeros(1, np.float32)}
+    method = Method(name="mine", sync=sync)
+    params = {"w": np.zeros(1, np.float32)}
     sgd = optax.sgd(0.5, 0.0)  # With a trace, which is the gradient.
     loss = lambda x, batch, key: (jnp.sum(x["w"]) * batch.mean(), {})  # noqa: E731
+
     program = RegionProgram(loss, sgd, method, params, 2)
     state = program.init(params, jax.random.key(0))
     batches = iter(np.array(GRADIENTS, np.float32)[..., None])
     *_, (state, _) = run(program, state, batches, 6)
+
     return np.asarray(state.region.params["w"]).ravel().tolist()
 
 
@@ -48,9 +51,10 @@ def test_the_numbers_without_anything_new():
 def test_of_the_optimizers_states_of_all_regions(monkeypatch):
     find = lambda state, inputs: optax.tree_utils.tree_get(state, "trace")  # noqa: E731
     trace = Need(
-        "The inner optimizer's trace of the fragment.", of_regions=find,
+        "The inner optimizer's trace of the fragment.",
+        of_regions=find,
         of_region=lambda seen: seen.regional["trace"],
-    )  # fmt: skip
+    )
     monkeypatch.setitem(NEEDS, "trace", trace)
 
     def apply(local, staged, outer, *, trace, **extra):
@@ -61,9 +65,10 @@ def test_of_the_optimizers_states_of_all_regions(monkeypatch):
 
 def test_of_the_last_batch(monkeypatch):
     batch = Need(
-        "The mean of the last batch.", wants_batch=True,
+        "The mean of the last batch.",
+        wants_batch=True,
         of_region=lambda seen: seen.batch.mean(),
-    )  # fmt: skip
+    )
     monkeypatch.setitem(NEEDS, "batch_mean", batch)
 
     def apply(local, staged, outer, *, batch_mean, **extra):

@@ -34,11 +34,17 @@ def growth(momentum, pull):
 @pytest.mark.parametrize("momentum", [0.0, 0.3, 0.5, 0.7, 0.9])
 def test_the_border_of_stability_is_that_of_the_moments(momentum):
     """Found by halving, of the rule as the method's docstring has it."""
-    low, high = 1e-3, 4.0
+    low = 1e-3
+    high = 4.0
     assert growth(momentum, low) < 1 < growth(momentum, high)
+
     while high - low > 1e-9:
         middle = (low + high) / 2
-        low, high = (middle, high) if growth(momentum, middle) < 1 else (low, middle)
+        if growth(momentum, middle) < 1:
+            low = middle
+        else:
+            high = middle
+
     np.testing.assert_allclose(low, 2 * (1 - momentum**2), rtol=1e-6)
 
 
@@ -101,13 +107,17 @@ def momentum_after(num_regions, is_over_senders, num_rounds=60):
     b 0.95, 32 of 4096. The cosine transform is left out: it turns random numbers into
     random numbers.
     """
-    rng, d = np.random.default_rng(0), np.zeros((num_regions, 4096))
+    rng = np.random.default_rng(0)
+    d = np.zeros((num_regions, 4096))
+
     for _ in range(num_rounds):
         d = 0.95 * d + rng.normal(size=d.shape)
         sent = np.zeros(d.shape, bool)
         top = np.argpartition(-np.abs(d), 32, axis=1)[:, :32]
         np.put_along_axis(sent, top, True, axis=1)
-        total, senders = np.where(sent, d, 0).sum(0), sent.sum(0)
+
+        total = np.where(sent, d, 0).sum(0)
+        senders = sent.sum(0)
         mean = total / (np.maximum(senders, 1) if is_over_senders else num_regions)
         d = np.where(sent, 0, d) + mean
     return np.linalg.norm(d, axis=1).max()
@@ -130,14 +140,18 @@ def test_why_the_mean_is_over_all_regions():
 # f_i(x) = a_i (x - b_i)^2 / 2 of four regions: curvatures and minimisers all differ.
 CURVATURES = np.array([0.5, 1.0, 2.0, 1.5])
 MINIMISERS = np.array([4.0, -2.0, 1.0, 3.0])
-LR, RHO, ROUNDS = 0.1, 0.5, 400
+LR = 0.1
+RHO = 0.5
+ROUNDS = 400
 OPTIMUM = (CURVATURES * MINIMISERS).sum() / CURVATURES.sum()
 
 
 def published(sign):
     """LT-ADMM on a ring, edge by edge, with 2 rho x_j added or taken off."""
-    x, z = np.zeros(4), np.zeros((4, 4))
+    x = np.zeros(4)
+    z = np.zeros((4, 4))
     edges = [(i, (i + by) % 4) for i in range(4) for by in (1, -1)]
+
     for _ in range(ROUNDS):
         for _ in range(3):
             pull = np.array([z[i, (i + 1) % 4] + z[i, i - 1] for i in range(4)])
@@ -177,16 +191,23 @@ def test_regions_come_to_the_exact_minimiser(graph, compress):
             "lt_admm", sync_interval=3, admm_penalty=RHO, graph=graph, compress=compress
         )
         program = RegionProgram(
-            loss_fn, optax.sgd(LR), method, params, 4,
+            loss_fn,
+            optax.sgd(LR),
+            method,
+            params,
+            4,
             mesh=make_mesh(4, devices=jax.devices()[:1]),
-        )  # fmt: skip
+        )
+
         state = program.init(params, jax.random.key(0))
         minimisers = np.stack([MINIMISERS, 2 - MINIMISERS], 1)
         curvatures = np.stack([CURVATURES, CURVATURES], 1)
         batch = np.stack([curvatures, minimisers], 1)
         state, _ = follow(program, state, [batch] * 3 * ROUNDS, 3 * ROUNDS)
+
         local = np.asarray(state.region.params["w"])
         outer = np.asarray(program.outer_params(state)["w"])
+
     expected = np.array([OPTIMUM, 2 - OPTIMUM])
     # Scales of int8 are float32: what a region believes to have told and what the
     # others heard may differ by its rounding, as the compiler fuses both.
@@ -231,18 +252,22 @@ def test_a_cycle_has_every_position_once_and_the_next_draws_anew():
 def test_a_mean_that_lands_alone_has_the_subset_that_was_sent():
     """One number: sent at 4 with a mean of 6, after progress of 1 it lands as 6.5."""
     outer = sparse_averages(1.0, 0, 0.5, is_delayed=True)
-    key, zero = jax.random.key(0), {"w": jnp.zeros(1)}
+    key = jax.random.key(0)
+    zero = {"w": jnp.zeros(1)}
 
     def at(value):
         return {"w": jnp.full(1, value)}
 
-    state, params = outer.init(zero, identity()), zero
+    params = zero
+    state = outer.init(zero, identity())
     _, state = outer.send(params, state, at(3.0), identity(), key)
     params, state = outer.receive(params, state, at(0.0), 2)
     assert params == at(3.0)  # What left before the first step is no mean.
+
     _, state = outer.send(params, state, at(4.0), identity(), key)  # d = 1
     params, state = outer.receive(params, state, at(5.0), 2)
     assert params == at(6.0)
+
     assert outer.land is not None
     params, state = outer.receive(params, outer.land(state), at(5.5), 2)
     assert params == at(6.5)  # The mean of what left at 4, and d.
@@ -256,6 +281,7 @@ def test_nothing_of_a_region_that_is_not_finite_stays():
     for value in (1.0, np.nan):
         local = {"w": jnp.full(1, value)}
         _, state = outer.send(zero, state, local, identity(), jax.random.key(0))
+
     assert state.num_syncs == 2
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
     params, _ = outer.receive(zero, state, {"w": jnp.full(1, 2.0)}, 2)

@@ -23,8 +23,10 @@ def test_a_region_that_takes_no_part_is_no_sender():
     states = jax.vmap(compressor.init)(regions)
     messages, _ = jax.vmap(compressor.encode)(regions, states)
     weights = jnp.array([0, 0.25, 0.75])
+
     combine = jax.jit(Compressed(compressor, "senders").combine)
     np.testing.assert_allclose(combine(messages, weights), [5.5, 0, 2, 3], rtol=1e-6)
+
     everyone = Compressed(compressor, "all").combine(messages, weights)
     np.testing.assert_allclose(everyone, [5.5, 0, 0.5, 2.25], rtol=1e-6)
 
@@ -36,16 +38,22 @@ def test_regions_that_come_late_are_not_counted_either_way():
     method = method.with_sync(schedule=rounds)
     params = {"w": jnp.zeros(2)}
     gradients = np.float32([[4, 1], [2, 1], [1, 3], [np.nan, 80]])
+
     ends = []
     for exchange in ("program", "outer"):
         program = RegionProgram(
-            lambda p, g, key: (p["w"] @ g, {}), optax.sgd(1.0), method, params, 4,
+            lambda p, g, key: (p["w"] @ g, {}),
+            optax.sgd(1.0),
+            method,
+            params,
+            4,
             transport=Transport(exchange),
-        )  # fmt: skip
+        )
         state = program.init(params, jax.random.key(0))
         state, _ = follow(program, state, [gradients] * 3, 3)
         ends.append(program.outer_params(state)["w"])
         assert np.asarray(state.sync.compressors[0].residual["w"])[3].tolist() == [0, 0]
+
     # Two steps each: 8 and 4 at 0, 6 at 1.
     np.testing.assert_allclose(ends[0], [-6, -6], rtol=1e-6)
     np.testing.assert_allclose(ends[1], ends[0], rtol=1e-6)
@@ -63,20 +71,29 @@ def test_each_tensor_is_clipped_at_the_median_norm(exchange, mean, options):
     rng = np.random.default_rng(0)
     gradients = {name: rng.normal(size=(3, 8)).astype(np.float32) for name in "ab"}
     gradients["a"][2] *= 50
+
     method = methods.get(
-        "sparseloco", sync_interval=1, sparse_mean=mean, compress="ef+topk:0.5",
+        "sparseloco",
+        sync_interval=1,
+        sparse_mean=mean,
+        compress="ef+topk:0.5",
         **options,
-    )  # fmt: skip
+    )
     params = {name: jnp.zeros(8) for name in "ab"}
     program = RegionProgram(
-        lambda p, g, key: (p["a"] @ g["a"] + p["b"] @ g["b"], {}), optax.sgd(1.0),
-        method, params, 3, transport=Transport(exchange),
-    )  # fmt: skip
+        lambda p, g, key: (p["a"] @ g["a"] + p["b"] @ g["b"], {}),
+        optax.sgd(1.0),
+        method,
+        params,
+        3,
+        transport=Transport(exchange),
+    )
     state = program.init(params, jax.random.key(0))
     state, _ = follow(program, state, [gradients], 1)
-    for name, each in gradients.items():
-        smallest = np.argsort(abs(each), axis=1)[:, :4]
-        sent = each.copy()
+
+    for name, of_regions in gradients.items():
+        smallest = np.argsort(abs(of_regions), axis=1)[:, :4]
+        sent = of_regions.copy()
         np.put_along_axis(sent, smallest, np.nan, axis=1)
         norms = np.sqrt(np.nansum(sent**2, axis=1))
         sent *= np.minimum(1, np.median(norms) / norms)[:, None]
