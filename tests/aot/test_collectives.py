@@ -64,10 +64,11 @@ ONE = [
 
 @pytest.mark.parametrize(("text", "kind", "axes", "num_bytes"), ONE)
 def test_axes_and_bytes(text, kind, axes, num_bytes):
-    (found,) = read("%a = f32[2] parameter(0)", f"%b = {text}")
-    assert (found.kind, found.axes, found.num_bytes) == (kind, axes, num_bytes)
-    assert found.times == 1
-    assert found.is_async == ("-start" in text)
+    (collective,) = read("%a = f32[2] parameter(0)", f"%b = {text}")
+    assert (collective.kind, collective.axes) == (kind, axes)
+    assert collective.num_bytes == num_bytes
+    assert collective.times == 1
+    assert collective.is_async == ("-start" in text)
 
 
 def test_steps_of_one_collective_count_once_and_loops_multiply():
@@ -88,31 +89,33 @@ def test_steps_of_one_collective_count_once_and_loops_multiply():
         "  %f2 = f32[4] fusion(%n), kind=kCustom, calls=%async_collective_fusion.2\n"
         "  %y = f32",
     )
-    (found,) = read(
+    (gather,) = read(
         "%i = (s32[], f32[4,4]) parameter(0)",
         "%w = (s32[], f32[4,4]) while(%i), condition=%condition, body=%body",
         before=part + inside,
     )
-    assert (found.times, found.num_bytes, found.is_async) == (5, 8, True)
+    assert (gather.times, gather.num_bytes, gather.is_async) == (5, 8, True)
 
 
 def test_a_step_in_a_loop_does_not_multiply_what_follows_outside():
     step = "f32[4] all-gather(%{}), channel_id=7, replica_groups={{{{0,1}}}}"
     inside = LOOP.replace("%y = f32", f"%g1 = {step.format('x')}\n  %y = f32")
-    found = read(
-        "%i = (s32[], f32[4,4]) parameter(0)", "%a = f32[2] parameter(1)", WHILE,
+    in_and_after_loop = read(
+        "%i = (s32[], f32[4,4]) parameter(0)",
+        "%a = f32[2] parameter(1)",
+        WHILE,
         f"%g2 = {step.format('a')}",
         "%r = f32[2] all-reduce(%a), channel_id=9, replica_groups={{0,4}}",
         before=inside,
-    )  # fmt: skip
-    times = {each.kind: each.times for each in found}
+    )
+    times = {collective.kind: collective.times for collective in in_and_after_loop}
     assert times == {"all-gather": 5, "all-reduce": 1}
 
 
 def test_a_number_that_all_have_tells_none_apart():
     one = "f32[8] all-reduce(%a), channel_id=1, replica_groups={{0,1}}"
-    first = read("%a = f32[8] parameter(0)", f"%b = {one}", f"%c = {one}")
-    assert [each.num_bytes for each in first] == [32, 32]
+    both = read("%a = f32[8] parameter(0)", f"%b = {one}", f"%c = {one}")
+    assert [collective.num_bytes for collective in both] == [32, 32]
 
 
 def test_an_all_reduce_fused_with_its_slice_is_a_reduce_scatter():
@@ -123,12 +126,12 @@ def test_an_all_reduce_fused_with_its_slice_is_a_reduce_scatter():
   ROOT %s = f32[4] slice(%r), slice={[0:4]}
 }
 """
-    (found,) = read(
+    (scatter,) = read(
         "%a = f32[8] parameter(0)",
         "%b = f32[4] fusion(%a), kind=kCustom, calls=%all-reduce-scatter.3",
         before=part,
     )
-    assert (found.kind, found.num_bytes) == ("reduce-scatter", 16)
+    assert (scatter.kind, scatter.num_bytes) == ("reduce-scatter", 16)
 
 
 WHILE = "%w = (s32[], f32[4,4]) while(%i), condition=%condition, body=%body"
@@ -147,26 +150,34 @@ IDLE = LOOP.replace("dot(", "add(")  # Without a product it is no inner scan.
 )  # fmt: skip
 def test_what_a_collective_spans_is_between_its_start_and_its_end(order, loop, spans):
     first = ("%a = f32[8] parameter(0)", "%i = (s32[], f32[4,4]) parameter(1)")
-    (found,) = read(*first, *order, before=loop)
-    assert (found.spans, found.axes) == (spans, ("region",))
+    (collective,) = read(*first, *order, before=loop)
+    assert (collective.spans, collective.axes) == (spans, ("region",))
 
 
 @pytest.mark.parametrize("num_early", [0, 1, 2])
 def test_a_collective_of_the_hosts_spans_what_comes_before_its_arrival(num_early):
     """The end of sending may come first: the host has taken what it sends."""
     attributes = HOSTS % "ALL_GATHER"
-    ends = ["%sd = token[] send-done(%s), channel_id=2",
-            "%rd = (f32[8], token[]) recv-done(%r), channel_id=1"]  # fmt: skip
-    early, late = ends[:num_early], ends[num_early:]
+    ends = [
+        "%sd = token[] send-done(%s), channel_id=2",
+        "%rd = (f32[8], token[]) recv-done(%r), channel_id=1",
+    ]
+    early = ends[:num_early]
+    late = ends[num_early:]
     # A gather of the devices has the same number.
-    inside, found = read(
-        "%a = f32[2] parameter(0)", "%i = (s32[], f32[4,4]) parameter(1)",
+    inside, between = read(
+        "%a = f32[2] parameter(0)",
+        "%i = (s32[], f32[4,4]) parameter(1)",
         "%g = f32[8] all-gather(%a), channel_id=2, replica_groups={{0,1,2,3}}",
         "%t = token[] after-all()",
         f"%s = (f32[2], u32[], token[]) send(%a, %t), channel_id=2, {attributes}",
-        f"%r = (f32[8], u32[], token[]) recv(%t), channel_id=1, {attributes}", *early,
-        WHILE, *late, before=LOOP, mesh={"region": 1, "data": 4},
-    )  # fmt: skip
-    assert (found.kind, found.axes) == ("all-gather", (BETWEEN_SLICES,))
-    assert (found.num_bytes, found.spans) == (32, num_early < 2)
+        f"%r = (f32[8], u32[], token[]) recv(%t), channel_id=1, {attributes}",
+        *early,
+        WHILE,
+        *late,
+        before=LOOP,
+        mesh={"region": 1, "data": 4},
+    )
+    assert (between.kind, between.axes) == ("all-gather", (BETWEEN_SLICES,))
+    assert (between.num_bytes, between.spans) == (32, num_early < 2)
     assert (inside.axes, inside.num_bytes) == (("data",), 24)

@@ -43,7 +43,8 @@ def shared(x):
 
 def grouped(x):
     """Rows by three experts, and the weights' gradient: one product a row and each."""
-    weights, sizes = jnp.zeros((3, 8, 5)), jnp.array([1, 0, 3])
+    weights = jnp.zeros((3, 8, 5))
+    sizes = jnp.array([1, 0, 3])
     out = functools.partial(jax.lax.ragged_dot, x, group_sizes=sizes)
     return jax.vjp(out, weights)[1](jnp.ones((4, 5)))
 
@@ -73,7 +74,10 @@ def test_products_count_as_often_as_they_run(program, expected):
 
 
 def test_a_kernel_counts_as_it_is_known_to_compute():
-    batch, length, heads, width = 2, 256, 4, 16
+    batch = 2
+    length = 256
+    heads = 4
+    width = 16
     heads_of = jnp.zeros((batch, length, heads, width), jnp.bfloat16)
     splash = functools.partial(attend, kernel="splash", interpret=True)
     jaxpr = jax.make_jaxpr(splash)(heads_of, heads_of, heads_of)

@@ -57,11 +57,13 @@ def with_entry(lines):
 def test_a_loop_of_a_scan_is_read():
     module = hlo.parse(LOOP)
     assert module.entry == "main"
+
     body = module.computations["body"]
-    opcodes = [each.opcode for each in body.instructions[-4:]]
+    opcodes = [instruction.opcode for instruction in body.instructions[-4:]]
     assert opcodes == ["fusion", "convolution", "all-reduce", "tuple"]
     assert body.root.operands == ("i", "x", "stack.1")
     assert body.by_name["y"].operands == ("x", "w")
+
     assert module.executions == {"weights": 3, "body": 3, "condition": 1, "main": 1}
     assert module.fused == {"weights"}
     assert costs.flops(module) == 3 * 2 * 4 * 8 * 16
@@ -251,6 +253,6 @@ notes
   ROOT %z = f32[4]{0} call(%k), called_computations={%called}
 }
 """)
-    sizes = {each.name: len(each.instructions) for each in module}
+    sizes = {computation.name: len(computation.instructions) for computation in module}
     assert sizes == {"called": 2, "main": 3}
     assert module.executions == {"called": 1, "main": 1}

@@ -76,6 +76,7 @@ def main(name, slices, num_regions, model, *cases):
     shape = {axis: int(size) for axis, size in mesh.shape.items()}
     if target.slices > 1:
         shape[REGION] //= target.slices
+
     rows_of = {}
     for case in cases:
         method, options = case.split("=", 1)
@@ -90,20 +91,22 @@ def main(name, slices, num_regions, model, *cases):
             param_specs=specs,
             transport=Transport("program"),
         )
+
         rows = []
         for listed in program.list_programs(batches_of(regions)):
             if not listed.num_steps:
                 continue
-            lowered = listed.program.trace(*listed.arguments).lower(
-                lowering_platforms=(target.chip.platform,)
-            )
+            traced = listed.program.trace(*listed.arguments)
+            lowered = traced.lower(lowering_platforms=(target.chip.platform,))
             compiled = lowered.compile()
+
             host_bytes = compiled.memory_analysis().host_argument_size_in_bytes
             for one in collectives(hlo.parse(compiled.as_text()), shape):
                 if {REGION, BETWEEN_SLICES} & set(one.axes):
                     rows.append(
                         (listed.name, one.kind, one.spans, one.num_bytes, host_bytes)
                     )
+
         rows_of[case] = rows
     print(json.dumps(rows_of))
 
@@ -148,12 +151,14 @@ def test_messages_between_slices_of_a_tpu_cross_while_it_computes():
         assert num_bytes == 4 * NUM_VALUES / 4
         # Of the outer parameters and the momentum, each chip's host has a quarter.
         assert host_bytes == 8 * NUM_VALUES / 4
+
     for rows in encoded.values():
         ((kind, spans, num_bytes, _),) = rows
         assert (kind, spans) == ("all-gather", True)
         # A byte a number and 4 bytes a block of 256; and the region's weight.
         message = NUM_VALUES + 4 * NUM_VALUES // 256 + 4
         assert message <= num_bytes <= message + 16
+
     assert any(row for rows in control.values() for row in rows)
     assert not any(spans for rows in control.values() for _, spans, *_ in rows)
 

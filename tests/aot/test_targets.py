@@ -69,6 +69,7 @@ def test_regions_share_a_machine_out():
     config = place(PRESETS["paper_150m"], Target.parse("v5e:4x4", 4), False)
     assert config.run.data_axis == 16
     assert config.run.exchange == "program"
+
     wide = PRESETS["1b"].replace(model_axis=4)
     assert place(wide, Target.parse("v5p:4x4x4"), False).run.data_axis == 4
     kept = place(wide.replace(data_axis=4), Target.parse("v5p:4x4x4"), True)
@@ -111,7 +112,7 @@ def test_a_roofline_by_hand(hidden_s, seconds, limit):
         array = Array("f32", (1,))
         return Collective("all-reduce", axes, num_bytes, 2, True, spans, array, "x")
 
-    found = job.estimate(
+    roofline = job.estimate(
         chip,
         chip.flops * 3,
         chip.hbm_bps * 2,
@@ -121,18 +122,20 @@ def test_a_roofline_by_hand(hidden_s, seconds, limit):
             moves(("slice",), chip.network_bps * hidden_s / 2, True),
         ],
     )
-    assert (found.compute_s, found.hbm_s, found.link_s) == (3, 2, 4)
-    assert (found.network_s, found.hidden_s) == (1, hidden_s)
-    assert (found.seconds, found.limit) == (seconds, limit)
+
+    assert (roofline.compute_s, roofline.hbm_s, roofline.link_s) == (3, 2, 4)
+    assert (roofline.network_s, roofline.hidden_s) == (1, hidden_s)
+    assert (roofline.seconds, roofline.limit) == (seconds, limit)
 
 
 def test_remedies_change_numbers_last_and_build_on_one_another():
     config = place(PRESETS["paper_150m"], Target.parse("v5e:4x4", 4), False)
-    found = list(remedies(config))
-    assert found[0][0] == "--remat=full"
-    assert found[1][0] == "--remat=full --loss_chunk_tokens=512"
-    parts = [config.run.accumulate_steps for _, config in found]
+    combined = list(remedies(config))
+    assert combined[0][0] == "--remat=full"
+    assert combined[1][0] == "--remat=full --loss_chunk_tokens=512"
+
+    parts = [config.run.accumulate_steps for _, config in combined]
     assert parts[2:6] == [2, 4, 8, 16]
-    assert found[6][1].run.model_axis == 2
-    assert found[-1][1].data.batch_per_region < 256
-    assert all("batch_per_region" not in text for text, _ in found[:9])
+    assert combined[6][1].run.model_axis == 2
+    assert combined[-1][1].data.batch_per_region < 256
+    assert all("batch_per_region" not in text for text, _ in combined[:9])
