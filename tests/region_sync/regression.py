@@ -70,6 +70,7 @@ def train_by_program(method, optimizer, num_steps, user_inputs=None):
         NUM_REGIONS,
         user_inputs=user_inputs or cc.UserInputs(),
     )
+
     first = program.init(params, jax.random.key(0))
     batches = map(batch_of, range(num_steps))
     *_, (state, _) = cc.run_steps(program, first, batches, num_steps)

@@ -61,27 +61,23 @@ def test_over_a_mesh_of_the_trainers_own(axis_type):
     specs = {"blocks": {"w": P("pods", None, "fsdp")}, "head": P("pods", "fsdp")}
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     params = jax.device_put(plain.stacked(plain.make_params()), shardings)
+
     name, options = CASES["streaming"]
     sync = cc.RegionSync(cc.methods.get(name, **options), params, plain.NUM_REGIONS)
     of_regions = NamedSharding(mesh, P("pods"))
-    step = jax.jit(
-        lambda params, opt_state, batch: jax.vmap(
-            plain.one_step, spmd_axis_name="pods"
-        )(params, opt_state, batch)
-    )
+    step = jax.jit(jax.vmap(plain.one_step, spmd_axis_name="pods"))
+    init = jax.jit(jax.vmap(plain.OPTIMIZER.init, spmd_axis_name="pods"))
+
+    def step_fn(params, opt_state, batch):
+        return step(params, opt_state, jax.device_put(batch, of_regions))
+
     with jax.set_mesh(mesh):
-        opt_state = jax.jit(jax.vmap(plain.OPTIMIZER.init, spmd_axis_name="pods"))(
-            params
-        )
         params, _, state = plain.train(
-            sync,
-            params,
-            NUM_STEPS,
-            step_fn=lambda *args: step(*args[:2], jax.device_put(args[2], of_regions)),
-            opt_state=opt_state,
+            sync, params, NUM_STEPS, step_fn=step_fn, opt_state=init(params)
         )
         assert params["head"].sharding.is_equivalent_to(shardings["head"], 3)
         outer = sync.outer_params(state, params)
+
     (local, outer_there), _ = reference("streaming")
     assert_all_close(params, local, rtol=1e-5, atol=1e-6)
     assert_all_close(outer, outer_there, rtol=1e-5, atol=1e-6)
@@ -91,13 +87,16 @@ def test_the_scan_of_a_trainer_may_take_several_steps_at_once():
     name, options = CASES["streaming"]
     params = plain.stacked(plain.make_params())
     sync = cc.RegionSync(cc.methods.get(name, **options), params, plain.NUM_REGIONS)
-    state, opt_state = sync.init(params), jax.vmap(plain.OPTIMIZER.init)(params)
+    state = sync.init(params)
+    opt_state = jax.vmap(plain.OPTIMIZER.init)(params)
+
     while state.step < NUM_STEPS:
         num_steps = min(sync.steps_to_event(state), NUM_STEPS - state.step)
         for i in range(num_steps):
             batch = plain.batch_of(state.step + i)
             params, opt_state = plain.step_of_all(params, opt_state, batch)
         params, state = sync.after_step(params, state, num_steps=num_steps)
+
     assert_like_the_program("streaming", sync, params, state)
 
 
@@ -134,15 +133,19 @@ def test_steps_past_an_event_are_refused():
 
 def test_a_checkpoint_of_the_trainers_own_goes_on_bit_for_bit(tmp_path):
     name, options = CASES["one bit"]
-    method, params = cc.methods.get(name, **options), plain.stacked(plain.make_params())
+    method = cc.methods.get(name, **options)
+    params = plain.stacked(plain.make_params())
     sync = cc.RegionSync(method, params, plain.NUM_REGIONS)
+
     middle = 7  # A fragment is in flight.
     params, opt_state, state = plain.train(sync, params, middle)
     assert state.sync.num_in_flight
+
     arrays, note = sync.checkpoint(state)
     saved = {"params": params, "opt_state": opt_state, "sync": arrays}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "saved", saved)
+
     expected, _, _ = plain.train(
         sync, jax.tree.map(jnp.copy, params), NUM_STEPS, state, opt_state=opt_state
     )
@@ -156,6 +159,7 @@ def test_a_checkpoint_of_the_trainers_own_goes_on_bit_for_bit(tmp_path):
     }
     with ocp.StandardCheckpointer() as checkpointer:
         there = checkpointer.restore(tmp_path / "saved", abstract)
+
     state = again.restore(there["sync"], note)
     assert state.step == middle
     params, _, _ = plain.train(
@@ -177,9 +181,11 @@ def test_a_note_of_another_method_is_refused():
 def test_landing_merges_what_is_in_flight():
     sync, params = small_sync("streaming_diloco", OVERLAPPED | {"mixing_alpha": 0.0})
     state = sync.init(params)
+
     params, state = sync.after_step(params, state, num_steps=3)  # A start.
     params = jax.tree.map(lambda x: x - jnp.array([[1.0], [3.0]]), params)
     assert state.sync.num_in_flight == 1
+
     params, state = sync.land(params, state)
     assert state.sync.num_in_flight == 0
     # The message was sent before the progress, which replacing drops.
@@ -207,13 +213,16 @@ def test_copies_of_the_weights_in_the_trainers_optimizer_move_with_a_merge():
 
     params = plain.stacked(plain.make_params())
     sync = cc.RegionSync(method, params, plain.NUM_REGIONS, donate=False)
-    state, opt_state = sync.init(params), jax.vmap(optimizer.init)(params)
+    state = sync.init(params)
+    opt_state = jax.vmap(optimizer.init)(params)
     step = jax.jit(jax.vmap(one_step))
+
     for i in range(7):
         old, opt_state = step(params, opt_state, plain.batch_of(i))
         params, state = sync.after_step(old, state)
         if state.applied:
             opt_state = cc.merge_opt_state(opt_state, old, params)
+
     assert_all_close(opt_state.z, expected.region.opt_state.z, rtol=1e-5, atol=1e-6)
 
 
@@ -238,12 +247,15 @@ def test_a_merge_gets_the_trainers_batch_and_moments():
         user_inputs=inputs,
         loss_fn=plain.loss_fn,
     )
-    state, opt_state = sync.init(params), jax.vmap(adam.init)(params)
+    state = sync.init(params)
+    opt_state = jax.vmap(adam.init)(params)
     step = jax.jit(jax.vmap(one_step))
+
     for i in range(NUM_STEPS):
         batch = plain.batch_of(i)
         params, opt_state = step(params, opt_state, batch)
         params, state = sync.after_step(params, state, batch=batch, opt_state=opt_state)
+
     assert_all_close(params, expected.region.params, rtol=1e-4, atol=1e-5)
 
 
@@ -269,6 +281,7 @@ def test_what_a_merge_needs_is_asked_for_before_anything_runs():
     method = cc.methods.get("cocodc", curvature="hessian_vector", **OVERLAPPED)
     params = {"a": jnp.ones((2, 4)), "b": jnp.ones((2, 4))}
     inputs = cc.UserInputs(0.02, cc.adam_second_moment(0.999))
+
     with pytest.raises(ValueError, match="pass loss_fn="):
         cc.RegionSync(method, params, 2, user_inputs=inputs)
 
@@ -280,6 +293,7 @@ def test_what_a_merge_needs_is_asked_for_before_anything_runs():
     batch = jnp.ones((2, 1))
     with pytest.raises(ValueError, match=r"pass after_step\(\.\.\., opt_state="):
         sync.after_step(params, state, batch=batch)
+
     opt_state = jax.vmap(optax.adam(0.1).init)(params)
     with pytest.raises(ValueError, match=r"pass after_step\(\.\.\., batch="):
         sync.after_step(params, state, opt_state=opt_state)

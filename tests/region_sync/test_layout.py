@@ -31,12 +31,15 @@ def test_entering_moves_no_byte_where_the_regions_are_not_the_first_axis():
     mesh = mesh_of(fsdp=2, pods=2, tensor=2)
     x = put(mesh, (4, 8, 6), "pods", "fsdp", "tensor")
     layout = layout_of({"w": x}, 4, "stacked")
-    before, expected = buffers(x), np.array(x)
+    before = buffers(x)
+    expected = np.array(x)
+
     entered = layout.enter({"w": x})["w"]
     assert layout.mesh.shape["region"] == 2
     assert layout.specs["w"] == P("data", "model")
     assert buffers(entered) == before
     np.testing.assert_array_equal(entered, expected)
+
     left = layout.leave({"w": entered}, {"w": x.sharding})["w"]
     assert left.sharding == x.sharding
     assert buffers(left) == before
@@ -77,8 +80,10 @@ def test_one_regions_own_arrays_get_an_axis_and_lose_it():
     x = put(mesh, (8, 3), "fsdp")
     expected = np.asarray(x)
     layout = layout_of({"w": x}, 2, "own")
+
     entered = layout.enter({"w": x})
     assert entered["w"].shape == (1, 8, 3)
+
     left = layout.leave(entered, {"w": x.sharding})["w"]
     assert left.sharding == x.sharding
     np.testing.assert_array_equal(left, expected)

@@ -44,7 +44,10 @@ class Region:
         method = cc.methods.get(method, **options)
         self.sync = cc.RegionSync(method, self.params, 2, transport=transport)
         self.state = self.sync.init(self.params)
-        self.place, self.merged, self.steps = place, {}, []
+
+        self.place = place
+        self.merged = {}
+        self.steps = []
         self.senders = {}
 
     def join(self):
@@ -53,11 +56,13 @@ class Region:
     def train(self, end, pause=lambda step: None):
         while self.state.step < end:
             pause(self.state.step)
+
             self.steps.append(self.state.step)
             rng = np.random.default_rng((self.place.region, self.state.step))
             x = rng.normal(size=(8, 4)).astype(np.float32)
             self.params, self.opt_state = step_fn(self.params, self.opt_state, x)
             self.params, self.state = self.sync.after_step(self.params, self.state)
+
             if self.state.applied:
                 outer = self.sync.outer_params(self.state, self.params)
                 self.merged[self.state.step] = np.asarray(outer["w"])
@@ -75,7 +80,8 @@ def assert_same_merges(one, other, least):
 @pytest.mark.parametrize("via", [False, True])
 def test_a_region_that_died_comes_back_at_the_step_of_the_others(via, tmp_path):
     one, two = places(2, via=tmp_path if via else None)
-    end, reborn = 40, []
+    end = 40
+    reborn = []
 
     def stays():
         region = Region(one)
@@ -94,6 +100,7 @@ def test_a_region_that_died_comes_back_at_the_step_of_the_others(via, tmp_path):
             first.join()
             first.train(10)
             raise KeyError("killed")
+
         region = Region(two)
         with region.sync:
             region.join()
@@ -103,9 +110,11 @@ def test_a_region_that_died_comes_back_at_the_step_of_the_others(via, tmp_path):
         return first, region
 
     with ThreadPoolExecutor() as pool:
-        stayed, died = pool.submit(stays), pool.submit(dies)
-        first, again = died.result(120)
-        stayed = stayed.result(120)
+        staying = pool.submit(stays)
+        dying = pool.submit(dies)
+        first, again = dying.result(120)
+        stayed = staying.result(120)
+
     assert_same_merges(stayed, first, least=2)
     assert_same_merges(stayed, again, least=4)
     assert stayed.senders[5] == (0, 1)
@@ -139,11 +148,15 @@ def test_a_region_that_was_left_behind_returns_with_its_work():
         return region
 
     with ThreadPoolExecutor() as pool:
-        first, second = pool.submit(goes_on), pool.submit(hangs)
-        first, second = first.result(120), second.result(120)
+        going_on = pool.submit(goes_on)
+        hanging = pool.submit(hangs)
+        first = going_on.result(120)
+        second = hanging.result(120)
+
     jumps = np.diff(second.steps)
     assert jumps.max() > 1  # The data move to the step of the others.
     assert (jumps >= 1).all()
+
     back_at = second.steps[int(jumps.argmax()) + 1]
     later = {step: x for step, x in second.merged.items() if step > back_at}
     assert len(later) >= 3
@@ -241,6 +254,7 @@ def test_two_different_trainers_in_one_run():
     with ThreadPoolExecutor() as pool:
         kernels = [pool.submit(train) for train in (as_module, as_dict)]
         of_module, of_dict = (kernel.result(120) for kernel in kernels)
+
     assert np.abs(of_dict).max() > 0.1
     np.testing.assert_array_equal(of_module, of_dict)
 
@@ -251,18 +265,20 @@ def test_regions_of_other_runs_are_told_apart():
     region = Region(one)
     with ThreadPoolExecutor() as pool:
         joining = [pool.submit(x.join) for x in (region, other)]
-        for each in joining:
+        for join in joining:
             with pytest.raises(LeftBehindError, match="is of another run"):
-                each.result(60)
-    for each in (region, other):
-        each.sync._membership.close()
+                join.result(60)
+
+    region.sync._membership.close()
+    other.sync._membership.close()
 
 
 def test_a_region_that_is_ahead_waits_until_the_others_are_as_far(monkeypatch):
     """Its checkpoint is of a step that a slower region has not reached yet."""
     timing = dataclasses.replace(TIMING, beat_s=0.2, start_s=4)
     one, two = places(2, timing=timing)
-    has_begun, is_asking = threading.Event(), threading.Event()
+    has_begun = threading.Event()
+    is_asking = threading.Event()
 
     def slow():
         region = Region(one)
@@ -296,8 +312,11 @@ def test_a_region_that_is_ahead_waits_until_the_others_are_as_far(monkeypatch):
         return region
 
     with ThreadPoolExecutor() as pool:
-        first, second = pool.submit(slow), pool.submit(ahead)
-        second, first = second.result(60), first.result(60)
+        being_slow = pool.submit(slow)
+        being_ahead = pool.submit(ahead)
+        second = being_ahead.result(60)
+        first = being_slow.result(60)
+
     assert_same_merges(first, second, least=2)
 
 

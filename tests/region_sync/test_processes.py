@@ -27,13 +27,15 @@ def test_two_processes_are_one_program(form, tmp_path):
     assert [child.wait(120) for child in children] == [0, 0]
 
     name, options = worker.METHOD
-    method, params = cc.methods.get(name, **options), plain.stacked(plain.make_params())
+    method = cc.methods.get(name, **options)
+    params = plain.stacked(plain.make_params())
     sync = cc.RegionSync(method, params, plain.NUM_REGIONS)
     params, _, state = plain.train(sync, params, worker.NUM_STEPS)
     outer = sync.outer_params(state, params)["head"]
+
     for process, path in enumerate(paths):
-        own, outer_there = np.load(path).values()
-        np.testing.assert_allclose(own, params["head"][process], rtol=1e-5, atol=1e-6)
+        local, outer_there = np.load(path).values()
+        np.testing.assert_allclose(local, params["head"][process], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(outer_there, outer, rtol=1e-5, atol=1e-6)
 
 
@@ -43,7 +45,9 @@ def test_two_processes_are_one_program(form, tmp_path):
 def test_elastic_regions_of_several_processes(num_processes, tmp_path):
     """They train what regions of one process in one program do."""
     addresses = ",".join(free_addresses(2))
-    children, paths = [], []
+    children = []
+    paths = []
+
     for region, num in enumerate(num_processes):
         (coordinator,) = free_addresses(1)
         for process in range(num):
@@ -52,14 +56,17 @@ def test_elastic_regions_of_several_processes(num_processes, tmp_path):
             command = [sys.executable, "-m", "tests.region_sync.worker"]
             children.append(subprocess.Popen([*command, *map(str, words)], cwd=ROOT))
             paths.append((region, path))
+
     assert [child.wait(240) for child in children] == [0] * len(children)
 
     name, options = worker.METHOD
-    method, params = cc.methods.get(name, **options), plain.stacked(plain.make_params())
+    method = cc.methods.get(name, **options)
+    params = plain.stacked(plain.make_params())
     sync = cc.RegionSync(method, params, plain.NUM_REGIONS)
     params, _, state = plain.train(sync, params, worker.NUM_STEPS)
     outer = sync.outer_params(state, params)["head"]
+
     for region, path in paths:
-        own, outer_there = np.load(path).values()
-        np.testing.assert_allclose(own, params["head"][region], rtol=1e-5, atol=1e-6)
+        local, outer_there = np.load(path).values()
+        np.testing.assert_allclose(local, params["head"][region], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(outer_there, outer, rtol=1e-5, atol=1e-6)

@@ -48,6 +48,7 @@ def test_a_cut_of_the_trainers_tree_is_a_cut_of_the_paths():
         "b": {"w": jnp.ones((2, 3))},
         "a": nn.Partitioned(jnp.ones(4), names=(None,)),
     }
+
     selection = Selection.of(tree)
     fragments = cut(tree, 2)
     moved = selection.fragments(fragments)

@@ -59,7 +59,9 @@ def test_a_window_gives_the_numbers_of_the_program(overlap):
     carry = first_carry(mesh)
     transport = cc.Transport("program", overlap=overlap)
     sync = cc.RegionSync(method, params_of(carry), 2, transport=transport)
-    window, state = sync.window(step, params_of, carry), sync.init(params_of(carry))
+    window = sync.window(step, params_of, carry)
+    state = sync.init(params_of(carry))
+
     while state.step < NUM_STEPS:
         num_steps = min(sync.steps_to_event(state), NUM_STEPS - state.step)
         steps = range(state.step, state.step + num_steps)
@@ -138,7 +140,9 @@ def test_a_method_without_a_delay_sends_between_windows():
     assert carry["keys"].sharding == where
 
 
-WIDTH, NUM_SLICES, NUM_CHIPS = 256, 4, 4
+WIDTH = 256
+NUM_SLICES = 4
+NUM_CHIPS = 4
 
 
 def main(name, slices):
@@ -174,14 +178,15 @@ def main(name, slices):
     sync = cc.RegionSync(method, carry, NUM_SLICES, transport=transport)
     window = sync.window(step, lambda carry: carry, carry)
     batch = of((NUM_SLICES, 64, WIDTH), "pods", "fsdp")
+
     rows = {}
-    for each in window.list_programs(carry, batch):
-        if not each.num_steps:
+    for listed in window.list_programs(carry, batch):
+        if not listed.num_steps:
             continue
-        traced = each.program.trace(*each.arguments)
+        traced = listed.program.trace(*listed.arguments)
         lowered = traced.lower(lowering_platforms=(target.chip.platform,))
         text = lowered.compile().as_text()
-        rows[each.name] = [
+        rows[listed.name] = [
             (one.kind, one.spans, one.num_bytes)
             for one in collectives(hlo.parse(text), shape)
             if {"region", BETWEEN_SLICES} & set(one.axes)
@@ -199,6 +204,7 @@ def test_messages_between_slices_cross_while_the_trainers_step_computes():
     words = [sys.executable, __file__, target, str(NUM_SLICES)]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
+
     programs = json.loads(done.stdout.splitlines()[-1])
     windows = [rows for name, rows in programs.items() if "start fragment" in name]
     assert len(windows) == 2

@@ -25,7 +25,8 @@ METHOD = (
 def train(form, process):
     """Train this process's region, or all regions in one program over processes."""
     params = plain.make_params()
-    step_fn, batch_of = plain.one_step, plain.batch_of
+    step_fn = plain.one_step
+    batch_of = plain.batch_of
     if form == "processes":
         mesh = Mesh(np.array(jax.local_devices()[:2]), ("fsdp",))
         params = jax.device_put(params, NamedSharding(mesh, P()))
@@ -51,14 +52,15 @@ def train(form, process):
     step_fn = jax.jit(step_fn)
     name, options = METHOD
     sync = cc.RegionSync(cc.methods.get(name, **options), params, plain.NUM_REGIONS)
-    state, opt_state = sync.init(params), plain.OPTIMIZER.init(params)
+    state = sync.init(params)
+    opt_state = plain.OPTIMIZER.init(params)
     for i in range(NUM_STEPS):
         params, opt_state = step_fn(params, opt_state, put(batch_of(i)))
         params, state = sync.after_step(params, state)
 
-    own = params["head"].addressable_shards[0].data
+    local = params["head"].addressable_shards[0].data
     outer = sync.outer_params(state, params)["head"].addressable_shards[0].data
-    return np.asarray(own).reshape(8, 2), np.asarray(outer)
+    return np.asarray(local).reshape(8, 2), np.asarray(outer)
 
 
 def train_elastic(place):
@@ -80,7 +82,9 @@ def train_elastic(place):
         "blocks": put(params["blocks"], P(None, "fsdp")),
         "head": put(params["head"], P("fsdp")),
     }
-    step_fn, opt_state = jax.jit(plain.one_step), plain.OPTIMIZER.init(params)
+    step_fn = jax.jit(plain.one_step)
+    opt_state = plain.OPTIMIZER.init(params)
+
     name, options = METHOD
     transport = cc.Transport("elastic", place=place)
     with cc.RegionSync(
@@ -103,7 +107,8 @@ if __name__ == "__main__":
     if int(num_processes) > 1:
         jax.distributed.initialize(address, int(num_processes), int(process))
     if form == "elastic":
-        region, addresses = int(where[0]), tuple(where[1].split(","))
+        region = int(where[0])
+        addresses = tuple(where[1].split(","))
         place = cc.Place(region, addresses, KEY, TIMING)
         np.savez(path, *train_elastic(place))
     else:
