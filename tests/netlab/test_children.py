@@ -54,8 +54,10 @@ def test_the_first_to_fail_is_explained_and_ends_the_others(group, tmp_path, cap
     fatal = "*** Check failure stack trace: ***\\n    @ 0x7f"
     program = f"print('''{lines}\\n{fatal}'''); raise SystemExit(7)"
     start(group, program, tmp_path / "log")
+
     assert group.wait() == 7
     assert time.monotonic() - begin_s < 30
+
     _, err = capfd.readouterr()
     head, *tail = err.splitlines()
     assert head == f"process 1 ended with exit code 7; {tmp_path / 'log'}"

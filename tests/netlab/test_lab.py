@@ -170,11 +170,13 @@ def test_changes_count_from_when_they_are_told_to():
     """By hand: an outage a second after what happens at 5, and not before."""
     outage = conditions(start_s=1.0, rate_bps=[[1, 0.0], [1e6, 1]])
     shaper = Shaper([conditions(), outage], buffer_s=1, seed=0)
+
     shaper.changes_from_s = math.inf
     shaper.send(4.0, 0, 1, PACKET)
     shaper.changes_from_s = 5.0
     for now in (5.999, 6.0):
         shaper.send(now, 0, 1, PACKET)
+
     assert len(times(shaper)) == 2
     assert shaper.traffic.outage_packets == [[0, 1], [0, 0]]
 
@@ -208,9 +210,11 @@ def test_changes_hold_while_they_last_and_multiply():
         LinkChange(5, 1, 0.0, target=2),
         LinkChange(7, 1, 0.25, source=1),
     )
+
     topology = dataclasses.replace(uniform(3, Link(1, 0.05)), changes=changes)
     conditions = plan.conditions_over_time(topology, 1e9)
     assert [c.start_s for c in conditions] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+
     by_time = {c.start_s: c for c in conditions}
 
     def at(time, i, j):
@@ -263,8 +267,10 @@ def test_environment_has_who_and_no_proxy(monkeypatch):
     monkeypatch.setenv("no_proxy", "localhost")
     monkeypatch.setenv("KEPT", "yes")
     environment = region.environment(2, 4)
+
     assert not [name for name in environment if name.lower().endswith("_proxy")]
     assert environment["KEPT"] == "yes"
+
     mine = {k: v for k, v in environment.items() if k.startswith("COCODC_")}
     assert mine == {
         "COCODC_PROCESS_ID": "2",
@@ -285,6 +291,7 @@ print("; ".join(region.missing()))
     words = [sys.executable, "-c", program]
     env = {"PATH": "/nowhere"}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+
     assert "CAP_NET_ADMIN and CAP_SYS_ADMIN (run as root" in done.stdout, done.stderr
     assert "the program `ip` (package iproute2)" in done.stdout
 
@@ -301,6 +308,7 @@ def test_sizes_come_from_the_links_as_they_usually_are(tmp_path):
     assert usual.regions == ("region0", "region1")
     assert (usual.mtu_bytes, usual.buffer_s) == (12_500, math.inf)
     assert usual.region_command(1) == ["echo", "r1"]
+
     outage = LinkChange(start_s=1.0, duration_s=2.0, bandwidth_factor=0.0)
     later = netlab.make_plan(
         uniform(2, Link(0.1, 0.05), changes=(outage,)), ["echo"], tmp_path
@@ -312,6 +320,7 @@ def test_sizes_come_from_the_links_as_they_usually_are(tmp_path):
 def test_what_the_relay_counted_is_one_line(tmp_path):
     made = netlab.make_plan(uniform(2, Link(0.1, 0.05)), ["true"], tmp_path)
     assert made.summary() == "wan: nothing was counted"
+
     traffic = {
         "wall_s": 2.0,
         "relay_cpu_s": 0.5,
@@ -320,6 +329,7 @@ def test_what_the_relay_counted_is_one_line(tmp_path):
         "sent_bytes": [[0, 2_000_000], [500_000, 0]],
         "delivered_bytes": [[0, 1_000_000], [500_000, 0]],
     }
+
     made.traffic_path.write_text(json.dumps(traffic))
     assert made.summary() == (
         "wan: 2.0 s, 2.500 MB sent, 1.500 MB delivered, relay busy 25% of a core, "
