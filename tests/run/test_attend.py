@@ -53,7 +53,9 @@ class StandIn(types.ModuleType):
 
 class Run:
     def __init__(self, arguments):
-        self.arguments, self.logged, self.metrics = arguments, [], []
+        self.arguments = arguments
+        self.logged = []
+        self.metrics = []
         self.is_finished = False
 
     def define_metric(self, name, **settings):
@@ -85,6 +87,7 @@ def test_records_go_to_both_and_a_resumed_run_keeps_its_id(wandb, tmp_path):
                 if step == 1:
                     position = {"metrics_bytes": writer.offset}
             writer.write_timing(step, 1.0, 100.0, 0.0)
+
     first, second = wandb.runs
     assert first.arguments["id"] == second.arguments["id"]
     assert first.arguments == {
@@ -96,6 +99,7 @@ def test_records_go_to_both_and_a_resumed_run_keeps_its_id(wandb, tmp_path):
         "dir": str(tmp_path),
         "id": json.loads((tmp_path / "wandb.json").read_text())["id"],
     }
+
     assert first.metrics == [("step", {}), ("*", {"step_metric": "step"})]
     assert first.logged[0] == {
         "step": 1,
@@ -105,6 +109,7 @@ def test_records_go_to_both_and_a_resumed_run_keeps_its_id(wandb, tmp_path):
         "train/loss_regions/region_1": 2.5,
         "train/bytes_sent_per_region": 0,
     }
+
     assert [numbers["step"] for numbers in second.logged] == [2, 3, 3]
     assert second.logged[-1]["timing/tokens_per_second"] == 100.0
     assert first.is_finished
@@ -158,6 +163,7 @@ def test_a_whole_run_shows_itself(wandb, tmp_path):
         data_dir=str(tmp_path), dataset=f"text:{text}", steps=16
     )
     prepare(config, tmp_path / "run", tracking=Tracking("p", "offline")).train()
+
     (run,) = wandb.runs
     names = {name for numbers in run.logged for name in numbers}
     assert {"train/loss", "eval/eval_loss", "timing/wall_s"} <= names
@@ -171,6 +177,7 @@ def test_offline_with_the_package_itself(tmp_path):
     for offset in (None, 0):
         with MetricsWriter(tmp_path, offset, mirrors) as writer:
             writer.write(TRAIN | {"step": 1})
+
     run_id = json.loads((tmp_path / "wandb.json").read_text())["id"]
     files = list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}/*.wandb"))
     assert files

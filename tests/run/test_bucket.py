@@ -109,9 +109,11 @@ def test_a_run_in_a_bucket_is_killed_and_goes_on_elsewhere(
     write_text(gs / "bucket" / "texts")
     run = config(tmp_path, "text:gs://bucket/texts")
     plain = tmp_path / "plain"
+
     first = prepare(run, plain)
     expected = first.train()
-    save, steps = Checkpoints.save, []
+    save = Checkpoints.save
+    steps = []
 
     def save_twice(self, program, state, extra):
         if len(steps) == 2:
@@ -132,20 +134,24 @@ def test_a_run_in_a_bucket_is_killed_and_goes_on_elsewhere(
         patched.setattr("cocodc_jax.run.bucket.send", send)
         with pytest.raises(KilledError):
             prepare(run, NAME, earlier=[first]).train()
+
     there = gs / "bucket" / "runs" / "one"
     assert {"2", "4"} <= {path.name for path in (there / "checkpoints").iterdir()}
     assert not (there / "summary.json").exists()
+
     # Another machine has none of what was here.
     shutil.rmtree(tmp_path / "cache")
     assert "warning" not in capsys.readouterr().err
     summary = prepare(run, NAME, earlier=[first]).train()
     warning = capsys.readouterr().err
     assert "gs://bucket/runs/one was written to by process" in warning
+
     assert summary["eval_loss"] == expected["eval_loss"]
     for name in ("config.json", "metrics.jsonl"):
         assert (there / name).read_bytes() == (plain / name).read_bytes()
     assert json.loads((there / "summary.json").read_text()) == summary
     assert not (there / ".writer").exists()
+
     # It is finished, for whoever asks next.
     shutil.rmtree(tmp_path / "cache")
     assert prepare(run, NAME, earlier=[first]).train() == summary
@@ -166,11 +172,14 @@ def test_a_text_of_a_bucket_is_read_as_it_is_there(gs, tmp_path):
     first = here()
     assert set(first) == {"a.txt", "c.log", "deep/b.txt"}
     assert first["a.txt"] == (folder / "a.txt").read_text()
+
     (folder / "c.log").unlink()
     (folder / "a.txt").write_text("other")
     assert here() == {"a.txt": "other", "deep/b.txt": first["deep/b.txt"]}
+
     one = buckets.fetched("gs://bucket/texts/deep/b.txt", tmp_path / "other")
     assert one.read_text() == first["deep/b.txt"]
+
     shutil.rmtree(folder / "deep")
     assert here() == {"a.txt": "other"}
     with pytest.raises(ValueError, match="gs://bucket/none does not exist"):
@@ -182,19 +191,23 @@ def test_a_process_sends_its_own_files_when_they_changed(gs, tmp_path, monkeypat
     run = Bucket.of(NAME)
     there = gs / "bucket" / "runs" / "one"
     assert Bucket.of(str(tmp_path)) is None
+
     folder = run.workdir / "process_1"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("1\n")
     (folder / "output.log").write_text("what the launcher keeps")
     run.send(1)
     assert [path.name for path in there.rglob("*.*")] == ["metrics.jsonl"]
+
     written = there / "process_1" / "metrics.jsonl"
     os.utime(written, (1, 1))
     run.send(1)
     assert written.stat().st_mtime == 1  # Not sent again.
+
     (folder / "metrics.jsonl").write_text("1\n2\n")
     run.send(1)
     assert written.read_text() == "1\n2\n"
+
     # What is here and not there is of no run.
     (run.workdir / "config.json").write_text("{}")
     with only_writer(run.workdir):  # A run that goes on here keeps its files.
@@ -202,9 +215,11 @@ def test_a_process_sends_its_own_files_when_they_changed(gs, tmp_path, monkeypat
     assert (run.workdir / "config.json").exists()
     run.begin(0)
     assert not (run.workdir / "config.json").exists()
+
     (there / "config.json").write_text('{"a": 1}')
     run.begin(1)
     assert (run.workdir / "config.json").read_text() == '{"a": 1}'
+
     with pytest.raises(KeyError), run.writing(1):  # It has ended by itself.
         raise KeyError
     assert not list(there.rglob(".writer"))

@@ -33,6 +33,7 @@ def test_programs_are_kept_in_the_users_cache_folder_by_kind_of_processor(
     assert os.environ[DIR] == str(folder)
     assert float(os.environ[MIN_TIME]) < 0.1
     assert folder.stat().st_mode & 0o077 == 0
+
     monkeypatch.delenv(DIR)
     monkeypatch.setattr(compile_cache.platform, "machine", lambda: "another")
     assert keep_programs() != folder
@@ -41,10 +42,12 @@ def test_programs_are_kept_in_the_users_cache_folder_by_kind_of_processor(
 def test_what_was_chosen_stays(unset, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", jax)  # The suite's own cache.
     assert keep_programs() is None
+
     monkeypatch.delitem(sys.modules, "jax")
     monkeypatch.setenv(DIR, "/somewhere")
     assert keep_programs() is None
     assert os.environ[DIR] == "/somewhere"
+
     monkeypatch.delenv(DIR)
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
     assert keep_programs() is None
@@ -65,11 +68,13 @@ def test_a_folder_that_cannot_be_used_is_done_without(unset, monkeypatch, is_the
 def test_programs_that_nothing_read_for_a_month_are_removed(unset, monkeypatch):
     folder = keep_programs()
     assert folder is not None
-    old, young = folder / "old", folder / "young"
+    old = folder / "old"
+    young = folder / "young"
     for path, days in ((old, 31), (young, 29)):
         path.write_text("program")
         when = time.time() - days * 24 * 3600
         os.utime(path, (when, when))
+
     monkeypatch.delenv(DIR)
     keep_programs()
     assert not old.exists()
@@ -88,6 +93,7 @@ print(sum(name.endswith("/cache_hits") for name in hits))
 """
     environment = {k: v for k, v in os.environ.items() if k != DIR}
     environment |= {"XDG_CACHE_HOME": str(tmp_path), MIN_TIME: "0"}
+
     words = [sys.executable, "-c", code]
     (one, num_hits), (other, later_hits) = (
         subprocess.check_output(words, text=True, env=environment).split()

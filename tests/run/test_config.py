@@ -65,6 +65,7 @@ def test_every_field_is_a_leaf_with_help_but_the_derived_ones():
     assert fields - set(LEAVES) == {"vocab_size", "arguments", "where_taken"}
     assert set(LEAVES) - fields == set(ARGUMENTS)
     assert all(len(leaf.help) > 5 and "\n" not in leaf.help for leaf in LEAVES.values())
+
     assert LEAVES["sync_interval"].type is int
     assert LEAVES["delay_steps"].type == COUNT_OR_WORD
     assert LEAVES["outer_lr"].type is float
@@ -77,12 +78,14 @@ def test_replace_finds_the_section_and_seeds_the_data_too():
     assert config.model.width == 64
     assert config.method.given["outer_lr"] == 0.3
     assert (config.run.seed, config.data.seed) == (7, 7)
+
     assert sorted(SMOKE.differences(config).split("; ")) == [
         "method: cocodc, not diloco",
         "outer_lr: None, not 0.3",
         "seed: 0, not 7",
         "width: 32, not 64",
     ]
+
     with pytest.raises(ValueError, match="'widht' is not a field"):
         SMOKE.replace(widht=3)
 
@@ -176,16 +179,19 @@ def test_muloco_trains_with_muon_and_any_method_does_on_demand():
 
 
 def test_the_second_moments_decay_is_the_optimizers_own():
-    muloco, diloco = cc.methods.get("muloco"), cc.methods.get("diloco")
+    muloco = cc.methods.get("muloco")
+    diloco = cc.methods.get("diloco")
     plain = OptimizerConfig()
     assert plain.second_moment_decay(diloco) == plain.second_moment_decay() == 0.999
     assert plain.second_moment_decay(muloco) == 0.99
+
     muon = OptimizerConfig(inner_optimizer="muon")
     assert muon.second_moment_decay(diloco) == 0.99
     assert OptimizerConfig(beta2=0.9).second_moment_decay(muloco) == 0.9
+
     # A run is known by the number, not by its absence.
-    plain = dataclasses.replace(plain, warmup_steps=5)
-    unset = dataclasses.replace(SMOKE, optimizer=plain).replace(method="muloco")
+    warmed_up = dataclasses.replace(plain, warmup_steps=5)
+    unset = dataclasses.replace(SMOKE, optimizer=warmed_up).replace(method="muloco")
     assert unset.resolve().optimizer.beta2 == 0.99
 
 
@@ -202,15 +208,19 @@ def test_an_argument_is_refused_where_it_changes_nothing(optimizer, name, value)
         config = OptimizerConfig(
             inner_optimizer=optimizer, inner_lr=0.1, warmup_steps=0, **arguments
         )
-        built, now = config.build(10), params
+
+        built = config.build(10)
+        now = params
         state = built.init(now)
+
         for scale in (1.0, 3.0, -2.0):
             grads = optax.tree.scale(scale, jax.tree.map(lambda x: x + 1, now))
             steps, state = built.update(grads, state, now)
             now = optax.apply_updates(now, steps)
         return now
 
-    one, other = trained(), trained(**{name: value})
+    one = trained()
+    other = trained(**{name: value})
     if all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other))):
         with pytest.raises(ValueError, match=f"{name}={value} has no meaning for"):
             check_taken({name: value}, [optimizer], False)

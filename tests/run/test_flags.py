@@ -175,16 +175,19 @@ def test_a_message_begins_with_the_flag_as_it_is_typed():
 
 @pytest.mark.parametrize(("name", "is_said"), [("asyncio", False), ("other", True)])
 def test_tracebacks_of_what_is_raised_elsewhere_are_left_out(name, is_said):
-    said, before = io.StringIO(), threading.excepthook
-    handler = logging.StreamHandler(said)
+    output = io.StringIO()
+    before = threading.excepthook
+    handler = logging.StreamHandler(output)
     say_once(handler)
     threading.excepthook = before
+
     log = logging.Logger(name)
     log.addHandler(handler)
     log.error("plain")
     log.error("with a traceback", exc_info=OSError("full"))
-    assert said.getvalue().startswith("plain\n")
-    assert ("full" in said.getvalue()) == is_said
+
+    assert output.getvalue().startswith("plain\n")
+    assert ("full" in output.getvalue()) == is_said
 
 
 def test_threads_of_others_are_heard(monkeypatch):
@@ -219,10 +222,10 @@ NO_EFFECT = [
 
 @pytest.mark.parametrize(("words", "why"), NO_EFFECT)
 def test_a_flag_without_effect_is_refused(words, why, refused):
-    said = refused(Program, "--preset=smoke", "--method=cocodc", *words.split())
+    error = refused(Program, "--preset=smoke", "--method=cocodc", *words.split())
     name = words.split()[0].split("=")[0]
-    assert said.startswith(f"{name}=")
-    assert f" has no effect {why}" in said
+    assert error.startswith(f"{name}=")
+    assert f" has no effect {why}" in error
 
 
 @pytest.mark.parametrize(

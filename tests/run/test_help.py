@@ -31,7 +31,9 @@ def define_several():
     flags.define(("method",))
 
 
-FULL, BRIEF, SEVERAL = showing(True), showing(False), showing(True, define_several)
+FULL = showing(True)
+BRIEF = showing(False)
+SEVERAL = showing(True, define_several)
 
 
 def shown(text):
@@ -44,25 +46,30 @@ def test_every_flag_is_there_once_in_its_section(call):
     assert text.startswith("Does something.\n\nFlags\n  --preset=tiny")
     titles = re.findall(r"^(\w+): ", text, re.MULTILINE)
     assert titles == [name.capitalize() for name in SECTIONS]
+
     others = text.partition("--method=NAME --help explains: ")[2].partition(".\n")[0]
     names = [*re.findall(r"^  --(\w+)", text, re.MULTILINE)]
     names += others.replace(",", "").split()
     of_all = {"preset", "workdir", *flags.PROCESSES, *flags.ELASTIC, *LEAVES}
     assert sorted(names) == sorted(of_all)
+
     assert max(map(len, text.splitlines())) <= 88
 
 
 def test_the_flags_that_most_runs_set_come_first(call):
     text = call(BRIEF)[0]
     assert list(shown(text)) == ["preset", "workdir", *MAIN]
+
     rest = text.partition("\nFurther flags, which --help=all explains\n")[2]
     others = {*flags.PROCESSES, *flags.ELASTIC, *LEAVES} - {*MAIN}
     of_method = {name for name in others if name in defaults("cocodc")}
     named = set(re.findall(r"\w+(?=[,.])", rest))
     assert named == {n for n in others if n not in ARGUMENTS or n in of_method}
     last = rest.splitlines()[-2:]
+
     assert last[0].startswith("  For developers of this package: step_seconds, ")
     assert len(text.splitlines()) < 100
+
     # With a method its own arguments are explained too; all have the others.
     assert "pair_pull" in shown(call(BRIEF, "--method=noloco")[0])
     in_full = call(FULL)[0]
@@ -79,6 +86,7 @@ def test_values_are_the_preset_s_and_those_given(call):
             assert values[name] == str(getattr(section, name))
         assert values["sync_interval"] == str(config.method.values["sync_interval"])
         assert "mixing_alpha" not in values
+
     words = ("--steps=70", "--method=streaming_diloco", "--noscan_layers")
     values = shown(call(FULL, *words)[0])
     assert (values["steps"], values["scan_layers"]) == ("70", "false")

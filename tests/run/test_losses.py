@@ -81,7 +81,9 @@ def test_backward_passes_that_a_method_cannot_have_are_refused():
         build_program(config, config.model, make_mesh(1))
 
 
-REGIONS, STEPS, SECONDS = 4, 2, 0.4
+REGIONS = 4
+STEPS = 2
+SECONDS = 0.4
 MODEL = models.TransformerConfig(
     vocab_size=7, num_layers=1, width=8, mlp_width=8, num_heads=2, num_kv_heads=1
 )
@@ -93,6 +95,7 @@ def trained(method, num_devices, seconds):
     loss_fn = models.make_loss_fn(MODEL)
     if seconds:
         loss_fn = paced(loss_fn, seconds, LocalRegions.of(mesh, REGIONS, "in_turn"))
+
     params = models.init_params(MODEL, jax.random.key(0))
     program = cc.RegionProgram(
         loss_fn,
@@ -104,9 +107,11 @@ def trained(method, num_devices, seconds):
         local_regions="in_turn",
     )
     state = program.init(params, jax.random.key(1))
+
     rows = np.random.default_rng(0).integers(0, 7, (2 * STEPS, REGIONS, 2, 9))
     state, output = program.advance(state, rows[:STEPS])  # Compiled here.
     jax.block_until_ready((state.region, output))
+
     begin = time.monotonic()
     state, output = program.advance(state, rows[STEPS:])
     jax.block_until_ready((state.region, output))

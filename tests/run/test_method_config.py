@@ -20,8 +20,10 @@ def test_an_argument_that_the_method_does_not_take_is_refused():
         "outer_lr, outer_momentum, router_interval, compress, .*; leave it out",
     ):
         MethodConfig("diloco", {"mixing_alpha": 0.5})
+
     with pytest.raises(ValueError, match="mixing_alpha=0.5 has no meaning for diloco"):
         MethodConfig("streaming_diloco", {"mixing_alpha": 0.5}).replace("diloco")
+
     with pytest.raises(ValueError, match="ranck=4 is no argument of any method"):
         MethodConfig("diloco", where_taken={"ranck": 4})
 
@@ -103,6 +105,7 @@ def test_a_file_of_an_earlier_version_reads():
         "outer_placement": "host",
         "an_argument_that_is_gone": None,
     }
+
     config = PRESETS["smoke"].replace(method="diloco").method
     assert MethodConfig.from_json(old).resolve() == config.resolve()
     with pytest.raises(ValueError, match=r"section 'method'.*'an_argument_that_is_g"):

@@ -61,6 +61,7 @@ def test_turns_are_scraped():
     # 10 steps, 80 tokens, 5 s of which one was a stall: 0.4 s a step undisturbed.
     live.turn(Clock(30, 2.5, 6.0, 16.0, 1.0, 2, 4096))
     live.saving()
+
     metrics = scrape(live)
     assert metrics["cocodc_goodput_ratio",] == pytest.approx(20 * 0.4 / 200)
     expected = {
@@ -99,7 +100,7 @@ def watched():
 
 def test_records_are_counted_and_are_events(watched):
     run_monitor, hooks, events = watched
-    for record in (
+    records = (
         SYNC,
         SYNC | {"apply_step": 10},  # Later than its slot.
         {"kind": "eval", "step": 9, "eval_loss": 1.5},
@@ -108,15 +109,18 @@ def test_records_are_counted_and_are_events(watched):
         SYNC | {"left_out": [0, 1, 0]},
         SYNC | {"left_out": [0, 0, 0]},
         SYNC | {"left_out": [0, 1, 0]},
-    ):
+    )
+    for record in records:
         hooks.record(record)
     run_monitor.merged(True)
     run_monitor.merged(False)
+
     metrics = scrape(run_monitor.live)
     outcomes = [metrics["cocodc_syncs_total", x] for x in ("applied", "late", "missed")]
     assert outcomes == [6, 1, 1]
     assert metrics["cocodc_eval_loss",] == 1.5
     assert metrics["cocodc_loss_spikes_total",] == 1
+
     assert [(x.name, x.step, x.region) for x in events] == [
         ("loss_spike", 9, 1),
         ("non_finite", 9, 1),
@@ -130,10 +134,12 @@ def test_faults_are_gauges_while_they_are_named(watched):
     gone = Finding("gone", (2,), np.inf, 0.0, np.inf)
     run_monitor.fault(True, link, "link from region 0 to region 2")
     run_monitor.fault(True, gone, gone.explain())
+
     metrics = scrape(run_monitor.live)
     assert metrics["cocodc_fault", "link", "0-2"] == 1
     assert metrics["cocodc_faults_total", "gone"] == 1
     assert metrics["cocodc_faults_total", "slow"] == 0
+
     run_monitor.fault(False, gone, gone.explain())
     assert ("cocodc_fault", "gone", "2") not in scrape(run_monitor.live)
     assert [(x.name, x.region) for x in events] == [
@@ -160,9 +166,12 @@ def test_connections_that_are_held_open_take_no_descriptors(monkeypatch):
     monkeypatch.setattr(live_metrics, "_TIMEOUT_S", 0.3)
     descriptors = pathlib.Path("/proc/self/fd")
     with serving(0, live_at([0.0]), LABELS) as (_, port), contextlib.ExitStack() as all:
-        before, address = len(list(descriptors.iterdir())), ("127.0.0.1", port)
+        before = len(list(descriptors.iterdir()))
+        address = ("127.0.0.1", port)
+
         held = [all.enter_context(socket.create_connection(address)) for _ in range(5)]
         assert len(list(descriptors.iterdir())) <= before + len(held) + 1
+
         for connection in held:  # The server gives them up one after another.
             connection.settimeout(60)
             assert connection.recv(1) == b""
@@ -182,6 +191,7 @@ class TestCommands:
         assert [x["event"] for x in lines] == ["fault", "finished"]
         assert lines[0]["message"] == "a 'line'"
         assert [(x["step"], x["region"]) for x in lines] == [(3, 1), (4, None)]
+
         env = (tmp_path / "env").read_text()
         last = dict(x.split("=", 1) for x in env.splitlines() if "COCODC" in x)
         last.pop("COCODC_WORKDIR")
@@ -202,21 +212,23 @@ class TestCommands:
     )
     def test_failures_are_a_line(self, command, line, tmp_path, capfd):
         self.run(command, [Event("finished", "done")], tmp_path, timeout_s=0.2)
-        said = capfd.readouterr().err
-        assert said.startswith(f"warning: --on_event: {line}")
-        assert said.count("\n") == 1
+        warning = capfd.readouterr().err
+        assert warning.startswith(f"warning: --on_event: {line}")
+        assert warning.count("\n") == 1
 
     def test_a_flood_is_dropped_and_nobody_waits(self, tmp_path, capfd):
         """Commands that wait for this test's own file to be written."""
         gate = tmp_path / "gate"
         command = f"while [ ! -e {gate} ]; do sleep 0.01; done"
+
         with running(command, str(tmp_path)) as notify:
             for i in range(40):
                 notify(Event("fault", f"number {i}"))
             gate.touch()
-        said = capfd.readouterr().err.splitlines()
-        assert 7 <= len(said) <= 8
-        assert all("32 events wait; fault is dropped (number" in x for x in said)
+
+        warnings = capfd.readouterr().err.splitlines()
+        assert 7 <= len(warnings) <= 8
+        assert all("32 events wait; fault is dropped (number" in x for x in warnings)
 
     def test_no_command_runs_nothing(self):
         live = live_at([0.0])
@@ -266,8 +278,8 @@ def test_every_process_has_its_own_port(own_region, port, monkeypatch):
 def test_flags(flag, line, refused, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     workdir = tmp_path / "run"
-    said = refused(train, "--preset=smoke", f"--workdir={workdir}", flag)
-    assert said.startswith(line)
+    error = refused(train, "--preset=smoke", f"--workdir={workdir}", flag)
+    assert error.startswith(line)
     assert not workdir.exists()
 
 
@@ -289,8 +301,10 @@ def test_a_run_is_scraped_by_its_own_command(tmp_path):
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    script, page = tmp_path / "scrape.py", tmp_path / "page"
+    script = tmp_path / "scrape.py"
+    page = tmp_path / "page"
     script.write_text(SCRAPES.format(port=port, path=str(page)))
+
     text = pathlib.Path(cocodc_jax.__file__).parent / "run"
     config = PRESETS["smoke"].replace(
         data_dir=str(tmp_path),
@@ -303,8 +317,10 @@ def test_a_run_is_scraped_by_its_own_command(tmp_path):
     )
     monitoring = Monitoring(port, f"{sys.executable} {script}")
     summary = prepare(config, tmp_path / "run", monitoring=monitoring).train()
+
     labels = 'process="0",region="0,1"'
     lines = dict(x.rsplit(" ", 1) for x in page.read_text().splitlines() if x[0] != "#")
+
     assert float(lines[f"cocodc_step{{{labels}}}"]) == 8
     assert float(lines[f"cocodc_checkpoint_step{{{labels}}}"]) == 8
     assert float(lines[f"cocodc_eval_loss{{{labels}}}"]) == summary["eval_loss"]
@@ -339,7 +355,8 @@ def test_a_flood_of_requests_takes_a_twentieth_of_the_time():
                 pass
             return {}
 
-    ends, answered = time.monotonic() + 2, []
+    ends = time.monotonic() + 2
+    answered = []
 
     def ask():
         while time.monotonic() < ends:

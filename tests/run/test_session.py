@@ -81,7 +81,8 @@ def test_a_damaged_configuration_is_refused_with_what_to_do(tmp_path, content, w
 
 
 def test_a_configuration_that_is_there_is_not_written_again(tmp_path):
-    config, path = PRESET.resolve(), tmp_path / "run" / "config.json"
+    config = PRESET.resolve()
+    path = tmp_path / "run" / "config.json"
     resume.claim(config, path.parent)
     before = path.stat()
     resume.claim(config, path.parent)
@@ -91,11 +92,13 @@ def test_a_configuration_that_is_there_is_not_written_again(tmp_path):
 
 
 def test_a_run_that_began_meanwhile_keeps_its_configuration(tmp_path):
-    config, other = PRESET.resolve(), PRESET.replace(seed=5).resolve()
+    config = PRESET.resolve()
+    other = PRESET.replace(seed=5).resolve()
     resume.check_workdir(other, tmp_path)
     with resume.only_writer(tmp_path):
         resume.claim(other, tmp_path)  # Training tells that somebody is there.
     assert not (tmp_path / "config.json").exists()
+
     resume.claim(config, tmp_path)
     for write in (resume.claim, resume.write_config):
         with pytest.raises(ValueError, match="another configuration .*seed: 0, not 5"):
@@ -121,13 +124,16 @@ def test_a_file_in_place_of_the_checkpoints_is_named(tmp_path):
 def test_a_folder_of_results_is_made_or_named(tmp_path):
     resume.make_folder(tmp_path / "new" / "run")
     resume.make_folder(tmp_path / "new" / "run")
+
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"workdir='.*file' is a file; name a folder"):
         resume.make_folder(tmp_path / "file")
+
     with pytest.raises(
         ValueError, match=r"workdir='.*' cannot be written to \(File na"
     ):
         resume.check_folder(tmp_path / ("x" * 300))
+
     with pytest.raises(ValueError, match="workdir='gs://models/run' is in a bucket"):
         resume.make_folder(pathlib.Path("gs://models/run"))
     with pytest.raises(ValueError, match="run' cannot be written to .Not a dir"):
@@ -163,8 +169,10 @@ with only_writer(pathlib.Path(sys.argv[1])):
         assert other.stdout.readline() == b"has it\n"
         with pytest.raises(resume.FolderInUseError, match=f"process {other.pid} on"):
             take(tmp_path)
+
         other.send_signal(signal.SIGKILL)
         other.wait()
+
     take(tmp_path)
 
 
@@ -178,25 +186,24 @@ class TestRecordsOfAnotherNumberOfProcesses:
         for folder in (tmp_path, tmp_path / "process_1"):
             with MetricsWriter(folder) as writer:
                 for step in range(1, 5):
-                    writer.write(
-                        {
-                            "kind": "train",
-                            "step": step,
-                            "tokens": step,
-                            "loss": 1.0,
-                            "loss_regions": [1.0],
-                            "bytes_sent_per_region": 0,
-                        }
-                    )
+                    record = {
+                        "kind": "train",
+                        "step": step,
+                        "tokens": step,
+                        "loss": 1.0,
+                        "loss_regions": [1.0],
+                        "bytes_sent_per_region": 0,
+                    }
+                    writer.write(record)
                     if step == 3:
-                        saved.append(
-                            {
-                                "metrics_bytes": writer.offset,
-                                "seconds": 7.0,
-                                "began_s": 0.0,
-                                "stream": {"regions": {str(len(saved)): 0}},
-                            }
-                        )
+                        position = {
+                            "metrics_bytes": writer.offset,
+                            "seconds": 7.0,
+                            "began_s": 0.0,
+                            "stream": {"regions": {str(len(saved)): 0}},
+                        }
+                        saved.append(position)
+
         return tmp_path, saved
 
     @pytest.mark.parametrize("num_saved", [1, 2])
@@ -207,6 +214,7 @@ class TestRecordsOfAnotherNumberOfProcesses:
         position = resume.position(saved[:num_saved])
         assert position["seconds"] == 7.0
         assert len(position["stream"]["regions"]) == num_saved
+
         its_files = folder / "process_1" if process else folder
         resume.open_records(its_files, position, 3).close()
         records = read_records(its_files / "metrics.jsonl")
@@ -216,6 +224,7 @@ class TestRecordsOfAnotherNumberOfProcesses:
         folder, saved = written
         path = folder / "metrics.jsonl"
         lines = path.read_bytes().split(b"\n")
+
         for damaged in ([lines[0], b"#" * len(lines[1]), *lines[2:]], lines[:1]):
             path.write_bytes(b"\n".join(damaged))
             with pytest.raises(

@@ -44,12 +44,14 @@ def test_sigterm_ends_the_wait_for_a_mean_and_the_others_hear_that_it_left():
             frozen.join(60)
             assert process.stdout.readline() == "waiting\n"
             time.sleep(0.5)
+
             begin_s = time.monotonic()
             process.send_signal(signal.SIGTERM)
             with at_once(20):
                 assert process.stdout.readline() == "{} True\n"
             assert time.monotonic() - begin_s < 2
             assert process.wait(20) == 75
+
             # It counts as gone at once, not after a minute of silence.
             assert dict(frozen.send((0, 8), b"b").result(5).rows) == {1: b"b"}
         finally:
@@ -80,6 +82,7 @@ def test_any_thread_sees_that_a_process_of_the_run_is_to_stop(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(stopping, "_ASK_S", 0)
     monkeypatch.setattr(stopping.distributed.global_state, "client", Client())
+
     with stop_signal() as should_stop:
         assert not should_stop.is_asked()
         asked.append("2026-11-28")

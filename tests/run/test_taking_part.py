@@ -37,6 +37,7 @@ def test_a_run_that_it_was_in_is_not_begun_anew_alone(tmp_path):
     lines = [json.dumps({"apply_step": step}) for step in (40, 44)]
     (tmp_path / SYNCS_FILE).write_text("\n".join(lines) + '\n{"apply_st')  # A kill.
     assert last_merge(tmp_path) == 44
+
     message = (
         r"up to step 44 and has no checkpoint of it, and regions \[0, 2\] did not "
         "answer within start_s=7"
@@ -87,14 +88,15 @@ def test_what_was_last_in_common_is_of_the_regions_that_are_missed():
 
     link = mock.Mock(view=view(0, 1, 2, 3))
     reporter = reporting.Reporter(mock.Mock(), link)
-    for value, regions, missed, common in (
+    turns = (
         (1, (1, 2, 3), {0}, 1),
         (2, (1, 2, 3), {0}, 1),
         (3, (2, 3), {1}, 3),  # Of 0 no more: what all others have done since is more.
         (4, (0, 2, 3), {1}, 3),
         (5, (1, 2, 3), {0}, 5),
         (6, (0, 1, 2, 3), set(), None),
-    ):
+    )
+    for value, regions, missed, common in turns:
         link.view = view(*regions)
         reporter.note_shared(state(value))
         shared = reporter.shared and int(reporter.shared[0][0])
@@ -109,19 +111,23 @@ def test_data_are_skipped_before_it_asks_to_join(
 ):
     """The others are at step 43, and at 45 when that is read; then a copy comes, or
     they have ended meanwhile."""
-    done, state = [], mock.Mock(step=8)
+    done = []
+    state = mock.Mock(step=8)
     copy = at and Snapshot(at, {}, ())
+
     link = mock.MagicMock(view=view(0, 1, 2), boot=5)
     link.__enter__.return_value = link
     link.__exit__.return_value = None
     link.wait_for_step.side_effect = [43, 45, 45]
     link.join.side_effect = lambda timeout_s: done.append("join") or copy
+
     monkeypatch.setattr(taking_part.inside, "of_process", lambda *_: link)
     monkeypatch.setattr(
         taking_part, "joining", mock.Mock(**{"adopt.return_value": state})
     )
     monkeypatch.setattr(taking_part, "_rehearse", lambda *_: done.append("rehearse"))
     monkeypatch.setattr(taking_part, "_skip", lambda stream, num: done.append(num))
+
     stream = mock.Mock(set_state=lambda state: done.append("back"))
     session = mock.MagicMock(
         own_dir=tmp_path,
@@ -131,6 +137,7 @@ def test_data_are_skipped_before_it_asks_to_join(
         text=mock.Mock(fingerprint="text"),
         first_params=lambda: (None, None),
     )
+
     carried = missed and mock.Mock(missed=missed)
     stop = mock.Mock()
     with taking_part.taking_part(
@@ -145,6 +152,7 @@ def test_data_are_skipped_before_it_asks_to_join(
         alone = [] if carried else ["rehearse", "back"]
         assert done == [*alone, 35, 2, "join", then]
         assert link.should_stop is stop.is_asked
+
     if carried and copy:
         assert carried._replace.called == (missed == {0})
 
@@ -213,6 +221,7 @@ def test_a_job_is_none_of_its_launchers_processes(monkeypatch):
         monkeypatch.setenv(f"COCODC_{name}", value)
     monkeypatch.setenv("COCODC_COORDINATOR_ADDRESS", "region0:29400")
     counts = {}
+
     for words in [(), ("--exchange=elastic", "--region_id=2")]:
         monkeypatch.setattr(flags, "FLAGS", FlagValues())
         monkeypatch.setattr(sys, "argv", ["train", *words])
@@ -268,6 +277,7 @@ def test_a_life_that_returns_takes_the_next_number(monkeypatch, tmp_path):
         elastic=ElasticFlags(),
         text=mock.Mock(fingerprint="text"),
     )
+
     for carried, last in ((None, None), (mock.Mock(boot=77), 77)):
         part = taking_part.taking_part(
             session,

@@ -15,11 +15,14 @@ def test_processes_are_laid_side_by_side(recorded_run):
     assert measured.regions == ("process 0", "process 1")
     assert measured.step_time_s == (1.0, 1.0)
     assert measured.marks[-1] == (6, (7.0, 7.5))
+
     assert measured.sim_s == 7.5
     assert measured.stall_s == (1.0, 1.0)
     assert measured.bytes_sent == (200.0, 200.0)
+
     first, second = measured.syncs
     assert (first.fragments, first.start_step, first.merge_step) == ((0,), 0, 2)
+
     # Everybody has to be there: the later start, the later merge.
     assert (second.start_s, second.arrival_s, second.merge_s) == (2.5, 5.0, 5.5)
 
@@ -96,9 +99,11 @@ def test_clocks_that_began_at_different_moments_are_laid_over_one_another(record
     path = recorded_run / "process_1" / "timeline.json"
     table = json.loads(path.read_text())
     table["marks"] = [[step, second - 100] for step, second in table["marks"]]
+
     for sync in table["syncs"]:
         for name in ("start_s", "arrival_s", "merge_s"):
             sync[name] = sync[name] and sync[name] - 100
+
     path.write_text(json.dumps(table))
     assert timeline.read(recorded_run) == expected
 
@@ -117,11 +122,12 @@ def test_a_damaged_file_is_named_and_written_anew(recorded_run, content, capsys)
     path.write_text(content)
     with pytest.raises(ValueError, match=f"{path} is damaged"):
         timeline.read(recorded_run)
+
     again = {"marks": [[6, 30.0]], "syncs": []}
     timeline.save(recorded_run, again, first_step=4)
-    said = capsys.readouterr().err
-    assert said.startswith(f"warning: {path} is damaged")
-    assert said.endswith("; it is written anew, from step 4 on\n")
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"warning: {path} is damaged")
+    assert warning.endswith("; it is written anew, from step 4 on\n")
     assert json.loads(path.read_text()) == again
 
 
@@ -142,6 +148,7 @@ def test_a_run_that_went_on_keeps_what_came_before_its_checkpoint(
         "syncs": [recorded_sync(0, 4, 6, 28.0, 29.0, 30.0, 0.5)],
     }
     timeline.save(recorded_run, again, first_step=4)
+
     table = json.loads((recorded_run / "timeline.json").read_text())
     assert [mark[0] for mark in table["marks"]] == [0, 2, 4, 6]
     assert table["marks"][-1] == [6, 30.0]
@@ -150,6 +157,7 @@ def test_a_run_that_went_on_keeps_what_came_before_its_checkpoint(
         (2, 4),
         (4, 6),
     ]
+
     # From the beginning: nothing is kept.
     timeline.save(recorded_run, again, first_step=0)
     assert json.loads((recorded_run / "timeline.json").read_text()) == again

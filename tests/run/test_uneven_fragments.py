@@ -17,7 +17,8 @@ def test_the_flag_that_evens_them_is_named(preset, leaves, is_said, capfd, recwa
     program = build.build_program(config, config.model, mesh)
     sizes = program.fragments.num_params
     assert max(sizes) > 2 * min(sizes)
+
     build.say_if_uneven(config, program)
-    said = capfd.readouterr().err
-    assert ("--fragment_strategy=balanced" in said) == is_said
+    warning = capfd.readouterr().err
+    assert ("--fragment_strategy=balanced" in warning) == is_said
     assert not [x for x in recwarn if "cuts the model" in str(x.message)]

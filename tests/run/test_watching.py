@@ -18,8 +18,11 @@ from cocodc_jax.elastic.times import Measured, Silence, Silences
 from cocodc_jax.files import read_lines
 from cocodc_jax.run.fault_watch import FAULTS_FILE, FaultWatch
 
-NUM, TICK_S, SYNC_STEPS = 4, 0.5, 10
-WARM, FAULT_AT_S = 20, 240.0
+NUM = 4
+TICK_S = 0.5
+SYNC_STEPS = 10
+WARM = 20
+FAULT_AT_S = 240.0
 
 
 class Lab:
@@ -27,24 +30,37 @@ class Lab:
 
     def __init__(self, tmp_path, seed=0, on_fault="warn", **timing):
         timing = Timing(**({"beat_s": 0.5, "grace_s": 4, "start_s": 5} | timing))
-        self.random, self.now, self.on_fault = random.Random(seed), 0.0, on_fault
-        self.order, self.heap, self.folder = itertools.count(), [], tmp_path
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.on_fault = on_fault
+        self.order = itertools.count()
+        self.heap = []
+        self.folder = tmp_path
+
         self.last = np.zeros((NUM, NUM))
         self.row_s = np.full((NUM, NUM), 0.5)
         self.step_s = np.ones(NUM)
         self.lost = np.zeros((NUM, NUM), bool)
         self.shares = {}  # Of rows lost, and sent again a second later.
+
         self.clocks = [self.random.uniform(-1e4, 1e4) for _ in range(NUM)]
         self.members = [
             Member(Place(r, (), b"k" * 32, timing, via="/x", regions=NUM), 1, 0, now)
             for r, now in enumerate(map(self.clock, range(NUM)))
         ]
-        self.steps, self.busy_s = [0.0] * NUM, [0.0] * NUM
-        self.straggler, self.held = None, []
-        self.has_bursts, self.busy_until = False, [0.0] * NUM
+
+        self.steps = [0.0] * NUM
+        self.busy_s = [0.0] * NUM
+        self.straggler = None
+        self.held = []
+        self.has_bursts = False
+        self.busy_until = [0.0] * NUM
+
         self.waits = [set() for _ in range(NUM)]
         self.means = [{} for _ in range(NUM)]
-        self.offered, self.took = ([{} for _ in range(NUM)] for _ in range(2))
+        self.offered = [{} for _ in range(NUM)]
+        self.took = [{} for _ in range(NUM)]
+
         folders = [tmp_path / str(r) for r in range(NUM)]
         for folder in folders:
             folder.mkdir()
@@ -66,18 +82,21 @@ class Lab:
                 seconds += big * self.burst_s(region, dest)
                 while big and self.random.random() < self.shares.get((region, dest), 0):
                     seconds += 1.0
+
             # Nothing overtakes.
             at = max(self.now + seconds, self.last[region, dest])
             self.last[region, dest] = at
             entry = (at, next(self.order), dest, region, member.boot, message)
             heapq.heappush(self.heap, entry)
         member.outbox.clear()
+
         for decision in member.delivered:
             self.waits[region].discard(decision.sync)
             sync = decision.sync
             self.means[region][sync] = tuple(sorted(decision.rows))
             self.took[region][sync] = self.now - self.offered[region][sync]
         member.delivered.clear()
+
         steps = int(self.steps[region])
         member.oldest_step = min((s for _, s in self.waits[region]), default=steps)
 
@@ -85,11 +104,13 @@ class Lab:
         """What a message takes longer where either is busy, or now and then."""
         if not self.has_bursts:
             return 0.0
+
         rate = 0.0
         for region in (sender, receiver):
             if self.random.random() < 0.002:  # For half a minute, a few in an hour.
                 self.busy_until[region] = self.now + self.random.uniform(5, 60)
             rate += 0.2 * (self.now < self.busy_until[region])
+
         spike = self.random.uniform(0.1, 2.0) * (self.random.random() < 0.003)
         return spike + (min(self.random.expovariate(1 / rate), 0.25) if rate else 0)
 
@@ -100,10 +121,12 @@ class Lab:
         self.busy_s[region] += TICK_S
         if self.is_stopped(region):
             return
+
         before = int(self.steps[region]) // SYNC_STEPS
         noise = self.random.uniform(0.9, 1.1)
         self.steps[region] += TICK_S / self.step_s[region] * noise
         at = int(self.steps[region]) // SYNC_STEPS
+
         if at > before:
             sync = (at % 3, at * SYNC_STEPS)
             member.times.step_s = self.busy_s[region] / SYNC_STEPS
@@ -120,10 +143,12 @@ class Lab:
         end = self.now + seconds
         while self.now < end:
             self.now += TICK_S
+
             if not self.is_stopped(self.straggler):
                 for entry in self.held:  # All at once, as it goes on.
                     heapq.heappush(self.heap, (self.now, *entry))
                 self.held.clear()
+
             while self.heap and self.heap[0][0] <= self.now:
                 at, number, dest, sender, boot, message = heapq.heappop(self.heap)
                 if self.is_stopped(dest):
@@ -132,6 +157,7 @@ class Lab:
                     when = at + self.clocks[dest]
                     self.members[dest].receive(sender, boot, message, when)
                     self.post(dest)
+
             for region, member in enumerate(self.members):
                 self.train(region)
                 if self.is_stopped(region):
@@ -180,6 +206,7 @@ def test_a_straggler_is_named_and_nobody_waits_for_it(lab):
     assert lab.faults()[0]["seconds"] > 3
     # 4 s of grace every 10 s, and no more.
     assert lab.steps[0] > FAULT_AT_S + 4 * FIVE_SYNCS_S * 0.6
+
     lab.step_s[2] = 1.0
     lab.run(2 * FIVE_SYNCS_S)
     assert ("slow", (2,)) in lab.named(0, "ends")
@@ -209,9 +236,11 @@ def test_a_slow_uplink_is_a_sender_and_a_downlink_a_receiver(lab):
     lab.row_s[1] = 3.0
     lab.run(FIVE_SYNCS_S)
     assert lab.named(2) == [("sender", (1,))]
+
     lab.row_s[1] = 0.5
     lab.run(FIVE_SYNCS_S)
     assert lab.named(2, "ends") == [("sender", (1,))]
+
     lab.row_s[:, 3] = 3.0
     lab.run(FIVE_SYNCS_S)
     assert lab.named(0)[1:] == [("receiver", (3,))]
@@ -248,6 +277,7 @@ def test_a_partition_among_the_patient_is_named(tmp_path):
     rest = set(range(NUM)) - part
     cut(lab, part)
     lab.run(FIVE_SYNCS_S + 20)  # Who is silent is waited for a while.
+
     named = lab.named(leader)
     parted = ("partition", tuple(part if 0 in rest else rest))
     assert [x for x in named if x[0] != "silent"] == [parted]
@@ -267,10 +297,12 @@ def test_the_faulty_are_left_out_by_all_alike(tmp_path):
     lab.run(FAULT_AT_S)
     lab.row_s[1] = 3.0
     lab.run(2 * FIVE_SYNCS_S)
+
     last = sorted(lab.means[0].keys() & lab.means[3].keys(), key=lambda s: s[1])[-3:]
     for sync in last:
         assert lab.means[0][sync] == lab.means[3][sync] == (0, 2, 3)
     lab.row_s[1] = 0.5
+
     lab.run(3 * FIVE_SYNCS_S)
     assert lab.newest_mean(0) == (0, 1, 2, 3)
 
@@ -278,8 +310,11 @@ def test_the_faulty_are_left_out_by_all_alike(tmp_path):
 def test_messages_go_around_a_link(tmp_path):
     lab = Lab(tmp_path, on_fault="route")
     lab.run(FAULT_AT_S)
+
     leader = lab.members[0].coordinator
-    sender, receiver = ((leader + 1) % NUM, (leader + 2) % NUM)
+    sender = (leader + 1) % NUM
+    receiver = (leader + 2) % NUM
+
     lab.lost[sender, receiver] = True
     lab.run(FIVE_SYNCS_S)
     assert (sender, receiver) in lab.members[leader].detours
@@ -296,11 +331,14 @@ def test_the_list_goes_around_a_link_of_the_coordinator(tmp_path, is_from_it):
     link = (leader, other) if is_from_it else (other, leader)
     lab.row_s[link] = 0.8 * SYNC_STEPS
     lab.run(FIVE_SYNCS_S)
+
     assert max(lab.took[other].values()) > 6
     assert all(lab.named(r) == [("link", link)] for r in range(NUM))
+
     lab.run(60)  # No sooner does another one coordinate.
     assert {member.coordinator for member in lab.members} == {min({0, 1, 2} - {*link})}
     assert all(set(member.view.seats) == set(range(NUM)) for member in lab.members)
+
     since = lab.steps[0]
     lab.run(100)
     for region in range(NUM):
@@ -312,7 +350,9 @@ def test_the_list_goes_around_a_link_of_the_coordinator(tmp_path, is_from_it):
 
 def hear(silences, rng, seconds, now=0.0, regions=(1, 2)):
     """Signs of life twice a second, some late; a sync every 0.8 s."""
-    overdue, due = [], dict.fromkeys(regions, now)
+    overdue = []
+    due = dict.fromkeys(regions, now)
+
     for tick in range(int(seconds * 10)):
         at = now + tick / 10
         for region in regions:
@@ -320,33 +360,42 @@ def hear(silences, rng, seconds, now=0.0, regions=(1, 2)):
                 silences.heard((region, 7), at)
                 late = rng.random() < 0.01
                 due[region] = at + rng.uniform(0.3, 0.8) + late * rng.uniform(0, 1)
+
         if tick % 8 == 0 and len(regions) == 2:
             silences.decided(at)
         overdue += [(at, r) for r in silences.overdue({(1, 7), (2, 7)}, at)]
     return overdue
 
 
-def test_who_is_silent_is_named_within_five_syncs_and_noise_is_not(tmp_path):
-    silences, rng = Silences(0.5), random.Random(0)
+def test_who_is_silent_is_named_within_five_syncs_and_noise_is_not():
+    silences = Silences(0.5)
+    rng = random.Random(0)
     assert hear(silences, rng, 3600) == []
+
     at, region = hear(silences, rng, 10, now=3600, regions=(1,))[0]
     assert region == 2
     assert at - 3600 < 5 * 0.8
     assert hear(silences, rng, 60, now=3610) == []
+
     # This process slept, not the others.
     assert silences.overdue({(1, 7), (2, 7)}, 4000) == {}
-    seen = []
-    watch = FaultWatch(tmp_path, "warn", 0.05, lambda *report: seen.append(report))
+
+
+def test_a_silence_is_reported_when_it_begins_and_when_it_ends(tmp_path):
+    reported = []
+    watch = FaultWatch(tmp_path, "warn", 0.05, lambda *report: reported.append(report))
     for now in ({2: Silence(2.5, 0.7)}, {2: Silence(3.0, 0.7)}, {}):
         watch.silent(now)
+
     lines = read_lines(tmp_path / FAULTS_FILE, dict)
     reports = [(x["fault"], x["kind"], x["where"], x["seconds"]) for x in lines]
     assert reports == [("begins", "silent", [2], 2.5), ("ends", "silent", [2], 3.0)]
-    assert [(is_on, x.kind, x.where) for is_on, x, _ in seen] == [
+
+    assert [(is_on, x.kind, x.where) for is_on, x, _ in reported] == [
         (True, "silent", (2,)),
         (False, "silent", (2,)),
     ]
-    assert seen[0][2].startswith("region 2 is silent for 2.5 s")
+    assert reported[0][2].startswith("region 2 is silent for 2.5 s")
 
 
 def test_who_is_left_alone_says_that_all_others_are_gone(tmp_path):
@@ -357,6 +406,7 @@ def test_who_is_left_alone_says_that_all_others_are_gone(tmp_path):
     for start in range(1, 8):
         faulty = watch(Measured((0, start), quiet, [1.0, nan, nan]), (0,))
         assert faulty == (frozenset(), frozenset())
+
     lines = read_lines(tmp_path / FAULTS_FILE, dict)
     assert {(line["start_step"], line["seconds"]) for line in lines} == {(1, None)}
     named = [(x["kind"], x["where"]) for x in lines]
