@@ -36,11 +36,14 @@ def test_a_row_is_measured_once_and_shown_again(call, tmp_path, monkeypatch):
     monkeypatch.setattr(accelerator, "PRESETS", {"smoke": smoke})
     flags = words(tmp_path, contenders="scan,diloco", methods="")
     out, _ = call(accelerator, *flags)
+
     content = read(tmp_path)
     assert content["device"] == jax.devices()[0].device_kind
     assert list(content["rows"]) == [
-        "speed/tiny/2 regions/scan", "speed/tiny/2 regions/diloco",
-    ]  # fmt: skip
+        "speed/tiny/2 regions/scan",
+        "speed/tiny/2 regions/diloco",
+    ]
+
     for row in content["rows"].values():
         assert row["tokens_per_step"] == 2 * 2 * 32
         per_s = 8 * row["tokens_per_step"] / row["seconds"][0]
@@ -76,8 +79,8 @@ def test_what_is_compiled_only_says_what_it_holds():
     device = jax.devices()[0]
     ((part, program, arguments),) = accelerator.programs_of(smoke, "scan", 8, device)
     assert part == "steps"
-    told = accelerator.compiled(program, arguments, "cpu")
-    assert "GB, without a flash kernel" in told
+    summary = accelerator.compiled(program, arguments, "cpu")
+    assert "GB, without a flash kernel" in summary
 
 
 def row(name, tokens=0, **measured):

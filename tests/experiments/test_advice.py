@@ -70,11 +70,14 @@ def test_where_they_are_slow_who_waits_does_fewer_steps(cells):
     links = uniform(4, Link(0.001, 0.05))
     num = 100_000  # A hundred times the parameters that were run.
     first, second = advice.advise(advice.read(cells), links, num, [2.0], "ring")
+
     assert first.choice.flags["method"] == "streaming_diloco"
     assert (first.loss, first.steps) == (2.4, 20)
+
     sync_s = 6 * (4 * num / 4 / MBIT + 0.05)
     steps = 20 * 2 / (2 + sync_s)
     assert steps < 10
+
     assert second.steps == pytest.approx(steps, abs=1e-4)
     assert second.loss == float("inf")  # Never evaluated so early.
     assert "not evaluated so early, after" in second.explain()
@@ -109,11 +112,13 @@ def test_the_plan_says_it_and_how_to_get_it(cells, capsys, tmp_path):
     links = ["--params=1e5", "--bandwidth_gbps=0.001", "--step_time_s=2"]
     assert simulate.main(["simulate", *words, *links]) == 0
     out = capsys.readouterr().out
+
     assert (
         "\n1. streaming_diloco ef+int4: loss 2.400 (of 2 seeds) after 20 of 20" in out
     )
     assert "--method=streaming_diloco --sync_interval=16" in out
     assert "--compress=ef+int4" in out
+
     choices = json.loads((tmp_path / "advice.json").read_text())["choices"]
     assert [choice["loss"] for choice in choices] == [2.4, None]
 

@@ -66,8 +66,10 @@ def test_the_loop_of_pytorch_trains_what_diloco_here_trains():
     params = gpt.init(jax.random.key(0))
     adamw = optax.adamw(1e-3)
     case = cases.Case("gpt", gpt.loss_fn(), adamw, params, batches, gpt)
+
     theirs = trained(contenders.torch_diloco(case))
     ours = trained(contenders.region_program(case, "diloco", 1))
+
     # Adam divides by a gradient's size, so that rounding of small ones shows.
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x[0], y, atol=1e-4), ours, theirs
@@ -135,8 +137,8 @@ def test_the_gpt_is_as_large_as_it_says():
 
 def test_torch_by_itself_has_one_case(refused, monkeypatch):
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: True)
-    said = refused(bench, "--contenders=torch", "--cases=gpt,smoke")
-    assert said == "--contenders=torch trains the case gpt alone; use --cases=gpt"
+    error = refused(bench, "--contenders=torch", "--cases=gpt,smoke")
+    assert error == "--contenders=torch trains the case gpt alone; use --cases=gpt"
 
 
 @pytest.mark.parametrize(
@@ -207,12 +209,14 @@ def test_every_contender_of_a_case_is_shown(call, monkeypatch, case):
     monkeypatch.setattr(bench, "GROWTHS", {"regions": (1, 2)})
     region_program = functools.partial(contenders.region_program, case, "diloco", 1)
     monkeypatch.setattr(bench, "_maker", lambda *_: region_program)
+
     out, _ = call(
         bench, "--cases=smoke", "--regions=2", "--repeats=1", "--growth=regions"
     )
 
     for name in ("diloco", "transform", "scan alone", "plain loops", "over 1 regions"):
         assert name in out
+
     words = ["--cases=smoke", "--regions=2", "--repeats=1", "--devices=1"]
     out, _ = call(bench, *words, "--contenders=scan alone,plain loops")
     assert "scan alone" in out

@@ -32,6 +32,7 @@ def test_every_program_is_listed_by_its_first_line(monkeypatch, capsys):
     assert len(PROGRAMS) == sum("\n    cli()\n" in path.read_text() for path in files)
     assert [line.split()[0] for line in listed.splitlines()] == list(PROGRAMS)
     assert "  train                Trains one model in several regions" in listed
+
     monkeypatch.setattr(sys, "argv", ["cocodc", "trian"])
     assert commands.main() == 2
     message = (
@@ -93,8 +94,8 @@ def test_a_result_that_cannot_be_written_is_one_line(
 
 
 def test_programs_are_called_as_they_are_installed(monkeypatch):
-    said = "python -m experiments.compare_networks"
-    assert commands.command_line("compare_networks", ["--x"]) == f"{said} --x"
+    module = "python -m experiments.compare_networks"
+    assert commands.command_line("compare_networks", ["--x"]) == f"{module} --x"
     assert commands.python_m("wan")[1:] == ["-m", "experiments.wan"]
     monkeypatch.setattr(commands, "IS_INSTALLED", True)
     assert commands.command_line("compare_networks", []) == "cocodc compare-networks"
@@ -107,13 +108,14 @@ def test_openblas_takes_one_thread_unless_told_otherwise(chosen, holds):
     name = "OPENBLAS_NUM_THREADS"
     environment = {k: v for k, v in os.environ.items() if k != name}
     environment |= {name: chosen} if chosen else {}
-    # What is told after SciPy is loaded comes too late.
+
+    # What is set after SciPy is loaded comes too late.
     shown = f"os.environ[{name!r}], 'scipy' in sys.modules"
     code = f"import os, sys, experiments; print({shown})"
-    said = subprocess.check_output(
+    out = subprocess.check_output(
         [sys.executable, "-c", code], env=environment, cwd=ROOT
     )
-    assert said.decode().split() == [holds, "False"]
+    assert out.decode().split() == [holds, "False"]
 
 
 SMOKE = ("--", "--preset=smoke", "--regions=2")
@@ -156,5 +158,5 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_work(
 )
 def test_programs_start_without_what_they_do_not_need(name, lacks):
     code = f"import sys, experiments.{name}; print({lacks!r} in sys.modules)"
-    said = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)
-    assert said == b"False\n"
+    out = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)
+    assert out == b"False\n"

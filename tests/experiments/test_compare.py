@@ -37,6 +37,7 @@ def test_methods_are_compared_on_the_same_footing(compared):
 
     for same in ("tokens", "steps", "parameters", "seed", "regions"):
         assert len({run[same] for run in runs}) == 1
+
     one, other = (
         read_records(workdir / f"{name}_seed0" / "metrics.jsonl") for name in methods
     )
@@ -49,6 +50,7 @@ def test_methods_are_compared_on_the_same_footing(compared):
 
     for records in (one, other):
         assert [r["step"] for r in records if r["kind"] == "eval"] == [16, 32]
+
     # Data parallel sends every gradient, streaming each fragment every 16 steps.
     parameters = runs[0]["parameters"]
     assert runs[0]["bytes_sent_per_region"] == 32 * 4 * parameters
@@ -59,12 +61,14 @@ def test_report_is_written_and_shown(compared):
     workdir, _, out = compared
     for name in ("loss_by_steps", "loss_by_bytes", "fragments_in_flight"):
         assert (workdir / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
     page = (workdir / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 3
     assert "streaming_diloco" in page
     assert "<h2>Settings of each run</h2>" in page
     assert "win at the bytes sent" in page or "beats another" in page
     assert re.search(r"cocodc_jax [\d.]+, jax [\d.]+.*; \d{4}-\d\d-\d\d\.", page)
+
     assert "streaming_diloco" in out
     assert str(workdir / "report.html") in out.replace("\n", "")
 
@@ -82,6 +86,7 @@ def test_a_method_that_diverges_has_a_row_that_says_so(compared, call):
         assert "warning: target_method='diloco' diverged" in err
         assert re.search(r"^data_parallel +\d", out, re.M)
         assert re.search(r"^diloco +diverged", out, re.M)
+
         comparison = json.loads((workdir / "comparison.json").read_text())
         assert list(comparison["methods"]) == ["data_parallel"]
         assert " at step " in comparison["diverged"]["diloco"]
@@ -126,8 +131,8 @@ def test_the_same_command_again_trains_nothing(compared, call):
     ],
 )
 def test_wrong_flags(flags, line, refused, tmp_path):
-    said = refused(compare, "--preset=smoke", *flags, f"--workdir={tmp_path}")
-    assert said.startswith(line)
+    error = refused(compare, "--preset=smoke", *flags, f"--workdir={tmp_path}")
+    assert error.startswith(line)
     assert not list(tmp_path.iterdir())
 
 
@@ -135,12 +140,15 @@ def test_a_method_with_another_inner_optimizer_has_a_row_of_its_own(refused, tmp
     methods = "diloco,diloco+muon,data_parallel+muon,all"
     flags = ["--preset=smoke", "--seeds=0", "--target_method=diloco+muon"]
     flags.append(f"--workdir={tmp_path}")
-    said = refused(compare, f"--methods={methods}", *flags)
-    assert said.startswith(f"--methods={methods[:-4]},data_parallel,")
-    assert "names one twice" in said  # All of them have diloco.
+
+    error = refused(compare, f"--methods={methods}", *flags)
+    assert error.startswith(f"--methods={methods[:-4]},data_parallel,")
+    assert "names one twice" in error  # All of them have diloco.
+
     methods = "diloco,diloco+muon,muloco"
-    said = refused(compare, f"--methods={methods}", *flags)
-    assert said.startswith("--seeds=0")  # And nothing else.
+    error = refused(compare, f"--methods={methods}", *flags)
+    assert error.startswith("--seeds=0")  # And nothing else.
+
     assert compare._methods(PRESETS["smoke"]) == {
         "diloco": {"method": "diloco"},
         "diloco+muon": {"method": "diloco", "inner_optimizer": "muon"},
@@ -151,8 +159,10 @@ def test_a_method_with_another_inner_optimizer_has_a_row_of_its_own(refused, tmp
 def test_the_recipe_is_trained_with_a_fragment_at_every_step(refused, tmp_path):
     flags = ["--preset=smoke", "--num_fragments=2", "--seeds=0"]
     refused(compare, "--methods=recipe", *flags, f"--workdir={tmp_path}")
+
     base = PRESETS["smoke"].where(num_fragments=2)
     (leaves,) = compare._methods(base).values()
+
     # What a flag sets is left alone, and holds for all runs.
     assert "num_fragments" not in leaves
     method = base.replace(**leaves).method.build()
@@ -170,7 +180,7 @@ def test_the_recipe_is_trained_with_a_fragment_at_every_step(refused, tmp_path):
     ],
 )
 def test_settings_are_those_of_the_run(method, settings):
-    found = compare.described(PRESETS["tiny"].replace(method=method))
-    assert settings.items() <= found.items()
-    assert found["inner optimizer"] == "adamw"
-    assert found["inner rate"] == "0.002"
+    settings_shown = compare.described(PRESETS["tiny"].replace(method=method))
+    assert settings.items() <= settings_shown.items()
+    assert settings_shown["inner optimizer"] == "adamw"
+    assert settings_shown["inner rate"] == "0.002"

@@ -40,17 +40,20 @@ def test_a_run_is_compiled_for_a_tpu(run, tmp_path):
         f"--workdir={tmp_path}",
         "--keep_hlo",
     )
+
     result = json.loads((tmp_path / "compile.json").read_text())
     assert result["fits"]
     assert result["overlapped"]
     assert result["hbm_bytes"] == int(15.75 * 2**30)
     assert 0 < result["temp_bytes"] < 10**8
     assert 0 < result["mfu"] < 1
+
     # Products outside of what is asked for are few, and none of these is missing.
     assert 0.97 <= result["excess_ratio"] < 1.05
     again = result["recomputed_flops"] / result["about"]["model_flops"]
     assert again == pytest.approx(result["flops_ratio"] / result["excess_ratio"] - 1)
     assert 0.1 < again < 1 / 3
+
     programs = {program["name"]: program for program in result["programs"]}
     window = "start fragment 0, inner steps, merge"
     assert set(programs) == {
@@ -60,14 +63,17 @@ def test_a_run_is_compiled_for_a_tpu(run, tmp_path):
         window,
         "evaluation",
     }
+
     rows = programs[window]["collectives"]
     (mean,) = [row for row in rows if row["where"] == "between"]
     assert (mean["kind"], mean["spans"]) == ("all-reduce", True)
     assert programs[window]["calls_steps"] == 2
+
     sent_bytes = programs[window]["sent_bytes"]
     assert mean["num_bytes"] >= sent_bytes / 2
     # Outer parameters and momentum, half of both with each chip's host, in tiles.
     assert programs[window]["host_bytes"] >= sent_bytes
+
     inside = programs["inner steps"]["collectives"]
     assert all(row["axes"] == ["data"] for row in inside)
     assert "inner steps" in out
@@ -103,8 +109,8 @@ def test_moments_that_lie_with_the_host_take_no_memory_of_a_tpu():
     # Two moments of every parameter, all in tiles, and the parameters themselves.
     assert program["host_bytes"] > 8 * 16_000
     assert program["host_bytes"] / 2 < program["argument_bytes"] < program["host_bytes"]
-    said = report.lines(config, about, [program], report.summarise(about, [program]))
-    assert any("of the optimizer's state are in host memory" in line for line in said)
+    lines = report.lines(config, about, [program], report.summarise(about, [program]))
+    assert any("of the optimizer's state are in host memory" in line for line in lines)
 
 
 @pytest.mark.slow
@@ -128,8 +134,9 @@ def test_what_is_offloaded_takes_no_memory_of_a_tpu():
     assert far["temp_bytes"] <= near["temp_bytes"] - 0.7 * kept_bytes
     # The flash kernel's forward pass is in backward again.
     assert near["flops"] < far["flops"] < 1.1 * near["flops"]
-    said = report.lines(config, about, [far], report.summarise(about, [far]))
-    assert any("what remat=offload keeps" in line for line in said)
+
+    lines = report.lines(config, about, [far], report.summarise(about, [far]))
+    assert any("what remat=offload keeps" in line for line in lines)
 
 
 @pytest.mark.slow
@@ -211,13 +218,17 @@ def test_a_window_of_experts_that_devices_share_is_compiled_for_a_tpu():
         method="streaming_diloco",
     )
     config = place(PRESETS["smoke"].replace(**model), target, False)
+
     about, (program,) = Job(config, target, "^start fragment 1, inner").run()
+
     # An even router needs the rows of one round of two, and no padding.
     assert 0.97 < report.excess_ratio(about, program) < 1.1
     (mean,) = report._rows(program, "between")
     assert mean["spans"]
+
     # Each chip has its own part of the two experts.
     assert mean["num_bytes"] == pytest.approx(program["sent_bytes"] / 4, rel=1e-3)
+
     rows = [row for row in report._rows(program, "inside") if row["axes"] == ["expert"]]
     # In each of two steps there and back, rows and cotangents.
     steps = [row for row in rows if row["kind"] == "all-to-all"]
@@ -225,16 +236,18 @@ def test_a_window_of_experts_that_devices_share_is_compiled_for_a_tpu():
 
 
 def test_what_is_refused(refused):
-    said = refused(program, "--preset=smoke")
-    assert said.startswith("--target=None is no machine; use one of v4, v5e")
-    said = refused(program, "--preset=smoke", "--target=v5e:1x2", "--programs=(")
-    assert "programs='(' is not a regular expression" in said
+    error = refused(program, "--preset=smoke")
+    assert error.startswith("--target=None is no machine; use one of v4, v5e")
+
+    error = refused(program, "--preset=smoke", "--target=v5e:1x2", "--programs=(")
+    assert "programs='(' is not a regular expression" in error
+
     words = ["--preset=smoke", "--target=v5e:1x2", "--regions=2"]
-    said = refused(program, *words, "--exchange=elastic")
-    assert said.startswith("--exchange='elastic' has a run for each region")
-    assert "--region_id=2 is of one elastic" in refused(
-        program, *words, "--region_id=2"
-    )
+    error = refused(program, *words, "--exchange=elastic")
+    assert error.startswith("--exchange='elastic' has a run for each region")
+
+    error = refused(program, *words, "--region_id=2")
+    assert "--region_id=2 is of one elastic" in error
 
 
 @pytest.mark.parametrize(
@@ -363,11 +376,13 @@ def test_a_program_that_is_refused_is_in_the_table():
     summary = report.summarise(ABOUT, [refused, SEND])
     assert (summary["fits"], summary["mfu"]) == (False, None)
     assert summary["temp_bytes"] == 40 * 10**9
+
     console = Console(width=200, record=True, quiet=False, file=io.StringIO())
     console.print(report.table(ABOUT, [refused, SEND]))
     text = console.export_text()
     assert "40.0 GB" in text
     assert "80.0 B" not in text
+
     config = PRESETS["smoke"]
     lines = list(report.lines(config, ABOUT, [refused, SEND], summary))
     assert lines[0] == "inner steps: RESOURCE_EXHAUSTED: too much"

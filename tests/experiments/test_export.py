@@ -84,11 +84,12 @@ def test_the_outer_parameters_are_written_and_begin_another_run(
             "tokenizer_config.json",
         ],
     }
+
     session, state = restored(workdir, 8)
     equal(hugging_face.read(out, session.model), session.program.outer_params(state))
-    said = json.loads((out / "config.json").read_text())
-    assert said["eos_token_id"] == session.text.tokenizer.eos_id
-    assert said["max_position_embeddings"] == 32
+    written = json.loads((out / "config.json").read_text())
+    assert written["eos_token_id"] == session.text.tokenizer.eos_id
+    assert written["max_position_embeddings"] == 32
 
     mean = tmp_path / "mean"
     call(export, f"--workdir={workdir}", f"--out={mean}", "--step=4", "--params=mean")
@@ -99,10 +100,11 @@ def test_the_outer_parameters_are_written_and_begin_another_run(
     again = prepare(config, tmp_path / "again")
     equal(again.init_params(jax.random.key(1)), hugging_face.read(out, again.model))
     assert again.model == session.model
+
     begun = [f"--tokenizer=hf:{out}", f"--init_from={out}", f"--workdir={tmp_path}/run"]
-    said = refused(train, *FLAGS, *data, *begun)
-    assert said.startswith(f"--init_from='{out}': {out}/config.json is of")
-    assert "width is 16 there and 64 here; give --width=16" in said
+    error = refused(train, *FLAGS, *data, *begun)
+    assert error.startswith(f"--init_from='{out}': {out}/config.json is of")
+    assert "width is 16 there and 64 here; give --width=16" in error
 
 
 @pytest.mark.parametrize(
@@ -123,8 +125,8 @@ def test_the_outer_parameters_are_written_and_begin_another_run(
 )
 def test_what_cannot_be_exported_is_named(trained, tmp_path, refused, words, message):
     words = words.format(tmp=tmp_path, run=trained[0]).split()
-    said = refused(export, f"--workdir={trained[0]}", *words)
-    assert re.match(message, said), said
+    error = refused(export, f"--workdir={trained[0]}", *words)
+    assert re.match(message, error), error
     assert not (tmp_path / "new").exists()
 
 
@@ -133,8 +135,8 @@ def test_a_folder_that_cannot_be_made_is_named_before_the_work(
 ):
     (tmp_path / "file").touch()
     out = tmp_path / "file" / "out"
-    said = refused(export, f"--workdir={trained[0]}", f"--out={out}", code=1)
-    assert said.startswith(f"out='{out}' cannot be made: ")
+    error = refused(export, f"--workdir={trained[0]}", f"--out={out}", code=1)
+    assert error.startswith(f"out='{out}' cannot be made: ")
 
 
 def test_a_run_outlives_the_one_that_it_went_on_from(trained, tmp_path, call, refused):
@@ -151,8 +153,8 @@ def test_a_run_outlives_the_one_that_it_went_on_from(trained, tmp_path, call, re
 
     with pytest.raises(ValueError, match="adopt_from='.*/moved' holds no run"):
         prepare(TrainConfig.from_json(config), workdir)
-    said = refused(export, f"--workdir={workdir}", f"--out={tmp_path / 'new'}")
-    assert said == f"--workdir='{workdir}' has no checkpoints"
+    error = refused(export, f"--workdir={workdir}", f"--out={tmp_path / 'new'}")
+    assert error == f"--workdir='{workdir}' has no checkpoints"
 
 
 def test_a_folder_and_a_tokenizer_that_disagree_are_refused(tmp_path):
@@ -191,29 +193,27 @@ def test_adapters_are_trained_sent_and_written_alone(trained, tmp_path, call):
     base = tmp_path / "base"
     run = tmp_path / "run"
     call(export, f"--workdir={workdir}", f"--out={base}")
-    words = [
-        f"--{name}={value}"
-        for name, value in dict(
-            preset="smoke",
-            num_layers=2,
-            width=16,
-            mlp_width=16,
-            regions=2,
-            steps=8,
-            eval_batches=2,
-            warmup_steps=1,
-            method="diloco",
-            sync_interval=4,
-            inner_lr=0.01,
-            tokenizer=f"hf:{base}",
-            init_from=base,
-            lora_rank=2,
-            workdir=run,
-        ).items()
-    ]
+    flags = dict(
+        preset="smoke",
+        num_layers=2,
+        width=16,
+        mlp_width=16,
+        regions=2,
+        steps=8,
+        eval_batches=2,
+        warmup_steps=1,
+        method="diloco",
+        sync_interval=4,
+        inner_lr=0.01,
+        tokenizer=f"hf:{base}",
+        init_from=base,
+        lora_rank=2,
+        workdir=run,
+    )
+    words = [f"--{name}={value}" for name, value in flags.items()]
     call(train, *words, dataset, data_dir)
-    outs = {}
 
+    outs = {}
     for name in ("merged", "adapter"):
         out = tmp_path / name
         words = [f"--workdir={run}", f"--out={out}", f"--adapter={name == 'adapter'}"]
@@ -227,11 +227,13 @@ def test_adapters_are_trained_sent_and_written_alone(trained, tmp_path, call):
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert said["base_model_name_or_path"] == str(base)
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(base)
+
     # Two syncs of the adapters alone.
     summary = json.loads((run / "summary.json").read_text())
     assert summary["bytes_sent_per_region"] == 2 * 4 * num_trained
+
     tensors = load_file(base / "model.safetensors")
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert tensors.keys() == merged.keys()

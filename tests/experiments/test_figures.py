@@ -20,7 +20,9 @@ def test_the_command_makes_the_pictures_that_readme_and_docs_show(tmp_path):
     shown = set(re.findall(r"!\[[^\]]*\]\(experiments/results/([\w.]+)\)", readme))
     for page in (ROOT / "docs").rglob("*.md"):
         shown |= set(re.findall(r"_static/pictures/([\w.]+)", page.read_text()))
+
     made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
     # No picture is kept that no command makes, or that no page shows.
     kept = {path.name for path in figures.RESULTS.glob("*.png")}
     assert made.keys() == kept == shown
@@ -88,6 +90,7 @@ def test_laws_go_through_the_losses_that_they_were_fitted_to():
         ]
         # The files have the residual, the root of the mean square of logarithms.
         assert max(map(abs, off)) < 3 * law["residual"]
+
     (axes,) = studies.laws(fitted).axes
     colors = {line.get_color() for line in axes.lines}
     assert colors == {palette.COLORS["diloco"], palette.COLORS["data_parallel"]}
@@ -112,10 +115,12 @@ def test_no_name_lies_on_another_or_on_a_point():
         "far": {"bytes_sent_per_region": {"mean": 1e9}, "eval_loss": {"mean": 1.5}},
         "silent": {"bytes_sent_per_region": {"mean": 0}, "eval_loss": {"mean": 2.5}},
     }
+
     figure = points.last_loss_by_bytes(methods)
     figure.draw_without_rendering()
     (axes,) = figure.axes
     assert axes.get_xlabel().endswith("; nothing: silent 2.500")
+
     texts = [text for text in axes.texts if text.get_text()]
     assert {text.get_text() for text in texts} == methods.keys() - {"silent"}
     renderer = figure.canvas.get_renderer()

@@ -22,11 +22,13 @@ def test_one_gpu_is_as_fast_beside_a_sync(command, tmp_path):
         "--checkpoint_every=0",
         f"--workdir={tmp_path}",
     )
+
     # Each process would take all of the memory.
     env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_PLATFORMS": ""}
     process = command("experiments.launch_local", *flags, env=env)
     _, error = process.communicate(timeout=1200)
     assert process.returncode == 0, error
+
     measured = timeline.read(tmp_path, timeline.first_warm_step(tmp_path))
     beside, alone = timeline.step_s_in_flight(measured)
     assert beside <= 1.03 * alone

@@ -92,21 +92,26 @@ def test_one_is_asked_to_stop_and_one_is_silent_for_a_while(three):
     three.regions[0].send(signal.SIGTERM)  # Whichever coordinates.
     three.until(lambda: three.regions[0].code is not None)
     assert three.regions[0].code == STOPPED
+
     at = three.step(1)
     three.until(lambda: three.step(1) > at + 20, seconds=60)
+
     three.regions[0].start()
     three.regions[2].send(signal.SIGSTOP)
     at = three.step(1)
     three.until(lambda: three.step(1) > at + 40)
     three.regions[2].send(signal.SIGCONT)
+
     result = three.finish()
     assert not result["gaps_unexplained"]
     assert not result["merges_that_differ"]
     assert [region.lives for region in three.regions] == [2, 1, 1]
+
     assert three.lines(0, "joins.jsonl")[-1]["from_peer"]
     last = three.lines(2, "joins.jsonl")[-1]
     assert last["from_peer"]
     assert last["carried"]
+
     kinds = [(f["kind"], f["where"]) for f in three.lines(1, "faults.jsonl")]
     assert all(("gone", [region]) in kinds for region in (0, 2))
 
@@ -254,6 +259,7 @@ def test_a_process_that_dies_takes_its_region_along_which_comes_back(started, pr
     run.regions[1].processes[process].kill()
     run.until(lambda: run.regions[1].code is not None, seconds=30)
     run.regions[1].start()
+
     result = run.finish(900)
     assert not result["gaps_unexplained"]
     assert not result["merges_that_differ"]

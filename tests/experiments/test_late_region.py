@@ -67,6 +67,7 @@ def test_another_run_is_no_result(words, call):
     folder, flags = words
     for name in ("run", "store"):
         (folder / name).mkdir(exist_ok=True)
+
     out, err = call(
         train,
         *flags,
@@ -75,5 +76,6 @@ def test_another_run_is_no_result(words, call):
         f"--workdir={folder / 'other'}",
         f"--via={folder / 'other_store'}",
     )
+
     assert "have ended" not in err
     assert "finished alone since step 0" in out

@@ -62,15 +62,18 @@ def test_kubernetes_names_and_counts_agree():
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"job-name": name}
     assert job["spec"]["completionMode"] == "Indexed"
+
     pod = job["spec"]["template"]["spec"]
     assert pod["subdomain"] == service["metadata"]["name"]
     (container,) = pod["containers"]
+
     flags = dict(x[2:].split("=") for x in container["command"] if x.startswith("--"))
     count = int(flags["num_processes"])
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == count
     assert int(flags["regions"]) % count == 0
     assert flags["coordinator_address"] == f"{name}-0.{pod['subdomain']}:9876"
     assert flags["process_id"] == "$(JOB_COMPLETION_INDEX)"
+
     mounts = [m["mountPath"] for m in container["volumeMounts"]]
     assert any(flags["workdir"].startswith(f"{path}/") for path in mounts)
 
@@ -85,10 +88,13 @@ def test_the_dashboard_shows_every_metric_and_no_other():
     assert set(re.findall(r"cocodc_\w+", " ".join(queries))) == {
         metric.name for metric in METRICS
     }
+
     guide = (ROOT / "docs/guides/monitoring.md").read_text()
     assert {metric.name for metric in METRICS} <= set(re.findall(r"cocodc_\w+", guide))
+
     labels = set(re.findall(r"{{(\w+)}}", json.dumps(dashboard)))
     assert labels <= {"region", "process", *(x for m in METRICS for x in m.labels)}
+
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
         (x, y)

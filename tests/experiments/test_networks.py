@@ -30,15 +30,18 @@ def test_networks_by_bandwidth_by_name_and_from_a_file(tmp_path):
     link = network.topology.links[0][1]
     # Packets of a millisecond, 12,500 bytes, of which 52 are headers.
     assert (link.bandwidth_gbps, link.latency_s) == (0.1 * (1 - 52 / 12_500), 0.05)
+
     unequal = lab_run.network("unequal", 4)
     near = unequal.topology.links[0][1]
     far = unequal.topology.links[3][0]
     assert (near.latency_s, far.latency_s) == (0.02, 0.08)
     assert near.bandwidth_gbps == pytest.approx(4 * far.bandwidth_gbps)
+
     path = tmp_path / "mine.yaml"
     path.write_text("{regions: [a, b], default: {bandwidth_gbps: 1, latency_ms: 3}}")
     mine = lab_run.network(str(path), 2)
     assert (mine.name, mine.flags) == ("mine", (f"--links={path}",))
+
     wide = lab_run.network("wide", 3)
     assert wide.flags == ("--regions=3", "--bandwidth_mbit=10000", "--latency_ms=50")
 
@@ -190,6 +193,7 @@ def test_hosts_take_what_steps_took_longer_than_expected():
     run = Measured(Pace(0.3, None, None), (0.3,) * 2, (1e6,), 0, 0)
     assert lab_run.host_bytes_per_s(run, Pace(0.25, 0.1, 0.2)) == pytest.approx(20e6)
     assert lab_run.host_bytes_per_s(run, Pace(0.31, 0.1, 0.2)) == math.inf
+
     method = methods.get("diloco", sync_interval=10)
     predict = functools.partial(
         lab_run.predict,
@@ -200,6 +204,7 @@ def test_hosts_take_what_steps_took_longer_than_expected():
         step_s=(0.25,) * 2,
         all_reduce="direct",
     )
+
     without, _ = predict()
     pace, _ = predict(host_bytes_per_s=20e6)
     assert pace.sync_s == pytest.approx(without.sync_s + 0.05)
@@ -210,12 +215,14 @@ def test_the_simulator_has_the_slots_that_a_method_has():
     network = lab_run.network("1000", 2)
     run = Measured(ALONE.pace, (), (1e5,) * 4, 0, 0)
     stretch = Stretch(40, 80)
+
     method = methods.get("cocodc", sync_interval=40)
     with_slots, sent = lab_run.predict(
         network, method, stretch, run, (0.25,) * 2, "direct"
     )
     assert sent == 16 * 1e5  # 2 K an interval, of which the last has just left.
     assert with_slots.step_s == pytest.approx(0.25)
+
     measured = methods.get(
         "cocodc", sync_interval=40, delay_steps="auto", syncs_per_interval="auto"
     )
@@ -245,9 +252,11 @@ def test_rows_compare_measured_and_simulated():
     ratios = first["simulated_over_measured"]
     assert ratios == {"step_s": 0.8, "stall_s": 0.5, "sync_s": pytest.approx(0.8)}
     assert every["simulated_over_measured"]["sync_s"] is None
+
     # Steps of 2.5 s instead of 0.25.
     assert every["measured"]["stall_s"] == pytest.approx(225)
     assert every["simulated_over_measured"]["stall_s"] == pytest.approx(70 / 225)
+
     assert "error" in failed
     assert json.loads(json.dumps(rows())) == rows()
 
@@ -369,9 +378,10 @@ def test_folders_of_other_runs_are_refused_before_anything_runs(
     done = tmp_path / "30" / "diloco" / lab_run.RESULT
     done.parent.mkdir(parents=True)
     done.write_text(json.dumps({"command": ["other"], "measured": {}}))
-    own_flags = [f"--workdir={tmp_path}", "--methods=data_parallel,diloco"]
+
     words = [
-        *own_flags,
+        f"--workdir={tmp_path}",
+        "--methods=data_parallel,diloco",
         *words.format(tmp_path).split(),
         "--preset=smoke",
         "--regions=2",

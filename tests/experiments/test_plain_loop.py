@@ -14,9 +14,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compila
 
 
 def place(tmp_path, *words):
-    own = plain_loop.program.own_flags(*plain_loop.OWN_FLAGS)
-    own(["plain_loop", f"--key_file={make_key(tmp_path)}", *words])
-    return plain_loop.place_of(own)
+    flags = plain_loop.program.own_flags(*plain_loop.OWN_FLAGS)
+    flags(["plain_loop", f"--key_file={make_key(tmp_path)}", *words])
+    return plain_loop.place_of(flags)
 
 
 def records(folder, name):
@@ -40,8 +40,10 @@ def test_a_region_that_was_stopped_goes_on_from_its_own_checkpoint(tmp_path):
     first, second = records(folder, "joins.jsonl")
     assert (first["own_step"], second["own_step"]) == (0, ends[0])
     assert [x["from_peer"] for x in (first, second)] == [False, False]
+
     steps = [line["step"] for line in records(folder, "metrics.jsonl")]
     assert steps == [*range(1, ends[1] + 1)]
+
     syncs = records(folder, "syncs.jsonl")
     # A mean that was in flight at the checkpoint came before its regions were noted.
     known = [sync["regions"] for sync in syncs if sync["regions"] is not None]

@@ -52,11 +52,13 @@ def read(monkeypatch):
 def test_fast_links_and_slow_ones_have_other_plans(read, plan, capsys):
     fast = read(*plan, "--plan_gbps=1000", "--plan_latency_ms=0")
     slow = read(*plan, "--plan_gbps=0.0001", "--seed=3")
+
     assert fast.method.method == "data_parallel"
     assert slow.method.method == "streaming_diloco"
     wanted = {"sync_interval": 16, "delay_steps": 3, "compress": "ef+int4"}
     assert wanted.items() <= slow.method.values.items()
     assert slow.run.seed == 3
+
     assert read("--method=diloco").method.method == "diloco"  # No plan, no choice.
     printed = capsys.readouterr().err
     assert "plan: streaming_diloco ef+int4: loss 2.400 (of 2 seeds)" in printed
@@ -78,16 +80,17 @@ def test_sizes_that_were_not_measured_are_named(read, plan, capsys):
     read(*plan, "--steps=480")
     assert "extrapolated" not in capsys.readouterr().err
     read(*plan, "--steps=480", "--regions=32", "--eval_batches=32")
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("plan: extrapolated, not measured: regions 32 (measured: ")
+    warning = capsys.readouterr().err.splitlines()[-1]
+    expected = "plan: extrapolated, not measured: regions 32 (measured: "
+    assert warning.startswith(expected)
 
 
 def test_a_longer_run_than_was_measured_is_told(read, plan, capsys):
     read(*plan, "--steps=40")
     assert "syncing often" not in capsys.readouterr().err
     read(*plan, "--steps=480")
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said == (
+    warning = capsys.readouterr().err.splitlines()[-1]
+    assert warning == (
         "plan: these losses are of runs of 20 steps, and this one has 480: with more, "
         "syncing often gains less"
     )

@@ -36,16 +36,19 @@ def test_two_processes(command, tmp_path):
         command(PROBE, *flags, env=environment | {"COCODC_PROCESS_ID": str(k)})
         for k in range(2)
     ]
+
     out, err = first.communicate(timeout=120)
     silent, second_err = second.communicate(timeout=120)
     assert (first.returncode, second.returncode) == (0, 0), err + second_err
     assert "direct" not in silent
+
     rows = json.loads((tmp_path / probe_network.FILE).read_text())["rows"]
     assert [(row["collective"], row["num_bytes"]) for row in rows] == [
         (name, num_bytes)
         for name in ("direct", "ring", "direct_gather", "ring_gather")
         for num_bytes in (400_000, 20_000)
     ]
+
     # Delays of 10 ms, and how often a message's own time: as predicted, and at once.
     times = {
         "direct": (0.04, 2, 1),
@@ -68,6 +71,7 @@ def test_two_processes(command, tmp_path):
 
         if at_once:
             assert row["at_once_s"] == near(delays_s + at_once * bytes_s)
+
         ratio = row["measured_s"] / row["predicted_s"]
         assert f"{row['measured_s']:.3f}" in out
         assert f"{row['predicted_s']:.3f}" in out
@@ -80,6 +84,7 @@ def test_links(tmp_path):
     assert state is not None
     assert state.bytes_per_s[0, 1] == 900_000  # of a million, 52 bytes of 520 headers
     assert state.delay_s[0, 1] == 0.05
+
     path = tmp_path / "links.yaml"
     path.write_text("""
 regions: [here, there]
@@ -112,6 +117,7 @@ changes: [{from: here, start_s: 0, duration_s: 9, bandwidth_factor: 0.5}]
     lab(["wan", *both])
     mtu = wan.build_plan(lab, ["true"]).mtu_bytes
     assert mtu == 2500  # what 20 Mbit/s pass in a millisecond
+
     state = probe_network.read_links(values_of(*both), 2)
     assert state is not None
     assert state.bytes_per_s[1, 0] == 20e6 / 8 * payload_share(mtu)
@@ -145,5 +151,5 @@ def test_bad_flags(flag, message, monkeypatch, refused):
 
 def test_it_takes_two(monkeypatch, refused):
     monkeypatch.delenv("COCODC_NUM_PROCESSES", raising=False)
-    said = refused(probe_network)
-    assert "COCODC_NUM_PROCESSES in the environment must be" in said
+    error = refused(probe_network)
+    assert "COCODC_NUM_PROCESSES in the environment must be" in error

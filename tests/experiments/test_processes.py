@@ -112,13 +112,16 @@ def killed(command, run, corpus, tmp_path_factory):
     launcher = command(LAUNCH, *flags)
     wait_for(workdir / "checkpoints" / "8", launcher)
     _, victim = children_of(launcher.pid)
+
     os.kill(victim, signal.SIGKILL)
     begin_s = time.monotonic()
     _, err = launcher.communicate(timeout=60)
+
     assert launcher.returncode == 128 + signal.SIGKILL
     assert time.monotonic() - begin_s < 15  # 1.4 s on a machine with time to spare.
     assert re.search(r"^process 1 was killed by signal 9; .*output\.log$", err, re.M)
     assert not (workdir / "summary.json").exists()
+
     out, _ = run(LAUNCH, *flags)
 
     return workdir, out
@@ -182,12 +185,14 @@ def test_another_number_of_processes_goes_on(command, run, corpus, tmp_path):
     many = tmp_path / "many"
     flags = [*STREAMING, *PAIRS, *corpus]
     run(TRAIN, *flags, f"--workdir={one}")
+
     flags.append(f"--workdir={many}")
     launcher = command(LAUNCH, "--processes=4", "--", *flags)
     wait_for(many / "checkpoints" / "8", launcher)
     os.kill(children_of(launcher.pid)[3], signal.SIGKILL)
     launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + signal.SIGKILL
+
     run(LAUNCH, "--processes=2", "--", *flags)
     assert_same_run(many, one)
 
@@ -254,17 +259,15 @@ def test_processes_agree_on_delays_and_slots_that_are_measured(
     auto = ["--method=cocodc", "--delay_steps=auto", "--syncs_per_interval=auto"]
     flags = [*SMOKE, *auto, *compress, *corpus, f"--workdir={tmp_path}"]
     run(LAUNCH, "--processes=2", "--", *flags)
-    one, other = (
-        [
-            (s["fragment"], s["start_step"], s["apply_step"])
-            for s in environment["syncs"]
-        ]
-        for environment in (
-            json.loads((tmp_path / folder / "timeline.json").read_text())
-            for folder in ("", "process_1")
+    syncs = []
+    for folder in ("", "process_1"):
+        table = json.loads((tmp_path / folder / "timeline.json").read_text())
+        syncs.append(
+            [(s["fragment"], s["start_step"], s["apply_step"]) for s in table["syncs"]]
         )
-    )
+    one, other = syncs
     assert one == other
+
     assert len({apply - start for _, start, apply in one if apply}) > 1
     starts = [start for _, start, _ in one]
     assert len({b - a for a, b in itertools.pairwise(starts)}) > 1
@@ -336,6 +339,7 @@ def test_others_that_do_not_come_are_given_up(run, port, process):
         "--start_timeout_s=2",
         code=1,
     )
+
     message = (
         f"error: --coordinator_address='127.0.0.1:{port}': process {process} of 2 "
     )
@@ -364,8 +368,8 @@ def test_others_that_do_not_come_are_given_up(run, port, process):
 )
 def test_the_launcher_says_what_is_wrong_once(refused, tmp_path, words, message):
     workdir = f"--workdir={tmp_path / 'run'}"
-    said = refused(launch_local, *words.split(), "--preset=smoke", workdir)
-    assert said.startswith(message)
+    error = refused(launch_local, *words.split(), "--preset=smoke", workdir)
+    assert error.startswith(message)
     assert not (tmp_path / "run").exists()
 
 

@@ -73,15 +73,17 @@ def read(monkeypatch):
 
 @pytest.mark.parametrize(("network", "expected"), NETWORKS)
 def test_each_network_has_one_command_that_train_can_run(read, network, expected):
-    found = recommended(network)
-    config = read(found.command)
+    choice = recommended(network)
+    config = read(choice.command)
     assert config.run.regions == network[1]
+
     values = {"method": config.method.method, "inner_lr": config.optimizer.inner_lr}
     values |= config.method.values
-    assert found.flags.items() <= values.items()
+    assert choice.flags.items() <= values.items()
     assert config.method.build()
+
     if expected is not None:
-        assert (found.delay_steps, found.flags.get("compress")) == expected
+        assert (choice.delay_steps, choice.flags.get("compress")) == expected
 
 
 def test_what_was_not_measured_is_said():
@@ -97,9 +99,9 @@ def test_what_was_not_measured_is_said():
 
 
 def test_where_nothing_helps_the_least_wait_is_chosen_and_said():
-    found = recommended((1e9, 4, 1e-6, 50, 0.01))
-    assert found.stall_share > recommend.NO_WAIT
-    assert re.search(r"Regions wait for \d+\.\d% of the simulated", found.explain())
+    choice = recommended((1e9, 4, 1e-6, 50, 0.01))
+    assert choice.stall_share > recommend.NO_WAIT
+    assert re.search(r"Regions wait for \d+\.\d% of the simulated", choice.explain())
 
 
 def test_one_region_needs_no_plan():
@@ -111,26 +113,26 @@ def test_the_program_prints_the_command_last_and_writes_the_plan(capsys, tmp_pat
     words = ["--plan", "--params=838784", "--step_time_s=0.25", f"--workdir={tmp_path}"]
     assert simulate.main(["simulate", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
-    found = recommended((838_784, 4, 1, 50, 0.25))
-    assert lines == [*found.explain().splitlines(), found.command]
-    assert json.loads((tmp_path / "plan.json").read_text())["flags"] == found.flags
+    choice = recommended((838_784, 4, 1, 50, 0.25))
+    assert lines == [*choice.explain().splitlines(), choice.command]
+    assert json.loads((tmp_path / "plan.json").read_text())["flags"] == choice.flags
 
 
 def test_the_page_that_helps_to_choose_has_the_recommended_flags():
     page = (ROOT / "docs/start/choose.md").read_text()
     command = page.partition("```bash\n")[2].partition("```")[0]
-    said = dict(re.findall(r"--(\w+)=(\S+)", command.replace("\\\n", " ")))
+    flags = dict(re.findall(r"--(\w+)=(\S+)", command.replace("\\\n", " ")))
     wanted = recipe.setting().flags
-    assert {n: type(x)(said[n]) for n, x in wanted.items()} == wanted
+    assert {n: type(x)(flags[n]) for n, x in wanted.items()} == wanted
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("network", [network for network, _ in NETWORKS])
 def test_the_commands_run(network, tmp_path):
-    found = recommended(network)
-    slot_steps = found.flags.get("sync_interval", 4) // 4
-    steps = slot_steps + found.delay_steps + 2  # One fragment is merged at least.
-    words = [*shlex.split(found.command)[1:], *SMALLEST]
+    choice = recommended(network)
+    slot_steps = choice.flags.get("sync_interval", 4) // 4
+    steps = slot_steps + choice.delay_steps + 2  # One fragment is merged at least.
+    words = [*shlex.split(choice.command)[1:], *SMALLEST]
     command = [sys.executable, *words, f"--steps={steps}", f"--workdir={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -141,6 +143,6 @@ def test_the_commands_run(network, tmp_path):
     assert summary["bytes_sent_per_region"] > 0
     trained = json.loads((tmp_path / "config.json").read_text())
     chosen = trained["method"] | {"inner_lr": trained["optimizer"]["inner_lr"]}
-    assert found.flags.items() <= chosen.items()
+    assert choice.flags.items() <= chosen.items()
     merged = (tmp_path / "metrics.jsonl").read_text().count('"kind": "sync"')
-    assert merged or found.flags["method"] == "data_parallel"
+    assert merged or choice.flags["method"] == "data_parallel"

@@ -45,12 +45,14 @@ def test_files_and_numbers(simulated, tmp_path, capsys):
     folder = tmp_path / "new"
     arguments = ("--method=diloco", "--sync_interval=4", "--steps=8")
     assert simulate.main(["simulate", *BASE, *arguments, f"--workdir={folder}"]) == 0
+
     result = json.loads((folder / "simulation.json").read_text())
     # 8 steps, twice a sync of 2 GB: 2 s and two delays.
     assert result["summary"]["sim_s"] == 8 + 2 * 2.5
     assert result["summary"]["bytes_sent_per_region"] == 4e9
     assert result["flags"]["sync_interval"] == 4
     assert [sync["merge_step"] for sync in result["syncs"]] == [4, 8]
+
     trace = json.loads((folder / "timeline.json").read_text())
     assert any(event.get("name") == "stall" for event in trace["traceEvents"])
     assert (folder / "timeline.png").stat().st_size > 5000
@@ -106,22 +108,24 @@ def test_seconds_to_a_target_loss(simulated, tmp_path):
 def test_a_plan_of_float32_messages_explains_and_its_flags_work(
     planned, simulated, tmp_path
 ):
-    said = planned(FRAGMENTS, SLOW, "--compress=none")
-    assert "tau = " in said
-    assert "- Extrapolated, not measured: parameters 1,000,000,000 (" in said
+    explanation = planned(FRAGMENTS, SLOW, "--compress=none")
+    assert "tau = " in explanation
+    assert "- Extrapolated, not measured: parameters 1,000,000,000 (" in explanation
     assert json.loads((tmp_path / "plan.json").read_text())["num_fragments"] >= 2
-    command = said.splitlines()[-1].split()
+
+    command = explanation.splitlines()[-1].split()
     names = "method|num_fragments|sync_interval|delay_steps"
     chosen = [word for word in command if re.match(rf"--({names})=", word)]
     assert len(chosen) == 4
-    found = simulated(SLOW, *chosen)
-    assert found["summary"]["stall_s"] == pytest.approx(0, abs=1e-6)
+
+    result = simulated(SLOW, *chosen)
+    assert result["summary"]["stall_s"] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["direct", "gloo"])
 def test_a_plan_takes_the_collective_that_is_given(name, planned):
-    said = planned(SLOW, f"--collective={name}", "--compress=none")
-    assert f"All-reduce as {name}, " in said
+    explanation = planned(SLOW, f"--collective={name}", "--compress=none")
+    assert f"All-reduce as {name}, " in explanation
 
 
 def test_a_plan_of_stages_says_which_site_runs_which(planned, tmp_path):
@@ -133,12 +137,13 @@ def test_a_plan_of_stages_says_which_site_runs_which(planned, tmp_path):
         "{between: [c, d], bandwidth_gbps: 10}]}"
     )
     base = (*MODEL, f"--links={links}", "--activation_mb=100")
-    said = planned("--stages=2", base=base)
+
+    explanation = planned("--stages=2", base=base)
     placed = json.loads((tmp_path / "placement.json").read_text())
     pipelines = {frozenset(path) for path in zip(*placed["sites"], strict=True)}
     assert pipelines == {frozenset("ab"), frozenset("cd")}
-    assert "- Stage 0 on a, " in said
-    assert "tau = " in said
+    assert "- Stage 0 on a, " in explanation
+    assert "tau = " in explanation
     assert "No average is needed" in planned("--stages=4", base=base)
 
 
@@ -156,11 +161,11 @@ SWARM = (
 
 
 def test_a_plan_of_stages_is_simulated_with_failures(planned):
-    said = planned(*SWARM, "--failures=region0@0,region1@0-20")
-    rates = dict(re.findall("Batches a second (.*): ([0-9.]+[0-9])", said))
+    explanation = planned(*SWARM, "--failures=region0@0,region1@0-20")
+    rates = dict(re.findall("Batches a second (.*): ([0-9.]+[0-9])", explanation))
     fixed, wired, moved = (float(rates[how]) for how in rates)
     assert fixed <= wired <= moved
-    assert "Without links and failures at most 2, region" in said
+    assert "Without links and failures at most 2, region" in explanation
 
 
 SITES = " must be a site of region0, region1, region2, region3, and from"
@@ -175,21 +180,24 @@ SITES = " must be a site of region0, region1, region2, region3, and from"
     ],
 )
 def test_failures_that_cannot_be(failures, why, refused):
-    said = refused(simulate, "--plan", *BASE, *SWARM, f"--failures={failures}")
-    assert said.startswith(f"--failures={failures}: '{failures}'{why}")
+    error = refused(simulate, "--plan", *BASE, *SWARM, f"--failures={failures}")
+    assert error.startswith(f"--failures={failures}: '{failures}'{why}")
 
 
 def test_arguments_of_a_method_reach_it(simulated):
     sent = simulated("--method=diloco", "--compress=int8")["bytes_sent"][0]
     # Gathered from two regions, three times; a scale for 256 numbers besides.
     assert sent == pytest.approx(3 * 4e9 * (1 / 4 + 4 / 1024))
+
     late = ("--answer_steps=1,9", "--grace_steps=3", "--quorum=1")
     result = simulated("--method=decoupled_diloco", *late)
     assert result["summary"]["max_delay_steps"] == 4
+
     ranks = ("--sync_interval=20", "--rank=32", "--min_rank=4", "--effective_rank=8")
     syncs = simulated("--method=dilocox", *ranks, "--steps=100")["syncs"]
     delays = [sync["merge_step"] - sync["start_step"] for sync in syncs]
     assert (delays[0], delays[-1]) == (20, 5)
+
     auto = ("--syncs_per_interval=auto", "--network_share=0.3", "--delay_steps=auto")
     syncs = simulated("--method=cocodc", *auto, "--steps=300")["syncs"]
     # 0.5 GB and two delays: a sync of 1 s, so 30 fit in 30 s of 100, 3 steps apart.
@@ -274,8 +282,8 @@ def test_bad_flags_of_links_and_losses(flags, message, refused):
 def test_numbers_of_stages_are_positive(name, value, refused):
     flags = {"activation_mb": 5, "swarm_s": 60, "rebalance_s": 9} | {name: value}
     words = [f"--{name}={value}" for name, value in flags.items()]
-    said = refused(simulate, "--plan", "--stages=2", *BASE, *words)
-    assert said == f"--{name}={value} must be positive and finite"
+    error = refused(simulate, "--plan", "--stages=2", *BASE, *words)
+    assert error == f"--{name}={value} must be positive and finite"
 
 
 def test_goodput_and_a_link_that_becomes_slow(simulated, tmp_path, capsys):
@@ -300,6 +308,7 @@ changes:
     )
     assert "link from b to a" in capsys.readouterr().out
     assert result["faulty"][0]["kind"] == "link"
+
     summary = result["summary"]
     rate = 3 / 100
     one = 10 / (math.expm1(10 * rate) * (1 / rate + 25)) * summary["utilization"]

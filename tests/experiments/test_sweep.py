@@ -57,16 +57,21 @@ def test_a_grid_is_the_product_of_its_axes_and_what_is_published():
     published = [True, False, False] * 2 + [True] * 2
     assert [s.published for s in parsed.settings] == published
     arguments = [s.config.method.given for s in parsed.settings]
-    assert [g.get("outer_lr") for g in arguments[:3]] == [0.4, 1.0, 0.7]  # Its default.
-    assert [g.get("compress") for g in arguments[:6]] == ["none"] * 3 + ["ef+int4"] * 3
+    # The default of the third is its own.
+    assert [given.get("outer_lr") for given in arguments[:3]] == [0.4, 1.0, 0.7]
+    compressors = [given.get("compress") for given in arguments[:6]]
+    assert compressors == ["none"] * 3 + ["ef+int4"] * 3
+
     # A base flag is for whichever method takes it.
     assert arguments[0]["delay_steps"] == 3
     assert "delay_steps" not in arguments[6]
     assert {s.config.data.batch_per_region for s in parsed.settings} == {2}
     assert len({s.key for s in parsed.settings}) == 8
+
     without = table("published = false\n" + GRID).settings
     assert len(without) == 6
     assert [s.published for s in without] == [False] * 4 + [True] * 2
+
     # Equal settings of two groups are one: 0.7 is DiLoCo's own.
     again = GRID + '[groups.again]\nmethod = "diloco"\nouter_lr = 0.7\n'
     assert len(table(again).settings) == 8
@@ -231,9 +236,11 @@ def test_stages_of_a_halving(halved):
     ]
     assert {row.seed for stage in stages[:2] for row in stage} == {7, 8}
     assert {row.seed for row in stages[2]} == {0, 1}
+
     # What is published is trained with the final seeds, whether it won or not.
     momenta = [row.config.method.given.get("outer_momentum") for row in stages[2]]
     assert momenta == [0.9, 0.9, 0.5, 0.5] * 2 + [0.9, 0.9, None, None]
+
     count, cost = plan.total()
     assert count == sum(map(len, stages))
     assert cost == pytest.approx(sum(row.cost for stage in stages for row in stage))
@@ -256,6 +263,7 @@ def test_progress_tells_the_time_that_is_left(halved):
     first, second = stages[0][:2]
     assert progress.line(first).startswith("row 1/32, rung 1: streaming: method=")
     assert "left" not in progress.line(first)
+
     now[0] = 10.0
     progress.trained(first)
     rest = (plan.total()[1] - first.cost) / first.cost * 10
@@ -267,6 +275,7 @@ def test_progress_tells_the_time_that_is_left(halved):
 def test_columns_and_intervals(halved):
     plan, _, folder = halved
     of_rows = cells.cells(rows.read(folder), plan.to_json()["chosen"])
+
     assert [cell.label for cell in of_rows] == [
         "streaming_diloco H 16 tau 3 float32",
         "streaming_diloco H 16 tau 3 ef+int4",
@@ -275,18 +284,22 @@ def test_columns_and_intervals(halved):
     ]
     assert [cell.tried for cell in of_rows] == [3, 3, 0, 0]
     assert of_rows[0].tuning_steps == 3 * 2 * 8 + 2 * 2 * 16
+
     columns = of_rows[1].columns
     assert columns["tuned"].values == {"outer_lr": 0.7, "outer_momentum": 0.5}
     assert columns["published"].values == {"outer_lr": 0.4, "outer_momentum": 0.9}
+
     ours = np.array([2.65, 2.76])
     theirs = np.array([2.8, 2.9])
     half = stats.t.ppf(0.975, 1) * ours.std(ddof=1) / math.sqrt(2)
     assert columns["tuned"].loss.mean == pytest.approx(ours.mean())
     assert columns["tuned"].loss.half == pytest.approx(half)
+
     held = reference.find(of_rows, "method=streaming_diloco,compress=none").columns
     less = cells.difference(columns["tuned"], held["published"])
     half = stats.t.ppf(0.975, 1) * (ours - theirs).std(ddof=1) / math.sqrt(2)
     assert (less.mean, less.half) == pytest.approx(((ours - theirs).mean(), half))
+
     # Loss falls by 1 in 32 steps: 0.15 and 0.14 less are 4.8 and 4.48 steps earlier.
     steps = cells.steps_to(columns["tuned"], held["published"])
     assert steps.mean == pytest.approx(32 * (1 - 0.145))
@@ -313,15 +326,18 @@ def test_the_report_names_the_frontier(halved, call, refused, monkeypatch):
     out, err = call(sweep, *words)
     assert not err
     assert "streaming_diloco H 16 tau 3 ef+int4" in out
+
     monkeypatch.setenv("COLUMNS", "80")
     narrow = call(sweep, *words)[0].split()
     assert set(re.findall(r"\d\.\d{3}", out)) <= set(narrow)
+
     text = (folder / "report.md").read_text()
     # Streaming in int4 sends least and is best: nothing else is on the frontier.
     assert text.count("| **") == 1
     assert "| **streaming_diloco** | ef+int4 | 16 | 3 |" in text
     assert "reference" in text
     assert (folder / "frontier.png").read_bytes().startswith(b"\x89PNG")
+
     made = json.loads((folder / "cells.json").read_text())
     assert [cell["is_best"] for cell in made["cells"]] == [False, True, False, False]
     assert made["cells"][1]["columns"]["tuned"]["curve"][-1] == [
@@ -331,14 +347,15 @@ def test_the_report_names_the_frontier(halved, call, refused, monkeypatch):
     ]
     assert not (folder / "networks.json").exists()
 
-    for wanted, message in (
+    refusals = (
         ("method=cocodc", "--reference='method=cocodc' is no cell"),
         (
             "method=streaming_diloco",
             "is 2 cells of these rows; give flags of one: streaming_diloco H 16",
         ),
         ("sync_intervall=None", "sync_intervall"),
-    ):
+    )
+    for wanted, message in refusals:
         assert message in refused(sweep, *words[:2], f"--reference={wanted}")
 
     (folder / "halving.json").write_text('{"chosen": ["of another version"]}')
@@ -366,8 +383,8 @@ def test_who_is_there_first_on_which_network(halved, call, refused):
     text = (folder / "report.md").read_text()
     assert "| 10 Mbit/s, 50 ms | streaming_diloco" in text
     assert "| 10 Gbit/s, 10 ms |" in text
-    said = refused(sweep, *words, "--networks=fast")
-    assert said.startswith("--networks='fast' names 'fast'; use all, or")
+    error = refused(sweep, *words, "--networks=fast")
+    assert error.startswith("--networks='fast' names 'fast'; use all, or")
 
 
 def test_a_seed_that_diverged_is_told(tmp_path):
@@ -544,8 +561,8 @@ def test_wrong_flags(words, message, refused, tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text(GRID)
     words = words.format(grid=path).split()
-    said = refused(sweep, f"--workdir={tmp_path / 'out'}", *words)
-    assert said.startswith(message.format(grid=path))
+    error = refused(sweep, f"--workdir={tmp_path / 'out'}", *words)
+    assert error.startswith(message.format(grid=path))
     assert not (tmp_path / "out").exists()
 
 
@@ -589,17 +606,20 @@ def test_rows_of_some_flags_alone(halved, call, tmp_path):
     words = ["--only=compress=ef+int4,outer_lr=1.0"]
     out, _ = call(sweep, f"--grid={path}", "--list", *words)
     assert [line.split(":")[0] for line in out.splitlines()[:-1]] == ["streaming"]
+
     _, _, folder = halved
     (folder / "halving.json").write_text(json.dumps(halved[0].to_json()))
     words = ["--only=method=streaming_diloco", "--report", f"--workdir={folder}"]
     call(sweep, *words)
     made = json.loads((folder / "cells.json").read_text())["cells"]
     assert [cell["flags"]["compress"] for cell in made] == ["none", "ef+int4"]
+
     # Rungs, of fewer steps, count.
     tried = [(cell["tried"], cell["tuning_steps"]) for cell in made]
     call(sweep, "--only=method=streaming_diloco,steps=32", *words[1:])
     made = json.loads((folder / "cells.json").read_text())["cells"]
     assert [(cell["tried"], cell["tuning_steps"]) for cell in made] == tried
+
     # Of two cells of the folder, one is the reference: the other is left out.
     words = ["--only=compress=ef+int4", "--reference=method=streaming_diloco"]
     call(sweep, f"--grid={path}", "--report", f"--workdir={folder}", *words)
@@ -678,6 +698,7 @@ def test_a_killed_sweep_goes_on(command, call, corpus, tmp_path):
     assert [step for step, _, _ in written[1]["curve"]] == [48, 96]
     assert written[1]["bytes"] == 96 // 16 * 4 * written[1]["parameters"]
     assert not any((folder / "runs").iterdir())
+
     before = (folder / rows.FILE).read_bytes()
     words[0] = f"--grid={folder / 'grid.toml'}"  # Which the sweep has written itself.
     call(sweep, *words)

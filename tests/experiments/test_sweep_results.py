@@ -92,14 +92,17 @@ def test_rows_are_held_against_another_sweep_seed_by_seed(kept, call, tmp_path):
     words = [f"--workdir={tmp_path / 'next'}", "--reference=method=diloco"]
     _, err = call(sweep, "--report", *words, f"--reference_from={kept}")
     assert not err
+
     made = json.loads((tmp_path / "next" / "cells.json").read_text())
     assert made["reference"]["from"] == str(kept)
     column = made["cells"][0]["columns"]["published"]
+
     ours = np.array(LOSSES["streaming_diloco"]) - 0.25
     theirs = np.array(LOSSES["diloco"])
     assert column["difference"]["mean"] == pytest.approx(np.mean(ours - theirs))
     steps = 32 * (4 - theirs) / (4 - ours)
     assert column["steps_to_reference"]["mean"] == pytest.approx(np.mean(steps))
+
     text = (tmp_path / "next" / "report.md").read_text()
     assert f"The reference is diloco H 16 float32, published, of {kept}; " in text
     assert "| reference |" not in text  # It has no line of its own.
@@ -144,8 +147,8 @@ def test_references_that_are_refused(words, message, before_training, kept, refu
     (folder / "grid.toml").write_text(GRID)
     words = words.format(folder=folder, kept=kept).split()
     first = f"--grid={folder}/grid.toml" if before_training else "--report"
-    said = refused(sweep, first, f"--workdir={folder}", *words)
-    assert said.startswith(message.format(folder=folder, kept=kept))
+    error = refused(sweep, first, f"--workdir={folder}", *words)
+    assert error.startswith(message.format(folder=folder, kept=kept))
 
 
 def test_losses_of_another_model_are_no_reference(kept):
@@ -192,12 +195,15 @@ def test_a_new_field_at_its_default_changes_no_key(monkeypatch, tmp_path):
     run = rows.run_key(config.to_json())
     setting = rows.setting_key(CONFIG.to_json())
     rows.append(tmp_path, {"row": "of another version", "config": config.to_json()})
+
     now = grow(monkeypatch, config)
     assert rows.run_key(now.to_json()) == run
     assert rows.setting_key(now.to_json()) == setting
+
     (row,) = rows.read(tmp_path)
     assert (row["row"], row["setting"]) == (run, setting)
     assert row["config"]["run"]["new_axis"] == 1
+
     # And one that is not at its default does.
     other = grow(monkeypatch, config, new_axis=2)
     assert rows.run_key(other.to_json()) != run
@@ -215,6 +221,7 @@ def test_runs_that_differ_in_anything_have_keys_of_their_own():
     ]
     run_keys = [rows.run_key(other.to_json()) for other in others]
     assert len(set(run_keys)) == len(others)
+
     same = [rows.setting_key(other.to_json()) for other in others]
     assert same[0] == same[1]
     assert len(set(same)) == len(others) - 1

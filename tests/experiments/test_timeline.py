@@ -32,8 +32,8 @@ def test_the_program_writes_a_trace_and_a_plot(recorded_run, call):
 def test_what_is_refused(recorded_run, tmp_path, refused, words, message):
     empty = tmp_path / "empty"
     empty.mkdir()
-    said = refused(timeline, *words.format(run=recorded_run, empty=empty).split())
-    assert re.match(message, said), said
+    error = refused(timeline, *words.format(run=recorded_run, empty=empty).split())
+    assert re.match(message, error), error
 
 
 def test_slow_steps_are_told_by_the_run_s_own_steps(recorded_run, call, monkeypatch):

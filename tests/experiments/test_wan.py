@@ -90,11 +90,13 @@ for name in ("PROCESS_ID", "NUM_PROCESSES", "COORDINATOR_ADDRESS", "LOCAL_ADDRES
 print(sys.argv[1], socket.gethostbyname(socket.gethostname()), flush=True)
 print("to stderr", file=sys.stderr, flush=True)
 """
+
     code, out, _ = lab("--latency_ms=40", *python(tell + ROUND_TRIPS, "r{region}"))
     assert code == 0
     printed = ["0", "2", "10.77.0.1:29400", "10.77.0.1", "r0 10.77.0.1"]
     assert out.splitlines() == printed
     assert sorted(log(tmp_path, 0).splitlines()) == sorted([*printed, "to stderr"])
+
     *printed, error, round_trip_s = log(tmp_path, 1).splitlines()
     assert printed == ["1", "2", "10.77.0.1:29400", "10.77.0.2", "r1 10.77.0.2"]
     assert error == "to stderr"
@@ -110,10 +112,12 @@ links:
   - {from: here, to: far, latency_ms: 100}
   - {from: far, to: here, latency_ms: 60}
 """)
+
     code, _, traffic = lab(f"--links={links}", *python(ROUND_TRIPS))
     assert code == 0
     assert float(log(tmp_path, 1)) == pytest.approx(0.04, rel=0.1)
     assert float(log(tmp_path, 2)) == pytest.approx(0.16, rel=0.1)
+
     assert traffic["regions"] == ["here", "near", "far"]
     # 8 questions of a byte and 28 bytes of headers, and as many answers.
     assert traffic["sent_bytes"] == [[0, 232, 232], [232, 0, 0], [232, 0, 0]]
@@ -151,13 +155,16 @@ def test_tcp_fills_the_link_and_bytes_are_counted(lab, tmp_path):
     flags = ("--bandwidth_mbit=100", "--latency_ms=10")
     code, out, traffic = lab(*flags, *python(TRANSFER, size))
     assert code == 0
-    got, mbit, answered_bytes = out.split()
-    assert int(got) == size
+
+    received_bytes, mbit, answered_bytes = out.split()
+    assert int(received_bytes) == size
+
     # Headers are 52 bytes of a packet of 12,500.
     assert float(mbit) == pytest.approx(100, rel=0.1)
     (_, back), (sent, _) = traffic["sent_bytes"]
     delivered = traffic["delivered_bytes"][1][0]
     assert size * 1.004 < delivered < size * 1.01
+
     # The interface's own counter: equal, but for the goodbyes after it was read.
     assert sent == pytest.approx(int(log(tmp_path, 1)), abs=500)
     assert back == pytest.approx(int(answered_bytes), abs=500)
@@ -221,11 +228,12 @@ def test_an_outage_of_a_second(lab, tmp_path):
     schedule.write_text(
         "[{start_s: 0.6, duration_s: 1, bandwidth_factor: 0, from: region1}]"
     )
+
     flags = ("--latency_ms=10", f"--schedule={schedule}")
     code, out, traffic = lab(*flags, *python(DATAGRAMS, 200, 0.01))
     assert code == 0
-    got = [int(word) for word in out.split()]
-    missing = sorted(set(range(200)) - set(got))
+    received = [int(word) for word in out.split()]
+    missing = sorted(set(range(200)) - set(received))
     assert missing == list(range(missing[0], missing[-1] + 1))
     assert len(missing) == pytest.approx(100, abs=10)
     assert traffic["outage_packets"] == [[0, 0], [len(missing), 0]]
@@ -302,10 +310,12 @@ try:
 finally:
     print("not reached", flush=True)
 """
+
     begin_s = time.monotonic()
     arguments = ("--regions=3", "--grace_s=0.3", *python(LINGER + program))
     code = wan.main(["wan", f"--logdir={tmp_path}", *arguments])
     error = capfd.readouterr().err
+
     assert code == 3
     assert time.monotonic() - begin_s < 5  # the spare kill comes later
     assert f"wan: region 1 ended with exit code 3; {tmp_path}/region_1.log" in error
@@ -356,13 +366,17 @@ def test_a_signal_to_the_lab_leaves_nothing(number, code, lab, tmp_path):
     logs = [tmp_path / f"region_{i}.log" for i in range(2)]
     wait_until(lambda: all(p.exists() and "net:[" in p.read_text() for p in logs))
     started = family(process.pid)
+
     # The lab, the relay, and for each region its keeper, the command and its child.
     assert len(started) == 2 + 2 * 3
+
     os.killpg(process.pid, number)
     wait_until(lambda: not started & set(processes()))
+
     _, error = process.communicate(timeout=20)
     assert process.returncode == code
     assert "Traceback" not in error
+
     made = {path.read_text().split()[1] for path in logs}
     assert len(made) == 2
     assert not made & namespaces()
@@ -389,8 +403,8 @@ def test_a_broken_relay_ends_the_run(lab, command, tmp_path):
 
 def test_lacking_permissions_is_said_before_anything(monkeypatch, tmp_path, refused):
     monkeypatch.setattr(region, "missing", lambda: ["this", "that"])
-    said = refused(wan, f"--logdir={tmp_path / 'new'}", "--", "true")
-    assert said == "the network lab lacks this; and that"
+    error = refused(wan, f"--logdir={tmp_path / 'new'}", "--", "true")
+    assert error == "the network lab lacks this; and that"
     assert not (tmp_path / "new").exists()
 
 
@@ -405,12 +419,14 @@ def test_flags_become_links():
         "--regions=3", "--bandwidth_mbit=20", "--latency_ms=30", "--loss=0.1"
     )
     (links,) = lab_plan.conditions
+
     assert lab_plan.regions == ("region0", "region1", "region2")
     assert links.rate_bps[0][1] == pytest.approx(20e6)
     assert links.uplink_bps == (20e6,) * 3
     assert (links.delay_s[0][1], links.loss[0][1]) == (0.03, 0.1)
     assert (lab_plan.mtu_bytes, lab_plan.buffer_s) == (1500, math.inf)
     assert (lab_plan.congestion_control, lab_plan.restarts_slowly) == ("reno", False)
+
     assert plan("--slow_start_after_idle").restarts_slowly
     assert plan("--mtu=9000", "--buffer_ms=30").mtu_bytes == 9000
     assert plan("--buffer_ms=30").buffer_s == 0.03
@@ -422,16 +438,20 @@ def test_world_and_links_have_their_caps(tmp_path):
         "{regions: [a, b, c], default: {bandwidth_gbps: 2, latency_ms: 9},"
         " changes: [{start_s: 3, duration_s: 1, bandwidth_factor: 0}]}"
     )
+
     lab_plan = plan(f"--links={links}")
     assert lab_plan.conditions[0].uplink_bps == (math.inf,) * 3
     assert [c.start_s for c in lab_plan.conditions] == [0, 3, 4]
     # Sizes come from the links as they usually are, not from the outage.
     assert lab_plan.mtu_bytes == 65000
+
     capped = plan(f"--links={links}", "--bandwidth_mbit=500").conditions[0]
     assert (capped.uplink_bps[0], capped.rate_bps[0][1]) == (5e8, 2e9)
+
     world = plan("--world=us-east,europe-west", "--bandwidth_mbit=50").conditions[0]
     assert (world.uplink_bps[0], world.rate_bps[0][1]) == (5e7, 5e7)
     assert world.delay_s[0][1] == 0.035
+
     links.write_text("{regions: [here], default: {bandwidth_gbps: 1, latency_ms: 1}}")
     assert plan(f"--links={links}").mtu_bytes == 65_000
 
