@@ -49,6 +49,7 @@ def _lines(jaxpr: Jaxpr) -> Iterator[str]:
         return str(numbers[atom])
 
     yield "in " + " ".join(define(v) for v in (*jaxpr.constvars, *jaxpr.invars))
+
     for equation in jaxpr.eqns:
         params = [
             f"{key}={_text_of_param(value)}"
@@ -58,6 +59,7 @@ def _lines(jaxpr: Jaxpr) -> Iterator[str]:
         inputs = " ".join(use(v) for v in equation.invars)
         outputs = " ".join(define(v) for v in equation.outvars)
         yield f"{outputs} = {equation.primitive.name}[{' '.join(params)}] {inputs}"
+
     yield "out " + " ".join(use(v) for v in jaxpr.outvars)
 
 

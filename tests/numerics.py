@@ -19,13 +19,15 @@ def assert_within_ulps(actual, expected, ulps=16):
 
     def check(x, y):
         x, y = (np.asarray(z, np.float32 if type(z) is float else None) for z in (x, y))
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            largest = np.max(np.abs(y), where=np.isfinite(y), initial=0)
-            unit = float(np.spacing(largest.astype(x.dtype)))
-            x, y = x.astype(float), y.astype(float)
-            np.testing.assert_allclose(x, y, rtol=0, atol=ulps * unit)
-        else:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
             np.testing.assert_array_equal(x, y)
+            return
+
+        largest = np.max(np.abs(y), where=np.isfinite(y), initial=0)
+        unit = float(np.spacing(largest.astype(x.dtype)))
+        np.testing.assert_allclose(
+            x.astype(float), y.astype(float), rtol=0, atol=ulps * unit
+        )
 
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     jax.tree.map(check, actual, expected)
@@ -35,8 +37,9 @@ def assert_within(actual, expected, tolerance):
     """Compare trees: leaves to `tolerance` of the largest number of each."""
 
     def check(x, y):
-        x, y = np.asarray(x, float), np.asarray(y, float)
-        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max())
+        y = np.asarray(y, float)
+        atol = tolerance * np.abs(y).max()
+        np.testing.assert_allclose(np.asarray(x, float), y, rtol=0, atol=atol)
 
     jax.tree.map(check, actual, expected)
 

@@ -47,7 +47,8 @@ MESSAGES = [x for x in re.findall(r"^\| `([^`]+)`", TROUBLE, re.M) if " " in x]
 LIBRARY = "README.md:0"
 LOSS, LINEN, EQUINOX, PROCESSES = (f"docs/start/own_loss.md:{i}" for i in range(4))
 OWN, TRANSFORM, GALLERY, LOOP = (f"docs/start/own_loop.md:{i}" for i in range(4))
-METHOD, CHECKPOINTS = "docs/start/own_method.md:0", "docs/guides/checkpoints.md:0"
+METHOD = "docs/start/own_method.md:0"
+CHECKPOINTS = "docs/guides/checkpoints.md:0"
 # The others are run by themselves.
 TOGETHER = [name for name in BLOCKS if name != PROCESSES]
 
@@ -93,9 +94,9 @@ def results(tmp_path_factory):
     process = start_code(IN_TURN, tmp_path_factory.mktemp("documents"))
     blocks = json.dumps([BLOCKS[name] for name in TOGETHER])
     out, error = process.communicate(blocks, timeout=300)
-    found = [json.loads(line) for line in out.splitlines()]
-    assert len(found) == len(TOGETHER), error
-    return dict(zip(TOGETHER, found, strict=True))
+    outcomes = [json.loads(line) for line in out.splitlines()]
+    assert len(outcomes) == len(TOGETHER), error
+    return dict(zip(TOGETHER, outcomes, strict=True))
 
 
 def test_there_are_blocks_and_what_comes_first_is_short_as_are_recipes():
@@ -140,6 +141,7 @@ def test_what_contributors_look_for_is_where_the_table_says():
     section = text.partition("## Where is ...\n")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 8
+
     for row in rows:
         quoted = re.findall(r"`([^`]+)`", row)
         sources = [(ROOT / name).read_text() for name in quoted if name.endswith(".py")]
@@ -159,19 +161,25 @@ def test_block_runs(name, results):
     printed, error = results[name]
     assert error is None, error
     words = [line.split() for line in printed.splitlines()]
+
     # The loss that is printed first; of the library it is 1 before the first step.
     highest = {LIBRARY: 0.3, EQUINOX: 0.3, TRANSFORM: 1e-2}
     assert name not in highest or float(words[0][0]) < highest[name], printed
+
     if name == LOSS:
         assert max(float(line[1]) for line in words) < 0.3, printed
+
     if name == LINEN:
         assert [line[0] for line in words] == ["20", "40", "60"]
         assert float(words[-1][1]) < 0.5, printed
+
     if name == CHECKPOINTS:
         assert "schedule" in printed
         assert "inner optimizer" not in printed
+
     if name == OWN:  # Ten messages of four numbers.
         assert "'bytes_sent': Array(160." in printed
+
     if name == LOOP:
         assert words[-1][0] == "40"
 
@@ -194,12 +202,14 @@ def test_the_script_for_processes_does_the_same_as_two(tmp_path):
         "COCODC_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "COCODC_NUM_PROCESSES": "2",
     }
+
     alone = start_code(BLOCKS[PROCESSES], tmp_path)
     both = [
         start_code(BLOCKS[PROCESSES], tmp_path, COCODC_PROCESS_ID=str(i), **cluster)
         for i in range(2)
     ]
     printed = [output_of(process) for process in (alone, *both)]
+
     # What the collectives say of themselves has no such number, and may be anywhere.
     numbers = [re.findall(r"\d+\.\d+", text) for text in printed]
     assert numbers[0] == numbers[1] == numbers[2] != []

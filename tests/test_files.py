@@ -26,8 +26,8 @@ def test_a_full_disk_leaves_the_one_before(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    told = f"^{path} cannot be written \\(No space left on device\\)$"
-    with pytest.raises(files.UnwritableError, match=told):
+    message = f"^{path} cannot be written \\(No space left on device\\)$"
+    with pytest.raises(files.UnwritableError, match=message):
         files.write_whole(path, "new\n")
     assert path.read_text() == "old\n"
     assert os.listdir(tmp_path) == ["summary.json"]
@@ -46,12 +46,14 @@ def test_a_folder_is_made_or_told_why_not(tmp_path, monkeypatch):
     files.ensure_folder(folder)
     files.ensure_folder(folder)
     assert folder.is_dir()
+
     (tmp_path / "file").touch()
     inside = tmp_path / "file" / "folder"
     with pytest.raises(
         files.UnwritableError, match=f"{inside} cannot be written .*Not a"
     ):
         files.ensure_folder(inside)
+
     # Who runs as root may write to any.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(

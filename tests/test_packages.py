@@ -53,8 +53,11 @@ def test_the_version_stands_once():
     assert cocodc_jax.__version__ == metadata.version("cocodc_jax")
     named = subprocess.run(
         ["git", "grep", "-l", f'"{PROJECT["version"]}"', "--", "*.py", "*.toml"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert named.stdout.split() == ["pyproject.toml"]
 
 
@@ -90,10 +93,14 @@ for code in SAYS:
         print(error)
 """.replace("SAYS", str(list(SAYS)))
     done = subprocess.run(
-        [sys.executable, "-c", CORE_ONLY + code], capture_output=True, text=True,
-        check=False, cwd=ROOT,
-    )  # fmt: skip
+        [sys.executable, "-c", CORE_ONLY + code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stderr
+
     lines = done.stdout.splitlines()
     for (code, end), line in zip(SAYS.items(), lines, strict=True):
         assert line.endswith(end), code

@@ -61,10 +61,10 @@ def test_without_a_home_a_private_folder_is_used_and_said_once(no_home, capfd):
     folder = no_home / f"cocodc_jax_{os.getuid()}"
     assert cache_dir() == folder == cache_dir()
     assert folder.stat().st_mode & 0o777 == 0o700
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1
-    assert "there is no home folder" in said
-    assert str(folder) in said
+    warning = capfd.readouterr().err
+    assert warning.count("\n") == 1
+    assert "there is no home folder" in warning
+    assert str(folder) in warning
     assert cache_dir("/given") == pathlib.Path("/given")
 
 

@@ -44,8 +44,10 @@ def found(text):
 def texts(package):
     """Yield public docstrings, and strings of words: errors, help, what is printed."""
     for path in sorted(package.rglob("*.py")):
-        tree, place = ast.parse(path.read_text()), path.relative_to(ROOT)
+        tree = ast.parse(path.read_text())
+        place = path.relative_to(ROOT)
         docstrings = set()
+
         for node in ast.walk(tree):
             kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
             if isinstance(node, kinds) and (text := ast.get_docstring(node)):
@@ -53,6 +55,7 @@ def texts(package):
                 name = getattr(node, "name", "module")
                 if name[0] != "_":
                     yield f"{place}: {name}", text
+
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and node not in docstrings:
                 if isinstance(node.value, str) and " " in node.value:

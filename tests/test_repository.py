@@ -76,14 +76,15 @@ WRITTEN_NAMES |= {f"{p.stem}.md" for p in (ROOT / "cocodc_jax/methods").rglob("*
 
 
 def test_texts_name_only_files_that_are_here():
-    known, found = known_paths(FILES), {}
+    known = known_paths(FILES)
+    missing_of = {}
     for name, text in TEXTS.items():
         missing = missing_markdown(text, FILES, WRITTEN_NAMES)
         missing += missing_paths(text, known)
         missing += [OUTSIDE] * (OUTSIDE in text)
         if missing:
-            found[name] = missing
-    assert not found, f"texts name what the repository does not have: {found}"
+            missing_of[name] = missing
+    assert not missing_of, f"texts name what the repository does not have: {missing_of}"
 
 
 @pytest.mark.parametrize(
@@ -104,9 +105,9 @@ def test_what_counts_as_missing(text, missing):
     fill = {"no": "lost", "tests": "tests"}
     files = ["README.md", "{tests}/data/one.py".format(**fill)]
     text = text.format(**fill)
-    found = missing_markdown(text, files, {"made.md"})
-    found += missing_paths(text, known_paths(files))
-    assert found == [name.format(**fill) for name in missing]
+    named = missing_markdown(text, files, {"made.md"})
+    named += missing_paths(text, known_paths(files))
+    assert named == [name.format(**fill) for name in missing]
 
 
 def test_ci_finds_the_test_command_in_the_readme():

@@ -45,9 +45,9 @@ def test_a_page_of_results_begins_with_its_plot(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_no_paragraph_of_results_has_more_than_three_figures(page):
     many = {
-        " ".join(paragraph.split()): found
+        " ".join(paragraph.split()): figures
         for paragraph in paragraphs(page)
-        if len(found := FIGURE.findall(paragraph)) > 3
+        if len(figures := FIGURE.findall(paragraph)) > 3
     }
     assert not many
 
@@ -108,6 +108,7 @@ def test_outputs_of_pages_are_kept_until_what_they_read_changes(tmp_path):
     before.mkdir(parents=True)
     assert cache.folder(docs) == before
     assert before.exists()
+
     (results / "one.json").write_text("2")
     assert cache.folder(docs) != before
     assert not before.exists()

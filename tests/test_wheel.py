@@ -57,9 +57,13 @@ def finish(*words, cwd):
     """Run a command as a user outside of the checkout does."""
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "XLA_FLAGS")}
     return subprocess.run(
-        list(map(str, words)), cwd=cwd, env=kept, capture_output=True, text=True,
+        list(map(str, words)),
+        cwd=cwd,
+        env=kept,
+        capture_output=True,
+        text=True,
         check=False,
-    )  # fmt: skip
+    )
 
 
 def succeed(*words, cwd):
@@ -77,6 +81,7 @@ def wheel(tmp_path_factory):
         if not name.startswith(("tests/", "experiments/results/")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
+
     pip = (sys.executable, "-m", "pip")
     succeed(*pip, "wheel", "--no-deps", "-w", folder, copy, cwd=folder)
     (built,) = folder.glob("*.whl")
@@ -86,9 +91,9 @@ def wheel(tmp_path_factory):
 def install(requirement, folder):
     """Return the folder of the commands of a fresh environment."""
     venv.create(folder / "env", with_pip=True)
-    found = folder / "env" / "bin"
-    succeed(found / "python", "-m", "pip", "install", requirement, cwd=folder)
-    return found
+    commands = folder / "env" / "bin"
+    succeed(commands / "python", "-m", "pip", "install", requirement, cwd=folder)
+    return commands
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +108,9 @@ def everything(wheel, tmp_path_factory):
 
 def test_a_wheel_has_one_name_and_all_that_programs_read(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    own = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
-    assert own == {"cocodc_jax"}
+    top = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
+    assert top == {"cocodc_jax"}
+
     read = ("grids/example.toml", "networks/unequal.yaml", "launch/slurm.sbatch")
     for name in (
         "py.typed",
@@ -120,8 +126,8 @@ def test_programs_are_listed_without_extras(core, tmp_path):
 
 
 def test_the_core_runs_with_jax_and_optax_alone(core, tmp_path):
-    ratio, state = succeed(core / "python", "-W", "error", "-c", CORE, cwd=tmp_path
-                           ).splitlines()  # fmt: skip
+    out = succeed(core / "python", "-W", "error", "-c", CORE, cwd=tmp_path)
+    ratio, state = out.splitlines()
     assert ratio == "0.05"
     assert state.startswith("8 True ")
     there = succeed(core / "python", "-m", "pip", "list", cwd=tmp_path)
@@ -157,14 +163,17 @@ def test_commands_train_compare_and_start_processes(everything, tmp_path):
     small = ("--preset=smoke", *steps, *read)
     compared = ("--methods=diloco,cocodc", "--workdir=compared")
     cocodc = everything / "cocodc"
+
     out = succeed(cocodc, "compare", *small, *compared, cwd=tmp_path)
     assert "cocodc" in out
     page = (tmp_path / "compared" / "report.html").read_text()
     assert "cocodc compare --preset=smoke" in page
+
     train = ("--method=diloco", "--workdir=trained")
     started = ("launch-local", "--regions=2", "--", *small, *train)
     succeed(cocodc, *started, cwd=tmp_path)
     assert (tmp_path / "trained" / "process_1" / "metrics.jsonl").exists()
+
     done = finish(cocodc, "wan", "--", "--preset=tiny", cwd=tmp_path)
     assert "as in -- cocodc train --preset=tiny" in done.stderr
 
