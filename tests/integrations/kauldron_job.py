@@ -12,7 +12,10 @@ from kauldron import kd
 from kauldron.train.checkpoint_state import CheckpointState
 
 PACKAGES = ("kauldron",)
-WIDTH, REGION_BATCH, NUM_LAYERS, NUM_BATCHES = 16, 8, 2, 32
+WIDTH = 16
+REGION_BATCH = 8
+NUM_LAYERS = 2
+NUM_BATCHES = 32
 
 
 class Net(nn.Module):
@@ -137,7 +140,8 @@ def train(tx, num_regions, num_steps, folder=None):
 
     Returns parameters, the optimizer's state and losses.
     """
-    options, is_first = {}, False
+    options = {}
+    is_first = False
     if folder is not None:
         folder = Path(folder)
         is_first = not folder.exists()
@@ -146,15 +150,18 @@ def train(tx, num_regions, num_steps, folder=None):
             save_interval_steps=1000, save_on_steps=saves
         )
         num_steps += is_first
+
     workdir = folder or tempfile.mkdtemp()
     Writer.losses.clear()
     trainer = make_trainer(tx, num_regions or 1, num_steps, workdir, **options)
+
     state, _ = trainer.train()
     if is_first:
         state = CheckpointState(
             trainer.init_state(), trainer._chrono, iter(trainer.train_ds)
         )
         state, *_ = trainer.checkpointer.restore(state)
+
     params = state.params
     if num_regions is None:
         params = jax.tree.map(lambda x: x[0], params)

@@ -19,7 +19,11 @@ from levanter.tracker import NoopConfig
 from levanter.trainer import Trainer, TrainerConfig
 
 PACKAGES = ("marin-levanter", "marin-haliax", "equinox")
-VOCABULARY, LENGTH, REGION_BATCH, NUM_LAYERS, NUM_BATCHES = 64, 16, 4, 4, 16
+VOCABULARY = 64
+LENGTH = 16
+REGION_BATCH = 4
+NUM_LAYERS = 4
+NUM_BATCHES = 16
 
 # Layers are scanned, and stacked along axis 0, as is Levanter's default.
 CONFIG = LlamaConfig(
@@ -32,7 +36,8 @@ CONFIG = LlamaConfig(
     initializer_range=0.2,
     gradient_checkpointing=False,
 )
-Vocab, Position = Axis("vocab", VOCABULARY), Axis("position", LENGTH)
+Vocab = Axis("vocab", VOCABULARY)
+Position = Axis("position", LENGTH)
 
 
 def start():
@@ -157,6 +162,7 @@ def train(
         if folder is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
         config = make_config(num_steps, len(regions) * REGION_BATCH, Path(folder))
+
         trainer = stack.enter_context(make_trainer(config, tx, loss_fn))
         watch = Losses()
         trainer.add_hook(watch)

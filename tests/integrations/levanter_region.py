@@ -43,6 +43,7 @@ def run(folder: Path, index: int, regions: int, name: str, stops: list[int]) -> 
             make_trainer=Trainer,
             regions=(index,),
         )
+
     np.savez(folder / f"{name}_{index}.npz", **stacked_runs.numbers(model))
     (folder / f"{name}_{index}.json").write_text(json.dumps(losses))
 

@@ -175,6 +175,7 @@ class Job:
 
     def without_syncs(self) -> Iterator[Program]:
         """List MaxText's step of all regions, alone."""
+
         import jax
 
         shardings = jax.tree.map(lambda x: x.sharding, self.carry)

@@ -17,7 +17,10 @@ from maxtext.trainers.pre_train import train
 from maxtext.utils import sharding, train_utils
 
 BASE = Path(maxtext.__file__).parent / "configs" / "base.yml"
-VOCABULARY, LENGTH, REGION_BATCH, NUM_LAYERS = 64, 16, 4, 4
+VOCABULARY = 64
+LENGTH = 16
+REGION_BATCH = 4
+NUM_LAYERS = 4
 
 # MaxText's defaults but for sizes, float32, and a constant learning rate. Layers are
 # scanned, and stacked along axis 1 (`param_scan_axis: 1`).
@@ -88,7 +91,8 @@ class Job:
         _, _, shardings, model, self.mesh, *_, state = made
 
         if config.enable_diloco:
-            graph, self.state = model, state
+            graph = model
+            self.state = state
             of_params = shardings.params
         else:
             graph, self.state = nnx.split(state)

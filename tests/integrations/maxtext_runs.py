@@ -19,8 +19,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
-NUM_REGIONS, NUM_STEPS = 2, 13
-INTERVAL, DELAY, ALPHA, OUTER_LR, MOMENTUM = 4, 1, 0.5, 0.4, 0.9
+NUM_REGIONS = 2
+NUM_STEPS = 13
+INTERVAL = 4
+DELAY = 1
+ALPHA = 0.5
+OUTER_LR = 0.4
+MOMENTUM = 0.9
 SGD = {"opt_type": "sgd"}
 # Two programs round differently, which Adam's division amplifies unless eps is large.
 ADAM = {"opt_type": "adamw", "adam_eps": 1e-3, "learning_rate": 0.01}
@@ -28,7 +33,8 @@ ADAM = {"opt_type": "adamw", "adam_eps": 1e-3, "learning_rate": 0.01}
 SAVED_AT = 4
 
 # Of the documentation's launcher: all steps, and where one region waits for another.
-LAUNCHED_STEPS, MEETING = 30, 21
+LAUNCHED_STEPS = 30
+MEETING = 21
 
 # DiLoCo that MaxText has, too.
 OWN = {"sync_interval": INTERVAL, "outer_lr": 0.7, "outer_momentum": MOMENTUM}
@@ -86,7 +92,7 @@ def plain_streaming(job, where) -> list[dict]:
     from tests.integrations import maxtext_job as mt
 
     params = mt.numbers(job.params)
-    states = [job.state, *(jax.tree.map(jax.numpy.copy, job.state),) * 1]
+    states = [job.state, jax.tree.map(jax.numpy.copy, job.state)]
     outer = {path: x.astype(np.float64) for path, x in params.items()}
     momentum = {path: np.zeros_like(x) for path, x in outer.items()}
     masks = {path: where(path, x.shape) for path, x in outer.items()}
@@ -109,24 +115,24 @@ def plain_streaming(job, where) -> list[dict]:
                 new = outer[path] - OUTER_LR * (mean + MOMENTUM * velocity)
                 momentum[path] = np.where(mask, velocity, momentum[path])
                 outer[path] = np.where(mask, new, outer[path])
-                for own in regions:
-                    mixed = ALPHA * own[path] + (1 - ALPHA) * outer[path]
-                    own[path] = np.where(mask, mixed, own[path]).astype(np.float32)
-            for region, own in enumerate(regions):
+                for params in regions:
+                    local = params[path]
+                    mixed = ALPHA * local + (1 - ALPHA) * outer[path]
+                    params[path] = np.where(mask, mixed, local).astype(np.float32)
+
+            for region, params in enumerate(regions):
                 job.state = states[region]
-                job.params = mt.with_numbers(job.params, own)
+                job.params = mt.with_numbers(job.params, params)
                 states[region] = job.state
 
         for k in range(num_fragments):
             if step % INTERVAL == k * INTERVAL // num_fragments:
-                in_flight[step + DELAY] = (
-                    k,
-                    {
-                        path: outer[path]
-                        - np.mean([own[path] for own in regions], axis=0)
-                        for path in outer
-                    },
-                )
+                means = {
+                    path: outer[path]
+                    - np.mean([params[path] for params in regions], axis=0)
+                    for path in outer
+                }
+                in_flight[step + DELAY] = (k, means)
     return regions
 
 
@@ -237,7 +243,9 @@ def stacked(folder: Path) -> None:
     def batch_of(step):
         return mt.stacked([mt.batch_of(step, r) for r in range(NUM_REGIONS)])
 
-    results, facts, jobs = {}, {}, {}
+    results = {}
+    facts = {}
+    jobs = {}
     for run, (method, options) in methods().items():
         key = json.dumps(options)
         if key not in jobs:
@@ -263,6 +271,7 @@ def stacked(folder: Path) -> None:
         if run == "patterns":
             job.state = jax.tree.map(jax.numpy.copy, first)
             facts[run]["resumed"] = resume(folder, job, method, batch_of, params)
+
     for region, params in enumerate(maxtexts_own(folder, batch_of)):
         results[f"maxtext{region}"] = params
     save(folder / "stacked", results, facts)
@@ -295,6 +304,7 @@ def resume(folder: Path, job, method, batch_of, expected) -> dict:
     run.train(batch_of, SAVED_AT)
     arrays, note = run.sync.checkpoint(run.state)
     in_flight = len(run.state.sync.in_flight)
+
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, job.state)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "trainer", job.state)
@@ -318,7 +328,9 @@ def region(folder: Path, index: int) -> None:
     from tests.integrations import maxtext_job as mt
 
     devices = jax.devices()[:2]
-    results, facts, jobs = {}, {}, {}
+    results = {}
+    facts = {}
+    jobs = {}
     for run, (method, options) in methods().items():
         key = json.dumps(options)
         if key not in jobs:
@@ -345,6 +357,7 @@ def region(folder: Path, index: int) -> None:
             job.params, trained.state = sync.join(job.params, trained.state)
             losses = trained.train(lambda i: mt.batch_of(i, index), NUM_STEPS)
             outer = sync.outer_params(trained.state, job.params)
+
         results[f"{run}{index}"] = mt.numbers(job.params)
         results[f"{run}_outer"] = mt.numbers(outer)
         facts[run] = {
@@ -365,14 +378,17 @@ def launcher(folder: Path, index: int, regions: int, die_at: int) -> None:
     from tests.integrations import maxtext_job as mt
 
     key = folder / "key"
-    own = folder / f"run{index}"
+    run_folder = folder / f"run{index}"
     places = {"REGION": index, "REGIONS": regions, "VIA": folder / "via", "KEY": key}
     os.environ |= {name: str(value) for name, value in places.items()}
     script = runpy.run_path("docs/recipes/maxtext/train.py", run_name="launcher")
-    train, region = script["train"], script["region"]
+    train = script["train"]
+    region = script["region"]
     with_sync = train.training_loop_iteration
-    is_last, is_first = index == regions - 1, not own.exists()
-    last, losses = {}, {}
+    is_last = index == regions - 1
+    is_first = not run_folder.exists()
+    last = {}
+    losses = {}
 
     def watched(device, python, fixed):
         step = python["step"]

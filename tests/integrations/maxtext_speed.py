@@ -17,7 +17,8 @@ from pathlib import Path
 
 import jax
 
-INTERVAL, STEPS = 8, 24
+INTERVAL = 8
+STEPS = 24
 REGION_BATCHES = (4, 16)
 SIZES = {
     "base_emb_dim": 128,

@@ -22,7 +22,10 @@ sys.path.append(str(Path(__file__).parents[2] / "docs" / "recipes"))
 from nanodo.model import DoConfig, TransformerDo  # noqa: E402
 
 PACKAGES = ()
-VOCABULARY, LENGTH, REGION_BATCH, NUM_LAYERS = 16, 11, 4, 2
+VOCABULARY = 16
+LENGTH = 11
+REGION_BATCH = 4
+NUM_LAYERS = 2
 MODEL = TransformerDo(DoConfig(D=16, H=2, L=LENGTH, N=NUM_LAYERS, V=VOCABULARY, F=64))
 
 

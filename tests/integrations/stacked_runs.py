@@ -23,8 +23,14 @@ import optax
 
 import cocodc_jax as cc
 
-NUM_REGIONS, NUM_STEPS, SAVED_AT = 2, 13, 6
-INTERVAL, DELAY, ALPHA, OUTER_LR, MOMENTUM = 4, 1, 0.5, 0.4, 0.9
+NUM_REGIONS = 2
+NUM_STEPS = 13
+SAVED_AT = 6
+INTERVAL = 4
+DELAY = 1
+ALPHA = 0.5
+OUTER_LR = 0.4
+MOMENTUM = 0.9
 SGD = optax.sgd(0.1)
 # Two programs round differently, which Adam's division amplifies unless eps is large.
 ADAM = optax.adamw(0.01, eps=1e-3)

@@ -39,6 +39,7 @@ def start_module(name, folder, *words):
             f"{environments.command_for('maxtext')}",
             pytrace=False,
         )
+
     env = {
         "PATH": os.environ["PATH"],
         "HOME": str(folder),
@@ -96,6 +97,7 @@ def test_the_parameters_are_a_plain_loops(folder, run, name):
         ours = params_of(folder, where, f"{run}{region}")
         plain = params_of(folder, "alone", f"{run}{region}")
         apart.append(float(difference(ours, plain)))
+
         assert difference(plain, first) > 0.05
     seen = {f"{run}_{name}": max(apart), "versions": facts_of(folder, "alone")}
     figures.record("maxtext", **seen)
@@ -130,9 +132,11 @@ def test_other_methods_run_and_learn(folder, run):
     for fact in facts:
         assert np.isfinite(fact["losses"]).all()
         assert fact["losses"][-1] < fact["losses"][0]
+
     assert facts[0]["bytes_sent"] == facts[1]["bytes_sent"]
     plain = facts_of(folder, "stacked")["patterns"]["bytes_sent"]
     figures.record("maxtext", **{run: figures.learning(facts[0], plain)})
+
     if run == "cocodc":
         stacked = params_of(folder, "stacked", "cocodc0")
         elastic = params_of(folder, "region0", "cocodc0")
@@ -176,13 +180,16 @@ def launched(tmp_path):
 
 
 def test_maxtexts_own_loop_and_checkpoints_go_on_bit_for_bit(launched):
-    full, cut = launched(), launched()
+    full = launched()
+    cut = launched()
     finish(start(full, "launcher", 0, 1, 0))
     finish(start(cut, "launcher", 0, 1, 10), code=-9)
     finish(start(cut, "launcher", 0, 1, 10))
+
     losses = [facts_of(folder, "launcher0")["losses"] for folder in (full, cut)]
     assert min(map(int, losses[1])) == 7  # After MaxText's last checkpoint.
     assert losses[1] == {step: losses[0][step] for step in losses[1]}
+
     for run in ("params", "outer"):
         one, other = (params_of(folder, "launcher0", run) for folder in (full, cut))
         assert difference(one, other) == 0
@@ -193,10 +200,12 @@ def test_a_region_of_maxtexts_own_loop_dies_and_comes_back(launched):
     stays = start(folder, "launcher", 0, 2, 17)
     finish(start(folder, "launcher", 1, 2, 17), code=-9)
     finish(start(folder, "launcher", 1, 2, 17), stays)
+
     facts = [facts_of(folder, f"launcher{index}") for index in range(2)]
     assert [fact["step"] for fact in facts] == [runs.LAUNCHED_STEPS] * 2
     assert [fact["programs"] for fact in facts] == [1, 1]
     assert min(map(int, facts[1]["losses"])) == runs.MEETING
+
     outer = [params_of(folder, f"launcher{index}", "outer") for index in range(2)]
     assert difference(*outer) == 0
 

@@ -33,6 +33,7 @@ def folder(request, tmp_path_factory):
             f"{environments.command_for(request.param)}",
             pytrace=False,
         )
+
     folder = tmp_path_factory.mktemp(request.param)
     finish(start(python, folder, "stacked_runs.py", request.param, folder))
     return folder
@@ -105,6 +106,7 @@ def test_other_methods_run_and_learn(folder, run):
 
 
 def test_its_own_checkpoint_goes_on_bit_for_bit(folder):
+
     assert facts_of(folder)["in_flight"] == 1
     apart = difference(params_of(folder, "resumed"), params_of(folder, "one_bit"))
     figures.record(
@@ -113,6 +115,7 @@ def test_its_own_checkpoint_goes_on_bit_for_bit(folder):
         versions=facts_of(folder)["versions"],
     )
     assert apart == 0
+
     full, resumed = (facts_of(folder)[run]["losses"] for run in ("one_bit", "resumed"))
     assert len(resumed) < len(full)
     assert resumed == full[-len(resumed) :]

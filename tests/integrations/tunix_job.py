@@ -12,7 +12,10 @@ from tunix.sft import hooks, peft_trainer
 from tunix.sft.utils import build_positions_from_mask, make_causal_attn_mask
 
 PACKAGES = ("google-tunix",)
-VOCABULARY, LENGTH, REGION_BATCH, NUM_LAYERS = 64, 16, 4, 2
+VOCABULARY = 64
+LENGTH = 16
+REGION_BATCH = 4
+NUM_LAYERS = 2
 
 
 def make_model() -> nnx.Module:
