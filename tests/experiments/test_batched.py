@@ -139,6 +139,7 @@ def test_a_trial_is_a_run_of_the_region_program(method, delay_steps):
     none = jnp.zeros(REGIONS)
     ratios = [sync.metrics.get("correction_ratio", none) for sync in syncs]
     jax.tree.map(lambda a, b: close(a[0], b), outcome.params, state.region.params)
+
     close(outcome.ratios[0] / len(syncs), np.mean(ratios))
     assert outcome.merges[0] == len(syncs) > 1
     assert outcome.bytes_sent[-1][0] == state.bytes_sent
@@ -160,6 +161,7 @@ def test_numbers_of_every_method_are_inputs_or_why_not_is_said(name):
         name, regions=cc.methods.get(name).num_regions or REGIONS, **more
     )
     why = batched.why_alone(run_config)
+
     assert (why is not None) == (name in ALONE)
 
     if why is not None:
@@ -171,6 +173,7 @@ def test_numbers_of_every_method_are_inputs_or_why_not_is_said(name):
     program = dataclasses.replace(program, num_regions=regions)
     numbers = batched.numbers_of(run_config)
     assert {"inner_lr", "weight_decay", "beta1", "beta2"} <= numbers.keys()
+
     arrays = {n: jnp.full(2, x, float) for n, x in numbers.items()}
     stacked = jax.tree.map(lambda *x: jnp.stack(x), init_params(0), init_params(1))
     state = jax.eval_shape(program.init, stacked, arrays)
@@ -178,8 +181,10 @@ def test_numbers_of_every_method_are_inputs_or_why_not_is_said(name):
     data = {"x": x, "y": x[..., :2]}
     after, losses = jax.eval_shape(program.advance, state, arrays, data, jnp.arange(2))
     kinds = functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype))
+
     assert kinds(after) == kinds(state)
     assert losses.shape == (2, 1, regions)
+
     held_out = {name: values[0, 0] for name, values in data.items()}
     assert jax.eval_shape(program.evaluate, after, held_out).loss.shape == (2,)
 
@@ -236,10 +241,13 @@ def test_a_trial_that_diverged_leaves_the_others():
     outcome = outcome_of(
         make_trials(run_config), [0, 0], [base, base | {"inner_lr": 1e30}]
     )
+
     assert np.isfinite(outcome.losses[0]).all()
     assert batched._why_diverged(outcome, 0) is None
+
     why = batched._why_diverged(outcome, 1)
     assert why.startswith(("loss is nan at step ", "loss is inf at step "))
+
     late = outcome._replace(losses=np.zeros((2, STEPS, REGIONS)))
     assert "is nan at step " in batched._why_diverged(late, 1)
 
@@ -297,6 +305,7 @@ def test_rows_are_those_that_are_trained_alone(call, corpus, tmp_path):
 
     assert "batch 2/2, 2 trials" in out
     assert not (folder / "runs").exists()
+
     alone, together = trained
     assert alone.keys() == together.keys()
 

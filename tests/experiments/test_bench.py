@@ -117,6 +117,7 @@ def test_contenders_take_turns_and_are_held_against_each_other(monkeypatch):
         },
         rounds=3,
     )
+
     assert order == ["drjax", "ours"] * 5
     assert timings["ours"].median_s == 2
     assert timings["ours"].compile_s == 3

@@ -46,6 +46,7 @@ def test_a_run_that_kept_what_is_promised(tmp_path):
     assert result["goodput"] == 13 / 16
     assert result["gaps_in_steps"] == result["merges_compared"] == 1
     assert result["seconds_from_kill_to_return"] == [8]
+
     # 8 of the two regions' 40 seconds are an outage.
     assert result["goodput_simulated"] == pytest.approx(0.8)
     assert kills.is_good(result | {"unbroken_loss": 2.05}, 2, 0.1)
@@ -94,6 +95,7 @@ def test_what_is_said_of_jobs_is_not_said_of_the_unbroken_run():
     flags.define()
     flags.parse(["chaos", *kills.unbroken_flags([*started_with, "--step_seconds=0.2"])])
     config = flags.config()
+
     assert config.run.exchange == "outer"
     assert config.run.step_seconds == 0
     assert flags.elastic().place(config.run.exchange, 4) is None
@@ -242,6 +244,7 @@ def test_regions_are_killed_and_nothing_is_lost(tmp_path, has_ports):
     ]
     command += [] if has_ports else [f"--via={tmp_path}/messages"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "chaos.json").read_text())
     assert result["kills"] == 2

@@ -66,9 +66,11 @@ def test_one_seed_is_one_story():
     plan = Plan(seed=3, via=True, faults=MINE)
     assert plan.story() == Plan(seed=3, via=True, faults=MINE).story()
     assert plan.story() != Plan(seed=4, via=True, faults=MINE).story()
+
     kinds = [fault.kind for fault in plan.story()]
     assert {kind: kinds.count(kind) for kind in MINE} == MINE
     assert [fault.number for fault in plan.story()] == [*range(13)]
+
     cuts = Plan(faults={"cut": 40}).story()
     assert {fault.detail for fault in cuts} == {"apart", "one way"}
     assert {len(fault.regions) for fault in cuts if fault.detail == "apart"} == {1, 2}
@@ -126,6 +128,7 @@ def test_a_plan_runs_a_program_of_its_own(tmp_path):
     plan = plans.read(pathlib.Path(plans.__file__).with_name("plain_loop.toml"))
     plan.check_possible()
     assert (plan.num_faults, plan.faults) == (20, {"kill": 20})
+
     teller = story.Teller(plan, ["--step_seconds=1"], tmp_path)
     teller._addresses = ("host:1", "host:2")
     words = teller._life(1, tmp_path).process._command
@@ -173,6 +176,7 @@ def test_regions_live_through_a_story(teller, tmp_path):
     ]
     tells = teller(plan)
     outcomes = tells.tell(faults)
+
     assert [outcome["kind"] for outcome in outcomes] == [fault.kind for fault in faults]
     assert all(outcome["merged_after_s"] is not None for outcome in outcomes)
     assert outcomes[1]["lasted_s"] >= 0.5
@@ -182,6 +186,7 @@ def test_regions_live_through_a_story(teller, tmp_path):
     )
     assert [stop["code"] for stop in tells.stops] == [75, 75]
     assert not tells.ends
+
     # The second life is the region's from then on, also after a kill.
     assert tells._lives[1].folder == tmp_path / "life_2" / "region_1"
     assert tells._lives[1].process.lives == 2
@@ -283,9 +288,11 @@ def test_a_report_says_what_did_not_hold():
     }
     result["held"] = judged.is_good(result)
     page = judged.report(result)
+
     assert page.startswith("# Chaos: what is promised held\n")
     assert "| kill | 1 | 1.0 to 1.0 | 2.0, 2.0 |" in page
     assert "7 of 8 steps were done (0.875)" in page
+
     early = result | {"planned": 2, "held": False}
     assert judged.report(early).startswith("# Chaos: what is promised held until")
 
@@ -311,6 +318,7 @@ def test_a_program_with_a_shifted_clock(tmp_path):
         command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
     )
     seconds, whole, monotonic = map(float, done.stdout.split())
+
     assert abs(seconds - time.time() + 3600.5) < 60
     assert abs(whole - seconds) < 2
     assert abs(monotonic - time.monotonic()) < 60

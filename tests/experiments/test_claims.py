@@ -79,6 +79,7 @@ def test_every_claim_is_valid_and_checked_by_committed_results():
     checked = [table.check(one, measures.Results()) for one in claim.read_all()]
     assert len(checked) > 20
     assert sum(table.counts(checked).values()) == len(checked)
+
     for row in checked:
         assert row.claim.claim.endswith("."), row.claim.name
         for words in row.claim.commands:
@@ -110,10 +111,12 @@ def test_a_gain_is_measured_seed_by_seed(results, written):
     assert row.measured[0].mean == pytest.approx(20)
     assert row.measured[0].half == pytest.approx(12.42, abs=0.01)
     assert row.verdict == verdicts.HELD
+
     swapped = ("method=diloco", "method=tmp"), ("=data_parallel", "=diloco")
     row = table.check(
         claim.read(written(*swapped, ("method=tmp", "method=data_parallel"))), results
     )
+
     # B needs 200 steps for what A has after 150, 160, 170.
     mean = 100 * (3 - 200 / 150 - 200 / 160 - 200 / 170) / 3
     assert row.measured[0].mean == pytest.approx(mean)
@@ -158,12 +161,14 @@ def test_a_file_without_curves_of_seeds_has_the_interval_of_its_losses(results):
         tuned = cell["columns"]["tuned"]
         del tuned["curves"]
         tuned["curve"] = [[100, loss[0], 0], [200, loss[1], 0]]
+
     (results.folder / "grid.json").write_text(json.dumps(cells))
     flags_of = {"method": "method=diloco", "baseline": "method=data_parallel"}
     steps = measures.MEASURES["fewer_steps"].of(
         results, results="grid.json", **flags_of
     )
     loss = measures.MEASURES["less_loss"].of(results, results="grid.json", **flags_of)
+
     assert steps.mean == pytest.approx(20)
     # A curve that falls by 1 in half of the steps: 0.1 nats are 5 % of them.
     assert steps.half == pytest.approx(50 * loss.half)
@@ -197,6 +202,7 @@ def test_gaps_and_rises_between_files(results):
     gap = of["smaller_gap"].of(
         results, results="closer.json", other_results="grid.json", **words
     )
+
     assert gap.mean == pytest.approx(100 * (1.6 / 2 - 1.8 / 2))
 
     b["losses"] = [2.3, 2.3, 2.3]
@@ -234,8 +240,10 @@ def test_no_verdict_follows_from_one_seed(tmp_path, written):
     once = ("fewer_steps", "more_loss_once"), ("method=diloco", "diloco")
     path = written(*once, ("method=data_parallel", "co2"))
     row = table.check(claim.read(path), measures.Results(tmp_path))
+
     assert row.measured == (Interval(1.0, None),)
     assert row.verdict == verdicts.OPEN
+
     path = written(("diloco", "snoo"), text=path.read_text())
     with pytest.raises(ValueError, match="'snoo' is no method of grid.json"):
         table.check(claim.read(path), measures.Results(tmp_path))
@@ -324,6 +332,7 @@ def test_a_claim_is_run_again_and_its_result_checked(
     assert ran == [
         ["experiments.sweep", "--grid=g.toml", f"--workdir={tmp_path / 'new'}"]
     ]
+
     monkeypatch.setattr(claims.children, "run", lambda command: 75)
     assert (
         claims.main(["claims", *words, "--run", f"--workdir={tmp_path / 'new'}"]) == 75

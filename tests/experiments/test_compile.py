@@ -184,6 +184,7 @@ def test_a_region_moves_what_fsdp_has_to_and_nothing_with_its_batch(run, tmp_pat
         f"--workdir={tmp_path}",
     )
     result = json.loads((tmp_path / "compile.json").read_text())
+
     assert result["fits"]
     assert result["inside_ratio"] < 1.2
     # Of the products a few are outside of a model's own count.
@@ -374,6 +375,7 @@ def test_a_program_that_is_refused_is_in_the_table():
         seconds=1.0,
     )
     summary = report.summarise(ABOUT, [refused, SEND])
+
     assert (summary["fits"], summary["mfu"]) == (False, None)
     assert summary["temp_bytes"] == 40 * 10**9
 

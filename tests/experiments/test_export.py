@@ -227,6 +227,7 @@ def test_adapters_are_trained_sent_and_written_alone(trained, tmp_path, call):
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
+
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(base)
 
@@ -237,5 +238,6 @@ def test_adapters_are_trained_sent_and_written_alone(trained, tmp_path, call):
     tensors = load_file(base / "model.safetensors")
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert tensors.keys() == merged.keys()
+
     changed = {n for n in tensors if not np.array_equal(tensors[n], merged[n])}
     assert changed == {n for n in tensors if "_proj" in n}

@@ -44,6 +44,7 @@ def test_the_first_table_of_readme_has_the_figures_of_its_plot():
         "data parallel": "data_parallel",
     }
     rows = re.findall(r"^\| ([^|]+): [^|]+\| (.+) \| (.+) \| (.+) \|$", readme, re.M)
+
     assert [name for name, *_ in rows] == list(names)
 
     for name, sent, loss, steps in rows:
@@ -123,11 +124,13 @@ def test_no_name_lies_on_another_or_on_a_point():
 
     texts = [text for text in axes.texts if text.get_text()]
     assert {text.get_text() for text in texts} == methods.keys() - {"silent"}
+
     renderer = figure.canvas.get_renderer()
 
     # Of the words alone, without the lines to the points.
     boxes = [Text.get_window_extent(text, renderer) for text in texts]
     for one, other in itertools.combinations(boxes, 2):
         assert not one.overlaps(other)
+
     places = axes.transData.transform(axes.collections[0].get_offsets())
     assert not any(box.contains(*place) for box in boxes for place in places)

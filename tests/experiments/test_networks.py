@@ -301,8 +301,10 @@ marks = [[2, 1.0], [4, 3.0]]
 
     with pytest.raises(LabRunError, match="exit code 1: OSError: no room"):
         lab_run.measured(bad, folder, stretch, 60)
+
     measured = lab_run.measured(good, folder, stretch, 60)
     assert measured.pace.step_s == 1.0
+
     (tmp_path / "made_up.py").unlink()  # From here on, only its result is there.
     assert lab_run.measured(good, folder, stretch, 60) == measured
 
@@ -425,6 +427,7 @@ def test_two_methods_over_one_network(command, corpus, tmp_path):
     assert "streaming_diloco" in out
     # No step is faster than its pace; how much slower depends on the machine.
     assert table["apart"]["pace"]["step_s"] > 0.199
+
     blocking, streaming = table["rows"]
     assert len(blocking["fragment_bytes"]) == 1
     assert sum(streaming["fragment_bytes"]) == blocking["fragment_bytes"][0]

@@ -94,6 +94,7 @@ links: [{from: here, to: there, bandwidth_gbps: 0.004}]
     links = f"--links={path}"
     values = values_of(links, "--bandwidth_mbit=8", "--mtu=520")
     state = probe_network.read_links(values, 2)
+
     assert state is not None
     assert state.bytes_per_s[0, 1] == 450_000
     assert state.bytes_per_s[1, 0] == 900_000  # at most
@@ -116,6 +117,7 @@ changes: [{from: here, start_s: 0, duration_s: 9, bandwidth_factor: 0.5}]
     lab = wan.define_flags()
     lab(["wan", *both])
     mtu = wan.build_plan(lab, ["true"]).mtu_bytes
+
     assert mtu == 2500  # what 20 Mbit/s pass in a millisecond
 
     state = probe_network.read_links(values_of(*both), 2)

@@ -244,6 +244,7 @@ def test_two_regions_of_two_processes_are_two_in_one(run, corpus, tmp_path):
     flags = [*STREAMING, *PAIRS, *short, *corpus]
     run(TRAIN, *flags, f"--workdir={one}")
     run(LAUNCH, "--processes=4", "--", *flags, f"--workdir={many}")
+
     assert_same_run(many, one)
     # The processes of a region tell the same of it; another region is another.
     names = ("", "process_1", "process_2", "process_3")
@@ -265,6 +266,7 @@ def test_processes_agree_on_delays_and_slots_that_are_measured(
         syncs.append(
             [(s["fragment"], s["start_step"], s["apply_step"]) for s in table["syncs"]]
         )
+
     one, other = syncs
     assert one == other
 

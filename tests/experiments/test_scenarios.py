@@ -59,12 +59,15 @@ def test_what_was_named_is_held_against_the_fault(tmp_path):
     assert result["seconds_to_name"] == {0: 10.0, 1: 11.0, 2: 12.0}
     assert result["syncs_to_name"] == {0: 2.5, 1: 2.8, 2: 3.0}
     assert scenarios.is_good(result)
+
     late = {"exit_code": 0} | scenarios.judge("cut", tmp_path, 4, 85.0, 4.0)
     assert not scenarios.is_good(late)
+
     write(tmp_path, 2, ("link", [0, 1], 50.0), ("gone", [3], 112.0))
     result = {"exit_code": 0} | scenarios.judge("cut", tmp_path, 4, 100.0, 4.0)
     assert result["named_before"] == [[2, "link", (0, 1)]]
     assert not scenarios.is_good(result)
+
     (tmp_path / "region_1" / "faults.jsonl").unlink()
     result = scenarios.judge("cut", tmp_path, 4, 100.0, 4.0)
     assert result["unseen_by"] == [1]
@@ -124,8 +127,10 @@ def test_a_fault_counts_from_the_first_merge_that_all_regions_have(tmp_path):
     waiting.join(30)
     assert begun.path.exists()
     assert abs(begun.time - time.time()) < 30
+
     never = scenarios._Begun(tmp_path, 2)
     assert not begun.path.exists()
+
     never.ended.set()
     never.wait()
     assert never.time == float("inf")

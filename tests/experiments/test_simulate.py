@@ -306,6 +306,7 @@ changes:
         "--checkpoint_s=10",
         base=MODEL,
     )
+
     assert "link from b to a" in capsys.readouterr().out
     assert result["faulty"][0]["kind"] == "link"
 

@@ -192,8 +192,10 @@ def test_processes_of_a_run_and_a_narrow_terminal(tmp_path, capsys, monkeypatch)
         ("run", "2.500"),
         ("process_1", "3.500"),
     ]
+
     monkeypatch.setenv("COLUMNS", "80")
     assert status.main(["status", str(run)]) == 0
+
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["run", "run", "process_1"]
     assert ["loss", "2.500", "3.500"] in [line.split() for line in lines]
@@ -231,6 +233,7 @@ def test_an_address(capsys):
         "faults": "1",
         "updated": "5 s ago",
     }
+
     assert {name: row[name] for name in expected} == expected
     assert below == [f"fault: localhost:{port}: link 0-2"]
 

@@ -324,6 +324,7 @@ def test_the_report_names_the_frontier(halved, call, refused, monkeypatch):
     (folder / "halving.json").write_text(json.dumps(halved[0].to_json()))
     words = ["--report", f"--workdir={folder}", "--reference=method=data_parallel"]
     out, err = call(sweep, *words)
+
     assert not err
     assert "streaming_diloco H 16 tau 3 ef+int4" in out
 
@@ -355,6 +356,7 @@ def test_the_report_names_the_frontier(halved, call, refused, monkeypatch):
         ),
         ("sync_intervall=None", "sync_intervall"),
     )
+
     for wanted, message in refusals:
         assert message in refused(sweep, *words[:2], f"--reference={wanted}")
 

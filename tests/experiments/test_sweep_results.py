@@ -220,6 +220,7 @@ def test_runs_that_differ_in_anything_have_keys_of_their_own():
         dataclasses.replace(CONFIG, preset="tiny"),
     ]
     run_keys = [rows.run_key(other.to_json()) for other in others]
+
     assert len(set(run_keys)) == len(others)
 
     same = [rows.setting_key(other.to_json()) for other in others]

@@ -107,16 +107,20 @@ def test_files_and_summary(unbroken):
 def test_records_tell_the_run(unbroken):
     steps = [r["step"] for r in read_records(unbroken[0] / "metrics.jsonl")]
     assert steps == sorted(steps)
+
     rows = records(unbroken[0], "train")
     assert [r["step"] for r in rows] == list(range(4, 49, 4))
     assert rows[-1]["loss"] < rows[0]["loss"] - 1
+
     evals = records(unbroken[0], "eval")
     assert [r["step"] for r in evals] == [16, 32, 48]
+
     syncs = records(unbroken[0], "sync")
     # Every 2 steps one of 2 fragments starts and lands 2 steps later.
     assert [r["start_step"] for r in syncs] == list(range(2, 47, 2))
     assert all(r["apply_step"] - r["start_step"] == 2 for r in syncs)
     assert {r["fragment"] for r in syncs} == {0, 1}
+
     # The sync that left at step 48 is counted and not yet applied.
     sent = evals[-1]["bytes_sent_per_region"] - sum(r["bytes"] for r in syncs)
     assert sent in {r["bytes"] for r in syncs}
@@ -171,13 +175,16 @@ def test_a_signal_ends_with_a_checkpoint_to_go_on_from(
     handler = signal.getsignal(number)
     interrupt_at_first_record(path, monkeypatch, number)
     out, err = call(train, *flags)
+
     assert ("Ctrl-C again" in err) == (number == signal.SIGINT)
     assert signal.getsignal(number) == handler
     assert "stopped at step" in out
     assert "stopped at step 48" not in out
+
     stopped = json.loads((tmp_path / "config.json").read_text())
     assert stopped["run"]["checkpoint_every"] == 0
     assert [x.name for x in (tmp_path / CHECKPOINTS).iterdir()] != []
+
     call(train, *flags)
     assert path.read_bytes() == (unbroken[0] / "metrics.jsonl").read_bytes()
 
@@ -368,14 +375,17 @@ def test_another_run_goes_on_from_a_checkpoint(unbroken, call, corpus, tmp_path)
         *corpus,
     ]
     out, err = call(train, *flags, f"--workdir={tmp_path}")
+
     assert f"goes on from step 40 of {unbroken[0]}" in err
     assert "  kept inner optimizer: the mean of 4 regions" in err
     assert "  kept outer optimizer: cut anew" in err
 
     for name in ("regions: 4 are 2", "schedule: it begins after step 40", "keys", "da"):
         assert f"  lost {name}" in err
+
     rows = records(tmp_path, "train")
     assert [r["step"] for r in rows] == [44, 48, 52]
+
     syncs = [r["apply_step"] for r in records(tmp_path, "sync")]
     assert syncs == [42, 44, 46, 48, 50, 52]
     # It has not begun anew: every loss is below those of the run's beginning.

@@ -338,6 +338,7 @@ if region == 1:
 time.sleep(60)
 """
     begin_s = time.monotonic()
+
     assert lab("--regions=2", "--grace_s=0", *python(LINGER + program))[0] == 3
     assert time.monotonic() - begin_s < 5  # the spare kill comes later
     assert int(log(tmp_path, 0).split()[0]) not in processes()

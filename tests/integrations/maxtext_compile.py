@@ -142,6 +142,7 @@ class Job:
             self.state,
             regional,
         )
+
         # Of one region: `step(state, batch) -> (state, metrics)`.
         self.step = functools.partial(
             train.train_step, graph, self.config, regional, of_params
@@ -241,6 +242,7 @@ class Job:
         )
         window = sync.window(self.scanned_step, params_of, self.carry)
         made = sync.program.abstract().sync
+
         assert made is not None
         outer_memory = jax.tree.leaves(made.outer)[0].sharding.memory_kind
         periods = INTERVAL // options["sync_interval"]

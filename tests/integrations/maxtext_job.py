@@ -99,6 +99,7 @@ class Job:
             of_params, shardings = sharding.maybe_update_params_sharding_with_opt(
                 config, shardings
             )
+
         self.step_fn, _ = train_utils.jit_train_and_eval_step(
             config,
             graph,

@@ -398,6 +398,7 @@ def launcher(folder: Path, index: int, regions: int, die_at: int) -> None:
         while die_at and not is_last and step == MEETING and not back.exists():
             region.sync.meet(device["state"], region.state)
             time.sleep(0.05)
+
         metrics = with_sync(device, python, fixed)
         if is_last and not is_first and not back.exists():
             back.write_text(f"{region.state.step}")

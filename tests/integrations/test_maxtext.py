@@ -242,6 +242,7 @@ def test_messages_cross_between_slices_while_maxtexts_step_computes(tmp_path):
     # Float32 parameters, and momentum beside the outer ones, over a slice's 4 chips.
     num_chips = about["num_devices"] // 2
     assert num_chips == 4
+
     share = 4 * about["num_params"] / num_chips
     assert row["between_bytes"] == pytest.approx(share, rel=0.01)
     assert row["outer_bytes"] == pytest.approx(2 * share, rel=0.01)
