@@ -96,6 +96,7 @@ def test_a_donated_state_is_refused_not_read(program, state):
         lambda: program.outer_params(old), lambda: program.region_drift(old),
         lambda: program.finite_regions(old), lambda: program.synchronize(old),
     )  # fmt: skip
+
     for call in calls:
         with pytest.raises(ValueError, match="state of step 0 was donated to"):
             call()
@@ -122,7 +123,8 @@ class Module:
     """As Equinox's modules: parameters, and what is none, in one tree."""
 
     def __init__(self, weight, activation):
-        self.weight, self.activation = weight, activation
+        self.weight = weight
+        self.activation = activation
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -196,6 +198,7 @@ def test_keys_are_of_jaxs_default_whatever_jax_comes_with(impl, name, options, d
         state = program.init(PARAMS, jax.random.key(0))
         state, output = program.advance(state, np.ones((2, 4, 2, 4), np.float32))
         assert jax.random.key_data(state.region.key).shape == (4, 4)
+
     # Regions and steps differ in what they draw.
     assert len(np.unique(np.asarray(output.aux["kept"]))) > 2
     assert len(np.unique(np.asarray(state.region.params["out"]))) > 1

@@ -17,7 +17,10 @@ from cocodc_jax.transforms.layers import named_leaves
 from tests.numerics import assert_all_close
 from tests.slow import mostly_slow
 
-NUM_REGIONS, NUM_LAYERS, WIDTH, NUM_STEPS = 2, 2, 4, 5
+NUM_REGIONS = 2
+NUM_LAYERS = 2
+WIDTH = 4
+NUM_STEPS = 5
 METHOD = cc.methods.get(
     "streaming_diloco",
     sync_interval=4,
@@ -157,6 +160,7 @@ def train(trainer, mesh=None):
         # As trainers compile theirs: what goes in and out has the metadata's shardings.
         step = mapped(step, axes, spmd_axis_name="diloco")
         step = jax.jit(step, out_shardings=(shardings, None))
+
     for batch in BATCHES:
         if mesh is not None:
             batch = jax.device_put(batch, NamedSharding(mesh, P("diloco")))
@@ -174,10 +178,10 @@ def test_all_of_a_fragment_is_divided_as_its_parameters_are(trainer):
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh = Mesh(devices, ("diloco", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     state, loss = train(trainer, mesh)
-    found = arrays(state)
+    divided = arrays(state)
     shared = ("outer", "trace", "means")
     checked = set()
-    for path, x in found.items():
+    for path, x in divided.items():
         if not path.endswith(("layers/kernel", "layers/Dense_0/kernel", "head/kernel")):
             continue
         name = next((name for name in shared if f"/{name}/" in f"/{path}"), "regional")
@@ -187,12 +191,16 @@ def test_all_of_a_fragment_is_divided_as_its_parameters_are(trainer):
         expected = NamedSharding(mesh, P(*lead, *spec))
         assert x.sharding.is_equivalent_to(expected, x.ndim), (path, x.sharding)
         checked.add(name)
+
     assert checked == {*shared, "regional"}
 
     plain, plain_loss = train(trainer)
     assert_all_close(loss, plain_loss, rtol=0, atol=1e-6)
+
     plain = arrays(plain)
-    assert_all_close(found, {path: plain[path] for path in found}, rtol=0, atol=2e-6)
+    assert_all_close(
+        divided, {path: plain[path] for path in divided}, rtol=0, atol=2e-6
+    )
 
 
 def test_a_cut_of_boxes_or_arrays_fits_an_nnx_optimizer():

@@ -52,9 +52,9 @@ def test_a_merge_after_ranked_rounds_knows_how_long_its_round_was():
     _, syncs = run(
         method.with_sync(merge=Merge("steps", apply)), zeros, np.ones_like(TARGETS)
     )
-    delays = [each.apply_step - each.start_step for each in syncs]
+    delays = [sync.apply_step - sync.start_step for sync in syncs]
     assert len(set(delays)) > 1
-    assert [each.metrics["steps"][0].item() for each in syncs] == delays
+    assert [sync.metrics["steps"][0].item() for sync in syncs] == delays
 
 
 @pytest.mark.parametrize("score", mostly_slow(["drift", "gain"], quick=["drift"]))
@@ -66,8 +66,8 @@ def test_scores_of_regional_outer_models(score):
         merge=merge.replace(),
     )
     method = Method(name="mine", sync=sync)
-    found, syncs = run(method)
-    order = [each.fragment_id for each in syncs]
+    params_of_program, syncs = run(method)
+    order = [sync_of.fragment_id for sync_of in syncs]
     tx = cc.synchronized(optax.sgd(0.05), method, axis_name="region")
 
     def of_region(batches):
@@ -84,7 +84,7 @@ def test_scores_of_regional_outer_models(score):
     expected = runs[0][0]
     assert len(order) >= 6
     for name, x in expected.items():
-        np.testing.assert_allclose(found[name], x, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(params_of_program[name], x, rtol=1e-4, atol=1e-5)
 
 
 def test_drift_of_parameters_that_are_zero():
@@ -115,16 +115,18 @@ def test_metrics_of_an_nnx_optimizer_and_of_its_state(is_chained):
         optimizer.update(model, grads)
         return nnx.state((model, optimizer))
 
-    each = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+    regions = jax.tree.map(lambda x: jnp.stack([x, x]), state)
     for _ in range(2):
-        each = jax.vmap(step, axis_name="region")(each, jnp.zeros(2))
-    found = cc.sync_metrics(each)
-    assert found["fragments_in_flight"].tolist() == [1, 1]
-    assert found["bytes_sent"].tolist() == [4 * 8, 4 * 8]
-    nnx.update(optimizer, jax.tree.map(lambda x: x[0], each)[1])
-    for holder in (optimizer, nnx.state(optimizer), nnx.to_pure_dict(each)):
+        regions = jax.vmap(step, axis_name="region")(regions, jnp.zeros(2))
+    metrics = cc.sync_metrics(regions)
+    assert metrics["fragments_in_flight"].tolist() == [1, 1]
+    assert metrics["bytes_sent"].tolist() == [4 * 8, 4 * 8]
+
+    nnx.update(optimizer, jax.tree.map(lambda x: x[0], regions)[1])
+    for holder in (optimizer, nnx.state(optimizer), nnx.to_pure_dict(regions)):
         np.testing.assert_array_equal(
             np.ravel(cc.sync_metrics(holder)["fragments_in_flight"])[0], 1
         )
+
     with pytest.raises(ValueError, match="state holds 0 states of synchronized"):
         cc.sync_metrics({"step": 1})

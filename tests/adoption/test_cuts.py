@@ -62,8 +62,10 @@ def test_named_layers_go_round_in_natural_order(name):
         [i for i in range(12) if any(f"/{name.format(i)}/" in p.path for p in part)]
         for part in fragments.slices
     ]
+
     # After the embedding, as a model with `blocks` is cut.
     assert held == [[3, 7, 11], [0, 4, 8], [1, 5, 9], [2, 6, 10]]
+
     embed = [any("embed" in p.path for p in part) for part in fragments.slices]
     assert embed == [True, False, False, False]
 
@@ -117,7 +119,8 @@ def test_a_wrapped_tree_is_cut_as_the_tree_itself():
         {"embed": zeros(8, 4), "blocks": {"w": zeros(3, 4, 4)}, "norm": zeros(4)},
         {"a": layer, "b": layer, "c": layer},
     ):
-        plain, wrapped = cc.cut(tree, 2), cc.cut({"params": tree}, 2)
+        plain = cc.cut(tree, 2)
+        wrapped = cc.cut({"params": tree}, 2)
         assert [
             [(f"params/{p.path}", p.rows) for p in part] for part in plain.slices
         ] == [[(p.path, p.rows) for p in part] for part in wrapped.slices]

@@ -62,11 +62,13 @@ def check_resumed(folder, program):
     with Checkpoints(folder) as checkpoints:
         restored, _ = checkpoints.restore(program)
     like = jax.tree.map(lambda x: (x.shape, x.sharding), state.region)
+
     assert jax.tree.map(lambda x: (x.shape, x.sharding), restored.region) == like
     assert_equal(restored.region, state.region)
     assert_equal(
         restored.sync and restored.sync.arrays, state.sync and state.sync.arrays
     )
+
     ends = [run(program, x, 3, 8) for x in (state, restored)]
     assert_equal(ends[0].region, ends[1].region)
     return restored

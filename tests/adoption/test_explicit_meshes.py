@@ -99,9 +99,9 @@ def placed(mesh, method, layout, carry, specs):
     return jax.device_put(carry, (where, of_state))
 
 
-def check(found, case):
+def check(ends, case):
     for x, y in zip(
-        jax.tree.leaves(found), jax.tree.leaves(expected(case)), strict=True
+        jax.tree.leaves(ends), jax.tree.leaves(expected(case)), strict=True
     ):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
@@ -125,6 +125,7 @@ QUICK = [
 def test_regions_on_an_explicit_axis(case, layout, spmd):
     mesh = jax.make_mesh((4, 2), ("region", "data"))
     assert set(mesh.axis_types) == {AxisType.Explicit}
+
     tx, method, axes = parts_of(case, layout)
     with jax.set_mesh(mesh):
         params = jax.tree.map(
@@ -141,16 +142,17 @@ def test_manual_regions_beside_an_explicit_axis(layout):
     mesh = jax.make_mesh((4, 2), ("region", "data"))
     tx, method, axes = parts_of("sparseloco", layout)
     step = make_step(tx)
-    spec, is_own = P("region"), True
+    spec = P("region")
+    is_own = True
     if layout == "sync_axes":
         spec = cc.sync_axes(method, P("region"), P())
         is_own = cc.sync_axes(method, True, False)
 
     def of_region(params, state, batch):
         which = jax.tree.broadcast(is_own, state)
-        own = jax.tree.map(lambda yes, x: x[0] if yes else x, which, state)
-        new, own = step(jax.tree.map(lambda x: x[0], params), own, batch[0])
-        state = jax.tree.map(lambda yes, x: x[None] if yes else x, which, own)
+        local = jax.tree.map(lambda yes, x: x[0] if yes else x, which, state)
+        new, local = step(jax.tree.map(lambda x: x[0], params), local, batch[0])
+        state = jax.tree.map(lambda yes, x: x[None] if yes else x, which, local)
         return jax.tree.map(lambda x: x[None], new), state
 
     both = P("region"), spec
@@ -181,11 +183,11 @@ def test_a_program_of_parameters_on_an_explicit_mesh():
     with pytest.warns(UserWarning, match="fragments"):
         plain = run(PARAMS)
     with jax.set_mesh(mesh), pytest.warns(UserWarning, match="fragments"):
-        found = run(
+        divided = run(
             jax.tree.map(
                 lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
                 PARAMS,
                 SPECS,
             )
         )
-    jax.tree.map(np.testing.assert_array_equal, found, plain)
+    jax.tree.map(np.testing.assert_array_equal, divided, plain)

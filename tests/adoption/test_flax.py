@@ -16,7 +16,9 @@ from nanodo.model import DoConfig, TransformerDo
 import cocodc_jax as cc
 from tests.numerics import assert_all_close
 
-WIDTH, HEADS, VOCABULARY = 8, 2, 7
+WIDTH = 8
+HEADS = 2
+VOCABULARY = 7
 NUM_STEPS = 4
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (NUM_STEPS, 2, 4, 6))
 normal = nn.initializers.normal(0.5)
@@ -51,7 +53,8 @@ def loss_of(model):
 
 def train(says, data, is_boxed=True):
     """Returns the trained parameters of both regions, unboxed."""
-    model, mesh = Decoder(says), cc.make_mesh(2, data=data)
+    model = Decoder(says)
+    mesh = cc.make_mesh(2, data=data)
 
     def loss_fn(*arguments):
         with nn.logical_axis_rules([("batch", "data")]):
@@ -88,8 +91,8 @@ def plain():
     [(1, True), pytest.param(2, True, marks=pytest.mark.slow), (2, False)],
 )
 def test_a_model_that_meets_the_mesh_trains_as_one_that_does_not(plain, data, is_boxed):
-    found = train(says=True, data=data, is_boxed=is_boxed)
-    assert_all_close(found, plain, rtol=1e-4, atol=1e-5)
+    params = train(says=True, data=data, is_boxed=is_boxed)
+    assert_all_close(params, plain, rtol=1e-4, atol=1e-5)
 
 
 # --- Models that train by themselves, where no mesh is in context ---
@@ -177,7 +180,8 @@ def alone(loss_fn, optimizer, params):
 def test_a_model_that_trains_by_itself_trains_here(model, unboxed):
     params = jax.jit(model.init)(jax.random.key(0), TOKENS[0, 0])
     params = nn.unbox(params) if unboxed else params
-    loss_fn, optimizer = loss_of(model), optax.adam(0.01)
+    loss_fn = loss_of(model)
+    optimizer = optax.adam(0.01)
     method = cc.methods.get("diloco", sync_interval=NUM_STEPS)
     mesh = cc.make_mesh(2, data=2, devices=jax.devices()[:4])
     program = cc.RegionProgram(loss_fn, optimizer, method, params, 2, mesh=mesh)
@@ -258,10 +262,8 @@ class Net(nnx.Module):
 
     def __init__(self, rngs):
         self.norm = nnx.BatchNorm(4, momentum=0.9, rngs=rngs)
-        self.hidden, self.out = (
-            nnx.Linear(4, 16, rngs=rngs),
-            nnx.Linear(16, 1, rngs=rngs),
-        )
+        self.hidden = nnx.Linear(4, 16, rngs=rngs)
+        self.out = nnx.Linear(16, 1, rngs=rngs)
 
     def __call__(self, x):
         return self.out(jnp.tanh(self.hidden(self.norm(x))))

@@ -21,7 +21,8 @@ PARAMS = {
     "base": {"w": W.astype(np.float32)},
     "lora": {"a": A.astype(np.float32) / 8, "b": np.zeros((4, 64), np.float32)},
 }
-BASE_BYTES, LORA_BYTES = 16_384, 2_048
+BASE_BYTES = 16_384
+LORA_BYTES = 2_048
 LABELS = {"base": "frozen", "lora": "train"}
 PARTS = {"train": optax.adamw(1e-2), "frozen": optax.set_to_zero()}
 OPTIMIZER = optax.multi_transform(PARTS, LABELS)
@@ -59,7 +60,9 @@ def make(method="diloco", trainable="optimizer", mesh="one device", **options):
 
 def run(program, state=None, num_steps=12):
     state = program.init(PARAMS, jax.random.key(0)) if state is None else state
-    losses, syncs, todo = [], [], num_steps - state.step
+    losses = []
+    syncs = []
+    todo = num_steps - state.step
     steps = cc.run_steps(program, state, iter(BATCHES[state.step :]), todo)
     for new, output in steps:
         state = new
@@ -93,22 +96,29 @@ def test_the_same_run_without_the_bytes(method, mesh):
         fragments = cut_like(method, PARAMS, trainable)
         program = make(method, trainable, mesh, fragments=fragments)
         ends.append((program, *run(program)))
-    (old, before, losses, syncs), (new, after, found, less) = ends
-    np.testing.assert_allclose(found, losses, rtol=2e-6)
+
+    (old, before, losses, syncs), (new, after, new_losses, less) = ends
+    np.testing.assert_allclose(new_losses, losses, rtol=2e-6)
     assert losses[-1].mean() < losses[0].mean()
+
     for read in ("mean_params", "outer_params"):
-        whole, like = getattr(new, read)(after), getattr(old, read)(before)
+        whole = getattr(new, read)(after)
+        like = getattr(old, read)(before)
         for name in ("a", "b"):
-            each = whole["lora"][name], like["lora"][name]
-            np.testing.assert_allclose(*each, atol=2e-6)
+            pair = whole["lora"][name], like["lora"][name]
+            np.testing.assert_allclose(*pair, atol=2e-6)
         np.testing.assert_array_equal(whole["base"]["w"], PARAMS["base"]["w"])
+
     assert len(syncs) == len(less)
     num_means = 12 if method == "data_parallel" else 3
     assert before.bytes_sent - after.bytes_sent == num_means * BASE_BYTES
     assert after.bytes_sent == num_means * LORA_BYTES
+
     # One copy, where the other has one a region.
-    kept, w = after.frozen["base"]["w"], after.region.params["base"]["w"]
+    kept = after.frozen["base"]["w"]
+    w = after.region.params["base"]["w"]
     assert (kept.shape, w) == ((64, 64), None)
+
     spec = P("data") if mesh == "divided" else P()
     assert kept.sharding.is_equivalent_to(jax.NamedSharding(new.mesh, spec), 2)
 
@@ -120,8 +130,8 @@ def test_windows():
         transport = cc.Transport(exchange="program", overlap=fuse)
         program = make("cocodc", mesh="four devices", transport=transport)
         ends.append(run(program)[:2])
-    (one, losses), (other, found) = ends
-    np.testing.assert_allclose(found, losses, rtol=2e-6)
+    (one, losses), (other, windowed_losses) = ends
+    np.testing.assert_allclose(windowed_losses, losses, rtol=2e-6)
     assert one.bytes_sent == other.bytes_sent
 
 
@@ -172,7 +182,8 @@ def stored_bytes(folder):
 
 @pytest.mark.filterwarnings("ignore:the optimizer leaves 1 of 3")
 def test_a_checkpoint_has_it_once_and_a_run_goes_on(tmp_path):
-    sizes, stored = [], []
+    sizes = []
+    stored = []
     for trainable in (None, "optimizer"):
         program = make(trainable=trainable)
         state, _, _ = run(program, num_steps=7)
@@ -180,8 +191,10 @@ def test_a_checkpoint_has_it_once_and_a_run_goes_on(tmp_path):
             checkpoints.save(program, state, {})
         sizes.append(sum(x.nbytes for x in jax.tree.leaves(state)))
         stored.append(stored_bytes(tmp_path / str(trainable) / "7"))
+
     # Of four regions, the outer model and its momentum one copy is left.
     assert sizes[0] - sizes[1] == stored[0] - stored[1] == 5 * BASE_BYTES
+
     program = make(mesh="four devices")
     with cc.Checkpoints(tmp_path / "optimizer") as checkpoints:
         state, _ = checkpoints.restore(program)
@@ -203,10 +216,13 @@ def test_a_program_adopts_what_another_one_trained(trainables):
     expected = jax.device_get(old.mean_params(state))
     _, expected_losses, _ = run(old, jax.tree.map(jnp.copy, state))
     adopted = new.adopt(state, old)
+
     assert "trainable" in adopted.lost
     assert adopted.kept["parameters"] == "of each region"
-    found = jax.device_get(new.mean_params(adopted.state))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+    mean = jax.device_get(new.mean_params(adopted.state))
+    jax.tree.map(np.testing.assert_array_equal, mean, expected)
+
     _, losses, _ = run(new, adopted.state)
     np.testing.assert_allclose(losses[0], expected_losses[0], rtol=2e-6)
 
@@ -242,6 +258,8 @@ def test_what_cannot_be_is_refused_by_name(trainable, message):
 
 
 def test_bytes_for_nothing_are_told():
-    told = "leaves 1 of 3 leaves as they are, such as 'base/w': 16,384 of 18,432 bytes"
-    with pytest.warns(UserWarning, match=re.escape(told)):
+    message = (
+        "leaves 1 of 3 leaves as they are, such as 'base/w': 16,384 of 18,432 bytes"
+    )
+    with pytest.warns(UserWarning, match=re.escape(message)):
         make(trainable=None)

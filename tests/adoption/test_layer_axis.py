@@ -13,7 +13,11 @@ import cocodc_jax as cc
 from tests.numerics import assert_all_close
 from tests.slow import mostly_slow
 
-NUM_REGIONS, NUM_LAYERS, WIDTH, HIDDEN, NUM_STEPS = 2, 4, 4, 6, 8
+NUM_REGIONS = 2
+NUM_LAYERS = 4
+WIDTH = 4
+HIDDEN = 6
+NUM_STEPS = 8
 METHOD = cc.methods.get(
     "streaming_diloco", sync_interval=4, num_fragments=2, delay_steps=1
 )
@@ -79,7 +83,8 @@ def step_of(axis, tx):
 def by_the_transform(axis):
     tx = cc.synchronized(OPTIMIZER, METHOD, axis_name="region")
     params = make_params(axis)
-    step, (params, state) = step_of(axis, tx), stacked((params, tx.init(params)))
+    step = step_of(axis, tx)
+    params, state = stacked((params, tx.init(params)))
     for batch in batches():
         params, state = step(params, state, batch)
     return params
@@ -87,7 +92,8 @@ def by_the_transform(axis):
 
 def after_the_step(axis):
     params = stacked(make_params(axis))
-    step, opt_state = step_of(axis, OPTIMIZER), jax.vmap(OPTIMIZER.init)(params)
+    step = step_of(axis, OPTIMIZER)
+    opt_state = jax.vmap(OPTIMIZER.init)(params)
     sync = cc.RegionSync(METHOD, params, NUM_REGIONS)
     state = sync.init(params)
     for batch in batches():

@@ -46,7 +46,7 @@ def everything(program, folder):
     evaluate = make_evaluate(loss_fn, program.mesh, BATCH)
     mean = program.mean_params(state)
     outer = program.outer_params(state)
-    found = [losses, mean, outer, evaluate(mean), program.region_drift(state)]
+    results = [losses, mean, outer, evaluate(mean), program.region_drift(state)]
     with cc.Checkpoints(folder) as checkpoints:
         checkpoints.save(program, program.synchronize(state), {})
     with cc.Checkpoints(folder) as checkpoints:
@@ -55,7 +55,7 @@ def everything(program, folder):
     other = make("diloco")
     adopted = other.adopt(state, program)
     _, output = other.advance(adopted.state, BATCH[None])
-    return jax.tree.map(np.asarray, [*found, output.losses])
+    return jax.tree.map(np.asarray, [*results, output.losses])
 
 
 def callers_mesh(name):
@@ -73,9 +73,9 @@ def expected(tmp_path_factory):
 def test_a_callers_mesh_changes_nothing(expected, tmp_path, name):
     program = make()
     with jax.set_mesh(callers_mesh(name)):
-        found = everything(program, tmp_path / "in context")
+        results = everything(program, tmp_path / "in context")
         made_inside = everything(make(), tmp_path / "made inside")
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, results, expected)
     jax.tree.map(np.testing.assert_array_equal, made_inside, expected)
 
 
@@ -166,16 +166,19 @@ def test_a_manual_loss_trains_in_its_own_step(way):
         if spmd_axis_name:
             where = NamedSharding(fsdp_mesh(), P("region"))
             params, state, batch = jax.device_put((params, state, batch), where)
+
         step = jax.jit(step)
         sync = sync_state = None
         if way == "RegionSync":
             sync = cc.RegionSync(method, params, 2)
             sync_state = sync.init(params)
+
         for _ in range(5):
             params, state = step(params, state, batch)
             if sync is not None:
                 params, sync_state = sync.after_step(params, sync_state)
         return params
 
-    found, expected = train(manual_loss, "region"), train(loss_fn, None)
-    assert_all_close(found, expected, rtol=0, atol=1e-6)
+    params_by_region = train(manual_loss, "region")
+    expected = train(loss_fn, None)
+    assert_all_close(params_by_region, expected, rtol=0, atol=1e-6)

@@ -63,16 +63,16 @@ FORMS = {"program": trained_by_program, "transform": trained_by_transform}
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_leaf_called_like_a_count_is_trained(form):
-    found = FORMS[form]()
-    np.testing.assert_allclose(found["experts"]["tokens"], 1, rtol=1e-3)
-    np.testing.assert_allclose(found["w"], 1, rtol=1e-3)
+    params = FORMS[form]()
+    np.testing.assert_allclose(params["experts"]["tokens"], 1, rtol=1e-3)
+    np.testing.assert_allclose(params["w"], 1, rtol=1e-3)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_leaf_marked_as_a_count_is_reset(form):
-    found = FORMS[form](IS_COUNT)
-    assert found["experts"]["tokens"].tolist() == [0, 0, 0]
-    np.testing.assert_allclose(found["w"], 1, rtol=1e-3)
+    params = FORMS[form](IS_COUNT)
+    assert params["experts"]["tokens"].tolist() == [0, 0, 0]
+    np.testing.assert_allclose(params["w"], 1, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,11 @@ def test_layers_with_a_name_before_their_number_are_no_stack():
     names = "DecoderLayer_0", "DecoderLayer_1"
     params = {"blocks": {name: {"w": jnp.ones((4, 4))} for name in names}}
     assert not is_stack("blocks/DecoderLayer_0/w")
+
     parts = [cut(params, 2).take(params, k) for k in range(2)]
     assert [list(part) for part in parts] == [[f"blocks/{n}/w"] for n in names]
     assert all(x.shape == (4, 4) for part in parts for x in part.values())
+
     # One tensor, of rank 1: a stack's layers would be four vectors.
     part = {"blocks/DecoderLayer_0/w": jnp.outer(jnp.arange(4.0), jnp.ones(4))}
     compressor = low_rank(1)
@@ -115,18 +117,22 @@ def test_a_guess_by_name_is_said_once_and_overridden(caplog):
     for _ in range(2):
         guessed, _ = matrices(identity()).encode(tree, ())
     assert not guessed.matrices  # Three vectors.
-    (said,) = caplog.messages
-    assert "the leaves below 'layers' are taken for layers" in said
+
+    (warning,) = caplog.messages
+    assert "the leaves below 'layers' are taken for layers" in warning
+
     right, _ = matrices(identity(), has_layers=lambda path: False).encode(tree, ())
     assert list(right.matrices) == ["layers/w"]
+
     average = RadialDirectional(embedding="nothing", has_layers=lambda path: False)
     sent = average.before({"layers/embed": jnp.ones((4, 4))}, None)
     assert sent["layers/embed"]["length"].item() == 4
+
     whole = normalized_outer_product(scope="layer", has_layers=lambda path: False)
     x = jnp.arange(6.0).reshape(2, 3)
-    found = whole.product({"layers": {"w": x}}, {"layers": {"w": x}})
+    product = whole.product({"layers": {"w": x}}, {"layers": {"w": x}})
     expected = normalized_outer_product().product({"w": x}, {"w": x})
-    np.testing.assert_array_equal(found["layers"]["w"], expected["w"])
+    np.testing.assert_array_equal(product["layers"]["w"], expected["w"])
 
 
 def test_muon_says_that_it_finds_nothing(caplog):

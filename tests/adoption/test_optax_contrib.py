@@ -22,7 +22,9 @@ import pytest
 import cocodc_jax as cc
 from tests.slow import mostly_slow
 
-NUM_REGIONS, INTERVAL, NUM_ROUNDS = 2, 2, 3
+NUM_REGIONS = 2
+INTERVAL = 2
+NUM_ROUNDS = 3
 OUTER = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
 METHOD = cc.methods.get(
     "diloco", sync_interval=INTERVAL, outer_lr=0.7, outer_momentum=0.9
@@ -431,7 +433,8 @@ def ours(case):
 
 def plain(case):
     """The same by a plain loop over rounds."""
-    optimizer, regions = case.optimizer, range(NUM_REGIONS)
+    optimizer = case.optimizer
+    regions = range(NUM_REGIONS)
     outer_optimizer = optax.sgd(**OUTER)
     first = jax.tree.map(jnp.asarray, PARAMS)
 
@@ -455,15 +458,16 @@ def plain(case):
         mean = jax.tree.map(lambda o, x: o - x.mean(0), outer, params)
         updates, outer_state = outer_optimizer.update(mean, outer_state, outer)
         outer = optax.apply_updates(outer, updates)
-        old, params = params, stacked([outer] * NUM_REGIONS)
+        old = params
+        params = stacked([outer] * NUM_REGIONS)
         change = jax.tree.map(jnp.subtract, params, old)
         if case.on_merge is not None:
             state = jax.vmap(case.on_merge)(state, change)
         return (params, state, outer, outer_state), None
 
     state = optimizer.init(first)
-    own = case.in_region or (lambda state, region: state)
-    states = stacked([own(state, region) for region in regions])
+    in_region = case.in_region or (lambda state, region: state)
+    states = stacked([in_region(state, region) for region in regions])
     carry = stacked([first] * NUM_REGIONS), states, first, outer_optimizer.init(first)
     (params, state, *_), _ = repeated(case, a_round, carry, BATCHES)
     return params, state

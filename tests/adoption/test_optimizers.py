@@ -48,7 +48,8 @@ def alone(optimizer, regions):
         updates, state = optimizer.update(grads, state, params, value=value)
         return optax.apply_updates(params, updates), state
 
-    params, state = PARAMS, optimizer.init(PARAMS)
+    params = PARAMS
+    state = optimizer.init(PARAMS)
     for batch in BATCHES:
         params, state = step(params, state, batch)
     return params["w"]
@@ -71,19 +72,19 @@ def run(optimizer, method, loss=loss_fn, data=1, specs=None):
     ids=["whole", "divided"],
 )
 def test_regions_do_what_optax_does(name, data, specs):
-    found, _ = run(OPTIMIZERS[name], "apart", data=data, specs=specs)
+    weights, _ = run(OPTIMIZERS[name], "apart", data=data, specs=specs)
     wanted = [alone(OPTIMIZERS[name], [i]) for i in range(2)]
-    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(weights, wanted, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize("name", ["multi_steps", "reduce_on_plateau"])
 def test_regions_that_exchange_every_step_go_by_the_mean_loss(name, data):
     """Each by its own would take them apart."""
-    found, _ = run(OPTIMIZERS[name], "data_parallel", data=data)
-    np.testing.assert_array_equal(found[0], found[1])
+    weights, _ = run(OPTIMIZERS[name], "data_parallel", data=data)
+    np.testing.assert_array_equal(weights[0], weights[1])
     wanted = alone(OPTIMIZERS[name], [0, 1])
-    np.testing.assert_allclose(found[0], wanted, rtol=2e-5)
+    np.testing.assert_allclose(weights[0], wanted, rtol=2e-5)
 
 
 @pytest.mark.parametrize("data", [1, 2])
@@ -97,9 +98,9 @@ def test_a_loss_that_was_not_written_for_shard_map(data):
         loss = jnp.mean(total**2)
         return jax.lax.cond(loss > 1e6, lambda: jnp.zeros(()), lambda: loss), {}
 
-    found, _ = run(optax.sgd(0.01), "apart", loss, data)
-    assert np.isfinite(found).all()
-    assert not np.array_equal(found[0], found[1])
+    weights, _ = run(optax.sgd(0.01), "apart", loss, data)
+    assert np.isfinite(weights).all()
+    assert not np.array_equal(weights[0], weights[1])
 
 
 def test_numbers_of_pythons_are_aux():
@@ -107,11 +108,11 @@ def test_numbers_of_pythons_are_aux():
         return loss_fn(params, batch, key)[0], {"acc": 0.5, "num": 3, "is_odd": True}
 
     _, output = run(optax.sgd(0.01), "diloco", loss)
-    found = {k: np.asarray(v) for k, v in output.aux.items()}
-    assert {k: v.shape for k, v in found.items()} == dict.fromkeys(found, (4, 2))
-    assert (found["acc"] == 0.5).all()
-    assert (found["num"] == 3).all()
-    assert found["is_odd"].all()
+    aux = {k: np.asarray(v) for k, v in output.aux.items()}
+    assert {k: v.shape for k, v in aux.items()} == dict.fromkeys(aux, (4, 2))
+    assert (aux["acc"] == 0.5).all()
+    assert (aux["num"] == 3).all()
+    assert aux["is_odd"].all()
 
 
 def test_a_loss_that_is_wrong_says_so_itself():
@@ -225,16 +226,16 @@ def test_an_optimizer_gets_the_extra_arguments_that_it_names(plain):
     optimizer = with_value("value")
     if plain:  # Optax itself would pass nothing.
         optimizer = optax.GradientTransformation(*optimizer)
-    found, _ = run(optimizer, "apart")
+    weights, _ = run(optimizer, "apart")
     wanted = [alone(with_value("value"), [i]) for i in range(2)]
-    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(weights, wanted, rtol=2e-5, atol=1e-6)
 
 
 def test_an_optimizer_that_takes_none_gets_none_inside_of_a_chain_either():
     sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2)
-    found, _ = run(optax.chain(optax.clip(10.0), sam), "apart")
+    chained, _ = run(optax.chain(optax.clip(10.0), sam), "apart")
     direct, _ = run(sam, "apart")
-    np.testing.assert_allclose(found, direct, rtol=1e-6)
+    np.testing.assert_allclose(chained, direct, rtol=1e-6)
 
 
 def test_an_extra_argument_that_is_missing_is_named():
@@ -275,8 +276,8 @@ def test_regions_draw_noise_of_their_own():
     optimizer = optax.noisy_sgd(1.0, key=3)
     zero = jax.tree.map(jnp.zeros_like, PARAMS)
     wanted, _ = optimizer.update(zero, optimizer.init(PARAMS), PARAMS)
-    for found in (one, noise_of("apart", 1)[0]):
-        np.testing.assert_allclose(found, wanted["w"], rtol=1e-5)
+    for noise in (one, noise_of("apart", 1)[0]):
+        np.testing.assert_allclose(noise, wanted["w"], rtol=1e-5)
 
 
 def test_regions_that_exchange_every_step_draw_the_same():
@@ -299,11 +300,13 @@ def test_a_transforms_keys_differ_from_the_first_update_on():
     first = jax.vmap(lambda x: x, None, axes, axis_size=2)((PARAMS, tx.init(PARAMS)))
     state = step(*first, BATCHES[0])[1]
     keys = [np.asarray(state.inner[0].hessian_fn_state.key)]
+
     # A restored state keeps its keys: the next ones follow from them alone.
     later = step(first[0], state, BATCHES[1])[1]
     keys.append(np.asarray(later.inner[0].hessian_fn_state.key))
     wanted = [jax.random.split(jax.random.PRNGKey(0))[0]]
-    own = jax.random.fold_in(jax.random.PRNGKey(0), 1)
-    wanted.append(jax.random.split(own)[0])
+    key = jax.random.fold_in(jax.random.PRNGKey(0), 1)
+    wanted.append(jax.random.split(key)[0])
+
     np.testing.assert_array_equal(keys[0], wanted)
     np.testing.assert_array_equal(keys[1], [jax.random.split(x)[0] for x in wanted])

@@ -26,7 +26,8 @@ QUICK = [script for script in SCRIPTS if script.stem != "nanodo_loop"]
 def test_a_recipe_trains_in_few_lines(script):
     assert sum(map(bool, script.read_text().splitlines())) <= 40
     losses, state = runpy.run_path(str(script))["main"]()
-    losses, metrics = np.array(losses), cc.sync_metrics(state)
+    losses = np.array(losses)
+    metrics = cc.sync_metrics(state)
     assert losses.ndim == 2
     assert (losses[-10:].mean(0) < losses[:10].mean(0)).all()
     assert (np.asarray(metrics["bytes_sent"]) > 0).all()
@@ -47,13 +48,14 @@ def test_nanodos_loop_resumes_in_mid_flight(nanodo, tmp_path):
     np.testing.assert_allclose(rest, whole[11:], rtol=1e-6)
     assert_all_close(resumed, state, rtol=1e-5, atol=1e-6)
     # The outer model is sharded as the parameters are, not once a device.
-    found = {k: v for part in nn.unbox(state.outer) for k, v in part.items()}
-    assert found["blocks_0/query/kernel"].sharding.spec[0] == "data"
+    outer = {k: v for part in nn.unbox(state.outer) for k, v in part.items()}
+    assert outer["blocks_0/query/kernel"].sharding.spec[0] == "data"
 
 
 def test_nanodos_loop_by_data_parallel_is_the_loop_alone(nanodo):
-    found, _ = nanodo["main"](8, cc.methods.get("data_parallel"))
-    model, optimizer = nanodo["model"], optax.adamw(0.01)
+    losses, _ = nanodo["main"](8, cc.methods.get("data_parallel"))
+    model = nanodo["model"]
+    optimizer = optax.adamw(0.01)
     params = model.init(jax.random.key(0), np.zeros((1, 11), int))["params"]
     state = optimizer.init(params)
 
@@ -72,4 +74,4 @@ def test_nanodos_loop_by_data_parallel_is_the_loop_alone(nanodo):
     for i in range(8):
         tokens = (np.arange(12) + i + np.arange(8)[:, None]) % 16
         params, state, loss = step(params, state, tokens)
-        np.testing.assert_allclose(np.mean(found[i]), loss, rtol=1e-5)
+        np.testing.assert_allclose(np.mean(losses[i]), loss, rtol=1e-5)

@@ -28,11 +28,13 @@ def test_nnx_keeps_a_copy_of_where_the_gradient_was_taken():
     old = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
     start = np.asarray(model.kernel[...])
     ones = jax.tree.map(jnp.ones_like, old)
-    ratios, kernels = [], []
+    ratios = []
+    kernels = []
     for _ in range(2):
         optimizer.update(model, ones, stale_params=old)
         ratios.append(float(optimizer.opt_state[0].correction_ratio[...]))
         kernels.append(np.asarray(model.kernel[...]))
+
     # The second gradient is used 0.1 below where it was taken: 1 + 0.5 * 1 * 1 * -0.1.
     np.testing.assert_allclose(ratios, [0, 0.05], rtol=1e-5)
     np.testing.assert_allclose(kernels[1], start - 0.1 - 0.095, rtol=1e-5)
@@ -122,6 +124,7 @@ def test_a_masked_part_has_the_curvature_of_the_whole(name):
     fresh, _ = transform.update(
         gradient, transform.init(now), now, stale_params=stale, **extra
     )
+
     # Along the step of w alone.
     wanted = jax.grad(loss)({"w": now["w"], "b": stale["b"]})["w"]
     np.testing.assert_allclose(fresh["w"], wanted, rtol=1e-6)
