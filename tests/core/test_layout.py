@@ -29,18 +29,18 @@ WHERE = jax.tree.map(
 def test_a_leaf_is_sharded_as_the_parameter_that_its_path_ends_with(axis, lead):
     outer = {"layer/w": PARAMS["layer"]["w"], "value": PARAMS["value"]}
     tree = {"mu": PARAMS, "outer": (outer,), "count": jnp.zeros((), int)}
-    found = cc.sync_shardings(tree, WHERE, axis)
-    assert found["mu"]["layer"]["w"].spec == P(*lead, None, "data")
-    assert found["mu"]["layer"]["b"].spec == P(*lead)
-    assert found["outer"][0]["layer/w"].spec == P(*lead, None, "data")
-    assert found["outer"][0]["value"].spec == P(*lead, "data")
-    assert found["count"].spec == P(*lead)
+    shardings = cc.sync_shardings(tree, WHERE, axis)
+    assert shardings["mu"]["layer"]["w"].spec == P(*lead, None, "data")
+    assert shardings["mu"]["layer"]["b"].spec == P(*lead)
+    assert shardings["outer"][0]["layer/w"].spec == P(*lead, None, "data")
+    assert shardings["outer"][0]["value"].spec == P(*lead, "data")
+    assert shardings["count"].spec == P(*lead)
 
 
 def test_factors_that_do_not_divide_are_replicated_inside_a_region():
     factors = {"layer": {"w": jnp.zeros((4, 1))}, "value": jnp.zeros(())}
-    found = cc.sync_shardings(factors, WHERE)
-    assert {x.spec for x in jax.tree.leaves(found)} == {P("region")}
+    shardings = cc.sync_shardings(factors, WHERE)
+    assert {x.spec for x in jax.tree.leaves(shardings)} == {P("region")}
 
 
 def test_a_state_is_laid_out_by_its_axes():

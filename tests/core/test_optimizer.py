@@ -21,7 +21,8 @@ from tests.program import tiny
 from tests.program.test_family import OPTIMIZERS, OPTIONS, finish, num_regions_of
 from tests.slow import mostly_slow
 
-NUM_STEPS, CUT = 17, 7
+NUM_STEPS = 17
+CUT = 7
 SHORT = {"sync_interval": 8, "num_fragments": 2, "delay_steps": 2}
 ADAM = optax.adam(0.05)
 
@@ -80,8 +81,8 @@ def make_step(loss, tx):
 
 def batches_of(num_regions, num_steps=NUM_STEPS):
     """Leaves `[R, T, ...]`."""
-    each = map(tiny.make_batch, range(num_steps))
-    return jax.tree.map(lambda *x: np.stack(x, 1)[:num_regions], *each)
+    steps = map(tiny.make_batch, range(num_steps))
+    return jax.tree.map(lambda *x: np.stack(x, 1)[:num_regions], *steps)
 
 
 def for_all(tree, num_regions):
@@ -136,12 +137,15 @@ def check_case(case, params, dtype, atol):
     tx = cc.synchronized(
         optimizer, method, axis_name="region", user_inputs=tiny.USER_INPUTS
     )
-    found, state = train(tx, method, num_regions, params=params)
+    trained, state = train(tx, method, num_regions, params=params)
     expected = reference(optimizer, method, num_regions, params=params)
-    assert found["head"].dtype == dtype
-    assert_near(found, expected.region.params, atol=atol)
+
+    assert trained["head"].dtype == dtype
+    assert_near(trained, expected.region.params, atol=atol)
+
     metrics = cc.sync_metrics(state)
     assert metrics["bytes_sent"] == expected.bytes_sent
+
     if expected.sync is not None:
         flying = len(expected.sync.schedule.in_flight)
         assert metrics["fragments_in_flight"] == flying
@@ -162,8 +166,10 @@ def test_a_region_that_is_late_keeps_its_memory_and_spoils_no_mean(compress):
         "decoupled_diloco", sync_interval=1, num_fragments=1, averaging="mean",
         answer_steps="0,0,9,0", grace_steps=0, mixing_alpha=0.0, compress=compress,
     )  # fmt: skip
-    tx, axes = cc.synchronized(SGD, method, axis_name="region"), cc.sync_axes(method)
-    program, params = tiny.program_of(method, optimizer=SGD), tiny.make_params()
+    tx = cc.synchronized(SGD, method, axis_name="region")
+    axes = cc.sync_axes(method)
+    program = tiny.program_of(method, optimizer=SGD)
+    params = tiny.make_params()
     carry = laid_out((0, axes), (params, tx.init(params)), 4)
     go = jax.jit(mapped(make_step(tiny.loss_fn, tx), (0, axes)))
     state = program.init(params, jax.random.key(0))
@@ -172,6 +178,7 @@ def test_a_region_that_is_late_keeps_its_memory_and_spoils_no_mean(compress):
         batch["x"][2] *= np.nan if i else 1
         carry, _ = go(carry, batch)
         state, _ = program.advance(state, jax.tree.map(lambda x: x[None], batch))
+
     assert np.isfinite(carry[0]["head"]).all((1, 2)).tolist() == [1, 1, 0, 1]
     assert_near(carry[0], state.region.params, atol=1e-6)
     assert_near(carry[1].memories, state.sync.compressors, atol=1e-6)
@@ -216,7 +223,8 @@ def in_vmap(step, carry, batches):
 
 
 def on_a_mesh(step, carry, batches):
-    axes, specs = (0, cc.sync_axes(COCODC)), (P("region"), SPECS)
+    axes = (0, cc.sync_axes(COCODC))
+    specs = (P("region"), SPECS)
     lay = functools.partial(NamedSharding, regions_mesh())
     where = jax.tree.map(lay, specs, is_leaf=lambda x: isinstance(x, P))
     carry = jax.device_put(laid_out(axes, carry, 4), where)
@@ -236,8 +244,8 @@ def in_shard_map(step, carry, batches, check_vma=True, is_one=False):
         return jax.tree.map(pick, carry, specs)
 
     def of_region(carry, xs):
-        own = change(lambda x: x[0], carry), jax.tree.map(lambda x: x[0], xs)
-        return change(lambda x: x[None], scan_of(step)(*own))
+        local = change(lambda x: x[0], carry), jax.tree.map(lambda x: x[0], xs)
+        return change(lambda x: x[None], scan_of(step)(*local))
 
     go = jax.shard_map(
         of_region, mesh=regions_mesh(), in_specs=(specs, P("region")), out_specs=specs,
@@ -260,17 +268,19 @@ def in_shard_map(step, carry, batches, check_vma=True, is_one=False):
 )
 def test_wherever_regions_are_it_is_the_same(expected, how, compress):
     tx, (params, state) = expected(compress)
-    step, first = make_step(tiny.loss_fn, tx), tiny.make_params()
+    step = make_step(tiny.loss_fn, tx)
+    first = tiny.make_params()
     go = jax.jit(functools.partial(how, step))
-    found, after = go((first, tx.init(first)), batches_of(4))
-    assert_near(found, params, atol=1e-6)
+    trained, after = go((first, tx.init(first)), batches_of(4))
+    assert_near(trained, params, atol=1e-6)
     sent = cc.sync_metrics(after)["bytes_sent"]
     assert (sent == cc.sync_metrics(state)["bytes_sent"]).all()
 
 
 def test_step_by_step_and_restored_in_mid_flight(tx, expected, tmp_path):
     """One trace for all steps, and nothing of a state that a file cannot hold."""
-    axes, traces = (0, cc.sync_axes(COCODC)), []
+    axes = (0, cc.sync_axes(COCODC))
+    traces = []
     step = make_step(tiny.loss_fn, tx)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -288,6 +298,7 @@ def test_step_by_step_and_restored_in_mid_flight(tx, expected, tmp_path):
             with np.load(tmp_path / "state.npz") as saved:
                 carry = structure.unflatten(saved[name] for name in saved.files)
         carry = go(carry, tiny.make_batch(i))
+
     assert len(traces) == 1
     assert_near(carry, expected(None)[1], atol=1e-6)
 
@@ -300,10 +311,12 @@ def test_loops_stay_loops_where_regions_are_mapped(tx, is_one):
     carry = laid_out(axes, (params, tx.init(params)), 4)
     step = mapped(make_step(tiny.loss_fn, tx), axes)
     jaxpr = jax.make_jaxpr(step)(carry, tiny.make_batch(0)).jaxpr
-    found = [e for e in equations(jaxpr) if e.primitive.name == "while"]
+    loops = [e for e in equations(jaxpr) if e.primitive.name == "while"]
+
     # One around all, and for each fragment one to start and one to finish.
-    assert len(found) >= 1 + 2 * 2
-    for eqn in found:
+    assert len(loops) >= 1 + 2 * 2
+
+    for eqn in loops:
         (predicate,) = eqn.params["cond_jaxpr"].jaxpr.outvars
         assert predicate.aval.shape == ()
 
@@ -331,10 +344,10 @@ def test_what_the_state_costs(name, options, regional, shared):
 
 def loops_around(module, opcode, computation=None, depth=0):
     """Of each instruction of a compiled program, the number of loops around it."""
-    for each in module.computations[computation or module.entry].instructions:
-        if each.opcode == opcode:
+    for instruction in module.computations[computation or module.entry].instructions:
+        if instruction.opcode == opcode:
             yield depth
-        for how, names in each.called.items():
+        for how, names in instruction.called.items():
             for name in names:
                 is_body = how == "body"
                 yield from loops_around(module, opcode, name, depth + is_body)
@@ -345,12 +358,14 @@ def test_the_compiler_leaves_what_is_not_due_in_its_loop():
     options = SHORT | {"num_fragments": 1, "compress": "int8"}
     method = cc.methods.get("streaming_diloco", **options)
     tx = cc.synchronized(optax.sgd(0.1), method, axis_name="region")
-    axes, params = (0, cc.sync_axes(method)), {"w": jnp.ones(4)}
+    axes = (0, cc.sync_axes(method))
+    params = {"w": jnp.ones(4)}
     step = make_step(lambda params, x, key: ((params["w"] * x).sum(), {}), tx)
     scan = mapped(lambda carry, xs: jax.lax.scan(step, carry, xs), axes)
     lowered = jax.jit(scan).lower(
         laid_out(axes, (params, tx.init(params)), 2), jnp.ones((2, 5, 4))
     )
+
     # The optimizations that tests leave out.
     compiled = lowered.compile({"xla_backend_optimization_level": 2})
     module = hlo.parse(compiled.as_text())
@@ -362,7 +377,8 @@ def test_the_compiler_leaves_what_is_not_due_in_its_loop():
 @pytest.mark.parametrize("is_around", [True, False])
 def test_trials_choose_each_for_itself(tx, expected, is_around):
     """Another axis around the regions', or inside of it, is another run."""
-    scan, batches = scan_of(make_step(tiny.loss_fn, tx)), batches_of(4)
+    scan = scan_of(make_step(tiny.loss_fn, tx))
+    batches = batches_of(4)
     params = tiny.make_params()
     first = [params, params | {"head": 0 * params["head"]}]
     carries = [(params, tx.init(params)) for params in first]
@@ -375,11 +391,11 @@ def test_trials_choose_each_for_itself(tx, expected, is_around):
         return jax.vmap(fn, (0, None))
 
     go = of_trials(of_regions(scan)) if is_around else of_regions(of_trials(scan))
-    found, state = jax.jit(go)(trials, batches)
+    trained, state = jax.jit(go)(trials, batches)
     alone = [jax.jit(of_regions(scan))(carry, batches) for carry in carries]
     axis = 0 if is_around else 1
     wanted = jax.tree.map(lambda *x: jnp.stack(x, axis), *(x[0] for x in alone))
-    assert_near(found, wanted, atol=1e-6)
+    assert_near(trained, wanted, atol=1e-6)
     last = [x[1].times.last_start for x in alone]
     assert not np.array_equal(*last)
     np.testing.assert_array_equal(state.times.last_start, jnp.stack(last, axis))
@@ -428,6 +444,7 @@ def test_inside_of_other_transforms_and_around_them(name):
     interval = 8 if name == "accumulated around" else 4
     method = cc.methods.get("diloco", sync_interval=interval)
     expected = reference(optimizer, method, 4, num_steps)
+
     assert_near(params, expected.region.params, atol=1e-6)
     assert (cc.sync_metrics(state)["norm"] > 0).all()
 
@@ -438,10 +455,12 @@ def test_narrow_parameters_are_merged_but_for_a_rounding():
     tx = cc.synchronized(optax.sgd(0.05), method, axis_name="region")
     state = tx.init(params)
     assert {x.dtype for x in jax.tree.leaves(state.outer)} == {jnp.dtype("float32")}
+
     updates, state = jax.vmap(tx.update, in_axes=(0, None, None), axis_name="region")(
         for_all(params, 2), state, params
     )
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
+
     merged = jax.vmap(optax.apply_updates, (None, 0))(params, updates)
     merged = jax.tree.map(np.float32, merged)
     one = jax.tree.map(lambda x: x[0], state.outer[0])
@@ -485,6 +504,7 @@ def test_what_is_known_later_is_refused_then():
         for curvature in ("hessian_vector", "gauss_newton")
     )
     by_fives = cc.methods.get("diloco", sync_interval=5)
+
     for method, options, says in (
         ("diloco", {"num_regions": 2}, "num_regions=2 differs from the 3 regions of"),
         ("diloco", {"given": None}, "needs params: tx.update"),
@@ -498,6 +518,7 @@ def test_what_is_known_later_is_refused_then():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=says):
             update(method, **options)
+
     with pytest.raises(ValueError, match="holds 0 states of synchronized"):
         cc.sync_metrics(ADAM.init(params))
 
@@ -506,7 +527,7 @@ def test_a_parameter_may_be_called_as_what_holds_it():
     """Flax NNX gives `init` variables, a level deeper than what `update` has."""
     plain = {"attention": {"value": jnp.ones(2), "key": jnp.ones(2)}}
     boxed = jax.tree.map(nnx.Param, plain)
-    found = [unboxed(cut(tree, 1), tree).slices[0] for tree in (plain, boxed)]
-    assert [[x.path for x in each] for each in found] == [
+    fragments = [unboxed(cut(tree, 1), tree).slices[0] for tree in (plain, boxed)]
+    assert [[x.path for x in slices] for slices in fragments] == [
         ["attention/key", "attention/value"]
     ] * 2

@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 import cocodc_jax as cc
 from tests.numerics import assert_all_close
 
-NUM_REGIONS, WIDTH, NUM_STEPS = 4, 4, 9
+NUM_REGIONS = 4
+WIDTH = 4
+NUM_STEPS = 9
 METHOD = cc.methods.get(
     "streaming_diloco",
     sync_interval=4,
@@ -117,7 +119,8 @@ def test_diloco_at_every_step_is_data_parallel():
     method = cc.methods.get("diloco", sync_interval=1, outer_lr=1.0, outer_momentum=0.0)
     tx = cc.stacked(optax.sgd(0.1), method, NUM_REGIONS)
     params, _ = in_a_trainers_step(tx, lambda *args: all_losses(*args).mean())
-    alone, gradient = make_params(), jax.jit(jax.grad(loss_of))
+    alone = make_params()
+    gradient = jax.jit(jax.grad(loss_of))
     for batch in BATCHES:
         grads = gradient(alone, batch.reshape(-1, WIDTH))
         alone = jax.tree.map(lambda x, grad: x - 0.1 * grad, alone, grads)
@@ -132,7 +135,8 @@ class NnxModel(nnx.Module):
         make = functools.partial(
             nnx.Linear, use_bias=False, kernel_init=init, rngs=rngs
         )
-        self.a, self.b = make(WIDTH, WIDTH), make(WIDTH, 2)
+        self.a = make(WIDTH, WIDTH)
+        self.b = make(WIDTH, 2)
 
 
 class LinenModel(nn.Module):
@@ -249,7 +253,8 @@ class Named:
     """What Haliax's `NamedArray` is here: names of axes, and a key without a name."""
 
     def __init__(self, array, axis_names):
-        self.array, self.axis_names = array, axis_names
+        self.array = array
+        self.axis_names = axis_names
 
     @property
     def axes(self):
@@ -294,9 +299,11 @@ def test_an_optimizer_that_reads_the_names_of_axes_sees_one_region():
     for batch in BATCHES:
         params, state = step(params, state, batch)
     assert jax.tree.structure((params, state)) == before
+
     boxes = jax.tree.leaves(state, is_leaf=is_named)
     boxes = [box for box in boxes if is_named(box)]
     assert all(box.axes for box in boxes)
+
     # What is equal in all regions is shaped, and so divided, as one region's.
     outer = {path: x.axis_names for part in state.outer for path, x in part.items()}
     assert outer == {"a": ("embed", "mlp"), "b": ("mlp", "out")}
