@@ -54,6 +54,7 @@ def test_gradients_are_those_of_jax_up_to_rounding(changes, tolerance):
     (loss, grads, program), (loss_plain, grads_plain, program_plain) = map(
         _gradients, (config, plain)
     )
+
     assert program != program_plain
     np.testing.assert_allclose(loss, loss_plain, rtol=tolerance)
     jax.tree.map(
@@ -72,8 +73,10 @@ def test_gradients_of_a_product_are_its_formula():
     g = _draw((2, 5, 4), 2)
     y, pull = jax.vjp(lambda x, w: product(x, w, "cpu"), x, w)
     grad_x, grad_w = pull(g)
+
     np.testing.assert_allclose(y, np.asarray(x) @ np.asarray(w), rtol=1e-5)
     np.testing.assert_allclose(grad_x, np.asarray(g) @ np.asarray(w).T, rtol=1e-5)
+
     flat_x = np.asarray(x).reshape(-1, 3)
     flat_g = np.asarray(g).reshape(-1, 4)
     np.testing.assert_allclose(grad_w, flat_x.T @ flat_g, rtol=1e-4, atol=1e-6)

@@ -18,6 +18,7 @@ def _counted_by_hand(config):
     if config.num_experts:  # All blocks; a router, and a count of each expert's tokens.
         of_expert = 3 * config.width * config.expert_width + config.width + 1
         mlp = config.num_experts * of_expert
+
     norms = 2 * config.width
     if config.qk_norm:
         norms += 2 * config.width // config.num_heads

@@ -30,6 +30,7 @@ def test_regions_tell_their_bytes_and_stay_confined():
     tokens = rng.integers(0, 256, (STEPS, 2, BATCH, LENGTH + 1)).astype(np.int32)
     ((state, output),) = run(program, state, iter(tokens), STEPS)
     whole = models.stage_bytes(CONFIG.model, 2, BATCH, LENGTH, SUBSPACE)
+
     assert np.all(np.asarray(output.aux["stage_bytes"]) == whole)
     u = SUBSPACE.basis
     for tree in (program.outer_params(state), program.mean_params(state)):
@@ -51,6 +52,7 @@ def test_a_codec_reaches_the_loss():
         jaxpr = str(steps.jaxpr)
         assert "ppermute" in jaxpr
         shared_out.append("all_to_all" in jaxpr)
+
     # What no codec wrote is not shared out.
     assert shared_out == [True, False]
 
@@ -129,9 +131,11 @@ def test_devices_that_share_experts_train_as_one_does():
     assert_all_close(state.region.params, one.region.params, atol=2e-4)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     np.testing.assert_array_equal(num_tokens, alone)
+
     block = state.region.params["blocks"]
     gate = block["moe"]["experts"]["gate"].sharding
     assert gate.spec == P("region", None, "expert", "data", "model")
+
     query = block["attention"]["query"].sharding
     assert query.spec == P("region", None, ("data", "expert"), "model")
 

@@ -81,6 +81,7 @@ def test_tensors_have_the_names_and_turns_of_hugging_face(config, tmp_path):
         "num_key_value_heads": config.num_kv_heads, "rms_norm_eps": 1e-3,
         "tie_word_embeddings": config.tie_embeddings,
     } == said  # fmt: skip
+
     if config.num_experts:
         assert (said["num_local_experts"], said["num_experts_per_tok"]) == (4, 2)
 
@@ -99,6 +100,7 @@ def test_several_files_in_bfloat16(folder):
     for file, inside in parts.items():
         half = {name: tensors[name].astype(ml_dtypes.bfloat16) for name in inside}
         save_file(half, folder / file)
+
     places = {name: file for file, inside in parts.items() for name in inside}
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": places}))
@@ -106,6 +108,7 @@ def test_several_files_in_bfloat16(folder):
     rounded = jax.tree.map(
         lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32), drawn_params(APART)
     )
+
     jax.tree.map(np.testing.assert_array_equal, params, rounded)
     index.write_text(
         json.dumps({"weight_map": dict.fromkeys(names, "one.safetensors")})
@@ -183,11 +186,14 @@ def test_other_tensors_are_refused_by_name(folder):
     change_tensors(folder, lambda t: t.update({old: np.ones(2, np.float32)}))
     hugging_face.check(folder, APART)
     change_tensors(folder, lambda t: t.update({odd: np.ones(2, np.float32)}))
+
     with pytest.raises(ValueError, match=f"no place for: '{odd}'$"):
         hugging_face.check(folder, APART)
+
     change_tensors(folder, lambda t: (t.pop(odd), t.update({name: t[name].T.copy()})))
     with pytest.raises(ValueError, match=rf"{name} in .* \[16, 24\], and \[24, 16\]"):
         hugging_face.check(folder, APART)
+
     change_tensors(folder, lambda t: t.pop(name))
     with pytest.raises(ValueError, match=f"has no tensor '{name}'$"):
         hugging_face.check(folder, APART)
@@ -205,9 +211,11 @@ def test_files_that_are_damaged_or_missing(folder):
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ValueError, match=r"model.safetensors cannot be read: "):
         hugging_face.check(folder, APART)
+
     path.unlink()
     with pytest.raises(ValueError, match=r"has neither model.safetensors nor model"):
         hugging_face.check(folder, APART)
+
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json cannot be read: "):
         hugging_face.check(folder, APART)
@@ -226,14 +234,17 @@ def test_a_mixture_is_held_against_its_file(tmp_path):
         hugging_face.read(tmp_path, more)
     with pytest.raises(ValueError, match="'mixtral' there; one with experts"):
         hugging_face.read(tmp_path, SCANNED)
+
     shared = dataclasses.replace(MIXTRAL, shared_experts=1)
     with pytest.raises(ValueError, match="shared_experts=1 is not what Mixtral"):
         hugging_face.write(tmp_path, shared, drawn_params(shared))
+
     # What transformers takes for a Mixtral where nothing is said.
     path = tmp_path / "config.json"
     said = json.loads(path.read_text())
     del said["rope_theta"], said["num_key_value_heads"]
     path.write_text(json.dumps(said))
+
     with pytest.raises(ValueError, match="num_kv_heads is 8 there.*rope_theta is 1000"):
         hugging_face.read(tmp_path, MIXTRAL)
 
@@ -254,12 +265,14 @@ def test_transformers_computes_the_same_logits(config, tmp_path):
         tmp_path, dtype=torch.float32
     )
     kind = "Mixtral" if config.num_experts else "Llama"
+
     assert type(model).__name__ == f"{kind}ForCausalLM"
     with torch.no_grad():
         theirs = model(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy()
     ours = np.asarray(apply(config, drawn_params(config), TOKENS))
     print(f"largest difference {np.abs(ours - theirs).max():.1e}", end=" ")
     print(f"of logits up to {np.abs(theirs).max():.2f}")
+
     np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=2e-5)
     model.save_pretrained(tmp_path / "back")
     params = hugging_face.read(tmp_path / "back", config)

@@ -44,10 +44,13 @@ def test_what_is_added_and_merged(config):
     assert jax.tree.structure(first) == jax.tree.structure(
         models.init_params(config, jax.random.key(0))
     )
+
     expected = models.apply(plain, base, TOKENS)
     np.testing.assert_array_equal(models.apply(config, first, TOKENS), expected)
+
     adapted = models.apply(config, params, TOKENS)
     assert np.abs(adapted - expected).max() > 0.1
+
     merged = lora.merged(config, params)
     assert jax.tree.structure(merged) == jax.tree.structure(base)
     # A sum of two products, and the product with a sum.
@@ -73,9 +76,11 @@ def test_the_files_of_adapters(config, tmp_path):
             a, b = (adapter.pop(f"{at}{name}.lora_{x}.weight") for x in "AB")
             assert a.shape[0] == b.shape[1] == 3
             tensors[f"{name}.weight"] += 6.0 / 3 * b @ a
+
     assert not adapter
     for name, tensor in tensors.items():
         np.testing.assert_allclose(merged[name], tensor, rtol=1e-5, atol=1e-5)
+
     said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert said["target_modules"] == ["q_proj", "o_proj", "down_proj"]
     assert (said["r"], said["lora_alpha"]) == (3, 6.0)

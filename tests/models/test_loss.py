@@ -117,6 +117,7 @@ def test_bfloat16_hidden_states_give_float32_logits_and_head_gradient(chunk_toke
         cross_entropy, hidden, targets_BL=targets, chunk_tokens=chunk_tokens
     )
     (loss, _), grad = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(head)
+
     assert loss.dtype == grad.dtype == jnp.float32
     expected, _ = _oracle(np.asarray(hidden, np.float32), head, targets)
     # Inputs are exact in bfloat16, so only float32 sums differ; logits rounded to
@@ -153,6 +154,7 @@ def test_what_is_not_one_part_is_scanned():
             jax.grad(make_accumulated_loss_fn(make_loss_fn(CONFIG), 4), has_aux=True)
         )(params, tokens, jax.random.key(0))
     )
+
     assert "length=4" in text
     loss_fn = make_loss_fn(CONFIG)
     assert make_accumulated_loss_fn(loss_fn, 1) is loss_fn

@@ -115,6 +115,7 @@ class TestRegions:
         }
         program = over_regions(mesh, loss_fn, *([blocks[block]] if block else []))
         actual = jax.jit(program)(params, batches, keys(_REGIONS))
+
         assert_close(actual, plain_regions(CONFIG, _REGIONS))
         _, grads = actual
         up = grads["blocks"]["mlp"]["up"].addressable_shards[0].data
@@ -142,6 +143,7 @@ class TestRegions:
             for e in equations(jaxpr.jaxpr)
             if e.primitive.name.startswith(("psum", "ppermute", "all_"))
         ]
+
         assert collectives
         assert not any("region" in str(e.params) for e in collectives)
 
@@ -168,10 +170,13 @@ class TestProgram:
         plain_regions, expected = self.result(
             make_mesh(_REGIONS), make_loss_fn(CONFIG), None
         )
+
         # Adam divides by the root of what may be small.
         assert_close(actual, expected, rtol=2e-4, atol=2e-5)
+
         states = (regions.opt_state, plain_regions.opt_state)
         assert_close(*states, rtol=2e-3, atol=2e-5)
+
         adam = regions.opt_state[0]
         for tree in (regions.params, adam.mu, adam.nu):
             up = tree["blocks"]["mlp"]["up"]

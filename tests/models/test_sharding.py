@@ -86,6 +86,7 @@ def test_sharded_step_equals_the_unsharded_one():
     shared, alone = (
         program.lower(*given).compile() for given in ((placed, batch), (params, tokens))
     )
+
     assert_close(shared(placed, batch), expected)
     # Four devices share the work: none does more than a third of it.
     flops = [program.cost_analysis()["flops"] for program in (shared, alone)]
@@ -130,14 +131,17 @@ def test_devices_that_divide_a_loss_change_no_number_and_gather_no_batch(config,
     make = functools.partial(make_divided_loss_fn, accumulate_steps=parts)
     program = _over_regions(mesh, _step(halved, make), check_vma=False)
     compiled = jax.jit(program).lower(placed, batch).compile()
+
     assert_close(compiled(placed, batch), expected)
     module = hlo.parse(compiled.as_text())
     crossings = collectives(module, {"region": 2, "data": 2, "model": 2})
     assert {axis for x in crossings for axis in x.axes} == {"data", "model"}
+
     for crossing in crossings:
         # Weights are gathered; what has sequences is summed over the model axis.
         if 9 in crossing.array.dims or 4 in crossing.array.dims[:-1]:
             assert crossing.axes == ("model",), crossing
+
     gathered = [x for x in crossings if x.kind == "all-gather"]
     assert gathered
     assert all(x.axes == ("data",) for x in gathered)
@@ -154,10 +158,12 @@ def test_weights_gathered_in_steps_change_no_number():
     with jax.set_mesh(mesh):
         compiled = jax.jit(program).lower(placed, batch).compile()
         assert_close(compiled(placed, batch), expected)
+
     crossings = collectives(hlo.parse(compiled.as_text()), {"data": 4, "model": 1})
     # Of each weight a half, then the whole.
     gathered = sorted(x.array.dims for x in crossings if x.kind == "all-gather")
     assert len(gathered) % 2 == 0
+
     loss_fn = make_divided_loss_fn(_TIED, Layout(steps=(2,)))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"steps=\(2,\) do not"):
         jax.eval_shape(loss_fn, params, tokens, KEY)
@@ -186,8 +192,10 @@ def test_positions_on_several_devices_change_no_number(config, axes):
     with jax.set_mesh(mesh):
         compiled = jax.jit(program).lower(placed, batch).compile()
         (loss, aux), grads = compiled(placed, batch)
+
     np.testing.assert_allclose(loss, expected[0][0], rtol=1e-5)
     assert_close((aux, grads), (expected[0][1], expected[1]), atol=1e-5)
+
     # Keys and values of all positions are gathered, over that axis alone.
     crossings = collectives(hlo.parse(compiled.as_text()), axes)
     gathered = {x.axes for x in crossings if x.kind == "all-gather"}
@@ -240,6 +248,7 @@ def test_specs_divide_every_matrix(scan_layers):
     block = specs["blocks"] if scan_layers else specs["blocks"][1]
     layer = (None,) if scan_layers else ()
     assert specs["embedding"] == P("model", None)
+
     divided = partition_specs({"embedding": np.zeros((2, 2))}, divides_embedding=True)
     assert divided == {"embedding": P("model", "data")}
     assert specs["head"] == P("data", "model")
@@ -249,6 +258,7 @@ def test_specs_divide_every_matrix(scan_layers):
     assert block["mlp"]["up"] == P(*layer, "data", "model")
     assert block["mlp"]["down"] == P(*layer, "model", "data")
     assert block["attention"]["key_norm"]["scale"] == P()
+
     # The product of two lies as the matrix that it is added to.
     up, down = (block["mlp"]["lora"][name] for name in ("up", "down"))
     assert up == {"a": P(*layer, "data", None), "b": P(*layer, None, "model")}

@@ -73,9 +73,10 @@ def by_hand(text):
     ahead, back, end = pieces()
     came = way([ahead(params, batch) for batch in batches])
     ends = [end(params, x, b) for x, b in zip(came, batches, strict=True)]
+
     # Backward begins with the last microbatch.
     returned = way([of_x for _, (_, of_x) in reversed(ends)])[::-1]
-    grads = [own for _, (own, _) in ends]
+    grads = [of_params for _, (of_params, _) in ends]
     grads += [back(params, b, g) for b, g in zip(batches, returned, strict=True)]
     loss = sum(value for value, _ in ends)
     return sent, loss, jax.tree.map(lambda *x: sum(x), *grads)
@@ -106,6 +107,7 @@ def test_compressed_messages_are_stages_composed_by_hand(text, num_bytes):
     assert_close(loss, expected)
     assert_close(grads, expected_grads)
     np.testing.assert_allclose(aux["stage_bytes"], num_bytes(sent), rtol=1e-6)
+
     if text == "none":
         assert_close(loss, plain(CONFIG)[0][0])
         assert_close(grads, plain(CONFIG)[1])
@@ -146,6 +148,7 @@ def test_a_subspace_and_a_codec_go_together():
             params, tokens(), KEY
         )
         assert jax.eval_shape(step(whole), params, tokens(), KEY) == shape
+
     # What no codec wrote is not shared out.
     assert "all_to_all" not in str(jaxpr)
 
@@ -161,6 +164,7 @@ def test_routed_gradients_come_back_the_way_that_messages_went():
     program = jax.jit(over_regions(mesh, loss_fn))
     (loss, _), grads = jax.device_get(program(*placed, keys(regions)))
     (home, _), home_grads = plain_steps(CONFIG, params, tokens(regions))
+
     assert np.abs(loss - home).max() > 1e-3
     for actual, expected in ((loss, home), (grads, home_grads)):
         mean = jax.tree.map(lambda x: x.mean(0), (actual, expected))

@@ -67,12 +67,14 @@ def test_what_is_sent_decodes_to_rounding(rank, seed):
     subspace = Subspace(8, rank, seed)
     u = subspace.basis
     np.testing.assert_allclose(u.T @ u, np.eye(rank), atol=1e-6)
+
     rng = np.random.default_rng(seed)
     table = rng.normal(size=(5, 8)).astype(np.float32)
     ids = rng.integers(0, 5, (2, 3))
     written = rng.normal(size=(2, 3, rank)).astype(np.float32) @ u.T
     x = table[ids] + written
     coded = subspace.encode(jnp.asarray(x))
+
     assert coded.shape == (2, 3, rank)
     decoded = subspace.decode(coded, jnp.asarray(table), ids)
     np.testing.assert_allclose(decoded, x, atol=5e-6)
@@ -83,10 +85,12 @@ def test_a_token_and_a_direction_by_hand():
     # U = (3, 4) / 5, in the place of what is drawn.
     subspace.__dict__["basis"] = np.array([[0.6], [0.8]], np.float32)
     table = jnp.array([[10.0, 0.0]])
+
     # P (10, 0) = 6 U = (3.6, 4.8), so fixed is (6.4, -4.8); a block then wrote 5 U.
     x = jnp.array([[[13.0, 4.0]]])
     coded = subspace.encode(x)
     np.testing.assert_allclose(coded, [[[11.0]]], rtol=1e-6)
+
     decoded = subspace.decode(coded, table, np.array([[0]]))
     np.testing.assert_allclose(decoded, x, rtol=1e-6)
 
@@ -137,9 +141,11 @@ class TestPipeline:
         (expected, aux), grads = plain(params, tokens(), KEY)
         with jax.set_mesh(make_mesh(1, stage=4)):
             (loss, seen), actual = pipelined(params, tokens(), KEY)
+
         assert_close(loss, expected)
         assert_close(projected(actual), projected(grads))
         assert_close(seen["accuracy"], aux["accuracy"])
+
         free = {name: actual["blocks"]["mlp"][name] for name in ("gate", "up")}
         assert_close(free, {name: grads["blocks"]["mlp"][name] for name in free})
         assert seen["stage_bytes"] == stage_bytes(CONFIG, 4, BATCH, LENGTH, NARROW)
@@ -156,12 +162,14 @@ class TestPipeline:
                     _, grads = program(params, tokens()[::way], KEY)
                     params, state = apply(jax.device_get(grads), state, params)
                 results.append(jax.device_get(params))
+
         params, expected = results
         assert_close(params, expected, rtol=2e-3, atol=2e-5)
         for moved in results:
             assert outside(moved) < 1e-6
             np.testing.assert_allclose(fixed(moved), fixed(start), atol=1e-6)
             assert np.abs(moved["embedding"] - start["embedding"]).max() > 1e-2
+
         (loss, _), _ = plain(params, tokens(), KEY)
         with jax.set_mesh(make_mesh(1, stage=4)):
             (sent_loss, _), _ = pipelined(params, tokens(), KEY)
@@ -194,6 +202,7 @@ def test_bytes_are_those_of_the_messages(config, subspace):
     shared = num_bytes("all_to_all") * (stages - 1) // stages
     total = stage_bytes(config, stages, BATCH, LENGTH, subspace)
     assert total == ahead + shared
+
     if subspace is None:
         narrow = stage_bytes(config, stages, BATCH, LENGTH, NARROW)
         a_position = 16 * jnp.dtype(config.compute_dtype).itemsize
@@ -226,6 +235,7 @@ def test_confined_steps_against_numpy():
                     # Those of before, when the first step began outside.
                     w = w @ u @ u.T
                 ref[jax.tree_util.keystr(path)] = [w, m, name]
+
         for path, w in jax.tree_util.tree_leaves_with_path(params):
             # U is orthonormal to float32's rounding only, which both have.
             expected = ref[jax.tree_util.keystr(path)][0]

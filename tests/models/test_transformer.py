@@ -74,6 +74,7 @@ def test_loss_predicts_the_next_token():
     logits = oracle.logits(_SMALL, drawn_params(_SMALL), tokens[:, :-1])
     picked = np.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
     expected = np.mean(np.log(np.exp(logits).sum(-1)) - picked)
+
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert aux["num_tokens"] == 14
     np.testing.assert_allclose(
@@ -127,6 +128,7 @@ def test_rematerialisation_repeats_products(base):
         _num_products(dataclasses.replace(base, remat=remat), params, tokens)
         for remat in ("none", "dots", "full")
     )
+
     # "dots" repeats the two products of attention, "full" those with weights too,
     # but for the block's last, whose result nothing in backward needs.
     assert dots == plain + 2 * base.num_layers
@@ -151,9 +153,11 @@ def test_what_is_kept_with_the_host_changes_no_gradient():
         dataclasses.replace(_SMALL, remat=remat) for remat in ("attention", "offload")
     )
     grads = (_grad(config, params, tokens) for config in (near, far))
+
     assert_within_ulps(*grads)
     repeated = [_num_products(config, params, tokens) for config in (near, far)]
     assert repeated[0] == repeated[1]
+
     grad = jax.grad(make_loss_fn(far), has_aux=True)
     assert "<host>" in str(jax.make_jaxpr(grad)(params, tokens, _KEY))
 
@@ -165,6 +169,7 @@ def test_rms_norm_against_numpy():
     norm.scale[...] = jnp.linspace(0.5, 2, 48)
     expected = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6)
     expected = expected * np.linspace(0.5, 2, 48)
+
     np.testing.assert_allclose(norm(x), expected, rtol=1e-6)
     half = norm(jnp.asarray(x, jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
@@ -178,10 +183,12 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
     tokens = _tokens(2, 9)
     grad = jax.eval_shape(functools.partial(_grad, config), params, tokens)
     assert {leaf.dtype for leaf in jax.tree.leaves(grad)} == {np.dtype(np.float32)}
+
     logits = _logits(config, params, tokens)
     assert logits.dtype == jnp.float32
     # Accumulated in float32: not all representable in bfloat16.
     assert np.any(logits != logits.astype(jnp.bfloat16).astype(jnp.float32))
+
     exact = oracle.logits(config, params, tokens)
     error = np.abs(logits - exact).max() / np.abs(exact).max()
     # Bfloat16 keeps 8 bits; the lower bound shows that it was used at all.
@@ -196,6 +203,7 @@ def test_init_deviations_follow_fan_in_and_depth():
     for name, deviation in expected.items():
         kernel = params["blocks"]["attention"][name]
         np.testing.assert_allclose(np.std(kernel), deviation, rtol=0.02)
+
     down = np.std(params["blocks"]["mlp"]["down"])
     np.testing.assert_allclose(down, 256**-0.5 * residual, rtol=0.02)
     assert np.all(params["norm"]["scale"] == 1)
@@ -227,6 +235,7 @@ def test_flops_per_token_are_those_of_the_compiled_step(config):
     tokens = jax.ShapeDtypeStruct((2, 65), np.int32)
     grad = jax.value_and_grad(make_loss_fn(config), has_aux=True)
     compiled = jax.jit(grad).lower(shapes, tokens, _KEY).compile()
+
     # XLA counts element-wise work as well.
     counted = compiled.cost_analysis()["flops"] / (2 * 64)
     assert 1 < counted / flops_per_token(config, 64) < 1.15
