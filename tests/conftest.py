@@ -40,8 +40,8 @@ beartype_packages(
 def _free_states(package):
     """Let states hold anything: JAX also builds them of shapes, shardings and None."""
     root = importlib.import_module(package)
-    for found in pkgutil.walk_packages(root.__path__, f"{package}."):
-        for cls in vars(importlib.import_module(found.name)).values():
+    for module in pkgutil.walk_packages(root.__path__, f"{package}."):
+        for cls in vars(importlib.import_module(module.name)).values():
             if inspect.isclass(cls) and hasattr(cls, "_fields"):
                 cls.__new__ = inspect.unwrap(cls.__new__)
 
@@ -90,12 +90,12 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 def pytest_collection_modifyitems(items):
     """Expect tests of float16 to fail on x86 without F16C, for which XLA has none."""
-    found = [item for item in items if re.search("(?<!b)float16", item.name)]
+    of_float16 = [item for item in items if re.search("(?<!b)float16", item.name)]
     try:
-        if found:
+        if of_float16:
             jax.jit(lambda x: x.astype("float16"))(1.0)
     except jax.errors.JaxRuntimeError as error:
-        for item in found:
+        for item in of_float16:
             item.add_marker(pytest.mark.xfail(raises=type(error), reason="XLA #6787"))
 
 
@@ -163,7 +163,8 @@ def call_once():
     """As `call`, for fixtures whose files many tests read."""
 
     def finish(program, *words):
-        out, err = io.StringIO(), io.StringIO()
+        out = io.StringIO()
+        err = io.StringIO()
         with (
             pytest.MonkeyPatch.context() as patch,
             contextlib.redirect_stdout(out),
@@ -198,7 +199,7 @@ def recorded_run(tmp_path, recorded_sync):
         folder.mkdir(exist_ok=True)
         marks = [[step, 10.0 + step + late] for step in (0, 2, 4, 6)]
         marks[-1][1] += 1.0  # Waited a second before step 6 was done.
-        found = {
+        table = {
             "marks": marks,
             "syncs": [
                 recorded_sync(0, 0, 2, 10.0 + late, 11.0, 12.0 + late, 0.0),
@@ -206,7 +207,8 @@ def recorded_run(tmp_path, recorded_sync):
                 recorded_sync(0, 4, None, 14.0 + late, None, None, None),
             ],
         }
-        (folder / "timeline.json").write_text(json.dumps(found))
+        (folder / "timeline.json").write_text(json.dumps(table))
+
     config = {"method": {"method": "diloco", "sync_interval": 1}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
