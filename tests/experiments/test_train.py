@@ -67,6 +67,7 @@ def test_files_and_summary(unbroken):
     workdir, out = unbroken
     summary = json.loads((workdir / "summary.json").read_text())
     first, *_, last = out.splitlines()
+
     about = " CPU devices: 29.3 k parameters, 48 steps of 512 tokens, in "
     assert first.startswith("training ")
     assert about in first
@@ -74,6 +75,7 @@ def test_files_and_summary(unbroken):
     assert last.startswith(f"next: python -m experiments.timeline --workdir={workdir}")
     assert out.splitlines()[-5].startswith("finished: 48 of 48 steps in ")
     assert f"loss: {summary['eval_loss']:.4f} on validation text" in out
+
     assert list(summary) == [
         "method",
         "preset",
@@ -96,6 +98,7 @@ def test_files_and_summary(unbroken):
         "mfu",
         "correction_ratio",
     ]
+
     assert summary["tokens"] == 48 * 4 * 4 * 32
     assert 0 <= summary["exposed_share"] < 1
     assert 0 < summary["goodput"] < 1
