@@ -96,7 +96,9 @@ class Nesterov:
     m: np.ndarray | None = None
 
     def step(self, x, delta, at=slice(None)):
-        x, self.m = x.copy(), np.zeros_like(x) if self.m is None else self.m
+        if self.m is None:
+            self.m = np.zeros_like(x)
+        x = x.copy()
         self.m[at] = self.momentum * self.m[at] + delta
         x[at] -= self.lr * (delta + self.momentum * self.m[at])
         return x
@@ -113,7 +115,8 @@ def top_k(density, quantize=None):
     """The largest; then they are quantized, by themselves, in falling order."""
 
     def one(x):
-        flat, kept = x.ravel(), np.zeros(x.size)
+        flat = x.ravel()
+        kept = np.zeros(x.size)
         order = np.argsort(-np.abs(flat), kind="stable")
         order = order[: max(1, round(density * x.size))]
         kept[order] = quantize(flat[order]) if quantize else flat[order]
@@ -209,12 +212,14 @@ class Threshold:
     levels: list = dataclasses.field(default_factory=list)
 
     def __call__(self, x):
-        tensors, out = [tensor.ravel() for tensor in split(x)], []
+        tensors = [tensor.ravel() for tensor in split(x)]
+        out = []
         sizes = [np.abs(tensor).astype(np.float32) for tensor in tensors]
         if self.calls % self.every == 0:
             self.levels = [
                 np.sort(s)[-max(1, round(self.density * s.size))] for s in sizes
             ]
+
         self.calls += 1
         for tensor, size, level in zip(tensors, sizes, self.levels, strict=True):
             capacity = max(1, round(self.slack * self.density * size.size))
@@ -246,7 +251,8 @@ class Feedback:
 def synchronous(s, interval, outer_lr, momentum, compress):
     """`compress()` makes the compressor of one region."""
     senders = [compress() for _ in range(s.num_regions)]
-    x, optimizer = s.params, Nesterov(outer_lr, momentum)
+    x = s.params
+    optimizer = Nesterov(outer_lr, momentum)
     for t in s.rounds(interval):
         deltas = x - s.round(x, t, interval)
         sent = [c(delta) for c, delta in zip(senders, deltas, strict=True)]
@@ -256,7 +262,8 @@ def synchronous(s, interval, outer_lr, momentum, compress):
 
 def periodic(s, outer_lr, momentum, parts):
     """`parts` are each a mask of the entries and the period at which they sync."""
-    x, optimizers = s.params, [Nesterov(outer_lr, momentum) for _ in parts]
+    x = s.params
+    optimizers = [Nesterov(outer_lr, momentum) for _ in parts]
     local = s.copies()
     for t in range(s.num_steps):
         local = s.step(local, t)
@@ -281,7 +288,9 @@ def gpa(s, mu_x, mu_y):
 def sparseloco(s, interval, outer_lr, k, side, decay, over="senders"):
     """What nobody sent is a hole, nan, on the way."""
     compress = chunked(k, side, quantize=stat2, unsent=np.nan)
-    x, e, holes = s.params, 0.0, 0
+    x = s.params
+    e = 0.0
+    holes = 0
     for t in s.rounds(interval):
         e = decay * e + x - s.round(x, t, interval)
         sent = np.array(list(map(compress, e)))
@@ -290,6 +299,7 @@ def sparseloco(s, interval, outer_lr, k, side, decay, over="senders"):
         holes += (counts % s.num_regions > 0).sum()
         divisor = np.maximum(counts, 1) if over == "senders" else s.num_regions
         x = x - outer_lr * np.nan_to_num(sent).sum(0) / divisor
+
     assert holes > 50  # Entries that some regions sent and some did not.
     return s.rest(x, interval), x
 
@@ -297,10 +307,14 @@ def sparseloco(s, interval, outer_lr, k, side, decay, over="senders"):
 def co2(s, interval, outer_lr, momentum, clip, is_measured):
     x = began = s.params
     m = arriving = np.zeros_like(x)
-    mean_move, num_moves, gaps, num_clipped = np.float32(0), np.int32(0), [], 0
+    mean_move = np.float32(0)
+    num_moves = np.int32(0)
+    gaps = []
+    num_clipped = 0
     for t in s.rounds(interval):
         leaving = (x - s.round(x, t, interval)).mean(0)
-        move, gap = np.float32(np.linalg.norm(x - began)), np.float32(1)
+        move = np.float32(np.linalg.norm(x - began))
+        gap = np.float32(1)
         if move > 0 and is_measured:
             gap = max(gap, move / (mean_move or move))
             num_moves += 1
@@ -309,15 +323,18 @@ def co2(s, interval, outer_lr, momentum, clip, is_measured):
         m = np.clip(raw, -clip, clip)
         gaps.append(gap)
         num_clipped += (m != raw).any()
-        began, arriving = x, leaving
+        began = x
+        arriving = leaving
         x = x - outer_lr * m
+
     assert max(gaps) > 1.1 if is_measured else set(gaps) == {1}
     assert 1 < num_clipped < len(gaps)
     return s.rest(x, interval), x
 
 
 def eager(s, interval, outer_lr, momentum):
-    x, optimizer = s.copies(), Nesterov(outer_lr, momentum)
+    x = s.copies()
+    optimizer = Nesterov(outer_lr, momentum)
     late = np.zeros_like(x)
     for t in s.rounds(interval):
         fresh = x - s.round(x, t, interval)
@@ -331,7 +348,8 @@ def eager(s, interval, outer_lr, momentum):
 
 def all_pairs(num_regions):
     """Circle method: who meets whom, `[N][M]`, of an even number of regions."""
-    last, rounds = num_regions - 1, []
+    last = num_regions - 1
+    rounds = []
     for turn in range(last):
         partner = [(turn - i) % last for i in range(last)]
         (alone,) = [i for i in range(last) if partner[i] == i]
@@ -342,11 +360,13 @@ def all_pairs(num_regions):
 
 def noloco(s, interval, outer_lr, momentum, pull, partners):
     """`partners(step)` gives each region's partner in the sync of that step."""
-    x, v = s.copies(), 0.0
+    x = s.copies()
+    v = 0.0
     for t in s.rounds(interval):
         g = x - s.round(x, t, interval)
         who = partners(t + interval)
-        pair_g, pair_x = (g + g[who]) / 2, (x + x[who]) / 2
+        pair_g = (g + g[who]) / 2
+        pair_x = (x + x[who]) / 2
         v = momentum * v + outer_lr * pair_g + pull * (x - pair_x)
         x = x - v
     return s.rest(x, interval), x.mean(0)
@@ -361,7 +381,8 @@ def drawn_partners(seed, num_regions):
 
 
 def diloco_demo(s, interval, outer_lr, beta, compress):
-    x, d = s.copies(), 0.0
+    x = s.copies()
+    d = 0.0
     for t in s.rounds(interval):
         g = x - s.round(x, t, interval)
         d = beta * d + g
@@ -419,16 +440,16 @@ def des_loc(s, interval, first, second, optimizer):
 
 def lt_admm(s, interval, rho, neighbours, compress):
     """Edge by edge, as published; `neighbours[i]` lists those of region i."""
-    x = told = s.copies()
+    x = shared = s.copies()
     degrees = np.array([[len(others)] for others in neighbours])
     z = {(i, j): rho * s.params for i, others in enumerate(neighbours) for j in others}
     for t in range(s.num_steps):
         pull = [sum(z[i, j] for j in others) for i, others in enumerate(neighbours)]
         x = x - s.lr * (s.gradient(x, t) + rho * degrees * x - np.array(pull))
         if (t + 1) % interval == 0:
-            told = told + np.array(list(map(compress, x - told)))
-            z = {(i, j): (z[i, j] - z[j, i] + 2 * rho * told[j]) / 2 for i, j in z}
-    return x, told.mean(0)
+            shared = shared + np.array(list(map(compress, x - shared)))
+            z = {(i, j): (z[i, j] - z[j, i] + 2 * rho * shared[j]) / 2 for i, j in z}
+    return x, shared.mean(0)
 
 
 # --- Something at every step --------------------------------------------------
@@ -450,7 +471,9 @@ def mean_over_senders(sent, side):
 
 def demo(s, beta, k, side):
     """Coefficients that several regions sent are averaged over those regions."""
-    x, d, select = s.params, 0.0, chunked(k, side, is_cosine=True)
+    x = s.params
+    d = 0.0
+    select = chunked(k, side, is_cosine=True)
     for t in range(s.num_steps):
         d = beta * d + s.gradient(x, t)
         sent = np.array(list(map(select, d)))
@@ -460,19 +483,23 @@ def demo(s, beta, k, side):
 
 
 def lion(s, b1, b2, vote):
-    x, m, ties = s.params, 0.0, 0
+    x = s.params
+    m = 0.0
+    ties = 0
     for t in range(s.num_steps):
         g = s.gradient(x, t)
         direction = np.where(b1 * m + (1 - b1) * g >= 0, 1.0, -1.0).mean(0)
         m = b2 * m + (1 - b2) * g
         ties += (direction == 0).sum()
         x = x - s.lr * (np.sign(direction) if vote == "majority" else direction)
+
     assert ties > 10
     return s.copies(x), x
 
 
 def compressed_gradients(s, compress):
-    x, senders = s.params, [compress() for _ in range(s.num_regions)]
+    x = s.params
+    senders = [compress() for _ in range(s.num_regions)]
     for t in range(s.num_steps):
         grads = s.gradient(x, t)
         sent = [c(g) for c, g in zip(senders, grads, strict=True)]
@@ -507,8 +534,12 @@ def asynchronous(
         ends = range(1, math.floor(s.num_steps / (steps * time)) + 1)
         ticks = [math.ceil(i * steps * time) for i in ends]
         events += [(tick, 1, m) for tick in ticks if tick <= s.num_steps]
-    x, local, anchor = s.params, s.copies(), s.copies()
-    senders, arrived = [compress() for _ in step_times], set()
+
+    x = s.params
+    local = s.copies()
+    anchor = s.copies()
+    senders = [compress() for _ in step_times]
+    arrived = set()
     for tick, is_arrival, m in sorted(events):
         if not is_arrival:
             local[m] = s.step(local[m], tick - 1, m)
@@ -516,12 +547,14 @@ def asynchronous(
         x = take(x, senders[m](anchor[m] - local[m]))
         anchor[m] = local[m] = start(x)
         arrived.add(m)
+
     assert len(arrived) == s.num_regions
     return local, x
 
 
 def delayed_nesterov(lr, momentum, count, spread):
-    m, buffer = 0.0, []
+    m = 0.0
+    buffer = []
 
     def take(x, delta):
         nonlocal m
@@ -538,11 +571,14 @@ def delayed_nesterov(lr, momentum, count, spread):
 
 def heloco_corrected(d, m, keep, removal, turn, kappa, most):
     """The published table, and its case; it is silent where there is no angle."""
-    nd, nm = np.linalg.norm(d), np.linalg.norm(m)
+    nd = np.linalg.norm(d)
+    nm = np.linalg.norm(m)
     if nd == 0 or nm == 0:
         return d, "keep"
-    u, v = d / nd, m / nm
-    c, conf = (u * v).sum(), nd / (nd + kappa * nm)
+    u = d / nd
+    v = m / nm
+    c = (u * v).sum()
+    conf = nd / (nd + kappa * nm)
     if c >= keep:
         return d, "keep"
     if c < 0:
@@ -587,23 +623,30 @@ def fragments_in_turn(
     average = average or (lambda deltas, weights: weights @ deltas)
     slot = interval // len(fragments)
     ends = dict(zip(SHAPES, np.cumsum(SIZES), strict=True))
-    x, local = s.params, s.copies()
-    optimizer, flying = Nesterov(outer_lr, momentum), []
+
+    x = s.params
+    local = s.copies()
+    optimizer = Nesterov(outer_lr, momentum)
+    flying = []
     steps = clock(s, step_times)
+
     for tick in range(1, s.num_steps + 1):
         for m in [m for at, m in steps if at == tick]:
             local[m] = s.step(local[m], tick - 1, m)
+
         for _, tensors in [f for f in flying if f[0] + delay == tick]:
             for at, staged, delta in tensors:
                 x = optimizer.step(x, delta, at)
                 local[:, at] = merge(local[:, at], staged, x[at])
         flying = [f for f in flying if f[0] + delay != tick]
+
         if (tick + phase) % slot == 0:
             began = max(0, tick - interval)
             weights = np.isin(range(s.num_regions), counted).astype(float)
             for m, num_tokens in enumerate(tokens or ()):
                 n = sum(began < at <= tick for at, who in steps if who == m)
                 weights[m] *= n * num_tokens**2
+
             weights /= weights.sum()
             tensors = []
             for name in fragments[(tick + phase) // slot % len(fragments)]:
@@ -624,25 +667,31 @@ def radial_directional(deltas, weights):
 
 def async_sparta(s, interval, subset, decay, is_delayed):
     """`subset(turn)` is a mask of the entries; as in the paper, of parameters."""
-    local, d, sent = s.copies(), np.zeros_like(s.copies()), []
+    local = s.copies()
+    d = np.zeros_like(s.copies())
+    sent = []
     outer = local
     for turn, t in enumerate(s.rounds(interval)):
         local = s.round(local, t, interval)
         sent.append(local)
         of = turn - is_delayed
         if of >= 0:
-            drawn, old = subset(of), sent[of]
+            drawn = subset(of)
+            old = sent[of]
             kept = decay if of > 0 else 0.0
             d = np.where(drawn, kept * d + (1 - kept) * (local - old), d)
             local = np.where(drawn, old.mean(0) + d, local)
         outer = local
+
     left = s.num_steps % interval
     return s.round(local, s.num_steps - left, left), outer.mean(0)
 
 
 def loscar(s, interval, delay, mask):
     """`mask(tick)` is the round's; as in the paper, of parameters."""
-    x, local, flying = s.params, s.copies(), []
+    x = s.params
+    local = s.copies()
+    flying = []
     for tick in range(1, s.num_steps + 1):
         local = s.step(local, tick - 1)
         for _, drawn, staged in [f for f in flying if f[0] + delay == tick]:

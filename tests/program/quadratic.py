@@ -16,7 +16,9 @@ from cocodc_jax.sync.cutting import cut_by_patterns
 from cocodc_jax.sync.needs import UserInputs
 from tests.program.tiny import follow
 
-LR, NUM_REGIONS, NUM_STEPS = 0.1, 4, 12
+LR = 0.1
+NUM_REGIONS = 4
+NUM_STEPS = 12
 SHAPES = {"a": (2, 2), "b": (3,), "c": (2,)}
 RNG = np.random.default_rng(0)
 ROOT = RNG.normal(size=(9, 9)) / 3
@@ -56,7 +58,8 @@ def make(method, regions=NUM_REGIONS, optimizer=None, loss=loss_fn, patterns=Non
 
 def run(program, targets=TARGETS, stops=()):
     """Trains over `targets`, and gives `(local, outer)` at each stop and at the end."""
-    state, seen = program.init(PARAMS, jax.random.key(0)), []
+    state = program.init(PARAMS, jax.random.key(0))
+    seen = []
     targets = targets[:, : program.num_regions]
     for stop in (*stops, len(targets)):
         state, _ = follow(program, state, targets[state.step :], stop - state.step)

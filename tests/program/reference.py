@@ -47,7 +47,7 @@ class Quadratic:
 
     def sums(self, x):
         """At each entry the sum of its tensor, of every region."""
-        tensors = [self.split(own).items() for own in x]
+        tensors = [self.split(local).items() for local in x]
         return np.array(
             [self.join({n: np.full(p.shape, p.sum()) for n, p in t}) for t in tensors]
         )
@@ -107,13 +107,15 @@ def outer_product_of_gradients(g, d, context):
 
 
 def normalized(g, d, context):
-    curved, norms = g**2 * d, context.problem.norms
+    curved = g**2 * d
+    norms = context.problem.norms
     return norms(g) / (norms(curved) + 1e-8) * curved
 
 
 def as_coded(g, d, context):
     """Section 4.2 line by line, of the undivided progress; then divided by tau."""
-    progress, norms = g * context.tau, context.problem.norms
+    progress = g * context.tau
+    norms = context.problem.norms
     c = progress * progress * d / 4e-4
     return norms(progress) / (norms(c) + 1e-8) * c / context.tau
 
@@ -121,7 +123,9 @@ def as_coded(g, d, context):
 def secant(g, d, context):
     """Isotropic, weighted a tensor by what it predicts of the change of the steps."""
     staged, midway, local = context.path
-    half, tau, sums = context.tau // 2, context.tau, context.problem.sums
+    half = context.tau // 2
+    tau = context.tau
+    sums = context.problem.sums
     change = (midway - local) / (tau - half) - (staged - midway) / half
     predicted = (midway - staged) / tau
     fitted = sums(change * predicted) / sums(predicted**2)
@@ -171,13 +175,22 @@ class Run:
     """Trains on `batches[t][m]`; `itemsize` is the bytes of one number sent."""
 
     def __init__(self, problem, method, optimizer, params, batches, itemsize):
-        self.problem, self.method, self.optimizer = problem, method, optimizer
+        self.problem = problem
+        self.method = method
+        self.optimizer = optimizer
         self.is_of = [problem.is_of(names) for names in method.fragments]
-        self.local, self.outer = np.tile(params, (len(batches[0]), 1)), params
+        self.local = np.tile(params, (len(batches[0]), 1))
+        self.outer = params
         self.nesterov = Nesterov(method.outer_lr, method.momentum)
-        self.num_bytes, self.closest = 0, math.inf
-        self.starts, self.syncs, self.ratios, self.norms = [], [], [], []
-        self.in_flight, self.rates, self.history = [], {}, {}
+        self.num_bytes = 0
+        self.closest = math.inf
+        self.starts = []
+        self.syncs = []
+        self.ratios = []
+        self.norms = []
+        self.in_flight = []
+        self.rates = {}
+        self.history = {}
         for t, step_batches in enumerate(batches, start=1):
             pairs = zip(self.local, step_batches, strict=True)
             grads = np.array([problem.gradient(*pair) for pair in pairs])
@@ -206,7 +219,8 @@ class Run:
         for flight in [f for f in self.in_flight if f[1] + self.method.tau == t]:
             self.in_flight.remove(flight)
             p, start, delta = flight
-            at, size = self.is_of[p], self.is_of[p].sum()
+            at = self.is_of[p]
+            size = self.is_of[p].sum()
             self.outer = self.nesterov.step(self.outer, delta[at], at)
             norm = np.linalg.norm(delta)
             before = [s for q, s in self.starts if q == p and s < start]
@@ -219,7 +233,10 @@ class Run:
             self.norms.append(norm)
 
     def _merged(self, start, batches, at):
-        method, tau, local, outer = self.method, self.method.tau, self.local, self.outer
+        method = self.method
+        tau = self.method.tau
+        local = self.local
+        outer = self.outer
         if method.merge == "mix":
             return method.alpha * local + (1 - method.alpha) * outer, None
         if method.merge == "replace" or tau == 0:
@@ -231,7 +248,8 @@ class Run:
         context = Context(
             method.interval, tau, self.optimizer.lr, moment, self.problem, batches, path
         )
-        g, d = (staged - local) / tau * at, (outer - staged) * at
+        g = (staged - local) / tau * at
+        d = (outer - staged) * at
         term = method.strength * method.curvature(g, d, context) * at
         ratios = np.linalg.norm(term, axis=1) / np.linalg.norm(g, axis=1)
         return outer - tau * (g + term), ratios
@@ -239,12 +257,14 @@ class Run:
     # --- Adaptive transmission, section 4.3 ---
 
     def _choose(self, t):
-        method, num_fragments = self.method, len(self.method.fragments)
+        method = self.method
+        num_fragments = len(self.method.fragments)
         away = [f[0] for f in self.in_flight]
         free = [p for p in range(num_fragments) if p not in away]
         if method.score is None:
             p = t // method.slot % num_fragments
             return p if p in free else None
+
         if not free:
             return None
         last = {p: 0 for p in range(num_fragments)} | {p: s for p, s in self.starts}
@@ -255,6 +275,7 @@ class Run:
             if len(due) > j:
                 slots = {p: (deadline[p] - t) // method.slot for p in free}
                 return min(free, key=slots.get)
+
         never = [p for p in free if all(q != p for q, _ in self.starts)]
         if never:
             return never[0]

@@ -173,14 +173,14 @@ def test_moments_that_are_not_finite_are_in_no_mean(exchange):
             transport=cc.Transport(exchange=exchange),
         )  # fmt: skip
         state = program.init(PARAMS, jax.random.key(0))
-        each = (jax.tree.map(lambda x, t=t: x[t], targets) for t in range(2))
-        *_, (state, _) = cc.run_steps(program, state, each, num_steps=2)
+        batch = (jax.tree.map(lambda x, t=t: x[t], targets) for t in range(2))
+        *_, (state, _) = cc.run_steps(program, state, batch, num_steps=2)
         return jax.device_get(state.region.opt_state[0][0])
 
-    found = moments(BAD, 3)
+    adam = moments(BAD, 3)
     expected = moments(of_regions(TARGETS, [0, 2]), 2)
     for name in ("mu", "nu"):
-        for path, x in getattr(found, name).items():
+        for path, x in getattr(adam, name).items():
             like = getattr(expected, name)[path][:1].repeat(3, 0)
             np.testing.assert_allclose(x, like, rtol=1e-6)
 
@@ -204,19 +204,20 @@ def test_moments_in_a_transform():
         batches = jax.tree.map(lambda x: np.moveaxis(x[:2], 1, 0), targets)
         return jax.jit(run)(batches)[0][0]
 
-    found, expected = moments(BAD), moments(of_regions(TARGETS, [0, 2]))
+    adam = moments(BAD)
+    expected = moments(of_regions(TARGETS, [0, 2]))
     for name in ("mu", "nu"):
-        for path, x in getattr(found, name).items():
+        for path, x in getattr(adam, name).items():
             like = np.asarray(getattr(expected, name)[path])[:1].repeat(3, 0)
             np.testing.assert_allclose(x, like, rtol=1e-6)
 
 
 def test_weights_of_bad_messages_go_to_the_others():
     messages = {"x": jnp.array([[1.0], [jnp.nan], [3.0]]), "codes": jnp.ones(3, int)}
-    found, weights = without_bad(messages, jnp.array([0.5, 0.25, 0.25]))
+    kept, weights = without_bad(messages, jnp.array([0.5, 0.25, 0.25]))
     np.testing.assert_allclose(weights, [2 / 3, 0, 1 / 3], rtol=1e-6)
-    assert found["x"].tolist() == [[1], [0], [3]]
-    assert found["codes"].tolist() == [1, 0, 1]
+    assert kept["x"].tolist() == [[1], [0], [3]]
+    assert kept["codes"].tolist() == [1, 0, 1]
     weights = jnp.array([0.0, 1.0, 0.0])  # The others did not take part.
     assert without_bad(messages, weights)[1].tolist() == [0, 1, 0]
 

@@ -36,9 +36,12 @@ from tests.numerics import assert_within, assert_within_ulps
 from tests.program import tiny
 from tests.slow import mostly_slow
 
-LR, OUTER_LR, MOMENTUM = 0.3, 0.7, 0.5
+LR = 0.3
+OUTER_LR = 0.7
+MOMENTUM = 0.5
 SGD = optax.sgd(LR)
-NUM_REGIONS, NUM_STEPS = 4, 48
+NUM_REGIONS = 4
+NUM_STEPS = 48
 # Leaves in the order of a tree. At rank 6 `v` is sent whole, at 3 and 1 it is not.
 SHAPES = {"b": (3,), "v": (8, 7), "w": (16, 14)}
 
@@ -137,16 +140,19 @@ def send(meant, right, is_summed):
     Or of all regions' factors, summed one after the other.
     """
     mean = (lambda x: copies(x.mean(0))) if is_summed else (lambda x: x)
-    arrives, own, factors = {}, {}, {}
+    arrives = {}
+    decoded = {}
+    factors = {}
     for name, x in meant.items():
         if name not in right:
-            arrives[name], own[name] = mean(x), x
+            arrives[name] = mean(x)
+            decoded[name] = x
             continue
         p, _ = np.linalg.qr(mean(x @ right[name]))
         factors[name] = mean(x.swapaxes(1, 2) @ p)
         arrives[name] = p @ factors[name].swapaxes(1, 2)
-        own[name] = p @ (p.swapaxes(1, 2) @ x)
-    return arrives, own, factors
+        decoded[name] = p @ (p.swapaxes(1, 2) @ x)
+    return arrives, decoded, factors
 
 
 def num_bytes(rank, itemsize=4, of_factors=4):
@@ -171,34 +177,50 @@ def reference(first_rank, ranks, sync_interval, itemsize=4, is_summed=False):
     outer = {n: x.astype(np.float64) for n, x in PARAMS.items()}
     momentum = {n: np.zeros(s) for n, s in SHAPES.items()}
     local, residual = ({n: copies(x[n]) for n in SHAPES} for x in (outer, momentum))
+
     right = warm({}, first_rank)
-    flight, flight_bytes, started = dict(momentum), 0, 0
-    rank, measured, end, total, seen = first_rank, [], sync_interval, 0, []
+    flight = dict(momentum)
+    flight_bytes = 0
+    started = 0
+    rank = first_rank
+    measured = []
+    end = sync_interval
+    total = 0
+    seen = []
+
     for step, targets in enumerate(TARGETS.astype(np.float64), 1):
         local = {n: local[n] - LR * (local[n] - x) for n, x in aims(targets).items()}
         if step < end:
             continue
+
         if measured and len(ranks) > 1:
             wanted = np.mean(measured[-5:])
             new = min([r for r in ranks if r >= wanted], default=first_rank)
             if new != rank:
                 right = warm(right, new)
             rank = new
+
         meant = {n: residual[n] + outer[n] - local[n] for n in SHAPES}
-        arrives, own, right = send(meant, right, is_summed)
-        residual = {n: meant[n] - own[n] for n in SHAPES}
+        arrives, decoded, right = send(meant, right, is_summed)
+        residual = {n: meant[n] - decoded[n] for n in SHAPES}
+
         if started > 0:
             measured.append(measure(flight))
         syncs = [(started, flight_bytes)]
+
         for n, mean in flight.items():
             momentum[n] = MOMENTUM * momentum[n] + mean
             outer[n] = outer[n] - OUTER_LR * (mean + MOMENTUM * momentum[n])
+
         local = {n: copies(x) for n, x in outer.items()}
         flight = {n: x.mean(0) for n, x in arrives.items()}
         of_factors = itemsize if is_summed else 4
-        flight_bytes, started = num_bytes(rank, itemsize, of_factors), step
+        flight_bytes = num_bytes(rank, itemsize, of_factors)
+
+        started = step
         round_steps = math.ceil(sync_interval * rank / first_rank)
-        total, end = total + flight_bytes, step + round_steps
+        total = total + flight_bytes
+        end = step + round_steps
         state = (step, rank, round_steps, total, syncs)
         seen.append((state, local, dict(outer)))
     return seen, measured
@@ -226,9 +248,11 @@ def test_a_run_is_its_formulas(exact_factors):
     expected, measured = reference(6, (6, 3, 1), 6)
     ranks = [rank for (_, rank, *_), *_ in expected]
     assert set(ranks) == {6, 3}
+
     # Ranks, lengths and bytes exactly; no mean is so near to a bucket's edge that
     # rounding could choose another.
     assert [row[0] for row in seen] == [row[0] for row in expected[: len(seen)]]
+
     settled = program.synchronize(state).sync.schedule
     np.testing.assert_allclose(settled.effective_ranks, measured[-5:], rtol=1e-4)
     assert ranks[:5] == [6, 6, 3, 3, 3]
@@ -259,7 +283,8 @@ def test_summed_factors_follow_the_rank_and_go_on_bit_for_bit(tmp_path):
 
 
 def late_diloco(sync_interval=4):
-    outer, schedule = nesterov(OUTER_LR, MOMENTUM), one_step_stale(sync_interval)
+    outer = nesterov(OUTER_LR, MOMENTUM)
+    schedule = one_step_stale(sync_interval)
     sync = Sync(schedule=schedule, outer=outer, merge=merge.replace())
     return Method(name="late", sync=sync)
 
@@ -276,6 +301,7 @@ def test_without_compression_it_is_late_diloco():
             train(*make(method, np.float64), dtype=np.float64)[1]
             for method in (fixed(compress="none"), late_diloco())
         ]
+
     assert [row[0] for row in ends[0]] == [
         row[0][:1] + (0, 0) + row[0][3:] for row in ends[1]
     ]
@@ -350,11 +376,13 @@ def test_each_rank_is_compiled_once():
             turns.append(((rank, state.sync.schedule.rank), len(compiled)))
             rank = state.sync.schedule.rank
             compiled.clear()
+
     # The mean of the second round is the first to be measured: from then on.
     first = dict(reversed(turns[2:]))
     again = len(turns[2:]) - len(first)
     assert again > 4
     assert sum(n for _, n in turns[2:]) == sum(first.values())
+
     # What a change needs is the factors' new shape, and once for a rank its message
     # and a scan of its round.
     assert first == {(6, 3): 2, (3, 3): 1, (3, 6): 1, (6, 6): 0}
@@ -381,12 +409,14 @@ def test_adopted_it_goes_on_at_its_rank(sum_factors):
     program, state = make(method)
     state, _ = train(program, state, 19)
     assert state.sync.schedule.rank == 3
+
     before = jax.device_get(state.sync.compressors)
     other, _ = make(method, optimizer=optax.sgd(LR, 0.5))
     state, kept, lost = other.adopt(state, program)
     assert not lost
     assert kept["compressors"] == "of each region"
     tiny.assert_same(jax.device_get(state.sync.compressors), before)
+
     _, seen = train(other, state, 24)
     assert [row[1] for row, *_ in seen] == [3, 3]
 
@@ -408,17 +438,22 @@ def test_who_joins_does_so_at_the_rank_of_the_others(is_carried):
         return dataclasses.replace(start(one), sync=sync)
 
     copy = joining.copy_of(one, begun(schedule=schedule, in_flight={}))
-    carried, unsent = None, 0.0
+    carried = None
+    unsent = 0.0
     if is_carried:
-        (compressor,), unsent = start(one).sync.compressors, 0.5
+        (compressor,) = start(one).sync.compressors
+        unsent = 0.5
         residual = jax.tree.map(lambda x: x + unsent, compressor.residual)
         compressor = compressor._replace(residual=residual)
         carried = joining.Carried(begun(compressors=(compressor,)))
+
     state = joining.adopt(one, PARAMS, jax.random.key(0), copy, carried)
     assert state.sync.schedule.rank == 3
-    found, like = state.sync.compressors, one.abstract(schedule).sync.compressors
-    assert jax.tree.structure(found) == jax.tree.structure(like)
-    for x, shape in zip(*map(jax.tree.leaves, (found, like)), strict=True):
+
+    memories = state.sync.compressors
+    like = one.abstract(schedule).sync.compressors
+    assert jax.tree.structure(memories) == jax.tree.structure(like)
+    for x, shape in zip(*map(jax.tree.leaves, (memories, like)), strict=True):
         assert (x.shape, x.sharding) == (shape.shape, shape.sharding)
-    for x in jax.tree.leaves(found[0].residual):
+    for x in jax.tree.leaves(memories[0].residual):
         assert (np.asarray(x) == unsent).all()

@@ -23,7 +23,8 @@ from tests.numerics import assert_all_close
 from tests.program import tiny
 from tests.slow import mostly_slow
 
-NUM_STEPS, CUT = 16, 7
+NUM_STEPS = 16
+CUT = 7
 
 FRAGMENTS = {"sync_interval": 4, "num_fragments": 2}
 # One round late, on short runs: the usual momentum overshoots.
@@ -127,12 +128,14 @@ def loss_of(params):
 
 def really_sent(program, state):
     """Bytes of one region's messages: of a fragment each, and of a step's exchange."""
-    method, sync = program.method, program.method.sync
+    method = program.method
+    sync = program.method.sync
     compressor = (sync and sync.message.compressor()) or identity()
 
     @jax.jit
     def encode(params, key):
-        made, step = method.per_step, ()
+        made = method.per_step
+        step = ()
         if made is not None:
             memory = made.init(params)
             step, _ = made.send(params, memory, key)
@@ -169,37 +172,56 @@ def test_it_lowers_the_loss(program, name):
 
 def test_bytes_are_those_of_the_messages(program, name):
     state, outputs = trained(name)
-    sync, schedule = program.method.sync, program.method.schedule
+    sync = program.method.sync
+    schedule = program.method.schedule
     # No messages but partial sums, see test_collectives.py.
     if sync and isinstance(sync.message, ByRings):
         each_sync = [s.num_bytes for output in outputs for s in output.syncs]
         assert state.bytes_sent == sum(each_sync) > 0
         return
-    each, each_step = really_sent(program, state)
+
+    fragment_bytes, each_step = really_sent(program, state)
     if program.num_regions == 1:
         assert state.bytes_sent == 0  # To nobody.
         return
+
     if sync and schedule.is_by_region:
         # Of 4 regions, each 4 times in 16 steps, one at a time.
-        assert state.bytes_sent == each[0] * 4
+        assert state.bytes_sent == fragment_bytes[0] * 4
         assert sum(len(output.syncs) for output in outputs) == 16
         return
+
     if sync and sync.moments:  # Of 8 syncs, 4 carry the first ones and 2 the second.
         (adam,) = [x for x in state.region.opt_state if hasattr(x, "nu")]
-        own = [sum(x[0].nbytes for x in jax.tree.leaves(y)) for y in (adam.mu, adam.nu)]
+        moment_bytes = [
+            sum(x[0].nbytes for x in jax.tree.leaves(y)) for y in (adam.mu, adam.nu)
+        ]
         synced = sum(s.num_bytes for output in outputs for s in output.syncs)
-        assert state.bytes_sent == synced == 8 * each[0] + 4 * own[0] + 2 * own[1]
+        assert (
+            state.bytes_sent
+            == synced
+            == 8 * fragment_bytes[0] + 4 * moment_bytes[0] + 2 * moment_bytes[1]
+        )
         return
+
     sent = [s.fragment_id for output in outputs for s in output.syncs if s.num_bytes]
     in_flight = state.sync.schedule.in_flight if sync else ()
-    flying = [each.fragment_id for each in in_flight if each.start_step]
-    expected = NUM_STEPS * each_step + sum(each[k] for k in sent + flying)
+    flying = [
+        fragment_bytes.fragment_id
+        for fragment_bytes in in_flight
+        if fragment_bytes.start_step
+    ]
+    expected = NUM_STEPS * each_step + sum(fragment_bytes[k] for k in sent + flying)
+
     assert state.bytes_sent == expected
     assert (expected > 0) == (program.method.name != "apart")
+
     for output in outputs:
         for applied in output.syncs:
             is_first = schedule.init().in_flight and applied.start_step == 0
-            assert applied.num_bytes == (0 if is_first else each[applied.fragment_id])
+            assert applied.num_bytes == (
+                0 if is_first else fragment_bytes[applied.fragment_id]
+            )
 
 
 def test_a_restored_run_goes_on_bit_for_bit(program, tmp_path):
@@ -229,15 +251,16 @@ def test_four_regions_on_one_device_are_four_on_four(name):
     assert dict(program.mesh.shape)["region"] == 4
     alone = make(name, make_mesh(4, devices=jax.devices()[:1]))
     ends = []
-    for each in (program, alone):
-        state, _ = finish(each, tiny.start(each), 8)
-        ends.append(jax.device_get((state.region.params, each.outer_params(state))))
+    for form in (program, alone):
+        state, _ = finish(form, tiny.start(form), 8)
+        ends.append(jax.device_get((state.region.params, form.outer_params(state))))
     assert_all_close(*ends, atol=1e-6)
 
 
 def test_a_divided_outer_state_gives_the_same_in_halves():
     """Over the two devices of each region; of leaves with more than one number."""
-    ends, shares = [], []
+    ends = []
+    shares = []
     for place in ("divided", "host"):
         program = make("co2", make_mesh(4, 2), outer_placement=place)
         state, _ = finish(program, tiny.start(program), 8)
@@ -245,5 +268,6 @@ def test_a_divided_outer_state_gives_the_same_in_halves():
         leaves = [x for x in jax.tree.leaves(state.sync.outer) if x.size > 1]
         first = [x.addressable_shards[0].data.nbytes for x in leaves]
         shares.append(sum(first) / sum(x.nbytes for x in leaves))
+
     assert shares == [0.5, 1]
     assert_all_close(*ends, atol=1e-6)

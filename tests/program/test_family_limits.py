@@ -174,10 +174,8 @@ def test_gpa_whose_averages_are_one_is_nesterov():
 
 
 def test_before_its_first_sync_it_is_training_apart():
-    (local, _), (apart, _) = (
-        trained(of("diloco", sync_interval=13)),
-        trained(of("apart")),
-    )
+    local, _ = trained(of("diloco", sync_interval=13))
+    apart, _ = trained(of("apart"))
     assert_within_ulps(local, apart)
 
 
@@ -208,6 +206,7 @@ def test_a_region_of_twice_the_batch_counts_twice():
     )  # fmt: skip
     regions = Regions((1.0, 2.0, 1.0, 1.0), (2, 2, 1, 1))
     _, outer = train(method, SLOPES, loss=quadratic.slope_fn, regions=regions)
+
     # Steps 12, 6, 12, 12; sequences 24, 12, 12, 12.
     moved = LR * np.average(
         TARGETS[0] * [[12], [6], [12], [12]], axis=0, weights=[24, 12, 12, 12]

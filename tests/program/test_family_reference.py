@@ -28,7 +28,9 @@ from tests.program.family_reference import SHAPES, SIZE, split
 from tests.program.tiny import follow
 from tests.slow import mostly_slow
 
-LR, NUM_REGIONS, NUM_STEPS = 0.1, 4, 14
+LR = 0.1
+NUM_REGIONS = 4
+NUM_STEPS = 14
 OUTER = {"outer_lr": 0.4, "outer_momentum": 0.9}
 SPEEDS = (1.0, 1.5, 1.0, 2.5)
 EXACT_SPEEDS = [Fraction(s) for s in SPEEDS]
@@ -102,7 +104,8 @@ def delayed_nesterov_twin(spread, compress=lambda: ref.plain):
 
 
 def heloco_twin():
-    seen, numbers = set(), (0.6, 0.5, 0.7, 2.0, 0.5)
+    seen = set()
+    numbers = (0.6, 0.5, 0.7, 2.0, 0.5)
     take, start = ref.look_ahead(0.3, 0.8, 0.9, numbers, seen)
     out = ref.asynchronous(problem(), EXACT_SPEEDS, 2, False, take, start=start)
     assert seen == {"keep", "turn", "take off"}
@@ -125,10 +128,11 @@ def in_turn(delay, merge, *unequal, **options):
 def drawn_mask(tick, density=0.3, seed=5):
     """The documented draw, of fragment 0."""
     words = np.array([0, tick], np.uint32)
-    key, out = jax.random.wrap_key_data(words, impl="threefry2x32"), []
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    out = []
     for n, size in enumerate(ref.SIZES):
-        own = jax.random.fold_in(key, 65537 * seed + n)
-        order = np.argsort(jax.random.bits(own, (size,), np.uint32), stable=True)
+        leaf_key = jax.random.fold_in(key, 65537 * seed + n)
+        order = np.argsort(jax.random.bits(leaf_key, (size,), np.uint32), stable=True)
         out.append(np.isin(np.arange(size), order[: max(1, round(density * size))]))
     return ref.join(out)
 
@@ -138,9 +142,9 @@ def subset(turn, density=0.4, seed=5):
     out = []
     for n, size in enumerate(ref.SIZES):
         num_subsets = min(int(np.ceil(1 / density)), size)
-        own = jax.random.fold_in(jax.random.key(seed), n)
-        own = jax.random.fold_in(own, turn // num_subsets)
-        order = np.argsort(jax.random.bits(own, (size,), np.uint32), stable=True)
+        leaf_key = jax.random.fold_in(jax.random.key(seed), n)
+        leaf_key = jax.random.fold_in(leaf_key, turn // num_subsets)
+        order = np.argsort(jax.random.bits(leaf_key, (size,), np.uint32), stable=True)
         drawn = order[turn % num_subsets :: num_subsets]
         out.append(np.isin(np.arange(size), drawn))
     return ref.join(out)
@@ -174,7 +178,8 @@ DELAYED = EACH_3 | {"outer_lr": 0.5, "outer_momentum": 0.8, "arrivals_per_moment
 IN_TURN = {"sync_interval": 4, "num_fragments": 2, **OUTER}
 MIXED = IN_TURN | {"mixing_alpha": 0.3}
 DECOUPLED = MIXED | {"answer_steps": "1,3,9,0", "quorum": 2, "grace_steps": 2}
-TOP, TOP_K = ref.top_k(0.25), {"compress": "topk:0.25"}
+TOP = ref.top_k(0.25)
+TOP_K = {"compress": "topk:0.25"}
 UNEQUAL = Regions(SPEEDS, (1,) * 4)
 CUT = ("a|c", "b")
 decoupled_twin = functools.partial(
@@ -359,9 +364,9 @@ def test_each_method_is_its_formula(name):
     case = CASES[name]
     with jax.enable_x64(True):
         ends = train(case)
-    for found, wanted in zip(ends, case.twin(), strict=True):
+    for actual, wanted in zip(ends, case.twin(), strict=True):
         for n, x in zip(SHAPES, split(wanted), strict=True):
-            assert (found[n].dtype, found[n].shape) == (np.float64, x.shape)
-            each = tuple(range(-len(SHAPES[n]), 0))  # Of each region alone.
-            largest = np.abs(x).max(each, keepdims=True)
-            assert (np.abs(found[n] - x) <= case.tolerance * largest).all(), n
+            assert (actual[n].dtype, actual[n].shape) == (np.float64, x.shape)
+            axes = tuple(range(-len(SHAPES[n]), 0))  # Of each region alone.
+            largest = np.abs(x).max(axes, keepdims=True)
+            assert (np.abs(actual[n] - x) <= case.tolerance * largest).all(), n

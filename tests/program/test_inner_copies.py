@@ -46,14 +46,14 @@ def test_a_fragment_that_arrives_late_moves_its_part_of_a_copy(by_programs):
     """As in a transform, in which the two are one program."""
     tx = cc.synchronized(FREE, METHOD, axis_name="region", user_inputs=tiny.USER_INPUTS)
     params, state = train(tx, METHOD, tiny.NUM_REGIONS, NUM_STEPS)
-    found = tiny.host((params, state.inner))
-    assert_all_close(found, by_programs, rtol=1e-4, atol=1e-5)
+    by_transform = tiny.host((params, state.inner))
+    assert_all_close(by_transform, by_programs, rtol=1e-4, atol=1e-5)
 
 
 def test_and_in_one_program_with_the_inner_steps(by_programs):
-    program, found = trained("yes")
+    program, by_windows = trained("yes")
     assert program._syncs._segments is not None
-    assert_all_close(found, by_programs, rtol=1e-5, atol=1e-6)
+    assert_all_close(by_windows, by_programs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_merge_moves_a_copy_by_the_same_vector():
@@ -61,14 +61,17 @@ def test_a_merge_moves_a_copy_by_the_same_vector():
     program = program_of(METHOD)
     state = tiny.finish(program, tiny.start(program), 4)[0]
     assert state.sync.in_flight
+
     before = tiny.host((state.region.params, state.region.opt_state.z))
     state, dropped = program.land(state)
     assert not dropped
+
     after = tiny.host((state.region.params, state.region.opt_state.z))
     of_params, of_copy = (
         jax.tree.map(np.subtract, new, old)
         for new, old in zip(after, before, strict=True)
     )
+
     assert max(np.abs(x).max() for x in jax.tree.leaves(of_params)) > 1e-3
     assert_all_close(of_copy, of_params, rtol=1e-4, atol=1e-6)
 
@@ -86,7 +89,8 @@ def test_with_a_sync_at_every_step_the_means_are_those_of_data_parallel():
         target, scale = batch
         return jnp.sum(scale * (params["w"] - target) ** 2), {}
 
-    params, num_steps = {"w": jnp.zeros(3)}, 20
+    params = {"w": jnp.zeros(3)}
+    num_steps = 20
     method = cc.methods.get("diloco", sync_interval=1, outer_lr=1, outer_momentum=0)
     program = cc.RegionProgram(loss_fn, FREE, method, params, 2)
     state = program.init(params, jax.random.key(0))
@@ -102,7 +106,8 @@ def test_with_a_sync_at_every_step_the_means_are_those_of_data_parallel():
         updates, inner = FREE.update(jax.grad(loss)(params), inner, params)
         return optax.apply_updates(params, updates), inner
 
-    wanted, inner = params, FREE.init(params)
+    wanted = params
+    inner = FREE.init(params)
     for _ in range(num_steps):
         wanted, inner = step(wanted, inner)
     mean = jax.tree.map(
@@ -114,11 +119,11 @@ def test_with_a_sync_at_every_step_the_means_are_those_of_data_parallel():
 def test_the_parameters_to_evaluate(by_programs):
     """What docs/start says of x, the mean of the regions'."""
     params, state = by_programs
-    found = jax.vmap(optax.contrib.schedule_free_eval_params)(state, params)
+    to_evaluate = jax.vmap(optax.contrib.schedule_free_eval_params)(state, params)
     of_means = optax.contrib.schedule_free_eval_params(
         *jax.tree.map(lambda x: x.mean(0), (state, params))
     )
-    mean = jax.tree.map(lambda x: x.mean(0), found)
+    mean = jax.tree.map(lambda x: x.mean(0), to_evaluate)
     assert_all_close(tiny.host(mean), tiny.host(of_means), rtol=1e-4, atol=1e-5)
 
 
@@ -146,22 +151,24 @@ def test_a_users_own_copy_is_moved_by_the_hook():
 
     user_inputs = cc.UserInputs(on_merge=on_merge)
     options = {"optimizer": ema_of_params(0.9), "num_steps": 8}
-    _, found = trained(user_inputs=user_inputs, **options)
+    _, with_hook = trained(user_inputs=user_inputs, **options)
     left = cc.UserInputs(on_merge=lambda state, old, new: state)
     _, without = trained(user_inputs=left, **options)
-    assert_all_close(found[0], without[0], rtol=1e-6, atol=0)
+
+    assert_all_close(with_hook[0], without[0], rtol=1e-6, atol=0)
     tx = cc.synchronized(
         ema_of_params(0.9), METHOD, axis_name="region", user_inputs=user_inputs
     )
     params, state = train(tx, METHOD, tiny.NUM_REGIONS, 8)
-    assert_all_close(tiny.host((params, state.inner)), found, rtol=1e-4, atol=1e-5)
-    gap = np.abs(found[1]["average"]["head"] - without[1]["average"]["head"]).max()
+
+    assert_all_close(tiny.host((params, state.inner)), with_hook, rtol=1e-4, atol=1e-5)
+    gap = np.abs(with_hook[1]["average"]["head"] - without[1]["average"]["head"]).max()
     assert gap > 1e-3
 
 
 @pytest.mark.parametrize("overlap", mostly_slow(["no", "yes"], quick=["yes"]))
 def test_a_copy_in_host_memory_moves_as_well(by_programs, overlap):
-    program, found = trained(overlap, optimizer_memory="host")
+    program, ends = trained(overlap, optimizer_memory="host")
     where = program.shardings.region.opt_state.z["head"]
     assert where.memory_kind == "pinned_host"
-    assert_all_close(found, by_programs, rtol=1e-5, atol=1e-6)
+    assert_all_close(ends, by_programs, rtol=1e-5, atol=1e-6)

@@ -53,9 +53,11 @@ def inner_primitives(program):
 def test_only_data_parallel_steps_talk_between_regions_and_none_to_the_host(
     method_name,
 ):
-    found = inner_primitives(tiny.shared_program(method_name))
-    assert bool(found & COLLECTIVES) == (method_name == "data_parallel"), found
-    assert not list(filter(TALKS_TO_HOST.search, found))
+    primitives = inner_primitives(tiny.shared_program(method_name))
+    assert bool(primitives & COLLECTIVES) == (method_name == "data_parallel"), (
+        primitives
+    )
+    assert not list(filter(TALKS_TO_HOST.search, primitives))
 
 
 def test_the_check_catches_the_gradient_of_replicated_parameters():
@@ -90,10 +92,11 @@ def test_compiled_steps_send_nothing_to_another_region(length, data, model):
     batches = program._batches.put(jax.tree.map(lambda x: x[None], tiny.make_batch(0)))
     arguments = state.region, batches, None, None, ()
     text = program._steps.lower(*arguments).compile().as_text()
-    found = collectives(hlo.parse(text), dict(mesh.shape))
-    assert bool(found) == (data * model > 1)
-    for each in found:
-        assert "region" not in each.axes, each
+    listed = collectives(hlo.parse(text), dict(mesh.shape))
+
+    assert bool(listed) == (data * model > 1)
+    for collective in listed:
+        assert "region" not in collective.axes, collective
 
 
 def test_a_step_copies_no_moments_of_the_optimizer():
@@ -113,10 +116,10 @@ def test_a_step_copies_no_moments_of_the_optimizer():
         if loop.opcode == "while"
     ]
     copies = [
-        each.shape
+        instruction.shape
         for body in bodies
-        for each in body.instructions
-        if each.opcode == "copy" and each.shape.startswith("f32[")
+        for instruction in body.instructions
+        if instruction.opcode == "copy" and instruction.shape.startswith("f32[")
     ]
     params = jax.tree.leaves(state.region.params)
     assert len(copies) <= len(params), copies
@@ -149,16 +152,19 @@ def test_a_block_maps_over_its_regions(size, one_by_one):
 
 
 def test_small_models_of_regions_on_one_cpu_are_one_batch():
-    one, small = make_mesh(4, devices=jax.devices()[:1]), 50_000
+    one = make_mesh(4, devices=jax.devices()[:1])
+    small = 50_000
     batched = LocalRegions(4, one_by_one=False)
     assert LocalRegions.of(one, 4, num_params=small) == batched
     assert LocalRegions.of(one, 4, "batched") == batched
+
     in_turn = LocalRegions(4, one_by_one=True)
     assert LocalRegions.of(one, 4, num_params=100 * small) == in_turn
     assert LocalRegions.of(one, 4) == in_turn
     assert LocalRegions.of(one, 4, "in_turn", small) == in_turn
     for how in ("auto", "batched", "in_turn"):  # One region of a device.
         assert LocalRegions.of(make_mesh(4), 4, how, 1000).size == 1
+
     two = LocalRegions.of(make_mesh(4, data=2, devices=jax.devices()[:4]), 4)
     assert two.one_by_one  # Regions of several devices.
 
@@ -180,14 +186,16 @@ def numbers(num_steps):
 
 @pytest.mark.parametrize("num_steps", [1, 2, 9, 10, 11])
 def test_the_first_steps_are_those_of_a_scan(num_steps):
-    start, xs = {"a": jnp.ones(3), "b": jnp.zeros(3)}, numbers(num_steps)
+    start = {"a": jnp.ones(3), "b": jnp.zeros(3)}
+    xs = numbers(num_steps)
     state, outs = jax.jit(counted.scan, static_argnums=0)(
         step, start, counted.padded(xs, num_steps), np.int32(num_steps)
     )
-    wanted, each = jax.jit(counted.scan, static_argnums=0)(step, start, xs)
+    wanted, wanted_outs = jax.jit(counted.scan, static_argnums=0)(step, start, xs)
+
     assert_within_ulps(state, wanted)
     room = counted.padded_length(num_steps)
-    for x, y in zip(jax.tree.leaves(outs), jax.tree.leaves(each), strict=True):
+    for x, y in zip(jax.tree.leaves(outs), jax.tree.leaves(wanted_outs), strict=True):
         assert (x.shape, x.dtype) == ((room, *y.shape[1:]), y.dtype)
         assert_within_ulps(x[:num_steps], y)
         assert not x[num_steps:].any()

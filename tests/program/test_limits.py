@@ -62,13 +62,14 @@ def test_the_true_hessian_gives_the_undelayed_gradient():
         curvature_units="parameter", compensation_strength=1.0, **SHORT,
     )  # fmt: skip
     (staged, _), (local, outer) = train(cocodc, TARGETS[:3], stops=(2,))
-    found, wanted = [], []
+    merged = []
+    wanted = []
     for m in range(NUM_REGIONS):
         there = ORACLE.join({"a": outer["a"], "b": staged["b"][m], "c": outer["c"]})
         stepped = there - LR * ORACLE.gradient(there, (TARGETS[2, m], 1.0))
-        found.append([local[n][m] for n in "ac"])
+        merged.append([local[n][m] for n in "ac"])
         wanted.append([ORACLE.split(stepped)[n] for n in "ac"])
-    assert_within_ulps(found, wanted)
+    assert_within_ulps(merged, wanted)
 
 
 @pytest.mark.parametrize("strength", [1.0, -1.0])
@@ -90,6 +91,7 @@ def test_over_several_steps_it_gives_the_gradients_along_the_moved_path(strength
             learning_rate=jnp.asarray(LR),
             gradient_fn=lambda p: {"w": jnp.asarray(HESSIAN) @ (p["w"] - target)},
         )
+
     error = np.abs(np.asarray(merged["w"]) - wanted).max()
     assert error < 1e-14 if strength == 1 else error > 0.1
 
@@ -104,6 +106,7 @@ def test_gauss_newton_of_a_linear_model_is_the_hessian():
             ("none", {"curvature_units": None}),
         )
     )
+
     assert_within_ulps(ours, exact)
     assert max(np.abs(ours[n] - none[n]).max() for n in PARAMS) > 1e-3
 
@@ -187,7 +190,8 @@ METHODS = {
 
 @pytest.mark.parametrize("name", mostly_slow(METHODS, quick=QUICK))
 def test_one_region_alone_is_each_of_several_that_see_the_same(name):
-    method, targets = methods.get(name, **METHODS[name]), TARGETS[:, :1]
+    method = methods.get(name, **METHODS[name])
+    targets = TARGETS[:, :1]
     local, outer = train(method, targets, regions=1)
     expected, same_outer = train(method, np.tile(targets, (4, 1)))
     assert_within_ulps(outer, same_outer)

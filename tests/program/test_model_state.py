@@ -14,7 +14,8 @@ from tests.numerics import assert_within_ulps
 from tests.program.tiny import assert_same, follow, saved_and_restored
 
 INIT = {"mean": jnp.zeros(2), "count": jnp.zeros((), jnp.int32)}
-PARAMS, KEY = {"w": jnp.ones(2)}, jax.random.key(0)
+PARAMS = {"w": jnp.ones(2)}
+KEY = jax.random.key(0)
 BATCHES = np.random.default_rng(0).normal(size=(8, 4, 3, 2)).astype(np.float32)
 
 
@@ -79,10 +80,12 @@ def test_regions_average_it_where_their_parameters_are(method, average, averaged
     state, output = finish(program, begun(program), 6)
     without, _ = finish(plain, begun(plain), 6)
     expected = running_means(averaged_at)
-    found = state.region.model_state
-    np.testing.assert_allclose(found["mean"], expected, rtol=1e-5, atol=1e-6)
-    assert found["count"].tolist() == [6] * 4
-    assert found["mean"].sharding.spec == P("region")
+    model_state = state.region.model_state
+
+    np.testing.assert_allclose(model_state["mean"], expected, rtol=1e-5, atol=1e-6)
+    assert model_state["count"].tolist() == [6] * 4
+    assert model_state["mean"].sharding.spec == P("region")
+
     one = program.mean_model_state(state)
     np.testing.assert_allclose(one["mean"], expected.mean(0), rtol=1e-5, atol=1e-6)
     assert one["count"] == 6
@@ -94,15 +97,17 @@ def test_regions_average_it_where_their_parameters_are(method, average, averaged
 def test_a_state_that_is_not_finite_is_left_out_where_a_message_would_be():
     """Region 1 reads nonsense while a sync is in flight: no message has told yet."""
     method = STREAMING.guarded(10.0, None)
-    program, plain = make(method), make(STREAMING)
+    program = make(method)
+    plain = make(STREAMING)
     batches = BATCHES.copy()
     batches[3, 1] = np.nan
     ends = []
-    for each, read in ((program, batches), (program, BATCHES), (plain, BATCHES)):
-        ends.append(finish(each, begun(each), 5, read)[0])
+    for run, read in ((program, batches), (program, BATCHES), (plain, BATCHES)):
+        ends.append(finish(run, begun(run), 5, read)[0])
     bad, good, without = (np.asarray(x.region.model_state["mean"]) for x in ends)
-    own = running_means(set(), 5)
-    expected = np.stack([own[[0, 2, 3]].mean(0)] * 4)
+    means = running_means(set(), 5)
+    expected = np.stack([means[[0, 2, 3]].mean(0)] * 4)
+
     np.testing.assert_allclose(bad, expected, rtol=1e-5, atol=1e-6)
     assert ends[0].region.model_state["count"].tolist() == [5] * 4
     # Where all of them are finite nothing changes but a number more that crosses,
@@ -158,11 +163,11 @@ def test_merges_see_the_state_of_the_region(curvature):
         ),
     ):
         moment = cc.adam_second_moment(0.999)
-        each = cc.RegionProgram(
+        program = cc.RegionProgram(
             loss, optax.adam(0.1), method, PARAMS, 4, model_state=state,
             user_inputs=cc.UserInputs(0.1, moment, (model_fn, of_outputs)),
         )  # fmt: skip
-        state, output = finish(each, begun(each), 6)
+        state, output = finish(program, begun(program), 6)
         assert (output.syncs[0].metrics["correction_ratio"] > 0).all()
         ends.append(state.region.params["w"])
     np.testing.assert_allclose(*ends, rtol=1e-6)
@@ -197,9 +202,10 @@ def test_it_lies_where_regions_are_divided():
     mean = np.zeros(2)
     for batch in batches[:2]:
         mean = (mean + batch.mean((0, 1))) / 2
-    found = state.region.model_state["mean"]
-    np.testing.assert_allclose(found, np.stack([mean] * 4), rtol=1e-5)
-    assert found.sharding == NamedSharding(mesh, P("region"))
+    model_state = state.region.model_state["mean"]
+
+    np.testing.assert_allclose(model_state, np.stack([mean] * 4), rtol=1e-5)
+    assert model_state.sharding == NamedSharding(mesh, P("region"))
 
 
 @pytest.mark.parametrize(

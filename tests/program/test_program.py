@@ -72,7 +72,8 @@ class TestArrays:
         ]
         for given in params:
             state = program.init(given, jax.random.key(0))
-            outer, mean = program.outer_params(state), program.mean_params(state)
+            outer = program.outer_params(state)
+            mean = program.mean_params(state)
             tiny.finish(program, state, 12)
             for tree in (given, outer, mean):
                 tiny.assert_same(tiny.host(tree), tiny.make_params())
@@ -82,11 +83,13 @@ class TestArrays:
         state, _ = tiny.finish(program, tiny.start(program), 8)
         spare = outer_device(program.mesh)
         assert spare not in program.mesh.devices
+
         if method_name == "data_parallel":
             assert state.sync is None
             return
         where = {x.sharding for x in jax.tree.leaves(state.sync.outer)}
         assert where == {SingleDeviceSharding(spare)}
+
         outer_bytes = sum(x.nbytes for x in jax.tree.leaves(state.sync.outer.params))
         assert outer_bytes == sum(program.fragments.num_bytes)
 
@@ -114,9 +117,12 @@ class TestArrays:
         assert set(dtypes) == {jnp.dtype("float32")}
         # What is sent is the float32 pseudo-gradient: four syncs of half the model.
         assert state.bytes_sent == 4 * sum(program.fragments.num_params) * 2
-        mean, each = program.mean_params(state)["head"], state.region.params["head"]
-        assert mean.dtype == each.dtype == jnp.bfloat16
-        expected = np.float32(each).mean(0).astype(jnp.bfloat16)
+
+        mean = program.mean_params(state)["head"]
+        local = state.region.params["head"]
+        assert mean.dtype == local.dtype == jnp.bfloat16
+
+        expected = np.float32(local).mean(0).astype(jnp.bfloat16)
         np.testing.assert_array_equal(mean, expected)
 
     def test_bfloat16_gradients_are_averaged(self):
@@ -147,6 +153,7 @@ def test_narrow_parameters_where_nothing_is_promoted():
         state = program.init(params, jax.random.key(0))
         state, _ = tiny.follow(program, state, batches, 4)
         mean = program.mean_params(state)
+
     assert mean["w"].dtype == jnp.bfloat16
     assert np.all(mean["w"] > 0)
 
@@ -192,7 +199,8 @@ class TestCompilation:
         method = methods.get(
             "streaming_diloco", sync_interval=2, num_fragments=1, delay_steps=1
         )
-        params, batch = {"w": jnp.ones(3)}, jnp.zeros((1, 1, 3))
+        params = {"w": jnp.ones(3)}
+        batch = jnp.zeros((1, 1, 3))
         program = RegionProgram(loss_fn, tiny.OPTIMIZER, method, params, 1)
         state = program.init(params, jax.random.key(0))
         for _ in range(4):
@@ -204,6 +212,7 @@ class TestCompilation:
             handed_out.append(output.losses)
             # The sync at step 5 started at 4, before what is slow; that at 7 after.
             handed_out += [s.norm for s in output.syncs if s.start_step > 4]
+
         is_ready = [x.is_ready() for x in handed_out]
         jax.block_until_ready((state.region, state.sync.outer))
         assert is_ready == [False] * 5
@@ -221,7 +230,8 @@ class TestBatches:
         assert [taken for _, taken in steps] == [100, 100, 1]
 
     def test_batches_may_lie_on_the_mesh_already(self):
-        program, batches = tiny.shared_program("diloco"), stacked(0, 2)
+        program = tiny.shared_program("diloco")
+        batches = stacked(0, 2)
         ends = (
             program.advance(tiny.start(program), given)[0]
             for given in (batches, jax.device_put(batches))
@@ -241,6 +251,7 @@ def test_a_merge_has_a_key_that_no_inner_step_has():
     draws = [o.aux["draw"] for o in outputs]
     draws += [s.metrics["draw"][None] for o in outputs for s in o.syncs]
     draws = np.concatenate(draws)
+
     assert len(draws) == 8 + 6
     assert len(np.unique(draws)) == draws.size
 
@@ -251,7 +262,8 @@ GAUSS_NEWTON = {
         "cocodc", curvature="gauss_newton", curvature_units="gradient", num_fragments=2
     )
 }
-NO_INPUTS, ONES = {"user_inputs": UserInputs()}, jnp.ones(2)
+NO_INPUTS = {"user_inputs": UserInputs()}
+ONES = jnp.ones(2)
 ADAM_OF_SOME = optax.partition(
     {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)},
     {"embed": "adam", "blocks": "sgd", "head": "sgd"},

@@ -116,7 +116,8 @@ def run_program(problem, method, inner, num_steps, dtype):
         mesh=make_mesh(NUM_REGIONS, devices=jax.devices()[: problem.num_devices]),
         user_inputs=UserInputs(LR, adam_second_moment(ADAM["b2"])),
     )  # fmt: skip
-    state, batches = program.init(params, jax.random.key(0)), problem.batches
+    state = program.init(params, jax.random.key(0))
+    batches = problem.batches
     state, outputs = follow(program, state, cast(batches, dtype), num_steps)
     return program, state, [sync for output in outputs for sync in output.syncs]
 
@@ -153,26 +154,34 @@ def assert_agree(problem, pair, dtype):
         ours = run_reference(problem, expected, *arguments)
         # A choice between two equal scores would be left to rounding.
         assert ours.closest > 1e-3
-        found = [(s.fragment_id, s.start_step, s.apply_step) for s in syncs]
-        assert found == ours.syncs
+
+        merged = [(s.fragment_id, s.start_step, s.apply_step) for s in syncs]
+        assert merged == ours.syncs
         assert state.bytes_sent == ours.num_bytes > 0
+
         regions = jax.device_get(state.region.params)
         assert jax.tree.leaves(regions)[0].dtype == dtype
+
         for m, local in enumerate(ours.local):
-            own = jax.tree.map(lambda x, m=m: x[m], regions)
-            assert_close(own, local)
+            of_region = jax.tree.map(lambda x, m=m: x[m], regions)
+            assert_close(of_region, local)
         if expected.interval == 0:
             return
-        memory, outer = state.sync.schedule, state.sync.outer
+        memory = state.sync.schedule
+        outer = state.sync.outer
+
         assert [f[:2] for f in ours.in_flight] == [x.sync_id for x in memory.in_flight]
         params = jax.device_get(program.outer_params(state))
         assert_close(params, ours.outer)
+
         traces = [optax.tree_utils.tree_get(s, "trace") for s in outer.opt_states]
         momentum = jax.device_get(program.fragments.join(traces))
         assert_close(momentum, ours.nesterov.m)
+
         # Reported in float32 whatever the parameters.
         norms = [float(s.norm) for s in syncs]
         np.testing.assert_allclose(norms, ours.norms, rtol=1e-5)
+
         if expected.merge == "compensate":
             ratios = [s.metrics["correction_ratio"] for s in syncs]
             np.testing.assert_allclose(ratios, ours.ratios, rtol=1e-4, atol=1e-9)

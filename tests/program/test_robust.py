@@ -24,7 +24,9 @@ from tests.numerics import assert_all_close, assert_within_ulps
 from tests.program import tiny
 from tests.slow import mostly_slow
 
-R, LR, MOMENTUM = 4, 0.1, 0.5
+R = 4
+LR = 0.1
+MOMENTUM = 0.5
 PARAMS = {"a": np.array([1.0, -2.0, 0.5]), "b": np.array([2.0, 1.0])}
 OUTER = {"outer_lr": 0.5, "outer_momentum": 0.9}
 DILOCO = functools.partial(methods.get, "diloco", sync_interval=2, **OUTER)
@@ -56,7 +58,8 @@ def stream(step=0):
 
 
 def make_program(method, exchange="program"):
-    optimizer, transport = optax.sgd(LR, MOMENTUM), Transport(exchange)
+    optimizer = optax.sgd(LR, MOMENTUM)
+    transport = Transport(exchange)
     return RegionProgram(loss_fn, optimizer, method, PARAMS, R, transport=transport)
 
 
@@ -81,6 +84,7 @@ def mean_of(messages, above, mean, trim):
         limit = np.median(length[kept])
         scale = np.minimum(1, limit / length[kept])
         values = values * scale[:, None]
+
     if mean == "trim":
         cut = int(trim * len(kept))
         values = np.sort(values, axis=0)[cut : len(kept) - cut]
@@ -93,20 +97,26 @@ def reference(program, num_steps, above, mean="weighted", trim=0.0, alpha=0.0):
     names = [
         sorted(program.fragments.take(PARAMS, k)) for k in range(len(program.fragments))
     ]
-    outer, trace = dict(PARAMS), {n: np.zeros_like(x) for n, x in PARAMS.items()}
+    outer = dict(PARAMS)
+    trace = {n: np.zeros_like(x) for n, x in PARAMS.items()}
     w = {n: np.stack([x] * R) for n, x in PARAMS.items()}
     pace = {n: np.zeros_like(x) for n, x in w.items()}
-    state, flights, judged = schedule.init(), {}, []
+    state = schedule.init()
+    flights = {}
+    judged = []
+
     for step in range(1, num_steps + 1):
         for n, target in make_batch(step).items():
             pace[n] = MOMENTUM * pace[n] + w[n] - target
             w[n] = w[n] - LR * pace[n]
+
         if schedule.next_step(state) != step:
             continue
         for after, event in events_at(schedule, state, step):
             state = after
             if event is None:
                 break
+
             k = event.fragment_id
             if event.kind == "start":
                 messages = np.concatenate([outer[n] - w[n] for n in names[k]], axis=1)
@@ -121,8 +131,10 @@ def reference(program, num_steps, above, mean="weighted", trim=0.0, alpha=0.0):
                     part, delta = np.split(delta, [len(outer[n])])
                     trace[n] = part + 0.9 * trace[n]
                     outer[n] = outer[n] - 0.5 * (part + 0.9 * trace[n])
+
                 for n in PARAMS:
-                    w[n][list(out)], pace[n][list(out)] = outer[n], 0
+                    w[n][list(out)] = outer[n]
+                    pace[n][list(out)] = 0
                 for flight in flights.values():
                     flight[0].difference_update(out)
                 for n in names[k]:
@@ -157,13 +169,16 @@ def test_against_numpy(case):
         outer, w, judged = reference(
             program, 12, robust.exclude_above, robust.mean, robust.trim, alpha
         )
+
         assert_all_close(program.outer_params(state), outer, rtol=1e-10)
         assert_all_close(state.region.params, w, rtol=1e-10)
+
     left_out = {
         (s.start_step, s.fragment_id): told(np.asarray(s.verdict))
         for output in outputs
         for s in output.syncs
     }
+
     assert any(out for _, _, out in judged)
     for step, k, out in judged:
         if (step, k) in left_out:
@@ -204,11 +219,13 @@ def test_what_was_not_sent_is_forgotten_and_the_rate_goes_on():
     program = RegionProgram(loss_fn, optimizer, method, PARAMS, R)
     state, verdict = verdict_of(program, 4)
     assert verdict == {2: "not finite"}
+
     (fed_back,) = jax.tree.map(np.asarray, state.sync.compressors)
     for leaf in jax.tree.leaves(fed_back):
         if leaf.dtype == np.float32:
             assert (leaf[2] == 0).all()
             assert np.isfinite(leaf).all()
+
     adam, rate = state.region.opt_state
     assert np.asarray(adam.count).tolist() == [4, 4, 0, 4]
     assert np.asarray(rate.count).tolist() == [4, 4, 4, 4]
@@ -221,13 +238,16 @@ def test_a_region_whose_adam_has_no_step_yet_is_merged_as_others_are(curvature):
         "cocodc", sync_interval=4, num_fragments=1, delay_steps=2, curvature=curvature,
         exclude_above=5.0,
     )  # fmt: skip
-    optimizer, user_inputs = optax.adam(LR), UserInputs(LR, adam_second_moment(0.999))
+    optimizer = optax.adam(LR)
+    user_inputs = UserInputs(LR, adam_second_moment(0.999))
     program = RegionProgram(
         loss_fn, optimizer, method, PARAMS, R, user_inputs=user_inputs
     )
     state, verdict = verdict_of(program, 6)
+
     assert verdict == {2: "not finite"}
     assert np.asarray(state.region.opt_state[0].count).tolist() == [6, 6, 0, 6]
+
     restored = jax.tree.map(lambda x: x[2], state.region.params)
     tiny.assert_same(restored, program.outer_params(state))
 
@@ -247,11 +267,14 @@ def test_a_region_is_restored_before_and_after_the_middle_of_a_delay(changes):
         syncs_per_interval=1, exclude_above=5.0,
     )  # fmt: skip
     program = make_program(method.with_sync(**changes))
-    state, batches, kept = start(program), stream(), set()
+    state = start(program)
+    batches = stream()
+    kept = set()
     for _ in range(9):
         state, _ = tiny.follow(program, state, batches, 1)
         state = program.restore_regions(state, np.array([False, False, True, False]))
         kept |= {tuple(sorted(f.kept)) for f in state.sync.in_flight.values()}
+
     assert len(kept) == 2
     assert np.asarray(program.finite_regions(state)).all()
 
@@ -263,15 +286,19 @@ def test_one_region_does_not_end_the_run(tmp_path):
     """
     whole, records = train_in(tmp_path / "whole", 12, exclude_above=5.0)
     assert all(map(np.isfinite, whole.state.region.params["a"].ravel()))
+
     left_out = [r["left_out"] for r in records if r["kind"] == "sync"]
     assert [0, 0, 1, 0] in left_out
     assert [2, 0, 0, 0] in left_out
+
     json.dumps(records, allow_nan=False)
     assert whole.left_out["region 2: not finite"] >= 1
+
     losses = [r for r in records if r["kind"] == "train"]
     assert all(r["loss"] is not None for r in losses)
     assert any(None in r["loss_regions"] for r in losses)
     assert None not in losses[-1]["loss_regions"]
+
     train_in(tmp_path / "parts", 5, exclude_above=5.0)
     result, _ = train_in(tmp_path / "parts", 12, exclude_above=5.0)
     assert result.left_out == whole.left_out
@@ -287,6 +314,7 @@ def test_a_region_that_is_restored_keeps_its_keys_and_counts():
     state, _ = tiny.follow(program, start(program), stream(), 3)
     before = jax.tree.map(np.asarray, _noise_and_counts(state))
     state = program.restore_regions(state, np.array([False, False, True, False]))
+
     tiny.assert_same(jax.tree.map(np.asarray, _noise_and_counts(state)), before)
     assert len({key.tobytes() for key in before[0]}) == R
 

@@ -39,7 +39,8 @@ CASES = {
 
 def make(case, overlap):
     """Regions of two devices each in the first case, of one in the others."""
-    family, options = case.split(",")[0], CASES[case]
+    family = case.split(",")[0]
+    options = CASES[case]
     if family in ("streaming", "cocodc"):
         options = SHORT | options
     name = "streaming_diloco" if family == "streaming" else family
@@ -72,27 +73,29 @@ def test_both_forms_give_the_same_numbers(case):
     )
     assert_within_ulps(tiny.numbers(fused), tiny.numbers(plain))
     # What a record is made of.
-    told = (
+    metrics = (
         [(x.losses, x.aux, x.syncs) for x in outputs] for outputs in (after, before)
     )
-    assert_within_ulps(*told)
+    assert_within_ulps(*metrics)
 
 
 @pytest.mark.parametrize("case", ["streaming, feedback", "cocodc"])
 @pytest.mark.parametrize("cut", [6, 7])
 def test_a_checkpoint_in_the_middle_changes_nothing(tmp_path, case, cut):
     """At the step of a start, which then leaves by itself; and with it in flight."""
-    own = program(case, "yes")
-    expected, _ = tiny.trained(own, NUM_STEPS)
-    state, _ = tiny.finish(own, tiny.start(own), cut)
+    windows = program(case, "yes")
+    expected, _ = tiny.trained(windows, NUM_STEPS)
+    state, _ = tiny.finish(windows, tiny.start(windows), cut)
     assert len(state.sync.leaving) == (cut == 6)
-    state, restored = tiny.saved_and_restored(own, state, tmp_path)
+
+    state, restored = tiny.saved_and_restored(windows, state, tmp_path)
     assert len(state.sync.in_flight) == 1
     assert not state.sync.leaving
+
     plain = program(case, "no")
     with Checkpoints(tmp_path) as checkpoints:
         by_other, _ = checkpoints.restore(plain)
-    for other, begun in ((own, restored), (plain, by_other)):
+    for other, begun in ((windows, restored), (plain, by_other)):
         again, _ = tiny.finish(other, begun, NUM_STEPS - cut)
         again = other.synchronize(again)
         assert_within_ulps(tiny.numbers(again), tiny.numbers(expected))
@@ -105,7 +108,8 @@ def test_windows_are_few_and_traced_once(monkeypatch):
     and arrives at 11 at the merge of the other, at 8; only before the first merge it is
     another start.
     """
-    made, make_segment = [], segment.make_segment
+    made = []
+    make_segment = segment.make_segment
 
     def counted(spec, model, steps, key):
         function = make_segment(spec, model, steps, key)
@@ -128,14 +132,17 @@ def test_windows_are_few_and_traced_once(monkeypatch):
 
 
 def test_outer_state_lies_divided_in_host_memory():
-    own = program("streaming", "yes")
-    outer = tiny.start(own).sync.outer
+    windows = program("streaming", "yes")
+    outer = tiny.start(windows).sync.outer
     for leaf in jax.tree.leaves(outer):
         assert leaf.sharding.memory_kind == PINNED
         # Two devices a region.
         assert leaf.addressable_shards[0].data.size * 2 == leaf.size
+
     plain = program("streaming", "no")
-    tiny.assert_same(*(tiny.host(p.outer_params(tiny.start(p))) for p in (plain, own)))
+    tiny.assert_same(
+        *(tiny.host(p.outer_params(tiny.start(p))) for p in (plain, windows))
+    )
 
 
 @pytest.mark.parametrize("old", ["yes", "no"])
@@ -145,12 +152,15 @@ def test_a_run_is_adopted_by_the_other_form_with_other_fragments(old):
     state, _ = tiny.finish(before, tiny.start(before), 6)
     params = tiny.host(before.outer_params(state))
     after = program("streaming, whole", "no" if old == "yes" else "yes")
-    found = after.adopt(state, before)
-    assert {"outer parameters", "outer optimizer"} <= set(found.kept)
-    assert set(found.lost) <= {"schedule"}  # It begins anew.
-    landed = tiny.host(after.outer_params(found.state))
+    adopted = after.adopt(state, before)
+
+    assert {"outer parameters", "outer optimizer"} <= set(adopted.kept)
+    assert set(adopted.lost) <= {"schedule"}  # It begins anew.
+
+    landed = tiny.host(after.outer_params(adopted.state))
     assert jax.tree.map(np.shape, landed) == jax.tree.map(np.shape, params)
-    _, outputs = tiny.finish(after, found.state, 4)
+
+    _, outputs = tiny.finish(after, adopted.state, 4)
     assert all(np.isfinite(output.losses).all() for output in outputs)
 
 

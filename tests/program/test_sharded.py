@@ -85,7 +85,8 @@ def test_where_moments_lie_changes_no_number(name, data):
         tiny.make_program(name, mesh, param_specs=specs, optimizer_memory=memory)
         for memory in ("host", "device")
     ]
-    assert_within_ulps(*(result(each) for each in programs))
+
+    assert_within_ulps(*(result(program) for program in programs))
     state, _ = tiny.finish(programs[0], tiny.start(programs[0]), 2)
     # Counts of steps, one a region, are none.
     moments = [x for x in jax.tree.leaves(state.region.opt_state) if x.ndim > 1]
@@ -107,16 +108,19 @@ def test_optimizer_state_lies_as_its_parameters():
     state, _ = tiny.finish(program, tiny.start(program), 2)
     adam = state.region.opt_state[0]
     where = jax.tree.map(functools.partial(regional, mesh), tiny.SPECS)
+
     for tree in (state.region.params, adam.mu, adam.nu):
         assert jax.tree.map(lambda x: x.sharding, tree) == where
         assert tree["blocks"]["w"].addressable_shards[0].data.shape == (2, 2, 4, 4)
     assert adam.count.sharding == regional(mesh)
+
     (flight,) = state.sync.in_flight.values()
     for path, x in flight.mean.items():
         spec = x.sharding.spec
         assert spec == program.shardings.fragments[0][path].spec
         assert flight.kept["staged"][path].sharding == regional(mesh, spec)
         assert not x.sharding.is_fully_replicated
+
     outer = program.outer_params(state)["embed"]
     assert outer.sharding == NamedSharding(mesh, P("data", "model"))
 
@@ -128,7 +132,8 @@ def test_optimizer_state_lies_as_its_parameters():
 )
 def test_any_optax_optimizer_can_be_sharded(optimizer):
     """Factored states are not of their parameter's shape: these are replicated."""
-    diloco, mesh = methods.get("diloco", sync_interval=2), make_mesh(2, 2, 2)
+    diloco = methods.get("diloco", sync_interval=2)
+    mesh = make_mesh(2, 2, 2)
     program = tiny.program_of(diloco, mesh, optimizer=optimizer, param_specs=tiny.SPECS)
     region = tiny.start(program).region
     assert region.params["embed"].sharding.spec == P("region", "data", "model")

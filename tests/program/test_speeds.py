@@ -73,8 +73,10 @@ def test_a_region_at_rest_keeps_all_of_its_state():
     for _ in range(3):
         state, _ = program.advance(state, np.ones((1, NUM_REGIONS, 2), np.float32))
         keys.append(np.array(state.region.key))
+
     (count,) = [x for x in jax.tree.leaves(state.region.opt_state) if x.ndim == 1]
     assert count.tolist() == [3, 1, 1]
+
     moved = [
         [(a[m] != b[m]).any() for m in range(3)] for a, b in itertools.pairwise(keys)
     ]
@@ -92,10 +94,12 @@ def test_only_the_region_that_comes_takes_the_outer_parameters():
     )
     program = make(method)
     seen = {step: region.params["w"][:, 0] for step, region, _ in states(program, 6)}
+
     # Region 0 took 1 + 10; the others' own batches are of ticks 1 (10) and none.
     assert seen[2].tolist() == [11, 10, 0]
     # Region 0 comes first, with 100 + 1000; region 1 adds its 10 + 1000.
     assert seen[4].tolist() == [1111, 1111 + 1010, 100]
+
     # Region 0 comes from 1111, which lacks region 1's; it takes 1010 with its own.
     outer = 1111 + 1010 + 110000
     assert seen[6].tolist() == [outer, 1111 + 1010 + 100000, outer + 100100]
@@ -113,7 +117,8 @@ def make_tiny(name="streaming_diloco", exchange="auto", **options):
 
 def train(program, times, num_steps=14):
     """Runs to `num_steps`; gives the final state and `(fragment, start, apply)`."""
-    state, seen = tiny.start(program), []
+    state = tiny.start(program)
+    seen = []
     stream = tiny.stream()
     while state.step < num_steps:
         ahead = min(program.steps_to_event(state), num_steps - state.step)
@@ -156,9 +161,9 @@ def test_without_a_delay_regions_take_the_outer_parameters_in_measured_slots():
     assert start == apply == 8
     for one in (program.mean_params(state), program.outer_params(state)):
         parts = program.fragments.take(one, last)
-    own = program.fragments.take(state.region.params, last, lead=1)
-    whole = jax.tree.map(lambda x, like: np.broadcast_to(x, like.shape), parts, own)
-    assert_all_close(own, whole)
+    local = program.fragments.take(state.region.params, last, lead=1)
+    whole = jax.tree.map(lambda x, like: np.broadcast_to(x, like.shape), parts, local)
+    assert_all_close(local, whole)
 
 
 @pytest.mark.parametrize(
@@ -173,19 +178,22 @@ def test_every_region_gets_the_times_of_all_beside_the_mean(compress):
     times = jnp.array([[1, 2], [3, 4], [5, 6], [7, 0]], jnp.float32)
     regions = [jax.tree.map(lambda x, m=m: x * (m + 1), part) for m in range(4)]
     if compressor:
-        state, key = compressor.init(part), jax.random.key(0)
+        state = compressor.init(part)
+        key = jax.random.key(0)
         regions = [compressor.encode(r, state, key)[0] for r in regions]
+
     shapes = jax.eval_shape(lambda: regions[0])
     message = jax.tree.map(lambda *x: jnp.stack(x), *regions)
     plain, nothing = jax.jit(combining.make_combine(mean_of, where, shapes))(
         combining.make_buffer(message, None, compressor is not None), weights
     )
-    mean, told = jax.jit(combining.make_combine(mean_of, where, shapes, 4))(
+    mean, extras = jax.jit(combining.make_combine(mean_of, where, shapes, 4))(
         combining.make_buffer(message, times, compressor is not None), weights
     )
+
     assert nothing is None
     expected = times if compressor else times.at[0].set(0)  # Of weight 0.
-    np.testing.assert_allclose(told, expected, rtol=1e-6)
+    np.testing.assert_allclose(extras, expected, rtol=1e-6)
     assert_all_close(mean, plain, rtol=1e-6)
 
 
@@ -202,9 +210,11 @@ def test_a_checkpoint_keeps_what_is_on_its_way(tmp_path):
     program = make_tiny(delay_steps="auto")
     state, _ = train(program, (0.5, 1.3), num_steps=7)
     assert state.sync.in_flight
+
     state, restored = tiny.saved_and_restored(program, state, tmp_path)
     tiny.assert_same(tiny.numbers(restored), tiny.numbers(state))
     assert restored.sync.in_flight.keys() == state.sync.in_flight.keys()
+
     for sync_id, flight in restored.sync.in_flight.items():
         times = flight.kept["times"]
         np.testing.assert_array_equal(

@@ -21,7 +21,8 @@ PARAMS = {"blocks": {"w": np.ones((2, 3), np.float32)}, "b": np.zeros(3, np.floa
 RNG = np.random.default_rng(0)
 BATCHES = RNG.normal(size=(40, 8, 3)).astype(np.float32)
 SGD = optax.sgd(0.1, 0.9)
-MULTI_STEPS, SCHEDULE = optax.MultiStepsState, optax.ScaleByScheduleState
+MULTI_STEPS = optax.MultiStepsState
+SCHEDULE = optax.ScaleByScheduleState
 
 
 def loss_fn(params, batch, key):
@@ -127,7 +128,8 @@ def test_regions_that_are_alike_may_be_any_number():
 
 
 def test_what_regions_did_since_the_last_sync_is_in_the_mean():
-    program, fewer = make("diloco", sync_interval=5), make("diloco", 2, sync_interval=5)
+    program = make("diloco", sync_interval=5)
+    fewer = make("diloco", 2, sync_interval=5)
     state = finish(program, start(program), 7)
     mean, outer = host((program.mean_params(state), program.outer_params(state)))
     state, _, _ = fewer.adopt(state, program)
@@ -234,8 +236,8 @@ def test_a_round_that_is_late_ends_early():
     state, kept, _ = new.adopt(state, old)
     assert kept["in flight"] == "fragment 0 of step 4: applied at once"
     assert state.bytes_sent - before == 4 * 9
-    each = jax.tree.map(lambda y: np.stack([y] * 4), host(new.outer_params(state)))
-    assert_all_close(host(state.region.params), each, rtol=1e-5)
+    expected = jax.tree.map(lambda y: np.stack([y] * 4), host(new.outer_params(state)))
+    assert_all_close(host(state.region.params), expected, rtol=1e-5)
 
 
 def test_a_late_schedule_begins_with_messages_of_zero():
@@ -253,7 +255,8 @@ def test_a_late_schedule_begins_with_messages_of_zero():
 @pytest.mark.parametrize("name", ["data_parallel", "noloco", "mla", "apart"])
 def test_any_method_adopts_any_other(name):
     options = {"sync_interval": 6} if name in ("noloco", "mla") else {}
-    other, regular = make(name, **options), streaming()
+    other = make(name, **options)
+    regular = streaming()
     state, _, _ = adopted(regular, other, 4)
     state = finish(regular, state, 4)
     back, _, lost = other.adopt(state, regular)
@@ -283,8 +286,8 @@ def test_a_models_state_goes_along():
     mean = host(state.region.model_state["mean"]).mean(0)
     state, kept, _ = new.adopt(state, old)
     assert kept["model_state"] == "the mean of 4 regions"
-    found = host(state.region.model_state["mean"])
-    np.testing.assert_allclose(found, np.stack([mean] * 2), rtol=1e-6)
+    means = host(state.region.model_state["mean"])
+    np.testing.assert_allclose(means, np.stack([mean] * 2), rtol=1e-6)
     _, _, lost = other.adopt(state, new)
     assert lost == {"model_state": "mean was float32[3] and is not there"}
 
@@ -309,8 +312,8 @@ def test_schedules_count_the_steps_and_nothing_else_does():
     scheduled = optax.inject_hyperparams(optax.adamw)(learning_rate=rate)
     state = regional(optax.chain(scheduled, optax.scale_by_schedule(rate)))
     state = at_step(state, np.array([7, 3]))
-    found = optax.tree_utils.tree_get_all_with_path(state, "count")
-    counts = {path[-1].tuple_name: count.tolist() for path, count in found}
+    count_leaves = optax.tree_utils.tree_get_all_with_path(state, "count")
+    counts = {path[-1].tuple_name: count.tolist() for path, count in count_leaves}
     assert counts.pop("ScaleByAdamState") == [0, 0]
     assert counts.keys() >= {"ScaleByScheduleState", "WrappedScheduleState"}
     assert all(count == [7, 3] for count in counts.values())
@@ -382,9 +385,9 @@ def test_other_regions_draw_noise_of_their_own():
     drawn = {key.tobytes() for key in (*keys(before), *keys(start(new)))}
     state, kept, _ = new.adopt(before, old)
     assert kept["inner optimizer"] == "the mean of 4 regions"
-    found = {key.tobytes() for key in keys(state)}
-    assert len(found) == 2
-    assert not found & drawn
+    drawn_after = {key.tobytes() for key in keys(state)}
+    assert len(drawn_after) == 2
+    assert not drawn_after & drawn
     assert state.region.opt_state[0].count.tolist() == [3] * 2
     # The same regions keep theirs.
     again = make("diloco", 2, optimizer=noisy, sync_interval=7)

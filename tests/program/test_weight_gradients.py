@@ -107,8 +107,10 @@ def test_precision_and_dtype_of_a_product_stay():
         ]
 
     params, x = (value.astype(jnp.bfloat16) for value in inputs())
-    w, gradient = params[0], jax.grad(loss)
-    before, after = products(gradient)[-1], products(in_quick_order(gradient))[-1]
+    w = params[0]
+    gradient = jax.grad(loss)
+    before = products(gradient)[-1]
+    after = products(in_quick_order(gradient))[-1]
     assert after.params["precision"] == before.params["precision"][::-1]
     assert after.invars[0].aval.shape == x.shape
     assert after.outvars[0].aval.dtype == before.outvars[0].aval.dtype

@@ -74,7 +74,9 @@ def make_params(seed=0):
     def normal(*shape):
         return rng.normal(0, shape[-2] ** -0.5, shape).astype(np.float32)
 
-    embed, blocks, head = normal(4, 8), normal(2, 8, 8), normal(8, 2)
+    embed = normal(4, 8)
+    blocks = normal(2, 8, 8)
+    head = normal(8, 2)
     return {"embed": embed, "blocks": {"w": blocks}, "head": head}
 
 
@@ -177,13 +179,15 @@ def train_in(folder, program, state, batches, num_steps, **options):
     Returns:
       The result, and all records.
     """
-    records, progress = [], None
+    records = []
+    progress = None
     with Checkpoints(folder) as checkpoints:
         if restored := checkpoints.restore(program):
             state, extra = restored
             progress = extra["progress"]
         options |= {"checkpoints": checkpoints, "progress": progress}
-        stream, hooks = batches(state.step), Hooks(record=records.append)
+        stream = batches(state.step)
+        hooks = Hooks(record=records.append)
         result = train(
             program, state, stream, num_steps, lambda step: step, hooks=hooks, **options
         )

@@ -144,11 +144,13 @@ class World:
         for region, message in member.outbox:
             if not isinstance(message, m.Leave) or not member.is_superseded:
                 self.sent.append((region, member.region, member.boot, message))
+
         member.outbox.clear()
         for decision in member.delivered:
             hold(decision.sync not in life.log, f"one delivery: {decision.sync}")
             life.log[decision.sync] = dict(decision.rows)
             life.waits.discard(decision.sync)
+
         member.delivered.clear()
         member.oldest_step = min((s for _, s in life.waits), default=life.step or 0)
         newest = self.newest.get(member.region, 0)
@@ -167,6 +169,7 @@ class World:
             member.admit(joiner, boot, life.step, member.oldest_step)
             copy = dict(life.log), set(life.waits), member.oldest_step, life.own_step
             self.copies[joiner, boot, member.life, life.step] = copy
+
         life.step += 1
         sync = 0, life.step
         life.waits.add(sync)
@@ -184,6 +187,7 @@ class World:
             life.log, life.waits, member.oldest_step, life.own_step = self.copies[key]
             life.log = dict(life.log)
             life.waits = set(life.waits)
+
         life.step = seat.since_step
         for sync in sorted(life.waits):
             member.expect(sync, float(self.round))
@@ -230,6 +234,7 @@ class World:
             for sync in life.log.keys() & other.log.keys():
                 same = life.log[sync] == other.log[sync]
                 hold(same, f"one set of rows: {sync} in {view.epoch}")
+
         done = life.step - len(life.waits)
         hold(len(life.log) >= done - life.own_step, "a sync was left out")
 
@@ -285,6 +290,7 @@ def play(world, faults):
                 life.member.tick(float(world.round))
                 world.post(life)
             world.train(life)
+
     world.sent.extendleft(reversed(late))
     num = 0
     while True:
@@ -311,11 +317,13 @@ def play(world, faults):
                 continue
         for life in receivers:
             life.inbox.append(message)
+
     for life in list(world.lives):
         if world.is_awake(life):
             life.member.tick(float(world.round + 1))
             life.member.findings.clear()
             world.post(life)
+
     world.late += world.sent
     world.sent = collections.deque()
     world.round += 1
@@ -351,6 +359,7 @@ def settles(world):
         for life in [x for x in world.lives if x.member.is_in and x.step is None]:
             if world.round - life.member.entered_at > TIMING.dead_after_s:
                 world.lives.remove(life)  # Its copy was lost: it is started again.
+
     views = {x.member.view.epoch for x in world.lives}
     steps = [x.step or 0 for x in world.lives]
     for _ in range(6):
@@ -416,6 +425,7 @@ def rounds_from(state, left, num_faults, explored):
             for region in range(world.num)
             for fault in faults_of_regions(world, region, num_faults)
         ]
+
     for struck in strikes:
         world = pickle.loads(state)
         for fault in struck:
@@ -449,6 +459,7 @@ def main():
         ("members", 2), ("faults", 2), ("rounds", 8), ("min_regions", 1), ("every", 1)
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
+
     parser.add_argument("--limit_s", type=float, default=float("inf"))
     options = parser.parse_args()
     began_s = time.monotonic()

@@ -67,6 +67,7 @@ class Toy:
                 value = int(self.outer, 16)
                 marks.append(Mark((0, due), value, value / 16**15, 1.0))
                 self.write(sync=due, outer=self.outer, regions=[r for r, _ in rows])
+
         oldest = min(self.flights, default=self.step)
         for region, boot in self.link.at(oldest, marks).items():
             self.link.let_in(region, boot, self.copy(), oldest)

@@ -30,6 +30,7 @@ class Regions:
         if via:
             where = {"via": str(folder / "via"), "addresses": ()}
             (folder / "via").mkdir()
+
         self.settings = where | {
             "regions": num,
             "folder": str(folder),
@@ -159,8 +160,10 @@ def test_of_two_lives_of_a_region_the_newer_goes_on(make, wakes):
         regions.synced(newer, num=160, regions=[0, 1])  # Longer than a message is kept.
     older.send_signal(signal.SIGCONT)
     code, err = ends(older)
+
     assert code == 2
     assert "was started again elsewhere, and its newer life takes part" in err
+
     regions.synced(newer, num=20, regions=[0, 1])
     assert not any("left" in x for x in regions.lines(newer))
     regions.check(older)
@@ -218,10 +221,12 @@ def test_a_region_whose_outer_model_differs_takes_a_copy(make):
     regions.start(2)
     wait_until(lambda: any("left" in x for x in regions.lines(spoiled)), 40)
     (left,) = [x["left"] for x in regions.lines(spoiled) if "left" in x]
+
     assert "its outer fragment 0 was not that of regions [0, 2] after the sync" in left
     regions.synced(spoiled, num=20, regions=[0, 1, 2])
     spoils = [x for x in regions.lines(spoiled) if x.get("outer") == "f" * 15]
     assert len(spoils) == 1
+
     right = {}
     for process in (*regions.processes[1:], spoiled):
         applied = [x for x in regions.lines(process) if "sync" in x]

@@ -65,15 +65,18 @@ def regions(request, tmp_path):
 def test_all_processes_take_the_same_decisions(regions):
     (single,), three = regions
     assert at_once(lambda link: link.join(30), [single, *three]) == [None] * 4
+
     views = [link.view for link in (single, *three)]
     assert all(set(view.seats) == {0, 1} for view in views)
     assert len({view.epoch for view in views}) == 1
     assert single.agree(3) == 3
     assert at_once(lambda link: link.agree(5 + three.index(link)), three) == [5, 5, 5]
+
     sent = single.send((0, 4), b"a")
     decisions = at_once(lambda link: link.send((0, 4), b"b").result(30), three)
     assert all(dict(decision.rows) == {0: b"a", 1: b"b"} for decision in decisions)
     assert dict(sent.result(30).rows) == {0: b"a", 1: b"b"}
+
     # A decision may come before it is asked for, and is kept until it is applied.
     single.send((1, 6), b"c")
     three[0].send((1, 6), b"d").result(30)
@@ -81,8 +84,10 @@ def test_all_processes_take_the_same_decisions(regions):
     for link in three[1:]:
         assert dict(link.expect((1, 6)).result(30).rows) == {0: b"c", 1: b"d"}
         assert (0, 4) in link._futures
+
     assert at_once(lambda link: link.at(6), three) == [{}] * 3
     assert all(set(link._futures) == {(1, 6)} for link in three[1:])
+
     single.at(7)
     at_once(lambda link: link.finish(30), [single, *three])
 
@@ -99,6 +104,7 @@ def test_all_processes_are_let_in_with_one_copy_and_fall_behind_together(regions
     copy = Snapshot(9, {"x": [1, 2]}, (b"abc", b""))
     thread = threading.Thread(target=meeting.let_in, args=(single, copy))
     thread.start()
+
     assert at_once(lambda link: link.join(30), back) == [copy] * 3
     thread.join(30)
     back[0]._link._member.why_left = "made up"

@@ -44,8 +44,10 @@ def test_two_meet_agree_and_part_and_one_comes_back(places):
             join(first, second)
             mean([first, second], 4)
             assert first.at(5) == {}
+
         # It has left: nobody waits for it.
         assert dict(first.send((0, 8), b"c").result(20).rows) == {0: b"c"}
+
         with Link(two, "run", 1000, is_announced=False) as second:
             assert second.hears_others(20)
             assert first.at(9) == {}
@@ -104,6 +106,7 @@ def test_a_stranger_is_not_heard(kind):
                 out.connect(f"tcp://{place.addresses[0]}")
                 out.send_multipart(letter)
                 time.sleep(0.5)
+
         assert link.strangers == 0  # Not even taken for a message.
         assert dict(link.send((0, 3), b"r").result(20).rows) == {0: b"r"}
 
@@ -113,6 +116,7 @@ def test_a_flood_of_strangers_is_bounded_and_members_stay(monkeypatch, capfd):
     monkeypatch.setattr(sockets, "HANDSHAKE_MS", 2000)
     one, two = meeting.places(2)
     host, _, port = one.addresses[0].rpartition(":")
+
     connections = []
     with Link(one, "run", 1000) as first, Link(two, "run", 1000) as second:
         join(first, second)
@@ -125,6 +129,7 @@ def test_a_flood_of_strangers_is_bounded_and_members_stay(monkeypatch, capfd):
                 connections[-1].sendall(b"\xff" + bytes(8))  # Of a greeting, no more.
                 if number % 250 == 0:
                     mean([first, second], number + 4)
+
             assert len(first._channel._door._waiting) <= 2 * sockets._MAX_WAITING
             end = time.monotonic() + 4 * sockets.HANDSHAKE_MS / 1000
             for connection in connections:  # What was let wait is given up in seconds.
@@ -290,6 +295,7 @@ def test_a_wait_for_a_mean_ends_when_the_region_is_asked_to_stop(places, capfd):
         late = threading.Timer(0.2, second.send, [(0, 4), b"b"])
         late.start()
         is_asked.set()  # What is on its way still arrives.
+
         assert len(first.wait_for(first.send((0, 4), b"a")).rows) == 2
         is_asked.clear()
         threading.Timer(0.3, is_asked.set).start()
@@ -301,6 +307,7 @@ def test_a_wait_for_a_mean_ends_when_the_region_is_asked_to_stop(places, capfd):
         assert first.at(9) == {}  # It ends, and was not left behind.
         # It said that it leaves.
         assert dict(second.send((0, 12), b"d").result(20).rows) == {1: b"d"}
+
     said = "asked to stop: region 0 waits for no further messages"
     assert capfd.readouterr().err.count(said) == 1
 

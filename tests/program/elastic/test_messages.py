@@ -56,6 +56,7 @@ def test_anything_else_is_refused_and_nothing_else_happens(data):
         )
     else:
         header[where] = data.draw(odd)
+
     if where != "raw":
         frames[0] = json.dumps(header).encode()
     try:
@@ -103,6 +104,7 @@ def test_the_difference_of_clocks_is_no_time(apart, latency, seconds):
     times.decided(SYNC, [0, 1], 4.0)
     (report,) = times.due(4.0)
     ((sender, measured),) = report.seconds
+
     assert sender == 1
     assert math.isclose(measured, seconds, abs_tol=1e-6)
 
@@ -123,6 +125,7 @@ def test_the_matrix_of_what_all_have_told():
     times.told(0, m.Report(SYNC, ((1, 0.5), (2, 0.25)), 1.0), 0.0)
     times.told(1, m.Report(SYNC, ((0, 0.75),), 0.0), 0.0)
     assert times.finished([0, 1, 2], 1.0) == []
+
     times.told(2, m.Report(SYNC, ((0, 2.0), (1, 3.0)), 4.0), 1.0)
     (measured,) = times.finished([0, 1, 2], 1.0)
     nan = math.nan
@@ -131,6 +134,7 @@ def test_the_matrix_of_what_all_have_told():
         [[nan, 0.75, 2.0], [0.5, nan, 3.0], [0.25, inf, nan]]
     )
     assert str(measured.step_s) == str([1.0, nan, 4.0])
+
     times.told(2, m.Report(SYNC, (), 0.0), 2.0)  # What is done is done.
     assert times.finished([0, 1, 2], 99.0) == []
 
@@ -140,6 +144,7 @@ def test_who_is_silent_is_no_sender_and_no_receiver():
     times.told(0, m.Report(SYNC, ((1, 0.5),), 1.0), 0.0)
     times.told(1, m.Report(SYNC, ((0, 0.75),), 1.0), 0.0)
     assert times.finished([0, 1, 2], 4.0) == []
+
     (measured,) = times.finished([0, 1, 2], 4.5)
     nan = math.nan
     inf = math.inf

@@ -350,7 +350,7 @@ def test_a_promise_may_take_longer_than_until_the_next_proposal():
             world.train(region)
         late += [(world.now + 6 * (2 in x[:2]), x) for x in world.network]
         world.network = [x for at, x in late if at <= world.now]
-        late = [each for each in late if each[0] > world.now]
+        late = [entry for entry in late if entry[0] > world.now]
         while world.network:
             world.deliver(0)
         world.tick()

@@ -23,7 +23,8 @@ def final(method, exchange):
     return state, tiny.host((state.region, state.sync.outer, state.sync.compressors))
 
 
-FRAGMENTS, FEEDBACK = {"num_fragments": 2}, {"merge_feedback": True}
+FRAGMENTS = {"num_fragments": 2}
+FEEDBACK = {"merge_feedback": True}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,7 @@ def test_either_exchange_gives_the_same_run(name, options):
     # Relative to each tensor: the outer mesh may sum in another order.
     assert_all_close(inside, outside, rtol=1e-5, atol=1e-6)
     assert plain.bytes_sent == state.bytes_sent
+
     # What is on its way is nowhere on the inner mesh.
     inner = set(jax.tree.leaves(state.region.params)[0].devices())
     for flight in state.sync.in_flight.values():
@@ -57,23 +59,27 @@ DES_LOC = methods.get("des_loc", sync_interval=2, sync_moments="2,3")
 
 
 def make_des_loc(exchange, optimizer=None):
-    optimizer, transport = optimizer or optax.adam(0.02), Transport(exchange)
+    optimizer = optimizer or optax.adam(0.02)
+    transport = Transport(exchange)
     return tiny.program_of(DES_LOC, optimizer=optimizer, transport=transport)
 
 
 def test_either_exchange_averages_moments_and_goes_on_bit_for_bit(tmp_path):
-    inside, outside = make_des_loc("program"), make_des_loc("outer")
+    inside = make_des_loc("program")
+    outside = make_des_loc("outer")
     expected, _ = tiny.finish(inside, tiny.start(inside), 12)
     expected = tiny.host(expected.region), expected.bytes_sent
     state, _ = tiny.finish(outside, tiny.start(outside), 7)
     state, again = tiny.saved_and_restored(outside, state, tmp_path)
     state, _ = tiny.finish(outside, state, 5)
-    found = tiny.host(state.region), state.bytes_sent
-    assert_all_close(expected, found, rtol=1e-5, atol=1e-6)
+    ended = tiny.host(state.region), state.bytes_sent
+
+    assert_all_close(expected, ended, rtol=1e-5, atol=1e-6)
     # At a sync that carries all, every region has the same.
     adam = state.region.opt_state[0]
     for x in jax.tree.leaves((adam.mu, adam.nu)):
         assert np.ptp(np.asarray(x), axis=0).max() == 0
+
     again, _ = tiny.finish(outside, again, 5)
     tiny.assert_same(tiny.numbers(again), tiny.numbers(state))
 
@@ -121,6 +127,7 @@ def test_regions_that_measure_tell_their_times_on_either_channel():
             batch = jax.tree.map(lambda x: x[None], tiny.make_batch(step))
             state, _ = made.advance(state, batch, (1.0, 1.5))
         heard.append(tiny.numbers(made.synchronize(state)))
+
     tiny.assert_same(*heard)
     assert heard[0][1]["sync_times"]
 
@@ -128,8 +135,10 @@ def test_regions_that_measure_tell_their_times_on_either_channel():
 def test_fragments_in_flight_have_no_device_in_common():
     made = program(2)
     state, _ = tiny.finish(made, tiny.start(made), STEPS)
-    outer, in_flight = state.sync.outer, state.sync.in_flight
+    outer = state.sync.outer
+    in_flight = state.sync.in_flight
     assert {k for k, _ in in_flight} == {0, 1}
+
     for (k, _), flight in in_flight.items():
         channel = outer_device(made.mesh, channel=k)
         assert devices((flight.mean, outer.params[k], outer.opt_states[k])) == {channel}
@@ -148,11 +157,13 @@ def test_a_restored_run_goes_on_bit_for_bit_on_its_channels(tmp_path):
     made = program(2)
     state, _ = tiny.finish(made, tiny.start(made), 7)
     assert {k for k, _ in state.sync.in_flight} == {0, 1}
+
     state, restored = tiny.saved_and_restored(made, state, tmp_path)
     where = jax.tree.map(lambda x: x.sharding, (state.sync.outer, state.sync.in_flight))
     whole, _ = tiny.finish(made, state, 5)
-    found = (restored.sync.outer, restored.sync.in_flight)
-    assert jax.tree.map(lambda x: x.sharding, found) == where
+    placed = (restored.sync.outer, restored.sync.in_flight)
+    assert jax.tree.map(lambda x: x.sharding, placed) == where
+
     # Another number of channels may go on too.
     _, by_one = tiny.saved_and_restored(made, restored, tmp_path / "one", program(1))
     for again, begun in ((made, restored), (program(1), by_one)):

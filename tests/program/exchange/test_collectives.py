@@ -34,7 +34,8 @@ from cocodc_jax.transforms import compression
 from tests.numerics import assert_all_close
 from tests.program import tiny
 
-RNG, KEY = np.random.default_rng(3), jax.random.key(0)
+RNG = np.random.default_rng(3)
+KEY = jax.random.key(0)
 
 
 def combined(shards, members, compressor, kind):
@@ -55,7 +56,9 @@ def combined(shards, members, compressor, kind):
     decode = lambda x: x  # noqa: E731
     if compressor is not None:
         encode = lambda d: compressor.encode(d, compressor.init(d), KEY)[0]  # noqa: E731
-        messages, decode = jax.vmap(encode)(messages), jax.vmap(compressor.decode)
+        messages = jax.vmap(encode)(messages)
+        decode = jax.vmap(compressor.decode)
+
     weights = RNG.dirichlet(np.ones(shards)).astype(np.float32)
     expected = jax.tree.map(
         lambda x: np.tensordot(weights.astype(float), x, axes=1), decode(messages)
@@ -71,8 +74,8 @@ def combined(shards, members, compressor, kind):
     combine = combining.make_combine(mean_of, everywhere, shapes, all_reduce=kind)
     program = jax.jit(combine, out_shardings=everywhere).lower(rows, weights).compile()
     mean, _ = program(rows, weights)
-    found = read.collectives(hlo.parse(program.as_text()), dict(mesh.shape))
-    seen = [(x.kind, x.array.dtype, x.array.dims, x.axes) for x in found]
+    listed = read.collectives(hlo.parse(program.as_text()), dict(mesh.shape))
+    seen = [(x.kind, x.array.dtype, x.array.dims, x.axes) for x in listed]
     return mean, expected, size, sorted(seen, key=lambda x: x[-1] != (PROCESS,))
 
 
@@ -83,8 +86,8 @@ def on_regions(fn, mesh):
 
 @functools.cache
 def direct(num):
-    own = lambda x: collectives.direct_sum(x[0], REGION)[None]  # noqa: E731
-    return on_regions(own, make_mesh(num))
+    sum_of_shard = lambda x: collectives.direct_sum(x[0], REGION)[None]  # noqa: E731
+    return on_regions(sum_of_shard, make_mesh(num))
 
 
 @settings(max_examples=12, deadline=None)
@@ -104,10 +107,11 @@ def test_shares_cross_between_regions_and_are_joined_inside(
 ):
     """Compressed messages as they are; directly nothing is reduced on its way."""
     compressor = compress and compression.parse(compress)
-    mean, expected, size, found = combined(shards, members, compressor, kind)
+    mean, expected, size, kinds = combined(shards, members, compressor, kind)
     for name, x in expected.items():
         for shard in mean[name].addressable_shards:
             np.testing.assert_allclose(shard.data, x, rtol=1e-5, atol=1e-6)
+
     share = -(-size // members)
     if kind == "ring":
         across, inside = {
@@ -115,11 +119,13 @@ def test_shares_cross_between_regions_and_are_joined_inside(
             "int8": (("all-gather", "u8", (shards, share)), ("u8", (3, 2 * share))),
         }[compress]
         gathered = [("all-gather", *inside, ("data",))] if members > 1 else []
-        assert found == [(*across, (PROCESS,)), *gathered]
+        assert kinds == [(*across, (PROCESS,)), *gathered]
         return
-    crossed = [x for x in found if x[0] == "all-to-all"]
+
+    crossed = [x for x in kinds if x[0] == "all-to-all"]
     assert crossed
-    assert not [x for x in found if x[0] == "all-reduce"]
+    assert not [x for x in kinds if x[0] == "all-reduce"]
+
     if compress:
         ((_, dtype, sizes, axes),) = crossed
         assert (dtype, sizes[-1], axes) == ("u8", share, (PROCESS,))
@@ -140,8 +146,9 @@ def test_packed_means_are_the_means(kind):
     for name, x in tree.items():
         assert out[name].dtype == x.dtype
         expected = np.broadcast_to(np.asarray(x, np.float64).mean(0), x.shape)
-        found, tolerance = np.asarray(out[name], float), 1e-6 if name == "w" else 1e-2
-        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+        mean = np.asarray(out[name], float)
+        tolerance = 1e-6 if name == "w" else 1e-2
+        np.testing.assert_allclose(mean, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_packed_messages_of_all_are_the_messages():
@@ -208,10 +215,10 @@ def test_each_chunk_is_summed_in_the_order_of_its_ring(num_shards, num_rings):
 def test_every_shard_has_the_same_bits(num_rings):
     """Nothing checks it but this: the program is typed without `check_vma`."""
     for x in jax.tree.leaves(summed(make_tree(5), 5, num_rings)):
-        each = [np.asarray(shard.data) for shard in x.addressable_shards]
-        assert len(each) == 5
-        for other in each[1:]:
-            np.testing.assert_array_equal(other, each[0])
+        shards = [np.asarray(shard.data) for shard in x.addressable_shards]
+        assert len(shards) == 5
+        for other in shards[1:]:
+            np.testing.assert_array_equal(other, shards[0])
 
 
 def test_a_sum_is_nothing_but_permutations_of_chunks():

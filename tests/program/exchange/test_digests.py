@@ -22,7 +22,8 @@ def part(num, dtype=jnp.float32):
 @pytest.mark.parametrize("num", [5, LANES + 3, 2 * LANES])
 @pytest.mark.parametrize("at", [0, -1])
 def test_one_bit_is_seen_and_is_rounding(num, at):
-    first, other = part(num), part(num)
+    first = part(num)
+    other = part(num)
     assert mark(first) == mark(other)
     value = first["w"][at]
     other["w"] = other["w"].at[at].set(jnp.nextafter(value, value + 1))
@@ -31,7 +32,8 @@ def test_one_bit_is_seen_and_is_rounding(num, at):
 
 
 def test_another_model_is_not_rounding():
-    first, other = part(2 * LANES + 7), part(2 * LANES + 7)
+    first = part(2 * LANES + 7)
+    other = part(2 * LANES + 7)
     other["w"] = other["w"] + 0.01 * part(2 * LANES + 7)["w"][::-1]
     assert not _is_near(mark(first), mark(other))
 
@@ -47,9 +49,9 @@ def test_values_that_change_places_are_seen():
 
 def test_the_scale_is_the_root_mean_square():
     values = part(3 * LANES + 100)["w"]
-    found = mark({"w": values})
-    np.testing.assert_allclose(found.scale, np.sqrt(np.mean(np.square(values))), 1e-5)
-    assert abs(found.at) < 5 * found.scale
+    digest = mark({"w": values})
+    np.testing.assert_allclose(digest.scale, np.sqrt(np.mean(np.square(values))), 1e-5)
+    assert abs(digest.at) < 5 * digest.scale
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32, jnp.complex64])
@@ -61,18 +63,18 @@ def test_other_types(dtype):
 
 def test_what_is_not_finite_is_compared_by_its_bits():
     first = {"w": jnp.array([1.0, jnp.nan])}
-    found = mark(first)
-    assert (found.at, found.scale) == (0, 0)
-    assert mark(first) == found
+    digest = mark(first)
+    assert (digest.at, digest.scale) == (0, 0)
+    assert mark(first) == digest
     other = {"w": jnp.array([2.0, jnp.nan])}
-    assert mark(other).bits != found.bits
+    assert mark(other).bits != digest.bits
 
 
 def test_marks_come_in_order_once_they_are_there():
     marker = digests.Marker()
     parts = [part(5), part(6)]
-    for step, each in enumerate(parts):
-        marker.applied((0, step), each)
+    for step, mean in enumerate(parts):
+        marker.applied((0, step), mean)
     for _, value in marker._pending:
         value.block_until_ready()
     assert [x.sync for x in marker.ready()] == [(0, 0), (0, 1)]

@@ -76,9 +76,9 @@ def check_numbers(tiny, method, num, num_steps, via=None):
     state, outputs = follow(program, tiny.start(program), batches, num_steps)
     (region, together), *expected = tiny.numbers(state)
     for m, job in enumerate(as_processes(tiny, method, num, num_steps, via=via)):
-        (own, sync), *rest = job
+        (local, sync), *rest = job
         assert_within_ulps(rest, expected)
-        assert_within_ulps(own, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
+        assert_within_ulps(local, jax.tree.map(lambda x, m=m: x[m : m + 1], region))
         assert_within_ulps(sync["outer"], together["outer"])
         for k, flight in together["in_flight"].items():
             assert_within_ulps(sync["in_flight"][k].mean, flight.mean)
@@ -143,7 +143,8 @@ class Told:
     """In place of a link: means are of what the test says, when it says so."""
 
     def __init__(self):
-        self.futures, self.rows = {}, {}
+        self.futures = {}
+        self.rows = {}
 
     def send(self, sync, row, step_s):
         del step_s
@@ -166,30 +167,30 @@ def of_one_job(tiny, method, **options):
     place = places(2, **options)[0]
     program = make_program(tiny, method, Transport("elastic", place=place), 2)
     program.exchange.link = Told()
-    own = itertools.islice(own_batches(tiny, 0), 8)
-    return program, tiny.start(program), jax.tree.map(lambda *x: np.stack(x), *own)
+    batches = itertools.islice(own_batches(tiny, 0), 8)
+    return program, tiny.start(program), jax.tree.map(lambda *x: np.stack(x), *batches)
 
 
 def trained_late(tiny, method, late_message):
     """Parameters after two steps, without and with a mean of the other region alone."""
     program, state, batches = of_one_job(tiny, method, late_message=late_message)
     batches = jax.tree.map(lambda x: x[:2], batches)
-    own, _ = program._steps(
+    trained, _ = program._steps(
         tiny.start(program).region, program._batches.put(batches), None, None, ()
     )
     threading.Timer(0.1, program.exchange.link.decide, [(0, 2), 1]).start()
     state, _ = program.advance(state, batches)
-    return own.params, state.region.params, program.outer_params(state)
+    return trained.params, state.region.params, program.outer_params(state)
 
 
 @pytest.mark.parametrize("late_message", ["keep", "drop"])
 def test_the_work_of_a_message_that_came_too_late(tiny, late_message):
     """By hand: the mean is zero, so the outer parameters stay theta_0."""
     method = methods.get("diloco", sync_interval=2)
-    trained, found, outer = trained_late(tiny, method, late_message)
+    trained, merged, outer = trained_late(tiny, method, late_message)
     first = tiny.make_params()
     dropped = jax.tree.map(lambda x: x[None], first)
-    assert_within_ulps(found, trained if late_message == "keep" else dropped)
+    assert_within_ulps(merged, trained if late_message == "keep" else dropped)
     assert_within_ulps(outer, first)
 
 
@@ -201,8 +202,10 @@ def test_a_mixture_keeps_the_counts_of_a_message_that_came_too_late(tiny):
     _, dropped, _ = map(experts_of, trained_late(tiny, method, "drop"))
     first = experts_of(tiny.make_params())
     counts = trained.pop("tokens")[0]
+
     np.testing.assert_array_equal(kept.pop("tokens")[0], counts)
     assert not dropped.pop("tokens").any()
+
     for name, before in dropped.items():
         np.testing.assert_array_equal(before[0], first[name])
         is_used = (counts > 0)[..., None, None]
@@ -258,8 +261,10 @@ def test_what_cannot_be_jobs_is_refused_by_name(name, why):
     pattern = (
         f"exchange='elastic' is not possible for method='{name}': .*{why}.*; use '"
     )
+
     with pytest.raises(ValueError, match=pattern) as refused:
         transport.own(Regions.alike(4), method)
+
     # What it proposes can be had, by one process and by several.
     proposed = Transport(str(refused.value).split("'")[-2])
     assert {proposed.resolve(method, num) for num in (1, 4)} <= {"program", "outer"}
@@ -323,8 +328,10 @@ def test_places_that_cannot_be_are_refused():
     ):
         with pytest.raises(ValueError, match=why):
             Transport("elastic", place=place).own(Regions.alike(3), method)
+
     with pytest.raises(ValueError, match="outer_channels=2 has no meaning"):
         Transport("elastic", outer_channels=2)
+
     for change, message in (
         ({"addresses": ("a:1", "b")}, "region_addresses has 'b'"),
         ({"addresses": ("a:1", "b:70000")}, "region_addresses has 'b:70000'"),
@@ -370,10 +377,12 @@ def test_a_row_of_another_size_leaves_its_sender_out_with_a_word(capsys):
     rows = {0: np.float32([1, 2]).tobytes(), 2: b"\0" * 4}
     like = np.empty((1, 2), np.float32)
     assert _sound((1, 30), rows, like) == {0: rows[0]}
+
     word = (
         "message of region 2 for fragment 1 at step 30 has 4 bytes, not 8: it is left"
     )
     assert word in capsys.readouterr().err
+
     table, weights = _table({2: rows[0]}, 3, like)
     assert weights == (0, 0, 1)
     np.testing.assert_array_equal(table, [[1, 2]] * 3)

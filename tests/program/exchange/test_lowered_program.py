@@ -41,8 +41,8 @@ class Watched(Devices):
 
         def call(*arguments):
             if name:
-                found = jax.tree.map(described, arguments)
-                self.calls.setdefault(name, []).append(found)
+                shapes = jax.tree.map(described, arguments)
+                self.calls.setdefault(name, []).append(shapes)
             return program(*arguments)
 
         return call
@@ -73,32 +73,35 @@ def test_programs_are_listed_with_the_arguments_that_they_get(name):
     for _ in range(4):
         state, _ = tiny.finish(program, state, num_steps)
     batches = shapes_of_batches(num_steps)
-    listed = {each.name: each for each in program.list_programs(batches)}
+    listed = {lowered.name: lowered for lowered in program.list_programs(batches)}
     program.mean_params(state)
     per_fragment = {"data_parallel": 0, "noloco": 3}.get(name, 2)
     if overlap == "yes":  # The window is all.
         per_fragment = 1
+
     assert len(listed) == 3 + per_fragment * len(program.fragments)
     assert watched.calls.keys() == listed.keys()
-    for each in listed.values():
-        expected = jax.tree.map(described, each.arguments)
-        for call in watched.calls[each.name]:
-            assert call == expected, each.name
+
+    for lowered in listed.values():
+        expected = jax.tree.map(described, lowered.arguments)
+        for call in watched.calls[lowered.name]:
+            assert call == expected, lowered.name
 
 
 def sent_by(program):
     """What each program of two steps sends, and that it can be lowered."""
     listed = program.list_programs(shapes_of_batches(2))
-    for each in listed:
-        each.program.lower(*each.arguments)
-    return {each.name: each.sent_bytes for each in listed}
+    for lowered in listed:
+        lowered.program.lower(*lowered.arguments)
+    return {lowered.name: lowered.sent_bytes for lowered in listed}
 
 
 def test_a_program_lists_what_it_sends():
     streaming, parallel = map(
         tiny.shared_program, ("streaming_diloco", "data_parallel")
     )
-    sizes, sent = streaming.fragments.num_params, sent_by(streaming)
+    sizes = streaming.fragments.num_params
+    sent = sent_by(streaming)
     for k, size in enumerate(sizes):
         assert sent[f"send fragment {k}"] == 4 * size
     assert sent["inner steps"] == 0
@@ -126,5 +129,5 @@ def test_arguments_are_of_types_that_jax_has():
     """JAX 0.11 warns of float64 while x64 is off."""
     program = of_moments("2,3")
     listed = program.list_programs(shapes_of_batches(1))
-    for leaf in jax.tree.leaves([each.arguments for each in listed]):
+    for leaf in jax.tree.leaves([lowered.arguments for lowered in listed]):
         assert jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype

@@ -98,31 +98,37 @@ def test_what_is_laid_out_is_put_together_again(dtypes, processes):
     }
     pack = jax.jit(layout.pack, out_shardings=layout.sharding)
     buffer = pack(transfer.put(tree, lying))
+
     # Of every device an equal part, no more than its shards and what makes them even.
     shard = buffer.addressable_shards[0].data
     assert shard.shape == (1, layout.width)
+
     width = 4 * 6 * 2 // 4 + 8 // 4 + 3 * 1 // 2 + 1 + -(-15 // 4) + 1
     assert dtypes or layout.width == width
+
     if processes is None:
         where = SingleDeviceSharding(outer_device(mesh))
-        rows, everywhere = transfer.gather_rows(buffer, where), where
+        rows = transfer.gather_rows(buffer, where)
+        everywhere = where
     else:
         outer = outer_of(processes)
         everywhere = NamedSharding(outer, P())
         where = NamedSharding(outer, P(PROCESS, INSIDE))
         rows = transfer.gather_rows(buffer, where)
-    found = jax.jit(lambda rows: layout.unpack(rows, everywhere))(rows)
-    assert shapes_of_one(found) == shapes_of_one(tree)
-    tiny.assert_same(found, tree)
+
+    unpacked = jax.jit(lambda rows: layout.unpack(rows, everywhere))(rows)
+    assert shapes_of_one(unpacked) == shapes_of_one(tree)
+    tiny.assert_same(unpacked, tree)
+
     if processes == (1, 2, 1, 1, 2):  # As the region's own devices have it.
-        assert found["both"].addressable_shards[0].data.shape == (2, 2, 3, 2)
+        assert unpacked["both"].addressable_shards[0].data.shape == (2, 2, 3, 2)
 
 
 def test_a_process_along_two_axes_has_a_block_of_each():
     def grid(processes, *sizes):
         devices = [types.SimpleNamespace(process_index=p) for p in processes]
-        found = np.array(devices).reshape(2, *sizes)
-        return process_grid(types.SimpleNamespace(devices=found))
+        placed = np.array(devices).reshape(2, *sizes)
+        return process_grid(types.SimpleNamespace(devices=placed))
 
     two_each = [0, 0, 1, 1, 2, 2, 3, 3]
     assert grid(two_each, 1, 2, 1, 2) == (1, 2, 1, 1)
@@ -130,6 +136,7 @@ def test_a_process_along_two_axes_has_a_block_of_each():
     assert grid(two_each, 2, 1, 1, 2) == (2, 1, 1, 1)
     assert grid(range(8), 1, 2, 1, 2) == (1, 2, 1, 2)
     assert grid([0] * 4 + [1] * 4, 1, 2, 1, 2) == (1, 1, 1, 1)
+
     # Not one block: half a row and half of the next; not together; not alike.
     assert grid([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5], 1, 2, 1, 3) is None
     assert grid([0, 1, 0, 1, 2, 3, 2, 3], 1, 2, 1, 2) is None
@@ -145,7 +152,8 @@ def make_program(mesh, num_regions=4, **options):
 
 
 def ends(program, num_steps=8):
-    state, losses = tiny.start(program), []
+    state = tiny.start(program)
+    losses = []
     batches = jax.tree.map(lambda x: x[: program.num_regions], tiny.make_batch(0))
     for new, output in run(program, state, itertools.repeat(batches), num_steps):
         # One program with collectives after the other, on devices of one CPU.
@@ -165,17 +173,17 @@ def ends(program, num_steps=8):
 )
 def test_a_message_in_shards_makes_the_run_that_a_whole_one_makes(monkeypatch, options):
     mesh = make_mesh(4, 2, 2, jax.devices()[:8])
-    found, state = ends(make_program(mesh, **options))
+    params, state = ends(make_program(mesh, **options))
     monkeypatch.setattr(outer_mesh, "process_grid", lambda mesh: None)
     expected, whole = ends(make_program(mesh, **options))
-    assert_within_ulps(found, expected)
+    assert_within_ulps(params, expected)
     assert state.bytes_sent == whole.bytes_sent
 
 
 def sizes_in(text):
     """Numbers in each array of a compiled program, which is that of one device."""
-    found = re.findall(r"\b(?:pred|bf16|[fsu]\d+)\[([\d,]+)\]", text)
-    return [math.prod(map(int, shape.split(","))) for shape in found]
+    shapes = re.findall(r"\b(?:pred|bf16|[fsu]\d+)\[([\d,]+)\]", text)
+    return [math.prod(map(int, shape.split(","))) for shape in shapes]
 
 
 def test_no_device_of_a_region_has_a_fragment_whole():
@@ -186,8 +194,8 @@ def test_no_device_of_a_region_has_a_fragment_whole():
     size = sum(x.size for x in jax.tree.leaves(tiny.make_params()))
     listed = [x for x in program.list_programs(batches) if "fragment" in x.name]
     assert {x.name.split()[0] for x in listed} == {"send", "merge"}
-    for each in listed:
-        text = each.program.lower(*each.arguments).compile().as_text()
+    for lowered in listed:
+        text = lowered.program.lower(*lowered.arguments).compile().as_text()
         assert max(sizes_in(text)) <= size / 4
 
 
@@ -206,13 +214,14 @@ def test_processes_of_a_region_divide_the_outer_state(request):
     mesh = make_mesh(2, 2, 1, jax.devices()[4:8])
     alone, _ = ends(make_program(mesh, 2))
     request.getfixturevalue("four_processes")
-    found, state = ends(make_program(mesh, 2))
+    params, state = ends(make_program(mesh, 2))
     outer = jax.tree.leaves(state.sync.outer)
     num_params = sum(x.size for x in jax.tree.leaves(tiny.make_params()))
+
     assert sum(x.nbytes for x in outer) == 8 * num_params
     of_process = [x.addressable_shards[0].data.nbytes for x in outer]
     assert sum(of_process) == 4 * num_params
-    assert_within_ulps(found, alone)
+    assert_within_ulps(params, alone)
     for flight in state.sync.in_flight.values():
         for x in jax.tree.leaves(flight.mean):
             assert x.addressable_shards[0].data.size == x.size / 2

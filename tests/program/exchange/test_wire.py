@@ -42,19 +42,22 @@ from cocodc_jax.transforms.compressor import identity, message_bytes
 from tests.program.tiny import assert_same
 
 PARAMS = {"a": np.ones((40, 16), np.float32), "b": np.ones(30, np.float32)}
-NUM_VALUES, NUM_REGIONS = 670, 4
+NUM_VALUES = 670
+NUM_REGIONS = 4
 
 
 def collectives(program, *args):
     """Bytes that a device gives to each kind of collective, in all: `{kind: bytes}`."""
     text = jax.jit(program).lower(*args).compile().as_text()
-    found = collections.Counter()
-    for each in (each for part in hlo.parse(text) for each in part.instructions):
-        if each.opcode in KINDS:
+    bytes_of = collections.Counter()
+    for instruction in (
+        instruction for part in hlo.parse(text) for instruction in part.instructions
+    ):
+        if instruction.opcode in KINDS:
             # The result of a gather is of all four.
-            share = NUM_REGIONS if each.opcode == "all-gather" else 1
-            found[each.opcode] += each.num_bytes // share
-    return found
+            share = NUM_REGIONS if instruction.opcode == "all-gather" else 1
+            bytes_of[instruction.opcode] += instruction.num_bytes // share
+    return bytes_of
 
 
 def shapes(tree, sharding, *lead):
@@ -101,20 +104,20 @@ def sent(mesh, compressor):
     def send(*arguments):
         return start(MeshCrossing(spec, 0, Leaving(*arguments)))
 
-    each = of_regions(mesh, (PARAMS, state, np.float32(0), np.ones(2, np.uint32)))
-    params, state, weights, keys = each
-    found = collectives(send, params, of_all(mesh, part), state, weights, keys, None)
+    placed = of_regions(mesh, (PARAMS, state, np.float32(0), np.ones(2, np.uint32)))
+    params, state, weights, keys = placed
+    bytes_of = collectives(send, params, of_all(mesh, part), state, weights, keys, None)
     if compressor is None:
-        return found, message_bytes(part)
+        return bytes_of, message_bytes(part)
     message, _ = jax.jit(compressor.encode)(part, compressor.init(part))
-    return found, sum(np.asarray(x).nbytes for x in jax.tree.leaves(message))
+    return bytes_of, sum(np.asarray(x).nbytes for x in jax.tree.leaves(message))
 
 
 @pytest.mark.parametrize("name", ["fp4", "int8", "ef+dct:8"])
 def test_a_compressed_message_stays_compressed(mesh, name):
     """What is gathered is the message, and each region's weight, a float32."""
-    found, num_bytes = sent(mesh, compression.parse(name))
-    assert found == {"all-gather": num_bytes + 4}
+    bytes_of, num_bytes = sent(mesh, compression.parse(name))
+    assert bytes_of == {"all-gather": num_bytes + 4}
     assert num_bytes < 4 * NUM_VALUES / 3
 
 
@@ -145,34 +148,35 @@ def test_messages_come_out_of_the_buffer_as_they_went_in(mesh):
 
 
 def test_an_uncompressed_one_is_summed(mesh):
-    found, num_bytes = sent(mesh, None)
-    assert found == {"all-reduce": num_bytes}
+    bytes_of, num_bytes = sent(mesh, None)
+    assert bytes_of == {"all-reduce": num_bytes}
     assert num_bytes == 4 * NUM_VALUES
 
 
 def sent_to_neighbours(mesh, sync):
     """The collectives of one sync of the whole model, and the model as a fragment."""
     spec = make_setting(mesh, sync)
-    outer, part = sync.outer, spec.fragments.take(PARAMS, 0)
+    outer = sync.outer
+    part = spec.fragments.take(PARAMS, 0)
     compressor = sync.message.compressor() or identity()
     send = make_regional_send(spec, 0)
     state = jax.eval_shape(lambda p: outer.init(p, compressor), part)
-    each = of_regions(mesh, (PARAMS, part, state, np.ones(2, np.uint32)))
-    return collectives(send, *each, of_all(mesh, np.int32(0))), part
+    placed = of_regions(mesh, (PARAMS, part, state, np.ones(2, np.uint32)))
+    return collectives(send, *placed, of_all(mesh, np.int32(0))), part
 
 
 def test_a_pair_exchanges_between_two(mesh):
     """Parameters and pseudo-gradient, in each of the three matchings it may be."""
-    found, _ = sent_to_neighbours(mesh, methods.get("noloco").sync)
-    assert found == {"collective-permute": 3 * 2 * 4 * NUM_VALUES}
+    bytes_of, _ = sent_to_neighbours(mesh, methods.get("noloco").sync)
+    assert bytes_of == {"collective-permute": 3 * 2 * 4 * NUM_VALUES}
 
 
 def test_neighbours_on_a_ring_tell_one_another(mesh):
     """One message each way, in 8 bits with a scale for 256 values."""
     sync = methods.get("lt_admm").sync
-    found, part = sent_to_neighbours(mesh, sync)
+    bytes_of, part = sent_to_neighbours(mesh, sync)
     message = sync.message.num_bytes(part, NUM_REGIONS)
-    assert found == {"collective-permute": 2 * message}
+    assert bytes_of == {"collective-permute": 2 * message}
     assert message < 4 * NUM_VALUES / 3
 
 
@@ -195,12 +199,14 @@ def loss_fn(params, batch, key):
 def test_every_step(mesh, name, options, kind):
     method = methods.get(name, **options)
     made = method.per_step
-    state, num_bytes = (), 0
+    state = ()
+    num_bytes = 0
     if made is not None:
         memory = made.init(PARAMS)
         state = jax.eval_shape(lambda: memory)
         message, _ = made.send(PARAMS, memory, jax.random.key(0))
         num_bytes = sum(np.asarray(x).nbytes for x in jax.tree.leaves(message))
+
     local = LocalRegions.of(mesh, NUM_REGIONS)
     steps = step.make_steps(loss_fn, optax.sgd(0.1), mesh, local, made)
     region = RegionState(PARAMS, optax.sgd(0.1).init(PARAMS), None, state)
@@ -208,5 +214,5 @@ def test_every_step(mesh, name, options, kind):
     batches = jax.ShapeDtypeStruct(
         (3, NUM_REGIONS), np.float32, sharding=NamedSharding(mesh, P(None, "region"))
     )
-    found = collectives(steps, region, batches, None, None, ())
-    assert found == ({kind: num_bytes} if kind else {})
+    bytes_of = collectives(steps, region, batches, None, None, ())
+    assert bytes_of == ({kind: num_bytes} if kind else {})

@@ -96,9 +96,9 @@ class Device:
 @pytest.fixture
 def three_of_two_processes(monkeypatch):
     # Not sorted by process: ids of devices need not be.
-    found = [Device(p, i) for i in range(3) for p in (1, 0)]
-    monkeypatch.setattr(jax, "devices", lambda platform=None: found)
-    return found
+    devices = [Device(p, i) for i in range(3) for p in (1, 0)]
+    monkeypatch.setattr(jax, "devices", lambda platform=None: devices)
+    return devices
 
 
 def test_every_process_gives_its_first_devices(three_of_two_processes):
@@ -124,10 +124,10 @@ def test_by_default_processes_share_the_regions_evenly(
     three_of_two_processes, monkeypatch, regions, axes, devices
 ):
     monkeypatch.setattr(mesh_module, "Mesh", lambda devices, *names, **_: devices)
-    found = make_mesh(regions, *axes)
-    assert " ".join(map(str, found.flat)) == devices
+    mesh = make_mesh(regions, *axes)
+    assert " ".join(map(str, mesh.flat)) == devices
     # Given ones are taken in their order.
-    given = three_of_two_processes[: found.size]
+    given = three_of_two_processes[: mesh.size]
     assert list(make_mesh(regions, *axes, given).flat) == given
 
 
@@ -156,8 +156,8 @@ def rows_of(monkeypatch):
     monkeypatch.setattr(mesh_module, "Mesh", lambda devices, *names, **_: devices)
 
     def rows(inner, channel=0):
-        found = outer_mesh(inner, channel)
-        return found.reshape(len(found), -1).astype(str).tolist()
+        mesh = outer_mesh(inner, channel)
+        return mesh.reshape(len(mesh), -1).astype(str).tolist()
 
     return rows
 
@@ -187,8 +187,8 @@ def test_each_channel_has_another_device_of_every_process(
 
 
 def test_the_processes_of_a_region_are_members_of_its_row(monkeypatch, rows_of):
-    found = [Device(p, i) for p in range(6) for i in range(3)]
-    monkeypatch.setattr(jax, "devices", lambda platform=None: found)
+    devices = [Device(p, i) for p in range(6) for i in range(3)]
+    monkeypatch.setattr(jax, "devices", lambda platform=None: devices)
     inner = grid(inner_devices(2), 2, 3, 2)  # Three stages.
     assert outer_mesh(inner).shape == (2, 3, 1, 1)  # Along the stages.
     assert rows_of(inner) == [["0.2", "1.2", "2.2"], ["3.2", "4.2", "5.2"]]

@@ -20,7 +20,8 @@ from tests.slow import mostly_slow
 
 NUM_STEPS = 4
 # Sums over shards are taken in another order, and Adam divides by what may be small.
-RTOL, ATOL = 1e-4, 1e-5
+RTOL = 1e-4
+ATOL = 1e-5
 
 # One of each kind of collective: a mean or messages gathered at every step, a sum, one
 # beside the inner steps, the drift, messages of compressors, of pairs, of neighbours
@@ -68,9 +69,10 @@ def kinds_in(mesh):
     """The kinds of collectives in the compiled program."""
     x = jax.device_put(jnp.ones((4, 6, 2)), regional(mesh, ("data", "model")))
     compiled = jax.jit(mapped(mesh)).lower(x).compile()
-    module, (_, shared, _) = hlo.parse(compiled.as_text()), compiled(x)
+    module = hlo.parse(compiled.as_text())
+    _, shared, _ = compiled(x)
     assert shared["sum"].sharding.spec == P("data", "model")
-    return {each.kind for each in collectives(module, dict(mesh.shape))}
+    return {collective.kind for collective in collectives(module, dict(mesh.shape))}
 
 
 @pytest.mark.parametrize("inside", [(1, 1), (2, 2)])
@@ -79,11 +81,11 @@ def test_sums_and_means(length, inside):
     mesh = mesh_of(length, *inside)
     x = np.random.default_rng(0).normal(size=(4, 6, 2)).astype(np.float32)
     placed = jax.device_put(x, regional(mesh, ("data", "model")))
-    own, shared, gathered = jax.jit(mapped(mesh))(placed)
-    found = own, shared["sum"], shared["mean"], gathered
-    each = np.stack([x.sum(0)] * length)
-    expected = x + x.mean(0), x.sum(0), x.mean(0), each
-    assert_all_close(found, expected, rtol=1e-5, atol=1e-6)
+    local, shared, gathered = jax.jit(mapped(mesh))(placed)
+    actual = local, shared["sum"], shared["mean"], gathered
+    sums = np.stack([x.sum(0)] * length)
+    expected = x + x.mean(0), x.sum(0), x.mean(0), sums
+    assert_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_one_shard_moves_nothing():
@@ -138,5 +140,6 @@ CASES = [(name, 2, 2) for name in METHODS] + [
 
 @pytest.mark.parametrize(("name", "data", "model"), mostly_slow(CASES, quick=QUICK))
 def test_one_region_on_several_devices(name, data, model):
-    found, expected = result(name, data, model), on_one_device(name)
-    assert_all_close(found, expected, rtol=RTOL, atol=ATOL)
+    actual = result(name, data, model)
+    expected = on_one_device(name)
+    assert_all_close(actual, expected, rtol=RTOL, atol=ATOL)

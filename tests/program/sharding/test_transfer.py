@@ -27,13 +27,13 @@ def outside(mesh):
 
 
 def test_host_values_lie_where_they_are_put(mesh, outside):
-    found = transfer.put(TREE, {"w": regional(mesh, P("data")), "n": outside})
-    assert_same(found, TREE)
-    assert found["w"].sharding == regional(mesh, P("data"))
-    assert found["n"].devices() == {outer_device(mesh)}
+    placed = transfer.put(TREE, {"w": regional(mesh, P("data")), "n": outside})
+    assert_same(placed, TREE)
+    assert placed["w"].sharding == regional(mesh, P("data"))
+    assert placed["n"].devices() == {outer_device(mesh)}
     everywhere = NamedSharding(mesh, P())
-    found = transfer.put(TREE, everywhere)
-    assert {x.sharding for x in found.values()} == {everywhere}
+    placed = transfer.put(TREE, everywhere)
+    assert {x.sharding for x in placed.values()} == {everywhere}
 
 
 def test_device_arrays_move_off_the_mesh_and_back(mesh, outside):
@@ -67,9 +67,9 @@ def test_what_is_elsewhere_is_moved_to_be_borrowed(mesh, outside):
 
 def test_rows_gather_on_one_device_in_the_order_of_regions(mesh, outside):
     rows = transfer.put(TREE, regional(mesh))
-    found = transfer.gather_rows(rows, outside)
-    assert_same(found, TREE)
-    assert {x.device for x in jax.tree.leaves(found)} == {outer_device(mesh)}
+    gathered = transfer.gather_rows(rows, outside)
+    assert_same(gathered, TREE)
+    assert {x.device for x in jax.tree.leaves(gathered)} == {outer_device(mesh)}
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -125,14 +125,17 @@ def give_parts(shape, sharding, part):
 def test_a_process_gives_its_devices_their_parts_of_its_rows(monkeypatch, ids):
     mesh = make_mesh(4, data=2)
     x = np.arange(2 * 8 * 4).reshape(2, 8, 4)  # Steps, regions, batch.
-    own = sorted({2 * (i // 2) + j for i in ids for j in range(2)})
+    columns = sorted({2 * (i // 2) + j for i in ids for j in range(2)})
     mine = OfOneProcess(NamedSharding(mesh, P(None, "region", "data")), ids)
     monkeypatch.setattr(jax, "make_array_from_callback", give_parts)
-    shape, parts = transfer.put_own(x[:, own], mine, 8, axis=1)
+    shape, parts = transfer.put_own(x[:, columns], mine, 8, axis=1)
+
     assert shape == x.shape
     assert sorted(parts) == ids
+
     for i, part in parts.items():
-        rows, half = slice(i // 2 * 2, i // 2 * 2 + 2), slice(i % 2 * 2, i % 2 * 2 + 2)
+        rows = slice(i // 2 * 2, i // 2 * 2 + 2)
+        half = slice(i % 2 * 2, i % 2 * 2 + 2)
         np.testing.assert_array_equal(part, x[:, rows, half])
 
 
@@ -140,10 +143,10 @@ def test_a_process_gives_its_devices_their_parts_of_its_rows(monkeypatch, ids):
 def test_one_process_gives_and_holds_every_row(mesh, spec):
     x = np.arange(2 * 8 * 4).reshape(2, 8, 4)
     sharding = NamedSharding(mesh, spec)
-    found = transfer.put_own(x, sharding, 8, axis=1)
-    assert found.sharding == sharding
-    np.testing.assert_array_equal(found, x)
-    assert transfer.first_local_row(found, 1) == 0
+    placed = transfer.put_own(x, sharding, 8, axis=1)
+    assert placed.sharding == sharding
+    np.testing.assert_array_equal(placed, x)
+    assert transfer.first_local_row(placed, 1) == 0
 
 
 @pytest.mark.parametrize(

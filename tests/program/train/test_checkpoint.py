@@ -93,13 +93,15 @@ def check_restored(tiny, tmp_path, method_name, cut, again):
     program = tiny.shared_program(method_name)
     whole, before = tiny.finish(program, tiny.start(program), cut)
     assert whole.sync.in_flight
+
     whole = save(tmp_path, whole, program, {"position": [1, 2]})
     state, extra = restore(tmp_path, again)
     assert extra == {"position": [1, 2]}
     assert state.step == cut
+
     ends = []
-    for each, begun in ((program, whole), (again, state)):
-        end, outputs = tiny.finish(each, begun, 12 - cut)
+    for form, begun in ((program, whole), (again, state)):
+        end, outputs = tiny.finish(form, begun, 12 - cut)
         seen = [tiny.host((x.losses, x.aux, x.syncs)) for x in outputs]
         ends.append((tiny.numbers(end), seen))
     tiny.assert_same(*ends)
@@ -115,6 +117,7 @@ def test_a_copy_from_midway_is_saved(tiny, tmp_path, cut):
     program = tiny.program_of(method)
     whole, _ = tiny.finish(program, tiny.start(program), 15)
     state, _ = tiny.finish(program, tiny.start(program), cut)
+
     assert ("midway" in state.sync.in_flight[0, 8].kept) == (cut > 10)
     _, restored = tiny.saved_and_restored(program, state, tmp_path)
     again, _ = tiny.finish(program, restored, 15 - cut)
@@ -129,10 +132,12 @@ def test_norms_that_the_schedule_has_not_seen_are_saved(tiny, tmp_path):
     program = tiny.program_of(method)
     state, _ = tiny.finish(program, tiny.start(program), 5)
     ((fragment, seen),) = state.sync.observed[0].items()
+
     assert set(seen) == {"norm"}
     save(tmp_path, state, program)
     restored, _ = restore(tmp_path, program)
     assert restored.sync.schedule.norm[fragment] == float(seen["norm"]) > 0
+
     ends = [
         program.synchronize(tiny.finish(program, s, 6)[0]) for s in (state, restored)
     ]
@@ -158,6 +163,7 @@ def test_a_state_may_be_donated_as_soon_as_it_is_handed_over(tiny, tmp_path):
         jax.block_until_ready(state.region)
         checkpoints.wait()
         restored, _ = checkpoints.restore(program)
+
     np.testing.assert_array_equal(restored.region.params["w"], held[0])
     np.testing.assert_array_equal(restored.sync.outer.params[0]["w"], held[1])
     assert not np.array_equal(state.region.params["w"], held[0])
@@ -172,6 +178,7 @@ def test_arrays_come_back_where_they_were(tiny, tmp_path):
         [leaf.sharding for leaf in jax.tree.leaves((x.region, x.sync.outer))]
         for x in (state, restored)
     )
+
     assert old == new
     assert set(restored.sync.in_flight) == set(state.sync.in_flight) == {(1, 2)}
 
@@ -185,6 +192,7 @@ def test_the_newest_are_kept(tiny, tmp_path):
         for _ in range(4):
             state, _ = tiny.finish(program, state, 2)
             state = checkpoints.save(program, state, {})
+
     assert steps_in(tmp_path) == [6, 8]
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step == 8
@@ -316,7 +324,8 @@ class TestFailure:
 
     def test_a_save_does_not_ask_whether_the_run_is_to_stop(self, copied, monkeypatch):
         """Processes agree by the number of their calls; the loop's count."""
-        (program, folder), asked = copied, []
+        program, folder = copied
+        asked = []
         name = "reached_preemption_sync_point"
         monkeypatch.setattr(multihost_utils, name, asked.append)
         with Checkpoints(folder) as checkpoints:
@@ -344,6 +353,7 @@ class TestFailure:
         if not has_checksums:
             for step in "24":
                 (folder / step / checksums.FILE).unlink()
+
         damage(folder / "4", harm)
         with Checkpoints(folder) as checkpoints:
             state, extra = checkpoints.restore(program)
@@ -356,6 +366,7 @@ class TestFailure:
             # And the run comes to its step again.
             state, _ = tiny.finish(program, state, 2)
             checkpoints.save(program, state, {"at": 4})
+
         assert restore(folder, program)[0].step == 4
         assert (folder / "damaged_4").is_dir()
         assert not capsys.readouterr().err
@@ -366,7 +377,8 @@ class TestFailure:
     ):
         """Its checksums are right: they are of its contents."""
         program, folder = copied
-        why, at = "it holds step 4: the folder was renamed, copied or linked", 6
+        why = "it holds step 4: the folder was renamed, copied or linked"
+        at = 6
         if how == "renamed":
             (folder / "4").rename(folder / "6")
         elif how == "copied":
@@ -374,9 +386,11 @@ class TestFailure:
         elif how == "linked":
             (folder / "6").symlink_to("4")
         else:
-            why, at = "it is of another run (", 4
+            why = "it is of another run ("
+            at = 4
             (folder / RUN_FILE).write_text("0123456789abcdef")
             change_rest(folder / "2", run="0123456789abcdef")
+
         intact = 2 if how in ("renamed", "of another run") else 4
         with Checkpoints(folder) as checkpoints:
             state, extra = checkpoints.restore(program)
@@ -406,6 +420,7 @@ class TestFailure:
             state, _ = checkpoints.restore(program)
             assert state.step == 4
             checkpoints.save(program, tiny.finish(program, state, 2)[0], {})
+
         rest = json.loads((folder / "6" / "rest" / "metadata").read_text())
         assert rest["step"] == 6
         assert rest["run"] == (folder / RUN_FILE).read_text()

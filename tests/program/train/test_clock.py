@@ -37,7 +37,8 @@ def merged(outer):
 
 
 def test_the_wait_from_the_steps_to_the_arrival_is_stall():
-    steps, outer = PendingMean(), PendingMean()
+    steps = PendingMean()
+    outer = PendingMean()
     with FlightRecorder() as recorder:
         recorder.stepped(4, steps, merged(outer))
         time.sleep(0.05)  # Inner steps still run: no stall.
@@ -46,6 +47,7 @@ def test_the_wait_from_the_steps_to_the_arrival_is_stall():
         time.sleep(0.2)
         outer.gate.set()
         longest = time.perf_counter() - begin
+
     # The thread wakes up some time after each gate; this machine may be busy.
     assert 0.1 < recorder.stall_s < longest + 1
 
@@ -62,7 +64,8 @@ def test_waits_add_up():
 
 def test_a_flight_from_its_start_to_its_merge():
     """Started at 2, there 0.2 s later, merged at 4, where nobody waited for it."""
-    mean, steps = PendingMean(), PendingMean()
+    mean = PendingMean()
+    steps = PendingMean()
     with FlightRecorder(earlier_s=100.0) as recorder:
         recorder.stepped(2, READY, [])
         recorder.started(1, 2, READY, {"w": mean})
@@ -71,19 +74,22 @@ def test_a_flight_from_its_start_to_its_merge():
         mean.gate.set()
         time.sleep(0.1)
         steps.gate.set()
+
     (sync,) = recorder.to_json()["syncs"]
     assert (sync["fragment"], sync["start_step"], sync["apply_step"]) == (1, 2, 4)
     assert sync["num_bytes"] == 64
     assert 100.0 <= sync["start_s"] < sync["arrival_s"] < sync["merge_s"]
     assert sync["arrival_s"] - sync["start_s"] > 0.1
     assert sync["stall_s"] < 0.1
+
     marks = recorder.to_json()["marks"]
     assert [step for step, _ in marks] == [2, 4]
     assert marks[1][1] - marks[0][1] > 0.2
 
 
 def test_when_steps_were_done_is_told_once_they_are():
-    steps, later = PendingMean(), PendingMean()
+    steps = PendingMean()
+    later = PendingMean()
     with FlightRecorder(earlier_s=100.0) as recorder:
         recorder.stepped(2, steps, [])
         recorder.stepped(4, later, [])
@@ -119,7 +125,8 @@ def test_what_is_under_way_at_the_end_has_no_merge():
 
 
 def test_leaving_waits_for_what_is_watched_and_ends_the_threads():
-    before, mean = set(threading.enumerate()), PendingMean()
+    before = set(threading.enumerate())
+    mean = PendingMean()
     with FlightRecorder() as recorder:
         recorder.started(1, 2, READY, mean)
         threading.Timer(0.2, mean.gate.set).start()
@@ -159,7 +166,8 @@ def test_it_does_not_hide_what_went_wrong_before(deleted):
 
 
 def test_a_step_is_measured_without_the_wait_before_it():
-    outer, steps = PendingMean(), PendingMean()
+    outer = PendingMean()
+    steps = PendingMean()
     with FlightRecorder() as recorder:
         assert (recorder.step_s, recorder.sync_s) == (0.0, 0.0)
         recorder.stepped(4, READY, merged(outer))
@@ -183,7 +191,8 @@ def test_the_last_sync_to_arrive_tells_what_syncs_take():
 
 def test_who_hands_out_a_merge_may_wait_for_its_mean():
     """Steps of 0.1 s; then the mean of other regions is waited for on the host."""
-    future, steps = Future(), PendingMean()
+    future = Future()
+    steps = PendingMean()
     with FlightRecorder() as recorder:
         recorder.stepped(2, READY, [])
         recorder.started(1, 2, READY, arriving.PendingMean(future))
@@ -194,11 +203,14 @@ def test_who_hands_out_a_merge_may_wait_for_its_mean():
         future.set_result(arriving.InFlight(jnp.ones(3), {}))
         time.sleep(0.1)
         recorder.stepped(4, steps, merged(READY))
+
     assert 0.05 < recorder.step_s < 0.4  # 0.55 with the wait.
     assert recorder.recent_step_s == recorder.step_s
     assert 0.4 < recorder.stall_s < 5
+
     marks = recorder.to_json()["marks"]
     assert [step for step, _ in marks] == [2, 4]
+
     (sync,) = recorder.to_json()["syncs"]
     assert sync["stall_s"] == recorder.stall_s
     assert sync["arrival_s"] - marks[1][1] > 0.4

@@ -27,6 +27,7 @@ def test_it_is_the_mean_of_the_batches_losses(tiny, length, data, model):
     losses, _ = jax.vmap(tiny.loss_fn, (None, 0, None))(
         params, batches, jax.random.key(0)
     )
+
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
     # Float32 sums of eight losses in another order.
     np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-5)

@@ -18,7 +18,9 @@ from tests.program.elastic.meeting import places
 
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation")
 
-LEFT, AGAIN, END = 6, 13, 25
+LEFT = 6
+AGAIN = 13
+END = 25
 
 
 def make_program(tiny, method=None, place=None, **options):
@@ -86,17 +88,18 @@ def test_leaving_and_coming_back(tiny, name, options):
             program.exchange.link = link
             assert link.join(60) is None
             train(tiny, program, tiny.start(program), link, LEFT, seen)
+
         with Link(two, "run", size) as link:
             program.exchange.link = link
             copy = link.join(60)
             state = joining.adopt(program, tiny.make_params(), jax.random.key(0), copy)
             assert copy.step == state.step == AGAIN
-            own = jax.tree.map(lambda x: x[0], state.region.params)
-            tiny.assert_same(program.outer_params(state), own)
+            local = jax.tree.map(lambda x: x[0], state.region.params)
+            tiny.assert_same(program.outer_params(state), local)
             return tiny.numbers(train(tiny, program, state, link, END, seen))
 
     with ThreadPoolExecutor() as pool:
-        ends = [each.result() for each in [pool.submit(stays), pool.submit(leaves)]]
+        ends = [future.result() for future in [pool.submit(stays), pool.submit(leaves)]]
     compared = [step for region, step in seen if region == 1]
     assert min(compared) <= LEFT
     assert sum(step > AGAIN for step in compared) > 2
@@ -123,10 +126,12 @@ def test_a_copy_of_the_parameters_moves_with_a_region_that_comes_back(tiny):
     before, z = tiny.host((state.region.params, state.region.opt_state.z))
     carried = joining.Carried(state)
     args = tiny.make_params(), jax.random.key(0), copy, carried
-    found = joining.adopt(program, *args).region
-    wanted = jax.tree.map(lambda z, x, y: z + y - x, z, before, found.params)
-    for x, y in zip(*map(jax.tree.leaves, (found.opt_state.z, wanted)), strict=True):
+    region = joining.adopt(program, *args).region
+    wanted = jax.tree.map(lambda z, x, y: z + y - x, z, before, region.params)
+
+    for x, y in zip(*map(jax.tree.leaves, (region.opt_state.z, wanted)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
     # One that has nothing begins at what it received.
     fresh = joining.adopt(program, *args[:3]).region
     tiny.assert_same(tiny.host(fresh.opt_state.z), tiny.host(fresh.params))
@@ -138,8 +143,8 @@ def test_noise_is_drawn_anew_by_a_region_that_joins(tiny):
     key = np.asarray(jax.random.key_data(state.region.opt_state[0].rng_key))
     copy = joining.copy_of(program, state)
     later = copy.__class__(40, copy.header, copy.arrays)
-    found = joining.adopt(program, tiny.make_params(), jax.random.key(0), later)
-    noise = found.region.opt_state[0]
+    joined = joining.adopt(program, tiny.make_params(), jax.random.key(0), later)
+    noise = joined.region.opt_state[0]
     assert not np.array_equal(jax.random.key_data(noise.rng_key), key)
     assert noise.count.tolist() == [40]
 
@@ -157,31 +162,35 @@ def test_what_was_done_meanwhile_is_kept(tiny):
     program = make_program(tiny)
     copy, state = copy_and_step(tiny, program)
     moments = tiny.host(state.region.opt_state)
-    mine, outer = tiny.host(state.region.params), tiny.host(program.outer_params(state))
+    mine = tiny.host(state.region.params)
+    outer = tiny.host(program.outer_params(state))
     shared = jax.tree.map(lambda x: x + 1.0, state.sync.outer.params)
     for carried, moved in (
         (joining.Carried(state), 0.0), (joining.Carried(state, shared), 1.0),
     ):  # fmt: skip
         args = tiny.make_params(), jax.random.key(0), copy, carried
-        found = joining.adopt(program, *args)
-        tiny.assert_same(found.region.opt_state, moments)
-        trees = (found.region.params, tiny.make_params(3), mine, outer)
+        joined = joining.adopt(program, *args)
+        tiny.assert_same(joined.region.opt_state, moments)
+        trees = (joined.region.params, tiny.make_params(3), mine, outer)
         for x, g, m, s in zip(*map(jax.tree.leaves, trees), strict=True):
             np.testing.assert_allclose(x, g + (m - s - moved), rtol=1e-5, atol=1e-6)
-        tiny.assert_same(program.outer_params(found), tiny.make_params(3))
+        tiny.assert_same(program.outer_params(joined), tiny.make_params(3))
 
 
 def test_what_is_frozen_is_not_in_a_copy(tiny):
     """Each region has it from where the run began; the rest moves as ever."""
     program = make_program(tiny, trainable=lambda path: path != "head")
     copy, state = copy_and_step(tiny, program)
-    first, other = tiny.make_params(), tiny.make_params(3)
+    first = tiny.make_params()
+    other = tiny.make_params(3)
     trained = sum(x.nbytes for x in jax.tree.leaves(first)) - first["head"].nbytes
+
     assert sum(map(len, copy.arrays)) == 2 * trained  # With the outer momentum.
     work = program.mean_params(state)["embed"] - first["embed"]
     for carried, moved in ((None, 0.0), (joining.Carried(state), work)):
-        found = joining.adopt(program, first, jax.random.key(0), copy, carried)
-        outer, mean = program.outer_params(found), program.mean_params(found)
+        joined = joining.adopt(program, first, jax.random.key(0), copy, carried)
+        outer = program.outer_params(joined)
+        mean = program.mean_params(joined)
         np.testing.assert_array_equal(outer["head"], first["head"])
         np.testing.assert_array_equal(mean["head"], first["head"])
         np.testing.assert_array_equal(outer["embed"], other["embed"])
@@ -195,8 +204,10 @@ def test_a_copy_of_another_model_is_refused(tiny):
         copy.step, copy.header, (copy.arrays[0][:-4], *copy.arrays[1:])
     )
     args = (program, tiny.make_params(), jax.random.key(0))
+
     with pytest.raises(ValueError, match="an array of .* bytes where this program has"):
         joining.adopt(*args, short)
+
     more = copy.__class__(copy.step, copy.header, (*copy.arrays, b""))
     with pytest.raises(ValueError, match="more arrays than this program"):
         joining.adopt(*args, more)

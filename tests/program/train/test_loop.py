@@ -35,13 +35,18 @@ class Run:
     def __init__(
         self, tiny, program, num_steps, folder=None, stop=None, batches=None, **options
     ):
-        self.records, self.clocks, self.stopping = [], [], []
-        state, progress = tiny.start(program), None
+        self.records = []
+        self.clocks = []
+        self.stopping = []
+        state = tiny.start(program)
+        progress = None
         cadence = Cadence(**{"log_every": 3, **options.pop("cadence", {})})
         with Checkpoints(folder) if folder else contextlib.nullcontext() as checkpoints:
             if checkpoints and (restored := checkpoints.restore(program)):
                 state, extra = restored
-                progress, self.offset = extra["progress"], extra["num_records"]
+                progress = extra["progress"]
+                self.offset = extra["num_records"]
+
             hooks = Hooks(
                 record=self.records.append,
                 clock=self.clocks.append,
@@ -88,6 +93,7 @@ def test_one_program_leaves_records_and_timeline_as_they_are(tiny, tmp_path):
         flights = [[flight[name] for name in names] for flight in flights]
         clocks = {(c.step, c.in_flight, c.bytes_sent) for c in run.clocks}
         runs.append((run.records, sorted(flights), clocks, norms))
+
     (*plain, seen, norms), (*fused, sometimes, others) = runs
     assert plain == fused
     assert sometimes == seen
@@ -105,6 +111,7 @@ class TestRecords:
             ("train", 2), ("train", 4), ("train", 6), ("sync", 6), ("eval", 6),
             ("train", 8), ("sync", 8), ("eval", 9),  # And at the end.
         ]  # fmt: skip
+
         fragments = program.fragments.num_bytes
         first, second = run.of_kind("sync")
         names = ("fragment", "start_step", "apply_step")
@@ -113,9 +120,11 @@ class TestRecords:
         assert [first["bytes"], second["bytes"]] == [fragments[1], fragments[0]]
         assert first["pseudo_gradient_norm"] > 0
         assert first["correction_ratio"] is None
+
         sent = [r["bytes_sent_per_region"] for r in run.of_kind("train")]
         both = sum(fragments)
         assert sent == [fragments[1], both, both + fragments[1], 2 * both]
+
         tokens = [r["tokens"] for r in run.records if r["kind"] != "sync"]
         assert tokens == list(map(tokens_at, (2, 4, 6, 6, 8, 9)))
 
@@ -130,13 +139,15 @@ class TestRecords:
             assert record["step"] == 3 * i + 3
             assert record["loss_regions"] == window.mean(axis=0).tolist()
             np.testing.assert_allclose(record["loss"], window.mean(), rtol=1e-12)
+
         assert len(run.of_kind("train")) == 4
         for sync, record in zip(syncs, run.of_kind("sync"), strict=True):
             assert record["pseudo_gradient_norm"] == float(sync.norm)
             ratio = record["correction_ratio"]
-            for each in sync.metrics.values():
-                assert ratio == np.asarray(each).mean(dtype=np.float64)
+            for values in sync.metrics.values():
+                assert ratio == np.asarray(values).mean(dtype=np.float64)
             assert (ratio is None) == (not sync.metrics)
+
         ratios = [r["correction_ratio"] for r in run.of_kind("sync")]
         has_ratios = "cocodc" in method_name
         assert run.result.correction_ratio == (np.mean(ratios) if has_ratios else None)
@@ -155,7 +166,8 @@ class TestRecords:
 
     def test_what_equals_the_mean_is_judged_once(self, tiny, evaluate):
         """DiLoCo, H 2: after a sync at 4 and 8, a step beyond one at 5."""
-        program, judged = tiny.shared_program("diloco"), []
+        program = tiny.shared_program("diloco")
+        judged = []
 
         def count(params):
             judged.append(params)
@@ -168,6 +180,7 @@ class TestRecords:
             judged.clear()
             for record in run.of_kind("eval"):
                 numbers[record["step"]] = record
+
         for step, record in numbers.items():
             state, _ = tiny.finish(program, tiny.start(program), step)
             outer = float(evaluate(program.outer_params(state)))
@@ -258,7 +271,8 @@ class FakeProgram:
     method = types.SimpleNamespace(schedule=None, sync=None, can_restore=False)
 
     def __init__(self, event_every=None, aux=None, clock=None):
-        self.event_every, self.clock = event_every, clock
+        self.event_every = event_every
+        self.clock = clock
         self.aux = aux or {}
         self.lengths = []
 
@@ -288,7 +302,8 @@ class FakeProgram:
 
 
 def train_fake(program, num_steps, cadence, hooks=NO_HOOKS):
-    state, batches = TrainState(None), itertools.repeat(np.zeros(1))
+    state = TrainState(None)
+    batches = itertools.repeat(np.zeros(1))
     options = {"evaluate": lambda params: 0.0} if cadence.eval_every else {}
     options |= {"cadence": cadence, "hooks": hooks}
     return train(program, state, batches, num_steps, lambda step: step, **options)
@@ -305,8 +320,8 @@ def test_a_record_has_a_pipelines_bytes_where_the_loss_tells(aux):
     records = []
     hooks = Hooks(record=records.append)
     train_fake(FakeProgram(aux=aux), 4, Cadence(log_every=2), hooks)
-    found = [r.get("stage_bytes") for r in records if r["kind"] == "train"]
-    assert found == [aux.get("stage_bytes")] * 2
+    stage_bytes = [r.get("stage_bytes") for r in records if r["kind"] == "train"]
+    assert stage_bytes == [aux.get("stage_bytes")] * 2
     assert not any("accuracy" in record for record in records)
 
 
@@ -318,7 +333,9 @@ class FakeClock(FlightRecorder):
 
     def __init__(self, monkeypatch, *, step_s, compile_s=0.0):
         super().__init__()
-        self.now_s, self.step_seconds, self.compile_s = 0.0, step_s, compile_s
+        self.now_s = 0.0
+        self.step_seconds = step_s
+        self.compile_s = compile_s
         self.ended = {}
         fake_time = types.SimpleNamespace(perf_counter=lambda: self.now_s)
         monkeypatch.setattr(loop, "time", fake_time)
@@ -337,8 +354,10 @@ def test_tokens_per_second_leave_compilation_out(monkeypatch):
     clock = FakeClock(monkeypatch, step_s=0.01, compile_s=3.0)
     program = FakeProgram(clock=clock)
     clocks = []
-    cadence, hooks = Cadence(log_every=10, eval_every=25), Hooks(clock=clocks.append)
+    cadence = Cadence(log_every=10, eval_every=25)
+    hooks = Hooks(clock=clocks.append)
     result = train_fake(program, 50, cadence, hooks)
+
     assert program.lengths == [10, 10, 5, 5, 10, 10]
     steady = [clock.steady_tokens_per_second for clock in clocks]
     assert steady[0] is None
@@ -377,14 +396,17 @@ class TestResuming:
         stop = lambda: next(turns) == stop_after  # noqa: E731
         first = Run(tiny, program, 12, stop=stop, **options)
         stopped = first.result.state.step
+
         assert 0 < stopped < 12
         assert stopped % 5
         assert first.stopping == [None]  # Nothing is saved yet.
+
         with Checkpoints(tmp_path) as checkpoints:
             assert checkpoints.latest_step == stopped
 
         second = Run(tiny, program, 12, **options)
         assert first.records[: second.offset] + second.records == whole.records
+
         state = program.synchronize(whole.result.state)
         tiny.assert_same(tiny.numbers(second.result.state), tiny.numbers(state))
         assert second.result.last_eval == whole.result.last_eval
@@ -395,7 +417,8 @@ class TestResuming:
         program = tiny.shared_program("cocodc")
         cadence = {"log_every": 2, "checkpoint_every": 8}
         whole = Run(tiny, program, 14, cadence=cadence)
-        killed, options = object.__new__(Run), {"folder": tmp_path, "cadence": cadence}
+        killed = object.__new__(Run)
+        options = {"folder": tmp_path, "cadence": cadence}
 
         def kill():
             if killed.records and killed.records[-1]["step"] > 8:
@@ -476,7 +499,8 @@ class TestNotFinite:
         assert FiniteWatch(one, None).restored(None) == [True]
 
     def test_a_loss_before_any_checkpoint(self, tiny, tmp_path, programs):
-        program, why = programs[loss_plus_bad], "step 3 in .* 1.*there is none"
+        program = programs[loss_plus_bad]
+        why = "step 3 in .* 1.*there is none"
         error = self.fails(tiny, program, why, (np.nan, 3, 1), folder=tmp_path)
         assert (error.step, error.region) == (3, 1)
         assert not list(tmp_path.iterdir())
@@ -494,7 +518,8 @@ class TestNotFinite:
         self.fails(tiny, programs[loss_with_bad_gradient], why, (1, 12, 1))
 
     def test_records_before_it_were_written(self, tiny, programs):
-        run, batches = object.__new__(Run), self.batches(tiny, np.nan, 7, 0)
+        run = object.__new__(Run)
+        batches = self.batches(tiny, np.nan, 7, 0)
         with pytest.raises(NonFiniteLossError):
             run.__init__(tiny, programs[loss_plus_bad], 12, batches=batches)
         assert [r["step"] for r in run.of_kind("train")] == [3, 6]

@@ -34,12 +34,14 @@ def test_a_region_that_is_not_finite_leaves_numbers_that_are_json():
              for name in AUX if name != "expert_load"}  # fmt: skip
     record = record_of(7, AUX | worse)
     assert (record["balance"], record["z"], record["entropy"]) == (2.0, 5.0, 0.5)
-    found = []
-    records = Records(found.append, 10, lambda step: step)
+
+    written = []
+    records = Records(written.append, 10, lambda step: step)
     for ratio in (np.nan, 0.5):
         ratios = {"correction_ratio": jnp.array([ratio])}
         records.sync(AppliedSync(0, 1, 2, 3, jnp.ones(()), ratios))
-    assert [each["correction_ratio"] for each in found] == [None, 0.5]
+
+    assert [row["correction_ratio"] for row in written] == [None, 0.5]
     assert records.correction_ratio == 0.5
 
 

@@ -20,28 +20,33 @@ from tests.program import tiny
 
 def test_worked_by_hand():
     """Losses 1, 2, 3, 4, 9 over and over: median 3, MAD 1; 20 is 17 / 1.4826 off."""
-    watch, step = Spikes(10.0), 0
+    watch = Spikes(10.0)
+    step = 0
     for loss in [1.0, 2.0, 3.0, 4.0, 9.0] * 4:
         step += 1
         assert watch.observe(step, np.array([3.0, loss]), 2) == []
+
     assert watch.observe(21, np.array([3.0, 20.0]), 2) == []
     assert watch.observe(22, np.array([3.0, 3.0]), 2) == []
     assert watch.observe(23, np.array([3.0, 20.0]), 2) == []
+
     (spike,) = watch.observe(24, np.array([3.0, 20.0]), 2)
     assert (spike.step, spike.region, spike.loss, spike.usual) == (24, 3, 20.0, 3.0)
     assert spike.score == pytest.approx(17 / 1.4826)
     assert watch.observe(25, np.array([3.0, 20.0]), 2) == []  # The same one.
     for step in range(26, 32):
         assert watch.observe(step, np.array([3.0, 3.0]), 2) == []
-    found = [watch.observe(s, np.array([3.0, np.nan]), 2) for s in range(32, 35)]
-    assert [len(x) for x in found] == [0, 0, 1]
-    assert found[-1][0].loss is None
+
+    spikes = [watch.observe(s, np.array([3.0, np.nan]), 2) for s in range(32, 35)]
+    assert [len(x) for x in spikes] == [0, 0, 1]
+    assert spikes[-1][0].loss is None
 
 
 @settings(deadline=None, max_examples=6)
 @given(st.integers(0, 2**31), st.floats(0.01, 0.2))
 def test_a_falling_noisy_loss_has_none(seed, noise):
-    rng, watch = np.random.default_rng(seed), Spikes(10.0)
+    rng = np.random.default_rng(seed)
+    watch = Spikes(10.0)
     for step in range(200):
         losses = 2 + 3 * np.exp(-step / 50) + noise * rng.normal(size=2)
         assert watch.observe(step, losses, 0) == []
@@ -51,7 +56,8 @@ def test_it_goes_on_from_what_it_knew():
     rng = np.random.default_rng(0)
     losses = rng.normal(3, 0.1, (60, 2))
     losses[45:] += 5
-    whole, parts = Spikes(8.0), Spikes(8.0)
+    whole = Spikes(8.0)
+    parts = Spikes(8.0)
     expected = [whole.observe(i, x, 0) for i, x in enumerate(losses)]
     for i, x in enumerate(losses):
         if i == 46:
@@ -98,12 +104,14 @@ def run(program, folder, spikes, skipped=0):
 
 
 def test_it_is_recorded_and_nothing_else_changes(program, tmp_path):
-    told, records = run(program, tmp_path / "told", SpikeWatch(10.0))
+    watched, records = run(program, tmp_path / "told", SpikeWatch(10.0))
     plain, without = run(program, tmp_path / "plain", SpikeWatch())
     spikes = [r for r in records if r["kind"] == "spike"]
     assert [(r["region"], r["step"]) for r in spikes] == [(0, 35), (1, 35)]
     assert [r for r in records if r["kind"] != "spike"] == without
-    jax.tree.map(np.testing.assert_array_equal, told.state.region, plain.state.region)
+    jax.tree.map(
+        np.testing.assert_array_equal, watched.state.region, plain.state.region
+    )
 
 
 def test_it_is_not_saved_and_other_data_come_after(program, tmp_path):
