@@ -587,9 +587,9 @@ def test_the_region_program_is_right_too(name):
     for i in range(NUM_ROUNDS):
         batches = jax.tree.map(lambda x, i=i: x[i], BATCHES)
         state, _ = program.advance(state, batches)
-    found = numbers((state.region.params, state.region.opt_state))
+    ends = numbers((state.region.params, state.region.opt_state))
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
-        jax.device_get(found),
+        jax.device_get(ends),
         results(name)[1],
     )

@@ -134,7 +134,8 @@ QUICK = (
 )
 def test_a_bad_batch_of_one_region_leaves_no_trace_in_memories(case, form):
     options, first, is_as_without = CASES[case]
-    run, method = FORMS[form], method_of(case)
+    run = FORMS[form]
+    method = method_of(case)
     history, memories = run(method, BAD, 16, 3)
     params = history[-1]
     assert are_finite(memories)

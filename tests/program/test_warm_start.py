@@ -169,7 +169,8 @@ def test_another_mesh_cuts_nothing_anew():
 
 def test_a_program_that_is_used_no_more_is_freed():
     program = make_anew("streaming_diloco", **FRAGMENTS)
-    state, executor = finish(program, start(program), 9), weakref.ref(program._syncs)
+    state = finish(program, start(program), 9)
+    executor = weakref.ref(program._syncs)
     del program, state
     gc.collect()
     assert executor() is None
@@ -200,7 +201,8 @@ def test_another_optimizer_goes_on_in_its_learning_rates():
 
 def test_what_is_in_flight_is_applied_at_once():
     """At step 4, one after it left, it is as with a delay of one step."""
-    old, short = streaming(), streaming(delay_steps=1)
+    old = streaming()
+    short = streaming(delay_steps=1)
     new = make("diloco", sync_interval=5)
     expected = finish(short, start(short), 4)
     state = finish(old, start(old), 4)
