@@ -49,6 +49,13 @@ def _free_states(package):
 for _package in _CHECKED:
     _free_states(_package)
 
+
+def pytest_xdist_auto_num_workers(config):
+    """One more than there are cores: some tests wait for processes and for silence."""
+    del config
+    return len(os.sched_getaffinity(0)) + 1
+
+
 # The same examples every time: a suite that fails now and then teaches nobody.
 # A machine may be busy: how long an example takes says nothing.
 settings.register_profile("fixed", derandomize=True, deadline=None)
