@@ -204,7 +204,9 @@ def test_a_region_of_maxtexts_own_loop_dies_and_comes_back(launched):
     facts = [facts_of(folder, f"launcher{index}") for index in range(2)]
     assert [fact["step"] for fact in facts] == [runs.LAUNCHED_STEPS] * 2
     assert [fact["programs"] for fact in facts] == [1, 1]
-    assert min(map(int, facts[1]["losses"])) == runs.MEETING
+    # At the step that the other one was at: where it waited for the message of the one
+    # that died, or later.
+    assert 17 < min(map(int, facts[1]["losses"])) <= runs.MEETING
 
     outer = [params_of(folder, f"launcher{index}", "outer") for index in range(2)]
     assert difference(*outer) == 0
