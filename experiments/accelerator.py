@@ -564,9 +564,11 @@ def main(argv: Sequence[str]) -> int:
     values = program.own_flags(*FLAGS, minutes=0.0, repeats=1)
     with program.usage_errors(values):
         program.parse(values, argv, __doc__, has_words=False)
-        shapes = program.words("shapes", values.shapes, list(SHAPES))
-        wanted = program.words("contenders", values.contenders, CONTENDERS)
-        trained = program.words("methods", values.methods, list(TRAINED_METHODS))
+        shapes = program.words("shapes", values.shapes.split(","), list(SHAPES))
+        wanted = program.words("contenders", values.contenders.split(","), CONTENDERS)
+        trained = program.words(
+            "methods", values.methods.split(","), list(TRAINED_METHODS)
+        )
         regions = program.numbers("regions", values.regions.split(","))
         if min(regions) < 1:
             raise ValueError(f"regions={values.regions} must be at least 1 each")

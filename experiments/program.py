@@ -108,9 +108,9 @@ def numbers(flag: str, texts: Sequence[str]) -> list[int]:
         ) from None
 
 
-def words(flag: str, text: str, known: Collection[str]) -> list[str]:
-    """Read the words of a comma-separated flag."""
-    chosen = [word.strip() for word in text.split(",") if word.strip()]
+def words(flag: str, texts: Sequence[str], known: Collection[str]) -> list[str]:
+    """Read the words of a flag."""
+    chosen = [text.strip() for text in texts if text.strip()]
     for word in chosen:
         if word not in known:
             raise ValueError(

@@ -444,15 +444,14 @@ class Link:
                 measured = self._member.times.finished(present, now)
                 silences = self._member.silent(now)
                 boot = self._member.boot
-                outlived = self._outlived
+                answers = [(x, self._member.sign_of_life(now)) for x in self._outlived]
                 self._outlived = []
-                sign = self._member.sign_of_life(now)
                 ended = self._ended
 
             for regions, message in _shared(outbox):
                 letter = m.Letter(self._run, self.region, boot, message)
                 self._channel.send(regions, m.pack(letter))
-            for way_back in outlived:
+            for way_back, sign in answers:
                 letter = m.Letter(self._run, self.region, boot, sign)
                 self._channel.answer(way_back, m.pack(letter))
 

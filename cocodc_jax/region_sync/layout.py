@@ -76,10 +76,10 @@ class Layout:
             arrays = _with_axis(arrays)
         if self.form == "processes":
             return {
-                path: relabeled(x, self.regional(path), self._shape(x))
+                path: relabeled(x, self.regional[path], self._shape(x))
                 for path, x in arrays.items()
             }
-        return all_relabeled(arrays, {path: self.regional(path) for path in arrays})
+        return all_relabeled(arrays, self.regional)
 
     def first(self, arrays: Leaves) -> Leaves:
         """Return a copy of the first region's arrays on the engine's mesh, `[...]`.
@@ -100,7 +100,7 @@ class Layout:
             out_shardings=shardings,
         )
         regional = {
-            path: relabeled(x, self.regional(path)) for path, x in arrays.items()
+            path: relabeled(x, self.regional[path]) for path, x in arrays.items()
         }
         return take(regional)
 
@@ -147,9 +147,13 @@ class Layout:
             return x.shape
         return (jax.process_count(), *x.shape[1:])
 
-    def regional(self, path: str) -> NamedSharding:
-        """Return the engine's sharding of an averaged array, `[R, ...]`."""
-        return NamedSharding(self.mesh, P(REGION, *self.specs[path]))
+    @functools.cached_property
+    def regional(self) -> dict[str, NamedSharding]:
+        """The engine's shardings of the averaged arrays, `[R, ...]`, by path."""
+        return {
+            path: NamedSharding(self.mesh, P(REGION, *spec))
+            for path, spec in self.specs.items()
+        }
 
 
 def layout_of(arrays: Leaves, num_regions: int, form: str) -> Layout:
@@ -224,7 +228,7 @@ def relabeled(x: Any, sharding: Sharding, shape: tuple[int, ...] | None = None) 
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def all_relabeled(arrays: Leaves, shardings: dict[str, Sharding]) -> Leaves:
+def all_relabeled(arrays: Leaves, shardings: Mapping[str, Sharding]) -> Leaves:
     """Do as `relabeled` with many arrays, in one call; donates them.
 
     A program that returns its donated arguments costs a tenth of declaring the arrays

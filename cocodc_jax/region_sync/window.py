@@ -55,11 +55,10 @@ class Window:
         self._rest = [i for i in range(len(leaves)) if i not in set(self._averaged)]
 
         layout = seam.layout
-        regional = {path: layout.regional(path) for path in layout.specs}
         self._steps = InnerSteps(
             run=self._run,
             region=RegionState(
-                params=regional,
+                params=layout.regional,
                 opt_state=[layout.sharding_of(leaves[i]) for i in self._rest],
                 key=seam.program.shardings.region.key,
             ),

@@ -144,6 +144,18 @@ def test_a_frozen_region_merges_nothing_alone_when_it_wakes(make):
     assert not any(x.get("regions") == [1] for x in regions.lines(second))
 
 
+def assert_newer_goes_on(regions, newer, older):
+    """The older life of region 1 ends, and says why; the newer one takes part."""
+    code, err = ends(older)
+
+    assert code == 2
+    assert "was started again elsewhere, and its newer life takes part" in err
+
+    regions.synced(newer, num=20, regions=[0, 1])
+    assert not any("left" in x for x in regions.lines(newer))
+    regions.check(older)
+
+
 # Over sockets the newer one has the address: see below.
 @pytest.mark.parametrize("make", ["folder"], indirect=True)
 @pytest.mark.parametrize("wakes", ["early", "late"])
@@ -159,14 +171,7 @@ def test_of_two_lives_of_a_region_the_newer_goes_on(make, wakes):
     if wakes == "late":
         regions.synced(newer, num=160, regions=[0, 1])  # Longer than a message is kept.
     older.send_signal(signal.SIGCONT)
-    code, err = ends(older)
-
-    assert code == 2
-    assert "was started again elsewhere, and its newer life takes part" in err
-
-    regions.synced(newer, num=20, regions=[0, 1])
-    assert not any("left" in x for x in regions.lines(newer))
-    regions.check(older)
+    assert_newer_goes_on(regions, newer, older)
 
 
 @pytest.mark.parametrize("make", ["sockets"], indirect=True)
@@ -189,12 +194,7 @@ def test_a_life_whose_address_another_has_ends_once_it_has_a_seat(make, wakes):
         if wakes == "late":
             regions.synced(newer, regions=[0, 1])
         older.send_signal(signal.SIGCONT)
-        code, err = ends(older)
-        assert code == 2
-        assert "was started again elsewhere, and its newer life takes part" in err
-        regions.synced(newer, num=20, regions=[0, 1])
-        assert not any("left" in x for x in regions.lines(newer))
-        regions.check(older)
+        assert_newer_goes_on(regions, newer, older)
 
 
 @pytest.mark.parametrize("make", ["folder"], indirect=True)
