@@ -121,12 +121,14 @@ def leaf_type(*annotations: Any) -> Any:
     <class 'int'>
     >>> leaf_type(int, int | str)
     int | str
+    >>> leaf_type(typing.Literal["ring", "complete"])
+    <class 'str'>
     """
-    types: set[Any] = set()
-    for annotation in annotations:
-        is_union = typing.get_origin(annotation) in (typing.Union, UnionType)
-        types.update(typing.get_args(annotation) if is_union else (annotation,))
-
+    types = {
+        str if typing.get_origin(part) is typing.Literal else part
+        for annotation in annotations
+        for part in _parts_of(annotation)
+    }
     types &= {int, float, bool, str}
     if len(types) == 1:
         return types.pop()
@@ -136,6 +138,26 @@ def leaf_type(*annotations: Any) -> Any:
         f"no flag can be made for {' and '.join(map(str, annotations))}: it must be "
         "one of int, float, bool and str, or int | str"
     )
+
+
+def leaf_words(*annotations: Any) -> tuple[str, ...]:
+    """Return the words that a leaf may be, from its annotations; empty for any.
+
+    >>> leaf_words(typing.Literal["equal", "tokens"] | None)
+    ('equal', 'tokens')
+    """
+    parts = [part for annotation in annotations for part in _parts_of(annotation)]
+    if str in parts:
+        return ()
+    literals = [part for part in parts if typing.get_origin(part) is typing.Literal]
+    words = [word for literal in literals for word in typing.get_args(literal)]
+    return tuple(dict.fromkeys(words))
+
+
+def _parts_of(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union; any other type is one."""
+    is_union = typing.get_origin(annotation) in (typing.Union, UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def notes_of(documented: Any, heading: str) -> dict[str, str]:

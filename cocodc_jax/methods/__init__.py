@@ -96,7 +96,8 @@ from cocodc_jax.methods.noloco import noloco
 from cocodc_jax.methods.snoo import snoo
 from cocodc_jax.methods.sparseloco import sparseloco
 from cocodc_jax.methods.streaming_diloco import streaming_diloco
-from cocodc_jax.sync.method import Inner, Method, Sync
+from cocodc_jax.sync.method import Inner, Method, Sync, Weights
+from cocodc_jax.sync.outer import Placement
 from cocodc_jax.transforms import compression
 from cocodc_jax.transforms.numerics import check_choice
 
@@ -148,9 +149,9 @@ def adapted(
     method: Method,
     *,
     compress: str | None = None,
-    outer_placement: str = "host",
-    region_weights: str | None = None,
-    expert_weights: str | None = None,
+    outer_placement: Placement = "host",
+    region_weights: Weights | None = None,
+    expert_weights: Weights | None = None,
     exclude_above: float | None = None,
     robust_mean: str | None = None,
 ) -> Method:

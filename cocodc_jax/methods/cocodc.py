@@ -63,12 +63,14 @@ seed of the tiny preset: docs/results/archive/methods.md.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import optax
 
 from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules
+from cocodc_jax.sync.cutting import Strategy
+from cocodc_jax.sync.schedules.adaptive import Score
 from cocodc_jax.transforms import curvature as curvatures
 from cocodc_jax.transforms.compensation import delay_compensation
 from cocodc_jax.transforms.curvature import Curvature
@@ -89,14 +91,14 @@ def cocodc(
     num_fragments: int = 4,
     delay_steps: int | str = 5,
     syncs_per_interval: int | str | None = None,
-    transmission_score: str = "pseudo_gradient",
-    curvature: str | Curvature = "isotropic",
+    transmission_score: Score = "pseudo_gradient",
+    curvature: curvatures.Name | Literal["secant"] | Curvature = "isotropic",
     curvature_units: str | None = None,
     compensation_strength: float = 0.3,
     progress_weight: float = 1.0,
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
-    fragment_strategy: str = "strided",
+    fragment_strategy: Strategy = "strided",
     max_delay_steps: int | None = None,
     network_share: float | None = None,
     merge_feedback: bool = False,
@@ -185,10 +187,10 @@ def cocodc_paper(
     compensation_strength: float = 0.5,
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
-    fragment_strategy: str = "strided",
+    fragment_strategy: Strategy = "strided",
     max_delay_steps: int | None = None,
     network_share: float | None = None,
-    rule: str = "text",
+    rule: Literal["text", "code"] = "text",
     relative_strength: float | None = None,
 ) -> Method:
     """Build CoCoDC as its paper has it, or as its authors' code (arXiv 2504.17672).

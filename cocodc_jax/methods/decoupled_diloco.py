@@ -50,9 +50,11 @@ Measured here: docs/results/methods.md; with plain means and strided blocks 1.79
 """
 
 import dataclasses
+from typing import Literal
 
 from cocodc_jax.sync import AsIs, Method, Sync, merge, nesterov, schedules
 from cocodc_jax.sync.averages import Average, RadialDirectional
+from cocodc_jax.sync.cutting import Strategy
 from cocodc_jax.transforms.numerics import check_at_least, check_choice
 
 AVERAGES = {"rda": RadialDirectional(), "mean": Average()}
@@ -65,11 +67,11 @@ def decoupled_diloco(
     answer_steps: str = "",
     quorum: int = 1,
     grace_steps: int = 2,
-    averaging: str = "rda",
+    averaging: Literal["rda", "mean"] = "rda",
     mixing_alpha: float = 0.5,
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
-    fragment_strategy: str = "balanced_tensors",
+    fragment_strategy: Strategy = "balanced_tensors",
 ) -> Method:
     """Build Decoupled DiLoCo (arXiv 2604.21428): quorum, grace window, RDA.
 

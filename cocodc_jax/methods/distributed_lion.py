@@ -36,7 +36,9 @@ from cocodc_jax.transforms.numerics import check_choice, check_unit_interval
 
 
 def distributed_lion(
-    lion_beta1: float = 0.9, lion_beta2: float = 0.99, lion_vote: str = "majority"
+    lion_beta1: float = 0.9,
+    lion_beta2: float = 0.99,
+    lion_vote: lion.VoteRule = "majority",
 ) -> Method:
     """Build Distributed Lion (arXiv 2404.00438): one bit a parameter at every step.
 

@@ -48,7 +48,7 @@ Defaults: published ones are of small convex problems; here H 30, r 0.01, ring, 
 Measured here: docs/results/methods.md; several r in docs/results/archive/methods.md.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ GRAPHS = {"ring": "ring", "complete": "all"}
 def lt_admm(
     sync_interval: int = 30,
     admm_penalty: float = 0.01,
-    graph: str = "ring",
+    graph: Literal["ring", "complete"] = "ring",
     compress: str = "int8",
 ) -> Method:
     """Build LT-ADMM-CC (arXiv 2508.15509): local training inside ADMM, no server.

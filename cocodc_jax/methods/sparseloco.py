@@ -44,13 +44,14 @@ import dataclasses
 
 from cocodc_jax.methods.diloco import diloco
 from cocodc_jax.sync import Compressed, Method
+from cocodc_jax.sync.messages import MeanOver
 from cocodc_jax.transforms import compression
 
 
 def sparseloco(
     sync_interval: int = 15,
     outer_lr: float = 1.0,
-    sparse_mean: str = "senders",
+    sparse_mean: MeanOver = "senders",
     compress: str = "ef:0.95+chunked:128+stat2",
     clip: bool = False,
 ) -> Method:

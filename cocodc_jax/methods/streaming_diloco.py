@@ -42,7 +42,10 @@ recommended); here H 100, K 4, tau 1 and the same eta, mu, alpha.
 Measured here: docs/results/methods.md (tau 5).
 """
 
+from typing import Literal
+
 from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules
+from cocodc_jax.sync.cutting import Strategy
 from cocodc_jax.transforms.numerics import check_choice, check_unused
 
 
@@ -53,10 +56,10 @@ def streaming_diloco(
     mixing_alpha: float = 0.5,
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
-    fragment_strategy: str = "strided",
+    fragment_strategy: Strategy = "strided",
     max_delay_steps: int | None = None,
     phase_steps: int = 0,
-    merge_rule: str = "mix",
+    merge_rule: Literal["mix", "replay"] = "mix",
     merge_feedback: bool = False,
 ) -> Method:
     """Build Streaming DiLoCo (arXiv 2501.18512): fragments, overlap, mixing.

@@ -29,7 +29,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,8 @@ from cocodc_jax.transforms.layers import (
 )
 from cocodc_jax.transforms.numerics import check_choice
 
-STRATEGIES = ("strided", "sequential", "balanced", "balanced_tensors", "experts")
+Strategy = Literal["strided", "sequential", "balanced", "balanced_tensors", "experts"]
+STRATEGIES = get_args(Strategy)
 
 # Made by a method for itself: its fragments have periods of their own.
 ROUTERS = "routers"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,8 @@ from cocodc_jax.transforms.sparsify import SparseCompressor
 
 PyTree = Any
 
-MEANS = ("senders", "all")
+MeanOver = Literal["senders", "all"]
+MEANS = get_args(MeanOver)
 
 
 @dataclasses.dataclass(frozen=True)

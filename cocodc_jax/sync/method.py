@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
 from cocodc_jax.sync import needs
 from cocodc_jax.sync.expert_mean import with_expert_mean
@@ -26,7 +26,8 @@ from cocodc_jax.transforms.compressor import Compressor, check_compressor, ident
 from cocodc_jax.transforms.numerics import check_choice
 from cocodc_jax.transforms.sparsify import SparseCompressor
 
-WEIGHTS = ("equal", "tokens")
+Weights = Literal["equal", "tokens"]
+WEIGHTS = get_args(Weights)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

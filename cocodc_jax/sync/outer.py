@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,8 @@ from cocodc_jax.transforms.numerics import (
 PyTree = Any
 
 GROUPS = ("all", "pairs", "ring")
-PLACEMENTS = ("host", "divided")
+Placement = Literal["host", "divided"]
+PLACEMENTS = get_args(Placement)
 
 
 class StartFn(Protocol):

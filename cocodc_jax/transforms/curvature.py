@@ -43,7 +43,7 @@ changes of units are derived here.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -345,8 +345,18 @@ _FACTORIES = {
         hutchinson,
     )
 }
-NAMES = tuple(_FACTORIES)
+Name = Literal[
+    "none",
+    "isotropic",
+    "outer_product",
+    "normalized_outer_product",
+    "adam_second_moment",
+    "hessian_vector",
+    "gauss_newton",
+    "hutchinson",
+]
 """Names that `get` knows."""
+NAMES = get_args(Name)
 
 
 def get(name: str, **options) -> Curvature:

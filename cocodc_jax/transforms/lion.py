@@ -20,7 +20,7 @@ authors' code. Differs from the paper: a bit has no zero, sent as +1.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,8 @@ from cocodc_jax.transforms.numerics import (
 )
 from cocodc_jax.transforms.packing import pack, unpack
 
-RULES = ("average", "majority")
+VoteRule = Literal["average", "majority"]
+RULES = get_args(VoteRule)
 
 
 class LionState(NamedTuple):

@@ -10,7 +10,7 @@ code; the rest is made in `heloco.py`. Differs from the code of CO2: its
 clip has no effect, ours clips.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,8 @@ __all__ = [
     "scale_by_staleness_gap",
 ]
 
-GAPS = ("constant", "measured")
+StalenessGap = Literal["constant", "measured"]
+GAPS = get_args(StalenessGap)
 
 
 class DelayedNesterovState(NamedTuple):

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from typing import Literal
 
 import pytest
 
@@ -112,13 +113,18 @@ def test_a_file_of_an_earlier_version_reads():
         MethodConfig.from_json(old | {"an_argument_that_is_gone": 3})
 
 
-def mine(sync_interval: int = 10, boldness: "float | None" = None):
+def mine(
+    sync_interval: int = 10,
+    boldness: "float | None" = None,
+    mood: "Literal['calm', 'brave'] | None" = None,
+):
     """A method that somebody adds.
 
     Args:
       sync_interval: H.
       boldness: how far a region goes, from 0 to 1; None is 0.5, which
         did best.
+      mood: calm regions wait.
 
     Returns:
       The method.
@@ -128,12 +134,18 @@ def mine(sync_interval: int = 10, boldness: "float | None" = None):
 
 def test_a_new_method_s_arguments_are_known_from_its_function():
     leaves = method_config.method_leaves({**cc.methods.METHODS, "mine": mine})
-    assert leaves.keys() - ARGUMENTS.keys() == {"boldness"}
+    assert leaves.keys() - ARGUMENTS.keys() == {"boldness", "mood"}
     leaf = leaves["boldness"]
     assert leaf.type is float
     assert leaf.help == (
         "how far a region goes, from 0 to 1; None is 0.5, which did best. For mine."
     )
+
+
+def test_words_of_an_argument_are_those_of_its_type():
+    leaf = method_config.method_leaves({"mine": mine})["mood"]
+    assert leaf.type is str
+    assert leaf.choices == ("calm", "brave")
 
 
 def test_help_names_the_methods_where_they_are_few():

@@ -42,7 +42,9 @@ Measured here: docs/results/methods.md; with the measured gap 2.274.
 """
 
 from cocodc_jax.sync import Method, SharedOuter, Sync, merge, schedules
+from cocodc_jax.sync.outer import Placement
 from cocodc_jax.transforms.numerics import check_outer, check_positive
+from cocodc_jax.transforms.outer import StalenessGap
 from cocodc_jax.transforms.outer import co2 as co2_optimizer
 
 
@@ -51,8 +53,8 @@ def co2(
     outer_lr: float = 1.0,
     outer_momentum: float = 0.2,
     momentum_clip: float = 1.0,
-    staleness_gap: str = "constant",
-    outer_placement: str = "divided",
+    staleness_gap: StalenessGap = "constant",
+    outer_placement: Placement = "divided",
 ) -> Method:
     """Build CO2 (arXiv 2401.16265): late means, clipped momentum, divided state.
 

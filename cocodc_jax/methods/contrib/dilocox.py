@@ -55,6 +55,7 @@ Measured here: docs/results/methods.md (r 16).
 
 from cocodc_jax.sync import Method, Sync, merge, nesterov, schedules
 from cocodc_jax.sync.messages import Compressed, Message, Ranked
+from cocodc_jax.sync.outer import Placement
 from cocodc_jax.sync.summed import SummedFactors
 from cocodc_jax.transforms.compressor import Compressor
 from cocodc_jax.transforms.error_feedback import error_feedback
@@ -71,7 +72,7 @@ def dilocox(
     sum_factors: bool = False,
     outer_lr: float = 0.4,
     outer_momentum: float = 0.5,
-    outer_placement: str = "host",
+    outer_placement: Placement = "host",
 ) -> Method:
     """Build DiLoCoX (arXiv 2506.21263, from memory): low rank that adapts, int4.
 

@@ -8,42 +8,17 @@ import dataclasses
 import inspect
 import math
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import cocodc_jax as cc
-from cocodc_jax.fields import Kind, Leaf, leaf_type, notes_of, one_of
-from cocodc_jax.methods.decoupled_diloco import AVERAGES
-from cocodc_jax.methods.lt_admm import GRAPHS
-from cocodc_jax.sync.cutting import STRATEGIES
-from cocodc_jax.sync.messages import MEANS
-from cocodc_jax.sync.method import WEIGHTS
-from cocodc_jax.sync.outer import PLACEMENTS
-from cocodc_jax.sync.schedules.adaptive import SCORES
-from cocodc_jax.transforms.curvature import NAMES
-from cocodc_jax.transforms.lion import RULES
+from cocodc_jax.fields import Kind, Leaf, leaf_type, leaf_words, notes_of, one_of
 from cocodc_jax.transforms.numerics import check_finite
-from cocodc_jax.transforms.outer import GAPS
 
 _FEW = 3  # methods that are named in the help of a flag
 
 # Arguments that a run may be resumed with another value of.
 _FREE = ("outer_placement",)
-
-# Possible values of arguments that are one of a few words.
-_CHOICES: dict[str, Collection[str]] = {
-    "averaging": AVERAGES,
-    "curvature": (*NAMES, "secant"),
-    "expert_weights": WEIGHTS,
-    "fragment_strategy": STRATEGIES,
-    "graph": GRAPHS,
-    "lion_vote": RULES,
-    "outer_placement": PLACEMENTS,
-    "region_weights": WEIGHTS,
-    "sparse_mean": MEANS,
-    "staleness_gap": GAPS,
-    "transmission_score": SCORES,
-}
 
 
 def method_leaves(methods: Mapping[str, Callable]) -> dict[str, Leaf]:
@@ -96,7 +71,7 @@ def _leaf(name: str, takers: Mapping[str, Callable], whose: str) -> Leaf:
         type=leaf_type(*annotations),
         help=f"{note.rstrip('.')}. {whose}",
         kind=Kind.FREE if name in _FREE else Kind.COMPUTED,
-        choices=_CHOICES.get(name, ()),
+        choices=leaf_words(*annotations),
     )
 
 

@@ -36,7 +36,7 @@ Here the second term is extrapolated, so that only K numbers are sent.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -50,8 +50,20 @@ from cocodc_jax.sync.schedules.base import (
 from cocodc_jax.sync.schedules.slotted import Slotted, free_fragments
 from cocodc_jax.transforms.numerics import check_choice
 
-# Needs of each score.
-_NEEDS = {
+Score = Literal[
+    "pseudo_gradient",
+    "aged",
+    "rms",
+    "drift",
+    "gain",
+    "disagreement",
+    "load",
+    "round_robin",
+]
+SCORES = get_args(Score)
+
+# What each score is computed from.
+_NEEDS: dict[Score, frozenset[str]] = {
     "pseudo_gradient": frozenset({"norm"}),
     "aged": frozenset({"norm"}),
     "rms": frozenset({"norm"}),
@@ -61,7 +73,6 @@ _NEEDS = {
     "load": frozenset({"tokens", "norm"}),
     "round_robin": frozenset(),
 }
-SCORES = tuple(_NEEDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +92,7 @@ class AdaptiveState(ScheduleState):
 class Adaptive(Slotted):
     """Slots serve the fragment that changes fastest; see `adaptive`."""
 
-    transmission_score: str = "pseudo_gradient"  # One of `SCORES`.
+    transmission_score: Score = "pseudo_gradient"
 
     def __post_init__(self):
         check_choice("transmission_score", self.transmission_score, SCORES)

@@ -34,7 +34,7 @@ import statistics
 from typing import Any, ClassVar, cast
 
 from cocodc_jax.sync.regions import Regions
-from cocodc_jax.sync.schedules.adaptive import Adaptive, syncs_that_fit
+from cocodc_jax.sync.schedules.adaptive import Adaptive, Score, syncs_that_fit
 from cocodc_jax.sync.schedules.base import (
     Applied,
     Event,
@@ -273,7 +273,7 @@ def adaptive(
     num_fragments: int,
     delay_steps: int | str,
     syncs_per_interval: int | str,
-    transmission_score: str = "pseudo_gradient",
+    transmission_score: Score = "pseudo_gradient",
     max_delay_steps: int | None = None,
     network_share: float | None = None,
 ) -> Adaptive | Measured:
