@@ -37,9 +37,9 @@ def extra(name: str) -> Iterator[None]:
 
 def check_installed(package: str, name: str, flag: str) -> None:
     """Refuse a flag, given as NAME=VALUE, if a package of an extra is not installed."""
-    found = importlib.util.find_spec(package)
-    # A folder of that name is found too (W&B makes such), without an origin.
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(package)
+    # A folder of that name has a spec too (W&B makes such), without an origin.
+    if spec is None or spec.origin is None:
         raise ValueError(
             f"{flag} needs a package that is not installed: pip install "
             f"'cocodc_jax[{name}]'"

@@ -27,14 +27,14 @@ def in_bucket(path: str | os.PathLike[str]) -> Any:
     with extra("gcs"):
         from etils import epath
 
-        found = epath.Path(path)
+        bucket_path = epath.Path(path)
         try:
-            found.exists()
+            bucket_path.exists()
         except ImportError as error:
             raise ModuleNotFoundError(str(error), name="gcsfs") from error
         except Exception as error:  # Clients of buckets raise what they like.
             raise TransientError(f"{path} cannot be reached: {error}") from error
-    return found
+    return bucket_path
 
 
 def fetched(path: str, folder: pathlib.Path) -> pathlib.Path:

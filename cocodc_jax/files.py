@@ -200,13 +200,13 @@ def parse_lines(
     skips_damaged: bool = False,
 ) -> list[T]:
     """Return the lines of a file's content, see `read_lines`."""
-    found = []
+    values = []
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         try:
-            found.append(parse(json.loads(line)))
+            values.append(parse(json.loads(line)))
         except (ValueError, TypeError, KeyError) as error:
             if not skips_damaged:
                 raise ValueError(
                     f"{path}, line {number} is no {what}: {line[:60]!r}"
                 ) from error
-    return found
+    return values

@@ -100,9 +100,9 @@ def _temporary_cache(reason: str) -> pathlib.Path:
         folder = pathlib.Path(tempfile.gettempdir(), f"cocodc_jax_{os.getuid()}")
         folder.mkdir(mode=0o700, exist_ok=True)
         # Programs that are kept there are executed: nobody else may write them.
-        found = folder.lstat()
-        is_private = found.st_uid == os.getuid() and not found.st_mode & 0o077
-        if not stat.S_ISDIR(found.st_mode) or not is_private:
+        status = folder.lstat()
+        is_private = status.st_uid == os.getuid() and not status.st_mode & 0o077
+        if not stat.S_ISDIR(status.st_mode) or not is_private:
             raise ValueError(f"{reason}, and {folder} is another user's; {repair}")
     except OSError as error:
         raise ValueError(

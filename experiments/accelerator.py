@@ -476,7 +476,7 @@ def measure(
             first_line = str(error).strip().partition("\n")[0]
             measured = {"error": f"{type(error).__name__}: {first_line}"}
         results.add(row.name, measured)
-        console.print(f"{row.name}: {told(measured)}", soft_wrap=True)
+        console.print(f"{row.name}: {one_line(measured)}", soft_wrap=True)
 
         # The next row needs the memory.
         gc.collect()
@@ -496,7 +496,7 @@ def seconds_needed(row: Row, results: Results) -> float:
     return row.tokens / rate + START_S
 
 
-def told(row: dict[str, Any]) -> str:
+def one_line(row: dict[str, Any]) -> str:
     """Return what the console shows of a row."""
     if "error" in row:
         return row["error"]

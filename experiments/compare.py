@@ -59,7 +59,8 @@ def main() -> None:
     with flags.usage_errors():
         base = flags.config()
         methods = _methods(base)
-        target, seeds = flags.value("target_method"), flags.value("seeds")
+        target = flags.value("target_method")
+        seeds = flags.value("seeds")
         if target is not None and target not in methods:
             raise ValueError(
                 f"target_method={target!r} must be one of methods={','.join(methods)}"
@@ -165,16 +166,16 @@ def described(config: TrainConfig) -> dict[str, str]:
         "outer rate": "outer_lr",
         "outer momentum": "outer_momentum",
     }
-    found = {head: values.get(key) for head, key in keys.items()}
-    if "compress" in values and found["compressor"] in (None, "none"):
-        found["compressor"] = "float32"
+    columns = {head: values.get(key) for head, key in keys.items()}
+    if "compress" in values and columns["compressor"] in (None, "none"):
+        columns["compressor"] = "float32"
 
     optimizer = config.optimizer
     settings = {
         "method": config.method.method,
-        "H": found.pop("H"),
+        "H": columns.pop("H"),
         "K": method.num_fragments if values.get("num_fragments") else None,
-        **found,
+        **columns,
         "inner optimizer": optimizer.name(method),
         "inner rate": optimizer.inner_lr,
     }

@@ -56,9 +56,9 @@ def planned(config: TrainConfig, says_why: bool = True) -> TrainConfig:
     if not _is_wanted():
         return config
     if flags.value("plan_frontier") is None:
-        found = _recommended(config)
-        chosen = found.flags
-        said = [*found.reasons, recipe.words(chosen)]
+        recommendation = _recommended(config)
+        chosen = recommendation.flags
+        said = [*recommendation.reasons, recipe.words(chosen)]
     else:
         chosen, said = _by_losses(config)
     _refuse(chosen)
@@ -125,10 +125,8 @@ def _best(config: TrainConfig) -> advice.Advice:
             f"num_layers={num_layers}, the blocks of the model; give the file of a "
             "sweep that has one"
         )
-    topology, num_params = (
-        _topology(config.run.regions),
-        models.num_params(config.model),
-    )
+    topology = _topology(config.run.regions)
+    num_params = models.num_params(config.model)
     return advice.advise(fit, topology, num_params, [flags.value("plan_step_s")])[0]
 
 

@@ -20,7 +20,8 @@ NAME = "recipe"  # What `experiments.compare` calls it.
 FRAGMENTS = 4
 # The best inner learning rate over that of the presets: 2 to 8 times, up to 0.84M.
 INNER_LR_FACTOR = 2
-SHORT_DELAY, LONGEST_DELAY = 2, 32  # Steps; longer delays were not measured.
+SHORT_DELAY = 2
+LONGEST_DELAY = 32  # Steps; longer delays were not measured.
 
 
 @dataclasses.dataclass(frozen=True)

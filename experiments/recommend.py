@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,8 @@ from .sweeps.networks import simulated
 LOW_RANK = "ef+lowrank:32+sign"
 LONGEST_STEPS = 1024  # Of the delays that are tried.
 # Of a run's time, spent waiting: what counts as none, and what data parallel may cost.
-NO_WAIT, LITTLE_WAIT = 0.01, 0.05
+NO_WAIT = 0.01
+LITTLE_WAIT = 0.05
 _STEPS = 4 * LONGEST_STEPS  # At most simulated.
 # Dense models from the smallest up; a command starts from the nearest one.
 _MODELS = ("smoke", "tiny", "mini", "small", "1b", "8b")
@@ -90,8 +91,8 @@ def nearest_preset(num_params: float) -> str:
     """
 
     def distance(name: str) -> float:
-        own = models.num_params(PRESETS[name].model)
-        return abs(math.log(own / num_params))
+        preset_params = models.num_params(PRESETS[name].model)
+        return abs(math.log(preset_params / num_params))
 
     return min(_MODELS, key=distance)
 
@@ -128,11 +129,10 @@ def recommend(
             reasons=(),
         )
 
-    found = tried({"method": "data_parallel"})
-    if found.stall_share > LITTLE_WAIT:
-        settings = map(tried, _settings(num_fragments))
-        found = next(_until_no_wait(settings))
-    return dataclasses.replace(found, reasons=_reasons(found, num_params))
+    plan = tried({"method": "data_parallel"})
+    if plan.stall_share > LITTLE_WAIT:
+        plan = _first_without_wait(map(tried, _settings(num_fragments)))
+    return dataclasses.replace(plan, reasons=_reasons(plan, num_params))
 
 
 def _arguments(flags: dict[str, Any]) -> dict[str, Any]:
@@ -157,17 +157,14 @@ def _settings(num_fragments: int) -> Iterator[dict[str, Any]]:
         delay_steps *= 2
 
 
-def _until_no_wait(tried: Iterator[Recommendation]) -> Iterator[Recommendation]:
-    """Yield the first without a wait, or else the one with the least."""
-    best = None
-    for found in tried:
-        if found.stall_share <= NO_WAIT:
-            yield found
-            return
-        if best is None or found.stall_share < best.stall_share:
-            best = found
-    assert best is not None
-    yield best
+def _first_without_wait(plans: Iterable[Recommendation]) -> Recommendation:
+    """Return the first plan without a wait, or else the one with the least."""
+    tried = []
+    for plan in plans:
+        if plan.stall_share <= NO_WAIT:
+            return plan
+        tried.append(plan)
+    return min(tried, key=lambda plan: plan.stall_share)
 
 
 def _message_share(method: Method, preset: str) -> float:
@@ -207,11 +204,12 @@ def _inner_lr(preset: str) -> float:
     return factor * config.optimizer.inner_lr
 
 
-def _reasons(found: Recommendation, num_params: float) -> tuple[str, ...]:
-    flags, size = found.flags, format_bytes(found.message_bytes)
+def _reasons(plan: Recommendation, num_params: float) -> tuple[str, ...]:
+    flags = plan.flags
+    size = format_bytes(plan.message_bytes)
     waits = "No region waits, in simulation."
-    if found.stall_share >= 0.001:
-        waits = f"Regions wait for {found.stall_share:.1%} of the simulated time."
+    if plan.stall_share >= 0.001:
+        waits = f"Regions wait for {plan.stall_share:.1%} of the simulated time."
     if flags["method"] == "data_parallel":
         reasons = [
             f"data_parallel: a full gradient of {size} crosses within a small share of "
@@ -232,14 +230,15 @@ def _reasons(found: Recommendation, num_params: float) -> tuple[str, ...]:
         "than the method."
     )
 
-    own = models.num_params(PRESETS[found.preset].model)
-    if not 0.9 < own / num_params < 1.1:
+    preset_params = models.num_params(PRESETS[plan.preset].model)
+    if not 0.9 < preset_params / num_params < 1.1:
         reasons.append(
-            f"The command trains {found.preset}, the nearest preset, with "
-            f"{format_count(own)} parameters; set your model's sizes by its flags."
+            f"The command trains {plan.preset}, the nearest preset, with "
+            f"{format_count(preset_params)} parameters; set your model's sizes by its "
+            "flags."
         )
-    request = {"parameters": num_params, "regions": found.regions}
-    outside = [x for x in (advice.warning(request), _late(found)) if x]
+    request = {"parameters": num_params, "regions": plan.regions}
+    outside = [x for x in (advice.warning(request), _late(plan)) if x]
     reasons += [f"{text[0].upper()}{text[1:]}." for text in outside]
     return tuple(reasons)
 
@@ -264,12 +263,12 @@ def _timing(flags: dict[str, Any]) -> str:
     )
 
 
-def _late(found: Recommendation) -> str | None:
-    if found.delay_steps > recipe.LONGEST_DELAY:
+def _late(plan: Recommendation) -> str | None:
+    if plan.delay_steps > recipe.LONGEST_DELAY:
         return (
-            f"extrapolated, not measured: a delay of {found.delay_steps} steps "
+            f"extrapolated, not measured: a delay of {plan.delay_steps} steps "
             f"(measured: up to {recipe.LONGEST_DELAY})"
         )
-    if found.stall_share > NO_WAIT and found.delay_steps:
+    if plan.stall_share > NO_WAIT and plan.delay_steps:
         return "no setting that is known keeps regions from waiting on these links"
     return None

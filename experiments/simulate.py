@@ -205,13 +205,15 @@ def _recommend(
                 "--compress=none, or leave it out"
             )
     num = values.num_fragments or recipe.FRAGMENTS
-    found = recommend.recommend(topology, values.params, times, num, values.collective)
-    print(found.explain())
-    _write_json(folder, "plan.json", dataclasses.asdict(found))
+    recommended = recommend.recommend(
+        topology, values.params, times, num, values.collective
+    )
+    print(recommended.explain())
+    _write_json(folder, "plan.json", dataclasses.asdict(recommended))
     if choices is not None:
         _report_advice(values, choices, topology, times, folder)
     else:
-        print(found.command)
+        print(recommended.command)
 
 
 def _place(
@@ -294,8 +296,8 @@ def _report_advice(
     params = values.params / values.stages
     advices = advice.advise(choices, topology, params, times, values.collective)
     print("By measured losses, in the time of the run's steps without a network:")
-    for place, each in enumerate(advices[:ADVICE_LINES], 1):
-        print(f"{place}. {each.explain()}.")
+    for rank, advised in enumerate(advices[:ADVICE_LINES], 1):
+        print(f"{rank}. {advised.explain()}.")
     best = advices[0].choice
     print(recommend.command(best.config.preset, topology.num_regions, best.flags))
     _write_json(folder, "advice.json", {"choices": [x.to_json() for x in advices]})

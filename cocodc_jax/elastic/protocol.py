@@ -269,7 +269,7 @@ class Member(Agreement):
             case m.Choice() if self._is_decided_by(life, message.epoch):
                 self._choice_came(message, now)
             case m.Report():
-                self.times.told(sender, message, now)
+                self.times.learn(sender, message, now)
             case m.Propose(view, base_epoch, known):
                 is_its_own = view.epoch.coordinator == life
                 if is_its_own and self._descends(life, base_epoch):

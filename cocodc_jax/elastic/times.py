@@ -124,11 +124,11 @@ class Times:
             del self._decided[sync]
             self._came.pop(sync, None)
             report = Report(sync, tuple(sorted(came.items())), self.step_s)
-            self.told(self._region, report, now)
+            self.learn(self._region, report, now)
             reports.append(report)
         return reports
 
-    def told(self, sender: int, report: Report, now: float) -> None:
+    def learn(self, sender: int, report: Report, now: float) -> None:
         """Record a region's report."""
         if report.sync not in self._done:
             self._reports.setdefault(report.sync, (now, {}))[1][sender] = report

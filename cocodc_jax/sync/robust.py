@@ -188,7 +188,7 @@ def left_out(verdict: np.ndarray) -> np.ndarray:
     return (verdict == NOT_FINITE) | (verdict == OUTLIER)
 
 
-def told(verdict: np.ndarray) -> dict[int, str]:
+def reasons_of(verdict: np.ndarray) -> dict[int, str]:
     """Return why regions were left out, by region."""
     codes = enumerate((verdict % RESTORED).tolist())
     return {m: REASONS[code] for m, code in codes if code}

@@ -8,7 +8,7 @@ import numpy as np
 from cocodc_jax.core.state import AppliedSync, TrainState
 from cocodc_jax.engine import transfer
 from cocodc_jax.program.region_program import RegionProgram
-from cocodc_jax.sync.robust import told
+from cocodc_jax.sync.robust import reasons_of
 from cocodc_jax.train.checkpoint import CheckpointError, Checkpoints
 
 
@@ -39,7 +39,7 @@ class FiniteWatch:
         """Refuse a merge with non-finite numbers; later losses may be finite."""
         k = sync.fragment_id
         if sync.verdict is not None:
-            left_out = told(np.asarray(sync.verdict))
+            left_out = reasons_of(np.asarray(sync.verdict))
             if len(left_out) == self._program.regions.num:
                 reasons = [f"region {m}: {reason}" for m, reason in left_out.items()]
                 why = ", ".join(reasons)

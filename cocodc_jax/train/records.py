@@ -13,7 +13,7 @@ import numpy as np
 
 from cocodc_jax.core.state import AppliedSync
 from cocodc_jax.engine import transfer
-from cocodc_jax.sync.robust import RESTORED, told
+from cocodc_jax.sync.robust import RESTORED, reasons_of
 from cocodc_jax.train.spikes import Spike, Spikes
 
 Record = dict[str, Any]
@@ -126,7 +126,7 @@ class Records:
         if sync.verdict is not None:
             verdict = np.asarray(sync.verdict)
             record["left_out"] = (verdict % RESTORED).tolist()
-            for m, reason in told(verdict).items():
+            for m, reason in reasons_of(verdict).items():
                 self.left_out[f"region {m}: {reason}"] += 1
 
         self._write(record)

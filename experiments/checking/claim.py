@@ -173,8 +173,8 @@ def _claim(name: str, table: Mapping[str, Any]) -> Claim:
             raise ValueError(f"part {number}: {error}") from None
 
     commands = tuple(tuple(shlex.split(words)) for words in table.get("commands", []))
-    own = {key: table[key] for key in table if key not in ("parts", "commands")}
-    return Claim(name=name, parts=tuple(parts), commands=commands, **own)
+    plain = {key: table[key] for key in table if key not in ("parts", "commands")}
+    return Claim(name=name, parts=tuple(parts), commands=commands, **plain)
 
 
 def _check_keys(table: Mapping[str, Any]) -> None:

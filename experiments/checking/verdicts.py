@@ -76,9 +76,11 @@ class Rule:
         if self.kind == "at_least":
             return _gain(least, most, self.figure)
         if self.kind == "at_most":
-            low, high = float("-inf"), self.figure
+            low = float("-inf")
+            high = self.figure
         else:
-            low, high = self.figure - self.margin, self.figure + self.margin
+            low = self.figure - self.margin
+            high = self.figure + self.margin
 
         if low <= least and most <= high:
             return HELD

@@ -42,7 +42,8 @@ from .. import program
 METHOD = "streaming_diloco"
 OPTIONS = {"sync_interval": 20, "num_fragments": 2, "delay_steps": 3}
 OPTIMIZER = optax.adam(1e-2)
-METRICS_FILE, CHECKPOINT_FILE = "metrics.jsonl", "checkpoint.npz"
+METRICS_FILE = "metrics.jsonl"
+CHECKPOINT_FILE = "checkpoint.npz"
 _WIDTHS = (8, 32, 32, 1)
 _BATCH = 16
 
@@ -255,23 +256,23 @@ OWN_FLAGS = (
 )
 
 
-def place_of(own: Any) -> cc.Place:
+def place_of(values: Any) -> cc.Place:
     """Return the place that the flags describe."""
-    addresses = tuple(filter(None, own.region_addresses))
-    via = own.via or ""
+    addresses = tuple(filter(None, values.region_addresses))
+    via = values.via or ""
     if via:
         reach(via)
-    regions = own.regions or len(addresses)
+    regions = values.regions or len(addresses)
     if addresses and regions != len(addresses):
         raise ValueError(
             f"regions={regions} must be the {len(addresses)} of region_addresses"
         )
     return cc.Place(
-        region=own.region_id,
+        region=values.region_id,
         addresses=addresses,
-        key=read_key(own.key_file),
-        timing=cc.Timing(dead_after_s=own.dead_after_s),
-        min_regions=own.min_regions,
+        key=read_key(values.key_file),
+        timing=cc.Timing(dead_after_s=values.dead_after_s),
+        min_regions=values.min_regions,
         via=via,
         regions=regions if via else 0,
     )
@@ -279,19 +280,19 @@ def place_of(own: Any) -> cc.Place:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program."""
-    own = program.own_flags(
+    values = program.own_flags(
         *OWN_FLAGS, min_regions=1, step_seconds=0.0, checkpoint_every=1
     )
-    with program.usage_errors(own):
-        program.parse(own, argv, __doc__, has_words=False)
+    with program.usage_errors(values):
+        program.parse(values, argv, __doc__, has_words=False)
         for name in ("workdir", "key_file"):
-            if not own[name].value:
+            if not values[name].value:
                 raise ValueError(f"{name}=None is missing; name one")
         region = Region(
-            place_of(own),
-            pathlib.Path(own.workdir),
-            own.step_seconds,
-            own.checkpoint_every,
+            place_of(values),
+            pathlib.Path(values.workdir),
+            values.step_seconds,
+            values.checkpoint_every,
         )
 
     signal.signal(signal.SIGTERM, region.stop)

@@ -130,7 +130,8 @@ def _draw_setting(
 
 def _explain(axes: Axes) -> None:
     """Write a legend of colors and markers."""
-    green, black = palette.COLORS["diloco"], palette.COLORS["data_parallel"]
+    green = palette.COLORS["diloco"]
+    black = palette.COLORS["data_parallel"]
     for num_regions, marker in _MARKERS.items():
         for interval, face in ((10, "white"), (40, green)):
             axes.plot(

@@ -15,7 +15,7 @@ from cocodc_jax.engine.transport import Transport
 from cocodc_jax.program.region_program import RegionProgram
 from cocodc_jax.sync.messages import Compressed
 from cocodc_jax.sync.needs import UserInputs
-from cocodc_jax.sync.robust import told
+from cocodc_jax.sync.robust import reasons_of
 from cocodc_jax.sync.schedules import events_at, one_step_stale
 from cocodc_jax.train.hooks import Cadence
 from cocodc_jax.transforms.compensation import adam_second_moment
@@ -70,7 +70,7 @@ def start(program):
 def verdict_of(program, num_steps):
     """The state after so many steps, and who was left out of the one sync by then."""
     state, outputs = tiny.follow(program, start(program), stream(), num_steps)
-    return state, told(np.asarray(outputs[-1].syncs[0].verdict))
+    return state, reasons_of(np.asarray(outputs[-1].syncs[0].verdict))
 
 
 def mean_of(messages, above, mean, trim):
@@ -174,7 +174,7 @@ def test_against_numpy(case):
         assert_all_close(state.region.params, w, rtol=1e-10)
 
     left_out = {
-        (s.start_step, s.fragment_id): told(np.asarray(s.verdict))
+        (s.start_step, s.fragment_id): reasons_of(np.asarray(s.verdict))
         for output in outputs
         for s in output.syncs
     }

@@ -78,7 +78,7 @@ def test_by_hand():
     verdict, scaled = robust.Robust(5.0).judge(lengths, weights)
     assert verdict.tolist() == [0, 0, 0, robust.NOT_FINITE, robust.OUTLIER]
     np.testing.assert_allclose(scaled, [1 / 3, 1 / 3, 1 / 3, 0, 0], rtol=1e-6)
-    assert robust.told(np.asarray(verdict)) == {3: "not finite", 4: "outlier"}
+    assert robust.reasons_of(np.asarray(verdict)) == {3: "not finite", 4: "outlier"}
     assert robust.left_out(np.asarray(verdict)).tolist() == [0, 0, 0, 1, 1]
 
     _, scaled = robust.Robust(5.0, "clip").judge(lengths, weights)  # The median is 2.

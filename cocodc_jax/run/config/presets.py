@@ -219,9 +219,11 @@ PRESETS = {
 
 def with_warmup(preset: TrainConfig, leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Return leaves for a preset; its warm-up is scaled to a run that is too short."""
-    steps, warmup = leaves.get("steps", 0), preset.optimizer.warmup_steps
+    steps = leaves.get("steps", 0)
+    warmup = preset.optimizer.warmup_steps
     if "warmup_steps" in leaves or not 0 < steps <= warmup:
         return dict(leaves)
+
     share = round(warmup * steps / preset.run.steps)
     print(
         f"note: steps={steps} are too few for the warmup_steps={warmup} of preset "

@@ -122,11 +122,11 @@ def test_what_never_comes_is_told_after_a_while():
 def test_the_matrix_of_what_all_have_told():
     """By hand: 2's message came to 0 in 0.25 s and never to 1."""
     times = Times(ME, 3, wait_s=2)
-    times.told(0, m.Report(SYNC, ((1, 0.5), (2, 0.25)), 1.0), 0.0)
-    times.told(1, m.Report(SYNC, ((0, 0.75),), 0.0), 0.0)
+    times.learn(0, m.Report(SYNC, ((1, 0.5), (2, 0.25)), 1.0), 0.0)
+    times.learn(1, m.Report(SYNC, ((0, 0.75),), 0.0), 0.0)
     assert times.finished([0, 1, 2], 1.0) == []
 
-    times.told(2, m.Report(SYNC, ((0, 2.0), (1, 3.0)), 4.0), 1.0)
+    times.learn(2, m.Report(SYNC, ((0, 2.0), (1, 3.0)), 4.0), 1.0)
     (measured,) = times.finished([0, 1, 2], 1.0)
     nan = math.nan
     inf = math.inf
@@ -135,14 +135,14 @@ def test_the_matrix_of_what_all_have_told():
     )
     assert str(measured.step_s) == str([1.0, nan, 4.0])
 
-    times.told(2, m.Report(SYNC, (), 0.0), 2.0)  # What is done is done.
+    times.learn(2, m.Report(SYNC, (), 0.0), 2.0)  # What is done is done.
     assert times.finished([0, 1, 2], 99.0) == []
 
 
 def test_who_is_silent_is_no_sender_and_no_receiver():
     times = Times(ME, 3, wait_s=2)
-    times.told(0, m.Report(SYNC, ((1, 0.5),), 1.0), 0.0)
-    times.told(1, m.Report(SYNC, ((0, 0.75),), 1.0), 0.0)
+    times.learn(0, m.Report(SYNC, ((1, 0.5),), 1.0), 0.0)
+    times.learn(1, m.Report(SYNC, ((0, 0.75),), 1.0), 0.0)
     assert times.finished([0, 1, 2], 4.0) == []
 
     (measured,) = times.finished([0, 1, 2], 4.5)
