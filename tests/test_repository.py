@@ -4,6 +4,7 @@
 - So is every path that begins with one of the repository's own top-level folders.
 - Nothing points out of the repository, to a folder beside it.
 - README has the command that CI takes from it.
+- The changelog stays short.
 """
 
 import fnmatch
@@ -117,6 +118,18 @@ def test_ci_finds_the_test_command_in_the_readme():
     script = search.removesuffix(" || {") + ' && echo "$command"'
     command = subprocess.check_output(["bash", "-c", script], cwd=ROOT, text=True)
     assert command.split("#")[0].strip() == "pip install -e '.[dev]' && pytest"
+
+
+def test_a_version_has_ten_lines_in_the_changelog():
+    text = (ROOT / "docs/changelog.md").read_text(encoding="utf-8")
+    _, *versions = re.split(r"^## ", text, flags=re.MULTILINE)
+    assert versions
+
+    num_lines = {}
+    for section in versions:
+        heading, *lines = filter(str.strip, section.splitlines())
+        num_lines[heading] = len(lines)
+    assert {name: n for name, n in num_lines.items() if n > 10} == {}
 
 
 def test_there_is_something_to_read():
