@@ -96,15 +96,22 @@ def _fewer_steps(
     method: str,
     baseline: str,
     column: str | None = None,
+    of_outer: bool = False,
 ) -> Interval:
     """Return the steps that a method saves to the baseline's last loss, in percent.
 
     Where the baseline ends lower, they are those that the method needs more, of the
     baseline's steps to the method's last loss. Older files have no curves of single
     seeds. There the interval is that of the losses' difference, along the mean curves.
+
+    With `of_outer` the method's losses are those of its outer parameters.
     """
     ours = files.column(results, method, column)
     theirs = files.column(results, baseline, column)
+    if of_outer:
+        if "curves_outer" not in ours:
+            raise ValueError(f"{results} has no losses of outer parameters")
+        ours = {**ours, "curves": ours["curves_outer"]}
     if ours.get("curves") and theirs.get("curves"):
         pairs = _pairs(_curve_of, ours, theirs)
         return Interval.of([_saved(curve, other) for curve, other in pairs])
@@ -223,9 +230,13 @@ def _fewer_bytes_to_loss(
     column: str | None = None,
 ) -> Interval:
     """Return the same ratio up to the baseline's last loss."""
-    cells = {"results": results, "method": method, "baseline": baseline}
-    steps = _fewer_steps(files, **cells, column=column)
-    ratio = _fewer_bytes(files, **cells, column=column).mean
+    steps = _fewer_steps(
+        files, results=results, method=method, baseline=baseline, column=column
+    )
+    ratio = _fewer_bytes(
+        files, results=results, method=method, baseline=baseline, column=column
+    ).mean
+
     share = 1 - steps.mean / 100
     half = None if steps.half is None else ratio * (steps.half / 100) / share**2
     return Interval(ratio / share, half)

@@ -258,8 +258,13 @@ def _row(
             outcome.steps, outcome.evaluations, outcome.bytes_sent, strict=True
         )
     ]
+    curve_outer = [
+        [step, float(evaluation.loss_outer[trial])]
+        for step, evaluation in zip(outcome.steps, outcome.evaluations, strict=True)
+    ]
 
-    return trained(row, model, summary, curve, outcome.fragment_bytes(trial))
+    sizes = outcome.fragment_bytes(trial)
+    return trained(row, model, summary, curve, curve_outer, sizes)
 
 
 def _why_diverged(outcome: trials.Outcome, trial: int) -> str | None:

@@ -281,17 +281,26 @@ def _plain(interval: Interval | None) -> dict[str, Any] | None:
 def _curves(column: Column) -> dict[str, list[list[float]]]:
     """Return (step, loss, bytes), means over the seeds, and the losses of each seed.
 
-    Both are of the steps at which all were evaluated.
+    All are of the steps at which all seeds were evaluated. `curves_outer` has the
+    losses of the outer parameters; rows of earlier versions have none.
     """
     if not column.rows:
         return {"curve": [], "curves": []}
+
     tables = [{step: rest for step, *rest in row["curve"]} for row in column.rows]
     steps = sorted(set.intersection(*map(set, tables)))
     means = [np.mean([table[step] for table in tables], axis=0) for step in steps]
-    return {
+    curves = {
         "curve": [[step, *x.tolist()] for step, x in zip(steps, means, strict=True)],
         "curves": [[table[step][0] for step in steps] for table in tables],
     }
+
+    if all("curve_outer" in row for row in column.rows):
+        outer_tables = [dict(row["curve_outer"]) for row in column.rows]
+        curves["curves_outer"] = [
+            [table[step] for step in steps] for table in outer_tables
+        ]
+    return curves
 
 
 def read_cells(

@@ -160,13 +160,15 @@ class Trainer:
             if summary["steps"] < row.config.run.steps:
                 raise StoppedError(f"{row.setting.name} at step {summary['steps']}")
             run = load_run(folder)
+            evaluations = run.of_kind("eval")
             curve = [
                 [e["step"], e["eval_loss"], e["bytes_sent_per_region"]]
-                for e in run.of_kind("eval")
+                for e in evaluations
             ]
+            curve_outer = [[e["step"], e["eval_loss_outer"]] for e in evaluations]
             sizes = _fragment_bytes(session, run)
 
-            return trained(row, session.model, run.summary, curve, sizes)
+            return trained(row, session.model, run.summary, curve, curve_outer, sizes)
         except NonFiniteLossError as error:
             return diverged(row, session.model, str(error))
 
@@ -181,9 +183,20 @@ def trained(
     model: models.TransformerConfig,
     summary: Mapping[str, Any],
     curve: Sequence[Sequence[float]],
+    curve_outer: Sequence[Sequence[float]],
     fragment_bytes: Mapping[int, float],
 ) -> dict[str, Any]:
-    """Return a finished row as it is to be written."""
+    """Return a finished row as it is to be written.
+
+    Args:
+      row: the trial.
+      model: its transformer.
+      summary: of the run.
+      curve: of each evaluation the step, the loss of the regions' mean, and the bytes
+        sent until then.
+      curve_outer: of each evaluation the step and the loss of the outer parameters.
+      fragment_bytes: of one message, by fragment.
+    """
     sent = summary["bytes_sent_per_region"]
     steps = summary["steps"]
     # One that none of its messages arrived of is taken to be like the others.
@@ -204,6 +217,7 @@ def trained(
         "seconds": summary["seconds"],
         "tokens_per_second": summary["tokens_per_second"],
         "curve": curve,
+        "curve_outer": curve_outer,
         "diverged": None,
         "config": completed(row.config.resolve().to_json()),
     }

@@ -123,6 +123,23 @@ def test_a_gain_is_measured_seed_by_seed(results, written):
     assert row.verdict == verdicts.NOT
 
 
+def test_losses_of_the_outer_parameters_count_where_a_claim_says_so(results, written):
+    path = results.folder / "grid.json"
+    cells = json.loads(path.read_text())
+    cells["cells"][0]["columns"]["tuned"]["curves_outer"] = [[2.25, 1.75]] * 3
+    path.write_text(json.dumps(cells))
+    of_outer = written(("at_least = 20.0", "of_outer = true\nat_least = 20.0"))
+
+    row = table.check(claim.read(of_outer), results)
+    assert row.measured[0].mean == pytest.approx(25)  # 2 is passed at step 150 of 200.
+
+
+def test_a_file_without_losses_of_the_outer_parameters_is_refused(results, written):
+    of_outer = written(("at_least = 20.0", "of_outer = true\nat_least = 20.0"))
+    with pytest.raises(ValueError, match="grid.json has no losses of outer parameters"):
+        table.check(claim.read(of_outer), results)
+
+
 @pytest.mark.parametrize(
     ("methods", "verdict"),
     [

@@ -596,7 +596,7 @@ def test_a_fragment_that_never_arrived_counts_as_the_others():
     summary = collections.defaultdict(lambda: 1)
 
     def bytes_of(sent):
-        return trained(row, row.config.model, summary, [], sent)["fragment_bytes"]
+        return trained(row, row.config.model, summary, [], [], sent)["fragment_bytes"]
 
     assert bytes_of({0: 4.0, 2: 8.0}) == [4, 6, 8, 6]
     assert bytes_of({}) == []

@@ -29,6 +29,7 @@ delay_steps = 3
 method = ["streaming_diloco", "diloco", "data_parallel"]
 """
 STEPS = np.arange(0, 33, 8)
+OUTER = 0.125  # By how much the outer parameters' losses are higher.
 LOSSES = {
     "streaming_diloco": [2.0, 2.1, 2.4],
     "diloco": [2.25, 2.5, 2.5],
@@ -48,7 +49,8 @@ def _row(row, add):
     loss = LOSSES[row.config.method.method][row.seed] + add
     curve = [[int(s), float(4 + (loss - 4) * s / 32), 10.0 * s] for s in STEPS]
     sent = {"bytes": 320, "bytes_per_step": 10, "fragment_bytes": [10]}
-    return written(row, loss) | sent | {"curve": curve}
+    curve_outer = [[step, loss + OUTER] for step, loss, _ in curve]
+    return written(row, loss) | sent | {"curve": curve, "curve_outer": curve_outer}
 
 
 @pytest.fixture
@@ -83,6 +85,25 @@ def test_curves_of_every_seed_are_kept(kept):
     np.testing.assert_array_equal(steps, STEPS)
     assert [curve[-1] for curve in column["curves"]] == LOSSES["diloco"]
     np.testing.assert_allclose(means, np.mean(column["curves"], axis=0))
+
+
+def test_curves_of_the_outer_parameters_are_kept(kept):
+    column = json.loads(kept.read_text())["cells"][1]["columns"]["published"]
+    expected = np.array(column["curves"]) + OUTER
+    np.testing.assert_allclose(column["curves_outer"], expected)
+
+
+def test_rows_of_earlier_versions_have_no_curves_of_the_outer_parameters(tmp_path):
+    of_rows = rows.read(train(tmp_path))
+    del of_rows[0]["curve_outer"]
+    of_cells = cells.cells(of_rows)
+    made = report.Report(of_cells, reference.find(of_cells, "method=diloco"))
+
+    has_curves = [
+        "curves_outer" in cell["columns"]["published"]
+        for cell in report.to_json(made)["cells"]
+    ]
+    assert has_curves.count(False) == 1
 
 
 def test_rows_are_held_against_another_sweep_seed_by_seed(kept, call, tmp_path):
