@@ -93,7 +93,7 @@ def cocodc(
     syncs_per_interval: int | str | None = None,
     transmission_score: Score = "pseudo_gradient",
     curvature: curvatures.Name | Literal["secant"] | Curvature = "isotropic",
-    curvature_units: str | None = None,
+    curvature_units: curvatures.Units | None = None,
     compensation_strength: float = 0.3,
     progress_weight: float = 1.0,
     outer_lr: float = 0.4,
@@ -283,4 +283,10 @@ def _curvature(
         raise ValueError(
             f"curvature_units={units!r} was given, but curvature={curvature!r} has no "
             "choice of units; leave it out"
+        ) from None
+    except ValueError as error:
+        if units is None:
+            raise
+        raise ValueError(
+            f"curvature_units={units!r} is not for curvature={curvature!r}: {error}"
         ) from None

@@ -50,7 +50,12 @@ import optax
 from cocodc_jax.sync import Method, RegionalOuter, Sync, merge, schedules
 from cocodc_jax.sync.outer import PyTree, pseudo_gradient
 from cocodc_jax.transforms.compressor import Compressor
-from cocodc_jax.transforms.numerics import check_at_least, check_outer, is_number
+from cocodc_jax.transforms.numerics import (
+    check_at_least,
+    check_number,
+    check_outer,
+    is_number,
+)
 from cocodc_jax.transforms.outer import group_heavy_ball
 
 
@@ -73,12 +78,19 @@ def noloco(
     """
     check_outer(outer_lr, outer_momentum)
     check_at_least("pair_seed", pair_seed, 0)
-    pull = outer_lr if pair_pull is None else pair_pull
+    if pair_pull is None:
+        pull = outer_lr
+        what = f"outer_lr={outer_lr}, which is pair_pull if that is left out,"
+    else:
+        check_number("pair_pull", pair_pull)
+        pull = pair_pull
+        what = f"pair_pull={pair_pull}"
+
     limit = 2 * (1 - outer_momentum**2)
     if is_number(pull * limit) and not 0 < pull < limit:  # Arrays are not checked.
         raise ValueError(
-            f"pair_pull={pull} must be above 0 and below 2 (1 - outer_momentum^2) = "
-            f"{limit:.4g} with outer_momentum={outer_momentum}, or regions drift apart"
+            f"{what} must be above 0 and below 2 (1 - outer_momentum^2) = {limit:.4g} "
+            f"with outer_momentum={outer_momentum}, or regions drift apart"
         )
     sync = Sync(
         schedule=schedules.staggered(sync_interval),

@@ -63,7 +63,9 @@ from cocodc_jax.transforms.numerics import (
     widen,
 )
 
-_UNIT_NEEDS = {
+Units = Literal["parameter", "gradient", "adam"]
+
+_UNIT_NEEDS: dict[str, frozenset[str]] = {
     "gradient": frozenset(),
     "parameter": frozenset({"learning_rate"}),
     "adam": frozenset({"learning_rate", "second_moment"}),
@@ -252,7 +254,7 @@ def hessian_vector(units: str = "gradient") -> Curvature:
     one gradient and their tangents. A Hessian can be indefinite; `max_ratio` of
     `delay_compensation` is the guard. `units` are of the result (module docstring).
     """
-    check_choice("units", units, tuple(_UNIT_NEEDS))
+    check_choice("units", units, get_args(Units))
 
     def product(gradient, displacement, *, gradient_fn, stale_params, **scales):
         tangent = cast_like(displacement, stale_params)
@@ -273,7 +275,7 @@ def gauss_newton(units: str = "gradient") -> Curvature:
     forward pass, one tangent pass and its transpose, which holds the activations of one
     gradient and a copy of the outputs. `units` are of the result (module docstring).
     """
-    check_choice("units", units, tuple(_UNIT_NEEDS))
+    check_choice("units", units, get_args(Units))
 
     def product(
         gradient, displacement, *, model_fn, output_loss_fn, stale_params, **scales
@@ -300,7 +302,7 @@ def hutchinson(num_samples: int = 1, units: str = "gradient") -> Curvature:
     parameters interact: exact only where the Hessian is diagonal.
     """
     check_at_least("num_samples", num_samples, 1)
-    check_choice("units", units, tuple(_UNIT_NEEDS))
+    check_choice("units", units, get_args(Units))
 
     def product(gradient, displacement, *, gradient_fn, stale_params, key, **scales):
         _, hessian = jax.linearize(gradient_fn, stale_params)
