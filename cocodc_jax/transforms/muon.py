@@ -19,6 +19,7 @@ float32; there five sets of coefficients and bfloat16.
 """
 
 import functools
+import inspect
 import logging
 
 import jax
@@ -30,6 +31,10 @@ from cocodc_jax.transforms.layers import BLOCKS, is_block, is_matrix, path_of
 from cocodc_jax.transforms.numerics import check_unit_interval, descend
 
 _logger = logging.getLogger(__name__)
+
+# Until Optax 0.2.6 `scale_by_muon` multiplies by sqrt(max(1, out / in)) itself. The
+# version that took the factor out gave `muon` the argument `consistent_rms`.
+_SCALES_ITSELF = "consistent_rms" not in inspect.signature(contrib.muon).parameters
 
 B2 = 0.99
 """Decay of the second moment of the Adam beside Muon."""
@@ -101,7 +106,8 @@ def _say_all_is_adams(blocks):
 def _scaled(step, param):
     """Multiply matrices [..., in, out] by sqrt(out / in), in the parameter's dtype."""
     fan_in, fan_out = step.shape[-2:]
-    scale = jnp.sqrt(fan_out / max(fan_in, 1))
+    ratio = fan_out / max(fan_in, 1)
+    scale = jnp.sqrt(ratio / max(ratio, 1) if _SCALES_ITSELF else ratio)
     return (step * scale.astype(step.dtype)).astype(param.dtype)
 
 

@@ -115,7 +115,14 @@ SGD = optax.sgd(RATE)
         optax.chain(optax.scale_by_schedule(RATE), multi_steps(4, SGD)),
         multi_steps(3, optax.chain(SGD, multi_steps(2, SGD))),
         optax.chain(optax.apply_every(4), SGD),
-        optax.chain(optax.add_decayed_weights(RATE), optax.add_noise(1.0, 0.5, key=1)),
+        pytest.param(
+            optax.chain(
+                optax.add_decayed_weights(RATE), optax.add_noise(1.0, 0.5, key=1)
+            ),
+            marks=pytest.mark.skipif(
+                optax.__version__ == "0.2.6", reason="its decay's schedule stands still"
+            ),
+        ),
         optax.contrib.schedule_free_sgd(0.1, warmup_steps=5),
     ],
 )
