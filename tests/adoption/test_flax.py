@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -27,19 +29,21 @@ logical = nn.with_logical_partitioning
 
 
 class Decoder(nn.Module):
-    """Embedding, a layer, and logits; `says` has them meet the mesh."""
+    """Embedding, a layer, and logits; `annotated` names mesh axes in all of them."""
 
-    says: bool
+    annotated: bool
 
     @nn.compact
     def __call__(self, tokens):
-        lies = boxed if self.says else lambda init, names: init
-        x = nn.Embed(8, 4, embedding_init=lies(normal, (None, "data")))(tokens)
-        if self.says:
+        divided = boxed if self.annotated else lambda init, names: init
+        x = nn.Embed(8, 4, embedding_init=divided(normal, (None, "data")))(tokens)
+        if self.annotated:
             x = jax.lax.with_sharding_constraint(x, P("data"))
             x = nn.with_logical_constraint(x, ("batch", None, None))
-        x = x + nn.tanh(nn.Dense(4, kernel_init=lies(normal, ("data", None)))(x))
-        return nn.Dense(8, kernel_init=lies(normal, (None, "data")), use_bias=False)(x)
+        x = x + nn.tanh(nn.Dense(4, kernel_init=divided(normal, ("data", None)))(x))
+        return nn.Dense(8, kernel_init=divided(normal, (None, "data")), use_bias=False)(
+            x
+        )
 
 
 def loss_of(model):
@@ -51,9 +55,9 @@ def loss_of(model):
     return loss_fn
 
 
-def train(says, data, is_boxed=True):
-    """Returns the trained parameters of both regions, unboxed."""
-    model = Decoder(says)
+def train(annotated, data, is_boxed=True):
+    """Train two regions; return the parameters of both, unboxed."""
+    model = Decoder(annotated)
     mesh = cc.make_mesh(2, data=data)
 
     def loss_fn(*arguments):
@@ -62,28 +66,31 @@ def train(says, data, is_boxed=True):
 
     # Without a mesh a constraint has no meaning: parameters are made by the plain one.
     params = jax.jit(Decoder(False).init)(jax.random.key(0), TOKENS[0, 0])
-    if says and is_boxed:
+    if annotated and is_boxed:
         with jax.set_mesh(mesh):
             shapes = jax.eval_shape(model.init, jax.random.key(0), TOKENS[0, 0])
         params = jax.tree.map(
             lambda box, x: box.replace_boxed(x) if nn.meta.is_axis_metadata(box) else x,
             shapes, params, is_leaf=nn.meta.is_axis_metadata,
         )  # fmt: skip
-    specs = nn.get_partition_spec(params) if says and is_boxed else None
+
+    specs = nn.get_partition_spec(params) if annotated and is_boxed else None
     optimizer = optax.MultiSteps(optax.adamw(0.01), 1)
     program = cc.RegionProgram(
         loss_fn, optimizer, "apart", params, 2, mesh=mesh, param_specs=specs
     )
+
     # People keep a mesh set around a whole training loop.
-    with jax.set_mesh(mesh) if says else contextlib.nullcontext():
+    with jax.set_mesh(mesh) if annotated else contextlib.nullcontext():
         state = program.init(params, jax.random.key(0))
         state, _ = program.advance(state, TOKENS)
+
     return jax.device_get(nn.meta.unbox(state.region.params))
 
 
 @pytest.fixture(scope="module")
 def plain():
-    return train(says=False, data=1)
+    return train(annotated=False, data=1)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +98,7 @@ def plain():
     [(1, True), pytest.param(2, True, marks=pytest.mark.slow), (2, False)],
 )
 def test_a_model_that_meets_the_mesh_trains_as_one_that_does_not(plain, data, is_boxed):
-    params = train(says=True, data=data, is_boxed=is_boxed)
+    params = train(annotated=True, data=data, is_boxed=is_boxed)
     assert_all_close(params, plain, rtol=1e-4, atol=1e-5)
 
 
@@ -164,9 +171,11 @@ def alone(loss_fn, optimizer, params):
 
     state = optimizer.init(params)
     losses = []
+
     for batch in TOKENS[:, 0]:
         params, state, loss = step(params, state, batch)
         losses.append(loss)
+
     return np.stack(losses)
 
 
@@ -182,11 +191,14 @@ def test_a_model_that_trains_by_itself_trains_here(model, unboxed):
     params = nn.unbox(params) if unboxed else params
     loss_fn = loss_of(model)
     optimizer = optax.adam(0.01)
+
     method = cc.methods.get("diloco", sync_interval=NUM_STEPS)
     mesh = cc.make_mesh(2, data=2, devices=jax.devices()[:4])
     program = cc.RegionProgram(loss_fn, optimizer, method, params, 2, mesh=mesh)
+
     state = program.init(jax.tree.map(jnp.copy, params), jax.random.key(0))
     _, output = program.advance(state, TOKENS)
+
     expected = alone(loss_fn, optimizer, params)
     np.testing.assert_allclose(output.losses[:, 0], expected, rtol=1e-5)
 
@@ -205,28 +217,6 @@ def shapes_as_users_have_them():
         yield
 
 
-def train_with_state(loss_fn, params, state):
-    """Train and return loss, parameters and statistics to judge by."""
-    program = cc.RegionProgram(
-        loss_fn, optax.adam(0.02), DILOCO, params, 4, model_state=cc.ModelState(state)
-    )
-    start = program.init(params, jax.random.key(0))
-    turns = list(cc.run_steps(program, start, itertools.repeat(BATCH), 40))
-    losses = [output.losses.mean() for _, output in turns]
-    assert losses[-1] < losses[0] / 3
-    running, _ = turns[-1]
-    # A sync was applied at the last step: all regions have the same.
-    for leaf in jax.tree.leaves(running.region.model_state):
-        np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
-    return program.mean_params(running), program.mean_model_state(running)
-
-
-def check_statistics(mean, var):
-    """Momentum 0.9 over 40 steps of one batch a region; plain means over regions."""
-    np.testing.assert_allclose(mean, X.mean(1).mean(0), rtol=0.05)
-    np.testing.assert_allclose(var, X.var(1).mean(0), rtol=0.05)
-
-
 class Linen(nn.Module):
     """A layer between batch norm and the output."""
 
@@ -234,27 +224,6 @@ class Linen(nn.Module):
     def __call__(self, x, train):
         x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
         return nn.Dense(1)(jnp.tanh(nn.Dense(16)(x)))
-
-
-def test_flax_linen():
-    model = Linen()
-    variables = model.init(jax.random.key(0), X[0], train=False)
-
-    def loss_fn(params, batch_stats, batch, key):
-        predicted, new = model.apply(
-            {"params": params, "batch_stats": batch_stats}, batch["x"], train=True,
-            mutable=["batch_stats"],
-        )  # fmt: skip
-        loss = jnp.mean((predicted - batch["y"]) ** 2)
-        return loss, ({}, new["batch_stats"])
-
-    params, stats = train_with_state(
-        loss_fn, variables["params"], variables["batch_stats"]
-    )
-    check_statistics(**stats["BatchNorm_0"])
-    trained = {"params": params, "batch_stats": stats}
-    error = model.apply(trained, X[0], train=False) - BATCH["y"][0]
-    assert jnp.mean(error**2) < 0.1
 
 
 class Net(nnx.Module):
@@ -269,7 +238,65 @@ class Net(nnx.Module):
         return self.out(jnp.tanh(self.hidden(self.norm(x))))
 
 
-def test_flax_nnx():
+class Trained(NamedTuple):
+    """A model with running statistics after 40 steps, the last of which is a sync.
+
+    Attributes:
+      losses: of each step, their mean over regions.
+      of_regions: statistics of each region.
+      mean: the running mean of the mean model.
+      var: its running variance.
+      predict: what the mean model computes with its statistics.
+    """
+
+    losses: list[float]
+    of_regions: Any
+    mean: Any
+    var: Any
+    predict: Callable | None = None
+
+
+def train_with_state(loss_fn, params, state):
+    """Train four regions; return all losses, the program, and its last state."""
+    program = cc.RegionProgram(
+        loss_fn, optax.adam(0.02), DILOCO, params, 4, model_state=cc.ModelState(state)
+    )
+    start = program.init(params, jax.random.key(0))
+    steps = list(cc.run_steps(program, start, itertools.repeat(BATCH), 40))
+
+    losses = [output.losses.mean() for _, output in steps]
+    last, _ = steps[-1]
+    return losses, program, last
+
+
+def train_linen():
+    model = Linen()
+    variables = model.init(jax.random.key(0), X[0], train=False)
+
+    def loss_fn(params, batch_stats, batch, key):
+        predicted, new = model.apply(
+            {"params": params, "batch_stats": batch_stats},
+            batch["x"],
+            train=True,
+            mutable=["batch_stats"],
+        )
+        loss = jnp.mean((predicted - batch["y"]) ** 2)
+        return loss, ({}, new["batch_stats"])
+
+    losses, program, last = train_with_state(
+        loss_fn, variables["params"], variables["batch_stats"]
+    )
+    stats = program.mean_model_state(last)
+    trained = {"params": program.mean_params(last), "batch_stats": stats}
+    return Trained(
+        losses,
+        last.region.model_state,
+        **stats["BatchNorm_0"],
+        predict=lambda x: model.apply(trained, x, train=False),
+    )
+
+
+def train_nnx():
     graph, params, stats = nnx.split(Net(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
 
     def loss_fn(params, stats, batch, key):
@@ -277,6 +304,39 @@ def test_flax_nnx():
         loss = jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
         return loss, ({}, nnx.state(model, nnx.BatchStat))
 
-    params, stats = train_with_state(loss_fn, params, stats)
-    model = nnx.merge(graph, params, stats)
-    check_statistics(model.norm.mean[...], model.norm.var[...])
+    losses, program, last = train_with_state(loss_fn, params, stats)
+    model = nnx.merge(graph, program.mean_params(last), program.mean_model_state(last))
+    model.eval()
+    return Trained(
+        losses,
+        last.region.model_state,
+        mean=model.norm.mean[...],
+        var=model.norm.var[...],
+        predict=model,
+    )
+
+
+@pytest.fixture(scope="module", params=[train_linen, train_nnx])
+def trained(request):
+    with jax.numpy_rank_promotion("allow"):
+        return request.param()
+
+
+def test_a_model_with_batch_norm_learns(trained):
+    assert trained.losses[-1] < trained.losses[0] / 3
+
+
+def test_regions_have_the_same_statistics_after_a_sync(trained):
+    for leaf in jax.tree.leaves(trained.of_regions):
+        np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
+
+
+def test_statistics_are_plain_means_over_regions(trained):
+    """Momentum 0.9 over 40 steps of one batch a region."""
+    np.testing.assert_allclose(trained.mean, X.mean(1).mean(0), rtol=0.05)
+    np.testing.assert_allclose(trained.var, X.var(1).mean(0), rtol=0.05)
+
+
+def test_the_mean_model_predicts_with_the_mean_statistics(trained):
+    error = trained.predict(X[0]) - BATCH["y"][0]
+    assert jnp.mean(error**2) < 0.1

@@ -20,6 +20,7 @@ import optax.contrib as contrib
 import pytest
 
 import cocodc_jax as cc
+from tests.numerics import assert_all_close
 from tests.slow import mostly_slow
 
 NUM_REGIONS = 2
@@ -113,10 +114,12 @@ def searched(place=()):
     def on_merge(state, change):
         first, *rest = place
         inner = state[first]
+
         if rest:
             inner = searched(rest)(inner, change)
         else:
             inner = inner._replace(value=jnp.full_like(inner.value, jnp.inf))
+
         return (*state[:first], inner, *state[first + 1 :])
 
     return on_merge
@@ -355,17 +358,20 @@ REFUSED = {
 def factories():
     """All functions of Optax that return an optimizer, and its class that is one."""
     names = {"optax.MultiSteps"}
+
     for module in (optax, contrib):
         for name, value in inspect.getmembers(module, callable):
             function = getattr(value, "func", value)  # Of a partial.
             if name.startswith("_") or not inspect.isfunction(function):
                 continue
+
             returns = inspect.signature(function).return_annotation
             text = str(returns)
             if returns is inspect.Signature.empty:
                 text = inspect.getsource(function)
             if "GradientTransformation" in text or "chain(" in text:
                 names.add(f"{module.__name__}.{name}")
+
     return names
 
 
@@ -455,20 +461,24 @@ def plain(case):
         params, state, outer, outer_state = carry
         steps = functools.partial(repeated, case, jax.vmap(step))
         (params, state), _ = steps((params, state), batches)
+
         mean = jax.tree.map(lambda o, x: o - x.mean(0), outer, params)
         updates, outer_state = outer_optimizer.update(mean, outer_state, outer)
         outer = optax.apply_updates(outer, updates)
+
         old = params
         params = stacked([outer] * NUM_REGIONS)
         change = jax.tree.map(jnp.subtract, params, old)
         if case.on_merge is not None:
             state = jax.vmap(case.on_merge)(state, change)
+
         return (params, state, outer, outer_state), None
 
     state = optimizer.init(first)
     in_region = case.in_region or (lambda state, region: state)
     states = stacked([in_region(state, region) for region in regions])
     carry = stacked([first] * NUM_REGIONS), states, first, outer_optimizer.init(first)
+
     (params, state, *_), _ = repeated(case, a_round, carry, BATCHES)
     return params, state
 
@@ -547,15 +557,13 @@ def results(name):
 @pytest.mark.parametrize("name", mostly_slow(sorted(CASES), quick=QUICK))
 def test_an_optimizer_is_right_under_a_sync(name):
     (params, state), (expected_params, expected_state) = results(name)
+
     assert np.isfinite(params["w"]).all()
     # All regions are the outer model, to the rounding of their updates.
     np.testing.assert_allclose(params["w"][0], params["w"][1], rtol=1e-5, atol=1e-6)
-    for one, other in ((params, expected_params), (state, expected_state)):
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
-            one,
-            other,
-        )
+
+    assert_all_close(params, expected_params, rtol=1e-4, atol=1e-5)
+    assert_all_close(state, expected_state, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -584,12 +592,11 @@ def test_the_region_program_is_right_too(name):
     optimizer = CASES[name].optimizer
     program = cc.RegionProgram(batch_loss, optimizer, METHOD, PARAMS, NUM_REGIONS)
     state = program.init(PARAMS, jax.random.key(0))
+
     for i in range(NUM_ROUNDS):
         batches = jax.tree.map(lambda x, i=i: x[i], BATCHES)
         state, _ = program.advance(state, batches)
-    ends = numbers((state.region.params, state.region.opt_state))
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
-        jax.device_get(ends),
-        results(name)[1],
-    )
+
+    ends = jax.device_get(numbers((state.region.params, state.region.opt_state)))
+    _, expected = results(name)
+    assert_all_close(ends, expected, rtol=1e-4, atol=1e-5)

@@ -53,10 +53,12 @@ def test_a_mixture_is_a_loop_over_its_experts(dispatch, num_tokens, num_experts,
     # One expert that all like, so that groups are very unequal, and some are empty.
     router[:, 0] *= 5
     weights = _weights(rng, num_experts, 6, 7)
+
     with jax.enable_x64(True):
         mixed = jax.jit(functools.partial(_mixed, per_token=k, dispatch=dispatch))(
             x, router, weights
         )
+
     np.testing.assert_allclose(mixed, oracle.mixture(x, router, weights, k), atol=1e-12)
 
 
@@ -99,10 +101,12 @@ def test_the_kernel_of_tpus_sums_each_group():
         jnp.float32(rows.T), jnp.float32(grad), sizes,
         preferred_element_type=jnp.float32, tiling=(64, 512, 512), interpret=True,
     )  # fmt: skip
+
     ends = np.cumsum(sizes)
     wanted = [
         rows[e - n : e].T @ grad[e - n : e] for e, n in zip(ends, sizes, strict=True)
     ]
+
     np.testing.assert_allclose(products, wanted, atol=1e-5)
 
 
@@ -129,9 +133,11 @@ def test_scanned_and_unscanned_layers_are_one_model(changed):
 
     params = drawn_params(scanned)
     layers = {i: layer_of(params["blocks"], i) for i in range(_MOE.num_layers)}
+
     (loss, aux), grads = _loss_and_grad(scanned, _tokens())
     apart = params | {"blocks": layers}
     (other_loss, other_aux), others = _loss_and_grad(plain, _tokens(), apart)
+
     np.testing.assert_allclose(loss, other_loss, rtol=1e-6)
     np.testing.assert_allclose(aux["expert_load"], other_aux["expert_load"], rtol=1e-6)
     for layer in layers:
@@ -144,13 +150,16 @@ def test_scanned_and_unscanned_layers_are_one_model(changed):
 def test_a_model_without_experts_is_the_dense_one_bit_for_bit():
     shapes = jax.tree.map(jnp.shape, drawn_params(_DENSE))
     assert "moe" not in shapes["blocks"]
+
     text = jax.make_jaxpr(models.make_loss_fn(_DENSE))(
         drawn_params(_DENSE), _tokens(), _KEY
     )
+
     other = dataclasses.replace(_DENSE, balance_loss=0.5, experts_per_token=1)
     same = jax.make_jaxpr(models.make_loss_fn(other))(
         drawn_params(_DENSE), _tokens(), _KEY
     )
+
     assert str(text) == str(same)
 
 
@@ -163,16 +172,21 @@ def test_the_losses_of_routers_are_what_their_papers_say():
     router = rng.normal(size=(16, 4)).astype(np.float32)
     params = drawn_params(config)
     params["blocks"][0]["moe"]["router"] = router
+
     _, routed = bind(config, params).blocks[0].moe(jnp.asarray(x[None]))
+
     logits = x.astype(float) @ router
     probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     best = np.argsort(-probs, -1)[:, :2]
     share = np.bincount(best.reshape(-1), minlength=4) / 22
     np.testing.assert_allclose(routed.balance, 4 * (share * probs.mean(0)).sum(), 1e-5)
+
     z = (np.log(np.exp(logits).sum(-1)) ** 2).mean()
     np.testing.assert_allclose(routed.z, z, rtol=1e-5)
+
     entropy = -(probs * np.log(probs)).sum(-1).mean()
     np.testing.assert_allclose(routed.entropy, entropy, rtol=1e-5)
+
     np.testing.assert_allclose(routed.load, 2 * share, rtol=1e-6)
 
 
@@ -180,9 +194,11 @@ def test_router_losses_change_gradients_and_not_the_loss():
     one = dataclasses.replace(_MOE, num_layers=1, scan_layers=False)
     heavy = dataclasses.replace(one, balance_loss=1.0, router_z_loss=1.0)
     light = dataclasses.replace(one, balance_loss=0.0, router_z_loss=0.0)
+
     (loss, _), grads = _loss_and_grad(heavy, _tokens())
     (same, _), others = _loss_and_grad(light, _tokens())
     assert loss == same
+
     routers = [x["blocks"][0]["moe"]["router"] for x in (grads, others)]
     assert np.abs(routers[0] - routers[1]).max() > 1e-3
 
@@ -204,9 +220,11 @@ def test_counts_add_up_the_batches_that_experts_were_given():
     for seed in range(steps):
         params, state, load = step(params, state, _tokens(seed=seed))
         total += load
+
     counts = params["blocks"]["moe"]["experts"]["tokens"] / TOKEN_UNIT
     np.testing.assert_allclose(counts, total, rtol=1e-6)
     np.testing.assert_allclose(counts.sum(-1), 2 * steps, rtol=1e-6)
+
     # The optimizer's own state saw no count: its moments there are zero.
     moments = [
         x
@@ -255,16 +273,19 @@ def on_one_device():
 )
 def test_devices_that_share_a_region_compute_the_same(dispatch, shares, on_one_device):
     (loss, aux), grads = on_one_device
+
     config = dataclasses.replace(_CROWDED, expert_dispatch=dispatch)
     axes = _SHARES[shares]
     mesh = make_mesh(1, devices=jax.devices()[: math.prod(axes.values())], **axes)
     names = {name: name for name in ("sequence", "expert") if name in axes}
     divided = models.make_divided_loss_fn(config, models.Layout(**names))
+
     with jax.set_mesh(mesh):
         divided_grad = jax.jit(jax.value_and_grad(divided, has_aux=True))
         (other, other_aux), others = divided_grad(
             _crowded_params(), _tokens(16, 17), _KEY
         )
+
     np.testing.assert_allclose(loss, other, rtol=1e-5)
     np.testing.assert_array_equal(aux["expert_load"], [[1, 1, 0, 0]] * 2)
     assert_all_close(aux, other_aux, rtol=1e-5)
@@ -279,13 +300,16 @@ def test_tokens_cross_to_their_experts_and_back_and_experts_are_not_gathered():
         jaxpr = jax.make_jaxpr(jax.grad(divided, has_aux=True))(
             drawn_params(config), _tokens(), _KEY
         )
+
     text = str(jaxpr)
+
     # Rows, their experts, and back; the cotangents of rows; a round takes all.
     crossed = re.findall(r":(\w+\[[\d,]+\]) = all_to_all\[", text)
     room = dispatching.rows_of_a_round(1 * 8 * 2, 2)
     rows = f"f32[{2 * room},16]"
     ids = f"i32[{2 * room}]"
     assert sorted(crossed) == [rows] * 4 + [ids]
+
     # A device's own two experts, over data alone.
     gathered = re.findall(r":(\w+\[[\d,]+\]) = all_gather\[\s*all_gather_dim", text)
     assert gathered.count("f32[2,16,12]") == 2
@@ -296,8 +320,11 @@ def test_only_the_experts_of_a_token_are_counted_as_work():
     dense = dataclasses.replace(_DENSE, mlp_width=24)
     same = dataclasses.replace(_MOE, experts_per_token=2, expert_width=12)
     adapted = dataclasses.replace(same, lora_rank=2, lora_targets="query")
+
     trained, frozen = (models.flops_per_token(x, 8) for x in (same, adapted))
+
     assert 0.6 < frozen / trained < 1
+
     extra = trained - models.flops_per_token(dense, 8)
     # A router's matrix, and the counts.
     assert extra == 6 * 2 * (16 * 4 + 4)

@@ -30,6 +30,7 @@ class World:
         self.now = 0.0
         self.place = Place(0, (), b"k" * 32, timing, min_regions, via="/", regions=num)
         self.boots = 0
+
         self.members = {}
         self.logs = {}
         self.steps = {}
@@ -37,6 +38,7 @@ class World:
         self.network = []
         self.copies = {}
         self.own_steps = {}
+
         for region in range(num):
             self.boot(region)
 
@@ -55,10 +57,12 @@ class World:
         for dest, message in member.outbox:
             self.network.append((dest, region, member.boot, message))
         member.outbox.clear()
+
         for decision in member.delivered:
             self.logs[region][decision.sync] = dict(decision.rows)
             self.waits[region].discard(decision.sync)
         member.delivered.clear()
+
         member.oldest_step = min(
             (s for _, s in self.waits[region]), default=self.steps[region] or 0
         )
@@ -96,6 +100,7 @@ class World:
             member.admit(joiner, boot, step, member.oldest_step)
             copy = dict(self.logs[region]), set(self.waits[region]), member.oldest_step
             self.copies[joiner, boot, member.life, step] = *copy, self.own_steps[region]
+
         self.steps[region] += 1
         sync = (0, self.steps[region])
         self.waits[region].add(sync)
@@ -109,9 +114,11 @@ class World:
         if source == member.life:
             self.steps[region] = since
             return True
+
         key = region, member.boot, source, since
         if key not in self.copies:
             return False
+
         self.logs[region], self.waits[region], *rest = self.copies[key]
         member.oldest_step, self.own_steps[region] = rest
         self.steps[region] = since
@@ -120,18 +127,21 @@ class World:
         self.post(region)
         return True
 
-    def check(self):
+    def assert_one_mean_a_sync(self):
         """Regions that are in one view have taken the same means, none left out."""
         first_of = {}  # Of each epoch.
         for region, member in self.members.items():
-            if member.is_in and self.steps[region] is not None:
-                other = first_of.setdefault(member.view.epoch, region)
-                log = self.logs[region]
-                first = self.logs[other]
-                for sync in log.keys() & first.keys():
-                    assert log[sync] == first[sync], (sync, region, other)
-                done = self.steps[region] - len(self.waits[region])
-                assert len(log) >= done - self.own_steps[region]
+            if not member.is_in or self.steps[region] is None:
+                continue
+
+            other = first_of.setdefault(member.view.epoch, region)
+            log = self.logs[region]
+            first = self.logs[other]
+            for sync in log.keys() & first.keys():
+                assert log[sync] == first[sync], (sync, region, other)
+
+            done = self.steps[region] - len(self.waits[region])
+            assert len(log) >= done - self.own_steps[region]
 
     def turn(self, regions=None, arrives=lambda dest, sender: True, seconds=1.0):
         """Regions train; all that arrives does so in order, the rest is lost."""
@@ -147,7 +157,7 @@ class World:
     def settle(self, seconds=120):
         for _ in range(seconds):
             self.turn()
-        self.check()
+        self.assert_one_mean_a_sync()
 
     def kill(self, region):
         """It is gone, and what it has sent and nobody has is."""
@@ -164,6 +174,7 @@ def settled(num, seed=0, **options):
 def run(seed, num, num_events, timing=TIMING, leaves=False):
     world = World(num, seed, timing=timing)
     rng = world.random
+
     for _ in range(num_events):
         chance = rng.random()
         if chance < 0.55 and world.network:
@@ -186,7 +197,8 @@ def run(seed, num, num_events, timing=TIMING, leaves=False):
             over = [r for r, m in world.members.items() if m.why_left]
             if away or over:
                 world.boot(rng.choice(away + over))
-        world.check()
+
+        world.assert_one_mean_a_sync()
     return world
 
 
@@ -209,14 +221,17 @@ def test_whoever_is_left_goes_on_and_all_come_back(seed):
     for region in range(4):
         if region not in world.members or world.members[region].why_left:
             world.boot(region)
+
     for _ in range(6):  # A part of a run cut in two begins anew.
         world.settle(40)
         for region, member in world.members.items():
             # As is who has a seat without the copy that belongs to it.
             if member.why_left or world.steps[region] is None:
                 world.boot(region)
+
     before = max(step or 0 for step in world.steps.values())
     world.settle(20)
+
     assert all(m.is_in for m in world.members.values())
     assert len({m.view.epoch for m in world.members.values()}) == 1
     assert min(world.steps.values()) > before
@@ -239,12 +254,14 @@ def until(world, kind):
         for i, (*_, message) in enumerate(world.network):
             if isinstance(message, kind):
                 return i
+
         if world.network:
             world.deliver(0)
         else:
             for region in list(world.members):
                 world.train(region)
             world.tick(0.5)
+
     raise AssertionError(kind)
 
 
@@ -258,6 +275,7 @@ def test_a_request_to_join_that_a_beat_overtook_changes_nothing():
     boot = world.members[0].boot
     late.receive(0, boot, request, 1.0)
     assert not late.hears_others()
+
     epoch = messages.Epoch(1, 0, boot)
     late.receive(
         0,
@@ -267,9 +285,11 @@ def test_a_request_to_join_that_a_beat_overtook_changes_nothing():
         ),
         1.0,
     )
+
     late.receive(0, boot, request, 1.0)
     assert late.hears_others()
     assert late.others_step(1.0) == 6
+
     # One of a new life is none that was overtaken.
     late.receive(0, boot + 9, messages.Join(0, (late.life,)), 1.0)
     assert not late.hears_others()
@@ -280,15 +300,18 @@ def test_what_one_survivor_knows_of_a_dead_coordinator_holds_for_all():
     at_choice = until(world, messages.Choice)
     dest, sender, _, choice = world.network[at_choice]
     assert sender == 0
+
     for at in reversed(range(at_choice)):  # What the coordinator has sent before.
         if world.network[at][0] == dest and isinstance(
             world.network[at][3], messages.Row
         ):
             world.deliver(at)
             at_choice -= 1
+
     world.deliver(at_choice)
     world.kill(0)  # Before the other one hears of it.
     world.settle(30)
+
     assert world.members[1].coordinator == 1
     other = ({1, 2} - {dest}).pop()
     assert set(world.logs[other][choice.sync]) == {r for r, _ in choice.members}
@@ -320,9 +343,11 @@ def test_a_coordinator_that_was_only_silent_finds_the_others_gone_on():
     world = settled(3)
     silent = world.members.pop(0)
     world.settle(20)
+
     world.members[0] = silent
     world.settle(3)
     assert "went on without" in silent.why_left
+
     world.boot(0)
     world.settle(20)
     assert set(world.members[2].view.seats) == {0, 1, 2}
@@ -344,6 +369,7 @@ def test_a_promise_may_take_longer_than_until_the_next_proposal():
     world.kill(2)
     world.settle(30)
     world.boot(2)
+
     late = []  # All messages from and to region 2 take 6 s.
     for _ in range(120):
         for region in list(world.members):
@@ -354,6 +380,7 @@ def test_a_promise_may_take_longer_than_until_the_next_proposal():
         while world.network:
             world.deliver(0)
         world.tick()
+
     assert {tuple(m.view.seats) for m in world.members.values()} == {(0, 1, 2)}
 
 
@@ -361,10 +388,12 @@ def test_what_the_next_view_may_need_is_not_forgotten():
     world = settled(3)
     _, follower, _ = world.members.values()
     promised = follower._promised
+
     follower._promised = promised._replace(round=promised.round + 1)
     floor = follower._book.floor
     world.turn([])
     assert follower._book.floor == floor
+
     follower._promised = promised
     world.turn([])
     assert follower._book.floor > floor
@@ -379,8 +408,10 @@ def test_of_two_parts_the_larger_goes_on():
     world = settled(5)
     cut_in_two(world, {0, 1}, 30)
     assert {len(m.view.seats) for m in world.members.values()} == {2, 3}
+
     world.settle(3)
     assert {r for r, m in world.members.items() if m.why_left} == {0, 1}
+
     for region in (0, 1):
         world.boot(region)
     world.settle(20)
@@ -400,7 +431,7 @@ def come_back(world, seconds):
     """Who is to restart does, from its own state, as in a run."""
     for _ in range(seconds):
         world.turn()
-        world.check()
+        world.assert_one_mean_a_sync()
         for region, member in list(world.members.items()):
             if member.why_left:
                 world.boot(region, world.steps[region] or 0)
@@ -412,14 +443,17 @@ def test_fewer_than_a_number_go_on_once_others_are_back(num, stays):
     world = settled(num, min_regions=2)
     stays = (world.members[0].coordinator + stays) % num
     lost = [region for region in range(num) if region != stays]
+
     for region in lost:
         world.kill(region)
     world.settle(30)
     before = world.steps[stays]
     assert set(world.members[stays].view.seats) == set(range(num))
+
     for region in lost:
         world.boot(region)
     come_back(world, 60)
+
     assert min(world.steps.values()) > before + 10
     assert all(len(m.view.seats) == num for m in world.members.values())
 
@@ -432,10 +466,12 @@ def test_who_began_alone_goes_on_after_a_joiner_died():
         world.turn()
     world.train(0)
     assert world.members[0]._admitted
+
     world.kill(1)
     world.settle(20)
     world.boot(1)
     come_back(world, 40)
+
     assert min(world.steps.values()) > 110
 
 
@@ -447,6 +483,7 @@ def test_who_missed_that_the_others_began_anew_follows_them():
         world.settle(12)
         world.boot(1)
         come_back(world, 30)
+
     silent = world.members.pop(2)
     world.network.clear()
     for region in (0, 1):
@@ -454,6 +491,7 @@ def test_who_missed_that_the_others_began_anew_follows_them():
         world.boot(region, 60)
     world.settle(40)
     assert world.members[0].view.epoch < silent.view.epoch
+
     world.members[2] = silent
     come_back(world, 60)
     assert all(len(m.view.seats) == 3 for m in world.members.values())
@@ -482,6 +520,7 @@ def test_a_copy_that_takes_long_is_waited_for_once(seconds):
             world.network = held + world.network
             held = []
         world.turn(arrives=arrives)
+
     assert len(world.copies) == 1
     assert world.steps[2] > world.copies.popitem()[0][3] + 20
     assert all(len(m.view.seats) == 3 for m in world.members.values())
@@ -502,10 +541,12 @@ def test_a_dead_life_with_a_higher_number_does_not_end_the_one_after_it():
     """Started before the others miss the dead one, and before it hears them."""
     world = settled(3)
     world.kill(2)
+
     world.boots = -9
     world.boot(2)
     world.turn()
     assert world.members[0].view.seats[2].boot > world.members[2].boot
+
     world.settle(40)
     assert not world.members[2].why_left
     assert all(len(m.view.seats) == 3 for m in world.members.values())
@@ -518,16 +559,18 @@ def test_who_is_asked_to_stop_says_it_until_it_is_heard():
     world.members[leaver].leave()
     world.post(leaver)
     world.network.clear()  # The word is lost, and what was on its way.
+
     began = world.now
     others = [r for r in range(3) if r != leaver]
     step = world.steps[others[0]]
     while any((0, step + 1) not in world.logs[r] for r in others):
         world.turn(others, seconds=0.25)
+
     assert world.now - began <= 3
     for region in others:
         assert set(world.members[region].view.seats) == set(others)
     assert world.members[leaver].why_left == "it has left"
-    world.check()
+    world.assert_one_mean_a_sync()
 
 
 def part(world, last, stays):
@@ -540,6 +583,7 @@ def part(world, last, stays):
     """
     finished = set()
     logs = world.logs.copy()
+
     for _ in range(2000):
         for region, member in list(world.members.items()):
             if world.steps[region] < last:
@@ -552,6 +596,7 @@ def part(world, last, stays):
                 member.leave()
                 world.post(region)
                 del world.members[region]
+
         for _ in range(world.random.randrange(8)):
             ways = {}
             for i, (dest, sender, *_) in enumerate(world.network):
@@ -559,6 +604,7 @@ def part(world, last, stays):
             if ways:
                 world.deliver(ways[world.random.choice(sorted(ways))])
         world.tick(0.02)
+
     assert not world.members
     return {frozenset(log[0, last]) for log in logs.values()}
 
@@ -585,15 +631,18 @@ def test_what_is_kept_for_a_straggler_has_an_end(straggler):
     world = settled(3, timing=dataclasses.replace(TIMING, grace_s=1, max_behind=8))
     others = {0, 1, 2} - {straggler}
     kept = []
+
     for _ in range(120):
         world.turn(others)
         books = [world.members[r]._book for r in range(3)]
         tables = [(b.decided, b.rows, b.own, b.choices, b.quorum_s) for b in books]
         kept.append(max(len(table) for of_book in tables for table in of_book))
+
     assert max(kept) == max(kept[:60]) <= 8 + 3
     assert "behind the others" in world.members[straggler].why_left
     assert all(set(world.members[r].view.seats) == others for r in others)
     assert min(world.steps[r] for r in others) > world.steps[straggler] + 50
+
     world.boot(straggler)
     world.settle(20)
     assert max(world.steps.values()) - min(world.steps.values()) <= 1
@@ -607,6 +656,7 @@ def test_a_view_that_was_promised_and_never_came_is_proposed_again():
     world.deliver(at)
     lost = messages.Propose | messages.Install
     world.network = [m for m in world.network if not isinstance(m[3], lost)]
+
     world.settle(30)
     assert set(world.members[1].view.seats) == {0, 1}
     assert world.steps[1] > 20
@@ -616,11 +666,13 @@ def test_who_is_heard_and_does_not_hear_is_not_waited_for():
     world = settled(3)
     for _ in range(15):
         world.turn(arrives=lambda dest, sender: dest != 2)
+
     before = world.steps[0]
     assert set(world.members[0].view.seats) == {0, 1}
     for _ in range(5):
         world.turn([0, 1], arrives=lambda dest, sender: dest != 2)
     assert world.steps[0] > before
+
     world.settle(3)
     assert world.members[2].why_left
 
@@ -630,9 +682,11 @@ def test_who_listens_for_long_before_it_asks_is_let_in():
     world.boot(1)
     world.members[1].is_announced = False
     world.settle(30)  # More than it takes to be missed.
+
     epoch = world.members[0].view.epoch.round
     seats = world.members[0].view.seats
     assert set(seats) == {0}
+
     world.members[1].announce(world.now)
     world.settle(10)
     assert set(world.members[0].view.seats) == {0, 1}
@@ -649,9 +703,11 @@ def test_a_life_that_wakes_ends_if_a_newer_one_has_its_seat():
     world.settle(12)
     world.boot(1)
     world.settle(20)
+
     newer = world.members[1]
     world.members[1] = frozen
     world.settle(3)
+
     assert frozen.is_superseded
     assert world.members[0].view.has(newer.life)
     assert "started again" in frozen.why_left
@@ -662,11 +718,13 @@ def test_a_life_that_returns_is_older_than_one_that_started_meanwhile():
     world = settled(3)
     frozen = world.members.pop(1)
     world.settle(12)
+
     world.boots += 5
     world.boot(1)
     newer = world.members[1]
     world.members[0].receive(1, newer.boot, messages.Join(0, ()), world.now)
     world.members[2].receive(1, newer.boot, messages.Join(0, ()), world.now)
+
     place = dataclasses.replace(world.place, region=1)
     returned = Member(place, frozen.boot + 1, 9, world.now, is_new=False)
     for _ in range(30):
@@ -678,9 +736,11 @@ def test_a_life_that_returns_is_older_than_one_that_started_meanwhile():
         for dest, sender, boot, message in world.network:
             if dest == 1:
                 returned.receive(sender, boot, message, world.now)
+
     for region in (0, 2):
         beat = messages.Beat(world.members[region].view, messages.NO_EPOCH, 0, ())
         returned.receive(region, world.members[region].boot, beat, world.now)
+
     assert world.members[0].view.has(newer.life)
     assert returned.is_superseded
     assert not newer.why_left
@@ -692,19 +752,23 @@ def test_a_start_with_a_clock_that_is_behind_learns_a_number_from_the_others(lis
     world = settled(3)
     older = world.members[1]
     boots = world.boots
+
     world.boots = -9
     world.boot(1)
     world.boots = boots
     newer = world.members[1]
     newer.is_announced = not listens
+
     world.turn()
     newer.announce(world.now)
     world.settle(40)  # Longer than a silent life is remembered.
+
     view = world.members[0].view
     assert view.has(newer.life)
     beat = messages.Beat(view, messages.NO_EPOCH, 0, ())
     older.receive(0, world.members[0].boot, beat, world.now)
     assert older.is_superseded == listens
+
     # If the other one gets the seat, it ends.
     seat = messages.Seat(older.boot, 0, older.life)
     view = messages.View(view.epoch, {**view.seats, 1: seat})
@@ -718,9 +782,11 @@ def test_a_life_that_was_frozen_at_its_start_does_not_take_a_number_above_others
     world.boot(1)
     slow = world.members[1]
     slow.is_announced = False
+
     world.boot(1)
     newer = world.members[1]
     world.settle(12)
+
     beat = messages.Beat(world.members[0].view, messages.NO_EPOCH, 0, ())
     slow.receive(0, world.members[0].boot, beat, world.now)
     assert slow.is_superseded
@@ -735,8 +801,10 @@ def test_a_newer_life_that_nobody_reaches_does_not_push_out_one_that_takes_part(
         for message in (messages.Join(0, ()), messages.Join(0, (), ((0, 1),))):
             world.members[0].receive(1, newer, message, world.now)
         world.turn()
+
     assert world.members[0].view.has(world.members[1].life)
     assert not world.members[1].why_left
+
     reached = messages.Join(0, (world.members[0].life,))
     world.members[0].receive(1, newer, reached, world.now)
     assert world.members[0].joiners(world.now) == {1: newer}
@@ -751,11 +819,13 @@ def test_only_the_life_that_coordinates_a_view_decides_in_it(who):
     member = world.members[1]
     view = world.members[1].view
     assert view.epoch.region == 0
+
     sync = (0, 999)
     sender = 0
     boot = view.epoch.boot
     epoch = view.epoch
     member.offer(sync, b"own", world.now)
+
     if who == "another region":
         sender = 2
         boot = world.members[2].boot
@@ -763,9 +833,11 @@ def test_only_the_life_that_coordinates_a_view_decides_in_it(who):
         boot += 1
     else:
         epoch = epoch._replace(boot=boot + 1)
+
     decision = messages.Decision(epoch, sync, {1: b"own"})
     member.receive(sender, boot, decision, world.now)
     assert sync not in member._book.decided
+
     choice = messages.Choice(epoch, sync, (member.life,), {})
     member.receive(sender, boot, choice, world.now)
     assert sync not in member._book.decided
@@ -800,6 +872,7 @@ def test_no_two_views_of_a_region_that_starts_anew_have_one_name():
         world.boot(0)
         world.settle(12)
         names.append(world.members[0].view.epoch)
+
     assert names[0].round == names[1].round
     assert names[0] != names[1]
 
@@ -810,6 +883,7 @@ def test_who_was_held_up_does_not_take_the_others_for_dead(region):
     world = settled(3)
     frozen = world.members.pop(region)
     inbox = []
+
     for _ in range(4):  # Less than after which the others go on without it.
         for other in list(world.members):
             world.train(other)
@@ -817,14 +891,17 @@ def test_who_was_held_up_does_not_take_the_others_for_dead(region):
             inbox += world.network[:1] * (world.network[0][0] == region)
             world.deliver(0)
         world.tick()
+
     world.now += 60  # As if its machine had slept: their clocks stood still.
     for member in world.members.values():
         member._note_gap(world.now)
+
     world.members[region] = frozen
     frozen.tick(world.now)
     assert not frozen.outbox or not any(
         isinstance(message, messages.Propose) for _, message in frozen.outbox
     )
+
     world.network += inbox
     world.settle(10)
     assert all(len(m.view.seats) == 3 for m in world.members.values())
@@ -838,6 +915,7 @@ def test_who_was_held_up_gives_the_others_their_full_time_once():
     hearing.spare(3.0, 7.0)
     assert hearing.sends(1, 7, 11.9)
     assert not hearing.sends(1, 7, 12.1)
+
     hearing.spare(1.0, 11.0)  # This time is left out, and no more.
     assert hearing.sends(1, 7, 12.9)
     assert not hearing.sends(1, 7, 13.1)
@@ -864,6 +942,7 @@ def test_rows_that_do_not_come_directly_are_asked_for_at_once(is_cut):
 
     for _ in range(8):  # It is noticed meanwhile.
         world.turn(arrives=arrives)
+
     asked = 0
     steps = dict(world.steps)
     for _ in range(20):
@@ -879,6 +958,7 @@ def test_rows_that_do_not_come_directly_are_asked_for_at_once(is_cut):
             else:
                 world.network.pop(0)
         world.tick(0.25)
+
     assert all(world.steps[r] >= steps[r] + 18 for r in range(3))  # No sync waits.
     assert bool(asked) == is_cut
 
@@ -909,12 +989,15 @@ def test_who_differs_from_most_takes_a_copy(values, astray):
     marks_of(world, world.steps[0] - 1, values)
     for _ in range(3):
         world.turn()
+
     gone = {r for r, m in world.members.items() if "was not that of" in m.why_left}
     assert gone == astray
+
     (finding, *_) = world.members[1].findings or [None]
     assert (finding is None) == (len(values) < 3)
     if finding:
         assert set(finding.astray) == astray
         assert finding.is_rounding == (not astray)
+
     come_back(world, 40)
     assert all(len(m.view.seats) == 3 for m in world.members.values())
