@@ -91,6 +91,7 @@ class LinenModel(nn.Module):
             metadata_params={nn.PARTITION_NAME: None},
         )
         x, _ = layers(name="layers")(x, None)
+
         init = nn.with_partitioning(normal, ("fsdp", None))
         return nn.Dense(2, use_bias=False, kernel_init=init, name="head")(x)
 
@@ -207,30 +208,35 @@ def test_a_cut_of_boxes_or_arrays_fits_an_nnx_optimizer():
     boxed = nnx.state(NnxModel(), nnx.Param)
     trees = None, boxed, nnx.as_pure(boxed), nnx.to_pure_dict(boxed)
     shapes = []
+
     for tree in trees:
         state, step, _ = of_nnx(None if tree is None else cut(tree, 2))
         axes = cc.sync_axes(METHOD, state=state)
         stacked = laid_out(axes, state)
         after, _ = jax.eval_shape(mapped(step, axes), stacked, BATCHES[0])
         shapes.append(jax.tree.map(jnp.shape, arrays(after)))
+
     assert shapes == [shapes[0]] * len(trees)
 
 
-def test_a_tree_is_cut_alike_with_and_without_boxes():
-    """A single array in a layer is a subtree only where it has a box."""
-    layers = [nnx.Param(np.zeros((4, 4))) for _ in range(3)]
-    for boxed in (
-        {"head": nnx.Param(np.zeros(4)), "layers": layers},
+@pytest.mark.parametrize(
+    "boxed",
+    [
+        {
+            "head": nnx.Param(np.zeros(4)),
+            "layers": [nnx.Param(np.zeros((4, 4))) for _ in range(3)],
+        },
         {"blocks": nnx.Param(np.zeros((2, 4))), "embedding": nnx.Param(np.zeros(4))},
-    ):
-        one, other = (
-            [
-                [(part.leaf, part.rows) for part in parts]
-                for parts in cut(tree, 2).slices
-            ]
-            for tree in (boxed, nnx.as_pure(boxed))
-        )
-        assert one == other
+    ],
+)
+def test_a_tree_is_cut_alike_with_and_without_boxes(boxed):
+    """A single array in a layer is a subtree only where it has a box."""
+
+    def parts_of(tree):
+        fragments = cut(tree, 2).slices
+        return [[(part.leaf, part.rows) for part in parts] for parts in fragments]
+
+    assert parts_of(boxed) == parts_of(nnx.as_pure(boxed))
 
 
 def test_region_sync_takes_a_cut_of_arrays_without_their_boxes():
@@ -239,20 +245,22 @@ def test_region_sync_takes_a_cut_of_arrays_without_their_boxes():
     )
     one = nnx.as_pure(nnx.state(NnxModel(), nnx.Param))
     method = cc.methods.get("streaming_diloco", sync_interval=4, num_fragments=2)
-    made = [
-        cc.RegionSync(method, params, NUM_REGIONS, fragments=fragments)
-        for fragments in (None, cut(one, 2))
-    ]
-    assert made[0].fragments == made[1].fragments
+
+    by_itself = cc.RegionSync(method, params, NUM_REGIONS)
+    of_arrays = cc.RegionSync(method, params, NUM_REGIONS, fragments=cut(one, 2))
+
+    assert of_arrays.fragments == by_itself.fragments
 
 
 def test_axes_follow_a_state_of_mappings():
     state, _, _ = of_nnx()
     axes = cc.sync_axes(METHOD, "own", "all", state=state)
+
     fields = axes[1]["opt_state"]
     assert (fields["outer"], fields["means"]) == ("all", "all")
     assert (fields["inner"], fields["memories"]) == ("own", "own")
     assert axes[1]["step"] == "own"
     assert set(jax.tree.leaves(axes[0])) == {"own"}
+
     shapes = {name: np.shape(x) for name, x in cc.sync_metrics(state).items()}
     assert shapes == dict.fromkeys(shapes, ())

@@ -42,9 +42,12 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     program = make(STREAMING)
     state = program.init(PARAMS, jax.random.key(0))
+
     for new, _ in cc.run_steps(program, state, iter(BATCHES), 3):
         state = new
+
     assert state.sync.in_flight
+
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(program, state, {})
     return folder

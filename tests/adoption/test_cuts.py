@@ -111,19 +111,24 @@ def test_a_stack_of_any_name_can_be_told():
         cc.cut(params, 2, blocks="towers")
 
 
-def test_a_wrapped_tree_is_cut_as_the_tree_itself():
-    """Also with the names that this package's models have, and without any layers."""
-    layer = {"w": zeros(4, 4)}
-    for tree in (
-        {"embed": zeros(8, 4), "blocks": {"0": layer, "1": layer}, "head": zeros(4)},
+LAYER = {"w": zeros(4, 4)}
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"embed": zeros(8, 4), "blocks": {"0": LAYER, "1": LAYER}, "head": zeros(4)},
         {"embed": zeros(8, 4), "blocks": {"w": zeros(3, 4, 4)}, "norm": zeros(4)},
-        {"a": layer, "b": layer, "c": layer},
-    ):
-        plain = cc.cut(tree, 2)
-        wrapped = cc.cut({"params": tree}, 2)
-        assert [
-            [(f"params/{p.path}", p.rows) for p in part] for part in plain.slices
-        ] == [[(p.path, p.rows) for p in part] for part in wrapped.slices]
+        {"a": LAYER, "b": LAYER, "c": LAYER},
+    ],
+)
+def test_a_wrapped_tree_is_cut_as_the_tree_itself(tree):
+    """Also with the names that this package's models have, and without any layers."""
+    plain = cc.cut(tree, 2).slices
+    wrapped = cc.cut({"params": tree}, 2).slices
+
+    below = [[(f"params/{p.path}", p.rows) for p in parts] for parts in plain]
+    assert [[(p.path, p.rows) for p in parts] for parts in wrapped] == below
 
 
 def make(params, **options):

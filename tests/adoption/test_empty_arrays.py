@@ -26,9 +26,10 @@ def loss_fn(params, state, batch, key):
 
 
 def make(name, **arguments):
-    given = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2} | arguments
-    taken = cc.methods.defaults(name)
-    method = cc.methods.get(name, **{n: x for n, x in given.items() if n in taken})
+    options = {"sync_interval": 4, "num_fragments": 2, "delay_steps": 2} | arguments
+    known = cc.methods.defaults(name)
+    method = cc.methods.get(name, **{n: x for n, x in options.items() if n in known})
+
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
     return cc.RegionProgram(
         loss_fn,
@@ -91,8 +92,10 @@ def test_a_run_with_empty_arrays_goes_on_from_its_checkpoint(tmp_path, name, arg
 
 def test_an_empty_array_of_another_shape_is_named(tmp_path, monkeypatch):
     check_resumed(tmp_path, make("diloco"))
+
     wider = PARAMS | {"extra": {"none": jnp.zeros((0, 5), jnp.bfloat16)}}
     monkeypatch.setitem(globals(), "PARAMS", wider)
+
     with (
         Checkpoints(tmp_path) as checkpoints,
         pytest.raises(
@@ -105,10 +108,14 @@ def test_an_empty_array_of_another_shape_is_named(tmp_path, monkeypatch):
 def test_another_method_adopts_empty_arrays(tmp_path):
     source = make("streaming_diloco")
     check_resumed(tmp_path, source)
+
     with Checkpoints(tmp_path) as checkpoints:
         state, _ = checkpoints.restore(source)
+
     program = make("cocodc", syncs_per_interval=2)
     adopted = program.adopt(state, source).state
+
     assert adopted.region.params["extra"]["none"].shape == (2, 0, 4)
+
     end = run(program, adopted, 3, 8)
     assert np.isfinite(end.region.params["blocks"]["w"]).all()

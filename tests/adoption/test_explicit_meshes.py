@@ -92,10 +92,12 @@ def placed(mesh, method, layout, carry, specs):
     one = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     shapes = jax.eval_shape(lambda x: x, PARAMS)
     where = cc.sync_shardings(shapes, one)
+
     of_state = jax.tree.map(lambda x: NamedSharding(mesh, P("region")), carry[1])
     if axes != 0:
         flags = jax.tree.broadcast(cc.sync_axes(method, P("region"), P()), carry[1])
         of_state = jax.tree.map(lambda spec: NamedSharding(mesh, spec), flags)
+
     return jax.device_put(carry, (where, of_state))
 
 

@@ -63,11 +63,13 @@ def run(program, state=None, num_steps=12):
     losses = []
     syncs = []
     todo = num_steps - state.step
+
     steps = cc.run_steps(program, state, iter(BATCHES[state.step :]), todo)
     for new, output in steps:
         state = new
         losses.append(np.asarray(output.losses))
         syncs += output.syncs
+
     return state, np.concatenate(losses), syncs
 
 
@@ -162,16 +164,23 @@ def test_however_it_is_said(optimizer, trainable):
 def test_the_second_moment_of_what_is_trained():
     """Labels put masks into Adam's state, where parameters have None."""
     method = cc.methods.get("cocodc", curvature="adam_second_moment", **SHORT)
-    ends = []
-    for optimizer, trainable in (
-        (OPTIMIZER, "optimizer"),
-        (optax.adamw(1e-2), {"base": False, "lora": True}),
-    ):
-        user_inputs = cc.UserInputs(1e-2, cc.adam_second_moment(0.999))
-        options = dict(user_inputs=user_inputs, trainable=trainable)
-        program = cc.RegionProgram(loss_fn, optimizer, method, PARAMS, 4, **options)
-        ends.append(run(program)[1])
-    np.testing.assert_allclose(*ends, rtol=2e-6)
+    user_inputs = cc.UserInputs(1e-2, cc.adam_second_moment(0.999))
+
+    def losses(optimizer, trainable):
+        program = cc.RegionProgram(
+            loss_fn,
+            optimizer,
+            method,
+            PARAMS,
+            4,
+            user_inputs=user_inputs,
+            trainable=trainable,
+        )
+        return run(program)[1]
+
+    by_labels = losses(OPTIMIZER, "optimizer")
+    by_mask = losses(optax.adamw(1e-2), {"base": False, "lora": True})
+    np.testing.assert_allclose(by_labels, by_mask, rtol=2e-6)
 
 
 def stored_bytes(folder):
@@ -231,10 +240,12 @@ def test_the_users_arrays_stay_the_users():
     """Given, then written to and donated; and integers may be frozen."""
     params = {"base": {"w": W.astype(np.int8)}, "lora": PARAMS["lora"]}
     program = make(trainable={"base": False, "lora": True}, params=params)
+
     given = jax.tree.map(jnp.asarray, params)
     state = program.init(given, jax.random.key(0))
     jax.tree.map(lambda x: x.delete(), given)
     state, _ = program.advance(state, BATCHES[:4])
+
     mean = program.mean_params(state)["base"]["w"]
     np.testing.assert_array_equal(mean, params["base"]["w"])
     assert mean.dtype == np.int8

@@ -96,9 +96,11 @@ def after_the_step(axis):
     opt_state = jax.vmap(OPTIMIZER.init)(params)
     sync = cc.RegionSync(METHOD, params, NUM_REGIONS)
     state = sync.init(params)
+
     for batch in batches():
         params, opt_state = step(params, opt_state, batch)
         params, state = sync.after_step(params, state)
+
     return params
 
 
@@ -106,6 +108,7 @@ def by_the_program(axis):
     """Layers are divided over devices, and with two of four rows still are."""
     params = make_params(axis)
     spec = P("data") if axis == 0 else P(None, "data")
+
     program = cc.RegionProgram(
         functools.partial(loss_fn, axis),
         OPTIMIZER,
@@ -118,6 +121,7 @@ def by_the_program(axis):
             "layers": jax.tree.map(lambda _: spec, params["layers"]),
         },
     )
+
     state = program.init(params, jax.random.key(0))
     halves = (np.concatenate([batch] * 2, axis=1) for batch in batches())
     *_, (state, _) = cc.run_steps(program, state, halves, NUM_STEPS)

@@ -40,21 +40,26 @@ def everything(program, folder):
     """Everything public, in a run's order."""
     params = jax.tree.map(jnp.asarray, PARAMS)
     state = program.init(params, jax.random.key(0))
+
     steps = cc.run_steps(program, state, itertools.repeat(BATCH), 6)
     for state, output in steps:  # noqa: B007
         losses = output.losses
+
     evaluate = make_evaluate(loss_fn, program.mesh, BATCH)
     mean = program.mean_params(state)
     outer = program.outer_params(state)
     results = [losses, mean, outer, evaluate(mean), program.region_drift(state)]
+
     with cc.Checkpoints(folder) as checkpoints:
         checkpoints.save(program, program.synchronize(state), {})
     with cc.Checkpoints(folder) as checkpoints:
         state, _ = checkpoints.restore(program)
     state, _ = program.land(state)
+
     other = make("diloco")
     adopted = other.adopt(state, program)
     _, output = other.advance(adopted.state, BATCH[None])
+
     return jax.tree.map(np.asarray, [*results, output.losses])
 
 

@@ -138,10 +138,13 @@ def test_a_guess_by_name_is_said_once_and_overridden(caplog):
 def test_muon_says_that_it_finds_nothing(caplog):
     muon._say_all_is_adams.cache_clear()
     params = {"layers": {"0": {"w": jnp.ones((3, 4))}}}
+
     muon.muon(0.1).init(params)
     muon.muon(0.1).init(params)
+
     (said,) = caplog.messages
     assert "muon finds no matrix below blocks='blocks'" in said
+
     caplog.clear()
     muon.muon(0.1, blocks="layers").init(params)
     assert not caplog.messages

@@ -272,6 +272,7 @@ def test_regions_draw_noise_of_their_own():
     one, two = noise_of("apart")
     assert abs(np.corrcoef(one.ravel(), two.ravel())[0, 1]) < 0.9
     assert not np.isclose(one, two).any()
+
     # One region draws what Optax draws, and so does the first of several.
     optimizer = optax.noisy_sgd(1.0, key=3)
     zero = jax.tree.map(jnp.zeros_like, PARAMS)

@@ -44,9 +44,12 @@ def test_nanodos_loop_resumes_in_mid_flight(nanodo, tmp_path):
     whole, state = nanodo["main"](16, workdir=tmp_path / "whole")
     _, cut = nanodo["main"](11, workdir=tmp_path / "cut")
     assert cc.sync_metrics(cut)["fragments_in_flight"] == 1
+
     rest, resumed = nanodo["main"](16, workdir=tmp_path / "cut")
+
     np.testing.assert_allclose(rest, whole[11:], rtol=1e-6)
     assert_all_close(resumed, state, rtol=1e-5, atol=1e-6)
+
     # The outer model is sharded as the parameters are, not once a device.
     outer = {k: v for part in nn.unbox(state.outer) for k, v in part.items()}
     assert outer["blocks_0/query/kernel"].sharding.spec[0] == "data"
