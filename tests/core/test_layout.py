@@ -67,14 +67,17 @@ def test_a_first_state_is_divided_as_the_parameters_are(axis_type):
         PARAMS,
         WHERE,
     )
+
     method = cc.methods.get(
         "streaming_diloco", num_fragments=1, delay_steps=1, compress="ef+int8"
     )
     tx = cc.synchronized(optax.adam(0.1), method, axis_name="region")
     with jax.set_mesh(mesh):
         state = tx.init(params)
+
     (trace,) = (x.trace for x in state.opt_states[0] if hasattr(x, "trace"))
-    for part in (state.outer[0], trace, state.means[0], state.memories[0].residual):
-        for path in ("layer/w", "value"):
-            expected = params["value"] if path == "value" else params["layer"]["w"]
-            assert part[path].sharding.is_equivalent_to(expected.sharding, 2)
+    residual = state.memories[0].residual
+    for fragment in (state.outer[0], trace, state.means[0], residual):
+        of_layer = fragment["layer/w"].sharding
+        assert of_layer.is_equivalent_to(params["layer"]["w"].sharding, 2)
+        assert fragment["value"].sharding.is_equivalent_to(params["value"].sharding, 2)

@@ -119,11 +119,13 @@ def test_diloco_at_every_step_is_data_parallel():
     method = cc.methods.get("diloco", sync_interval=1, outer_lr=1.0, outer_momentum=0.0)
     tx = cc.stacked(optax.sgd(0.1), method, NUM_REGIONS)
     params, _ = in_a_trainers_step(tx, lambda *args: all_losses(*args).mean())
+
     alone = make_params()
     gradient = jax.jit(jax.grad(loss_of))
     for batch in BATCHES:
         grads = gradient(alone, batch.reshape(-1, WIDTH))
         alone = jax.tree.map(lambda x, grad: x - 0.1 * grad, alone, grads)
+
     assert_all_close(params, in_all(alone), rtol=0, atol=1e-6)
 
 
@@ -240,10 +242,15 @@ def test_parameters_without_an_axis_of_regions_are_refused():
     tx = cc.stacked(ADAM, METHOD, NUM_REGIONS + 1)
     with pytest.raises(ValueError, match="leading axis must be the num_regions=5"):
         tx.init(in_all(make_params()))
+
+
+def test_an_update_without_parameters_is_refused():
+    tx = cc.stacked(ADAM, METHOD, NUM_REGIONS + 1)
     params = {
         "a": jnp.zeros((NUM_REGIONS + 1, 2)),
         "b": jnp.zeros((NUM_REGIONS + 1, 2)),
     }
+
     with pytest.raises(ValueError, match="stacked needs params: tx.update"):
         tx.update(params, tx.init(params))
 

@@ -211,8 +211,10 @@ class TestQuorum:
             num_fragments=4,
             delay_steps=7,
         )
+
         assert method.schedule.delay_steps == delay
         assert method.schedule.participating == participating
+
         _, event = method.schedule.next_event(method.schedule.init(), 25)
         assert event.participating == participating
 

@@ -61,6 +61,7 @@ def spread(momentum, pull, seed, rounds, num_regions=1024):
         order = jax.random.permutation(key, num_regions)
         crossed = order.reshape(-1, 2)[:, ::-1].ravel()
         partner = jnp.zeros_like(order).at[order].set(crossed)
+
         step, state = optimizer.update(
             jnp.zeros_like(phi), state, phi, group_mean_params=(phi + phi[partner]) / 2
         )
@@ -73,29 +74,36 @@ def spread(momentum, pull, seed, rounds, num_regions=1024):
     return jax.lax.scan(sync, carry, jnp.stack(keys))[1]
 
 
+@pytest.mark.parametrize("share", [11 / 12, 13 / 12])
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
-def test_many_regions_that_meet_at_random_part_at_that_border(momentum):
+def test_many_regions_that_meet_at_random_part_at_that_border(momentum, share):
     """A twelfth below it they come together, as much above they part.
 
     Rates are those of the moments: to 0.02 a round, of 1024 regions.
     """
     border = 2 * (1 - momentum**2)
-    for pull in (border * 11 / 12, border * 13 / 12):
-        path = np.asarray(spread(momentum, pull, 0, 60))
-        rate = (path[-1] - path[20]) / (len(path) - 21)
-        np.testing.assert_allclose(rate, np.log(growth(momentum, pull)) / 2, atol=0.02)
-        assert (rate < 0) == (pull < border)
+    pull = share * border
+
+    path = np.asarray(spread(momentum, pull, 0, 60))
+    rate = (path[-1] - path[20]) / (len(path) - 21)
+
+    np.testing.assert_allclose(rate, np.log(growth(momentum, pull)) / 2, atol=0.02)
+    assert (rate < 0) == (pull < border)
 
 
-def test_the_pull_is_the_learning_rate_unless_it_is_given():
+@pytest.mark.parametrize(
+    "options", [{"outer_lr": 0.4}, {"outer_lr": 0.9, "pair_pull": 0.4}]
+)
+def test_the_pull_is_the_learning_rate_unless_it_is_given(options):
     params = jnp.float32(2)
-    for options in ({"outer_lr": 0.4}, {"outer_lr": 0.9, "pair_pull": 0.4}):
-        outer = methods.get("noloco", **options).sync.outer
-        arrived = PairMessage(jnp.float32(1), jnp.float32(0))
-        state = outer.init(params, identity())
-        moved, _, norm = receive(outer, params, state, arrived, 4)
-        np.testing.assert_allclose(moved, 2 - 0.4, rtol=1e-6)
-        assert norm == 0  # Of the pseudo-gradient, without the parameters.
+    outer = methods.get("noloco", **options).sync.outer
+    arrived = PairMessage(jnp.float32(1), jnp.float32(0))
+
+    state = outer.init(params, identity())
+    moved, _, norm = receive(outer, params, state, arrived, 4)
+
+    np.testing.assert_allclose(moved, 2 - 0.4, rtol=1e-6)
+    assert norm == 0  # Of the pseudo-gradient, without the parameters.
 
 
 # --- DiLoCo with decoupled momentum ---
@@ -245,6 +253,7 @@ def test_a_cycle_has_every_position_once_and_the_next_draws_anew():
             assert sorted(order[name][order[name] < size]) == list(range(size))
             assert len(order[name]) == 5 * -(-size // 5)  # The rest is after the end.
     assert (orders[0]["a"] != orders[1]["a"]).any()
+
     of_two = [int(subsets(0.2, 3, jnp.int32(t), part)["c"][0]) for t in range(4)]
     assert sorted(of_two[:2]) == sorted(of_two[2:]) == [0, 1]
 

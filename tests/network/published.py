@@ -145,12 +145,14 @@ def required_gbps(
     """Return the least bandwidth, to 0.5 %, that reaches a utilization."""
     low = 1e-2
     high = 1e4
+
     while high / low > 1.005:
         middle = math.sqrt(low * high)
         if table_utilization(size, row, middle, sync_interval) >= target:
             high = middle
         else:
             low = middle
+
     return high
 
 

@@ -95,14 +95,20 @@ def test_pairs_cost_one_message_there_and_one_back_at_once():
     assert exchanges.in_pairs(uniform(1, LINK).at(), 1e9).seconds == 0
 
 
-def test_neighbours_on_a_ring_are_told_one_after_the_other():
-    assert exchanges.crossing(methods.get("lt_admm")) is exchanges.to_neighbours
+def test_messages_to_neighbours_on_a_ring_go_one_after_the_other():
     cost = exchanges.to_neighbours(uniform(4, LINK).at(), 1e9)
+
     assert cost.seconds == pytest.approx(2.05)  # One line out for both messages.
     assert cost.bytes_sent == (2e9,) * 4
-    # The other of two is the neighbour on either side.
+
+
+def test_of_two_regions_the_other_is_the_neighbour_on_either_side():
     assert exchanges.to_neighbours(uniform(2, LINK).at(), 1e9).bytes_sent == (1e9,) * 2
     assert exchanges.to_neighbours(uniform(1, LINK).at(), 1e9).seconds == 0
+
+
+def test_the_graph_says_how_messages_cross():
+    assert exchanges.crossing(methods.get("lt_admm")) is exchanges.to_neighbours
     complete = methods.get("lt_admm", graph="complete")
     assert exchanges.crossing(complete) == "gather"
 
@@ -130,7 +136,7 @@ def test_nobody_waits_for_a_slow_region_that_comes_alone():
     assert timeline.stall_s[1:] == pytest.approx((4 * 8.1, 4 * 8.1, 4 * 8.1))
 
 
-def test_a_method_that_leaves_no_choice_refuses_one():
-    for name in ("noloco", "multi_ring", "heloco"):
-        with pytest.raises(ValueError, match=f"collective='tree' .*'{name}'"):
-            exchanges.crossing(methods.get(name), "tree")
+@pytest.mark.parametrize("name", ["noloco", "multi_ring", "heloco"])
+def test_a_method_that_leaves_no_choice_refuses_one(name):
+    with pytest.raises(ValueError, match=f"collective='tree' .*'{name}'"):
+        exchanges.crossing(methods.get(name), "tree")

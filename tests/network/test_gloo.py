@@ -110,11 +110,13 @@ def test_all_values_cross(num, num_values):
 def test_without_delay_it_is_a_ring(num, num_bytes, name):
     num_bytes = 8 * num * round(num_bytes)  # equal segments
     state = equal_state(num, 0.0, 1e6)
+
     plain = {"gloo": "ring", "gloo_gather": "gather"}[name]
     simulated, ring = (
         collective_cost(state, kind, min(num_bytes, 2 * num * MIB))
         for kind in (name, plain)
     )
+
     assert simulated.seconds == pytest.approx(ring.seconds)
     assert simulated.bytes_sent == pytest.approx(ring.bytes_sent)
 

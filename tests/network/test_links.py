@@ -198,13 +198,20 @@ def test_changes_are_read_as_documented(tmp_path):
         LinkChange(60, 10, extra_latency_s=0.08, source=1),
     )
 
-    for text, message in (
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
         ("{start_s: 1}", "changes={'start_s': 1} must be a list"),
         ("[{start_s: 1, for_s: 2}]", "unknown key 'for_s'"),
         ("[{start_s: 1, duration_s: 2, from: x}]", "region 'x' is not among"),
         ("[", "while parsing"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"schedule\.yaml: ") as raised:
-            load_changes(path, names)
-        assert message in str(raised.value)
+    ],
+)
+def test_a_file_that_holds_no_changes_is_named(tmp_path, text, message):
+    path = tmp_path / "schedule.yaml"
+    path.write_text(text)
+
+    with pytest.raises(ValueError, match=r"schedule\.yaml: ") as raised:
+        load_changes(path, ("region0", "region1"))
+    assert message in str(raised.value)

@@ -149,25 +149,24 @@ def test_sites_serve_in_proportion_to_their_throughput():
     assert crossed.batches_per_s(200, 2000) == pytest.approx(1.5, rel=0.03)
 
 
-def test_a_site_that_is_gone_is_routed_around():
-    stages = ((0, 1), (2, 3))
-    batch_s = [1.0] * 4
+@pytest.mark.parametrize("wiring", [{}, {"wiring": "fixed"}])
+def test_while_a_site_is_gone_its_stage_has_half_the_rate(wiring):
     gone = [Failure(3, 500, 1000)]
-    wired = run(stages, batch_s, 1500, failures=gone)
+    done = run(((0, 1), (2, 3)), [1.0] * 4, 1500, failures=gone, **wiring)
 
-    fixed = run(stages, batch_s, 1500, failures=gone, wiring="fixed")
-    for done in (wired, fixed):
-        assert done.batches_per_s(100, 500) == pytest.approx(2, rel=0.03)
-        assert done.batches_per_s(550, 1000) == pytest.approx(1, rel=0.03)
-        assert done.batches_per_s(1100, 1500) == pytest.approx(2, rel=0.03)
+    assert done.batches_per_s(100, 500) == pytest.approx(2, rel=0.03)
+    assert done.batches_per_s(550, 1000) == pytest.approx(1, rel=0.03)
+    assert done.batches_per_s(1100, 1500) == pytest.approx(2, rel=0.03)
 
-    # Site 1 is enough for both of the slower stage, but not behind a chain that is cut.
-    stages = ((0, 1), (2, 3))
+
+@pytest.mark.parametrize(("wiring", "rate"), [({}, 1), ({"wiring": "fixed"}, 1 / 2)])
+def test_a_site_that_is_gone_is_routed_around(wiring, rate):
+    """Site 1 is enough for both of the slower stage, but not behind a cut chain."""
     batch_s = [1.0, 1.0, 2.0, 2.0]
-    done = run(stages, batch_s, 1500, failures=[Failure(0, 500)])
-    assert done.batches_per_s(600, 1500) == pytest.approx(1, rel=0.03)
-    done = run(stages, batch_s, 1500, failures=[Failure(0, 500)], wiring="fixed")
-    assert done.batches_per_s(600, 1500) == pytest.approx(1 / 2, rel=0.03)
+    gone = [Failure(0, 500)]
+    done = run(((0, 1), (2, 3)), batch_s, 1500, failures=gone, **wiring)
+
+    assert done.batches_per_s(600, 1500) == pytest.approx(rate, rel=0.03)
 
 
 def test_a_stage_without_a_site_waits_for_one():

@@ -26,6 +26,7 @@ def test_the_published_values_lie_on_one_grid():
     }
     assert len(decoded) > 20
     assert GRID_FACTOR**49 == pytest.approx(1e4)
+
     with pytest.raises(ValueError, match="printed=100.0 is not a point"):
         published.published_grid_gbps(100.0, 100.0)
 

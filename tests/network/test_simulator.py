@@ -311,10 +311,12 @@ runs = st.tuples(
 def run(case, gbps_factor=1.0, extra_latency_s=0.0, schedule=None, num_layers=1):
     usual, num, gbps, latency_s, sharing, collective = case
     schedule = schedule or usual
+
     topology = uniform(num, Link(gbps * gbps_factor, latency_s + extra_latency_s))
     sizes = tuple(GB * (1 + p / 3) for p in range(schedule.num_fragments))
     steps_s = tuple(0.2 + 0.1 * i for i in range(num))
     workload = Workload(sizes, steps_s, num_layers)
+
     return simulate(
         topology, workload, schedule, 30, collective, range(num), sharing=sharing
     )

@@ -62,6 +62,7 @@ def test_gantt_shows_the_whole_run_or_says_what_it_leaves_out(monkeypatch):
     (axes,) = plots.fragments_in_flight([run("diloco")]).axes
     assert axes.get_xlim()[1] == pytest.approx(300, abs=1)
     assert axes.get_xlabel() == "inner steps"
+
     monkeypatch.setattr(plots, "MAX_SYNCS", 4)
     (axes,) = plots.fragments_in_flight([run("diloco")]).axes
     assert axes.get_xlim()[1] == pytest.approx(120, abs=1)
@@ -126,6 +127,7 @@ def test_plain_lines_now_and_then_and_at_the_end():
 
 def test_the_time_left_is_of_steps_without_compilation():
     out = io.StringIO()
+
     with RunProgress(100, console=Console(file=out, width=140)) as bar:
         bar.update(2, 2.5, None, in_flight=1, bytes_sent=2e6)
     assert out.getvalue() == "step 2/100  loss 2.500  1 in flight  2.00 MB sent\n"

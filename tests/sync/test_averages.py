@@ -55,23 +55,31 @@ def test_embeddings_are_averaged_plainly_and_layers_one_by_one():
     np.testing.assert_allclose(out["blocks/w"], expected, rtol=1e-6)
 
 
-def test_opposite_directions_and_zeros_come_to_zero():
-    for parts in ([part(w=[3.0]), part(w=[-1.0])], [part(w=[0.0])] * 2):
-        np.testing.assert_array_equal(averaged(RDA, parts)["w"], [0])
+@pytest.mark.parametrize("values", [(3.0, -1.0), (0.0, 0.0)])
+def test_opposite_directions_and_zeros_come_to_zero(values):
+    parts = [part(w=[value]) for value in values]
+    np.testing.assert_array_equal(averaged(RDA, parts)["w"], [0])
 
 
-def test_a_mask_is_the_same_in_every_region_and_another_for_every_sync():
-    like = {"a": jnp.zeros((10, 10)), "b": jnp.zeros(7)}
-    mask = SharedMask(0.3)
-    drawn = mask.mask(like, KEY)
+MASKED = {"a": jnp.zeros((10, 10)), "b": jnp.zeros(7)}
+
+
+def test_a_mask_has_the_share_of_every_array_and_is_the_same_in_every_region():
+    drawn = SharedMask(0.3).mask(MASKED, KEY)
+    again = SharedMask(0.3).mask(MASKED, sync_key(0, 8))
+
     assert jax.tree.map(jnp.sum, drawn) == {"a": 30, "b": 2}
-    again = mask.mask(like, sync_key(0, 8))
-    later = mask.mask(like, sync_key(0, 12))
-    other = SharedMask(0.3, seed=1).mask(like, KEY)
-
     assert (drawn["a"] == again["a"]).all()
-    for x in (later, other, mask.mask(like, sync_key(1, 8))):
-        assert (drawn["a"] != x["a"]).any()
+
+
+@pytest.mark.parametrize(
+    ("fragment_id", "step", "seed"), [(0, 12, 0), (1, 8, 0), (0, 8, 1)]
+)
+def test_another_sync_or_seed_has_another_mask(fragment_id, step, seed):
+    drawn = SharedMask(0.3).mask(MASKED, KEY)
+    other = SharedMask(0.3, seed=seed).mask(MASKED, sync_key(fragment_id, step))
+
+    assert (drawn["a"] != other["a"]).any()
 
 
 def test_entries_that_are_drawn_are_averaged_and_others_are_zero():

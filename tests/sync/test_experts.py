@@ -88,6 +88,7 @@ def _trained(num_steps, **options):
         mesh=cc.make_mesh(2),
     )
     state, _ = mixture.finish(program, mixture.start(program), num_steps)
+
     return jax.device_get((state.region.params, program.outer_params(state)))
 
 
@@ -272,7 +273,9 @@ def test_a_mix_keeps_the_share_of_counts_that_it_keeps_of_progress():
         mixing_alpha=0.25,
         fragment_strategy="experts",
     )
+
     state = _advanced(_program(method), 2)
+
     counts = state.region.params["blocks"][0]["moe"]["experts"]["tokens"]
     # Merged after one step; two experts a token, before and after.
     np.testing.assert_allclose(counts.sum(1) / TOKEN_UNIT, 0.25 * 2 + 2, rtol=1e-6)
@@ -322,8 +325,9 @@ def test_a_run_by_load_serves_every_fragment_within_an_interval():
         fragment_strategy="experts",
         expert_weights="tokens",
     )
-    program = _program(method)
-    state = _advanced(program, 14)
+
+    state = _advanced(_program(method), 14)
+
     assert min(state.sync.schedule.last_start) >= 14 - 6
     assert state.region.params["norm"]["scale"].shape == (2, 8)
 

@@ -39,6 +39,7 @@ def tree(num_blocks, is_stacked, other=("embedding", "norm", "head"), width=2):
 def units_of(fragments):
     """Which units each fragment holds, from its slices: names and block numbers."""
     held = []
+
     for slices in fragments.slices:
         units = set()
         for part in slices:
@@ -50,6 +51,7 @@ def units_of(fragments):
             else:
                 units.update(part.rows)
         held.append(units)
+
     return held
 
 

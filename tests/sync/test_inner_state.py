@@ -167,10 +167,10 @@ if hasattr(optax, "monitor"):
         *MONITORS,
     ],
 )
-def test_what_a_program_does_not_pass_is_named(optimizer, message):
-    for method in ("diloco", "apart"):
-        with pytest.raises(ValueError, match=message):
-            made("program", optimizer, method=method)
+@pytest.mark.parametrize("method", ["diloco", "apart"])
+def test_what_a_program_does_not_pass_is_named(method, optimizer, message):
+    with pytest.raises(ValueError, match=message):
+        made("program", optimizer, method=method)
 
 
 # --- Random state ---

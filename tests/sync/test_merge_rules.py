@@ -118,8 +118,10 @@ def test_parts_of_a_fragment_compensated_differently_have_no_ratio_of_all(parts)
         {name: delay_compensation(name) for name in ("none", "isotropic")},
         {"blocks/w": "isotropic", "head/w": "none"},
     )
+
     merged, metrics = apply(merge.compensate(both), *parts, 5)
     assert metrics == {}
+
     for key, name in (("blocks/w", "isotropic"), ("head/w", "none")):
         alone, _ = apply(merge.compensate(delay_compensation(name)), *parts, 5)
         close(merged[key], alone[key])

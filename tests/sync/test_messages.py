@@ -62,13 +62,16 @@ def test_compressed():
     np.testing.assert_array_equal(state.residual["w"], jnp.zeros((4, 2)))
 
 
-def test_of_a_rank_the_factors_are_sent():
+@pytest.mark.parametrize(("rank", "sent"), [(2, 2), (8, 8), (0, 8)])
+def test_of_a_rank_the_factors_are_sent(rank, sent):
     """Before a schedule has set a rank it is the first, 8."""
+    assert ranked().at(rank).num_bytes(PART, 4) == 4 * sent * (64 + 32)
+
+
+def test_a_memory_is_resized_to_another_rank():
     message = ranked()
     part = {"w": jnp.ones((64, 32))}
     assert message.is_ranked
-    for rank, sent in ((2, 2), (8, 8), (0, 8)):
-        assert message.at(rank).num_bytes(PART, 4) == 4 * sent * (64 + 32)
 
     small = message.at(2).resized(message.at(8).init(part), part)
     like = message.at(2).init(part)

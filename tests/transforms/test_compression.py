@@ -190,20 +190,24 @@ def test_casts_keep_their_significant_bits(name, digits):
     assert np.any(back != x)
 
 
-def test_exact_values_survive():
-    fp4 = [0, 1, -1 / 64, 1 / 32, -1 / 16, 1 / 8, -1 / 4, 1 / 2]
-    for text, x in {
-        "fp4": 3 * np.float32(fp4),
-        "int2": np.float32([3, -3, 1, -1]),
-        "int4": np.arange(-7, 8, dtype=np.float32),
-        "int8": np.arange(-127, 128, dtype=np.float32),
-        "sign": np.float32([2, -2, -2, 2]),
-        "top_k(1.0)": np.float32([2, -2, 0, 1e-30]),
-        "float16": np.float32([65504, -65504, np.inf, np.nan]),
-    }.items():
-        np.testing.assert_allclose(round_trip(text, x), x, rtol=1e-6)
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("fp4", 3 * np.array([0, 1, -1 / 64, 1 / 32, -1 / 16, 1 / 8, -1 / 4, 1 / 2])),
+        ("int2", [3, -3, 1, -1]),
+        ("int4", range(-7, 8)),
+        ("int8", range(-127, 128)),
+        ("sign", [2, -2, -2, 2]),
+        ("top_k(1.0)", [2, -2, 0, 1e-30]),
+        ("float16", [65504, -65504, np.inf, np.nan]),
+    ],
+)
+def test_exact_values_survive(text, values):
+    x = np.float32(values)
+    np.testing.assert_allclose(round_trip(text, x), x, rtol=1e-6)
 
-    # What is too large for a float16 is its largest.
+
+def test_what_is_too_large_for_a_float16_is_its_largest():
     assert round_trip("float16", np.float32([7e4, -1e30])).tolist() == [65504, -65504]
 
 

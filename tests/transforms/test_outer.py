@@ -269,14 +269,21 @@ def test_a_scalar_can_turn_back():
     np.testing.assert_allclose(x, 0, atol=1e-3)
 
 
-def test_look_ahead_finds_the_momentum_in_wrappers_and_misses_none():
+@pytest.mark.parametrize("factory", [heloco.heloco, heloco.mla])
+def test_look_ahead_finds_the_momentum_in_wrappers(factory):
+    """The wrapper's state has the hyperparameter "momentum" too."""
+    params = jnp.array([4.0])
+    wrapped = optax.inject_hyperparams(factory)(learning_rate=1.0, momentum=0.5)
+
+    _, state = wrapped.update(jnp.array([2.0]), wrapped.init(params), params)
+
+    start = heloco.look_ahead(1.0, 0.5)
+    np.testing.assert_allclose(start(params, state), [3.5])
+
+
+def test_look_ahead_without_a_momentum_is_refused():
     params = jnp.array([4.0])
     start = heloco.look_ahead(1.0, 0.5)
-    for factory in (heloco.heloco, heloco.mla):
-        # Its state has the hyperparameter "momentum" too.
-        wrapped = optax.inject_hyperparams(factory)(learning_rate=1.0, momentum=0.5)
-        _, state = wrapped.update(jnp.array([2.0]), wrapped.init(params), params)
-        np.testing.assert_allclose(start(params, state), [3.5])
 
     with pytest.raises(ValueError, match="state holds 0 momenta of heloco or mla"):
         start(params, optax.sgd(1.0, momentum=0.5).init(params))

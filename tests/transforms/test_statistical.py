@@ -90,9 +90,9 @@ def test_vectors_and_norms_of_stacks_go_whole():
     np.testing.assert_array_equal(back["blocks"]["norm"], blocks["norm"].astype("f4"))
     np.testing.assert_array_equal(back["norm"], tree["norm"])
 
-    for sent, alone in ((back, tree), (back["blocks"], tree["blocks"])):
-        name = "head" if "head" in sent else "up"
-        np.testing.assert_allclose(sent[name], decoded(alone[name]), rtol=1e-6)
+    np.testing.assert_allclose(back["head"], decoded(tree["head"]), rtol=1e-6)
+    up = tree["blocks"]["up"]
+    np.testing.assert_allclose(back["blocks"]["up"], decoded(up), rtol=1e-6)
 
     # Two tables; 40 and 35 codes; 10 and 5 float32.
     assert compression.message_bytes(message) == 32 + 10 + 9 + 60

@@ -39,6 +39,9 @@ def test_each_fragment_has_a_period_of_its_own():
     assert table(periodic(2, 3), 6) == {
         2: "+0 -0", 3: "+1 -1", 4: "+0 -0", 6: "+0 -0 +1 -1",
     }  # fmt: skip
+
+
+def test_a_period_of_no_steps_is_refused():
     with pytest.raises(ValueError, match="periods=0 must be at least 1"):
         periodic(4, 0)
 

@@ -47,11 +47,10 @@ def test_the_longest_of_the_last_syncs_counts_for_the_delay():
     assert delay_steps == expected[: len(delay_steps)]
 
 
-def test_a_region_that_knows_nothing_yet_changes_nothing():
+@pytest.mark.parametrize("seen", [{"times": [(0.2, 0.9), (0.2, 0.0)]}, {}])
+def test_a_region_that_knows_nothing_yet_changes_nothing(seen):
     schedule = staggered(40, 4, "auto")
-    for seen in ({"times": [(0.2, 0.9), (0.2, 0.0)]}, {}):
-        state = schedule.learn(schedule.init(), Applied(0, 1, seen))
-        assert state == schedule.init()
+    assert schedule.learn(schedule.init(), Applied(0, 1, seen)) == schedule.init()
 
 
 def test_as_many_slots_as_the_network_carries():
