@@ -121,6 +121,7 @@ class World:
         self.copies: dict = {}
         self.views: dict = {}  # Seats by epoch.
         self.newest: dict = {}  # The highest number of a life of each region.
+
         for region in range(num):
             self.start(region)
 
@@ -259,6 +260,7 @@ def faults_of_regions(world, region, num_faults):
 def strike(world, region, kind, rounds):
     """Have a fault begin."""
     mine = [x for x in world.lives if x.member.region == region]
+
     if kind.startswith("dies"):
         newest = max(x.member.boot for x in mine)
         boot = None if kind == "dies" else (newest >> 20) - 3 << 20
@@ -337,6 +339,7 @@ def come_back(world):
         member = life.member
         if not member.why_left or not world.is_awake(life):
             continue
+
         world.lives.remove(life)
         if member.is_superseded:
             there = [x.member.region for x in world.lives]
@@ -391,14 +394,17 @@ def explore(num, num_faults, rounds, min_regions=1, limit_s=float("inf"), every=
     explored = Explored()
     began_s = time.monotonic()
     stack = [(packed(World(num, min_regions)), num_faults, ())]
+
     while stack:
         if time.monotonic() - began_s > limit_s:
             return explored, False
+
         state, left, path = stack.pop()
         if visited.get(state, -1) >= left:
             continue
         visited[state] = left
         explored.states += 1
+
         try:
             after = list(rounds_from(state, left, num_faults, explored))
             if not after or pickle.loads(state).round >= rounds:
@@ -410,7 +416,9 @@ def explore(num, num_faults, rounds, min_regions=1, limit_s=float("inf"), every=
             raise Broken(
                 f"{error}; after {(*path, *getattr(error, 'at', ()))}"
             ) from error
+
         stack += [(new, left - cost, (*path, *events)) for new, cost, events in after]
+
     return explored, True
 
 

@@ -74,6 +74,7 @@ class Name:
         with contextlib.suppress(OSError):  # It is closed.
             while True:
                 near, _ = self._server.accept()
+
                 with self._lock:
                     host, _, port = self.target.rpartition(":")
                     try:
@@ -83,6 +84,7 @@ class Name:
                         continue
                     far.settimeout(None)
                     self._open += [near, far]
+
                 for ends in ((near, far), (far, near)):
                     threading.Thread(target=_copy, args=ends, daemon=True).start()
 

@@ -81,6 +81,7 @@ def listed_late(seconds):
     def late(folder):
         now = time.monotonic()
         names = set(list_all(folder))
+
         for name in names - shown.keys():
             shown[name] = [now + random.uniform(0, seconds), None]
         for name in shown.keys() - names:
@@ -88,6 +89,7 @@ def listed_late(seconds):
                 shown[name][1] = now + random.uniform(0, seconds)
         for name in [x for x, (_, end) in shown.items() if end and end < now]:
             del shown[name]
+
         return [name for name, (begin, _) in shown.items() if begin <= now]
 
     stores.Folder.list = late
@@ -102,10 +104,12 @@ def main():
         via=settings["via"], regions=settings["regions"],
     )  # fmt: skip
     folder = pathlib.Path(settings["folder"])
+
     clock = time.time_ns
     time.time_ns = lambda: clock() + int(settings["clock_s"] * 1e9)
     if settings["late_s"]:
         listed_late(settings["late_s"])
+
     last_boot = None
     while True:
         with Link(place, "toy", 1000, is_announced=False, last_boot=last_boot) as link:

@@ -140,9 +140,11 @@ def test_packed_means_are_the_means(kind):
         "w": RNG.normal(size=(8, 3, 2)).astype(np.float32),
         "b": jnp.asarray(RNG.normal(size=(8, 5)), jnp.bfloat16),
     }
+
     out = on_regions(
         lambda x: for_all_regions(collectives.mean_for_all(x, kind), block.size), mesh
     )(tree)
+
     for name, x in tree.items():
         assert out[name].dtype == x.dtype
         expected = np.broadcast_to(np.asarray(x, np.float64).mean(0), x.shape)
@@ -151,14 +153,16 @@ def test_packed_means_are_the_means(kind):
         np.testing.assert_allclose(mean, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_packed_messages_of_all_are_the_messages():
+@pytest.mark.parametrize("kind", [None, *collectives.ALL_REDUCES])
+def test_packed_messages_of_all_are_the_messages(kind):
     mesh = make_mesh(4, devices=jax.devices()[:4])
     tree = {"q": np.arange(12, dtype=np.int8).reshape(4, 3), "s": np.ones((4, 2), "f4")}
-    for kind in (None, *collectives.ALL_REDUCES):
-        gather = functools.partial(collectives.gather_all, all_reduce=kind)
-        out = on_regions(gather, mesh)(tree)
-        for name, x in tree.items():
-            np.testing.assert_array_equal(out[name], np.tile(x, (4, 1)))
+
+    gather = functools.partial(collectives.gather_all, all_reduce=kind)
+    out = on_regions(gather, mesh)(tree)
+
+    for name, x in tree.items():
+        np.testing.assert_array_equal(out[name], np.tile(x, (4, 1)))
 
 
 # --- Rings: the same bits at every shard, and what it costs ---
@@ -192,12 +196,14 @@ def by_hand(tree, num_shards, num_rings):
         [q * s % num_shards for q in range(num_shards)]
         for s in ByRings(num_rings).strides(num_shards)
     ]
+
     out = np.zeros(SIZE, np.float32)
     for i in range(SIZE):
         ring, within = divmod(i // chunk, num_shards)
         order = orders[ring][within:] + orders[ring][:within]
         for shard in order:  # Nothing is lost where the first is added to 0.
             out[i] += values[shard, i]
+
     return out
 
 
@@ -244,12 +250,15 @@ def train(name, num_shards, **options):
     method = methods.get(
         name, sync_interval=4, outer_lr=0.7, region_weights="tokens", **options
     )
+
     regions = Regions((1.0, 2.0, 4.0, 1.0), (1,) * 4)
     mesh = make_mesh(4, devices=jax.devices()[:num_shards])
     program = RegionProgram(loss_fn, optax.sgd(0.1), method, params, regions, mesh=mesh)
+
     state = program.init(params, jax.random.key(0))
     targets = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
     state, _ = tiny.follow(program, state, targets, 8)
+
     return jax.device_get(program.outer_params(state)), state
 
 
@@ -273,6 +282,8 @@ def test_rings_go_around_regions_that_are_divided():
         program = tiny.program_of(
             method, mesh, optimizer=optax.sgd(0.05), param_specs=tiny.SPECS
         )
+
         state, _ = tiny.finish(program, tiny.start(program), 4)
         ends.append(jax.device_get(program.outer_params(state)))
+
     assert_all_close(*ends, rtol=0, atol=2e-6)

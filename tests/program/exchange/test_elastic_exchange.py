@@ -53,14 +53,17 @@ def as_processes(tiny, method, num, num_steps, **options):
     def job(place):
         program = make_program(tiny, method, Transport("elastic", place=place), num)
         state = tiny.start(program)
+
         with Link(place, "test", program.exchange.max_row_bytes) as link:
             program.exchange.link = link
             assert link.join(60) is None
+
             batches = own_batches(tiny, place.region)
             for new, _ in run(program, state, batches, num_steps):
                 state = new
                 flying = [s for _, s in state.sync.in_flight]
                 link.at(min(flying, default=state.step))
+
             end = tiny.numbers(state)
             link.finish(60)
             return end
@@ -69,12 +72,13 @@ def as_processes(tiny, method, num, num_steps, **options):
         return list(pool.map(job, places(num, **options)))
 
 
-def check_numbers(tiny, method, num, num_steps, via=None):
-    """Every region alone has what one process with all of them has; its outputs."""
+def assert_each_alone_as_together(tiny, method, num, num_steps, via=None):
+    """Regions alone have what one process with all has; returns that one's outputs."""
     program = make_program(tiny, method, Transport("outer"), num)
     batches = (jax.tree.map(lambda x: x[:num], batch) for batch in tiny.stream())
     state, outputs = follow(program, tiny.start(program), batches, num_steps)
     (region, together), *expected = tiny.numbers(state)
+
     for m, job in enumerate(as_processes(tiny, method, num, num_steps, via=via)):
         (local, sync), *rest = job
         assert_within_ulps(rest, expected)
@@ -82,6 +86,7 @@ def check_numbers(tiny, method, num, num_steps, via=None):
         assert_within_ulps(sync["outer"], together["outer"])
         for k, flight in together["in_flight"].items():
             assert_within_ulps(sync["in_flight"][k].mean, flight.mean)
+
     return outputs
 
 
@@ -101,7 +106,9 @@ def test_the_numbers_are_those_of_one_process(tiny, tmp_path, name, options, has
     tiny = mixture.in_place_of(tiny) if "expert_weights" in options else tiny
     # Two regions: each compiles programs of its own.
     method = methods.get(name, sync_interval=4, **options)
-    check_numbers(tiny, method, 2, 10, via=None if has_ports else tmp_path)
+    assert_each_alone_as_together(
+        tiny, method, 2, 10, via=None if has_ports else tmp_path
+    )
 
 
 def with_nonsense(tiny):
@@ -134,7 +141,7 @@ def with_nonsense(tiny):
 def test_nonsense_is_judged_alike_in_all_regions(tiny, name, options):
     """And the region that sent it begins anew, as in one process with all of them."""
     method = methods.get(name, **options)
-    outputs = check_numbers(with_nonsense(tiny), method, 4, 9)
+    outputs = assert_each_alone_as_together(with_nonsense(tiny), method, 4, 9)
     verdicts = [(s.verdict % RESTORED).tolist() for x in outputs for s in x.syncs]
     assert "exclude_above" not in options or [0, 2, 0, 0] in verdicts
 
@@ -227,21 +234,23 @@ def experts_of(params):
 )
 def test_a_mean_that_is_late_is_merged_for_its_true_age(tiny, name, options):
     """Due after 1 step and there after 2: as where 2 is the delay."""
-    ends = []
-    for delay_steps in (1, 2):
-        given = SHORT | {"delay_steps": delay_steps} | options
-        method = methods.get(name, **given)
+
+    def merged_at_4(delay_steps):
+        method = methods.get(name, **SHORT | {"delay_steps": delay_steps} | options)
         program, state, batches = of_one_job(tiny, method, late_mean="merge")
         for step in range(4):
             if step == 3:
                 (flying,) = state.sync.schedule.in_flight
                 assert flying[1:3] == (2, 4)
                 program.exchange.link.decide(flying.sync_id, 0, 1)
+
             batch = jax.tree.map(lambda x, step=step: x[step : step + 1], batches)
             state, output = program.advance(state, batch)
             assert [s.apply_step for s in output.syncs] == [4] * (step == 3)
-        ends.append(tiny.host((state.region.params, state.sync.outer)))
-    assert_within_ulps(*ends)
+
+        return tiny.host((state.region.params, state.sync.outer))
+
+    assert_within_ulps(merged_at_4(delay_steps=1), merged_at_4(delay_steps=2))
 
 
 @pytest.mark.parametrize(
@@ -320,19 +329,26 @@ def test_a_delay_that_is_looked_halfway_at_may_be_known_before():
     own("cocodc", SHORT | {"curvature": "secant"})
 
 
-def test_places_that_cannot_be_are_refused():
-    method = methods.get("diloco")
-    for place, why in (
-        (None, "which region this is"),
-        (places(2)[0], "regions=3 but region_addresses has 2"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            Transport("elastic", place=place).own(Regions.alike(3), method)
+@pytest.mark.parametrize(
+    ("num_places", "message"),
+    [(0, "which region this is"), (2, "regions=3 but region_addresses has 2")],
+)
+def test_a_transport_without_a_place_among_its_regions_is_refused(num_places, message):
+    place = places(num_places)[0] if num_places else None
+    transport = Transport("elastic", place=place)
 
+    with pytest.raises(ValueError, match=message):
+        transport.own(Regions.alike(3), methods.get("diloco"))
+
+
+def test_channels_of_regions_that_come_and_go_are_refused():
     with pytest.raises(ValueError, match="outer_channels=2 has no meaning"):
         Transport("elastic", outer_channels=2)
 
-    for change, message in (
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"addresses": ("a:1", "b")}, "region_addresses has 'b'"),
         ({"addresses": ("a:1", "b:70000")}, "region_addresses has 'b:70000'"),
         ({"addresses": ("a:1", "b c:5")}, "region_addresses has 'b c:5'"),
@@ -344,10 +360,16 @@ def test_places_that_cannot_be_are_refused():
         ({"late_mean": "drop"}, "late_mean='drop' is unknown"),
         ({"late_message": "wait"}, "late_message='wait' is unknown"),
         ({"timing": Timing(quorum=3)}, "quorum_regions=3 must be 1 to 2"),
-    ):
-        fields = {"region": 0, "addresses": ("a:1", "b:2"), "key": KEY} | change
-        with pytest.raises(ValueError, match=re.escape(message)):
-            Place(**fields)
+    ],
+)
+def test_places_that_cannot_be_are_refused(change, message):
+    fields = {"region": 0, "addresses": ("a:1", "b:2"), "key": KEY} | change
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Place(**fields)
+
+
+def test_the_text_of_a_place_has_no_key():
     assert "key" not in repr(places(1)[0])
 
 
@@ -366,9 +388,12 @@ def test_a_row_of_another_size_is_in_no_mean():
     exchange.in_mean = {}
     exchange.arriving = exchange._landed = mock.Mock()
     exchange.row_shape = mock.Mock(return_value=np.empty((1, 2), np.float32))
+
     rows = {0: bytes(8), 2: bytes(4)}
     decision = Decision(NO_EPOCH, (0, 4), rows)
+
     exchange._in_thread((0, 4), 0, lambda: (None, decision)).result()
+
     assert exchange._landed.call_args.args[2] == {0: rows[0]}
     assert exchange.in_mean == {(0, 4): (0,)}
 

@@ -101,10 +101,12 @@ def test_a_program_lists_what_it_sends():
         tiny.shared_program, ("streaming_diloco", "data_parallel")
     )
     sizes = streaming.fragments.num_params
+
     sent = sent_by(streaming)
     for k, size in enumerate(sizes):
         assert sent[f"send fragment {k}"] == 4 * size
     assert sent["inner steps"] == 0
+
     assert sent_by(parallel)["inner steps"] == 2 * 4 * sum(sizes)
 
 

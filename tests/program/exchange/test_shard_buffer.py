@@ -192,8 +192,10 @@ def test_no_device_of_a_region_has_a_fragment_whole():
     program = make_program(mesh, 2, num_fragments=1)
     batches = jax.tree.map(lambda x: x[None, :2], tiny.make_batch(0))
     size = sum(x.size for x in jax.tree.leaves(tiny.make_params()))
+
     listed = [x for x in program.list_programs(batches) if "fragment" in x.name]
     assert {x.name.split()[0] for x in listed} == {"send", "merge"}
+
     for lowered in listed:
         text = lowered.program.lower(*lowered.arguments).compile().as_text()
         assert max(sizes_in(text)) <= size / 4

@@ -50,13 +50,15 @@ def collectives(program, *args):
     """Bytes that a device gives to each kind of collective, in all: `{kind: bytes}`."""
     text = jax.jit(program).lower(*args).compile().as_text()
     bytes_of = collections.Counter()
-    for instruction in (
-        instruction for part in hlo.parse(text) for instruction in part.instructions
-    ):
-        if instruction.opcode in KINDS:
+
+    for part in hlo.parse(text):
+        for instruction in part.instructions:
+            if instruction.opcode not in KINDS:
+                continue
             # The result of a gather is of all four.
             share = NUM_REGIONS if instruction.opcode == "all-gather" else 1
             bytes_of[instruction.opcode] += instruction.num_bytes // share
+
     return bytes_of
 
 
@@ -86,6 +88,7 @@ def make_setting(mesh, sync):
     shapes = jax.eval_shape(lambda x: x, PARAMS)
     specs = jax.tree.map(lambda _: P(), shapes)
     shardings = Shardings.of(mesh, fragments, optax.sgd(0.1), shapes, specs)
+
     regions = Regions.alike(NUM_REGIONS)
     local = LocalRegions.of(mesh, NUM_REGIONS)
     place = OuterPlacement("mesh", "mesh", shardings)

@@ -179,10 +179,12 @@ def test_each_channel_has_another_device_of_every_process(
     channels = [rows_of(inner, channel) for channel in range(2)]
     assert channels == [[["0.2"], ["1.2"]], [["0.1"], ["1.1"]]]
     check_channels(inner, 2)
+
     three_of_two_processes.remove(inner_devices(2)[3])  # Of process 1.
     why = "outer_channels=2 .* process 1 has 1; use fewer"
     with pytest.raises(ValueError, match=why):
         check_channels(inner, 2)
+
     check_channels(inner, 1)
 
 
@@ -246,10 +248,12 @@ print(*found)
 def test_pages_of_the_call_before_serve_the_next(chosen):
     names = ("GLIBC_TUNABLES", "MALLOC_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(names)}
+
     done = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, check=True,
         env=environment | chosen,
     )  # fmt: skip
+
     is_kept, faults = done.stdout.split()
     assert (is_kept == "True") == (not chosen)
     assert (int(faults) < 1000) == (not chosen)

@@ -110,8 +110,10 @@ def result(name, data=1, model=1):
         optimizer=optax.adam(tiny.LEARNING_RATE),
         param_specs=tiny.SPECS if data * model > 1 else None,
     )  # fmt: skip
+
     batches = (jax.tree.map(lambda x: x[:1], b) for b in tiny.stream())
     state, outputs = tiny.follow(program, tiny.start(program), batches, NUM_STEPS)
+
     losses = [output.losses for output in outputs]
     means = program.mean_params(state), program.outer_params(state)
     arrays = state.region, state.sync and state.sync.arrays, means

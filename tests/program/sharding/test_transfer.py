@@ -79,9 +79,11 @@ def test_shards_of_a_process_are_its_rows_in_order(axis):
     x = np.arange(32.0).reshape(8, 4) if axis == 0 else np.arange(32.0).reshape(4, 8)
     spec = P("region") if axis == 0 else P(None, "region")
     placed = transfer.put(x, NamedSharding(mesh, spec))
+
     parts = transfer._own_rows(placed, axis)
     assert len(parts) == 4  # Not 8: a region's two devices hold the same rows.
     np.testing.assert_array_equal(np.concatenate(parts, axis), x)
+
     np.testing.assert_array_equal(transfer.local_rows(placed, axis), x)
     assert transfer.first_local_row(placed, axis) == 0
 
@@ -159,6 +161,7 @@ def test_shares_of_a_message_are_equal_and_together_whole(num_columns, num_share
         transfer._columns(jnp.asarray(x), i * width, width) for i in range(num_shares)
     ]
     assert {part.shape for part in parts} == {(2, width)}
+
     joined = np.concatenate(parts, axis=1)
     np.testing.assert_array_equal(joined[:, :num_columns], x)
     assert not joined[:, num_columns:].any()

@@ -32,6 +32,7 @@ def walk(folder):
 def damage(folder, harm):
     """Do to a checkpoint what disks, copies and people do."""
     data = max(walk(folder / "arrays"), key=lambda path: path.stat().st_size)
+
     if harm == "flip":
         content = bytearray(data.read_bytes())
         for at in np.linspace(0, len(content) - 1, 4, dtype=int):
@@ -232,19 +233,23 @@ class TestFailure:
         torn = folder / "4.orbax-checkpoint-tmp"
         (torn / "arrays.orbax-checkpoint-tmp").mkdir(parents=True)
         (torn / "arrays.orbax-checkpoint-tmp" / "manifest.ocdbt").write_bytes(b"half")
+
         with Checkpoints(folder) as checkpoints:
             restored, _ = checkpoints.restore(program)
             assert restored.step == 2
             checkpoints.save(program, state, {})  # And its place can be taken.
+
         assert restore(folder, program)[0].step == 4
 
     def test_what_a_killed_save_left_is_removed_by_who_alone_saves(self, saved):
         program, state, folder = saved
         torn = folder / "3.orbax-checkpoint-tmp"
         torn.mkdir()
+
         with Checkpoints(folder) as checkpoints:
             assert checkpoints.latest_step == 2
         assert torn.exists()
+
         with Checkpoints(folder, cleans=True) as checkpoints:
             checkpoints.save(program, state, {})  # Waits for the removal, in a thread.
         assert not torn.exists()
@@ -443,11 +448,12 @@ class TestFailure:
             restore(folder, program)
         assert {path.name for path in folder.iterdir()} == {"2", "4", RUN_FILE}
 
-    def test_a_folder_that_cannot_be_made(self, tmp_path):
+    @pytest.mark.parametrize("folder", ["file", "file/checkpoints"])
+    def test_a_folder_that_cannot_be_made(self, tmp_path, folder):
         (tmp_path / "file").write_text("")
-        for folder in ("file", "file/checkpoints"):
-            with pytest.raises(OSError, match=folder):
-                Checkpoints(tmp_path / folder)
+
+        with pytest.raises(OSError, match=folder):
+            Checkpoints(tmp_path / folder)
 
     def test_a_step_that_is_saved_already(self, tiny, saved):
         program, _, folder = saved
@@ -478,5 +484,6 @@ class TestFailure:
         )
         options = {"method": tiny.METHODS["diloco"], "params": params} | change
         program = tiny.program_of(**options)
+
         with pytest.raises(ValueError, match=f"step 2 in {folder}.*{message}"):
             restore(folder, program)

@@ -93,10 +93,12 @@ def test_when_steps_were_done_is_told_once_they_are():
     with FlightRecorder(earlier_s=100.0) as recorder:
         recorder.stepped(2, steps, [])
         recorder.stepped(4, later, [])
+
         threading.Timer(0.1, steps.gate.set).start()
         begin = time.perf_counter()
         first = recorder.done_s(2)
         assert begin + 0.05 < first <= time.perf_counter()
+
         later.gate.set()
         assert recorder.done_s(4) > first == recorder.done_s(2)
 
@@ -106,12 +108,14 @@ def test_seconds_of_a_step_leave_out_what_was_compiled_before_it():
         recorder.stepped(2, READY, [])
         recorder.done_s(2)
         assert recorder.own_step_s is None  # They had ended when they were dispatched.
+
         time.sleep(0.4)  # As compiling takes.
         steps = PendingMean()
         recorder.stepped(4, steps, [])
         time.sleep(0.1)
         steps.gate.set()
         recorder.done_s(4)
+
         assert recorder.own_step_s < 0.2 < recorder.recent_step_s + 0.05
 
 
@@ -168,14 +172,18 @@ def test_it_does_not_hide_what_went_wrong_before(deleted):
 def test_a_step_is_measured_without_the_wait_before_it():
     outer = PendingMean()
     steps = PendingMean()
+
     with FlightRecorder() as recorder:
         assert (recorder.step_s, recorder.sync_s) == (0.0, 0.0)
+
         recorder.stepped(4, READY, merged(outer))
         recorder.stepped(6, steps, [])
+
         time.sleep(0.6)
         outer.gate.set()
         time.sleep(0.2)
         steps.gate.set()
+
     assert 0.05 < recorder.step_s < 0.3  # 0.1; 0.4 with the wait.
 
 

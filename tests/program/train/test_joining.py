@@ -14,6 +14,7 @@ from cocodc_jax.engine.mesh import make_mesh
 from cocodc_jax.engine.transport import Transport
 from cocodc_jax.train import joining
 from cocodc_jax.train.run_steps import run_steps as run
+from tests.numerics import assert_all_close
 from tests.program.elastic.meeting import places
 
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation")
@@ -39,20 +40,25 @@ def train(tiny, program, state, link, end, seen):
         jax.tree.map(lambda x: x[region : region + 1], b)
         for b in tiny.stream(state.step)
     )
+
     for new, output in run(program, state, batches, end - state.step):
         state = new
         oldest = min((s for _, s in state.sync.in_flight), default=state.step)
         waiting = link.at(oldest)
+
         wait_until = time.monotonic() + 60
         while state.step == AGAIN and region == 0 and not waiting:
             assert time.monotonic() < wait_until
             time.sleep(0.01)
             waiting = link.at(oldest)
+
         for other, boot in waiting.items():
             if state.step >= AGAIN:  # One that comes sooner waits.
                 link.let_in(other, boot, joining.copy_of(program, state), oldest)
+
         if output.syncs:
             seen[region, state.step] = tiny.host(state.sync.outer)
+
     return state
 
 
@@ -141,9 +147,11 @@ def test_noise_is_drawn_anew_by_a_region_that_joins(tiny):
     program = make_program(tiny, optimizer=optax.noisy_sgd(0.1, key=3))
     state = tiny.start(program)
     key = np.asarray(jax.random.key_data(state.region.opt_state[0].rng_key))
+
     copy = joining.copy_of(program, state)
     later = copy.__class__(40, copy.header, copy.arrays)
     joined = joining.adopt(program, tiny.make_params(), jax.random.key(0), later)
+
     noise = joined.region.opt_state[0]
     assert not np.array_equal(jax.random.key_data(noise.rng_key), key)
     assert noise.count.tolist() == [40]
@@ -157,24 +165,30 @@ def copy_and_step(tiny, program):
     return joining.copy_of(program, other), state
 
 
-def test_what_was_done_meanwhile_is_kept(tiny):
+@pytest.mark.parametrize("moved", [None, 1.0])
+def test_what_was_done_meanwhile_is_kept(tiny, moved):
     """By hand: theta_g + (theta_m - theta_s), of any theta_s."""
     program = make_program(tiny)
     copy, state = copy_and_step(tiny, program)
     moments = tiny.host(state.region.opt_state)
     mine = tiny.host(state.region.params)
     outer = tiny.host(program.outer_params(state))
-    shared = jax.tree.map(lambda x: x + 1.0, state.sync.outer.params)
-    for carried, moved in (
-        (joining.Carried(state), 0.0), (joining.Carried(state, shared), 1.0),
-    ):  # fmt: skip
-        args = tiny.make_params(), jax.random.key(0), copy, carried
-        joined = joining.adopt(program, *args)
-        tiny.assert_same(joined.region.opt_state, moments)
-        trees = (joined.region.params, tiny.make_params(3), mine, outer)
-        for x, g, m, s in zip(*map(jax.tree.leaves, trees), strict=True):
-            np.testing.assert_allclose(x, g + (m - s - moved), rtol=1e-5, atol=1e-6)
-        tiny.assert_same(program.outer_params(joined), tiny.make_params(3))
+    if moved is None:
+        carried = joining.Carried(state)
+    else:
+        shared = jax.tree.map(lambda x: x + moved, state.sync.outer.params)
+        carried = joining.Carried(state, shared)
+
+    joined = joining.adopt(
+        program, tiny.make_params(), jax.random.key(0), copy, carried
+    )
+
+    tiny.assert_same(joined.region.opt_state, moments)
+    tiny.assert_same(program.outer_params(joined), tiny.make_params(3))
+    expected = jax.tree.map(
+        lambda g, m, s: g + (m - s - (moved or 0.0)), tiny.make_params(3), mine, outer
+    )
+    assert_all_close(joined.region.params, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_frozen_is_not_in_a_copy(tiny):
@@ -186,6 +200,7 @@ def test_what_is_frozen_is_not_in_a_copy(tiny):
     trained = sum(x.nbytes for x in jax.tree.leaves(first)) - first["head"].nbytes
 
     assert sum(map(len, copy.arrays)) == 2 * trained  # With the outer momentum.
+
     work = program.mean_params(state)["embed"] - first["embed"]
     for carried, moved in ((None, 0.0), (joining.Carried(state), work)):
         joined = joining.adopt(program, first, jax.random.key(0), copy, carried)

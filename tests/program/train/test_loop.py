@@ -152,19 +152,21 @@ class TestRecords:
         has_ratios = "cocodc" in method_name
         assert run.result.correction_ratio == (np.mean(ratios) if has_ratios else None)
 
-    def test_evaluation_judges_the_mean_and_the_outer_model(self, tiny, evaluate):
+    def test_the_mean_and_the_outer_model_are_evaluated(self, tiny, evaluate):
         program = tiny.shared_program("streaming_diloco")
         run = Run(tiny, program, 8, cadence={"eval_every": 5}, evaluate=evaluate)
         state, _ = tiny.finish(program, tiny.start(program), 5)
+
         first, last = run.of_kind("eval")
         assert first["eval_loss"] == float(evaluate(program.mean_params(state)))
         assert first["eval_loss_outer"] == float(evaluate(program.outer_params(state)))
         assert first["eval_loss"] != first["eval_loss_outer"]
         assert first["eval_perplexity"] == math.exp(first["eval_loss"])
+
         assert last["step"] == 8
         assert run.result.last_eval == last
 
-    def test_what_equals_the_mean_is_judged_once(self, tiny, evaluate):
+    def test_what_equals_the_mean_is_evaluated_once(self, tiny, evaluate):
         """DiLoCo, H 2: after a sync at 4 and 8, a step beyond one at 5."""
         program = tiny.shared_program("diloco")
         judged = []
@@ -187,14 +189,17 @@ class TestRecords:
             assert record["eval_loss_outer"] == outer
             assert (record["eval_loss"] == outer) == (step != 5)
 
-    def test_the_clock_is_told_every_step_once(self, tiny):
+    def test_every_step_is_on_the_clock_once(self, tiny):
         run = Run(tiny, tiny.shared_program("streaming_diloco"), 9)
         clocks = run.clocks
+
         assert [clock.step for clock in clocks] == [2, 4, 6, 8, 9]
         assert [clock.in_flight for clock in clocks] == [1, 2, 2, 2, 2]
+
         assert clocks[-1].bytes_sent == run.result.state.bytes_sent
         assert all(a.wall_s < b.wall_s for a, b in itertools.pairwise(clocks))
         assert all(clock.tokens_per_second > 0 for clock in clocks)
+
         assert run.result.stall_seconds >= 0
         assert run.result.seconds >= clocks[-1].wall_s
 

@@ -24,6 +24,7 @@ def test_a_record_says_how_even_and_how_equal_loads_are():
         "load_max": 1.0 * 4 / 2, "divergence": (0.5 + 0.5) / 2 / (2 * 2), "dead": 1.0,
         "load_regions": LOADS.tolist(),
     }  # fmt: skip
+
     shown = scalars(record)
     assert shown["experts/load_regions/region_1/layer_0/expert_1"] == 0.5
     assert shown["experts/dead"] == 1.0

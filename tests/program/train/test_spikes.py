@@ -56,16 +56,18 @@ def test_it_goes_on_from_what_it_knew():
     rng = np.random.default_rng(0)
     losses = rng.normal(3, 0.1, (60, 2))
     losses[45:] += 5
+
     whole = Spikes(8.0)
-    parts = Spikes(8.0)
     expected = [whole.observe(i, x, 0) for i, x in enumerate(losses)]
+    assert sum(map(len, expected)) == 2
+
+    parts = Spikes(8.0)
     for i, x in enumerate(losses):
         if i == 46:
             known = json.loads(json.dumps(parts.to_json()))
             parts = Spikes(8.0)
             parts.continue_from(known)
         assert parts.observe(i, x, 0) == expected[i]
-    assert sum(map(len, expected)) == 2
 
 
 def test_refusals():
