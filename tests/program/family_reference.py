@@ -167,12 +167,15 @@ def chunked(k, side, is_cosine=False, quantize=None, unsent=0.0):
         chunks = to_chunks(x, side)
         # Not times an identity, which would spread holes.
         chunks = spectrum(chunks) if is_cosine else chunks
+
         flat = chunks.reshape(-1, math.prod(chunks.shape[2:]))
         k_own = k if is_cosine else max(1, round(k * flat.shape[1] / side**2))
+
         order = np.argsort(-np.abs(flat), axis=1, kind="stable")[:, :k_own]
         sent = np.take_along_axis(flat, order, 1)
         kept = np.full_like(flat, unsent)
         np.put_along_axis(kept, order, quantize(sent) if quantize else sent, 1)
+
         kept = kept.reshape(chunks.shape)
         return from_chunks(spectrum(kept, back=True) if is_cosine else kept, x.shape)
 
@@ -265,6 +268,7 @@ def periodic(s, outer_lr, momentum, parts):
     x = s.params
     optimizers = [Nesterov(outer_lr, momentum) for _ in parts]
     local = s.copies()
+
     for t in range(s.num_steps):
         local = s.step(local, t)
         for (mask, period), optimizer in zip(parts, optimizers, strict=True):
@@ -272,6 +276,7 @@ def periodic(s, outer_lr, momentum, parts):
                 stepped = optimizer.step(x, (x - local).mean(0))
                 x = np.where(mask, stepped, x)
                 local = np.where(mask, x, local)
+
     return local, x
 
 
@@ -362,13 +367,17 @@ def noloco(s, interval, outer_lr, momentum, pull, partners):
     """`partners(step)` gives each region's partner in the sync of that step."""
     x = s.copies()
     v = 0.0
+
     for t in s.rounds(interval):
         g = x - s.round(x, t, interval)
-        who = partners(t + interval)
-        pair_g = (g + g[who]) / 2
-        pair_x = (x + x[who]) / 2
+
+        partner = partners(t + interval)
+        pair_g = (g + g[partner]) / 2
+        pair_x = (x + x[partner]) / 2
+
         v = momentum * v + outer_lr * pair_g + pull * (x - pair_x)
         x = x - v
+
     return s.rest(x, interval), x.mean(0)
 
 
@@ -383,12 +392,16 @@ def drawn_partners(seed, num_regions):
 def diloco_demo(s, interval, outer_lr, beta, compress):
     x = s.copies()
     d = 0.0
+
     for t in s.rounds(interval):
         g = x - s.round(x, t, interval)
         d = beta * d + g
+
         sent = np.array(list(map(compress, d)))
         d = d - sent + sent.mean(0)
+
         x = x - outer_lr * (g + beta * d)
+
     return s.rest(x, interval), x.mean(0)
 
 
@@ -408,12 +421,15 @@ class Momenta:
 
     def step(self, x, g):
         self.steps += 1
+
         us = self.us or [0.0 for _ in self.b1s]
         self.us = [b * u + (1 - b) * g for b, u in zip(self.b1s, us, strict=True)]
         self.v = self.b2 * self.v + (1 - self.b2) * g**2
+
         mixed = (1 - sum(self.weights)) * g
         for b, w, u in zip(self.b1s, self.weights, self.us, strict=True):
             mixed = mixed + w * u / (1 - b**self.steps)
+
         step = mixed / (np.sqrt(self.second_moment()) + self.eps)
         return x - self.lr * (step + self.weight_decay * x)
 
@@ -424,17 +440,22 @@ class Momenta:
 def des_loc(s, interval, first, second, optimizer):
     """`optimizer` is the `Momenta` of all regions."""
     x = s.copies()
+
     for t in range(s.num_steps):
         x = optimizer.step(x, s.gradient(x, t))
+
         sync, left = divmod(t + 1, interval)
         if left:
             continue
+
         x = averaged(x)
         if sync % first == 0:
             optimizer.us = list(map(averaged, optimizer.us))
         if sync % second == 0:
             optimizer.v = averaged(optimizer.v)
+
         outer = x[0]
+
     return x, outer
 
 
@@ -443,12 +464,15 @@ def lt_admm(s, interval, rho, neighbours, compress):
     x = shared = s.copies()
     degrees = np.array([[len(others)] for others in neighbours])
     z = {(i, j): rho * s.params for i, others in enumerate(neighbours) for j in others}
+
     for t in range(s.num_steps):
         pull = [sum(z[i, j] for j in others) for i, others in enumerate(neighbours)]
         x = x - s.lr * (s.gradient(x, t) + rho * degrees * x - np.array(pull))
+
         if (t + 1) % interval == 0:
             shared = shared + np.array(list(map(compress, x - shared)))
             z = {(i, j): (z[i, j] - z[j, i] + 2 * rho * shared[j]) / 2 for i, j in z}
+
     return x, shared.mean(0)
 
 
@@ -474,11 +498,15 @@ def demo(s, beta, k, side):
     x = s.params
     d = 0.0
     select = chunked(k, side, is_cosine=True)
+
     for t in range(s.num_steps):
         d = beta * d + s.gradient(x, t)
+
         sent = np.array(list(map(select, d)))
         d = d - sent
+
         x = x - s.lr * np.sign(mean_over_senders(sent, side))
+
     return s.copies(x), x
 
 
@@ -575,14 +603,17 @@ def heloco_corrected(d, m, keep, removal, turn, kappa, most):
     nm = np.linalg.norm(m)
     if nd == 0 or nm == 0:
         return d, "keep"
+
     u = d / nd
     v = m / nm
     c = (u * v).sum()
     conf = nd / (nd + kappa * nm)
+
     if c >= keep:
         return d, "keep"
     if c < 0:
         return d - min(removal * -c * conf, most) * c * nd * v, "take off"
+
     share = min(turn * (1 - c) * conf, 1)
     mixed = (1 - share) * u + share * v
     return nd * mixed / np.linalg.norm(mixed), "turn"
@@ -599,6 +630,7 @@ def look_ahead(lr, momentum, rho, numbers, seen):
             *(heloco_corrected(*pair, *numbers) for pair in pairs), strict=True
         )
         seen.update(cases)
+
         g = rho * join(corrected)
         m = momentum * m + (1 - momentum) * g
         return x - lr * (g + momentum * m)
@@ -692,13 +724,17 @@ def loscar(s, interval, delay, mask):
     x = s.params
     local = s.copies()
     flying = []
+
     for tick in range(1, s.num_steps + 1):
         local = s.step(local, tick - 1)
+
         for _, drawn, staged in [f for f in flying if f[0] + delay == tick]:
             center = staged.mean(0)
             x = np.where(drawn, center, x)
             local = np.where(drawn, center + (local - staged), local)
+
         flying = [f for f in flying if f[0] + delay > tick]
         if tick % interval == 0:
             flying.append((tick, mask(tick), local))
+
     return local, x

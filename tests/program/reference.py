@@ -182,6 +182,7 @@ class Run:
         self.local = np.tile(params, (len(batches[0]), 1))
         self.outer = params
         self.nesterov = Nesterov(method.outer_lr, method.momentum)
+
         self.num_bytes = 0
         self.closest = math.inf
         self.starts = []
@@ -191,12 +192,14 @@ class Run:
         self.in_flight = []
         self.rates = {}
         self.history = {}
+
         for t, step_batches in enumerate(batches, start=1):
             pairs = zip(self.local, step_batches, strict=True)
             grads = np.array([problem.gradient(*pair) for pair in pairs])
             if method.reduce_gradients:
                 grads[:] = grads.mean(0)
                 self.num_bytes += itemsize * params.size
+
             self.local = optimizer.step(self.local, grads)
             if method.interval:
                 self._sync(step_batches, t, itemsize)
@@ -207,10 +210,12 @@ class Run:
         p = self._choose(t) if t % self.method.slot == 0 else None
         if p is None:
             return
+
         delta = (self.outer - self.local).mean(0) * self.is_of[p]
         self.in_flight.append((p, t, delta))
         self.starts.append((p, t))
         self.num_bytes += itemsize * self.is_of[p].sum()
+
         if self.method.tau == 0:
             self._land(batches, t)
 
@@ -222,12 +227,15 @@ class Run:
             at = self.is_of[p]
             size = self.is_of[p].sum()
             self.outer = self.nesterov.step(self.outer, delta[at], at)
+
             norm = np.linalg.norm(delta)
             before = [s for q, s in self.starts if q == p and s < start]
             steps = start - (before[-1] if before else 0)
             self.rates[p] = (norm / size / steps, norm / math.sqrt(size) / steps)
+
             merged, ratios = self._merged(start, batches, at)
             self.local = np.where(at, merged, self.local)
+
             self.syncs.append((p, start, t))
             self.ratios.append(ratios)
             self.norms.append(norm)
@@ -241,6 +249,7 @@ class Run:
             return method.alpha * local + (1 - method.alpha) * outer, None
         if method.merge == "replace" or tau == 0:
             return outer, None
+
         is_adam = isinstance(self.optimizer, Momenta)
         moment = self.optimizer.second_moment() if is_adam else None
         staged = self.history[start]
@@ -248,6 +257,7 @@ class Run:
         context = Context(
             method.interval, tau, self.optimizer.lr, moment, self.problem, batches, path
         )
+
         g = (staged - local) / tau * at
         d = (outer - staged) * at
         term = method.strength * method.curvature(g, d, context) * at
@@ -293,6 +303,7 @@ class Run:
             return self.rates[p][1] * (age if score == "aged" else 1)
         if score == "round_robin":
             return age
+
         gaps = (self.outer - self.local)[:, self.is_of[p]]
         if score in ("gain", "disagreement"):
             shared = self.rates[p][1] * age if score == "disagreement" else 0

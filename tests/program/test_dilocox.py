@@ -53,10 +53,12 @@ def make_targets():
     right = np.linalg.qr(rng.normal(size=(14, 14)))[0]
     thin = left @ np.diag(8 * 0.1 ** np.arange(14)) @ right
     whole = 0.6 * rng.normal(size=(1, 16, 14)) + 0.6 * rng.normal(size=(4, 16, 14))
+
     targets = []
     for step in range(NUM_STEPS):
         noise = 0.004 * rng.normal(size=whole.shape)
         targets.append((thin if step < 22 else whole) + noise)
+
     return np.stack(targets).astype(np.float32)
 
 
@@ -91,17 +93,19 @@ def start(program, params=PARAMS):
 
 
 def train(program, state, until=NUM_STEPS, dtype=np.float32):
-    """Runs on to step `until`; gives the state, and what is seen after every event."""
+    """Run on to step `until`; return the state, and what is seen after every event."""
     seen = []
     batches = iter(TARGETS[state.step :].astype(dtype))
     for after, output in run(program, state, batches, until - state.step):
         state = after
+
         memory = state.sync.schedule
         syncs = [(s.start_step, s.num_bytes) for s in output.syncs]
         round_steps = getattr(memory, "round_steps", 0)  # Of ranked rounds only.
         rounds = (state.step, memory.rank, round_steps, state.bytes_sent, syncs)
         parts = (state.region.params, program.outer_params(state))
         seen.append((rounds, *jax.device_get(parts)))
+
     return state, seen
 
 
@@ -143,15 +147,18 @@ def send(meant, right, is_summed):
     arrives = {}
     decoded = {}
     factors = {}
+
     for name, x in meant.items():
         if name not in right:
             arrives[name] = mean(x)
             decoded[name] = x
             continue
+
         p, _ = np.linalg.qr(mean(x @ right[name]))
         factors[name] = mean(x.swapaxes(1, 2) @ p)
         arrives[name] = p @ factors[name].swapaxes(1, 2)
         decoded[name] = p @ (p.swapaxes(1, 2) @ x)
+
     return arrives, decoded, factors
 
 
@@ -273,10 +280,13 @@ def test_summed_factors_are_their_formulas():
 def test_summed_factors_follow_the_rank_and_go_on_bit_for_bit(tmp_path):
     method = dilocox(6, 6, 1, sum_factors=True, **RATES)
     program, state = make(method)
+
     state, before = train(program, state, 23)
     state, restored = tiny.saved_and_restored(program, state, tmp_path)
+
     state, seen = train(program, state, 36)
     restored, again = train(program, restored, 36)
+
     tiny.assert_same(*(tiny.numbers(program.synchronize(x)) for x in (state, restored)))
     assert [row for row, *_ in again] == [row for row, *_ in seen]
     assert {row[1] for row, *_ in before + seen} == {3, 6}
@@ -356,11 +366,14 @@ def test_a_restored_run_goes_on_bit_for_bit(real, tmp_path, which, after):
     """Before, at and after the first and the last change, with a message on its way."""
     program, expected, rows = real
     changed = [new[0] for old, new in itertools.pairwise(rows) if old[1] != new[1]]
+
     state, _ = train(program, start(program), changed[which] + after)
+
     # With a program of its own, as in a new process; the last is enough for that.
     again = make(ADAPTIVE)[0] if (which, after) == (-1, 0) else program
     _, state = tiny.saved_and_restored(program, state, tmp_path, again)
     assert state.sync.in_flight
+
     state, _ = train(again, state)
     tiny.assert_same(tiny.numbers(again.synchronize(state)), expected)
 

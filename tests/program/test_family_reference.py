@@ -140,13 +140,16 @@ def drawn_mask(tick, density=0.3, seed=5):
 def subset(turn, density=0.4, seed=5):
     """The documented subset of a turn, as a mask."""
     out = []
+
     for n, size in enumerate(ref.SIZES):
         num_subsets = min(int(np.ceil(1 / density)), size)
         leaf_key = jax.random.fold_in(jax.random.key(seed), n)
         leaf_key = jax.random.fold_in(leaf_key, turn // num_subsets)
+
         order = np.argsort(jax.random.bits(leaf_key, (size,), np.uint32), stable=True)
         drawn = order[turn % num_subsets :: num_subsets]
         out.append(np.isin(np.arange(size), drawn))
+
     return ref.join(out)
 
 
@@ -329,9 +332,11 @@ def train(case):
         mesh=make_mesh(case.num_regions, devices=jax.devices()[: case.num_devices]),
         fragments=case.patterns and cut_by_patterns(PARAMS, case.patterns),
     )  # fmt: skip
+
     state = program.init(PARAMS, jax.random.key(0))
     targets = TARGETS[:, : case.num_regions]
     state, _ = follow(program, state, targets, NUM_STEPS)
+
     return jax.device_get((state.region.params, program.outer_params(state)))
 
 
@@ -364,6 +369,7 @@ def test_each_method_is_its_formula(name):
     case = CASES[name]
     with jax.enable_x64(True):
         ends = train(case)
+
     for actual, wanted in zip(ends, case.twin(), strict=True):
         for n, x in zip(SHAPES, split(wanted), strict=True):
             assert (actual[n].dtype, actual[n].shape) == (np.float64, x.shape)

@@ -104,23 +104,28 @@ def test_a_step_copies_no_moments_of_the_optimizer():
     adam = optax.adam(tiny.LEARNING_RATE)
     program = tiny.program_of(tiny.METHODS["diloco"], make_mesh(4), optimizer=adam)
     state = tiny.start(program)
+
     batches, counted = program._batches.for_steps(
         jax.tree.map(lambda x: x[None], tiny.make_batch(0))
     )
     arguments = state.region, batches, None, counted, ()
+
     module = hlo.parse(program._steps.lower(*arguments).compile().as_text())
+
     bodies = [
         module.computations[loop.called["body"][0]]
         for computation in module
         for loop in computation.instructions
         if loop.opcode == "while"
     ]
+
     copies = [
         instruction.shape
         for body in bodies
         for instruction in body.instructions
         if instruction.opcode == "copy" and instruction.shape.startswith("f32[")
     ]
+
     params = jax.tree.leaves(state.region.params)
     assert len(copies) <= len(params), copies
 

@@ -61,7 +61,9 @@ def test_the_true_hessian_gives_the_undelayed_gradient():
         "cocodc", syncs_per_interval=2, curvature="hessian_vector",
         curvature_units="parameter", compensation_strength=1.0, **SHORT,
     )  # fmt: skip
+
     (staged, _), (local, outer) = train(cocodc, TARGETS[:3], stops=(2,))
+
     merged = []
     wanted = []
     for m in range(NUM_REGIONS):
@@ -69,6 +71,7 @@ def test_the_true_hessian_gives_the_undelayed_gradient():
         stepped = there - LR * ORACLE.gradient(there, (TARGETS[2, m], 1.0))
         merged.append([local[n][m] for n in "ac"])
         wanted.append([ORACLE.split(stepped)[n] for n in "ac"])
+
     assert_within_ulps(merged, wanted)
 
 
@@ -144,8 +147,10 @@ def test_what_compensation_drops_is_told_as_what_the_mix_drops():
             ("cocodc", {"compensation_strength": 0.25, "progress_weight": 0.25}),
         )
     )
+
     options = {"delay_steps": 4, "compress": "ef+int8"}
     ends = [regression(rule=rule, **options)[0] for rule in (mixed, compensated)]
+
     assert_all_close(*ends, rtol=1e-4, atol=1e-6)
 
 
@@ -203,8 +208,10 @@ def test_regions_permuted_with_their_data_permute_the_result(name):
     program = quadratic.make(methods.get(name, **METHODS[name]))
     order = np.array([2, 0, 3, 1])
     targets = TARGETS[:-1]  # Between two syncs, so that regions differ.
+
     local, outer = quadratic.run(program, targets)
     permuted_local, permuted_outer = quadratic.run(program, targets[:, order])
+
     assert_within_ulps({n: x[order] for n, x in local.items()}, permuted_local)
     assert_within_ulps(outer, permuted_outer)
     if name != "data_parallel":

@@ -153,24 +153,29 @@ def test_merges_see_the_state_of_the_region(curvature):
         return of_outputs(model(params, state, batch), batch), ({}, state)
 
     scale = {"scale": jnp.full((), 1.5)}
-    ends = []
-    for loss, model_fn, state in (
-        (stateful, model, cc.ModelState(scale)),
-        (
-            lambda p, b, key: (stateful(p, scale, b, key)[0], {}),
-            lambda p, b: model(p, scale, b),
-            None,
-        ),
-    ):
+
+    def trained(loss, model_fn, model_state):
         moment = cc.adam_second_moment(0.999)
         program = cc.RegionProgram(
-            loss, optax.adam(0.1), method, PARAMS, 4, model_state=state,
+            loss,
+            optax.adam(0.1),
+            method,
+            PARAMS,
+            4,
+            model_state=model_state,
             user_inputs=cc.UserInputs(0.1, moment, (model_fn, of_outputs)),
-        )  # fmt: skip
+        )
         state, output = finish(program, begun(program), 6)
         assert (output.syncs[0].metrics["correction_ratio"] > 0).all()
-        ends.append(state.region.params["w"])
-    np.testing.assert_allclose(*ends, rtol=1e-6)
+        return state.region.params["w"]
+
+    of_state = trained(stateful, model, cc.ModelState(scale))
+    of_constant = trained(
+        lambda p, b, key: (stateful(p, scale, b, key)[0], {}),
+        lambda p, b: model(p, scale, b),
+        None,
+    )
+    np.testing.assert_allclose(of_state, of_constant, rtol=1e-6)
 
 
 def test_it_is_saved_and_restored_bit_for_bit(tmp_path):
@@ -184,11 +189,13 @@ def test_it_is_saved_and_restored_bit_for_bit(tmp_path):
 def test_an_evaluation_is_given_it():
     program = make(cc.methods.get("diloco", sync_interval=4))
     state, _ = finish(program, begun(program), 4)
+
     evaluate = make_evaluate(
         lambda p, s, batch, key: (jnp.sum(s["mean"] * batch), {}),
         program.mesh,
         np.ones((4, 2), np.float32),
     )
+
     loss = evaluate(program.mean_params(state), program.mean_model_state(state))
     expected = running_means({4}, 4)[0].sum()
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
@@ -227,10 +234,18 @@ def test_what_a_loss_returns_is_checked(returned, message):
         finish(program, begun(program), 1)
 
 
-def test_what_is_no_state_or_has_no_average_is_refused():
-    for name, how in (("noloco", "with neighbours alone"), ("mla", "one by one")):
-        with pytest.raises(ValueError, match=f"method='{name}' exchange {how}; use"):
-            make(cc.methods.get(name))
-    for leaf, why in ((0.5, "'x' of type float, which is no arr"), (KEY, "a PRNG key")):
-        with pytest.raises(ValueError, match=why):
-            cc.ModelState({"x": leaf})
+@pytest.mark.parametrize(
+    ("name", "how"), [("noloco", "with neighbours alone"), ("mla", "one by one")]
+)
+def test_a_method_whose_regions_have_no_average_is_refused(name, how):
+    with pytest.raises(ValueError, match=f"method='{name}' exchange {how}; use"):
+        make(cc.methods.get(name))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [(0.5, "'x' of type float, which is no arr"), (KEY, "a PRNG key")],
+)
+def test_what_is_no_state_is_refused(leaf, message):
+    with pytest.raises(ValueError, match=message):
+        cc.ModelState({"x": leaf})

@@ -45,11 +45,13 @@ class TestArrays:
         old = tiny.start(program)
         for new, output in run(program, old, tiny.stream(), 12):
             assert all(x.is_deleted() for x in jax.tree.leaves(old.region))
+
             applied = {sync.fragment_id for sync in output.syncs}
             outer = old.sync.outer if old.sync else ()
             for k, arrays in enumerate(zip(*outer, strict=True)):
                 for x in jax.tree.leaves(arrays):
                     assert x.is_deleted() == (k in applied)
+
             kept = new.region, new.sync and new.sync.outer
             assert not any(x.is_deleted() for x in jax.tree.leaves(kept))
             old = new
@@ -66,17 +68,18 @@ class TestArrays:
         if outer_place == "spare":
             monkeypatch.setattr(placement, "is_one_cpu", lambda mesh: False)
         program = tiny.make_program(name, mesh)
-        params = [
-            jax.device_put(tiny.make_params(), device)
-            for device in (mesh.devices.flat[0], outer_device(mesh))
-        ]
-        for given in params:
-            state = program.init(given, jax.random.key(0))
+
+        for device in (mesh.devices.flat[0], outer_device(mesh)):
+            params = jax.device_put(tiny.make_params(), device)
+            state = program.init(params, jax.random.key(0))
             outer = program.outer_params(state)
             mean = program.mean_params(state)
+
             tiny.finish(program, state, 12)
-            for tree in (given, outer, mean):
-                tiny.assert_same(tiny.host(tree), tiny.make_params())
+
+            tiny.assert_same(tiny.host(params), tiny.make_params())
+            tiny.assert_same(tiny.host(outer), tiny.make_params())
+            tiny.assert_same(tiny.host(mean), tiny.make_params())
 
     def test_outer_state_is_one_copy_on_one_device_outside_the_mesh(self, method_name):
         program = tiny.shared_program(method_name)
@@ -93,14 +96,18 @@ class TestArrays:
         outer_bytes = sum(x.nbytes for x in jax.tree.leaves(state.sync.outer.params))
         assert outer_bytes == sum(program.fragments.num_bytes)
 
-    def test_regions_of_one_cpu_have_the_outer_state_beside_them(self):
+    @pytest.mark.parametrize("exchange", ["program", "outer"])
+    def test_regions_of_one_cpu_have_the_outer_state_beside_them(self, exchange):
+        """In the program on their own device, outside of it on the outer one."""
         mesh = make_mesh(4, devices=jax.devices()[:1])
-        for exchange, device in (("program", mesh.devices.flat[0]), ("outer", None)):
-            transport = Transport(exchange)
-            program = tiny.make_program("streaming_diloco", mesh, transport=transport)
-            outer = jax.tree.leaves(tiny.start(program).sync.outer)
-            where = {place for x in outer for place in x.devices()}
-            assert where == {device or outer_device(mesh)}
+        program = tiny.make_program(
+            "streaming_diloco", mesh, transport=Transport(exchange)
+        )
+
+        outer = jax.tree.leaves(tiny.start(program).sync.outer)
+
+        beside = mesh.devices.flat[0] if exchange == "program" else outer_device(mesh)
+        assert {device for x in outer for device in x.devices()} == {beside}
 
     @pytest.mark.parametrize("name", ["cocodc_hessian", "diloco"])
     def test_where_the_outer_state_lies_changes_no_number(self, monkeypatch, name):
@@ -179,6 +186,7 @@ class TestCompilation:
         if length == 1:
             program = tiny.sharded_program(name, 1, 1, 1)
         tiny.finish(program, tiny.start(program), 12)
+
         state = tiny.start(program)
         with jax.transfer_guard("disallow"):
             tiny.finish(program, state, 12)

@@ -116,9 +116,11 @@ def run_program(problem, method, inner, num_steps, dtype):
         mesh=make_mesh(NUM_REGIONS, devices=jax.devices()[: problem.num_devices]),
         user_inputs=UserInputs(LR, adam_second_moment(ADAM["b2"])),
     )  # fmt: skip
+
     state = program.init(params, jax.random.key(0))
     batches = problem.batches
     state, outputs = follow(program, state, cast(batches, dtype), num_steps)
+
     return program, state, [sync for output in outputs for sync in output.syncs]
 
 

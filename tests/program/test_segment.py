@@ -43,8 +43,10 @@ def make(case, overlap):
     options = CASES[case]
     if family in ("streaming", "cocodc"):
         options = SHORT | options
+
     name = "streaming_diloco" if family == "streaming" else family
     devices = 8 if case == "streaming" else 4
+
     return tiny.program_of(
         methods.get(name, **options),
         make_mesh(tiny.NUM_REGIONS, devices // 4, devices=jax.devices()[:devices]),
@@ -68,15 +70,14 @@ QUICK = (
 
 @pytest.mark.parametrize("case", mostly_slow(CASES, quick=QUICK))
 def test_both_forms_give_the_same_numbers(case):
-    (plain, before), (fused, after) = (
-        tiny.trained(program(case, fuse), NUM_STEPS) for fuse in ("no", "yes")
-    )
+    plain, plain_outputs = tiny.trained(program(case, "no"), NUM_STEPS)
+    fused, fused_outputs = tiny.trained(program(case, "yes"), NUM_STEPS)
     assert_within_ulps(tiny.numbers(fused), tiny.numbers(plain))
-    # What a record is made of.
-    metrics = (
-        [(x.losses, x.aux, x.syncs) for x in outputs] for outputs in (after, before)
-    )
-    assert_within_ulps(*metrics)
+
+    def records(outputs):
+        return [(output.losses, output.aux, output.syncs) for output in outputs]
+
+    assert_within_ulps(records(fused_outputs), records(plain_outputs))
 
 
 @pytest.mark.parametrize("case", ["streaming, feedback", "cocodc"])
@@ -95,13 +96,24 @@ def test_a_checkpoint_in_the_middle_changes_nothing(tmp_path, case, cut):
     plain = program(case, "no")
     with Checkpoints(tmp_path) as checkpoints:
         by_other, _ = checkpoints.restore(plain)
+
     for other, begun in ((windows, restored), (plain, by_other)):
         again, _ = tiny.finish(other, begun, NUM_STEPS - cut)
         again = other.synchronize(again)
         assert_within_ulps(tiny.numbers(again), tiny.numbers(expected))
 
 
-def test_windows_are_few_and_traced_once(monkeypatch):
+LATE = [(((0, 0),), None, 2), (((1, 0),), None, 2), (((1, 0),), None, 3)]
+
+
+@pytest.mark.parametrize(
+    ("case", "windows"),
+    [
+        ("streaming", [(((k, 0),), k, 2) for k in (0, 1)]),
+        ("streaming, tau > H / K", LATE),
+    ],
+)
+def test_windows_are_few_and_traced_once(case, windows, monkeypatch):
     """A second cycle and a third trace nothing.
 
     With a long delay a window ends at the next event: of a fragment that starts at 6
@@ -121,14 +133,9 @@ def test_windows_are_few_and_traced_once(monkeypatch):
         return traced
 
     monkeypatch.setattr(segment, "make_segment", counted)
-    late = [(((0, 0),), None, 2), (((1, 0),), None, 2), (((1, 0),), None, 3)]
-    for case, expected in (
-        ("streaming", [(((k, 0),), k, 2) for k in (0, 1)]),
-        ("streaming, tau > H / K", late),
-    ):
-        made.clear()
-        tiny.trained(make(case, "yes"), 18)
-        assert sorted(made) == expected
+    tiny.trained(make(case, "yes"), 18)
+
+    assert sorted(made) == windows
 
 
 def test_outer_state_lies_divided_in_host_memory():

@@ -116,16 +116,19 @@ def make_tiny(name="streaming_diloco", exchange="auto", **options):
 
 
 def train(program, times, num_steps=14):
-    """Runs to `num_steps`; gives the final state and `(fragment, start, apply)`."""
+    """Run to `num_steps`; return the last state and `(fragment, start, apply)`."""
     state = tiny.start(program)
     seen = []
     stream = tiny.stream()
+
     while state.step < num_steps:
         ahead = min(program.steps_to_event(state), num_steps - state.step)
         batches = [next(stream) for _ in range(ahead)]
         stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
+
         state, output = program.advance(state, stacked, times)
         seen += [(s.fragment_id, s.start_step, s.apply_step) for s in output.syncs]
+
     return state, seen
 
 
@@ -159,10 +162,10 @@ def test_without_a_delay_regions_take_the_outer_parameters_in_measured_slots():
     state, seen = train(program, (1.0, 0.1), num_steps=8)
     last, start, apply = seen[-1]
     assert start == apply == 8
-    for one in (program.mean_params(state), program.outer_params(state)):
-        parts = program.fragments.take(one, last)
+
+    outer = program.fragments.take(program.outer_params(state), last)
     local = program.fragments.take(state.region.params, last, lead=1)
-    whole = jax.tree.map(lambda x, like: np.broadcast_to(x, like.shape), parts, local)
+    whole = jax.tree.map(lambda x, like: np.broadcast_to(x, like.shape), outer, local)
     assert_all_close(local, whole)
 
 

@@ -46,6 +46,7 @@ def transposed_products(fn, *args):
         for equation in inside
         if equation.primitive.name == "dot_general"
     }
+
     return sum(
         equation.primitive.name == "transpose" and equation.invars[0] in products
         for equation in inside

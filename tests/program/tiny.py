@@ -181,16 +181,19 @@ def train_in(folder, program, state, batches, num_steps, **options):
     """
     records = []
     progress = None
+
     with Checkpoints(folder) as checkpoints:
         if restored := checkpoints.restore(program):
             state, extra = restored
             progress = extra["progress"]
+
         options |= {"checkpoints": checkpoints, "progress": progress}
         stream = batches(state.step)
         hooks = Hooks(record=records.append)
         result = train(
             program, state, stream, num_steps, lambda step: step, hooks=hooks, **options
         )
+
     return result, records
 
 
