@@ -83,23 +83,27 @@ def test_steps_of_one_collective_count_once_and_loops_multiply():
   ROOT %g2 = f32[4] {text.replace("%q", "%p")}
 }}
 """
+
     inside = LOOP.replace(
         "%y = f32",
         "%f1 = f32[4] fusion(%n), kind=kCustom, calls=%async_collective_fusion.1\n"
         "  %f2 = f32[4] fusion(%n), kind=kCustom, calls=%async_collective_fusion.2\n"
         "  %y = f32",
     )
+
     (gather,) = read(
         "%i = (s32[], f32[4,4]) parameter(0)",
         "%w = (s32[], f32[4,4]) while(%i), condition=%condition, body=%body",
         before=part + inside,
     )
+
     assert (gather.times, gather.num_bytes, gather.is_async) == (5, 8, True)
 
 
 def test_a_step_in_a_loop_does_not_multiply_what_follows_outside():
     step = "f32[4] all-gather(%{}), channel_id=7, replica_groups={{{{0,1}}}}"
     inside = LOOP.replace("%y = f32", f"%g1 = {step.format('x')}\n  %y = f32")
+
     in_and_after_loop = read(
         "%i = (s32[], f32[4,4]) parameter(0)",
         "%a = f32[2] parameter(1)",
@@ -108,6 +112,7 @@ def test_a_step_in_a_loop_does_not_multiply_what_follows_outside():
         "%r = f32[2] all-reduce(%a), channel_id=9, replica_groups={{0,4}}",
         before=inside,
     )
+
     times = {collective.kind: collective.times for collective in in_and_after_loop}
     assert times == {"all-gather": 5, "all-reduce": 1}
 
@@ -126,11 +131,13 @@ def test_an_all_reduce_fused_with_its_slice_is_a_reduce_scatter():
   ROOT %s = f32[4] slice(%r), slice={[0:4]}
 }
 """
+
     (scatter,) = read(
         "%a = f32[8] parameter(0)",
         "%b = f32[4] fusion(%a), kind=kCustom, calls=%all-reduce-scatter.3",
         before=part,
     )
+
     assert (scatter.kind, scatter.num_bytes) == ("reduce-scatter", 16)
 
 
@@ -164,6 +171,7 @@ def test_a_collective_of_the_hosts_spans_what_comes_before_its_arrival(num_early
     ]
     early = ends[:num_early]
     late = ends[num_early:]
+
     # A gather of the devices has the same number.
     inside, between = read(
         "%a = f32[2] parameter(0)",
@@ -178,6 +186,7 @@ def test_a_collective_of_the_hosts_spans_what_comes_before_its_arrival(num_early
         before=LOOP,
         mesh={"region": 1, "data": 4},
     )
+
     assert (between.kind, between.axes) == ("all-gather", (BETWEEN_SLICES,))
     assert (between.num_bytes, between.spans) == (32, num_early < 2)
     assert (inside.axes, inside.num_bytes) == (("data",), 24)

@@ -79,8 +79,10 @@ def test_a_kernel_counts_as_it_is_known_to_compute():
     heads = 4
     width = 16
     heads_of = jnp.zeros((batch, length, heads, width), jnp.bfloat16)
+
     splash = functools.partial(attend, kernel="splash", interpret=True)
     jaxpr = jax.make_jaxpr(splash)(heads_of, heads_of, heads_of)
+
     # One block: every pair, scores and values.
     assert written_flops(jaxpr) == 2 * 2 * batch * heads * length**2 * width
 

@@ -58,11 +58,12 @@ def test_peak_of_a_device_by_its_kind(kind, peak):
     assert peak_flops(kind) == peak
 
 
-def test_a_compiler_that_is_missing_is_named(monkeypatch):
+@pytest.mark.parametrize(("text", "extra"), [("v5e:4x4", "tpu"), ("h200:1", "cuda")])
+def test_a_compiler_that_is_missing_is_named(monkeypatch, text, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for text, extra in (("v5e:4x4", "tpu"), ("h200:1", "cuda")):
-        with pytest.raises(ValueError, match=rf"pip install 'cocodc_jax\[{extra}\]'"):
-            Target.parse(text).check_installed()
+
+    with pytest.raises(ValueError, match=rf"pip install 'cocodc_jax\[{extra}\]'"):
+        Target.parse(text).check_installed()
 
 
 def test_regions_share_a_machine_out():

@@ -268,14 +268,15 @@ def test_a_place_that_leads_nowhere_is_named(text_folder, settings, message):
         open_corpus(DataConfig(**{"dataset": f"text:{text_folder}"} | settings))
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(text_folder, tmp_path):
-    path = tmp_path / "file"
-    path.write_text("")
-    for folder in (path, path / "below"):
-        with pytest.raises(
-            ValueError, match=f"data_dir='{folder}' cannot .*XDG_CACHE_HOME"
-        ):
-            _open(text_folder, folder)
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_folder_that_cannot_be_written_to_is_named(name, text_folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / name
+
+    with pytest.raises(
+        ValueError, match=f"data_dir='{folder}' cannot .*XDG_CACHE_HOME"
+    ):
+        _open(text_folder, folder)
 
 
 def test_links_to_nowhere_are_passed_over(tmp_path):

@@ -41,6 +41,7 @@ def write(path, texts, field="text", rows=50):
     """Write a file of rows, of the kind that its name says."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.table({"id": range(len(texts)), field: texts})
+
     if path.suffix == ".parquet":
         pq.write_table(table, path, row_group_size=rows)
     elif path.suffix == ".arrow":
@@ -215,18 +216,27 @@ def test_a_bad_line_is_named_when_it_is_come_upon(tmp_path, line, message):
         take(stream, 3000)
 
 
-def test_a_line_that_is_not_utf8(tmp_path):
+@pytest.fixture
+def undecodable(tmp_path):
+    """The configuration of a set with a line that is not UTF-8."""
     folder = tmp_path / "set"
     folder.mkdir()
     (folder / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "b\xff"}\n' * 2)
-    config = config_of(folder, tmp_path)
+    return config_of(folder, tmp_path)
 
+
+def test_a_line_that_is_not_utf8_is_named(undecodable):
     with pytest.raises(RecordError, match=r"line 2: is not UTF-8 text .* undecodable="):
-        list(open_corpus(config).train)
+        list(open_corpus(undecodable).train)
 
-    for choice, texts in {"replace": {"a", "b\ufffd"}, "skip": {"a"}}.items():
-        corpus = open_corpus(dataclasses.replace(config, undecodable=choice))
-        assert {*corpus.train, *corpus.validation} == texts
+
+@pytest.mark.parametrize(
+    ("choice", "texts"), [("replace", {"a", "b\ufffd"}), ("skip", {"a"})]
+)
+def test_a_line_that_is_not_utf8_is_replaced_or_skipped(undecodable, choice, texts):
+    corpus = open_corpus(dataclasses.replace(undecodable, undecodable=choice))
+
+    assert {*corpus.train, *corpus.validation} == texts
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
@@ -303,9 +313,11 @@ def test_byte_order_marks_of_json_lines_are_passed_over(tmp_path):
     lines = json_lines(TEXTS)
     (tmp_path / "a.jsonl").write_bytes(lines)
     plain = JsonLines(*_json_file(tmp_path / "a.jsonl"))
+
     # The second mark begins a file that was appended to the first.
     (tmp_path / "b.jsonl").write_bytes(mark + lines + mark + lines)
     marked = JsonLines(*_json_file(tmp_path / "b.jsonl"))
+
     texts = [t for i in range(plain.num_chunks) for t in plain.texts(i)]
     assert [t for i in range(marked.num_chunks) for t in marked.texts(i)] == 2 * texts
 

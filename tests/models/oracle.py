@@ -23,6 +23,7 @@ def mixture(x, router, weights, per_token):
     """The definition, token by token: `weights` are gate, up and down of experts."""
     chances = np.exp(x @ router)
     chances /= chances.sum(-1, keepdims=True)
+
     out = np.zeros_like(x)
     for t, token in enumerate(x):
         best = np.argsort(-chances[t], kind="stable")[:per_token]
@@ -30,6 +31,7 @@ def mixture(x, router, weights, per_token):
             gate, up, down = (w[e] for w in weights)
             hidden = silu(token @ gate) * (token @ up)
             out[t] += chances[t, e] / chances[t, best].sum() * (hidden @ down)
+
     return out
 
 
@@ -64,11 +66,13 @@ def logits(config, params, tokens):
             query = turn(head_of(x, block["query"], h, block.get("query_norm")))
             key = turn(head_of(x, block["key"], h // group, block.get("key_norm")))
             value = head_of(x, block["value"], h // group)
+
             rows = []
             for t in range(len(x)):
                 weight = np.exp(key[: t + 1] @ query[t] / np.sqrt(width))
                 rows.append(weight @ value[: t + 1] / weight.sum())
             mixed.append(np.stack(rows))
+
         return np.concatenate(mixed, axis=-1) @ block["output"]
 
     def feed(x, block):

@@ -76,14 +76,17 @@ def trained(num_steps=STEPS, **axes):
     program = made(config)
     params = init_params(config.run, config.model, jax.random.key(3))
     state = program.init(params, jax.random.key(4))
+
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, (num_steps, 2, BATCH, LENGTH + 1)).astype(np.int32)
+
     losses = []
     num_tokens = []
     for new, output in run(program, state, iter(tokens), num_steps):
         state = new
         losses += np.asarray(output.losses).tolist()
         num_tokens += np.asarray(output.aux["num_tokens"]).tolist()
+
     return state, losses, num_tokens
 
 

@@ -40,11 +40,13 @@ OF_EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
 def as_in_files(params):
     """Tensors by the names of Hugging Face; torch.nn.Linear is [out, in]."""
     tensors = {}
+
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         keys = [key.key for key in path if key.key != "scale"]
         at = f"model.layers.{keys[1]}" if keys[0] == "blocks" else ""
         if keys[-1] == "tokens":
             continue  # Files have no counts of tokens.
+
         if "experts" in keys:
             at += ".block_sparse_moe.experts"
             for e, matrix in enumerate(x):
@@ -53,6 +55,7 @@ def as_in_files(params):
             tensors[f"{at}.{INSIDE[keys[-1]]}"] = x.T
         else:
             tensors[OUTSIDE[keys[0]]] = x if keys[0] == "embedding" else x.T
+
     return {f"{name}.weight": x for name, x in tensors.items()}
 
 
@@ -120,11 +123,13 @@ def test_several_files_in_bfloat16(folder):
 def test_a_vocabulary_that_was_rounded_up_gets_mean_rows(folder):
     wider = dataclasses.replace(APART, vocab_size=48)
     params = hugging_face.read(folder, wider)
+
     embedding = drawn_params(APART)["embedding"]
     np.testing.assert_array_equal(params["embedding"][:32], embedding)
     np.testing.assert_array_equal(
         params["embedding"][32:], np.tile(embedding.mean(0), (16, 1))
     )
+
     assert params["head"].shape == (16, 48)
     np.testing.assert_array_equal(params["head"][:, :32], drawn_params(APART)["head"])
 

@@ -93,14 +93,18 @@ def test_peft_computes_the_same_logits(config, tmp_path):
     peft, torch = map(pytest.importorskip, ("peft", "torch"))
     transformers = pytest.importorskip("transformers")
     plain, base, _, params = trained(config)
+
     hugging_face.write(tmp_path / "base", plain, base)
     hugging_face.write_adapter(tmp_path / "adapter", config, params, "")
+
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "base", dtype=torch.float32
     )
     model = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+
     with torch.no_grad():
         theirs = model(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy()
+
     ours = models.apply(config, params, TOKENS)
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=5e-5)
 

@@ -76,9 +76,11 @@ def test_gradient_is_softmax_minus_one_hot(batch, length, chunk_tokens):
     hidden, head, targets = _example(batch, length)
     loss = lambda h, w: cross_entropy(h, w, targets, chunk_tokens)[0]  # noqa: E731
     of_hidden, of_head = jax.jit(jax.grad(loss, (0, 1)))(hidden, head)
+
     logits = hidden.astype(np.float64) @ head
     softmax = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     of_logits = (softmax - np.eye(_VOCAB)[targets]) / targets.size
+
     np.testing.assert_allclose(of_hidden, of_logits @ head.T, rtol=1e-4, atol=1e-6)
     expected = np.einsum("bld,blv->dv", hidden, of_logits)
     np.testing.assert_allclose(of_head, expected, rtol=1e-4, atol=1e-6)

@@ -242,11 +242,14 @@ def test_confined_steps_against_numpy():
             np.testing.assert_allclose(w, expected, rtol=0, atol=2e-6)
 
 
-def test_errors():
-    for rank in (0, 17):
-        message = f"stage_subspace={rank} must be .* at most the model's width=16"
-        with pytest.raises(ValueError, match=message):
-            Subspace(16, rank)
+@pytest.mark.parametrize("rank", [0, 17])
+def test_a_rank_that_the_width_does_not_have_is_refused(rank):
+    message = f"stage_subspace={rank} must be .* at most the model's width=16"
+    with pytest.raises(ValueError, match=message):
+        Subspace(16, rank)
+
+
+def test_an_update_without_parameters_is_refused():
     optimizer = confined(optax.sgd(1.0), NARROW)
     with pytest.raises(ValueError, match=re.escape("params=None")):
         optimizer.update({}, optimizer.init({}))

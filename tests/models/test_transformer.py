@@ -60,10 +60,12 @@ def test_forward_equals_the_numpy_oracle(config):
 def test_a_token_changes_nothing_before_it(config):
     tokens = _tokens(2, 9)
     before = _logits(config, drawn_params(config), tokens)
+
     for at in (1, 5, 8):
         changed = tokens.copy()
         changed[:, at] = (changed[:, at] + 1) % config.vocab_size
         after = _logits(config, drawn_params(config), changed)
+
         np.testing.assert_array_equal(after[:, :at], before[:, :at])
         assert np.all(np.abs(after[:, at:] - before[:, at:]).max(-1) > 0)
 
@@ -87,10 +89,12 @@ def test_scanned_and_unscanned_models_are_one():
     tokens = _tokens(2, 9)
     params = drawn_params(scanned)
     unstacked = oracle.unstacked(scanned, params)
+
     np.testing.assert_allclose(
         _logits(scanned, params, tokens), _logits(_UNTIED, unstacked, tokens),
         rtol=1e-5, atol=1e-6,
     )  # fmt: skip
+
     assert_all_close(
         oracle.unstacked(scanned, _grad(scanned, params, tokens)),
         _grad(_UNTIED, unstacked, tokens),

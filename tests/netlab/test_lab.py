@@ -93,9 +93,11 @@ def test_a_full_queue_drops_its_tail():
     shaper = Shaper([conditions()], buffer_s=0.0105, seed=0)
     for i in range(100):
         shaper.send(0.0, 0, 1, bytes([i]) + PACKET[1:])
+
     kept = [packet[0] for *_, packet in arrivals(shaper)]
     # The one that waits 10 ms is the last to be taken: the eleventh.
     assert kept == list(range(11))
+
     assert shaper.traffic.overflow_packets == [[0, 89], [0, 0]]
     assert shaper.traffic.delivered_bytes == [[0, 11 * 1250], [0, 0]]
     assert shaper.traffic.sent_bytes == [[0, 100 * 1250], [0, 0]]
@@ -196,9 +198,11 @@ def test_conditions_are_the_topology_in_bits_and_seconds():
     assert conditions.start_s == 0
     assert conditions.rate_bps[0][1] == pytest.approx(1e8)
     assert conditions.rate_bps[2][0] == pytest.approx(5e8)
+
     # The latency, not the delay to plan with, which holds the jitter.
     assert (conditions.delay_s[0][1], conditions.delay_s[2][0]) == (0.05, 0.11)
     assert (conditions.jitter_s[0][1], conditions.loss[0][1]) == (0.01, 0.001)
+
     assert conditions.uplink_bps == conditions.downlink_bps == (2e8,) * 3
     assert plan.usual_mtu_bytes(conditions) == 1500
 
@@ -234,10 +238,14 @@ def test_changes_hold_while_they_last_and_multiply():
     assert min(by_time[5].downlink_bps) > 0
 
 
-def test_packets_take_a_millisecond():
-    for mbit, mtu in ((1, 1500), (20, 2500), (100, 12500), (1000, 65000)):
-        assert plan.usual_mtu_bytes(conditions(mbit=mbit)) == mtu
-    # A narrow uplink counts too.
+@pytest.mark.parametrize(
+    ("mbit", "mtu"), [(1, 1500), (20, 2500), (100, 12500), (1000, 65000)]
+)
+def test_packets_take_a_millisecond(mbit, mtu):
+    assert plan.usual_mtu_bytes(conditions(mbit=mbit)) == mtu
+
+
+def test_packets_take_a_millisecond_of_a_narrow_uplink():
     assert plan.usual_mtu_bytes(conditions(mbit=1000, region_mbit=100)) == 12500
 
 
