@@ -88,9 +88,11 @@ def test_a_region_that_died_comes_back_at_the_step_of_the_others(via, tmp_path):
         with region.sync:
             region.join()
             region.train(20)
+
             while not reborn:  # It is let in between two events.
                 region.sync.meet(region.params, region.state)
                 time.sleep(0.01)
+
             region.train(end)
         return region
 
@@ -288,6 +290,7 @@ def test_a_region_that_is_ahead_waits_until_the_others_are_as_far(monkeypatch):
             if step <= 6:
                 is_asking.wait(30)
                 time.sleep(0.2)
+
             deadline_s = time.monotonic() + 20
             while step == 8 and region.sync.regions != (0, 1):
                 assert time.monotonic() < deadline_s
@@ -303,6 +306,7 @@ def test_a_region_that_is_ahead_waits_until_the_others_are_as_far(monkeypatch):
         region = Region(two)
         region.state = dataclasses.replace(region.state, step=6)
         monkeypatch.setattr(region.sync._membership, "_rehearse", lambda *_: None)
+
         has_begun.wait(30)
         with region.sync:
             is_asking.set()

@@ -24,11 +24,13 @@ def configuration(method):
         "eval_batches": 4,
         "warmup_steps": 4,
     }
+
     leaves["regions"] = cc.methods.get(method).num_regions or 4
     if method in ("delayed_nesterov", "mla", "heloco", "decoupled_diloco"):
         leaves["step_times"] = "1,1,2,4"
     if cc.methods.defaults(method).get("sync_interval"):
         leaves["sync_interval"] = 8
+
     return PRESETS["smoke"].replace(**leaves)
 
 

@@ -143,15 +143,17 @@ def test_only_process_0_shows_the_run(wandb, monkeypatch):
         ("--wandb=p", "--wandb=p needs a package that is not installed: pip install"),
     ],
 )
-def test_flags(flags, line, refused, tmp_path, monkeypatch):
+def test_wandb_that_cannot_be_is_refused(flags, line, refused, tmp_path, monkeypatch):
     # A folder of that name, as W&B makes them, is not the package.
     (tmp_path / "wandb").mkdir()
     find = importlib.machinery.PathFinder.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: find(name, [str(tmp_path)])
     )
+
     workdir = tmp_path / "run"
     words = ["--preset=smoke", f"--workdir={workdir}", *flags.split()]
+
     assert refused(train, *words).startswith(line)
     assert not workdir.exists()
 

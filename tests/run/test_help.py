@@ -77,16 +77,19 @@ def test_the_flags_that_most_runs_set_come_first(call):
     assert list(shown(in_full))[-len(DEVELOPER) :] == list(DEVELOPER)
 
 
-def test_values_are_the_preset_s_and_those_given(call):
-    for preset in ("smoke", "tiny", "1b"):
-        values = shown(call(FULL, f"--preset={preset}", "--method=diloco")[0])
-        config = PRESETS[preset].replace(method="diloco")
-        for name in ("steps", "width", "inner_lr", "sequence_length"):
-            section = getattr(config, LEAVES[name].section)
-            assert values[name] == str(getattr(section, name))
-        assert values["sync_interval"] == str(config.method.values["sync_interval"])
-        assert "mixing_alpha" not in values
+@pytest.mark.parametrize("preset", ["smoke", "tiny", "1b"])
+def test_values_are_those_of_the_preset_and_the_method(preset, call):
+    values = shown(call(FULL, f"--preset={preset}", "--method=diloco")[0])
 
+    config = PRESETS[preset].replace(method="diloco")
+    for name in ("steps", "width", "inner_lr", "sequence_length"):
+        section = getattr(config, LEAVES[name].section)
+        assert values[name] == str(getattr(section, name))
+    assert values["sync_interval"] == str(config.method.values["sync_interval"])
+    assert "mixing_alpha" not in values
+
+
+def test_values_on_the_command_line_are_shown(call):
     words = ("--steps=70", "--method=streaming_diloco", "--noscan_layers")
     values = shown(call(FULL, *words)[0])
     assert (values["steps"], values["scan_layers"]) == ("70", "false")
@@ -142,6 +145,7 @@ def test_the_text_is_whole_and_choices_are_said_once():
         ("fault", (None, "cut", "loss"), "of the network"),
     ]
     command_line.define(values, rows)
+
     seeds, fault = map(str, options(values, ("seeds", "fault")))
     assert seeds.split(maxsplit=1) == ["--seeds=1", "runs: 0, 1, ..."]
     assert fault.split(maxsplit=1) == ["--fault", "of the network. One of cut, loss."]

@@ -149,17 +149,23 @@ def test_faults_are_gauges_while_they_are_named(watched):
     ]
 
 
-def test_a_port_that_is_taken_is_one_line():
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        for bad in (port, 70_000):
-            with (
-                pytest.raises(OSError, match=f"port {bad}: .*; name a free one"),
-                serving(bad, live_at([0.0]), LABELS),
-            ):
-                pass
+@pytest.fixture
+def taken_port():
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        listening.listen()
+        yield listening.getsockname()[1]
+
+
+@pytest.mark.parametrize("port", ["taken", 70_000])
+def test_a_port_that_cannot_be_had_is_one_line(port, taken_port):
+    port = taken_port if port == "taken" else port
+
+    with (
+        pytest.raises(OSError, match=f"port {port}: .*; name a free one"),
+        serving(port, live_at([0.0]), LABELS),
+    ):
+        pass
 
 
 def test_connections_that_are_held_open_take_no_descriptors(monkeypatch):

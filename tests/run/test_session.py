@@ -100,9 +100,11 @@ def test_a_run_that_began_meanwhile_keeps_its_configuration(tmp_path):
     assert not (tmp_path / "config.json").exists()
 
     resume.claim(config, tmp_path)
-    for write in (resume.claim, resume.write_config):
-        with pytest.raises(ValueError, match="another configuration .*seed: 0, not 5"):
-            write(other, tmp_path)
+    message = "another configuration .*seed: 0, not 5"
+    with pytest.raises(ValueError, match=message):
+        resume.claim(other, tmp_path)
+    with pytest.raises(ValueError, match=message):
+        resume.write_config(other, tmp_path)
     resume.check_workdir(config, tmp_path)
 
 
@@ -220,15 +222,17 @@ class TestRecordsOfAnotherNumberOfProcesses:
         records = read_records(its_files / "metrics.jsonl")
         assert [record["step"] for record in records] == [1, 2, 3]
 
-    def test_damage_is_named(self, written):
+    @pytest.mark.parametrize("damage", ["a line", "all but the first line"])
+    def test_damage_is_named(self, written, damage):
         folder, saved = written
         path = folder / "metrics.jsonl"
-        lines = path.read_bytes().split(b"\n")
+        first, second, *rest = path.read_bytes().split(b"\n")
 
-        for damaged in ([lines[0], b"#" * len(lines[1]), *lines[2:]], lines[:1]):
-            path.write_bytes(b"\n".join(damaged))
-            with pytest.raises(
-                resume.ResumeError,
-                match=f"{folder} cannot go on: .*{path}.*; bring the file back",
-            ):
-                resume.open_records(folder, saved[0], 3)
+        kept = [first, b"#" * len(second), *rest] if damage == "a line" else [first]
+        path.write_bytes(b"\n".join(kept))
+
+        with pytest.raises(
+            resume.ResumeError,
+            match=f"{folder} cannot go on: .*{path}.*; bring the file back",
+        ):
+            resume.open_records(folder, saved[0], 3)

@@ -257,7 +257,12 @@ def test_marks_of_applied_syncs_are_reported_a_turn_later():
     assert [mark.scale for mark in marks] == [1, 0]
 
 
-def test_a_life_that_returns_takes_the_next_number(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("carried", "last_boot"), [(None, None), (mock.Mock(boot=77), 77)]
+)
+def test_a_life_that_returns_takes_the_next_number(
+    carried, last_boot, monkeypatch, tmp_path
+):
     """So it is older than any start since."""
     made = {}
 
@@ -278,16 +283,16 @@ def test_a_life_that_returns_takes_the_next_number(monkeypatch, tmp_path):
         text=mock.Mock(fingerprint="text"),
     )
 
-    for carried, last in ((None, None), (mock.Mock(boot=77), 77)):
-        part = taking_part.taking_part(
-            session,
-            Start(mock.Mock(step=8), None, {}),
-            stream=mock.Mock(),
-            carried=carried,
-            monitor=mock.Mock(),
-            fault_watch=mock.Mock(),
-            listen=mock.Mock(),
-        )
-        with pytest.raises(LeftBehindError, match="far enough"):
-            part.__enter__()
-        assert made["last_boot"] == last
+    part = taking_part.taking_part(
+        session,
+        Start(mock.Mock(step=8), None, {}),
+        stream=mock.Mock(),
+        carried=carried,
+        monitor=mock.Mock(),
+        fault_watch=mock.Mock(),
+        listen=mock.Mock(),
+    )
+    with pytest.raises(LeftBehindError, match="far enough"):
+        part.__enter__()
+
+    assert made["last_boot"] == last_boot

@@ -59,6 +59,7 @@ def test_a_slow_process_is_seen_though_the_others_wait_for_it():
     )
     marks = tuple((n, (2.5 * n, 2.5 * n)) for n in range(5))
     measured = Timeline(("0", "1"), syncs, 4, (0.5, 2.5), marks, (8.0, 0.0), (4.0, 4.0))
+
     assert [stretch.tolist() for _, stretch in measured.stretches()] == [[0.5, 2.5]] * 4
     assert timeline.step_s_in_flight(measured)[1] == 2.5
     assert measured.utilization() == 0.6
